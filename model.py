@@ -1,0 +1,1107 @@
+"""
+model.py: the policy. Chat to token ids, packing, exact log-probs, FSDP2, checkpoints.
+
+What this file computes, for a context c (prompt ids with vision tokens) and the tokens o_1 .. o_R sampled after it:
+
+  logp_t  = log softmax((W h_{t-1} + b) / T)[o_t]         T = sampling temperature, b = -100 at ids nobody may sample
+  H_t     = entropy of that same distribution             b keeps vision placeholders out of what the model writes
+
+Samples that share a context are packed as ONE tree  [ c | o^1 | o^2 | .. | o^G ]. A token of o^i attends to c and to its
+own branch, and has the positions it would have had alone, so log-probs and gradients are those of G separate sequences
+while c (thousands of vision tokens) is computed once. Several trees fill one pack; trees do not see each other.
+
+One construction of token ids serves SFT, RL and evaluation: prompt = template(messages before the first assistant turn)
+with a generation prompt; then turn ids; then glue (end of turn, tool responses, next generation prompt), where the glue is
+cut out of the template rendered on a dummy chat. Ids only ever grow: nothing sampled is decoded and encoded again.
+
+Departures: the vision tower is frozen in every stage, so its features are computed once per distinct frame set and kept.
+
+Legend: L tokens in a pack, N trained tokens, V vision tokens, D deepstack levels, H hidden size, T frames.
+Reads and writes: checkpoint directories (`from_pretrained` layout) and `train_state/` beside them.
+"""
+import contextlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+import video
+
+GUARD = "\ue000"  # private-use character: marks where a literal in untrusted text must not become a special token
+TURN = "\ue001"  # stands for an assistant turn while the template is rendered on a dummy chat
+
+
+class UserError(Exception):
+    """Bad input by the user: the scripts print it as one line on stderr and exit with code 2."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Starting up
+
+
+def import_shim():
+    """Make `import transformers` and `import vllm` safe beside a CPU build of torch. A no-op everywhere else.
+
+    The package index's torchvision, torchaudio and torchcodec are CUDA builds: next to a CPU torch their libraries do
+    not load, and torchvision's import then fails on two operators it expects to find. We never call either operator.
+    """
+    if torch.version.cuda or torch.version.hip or hasattr(import_shim, "library"):
+        return
+    import glob
+    import importlib.util
+
+    for name in ("torchcodec", "torchaudio"):
+        sys.modules.setdefault(name, None)  # `import name` raises ImportError, which transformers treats as "not there"
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None:
+        return
+    try:
+        libraries = glob.glob(os.path.join(os.path.dirname(spec.origin), "_C*.so"))
+        for path in libraries:
+            torch.ops.load_library(path)
+        loaded = bool(libraries)
+    except OSError:  # the CUDA build: libcudart is missing
+        loaded = False
+    if not loaded:
+        import_shim.library = torch.library.Library("torchvision", "DEF")  # kept alive by this reference
+        for op in ("nms", "qnms"):
+            import_shim.library.define(f"{op}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+def start_process_group():
+    """Join the torchrun process group, or make one of a single process. -> (rank, world, device)."""
+    import torch.distributed as dist
+
+    gpu = torch.cuda.is_available()
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+    else:
+        # Two spinning thread pools on shared cores cost a factor of ten: divide the cores between the ranks.
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world))
+        torch.set_flush_denormal(True)  # tiny models make denormals, which run in microcode
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
+        if "RANK" in os.environ:
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return rank, world, device
+
+
+def resolve_checkpoint(path):
+    """A checkpoint directory, or the run folder that holds one under `last` -> the directory `from_pretrained` opens.
+
+    Raises UserError naming what is missing.
+    """
+    for candidate in (path, os.path.join(path, "last")):
+        if os.path.isfile(os.path.join(candidate, "config.json")):
+            for name in ("tokenizer.json", "preprocessor_config.json"):
+                # transformers 5 saves the image processor inside processor_config.json
+                alternatives = [name, "processor_config.json"] if name.startswith("pre") else [name]
+                if not any(os.path.isfile(os.path.join(candidate, n)) for n in alternatives):
+                    raise UserError(f"checkpoint {candidate}: {name} is missing; save the processor beside the weights")
+            try:
+                with open(os.path.join(candidate, "config.json")) as f:
+                    json.load(f)
+            except ValueError as e:
+                raise UserError(f"checkpoint {candidate}: config.json is not JSON ({e})") from None
+            if not any(n.endswith(".safetensors") for n in os.listdir(candidate)):
+                raise UserError(f"checkpoint {candidate}: no .safetensors file; only safetensors weights are loaded")
+            return os.path.realpath(candidate)
+    raise UserError(f"checkpoint {path}: no config.json here nor in {path}/last; give a folder saved by sft.py, grpo.py or "
+                    "save_pretrained")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Chat -> token ids
+
+
+@dataclass
+class Codec:
+    """What turns chats and frames into ids and patches; read from the checkpoint, same for all stages."""
+
+    tokenizer: object
+    processor: object
+    channel: str  # "image": `<t seconds>` text + one image a frame; "video": one native video item
+    image_pad: int
+    video_pad: int
+    vision_start: int
+    vision_end: int
+    eos: int  # <|im_end|>: ends every turn, is sampled and therefore trained
+    patch: int  # pixels a side of a vision patch
+    merge: int  # patches a side that become one token
+    temporal: int  # frames a patch spans (2); an image is repeated to fill it
+    mean: tuple
+    std: tuple
+    markup: tuple  # literals of added tokens ("<|im_end|>", "<tool_call>", ..) that untrusted text must not become
+    banned: tuple  # ids that are never sampled: vision placeholders and turn starts
+    pieces: list  # [vocab] bytes of every token
+
+    @property
+    def pad(self):
+        return self.image_pad if self.channel == "image" else self.video_pad
+
+    @property
+    def frames_per_item(self):
+        """Frames that one run of placeholder tokens stands for."""
+        return 1 if self.channel == "image" else self.temporal
+
+
+def load_codec(ckpt, channel="image"):
+    """Checkpoint directory -> Codec. channel: "image" | "video" (how frames enter the prompt)."""
+    import_shim()
+    from transformers import AutoConfig, AutoProcessor
+
+    config = AutoConfig.from_pretrained(ckpt)
+    if getattr(config, "model_type", None) != "qwen3_vl":
+        raise UserError(f"checkpoint {ckpt}: model_type is {config.model_type!r}, this code trains qwen3_vl")
+    processor = AutoProcessor.from_pretrained(ckpt)
+    tokenizer, images = processor.tokenizer, processor.image_processor
+    if not (processor.chat_template or tokenizer.chat_template):
+        raise UserError(f"checkpoint {ckpt}: no chat template")
+    one = tokenizer.convert_tokens_to_ids
+    added = sorted((t for t in tokenizer.get_added_vocab() if t.startswith("<")), key=len, reverse=True)
+    banned = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|im_start|>"]
+    return Codec(tokenizer=tokenizer, processor=processor, channel=channel, image_pad=config.image_token_id,
+                 video_pad=config.video_token_id, vision_start=config.vision_start_token_id,
+                 vision_end=config.vision_end_token_id, eos=one("<|im_end|>"), patch=images.patch_size,
+                 merge=images.merge_size, temporal=images.temporal_patch_size, mean=tuple(images.image_mean),
+                 std=tuple(images.image_std), markup=tuple(added), banned=tuple(one(t) for t in banned),
+                 pieces=token_bytes(tokenizer))
+
+
+def token_bytes(tokenizer):
+    """Byte-level BPE tokenizer -> list of bytes, one per id: the bytes that token writes (b"" for unused ids).
+
+    Tag positions must be found on bytes: one token may hold half of a UTF-8 character or a third of `<answer>`.
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's byte <-> character table
+    char_to_byte = {chr(b): b for b in printable}
+    char_to_byte.update({chr(256 + n): b for n, b in enumerate(b for b in range(256) if b not in printable)})
+    added = tokenizer.get_added_vocab()
+    vocab = tokenizer.get_vocab()
+    pieces = [b""] * (max(vocab.values()) + 1)
+    for token, i in vocab.items():
+        if token in added or any(c not in char_to_byte for c in token):
+            pieces[i] = token.encode("utf-8")
+        else:
+            pieces[i] = bytes(char_to_byte[c] for c in token)
+    return pieces
+
+
+def decode(codec, ids, keep_special=False):
+    """Sampled ids -> text for parsing and logs. The turn end is dropped unless keep_special."""
+    ids = [i for i in ids if keep_special or i != codec.eos]
+    return b"".join(codec.pieces[i] if i < len(codec.pieces) else b"" for i in ids).decode("utf-8", errors="replace")
+
+
+def guard(codec, text):
+    """Mark every special-token literal in untrusted text, so that `encode` gives it plain tokens.
+
+    A question that contains "<|im_end|>" must not end the turn. The mark splits the literal for the tokenizer and is
+    never encoded itself: the ids decode to the very text that was given.
+    """
+    text = text.replace(GUARD, "").replace(TURN, "")
+    for literal in codec.markup:
+        text = text.replace(literal, literal[0] + GUARD + literal[1:])
+    return text
+
+
+def encode(codec, text):
+    """Template text -> ids; splits at guard marks. No BOS, no truncation."""
+    ids = []
+    for piece in text.split(GUARD):
+        ids += codec.tokenizer(piece, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+@dataclass
+class VisionItem:
+    """The frames behind one video in a context: enough to load them again and to find their features."""
+
+    spec: dict  # {"video": path, "frames": K} or {"video": path, "start": s, "end": e, ...}: what video.load reads
+    key: str  # identity of the frame set
+    frames: int  # T
+    height: int  # pixels
+    width: int
+    seconds: list  # [T]
+
+
+def vision_item(spec, frames):
+    t, height, width, _ = frames.images.shape
+    return VisionItem(dict(spec), frames.key, t, height, width, [float(s) for s in frames.seconds])
+
+
+def tokens_per_item(codec, item):
+    """Placeholder tokens one frame (channel image) or one frame pair (channel video) becomes."""
+    side = codec.patch * codec.merge
+    return (item.height // side) * (item.width // side)
+
+
+def frame_times(codec, item):
+    """Seconds written before each run of placeholders: a frame's own, or the mean of a pair's first and last."""
+    step, seconds = codec.frames_per_item, list(item.seconds)
+    seconds += [seconds[-1]] * (-len(seconds) % step)  # an odd count repeats its last frame, as the processor does
+    return [(seconds[i] + seconds[i + step - 1]) / 2 for i in range(0, len(seconds), step)]
+
+
+def template(codec, messages, tools=None, generation=True):
+    """Render messages (content strings) with the checkpoint's own chat template -> text."""
+    owner = codec.processor if codec.processor.chat_template else codec.tokenizer
+    return owner.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=generation)
+
+
+def content_text(codec, message, items):
+    """Content of one message -> (parts for the template, [VisionItem]). Frames expand to `<t seconds>` + image.
+
+    items: iterator over the VisionItems of the chat's videos, in order.
+    """
+    trusted = message["role"] == "system"  # our own prompt names the tags; everything else is data
+    clean = (lambda s: s) if trusted else (lambda s: guard(codec, s))
+    if isinstance(message["content"], str):
+        return [{"type": "text", "text": clean(message["content"])}], []
+    parts, used = [], []
+    for piece in message["content"]:
+        if piece["type"] == "text":
+            parts.append({"type": "text", "text": clean(piece["text"])})
+            continue
+        item = next(items)
+        used.append(item)
+        if codec.channel == "image":
+            # The time stands before <|vision_start|>, as vLLM and transformers put it for native video.
+            for seconds in frame_times(codec, item):
+                parts += [{"type": "text", "text": f"<{seconds:.1f} seconds>"}, {"type": "image"}]
+        else:
+            parts.append({"type": "video"})
+    return parts, used
+
+
+def encode_prompt(codec, messages, items=(), tools=None):
+    """Messages before the first assistant turn -> (ids, expanded; compact ids; [VisionItem]).
+
+    Expanded ids hold one placeholder per vision token (what the trainer sees), compact ids one per frame or video (what
+    an engine is given and expands itself). The two are tested equal to what vLLM makes of them.
+    """
+    items, used, rendered = iter(items), [], []
+    for message in messages:
+        parts, new = content_text(codec, message, items)
+        text_only = all(p["type"] == "text" for p in parts)
+        rendered.append({"role": message["role"], "content": "".join(p["text"] for p in parts) if text_only else parts})
+        used += new
+    compact = encode(codec, template(codec, rendered, tools))
+    return expand(codec, compact, used), compact, used
+
+
+def expand(codec, compact, items):
+    """One placeholder per frame (or video) -> one per vision token; raises ValueError when the counts disagree."""
+    out, position = [], 0
+    if codec.channel == "image":
+        sizes = iter([tokens_per_item(codec, item) for item in items for _ in range(item.frames)])
+        for i in compact:
+            out += [i] * next(sizes, 0) if i == codec.image_pad else [i]
+        wanted = sum(item.frames for item in items)
+    else:
+        # <|vision_start|><|video_pad|><|vision_end|> becomes `<t seconds>` + one such triple for each frame pair.
+        queue, wanted = iter(items), len(items)
+        while position < len(compact):
+            i = compact[position]
+            if compact[position:position + 3] == [codec.vision_start, codec.video_pad, codec.vision_end]:
+                item = next(queue)
+                for seconds in frame_times(codec, item):
+                    out += encode(codec, f"<{seconds:.1f} seconds>") + [codec.vision_start]
+                    out += [codec.video_pad] * tokens_per_item(codec, item) + [codec.vision_end]
+                position += 3
+            else:
+                out.append(i)
+                position += 1
+    found = compact.count(codec.pad)
+    if found != wanted:
+        raise ValueError(f"{found} vision placeholders in the prompt for {wanted} {'frames' if codec.channel == 'image' else 'videos'}")
+    return out
+
+
+def think_prefix_ids(codec, prompt_ids):
+    """The forced `<think>\\n`; empty when the template's generation prompt already opens a thought."""
+    prefix = encode(codec, "<think>\n")
+    return [] if prompt_ids[-len(prefix):] == prefix else prefix
+
+
+def glue_ids(codec, messages, ended):
+    """Ids between two sampled turns: end of turn, all responses as the template writes them, next generation prompt.
+
+    messages: the tool (or user) messages of this turn. ended: the turn's last sampled id was the end-of-turn token;
+    when it was cut off instead, the end-of-turn token is inserted here (unsampled, so not trained on).
+    """
+    dummy = [{"role": "user", "content": "x"}, {"role": "assistant", "content": TURN}]
+    dummy += [{"role": m["role"], "content": guard(codec, m["content"])} for m in messages]
+    text = template(codec, dummy).split(TURN, 1)[1]
+    ids = encode(codec, text)
+    if ids[0] != codec.eos:
+        raise UserError("the chat template does not end an assistant turn with <|im_end|>")
+    return ids[1:] if ended else ids
+
+
+@dataclass
+class Sequence:
+    """One agent context: expanded ids, mask of trained (sampled) ids, the frames behind it."""
+
+    ids: list
+    mask: list
+    vision: list = field(default_factory=list)
+
+
+def encode_chat(codec, messages, items=(), tools=None):
+    """A whole conversation with assistant turns -> Sequence; mask 1 on assistant tokens and their turn ends.
+
+    Built from the same three pieces as a rollout (prompt, turns, glue), so SFT teaches exactly the ids RL will see. A
+    turn that opens with `<think>\\n` has that prefix encoded alone, since RL forces it as ids of its own.
+    """
+    first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
+    ids, _, vision = encode_prompt(codec, messages[:first], items, tools)
+    ids, mask = list(ids), [0] * len(ids)
+    position = first
+    while position < len(messages):
+        content = messages[position]["content"]
+        text = content if isinstance(content, str) else "".join(p["text"] for p in content)
+        turn = []
+        if text.startswith("<think>\n"):
+            turn, text = think_prefix_ids(codec, ids), text[len("<think>\n"):]
+        turn = turn + encode(codec, text.replace(GUARD, "")) + [codec.eos]
+        ids, mask = ids + turn, mask + [1] * len(turn)
+        position += 1
+        replies = []
+        while position < len(messages) and messages[position]["role"] != "assistant":
+            reply = messages[position]["content"]
+            replies.append({"role": messages[position]["role"],
+                            "content": reply if isinstance(reply, str) else "".join(p["text"] for p in reply)})
+            position += 1
+        if replies:
+            glue = glue_ids(codec, replies, ended=True)
+            ids, mask = ids + glue, mask + [0] * len(glue)
+    return Sequence(ids, mask, vision)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Frames -> vision tensors
+
+
+def patchify(codec, images):
+    """uint8 frames [T, H, W, 3] -> (patches [T' * gh * gw, 3 * temporal * patch^2] float32, grids [n, 3]).
+
+    The order of patches is the processor's: merge x merge neighbours are consecutive. Tested equal to it.
+    """
+    t, height, width, _ = images.shape
+    x = torch.from_numpy(np.array(images)).permute(0, 3, 1, 2).float() / 255.0  # [T, 3, H, W]
+    x = (x - torch.tensor(codec.mean)[:, None, None]) / torch.tensor(codec.std)[:, None, None]
+    if codec.channel == "image":
+        x = x[:, None].expand(t, codec.temporal, 3, height, width)  # an image fills the temporal patch by repetition
+    else:
+        x = torch.cat([x, x[-1:].expand(-t % codec.temporal, 3, height, width)])
+        x = x.reshape(-1, codec.temporal, 3, height, width)
+    n, p, m = x.shape[0], codec.patch, codec.merge
+    gh, gw = height // p, width // p
+    x = x.reshape(n, codec.temporal, 3, gh // m, m, p, gw // m, m, p)
+    x = x.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(n * gh * gw, -1)
+    grids = [[1, gh, gw]] * n if codec.channel == "image" else [[n, gh, gw]]
+    return x, torch.tensor(grids)
+
+
+class VisionFeatures:
+    """Features of the frozen tower, once per distinct frame set, bounded by bytes (least recently used goes first)."""
+
+    def __init__(self, visual, codec, load, max_bytes=2**30):
+        """load: VisionItem spec -> video.Frames, called only when the features are not here."""
+        self.visual, self.codec, self.load, self.max_bytes = visual, codec, load, max_bytes
+        self.cache, self.bytes, self.computed = OrderedDict(), 0, 0
+
+    @torch.no_grad()
+    def __call__(self, item):
+        """VisionItem -> [vision tokens, 1 + D, H]: the tower's output, then its deepstack levels."""
+        if item.key in self.cache:
+            self.cache.move_to_end(item.key)
+            return self.cache[item.key]
+        frames = self.load(item.spec)
+        if frames.key != item.key:
+            raise ValueError(f"{item.spec['video']}: the file changed since its prompt was built")
+        weight = next(self.visual.parameters())
+        patches, grids = patchify(self.codec, frames.images)
+        out = self.visual(patches.to(weight.device, weight.dtype), grid_thw=grids.to(weight.device))
+        features = torch.stack([out.pooler_output, *out.deepstack_features], 1)
+        self.cache[item.key] = features
+        self.computed += 1
+        self.bytes += features.nbytes
+        while self.bytes > self.max_bytes and len(self.cache) > 1:
+            self.bytes -= self.cache.popitem(last=False)[1].nbytes
+        return features
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Packing
+
+
+@dataclass
+class Span:
+    """A run of ids; mask 1 = trained; values: named per-token numbers, used where mask is 1."""
+
+    ids: list
+    mask: list
+    values: dict = field(default_factory=dict)
+
+
+@dataclass
+class Tree:
+    """A context and the responses that continue it. Without branches: a plain sequence."""
+
+    prefix: Span
+    vision: list = field(default_factory=list)
+    branches: list = field(default_factory=list)
+
+    def __len__(self):
+        return len(self.prefix.ids) + sum(len(b.ids) for b in self.branches)
+
+
+@dataclass
+class Pack:
+    ids: torch.Tensor  # [L]
+    positions: torch.Tensor  # [4, 1, L] text position, then time/height/width of Qwen3-VL's interleaved mrope
+    tree: torch.Tensor  # [L] which tree a token belongs to
+    branch: torch.Tensor  # [L] 0 in the prefix, 1.. in branches
+    source: torch.Tensor  # [N] position whose hidden state predicts the trained token
+    target: torch.Tensor  # [N] id of the trained token
+    values: dict  # name -> [N]
+    vision: list  # [VisionItem] in the order of the placeholders
+    layout: list  # [(start, prefix length, [branch lengths])]
+
+
+def rope_positions(codec, ids, items):
+    """Expanded ids -> (positions [3, L], the next free position). Qwen3-VL's rule: text advances all three axes by one,
+    a frame of gh x gw merged patches keeps one time step and advances by max(gh, gw)."""
+    ids = np.asarray(ids)
+    positions = np.empty((3, len(ids)), np.int64)
+    side = codec.patch * codec.merge
+    sizes = [(i.height // side, i.width // side) for i in items for _ in frame_times(codec, i)]
+    at, cursor, current = np.flatnonzero(ids == codec.pad), 0, 0
+    hits = 0
+    for rows, columns in sizes:
+        start = at[hits]
+        text = start - cursor
+        positions[:, cursor:start] = current + np.arange(text)
+        current += text
+        n = rows * columns
+        if not (ids[start:start + n] == codec.pad).all():
+            raise ValueError("vision placeholders do not match the frames of this context")
+        positions[0, start:start + n] = current
+        positions[1, start:start + n] = current + np.repeat(np.arange(rows), columns)
+        positions[2, start:start + n] = current + np.tile(np.arange(columns), rows)
+        current, cursor, hits = current + max(rows, columns), start + n, hits + n
+    if hits != len(at):
+        raise ValueError(f"{len(at)} vision placeholders, {hits} vision tokens")
+    positions[:, cursor:] = current + np.arange(len(ids) - cursor)
+    return positions, current + len(ids) - cursor
+
+
+def pack_trees(codec, trees):
+    """Trees -> one Pack. Every trained token is predicted from its predecessor in its own sequence: the first token of
+    a branch from the last token of the prefix."""
+    ids, positions, text, tree, branch, source, target, layout, vision = [], [], [], [], [], [], [], [], []
+    values = {}
+
+    def add(span, start, before, tree_index, branch_index):
+        tree.append(np.full(len(span.ids), tree_index))
+        branch.append(np.full(len(span.ids), branch_index))
+        ids.append(np.asarray(span.ids, np.int64))
+        trained = np.flatnonzero(span.mask)
+        source.append(np.where(trained == 0, before, start + trained - 1))
+        target.append(ids[-1][trained])
+        for name, numbers in span.values.items():
+            values.setdefault(name, []).append(np.asarray(numbers, np.float32)[trained])
+
+    start = 0
+    for index, t in enumerate(trees):
+        p = len(t.prefix.ids)
+        if t.prefix.mask and t.prefix.mask[0]:
+            raise ValueError("the first token of a context has no predecessor and cannot be trained on")
+        add(t.prefix, start, 0, index, 0)
+        prefix_positions, following = rope_positions(codec, t.prefix.ids, t.vision)
+        positions.append(prefix_positions)
+        text.append(np.arange(p))
+        cursor = start + p
+        for number, b in enumerate(t.branches):
+            add(b, cursor, start + p - 1, index, number + 1)
+            n = len(b.ids)
+            positions.append(np.broadcast_to(following + np.arange(n), (3, n)))
+            text.append(p + np.arange(n))
+            cursor += n
+        layout.append((start, p, [len(b.ids) for b in t.branches]))
+        vision += t.vision
+        start = cursor
+    cat = np.concatenate
+    grid = cat([cat(text)[None], cat(positions, 1)])[:, None]  # [4, 1, L]
+    return Pack(torch.from_numpy(cat(ids)), torch.from_numpy(grid), torch.from_numpy(cat(tree)),
+                torch.from_numpy(cat(branch)), torch.from_numpy(cat(source)), torch.from_numpy(cat(target)),
+                {k: torch.from_numpy(cat(v)) for k, v in values.items()}, vision, layout)
+
+
+def fill_packs(trees, budget):
+    """First-fit-decreasing packing of trees into lists of at most `budget` tokens.
+
+    A tree over the budget is split by branches (its prefix is then computed more than once); a single sequence over the
+    budget gets a pack of its own.
+    """
+    pieces = []
+    for t in trees:
+        piece = Tree(t.prefix, t.vision, [])
+        for b in t.branches:
+            if piece.branches and len(piece) + len(b.ids) > budget:
+                pieces.append(piece)
+                # The prefix's own trained tokens, if any, count in the first piece only.
+                piece = Tree(Span(t.prefix.ids, [0] * len(t.prefix.ids), t.prefix.values), t.vision, [])
+            piece.branches.append(b)
+        pieces.append(piece)
+    packs = []  # [[room, [trees]]]
+    for piece in sorted(pieces, key=len, reverse=True):
+        for entry in packs:
+            if entry[0] >= len(piece):
+                entry[0] -= len(piece)
+                entry[1].append(piece)
+                break
+        else:
+            packs.append([budget - len(piece), [piece]])
+    return [members for _, members in packs]
+
+
+def even_packs(codec, packs, device):
+    """This rank's packs as (pack, 1.0), then as many spare ones (pack, 0.0) as it takes for all ranks to run equally many.
+
+    Every forward under FSDP is a chain of collectives: a rank that runs fewer of them hangs all others.
+    """
+    import torch.distributed as dist
+
+    most = torch.tensor(len(packs), device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    spare = pack_trees(codec, [Tree(Span([codec.eos, codec.eos], [0, 1]))])
+    return [(pack, 1.0) for pack in packs] + [(spare, 0.0)] * (int(most.item()) - len(packs))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention over a pack
+
+
+def choose_attention(device, kind="auto"):
+    """-> "flash" | "varlen" | "sdpa": how plain sequences of a pack attend. Trees use FlexAttention on GPU, sdpa on CPU.
+
+    "auto": flash-attn when importable, else torch's own varlen kernel, on GPU; one sdpa call per sequence on CPU.
+    """
+    import importlib.util
+
+    if kind != "auto":
+        return kind
+    if device.type != "cuda":
+        return "sdpa"
+    if importlib.util.find_spec("flash_attn"):
+        return "flash"
+    return "varlen" if importlib.util.find_spec("torch.nn.attention.varlen") else "sdpa"
+
+
+def attention_plan(pack, kind, device):
+    """What every layer of one forward shares: lengths, masks. Built once per pack, not once per layer."""
+    branched = any(branches for _, _, branches in pack.layout)
+    if kind in ("flash", "varlen") and not branched:
+        lengths = [p for _, p, _ in pack.layout]
+        ends = torch.tensor(np.cumsum([0] + lengths), dtype=torch.int32, device=device)
+        return {"kind": kind, "ends": ends, "longest": max(lengths)}
+    if kind != "sdpa" and branched and device.type == "cuda":
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        tree, branch = pack.tree.to(device), pack.branch.to(device)
+
+        def visible(_batch, _head, q, k):
+            return (q >= k) & (tree[q] == tree[k]) & ((branch[k] == 0) | (branch[k] == branch[q]))
+
+        return {"kind": "flex", "mask": create_block_mask(visible, None, None, len(tree), len(tree), device=device)}
+    # One sdpa call per prefix (causal) and one per branch: keys are [prefix | branch], mask is the lower-right causal one.
+    masks = {(p, r): torch.ones(r, p + r, dtype=torch.bool, device=device).tril(p)
+             for _, p, branches in pack.layout for r in branches}
+    return {"kind": "sdpa", "layout": pack.layout, "masks": masks}
+
+
+def packed_attention(module, query, key, value, attention_mask=None, scaling=None, plan=None, **_):
+    """The attention function transformers calls in every decoder layer. query [1, heads, L, d] -> ([1, L, heads, d], None)."""
+    kind = plan["kind"]
+    if kind in ("flash", "varlen"):
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [L, heads, d]
+        ends, longest = plan["ends"], plan["longest"]
+        if kind == "flash":
+            from flash_attn import flash_attn_varlen_func
+
+            out = flash_attn_varlen_func(q, k, v, ends, ends, longest, longest, softmax_scale=scaling, causal=True)
+        else:
+            from torch.nn.attention.varlen import varlen_attn
+
+            # A window that reaches back without limit and forward by nothing is the causal mask.
+            out = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=(-1, 0),
+                              enable_gqa=q.shape[1] != k.shape[1])
+        return out[None], None
+    if kind == "flex":
+        out = compiled_flex()(query, key, value, block_mask=plan["mask"], scale=scaling,
+                              enable_gqa=query.shape[1] != key.shape[1])
+        return out.transpose(1, 2), None
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:  # CPU sdpa would fall to the slow path with enable_gqa
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    out = []
+    for start, p, branches in plan["layout"]:
+        q, k, v = (x[:, :, start:start + p] for x in (query, key, value))
+        out.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling))
+        at = start + p
+        for r in branches:
+            both = [torch.cat([prefix, x[:, :, at:at + r]], 2) for prefix, x in ((k, key), (v, value))]
+            out.append(F.scaled_dot_product_attention(query[:, :, at:at + r], *both, attn_mask=plan["masks"][p, r],
+                                                      scale=scaling))
+            at += r
+    return torch.cat(out, 2).transpose(1, 2), None
+
+
+def compiled_flex():
+    """FlexAttention is only fast (and only memory-safe) compiled; compiled once per process."""
+    if not hasattr(compiled_flex, "function"):
+        from torch.nn.attention.flex_attention import flex_attention
+
+        compiled_flex.function = torch.compile(flex_attention, dynamic=True)
+    return compiled_flex.function
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The policy
+
+
+def chunk_logprobs(hidden, weight, target, bias, temperature):
+    """hidden [n, H] -> (log-prob of target [n], entropy [n]), both of the distribution that is sampled from, fp32."""
+    logits = (F.linear(hidden, weight).float() + bias) / temperature  # [n, vocab]
+    norm = logits.logsumexp(-1)
+    logp = logits.gather(1, target[:, None])[:, 0] - norm
+    with torch.no_grad():  # entropy is logged, never trained
+        entropy = norm - ((logits - norm[:, None]).exp() * logits).sum(-1)
+    return logp, entropy
+
+
+def token_logprobs(hidden, weight, target, banned=(), temperature=1.0, chunk=1024):
+    """Vocabulary projection in chunks, recomputed in backward: never a [tokens, 151936] fp32 tensor.
+
+    hidden [N, H], weight [vocab, H], target [N] -> (logp [N], entropy [N]) fp32.
+    """
+    from torch.utils.checkpoint import checkpoint
+
+    bias = torch.zeros(weight.shape[0], device=hidden.device)
+    bias[list(banned)] = -100.0  # the same bias the engine samples under
+    out = []
+    for h, y in zip(hidden.split(chunk), target.split(chunk)):
+        if torch.is_grad_enabled():
+            out.append(checkpoint(chunk_logprobs, h, weight, y, bias, temperature, use_reentrant=False))
+        else:
+            out.append(chunk_logprobs(h, weight, y, bias, temperature))
+    return tuple(torch.cat(x) for x in zip(*out))
+
+
+class Policy(torch.nn.Module):
+    """A Qwen3-VL and the forward of all training stages: pack in, log-probs of its trained tokens out."""
+
+    def __init__(self, hf, codec, attention="auto"):
+        super().__init__()
+        self.hf, self.banned = hf, codec.banned
+        self.pads = (codec.image_pad, codec.video_pad)
+        self.attention = attention
+
+    def forward(self, pack, vision, temperature=1.0, chunk=1024):
+        """pack: Pack; vision: VisionFeatures -> (logp [N], entropy [N]) of pack.target, fp32."""
+        text = self.hf.model.language_model
+        device = text.embed_tokens.weight.device
+        ids = pack.ids.to(device)
+        features = torch.cat([vision(item) for item in pack.vision]) if pack.vision else None  # [V, 1 + D, H]
+        seen = (ids == self.pads[0]) | (ids == self.pads[1]) if pack.vision else None  # [L]
+        embeds, levels = self.embed(ids, seen, features)  # [L, H], D x [V, H]
+        plan = attention_plan(pack, choose_attention(device, self.attention), device)
+        hidden = text(inputs_embeds=embeds[None], position_ids=pack.positions.to(device), use_cache=False,
+                      visual_pos_masks=None if seen is None else seen[None], deepstack_visual_embeds=levels,
+                      plan=plan).last_hidden_state[0]  # [L, H]
+        return token_logprobs(hidden[pack.source.to(device)], self.hf.lm_head.weight, pack.target.to(device), self.banned,
+                              temperature, chunk)
+
+
+    def embed(self, ids, seen, features):
+        """ids [..., n], seen: mask of vision positions, features [V, 1 + D, H] or None -> (embeddings, deepstack levels)."""
+        embeds = self.hf.model.language_model.embed_tokens(ids)
+        if features is None:
+            return embeds, None
+        features = features.to(embeds.device, embeds.dtype)
+        if int(seen.sum()) != len(features):
+            raise ValueError(f"{int(seen.sum())} vision placeholders for {len(features)} vision tokens")
+        return embeds.masked_scatter(seen[..., None], features[:, 0]), list(features[:, 1:].unbind(1))
+
+    def step(self, ids, positions, seen, features, mask, cache):
+        """One decoding forward for `generate`: ids [B, n] -> (logits of the last position [B, vocab] fp32, cache). A method
+        of its own so that FSDP gathers the root's weights around it."""
+        embeds, levels = self.embed(ids, seen, features)
+        out = self.hf.model.language_model(inputs_embeds=embeds, position_ids=positions, attention_mask=mask, use_cache=True,
+                                           past_key_values=cache, visual_pos_masks=seen, deepstack_visual_embeds=levels)
+        return F.linear(out.last_hidden_state[:, -1], self.hf.lm_head.weight).float(), out.past_key_values
+
+
+@torch.no_grad()
+def generate(policy, codec, vision, prompts, max_new_tokens, temperature=0.0, seeds=None, lockstep=False):
+    """Plain left-padded batch decoding with a KV cache: the reference sampler, and the one used where vLLM is not.
+
+    prompts: list of (expanded ids, [VisionItem]); max_new_tokens and temperature: one number or one per prompt; seeds: one
+    int per prompt (own generator each, so a sample does not depend on what it was batched with), None = no seeding.
+    lockstep: every rank runs as many steps as the longest (needed while the policy is sharded).
+    -> list of (sampled ids, log-probs); a sample ends with the end-of-turn id unless it was cut off.
+    """
+    import torch.distributed as dist
+    from transformers import DynamicCache
+
+    text = policy.hf.model.language_model
+    device = text.embed_tokens.weight.device
+    n, longest = len(prompts), max(len(ids) for ids, _ in prompts)
+    limits = max_new_tokens if isinstance(max_new_tokens, list) else [max_new_tokens] * n
+    heat = torch.tensor(temperature if isinstance(temperature, list) else [temperature] * n, device=device)[:, None]
+    ids = torch.full((n, longest), codec.eos)
+    mask = torch.zeros(n, longest, dtype=torch.long)
+    positions = torch.zeros(4, n, longest, dtype=torch.long)
+    following = torch.zeros(n, dtype=torch.long)
+    for row, (prompt, items) in enumerate(prompts):  # left padding: the last position of every row is its last token
+        ids[row, longest - len(prompt):] = torch.tensor(prompt)
+        mask[row, longest - len(prompt):] = 1
+        grid, following[row] = rope_positions(codec, prompt, items)
+        positions[1:, row, longest - len(prompt):] = torch.from_numpy(grid)
+        positions[0, row, longest - len(prompt):] = torch.arange(len(prompt))
+    ids, mask, positions, following = (x.to(device) for x in (ids, mask, positions, following))
+    features = [vision(item) for _, items in prompts for item in items]
+    features = torch.cat(features).to(device) if features else None
+    seen = ((ids == codec.image_pad) | (ids == codec.video_pad)) & mask.bool() if features is not None else None
+    bias = torch.zeros(text.config.vocab_size, device=device)
+    bias[list(codec.banned)] = -100.0
+    draws = [torch.Generator(device).manual_seed(s) for s in seeds] if seeds else [None] * n
+    sampled, logps, alive = [[] for _ in prompts], [[] for _ in prompts], [True] * n
+    before, text.config._attn_implementation = text.config._attn_implementation, "sdpa"
+    cache, lengths = DynamicCache(config=text.config), mask.sum(1)
+    for _ in range(max(limits)):
+        logits, cache = policy.step(ids, positions, seen, features, mask, cache)
+        logits = (logits + bias) / torch.where(heat > 0, heat, 1.0)
+        logprobs = logits.log_softmax(-1)
+        token = logits.argmax(-1)
+        for row in range(n):
+            if heat[row] > 0 and alive[row]:
+                token[row] = torch.multinomial(logprobs[row].exp(), 1, generator=draws[row])
+        chosen = logprobs.gather(1, token[:, None])[:, 0].tolist()
+        for row, (t, lp) in enumerate(zip(token.tolist(), chosen)):
+            if alive[row]:
+                sampled[row].append(t)
+                logps[row].append(lp)
+                alive[row] = t != codec.eos and len(sampled[row]) < limits[row]
+        going = torch.tensor(float(any(alive)), device=device)
+        if lockstep:
+            dist.all_reduce(going, op=dist.ReduceOp.MAX)
+        if not going.item():
+            break
+        ids, seen, features = token[:, None], None, None
+        positions = torch.cat([lengths[None], following.expand(3, n)])[..., None]  # [4, B, 1]
+        mask = torch.cat([mask, mask.new_ones(n, 1)], 1)
+        lengths, following = lengths + 1, following + 1
+    text.config._attn_implementation = before
+    return list(zip(sampled, logps))
+
+
+def load_policy(ckpt, codec, device, dtype=torch.float32, attention="auto", checkpointing=False):
+    """Checkpoint directory -> Policy on device, vision tower frozen (bf16 on GPU), language model in `dtype`."""
+    import_shim()
+    from transformers import AttentionInterface, Qwen3VLForConditionalGeneration
+
+    AttentionInterface.register("packed", packed_attention)
+    hf = Qwen3VLForConditionalGeneration.from_pretrained(
+        ckpt, dtype=dtype, use_safetensors=True, attn_implementation={"text_config": "packed", "vision_config": "sdpa"})
+    hf.model.visual.requires_grad_(False)
+    hf.model.visual.eval()
+    hf = hf.to(device)
+    if device.type == "cuda":
+        hf.model.visual.to(torch.bfloat16)
+    if checkpointing:
+        hf.gradient_checkpointing_enable({"use_reentrant": False})
+        hf.model.visual.gradient_checkpointing = False
+    policy = Policy(hf, codec, attention)
+    policy.train()
+    hf.model.visual.eval()
+    return policy
+
+
+def shard(policy, device):
+    """FSDP2: one group per decoder layer, one for the rest (embeddings, head, norm). The frozen tower stays replicated.
+
+    GPU: fp32 shards, bf16 compute, fp32 gradient reduction. CPU: fp32 throughout.
+    """
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if device.type == "cuda" \
+        else MixedPrecisionPolicy()
+    for layer in policy.hf.model.language_model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    fully_shard(policy, mesh=mesh, mp_policy=precision, ignored_params=set(policy.hf.model.visual.parameters()))
+    register_fsdp_forward_method(policy, "step")
+    return policy
+
+
+def trained_parameters(policy):
+    return [p for p in policy.parameters() if p.requires_grad]
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose update is replaced by the nearest semi-orthogonal matrix, for 2-D weights, sharded by FSDP2 or not.
+
+      m <- mu m + (1 - mu) g        u = (1 - mu) g + mu m        W <- W - lr * 0.2 sqrt(max(rows, columns)) * orth(u)
+
+    orth(u) = U V^T of u's SVD, by five Newton-Schulz iterations (Keller Jordan's coefficients). A tiny model learns two to
+    three times faster per token than under AdamW, which is why the toy's cold start uses it; 0.2 sqrt(.) makes the step as
+    large as AdamW's. Needs whole matrices: they are gathered, every rank orthogonalises its part of the list. Fine for a
+    few million weights; for large checkpoints use AdamW.
+    """
+
+    def __init__(self, params, lr, momentum=0.95):
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        import torch.distributed as dist
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        for group in self.param_groups:
+            shapes = {}  # matrices of one shape are orthogonalised as one batch
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                m = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                m.lerp_(p.grad, 1 - group["momentum"])
+                update = p.grad.lerp(m, group["momentum"])
+                shapes.setdefault(tuple(p.shape), []).append((p, update.full_tensor() if isinstance(update, DTensor) else update))
+            for (rows, columns), members in shapes.items():
+                stack = torch.stack([u for _, u in members])  # [n, rows, columns]
+                out = torch.zeros_like(stack)
+                out[rank::world] = orthogonalise(stack[rank::world])
+                if world > 1:
+                    dist.all_reduce(out)  # every rank did its share; the rest is zeros
+                for (p, _), u in zip(members, out):
+                    if isinstance(p, DTensor):  # each rank keeps its own rows; nothing is sent
+                        u = distribute_tensor(u, p.device_mesh, p.placements, src_data_rank=None)
+                    p.sub_(u, alpha=group["lr"] * 0.2 * max(rows, columns) ** 0.5)
+
+
+def orthogonalise(x, steps=5):
+    """[n, rows, columns] -> about U V^T of each matrix: singular values pushed into (0.7, 1.2)."""
+    wide = x.shape[-2] <= x.shape[-1]
+    x = x if wide else x.mT
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    a, b, c = 3.4445, -4.7750, 2.0315
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x if wide else x.mT
+
+
+def full_weights(policy):
+    """Iterator of (checkpoint name, full tensor), the same order on every rank: gathering one is a collective.
+
+    This is what vLLM's `reload_weights` takes; a tied lm_head is left out, as in the checkpoint file.
+    """
+    tied = policy.hf.config.tie_word_embeddings
+    for name, tensor in policy.hf.state_dict().items():
+        if tied and name == "lm_head.weight":
+            continue
+        yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+
+@contextlib.contextmanager
+def atomic_folder(path):
+    """A temporary folder that becomes `path` when the block ends without an error; else nothing is left behind."""
+    parent = os.path.dirname(os.path.abspath(path))
+    temp = tempfile.mkdtemp(prefix=f".{os.path.basename(path)}.", dir=parent)
+    try:
+        yield temp
+        for folder, _, names in os.walk(temp):
+            for name in names:
+                with open(os.path.join(folder, name), "rb") as f:
+                    os.fsync(f.fileno())
+        os.chmod(temp, 0o755)
+        if os.path.isdir(path):
+            old = tempfile.mkdtemp(dir=parent, prefix=".old.")
+            os.rename(path, os.path.join(old, "x"))
+            os.rename(temp, path)
+            shutil.rmtree(old)
+        else:
+            os.rename(temp, path)
+    except BaseException:
+        shutil.rmtree(temp, ignore_errors=True)
+        raise
+
+
+def write_atomic(path, text):
+    """Write a small text file under its final name only when it is whole."""
+    temp = f"{path}.tmp{os.getpid()}"
+    with open(temp, "w") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(temp, path)
+
+
+def point(link, target):
+    """Make `link` a relative symbolic link to the folder `target` beside it, replacing an older one atomically."""
+    temp = f"{link}.tmp{os.getpid()}"
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(temp)
+    os.symlink(os.path.basename(target), temp)
+    os.replace(temp, link)
+
+
+def save_checkpoint(policy, codec, path, state=None, optimizer=None, dtype=None):
+    """Write a checkpoint directory that `from_pretrained` and vLLM load, atomically. All ranks call it.
+
+    state: JSON-able loop state (step, cursor, ...); with an optimizer, `train_state/` holds what --resume needs: fp32
+    shards of weights and optimizer in torch's distributed checkpoint format, which another number of ranks can load.
+    """
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    rank = dist.get_rank()
+    weights = {}
+    for name, tensor in full_weights(policy):  # collective: every rank runs it, rank 0 keeps the result
+        if rank == 0:
+            weights[name] = tensor.detach().to("cpu", dtype or tensor.dtype)
+    holder = [None]
+    stack = contextlib.ExitStack()
+    with stack:
+        if rank == 0:
+            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+            holder[0] = stack.enter_context(atomic_folder(path))
+            policy.hf.save_pretrained(holder[0], state_dict=weights)
+            codec.processor.save_pretrained(holder[0])
+            fix_tokenizer_class(holder[0], codec.tokenizer)
+        if optimizer is not None:
+            dist.broadcast_object_list(holder)
+            shards = {"model": policy.state_dict(), "optimizer": get_optimizer_state_dict(policy, optimizer)}
+            dcp.save(shards, checkpoint_id=os.path.join(holder[0], "train_state"))
+        dist.barrier()
+        if rank == 0:
+            write_atomic(os.path.join(holder[0], "state.json"), json.dumps(state or {}, indent=1))
+    dist.barrier()
+
+
+def fix_tokenizer_class(folder, tokenizer):
+    """transformers 5 rebuilds the stock pre-tokenizer for Qwen2Tokenizer on load: a tokenizer with its own must stay
+    PreTrainedTokenizerFast, or every id after the first number changes silently."""
+    path = os.path.join(folder, "tokenizer_config.json")
+    with open(path) as f:
+        config = json.load(f)
+    if type(tokenizer).__name__ in ("PreTrainedTokenizerFast", "TokenizersBackend"):
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        write_atomic(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
+
+def load_train_state(policy, optimizer, path):
+    """Restore weights and optimizer (or a list of them) from `path`/train_state (any number of ranks) -> the saved loop state."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    shards = {"model": policy.state_dict(), "optimizer": get_optimizer_state_dict(policy, optimizer)}
+    dcp.load(shards, checkpoint_id=os.path.join(path, "train_state"))
+    policy.load_state_dict(shards["model"])
+    set_optimizer_state_dict(policy, optimizer, shards["optimizer"])
+    with open(os.path.join(path, "state.json")) as f:
+        return json.load(f)
+
+
+def prune_checkpoints(out, keep):
+    """Keep the newest `keep` step_* folders of a run, and whatever `last` and `best` point to."""
+    steps = sorted(n for n in os.listdir(out) if n.startswith("step_"))
+    spared = {os.path.basename(os.path.realpath(os.path.join(out, n))) for n in ("last", "best")}
+    for name in steps[:-keep] if keep else []:
+        if name not in spared:
+            shutil.rmtree(os.path.join(out, name))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Small things every stage does the same way
+
+
+def read_jsonl(path, required=()):
+    """JSONL file -> list of dicts. Raises UserError naming file and line."""
+    try:
+        with open(path, encoding="utf-8") as f:
+            lines = f.read().split("\n")
+    except OSError as e:
+        raise UserError(f"{path}: {e.strerror}") from None
+    except UnicodeDecodeError as e:
+        raise UserError(f"{path}: not UTF-8 text ({e.reason})") from None
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as e:
+            raise UserError(f"{path}:{number}: not JSON ({e})") from None
+        missing = [k for k in required if not isinstance(row, dict) or k not in row]
+        if missing:
+            raise UserError(f"{path}:{number}: missing {', '.join(map(repr, missing))}")
+        rows.append(row)
+    if not rows:
+        raise UserError(f"{path}: no rows")
+    return rows
+
+
+def batch_indices(step, batch_size, rows, seed):
+    """Rows of one global batch: a window of the endless stream of reshuffled epochs. A function of (step, seed) alone, so
+    every rank and every resumed run draws the same."""
+    import random
+
+    out, epoch, order = [], None, None
+    for position in range(step * batch_size, (step + 1) * batch_size):
+        if position // rows != epoch:
+            epoch, order = position // rows, list(range(rows))
+            random.Random(f"{seed}/{epoch}").shuffle(order)  # a str seed goes through SHA-512: the same in every process
+        out.append(order[position % rows])
+    return out
+
+
+def make_out(path):
+    """Create an output folder and prove that it can be written, before any long work."""
+    try:
+        os.makedirs(path, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as e:
+        raise UserError(f"output folder {path}: {e.strerror}") from None
+
+
+def run_main(main):
+    """Run a script's main(); bad user input becomes one line on stderr and exit code 2."""
+    try:
+        main()
+    except (UserError, video.VideoError) as e:
+        print(f"{os.path.basename(sys.argv[0])}: {e}", file=sys.stderr, flush=True)
+        sys.exit(2)

@@ -1,0 +1,853 @@
+"""
+rollout.py: the agent. Prompts, protocol, engines, episodes, and the one loop that RL, evaluation and this CLI share.
+
+One episode, for a task with overview budget K:
+  main agent   <system><K frames><question> -> turn 1
+  calls        turn 1 holds n crop_video calls: n sub-agents, the same weights, each in a fresh context with one window
+  glue         ALL n responses, in call order, become ONE user turn with ONE generation prompt after it
+  main agent   turn 2, ... at most --max-turns tool turns, then one turn that must answer
+Every main turn starts with a forced `<think>\\n` (--think-prefix). Ids only grow: next prompt = previous ids + sampled ids + glue.
+
+An episode is a generator that yields the generations and decodings it waits for; `drive` feeds all episodes into one engine, so
+a fan-out starts the moment its turn ends. K is a draw per prompt (--frames gated) from a digest of (seed, step, task id).
+
+Departs from the paper: a sub-agent is told the question; calls a model writes in its last turn are not run.
+
+Reads:  a checkpoint folder, task JSONL.   Writes: rollout JSONL, one episode a line, enough to train on without the engine.
+
+CPU toy:  python rollout.py --preset toy --ckpt sft_out --data toy/rl.jsonl --group 4 --limit 8 --show 2 --out r.jsonl
+1 GPU:    python rollout.py --ckpt sft_out --data rl.jsonl --group 8 --out r.jsonl
+8 GPUs:   one process per GPU, each with its own --data part; training runs one engine per rank by itself (grpo.py)
+"""
+import argparse
+import hashlib
+import json
+import os
+import queue
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields, replace
+
+import model
+import rewards
+import video
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Prompts: the one home of every word that is put before the model. SFT data, RL and evaluation build from here.
+
+
+def main_prompt(tools=True):
+    calls = ("If the frames do not show what you need, call crop_video once for each window you want to see closely; several "
+             "calls in one turn run at the same time. Every call returns a short summary of its window.\n")
+    return ("You answer questions about a long video. A few frames from all over it are shown, each after its time.\n"
+            "Think first, between <think> and </think>.\n" + (calls if tools else "") +
+            "When you know the answer, write it between <answer> and </answer>.")
+
+
+def sub_prompt():
+    return ("You watch one short window of a longer video. Say in a few words what happens in it that helps to answer "
+            "the question. Times are those of the whole video.")
+
+
+def tool_schema():
+    number = {"type": "number"}
+    return [{"type": "function", "function": {
+        "name": "crop_video",
+        "description": "Look closely at one window of the video. Returns a short text summary of what happens there.",
+        "parameters": {"type": "object", "required": ["start_time", "end_time"], "properties": {
+            "start_time": {**number, "description": "start of the window in seconds from the start of the video"},
+            "end_time": {**number, "description": "end of the window in seconds"},
+            "num_frames": {"type": "integer", "description": "frames to look at; default: one per second, at most 16"}}}}}]
+
+
+def answer_style(task_type):
+    return {"mcq": "Answer with the letter of one option.",
+            "open": "Answer with a few words.",
+            "grounding": "Answer with the start and the end in seconds, for example: 12.5 - 20.0"}[task_type]
+
+
+def question_text(task, subtitles=None):
+    """Task -> the text after the frames: subtitles if any, question, options, how to answer."""
+    lines = [f"Subtitles:\n{subtitles}"] if subtitles else []
+    lines.append(task["question"])
+    for letter, option in zip("ABCDEFGHIJKLMNOPQRSTUVWXYZ", task.get("options") or []):
+        labelled = option.lstrip().startswith((f"{letter}.", f"({letter})", f"{letter})", f"{letter}:"))
+        lines.append(option if labelled else f"{letter}. {option}")
+    lines.append(answer_style(task["type"]))
+    return "\n" + "\n".join(lines)
+
+
+def main_messages(task, num_frames, tools=True, subtitles=None):
+    """The main agent's first context: K overview frames, then the question."""
+    return [{"role": "system", "content": main_prompt(tools)},
+            {"role": "user", "content": [{"type": "video", "video": task["video"], "frames": num_frames},
+                                         {"type": "text", "text": question_text(task, subtitles)}]}]
+
+
+def sub_messages(task, window):
+    """A sub-agent's context: the frames of one window (a spec that video.load reads), its times, the question."""
+    text = f"\nWindow: {window['start']:g} to {window['end']:g} seconds.\nQuestion: {task['question']}"
+    return [{"role": "system", "content": sub_prompt()},
+            {"role": "user", "content": [{"type": "video", "video": task["video"], **window}, {"type": "text", "text": text}]}]
+
+def frame_budget(seed, step, task_id, choices=(4, 8, 16, 32, 64)):
+    """nFrames gating: K ~ Uniform(choices), one draw per prompt and step, the same in every process and on every rank.
+
+    Python's hash() of a string differs from process to process, so the draw is a digest of (seed, step, task id).
+    """
+    digest = hashlib.sha256(f"K/{seed}/{step}/{task_id}".encode()).digest()
+    return choices[int.from_bytes(digest[:8], "big") % len(choices)]
+
+
+def request_seed(*parts):
+    """Stable 31-bit seed of one generation from (seed, step, task, sample, turn, ...)."""
+    return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:4], "big") & 0x7FFFFFFF
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Engines: submit(request) takes a generation, poll() works a little and returns what is finished
+
+
+@dataclass
+class Request:
+    """One generation: everything any engine needs to continue one context."""
+
+    id: str
+    ids: list  # compact ids: one placeholder per frame; the engine expands them
+    expanded: list  # what the trainer will see; engines that return their prompt must return exactly this
+    items: list  # [model.VisionItem]
+    frames: list  # [video.Frames], one per item
+    messages: list  # the same context as chat messages, for endpoints that take no ids
+    max_tokens: int
+    temperature: float
+    seed: int
+    prefill: str = ""  # forced start of the turn, already part of ids
+
+
+@dataclass
+class Completion:
+    id: str
+    ids: list = None  # sampled ids with the end-of-turn id where it was sampled; None from endpoints that return text
+    logps: list = None  # of the distribution sampled from
+    text: str = ""
+    ended: bool = False  # False: cut off by max_tokens
+    error: str = None
+
+
+class VllmEngine:
+    """vLLM inside this process, on CPU or GPU. Requests join its continuous batch while others run."""
+
+    def __init__(self, ckpt, codec, context, max_frames=64, max_pixels=50176, max_seqs=64, seed=0, gpu_memory=0.5, sleeping=False):
+        """context: tokens; max_frames: images in one context; max_pixels: of the largest frame; gpu_memory: fraction of the card."""
+        import torch
+
+        model.import_shim()
+        gpu = torch.cuda.is_available()
+        # vLLM reads its own switches from the environment; ours never do. In process: its worker shares our shim and ranks.
+        os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        if not gpu:
+            # Bound threads of several ranks land on one core; KV space is in GiB and is allocated at once.
+            os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind")
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        threads = torch.get_num_threads()
+        from vllm import LLM, ModelRegistry
+        from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration
+
+        if not gpu:  # vLLM would inspect the class in a subprocess, which has no shim
+            ModelRegistry.register_model("Qwen3VLForConditionalGeneration", Qwen3VLForConditionalGeneration)
+        options = dict(dtype="bfloat16", gpu_memory_utilization=gpu_memory, enable_sleep_mode=sleeping) if gpu else \
+            dict(dtype="float32", enforce_eager=True)
+        if gpu and "RANK" in os.environ:
+            options["distributed_executor_backend"] = "external_launcher"  # one engine per torchrun rank, TP 1
+        self.llm = LLM(ckpt, max_model_len=context, max_num_seqs=max_seqs, seed=seed, generation_config="vllm",
+                       limit_mm_per_prompt={"image": max_frames, "video": 1}, logprobs_mode="processed_logprobs",
+                       # Frames arrive at their final size: these bounds keep the processor from resizing them again. The
+                       # upper one must be honest, since vLLM sizes its encoder for the largest image it allows.
+                       mm_processor_kwargs={"size": {"shortest_edge": (codec.patch * codec.merge) ** 2, "longest_edge": max_pixels}},
+                       disable_log_stats=True, **options)
+        torch.set_num_threads(threads)  # on CPU vLLM lowers it for the whole process
+        self.engine, self.codec, self.running, self.max_seqs = self.llm.llm_engine, codec, {}, max_seqs
+
+    def submit(self, request):
+        from vllm import SamplingParams
+
+        if self.codec.channel == "image":
+            from PIL import Image
+
+            images = [Image.fromarray(image) for f in request.frames for image in f.images]
+            data, uuids = {"image": images}, {"image": [key for f in request.frames for key in f.frame_keys]}
+        else:
+            # frames_indices / fps is how the processor gets seconds: with fps 1 the indices are the seconds themselves.
+            data = {"video": [(f.images, dict(fps=1.0, frames_indices=[float(s) for s in f.seconds], do_sample_frames=False,
+                                              total_num_frames=len(f.images), duration=float(f.seconds[-1]) + 1.0))
+                              for f in request.frames]}
+            uuids = {"video": [f.key for f in request.frames]}
+        prompt = {"prompt_token_ids": request.ids}
+        if request.frames:
+            prompt.update(multi_modal_data=data, multi_modal_uuids=uuids)
+        # No top-p, top-k or min-p: the trainer's log-probs are of the full softmax at this temperature.
+        params = SamplingParams(temperature=request.temperature, max_tokens=request.max_tokens, logprobs=0, detokenize=False,
+                                seed=request.seed, stop_token_ids=[self.codec.eos],
+                                logit_bias={i: -100.0 for i in self.codec.banned})
+        self.running[request.id] = request
+        self.engine.add_request(request.id, prompt, params)
+
+    def poll(self):
+        if not self.running:
+            return []
+        finished = []
+        for output in self.engine.step():
+            if not output.finished:
+                continue
+            request = self.running.pop(output.request_id)
+            if list(output.prompt_token_ids) != list(request.expanded):
+                raise RuntimeError(f"{request.id}: the engine's prompt ids differ from the trainer's (frames resized or "
+                                   "placeholders expanded differently)")
+            sampled = output.outputs[0]
+            ids = list(sampled.token_ids)
+            logps = [entry[token].logprob for token, entry in zip(ids, sampled.logprobs)]
+            finished.append(Completion(request.id, ids, logps, model.decode(self.codec, ids), ids[-1:] == [self.codec.eos]))
+        return finished
+
+    def sync(self, weights):
+        """weights: iterator of (name, full tensor). Loads them, then drops every cache made with the old ones."""
+        # Without an iterator reload_weights would read the base checkpoint from disk again, silently.
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        self.llm.reset_mm_cache()
+        self.engine.reset_encoder_cache()
+        self.engine.reset_prefix_cache()
+
+    def sleep(self):
+        """Free weights and KV cache while the trainer works (GPU with sleeping=True)."""
+        self.llm.sleep(level=2)
+
+    def wake(self, weights):
+        """Order matters: weights get memory, are loaded, and only then the KV cache comes back."""
+        self.llm.wake_up(tags=["weights"])
+        self.sync(weights)
+        self.llm.wake_up(tags=["kv_cache"])
+
+
+class TransformersEngine:
+    """Plain transformers: the reference, and the fallback where vLLM is not installed. Batches what is waiting."""
+
+    def __init__(self, ckpt, codec, device=None, max_seqs=32, policy=None):
+        import torch
+
+        self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        self.policy = policy or model.load_policy(ckpt, codec, self.device, dtype)
+        self.policy.eval()
+        self.codec, self.max_seqs, self.waiting, self.frames = codec, max_seqs, [], {}
+        self.vision = model.VisionFeatures(self.policy.hf.model.visual, codec, None)
+
+    def submit(self, request):
+        self.waiting.append(request)
+
+    def poll(self):
+        if not self.waiting:
+            return []
+        # Longest first: neighbours in length share a batch with little padding, and the decode threads gain time.
+        self.waiting.sort(key=lambda r: len(r.expanded))
+        batch = [self.waiting.pop() for _ in range(min(self.max_seqs, len(self.waiting)))]
+        frames = {item.key: f for r in batch for item, f in zip(r.items, r.frames)}
+        self.vision.load = lambda spec: frames[spec["key"]]
+        prompts = [(r.expanded, [replace(item, spec={"key": item.key}) for item in r.items]) for r in batch]
+        samples = model.generate(self.policy, self.codec, self.vision, prompts, [r.max_tokens for r in batch],
+                                 [r.temperature for r in batch], [r.seed for r in batch])
+        return [Completion(r.id, ids, logps, model.decode(self.codec, ids), ids[-1] == self.codec.eos)
+                for r, (ids, logps) in zip(batch, samples)]
+
+    def sync(self, weights):
+        import torch
+
+        own = self.policy.hf.state_dict()
+        with torch.no_grad():
+            for name, tensor in weights:
+                own[name].copy_(tensor)
+
+
+class OpenAIEngine:
+    """Any OpenAI-compatible chat endpoint, for evaluation only: it returns text, so nothing it says can be trained on."""
+
+    def __init__(self, base_url, model_name, key_variable=None, workers=8, timeout=300.0, retries=3, prefill=False):
+        """key_variable: name of the environment variable that holds the key; the key is never printed or stored.
+        prefill: send the forced think prefix as the start of the assistant turn (vLLM and SGLang accept it)."""
+        self.url, self.model_name, self.timeout, self.retries = base_url.rstrip("/") + "/chat/completions", model_name, timeout, retries
+        self.key = os.environ.get(key_variable, "") if key_variable else ""
+        self.prefill, self.max_seqs = prefill, workers
+        self.pool, self.done = ThreadPoolExecutor(workers), queue.SimpleQueue()
+
+    def submit(self, request):
+        self.pool.submit(self.call, request).add_done_callback(self.done.put)
+
+    def poll(self):
+        try:
+            finished = [self.done.get(timeout=0.02).result()]
+        except queue.Empty:
+            return []
+        while not self.done.empty():
+            finished.append(self.done.get().result())
+        return finished
+
+    def call(self, request):
+        import urllib.error
+        import urllib.request
+
+        body = {"model": self.model_name, "messages": self.wire(request), "max_tokens": request.max_tokens,
+                "temperature": request.temperature, "seed": request.seed}
+        if self.prefill and request.prefill:
+            body["messages"].append({"role": "assistant", "content": request.prefill})
+            body.update(add_generation_prompt=False, continue_final_message=True)
+        headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {self.key}"} if self.key else {})}
+        for attempt in range(self.retries + 1):
+            try:
+                call = urllib.request.Request(self.url, json.dumps(body).encode(), headers)
+                with urllib.request.urlopen(call, timeout=self.timeout) as answer:
+                    choice = json.load(answer)["choices"][0]
+                text = (choice["message"].get("content") or "").removeprefix(request.prefill)
+                return Completion(request.id, text=text, ended=choice.get("finish_reason") == "stop")
+            except urllib.error.HTTPError as e:
+                why, again = f"HTTP {e.code}", e.code == 429 or e.code >= 500
+            except (urllib.error.URLError, TimeoutError, ConnectionError) as e:
+                why, again = f"{type(e).__name__}: {getattr(e, 'reason', e)}", True
+            except (ValueError, KeyError, IndexError, TypeError) as e:  # an answer that is not the promised JSON
+                why, again = f"bad answer: {type(e).__name__}", False
+            if not again or attempt == self.retries:
+                return Completion(request.id, error=why)
+            time.sleep(2.0**attempt)
+
+    def wire(self, request):
+        """Chat messages with frames as base64 JPEGs after their times; consecutive tool messages become one user turn."""
+        import base64
+        import io
+
+        from PIL import Image
+
+        frames, out = iter(request.frames), []
+        for m in request.messages:
+            if m["role"] == "tool":
+                block = f"<tool_response>\n{m['content']}\n</tool_response>"
+                if out[-1].get("tools"):
+                    out[-1]["content"] += "\n" + block
+                else:
+                    out.append({"role": "user", "content": block, "tools": True})
+                continue
+            if isinstance(m["content"], str):
+                out.append({"role": m["role"], "content": m["content"]})
+                continue
+            parts = []
+            for p in m["content"]:
+                if p["type"] == "text":
+                    parts.append(p)
+                    continue
+                f = next(frames)
+                for image, seconds in zip(f.images, f.seconds):
+                    buffer = io.BytesIO()
+                    Image.fromarray(image).save(buffer, "JPEG", quality=90)
+                    url = "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
+                    parts += [{"type": "text", "text": f"<{seconds:.1f} seconds>"}, {"type": "image_url", "image_url": {"url": url}}]
+            out.append({"role": m["role"], "content": parts})
+        return [{k: v for k, v in m.items() if k != "tools"} for m in out]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One context, growing
+
+
+@dataclass
+class Context:
+    """Ids, mask and log-probs of one agent context; they only ever grow, and together. mask 1 = sampled by this policy."""
+
+    ids: list = field(default_factory=list)  # expanded
+    compact: list = field(default_factory=list)
+    mask: list = field(default_factory=list)
+    logps: list = field(default_factory=list)
+    items: list = field(default_factory=list)
+    frames: list = field(default_factory=list)
+    messages: list = field(default_factory=list)
+
+    def insert(self, ids):
+        """Tokens nobody sampled: forced prefix, end of a cut turn, tool responses, headers."""
+        self.grow(ids, 0, [0.0] * len(ids))
+
+    def sampled(self, ids, logps):
+        self.grow(ids, 1, logps)
+
+    def grow(self, ids, flag, logps):
+        self.ids += ids
+        self.compact += ids
+        self.mask += [flag] * len(ids)
+        self.logps += logps
+
+
+def open_context(codec, messages, specs, frames, tools=None):
+    """Messages whose frames are decoded -> Context. codec None (an endpoint that takes no ids): messages only."""
+    context = Context(frames=list(frames), messages=list(messages))
+    if codec is not None:
+        context.items = [model.vision_item(spec, f) for spec, f in zip(specs, frames)]
+        ids, compact, _ = model.encode_prompt(codec, messages, context.items, tools)
+        context.ids, context.compact = list(ids), list(compact)
+        context.mask, context.logps = [0] * len(ids), [0.0] * len(ids)
+    return context
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Episodes: generators that yield what they wait for
+
+
+@dataclass
+class Agent:
+    """The rules of an episode. Field names are the flags of the CLIs."""
+
+    temperature: float = 0.7
+    sub_temperature: float = None  # None: the main agent's
+    max_new_tokens: int = 2048  # per main-agent turn
+    sub_max_new_tokens: int = 512
+    context: int = 32768  # tokens of one context, answer included
+    max_turns: int = 3  # tool turns; one more turn always follows, which must answer
+    max_parallel: int = 5  # calls run per turn; further ones get a response that says so
+    dispatch: str = "parallel"  # or "sequential": one window after the other
+    tools: bool = True
+    think_prefix: bool = True
+    sub_frames: int = 16
+    sub_fps: float = 1.0
+    seed: int = 0
+
+
+@dataclass
+class Source:
+    """Where frames come from: root folder, size bounds, the cache of this stage."""
+
+    root: str
+    cache: video.FrameCache
+    min_pixels: int = 1024
+    max_pixels: int = 50176
+
+    def load(self, spec):
+        return video.load(spec, self.root, self.cache, min_pixels=self.min_pixels, max_pixels=self.max_pixels)
+
+
+@dataclass
+class Episode:
+    """One finished rollout; `to_json` is a line of the rollout JSONL."""
+
+    task: dict
+    group: str
+    sample: int
+    frame_budget: int
+    version: int
+    status: str = "ok"  # ok | video_error | context | engine_error
+    error: str = None
+    context: Context = None
+    turns: list = field(default_factory=list)  # sampled text of each main turn
+    spans: list = field(default_factory=list)  # [start, end) of each turn's sampled ids in context.ids
+    finish: list = field(default_factory=list)  # "stop" | "length" per turn
+    calls: list = field(default_factory=list)  # dicts, in the order they were written
+    reward: dict = field(default_factory=dict)
+    advantage: dict = field(default_factory=dict)
+    timing: dict = field(default_factory=dict)
+
+    def executed(self):
+        return sum(c["status"] == "ok" for c in self.calls)
+
+    def parseable(self):
+        return sum(c["parseable"] for c in self.calls)
+
+    def to_json(self):
+        c = self.context or Context()
+        return {"task": self.task, "group": self.group, "sample": self.sample, "K": self.frame_budget, "version": self.version,
+                "status": self.status, "error": self.error, "ids": c.ids, "mask": c.mask, "logps": c.logps,
+                "vision": [vars(item) for item in c.items], "turns": self.turns, "spans": self.spans, "finish": self.finish,
+                "calls": self.calls, "reward": self.reward, "advantage": self.advantage, "timing": self.timing}
+
+
+def from_json(row):
+    """A line of a rollout JSONL -> Episode (without decoded frames)."""
+    items = [model.VisionItem(**v) for v in row["vision"]]
+    context = Context(ids=row["ids"], mask=row["mask"], logps=row["logps"], items=items) if row["ids"] else None
+    return Episode(row["task"], row["group"], row["sample"], row["K"], row["version"], row["status"], row["error"], context,
+                   row["turns"], row["spans"], row["finish"], row["calls"], row["reward"], row["advantage"], row["timing"])
+
+
+def run_episode(episode, agent, codec, source, step):
+    """The main agent, as a generator: yields lists of things to wait for, is resumed with the list of their results."""
+    task = episode.task
+    spec = {"video": task["video"], "frames": episode.frame_budget}
+    began = time.time()
+    (frames,) = yield [lambda: source.load(spec)]
+    episode.timing["decode_s"] = time.time() - began
+    if isinstance(frames, video.VideoError):
+        episode.status, episode.error = "video_error", str(frames)
+        return episode
+    messages = main_messages(task, episode.frame_budget, tools=agent.tools, subtitles=task.get("subtitle_text"))
+    context = open_context(codec, messages, [spec], [frames], tool_schema() if agent.tools else None)
+    episode.context = context
+    thinking = agent.think_prefix
+    for turn in range((agent.max_turns if agent.tools else 0) + 1):
+        prefix = model.think_prefix_ids(codec, context.ids) if codec and agent.think_prefix else []
+        room = agent.context - len(context.ids) - len(prefix)
+        if room < 1:
+            episode.status, episode.error = "context", f"{len(context.ids)} tokens leave no room in a context of {agent.context}"
+            break
+        context.insert(prefix)
+        (done,) = yield [Request(f"{episode.group}/{episode.sample}/{turn}", list(context.compact), list(context.ids),
+                                 context.items, context.frames, context.messages, min(agent.max_new_tokens, room),
+                                 agent.temperature, request_seed(agent.seed, step, task["id"], episode.sample, turn),
+                                 "<think>\n" if thinking else "")]
+        if done.error:
+            episode.status, episode.error = "engine_error", done.error
+            break
+        if done.ids is not None:
+            episode.spans.append([len(context.ids), len(context.ids) + len(done.ids)])
+            context.sampled(done.ids, done.logps)
+        episode.turns.append(done.text)
+        episode.finish.append("stop" if done.ended else "length")
+        calls = rewards.parse_tool_calls(done.text, think_open=thinking) if agent.tools else []
+        last = turn == agent.max_turns or not agent.tools
+        records = [call_record(c, turn) for c in calls]
+        episode.calls += records
+        if last or not calls:
+            for record in records:
+                record.update(status="not_run", summary="")  # the final turn must answer; its calls come too late
+            break
+        yield from serve(records, calls, episode, agent, codec, source, step, turn)
+        replies = [{"role": "tool", "content": r["summary"]} for r in records]
+        context.messages = context.messages + [{"role": "assistant", "content": ("<think>\n" if thinking else "") + done.text}] + replies
+        if codec is not None:
+            glue = model.glue_ids(codec, replies, done.ended)
+            if len(context.ids) + len(glue) >= agent.context:
+                # An episode never ends on a tool response: what does not fit is left out whole.
+                episode.status, episode.error = "context", f"the responses do not fit into a context of {agent.context}"
+                break
+            context.insert(glue)
+    episode.timing["total_s"] = time.time() - began
+    return episode
+
+
+def call_record(call, turn):
+    return {"turn": turn, "start": call.start, "end": call.end, "num_frames": call.num_frames, "parseable": call.error is None,
+            "status": "error" if call.error else "pending", "summary": call.error or "", "sub_tokens": 0}
+
+
+def serve(records, calls, episode, agent, codec, source, step, turn):
+    """Run the good calls of one turn on sub-agents and fill their records; every call gets exactly one response."""
+    good = [i for i, c in enumerate(calls) if c.error is None]
+    for i in good[agent.max_parallel:]:
+        records[i].update(status="not_run", summary=f"not run: at most {agent.max_parallel} calls per turn")
+    for i, record in enumerate(records):
+        if record["status"] == "error":
+            record["summary"] = f"error: {record['summary']}"
+    jobs = [sub_agent(records[i], episode, agent, codec, source, request_seed(agent.seed, step, episode.task["id"], episode.sample, turn, n),
+                      f"{episode.group}/{episode.sample}/{turn}/{n}") for n, i in enumerate(good[: agent.max_parallel])]
+    if agent.dispatch == "parallel":
+        yield jobs  # all windows at once: their decoding and their tokens share the machine with everybody else's
+    else:
+        for job in jobs:
+            yield [job]
+
+
+def sub_agent(record, episode, agent, codec, source, seed, name):
+    """The same weights in a fresh context that holds one window. Fills `record`; never raises on what a model wrote."""
+    window = {"start": record["start"], "end": record["end"], "fps": agent.sub_fps, "max_frames": agent.sub_frames}
+    if record["num_frames"]:
+        window["num_frames"] = record["num_frames"]
+    began = time.time()
+    spec = {"video": episode.task["video"], **window}
+    (frames,) = yield [lambda: source.load(spec)]
+    if isinstance(frames, ValueError):
+        record.update(status="error", summary=f"error: {frames}")
+        return
+    if isinstance(frames, video.VideoError):
+        record.update(status="video_error", summary=f"error: the window could not be read ({frames.why})")
+        return
+    context = open_context(codec, sub_messages(episode.task, window), [spec], [frames])
+    room = agent.context - len(context.ids)
+    if room < 1:
+        record.update(status="error", summary="error: the window does not fit into the context")
+        return
+    temperature = agent.temperature if agent.sub_temperature is None else agent.sub_temperature
+    (done,) = yield [Request(name, list(context.compact), list(context.ids), context.items, context.frames, context.messages,
+                             min(agent.sub_max_new_tokens, room), temperature, seed)]
+    if done.error:
+        record.update(status="engine_error", summary="error: the window could not be looked at")
+        return
+    summary = done.text.split("</think>")[-1].strip()
+    record.update(status="ok", summary=summary or "(nothing to report)", seconds=time.time() - began)
+    if done.ids is not None:
+        context.sampled(done.ids, done.logps)
+        record.update(sub_tokens=len(done.ids), frames_seen=len(frames.seconds),
+                      sub={"ids": context.ids, "mask": context.mask, "logps": context.logps,
+                           "vision": [vars(item) for item in context.items]})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The scheduler
+
+
+@dataclass
+class Node:
+    """A running generator: where its result goes, and which of the things it waits for have come."""
+
+    work: object
+    parent: object = None
+    slot: int = 0
+    results: list = None
+    missing: int = 0
+
+
+def drive(engine, works, threads=4, max_live=None):
+    """Run generators on one engine, all at once -> iterator of their return values, as they finish.
+
+    A generator yields a list of waits and is resumed with the list of results, in order. A wait is a Request (a Completion
+    comes back), a callable (run in a thread; a VideoError or ValueError comes back as a value) or another generator. There
+    is no barrier: a fan-out starts the moment its turn ends, whatever the other episodes are doing.
+    """
+    works, live, finished, owners = iter(works), 0, [], {}
+    limit = max_live or 2 * engine.max_seqs  # a few more episodes than the engine's batch keep it full while others decode
+    arrived = queue.SimpleQueue()  # (node, slot, result) from the decode threads
+    decoding = 0
+
+    def advance(node, value):
+        nonlocal live, decoding
+        try:
+            waits = node.work.send(value)
+        except StopIteration as stop:
+            if node.parent is None:
+                live -= 1
+                finished.append(stop.value)
+            else:
+                deliver(node.parent, node.slot, stop.value)
+            return
+        node.results, node.missing = [None] * len(waits), len(waits)
+        if not waits:
+            advance(node, [])
+        for slot, wait in enumerate(waits):
+            if isinstance(wait, Request):
+                owners[wait.id] = node, slot
+                engine.submit(wait)
+            elif callable(wait):
+                decoding += 1
+                pool.submit(settle, wait, node, slot)
+            else:
+                advance(Node(wait, node, slot), None)
+
+    def settle(wait, node, slot):
+        try:
+            arrived.put((node, slot, wait()))
+        except (video.VideoError, ValueError) as error:  # expected: a broken file, a window outside the video
+            arrived.put((node, slot, error))
+        except BaseException as error:  # a bug: carried to the main thread and raised there
+            arrived.put((None, None, error))
+
+    def deliver(node, slot, result):
+        node.results[slot] = result
+        node.missing -= 1
+        if not node.missing:
+            advance(node, node.results)
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="decode") as pool:
+        exhausted = False
+        while True:
+            while not exhausted and live < limit:
+                work = next(works, None)
+                if work is None:
+                    exhausted = True
+                    break
+                live += 1
+                advance(Node(work), None)
+            while decoding and (not owners or not arrived.empty()):  # block only when the engine has nothing to do
+                node, slot, result = arrived.get()
+                decoding -= 1
+                if node is None:
+                    raise result
+                deliver(node, slot, result)
+            for completion in engine.poll() if owners else []:
+                deliver(*owners.pop(completion.id), completion)
+            yield from finished
+            finished.clear()
+            if exhausted and not live:
+                return
+
+
+def run(engine, tasks, agent, codec, source, frames=64, group=1, step=0, version=0, scoring=None, threads=4, max_live=None):
+    """THE agent loop: RL, evaluation and the CLI all call this. -> iterator of scored Episodes, as they finish.
+
+    frames: overview frames K, or "gated" (K drawn per prompt, the same for the whole group). group: rollouts per task.
+    scoring: keyword arguments of rewards.score. step: enters every seed and every draw of K.
+    """
+    def works():
+        for task in tasks:
+            k = frame_budget(agent.seed, step, task["id"]) if frames == "gated" else int(frames)
+            for sample in range(group):
+                episode = Episode(task, f"{step}/{task['id']}", sample, k, version)
+                yield run_episode(episode, agent, codec, source, step)
+
+    for episode in drive(engine, works(), threads, max_live):
+        episode.reward = rewards.score(episode.turns, episode.task["type"], episode.task["answer"], episode.task.get("options"),
+                                       episode.parseable(), episode.executed(), think_prefix=agent.think_prefix, **(scoring or {}))
+        yield episode
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Looking at episodes
+
+
+def show(episode, codec, colour=True):
+    """One episode as text: sampled tokens in one colour, inserted ones in another, structural tokens marked."""
+    on = {"inserted": "\033[2m", "sampled": "\033[32m", "struct": "\033[1;33m"} if colour else {"inserted": "", "sampled": "«", "struct": "«*"}
+    off = {"inserted": "\033[0m", "sampled": "\033[0m", "struct": "\033[0m"} if colour else {"inserted": "", "sampled": "»", "struct": "*»"}
+    context = episode.context or Context()
+    kind = ["sampled" if m else "inserted" for m in context.mask]
+    for start, end in episode.spans:
+        flags = rewards.structural_mask([codec.pieces[i] if i < len(codec.pieces) else b"" for i in context.ids[start:end]])
+        kind[start:end] = ["struct" if f else "sampled" for f in flags]
+    out, position, pads = [], 0, {codec.image_pad, codec.video_pad}
+    while position < len(kind):
+        end = position
+        while end < len(kind) and kind[end] == kind[position]:
+            end += 1
+        ids = [i for n, i in enumerate(context.ids[position:end], position) if i not in pads or context.ids[n - 1] != i]
+        text = "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in model.decode(codec, ids, True))
+        out.append(on[kind[position]] + text + off[kind[position]])
+        position = end
+    r = episode.reward
+    terms = " ".join(f"{k} {r[k]:.2f}" for k in ("total", "acc", "fmt", "tool")) if r else ""
+    head = f"== {episode.task['id']} sample {episode.sample} | K {episode.frame_budget} | {episode.status} | {terms} | gold {episode.task['answer']}"
+    calls = [f"   call {c['start']}-{c['end']}: {c['status']} -> {c['summary']}" for c in episode.calls]
+    return "\n".join([head, "".join(out), *calls])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def check_tasks(path, rows):
+    """Task rows, checked before any long work. Raises UserError naming file and task."""
+    for number, row in enumerate(rows, 1):
+        if row["type"] not in ("mcq", "open", "grounding"):
+            raise model.UserError(f"{path}:{number}: type is {row['type']!r}; expected mcq, open or grounding")
+        if row["type"] == "mcq" and not row.get("options"):
+            raise model.UserError(f"{path}:{number}: an mcq task needs 'options'")
+        if row["type"] == "grounding" and not (isinstance(row["answer"], list) and len(row["answer"]) == 2):
+            raise model.UserError(f"{path}:{number}: the answer of a grounding task is [start, end] in seconds")
+    if len({row["id"] for row in rows}) < len(rows):
+        raise model.UserError(f"{path}: task ids are not unique")
+    return rows
+
+
+def read_tasks(path):
+    return check_tasks(path, model.read_jsonl(path, required=("id", "video", "question", "answer", "type")))
+
+
+def add_agent_arguments(parser):
+    """Flags of the agent loop, the same in rollout.py, grpo.py and eval.py; field for field the Agent and the Source."""
+    add, yes_no = parser.add_argument, argparse.BooleanOptionalAction
+    add("--temperature", type=float, default=Agent.temperature, help="sampling temperature; 0 = greedy")
+    add("--sub-temperature", type=float, default=None, help="of the sub-agents; default: the main agent's")
+    add("--max-new-tokens", type=int, default=Agent.max_new_tokens, help="tokens per main-agent turn")
+    add("--sub-max-new-tokens", type=int, default=Agent.sub_max_new_tokens, help="tokens per sub-agent summary")
+    add("--context", type=int, default=Agent.context, help="tokens of one context, answer included")
+    add("--max-turns", type=int, default=Agent.max_turns, help="tool turns; one answer turn always follows; 0 = no tool turn")
+    add("--max-parallel", type=int, default=Agent.max_parallel, help="calls run per turn")
+    add("--dispatch", choices=["parallel", "sequential"], default=Agent.dispatch, help="windows of a turn all at once or one by one")
+    add("--tools", action=yes_no, default=True, help="offer crop_video")
+    add("--think-prefix", action=yes_no, default=True, help="force <think>\\n at the start of every main turn")
+    add("--sub-frames", type=int, default=Agent.sub_frames, help="frames of a window at most")
+    add("--sub-fps", type=float, default=Agent.sub_fps, help="frames per second of a window")
+    add("--seed", type=int, default=0, help="of sampling and of the draws of K")
+    add("--channel", choices=["image", "video"], default="image", help="frames as `<t seconds>` + images, or one video item")
+    add("--video-root", default=None, help="folder videos are relative to and may not leave; default: the JSONL's folder")
+    add("--min-pixels", type=int, default=1024, help="pixels of a frame after resizing, at least")
+    add("--max-pixels", type=int, default=50176, help="pixels of a frame after resizing, at most")
+    add("--decode-threads", type=int, default=4, help="threads that read videos while the engine runs")
+    add("--max-seqs", type=int, default=64, help="sequences in the engine's batch")
+
+
+def agent_settings(args, data_path):
+    """Parsed flags -> (Agent, Source)."""
+    agent = Agent(**{f.name: getattr(args, f.name) for f in fields(Agent)})
+    for name in ("max_new_tokens", "sub_max_new_tokens", "context", "max_parallel", "sub_frames", "max_seqs"):
+        if getattr(args, name) < 1:
+            raise model.UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    if args.temperature < 0 or agent.max_turns < 0:
+        raise model.UserError("--temperature and --max-turns may not be negative")
+    root = args.video_root or os.path.dirname(os.path.abspath(data_path))
+    if not os.path.isdir(root):
+        raise model.UserError(f"--video-root {root}: no such folder")
+    return agent, Source(root, video.FrameCache(), args.min_pixels, args.max_pixels)
+
+
+def frames_argument(text):
+    """--frames: a number of overview frames, or "gated"."""
+    if text != "gated" and not (text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a positive number of frames or 'gated'")
+    return text if text == "gated" else int(text)
+
+
+def make_engine(kind, ckpt, codec, args, seed=0, sleeping=False, quiet=False):
+    """--engine: vllm | transformers | auto (vllm when it is installed). sleeping: give memory back between rollouts (GPU)."""
+    import importlib.util
+
+    if kind == "auto":
+        kind = "vllm" if importlib.util.find_spec("vllm") else "transformers"
+        if kind == "transformers" and not quiet:
+            print("vllm is not installed: sampling with plain transformers, which is slow", flush=True)
+    if kind == "vllm":
+        frames = args.frames if isinstance(args.frames, int) else 64
+        return VllmEngine(ckpt, codec, args.context, max(frames, args.sub_frames), args.max_pixels, args.max_seqs, seed,
+                          sleeping=sleeping)
+    return TransformersEngine(ckpt, codec, max_seqs=args.max_seqs)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ckpt", required=True, help="checkpoint folder")
+    parser.add_argument("--data", required=True, help="task JSONL")
+    parser.add_argument("--out", default=None, help="rollout JSONL to write; none = only look")
+    parser.add_argument("--preset", choices=["paper", "toy"], default="paper", help="toy: lengths that suit the world of toy.py")
+    parser.add_argument("--engine", choices=["auto", "vllm", "transformers"], default="auto", help="who samples")
+    parser.add_argument("--frames", type=frames_argument, default="gated", help="overview frames K, or 'gated': K ~ U{4,8,16,32,64}")
+    parser.add_argument("--group", type=int, default=1, help="rollouts per task")
+    parser.add_argument("--limit", type=int, default=0, help="tasks; 0 = all")
+    parser.add_argument("--step", type=int, default=0, help="enters every seed and the draws of K, as in training")
+    parser.add_argument("--show", type=int, default=0, help="print this many episodes, tokens coloured by who wrote them")
+    add_agent_arguments(parser)
+    if parser.parse_known_args()[0].preset == "toy":
+        parser.set_defaults(**toy_lengths())
+    args = parser.parse_args()
+    from tqdm import tqdm
+
+    ckpt = model.resolve_checkpoint(args.ckpt)
+    tasks = read_tasks(args.data)[: args.limit or None]
+    agent, source = agent_settings(args, args.data)
+    if args.out:
+        model.make_out(os.path.dirname(os.path.abspath(args.out)))
+    codec = model.load_codec(ckpt, args.channel)
+    engine = make_engine(args.engine, ckpt, codec, args, args.seed)
+    lines, shown, began = [], 0, time.time()
+    for episode in tqdm(run(engine, tasks, agent, codec, source, args.frames, args.group, args.step, threads=args.decode_threads),
+                        total=len(tasks) * args.group, desc="rollouts", disable=None):
+        lines.append(episode.to_json())
+        if shown < args.show:
+            shown += 1
+            print(show(episode, codec, sys.stdout.isatty() and "NO_COLOR" not in os.environ), flush=True)
+    if args.out:
+        lines.sort(key=lambda r: (r["group"], r["sample"]))
+        model.write_atomic(args.out, "".join(json.dumps(r) + "\n" for r in lines))
+    seconds, n = time.time() - began, len(lines)
+    mean = {k: sum(r["reward"][k] for r in lines) / n for k in ("total", "acc", "fmt", "tool")}
+    kappa = sum(sum(c["status"] == "ok" for c in r["calls"]) for r in lines) / n
+    print(f"{n} rollouts in {seconds:.1f} s ({n / seconds:.1f}/s) | R {mean['total']:.3f} (acc {mean['acc']:.3f} fmt {mean['fmt']:.3f} "
+          f"tool {mean['tool']:.3f}) | kappa {kappa:.2f} calls/rollout | {sum(r['status'] != 'ok' for r in lines)} not ok"
+          + (f" -> {args.out}" if args.out else ""))
+
+
+def toy_lengths():
+    """Lengths of the toy world: its contexts are a few hundred tokens, its windows 8 frames."""
+    return dict(context=1024, max_new_tokens=128, sub_max_new_tokens=24, max_turns=1)
+
+
+if __name__ == "__main__":
+    model.run_main(main)

@@ -1,0 +1,339 @@
+"""
+sft.py: cold-start supervised fine-tuning of the main agent, the gather turn and the sub-agent, in one pass over chats.
+
+  L = -(1/N) sum_t log p(o_t | everything before it in its own chat)      t over assistant tokens (with their <|im_end|>),
+                                                                          N = their number over ALL ranks and micro-batches
+  lr(s) = lr * s / w                        for s < w   (warm-up)
+          m + (lr - m) * (1 + cos(pi (s - w) / (S - w))) / 2  after       m = min_lr * lr, S = total steps
+
+One chat is one agent context: a main-agent chat holds the calls, the tool responses as one user turn, and the answer; a
+sub-agent chat is a sample of its own. Chats are packed to --pack-tokens without seeing each other. One count N for the whole
+batch is taken before backward, so 1 rank or 8, one pack or ten, give the same gradient.
+
+Departs from the paper: nothing is trained in the vision tower (its features are computed once per frame set).
+
+Reads:  --ckpt (a checkpoint folder), --data (SFT JSONL, DESIGN: {"id", "messages", "tools"?}), videos relative to the JSONL.
+Writes: --out/step_NNNNNN/ (checkpoint + train_state/), --out/last and --out/best (links), --out/log.jsonl, --out/args.json
+
+CPU toy:  torchrun --nproc_per_node 2 sft.py --preset toy --ckpt toy/base --data toy/sft.jsonl --val toy/sft_val.jsonl --out sft_out
+1 GPU:    python sft.py --ckpt Qwen3-VL-2B-Instruct --data sft.jsonl --out sft_out
+8 GPUs:   torchrun --nproc_per_node 8 sft.py --ckpt Qwen3-VL-8B-Instruct --data sft.jsonl --val val.jsonl --out sft_out
+"""
+import argparse
+import json
+import math
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import model
+import rewards
+import video
+
+
+def build_parser():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    # what to read and write
+    add("--ckpt", required=True, help="checkpoint folder to start from")
+    add("--data", required=True, help="SFT JSONL")
+    add("--val", default=None, help="held-out SFT JSONL; none = no held-out loss, `best` is not written")
+    add("--out", default="sft_out", help="run folder")
+    add("--video-root", default=None, help="folder videos are relative to and may not leave; default: the JSONL's folder")
+    add("--preset", choices=["paper", "toy"], default="paper", help="toy: numbers that suit the world of toy.py")
+    add("--resume", action="store_true", help="go on from --out/last")
+    # data
+    add("--channel", choices=["image", "video"], default="image", help="frames as `<t seconds>` + images, or one video item")
+    add("--max-len", type=int, default=32768, help="tokens; a longer chat is an error, never cut")
+    add("--min-pixels", type=int, default=1024, help="pixels of a frame after resizing, at least")
+    add("--max-pixels", type=int, default=50176, help="pixels of a frame after resizing, at most")
+    add("--seed", type=int, default=0, help="order of the data")
+    # optimisation
+    add("--epochs", type=float, default=1.0, help="passes over the data; may be a fraction")
+    add("--steps", type=int, default=0, help="optimiser steps; 0 = from --epochs")
+    add("--batch-size", type=int, default=64, help="chats per optimiser step, over all ranks")
+    add("--pack-tokens", type=int, default=32768, help="tokens per pack (one forward)")
+    add("--optimizer", choices=["adamw", "muon"], default="adamw", help="muon: for the decoder's matrices, adamw for the rest (toy)")
+    add("--lr", type=float, default=1e-5, help="peak learning rate of AdamW")
+    add("--muon-lr", type=float, default=6e-3, help="peak learning rate of Muon")
+    add("--min-lr", type=float, default=0.1, help="final learning rate as a fraction of the peak")
+    add("--warmup", type=float, default=0.03, help="fraction of the steps")
+    add("--weight-decay", type=float, default=0.01, help="AdamW, matrices only")
+    add("--beta2", type=float, default=0.999, help="AdamW; beta1 is 0.9")
+    add("--clip", type=float, default=1.0, help="gradient norm; 0 = no clipping")
+    add("--attention", choices=["auto", "flash", "varlen", "sdpa"], default="auto", help="attention kernel for packs")
+    add("--checkpointing", action=argparse.BooleanOptionalAction, default=True, help="recompute layers in backward")
+    # looking and saving
+    add("--eval-every", type=int, default=200, help="steps between held-out losses; 0 = only at the end")
+    add("--save-every", type=int, default=500, help="steps between checkpoints; 0 = only at the end")
+    add("--keep", type=int, default=2, help="newest checkpoints kept besides `last` and `best`; 0 = all")
+    add("--format-samples", type=int, default=32, help="held-out prompts answered greedily for the format rate; 0 = none")
+    add("--max-new-tokens", type=int, default=512, help="per greedy answer of the format rate")
+    return parser
+
+
+def parse_args():
+    parser = build_parser()
+    if parser.parse_known_args()[0].preset == "toy":
+        parser.set_defaults(optimizer="muon", lr=2e-3, batch_size=24, pack_tokens=2048, max_len=2048, epochs=1.0,
+                            beta2=0.98, min_lr=0.02, warmup=0.1, eval_every=100, save_every=0, checkpointing=False, max_new_tokens=128)
+    args = parser.parse_args()
+    for name in ("batch_size", "pack_tokens", "max_len"):
+        if getattr(args, name) < 1:
+            raise model.UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    return args
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data
+
+
+class Chats:
+    """Rows of an SFT JSONL as token sequences; each row is encoded once, its frames are decoded once."""
+
+    def __init__(self, path, codec, args, cache):
+        self.path, self.codec, self.args, self.cache = path, codec, args, cache
+        self.root = args.video_root or os.path.dirname(os.path.abspath(path))
+        self.rows = model.read_jsonl(path, required=("id", "messages"))
+        self.encoded = {}
+        self.broken = set()
+        for number, row in enumerate(self.rows, 1):
+            problem = check_chat(row["messages"])
+            if problem:
+                raise model.UserError(f"{path}:{number}: {problem}")
+
+    def frames(self, spec):
+        return video.load(spec, self.root, self.cache, min_pixels=self.args.min_pixels, max_pixels=self.args.max_pixels)
+
+    def __getitem__(self, index):
+        """-> model.Sequence, or None where the chat's video is broken (counted in .broken)."""
+        if index not in self.encoded and index not in self.broken:
+            row = self.rows[index]
+            specs = [p for m in row["messages"] if not isinstance(m["content"], str) for p in m["content"] if p["type"] == "video"]
+            try:
+                items = [model.vision_item(spec, self.frames(spec)) for spec in specs]
+            except video.VideoError as error:
+                print(f"skipped {row['id']}: {error}", flush=True)
+                self.broken.add(index)
+                return None
+            sequence = model.encode_chat(self.codec, row["messages"], items, row.get("tools"))
+            if len(sequence.ids) > self.args.max_len:
+                raise model.UserError(f"{self.path}: chat {row['id']} has {len(sequence.ids)} tokens, --max-len is {self.args.max_len}")
+            self.encoded[index] = sequence
+        return self.encoded.get(index)
+
+    def cost(self, index):
+        """Rough tokens of a row, known without decoding: balances the ranks."""
+        parts = [p for m in self.rows[index]["messages"] for p in (m["content"] if not isinstance(m["content"], str) else [])]
+        return sum(p.get("frames", p.get("max_frames", 16)) for p in parts if p["type"] == "video") + 1
+
+
+def check_chat(messages):
+    """-> None, or what is wrong with the shape of a chat."""
+    if not isinstance(messages, list) or not messages:
+        return "'messages' must be a list with at least one message"
+    for m in messages:
+        if not isinstance(m, dict) or m.get("role") not in ("system", "user", "assistant", "tool") or "content" not in m:
+            return "every message needs a 'role' (system, user, assistant, tool) and a 'content'"
+        if not isinstance(m["content"], str):
+            for p in m["content"]:
+                if not isinstance(p, dict) or not (p.get("type") == "text" and "text" in p or p.get("type") == "video" and "video" in p):
+                    return "content must be a text, or a list of {'type': 'text', 'text'} and {'type': 'video', 'video', ...}"
+    if all(m["role"] != "assistant" for m in messages):
+        return "no assistant message: nothing to learn"
+    return None
+
+
+def share(indices, cost, rank, world):
+    """This rank's part of the batch: dealt out by falling cost, back and forth, so that all ranks work alike."""
+    ordered = sorted(indices, key=cost, reverse=True)
+    return [x for i, x in enumerate(ordered) if (i % world if (i // world) % 2 == 0 else world - 1 - i % world) == rank]
+
+
+def make_packs(chats, indices, codec, pack_tokens):
+    """-> list of Packs for this rank."""
+    sequences = [s for s in (chats[i] for i in indices) if s is not None]
+    trees = [model.Tree(model.Span(s.ids, s.mask), s.vision) for s in sequences]
+    return [model.pack_trees(codec, members) for members in model.fill_packs(trees, pack_tokens)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loss
+
+
+def schedule(step, steps, warmup, floor):
+    """Fraction of the peak learning rate at this step: linear warm-up, then a cosine down to `floor`."""
+    warm = max(1, round(warmup * steps))
+    if step < warm:
+        return (step + 1) / warm
+    return floor + (1 - floor) * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm))) / 2
+
+
+def build_optimizers(policy, args, device):
+    """-> [AdamW] or [AdamW, Muon]. No weight decay on norms; Muon takes the matrices inside the decoder layers only."""
+    import torch
+
+    layers = {id(p) for p in policy.hf.model.language_model.layers.parameters() if p.ndim == 2} if args.optimizer == "muon" else set()
+    rest = [p for p in model.trained_parameters(policy) if id(p) not in layers]
+    adamw = torch.optim.AdamW([{"params": [p for p in rest if p.ndim > 1], "weight_decay": args.weight_decay},
+                               {"params": [p for p in rest if p.ndim <= 1], "weight_decay": 0.0}],
+                              lr=args.lr, betas=(0.9, args.beta2), fused=device.type == "cuda")
+    if not layers:
+        return [adamw]
+    return [adamw, model.Muon([p for p in policy.parameters() if id(p) in layers], args.muon_lr)]
+
+
+def backward(policy, vision, packs, codec, world, device):
+    """Forward and backward over this rank's packs -> (global mean loss in nats per token, global N)."""
+    import torch
+    import torch.distributed as dist
+
+    count = torch.tensor(float(sum(len(p.target) for p in packs)), device=device, dtype=torch.float64)
+    dist.all_reduce(count)
+    n = max(1.0, count.item())
+    loss = torch.zeros((), device=device, dtype=torch.float64)
+    for pack, weight in model.even_packs(codec, packs, device):
+        logp, _ = policy(pack, vision)
+        part = -weight * logp.sum() / n
+        if torch.is_grad_enabled():
+            (part * world).backward()  # FSDP averages gradients over ranks; n is already global
+        loss += part.detach().double()
+    dist.all_reduce(loss)
+    return loss.item(), int(n)
+
+
+def format_rate(policy, codec, vision, chats, number, max_new_tokens, rank, world):
+    """Share of held-out prompts whose greedy first turn is well formed: one closed thought, then calls or an answer."""
+    import torch
+    import torch.distributed as dist
+
+    prompts = []
+    wanted = [i for i, row in enumerate(chats.rows) if row.get("tools")][: number]
+    for i in wanted[rank::world]:
+        sequence = chats[i]
+        if sequence is not None:
+            first = sequence.mask.index(1)  # the first assistant turn begins here
+            ids = sequence.ids[:first]
+            prompts.append((ids + model.think_prefix_ids(codec, ids), sequence.vision))
+    good = torch.zeros(2)
+    if prompts or world > 1:
+        spare = prompts or [([codec.eos], [])]  # an idle rank still has to take part in the collectives
+        for ids, _ in model.generate(policy, codec, vision, spare, max_new_tokens, lockstep=True)[: len(prompts)]:
+            text = model.decode(codec, ids)
+            called = any(c.error is None for c in rewards.parse_tool_calls(text, think_open=True))
+            score = rewards.format_reward([text])
+            good += torch.tensor([float(ids[-1] == codec.eos and score["balanced"] and (called or score["flow"])), 1.0])
+    dist.all_reduce(good)
+    return (good[0] / good[1].clamp(min=1)).item()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def main():
+    args = parse_args()
+    ckpt = model.resolve_checkpoint(args.ckpt)
+    model.make_out(args.out)
+    import torch
+    import torch.distributed as dist
+
+    rank, world, device = model.start_process_group()
+    codec = model.load_codec(ckpt, args.channel)
+    cache = video.FrameCache()
+    train = Chats(args.data, codec, args, cache)
+    held = Chats(args.val, codec, args, cache) if args.val else None
+    steps = args.steps or max(1, round(args.epochs * len(train.rows) / args.batch_size))
+    torch.manual_seed(args.seed)
+    policy = model.load_policy(ckpt, codec, device, torch.float32, args.attention, args.checkpointing)
+    vision = model.VisionFeatures(policy.hf.model.visual, codec, train.frames)
+    held_vision = model.VisionFeatures(policy.hf.model.visual, codec, held.frames) if held else None
+    model.shard(policy, device)
+    optimizers = build_optimizers(policy, args, device)
+    peaks = [[group["lr"] for group in o.param_groups] for o in optimizers]
+    start, best = 0, math.inf
+    if args.resume and os.path.exists(os.path.join(args.out, "last", "state.json")):
+        state = model.load_train_state(policy, optimizers, os.path.join(args.out, "last"))
+        start, best = state["step"], state["best"]
+    if rank == 0:
+        model.write_atomic(os.path.join(args.out, "args.json"), json.dumps(vars(args), indent=1))
+        weights = sum(p.numel() for p in model.trained_parameters(policy))
+        print(f"{len(train.rows)} chats x {steps * args.batch_size / len(train.rows):.2f} epochs = {steps} steps of {args.batch_size} chats "
+              f"on {world} rank{'s' if world > 1 else ''} ({device.type}, attention {model.choose_attention(device, args.attention)}) | "
+              f"{weights / 1e6:.2f} M trained parameters", flush=True)
+    log = open(os.path.join(args.out, "log.jsonl"), "a" if start else "w") if rank == 0 else None
+
+    def evaluate(step):
+        policy.eval()
+        with torch.no_grad():
+            mine = [i for i in range(len(held.rows)) if i % world == rank]
+            loss, _ = backward(policy, held_vision, make_packs(held, mine, codec, args.pack_tokens), codec, world, device)
+        rate = format_rate(policy, codec, held_vision, held, args.format_samples, args.max_new_tokens, rank, world) \
+            if args.format_samples else float("nan")
+        policy.train()
+        if rank == 0:
+            print(f"step {step:04d} | held-out loss {loss:.4f} nats/token | greedy format rate {rate:.3f}", flush=True)
+            log.write(json.dumps({"step": step, "val_loss": loss, "format_rate": rate}) + "\n")
+            log.flush()
+        return loss
+
+    def save(step, names):
+        path = os.path.join(args.out, f"step_{step:06d}")
+        model.save_checkpoint(policy, codec, path, {"step": step, "best": best, "args": vars(args)}, optimizers,
+                              torch.bfloat16 if device.type == "cuda" else torch.float32)
+        if rank == 0:
+            for name in names:
+                model.point(os.path.join(args.out, name), path)
+            model.prune_checkpoints(args.out, args.keep)
+
+    prefetch = ThreadPoolExecutor(1)  # next batch is decoded and packed while this one trains
+
+    def upcoming(step):
+        mine = share(model.batch_indices(step, args.batch_size, len(train.rows), args.seed), train.cost, rank, world)
+        return prefetch.submit(make_packs, train, mine, codec, args.pack_tokens)
+
+    future, began = upcoming(start), time.time()
+    for step in range(start, steps):
+        clock = time.time()
+        packs = future.result()
+        waited = time.time() - clock
+        if step + 1 < steps:
+            future = upcoming(step + 1)
+        fraction = schedule(step, steps, args.warmup, args.min_lr)
+        for o, peak in zip(optimizers, peaks):
+            for group, lr in zip(o.param_groups, peak):
+                group["lr"] = lr * fraction
+        loss, tokens = backward(policy, vision, packs, codec, world, device)
+        norm = torch.nn.utils.clip_grad_norm_(model.trained_parameters(policy), args.clip or math.inf)
+        norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
+        for o in optimizers:
+            o.step()
+            o.zero_grad(set_to_none=True)
+        length = torch.tensor(float(sum(len(p.ids) for p in packs)), device=device)
+        dist.all_reduce(length)
+        seconds = time.time() - clock
+        if rank == 0:
+            eta = (time.time() - began) / (step + 1 - start) * (steps - step - 1)
+            record = {"step": step + 1, "loss": loss, "lr": args.lr * fraction, "grad_norm": norm, "trained_tokens": tokens,
+                      "tokens": int(length.item()), "tokens_per_s": length.item() / seconds, "wait_s": waited, "step_s": seconds,
+                      "skipped_chats": len(train.broken)}
+            print(f"step {step + 1:04d}/{steps:04d} | loss {loss:.4f} | lr {args.lr * fraction:.2e} | gn {norm:.2f} | tok {record['tokens']} "
+                  f"({tokens} trained) | {record['tokens_per_s']:.0f} tok/s | wait {waited:.2f}s step {seconds:.2f}s | eta {eta / 60:.1f}m",
+                  flush=True)
+            log.write(json.dumps(record) + "\n")
+            log.flush()
+        last = step + 1 == steps
+        names = ["last"]
+        if held and (last or args.eval_every and (step + 1) % args.eval_every == 0):
+            value = evaluate(step + 1)
+            if value < best:
+                best, names = value, ["last", "best"]
+        if last or (args.save_every and (step + 1) % args.save_every == 0) or "best" in names:
+            save(step + 1, names)
+    if rank == 0:
+        print(f"done: {steps} steps in {(time.time() - began) / 60:.1f} min -> {args.out}/last", flush=True)
+    prefetch.shutdown()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    model.run_main(main)

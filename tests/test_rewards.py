@@ -1,0 +1,754 @@
+"""
+Tests of rewards.py: python -m pytest tests/test_rewards.py -q
+
+Reward values are worked out by hand from the table in format_reward's docstring. Property tests feed text made of tags,
+half tags and odd characters, since uniformly random text never contains a tag.
+"""
+
+import doctest
+import json
+import math
+import re
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import rewards
+from rewards import (
+    accuracy,
+    answer_or_tail,
+    extract_letter,
+    extract_span,
+    final_answer,
+    format_reward,
+    group_advantages,
+    match_open,
+    normalise,
+    parse_tool_calls,
+    score,
+    structural_mask,
+    temporal_iou,
+    token_f1,
+    tool_reward,
+)
+
+CALL = '<tool_call>{"name": "crop_video", "arguments": {"start_time": 1, "end_time": 2}}</tool_call>'
+THOUGHT = "I should look at the middle."
+PETS = ["cat", "dog", "hot dog", "two birds", "none"]  # options A to E
+approx = pytest.approx
+
+
+def json_call(**arguments):
+    """One well-formed call with these arguments."""
+    return "<tool_call>" + json.dumps({"name": "crop_video", "arguments": arguments}) + "</tool_call>"
+
+
+def the_call(text, **kwargs):
+    """The only call of a text."""
+    (call,) = parse_tool_calls(text, **kwargs)
+    return call
+
+
+def test_docstring_example_runs():
+    assert doctest.testmod(rewards).failed == 0 and doctest.testmod(rewards).attempted == 3
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Tool calls
+
+
+@pytest.mark.parametrize("start, end, want", [
+    (1, 2, (1.0, 2.0)),
+    (1.5, "2.5", (1.5, 2.5)),
+    ("01:30", "1:45.5", (90.0, 105.5)),
+    ("1:00:00", "1:00:10", (3600.0, 3610.0)),
+    ("90:00", "5401", (5400.0, 5401.0)),
+    (-5, 2, (-5.0, 2.0)),  # the episode clamps it: only it knows the duration
+])  # fmt: skip
+def test_times_are_read_as_seconds(start, end, want):
+    call = the_call(json_call(start_time=start, end_time=end))
+    assert call.error is None and (call.start, call.end) == want and call.num_frames is None
+
+
+@pytest.mark.parametrize("bad", [
+    True, None, [], {}, "", "soon", "1:75", "1:60:00", "1:2:3:4", "1e999", "nan", "inf", "٣", "1 2", "1_0", 10**12,
+])  # fmt: skip
+def test_a_value_that_is_no_time_is_named_in_the_error(bad):
+    assert "start_time is not a time" in the_call(json_call(start_time=bad, end_time=2)).error
+    assert "end_time is not a time" in the_call(json_call(start_time=1, end_time=bad)).error
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "1" * 400, "1" * 3900])
+def test_json_numbers_that_are_not_finite_are_errors(number):
+    text = f'<tool_call>{{"name": "crop_video", "arguments": {{"start_time": 0, "end_time": {number}}}}}</tool_call>'
+    assert "end_time is not a time" in the_call(text).error
+
+
+@pytest.mark.parametrize("text, want", [
+    ("<tool_call>{}</tool_call>", "no tool name"),
+    ("<tool_call></tool_call>", "JSON"),
+    ("<tool_call>", "JSON"),
+    ("<tool_call>[1]</tool_call>", "JSON object"),
+    ("<tool_call>" + "[" * 3000 + "</tool_call>", "JSON"),  # RecursionError inside the parser
+    ("<tool_call>" + "[" * 5000 + "</tool_call>", "too long"),
+    ('<tool_call>{"name": "x"}</tool_call>', "unknown tool 'x'"),
+    ('<tool_call>{"name": 7}</tool_call>', "no tool name"),
+    ('<tool_call>{"name": "crop_video"}</tool_call>', "arguments"),
+    ('<tool_call>{"name": "crop_video", "arguments": "1"}</tool_call>', "arguments"),
+    ('<tool_call>{"name": "crop_video", "arguments": "{"}</tool_call>', "JSON"),
+    ('<tool_call>{"name": "crop_video", "arguments": {}}} </tool_call>', "JSON"),
+    (json_call(end_time=2), "start_time is missing"),
+    (json_call(start_time=2), "end_time is missing"),
+    (json_call(start_time=2, end_time=2), "empty or reversed"),
+    (json_call(start_time=3, end_time=2), "empty or reversed"),
+    (CALL.replace("</tool_call>", " and more</tool_call>"), "JSON"),
+    ("<tool_code>crop_video(start_time=1, end_time=2", "not a whole call"),
+    ("<tool_code></tool_code>", "not a whole call"),
+    ("<tool_code>crop_video()</tool_code>", "start_time is missing"),
+    ("<tool_code>os.system(1, 2)</tool_code>", "unknown tool"),
+    ("<tool_code>crop_video(1, 2, 3, 4)</tool_code>", "too many arguments"),
+    ("<tool_code>crop_video(1 2, 3)</tool_code>", "start_time is not a time"),
+    ("<tool_code>crop_video(1+1, 3)</tool_code>", "start_time is not a time"),  # nothing is evaluated
+    ("<tool_code>crop_video(" + "(" * 3000 + "</tool_code>", "not a whole call"),
+    ("<tool_code>" + "f(" * 5000 + "</tool_code>", "too long"),
+])  # fmt: skip
+def test_each_bad_call_gets_an_entry_that_says_why(text, want):
+    assert want in the_call(text).error
+
+
+@pytest.mark.parametrize("frames, want", [(8, 8), ("8", 8), (8.0, 8), (None, None)])
+def test_num_frames_accepts_whole_numbers(frames, want):
+    call = the_call(json_call(start_time=1, end_time=2, num_frames=frames))
+    assert (call.num_frames, call.error) == (want, None)
+
+
+@pytest.mark.parametrize("frames", [0, -1, 1.5, True, "many", "1:00", [], "8.5"])
+def test_num_frames_refuses_the_rest(frames):
+    call = the_call(json_call(start_time=1, end_time=2, num_frames=frames))
+    assert call.num_frames is None and "num_frames must be" in call.error
+
+
+@pytest.mark.parametrize("text", [
+    CALL,
+    json_call(start=1, end=2),
+    json_call(start_time=1, end_time=2, video_path="/etc/passwd"),
+    CALL.replace('{"start_time": 1, "end_time": 2}', json.dumps('{"start_time": 1, "end_time": 2}')),
+    CALL.removesuffix("</tool_call>"),
+    CALL.replace("</tool_call>", "</tool_c"),
+    CALL.removesuffix("</tool_call>") + "\n<answer>B</answer>",
+    "<tool_code>crop_video(start_time=1, end_time=2)</tool_code>",
+    "<tool_code>crop_video(1, 2)</tool_code>",
+    "<tool_code>\nprint(crop_video('0:01', end_time=\"0:02\"))\n</tool_code>",
+    '<tool_code>crop_video("a (1), b.mp4", 1, 2)</tool_code>',
+    "<tool_code>crop_video(video_path='v.mp4', start=1, end=0:02)",
+])  # fmt: skip
+def test_every_dialect_gives_the_same_call(text):
+    assert the_call(text) == rewards.ToolCall("crop_video", 1.0, 2.0, None, None)
+
+
+def test_one_bad_call_does_not_take_the_others_with_it():
+    calls = parse_tool_calls(f"{CALL}<tool_call>{{oops</tool_call><tool_call>{CALL}"
+                             "<tool_code>crop_video(3, 4)\nbad(5, 6)\ncrop_video(7, 8)</tool_code>")  # fmt: skip
+    assert [call.start for call in calls] == [1.0, None, None, 1.0, 3.0, None, 7.0]
+    assert [call.error is None for call in calls] == [True, False, False, True, True, False, True]
+
+
+def test_a_call_in_a_closed_thought_is_a_thought_and_in_an_open_one_a_call():
+    assert parse_tool_calls(f"<think>{CALL}</think>ok") == []
+    assert len(parse_tool_calls(f"<think>hm {CALL}")) == 1
+    assert len(parse_tool_calls(f"<think>{CALL}</think>{CALL}")) == 1
+
+
+def test_think_open_says_that_the_turn_began_inside_a_thought():
+    text = f"draft {CALL} <think> more </think>"
+    assert parse_tool_calls(text, think_open=True) == []
+    assert len(parse_tool_calls(text)) == 1
+    assert len(parse_tool_calls(f"thought {CALL}", think_open=True)) == 1  # never closed: the call was written
+    assert parse_tool_calls(f"thought {CALL}</think>") == []  # the closing tag alone tells how the turn began
+
+
+def test_removing_a_thought_cannot_assemble_a_tag():
+    assert parse_tool_calls(CALL.replace("<tool_call>", "<tool<think>x</think>_call>")) == []
+    assert final_answer(["<ans<think>x</think>wer>B</answer>"]) is None
+
+
+def test_error_text_carries_no_tags_and_little_of_what_the_model_wrote():
+    evil = "</tool_response><|im_end|>\ud800" + "x" * 500
+    call = the_call("<tool_call>" + json.dumps({"name": evil, "arguments": {}}) + "</tool_call>")
+    assert "<" not in call.error and ">" not in call.error and len(call.error) < 120 and call.error.isascii()
+    assert len(call.name) <= 40 and call.name.isascii()
+
+
+def test_calls_beyond_the_limit_get_an_error_entry_each():
+    calls = parse_tool_calls(CALL * 100)
+    assert len(calls) == 100
+    assert [call.error for call in calls] == [None] * 64 + ["too many calls in one turn"] * 36
+
+
+PIECES = ["<tool_call>", "<tool_code>", "<think>", "</think>", "<answer>", "</answer>", "<answer>B", "answer is A, ",
+          "a(", "'a\"(", "1,2,", "10 - ", "start 1 ", "not ", " ", "[", "\\boxed{", "1 min ", "<tool_response>",
+          "twenty ", "-1.", "<tool_code>crop_video(1,2)</tool_code>", "ﷺ",
+          '<tool_call>{"name":"crop_video",']  # fmt: skip
+
+
+@pytest.mark.parametrize("piece", PIECES)
+def test_any_long_text_is_read_in_linear_time(piece):
+    # 250 kB take some 0.1 s; what is quadratic takes minutes. Process time, since the machine may be busy.
+    text = piece * (250_000 // len(piece))
+    for read in (parse_tool_calls, extract_span, lambda text: extract_letter(text, PETS),
+                 lambda text: token_f1(text, "a"), lambda text: format_reward([text])):  # fmt: skip
+        begun = time.process_time()
+        read(text)
+        assert time.process_time() - begun < 1.0
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Answers
+
+
+@pytest.mark.parametrize("turns, want", [
+    ([], None),
+    (["B"], None),
+    (["<answer></answer>"], None),
+    (["<answer> . </answer>"], None),
+    (["<answer><b></b></answer>"], None),
+    (["<answer>B</answer>"], "B"),
+    (["<answer>B"], "B"),
+    (["<answer>A</answer><answer>B</answer>"], "B"),
+    (["<answer>B</answer><answer> </answer>"], "B"),
+    (["<answer>A<answer>B"], "B"),
+    (["<answer>A</answer>", "no tag here"], None),
+    (["<think><answer>A</answer></think><answer>B</answer>"], "B"),
+    (["draft <answer>A</answer></think>"], None),  # the forced prefix: the turn began inside the thought
+    (["draft <answer>A</answer></think> B"], None),
+    (["<think>hm <answer>B</answer>"], "B"),  # a thought that never closes hides nothing
+])  # fmt: skip
+def test_final_answer_is_the_last_answer_block_outside_thought(turns, want):
+    assert final_answer(turns) == want
+
+
+def test_think_open_hides_an_answer_from_a_thought_that_holds_a_second_think_tag():
+    turns = ["<answer>A</answer><think>x</think> done"]
+    assert (final_answer(turns), final_answer(turns, think_open=True)) == ("A", None)
+
+
+@pytest.mark.parametrize("turns, want", [
+    (["<think>A</think> B "], "B"),
+    (["hm</think>B"], "B"),
+    (["<think>A"], None),
+    (["B"], "B"),
+    ([f"{CALL} B"], "B"),
+    (["<tool_response>A</tool_response>B"], "B"),
+    (["<tool_call>{"], None),
+    (["x</think>C<answer>B</answer>"], "B"),
+    ([], None),
+])  # fmt: skip
+def test_evaluation_falls_back_on_the_text_after_the_thought(turns, want):
+    assert answer_or_tail(turns) == want
+
+
+def test_evaluation_does_not_guess_from_a_forced_thought_that_never_closes():
+    assert (answer_or_tail(["maybe B"], think_open=True), answer_or_tail(["maybe B"])) == (None, "maybe B")
+
+
+@pytest.mark.parametrize("response, want", [
+    ("B", "B"), ("b", "B"), ("(b)", "B"), ("B.", "B"), ("**B**", "B"), ("Ｂ", "B"), ("\\boxed{D}", "D"),
+    ("B. dog", "B"), ("B) dog", "B"), ("(E) none", "E"), ("B: the brown one", "B"),
+    ("(E) dog", None), ("A. dog", None),  # label and text contradict each other
+    ("F", None), ("AB", None), ("A, C", None), ("B or C", None), ("", None), ("Cannot tell", None),
+    ("The answer is (b).", "B"), ("The answer is B because of the tail", "B"), ("Answer: A because it shows", "A"),
+    ("The answer is A. No, wait: the answer is C.", "C"), ("The answer is B, not option C", "B"),
+    ("A. The answer is B, or option C", None), ("A. The answer is B", None), ("I would not choose B, C", "C"),
+    ("The answer is B or C", None),
+    ("The answer is Apples", None), ("The answer is A man", None), ("answer is not A", None),
+    ("The correct option is D.", "D"), ("I would choose C", "C"), ("option B is wrong, option C is right", "C"),
+    ("option B, option C", None), ("not B but C", "C"), ("neither A nor B, D", "D"),
+    ("A man is running so B", "B"), ("A man is running", None), ("A's car", None), ("A request timed out", None),
+    ("I think ...", None), ("I think it is the dog", "B"), ("A hot dog", "C"), ("2 birds", "D"),
+    ("the dog is not there", None), ("cat and dog", None), ("catalogue", None),
+    ("A. cat\nB. dog\nThe answer is B", "B"), ("A. cat\nB. dog", None),
+    ("<think>A</think>B", "B"), ("<think>B", None), ("<think>x</think><answer>A</answer>", "A"),
+])  # fmt: skip
+def test_letter_is_read_by_policy(response, want):
+    assert extract_letter(response, PETS) == want
+
+
+def test_labels_in_the_options_and_their_number_matter():
+    labelled = [f"{letter}. {text}" for letter, text in zip("ABCDE", PETS, strict=True)]
+    bracketed = [f"({letter}) {text}" for letter, text in zip("ABCDE", PETS, strict=True)]
+    for options in (PETS, labelled, bracketed):
+        assert extract_letter("hot dog", options) == "C" and extract_letter("B. dog", options) == "B"
+    assert extract_letter("E", PETS) == "E" and extract_letter("E", PETS[:4]) is None
+    assert extract_letter("J", None) == "J" and extract_letter("K", None) is None
+    assert extract_letter("J", list("0123456789")) == "J"
+    assert extract_letter("B. B. King", ["B. B. King", "Prince"]) == "A"  # no label: the option begins like one
+    assert extract_letter("B. B. King", ["Prince", "B. B. King"]) == "B"
+
+
+def test_numeric_options_match_as_text_and_duplicates_never():
+    assert extract_letter("3", ["1", "3", "2"]) == "B"
+    assert extract_letter("three", ["1", "3", "2"]) == "B"
+    assert extract_letter("dog", ["dog", "dog", "cat"]) is None
+
+
+@pytest.mark.parametrize("response, want", [
+    ("10 - 20", (10, 20)), ("from 10 to 20", (10, 20)), ("10s, 20s", (10, 20)), ("[10, 20]", (10, 20)),
+    ("10, 20", (10, 20)), ("10, 20 seconds", (10, 20)), ("0:10 to 0:20", (10, 20)), ("10.5–20 seconds", (10.5, 20)),
+    ("1:02:03 - 1:02:10", (3723, 3730)), ("between 10 and 20", (10, 20)), ("１０－２０", (10, 20)),
+    ("start: 10, end: 20", (10, 20)), ('{"start_time":10,"end_time":20.5}', (10, 20.5)),
+    ("1 minute 30 seconds to 2 minutes", (90, 120)), ("2 to 3 minutes", (120, 180)),
+    ("It happens in the 24.3 - 30.4 seconds, no, in 5-7", (5, 7)), ("<think>1-2</think><answer>3-4</answer>", (3, 4)),
+    ("1.2.3, 5", None), ("1:2:3:4 - 5", None), ("20 - 10", None), ("10 - 10", None), ("-5 - 10", None), ("10", None),
+    ("at 10, 20 people", None), ("frames 10-20", None), ("10-20 frames", None), ("5%-6%", None), ("٣ - ٥", None),
+    ("5-7, then 9-8", None), ("0:10 - 0:99", None), ("", None), ("<think>1-2", None),
+])  # fmt: skip
+def test_span_is_read_in_seconds(response, want):
+    assert extract_span(response) == want
+
+
+@pytest.mark.parametrize("span, gold, want", [
+    ((0, 10), (5, 15), 5 / 15), ((0, 10), (0, 10), 1), ((0, 1), (1, 2), 0), ((0, 1), (5, 6), 0), (None, (0, 1), 0),
+    ((2, 4), (0, 10), 0.2), ((5, 5), (0, 10), 0), ((6, 5), (0, 10), 0), ((math.nan, 5), (0, 10), 0),
+    ((0, math.inf), (0, 10), 0),
+])  # fmt: skip
+def test_iou_equals_hand_computed_values(span, gold, want):
+    assert temporal_iou(span, gold) == approx(want)
+
+
+@pytest.mark.parametrize("response, gold", [
+    ("The Dolly Zoom.", "dolly zoom"), ("twenty-one", "21"), ("1,000", "1000"), ("H₂O", "h2o"), ("5.0", "five"),
+    ("x²", "x2"), ("dont", "don't"), ("50%", "50 percent"), ("well known", "well-known"), ("007", "7"), ("(A)", "A"),
+])  # fmt: skip
+def test_open_answers_match_after_normalising(response, gold):
+    assert match_open(response, gold) and token_f1(response, gold) == 1.0
+
+
+@pytest.mark.parametrize("response, gold", [
+    ("", ""), (".", "."), ("the", "A"), (".", "A"), ("!!", "A"), ("", "A"), ("4", "14"), ("zoom", "dolly zoom"),
+    ("not red", "red"), ("-5", "5"), ("1.5", "15"), ("C++", "C"), ("50", "50%"), ("red or blue", "red"),
+])  # fmt: skip
+def test_open_answers_that_differ_do_not_match(response, gold):
+    assert not match_open(response, gold)
+
+
+@pytest.mark.parametrize("response, gold, want", [
+    ("red car red", "red red car", 1.0),  # multisets: order is free, repeats count
+    ("red red red", "red", 0.5),  # 2 * 1 / (3 + 1)
+    ("red car", "blue car", 0.5), ("blue", "red", 0.0), ("", "red", 0.0), ("", "", 0.0), ("the", "A", 0.0),
+])  # fmt: skip
+def test_token_f1_counts_multisets(response, gold, want):
+    assert token_f1(response, gold) == approx(want)
+
+
+def test_accuracy_dispatches_on_task_type_and_open_metric():
+    assert accuracy("dog", "mcq", "B", PETS) == 1.0 and accuracy("C", "mcq", "b", PETS) == 0.0
+    assert accuracy("0 - 10", "grounding", [5, 15]) == approx(1 / 3)
+    assert accuracy("red car", "open", "blue car") == 0.5
+    assert accuracy("red car", "open", "blue car", open_metric="exact") == 0.0
+    assert accuracy("a red car", "open", "red car", open_metric="exact") == 1.0
+    for kind, gold in (("mcq", "A"), ("open", "x"), ("grounding", (0, 1))):
+        assert accuracy(None, kind, gold) == 0.0
+    with pytest.raises(ValueError, match="task_type"):
+        accuracy("A", "essay", "A")
+    with pytest.raises(ValueError, match="open_metric"):
+        accuracy("A", "open", "A", open_metric="judge")
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Format reward: the last turn without the forced "<think>\n", hand-computed base, anchor and total
+
+TABLE = [
+    # everything: .2 think + .5 answer + .3 call + .1 balanced = 1.1; anchor .4 + .3; 1.1 + .35 is clipped
+    ([f"{THOUGHT}</think>{CALL}", f"{THOUGHT}</think>\n<answer>B</answer>"], 1.1, 0.7, 1.0),
+    # direct answer: .2 + .5 + .1; anchor .7
+    ([f"{THOUGHT}</think><answer>B</answer>"], 0.8, 0.7, 1.0),
+    # the thought is too short: .5 + .1, closed all the same
+    (["hi</think><answer>B</answer>"], 0.6, 0.7, 0.95),
+    # a thought and nothing else: .2 + .1; closed, no flow
+    ([f"{THOUGHT}</think>"], 0.3, 0.4, 0.5),
+    # thought and call: .2 + .3 + .1; closed, no flow
+    ([f"{THOUGHT}</think>{CALL}"], 0.6, 0.4, 0.8),
+    # never closed: answer .5, no balance; anchor -.3
+    ([f"{THOUGHT}<answer>B</answer>"], 0.5, -0.3, 0.35),
+    # nothing but a thought that never closes: 0 - .15 is clipped to 0
+    (["hi"], 0.0, -0.3, 0.0),
+    # </answer> missing: .2 + .3, no balance; closed .4; .5 + .2 is capped
+    ([f"{THOUGHT}</think><answer>B"], 0.5, 0.4, 0.5),
+    # one turn of two never closes: .2 + .5, no balance; anchor -.3
+    ([CALL, f"{THOUGHT}</think><answer>B</answer>"], 0.7, -0.3, 0.5),
+    # an invalid call earns nothing by itself: .2 + .1
+    ([f"{THOUGHT}</think><tool_call>{{}}</tool_call>"], 0.3, 0.4, 0.5),
+    # answer in a turn that is not the last: .2 + .1
+    ([f"{THOUGHT}</think><answer>B</answer>", f"{THOUGHT}</think>no idea"], 0.3, 0.4, 0.5),
+    # a call and an answer in one turn: all of the base, but not the think, answer flow
+    ([f"{THOUGHT}</think>{CALL}<answer>B</answer>"], 1.1, 0.4, 1.0),
+]
+
+
+@pytest.mark.parametrize("turns, base, anchor, total", TABLE)
+def test_format_reward_equals_hand_computed_values(turns, base, anchor, total):
+    got = format_reward(turns)
+    assert (got["base"], got["anchor"], got["total"]) == (approx(base), approx(anchor), approx(total))
+
+
+@pytest.mark.parametrize("turn", [
+    f"<think>{THOUGHT}</think><answer>B</answer>",  # a second <think> behind the forced one
+    f"{THOUGHT}</think></think><answer>B</answer>",
+    f"{THOUGHT}</think><think>again</think><answer>B</answer>",
+    f"{THOUGHT}</think><answer>B</answer></answer>",
+    f"{THOUGHT}</think><answer>A</answer><answer>B</answer>",
+    f"{THOUGHT}</think><answer><answer>B</answer></answer>",
+    f"{THOUGHT}</think><answer>{CALL} B</answer>",
+    f"{THOUGHT}<answer>A</answer></think><answer>B</answer>",
+    f"{THOUGHT}{CALL}</think><answer>B</answer>",
+    f"{THOUGHT}</think><tool_call><answer>B</answer>",
+    f"{THOUGHT}</think></tool_call>{CALL}<answer>B</answer>",
+    f"{THOUGHT}</think><tool_response>a dog</tool_response><answer>B</answer>",
+    f"{THOUGHT}</tool_response></think><answer>B</answer>",
+])  # fmt: skip
+def test_misused_tags_cap_the_format_reward(turn):
+    got = format_reward([turn])
+    assert got["capped"] and 0.0 < got["total"] <= 0.5  # the clean turn gets 1.0, see TABLE
+
+
+def test_the_cap_binds_when_the_parts_alone_would_pay_more():
+    got = format_reward([f"{THOUGHT}</think>{CALL}</tool_call><answer>B</answer>"])
+    assert got["base"] + 0.5 * got["anchor"] == approx(1.2) and got["total"] == 0.5
+
+
+def test_nothing_earns_nothing():
+    empty = "</think><tool_call></tool_call><answer></answer>"
+    for turns in ([], [""], ["<think>hi"], [empty], [empty, empty], ["<answer></answer>" * 20], ["</think>" * 9]):
+        assert format_reward(turns)["total"] == 0.0
+        assert format_reward(turns, think_prefix=False)["total"] == 0.0
+
+
+def test_a_thought_made_of_tags_is_not_substantive():
+    assert not format_reward(["<pause><pause><pause></think><answer>B</answer>"])["think"]
+    assert format_reward([f"<pause>{THOUGHT}</think><answer>B</answer>"])["think"]
+
+
+def test_closing_the_forced_thought_beats_leaving_it_open():
+    shut, left = f"{THOUGHT}</think><answer>B</answer>", f"{THOUGHT}<answer>B</answer>"
+    second = f"<think>{THOUGHT}</think><answer>B</answer>"
+    assert format_reward([shut])["total"] > max(format_reward([text])["total"] for text in (left, second))
+
+
+def test_more_tags_never_pay_more():
+    clean = [f"{THOUGHT}</think>{CALL}", f"{THOUGHT}</think><answer>B</answer>"]
+    best = format_reward(clean)["total"]
+    for extra in ("<answer>B</answer>", "<think>", "</think>", "</answer>", "<tool_response>", "<tool_call>"):
+        for turns in ([clean[0], clean[1] + extra], [clean[0] + extra, clean[1]], [clean[0], extra + clean[1]]):
+            assert format_reward(turns)["total"] <= best
+    assert format_reward([clean[0], clean[1] + "<answer>B</answer>" * 9])["total"] <= 0.5
+
+
+def test_thinking_must_come_before_the_first_call():
+    assert format_reward([f"{THOUGHT}</think>{CALL}"])["think_before_call"]
+    for turn in (f"{CALL}{THOUGHT}</think>", f"{CALL}{THOUGHT}</think>{CALL}", f"</think>{CALL}", CALL,
+                 f"{THOUGHT}</think><tool_call>{{}}</tool_call>"):  # fmt: skip
+        assert not format_reward([turn])["think_before_call"]
+    dialect = f"{THOUGHT}</think><tool_code>crop_video(1, 2)</tool_code>"
+    assert format_reward([dialect])["think_before_call"]
+
+
+def test_answer_suffix_switches_the_answer_terms():
+    turns = [f"{THOUGHT}</think>{CALL}", f"{THOUGHT}</think><answer>B</answer>"]
+    assert format_reward(turns, anchor=0)["base"] == approx(1.1)
+    assert format_reward(turns, answer_suffix=False, anchor=0)["total"] == approx(0.6)  # .3 + .2 + .1
+    alone = [f"</think>{CALL}", "x</think><answer>B</answer>"]  # no thought worth the name: only the answer pays
+    assert format_reward(alone, anchor=0)["total"] == approx(0.6)
+    assert format_reward(alone, answer_suffix=False, anchor=0)["total"] == 0.0
+
+
+def test_think_prefix_decides_whether_the_thought_was_opened():
+    closed = [f"{THOUGHT}</think><answer>B</answer>"]
+    assert format_reward(closed)["total"] == 1.0
+    assert format_reward(closed, think_prefix=False)["total"] == approx(0.5)  # a stray </think>: .5 for the answer
+    written = [f"<think>{THOUGHT}</think><answer>B</answer>"]
+    assert format_reward(written, think_prefix=False)["total"] == 1.0
+    assert format_reward(["<answer>B</answer>"], think_prefix=False)["total"] == approx(0.6)  # .5 + .1
+
+
+def test_anchor_and_gamma_weigh_the_anchor_term():
+    short = ["hi</think><answer>B</answer>"]  # base .6, R_anchor .7
+    assert [format_reward(short, anchor=a)["total"] for a in (0.0, 0.2, 0.5)] == approx([0.6, 0.74, 0.95])
+    left = [f"{THOUGHT}<answer>B</answer>"]  # base .5, R_anchor -gamma
+    assert [format_reward(left, gamma=g)["total"] for g in (0.0, 0.3, 1.0)] == approx([0.5, 0.35, 0.0])
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Tool reward and the sum
+
+
+def test_tool_reward_equals_hand_computed_values():
+    assert [tool_reward(0, 0, 1.0), tool_reward(1, 0, 0.0), tool_reward(1, 0, 1.0)] == [0.0, 0.1, 0.1]
+    assert [tool_reward(2, 1, 0.0), tool_reward(1, 1, 0.2), tool_reward(0, 3, 1.0)] == [0.3, 0.8, 0.0]
+
+
+def test_score_sums_its_weighted_terms():
+    turns = [f"{THOUGHT}</think>{CALL}", "hi</think><answer>dog</answer>"]
+    # fmt: .5 answer + .3 call + .1 balanced + .35 anchor, clipped to 1; without the anchor .9
+    got = score(turns, "mcq", "B", PETS, num_parseable=1, num_executed=1, anchor=0.0)
+    assert (got["acc"], got["fmt"], got["tool"], got["total"]) == (1.0, approx(0.9), 0.8, approx(2.7))
+    assert got["closure"] == {"think": [2, 2], "tool_call": [1, 1], "answer": [1, 1]}
+    half = score(turns, "mcq", "B", PETS, 1, 1, anchor=0.0, w_format=0.5, tool_weight=0.0)
+    assert (half["total"], half["fmt"], half["tool"]) == (approx(1.45), approx(0.9), 0.8)  # terms come unweighted
+
+
+def test_score_passes_every_setting_on():
+    left = [f"{THOUGHT}<answer>red car</answer>"]
+    default = score(left, "open", "blue car")
+    assert default["acc"] == 0.5 and default["fmt"] == approx(0.35)
+    assert score(left, "open", "blue car", open_metric="exact")["acc"] == 0.0
+    assert score(left, "open", "blue car", gamma=0.0)["fmt"] == approx(0.5)
+    assert score(left, "open", "blue car", anchor=0.0)["fmt"] == approx(0.5)
+    assert score(left, "open", "blue car", answer_suffix=False)["fmt"] == 0.0
+    assert score(left, "open", "blue car", think_prefix=False)["fmt"] == approx(0.6)
+    assert score(["<answer>1</answer><think>x</think>"], "open", "1")["acc"] == 0.0  # a draft in the forced thought
+    assert score(["<answer>1</answer><think>x</think>"], "open", "1", think_prefix=False)["acc"] == 1.0
+
+
+def test_closure_counts_opened_and_closed_tags():
+    got = score(["x</think><tool_call><tool_call></tool_call></answer>", "y"], "mcq", "A")["closure"]
+    assert got == {"think": [2, 1], "tool_call": [2, 1], "answer": [0, 0]}
+    assert score(["y"], "mcq", "A", think_prefix=False)["closure"]["think"] == [0, 0]
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Strings that other graders pay for
+
+HEDGES = [  # the last turn, and the gold letters it must not score for
+    ("<answer>the</answer>", "A"), ("<answer>.</answer>", "A"), ("<answer>!!</answer>", "A"),
+    ("<answer>A. The answer is B, or option C</answer>", "ABC"),
+    ("<answer>A man is running so B</answer>", "ACDE"),
+    ("<answer>I think ...</answer>", "ABCDEFGHIJ"),
+    ("<answer>[API error: A request failed]</answer>", "ABCDE"),
+    ("<answer>A</answer></think><answer>B</answer>", "ACDE"),
+    ("B", "B"), ("x</think>B", "B"),  # no tags: no credit
+]
+
+
+@pytest.mark.parametrize("turn, golds", HEDGES)
+def test_answers_that_hedge_or_say_nothing_score_nothing(turn, golds):
+    options = [*PETS, "six", "seven", "eight", "nine", "ten"]
+    assert [score([turn], "mcq", gold, options)["acc"] for gold in golds] == [0.0] * len(golds)
+
+
+def test_an_honest_answer_with_letter_e_scores():
+    assert score(["x</think><answer>(E) none</answer>"], "mcq", "E", PETS)["acc"] == 1.0
+
+
+@given(st.lists(st.sampled_from(["A", "B", "C", "answer is ", "option ", " or ", "not ", ". ", "(", " cat", " dog"])))
+@settings(deadline=None, max_examples=200)
+def test_no_response_is_right_for_two_gold_letters(parts):
+    turn = "x</think><answer>" + "".join(parts) + "</answer>"
+    assert sum(score([turn], "mcq", gold, PETS)["acc"] for gold in "ABCDE") <= 1.0
+
+
+def test_a_better_answer_always_pays_more():
+    # Nothing saturates the sum: token F1 0.5 and 1.0 stay 0.5 apart with every other term at its maximum.
+    half, full = (
+        score([f"{THOUGHT}</think>{CALL}", f"{THOUGHT}</think><answer>{text}</answer>"], "open", "blue car", None, 1, 1)
+        for text in ("red car", "blue car")
+    )
+    assert (half["total"], full["total"]) == (approx(2.3), approx(2.8))
+
+
+def test_writing_a_tool_response_does_not_pay_like_running_a_tool():
+    fake = [f"{THOUGHT}</think>{CALL}<tool_response>a dog</tool_response><answer>B</answer>"]
+    honest = [f"{THOUGHT}</think>{CALL}", f"{THOUGHT}</think><answer>B</answer>"]
+    faked = score(fake, "mcq", "B", PETS, num_parseable=1, num_executed=0)
+    real = score(honest, "mcq", "B", PETS, num_parseable=1, num_executed=1)
+    assert (faked["tool"], real["tool"]) == (0.1, 0.8) and faked["fmt"] <= 0.5 < real["fmt"]
+
+
+def test_a_call_without_arguments_earns_nothing():
+    turn = f'{THOUGHT}</think><tool_call>{{"name":"x"}}</tool_call>'
+    parseable = sum(call.error is None for call in parse_tool_calls(turn, think_open=True))
+    got = score([turn], "mcq", "B", PETS, num_parseable=parseable)
+    assert got["tool"] == 0.0 and not format_reward([turn])["think_before_call"]
+
+
+def test_wrong_with_fake_tool_earns_less_than_right_without_a_tool():
+    fake = f"{THOUGHT}</think>{CALL}<tool_response>x</tool_response><answer>A</answer>"
+    wrong = score([fake], "mcq", "B", PETS, num_parseable=1)
+    right = score([f"{THOUGHT}</think><answer>B</answer>"], "mcq", "B", PETS)
+    assert wrong["total"] == approx(0.6) and right["total"] == approx(2.0)  # .5 + .1 against 1 + 1
+
+
+def test_a_scrap_of_overlap_unlocks_no_bonus_without_an_executed_call():
+    turn = f"{THOUGHT}</think>{CALL}<answer>red x y z</answer>"
+    got = score([turn], "open", "red car", num_parseable=1, num_executed=0)
+    assert got["acc"] == approx(1 / 3) and got["tool"] == 0.1
+
+
+@pytest.mark.parametrize("answer", ["10 - 20", "from 10 to 20", "10s, 20s"])
+def test_usual_ways_to_write_a_span_score(answer):
+    assert score([f"x</think><answer>{answer}</answer>"], "grounding", (10, 20))["acc"] == 1.0
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Properties: no text raises, everything stays in bounds
+
+SCRAPS = [*PIECES, CALL, "</tool_call>", "</tool_code>", "</tool_response>", "crop_video(", ")", "=", "'", '"', "{",
+          "}", "null", "NaN", "\x00", "\ud800", "\u202e", "٣", "²", "10", "20", "0:10", " to ", ", ", ".", "A", "B) ",
+          "I", "not", "option ", "the ", "end", "frames ", "\n", "a" * 50, "1" * 50, "-", "%", "1e999", "\\", "*", "<",
+          ">"]  # fmt: skip
+hostile = st.lists(st.one_of(st.sampled_from(SCRAPS), st.text(max_size=6)), max_size=14).map("".join)
+anything = st.one_of(hostile, st.text(max_size=60))
+
+
+@given(anything, st.booleans())
+@settings(deadline=None, max_examples=300)
+def test_parsing_never_raises_and_returns_usable_calls(text, think_open):
+    for call in parse_tool_calls(text, think_open):
+        if call.error is None:
+            assert call.name == "crop_video" and -1e9 < call.start < call.end < 1e9
+            assert call.num_frames is None or call.num_frames >= 1
+        else:
+            assert 0 < len(call.error) < 150 and "<" not in call.error
+        json.dumps(vars(call), allow_nan=False).encode()
+
+
+scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8))
+
+
+@given(st.recursive(scalars, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=5), v, max_size=3)),
+       st.sampled_from(["start_time", "end_time", "num_frames", "start", "arguments", "name"]))  # fmt: skip
+@settings(deadline=None, max_examples=200)
+def test_any_json_value_anywhere_in_a_call_gives_one_entry(value, key):
+    arguments = {"start_time": 1, "end_time": 2}
+    call = {"name": "crop_video", "arguments": arguments}
+    (call if key in call else arguments)[key] = value
+    body = json.dumps(call)  # JSON escapes no angle bracket, so a tag in a string would be seen as a tag
+    if not rewards.TAG.search(body):
+        assert len(parse_tool_calls(f"<tool_call>{body}</tool_call>")) == 1
+
+
+@given(st.lists(anything, max_size=3), st.booleans(), st.booleans(), st.sampled_from(["mcq", "open", "grounding"]))
+@settings(deadline=None, max_examples=300)
+def test_scores_never_raise_and_stay_in_bounds(turns, think_prefix, answer_suffix, task_type):
+    gold = {"mcq": "A", "open": "red car", "grounding": (1.0, 5.0)}[task_type]
+    got = score(turns, task_type, gold, PETS, 1, 1, think_prefix=think_prefix, answer_suffix=answer_suffix)
+    assert 0.0 <= got["acc"] <= 1.0 and 0.0 <= got["fmt"] <= 1.0 and 0.0 <= got["tool"] <= 0.8
+    assert got["total"] == approx(got["acc"] + got["fmt"] + got["tool"])
+    assert all(0 <= closed <= opened for opened, closed in got["closure"].values())
+    detail = format_reward(turns, think_prefix, answer_suffix)
+    assert not detail["capped"] or detail["total"] <= 0.5
+
+
+@given(anything, anything)
+@settings(deadline=None, max_examples=300)
+def test_extraction_never_raises_and_stays_in_bounds(response, other):
+    assert extract_letter(response, PETS) in (None, *"ABCDE")
+    assert extract_letter(response, None) in (None, *"ABCDEFGHIJ")
+    assert extract_letter("A", [response, other]) == "A"
+    span = extract_span(response)
+    assert span is None or 0.0 <= span[0] < span[1] < math.inf
+    assert 0.0 <= token_f1(response, other) <= 1.0
+    if match_open(response, other):
+        assert token_f1(response, other) == 1.0 and normalise(other)
+    tail = answer_or_tail([response, other])
+    assert tail is None or tail.strip()
+
+
+@given(st.tuples(st.floats(), st.floats()), st.tuples(st.floats(), st.floats()))
+@settings(deadline=None, max_examples=200)
+def test_iou_is_symmetric_and_in_bounds(span, gold):
+    assert 0.0 <= temporal_iou(span, gold) <= 1.0
+    assert temporal_iou(span, gold) == temporal_iou(gold, span)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# struct(o)
+
+TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<answer>", "</answer>"]
+
+
+def overlap_oracle(pieces):
+    """The definition, the slow way: does any tag at any offset share a byte with the token?"""
+    joined = b"".join(pieces)
+    spans = [(i, i + len(tag)) for tag in TAGS for i in range(len(joined)) if joined.startswith(tag.encode(), i)]
+    mask, at = [], 0
+    for piece in pieces:
+        mask.append(any(start < at + len(piece) and at < end for start, end in spans) and len(piece) > 0)
+        at += len(piece)
+    return [*mask[:-1], True] if pieces else []
+
+
+def test_mask_of_a_turn_worked_by_hand():
+    pieces = [b"hm", b"</think>", b" <an", b"swer>", b"B", b"<|im_end|>"]
+    assert structural_mask(pieces) == [False, True, True, True, False, True]
+    assert structural_mask([]) == []
+    assert structural_mask([b"", b""]) == [False, True]
+    # An empty token inside a tag overlaps no byte of it; near misses and the dialect's tag are no structural tags.
+    assert structural_mask([b"<ans", b"", b"wer>", b"x"]) == [True, False, True, True]
+    assert structural_mask([b"<answer", b"x>", b"<Answer>", b"<tool_code>", b"< think>", b"."]) == [False] * 5 + [True]
+
+
+@given(st.lists(st.sampled_from([*TAGS, "<", ">", "</", "é", "答", "<think", "answer>", " B ", "\x00", "<|im_end|>"]),
+                max_size=12), st.data())  # fmt: skip
+@settings(deadline=None, max_examples=300)
+def test_mask_equals_the_oracle_for_any_split(parts, data):
+    joined = "".join(parts).encode()
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(joined)), max_size=20)))  # equal cuts give empty tokens
+    pieces = [joined[a:b] for a, b in zip([0, *cuts], [*cuts, len(joined)], strict=True)]
+    assert structural_mask(pieces) == overlap_oracle(pieces)
+    assert structural_mask(parts_as_tokens := [part.encode() for part in parts]) == overlap_oracle(parts_as_tokens)
+
+
+@given(st.lists(st.sampled_from([*TAGS, "word", " ", "<"]), min_size=1, max_size=10))
+@settings(deadline=None, max_examples=100)
+def test_mask_over_single_bytes_counts_exactly_the_bytes_of_tags(parts):
+    text = "".join(parts)
+    mask = structural_mask([bytes([byte]) for byte in text.encode()])
+    in_tags = sum(len(tag) for tag in re.findall("|".join(TAGS), text))
+    ends_in_tag = any(text.endswith(tag) for tag in TAGS)
+    assert sum(mask) == in_tags + (not ends_in_tag)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Group advantages
+
+unit = st.floats(0, 1)
+
+
+def test_advantages_equal_hand_computed_values():
+    # rewards 1 + .5 * 1 = 1.5 and 0 + 0 = 0: mean .75, sigma .75
+    a_task, a_fmt, sigma = group_advantages([1.0, 0.0], [1.0, 0.0], w_format=0.5)
+    assert sigma == approx(0.75) and a_task == approx([2 / 3, -2 / 3]) and a_fmt == approx([1 / 3, -1 / 3])
+    assert group_advantages([1.0, 0.0], [1.0, 0.0], w_format=0.0)[:2] == ([1.0, -1.0], [0.0, 0.0])
+
+
+@given(st.lists(st.tuples(st.floats(0, 2), unit), min_size=2, max_size=8), st.floats(0, 2))
+@settings(deadline=None, max_examples=200)
+def test_the_two_advantages_sum_to_vanilla_grpo(group, w_format):
+    acc_tool, fmt = [a for a, _ in group], [f for _, f in group]
+    reward = [a + w_format * f for a, f in group]
+    a_task, a_fmt, sigma = group_advantages(acc_tool, fmt, w_format)
+    assert sigma == approx(statistics.pstdev(reward), abs=1e-9)
+    if sigma < 1e-6:
+        assert a_task == a_fmt == [0.0] * len(group)
+    else:
+        mean = statistics.mean(reward)
+        for r, task, form in zip(reward, a_task, a_fmt, strict=True):
+            assert (task + form) * sigma == approx(r - mean, abs=1e-9)
+
+
+def test_groups_without_variance_give_no_signal():
+    assert group_advantages([0.3] * 8, [0.7] * 8)[:2] == ([0.0] * 8, [0.0] * 8)
+    # The parts cancel: the composed reward is constant although neither part is.
+    assert group_advantages([1.0, 0.0], [0.0, 1.0])[:2] == ([0.0, 0.0], [0.0, 0.0])
+    assert group_advantages([], []) == ([], [], 0.0)
+
+
+def test_lists_of_unequal_length_are_refused():
+    with pytest.raises(ValueError, match="zip"):
+        group_advantages([1.0, 2.0], [1.0])

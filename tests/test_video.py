@@ -1,0 +1,618 @@
+"""Tests of video.py. Every test video is made here, and every frame of it carries its own index as a picture, so a wrong
+frame is seen to be wrong, whatever its timestamp says.
+
+  python -m pytest tests/test_video.py
+"""
+
+import math
+import os
+import pickle
+import signal
+import struct
+import subprocess
+import sys
+import threading
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import video
+from video import FrameCache, VideoError
+
+av = pytest.importorskip("av", reason="the test videos are written with PyAV")
+
+BITS, COLUMNS = 16, 8  # the picture: 2 rows of 8 blocks, white = 1, least significant bit first
+NATIVE = {"min_pixels": 1, "max_pixels": 10**9}  # budget that leaves sides alone when they are multiples of 32
+
+
+def paint(index, width, height):
+    """Frame index -> picture [H, W, 3] that shows it."""
+    picture = np.zeros((height, width, 3), np.uint8)
+    for bit in range(BITS):
+        row, column = divmod(bit, COLUMNS)
+        rows = slice(row * height // 2, (row + 1) * height // 2)
+        columns = slice(column * width // COLUMNS, (column + 1) * width // COLUMNS)
+        picture[rows, columns] = 230 if index >> bit & 1 else 20
+    return picture
+
+
+def seen(images):
+    """Pictures [T, H, W, 3] of any size -> the indices they show, read at the centre of each block."""
+    found = []
+    for image in images:
+        height, width, _ = image.shape
+        grey = image.mean(-1)  # [H, W]
+        centres = [((2 * (b // COLUMNS) + 1) * height // 4, (2 * (b % COLUMNS) + 1) * width // 16) for b in range(BITS)]
+        found.append(sum(int(grey[y, x] > 125) << b for b, (y, x) in enumerate(centres)))
+    return found
+
+
+def write(path, num_frames, rate=25, size=(64, 32), milliseconds=None, codec="libx264", pixels="yuv420p", mux=None, **options):
+    """Writes a video whose frame i shows i; `milliseconds` gives each frame's time, otherwise i / rate. Size is (w, h)."""
+    rate = Fraction(rate).limit_denominator(10**5)
+    with av.open(str(path), "w", options=mux or {}) as container:
+        stream = container.add_stream(codec, rate=rate)
+        stream.width, stream.height = size
+        stream.pix_fmt = pixels
+        stream.options = {key.replace("_", "-"): str(value) for key, value in options.items()}
+        tick = Fraction(1, 1000) if milliseconds else 1 / rate
+        stream.codec_context.time_base = tick
+        for i in range(num_frames):
+            frame = av.VideoFrame.from_ndarray(paint(i, *size), format="rgb24")
+            frame.pts, frame.time_base = (milliseconds[i] if milliseconds else i), tick
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return str(path)
+
+
+def write_sound(path):
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("aac" if str(path).endswith("mp4") else "pcm_s16le", rate=16000)
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 16000), np.int16), format="s16", layout="mono")
+        frame.rate, frame.pts = 16000, 0
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return str(path)
+
+
+def patched(source, path, box, offset, layout, *values):
+    """Copy of an mp4 with numbers overwritten `offset` bytes after the name of its box."""
+    data = bytearray(Path(source).read_bytes())
+    struct.pack_into(layout, data, data.index(box) + offset, *values)
+    Path(path).write_bytes(data)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def minute(tmp_path_factory):
+    """64 s at 1 fps: frame i is on display during [i, i + 1)."""
+    return write(tmp_path_factory.mktemp("minute") / "minute.mp4", 64, rate=1, size=(64, 32))
+
+
+@pytest.fixture(scope="module")
+def long_gop(tmp_path_factory):
+    """300 frames at 25 fps with B-frames and a key frame every 120: nearly every look needs a seek and a run-up."""
+    return write(tmp_path_factory.mktemp("gop") / "gop.mp4", 300, bf=3, g=120, sc_threshold=0)
+
+
+# ---- which frames
+
+
+def test_overview_takes_segment_centres_and_crop_the_same_inside_its_window():
+    starts = np.arange(64.0)
+    assert video.overview_indices(starts, 64.0, 64).tolist() == list(range(64))
+    assert video.overview_indices(starts, 64.0, 32).tolist() == list(range(1, 64, 2))
+    assert video.overview_indices(starts, 64.0, 4).tolist() == [8, 24, 40, 56]
+    assert video.overview_indices(starts, 64.0, 1).tolist() == [32]
+    assert video.crop_indices(starts, 64.0, 16, 24).tolist() == list(range(16, 24))
+    assert video.crop_indices(starts, 64.0, 16, 24, num_frames=2).tolist() == [18, 22]
+
+
+@pytest.mark.parametrize(
+    "start, end, expected",
+    [
+        (-5, 2, [0, 1]),  # clamped at the front
+        (62, 99, [62, 63]),  # and at the end
+        (10.2, 10.4, [10]),  # shorter than one look: still one
+        (10.9, 11.3, [11]),  # ... on display at its centre
+        (63.9, 64, [63]),
+        (0, 64, [2, 6, 10, 14, 18, 22, 26, 30, 34, 38, 42, 46, 50, 54, 58, 62]),  # max_frames
+        (0, 2.5, [0, 1, 2]),  # halves round up
+    ],
+)
+def test_crop_windows(start, end, expected):
+    assert video.crop_indices(np.arange(64.0), 64.0, start, end).tolist() == expected
+
+
+@pytest.mark.parametrize("start, end", [(5, 5), (9, 3), (64, 70), (70, 80), (-4, 0), (math.nan, 5), (3, math.nan)])
+def test_crop_of_nothing_names_window_and_duration(start, end):
+    with pytest.raises(ValueError, match=r"window .* 64 s"):
+        video.crop_indices(np.arange(64.0), 64.0, start, end)
+
+
+def test_each_knob_changes_what_it_names():
+    starts = np.arange(640) / 10  # 10 fps
+    count = lambda **knobs: len(video.crop_indices(starts, 64.0, 10, 18, **knobs))
+    assert [count(), count(fps=2), count(fps=0.5)] == [8, 16, 4]
+    assert [count(fps=8, max_frames=n) for n in (1, 5, 64)] == [1, 5, 64]
+    assert [count(num_frames=n) for n in (-1, 0, 1, 3, 16, 99)] == [1, 1, 1, 3, 16, 16]  # still capped by max_frames
+    for wrong in ({"fps": 0}, {"fps": math.nan}, {"max_frames": 0}):
+        with pytest.raises(ValueError):
+            count(**wrong)
+    with pytest.raises(ValueError):
+        video.overview_indices(starts, 64.0, 0)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    gaps=st.lists(st.floats(0.01, 3.0), min_size=1, max_size=40),
+    k=st.integers(1, 70),
+    window=st.tuples(st.floats(-5, 130), st.floats(-5, 130)),
+    fps=st.floats(0.1, 30),
+)
+def test_sampling_agrees_with_looking_at_a_screen(gaps, k, window, fps):
+    """The rule again, look by look, for any spacing of frames."""
+    ends = np.cumsum(gaps)
+    starts, duration = np.concatenate([[0.0], ends[:-1]]), float(ends[-1])
+
+    def screen(look):
+        return max(i for i, s in enumerate(starts) if s <= look + 1e-3)
+
+    got = video.overview_indices(starts, duration, k).tolist()
+    assert got == sorted({screen((i + 0.5) * duration / k) for i in range(k)}) and 1 <= len(got) <= min(k, len(gaps))
+    low, high = (min(max(t, 0.0), duration) for t in window)
+    if low < high:
+        got = video.crop_indices(starts, duration, *window, fps=fps, max_frames=16).tolist()
+        n = min(max(math.floor((high - low) * fps + 0.5), 1), 16)
+        assert got == sorted({screen(low + (i + 0.5) * (high - low) / n) for i in range(n)})
+
+
+# ---- how large
+
+
+@pytest.mark.parametrize(
+    "height, width, expected",
+    [
+        (32, 32, (32, 32)),
+        (224, 224, (224, 224)),
+        (1080, 1920, (160, 288)),
+        (1920, 1080, (288, 160)),
+        (1, 1, (32, 32)),
+        (10000, 1, (1568, 32)),  # an aspect ratio no budget can hold: as long as the budget allows
+        (100, 90, (96, 96)),
+    ],
+)
+def test_smart_size_worked_examples(height, width, expected):
+    assert video.smart_size(height, width, 1024, 50176) == expected
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    height=st.integers(1, 5000),
+    width=st.integers(1, 5000),
+    low=st.integers(1, 60000),
+    spread=st.integers(0, 200000),
+    multiple=st.sampled_from([1, 2, 28, 32]),
+)
+def test_smart_size_fits_whenever_anything_fits(height, width, low, spread, multiple):
+    if multiple < 28:
+        low, spread = low // 100 + 1, spread // 100  # keeps the exhaustive check below small
+    high = low + spread
+    h, w = video.smart_size(height, width, low, high, multiple)
+    assert h % multiple == 0 and w % multiple == 0 and min(h, w) >= multiple
+    cells = [n for n in range(1, high // multiple**2 + 1) if n * multiple**2 >= low]
+    if cells:  # any number of cells is at least 1 x n
+        assert low <= h * w <= high
+    else:
+        assert h * w <= max(high, multiple**2)
+    if low <= height * width <= high and height % multiple == width % multiple == 0:
+        assert (h, w) == (height, width)  # already right: untouched
+    assert video.smart_size(width, height, low, high, multiple) in [(w, h), (h, w)]
+
+
+@settings(deadline=None, max_examples=200)
+@given(height=st.integers(64, 4000), aspect=st.floats(0.4, 2.5))
+def test_smart_size_keeps_ordinary_shapes(height, aspect):
+    width = max(1, round(height * aspect))
+    h, w = video.smart_size(height, width, 1024, 50176)
+    # Half a cell of rounding on the shorter side, 4 cells or more at this budget unless the video itself is tiny.
+    assert abs(math.log((w / h) / (width / height))) < (0.3 if height * width > 50176 else 0.75)
+    if height * width > 50176:
+        assert h * w > 0.7 * 50176
+
+
+def test_smart_size_refuses_nonsense():
+    for wrong in ((0, 5, 1, 2), (5, 5, 3, 2), (5, 5, 1, 9, 0)):
+        with pytest.raises(ValueError):
+            video.smart_size(*wrong)
+
+
+# ---- the right frames come out of real files
+
+
+@pytest.mark.parametrize("rate", [1, 2, 25, Fraction(30000, 1001)])
+def test_constant_frame_rates(tmp_path, rate):
+    path = write(tmp_path / "v.mp4", 60, rate=rate)
+    info = video.probe(path)
+    assert (info.num_frames, info.width, info.height) == (60, 64, 32)
+    assert info.duration == pytest.approx(60 / rate, abs=1e-3) and info.fps == pytest.approx(float(rate), rel=1e-4)
+    frames = video.overview(path, 60, **NATIVE)
+    assert seen(frames.images) == list(range(60))
+    assert frames.images.dtype == np.uint8 and frames.seconds.dtype == np.float64
+    np.testing.assert_allclose(frames.seconds, np.arange(60) / float(rate), atol=1e-4)
+    assert seen(video.overview(path, 4, **NATIVE).images) == [7, 22, 37, 52]
+
+
+def test_one_fps_minute(minute):
+    for k, expected in ((64, range(64)), (32, range(1, 64, 2)), (16, range(2, 64, 4))):
+        frames = video.overview(minute, k, **NATIVE)
+        assert seen(frames.images) == list(expected) and frames.seconds.tolist() == list(expected)
+    frames = video.crop(minute, 16, 24, **NATIVE)
+    assert seen(frames.images) == list(range(16, 24)) and frames.seconds.tolist() == list(range(16, 24))
+    assert seen(video.crop(minute, 63.2, 1e9, **NATIVE).images) == [63]
+    assert seen(video.crop(minute, -10, 0.1, **NATIVE).images) == [0]
+    assert video.overview(minute, 1000, **NATIVE).images.shape == (64, 32, 64, 3)  # more than it has
+    with pytest.raises(ValueError, match="window 64-70 s"):
+        video.crop(minute, 64, 70)
+
+
+@pytest.mark.parametrize("backend", ["decord", "av"])
+def test_seeking_is_exact_with_b_frames_and_long_gops(long_gop, backend):
+    """Forwards, backwards and across key frames, by one decoder that stays open."""
+    source = video._open(long_gop, {}, 1, (backend,))
+    read = video._read_decord if backend == "decord" else video._read_av
+    for wanted in ([299], [0], [119, 120, 121], [118], [5, 130, 250], list(range(0, 300, 37)), [298, 299], [1, 2, 3]):
+        assert seen(read(source, wanted)) == wanted
+
+
+def test_many_crops_through_one_cache(long_gop):
+    cache, rng = FrameCache(), np.random.default_rng(0)
+    for start in rng.uniform(0, 11.5, 25):
+        frames = video.crop(long_gop, start, start + 0.5, fps=8, cache=cache, **NATIVE)
+        np.testing.assert_allclose(np.array(seen(frames.images)) / 25, frames.seconds, atol=1e-3)
+    assert cache.indexed == 1
+
+
+@pytest.mark.parametrize("ending", ["mp4", "mkv", "ts"])
+@pytest.mark.parametrize("first", [0, 3000])
+def test_variable_frame_rate_and_first_time_not_zero(tmp_path, ending, first):
+    times = [0, 40, 45, 300, 1000, 1001, 1100, 2500, 2600, 5000]
+    path = write(tmp_path / f"v.{ending}", 10, milliseconds=[t + first for t in times], bf=2)
+    info = video.probe(path)
+    assert info.num_frames == 10 and 5.0 < info.duration < 6.5
+    frames = video.crop(path, 0.0, 5.0, num_frames=10, **NATIVE)  # looks at 0.25, 0.75, ...
+    assert seen(frames.images) == [2, 3, 6, 8]  # at 0.25; 0.75; 1.25-2.25; 2.75-4.75
+    np.testing.assert_allclose(frames.seconds, [0.045, 0.3, 1.1, 2.6], atol=1e-3)
+    between = video.crop(path, 3.0, 3.1, **NATIVE)  # far from any start: the frame on display since 2.6
+    assert seen(between.images) == [8]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_files_of_one_and_two_frames(tmp_path, count):
+    path = write(tmp_path / "v.mp4", count)
+    assert video.probe(path).duration == pytest.approx(count / 25)
+    assert seen(video.overview(path, 64, **NATIVE).images) == list(range(count))
+    assert seen(video.crop(path, 0, 1, **NATIVE).images) == [count // 2]  # centre of what there is
+
+
+def test_odd_sizes(tmp_path):
+    path = write(tmp_path / "v.mp4", 30, size=(53, 37), pixels="yuv444p")
+    assert (video.probe(path).width, video.probe(path).height) == (53, 37)
+    frames = video.overview(path, 5)
+    assert frames.images.shape == (5, 32, 64, 3) and seen(frames.images) == [3, 9, 15, 21, 27]
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("transport.ts", {"bf": 3, "g": 30}),  # decord fails at its end
+        ("old.avi", {"codec": "mpeg4", "bf": 2, "g": 50}),  # packets without times
+        ("program.mpg", {"codec": "mpeg2video", "bf": 2, "g": 15}),
+        ("flash.flv", {"bf": 3}),
+        ("pieces.mp4", {"bf": 3, "g": 25, "mux": {"movflags": "frag_keyframe+empty_moov"}}),
+        ("open.mp4", {"bf": 3, "x264_params": "keyint=20:open-gop=1:scenecut=0"}),
+        ("web.webm", {"codec": "libvpx", "auto_alt_ref": 1, "lag_in_frames": 16, "b": "200k"}),
+    ],
+)
+def test_other_containers(tmp_path, name, options):
+    path = write(tmp_path / name, 100, **options)
+    assert video.probe(path).duration == pytest.approx(4.0, abs=0.01) and video.probe(path).num_frames == 100
+    for frames in (video.overview(path, 100, **NATIVE), video.crop(path, 2, 3.4, fps=5, **NATIVE)):
+        np.testing.assert_allclose(np.array(seen(frames.images)) / 25, frames.seconds, atol=2e-3)
+    assert seen(video.overview(path, 4, **NATIVE).images) == [12, 37, 62, 87]
+
+
+def test_frames_hidden_by_an_edit_list_stay_hidden(tmp_path):
+    """decord alone gives frames that are ten off here, and at the end copies of one frame, without a word."""
+    whole = write(tmp_path / "whole.mp4", 100, bf=3, g=250)
+    front = str(tmp_path / "front.mp4")
+    with av.open(whole) as source, av.open(front, "w", options={"avoid_negative_ts": "disabled"}) as target:
+        stream = target.add_stream_from_template(source.streams.video[0])
+        for packet in source.demux(source.streams.video[0]):
+            if packet.size:
+                shift = int(Fraction(10, 25) / packet.time_base)
+                packet.pts, packet.dts, packet.stream = packet.pts - shift, packet.dts - shift, stream
+                target.mux(packet)
+    frames = video.overview(front, 90, **NATIVE)
+    assert seen(frames.images) == list(range(10, 100)) and video.probe(front).duration == pytest.approx(3.6)
+    assert frames.seconds[0] == 0
+    # elst: version, count, then duration (ms), media time, rate; half of the duration.
+    back = patched(whole, tmp_path / "back.mp4", b"elst", 12, ">I", 2000)
+    assert seen(video.overview(back, 99, **NATIVE).images) == list(range(50))
+    assert video.probe(back).duration == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("backend", ["decord", "av"])
+def test_rotation_is_applied(tmp_path, backend):
+    upright = write(tmp_path / "v.mp4", 5)
+    matrix = (0, 0x10000, 0, -0x10000, 0, 0, 32 * 0x10000, 0, 0x40000000)  # 90 degrees clockwise, as phones write it
+    turned = patched(upright, tmp_path / "turned.mp4", b"tkhd", 4 + 4 * 5 + 16, ">9i", *matrix)
+    source = video._open(turned, {}, 1, (backend,))
+    read = video._read_decord if backend == "decord" else video._read_av
+    assert (source.width, source.height) == (32, 64)
+    assert seen(np.rot90(image) for image in read(source, [0, 3, 4])) == [0, 3, 4]  # turned back
+
+
+def test_av1_which_decord_does_not_know(tmp_path):
+    if "libsvtav1" not in av.codecs_available:
+        pytest.skip("this PyAV cannot write AV1")
+    path = write(tmp_path / "v.mp4", 20, codec="libsvtav1", size=(128, 64))
+    assert seen(video.overview(path, 4, **NATIVE).images) == [2, 7, 12, 17]
+
+
+def test_without_pyav_decord_serves_alone_and_says_what_is_missing(tmp_path, long_gop, monkeypatch):
+    transport = write(tmp_path / "v.ts", 50, bf=3)
+    monkeypatch.setitem(sys.modules, "av", None)
+    assert seen(video.overview(long_gop, 3, **NATIVE).images) == [50, 150, 250]
+    with pytest.raises(VideoError, match="av is not installed"):
+        video.overview(transport, 4)
+    monkeypatch.setitem(sys.modules, "decord", None)  # neither: not the fault of the file
+    with pytest.raises(ImportError, match="pip install"):
+        video.overview(long_gop, 4)
+
+
+# ---- sizes and keys
+
+
+def test_pixel_budget_and_resizing(minute):
+    assert video.overview(minute, 2).images.shape == (2, 32, 64, 3)
+    assert video.overview(minute, 2, max_pixels=1024).images.shape == (2, 32, 32, 3)
+    larger = video.overview(minute, 8, min_pixels=20000)
+    assert 20000 <= larger.images[0, :, :, 0].size <= 50176
+    assert seen(larger.images) == seen(video.overview(minute, 8).images) == list(range(4, 64, 8))
+
+
+def test_keys_name_frames_across_sets(tmp_path, minute):
+    whole, half = video.overview(minute, 64), video.overview(minute, 32)
+    part = video.crop(minute, 16, 24)
+    assert part.frame_keys == whole.frame_keys[16:24] and half.frame_keys == whole.frame_keys[1::2]
+    assert len(set(whole.frame_keys)) == 64 and len({whole.key, half.key, part.key}) == 3
+    assert video.crop(minute, 16, 24).key == part.key == video.crop(minute, 16.1, 24.1).key  # same frames, same name
+    small = video.crop(minute, 16, 24, max_pixels=1024)
+    assert small.key != part.key and not set(small.frame_keys) & set(part.frame_keys)
+    other = write(tmp_path / "other.mp4", 64, rate=1)
+    assert not set(video.crop(other, 16, 24).frame_keys) & set(part.frame_keys)
+
+
+def test_a_rewritten_file_is_a_new_file(tmp_path):
+    path, cache = write(tmp_path / "v.mp4", 10, rate=1), FrameCache()
+    first = video.overview(path, 64, cache=cache)
+    write(path, 20, rate=1)
+    second = video.overview(path, 64, cache=cache)
+    assert len(first.seconds) == 10 and len(second.seconds) == 20 and first.frame_keys[0] != second.frame_keys[0]
+
+
+def test_arrays_are_read_only(minute):
+    frames = video.overview(minute, 2)
+    with pytest.raises(ValueError):
+        frames.images[0] = 0
+    with pytest.raises(ValueError):
+        frames.seconds[0] = 0
+
+
+# ---- cache
+
+
+def test_decoded_once(minute):
+    cache = FrameCache()
+    first = video.overview(minute, 8, cache=cache)
+    assert video.overview(minute, 8, cache=cache) is first and (cache.decodes, cache.indexed) == (1, 1)
+    video.crop(minute, 3, 9, cache=cache)
+    video.overview(minute, 8, max_pixels=1024, cache=cache)
+    assert (cache.decodes, cache.indexed) == (3, 1)  # another set, another size, but never indexed again
+    assert cache.hits == 4  # one set, three tables
+
+
+def test_decoded_once_by_eight_threads(long_gop):
+    cache, gate, got = FrameCache(), threading.Barrier(8), []
+
+    def look():
+        gate.wait()
+        got.append(video.overview(long_gop, 32, cache=cache))
+
+    threads = [threading.Thread(target=look) for _ in range(8)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert len(got) == 8 and all(frames is got[0] for frames in got)
+    assert (cache.decodes, cache.indexed, cache.hits) == (1, 1, 14)
+
+
+def test_an_error_reaches_every_waiter_and_is_then_forgotten(tmp_path, minute, monkeypatch):
+    path, cache, gate, errors = tmp_path / "v.mp4", FrameCache(), threading.Barrier(8), []
+    path.write_bytes(b"not a video " * 50)
+    answer, started = video._answer, []
+
+    def slow(*request):
+        started.append(threading.Event().wait(0.3))  # all eight are waiting by then
+        return answer(*request)
+
+    monkeypatch.setattr(video, "_answer", slow)
+
+    def look():
+        gate.wait()
+        try:
+            video.overview(path, 8, cache=cache)
+        except VideoError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=look) for _ in range(8)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert len(errors) == 8 and len(set(errors)) == 1 and len(started) == 1
+    with pytest.raises(VideoError):
+        video.overview(path, 8, cache=cache)
+    assert len(started) == 2  # asked again
+    path.write_bytes(Path(minute).read_bytes())
+    assert len(video.overview(path, 8, cache=cache).seconds) == 8
+
+
+def test_least_recently_used_goes_first(minute):
+    one = video.crop(minute, 0, 1).images.nbytes
+    cache = FrameCache(max_bytes=2 * one + 64 * 8)  # two single frames and the table of 64 starts
+    for start in (0, 1, 0, 2):  # 0 was used again, so 2 pushes 1 out
+        video.crop(minute, start, start + 1, cache=cache)
+    assert cache.decodes == 3 and cache.bytes <= cache.max_bytes
+    video.crop(minute, 0, 1, cache=cache)
+    assert cache.decodes == 3
+    video.crop(minute, 1, 2, cache=cache)
+    assert cache.decodes == 4
+    big = video.overview(minute, 64, cache=cache)  # larger than the cache: served all the same
+    assert len(big.seconds) == 64 and cache.bytes <= cache.max_bytes
+
+
+@pytest.mark.skipif(os.name != "posix", reason="stops and kills a child with signals")
+def test_a_decoder_that_hangs_or_crashes_costs_one_error(minute):
+    cache = FrameCache(timeout=20)
+    assert seen(video.overview(minute, 8, cache=cache, **NATIVE).images) == list(range(4, 64, 8))
+    (decoder,) = cache._idle
+    decoder.process.send_signal(signal.SIGKILL)
+    decoder.process.wait()
+    with pytest.raises(VideoError, match="died"):
+        video.crop(minute, 3, 5, cache=cache)
+    assert video.crop(minute, 3, 5, cache=cache).seconds.tolist() == [3, 4]  # a new child
+    decoder.process.send_signal(signal.SIGSTOP)
+    decoder.timeout = 0.3
+    with pytest.raises(VideoError, match="no answer within 0.3 s"):
+        video.crop(minute, 6, 8, cache=cache)
+    decoder.timeout = 20
+    assert video.crop(minute, 6, 8, cache=cache).seconds.tolist() == [6, 7]
+    with pytest.raises(VideoError, match="no such file"):
+        video.overview(minute + ".not", 8, cache=cache)
+    process = decoder.process
+    cache.close()
+    assert process.poll() is not None
+
+
+# ---- broken files
+
+
+def broken(folder, kind):
+    """A file (or not) of the named kind -> its path."""
+    path = folder / f"{kind}.mp4"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "text":
+        path.write_text("this is not a video\n" * 200)
+    elif kind == "noise":
+        path.write_bytes(np.random.default_rng(0).bytes(20000))
+    elif kind == "sound":
+        write_sound(path)
+    elif kind == "sound_mkv":
+        path = Path(write_sound(folder / "sound.mkv"))
+    elif kind == "overwritten":  # whole, by its headers; but a part of the pictures is gone
+        data = bytearray(Path(write(path, 200, g=200, size=(128, 64))).read_bytes())
+        at = data.index(b"mdat") + 1500
+        data[at : at + 3000] = b"\xff" * 3000
+        path.write_bytes(data)
+    elif kind.startswith("cut"):
+        mux = {"cut_front": {"movflags": "faststart"}, "cut_pieces": {"movflags": "frag_keyframe+empty_moov"}}.get(kind)
+        path = folder / (kind + {"cut_mkv": ".mkv", "cut_webm": ".webm", "cut_avi": ".avi"}.get(kind, ".mp4"))
+        codec = {"cut_webm": "libvpx", "cut_avi": "mpeg4"}.get(kind, "libx264")
+        data = Path(write(path, 100, mux=mux, g=20, codec=codec)).read_bytes()
+        path.write_bytes(data[: len(data) * 6 // 10])
+    return path
+
+
+@pytest.mark.parametrize(
+    "kind, why",
+    [
+        ("missing", "no such file"),
+        ("folder", "is a folder"),
+        ("pipe", "not a regular file"),
+        ("empty", r"empty \(0 bytes\)"),
+        ("text", "cannot open"),
+        ("noise", "cannot open"),
+        ("sound", "no video stream"),
+        ("sound_mkv", "no video stream"),
+        ("overwritten", "."),
+        ("cut_back", "truncated"),  # mp4 with its index at the end: gone
+        ("cut_front", "truncated"),  # index in front: opens well, and ends early
+        ("cut_pieces", "truncated"),
+        ("cut_mkv", "truncated"),
+        ("cut_webm", "truncated"),
+        ("cut_avi", "truncated"),
+    ],
+)
+def test_broken_files_raise_video_error(tmp_path, kind, why):
+    path = broken(tmp_path, kind)
+    with pytest.raises(VideoError, match=why) as caught:
+        video.overview(path, 64)
+    assert kind.split("_")[0] in caught.value.path and str(caught.value) == f"{caught.value.path}: {caught.value.why}"
+    again = pickle.loads(pickle.dumps(caught.value))  # a process pool must be able to hand it over
+    assert (again.path, again.why) == (caught.value.path, caught.value.why)
+
+
+# ---- what data files say
+
+
+def test_resolve_stays_inside_root(tmp_path):
+    root = tmp_path / "root"
+    (root / "sub").mkdir(parents=True)
+    (tmp_path / "out.mp4").write_bytes(b"x")
+    (root / "link.mp4").symlink_to(tmp_path / "out.mp4")
+    (tmp_path / "alias").symlink_to(root)
+    assert video.resolve("sub/../a.mp4", root) == str((root / "a.mp4").resolve())
+    assert video.resolve("a.mp4", tmp_path / "alias") == str((root / "a.mp4").resolve())  # root may be a link
+    assert video.resolve(str(root / "a.mp4"), root) == str((root / "a.mp4").resolve())
+    assert video.resolve(str(tmp_path / "out.mp4")) == str((tmp_path / "out.mp4").resolve())  # no root, no fence
+    for path in ("../out.mp4", "sub/../../out.mp4", str(tmp_path / "out.mp4"), "link.mp4", "/etc/passwd", "../root2/a"):
+        with pytest.raises(VideoError, match="outside"):
+            video.resolve(path, root)
+    for path in ("a\0b", None, 7):
+        with pytest.raises(VideoError, match="not a path"):
+            video.resolve(path, root)
+
+
+def test_load_message_items(minute):
+    root, name = os.path.split(minute)
+    item = {"type": "video", "video": name}
+    cache = FrameCache()
+    assert video.load({**item, "frames": 4}, root, cache).seconds.tolist() == [8, 24, 40, 56]
+    window = {**item, "start": 16, "end": 24, "fps": 1, "max_frames": 16}
+    assert video.load(window, root, cache).seconds.tolist() == list(range(16, 24))
+    assert video.load({**window, "max_frames": 2}, root, cache).seconds.tolist() == [18, 22]
+    assert video.load({**window, "fps": 0.5}, root, cache).seconds.tolist() == [17, 19, 21, 23]
+    assert video.load({**window, "num_frames": 1}, root, cache).seconds.tolist() == [20]
+    assert video.load({**window, "num_frames": None}, root, cache).key == video.crop(minute, 16, 24).key
+    assert video.load({**item, "frames": 4}, root, cache, max_pixels=1024).images.shape[1:3] == (32, 32)
+    with pytest.raises(KeyError):
+        video.load(item, root)
+
+
+def test_command_line(minute, tmp_path):
+    command = [sys.executable, video.__file__]
+    ran = subprocess.run([*command, minute, "--frames", "4"], capture_output=True, text=True, check=True)
+    assert "64 s | 64 frames | 1.000 fps | 64x32" in ran.stdout and "seconds 8 24 40 56" in ran.stdout
+    ran = subprocess.run([*command, minute, "--start", "16", "--end", "19"], capture_output=True, text=True, check=True)
+    assert "seconds 16 17 18" in ran.stdout
+    ran = subprocess.run([*command, str(tmp_path / "no.mp4")], check=False, capture_output=True, text=True)
+    assert ran.returncode == 1 and "no such file" in ran.stderr and "Traceback" not in ran.stderr

@@ -1,0 +1,271 @@
+"""
+toy.py: the embedded default. A world small enough that a video agent learns in it on two CPU cores in minutes.
+
+The world. A 64-second video, one frame a second, 32 x 32 pixels (ONE vision token a frame): grey noise, and 1 to 3 coloured
+squares, each on screen for 2 seconds inside a 8-second slot of its own. The question names the slots, the answer lists the
+colours in order:
+    Which colours appear between 16 and 24, 40 and 48?      ->  red, blue
+An overview of K frames at the centres of K equal segments shows an event of 2 seconds always at K = 64 and 32, half the
+time at 16, a quarter at 8, an eighth at 4. A crop of the slot always shows it. That contrast is the one that PARA-GRPO is about.
+
+The files. `base/`: a random Qwen3-VL with its tokenizer and processor; `videos/*.mp4`; `sft.jsonl`, `sft_val.jsonl`, `rl.jsonl`,
+`eval.jsonl` (no video in two of the splits). The SFT mixture is half "answer from the overview" and half "call, then gather",
+at every K alike, plus sub-agent samples: the cold start knows both ways and has no idea when to use which. RL decides.
+
+The tokenizer. Byte-level BPE with Qwen's control and tag tokens, whole numbers as single tokens, and each sentence of the
+fixed prompts as one token, so that the short context is spent on frames. `<answer>` is several tokens, as in Qwen3.
+
+Run:  python toy.py --out toy            (about half a minute on one core; the same --seed gives the same bytes)
+Then: torchrun --nproc_per_node 2 sft.py --preset toy --ckpt toy/base --data toy/sft.jsonl --val toy/sft_val.jsonl --out sft_out
+"""
+import argparse
+import json
+import os
+import random
+
+import numpy as np
+
+import model
+import rollout
+
+
+def colours():
+    return {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (40, 60, 230), "yellow": (235, 225, 40),
+            "purple": (150, 40, 180), "orange": (250, 140, 20), "white": (245, 245, 245), "black": (10, 10, 10)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Videos
+
+
+def make_timeline(rng, seconds=64, slot=8, visible=2):
+    """-> list of events {"start", "end", "colour", "window": (a, b)}, ordered, one per slot, 1 to 3 of them."""
+    names = list(colours())
+    events = []
+    for s in sorted(rng.sample(range(seconds // slot), rng.randint(1, 3))):
+        start = rng.randrange(s * slot + 1, s * slot + slot - visible)  # never on the slot's edge
+        events.append({"start": start, "end": start + visible, "colour": rng.choice(names), "window": (s * slot, s * slot + slot)})
+    return events
+
+
+def draw_frames(events, noise, seconds=64, size=32):
+    """Timeline -> uint8 [seconds, size, size, 3]. noise: numpy Generator."""
+    frames = 128 + noise.normal(0, 6, (seconds, size, size, 3))
+    for event in events:
+        for t in range(event["start"], event["end"]):
+            y, x = size // 2 + noise.integers(-3, 4, 2)
+            r = noise.integers(8, 11)
+            square = (slice(y - r, y + r + 1), slice(x - r, x + r + 1))
+            frames[t][square] = colours()[event["colour"]] + noise.normal(0, 6, frames[t][square].shape)
+    return frames.clip(0, 255).astype(np.uint8)
+
+
+def write_video(path, frames, fps=1):
+    """uint8 [T, H, W, 3] -> H.264 mp4. One thread and no wall clock in the file: the bytes depend on the frames alone."""
+    import av
+
+    with av.open(path, "w", format="mp4", options={"fflags": "+bitexact"}) as container:
+        stream = container.add_stream("libx264", rate=fps, options={"threads": "1", "crf": "18", "preset": "veryfast"})
+        stream.width, stream.height, stream.pix_fmt = frames.shape[2], frames.shape[1], "yuv420p"
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Samples
+
+
+def make_task(name, events):
+    windows = ", ".join(f"{a} and {b}" for a, b in (e["window"] for e in events))
+    return {"id": name, "video": f"videos/{name}.mp4", "question": f"Which colours appear between {windows}?", "options": None,
+            "answer": ", ".join(e["colour"] for e in events), "type": "open", "subtitles": None,
+            "category": f"{len(events)} event{'s' if len(events) > 1 else ''}"}
+
+
+def call_text(a, b):
+    return f'<tool_call>\n{{"name": "crop_video", "arguments": {{"start_time": {a}, "end_time": {b}}}}}\n</tool_call>'
+
+
+def answer_turn(answer):
+    return f"<think>\nI saw {answer}.\n</think>\n<answer>{answer}</answer>"
+
+
+def call_turn(events):
+    return "<think>\nI need a closer look.\n</think>\n" + "\n".join(call_text(*e["window"]) for e in events)
+
+
+def summary(event):
+    return f"a {event['colour']} square"
+
+
+def sft_rows(task, events, frame_budgets):
+    """All SFT samples of one video: main agent direct, main agent with calls and gather, one sub-agent per window."""
+    rows = []
+    for k in frame_budgets:
+        plain = rollout.main_messages(task, k, tools=False) + [{"role": "assistant", "content": answer_turn(task["answer"])}]
+        prompt = rollout.main_messages(task, k)
+        direct = prompt + [{"role": "assistant", "content": answer_turn(task["answer"])}]
+        called = prompt + [{"role": "assistant", "content": call_turn(events)}]
+        called += [{"role": "tool", "content": summary(e)} for e in events]
+        called += [{"role": "assistant", "content": answer_turn(task["answer"])}]
+        tools = rollout.tool_schema()
+        rows += [{"id": f"{task['id']}-direct-{k}", "messages": direct, "tools": tools},
+                 {"id": f"{task['id']}-call-{k}", "messages": called, "tools": tools},
+                 {"id": f"{task['id']}-plain-{k}", "messages": plain}]
+    for i, e in enumerate(events):
+        window = {"start": float(e["window"][0]), "end": float(e["window"][1]), "fps": 1.0, "max_frames": 16}
+        rows.append({"id": f"{task['id']}-sub-{i}",
+                     "messages": rollout.sub_messages(task, window) + [{"role": "assistant", "content": summary(e)}]})
+    return rows
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoint
+
+
+def chat_template():
+    """ChatML. Consecutive tool messages fold into one user turn, as in Qwen's own templates."""
+    return (
+        "{%- for m in messages %}"
+        "{%- set tool = m.role == 'tool' %}"
+        "{%- if not tool or loop.first or messages[loop.index0 - 1].role != 'tool' %}"
+        "{{- '<|im_start|>' + ('user' if tool else m.role) + '\n' }}{%- endif %}"
+        "{%- if tool %}{{- '<tool_response>\n' }}{%- endif %}"
+        "{%- if m.content is string %}{{- m.content }}{%- else %}{%- for c in m.content %}"
+        "{%- if c.type == 'image' %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}"
+        "{%- elif c.type == 'video' %}{{- '<|vision_start|><|video_pad|><|vision_end|>' }}"
+        "{%- else %}{{- c.text }}{%- endif %}{%- endfor %}{%- endif %}"
+        "{%- if loop.first and tools %}{{- '\n\nTools, called as JSON between <tool_call> and </tool_call>:' }}"
+        "{%- for t in tools %}{{- '\n' + (t | tojson) }}{%- endfor %}{%- endif %}"
+        "{%- if tool %}{{- '\n</tool_response>' }}"
+        "{%- if not loop.last and messages[loop.index0 + 1].role == 'tool' %}{{- '\n' }}{%- else %}{{- '<|im_end|>\n' }}{%- endif %}"
+        "{%- else %}{{- '<|im_end|>\n' }}{%- endif %}"
+        "{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}")
+
+
+def fixed_phrases(tokenizer_template):
+    """Every text that never varies in this world: the lines of both prompts, the tool list, JSON boilerplate."""
+    rendered = tokenizer_template([{"role": "system", "content": rollout.main_prompt()}], rollout.tool_schema())
+    lines = rendered.replace("<|im_start|>system\n", "").replace("<|im_end|>", "").split("\n")
+    lines += rollout.sub_prompt().split("\n") + [rollout.answer_style("open")]
+    return [line for line in lines if line] + ['{"name": "crop_video", "arguments": {"start_time": ', ', "end_time": ']
+
+
+def render_template(messages, tools=None):
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    return render_jinja_template([messages], tools=tools, chat_template=chat_template())[0][0]
+
+
+def build_tokenizer(rng, vocab_size=640):
+    """Byte-level BPE trained on this world's own texts -> PreTrainedTokenizerFast."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    control = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+    tags = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
+    phrases = fixed_phrases(render_template)
+    corpus = [f"<{t}.0 seconds>" for t in range(64)] * 30 + [f" {t}" for t in range(65)] * 30
+    for _ in range(300):
+        events = make_timeline(rng)
+        for row in sft_rows(make_task("v", events), events, [4]):
+            text = render_template([m if isinstance(m["content"], str) else {**m, "content": m["content"][1]["text"]}
+                                    for m in row["messages"]])
+            for literal in phrases + control + tags:
+                text = text.replace(literal, "\n")
+            corpus.append(text)
+    core = Tokenizer(models.BPE())
+    # Whole numbers and whole time stamps stay in one piece; a word keeps its leading space.
+    split = Regex(r"<\d+\.\d seconds>| ?[A-Za-z_]+|\d+|[^\sA-Za-z0-9<]+|\s|<")
+    core.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(split, "isolated"),
+                                                  pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    core.decoder = decoders.ByteLevel()
+    core.train_from_iterator(corpus, trainers.BpeTrainer(
+        vocab_size=vocab_size, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        special_tokens=["<|endoftext|>"], show_progress=False))
+    # transformers rebuilds the stock pre-tokenizer for class Qwen2Tokenizer: this one must be PreTrainedTokenizerFast.
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": control})
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in tags + phrases])
+    tokenizer.model_max_length = 4096
+    return tokenizer
+
+
+def build_base(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384):
+    """Write a random Qwen3-VL checkpoint of about a million parameters."""
+    model.import_shim()
+    import torch
+    from transformers import (Qwen2VLImageProcessor, Qwen3VLConfig, Qwen3VLForConditionalGeneration, Qwen3VLProcessor,
+                              Qwen3VLVideoProcessor)
+
+    tokenizer = build_tokenizer(rng)
+    one = tokenizer.convert_tokens_to_ids
+    half = hidden // heads // 2
+    text = dict(vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=mlp, num_hidden_layers=layers,
+                num_attention_heads=heads, num_key_value_heads=heads, head_dim=hidden // heads, max_position_embeddings=4096,
+                rope_scaling={"mrope_interleaved": True, "mrope_section": [half - 2 * (half // 3), half // 3, half // 3],
+                              "rope_type": "default"}, rope_theta=10000.0, tie_word_embeddings=True)
+    vision = dict(depth=1, hidden_size=64, num_heads=2, intermediate_size=128, patch_size=16, spatial_merge_size=2,
+                  temporal_patch_size=2, out_hidden_size=hidden, num_position_embeddings=16, deepstack_visual_indexes=[0])
+    config = Qwen3VLConfig(text_config=text, vision_config=vision, image_token_id=one("<|image_pad|>"),
+                           video_token_id=one("<|video_pad|>"), vision_start_token_id=one("<|vision_start|>"),
+                           vision_end_token_id=one("<|vision_end|>"), tie_word_embeddings=True,
+                           eos_token_id=one("<|im_end|>"), pad_token_id=one("<|endoftext|>"))
+    torch.manual_seed(seed)
+    policy = Qwen3VLForConditionalGeneration(config)
+    policy.generation_config.eos_token_id = one("<|im_end|>")
+    policy.generation_config.pad_token_id = one("<|endoftext|>")
+    images = Qwen2VLImageProcessor(patch_size=16, merge_size=2, min_pixels=1024, max_pixels=50176)
+    videos = Qwen3VLVideoProcessor(patch_size=16, merge_size=2)
+    processor = Qwen3VLProcessor(image_processor=images, tokenizer=tokenizer, video_processor=videos,
+                                 chat_template=chat_template())
+    with model.atomic_folder(folder) as temp:
+        policy.save_pretrained(temp)
+        processor.save_pretrained(temp)
+        model.fix_tokenizer_class(temp, tokenizer)
+    return sum(p.numel() for p in policy.parameters())
+
+
+def write_jsonl(path, rows):
+    model.write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default="toy", help="folder to write")
+    parser.add_argument("--seed", type=int, default=0, help="everything is drawn from this one number")
+    parser.add_argument("--sft-videos", type=int, default=480, help="videos of the SFT split")
+    parser.add_argument("--rl-videos", type=int, default=160, help="videos of the RL split, one task each")
+    parser.add_argument("--eval-videos", type=int, default=64, help="videos of the held-out split, one task each")
+    parser.add_argument("--layers", type=int, default=4, help="decoder layers of the base checkpoint")
+    parser.add_argument("--hidden", type=int, default=128, help="hidden size of the base checkpoint, a multiple of 128")
+    args = parser.parse_args()
+    for name in ("sft_videos", "rl_videos", "eval_videos"):
+        if getattr(args, name) < 1:
+            raise model.UserError(f"--{name.replace('_', '-')} must be at least 1")
+    from tqdm import tqdm
+
+    model.make_out(args.out)
+    os.makedirs(os.path.join(args.out, "videos"), exist_ok=True)
+    rng, noise = random.Random(args.seed), np.random.default_rng(args.seed)
+    counts = {"sft": args.sft_videos, "val": 24, "rl": args.rl_videos, "eval": args.eval_videos}
+    rows = {split: [] for split in counts}
+    with tqdm(total=sum(counts.values()), desc="videos", disable=None) as bar:
+        for split, count in counts.items():
+            for i in range(count):
+                events = make_timeline(rng)
+                task = make_task(f"{split}-{i:04d}", events)
+                write_video(os.path.join(args.out, task["video"]), draw_frames(events, noise))
+                rows[split] += sft_rows(task, events, [4, 8, 16, 32, 64]) if split in ("sft", "val") else [task]
+                bar.update()
+    for split, name in (("sft", "sft"), ("val", "sft_val"), ("rl", "rl"), ("eval", "eval")):
+        write_jsonl(os.path.join(args.out, f"{name}.jsonl"), rows[split])
+    parameters = build_base(os.path.join(args.out, "base"), rng, args.seed, hidden=args.hidden, layers=args.layers)
+    print(f"{args.out}: base checkpoint of {parameters / 1e6:.2f} M parameters, {sum(counts.values())} videos, "
+          + ", ".join(f"{len(r)} {s} rows" for s, r in rows.items()))
+
+
+if __name__ == "__main__":
+    model.run_main(main)
