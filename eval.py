@@ -145,7 +145,7 @@ def main():
     from tqdm import tqdm
 
     jobs = [(k, mode, [t for t in tasks if (t["id"], str(k), mode) not in done]) for k in args.frames for mode in modes]
-    jobs = [(k, mode, todo[rank::world]) for k, mode, todo in jobs]
+    jobs, engine = [(k, mode, todo[rank::world]) for k, mode, todo in jobs], None
     if any(todo for _, _, todo in jobs):
         codec = model.load_codec(ckpt, args.channel) if ckpt else None
         limits = argparse.Namespace(**{**vars(args), "frames": max([k for k in args.frames if k != "gated"], default=64)})
@@ -177,7 +177,9 @@ def main():
         model.write_atomic(os.path.join(args.out, "summary.json"), json.dumps(summary, indent=1))
         print(table(summary))
         print(json.dumps({"summary": os.path.join(args.out, "summary.json"), "acc": {f"{r['K']}/{r['tools']}": round(r["acc"], 4) for r in results}}))
-    if world > 1:
+    if engine:
+        engine.close()
+    if world > 1 and dist.is_initialized():
         dist.destroy_process_group()
 
 

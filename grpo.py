@@ -91,7 +91,7 @@ def parse_args():
     early = parser.parse_known_args()[0]
     if early.preset == "toy":
         parser.set_defaults(lr=3e-4, prompts=16, steps=40, pack_tokens=4096, save_every=0, checkpointing=False, temperature=1.0, kl=0.0,
-                            **rollout.toy_lengths())
+                            probe_tolerance=1e-3, **rollout.toy_lengths())
     if early.vanilla:
         parser.set_defaults(think_prefix=False, answer_suffix=False, format_credit="sequence", anchor=0.0, gamma=0.0, tool_reward=0.0,
                             frames=64)
@@ -413,7 +413,10 @@ def main():
                 model.prune_checkpoints(args.out, args.keep)
     if rank == 0:
         print(f"done: {steps - start} steps in {(time.time() - began) / 60:.1f} min -> {args.out}/last", flush=True)
-    dist.destroy_process_group()
+    if engine:
+        engine.close()
+    if dist.is_initialized():  # closing vLLM may have ended it already
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

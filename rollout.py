@@ -158,7 +158,8 @@ class VllmEngine:
         if not gpu:  # vLLM would inspect the class in a subprocess, which has no shim
             ModelRegistry.register_model("Qwen3VLForConditionalGeneration", Qwen3VLForConditionalGeneration)
         options = dict(dtype="bfloat16", gpu_memory_utilization=gpu_memory, enable_sleep_mode=sleeping) if gpu else \
-            dict(dtype="float32", enforce_eager=True)
+            dict(dtype="float32", enforce_eager=True, enable_chunked_prefill=False, max_num_batched_tokens=max(context, 8192))
+        # (A prompt prefilled in chunks would rewind its seeded generator, which CPU generators cannot.)
         if gpu and "RANK" in os.environ:
             options["distributed_executor_backend"] = "external_launcher"  # one engine per torchrun rank, TP 1
         self.llm = LLM(ckpt, max_model_len=context, max_num_seqs=max_seqs, seed=seed, generation_config="vllm",
@@ -168,6 +169,8 @@ class VllmEngine:
                        mm_processor_kwargs={"size": {"shortest_edge": (codec.patch * codec.merge) ** 2, "longest_edge": max_pixels}},
                        disable_log_stats=True, **options)
         torch.set_num_threads(threads)  # on CPU vLLM lowers it for the whole process
+        config = self.llm.llm_engine.model_config.hf_config
+        self.tied_on_cpu = not gpu and config.tie_word_embeddings
         self.engine, self.codec, self.running, self.max_seqs = self.llm.llm_engine, codec, {}, max_seqs
 
     def submit(self, request):
@@ -215,9 +218,15 @@ class VllmEngine:
         """weights: iterator of (name, full tensor). Loads them, then drops every cache made with the old ones."""
         # Without an iterator reload_weights would read the base checkpoint from disk again, silently.
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        if self.tied_on_cpu:
+            self.llm.apply_model(repack_head)
         self.llm.reset_mm_cache()
         self.engine.reset_encoder_cache()
         self.engine.reset_prefix_cache()
+
+    def close(self):
+        """Stop the engine while the process group still lives: its own exit hook would come too late."""
+        self.engine.engine_core.shutdown()
 
     def sleep(self):
         """Free weights and KV cache while the trainer works (GPU with sleeping=True)."""
@@ -228,6 +237,13 @@ class VllmEngine:
         self.llm.wake_up(tags=["weights"])
         self.sync(weights)
         self.llm.wake_up(tags=["kv_cache"])
+
+
+def repack_head(engine_model):
+    """On CPU vLLM multiplies by a packed copy of each matrix. Reloading repacks every layer that the iterator names, but a tied
+    lm_head is not named: without this it would go on with the old embeddings, and the log-prob gap would grow step by step."""
+    head = engine_model.language_model.lm_head
+    head.quant_method.process_weights_after_loading(head)
 
 
 class TransformersEngine:
@@ -260,6 +276,9 @@ class TransformersEngine:
         return [Completion(r.id, ids, logps, model.decode(self.codec, ids), ids[-1] == self.codec.eos)
                 for r, (ids, logps) in zip(batch, samples)]
 
+    def close(self):
+        pass
+
     def sync(self, weights):
         import torch
 
@@ -291,6 +310,9 @@ class OpenAIEngine:
         while not self.done.empty():
             finished.append(self.done.get().result())
         return finished
+
+    def close(self):
+        self.pool.shutdown()
 
     def call(self, request):
         import urllib.error

@@ -93,6 +93,8 @@ def smart_size(height, width, min_pixels, max_pixels, multiple=32):
     # Second round: no product of two whole numbers lies in the range (13.2..13.8 cells, say); give up the lower bound.
     for least in (lowest, 1):
         for a in range(1, most + 1):
+            if a > tall and math.log(a / tall) > best[0]:
+                break  # only worse from here on; without this a budget of 10^9 pixels would loop a million times
             low, high = max(1, -(-least // a)), most // a  # b range that keeps a * b within the budget
             for b in {min(max(side, low), high) for side in (math.floor(wide), math.ceil(wide))}:
                 if low <= b <= high:
@@ -526,8 +528,8 @@ class FrameCache:
                  that a file which hangs or crashes its decoder costs a VideoError and one child, never the run.
     Threads that want the same thing at the same time wait for the first of them. If it fails, all of them get its
     error, and the error is then forgotten: a later call tries again, since a file may have been mended or finished.
-    Counters: decodes = frame sets decoded, indexed = files opened for their table, hits = requests served without work
-    of their own; bytes = what is kept now.
+    Counters: decodes = frame sets decoded, hits = frame sets served without decoding, indexed = files opened for their
+    table of times; bytes = what is kept now.
     """
 
     def __init__(self, max_bytes=4 * 2**30, num_threads=1, timeout=None):
@@ -568,7 +570,7 @@ class FrameCache:
                 self.decodes += 1
             return Frames(images, seconds, key, frame_keys), images.nbytes
 
-        return self._once(key, read)
+        return self._once(key, read, counted=True)
 
     def close(self):
         """Ends the children and closes the files. The cache stays usable."""
@@ -590,18 +592,18 @@ class FrameCache:
             with self._lock:
                 self._idle.append(decoder)
 
-    def _once(self, key, read):
-        """Value of `key`: kept, or being read by another thread, or read() -> (value, bytes) now."""
+    def _once(self, key, read, counted=False):
+        """Value of `key`: kept, or being read by another thread, or read() -> (value, bytes) now. `counted`: see hits."""
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
-                self.hits += 1
+                self.hits += counted
                 return self._kept[key][0]
             pending = self._pending.get(key)
             if pending is None:
                 mine = self._pending[key] = Future()
             else:
-                self.hits += 1
+                self.hits += counted
         if pending is not None:
             return pending.result()  # or raises what the other thread raised
         try:
