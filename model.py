@@ -430,7 +430,7 @@ class VisionFeatures:
             self.cache.move_to_end(item.key)
             return self.cache[item.key]
         frames = self.load(item.spec)
-        if frames.key != item.key:
+        if frames.images.shape[:3] != (item.frames, item.height, item.width) or list(frames.seconds) != list(item.seconds):
             raise ValueError(f"{item.spec['video']}: the file changed since its prompt was built")
         weight = next(self.visual.parameters())
         patches, grids = patchify(self.codec, frames.images)

@@ -12,7 +12,8 @@ Departures from the usual loaders, and why:
   s_i is the container's clock, never i / fps, which is wrong as soon as the frame rate varies.
   Frames are resized once, here, to multiples of 32 (patch 16 x merge 2), so that no processor resizes them again.
   decord is asked first, PyAV (optional) takes what decord refuses or silently gets wrong; `_open_decord` says what that is.
-  Not handled: sides of non-square pixels, and cover art of music files, which counts as a video of one frame.
+  Not handled: non-square pixels; cover art of music files (counts as a video of one frame); H.264 with B-frames inside
+  AVI, which has no place for times, so neighbouring frames may be swapped.
 
 Reads: one video file. Writes: nothing.
   python video.py FILE --frames 8                     what the file holds, and the overview's frames
@@ -457,10 +458,8 @@ def _answer(request, held):
     if kind == "frames":
         return _decode(path, *request[3:], held, num_threads)
     source = _open(path, held, num_threads)
-    info = VideoInfo(
-        source.duration, len(source.starts), len(source.starts) / source.duration, source.width, source.height
-    )
-    return source.starts, asdict(info)
+    count, duration = len(source.starts), source.duration
+    return source.starts, asdict(VideoInfo(duration, count, count / duration, source.width, source.height))
 
 
 def _serve(fd):
@@ -496,14 +495,18 @@ class Decoder:
             command = [sys.executable, os.path.abspath(__file__), "--serve", str(theirs.fileno())]
             self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
             theirs.close()  # only the child's copy is left, so its death is seen as an end of file
+        answered = False
         try:
             self.pipe.send(request)
-            silent = not self.pipe.poll(self.timeout)
-            status, value = ("bad", f"no answer within {self.timeout:g} s") if silent else self.pipe.recv()
-        except (EOFError, OSError):
-            silent, status, value = True, "bad", "the decoder process died"
-        if silent:
-            self.close()
+            if not self.pipe.poll(self.timeout):
+                raise VideoError(path, f"no answer within {self.timeout:g} s")
+            status, value = self.pipe.recv()
+            answered = True
+        except (EOFError, OSError) as error:
+            raise VideoError(path, "the decoder process died") from error
+        finally:
+            if not answered:  # for whatever reason, Ctrl-C too: a late answer must never serve the next request
+                self.close()
         if status == "raise":
             raise value
         if status == "bad":
@@ -642,9 +645,7 @@ def overview(path, num_frames, min_pixels=1024, max_pixels=50176, cache=None):
     return cache.frames(path, overview_indices(starts, info.duration, num_frames), min_pixels, max_pixels)
 
 
-def crop(
-    path, start, end, num_frames=None, fps=1.0, max_frames=16, min_pixels=1024, max_pixels=50176, cache=None
-):
+def crop(path, start, end, num_frames=None, fps=1.0, max_frames=16, min_pixels=1024, max_pixels=50176, cache=None):
     """Path, window in seconds -> Frames of the window: images [T, H, W, 3] uint8, seconds [T] on the video's clock.
 
     Takes `fps` looks per second, or `num_frames` in all when given, at least 1 and at most `max_frames`.

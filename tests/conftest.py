@@ -1,0 +1,63 @@
+"""Shared by all tests: one small toy world a session, its codec and its policy, on CPU in fp32."""
+import os
+import subprocess
+import sys
+
+import pytest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def run_script(name, *arguments, ranks=0, timeout=600):
+    """Run a script as its user would -> CompletedProcess. ranks > 0: under torchrun."""
+    head = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks else [sys.executable]
+    command = [*head, os.path.join(ROOT, name), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=ROOT)
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory):
+    """Folder of a small toy world: 12 SFT videos, 24 held-out ones, 6 RL tasks, 4 evaluation tasks, a random base checkpoint."""
+    folder = tmp_path_factory.mktemp("world") / "toy"
+    done = run_script("toy.py", "--out", folder, "--sft-videos", 12, "--rl-videos", 6, "--eval-videos", 4)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="session")
+def codec(toy):
+    import model
+
+    return model.load_codec(str(toy / "base"))
+
+
+@pytest.fixture(scope="session")
+def process_group():
+    """A process group of one, which FSDP and the lockstep helpers need."""
+    import model
+
+    model.start_process_group()
+
+
+@pytest.fixture
+def policy(toy, codec):
+    import torch
+
+    import model
+
+    return model.load_policy(str(toy / "base"), codec, torch.device("cpu"))
+
+
+@pytest.fixture
+def source(toy):
+    import rollout
+    import video
+
+    return rollout.Source(str(toy), video.FrameCache())
+
+
+@pytest.fixture
+def vision(policy, codec, source):
+    import model
+
+    return model.VisionFeatures(policy.hf.model.visual, codec, source.load)
