@@ -32,7 +32,8 @@ def build_parser():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--ckpt", default=None, help="checkpoint folder; not needed with --engine openai")
-    add("--data", required=True, help="task JSONL")
+    add("--data", default=None, help="task JSONL")
+    add("--compare", nargs="+", default=None, metavar="DIR", help="no evaluation: one table from the summaries of these finished --out folders")
     add("--out", default="eval_out", help="folder of records and summary; an earlier run of the same settings is continued")
     add("--preset", choices=["paper", "toy"], default="paper", help="toy: lengths that suit the world of toy.py")
     add("--frames", type=rollout.frames_argument, nargs="+", default=[64], help="overview frames K, one evaluation each; 'gated' draws K per task")
@@ -56,6 +57,10 @@ def parse_args():
     if parser.parse_known_args()[0].preset == "toy":
         parser.set_defaults(**rollout.toy_lengths())
     args = parser.parse_args()
+    if not (args.data or args.compare):
+        raise model.UserError("give --data (task JSONL), or --compare with finished evaluations")
+    if args.compare:
+        return args
     if args.engine == "openai" and not (args.base_url and args.model):
         raise model.UserError("--engine openai needs --base-url and --model")
     if args.engine != "openai" and not args.ckpt:
@@ -127,8 +132,44 @@ def table(summary):
     return "\n".join(lines)
 
 
+def compare(folders):
+    """Finished evaluations -> (summary dict, text): one row per checkpoint and K, with tools and without side by side."""
+    rows = []
+    for folder in folders:
+        try:
+            with open(os.path.join(folder, "summary.json")) as f:
+                summary = json.load(f)
+        except (OSError, ValueError) as error:
+            raise model.UserError(f"{folder}/summary.json: {error}; finish this evaluation first") from None
+        for k in dict.fromkeys(r["K"] for r in summary["results"]):
+            modes = {r["tools"]: r for r in summary["results"] if r["K"] == k}
+            on, off = modes.get("on"), modes.get("off")
+            row = {"name": os.path.basename(os.path.normpath(folder)), "K": k, "n": (on or off)["n"]}
+            if on:
+                row.update(acc_tools=on["acc"], f_tau=on["f_tau"], kappa=on["kappa"], interval=on["acc_interval"])
+            if off:
+                row.update(acc_no_tools=off["acc"])
+            rows.append(row)
+
+    def cell(value, width, digits):
+        return f"{'-' if value is None else format(value, f'.{digits}f'):>{width}}"
+
+    lines = [f"{'checkpoint':<12} {'K':>6} {'n':>5} {'acc, tools':>16} {'acc, no tools':>14} {'f_tau':>6} {'kappa':>6}"]
+    for r in rows:
+        interval = f" ±{r['interval']:.3f}" if "interval" in r else ""
+        lines.append(f"{r['name']:<12} {r['K']!s:>6} {r['n']:>5} {cell(r.get('acc_tools'), 9, 3)}{interval:>7} {cell(r.get('acc_no_tools'), 14, 3)} "
+                     f"{cell(r.get('f_tau'), 6, 3)} {cell(r.get('kappa'), 6, 2)}")
+    return {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "rows": rows}, "\n".join(lines)
+
+
 def main():
     args = parse_args()
+    if args.compare:
+        summary, text = compare(args.compare)
+        model.make_out(args.out)
+        model.write_atomic(os.path.join(args.out, "summary.json"), json.dumps(summary, indent=1))
+        print(text)
+        return
     tasks = rollout.read_tasks(args.data)[: args.limit or None]
     modes, args.tools = args.tools, True
     agent, source = rollout.agent_settings(args, args.data)

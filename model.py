@@ -75,6 +75,17 @@ def import_shim():
             import_shim.library.define(f"{op}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
+def quiet_libraries():
+    """Keep the terminal for the run's own lines: no weight-loading bars, no deprecation notes of the libraries."""
+    import warnings
+
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning)
+
+
 def start_process_group():
     """Join the torchrun process group, or make one of a single process. -> (rank, world, device)."""
     import torch.distributed as dist
@@ -159,6 +170,7 @@ class Codec:
 def load_codec(ckpt, channel="image"):
     """Checkpoint directory -> Codec. channel: "image" | "video" (how frames enter the prompt)."""
     import_shim()
+    quiet_libraries()
     from transformers import AutoConfig, AutoProcessor
 
     config = AutoConfig.from_pretrained(ckpt)

@@ -167,7 +167,7 @@ class VllmEngine:
                        # Frames arrive at their final size: these bounds keep the processor from resizing them again. The
                        # upper one must be honest, since vLLM sizes its encoder for the largest image it allows.
                        mm_processor_kwargs={"size": {"shortest_edge": (codec.patch * codec.merge) ** 2, "longest_edge": max_pixels}},
-                       disable_log_stats=True, **options)
+                       disable_log_stats=True, use_tqdm_on_load=False, **options)
         torch.set_num_threads(threads)  # on CPU vLLM lowers it for the whole process
         config = self.llm.llm_engine.model_config.hf_config
         self.tied_on_cpu = not gpu and config.tie_word_embeddings

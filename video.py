@@ -1,17 +1,18 @@
-"""video.py: a video file -> frames with timestamps, for the overview, for crops, and cached so that no look is paid twice.
+"""video.py: a video file -> frames with timestamps, for overviews and crops, cached so that no look is paid twice.
 
 Legend: T frames of H x W pixels; s_i = start of frame i in seconds, s_0 = 0; D = end of the last frame = duration.
   frame on display at t   = the last i with s_i <= t
-  overview(K)             = frames on display at (k + 0.5) D / K, k = 0..K-1                 centres of K equal segments
+  overview(K)             = frames on display at (k + 0.5) D / K, k = 0..K-1         centres of K equal segments
   crop(a, b)              = a, b clamped to [0, D];  n = clip(round((b - a) fps), 1, max_frames);
                             frames on display at a + (k + 0.5)(b - a) / n, k = 0..n-1       same rule, on the window
-  Both drop repeats, so a file with few frames yields few frames. A frame's time is s_i, where it starts: not the look's.
-  Worked example: 64 frames at 1 fps. overview(4) -> 8, 24, 40, 56; crop(16, 24) -> 16..23; crop(16, 24, num_frames=2) -> 18, 22.
+  Both drop repeats, so a file with few frames yields few. A frame's time is its start s_i, not the time of the look.
+  Worked example, 64 frames at 1 fps: overview(4) -> 8, 24, 40, 56; crop(16, 24) -> 16..23;
+  crop(16, 24, num_frames=2) -> 18, 22.
 
 Departures from the usual loaders, and why:
   s_i is the container's clock, never i / fps, which is wrong as soon as the frame rate varies.
   Frames are resized once, here, to multiples of 32 (patch 16 x merge 2), so that no processor resizes them again.
-  decord is asked first, PyAV (optional) takes what decord refuses or silently gets wrong; `_open_decord` says what that is.
+  decord is asked first; PyAV (optional) takes what decord refuses or gets wrong in silence, see `_open_decord`.
   Not handled: non-square pixels; cover art of music files (counts as a video of one frame); H.264 with B-frames inside
   AVI, which has no place for times, so neighbouring frames may be swapped.
 
@@ -40,6 +41,8 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
+# decord, av and PIL are imported where they are used: the pure functions below work, and are tested, without them.
+
 
 class VideoError(Exception):
     """This file cannot be used: `.path` says which, `.why` says what is wrong with it; str() is "path: why"."""
@@ -63,7 +66,7 @@ class VideoInfo:
 
 @dataclass
 class Frames:
-    """T frames of one file. Arrays are read-only: a cache hands the same ones to every caller, so copy before writing."""
+    """T frames of one file. Arrays are read-only: a cache hands the same ones to every caller; copy to write."""
 
     images: np.ndarray  # [T, H, W, 3] uint8 RGB
     seconds: np.ndarray  # [T] float64, start of each frame on the video's clock
@@ -86,7 +89,7 @@ def smart_size(height, width, min_pixels, max_pixels, multiple=32):
     if min(height, width, multiple) < 1 or min_pixels > max_pixels:
         raise ValueError(f"cannot fit {height}x{width} into {min_pixels}..{max_pixels} pixels by {multiple}")
     # Exact answer in units of `multiple`, before rounding to whole units.
-    area = min(max(height * width, min_pixels), max_pixels)
+    area = min(max(height * width, min_pixels), max_pixels)  # as filmed if that is in budget, else its nearer end
     tall = math.sqrt(area * height / width) / multiple
     wide = math.sqrt(area * width / height) / multiple
     lowest, most = -(-min_pixels // multiple**2), max_pixels // multiple**2  # whole cells: ceil and floor
@@ -109,7 +112,7 @@ def smart_size(height, width, min_pixels, max_pixels, multiple=32):
 
 def _on_display(starts, looks):
     """Frame start times [N], look times [L] (seconds) -> sorted unique indices of the frames seen."""
-    # One millisecond of grace: a look at exactly 16.04 must see the frame that starts at 16.04, though decord holds that
+    # One millisecond of grace: a look at exactly 16.04 must see the frame that starts there, though decord holds that
     # start as the 32-bit float 16.0400009. Frames closer than this do not occur below 1000 fps.
     seen = np.searchsorted(starts, np.asarray(looks) + 1e-3, side="right") - 1  # [L]
     return np.unique(np.maximum(seen, 0))  # [<=L]
@@ -159,13 +162,13 @@ def resolve(video, root=None):
         return os.path.realpath(video)
     base = os.path.realpath(root)
     path = os.path.realpath(os.path.join(base, video))  # an absolute `video` replaces base here
-    if os.path.commonpath([base, path]) != base:
+    if os.path.commonpath([base, path]) != base:  # whole names: /data2 does not start with /data here
         raise VideoError(video, f"lies outside the video folder {base}")
     return path
 
 
 def _identity(path):
-    """path -> (real path, bytes, mtime in ns): changes whenever the file does. Raises VideoError unless it is a file."""
+    """Path -> (real path, bytes, mtime in ns): changes whenever the file does. Raises VideoError if it is no file."""
     try:
         status = os.stat(path)
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
@@ -178,7 +181,7 @@ def _identity(path):
 
 
 def _vint(data):
-    """Matroska's variable-length number at the front of `data` -> (value or None for "unknown", its length in bytes)."""
+    """Matroska's variable-length number at the front of `data` -> (value, or None for "unknown"; length in bytes)."""
     length = 9 - data[0].bit_length()  # leading zero bits of the first byte + 1
     if length > 8:
         return None, 1
@@ -197,13 +200,13 @@ def _check_whole(path, size):
         with open(path, "rb") as file:
             head = file.read(64)
             if head[:4] == b"\x1aE\xdf\xa3" and len(head) == 64:  # Matroska: EBML header, then one Segment
-                skip, length = _vint(head[4:])
+                skip, length = _vint(head[4:])  # bytes of the EBML header to skip
                 at = 4 + length + (skip or 0)  # where the Segment starts
                 if head[at : at + 4] == b"\x18\x53\x80\x67" and at + 12 <= len(head):
                     content, length = _vint(head[at + 4 :])
-                    promised, what = at + 4 + length + (content or 0), "Segment"
+                    promised, what = at + 4 + length + (content or 0), "Segment"  # None: streamed, length unknown
             elif head[:4] == b"RIFF" and head[8:12] == b"AVI ":
-                promised, what = 8 + struct.unpack("<I", head[4:8])[0], "RIFF"
+                promised, what = 8 + struct.unpack("<I", head[4:8])[0], "RIFF"  # 0 in files never finished: no claim
             else:  # mp4: a chain of [size, type] boxes; stop at the first type that none of them has
                 at, known = 0, b"ftyp moov mdat moof free skip wide uuid styp sidx mfra udta".split()
                 while promised <= size:
@@ -276,6 +279,7 @@ def _open_decord(path, num_threads):
         reader = decord.VideoReader(str(path), num_threads=num_threads, fault_tol=1e-9)
         spans = reader.get_frame_timestamp(range(len(reader))).astype(np.float64)  # [N, 2] start and end, seconds
         starts = spans[:, 0]
+        # decord counts from the stream's first visible frame, so anything but 0 means frames that are not to be seen.
         if abs(starts[0]) > 1e-3 or not (np.diff(starts) > 0).all():
             raise VideoError(path, f"decord: unusable timestamps (the first is {starts[0]:g} s)")
         for i in range(max(len(reader) - 2, 0), len(reader)):  # two, since the fault counter forgives the first
@@ -313,6 +317,7 @@ def _av_stream(path, num_threads=1):
         if not container.streams.video:
             raise VideoError(path, "no video stream")
         stream = container.streams.video[0]
+        # As for decord, a fixed number: the default takes every core, once per file that is open.
         stream.codec_context.thread_count = num_threads
         yield container, stream
 
@@ -331,7 +336,7 @@ def _open_av(path, num_threads):
         if not packets:
             raise VideoError(path, "PyAV: holds no video frames")
         if all(pts is not None for pts, _, _ in packets):
-            packets.sort()
+            packets.sort()  # into display order
             pts = sorted({pts for pts, _, _ in packets})  # two packets of one time are one frame
             keys = [pts for pts, key, _ in packets if key]
             ticks, last = pts, packets[-1][2]
@@ -345,7 +350,9 @@ def _open_av(path, num_threads):
             if None in ticks or sorted(set(ticks)) != ticks:
                 ticks = [i / rate / tick for i in range(len(ticks))]
         starts = np.array([round(float((t - ticks[0]) * tick), 4) for t in ticks])  # [N]
-        source = Source(_identity(path), "av", None, starts, _end(starts, starts[-1] + float(last * tick)), 0, 0, pts, keys)
+        end = _end(starts, starts[-1] + float(last * tick))
+        source = Source(_identity(path), "av", None, starts, end, pts=pts, key_pts=keys)
+        # Proves that the file decodes up to its end, and tells the size after rotation.
         for image in _read_av(source, [len(starts) - 1], num_threads):
             source.height, source.width, _ = image.shape  # [H, W, 3]
     return source
@@ -365,11 +372,12 @@ def _read_av(source, indices, num_threads=1):
                 frame = next((f for n, f in frames if n == i), None)
             else:
                 want = source.pts[i]
+                # Last key frame not after it. A file cut out of a longer one may have none before its first frames.
                 key = source.key_pts[max(bisect.bisect_right(source.key_pts, want) - 1, 0)] if source.key_pts else want
                 if frames is None:
                     container, stream = opened.enter_context(_av_stream(path, num_threads))
                 if frames is None or key > source.pts[at]:  # a key frame lies between: jump to it
-                    if key > source.pts[0]:
+                    if key > source.pts[0]:  # a fresh container stands at the first one already
                         container.seek(key, stream=stream)
                     frames = container.decode(stream)
                 frame = next((f for f in frames if f.pts is not None and f.pts >= want), None)
@@ -426,12 +434,13 @@ def _decode(path, indices, height, width, held, num_threads):
 
     source = _open(path, held, num_threads)
     images = np.empty((len(indices), height, width, 3), np.uint8)  # [T, H, W, 3]
-    while True:
+    while True:  # at most twice: decord, then PyAV for a file whose middle decord cannot decode
         read = _read_decord(source, indices) if source.backend == "decord" else _read_av(source, indices, num_threads)
         try:
             for n, image in enumerate(read):
                 if image.shape[:2] != (height, width):  # bicubic over bytes at the target size would not change them
-                    image = Image.fromarray(np.ascontiguousarray(image)).resize((width, height), Image.Resampling.BICUBIC)
+                    full = Image.fromarray(np.ascontiguousarray(image))  # rotated ones are strided views
+                    image = full.resize((width, height), Image.Resampling.BICUBIC)
                 images[n] = image
             return images
         except VideoError as error:
@@ -442,6 +451,7 @@ def _decode(path, indices, height, width, held, num_threads):
             try:
                 source = _open(path, held, num_threads, ("av",))
             except (VideoError, ImportError) as second:
+                # An ImportError has no `why`; its own text says which package is missing.
                 raise VideoError(path, f"{error.why}; {getattr(second, 'why', second)}") from error
             # The indices were chosen from decord's table: they mean the same frames only if PyAV's table agrees.
             if len(source.starts) != len(starts) or np.abs(source.starts - starts).max() > 1e-2:
@@ -507,6 +517,7 @@ class Decoder:
         finally:
             if not answered:  # for whatever reason, Ctrl-C too: a late answer must never serve the next request
                 self.close()
+        # A request that failed in good order leaves its child alive.
         if status == "raise":
             raise value
         if status == "bad":
@@ -516,8 +527,8 @@ class Decoder:
     def close(self):
         self.held.clear()
         if self.process is not None:
-            self.process.kill()
-            self.process.wait()
+            self.process.kill()  # not terminate: a decoder stuck in C code never gets to a handler
+            self.process.wait()  # or it stays a zombie until this process ends
             self.pipe.close()
             self.process = None
 
@@ -527,8 +538,8 @@ class FrameCache:
 
     max_bytes:   bound on what is kept; a single entry above it is returned but not kept. 0 keeps nothing.
     num_threads: decoding threads per file. 1 suits many files at once.
-    timeout:     None decodes in this process. Seconds: in child processes, one per thread that asks at the same time, so
-                 that a file which hangs or crashes its decoder costs a VideoError and one child, never the run.
+    timeout:     None decodes in this process. Seconds: in child processes, one per thread that asks at the same time,
+                 so that a file which hangs or crashes its decoder costs a VideoError and one child, never the run.
     Threads that want the same thing at the same time wait for the first of them. If it fails, all of them get its
     error, and the error is then forgotten: a later call tries again, since a file may have been mended or finished.
     Counters: decodes = frame sets decoded, hits = frame sets served without decoding, indexed = files opened for their
@@ -548,7 +559,7 @@ class FrameCache:
         file = _identity(path)
 
         def read():
-            starts, info = self._ask(file[0], ("index", file[0], self.num_threads))
+            starts, info = self._ask(file[0], ("index", file[0], self.num_threads))  # [N], dict
             starts.flags.writeable = False
             with self._lock:
                 self.indexed += 1
@@ -560,6 +571,7 @@ class FrameCache:
         """Path, ascending frame indices -> Frames, resized to smart_size, decoded once per (file, frames, size)."""
         file = _identity(path)
         starts, info = self.index(path)
+        # The size before decoding: it is part of the key, and a hit must not open the file.
         height, width = smart_size(info.height, info.width, min_pixels, max_pixels)
         # A digest of plain values: hash() of strings differs from one process to the next.
         frame_keys = [hashlib.sha256(repr((file, int(i), height, width)).encode()).hexdigest()[:32] for i in indices]
@@ -590,13 +602,13 @@ class FrameCache:
             if decoder in self._idle:
                 self._idle.remove(decoder)
         try:
-            return decoder.ask(path, request)
+            return decoder.ask(path, request)  # outside the lock: other threads decode meanwhile
         finally:
             with self._lock:
                 self._idle.append(decoder)
 
     def _once(self, key, read, counted=False):
-        """Value of `key`: kept, or being read by another thread, or read() -> (value, bytes) now. `counted`: see hits."""
+        """Value of `key`: kept, or being read by another thread, or read() -> (value, bytes) now; `counted` in hits."""
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
@@ -607,7 +619,7 @@ class FrameCache:
                 mine = self._pending[key] = Future()
             else:
                 self.hits += counted
-        if pending is not None:
+        if pending is not None:  # outside the lock, which the reading thread needs to finish
             return pending.result()  # or raises what the other thread raised
         try:
             value, size = read()
@@ -668,12 +680,13 @@ def load(spec, root=None, cache=None, min_pixels=1024, max_pixels=50176):
     size = {"min_pixels": min_pixels, "max_pixels": max_pixels, "cache": cache}
     if "frames" in spec:
         return overview(path, spec["frames"], **size)
+    # An item may leave out, or set to null, what has a default in `crop`.
     given = {name: spec[name] for name in ("num_frames", "fps", "max_frames") if spec.get(name) is not None}
     return crop(path, spec["start"], spec["end"], **given, **size)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="What a video file holds, and the frames that would be sampled from it.")
+    parser = argparse.ArgumentParser(description="What a video file holds, and the frames sampled from it.")
     parser.add_argument("file", nargs="?", help="video file")
     parser.add_argument("--frames", type=int, help="number of frames (default: 8 of the whole file, 1 fps of a window)")
     parser.add_argument("--start", type=float, help="seconds; start of a window")

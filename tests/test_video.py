@@ -1,5 +1,5 @@
-"""Tests of video.py. Every test video is made here, and every frame of it carries its own index as a picture, so a wrong
-frame is seen to be wrong, whatever its timestamp says.
+"""Tests of video.py. Every test video is made here, and every frame of it carries its own index as a picture, so a
+wrong frame is seen to be wrong, whatever its timestamp says.
 
   python -m pytest tests/test_video.py
 """
@@ -52,8 +52,10 @@ def seen(images):
     return found
 
 
-def write(path, num_frames, rate=25, size=(64, 32), milliseconds=None, codec="libx264", pixels="yuv420p", mux=None, **options):
-    """Writes a video whose frame i shows i; `milliseconds` gives each frame's time, otherwise i / rate. Size is (w, h)."""
+def write(
+    path, num_frames, rate=25, size=(64, 32), milliseconds=None, codec="libx264", pixels="yuv420p", mux=None, **options
+):
+    """Writes a video whose frame i shows i, at milliseconds[i] or else i / rate. Size: (w, h); options: the codec's."""
     rate = Fraction(rate).limit_denominator(10**5)
     with av.open(str(path), "w", options=mux or {}) as container:
         stream = container.add_stream(codec, rate=rate)
@@ -137,7 +139,10 @@ def test_crop_of_nothing_names_window_and_duration(start, end):
 
 def test_each_knob_changes_what_it_names():
     starts = np.arange(640) / 10  # 10 fps
-    count = lambda **knobs: len(video.crop_indices(starts, 64.0, 10, 18, **knobs))
+
+    def count(**knobs):
+        return len(video.crop_indices(starts, 64.0, 10, 18, **knobs))
+
     assert [count(), count(fps=2), count(fps=0.5)] == [8, 16, 4]
     assert [count(fps=8, max_frames=n) for n in (1, 5, 64)] == [1, 5, 64]
     assert [count(num_frames=n) for n in (-1, 0, 1, 3, 16, 99)] == [1, 1, 1, 3, 16, 16]  # still capped by max_frames

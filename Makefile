@@ -1,0 +1,42 @@
+# make venv   the environment, in .venv           make test   all tests
+# make demo   toy world -> SFT -> PARA-GRPO -> evaluation of base, SFT and PARA-GRPO -> one table
+PYTHON ?= python3
+RANKS ?= 2
+BIN := .venv/bin
+DEMO := out/demo
+TORCHRUN := $(BIN)/torchrun --standalone --nproc_per_node $(RANKS)
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+
+.PHONY: venv demo test clean
+
+venv: .venv/ready
+
+# On a GPU machine: requirements.txt. Elsewhere the CPU build of torch first (PyPI's default build brings gigabytes of CUDA).
+.venv/ready: requirements.txt requirements-cpu.txt
+	$(PYTHON) -m venv .venv
+	@if nvidia-smi >/dev/null 2>&1; then \
+		$(BIN)/pip install -q -r requirements.txt; \
+	else \
+		$(BIN)/pip install -q torch==2.13.0+cpu 2>/dev/null || { \
+			echo "pip's configured index has no torch 2.13.0+cpu: adding PyTorch's own CPU index, $(CPU_INDEX)"; \
+			$(BIN)/pip install -q --extra-index-url $(CPU_INDEX) torch==2.13.0+cpu; \
+		} && $(BIN)/pip install -q -r requirements-cpu.txt; \
+	fi
+	@touch $@
+
+test: venv
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+demo: venv
+	rm -rf $(DEMO)
+	$(BIN)/python toy.py --out $(DEMO)/toy
+	$(TORCHRUN) sft.py --preset toy --ckpt $(DEMO)/toy/base --data $(DEMO)/toy/sft.jsonl --val $(DEMO)/toy/sft_val.jsonl --out $(DEMO)/sft
+	$(TORCHRUN) grpo.py --preset toy --ckpt $(DEMO)/sft --data $(DEMO)/toy/rl.jsonl --out $(DEMO)/grpo
+	for stage in toy/base sft grpo; do \
+		$(TORCHRUN) eval.py --preset toy --ckpt $(DEMO)/$$stage --data $(DEMO)/toy/eval.jsonl --frames 4 8 16 32 64 --tools on off \
+			--out $(DEMO)/eval/$$(basename $$stage) || exit 1; \
+	done
+	$(BIN)/python eval.py --compare $(DEMO)/eval/base $(DEMO)/eval/sft $(DEMO)/eval/grpo --out $(DEMO)
+
+clean:
+	rm -rf .venv out
