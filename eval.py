@@ -189,6 +189,8 @@ def main():
     jobs, engine = [(k, mode, todo[rank::world]) for k, mode, todo in jobs], None
     if any(todo for _, _, todo in jobs):
         codec = model.load_codec(ckpt, args.channel) if ckpt else None
+        if codec:
+            rollout.check_context(codec, tasks, agent, source, max([k for k in args.frames if k != "gated"], default="gated"))
         limits = argparse.Namespace(**{**vars(args), "frames": max([k for k in args.frames if k != "gated"], default=64)})
         if args.engine == "openai":
             engine = rollout.OpenAIEngine(args.base_url, args.model, args.api_key_env, prefill=args.think_prefix)

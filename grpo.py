@@ -319,6 +319,8 @@ def main():
     if args.prompts % world:
         raise model.UserError(f"--prompts {args.prompts} is not a multiple of the {world} ranks")
     codec = model.load_codec(ckpt, args.channel)
+    if tasks:
+        rollout.check_context(codec, tasks, agent, source, args.frames)
     torch.manual_seed(args.seed)
     policy = model.load_policy(ckpt, codec, device, torch.float32, args.attention, args.checkpointing)
     vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)

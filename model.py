@@ -25,6 +25,7 @@ import os
 import shutil
 import sys
 import tempfile
+import warnings
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
@@ -77,8 +78,6 @@ def import_shim():
 
 def quiet_libraries():
     """Keep the terminal for the run's own lines: no weight-loading bars, no deprecation notes of the libraries."""
-    import warnings
-
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -99,6 +98,7 @@ def start_process_group():
         # Two spinning thread pools on shared cores cost a factor of ten: divide the cores between the ranks.
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world))
         torch.set_flush_denormal(True)  # tiny models make denormals, which run in microcode
+        warnings.filterwarnings("ignore", message="The value of the smallest subnormal")  # numpy notices
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
         if "RANK" in os.environ:
@@ -1115,5 +1115,6 @@ def run_main(main):
     try:
         main()
     except (UserError, video.VideoError) as e:
-        print(f"{os.path.basename(sys.argv[0])}: {e}", file=sys.stderr, flush=True)
+        if os.environ.get("RANK", "0") == "0":  # under torchrun all ranks see the same fault: one of them says it
+            print(f"{os.path.basename(sys.argv[0])}: {e}", file=sys.stderr, flush=True)
         sys.exit(2)

@@ -559,7 +559,7 @@ def serve(records, calls, episode, agent, codec, source, step, turn):
     good = [i for i, c in enumerate(calls) if c.error is None]
     for i in good[agent.max_parallel:]:
         records[i].update(status="not_run", summary=f"not run: at most {agent.max_parallel} calls per turn")
-    for i, record in enumerate(records):
+    for record in records:
         if record["status"] == "error":
             record["summary"] = f"error: {record['summary']}"
     jobs = [sub_agent(records[i], episode, agent, codec, source, request_seed(agent.seed, step, episode.task["id"], episode.sample, turn, n),
@@ -784,6 +784,7 @@ def add_agent_arguments(parser):
     add("--min-pixels", type=int, default=1024, help="pixels of a frame after resizing, at least")
     add("--max-pixels", type=int, default=50176, help="pixels of a frame after resizing, at most")
     add("--decode-threads", type=int, default=4, help="threads that read videos while the engine runs")
+    add("--decode-timeout", type=float, default=60.0, help="seconds a video may take, read in a child process; 0 = in this process, unprotected")
     add("--max-seqs", type=int, default=64, help="sequences in the engine's batch")
 
 
@@ -798,7 +799,23 @@ def agent_settings(args, data_path):
     root = args.video_root or os.path.dirname(os.path.abspath(data_path))
     if not os.path.isdir(root):
         raise model.UserError(f"--video-root {root}: no such folder")
-    return agent, Source(root, video.FrameCache(), args.min_pixels, args.max_pixels)
+    return agent, Source(root, video.FrameCache(timeout=args.decode_timeout or None), args.min_pixels, args.max_pixels)
+
+
+def check_context(codec, tasks, agent, source, frames):
+    """Refuse, before anything is loaded, a context that cannot hold the largest prompt of the first readable task."""
+    budget = 64 if frames == "gated" else frames
+    for task in tasks[:8]:
+        spec = {"video": task["video"], "frames": budget}
+        try:
+            item = model.vision_item(spec, source.load(spec))
+        except video.VideoError:
+            continue  # counted when its episode comes
+        ids, _, _ = model.encode_prompt(codec, main_messages(task, budget, agent.tools), [item], tool_schema() if agent.tools else None)
+        if len(ids) + 32 > agent.context:  # 32: a thought and an answer that could be scored
+            raise model.UserError(f"--context {agent.context} is too small: task {task['id']} with {item.frames} frames takes {len(ids)} tokens; "
+                                  "raise --context, or lower --frames or --max-pixels")
+        return
 
 
 def frames_argument(text):
@@ -847,6 +864,7 @@ def main():
     if args.out:
         model.make_out(os.path.dirname(os.path.abspath(args.out)))
     codec = model.load_codec(ckpt, args.channel)
+    check_context(codec, tasks, agent, source, args.frames)
     engine = make_engine(args.engine, ckpt, codec, args, args.seed)
     lines, shown, began = [], 0, time.time()
     for episode in tqdm(run(engine, tasks, agent, codec, source, args.frames, args.group, args.step, threads=args.decode_threads),

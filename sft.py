@@ -47,6 +47,7 @@ def build_parser():
     add("--max-len", type=int, default=32768, help="tokens; a longer chat is an error, never cut")
     add("--min-pixels", type=int, default=1024, help="pixels of a frame after resizing, at least")
     add("--max-pixels", type=int, default=50176, help="pixels of a frame after resizing, at most")
+    add("--decode-timeout", type=float, default=60.0, help="seconds a video may take, read in a child process; 0 = in this process, unprotected")
     add("--seed", type=int, default=0, help="order of the data")
     # optimisation
     add("--epochs", type=float, default=1.0, help="passes over the data; may be a fraction")
@@ -239,7 +240,7 @@ def main():
 
     rank, world, device = model.start_process_group()
     codec = model.load_codec(ckpt, args.channel)
-    cache = video.FrameCache()
+    cache = video.FrameCache(timeout=args.decode_timeout or None)
     train = Chats(args.data, codec, args, cache)
     held = Chats(args.val, codec, args, cache) if args.val else None
     steps = args.steps or max(1, round(args.epochs * len(train.rows) / args.batch_size))

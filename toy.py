@@ -197,8 +197,7 @@ def build_base(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384):
     """Write a random Qwen3-VL checkpoint of about a million parameters."""
     model.import_shim()
     import torch
-    from transformers import (Qwen2VLImageProcessor, Qwen3VLConfig, Qwen3VLForConditionalGeneration, Qwen3VLProcessor,
-                              Qwen3VLVideoProcessor)
+    from transformers import Qwen2VLImageProcessor, Qwen3VLConfig, Qwen3VLForConditionalGeneration, Qwen3VLProcessor, Qwen3VLVideoProcessor
 
     tokenizer = build_tokenizer(rng)
     one = tokenizer.convert_tokens_to_ids
