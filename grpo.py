@@ -260,8 +260,7 @@ def episode_row(e):
     return {"K": e.frame_budget, "status": e.status, **{k: e.reward[k] for k in ("total", "acc", "fmt", "tool")},
             "closure": e.reward["closure"], "written": len(e.calls), "parseable": e.parseable(), "executed": e.executed(),
             "a_task": e.advantage.get("task", 0.0), "length": sum(e.context.mask) if e.context else 0, "turns": len(e.turns),
-            "cut": sum(f == "length" for f in e.finish), "sub_tokens": sum(c["sub_tokens"] for c in e.calls),
-            "decode_s": e.timing.get("decode_s", 0.0)}
+            "cut": sum(f == "length" for f in e.finish), "sub_tokens": sum(c["sub_tokens"] for c in e.calls)}
 
 
 def summarise(rows):
@@ -291,6 +290,20 @@ def summarise(rows):
     out["by_K"] = {str(k): {"n": len(g), "acc": mean(r["acc"] for r in g), "fmt": mean(r["fmt"] for r in g),
                             "kappa": mean(r["executed"] for r in g), "call_minus_skip": necessity(g)} for k, g in at.items()}
     return out
+
+
+def step_line(m, steps, eta):
+    """Metrics of one step -> its line on the terminal. "-" where a number does not exist (nobody called, nobody skipped)."""
+    def number(x, form=".2f"):
+        return "-" if x is None else format(x, form)
+
+    by_k = " ".join(f"{k}:{v['acc']:.2f}/{v['kappa']:.1f}/{number(v['call_minus_skip'], '+.1f')}" for k, v in m["by_K"].items())
+    closed = " ".join(f"{tag} {number(rate)}" for tag, rate in m["closure"].items())
+    return (f"step {m['step']:04d}/{steps:04d} | R {m['total']:.2f} (acc {m['acc']:.2f} f_tau {m['f_tau']:.2f} tool {m['tool']:.2f}) | "
+            f"calls {m['written_calls']:.2f} valid {m['valid_calls']:.2f} kappa {m['kappa']:.2f} | closed {closed} | K:acc/kappa/call-skip {by_k} | "
+            f"len {m['length']:.0f} H {m['entropy']:.2f} gap {m['gap']:.1e} clip {m['clipped']:.2f} tis {m['truncated']:.2f} kl {m['kl']:.3f} "
+            f"gn {m['grad_norm']:.2f} zero {m['zero_variance']}/{m['groups']} | roll {m['rollout_s']:.1f}s (decode {m['decode_s']:.1f}s, "
+            f"{m['rollout_tokens_per_s']:.0f} tok/s) train {m['train_s']:.1f}s ({m['train_tokens_per_s']:.0f} tok/s) sync {m['sync_s']:.2f}s | eta {eta / 60:.1f}m")
 
 
 def gather_rows(rows):
@@ -352,7 +365,7 @@ def main():
     began = time.time()
     for step in range(start, steps):
         # 1. Rollouts. No collective in here: ranks finish at different times and meet at the update.
-        clock = time.time()
+        clock, waited = time.time(), {}
         if args.rollouts:
             everything = group_by_prompt([rollout.from_json(row) for rows in recorded for row in rows])
             groups = everything[rank::world]
@@ -360,7 +373,10 @@ def main():
         else:
             batch = [tasks[i] for i in model.batch_indices(step, args.prompts, len(tasks), args.seed)]
             episodes = list(rollout.run(engine, batch[rank::world], agent, codec, source, args.frames, args.group, step, step, scoring,
-                                        args.decode_threads))
+                                        args.decode_threads, clock=waited))
+            for e in episodes:
+                if e.status == "video_error" and e.sample == 0:
+                    print(f"skipped task {e.task['id']}: {e.error}", flush=True)
             order = {f"{step}/{task['id']}": i for i, task in enumerate(batch)}
             episodes.sort(key=lambda e: (order[e.group], e.sample))
             groups = group_by_prompt(episodes)
@@ -389,22 +405,19 @@ def main():
 
         # 4. Numbers.
         rows = gather_rows([episode_row(e) for e in episodes])
-        counts = gather_rows([{"skipped": skipped, "groups": len(groups), "packed": sum(len(t) for t in trees)}])
+        counts = gather_rows([{"skipped": skipped, "groups": len(groups), "packed": sum(len(t) for t in trees),
+                               "decode_s": waited.get("decode_s", 0.0)}])
         if rank == 0:
             m = summarise(rows)
             sampled = sum(r["length"] + r["sub_tokens"] for r in rows)
             eta = (time.time() - began) / (step + 1 - start) * (steps - step - 1)
             m.update(step=step + 1, **stats, zero_variance=sum(c["skipped"] for c in counts), groups=sum(c["groups"] for c in counts),
                      packed_tokens=sum(c["packed"] for c in counts), rollout_s=rollout_s, train_s=train_s, sync_s=sync_s,
-                     decode_s=sum(r["decode_s"] for r in rows), rollout_tokens_per_s=sampled / max(rollout_s, 1e-9),
+                     decode_s=max(c["decode_s"] for c in counts), rollout_tokens_per_s=sampled / max(rollout_s, 1e-9),
                      train_tokens_per_s=sum(c["packed"] for c in counts) / max(train_s, 1e-9))
             log.write(json.dumps(m) + "\n")
             log.flush()
-            by_k = " ".join(f"{k}:{v['acc']:.2f}/{v['kappa']:.1f}" for k, v in m["by_K"].items())
-            skip = "  n/a" if m["call_minus_skip"] is None else f"{m['call_minus_skip']:+.2f}"
-            print(f"step {step + 1:04d}/{steps:04d} | R {m['total']:.2f} (acc {m['acc']:.2f} fmt {m['fmt']:.2f} tool {m['tool']:.2f}) | kappa {m['kappa']:.2f} "
-                  f"| call-skip {skip} | K:acc/kappa {by_k} | len {m['length']:.0f} | H {m['entropy']:.2f} | gap {m['gap']:.4f} | gn {m['grad_norm']:.2f} "
-                  f"| zero {m['zero_variance']}/{m['groups']} | roll {rollout_s:.1f}s train {train_s:.1f}s sync {sync_s:.2f}s | eta {eta / 60:.1f}m", flush=True)
+            print(step_line(m, steps, eta), flush=True)
             if args.show_every and step % args.show_every == 0 and episodes:
                 print(rollout.show(episodes[0], codec, sys.stdout.isatty() and "NO_COLOR" not in os.environ), flush=True)
         if step + 1 == steps or (args.save_every and (step + 1) % args.save_every == 0):

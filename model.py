@@ -125,11 +125,29 @@ def resolve_checkpoint(path):
                     json.load(f)
             except ValueError as e:
                 raise UserError(f"checkpoint {candidate}: config.json is not JSON ({e})") from None
-            if not any(n.endswith(".safetensors") for n in os.listdir(candidate)):
-                raise UserError(f"checkpoint {candidate}: no .safetensors file; only safetensors weights are loaded")
+            check_weights(candidate)
             return os.path.realpath(candidate)
     raise UserError(f"checkpoint {path}: no config.json here nor in {path}/last; give a folder saved by sft.py, grpo.py or "
                     "save_pretrained")
+
+
+def check_weights(folder):
+    """Open every safetensors header: a missing shard or a truncated file is found now, not after the models are built."""
+    from safetensors import SafetensorError, safe_open
+
+    shards = sorted(n for n in os.listdir(folder) if n.endswith(".safetensors"))
+    index = os.path.join(folder, "model.safetensors.index.json")
+    if os.path.isfile(index):
+        with open(index) as f:
+            shards = sorted(set(json.load(f)["weight_map"].values()))
+    if not shards:
+        raise UserError(f"checkpoint {folder}: no .safetensors file; only safetensors weights are loaded")
+    for name in shards:
+        try:
+            with safe_open(os.path.join(folder, name), "pt"):
+                pass
+        except (SafetensorError, OSError) as e:
+            raise UserError(f"checkpoint {folder}: {name} cannot be read ({e}); copy it again") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -838,8 +856,11 @@ def load_policy(ckpt, codec, device, dtype=torch.float32, attention="auto", chec
     from transformers import AttentionInterface, Qwen3VLForConditionalGeneration
 
     AttentionInterface.register("packed", packed_attention)
-    hf = Qwen3VLForConditionalGeneration.from_pretrained(
-        ckpt, dtype=dtype, use_safetensors=True, attn_implementation={"text_config": "packed", "vision_config": "sdpa"})
+    hf, report = Qwen3VLForConditionalGeneration.from_pretrained(
+        ckpt, dtype=dtype, use_safetensors=True, output_loading_info=True,
+        attn_implementation={"text_config": "packed", "vision_config": "sdpa"})
+    if report["missing_keys"]:  # transformers would go on with random numbers in their place
+        raise UserError(f"checkpoint {ckpt}: {len(report['missing_keys'])} weights are missing, for example {sorted(report['missing_keys'])[0]}")
     hf.model.visual.requires_grad_(False)
     hf.model.visual.eval()
     hf = hf.to(device)

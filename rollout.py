@@ -176,6 +176,7 @@ class VllmEngine:
     def submit(self, request):
         from vllm import SamplingParams
 
+        ids = list(request.ids)
         if self.codec.channel == "image":
             from PIL import Image
 
@@ -187,7 +188,11 @@ class VllmEngine:
                                               total_num_frames=len(f.images), duration=float(f.seconds[-1]) + 1.0))
                               for f in request.frames]}
             uuids = {"video": [f.key for f in request.frames]}
-        prompt = {"prompt_token_ids": request.ids}
+            # vLLM expands the bare placeholder only and would leave the template's markers around all of its frames, a form
+            # Qwen3-VL was not trained on: every frame pair brings markers of its own.
+            pad = ids.index(self.codec.video_pad)
+            ids[pad - 1:pad + 2] = [self.codec.video_pad]
+        prompt = {"prompt_token_ids": ids}
         if request.frames:
             prompt.update(multi_modal_data=data, multi_modal_uuids=uuids)
         # No top-p, top-k or min-p: the trainer's log-probs are of the full softmax at this temperature.
@@ -620,12 +625,13 @@ class Node:
     missing: int = 0
 
 
-def drive(engine, works, threads=4, max_live=None):
+def drive(engine, works, threads=4, max_live=None, clock=None):
     """Run generators on one engine, all at once -> iterator of their return values, as they finish.
 
     A generator yields a list of waits and is resumed with the list of results, in order. A wait is a Request (a Completion
     comes back), a callable (run in a thread; a VideoError or ValueError comes back as a value) or another generator. There
     is no barrier: a fan-out starts the moment its turn ends, whatever the other episodes are doing.
+    clock: a dict whose "decode_s" grows by the seconds in which the engine had nothing to do but wait for frames.
     """
     works, live, finished, owners = iter(works), 0, [], {}
     limit = max_live or 2 * engine.max_seqs  # a few more episodes than the engine's batch keep it full while others decode
@@ -681,7 +687,10 @@ def drive(engine, works, threads=4, max_live=None):
                 live += 1
                 advance(Node(work), None)
             while decoding and (not owners or not arrived.empty()):  # block only when the engine has nothing to do
+                waiting = time.time()
                 node, slot, result = arrived.get()
+                if clock is not None and not owners:
+                    clock["decode_s"] = clock.get("decode_s", 0.0) + time.time() - waiting
                 decoding -= 1
                 if node is None:
                     raise result
@@ -694,7 +703,7 @@ def drive(engine, works, threads=4, max_live=None):
                 return
 
 
-def run(engine, tasks, agent, codec, source, frames=64, group=1, step=0, version=0, scoring=None, threads=4, max_live=None):
+def run(engine, tasks, agent, codec, source, frames=64, group=1, step=0, version=0, scoring=None, threads=4, max_live=None, clock=None):
     """THE agent loop: RL, evaluation and the CLI all call this. -> iterator of scored Episodes, as they finish.
 
     frames: overview frames K, or "gated" (K drawn per prompt, the same for the whole group). group: rollouts per task.
@@ -707,7 +716,7 @@ def run(engine, tasks, agent, codec, source, frames=64, group=1, step=0, version
                 episode = Episode(task, f"{step}/{task['id']}", sample, k, version)
                 yield run_episode(episode, agent, codec, source, step)
 
-    for episode in drive(engine, works(), threads, max_live):
+    for episode in drive(engine, works(), threads, max_live, clock):
         episode.reward = rewards.score(episode.turns, episode.task["type"], episode.task["answer"], episode.task.get("options"),
                                        episode.parseable(), episode.executed(), think_prefix=agent.think_prefix, **(scoring or {}))
         yield episode
@@ -804,18 +813,20 @@ def agent_settings(args, data_path):
 
 def check_context(codec, tasks, agent, source, frames):
     """Refuse, before anything is loaded, a context that cannot hold the largest prompt of the first readable task."""
-    budget = 64 if frames == "gated" else frames
+    budget, first = 64 if frames == "gated" else frames, None
     for task in tasks[:8]:
         spec = {"video": task["video"], "frames": budget}
         try:
             item = model.vision_item(spec, source.load(spec))
-        except video.VideoError:
+        except video.VideoError as error:
+            first = first or error
             continue  # counted when its episode comes
         ids, _, _ = model.encode_prompt(codec, main_messages(task, budget, agent.tools), [item], tool_schema() if agent.tools else None)
         if len(ids) + 32 > agent.context:  # 32: a thought and an answer that could be scored
             raise model.UserError(f"--context {agent.context} is too small: task {task['id']} with {item.frames} frames takes {len(ids)} tokens; "
                                   "raise --context, or lower --frames or --max-pixels")
         return
+    raise model.UserError(f"none of the first {len(tasks[:8])} videos can be read; is --video-root right? {first}")
 
 
 def frames_argument(text):

@@ -243,6 +243,8 @@ def main():
     cache = video.FrameCache(timeout=args.decode_timeout or None)
     train = Chats(args.data, codec, args, cache)
     held = Chats(args.val, codec, args, cache) if args.val else None
+    if all(train[i] is None for i in range(min(8, len(train.rows)))):
+        raise model.UserError(f"{args.data}: none of the first videos can be read; is --video-root right?")
     steps = args.steps or max(1, round(args.epochs * len(train.rows) / args.batch_size))
     torch.manual_seed(args.seed)
     policy = model.load_policy(ckpt, codec, device, torch.float32, args.attention, args.checkpointing)
