@@ -42,11 +42,7 @@ def build_parser():
     add("--base-url", default=None, help="openai: for example http://127.0.0.1:8000/v1")
     add("--model", default=None, help="openai: name of the model")
     add("--api-key-env", default=None, help="openai: environment variable that holds the key")
-    rollout.add_agent_arguments(parser)
-    # Both modes in one call: --tools on off. (rollout.py and grpo.py have --tools / --no-tools instead.)
-    parser._remove_action(next(a for a in parser._actions if a.dest == "tools"))
-    for option in ("--tools", "--no-tools"):
-        del parser._option_string_actions[option]
+    rollout.add_agent_arguments(parser, tools=False)
     add("--tools", nargs="+", choices=["on", "off"], default=["on"], help="offer crop_video, or answer from the overview alone; or both")
     parser.set_defaults(temperature=0.0)
     return parser
@@ -70,7 +66,7 @@ def parse_args():
 
 def settings_digest(args, ckpt):
     """What must be equal for records to belong together: every flag but the ones that only say where and how fast."""
-    free = {"out", "limit", "frames", "tools", "max_seqs", "decode_threads", "ckpt"}
+    free = {"out", "limit", "frames", "tools", "max_seqs", "decode_threads", "decode_timeout", "ckpt"}
     kept = {k: v for k, v in sorted(vars(args).items()) if k not in free}
     stamp = os.path.getmtime(os.path.join(ckpt, "config.json")) if ckpt else None  # the same path may hold a newer checkpoint
     return hashlib.sha256(json.dumps([kept, ckpt, stamp]).encode()).hexdigest()[:16]

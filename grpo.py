@@ -238,7 +238,7 @@ def update(policy, reference, vision, optimizer, trees, tokens, codec, args, wor
             (weight * world * loss.sum() / n).backward()  # FSDP averages gradients over ranks; n is already global
             if weight:
                 gap = (before - values["rollout"]).abs()
-                parts = [loss.detach() / n * n, torch.ones_like(gap), gap, entropy, stats["kl"], stats["clipped"], stats["truncated"]]
+                parts = [loss.detach(), torch.ones_like(gap), gap, entropy, stats["kl"], stats["clipped"], stats["truncated"]]
                 sums += torch.stack([p.double().sum() for p in parts])
                 worst = torch.maximum(worst, gap.max().double())
         norm = torch.nn.utils.clip_grad_norm_(model.trained_parameters(policy), args.clip or math.inf)
@@ -338,10 +338,7 @@ def main():
     policy = model.load_policy(ckpt, codec, device, torch.float32, args.attention, args.checkpointing)
     vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
     model.shard(policy, device)
-    optimizer = torch.optim.AdamW(
-        [{"params": [p for p in model.trained_parameters(policy) if p.ndim > 1], "weight_decay": args.weight_decay},
-         {"params": [p for p in model.trained_parameters(policy) if p.ndim <= 1], "weight_decay": 0.0}],
-        lr=args.lr, betas=(0.9, 0.999), fused=device.type == "cuda")
+    optimizer = model.adamw(model.trained_parameters(policy), args.lr, args.weight_decay, 0.999, device)
     reference = None
     if args.kl > 0:
         reference = model.shard(model.load_policy(ckpt, codec, device, torch.float32, args.attention).requires_grad_(False), device)
@@ -352,7 +349,7 @@ def main():
     engine, gpu = None, device.type == "cuda"
     if not args.rollouts:
         engine = rollout.make_engine(args.engine, ckpt, codec, args, args.seed + rank, sleeping=gpu, quiet=rank > 0)
-        if start:
+        if start:  # the engine has read --ckpt; the resumed weights are newer
             engine.sync(model.full_weights(policy))
     if rank == 0:
         model.write_atomic(os.path.join(args.out, "args.json"), json.dumps(vars(args), indent=1))
@@ -381,7 +378,7 @@ def main():
             episodes.sort(key=lambda e: (order[e.group], e.sample))
             groups = group_by_prompt(episodes)
         rollout_s = time.time() - clock
-        if gpu and engine and args.engine != "transformers":
+        if engine:
             engine.sleep()
 
         # 2. Update. The trees hold every sampled token once, and every prompt once per group.
@@ -399,8 +396,7 @@ def main():
         # 3. New weights into the engine, old caches out.
         clock = time.time()
         if engine and step + 1 < steps:
-            wake = gpu and args.engine != "transformers"
-            (engine.wake if wake else engine.sync)(model.full_weights(policy))
+            engine.wake(model.full_weights(policy))
         sync_s = time.time() - clock
 
         # 4. Numbers.

@@ -898,6 +898,13 @@ def trained_parameters(policy):
     return [p for p in policy.parameters() if p.requires_grad]
 
 
+def adamw(parameters, lr, weight_decay, beta2, device):
+    """AdamW with beta1 0.9; weight decay on matrices, none on norms."""
+    matrices, vectors = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim <= 1]
+    return torch.optim.AdamW([{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+                             lr=lr, betas=(0.9, beta2), fused=device.type == "cuda")
+
+
 class Muon(torch.optim.Optimizer):
     """Momentum whose update is replaced by the nearest semi-orthogonal matrix, for 2-D weights, sharded by FSDP2 or not.
 

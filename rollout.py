@@ -170,7 +170,7 @@ class VllmEngine:
                        disable_log_stats=True, use_tqdm_on_load=False, **options)
         torch.set_num_threads(threads)  # on CPU vLLM lowers it for the whole process
         config = self.llm.llm_engine.model_config.hf_config
-        self.tied_on_cpu = not gpu and config.tie_word_embeddings
+        self.tied_on_cpu, self.sleeping = not gpu and config.tie_word_embeddings, gpu and sleeping
         self.engine, self.codec, self.running, self.max_seqs = self.llm.llm_engine, codec, {}, max_seqs
 
     def submit(self, request):
@@ -190,8 +190,8 @@ class VllmEngine:
             uuids = {"video": [f.key for f in request.frames]}
             # vLLM expands the bare placeholder only and would leave the template's markers around all of its frames, a form
             # Qwen3-VL was not trained on: every frame pair brings markers of its own.
-            pad = ids.index(self.codec.video_pad)
-            ids[pad - 1:pad + 2] = [self.codec.video_pad]
+            for at in [n for n, i in enumerate(ids) if i == self.codec.video_pad][::-1]:
+                ids[at - 1:at + 2] = [self.codec.video_pad]
         prompt = {"prompt_token_ids": ids}
         if request.frames:
             prompt.update(multi_modal_data=data, multi_modal_uuids=uuids)
@@ -234,14 +234,17 @@ class VllmEngine:
         self.engine.engine_core.shutdown()
 
     def sleep(self):
-        """Free weights and KV cache while the trainer works (GPU with sleeping=True)."""
-        self.llm.sleep(level=2)
+        """Free weights and KV cache while the trainer works; without sleeping=True (CPU) nothing happens."""
+        if self.sleeping:
+            self.llm.sleep(level=2)
 
     def wake(self, weights):
-        """Order matters: weights get memory, are loaded, and only then the KV cache comes back."""
-        self.llm.wake_up(tags=["weights"])
+        """Load new weights. Order matters: weights get memory, are loaded, and only then the KV cache comes back."""
+        if self.sleeping:
+            self.llm.wake_up(tags=["weights"])
         self.sync(weights)
-        self.llm.wake_up(tags=["kv_cache"])
+        if self.sleeping:
+            self.llm.wake_up(tags=["kv_cache"])
 
 
 def repack_head(engine_model):
@@ -283,6 +286,12 @@ class TransformersEngine:
 
     def close(self):
         pass
+
+    def sleep(self):
+        pass
+
+    def wake(self, weights):
+        self.sync(weights)
 
     def sync(self, weights):
         import torch
@@ -545,7 +554,7 @@ def run_episode(episode, agent, codec, source, step):
         context.messages = context.messages + [{"role": "assistant", "content": ("<think>\n" if thinking else "") + done.text}] + replies
         if codec is not None:
             glue = model.glue_ids(codec, replies, done.ended)
-            if len(context.ids) + len(glue) >= agent.context:
+            if len(context.ids) + len(glue) + len(prefix) >= agent.context:
                 # An episode never ends on a tool response: what does not fit is left out whole.
                 episode.status, episode.error = "context", f"the responses do not fit into a context of {agent.context}"
                 break
@@ -772,8 +781,10 @@ def read_tasks(path):
     return check_tasks(path, model.read_jsonl(path, required=("id", "video", "question", "answer", "type")))
 
 
-def add_agent_arguments(parser):
-    """Flags of the agent loop, the same in rollout.py, grpo.py and eval.py; field for field the Agent and the Source."""
+def add_agent_arguments(parser, tools=True):
+    """Flags of the agent loop, the same in rollout.py, grpo.py and eval.py; field for field the Agent and the Source.
+
+    tools=False leaves --tools to the caller (eval.py runs both modes in one call)."""
     add, yes_no = parser.add_argument, argparse.BooleanOptionalAction
     add("--temperature", type=float, default=Agent.temperature, help="sampling temperature; 0 = greedy")
     add("--sub-temperature", type=float, default=None, help="of the sub-agents; default: the main agent's")
@@ -783,7 +794,8 @@ def add_agent_arguments(parser):
     add("--max-turns", type=int, default=Agent.max_turns, help="tool turns; one answer turn always follows; 0 = no tool turn")
     add("--max-parallel", type=int, default=Agent.max_parallel, help="calls run per turn")
     add("--dispatch", choices=["parallel", "sequential"], default=Agent.dispatch, help="windows of a turn all at once or one by one")
-    add("--tools", action=yes_no, default=True, help="offer crop_video")
+    if tools:
+        add("--tools", action=yes_no, default=True, help="offer crop_video")
     add("--think-prefix", action=yes_no, default=True, help="force <think>\\n at the start of every main turn")
     add("--sub-frames", type=int, default=Agent.sub_frames, help="frames of a window at most")
     add("--sub-fps", type=float, default=Agent.sub_fps, help="frames per second of a window")

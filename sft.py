@@ -171,17 +171,13 @@ def schedule(step, steps, warmup, floor):
 
 
 def build_optimizers(policy, args, device):
-    """-> [AdamW] or [AdamW, Muon]. No weight decay on norms; Muon takes the matrices inside the decoder layers only."""
-    import torch
-
+    """-> [AdamW], or [AdamW, Muon], where Muon takes the matrices inside the decoder layers."""
     layers = {id(p) for p in policy.hf.model.language_model.layers.parameters() if p.ndim == 2} if args.optimizer == "muon" else set()
     rest = [p for p in model.trained_parameters(policy) if id(p) not in layers]
-    adamw = torch.optim.AdamW([{"params": [p for p in rest if p.ndim > 1], "weight_decay": args.weight_decay},
-                               {"params": [p for p in rest if p.ndim <= 1], "weight_decay": 0.0}],
-                              lr=args.lr, betas=(0.9, args.beta2), fused=device.type == "cuda")
-    if not layers:
-        return [adamw]
-    return [adamw, model.Muon([p for p in policy.parameters() if id(p) in layers], args.muon_lr)]
+    optimizers = [model.adamw(rest, args.lr, args.weight_decay, args.beta2, device)]
+    if layers:
+        optimizers.append(model.Muon([p for p in policy.parameters() if id(p) in layers], args.muon_lr))
+    return optimizers
 
 
 def backward(policy, vision, packs, codec, world, device):
