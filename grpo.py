@@ -101,6 +101,11 @@ def parse_args():
             raise model.UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     if not args.data and not args.rollouts:
         raise model.UserError("give --data (task JSONL) or --rollouts (rollout JSONL)")
+    for name in ("lr", "weight_decay", "clip", "clip_eps", "kl", "probe_tolerance"):
+        if not getattr(args, name) >= 0:
+            raise model.UserError(f"--{name.replace('_', '-')} may not be negative, got {getattr(args, name)}")
+    if not args.tis_cap > 0:
+        raise model.UserError(f"--tis-cap must be above 0, got {args.tis_cap}: a cap of 0 would erase every gradient")
     if args.temperature <= 0:
         raise model.UserError("--temperature must be above 0: greedy samples have no gradient")
     return args
@@ -168,14 +173,12 @@ def training_trees(groups, codec, args):
     for group in groups:
         signal = assign_advantages(group, args.format_weight)
         tokens += sum(sum(e.context.mask) for e in group)
+        extra = subagent_trees(group) if args.train_subagents else []
+        tokens += sum(sum(t.prefix.mask) for t in extra)
         if not signal:
             skipped += 1
             continue
-        trees.append(group_tree(group, codec, args.format_credit))
-        if args.train_subagents:
-            extra = subagent_trees(group)
-            tokens += sum(sum(t.prefix.mask) for t in extra)
-            trees += extra
+        trees += [group_tree(group, codec, args.format_credit), *extra]
     return trees, tokens, skipped
 
 
@@ -322,7 +325,7 @@ def main():
     args = parse_args()
     ckpt = model.resolve_checkpoint(args.ckpt)
     tasks = rollout.read_tasks(args.data) if args.data else []
-    recorded = [model.read_jsonl(path, required=("task", "ids", "reward")) for path in args.rollouts or []]
+    recorded = [model.read_jsonl(path, required=rollout.Episode(None, None, 0, 0, 0).to_json()) for path in args.rollouts or []]
     agent, source = rollout.agent_settings(args, args.data or args.rollouts[0])
     model.make_out(os.path.join(args.out, "rollouts"))
     import torch
@@ -389,7 +392,7 @@ def main():
         if not args.rollouts:
             name = os.path.join(args.out, "rollouts", f"step_{step:06d}.rank{rank}.jsonl")
             model.write_atomic(name, "".join(json.dumps(e.to_json()) + "\n" for e in episodes))
-        if stats["gap"] > args.probe_tolerance:
+        if not stats["gap"] <= args.probe_tolerance:  # written so that NaN stops the run as well
             raise RuntimeError(f"step {step}: mean |log-prob gap| between engine and trainer is {stats['gap']:.3f} nats, tolerance "
                                f"{args.probe_tolerance}: the engine samples from other weights or other inputs")
 

@@ -43,6 +43,10 @@ class UserError(Exception):
     """Bad input by the user: the scripts print it as one line on stderr and exit with code 2."""
 
 
+class RankError(UserError):
+    """Bad input that one rank alone has met (a chat of its own share): that rank says it."""
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Starting up
 
@@ -195,7 +199,8 @@ def load_codec(ckpt, channel="image"):
     if getattr(config, "model_type", None) != "qwen3_vl":
         raise UserError(f"checkpoint {ckpt}: model_type is {config.model_type!r}, this code trains qwen3_vl")
     processor = AutoProcessor.from_pretrained(ckpt)
-    tokenizer, images = processor.tokenizer, processor.image_processor
+    tokenizer = processor.tokenizer
+    images = processor.image_processor if channel == "image" else processor.video_processor  # each has its own mean and std
     if not (processor.chat_template or tokenizer.chat_template):
         raise UserError(f"checkpoint {ckpt}: no chat template")
     one = tokenizer.convert_tokens_to_ids
@@ -302,7 +307,9 @@ def content_text(codec, message, items):
     parts, used = [], []
     for piece in message["content"]:
         if piece["type"] == "text":
-            parts.append({"type": "text", "text": clean(piece["text"])})
+            # Cleaned together with the text before it: a literal may be spread over two pieces.
+            before = parts.pop()["text"] if parts and parts[-1]["type"] == "text" else ""
+            parts.append({"type": "text", "text": clean(before + piece["text"])})
             continue
         item = next(items)
         used.append(item)
@@ -345,8 +352,8 @@ def expand(codec, compact, items):
         while position < len(compact):
             i = compact[position]
             if compact[position:position + 3] == [codec.vision_start, codec.video_pad, codec.vision_end]:
-                item = next(queue)
-                for seconds in frame_times(codec, item):
+                item = next(queue, None)
+                for seconds in frame_times(codec, item) if item else []:
                     out += encode(codec, f"<{seconds:.1f} seconds>") + [codec.vision_start]
                     out += [codec.video_pad] * tokens_per_item(codec, item) + [codec.vision_end]
                 position += 3
@@ -1143,6 +1150,7 @@ def run_main(main):
     try:
         main()
     except (UserError, video.VideoError) as e:
-        if os.environ.get("RANK", "0") == "0":  # under torchrun all ranks see the same fault: one of them says it
+        # Under torchrun all ranks see most faults: one of them says it.
+        if os.environ.get("RANK", "0") == "0" or isinstance(e, RankError):
             print(f"{os.path.basename(sys.argv[0])}: {e}", file=sys.stderr, flush=True)
         sys.exit(2)

@@ -162,11 +162,13 @@ class VllmEngine:
         # (A prompt prefilled in chunks would rewind its seeded generator, which CPU generators cannot.)
         if gpu and "RANK" in os.environ:
             options["distributed_executor_backend"] = "external_launcher"  # one engine per torchrun rank, TP 1
+        # The processor bounds an image by itself but a video by all of its frames together.
+        images, longest = (max_frames, max_pixels) if codec.channel == "image" else (0, max_pixels * max_frames)
         self.llm = LLM(ckpt, max_model_len=context, max_num_seqs=max_seqs, seed=seed, generation_config="vllm",
-                       limit_mm_per_prompt={"image": max_frames, "video": 1}, logprobs_mode="processed_logprobs",
+                       limit_mm_per_prompt={"image": images, "video": 1}, logprobs_mode="processed_logprobs",
                        # Frames arrive at their final size: these bounds keep the processor from resizing them again. The
                        # upper one must be honest, since vLLM sizes its encoder for the largest image it allows.
-                       mm_processor_kwargs={"size": {"shortest_edge": (codec.patch * codec.merge) ** 2, "longest_edge": max_pixels}},
+                       mm_processor_kwargs={"size": {"shortest_edge": (codec.patch * codec.merge) ** 2, "longest_edge": longest}},
                        disable_log_stats=True, use_tqdm_on_load=False, **options)
         torch.set_num_threads(threads)  # on CPU vLLM lowers it for the whole process
         config = self.llm.llm_engine.model_config.hf_config
@@ -184,9 +186,10 @@ class VllmEngine:
             data, uuids = {"image": images}, {"image": [key for f in request.frames for key in f.frame_keys]}
         else:
             # frames_indices / fps is how the processor gets seconds: with fps 1 the indices are the seconds themselves.
-            data = {"video": [(f.images, dict(fps=1.0, frames_indices=[float(s) for s in f.seconds], do_sample_frames=False,
-                                              total_num_frames=len(f.images), duration=float(f.seconds[-1]) + 1.0))
-                              for f in request.frames]}
+            # A single frame is doubled here, since the processor refuses it: the pair is what patchify makes of it too.
+            clips = [(f.images, f.seconds) if len(f.images) > 1 else (f.images.repeat(2, 0), f.seconds.repeat(2)) for f in request.frames]
+            data = {"video": [(images, dict(fps=1.0, frames_indices=[float(s) for s in seconds], do_sample_frames=False,
+                                            total_num_frames=len(images), duration=float(seconds[-1]) + 1.0)) for images, seconds in clips]}
             uuids = {"video": [f.key for f in request.frames]}
             # vLLM expands the bare placeholder only and would leave the template's markers around all of its frames, a form
             # Qwen3-VL was not trained on: every frame pair brings markers of its own.
@@ -329,6 +332,7 @@ class OpenAIEngine:
         self.pool.shutdown()
 
     def call(self, request):
+        import http.client
         import urllib.error
         import urllib.request
 
@@ -347,9 +351,9 @@ class OpenAIEngine:
                 return Completion(request.id, text=text, ended=choice.get("finish_reason") == "stop")
             except urllib.error.HTTPError as e:
                 why, again = f"HTTP {e.code}", e.code == 429 or e.code >= 500
-            except (urllib.error.URLError, TimeoutError, ConnectionError) as e:
+            except (urllib.error.URLError, TimeoutError, ConnectionError, http.client.HTTPException) as e:  # the last: cut off halfway
                 why, again = f"{type(e).__name__}: {getattr(e, 'reason', e)}", True
-            except (ValueError, KeyError, IndexError, TypeError) as e:  # an answer that is not the promised JSON
+            except (ValueError, KeyError, IndexError, TypeError, AttributeError) as e:  # an answer that is not the promised JSON
                 why, again = f"bad answer: {type(e).__name__}", False
             if not again or attempt == self.retries:
                 return Completion(request.id, error=why)
@@ -719,9 +723,12 @@ def run(engine, tasks, agent, codec, source, frames=64, group=1, step=0, version
     scoring: keyword arguments of rewards.score. step: enters every seed and every draw of K.
     """
     def works():
+        seen = {}  # a batch that spans two epochs may hold a task twice: its group then grows, with seeds of its own
         for task in tasks:
             k = frame_budget(agent.seed, step, task["id"]) if frames == "gated" else int(frames)
-            for sample in range(group):
+            first = seen.get(task["id"], 0)
+            seen[task["id"]] = first + group
+            for sample in range(first, first + group):
                 episode = Episode(task, f"{step}/{task['id']}", sample, k, version)
                 yield run_episode(episode, agent, codec, source, step)
 
@@ -733,6 +740,11 @@ def run(engine, tasks, agent, codec, source, frames=64, group=1, step=0, version
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Looking at episodes
+
+
+def printable(text):
+    """Nothing a model or a data file wrote may steer the terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def show(episode, codec, colour=True):
@@ -750,14 +762,13 @@ def show(episode, codec, colour=True):
         while end < len(kind) and kind[end] == kind[position]:
             end += 1
         ids = [i for n, i in enumerate(context.ids[position:end], position) if i not in pads or context.ids[n - 1] != i]
-        text = "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in model.decode(codec, ids, True))
-        out.append(on[kind[position]] + text + off[kind[position]])
+        out.append(on[kind[position]] + printable(model.decode(codec, ids, True)) + off[kind[position]])
         position = end
     r = episode.reward
     terms = " ".join(f"{k} {r[k]:.2f}" for k in ("total", "acc", "fmt", "tool")) if r else ""
     head = f"== {episode.task['id']} sample {episode.sample} | K {episode.frame_budget} | {episode.status} | {terms} | gold {episode.task['answer']}"
     calls = [f"   call {c['start']}-{c['end']}: {c['status']} -> {c['summary']}" for c in episode.calls]
-    return "\n".join([head, "".join(out), *calls])
+    return "\n".join([printable(head), "".join(out), *map(printable, calls)])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -113,20 +113,20 @@ class Chats:
             specs = [p for m in row["messages"] if not isinstance(m["content"], str) for p in m["content"] if p["type"] == "video"]
             try:
                 items = [model.vision_item(spec, self.frames(spec)) for spec in specs]
-            except video.VideoError as error:
+            except (video.VideoError, ValueError) as error:  # ValueError: a window that holds nothing of the video
                 print(f"skipped {row['id']}: {error}", flush=True)
                 self.broken.add(index)
                 return None
             sequence = model.encode_chat(self.codec, row["messages"], items, row.get("tools"))
             if len(sequence.ids) > self.args.max_len:
-                raise model.UserError(f"{self.path}: chat {row['id']} has {len(sequence.ids)} tokens, --max-len is {self.args.max_len}")
+                raise model.RankError(f"{self.path}: chat {row['id']} has {len(sequence.ids)} tokens, --max-len is {self.args.max_len}")
             self.encoded[index] = sequence
         return self.encoded.get(index)
 
     def cost(self, index):
         """Rough tokens of a row, known without decoding: balances the ranks."""
         parts = [p for m in self.rows[index]["messages"] for p in (m["content"] if not isinstance(m["content"], str) else [])]
-        return sum(p.get("frames", p.get("max_frames", 16)) for p in parts if p["type"] == "video") + 1
+        return sum(p.get("frames") or p.get("max_frames") or 16 for p in parts if p["type"] == "video") + 1
 
 
 def check_chat(messages):
@@ -136,12 +136,20 @@ def check_chat(messages):
     for m in messages:
         if not isinstance(m, dict) or m.get("role") not in ("system", "user", "assistant", "tool") or "content" not in m:
             return "every message needs a 'role' (system, user, assistant, tool) and a 'content'"
-        if not isinstance(m["content"], str):
-            for p in m["content"]:
-                if not isinstance(p, dict) or not (p.get("type") == "text" and "text" in p or p.get("type") == "video" and "video" in p):
-                    return "content must be a text, or a list of {'type': 'text', 'text'} and {'type': 'video', 'video', ...}"
-    if all(m["role"] != "assistant" for m in messages):
+        content = [{"type": "text", "text": m["content"]}] if isinstance(m["content"], str) else m["content"]
+        for p in content if isinstance(content, list) and content else [None]:
+            kind = p.get("type") if isinstance(p, dict) else None
+            if not (kind == "text" and isinstance(p.get("text"), str) or kind == "video" and isinstance(p.get("video"), str)):
+                return "content must be a text, or a list of {'type': 'text', 'text'} and {'type': 'video', 'video', ...}"
+            if kind == "video" and "frames" not in p and not ("start" in p and "end" in p):
+                return "a video needs 'frames', or 'start' and 'end'"
+    roles = [m["role"] for m in messages]
+    if "assistant" not in roles:
         return "no assistant message: nothing to learn"
+    if ("assistant", "assistant") in zip(roles, roles[1:]):
+        return "two assistant messages in a row: nothing stands between them to end the first"
+    if any(not isinstance(m["content"], str) and any(p["type"] == "video" for p in m["content"]) for m in messages[roles.index("assistant"):]):
+        return "a video after the first assistant message: frames are shown before it only"
     return None
 
 
@@ -309,12 +317,15 @@ def main():
             o.zero_grad(set_to_none=True)
         length = torch.tensor(float(sum(len(p.ids) for p in packs)), device=device)
         dist.all_reduce(length)
+        skipped = torch.zeros(len(train.rows), device=device)  # ranks meet different chats, and the same one in two epochs
+        skipped[list(train.broken)] = 1
+        dist.all_reduce(skipped, op=dist.ReduceOp.MAX)
         seconds = time.time() - clock
         if rank == 0:
             eta = (time.time() - began) / (step + 1 - start) * (steps - step - 1)
             record = {"step": step + 1, "loss": loss, "lr": args.lr * fraction, "grad_norm": norm, "trained_tokens": tokens,
                       "tokens": int(length.item()), "tokens_per_s": length.item() / seconds, "wait_s": waited, "step_s": seconds,
-                      "skipped_chats": len(train.broken)}
+                      "skipped_chats": int(skipped.sum())}
             print(f"step {step + 1:04d}/{steps:04d} | loss {loss:.4f} | lr {args.lr * fraction:.2e} | gn {norm:.2f} | tok {record['tokens']} "
                   f"({tokens} trained) | {record['tokens_per_s']:.0f} tok/s | wait {waited:.2f}s step {seconds:.2f}s | eta {eta / 60:.1f}m",
                   flush=True)
