@@ -61,6 +61,8 @@ def parse_args():
         raise model.UserError("--engine openai needs --base-url and --model")
     if args.engine != "openai" and not args.ckpt:
         raise model.UserError("give --ckpt, or --engine openai with --base-url and --model")
+    if args.limit < 0:
+        raise model.UserError("--limit may not be negative")
     return args
 
 
@@ -94,11 +96,11 @@ def read_records(out, digest):
     return done
 
 
-def grade(episode):
-    """-> score in [0, 1] of one episode."""
+def grade(episode, think_prefix):
+    """-> score in [0, 1] of one episode. think_prefix: its turns began with a forced <think>, which is not in their text."""
     if episode.status != "ok":
         return 0.0
-    answer = rewards.answer_or_tail(episode.turns)
+    answer = rewards.answer_or_tail(episode.turns, think_prefix)
     task = episode.task
     return rewards.accuracy(answer, task["type"], task["answer"], task.get("options"), open_metric="exact")
 
@@ -184,10 +186,11 @@ def main():
     jobs = [(k, mode, [t for t in tasks if (t["id"], str(k), mode) not in done]) for k in args.frames for mode in modes]
     jobs, engine = [(k, mode, todo[rank::world]) for k, mode, todo in jobs], None
     if any(todo for _, _, todo in jobs):
+        largest = max(64 if k == "gated" else k for k in args.frames)
         codec = model.load_codec(ckpt, args.channel) if ckpt else None
         if codec:
-            rollout.check_context(codec, tasks, agent, source, max([k for k in args.frames if k != "gated"], default="gated"))
-        limits = argparse.Namespace(**{**vars(args), "frames": max([k for k in args.frames if k != "gated"], default=64)})
+            rollout.check_context(codec, tasks, agent, source, largest)
+        limits = argparse.Namespace(**{**vars(args), "frames": largest})
         if args.engine == "openai":
             engine = rollout.OpenAIEngine(args.base_url, args.model, args.api_key_env, prefill=args.think_prefix)
         else:
@@ -197,7 +200,7 @@ def main():
             drop_torn_line(f.name)
             for k, mode, todo in jobs:
                 for episode in rollout.run(engine, todo, replace(agent, tools=mode == "on"), codec, source, k, threads=args.decode_threads):
-                    record = {**episode.to_json(), "digest": digest, "budget": str(k), "tools": mode, "score": grade(episode)}
+                    record = {**episode.to_json(), "digest": digest, "budget": str(k), "tools": mode, "score": grade(episode, args.think_prefix)}
                     f.write(json.dumps(record) + "\n")
                     f.flush()
                     bar.update()

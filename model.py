@@ -199,10 +199,13 @@ def load_codec(ckpt, channel="image"):
     if getattr(config, "model_type", None) != "qwen3_vl":
         raise UserError(f"checkpoint {ckpt}: model_type is {config.model_type!r}, this code trains qwen3_vl")
     processor = AutoProcessor.from_pretrained(ckpt)
-    tokenizer = processor.tokenizer
-    images = processor.image_processor if channel == "image" else processor.video_processor  # each has its own mean and std
+    tokenizer, images = processor.tokenizer, processor.image_processor
     if not (processor.chat_template or tokenizer.chat_template):
         raise UserError(f"checkpoint {ckpt}: no chat template")
+    videos = processor.video_processor
+    if channel == "video" and (list(videos.image_mean), list(videos.image_std)) != (list(images.image_mean), list(images.image_std)):
+        raise UserError(f"checkpoint {ckpt}: image and video processor normalise differently, and vLLM applies the image processor's to both; "
+                        "use --channel image")
     one = tokenizer.convert_tokens_to_ids
     added = sorted((t for t in tokenizer.get_added_vocab() if t.startswith("<")), key=len, reverse=True)
     banned = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|im_start|>"]
@@ -787,9 +790,13 @@ class Policy(torch.nn.Module):
     def step(self, ids, positions, seen, features, mask, cache):
         """One decoding forward for `generate`: ids [B, n] -> (logits of the last position [B, vocab] fp32, cache). A method
         of its own so that FSDP gathers the root's weights around it."""
-        embeds, levels = self.embed(ids, seen, features)
-        out = self.hf.model.language_model(inputs_embeds=embeds, position_ids=positions, attention_mask=mask, use_cache=True,
-                                           past_key_values=cache, visual_pos_masks=seen, deepstack_visual_embeds=levels)
+        text, embeds, levels = self.hf.model.language_model, *self.embed(ids, seen, features)
+        packed, text.config._attn_implementation = text.config._attn_implementation, "sdpa"  # a padded batch, not a pack
+        try:
+            out = text(inputs_embeds=embeds, position_ids=positions, attention_mask=mask, use_cache=True, past_key_values=cache,
+                       visual_pos_masks=seen, deepstack_visual_embeds=levels)
+        finally:
+            text.config._attn_implementation = packed
         return F.linear(out.last_hidden_state[:, -1], self.hf.lm_head.weight).float(), out.past_key_values
 
 
@@ -828,7 +835,6 @@ def generate(policy, codec, vision, prompts, max_new_tokens, temperature=0.0, se
     bias[list(codec.banned)] = -100.0
     draws = [torch.Generator(device).manual_seed(s) for s in seeds] if seeds else [None] * n
     sampled, logps, alive = [[] for _ in prompts], [[] for _ in prompts], [True] * n
-    before, text.config._attn_implementation = text.config._attn_implementation, "sdpa"
     cache, lengths = DynamicCache(config=text.config), mask.sum(1)
     for _ in range(max(limits)):
         logits, cache = policy.step(ids, positions, seen, features, mask, cache)
@@ -853,7 +859,6 @@ def generate(policy, codec, vision, prompts, max_new_tokens, temperature=0.0, se
         positions = torch.cat([lengths[None], following.expand(3, n)])[..., None]  # [4, B, 1]
         mask = torch.cat([mask, mask.new_ones(n, 1)], 1)
         lengths, following = lengths + 1, following + 1
-    text.config._attn_implementation = before
     return list(zip(sampled, logps))
 
 

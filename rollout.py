@@ -777,11 +777,17 @@ def show(episode, codec, colour=True):
 def check_tasks(path, rows):
     """Task rows, checked before any long work. Raises UserError naming file and task."""
     for number, row in enumerate(rows, 1):
+        options = row.get("options") or []
+        if not (isinstance(row["id"], (str, int)) and isinstance(row["question"], str)):
+            raise model.UserError(f"{path}:{number}: id and question must be text")
+        if not (isinstance(options, list) and all(isinstance(option, str) for option in options)):
+            raise model.UserError(f"{path}:{number}: options must be a list of strings, or null")
         if row["type"] not in ("mcq", "open", "grounding"):
             raise model.UserError(f"{path}:{number}: type is {row['type']!r}; expected mcq, open or grounding")
         if row["type"] == "mcq" and not row.get("options"):
             raise model.UserError(f"{path}:{number}: an mcq task needs 'options'")
-        if row["type"] == "grounding" and not (isinstance(row["answer"], list) and len(row["answer"]) == 2):
+        if row["type"] == "grounding" and not (isinstance(row["answer"], list) and len(row["answer"]) == 2
+                                               and all(type(second) in (int, float) for second in row["answer"])):
             raise model.UserError(f"{path}:{number}: the answer of a grounding task is [start, end] in seconds")
     if len({row["id"] for row in rows}) < len(rows):
         raise model.UserError(f"{path}: task ids are not unique")
@@ -823,11 +829,14 @@ def add_agent_arguments(parser, tools=True):
 def agent_settings(args, data_path):
     """Parsed flags -> (Agent, Source)."""
     agent = Agent(**{f.name: getattr(args, f.name) for f in fields(Agent)})
-    for name in ("max_new_tokens", "sub_max_new_tokens", "context", "max_parallel", "sub_frames", "max_seqs"):
+    for name in ("max_new_tokens", "sub_max_new_tokens", "context", "max_parallel", "sub_frames", "max_seqs", "decode_threads", "min_pixels"):
         if getattr(args, name) < 1:
             raise model.UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
-    if args.temperature < 0 or agent.max_turns < 0:
-        raise model.UserError("--temperature and --max-turns may not be negative")
+    for name in ("temperature", "sub_temperature"):
+        if not 0 <= (getattr(args, name) or 0) <= 2:  # vLLM's own bounds; not NaN
+            raise model.UserError(f"--{name.replace('_', '-')} must lie between 0 and 2, got {getattr(args, name)}")
+    if agent.max_turns < 0 or not agent.sub_fps > 0 or args.min_pixels > args.max_pixels:
+        raise model.UserError("--max-turns may not be negative, --sub-fps must be above 0, --min-pixels at most --max-pixels")
     root = args.video_root or os.path.dirname(os.path.abspath(data_path))
     if not os.path.isdir(root):
         raise model.UserError(f"--video-root {root}: no such folder")
@@ -890,6 +899,10 @@ def main():
     if parser.parse_known_args()[0].preset == "toy":
         parser.set_defaults(**toy_lengths())
     args = parser.parse_args()
+    if args.group < 1 or args.limit < 0:
+        raise model.UserError("--group must be at least 1 and --limit at least 0")
+    if args.out and os.path.isdir(args.out):
+        raise model.UserError(f"--out {args.out} is a folder; give the name of a file")
     from tqdm import tqdm
 
     ckpt = model.resolve_checkpoint(args.ckpt)

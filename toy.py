@@ -201,10 +201,10 @@ def build_base(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384):
 
     tokenizer = build_tokenizer(rng)
     one = tokenizer.convert_tokens_to_ids
-    half = hidden // heads // 2
+    axis = hidden // heads // 2
     text = dict(vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=mlp, num_hidden_layers=layers,
                 num_attention_heads=heads, num_key_value_heads=heads, head_dim=hidden // heads, max_position_embeddings=4096,
-                rope_scaling={"mrope_interleaved": True, "mrope_section": [half - 2 * (half // 3), half // 3, half // 3],
+                rope_scaling={"mrope_interleaved": True, "mrope_section": [axis - 2 * (axis // 3), axis // 3, axis // 3],
                               "rope_type": "default"}, rope_theta=10000.0, tie_word_embeddings=True)
     vision = dict(depth=1, hidden_size=64, num_heads=2, intermediate_size=128, patch_size=16, spatial_merge_size=2,
                   temporal_patch_size=2, out_hidden_size=hidden, num_position_embeddings=16, deepstack_visual_indexes=[0])
@@ -216,7 +216,8 @@ def build_base(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384):
     policy = Qwen3VLForConditionalGeneration(config)
     policy.generation_config.eos_token_id = one("<|im_end|>")
     policy.generation_config.pad_token_id = one("<|endoftext|>")
-    images = Qwen2VLImageProcessor(patch_size=16, merge_size=2, min_pixels=1024, max_pixels=50176)
+    half = [0.5, 0.5, 0.5]  # the video processor's own mean and std; vLLM normalises both channels with the image processor's
+    images = Qwen2VLImageProcessor(patch_size=16, merge_size=2, min_pixels=1024, max_pixels=50176, image_mean=half, image_std=half)
     videos = Qwen3VLVideoProcessor(patch_size=16, merge_size=2)
     processor = Qwen3VLProcessor(image_processor=images, tokenizer=tokenizer, video_processor=videos,
                                  chat_template=chat_template())

@@ -24,6 +24,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import torch
+
 import model
 import rollout
 import video
@@ -35,9 +37,12 @@ class ScriptedEngine:
     def __init__(self, engine, codec, shortest, longest, script):
         self.engine, self.codec, self.max_seqs = engine, codec, engine.max_seqs
         self.shortest, self.longest, self.script, self.tokens = shortest, longest, script, 0
+        self.fixed = None  # (tokens of a main turn, tokens of a summary) instead of drawn lengths
 
     def length(self, request):
         """Log-uniform from a digest of the request's id: long-tailed, and the same on both sides of a comparison."""
+        if self.fixed:
+            return self.fixed[request.id.count("/") > 3]
         draw = random.Random(request.id).random()
         return round(self.shortest * (self.longest / self.shortest) ** draw)
 
@@ -134,11 +139,15 @@ def main():
     add("--group", type=int, default=4, help="rollouts per prompt")
     add("--shortest", type=int, default=8, help="tokens of the shortest request")
     add("--longest", type=int, default=256, help="tokens of the longest request")
+    add("--turn", type=int, default=64, help="tokens of a main turn in the dispatch comparison")
+    add("--summary", type=int, default=128, help="tokens of a summary in the dispatch comparison")
     add("--repeats", type=int, default=5, help="measurements of each side")
     add("--episodes", type=int, default=6, help="episodes per measurement of the dispatch, one at a time")
     add("--max-seqs", type=int, default=64, help="sequences in the engine's batch")
+    add("--threads", type=int, default=1, help="torch threads; on shared cores two spinning threads cost a factor of ten")
     args = parser.parse_args()
 
+    torch.set_num_threads(args.threads)  # the engine keeps what it finds
     ckpt = model.resolve_checkpoint(args.ckpt)
     codec = model.load_codec(ckpt)
     tasks = rollout.read_tasks(args.data)[: args.prompts]
@@ -166,13 +175,13 @@ def main():
 
     def one_by_one(dispatch, repeat):
         source = fresh(engine, root)
-        engine.shortest = engine.longest = 64  # summaries of one length: the ratio is that of the dispatch alone
+        engine.fixed = args.turn, args.summary  # equal lengths: the ratio is that of the dispatch alone
         rules = rollout.Agent(**{**vars(agent), "dispatch": dispatch})
         began = time.perf_counter()
         for work in works(tasks[: args.episodes], 1, rules, codec, source, repeat):
             list(rollout.drive(engine, [work]))
         seconds = (time.perf_counter() - began) / min(args.episodes, len(tasks))
-        engine.shortest, engine.longest = args.shortest, args.longest
+        engine.fixed = None
         return seconds
 
     for name in rates:  # kernels and caches of the process warm up
@@ -184,12 +193,14 @@ def main():
     print(json.dumps({
         "scheduler_ratio": round(middle["lock_step"] / middle["drive"], 3), "scheduler_target": 1.3,
         "dispatch_ratio": round(middle["sequential"] / middle["parallel"], 3), "dispatch_target": 1.8,
-        "drive_s": round(middle["drive"], 3), "lock_step_s": round(middle["lock_step"], 3),
+        # Decoding steps on the critical path: what the ratio would be if a step cost the same for one sequence and for three.
+        "dispatch_bound": round((2 * args.turn + 3 * args.summary) / (2 * args.turn + args.summary), 3),
+        "turn": args.turn, "summary": args.summary, "drive_s": round(middle["drive"], 3), "lock_step_s": round(middle["lock_step"], 3),
         "parallel_s_per_episode": round(middle["parallel"], 4), "sequential_s_per_episode": round(middle["sequential"], 4),
         "drive_tokens_per_s": round(statistics.median(rates["drive"])), "lock_step_tokens_per_s": round(statistics.median(rates["lock_step"])),
         "all_s": {name: [round(x, 3) for x in s] for name, s in {**scheduler, **dispatch}.items()},
         "episodes": len(tasks) * args.group, "lengths": [args.shortest, args.longest], "max_seqs": args.max_seqs, "repeats": args.repeats,
-        "cores": len(os.sched_getaffinity(0)), "load": [round(x, 1) for x in os.getloadavg()]}))
+        "threads": args.threads, "cores": len(os.sched_getaffinity(0)), "load": [round(x, 1) for x in os.getloadavg()]}))
     engine.engine.close()
 
 

@@ -706,7 +706,7 @@ def test_log_row_and_log_line_carry_what_is_promised(run_grpo, given_rollouts, h
     assert m["length"] == pytest.approx(sum(sum(json.loads(x)["mask"]) for x in
                                             (folder / "rollouts" / "step_000001.rank0.jsonl").read_text().splitlines()) / 8)
     printed = capsys.readouterr().out
-    for word in ("step 0002/0002", "| R ", "acc", "kappa 0.25", "call-skip", "K:acc/kappa 4:", "gap", "gn", "zero 0/2", "roll", "sync", "eta", "== rl-"):
+    for word in ("step 0002/0002", "| R ", "acc", "kappa 0.25", "closed think", "call-skip 4:", "gap", "gn", "zero 0/2", "roll", "sync", "eta", "== rl-"):
         assert word in printed
     assert json.loads((folder / "args.json").read_text())["group"] == 4
 
@@ -786,7 +786,7 @@ def test_a_resumed_run_samples_and_learns_what_the_straight_one_does(run_grpo, t
     for key in ("task", "K", "group", "sample", "version", "ids"):
         assert [r[key] for r in a] == [r[key] for r in b]
     assert len(a) == 24 and len({r["group"] for r in a}) == 8
-    assert max((straight[w] - parts[w]).abs().max().item() for w in straight) < 1e-6
+    assert max((straight[w] - parts[w]).abs().max().item() for w in straight) < 2e-5  # two straight runs differ by 4e-6
     assert [json.loads(x)["step"] for x in (other / "log.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
     assert n["grad_norm"] == pytest.approx(m["grad_norm"], rel=1e-3)
 

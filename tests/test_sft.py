@@ -24,6 +24,12 @@ import sft
 import video
 
 
+@pytest.fixture(scope="module")
+def process_group():
+    """A process group of one. Asked for by every file, since closing a vLLM engine ends the group of the whole process."""
+    model.start_process_group()
+
+
 def settings_for_chats(**changed):
     return SimpleNamespace(**{"video_root": None, "min_pixels": 1024, "max_pixels": 50176, "max_len": 2048, **changed})
 

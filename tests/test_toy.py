@@ -1,0 +1,279 @@
+"""
+Tests of toy.py: python -m pytest tests/test_toy.py -q
+
+Everything else is tested on this world, so it must be the same everywhere, and be what its files say it is.
+"""
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+
+import numpy as np
+import pytest
+from conftest import run_script
+
+import model
+import rollout
+import toy as toy_world
+import video
+
+SMALL = ("--sft-videos", 3, "--rl-videos", 2, "--eval-videos", 1)
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory):
+    """Folders of small worlds: a and b of one seed, made under different hash seeds; c of another seed."""
+    root = tmp_path_factory.mktemp("twins")
+    script = os.path.join(os.path.dirname(toy_world.__file__), "toy.py")
+    running = []
+    for name, seed, salt in (("a", 5, "1"), ("b", 5, "2"), ("c", 6, "1")):
+        command = [sys.executable, script, "--out", str(root / name), "--seed", str(seed), *map(str, SMALL)]
+        running.append(subprocess.Popen(command, env={**os.environ, "PYTHONHASHSEED": salt, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True))
+        if name == "b":
+            [p.wait() for p in running]
+    for process in running:
+        assert process.wait() == 0, process.stderr.read()
+        process.stderr.close()
+    return root
+
+
+def digests(folder):
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def rows_of(folder, name):
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def videos_of(row):
+    return {piece["video"] for m in row["messages"] if isinstance(m["content"], list) for piece in m["content"] if piece["type"] == "video"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The same bytes from the same seed
+
+
+def test_one_seed_gives_one_world_to_the_byte(twin):
+    """Videos and weights too: a number measured on one machine can then be checked on another."""
+    a, b = digests(twin / "a"), digests(twin / "b")
+    assert a == b and len(a) == 30 + 4 + len(list((twin / "a" / "base").iterdir()))  # 3 + 24 + 2 + 1 videos, 4 JSONL files
+
+
+def test_another_seed_gives_another_world(twin):
+    a, c = digests(twin / "a"), digests(twin / "c")
+    assert a.keys() == c.keys()
+    differ = {name for name in a if a[name] != c[name]}
+    assert {"base/model.safetensors", "sft.jsonl", "sft_val.jsonl", "rl.jsonl", "eval.jsonl"} < differ
+    assert all(name in differ for name in a if name.startswith("videos/"))
+
+
+def test_number_of_videos_is_what_was_asked(twin, toy):
+    for folder, counts in ((twin / "a", {"sft": 3, "val": 24, "rl": 2, "eval": 1}), (toy, {"sft": 12, "val": 24, "rl": 6, "eval": 4})):
+        assert Counter(p.name.split("-")[0] for p in (folder / "videos").iterdir()) == counts
+        assert len(rows_of(folder, "rl.jsonl")) == counts["rl"] and len(rows_of(folder, "eval.jsonl")) == counts["eval"]
+
+
+def test_layers_and_hidden_shape_the_checkpoint(tmp_path):
+    done = run_script("toy.py", "--out", tmp_path / "w", "--layers", 2, "--hidden", 256, *SMALL)
+    assert done.returncode == 0, done.stderr
+    config = json.loads((tmp_path / "w" / "base" / "config.json").read_text())
+    text, vision = config["text_config"], config["vision_config"]
+    assert (text["num_hidden_layers"], text["hidden_size"], vision["out_hidden_size"]) == (2, 256, 256)
+
+
+@pytest.mark.parametrize("flags, why", [(("--sft-videos", 0), "--sft-videos"), (("--eval-videos", -1), "--eval-videos"), (("--hidden", 100), "--hidden"),
+                                        (("--layers", 0), "--layers"), (("--out", "/proc/nothing"), "output folder")])
+def test_bad_flags_are_one_line_and_exit_code_2(flags, why, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["toy.py", "--out", str(tmp_path / "w"), *map(str, flags)])
+    with pytest.raises(SystemExit) as stop:
+        model.run_main(toy_world.main)
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and why in err and err.count("\n") == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Videos and tasks
+
+
+def test_no_video_is_in_two_splits(toy):
+    """A video of the cold start in the evaluation would measure memory."""
+    splits = [set().union(*(videos_of(row) for row in rows_of(toy, name))) for name in ("sft.jsonl", "sft_val.jsonl")]
+    splits += [{row["video"] for row in rows_of(toy, name)} for name in ("rl.jsonl", "eval.jsonl")]
+    assert sum(map(len, splits)) == len(set().union(*splits)) == len(list((toy / "videos").iterdir())) == 46
+    contents = {hashlib.sha256(path.read_bytes()).digest() for path in (toy / "videos").iterdir()}
+    assert len(contents) == 46  # no two are the same but for the name
+
+
+def colour_at(image):
+    """Name of the colour of a frame's middle, or None for grey noise."""
+    names = {**toy_world.colours(), None: (128, 128, 128)}
+    middle = image[13:19, 13:19].reshape(-1, 3).astype(float).mean(0)
+    return min(names, key=lambda name: np.abs(middle - names[name]).sum())
+
+
+def test_every_video_shows_what_its_task_says(toy):
+    """64 frames of one second; the named slots show the colours of the answer, in order, for two seconds each; nothing else
+    shows any. A rollout is graded by this."""
+    for name in ("rl.jsonl", "eval.jsonl"):
+        for task in rows_of(toy, name):
+            frames = video.overview(str(toy / task["video"]), 64)
+            assert frames.images.shape == (64, 32, 32, 3) and list(frames.seconds) == [float(t) for t in range(64)]
+            seen = {t: colour_at(image) for t, image in enumerate(frames.images)}
+            shown = {t: colour for t, colour in seen.items() if colour}
+            windows = [(int(a), int(b)) for a, b in re.findall(r"(\d+) and (\d+)", task["question"])]
+            assert [sorted({c for t, c in shown.items() if a <= t < b}) for a, b in windows] == [[c] for c in task["answer"].split(", ")]
+            assert all(sum(a <= t < b for t in shown) == 2 for a, b in windows) and len(shown) == 2 * len(windows)
+            assert all(not seen[a] and b - a == 8 for a, b in windows)  # never on the slot's edge
+            assert task["category"].startswith(str(len(windows))) and task["type"] == "open"
+
+
+def test_one_frame_of_the_world_is_one_vision_token(toy, codec):
+    frames = video.overview(str(toy / "videos" / "rl-0000.mp4"), 4)
+    assert model.tokens_per_item(codec, model.vision_item({}, frames)) == 1
+
+
+def test_a_crop_always_shows_the_event_and_a_thin_overview_often_does_not():
+    """This contrast is what the tool is for."""
+    import random
+
+    rng, hits, total = random.Random(0), Counter(), 0
+    for _ in range(400):
+        for event in toy_world.make_timeline(rng):
+            total += 1
+            assert event["window"][0] < event["start"] < event["end"] <= event["window"][1]
+            for k in (4, 8, 16, 32, 64):
+                looks = {int((i + 0.5) * 64 / k) for i in range(k)}
+                hits[k] += any(event["start"] <= t < event["end"] for t in looks)
+    assert hits[64] == hits[32] == total
+    assert 0.4 < hits[16] / total < 0.6 and 0.15 < hits[8] / total < 0.35 and 0.07 < hits[4] / total < 0.2
+
+
+def test_tasks_are_what_the_agent_reads(toy):
+    for name in ("rl.jsonl", "eval.jsonl"):
+        assert all(os.path.isfile(toy / task["video"]) for task in rollout.read_tasks(str(toy / name)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The SFT mixture
+
+
+def kind_of(row):
+    return re.fullmatch(r"(\w+-\d{4})-(direct|call|plain|sub)-(\d+)", row["id"]).groups()
+
+
+def test_the_mixture_holds_every_way_of_answering_at_every_budget(toy):
+    """Half direct and half with calls at every K alike: the cold start must not know when the tool helps."""
+    rows = rows_of(toy, "sft.jsonl")
+    kinds = Counter((kind, int(n)) for _, kind, n in map(kind_of, rows) if kind != "sub")
+    assert kinds == {(kind, k): 12 for kind in ("direct", "call", "plain") for k in (4, 8, 16, 32, 64)}
+    assert len({row["id"] for row in rows}) == len(rows)
+    for row in rows:
+        name, kind, n = kind_of(row)
+        roles = [m["role"] for m in row["messages"]]
+        if kind in ("direct", "plain"):
+            assert roles == ["system", "user", "assistant"]
+        if kind == "call":
+            called = row["messages"][2]["content"].count("<tool_call>")
+            assert roles == ["system", "user", "assistant", *["tool"] * called, "assistant"] and 1 <= called <= 3
+        assert (row.get("tools") == rollout.tool_schema()) == (kind in ("direct", "call")) and ("tools" in row) == (kind in ("direct", "call"))
+    both = [*rows, *rows_of(toy, "sft_val.jsonl")]
+    assert {row["messages"][2]["content"].count("<tool_call>") for row in both if kind_of(row)[1] == "call"} == {1, 2, 3}
+
+
+def test_prompts_of_the_data_are_those_of_the_agent(toy):
+    """Word for word: a cold start on other prompts than RL samples from would be for nothing."""
+    for row in rows_of(toy, "sft.jsonl"):
+        name, kind, n = kind_of(row)
+        question = row["messages"][1]["content"][1]["text"]
+        if kind == "sub":
+            window = re.search(r"Window: (\d+) to (\d+) seconds", question)
+            asked = re.search(r"Question: (.*)", question)[1]
+            spec = {"start": float(window[1]), "end": float(window[2]), "fps": 1.0, "max_frames": 16}
+            want = rollout.sub_messages({"video": f"videos/{name}.mp4", "question": asked}, spec)
+        else:
+            task = {"video": f"videos/{name}.mp4", "question": question.split("\n")[1], "type": "open", "options": None}
+            want = rollout.main_messages(task, int(n), tools=kind != "plain")
+        assert row["messages"][: len(want)] == want
+
+
+def test_the_data_speaks_the_protocol(toy):
+    """Its calls parse, name the windows of the question, and its turns earn the whole format reward."""
+    import rewards
+
+    for row in rows_of(toy, "sft.jsonl"):
+        name, kind, n = kind_of(row)
+        said = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
+        if kind == "sub":
+            assert said[0] in {f"a {colour} square" for colour in toy_world.colours()}
+            continue
+        assert all(text.startswith("<think>\n") for text in said)
+        turns = [text.removeprefix("<think>\n") for text in said]
+        assert rewards.format_reward(turns)["total"] == 1.0
+        if kind == "call":
+            found = [(c.start, c.end) for c in rewards.parse_tool_calls(turns[0], think_open=True) if c.error is None]
+            asked = re.findall(r"(\d+) and (\d+)", row["messages"][1]["content"][1]["text"])
+            assert found == [(float(a), float(b)) for a, b in asked]
+            summaries = [m["content"].split()[1] for m in row["messages"] if m["role"] == "tool"]
+            assert rewards.final_answer(turns) == ", ".join(summaries)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The checkpoint
+
+
+TEXTS = ["Which colours appear between 16 and 24, 40 and 48?", "<think>\nI saw red, blue.\n</think>\n<answer>red, blue</answer>", "<12.0 seconds>é 日本 🙂 \x00",
+         toy_world.call_text(16, 24), "0 1 9 10 63 64 100", "  two  spaces\n\ttab"]
+
+
+def test_the_base_loads_with_plain_transformers(toy, tmp_path):
+    """No code of ours is needed to use what a stage leaves behind."""
+    model.import_shim()
+    from transformers import AutoProcessor, AutoTokenizer, Qwen3VLForConditionalGeneration
+
+    policy = Qwen3VLForConditionalGeneration.from_pretrained(toy / "base")
+    processor, tokenizer = AutoProcessor.from_pretrained(toy / "base"), AutoTokenizer.from_pretrained(toy / "base")
+    assert type(processor).__name__ == "Qwen3VLProcessor" and processor.chat_template
+    assert len(tokenizer) == policy.config.text_config.vocab_size == policy.get_input_embeddings().weight.shape[0]
+    assert policy.config.tie_word_embeddings and policy.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert 5e5 < sum(p.numel() for p in policy.parameters()) < 3e6
+    processor.save_pretrained(tmp_path / "again")
+    model.fix_tokenizer_class(tmp_path / "again", processor.tokenizer)
+    third = AutoTokenizer.from_pretrained(tmp_path / "again")
+    for text in TEXTS:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert ids == processor.tokenizer(text, add_special_tokens=False)["input_ids"] == third(text, add_special_tokens=False)["input_ids"]
+        assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
+
+
+def pieces(codec, text):
+    return [codec.pieces[i].decode() for i in model.encode(codec, text)]
+
+
+def test_whole_numbers_and_fixed_phrases_are_single_tokens(codec):
+    """A number in one piece can be copied from the question into a call; a fixed sentence need not be read word by word."""
+    for number in range(65):
+        assert len(model.encode(codec, str(number))) == 1 and len(model.encode(codec, f"<{number % 64}.0 seconds>")) == 1
+    phrases = toy_world.fixed_phrases(toy_world.render_template)
+    assert all(model.encode(codec, phrase) == [codec.tokenizer.convert_tokens_to_ids(phrase)] for phrase in phrases)
+    assert rollout.answer_style("open") in phrases and all(line in phrases for line in rollout.main_prompt().split("\n"))
+    assert pieces(codec, toy_world.call_text(16, 24))[-7:] == ["16", ', "end_time": ', "24", "}", "}", "\n", "</tool_call>"] or \
+        pieces(codec, toy_world.call_text(16, 24))[-6:] == ["16", ', "end_time": ', "24", "}}", "\n", "</tool_call>"]
+
+
+def test_tags_are_split_as_in_qwen3(codec):
+    """`<think>` and `<tool_call>` are one token and `<answer>` is several there, which is why tags are found by their bytes."""
+    for tag in ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"):
+        assert len(model.encode(codec, tag)) == 1 and not codec.tokenizer.convert_tokens_to_ids(tag) in codec.tokenizer.all_special_ids
+    assert len(model.encode(codec, "<answer>")) > 1 and len(model.encode(codec, "</answer>")) > 1
+    assert all(len(model.encode(codec, t)) == 1 for t in ("<|im_start|>", "<|im_end|>", "<|image_pad|>", "<|video_pad|>"))
+
+
+def test_prompts_of_the_world_are_short(toy, codec):
+    """The context is meant for frames: what stands around 64 of them stays below 60 tokens but for their own markers."""
+    task = rollout.read_tasks(str(toy / "rl.jsonl"))[0]
+    frames = video.overview(str(toy / task["video"]), 64)
+    ids, _, _ = model.encode_prompt(codec, rollout.main_messages(task, 64), [model.vision_item({}, frames)], rollout.tool_schema())
+    assert len(ids) - 64 * 4 < 60 + 30 and len(ids) < 350
