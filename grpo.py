@@ -90,7 +90,7 @@ def parse_args():
     parser = build_parser()
     early = parser.parse_known_args()[0]
     if early.preset == "toy":
-        parser.set_defaults(lr=3e-4, prompts=16, steps=40, pack_tokens=4096, save_every=0, checkpointing=False, temperature=1.0, kl=0.0,
+        parser.set_defaults(lr=2e-4, prompts=16, steps=40, pack_tokens=4096, save_every=0, checkpointing=False, temperature=1.0, kl=0.0,
                             probe_tolerance=1e-3, **rollout.toy_lengths())
     if early.vanilla:
         parser.set_defaults(think_prefix=False, answer_suffix=False, format_credit="sequence", anchor=0.0, gamma=0.0, tool_reward=0.0,
@@ -124,9 +124,10 @@ def group_by_prompt(episodes):
     return list(groups.values())
 
 
-def assign_advantages(group, format_weight):
-    """Fill .advantage of each episode of one group -> True if the group has any signal."""
-    task = [e.reward["total"] - format_weight * e.reward["fmt"] for e in group]
+def assign_advantages(group, format_weight, tool_weight=1.0):
+    """Fill .advantage of each episode of one group -> True if the group has any signal. Composed from the unweighted terms, so
+    that a recorded rollout can be replayed under other weights."""
+    task = [e.reward["acc"] + tool_weight * e.reward["tool"] for e in group]
     a_task, a_fmt, sigma = rewards.group_advantages(task, [e.reward["fmt"] for e in group], format_weight)
     for episode, t, f in zip(group, a_task, a_fmt):
         episode.advantage = {"task": t, "fmt": f, "sigma": sigma}
@@ -171,7 +172,7 @@ def training_trees(groups, codec, args):
     """Groups of this rank -> (trees of groups with signal, sampled tokens of all groups, skipped groups)."""
     trees, tokens, skipped = [], 0, 0
     for group in groups:
-        signal = assign_advantages(group, args.format_weight)
+        signal = assign_advantages(group, args.format_weight, args.tool_reward)
         tokens += sum(sum(e.context.mask) for e in group)
         extra = subagent_trees(group) if args.train_subagents else []
         tokens += sum(sum(t.prefix.mask) for t in extra)
@@ -372,12 +373,15 @@ def main():
             episodes = [e for g in groups for e in g]
         else:
             batch = [tasks[i] for i in model.batch_indices(step, args.prompts, len(tasks), args.seed)]
-            episodes = list(rollout.run(engine, batch[rank::world], agent, codec, source, args.frames, args.group, step, step, scoring,
+            order = {}  # a batch over the seam of two epochs may hold a task twice: one rank takes both, as one larger group
+            for task in batch:
+                order.setdefault(f"{step}/{task['id']}", len(order))
+            mine = [task for task in batch if order[f"{step}/{task['id']}"] % world == rank]
+            episodes = list(rollout.run(engine, mine, agent, codec, source, args.frames, args.group, step, step, scoring,
                                         args.decode_threads, clock=waited))
             for e in episodes:
                 if e.status == "video_error" and e.sample == 0:
                     print(f"skipped task {e.task['id']}: {e.error}", flush=True)
-            order = {f"{step}/{task['id']}": i for i, task in enumerate(batch)}
             episodes.sort(key=lambda e: (order[e.group], e.sample))
             groups = group_by_prompt(episodes)
         rollout_s = time.time() - clock

@@ -76,7 +76,7 @@ def build_parser():
 def parse_args():
     parser = build_parser()
     if parser.parse_known_args()[0].preset == "toy":
-        parser.set_defaults(optimizer="muon", lr=2e-3, batch_size=24, pack_tokens=2048, max_len=2048, epochs=1.0,
+        parser.set_defaults(optimizer="muon", lr=2e-3, batch_size=24, pack_tokens=2048, max_len=2048, epochs=1.2,
                             beta2=0.98, min_lr=0.02, warmup=0.1, eval_every=100, save_every=0, checkpointing=False, max_new_tokens=128)
     args = parser.parse_args()
     for name in ("batch_size", "pack_tokens", "max_len"):

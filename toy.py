@@ -5,8 +5,8 @@ The world. A 64-second video, one frame a second, 32 x 32 pixels (ONE vision tok
 squares, each on screen for 2 seconds inside a 8-second slot of its own. The question names the slots, the answer lists the
 colours in order:
     Which colours appear between 16 and 24, 40 and 48?      ->  red, blue
-An overview of K frames at the centres of K equal segments shows an event of 2 seconds always at K = 64 and 32, half the
-time at 16, a quarter at 8, an eighth at 4. A crop of the slot always shows it. That contrast is the one that PARA-GRPO is about.
+An overview of K frames at the centres of K equal segments shows an event of 2 seconds always at K = 64 and 32, three
+times in five at 16, twice in five at 8, never at 4. A crop of the slot always shows it. That contrast is the one that PARA-GRPO is about.
 
 The files. `base/`: a random Qwen3-VL with its tokenizer and processor; `videos/*.mp4`; `sft.jsonl`, `sft_val.jsonl`, `rl.jsonl`,
 `eval.jsonl` (no video in two of the splits). The SFT mixture is half "answer from the overview" and half "call, then gather",
@@ -65,7 +65,9 @@ def write_video(path, frames, fps=1):
     import av
 
     with av.open(path, "w", format="mp4", options={"fflags": "+bitexact"}) as container:
-        stream = container.add_stream("libx264", rate=fps, options={"threads": "1", "crf": "18", "preset": "veryfast"})
+        # Without mbtree: on frames this small it makes one file in 150 differ from run to run.
+        options = {"threads": "1", "crf": "18", "preset": "veryfast", "x264-params": "mbtree=0"}
+        stream = container.add_stream("libx264", rate=fps, options=options)
         stream.width, stream.height, stream.pix_fmt = frames.shape[2], frames.shape[1], "yuv420p"
         for frame in frames:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
@@ -242,7 +244,9 @@ def main():
     parser.add_argument("--layers", type=int, default=4, help="decoder layers of the base checkpoint")
     parser.add_argument("--hidden", type=int, default=128, help="hidden size of the base checkpoint, a multiple of 128")
     args = parser.parse_args()
-    for name in ("sft_videos", "rl_videos", "eval_videos"):
+    if args.hidden < 128 or args.hidden % 128:
+        raise model.UserError(f"--hidden must be a multiple of 128, got {args.hidden}")
+    for name in ("sft_videos", "rl_videos", "eval_videos", "layers"):
         if getattr(args, name) < 1:
             raise model.UserError(f"--{name.replace('_', '-')} must be at least 1")
     from tqdm import tqdm

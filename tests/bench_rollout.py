@@ -154,9 +154,9 @@ def main():
     root = os.path.dirname(os.path.abspath(args.data))
     codec.banned = (*codec.banned, codec.eos)  # a request runs exactly as long as it was told to
     # Three windows of different places; the text is what the toy's cold start teaches.
-    calls = "\n".join('<tool_call>\n{"name": "crop_video", "arguments": {"start_time": %d, "end_time": %d}}\n</tool_call>' % w
-                      for w in ((0, 8), (24, 32), (48, 56)))
-    script = "I need a closer look.\n</think>\n" + calls
+    windows = [{"start_time": 0, "end_time": 8}, {"start_time": 24, "end_time": 32}, {"start_time": 48, "end_time": 56}]
+    calls = [json.dumps({"name": "crop_video", "arguments": window}) for window in windows]
+    script = "I need a closer look.\n</think>\n" + "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
     engine = ScriptedEngine(rollout.VllmEngine(ckpt, codec, 2048, max_seqs=args.max_seqs), codec, args.shortest, args.longest, script)
     agent = rollout.Agent(temperature=1.0, context=2048, max_new_tokens=512, max_turns=1)
     rates = {"drive": [], "lock_step": []}

@@ -6,6 +6,7 @@ Everything else is tested on this world, so it must be the same everywhere, and 
 import hashlib
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -13,7 +14,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from conftest import run_script
 
 import model
 import rollout
@@ -25,13 +25,15 @@ SMALL = ("--sft-videos", 3, "--rl-videos", 2, "--eval-videos", 1)
 
 @pytest.fixture(scope="module")
 def twin(tmp_path_factory):
-    """Folders of small worlds: a and b of one seed, made under different hash seeds; c of another seed."""
+    """Folders of small worlds: a and b of one seed, made under different hash seeds; c of another seed and shape."""
     root = tmp_path_factory.mktemp("twins")
     script = os.path.join(os.path.dirname(toy_world.__file__), "toy.py")
     running = []
     for name, seed, salt in (("a", 5, "1"), ("b", 5, "2"), ("c", 6, "1")):
-        command = [sys.executable, script, "--out", str(root / name), "--seed", str(seed), *map(str, SMALL)]
-        running.append(subprocess.Popen(command, env={**os.environ, "PYTHONHASHSEED": salt, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True))
+        command = [sys.executable, script, "--out", str(root / name), "--seed", str(seed), *map(str, SMALL),
+                   *(["--layers", "2", "--hidden", "256"] if name == "c" else [])]
+        env = {**os.environ, "PYTHONHASHSEED": salt, "OMP_NUM_THREADS": "1"}
+        running.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
         if name == "b":
             [p.wait() for p in running]
     for process in running:
@@ -62,11 +64,22 @@ def test_one_seed_gives_one_world_to_the_byte(twin):
     assert a == b and len(a) == 30 + 4 + len(list((twin / "a" / "base").iterdir()))  # 3 + 24 + 2 + 1 videos, 4 JSONL files
 
 
+def test_an_encoder_that_ran_before_writes_the_same_bytes_again(tmp_path):
+    """Two worlds are too few to see an encoder that goes astray once in a hundred files."""
+    rng, noise = random.Random(0), np.random.default_rng(0)
+    for _ in range(10):
+        frames, found = toy_world.draw_frames(toy_world.make_timeline(rng), noise), set()
+        for _ in range(15):
+            toy_world.write_video(tmp_path / "v.mp4", frames)
+            found.add((tmp_path / "v.mp4").read_bytes())
+        assert len(found) == 1
+
+
 def test_another_seed_gives_another_world(twin):
     a, c = digests(twin / "a"), digests(twin / "c")
     assert a.keys() == c.keys()
     differ = {name for name in a if a[name] != c[name]}
-    assert {"base/model.safetensors", "sft.jsonl", "sft_val.jsonl", "rl.jsonl", "eval.jsonl"} < differ
+    assert {"sft.jsonl", "sft_val.jsonl", "rl.jsonl", "eval.jsonl"} < differ
     assert all(name in differ for name in a if name.startswith("videos/"))
 
 
@@ -76,15 +89,16 @@ def test_number_of_videos_is_what_was_asked(twin, toy):
         assert len(rows_of(folder, "rl.jsonl")) == counts["rl"] and len(rows_of(folder, "eval.jsonl")) == counts["eval"]
 
 
-def test_layers_and_hidden_shape_the_checkpoint(tmp_path):
-    done = run_script("toy.py", "--out", tmp_path / "w", "--layers", 2, "--hidden", 256, *SMALL)
-    assert done.returncode == 0, done.stderr
-    config = json.loads((tmp_path / "w" / "base" / "config.json").read_text())
+def test_layers_and_hidden_shape_the_checkpoint(twin):
+    config = json.loads((twin / "c" / "base" / "config.json").read_text())
     text, vision = config["text_config"], config["vision_config"]
+    first = json.loads((twin / "a" / "base" / "config.json").read_text())["text_config"]
+    assert (first["num_hidden_layers"], first["hidden_size"]) == (4, 128)
     assert (text["num_hidden_layers"], text["hidden_size"], vision["out_hidden_size"]) == (2, 256, 256)
 
 
-@pytest.mark.parametrize("flags, why", [(("--sft-videos", 0), "--sft-videos"), (("--eval-videos", -1), "--eval-videos"), (("--hidden", 100), "--hidden"),
+@pytest.mark.parametrize("flags, why", [(("--sft-videos", 0), "--sft-videos"), (("--eval-videos", -1), "--eval-videos"),
+                                        (("--hidden", 100), "--hidden"),
                                         (("--layers", 0), "--layers"), (("--out", "/proc/nothing"), "output folder")])
 def test_bad_flags_are_one_line_and_exit_code_2(flags, why, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sys, "argv", ["toy.py", "--out", str(tmp_path / "w"), *map(str, flags)])
@@ -136,9 +150,7 @@ def test_one_frame_of_the_world_is_one_vision_token(toy, codec):
 
 
 def test_a_crop_always_shows_the_event_and_a_thin_overview_often_does_not():
-    """This contrast is what the tool is for."""
-    import random
-
+    """This contrast is what the tool is for. The shares are exact: an event starts 1 to 5 seconds into its slot of 8."""
     rng, hits, total = random.Random(0), Counter(), 0
     for _ in range(400):
         for event in toy_world.make_timeline(rng):
@@ -148,7 +160,7 @@ def test_a_crop_always_shows_the_event_and_a_thin_overview_often_does_not():
                 looks = {int((i + 0.5) * 64 / k) for i in range(k)}
                 hits[k] += any(event["start"] <= t < event["end"] for t in looks)
     assert hits[64] == hits[32] == total
-    assert 0.4 < hits[16] / total < 0.6 and 0.15 < hits[8] / total < 0.35 and 0.07 < hits[4] / total < 0.2
+    assert hits[4] == 0 and abs(hits[8] / total - 2 / 5) < 0.05 and abs(hits[16] / total - 3 / 5) < 0.05
 
 
 def test_tasks_are_what_the_agent_reads(toy):
@@ -224,7 +236,8 @@ def test_the_data_speaks_the_protocol(toy):
 # The checkpoint
 
 
-TEXTS = ["Which colours appear between 16 and 24, 40 and 48?", "<think>\nI saw red, blue.\n</think>\n<answer>red, blue</answer>", "<12.0 seconds>é 日本 🙂 \x00",
+TEXTS = ["Which colours appear between 16 and 24, 40 and 48?", "<think>\nI saw red, blue.\n</think>\n<answer>red, blue</answer>",
+         "<12.0 seconds>é 日本 🙂 \x00",
          toy_world.call_text(16, 24), "0 1 9 10 63 64 100", "  two  spaces\n\ttab"]
 
 
@@ -266,7 +279,7 @@ def test_whole_numbers_and_fixed_phrases_are_single_tokens(codec):
 def test_tags_are_split_as_in_qwen3(codec):
     """`<think>` and `<tool_call>` are one token and `<answer>` is several there, which is why tags are found by their bytes."""
     for tag in ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"):
-        assert len(model.encode(codec, tag)) == 1 and not codec.tokenizer.convert_tokens_to_ids(tag) in codec.tokenizer.all_special_ids
+        assert len(model.encode(codec, tag)) == 1 and codec.tokenizer.convert_tokens_to_ids(tag) not in codec.tokenizer.all_special_ids
     assert len(model.encode(codec, "<answer>")) > 1 and len(model.encode(codec, "</answer>")) > 1
     assert all(len(model.encode(codec, t)) == 1 for t in ("<|im_start|>", "<|im_end|>", "<|image_pad|>", "<|video_pad|>"))
 
