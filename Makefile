@@ -4,7 +4,7 @@ PYTHON ?= python3
 RANKS ?= 2
 BIN := .venv/bin
 DEMO := out/demo
-TORCHRUN := $(BIN)/torchrun --standalone --nproc_per_node $(RANKS)
+TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(RANKS)
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .PHONY: venv demo test clean

@@ -71,11 +71,14 @@ def settings_digest(args, ckpt):
     free = {"out", "limit", "frames", "tools", "max_seqs", "decode_threads", "decode_timeout", "ckpt"}
     kept = {k: v for k, v in sorted(vars(args).items()) if k not in free}
     stamp = os.path.getmtime(os.path.join(ckpt, "config.json")) if ckpt else None  # the same path may hold a newer checkpoint
-    return hashlib.sha256(json.dumps([kept, ckpt, stamp]).encode()).hexdigest()[:16]
+    with open(args.data, "rb") as f:
+        data = hashlib.sha256(f.read()).hexdigest()
+    return hashlib.sha256(json.dumps([kept, ckpt, stamp, data]).encode()).hexdigest()[:16]
 
 
 def read_records(out, digest):
-    """Finished records of earlier runs -> {(task id, K, tools): record}. A torn last line is dropped.
+    """Finished records of earlier runs -> {(task id, K, tools): record}. A torn last line is dropped; an item that was
+    asked again after an engine error has two records, of which the error loses.
 
     Raises UserError when the folder holds records of other settings.
     """
@@ -92,7 +95,9 @@ def read_records(out, digest):
                 raise model.UserError(f"{os.path.join(out, name)}:{number}: not JSON; delete the line or the file") from None
             if record["digest"] != digest:
                 raise model.UserError(f"{out} holds records of another checkpoint or other settings; choose another --out")
-            done[record["task"]["id"], record["budget"], record["tools"]] = record
+            item = record["task"]["id"], record["budget"], record["tools"]
+            if not (item in done and record["status"] == "engine_error"):
+                done[item] = record
     return done
 
 
@@ -183,6 +188,7 @@ def main():
         dist.barrier()  # every rank has read the records before any appends to them
     from tqdm import tqdm
 
+    done = {item for item, record in done.items() if record["status"] != "engine_error"}  # an endpoint that was down is asked again
     jobs = [(k, mode, [t for t in tasks if (t["id"], str(k), mode) not in done]) for k in args.frames for mode in modes]
     jobs, engine = [(k, mode, todo[rank::world]) for k, mode, todo in jobs], None
     if any(todo for _, _, todo in jobs):

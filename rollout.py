@@ -67,10 +67,9 @@ def answer_style(task_type):
             "grounding": "Answer with the start and the end in seconds, for example: 12.5 - 20.0"}[task_type]
 
 
-def question_text(task, subtitles=None):
-    """Task -> the text after the frames: subtitles if any, question, options, how to answer."""
-    lines = [f"Subtitles:\n{subtitles}"] if subtitles else []
-    lines.append(task["question"])
+def question_text(task):
+    """Task -> the text after the frames: question, options, how to answer."""
+    lines = [task["question"]]
     for letter, option in zip("ABCDEFGHIJKLMNOPQRSTUVWXYZ", task.get("options") or []):
         labelled = option.lstrip().startswith((f"{letter}.", f"({letter})", f"{letter})", f"{letter}:"))
         lines.append(option if labelled else f"{letter}. {option}")
@@ -78,11 +77,11 @@ def question_text(task, subtitles=None):
     return "\n" + "\n".join(lines)
 
 
-def main_messages(task, num_frames, tools=True, subtitles=None):
+def main_messages(task, num_frames, tools=True):
     """The main agent's first context: K overview frames, then the question."""
     return [{"role": "system", "content": main_prompt(tools)},
             {"role": "user", "content": [{"type": "video", "video": task["video"], "frames": num_frames},
-                                         {"type": "text", "text": question_text(task, subtitles)}]}]
+                                         {"type": "text", "text": question_text(task)}]}]
 
 
 def sub_messages(task, window):
@@ -469,6 +468,12 @@ class Source:
     def load(self, spec):
         return video.load(spec, self.root, self.cache, min_pixels=self.min_pixels, max_pixels=self.max_pixels)
 
+    def load_window(self, spec):
+        """A crop as the model asked for it -> (the same, clamped to the video; its Frames). Raises ValueError beyond the end."""
+        frames = self.load(spec)
+        duration = video.probe(video.resolve(spec["video"], self.root), self.cache).duration
+        return {**spec, "start": max(0.0, spec["start"]), "end": min(spec["end"], duration)}, frames
+
 
 @dataclass
 class Episode:
@@ -522,7 +527,7 @@ def run_episode(episode, agent, codec, source, step):
     if isinstance(frames, video.VideoError):
         episode.status, episode.error = "video_error", str(frames)
         return episode
-    messages = main_messages(task, episode.frame_budget, tools=agent.tools, subtitles=task.get("subtitle_text"))
+    messages = main_messages(task, episode.frame_budget, tools=agent.tools)
     context = open_context(codec, messages, [spec], [frames], tool_schema() if agent.tools else None)
     episode.context = context
     thinking = agent.think_prefix
@@ -596,14 +601,16 @@ def sub_agent(record, episode, agent, codec, source, seed, name):
         window["num_frames"] = record["num_frames"]
     began = time.time()
     spec = {"video": episode.task["video"], **window}
-    (frames,) = yield [lambda: source.load(spec)]
-    if isinstance(frames, ValueError):
-        record.update(status="error", summary=f"error: {frames}")
+    (loaded,) = yield [lambda: source.load_window(spec)]
+    if isinstance(loaded, ValueError):
+        record.update(status="error", summary=f"error: {loaded}")
         return
-    if isinstance(frames, video.VideoError):
-        record.update(status="video_error", summary=f"error: the window could not be read ({frames.why})")
+    if isinstance(loaded, video.VideoError):
+        record.update(status="video_error", summary=f"error: the window could not be read ({loaded.why})")
         return
-    context = open_context(codec, sub_messages(episode.task, window), [spec], [frames])
+    spec, frames = loaded
+    record.update(start=spec["start"], end=spec["end"])
+    context = open_context(codec, sub_messages(episode.task, spec), [spec], [frames])
     room = agent.context - len(context.ids)
     if room < 1:
         record.update(status="error", summary="error: the window does not fit into the context")

@@ -179,11 +179,6 @@ def test_options_are_lettered_once():
     assert rollout.question_text(task).split("\n") == ["", "Which?", "A. cat", "B. dog", "(C) ox", rollout.answer_style("mcq")]
 
 
-def test_subtitles_stand_before_the_question():
-    text = rollout.question_text({"question": "Which?", "type": "open"}, "hello there")
-    assert text.index("hello there") < text.index("Which?") < text.index(rollout.answer_style("open"))
-
-
 def test_prompt_without_tools_does_not_name_the_tool():
     assert "crop_video" in rollout.main_prompt() and "crop_video" not in rollout.main_prompt(tools=False)
 
