@@ -233,17 +233,26 @@ def test_only_what_is_missing_is_run_again(world):
     again = world("--frames", 4, 8)
     assert again.code == 0, again.err
     asked = {(task_of(r), str(r.items[0].frames)) for r in again.engine.asked}
-    assert asked == {key for key in missing if key[0] != "broken"}  # a broken video asks the engine nothing
-    assert path.read_text().startswith("".join(kept)) and len(records(first.folder)) == 12
+    # A broken video asks the engine nothing; what failed in the engine is asked again, its old record stays behind.
+    failed = {(r["task"]["id"], r["budget"]) for r in map(json.loads, kept) if r["status"] == "engine_error"}
+    assert asked == {key for key in missing | failed if key[0] != "broken"}
+    assert path.read_text().startswith("".join(kept)) and len(records(first.folder)) == 12 + len(failed)
     assert len({(r["task"]["id"], r["budget"], r["tools"]) for r in records(first.folder)}) == 12
     assert [{k: v for k, v in r.items() if k != "seconds_per_episode"} for r in again.results] == \
         [{k: v for k, v in r.items() if k != "seconds_per_episode"} for r in first.results]
 
 
-def test_a_finished_run_starts_no_engine(world):
+def test_a_finished_run_asks_only_for_what_failed_in_the_engine(world):
+    """A broken video stays broken, an endpoint may be back: only the latter is tried again, and the numbers stay the same if it is not."""
     first = world()
     again = world()
-    assert again.code == 0 and again.engine is None and again.out == first.out
+    assert again.code == 0 and again.out == first.out
+    assert {task_of(r) for r in again.engine.asked} == {"failing"}
+
+
+def test_a_run_without_failures_starts_no_engine_again(world):
+    assert world("--limit", 1).code == 0
+    assert world("--limit", 1).engine is None
 
 
 def test_a_short_run_is_part_of_a_long_one_but_never_mistaken_for_it(world):

@@ -209,7 +209,7 @@ class Recorder:
 
 
 def settings(**changes):
-    values = dict(format_weight=1.0, format_credit="struct", train_subagents=False, minibatches=1, pack_tokens=4096, temperature=1.0,
+    values = dict(format_weight=1.0, tool_reward=1.0, format_credit="struct", train_subagents=False, minibatches=1, pack_tokens=4096, temperature=1.0,
                   clip_eps=0.2, tis_cap=5.0, kl=0.0, clip=0.0)
     return SimpleNamespace(**{**values, **changes})
 
@@ -918,3 +918,12 @@ def test_two_ranks_with_vllm_end_to_end(toy, tmp_path):
     hf, loading = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "out" / "last", output_loading_info=True)
     assert not loading["missing_keys"] and not loading["unexpected_keys"]
     assert AutoProcessor.from_pretrained(tmp_path / "out" / "last").chat_template and hf.config.model_type == "qwen3_vl"
+
+
+def test_a_replay_composes_rewards_from_their_terms_under_its_own_weights():
+    """The recorded total was made with the weights of its own run; subtracting another --format-weight from it would be wrong."""
+    group = [SimpleNamespace(reward={"total": 99.0 * i, "acc": float(i), "fmt": 0.5, "tool": 0.8 * (1 - i)}, advantage={}) for i in range(2)]
+    assert grpo.assign_advantages(group, 2.0, tool_weight=0.0)
+    assert [e.advantage["task"] for e in group] == pytest.approx([-1.0, 1.0]) and [e.advantage["fmt"] for e in group] == [0.0, 0.0]
+    assert grpo.assign_advantages(group, 2.0, tool_weight=2.0)
+    assert [e.advantage["task"] for e in group] == pytest.approx([1.0, -1.0])
