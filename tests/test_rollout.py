@@ -341,6 +341,8 @@ def test_every_call_gets_its_own_response_in_call_order_in_one_user_turn(codec, 
     assert len(engine.subs()) == 3  # those whose frames could be read, of the first five good calls
     clamped = next(r for r in engine.subs() if window_of(r)[0] == 60)
     assert clamped.items[0].seconds[0] >= 60 and clamped.items[0].seconds[-1] < 64
+    assert "Window: 60 to 64 seconds" in clamped.messages[1]["content"][1]["text"]  # what the sub-agent reads is what it sees, not what was asked for
+    assert (60.0, 64.0) in [(c["start"], c["end"]) for c in episode.calls]
 
 
 def test_what_a_response_says_can_not_come_from_the_path_of_the_file(codec, tasks, toy):
