@@ -3,7 +3,8 @@ eval.py: task JSONL through the same agent loop as training, greedy, into record
 
   acc(K)    = mean over ALL tasks of the score of the final answer; a broken video, a full context or an engine error scores 0
   f_tau     = mean R_fmt          kappa = executed crop_video calls per episode          both as in training (rewards.py)
-  interval  = acc +- 1.96 sqrt(acc (1 - acc) / n)
+  interval  = half the width of Wilson's 95% interval, z sqrt(acc (1 - acc) / n + z^2 / 4n^2) / (1 + z^2 / n), z = 1.96: it stays
+              above zero where all or none are right
 
 Scores: mcq exact letter, open rule-based match, grounding temporal IoU. The answer is the last <answer> block, or, where there is
 none, the text after the thought: an evaluation asks what the model said, training (rewards.py) pays only for the tag.
@@ -116,7 +117,8 @@ def summarise(records):
     acc = sum(r["score"] for r in records) / n
     categories = sorted({r["task"].get("category") or r["task"]["type"] for r in records})
     groups = {c: [r["score"] for r in records if (r["task"].get("category") or r["task"]["type"]) == c] for c in categories}
-    return {"n": n, "acc": acc, "acc_interval": 1.96 * math.sqrt(acc * (1 - acc) / n),
+    z = 1.96
+    return {"n": n, "acc": acc, "acc_interval": z * math.sqrt(acc * (1 - acc) / n + z * z / (4 * n * n)) / (1 + z * z / n),
             "f_tau": sum(r["reward"]["fmt"] for r in records) / n,
             "kappa": sum(c["status"] == "ok" for r in records for c in r["calls"]) / n,
             "errors": {s: sum(r["status"] == s for r in records) for s in sorted({r["status"] for r in records}) if s != "ok"},
