@@ -299,6 +299,7 @@ def main():
         return prefetch.submit(make_packs, train, mine, codec, args.pack_tokens)
 
     future, began = upcoming(start), time.time()
+    known, skipped = 0, 0  # broken chats: as the ranks report them, and counted once each
     for step in range(start, steps):
         clock = time.time()
         packs = future.result()
@@ -315,17 +316,19 @@ def main():
         for o in optimizers:
             o.step()
             o.zero_grad(set_to_none=True)
-        length = torch.tensor(float(sum(len(p.ids) for p in packs)), device=device)
-        dist.all_reduce(length)
-        skipped = torch.zeros(len(train.rows), device=device)  # ranks meet different chats, and the same one in two epochs
-        skipped[list(train.broken)] = 1
-        dist.all_reduce(skipped, op=dist.ReduceOp.MAX)
+        totals = torch.tensor([sum(len(p.ids) for p in packs), len(train.broken)], device=device, dtype=torch.float64)
+        dist.all_reduce(totals)
+        length, reported = totals.tolist()
+        if reported > known:  # rare: some rank met a new broken chat. Ranks meet different ones, and the same one in two epochs
+            gathered, known = [None] * world, reported
+            dist.all_gather_object(gathered, sorted(train.broken))
+            skipped = len(set().union(*gathered))
         seconds = time.time() - clock
         if rank == 0:
             eta = (time.time() - began) / (step + 1 - start) * (steps - step - 1)
             record = {"step": step + 1, "loss": loss, "lr": args.lr * fraction, "grad_norm": norm, "trained_tokens": tokens,
-                      "tokens": int(length.item()), "tokens_per_s": length.item() / seconds, "wait_s": waited, "step_s": seconds,
-                      "skipped_chats": int(skipped.sum())}
+                      "tokens": int(length), "tokens_per_s": length / seconds, "wait_s": waited, "step_s": seconds,
+                      "skipped_chats": skipped}
             print(f"step {step + 1:04d}/{steps:04d} | loss {loss:.4f} | lr {args.lr * fraction:.2e} | gn {norm:.2f} | tok {record['tokens']} "
                   f"({tokens} trained) | {record['tokens_per_s']:.0f} tok/s | wait {waited:.2f}s step {seconds:.2f}s | eta {eta / 60:.1f}m",
                   flush=True)
