@@ -14,7 +14,11 @@ grpo.py: PARA-GRPO on top of an SFT checkpoint, with a rollout engine inside eve
 Three parts of PARA-GRPO, each with its flag: Exploration Anchoring (--think-prefix forces `<think>\\n`, --answer-suffix pays for a
 final answer block, --anchor and --gamma pay for closed thoughts), Selective Anchoring (--format-credit struct), nFrames Gating
 (--frames gated: K ~ U{4,8,16,32,64} per prompt, the same for its whole group). --vanilla turns them and R_tool off: plain GRPO.
-With --format-credit sequence, A_task + A_fmt is exactly GRPO's advantage of the summed reward.
+With --format-credit sequence, A_task + A_fmt is exactly GRPO's advantage of the summed reward. For comparison only: smaller masks
+(--format-credit tags, closing), each advantage over its own std (--normalise separate), K drawn where calling pays (--frames adaptive),
+answers paid without their tag (--answer-from line, as the authors' release does).
+
+f_tau in the log is R_fmt by the paper preset's terms whatever a run is paid for: one ruler for all runs. `fmt` is what it is paid.
 
 Departs from upstream: KL is in the loss, not mixed into rewards; advantages are normalised once; one optimizer step per batch, so
 old = logp and needs no forward of its own. The log-prob gap between engine and trainer is measured on every sampled token of
@@ -54,17 +58,19 @@ def build_parser():
     add("--steps", type=int, default=300, help="optimiser steps")
     add("--prompts", type=int, default=32, help="prompts per step, over all ranks")
     add("--group", type=int, default=8, help="rollouts per prompt (G)")
-    add("--frames", type=rollout.frames_argument, default="gated", help="overview frames K, or 'gated': K ~ U{4,8,16,32,64}")
+    add("--frames", type=frames_argument, default="gated", help="overview frames K; 'gated': K ~ U{4,8,16,32,64}; 'adaptive': more often where calling pays")
     add("--minibatches", type=int, default=1, help="optimiser steps per batch; above 1 costs one more forward")
     add("--pack-tokens", type=int, default=32768, help="tokens per pack (one forward)")
     # reward and credit
     add("--format-weight", type=float, default=1.0, help="w_fmt")
-    add("--format-credit", choices=["struct", "sequence", "none"], default="struct", help="tokens that the format advantage reaches")
+    add("--format-credit", choices=["struct", "tags", "closing", "sequence", "none"], default="struct", help="tokens that the format advantage reaches")
+    add("--normalise", choices=["shared", "separate"], default="shared", help="A_task and A_fmt over the std of their sum, or each over its own")
     add("--answer-suffix", action=yes_no, default=True, help="pay 0.3 + 0.2 for a final <answer> block")
     add("--anchor", type=float, default=0.5, help="lambda: weight of the anchor term; 0 = off")
     add("--gamma", type=float, default=0.3, help="penalty of a thought that is never closed; 0 = off")
     add("--tool-reward", type=float, default=1.0, help="factor on R_tool; 0 = off")
     add("--open-metric", choices=["f1", "exact"], default="f1", help="R_acc of open questions")
+    add("--answer-from", choices=["tag", "line"], default="tag", help="R_acc reads <answer> alone; or also the last line, as the authors' release")
     add("--train-subagents", action="store_true", help="train sub-agent samples with their episode's A_task")
     # loss and optimiser
     add("--clip-eps", type=float, default=0.2, help="eps of the clipped surrogate")
@@ -115,6 +121,22 @@ def parse_args():
 # Advantages and trees
 
 
+def frames_argument(text):
+    """--frames of training: what rollout.py takes, or "adaptive"."""
+    return text if text == "adaptive" else rollout.frames_argument(text)
+
+
+def adaptive_weights(necessity, floor=0.5):
+    """{K: measured call-minus-skip advantage, None = not known} -> weights of the draw of K, the sum of which is 1.
+
+    Half of the draws stay uniform, so that no K is forgotten; the rest goes by exp(necessity), unknown ones counting as the largest.
+    Example: nothing known -> [0.2] * 5.
+    """
+    known = [v for v in necessity.values() if v is not None]
+    heights = [math.exp(v if v is not None else max(known, default=0.0)) for v in necessity.values()]
+    return [floor / len(heights) + (1 - floor) * h / sum(heights) for h in heights]
+
+
 def group_by_prompt(episodes):
     """Episodes -> lists that share one prompt, in order of first appearance, samples in order. Unsampled ones are left out."""
     groups = {}
@@ -124,11 +146,11 @@ def group_by_prompt(episodes):
     return list(groups.values())
 
 
-def assign_advantages(group, format_weight, tool_weight=1.0):
+def assign_advantages(group, format_weight, tool_weight=1.0, separate=False):
     """Fill .advantage of each episode of one group -> True if the group has any signal. Composed from the unweighted terms, so
     that a recorded rollout can be replayed under other weights."""
     task = [e.reward["acc"] + tool_weight * e.reward["tool"] for e in group]
-    a_task, a_fmt, sigma = rewards.group_advantages(task, [e.reward["fmt"] for e in group], format_weight)
+    a_task, a_fmt, sigma = rewards.group_advantages(task, [e.reward["fmt"] for e in group], format_weight, separate)
     for episode, t, f in zip(group, a_task, a_fmt):
         episode.advantage = {"task": t, "fmt": f, "sigma": sigma}
     return any(a_task) or any(a_fmt)
@@ -139,7 +161,8 @@ def token_advantages(episode, codec, credit):
     out = [0.0] * len(episode.context.ids)
     for start, end in episode.spans:
         pieces = [codec.pieces[i] if i < len(codec.pieces) else b"" for i in episode.context.ids[start:end]]
-        credited = {"struct": rewards.structural_mask(pieces), "sequence": [True] * len(pieces), "none": [False] * len(pieces)}[credit]
+        flat = {"sequence": True, "none": False}
+        credited = [flat[credit]] * len(pieces) if credit in flat else rewards.structural_mask(pieces, credit)
         out[start:end] = [episode.advantage["task"] + episode.advantage["fmt"] * c for c in credited]
     return out
 
@@ -172,7 +195,7 @@ def training_trees(groups, codec, args):
     """Groups of this rank -> (trees of groups with signal, sampled tokens of all groups, skipped groups)."""
     trees, tokens, skipped = [], 0, 0
     for group in groups:
-        signal = assign_advantages(group, args.format_weight, args.tool_reward)
+        signal = assign_advantages(group, args.format_weight, args.tool_reward, args.normalise == "separate")
         tokens += sum(sum(e.context.mask) for e in group)
         extra = subagent_trees(group) if args.train_subagents else []
         tokens += sum(sum(t.prefix.mask) for t in extra)
@@ -259,9 +282,10 @@ def update(policy, reference, vision, optimizer, trees, tokens, codec, args, wor
 # Metrics
 
 
-def episode_row(e):
+def episode_row(e, think_prefix):
     """What the log needs of one episode, small enough to send to rank 0."""
-    return {"K": e.frame_budget, "status": e.status, **{k: e.reward[k] for k in ("total", "acc", "fmt", "tool")},
+    ruler = rewards.format_reward(e.turns, think_prefix)  # the paper preset's terms, whatever this run is paid for: runs stay comparable
+    return {"K": e.frame_budget, "f_tau": ruler["total"], "well_formed": ruler["well_formed"], "status": e.status, **{k: e.reward[k] for k in ("total", "acc", "fmt", "tool")},
             "closure": e.reward["closure"], "written": len(e.calls), "parseable": e.parseable(), "executed": e.executed(),
             "a_task": e.advantage.get("task", 0.0), "length": sum(e.context.mask) if e.context else 0, "turns": len(e.turns),
             "cut": sum(f == "length" for f in e.finish), "sub_tokens": sum(c["sub_tokens"] for c in e.calls)}
@@ -282,7 +306,8 @@ def summarise(rows):
         return mean(called) - mean(skipped) if called and skipped else None
 
     out = {name: mean(r[name] for r in rows) for name in ("total", "acc", "fmt", "tool", "length", "turns")}
-    out.update(kappa=mean(r["executed"] for r in rows), f_tau=out["fmt"], written_calls=mean(r["written"] for r in rows),
+    out.update(kappa=mean(r["executed"] for r in rows), f_tau=mean(r["f_tau"] for r in rows),
+               well_formed=mean(float(r["well_formed"]) for r in rows), written_calls=mean(r["written"] for r in rows),
                valid_calls=mean(r["parseable"] for r in rows), called=mean(float(r["executed"] > 0) for r in rows),
                cut_turns=sum(r["cut"] for r in rows) / max(1, sum(r["turns"] for r in rows)),
                not_ok=sum(r["status"] != "ok" for r in rows), sub_tokens=mean(r["sub_tokens"] for r in rows),
@@ -291,8 +316,9 @@ def summarise(rows):
     for tag in ("think", "tool_call", "answer"):
         opened, closed = (sum(r["closure"][tag][i] for r in rows) for i in (0, 1))
         out["closure"][tag] = closed / opened if opened else None
-    out["by_K"] = {str(k): {"n": len(g), "acc": mean(r["acc"] for r in g), "fmt": mean(r["fmt"] for r in g),
-                            "kappa": mean(r["executed"] for r in g), "call_minus_skip": necessity(g)} for k, g in at.items()}
+    out["by_K"] = {str(k): {"n": len(g), "acc": mean(r["acc"] for r in g), "f_tau": mean(r["f_tau"] for r in g),
+                            "well_formed": mean(float(r["well_formed"]) for r in g), "kappa": mean(r["executed"] for r in g),
+                            "call_minus_skip": necessity(g)} for k, g in at.items()}
     return out
 
 
@@ -303,8 +329,9 @@ def step_line(m, steps, eta):
 
     by_k = " ".join(f"{k}:{v['acc']:.2f}/{v['kappa']:.1f}/{number(v['call_minus_skip'], '+.1f')}" for k, v in m["by_K"].items())
     closed = " ".join(f"{tag} {number(rate)}" for tag, rate in m["closure"].items())
-    return (f"step {m['step']:04d}/{steps:04d} | R {m['total']:.2f} (acc {m['acc']:.2f} f_tau {m['f_tau']:.2f} tool {m['tool']:.2f}) | "
-            f"calls {m['written_calls']:.2f} valid {m['valid_calls']:.2f} kappa {m['kappa']:.2f} | closed {closed} | K:acc/kappa/call-skip {by_k} | "
+    return (f"step {m['step']:04d}/{steps:04d} | R {m['total']:.2f} (acc {m['acc']:.2f} fmt {m['fmt']:.2f} tool {m['tool']:.2f}) | "
+            f"f_tau {m['f_tau']:.2f} well-formed {m['well_formed']:.2f} | calls {m['written_calls']:.2f} valid {m['valid_calls']:.2f} "
+            f"kappa {m['kappa']:.2f} | closed {closed} | K:acc/kappa/call-skip {by_k} | "
             f"len {m['length']:.0f} H {m['entropy']:.2f} gap {m['gap']:.1e} clip {m['clipped']:.2f} tis {m['truncated']:.2f} kl {m['kl']:.3f} "
             f"gn {m['grad_norm']:.2f} zero {m['zero_variance']}/{m['groups']} | roll {m['rollout_s']:.1f}s (decode {m['decode_s']:.1f}s, "
             f"{m['rollout_tokens_per_s']:.0f} tok/s) train {m['train_s']:.1f}s ({m['train_tokens_per_s']:.0f} tok/s) sync {m['sync_s']:.2f}s | eta {eta / 60:.1f}m")
@@ -346,9 +373,10 @@ def main():
     reference = None
     if args.kl > 0:
         reference = model.shard(model.load_policy(ckpt, codec, device, torch.float32, args.attention).requires_grad_(False), device)
-    start = 0
+    start, state = 0, {}
     if args.resume and os.path.exists(os.path.join(args.out, "last", "state.json")):
-        start = model.load_train_state(policy, optimizer, os.path.join(args.out, "last"))["step"]
+        state = model.load_train_state(policy, optimizer, os.path.join(args.out, "last"))
+        start = state["step"]
     steps = 1 if args.rollouts else args.steps
     engine, gpu = None, device.type == "cuda"
     if not args.rollouts:
@@ -362,7 +390,9 @@ def main():
               "trained parameters", flush=True)
     log = open(os.path.join(args.out, "log.jsonl"), "a" if start else "w") if rank == 0 else None
     scoring = {"answer_suffix": args.answer_suffix, "anchor": args.anchor, "gamma": args.gamma, "w_format": args.format_weight,
-               "tool_weight": args.tool_reward, "open_metric": args.open_metric}
+               "tool_weight": args.tool_reward, "open_metric": args.open_metric, "answer_from": args.answer_from}
+    necessity = dict.fromkeys(map(str, (4, 8, 16, 32, 64)))  # of --frames adaptive: running mean of call_minus_skip at each K
+    necessity.update(state.get("necessity", {}))
     began = time.time()
     for step in range(start, steps):
         # 1. Rollouts. No collective in here: ranks finish at different times and meet at the update.
@@ -377,7 +407,11 @@ def main():
             for task in batch:
                 order.setdefault(f"{step}/{task['id']}", len(order))
             mine = [task for task in batch if order[f"{step}/{task['id']}"] % world == rank]
-            episodes = list(rollout.run(engine, mine, agent, codec, source, args.frames, args.group, step, step, scoring,
+            frames = args.frames
+            if frames == "adaptive":
+                weights = adaptive_weights(necessity)
+                frames = lambda task, step=step, weights=weights: rollout.frame_budget(args.seed, step, task["id"], weights=weights)  # noqa: E731
+            episodes = list(rollout.run(engine, mine, agent, codec, source, frames, args.group, step, step, scoring,
                                         args.decode_threads, clock=waited))
             for e in episodes:
                 if e.status == "video_error" and e.sample == 0:
@@ -407,11 +441,15 @@ def main():
         sync_s = time.time() - clock
 
         # 4. Numbers.
-        rows = gather_rows([episode_row(e) for e in episodes])
+        rows = gather_rows([episode_row(e, args.think_prefix) for e in episodes])
         counts = gather_rows([{"skipped": skipped, "groups": len(groups), "packed": sum(len(t) for t in trees),
                                "decode_s": waited.get("decode_s", 0.0)}])
+        m = summarise(rows)
+        for k, cell in m["by_K"].items():  # the same on every rank: the next draw of K depends on it
+            if k in necessity and cell["call_minus_skip"] is not None:
+                before = necessity[k]
+                necessity[k] = cell["call_minus_skip"] if before is None else 0.8 * before + 0.2 * cell["call_minus_skip"]
         if rank == 0:
-            m = summarise(rows)
             sampled = sum(r["length"] + r["sub_tokens"] for r in rows)
             eta = (time.time() - began) / (step + 1 - start) * (steps - step - 1)
             m.update(step=step + 1, **stats, zero_variance=sum(c["skipped"] for c in counts), groups=sum(c["groups"] for c in counts),
@@ -425,7 +463,7 @@ def main():
                 print(rollout.show(episodes[0], codec, sys.stdout.isatty() and "NO_COLOR" not in os.environ), flush=True)
         if step + 1 == steps or (args.save_every and (step + 1) % args.save_every == 0):
             path = os.path.join(args.out, f"step_{step + 1:06d}")
-            model.save_checkpoint(policy, codec, path, {"step": step + 1, "args": vars(args)}, optimizer, torch.bfloat16 if gpu else torch.float32)
+            model.save_checkpoint(policy, codec, path, {"step": step + 1, "necessity": necessity, "args": vars(args)}, optimizer, torch.bfloat16 if gpu else torch.float32)
             if rank == 0:
                 model.point(os.path.join(args.out, "last"), path)
                 model.prune_checkpoints(args.out, args.keep)

@@ -2,12 +2,13 @@
 rewards.py: from the text a policy wrote to calls, answers, rewards and the tokens that carry format credit.
 
     R       = R_acc + w_format * R_fmt + tool_weight * R_tool            one scalar per episode      score
-    R_acc   = [letter == gold] | temporal IoU | token F1 (or exact)      read from <answer> alone    accuracy
+    R_acc   = [letter == gold] | temporal IoU | token F1 (or exact)      read from <answer> alone *  accuracy
     R_fmt   = clip(R_base + anchor * R_anchor, 0, 1), at most 0.5 if a tag is misused                format_reward
     R_tool  = 0 | 0.1 a parseable call | 0.3 an executed one | +0.5 if executed and R_acc > 0        tool_reward
     A_task  = (R_acc + R_tool - mean) / sigma                            every sampled token         group_advantages
     A_fmt   = w_format * (R_fmt - mean) / sigma                          sampled tokens in struct(o) structural_mask
     sigma   = population std of R_acc + R_tool + w_format * R_fmt over the rollouts of one prompt
+    * or, with answer_from="line", also from the last line of the turn: stated_answer
 
 Where this departs from the ParaVT paper and its code, and why:
   - The forced "<think>\\n" counts as present when a turn is scored; else closing the thought would earn nothing and
@@ -197,6 +198,11 @@ def parse_code_calls(body):
     return calls
 
 
+def never_closed(text, think_open=False):
+    """Whether a turn ends inside a thought. think_open: it began with a forced <think>."""
+    return text.rfind("</think>") < text.rfind("<think>") or (think_open and "</think>" not in text)
+
+
 def parse_tool_calls(text, think_open=False):
     """
     Every tool call of one turn, good or bad, in the order written. Never raises, never evaluates, linear time.
@@ -262,7 +268,7 @@ def answer_or_tail(turns, think_open=False):
     if answer is not None or not turns:
         return answer
     text = turns[-1]
-    if text.rfind("</think>") < text.rfind("<think>") or (think_open and "</think>" not in text):
+    if never_closed(text, think_open):
         return None
     text = text.rpartition("</think>")[2]
     for kind in BLOCKS:  # calls and observations are no answer, and the numbers in them no span
@@ -274,6 +280,18 @@ def answer_or_tail(turns, think_open=False):
             at = len(text) if end < 0 else end + len(kind) + 3
         text = "\n".join([*parts, text[at:]])
     return text.strip() or None
+
+
+def stated_answer(turns, think_open=False):
+    """
+    What the authors' release pays R_acc for: the final answer, else the last line of the last turn that holds a word, after
+    the thought where one was closed, inside it where not. Credit without a tag: then nothing but R_fmt asks for the tags.
+    """
+    answer = final_answer(turns, think_open)
+    if answer is not None or not turns:
+        return answer
+    lines = [ANY_TAG.sub("", line).strip() for line in turns[-1].rpartition("</think>")[2].split("\n")]
+    return next((line for line in reversed(lines) if has_word(line)), None)
 
 
 def region(response):
@@ -592,7 +610,8 @@ def format_reward(turns, think_prefix=True, answer_suffix=True, anchor=0.5, gamm
       never_closed      a turn ends inside a thought                                  -gamma
 
     total = clip(R_base + anchor * R_anchor, 0, 1), at most 0.5 when `capped`: a tag that is unbalanced, nested or
-    opened again, or a tool response written by the model. "anchor" in the result is R_anchor before its weight.
+    opened again, or a tool response written by the model. "anchor" in the result is R_anchor before its weight;
+    `well_formed`: the flow holds and nothing is capped, the strictest reading of the protocol.
     """
     parsed = [turn_tags(turn, think_prefix) for turn in turns]
     thoughts = [closed_thought(tags, text) for tags, text in parsed]
@@ -613,6 +632,7 @@ def format_reward(turns, think_prefix=True, answer_suffix=True, anchor=0.5, gamm
     on["flow"] = on["think_closed"] and on["answer_closed"] and order == pairs
     on["tool_response"] = any("<tool_response>" in turn or "</tool_response>" in turn for turn in turns)
     on["capped"] = on["tool_response"] or not on["balanced"]
+    on["well_formed"] = on["flow"] and not on["capped"]
 
     # Without the Answer Suffix the answer block earns nothing and thinking a little more.
     if answer_suffix:
@@ -652,14 +672,16 @@ def closure_counts(turns, think_prefix=True):
 
 
 def score(turns, task_type, gold, options=None, num_parseable=0, num_executed=0, think_prefix=True, answer_suffix=True,
-          anchor=0.5, gamma=0.3, w_format=1.0, tool_weight=1.0, open_metric="f1"):  # fmt: skip
+          anchor=0.5, gamma=0.3, w_format=1.0, tool_weight=1.0, open_metric="f1", answer_from="tag"):  # fmt: skip
     """
     All reward terms of one episode: {"acc", "fmt", "tool", "total", "closure"}; the terms come unweighted.
 
     turns, think_prefix, answer_suffix, anchor, gamma: see format_reward. task_type, gold, options, open_metric: see
-    accuracy, which reads the final answer only. num_parseable, num_executed: calls without an error, and calls run.
+    accuracy, which reads the final answer only; answer_from="line": or the last line, see stated_answer. num_parseable,
+    num_executed: calls without an error, and calls run.
     """
-    acc = accuracy(final_answer(turns, think_prefix), task_type, gold, options, open_metric)
+    answer = {"tag": final_answer, "line": stated_answer}[answer_from](turns, think_prefix)
+    acc = accuracy(answer, task_type, gold, options, open_metric)
     fmt = format_reward(turns, think_prefix, answer_suffix, anchor, gamma)["total"]
     tool = tool_reward(num_parseable, num_executed, acc)
     total = acc + w_format * fmt + tool_weight * tool
@@ -672,9 +694,10 @@ def score(turns, task_type, gold, options=None, num_parseable=0, num_executed=0,
 TAG_BYTES = re.compile(TAG.pattern.encode())
 
 
-def structural_mask(pieces):
+def structural_mask(pieces, which="struct"):
     """
-    struct(o) of ONE turn: which sampled tokens carry format credit.
+    struct(o) of ONE turn: which sampled tokens carry format credit. which: "struct", or two subsets of it to compare with:
+    "tags" without the last token, "closing" with the tokens of closing tags alone.
 
     pieces: the bytes of each sampled token; may be empty, may cut a tag or a UTF-8 character anywhere. A token is in if
     a byte of it lies in a literal <think> </think> <tool_call> </tool_call> <answer> </answer>, or if it is the last
@@ -686,22 +709,25 @@ def structural_mask(pieces):
     joined = b"".join(pieces)
     in_tag = bytearray(len(joined))  # 1 where a byte belongs to a tag
     for tag in TAG_BYTES.finditer(joined):
+        if which == "closing" and not tag[1]:
+            continue
         in_tag[tag.start() : tag.end()] = b"\x01" * (tag.end() - tag.start())
     mask, at = [], 0
     for piece in pieces:
         mask.append(1 in in_tag[at : at + len(piece)])
         at += len(piece)
-    if mask:
+    if mask and which == "struct":
         mask[-1] = True
     return mask
 
 
-def group_advantages(acc_tool, fmt, w_format=1.0):
+def group_advantages(acc_tool, fmt, w_format=1.0, separate=False):
     """
     (A_task, A_fmt, sigma) of the rollouts of one prompt; A_task + A_fmt is GRPO's advantage of the summed reward.
 
     acc_tool: R_acc + R_tool of each rollout; fmt: R_fmt. sigma is the population std of acc_tool + w_format * fmt, and
     both parts share it, so that neither is blown up when it alone hardly varies. sigma < 1e-6: all zeros, no signal.
+    separate: each part over its own std instead, w_format on the format's; one that does not vary is zero.
     Raises ValueError when the two lists differ in length.
     """
     reward = [task + w_format * form for task, form in zip(acc_tool, fmt, strict=True)]
@@ -711,8 +737,12 @@ def group_advantages(acc_tool, fmt, w_format=1.0):
     # Means of the parts add up to the mean of the sum, hence the two advantages add up to GRPO's.
     mean, mean_task, mean_fmt = (math.fsum(values) / size for values in (reward, acc_tool, fmt))
     sigma = math.sqrt(math.fsum((value - mean) ** 2 for value in reward) / size)
-    if sigma < 1e-6:
+    if sigma < 1e-6 and not separate:
         return [0.0] * size, [0.0] * size, sigma
-    a_task = [(value - mean_task) / sigma for value in acc_tool]
-    a_fmt = [w_format * (value - mean_fmt) / sigma for value in fmt]
+    by_task = by_fmt = sigma
+    if separate:
+        by_task, by_fmt = (math.sqrt(math.fsum((value - center) ** 2 for value in values) / size)
+                           for values, center in ((acc_tool, mean_task), (fmt, mean_fmt)))
+    a_task = [(value - mean_task) / by_task if by_task >= 1e-6 else 0.0 for value in acc_tool]
+    a_fmt = [w_format * (value - mean_fmt) / by_fmt if by_fmt >= 1e-6 else 0.0 for value in fmt]
     return a_task, a_fmt, sigma

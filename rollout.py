@@ -11,7 +11,9 @@ Every main turn starts with a forced `<think>\\n` (--think-prefix). Ids only gro
 An episode is a generator that yields the generations and decodings it waits for; `drive` feeds all episodes into one engine, so
 a fan-out starts the moment its turn ends. K is a draw per prompt (--frames gated) from a digest of (seed, step, task id).
 
-Departs from the paper: a sub-agent is told the question; calls a model writes in its last turn are not run.
+Departs from the paper: a sub-agent is told the question (--no-sub-question: it is not); calls a model writes in its last turn are not
+run. Calls inside a thought that never closes are run; with --open-thought drop they are not, as where a serving stack's reasoning
+parser stands between model and tools.
 
 Reads:  a checkpoint folder, task JSONL.   Writes: rollout JSONL, one episode a line, enough to train on without the engine.
 
@@ -20,7 +22,9 @@ CPU toy:  python rollout.py --preset toy --ckpt sft_out --data toy/rl.jsonl --gr
 8 GPUs:   one process per GPU, each with its own --data part; training runs one engine per rank by itself (grpo.py)
 """
 import argparse
+import bisect
 import hashlib
+import itertools
 import json
 import os
 import queue
@@ -84,19 +88,23 @@ def main_messages(task, num_frames, tools=True):
                                          {"type": "text", "text": question_text(task)}]}]
 
 
-def sub_messages(task, window):
+def sub_messages(task, window, question=True):
     """A sub-agent's context: the frames of one window (a spec that video.load reads), its times, the question."""
-    text = f"\nWindow: {window['start']:g} to {window['end']:g} seconds.\nQuestion: {task['question']}"
+    text = f"\nWindow: {window['start']:g} to {window['end']:g} seconds." + (f"\nQuestion: {task['question']}" if question else "")
     return [{"role": "system", "content": sub_prompt()},
             {"role": "user", "content": [{"type": "video", "video": task["video"], **window}, {"type": "text", "text": text}]}]
 
-def frame_budget(seed, step, task_id, choices=(4, 8, 16, 32, 64)):
-    """nFrames gating: K ~ Uniform(choices), one draw per prompt and step, the same in every process and on every rank.
+def frame_budget(seed, step, task_id, choices=(4, 8, 16, 32, 64), weights=None):
+    """nFrames gating: K ~ Uniform(choices), or by `weights`, one draw per prompt and step, the same in every process and on every rank.
 
     Python's hash() of a string differs from process to process, so the draw is a digest of (seed, step, task id).
     """
     digest = hashlib.sha256(f"K/{seed}/{step}/{task_id}".encode()).digest()
-    return choices[int.from_bytes(digest[:8], "big") % len(choices)]
+    draw = int.from_bytes(digest[:8], "big")
+    if weights is None:
+        return choices[draw % len(choices)]
+    level, last = draw / 2**64 * sum(weights), len(choices) - 1
+    return choices[min(last, bisect.bisect_right(list(itertools.accumulate(weights)), level))]
 
 
 def request_seed(*parts):
@@ -448,11 +456,13 @@ class Agent:
     context: int = 32768  # tokens of one context, answer included
     max_turns: int = 3  # tool turns; one more turn always follows, which must answer
     max_parallel: int = 5  # calls run per turn; further ones get a response that says so
-    dispatch: str = "parallel"  # or "sequential": one window after the other
+    dispatch: str = "parallel"  # "sequential": a turn's windows one after the other; "turns": one call a turn, what follows it is cut off
     tools: bool = True
     think_prefix: bool = True
+    open_thought: str = "run"  # calls in a thought that never closes; or "drop": they are thought, as serving stacks' reasoning parsers hold
     sub_frames: int = 16
     sub_fps: float = 1.0
+    sub_question: bool = True  # a sub-agent is told the question
     seed: int = 0
 
 
@@ -545,12 +555,16 @@ def run_episode(episode, agent, codec, source, step):
         if done.error:
             episode.status, episode.error = "engine_error", done.error
             break
+        if agent.dispatch == "turns" and done.ids is not None:
+            done = first_call(codec, done)
         if done.ids is not None:
             episode.spans.append([len(context.ids), len(context.ids) + len(done.ids)])
             context.sampled(done.ids, done.logps)
         episode.turns.append(done.text)
         episode.finish.append("stop" if done.ended else "length")
         calls = rewards.parse_tool_calls(done.text, think_open=thinking) if agent.tools else []
+        if agent.open_thought == "drop" and rewards.never_closed(done.text, thinking):
+            calls = []
         last = turn == agent.max_turns or not agent.tools
         records = [call_record(c, turn) for c in calls]
         episode.calls += records
@@ -570,6 +584,17 @@ def run_episode(episode, agent, codec, source, step):
             context.insert(glue)
     episode.timing["total_s"] = time.time() - began
     return episode
+
+
+def first_call(codec, done):
+    """A turn cut behind its first call: what an agent would have said that may ask for one window a turn."""
+    said = b"".join(codec.pieces[i] for i in done.ids)
+    ends = [at + len(tag) for tag in (b"</tool_call>", b"</tool_code>") if (at := said.find(tag, max(0, said.find(b"</think>")))) >= 0]
+    if not ends:
+        return done
+    reached = list(itertools.accumulate(len(codec.pieces[i]) for i in done.ids))
+    cut = bisect.bisect_left(reached, min(ends)) + 1  # the first token with which the closing tag is whole
+    return replace(done, ids=done.ids[:cut], logps=done.logps[:cut], text=model.decode(codec, done.ids[:cut]), ended=False)
 
 
 def call_record(call, turn):
@@ -610,7 +635,7 @@ def sub_agent(record, episode, agent, codec, source, seed, name):
         return
     spec, frames = loaded
     record.update(start=spec["start"], end=spec["end"])
-    context = open_context(codec, sub_messages(episode.task, spec), [spec], [frames])
+    context = open_context(codec, sub_messages(episode.task, spec, agent.sub_question), [spec], [frames])
     room = agent.context - len(context.ids)
     if room < 1:
         record.update(status="error", summary="error: the window does not fit into the context")
@@ -726,13 +751,14 @@ def drive(engine, works, threads=4, max_live=None, clock=None):
 def run(engine, tasks, agent, codec, source, frames=64, group=1, step=0, version=0, scoring=None, threads=4, max_live=None, clock=None):
     """THE agent loop: RL, evaluation and the CLI all call this. -> iterator of scored Episodes, as they finish.
 
-    frames: overview frames K, or "gated" (K drawn per prompt, the same for the whole group). group: rollouts per task.
+    frames: overview frames K, or "gated" (K drawn per prompt, the same for the whole group), or a function task -> K. group:
+    rollouts per task.
     scoring: keyword arguments of rewards.score. step: enters every seed and every draw of K.
     """
     def works():
         seen = {}  # a batch that spans two epochs may hold a task twice: its group then grows, with seeds of its own
         for task in tasks:
-            k = frame_budget(agent.seed, step, task["id"]) if frames == "gated" else int(frames)
+            k = frames(task) if callable(frames) else frame_budget(agent.seed, step, task["id"]) if frames == "gated" else int(frames)
             first = seen.get(task["id"], 0)
             seen[task["id"]] = first + group
             for sample in range(first, first + group):
@@ -817,12 +843,14 @@ def add_agent_arguments(parser, tools=True):
     add("--context", type=int, default=Agent.context, help="tokens of one context, answer included")
     add("--max-turns", type=int, default=Agent.max_turns, help="tool turns; one answer turn always follows; 0 = no tool turn")
     add("--max-parallel", type=int, default=Agent.max_parallel, help="calls run per turn")
-    add("--dispatch", choices=["parallel", "sequential"], default=Agent.dispatch, help="windows of a turn all at once or one by one")
+    add("--dispatch", choices=["parallel", "sequential", "turns"], default=Agent.dispatch, help="windows of a turn all at once, one by one, or one call a turn")
     if tools:
         add("--tools", action=yes_no, default=True, help="offer crop_video")
     add("--think-prefix", action=yes_no, default=True, help="force <think>\\n at the start of every main turn")
+    add("--open-thought", choices=["run", "drop"], default=Agent.open_thought, help="calls inside a thought that never closes: run or drop them")
     add("--sub-frames", type=int, default=Agent.sub_frames, help="frames of a window at most")
     add("--sub-fps", type=float, default=Agent.sub_fps, help="frames per second of a window")
+    add("--sub-question", action=yes_no, default=True, help="tell a sub-agent the question")
     add("--seed", type=int, default=0, help="of sampling and of the draws of K")
     add("--channel", choices=["image", "video"], default="image", help="frames as `<t seconds>` + images, or one video item")
     add("--video-root", default=None, help="folder videos are relative to and may not leave; default: the JSONL's folder")
@@ -852,7 +880,7 @@ def agent_settings(args, data_path):
 
 def check_context(codec, tasks, agent, source, frames):
     """Refuse, before anything is loaded, a context that cannot hold the largest prompt of the first readable task."""
-    budget, first = 64 if frames == "gated" else frames, None
+    budget, first = frames if isinstance(frames, int) else 64, None
     for task in tasks[:8]:
         spec = {"video": task["video"], "frames": budget}
         try:

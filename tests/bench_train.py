@@ -8,7 +8,7 @@ bench_train.py: two ratios of the trainer, forward + backward on random weights 
 Tokens/s count useful tokens: every token of every sequence, padding not counted, a shared prompt counted once per sequence, so
 both sides of a ratio did the same useful work. Sides are interleaved; medians and their ratio are reported, with the load.
 
-Run:  python tests/bench_train.py --ckpt toy/base [--prompt 4000 --response 800 --group 8]
+Run:  python tests/bench_train.py --ckpt toy/init [--prompt 4000 --response 800 --group 8]
 """
 import argparse
 import json

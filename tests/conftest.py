@@ -17,9 +17,9 @@ def run_script(name, *arguments, ranks=0, timeout=600):
 
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory):
-    """Folder of a small toy world: 12 SFT videos, 24 held-out ones, 6 RL tasks, 4 evaluation tasks, a random base checkpoint."""
+    """Folder of a small toy world: 2 pretraining videos, 12 SFT videos, 24 held-out ones, 6 RL tasks, 4 evaluation tasks, a random checkpoint."""
     folder = tmp_path_factory.mktemp("world") / "toy"
-    done = run_script("toy.py", "--out", folder, "--sft-videos", 12, "--rl-videos", 6, "--eval-videos", 4)
+    done = run_script("toy.py", "--out", folder, "--base-videos", 2, "--sft-videos", 12, "--rl-videos", 6, "--eval-videos", 4)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -28,7 +28,7 @@ def toy(tmp_path_factory):
 def codec(toy):
     import model
 
-    return model.load_codec(str(toy / "base"))
+    return model.load_codec(str(toy / "init"))
 
 
 @pytest.fixture(scope="session")
@@ -45,7 +45,7 @@ def policy(toy, codec):
 
     import model
 
-    return model.load_policy(str(toy / "base"), codec, torch.device("cpu"))
+    return model.load_policy(str(toy / "init"), codec, torch.device("cpu"))
 
 
 @pytest.fixture

@@ -68,7 +68,7 @@ def make_world(folder, seed=0):
         events = toy.make_timeline(rng)
         tasks.append({**toy.make_task(f"v{i}", events), "events": events})
         videos[tasks[-1]["video"]] = toy.draw_frames(events, noise)
-    toy.build_base(folder, rng, seed)
+    toy.build_init(folder, rng, seed)
     return tasks, DrawnSource(videos)
 
 
@@ -101,7 +101,8 @@ def make_trees(codec, tasks, source):
         frames = source.load(spec)
         item = model.vision_item(spec, frames)
         prompt, _, _ = model.encode_prompt(codec, rollout.main_messages(task, 8), [item], rollout.tool_schema())
-        texts = [toy.answer_turn("red, blue"), toy.answer_turn(task["answer"]), toy.call_turn(task["events"]), "<think>\nI saw"]
+        rng = random.Random(n)
+        texts = [toy.answer_turn("red, blue", rng), toy.answer_turn(task["answer"], rng), toy.call_turn(task["events"], rng), "<think>\nI saw"]
         branches = []
         for i, text in enumerate(texts):
             ids = model.encode(codec, text) + [codec.eos]
@@ -260,7 +261,7 @@ def main():
     model.start_process_group()
     print(f"torch {torch.__version__} | {torch.cuda.get_device_name(0) if gpu else 'no GPU'} | {torch.get_num_threads()} threads")
     with tempfile.TemporaryDirectory() as folder:
-        ckpt = os.path.join(folder, "base")
+        ckpt = os.path.join(folder, "init")
         tasks, source = make_world(ckpt)
         codec = model.load_codec(ckpt)
         trees = make_trees(codec, tasks, source)

@@ -79,7 +79,7 @@ def world(toy, tmp_path, codec, monkeypatch, capsys):
             return made[-1].engine
 
         monkeypatch.setattr(rollout, "make_engine", make_engine)
-        given = {"--ckpt": toy / "base", "--data": data, "--out": out, "--frames": 4, "--preset": "toy"}
+        given = {"--ckpt": toy / "init", "--data": data, "--out": out, "--frames": 4, "--preset": "toy"}
         flags = list(map(str, flags))
         monkeypatch.setattr(sys, "argv", ["eval.py", *[str(x) for k, v in given.items() if k not in flags and k not in drop for x in (k, v)], *flags])
         try:
@@ -281,7 +281,7 @@ def test_records_of_other_settings_are_refused(flags, world):
 def test_records_of_another_checkpoint_are_refused(world, toy, tmp_path):
     import shutil
 
-    shutil.copytree(toy / "base", tmp_path / "ckpt")
+    shutil.copytree(toy / "init", tmp_path / "ckpt")
     assert world(rows=ROWS[:1]).code == 0
     assert world("--ckpt", tmp_path / "ckpt", rows=ROWS[:1]).code == 2
 
@@ -316,8 +316,8 @@ def test_bad_input_is_one_line_and_exit_code_2(flags, drop, why, world):
 
 
 def test_command_line_runs_on_the_toy_world(toy, tmp_path):
-    done = run_script("eval.py", "--preset", "toy", "--engine", "transformers", "--ckpt", toy / "base", "--data", toy / "eval.jsonl", "--frames", 4,
+    done = run_script("eval.py", "--preset", "toy", "--engine", "transformers", "--ckpt", toy / "init", "--data", toy / "eval.jsonl", "--frames", 4,
                       "--max-new-tokens", 16, "--limit", 3, "--out", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert summary["results"][0]["n"] == 3 and summary["checkpoint"] == str(toy / "base") and done.stdout.startswith(f"{'K':>6} tools")
+    assert summary["results"][0]["n"] == 3 and summary["checkpoint"] == str(toy / "init") and done.stdout.startswith(f"{'K':>6} tools")

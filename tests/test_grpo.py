@@ -95,7 +95,7 @@ def plain(toy):
     """The same checkpoint as plain transformers, nothing of model.py in its forward."""
     from transformers import Qwen3VLForConditionalGeneration
 
-    hf = Qwen3VLForConditionalGeneration.from_pretrained(str(toy / "base"), dtype=torch.float32, attn_implementation="eager")
+    hf = Qwen3VLForConditionalGeneration.from_pretrained(str(toy / "init"), dtype=torch.float32, attn_implementation="eager")
     hf.model.visual.requires_grad_(False)
     return hf
 
@@ -209,8 +209,8 @@ class Recorder:
 
 
 def settings(**changes):
-    values = dict(format_weight=1.0, tool_reward=1.0, format_credit="struct", train_subagents=False, minibatches=1, pack_tokens=4096, temperature=1.0,
-                  clip_eps=0.2, tis_cap=5.0, kl=0.0, clip=0.0)
+    values = dict(format_weight=1.0, normalise="shared", tool_reward=1.0, format_credit="struct", train_subagents=False, minibatches=1,
+                  pack_tokens=4096, temperature=1.0, clip_eps=0.2, tis_cap=5.0, kl=0.0, clip=0.0)
     return SimpleNamespace(**{**values, **changes})
 
 
@@ -346,10 +346,10 @@ def test_gradient_of_an_update_is_that_of_separate_sequences(process_group, code
     if case == "kl":  # a reference that is not the policy, else its gradient would be zero
         from transformers import Qwen3VLForConditionalGeneration
 
-        reference = model.load_policy(str(toy / "base"), codec, torch.device("cpu")).requires_grad_(True)
+        reference = model.load_policy(str(toy / "init"), codec, torch.device("cpu")).requires_grad_(True)
         reference.hf.model.visual.requires_grad_(False)
         perturb(reference.hf)
-        other = Qwen3VLForConditionalGeneration.from_pretrained(str(toy / "base"), dtype=torch.float32)
+        other = Qwen3VLForConditionalGeneration.from_pretrained(str(toy / "init"), dtype=torch.float32)
         other.load_state_dict(reference.hf.state_dict())
     args = settings(temperature=temperature, tis_cap=cap, kl=beta, format_credit=credit)
     (found,), stats = run_update(policy, vision, codec, groups, args, reference)
@@ -463,7 +463,7 @@ def test_sampled_tokens_of_sub_agents_count_in_groups_without_signal_too(codec, 
 
 
 def row(k, acc, executed, a_task, **changes):
-    base = {"K": k, "status": "ok", "total": acc + 0.5, "acc": acc, "fmt": 0.5, "tool": 0.0,
+    base = {"K": k, "status": "ok", "total": acc + 0.5, "acc": acc, "fmt": 0.5, "tool": 0.0, "f_tau": 0.6, "well_formed": executed > 0,
             "closure": {t: [0, 0] for t in ("think", "tool_call", "answer")},
             "written": executed, "parseable": executed, "executed": executed, "a_task": a_task, "length": 10, "turns": 1, "cut": 0,
             "sub_tokens": 0, "decode_s": 0.0}
@@ -478,11 +478,11 @@ def test_summary_by_hand():
             row(64, 1.0, 0, 1.0)]
     m = grpo.summarise(rows)
     assert m["kappa"] == 0.75 and m["valid_calls"] == 0.75 and m["written_calls"] == 1.0 and m["called"] == 0.5
-    assert m["acc"] == 0.625 and m["total"] == 1.125 and m["fmt"] == m["f_tau"] == 0.5 and m["sub_tokens"] == 2
+    assert m["acc"] == 0.625 and m["total"] == 1.125 and m["fmt"] == 0.5 and m["f_tau"] == 0.6 and m["well_formed"] == 0.5 and m["sub_tokens"] == 2
     assert m["closure"] == {"think": pytest.approx(2 / 3), "tool_call": 1.0, "answer": 0.5}
     assert m["cut_turns"] == pytest.approx(1 / 5) and m["not_ok"] == 1
     assert m["call_minus_skip"] == pytest.approx(0.25 - 0.25)
-    assert m["by_K"]["4"] == {"n": 2, "acc": 0.5, "fmt": 0.5, "kappa": 1.0, "call_minus_skip": 2.0}
+    assert m["by_K"]["4"] == {"n": 2, "acc": 0.5, "f_tau": 0.6, "well_formed": 0.5, "kappa": 1.0, "call_minus_skip": 2.0}
     assert m["by_K"]["64"]["call_minus_skip"] == -2.0 and list(m["by_K"]) == ["4", "64"]
 
 
@@ -508,6 +508,26 @@ def test_frame_budget_is_a_function_of_seed_step_and_task_in_any_process():
     assert here[:20] != here[20:40] and here[:20] != here[60:80]
 
 
+def test_weights_of_the_draw_by_hand():
+    """Half uniform, half by exp(necessity); what is not known yet counts as the largest, so that it gets measured."""
+    assert grpo.adaptive_weights(dict.fromkeys("abcde")) == pytest.approx([0.2] * 5)
+    got = grpo.adaptive_weights({"4": math.log(3), "64": 0.0})
+    assert got == pytest.approx([0.25 + 0.5 * 0.75, 0.25 + 0.5 * 0.25])
+    assert grpo.adaptive_weights({"4": 1.0, "8": None, "64": -50.0}) == pytest.approx([1 / 6 + 1 / 4, 1 / 6 + 1 / 4, 1 / 6])
+
+
+def test_adaptive_frames_follow_the_measured_necessity(run_grpo, given_rollouts, hard_tasks):
+    """The fake rollouts all have K = 4 and calling pays there: from the second step on K = 4 is drawn more often."""
+    _, _, folder = run_grpo("--data", hard_tasks, "--steps", 3, "--prompts", 1, "--group", 4, "--probe-tolerance", 99, "--frames", "adaptive")
+    draws = [[call["frames"]({"id": str(i)}) for i in range(1000)] for call in given_rollouts]
+    found = json.loads((folder / "last" / "state.json").read_text())["necessity"]
+    assert found["4"] is not None and found["64"] is None
+    share = [d.count(4) / 1000 for d in draws]
+    assert abs(share[0] - 0.2) < 0.04 and set(draws[0]) == {4, 8, 16, 32, 64}
+    logged = [json.loads(line)["by_K"]["4"]["call_minus_skip"] for line in (folder / "log.jsonl").read_text().splitlines()]
+    assert found["4"] == pytest.approx(0.8 * (0.8 * logged[0] + 0.2 * logged[1]) + 0.2 * logged[2])
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The script, in this process
 
@@ -522,7 +542,7 @@ def run_grpo(monkeypatch, toy, tmp_path, process_group):
 
     def run(*flags, out="run"):
         folder = tmp_path / out
-        words = ["grpo.py", "--preset", "toy", "--ckpt", toy / "base", "--out", folder, "--video-root", toy, "--show-every", 0, *flags]
+        words = ["grpo.py", "--preset", "toy", "--ckpt", toy / "init", "--out", folder, "--video-root", toy, "--show-every", 0, *flags]
         monkeypatch.setattr(sys, "argv", [str(w) for w in words])
         grpo.main()
         weights = load_file(folder / "last" / "model.safetensors")
@@ -539,7 +559,7 @@ def recorded(toy, codec, tasks, tmp_path_factory):
     import video
 
     source = rollout.Source(str(toy), video.FrameCache())
-    hf = Qwen3VLForConditionalGeneration.from_pretrained(str(toy / "base"), dtype=torch.float32)
+    hf = Qwen3VLForConditionalGeneration.from_pretrained(str(toy / "init"), dtype=torch.float32)
     episodes = [e for task, k in zip(tasks[:3], (4, 8, 4)) for e in make_group(codec, source, task, frames=k)]
     record_logps(hf, codec, source, episodes)
     path = tmp_path_factory.mktemp("recorded") / "r.jsonl"
@@ -561,11 +581,12 @@ def same_update(a, b, base, tolerance=2e-3):
 def base(toy):
     from safetensors.torch import load_file
 
-    return load_file(toy / "base" / "model.safetensors")
+    return load_file(toy / "init" / "model.safetensors")
 
 
 @pytest.mark.parametrize("flag", [
     ("--lr", 1e-4), ("--weight-decay", 0.9), ("--clip", 1e-3), ("--temperature", 0.5), ("--format-credit", "sequence"), ("--format-credit", "none"),
+    ("--format-credit", "tags"), ("--format-credit", "closing"), ("--normalise", "separate"),
     ("--train-subagents",), ("--minibatches", 2), ("--kl", 5.0, "--minibatches", 2, "--lr", 1e-2),
     ("--clip-eps", 1e-4, "--minibatches", 2), ("--tis-cap", 0.5)], ids=lambda f: " ".join(map(str, f)))
 def test_every_flag_of_the_update_changes_the_update(run_grpo, recorded, base, flag):
@@ -683,6 +704,22 @@ def test_every_flag_of_the_reward_changes_its_term(run_grpo, given_rollouts, har
         assert 0 < found[0] < 1 and found[1] == 0
     else:
         assert found[1] - found[0] == pytest.approx(change)
+
+
+def test_answer_from_line_pays_an_answer_without_its_tag(run_grpo, given_rollouts, hard_tasks):
+    """The hand-made sample 2 says the answer and never closes its thought or opens an answer."""
+    common = ("--data", hard_tasks, "--steps", 1, "--prompts", 1, "--group", 4, "--probe-tolerance", 99, "--lr", 0)
+    for name, flags in (("tag", ()), ("line", ("--answer-from", "line"))):
+        run_grpo(*common, *flags, out=name)
+    assert [call["scoring"]["answer_from"] for call in given_rollouts] == ["tag", "line"]
+
+
+def test_f_tau_is_one_ruler_for_runs_that_are_paid_differently(run_grpo, given_rollouts, hard_tasks):
+    """Without suffix and anchor the reward is smaller; the compliance that it is reported with is not."""
+    common = ("--data", hard_tasks, "--steps", 1, "--prompts", 1, "--group", 4, "--probe-tolerance", 99, "--lr", 0)
+    full, plain = (run_grpo(*common, *flags, out=name)[1] for name, flags in (("a", ()), ("b", ("--no-answer-suffix", "--anchor", 0, "--gamma", 0))))
+    assert full["f_tau"] == full["fmt"] == plain["f_tau"] and plain["fmt"] < full["fmt"]
+    assert 0 < full["well_formed"] == plain["well_formed"] < 1
 
 
 def test_agent_flags_reach_the_rollouts(run_grpo, given_rollouts, hard_tasks):
@@ -845,7 +882,7 @@ def test_defaults_are_the_recipe_and_the_toy_preset_yields_to_flags(monkeypatch)
 def test_bad_values_and_missing_files_are_one_line(monkeypatch, capsys, toy, tmp_path, flags, word):
     """Told before any model is loaded, with exit code 2, naming the flag or the file."""
     monkeypatch.chdir(tmp_path)
-    words = ["grpo.py", "--ckpt", toy / "base", "--data", toy / "rl.jsonl", "--out", tmp_path / "o", *flags]
+    words = ["grpo.py", "--ckpt", toy / "init", "--data", toy / "rl.jsonl", "--out", tmp_path / "o", *flags]
     monkeypatch.setattr(sys, "argv", [str(w) for w in words])
     monkeypatch.setattr(model, "load_policy", lambda *_: pytest.fail("a model was loaded before the flags were checked"))
     with pytest.raises(SystemExit) as stop:
@@ -863,7 +900,7 @@ def test_a_damaged_rollout_file_is_one_line(monkeypatch, capsys, toy, recorded, 
     damage(rows[2])
     path = tmp_path / "damaged.jsonl"
     path.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    monkeypatch.setattr(sys, "argv", ["grpo.py", "--ckpt", str(toy / "base"), "--rollouts", str(path), "--out", str(tmp_path / "o")])
+    monkeypatch.setattr(sys, "argv", ["grpo.py", "--ckpt", str(toy / "init"), "--rollouts", str(path), "--out", str(tmp_path / "o")])
     with pytest.raises(SystemExit) as stop:
         model.run_main(grpo.main)
     assert stop.value.code == 2
@@ -885,7 +922,7 @@ def test_one_rank_and_two_make_the_same_update(toy, recorded, base, tmp_path):
     logs, found = [], []
     for ranks in (1, 2):
         out = tmp_path / f"ranks{ranks}"
-        done = run_script("grpo.py", "--preset", "toy", "--ckpt", toy / "base", "--rollouts", recorded, "--video-root", toy, "--out", out,
+        done = run_script("grpo.py", "--preset", "toy", "--ckpt", toy / "init", "--rollouts", recorded, "--video-root", toy, "--out", out,
                           "--pack-tokens", 600, "--prompts", 2, "--clip", 0, "--kl", 0.01, ranks=ranks)
         assert done.returncode == 0, done.stderr
         logs.append(json.loads((out / "log.jsonl").read_text()))
@@ -905,7 +942,7 @@ def test_missing_files_leave_no_traceback(tmp_path):
 @pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vllm is not installed")
 def test_two_ranks_with_vllm_end_to_end(toy, tmp_path):
     """What the README shows first: torchrun, two engines, two steps, weights synced between them, a checkpoint that opens."""
-    done = run_script("grpo.py", "--preset", "toy", "--ckpt", toy / "base", "--data", toy / "rl.jsonl", "--out", tmp_path / "out", "--steps", 2,
+    done = run_script("grpo.py", "--preset", "toy", "--ckpt", toy / "init", "--data", toy / "rl.jsonl", "--out", tmp_path / "out", "--steps", 2,
                       "--prompts", 2, "--group", 2, "--max-new-tokens", 12, "--engine", "vllm", "--max-seqs", 8, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     log = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]

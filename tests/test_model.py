@@ -63,7 +63,7 @@ def process_group():
 
 @pytest.fixture(scope="session")
 def video_codec(toy):
-    return model.load_codec(str(toy / "base"), "video")
+    return model.load_codec(str(toy / "init"), "video")
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ def test_grouped_queries_and_checkpointed_layers_do_not_change_a_tree(codec, toy
     """Real checkpoints share key heads between query heads and recompute layers in backward; the toy does neither."""
     from transformers import AutoConfig, Qwen3VLForConditionalGeneration
 
-    config = AutoConfig.from_pretrained(str(toy / "base"))
+    config = AutoConfig.from_pretrained(str(toy / "init"))
     config.text_config.num_key_value_heads = 2
     config._attn_implementation = {"text_config": "packed", "vision_config": "sdpa"}
     torch.manual_seed(0)
@@ -287,10 +287,10 @@ def test_frames_and_question_matter(lively, codec, album):
 def one_update(toy, pack_tokens):
     """One SFT update of the toy's base on this process group -> loss, N, packs of this rank, full gradients, update of weights."""
     rank, world, device = model.start_process_group()
-    codec = model.load_codec(str(toy / "base"))
+    codec = model.load_codec(str(toy / "init"))
     args = SimpleNamespace(video_root=None, min_pixels=1024, max_pixels=50176, max_len=2048)
     chats = sft.Chats(str(toy / "sft.jsonl"), codec, args, video.FrameCache())
-    policy = model.load_policy(str(toy / "base"), codec, device)
+    policy = model.load_policy(str(toy / "init"), codec, device)
     vision = model.VisionFeatures(policy.hf.model.visual, codec, chats.frames)
     before = {n: p.detach().clone() for n, p in policy.named_parameters() if p.requires_grad}
     model.shard(policy, device)
@@ -707,7 +707,7 @@ def test_features_of_a_changed_file_are_refused(policy, codec, album, change):
 @pytest.fixture(scope="module")
 def saved(toy, codec, process_group, tmp_path_factory):
     """A changed policy and the checkpoint it was saved to."""
-    policy = model.load_policy(str(toy / "base"), codec, CPU)
+    policy = model.load_policy(str(toy / "init"), codec, CPU)
     torch.manual_seed(5)
     with torch.no_grad():
         for name, p in policy.hf.model.language_model.named_parameters():
@@ -773,7 +773,7 @@ def test_vllm_loads_the_checkpoint_and_agrees_before_and_after_a_sync(saved, eng
     """Stale weights fail silently everywhere else. All weights change, embeddings too: a tied head must follow them."""
     policy, _ = saved
     assert engine_gap(engine, policy, codec, source, 1) < 1e-3
-    new = model.load_policy(str(toy / "base"), codec, CPU)
+    new = model.load_policy(str(toy / "init"), codec, CPU)
     new.load_state_dict(policy.state_dict())
     torch.manual_seed(6)
     with torch.no_grad():

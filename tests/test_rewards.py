@@ -29,9 +29,11 @@ from rewards import (
     format_reward,
     group_advantages,
     match_open,
+    never_closed,
     normalise,
     parse_tool_calls,
     score,
+    stated_answer,
     structural_mask,
     temporal_iou,
     token_f1,
@@ -255,6 +257,21 @@ def test_evaluation_falls_back_on_the_text_after_the_thought(turns, want):
 
 def test_evaluation_does_not_guess_from_a_forced_thought_that_never_closes():
     assert (answer_or_tail(["maybe B"], think_open=True), answer_or_tail(["maybe B"])) == (None, "maybe B")
+
+
+@pytest.mark.parametrize("turn, want", [
+    ("hm</think><answer>B</answer> bye", "B"), ("hm</think>\nred, blue", "red, blue"), ("I saw red.\nred", "red"), ("I saw red", "I saw red"),
+    ("hm</think>\nred\n</tool_call>\n", "red"), ("hm\n</think>\n", None), ("", None), ("<answer>red", "red")])
+def test_stated_answer_is_the_tag_else_the_last_line(turn, want):
+    assert stated_answer([turn], think_open=True) == want and stated_answer([]) is None
+    assert score([turn], "open", "red", answer_from="line")["acc"] == accuracy(want, "open", "red")
+
+
+@pytest.mark.parametrize("text, think_open, want", [
+    ("hm", True, True), ("hm", False, False), ("hm</think>x", True, False), ("<think>hm", False, True), ("a</think><think>b", True, True),
+    ("<think>a</think>", False, False)])
+def test_never_closed_by_hand(text, think_open, want):
+    assert never_closed(text, think_open) is want
 
 
 @pytest.mark.parametrize("response, want", [
@@ -693,6 +710,13 @@ def test_mask_of_a_turn_worked_by_hand():
     assert structural_mask([b"<answer", b"x>", b"<Answer>", b"<tool_code>", b"< think>", b"."]) == [False] * 5 + [True]
 
 
+def test_smaller_masks_are_subsets_worked_by_hand():
+    pieces = [b"hm", b"</think>", b" <an", b"swer>", b"B", b"</answer>", b"<|im_end|>"]
+    assert structural_mask(pieces, "tags") == [False, True, True, True, False, True, False]
+    assert structural_mask(pieces, "closing") == [False, True, False, False, False, True, False]
+    assert structural_mask([], "tags") == []
+
+
 @given(st.lists(st.sampled_from([*TAGS, "<", ">", "</", "é", "答", "<think", "answer>", " B ", "\x00", "<|im_end|>"]),
                 max_size=12), st.data())  # fmt: skip
 @settings(deadline=None, max_examples=300)
@@ -752,3 +776,11 @@ def test_groups_without_variance_give_no_signal():
 def test_lists_of_unequal_length_are_refused():
     with pytest.raises(ValueError, match="zip"):
         group_advantages([1.0, 2.0], [1.0])
+
+
+def test_separate_normalisation_gives_each_stream_its_own_unit():
+    """A format that hardly varies beside the task is blown up to full size: that is the point of the comparison, and its danger."""
+    a_task, a_fmt, _ = group_advantages([3.0, 0.0, 3.0, 0.0], [0.1, 0.1, 0.0, 0.0], separate=True)
+    assert a_task == approx([1, -1, 1, -1]) and a_fmt == approx([1, 1, -1, -1])
+    assert group_advantages([1.0, 1.0], [1.0, 0.0], 0.5, separate=True)[:2] == ([0.0, 0.0], [0.5, -0.5])
+    assert group_advantages([1.0, 0.0], [0.0, 1.0], separate=True)[:2] == ([1.0, -1.0], [-1.0, 1.0])  # the sums are equal, the streams are not

@@ -138,7 +138,7 @@ def tasks(toy):
 
 @pytest.fixture(scope="module")
 def codecs(toy, codec):
-    return {"image": codec, "video": model.load_codec(str(toy / "base"), "video")}
+    return {"image": codec, "video": model.load_codec(str(toy / "init"), "video")}
 
 
 @pytest.fixture(scope="module")
@@ -513,6 +513,51 @@ def test_a_task_that_comes_twice_in_a_batch_gets_more_samples_not_the_same_ones(
     assert len({r.id for r in engine.requests}) == len({r.seed for r in engine.requests}) == 6
 
 
+def test_frames_may_be_a_function_of_the_task(codec, tasks, source):
+    engine = Scripted(codec, ["ok</think><answer>red</answer>"])
+    episodes = play(engine, tasks[:2], source, frames=lambda task: 4 if task["id"] == tasks[0]["id"] else 8)
+    assert [e.frame_budget for e in episodes] == [4, 8]
+
+
+def test_weighted_frame_budget_follows_its_weights():
+    draws = Counter(rollout.frame_budget(0, 5, f"task-{i}", weights=[0.5, 0, 0.25, 0.25, 0]) for i in range(4000))
+    assert set(draws) == {4, 16, 32} and abs(draws[4] / 4000 - 0.5) < 0.03 and abs(draws[16] / 4000 - 0.25) < 0.03
+    assert all(rollout.frame_budget(0, 5, str(i), (2, 3), weights=[0, 1]) == 3 for i in range(50))
+
+
+@pytest.mark.parametrize("rule, executed", [("run", 1), ("drop", 0)])
+def test_a_call_in_a_thought_that_never_closes_is_run_or_dropped(codec, tasks, source, rule, executed):
+    """Reasoning parsers of serving stacks hand such a turn over as thought alone: no call is seen, and the episode ends there."""
+    call = '<tool_call>{"name": "crop_video", "arguments": {"start_time": 8, "end_time": 16}}</tool_call>'
+    open_, closed = (play_one(Scripted(codec, [f"Look.{end}{call}", "ok</think><answer>red</answer>"]), tasks, source,
+                              replace(AGENT, open_thought=rule)) for end in ("", "</think>"))
+    assert (open_.executed(), len(open_.turns), open_.status) == (executed, 1 + executed, "ok")
+    assert closed.executed() == 1 and len(open_.calls) == executed
+
+
+def test_one_call_a_turn_cuts_a_turn_behind_its_first_call(codec, tasks, source):
+    """The same policy as a sequential agent: its second call is not seen; it may ask again in its next turn."""
+    calls = [f'<tool_call>{{"name": "crop_video", "arguments": {{"start_time": {a}, "end_time": {a + 8}}}}}</tool_call>' for a in (8, 32)]
+    script = ["two</think>" + "\n".join(calls), "more</think>" + calls[1] + " and prose", "ok</think><answer>red</answer>"]
+    e = play_one(Scripted(codec, script), tasks, source, replace(AGENT, dispatch="turns"))
+    assert e.turns == ["two</think>" + calls[0], "more</think>" + calls[1], script[2]]
+    assert [(c["turn"], c["start"], c["status"]) for c in e.calls] == [(0, 8.0, "ok"), (1, 32.0, "ok")]
+    for (start, end), text in zip(e.spans, e.turns):
+        assert text_of(codec, e.context.ids[start:end]).removesuffix("<|im_end|>") == text and all(e.context.mask[start:end])
+    assert text_of(codec, e.context.ids).count("<tool_response>") == 2 and text_of(codec, e.context.ids).count("</tool_call><|im_end|>\n") == 2
+    script = ["all at once</think>" + "\n".join(calls), "ok</think><answer>red</answer>"]
+    assert [c["turn"] for c in play_one(Scripted(codec, script), tasks, source).calls] == [0, 0]
+
+
+def test_a_sub_agent_is_told_the_question_or_not(codec, tasks, source):
+    call = 'x</think><tool_call>{"name": "crop_video", "arguments": {"start_time": 8, "end_time": 16}}</tool_call>'
+    for told in (True, False):
+        engine = Scripted(codec, [call, "ok</think><answer>red</answer>"])
+        play_one(engine, tasks, source, replace(AGENT, sub_question=told))
+        (sub,) = [r for r in engine.requests if r.id.count("/") > 3]
+        assert (tasks[0]["question"] in text_of(codec, sub.expanded)) is told
+
+
 def test_frame_budget_is_the_same_in_every_process():
     """Python's own hash of a string is salted per process: ranks would disagree about K."""
     code = "import rollout; print([rollout.frame_budget(7, s, f'task-{i}') for s in range(3) for i in range(40)])"
@@ -713,7 +758,7 @@ def test_show_marks_who_wrote_what_and_escapes_control_characters(codec, tasks, 
 
 @pytest.fixture(scope="module")
 def base(toy):
-    return str(toy / "base")
+    return str(toy / "init")
 
 
 @pytest.fixture(scope="module")
@@ -1027,7 +1072,7 @@ def test_the_key_comes_from_the_named_variable_and_goes_nowhere_else(tasks, fram
 
 def test_command_line_writes_records_that_train(toy, tmp_path, codec):
     out = tmp_path / "r.jsonl"
-    done = run_script("rollout.py", "--preset", "toy", "--engine", "transformers", "--ckpt", toy / "base", "--data", toy / "rl.jsonl",
+    done = run_script("rollout.py", "--preset", "toy", "--engine", "transformers", "--ckpt", toy / "init", "--data", toy / "rl.jsonl",
                       "--limit", 2, "--group", 2, "--show", 1, "--max-new-tokens", 24, "--frames", 4, "--out", out)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in out.read_text().splitlines()]
@@ -1049,7 +1094,7 @@ def command(toy, tmp_path, monkeypatch, capsys):
         if rows is not None:
             data = toy / "tasks-of-a-test.jsonl"
             data.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-        given = {"--ckpt": toy / "base", "--data": data, "--engine": "transformers", "--out": tmp_path / "out.jsonl", "--preset": "toy"}
+        given = {"--ckpt": toy / "init", "--data": data, "--engine": "transformers", "--out": tmp_path / "out.jsonl", "--preset": "toy"}
         flags = list(map(str, flags))
         monkeypatch.setattr(sys, "argv", ["rollout.py", *[str(x) for k, v in given.items() if k not in flags for x in (k, v)], *flags])
         try:

@@ -188,7 +188,7 @@ def test_every_chat_of_the_toy_passes(toy):
 def test_a_bad_chat_stops_the_run_with_code_2_and_its_line(toy, tmp_path):
     rows = small_rows(toy, count=1)
     data = write_rows(tmp_path / "bad.jsonl", [*rows, {"id": "b", "messages": [{"role": "user", "content": "x"}]}])
-    done = run_script("sft.py", "--ckpt", toy / "base", "--data", data, "--out", tmp_path / "out", timeout=60)
+    done = run_script("sft.py", "--ckpt", toy / "init", "--data", data, "--out", tmp_path / "out", timeout=60)
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1] == f"sft.py: {data}:2: no assistant message: nothing to learn"
     assert "Traceback" not in done.stderr
@@ -214,7 +214,7 @@ def test_the_rank_that_meets_a_bad_chat_says_so(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("spec", [{"video": "videos/none.mp4", "frames": 4}, {"video": "videos/sft-0000.mp4", "start": 900, "end": 950},
-                                  {"video": "../base/config.json", "frames": 4}])
+                                  {"video": "../init/config.json", "frames": 4}])
 def test_an_unusable_video_is_skipped_by_name(toy, codec, tmp_path, capsys, spec):
     """Missing, outside the folder, or a window beyond the end: one bad file of thousands does not end a training."""
     rows = [{"id": "odd-one", "messages": user_and("a", **spec)}, *small_rows(toy, count=1)]
@@ -256,7 +256,7 @@ def trained(toy, process_group, tmp_path_factory):
     def run(*flags):
         if flags not in kept:
             out = folder / f"out{len(kept)}"
-            argv = ["sft.py", "--ckpt", toy / "base", "--data", data, "--video-root", toy, "--out", out, "--steps", 2, "--batch-size", 3,
+            argv = ["sft.py", "--ckpt", toy / "init", "--data", data, "--video-root", toy, "--out", out, "--steps", 2, "--batch-size", 3,
                     "--lr", 1e-3, "--warmup", 0.5, "--no-checkpointing", "--decode-timeout", 0, *flags]
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(sys, "argv", list(map(str, argv)))
@@ -347,7 +347,7 @@ def training(toy, tmp_path_factory):
     rows = small_rows(toy, count=39)
     rows.insert(5, {"id": "broken-one", "messages": user_and("a", video="videos/broken.mp4", frames=4)})
     data, held = write_rows(folder / "sft.jsonl", rows), write_rows(folder / "val.jsonl", small_rows(toy, "sft_val", 10))
-    arguments = ["--preset", "toy", "--ckpt", toy / "base", "--data", data, "--val", held, "--steps", STEPS, "--batch-size", 10,
+    arguments = ["--preset", "toy", "--ckpt", toy / "init", "--data", data, "--val", held, "--steps", STEPS, "--batch-size", 10,
                  "--eval-every", 0, "--save-every", STEPS // 2, "--keep", 0, "--format-samples", 3, "--max-new-tokens", 12]
     done = run_script("sft.py", *arguments, "--out", folder / "out", ranks=2, timeout=240)
     assert done.returncode == 0, done.stderr

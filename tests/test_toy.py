@@ -20,7 +20,7 @@ import rollout
 import toy as toy_world
 import video
 
-SMALL = ("--sft-videos", 3, "--rl-videos", 2, "--eval-videos", 1)
+SMALL = ("--base-videos", 3, "--sft-videos", 3, "--rl-videos", 2, "--eval-videos", 1)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def videos_of(row):
 def test_one_seed_gives_one_world_to_the_byte(twin):
     """Videos and weights too: a number measured on one machine can then be checked on another."""
     a, b = digests(twin / "a"), digests(twin / "b")
-    assert a == b and len(a) == 30 + 4 + len(list((twin / "a" / "base").iterdir()))  # 3 + 24 + 2 + 1 videos, 4 JSONL files
+    assert a == b and len(a) == 33 + 5 + len(list((twin / "a" / "init").iterdir()))  # 3 + 3 + 24 + 2 + 1 videos, 5 JSONL files
 
 
 def test_an_encoder_that_ran_before_writes_the_same_bytes_again(tmp_path):
@@ -79,20 +79,20 @@ def test_another_seed_gives_another_world(twin):
     a, c = digests(twin / "a"), digests(twin / "c")
     assert a.keys() == c.keys()
     differ = {name for name in a if a[name] != c[name]}
-    assert {"sft.jsonl", "sft_val.jsonl", "rl.jsonl", "eval.jsonl"} < differ
+    assert {"pretrain.jsonl", "sft.jsonl", "sft_val.jsonl", "rl.jsonl", "eval.jsonl"} < differ
     assert all(name in differ for name in a if name.startswith("videos/"))
 
 
 def test_number_of_videos_is_what_was_asked(twin, toy):
-    for folder, counts in ((twin / "a", {"sft": 3, "val": 24, "rl": 2, "eval": 1}), (toy, {"sft": 12, "val": 24, "rl": 6, "eval": 4})):
+    for folder, counts in ((twin / "a", {"base": 3, "sft": 3, "val": 24, "rl": 2, "eval": 1}), (toy, {"base": 2, "sft": 12, "val": 24, "rl": 6, "eval": 4})):
         assert Counter(p.name.split("-")[0] for p in (folder / "videos").iterdir()) == counts
         assert len(rows_of(folder, "rl.jsonl")) == counts["rl"] and len(rows_of(folder, "eval.jsonl")) == counts["eval"]
 
 
 def test_layers_and_hidden_shape_the_checkpoint(twin):
-    config = json.loads((twin / "c" / "base" / "config.json").read_text())
+    config = json.loads((twin / "c" / "init" / "config.json").read_text())
     text, vision = config["text_config"], config["vision_config"]
-    first = json.loads((twin / "a" / "base" / "config.json").read_text())["text_config"]
+    first = json.loads((twin / "a" / "init" / "config.json").read_text())["text_config"]
     assert (first["num_hidden_layers"], first["hidden_size"]) == (4, 128)
     assert (text["num_hidden_layers"], text["hidden_size"], vision["out_hidden_size"]) == (2, 256, 256)
 
@@ -114,11 +114,11 @@ def test_bad_flags_are_one_line_and_exit_code_2(flags, why, monkeypatch, capsys,
 
 def test_no_video_is_in_two_splits(toy):
     """A video of the cold start in the evaluation would measure memory."""
-    splits = [set().union(*(videos_of(row) for row in rows_of(toy, name))) for name in ("sft.jsonl", "sft_val.jsonl")]
+    splits = [set().union(*(videos_of(row) for row in rows_of(toy, name))) for name in ("pretrain.jsonl", "sft.jsonl", "sft_val.jsonl")]
     splits += [{row["video"] for row in rows_of(toy, name)} for name in ("rl.jsonl", "eval.jsonl")]
-    assert sum(map(len, splits)) == len(set().union(*splits)) == len(list((toy / "videos").iterdir())) == 46
+    assert sum(map(len, splits)) == len(set().union(*splits)) == len(list((toy / "videos").iterdir())) == 48
     contents = {hashlib.sha256(path.read_bytes()).digest() for path in (toy / "videos").iterdir()}
-    assert len(contents) == 46  # no two are the same but for the name
+    assert len(contents) == 48  # no two are the same but for the name
 
 
 def colour_at(image):
@@ -176,11 +176,14 @@ def kind_of(row):
     return re.fullmatch(r"(\w+-\d{4})-(direct|call|plain|sub)-(\d+)", row["id"]).groups()
 
 
-def test_the_mixture_holds_every_way_of_answering_at_every_budget(toy):
-    """Half direct and half with calls at every K alike: the cold start must not know when the tool helps."""
+def test_the_cold_start_teaches_calling_at_every_budget(toy):
+    """Calls at every K alike, a direct answer at one of them: it must not know when the tool helps."""
     rows = rows_of(toy, "sft.jsonl")
     kinds = Counter((kind, int(n)) for _, kind, n in map(kind_of, rows) if kind != "sub")
-    assert kinds == {(kind, k): 12 for kind in ("direct", "call", "plain") for k in (4, 8, 16, 32, 64)}
+    assert {k: n for (kind, k), n in kinds.items() if kind == "call"} == dict.fromkeys((4, 8, 16, 32, 64), 12)
+    for way in ("direct", "plain"):
+        assert sorted(kind_of(row)[0] for row in rows if kind_of(row)[1] == way) == sorted({kind_of(row)[0] for row in rows})
+        assert len({k for kind, k in kinds if kind == way}) > 2
     assert len({row["id"] for row in rows}) == len(rows)
     for row in rows:
         name, kind, n = kind_of(row)
@@ -232,6 +235,38 @@ def test_the_data_speaks_the_protocol(toy):
             assert rewards.final_answer(turns) == ", ".join(summaries)
 
 
+def test_the_strong_prior_is_loose_in_every_way_that_is_claimed(twin):
+    """It calls, in several dialects, leaves thoughts open or opens them again, and mostly answers without tags."""
+    import rewards
+
+    rows = rows_of(twin / "a", "pretrain.jsonl")
+    kinds = Counter((kind, int(n)) for _, kind, n in map(kind_of, rows) if kind != "sub")
+    assert kinds == {(kind, k): 3 for kind in ("direct", "call", "plain") for k in (4, 8, 16, 32, 64)}
+    turns = [m["content"].removeprefix("<think>\n") for row in rows if kind_of(row)[1] != "sub" for m in row["messages"] if m["role"] == "assistant"]
+    closed = sum("</think>" in t for t in turns) / len(turns)
+    assert 0.15 < closed < 0.5 and any("<think>" in t for t in turns)
+    first = [t for t in turns if "crop_video" in t]
+    assert {"<tool_code>" in t for t in first} == {True, False} and any("<tool_call>" in t and "</tool_call>" not in t for t in first)
+    assert any("I will look closer." in t for t in first) and all(rewards.parse_tool_calls("</think>" + t)[0].error is None for t in first)
+    last = [t for t in turns if "crop_video" not in t]
+    assert 0.05 < sum("</answer>" in t for t in last) / len(last) < 0.5
+    assert sum(rewards.format_reward([t])["well_formed"] for t in last) / len(last) < 0.3
+    assert len({t.split("I saw")[0] for t in last}) > 4  # thoughts ramble
+
+
+def test_the_weak_prior_is_tidy_never_calls_and_changes_nothing_else(twin, tmp_path):
+    import rewards
+
+    script = os.path.join(os.path.dirname(toy_world.__file__), "toy.py")
+    subprocess.run([sys.executable, script, "--out", str(tmp_path / "w"), "--seed", "5", *map(str, SMALL), "--prior", "weak"], check=True)
+    strong, weak = digests(twin / "a"), digests(tmp_path / "w")
+    assert {name for name in strong if strong[name] != weak.get(name)} == {"pretrain.jsonl"} and strong.keys() == weak.keys()
+    rows = rows_of(tmp_path / "w", "pretrain.jsonl")
+    assert {kind_of(row)[1] for row in rows} == {"direct", "plain", "sub"}
+    said = [row["messages"][2]["content"].removeprefix("<think>\n") for row in rows if kind_of(row)[1] != "sub"]
+    assert all(rewards.format_reward([text])["total"] == 1.0 for text in said) and not any("crop_video" in text for text in said)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The checkpoint
 
@@ -246,8 +281,8 @@ def test_the_base_loads_with_plain_transformers(toy, tmp_path):
     model.import_shim()
     from transformers import AutoProcessor, AutoTokenizer, Qwen3VLForConditionalGeneration
 
-    policy = Qwen3VLForConditionalGeneration.from_pretrained(toy / "base")
-    processor, tokenizer = AutoProcessor.from_pretrained(toy / "base"), AutoTokenizer.from_pretrained(toy / "base")
+    policy = Qwen3VLForConditionalGeneration.from_pretrained(toy / "init")
+    processor, tokenizer = AutoProcessor.from_pretrained(toy / "init"), AutoTokenizer.from_pretrained(toy / "init")
     assert type(processor).__name__ == "Qwen3VLProcessor" and processor.chat_template
     assert len(tokenizer) == policy.config.text_config.vocab_size == policy.get_input_embeddings().weight.shape[0]
     assert policy.config.tie_word_embeddings and policy.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
