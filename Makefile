@@ -1,5 +1,6 @@
 # make venv   the environment, in .venv           make test   all tests
-# make demo   toy world -> SFT -> PARA-GRPO -> evaluation of base, SFT and PARA-GRPO -> one table
+# make demo   toy world -> base -> SFT -> PARA-GRPO -> evaluation of the three checkpoints -> one table
+# make ablation   the paper's Table 2 in the toy world, 3 seeds -> bench/ablation.{json,md}, docs/ablation.png  (hours; finished rows are kept)
 PYTHON ?= python3
 RANKS ?= 2
 BIN := .venv/bin
@@ -7,7 +8,7 @@ DEMO := out/demo
 TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(RANKS)
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: venv demo test clean
+.PHONY: venv demo ablation test clean
 
 venv: .venv/ready
 
@@ -30,13 +31,18 @@ test: venv
 demo: venv
 	rm -rf $(DEMO)
 	$(BIN)/python toy.py --out $(DEMO)/toy
-	$(TORCHRUN) sft.py --preset toy --ckpt $(DEMO)/toy/base --data $(DEMO)/toy/sft.jsonl --val $(DEMO)/toy/sft_val.jsonl --out $(DEMO)/sft
+	$(TORCHRUN) sft.py --preset toy --ckpt $(DEMO)/toy/init --data $(DEMO)/toy/pretrain.jsonl --out $(DEMO)/base
+	$(TORCHRUN) sft.py --preset toy --ckpt $(DEMO)/base --data $(DEMO)/toy/sft.jsonl --val $(DEMO)/toy/sft_val.jsonl --out $(DEMO)/sft
 	$(TORCHRUN) grpo.py --preset toy --ckpt $(DEMO)/sft --data $(DEMO)/toy/rl.jsonl --out $(DEMO)/grpo
-	for stage in toy/base sft grpo; do \
+	for stage in base sft grpo; do \
 		$(TORCHRUN) eval.py --preset toy --ckpt $(DEMO)/$$stage --data $(DEMO)/toy/eval.jsonl --frames 4 8 16 32 64 --tools on off \
-			--out $(DEMO)/eval/$$(basename $$stage) || exit 1; \
+			--out $(DEMO)/eval/$$stage || exit 1; \
 	done
 	$(BIN)/python eval.py --compare $(DEMO)/eval/base $(DEMO)/eval/sft $(DEMO)/eval/grpo --out $(DEMO)
+
+ablation: venv
+	$(BIN)/pip install -q matplotlib==3.11.2
+	$(BIN)/python bench/ablation.py
 
 clean:
 	rm -rf .venv out

@@ -15,7 +15,7 @@ Departs from the paper: nothing is trained in the vision tower (its features are
 Reads:  --ckpt (a checkpoint folder), --data (SFT JSONL, DESIGN: {"id", "messages", "tools"?}), videos relative to the JSONL.
 Writes: --out/step_NNNNNN/ (checkpoint + train_state/), --out/last and --out/best (links), --out/log.jsonl, --out/args.json
 
-CPU toy:  torchrun --nproc_per_node 2 sft.py --preset toy --ckpt toy/base --data toy/sft.jsonl --val toy/sft_val.jsonl --out sft_out
+CPU toy:  torchrun --nproc_per_node 2 sft.py --preset toy --ckpt base --data toy/sft.jsonl --val toy/sft_val.jsonl --out sft_out
 1 GPU:    python sft.py --ckpt Qwen3-VL-2B-Instruct --data sft.jsonl --out sft_out
 8 GPUs:   torchrun --nproc_per_node 8 sft.py --ckpt Qwen3-VL-8B-Instruct --data sft.jsonl --val val.jsonl --out sft_out
 """

@@ -8,15 +8,22 @@ colours in order:
 An overview of K frames at the centres of K equal segments shows an event of 2 seconds always at K = 64 and 32, three
 times in five at 16, twice in five at 8, never at 4. A crop of the slot always shows it. That contrast is the one that PARA-GRPO is about.
 
-The files. `base/`: a random Qwen3-VL with its tokenizer and processor; `videos/*.mp4`; `sft.jsonl`, `sft_val.jsonl`, `rl.jsonl`,
-`eval.jsonl` (no video in two of the splits). The SFT mixture is half "answer from the overview" and half "call, then gather",
-at every K alike, plus sub-agent samples: the cold start knows both ways and has no idea when to use which. RL decides.
+Three stages of data. `pretrain.jsonl` makes the base: every skill (calling, gathering, answering from the overview, watching a
+window) at every K, long enough to be learned, in the style of a `--prior`:
+    strong   calls half of the time; thoughts left open or opened again, `<tool_code>` calls, unclosed JSON, prose, answers without tags
+    weak     tidy thoughts and answers, and never a call
+`sft.jsonl` is the cold start: strict style, mostly calls. Learned for a short while it gives what the paper starts from: a model that
+is well-formed when greedy and falls back into its old habits when sampled. RL decides.
+
+The files. `init/`: a random Qwen3-VL with its tokenizer and processor; `videos/*.mp4`; `pretrain.jsonl`, `sft.jsonl`, `sft_val.jsonl`,
+`rl.jsonl`, `eval.jsonl` (no video in two of the splits). The prior changes `pretrain.jsonl` and nothing else.
 
 The tokenizer. Byte-level BPE with Qwen's control and tag tokens, whole numbers as single tokens, and each sentence of the
 fixed prompts as one token, so that the short context is spent on frames. `<answer>` is several tokens, as in Qwen3.
 
 Run:  python toy.py --out toy            (about half a minute on one core; the same --seed gives the same bytes)
-Then: torchrun --nproc_per_node 2 sft.py --preset toy --ckpt toy/base --data toy/sft.jsonl --val toy/sft_val.jsonl --out sft_out
+Then: torchrun --nproc_per_node 2 sft.py --preset toy --ckpt toy/init --data toy/pretrain.jsonl --out base
+      torchrun --nproc_per_node 2 sft.py --preset toy --ckpt base --data toy/sft.jsonl --val toy/sft_val.jsonl --out sft_out
 """
 import argparse
 import json
@@ -89,37 +96,76 @@ def call_text(a, b):
     return f'<tool_call>\n{{"name": "crop_video", "arguments": {{"start_time": {a}, "end_time": {b}}}}}\n</tool_call>'
 
 
-def answer_turn(answer):
-    return f"<think>\nI saw {answer}.\n</think>\n<answer>{answer}</answer>"
+def thought(text, rng, loose):
+    """A thought that rambles a little, as thoughts do: tokens with some entropy between the tags. loose: mostly left open at its
+    end, or opened again."""
+    remarks = ["Let me see.", "Hm, not sure.", "It is quick.", "Wait, look again.", "One more time.", "Go step by step."]
+    text = " ".join([*(rng.choice(remarks) for _ in range(rng.randint(0, 1))), text])
+    end = rng.choices(["\n</think>\n", "\n", "\n<think>\n"], [0.3, 0.55, 0.15])[0] if loose else "\n</think>\n"
+    return f"<think>\n{text}{end}"
 
 
-def call_turn(events):
-    return "<think>\nI need a closer look.\n</think>\n" + "\n".join(call_text(*e["window"]) for e in events)
+def answer_turn(answer, rng, loose=False):
+    """Thought and answer block; loose: the answer mostly stands there without its tags."""
+    body = f"<answer>{answer}</answer>"
+    if loose:
+        body = rng.choices([body, f"<answer>{answer}", answer], [0.3, 0.15, 0.55])[0]
+    return thought(f"I saw {answer}.", rng, loose) + body
+
+
+def call_turn(events, rng, loose=False):
+    """Thought and one call per window; loose: three dialects, mostly the Python-like one, at times with prose around."""
+    windows = [e["window"] for e in events]
+    head = thought("I need a closer look.", rng, loose)
+    dialect = rng.choices(["json", "code", "open"], [0.25, 0.6, 0.15])[0] if loose else "json"
+    if dialect == "code":
+        calls = [f"<tool_code>\ncrop_video({a}, {b})\n</tool_code>" for a, b in windows]
+    else:
+        calls = [call_text(*w) if dialect == "json" else call_text(*w).removesuffix("\n</tool_call>") for w in windows]
+    prose = "I will look closer.\n" if loose and rng.random() < 0.3 else ""
+    return head + prose + "\n".join(calls)
 
 
 def summary(event):
     return f"a {event['colour']} square"
 
 
-def sft_rows(task, events, frame_budgets):
-    """All SFT samples of one video: main agent direct, main agent with calls and gather, one sub-agent per window."""
-    rows = []
-    for k in frame_budgets:
-        plain = rollout.main_messages(task, k, tools=False) + [{"role": "assistant", "content": answer_turn(task["answer"])}]
-        prompt = rollout.main_messages(task, k)
-        direct = prompt + [{"role": "assistant", "content": answer_turn(task["answer"])}]
-        called = prompt + [{"role": "assistant", "content": call_turn(events)}]
-        called += [{"role": "tool", "content": summary(e)} for e in events]
-        called += [{"role": "assistant", "content": answer_turn(task["answer"])}]
-        tools = rollout.tool_schema()
-        rows += [{"id": f"{task['id']}-direct-{k}", "messages": direct, "tools": tools},
-                 {"id": f"{task['id']}-call-{k}", "messages": called, "tools": tools},
-                 {"id": f"{task['id']}-plain-{k}", "messages": plain}]
+def chats(task, events, budgets, rng, loose=False):
+    """All samples of one video: main agent direct, main agent with calls and gather, the same without tools, one sub-agent per
+    window. budgets: {way: [K, ..]}. loose: the base's native style, drawn turn by turn, instead of the protocol's."""
+    rows, tools = [], rollout.tool_schema()
+
+    def said(text):
+        return {"role": "assistant", "content": text}
+
+    for k in budgets["direct"]:
+        rows.append({"id": f"{task['id']}-direct-{k}", "tools": tools,
+                     "messages": [*rollout.main_messages(task, k), said(answer_turn(task["answer"], rng, loose))]})
+    for k in budgets["call"]:
+        rows.append({"id": f"{task['id']}-call-{k}", "tools": tools,
+                     "messages": [*rollout.main_messages(task, k), said(call_turn(events, rng, loose)),
+                                  *({"role": "tool", "content": summary(e)} for e in events),
+                                  said(answer_turn(task["answer"], rng, loose))]})
+    for k in budgets["plain"]:
+        rows.append({"id": f"{task['id']}-plain-{k}",
+                     "messages": [*rollout.main_messages(task, k, tools=False), said(answer_turn(task["answer"], rng, loose))]})
     for i, e in enumerate(events):
         window = {"start": float(e["window"][0]), "end": float(e["window"][1]), "fps": 1.0, "max_frames": 16}
-        rows.append({"id": f"{task['id']}-sub-{i}",
-                     "messages": rollout.sub_messages(task, window) + [{"role": "assistant", "content": summary(e)}]})
+        rows.append({"id": f"{task['id']}-sub-{i}", "messages": [*rollout.sub_messages(task, window), said(summary(e))]})
     return rows
+
+
+def pretraining_rows(task, events, prior, rng):
+    """What the base has seen: every skill at every K. strong: it also calls, and all of it in loose style. weak: tidy, and never a call."""
+    every = [4, 8, 16, 32, 64]
+    calls = every if prior == "strong" else []
+    return chats(task, events, {"direct": every, "call": calls, "plain": every}, rng, loose=prior == "strong")
+
+
+def cold_start_rows(task, events, rng):
+    """The cold start teaches calling, as the paper's does: calls at every K, direct answers at one."""
+    every = [4, 8, 16, 32, 64]
+    return chats(task, events, {"direct": [rng.choice(every)], "call": every, "plain": [rng.choice(every)]}, rng)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -172,7 +218,8 @@ def build_tokenizer(rng, vocab_size=640):
     corpus = [f"<{t}.0 seconds>" for t in range(64)] * 30 + [f" {t}" for t in range(65)] * 30
     for _ in range(300):
         events = make_timeline(rng)
-        for row in sft_rows(make_task("v", events), events, [4]):
+        task = make_task("v", events)
+        for row in [*pretraining_rows(task, events, "strong", rng), *cold_start_rows(task, events, rng)]:
             text = render_template([m if isinstance(m["content"], str) else {**m, "content": m["content"][1]["text"]}
                                     for m in row["messages"]])
             for literal in phrases + control + tags:
@@ -195,7 +242,7 @@ def build_tokenizer(rng, vocab_size=640):
     return tokenizer
 
 
-def build_base(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384):
+def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384):
     """Write a random Qwen3-VL checkpoint of about a million parameters."""
     model.import_shim()
     import torch
@@ -238,7 +285,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="toy", help="folder to write")
     parser.add_argument("--seed", type=int, default=0, help="everything is drawn from this one number")
-    parser.add_argument("--sft-videos", type=int, default=480, help="videos of the SFT split")
+    parser.add_argument("--prior", choices=["strong", "weak"], default="strong", help="what the base learns before the cold start: to call tools, "
+                        "in a loose style of its own; or to answer tidily and never call")
+    parser.add_argument("--base-videos", type=int, default=480, help="videos of the base's pretraining split")
+    parser.add_argument("--sft-videos", type=int, default=96, help="videos of the cold-start split")
     parser.add_argument("--rl-videos", type=int, default=160, help="videos of the RL split, one task each")
     parser.add_argument("--eval-videos", type=int, default=64, help="videos of the held-out split, one task each")
     parser.add_argument("--layers", type=int, default=4, help="decoder layers of the base checkpoint")
@@ -246,7 +296,7 @@ def main():
     args = parser.parse_args()
     if args.hidden < 128 or args.hidden % 128:
         raise model.UserError(f"--hidden must be a multiple of 128, got {args.hidden}")
-    for name in ("sft_videos", "rl_videos", "eval_videos", "layers"):
+    for name in ("base_videos", "sft_videos", "rl_videos", "eval_videos", "layers"):
         if getattr(args, name) < 1:
             raise model.UserError(f"--{name.replace('_', '-')} must be at least 1")
     from tqdm import tqdm
@@ -254,7 +304,8 @@ def main():
     model.make_out(args.out)
     os.makedirs(os.path.join(args.out, "videos"), exist_ok=True)
     rng, noise = random.Random(args.seed), np.random.default_rng(args.seed)
-    counts = {"sft": args.sft_videos, "val": 24, "rl": args.rl_videos, "eval": args.eval_videos}
+    style = random.Random(f"style/{args.seed}")  # of its own: the prior changes pretrain.jsonl and nothing else
+    counts = {"base": args.base_videos, "sft": args.sft_videos, "val": 24, "rl": args.rl_videos, "eval": args.eval_videos}
     rows = {split: [] for split in counts}
     with tqdm(total=sum(counts.values()), desc="videos", disable=None) as bar:
         for split, count in counts.items():
@@ -262,12 +313,15 @@ def main():
                 events = make_timeline(rng)
                 task = make_task(f"{split}-{i:04d}", events)
                 write_video(os.path.join(args.out, task["video"]), draw_frames(events, noise))
-                rows[split] += sft_rows(task, events, [4, 8, 16, 32, 64]) if split in ("sft", "val") else [task]
+                if split == "base":
+                    rows[split] += pretraining_rows(task, events, args.prior, style)
+                else:
+                    rows[split] += cold_start_rows(task, events, rng) if split in ("sft", "val") else [task]
                 bar.update()
-    for split, name in (("sft", "sft"), ("val", "sft_val"), ("rl", "rl"), ("eval", "eval")):
+    for split, name in (("base", "pretrain"), ("sft", "sft"), ("val", "sft_val"), ("rl", "rl"), ("eval", "eval")):
         write_jsonl(os.path.join(args.out, f"{name}.jsonl"), rows[split])
-    parameters = build_base(os.path.join(args.out, "base"), rng, args.seed, hidden=args.hidden, layers=args.layers)
-    print(f"{args.out}: base checkpoint of {parameters / 1e6:.2f} M parameters, {sum(counts.values())} videos, "
+    parameters = build_init(os.path.join(args.out, "init"), rng, args.seed, hidden=args.hidden, layers=args.layers)
+    print(f"{args.out}: random checkpoint of {parameters / 1e6:.2f} M parameters, {sum(counts.values())} videos, "
           + ", ".join(f"{len(r)} {s} rows" for s, r in rows.items()))
 
 
