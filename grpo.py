@@ -285,7 +285,8 @@ def update(policy, reference, vision, optimizer, trees, tokens, codec, args, wor
 def episode_row(e, think_prefix):
     """What the log needs of one episode, small enough to send to rank 0."""
     ruler = rewards.format_reward(e.turns, think_prefix)  # the paper preset's terms, whatever this run is paid for: runs stay comparable
-    return {"K": e.frame_budget, "f_tau": ruler["total"], "well_formed": ruler["well_formed"], "status": e.status, **{k: e.reward[k] for k in ("total", "acc", "fmt", "tool")},
+    return {"K": e.frame_budget, "f_tau": ruler["total"], "well_formed": ruler["well_formed"], "status": e.status,
+            **{k: e.reward[k] for k in ("total", "acc", "fmt", "tool")},
             "closure": e.reward["closure"], "written": len(e.calls), "parseable": e.parseable(), "executed": e.executed(),
             "a_task": e.advantage.get("task", 0.0), "length": sum(e.context.mask) if e.context else 0, "turns": len(e.turns),
             "cut": sum(f == "length" for f in e.finish), "sub_tokens": sum(c["sub_tokens"] for c in e.calls)}

@@ -555,7 +555,7 @@ def run_episode(episode, agent, codec, source, step):
         if done.error:
             episode.status, episode.error = "engine_error", done.error
             break
-        if agent.dispatch == "turns" and done.ids is not None:
+        if agent.dispatch == "turns":
             done = first_call(codec, done)
         if done.ids is not None:
             episode.spans.append([len(context.ids), len(context.ids) + len(done.ids)])
@@ -588,12 +588,17 @@ def run_episode(episode, agent, codec, source, step):
 
 def first_call(codec, done):
     """A turn cut behind its first call: what an agent would have said that may ask for one window a turn."""
-    said = b"".join(codec.pieces[i] for i in done.ids)
+    if done.ids is None:  # an endpoint that returns text
+        pieces = [character.encode() for character in done.text]
+    else:
+        pieces = [codec.pieces[i] if i < len(codec.pieces) else b"" for i in done.ids]
+    said = b"".join(pieces)
     ends = [at + len(tag) for tag in (b"</tool_call>", b"</tool_code>") if (at := said.find(tag, max(0, said.find(b"</think>")))) >= 0]
     if not ends:
         return done
-    reached = list(itertools.accumulate(len(codec.pieces[i]) for i in done.ids))
-    cut = bisect.bisect_left(reached, min(ends)) + 1  # the first token with which the closing tag is whole
+    cut = bisect.bisect_left(list(itertools.accumulate(map(len, pieces))), min(ends)) + 1  # the first token with which the closing tag is whole
+    if done.ids is None:
+        return replace(done, text=done.text[:cut])
     return replace(done, ids=done.ids[:cut], logps=done.logps[:cut], text=model.decode(codec, done.ids[:cut]), ended=False)
 
 

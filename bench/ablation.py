@@ -155,7 +155,7 @@ def plan(args, results):
     for seed in args.seeds:
         for name, (blocks, *_) in rows().items():
             known = results.get(str(seed), {}).get(name, {}).get("commands")
-            if set(blocks) & set(args.blocks) and known != history(name, args, seed):
+            if (name in args.rows if args.rows else set(blocks) & set(args.blocks)) and known != history(name, args, seed):
                 need(name, seed)
     return order
 
@@ -442,11 +442,15 @@ def main():
     parser.add_argument("--picture", default=os.path.join("docs", "ablation.png"), help="curves of GRPO and PARA-GRPO; needs matplotlib")
     parser.add_argument("--seeds", type=int, nargs="+", default=[10, 11, 12], help="each seed is a world, a base, a cold start and all runs")
     parser.add_argument("--blocks", default="ABCDE", help="which blocks of the table")
+    parser.add_argument("--rows", nargs="+", default=None, metavar="NAME", help="these rows only, whatever their block")
     parser.add_argument("--base-flags", default="--epochs 1.75", help="flags of sft.py in pretraining")
     parser.add_argument("--sft-flags", default="--steps 14 --muon-lr 4e-4 --lr 1.5e-4", help="flags of sft.py in the cold start: short, so that format stays fragile")
     parser.add_argument("--rl-flags", default="--prompts 8 --steps 30 --lr 3e-4 --answer-from line --show-every 0", help="flags of every grpo.py run")
     args = parser.parse_args()
     args.out, args.results = os.path.abspath(args.out), os.path.abspath(args.results)
+    unknown = sorted(set(args.rows or []) - set(rows()))
+    if unknown or not set(args.blocks) <= set("ABCDE"):
+        raise model.UserError(f"--rows {' '.join(unknown)}: known are {' '.join(rows())}" if unknown else f"--blocks {args.blocks}: known are A to E")
     model.make_out(args.out)
     results = {}
     if os.path.exists(args.results + ".json"):

@@ -26,7 +26,7 @@ def ablation():
 
 @pytest.fixture
 def args(tmp_path):
-    return argparse.Namespace(out=str(tmp_path / "out"), results=str(tmp_path / "table"), seeds=[0, 1], blocks="ABCDE",
+    return argparse.Namespace(out=str(tmp_path / "out"), results=str(tmp_path / "table"), seeds=[0, 1], blocks="ABCDE", rows=None,
                               base_flags="--steps 400", sft_flags="--steps 14 --muon-lr 4e-4 --lr 1.5e-4",
                               rl_flags="--prompts 8 --steps 30 --answer-from line --show-every 0")
 
@@ -60,6 +60,20 @@ def test_plan_runs_what_is_needed_first_and_nothing_twice(ablation, args):
         assert all(jobs.index((seed, need)) < jobs.index((seed, name)) for need in ablation.commands(name, args, seed)[0])
     args.blocks = "C"
     assert [name for seed, name in ablation.plan(args, {}) if seed == 0] == ["world-strong", "base-strong", "sft-strong", "para", "sequential", "turns"]
+
+
+def test_rows_can_be_picked_by_name(ablation, args):
+    args.rows, args.seeds = ["whole"], [0]
+    assert [name for _, name in ablation.plan(args, {})] == ["world-strong", "base-strong", "sft-strong", "whole"]
+
+
+@pytest.mark.parametrize("flags, why", [(("--rows", "nothing"), "known are base sft"), (("--blocks", "AX"), "known are A to E")])
+def test_unknown_rows_are_one_line_and_exit_code_2(ablation, monkeypatch, capsys, tmp_path, flags, why):
+    monkeypatch.setattr("sys.argv", ["ablation.py", "--out", str(tmp_path / "out"), *flags])
+    with pytest.raises(SystemExit) as stop:
+        ablation.model.run_main(ablation.main)
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and why in err and err.count("\n") == 1
 
 
 def test_a_finished_row_is_kept_until_its_commands_change(ablation, args):
