@@ -394,7 +394,7 @@ def markdown(results, judged, settings):
 
 
 def picture(results, path):
-    """GRPO against PARA-GRPO: kappa and f_tau over the steps of training, greedy accuracy and calls at each K afterwards -> PNG.
+    """GRPO against PARA-GRPO: kappa and f_tau over the steps of training, greedy accuracy at each K afterwards, with tools and without -> PNG.
     Lines are means over seeds, bands the range. GRPO trains at K = 64 only, so accuracy at K = 4 can be had after training alone."""
     import matplotlib
 
@@ -412,18 +412,18 @@ def picture(results, path):
             axis.plot(steps, [statistics.mean(c) for c in zip(*curves)], color=colours[name], label=names[name])
             axis.fill_between(steps, [min(c) for c in zip(*curves)], [max(c) for c in zip(*curves)], color=colours[name], alpha=0.2, lw=0)
         axis.set(title=title, xlabel="step", ylim=(0, 1.05 if metric == "f_tau" else None))
-    for axis, (metric, title) in zip(axes[2:], (("acc", "accuracy with tools, greedy"), ("kappa", "calls per episode, greedy"))):
+    for axis, (mode, title) in zip(axes[2:], (("on", "accuracy with tools, greedy"), ("off", "accuracy without tools, greedy"))):
         for name in names:
-            cells = [[r["eval"]["on"][str(k)][metric] for k in BUDGETS] for r in some[name]]
+            cells = [[r["eval"][mode][str(k)]["acc"] for k in BUDGETS] for r in some[name]]
             axis.plot(range(len(BUDGETS)), [statistics.mean(c) for c in zip(*cells)], color=colours[name], marker="o", ms=4, label=names[name])
             axis.fill_between(range(len(BUDGETS)), [min(c) for c in zip(*cells)], [max(c) for c in zip(*cells)], color=colours[name], alpha=0.2, lw=0)
-        axis.set(title=title, xlabel="overview frames K", ylim=(-0.02, 1.05 if metric == "acc" else None), xticks=range(len(BUDGETS)))
+        axis.set(title=title, xlabel="overview frames K", ylim=(-0.02, 1.05), xticks=range(len(BUDGETS)))
         axis.set_xticklabels(BUDGETS)
     for axis in axes:
         axis.title.set_fontsize(10)
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.25)
-    axes[2].legend(fontsize=8, frameon=False, loc="lower right")
+    axes[2].legend(fontsize=8, frameon=False, loc="upper left")
     figure.tight_layout()
     os.makedirs(os.path.dirname(path), exist_ok=True)
     figure.savefig(path + ".tmp", dpi=110, format="png", metadata={"Software": None})
