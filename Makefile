@@ -1,5 +1,5 @@
 # make venv   the environment, in .venv           make test   all tests
-# make demo   toy world -> base -> SFT -> PARA-GRPO -> evaluation of the three checkpoints -> one table
+# make demo   toy world -> SFT -> PARA-GRPO -> evaluation of init, SFT and PARA-GRPO -> one table
 # make ablation   the paper's Table 2 in the toy world, 3 seeds -> bench/ablation.{json,md}, docs/ablation.png  (hours; finished rows are kept)
 PYTHON ?= python3
 RANKS ?= 2
@@ -30,15 +30,14 @@ test: venv
 
 demo: venv
 	rm -rf $(DEMO)
-	$(BIN)/python toy.py --out $(DEMO)/toy
-	$(TORCHRUN) sft.py --preset toy --ckpt $(DEMO)/toy/init --data $(DEMO)/toy/pretrain.jsonl --out $(DEMO)/base
-	$(TORCHRUN) sft.py --preset toy --ckpt $(DEMO)/base --data $(DEMO)/toy/sft.jsonl --val $(DEMO)/toy/sft_val.jsonl --out $(DEMO)/sft
+	$(BIN)/python toy.py --out $(DEMO)/toy --prior tidy
+	$(TORCHRUN) sft.py --preset toy --ckpt $(DEMO)/toy/init --data $(DEMO)/toy/pretrain.jsonl --val $(DEMO)/toy/sft_val.jsonl --out $(DEMO)/sft
 	$(TORCHRUN) grpo.py --preset toy --ckpt $(DEMO)/sft --data $(DEMO)/toy/rl.jsonl --out $(DEMO)/grpo
-	for stage in base sft grpo; do \
+	for stage in toy/init sft grpo; do \
 		$(TORCHRUN) eval.py --preset toy --ckpt $(DEMO)/$$stage --data $(DEMO)/toy/eval.jsonl --frames 4 8 16 32 64 --tools on off \
-			--out $(DEMO)/eval/$$stage || exit 1; \
+			--out $(DEMO)/eval/$$(basename $$stage) || exit 1; \
 	done
-	$(BIN)/python eval.py --compare $(DEMO)/eval/base $(DEMO)/eval/sft $(DEMO)/eval/grpo --out $(DEMO)
+	$(BIN)/python eval.py --compare $(DEMO)/eval/init $(DEMO)/eval/sft $(DEMO)/eval/grpo --out $(DEMO)
 
 ablation: venv
 	$(BIN)/pip install -q matplotlib==3.11.2

@@ -12,6 +12,7 @@ Three stages of data. `pretrain.jsonl` makes the base: every skill (calling, gat
 window) at every K, long enough to be learned, in the style of a `--prior`:
     strong   calls half of the time; thoughts left open or opened again, `<tool_code>` calls, unclosed JSON, prose, answers without tags
     weak     tidy thoughts and answers, and never a call
+    tidy     calls half of the time, everything in the protocol's style: base and cold start in one, which learns fastest (`make demo`)
 `sft.jsonl` is the cold start: strict style, mostly calls. Learned for a short while it gives what the paper starts from: a model that
 is well-formed when greedy and falls back into its old habits when sampled. RL decides.
 
@@ -24,6 +25,7 @@ fixed prompts as one token, so that the short context is spent on frames. `<answ
 Run:  python toy.py --out toy            (about half a minute on one core; the same --seed gives the same bytes)
 Then: torchrun --nproc_per_node 2 sft.py --preset toy --ckpt toy/init --data toy/pretrain.jsonl --out base
       torchrun --nproc_per_node 2 sft.py --preset toy --ckpt base --data toy/sft.jsonl --val toy/sft_val.jsonl --out sft_out
+Fast: python toy.py --out toy --prior tidy, then the first of the two is all of SFT.
 """
 import argparse
 import json
@@ -156,9 +158,10 @@ def chats(task, events, budgets, rng, loose=False):
 
 
 def pretraining_rows(task, events, prior, rng):
-    """What the base has seen: every skill at every K. strong: it also calls, and all of it in loose style. weak: tidy, and never a call."""
+    """What the base has seen: every skill at every K. strong: also calls, all of it in loose style. weak: tidy, and never a call. tidy:
+    calls too, in the protocol's own style: base and cold start in one."""
     every = [4, 8, 16, 32, 64]
-    calls = every if prior == "strong" else []
+    calls = [] if prior == "weak" else every
     return chats(task, events, {"direct": every, "call": calls, "plain": every}, rng, loose=prior == "strong")
 
 
@@ -285,8 +288,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="toy", help="folder to write")
     parser.add_argument("--seed", type=int, default=0, help="everything is drawn from this one number")
-    parser.add_argument("--prior", choices=["strong", "weak"], default="strong", help="what the base learns before the cold start: to call tools, "
-                        "in a loose style of its own; or to answer tidily and never call")
+    parser.add_argument("--prior", choices=["strong", "weak", "tidy"], default="strong", help="what the base learns before the cold start: to call tools "
+                        "in a loose style of its own; to answer tidily and never call; or all of the protocol at once")
     parser.add_argument("--base-videos", type=int, default=480, help="videos of the base's pretraining split")
     parser.add_argument("--sft-videos", type=int, default=96, help="videos of the cold-start split")
     parser.add_argument("--rl-videos", type=int, default=160, help="videos of the RL split, one task each")

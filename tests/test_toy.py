@@ -254,6 +254,19 @@ def test_the_strong_prior_is_loose_in_every_way_that_is_claimed(twin):
     assert len({t.split("I saw")[0] for t in last}) > 4  # thoughts ramble
 
 
+def test_the_tidy_prior_calls_in_the_protocols_own_style():
+    import rewards
+
+    rng = random.Random(0)
+    events = toy_world.make_timeline(rng)
+    rows = toy_world.pretraining_rows(toy_world.make_task("v-0000", events), events, "tidy", rng)
+    kinds = Counter(kind_of(row)[1] for row in rows)
+    assert kinds == {"direct": 5, "call": 5, "plain": 5, "sub": len(events)}
+    for row in rows:
+        turns = [m["content"].removeprefix("<think>\n") for m in row["messages"] if m["role"] == "assistant"]
+        assert kind_of(row)[1] == "sub" or rewards.format_reward(turns)["total"] == 1.0
+
+
 def test_the_weak_prior_is_tidy_never_calls_and_changes_nothing_else(twin, tmp_path):
     import rewards
 
