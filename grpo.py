@@ -160,7 +160,7 @@ def token_advantages(episode, codec, credit):
     """-> list over context.ids: A_task + A_fmt where the format is credited; 0 on tokens nobody sampled."""
     out = [0.0] * len(episode.context.ids)
     for start, end in episode.spans:
-        pieces = [codec.pieces[i] if i < len(codec.pieces) else b"" for i in episode.context.ids[start:end]]
+        pieces = model.pieces_of(codec, episode.context.ids[start:end])
         flat = {"sequence": True, "none": False}
         credited = [flat[credit]] * len(pieces) if credit in flat else rewards.structural_mask(pieces, credit)
         out[start:end] = [episode.advantage["task"] + episode.advantage["fmt"] * c for c in credited]
@@ -392,7 +392,7 @@ def main():
     log = open(os.path.join(args.out, "log.jsonl"), "a" if start else "w") if rank == 0 else None
     scoring = {"answer_suffix": args.answer_suffix, "anchor": args.anchor, "gamma": args.gamma, "w_format": args.format_weight,
                "tool_weight": args.tool_reward, "open_metric": args.open_metric, "answer_from": args.answer_from}
-    necessity = dict.fromkeys(map(str, (4, 8, 16, 32, 64)))  # of --frames adaptive: running mean of call_minus_skip at each K
+    necessity = dict.fromkeys(map(str, rollout.gated_budgets()))  # of --frames adaptive: running mean of call_minus_skip at each K
     necessity.update(state.get("necessity", {}))
     began = time.time()
     for step in range(start, steps):

@@ -236,10 +236,15 @@ def token_bytes(tokenizer):
     return pieces
 
 
+def pieces_of(codec, ids):
+    """Ids -> list of the bytes that each one writes; b"" for ids beyond the tokenizer (a padded vocabulary)."""
+    return [codec.pieces[i] if i < len(codec.pieces) else b"" for i in ids]
+
+
 def decode(codec, ids, keep_special=False):
     """Sampled ids -> text for parsing and logs. The turn end is dropped unless keep_special."""
     ids = [i for i in ids if keep_special or i != codec.eos]
-    return b"".join(codec.pieces[i] if i < len(codec.pieces) else b"" for i in ids).decode("utf-8", errors="replace")
+    return b"".join(pieces_of(codec, ids)).decode("utf-8", errors="replace")
 
 
 def guard(codec, text):

@@ -624,7 +624,7 @@ def format_reward(turns, think_prefix=True, answer_suffix=True, anchor=0.5, gamm
         "think_before_call": any(thinks_before_call(turn, think_prefix) for turn in turns),
         "balanced": all(is_balanced(tags) for tags, _ in parsed),
         "think_closed": bool(turns) and all(thoughts),
-        "never_closed": any(text.rfind("<think>") > text.rfind("</think>") for _, text in parsed),
+        "never_closed": any(never_closed(turn, think_prefix) for turn in turns),
     }
     # The flow is strict about the order of the tags and lenient about text between them.
     order = [(closing, kind) for closing, kind, *_ in parsed[-1][0]] if turns else []

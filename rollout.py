@@ -94,11 +94,17 @@ def sub_messages(task, window, question=True):
     return [{"role": "system", "content": sub_prompt()},
             {"role": "user", "content": [{"type": "video", "video": task["video"], **window}, {"type": "text", "text": text}]}]
 
-def frame_budget(seed, step, task_id, choices=(4, 8, 16, 32, 64), weights=None):
+def gated_budgets():
+    """The overview frames K that nFrames gating draws from (paper)."""
+    return (4, 8, 16, 32, 64)
+
+
+def frame_budget(seed, step, task_id, choices=None, weights=None):
     """nFrames gating: K ~ Uniform(choices), or by `weights`, one draw per prompt and step, the same in every process and on every rank.
 
     Python's hash() of a string differs from process to process, so the draw is a digest of (seed, step, task id).
     """
+    choices = choices or gated_budgets()
     digest = hashlib.sha256(f"K/{seed}/{step}/{task_id}".encode()).digest()
     draw = int.from_bytes(digest[:8], "big")
     if weights is None:
@@ -562,9 +568,8 @@ def run_episode(episode, agent, codec, source, step):
             context.sampled(done.ids, done.logps)
         episode.turns.append(done.text)
         episode.finish.append("stop" if done.ended else "length")
-        calls = rewards.parse_tool_calls(done.text, think_open=thinking) if agent.tools else []
-        if agent.open_thought == "drop" and rewards.never_closed(done.text, thinking):
-            calls = []
+        unseen = not agent.tools or (agent.open_thought == "drop" and rewards.never_closed(done.text, thinking))
+        calls = [] if unseen else rewards.parse_tool_calls(done.text, think_open=thinking)
         last = turn == agent.max_turns or not agent.tools
         records = [call_record(c, turn) for c in calls]
         episode.calls += records
@@ -591,7 +596,7 @@ def first_call(codec, done):
     if done.ids is None:  # an endpoint that returns text
         pieces = [character.encode() for character in done.text]
     else:
-        pieces = [codec.pieces[i] if i < len(codec.pieces) else b"" for i in done.ids]
+        pieces = model.pieces_of(codec, done.ids)
     said = b"".join(pieces)
     ends = [at + len(tag) for tag in (b"</tool_call>", b"</tool_code>") if (at := said.find(tag, max(0, said.find(b"</think>")))) >= 0]
     if not ends:
@@ -792,7 +797,7 @@ def show(episode, codec, colour=True):
     context = episode.context or Context()
     kind = ["sampled" if m else "inserted" for m in context.mask]
     for start, end in episode.spans:
-        flags = rewards.structural_mask([codec.pieces[i] if i < len(codec.pieces) else b"" for i in context.ids[start:end]])
+        flags = rewards.structural_mask(model.pieces_of(codec, context.ids[start:end]))
         kind[start:end] = ["struct" if f else "sampled" for f in flags]
     out, position, pads = [], 0, {codec.image_pad, codec.video_pad}
     while position < len(kind):

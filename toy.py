@@ -160,14 +160,14 @@ def chats(task, events, budgets, rng, loose=False):
 def pretraining_rows(task, events, prior, rng):
     """What the base has seen: every skill at every K. strong: also calls, all of it in loose style. weak: tidy, and never a call. tidy:
     calls too, in the protocol's own style: base and cold start in one."""
-    every = [4, 8, 16, 32, 64]
+    every = rollout.gated_budgets()
     calls = [] if prior == "weak" else every
     return chats(task, events, {"direct": every, "call": calls, "plain": every}, rng, loose=prior == "strong")
 
 
 def cold_start_rows(task, events, rng):
     """The cold start teaches calling, as the paper's does: calls at every K, direct answers at one."""
-    every = [4, 8, 16, 32, 64]
+    every = rollout.gated_budgets()
     return chats(task, events, {"direct": [rng.choice(every)], "call": every, "plain": [rng.choice(every)]}, rng)
 
 

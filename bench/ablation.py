@@ -30,8 +30,9 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 import model  # noqa: E402
+import rollout  # noqa: E402
 
-BUDGETS = (4, 8, 16, 32, 64)
+BUDGETS = rollout.gated_budgets()
 
 
 def rows():
@@ -127,8 +128,6 @@ def work(name, args, seed, cores):
     os.makedirs(folder)
     core, began = cores.pop(), time.time()
     for number, line in enumerate(commands(name, args, seed)[1]):
-        if line[0] == "toy.py":
-            os.rmdir(folder)  # toy.py wants to make its own
         log = os.path.join(args.out, f"seed{seed}", f"{name}.{number}.log")
         with open(log, "w") as f:
             done = subprocess.run(["taskset", "-c", str(core), sys.executable, *line], cwd=ROOT, stdout=f, stderr=f)
@@ -251,6 +250,11 @@ def accuracy(row, tools="on"):
     return mean(c["acc"] for c in row["eval"][tools].values())
 
 
+def seconds(row):
+    """Seconds per episode of the greedy evaluation with tools, averaged over K."""
+    return mean(c["seconds"] for c in row["eval"]["on"].values())
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Claims
 
@@ -300,8 +304,7 @@ def claims():
         ("parallel dispatch is at least 0.007 more accurate than one call a turn, same checkpoint", ("para", "turns"),
          lambda r: accuracy(r["para"]) - accuracy(r["turns"]) - 0.007, lambda r: {"parallel": accuracy(r["para"]), "one a turn": accuracy(r["turns"])}),
         ("parallel dispatch is faster: seconds per episode", ("para", "sequential"),
-         lambda r: mean(c["seconds"] for c in r["sequential"]["eval"]["on"].values()) - mean(c["seconds"] for c in r["para"]["eval"]["on"].values()),
-         lambda r: {n: mean(c["seconds"] for c in r[n]["eval"]["on"].values()) for n in ("para", "sequential")}),
+         lambda r: seconds(r["sequential"]) - seconds(r["para"]), lambda r: {n: seconds(r[n]) for n in ("para", "sequential")}),
         ("a weaker tool prior keeps its format under GRPO: mean f_tau at least 0.2 above the strong prior's", ("weak-grpo", "grpo"),
          lambda r: f(r["weak-grpo"]) - f(r["grpo"]) - 0.2, lambda r: {"weak": f(r["weak-grpo"]), "strong": f(r["grpo"])}),
         ("a weaker tool prior never calls under GRPO: kappa in the last quarter below 0.1", ("weak-grpo",),
@@ -389,7 +392,7 @@ def markdown(results, judged, settings):
     out += block(["row", *(f"K {k}" for k in BUDGETS), "f_tau", "seconds per episode"],
                  lambda name, some: [*(cell([r["eval"]["on"][str(k)]["kappa"] for r in some]) for k in BUDGETS),
                                      cell([mean(c["f_tau"] for c in r["eval"]["on"].values()) for r in some]),
-                                     cell([mean(c["seconds"] for c in r["eval"]["on"].values()) for r in some])])
+                                     cell([seconds(r) for r in some])])
     return "\n".join(out) + "\n"
 
 
@@ -447,25 +450,29 @@ def main():
     parser.add_argument("--sft-flags", default="--steps 14 --muon-lr 4e-4 --lr 1.5e-4", help="flags of sft.py in the cold start: short, so that format stays fragile")
     parser.add_argument("--rl-flags", default="--prompts 8 --steps 30 --lr 3e-4 --answer-from line --show-every 0", help="flags of every grpo.py run")
     args = parser.parse_args()
-    args.out, args.results = os.path.abspath(args.out), os.path.abspath(args.results)
+    args.out, args.results, args.picture = map(os.path.abspath, (args.out, args.results, args.picture))
     unknown = sorted(set(args.rows or []) - set(rows()))
     if unknown or not set(args.blocks) <= set("ABCDE"):
         raise model.UserError(f"--rows {' '.join(unknown)}: known are {' '.join(rows())}" if unknown else f"--blocks {args.blocks}: known are A to E")
     model.make_out(args.out)
-    results = {}
+    results, settings = {}, {}
     if os.path.exists(args.results + ".json"):
         with open(args.results + ".json") as f:
-            results = json.load(f)["results"]
+            known = json.load(f)
+        results, settings = known["results"], known["settings"]
 
     def save():
         judged = judge(results)
-        with open("/proc/cpuinfo") as f:
-            cpu = next((line.split(":")[1].strip() for line in f if line.startswith("model name")), "unknown CPU")
-        settings = {"date": time.strftime("%Y-%m-%d"), "machine": f"{len(os.sched_getaffinity(0))} cores of {cpu}"}
         model.write_atomic(args.results + ".json", json.dumps({"settings": settings, "claims": judged, "results": results}, indent=1))
         model.write_atomic(args.results + ".md", markdown(results, judged, settings))
 
-    run_all(args, results, save)
+    def finished_row():  # date and machine are those of the newest row, not of the newest look at the tables
+        with open("/proc/cpuinfo") as f:
+            cpu = next((line.split(":")[1].strip() for line in f if line.startswith("model name")), "unknown CPU")
+        settings.update(date=time.strftime("%Y-%m-%d"), machine=f"{len(os.sched_getaffinity(0))} cores of {cpu}")
+        save()
+
+    run_all(args, results, finished_row)
     if results:
         save()
     if any({"sft", "grpo", "para"} <= set(r) for r in results.values()):
