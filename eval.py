@@ -17,11 +17,13 @@ CPU toy:  torchrun --nproc_per_node 2 eval.py --preset toy --ckpt grpo_out --dat
 8 GPUs:   torchrun --nproc_per_node 8 eval.py --ckpt grpo_out --data eval.jsonl --frames 64 --out eval_out
 """
 import argparse
+import glob
 import hashlib
 import json
-import math
 import os
+import re
 import time
+from collections import Counter
 from dataclasses import replace
 
 import model
@@ -34,19 +36,41 @@ def build_parser():
     add = parser.add_argument
     add("--ckpt", default=None, help="checkpoint folder; not needed with --engine openai")
     add("--data", default=None, help="task JSONL")
+    add("--bench", nargs="+", choices=list(splits()), default=[], help="benchmarks, read from --root as their publishers ship them; several: one table")
+    add("--root", nargs="+", default=[], metavar="DIR", help="a folder per benchmark; or one that holds a folder of each name")
+    add("--prepare", default=None, metavar="JSONL", help="no evaluation: write the benchmark's tasks to this file (videos relative to --root)")
     add("--compare", nargs="+", default=None, metavar="DIR", help="no evaluation: one table from the summaries of these finished --out folders")
+    add("--table", nargs="+", default=None, metavar="DIR", help="no evaluation: Markdown of these finished --bench folders, the paper's figures beside")
+    add("--rescore", nargs="+", default=None, metavar="DIR", help="no model: grade the records of a finished folder again; several are merged into --out")
     add("--out", default="eval_out", help="folder of records and summary; an earlier run of the same settings is continued")
     add("--preset", choices=["paper", "toy"], default="paper", help="toy: lengths that suit the world of toy.py")
     add("--frames", type=rollout.frames_argument, nargs="+", default=[64], help="overview frames K, one evaluation each; 'gated' draws K per task")
     add("--limit", type=int, default=0, help="tasks; 0 = all")
+    add("--live", type=int, default=0, help="episodes at once; 0 = twice --max-seqs; 1 measures the seconds of an episode that has the engine to itself")
+    add("--samples", type=int, default=1, help="episodes per task: mean and pass@n; above 1 needs --temperature")
+    add("--shard", type=shard_argument, default=(0, 1), metavar="I/N", help="every Nth task from the Ith on; --rescore merges")
+    add("--allow-errors", action="store_true", help="print a headline even where more than 1%% of the items failed")
+    add("--judge-url", default=None, help="chat endpoint that is asked about open answers the rule calls wrong; default: no judge")
+    add("--judge-model", default=None, help="name of the judge; with --rescore and without --judge-url its earlier verdicts count")
+    add("--judge-key-env", default=None, help="environment variable that holds the judge's key")
     add("--engine", choices=["auto", "vllm", "transformers", "openai"], default="auto", help="who samples")
     add("--base-url", default=None, help="openai: for example http://127.0.0.1:8000/v1")
     add("--model", default=None, help="openai: name of the model")
     add("--api-key-env", default=None, help="openai: environment variable that holds the key")
+    add("--workers", type=int, default=8, help="openai and judge: requests at once")
+    add("--retries", type=int, default=3, help="openai and judge: times a request is sent again after 429, 5xx or a timeout, after 1, 2, 4, .. seconds")
+    add("--request-timeout", type=float, default=300.0, help="openai and judge: seconds")
     rollout.add_agent_arguments(parser, tools=False)
     add("--tools", nargs="+", choices=["on", "off"], default=["on"], help="offer crop_video, or answer from the overview alone; or both")
-    parser.set_defaults(temperature=0.0)
+    parser.set_defaults(temperature=0.0, subtitles=None)
     return parser
+
+
+def shard_argument(text):
+    part, _, parts = text.partition("/")
+    if not (part.isdigit() and parts.isdigit() and int(part) < int(parts)):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected I/N with 0 <= I < N, for example 0/4")
+    return int(part), int(parts)
 
 
 def parse_args():
@@ -54,34 +78,267 @@ def parse_args():
     if parser.parse_known_args()[0].preset == "toy":
         parser.set_defaults(**rollout.toy_lengths())
     args = parser.parse_args()
-    if not (args.data or args.compare):
-        raise model.UserError("give --data (task JSONL), or --compare with finished evaluations")
-    if args.compare:
+    if args.judge_url and not args.judge_model:
+        raise model.UserError("--judge-url needs --judge-model")
+    if args.compare or args.table or args.rescore:
+        return args
+    if not (args.data or args.bench):
+        raise model.UserError("give --data (task JSONL), --bench with --root, or --compare with finished evaluations")
+    if args.bench:
+        if args.data or not args.root:
+            raise model.UserError("--bench needs --root, and no --data")
+        if len(args.root) not in (1, len(args.bench)):
+            raise model.UserError(f"--root: {len(args.root)} folders for {len(args.bench)} benchmarks; give one each, or one that holds all")
+        if len(args.bench) > 1 and len(args.root) == 1:  # the two forms of Video-MME share a folder
+            args.root = [os.path.join(args.root[0], name.removesuffix("_wsub")) for name in args.bench]
+    if args.prepare and len(args.bench) != 1:
+        raise model.UserError("--prepare takes one --bench")
+    if args.prepare:
         return args
     if args.engine == "openai" and not (args.base_url and args.model):
         raise model.UserError("--engine openai needs --base-url and --model")
     if args.engine != "openai" and not args.ckpt:
         raise model.UserError("give --ckpt, or --engine openai with --base-url and --model")
-    if args.limit < 0:
-        raise model.UserError("--limit may not be negative")
+    if args.limit < 0 or args.live < 0:
+        raise model.UserError("--limit and --live may not be negative")
+    if args.samples < 1 or (args.samples > 1 and args.temperature == 0):
+        raise model.UserError("--samples must be at least 1, and above 1 needs --temperature above 0: greedy samples are all the same")
+    if args.workers < 1 or args.retries < 0 or not args.request_timeout > 0:
+        raise model.UserError("--workers and --request-timeout must be above 0, --retries may not be negative")
     return args
 
 
-def settings_digest(args, ckpt):
-    """What must be equal for records to belong together: every flag but the ones that only say where and how fast."""
-    free = {"out", "limit", "frames", "tools", "max_seqs", "decode_threads", "decode_timeout", "ckpt"}
+# ---------------------------------------------------------------------------------------------------------------------
+# Benchmarks as their publishers ship them -> tasks
+
+
+def splits():
+    """name -> one split: hub id, where its rows lie below the root (without ending), columns they need, items as published, row ->
+    tasks, folders that may hold its videos and subtitles."""
+    videomme = {"hub": "lmms-lab/Video-MME", "rows": ("videomme/test-*", "test-*", "test"), "items": 2700, "read": videomme_rows,
+                "needs": ("question_id", "videoID", "question", "options", "answer"), "videos": ("data", "videos", ""), "subtitles": ("subtitle", "subtitles")}
+    return {
+        "videomme": videomme,
+        "videomme_wsub": videomme,
+        "longvideobench": {"hub": "longvideobench/LongVideoBench", "rows": ("lvb_val", "validation-*"), "items": 1337, "read": longvideobench_rows,
+                           "needs": ("id", "video_path", "question", "correct_choice"), "videos": ("videos", ""), "subtitles": ("subtitles", "")},
+        "lvbench": {"hub": "lmms-lab/LVBench", "rows": ("train-*", "video_info.meta"), "items": 1549, "read": lvbench_rows, "needs": ("key", "type"),
+                    "videos": ("", "videos", "all_videos"), "subtitles": ()},
+        "mlvu": {"hub": "sy1998/MLVU_dev", "rows": ("test-*", "json/[0-9]_*"), "items": 2174, "read": mlvu_rows, "needs": ("question", "candidates", "answer"),
+                 "videos": ("", "videos", "video"), "subtitles": ()},
+        "mmvu": {"hub": "yale-nlp/MMVU", "rows": ("validation", "validation-*"), "items": 1000, "read": mmvu_rows,
+                 "needs": ("id", "video", "question_type", "question", "choices", "answer"), "videos": ("", "videos"), "subtitles": ()},
+        "charades": {"hub": "lmms-lab/charades_sta", "rows": ("charades_sta_test", "test-*"), "items": 3720, "read": charades_rows,
+                     "needs": ("video", "caption", "timestamp"), "videos": ("Charades_v1_480", "Charades_v1", "videos", ""), "subtitles": ()},
+    }
+
+
+def videomme_rows(row, path):
+    yield {"id": row["question_id"], "video": row["videoID"] + ".mp4", "question": row["question"], "options": row["options"], "answer": row["answer"],
+           "subtitles": row["videoID"] + ".srt", "tags": {k: row.get(k) for k in ("duration", "domain", "sub_category", "task_type")}}
+
+
+def longvideobench_rows(row, path):
+    """Options as `candidates` (JSON), or as option0 to option4 padded with "N/A" or nothing (parquet)."""
+    given = row.get("candidates") or [row.get(f"option{i}") for i in range(5)]
+    kept = [i for i, text in enumerate(given) if text not in (None, "", "N/A")]  # a pad is left out, wherever it stands
+    right = row["correct_choice"]
+    yield {"id": row["id"], "video": row["video_path"], "question": row["question"], "options": [given[i] for i in kept],
+           "answer": letters()[kept.index(right)] if right in kept else "", "subtitles": row.get("subtitle_path"),
+           "subtitle_start": row.get("starting_timestamp_for_subtitles") or 0.0,
+           "tags": {k: row.get(k) for k in ("duration_group", "question_category", "topic_category")}}
+
+
+def lvbench_rows(row, path):
+    """Flat rows, or one line a video with its questions under `qa`. The options stand in the question."""
+    for q in row.get("qa") or [row]:
+        missing = [k for k in ("uid", "question", "answer", "question_type") if k not in q]
+        if missing:
+            raise model.UserError(f"{path}: a question has no {missing[0]!r}; found {', '.join(sorted(q))}")
+        yield {"id": str(q["uid"]), "video": row.get("video_path") or row["key"] + ".mp4", "question": q["question"], "options": None, "type": "mcq",
+               "answer": q["answer"], "tags": {"type": row["type"], "question_type": list(q["question_type"])}}
+
+
+def mlvu_rows(row, path):
+    """The answer is a letter (Hub) or the text of a candidate (first release, a file and a video folder per task)."""
+    task = row.get("task_type") or row.get("question_type")
+    task = {"findNeedle": "needle"}.get(task, task)  # one task, two spellings
+    folder = os.path.basename(os.path.splitext(path)[0]) if os.path.basename(os.path.dirname(path)) == "json" else ""
+    yield {"id": row.get("question_id") or f"{task}-{row.get('video')}", "video": os.path.join(folder, row.get("video_name") or row["video"]),
+           "question": row["question"], "options": row["candidates"], "answer": row["answer"], "tags": {"task": task}}
+
+
+def mmvu_rows(row, path):
+    """video is the file's address on the hub; the local path is what follows /main/. Open questions have empty choices."""
+    video = row["video"].partition("/main/")[2] or row["video"]
+    subject = os.path.basename(os.path.dirname(video))
+    choices = [(letter, text) for letter, text in sorted((row["choices"] or {}).items()) if text]
+    mcq = row["question_type"] == "multiple-choice"
+    yield {"id": row["id"], "video": video, "question": row["question"], "options": [text for _, text in choices] if mcq else None,
+           "answer": row["answer"], "type": "mcq" if mcq else "open",
+           "tags": {"kind": row["question_type"], "discipline": mmvu_disciplines().get(subject), "subject": subject}}
+
+
+def mmvu_disciplines():
+    """subject -> discipline, as MMVU's paper groups them."""
+    groups = {"Science": "Astronomy Biology Chemistry Electromagnetism Geography Materials_Science Mechanics Modern_Physics Neurobiology Thermodynamics",
+              "Engineering": "Biomedical_Engineering Civil_Engineering Computer_Science Electrical_Engineering Electronics_and_Communication "
+                             "Mechanical_Engineering",
+              "Healthcare": "Basic_Medicine Clinical_Medicine Dentistry Pharmacy Preventive_Medicine",
+              "Humanities and Social Science": "Art Economics History Law Literature Management"}
+    return {subject: group for group, subjects in groups.items() for subject in subjects.split()}
+
+
+def charades_rows(row, path):
+    # The parquet holds float16 (24.3 is 24.296875); the publisher's text has one decimal.
+    start, end = (round(float(t), 1) for t in row["timestamp"])
+    yield {"id": f"{row['video']}/{start:g}-{end:g}", "video": row["video"] + ("" if "." in row["video"] else ".mp4"), "options": None, "type": "grounding",
+           "question": f"When does this happen in the video: {row['caption'].strip()}", "answer": [start, end], "tags": {}}
+
+
+def letters():
+    return "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def bare_options(options):
+    """Options without labels ("A. ", "(A) ", "A) ", "A: "), which go only where every option carries its own letter."""
+    labels = [re.match(rf"\s*(?:\({letter}\)|{letter}[.):])\s+", text) for letter, text in zip(letters(), options)]
+    return [text[label.end():].strip() for text, label in zip(options, labels)] if all(labels) else [text.strip() for text in options]
+
+
+def split_inline(question):
+    """A question with its options on lines of their own -> (the question, bare options); without such lines (question, [])."""
+    stem, options = [], []
+    for line in question.split("\n"):
+        label = re.match(r"\s*\(?([A-Z])[.):]\s+(.*)", line)
+        if label and label[1] == letters()[len(options)]:
+            options.append(label[2].strip())
+        elif options:
+            options[-1] = f"{options[-1]} {line.strip()}".strip()  # an option of several lines
+        else:
+            stem.append(line)
+    return ("\n".join(stem).strip(), options) if len(options) > 1 else (question.strip(), [])
+
+
+def answer_letter(answer, options):
+    """The gold letter from a letter, a label or the text of an option (the first one that has it); "" where nothing fits."""
+    answer = str(answer).strip()
+    label = re.fullmatch(r"\(?([A-Za-z])\)?[.:]?", answer)
+    if label and label[1].upper() in letters()[:len(options)]:
+        return label[1].upper()
+    return letters()[options.index(answer)] if answer in options else ""
+
+
+def row_files(root, patterns):
+    """Files of the first pattern that matches something, in the root or one folder below."""
+    for pattern in patterns:
+        found = sorted(path for depth in ("", "*") for ending in (".parquet", ".jsonl", ".json", ".txt")
+                       for path in glob.glob(os.path.join(glob.escape(root), depth, pattern + ending)))
+        if found:
+            return found
+    return []
+
+
+def read_rows(path):
+    """Rows of a parquet, JSON, JSONL or Charades-STA text file, as dicts. Raises UserError naming the file."""
+    if path.endswith(".parquet"):
+        return read_parquet(path)
+    if path.endswith(".jsonl"):
+        return model.read_jsonl(path)
+    try:
+        with open(path, encoding="utf-8") as f:
+            if path.endswith(".txt"):
+                lines = [re.fullmatch(r"(\S+) ([0-9.]+) ([0-9.]+)##(.*)", line.strip()) for line in f if line.strip()]
+                if not all(lines):
+                    raise model.UserError(f"{path}: a line is not `VIDEO START END##SENTENCE`")
+                return [{"video": line[1], "timestamp": [line[2], line[3]], "caption": line[4]} for line in lines]
+            rows = json.load(f)
+    except (OSError, ValueError) as error:
+        raise model.UserError(f"{path}: {error}") from None
+    if not (isinstance(rows, list) and all(isinstance(row, dict) for row in rows)):
+        raise model.UserError(f"{path}: expected a list of objects")
+    return rows
+
+
+def read_parquet(path):
+    """Parquet -> list of dicts; lists come as lists, structs as dicts. pyarrow is needed for this alone."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise model.UserError(f"{path}: reading parquet needs pyarrow: pip install pyarrow") from None
+    try:
+        return pyarrow.parquet.ParquetFile(path).read().to_pylist()
+    except (OSError, pyarrow.ArrowException) as error:
+        raise model.UserError(f"{path}: not a readable parquet file ({str(error).splitlines()[0]})") from None
+
+
+def locate(root, folders, name):
+    """Path of a video or subtitle below the root: as named, or with another usual ending; None where there is none."""
+    stem, ending = os.path.splitext(name)
+    endings = [ending, *(e for e in (".mp4", ".MP4", ".mkv", ".webm") if ending not in (".srt", ".json", e))]
+    tried = [os.path.join(folder, stem + e) for folder in folders for e in endings]
+    return next((path for path in tried if os.path.isfile(os.path.join(root, path))), None)
+
+
+def read_split(name, root):
+    """A benchmark folder as its publisher ships it -> (tasks, {note: count}). Raises UserError: what was expected where.
+
+    Every published row becomes a task: one whose video is not there, or whose answer is none of its options, counts as wrong.
+    """
+    split, tasks, seen = splits()[name], [], Counter()
+    if not os.path.isdir(root):
+        raise model.UserError(f"--root {root}: no such folder; expected {split['hub']} as its publisher ships it")
+    files = row_files(root, split["rows"])
+    if not files:
+        raise model.UserError(f"--root {root}: no rows of {name}; expected {' or '.join(split['rows'])} (.parquet, .json, .jsonl) of {split['hub']}")
+    notes = dict.fromkeys(("items", "published", "no video", "no subtitles", "no usable answer"), 0)
+    for path in files:
+        for row in read_rows(path):
+            missing = [k for k in split["needs"] if k not in row]
+            if missing:
+                raise model.UserError(f"{path}: no column {missing[0]!r}, which {name} needs; found {', '.join(sorted(row))}")
+            for task in split["read"](row, path):
+                task = {"id": None, "video": None, "type": "mcq", "subtitles": None, **task}
+                if task["type"] == "mcq":
+                    task["question"], inline = split_inline(task["question"])
+                    task["options"] = bare_options(task["options"] or inline)
+                    task["answer"] = answer_letter(task["answer"], task["options"])
+                seen[task["id"]] += 1
+                if seen[task["id"]] > 1:  # the first release of MLVU has no ids, Charades-STA repeats rows
+                    task["id"] += f"#{seen[task['id']]}"
+                found = locate(root, split["videos"], task["video"])
+                notes["no video"] += found is None
+                notes["no usable answer"] += task["answer"] == ""
+                task["video"] = found or os.path.join(split["videos"][0], task["video"])
+                if task["subtitles"]:
+                    task["subtitles"] = locate(root, split["subtitles"], task["subtitles"])
+                notes["no subtitles"] += task["subtitles"] is None and bool(split["subtitles"])
+                tasks.append({**task, "tags": {k: v for k, v in task["tags"].items() if v is not None}})
+    if not tasks:
+        raise model.UserError(f"{', '.join(files)}: no rows of {name}")
+    notes.update(items=len(tasks), published=split["items"])
+    return tasks, notes
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Records: one line an item, appended as it finishes
+
+
+def settings_digest(args, ckpt, agent, tasks):
+    """What must be equal for records to belong together: every flag but the ones that only say where, which part and how fast."""
+    free = {"out", "limit", "frames", "tools", "max_seqs", "decode_threads", "decode_timeout", "ckpt", "live", "shard", "data", "bench", "root", "video_root",
+            "workers", "retries", "request_timeout", "api_key_env", "allow_errors", "judge_url", "judge_model", "judge_key_env", "samples", "subtitles"}
     kept = {k: v for k, v in sorted(vars(args).items()) if k not in free}
     stamp = os.path.getmtime(os.path.join(ckpt, "config.json")) if ckpt else None  # the same path may hold a newer checkpoint
-    with open(args.data, "rb") as f:
-        data = hashlib.sha256(f.read()).hexdigest()
-    return hashlib.sha256(json.dumps([kept, ckpt, stamp, data]).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps([kept, agent.subtitles, ckpt, stamp, tasks]).encode()).hexdigest()[:16]
 
 
-def read_records(out, digest):
-    """Finished records of earlier runs -> {(task id, K, tools): record}. A torn last line is dropped; an item that was
+def read_records(out, digest=None):
+    """Finished records of earlier runs -> {(task id, K, tools, sample): record}. A torn last line is dropped; an item that was
     asked again after an engine error has two records, of which the error loses.
 
-    Raises UserError when the folder holds records of other settings.
+    Raises UserError when the folder holds records of other settings than `digest`, or of two.
     """
     done = {}
     for name in sorted(os.listdir(out)):
@@ -94,143 +351,38 @@ def read_records(out, digest):
                 record = json.loads(line)
             except ValueError:
                 raise model.UserError(f"{os.path.join(out, name)}:{number}: not JSON; delete the line or the file") from None
+            digest = digest or record["digest"]
             if record["digest"] != digest:
                 raise model.UserError(f"{out} holds records of another checkpoint or other settings; choose another --out")
-            item = record["task"]["id"], record["budget"], record["tools"]
+            item = record["task"]["id"], record["budget"], record["tools"], record["sample"]
             if not (item in done and record["status"] == "engine_error"):
                 done[item] = record
     return done
 
 
-def grade(episode, think_prefix):
-    """-> score in [0, 1] of one episode. think_prefix: its turns began with a forced <think>, which is not in their text."""
-    if episode.status != "ok":
-        return 0.0
-    answer = rewards.answer_or_tail(episode.turns, think_prefix)
-    task = episode.task
-    return rewards.accuracy(answer, task["type"], task["answer"], task.get("options"), open_metric="exact")
+def record_of(episode, digest, budget, mode, think_prefix):
+    """Episode -> its record: the text of every turn and all that was decided, without token ids."""
+    record = {k: v for k, v in episode.to_json().items() if k not in ("ids", "mask", "logps", "vision", "spans", "advantage", "version")}
+    record["calls"] = [{k: v for k, v in call.items() if k != "sub"} for call in episode.calls]
+    context = episode.context
+    prompt = [m for m in context.messages if m["role"] in ("system", "user")][:2] if context else []
+    record.update(digest=digest, budget=str(budget), tools=mode, frame_times=[round(float(t), 3) for t in context.frames[0].seconds] if context else [],
+                  prompt_hash=hashlib.sha256(json.dumps(prompt).encode()).hexdigest()[:16])
+    return {**record, **grade(record, think_prefix)}
 
 
-def summarise(records):
-    """Records of one (K, tools) -> dict of numbers; every record is in the denominator."""
-    n = len(records)
-    acc = sum(r["score"] for r in records) / n
-    categories = sorted({r["task"].get("category") or r["task"]["type"] for r in records})
-    groups = {c: [r["score"] for r in records if (r["task"].get("category") or r["task"]["type"]) == c] for c in categories}
-    z = 1.96
-    return {"n": n, "acc": acc, "acc_interval": z * math.sqrt(acc * (1 - acc) / n + z * z / (4 * n * n)) / (1 + z * z / n),
-            "f_tau": sum(r["reward"]["fmt"] for r in records) / n,
-            "kappa": sum(c["status"] == "ok" for r in records for c in r["calls"]) / n,
-            "errors": {s: sum(r["status"] == s for r in records) for s in sorted({r["status"] for r in records}) if s != "ok"},
-            "by_category": {c: {"n": len(v), "acc": sum(v) / len(v)} for c, v in groups.items()},
-            "seconds_per_episode": sum(r["timing"].get("total_s", 0.0) for r in records) / n}
-
-
-def table(summary):
-    """Summary -> aligned text, one row per K and mode."""
-    lines = [f"{'K':>6} {'tools':>5} {'n':>5} {'acc':>13} {'f_tau':>6} {'kappa':>6} {'errors':>6}"]
-    for row in summary["results"]:
-        lines.append(f"{row['K']!s:>6} {row['tools']:>5} {row['n']:>5} {row['acc']:>6.3f} ±{row['acc_interval']:.3f} {row['f_tau']:>6.3f} "
-                     f"{row['kappa']:>6.2f} {sum(row['errors'].values()):>6}")
-        for name, c in row["by_category"].items() if len(row["by_category"]) > 1 else []:
-            lines.append(f"{'':>12} {c['n']:>5} {c['acc']:>6.3f}  {name}")
-    return "\n".join(lines)
-
-
-def compare(folders):
-    """Finished evaluations -> (summary dict, text): one row per checkpoint and K, with tools and without side by side."""
-    rows = []
-    for folder in folders:
-        try:
-            with open(os.path.join(folder, "summary.json")) as f:
-                summary = json.load(f)
-        except (OSError, ValueError) as error:
-            raise model.UserError(f"{folder}/summary.json: {error}; finish this evaluation first") from None
-        for k in dict.fromkeys(r["K"] for r in summary["results"]):
-            modes = {r["tools"]: r for r in summary["results"] if r["K"] == k}
-            on, off = modes.get("on"), modes.get("off")
-            row = {"name": os.path.basename(os.path.normpath(folder)), "K": k, "n": (on or off)["n"]}
-            if on:
-                row.update(acc_tools=on["acc"], f_tau=on["f_tau"], kappa=on["kappa"], interval=on["acc_interval"])
-            if off:
-                row.update(acc_no_tools=off["acc"])
-            rows.append(row)
-
-    def cell(value, width, digits):
-        return f"{'-' if value is None else format(value, f'.{digits}f'):>{width}}"
-
-    lines = [f"{'checkpoint':<12} {'K':>6} {'n':>5} {'acc, tools':>16} {'acc, no tools':>14} {'f_tau':>6} {'kappa':>6}"]
-    for r in rows:
-        interval = f" ±{r['interval']:.3f}" if "interval" in r else ""
-        lines.append(f"{r['name']:<12} {r['K']!s:>6} {r['n']:>5} {cell(r.get('acc_tools'), 9, 3)}{interval:>7} {cell(r.get('acc_no_tools'), 14, 3)} "
-                     f"{cell(r.get('f_tau'), 6, 3)} {cell(r.get('kappa'), 6, 2)}")
-    return {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "rows": rows}, "\n".join(lines)
-
-
-def main():
-    args = parse_args()
-    if args.compare:
-        summary, text = compare(args.compare)
-        model.make_out(args.out)
-        model.write_atomic(os.path.join(args.out, "summary.json"), json.dumps(summary, indent=1))
-        print(text)
-        return
-    tasks = rollout.read_tasks(args.data)[: args.limit or None]
-    modes, args.tools = args.tools, True
-    agent, source = rollout.agent_settings(args, args.data)
-    ckpt = model.resolve_checkpoint(args.ckpt) if args.ckpt else None
-    model.make_out(args.out)
-    digest = settings_digest(args, ckpt)
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    done = read_records(args.out, digest)
-    if world > 1:
-        import torch.distributed as dist
-
-        model.start_process_group()
-        dist.barrier()  # every rank has read the records before any appends to them
-    from tqdm import tqdm
-
-    done = {item for item, record in done.items() if record["status"] != "engine_error"}  # an endpoint that was down is asked again
-    jobs = [(k, mode, [t for t in tasks if (t["id"], str(k), mode) not in done]) for k in args.frames for mode in modes]
-    jobs, engine = [(k, mode, todo[rank::world]) for k, mode, todo in jobs], None
-    if any(todo for _, _, todo in jobs):
-        largest = max(64 if k == "gated" else k for k in args.frames)
-        codec = model.load_codec(ckpt, args.channel) if ckpt else None
-        if codec:
-            rollout.check_context(codec, tasks, agent, source, largest)
-        limits = argparse.Namespace(**{**vars(args), "frames": largest})
-        if args.engine == "openai":
-            engine = rollout.OpenAIEngine(args.base_url, args.model, args.api_key_env, prefill=args.think_prefix)
-        else:
-            engine = rollout.make_engine(args.engine, ckpt, codec, limits, args.seed, quiet=rank > 0)
-        with open(os.path.join(args.out, f"records.rank{rank}.jsonl"), "a", encoding="utf-8") as f, \
-                tqdm(total=sum(len(todo) for _, _, todo in jobs), desc="episodes", disable=None if rank == 0 else True) as bar:
-            drop_torn_line(f.name)
-            for k, mode, todo in jobs:
-                for episode in rollout.run(engine, todo, replace(agent, tools=mode == "on"), codec, source, k, threads=args.decode_threads):
-                    record = {**episode.to_json(), "digest": digest, "budget": str(k), "tools": mode, "score": grade(episode, args.think_prefix)}
-                    f.write(json.dumps(record) + "\n")
-                    f.flush()
-                    bar.update()
-    if world > 1:
-        dist.barrier()
-    if rank == 0:
-        done = read_records(args.out, digest)
-        results = []
-        for k in args.frames:
-            for mode in modes:
-                records = [done[t["id"], str(k), mode] for t in tasks]
-                results.append({"K": k, "tools": mode, **summarise(records)})
-        args.tools = modes
-        summary = {"checkpoint": args.ckpt or args.model, "data": args.data, "time": time.strftime("%Y-%m-%d %H:%M:%S"), "results": results}
-        model.write_atomic(os.path.join(args.out, "args.json"), json.dumps(vars(args), indent=1))
-        model.write_atomic(os.path.join(args.out, "summary.json"), json.dumps(summary, indent=1))
-        print(table(summary))
-        print(json.dumps({"summary": os.path.join(args.out, "summary.json"), "acc": {f"{r['K']}/{r['tools']}": round(r["acc"], 4) for r in results}}))
-    if engine:
-        engine.close()
-    if world > 1 and dist.is_initialized():
-        dist.destroy_process_group()
+def grade(record, think_prefix):
+    """-> {"said", "extracted", "score"} of one record; score in [0, 1]. think_prefix: its turns began with a forced <think>, which
+    is not in their text. The gold answer is looked at only after `extracted` is settled."""
+    if record["status"] != "ok":
+        return {"said": None, "extracted": None, "score": 0.0}
+    said, task = rewards.answer_or_tail(record["turns"], think_prefix), record["task"]
+    extracted = None
+    if said is not None:
+        extracted = {"mcq": lambda: rewards.extract_letter(said, task.get("options")), "grounding": lambda: rewards.extract_span(said),
+                     "open": lambda: rewards.region(said) or None}[task["type"]]()
+    return {"said": said, "extracted": extracted,
+            "score": rewards.accuracy(said, task["type"], task["answer"], task.get("options"), open_metric="exact")}
 
 
 def drop_torn_line(path):
@@ -238,6 +390,443 @@ def drop_torn_line(path):
     with open(path, "rb+") as f:
         data = f.read()
         f.truncate(data.rfind(b"\n") + 1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The judge of open answers
+
+
+def judge_records(records, folder, args):
+    """Ask a chat endpoint about open answers that the rule calls wrong; verdicts are kept in folder/judge.jsonl and asked once.
+
+    A yes makes the score 1. Where the judge fails, or says neither yes nor no, the rule's score stays and the failure is counted.
+    """
+    path, known = os.path.join(folder, "judge.jsonl"), {}
+    if os.path.exists(path):
+        drop_torn_line(path)
+        known = {(v["id"], v["said"], v["model"]): v for v in (model.read_jsonl(path) if os.path.getsize(path) else []) if v["verdict"] is not None}
+    asked = [r for r in records if r["task"]["type"] == "open" and r["score"] == 0 and r["extracted"] is not None]
+
+    def name(r):
+        return r["task"]["id"], r["said"], args.judge_model
+
+    todo = list({name(r): r for r in asked if name(r) not in known}.values())
+    if todo and not args.judge_url:
+        todo = []  # --rescore without an endpoint: what was judged before counts, the rest is the rule's
+    if todo:
+        from tqdm import tqdm
+
+        engine = rollout.OpenAIEngine(args.judge_url, args.judge_model, args.judge_key_env, args.workers, args.request_timeout, args.retries)
+        for n, r in enumerate(todo):
+            text = (f"Question: {r['task']['question']}\nReference answer: {r['task']['answer']}\nGiven answer: {r['extracted']}\n"
+                    "Does the given answer say the same as the reference answer? Reply with yes or no.")
+            engine.submit(rollout.Request(str(n), [], [], [], [], [{"role": "user", "content": text}], 16, 0.0, 0))
+        with open(path, "a", encoding="utf-8") as f, tqdm(total=len(todo), desc="judge", disable=None) as bar:
+            left = len(todo)
+            while left:
+                for done in engine.poll():
+                    r, said = todo[int(done.id)], re.match(r"\W*(yes|no)\b", done.text or "", re.IGNORECASE)
+                    verdict = {"id": r["task"]["id"], "said": r["said"], "model": args.judge_model, "text": done.text, "error": done.error,
+                               "verdict": said[1].lower() == "yes" if said else None}
+                    known[name(r)] = verdict
+                    f.write(json.dumps(verdict) + "\n")
+                    left -= 1
+                    bar.update()
+        engine.close()
+    for r in asked:
+        r["judge"] = known.get(name(r))
+        if r["judge"] and r["judge"]["verdict"]:
+            r["score"] = 1.0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Numbers
+
+
+def stratum(bench, record):
+    """Part of the headline that a record belongs to, None for none: a headline is the mean of the parts' means.
+    MLVU: its seven tasks (M-Avg). MMVU: multiple choice alone. Others: all items alike."""
+    if bench == "mlvu":
+        return record["task"]["tags"]["task"]
+    if bench == "mmvu":
+        return "mc" if record["task"]["type"] == "mcq" else None
+    return ""
+
+
+def headline_name(bench):
+    return {"mlvu": "M-Avg", "mmvu": "accuracy, multiple choice", "charades": "mIoU"}.get(bench, "accuracy")
+
+
+def resampled(records, bench, draws=2000):
+    """(headline, [draws] of it, fewer where a draw holds none of its items): videos are drawn with replacement, not items, since the questions of one video err together.
+
+    The draws depend on the set of videos alone, so two systems on the same items are drawn alike and their difference is paired.
+    """
+    import numpy as np
+
+    kept = [(r, part) for r in records if (part := stratum(bench, r)) is not None]
+    videos = {v: n for n, v in enumerate(sorted({r["task"]["video"] for r in records}))}
+    parts = {p: n for n, p in enumerate(sorted({part for _, part in kept}))}
+    if not parts:
+        return None, np.zeros(0)
+    sums, counts = np.zeros((len(videos), len(parts))), np.zeros((len(videos), len(parts)))
+    for r, part in kept:
+        at = videos[r["task"]["video"]], parts[part]
+        sums[at] += r["score"]
+        counts[at] += 1
+    times = np.random.default_rng(0).multinomial(len(videos), np.full(len(videos), 1 / len(videos)), size=draws).astype(float)  # [draws, videos]
+    n = times @ counts
+    there = n > 0  # a part may be missing from a draw
+    means = np.divide(times @ sums, n, out=np.zeros(n.shape), where=there)
+    return float((sums.sum(0) / counts.sum(0)).mean()), means.sum(1)[there.any(1)] / there.sum(1)[there.any(1)]
+
+
+def interval(draws):
+    """95% interval of bootstrap draws."""
+    import numpy as np
+
+    return [float(np.percentile(draws, q)) for q in (2.5, 97.5)] if len(draws) else None
+
+
+def breakdown(task):
+    """{name: labels} of one task."""
+    tags = task.get("tags") or {"category": task.get("category") or task["type"]}
+    return {name: label if isinstance(label, list) else [label] for name, label in tags.items()}
+
+
+def summarise(records, bench=None, judged=False):
+    """Records of one (benchmark, K, tools) -> dict of numbers; every record is in every denominator it belongs to."""
+    n = len(records)
+    value, draws = resampled(records, bench)
+    out = {"n": n, "metric": headline_name(bench), "headline": value, "interval": interval(draws), "acc": sum(r["score"] for r in records) / n,
+           "f_tau": sum(r["reward"]["fmt"] for r in records) / n, "kappa": sum(c["status"] == "ok" for r in records for c in r["calls"]) / n,
+           "errors": {s: sum(r["status"] == s for r in records) for s in sorted({r["status"] for r in records}) if s != "ok"},
+           "no_answer": sum(r["status"] == "ok" and r["extracted"] is None for r in records),
+           "truncated": sum(r["status"] == "ok" and r["finish"][-1:] == ["length"] for r in records),
+           "seconds_per_episode": sum(r["timing"].get("total_s", 0.0) for r in records) / n}
+    if judged:
+        asked = [r["judge"] for r in records if "judge" in r]
+        failed = sum(v is None or v["verdict"] is None for v in asked)
+        out["judge"] = {"asked": len(asked), "yes": sum(bool(v and v["verdict"]) for v in asked), "failed": failed}
+        if failed:
+            out["errors"]["judge_error"] = failed
+    samples = {}
+    for r in records:
+        samples.setdefault(r["task"]["id"], []).append(r["score"])
+    if max(map(len, samples.values())) > 1:
+        out["samples"], out["pass@n"] = max(map(len, samples.values())), sum(map(max, samples.values())) / len(samples)
+    kinds = {r["task"]["type"] for r in records}
+    if kinds == {"grounding"}:
+        out.update({f"R@{t}": sum(r["score"] >= t for r in records) / n for t in (0.3, 0.5, 0.7)})
+    if len(kinds) > 1:
+        out["by_type"] = {kind: mean_score([r for r in records if r["task"]["type"] == kind]) for kind in sorted(kinds)}
+    groups = {}
+    for r in records:
+        for name, labels in breakdown(r["task"]).items():
+            for label in labels:
+                groups.setdefault(name, {}).setdefault(str(label), []).append(r)
+    out["by"] = {name: {label: mean_score(some) for label, some in sorted(found.items())} for name, found in groups.items()}
+    return out
+
+
+def mean_score(records):
+    return {"n": len(records), "acc": sum(r["score"] for r in records) / len(records)}
+
+
+def refuse(results, allow_errors):
+    """Take the headline of results with more than 1% failed items away -> lines that say why."""
+    said = []
+    for row in results:
+        failed = sum(row["errors"].values())
+        if failed > 0.01 * row["n"] and not allow_errors:
+            row["headline"] = row["interval"] = None
+            causes = ", ".join(f"{count} {cause}" for cause, count in row["errors"].items())
+            said.append(f"{row.get('bench') or 'data'} at K {row['K']}, tools {row['tools']}: {failed} of {row['n']} items failed ({causes})")
+    return said
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables
+
+
+def shown_interval(row):
+    return f"{row['headline']:.3f} [{row['interval'][0]:.3f}, {row['interval'][1]:.3f}]" if row.get("headline") is not None else "refused: errors"
+
+
+def table(results, labels=12):
+    """Results -> aligned text, a row per benchmark, K and mode, and rows of breakdowns with at most `labels` labels."""
+    named = any(row.get("bench") for row in results)
+    head = f"{'bench':<15} " if named else ""
+    lines = [f"{head}{'K':>6} {'tools':>5} {'n':>5} {'headline [95%]':>22} {'acc':>6} {'f_tau':>6} {'kappa':>6} {'errors':>6} {'no answer':>9} {'cut off':>7}"]
+    for row in results:
+        head = f"{row.get('bench') or '-':<15} " if named else ""
+        lines.append(f"{head}{row['K']!s:>6} {row['tools']:>5} {row['n']:>5} {shown_interval(row):>22} {row['acc']:>6.3f} {row['f_tau']:>6.3f} "
+                     f"{row['kappa']:>6.2f} {sum(row['errors'].values()):>6} {row['no_answer']:>9} {row['truncated']:>7}")
+        more = [f"{row['metric']} is the headline"] if row["metric"] != "accuracy" else []
+        more += [f"{key} {row[key]:.3f}" for key in ("pass@n", "R@0.3", "R@0.5", "R@0.7") if key in row]
+        more += [f"{kind} {c['acc']:.3f} of {c['n']}" for kind, c in row.get("by_type", {}).items()]
+        if more:
+            lines.append(" " * len(head) + "       " + ", ".join(more))
+        for name, found in row["by"].items():
+            for label, c in found.items() if 1 < len(found) <= labels else []:
+                lines.append(" " * len(head) + f"{'':>12} {c['n']:>5} {c['acc']:>6.3f}  {name} {label}")
+    return "\n".join(lines)
+
+
+def read_summary(folder):
+    try:
+        with open(os.path.join(folder, "summary.json")) as f:
+            return json.load(f)
+    except (OSError, ValueError) as error:
+        raise model.UserError(f"{folder}/summary.json: {error}; finish this evaluation first") from None
+
+
+def compare(folders):
+    """Finished evaluations -> (summary dict, text): one row per checkpoint and K, with tools and without side by side; then the
+    difference of every one to the first, paired by item, with its interval."""
+    rows, results = [], {}
+    for folder in folders:
+        summary = read_summary(folder)
+        name = os.path.basename(os.path.normpath(folder))
+        for bench, k in dict.fromkeys((r.get("bench"), r["K"]) for r in summary["results"]):
+            modes = {r["tools"]: r for r in summary["results"] if r["K"] == k and r.get("bench") == bench}
+            on, off = modes.get("on"), modes.get("off")
+            row = {"name": name, "bench": bench, "K": k, "n": (on or off)["n"]}
+            if on:
+                row.update(acc_tools=on["headline"], f_tau=on["f_tau"], kappa=on["kappa"], interval=on["interval"])
+            if off:
+                row.update(acc_no_tools=off["headline"])
+            rows.append(row)
+        for leaf in leaves(folder):
+            for (task, k, mode, sample), record in read_records(leaf).items():
+                results.setdefault((os.path.basename(leaf) if leaf != folder else None, k, mode), {}).setdefault(folder, {})[task, sample] = record
+
+    def cell(value, width, digits):
+        return f"{'-' if value is None else format(value, f'.{digits}f'):>{width}}"
+
+    lines = [f"{'checkpoint':<12} {'K':>6} {'n':>5} {'with tools [95%]':>22} {'no tools':>9} {'f_tau':>6} {'kappa':>6}"]
+    for r in rows:
+        tools = shown_interval({"headline": r["acc_tools"], "interval": r["interval"]}) if r.get("acc_tools") is not None else "-"
+        lines.append(f"{r['name']:<12} {r['K']!s:>6} {r['n']:>5} {tools:>22} {cell(r.get('acc_no_tools'), 9, 3)} {cell(r.get('f_tau'), 6, 3)} "
+                     f"{cell(r.get('kappa'), 6, 2)}" + (f"  {r['bench']}" if r["bench"] else ""))
+    differences = []
+    for (bench, k, mode), found in results.items():
+        first = found.get(folders[0])
+        for folder in folders[1:]:
+            same = sorted(set(first or ()) & set(found.get(folder, ())), key=str)
+            if not same:
+                continue
+            a, drawn_a = resampled([first[item] for item in same], bench)
+            b, drawn_b = resampled([found[folder][item] for item in same], bench)
+            if a is not None:
+                differences.append({"bench": bench, "K": k, "tools": mode, "n": len(same), "name": os.path.basename(os.path.normpath(folder)),
+                                    "minus": os.path.basename(os.path.normpath(folders[0])), "difference": b - a, "interval": interval(drawn_b - drawn_a)})
+    if differences:
+        lines += ["", "difference of the same items [95%]"]
+    for d in differences:
+        lines.append(f"{d['name']} - {d['minus']}".ljust(28) + f" {d['K']:>6} tools {d['tools']:<3} {d['difference']:+.3f} "
+                     f"[{d['interval'][0]:+.3f}, {d['interval'][1]:+.3f}] {d['n']} items" + (f"  {d['bench']}" if d["bench"] else ""))
+    return {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "rows": rows, "differences": differences}, "\n".join(lines)
+
+
+def paper_table():
+    """Table 1 of the paper (arXiv 2605.20342), percent, in the order of splits(); its Charades-STA column is mIoU, None where it gives no number."""
+    return {"GPT-4o": (71.9, 77.2, 66.7, 34.7, 64.6, 66.7, None), "Gemini 1.5 Pro": (75.0, 81.3, 64.4, 33.1, 74.3, 65.8, None),
+            "Qwen2.5-VL-7B": (55.7, 64.5, 46.4, 32.2, 47.8, 65.4, 31.6), "Video-R1-7B": (57.6, 66.0, 57.4, 36.9, 61.6, 61.3, 25.4),
+            "VideoChat-R1-7B": (50.4, 58.2, 49.2, 23.8, 58.7, 65.0, 31.5), "VideoRFT-7B": (58.5, 65.6, 55.1, 38.0, 44.9, 42.7, 18.7),
+            "Time-R1-7B": (58.9, 66.2, 56.0, 38.2, 60.5, 63.4, 34.7), "ReWatch-R1-7B": (58.8, 65.0, 53.6, 38.5, 60.1, 59.8, 20.2),
+            "Video-Thinker-7B": (61.9, 65.3, 56.0, None, 65.2, 64.5, 29.0), "Qwen3-VL-8B": (59.9, 68.4, 52.2, 33.1, 58.3, 68.0, 49.3),
+            "Conan-7B": (55.5, 62.8, 54.5, 38.2, 59.2, 64.0, 25.4), "LongVT-RFT-7B": (59.5, 66.0, 54.7, 37.9, 59.4, 63.4, 23.4),
+            "SAGE-7B": (44.1, 52.4, 37.4, 31.8, 49.7, 55.7, 28.9), "VideoZoomer-7B": (45.3, 48.3, 39.6, 22.9, 46.2, 61.6, None),
+            "ParaVT-8B": (62.1, 69.4, 60.4, 39.8, 65.0, 68.6, 50.1)}
+
+
+def markdown_table(folders):
+    """Finished evaluations of benchmarks -> Markdown: ours in percent with intervals, then the paper's rows, labelled."""
+    names = list(splits())
+    lines = ["| system | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    for folder in folders:
+        summary = read_summary(folder)
+        for k, mode in dict.fromkeys((r["K"], r["tools"]) for r in summary["results"]):
+            found = {r.get("bench"): r for r in summary["results"] if (r["K"], r["tools"]) == (k, mode)}
+            cells = []
+            for name in names:
+                row = found.get(name)
+                value = row and row["headline"]
+                cells.append("-" if row is None else "refused" if value is None else
+                             f"{100 * value:.1f} [{100 * row['interval'][0]:.1f}, {100 * row['interval'][1]:.1f}]")
+            lines.append(f"| {os.path.basename(os.path.normpath(folder))}, K {k}, tools {mode} (measured) | " + " | ".join(cells) + " |")
+    for system, values in paper_table().items():
+        lines.append(f"| {system} (the paper's) | " + " | ".join("-" if v is None else f"{v:.1f}" for v in values) + " |")
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def leaves(folder):
+    """Folders of records below an --out: itself, or one per benchmark."""
+    below = [os.path.join(folder, name) for name in splits() if os.path.exists(os.path.join(folder, name, "tasks.jsonl"))]
+    return below or [folder]
+
+
+def finish(out, leaf_folders, args, checkpoint):
+    """Records -> summary.json of every leaf and of the whole, tables. The one end of an evaluation, of --rescore and of a merge."""
+    results, missing = [], 0
+    for bench, leaf in leaf_folders:
+        tasks = model.read_jsonl(os.path.join(leaf, "tasks.jsonl"))
+        done = read_records(leaf)
+        with open(os.path.join(leaf, "args.json")) as f:
+            kept = json.load(f)
+        for k in kept["frames"]:
+            for mode in kept["tools"]:
+                items = [(t["id"], str(k), mode, sample) for t in tasks for sample in range(kept["samples"])]
+                records = [done[item] for item in items if item in done]
+                missing += len(items) - len(records)
+                if not records:
+                    continue
+                for record in records:
+                    record.update(grade(record, kept["think_prefix"]))
+                if args.judge_model:
+                    judge_records(records, leaf, args)
+                results.append({**({"bench": bench} if bench else {}), "K": k, "tools": mode, **summarise(records, bench, bool(args.judge_model))})
+    if missing:
+        raise model.UserError(f"{out}: {missing} items have no record yet; run the same command (or the other shards) first, then --rescore {out}")
+    refused = refuse(results, args.allow_errors)
+    summary = {"checkpoint": checkpoint, "time": time.strftime("%Y-%m-%d %H:%M:%S"), "results": results}
+    for bench, leaf in leaf_folders if len(leaf_folders) > 1 or leaf_folders[0][1] != out else []:
+        model.write_atomic(os.path.join(leaf, "summary.json"), json.dumps({**summary, "results": [r for r in results if r.get("bench") == bench]}, indent=1))
+    model.write_atomic(os.path.join(out, "summary.json"), json.dumps(summary, indent=1))
+    print(table(results))
+    print(json.dumps({"summary": os.path.join(out, "summary.json"),
+                      "acc": {"/".join([*([r["bench"]] if "bench" in r else []), str(r["K"]), r["tools"]]): round(r["acc"], 4) for r in results}}))
+    if refused:
+        raise model.UserError("no headline above 1% failed items (--allow-errors prints it): " + "; ".join(refused))
+
+
+def rescore(args):
+    """Grade finished records again, without a model; several folders (shards) are merged into --out first."""
+    folders = args.rescore
+    for folder in folders:
+        for leaf in leaves(folder):
+            if not os.path.exists(os.path.join(leaf, "tasks.jsonl")):
+                raise model.UserError(f"--rescore {folder}: no tasks.jsonl and records here")
+    if len(folders) > 1:
+        import shutil
+
+        for number, folder in enumerate(folders):
+            for leaf in leaves(folder):
+                target = args.out if leaf == folder else os.path.join(args.out, os.path.basename(leaf))
+                model.make_out(target)
+                first = next(iter(read_records(leaf).values()), None)
+                there = next(iter(read_records(target).values()), None)
+                if first and there and first["digest"] != there["digest"]:
+                    raise model.UserError(f"--rescore {folder}: its records are of another checkpoint or other settings than those of {folders[0]}")
+                for name in os.listdir(leaf):
+                    if name.startswith("records."):
+                        shutil.copyfile(os.path.join(leaf, name), os.path.join(target, f"records.part{number}.{name[8:]}"))
+                    elif name in ("tasks.jsonl", "args.json"):
+                        shutil.copyfile(os.path.join(leaf, name), os.path.join(target, name))
+    out = args.out if len(folders) > 1 else folders[0]
+    with open(os.path.join(leaves(out)[0], "args.json")) as f:
+        kept = json.load(f)
+    finish(out, [(os.path.basename(leaf) if leaf != out else None, leaf) for leaf in leaves(out)], args, kept["ckpt"] or kept["model"])
+
+
+def load_sets(args, ckpt):
+    """--data or --bench -> [dict of one set: bench, tasks, agent, source, out, digest]."""
+    sets = []
+    for bench, root in zip(args.bench or [None], args.root or [None]):
+        here = argparse.Namespace(**vars(args))
+        if bench:
+            tasks, notes = read_split(bench, root)
+            here.video_root = args.video_root or root
+            print(f"{bench}: " + ", ".join(f"{count} {what}" for what, count in notes.items()), flush=True)
+        else:
+            tasks = rollout.read_tasks(args.data)
+        here.subtitles = args.subtitles or ("aligned" if bench == "videomme_wsub" else "none")
+        agent, source = rollout.agent_settings(here, args.data)
+        out = os.path.join(args.out, bench) if bench else args.out
+        model.make_out(out)
+        sets.append({"bench": bench, "tasks": tasks[: args.limit or None], "agent": agent, "source": source, "out": out,
+                     "digest": settings_digest(args, ckpt, agent, tasks)})
+    return sets
+
+
+def main():
+    args = parse_args()
+    if args.prepare:
+        tasks, notes = read_split(args.bench[0], args.root[0])
+        model.write_atomic(args.prepare, "".join(json.dumps(task) + "\n" for task in tasks))
+        print(f"{args.prepare}: " + ", ".join(f"{count} {what}" for what, count in notes.items()))
+        return
+    if args.table:
+        print(markdown_table(args.table))
+        return
+    if args.rescore:
+        rescore(args)
+        return
+    if args.compare:
+        summary, text = compare(args.compare)
+        model.make_out(args.out)
+        model.write_atomic(os.path.join(args.out, "summary.json"), json.dumps(summary, indent=1))
+        print(text)
+        return
+    modes, args.tools = args.tools, True
+    ckpt = model.resolve_checkpoint(args.ckpt) if args.ckpt else None
+    sets = load_sets(args, ckpt)
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    part, parts = args.shard
+    for one in sets:
+        one["done"] = read_records(one["out"], one["digest"])
+    if world > 1:
+        import torch.distributed as dist
+
+        model.start_process_group()
+        dist.barrier()  # every rank has read the records before any appends to them
+    if rank == 0:
+        for one in sets:
+            model.write_atomic(os.path.join(one["out"], "tasks.jsonl"), "".join(json.dumps(task) + "\n" for task in one["tasks"]))
+            model.write_atomic(os.path.join(one["out"], "args.json"), json.dumps({**vars(args), "tools": modes}, indent=1))
+    from tqdm import tqdm
+
+    jobs, engine = [], None
+    for one in sets:
+        done = {item for item, record in one["done"].items() if record["status"] != "engine_error"}  # an endpoint that was down is asked again
+        mine = one["tasks"][part::parts][rank::world]
+        jobs += [(one, k, mode, [t for t in mine if any((t["id"], str(k), mode, s) not in done for s in range(args.samples))])
+                 for k in args.frames for mode in modes]
+    if any(todo for *_, todo in jobs):
+        largest = max(64 if k == "gated" else k for k in args.frames)
+        codec = model.load_codec(ckpt, args.channel) if ckpt else None
+        if codec:
+            for one in sets:
+                rollout.check_context(codec, one["tasks"], one["agent"], one["source"], largest)
+        limits = argparse.Namespace(**{**vars(args), "frames": largest})
+        if args.engine == "openai":
+            engine = rollout.OpenAIEngine(args.base_url, args.model, args.api_key_env, args.workers, args.request_timeout, args.retries, args.think_prefix)
+        else:
+            engine = rollout.make_engine(args.engine, ckpt, codec, limits, args.seed, quiet=rank > 0)
+        name = f"records.shard{part}of{parts}.rank{rank}.jsonl" if parts > 1 else f"records.rank{rank}.jsonl"
+        with tqdm(total=sum(len(todo) for *_, todo in jobs) * args.samples, desc="episodes", disable=None if rank == 0 else True) as bar:
+            for one, k, mode, todo in jobs:
+                with open(os.path.join(one["out"], name), "a", encoding="utf-8") as f:
+                    drop_torn_line(f.name)
+                    for episode in rollout.run(engine, todo, replace(one["agent"], tools=mode == "on"), codec, one["source"], k, args.samples,
+                                               threads=args.decode_threads, max_live=args.live or None):
+                        f.write(json.dumps(record_of(episode, one["digest"], k, mode, args.think_prefix)) + "\n")
+                        f.flush()
+                        bar.update()
+    if world > 1:
+        dist.barrier()
+    if engine:
+        engine.close()
+    if world > 1 and dist.is_initialized():
+        dist.destroy_process_group()
+    if rank == 0 and parts > 1:
+        print(f"shard {part} of {parts} is done; when all are: python eval.py --rescore {args.out} (or the folder of every shard, with --out)")
+    elif rank == 0:
+        finish(args.out, [(one["bench"], one["out"]) for one in sets], args, args.ckpt or args.model)
 
 
 if __name__ == "__main__":

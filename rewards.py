@@ -279,7 +279,7 @@ def answer_or_tail(turns, think_open=False):
             end = text.find(f"</{kind}>", start)
             at = len(text) if end < 0 else end + len(kind) + 3
         text = "\n".join([*parts, text[at:]])
-    return text.strip() or None
+    return text.strip() if has_word(text) else None
 
 
 def stated_answer(turns, think_open=False):

@@ -28,6 +28,7 @@ import itertools
 import json
 import os
 import queue
+import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -81,11 +82,12 @@ def question_text(task):
     return "\n" + "\n".join(lines)
 
 
-def main_messages(task, num_frames, tools=True):
-    """The main agent's first context: K overview frames, then the question."""
+def main_messages(task, num_frames, tools=True, subtitles=""):
+    """The main agent's first context: K overview frames, subtitles where there are any, then the question."""
+    spoken = f"\nSubtitles:\n{subtitles}\n" if subtitles else ""
     return [{"role": "system", "content": main_prompt(tools)},
             {"role": "user", "content": [{"type": "video", "video": task["video"], "frames": num_frames},
-                                         {"type": "text", "text": question_text(task)}]}]
+                                         {"type": "text", "text": spoken + question_text(task)}]}]
 
 
 def sub_messages(task, window, question=True):
@@ -93,6 +95,45 @@ def sub_messages(task, window, question=True):
     text = f"\nWindow: {window['start']:g} to {window['end']:g} seconds." + (f"\nQuestion: {task['question']}" if question else "")
     return [{"role": "system", "content": sub_prompt()},
             {"role": "user", "content": [{"type": "video", "video": task["video"], **window}, {"type": "text", "text": text}]}]
+
+
+def read_subtitles(path, offset=0.0):
+    """Subtitle file -> [(start, end, text)] in seconds, in time order. offset: second of the file at which the video begins.
+
+    SRT, or JSON as LongVideoBench ships it: {"timestamp": [start, end or null], "text"} or {"start", "end", "line"}; an end that is
+    null is the next line's start. Raises ValueError naming the file.
+    """
+    try:
+        with open(path, encoding="utf-8-sig", errors="replace") as f:
+            text = f.read()
+        lines = []
+        if path.endswith(".json"):
+            for row in json.loads(text):
+                start, end = row["timestamp"] if "timestamp" in row else (row["start"], row["end"])
+                lines.append([rewards.to_seconds(start), rewards.to_seconds(end), row.get("text", row.get("line"))])
+        else:
+            stamp = r"((?:\d+:)?\d+:\d+[,.]\d+)"
+            for found in re.finditer(rf"{stamp} *--> *{stamp}[^\n]*\n(.*?)(?=\n[ \t]*\n|\Z)", text.replace("\r\n", "\n"), re.DOTALL):
+                lines.append([rewards.to_seconds(found[1].replace(",", ".")), rewards.to_seconds(found[2].replace(",", ".")), found[3]])
+        lines = sorted((line for line in lines if line[0] is not None and line[2]), key=lambda line: line[0])
+        for line, after in zip(lines, [*lines[1:], None]):
+            line[1] = line[1] if line[1] is not None else after[0] if after else line[0]
+        # Formatting such as <font color=..> or <i> goes, and line breaks within a line of speech.
+        return [(start - offset, end - offset, " ".join(re.sub(r"<[^<>]*>", "", text).split())) for start, end, text in lines]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: unreadable subtitles ({type(error).__name__})") from None
+
+
+def subtitle_text(lines, seconds=None):
+    """Lines [(start, end, text)] -> the text that is shown: those that overlap a frame's time, or all (seconds None); in time order, a
+    repeated line once."""
+    shown = []
+    for start, end, text in lines:
+        seen = seconds is None or any(start <= t <= end for t in seconds)
+        if seen and text and text not in shown[-1:]:
+            shown.append(text)
+    return "\n".join(shown)
+
 
 def gated_budgets():
     """The overview frames K that nFrames gating draws from (paper)."""
@@ -469,6 +510,7 @@ class Agent:
     sub_frames: int = 16
     sub_fps: float = 1.0
     sub_question: bool = True  # a sub-agent is told the question
+    subtitles: str = "none"  # "aligned": lines spoken at the overview frames' times; "full": all of them
     seed: int = 0
 
 
@@ -483,6 +525,12 @@ class Source:
 
     def load(self, spec):
         return video.load(spec, self.root, self.cache, min_pixels=self.min_pixels, max_pixels=self.max_pixels)
+
+    def subtitles(self, task):
+        """[(start, end, text)] of a task's subtitle file; [] where it has none. Raises ValueError for a file that is no subtitles."""
+        if not task.get("subtitles"):
+            return []
+        return read_subtitles(video.resolve(task["subtitles"], self.root), task.get("subtitle_start") or 0.0)
 
     def load_window(self, spec):
         """A crop as the model asked for it -> (the same, clamped to the video; its Frames). Raises ValueError beyond the end."""
@@ -538,12 +586,13 @@ def run_episode(episode, agent, codec, source, step):
     task = episode.task
     spec = {"video": task["video"], "frames": episode.frame_budget}
     began = time.time()
-    (frames,) = yield [lambda: source.load(spec)]
+    frames, spoken = yield [lambda: source.load(spec), lambda: source.subtitles(task) if agent.subtitles != "none" else []]
     episode.timing["decode_s"] = time.time() - began
-    if isinstance(frames, video.VideoError):
-        episode.status, episode.error = "video_error", str(frames)
-        return episode
-    messages = main_messages(task, episode.frame_budget, tools=agent.tools)
+    for loaded in (frames, spoken):
+        if isinstance(loaded, (video.VideoError, ValueError)):
+            episode.status, episode.error = "video_error", str(loaded)
+            return episode
+    messages = main_messages(task, episode.frame_budget, agent.tools, subtitle_text(spoken, frames.seconds if agent.subtitles == "aligned" else None))
     context = open_context(codec, messages, [spec], [frames], tool_schema() if agent.tools else None)
     episode.context = context
     thinking = agent.think_prefix
@@ -861,6 +910,7 @@ def add_agent_arguments(parser, tools=True):
     add("--sub-frames", type=int, default=Agent.sub_frames, help="frames of a window at most")
     add("--sub-fps", type=float, default=Agent.sub_fps, help="frames per second of a window")
     add("--sub-question", action=yes_no, default=True, help="tell a sub-agent the question")
+    add("--subtitles", choices=["aligned", "full", "none"], default=Agent.subtitles, help="shown with the question: lines at the frames' times, all, none")
     add("--seed", type=int, default=0, help="of sampling and of the draws of K")
     add("--channel", choices=["image", "video"], default="image", help="frames as `<t seconds>` + images, or one video item")
     add("--video-root", default=None, help="folder videos are relative to and may not leave; default: the JSONL's folder")
