@@ -17,6 +17,7 @@ CPU toy:  torchrun --nproc_per_node 2 eval.py --preset toy --ckpt grpo_out --dat
 8 GPUs:   torchrun --nproc_per_node 8 eval.py --ckpt grpo_out --data eval.jsonl --frames 64 --out eval_out
 """
 import argparse
+import ast
 import glob
 import hashlib
 import json
@@ -29,6 +30,7 @@ from dataclasses import replace
 import model
 import rewards
 import rollout
+import video
 
 
 def build_parser():
@@ -42,6 +44,12 @@ def build_parser():
     add("--compare", nargs="+", default=None, metavar="DIR", help="no evaluation: one table from the summaries of these finished --out folders")
     add("--table", nargs="+", default=None, metavar="DIR", help="no evaluation: Markdown of these finished --bench folders, the paper's figures beside")
     add("--rescore", nargs="+", default=None, metavar="DIR", help="no model: grade the records of a finished folder again; several are merged into --out")
+    add("--protocol", choices=list(protocols()), default="paravt", help="how the system is spoken to; its own frames, lengths and rounds become the defaults")
+    add("--protocol-set", choices=["native", "paper"], default="native", help="paper: the paper's uniform frames, lengths and rounds instead")
+    add("--prompt-file", nargs="+", default=[], metavar="FILE[.py:NAME]", help="the publisher's own prompt texts (README); default: our wording of the same")
+    add("--crop-reply", choices=["summary", "frames"], default="summary", help="paravt: a sub-agent's summary, or the frames of the window themselves")
+    add("--stamps", action=argparse.BooleanOptionalAction, default=True, help="a frame's time before it; protocols with stamps of their own keep them")
+    add("--force-answer", action=argparse.BooleanOptionalAction, default=False, help="paravt: demand the answer in few tokens after the last round of calls")
     add("--out", default="eval_out", help="folder of records and summary; an earlier run of the same settings is continued")
     add("--preset", choices=["paper", "toy"], default="paper", help="toy: lengths that suit the world of toy.py")
     add("--frames", type=rollout.frames_argument, nargs="+", default=[64], help="overview frames K, one evaluation each; 'gated' draws K per task")
@@ -57,6 +65,9 @@ def build_parser():
     add("--base-url", default=None, help="openai: for example http://127.0.0.1:8000/v1")
     add("--model", default=None, help="openai: name of the model")
     add("--api-key-env", default=None, help="openai: environment variable that holds the key")
+    add("--image-cap", type=int, default=0, help="openai: images per request at most, evenly kept; 0 = no cap")
+    add("--tokens-field", choices=["max_tokens", "max_completion_tokens"], default="max_tokens", help="openai: what the endpoint calls the limit")
+    add("--send-temperature", action=argparse.BooleanOptionalAction, default=True, help="openai: some endpoints take no temperature and no seed")
     add("--workers", type=int, default=8, help="openai and judge: requests at once")
     add("--retries", type=int, default=3, help="openai and judge: times a request is sent again after 429, 5xx or a timeout, after 1, 2, 4, .. seconds")
     add("--request-timeout", type=float, default=300.0, help="openai and judge: seconds")
@@ -75,7 +86,11 @@ def shard_argument(text):
 
 def parse_args():
     parser = build_parser()
-    if parser.parse_known_args()[0].preset == "toy":
+    early = parser.parse_known_args()[0]
+    native = protocols()[early.protocol]["native"]
+    # A system that makes no calls makes none in the uniform runs either.
+    parser.set_defaults(**native if early.protocol_set == "native" else {**paper_settings(), **({"max_turns": 0, "tools": ["off"]} if native.get("max_turns") == 0 else {})})
+    if early.preset == "toy":
         parser.set_defaults(**rollout.toy_lengths())
     args = parser.parse_args()
     if args.judge_url and not args.judge_model:
@@ -95,6 +110,8 @@ def parse_args():
         raise model.UserError("--prepare takes one --bench")
     if args.prepare:
         return args
+    if args.image_cap < 0:
+        raise model.UserError("--image-cap may not be negative")
     if args.engine == "openai" and not (args.base_url and args.model):
         raise model.UserError("--engine openai needs --base-url and --model")
     if args.engine != "openai" and not args.ckpt:
@@ -322,16 +339,460 @@ def read_split(name, root):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Protocols: how each system of the paper's Table 1 is spoken to. One record each; rollout.run_episode is the loop of all.
+#
+# The wording here is ours. A publisher's own prompt is read from its release with --prompt-file, in the order of `files`.
+
+
+def protocols():
+    """name -> {"systems", "files": what of the publisher's release --prompt-file takes, "texts": our wording of the same, "make": (texts, args) ->
+    rollout.Protocol, "native": defaults of the native run, "final": (turns, think_open) -> what is graded, where not the usual}."""
+    answer = "Write only the final answer between <answer> and </answer>."
+    think = "Reason between <think> and </think>, then write only the final answer between <answer> and </answer>."
+    one = {"max_turns": 0, "think_prefix": False, "tools": ["off"]}
+    rounds = {"think_prefix": False, "max_parallel": 1}
+    few = {"min_pixels": 16 * 784, "max_pixels": 3584 * 784 // 64}  # their total of 3584 x 28 x 28 pixels, over 64 frames
+    question = "{subtitles}{question}\n{options}\n{style}"
+    return {
+        "paravt": {"systems": "ParaVT-8B; Qwen3-VL-8B and Conan-7B in the paper's runs", "files": "paravt/eval/driver.py:GENERAL_AGENTIC_SYSTEM",
+                   "texts": [rollout.main_prompt()], "make": paravt_protocol, "native": {}},
+        "direct": {"systems": "Qwen2.5-VL-7B, GPT-4o, Gemini 1.5 Pro", "files": "paravt/eval/driver.py:DIRECT_SYSTEM", "texts": [answer],
+                   "make": lambda texts, args: single(args, system=texts[0], user=question), "native": one},
+        "reasoning": {"systems": "Video-R1-7B, VideoRFT-7B, Video-Thinker-7B", "files": "paravt/eval/driver.py:REASONING_SYSTEM", "texts": [think],
+                      "make": lambda texts, args: single(args, system=texts[0], user=question),
+                      "native": {**one, "max_pixels": 256 * 784, "max_new_tokens": 1024}},  # their temperature 0.1 at top-p 0.001 is greedy
+        "videochat-r1": {"systems": "VideoChat-R1-7B", "files": "a text made from src_eval/eval_prompts.py", "texts": [question + "\n" + think],
+                         "make": lambda texts, args: single(args, user=texts[0], text_first=True), "native": {**one, **few}},
+        "time-r1": {"systems": "Time-R1-7B", "files": "a text made from src/vllm_inference/data/config.py", "texts": [question + "\n" + answer],
+                    "make": lambda texts, args: single(args, system="You are a helpful assistant.", user=texts[0], label="({})",
+                                                       prefill="<think>\n\n</think>\n\n"), "native": {**one, **few, "max_new_tokens": 1024}},
+        "rewatch-r1": {"systems": "ReWatch-R1", "files": "a text made from the model card's prompt",
+                       "texts": [question + "\nThe video runs from 00:00 to {length}. You may note what you look at between <action> and </action> and what "
+                                 "you see between <observation> and </observation>. " + think],
+                       "make": lambda texts, args: single(args, user=texts[0]), "native": {**one, "frames": [192], "max_pixels": 128 * 784}},
+        "conan": {"systems": "Conan-7B", "files": "texts made from Conan-Eval/prompt_temp.py: first round, further round, last round", "texts": conan_texts(),
+                  "make": conan_protocol, "native": {**rounds, "max_turns": 2, "frames": [16], "max_pixels": 448 * 448, "temperature": 1.0,
+                                                     "max_new_tokens": 4000}},
+        "longvt": {"systems": "LongVT-RFT-7B", "files": "TOOL_PROMPT of lmms_eval_tasks/*/utils.py, as a text",
+                   "texts": ["Reason between <think> and </think>. Call crop_video when you need to see a part of the video closely; when you know the answer, "
+                             "write it between <answer> and </answer>."],
+                   "make": longvt_protocol, "native": {**rounds, "max_turns": 5, "frames": [512], "max_pixels": 50176, "sub_frames": 128, "max_parallel": 5}},
+        "videozoomer": {"systems": "VideoZoomer-7B", "files": "a text made from data.system_prompt of scripts/eval_video.sh", "texts": [videozoomer_text()],
+                        "make": videozoomer_protocol, "native": {**rounds, "max_turns": 4, "min_pixels": 25088, "max_pixels": 100352}},
+        "sage": {"systems": "SAGE-7B", "files": "sage/prompts/sage/context_vlm.txt and iterative_reasoner.txt", "texts": sage_texts(), "make": sage_protocol,
+                 "native": {**rounds, "max_turns": 9, "frames": [128]}, "final": sage_final},
+    }
+
+
+def paper_settings():
+    """--protocol-set paper: what the paper's evaluation ran every open model with, whatever its own recipe."""
+    return {"frames": [64], "temperature": 0.0, "max_new_tokens": 2048, "max_turns": 3, "max_parallel": 5, "context": 65536, "min_pixels": 4 * 784,
+            "max_pixels": 768 * 784, "stamps": False, "crop_reply": "frames", "force_answer": True, "think_prefix": False}
+
+
+def read_prompts(sources):
+    """--prompt-file values -> texts. FILE is a text; FILE.py:NAME the string that NAME is set to in that file, which is read and never run."""
+    texts = []
+    for source in sources:
+        path, _, name = source.partition(".py:")
+        path += ".py" if name else ""
+        try:
+            with open(path, encoding="utf-8") as f:
+                text = f.read()
+            if name:
+                found = [node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Assign)
+                         and any(isinstance(target, ast.Name) and target.id == name for target in node.targets)]
+                text = ast.literal_eval(found[-1]) if found else None
+        except (OSError, SyntaxError, ValueError) as error:
+            raise model.UserError(f"--prompt-file {source}: {error}") from None
+        if not isinstance(text, str):
+            raise model.UserError(f"--prompt-file {source}: {path} sets no string {name}")
+        texts.append(text)
+    return texts
+
+
+def make_protocol(args):
+    """Flags -> (rollout.Protocol, hash of its prompt texts)."""
+    entry = protocols()[args.protocol]
+    texts = read_prompts(args.prompt_file) if args.prompt_file else entry["texts"]
+    if len(texts) != len(entry["texts"]):
+        raise model.UserError(f"--prompt-file: --protocol {args.protocol} takes {len(entry['texts'])}: {entry['files']}")
+    return entry["make"](texts, args), hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
+
+
+def clock(seconds):
+    return model.stamp_text(seconds, 0, "clock")
+
+
+def filled(text, task, duration=0.0, subtitles="", label="{}."):
+    """A template with {question}, {options}, {style}, {subtitles}, {duration}, {length}, {video} -> text. Other braces stay."""
+    options = "\n".join(f"{label.format(letter)} {option}" for letter, option in zip(letters(), task.get("options") or []))
+    values = {"question": task["question"], "options": options, "style": rollout.answer_style(task["type"]), "duration": clock(duration),
+              "length": clock(duration)[3:] if duration < 3600 else clock(duration), "video": os.path.basename(task["video"]),
+              "subtitles": f"Subtitles:\n{subtitles}\n\n" if subtitles else ""}
+    text = re.sub(r"\{(" + "|".join(values) + r")\}", lambda found: values[found[1]], text)  # one pass: a question may hold braces
+    return re.sub(r"\n\n+", "\n", text) if not options else text
+
+
+def single(args, system=None, user=None, text_first=False, label="{}.", prefill=""):
+    """One generation, no tools: a system text, the frames and a user text."""
+    def opening(task, num_frames, agent, subtitles, duration):
+        frames = {"type": "video", "video": task["video"], "frames": num_frames, "stamp": stamp_kind(args)}
+        text = {"type": "text", "text": ("" if text_first else "\n") + filled(user, task, duration, subtitles, label)}
+        return [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": [text, frames] if text_first else [frames, text]}]
+
+    return rollout.Protocol(opening=opening, prefill=prefill, schema=False)
+
+
+def stamp_kind(args):
+    return None if args.stamps else "none"
+
+
+def force_text(task):
+    """What the authors' evaluation demands after the last round of calls, in our words."""
+    if task["type"] == "grounding":
+        return "Answer now, in this form: The event happens in 10.0 - 20.0 seconds."
+    return "Answer now, with the letter of one option alone." if task["type"] == "mcq" else "Answer now, in a few words."
+
+
+def paravt_protocol(texts, args):
+    """ParaVT's own, as it is trained (sub-agents that return summaries), or as the authors evaluate it (--crop-reply frames: the frames
+    themselves, an own user message for every call)."""
+    own = not args.prompt_file
+    if own and args.crop_reply == "summary" and args.stamps and not args.force_answer:
+        return rollout.Protocol()
+
+    def opening(task, num_frames, agent, subtitles, duration):
+        messages = rollout.main_messages(task, num_frames, agent.tools, subtitles)
+        messages[0]["content"] = messages[0]["content"] if own else texts[0]
+        messages[1]["content"][0]["stamp"] = stamp_kind(args)
+        return messages
+
+    def answer(records, calls, episode, agent, codec, source, step, turn):
+        if args.crop_reply == "summary":
+            return (yield from rollout.summaries(records, calls, episode, agent, codec, source, step, turn))
+        return (yield from frame_replies(records, calls, episode, agent, source, stamp_kind(args)))
+
+    def force_tokens(task):  # as the authors' evaluation has them
+        return 128 if task["type"] == "grounding" else 64
+
+    forced = {"force": force_text, "force_tokens": force_tokens} if args.force_answer else {}
+    return rollout.Protocol(opening=opening, answer=answer, **forced)
+
+
+def windows(records, calls, episode, agent, source, specs=None):
+    """Load the good calls' windows, at most --max-parallel -> [Frames or None]; every record says what became of it."""
+    good = [n for n, c in enumerate(calls) if c.error is None]
+    for n in good[agent.max_parallel:]:
+        records[n].update(status="not_run", summary=f"not run: at most {agent.max_parallel} calls per turn")
+    for record in records:
+        if record["status"] == "error":
+            record["summary"] = f"error: {record['summary']}"
+    wanted = {n: (specs or {}).get(n) or {"video": episode.task["video"], "start": calls[n].start, "end": calls[n].end, "fps": agent.sub_fps,
+                                          "max_frames": agent.sub_frames} for n in good[: agent.max_parallel]}
+    loaded = yield [lambda spec=spec: source.load(spec) for spec in wanted.values()]
+    out = [(None, None)] * len(calls)
+    for (n, spec), frames in zip(wanted.items(), loaded):
+        if isinstance(frames, video.VideoError):
+            records[n].update(status="video_error", summary=f"error: the window could not be read ({frames.why})")
+        elif isinstance(frames, ValueError):
+            records[n].update(status="error", summary=f"error: {frames}")
+        else:
+            records[n].update(status="ok", frames_seen=len(frames.seconds), seconds_seen=[round(float(t), 3) for t in frames.seconds])
+            out[n] = spec, frames
+    return out
+
+
+def tagged(text):
+    """Text in tool response tags, which are ours; the text is data."""
+    return [{"type": "text", "text": "<tool_response>\n", "trusted": True}, {"type": "text", "text": text},
+            {"type": "text", "text": "\n</tool_response>", "trusted": True}]
+
+
+def frame_replies(records, calls, episode, agent, source, stamp):
+    """A user message for every call: its frames, then what they are, in tool response tags."""
+    found, reply = (yield from windows(records, calls, episode, agent, source)), rollout.Reply([])
+    for record, (spec, frames) in zip(records, found):
+        if frames is None:
+            reply.messages.append({"role": "user", "content": tagged(record["summary"])})
+            continue
+        record["summary"] = f"{len(frames.seconds)} frames from {record['start']:.1f}s to {record['end']:.1f}s."
+        reply.messages.append({"role": "user", "content": [{"type": "video", "video": spec["video"], "stamp": stamp}, *tagged(record["summary"])]})
+        reply.specs.append(spec)
+        reply.frames.append(frames)
+    return reply
+
+
+def longvt_protocol(texts, args):
+    """crop_video as a declared tool; a tool message holds the frames and a sentence. A window beyond the video is an error, not clamped."""
+    def opening(task, num_frames, agent, subtitles, duration):
+        text = filled("\n{subtitles}{question}\n{options}\n{style} ", task, duration, subtitles) + texts[0] + \
+            f" The video path for this video is: {os.path.basename(task['video'])}"
+        return [{"role": "user", "content": [{"type": "video", "video": task["video"], "frames": num_frames, "stamp": stamp_kind(args)},
+                                             {"type": "text", "text": text}]}]
+
+    def answer(records, calls, episode, agent, codec, source, step, turn):
+        for call, record in zip(calls, records):
+            if call.error is None:
+                why = ("start_time is below 0" if call.start < 0 else f"start_time lies behind the end of the video, {episode.duration:.1f}s"
+                       if call.start >= episode.duration else f"end_time lies behind the end of the video, {episode.duration:.1f}s"
+                       if call.end > episode.duration else None)
+                if why:
+                    call.error = record["summary"] = why
+                    record["status"] = "error"
+        found, reply = (yield from windows(records, calls, episode, agent, source)), rollout.Reply([])
+        for record, (spec, frames) in zip(records, found):
+            content = record["summary"]
+            if frames is not None:
+                record["summary"] = "The frames of the window are shown above. Go on with your analysis."
+                content = [{"type": "video", "video": spec["video"], "stamp": stamp_kind(args)}, {"type": "text", "text": record["summary"]}]
+                reply.specs.append(spec)
+                reply.frames.append(frames)
+            reply.messages.append({"role": "tool", "content": content})
+        return reply
+
+    return rollout.Protocol(opening=opening, answer=answer)
+
+
+def videozoomer_text():
+    return ("You watch a video through a few frames, each after a tag with its number and time. To see a part of it at a higher frame rate, write\n"
+            '<video_zoom> {"segment": [start, end], "fps": frames per second} </video_zoom>\n'
+            "once in a turn, with the times in seconds and at most 16 frames in all. Think between <think> and </think> first. When you know the answer, write "
+            "<answer> \\boxed{answer} </answer>.")
+
+
+def parse_zoom(text, think_open=False):
+    """The last <video_zoom> of a turn -> [one call], or []. fps is carried in num_frames as the number of frames it gives."""
+    found = re.findall(r"<video_zoom>(.*?)</video_zoom>", rewards.visible(text, think_open), re.DOTALL)
+    if not found:
+        return []
+    start = end = frames = None
+    try:
+        call = json.loads(found[-1][:1000])
+        start, end = (rewards.to_seconds(t) for t in call["segment"])
+        fps = rewards.to_seconds(call.get("fps", 1))
+        if None in (start, end, fps) or not start < end or fps <= 0:
+            error = "segment must be [start, end] in seconds with start < end, and fps above 0"
+        else:
+            frames = int(fps * (end - start))
+            error = f"{frames} frames are more than 16: take a shorter segment or a lower fps" if frames > 16 else \
+                "the segment holds no frame at this fps" if frames < 1 else None
+    except (ValueError, TypeError, KeyError, RecursionError, AttributeError, OverflowError):
+        error = 'expected {"segment": [start, end], "fps": n}'
+    return [rewards.ToolCall("video_zoom", start, end, frames, error)]
+
+
+def videozoomer_protocol(texts, args):
+    """One zoom a turn, answered by a user message of stamped frames in tool response tags."""
+    def opening(task, num_frames, agent, subtitles, duration):
+        return [{"role": "system", "content": texts[0]},
+                {"role": "user", "content": [{"type": "video", "video": task["video"], "frames": num_frames, "stamp": "frame"},
+                                             {"type": "text", "text": "\n" + filled("{subtitles}{question}\n{options}\n{style}", task, duration, subtitles)}]}]
+
+    def answer(records, calls, episode, agent, codec, source, step, turn):
+        specs = {0: {"video": episode.task["video"], "start": calls[0].start, "end": calls[0].end, "num_frames": calls[0].num_frames, "max_frames": 16}}
+        ((spec, frames),) = yield from windows(records, calls, episode, agent, source, specs if calls[0].error is None else None)
+        if frames is None:
+            content = [*tagged(records[0]["summary"]), {"type": "text", "text": "\nThink about what went wrong, then go on."}]
+        else:
+            records[0]["summary"] = "The frames of the segment:"
+            content = [{"type": "text", "text": "<tool_response>\nThe frames of the segment:\n", "trusted": True},
+                       {"type": "video", "video": spec["video"], "stamp": "frame"}, {"type": "text", "text": "\n</tool_response>", "trusted": True},
+                       {"type": "text", "text": "\nGo on thinking, then zoom again or answer."}]
+        if turn == agent.max_turns - 1:
+            content.append({"type": "text", "text": " Do not zoom again: answer now."})
+        return rollout.Reply([{"role": "user", "content": content}], [spec] if frames is not None else [], [frames] if frames is not None else [])
+
+    return rollout.Protocol(opening=opening, parse=parse_zoom, answer=answer, schema=False, stop=("</video_zoom>",))
+
+
+def conan_texts():
+    contract = ("Rate between <score> and </score> how well the frames so far answer the question, reason between <think> and </think>, name the clips you "
+                "want to see between <clip> and </clip> as HH:MM:SS-HH:MM:SS, separated by commas, or leave it empty when you need none, and write your "
+                "answer between <answer> and </answer>.")
+    return ["Question: {question}\n{options}\nThe frames above carry their times. " + contract,
+            "These are frames of the clips you asked for. " + contract,
+            "These are the last frames. Reason between <think> and </think> and write your answer between <answer> and </answer>. Question: {question}\n{options}"]
+
+
+def parse_clips(text, think_open=False):
+    """The clips of the last <clip> of a turn -> calls; none where it is empty or missing, which ends the episode."""
+    found = re.findall(r"<clip>(.*?)</clip>", text, re.DOTALL)
+    calls = []
+    for part in found[-1].split(",")[:16] if found else []:
+        if not part.strip():
+            continue
+        times = [rewards.to_seconds(t) for t in part.split("-")]
+        good = len(times) == 2 and None not in times and times[0] < times[1]
+        calls.append(rewards.ToolCall("clip", *(times if good else (None, None)), None, None if good else "a clip is HH:MM:SS-HH:MM:SS"))
+    return calls
+
+
+def conan_protocol(texts, args):
+    """Eight new frames a round, shared over the clips by how many unseen seconds each has; without a valid clip, evenly from all unseen ones."""
+    def user(task, spec, text, subtitles="", duration=0.0):
+        return [{"role": "user", "content": [{"type": "video", "video": task["video"], **spec, "stamp": "clock"},
+                                             {"type": "text", "text": "\n" + filled(text, task, duration, subtitles)}]}]
+
+    def opening(task, num_frames, agent, subtitles, duration):
+        return user(task, {"frames": num_frames}, "{subtitles}" + texts[0], subtitles, duration)
+
+    def answer(records, calls, episode, agent, codec, source, step, turn):
+        task, seen = episode.task, episode.notes.setdefault("seen", {int(t) for t in episode.context.frames[0].seconds})
+        unseen = [t for t in range(int(episode.duration)) if t not in seen]
+        clips = [[t for t in unseen if c.start <= t <= c.end] if c.error is None else [] for c in calls]
+        total, wanted = sum(map(len, clips)), []
+        for record, clip, call in zip(records, clips, calls):
+            share = min(len(clip), max(1, round(8 * len(clip) / total))) if clip else 0
+            wanted += evenly(clip, min(share, 8 - len(wanted)))
+            if call.error is None:
+                record.update(status="ok" if clip else "error", summary=f"{share} frames" if clip else "error: nothing new in this clip")
+            else:
+                record["summary"] = f"error: {record['summary']}"
+        wanted = sorted(set(wanted)) or evenly(unseen, 8)
+        text = texts[2] if turn == agent.max_turns - 1 else texts[1]
+        if not wanted:
+            return rollout.Reply([{"role": "user", "content": filled(text, task)}])
+        spec = {"video": task["video"], "times": [t + 0.5 if t + 0.5 < episode.duration else float(t) for t in wanted]}
+        (frames,) = yield [lambda: source.load(spec)]
+        if isinstance(frames, (video.VideoError, ValueError)):
+            return rollout.Reply([{"role": "user", "content": filled(text, task)}])
+        seen.update(wanted)
+        return rollout.Reply(user(task, {"times": spec["times"]}, text), [spec], [frames])
+
+    return rollout.Protocol(opening=opening, parse=parse_clips, answer=answer, schema=False)
+
+
+def evenly(items, n):
+    """n of the items, evenly spread; all where there are fewer."""
+    return [items[int((i + 0.5) * len(items) / n)] for i in range(n)] if 0 < n < len(items) else items[: max(n, 0)]
+
+
+def sage_texts():
+    tools = ('{"name": "identify_timestamps_visually", "arguments": {"event": text, "timestamp_start": "HH:MM:SS", "timestamp_end": "HH:MM:SS"}}\n'
+             '{"name": "extract_parts_from_timestamp", "arguments": {"timestamp_start": "HH:MM:SS", "timestamp_end": "HH:MM:SS", "extract_type": "frames"}}\n'
+             '{"name": "perform_reasoning", "arguments": {"query": text, "media_paths": [path, ..]}}\n'
+             '{"name": "verbal_transcript", "arguments": {"timestamp_start": "HH:MM:SS", "timestamp_end": "HH:MM:SS"}}\n'
+             '{"name": "unified_web_search", "arguments": {"query": text}}\n{"name": "parse_web_data", "arguments": {"website_url": text}}')
+    wanted = '"recommended_tools": {"needed": true or false, "tool_calls": [{"rationale": text, "name": text, "arguments": {}}]}'
+    return ["You see a few frames of a video and a query about it. These tools may be called, one at a time:\n<tools>\n" + tools + "\n</tools>\n"
+            'Reply with <json>{"video_context": text, "query_intent": text, "final_answer": text or null, ' + wanted + "}</json>",
+            "You answer a query about a video from the results of tools. These tools may be called, one at a time:\n<tools>\n" + tools + "\n</tools>\n"
+            'Reply with <json>{"answerable": {"verdict": true or false, "reasoning": text}, "final_answer": text or null, ' + wanted + "}</json>"]
+
+
+def sage_object(text):
+    """The JSON object of a SAGE turn, in <json> tags, ``` fences or bare; trailing commas are repaired. None where there is none."""
+    text = text[:100_000]
+    tagged_text = re.findall(r"<json>(.*?)(?:</json>|\Z)", text, re.DOTALL) or re.findall(r"```(?:json)?(.*?)(?:```|\Z)", text, re.DOTALL) or [text]
+    for piece in tagged_text[::-1]:
+        start = piece.find("{")
+        if start >= 0:
+            try:
+                found = json.JSONDecoder().raw_decode(re.sub(r",(\s*[}\]])", r"\1", piece[start:]))[0]
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(found, dict):
+                return found
+    return None
+
+
+def parse_sage(text, think_open=False):
+    """A SAGE turn -> [its first tool call], or [] where it has a final answer. A turn that is no JSON is a call with an error: it is asked again."""
+    found = sage_object(text)
+    if found is None:
+        return [rewards.ToolCall("", None, None, None, "the reply is not one JSON object")]
+    if found.get("final_answer") not in (None, "", "null"):
+        return []
+    recommended = found.get("recommended_tools")
+    calls = recommended.get("tool_calls") if isinstance(recommended, dict) else None
+    first = calls[0] if isinstance(calls, list) and calls and isinstance(calls[0], dict) else None
+    if first is None or not isinstance(first.get("arguments"), dict) or not isinstance(first.get("name"), str):
+        return [rewards.ToolCall("", None, None, None, "neither a final answer nor a tool call with name and arguments")]
+    start, end = (rewards.to_seconds(first["arguments"].get(f"timestamp_{side}")) for side in ("start", "end"))
+    call = rewards.ToolCall(rewards.shown(first["name"]), start, end, None, None)
+    call.arguments = first["arguments"]
+    return [call]
+
+
+def sage_final(turns, think_open=False):
+    found = sage_object(turns[-1]) if turns else None
+    said = found.get("final_answer") if found else None
+    return None if said in (None, "", "null") else said if isinstance(said, str) else json.dumps(said)
+
+
+def sage_protocol(texts, args):
+    """Step 1 sees the frames; every further step is a new text-only conversation: context, query, the latest ten results. Tools that look are
+    served by the same model on the window's frames; web and speech tools are not there and say so."""
+    def opening(task, num_frames, agent, subtitles, duration):
+        text = filled("\n{subtitles}{question}\n{options}\n{style}", task, duration, subtitles, "({})") + \
+            f"\nVideo Path: {os.path.basename(task['video'])} of duration {clock(duration)}."
+        return [{"role": "system", "content": texts[0]},
+                {"role": "user", "content": [{"type": "video", "video": task["video"], "frames": num_frames, "stamp": stamp_kind(args)},
+                                             {"type": "text", "text": text}]}]
+
+    def answer(records, calls, episode, agent, codec, source, step, turn):
+        call, record, task, notes = calls[0], records[0], episode.task, episode.notes
+        said = sage_object(episode.turns[-1]) or {}
+        notes.setdefault("context", str(said.get("video_context", ""))[:4000])
+        results, media = notes.setdefault("results", []), notes.setdefault("media", {})
+        if call.error:
+            record["summary"] = result = f"error: {call.error}"
+        else:
+            result = yield from sage_tool(call, record, episode, agent, codec, source, step, turn, media)
+        results.append((f"{call.name or 'reply'}_#{len(results) + 1}", result))
+        listed = "\n".join(f"{key}: {value}" for key, value in results[-10:])
+        text = f"Last tool: {call.name or '-'}\nVideo context: {notes['context']}\nQuery: " + filled("{question}\n{options}\n{style}", task, label="({})") + \
+            f"\nResults:\n{listed}"
+        return rollout.Reply([{"role": "system", "content": texts[1]}, {"role": "user", "content": text}], fresh=True)
+
+    return rollout.Protocol(opening=opening, parse=parse_sage, answer=answer, schema=False)
+
+
+def sage_tool(call, record, episode, agent, codec, source, step, turn, media):
+    """Serve one SAGE call -> its result as text."""
+    arguments, limit = call.arguments, {"identify_timestamps_visually": 600, "extract_parts_from_timestamp": 300}.get(call.name)
+    if call.name in ("unified_web_search", "parse_web_data", "verbal_transcript"):
+        record.update(status="unavailable", summary="error: this tool is not available")
+        return record["summary"]
+    if call.name == "perform_reasoning":
+        paths = arguments.get("media_paths")
+        known = [media[path] for path in paths if isinstance(path, str) and path in media] if isinstance(paths, list) else []
+        if not known:
+            record.update(status="error", summary="error: media_paths names nothing that was extracted")
+            return record["summary"]
+        call.start, call.end = known[-1]
+    elif limit is None:
+        record.update(status="error", parseable=False, summary=f"error: unknown tool {call.name}")
+        return record["summary"]
+    elif call.start is None or call.end is None or not call.start < call.end or call.end - call.start > limit:
+        record.update(status="error", summary=f"error: timestamp_start and timestamp_end must be times at most {limit} seconds apart")
+        return record["summary"]
+    if call.name == "extract_parts_from_timestamp":
+        path = f"part{len(media) + 1}"
+        media[path] = call.start, call.end
+        record.update(status="ok", summary=f"media_paths: [{path}]")
+        return record["summary"]
+    asked = str(arguments.get("event") or arguments.get("query") or "")[:2000]
+    record.update(start=call.start, end=call.end)
+    window = {"question": f"{asked}\nGive times as HH:MM:SS." if call.name == "identify_timestamps_visually" else asked}
+    shown = replace(episode, task={**episode.task, **window})
+    yield [rollout.sub_agent(record, shown, agent, codec, source, rollout.request_seed(agent.seed, step, episode.task["id"], episode.sample, turn, 0),
+                             f"{episode.group}/{episode.sample}/{turn}/0")]
+    return record["summary"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Records: one line an item, appended as it finishes
 
 
-def settings_digest(args, ckpt, agent, tasks):
+def settings_digest(args, ckpt, agent, tasks, prompts):
     """What must be equal for records to belong together: every flag but the ones that only say where, which part and how fast."""
     free = {"out", "limit", "frames", "tools", "max_seqs", "decode_threads", "decode_timeout", "ckpt", "live", "shard", "data", "bench", "root", "video_root",
-            "workers", "retries", "request_timeout", "api_key_env", "allow_errors", "judge_url", "judge_model", "judge_key_env", "samples", "subtitles"}
+            "workers", "retries", "request_timeout", "api_key_env", "allow_errors", "judge_url", "judge_model", "judge_key_env", "samples", "subtitles", "prompt_file"}
     kept = {k: v for k, v in sorted(vars(args).items()) if k not in free}
     stamp = os.path.getmtime(os.path.join(ckpt, "config.json")) if ckpt else None  # the same path may hold a newer checkpoint
-    return hashlib.sha256(json.dumps([kept, agent.subtitles, ckpt, stamp, tasks]).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps([kept, prompts, agent.subtitles, ckpt, stamp, tasks]).encode()).hexdigest()[:16]
 
 
 def read_records(out, digest=None):
@@ -360,23 +821,21 @@ def read_records(out, digest=None):
     return done
 
 
-def record_of(episode, digest, budget, mode, think_prefix):
+def record_of(episode, digest, budget, mode, args):
     """Episode -> its record: the text of every turn and all that was decided, without token ids."""
     record = {k: v for k, v in episode.to_json().items() if k not in ("ids", "mask", "logps", "vision", "spans", "advantage", "version")}
     record["calls"] = [{k: v for k, v in call.items() if k != "sub"} for call in episode.calls]
-    context = episode.context
-    prompt = [m for m in context.messages if m["role"] in ("system", "user")][:2] if context else []
-    record.update(digest=digest, budget=str(budget), tools=mode, frame_times=[round(float(t), 3) for t in context.frames[0].seconds] if context else [],
-                  prompt_hash=hashlib.sha256(json.dumps(prompt).encode()).hexdigest()[:16])
-    return {**record, **grade(record, think_prefix)}
+    record.update(digest=digest, budget=str(budget), tools=mode, frame_times=[round(float(t), 3) for t in episode.notes.get("seconds", [])],
+                  prompt_hash=hashlib.sha256(json.dumps(episode.notes.get("opening")).encode()).hexdigest()[:16])
+    return {**record, **grade(record, args.think_prefix, args.protocol)}
 
 
-def grade(record, think_prefix):
+def grade(record, think_prefix, protocol="paravt"):
     """-> {"said", "extracted", "score"} of one record; score in [0, 1]. think_prefix: its turns began with a forced <think>, which
     is not in their text. The gold answer is looked at only after `extracted` is settled."""
     if record["status"] != "ok":
         return {"said": None, "extracted": None, "score": 0.0}
-    said, task = rewards.answer_or_tail(record["turns"], think_prefix), record["task"]
+    said, task = protocols()[protocol].get("final", rewards.answer_or_tail)(record["turns"], think_prefix), record["task"]
     extracted = None
     if said is not None:
         extracted = {"mcq": lambda: rewards.extract_letter(said, task.get("options")), "grounding": lambda: rewards.extract_span(said),
@@ -686,14 +1145,14 @@ def finish(out, leaf_folders, args, checkpoint):
                 if not records:
                     continue
                 for record in records:
-                    record.update(grade(record, kept["think_prefix"]))
+                    record.update(grade(record, kept["think_prefix"], kept["protocol"]))
                 if args.judge_model:
                     judge_records(records, leaf, args)
                 results.append({**({"bench": bench} if bench else {}), "K": k, "tools": mode, **summarise(records, bench, bool(args.judge_model))})
     if missing:
         raise model.UserError(f"{out}: {missing} items have no record yet; run the same command (or the other shards) first, then --rescore {out}")
     refused = refuse(results, args.allow_errors)
-    summary = {"checkpoint": checkpoint, "time": time.strftime("%Y-%m-%d %H:%M:%S"), "results": results}
+    summary = {"checkpoint": checkpoint, **{k: kept[k] for k in ("protocol", "protocol_set", "prompt_hash", "prompt_file", "served") if k in kept}, "time": time.strftime("%Y-%m-%d %H:%M:%S"), "results": results}
     for bench, leaf in leaf_folders if len(leaf_folders) > 1 or leaf_folders[0][1] != out else []:
         model.write_atomic(os.path.join(leaf, "summary.json"), json.dumps({**summary, "results": [r for r in results if r.get("bench") == bench]}, indent=1))
     model.write_atomic(os.path.join(out, "summary.json"), json.dumps(summary, indent=1))
@@ -733,7 +1192,7 @@ def rescore(args):
     finish(out, [(os.path.basename(leaf) if leaf != out else None, leaf) for leaf in leaves(out)], args, kept["ckpt"] or kept["model"])
 
 
-def load_sets(args, ckpt):
+def load_sets(args, ckpt, prompts):
     """--data or --bench -> [dict of one set: bench, tasks, agent, source, out, digest]."""
     sets = []
     for bench, root in zip(args.bench or [None], args.root or [None]):
@@ -749,7 +1208,7 @@ def load_sets(args, ckpt):
         out = os.path.join(args.out, bench) if bench else args.out
         model.make_out(out)
         sets.append({"bench": bench, "tasks": tasks[: args.limit or None], "agent": agent, "source": source, "out": out,
-                     "digest": settings_digest(args, ckpt, agent, tasks)})
+                     "digest": settings_digest(args, ckpt, agent, tasks, prompts)})
     return sets
 
 
@@ -774,7 +1233,8 @@ def main():
         return
     modes, args.tools = args.tools, True
     ckpt = model.resolve_checkpoint(args.ckpt) if args.ckpt else None
-    sets = load_sets(args, ckpt)
+    protocol, prompts = make_protocol(args)
+    sets = load_sets(args, ckpt, prompts)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     part, parts = args.shard
     for one in sets:
@@ -784,10 +1244,10 @@ def main():
 
         model.start_process_group()
         dist.barrier()  # every rank has read the records before any appends to them
-    if rank == 0:
-        for one in sets:
-            model.write_atomic(os.path.join(one["out"], "tasks.jsonl"), "".join(json.dumps(task) + "\n" for task in one["tasks"]))
-            model.write_atomic(os.path.join(one["out"], "args.json"), json.dumps({**vars(args), "tools": modes}, indent=1))
+    kept = {**vars(args), "tools": modes, "prompt_hash": prompts}
+    for one in sets if rank == 0 else []:
+        model.write_atomic(os.path.join(one["out"], "tasks.jsonl"), "".join(json.dumps(task) + "\n" for task in one["tasks"]))
+        model.write_atomic(os.path.join(one["out"], "args.json"), json.dumps(kept, indent=1))
     from tqdm import tqdm
 
     jobs, engine = [], None
@@ -804,7 +1264,8 @@ def main():
                 rollout.check_context(codec, one["tasks"], one["agent"], one["source"], largest)
         limits = argparse.Namespace(**{**vars(args), "frames": largest})
         if args.engine == "openai":
-            engine = rollout.OpenAIEngine(args.base_url, args.model, args.api_key_env, args.workers, args.request_timeout, args.retries, args.think_prefix)
+            engine = rollout.OpenAIEngine(args.base_url, args.model, args.api_key_env, args.workers, args.request_timeout, args.retries, args.think_prefix or bool(protocol.prefill),
+                                          args.image_cap, args.tokens_field, args.send_temperature)
         else:
             engine = rollout.make_engine(args.engine, ckpt, codec, limits, args.seed, quiet=rank > 0)
         name = f"records.shard{part}of{parts}.rank{rank}.jsonl" if parts > 1 else f"records.rank{rank}.jsonl"
@@ -813,12 +1274,14 @@ def main():
                 with open(os.path.join(one["out"], name), "a", encoding="utf-8") as f:
                     drop_torn_line(f.name)
                     for episode in rollout.run(engine, todo, replace(one["agent"], tools=mode == "on"), codec, one["source"], k, args.samples,
-                                               threads=args.decode_threads, max_live=args.live or None):
-                        f.write(json.dumps(record_of(episode, one["digest"], k, mode, args.think_prefix)) + "\n")
+                                               threads=args.decode_threads, max_live=args.live or None, protocol=protocol):
+                        f.write(json.dumps(record_of(episode, one["digest"], k, mode, args)) + "\n")
                         f.flush()
                         bar.update()
     if world > 1:
         dist.barrier()
+    for one in sets if rank == 0 and args.engine == "openai" and engine else []:  # the name asked for may stand for another model next month
+        model.write_atomic(os.path.join(one["out"], "args.json"), json.dumps({**kept, "served": sorted(engine.served)}, indent=1))
     if engine:
         engine.close()
     if world > 1 and dist.is_initialized():

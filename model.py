@@ -303,8 +303,16 @@ def template(codec, messages, tools=None, generation=True):
     return owner.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=generation)
 
 
+def stamp_text(seconds, number, kind=None):
+    """Text before a frame. None: `<12.5 seconds>`, as Qwen3-VL was trained; other systems' agents: "clock" HH:MM:SS, "frame"
+    `<frame3_time12.50s>`, "none" no text."""
+    whole = int(seconds)
+    return {None: f"<{seconds:.1f} seconds>", "clock": f"{whole // 3600:02d}:{whole // 60 % 60:02d}:{whole % 60:02d}",
+            "frame": f"<frame{number}_time{seconds:.2f}s>", "none": ""}[kind]
+
+
 def content_text(codec, message, items):
-    """Content of one message -> (parts for the template, [VisionItem]). Frames expand to `<t seconds>` + image.
+    """Content of one message -> (parts for the template, [VisionItem]). Frames expand to stamp + image.
 
     items: iterator over the VisionItems of the chat's videos, in order.
     """
@@ -314,20 +322,35 @@ def content_text(codec, message, items):
         return [{"type": "text", "text": clean(message["content"])}], []
     parts, used = [], []
     for piece in message["content"]:
+        if piece["type"] == "text" and piece.get("trusted"):  # tags that we put around data
+            parts.append({"type": "text", "text": piece["text"], "trusted": True})
+            continue
         if piece["type"] == "text":
             # Cleaned together with the text before it: a literal may be spread over two pieces.
-            before = parts.pop()["text"] if parts and parts[-1]["type"] == "text" else ""
-            parts.append({"type": "text", "text": clean(before + piece["text"])})
+            joins = parts and parts[-1]["type"] == "text" and not parts[-1].get("trusted")
+            parts.append({"type": "text", "text": clean((parts.pop()["text"] if joins else "") + piece["text"])})
             continue
         item = next(items)
         used.append(item)
         if codec.channel == "image":
             # The time stands before <|vision_start|>, as vLLM and transformers put it for native video.
-            for seconds in frame_times(codec, item):
-                parts += [{"type": "text", "text": f"<{seconds:.1f} seconds>"}, {"type": "image"}]
+            for number, seconds in enumerate(frame_times(codec, item)):
+                stamp = stamp_text(seconds, number, piece.get("stamp"))
+                parts += [*([{"type": "text", "text": stamp}] if stamp else []), {"type": "image"}]
         else:
             parts.append({"type": "video"})
     return parts, used
+
+
+def render(codec, messages, items=()):
+    """Messages -> (messages as the template takes them, [VisionItem] in order): text guarded, frames as times and placeholders."""
+    items, used, rendered = iter(items), [], []
+    for message in messages:
+        parts, new = content_text(codec, message, items)
+        text_only = all(p["type"] == "text" for p in parts)
+        rendered.append({"role": message["role"], "content": "".join(p["text"] for p in parts) if text_only else parts})
+        used += new
+    return rendered, used
 
 
 def encode_prompt(codec, messages, items=(), tools=None):
@@ -336,12 +359,7 @@ def encode_prompt(codec, messages, items=(), tools=None):
     Expanded ids hold one placeholder per vision token (what the trainer sees), compact ids one per frame or video (what
     an engine is given and expands itself). The two are tested equal to what vLLM makes of them.
     """
-    items, used, rendered = iter(items), [], []
-    for message in messages:
-        parts, new = content_text(codec, message, items)
-        text_only = all(p["type"] == "text" for p in parts)
-        rendered.append({"role": message["role"], "content": "".join(p["text"] for p in parts) if text_only else parts})
-        used += new
+    rendered, used = render(codec, messages, items)
     compact = encode(codec, template(codec, rendered, tools))
     return expand(codec, compact, used), compact, used
 
@@ -380,14 +398,13 @@ def think_prefix_ids(codec, prompt_ids):
     return [] if prompt_ids[-len(prefix):] == prefix else prefix
 
 
-def glue_ids(codec, messages, ended):
-    """Ids between two sampled turns: end of turn, all responses as the template writes them, next generation prompt.
+def glue_ids(codec, messages, ended, items=()):
+    """Compact ids between two sampled turns: end of turn, all responses as the template writes them, next generation prompt.
 
-    messages: the tool (or user) messages of this turn. ended: the turn's last sampled id was the end-of-turn token;
-    when it was cut off instead, the end-of-turn token is inserted here (unsampled, so not trained on).
+    messages: the tool (or user) messages of this turn, items: the VisionItems of their frames. ended: the turn's last sampled
+    id was the end-of-turn token; when it was cut off instead, the end-of-turn token is inserted here (unsampled, so not trained on).
     """
-    dummy = [{"role": "user", "content": "x"}, {"role": "assistant", "content": TURN}]
-    dummy += [{"role": m["role"], "content": guard(codec, m["content"])} for m in messages]
+    dummy = [{"role": "user", "content": "x"}, {"role": "assistant", "content": TURN}, *render(codec, messages, items)[0]]
     text = template(codec, dummy).split(TURN, 1)[1]
     ids = encode(codec, text)
     if ids[0] != codec.eos:

@@ -177,6 +177,8 @@ class Request:
     temperature: float
     seed: int
     prefill: str = ""  # forced start of the turn, already part of ids
+    tools: list = None  # schema, already part of ids; for endpoints
+    stop: tuple = ()  # strings that end the turn and stay in it
 
 
 @dataclass
@@ -362,12 +364,15 @@ class TransformersEngine:
 class OpenAIEngine:
     """Any OpenAI-compatible chat endpoint, for evaluation only: it returns text, so nothing it says can be trained on."""
 
-    def __init__(self, base_url, model_name, key_variable=None, workers=8, timeout=300.0, retries=3, prefill=False):
+    def __init__(self, base_url, model_name, key_variable=None, workers=8, timeout=300.0, retries=3, prefill=False, image_cap=0,
+                 tokens_field="max_tokens", send_temperature=True):
         """key_variable: name of the environment variable that holds the key; the key is never printed or stored.
-        prefill: send the forced think prefix as the start of the assistant turn (vLLM and SGLang accept it)."""
+        prefill: send the forced start of a turn as a begun assistant turn (vLLM and SGLang accept it). image_cap: images of one request
+        at most, evenly kept; 0 = no cap. tokens_field, send_temperature: what hosted endpoints differ in."""
         self.url, self.model_name, self.timeout, self.retries = base_url.rstrip("/") + "/chat/completions", model_name, timeout, retries
         self.key = os.environ.get(key_variable, "") if key_variable else ""
-        self.prefill, self.max_seqs = prefill, workers
+        self.prefill, self.max_seqs, self.image_cap = prefill, workers, image_cap
+        self.tokens_field, self.send_temperature, self.served = tokens_field, send_temperature, set()
         self.pool, self.done = ThreadPoolExecutor(workers), queue.SimpleQueue()
 
     def submit(self, request):
@@ -390,8 +395,13 @@ class OpenAIEngine:
         import urllib.error
         import urllib.request
 
-        body = {"model": self.model_name, "messages": self.wire(request), "max_tokens": request.max_tokens,
-                "temperature": request.temperature, "seed": request.seed}
+        body = {"model": self.model_name, "messages": self.wire(request), self.tokens_field: request.max_tokens}
+        if self.send_temperature:
+            body.update(temperature=request.temperature, seed=request.seed)
+        if request.tools:  # for the template alone: calls are read from the text, by the same parser as everywhere
+            body.update(tools=request.tools, tool_choice="none")
+        if request.stop:
+            body.update(stop=list(request.stop), include_stop_str_in_output=True)
         if self.prefill and request.prefill:
             body["messages"].append({"role": "assistant", "content": request.prefill})
             body.update(add_generation_prompt=False, continue_final_message=True)
@@ -400,7 +410,9 @@ class OpenAIEngine:
             try:
                 call = urllib.request.Request(self.url, json.dumps(body).encode(), headers)
                 with urllib.request.urlopen(call, timeout=self.timeout) as answer:
-                    choice = json.load(answer)["choices"][0]
+                    answered = json.load(answer)
+                choice = answered["choices"][0]
+                self.served.add(str(answered.get("model")))  # a hosted name may stand for another model tomorrow
                 text = (choice["message"].get("content") or "").removeprefix(request.prefill)
                 return Completion(request.id, text=text, ended=choice.get("finish_reason") == "stop")
             except urllib.error.HTTPError as e:
@@ -420,31 +432,43 @@ class OpenAIEngine:
 
         from PIL import Image
 
-        frames, out = iter(request.frames), []
-        for m in request.messages:
-            if m["role"] == "tool":
-                block = f"<tool_response>\n{m['content']}\n</tool_response>"
-                if out[-1].get("tools"):
-                    out[-1]["content"] += "\n" + block
-                else:
-                    out.append({"role": "user", "content": block, "tools": True})
-                continue
-            if isinstance(m["content"], str):
-                out.append({"role": m["role"], "content": m["content"]})
-                continue
-            parts = []
-            for p in m["content"]:
+        total, number, frames = sum(len(f.images) for f in request.frames), itertools.count(), iter(request.frames)
+        kept = set(range(total))
+        if self.image_cap and total > self.image_cap:
+            kept = {int((i + 0.5) * total / self.image_cap) for i in range(self.image_cap)}
+
+        def text(said):
+            return {"type": "text", "text": said}
+
+        def parts(content):
+            if isinstance(content, str):
+                return [text(content)]
+            out = []
+            for p in content:
                 if p["type"] == "text":
-                    parts.append(p)
+                    out.append(text(p["text"]))
                     continue
                 f = next(frames)
-                for image, seconds in zip(f.images, f.seconds):
+                for place, (image, seconds) in enumerate(zip(f.images, f.seconds)):
+                    if next(number) not in kept:
+                        continue
                     buffer = io.BytesIO()
                     Image.fromarray(image).save(buffer, "JPEG", quality=90)
                     url = "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
-                    parts += [{"type": "text", "text": f"<{seconds:.1f} seconds>"}, {"type": "image_url", "image_url": {"url": url}}]
-            out.append({"role": m["role"], "content": parts})
-        return [{k: v for k, v in m.items() if k != "tools"} for m in out]
+                    stamp = model.stamp_text(seconds, place, p.get("stamp"))
+                    out += [*([text(stamp)] if stamp else []), {"type": "image_url", "image_url": {"url": url}}]
+            return out
+
+        turns = []  # [role, parts, are tool responses]
+        for m in request.messages:
+            if m["role"] != "tool":
+                turns.append([m["role"], parts(m["content"]), False])
+            elif turns[-1][2]:
+                turns[-1][1] += [text("\n<tool_response>\n"), *parts(m["content"]), text("\n</tool_response>")]
+            else:
+                turns.append(["user", [text("<tool_response>\n"), *parts(m["content"]), text("\n</tool_response>")], True])
+        # What holds no image goes as a plain string: not every endpoint takes parts in every role.
+        return [{"role": role, "content": "".join(p["text"] for p in some) if all(p["type"] == "text" for p in some) else some} for role, some, _ in turns]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -463,17 +487,17 @@ class Context:
     frames: list = field(default_factory=list)
     messages: list = field(default_factory=list)
 
-    def insert(self, ids):
-        """Tokens nobody sampled: forced prefix, end of a cut turn, tool responses, headers."""
-        self.grow(ids, 0, [0.0] * len(ids))
+    def insert(self, ids, compact=None):
+        """Tokens nobody sampled: forced prefix, end of a cut turn, tool responses, headers. compact: where frames are among them."""
+        self.ids += ids
+        self.compact += ids if compact is None else compact
+        self.mask += [0] * len(ids)
+        self.logps += [0.0] * len(ids)
 
     def sampled(self, ids, logps):
-        self.grow(ids, 1, logps)
-
-    def grow(self, ids, flag, logps):
         self.ids += ids
         self.compact += ids
-        self.mask += [flag] * len(ids)
+        self.mask += [1] * len(ids)
         self.logps += logps
 
 
@@ -526,6 +550,13 @@ class Source:
     def load(self, spec):
         return video.load(spec, self.root, self.cache, min_pixels=self.min_pixels, max_pixels=self.max_pixels)
 
+    def load_overview(self, spec):
+        """-> (Frames, seconds of the video)."""
+        return self.load(spec), self.duration(spec)
+
+    def duration(self, spec):
+        return video.probe(video.resolve(spec["video"], self.root), self.cache).duration
+
     def subtitles(self, task):
         """[(start, end, text)] of a task's subtitle file; [] where it has none. Raises ValueError for a file that is no subtitles."""
         if not task.get("subtitles"):
@@ -535,8 +566,32 @@ class Source:
     def load_window(self, spec):
         """A crop as the model asked for it -> (the same, clamped to the video; its Frames). Raises ValueError beyond the end."""
         frames = self.load(spec)
-        duration = video.probe(video.resolve(spec["video"], self.root), self.cache).duration
-        return {**spec, "start": max(0.0, spec["start"]), "end": min(spec["end"], duration)}, frames
+        return {**spec, "start": max(0.0, spec["start"]), "end": min(spec["end"], self.duration(spec))}, frames
+
+
+@dataclass
+class Reply:
+    """What the calls of a turn are answered with: messages, and the specs and Frames of the videos in them, in order."""
+
+    messages: list
+    specs: list = field(default_factory=list)
+    frames: list = field(default_factory=list)
+    fresh: bool = False  # the messages are a new conversation, not the next turn of this one
+
+
+@dataclass
+class Protocol:
+    """What differs between systems that look at videos in turns. The defaults are ParaVT's; other systems' are in eval.py. The loop,
+    run_episode, is one and the same."""
+
+    opening: callable = None  # (task, K, agent, subtitles, duration) -> first messages, with one {"type": "video"} for the overview
+    parse: callable = rewards.parse_tool_calls  # (text of a turn, it began inside a thought) -> calls
+    answer: callable = None  # generator (records, calls, episode, agent, codec, source, step, turn) -> Reply
+    force: callable = None  # (task) -> text put before the last turn
+    force_tokens: callable = None  # (task) -> tokens of that turn
+    schema: bool = True  # crop_video is declared to the chat template
+    prefill: str = ""  # forced start of every turn, instead of --think-prefix
+    stop: tuple = ()  # strings that end a turn
 
 
 @dataclass
@@ -558,6 +613,8 @@ class Episode:
     reward: dict = field(default_factory=dict)
     advantage: dict = field(default_factory=dict)
     timing: dict = field(default_factory=dict)
+    duration: float = None  # seconds of the video
+    notes: dict = field(default_factory=dict)  # the opening, and what a protocol has to remember between turns; not written
 
     def executed(self):
         return sum(c["status"] == "ok" for c in self.calls)
@@ -581,77 +638,105 @@ def from_json(row):
                    row["turns"], row["spans"], row["finish"], row["calls"], row["reward"], row["advantage"], row["timing"])
 
 
-def run_episode(episode, agent, codec, source, step):
+def run_episode(episode, agent, codec, source, step, protocol=None):
     """The main agent, as a generator: yields lists of things to wait for, is resumed with the list of their results."""
-    task = episode.task
+    task, protocol = episode.task, protocol or Protocol()
     spec = {"video": task["video"], "frames": episode.frame_budget}
     began = time.time()
-    frames, spoken = yield [lambda: source.load(spec), lambda: source.subtitles(task) if agent.subtitles != "none" else []]
+    loaded, spoken = yield [lambda: source.load_overview(spec), lambda: source.subtitles(task) if agent.subtitles != "none" else []]
     episode.timing["decode_s"] = time.time() - began
-    for loaded in (frames, spoken):
-        if isinstance(loaded, (video.VideoError, ValueError)):
-            episode.status, episode.error = "video_error", str(loaded)
+    for result in (loaded, spoken):
+        if isinstance(result, (video.VideoError, ValueError)):
+            episode.status, episode.error = "video_error", str(result)
             return episode
-    messages = main_messages(task, episode.frame_budget, agent.tools, subtitle_text(spoken, frames.seconds if agent.subtitles == "aligned" else None))
-    context = open_context(codec, messages, [spec], [frames], tool_schema() if agent.tools else None)
-    episode.context = context
-    thinking = agent.think_prefix
-    for turn in range((agent.max_turns if agent.tools else 0) + 1):
-        prefix = model.think_prefix_ids(codec, context.ids) if codec and agent.think_prefix else []
+    frames, episode.duration = loaded
+    spoken = subtitle_text(spoken, frames.seconds if agent.subtitles == "aligned" else None)
+    messages = (protocol.opening or opening)(task, episode.frame_budget, agent, spoken, episode.duration)
+    tools = tool_schema() if agent.tools and protocol.schema else None
+    context = episode.context = open_context(codec, messages, [spec], [frames], tools)
+    episode.notes.update(opening=messages, seconds=frames.seconds)
+    thinking = agent.think_prefix and not protocol.prefill
+    prefill = protocol.prefill or ("<think>\n" if thinking else "")
+    turns = agent.max_turns if agent.tools else 0
+    for turn in range(turns + 1):
+        prefix = []
+        if codec:
+            prefix = model.think_prefix_ids(codec, context.ids) if thinking else model.encode(codec, prefill)
         room = agent.context - len(context.ids) - len(prefix)
         if room < 1:
             episode.status, episode.error = "context", f"{len(context.ids)} tokens leave no room in a context of {agent.context}"
             break
         context.insert(prefix)
-        (done,) = yield [Request(f"{episode.group}/{episode.sample}/{turn}", list(context.compact), list(context.ids),
-                                 context.items, context.frames, context.messages, min(agent.max_new_tokens, room),
-                                 agent.temperature, request_seed(agent.seed, step, task["id"], episode.sample, turn),
-                                 "<think>\n" if thinking else "")]
+        last = turn == turns
+        longest = protocol.force_tokens(task) if last and turns and protocol.force_tokens else agent.max_new_tokens
+        (done,) = yield [Request(f"{episode.group}/{episode.sample}/{turn}", list(context.compact), list(context.ids), list(context.items),
+                                 list(context.frames), context.messages, min(longest, room), agent.temperature,
+                                 request_seed(agent.seed, step, task["id"], episode.sample, turn), prefill, tools, protocol.stop)]
         if done.error:
             episode.status, episode.error = "engine_error", done.error
             break
-        if agent.dispatch == "turns":
-            done = first_call(codec, done)
+        if agent.dispatch == "turns":  # what an agent would have said that may ask for one window a turn
+            done = cut_behind(codec, done, ("</tool_call>", "</tool_code>"), after="</think>")
+        if protocol.stop:
+            done = cut_behind(codec, done, protocol.stop)
         if done.ids is not None:
             episode.spans.append([len(context.ids), len(context.ids) + len(done.ids)])
             context.sampled(done.ids, done.logps)
         episode.turns.append(done.text)
         episode.finish.append("stop" if done.ended else "length")
         unseen = not agent.tools or (agent.open_thought == "drop" and rewards.never_closed(done.text, thinking))
-        calls = [] if unseen else rewards.parse_tool_calls(done.text, think_open=thinking)
-        last = turn == agent.max_turns or not agent.tools
+        calls = [] if unseen else protocol.parse(done.text, thinking)
         records = [call_record(c, turn) for c in calls]
         episode.calls += records
         if last or not calls:
             for record in records:
                 record.update(status="not_run", summary="")  # the final turn must answer; its calls come too late
             break
-        yield from serve(records, calls, episode, agent, codec, source, step, turn)
-        replies = [{"role": "tool", "content": r["summary"]} for r in records]
-        context.messages = context.messages + [{"role": "assistant", "content": ("<think>\n" if thinking else "") + done.text}] + replies
+        reply = yield from (protocol.answer or summaries)(records, calls, episode, agent, codec, source, step, turn)
+        if protocol.force and turn == turns - 1:
+            reply.messages.append({"role": "user", "content": protocol.force(task)})
+        if reply.fresh:
+            context = episode.context = open_context(codec, reply.messages, reply.specs, reply.frames, tools)
+            episode.spans.clear()  # of the last context alone
+            continue
+        context.messages = context.messages + [{"role": "assistant", "content": prefill + done.text}] + reply.messages
+        context.frames += reply.frames
         if codec is not None:
-            glue = model.glue_ids(codec, replies, done.ended)
+            items = [model.vision_item(spec, f) for spec, f in zip(reply.specs, reply.frames)]
+            compact = model.glue_ids(codec, reply.messages, done.ended, items)
+            glue = model.expand(codec, compact, items)
             if len(context.ids) + len(glue) + len(prefix) >= agent.context:
                 # An episode never ends on a tool response: what does not fit is left out whole.
                 episode.status, episode.error = "context", f"the responses do not fit into a context of {agent.context}"
                 break
-            context.insert(glue)
+            context.insert(glue, compact)
+            context.items += items
     episode.timing["total_s"] = time.time() - began
     return episode
 
 
-def first_call(codec, done):
-    """A turn cut behind its first call: what an agent would have said that may ask for one window a turn."""
-    if done.ids is None:  # an endpoint that returns text
-        pieces = [character.encode() for character in done.text]
-    else:
-        pieces = model.pieces_of(codec, done.ids)
+def opening(task, num_frames, agent, subtitles, duration):
+    """ParaVT's first messages, as Protocol.opening."""
+    return main_messages(task, num_frames, agent.tools, subtitles)
+
+
+def summaries(records, calls, episode, agent, codec, source, step, turn):
+    """ParaVT's Protocol.answer: every call served by a sub-agent, one tool message each, in call order."""
+    yield from serve(records, calls, episode, agent, codec, source, step, turn)
+    return Reply([{"role": "tool", "content": r["summary"]} for r in records])
+
+
+def cut_behind(codec, done, tags, after=None):
+    """A turn cut behind the first of `tags`, searched behind the first `after`; as it is where there is none."""
+    # In bytes: a turn may hold half a character, and ids are cut where the tag is whole.
+    pieces = [character.encode() for character in done.text] if done.ids is None else model.pieces_of(codec, done.ids)
     said = b"".join(pieces)
-    ends = [at + len(tag) for tag in (b"</tool_call>", b"</tool_code>") if (at := said.find(tag, max(0, said.find(b"</think>")))) >= 0]
+    since = max(0, said.find(after.encode())) if after else 0
+    ends = [at + len(tag) for tag in map(str.encode, tags) if (at := said.find(tag, since)) >= 0]
     if not ends:
         return done
-    cut = bisect.bisect_left(list(itertools.accumulate(map(len, pieces))), min(ends)) + 1  # the first token with which the closing tag is whole
-    if done.ids is None:
+    cut = bisect.bisect_left(list(itertools.accumulate(map(len, pieces))), min(ends)) + 1
+    if done.ids is None:  # an endpoint that returns text
         return replace(done, text=done.text[:cut])
     return replace(done, ids=done.ids[:cut], logps=done.logps[:cut], text=model.decode(codec, done.ids[:cut]), ended=False)
 
@@ -807,7 +892,7 @@ def drive(engine, works, threads=4, max_live=None, clock=None):
                 return
 
 
-def run(engine, tasks, agent, codec, source, frames=64, group=1, step=0, version=0, scoring=None, threads=4, max_live=None, clock=None):
+def run(engine, tasks, agent, codec, source, frames=64, group=1, step=0, version=0, scoring=None, threads=4, max_live=None, clock=None, protocol=None):
     """THE agent loop: RL, evaluation and the CLI all call this. -> iterator of scored Episodes, as they finish.
 
     frames: overview frames K, or "gated" (K drawn per prompt, the same for the whole group), or a function task -> K. group:
@@ -822,7 +907,7 @@ def run(engine, tasks, agent, codec, source, frames=64, group=1, step=0, version
             seen[task["id"]] = first + group
             for sample in range(first, first + group):
                 episode = Episode(task, f"{step}/{task['id']}", sample, k, version)
-                yield run_episode(episode, agent, codec, source, step)
+                yield run_episode(episode, agent, codec, source, step, protocol)
 
     for episode in drive(engine, works(), threads, max_live, clock):
         episode.reward = rewards.score(episode.turns, episode.task["type"], episode.task["answer"], episode.task.get("options"),

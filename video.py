@@ -670,16 +670,32 @@ def crop(path, start, end, num_frames=None, fps=1.0, max_frames=16, min_pixels=1
     return cache.frames(path, indices, min_pixels, max_pixels)
 
 
+def at(path, times, min_pixels=1024, max_pixels=50176, cache=None):
+    """Path, times in seconds -> Frames on display then, each frame once: images [T, H, W, 3] uint8, seconds [T].
+
+    Raises VideoError for the file, ValueError when no time lies within the video.
+    """
+    cache = cache or FrameCache(0)
+    starts, info = cache.index(path)
+    inside = [t for t in times if 0 <= t < info.duration]
+    if not inside:
+        raise ValueError(f"none of the {len(times)} times lies within the video, which runs from 0 to {info.duration:g} s")
+    return cache.frames(path, _on_display(starts, inside), min_pixels, max_pixels)
+
+
 def load(spec, root=None, cache=None, min_pixels=1024, max_pixels=50176):
     """A message's video item -> Frames. {"video", "frames": K} is an overview; {"video", "start", "end"}, with "fps",
-    "max_frames" and "num_frames" as they are given, is a crop. Paths are relative to `root`, see `resolve`.
+    "max_frames" and "num_frames" as they are given, is a crop; {"video", "times": [..]} are single frames. Paths are relative to
+    `root`, see `resolve`.
 
-    Raises VideoError, ValueError as above, and KeyError for an item that is neither.
+    Raises VideoError, ValueError as above, and KeyError for an item that is none of these.
     """
     path = resolve(spec["video"], root)
     size = {"min_pixels": min_pixels, "max_pixels": max_pixels, "cache": cache}
     if "frames" in spec:
         return overview(path, spec["frames"], **size)
+    if "times" in spec:
+        return at(path, spec["times"], **size)
     # An item may leave out, or set to null, what has a default in `crop`.
     given = {name: spec[name] for name in ("num_frames", "fps", "max_frames") if spec.get(name) is not None}
     return crop(path, spec["start"], spec["end"], **given, **size)

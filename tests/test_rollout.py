@@ -546,7 +546,8 @@ def test_one_call_a_turn_cuts_a_turn_behind_its_first_call(codec, tasks, source)
         assert text_of(codec, e.context.ids[start:end]).removesuffix("<|im_end|>") == text and all(e.context.mask[start:end])
     assert text_of(codec, e.context.ids).count("<tool_response>") == 2 and text_of(codec, e.context.ids).count("</tool_call><|im_end|>\n") == 2
     text = rollout.Completion("x", text="é</think>" + "\n".join(calls))  # an endpoint without ids
-    assert rollout.first_call(codec, text).text == "é</think>" + calls[0] and rollout.first_call(codec, replace(text, text="no call")).text == "no call"
+    assert rollout.cut_behind(codec, text, ("</tool_call>",), "</think>").text == "é</think>" + calls[0]
+    assert rollout.cut_behind(codec, replace(text, text="no call"), ("</tool_call>",)).text == "no call"
     script = ["all at once</think>" + "\n".join(calls), "ok</think><answer>red</answer>"]
     assert [c["turn"] for c in play_one(Scripted(codec, script), tasks, source).calls] == [0, 0]
 
