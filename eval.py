@@ -161,7 +161,7 @@ def longvideobench_rows(row, path):
     kept = [i for i, text in enumerate(given) if text not in (None, "", "N/A")]  # a pad is left out, wherever it stands
     right = row["correct_choice"]
     yield {"id": row["id"], "video": row["video_path"], "question": row["question"], "options": [given[i] for i in kept],
-           "answer": letters()[kept.index(right)] if right in kept else "", "subtitles": row.get("subtitle_path"),
+           "answer": rollout.letters()[kept.index(right)] if right in kept else "", "subtitles": row.get("subtitle_path"),
            "subtitle_start": row.get("starting_timestamp_for_subtitles") or 0.0,
            "tags": {k: row.get(k) for k in ("duration_group", "question_category", "topic_category")}}
 
@@ -213,39 +213,6 @@ def charades_rows(row, path):
            "question": f"When does this happen in the video: {row['caption'].strip()}", "answer": [start, end], "tags": {}}
 
 
-def letters():
-    return "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-
-
-def bare_options(options):
-    """Options without labels ("A. ", "(A) ", "A) ", "A: "), which go only where every option carries its own letter."""
-    labels = [re.match(rf"\s*(?:\({letter}\)|{letter}[.):])\s+", text) for letter, text in zip(letters(), options)]
-    return [text[label.end():].strip() for text, label in zip(options, labels)] if all(labels) else [text.strip() for text in options]
-
-
-def split_inline(question):
-    """A question with its options on lines of their own -> (the question, bare options); without such lines (question, [])."""
-    stem, options = [], []
-    for line in question.split("\n"):
-        label = re.match(r"\s*\(?([A-Z])[.):]\s+(.*)", line)
-        if label and label[1] == letters()[len(options)]:
-            options.append(label[2].strip())
-        elif options:
-            options[-1] = f"{options[-1]} {line.strip()}".strip()  # an option of several lines
-        else:
-            stem.append(line)
-    return ("\n".join(stem).strip(), options) if len(options) > 1 else (question.strip(), [])
-
-
-def answer_letter(answer, options):
-    """The gold letter from a letter, a label or the text of an option (the first one that has it); "" where nothing fits."""
-    answer = str(answer).strip()
-    label = re.fullmatch(r"\(?([A-Za-z])\)?[.:]?", answer)
-    if label and label[1].upper() in letters()[:len(options)]:
-        return label[1].upper()
-    return letters()[options.index(answer)] if answer in options else ""
-
-
 def row_files(root, patterns):
     """Files of the first pattern that matches something, in the root or one folder below."""
     for pattern in patterns:
@@ -258,36 +225,13 @@ def row_files(root, patterns):
 
 def read_rows(path):
     """Rows of a parquet, JSON, JSONL or Charades-STA text file, as dicts. Raises UserError naming the file."""
-    if path.endswith(".parquet"):
-        return read_parquet(path)
-    if path.endswith(".jsonl"):
-        return model.read_jsonl(path)
-    try:
-        with open(path, encoding="utf-8") as f:
-            if path.endswith(".txt"):
-                lines = [re.fullmatch(r"(\S+) ([0-9.]+) ([0-9.]+)##(.*)", line.strip()) for line in f if line.strip()]
-                if not all(lines):
-                    raise model.UserError(f"{path}: a line is not `VIDEO START END##SENTENCE`")
-                return [{"video": line[1], "timestamp": [line[2], line[3]], "caption": line[4]} for line in lines]
-            rows = json.load(f)
-    except (OSError, ValueError) as error:
-        raise model.UserError(f"{path}: {error}") from None
-    if not (isinstance(rows, list) and all(isinstance(row, dict) for row in rows)):
-        raise model.UserError(f"{path}: expected a list of objects")
-    return rows
-
-
-def read_parquet(path):
-    """Parquet -> list of dicts; lists come as lists, structs as dicts. pyarrow is needed for this alone."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise model.UserError(f"{path}: reading parquet needs pyarrow: pip install pyarrow") from None
-    try:
-        return pyarrow.parquet.ParquetFile(path).read().to_pylist()
-    except (OSError, pyarrow.ArrowException) as error:
-        raise model.UserError(f"{path}: not a readable parquet file ({str(error).splitlines()[0]})") from None
+    if not path.endswith(".txt"):
+        return model.read_rows(path)
+    with open(path, encoding="utf-8") as f:
+        lines = [re.fullmatch(r"(\S+) ([0-9.]+) ([0-9.]+)##(.*)", line.strip()) for line in f if line.strip()]
+    if not all(lines):
+        raise model.UserError(f"{path}: a line is not `VIDEO START END##SENTENCE`")
+    return [{"video": line[1], "timestamp": [line[2], line[3]], "caption": line[4]} for line in lines]
 
 
 def locate(root, folders, name):
@@ -318,9 +262,9 @@ def read_split(name, root):
             for task in split["read"](row, path):
                 task = {"id": None, "video": None, "type": "mcq", "subtitles": None, **task}
                 if task["type"] == "mcq":
-                    task["question"], inline = split_inline(task["question"])
-                    task["options"] = bare_options(task["options"] or inline)
-                    task["answer"] = answer_letter(task["answer"], task["options"])
+                    task["question"], inline = rollout.split_inline(task["question"])
+                    task["options"] = rollout.bare_options(task["options"] or inline)
+                    task["answer"] = rollout.answer_letter(task["answer"], task["options"])
                 seen[task["id"]] += 1
                 if seen[task["id"]] > 1:  # the first release of MLVU has no ids, Charades-STA repeats rows
                     task["id"] += f"#{seen[task['id']]}"
@@ -426,7 +370,7 @@ def clock(seconds):
 
 def filled(text, task, duration=0.0, subtitles="", label="{}."):
     """A template with {question}, {options}, {style}, {subtitles}, {duration}, {length}, {video} -> text. Other braces stay."""
-    options = "\n".join(f"{label.format(letter)} {option}" for letter, option in zip(letters(), task.get("options") or []))
+    options = "\n".join(f"{label.format(letter)} {option}" for letter, option in zip(rollout.letters(), task.get("options") or []))
     values = {"question": task["question"], "options": options, "style": rollout.answer_style(task["type"]), "duration": clock(duration),
               "length": clock(duration)[3:] if duration < 3600 else clock(duration), "video": os.path.basename(task["video"]),
               "subtitles": f"Subtitles:\n{subtitles}\n\n" if subtitles else ""}

@@ -75,11 +75,42 @@ def answer_style(task_type):
 def question_text(task):
     """Task -> the text after the frames: question, options, how to answer."""
     lines = [task["question"]]
-    for letter, option in zip("ABCDEFGHIJKLMNOPQRSTUVWXYZ", task.get("options") or []):
-        labelled = option.lstrip().startswith((f"{letter}.", f"({letter})", f"{letter})", f"{letter}:"))
-        lines.append(option if labelled else f"{letter}. {option}")
+    lines += [f"{letter}. {option}" for letter, option in zip(letters(), bare_options(task.get("options") or []))]
     lines.append(answer_style(task["type"]))
     return "\n" + "\n".join(lines)
+
+
+def letters():
+    return "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def bare_options(options):
+    """Options without labels ("A. ", "(A) ", "A) ", "A: "), which go only where every option carries its own letter."""
+    labels = [re.match(rf"\s*(?:\({letter}\)|{letter}[.):])\s+", text) for letter, text in zip(letters(), options)]
+    return [text[label.end():].strip() for text, label in zip(options, labels)] if all(labels) else [text.strip() for text in options]
+
+
+def split_inline(question):
+    """A question with its options on lines of their own -> (the question, bare options); without such lines (question, [])."""
+    stem, options = [], []
+    for line in question.split("\n"):
+        label = re.match(r"\s*\(?([A-Z])[.):]\s+(.*)", line)
+        if label and label[1] == letters()[len(options)]:
+            options.append(label[2].strip())
+        elif options:
+            options[-1] = f"{options[-1]} {line.strip()}".strip()  # an option of several lines
+        else:
+            stem.append(line)
+    return ("\n".join(stem).strip(), options) if len(options) > 1 else (question.strip(), [])
+
+
+def answer_letter(answer, options):
+    """The gold letter from a letter, a label or the text of an option (the first one that has it); "" where nothing fits."""
+    answer = str(answer).strip()
+    label = re.fullmatch(r"\(?([A-Za-z])\)?[.:]?", answer)
+    if label and label[1].upper() in letters()[:len(options)]:
+        return label[1].upper()
+    return letters()[options.index(answer)] if answer in options else ""
 
 
 def main_messages(task, num_frames, tools=True, subtitles=""):

@@ -12,18 +12,24 @@ batch is taken before backward, so 1 rank or 8, one pack or ten, give the same g
 
 Departs from the paper: nothing is trained in the vision tower (its features are computed once per frame set).
 
+--convert turns published training data (ParaVT-Parquet, LongVT-Parquet: rows of `messages`, or of `prompt` for RL) into the JSONL that
+this file and grpo.py read. Text stays as it is; what cannot be used is left out, counted and named.
+
 Reads:  --ckpt (a checkpoint folder), --data (SFT JSONL, DESIGN: {"id", "messages", "tools"?}), videos relative to the JSONL.
 Writes: --out/step_NNNNNN/ (checkpoint + train_state/), --out/last and --out/best (links), --out/log.jsonl, --out/args.json
 
 CPU toy:  torchrun --nproc_per_node 2 sft.py --preset toy --ckpt base --data toy/sft.jsonl --val toy/sft_val.jsonl --out sft_out
 1 GPU:    python sft.py --ckpt Qwen3-VL-2B-Instruct --data sft.jsonl --out sft_out
+          python sft.py --convert paravt_sft_tvg_6k3.parquet --out sft.jsonl
 8 GPUs:   torchrun --nproc_per_node 8 sft.py --ckpt Qwen3-VL-8B-Instruct --data sft.jsonl --val val.jsonl --out sft_out
 """
 import argparse
 import json
 import math
 import os
+import re
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import model
@@ -35,8 +41,10 @@ def build_parser():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     # what to read and write
-    add("--ckpt", required=True, help="checkpoint folder to start from")
-    add("--data", required=True, help="SFT JSONL")
+    add("--ckpt", default=None, help="checkpoint folder to start from")
+    add("--data", default=None, help="SFT JSONL")
+    add("--convert", nargs="+", default=None, metavar="FILE", help="no training: published data (parquet, JSON, JSONL) -> JSONL at --out, for sft.py or grpo.py")
+    add("--convert-frames", type=int, default=64, help="overview frames K of converted chats")
     add("--val", default=None, help="held-out SFT JSONL; none = no held-out loss, `best` is not written")
     add("--out", default="sft_out", help="run folder")
     add("--video-root", default=None, help="folder videos are relative to and may not leave; default: the JSONL's folder")
@@ -79,7 +87,12 @@ def parse_args():
         parser.set_defaults(optimizer="muon", lr=2e-3, batch_size=24, pack_tokens=2048, max_len=2048, epochs=1.2,
                             beta2=0.98, min_lr=0.02, warmup=0.1, eval_every=100, save_every=0, checkpointing=False, max_new_tokens=128)
     args = parser.parse_args()
-    for name in ("batch_size", "pack_tokens", "max_len"):
+    if args.convert:
+        if not args.out.endswith(".jsonl"):
+            raise model.UserError(f"--convert writes a JSONL file: --out {args.out} should end in .jsonl")
+    elif not (args.ckpt and args.data):
+        raise model.UserError("give --ckpt and --data, or --convert with published files")
+    for name in ("batch_size", "pack_tokens", "max_len", "convert_frames"):
         if getattr(args, name) < 1:
             raise model.UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     return args
@@ -167,6 +180,149 @@ def make_packs(chats, indices, codec, pack_tokens):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Published data -> JSONL
+
+
+def relative(path):
+    """A path of published data -> relative to the folder its archives are unpacked in. Raises ValueError for one that has no such part."""
+    path = path.removeprefix("file://")
+    if os.path.isabs(path):
+        # Made absolute on the publisher's machine: what follows is the archive's own tree.
+        at = [path.find(f"/{top}/") for top in ("longvt_source", "museg", "selfqa")]
+        if max(at) < 0:
+            raise ValueError("an absolute path outside the published folders")
+        path = path[max(at) + 1:]
+    return path
+
+
+def in_place(text, paths, frames):
+    """Text with <video> marks, iterator of paths -> content pieces, videos where the marks stood. Raises ValueError when paths run out."""
+    pieces = []
+    for number, part in enumerate(text.split("<video>")):
+        if number:
+            path = next(paths, None)
+            if path is None:
+                raise ValueError("more <video> marks than videos")
+            pieces.append({"type": "video", "video": path, "frames": frames})
+        if part:
+            pieces.append({"type": "text", "text": part})
+    return pieces
+
+
+def decoded(value):
+    """JSON text -> what it says; anything else as it is."""
+    return json.loads(value) if isinstance(value, str) and value.lstrip()[:1] in ("{", "[") else value
+
+
+def to_chat(row, frames):
+    """A published SFT row -> {"messages", "tools"?}. Raises ValueError with the reason why not.
+
+    Tool results that stand in user turns become tool messages: the template writes the same tokens, and text of users is never
+    let through as tags. A system text that declares tools stays and is the only declaration; else ours is put, with the schema.
+    """
+    import rollout
+
+    given = decoded(row["messages"])
+    paths = iter([relative(v["video"] if isinstance(v, dict) else v) for v in decoded(row.get("videos")) or []])
+    messages, videos = [], 0
+    for m in given if isinstance(given, list) else []:
+        content, pieces = m.get("content"), []
+        for p in [{"type": "text", "text": content}] if isinstance(content, str) else content or []:
+            kind = p.get("type")
+            if kind == "text":
+                pieces += in_place(p.get("text") or "", paths, frames) if m["role"] == "user" else [{"type": "text", "text": p.get("text") or ""}]
+            elif kind in ("video", "video_url"):
+                path = p.get("video") or (p.get("video_url") or {}).get("url")
+                if not path:
+                    raise ValueError("a video without a path")
+                pieces.append({"type": "video", "video": relative(path), "frames": frames})
+            else:
+                raise ValueError("still images are not read" if kind in ("image", "image_url") else f"content of type {kind}")
+        videos += sum(p["type"] == "video" for p in pieces)
+        text = "".join(p.get("text", "") for p in pieces)
+        responses = re.findall(r"<tool_response>\n?(.*?)\n?</tool_response>", text, re.DOTALL)
+        if m["role"] in ("user", "tool") and responses and not re.sub(r"<tool_response>.*?</tool_response>", "", text, flags=re.DOTALL).strip():
+            messages += [{"role": "tool", "content": response} for response in responses]
+        else:
+            only_text = all(p["type"] == "text" for p in pieces)
+            messages.append({"role": m["role"], "content": text if only_text else pieces})
+    left = list(paths)
+    if left and videos == 0 and len(left) == 1:  # no mark anywhere: one video goes first
+        first = next((m for m in messages if m["role"] == "user"), None)
+        if first:
+            first["content"] = [{"type": "video", "video": left.pop(), "frames": frames}, {"type": "text", "text": first["content"]}]
+    if left:
+        raise ValueError("more videos than <video> marks")
+    declared = messages and messages[0]["role"] == "system" and "<tools>" in messages[0]["content"]
+    if not declared:
+        messages = [{"role": "system", "content": rollout.main_prompt()}, *(m for m in messages if m["role"] != "system")]
+    problem = check_chat(messages)
+    if problem:
+        raise ValueError(problem)
+    return {"messages": messages, **({} if declared else {"tools": rollout.tool_schema()})}
+
+
+def to_task(row):
+    """A published RL row -> a task of grpo.py's JSONL. Raises ValueError with the reason why not."""
+    import rollout
+
+    extra, reward = decoded(row.get("extra_info")) or {}, decoded(row.get("reward_model")) or {}
+    answer = decoded(extra.get("answer") if extra.get("answer") is not None else reward.get("ground_truth"))
+    paths = [relative(v["video"] if isinstance(v, dict) else v) for v in decoded(row.get("videos")) or []]
+    if len(paths) != 1:
+        raise ValueError(f"{len(paths)} videos, one is wanted")
+    if answer in (None, ""):
+        raise ValueError("no answer")
+    prompt = decoded(row["prompt"])
+    asked = extra.get("question") or "\n".join(m["content"] for m in prompt if m["role"] == "user")
+    asked = re.sub(r" ?The video path for this video is:? \S+", "", asked.replace("<video>", ""), flags=re.IGNORECASE).strip()
+    question, options = rollout.split_inline(asked)
+    kind = {"mcq": "mcq", "oe": "open", "tvg": "grounding"}.get(extra.get("question_type"))
+    if isinstance(answer, dict):
+        answer = [answer.get("start"), answer.get("end")]
+    span = answer if isinstance(answer, list) else rewards.extract_span(str(answer)) if kind == "grounding" else None
+    if span is not None and len(span) == 1 and isinstance(span[0], list):
+        span = span[0]
+    kind = kind or ("grounding" if span is not None else "mcq" if options and rollout.answer_letter(answer, options) else "open")
+    if kind == "grounding":
+        span = [rewards.to_seconds(t) for t in span or []]
+        if len(span) != 2 or None in span or not span[0] < span[1]:
+            raise ValueError("the answer is no [start, end]")
+        return {"video": paths[0], "question": asked, "options": None, "answer": span, "type": kind}
+    if kind == "mcq":
+        letter = rollout.answer_letter(answer, options)
+        if not options or not letter:
+            raise ValueError("a choice whose options cannot be read" if not options else "the answer is none of the options")
+        return {"video": paths[0], "question": question, "options": options, "answer": letter, "type": kind}
+    return {"video": paths[0], "question": asked, "options": None, "answer": str(answer), "type": kind}
+
+
+def convert(paths, out, frames):
+    """Published files -> one JSONL: chats from rows of `messages`, tasks from rows of `prompt`. Says how many rows were left out, and why."""
+    rows, rejected, kinds = [], Counter(), set()
+    for path in paths:
+        for number, row in enumerate(model.read_rows(path)):
+            kind = "messages" if row.get("messages") else "prompt" if row.get("prompt") else None
+            if kind is None:
+                raise model.UserError(f"{path}: row {number} has neither 'messages' (SFT) nor 'prompt' (RL); found {', '.join(sorted(row))}")
+            kinds.add(kind)
+            try:
+                made = to_chat(row, frames) if kind == "messages" else to_task(row)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:  # published rows are data: a bad one is left out and named
+                rejected[str(error) if type(error) is ValueError else f"malformed ({type(error).__name__})"] += 1
+                continue
+            name = os.path.splitext(os.path.basename(path))[0]
+            rows.append({"id": f"{name}/{number}", "source": row.get("id") or row.get("data_source") or name, **made})
+    if len(kinds) > 1:
+        raise model.UserError("--convert: some files hold chats (SFT), some tasks (RL); convert them apart")
+    print("".join(f"left out: {count} rows, {why}\n" for why, count in rejected.most_common()), end="")
+    if not rows:
+        raise model.UserError("--convert: no row could be used")
+    model.write_atomic(out, "".join(json.dumps(row) + "\n" for row in rows))
+    print(f"{out}: {len(rows)} {'chats' if kinds == {'messages'} else 'tasks'}, {sum(rejected.values())} left out")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Loss
 
 
@@ -237,6 +393,9 @@ def format_rate(policy, codec, vision, chats, number, max_new_tokens, rank, worl
 
 def main():
     args = parse_args()
+    if args.convert:
+        convert(args.convert, args.out, args.convert_frames)
+        return
     ckpt = model.resolve_checkpoint(args.ckpt)
     model.make_out(args.out)
     import torch

@@ -180,12 +180,12 @@ def test_charades_as_text_and_as_half_precision(tmp_path):
     (["A. Milne", "Kafka"], ["A. Milne", "Kafka"]),  # a name, not a label
     (["B. x", "A. y"], ["B. x", "A. y"]), (["A.M.", "B.C."], ["A.M.", "B.C."]), ([" x ", "y"], ["x", "y"])])
 def test_labels_go_only_where_every_option_has_its_own(options, bare):
-    assert evaluation.bare_options(options) == bare
+    assert rollout.bare_options(options) == bare
 
 
 @pytest.mark.parametrize("answer, letter", [("B", "B"), ("b", "B"), ("(B)", "B"), ("B.", "B"), ("two", "B"), ("A", "A"), ("E", ""), ("three", "C"), ("thr", "")])
 def test_the_gold_letter_comes_from_a_letter_a_label_or_a_text(answer, letter):
-    assert evaluation.answer_letter(answer, ["one", "two", "three", "three"]) == letter
+    assert rollout.answer_letter(answer, ["one", "two", "three", "three"]) == letter
 
 
 @pytest.mark.parametrize("name, files, why", [
@@ -208,7 +208,7 @@ def test_a_wrong_folder_is_one_line_that_says_what_was_expected(name, files, why
 def test_a_broken_parquet_and_a_missing_folder_are_named(tmp_path):
     pytest.importorskip("pyarrow", reason="pyarrow is not installed (requirements-cpu.txt brings it)")
     (tmp_path / "train-0.parquet").write_bytes(b"PAR1 but not really")
-    with pytest.raises(model.UserError, match="train-0.parquet: not a readable parquet"):
+    with pytest.raises(model.UserError, match="train-0.parquet: not readable"):
         evaluation.read_split("lvbench", str(tmp_path))
     with pytest.raises(model.UserError, match="no such folder"):
         evaluation.read_split("lvbench", str(tmp_path / "none"))

@@ -175,8 +175,11 @@ def runs(flags):
 
 def test_options_are_lettered_once():
     """A data set that labels its own options must not show them as 'A. A. cat'."""
-    task = {"question": "Which?", "options": ["cat", "B. dog", "(C) ox"], "type": "mcq"}
-    assert rollout.question_text(task).split("\n") == ["", "Which?", "A. cat", "B. dog", "(C) ox", rollout.answer_style("mcq")]
+    for options in (["cat", "dog", "ox"], ["A. cat", "B. dog", "C. ox"], ["(A) cat", "(B) dog", "C) ox"]):
+        text = rollout.question_text({"question": "Which?", "options": options, "type": "mcq"})
+        assert text.split("\n") == ["", "Which?", "A. cat", "B. dog", "C. ox", rollout.answer_style("mcq")]
+    text = rollout.question_text({"question": "Who?", "options": ["A. Milne", "Kafka"], "type": "mcq"})
+    assert "\nA. A. Milne\nB. Kafka\n" in text  # a name, not a label
 
 
 def test_prompt_without_tools_does_not_name_the_tool():
