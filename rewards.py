@@ -343,10 +343,42 @@ def normalise(text):
     return [token for token in tokens if token not in ARTICLES] or tokens
 
 
+HEDGES = ("maybe", "perhaps", "possibly", "probably", "likely", "might", "may", "could", "or", "either", "unsure", "guess")
+PREDICATE = re.compile(r"\b(?:is|are|was|were|it['’]s|that['’]s) (?:(?:an?|the) )?(.+)", re.IGNORECASE)
+SMALL_WORDS = ("of", "the", "and", "in", "for", "a", "an", "on", "to")
+
+
+def is_acronym(short, text):
+    """Whether `short` is the initials of `text`: DFS of "Depth-First Search", FDA of "Food and Drug Administration"."""
+    letters = re.sub(r"[.\s]", "", short)
+    words = re.findall(r"[^\W_]+", text)
+    initials = ["".join(word[0] for word in some).upper() for some in (words, [w for w in words if w.lower() not in SMALL_WORDS])]
+    return len(letters) > 1 and letters.isalpha() and letters.isupper() and letters in initials
+
+
+def answer_forms(text):
+    """An answer -> the texts it may be given as: itself, and of "Depth-First Search (DFS)" either part, if one is short for the other."""
+    both = re.fullmatch(r"([^()]{1,200}?) ?\(([^()]{1,200})\)[. ]*", text.strip())
+    if both and (is_acronym(both[1], both[2]) or is_acronym(both[2], both[1])):
+        return [text, both[1], both[2]]
+    return [text]
+
+
 def match_open(response, gold):
-    """Whether a free-form answer equals the gold text once both are normalised. Empty never matches."""
-    tokens = normalise(region(response))
-    return bool(tokens) and tokens == normalise(gold)
+    """
+    Whether a free-form answer says the gold text: equal once both are normalised, its acronym or what that stands for, or the
+    predicate of one short sentence ("The sort is bubble sort."). Empty never matches, nothing hedged or negated does, and no part of a text.
+    """
+    said = region(response)
+    tokens = normalise(said)
+    if not tokens:
+        return False
+    golds, given = answer_forms(gold), answer_forms(said)
+    predicate = PREDICATE.search(said)
+    if predicate and len(tokens) <= 20 and not set(tokens) & {*HEDGES, *NEGATIONS} and not re.search(r"[.;!?] +\w", said):
+        given.append(predicate[1])
+    # A gold of two letters is the initials of too many answers: "AI" of "any item".
+    return any(normalise(a) == normalise(b) or is_acronym(a, b) or (len(b) > 2 and is_acronym(b, a)) for a in given for b in golds if normalise(a))
 
 
 def token_f1(response, gold):

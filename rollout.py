@@ -421,11 +421,8 @@ class OpenAIEngine:
     def close(self):
         self.pool.shutdown()
 
-    def call(self, request):
-        import http.client
-        import urllib.error
-        import urllib.request
-
+    def body(self, request):
+        """Request -> what is posted."""
         body = {"model": self.model_name, "messages": self.wire(request), self.tokens_field: request.max_tokens}
         if self.send_temperature:
             body.update(temperature=request.temperature, seed=request.seed)
@@ -436,6 +433,14 @@ class OpenAIEngine:
         if self.prefill and request.prefill:
             body["messages"].append({"role": "assistant", "content": request.prefill})
             body.update(add_generation_prompt=False, continue_final_message=True)
+        return body
+
+    def call(self, request):
+        import http.client
+        import urllib.error
+        import urllib.request
+
+        body = self.body(request)
         headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {self.key}"} if self.key else {})}
         for attempt in range(self.retries + 1):
             try:

@@ -291,6 +291,10 @@ def test_never_closed_by_hand(text, think_open, want):
     ("the dog is not there", None), ("cat and dog", None), ("catalogue", None),
     ("A. cat\nB. dog\nThe answer is B", "B"), ("A. cat\nB. dog", None),
     ("<think>A</think>B", "B"), ("<think>B", None), ("<think>x</think><answer>A</answer>", "A"),
+    ("Therefore, the final answer is: B.", "B"), ("<answer>X</answer><answer>B</answer>", "B"), ("<answer>B</answer> as A said", "B"),
+    ("<answer>\\boxed{C}</answer>", "C"), ("<answer>B", "B"), ("Best option: (B", "B"), ("B) dog, since it barks", "B"), ("[D]", "D"),
+    ("The man picks B-roll", None), ("The best answer is: D. two birds", "D"), ("I choose the dog, not the cat", None),
+    ("<action>A</action><observation>it is A</observation>B", "B"), ("<think>so B</think>", None), ("dog.", "B"), ("It is option (c), a hot dog.", "C"),
 ])  # fmt: skip
 def test_letter_is_read_by_policy(response, want):
     assert extract_letter(response, PETS) == want
@@ -324,6 +328,9 @@ def test_numeric_options_match_as_text_and_duplicates_never():
     ("1.2.3, 5", None), ("1:2:3:4 - 5", None), ("20 - 10", None), ("10 - 10", None), ("-5 - 10", None), ("10", None),
     ("at 10, 20 people", None), ("frames 10-20", None), ("10-20 frames", None), ("5%-6%", None), ("٣ - ٥", None),
     ("5-7, then 9-8", None), ("0:10 - 0:99", None), ("", None), ("<think>1-2", None),
+    ("The event happens in 24.3 - 30.4 seconds.", (24.3, 30.4)), ("12.54 to 17.83", (12.54, 17.83)), ("[[3.5, 9]]", (3.5, 9)), ("(3 , 9)", (3, 9)),
+    ("from 00:03 until 00:09", (3, 9)), ("starts at 3 seconds and ends at 9 seconds", (3, 9)), ("3s-9s", (3, 9)), ("<answer>3 - 9</answer> or 10 - 12", (3, 9)),
+    ("start 9, end 3", None), ("it lasts 6 seconds", None), ("2024-2025 frames", None),
 ])  # fmt: skip
 def test_span_is_read_in_seconds(response, want):
     assert extract_span(response) == want
@@ -344,6 +351,28 @@ def test_iou_equals_hand_computed_values(span, gold, want):
 ])  # fmt: skip
 def test_open_answers_match_after_normalising(response, gold):
     assert match_open(response, gold) and token_f1(response, gold) == 1.0
+
+
+@pytest.mark.parametrize("response, gold", [
+    ("DFS", "Depth-First Search (DFS)"), ("depth first search", "Depth-First Search (DFS)"), ("Depth-First Search (DFS)", "DFS"), ("D.F.S.", "Depth-First Search"),
+    ("Depth First Search", "DFS"), ("DFS (Depth-First Search)", "depth-first search"), ("FDA", "Food and Drug Administration"),
+    ("The algorithm is depth-first search.", "Depth-First Search"), ("It is a dolly zoom", "Dolly Zoom"), ("It's a dolly zoom.", "dolly zoom"),
+    ("The answer is 21.", "twenty-one"), ("They are red and blue", "red and blue"), ("That's Newton's second law", "Newton's second law"),
+    ("<think>is it A?</think>The technique shown is cross-cutting", "cross cutting"), ("\\boxed{42}", "42"), ("this is the DFS", "Depth-First Search"),
+])  # fmt: skip
+def test_open_answers_match_as_acronym_and_as_predicate(response, gold):
+    assert match_open(response, gold)
+
+
+@pytest.mark.parametrize("response, gold", [
+    ("It is not a dolly zoom", "dolly zoom"), ("It is probably a dolly zoom", "dolly zoom"), ("It might be a dolly zoom", "dolly zoom"),
+    ("It is a dolly zoom or a pan", "dolly zoom"), ("It is never red", "red"), ("It is a dolly zoom. Or it is a pan.", "dolly zoom"),
+    ("The pan is before the dolly zoom", "dolly zoom"), ("The dolly zoom is a technique", "dolly zoom"), ("BFS", "Depth-First Search (DFS)"),
+    ("dfs", "Depth-First Search"), ("DS", "Depth-First Search"), ("A", "Apple"), ("is", "is it"), ("It is", "it"), ("14", "4"), ("0.4", "4"),
+    ("any item", "AI"), ("Depth-First Search (a graph algorithm)", "a graph algorithm"), ("4 cm", "4 m"), ("It is " + "very " * 20 + "red", "red"),
+])  # fmt: skip
+def test_hedged_denied_and_partial_open_answers_do_not_match(response, gold):
+    assert not match_open(response, gold)
 
 
 @pytest.mark.parametrize("response, gold", [

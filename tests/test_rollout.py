@@ -1026,6 +1026,25 @@ def test_endpoint_gets_frames_after_their_times_and_one_user_turn_of_responses(t
     assert "continue_final_message" not in sub and len(sub["messages"]) == 2
 
 
+def test_what_endpoints_differ_in_is_a_flag(tasks, frames_of):
+    """Images are capped evenly over the whole request, times with them; the limit's name and the temperature are settable."""
+    with Server(ANSWER) as server:
+        ask(server, tasks, frames_of, replace(AGENT, think_prefix=False), image_cap=2, tokens_field="max_completion_tokens", send_temperature=False)
+        ask(server, tasks, frames_of, replace(AGENT, think_prefix=False, tools=False))
+    capped, plain = server.asked
+    assert [p["text"] for p in capped["messages"][1]["content"] if p["type"] == "text"][:2] == ["<24.0 seconds>", "<56.0 seconds>"]
+    assert sum(p["type"] == "image_url" for p in capped["messages"][1]["content"]) == 2
+    assert capped["max_completion_tokens"] == 512 and not {"max_tokens", "temperature", "seed"} & set(capped)
+    assert capped["tools"] == rollout.tool_schema() and capped["tool_choice"] == "none" and "tools" not in plain
+    assert plain["max_tokens"] == 512 and plain["temperature"] == 0.7 and sum(p["type"] == "image_url" for p in plain["messages"][1]["content"]) == 4
+
+
+def test_a_slow_endpoint_is_given_up_after_its_timeout(tasks, frames_of, no_pause):
+    with Server(lambda body: threading.Event().wait(1.0) or ANSWER) as server:
+        assert ask(server, tasks, frames_of, timeout=0.2, retries=1).status == "engine_error" and no_pause == [1.0]
+        assert ask(server, tasks, frames_of, timeout=30).status == "ok"
+
+
 def test_endpoint_without_prefill_gets_no_begun_turn(tasks, frames_of):
     with Server(ANSWER) as server:
         ask(server, tasks, frames_of, replace(AGENT, think_prefix=False))
