@@ -1,20 +1,30 @@
 """
-eval.py: task JSONL through the same agent loop as training, greedy, into records, tables and one JSON summary.
+eval.py: benchmarks and task JSONL through the same agent loop as training, greedy, into records, scores and tables.
 
-  acc(K)    = mean over ALL tasks of the score of the final answer; a broken video, a full context or an engine error scores 0
+  score     = [letter == gold] | [text matches gold] | temporal IoU       of the final answer; a broken video, a full context or a
+                                                                          failed request scores 0 and stays in the denominator
+  headline  = mean over items | MLVU: mean of its seven tasks' means | MMVU: multiple choice alone | Charades-STA: mean IoU
+  interval  = 2.5 and 97.5 percentiles of the headline over 2000 draws of VIDEOS with replacement
+  pass@n    = mean over tasks of the best of its n samples
   f_tau     = mean R_fmt          kappa = executed crop_video calls per episode          both as in training (rewards.py)
-  interval  = half the width of Wilson's 95% interval, z sqrt(acc (1 - acc) / n + z^2 / 4n^2) / (1 + z^2 / n), z = 1.96: it stays
-              above zero where all or none are right
 
-Scores: mcq exact letter, open rule-based match, grounding temporal IoU. The answer is the last <answer> block, or, where there is
-none, the text after the thought: an evaluation asks what the model said, training (rewards.py) pays only for the tag.
+The answer is the last <answer> block, or, where there is none, the text after the thought: an evaluation asks what the model said,
+training (rewards.py) pays only for the tag. What is extracted never depends on the gold answer.
 
-Reads:  --ckpt (or an OpenAI-compatible endpoint), --data.
-Writes: --out/records.rankR.jsonl (one episode a line, appended as they finish: run again to go on), --out/summary.json, --out/args.json
+A protocol (--protocol) is how a system is spoken to: its prompt, its calls, what comes back, when it must answer; ParaVT's own by
+default. A protocol's native frames, lengths and rounds are its defaults; --protocol-set paper takes the paper's uniform ones.
+
+Departs from the authors' evaluation: benchmarks are read as their publishers ship them (theirs misreads MLVU's letters and MMVU's open
+questions), sub-agents answer calls as in training (--crop-reply frames: the frames themselves, as theirs), errors are never graded as text.
+
+Reads:  --ckpt (or an OpenAI-compatible endpoint), --data or --bench with --root.
+Writes: --out[/bench]/records.*.jsonl (one episode a line, appended as they finish: run again to go on), tasks.jsonl, args.json,
+        judge.jsonl; --out/summary.json
 
 CPU toy:  torchrun --nproc_per_node 2 eval.py --preset toy --ckpt grpo_out --data toy/eval.jsonl --frames 4 16 64 --tools on off --out eval_out
-1 GPU:    python eval.py --ckpt grpo_out --data eval.jsonl --frames 64 --out eval_out
-8 GPUs:   torchrun --nproc_per_node 8 eval.py --ckpt grpo_out --data eval.jsonl --frames 64 --out eval_out
+1 GPU:    python eval.py --ckpt grpo_out --bench videomme --root Video-MME --out eval_out
+8 GPUs:   torchrun --nproc_per_node 8 eval.py --ckpt grpo_out --bench mlvu lvbench --root DATA --out eval_out
+Endpoint: python eval.py --engine openai --base-url http://127.0.0.1:8000/v1 --model M --protocol longvt --bench mmvu --root MMVU --out eval_out
 """
 import argparse
 import ast
@@ -820,6 +830,7 @@ def judge_records(records, folder, args):
         from tqdm import tqdm
 
         engine = rollout.OpenAIEngine(args.judge_url, args.judge_model, args.judge_key_env, args.workers, args.request_timeout, args.retries)
+        engine.knock()
         for n, r in enumerate(todo):
             text = (f"Question: {r['task']['question']}\nReference answer: {r['task']['answer']}\nGiven answer: {r['extracted']}\n"
                     "Does the given answer say the same as the reference answer? Reply with yes or no.")
@@ -1210,6 +1221,7 @@ def main():
         if args.engine == "openai":
             engine = rollout.OpenAIEngine(args.base_url, args.model, args.api_key_env, args.workers, args.request_timeout, args.retries, args.think_prefix or bool(protocol.prefill),
                                           args.image_cap, args.tokens_field, args.send_temperature)
+            engine.knock()
         else:
             engine = rollout.make_engine(args.engine, ckpt, codec, limits, args.seed, quiet=rank > 0)
         name = f"records.shard{part}of{parts}.rank{rank}.jsonl" if parts > 1 else f"records.rank{rank}.jsonl"

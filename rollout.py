@@ -406,6 +406,17 @@ class OpenAIEngine:
         self.tokens_field, self.send_temperature, self.served = tokens_field, send_temperature, set()
         self.pool, self.done = ThreadPoolExecutor(workers), queue.SimpleQueue()
 
+    def knock(self):
+        """Raise UserError when nothing listens there: told at once, and not by every episode after its retries."""
+        import socket
+        from urllib.parse import urlsplit
+
+        try:
+            place = urlsplit(self.url)
+            socket.create_connection((place.hostname, place.port or (443 if place.scheme == "https" else 80)), min(10.0, self.timeout)).close()
+        except (OSError, ValueError, TypeError) as error:
+            raise model.UserError(f"no server answers at {self.url} ({error}); expected an OpenAI-compatible endpoint") from None
+
     def submit(self, request):
         self.pool.submit(self.call, request).add_done_callback(self.done.put)
 

@@ -493,6 +493,9 @@ class Judge:
         reply = next((reply for key, reply in self.replies.items() if f"Given answer: {key}\n" in text), None)
         self.done.append(rollout.Completion(request.id, text=reply or "", error=None if reply else "HTTP 500"))
 
+    def knock(self):
+        pass
+
     def poll(self):
         done, self.done = self.done, []
         return done
@@ -505,9 +508,9 @@ def test_the_judge_decides_open_answers_and_never_in_silence(world, monkeypatch)
     rows = [row("right"), row("same", answer="scarlet"), row("other", answer="blue"), row("dead", answer="x"), row("vague", answer="y"),
             row("letter", type="mcq", options=["cat", "dog"], answer="A"), row("silent")]
     said = {"right": "red", "same": "bright red", "other": "green", "dead": "gone", "vague": "hmm", "letter": "B", "silent": ""}
-    judge = Judge({"bright red": "Yes.", "green": "no", "hmm": "perhaps"})
-    monkeypatch.setattr(rollout, "OpenAIEngine", lambda *a, **k: judge)
-    flags = ("--judge-url", "http://127.0.0.1:9/v1", "--judge-model", "j")
+    judge, made = Judge({"bright red": "Yes.", "green": "no", "hmm": "perhaps"}), []
+    monkeypatch.setattr(rollout, "OpenAIEngine", lambda *given: made.append(given) or judge)
+    flags = ("--judge-url", "http://127.0.0.1:9/v1", "--judge-model", "j", "--judge-key-env", "JUDGE_KEY", "--workers", 3, "--retries", 2, "--request-timeout", 9)
 
     def say(request):
         return f"x\n</think>\n<answer>{said[task_of(request)]}</answer>"
@@ -516,6 +519,7 @@ def test_the_judge_decides_open_answers_and_never_in_silence(world, monkeypatch)
     assert plain.results[0]["acc"] == pytest.approx(1 / 7) and not judge.asked and "judge" not in plain.results[0]
     done = world(*flags, rows=rows, say=say)
     assert done.engine is None  # nothing is sampled again: the judge is no setting of the episodes
+    assert made[0] == ("http://127.0.0.1:9/v1", "j", "JUDGE_KEY", 3, 9.0, 2)
     (result,) = done.results
     assert result["acc"] == pytest.approx(2 / 7) and result["judge"] == {"asked": 4, "yes": 1, "failed": 2} and result["errors"] == {"judge_error": 2}
     assert len(judge.asked) == 4 and all("Question: Which?" in text for text in judge.asked)  # not what the rule knows, not letters, not silence
@@ -542,6 +546,9 @@ def test_the_judge_decides_open_answers_and_never_in_silence(world, monkeypatch)
     (("--bench", "videomme"), ("--data",), "--root"), (("--bench", "nobench"), ("--data",), "invalid choice"), (("--bench", "mlvu", "--root", "/x"), (), "no --data"),
     (("--bench", "mlvu", "--root", "/no/such"), ("--data",), "no such folder"), (("--bench", "mlvu", "lvbench", "--root", "a", "b", "c"), ("--data",), "--root"),
     (("--rescore", "/no/such"), (), "tasks.jsonl"), (("--table", "/no/such"), (), "summary.json"), (("--judge-url", "http://x"), (), "--judge-model"),
+    (("--engine", "openai", "--base-url", "http://127.0.0.1:9/v1", "--model", "m"), (), "no server answers at http://127.0.0.1:9"),
+    (("--engine", "openai", "--base-url", "nonsense", "--model", "m"), (), "no server answers"), (("--protocol", "none"), (), "invalid choice"),
+    (("--prompt-file", "/no/such.txt"), (), "--prompt-file"), (("--image-cap", -1), (), "--image-cap"), (("--tokens-field", "x"), (), "invalid choice"),
     (("--prepare", "x.jsonl"), (), "--bench"), (("--workers", 0), (), "--workers"), (("--retries", -1), (), "--retries"),
     (("--request-timeout", 0), (), "--request-timeout"),
 ])  # fmt: skip
