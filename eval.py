@@ -435,15 +435,10 @@ def paravt_protocol(texts, args):
 
 
 def windows(records, calls, episode, agent, source, specs=None):
-    """Load the good calls' windows, at most --max-parallel -> [Frames or None]; every record says what became of it."""
-    good = [n for n, c in enumerate(calls) if c.error is None]
-    for n in good[agent.max_parallel:]:
-        records[n].update(status="not_run", summary=f"not run: at most {agent.max_parallel} calls per turn")
-    for record in records:
-        if record["status"] == "error":
-            record["summary"] = f"error: {record['summary']}"
+    """Load the windows of the calls that are run -> [(spec, Frames), or (None, None)] of all calls; every record says what became of it.
+    specs: {index of a call: spec} where it is not the window at --sub-fps."""
     wanted = {n: (specs or {}).get(n) or {"video": episode.task["video"], "start": calls[n].start, "end": calls[n].end, "fps": agent.sub_fps,
-                                          "max_frames": agent.sub_frames} for n in good[: agent.max_parallel]}
+                                          "max_frames": agent.sub_frames} for n in rollout.admitted(records, calls, agent.max_parallel)}
     loaded = yield [lambda spec=spec: source.load(spec) for spec in wanted.values()]
     out = [(None, None)] * len(calls)
     for (n, spec), frames in zip(wanted.items(), loaded):

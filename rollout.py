@@ -793,16 +793,21 @@ def call_record(call, turn):
             "status": "error" if call.error else "pending", "summary": call.error or "", "sub_tokens": 0}
 
 
-def serve(records, calls, episode, agent, codec, source, step, turn):
-    """Run the good calls of one turn on sub-agents and fill their records; every call gets exactly one response."""
+def admitted(records, calls, max_parallel):
+    """Which calls of a turn are run -> their indices; the records of the others say why they are not."""
     good = [i for i, c in enumerate(calls) if c.error is None]
-    for i in good[agent.max_parallel:]:
-        records[i].update(status="not_run", summary=f"not run: at most {agent.max_parallel} calls per turn")
+    for i in good[max_parallel:]:
+        records[i].update(status="not_run", summary=f"not run: at most {max_parallel} calls per turn")
     for record in records:
         if record["status"] == "error":
             record["summary"] = f"error: {record['summary']}"
+    return good[:max_parallel]
+
+
+def serve(records, calls, episode, agent, codec, source, step, turn):
+    """Run the good calls of one turn on sub-agents and fill their records; every call gets exactly one response."""
     jobs = [sub_agent(records[i], episode, agent, codec, source, request_seed(agent.seed, step, episode.task["id"], episode.sample, turn, n),
-                      f"{episode.group}/{episode.sample}/{turn}/{n}") for n, i in enumerate(good[: agent.max_parallel])]
+                      f"{episode.group}/{episode.sample}/{turn}/{n}") for n, i in enumerate(admitted(records, calls, agent.max_parallel))]
     if agent.dispatch == "parallel":
         yield jobs  # all windows at once: their decoding and their tokens share the machine with everybody else's
     else:
