@@ -510,14 +510,21 @@ def videozoomer_text():
             "<answer> \\boxed{answer} </answer>.")
 
 
+def last_block(text, tag):
+    """What the last closed <tag> of a text holds; None where there is none. Linear, whatever was written."""
+    end = text.rfind(f"</{tag}>")
+    start = text.rfind(f"<{tag}>", 0, max(end, 0))
+    return text[start + len(tag) + 2 : end] if start >= 0 else None
+
+
 def parse_zoom(text, think_open=False):
     """The last <video_zoom> of a turn -> [one call], or []. fps is carried in num_frames as the number of frames it gives."""
-    found = re.findall(r"<video_zoom>(.*?)</video_zoom>", rewards.visible(text, think_open), re.DOTALL)
-    if not found:
+    body = last_block(rewards.visible(text, think_open), "video_zoom")
+    if body is None:
         return []
     start = end = frames = None
     try:
-        call = json.loads(found[-1][:1000])
+        call = json.loads(body[:1000])
         start, end = (rewards.to_seconds(t) for t in call["segment"])
         fps = rewards.to_seconds(call.get("fps", 1))
         if None in (start, end, fps) or not start < end or fps <= 0:
@@ -566,9 +573,8 @@ def conan_texts():
 
 def parse_clips(text, think_open=False):
     """The clips of the last <clip> of a turn -> calls; none where it is empty or missing, which ends the episode."""
-    found = re.findall(r"<clip>(.*?)</clip>", text, re.DOTALL)
     calls = []
-    for part in found[-1].split(",")[:16] if found else []:
+    for part in (last_block(text, "clip") or "").split(",")[:16]:
         if not part.strip():
             continue
         times = [rewards.to_seconds(t) for t in part.split("-")]
@@ -633,16 +639,16 @@ def sage_texts():
 def sage_object(text):
     """The JSON object of a SAGE turn, in <json> tags, ``` fences or bare; trailing commas are repaired. None where there is none."""
     text = text[:100_000]
-    tagged_text = re.findall(r"<json>(.*?)(?:</json>|\Z)", text, re.DOTALL) or re.findall(r"```(?:json)?(.*?)(?:```|\Z)", text, re.DOTALL) or [text]
-    for piece in tagged_text[::-1]:
-        start = piece.find("{")
-        if start >= 0:
-            try:
-                found = json.JSONDecoder().raw_decode(re.sub(r",(\s*[}\]])", r"\1", piece[start:]))[0]
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(found, dict):
-                return found
+    for opening in ("<json>", "```json", "```", ""):  # the last one that opens, closed or not; what follows the object is not read
+        start = text.find("{", max(0, text.rfind(opening + "\n{"), text.rfind(opening + "{"))) if opening else text.find("{")
+        if start < 0 or (opening and opening not in text):
+            continue
+        try:
+            found = json.JSONDecoder().raw_decode(re.sub(r",(\s*[}\]])", r"\1", text[start:]))[0]
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(found, dict):
+            return found
     return None
 
 

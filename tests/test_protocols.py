@@ -261,6 +261,23 @@ def test_sage_is_told_what_was_wrong_and_asked_again(play, said, why):
     assert record["score"] == 1.0 and why in episode.calls[0]["summary"] and episode.calls[0]["status"] == "error" and why in asked[-1].messages[1]["content"]
 
 
+@pytest.mark.parametrize("text, final", [
+    ('<json>{"final_answer": "B"}</json>', "B"), ('so\n```json\n{"final_answer": "B",}\n```', "B"), ('```\n{"final_answer": "B"}', "B"), ('{"final_answer": "B"} ok', "B"),
+    ('<json>\n{"final_answer": "A"}</json> no: <json>{"final_answer": "B"}</json>', "B"), ('<json>{"final_answer": "B"', None), ('{"a": {"final_answer": "B"}}', None),
+    ('{"final_answer": null}', None), ('{"final_answer": ["B"]}', '["B"]'), ("[1]", None), ("", None)])
+def test_sage_replies_are_read_in_every_wrapping(text, final):
+    assert evaluation.sage_final([text]) == final
+
+
+@pytest.mark.parametrize("parse", [evaluation.parse_zoom, evaluation.parse_clips, evaluation.parse_sage])
+@pytest.mark.parametrize("text", ["<clip>" * 30000, "<video_zoom>" * 30000 + "</video_zoom>", "<json>{" * 30000, '{"a":' * 50000, "[" * 100000, "</clip><clip>", "\0",
+                                  '<video_zoom>{"segment": [NaN, Infinity], "fps": 1e999}</video_zoom>', '<clip>99999999999:1-2,-,--</clip>',
+                                  '<json>{"recommended_tools": {"tool_calls": [{"name": {}, "arguments": {"timestamp_start": {}}}]}}</json>'])
+def test_no_text_makes_a_parser_raise_or_hang(parse, text):
+    for call in parse(text):
+        assert call.error or call.name
+
+
 @pytest.mark.parametrize("name, call", [("conan", "<clip>00:00:01-00:00:05</clip>"), ("videozoomer", '<video_zoom>{"segment": [1, 3], "fps": 1}</video_zoom>'),
                                         ("sage", tool("unified_web_search", query="x")), ("longvt", "<think>x</think>" + CROP % (0, 2)), ("paravt", crops((0, 2)))])
 def test_an_agent_that_never_answers_is_stopped_after_its_rounds(play, name, call):
