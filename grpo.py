@@ -51,9 +51,10 @@ def build_parser():
     add("--data", default=None, help="task JSONL")
     add("--rollouts", nargs="+", default=None, help="rollout JSONL files: take one update from them, without an engine")
     add("--out", default="grpo_out", help="run folder")
-    add("--preset", choices=["paper", "toy"], default="paper", help="toy: numbers that suit the world of toy.py")
+    add("--preset", nargs="+", choices=["paper", "toy", "best"], default=["paper"], help="toy: numbers for the world of toy.py; best: what won in "
+        "bench/ablation.md; `toy best` is both")
     add("--vanilla", action="store_true", help="plain GRPO: no prefix, no suffix, no anchor, no gating, no tool reward")
-    add("--resume", action="store_true", help="go on from --out/last")
+    add("--resume", action=yes_no, default=None, help="go on from the newest checkpoint of --out; default: if it is of the same settings; no: begin anew")
     # batch
     add("--steps", type=int, default=300, help="optimiser steps")
     add("--prompts", type=int, default=32, help="prompts per step, over all ranks")
@@ -87,6 +88,7 @@ def build_parser():
     # looking and saving
     add("--save-every", type=int, default=50, help="steps between checkpoints; 0 = only at the end")
     add("--keep", type=int, default=2, help="newest checkpoints kept besides `last`; 0 = all")
+    add("--max-bad-steps", type=int, default=3, help="updates in a row without a finite gradient, each skipped, that stop the run")
     add("--show-every", type=int, default=20, help="steps between printed rollouts; 0 = never")
     rollout.add_agent_arguments(parser)
     return parser
@@ -95,14 +97,16 @@ def build_parser():
 def parse_args():
     parser = build_parser()
     early = parser.parse_known_args()[0]
-    if early.preset == "toy":
+    if "toy" in early.preset:
         parser.set_defaults(lr=2e-4, prompts=16, steps=40, pack_tokens=4096, save_every=0, checkpointing=False, temperature=1.0, kl=0.0,
                             probe_tolerance=1e-3, **rollout.toy_lengths())
+    if "best" in early.preset:
+        parser.set_defaults(minibatches=2)
     if early.vanilla:
         parser.set_defaults(think_prefix=False, answer_suffix=False, format_credit="sequence", anchor=0.0, gamma=0.0, tool_reward=0.0,
                             frames=64)
     args = parser.parse_args()
-    for name in ("prompts", "group", "steps", "minibatches", "pack_tokens"):
+    for name in ("prompts", "group", "steps", "minibatches", "pack_tokens", "max_bad_steps"):
         if getattr(args, name) < 1:
             raise model.UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     if not args.data and not args.rollouts:
@@ -242,7 +246,7 @@ def update(policy, reference, vision, optimizer, trees, tokens, codec, args, wor
     sums = torch.zeros(len(names), device=device, dtype=torch.float64)
     worst, norms = torch.zeros((), device=device, dtype=torch.float64), []
     if total[1].item() == 0:
-        return {"grad_norm": 0.0, "gap_max": 0.0, "skipped_update": 1, **dict.fromkeys(names, 0.0)}
+        return {"grad_norm": 0.0, "gap_max": 0.0, "skipped_update": 1, "bad_updates": 0, **dict.fromkeys(names, 0.0)}
     batches = [[model.pack_trees(codec, members) for members in model.fill_packs(trees[i::args.minibatches], args.pack_tokens)]
                for i in range(args.minibatches)]
     batches = [model.even_packs(codec, packs, device) for packs in batches]
@@ -270,12 +274,14 @@ def update(policy, reference, vision, optimizer, trees, tokens, codec, args, wor
                 worst = torch.maximum(worst, gap.max().double())
         norm = torch.nn.utils.clip_grad_norm_(model.trained_parameters(policy), args.clip or math.inf)
         norms.append((norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item())
-        optimizer.step()
+        if math.isfinite(norms[-1]):  # the norm is of all ranks' gradients: all of them step, or none does
+            optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     dist.all_reduce(sums)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     out = dict(zip(names, (sums / sums[1].clamp(min=1)).tolist()))
-    return {**out, "tokens": sums[1].item(), "grad_norm": max(norms), "gap_max": worst.item(), "skipped_update": 0}
+    return {**out, "tokens": sums[1].item(), "grad_norm": max(norms), "gap_max": worst.item(), "skipped_update": 0,
+            "bad_updates": sum(not math.isfinite(x) for x in norms)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -357,6 +363,11 @@ def main():
     recorded = [model.read_jsonl(path, required=rollout.Episode(None, None, 0, 0, 0).to_json()) for path in args.rollouts or []]
     agent, source = rollout.agent_settings(args, args.data or args.rollouts[0])
     model.make_out(os.path.join(args.out, "rollouts"))
+    folder, state = model.resume_point(args.out, args, args.resume)
+    start, steps = state.get("step", 0), 1 if args.rollouts else args.steps
+    if start >= steps:
+        print(f"nothing to do: {args.out} has {start} steps of {steps}")
+        return
     import torch
     import torch.distributed as dist
 
@@ -374,11 +385,8 @@ def main():
     reference = None
     if args.kl > 0:
         reference = model.shard(model.load_policy(ckpt, codec, device, torch.float32, args.attention).requires_grad_(False), device)
-    start, state = 0, {}
-    if args.resume and os.path.exists(os.path.join(args.out, "last", "state.json")):
-        state = model.load_train_state(policy, optimizer, os.path.join(args.out, "last"))
-        start = state["step"]
-    steps = 1 if args.rollouts else args.steps
+    if folder:
+        model.load_train_state(policy, optimizer, folder)
     engine, gpu = None, device.type == "cuda"
     if not args.rollouts:
         engine = rollout.make_engine(args.engine, ckpt, codec, args, args.seed + rank, sleeping=gpu, quiet=rank > 0)
@@ -389,12 +397,23 @@ def main():
         print(f"{args.prompts} prompts x {args.group} rollouts = {args.prompts * args.group} a step on {world} rank{'s' if world > 1 else ''} "
               f"({device.type}) | K {args.frames} | format credit {args.format_credit} | {sum(p.numel() for p in model.trained_parameters(policy)) / 1e6:.2f} M "
               "trained parameters", flush=True)
-    log = open(os.path.join(args.out, "log.jsonl"), "a" if start else "w") if rank == 0 else None
+        model.clean_run(args.out, start)
+    log = model.open_log(os.path.join(args.out, "log.jsonl"), start) if rank == 0 else None
+    asked, bad = model.stop_on_sigterm(), 0
     scoring = {"answer_suffix": args.answer_suffix, "anchor": args.anchor, "gamma": args.gamma, "w_format": args.format_weight,
                "tool_weight": args.tool_reward, "open_metric": args.open_metric, "answer_from": args.answer_from}
     necessity = dict.fromkeys(map(str, rollout.gated_budgets()))  # of --frames adaptive: running mean of call_minus_skip at each K
     necessity.update(state.get("necessity", {}))
-    began = time.time()
+
+    def save(step):
+        path = os.path.join(args.out, f"step_{step:06d}")
+        if not model.is_complete(path):  # stopped right behind a save
+            model.save_checkpoint(policy, codec, path, {"step": step, "necessity": necessity, "args": vars(args)}, optimizer, torch.bfloat16 if gpu else torch.float32)
+        if rank == 0:
+            model.point(os.path.join(args.out, "last"), path)
+            model.prune_checkpoints(args.out, args.keep)
+
+    began, finished = time.time(), False
     for step in range(start, steps):
         # 1. Rollouts. No collective in here: ranks finish at different times and meet at the update.
         clock, waited = time.time(), {}
@@ -413,13 +432,18 @@ def main():
                 weights = adaptive_weights(necessity)
                 frames = lambda task, step=step, weights=weights: rollout.frame_budget(args.seed, step, task["id"], weights=weights)  # noqa: E731
             episodes = list(rollout.run(engine, mine, agent, codec, source, frames, args.group, step, step, scoring,
-                                        args.decode_threads, clock=waited))
+                                        args.decode_threads, clock=waited, stop=lambda: asked))
             for e in episodes:
                 if e.status == "video_error" and e.sample == 0:
                     print(f"skipped task {e.task['id']}: {e.error}", flush=True)
             episodes.sort(key=lambda e: (order[e.group], e.sample))
             groups = group_by_prompt(episodes)
         rollout_s = time.time() - clock
+        if model.any_rank(asked, device):  # a scheduler's warning: this step's rollouts are dropped, and drawn again as they were
+            save(step)
+            if rank == 0:
+                print(f"stopped by SIGTERM after step {step} of {steps}; the same command goes on from {args.out}", flush=True)
+            break
         if engine:
             engine.sleep()
 
@@ -428,6 +452,9 @@ def main():
         trees, tokens, skipped = training_trees(groups, codec, args)
         stats = update(policy, reference, vision, optimizer, trees, tokens, codec, args, world, device)
         train_s = time.time() - clock
+        bad = bad + 1 if stats["bad_updates"] else 0
+        if bad >= args.max_bad_steps:
+            raise RuntimeError(f"step {step}: no finite gradient for {bad} steps in a row (--max-bad-steps); the newest checkpoint is {model.newest_checkpoint(args.out)}")
         if not args.rollouts:
             name = os.path.join(args.out, "rollouts", f"step_{step:06d}.rank{rank}.jsonl")
             model.write_atomic(name, "".join(json.dumps(e.to_json()) + "\n" for e in episodes))
@@ -463,12 +490,10 @@ def main():
             if args.show_every and step % args.show_every == 0 and episodes:
                 print(rollout.show(episodes[0], codec, sys.stdout.isatty() and "NO_COLOR" not in os.environ), flush=True)
         if step + 1 == steps or (args.save_every and (step + 1) % args.save_every == 0):
-            path = os.path.join(args.out, f"step_{step + 1:06d}")
-            model.save_checkpoint(policy, codec, path, {"step": step + 1, "necessity": necessity, "args": vars(args)}, optimizer, torch.bfloat16 if gpu else torch.float32)
-            if rank == 0:
-                model.point(os.path.join(args.out, "last"), path)
-                model.prune_checkpoints(args.out, args.keep)
-    if rank == 0:
+            save(step + 1)
+    else:
+        finished = True
+    if rank == 0 and finished:
         print(f"done: {steps - start} steps in {(time.time() - began) / 60:.1f} min -> {args.out}/last", flush=True)
     if engine:
         engine.close()

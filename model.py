@@ -1010,7 +1010,10 @@ def full_weights(policy):
 
 @contextlib.contextmanager
 def atomic_folder(path):
-    """A temporary folder that becomes `path` when the block ends without an error; else nothing is left behind."""
+    """A temporary folder that becomes `path` when the block ends without an error; else nothing is left behind.
+
+    An older folder of that name waits as `path`.old until the new one is in place: a process killed in between leaves one of the two.
+    """
     parent = os.path.dirname(os.path.abspath(path))
     temp = tempfile.mkdtemp(prefix=f".{os.path.basename(path)}.", dir=parent)
     try:
@@ -1021,12 +1024,13 @@ def atomic_folder(path):
                     os.fsync(f.fileno())
         os.chmod(temp, 0o755)
         if os.path.isdir(path):
-            old = tempfile.mkdtemp(dir=parent, prefix=".old.")
-            os.rename(path, os.path.join(old, "x"))
-            os.rename(temp, path)
-            shutil.rmtree(old)
-        else:
-            os.rename(temp, path)
+            shutil.rmtree(f"{path}.old", ignore_errors=True)
+            os.rename(path, f"{path}.old")
+        os.rename(temp, path)
+        shutil.rmtree(f"{path}.old", ignore_errors=True)
+        handle = os.open(parent, os.O_RDONLY)  # the new name itself has to reach the disk
+        os.fsync(handle)
+        os.close(handle)
     except BaseException:
         shutil.rmtree(temp, ignore_errors=True)
         raise
@@ -1035,11 +1039,16 @@ def atomic_folder(path):
 def write_atomic(path, text):
     """Write a small text file under its final name only when it is whole."""
     temp = f"{path}.tmp{os.getpid()}"
-    with open(temp, "w") as f:
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(temp, path)
+    try:
+        with open(temp, "w", encoding="utf-8") as f:
+            f.write(text)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temp, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(temp)
+        raise
 
 
 def point(link, target):
@@ -1080,9 +1089,104 @@ def save_checkpoint(policy, codec, path, state=None, optimizer=None, dtype=None)
             shards = {"model": policy.state_dict(), "optimizer": get_optimizer_state_dict(policy, optimizer)}
             dcp.save(shards, checkpoint_id=os.path.join(holder[0], "train_state"))
         dist.barrier()
-        if rank == 0:
-            write_atomic(os.path.join(holder[0], "state.json"), json.dumps(state or {}, indent=1))
+        if rank == 0:  # the marker of a whole checkpoint, written last
+            files = {os.path.relpath(os.path.join(folder, name), holder[0]): os.path.getsize(os.path.join(folder, name))
+                     for folder, _, names in os.walk(holder[0]) for name in names}
+            write_atomic(os.path.join(holder[0], "state.json"), json.dumps({**(state or {}), "files": files}, indent=1))
     dist.barrier()
+
+
+def is_complete(folder):
+    """Whether a checkpoint is whole: its state.json, written last, lists every other file with its bytes."""
+    try:
+        with open(os.path.join(folder, "state.json")) as f:
+            files = json.load(f)["files"]
+        return all(os.path.getsize(os.path.join(folder, name)) == size for name, size in files.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def newest_checkpoint(out):
+    """The newest complete step_* folder of a run, or None. A torn one is passed over; an .old one stands in where its successor is missing."""
+    steps = {n.removesuffix(".old"): n for n in sorted(os.listdir(out), reverse=True) if n.startswith("step_")} if os.path.isdir(out) else {}
+    for name in sorted(steps, reverse=True):
+        for folder in (os.path.join(out, name), os.path.join(out, name + ".old")):
+            if is_complete(folder):
+                return folder
+    return None
+
+
+def resume_point(out, args, resume):
+    """Where a run goes on -> (folder, its loop state), or (None, {}) to begin.
+
+    resume None: go on when --out holds a run of the same settings. True: go on whatever they were. False: begin anew; the older
+    checkpoints are deleted. Raises UserError when --out holds a run of other settings.
+    """
+    folder = newest_checkpoint(out)
+    if folder is None:
+        if resume and any(n.startswith("step_") for n in os.listdir(out)):
+            raise UserError(f"--resume: {out} holds no complete checkpoint")
+        return None, {}
+    with open(os.path.join(folder, "state.json")) as f:
+        state = json.load(f)
+    free = {"steps", "epochs", "resume", "out", "save_every", "eval_every", "keep", "show_every", "max_seqs", "decode_threads", "decode_timeout"}
+    now, then = json.loads(json.dumps(vars(args))), state.get("args", {})
+    other = sorted(k for k in then if k in now and k not in free and then[k] != now[k])
+    if resume is None and other:
+        flags = ", ".join(f"--{k.replace('_', '-')} {then[k]} (now {now[k]})" for k in other[:3])
+        raise UserError(f"--out {out} holds a run of other settings: {flags}; choose another --out, or --resume to go on with the new ones, "
+                        "or --no-resume to delete it")
+    return (None, {}) if resume is False else (folder, state)
+
+
+def clean_run(out, start):
+    """Rank 0, before the first step: drop what killed runs left (half-written folders), and, where a run begins anew, its older checkpoints."""
+    for name in os.listdir(out):
+        path = os.path.join(out, name)
+        if name.startswith(".step_") or (name.endswith(".old") and is_complete(path.removesuffix(".old"))) or (start == 0 and name.startswith("step_")):
+            shutil.rmtree(path, ignore_errors=True)
+        if start == 0 and name in ("last", "best") and os.path.islink(path):
+            os.remove(path)
+
+
+def open_log(path, start):
+    """log.jsonl of a run that goes on behind step `start` -> file to append to. A torn last line and lines of later steps are dropped."""
+    kept = []
+    if start and os.path.exists(path):
+        with open(path, encoding="utf-8") as f:
+            for line in f:
+                try:
+                    if line.endswith("\n") and json.loads(line)["step"] <= start:
+                        kept.append(line)
+                except (ValueError, KeyError, TypeError):
+                    continue  # a line that a crash cut off
+    write_atomic(path, "".join(kept))
+    return open(path, "a", encoding="utf-8")
+
+
+def stop_on_sigterm():
+    """-> a list that is no longer empty once SIGTERM has come, a scheduler's warning. A second one ends the process at once."""
+    import signal
+
+    asked = []
+
+    def handler(number, frame):
+        if asked:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        asked.append(number)
+
+    signal.signal(signal.SIGTERM, handler)
+    return asked
+
+
+def any_rank(flag, device):
+    """Whether `flag` holds on any rank; collective."""
+    import torch.distributed as dist
+
+    value = torch.tensor(float(bool(flag)), device=device)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return bool(value.item())
 
 
 def fix_tokenizer_class(folder, tokenizer):
@@ -1110,8 +1214,8 @@ def load_train_state(policy, optimizer, path):
 
 
 def prune_checkpoints(out, keep):
-    """Keep the newest `keep` step_* folders of a run, and whatever `last` and `best` point to."""
-    steps = sorted(n for n in os.listdir(out) if n.startswith("step_"))
+    """Keep the newest `keep` complete step_* folders of a run, and whatever `last` and `best` point to."""
+    steps = sorted(n for n in os.listdir(out) if n.startswith("step_") and is_complete(os.path.join(out, n)))
     spared = {os.path.basename(os.path.realpath(os.path.join(out, n))) for n in ("last", "best")}
     for name in steps[:-keep] if keep else []:
         if name not in spared:

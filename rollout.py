@@ -866,13 +866,14 @@ class Node:
     missing: int = 0
 
 
-def drive(engine, works, threads=4, max_live=None, clock=None):
+def drive(engine, works, threads=4, max_live=None, clock=None, stop=None):
     """Run generators on one engine, all at once -> iterator of their return values, as they finish.
 
     A generator yields a list of waits and is resumed with the list of results, in order. A wait is a Request (a Completion
     comes back), a callable (run in a thread; a VideoError or ValueError comes back as a value) or another generator. There
     is no barrier: a fan-out starts the moment its turn ends, whatever the other episodes are doing.
     clock: a dict whose "decode_s" grows by the seconds in which the engine had nothing to do but wait for frames.
+    stop: a function; once it says True, nothing more is run and the iterator ends.
     """
     works, live, finished, owners = iter(works), 0, [], {}
     limit = max_live or 2 * engine.max_seqs  # a few more episodes than the engine's batch keep it full while others decode
@@ -940,11 +941,12 @@ def drive(engine, works, threads=4, max_live=None, clock=None):
                 deliver(*owners.pop(completion.id), completion)
             yield from finished
             finished.clear()
-            if exhausted and not live:
+            if (exhausted and not live) or (stop and stop()):
                 return
 
 
-def run(engine, tasks, agent, codec, source, frames=64, group=1, step=0, version=0, scoring=None, threads=4, max_live=None, clock=None, protocol=None):
+def run(engine, tasks, agent, codec, source, frames=64, group=1, step=0, version=0, scoring=None, threads=4, max_live=None, clock=None, protocol=None,
+        stop=None):
     """THE agent loop: RL, evaluation and the CLI all call this. -> iterator of scored Episodes, as they finish.
 
     frames: overview frames K, or "gated" (K drawn per prompt, the same for the whole group), or a function task -> K. group:
@@ -961,7 +963,7 @@ def run(engine, tasks, agent, codec, source, frames=64, group=1, step=0, version
                 episode = Episode(task, f"{step}/{task['id']}", sample, k, version)
                 yield run_episode(episode, agent, codec, source, step, protocol)
 
-    for episode in drive(engine, works(), threads, max_live, clock):
+    for episode in drive(engine, works(), threads, max_live, clock, stop):
         episode.reward = rewards.score(episode.turns, episode.task["type"], episode.task["answer"], episode.task.get("options"),
                                        episode.parseable(), episode.executed(), think_prefix=agent.think_prefix, **(scoring or {}))
         yield episode

@@ -49,7 +49,8 @@ def build_parser():
     add("--out", default="sft_out", help="run folder")
     add("--video-root", default=None, help="folder videos are relative to and may not leave; default: the JSONL's folder")
     add("--preset", choices=["paper", "toy"], default="paper", help="toy: numbers that suit the world of toy.py")
-    add("--resume", action="store_true", help="go on from --out/last")
+    add("--resume", action=argparse.BooleanOptionalAction, default=None,
+        help="go on from the newest checkpoint of --out; default: if it is of the same settings; no: begin anew")
     # data
     add("--channel", choices=["image", "video"], default="image", help="frames as `<t seconds>` + images, or one video item")
     add("--max-len", type=int, default=32768, help="tokens; a longer chat is an error, never cut")
@@ -76,6 +77,7 @@ def build_parser():
     add("--eval-every", type=int, default=200, help="steps between held-out losses; 0 = only at the end")
     add("--save-every", type=int, default=500, help="steps between checkpoints; 0 = only at the end")
     add("--keep", type=int, default=2, help="newest checkpoints kept besides `last` and `best`; 0 = all")
+    add("--max-bad-steps", type=int, default=3, help="steps in a row without a finite gradient, each skipped, that stop the run")
     add("--format-samples", type=int, default=32, help="held-out prompts answered greedily for the format rate; 0 = none")
     add("--max-new-tokens", type=int, default=512, help="per greedy answer of the format rate")
     return parser
@@ -398,6 +400,8 @@ def main():
         return
     ckpt = model.resolve_checkpoint(args.ckpt)
     model.make_out(args.out)
+    folder, state = model.resume_point(args.out, args, args.resume)
+    start, best = state.get("step", 0), state.get("best", math.inf)
     import torch
     import torch.distributed as dist
 
@@ -409,6 +413,11 @@ def main():
     if all(train[i] is None for i in range(min(8, len(train.rows)))):
         raise model.UserError(f"{args.data}: none of the first videos can be read; is --video-root right?")
     steps = args.steps or max(1, round(args.epochs * len(train.rows) / args.batch_size))
+    if start >= steps:
+        if rank == 0:
+            print(f"nothing to do: {args.out} has {start} steps of {steps}")
+        dist.destroy_process_group()
+        return
     torch.manual_seed(args.seed)
     policy = model.load_policy(ckpt, codec, device, torch.float32, args.attention, args.checkpointing)
     vision = model.VisionFeatures(policy.hf.model.visual, codec, train.frames)
@@ -416,17 +425,16 @@ def main():
     model.shard(policy, device)
     optimizers = build_optimizers(policy, args, device)
     peaks = [[group["lr"] for group in o.param_groups] for o in optimizers]
-    start, best = 0, math.inf
-    if args.resume and os.path.exists(os.path.join(args.out, "last", "state.json")):
-        state = model.load_train_state(policy, optimizers, os.path.join(args.out, "last"))
-        start, best = state["step"], state["best"]
+    if folder:
+        model.load_train_state(policy, optimizers, folder)
     if rank == 0:
         model.write_atomic(os.path.join(args.out, "args.json"), json.dumps(vars(args), indent=1))
         weights = sum(p.numel() for p in model.trained_parameters(policy))
         print(f"{len(train.rows)} chats x {steps * args.batch_size / len(train.rows):.2f} epochs = {steps} steps of {args.batch_size} chats "
               f"on {world} rank{'s' if world > 1 else ''} ({device.type}, attention {model.choose_attention(device, args.attention)}) | "
               f"{weights / 1e6:.2f} M trained parameters", flush=True)
-    log = open(os.path.join(args.out, "log.jsonl"), "a" if start else "w") if rank == 0 else None
+        model.clean_run(args.out, start)
+    log = model.open_log(os.path.join(args.out, "log.jsonl"), start) if rank == 0 else None
 
     def evaluate(step):
         policy.eval()
@@ -458,6 +466,7 @@ def main():
         return prefetch.submit(make_packs, train, mine, codec, args.pack_tokens)
 
     future, began = upcoming(start), time.time()
+    bad, finished, asked = 0, False, model.stop_on_sigterm()
     known, skipped = 0, 0  # broken chats: as the ranks report them, and counted once each
     for step in range(start, steps):
         clock = time.time()
@@ -472,12 +481,17 @@ def main():
         loss, tokens = backward(policy, vision, packs, codec, world, device)
         norm = torch.nn.utils.clip_grad_norm_(model.trained_parameters(policy), args.clip or math.inf)
         norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
+        bad = 0 if math.isfinite(norm) else bad + 1
         for o in optimizers:
-            o.step()
+            if not bad:  # the norm is of all ranks' gradients: all of them step, or none does
+                o.step()
             o.zero_grad(set_to_none=True)
-        totals = torch.tensor([sum(len(p.ids) for p in packs), len(train.broken)], device=device, dtype=torch.float64)
+        if bad >= args.max_bad_steps:
+            raise RuntimeError(f"step {step + 1}: no finite gradient for {bad} steps in a row (--max-bad-steps); the newest checkpoint is "
+                               f"{model.newest_checkpoint(args.out)}")
+        totals = torch.tensor([sum(len(p.ids) for p in packs), len(train.broken), len(asked)], device=device, dtype=torch.float64)
         dist.all_reduce(totals)
-        length, reported = totals.tolist()
+        length, reported, stopping = totals.tolist()
         if reported > known:  # rare: some rank met a new broken chat. Ranks meet different ones, and the same one in two epochs
             gathered, known = [None] * world, reported
             dist.all_gather_object(gathered, sorted(train.broken))
@@ -487,7 +501,7 @@ def main():
             eta = (time.time() - began) / (step + 1 - start) * (steps - step - 1)
             record = {"step": step + 1, "loss": loss, "lr": args.lr * fraction, "grad_norm": norm, "trained_tokens": tokens,
                       "tokens": int(length), "tokens_per_s": length / seconds, "wait_s": waited, "step_s": seconds,
-                      "skipped_chats": skipped}
+                      "skipped_chats": skipped, "bad_steps": bad}
             print(f"step {step + 1:04d}/{steps:04d} | loss {loss:.4f} | lr {args.lr * fraction:.2e} | gn {norm:.2f} | tok {record['tokens']} "
                   f"({tokens} trained) | {record['tokens_per_s']:.0f} tok/s | wait {waited:.2f}s step {seconds:.2f}s | eta {eta / 60:.1f}m",
                   flush=True)
@@ -499,9 +513,15 @@ def main():
             value = evaluate(step + 1)
             if value < best:
                 best, names = value, ["last", "best"]
-        if last or (args.save_every and (step + 1) % args.save_every == 0) or "best" in names:
+        if last or stopping or (args.save_every and (step + 1) % args.save_every == 0) or "best" in names:
             save(step + 1, names)
-    if rank == 0:
+        if stopping and not last:
+            if rank == 0:
+                print(f"stopped by SIGTERM after step {step + 1} of {steps}; the same command goes on from {args.out}", flush=True)
+            break
+    else:
+        finished = True
+    if rank == 0 and finished:
         print(f"done: {steps} steps in {(time.time() - began) / 60:.1f} min -> {args.out}/last", flush=True)
     prefetch.shutdown()
     dist.destroy_process_group()

@@ -870,6 +870,14 @@ def test_defaults_are_the_recipe_and_the_toy_preset_yields_to_flags(monkeypatch)
     assert parse(monkeypatch, "--preset", "toy", "--lr", 1)["lr"] == 1 and parse(monkeypatch, "--preset", "toy")["context"] == 1024
 
 
+def test_presets_combine_and_best_changes_only_what_won(monkeypatch):
+    paper, best, toy, both = (parse(monkeypatch, "--preset", *names) for names in (["paper"], ["best"], ["toy"], ["toy", "best"]))
+    changed = {k for k in paper if paper[k] != best[k]} - {"preset"}
+    assert changed and {k: both[k] for k in changed} == {k: best[k] for k in changed}
+    assert {k for k in toy if toy[k] != both[k]} - {"preset"} == changed
+    assert parse(monkeypatch, "--preset", "best", "--minibatches", 1)["minibatches"] == 1
+
+
 @pytest.mark.parametrize("flags,word", [
     (("--prompts", 0), "--prompts"), (("--group", 0), "--group"), (("--steps", 0), "--steps"), (("--minibatches", 0), "--minibatches"),
     (("--pack-tokens", 0), "--pack-tokens"), (("--temperature", 0), "--temperature"),

@@ -842,12 +842,13 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
     model.write_atomic(str(path), "old")
     with pytest.raises(TypeError):
         model.write_atomic(str(path), b"not text")
-    assert path.read_text() == "old"
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["args.json"]
 
 
 def test_pruning_spares_what_last_and_best_point_to(tmp_path):
     for n in range(1, 6):
         (tmp_path / f"step_{n:06d}").mkdir()
+        (tmp_path / f"step_{n:06d}" / "state.json").write_text('{"files": {}}')
     model.point(str(tmp_path / "best"), str(tmp_path / "step_000002"))
     model.point(str(tmp_path / "last"), str(tmp_path / "step_000005"))
     model.prune_checkpoints(str(tmp_path), 0)

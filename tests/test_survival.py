@@ -1,0 +1,292 @@
+"""
+Tests of stopping and going on: python -m pytest tests/test_survival.py -q
+
+Checkpoints that are torn, runs that are asked to stop, runs that are killed where it hurts most, gradients that are not finite.
+"""
+import argparse
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+from conftest import ROOT
+
+import grpo
+import model
+import rollout
+import sft
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which checkpoint a run goes on from
+
+
+def checkpoint(out, name, weights="w" * 10, **state):
+    folder = out / name
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_text(weights)
+    (folder / "state.json").write_text(json.dumps({"step": int(name[5:11]), **state, "files": {"model.safetensors": 10}}))
+    return folder
+
+
+@pytest.mark.parametrize("damage", [
+    lambda f: (f / "model.safetensors").write_text("w" * 9), lambda f: (f / "model.safetensors").unlink(), lambda f: (f / "state.json").unlink(),
+    lambda f: (f / "state.json").write_text('{"step": 2, "fil'), lambda f: (f / "state.json").write_text("[]"), lambda f: (f / "state.json").write_text("")])
+def test_a_torn_checkpoint_is_passed_over(tmp_path, damage):
+    first, second = checkpoint(tmp_path, "step_000001"), checkpoint(tmp_path, "step_000002")
+    assert model.newest_checkpoint(str(tmp_path)) == str(second)
+    damage(second)
+    assert not model.is_complete(str(second)) and model.newest_checkpoint(str(tmp_path)) == str(first)
+    damage(first)
+    assert model.newest_checkpoint(str(tmp_path)) is None
+
+
+def test_a_process_killed_between_two_renames_leaves_the_older_one(tmp_path, monkeypatch):
+    """Saving over a folder of the same name: at every moment one of the two is whole and found."""
+    target, rename = checkpoint(tmp_path, "step_000002"), os.rename
+
+    def killed(a, b):
+        if str(b) == str(target):
+            raise SystemError("killed here")
+        rename(a, b)
+
+    monkeypatch.setattr(os, "rename", killed)
+    with pytest.raises(SystemError), model.atomic_folder(str(target)):
+        pass
+    assert not target.exists() and model.newest_checkpoint(str(tmp_path)) == f"{target}.old"
+    monkeypatch.undo()
+    checkpoint(tmp_path, "step_000003")
+    (tmp_path / ".step_000004.abc").mkdir()
+    rename(f"{target}.old", tmp_path / "step_000003.old")
+    model.clean_run(str(tmp_path), start=3)
+    assert sorted(os.listdir(tmp_path)) == ["step_000003"]
+
+
+def arguments(**flags):
+    return argparse.Namespace(**{"lr": 1.0, "steps": 4, "resume": None, "out": "o", **flags})
+
+
+def test_a_run_goes_on_by_itself_only_where_its_settings_are_the_same(tmp_path):
+    assert model.resume_point(str(tmp_path), arguments(), None) == (None, {}) == model.resume_point(str(tmp_path), arguments(), True)
+    folder = checkpoint(tmp_path, "step_000002", args=vars(arguments()))
+    for changed in ({}, {"steps": 9}, {"out": "elsewhere"}):
+        assert model.resume_point(str(tmp_path), arguments(**changed), None)[0] == str(folder)
+    with pytest.raises(model.UserError, match=r"other settings: --lr 1.0 \(now 2.0\)"):
+        model.resume_point(str(tmp_path), arguments(lr=2.0), None)
+    assert model.resume_point(str(tmp_path), arguments(lr=2.0), True)[1]["step"] == 2
+    assert model.resume_point(str(tmp_path), arguments(lr=2.0), False) == (None, {})
+    (folder / "state.json").unlink()
+    with pytest.raises(model.UserError, match="no complete checkpoint"):
+        model.resume_point(str(tmp_path), arguments(), True)
+
+
+def test_beginning_anew_deletes_what_was_there(tmp_path):
+    folder = checkpoint(tmp_path, "step_000002")
+    model.point(str(tmp_path / "last"), str(folder))
+    (tmp_path / "log.jsonl").write_text('{"step": 1}\n')
+    model.clean_run(str(tmp_path), start=0)
+    assert os.listdir(tmp_path) == ["log.jsonl"]
+    model.open_log(str(tmp_path / "log.jsonl"), 0).close()
+    assert (tmp_path / "log.jsonl").read_text() == ""
+
+
+def test_the_log_holds_no_step_twice_and_no_torn_line(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 2, "val_loss": 1}\nnot json\n{"step": 3}\n{"step": 4, "lo')
+    with model.open_log(str(path), 2) as log:
+        log.write('{"step": 3, "again": true}\n')
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 2, "val_loss": 1}\n{"step": 3, "again": true}\n'
+
+
+def test_sizes_of_all_files_are_in_the_marker(policy, codec, process_group, tmp_path):
+    model.shard(policy, torch.device("cpu"))
+    model.save_checkpoint(policy, codec, str(tmp_path / "step_000001"), {"step": 1}, model.adamw(model.trained_parameters(policy), 1e-3, 0, 0.99, torch.device("cpu")))
+    files = json.loads((tmp_path / "step_000001" / "state.json").read_text())["files"]
+    assert model.is_complete(str(tmp_path / "step_000001")) and {"model.safetensors", "config.json", "train_state/.metadata"} <= set(files)
+    for name in files:
+        whole = (tmp_path / "step_000001" / name).read_bytes()
+        (tmp_path / "step_000001" / name).write_bytes(whole[:-1])
+        assert not model.is_complete(str(tmp_path / "step_000001")), name
+        (tmp_path / "step_000001" / name).write_bytes(whole)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Asked to stop
+
+
+LIVE = ("--engine", "transformers", "--prompts", 2, "--group", 3, "--max-new-tokens", 6, "--sub-max-new-tokens", 4, "--temperature", 1.0, "--probe-tolerance", 9)
+
+
+@pytest.fixture
+def run(monkeypatch, toy, tmp_path, process_group):
+    """run("grpo" | "sft", *flags) -> run folder. The group of this test session must outlive the scripts, and so must its signal handler."""
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda *_: None)
+    before = signal.getsignal(signal.SIGTERM)
+
+    def run(script, *flags, out="run"):
+        common = {"grpo": ("--data", toy / "rl.jsonl", "--frames", 4, "--show-every", 0, *LIVE), "sft": ("--data", toy / "sft.jsonl", "--batch-size", 4)}
+        words = [f"{script}.py", "--preset", "toy", "--ckpt", toy / "init", "--out", tmp_path / out, "--video-root", toy, *common[script], *flags]
+        monkeypatch.setattr(sys, "argv", [str(w) for w in words])
+        {"grpo": grpo, "sft": sft}[script].main()
+        return tmp_path / out
+
+    yield run
+    signal.signal(signal.SIGTERM, before)
+
+
+def weights(folder):
+    from safetensors.torch import load_file
+
+    return load_file(folder / "last" / "model.safetensors")
+
+
+def same(a, b):
+    return max((a[n] - b[n]).abs().max().item() for n in a)
+
+
+def steps_of(folder):
+    return [json.loads(line)["step"] for line in (folder / "log.jsonl").read_text().splitlines() if "loss" in line]
+
+
+def test_grpo_stops_when_asked_and_goes_on_as_if_it_had_not(run, monkeypatch, capsys):
+    """SIGTERM in the middle of the second step's rollouts: they are dropped, and drawn again as they were."""
+    straight = run("grpo", "--steps", 3, out="straight")
+    real, times = rollout.run_episode, []
+
+    def asked_to_stop(episode, agent, codec, source, step, protocol=None):
+        if step == 1 and not times:
+            times.append(time.time())
+            os.kill(os.getpid(), signal.SIGTERM)
+        return (yield from real(episode, agent, codec, source, step, protocol))
+
+    monkeypatch.setattr(rollout, "run_episode", asked_to_stop)
+    parts = run("grpo", "--steps", 3, out="parts")
+    assert times and "stopped by SIGTERM after step 1 of 3" in capsys.readouterr().out
+    assert steps_of(parts) == [1] and os.readlink(parts / "last") == "step_000001"
+    assert [n.name for n in sorted((parts / "rollouts").iterdir())] == ["step_000000.rank0.jsonl"]
+    run("grpo", "--steps", 3, out="parts")  # the same command
+    assert steps_of(parts) == [1, 2, 3] and "done: 2 steps" in capsys.readouterr().out
+    assert same(weights(straight), weights(parts)) < 2e-5
+    a, b = ([[json.loads(x)["ids"] for x in p.read_text().splitlines()] for p in sorted((f / "rollouts").iterdir())] for f in (straight, parts))
+    assert a == b
+    run("grpo", "--steps", 3, out="parts")
+    assert "nothing to do" in capsys.readouterr().out
+
+
+def test_sft_stops_when_asked_and_goes_on_as_if_it_had_not(run, monkeypatch, capsys):
+    straight = run("sft", "--steps", 4, out="straight")
+    real, calls = sft.backward, []
+
+    def asked_to_stop(*given):
+        calls.append(1)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*given)
+
+    monkeypatch.setattr(sft, "backward", asked_to_stop)
+    parts = run("sft", "--steps", 4, out="parts")
+    assert "stopped by SIGTERM after step 2 of 4" in capsys.readouterr().out and steps_of(parts) == [1, 2]
+    run("sft", "--steps", 4, out="parts")
+    assert steps_of(parts) == [1, 2, 3, 4] and same(weights(straight), weights(parts)) < 1e-6
+    run("sft", "--steps", 4, out="parts")
+    assert "nothing to do" in capsys.readouterr().out
+    with pytest.raises(model.UserError, match="other settings: --lr"):
+        run("sft", "--steps", 4, "--lr", 1e-9, out="parts")
+    run("sft", "--steps", 1, "--lr", 1e-9, "--no-resume", out="parts")
+    assert steps_of(parts) == [1] and sorted(n for n in os.listdir(parts) if n.startswith("step")) == ["step_000001"]
+
+
+def test_a_second_signal_ends_the_process_at_once():
+    script = "import model, os, signal, time\nmodel.stop_on_sigterm()\nos.kill(os.getpid(), 15)\nprint('alive', flush=True)\nos.kill(os.getpid(), 15)\nprint('not here')"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == -signal.SIGTERM and done.stdout == "alive\n"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Gradients that are not finite
+
+
+@pytest.mark.parametrize("script", ["grpo", "sft"])
+def test_an_update_without_a_finite_gradient_is_skipped_and_counted(run, monkeypatch, script, toy):
+    """One bad update of three: the weights are those of the other two; bad ones in a row stop the run, which leaves its checkpoint."""
+    spoilt, seen = {1}, []
+    real = torch.nn.utils.clip_grad_norm_
+
+    def clip(parameters, limit):
+        parameters = list(parameters)
+        if len(seen) in spoilt:
+            parameters[0].grad.fill_(math.nan) if parameters[0].grad is not None else None
+        seen.append(1)
+        return real(parameters, limit)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
+    extra = ("--open-metric", "f1") if script == "grpo" else ()
+    if script == "grpo":  # a random checkpoint earns nothing: let the reward vary
+        real_score = grpo.rewards.score
+        monkeypatch.setattr(grpo.rewards, "score", lambda turns, *a, **k: {**real_score(turns, *a, **k), "fmt": random.Random(turns[0]).random()})
+    folder = run(script, "--steps", 3, *extra)
+    log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines() if "loss" in line]
+    key = "bad_updates" if script == "grpo" else "bad_steps"
+    assert [row[key] for row in log] == [0, 1, 0] and not math.isfinite(log[1]["grad_norm"])
+    assert all(torch.isfinite(w).all() for w in weights(folder).values())
+    spoilt.update(range(99))
+    with pytest.raises(RuntimeError, match="no finite gradient for 2 steps in a row.*step_000003"):
+        run(script, "--steps", 9, "--max-bad-steps", 2, "--resume", *extra)
+    assert model.newest_checkpoint(str(folder)).endswith("step_000003")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Killed
+
+
+KILLS = 20
+RUNNER = """
+    import os, random, signal, sys, time
+    import model, sft, video
+    model.import_shim()
+    import numpy, torch, decord, safetensors.torch, torch.distributed.checkpoint
+    from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
+
+    kills, seed, words = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    rng, done, longest = random.Random(seed), 0, 0.0
+    while True:
+        began, child = time.time(), os.fork()
+        if child == 0:  # imports are shared, so that an attempt costs a second; nothing has run in the parent, which has no threads yet
+            sys.argv = words
+            try:
+                model.run_main(sft.main)
+            finally:
+                sys.stdout.flush()
+                os._exit(0)
+        if done < kills:
+            time.sleep(rng.uniform(0.5, 4.0))
+            os.kill(child, signal.SIGKILL)
+            done += os.waitpid(child, 0)[1] == signal.SIGKILL
+            continue
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_run_killed_twenty_times_ends_with_the_weights_of_one_that_was_not(toy, tmp_path):
+    """SIGKILL at random moments, a save in every step: nothing is trained twice, nothing torn is loaded."""
+    (tmp_path / "runner.py").write_text(textwrap.dedent(RUNNER))
+    words = ["sft.py", "--preset", "toy", "--ckpt", toy / "init", "--data", toy / "sft.jsonl", "--batch-size", 4, "--steps", 12, "--save-every", 1, "--keep", 2]
+
+    def go(kills, out):
+        command = [sys.executable, tmp_path / "runner.py", kills, 7, *words, "--out", tmp_path / out]
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=ROOT, timeout=900, env={**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"})
+        assert done.returncode == 0, done.stderr[-2000:]
+        return tmp_path / out
+
+    straight, killed = go(0, "straight"), go(KILLS, "killed")
+    assert steps_of(killed) == list(range(1, 13)) and same(weights(straight), weights(killed)) == 0.0
+    left = [n for n in os.listdir(killed) if n.startswith((".", "step_"))]
+    assert sorted(left) == ["step_000011", "step_000012"], left
+    losses = [[json.loads(line)["loss"] for line in (f / "log.jsonl").read_text().splitlines()] for f in (straight, killed)]
+    assert losses[0] == losses[1]
