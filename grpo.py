@@ -26,6 +26,7 @@ every step, and a gap beyond --probe-tolerance stops the run: stale weights fail
 
 Reads:  --ckpt, --data (task JSONL), or --rollouts (rollout JSONL: one update from it, no engine).
 Writes: --out/step_NNNNNN/ (checkpoint + train_state/), --out/last, --out/log.jsonl, --out/args.json, --out/rollouts/*.jsonl
+The same command again goes on from the newest whole checkpoint: tasks, K and sampling seeds are functions of (seed, step).
 
 CPU toy:  torchrun --nproc_per_node 2 grpo.py --preset toy --ckpt sft_out --data toy/rl.jsonl --out grpo_out
 1 GPU:    python grpo.py --ckpt sft_out --data rl.jsonl --out grpo_out

@@ -17,6 +17,7 @@ this file and grpo.py read. Text stays as it is; what cannot be used is left out
 
 Reads:  --ckpt (a checkpoint folder), --data (SFT JSONL, DESIGN: {"id", "messages", "tools"?}), videos relative to the JSONL.
 Writes: --out/step_NNNNNN/ (checkpoint + train_state/), --out/last and --out/best (links), --out/log.jsonl, --out/args.json
+The same command again goes on from the newest whole checkpoint: the order of the data is a function of (seed, step).
 
 CPU toy:  torchrun --nproc_per_node 2 sft.py --preset toy --ckpt base --data toy/sft.jsonl --val toy/sft_val.jsonl --out sft_out
 1 GPU:    python sft.py --ckpt Qwen3-VL-2B-Instruct --data sft.jsonl --out sft_out

@@ -388,8 +388,10 @@ def test_the_last_checkpoint_loads_in_transformers(training):
     assert model.resolve_checkpoint(str(out)) == os.path.realpath(out / "last")
 
 
-def test_a_resumed_training_ends_with_the_same_weights(training, tmp_path):
-    """Optimizer states, data order, schedule and best loss all continue: half a run and the rest of it are one run."""
+@pytest.mark.parametrize("ranks, tolerance", [(2, 1e-6), (1, 1e-3)])
+def test_a_resumed_training_ends_with_the_same_weights(training, tmp_path, ranks, tolerance):
+    """Optimizer states, data order, schedule and best loss all continue: half a run and the rest of it are one run, also on another
+    number of ranks, where only the order of summation differs."""
     out, _, arguments = training
     half = tmp_path / "half"
     shutil.copytree(out, half, symlinks=True, ignore=shutil.ignore_patterns(f"step_{STEPS:06d}"))
@@ -398,13 +400,13 @@ def test_a_resumed_training_ends_with_the_same_weights(training, tmp_path):
     model.point(str(half / "last"), str(half / f"step_{STEPS // 2:06d}"))
     log = (half / "log.jsonl").read_text().splitlines()
     (half / "log.jsonl").write_text("\n".join(log[: STEPS // 2]) + "\n")
-    done = run_script("sft.py", *arguments, "--out", half, "--resume", ranks=2, timeout=240)
+    done = run_script("sft.py", *arguments, "--out", half, "--resume", ranks=ranks, timeout=240)
     assert done.returncode == 0, done.stderr
     assert f"step {STEPS // 2:04d}/" not in done.stdout and f"step {STEPS // 2 + 1:04d}/" in done.stdout
     whole, resumed = (load_file(folder / f"step_{STEPS:06d}" / "model.safetensors") for folder in (out, half))
     middle = load_file(half / f"step_{STEPS // 2:06d}" / "model.safetensors")
     assert whole.keys() == resumed.keys()
-    assert max((whole[n] - resumed[n]).abs().max().item() for n in whole) < 1e-6
+    assert max((whole[n] - resumed[n]).abs().max().item() for n in whole) < tolerance
     assert max((whole[n] - middle[n]).abs().max().item() for n in whole) > 1e-2  # there was something left to learn
     again = [json.loads(line) for line in (half / "log.jsonl").read_text().splitlines()]
     first = [json.loads(line) for line in log]
