@@ -799,6 +799,18 @@ def grade(record, think_prefix, protocol="paravt"):
             "score": rewards.accuracy(said, task["type"], task["answer"], task.get("options"), open_metric="exact")}
 
 
+def graded(folder, judge_model=None):
+    """Records of a folder, graded as the code grades now and by the judge's verdicts where it has one -> {item: record}."""
+    with open(os.path.join(folder, "args.json")) as f:
+        kept = json.load(f)
+    records = read_records(folder)
+    for record in records.values():
+        record.update(grade(record, kept["think_prefix"], kept["protocol"]))
+    if judge_model:
+        judge_records(list(records.values()), folder, argparse.Namespace(judge_url=None, judge_model=judge_model))
+    return records
+
+
 def drop_torn_line(path):
     """Cut an interrupted last line off, so that what is appended starts on a line of its own."""
     with open(path, "rb+") as f:
@@ -862,7 +874,7 @@ def stratum(bench, record):
     """Part of the headline that a record belongs to, None for none: a headline is the mean of the parts' means.
     MLVU: its seven tasks (M-Avg). MMVU: multiple choice alone. Others: all items alike."""
     if bench == "mlvu":
-        return record["task"]["tags"]["task"]
+        return record["task"]["tags"].get("task", "")
     if bench == "mmvu":
         return "mc" if record["task"]["type"] == "mcq" else None
     return ""
@@ -1013,7 +1025,7 @@ def compare(folders):
                 row.update(acc_no_tools=off["headline"])
             rows.append(row)
         for leaf in leaves(folder):
-            for (task, k, mode, sample), record in read_records(leaf).items():
+            for (task, k, mode, sample), record in graded(leaf, summary.get("judge_model")).items():
                 results.setdefault((os.path.basename(leaf) if leaf != folder else None, k, mode), {}).setdefault(folder, {})[task, sample] = record
 
     def cell(value, width, digits):
@@ -1090,25 +1102,22 @@ def finish(out, leaf_folders, args, checkpoint):
     results, missing = [], 0
     for bench, leaf in leaf_folders:
         tasks = model.read_jsonl(os.path.join(leaf, "tasks.jsonl"))
-        done = read_records(leaf)
         with open(os.path.join(leaf, "args.json")) as f:
             kept = json.load(f)
+        if args.judge_model and args.judge_url:
+            judge_records(list(graded(leaf).values()), leaf, args)
+        done = graded(leaf, args.judge_model)
         for k in kept["frames"]:
             for mode in kept["tools"]:
                 items = [(t["id"], str(k), mode, sample) for t in tasks for sample in range(kept["samples"])]
                 records = [done[item] for item in items if item in done]
                 missing += len(items) - len(records)
-                if not records:
-                    continue
-                for record in records:
-                    record.update(grade(record, kept["think_prefix"], kept["protocol"]))
-                if args.judge_model:
-                    judge_records(records, leaf, args)
-                results.append({**({"bench": bench} if bench else {}), "K": k, "tools": mode, **summarise(records, bench, bool(args.judge_model))})
+                if records:
+                    results.append({**({"bench": bench} if bench else {}), "K": k, "tools": mode, **summarise(records, bench, bool(args.judge_model))})
     if missing:
         raise model.UserError(f"{out}: {missing} items have no record yet; run the same command (or the other shards) first, then --rescore {out}")
     refused = refuse(results, args.allow_errors)
-    summary = {"checkpoint": checkpoint, **{k: kept[k] for k in ("protocol", "protocol_set", "prompt_hash", "prompt_file", "served") if k in kept}, "time": time.strftime("%Y-%m-%d %H:%M:%S"), "results": results}
+    summary = {"checkpoint": checkpoint, **({"judge_model": args.judge_model} if args.judge_model else {}), **{k: kept[k] for k in ("protocol", "protocol_set", "prompt_hash", "prompt_file", "served") if k in kept}, "time": time.strftime("%Y-%m-%d %H:%M:%S"), "results": results}
     for bench, leaf in leaf_folders if len(leaf_folders) > 1 or leaf_folders[0][1] != out else []:
         model.write_atomic(os.path.join(leaf, "summary.json"), json.dumps({**summary, "results": [r for r in results if r.get("bench") == bench]}, indent=1))
     model.write_atomic(os.path.join(out, "summary.json"), json.dumps(summary, indent=1))

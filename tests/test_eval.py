@@ -529,6 +529,8 @@ def test_the_judge_decides_open_answers_and_never_in_silence(world, monkeypatch)
     assert len(judge.asked) == 6  # only the two that failed are asked again
     again = world("--rescore", done.folder, "--judge-model", "j", drop=("--data", "--ckpt"))
     assert again.results[0]["acc"] == pytest.approx(2 / 7) and again.results[0]["judge"]["failed"] == 2 and len(judge.asked) == 6
+    both = world("--compare", done.folder, done.folder, out=done.folder.parent / "both", drop=("--data", "--ckpt"))
+    assert both.code == 0 and " 0.286 [" in both.out  # the judge's verdicts count there, too
     refused = world("--rescore", done.folder, "--judge-model", "j", drop=("--data", "--ckpt"), allow=False)
     assert refused.code == 2 and "judge_error" in refused.err
 
