@@ -18,6 +18,7 @@ CPU: python bench/ablation.py                    all rows, seeds 10 11 12, one j
      python bench/ablation.py --blocks A --seeds 10
 """
 import argparse
+import glob
 import json
 import os
 import shutil
@@ -52,14 +53,13 @@ def rows():
         "weak-sft": ("D", "weak prior + SFT", "sft-weak", None, ""),
         "weak-grpo": ("D", "weak prior + SFT + GRPO", "sft-weak", "--vanilla", "--no-think-prefix"),
         "acc-only": ("E", "GRPO, accuracy the only reward", "sft-strong", "--vanilla --format-weight 0", "--no-think-prefix"),
-        "grpo-sharp": ("E", "GRPO, crops that see every second", "sft-strong", "--vanilla", "--no-think-prefix --sub-fps 1"),
-        "para-sharp": ("E", "full, crops that see every second", "sft-strong", "", "--sub-fps 1"),
         "closing": ("E", "full, credit at closing tags only", "sft-strong", "--format-credit closing", ""),
         "tags": ("E", "full, credit at all tags, not at turn ends", "sft-strong", "--format-credit tags", ""),
         "whole": ("E", "full, credit on the whole sequence", "sft-strong", "--format-credit sequence", ""),
         "separate": ("E", "full, A_task and A_fmt each over its own std", "sft-strong", "--normalise separate", ""),
         "adaptive": ("E", "full, K drawn where calling pays most", "sft-strong", "--frames adaptive", ""),
         "train-sub": ("E", "full, sub-agents trained too", "sft-strong", "--train-subagents", ""),
+        "best": ("E", "`--preset best`", "sft-strong", "--preset toy best", ""),
         "blind-sub": ("E", "full, sub-agents do not see the question", "sft-strong", "", "--no-sub-question"),
     }
 
@@ -92,7 +92,11 @@ def commands(name, args, seed):
     test = ["eval.py", *common, "--data", os.path.join(world, "eval.jsonl"), "--frames", *map(str, BUDGETS), *agent.split()]
     greedy = [*test, "--temperature", "0", "--out", path(name, "eval")]
     if start == "para":
-        return [start], [[*greedy, "--ckpt", path(start, "run")]]
+        # which dispatch is faster: one episode at a time, the two in turn, so that a busy minute of the machine hits both
+        alone = ["--ckpt", path(start, "run"), "--temperature", "0", "--limit", "24", "--live", "1"]
+        timed = [[*test, *alone, "--dispatch", way, "--frames", "4", "--out", path(name, f"alone-{way}.{n}")]
+                 for n in range(3) for way in ("parallel", "sequential") if name == "sequential"]
+        return [start], [[*greedy, "--ckpt", path(start, "run")], *timed]
     if flags is None:
         return [start], [[*test, "--ckpt", path(start), "--out", path(name, "sampled")],
                          [*greedy, "--ckpt", path(start), "--tools", "on", "off"]]
@@ -159,6 +163,23 @@ def plan(args, results):
     return order
 
 
+def here():
+    """Day and machine of a measurement."""
+    with open("/proc/cpuinfo") as f:
+        cpu = next((line.split(":")[1].strip() for line in f if line.startswith("model name")), "unknown CPU")
+    return f"{time.strftime('%Y-%m-%d')}, {len(os.sched_getaffinity(0))} cores of {cpu}"
+
+
+def where_measured(results):
+    """Text: when and where most rows were measured, and which were elsewhere."""
+    places = {}
+    for rows_of_seed in results.values():
+        for name, row in rows_of_seed.items():
+            places.setdefault(row["measured"], {})[rows()[name][1]] = None
+    (most, _), *rest = sorted(places.items(), key=lambda place: -len(place[1]))
+    return most + "".join(f"; {place}: {', '.join(names)}" for place, names in rest)
+
+
 def run_all(args, results, save):
     """Every missing job, as many at once as there are cores; each finished row goes into `results` at once."""
     order, cores, live = plan(args, results), sorted(os.sched_getaffinity(0)), {}
@@ -175,7 +196,7 @@ def run_all(args, results, save):
                 seed, name = live.pop(future)
                 seconds = future.result()
                 if name in rows():
-                    results.setdefault(str(seed), {})[name] = {"commands": history(name, args, seed), "seconds": round(seconds),
+                    results.setdefault(str(seed), {})[name] = {"commands": history(name, args, seed), "seconds": round(seconds), "measured": here(),
                                                                **numbers(os.path.join(args.out, f"seed{seed}", name))}
                     save()
                 print(f"[{total - len(order) - len(live)}/{total}] seed {seed} {name}: {seconds:.0f} s | {(time.time() - began) / 60:.1f} min", flush=True)
@@ -211,7 +232,7 @@ def pool_by_budget(steps):
 
 
 def numbers(folder):
-    """What the tables need of one finished row: {"train", "sampled", "eval", "curves"}, each where it exists."""
+    """What the tables need of one finished row: {"train", "sampled", "eval", "alone", "curves"}, each where it exists."""
     out = {}
     log = os.path.join(folder, "run", "log.jsonl")
     if os.path.exists(log):
@@ -225,11 +246,13 @@ def numbers(folder):
         out["curves"] = {m: [s[m] for s in steps] for m in ("f_tau", "kappa")}
         for k in ("4", "64"):
             out["curves"][f"acc_{k}"] = [s["by_K"].get(k, {}).get("acc") for s in steps]
-    for name in ("sampled", "eval"):
-        path = os.path.join(folder, name, "summary.json")
-        if os.path.exists(path):
-            with open(path) as f:
-                results = json.load(f)["results"]
+    for path in sorted(glob.glob(os.path.join(folder, "*", "summary.json"))):
+        name = os.path.basename(os.path.dirname(path))
+        with open(path) as f:
+            results = json.load(f)["results"]
+        if name.startswith("alone-"):  # alone-<dispatch>.<n>: seconds of one episode at a time
+            out.setdefault("alone", {}).setdefault(name[6:-2], []).append(results[0]["seconds_per_episode"])
+        else:
             out[name] = {mode: {str(r["K"]): {"acc": r["acc"], "f_tau": r["f_tau"], "kappa": r["kappa"], "seconds": r["seconds_per_episode"]}
                                 for r in results if r["tools"] == mode} for mode in {r["tools"] for r in results}}
     return rounded(out)
@@ -270,6 +293,9 @@ def claims():
     def late(row):
         return row["train"]["kappa"]["last"]
 
+    def alone(r, way):
+        return statistics.median(r["sequential"]["alone"][way])
+
     def others(r):
         return max(accuracy(r[n]) for n in ("grpo", "anchoring", "gating"))
 
@@ -303,12 +329,23 @@ def claims():
          lambda r: accuracy(r["para"]) - accuracy(r["sequential"]) + 0.005, lambda r: {"parallel": accuracy(r["para"]), "sequential": accuracy(r["sequential"])}),
         ("parallel dispatch is at least 0.007 more accurate than one call a turn, same checkpoint", ("para", "turns"),
          lambda r: accuracy(r["para"]) - accuracy(r["turns"]) - 0.007, lambda r: {"parallel": accuracy(r["para"]), "one a turn": accuracy(r["turns"])}),
-        ("parallel dispatch is faster: seconds per episode", ("para", "sequential"),
-         lambda r: seconds(r["sequential"]) - seconds(r["para"]), lambda r: {n: seconds(r[n]) for n in ("para", "sequential")}),
+        ("parallel dispatch is faster: seconds of one episode at a time, K = 4, medians of three interleaved runs", ("sequential",),
+         lambda r: alone(r, "sequential") - alone(r, "parallel"), lambda r: {way: alone(r, way) for way in ("parallel", "sequential")}),
         ("a weaker tool prior keeps its format under GRPO: mean f_tau at least 0.2 above the strong prior's", ("weak-grpo", "grpo"),
          lambda r: f(r["weak-grpo"]) - f(r["grpo"]) - 0.2, lambda r: {"weak": f(r["weak-grpo"]), "strong": f(r["grpo"])}),
         ("a weaker tool prior never calls under GRPO: kappa in the last quarter below 0.1", ("weak-grpo",),
          lambda r: 0.1 - late(r["weak-grpo"]), lambda r: {"weak": late(r["weak-grpo"])}),
+        ("GRPO keeps calling because its R_fmt pays for it: with accuracy as the only reward, kappa in the last quarter is at most half of GRPO's",
+         ("grpo", "acc-only"), lambda r: 0.5 * late(r["grpo"]) - late(r["acc-only"]), lambda r: {"GRPO": late(r["grpo"]), "accuracy only": late(r["acc-only"])}),
+        ("`--preset best` has f_tau of at least 0.9 and kappa of at least 1 in the last quarter", ("best",),
+         lambda r: min(r["best"]["train"]["f_tau"]["last"] - 0.9, late(r["best"]) - 1),
+         lambda r: {"f_tau": r["best"]["train"]["f_tau"]["last"], "kappa": late(r["best"])}),
+        ("`--preset best` is more accurate than the paper's full method, averaged over K", ("best", "para"),
+         lambda r: accuracy(r["best"]) - accuracy(r["para"]), lambda r: {"best": accuracy(r["best"]), "PARA-GRPO": accuracy(r["para"])}),
+        ("`--preset best` is most accurate, averaged over K, against SFT, GRPO, anchoring alone and gating alone", ("best", "sft", "grpo", "anchoring", "gating"),
+         lambda r: accuracy(r["best"]) - max(others(r), accuracy(r["sft"])), lambda r: {"best": accuracy(r["best"]), "best other": max(others(r), accuracy(r["sft"]))}),
+        ("structural credit is what brings format: mean f_tau above that of credit on the whole sequence", ("para", "whole"),
+         lambda r: f(r["para"]) - f(r["whole"]), lambda r: {"structural": f(r["para"]), "whole sequence": f(r["whole"])}),
     ]
 
 
@@ -341,7 +378,24 @@ def cell(values, digits=2):
     return f"{statistics.mean(values):.{digits}f}{spread}"
 
 
-def markdown(results, judged, settings):
+def measures():
+    """[(title, function of one row)]: what block E is compared on."""
+    return [("f_tau", lambda r: r["train"]["f_tau"]["mean"]), ("f_tau last quarter", lambda r: r["train"]["f_tau"]["last"]),
+            ("kappa last quarter", lambda r: r["train"]["kappa"]["last"]), ("accuracy with tools", accuracy),
+            ("accuracy without tools", lambda r: accuracy(r, "off"))]
+
+
+def difference(results, name, value):
+    """A row minus the row that it changes, paired by seed -> "+mean ±standard deviation"."""
+    against = "grpo" if "--vanilla" in rows()[name][3] else "para"
+    gaps = [value(r[name]) - value(r[against]) for r in results.values() if name in r and against in r]
+    if len(gaps) < 2:
+        return f"{gaps[0]:+.2f}" if gaps else "-"
+    text = f"{round(statistics.mean(gaps), 2) + 0.0:+.2f} ±{statistics.stdev(gaps):.2f}"  # + 0.0: no "-0.00"
+    return f"**{text}**" if abs(statistics.mean(gaps)) > statistics.stdev(gaps) else text
+
+
+def markdown(results, judged):
     """All tables as one Markdown text."""
     table = {name: (title, [r[name] for r in results.values() if name in r]) for name, (_, title, *_) in rows().items()}
     table = {name: pair for name, pair in table.items() if pair[1]}
@@ -352,7 +406,7 @@ def markdown(results, judged, settings):
 
     trained = [name for name, (_, some) in table.items() if "train" in some[0]]
     out = ["# The Tool Prior Paradox in the toy world", "",
-           f"Made by `make ablation` ({settings['date']}; seeds {', '.join(results)}; {settings['machine']}). Mean ± standard deviation over seeds. "
+           f"Made by `make ablation` (seeds {', '.join(results)}; {where_measured(results)}). Mean ± standard deviation over seeds. "
            "Definitions: the docstring of `bench/ablation.py`; every command behind a number: `bench/ablation.json`. "
            "The paper's figures come from an 8B model on real videos and are shown for the order of the rows, not for their size.", "",
            "## Claims", "", "| # | claim | verdict | margin ± spread | numbers |", "|---|---|---|---|---|"]
@@ -388,6 +442,11 @@ def markdown(results, judged, settings):
         out += block(["row", *(f"K {k}" for k in BUDGETS), "mean over K"],
                      lambda name, some, mode=mode: [*(cell([r["eval"][mode][str(k)]["acc"] for r in some]) for k in BUDGETS),
                                                     cell([accuracy(r, mode) for r in some])], [n for n in table if mode in table[n][1][0]["eval"]])
+    beyond = [name for name in trained if "E" in rows()[name][0] and name != "para"]
+    if beyond:
+        out += ["", "## Beyond the paper: each change against the same seed without it", "",
+                "Against the full method; rows that are GRPO, against GRPO. Bold: further from 0 than the standard deviation of the difference over seeds.", ""]
+        out += block(["row", *(title for title, _ in measures())], lambda name, some: [difference(results, name, value) for _, value in measures()], beyond)
     out += ["", "## Greedy evaluation: calls per episode at each K, format, seconds", ""]
     out += block(["row", *(f"K {k}" for k in BUDGETS), "f_tau", "seconds per episode"],
                  lambda name, some: [*(cell([r["eval"]["on"][str(k)]["kappa"] for r in some]) for k in BUDGETS),
@@ -455,24 +514,17 @@ def main():
     if unknown or not set(args.blocks) <= set("ABCDE"):
         raise model.UserError(f"--rows {' '.join(unknown)}: known are {' '.join(rows())}" if unknown else f"--blocks {args.blocks}: known are A to E")
     model.make_out(args.out)
-    results, settings = {}, {}
+    results = {}
     if os.path.exists(args.results + ".json"):
         with open(args.results + ".json") as f:
-            known = json.load(f)
-        results, settings = known["results"], known["settings"]
+            results = json.load(f)["results"]
 
     def save():
         judged = judge(results)
-        model.write_atomic(args.results + ".json", json.dumps({"settings": settings, "claims": judged, "results": results}, indent=1))
-        model.write_atomic(args.results + ".md", markdown(results, judged, settings))
+        model.write_atomic(args.results + ".json", json.dumps({"claims": judged, "results": results}, indent=1))
+        model.write_atomic(args.results + ".md", markdown(results, judged))
 
-    def finished_row():  # date and machine are those of the newest row, not of the newest look at the tables
-        with open("/proc/cpuinfo") as f:
-            cpu = next((line.split(":")[1].strip() for line in f if line.startswith("model name")), "unknown CPU")
-        settings.update(date=time.strftime("%Y-%m-%d"), machine=f"{len(os.sched_getaffinity(0))} cores of {cpu}")
-        save()
-
-    run_all(args, results, finished_row)
+    run_all(args, results, save)
     if results:
         save()
     if any({"sft", "grpo", "para"} <= set(r) for r in results.values()):

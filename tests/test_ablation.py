@@ -39,7 +39,7 @@ def test_every_command_is_one_that_its_script_takes(ablation, args, monkeypatch)
             monkeypatch.setattr("sys.argv", [script, *words])
             if script != "toy.py":
                 parsed = vars({"sft.py": sft, "grpo.py": grpo, "eval.py": evaluation}[script].parse_args())
-                assert parsed["seed"] == 3 and parsed["preset"] == "toy"
+                assert parsed["seed"] == 3 and "toy" in parsed["preset"]
                 if script == "grpo.py":
                     key = json.dumps({**parsed, "out": ""}, sort_keys=True)
                     assert key not in seen, (name, seen.get(key))
@@ -108,7 +108,7 @@ def fake_row(f_tau, kappa, acc, seconds=1.0):
     by_k = {k: {"n": 8, "well_formed": f_tau, "call_minus_skip": 0.5, **c} for k, c in cells.items()}
     parts = {m: dict.fromkeys(("mean", "first", "last"), v) for m, v in (("f_tau", f_tau), ("kappa", kappa), ("well_formed", f_tau), ("acc", acc))}
     return {"train": {**parts, "by_K": by_k, "by_K_last": by_k, "steps": 4, "closure": dict.fromkeys(("think", "tool_call", "answer"), 0.5)},
-            "eval": {"on": cells, "off": cells}, "curves": {"f_tau": [f_tau] * 4, "kappa": [kappa] * 4}, "seconds": 9, "commands": []}
+            "eval": {"on": cells, "off": cells}, "alone": {"parallel": [seconds], "sequential": [2 * seconds]}, "curves": {"f_tau": [f_tau] * 4, "kappa": [kappa] * 4}, "seconds": 9, "commands": [], "measured": "today, here"}
 
 
 def test_verdicts_follow_margin_and_spread(ablation):
@@ -135,19 +135,37 @@ def test_numbers_are_those_of_the_log_and_the_summary(ablation, tmp_path):
     os.makedirs(tmp_path / "eval")
     result = {"K": 4, "tools": "on", "acc": 0.25, "f_tau": 0.5, "kappa": 2.0, "seconds_per_episode": 1.5}
     (tmp_path / "eval" / "summary.json").write_text(json.dumps({"results": [result]}))
+    for run, seconds in (("alone-parallel.0", 1.0), ("alone-parallel.1", 3.0), ("alone-sequential.0", 2.0)):
+        os.makedirs(tmp_path / run)
+        (tmp_path / run / "summary.json").write_text(json.dumps({"results": [{**result, "seconds_per_episode": seconds}]}))
     got = ablation.numbers(str(tmp_path))
+    assert got["alone"] == {"parallel": [1.0, 3.0], "sequential": [2.0]}
     assert got["train"]["kappa"] == {"mean": 3.5, "first": 0.5, "last": 6.5} and got["train"]["closure"] == {"think": 0.5, "tool_call": None, "answer": 1.0}
     assert got["train"]["by_K"]["64"]["kappa"] == pytest.approx((0 * 8 + 2 * 24 + 4 * 40 + 6 * 56) / 128)
-    assert got["eval"] == {"on": {"4": {"acc": 0.25, "f_tau": 0.5, "kappa": 2.0, "seconds": 1.5}}} and "sampled" not in got
+    assert got["eval"] == {"on": {"4": {"acc": 0.25, "f_tau": 0.5, "kappa": 2.0, "seconds": 1.5}}} and set(got) == {"train", "eval", "alone", "curves"}
     assert got["curves"]["kappa"] == list(range(8)) and got["curves"]["acc_4"][:2] == [None, 0.5]
+
+
+def test_block_e_is_compared_with_the_row_it_changes_seed_by_seed(ablation):
+    results = {str(s): {"para": fake_row(0.5 + 0.2 * s, 1.0, 0.5), "whole": fake_row(0.4 + 0.2 * s, 1.0, 0.6 - 0.2 * s),
+                        "grpo": fake_row(0.1, 0.0, 0.5), "acc-only": fake_row(0.3, 0.0, 0.5)} for s in (0, 1)}
+    (_, f_tau), *_, (_, accuracy), _ = ablation.measures()
+    assert ablation.difference(results, "whole", f_tau) == "**-0.10 ±0.00**"  # against the full method
+    assert ablation.difference(results, "acc-only", f_tau) == "**+0.20 ±0.00**"  # against GRPO
+    assert ablation.difference(results, "whole", accuracy) == "+0.00 ±0.14"  # within the spread: not bold
+    assert ablation.difference({"0": results["0"]}, "whole", f_tau) == "-0.10"
 
 
 def test_tables_show_every_row_and_the_picture_is_drawn(ablation, tmp_path):
     pytest.importorskip("matplotlib", reason="the picture needs matplotlib, which `make ablation` installs")
     results = {str(s): {name: fake_row(0.5 + 0.1 * s, 1.0, 0.5) for name in ablation.rows()} for s in (0, 1)}
-    text = ablation.markdown(results, ablation.judge(results), {"date": "today", "machine": "this"})
+    text = ablation.markdown(results, ablation.judge(results))
     for name, (_, title, *_) in ablation.rows().items():
         assert text.count(f"| {title} |") >= (2 if name in ("sequential", "turns") else 5), name
+    assert "| full, credit on the whole sequence | +0.00 ±0.00 |" in text and "| full, sequential dispatch | +0" not in text
+    assert "(seeds 0, 1; today, here)" in text
+    results["1"]["turns"]["measured"] = "tomorrow, there"
+    assert "(seeds 0, 1; today, here; tomorrow, there: full, one call a turn)" in ablation.markdown(results, ablation.judge(results))
     assert "0.55 ±0.07" in text and text.count("| **") == len(ablation.claims())
     ablation.picture(results, str(tmp_path / "docs" / "p.png"))
     assert (tmp_path / "docs" / "p.png").read_bytes()[:4] == b"\x89PNG"
