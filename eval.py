@@ -599,12 +599,12 @@ def conan_protocol(texts, args):
         total, wanted = sum(map(len, clips)), []
         for record, clip, call in zip(records, clips, calls):
             share = min(len(clip), max(1, round(8 * len(clip) / total))) if clip else 0
-            wanted += evenly(clip, min(share, 8 - len(wanted)))
+            wanted += rollout.evenly(clip, min(share, 8 - len(wanted)))
             if call.error is None:
                 record.update(status="ok" if clip else "error", summary=f"{share} frames" if clip else "error: nothing new in this clip")
             else:
                 record["summary"] = f"error: {record['summary']}"
-        wanted = sorted(set(wanted)) or evenly(unseen, 8)
+        wanted = sorted(set(wanted)) or rollout.evenly(unseen, 8)
         text = texts[2] if turn == agent.max_turns - 1 else texts[1]
         if not wanted:
             return rollout.Reply([{"role": "user", "content": filled(text, task)}])
@@ -616,11 +616,6 @@ def conan_protocol(texts, args):
         return rollout.Reply(user(task, {"times": spec["times"]}, text), [spec], [frames])
 
     return rollout.Protocol(opening=opening, parse=parse_clips, answer=answer, schema=False)
-
-
-def evenly(items, n):
-    """n of the items, evenly spread; all where there are fewer."""
-    return [items[int((i + 0.5) * len(items) / n)] for i in range(n)] if 0 < n < len(items) else items[: max(n, 0)]
 
 
 def sage_texts():
@@ -799,15 +794,15 @@ def grade(record, think_prefix, protocol="paravt"):
             "score": rewards.accuracy(said, task["type"], task["answer"], task.get("options"), open_metric="exact")}
 
 
-def graded(folder, judge_model=None):
-    """Records of a folder, graded as the code grades now and by the judge's verdicts where it has one -> {item: record}."""
+def graded(folder, judge=None):
+    """Records of a folder, graded as the code grades now, and by a judge where one is named -> {item: record}. judge: see judge_records."""
     with open(os.path.join(folder, "args.json")) as f:
         kept = json.load(f)
     records = read_records(folder)
     for record in records.values():
         record.update(grade(record, kept["think_prefix"], kept["protocol"]))
-    if judge_model:
-        judge_records(list(records.values()), folder, argparse.Namespace(judge_url=None, judge_model=judge_model))
+    if judge and judge.judge_model:
+        judge_records(list(records.values()), folder, judge)
     return records
 
 
@@ -825,7 +820,7 @@ def drop_torn_line(path):
 def judge_records(records, folder, args):
     """Ask a chat endpoint about open answers that the rule calls wrong; verdicts are kept in folder/judge.jsonl and asked once.
 
-    A yes makes the score 1. Where the judge fails, or says neither yes nor no, the rule's score stays and the failure is counted.
+    args: judge_url (None: only earlier verdicts count), judge_model, ... A yes makes the score 1. Where the judge fails, or says neither yes nor no, the rule's score stays and the failure is counted.
     """
     path, known = os.path.join(folder, "judge.jsonl"), {}
     if os.path.exists(path):
@@ -1014,6 +1009,7 @@ def compare(folders):
     rows, results = [], {}
     for folder in folders:
         summary = read_summary(folder)
+        verdicts = argparse.Namespace(judge_url=None, judge_model=summary.get("judge_model"))  # those it was judged by; nobody is asked again
         name = os.path.basename(os.path.normpath(folder))
         for bench, k in dict.fromkeys((r.get("bench"), r["K"]) for r in summary["results"]):
             modes = {r["tools"]: r for r in summary["results"] if r["K"] == k and r.get("bench") == bench}
@@ -1025,7 +1021,7 @@ def compare(folders):
                 row.update(acc_no_tools=off["headline"])
             rows.append(row)
         for leaf in leaves(folder):
-            for (task, k, mode, sample), record in graded(leaf, summary.get("judge_model")).items():
+            for (task, k, mode, sample), record in graded(leaf, verdicts).items():
                 results.setdefault((os.path.basename(leaf) if leaf != folder else None, k, mode), {}).setdefault(folder, {})[task, sample] = record
 
     def cell(value, width, digits):
@@ -1104,9 +1100,7 @@ def finish(out, leaf_folders, args, checkpoint):
         tasks = model.read_jsonl(os.path.join(leaf, "tasks.jsonl"))
         with open(os.path.join(leaf, "args.json")) as f:
             kept = json.load(f)
-        if args.judge_model and args.judge_url:
-            judge_records(list(graded(leaf).values()), leaf, args)
-        done = graded(leaf, args.judge_model)
+        done = graded(leaf, args)
         for k in kept["frames"]:
             for mode in kept["tools"]:
                 items = [(t["id"], str(k), mode, sample) for t in tasks for sample in range(kept["samples"])]

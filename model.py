@@ -1108,8 +1108,8 @@ def is_complete(folder):
 
 def newest_checkpoint(out):
     """The newest complete step_* folder of a run, or None. A torn one is passed over; an .old one stands in where its successor is missing."""
-    steps = {n.removesuffix(".old"): n for n in sorted(os.listdir(out), reverse=True) if n.startswith("step_")} if os.path.isdir(out) else {}
-    for name in sorted(steps, reverse=True):
+    names = {n.removesuffix(".old") for n in os.listdir(out) if n.startswith("step_")} if os.path.isdir(out) else set()
+    for name in sorted(names, reverse=True):
         for folder in (os.path.join(out, name), os.path.join(out, name + ".old")):
             if is_complete(folder):
                 return folder
@@ -1201,7 +1201,7 @@ def fix_tokenizer_class(folder, tokenizer):
 
 
 def load_train_state(policy, optimizer, path):
-    """Restore weights and optimizer (or a list of them) from `path`/train_state (any number of ranks) -> the saved loop state."""
+    """Restore weights and optimizer (or a list of them) from `path`/train_state, saved by any number of ranks. The loop state is resume_point's."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
@@ -1209,8 +1209,6 @@ def load_train_state(policy, optimizer, path):
     dcp.load(shards, checkpoint_id=os.path.join(path, "train_state"))
     policy.load_state_dict(shards["model"])
     set_optimizer_state_dict(policy, optimizer, shards["optimizer"])
-    with open(os.path.join(path, "state.json")) as f:
-        return json.load(f)
 
 
 def prune_checkpoints(out, keep):

@@ -392,6 +392,11 @@ class TransformersEngine:
                 own[name].copy_(tensor)
 
 
+def evenly(items, n):
+    """n of the items, evenly spread; all where there are fewer."""
+    return [items[int((i + 0.5) * len(items) / n)] for i in range(n)] if 0 < n < len(items) else items[: max(n, 0)]
+
+
 class OpenAIEngine:
     """Any OpenAI-compatible chat endpoint, for evaluation only: it returns text, so nothing it says can be trained on."""
 
@@ -480,9 +485,7 @@ class OpenAIEngine:
         from PIL import Image
 
         total, number, frames = sum(len(f.images) for f in request.frames), itertools.count(), iter(request.frames)
-        kept = set(range(total))
-        if self.image_cap and total > self.image_cap:
-            kept = {int((i + 0.5) * total / self.image_cap) for i in range(self.image_cap)}
+        kept = set(evenly(range(total), self.image_cap or total))
 
         def text(said):
             return {"type": "text", "text": said}

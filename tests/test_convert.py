@@ -75,7 +75,7 @@ def test_video_marks_keep_their_place(tmp_path, text, videos, content):
 def test_what_cannot_be_used_is_left_out_counted_and_named(tmp_path, capsys):
     user = [{"role": "user", "content": "<video>Say."}, {"role": "assistant", "content": ANSWER}]
     bad = [({"messages": user, "videos": []}, "more <video> marks than videos"), ({"messages": user, "videos": ["a.mp4", "b.mp4"]}, "more videos than"),
-           ({"messages": user, "videos": ["/home/me/a.mp4"]}, "an absolute path outside"), ({"messages": "[not json"}, "malformed (JSONDecodeError)"),
+           ({"messages": user, "videos": ["/elsewhere/a.mp4"]}, "an absolute path outside"), ({"messages": "[not json"}, "malformed (JSONDecodeError)"),
            ({"messages": [{"role": "user", "content": [piece("image_url", url="a.png")]}]}, "still images are not read"),
            ({"messages": [{"role": "user", "content": "x"}]}, "no assistant message"), ({"messages": [{"content": "x"}]}, "malformed (KeyError)"),
            ({"messages": paravt({"role": "user", "content": [piece("video_url", url="selfqa/a.mp4")]})}, "a video after the first assistant message")]
