@@ -738,8 +738,8 @@ def sage_tool(call, record, episode, agent, codec, source, step, turn, media):
 
 def settings_digest(args, ckpt, agent, tasks, prompts):
     """What must be equal for records to belong together: every flag but the ones that only say where, which part and how fast."""
-    free = {"out", "limit", "frames", "tools", "max_seqs", "decode_threads", "decode_timeout", "ckpt", "live", "shard", "data", "bench", "root", "video_root",
-            "workers", "retries", "request_timeout", "api_key_env", "allow_errors", "judge_url", "judge_model", "judge_key_env", "samples", "subtitles", "prompt_file"}
+    free = {"out", "limit", "frames", "tools", "ckpt", "live", "shard", "data", "bench", "root", "video_root", "workers", "retries", "request_timeout", "api_key_env",
+            "allow_errors", "judge_url", "judge_model", "judge_key_env", "samples", "subtitles", "prompt_file"} | model.pace_flags()
     kept = {k: v for k, v in sorted(vars(args).items()) if k not in free}
     stamp = os.path.getmtime(os.path.join(ckpt, "config.json")) if ckpt else None  # the same path may hold a newer checkpoint
     return hashlib.sha256(json.dumps([kept, prompts, agent.subtitles, ckpt, stamp, tasks]).encode()).hexdigest()[:16]
@@ -1171,7 +1171,8 @@ def load_sets(args, ckpt, prompts):
     return sets
 
 
-def main():
+@model.watched
+def main(watch):
     args = parse_args()
     if args.prepare:
         tasks, notes = read_split(args.bench[0], args.root[0])
@@ -1201,8 +1202,9 @@ def main():
     if world > 1:
         import torch.distributed as dist
 
-        model.start_process_group()
+        model.start_process_group(args.patience)
         dist.barrier()  # every rank has read the records before any appends to them
+    watch.begin(args.patience)
     kept = {**vars(args), "tools": modes, "prompt_hash": prompts}
     for one in sets if rank == 0 else []:
         model.write_atomic(os.path.join(one["out"], "tasks.jsonl"), "".join(json.dumps(task) + "\n" for task in one["tasks"]))
@@ -1238,6 +1240,7 @@ def main():
                         f.write(json.dumps(record_of(episode, one["digest"], k, mode, args)) + "\n")
                         f.flush()
                         bar.update()
+                        watch.beat()
     if world > 1:
         dist.barrier()
     for one in sets if rank == 0 and args.engine == "openai" and engine else []:  # the name asked for may stand for another model next month

@@ -235,8 +235,9 @@ def policy_loss(logp, old, rollout_logp, ref, advantage, clip_eps, tis_cap, kl):
     return loss, stats
 
 
-def update(policy, reference, vision, optimizer, trees, tokens, codec, args, world, device):
-    """One pass over the batch: --minibatches optimiser steps -> dict of means over sampled tokens (all ranks)."""
+def update(policy, reference, vision, optimizer, trees, tokens, codec, args, world, device, asked=()):
+    """One pass over the batch: --minibatches optimiser steps -> dict of means over sampled tokens (all ranks); None when any rank was
+    `asked` to stop before the first of them."""
     import torch
     import torch.distributed as dist
 
@@ -257,6 +258,8 @@ def update(policy, reference, vision, optimizer, trees, tokens, codec, args, wor
             old = {(i, j): policy(pack, vision, args.temperature)[0] for i, b in enumerate(batches) for j, (pack, _) in enumerate(b)}
     for i, batch in enumerate(batches):
         for j, (pack, weight) in enumerate(batch):
+            if not norms and model.any_rank(asked):
+                return None
             logp, entropy = policy(pack, vision, args.temperature)
             before = old.get((i, j), logp.detach())
             ref = None
@@ -357,7 +360,8 @@ def gather_rows(rows):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def main():
+@model.watched
+def main(watch):
     args = parse_args()
     ckpt = model.resolve_checkpoint(args.ckpt)
     tasks = rollout.read_tasks(args.data) if args.data else []
@@ -372,7 +376,8 @@ def main():
     import torch
     import torch.distributed as dist
 
-    rank, world, device = model.start_process_group()
+    rank, world, device = model.start_process_group(args.patience)
+    watch.begin(args.patience)
     if args.prompts % world:
         raise model.UserError(f"--prompts {args.prompts} is not a multiple of the {world} ranks")
     codec = model.load_codec(ckpt, args.channel)
@@ -406,18 +411,21 @@ def main():
     necessity = dict.fromkeys(map(str, rollout.gated_budgets()))  # of --frames adaptive: running mean of call_minus_skip at each K
     necessity.update(state.get("necessity", {}))
 
-    def save(step):
-        path = os.path.join(args.out, f"step_{step:06d}")
-        if not model.is_complete(path):  # stopped right behind a save
-            model.save_checkpoint(policy, codec, path, {"step": step, "necessity": necessity, "args": vars(args)}, optimizer, torch.bfloat16 if gpu else torch.float32)
-        if rank == 0:
-            model.point(os.path.join(args.out, "last"), path)
-            model.prune_checkpoints(args.out, args.keep)
+    saver = model.Saver(policy, codec, args.out, args.keep, start)
 
-    began, finished = time.time(), False
+    def save(step):
+        saver.save(step, {"necessity": dict(necessity), "args": vars(args)}, optimizer)
+
+    def stopped(step):  # a scheduler's warning: what this step has drawn is dropped, and drawn again later as it was
+        save(step)
+        saver.wait()
+        if rank == 0:
+            print(f"stopped by SIGTERM after step {step} of {steps}; the same command goes on from {args.out}", flush=True)
+
+    began, finished = time.monotonic(), False
     for step in range(start, steps):
         # 1. Rollouts. No collective in here: ranks finish at different times and meet at the update.
-        clock, waited = time.time(), {}
+        clock, waited = time.monotonic(), {}
         if args.rollouts:
             everything = group_by_prompt([rollout.from_json(row) for rows in recorded for row in rows])
             groups = everything[rank::world]
@@ -436,38 +444,46 @@ def main():
                                         args.decode_threads, clock=waited, stop=lambda: asked))
             for e in episodes:
                 if e.status == "video_error" and e.sample == 0:
-                    print(f"skipped task {e.task['id']}: {e.error}", flush=True)
+                    print(model.printable(f"skipped task {e.task['id']}: {e.error}"), flush=True)
             episodes.sort(key=lambda e: (order[e.group], e.sample))
             groups = group_by_prompt(episodes)
-        rollout_s = time.time() - clock
-        if model.any_rank(asked, device):  # a scheduler's warning: this step's rollouts are dropped, and drawn again as they were
-            save(step)
-            if rank == 0:
-                print(f"stopped by SIGTERM after step {step} of {steps}; the same command goes on from {args.out}", flush=True)
+        rollout_s = time.monotonic() - clock
+        watch.beat()
+        if model.any_rank(saver.failed()):  # known on one rank at least: all of them say why, and stop
+            saver.wait()
+        if model.any_rank(asked):
+            stopped(step)
             break
         if engine:
             engine.sleep()
 
         # 2. Update. The trees hold every sampled token once, and every prompt once per group.
-        clock = time.time()
+        clock = time.monotonic()
         trees, tokens, skipped = training_trees(groups, codec, args)
-        stats = update(policy, reference, vision, optimizer, trees, tokens, codec, args, world, device)
-        train_s = time.time() - clock
+        stats = update(policy, reference, vision, optimizer, trees, tokens, codec, args, world, device, asked)
+        if stats is None:
+            stopped(step)
+            break
+        watch.beat()
+        train_s = time.monotonic() - clock
         bad = bad + 1 if stats["bad_updates"] else 0
         if bad >= args.max_bad_steps:
-            raise RuntimeError(f"step {step}: no finite gradient for {bad} steps in a row (--max-bad-steps); the newest checkpoint is {model.newest_checkpoint(args.out)}")
+            saver.wait()
+            raise model.RunError(f"step {step}: no finite gradient for {bad} steps in a row (--max-bad-steps); the newest checkpoint is {model.newest_checkpoint(args.out)}")
         if not args.rollouts:
             name = os.path.join(args.out, "rollouts", f"step_{step:06d}.rank{rank}.jsonl")
             model.write_atomic(name, "".join(json.dumps(e.to_json()) + "\n" for e in episodes))
         if not stats["gap"] <= args.probe_tolerance:  # written so that NaN stops the run as well
-            raise RuntimeError(f"step {step}: mean |log-prob gap| between engine and trainer is {stats['gap']:.3f} nats, tolerance "
+            saver.wait()
+            raise model.RunError(f"step {step}: mean |log-prob gap| between engine and trainer is {stats['gap']:.3f} nats, tolerance "
                                f"{args.probe_tolerance}: the engine samples from other weights or other inputs")
 
         # 3. New weights into the engine, old caches out.
-        clock = time.time()
+        clock = time.monotonic()
         if engine and step + 1 < steps:
             engine.wake(model.full_weights(policy))
-        sync_s = time.time() - clock
+        sync_s = time.monotonic() - clock
+        watch.beat()
 
         # 4. Numbers.
         rows = gather_rows([episode_row(e, args.think_prefix) for e in episodes])
@@ -480,7 +496,7 @@ def main():
                 necessity[k] = cell["call_minus_skip"] if before is None else 0.8 * before + 0.2 * cell["call_minus_skip"]
         if rank == 0:
             sampled = sum(r["length"] + r["sub_tokens"] for r in rows)
-            eta = (time.time() - began) / (step + 1 - start) * (steps - step - 1)
+            eta = (time.monotonic() - began) / (step + 1 - start) * (steps - step - 1)
             m.update(step=step + 1, **stats, zero_variance=sum(c["skipped"] for c in counts), groups=sum(c["groups"] for c in counts),
                      packed_tokens=sum(c["packed"] for c in counts), rollout_s=rollout_s, train_s=train_s, sync_s=sync_s,
                      decode_s=max(c["decode_s"] for c in counts), rollout_tokens_per_s=sampled / max(rollout_s, 1e-9),
@@ -492,10 +508,12 @@ def main():
                 print(rollout.show(episodes[0], codec, sys.stdout.isatty() and "NO_COLOR" not in os.environ), flush=True)
         if step + 1 == steps or (args.save_every and (step + 1) % args.save_every == 0):
             save(step + 1)
+        watch.beat()
     else:
+        saver.wait()
         finished = True
     if rank == 0 and finished:
-        print(f"done: {steps - start} steps in {(time.time() - began) / 60:.1f} min -> {args.out}/last", flush=True)
+        print(f"done: {steps - start} steps in {(time.monotonic() - began) / 60:.1f} min -> {args.out}/last", flush=True)
     if engine:
         engine.close()
     if dist.is_initialized():  # closing vLLM may have ended it already

@@ -20,13 +20,17 @@ Legend: L tokens in a pack, N trained tokens, V vision tokens, D deepstack level
 Reads and writes: checkpoint directories (`from_pretrained` layout) and `train_state/` beside them.
 """
 import contextlib
+import faulthandler
 import json
 import os
 import shutil
 import sys
 import tempfile
+import threading
+import time
 import warnings
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -45,6 +49,15 @@ class UserError(Exception):
 
 class RankError(UserError):
     """Bad input that one rank alone has met (a chat of its own share): that rank says it."""
+
+
+class RunError(Exception):
+    """A run that cannot go on, met by all ranks alike (full disk, no finite gradient): one line on stderr, exit code 1."""
+
+
+def printable(text):
+    """Nothing a model or a data file wrote may steer the terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in str(text))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -89,8 +102,11 @@ def quiet_libraries():
     warnings.filterwarnings("ignore", category=FutureWarning)
 
 
-def start_process_group():
-    """Join the torchrun process group, or make one of a single process. -> (rank, world, device)."""
+def start_process_group(patience=1800.0):
+    """Join the torchrun process group, or make one of a single process. -> (rank, world, device). patience: seconds, as `Watch.begin`
+    has it; a collective waits a minute longer, so that the watch is the one to speak. 0 = a month."""
+    from datetime import timedelta
+
     import torch.distributed as dist
 
     gpu = torch.cuda.is_available()
@@ -106,10 +122,92 @@ def start_process_group():
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
         if "RANK" in os.environ:
-            dist.init_process_group(backend)
+            dist.init_process_group(backend, timeout=timedelta(seconds=patience + 60 if patience else 30 * 86400))
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return rank, world, device
+
+
+class Watch:
+    """Ends a run that hangs, on every rank, with the stack of each.
+
+    A rank that has not called `beat` for `patience` seconds, and a rank that dies of an error, say so in torchrun's store; every
+    other rank reads that within a second. Whoever hangs, or reads it, prints the stacks of all its threads and exits with code 3.
+    A thread sees a main thread that waits in a collective. One that holds the interpreter stops this thread too: for that there is
+    faulthandler's timer, up to a minute later. All clocks are monotonic: setting the machine's clock changes nothing.
+    """
+
+    def __init__(self):
+        self.patience, self.store, self.ended = 0.0, None, threading.Event()
+        self.rank = int(os.environ.get("RANK", 0))
+
+    def begin(self, patience):
+        """patience: seconds between two beats at most; 0 = for ever. Call it once the process group stands."""
+        import torch.distributed as dist
+
+        self.patience = patience
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # a connection of its own: the process group's may be busy waiting
+            self.store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        self.beat()
+        threading.Thread(target=self.look, name="watch", daemon=True).start()
+
+    def beat(self):
+        """This rank is alive: a phase has ended."""
+        self.last = time.monotonic()
+        if self.patience:
+            faulthandler.dump_traceback_later(self.patience + min(60, self.patience), exit=True, file=sys.__stderr__)
+
+    def look(self):
+        while not self.ended.wait(1.0 if self.patience == 0 or self.patience > 10 else 0.1):
+            silent, heard = time.monotonic() - self.last, self.heard()
+            if heard:
+                self.end(heard)
+            elif self.patience and silent > self.patience:
+                why = f"rank {self.rank} has finished no phase for {silent:.0f} s (--patience)"
+                self.tell(why)
+                self.end(why)
+
+    def heard(self):
+        """What another rank said, or None. A store that is gone is torchrun's business: it ends its processes itself."""
+        try:
+            return self.store.get("paravt/fault").decode() if self.store and self.store.check(["paravt/fault"]) else None
+        except RuntimeError:  # torch's DistError
+            self.store = None
+
+    def tell(self, why):
+        with contextlib.suppress(RuntimeError):
+            if self.store:
+                self.store.set("paravt/fault", why)
+
+    def end(self, why):
+        if self.ended.is_set():
+            return
+        with tempfile.TemporaryFile("w+") as stacks:  # faulthandler writes word by word: several ranks at once would be unreadable
+            faulthandler.dump_traceback(stacks, all_threads=True)
+            stacks.seek(0)
+            print(f"{os.path.basename(sys.argv[0])}: stopped on rank {self.rank}: {printable(why)}; stacks of its threads:\n{stacks.read()}", file=sys.stderr, flush=True)
+        time.sleep(3.0)  # the others hear it and print theirs, before torchrun sees the first exit and ends them all
+        os._exit(3)
+
+    def stop(self):
+        self.ended.set()
+        faulthandler.cancel_dump_traceback_later()
+
+
+def watched(main):
+    """main(watch) -> main(): the watch ends with it, and an error of this rank alone is told to the others, who may be waiting for it."""
+    def run():
+        watch = Watch()
+        try:
+            main(watch)
+        except BaseException as error:
+            if not isinstance(error, (UserError, RunError)) or isinstance(error, RankError):
+                watch.tell(f"rank {watch.rank} failed: {type(error).__name__}: {str(error)[:500]}")
+            raise
+        finally:
+            watch.stop()
+
+    return run
 
 
 def resolve_checkpoint(path):
@@ -222,9 +320,9 @@ def token_bytes(tokenizer):
 
     Tag positions must be found on bytes: one token may hold half of a UTF-8 character or a third of `<answer>`.
     """
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's byte <-> character table
-    char_to_byte = {chr(b): b for b in printable}
-    char_to_byte.update({chr(256 + n): b for n, b in enumerate(b for b in range(256) if b not in printable)})
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's byte <-> character table
+    char_to_byte = {chr(b): b for b in visible}
+    char_to_byte.update({chr(256 + n): b for n, b in enumerate(b for b in range(256) if b not in visible)})
     added = tokenizer.get_added_vocab()
     vocab = tokenizer.get_vocab()
     pieces = [b""] * (max(vocab.values()) + 1)
@@ -1015,6 +1113,7 @@ def atomic_folder(path):
     An older folder of that name waits as `path`.old until the new one is in place: a process killed in between leaves one of the two.
     """
     parent = os.path.dirname(os.path.abspath(path))
+    os.makedirs(parent, exist_ok=True)
     temp = tempfile.mkdtemp(prefix=f".{os.path.basename(path)}.", dir=parent)
     try:
         yield temp
@@ -1060,40 +1159,127 @@ def point(link, target):
     os.replace(temp, link)
 
 
-def save_checkpoint(policy, codec, path, state=None, optimizer=None, dtype=None):
-    """Write a checkpoint directory that `from_pretrained` and vLLM load, atomically. All ranks call it.
+def host_copy(policy, optimizer=None, dtype=None):
+    """What a checkpoint holds, copied to host memory -> {"weights": full tensors, rank 0 alone; "shards": this rank's part}. Collective.
 
-    state: JSON-able loop state (step, cursor, ...); with an optimizer, `train_state/` holds what --resume needs: fp32
-    shards of weights and optimizer in torch's distributed checkpoint format, which another number of ranks can load.
+    From here on training may go on: nothing of this is a view of the policy. optimizer: one, a list, or None (weights only).
+    """
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    def copied(x):
+        if isinstance(x, torch.Tensor):
+            return x.detach().to("cpu", copy=True)
+        if isinstance(x, dict):
+            return {k: copied(v) for k, v in x.items()}
+        return [copied(v) for v in x] if isinstance(x, list) else x
+
+    weights, shards = {}, None
+    for name, tensor in full_weights(policy):  # collective: every rank runs it, rank 0 keeps the result
+        if dist.get_rank() == 0:
+            weights[name] = tensor.detach().to("cpu", dtype or tensor.dtype, copy=True)
+    if optimizer is not None:
+        shards = copied({"model": policy.state_dict(), "optimizer": get_optimizer_state_dict(policy, optimizer)})
+    return {"weights": weights, "shards": shards}
+
+
+def write_checkpoint(policy, codec, path, copy, state=None, group=None):
+    """Write a host copy as a checkpoint directory that `from_pretrained` and vLLM load, atomically. All ranks call it.
+
+    state: JSON-able loop state (step, cursor, ...). `train_state/` holds what --resume needs: fp32 shards of weights and optimizer in
+    torch's distributed checkpoint format, which another number of ranks can load.
+    Raises RunError, on every rank, when any of them cannot write; nothing is left under the final name then.
     """
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+    from safetensors import SafetensorError
 
-    rank = dist.get_rank()
-    weights = {}
-    for name, tensor in full_weights(policy):  # collective: every rank runs it, rank 0 keeps the result
-        if rank == 0:
-            weights[name] = tensor.detach().to("cpu", dtype or tensor.dtype)
-    holder = [None]
-    stack = contextlib.ExitStack()
-    with stack:
-        if rank == 0:
-            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-            holder[0] = stack.enter_context(atomic_folder(path))
-            policy.hf.save_pretrained(holder[0], state_dict=weights)
-            codec.processor.save_pretrained(holder[0])
-            fix_tokenizer_class(holder[0], codec.tokenizer)
-        if optimizer is not None:
-            dist.broadcast_object_list(holder)
-            shards = {"model": policy.state_dict(), "optimizer": get_optimizer_state_dict(policy, optimizer)}
-            dcp.save(shards, checkpoint_id=os.path.join(holder[0], "train_state"))
-        dist.barrier()
-        if rank == 0:  # the marker of a whole checkpoint, written last
-            files = {os.path.relpath(os.path.join(folder, name), holder[0]): os.path.getsize(os.path.join(folder, name))
-                     for folder, _, names in os.walk(holder[0]) for name in names}
-            write_atomic(os.path.join(holder[0], "state.json"), json.dumps({**(state or {}), "files": files}, indent=1))
-    dist.barrier()
+    rank, why = dist.get_rank(), None
+    try:
+        with atomic_folder(path) if rank == 0 else contextlib.nullcontext() as folder:
+            try:
+                if rank == 0:
+                    policy.hf.save_pretrained(folder, state_dict=copy["weights"])
+                    codec.processor.save_pretrained(folder)
+                    fix_tokenizer_class(folder, codec.tokenizer)
+            except (OSError, SafetensorError) as error:
+                why = f"{type(error).__name__}: {error}"
+            folder, why = agreed([folder, why], group)  # all ranks have to hear of a full disk before they meet again
+            if why:
+                raise OSError(why)
+            if copy["shards"] is not None:
+                dcp.save(copy["shards"], checkpoint_id=os.path.join(folder, "train_state"), process_group=group)
+            if rank == 0:  # the marker of a whole checkpoint, written last
+                files = {os.path.relpath(os.path.join(where, name), folder): os.path.getsize(os.path.join(where, name))
+                         for where, _, names in os.walk(folder) for name in names}
+                write_atomic(os.path.join(folder, "state.json"), json.dumps({**(state or {}), "files": files}, indent=1))
+    except OSError as error:
+        why = str(error)
+    except dcp.CheckpointException as error:  # the same on every rank, whichever could not write
+        why = str(next(iter(error.failures.values()))[0])
+    (why,) = agreed([why], group)
+    if why:
+        left = newest_checkpoint(os.path.dirname(os.path.abspath(path)))
+        raise RunError(f"checkpoint {path} could not be written ({why}); " +
+                       (f"the newest whole one is {left}: make room, and the same command goes on from it" if left else "there is no older one"))
+
+
+def agreed(values, group=None):
+    """Rank 0's values, on every rank; a list of plain objects."""
+    import torch.distributed as dist
+
+    dist.broadcast_object_list(values, 0, group)
+    return values
+
+
+def save_checkpoint(policy, codec, path, state=None, optimizer=None, dtype=None):
+    """Copy and write at once: write_checkpoint has the details."""
+    write_checkpoint(policy, codec, path, host_copy(policy, optimizer, dtype), state)
+
+
+class Saver:
+    """Saves a run's checkpoints behind its back: the copy to host memory waits, the writing does not.
+
+    One checkpoint is written at a time. Writing is collective as well: a thread of every rank, in a process group of its own, so that
+    the collectives of training stay undisturbed.
+    """
+
+    def __init__(self, policy, codec, out, keep, start):
+        """start: the step that is saved already, where the run goes on."""
+        import torch.distributed as dist
+
+        self.policy, self.codec, self.out, self.keep, self.saved = policy, codec, out, keep, start
+        self.group = dist.new_group(backend="gloo")
+        self.pool, self.writing = ThreadPoolExecutor(1, thread_name_prefix="save"), None
+
+    def save(self, step, state, optimizer, links=("last",)):
+        """Save the policy as step_NNNNNN with `links` to it; collective. Raises RunError when the save before could not be written."""
+        self.wait()
+        if step == self.saved:  # stopped right behind a save
+            return
+        self.saved, path = step, os.path.join(self.out, f"step_{step:06d}")
+        gpu = next(self.policy.parameters()).device.type == "cuda"
+        copy = host_copy(self.policy, optimizer, torch.bfloat16 if gpu else torch.float32)
+        self.writing = self.pool.submit(self.write, path, copy, {"step": step, **state}, links)
+
+    def write(self, path, copy, state, links):
+        import torch.distributed as dist
+
+        write_checkpoint(self.policy, self.codec, path, copy, state, self.group)
+        if dist.get_rank() == 0:
+            for link in links:
+                point(os.path.join(self.out, link), path)
+            prune_checkpoints(self.out, self.keep)
+
+    def failed(self):
+        """Whether the last save is known to have failed; `wait` says why."""
+        return self.writing is not None and self.writing.done() and self.writing.exception() is not None
+
+    def wait(self):
+        """Until the last save is on disk. Raises RunError when it could not be written."""
+        if self.writing:
+            self.writing.result()
+            self.writing = None
 
 
 def is_complete(folder):
@@ -1116,6 +1302,11 @@ def newest_checkpoint(out):
     return None
 
 
+def pace_flags():
+    """Flags that say how fast and how patiently, never what: they may differ between two parts of one run."""
+    return {"max_seqs", "decode_threads", "decode_timeout", "frame_cache_gb", "patience"}
+
+
 def resume_point(out, args, resume):
     """Where a run goes on -> (folder, its loop state), or (None, {}) to begin.
 
@@ -1124,12 +1315,14 @@ def resume_point(out, args, resume):
     """
     folder = newest_checkpoint(out)
     if folder is None:
-        if resume and any(n.startswith("step_") for n in os.listdir(out)):
-            raise UserError(f"--resume: {out} holds no complete checkpoint")
+        torn = sorted(n for n in os.listdir(out) if n.startswith("step_"))
+        if torn and resume is not False:  # damaged later, or of a version that did not list its files: not ours to delete unasked
+            raise UserError(f"{out}: {torn[-1]} is not whole, and nothing else here is (a file is missing or of another size than state.json says); "
+                            "--no-resume begins anew and deletes it")
         return None, {}
     with open(os.path.join(folder, "state.json")) as f:
         state = json.load(f)
-    free = {"steps", "epochs", "resume", "out", "save_every", "eval_every", "keep", "show_every", "max_seqs", "decode_threads", "decode_timeout"}
+    free = {"steps", "epochs", "resume", "out", "save_every", "eval_every", "keep", "show_every"} | pace_flags()
     now, then = json.loads(json.dumps(vars(args))), state.get("args", {})
     other = sorted(k for k in then if k in now and k not in free and then[k] != now[k])
     if resume is None and other:
@@ -1180,11 +1373,11 @@ def stop_on_sigterm():
     return asked
 
 
-def any_rank(flag, device):
-    """Whether `flag` holds on any rank; collective."""
+def any_rank(*flags):
+    """Whether any of `flags` holds on any rank; collective, in host memory: no GPU is waited for."""
     import torch.distributed as dist
 
-    value = torch.tensor(float(bool(flag)), device=device)
+    value = torch.tensor(float(any(map(bool, flags))))
     dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return bool(value.item())
 
@@ -1297,11 +1490,11 @@ def make_out(path):
 
 
 def run_main(main):
-    """Run a script's main(); bad user input becomes one line on stderr and exit code 2."""
+    """Run a script's main(). Bad user input becomes one line on stderr and exit code 2, a run that cannot go on one line and exit code 1."""
     try:
         main()
-    except (UserError, video.VideoError) as e:
+    except (UserError, RunError, video.VideoError) as e:
         # Under torchrun all ranks see most faults: one of them says it.
         if os.environ.get("RANK", "0") == "0" or isinstance(e, RankError):
-            print(f"{os.path.basename(sys.argv[0])}: {e}", file=sys.stderr, flush=True)
-        sys.exit(2)
+            print(f"{os.path.basename(sys.argv[0])}: {printable(e)}", file=sys.stderr, flush=True)
+        sys.exit(1 if isinstance(e, RunError) else 2)

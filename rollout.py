@@ -345,7 +345,12 @@ def repack_head(engine_model):
 
 
 class TransformersEngine:
-    """Plain transformers: the reference, and the fallback where vLLM is not installed. Batches what is waiting."""
+    """Plain transformers: the reference, and the fallback where vLLM is not installed. Batches what is waiting.
+
+    Deterministic to the bit on one machine: what it batches does not depend on how fast frames were decoded.
+    """
+
+    patient = True  # the scheduler waits for all frames before it polls
 
     def __init__(self, ckpt, codec, device=None, max_seqs=32, policy=None):
         import torch
@@ -363,8 +368,8 @@ class TransformersEngine:
     def poll(self):
         if not self.waiting:
             return []
-        # Longest first: neighbours in length share a batch with little padding, and the decode threads gain time.
-        self.waiting.sort(key=lambda r: len(r.expanded))
+        # Longest first: neighbours in length share a batch with little padding. By name: frames come in any order.
+        self.waiting.sort(key=lambda r: (len(r.expanded), r.id))
         batch = [self.waiting.pop() for _ in range(min(self.max_seqs, len(self.waiting)))]
         frames = {item.key: f for r in batch for item, f in zip(r.items, r.frames)}
         self.vision.load = lambda spec: frames[spec["key"]]
@@ -692,9 +697,9 @@ def run_episode(episode, agent, codec, source, step, protocol=None):
     """The main agent, as a generator: yields lists of things to wait for, is resumed with the list of their results."""
     task, protocol = episode.task, protocol or Protocol()
     spec = {"video": task["video"], "frames": episode.frame_budget}
-    began = time.time()
+    began = time.monotonic()
     loaded, spoken = yield [lambda: source.load_overview(spec), lambda: source.subtitles(task) if agent.subtitles != "none" else []]
-    episode.timing["decode_s"] = time.time() - began
+    episode.timing["decode_s"] = time.monotonic() - began
     for result in (loaded, spoken):
         if isinstance(result, (video.VideoError, ValueError)):
             episode.status, episode.error = "video_error", str(result)
@@ -761,7 +766,7 @@ def run_episode(episode, agent, codec, source, step, protocol=None):
                 break
             context.insert(glue, compact)
             context.items += items
-    episode.timing["total_s"] = time.time() - began
+    episode.timing["total_s"] = time.monotonic() - began
     return episode
 
 
@@ -823,7 +828,7 @@ def sub_agent(record, episode, agent, codec, source, seed, name):
     window = {"start": record["start"], "end": record["end"], "fps": agent.sub_fps, "max_frames": agent.sub_frames}
     if record["num_frames"]:
         window["num_frames"] = record["num_frames"]
-    began = time.time()
+    began = time.monotonic()
     spec = {"video": episode.task["video"], **window}
     (loaded,) = yield [lambda: source.load_window(spec)]
     if isinstance(loaded, ValueError):
@@ -846,7 +851,7 @@ def sub_agent(record, episode, agent, codec, source, seed, name):
         record.update(status="engine_error", summary="error: the window could not be looked at")
         return
     summary = done.text.split("</think>")[-1].strip()
-    record.update(status="ok", summary=summary or "(nothing to report)", seconds=time.time() - began)
+    record.update(status="ok", summary=summary or "(nothing to report)", seconds=time.monotonic() - began)
     if done.ids is not None:
         context.sampled(done.ids, done.logps)
         record.update(sub_tokens=len(done.ids), frames_seen=len(frames.seconds),
@@ -931,11 +936,11 @@ def drive(engine, works, threads=4, max_live=None, clock=None, stop=None):
                     break
                 live += 1
                 advance(Node(work), None)
-            while decoding and (not owners or not arrived.empty()):  # block only when the engine has nothing to do
-                waiting = time.time()
+            while decoding and (not owners or not arrived.empty() or getattr(engine, "patient", False)):  # block only when the engine has nothing to do
+                waiting = time.monotonic()
                 node, slot, result = arrived.get()
                 if clock is not None and not owners:
-                    clock["decode_s"] = clock.get("decode_s", 0.0) + time.time() - waiting
+                    clock["decode_s"] = clock.get("decode_s", 0.0) + time.monotonic() - waiting
                 decoding -= 1
                 if node is None:
                     raise result
@@ -976,11 +981,6 @@ def run(engine, tasks, agent, codec, source, frames=64, group=1, step=0, version
 # Looking at episodes
 
 
-def printable(text):
-    """Nothing a model or a data file wrote may steer the terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
-
-
 def show(episode, codec, colour=True):
     """One episode as text: sampled tokens in one colour, inserted ones in another, structural tokens marked."""
     on = {"inserted": "\033[2m", "sampled": "\033[32m", "struct": "\033[1;33m"} if colour else {"inserted": "", "sampled": "«", "struct": "«*"}
@@ -996,13 +996,13 @@ def show(episode, codec, colour=True):
         while end < len(kind) and kind[end] == kind[position]:
             end += 1
         ids = [i for n, i in enumerate(context.ids[position:end], position) if i not in pads or context.ids[n - 1] != i]
-        out.append(on[kind[position]] + printable(model.decode(codec, ids, True)) + off[kind[position]])
+        out.append(on[kind[position]] + model.printable(model.decode(codec, ids, True)) + off[kind[position]])
         position = end
     r = episode.reward
     terms = " ".join(f"{k} {r[k]:.2f}" for k in ("total", "acc", "fmt", "tool")) if r else ""
     head = f"== {episode.task['id']} sample {episode.sample} | K {episode.frame_budget} | {episode.status} | {terms} | gold {episode.task['answer']}"
     calls = [f"   call {c['start']}-{c['end']}: {c['status']} -> {c['summary']}" for c in episode.calls]
-    return "\n".join([printable(head), "".join(out), *map(printable, calls)])
+    return "\n".join([model.printable(head), "".join(out), *map(model.printable, calls)])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1060,6 +1060,8 @@ def add_agent_arguments(parser, tools=True):
     add("--max-pixels", type=int, default=50176, help="pixels of a frame after resizing, at most")
     add("--decode-threads", type=int, default=4, help="threads that read videos while the engine runs")
     add("--decode-timeout", type=float, default=60.0, help="seconds a video may take, read in a child process; 0 = in this process, unprotected")
+    add("--frame-cache-gb", type=float, default=4.0, help="GiB of decoded frames kept per rank; 0 = none")
+    add("--patience", type=float, default=1800.0, help="seconds a phase, or the next episode, may take; beyond, the run ends with the stacks of every rank; 0 = for ever")
     add("--max-seqs", type=int, default=64, help="sequences in the engine's batch")
 
 
@@ -1077,7 +1079,7 @@ def agent_settings(args, data_path):
     root = args.video_root or os.path.dirname(os.path.abspath(data_path))
     if not os.path.isdir(root):
         raise model.UserError(f"--video-root {root}: no such folder")
-    return agent, Source(root, video.FrameCache(timeout=args.decode_timeout or None), args.min_pixels, args.max_pixels)
+    return agent, Source(root, video.FrameCache(int(args.frame_cache_gb * 2**30), timeout=args.decode_timeout or None), args.min_pixels, args.max_pixels)
 
 
 def check_context(codec, tasks, agent, source, frames):
@@ -1120,7 +1122,8 @@ def make_engine(kind, ckpt, codec, args, seed=0, sleeping=False, quiet=False):
     return TransformersEngine(ckpt, codec, max_seqs=args.max_seqs)
 
 
-def main():
+@model.watched
+def main(watch):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ckpt", required=True, help="checkpoint folder")
     parser.add_argument("--data", required=True, help="task JSONL")
@@ -1150,17 +1153,19 @@ def main():
     codec = model.load_codec(ckpt, args.channel)
     check_context(codec, tasks, agent, source, args.frames)
     engine = make_engine(args.engine, ckpt, codec, args, args.seed)
-    lines, shown, began = [], 0, time.time()
+    watch.begin(args.patience)
+    lines, shown, began = [], 0, time.monotonic()
     for episode in tqdm(run(engine, tasks, agent, codec, source, args.frames, args.group, args.step, threads=args.decode_threads),
                         total=len(tasks) * args.group, desc="rollouts", disable=None):
         lines.append(episode.to_json())
+        watch.beat()
         if shown < args.show:
             shown += 1
             print(show(episode, codec, sys.stdout.isatty() and "NO_COLOR" not in os.environ), flush=True)
     if args.out:
         lines.sort(key=lambda r: (r["group"], r["sample"]))
         model.write_atomic(args.out, "".join(json.dumps(r) + "\n" for r in lines))
-    seconds, n = time.time() - began, len(lines)
+    seconds, n = time.monotonic() - began, len(lines)
     mean = {k: sum(r["reward"][k] for r in lines) / n for k in ("total", "acc", "fmt", "tool")}
     kappa = sum(sum(c["status"] == "ok" for c in r["calls"]) for r in lines) / n
     print(f"{n} rollouts in {seconds:.1f} s ({n / seconds:.1f}/s) | R {mean['total']:.3f} (acc {mean['acc']:.3f} fmt {mean['fmt']:.3f} "

@@ -30,7 +30,7 @@ import math
 import os
 import re
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 
 import model
@@ -58,6 +58,7 @@ def build_parser():
     add("--min-pixels", type=int, default=1024, help="pixels of a frame after resizing, at least")
     add("--max-pixels", type=int, default=50176, help="pixels of a frame after resizing, at most")
     add("--decode-timeout", type=float, default=60.0, help="seconds a video may take, read in a child process; 0 = in this process, unprotected")
+    add("--frame-cache-gb", type=float, default=4.0, help="GiB of decoded frames kept per rank; 0 = none")
     add("--seed", type=int, default=0, help="order of the data")
     # optimisation
     add("--epochs", type=float, default=1.0, help="passes over the data; may be a fraction")
@@ -79,6 +80,7 @@ def build_parser():
     add("--save-every", type=int, default=500, help="steps between checkpoints; 0 = only at the end")
     add("--keep", type=int, default=2, help="newest checkpoints kept besides `last` and `best`; 0 = all")
     add("--max-bad-steps", type=int, default=3, help="steps in a row without a finite gradient, each skipped, that stop the run")
+    add("--patience", type=float, default=1800.0, help="seconds a step, an evaluation or a save may take; beyond, the run ends with the stacks of every rank; 0 = for ever")
     add("--format-samples", type=int, default=32, help="held-out prompts answered greedily for the format rate; 0 = none")
     add("--max-new-tokens", type=int, default=512, help="per greedy answer of the format rate")
     return parser
@@ -106,13 +108,14 @@ def parse_args():
 
 
 class Chats:
-    """Rows of an SFT JSONL as token sequences; each row is encoded once, its frames are decoded once."""
+    """Rows of an SFT JSONL as token sequences; each row is encoded once, its frames are decoded once, as far as the caches reach."""
 
-    def __init__(self, path, codec, args, cache):
-        self.path, self.codec, self.args, self.cache = path, codec, args, cache
+    def __init__(self, path, codec, args, cache, max_tokens=2**22):
+        """max_tokens: of all encoded rows that are kept, least recently used go first; 4 M are about 100 MB."""
+        self.path, self.codec, self.args, self.cache, self.max_tokens = path, codec, args, cache, max_tokens
         self.root = args.video_root or os.path.dirname(os.path.abspath(path))
         self.rows = model.read_jsonl(path, required=("id", "messages"))
-        self.encoded = {}
+        self.encoded, self.tokens = OrderedDict(), 0
         self.broken = set()
         for number, row in enumerate(self.rows, 1):
             problem = check_chat(row["messages"])
@@ -130,13 +133,19 @@ class Chats:
             try:
                 items = [model.vision_item(spec, self.frames(spec)) for spec in specs]
             except (video.VideoError, ValueError) as error:  # ValueError: a window that holds nothing of the video
-                print(f"skipped {row['id']}: {error}", flush=True)
+                print(model.printable(f"skipped {row['id']}: {error}"), flush=True)
                 self.broken.add(index)
                 return None
             sequence = model.encode_chat(self.codec, row["messages"], items, row.get("tools"))
             if len(sequence.ids) > self.args.max_len:
                 raise model.RankError(f"{self.path}: chat {row['id']} has {len(sequence.ids)} tokens, --max-len is {self.args.max_len}")
             self.encoded[index] = sequence
+            self.tokens += len(sequence.ids)
+            while self.tokens > self.max_tokens and len(self.encoded) > 1:
+                self.tokens -= len(self.encoded.popitem(last=False)[1].ids)
+            return sequence
+        if index in self.encoded:
+            self.encoded.move_to_end(index)
         return self.encoded.get(index)
 
     def cost(self, index):
@@ -347,8 +356,8 @@ def build_optimizers(policy, args, device):
     return optimizers
 
 
-def backward(policy, vision, packs, codec, world, device):
-    """Forward and backward over this rank's packs -> (global mean loss in nats per token, global N)."""
+def backward(policy, vision, packs, codec, world, device, asked=()):
+    """Forward and backward over this rank's packs -> (global mean loss in nats per token, global N); None once any rank was `asked` to stop."""
     import torch
     import torch.distributed as dist
 
@@ -357,6 +366,8 @@ def backward(policy, vision, packs, codec, world, device):
     n = max(1.0, count.item())
     loss = torch.zeros((), device=device, dtype=torch.float64)
     for pack, weight in model.even_packs(codec, packs, device):
+        if torch.is_grad_enabled() and model.any_rank(asked):
+            return None
         logp, _ = policy(pack, vision)
         part = -weight * logp.sum() / n
         if torch.is_grad_enabled():
@@ -394,7 +405,8 @@ def format_rate(policy, codec, vision, chats, number, max_new_tokens, rank, worl
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def main():
+@model.watched
+def main(watch):
     args = parse_args()
     if args.convert:
         convert(args.convert, args.out, args.convert_frames)
@@ -406,9 +418,10 @@ def main():
     import torch
     import torch.distributed as dist
 
-    rank, world, device = model.start_process_group()
+    rank, world, device = model.start_process_group(args.patience)
+    watch.begin(args.patience)
     codec = model.load_codec(ckpt, args.channel)
-    cache = video.FrameCache(timeout=args.decode_timeout or None)
+    cache = video.FrameCache(int(args.frame_cache_gb * 2**30), timeout=args.decode_timeout or None)
     train = Chats(args.data, codec, args, cache)
     held = Chats(args.val, codec, args, cache) if args.val else None
     if all(train[i] is None for i in range(min(8, len(train.rows)))):
@@ -451,14 +464,10 @@ def main():
             log.flush()
         return loss
 
+    saver = model.Saver(policy, codec, args.out, args.keep, start)
+
     def save(step, names):
-        path = os.path.join(args.out, f"step_{step:06d}")
-        model.save_checkpoint(policy, codec, path, {"step": step, "best": best, "args": vars(args)}, optimizers,
-                              torch.bfloat16 if device.type == "cuda" else torch.float32)
-        if rank == 0:
-            for name in names:
-                model.point(os.path.join(args.out, name), path)
-            model.prune_checkpoints(args.out, args.keep)
+        saver.save(step, {"best": best, "args": vars(args)}, optimizers, names)
 
     prefetch = ThreadPoolExecutor(1)  # next batch is decoded and packed while this one trains
 
@@ -466,20 +475,27 @@ def main():
         mine = share(model.batch_indices(step, args.batch_size, len(train.rows), args.seed), train.cost, rank, world)
         return prefetch.submit(make_packs, train, mine, codec, args.pack_tokens)
 
-    future, began = upcoming(start), time.time()
+    future, began = upcoming(start), time.monotonic()
     bad, finished, asked = 0, False, model.stop_on_sigterm()
     known, skipped = 0, 0  # broken chats: as the ranks report them, and counted once each
     for step in range(start, steps):
-        clock = time.time()
+        clock = time.monotonic()
         packs = future.result()
-        waited = time.time() - clock
+        waited = time.monotonic() - clock
         if step + 1 < steps:
             future = upcoming(step + 1)
         fraction = schedule(step, steps, args.warmup, args.min_lr)
         for o, peak in zip(optimizers, peaks):
             for group, lr in zip(o.param_groups, peak):
                 group["lr"] = lr * fraction
-        loss, tokens = backward(policy, vision, packs, codec, world, device)
+        done = backward(policy, vision, packs, codec, world, device, asked)
+        if done is None:  # a scheduler's warning: this step's gradients are dropped, and made again later as they were
+            save(step, ["last"])
+            saver.wait()
+            if rank == 0:
+                print(f"stopped by SIGTERM after step {step} of {steps}; the same command goes on from {args.out}", flush=True)
+            break
+        loss, tokens = done
         norm = torch.nn.utils.clip_grad_norm_(model.trained_parameters(policy), args.clip or math.inf)
         norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
         bad = 0 if math.isfinite(norm) else bad + 1
@@ -488,18 +504,21 @@ def main():
                 o.step()
             o.zero_grad(set_to_none=True)
         if bad >= args.max_bad_steps:
-            raise RuntimeError(f"step {step + 1}: no finite gradient for {bad} steps in a row (--max-bad-steps); the newest checkpoint is "
+            saver.wait()
+            raise model.RunError(f"step {step + 1}: no finite gradient for {bad} steps in a row (--max-bad-steps); the newest checkpoint is "
                                f"{model.newest_checkpoint(args.out)}")
-        totals = torch.tensor([sum(len(p.ids) for p in packs), len(train.broken), len(asked)], device=device, dtype=torch.float64)
+        totals = torch.tensor([sum(len(p.ids) for p in packs), len(train.broken), saver.failed()], device=device, dtype=torch.float64)
         dist.all_reduce(totals)
-        length, reported, stopping = totals.tolist()
+        length, reported, unsaved = totals.tolist()
+        if unsaved:  # known on one rank at least: all of them say why, and stop
+            saver.wait()
         if reported > known:  # rare: some rank met a new broken chat. Ranks meet different ones, and the same one in two epochs
             gathered, known = [None] * world, reported
             dist.all_gather_object(gathered, sorted(train.broken))
             skipped = len(set().union(*gathered))
-        seconds = time.time() - clock
+        seconds = time.monotonic() - clock
         if rank == 0:
-            eta = (time.time() - began) / (step + 1 - start) * (steps - step - 1)
+            eta = (time.monotonic() - began) / (step + 1 - start) * (steps - step - 1)
             record = {"step": step + 1, "loss": loss, "lr": args.lr * fraction, "grad_norm": norm, "trained_tokens": tokens,
                       "tokens": int(length), "tokens_per_s": length / seconds, "wait_s": waited, "step_s": seconds,
                       "skipped_chats": skipped, "bad_steps": bad}
@@ -514,16 +533,14 @@ def main():
             value = evaluate(step + 1)
             if value < best:
                 best, names = value, ["last", "best"]
-        if last or stopping or (args.save_every and (step + 1) % args.save_every == 0) or "best" in names:
+        if last or (args.save_every and (step + 1) % args.save_every == 0) or "best" in names:
             save(step + 1, names)
-        if stopping and not last:
-            if rank == 0:
-                print(f"stopped by SIGTERM after step {step + 1} of {steps}; the same command goes on from {args.out}", flush=True)
-            break
+        watch.beat()
     else:
+        saver.wait()
         finished = True
     if rank == 0 and finished:
-        print(f"done: {steps} steps in {(time.time() - began) / 60:.1f} min -> {args.out}/last", flush=True)
+        print(f"done: {steps} steps in {(time.monotonic() - began) / 60:.1f} min -> {args.out}/last", flush=True)
     prefetch.shutdown()
     dist.destroy_process_group()
 

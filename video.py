@@ -304,7 +304,7 @@ def _av_errors(path):
 
     try:
         yield
-    except (av.FFmpegError, OSError, RuntimeError) as error:
+    except (av.FFmpegError, OSError, RuntimeError, IndexError) as error:  # the last: a stream that is announced halfway (MPEG-TS)
         raise VideoError(path, f"PyAV: {getattr(error, 'strerror', None) or error}") from error
 
 
@@ -317,6 +317,8 @@ def _av_stream(path, num_threads=1):
         if not container.streams.video:
             raise VideoError(path, "no video stream")
         stream = container.streams.video[0]
+        if stream.codec_context is None:
+            raise VideoError(path, "no decoder for its video stream")
         # As for decord, a fixed number: the default takes every core, once per file that is open.
         stream.codec_context.thread_count = num_threads
         yield container, stream
@@ -494,11 +496,21 @@ class Decoder:
         self.timeout, self.held, self.path, self.process, self.pipe = timeout, {}, None, None, None
 
     def ask(self, path, request):
-        """Raises VideoError also for a child that crashed or stayed silent for `timeout` seconds; the next request then
-        starts a new child."""
+        """Raises VideoError also for a file on which two children died, or one stayed silent for `timeout` seconds; the next
+        request then starts a new child. (One death may be anybody's: the kernel's, short of memory, or a user's.)"""
         self.path = path
         if self.timeout is None:
             return _answer(request, self.held)
+        status, value = self._try(path, request) or self._try(path, request) or ("bad", "the decoder process died, twice")
+        # A request that failed in good order leaves its child alive.
+        if status == "raise":
+            raise value
+        if status == "bad":
+            raise VideoError(path, value)
+        return value
+
+    def _try(self, path, request):
+        """-> the child's answer, None when it died."""
         if self.process is None:
             # Not multiprocessing: its spawn would import the caller's main script, with torch, in every child.
             self.pipe, theirs = Pipe()
@@ -510,19 +522,14 @@ class Decoder:
             self.pipe.send(request)
             if not self.pipe.poll(self.timeout):
                 raise VideoError(path, f"no answer within {self.timeout:g} s")
-            status, value = self.pipe.recv()
+            answer = self.pipe.recv()
             answered = True
-        except (EOFError, OSError) as error:
-            raise VideoError(path, "the decoder process died") from error
+            return answer
+        except (EOFError, OSError):
+            return None
         finally:
             if not answered:  # for whatever reason, Ctrl-C too: a late answer must never serve the next request
                 self.close()
-        # A request that failed in good order leaves its child alive.
-        if status == "raise":
-            raise value
-        if status == "bad":
-            raise VideoError(path, value)
-        return value
 
     def close(self):
         self.held.clear()

@@ -622,7 +622,7 @@ def test_a_recorded_gap_beyond_the_tolerance_stops_the_run(run_grpo, recorded, t
         r["logps"] = [lp + 0.05 * m for lp, m in zip(r["logps"], r["mask"])]
     shifted = tmp_path / "shifted.jsonl"
     shifted.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    with pytest.raises(RuntimeError, match="between engine and trainer is 0.050 nats, tolerance 0.001"):
+    with pytest.raises(model.RunError, match="between engine and trainer is 0.050 nats, tolerance 0.001"):
         run_grpo("--rollouts", shifted)
     assert not (tmp_path / "run" / "last").exists()
     run_grpo("--rollouts", shifted, "--probe-tolerance", 0.06)
@@ -634,7 +634,7 @@ def test_log_probs_that_are_no_numbers_stop_the_run(run_grpo, recorded, tmp_path
     rows[0]["logps"][rows[0]["spans"][0][0]] = float("nan")
     broken = tmp_path / "nan.jsonl"
     broken.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    with pytest.raises(RuntimeError, match="between engine and trainer is nan"):
+    with pytest.raises(model.RunError, match="between engine and trainer is nan"):
         run_grpo("--rollouts", broken)
 
 

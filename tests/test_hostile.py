@@ -5,12 +5,15 @@ Ten thousand completions, mutated from real ones, through whole episodes; files 
 """
 import json
 import math
+import os
 import random
 import time
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from test_video import write
 
 import eval as evaluation
 import model
@@ -123,6 +126,67 @@ def test_no_text_breaks_another_systems_protocol(protocol, toy, source, monkeypa
     for episode in rollout.run(Talker(say), [task], agent, None, source, 4, group=300, protocol=evaluation.make_protocol(args)[0]):
         assert episode.status == "ok" and len(episode.turns) <= 3
         evaluation.record_of(episode, "d", 4, "on", args)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Videos
+
+
+def damaged(folder, rng):
+    """(name, bytes) of hundreds of damaged files: cut, flipped, with other headers, holes, and lying sizes and counts; of twelve formats."""
+    bases = {name: Path(write(folder / name, 50, **options)).read_bytes() for name, options in {
+        "back.mp4": {"g": 10}, "front.mp4": {"g": 10, "mux": {"movflags": "faststart"}}, "pieces.mp4": {"g": 10, "mux": {"movflags": "frag_keyframe+empty_moov"}},
+        "a.mkv": {"g": 10}, "a.webm": {"codec": "libvpx"}, "a.avi": {"codec": "mpeg4"}, "a.ts": {"g": 10}, "a.flv": {"g": 10}, "a.mov": {"codec": "mpeg4"},
+        "444.mp4": {"pixels": "yuv444p"}, "ten.mp4": {"pixels": "yuv420p10le"}, "gray.mkv": {"codec": "ffv1", "pixels": "gray"},
+        "vfr.mp4": {"milliseconds": [i * 40 + i % 7 * 5 for i in range(50)]}}.items()}
+    for name, data in bases.items():
+        n = len(data)
+        for part in (0.001, 0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99):
+            yield f"cut {part} {name}", data[: max(1, int(n * part))]
+        for count, upto in ((1, n), (10, n), (100, n), (1000, n), (1, 600), (5, 600), (20, 600), (60, 2000)):
+            flipped = bytearray(data)
+            for _ in range(count):
+                flipped[rng.randrange(min(upto, n))] ^= 1 << rng.randrange(8)
+            yield f"{count} bits of the first {upto} {name}", bytes(flipped)
+        yield f"other head {name}", bases["a.mkv" if name != "a.mkv" else "back.mp4"][:64] + data[64:]
+        yield f"no head {name}", bytes(64) + data[64:]
+        yield f"tail {name}", data + rng.randbytes(5000)
+        yield f"twice {name}", data + data
+        yield f"hole {name}", data[: n // 3] + bytes(n // 3) + data[n // 3 * 2:]
+        for box in (b"moov", b"mdat", b"stsz", b"stts", b"stco", b"avc1", b"mp4v", b"tkhd", b"mdhd", b"stsc", b"elst", b"avcC"):
+            at = data.find(box)
+            if at < 4:
+                continue
+            lies = [(at - 4, size) for size in (b"\xff" * 4, bytes(4), b"\x7f" + b"\xff" * 3)]  # of the box
+            lies += [(at + 8, b"\x00\xff\xff\xff" * 2)] if box[:2] == b"st" else []  # how many samples there are
+            lies += [(at + 28, b"\xff" * 4)] if box in (b"avc1", b"mp4v") else []  # 65535 x 65535 pixels
+            lies += [(at + 16, b"\xff" * 12)] if box in (b"mdhd", b"tkhd") else []  # a duration of centuries
+            for place, value in lies:
+                yield f"{box.decode()} {place - at} {value[:2].hex()} {name}", data[:place] + value + data[place + len(value):]
+
+
+def test_hundreds_of_damaged_videos_give_frames_or_a_video_error(tmp_path):
+    """Each within the deadline, in one child that neither dies nor grows."""
+    cache, seen, sizes, children = video.FrameCache(0, timeout=20), Counter(), [], set()
+    for name, data in damaged(tmp_path, random.Random(0)):
+        path = tmp_path / f"damaged{os.path.splitext(name)[1]}"
+        path.write_bytes(data)
+        try:
+            frames = video.overview(path, 8, cache=cache)
+            assert frames.images.shape[1] % 32 == 0 and 0 <= frames.seconds[0] and (frames.seconds[1:] > frames.seconds[:-1]).all(), name
+            video.crop(path, 0.0, 0.6, cache=cache)
+            seen["frames"] += 1
+        except video.VideoError as error:
+            assert "died" not in error.why and "no answer" not in error.why, (name, error)
+            seen["error"] += 1
+        (decoder,) = cache._idle
+        if decoder.process:
+            children.add(decoder.process.pid)
+            with open(f"/proc/{decoder.process.pid}/statm") as f:
+                sizes.append(int(f.read().split()[1]) * 4096 / 2**20)
+    cache.close()
+    assert sum(seen.values()) >= 300 and min(seen.values()) > 50, seen
+    assert len(children) == 1 and max(sizes[len(sizes) // 2:]) < sizes[len(sizes) // 2] + 30, (children, sizes[:: len(sizes) // 8])  # MiB
 
 
 # ---------------------------------------------------------------------------------------------------------------------

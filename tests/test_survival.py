@@ -82,8 +82,10 @@ def test_a_run_goes_on_by_itself_only_where_its_settings_are_the_same(tmp_path):
     assert model.resume_point(str(tmp_path), arguments(lr=2.0), True)[1]["step"] == 2
     assert model.resume_point(str(tmp_path), arguments(lr=2.0), False) == (None, {})
     (folder / "state.json").unlink()
-    with pytest.raises(model.UserError, match="no complete checkpoint"):
-        model.resume_point(str(tmp_path), arguments(), True)
+    for resume in (True, None):  # damaged later, perhaps, and not ours to delete unasked
+        with pytest.raises(model.UserError, match="step_000002 is not whole.*--no-resume"):
+            model.resume_point(str(tmp_path), arguments(), resume)
+    assert model.resume_point(str(tmp_path), arguments(), False) == (None, {})
 
 
 def test_beginning_anew_deletes_what_was_there(tmp_path):
@@ -172,7 +174,7 @@ def test_grpo_stops_when_asked_and_goes_on_as_if_it_had_not(run, monkeypatch, ca
     assert [n.name for n in sorted((parts / "rollouts").iterdir())] == ["step_000000.rank0.jsonl"]
     run("grpo", "--steps", 3, out="parts")  # the same command
     assert steps_of(parts) == [1, 2, 3] and "done: 2 steps" in capsys.readouterr().out
-    assert same(weights(straight), weights(parts)) < 2e-5
+    assert same(weights(straight), weights(parts)) == 0.0
     a, b = ([[json.loads(x)["ids"] for x in p.read_text().splitlines()] for p in sorted((f / "rollouts").iterdir())] for f in (straight, parts))
     assert a == b
     run("grpo", "--steps", 3, out="parts")
@@ -191,15 +193,24 @@ def test_sft_stops_when_asked_and_goes_on_as_if_it_had_not(run, monkeypatch, cap
 
     monkeypatch.setattr(sft, "backward", asked_to_stop)
     parts = run("sft", "--steps", 4, out="parts")
-    assert "stopped by SIGTERM after step 2 of 4" in capsys.readouterr().out and steps_of(parts) == [1, 2]
+    assert "stopped by SIGTERM after step 1 of 4" in capsys.readouterr().out and steps_of(parts) == [1]  # its micro-batches are not waited for
     run("sft", "--steps", 4, out="parts")
-    assert steps_of(parts) == [1, 2, 3, 4] and same(weights(straight), weights(parts)) < 1e-6
+    assert steps_of(parts) == [1, 2, 3, 4] and same(weights(straight), weights(parts)) == 0.0
     run("sft", "--steps", 4, out="parts")
     assert "nothing to do" in capsys.readouterr().out
     with pytest.raises(model.UserError, match="other settings: --lr"):
         run("sft", "--steps", 4, "--lr", 1e-9, out="parts")
     run("sft", "--steps", 1, "--lr", 1e-9, "--no-resume", out="parts")
     assert steps_of(parts) == [1] and sorted(n for n in os.listdir(parts) if n.startswith("step")) == ["step_000001"]
+
+
+@pytest.mark.parametrize("script", ["grpo", "sft"])
+def test_a_clock_that_jumps_changes_no_number(run, monkeypatch, script):
+    """The machine's clock goes back an hour with every look at it: durations are of another clock."""
+    hours = iter(range(10**9, 0, -3600))
+    monkeypatch.setattr(time, "time", lambda: float(next(hours)))
+    for row in map(json.loads, (run(script, "--steps", 2) / "log.jsonl").read_text().splitlines()):
+        assert all(0 <= value < 600 for name, value in row.items() if name.endswith("_s") and "per" not in name), row
 
 
 def test_a_second_signal_ends_the_process_at_once():
@@ -236,7 +247,7 @@ def test_an_update_without_a_finite_gradient_is_skipped_and_counted(run, monkeyp
     assert [row[key] for row in log] == [0, 1, 0] and not math.isfinite(log[1]["grad_norm"])
     assert all(torch.isfinite(w).all() for w in weights(folder).values())
     spoilt.update(range(99))
-    with pytest.raises(RuntimeError, match="no finite gradient for 2 steps in a row.*step_000003"):
+    with pytest.raises(model.RunError, match="no finite gradient for 2 steps in a row.*step_000003"):
         run(script, "--steps", 9, "--max-bad-steps", 2, "--resume", *extra)
     assert model.newest_checkpoint(str(folder)).endswith("step_000003")
 
@@ -245,48 +256,86 @@ def test_an_update_without_a_finite_gradient_is_skipped_and_counted(run, monkeyp
 # Killed
 
 
-KILLS = 20
 RUNNER = """
     import os, random, signal, sys, time
-    import model, sft, video
+    import model, sft, grpo, video
     model.import_shim()
     import numpy, torch, decord, safetensors.torch, torch.distributed.checkpoint
     from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
-    kills, seed, words = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
-    rng, done, longest = random.Random(seed), 0, 0.0
-    while True:
-        began, child = time.time(), os.fork()
+    kills, log, words = int(sys.argv[1]), os.path.join(sys.argv[-1], "log.jsonl"), sys.argv[2:]
+    rng = random.Random(7)
+
+    def lines():
+        return open(log).read().count("\\n") if os.path.exists(log) else 0
+
+    for attempt in range(kills + 1):
+        before, child = lines(), os.fork()
         if child == 0:  # imports are shared, so that an attempt costs a second; nothing has run in the parent, which has no threads yet
             sys.argv = words
             try:
-                model.run_main(sft.main)
+                model.run_main({"sft.py": sft, "grpo.py": grpo}[words[0]].main)
             finally:
                 sys.stdout.flush()
                 os._exit(0)
-        if done < kills:
-            time.sleep(rng.uniform(0.5, 4.0))
-            os.kill(child, signal.SIGKILL)
-            done += os.waitpid(child, 0)[1] == signal.SIGKILL
-            continue
-        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        if attempt == kills:
+            sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        grown = rng.choice((0, 1, 2))  # while it starts; or in a step or a save, one or two steps further on
+        while grown and lines() < before + grown:
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0.0, 0.3 if grown else 2.0))
+        os.kill(child, signal.SIGKILL)
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL, "it ended before it was killed"
 """
 
 
-def test_a_run_killed_twenty_times_ends_with_the_weights_of_one_that_was_not(toy, tmp_path):
-    """SIGKILL at random moments, a save in every step: nothing is trained twice, nothing torn is loaded."""
+@pytest.fixture
+def go(tmp_path):
+    """go(kills, words, out) -> run folder of a run that was killed so many times."""
     (tmp_path / "runner.py").write_text(textwrap.dedent(RUNNER))
-    words = ["sft.py", "--preset", "toy", "--ckpt", toy / "init", "--data", toy / "sft.jsonl", "--batch-size", 4, "--steps", 12, "--save-every", 1, "--keep", 2]
 
-    def go(kills, out):
-        command = [sys.executable, tmp_path / "runner.py", kills, 7, *words, "--out", tmp_path / out]
+    def go(kills, words, out):
+        command = [sys.executable, tmp_path / "runner.py", kills, *words, "--preset", "toy", "--save-every", 1, "--keep", 2, "--out", tmp_path / out]
         done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=ROOT, timeout=900, env={**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"})
         assert done.returncode == 0, done.stderr[-2000:]
         return tmp_path / out
 
-    straight, killed = go(0, "straight"), go(KILLS, "killed")
-    assert steps_of(killed) == list(range(1, 13)) and same(weights(straight), weights(killed)) == 0.0
+    return go
+
+
+def check_killed(straight, killed, steps):
+    """Nothing was trained twice, nothing torn was loaded, nothing is left over."""
+    assert steps_of(killed) == list(range(1, steps + 1)) and same(weights(straight), weights(killed)) == 0.0
     left = [n for n in os.listdir(killed) if n.startswith((".", "step_"))]
-    assert sorted(left) == ["step_000011", "step_000012"], left
+    assert sorted(left) == [f"step_{n:06d}" for n in (steps - 1, steps)], left
     losses = [[json.loads(line)["loss"] for line in (f / "log.jsonl").read_text().splitlines()] for f in (straight, killed)]
     assert losses[0] == losses[1]
+
+
+def test_a_run_killed_twenty_times_ends_with_the_weights_of_one_that_was_not(toy, go):
+    """SIGKILL at random moments, a save behind every step."""
+    words = ["sft.py", "--ckpt", toy / "init", "--data", toy / "sft.jsonl", "--batch-size", 4, "--steps", 45]
+    check_killed(go(0, words, "straight"), go(20, words, "killed"), 45)
+
+
+def drawn(folder):
+    """What was sampled from what: of every step the tasks, K, samples and ids."""
+    return [[(row["group"], row["sample"], row["K"], row["ids"]) for row in map(json.loads, path.read_text().splitlines())] for path in sorted((folder / "rollouts").iterdir())]
+
+
+def test_reinforcement_learning_killed_twenty_times_draws_the_same_and_learns_the_same(toy, go):
+    """The same with rollouts, from the engine that is deterministic to the bit."""
+    words = ["grpo.py", "--ckpt", toy / "init", "--data", toy / "rl.jsonl", "--steps", 45, "--frames", "gated", "--show-every", 0, *LIVE]
+    straight, killed = go(0, words, "straight"), go(20, words, "killed")
+    check_killed(straight, killed, 45)
+    assert drawn(straight) == drawn(killed) and len(drawn(killed)) == 45
+
+
+def test_killed_runs_with_vllm_draw_the_same_tasks_budgets_and_seeds(toy, go):
+    """vLLM's batches depend on time, so its log-probs differ in their last bits, and with them what is sampled now and then; what is asked for does not."""
+    pytest.importorskip("vllm", reason="vllm is not installed")
+    words = ["grpo.py", "--ckpt", toy / "init", "--data", toy / "rl.jsonl", "--steps", 6, "--frames", "gated", "--show-every", 0, *LIVE, "--engine", "vllm"]
+    straight, killed = go(0, words, "straight"), go(2, words, "killed")
+    assert steps_of(killed) == list(range(1, 7))
+    a, b = ([[row[:3] for row in step] for step in drawn(folder)] for folder in (straight, killed))
+    assert a == b and sum(x == y for s, t in zip(drawn(straight), drawn(killed)) for x, y in zip(s, t)) > 24  # of 36 rollouts, ids and all

@@ -1,0 +1,195 @@
+"""
+Tests of faults while running, on two ranks under torchrun: python -m pytest tests/test_faults.py -q
+
+A rank that dies, hangs, raises or cannot write: every run ends within a deadline, with one reason and a checkpoint that loads.
+"""
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+from conftest import ROOT, run_script
+
+import model
+
+HEAD = """
+    import os, signal, sys, time
+    sys.path.insert(0, {root!r})
+    import torch
+    import model, rewards, rollout, sft, grpo, video
+    rank = int(os.environ.get("RANK", 0))
+"""
+LIVE = ("--engine", "transformers", "--prompts", 2, "--group", 3, "--max-new-tokens", 6, "--sub-max-new-tokens", 4, "--temperature", 1.0, "--probe-tolerance", 9,
+        "--frames", 4, "--show-every", 0)
+
+
+@pytest.fixture
+def start(toy, tmp_path):
+    """start("sft" | "grpo", fault, *flags) -> Popen of two ranks that run the script with `fault`, Python that is run before its main()."""
+    running = []
+
+    def start(script, fault, *flags, ranks=2, out="out"):
+        path = tmp_path / f"{script}_faulty.py"
+        path.write_text(textwrap.dedent(HEAD.format(root=ROOT)) + textwrap.dedent(fault) + f"\nmodel.run_main({script}.main)\n")
+        common = {"grpo": ("--data", toy / "rl.jsonl", *LIVE), "sft": ("--data", toy / "sft.jsonl", "--batch-size", 4)}[script]
+        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks, path, "--preset", "toy", "--ckpt", toy / "init",
+                 "--video-root", toy, "--out", tmp_path / out, "--save-every", 1, *common, *flags]
+        process = subprocess.Popen(list(map(str, words)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
+        running.append(process)
+        return process
+
+    yield start
+    for process in running:  # nothing of a test that failed stays behind
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+def finish(process, timeout=120):
+    """-> (exit code, stdout, stderr without the launcher's own report, seconds)."""
+    began = time.monotonic()
+    out, err = process.communicate(timeout=timeout)
+    return process.returncode, out, err, time.monotonic() - began
+
+
+def steps_of(out):
+    return [row["step"] for row in map(json.loads, (out / "log.jsonl").read_text().splitlines()) if "grad_norm" in row]
+
+
+def alive(process):
+    """Processes of the run's session that still live."""
+    found = subprocess.run(["ps", "-s", str(process.pid), "-o", "pid=,args="], capture_output=True, text=True).stdout
+    return [line for line in found.splitlines() if "defunct" not in line]
+
+
+def goes_on(toy, tmp_path, steps):
+    """The same command on one rank goes on from the newest whole checkpoint."""
+    done = run_script("sft.py", "--preset", "toy", "--ckpt", toy / "init", "--data", toy / "sft.jsonl", "--video-root", toy, "--batch-size", 4, "--save-every", 1,
+                      "--steps", steps, "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert steps_of(tmp_path / "out") == list(range(1, steps + 1))
+
+
+AT_STEP = """
+    real, calls = sft.backward, []
+    def backward(*given):
+        calls.append(1)
+        if len(calls) == {step} and rank == {rank}:
+            {what}
+        return real(*given)
+    sft.backward = backward
+"""
+
+
+def test_a_rank_that_is_killed_ends_the_run_and_loses_one_step(start, toy, tmp_path):
+    process = start("sft", AT_STEP.format(step=3, rank=1, what="time.sleep(2); os.kill(os.getpid(), signal.SIGKILL)"), "--steps", 4)
+    code, out, err, _ = finish(process)
+    assert code != 0 and "step 0002/0004" in out and "step 0003" not in out and not alive(process)
+    assert model.newest_checkpoint(str(tmp_path / "out")).endswith("step_000002")
+    goes_on(toy, tmp_path, 4)
+
+
+def test_a_rank_that_raises_is_named_by_the_others(start, tmp_path):
+    """Rank 1 fails in its engine while rank 0 has finished its rollouts and waits."""
+    fault = """
+        if rank == 1:
+            def poll(self):
+                raise RuntimeError("the engine is on fire")
+            rollout.TransformersEngine.poll = poll
+    """
+    process = start("grpo", fault, "--steps", 2)
+    code, out, err, _ = finish(process)
+    assert code != 0 and not alive(process)
+    assert "stopped on rank 0: rank 1 failed: RuntimeError: the engine is on fire" in err
+
+
+@pytest.mark.parametrize("hang", ["time.sleep(999)", "__import__('ctypes').PyDLL(None).sleep(999)"], ids=["waiting", "holding the interpreter"])
+def test_a_rank_that_hangs_ends_the_run_with_the_stacks_of_both(start, tmp_path, hang):
+    less_patience = """
+        real_beat = model.Watch.beat
+        def beat(self):
+            self.patience = 3.0 if calls else 60.0  # loading may take its time
+            real_beat(self)
+        model.Watch.beat = beat
+    """
+    fault = textwrap.dedent(AT_STEP.format(step=2, rank=1, what="time.sleep(1.5)\n            " + hang)) + textwrap.dedent(less_patience)
+    process = start("sft", fault, "--steps", 4, "--patience", 60)
+    code, out, err, seconds = finish(process)
+    assert code != 0 and not alive(process) and "step 0001/0004" in out
+    if "ctypes" not in hang:
+        assert "stopped on rank 0" in err and "stopped on rank 1" in err and re.search(r"rank \d has finished no phase for \d+ s \(--patience\)", err)
+    assert re.search(r'sft_faulty.py", line \d+ in backward', err)  # where rank 1 hung
+    assert model.newest_checkpoint(str(tmp_path / "out")).endswith("step_000001")
+
+
+def test_patience_zero_waits(start, tmp_path):
+    process = start("sft", AT_STEP.format(step=2, rank=1, what="time.sleep(4)"), "--steps", 2, "--patience", 0)
+    assert finish(process)[0] == 0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_full_disk_stops_all_ranks_with_one_line_and_an_older_checkpoint(start, toy, tmp_path, rank):
+    """Files of one rank may not grow beyond 100 kB any more, as if the disk were full: the weights (rank 0) or a shard (rank 1) do not fit."""
+    fault = AT_STEP.format(step=3, rank=rank, what="time.sleep(2); import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))")
+    process = start("sft", fault, "--steps", 6)
+    code, out, err, _ = finish(process)
+    assert code != 0 and not alive(process)
+    said = [line for line in err.splitlines() if "could not be written" in line and line.startswith("sft_faulty.py:")]
+    assert len(said) == 1 and "step_000003" in said[0] and "the newest whole one is" in said[0] and "step_000002" in said[0], err[-3000:]
+    assert sorted(n for n in os.listdir(tmp_path / "out") if "step" in n) == ["step_000001", "step_000002"]  # nothing half-written is left
+    goes_on(toy, tmp_path, 4)
+
+
+def test_batches_that_teach_nothing_and_gradients_that_are_none_are_counted(start, tmp_path):
+    """Step 1: rank 1 cannot read a video. Step 2: nobody can. Step 3: all rewards are equal on both ranks. Step 4: rank 1's gradient is not finite."""
+    fault = """
+        import random
+        real_run, real_score, real_clip, step = rollout.run, rewards.score, torch.nn.utils.clip_grad_norm_, [0]
+
+        def run(engine, tasks, agent, codec, source, *given, **named):
+            step[0] += 1
+            if step[0] == 2 or (step[0] == 1 and rank == 1):
+                class Broken(rollout.Source):
+                    def load(self, spec):
+                        raise video.VideoError(spec["video"], "is broken")
+                source = Broken(source.root, source.cache)
+            return real_run(engine, tasks, agent, codec, source, *given, **named)
+
+        def score(turns, *given, **named):
+            return {**real_score(turns, *given, **named), "fmt": 0.5 if step[0] == 3 else random.Random(turns[0] if turns else 0).random()}
+
+        def clip(parameters, limit):
+            parameters = list(parameters)
+            if step[0] == 4 and rank == 1:
+                next(p for p in parameters if p.grad is not None).grad.fill_(float("nan"))
+            return real_clip(parameters, limit)
+
+        rollout.run, rewards.score, torch.nn.utils.clip_grad_norm_ = run, score, clip
+    """
+    process = start("grpo", fault, "--steps", 5)
+    code, out, err, _ = finish(process)
+    assert code == 0, err[-3000:]
+    rows = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    assert [r["not_ok"] for r in rows] == [3, 6, 0, 0, 0]
+    assert [r["skipped_update"] for r in rows] == [0, 1, 1, 0, 0]
+    assert [r["zero_variance"] for r in rows][2:4] == [2, 0] and [r["bad_updates"] for r in rows] == [0, 0, 0, 1, 0]
+    assert out.count("skipped task") == 3
+
+
+def test_a_scheduler_that_warns_the_launcher_loses_no_step(start, toy, tmp_path):
+    """SIGTERM to torchrun, which hands it to its ranks and gives them half a minute."""
+    process = start("sft", AT_STEP.format(step=3, rank=0, what="open(sys.argv[sys.argv.index('--out') + 1] + '/third', 'w').close(); time.sleep(2)"), "--steps", 4)
+    until = time.monotonic() + 60
+    while not (tmp_path / "out" / "third").exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    code, out, err, _ = finish(process)
+    assert "stopped by SIGTERM after step 2 of 4; the same command goes on" in out and not alive(process), err[-2000:]
+    assert steps_of(tmp_path / "out") == [1, 2]
+    goes_on(toy, tmp_path, 4)
