@@ -1115,7 +1115,7 @@ def finish(out, leaf_folders, args, checkpoint):
     for bench, leaf in leaf_folders if len(leaf_folders) > 1 or leaf_folders[0][1] != out else []:
         model.write_atomic(os.path.join(leaf, "summary.json"), json.dumps({**summary, "results": [r for r in results if r.get("bench") == bench]}, indent=1))
     model.write_atomic(os.path.join(out, "summary.json"), json.dumps(summary, indent=1))
-    print(table(results))
+    print(model.printable(table(results)))
     print(json.dumps({"summary": os.path.join(out, "summary.json"),
                       "acc": {"/".join([*([r["bench"]] if "bench" in r else []), str(r["K"]), r["tools"]]): round(r["acc"], 4) for r in results}}))
     if refused:
@@ -1180,7 +1180,7 @@ def main(watch):
         print(f"{args.prepare}: " + ", ".join(f"{count} {what}" for what, count in notes.items()))
         return
     if args.table:
-        print(markdown_table(args.table))
+        print(model.printable(markdown_table(args.table)))
         return
     if args.rescore:
         rescore(args)
@@ -1189,8 +1189,10 @@ def main(watch):
         summary, text = compare(args.compare)
         model.make_out(args.out)
         model.write_atomic(os.path.join(args.out, "summary.json"), json.dumps(summary, indent=1))
-        print(text)
+        print(model.printable(text))
         return
+    if args.judge_url:  # hours of episodes later would be late to find out
+        rollout.OpenAIEngine(args.judge_url, args.judge_model).knock()
     modes, args.tools = args.tools, True
     ckpt = model.resolve_checkpoint(args.ckpt) if args.ckpt else None
     protocol, prompts = make_protocol(args)

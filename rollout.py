@@ -705,6 +705,7 @@ def run_episode(episode, agent, codec, source, step, protocol=None):
             episode.status, episode.error = "video_error", str(result)
             return episode
     frames, episode.duration = loaded
+    episode.timing["video_s"] = episode.duration
     spoken = subtitle_text(spoken, frames.seconds if agent.subtitles == "aligned" else None)
     messages = (protocol.opening or opening)(task, episode.frame_budget, agent, spoken, episode.duration)
     tools = tool_schema() if agent.tools and protocol.schema else None

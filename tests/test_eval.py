@@ -22,7 +22,7 @@ CALL = '<tool_call>{"name": "crop_video", "arguments": {"start_time": 0, "end_ti
 class Scripted:
     """Says what the test wants of each task; counts what it was asked."""
 
-    max_seqs = 4
+    max_seqs, patient = 4, True  # all frames are waited for: what meets in it does not depend on the machine
 
     def __init__(self, codec, say):
         self.codec, self.say, self.asked, self.waiting, self.closed, self.most = codec, say, [], [], False, 0
@@ -364,10 +364,10 @@ def test_how_fast_it_runs_does_not_make_it_another_run(world):
     assert world("--max-seqs", 2, "--decode-threads", 1, rows=ROWS[:1]).code == 0
 
 
-@pytest.mark.parametrize("live, most", [(0, 6), (1, 1), (2, 2)])  # decoding may let fewer meet in the engine
+@pytest.mark.parametrize("live, most", [(0, 6), (1, 1), (2, 2)])
 def test_live_is_how_many_episodes_are_open_at_once(live, most, world, tmp_path):
     out = world("--live", live, out=tmp_path / f"live{live}", rows=[row(f"q{i}") for i in range(6)])
-    assert out.code == 0 and (2 < out.engine.most <= most if live == 0 else out.engine.most == most)
+    assert out.code == 0 and out.engine.most == most
 
 
 def test_a_spoilt_record_is_named(world):
@@ -519,7 +519,7 @@ def test_the_judge_decides_open_answers_and_never_in_silence(world, monkeypatch)
     assert plain.results[0]["acc"] == pytest.approx(1 / 7) and not judge.asked and "judge" not in plain.results[0]
     done = world(*flags, rows=rows, say=say)
     assert done.engine is None  # nothing is sampled again: the judge is no setting of the episodes
-    assert made[0] == ("http://127.0.0.1:9/v1", "j", "JUDGE_KEY", 3, 9.0, 2)
+    assert made[1] == ("http://127.0.0.1:9/v1", "j", "JUDGE_KEY", 3, 9.0, 2)
     (result,) = done.results
     assert result["acc"] == pytest.approx(2 / 7) and result["judge"] == {"asked": 4, "yes": 1, "failed": 2} and result["errors"] == {"judge_error": 2}
     assert len(judge.asked) == 4 and all("Question: Which?" in text for text in judge.asked)  # not what the rule knows, not letters, not silence
@@ -548,6 +548,7 @@ def test_the_judge_decides_open_answers_and_never_in_silence(world, monkeypatch)
     (("--bench", "videomme"), ("--data",), "--root"), (("--bench", "nobench"), ("--data",), "invalid choice"), (("--bench", "mlvu", "--root", "/x"), (), "no --data"),
     (("--bench", "mlvu", "--root", "/no/such"), ("--data",), "no such folder"), (("--bench", "mlvu", "lvbench", "--root", "a", "b", "c"), ("--data",), "--root"),
     (("--rescore", "/no/such"), (), "tasks.jsonl"), (("--table", "/no/such"), (), "summary.json"), (("--judge-url", "http://x"), (), "--judge-model"),
+    (("--judge-url", "http://127.0.0.1:9/v1", "--judge-model", "j"), (), "no server answers at http://127.0.0.1:9"),
     (("--engine", "openai", "--base-url", "http://127.0.0.1:9/v1", "--model", "m"), (), "no server answers at http://127.0.0.1:9"),
     (("--engine", "openai", "--base-url", "nonsense", "--model", "m"), (), "no server answers"), (("--protocol", "none"), (), "invalid choice"),
     (("--prompt-file", "/no/such.txt"), (), "--prompt-file"), (("--image-cap", -1), (), "--image-cap"), (("--tokens-field", "x"), (), "invalid choice"),

@@ -229,6 +229,24 @@ def test_frames_are_decoded_once_per_chat_and_encoded_once(toy, codec):
     assert chats[0] is chats[0]
 
 
+def test_encoded_chats_are_kept_within_a_bound(toy, codec):
+    """Least recently used go first; what is gone is encoded again, the same."""
+    chats, all_of_them = chats_of(toy / "sft.jsonl", codec), chats_of(toy / "sft.jsonl", codec)
+    chats.max_tokens = len(chats[0].ids) + len(chats[1].ids)
+    for index in (0, 2, 1, 0):
+        assert chats[index].ids == all_of_them[index].ids
+        assert chats.tokens == sum(len(s.ids) for s in chats.encoded.values()) and (chats.tokens <= chats.max_tokens or len(chats.encoded) == 1)
+    first = chats[0]
+    assert chats[0] is first
+
+
+def test_the_frame_cache_has_the_size_that_was_asked_for(trained, monkeypatch):
+    made, real = [], sft.video.FrameCache
+    monkeypatch.setattr(sft.video, "FrameCache", lambda *given, **named: made.append(given) or real(*given, **named))
+    trained("--frame-cache-gb", 0.5)
+    assert made == [(2**29,)]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Flags
 

@@ -253,6 +253,33 @@ def test_an_update_without_a_finite_gradient_is_skipped_and_counted(run, monkeyp
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# The engine samples from other weights than the trainer trains
+
+
+def stale(engine, weights, real):
+    list(weights)
+
+
+def swapped(engine, weights, real):
+    """Two layers in each other's place, as a wrong name mapping would put them."""
+    other = {"layers.0.": "layers.1.", "layers.1.": "layers.0."}
+    real(engine, ((next((name.replace(a, b) for a, b in other.items() if a in name and "visual" not in name), name), w) for name, w in weights))
+
+
+@pytest.mark.parametrize("sync", [None, stale, swapped])
+def test_stale_and_wrongly_mapped_weights_stop_the_run(run, monkeypatch, sync):
+    real, real_score = rollout.TransformersEngine.sync, grpo.rewards.score
+    monkeypatch.setattr(grpo.rewards, "score", lambda turns, *a, **k: {**real_score(turns, *a, **k), "fmt": random.Random(turns[0]).random()})
+    words = ("--steps", 2, "--lr", 1e-2, "--probe-tolerance", 1e-3)
+    if sync is None:  # in order: the gap stays within the tolerance
+        assert steps_of(run("grpo", *words)) == [1, 2]
+        return
+    monkeypatch.setattr(rollout.TransformersEngine, "sync", lambda engine, weights: sync(engine, weights, real))
+    with pytest.raises(model.RunError, match="step 1: mean .log-prob gap. between engine and trainer is"):
+        run("grpo", *words)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Killed
 
 

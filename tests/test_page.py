@@ -1,0 +1,405 @@
+"""
+Tests of view.py: python -m pytest tests/test_page.py -q     (`make test-page` installs the browser that half of them need)
+
+The page is made from a small run of the real scripts, from 2,000 episodes, and from damaged and hostile records; a headless Chromium opens it.
+
+  python tests/test_page.py PAGE.html FOLDER      the pictures of the README, from a page of the demo
+"""
+import base64
+import io
+import json
+import math
+import os
+import re
+import shutil
+import sys
+
+import pytest
+from conftest import ROOT, run_script
+
+sys.path.insert(0, ROOT)
+import model
+import view
+
+EVIL = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>\"'><svg onload=window.hacked=1>&lt;\u2028\x00"
+
+
+def start_browser(width=1280, height=900):
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium")
+    for flag in ("headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking", "disable-component-update", "disable-sync",
+                 "disable-dev-shm-usage", "hide-scrollbars", f"window-size={width},{height}"):
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    return webdriver.Chrome(options, Service(shutil.which("chromedriver")))
+
+
+@pytest.fixture(scope="module")
+def browser():
+    pytest.importorskip("selenium", reason="selenium is not installed")
+    if not (shutil.which("chromium") and shutil.which("chromedriver")):
+        pytest.skip("no chromium and chromedriver: `make test-page` installs them")
+    driver = start_browser()
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def visit(browser):
+    """visit(page, tab) opens it; at the end nothing may have been logged as an error."""
+    def visit(page, tab="curves"):
+        browser.get("about:blank")
+        browser.get(f"file://{page}#{tab}")
+        return browser
+
+    yield visit
+    assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
+    assert not browser.execute_script("return window.hacked")
+
+
+@pytest.fixture(scope="module")
+def small_run(toy, tmp_path_factory):
+    """Folder with a run of grpo.py, of sft.py and an evaluation, all of two steps or tasks."""
+    out = tmp_path_factory.mktemp("runs")
+    lengths = ("--preset", "toy", "--max-new-tokens", 40, "--sub-max-new-tokens", 6)
+    for words in (("sft.py", "--preset", "toy", "--ckpt", toy / "init", "--data", toy / "sft.jsonl", "--steps", 3, "--batch-size", 4, "--out", out / "sft"),
+                  ("grpo.py", *lengths, "--ckpt", toy / "init", "--data", toy / "rl.jsonl", "--steps", 3, "--prompts", 2, "--group", 3, "--engine", "transformers",
+                   "--show-every", 0, "--probe-tolerance", 9, "--out", out / "grpo"),
+                  ("eval.py", *lengths, "--ckpt", toy / "init", "--data", toy / "eval.jsonl", "--frames", 4, "--tools", "on", "off", "--limit", 3, "--engine", "transformers",
+                   "--out", out / "eval")):
+        done = run_script(*words)
+        assert done.returncode == 0, done.stderr
+    return out
+
+
+@pytest.fixture(scope="module")
+def page(small_run, tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "index.html"
+    view.build([str(small_run)], None, str(path), 2000, 20.0, None, 6144)
+    return path
+
+
+def data_of(path):
+    """What a page embeds."""
+    return json.loads(re.search(r'<script id="data" type="application/json">(.*?)</script>', path.read_text(), re.DOTALL)[1])
+
+
+def episode(task="t0", sample=0, step=0, turns=("I look.\n</think>\n<tool_call>\n{\"name\": \"crop_video\"}\n</tool_call>", "So.\n</think>\n<answer>red</answer>"), **more):
+    """A record as rollout.py writes it, without ids."""
+    return {"task": {"id": task, "video": "videos/none.mp4", "question": "Which?", "options": None, "answer": "red", "type": "open"}, "group": f"{step}/{task}", "sample": sample,
+            "K": 4, "version": step, "status": "ok", "error": None, "vision": [{"seconds": [8.0, 24.0, 40.0, 56.0]}], "turns": list(turns), "finish": ["stop"] * len(turns),
+            "calls": [{"turn": 0, "start": 8.0, "end": 16.0, "status": "ok", "summary": "a red square", "seconds": 0.1, "frames_seen": 8}],
+            "reward": {"total": 2.8, "acc": 1.0, "fmt": 1.0, "tool": 0.8}, "advantage": {"task": 0.5, "fmt": 0.25}, "timing": {"video_s": 64.0}, **more}
+
+
+@pytest.fixture
+def made(tmp_path):
+    """made(records) -> page of a rollout JSONL that holds them."""
+    def made(records, **options):
+        (tmp_path / "r.jsonl").write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records))
+        page = tmp_path / "page.html"
+        view.build([str(tmp_path / "r.jsonl")], None, str(page), **{"episodes": 2000, "max_mb": 20.0, "root": None, "pixels": 6144, **options})
+        return page
+
+    return made
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is put on the page
+
+
+def test_a_run_an_evaluation_and_their_frames_are_on_the_page(page, small_run):
+    data = data_of(page)
+    assert [(s["name"], s["kind"]) for s in data["sources"]] == [("grpo", "run"), ("sft", "run"), ("eval", "eval")]
+    titles = {c["title"] for c in data["curves"]}
+    assert {"Reward", "f_tau", "kappa", "Closure of think", "Accuracy by K", "Entropy", "Log-prob gap", "Gradient norm", "Phase times", "Loss"} <= titles
+    log = [json.loads(line) for line in (small_run / "grpo" / "log.jsonl").read_text().splitlines()]
+    reward = next(c for c in data["curves"] if c["title"] == "Reward")
+    assert [p[1] for p in reward["series"][0]["points"]] == pytest.approx([row["total"] for row in log])
+    assert len(data["episodes"]) == data["found"] == 3 * 6 + 6
+    from PIL import Image
+
+    first = data["episodes"][0]
+    assert len(first["times"]) == int(first["K"]) == 4 or len(first["times"]) > 4
+    sizes = {Image.open(io.BytesIO(base64.b64decode(data["pictures"][i]))).size for _, i in first["thumbs"]}
+    assert len(first["thumbs"]) == min(8, len(first["times"])) and sizes == {(32, 32)}
+    assert any(t["title"] == "eval" and len(t["rows"]) == 2 for t in data["tables"]) and not data["troubles"]
+    assert not re.search(r"(?:src|href)\s*=\s*[\"']?(?:https?:)?//", page.read_text()) and "@import" not in page.read_text()  # nothing is fetched
+
+
+def test_who_wrote_what_and_its_credit(made):
+    (shown,) = data_of(made([episode()]))["episodes"]
+    first, second = shown["turns"]
+    assert first[0] == ["i", "<think>\n", None] and first[1] == ["s", "I look.\n", 0.5] and first[2] == ["t", "</think>", 0.75]  # A_task; A_task + A_fmt
+    assert [p[0] for p in first][-2:] == ["e", "i"] and "a red square" in first[-1][1] and second[-1][0] == "e"
+    assert "".join(text for kind, text, _ in second if kind in "st") == episode()["turns"][1]
+    (plain,) = data_of(made([{**episode(), "advantage": {}}]))["episodes"]
+    assert all(credit is None for turn in plain["turns"] for _, _, credit in turn)
+
+
+def test_credit_is_that_of_the_run(tmp_path):
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts" / "step_000000.rank0.jsonl").write_text(json.dumps(episode()) + "\n")
+    (tmp_path / "log.jsonl").write_text('{"step": 1, "total": 1.0}\n')
+    found = {}
+    for mode in ("struct", "closing", "sequence", "none"):
+        (tmp_path / "args.json").write_text(json.dumps({"format_credit": mode, "think_prefix": True}))
+        view.build([str(tmp_path)], None, str(tmp_path / "page.html"), 10, 20.0, None, 6144)
+        found[mode] = [credit for kind, _, credit in data_of(tmp_path / "page.html")["episodes"][0]["turns"][1] if kind in "st"]
+    assert found["sequence"] == [0.75] * len(found["sequence"]) and set(found["none"]) == {0.5}
+    assert found["struct"].count(0.75) == 3 and found["closing"].count(0.75) == 2  # </think> <answer> </answer>; the closing ones
+
+
+def test_whole_groups_are_kept_when_there_are_too_many(made):
+    records = [episode(f"t{n % 5}", sample, n) for n in range(50) for sample in range(4)]
+    data = data_of(made(records, episodes=40))
+    groups = {}
+    for e in data["episodes"]:
+        groups.setdefault((e["step"], e["group"]), []).append(e["sample"])
+    assert len(data["episodes"]) == 40 and data["found"] == 200 and all(sorted(g) == [0, 1, 2, 3] for g in groups.values())
+    assert max(step for step, _ in groups) > 40 and min(step for step, _ in groups) < 10
+
+
+def test_thumbnails_stay_within_the_size_that_is_allowed(page, small_run, tmp_path):
+    small = tmp_path / "small.html"
+    all_of_them = len(data_of(page)["pictures"])
+    limit = (page.stat().st_size - 0.5 * sum(map(len, data_of(page)["pictures"]))) / 2**20
+    view.build([str(small_run)], None, str(small), 2000, limit, None, 6144)
+    data = data_of(small)
+    assert 0 < len(data["pictures"]) < all_of_them and small.stat().st_size < (limit + 0.05) * 2**20
+    assert any(i == "full" for e in data["episodes"] for _, i in e["thumbs"])
+
+
+def test_a_missing_video_leaves_a_gap_and_is_counted(made):
+    data = data_of(made([episode(), episode(sample=1)]))
+    assert all(index is None for e in data["episodes"] for _, index in e["thumbs"] + e["calls"][0]["thumbs"]) and len(data["episodes"][0]["thumbs"]) == 4
+    assert len(data["troubles"]) == 1 and "none.mp4" in data["troubles"][0][0]
+
+
+def test_a_video_outside_its_folder_is_not_opened(made, toy, tmp_path):
+    (tmp_path / "root").mkdir()
+    record = episode()
+    record["task"]["video"] = str(toy / "videos" / "rl-0000.mp4")
+    data = data_of(made([record], root=str(tmp_path / "root")))
+    assert not data["pictures"] and "outside" in data["troubles"][0][0]
+
+
+DAMAGED = ["{", "[]", "null", "{}", '{"task": 3}', {**episode(), "turns": None}, {**episode(), "turns": 7}, {**episode(), "vision": [{}]}, {**episode(), "calls": [3]},
+           {**episode(), "calls": [{"turn": "x"}]}, {**episode(), "sample": "x"}, {**episode(), "task": {"id": "only"}}, '{"a":' * 3000 + "1" + "}" * 3000]
+
+
+def test_damaged_records_are_counted_and_the_others_shown(made):
+    data = data_of(made([episode(), *DAMAGED, {**episode(sample=1), "reward": {"total": math.nan, "acc": math.inf}}]))
+    assert [e["sample"] for e in data["episodes"]] == [0, 1] and data["episodes"][1]["reward"] == {"total": None, "acc": None, "fmt": None, "tool": None}
+    assert sum(count for why, count in data["troubles"] if "none.mp4" not in why) == len(DAMAGED)
+
+
+def test_a_torn_log_is_drawn_as_far_as_it_goes(tmp_path):
+    (tmp_path / "log.jsonl").write_text('{"step": 1, "total": 0.5, "by_K": {"4": {"acc": 1.0}}}\n{"step": 2, "total": NaN, "by_K": 3}\n{"step": 3, "total": 0.7, "by')
+    view.build([str(tmp_path)], ["torn"], str(tmp_path / "page.html"), 10, 20.0, None, 6144)
+    data = data_of(tmp_path / "page.html")
+    assert next(c for c in data["curves"] if c["title"] == "Reward")["series"] == [{"name": "torn", "run": 0, "points": [[1, 0.5]]}]
+    assert data["troubles"] == [[f"{tmp_path}/log.jsonl: lines that are no JSON objects", 1]]
+
+
+def test_the_papers_figures_stand_beside_measured_benchmarks(tmp_path):
+    result = {"bench": "mlvu", "K": 64, "tools": "on", "n": 9, "headline": 0.5, "interval": [0.4, 0.6], "acc": 0.5, "f_tau": 0.9, "kappa": 1.0, "errors": {}, "no_answer": 0,
+              "truncated": 0, "metric": "M-Avg", "by": {}}
+    (tmp_path / "summary.json").write_text(json.dumps({"results": [result]}))
+    view.build([str(tmp_path)], ["ours"], str(tmp_path / "page.html"), 10, 20.0, None, 6144)
+    table = data_of(tmp_path / "page.html")["tables"][-1]
+    rows = {row[0]: dict(zip(table["head"], row)) for row in table["rows"]}
+    assert rows["ours, K 64, tools on (measured)"]["mlvu"] == "50.0" and rows["ParaVT-8B (the paper's)"]["mlvu"] == "65.0"
+
+
+@pytest.mark.parametrize("flags, why", [(["/no/such"], "no such file"), (["{tmp}"], "neither log.jsonl"), (["{tmp}", "--names", "a", "b"], "--names"), (["{tmp}", "--max-mb", "0"], "--max-mb")])
+def test_bad_input_is_one_line(tmp_path, flags, why):
+    done = run_script("view.py", *[f.format(tmp=tmp_path) for f in flags], "--out", tmp_path / "page.html")
+    assert done.returncode == 2 and why in done.stderr and "Traceback" not in done.stderr and not (tmp_path / "page.html").exists()
+
+
+def test_command_line(small_run, tmp_path):
+    done = run_script("view.py", small_run / "grpo", small_run / "eval", "--names", "a", "b", "--out", tmp_path / "page.html", "--episodes", 8, "--thumb-pixels", 2048)
+    assert done.returncode == 0 and re.search(r"page.html: \d\.\d MiB, \d+ of 24 episodes, \d+ thumbnails", done.stdout), done.stderr
+    assert {s["name"] for s in data_of(tmp_path / "page.html")["sources"]} == {"a", "b"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In a browser
+
+
+def texts(browser, selector):
+    return browser.execute_script("return [...document.querySelectorAll(arguments[0])].map(e => e.textContent)", selector)
+
+
+def press(browser, keys):
+    from selenium.webdriver.common.by import By
+
+    browser.find_element(By.TAG_NAME, "body").send_keys(keys)
+
+
+def choose(browser, name, value):
+    browser.execute_script("const e = document.getElementById('f-' + arguments[0]); e.value = arguments[1]; e.dispatchEvent(new Event('input', {bubbles: true}))", name, value)
+
+
+def test_curves_show_values_under_the_pointer_and_explain_themselves(visit, page):
+    from selenium.webdriver import ActionChains
+    from selenium.webdriver.common.by import By
+
+    browser = visit(page)
+    assert texts(browser, "#plots h3")[0].startswith("Reward") and len(texts(browser, "#plots svg")) > 15
+    plot = browser.find_element(By.CSS_SELECTOR, "#plots svg")
+    ActionChains(browser).move_to_element_with_offset(plot, 120, 0).perform()
+    tip = browser.find_element(By.CSS_SELECTOR, "#plots .tip")
+    log = data_of(page)["curves"][0]["series"][0]["points"]
+    assert tip.is_displayed() and "step 3" in tip.text and f"{log[-1][1]:.4g}" in tip.text
+    definition = browser.find_element(By.CSS_SELECTOR, "#plots .definition")
+    assert not definition.is_displayed()
+    browser.find_element(By.CSS_SELECTOR, "#plots h3 button").click()
+    assert definition.is_displayed() and "R_acc" in definition.text
+    before = browser.execute_script("return document.querySelector('#plots svg path[stroke-width]').getAttribute('d')")
+    browser.execute_script("const s = document.getElementById('smooth'); s.value = 0.9; s.oninput()")
+    assert browser.execute_script("return document.querySelector('#plots svg path[stroke-width]').getAttribute('d')") != before
+
+
+def test_filters_and_keys_move_through_the_episodes(visit, page):
+    browser, data = visit(page, "episodes"), data_of(page)
+    assert f"{len(data['episodes'])} episodes" in texts(browser, "#matching")[0] and len(texts(browser, ".row")) == len(data["episodes"])
+    choose(browser, "source", "2")
+    assert texts(browser, "#matching")[0].startswith("6 episodes")
+    choose(browser, "tools", "off")
+    assert texts(browser, "#matching")[0].startswith("3 episodes")
+    for name in ("source", "tools"):
+        choose(browser, name, "")
+    choose(browser, "step", "2")
+    assert texts(browser, "#matching")[0].startswith("6 episodes")
+    choose(browser, "step", "")
+    choose(browser, "text", data["episodes"][-1]["id"])
+    assert all(data["episodes"][-1]["id"] in row for row in texts(browser, ".row"))
+    choose(browser, "text", "")
+    choose(browser, "sort", "total -1")
+    rewards = [e["reward"]["total"] for e in data["episodes"]]
+    assert f"R {max(rewards):.2f}" in texts(browser, ".row")[0]
+    choose(browser, "sort", "")
+
+    def current():
+        return browser.execute_script("return +document.querySelector('.row.on').dataset.n")
+
+    browser.execute_script("document.activeElement.blur()")
+    start = current()
+    press(browser, "j")
+    press(browser, "j")
+    press(browser, "k")
+    assert current() == start + 1
+    press(browser, "w")
+    assert texts(browser, ".row.on")[0].startswith("✗") and current() != start + 1
+    press(browser, "3")
+    assert browser.execute_script("return !document.getElementById('tab-tables').hidden")
+
+
+def test_an_episode_shows_its_frames_its_group_and_who_wrote_what(visit, page):
+    browser, data = visit(page, "episodes"), data_of(page)
+    first = data["episodes"][0]
+    loaded = browser.execute_script("return [...document.querySelectorAll('#one .frames img')].slice(0, 4).map(i => i.naturalWidth)")
+    assert loaded == [32] * min(4, len(first["thumbs"]))
+    assert len(texts(browser, "#one .time i")) == len(first["times"]) and len(texts(browser, ".group .card")) == 3
+    assert texts(browser, "#one .turn .i")[0] == "<think>\n" and first["question"] in texts(browser, "#one p")[0]
+    browser.execute_script("document.querySelectorAll('.group .card')[2].click()")
+    assert "sample 2" in texts(browser, "#one h3")[0]
+
+
+def test_credit_is_coloured_by_its_sign(visit, made):
+    browser = visit(made([episode(advantage={"task": 0.5, "fmt": 0.25}), episode(sample=1, advantage={"task": -0.5, "fmt": -0.25})]), "episodes")
+    for sample, sign in ((0, "good"), (1, "bad")):
+        press(browser, "k" if sample == 0 else "j")
+        styles = browser.execute_script("return [...document.querySelectorAll('#one > .card > .turn .t')].map(e => e.getAttribute('style'))")
+        assert len(styles) >= 5 and all(f"--{sign}" in style for style in styles)
+    assert "credit -0.75" in browser.execute_script("return document.querySelector('#one .turn .t').title")
+
+
+def test_both_themes_are_readable(visit, page):
+    """Ink on card: a contrast of 7 to 1 and more in both."""
+    def luminance(rgb):
+        parts = [int(c) / 255 for c in re.findall(r"\d+", rgb)[:3]]
+        return sum(w * (c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4) for w, c in zip((0.2126, 0.7152, 0.0722), parts))
+
+    browser = visit(page)
+    found = {}
+    for _ in range(2):
+        theme = browser.execute_script("return document.documentElement.dataset.theme")
+        ink, card = browser.execute_script("const s = getComputedStyle(document.querySelector('.card')); return [s.color, s.backgroundColor]")
+        high, low = sorted((luminance(ink), luminance(card)), reverse=True)
+        found[theme] = (high + 0.05) / (low + 0.05)
+        press(browser, "t")
+    assert set(found) == {"light", "dark"} and min(found.values()) > 7
+
+
+def test_nothing_hostile_runs_or_breaks_the_page(visit, made, tmp_path):
+    """Every text of a record tries to be markup; names of runs and of K too."""
+    evil = {**episode(EVIL, turns=(EVIL + "</think>" + EVIL, EVIL)), "K": EVIL, "status": EVIL, "error": EVIL, "finish": [EVIL, EVIL], "group": EVIL, "tools": EVIL}
+    evil["task"] = {**evil["task"], "question": EVIL, "options": [EVIL] * 30, "answer": EVIL, "type": EVIL, "video": EVIL}
+    evil["calls"] = [{"turn": 0, "start": 1e308, "end": -1e308, "status": EVIL, "summary": EVIL}, {"turn": 1, "start": None, "end": None, "status": EVIL, "summary": None}]
+    browser = visit(made([evil, {**evil, "sample": 1}, *DAMAGED, episode()]), "episodes")
+    press(browser, "j")  # it sorts behind the good one
+    assert texts(browser, "#one .turn .s")[0].startswith("</script><script>") and len(texts(browser, ".row")) == 3
+    for key in "jjkw123t":
+        press(browser, key)
+    (tmp_path / "summary.json").write_text(json.dumps({"rows": [{"name": EVIL, "bench": EVIL, "K": EVIL, "n": EVIL, "interval": []}], "results": [{"bench": EVIL}],
+                                                       "differences": [{"name": EVIL, "minus": EVIL}]}))
+    (tmp_path / "log.jsonl").write_text(json.dumps({"step": 1, "total": 1, "by_K": {EVIL: {"acc": 1}}}) + "\n")
+    view.build([str(tmp_path)], [EVIL], str(tmp_path / "evil.html"), 10, 20.0, None, 6144)
+    browser = visit(tmp_path / "evil.html", "tables")
+    assert texts(browser, "td")[0].startswith("unreadable") or EVIL[:20] in "".join(texts(browser, "td"))
+
+
+def test_thousands_of_episodes_make_few_nodes(visit, made):
+    browser = visit(made([episode(f"task-{n}", s, n) for n in range(500) for s in range(4)]), "episodes")
+    assert texts(browser, "#matching")[0].startswith("2000 episodes")
+    browser.execute_script("document.getElementById('list').scrollTop = 28 * 1500")
+    browser.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+    rows = texts(browser, ".row")
+    assert len(rows) < 60 and any("task-375" in row for row in rows)
+
+
+def test_on_a_phone_nothing_is_wider_than_the_screen(page, browser):
+    browser.set_window_size(500, 800)  # as narrow as this browser's windows get
+    try:
+        for tab in ("curves", "episodes", "tables"):
+            browser.get("about:blank")
+            browser.get(f"file://{page}#{tab}")
+            assert browser.execute_script("return document.documentElement.scrollWidth <= document.documentElement.clientWidth"), tab
+    finally:
+        browser.set_window_size(1280, 900)
+
+
+def test_an_empty_page_says_so_without_an_error(visit, made):
+    browser = visit(made(["{}"]), "episodes")
+    assert "records that are not episodes" in texts(browser, "#troubles")[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def take_pictures(page, folder):
+    """The README's two pictures: curves in the light theme, an episode in the dark one; 64 colours keep them small."""
+    from PIL import Image
+
+    browser = start_browser(1200, 760)
+    for tab, dark in (("curves", False), ("episodes", True)):
+        browser.get("about:blank")
+        browser.get(f"file://{os.path.abspath(page)}#{tab}")
+        browser.execute_script("theme(arguments[0])", dark)
+        if tab == "episodes":  # a late, correct rollout that called
+            for name, value in (("called", "1"), ("right", "1"), ("source", "0"), ("K", "8")):
+                choose(browser, name, value)
+            browser.execute_script("select(shown.length - 1)")
+        picture = Image.open(io.BytesIO(browser.get_screenshot_as_png())).convert("RGB").quantize(64)
+        picture.save(os.path.join(folder, f"page-{tab}.png"), optimize=True)
+    browser.quit()
+
+
+if __name__ == "__main__":
+    model.run_main(lambda: take_pictures(*sys.argv[1:]))
