@@ -1,5 +1,6 @@
 # make venv   the environment, in .venv           make test   all tests
-# make demo   toy world -> SFT -> PARA-GRPO -> evaluation of init, SFT and PARA-GRPO -> one table
+# make demo   toy world -> SFT -> PARA-GRPO -> evaluation of init, SFT and PARA-GRPO -> one table, one page
+# make test-page   the tests of view.py's page in a real browser (installs Debian's Chromium); `make test` runs them where there is one
 # make ablation   the paper's Table 2 in the toy world, 3 seeds -> bench/ablation.{json,md}, docs/ablation.png  (hours; finished rows are kept)
 PYTHON ?= python3
 RANKS ?= 2
@@ -8,7 +9,7 @@ DEMO := out/demo
 TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(RANKS)
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: venv demo ablation test clean
+.PHONY: venv demo ablation test test-page clean
 
 venv: .venv/ready
 
@@ -28,6 +29,10 @@ venv: .venv/ready
 test: venv
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
+test-page: venv
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { apt-get update -q && apt-get install -y -q chromium chromium-driver; }
+	$(BIN)/python -m pytest tests/test_page.py
+
 demo: venv
 	rm -rf $(DEMO)
 	$(BIN)/python toy.py --out $(DEMO)/toy --prior tidy
@@ -38,6 +43,7 @@ demo: venv
 			--out $(DEMO)/eval/$$(basename $$stage) || exit 1; \
 	done
 	$(BIN)/python eval.py --compare $(DEMO)/eval/init $(DEMO)/eval/sft $(DEMO)/eval/grpo --out $(DEMO)
+	$(BIN)/python view.py $(DEMO) --out $(DEMO)/index.html
 
 ablation: venv
 	$(BIN)/pip install -q matplotlib==3.11.2

@@ -80,6 +80,7 @@ def build_parser():
     add("--send-temperature", action=argparse.BooleanOptionalAction, default=True, help="openai: some endpoints take no temperature and no seed")
     add("--workers", type=int, default=8, help="openai and judge: requests at once")
     add("--retries", type=int, default=3, help="openai and judge: times a request is sent again after 429, 5xx or a timeout, after 1, 2, 4, .. seconds")
+    add("--quiet", action="store_true", help="no progress bar; the tables stay")
     add("--request-timeout", type=float, default=300.0, help="openai and judge: seconds")
     rollout.add_agent_arguments(parser, tools=False)
     add("--tools", nargs="+", choices=["on", "off"], default=["on"], help="offer crop_video, or answer from the overview alone; or both")
@@ -843,7 +844,7 @@ def judge_records(records, folder, args):
             text = (f"Question: {r['task']['question']}\nReference answer: {r['task']['answer']}\nGiven answer: {r['extracted']}\n"
                     "Does the given answer say the same as the reference answer? Reply with yes or no.")
             engine.submit(rollout.Request(str(n), [], [], [], [], [{"role": "user", "content": text}], 16, 0.0, 0))
-        with open(path, "a", encoding="utf-8") as f, tqdm(total=len(todo), desc="judge", disable=None) as bar:
+        with open(path, "a", encoding="utf-8") as f, tqdm(total=len(todo), desc="judge", disable=args.quiet or None) as bar:
             left = len(todo)
             while left:
                 for done in engine.poll():
@@ -1233,7 +1234,7 @@ def main(watch):
         else:
             engine = rollout.make_engine(args.engine, ckpt, codec, limits, args.seed, quiet=rank > 0)
         name = f"records.shard{part}of{parts}.rank{rank}.jsonl" if parts > 1 else f"records.rank{rank}.jsonl"
-        with tqdm(total=sum(len(todo) for *_, todo in jobs) * args.samples, desc="episodes", disable=None if rank == 0 else True) as bar:
+        with tqdm(total=sum(len(todo) for *_, todo in jobs) * args.samples, desc="episodes", disable=rank > 0 or args.quiet or None) as bar:
             for one, k, mode, todo in jobs:
                 with open(os.path.join(one["out"], name), "a", encoding="utf-8") as f:
                     drop_torn_line(f.name)

@@ -91,6 +91,7 @@ def build_parser():
     add("--keep", type=int, default=2, help="newest checkpoints kept besides `last`; 0 = all")
     add("--max-bad-steps", type=int, default=3, help="updates in a row without a finite gradient, each skipped, that stop the run")
     add("--show-every", type=int, default=20, help="steps between printed rollouts; 0 = never")
+    model.add_log_arguments(parser)
     rollout.add_agent_arguments(parser)
     return parser
 
@@ -119,6 +120,7 @@ def parse_args():
         raise model.UserError(f"--tis-cap must be above 0, got {args.tis_cap}: a cap of 0 would erase every gradient")
     if args.temperature <= 0:
         raise model.UserError("--temperature must be above 0: greedy samples have no gradient")
+    model.check_log_arguments(args)
     return args
 
 
@@ -404,7 +406,7 @@ def main(watch):
               f"({device.type}) | K {args.frames} | format credit {args.format_credit} | {sum(p.numel() for p in model.trained_parameters(policy)) / 1e6:.2f} M "
               "trained parameters", flush=True)
         model.clean_run(args.out, start)
-    log = model.open_log(os.path.join(args.out, "log.jsonl"), start) if rank == 0 else None
+    log = model.Log(args.out, start, args) if rank == 0 else None
     asked, bad = model.stop_on_sigterm(), 0
     scoring = {"answer_suffix": args.answer_suffix, "anchor": args.anchor, "gamma": args.gamma, "w_format": args.format_weight,
                "tool_weight": args.tool_reward, "open_metric": args.open_metric, "answer_from": args.answer_from}
@@ -501,10 +503,8 @@ def main(watch):
                      packed_tokens=sum(c["packed"] for c in counts), rollout_s=rollout_s, train_s=train_s, sync_s=sync_s,
                      decode_s=max(c["decode_s"] for c in counts), rollout_tokens_per_s=sampled / max(rollout_s, 1e-9),
                      train_tokens_per_s=sum(c["packed"] for c in counts) / max(train_s, 1e-9))
-            log.write(json.dumps(m) + "\n")
-            log.flush()
-            print(step_line(m, steps, eta), flush=True)
-            if args.show_every and step % args.show_every == 0 and episodes:
+            log.write(m, step_line(m, steps, eta))
+            if args.show_every and not args.quiet and step % args.show_every == 0 and episodes:
                 print(rollout.show(episodes[0], codec, sys.stdout.isatty() and "NO_COLOR" not in os.environ), flush=True)
         if step + 1 == steps or (args.save_every and (step + 1) % args.save_every == 0):
             save(step + 1)
@@ -514,6 +514,8 @@ def main(watch):
         finished = True
     if rank == 0 and finished:
         print(f"done: {steps - start} steps in {(time.monotonic() - began) / 60:.1f} min -> {args.out}/last", flush=True)
+    if log:
+        log.close()
     if engine:
         engine.close()
     if dist.is_initialized():  # closing vLLM may have ended it already

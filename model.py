@@ -1303,8 +1303,8 @@ def newest_checkpoint(out):
 
 
 def pace_flags():
-    """Flags that say how fast and how patiently, never what: they may differ between two parts of one run."""
-    return {"max_seqs", "decode_threads", "decode_timeout", "frame_cache_gb", "patience"}
+    """Flags that say how fast, how patiently and to whom, never what: they may differ between two parts of one run."""
+    return {"max_seqs", "decode_threads", "decode_timeout", "frame_cache_gb", "patience", "quiet", "tensorboard", "wandb"}
 
 
 def resume_point(out, args, resume):
@@ -1355,6 +1355,71 @@ def open_log(path, start):
                     continue  # a line that a crash cut off
     write_atomic(path, "".join(kept))
     return open(path, "a", encoding="utf-8")
+
+
+def flat(record, prefix=""):
+    """{"step": 3, "closure": {"think": 0.9, "answer": None}} -> {"step": 3, "closure/think": 0.9}: the numbers alone."""
+    out = {}
+    for name, value in record.items():
+        if isinstance(value, dict):
+            out.update(flat(value, f"{prefix}{name}/"))
+        elif isinstance(value, (int, float)):
+            out[prefix + name] = value
+    return out
+
+
+def add_log_arguments(parser):
+    """Flags of the scripts that train: where their numbers go besides log.jsonl."""
+    parser.add_argument("--quiet", action="store_true", help="no line per step; the first and the last line, and what is skipped, stay")
+    parser.add_argument("--tensorboard", default=None, metavar="DIR", help="send the numbers of log.jsonl there too; needs tensorboard")
+    parser.add_argument("--wandb", nargs="?", const="paravt", default=None, metavar="PROJECT", help="send the numbers of log.jsonl there too; needs wandb")
+
+
+def check_log_arguments(args):
+    """Raises UserError where --tensorboard or --wandb is asked for and its package is not installed: before the models are loaded."""
+    import importlib.util
+
+    for name in ("tensorboard", "wandb"):
+        if getattr(args, name) and importlib.util.find_spec(name) is None:
+            raise UserError(f"--{name}: the package is not installed: pip install {name}")
+
+
+class Log:
+    """Rank 0's numbers: log.jsonl, a line on the terminal, and --tensorboard or --wandb; the same numbers everywhere."""
+
+    def __init__(self, out, start, args):
+        """start: the step behind which the run goes on."""
+        self.file, self.quiet, self.board, self.wandb = open_log(os.path.join(out, "log.jsonl"), start), args.quiet, None, None
+        if args.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(args.tensorboard, purge_step=start + 1)
+        if args.wandb:
+            import hashlib
+
+            import wandb
+
+            name = os.path.abspath(out)  # the same run again, wherever it goes on
+            self.wandb = wandb.init(project=args.wandb, name=os.path.basename(name), id=hashlib.sha256(name.encode()).hexdigest()[:16], resume="allow",
+                                    config=vars(args), dir=out)
+
+    def write(self, record, line):
+        self.file.write(json.dumps(record) + "\n")
+        self.file.flush()
+        if not self.quiet:
+            print(line, flush=True)
+        if self.board:
+            for name, value in flat(record).items():
+                self.board.add_scalar(name, value, record["step"])
+        if self.wandb:
+            self.wandb.log(flat(record), step=record["step"])
+
+    def close(self):
+        self.file.close()
+        if self.board:
+            self.board.close()
+        if self.wandb:
+            self.wandb.finish()
 
 
 def stop_on_sigterm():

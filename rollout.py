@@ -1136,6 +1136,7 @@ def main(watch):
     parser.add_argument("--limit", type=int, default=0, help="tasks; 0 = all")
     parser.add_argument("--step", type=int, default=0, help="enters every seed and the draws of K, as in training")
     parser.add_argument("--show", type=int, default=0, help="print this many episodes, tokens coloured by who wrote them")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
     add_agent_arguments(parser)
     if parser.parse_known_args()[0].preset == "toy":
         parser.set_defaults(**toy_lengths())
@@ -1157,7 +1158,7 @@ def main(watch):
     watch.begin(args.patience)
     lines, shown, began = [], 0, time.monotonic()
     for episode in tqdm(run(engine, tasks, agent, codec, source, args.frames, args.group, args.step, threads=args.decode_threads),
-                        total=len(tasks) * args.group, desc="rollouts", disable=None):
+                        total=len(tasks) * args.group, desc="rollouts", disable=args.quiet or None):
         lines.append(episode.to_json())
         watch.beat()
         if shown < args.show:

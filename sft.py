@@ -83,6 +83,7 @@ def build_parser():
     add("--patience", type=float, default=1800.0, help="seconds a step, an evaluation or a save may take; beyond, the run ends with the stacks of every rank; 0 = for ever")
     add("--format-samples", type=int, default=32, help="held-out prompts answered greedily for the format rate; 0 = none")
     add("--max-new-tokens", type=int, default=512, help="per greedy answer of the format rate")
+    model.add_log_arguments(parser)
     return parser
 
 
@@ -100,6 +101,7 @@ def parse_args():
     for name in ("batch_size", "pack_tokens", "max_len", "convert_frames"):
         if getattr(args, name) < 1:
             raise model.UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    model.check_log_arguments(args)
     return args
 
 
@@ -448,7 +450,7 @@ def main(watch):
               f"on {world} rank{'s' if world > 1 else ''} ({device.type}, attention {model.choose_attention(device, args.attention)}) | "
               f"{weights / 1e6:.2f} M trained parameters", flush=True)
         model.clean_run(args.out, start)
-    log = model.open_log(os.path.join(args.out, "log.jsonl"), start) if rank == 0 else None
+    log = model.Log(args.out, start, args) if rank == 0 else None
 
     def evaluate(step):
         policy.eval()
@@ -459,9 +461,8 @@ def main(watch):
             if args.format_samples else float("nan")
         policy.train()
         if rank == 0:
-            print(f"step {step:04d} | held-out loss {loss:.4f} nats/token | greedy format rate {rate:.3f}", flush=True)
-            log.write(json.dumps({"step": step, "val_loss": loss, "format_rate": rate}) + "\n")
-            log.flush()
+            log.write({"step": step, "val_loss": loss, "format_rate": rate},
+                      f"step {step:04d} | held-out loss {loss:.4f} nats/token | greedy format rate {rate:.3f}")
         return loss
 
     saver = model.Saver(policy, codec, args.out, args.keep, start)
@@ -522,11 +523,8 @@ def main(watch):
             record = {"step": step + 1, "loss": loss, "lr": args.lr * fraction, "grad_norm": norm, "trained_tokens": tokens,
                       "tokens": int(length), "tokens_per_s": length / seconds, "wait_s": waited, "step_s": seconds,
                       "skipped_chats": skipped, "bad_steps": bad}
-            print(f"step {step + 1:04d}/{steps:04d} | loss {loss:.4f} | lr {args.lr * fraction:.2e} | gn {norm:.2f} | tok {record['tokens']} "
-                  f"({tokens} trained) | {record['tokens_per_s']:.0f} tok/s | wait {waited:.2f}s step {seconds:.2f}s | eta {eta / 60:.1f}m",
-                  flush=True)
-            log.write(json.dumps(record) + "\n")
-            log.flush()
+            log.write(record, f"step {step + 1:04d}/{steps:04d} | loss {loss:.4f} | lr {args.lr * fraction:.2e} | gn {norm:.2f} | tok {record['tokens']} "
+                      f"({tokens} trained) | {record['tokens_per_s']:.0f} tok/s | wait {waited:.2f}s step {seconds:.2f}s | eta {eta / 60:.1f}m")
         last = step + 1 == steps
         names = ["last"]
         if held and (last or args.eval_every and (step + 1) % args.eval_every == 0):
@@ -542,6 +540,8 @@ def main(watch):
     if rank == 0 and finished:
         print(f"done: {steps} steps in {(time.monotonic() - began) / 60:.1f} min -> {args.out}/last", flush=True)
     prefetch.shutdown()
+    if log:
+        log.close()
     dist.destroy_process_group()
 
 

@@ -123,20 +123,21 @@ def number(value, digits=4):
     return round(value, digits)
 
 
-def segments(text, credit_mode, advantage):
-    """Text a model wrote -> [[kind, text, credit]]; kind "s" sampled, "t" structural; credit None where none was recorded."""
-    pieces = list(text)
+def segments(text, ended, credit_mode, advantage):
+    """Text of one turn -> [[kind, text, credit]]; kind "s" sampled, "t" structural, "e" the sampled end of turn, "c" cut off; credit None
+    where none was recorded. As tokens have it in grpo.py, but by characters: of a turn that was cut off, the last one is structural."""
+    pieces = [*text, *([""] if ended else [])]
     structural = rewards.structural_mask([c.encode("utf-8", "replace") for c in pieces], credit_mode if credit_mode in ("tags", "closing") else "struct")
     task, fmt = (number(advantage.get(k)) for k in ("task", "fmt"))
     out = []
     for character, tag in zip(pieces, structural):
-        kind = "t" if tag else "s"
+        kind = "e" if not character else "t" if tag else "s"
         if out and out[-1][0] == kind:
             out[-1][1] += character
         else:
             credited = (credit_mode == "sequence" or tag and credit_mode != "none")
             out.append([kind, character, None if task is None else round(task + (fmt or 0.0) * credited, 3)])
-    return out
+    return out if ended else [*out, ["c", "", None]]
 
 
 def shown_turns(row, calls, args):
@@ -147,8 +148,7 @@ def shown_turns(row, calls, args):
     out = []
     for n, text in enumerate(turns):
         parts = [["i", "<think>\n", None]] if forced else []
-        parts += segments(str(text)[:20_000], credit, advantage)
-        parts.append(["e" if n < len(finish) and finish[n] == "stop" else "c", "", None])  # its end of turn, or that it was cut off
+        parts += segments(str(text)[:20_000], n < len(finish) and finish[n] == "stop", credit, advantage)
         answered = [c for c in calls if c["turn"] == n and c["status"] != "not_run" or c["turn"] == n and c["summary"]] if n + 1 < len(turns) else []
         parts += [["i", f"\n<tool_response>\n{c['summary']}\n</tool_response>", None] for c in answered]
         out.append(parts)
@@ -594,7 +594,7 @@ $("rows").onclick = e => { const row = e.target.closest(".row"); if (row) select
 $("filters").oninput = filter;
 function tint(credit) { if (credit === null || !credit) return ""; const a = Math.min(.6, .12 + Math.abs(credit) * .25); return ` style="background:rgb(var(--${credit > 0 ? "good" : "bad"}),${a.toFixed(2)})"`; }
 function turnHTML(parts) {
-  return `<div class="turn">` + parts.map(([kind, text, credit]) => kind === "e" ? `<span class="end" title="sampled end of turn">end</span>` : kind === "c" ? `<span class="end bad">cut off</span>`
+  return `<div class="turn">` + parts.map(([kind, text, credit]) => kind === "e" ? `<span class="end"${tint(credit)} title="sampled end of turn${credit === null ? "" : ", credit " + credit}">end</span>` : kind === "c" ? `<span class="end bad">cut off</span>`
     : `<span class="${kind}"${kind === "i" ? ' title="inserted"' : tint(credit) + ` title="${kind === "t" ? "structural, " : ""}${credit === null ? "sampled" : "credit " + credit}"`}>${esc(text)}</span>`).join("") + `</div>`;
 }
 function framesHTML(thumbs) {

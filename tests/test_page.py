@@ -148,9 +148,9 @@ def test_credit_is_that_of_the_run(tmp_path):
     for mode in ("struct", "closing", "sequence", "none"):
         (tmp_path / "args.json").write_text(json.dumps({"format_credit": mode, "think_prefix": True}))
         view.build([str(tmp_path)], None, str(tmp_path / "page.html"), 10, 20.0, None, 6144)
-        found[mode] = [credit for kind, _, credit in data_of(tmp_path / "page.html")["episodes"][0]["turns"][1] if kind in "st"]
+        found[mode] = [credit for kind, _, credit in data_of(tmp_path / "page.html")["episodes"][0]["turns"][1] if kind in "ste"]
     assert found["sequence"] == [0.75] * len(found["sequence"]) and set(found["none"]) == {0.5}
-    assert found["struct"].count(0.75) == 3 and found["closing"].count(0.75) == 2  # </think> <answer> </answer>; the closing ones
+    assert found["struct"].count(0.75) == 4 and found["closing"].count(0.75) == 2  # </think> <answer> </answer> and the end; the closing ones
 
 
 def test_whole_groups_are_kept_when_there_are_too_many(made):
@@ -384,7 +384,7 @@ def test_an_empty_page_says_so_without_an_error(visit, made):
 
 
 def take_pictures(page, folder):
-    """The README's two pictures: curves in the light theme, an episode in the dark one; 64 colours keep them small."""
+    """The README's two pictures: curves in the light theme, an episode in the dark one; 128 colours keep them small."""
     from PIL import Image
 
     browser = start_browser(1200, 760)
@@ -396,7 +396,7 @@ def take_pictures(page, folder):
             for name, value in (("called", "1"), ("right", "1"), ("source", "0"), ("K", "8")):
                 choose(browser, name, value)
             browser.execute_script("select(shown.length - 1)")
-        picture = Image.open(io.BytesIO(browser.get_screenshot_as_png())).convert("RGB").quantize(64)
+        picture = Image.open(io.BytesIO(browser.get_screenshot_as_png())).convert("RGB").quantize(128)
         picture.save(os.path.join(folder, f"page-{tab}.png"), optimize=True)
     browser.quit()
 

@@ -4,6 +4,7 @@ Tests of stopping and going on: python -m pytest tests/test_survival.py -q
 Checkpoints that are torn, runs that are asked to stop, runs that are killed where it hurts most, gradients that are not finite.
 """
 import argparse
+import importlib.util
 import json
 import math
 import os
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
 
 import pytest
 import torch
@@ -217,6 +219,63 @@ def test_a_second_signal_ends_the_process_at_once():
     script = "import model, os, signal, time\nmodel.stop_on_sigterm()\nos.kill(os.getpid(), 15)\nprint('alive', flush=True)\nos.kill(os.getpid(), 15)\nprint('not here')"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == -signal.SIGTERM and done.stdout == "alive\n"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where the numbers go
+
+
+class Board:
+    """Stands in for tensorboard's writer."""
+
+    made = []
+
+    def __init__(self, folder, purge_step):
+        self.folder, self.purge_step, self.scalars, self.closed = folder, purge_step, {}, False
+        Board.made.append(self)
+
+    def add_scalar(self, name, value, step):
+        self.scalars[name, step] = value
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.mark.parametrize("script", ["grpo", "sft"])
+def test_the_same_numbers_go_to_tensorboard_and_wandb(run, monkeypatch, script, tmp_path):
+    """Both packages are stood in for: what they are given is what log.jsonl holds."""
+    sent, started = [], []
+    room = types.SimpleNamespace(log=lambda numbers, step: sent.append((step, numbers)), finish=lambda: sent.append("finished"))
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **given: started.append(given) or room, __spec__=1))
+    monkeypatch.setitem(sys.modules, "tensorboard", types.SimpleNamespace(__spec__=1))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Board))
+    Board.made.clear()
+    for steps in (1, 2):
+        folder = run(script, "--steps", steps, "--tensorboard", tmp_path / "board", "--wandb", "mine")
+    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    assert [b.purge_step for b in Board.made] == [1, 2] and all(b.closed for b in Board.made)  # the second went on behind step 1
+    for row, board in zip(rows, Board.made):
+        numbers = model.flat(row)
+        assert board.scalars == {(name, row["step"]): value for name, value in numbers.items()} and (row["step"], numbers) in sent
+    assert script == "sft" or "closure/think" in model.flat(rows[0]) and any(name.startswith("by_K/4/") for name in model.flat(rows[0]))
+    assert {s["project"] for s in started} == {"mine"} and len({s["id"] for s in started}) == 1 and sent.count("finished") == 2
+
+
+@pytest.mark.parametrize("flag", ["--wandb", "--tensorboard=x"])
+def test_a_missing_package_is_said_before_anything_is_loaded(run, monkeypatch, flag):
+    name = flag.strip("-").split("=")[0]
+    monkeypatch.setitem(sys.modules, name, None)
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n, *more: None if n == name else real(n, *more))
+    with pytest.raises(model.UserError, match=f"--{name}: the package is not installed: pip install {name}"):
+        run("sft", "--steps", 1, flag)
+
+
+@pytest.mark.parametrize("script", ["grpo", "sft"])
+def test_quiet_leaves_the_first_and_the_last_line(run, script, capsys):
+    folder = run(script, "--steps", 2, "--quiet")
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 2 and said[1].startswith("done: 2 steps") and steps_of(folder) == [1, 2]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
