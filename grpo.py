@@ -33,15 +33,18 @@ CPU toy:  torchrun --nproc_per_node 2 grpo.py --preset toy --ckpt sft_out --data
 8 GPUs:   torchrun --nproc_per_node 8 grpo.py --ckpt sft_out --data rl.jsonl --out grpo_out
 """
 import argparse
+import contextlib
 import json
 import math
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import model
 import rewards
 import rollout
+import video
 
 
 def build_parser():
@@ -81,8 +84,6 @@ def build_parser():
     add("--lr", type=float, default=2e-6, help="AdamW, constant")
     add("--weight-decay", type=float, default=0.01, help="AdamW, matrices only")
     add("--clip", type=float, default=1.0, help="gradient norm; 0 = no clipping")
-    add("--attention", choices=["auto", "flash", "varlen", "sdpa"], default="auto", help="attention kernel for packs")
-    add("--checkpointing", action=yes_no, default=True, help="recompute layers in backward")
     # engine
     add("--engine", choices=["auto", "vllm", "transformers"], default="auto", help="who samples")
     add("--probe-tolerance", type=float, default=0.1, help="mean |log-prob gap| engine-trainer, nats, that stops the run")
@@ -91,6 +92,7 @@ def build_parser():
     add("--keep", type=int, default=2, help="newest checkpoints kept besides `last`; 0 = all")
     add("--max-bad-steps", type=int, default=3, help="updates in a row without a finite gradient, each skipped, that stop the run")
     add("--show-every", type=int, default=20, help="steps between printed rollouts; 0 = never")
+    model.add_memory_arguments(parser)
     model.add_log_arguments(parser)
     rollout.add_agent_arguments(parser)
     return parser
@@ -100,7 +102,7 @@ def parse_args():
     parser = build_parser()
     early = parser.parse_known_args()[0]
     if "toy" in early.preset:
-        parser.set_defaults(lr=2e-4, prompts=16, steps=40, pack_tokens=4096, save_every=0, checkpointing=False, temperature=1.0, kl=0.0,
+        parser.set_defaults(lr=2e-4, prompts=16, steps=40, pack_tokens=4096, save_every=0, recompute="none", temperature=1.0, kl=0.0,
                             probe_tolerance=1e-3, **rollout.toy_lengths())
     if "best" in early.preset:
         parser.set_defaults(minibatches=2)
@@ -108,7 +110,7 @@ def parse_args():
         parser.set_defaults(think_prefix=False, answer_suffix=False, format_credit="sequence", anchor=0.0, gamma=0.0, tool_reward=0.0,
                             frames=64)
     args = parser.parse_args()
-    for name in ("prompts", "group", "steps", "minibatches", "pack_tokens", "max_bad_steps"):
+    for name in ("prompts", "group", "steps", "minibatches", "pack_tokens", "max_bad_steps", "replicas"):
         if getattr(args, name) < 1:
             raise model.UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     if not args.data and not args.rollouts:
@@ -386,13 +388,12 @@ def main(watch):
     if tasks:
         rollout.check_context(codec, tasks, agent, source, args.frames)
     torch.manual_seed(args.seed)
-    policy = model.load_policy(ckpt, codec, device, torch.float32, args.attention, args.checkpointing)
-    vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
-    model.shard(policy, device)
+    policy = model.load_sharded(ckpt, codec, device, args.attention, args.recompute, args.replicas)
+    vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load, int(args.feature_cache_gb * 2**30))
     optimizer = model.adamw(model.trained_parameters(policy), args.lr, args.weight_decay, 0.999, device)
     reference = None
     if args.kl > 0:
-        reference = model.shard(model.load_policy(ckpt, codec, device, torch.float32, args.attention).requires_grad_(False), device)
+        reference = model.load_sharded(ckpt, codec, device, args.attention, replicas=args.replicas).requires_grad_(False)
     if folder:
         model.load_train_state(policy, optimizer, folder)
     engine, gpu = None, device.type == "cuda"
@@ -405,6 +406,7 @@ def main(watch):
         print(f"{args.prompts} prompts x {args.group} rollouts = {args.prompts * args.group} a step on {world} rank{'s' if world > 1 else ''} "
               f"({device.type}) | K {args.frames} | format credit {args.format_credit} | {sum(p.numel() for p in model.trained_parameters(policy)) / 1e6:.2f} M "
               "trained parameters", flush=True)
+        model.warn_of_memory(policy.hf.config, args, device, world, reference=args.kl > 0, engine_share=0 if args.rollouts else args.engine_share)
         model.clean_run(args.out, start)
     log = model.Log(args.out, start, args) if rank == 0 else None
     asked, bad = model.stop_on_sigterm(), 0
@@ -424,6 +426,19 @@ def main(watch):
         if rank == 0:
             print(f"stopped by SIGTERM after step {step} of {steps}; the same command goes on from {args.out}", flush=True)
 
+    def share(step):
+        """Tasks of this rank, and the place of every group in the batch. A task that the seam of two epochs brings twice is one larger group."""
+        batch, order = [tasks[i] for i in model.batch_indices(step, args.prompts, len(tasks), args.seed)], {}
+        for task in batch:
+            order.setdefault(f"{step}/{task['id']}", len(order))
+        return [task for task in batch if order[f"{step}/{task['id']}"] % world == rank], order
+
+    def look_ahead(task, step):
+        k = args.frames if isinstance(args.frames, int) else rollout.frame_budget(args.seed, step, task["id"])
+        with contextlib.suppress(video.VideoError, ValueError):  # counted when its episode comes
+            source.load({"video": task["video"], "frames": k})
+
+    ahead = ThreadPoolExecutor(args.decode_threads, thread_name_prefix="ahead")  # the next step's overviews, while this one trains
     began, finished = time.monotonic(), False
     for step in range(start, steps):
         # 1. Rollouts. No collective in here: ranks finish at different times and meet at the update.
@@ -433,11 +448,7 @@ def main(watch):
             groups = everything[rank::world]
             episodes = [e for g in groups for e in g]
         else:
-            batch = [tasks[i] for i in model.batch_indices(step, args.prompts, len(tasks), args.seed)]
-            order = {}  # a batch over the seam of two epochs may hold a task twice: one rank takes both, as one larger group
-            for task in batch:
-                order.setdefault(f"{step}/{task['id']}", len(order))
-            mine = [task for task in batch if order[f"{step}/{task['id']}"] % world == rank]
+            mine, order = share(step)
             frames = args.frames
             if frames == "adaptive":
                 weights = adaptive_weights(necessity)
@@ -458,6 +469,9 @@ def main(watch):
             break
         if engine:
             engine.sleep()
+        if not args.rollouts and step + 1 < steps and args.frames != "adaptive":
+            for task in share(step + 1)[0]:
+                ahead.submit(look_ahead, task, step + 1)
 
         # 2. Update. The trees hold every sampled token once, and every prompt once per group.
         clock = time.monotonic()
@@ -514,6 +528,7 @@ def main(watch):
         finished = True
     if rank == 0 and finished:
         print(f"done: {steps - start} steps in {(time.monotonic() - began) / 60:.1f} min -> {args.out}/last", flush=True)
+    ahead.shutdown(cancel_futures=True)
     if log:
         log.close()
     if engine:

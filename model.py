@@ -18,7 +18,10 @@ Departures: the vision tower is frozen in every stage, so its features are compu
 
 Legend: L tokens in a pack, N trained tokens, V vision tokens, D deepstack levels, H hidden size, T frames.
 Reads and writes: checkpoint directories (`from_pretrained` layout) and `train_state/` beside them.
+
+What a size takes on a GPU, before it is rented:  python model.py --plan 8B --gpus 8 --gpu-gb 80 --context 32768
 """
+import argparse
 import contextlib
 import faulthandler
 import json
@@ -138,7 +141,7 @@ class Watch:
     """
 
     def __init__(self):
-        self.patience, self.store, self.ended = 0.0, None, threading.Event()
+        self.patience, self.store, self.thread, self.ended = 0.0, None, None, threading.Event()
         self.rank = int(os.environ.get("RANK", 0))
 
     def begin(self, patience):
@@ -149,7 +152,8 @@ class Watch:
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # a connection of its own: the process group's may be busy waiting
             self.store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
         self.beat()
-        threading.Thread(target=self.look, name="watch", daemon=True).start()
+        self.thread = threading.Thread(target=self.look, name="watch", daemon=True)
+        self.thread.start()
 
     def beat(self):
         """This rank is alive: a phase has ended."""
@@ -191,6 +195,8 @@ class Watch:
 
     def stop(self):
         self.ended.set()
+        if self.thread:  # a thread inside the store while the interpreter ends would abort the process
+            self.thread.join(10)
         faulthandler.cancel_dump_traceback_later()
 
 
@@ -982,8 +988,8 @@ def generate(policy, codec, vision, prompts, max_new_tokens, temperature=0.0, se
     return list(zip(sampled, logps))
 
 
-def load_policy(ckpt, codec, device, dtype=torch.float32, attention="auto", checkpointing=False):
-    """Checkpoint directory -> Policy on device, vision tower frozen (bf16 on GPU), language model in `dtype`."""
+def load_policy(ckpt, codec, device, dtype=torch.float32, attention="auto", recompute="none"):
+    """Checkpoint directory -> Policy on device, whole on every rank: vision tower frozen (bf16 on GPU), language model in `dtype`."""
     import_shim()
     from transformers import AttentionInterface, Qwen3VLForConditionalGeneration
 
@@ -993,13 +999,17 @@ def load_policy(ckpt, codec, device, dtype=torch.float32, attention="auto", chec
         attn_implementation={"text_config": "packed", "vision_config": "sdpa"})
     if report["missing_keys"]:  # transformers would go on with random numbers in their place
         raise UserError(f"checkpoint {ckpt}: {len(report['missing_keys'])} weights are missing, for example {sorted(report['missing_keys'])[0]}")
+    return as_policy(hf.to(device), codec, device, attention, recompute)
+
+
+def as_policy(hf, codec, device, attention, recompute):
+    """transformers' model -> Policy: tower frozen and in bf16 on GPU, decoder layers recomputed in backward as asked."""
     hf.model.visual.requires_grad_(False)
-    hf.model.visual.eval()
-    hf = hf.to(device)
     if device.type == "cuda":
         hf.model.visual.to(torch.bfloat16)
-    if checkpointing:
-        hf.gradient_checkpointing_enable({"use_reentrant": False})
+    if recompute != "none":
+        options = {"use_reentrant": False, **({"context_fn": keep_matrix_products} if recompute == "selective" else {})}
+        hf.gradient_checkpointing_enable(options)
         hf.model.visual.gradient_checkpointing = False
     policy = Policy(hf, codec, attention)
     policy.train()
@@ -1007,16 +1017,87 @@ def load_policy(ckpt, codec, device, dtype=torch.float32, attention="auto", chec
     return policy
 
 
-def shard(policy, device):
+def keep_matrix_products():
+    """--recompute selective: products of matrices and attention are kept, what lies between them (norms, rotations, gates) is done again."""
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    ops = torch.ops.aten
+    kept = {ops.mm.default, ops.addmm.default, ops.bmm.default, ops._scaled_dot_product_flash_attention.default,
+            ops._scaled_dot_product_flash_attention_for_cpu.default, ops._scaled_dot_product_efficient_attention.default}
+
+    def policy(_, op, *given, **named):
+        return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def load_sharded(ckpt, codec, device, attention="auto", recompute="none", replicas=1):
+    """Checkpoint directory -> sharded Policy, fp32, without a whole copy on any rank: built on the meta device, then every rank reads its own
+    rows of each matrix from the safetensors files. The frozen tower is read whole. replicas: see `shard`."""
+    import_shim()
+    from safetensors import safe_open
+    from torch.distributed.tensor import DTensor
+    from transformers import AttentionInterface, AutoConfig, GenerationConfig, Qwen3VLForConditionalGeneration
+
+    AttentionInterface.register("packed", packed_attention)
+    config = AutoConfig.from_pretrained(ckpt)
+    config.text_config._attn_implementation, config.vision_config._attn_implementation = "packed", "sdpa"
+    with torch.device("meta"):
+        hf = Qwen3VLForConditionalGeneration(config)
+    hf.tie_weights()
+    if os.path.exists(os.path.join(ckpt, "generation_config.json")):
+        hf.generation_config = GenerationConfig.from_pretrained(ckpt)
+    policy = shard(as_policy(hf, codec, device, attention, recompute), device, replicas)
+    policy.to_empty(device=device)
+    for owner, name in ((hf.model.visual, "rotary_pos_emb"), (hf.model.language_model, "rotary_emb")):
+        old = getattr(owner, name)  # its buffers are computed, not stored
+        setattr(owner, name, type(old)(old.config).to(device))
+    index, where = os.path.join(ckpt, "model.safetensors.index.json"), {}
+    if os.path.exists(index):
+        with open(index) as f:
+            where = json.load(f)["weight_map"]
+    else:
+        for file in sorted(n for n in os.listdir(ckpt) if n.endswith(".safetensors")):
+            with safe_open(os.path.join(ckpt, file), "pt") as f:
+                where.update(dict.fromkeys(f.keys(), file))
+    own = dict(hf.named_parameters())
+    missing = sorted(set(own) - set(where))
+    if missing:
+        raise UserError(f"checkpoint {ckpt}: {len(missing)} weights are missing, for example {missing[0]}")
+    with contextlib.ExitStack() as stack, torch.no_grad():
+        files = {}
+        for name, parameter in own.items():
+            if where[name] not in files:
+                files[where[name]] = stack.enter_context(safe_open(os.path.join(ckpt, where[name]), "pt"))
+            stored = files[where[name]].get_slice(name)
+            if list(stored.get_shape()) != list(parameter.shape):
+                raise UserError(f"checkpoint {ckpt}: {name} has shape {stored.get_shape()}, the configuration says {list(parameter.shape)}")
+            if isinstance(parameter, DTensor):  # rows are dealt out as torch.chunk deals them: equal parts, the last ones smaller or empty
+                mesh, local = parameter.device_mesh, parameter.to_local()
+                part, parts = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+                rows = -(-parameter.shape[0] // parts)
+                if len(local):
+                    local.copy_(stored[part * rows:part * rows + len(local)])
+            else:
+                parameter.copy_(stored[:])
+    return policy
+
+
+def shard(policy, device, replicas=1):
     """FSDP2: one group per decoder layer, one for the rest (embeddings, head, norm). The frozen tower stays replicated.
 
-    GPU: fp32 shards, bf16 compute, fp32 gradient reduction. CPU: fp32 throughout.
+    GPU: fp32 shards, bf16 compute, fp32 gradient reduction. CPU: fp32 throughout. replicas: groups of ranks that each hold the whole
+    model in shards (HSDP); with one per node, weights are gathered inside a node and only gradients cross between nodes.
     """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    world = dist.get_world_size()
+    if world % replicas:
+        raise UserError(f"--replicas {replicas}: {world} ranks cannot be divided into so many")
+    mesh = init_device_mesh(device.type, (world,)) if replicas == 1 else \
+        init_device_mesh(device.type, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if device.type == "cuda" \
         else MixedPrecisionPolicy()
     for layer in policy.hf.model.language_model.layers:
@@ -1024,6 +1105,15 @@ def shard(policy, device):
     fully_shard(policy, mesh=mesh, mp_policy=precision, ignored_params=set(policy.hf.model.visual.parameters()))
     register_fsdp_forward_method(policy, "step")
     return policy
+
+
+def add_memory_arguments(parser):
+    """Flags about where the weights lie and what is kept for backward: the same in sft.py and grpo.py. None of them changes a gradient."""
+    parser.add_argument("--attention", choices=["auto", "flash", "varlen", "sdpa"], default="auto", help="attention kernel for packs")
+    parser.add_argument("--recompute", choices=["full", "selective", "none"], default="full", help="decoder layers in backward: all of them; all but matrix products "
+                        "and attention; nothing")
+    parser.add_argument("--feature-cache-gb", type=float, default=1.0, help="GiB of vision features kept per rank, beside the weights")
+    parser.add_argument("--replicas", type=int, default=1, help="groups of ranks that each hold the whole model in shards (HSDP): one per node")
 
 
 def trained_parameters(policy):
@@ -1100,6 +1190,132 @@ def full_weights(policy):
         if tied and name == "lm_head.weight":
             continue
         yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What it takes: a ledger of memory, from a configuration alone
+
+
+def public_sizes():
+    """Geometry of the public dense Qwen3-VL checkpoints, as in config.json of Qwen/Qwen3-VL-{2B,4B,8B,32B}-Instruct."""
+    def size(hidden, layers, heads, intermediate, tied, tower):
+        text = {"vocab_size": 151936, "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128,
+                "intermediate_size": intermediate, "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]}}
+        vision = {"small": {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "deepstack_visual_indexes": [5, 11, 17]},
+                  "large": {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "deepstack_visual_indexes": [8, 16, 24]}}[tower]
+        return {"text_config": text, "vision_config": {**vision, "num_heads": 16, "num_position_embeddings": 2304, "out_hidden_size": hidden}, "tie_word_embeddings": tied}
+
+    return {"2B": size(2048, 28, 16, 6144, True, "small"), "4B": size(2560, 36, 32, 9728, True, "small"),
+            "8B": size(4096, 36, 32, 12288, False, "large"), "32B": size(5120, 64, 64, 25600, False, "large")}
+
+
+def read_config(name):
+    """A public size ("8B") or a checkpoint folder -> its configuration."""
+    import_shim()
+    quiet_libraries()
+    from transformers import AutoConfig, Qwen3VLConfig
+
+    if name in public_sizes():
+        return Qwen3VLConfig(**public_sizes()[name])
+    if not os.path.exists(os.path.join(name, "config.json")):
+        raise UserError(f"--plan {name}: neither one of {', '.join(public_sizes())} nor a folder with a config.json")
+    return AutoConfig.from_pretrained(name)
+
+
+def parameter_counts(config):
+    """Configuration -> {"layer", "layers", "root", "tower", "trained"}: parameters of one decoder layer, of all, of embeddings, head and last
+    norm, of the tower, of all that is trained. The model is built on the meta device: nothing is allocated."""
+    from transformers import Qwen3VLForConditionalGeneration
+
+    with torch.device("meta"):
+        hf = Qwen3VLForConditionalGeneration(config)
+    hf.tie_weights()
+    tower = sum(p.numel() for p in hf.model.visual.parameters())
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in hf.model.language_model.layers]
+    trained = sum(p.numel() for p in hf.parameters()) - tower
+    return {"layer": layers[0], "layers": sum(layers), "root": trained - sum(layers), "tower": tower, "trained": trained}
+
+
+def layer_activation_bytes(text, width, kernel="flash"):
+    """Bytes a token that autograd keeps inside one decoder layer when nothing is recomputed. width: bytes of a number in compute (2: bf16;
+    norms then keep fp32 copies). kernel "sdpa" repeats keys and values for every head, as the path for CPU does."""
+    hidden, inner, d = text.hidden_size, text.intermediate_size, text.head_dim
+    heads, shared = text.num_attention_heads, text.num_key_value_heads
+    norms = 2 * hidden * (3 * width if width == 4 else 4 + 2 * width)  # input in fp32, normalised, scaled; twice
+    rotated = (heads + shared) * d * (2 * width if width == 4 else 4 + width)  # the same of queries and keys, whose last form attention keeps
+    attention = 5 * heads * d * width if kernel == "sdpa" else (2 * heads + 2 * shared) * d * width  # q, k, v, out
+    statistics = 4 * (2 + 2 * heads + shared)  # of norms and softmax
+    return norms + rotated + attention + 4 * inner * width + statistics  # gate, its activation, up, their product
+
+
+def ledger(config, gpus, pack_tokens, recompute="full", replicas=1, reference=True, engine_gb=None, width=2, chunk=1024, kernel="flash", feature_cache_gb=1.0):
+    """Bytes per GPU -> {phase: {item: bytes}}, phases "rollout", "sync", "train".
+
+    gpus: ranks; engine_gb: GB that vLLM takes while it is awake (None: no engine); width: bytes of a number in compute (CPU: 4).
+    What a step holds in FSDP2: fp32 shards of weights, gradients, two moments; the root's and two layers' weights whole in compute precision;
+    gradients of the root and of one layer whole, and once more in fp32 while they are reduced. The step's activations: what autograd keeps,
+    one layer's inside while it is recomputed, and its largest gradients.
+    """
+    text, n = config.text_config, parameter_counts(config)
+    shards, hidden = gpus // replicas, text.hidden_size
+    inside = layer_activation_bytes(text, width, kernel)
+    kept = {"full": hidden * width, "none": inside,  # selective: the input, and the products: q, k, v, attention, its output, gate, up, down
+            "selective": width * (3 * hidden + (2 * text.num_attention_heads + 2 * text.num_key_value_heads) * text.head_dim + 2 * text.intermediate_size)}[recompute]
+    resting = {"weights, fp32 shard": 4 * n["trained"] / shards, "AdamW moments, fp32 shard": 8 * n["trained"] / shards, "vision tower": width * n["tower"],
+               "vision features kept": feature_cache_gb * 2**30}
+    if reference:
+        resting["reference, fp32 shard and tower"] = 4 * n["trained"] / shards + width * n["tower"]
+    whole = {"root whole, weights and gradients": n["root"] * (2 * width + 4), "two layers whole, gradients of one": n["layer"] * (3 * width + 4)}
+    train = {**resting, "gradients, fp32 shard": 4 * n["trained"] / shards, **whole,
+             "activations kept": text.num_hidden_layers * kept * pack_tokens + hidden * (6 if width == 2 else 8) * pack_tokens,
+             "one layer in backward": (inside * (recompute != "none") + width * (3 * text.intermediate_size + 4 * hidden)) * pack_tokens,
+             "logits of a chunk": chunk * text.vocab_size * (8 + width),
+             "vision features": (1 + len(config.vision_config.deepstack_visual_indexes)) * hidden * width * pack_tokens}
+    engine = {} if engine_gb is None else {"vLLM": engine_gb * 1e9}
+    return {"rollout": {**resting, **engine}, "sync": {**resting, **engine, "one tensor whole": 4 * text.vocab_size * hidden}, "train": train}
+
+
+def largest_pack(config, gpu_gb, **options):
+    """Tokens of the largest pack whose train phase fits into gpu_gb GB; 0 where not even its weights do."""
+    one, two = (sum(ledger(config, pack_tokens=tokens, **options)["train"].values()) for tokens in (0, 1024))
+    return max(0, int((gpu_gb * 1e9 - one) / ((two - one) / 1024)))
+
+
+def kv_bytes(text, width=2):
+    """Bytes of KV cache a token."""
+    return 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim * width
+
+
+def plan_text(config, gpus, gpu_gb, context, pack_tokens, engine_share=0.5, **options):
+    """The ledger as a table, and what fits -> (table, verdict, whether all fits)."""
+    phases = ledger(config, gpus, pack_tokens, engine_gb=engine_share * gpu_gb if engine_share else None, **options)
+    limit, n, text = 0.94 * gpu_gb, parameter_counts(config), config.text_config  # the rest: CUDA, NCCL, fragments
+    items = list(dict.fromkeys(item for phase in phases.values() for item in phase))
+    lines = [f"{n['trained'] / 1e9:.2f} B trained parameters, {n['tower'] / 1e9:.2f} B in the frozen tower; GB per GPU, of {gpus} with {gpu_gb:g} each",
+             f"{'':<36}" + "".join(f"{phase:>9}" for phase in phases)]
+    for item in items:
+        lines.append(f"{item:<36}" + "".join(f"{phases[p][item] / 1e9:>9.1f}" if item in phases[p] else f"{'-':>9}" for p in phases))
+    totals = {p: sum(v.values()) / 1e9 for p, v in phases.items()}
+    lines.append(f"{'sum':<36}" + "".join(f"{t:>9.1f}" for t in totals.values()))
+    table, lines, over = "\n".join(lines), [], [p for p, t in totals.items() if t > limit]
+    lines.append(f"does not fit while: {', '.join(over)} (limit {limit:.1f} GB)" if over else f"fits (limit {limit:.1f} GB)")
+    lines.append(f"largest pack: {largest_pack(config, limit, gpus=gpus, **options)} tokens (--pack-tokens {pack_tokens})")
+    if engine_share:
+        room = engine_share * gpu_gb * 1e9 - 2 * (n["trained"] + n["tower"])
+        tokens = max(0, int(room / kv_bytes(text)))
+        lines.append(f"vLLM: {2 * (n['trained'] + n['tower']) / 1e9:.1f} GB of weights, KV cache for {tokens} tokens: {tokens // context} contexts of {context} at once"
+                     + ("" if tokens >= context else "; NOT ONE: raise its share or lower --context"))
+        over += [] if tokens >= context else ["vLLM"]
+    return table, "\n".join(lines), not over
+
+
+def warn_of_memory(config, args, device, world, **options):
+    """On a GPU: what fits by the ledger, and a warning before the first step that cannot. Rank 0 calls it."""
+    if device.type != "cuda":
+        return
+    table, verdict, fits = plan_text(config, world, torch.cuda.get_device_properties(device).total_memory / 1e9, getattr(args, "context", args.pack_tokens),
+                                     args.pack_tokens, recompute=args.recompute, replicas=args.replicas, **options)
+    print(verdict if fits else f"{table}\nWARNING: {verdict}", flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1304,7 +1520,7 @@ def newest_checkpoint(out):
 
 def pace_flags():
     """Flags that say how fast, how patiently and to whom, never what: they may differ between two parts of one run."""
-    return {"max_seqs", "decode_threads", "decode_timeout", "frame_cache_gb", "patience", "quiet", "tensorboard", "wandb"}
+    return {"max_seqs", "decode_threads", "decode_timeout", "frame_cache_gb", "feature_cache_gb", "engine_share", "patience", "quiet", "tensorboard", "wandb"}
 
 
 def resume_point(out, args, resume):
@@ -1563,3 +1779,27 @@ def run_main(main):
         if os.environ.get("RANK", "0") == "0" or isinstance(e, RankError):
             print(f"{os.path.basename(sys.argv[0])}: {printable(e)}", file=sys.stderr, flush=True)
         sys.exit(1 if isinstance(e, RunError) else 2)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plan", required=True, metavar="SIZE", help="2B, 4B, 8B, 32B or a checkpoint folder: what it takes per GPU, in each phase of grpo.py")
+    parser.add_argument("--gpus", type=int, default=8, help="ranks, all nodes together")
+    parser.add_argument("--gpu-gb", type=float, default=80.0, help="GB of one GPU")
+    parser.add_argument("--context", type=int, default=32768, help="tokens of one context")
+    parser.add_argument("--pack-tokens", type=int, default=32768, help="tokens per pack (one forward)")
+    parser.add_argument("--recompute", choices=["full", "selective", "none"], default="full", help="as grpo.py has it")
+    parser.add_argument("--replicas", type=int, default=1, help="as grpo.py has it")
+    parser.add_argument("--kl", type=float, default=0.01, help="0 = no reference model")
+    parser.add_argument("--engine-share", type=float, default=0.5, help="vLLM's part of the GPU while it is awake; 0 = no engine (sft.py)")
+    args = parser.parse_args()
+    if min(args.gpus, args.context, args.pack_tokens, args.replicas) < 1 or args.gpus % args.replicas or not args.gpu_gb > 0 or not 0 <= args.engine_share < 1:
+        raise UserError("--gpus, --gpu-gb, --context, --pack-tokens and --replicas must be above 0, --gpus a multiple of --replicas, --engine-share below 1")
+    table, verdict, fits = plan_text(read_config(args.plan), args.gpus, args.gpu_gb, args.context, args.pack_tokens, args.engine_share, recompute=args.recompute,
+                                     replicas=args.replicas, reference=args.kl > 0)
+    print(f"{table}\n{verdict}")
+    sys.exit(0 if fits else 1)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1063,6 +1063,7 @@ def add_agent_arguments(parser, tools=True):
     add("--decode-timeout", type=float, default=60.0, help="seconds a video may take, read in a child process; 0 = in this process, unprotected")
     add("--frame-cache-gb", type=float, default=4.0, help="GiB of decoded frames kept per rank; 0 = none")
     add("--patience", type=float, default=1800.0, help="seconds a phase, or the next episode, may take; beyond, the run ends with the stacks of every rank; 0 = for ever")
+    add("--engine-share", type=float, default=0.5, help="vLLM's part of the GPU while it is awake: its weights and KV cache")
     add("--max-seqs", type=int, default=64, help="sequences in the engine's batch")
 
 
@@ -1075,6 +1076,8 @@ def agent_settings(args, data_path):
     for name in ("temperature", "sub_temperature"):
         if not 0 <= (getattr(args, name) or 0) <= 2:  # vLLM's own bounds; not NaN
             raise model.UserError(f"--{name.replace('_', '-')} must lie between 0 and 2, got {getattr(args, name)}")
+    if not 0 < args.engine_share < 1:
+        raise model.UserError(f"--engine-share must lie between 0 and 1, got {args.engine_share}")
     if agent.max_turns < 0 or not agent.sub_fps > 0 or args.min_pixels > args.max_pixels:
         raise model.UserError("--max-turns may not be negative, --sub-fps must be above 0, --min-pixels at most --max-pixels")
     root = args.video_root or os.path.dirname(os.path.abspath(data_path))
@@ -1119,7 +1122,7 @@ def make_engine(kind, ckpt, codec, args, seed=0, sleeping=False, quiet=False):
     if kind == "vllm":
         frames = args.frames if isinstance(args.frames, int) else 64
         return VllmEngine(ckpt, codec, args.context, max(frames, args.sub_frames), args.max_pixels, args.max_seqs, seed,
-                          sleeping=sleeping)
+                          args.engine_share, sleeping)
     return TransformersEngine(ckpt, codec, max_seqs=args.max_seqs)
 
 

@@ -73,8 +73,6 @@ def build_parser():
     add("--weight-decay", type=float, default=0.01, help="AdamW, matrices only")
     add("--beta2", type=float, default=0.999, help="AdamW; beta1 is 0.9")
     add("--clip", type=float, default=1.0, help="gradient norm; 0 = no clipping")
-    add("--attention", choices=["auto", "flash", "varlen", "sdpa"], default="auto", help="attention kernel for packs")
-    add("--checkpointing", action=argparse.BooleanOptionalAction, default=True, help="recompute layers in backward")
     # looking and saving
     add("--eval-every", type=int, default=200, help="steps between held-out losses; 0 = only at the end")
     add("--save-every", type=int, default=500, help="steps between checkpoints; 0 = only at the end")
@@ -83,6 +81,7 @@ def build_parser():
     add("--patience", type=float, default=1800.0, help="seconds a step, an evaluation or a save may take; beyond, the run ends with the stacks of every rank; 0 = for ever")
     add("--format-samples", type=int, default=32, help="held-out prompts answered greedily for the format rate; 0 = none")
     add("--max-new-tokens", type=int, default=512, help="per greedy answer of the format rate")
+    model.add_memory_arguments(parser)
     model.add_log_arguments(parser)
     return parser
 
@@ -91,14 +90,14 @@ def parse_args():
     parser = build_parser()
     if parser.parse_known_args()[0].preset == "toy":
         parser.set_defaults(optimizer="muon", lr=2e-3, batch_size=24, pack_tokens=2048, max_len=2048, epochs=1.2,
-                            beta2=0.98, min_lr=0.02, warmup=0.1, eval_every=100, save_every=0, checkpointing=False, max_new_tokens=128)
+                            beta2=0.98, min_lr=0.02, warmup=0.1, eval_every=100, save_every=0, recompute="none", max_new_tokens=128)
     args = parser.parse_args()
     if args.convert:
         if not args.out.endswith(".jsonl"):
             raise model.UserError(f"--convert writes a JSONL file: --out {args.out} should end in .jsonl")
     elif not (args.ckpt and args.data):
         raise model.UserError("give --ckpt and --data, or --convert with published files")
-    for name in ("batch_size", "pack_tokens", "max_len", "convert_frames"):
+    for name in ("batch_size", "pack_tokens", "max_len", "convert_frames", "replicas"):
         if getattr(args, name) < 1:
             raise model.UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     model.check_log_arguments(args)
@@ -435,10 +434,9 @@ def main(watch):
         dist.destroy_process_group()
         return
     torch.manual_seed(args.seed)
-    policy = model.load_policy(ckpt, codec, device, torch.float32, args.attention, args.checkpointing)
-    vision = model.VisionFeatures(policy.hf.model.visual, codec, train.frames)
-    held_vision = model.VisionFeatures(policy.hf.model.visual, codec, held.frames) if held else None
-    model.shard(policy, device)
+    policy = model.load_sharded(ckpt, codec, device, args.attention, args.recompute, args.replicas)
+    vision = model.VisionFeatures(policy.hf.model.visual, codec, train.frames, int(args.feature_cache_gb * 2**30))
+    held_vision = model.VisionFeatures(policy.hf.model.visual, codec, held.frames, int(args.feature_cache_gb * 2**30)) if held else None
     optimizers = build_optimizers(policy, args, device)
     peaks = [[group["lr"] for group in o.param_groups] for o in optimizers]
     if folder:
@@ -449,6 +447,7 @@ def main(watch):
         print(f"{len(train.rows)} chats x {steps * args.batch_size / len(train.rows):.2f} epochs = {steps} steps of {args.batch_size} chats "
               f"on {world} rank{'s' if world > 1 else ''} ({device.type}, attention {model.choose_attention(device, args.attention)}) | "
               f"{weights / 1e6:.2f} M trained parameters", flush=True)
+        model.warn_of_memory(policy.hf.config, args, device, world, reference=False, engine_share=0)
         model.clean_run(args.out, start)
     log = model.Log(args.out, start, args) if rank == 0 else None
 

@@ -55,12 +55,12 @@ def main():
     parser.add_argument("--steps", type=int, default=400, help="optimiser steps")
     parser.add_argument("--ranks", type=int, default=2, help="processes under torchrun")
     parser.add_argument("--engine", default="auto", help="grpo.py --engine")
-    parser.add_argument("--frame-cache-gb", type=float, default=0.001, help="grpo.py --frame-cache-gb: small, so that it fills")
+    parser.add_argument("--cache-gb", type=float, default=0.001, help="grpo.py --frame-cache-gb and --feature-cache-gb: small, so that they fill at once")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as out:
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", args.ranks, os.path.join(ROOT, "grpo.py"), "--preset", "toy",
                  "--ckpt", args.ckpt, "--data", args.data, "--out", out, "--steps", args.steps, "--prompts", 2 * args.ranks, "--group", 4, "--save-every", 50,
-                 "--keep", 2, "--show-every", 0, "--engine", args.engine, "--frame-cache-gb", args.frame_cache_gb, "--probe-tolerance", 1e-2]
+                 "--keep", 2, "--show-every", 0, "--engine", args.engine, "--frame-cache-gb", args.cache_gb, "--feature-cache-gb", args.cache_gb, "--probe-tolerance", 1e-2]
         run = subprocess.Popen(list(map(str, words)), stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
         series, log = {}, os.path.join(out, "log.jsonl")
         while run.poll() is None:
@@ -75,11 +75,13 @@ def main():
     seconds = np.array([r["rollout_s"] + r["train_s"] + r["sync_s"] for r in rows])
     quarter, processes = args.steps // 4, []
     for (_, name), points in sorted(series.items()):
-        later = np.array([p for p in points if p[0] >= quarter])  # [n, 3]
+        later = np.array([p for p in points if quarter <= p[0] < args.steps])  # [n, 3]; at the last step it is ending
         if len(later) < 10 or later[-1, 0] - later[0, 0] < args.steps / 4:
             continue  # short-lived: a decode worker that was replaced
+        half = later[len(later) // 2:]
         slope = 100 * np.polyfit(later[:, 0], later[:, 1], 1)[0]
         processes.append({"name": name, "mib": round(later[-1, 1], 1), "mib_per_100_steps": round(slope, 2),
+                          "mib_per_100_steps_later": round(100 * np.polyfit(half[:, 0], half[:, 1], 1)[0], 2),
                           "files_first": int(later[0, 2]), "files_last": int(later[-1, 2]), "files_most": int(later[:, 2].max())})
         print(f"{name:<12} {later[-1, 1]:8.1f} MiB, {slope:+7.2f} MiB per 100 steps; open files {later[0, 2]:.0f} -> {later[-1, 2]:.0f}, most {later[:, 2].max():.0f}")
     growth = float(np.median(seconds[-quarter:]) / np.median(seconds[quarter:2 * quarter]))

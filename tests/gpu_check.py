@@ -188,7 +188,7 @@ def check_steps(table, ckpt, codec, trees, source, device):
     where = "GPU" if device.type == "cuda" else "CPU"
     import sft
 
-    policy = model.load_policy(ckpt, codec, device, torch.float32, checkpointing=True)
+    policy = model.load_policy(ckpt, codec, device, torch.float32, recompute="full")
     vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
     model.shard(policy, device)
     optimizer = torch.optim.AdamW(model.trained_parameters(policy), lr=1e-3)

@@ -8,6 +8,7 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -815,6 +816,38 @@ def test_gated_frames_reach_the_decoder_and_the_prompt(run_grpo, toy, codec, mon
     assert set(m["by_K"]) <= {"4", "8", "16", "32", "64"}
 
 
+@pytest.mark.parametrize("frames", [4, "gated", "adaptive"])
+def test_the_next_steps_overviews_are_decoded_while_this_one_trains(run_grpo, toy, monkeypatch, varied_rewards, frames):
+    """When the rollouts of a step begin, its overviews are in the cache; K that is not yet known cannot be."""
+    real_run, real_update, sources, misses = rollout.run, grpo.update, [], []
+
+    def run(engine, mine, agent, codec, source, budget, *given, **named):
+        sources.append(source)
+        if len(sources) > 1:
+            specs = [{"video": t["video"], "frames": budget if isinstance(budget, int) else rollout.frame_budget(0, given[1], t["id"])} for t in mine]
+            before = source.cache.decodes
+            for spec in specs:
+                source.load(spec)
+            misses.append(source.cache.decodes - before)
+        return real_run(engine, mine, agent, codec, source, budget, *given, **named)
+
+    def update(*given):
+        time.sleep(0.5)  # long enough for two videos of a minute at one frame a second
+        return real_update(*given)
+
+    monkeypatch.setattr(rollout, "run", run)
+    monkeypatch.setattr(grpo, "update", update)
+    run_grpo("--data", toy / "rl.jsonl", "--steps", 3, "--frames", frames, *LIVE, "--max-new-tokens", 2)  # six tasks: three steps see each once
+    assert len(misses) == 2 and (sum(misses) == 0 if frames != "adaptive" else sum(misses) > 0)
+
+
+def test_the_feature_cache_has_the_size_that_was_asked_for(run_grpo, given_rollouts, hard_tasks, monkeypatch):
+    made, real = [], model.VisionFeatures
+    monkeypatch.setattr(model, "VisionFeatures", lambda *given: made.append(given[3]) or real(*given))
+    run_grpo("--data", hard_tasks, "--steps", 1, "--prompts", 1, "--probe-tolerance", 99, "--feature-cache-gb", 0.25)
+    assert made == [2**28]
+
+
 def test_a_resumed_run_samples_and_learns_what_the_straight_one_does(run_grpo, toy, varied_rewards):
     """2 steps, resume to 4, against 4 steps: the same tasks, K, seeds (the same ids), and weights."""
     flags = ("--data", toy / "rl.jsonl", *LIVE, "--frames", "gated")
@@ -892,7 +925,7 @@ def test_bad_values_and_missing_files_are_one_line(monkeypatch, capsys, toy, tmp
     monkeypatch.chdir(tmp_path)
     words = ["grpo.py", "--ckpt", toy / "init", "--data", toy / "rl.jsonl", "--out", tmp_path / "o", *flags]
     monkeypatch.setattr(sys, "argv", [str(w) for w in words])
-    monkeypatch.setattr(model, "load_policy", lambda *_: pytest.fail("a model was loaded before the flags were checked"))
+    monkeypatch.setattr(model, "load_sharded", lambda *_: pytest.fail("a model was loaded before the flags were checked"))
     with pytest.raises(SystemExit) as stop:
         model.run_main(grpo.main)
     lines = capsys.readouterr().err.strip().splitlines()
@@ -958,6 +991,7 @@ def test_two_ranks_with_vllm_end_to_end(toy, tmp_path):
     rows = read_rollouts(tmp_path / "out")
     assert len(rows) == 8 and len(list((tmp_path / "out" / "rollouts").iterdir())) == 4
     assert all(len(r["ids"]) == len(r["mask"]) == len(r["logps"]) and sum(r["mask"]) > 0 for r in rows)
+    model.import_shim()
     from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
     hf, loading = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "out" / "last", output_loading_info=True)

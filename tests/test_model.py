@@ -8,8 +8,10 @@ that rows, columns and neighbours cannot be mixed up unseen. Run under torchrun,
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -285,16 +287,15 @@ def test_frames_and_question_matter(lively, codec, album):
 # Ranks and micro-batches
 
 
-def one_update(toy, pack_tokens):
+def one_update(toy, pack_tokens, replicas=1):
     """One SFT update of the toy's base on this process group -> loss, N, packs of this rank, full gradients, update of weights."""
     rank, world, device = model.start_process_group()
     codec = model.load_codec(str(toy / "init"))
     args = SimpleNamespace(video_root=None, min_pixels=1024, max_pixels=50176, max_len=2048)
     chats = sft.Chats(str(toy / "sft.jsonl"), codec, args, video.FrameCache())
-    policy = model.load_policy(str(toy / "init"), codec, device)
+    policy = model.load_sharded(str(toy / "init"), codec, device, replicas=replicas)
     vision = model.VisionFeatures(policy.hf.model.visual, codec, chats.frames)
-    before = {n: p.detach().clone() for n, p in policy.named_parameters() if p.requires_grad}
-    model.shard(policy, device)
+    before = {n: p.detach().full_tensor().clone() for n, p in policy.named_parameters() if p.requires_grad}
     packs = sft.make_packs(chats, sft.share([0, 1, 2, 3, 4, 5, 15], chats.cost, rank, world), codec, pack_tokens)
     loss, count = sft.backward(policy, vision, packs, codec, world, device)
     grads = {n: p.grad.full_tensor() for n, p in policy.named_parameters() if p.requires_grad}
@@ -318,9 +319,10 @@ def test_many_micro_batches_give_the_gradient_of_one(toy, one_pack):
     assert relative(many["moved"], one_pack["moved"]) < 1e-3
 
 
-def test_two_ranks_give_the_gradient_and_the_step_of_one(toy, one_pack, tmp_path):
-    """Ranks with unequal numbers of packs, FSDP shards, gradient averaging, AdamW and Muon on shards: the same update."""
-    done = run_script("tests/test_model.py", toy, tmp_path, ranks=2, timeout=120)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_two_ranks_give_the_gradient_and_the_step_of_one(toy, one_pack, tmp_path, replicas):
+    """Ranks with unequal numbers of packs, FSDP shards or replicas, gradient averaging, AdamW and Muon on shards: the same update."""
+    done = run_script("tests/test_model.py", toy, tmp_path, replicas, ranks=2, timeout=120)
     assert done.returncode == 0, done.stderr
     two = [torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1)]
     assert [part["packs"] for part in two] == [3, 4]  # the first rank runs a spare pack that counts nothing
@@ -944,7 +946,73 @@ def test_the_order_is_a_function_of_step_and_seed_alone():
     assert model.batch_indices(0, 40, 40, 3) != model.batch_indices(1, 40, 40, 3)  # epochs are shuffled anew
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Loading in shards, several replicas
+
+
+SHARDS = """
+    import sys
+    sys.path.insert(0, {root!r})
+    import torch
+    import torch.distributed as dist
+    import model
+    rank, world, device = model.start_process_group()
+    codec = model.load_codec(sys.argv[1])
+    whole = model.load_policy(sys.argv[1], codec, device)
+    parts = model.load_sharded(sys.argv[1], codec, device, replicas=int(sys.argv[2]))
+    for (name, a), (other, b) in zip(model.full_weights(whole), model.full_weights(parts), strict=True):
+        assert name == other and torch.equal(a, b), name
+    for a, b in zip(whole.hf.buffers(), parts.hf.buffers(), strict=True):
+        assert torch.equal(a, b)
+    trained = model.trained_parameters(parts)
+    assert sum(p.to_local().numel() for p in trained) < (0.6 if sys.argv[2] == "1" else 1.1) * sum(p.numel() for p in trained)
+    assert parts.hf.generation_config.to_dict() == whole.hf.generation_config.to_dict()
+    dist.barrier()
+    if rank == 0:
+        print("same")
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_every_rank_reads_its_own_part_of_the_checkpoint(toy, tmp_path, replicas):
+    """Two ranks, odd row counts among the matrices: what is gathered is what from_pretrained loads."""
+    (tmp_path / "shards.py").write_text(textwrap.dedent(SHARDS.format(root=ROOT)))
+    done = run_script(tmp_path / "shards.py", toy / "init", replicas, ranks=2)
+    assert done.returncode == 0 and "same" in done.stdout, done.stderr[-2000:]
+
+
+def test_a_checkpoint_in_several_files_or_with_other_shapes(toy, codec, process_group, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "many"
+    shutil.copytree(toy / "init", folder)
+    weights = load_file(folder / "model.safetensors")
+    names = sorted(weights)
+    (folder / "model.safetensors").unlink()
+    where = {name: f"model-0000{1 + n % 2}-of-00002.safetensors" for n, name in enumerate(names)}
+    for file in set(where.values()):
+        save_file({n: weights[n] for n in names if where[n] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    policy = model.load_sharded(str(folder), codec, CPU)
+    assert all(torch.equal(w, weights[n]) for n, w in model.full_weights(policy))
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    lost = index["weight_map"].pop(names[0])
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(model.UserError, match="1 weights are missing"):
+        model.load_sharded(str(folder), codec, CPU)
+    save_file({**{n: weights[n] for n in names if where[n] == lost}, names[0]: torch.zeros(3)}, folder / lost)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    with pytest.raises(model.UserError, match="has shape"):
+        model.load_sharded(str(folder), codec, CPU)
+
+
+def test_replicas_have_to_divide_the_ranks(toy, codec, process_group):
+    with pytest.raises(model.UserError, match="--replicas 3: 1 ranks"):
+        model.load_sharded(str(toy / "init"), codec, CPU, replicas=3)
+
+
 if __name__ == "__main__":  # the worker of the two-rank tests
-    found = one_update(Path(sys.argv[1]), 1)
+    found = one_update(Path(sys.argv[1]), 1, int(sys.argv[3]))
     torch.save(found, Path(sys.argv[2]) / f"rank{os.environ['RANK']}.pt")
     torch.distributed.destroy_process_group()

@@ -711,6 +711,23 @@ def test_every_flag_of_the_command_line_is_a_field_of_the_agent():
     assert agent == rollout.Agent(max_parallel=2, tools=False, sub_fps=0.5) and source.root == os.path.dirname(__file__)
 
 
+def test_flags_of_the_engine_and_the_cache_reach_them(monkeypatch):
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    rollout.add_agent_arguments(parser)
+    args = parser.parse_args(["--engine-share", "0.4", "--max-seqs", "9", "--context", "777", "--frame-cache-gb", "0.5", "--decode-timeout", "7"])
+    args.frames, made = 16, []
+    monkeypatch.setattr(rollout, "VllmEngine", lambda *given, **named: made.append((given, named)))
+    rollout.make_engine("vllm", "ckpt", "codec", args, seed=3, sleeping=True)
+    assert made == [(("ckpt", "codec", 777, 16, 50176, 9, 3, 0.4, True), {})]
+    _, source = rollout.agent_settings(args, __file__)
+    assert source.cache.max_bytes == 2**29 and source.cache.timeout == 7
+    args.engine_share = 1.0
+    with pytest.raises(model.UserError, match="--engine-share"):
+        rollout.agent_settings(args, __file__)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Records
 

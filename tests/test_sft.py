@@ -275,7 +275,7 @@ def trained(toy, process_group, tmp_path_factory):
         if flags not in kept:
             out = folder / f"out{len(kept)}"
             argv = ["sft.py", "--ckpt", toy / "init", "--data", data, "--video-root", toy, "--out", out, "--steps", 2, "--batch-size", 3,
-                    "--lr", 1e-3, "--warmup", 0.5, "--no-checkpointing", "--decode-timeout", 0, *flags]
+                    "--lr", 1e-3, "--warmup", 0.5, "--recompute", "none", "--decode-timeout", 0, *flags]
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(sys, "argv", list(map(str, argv)))
                 patch.setattr(torch.distributed, "destroy_process_group", lambda: None)  # this process goes on
@@ -332,7 +332,7 @@ def test_data_flags_change_the_batch(trained):
 
 
 def test_flags_about_memory_change_no_weight(trained):
-    for flags in (("--pack-tokens", 1), ("--checkpointing",), ("--attention", "sdpa")):
+    for flags in (("--pack-tokens", 1), ("--recompute", "full"), ("--recompute", "selective"), ("--attention", "sdpa")):
         assert distance(trained(), trained(*flags)) < 2e-5
 
 

@@ -1,0 +1,149 @@
+"""
+Tests of the memory ledger of model.py: python -m pytest tests/test_plan.py -q
+
+Counted against what is really allocated, at small sizes: bytes of parameters, gradients and moments, and what autograd keeps for backward.
+"""
+import sys
+
+import pytest
+import torch
+
+import model
+
+CPU = torch.device("cpu")
+
+
+def tiny(hidden=96, inner=256, heads=4, shared=2, d=32, layers=3, vocab=640):
+    model.import_shim()
+    from transformers import Qwen3VLConfig
+
+    text = {"hidden_size": hidden, "intermediate_size": inner, "num_attention_heads": heads, "num_key_value_heads": shared, "head_dim": d, "num_hidden_layers": layers,
+            "vocab_size": vocab, "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [d // 4, d // 8, d // 8]}}
+    vision = {"depth": 2, "hidden_size": 64, "num_heads": 2, "intermediate_size": 128, "out_hidden_size": hidden, "deepstack_visual_indexes": [0]}
+    return Qwen3VLConfig(text_config=text, vision_config=vision)
+
+
+@pytest.mark.parametrize("name, billions", [("2B", 2.13), ("4B", 4.44), ("8B", 8.77), ("32B", 33.36)])
+def test_public_sizes_have_the_parameters_of_their_model_cards(name, billions):
+    n = model.parameter_counts(model.read_config(name))
+    assert (n["trained"] + n["tower"]) / 1e9 == pytest.approx(billions, rel=0.002) and n["layers"] + n["root"] == n["trained"]
+
+
+class Codec:
+    image_pad, video_pad, banned = 1, 2, (1, 2)
+
+
+def kept_for_backward(config, tokens, dtype, recompute):
+    """Bytes of all storages that autograd keeps for one pack of so many tokens, parameters apart."""
+    from transformers import AttentionInterface, Qwen3VLForConditionalGeneration
+
+    AttentionInterface.register("packed", model.packed_attention)
+    config.text_config._attn_implementation = "packed"
+    hf = Qwen3VLForConditionalGeneration(config).to(dtype)
+    policy = model.as_policy(hf, Codec, CPU, "sdpa", recompute)
+    ids = torch.randint(5, 600, (tokens,))
+    flat = torch.zeros(tokens, dtype=torch.long)
+    pack = model.Pack(ids, torch.arange(tokens).expand(4, 1, tokens).contiguous(), flat, flat, torch.arange(8), ids[:8], {}, [], [(0, tokens, [])])
+    own = {p.untyped_storage().data_ptr() for p in hf.parameters()}
+    kept = {}
+
+    def keep(t):
+        if t.untyped_storage().data_ptr() not in own:
+            kept.setdefault(t.untyped_storage().data_ptr(), t)  # held, so that no address comes twice
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        policy(pack, None)
+    return sum(t.untyped_storage().nbytes() for t in kept.values())
+
+
+@pytest.mark.parametrize("shape", [{}, {"hidden": 128, "inner": 192, "heads": 8, "shared": 2, "d": 16, "layers": 5}])
+@pytest.mark.parametrize("dtype, width", [(torch.float32, 4), (torch.bfloat16, 2)])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_activations_kept_are_those_that_autograd_keeps(shape, dtype, width, recompute):
+    tokens, config = 512, tiny(**shape)
+    wanted = model.ledger(config, 1, tokens, recompute, width=width, kernel="sdpa")["train"]["activations kept"]
+    assert kept_for_backward(config, tokens, dtype, recompute) == pytest.approx(wanted, rel=0.06)
+
+
+def test_selective_recompute_keeps_less_than_all_and_more_than_nothing():
+    kept = [model.ledger(model.read_config("8B"), 8, 32768, r)["train"]["activations kept"] for r in ("full", "selective", "none")]
+    assert kept[0] * 3 < kept[1] < 0.7 * kept[2]
+
+
+def test_weights_gradients_and_moments_take_what_is_allocated(toy, codec, process_group):
+    policy = model.load_sharded(str(toy / "init"), codec, CPU)
+    optimizer = model.adamw(model.trained_parameters(policy), 1e-3, 0.0, 0.9, CPU)
+    for p in model.trained_parameters(policy):
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+
+    def size(tensors):
+        return sum(t.to_local().nbytes if hasattr(t, "to_local") else t.nbytes for t in tensors)
+
+    planned = model.ledger(policy.hf.config, 1, 1, width=4)["train"]
+    trained = model.trained_parameters(policy)
+    assert size(trained) == planned["weights, fp32 shard"] and size(p.grad for p in trained) == planned["gradients, fp32 shard"]
+    moments = [v for state in optimizer.state.values() for k, v in state.items() if k != "step"]
+    assert size(moments) == planned["AdamW moments, fp32 shard"]
+    assert size(policy.hf.model.visual.parameters()) == planned["vision tower"]
+
+
+def test_the_largest_pack_is_the_largest_that_fits():
+    config, options = model.read_config("8B"), {"gpus": 8, "recompute": "selective"}
+    tokens = model.largest_pack(config, 70.0, **options)
+    total = [sum(model.ledger(config, pack_tokens=n, **options)["train"].values()) / 1e9 for n in (tokens, tokens + 200)]
+    assert total[0] <= 70.0 < total[1] and tokens > 1000
+    assert model.largest_pack(model.read_config("32B"), 40.0, gpus=1) == 0
+
+
+def test_the_papers_node_holds_the_8b_recipe():
+    """8 x 80 GB, 32k context, packs of 32k: what the README's multi-GPU lines assume."""
+    table, verdict, fits = model.plan_text(model.read_config("8B"), 8, 80.0, 32768, 32768)
+    assert fits and verdict.startswith("fits") and "8.19 B trained" in table
+    assert not model.plan_text(model.read_config("32B"), 8, 80.0, 32768, 32768)[2]
+
+
+@pytest.mark.parametrize("flags, says", [
+    ((), "fits (limit 75.2"), (("--gpu-gb", 40), "does not fit while"), (("--gpus", 1), "does not fit while"), (("--pack-tokens", 100_000), "does not fit while: train"),
+    (("--context", 200_000), "NOT ONE"), (("--recompute", "none"), "does not fit while: train"), (("--replicas", 8), "does not fit while"), (("--engine-share", 0), "fits"),
+    (("--engine-share", 0.2), "NOT ONE")])
+def test_command_line_says_what_fits_and_each_flag_counts(monkeypatch, capsys, flags, says):
+    monkeypatch.setattr(sys, "argv", ["model.py", "--plan", "8B", *map(str, flags)])
+    with pytest.raises(SystemExit) as stop:
+        model.run_main(model.main)
+    out = capsys.readouterr().out
+    assert says in out and stop.value.code == (0 if "does not" not in says and "NOT" not in says else 1)
+    assert ("vLLM" in out) == (flags != ("--engine-share", 0))
+
+
+def test_without_a_reference_its_memory_is_free(monkeypatch, capsys):
+    sums = []
+    for flags in ((), ("--kl", 0)):
+        monkeypatch.setattr(sys, "argv", ["model.py", "--plan", "4B", *map(str, flags)])
+        with pytest.raises(SystemExit):
+            model.run_main(model.main)
+        sums.append(float(next(line for line in capsys.readouterr().out.splitlines() if line.startswith("sum")).split()[-1]))
+    assert sums[1] < sums[0] - 2
+
+
+@pytest.mark.parametrize("flags, why", [(("--plan", "/no/such"), "neither one of 2B"), (("--plan", "8B", "--gpus", "0"), "--gpus"), (("--plan", "8B", "--replicas", "3"), "--gpus")])
+def test_bad_input_is_one_line(monkeypatch, capsys, flags, why):
+    monkeypatch.setattr(sys, "argv", ["model.py", *flags])
+    with pytest.raises(SystemExit) as stop:
+        model.run_main(model.main)
+    assert stop.value.code == 2 and why in capsys.readouterr().err
+
+
+def test_a_run_on_a_gpu_is_warned_before_its_first_step(monkeypatch, capsys):
+    """The device is pretended; the ledger is the real one."""
+    from types import SimpleNamespace
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80e9))
+    args = SimpleNamespace(pack_tokens=32768, context=32768, recompute="full", replicas=1)
+    model.warn_of_memory(model.read_config("8B"), args, torch.device("cuda", 0), 8, reference=True, engine_share=0.5)
+    assert capsys.readouterr().out.startswith("fits")
+    model.warn_of_memory(model.read_config("32B"), args, torch.device("cuda", 0), 8, reference=True, engine_share=0.5)
+    assert "WARNING: does not fit while: rollout" in capsys.readouterr().out
+    model.warn_of_memory(model.read_config("8B"), args, CPU, 8, reference=True, engine_share=0.5)
+    assert capsys.readouterr().out == ""
