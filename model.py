@@ -135,14 +135,14 @@ class Watch:
     """Ends a run that hangs, on every rank, with the stack of each.
 
     A rank that has not called `beat` for `patience` seconds, and a rank that dies of an error, say so in torchrun's store; every
-    other rank reads that within a second. Whoever hangs, or reads it, prints the stacks of all its threads and exits with code 3.
+    other rank reads that within a second, prints it and exits with code 3. Of a hang, all ranks print the stacks of their threads.
     A thread sees a main thread that waits in a collective. One that holds the interpreter stops this thread too: for that there is
     faulthandler's timer, up to a minute later. All clocks are monotonic: setting the machine's clock changes nothing.
     """
 
     def __init__(self):
         self.patience, self.store, self.thread, self.ended = 0.0, None, None, threading.Event()
-        self.rank = int(os.environ.get("RANK", 0))
+        self.rank, self.key = int(os.environ.get("RANK", 0)), "paravt/fault/" + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
     def begin(self, patience):
         """patience: seconds between two beats at most; 0 = for ever. Call it once the process group stands."""
@@ -165,31 +165,32 @@ class Watch:
         while not self.ended.wait(1.0 if self.patience == 0 or self.patience > 10 else 0.1):
             silent, heard = time.monotonic() - self.last, self.heard()
             if heard:
-                self.end(heard)
+                self.end(*heard)
             elif self.patience and silent > self.patience:
                 why = f"rank {self.rank} has finished no phase for {silent:.0f} s (--patience)"
-                self.tell(why)
-                self.end(why)
+                self.tell(why, True)
+                self.end(why, True)
 
     def heard(self):
-        """What another rank said, or None. A store that is gone is torchrun's business: it ends its processes itself."""
+        """What another rank said and whether it hangs, or None. A store that is gone is torchrun's business: it ends its processes itself."""
         try:
-            return self.store.get("paravt/fault").decode() if self.store and self.store.check(["paravt/fault"]) else None
+            return json.loads(self.store.get(self.key)) if self.store and self.store.check([self.key]) else None
         except RuntimeError:  # torch's DistError
             self.store = None
 
-    def tell(self, why):
+    def tell(self, why, hangs=False):
         with contextlib.suppress(RuntimeError):
             if self.store:
-                self.store.set("paravt/fault", why)
+                self.store.set(self.key, json.dumps([why, hangs]))
 
-    def end(self, why):
+    def end(self, why, hangs):
         if self.ended.is_set():
             return
         with tempfile.TemporaryFile("w+") as stacks:  # faulthandler writes word by word: several ranks at once would be unreadable
-            faulthandler.dump_traceback(stacks, all_threads=True)
+            if hangs:
+                faulthandler.dump_traceback(stacks, all_threads=True)
             stacks.seek(0)
-            print(f"{os.path.basename(sys.argv[0])}: stopped on rank {self.rank}: {printable(why)}; stacks of its threads:\n{stacks.read()}", file=sys.stderr, flush=True)
+            print(f"{os.path.basename(sys.argv[0])}: stopped on rank {self.rank}: {printable(why)}\n{stacks.read()}", end="", file=sys.stderr, flush=True)
         time.sleep(3.0)  # the others hear it and print theirs, before torchrun sees the first exit and ends them all
         os._exit(3)
 

@@ -15,6 +15,13 @@ def run_script(name, *arguments, ranks=0, timeout=600):
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=ROOT)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def denormals():
+    """Starting a process group flushes denormal numbers, for the whole process; hypothesis, in another file, draws them."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_flush_denormal(False)
+
+
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory):
     """Folder of a small toy world: 2 pretraining videos, 12 SFT videos, 24 held-out ones, 6 RL tasks, 4 evaluation tasks, a random checkpoint."""

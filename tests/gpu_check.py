@@ -6,6 +6,8 @@ It writes a toy checkpoint, draws toy frames in memory (no video file, no decode
   kernels     every attention kernel that is here (sdpa, flash, varlen, flex) on the GPU under bf16, against sdpa, and against fp32
   steps       one SFT step and one GRPO step as the scripts run them (sharded, bf16 compute, fp32 weights): finite, the loss falls
   rollouts    vLLM when installed, else the transformers engine: log-probs against the trainer, tokens/s; peak memory
+  geometries  packed SFT and a GRPO update at the size of 2B and 4B with random weights: tokens/s, share of the card's own measured
+              matrix-product ceiling (MFU), peak memory against model.py's ledger. On CPU: the toy's geometry, to see that it runs
 
 A row says what was compared, the number, its bound, and ok, FAIL or why it was skipped. Exit code 1 when a check fails.
 Without a GPU the CPU rows run and the others say so.
@@ -17,6 +19,7 @@ import importlib.util
 import json
 import os
 import random
+import statistics
 import sys
 import tempfile
 import time
@@ -252,6 +255,83 @@ def check_rollouts(table, ckpt, codec, tasks, source, device, group=8):
     engine.close()
 
 
+def ceiling(device):
+    """FLOPs a second of the largest matrix product tried here: bf16 on a GPU, fp32 on CPU."""
+    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    return 2 * size**3 / seconds_of(lambda: a @ b, device, 20)
+
+
+def seconds_of(function, device, repeats):
+    """Median seconds of a call, after two that warm up."""
+    took = []
+    for _ in range(repeats + 2):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        took.append(time.perf_counter() - began)
+    return statistics.median(took[2:])
+
+
+def model_flops(text, layers, tokens, trained, pairs):
+    """Forward and backward: 6 a weight of the layers and token, 6 a weight of the head and trained token, 12 a visible (query, key) pair,
+    head dimension and layer. What recomputation does again is not counted, nor is a shared prompt counted twice."""
+    return 6 * (layers * tokens + text.vocab_size * text.hidden_size * trained) + 12 * pairs * text.num_attention_heads * text.head_dim * text.num_hidden_layers
+
+
+def check_geometry(table, name, config, codec, device, sizes, top, repeats=5):
+    """Updates at a real geometry with random weights. sizes: chats, tokens of a chat, groups, prompt, response, responses of a group."""
+    from transformers import Qwen3VLForConditionalGeneration
+
+    import sft
+
+    where, text = "GPU" if device.type == "cuda" else "CPU", config.text_config
+    chats, long, groups, prompt, response, group = sizes
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    text._attn_implementation, config.vision_config._attn_implementation = "packed", "sdpa"
+    with device:
+        hf = Qwen3VLForConditionalGeneration(config)
+    policy = model.shard(model.as_policy(hf, codec, device, "auto", "full"), device)
+    optimizer = model.adamw(model.trained_parameters(policy), 1e-6, 0.0, 0.999, device)
+    layers, rng = model.parameter_counts(config)["layers"], random.Random(0)
+
+    def words(n):
+        return [rng.randrange(300, 500) for _ in range(n)]
+
+    packs = [model.pack_trees(codec, [model.Tree(model.Span(words(long), [0] * (long - long // 8) + [1] * (long // 8))) for _ in range(chats)])]
+
+    def sft_step():
+        sft.backward(policy, None, packs, codec, 1, device)
+        torch.nn.utils.clip_grad_norm_(model.trained_parameters(policy), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def tree():
+        zeros = {"advantage": [0.0] * prompt, "rollout": [0.0] * prompt}
+        branches = [model.Span(words(response), [1] * response, {"advantage": [(-1.0) ** i] * response, "rollout": [-12.0] * response}) for i in range(group)]
+        return model.Tree(model.Span(words(prompt), [0] * prompt, zeros), [], branches)
+
+    trees, args = [tree() for _ in range(groups)], SimpleNamespace(minibatches=1, pack_tokens=chats * long, temperature=1.0, clip_eps=0.2, tis_cap=5.0, kl=0.0, clip=1.0)
+    tokens = groups * (prompt + group * response)
+    work = {"packed SFT": (sft_step, chats * long, model_flops(text, layers, chats * long, chats * (long // 8), chats * long * (long + 1) // 2)),
+            "GRPO update": (lambda: grpo.update(policy, None, None, optimizer, trees, groups * group * response, codec, args, 1, device), tokens,
+                            model_flops(text, layers, tokens, groups * group * response,
+                                        groups * (prompt * (prompt + 1) // 2 + group * (response * prompt + response * (response + 1) // 2))))}
+    for what, (step, count, flops) in work.items():
+        seconds = seconds_of(step, device, repeats)
+        table.add(f"{where} {name} {what}: tokens/s", count / seconds, None, f"{count} tokens, {seconds:.2f} s")
+        table.add(f"{where} {name} {what}: MFU", flops / seconds / top, None, f"of {top / 1e12:.2f} TFLOP/s measured")
+    if device.type == "cuda":
+        planned = sum(model.ledger(config, 1, chats * long, reference=False, feature_cache_gb=0.0)["train"].values())
+        table.add(f"GPU {name}: ledger / peak memory, distance from 1", abs(planned / torch.cuda.max_memory_allocated() - 1), 0.1,
+                  f"{planned / 1e9:.1f} GB planned, {torch.cuda.max_memory_allocated() / 1e9:.1f} GB seen")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default=None, help="write the JSON line here as well")
@@ -299,6 +379,11 @@ def main():
             table.skip("GPU steps under bf16, peak memory", "no GPU on this machine")
             table.skip("GPU rollouts with vLLM", "no GPU on this machine; the transformers engine runs instead")
         check_rollouts(table, ckpt, codec, tasks, source, device)
+        # 4. Speed and memory at the geometries that people train.
+        top = ceiling(device)
+        for name in ("2B", "4B") if gpu else ("toy",):
+            config = model.read_config(name if gpu else ckpt)
+            check_geometry(table, name, config, codec, device, (8, 4096, 3, 4000, 800, 8) if gpu else (4, 128, 1, 100, 20, 4), top)
         if gpu:
             table.add("GPU peak memory", torch.cuda.max_memory_allocated() / 2**30, None, "GiB, without vLLM's own pool")
     failed = [r["what"] for r in table.rows if r["verdict"] == "FAIL"]
