@@ -146,7 +146,7 @@ def ours(args):
     policy = model.load_sharded(args.ckpt, codec, device, recompute="none")
     vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
     optimizer = model.adamw(model.trained_parameters(policy), 1e-6, 0.0, 0.999, device)
-    flags = SimpleNamespace(context=args.prompt + args.response + 64, frames=args.images, sub_frames=1, max_pixels=1024, max_seqs=args.group, engine_share=0.5)
+    flags = SimpleNamespace(context=args.prompt + args.response + 64, frames=args.images, sub_frames=1, max_pixels=50176, max_seqs=args.group, engine_share=0.5)
     engine = rollout.make_engine(args.engine, args.ckpt, codec, flags)
     agent = rollout.Agent(temperature=1.0, max_new_tokens=args.response, context=flags.context, tools=False, think_prefix=False)
     task = {"id": "t", "video": "stills", "question": args.filler, "answer": "x", "type": "open"}
