@@ -17,6 +17,7 @@ Peers: trl 1.16.0 (with accelerate 1.15.0, datasets 5.2.0), qwen-vl-utils 0.0.14
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -220,7 +221,7 @@ def bench_video(args, peers):
                     for a, b in crops]
 
         def mine(kind):
-            cache = video.FrameCache(0)  # nothing is kept: every look is decoded
+            cache = video.FrameCache(0, num_threads=len(os.sched_getaffinity(0)))  # nothing is kept: every look is decoded; all cores, as decord takes them by default
             if kind == "overview":
                 return [video.overview(path, 64, cache=cache, **pixels).images]
             return [video.crop(path, a, b, cache=cache, **pixels).images for a, b in crops]
@@ -287,13 +288,18 @@ def main():
     import model
 
     codec = model.load_codec(args.ckpt)
-    word = "frame "  # how many tokens a word takes differs between tokenizers: ask this one
-    filler = word * 400
-    each = len(model.encode(codec, filler)) / 400
-    args.filler = word * max(1, int((args.prompt - 8 * args.images) / each))
+    word = "frame "  # how many tokens a word, or a picture with its time, takes differs between tokenizers: ask this one
+    each, stamp = len(model.encode(codec, word * 400)) / 400, len(model.encode(codec, "<12.0 seconds>")) + 3
+    args.filler = word * max(1, int((args.prompt - stamp * args.images) / each))
     out = {"bench": "peers", "cores": len(os.sched_getaffinity(0)), "load": round(os.getloadavg()[0], 2)}
     if args.only != "video":
-        out["trainer"] = bench_trainer(args, args.peers)
+        with tempfile.TemporaryDirectory() as folder:  # the same weights for both, with room for long contexts
+            args.ckpt = shutil.copytree(args.ckpt, os.path.join(folder, "ckpt"), symlinks=False)
+            with open(os.path.join(args.ckpt, "config.json")) as f:
+                config = json.load(f)
+            config["text_config"]["max_position_embeddings"] = 32768
+            model.write_atomic(os.path.join(args.ckpt, "config.json"), json.dumps(config))
+            out["trainer"] = bench_trainer(args, args.peers)
     if args.only != "trainer":
         make_peers(args.peers)
         out["video"] = bench_video(args, args.peers)
