@@ -522,6 +522,8 @@ def main(watch):
                 print(rollout.show(episodes[0], codec, sys.stdout.isatty() and "NO_COLOR" not in os.environ), flush=True)
         if step + 1 == steps or (args.save_every and (step + 1) % args.save_every == 0):
             save(step + 1)
+        if step % 10 == 9:
+            model.give_back_memory()
         watch.beat()
     else:
         saver.wait()

@@ -527,7 +527,9 @@ def main(watch):
         last = step + 1 == steps
         names = ["last"]
         if held and (last or args.eval_every and (step + 1) % args.eval_every == 0):
+            watch.beat()
             value = evaluate(step + 1)
+            watch.beat()
             if value < best:
                 best, names = value, ["last", "best"]
         if last or (args.save_every and (step + 1) % args.save_every == 0) or "best" in names:

@@ -34,7 +34,7 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -545,6 +545,8 @@ class FrameCache:
 
     max_bytes:   bound on what is kept; a single entry above it is returned but not kept. 0 keeps nothing.
     num_threads: decoding threads per file. 1 suits many files at once.
+    workers:     decoders that share one large set of frames (8 frames each at least), every one with the file open and a part of
+                 the video to itself: twice as fast on two cores where one file is waited for. 1 suits many files at once.
     timeout:     None decodes in this process. Seconds: in child processes, one per thread that asks at the same time,
                  so that a file which hangs or crashes its decoder costs a VideoError and one child, never the run.
     Threads that want the same thing at the same time wait for the first of them. If it fails, all of them get its
@@ -553,8 +555,8 @@ class FrameCache:
     table of times; bytes = what is kept now.
     """
 
-    def __init__(self, max_bytes=4 * 2**30, num_threads=1, timeout=None):
-        self.max_bytes, self.num_threads, self.timeout = max_bytes, num_threads, timeout
+    def __init__(self, max_bytes=4 * 2**30, num_threads=1, timeout=None, workers=1):
+        self.max_bytes, self.num_threads, self.timeout, self.workers = max_bytes, num_threads, timeout, workers
         self.bytes = self.decodes = self.indexed = self.hits = 0
         self._lock = threading.Lock()
         self._kept = OrderedDict()  # key -> (value, bytes), least recently used first
@@ -584,9 +586,16 @@ class FrameCache:
         frame_keys = [hashlib.sha256(repr((file, int(i), height, width)).encode()).hexdigest()[:32] for i in indices]
         key = hashlib.sha256("".join(frame_keys).encode()).hexdigest()[:32]
 
+        def part(some):
+            return self._ask(file[0], ("frames", file[0], self.num_threads, [int(i) for i in some], height, width))  # [t, H, W, 3]
+
         def read():
-            request = ("frames", file[0], self.num_threads, [int(i) for i in indices], height, width)
-            images, seconds = self._ask(file[0], request), starts[indices]  # [T, H, W, 3], [T]
+            parts, seconds = min(self.workers, max(1, len(indices) // 8)), starts[indices]  # [T]
+            if parts == 1:
+                images = part(indices)  # [T, H, W, 3]
+            else:
+                with ThreadPoolExecutor(parts) as pool:
+                    images = np.concatenate(list(pool.map(part, np.array_split(indices, parts))))
             images.flags.writeable = seconds.flags.writeable = False
             with self._lock:
                 self.decodes += 1

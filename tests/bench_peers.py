@@ -4,7 +4,8 @@ bench_peers.py: what people would use instead, side by side in one run: TRL's GR
   update    one optimiser step over one group: TRL's training_step behind its generation | grpo.update on the shared-prefix tree
   step      generation of the group and that update: TRL with transformers' generate | rollout.py with --engine, grpo.update
   rollouts  the generation alone, as rollouts per second
-  video     overview of 64 frames of one file, and five crops of it: fetch_video | video.py; frames are compared first
+  video     overview of 64 frames of one file, and five crops of it: fetch_video, one after the other | video.py, all cores, the crops at
+            once as rollout.py asks for them. Both give as many frames of the same size; which ones differs by rule (centres of segments here)
 
 Both sides: the same checkpoint, one prompt of --images pictures (32 x 32 pixels, one vision token each) and --prompt tokens, a group of
 --group, exactly --response sampled tokens each (the end of turn is forbidden), AdamW, no KL, fp32, all cores. TRL runs in an environment
@@ -24,6 +25,7 @@ import sys
 import tempfile
 import time
 import venv
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -221,10 +223,11 @@ def bench_video(args, peers):
                     for a, b in crops]
 
         def mine(kind):
-            cache = video.FrameCache(0, num_threads=len(os.sched_getaffinity(0)))  # nothing is kept: every look is decoded; all cores, as decord takes them by default
+            cache = video.FrameCache(0, workers=len(os.sched_getaffinity(0)))  # nothing is kept: every look is decoded; all cores, as decord takes them by default
             if kind == "overview":
                 return [video.overview(path, 64, cache=cache, **pixels).images]
-            return [video.crop(path, a, b, cache=cache, **pixels).images for a, b in crops]
+            with ThreadPoolExecutor(cache.workers) as pool:  # at once, as rollout.py asks for the windows of a turn
+                return [frames.images for frames in pool.map(lambda window: video.crop(path, *window, cache=cache, **pixels), crops)]
 
         found = {}
         for kind in ("overview", "crops"):

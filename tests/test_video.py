@@ -454,6 +454,20 @@ def test_decoded_once_by_eight_threads(long_gop):
     assert (cache.decodes, cache.indexed, cache.hits) == (1, 1, 7)
 
 
+@pytest.mark.parametrize("timeout", [None, 20])
+def test_several_workers_give_the_frames_of_one(long_gop, tmp_path, timeout):
+    """The same pictures in the same order, from as many decoders as there are parts; a broken file is one error."""
+    alone, shared = FrameCache(), FrameCache(workers=3, timeout=timeout)
+    for look in (lambda cache: video.overview(long_gop, 40, cache=cache, **NATIVE), lambda cache: video.overview(long_gop, 9, cache=cache, **NATIVE)):
+        one, many = look(alone), look(shared)
+        assert np.array_equal(one.images, many.images) and one.key == many.key and one.seconds.tolist() == many.seconds.tolist()
+    assert len(shared._idle) == 3 and shared.decodes == 2
+    shared.close()
+    (tmp_path / "x.mp4").write_bytes(b"no video" * 100)
+    with pytest.raises(VideoError):
+        video.overview(tmp_path / "x.mp4", 40, cache=shared)
+
+
 def test_an_error_reaches_every_waiter_and_is_then_forgotten(tmp_path, minute, monkeypatch):
     path, cache, gate, errors = tmp_path / "v.mp4", FrameCache(), threading.Barrier(8), []
     path.write_bytes(b"not a video " * 50)
