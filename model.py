@@ -1701,7 +1701,9 @@ def prune_checkpoints(out, keep):
     spared = {os.path.basename(os.path.realpath(os.path.join(out, n))) for n in ("last", "best")}
     for name in steps[:-keep] if keep else []:
         if name not in spared:
-            shutil.rmtree(os.path.join(out, name))
+            doomed = os.path.join(out, f".{name}.pruned")  # half deleted it would be no checkpoint, and nobody's to delete; so clean_run finds it
+            os.rename(os.path.join(out, name), doomed)
+            shutil.rmtree(doomed)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -70,6 +70,23 @@ def test_a_process_killed_between_two_renames_leaves_the_older_one(tmp_path, mon
     assert sorted(os.listdir(tmp_path)) == ["step_000003"]
 
 
+def test_a_process_killed_while_it_prunes_leaves_no_torn_checkpoint(tmp_path, monkeypatch):
+    for n in (1, 2, 3):
+        checkpoint(tmp_path, f"step_00000{n}")
+
+    def killed(path, **_):
+        os.remove(os.path.join(path, "model.safetensors"))
+        raise SystemError("killed here")
+
+    with monkeypatch.context() as patched, pytest.raises(SystemError):
+        patched.setattr(model.shutil, "rmtree", killed)
+        model.prune_checkpoints(str(tmp_path), 1)
+    assert sorted(n for n in os.listdir(tmp_path) if n.startswith("step_")) == ["step_000002", "step_000003"]
+    model.clean_run(str(tmp_path), start=3)
+    model.prune_checkpoints(str(tmp_path), 1)
+    assert os.listdir(tmp_path) == ["step_000003"]
+
+
 def arguments(**flags):
     return argparse.Namespace(**{"lr": 1.0, "steps": 4, "resume": None, "out": "o", **flags})
 
