@@ -3,10 +3,12 @@ Tests of the memory ledger of model.py: python -m pytest tests/test_plan.py -q
 
 Counted against what is really allocated, at small sizes: bytes of parameters, gradients and moments, and what autograd keeps for backward.
 """
+import json
 import sys
 
 import pytest
 import torch
+from conftest import run_script
 
 import model
 
@@ -147,3 +149,13 @@ def test_a_run_on_a_gpu_is_warned_before_its_first_step(monkeypatch, capsys):
     assert "WARNING: does not fit while: rollout" in capsys.readouterr().out
     model.warn_of_memory(model.read_config("8B"), args, CPU, 8, reference=True, engine_share=0.5)
     assert capsys.readouterr().out == ""
+
+
+def test_the_gpu_script_runs_its_cpu_part(tmp_path):
+    """So that it does not rot where there is no GPU: every CPU check passes, and what needs one says so."""
+    done = run_script("tests/gpu_check.py", "--out", tmp_path / "check.json")
+    found = json.loads((tmp_path / "check.json").read_text())
+    rows = {row["what"]: row for row in found["rows"]}
+    if found["gpu"] is None:
+        assert done.returncode == 0 and not found["failed"] and len(found["skipped"]) == 3, done.stderr[-2000:]
+        assert rows["CPU toy packed SFT: MFU"]["value"] > 0 and rows["CPU toy GRPO update: tokens/s"]["value"] > 0
