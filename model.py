@@ -241,22 +241,26 @@ def resolve_checkpoint(path):
 
 
 def check_weights(folder):
-    """Open every safetensors header: a missing shard or a truncated file is found now, not after the models are built."""
+    """Open every safetensors header: a missing shard or a truncated file is found now, not after the models are built. -> {weight: its file}."""
     from safetensors import SafetensorError, safe_open
 
-    shards = sorted(n for n in os.listdir(folder) if n.endswith(".safetensors"))
+    shards, where = sorted(n for n in os.listdir(folder) if n.endswith(".safetensors")), {}
     index = os.path.join(folder, "model.safetensors.index.json")
-    if os.path.isfile(index):
+    listed = os.path.isfile(index)
+    if listed:
         with open(index) as f:
-            shards = sorted(set(json.load(f)["weight_map"].values()))
+            where = json.load(f)["weight_map"]
+        shards = sorted(set(where.values()))
     if not shards:
         raise UserError(f"checkpoint {folder}: no .safetensors file; only safetensors weights are loaded")
     for name in shards:
         try:
-            with safe_open(os.path.join(folder, name), "pt"):
-                pass
+            with safe_open(os.path.join(folder, name), "pt") as f:
+                if not listed:
+                    where.update(dict.fromkeys(f.keys(), name))
         except (SafetensorError, OSError) as e:
             raise UserError(f"checkpoint {folder}: {name} cannot be read ({e}); copy it again") from None
+    return where
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1053,14 +1057,7 @@ def load_sharded(ckpt, codec, device, attention="auto", recompute="none", replic
     for owner, name in ((hf.model.visual, "rotary_pos_emb"), (hf.model.language_model, "rotary_emb")):
         old = getattr(owner, name)  # its buffers are computed, not stored
         setattr(owner, name, type(old)(old.config).to(device))
-    index, where = os.path.join(ckpt, "model.safetensors.index.json"), {}
-    if os.path.exists(index):
-        with open(index) as f:
-            where = json.load(f)["weight_map"]
-    else:
-        for file in sorted(n for n in os.listdir(ckpt) if n.endswith(".safetensors")):
-            with safe_open(os.path.join(ckpt, file), "pt") as f:
-                where.update(dict.fromkeys(f.keys(), file))
+    where = check_weights(ckpt)
     own = dict(hf.named_parameters())
     missing = sorted(set(own) - set(where))
     if missing:
@@ -1249,15 +1246,15 @@ def layer_activation_bytes(text, width, kernel="flash"):
     return norms + rotated + attention + 4 * inner * width + statistics  # gate, its activation, up, their product
 
 
-def ledger(config, gpus, pack_tokens, recompute="full", replicas=1, reference=True, engine_gb=None, width=2, chunk=1024, kernel="flash", feature_cache_gb=1.0):
+def ledger(config, gpus, pack_tokens, recompute="full", replicas=1, reference=True, engine_gb=None, width=2, chunk=1024, kernel="flash", feature_cache_gb=1.0, counts=None):
     """Bytes per GPU -> {phase: {item: bytes}}, phases "rollout", "sync", "train".
 
     gpus: ranks; engine_gb: GB that vLLM takes while it is awake (None: no engine); width: bytes of a number in compute (CPU: 4).
     What a step holds in FSDP2: fp32 shards of weights, gradients, two moments; the root's and two layers' weights whole in compute precision;
     gradients of the root and of one layer whole, and once more in fp32 while they are reduced. The step's activations: what autograd keeps,
-    one layer's inside while it is recomputed, and its largest gradients.
+    one layer's inside while it is recomputed, and its largest gradients. counts: parameter_counts, where they are known.
     """
-    text, n = config.text_config, parameter_counts(config)
+    text, n = config.text_config, counts or parameter_counts(config)
     shards, hidden = gpus // replicas, text.hidden_size
     inside = layer_activation_bytes(text, width, kernel)
     kept = {"full": hidden * width, "none": inside,  # selective: the input, and the products: q, k, v, attention, its output, gate, up, down
@@ -1289,8 +1286,9 @@ def kv_bytes(text, width=2):
 
 def plan_text(config, gpus, gpu_gb, context, pack_tokens, engine_share=0.5, **options):
     """The ledger as a table, and what fits -> (table, verdict, whether all fits)."""
+    n = options["counts"] = parameter_counts(config)
     phases = ledger(config, gpus, pack_tokens, engine_gb=engine_share * gpu_gb if engine_share else None, **options)
-    limit, n, text = 0.94 * gpu_gb, parameter_counts(config), config.text_config  # the rest: CUDA, NCCL, fragments
+    limit, text = 0.94 * gpu_gb, config.text_config  # the rest: CUDA, NCCL, fragments
     items = list(dict.fromkeys(item for phase in phases.values() for item in phase))
     lines = [f"{n['trained'] / 1e9:.2f} B trained parameters, {n['tower'] / 1e9:.2f} B in the frozen tower; GB per GPU, of {gpus} with {gpu_gb:g} each",
              f"{'':<36}" + "".join(f"{phase:>9}" for phase in phases)]
@@ -1447,11 +1445,6 @@ def agreed(values, group=None):
 
     dist.broadcast_object_list(values, 0, group)
     return values
-
-
-def save_checkpoint(policy, codec, path, state=None, optimizer=None, dtype=None):
-    """Copy and write at once: write_checkpoint has the details."""
-    write_checkpoint(policy, codec, path, host_copy(policy, optimizer, dtype), state)
 
 
 class Saver:

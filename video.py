@@ -546,7 +546,7 @@ class FrameCache:
     max_bytes:   bound on what is kept; a single entry above it is returned but not kept. 0 keeps nothing.
     num_threads: decoding threads per file. 1 suits many files at once.
     workers:     decoders that share one large set of frames (8 frames each at least), every one with the file open and a part of
-                 the video to itself: twice as fast on two cores where one file is waited for. 1 suits many files at once.
+                 the video to itself: sooner done where one file is waited for. 1 suits many files at once.
     timeout:     None decodes in this process. Seconds: in child processes, one per thread that asks at the same time,
                  so that a file which hangs or crashes its decoder costs a VideoError and one child, never the run.
     Threads that want the same thing at the same time wait for the first of them. If it fails, all of them get its

@@ -127,7 +127,8 @@ def test_the_log_holds_no_step_twice_and_no_torn_line(tmp_path):
 
 def test_sizes_of_all_files_are_in_the_marker(policy, codec, process_group, tmp_path):
     model.shard(policy, torch.device("cpu"))
-    model.save_checkpoint(policy, codec, str(tmp_path / "step_000001"), {"step": 1}, model.adamw(model.trained_parameters(policy), 1e-3, 0, 0.99, torch.device("cpu")))
+    optimizer = model.adamw(model.trained_parameters(policy), 1e-3, 0, 0.99, torch.device("cpu"))
+    model.write_checkpoint(policy, codec, str(tmp_path / "step_000001"), model.host_copy(policy, optimizer), {"step": 1})
     files = json.loads((tmp_path / "step_000001" / "state.json").read_text())["files"]
     assert model.is_complete(str(tmp_path / "step_000001")) and {"model.safetensors", "config.json", "train_state/.metadata"} <= set(files)
     for name in files:
