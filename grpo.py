@@ -86,6 +86,7 @@ def build_parser():
     add("--clip", type=float, default=1.0, help="gradient norm; 0 = no clipping")
     # engine
     add("--engine", choices=["auto", "vllm", "transformers"], default="auto", help="who samples")
+    add("--engine-gpus", type=int, default=0, help="engines on GPUs of their own on every node, behind those of its ranks; 0 = one inside every rank, that sleeps")
     add("--probe-tolerance", type=float, default=0.1, help="mean |log-prob gap| engine-trainer, nats, that stops the run")
     # looking and saving
     add("--save-every", type=int, default=50, help="steps between checkpoints; 0 = only at the end")
@@ -109,6 +110,8 @@ def parse_args():
     if early.vanilla:
         parser.set_defaults(think_prefix=False, answer_suffix=False, format_credit="sequence", anchor=0.0, gamma=0.0, tool_reward=0.0,
                             frames=64)
+    if early.engine_gpus:
+        parser.set_defaults(engine_share=0.9)  # nothing else lives there
     args = parser.parse_args()
     for name in ("prompts", "group", "steps", "minibatches", "pack_tokens", "max_bad_steps", "replicas"):
         if getattr(args, name) < 1:
@@ -118,6 +121,8 @@ def parse_args():
     for name in ("lr", "weight_decay", "clip", "clip_eps", "kl", "probe_tolerance"):
         if not getattr(args, name) >= 0:
             raise model.UserError(f"--{name.replace('_', '-')} may not be negative, got {getattr(args, name)}")
+    if args.engine_gpus < 0:
+        raise model.UserError(f"--engine-gpus may not be negative, got {args.engine_gpus}")
     if not args.tis_cap > 0:
         raise model.UserError(f"--tis-cap must be above 0, got {args.tis_cap}: a cap of 0 would erase every gradient")
     if args.temperature <= 0:
@@ -245,7 +250,7 @@ def update(policy, reference, vision, optimizer, trees, tokens, codec, args, wor
     import torch
     import torch.distributed as dist
 
-    total = torch.tensor([float(tokens), float(len(trees))], device=device, dtype=torch.float64)
+    total = torch.tensor([float(tokens), float(len(trees))], dtype=torch.float64)  # in host memory: no GPU is waited for
     dist.all_reduce(total)
     n = max(1.0, total[0].item() / args.minibatches)  # sampled tokens of all groups: a skipped group counts as advantage zero
     names = ("loss", "tokens", "gap", "entropy", "kl", "clipped", "truncated")
@@ -255,7 +260,7 @@ def update(policy, reference, vision, optimizer, trees, tokens, codec, args, wor
         return {"grad_norm": 0.0, "gap_max": 0.0, "skipped_update": 1, "bad_updates": 0, **dict.fromkeys(names, 0.0)}
     batches = [[model.pack_trees(codec, members) for members in model.fill_packs(trees[i::args.minibatches], args.pack_tokens)]
                for i in range(args.minibatches)]
-    batches = [model.even_packs(codec, packs, device) for packs in batches]
+    batches = [model.even_packs(codec, packs) for packs in batches]
     old = {}
     if args.minibatches > 1:  # later minibatches are scored by a policy that has already moved: keep where it was
         with torch.no_grad():
@@ -271,7 +276,7 @@ def update(policy, reference, vision, optimizer, trees, tokens, codec, args, wor
                 with torch.no_grad():
                     ref, _ = reference(pack, vision, args.temperature)
             zeros = torch.zeros_like(before)
-            values = {k: pack.values[k].to(device) if k in pack.values else zeros for k in ("advantage", "rollout")}
+            values = {k: model.sent(pack.values[k], device) if k in pack.values else zeros for k in ("advantage", "rollout")}
             loss, stats = policy_loss(logp, before, values["rollout"] if weight else before, ref, values["advantage"], args.clip_eps,
                                       args.tis_cap, args.kl)
             (weight * world * loss.sum() / n).backward()  # FSDP averages gradients over ranks; n is already global
@@ -283,7 +288,7 @@ def update(policy, reference, vision, optimizer, trees, tokens, codec, args, wor
         norm = torch.nn.utils.clip_grad_norm_(model.trained_parameters(policy), args.clip or math.inf)
         norms.append((norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item())
         if math.isfinite(norms[-1]):  # the norm is of all ranks' gradients: all of them step, or none does
-            optimizer.step()
+            model.take_step(optimizer, args.offload_optimizer)
         optimizer.zero_grad(set_to_none=True)
     dist.all_reduce(sums)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
@@ -388,25 +393,30 @@ def main(watch):
     if tasks:
         rollout.check_context(codec, tasks, agent, source, args.frames)
     torch.manual_seed(args.seed)
-    policy = model.load_sharded(ckpt, codec, device, args.attention, args.recompute, args.replicas)
+    policy = model.load_sharded(ckpt, codec, device, args.attention, args.recompute, args.replicas, args.compile)
     vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load, int(args.feature_cache_gb * 2**30))
     optimizer = model.adamw(model.trained_parameters(policy), args.lr, args.weight_decay, 0.999, device)
     reference = None
     if args.kl > 0:
-        reference = model.load_sharded(ckpt, codec, device, args.attention, replicas=args.replicas).requires_grad_(False)
+        reference = model.load_sharded(ckpt, codec, device, args.attention, replicas=args.replicas, compiled=args.compile, frozen=True)
     if folder:
         model.load_train_state(policy, optimizer, folder)
     engine, gpu = None, device.type == "cuda"
+    wire = torch.bfloat16 if gpu else torch.float32  # what the engine computes in
     if not args.rollouts:
-        engine = rollout.make_engine(args.engine, ckpt, codec, args, args.seed + rank, sleeping=gpu, quiet=rank > 0)
+        if args.engine_gpus:
+            engine = rollout.start_engines(args.engine, ckpt, args, args.seed + rank, args.engine_gpus)
+        else:
+            engine = rollout.make_engine(args.engine, ckpt, codec, args, args.seed + rank, sleeping=gpu, quiet=rank > 0)
         if start:  # the engine has read --ckpt; the resumed weights are newer
-            engine.sync(model.full_weights(policy))
+            engine.sync(model.full_weights(policy, wire))
     if rank == 0:
         model.write_atomic(os.path.join(args.out, "args.json"), json.dumps(vars(args), indent=1))
         print(f"{args.prompts} prompts x {args.group} rollouts = {args.prompts * args.group} a step on {world} rank{'s' if world > 1 else ''} "
               f"({device.type}) | K {args.frames} | format credit {args.format_credit} | {sum(p.numel() for p in model.trained_parameters(policy)) / 1e6:.2f} M "
               "trained parameters", flush=True)
-        model.warn_of_memory(policy.hf.config, args, device, world, reference=args.kl > 0, engine_share=0 if args.rollouts else args.engine_share)
+        model.warn_of_memory(policy.hf.config, args, device, world, reference=args.kl > 0, engine_share=0 if args.rollouts else args.engine_share,
+                             engine_gpus=args.engine_gpus)
         model.clean_run(args.out, start)
     log = model.Log(args.out, start, args) if rank == 0 else None
     asked, bad = model.stop_on_sigterm(), 0
@@ -497,7 +507,7 @@ def main(watch):
         # 3. New weights into the engine, old caches out.
         clock = time.monotonic()
         if engine and step + 1 < steps:
-            engine.wake(model.full_weights(policy))
+            engine.wake(model.full_weights(policy, wire))
         sync_s = time.monotonic() - clock
         watch.beat()
 

@@ -25,7 +25,9 @@ import argparse
 import contextlib
 import faulthandler
 import json
+import math
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -34,6 +36,7 @@ import time
 import warnings
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -750,17 +753,22 @@ def fill_packs(trees, budget):
     return [members for _, members in packs]
 
 
-def even_packs(codec, packs, device):
+def even_packs(codec, packs):
     """This rank's packs as (pack, 1.0), then as many spare ones (pack, 0.0) as it takes for all ranks to run equally many.
 
     Every forward under FSDP is a chain of collectives: a rank that runs fewer of them hangs all others.
     """
     import torch.distributed as dist
 
-    most = torch.tensor(len(packs), device=device)
+    most = torch.tensor(len(packs))  # in host memory: no GPU is waited for
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     spare = pack_trees(codec, [Tree(Span([codec.eos, codec.eos], [0, 1]))])
     return [(pack, 1.0) for pack in packs] + [(spare, 0.0)] * (int(most.item()) - len(packs))
+
+
+def sent(tensor, device):
+    """A tensor in host memory -> on device. To a GPU from pinned memory: the host does not wait for what the GPU has still to do."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -788,12 +796,12 @@ def attention_plan(pack, kind, device):
     branched = any(branches for _, _, branches in pack.layout)
     if kind in ("flash", "varlen") and not branched:
         lengths = [p for _, p, _ in pack.layout]
-        ends = torch.tensor(np.cumsum([0] + lengths), dtype=torch.int32, device=device)
+        ends = sent(torch.tensor(np.cumsum([0] + lengths), dtype=torch.int32), device)
         return {"kind": kind, "ends": ends, "longest": max(lengths)}
     if kind != "sdpa" and branched and device.type == "cuda":
         from torch.nn.attention.flex_attention import create_block_mask
 
-        tree, branch = pack.tree.to(device), pack.branch.to(device)
+        tree, branch = sent(pack.tree, device), sent(pack.branch, device)
 
         def visible(_batch, _head, q, k):
             return (q >= k) & (tree[q] == tree[k]) & ((branch[k] == 0) | (branch[k] == branch[q]))
@@ -842,6 +850,20 @@ def packed_attention(module, query, key, value, attention_mask=None, scaling=Non
     return torch.cat(out, 2).transpose(1, 2), None
 
 
+def frames_attention(module, query, key, value, attention_mask=None, scaling=None, cu_seq_lens_q=None, max_length_q=None, **_):
+    """The vision tower's attention: each frame attends to itself. query [1, heads, L, d] -> ([1, L, heads, d], None).
+
+    `VisionFeatures` gives the tower the frames of one item, which are of one size: a batch for one sdpa call. transformers' own path for
+    sdpa is a loop over frames in every layer; it hands over all frames at once only to a name with "flash" in it.
+    """
+    frames = len(cu_seq_lens_q) - 1
+    if frames * int(max_length_q) != query.shape[2]:
+        raise ValueError("the frames of one call of the tower have to be of one size")
+    q, k, v = (x[0].unflatten(1, (frames, -1)).transpose(0, 1) for x in (query, key, value))  # [frames, heads, L / frames, d]
+    out = F.scaled_dot_product_attention(q, k, v, scale=scaling)
+    return out.transpose(1, 2).flatten(0, 1)[None], None
+
+
 def compiled_flex():
     """FlexAttention is only fast (and only memory-safe) compiled; compiled once per process."""
     if not hasattr(compiled_flex, "function"):
@@ -873,7 +895,7 @@ def token_logprobs(hidden, weight, target, banned=(), temperature=1.0, chunk=102
     from torch.utils.checkpoint import checkpoint
 
     bias = torch.zeros(weight.shape[0], device=hidden.device)
-    bias[list(banned)] = -100.0  # the same bias the engine samples under
+    bias.index_fill_(0, sent(torch.tensor(list(banned), dtype=torch.long), hidden.device), -100.0)  # the same bias the engine samples under
     out = []
     for h, y in zip(hidden.split(chunk), target.split(chunk)):
         if torch.is_grad_enabled():
@@ -893,20 +915,33 @@ class Policy(torch.nn.Module):
         self.attention = attention
 
     def forward(self, pack, vision, temperature=1.0, chunk=1024):
-        """pack: Pack; vision: VisionFeatures -> (logp [N], entropy [N]) of pack.target, fp32."""
+        """pack: Pack; vision: VisionFeatures -> (logp [N], entropy [N]) of pack.target, fp32.
+
+        The host waits for the GPU in two places: where frames are new (the tower reads their sizes), and in transformers' sum of deepstack
+        features, which asks for the positions of a boolean mask, once a level.
+        """
         text = self.hf.model.language_model
         device = text.embed_tokens.weight.device
-        ids = pack.ids.to(device)
+        ids, positions, source, target = (sent(x, device) for x in (pack.ids, pack.positions, pack.source, pack.target))
         features = torch.cat([vision(item) for item in pack.vision]) if pack.vision else None  # [V, 1 + D, H]
-        seen = (ids == self.pads[0]) | (ids == self.pads[1]) if pack.vision else None  # [L]
+        seen = self.placeholders(pack.ids, features)  # [L], in host memory
+        seen = None if seen is None else sent(seen, device)
         embeds, levels = self.embed(ids, seen, features)  # [L, H], D x [V, H]
         plan = attention_plan(pack, choose_attention(device, self.attention), device)
-        hidden = text(inputs_embeds=embeds[None], position_ids=pack.positions.to(device), use_cache=False,
+        hidden = text(inputs_embeds=embeds[None], position_ids=positions, use_cache=False,
                       visual_pos_masks=None if seen is None else seen[None], deepstack_visual_embeds=levels,
                       plan=plan).last_hidden_state[0]  # [L, H]
-        return token_logprobs(hidden[pack.source.to(device)], self.hf.lm_head.weight, pack.target.to(device), self.banned,
-                              temperature, chunk)
+        return token_logprobs(hidden[source], self.hf.lm_head.weight, target, self.banned, temperature, chunk)
 
+    def placeholders(self, ids, features):
+        """ids in host memory, features [V, 1 + D, H] or None -> mask of the ids that stand for vision tokens, or None. Raises ValueError when
+        they are not V."""
+        if features is None:
+            return None
+        seen = (ids == self.pads[0]) | (ids == self.pads[1])
+        if int(seen.sum()) != len(features):
+            raise ValueError(f"{int(seen.sum())} vision placeholders for {len(features)} vision tokens")
+        return seen
 
     def embed(self, ids, seen, features):
         """ids [..., n], seen: mask of vision positions, features [V, 1 + D, H] or None -> (embeddings, deepstack levels)."""
@@ -914,8 +949,6 @@ class Policy(torch.nn.Module):
         if features is None:
             return embeds, None
         features = features.to(embeds.device, embeds.dtype)
-        if int(seen.sum()) != len(features):
-            raise ValueError(f"{int(seen.sum())} vision placeholders for {len(features)} vision tokens")
         return embeds.masked_scatter(seen[..., None], features[:, 0]), list(features[:, 1:].unbind(1))
 
     def step(self, ids, positions, seen, features, mask, cache):
@@ -958,10 +991,11 @@ def generate(policy, codec, vision, prompts, max_new_tokens, temperature=0.0, se
         grid, following[row] = rope_positions(codec, prompt, items)
         positions[1:, row, longest - len(prompt):] = torch.from_numpy(grid)
         positions[0, row, longest - len(prompt):] = torch.arange(len(prompt))
-    ids, mask, positions, following = (x.to(device) for x in (ids, mask, positions, following))
     features = [vision(item) for _, items in prompts for item in items]
     features = torch.cat(features).to(device) if features else None
-    seen = ((ids == codec.image_pad) | (ids == codec.video_pad)) & mask.bool() if features is not None else None
+    seen = policy.placeholders(ids, features)
+    seen = None if seen is None else seen.to(device)
+    ids, mask, positions, following = (x.to(device) for x in (ids, mask, positions, following))
     bias = torch.zeros(text.config.vocab_size, device=device)
     bias[list(codec.banned)] = -100.0
     draws = [torch.Generator(device).manual_seed(s) for s in seeds] if seeds else [None] * n
@@ -996,19 +1030,22 @@ def generate(policy, codec, vision, prompts, max_new_tokens, temperature=0.0, se
 def load_policy(ckpt, codec, device, dtype=torch.float32, attention="auto", recompute="none"):
     """Checkpoint directory -> Policy on device, whole on every rank: vision tower frozen (bf16 on GPU), language model in `dtype`."""
     import_shim()
-    from transformers import AttentionInterface, Qwen3VLForConditionalGeneration
+    from transformers import Qwen3VLForConditionalGeneration
 
-    AttentionInterface.register("packed", packed_attention)
-    hf, report = Qwen3VLForConditionalGeneration.from_pretrained(
-        ckpt, dtype=dtype, use_safetensors=True, output_loading_info=True,
-        attn_implementation={"text_config": "packed", "vision_config": "sdpa"})
+    hf, report = Qwen3VLForConditionalGeneration.from_pretrained(ckpt, dtype=dtype, use_safetensors=True, output_loading_info=True)
     if report["missing_keys"]:  # transformers would go on with random numbers in their place
         raise UserError(f"checkpoint {ckpt}: {len(report['missing_keys'])} weights are missing, for example {sorted(report['missing_keys'])[0]}")
     return as_policy(hf.to(device), codec, device, attention, recompute)
 
 
-def as_policy(hf, codec, device, attention, recompute):
-    """transformers' model -> Policy: tower frozen and in bf16 on GPU, decoder layers recomputed in backward as asked."""
+def as_policy(hf, codec, device, attention, recompute, compiled=False):
+    """transformers' model -> Policy: our attention, tower frozen and in bf16 on GPU, decoder layers recomputed in backward and compiled as asked."""
+    from transformers import AttentionInterface
+
+    unrolled = choose_attention(device, attention) == "sdpa"  # a loop over the pack's own lengths: traced, it would be compiled anew for every pack
+    AttentionInterface.register("packed", torch.compiler.disable(packed_attention) if compiled and unrolled else packed_attention)
+    AttentionInterface.register("frames_as_flash", frames_attention)
+    hf.model.language_model.config._attn_implementation, hf.model.visual.config._attn_implementation = "packed", "frames_as_flash"
     hf.model.visual.requires_grad_(False)
     if device.type == "cuda":
         hf.model.visual.to(torch.bfloat16)
@@ -1016,6 +1053,10 @@ def as_policy(hf, codec, device, attention, recompute):
         options = {"use_reentrant": False, **({"context_fn": keep_matrix_products} if recompute == "selective" else {})}
         hf.gradient_checkpointing_enable(options)
         hf.model.visual.gradient_checkpointing = False
+    if compiled:
+        # The forward alone, inside FSDP's hooks and inside the checkpoint: all layers share one graph, and it has no breaks but that at an sdpa loop.
+        for layer in hf.model.language_model.layers:
+            layer.forward = torch.compile(layer.forward, fullgraph=not unrolled)
     policy = Policy(hf, codec, attention)
     policy.train()
     hf.model.visual.eval()
@@ -1036,23 +1077,24 @@ def keep_matrix_products():
     return create_selective_checkpoint_contexts(policy)
 
 
-def load_sharded(ckpt, codec, device, attention="auto", recompute="none", replicas=1):
+def load_sharded(ckpt, codec, device, attention="auto", recompute="none", replicas=1, compiled=False, frozen=False):
     """Checkpoint directory -> sharded Policy, fp32, without a whole copy on any rank: built on the meta device, then every rank reads its own
-    rows of each matrix from the safetensors files. The frozen tower is read whole. replicas: see `shard`."""
+    rows of each matrix from the safetensors files. The frozen tower is read whole. replicas: see `shard`. frozen: no gradients (a
+    reference); its shards are in the precision it computes in, which changes nothing but their bytes."""
     import_shim()
     from safetensors import safe_open
     from torch.distributed.tensor import DTensor
-    from transformers import AttentionInterface, AutoConfig, GenerationConfig, Qwen3VLForConditionalGeneration
+    from transformers import AutoConfig, GenerationConfig, Qwen3VLForConditionalGeneration
 
-    AttentionInterface.register("packed", packed_attention)
     config = AutoConfig.from_pretrained(ckpt)
-    config.text_config._attn_implementation, config.vision_config._attn_implementation = "packed", "sdpa"
     with torch.device("meta"):
         hf = Qwen3VLForConditionalGeneration(config)
     hf.tie_weights()
     if os.path.exists(os.path.join(ckpt, "generation_config.json")):
         hf.generation_config = GenerationConfig.from_pretrained(ckpt)
-    policy = shard(as_policy(hf, codec, device, attention, recompute), device, replicas)
+    if frozen:
+        hf.requires_grad_(False).to(torch.bfloat16 if device.type == "cuda" else torch.float32)
+    policy = shard(as_policy(hf, codec, device, attention, recompute, compiled), device, replicas)
     policy.to_empty(device=device)
     for owner, name in ((hf.model.visual, "rotary_pos_emb"), (hf.model.language_model, "rotary_emb")):
         old = getattr(owner, name)  # its buffers are computed, not stored
@@ -1106,12 +1148,14 @@ def shard(policy, device, replicas=1):
 
 
 def add_memory_arguments(parser):
-    """Flags about where the weights lie and what is kept for backward: the same in sft.py and grpo.py. None of them changes a gradient."""
+    """Flags about where the weights lie and how they are computed with: the same in sft.py and grpo.py. None of them changes a gradient."""
     parser.add_argument("--attention", choices=["auto", "flash", "varlen", "sdpa"], default="auto", help="attention kernel for packs")
     parser.add_argument("--recompute", choices=["full", "selective", "none"], default="full", help="decoder layers in backward: all of them; all but matrix products "
                         "and attention; nothing")
     parser.add_argument("--feature-cache-gb", type=float, default=1.0, help="GiB of vision features kept per rank, beside the weights")
     parser.add_argument("--replicas", type=int, default=1, help="groups of ranks that each hold the whole model in shards (HSDP): one per node")
+    parser.add_argument("--offload-optimizer", action="store_true", help="moments lie in host memory and visit the GPU part by part")
+    parser.add_argument("--compile", action="store_true", help="torch.compile of every decoder layer; some minutes at the start")
 
 
 def trained_parameters(policy):
@@ -1123,6 +1167,37 @@ def adamw(parameters, lr, weight_decay, beta2, device):
     matrices, vectors = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim <= 1]
     return torch.optim.AdamW([{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}],
                              lr=lr, betas=(0.9, beta2), fused=device.type == "cuda")
+
+
+def take_step(optimizer, offload=False, part=2**28):
+    """optimizer.step(). offload: its moments lie in host memory; those of `part` numbers at a time are on the device while their weights move."""
+    if not offload:
+        optimizer.step()
+        return
+    moving = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    gradients, parts, room = {p: p.grad for p in moving}, [], 0
+    for p in moving:
+        p.grad = None  # an optimizer passes over a weight without a gradient
+        if not parts or room < p.numel():
+            parts.append([])
+            room = part
+        parts[-1].append(p)
+        room -= p.numel()
+    for members in parts:
+        for p in members:
+            p.grad = gradients[p]
+            move_moments(optimizer.state[p], p.device)
+        optimizer.step()
+        for p in members:
+            p.grad = None
+            move_moments(optimizer.state[p], "cpu")
+
+
+def move_moments(state, device):
+    """One weight's optimizer state to a device, in place; counters stay where the optimizer wants them."""
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.ndim:
+            state[name] = value.to(device)
 
 
 class Muon(torch.optim.Optimizer):
@@ -1178,16 +1253,61 @@ def orthogonalise(x, steps=5):
     return x if wide else x.mT
 
 
-def full_weights(policy):
-    """Iterator of (checkpoint name, full tensor), the same order on every rank: gathering one is a collective.
+def full_weights(policy, dtype=None, bucket_bytes=2**28):
+    """Iterator of (checkpoint name, full tensor), the same order on every rank: gathering is a collective.
 
-    This is what vLLM's `reload_weights` takes; a tied lm_head is left out, as in the checkpoint file.
+    Shards travel in buckets of about `bucket_bytes`, in `dtype` (None: their own), and while the caller takes in one bucket the next is on its
+    way. This is what vLLM's `reload_weights` takes; a tied lm_head is left out, as in the checkpoint file.
     """
-    tied = policy.hf.config.tie_word_embeddings
-    for name, tensor in policy.hf.state_dict().items():
-        if tied and name == "lm_head.weight":
-            continue
-        yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+
+    def buckets():
+        members, size = [], 0
+        for name, tensor in policy.hf.state_dict().items():
+            if policy.hf.config.tie_word_embeddings and name == "lm_head.weight":
+                continue
+            members.append((name, tensor))
+            size += tensor.numel() * (dtype or tensor.dtype).itemsize
+            if size >= bucket_bytes:
+                yield members
+                members, size = [], 0
+        yield members
+
+    def send(members):
+        """-> (members, all parts [ranks, numbers of one part], the collective under way)"""
+        sharded = [t for _, t in members if isinstance(t, DTensor)]
+        if not sharded:
+            return members, None, None
+        mesh = sharded[0].device_mesh
+        flat = []
+        for t in sharded:  # equal parts for everyone, though the last ranks may hold fewer rows, or none
+            local = t.to_local().detach().to(dtype or t.dtype).flatten()
+            flat.append(F.pad(local, (0, -(-t.shape[0] // mesh.size(mesh.ndim - 1)) * math.prod(t.shape[1:]) - len(local))))
+        flat = torch.cat(flat)
+        parts = flat.new_empty(mesh.size(mesh.ndim - 1) * len(flat))
+        work = dist.all_gather_into_tensor(parts, flat, group=mesh.get_group(mesh.ndim - 1), async_op=True)
+        return members, parts.view(-1, len(flat)), work
+
+    def taken(members, parts, work):
+        if work:
+            work.wait()
+        at = 0
+        for name, tensor in members:
+            if not isinstance(tensor, DTensor):
+                yield name, tensor.detach().to(dtype or tensor.dtype)
+                continue
+            n = -(-tensor.shape[0] // len(parts)) * math.prod(tensor.shape[1:])
+            yield name, parts[:, at:at + n].reshape(-1, *tensor.shape[1:])[:tensor.shape[0]]
+            at += n
+
+    under_way = None
+    for members in buckets():
+        following = send(members)
+        if under_way:
+            yield from taken(*under_way)
+        under_way = following
+    yield from taken(*under_way)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1225,6 +1345,8 @@ def parameter_counts(config):
     norm, of the tower, of all that is trained. The model is built on the meta device: nothing is allocated."""
     from transformers import Qwen3VLForConditionalGeneration
 
+    config = deepcopy(config)
+    config.vision_config._attn_implementation = "sdpa"  # a running model's says "flash" (frames_attention), which a new one would look for
     with torch.device("meta"):
         hf = Qwen3VLForConditionalGeneration(config)
     hf.tie_weights()
@@ -1246,10 +1368,11 @@ def layer_activation_bytes(text, width, kernel="flash"):
     return norms + rotated + attention + 4 * inner * width + statistics  # gate, its activation, up, their product
 
 
-def ledger(config, gpus, pack_tokens, recompute="full", replicas=1, reference=True, engine_gb=None, width=2, chunk=1024, kernel="flash", feature_cache_gb=1.0, counts=None):
+def ledger(config, gpus, pack_tokens, recompute="full", replicas=1, reference=True, offload=False, engine_gb=None, width=2, chunk=1024, kernel="flash", feature_cache_gb=1.0,
+           counts=None):
     """Bytes per GPU -> {phase: {item: bytes}}, phases "rollout", "sync", "train".
 
-    gpus: ranks; engine_gb: GB that vLLM takes while it is awake (None: no engine); width: bytes of a number in compute (CPU: 4).
+    gpus: ranks; engine_gb: GB that vLLM takes beside the trainer while it is awake (None: no engine there); width: bytes of a number in compute (CPU: 4).
     What a step holds in FSDP2: fp32 shards of weights, gradients, two moments; the root's and two layers' weights whole in compute precision;
     gradients of the root and of one layer whole, and once more in fp32 while they are reduced. The step's activations: what autograd keeps,
     one layer's inside while it is recomputed, and its largest gradients. counts: parameter_counts, where they are known.
@@ -1259,18 +1382,21 @@ def ledger(config, gpus, pack_tokens, recompute="full", replicas=1, reference=Tr
     inside = layer_activation_bytes(text, width, kernel)
     kept = {"full": hidden * width, "none": inside,  # selective: the input, and the products: q, k, v, attention, its output, gate, up, down
             "selective": width * (3 * hidden + (2 * text.num_attention_heads + 2 * text.num_key_value_heads) * text.head_dim + 2 * text.intermediate_size)}[recompute]
-    resting = {"weights, fp32 shard": 4 * n["trained"] / shards, "AdamW moments, fp32 shard": 8 * n["trained"] / shards, "vision tower": width * n["tower"],
+    largest, moments = text.vocab_size * hidden, {"AdamW moments, fp32 shard": 8 * n["trained"] / shards}
+    resting = {"weights, fp32 shard": 4 * n["trained"] / shards, **({} if offload else moments), "vision tower": width * n["tower"],
                "vision features kept": feature_cache_gb * 2**30}
     if reference:
-        resting["reference, fp32 shard and tower"] = 4 * n["trained"] / shards + width * n["tower"]
+        resting["reference, shard and tower"] = width * (n["trained"] / shards + n["tower"])
     whole = {"root whole, weights and gradients": n["root"] * (2 * width + 4), "two layers whole, gradients of one": n["layer"] * (3 * width + 4)}
     train = {**resting, "gradients, fp32 shard": 4 * n["trained"] / shards, **whole,
              "activations kept": text.num_hidden_layers * kept * pack_tokens + hidden * (6 if width == 2 else 8) * pack_tokens,
              "one layer in backward": (inside * (recompute != "none") + width * (3 * text.intermediate_size + 4 * hidden)) * pack_tokens,
              "logits of a chunk": chunk * text.vocab_size * (8 + width),
              "vision features": (1 + len(config.vision_config.deepstack_visual_indexes)) * hidden * width * pack_tokens}
+    if offload:
+        train["AdamW moments, one part"] = 8 * max(2**28, largest) / shards
     engine = {} if engine_gb is None else {"vLLM": engine_gb * 1e9}
-    return {"rollout": {**resting, **engine}, "sync": {**resting, **engine, "one tensor whole": 4 * text.vocab_size * hidden}, "train": train}
+    return {"rollout": {**resting, **engine}, "sync": {**resting, **engine, "two buckets of weights": 2 * max(2**28, width * largest)}, "train": train}
 
 
 def largest_pack(config, gpu_gb, **options):
@@ -1284,10 +1410,10 @@ def kv_bytes(text, width=2):
     return 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim * width
 
 
-def plan_text(config, gpus, gpu_gb, context, pack_tokens, engine_share=0.5, **options):
-    """The ledger as a table, and what fits -> (table, verdict, whether all fits)."""
+def plan_text(config, gpus, gpu_gb, context, pack_tokens, engine_share=0.5, engine_gpus=0, **options):
+    """The ledger as a table, and what fits -> (table, verdict, whether all fits). engine_gpus: how many others hold vLLM, beside none of the ranks."""
     n = options["counts"] = parameter_counts(config)
-    phases = ledger(config, gpus, pack_tokens, engine_gb=engine_share * gpu_gb if engine_share else None, **options)
+    phases = ledger(config, gpus, pack_tokens, engine_gb=engine_share * gpu_gb if engine_share and not engine_gpus else None, **options)
     limit, text = 0.94 * gpu_gb, config.text_config  # the rest: CUDA, NCCL, fragments
     items = list(dict.fromkeys(item for phase in phases.values() for item in phase))
     lines = [f"{n['trained'] / 1e9:.2f} B trained parameters, {n['tower'] / 1e9:.2f} B in the frozen tower; GB per GPU, of {gpus} with {gpu_gb:g} each",
@@ -1300,12 +1426,57 @@ def plan_text(config, gpus, gpu_gb, context, pack_tokens, engine_share=0.5, **op
     lines.append(f"does not fit while: {', '.join(over)} (limit {limit:.1f} GB)" if over else f"fits (limit {limit:.1f} GB)")
     lines.append(f"largest pack: {largest_pack(config, limit, gpus=gpus, **options)} tokens (--pack-tokens {pack_tokens})")
     if engine_share:
-        room = engine_share * gpu_gb * 1e9 - 2 * (n["trained"] + n["tower"])
-        tokens = max(0, int(room / kv_bytes(text)))
-        lines.append(f"vLLM: {2 * (n['trained'] + n['tower']) / 1e9:.1f} GB of weights, KV cache for {tokens} tokens: {tokens // context} contexts of {context} at once"
-                     + ("" if tokens >= context else "; NOT ONE: raise its share or lower --context"))
+        weights = 2 * (n["trained"] + n["tower"])
+        tokens = max(0, int((engine_share * gpu_gb * 1e9 - weights) / kv_bytes(text)))
+        lines.append(f"vLLM{f' on {engine_gpus} more' if engine_gpus else ''}: {weights / 1e9:.1f} GB of weights, KV cache for {tokens} tokens: "
+                     f"{tokens // context} contexts of {context} at once" + ("" if tokens >= context else "; NOT ONE: raise its share or lower --context"))
         over += [] if tokens >= context else ["vLLM"]
     return table, "\n".join(lines), not over
+
+
+def training_flops(text, layers, tokens, trained, pairs):
+    """Forward and backward: 6 a weight of the layers and token, 6 a weight of the head and trained token, 12 a visible (query, key) pair,
+    head dimension and layer. What recomputation does again is not counted, nor is a shared prompt counted twice. layers: their parameters."""
+    return 6 * (layers * tokens + text.vocab_size * text.hidden_size * trained) + 12 * pairs * text.num_attention_heads * text.head_dim * text.num_hidden_layers
+
+
+def tree_pairs(prompt, responses=()):
+    """Visible (query, key) pairs of one tree, lengths in tokens."""
+    return prompt * (prompt + 1) // 2 + sum(r * prompt + r * (r + 1) // 2 for r in responses)
+
+
+def recipe_text(config, gpus, tflops, mfu, sampled, link, price):
+    """The paper's recipe (SFT 500 steps, 54 RL steps, groups of 8) in tokens, hours and money. An estimate: what is assumed stands in its lines.
+
+    tflops: of one GPU's matrix products; mfu: the part of it that training reaches; sampled: tokens a second and GPU that vLLM samples, prefill
+    apart; link: GB/s at which a GPU takes in weights; price: of a GPU hour.
+    """
+    text, n, speed = config.text_config, parameter_counts(config), gpus * tflops * 1e12 * mfu
+    frame = 50176 // 32**2 + 9  # vision tokens, and its time and markers
+    said, asked, calls, summary, budgets = 600, 300, 2, 120, (4, 8, 16, 32, 64)
+    chat, window = 64 * frame + asked + said, 16 * frame + asked
+    sft_tokens = 500 * 64 * chat
+    sft_s = 500 * 64 * training_flops(text, n["layers"], chat, said, tree_pairs(chat)) / speed
+    prompts = [k * frame + asked for k in budgets]  # nFrames gating: each as often as the others
+    mean = sum(prompts) / len(prompts)
+    rollouts = 54 * 32 * 8
+    # A group's prompt is prefilled once (prefix cache); every window has frames of its own.
+    prefilled, spoken = rollouts * (mean / 8 + calls * window), rollouts * (said + calls * summary)
+    decode_s, prefill_s = spoken / (sampled * gpus), 2 * n["layers"] * prefilled / speed
+    trained = 54 * 32 * (mean + 8 * said)
+    update_s = 54 * 32 * sum(training_flops(text, n["layers"], p + 8 * said, 8 * said, tree_pairs(p, [said] * 8)) for p in prompts) / len(prompts) / speed
+    reference_s = update_s / 3  # its forward alone
+    sync_s = 54 * 2 * (n["trained"] + n["tower"]) / (link * 1e9)
+    rl_s = decode_s + prefill_s + update_s + reference_s + sync_s
+    hours = (sft_s + rl_s) / 3600
+    return "\n".join([
+        f"ESTIMATE of the paper's recipe on {gpus} GPUs, nothing of it measured. Assumed: {mfu:.0%} of {tflops:g} TFLOP/s in training and prefill, {sampled:g} sampled tokens/s a GPU,",
+        f"  weights at {link:g} GB/s, {frame} tokens a frame, {said} tokens a response, {calls} windows of 16 frames a rollout with {summary} tokens each, no waiting for videos",
+        f"  SFT, 500 steps of 64 chats with 64 frames: {sft_tokens / 1e6:.0f} M tokens, {sft_s / 3600:.1f} h",
+        f"  RL, 54 steps of 32 prompts x 8: {prefilled / 1e6:.0f} M tokens prefilled in {prefill_s / 3600:.2f} h, {spoken / 1e6:.1f} M sampled in {decode_s / 3600:.2f} h, "
+        f"{trained / 1e6:.1f} M trained in {update_s / 3600:.2f} h,",
+        f"    reference {reference_s / 3600:.2f} h, 54 weight syncs of {sync_s / 54:.2f} s: {rl_s / 3600:.1f} h",
+        f"  together {hours:.1f} h, {hours * gpus:.0f} GPU hours, {hours * gpus * price:.0f} at {price:g} a GPU hour"])
 
 
 def warn_of_memory(config, args, device, world, **options):
@@ -1313,7 +1484,7 @@ def warn_of_memory(config, args, device, world, **options):
     if device.type != "cuda":
         return
     table, verdict, fits = plan_text(config, world, torch.cuda.get_device_properties(device).total_memory / 1e9, getattr(args, "context", args.pack_tokens),
-                                     args.pack_tokens, recompute=args.recompute, replicas=args.replicas, **options)
+                                     args.pack_tokens, recompute=args.recompute, replicas=args.replicas, offload=args.offload_optimizer, **options)
     print(verdict if fits else f"{table}\nWARNING: {verdict}", flush=True)
 
 
@@ -1390,9 +1561,9 @@ def host_copy(policy, optimizer=None, dtype=None):
         return [copied(v) for v in x] if isinstance(x, list) else x
 
     weights, shards = {}, None
-    for name, tensor in full_weights(policy):  # collective: every rank runs it, rank 0 keeps the result
+    for name, tensor in full_weights(policy, dtype):  # collective: every rank runs it, rank 0 keeps the result
         if dist.get_rank() == 0:
-            weights[name] = tensor.detach().to("cpu", dtype or tensor.dtype, copy=True)
+            weights[name] = tensor.to("cpu", copy=True)
     if optimizer is not None:
         shards = copied({"model": policy.state_dict(), "optimizer": get_optimizer_state_dict(policy, optimizer)})
     return {"weights": weights, "shards": shards}
@@ -1514,7 +1685,7 @@ def newest_checkpoint(out):
 
 def pace_flags():
     """Flags that say how fast, how patiently and to whom, never what: they may differ between two parts of one run."""
-    return {"max_seqs", "decode_threads", "decode_timeout", "frame_cache_gb", "feature_cache_gb", "engine_share", "patience", "quiet", "tensorboard", "wandb"}
+    return {"offload_optimizer", "engine_gpus", "max_seqs", "decode_threads", "decode_timeout", "frame_cache_gb", "feature_cache_gb", "engine_share", "patience", "quiet", "tensorboard", "wandb"}
 
 
 def resume_point(out, args, resume):
@@ -1543,7 +1714,11 @@ def resume_point(out, args, resume):
 
 
 def clean_run(out, start):
-    """Rank 0, before the first step: drop what killed runs left (half-written folders), and, where a run begins anew, its older checkpoints."""
+    """Rank 0, before the first step: drop what killed runs left (half-written folders and files), and, where a run begins anew, its older checkpoints."""
+    for folder in (out, os.path.join(out, "rollouts")):
+        for name in os.listdir(folder) if os.path.isdir(folder) else []:
+            if re.search(r"\.tmp\d+$", name):  # write_atomic's, and point's
+                os.remove(os.path.join(folder, name))
     for name in os.listdir(out):
         path = os.path.join(out, name)
         if name.startswith(".step_") or (name.endswith(".old") and is_complete(path.removesuffix(".old"))) or (start == 0 and name.startswith("step_")):
@@ -1796,13 +1971,26 @@ def main():
     parser.add_argument("--recompute", choices=["full", "selective", "none"], default="full", help="as grpo.py has it")
     parser.add_argument("--replicas", type=int, default=1, help="as grpo.py has it")
     parser.add_argument("--kl", type=float, default=0.01, help="0 = no reference model")
+    parser.add_argument("--offload-optimizer", action="store_true", help="as grpo.py has it")
     parser.add_argument("--engine-share", type=float, default=0.5, help="vLLM's part of the GPU while it is awake; 0 = no engine (sft.py)")
+    parser.add_argument("--engine-gpus", type=int, default=0, help="as grpo.py has it: besides --gpus, all nodes together")
+    parser.add_argument("--estimate", action="store_true", help="hours and cost of the paper's recipe as well, from the next five")
+    parser.add_argument("--tflops", type=float, default=989.0, help="matrix products of one GPU in bf16, TFLOP/s")
+    parser.add_argument("--mfu", type=float, default=0.4, help="part of it that training reaches: measure it with tests/gpu_check.py")
+    parser.add_argument("--sampled", type=float, default=2000.0, help="tokens a second that one GPU's engine samples")
+    parser.add_argument("--link-gb", type=float, default=100.0, help="GB a second at which a GPU takes in gathered weights")
+    parser.add_argument("--price", type=float, default=3.0, help="of one GPU hour")
     args = parser.parse_args()
     if min(args.gpus, args.context, args.pack_tokens, args.replicas) < 1 or args.gpus % args.replicas or not args.gpu_gb > 0 or not 0 <= args.engine_share < 1:
         raise UserError("--gpus, --gpu-gb, --context, --pack-tokens and --replicas must be above 0, --gpus a multiple of --replicas, --engine-share below 1")
-    table, verdict, fits = plan_text(read_config(args.plan), args.gpus, args.gpu_gb, args.context, args.pack_tokens, args.engine_share, recompute=args.recompute,
-                                     replicas=args.replicas, reference=args.kl > 0)
+    if args.engine_gpus < 0 or not min(args.tflops, args.mfu, args.sampled, args.link_gb) > 0 or not args.price >= 0:
+        raise UserError("--tflops, --mfu, --sampled and --link-gb must be above 0, --engine-gpus and --price may not be negative")
+    config = read_config(args.plan)
+    table, verdict, fits = plan_text(config, args.gpus, args.gpu_gb, args.context, args.pack_tokens, args.engine_share, args.engine_gpus, recompute=args.recompute,
+                                     replicas=args.replicas, reference=args.kl > 0, offload=args.offload_optimizer)
     print(f"{table}\n{verdict}")
+    if args.estimate:
+        print(recipe_text(config, args.gpus, args.tflops, args.mfu, args.sampled, args.link_gb, args.price))
     sys.exit(0 if fits else 1)
 
 

@@ -397,6 +397,139 @@ class TransformersEngine:
                 own[name].copy_(tensor)
 
 
+class RemoteEngine:
+    """An engine in a process and on a GPU of its own (--engine-gpus): `serve_engine` answers at the other end of the socket.
+
+    It keeps its weights and its KV cache while the ranks train; there is nothing to put to sleep.
+    """
+
+    def __init__(self, connection, process, max_seqs):
+        """process: the engine's, on the rank that started it and sends it weights; None on others."""
+        self.connection, self.process, self.max_seqs, self.running = connection, process, max_seqs, 0
+
+    def submit(self, request):
+        self.connection.send(("submit", replace(request, messages=None)))
+        self.running += 1
+
+    def poll(self):
+        finished = []
+        try:
+            while self.running and self.connection.poll(0 if finished else 0.02):
+                finished.append(self.connection.recv())
+                self.running -= 1
+        except (EOFError, ConnectionError):
+            raise RuntimeError("the engine's process has ended; its error stands above") from None
+        return finished
+
+    def sync(self, weights):
+        """All ranks call it: the weights are gathered by all, and sent by the engine's owner. Tensors go through shared memory (CPU) or as
+        handles of the owner's GPU memory, which the engine copies from; a bucket is kept until it has."""
+        import torch.distributed as dist
+
+        bucket, size = [], 0
+        for name, tensor in weights:
+            if self.process:
+                bucket.append((name, tensor))
+                size += tensor.nbytes
+                if size > 2**28:
+                    self.hand_over(bucket)
+                    bucket, size = [], 0
+        if self.process:
+            for last in (bucket, []):
+                self.hand_over(last)
+        dist.barrier()  # nobody asks before the engine has them
+
+    def hand_over(self, bucket):
+        """One bucket, or none: the end of them."""
+        import torch.multiprocessing  # noqa: F401  teaches connections to send tensors
+
+        self.connection.send(("weights", bucket))
+        self.connection.recv()
+
+    def sleep(self):
+        pass
+
+    def wake(self, weights):
+        self.sync(weights)
+
+    def close(self):
+        self.connection.close()
+        if self.process:
+            self.process.join(60)
+
+
+def serve_engine(kind, ckpt, args, seed, device, clients, key, pipe):
+    """The process behind RemoteEngine: holds one engine until all of its `clients` have hung up. device: number of its GPU."""
+    import multiprocessing.connection
+
+    import torch
+
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):  # torchrun's, of the rank that started us: this process is not one of them
+        os.environ.pop(name, None)
+    os.environ["LOCAL_RANK"] = str(device)
+    model.start_process_group(0)
+    if torch.cuda.is_available():
+        os.environ.update(RANK="0", WORLD_SIZE="1")  # so that vLLM takes this very process and GPU
+    listener = multiprocessing.connection.Listener(family="AF_UNIX", backlog=64, authkey=key)
+    pipe.send(listener.address)
+    engine = make_engine(kind, ckpt, model.load_codec(ckpt, args.channel), args, seed, quiet=device > 0)
+    connections, asked = [listener.accept() for _ in range(clients)], {}
+
+    def arriving(connection, bucket):
+        while bucket:
+            yield from bucket
+            connection.send("taken")
+            _, bucket = connection.recv()
+
+    while connections:
+        for connection in multiprocessing.connection.wait(connections, 0 if asked else None):
+            try:
+                what, content = connection.recv()
+            except (EOFError, ConnectionError):
+                connections.remove(connection)
+                continue
+            if what == "weights":
+                engine.sync(arriving(connection, content))
+                connection.send("loaded")
+            else:
+                asked[content.id] = connection
+                engine.submit(content)
+        for completion in engine.poll():
+            asked.pop(completion.id).send(completion)
+    engine.close()
+
+
+def start_engines(kind, ckpt, args, seed, number):
+    """--engine-gpus: `number` engines on every node, on the GPUs behind those of its ranks -> RemoteEngine of this rank. Collective.
+
+    Local rank j starts engine j, and local rank r is served by engine r % number. Raises UserError where a node has too few GPUs.
+    """
+    import multiprocessing.connection
+    import secrets
+
+    import torch
+    import torch.distributed as dist
+
+    local, ranks, node = (int(os.environ.get(name, default)) for name, default in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1), ("GROUP_RANK", 0)))
+    if number > ranks:
+        raise model.UserError(f"--engine-gpus {number}: {ranks} ranks on a node cannot use so many engines")
+    if torch.cuda.is_available() and torch.cuda.device_count() < ranks + number:
+        raise model.UserError(f"--engine-gpus {number}: {torch.cuda.device_count()} GPUs for {ranks} ranks and {number} engines; lower --nproc_per_node")
+    process, mine = None, None
+    if local < number:
+        context, key = multiprocessing.get_context("spawn"), secrets.token_bytes(16)
+        ours, theirs = context.Pipe()
+        clients = len(range(local, ranks, number))
+        process = context.Process(target=serve_engine, args=(kind, ckpt, args, seed, ranks + local, clients, key, theirs), daemon=True)
+        process.start()
+        theirs.close()  # ours alone is left: a dead engine is an end of file
+        mine = (node, local, ours.recv(), key)
+    places = [None] * dist.get_world_size()
+    dist.all_gather_object(places, mine)
+    address, key = next(place[2:] for place in places if place and place[:2] == (node, local % number))
+    return RemoteEngine(multiprocessing.connection.Client(address, "AF_UNIX", key), process, args.max_seqs)
+
+
 def evenly(items, n):
     """n of the items, evenly spread; all where there are fewer."""
     return [items[int((i + 0.5) * len(items) / n)] for i in range(n)] if 0 < n < len(items) else items[: max(n, 0)]

@@ -366,7 +366,7 @@ def backward(policy, vision, packs, codec, world, device, asked=()):
     dist.all_reduce(count)
     n = max(1.0, count.item())
     loss = torch.zeros((), device=device, dtype=torch.float64)
-    for pack, weight in model.even_packs(codec, packs, device):
+    for pack, weight in model.even_packs(codec, packs):
         if torch.is_grad_enabled() and model.any_rank(asked):
             return None
         logp, _ = policy(pack, vision)
@@ -434,7 +434,7 @@ def main(watch):
         dist.destroy_process_group()
         return
     torch.manual_seed(args.seed)
-    policy = model.load_sharded(ckpt, codec, device, args.attention, args.recompute, args.replicas)
+    policy = model.load_sharded(ckpt, codec, device, args.attention, args.recompute, args.replicas, args.compile)
     vision = model.VisionFeatures(policy.hf.model.visual, codec, train.frames, int(args.feature_cache_gb * 2**30))
     held_vision = model.VisionFeatures(policy.hf.model.visual, codec, held.frames, int(args.feature_cache_gb * 2**30)) if held else None
     optimizers = build_optimizers(policy, args, device)
@@ -501,7 +501,7 @@ def main(watch):
         bad = 0 if math.isfinite(norm) else bad + 1
         for o in optimizers:
             if not bad:  # the norm is of all ranks' gradients: all of them step, or none does
-                o.step()
+                model.take_step(o, args.offload_optimizer)
             o.zero_grad(set_to_none=True)
         if bad >= args.max_bad_steps:
             saver.wait()

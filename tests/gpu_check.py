@@ -221,7 +221,7 @@ def check_steps(table, ckpt, codec, trees, source, device):
         for b in t.branches:
             b.values["rollout"] = [next(logp) for _ in b.ids]
         t.prefix.values = {"advantage": [0.0] * len(t.prefix.ids), "rollout": [0.0] * len(t.prefix.ids)}
-    args = SimpleNamespace(minibatches=1, pack_tokens=32768, temperature=1.0, clip_eps=0.2, tis_cap=5.0, kl=0.0, clip=1.0)
+    args = SimpleNamespace(minibatches=1, pack_tokens=32768, temperature=1.0, clip_eps=0.2, tis_cap=5.0, kl=0.0, clip=1.0, offload_optimizer=False)
     tokens = sum(len(b.ids) for t in trees for b in t.branches)
     before = torch.cat([(p.full_tensor() if hasattr(p, "full_tensor") else p).detach().flatten().cpu() for p in model.trained_parameters(policy)])
     began = time.time()
@@ -282,12 +282,6 @@ def seconds_of(function, device, repeats):
     return statistics.median(took[2:])
 
 
-def model_flops(text, layers, tokens, trained, pairs):
-    """Forward and backward: 6 a weight of the layers and token, 6 a weight of the head and trained token, 12 a visible (query, key) pair,
-    head dimension and layer. What recomputation does again is not counted, nor is a shared prompt counted twice."""
-    return 6 * (layers * tokens + text.vocab_size * text.hidden_size * trained) + 12 * pairs * text.num_attention_heads * text.head_dim * text.num_hidden_layers
-
-
 def check_geometry(table, name, config, codec, device, sizes, top, repeats=5):
     """Updates at a real geometry with random weights. sizes: chats, tokens of a chat, groups, prompt, response, responses of a group."""
     from transformers import Qwen3VLForConditionalGeneration
@@ -299,7 +293,6 @@ def check_geometry(table, name, config, codec, device, sizes, top, repeats=5):
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    text._attn_implementation, config.vision_config._attn_implementation = "packed", "sdpa"
     with device:
         hf = Qwen3VLForConditionalGeneration(config)
     policy = model.shard(model.as_policy(hf, codec, device, "auto", "full"), device)
@@ -322,12 +315,11 @@ def check_geometry(table, name, config, codec, device, sizes, top, repeats=5):
         branches = [model.Span(words(response), [1] * response, {"advantage": [(-1.0) ** i] * response, "rollout": [-12.0] * response}) for i in range(group)]
         return model.Tree(model.Span(words(prompt), [0] * prompt, zeros), [], branches)
 
-    trees, args = [tree() for _ in range(groups)], SimpleNamespace(minibatches=1, pack_tokens=chats * long, temperature=1.0, clip_eps=0.2, tis_cap=5.0, kl=0.0, clip=1.0)
+    trees, args = [tree() for _ in range(groups)], SimpleNamespace(minibatches=1, pack_tokens=chats * long, temperature=1.0, clip_eps=0.2, tis_cap=5.0, kl=0.0, clip=1.0, offload_optimizer=False)
     tokens = groups * (prompt + group * response)
-    work = {"packed SFT": (sft_step, chats * long, model_flops(text, layers, chats * long, chats * (long // 8), chats * long * (long + 1) // 2)),
+    work = {"packed SFT": (sft_step, chats * long, model.training_flops(text, layers, chats * long, chats * (long // 8), chats * model.tree_pairs(long))),
             "GRPO update": (lambda: grpo.update(policy, None, None, optimizer, trees, groups * group * response, codec, args, 1, device), tokens,
-                            model_flops(text, layers, tokens, groups * group * response,
-                                        groups * (prompt * (prompt + 1) // 2 + group * (response * prompt + response * (response + 1) // 2))))}
+                            model.training_flops(text, layers, tokens, groups * group * response, groups * model.tree_pairs(prompt, [response] * group)))}
     for what, (step, count, flops) in work.items():
         seconds = seconds_of(step, device, repeats)
         table.add(f"{where} {name} {what}: tokens/s", count / seconds, None, f"{count} tokens, {seconds:.2f} s")

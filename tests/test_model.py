@@ -208,15 +208,12 @@ def test_packed_sequences_and_shared_prefix_trees_equal_separate_sequences(livel
 
 def test_grouped_queries_and_checkpointed_layers_do_not_change_a_tree(codec, toy, album):
     """Real checkpoints share key heads between query heads and recompute layers in backward; the toy does neither."""
-    from transformers import AttentionInterface, AutoConfig, Qwen3VLForConditionalGeneration
+    from transformers import AutoConfig, Qwen3VLForConditionalGeneration
 
-    AttentionInterface.register("packed", model.packed_attention)  # as load_policy does
     config = AutoConfig.from_pretrained(str(toy / "init"))
     config.text_config.num_key_value_heads = 2
-    config._attn_implementation = {"text_config": "packed", "vision_config": "sdpa"}
     torch.manual_seed(0)
-    policy = model.Policy(Qwen3VLForConditionalGeneration(config), codec)
-    policy.hf.model.visual.requires_grad_(False)
+    policy = model.as_policy(Qwen3VLForConditionalGeneration(config), codec, torch.device("cpu"), "auto", "none")
     vision = album.features(policy, codec)
     separate, trees = separate_and_packed(codec, album)
     alone = torch.cat([policy(model.pack_trees(codec, [t]), vision)[0] for t in separate])
@@ -242,7 +239,7 @@ def test_plain_transformers_gives_the_same_log_probs(lively, each_codec, album):
         fill = 1 if name == "attention_mask" else 0
         batch[name] = torch.cat([batch[name], torch.full((1, len(answer)), fill)], 1)
     hf, ours = lively.hf, logprobs(lively, each_codec, album.features(lively, each_codec), [plain_tree(ids, items, answer)], temperature=0.7)
-    hf.config.text_config._attn_implementation = "eager"
+    hf.config.text_config._attn_implementation = hf.config.vision_config._attn_implementation = "eager"
     with torch.no_grad():
         logits = hf(**batch).logits[0, len(ids) - 1: -1]
     logits[:, list(each_codec.banned)] -= 100

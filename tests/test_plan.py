@@ -37,10 +37,8 @@ class Codec:
 
 def kept_for_backward(config, tokens, dtype, recompute):
     """Bytes of all storages that autograd keeps for one pack of so many tokens, parameters apart."""
-    from transformers import AttentionInterface, Qwen3VLForConditionalGeneration
+    from transformers import Qwen3VLForConditionalGeneration
 
-    AttentionInterface.register("packed", model.packed_attention)
-    config.text_config._attn_implementation = "packed"
     hf = Qwen3VLForConditionalGeneration(config).to(dtype)
     policy = model.as_policy(hf, Codec, CPU, "sdpa", recompute)
     ids = torch.randint(5, 600, (tokens,))

@@ -65,9 +65,12 @@ def test_a_process_killed_between_two_renames_leaves_the_older_one(tmp_path, mon
     monkeypatch.undo()
     checkpoint(tmp_path, "step_000003")
     (tmp_path / ".step_000004.abc").mkdir()
+    (tmp_path / "rollouts").mkdir()
+    for name in ("args.json.tmp123", "rollouts/step_000004.rank0.jsonl.tmp77", "rollouts/step_000003.rank0.jsonl"):
+        (tmp_path / name).write_text("{")
     rename(f"{target}.old", tmp_path / "step_000003.old")
     model.clean_run(str(tmp_path), start=3)
-    assert sorted(os.listdir(tmp_path)) == ["step_000003"]
+    assert sorted(os.listdir(tmp_path)) == ["rollouts", "step_000003"] and os.listdir(tmp_path / "rollouts") == ["step_000003.rank0.jsonl"]
 
 
 def test_a_process_killed_while_it_prunes_leaves_no_torn_checkpoint(tmp_path, monkeypatch):
