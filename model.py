@@ -776,28 +776,39 @@ def sent(tensor, device):
 
 
 def choose_attention(device, kind="auto"):
-    """-> "flash" | "varlen" | "sdpa": how plain sequences of a pack attend. Trees use FlexAttention on GPU, sdpa on CPU.
+    """-> "flash" | "varlen" | "sdpa" | "parts": how plain sequences of a pack attend. Trees use FlexAttention on GPU, but under "sdpa".
 
-    "auto": flash-attn when importable, else torch's own varlen kernel, on GPU; one sdpa call per sequence on CPU.
+    "auto": flash-attn when importable, else torch's own varlen kernel, on GPU; on CPU `PartsAttention`, where "sdpa" is the plain way.
     """
     import importlib.util
 
     if kind != "auto":
         return kind
     if device.type != "cuda":
-        return "sdpa"
+        return "parts"
     if importlib.util.find_spec("flash_attn"):
         return "flash"
     return "varlen" if importlib.util.find_spec("torch.nn.attention.varlen") else "sdpa"
 
 
+@dataclass
+class AttentionPlan:
+    """What every layer of one forward shares, built once per pack. An object, not a dict: torch.compile looks only at what a kernel reads of it."""
+
+    kind: str
+    ends: torch.Tensor = None  # [sequences + 1] where plain sequences end
+    longest: int = 0
+    mask: object = None  # FlexAttention's block mask, or sdpa's {(prefix, branch): [branch, prefix + branch]}
+    layout: list = None
+
+
 def attention_plan(pack, kind, device):
-    """What every layer of one forward shares: lengths, masks. Built once per pack, not once per layer."""
+    """Pack, kernel's name -> AttentionPlan."""
     branched = any(branches for _, _, branches in pack.layout)
     if kind in ("flash", "varlen") and not branched:
         lengths = [p for _, p, _ in pack.layout]
         ends = sent(torch.tensor(np.cumsum([0] + lengths), dtype=torch.int32), device)
-        return {"kind": kind, "ends": ends, "longest": max(lengths)}
+        return AttentionPlan(kind, ends, max(lengths))
     if kind != "sdpa" and branched and device.type == "cuda":
         from torch.nn.attention.flex_attention import create_block_mask
 
@@ -806,19 +817,21 @@ def attention_plan(pack, kind, device):
         def visible(_batch, _head, q, k):
             return (q >= k) & (tree[q] == tree[k]) & ((branch[k] == 0) | (branch[k] == branch[q]))
 
-        return {"kind": "flex", "mask": create_block_mask(visible, None, None, len(tree), len(tree), device=device)}
+        return AttentionPlan("flex", mask=create_block_mask(visible, None, None, len(tree), len(tree), device=device))
+    if kind == "parts":
+        return AttentionPlan("parts", layout=pack.layout)
     # One sdpa call per prefix (causal) and one per branch: keys are [prefix | branch], mask is the lower-right causal one.
     masks = {(p, r): torch.ones(r, p + r, dtype=torch.bool, device=device).tril(p)
              for _, p, branches in pack.layout for r in branches}
-    return {"kind": "sdpa", "layout": pack.layout, "masks": masks}
+    return AttentionPlan("sdpa", mask=masks, layout=pack.layout)
 
 
 def packed_attention(module, query, key, value, attention_mask=None, scaling=None, plan=None, **_):
     """The attention function transformers calls in every decoder layer. query [1, heads, L, d] -> ([1, L, heads, d], None)."""
-    kind = plan["kind"]
+    kind = plan.kind
     if kind in ("flash", "varlen"):
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [L, heads, d]
-        ends, longest = plan["ends"], plan["longest"]
+        ends, longest = plan.ends, plan.longest
         if kind == "flash":
             from flash_attn import flash_attn_varlen_func
 
@@ -831,23 +844,76 @@ def packed_attention(module, query, key, value, attention_mask=None, scaling=Non
                               enable_gqa=q.shape[1] != k.shape[1])
         return out[None], None
     if kind == "flex":
-        out = compiled_flex()(query, key, value, block_mask=plan["mask"], scale=scaling,
+        out = compiled_flex()(query, key, value, block_mask=plan.mask, scale=scaling,
                               enable_gqa=query.shape[1] != key.shape[1])
         return out.transpose(1, 2), None
     groups = query.shape[1] // key.shape[1]
     if groups > 1:  # CPU sdpa would fall to the slow path with enable_gqa
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    if kind == "parts":
+        return PartsAttention.apply(query, key, value, plan.layout, scaling).transpose(1, 2), None
     out = []
-    for start, p, branches in plan["layout"]:
+    for start, p, branches in plan.layout:
         q, k, v = (x[:, :, start:start + p] for x in (query, key, value))
         out.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling))
         at = start + p
         for r in branches:
             both = [torch.cat([prefix, x[:, :, at:at + r]], 2) for prefix, x in ((k, key), (v, value))]
-            out.append(F.scaled_dot_product_attention(query[:, :, at:at + r], *both, attn_mask=plan["masks"][p, r],
+            out.append(F.scaled_dot_product_attention(query[:, :, at:at + r], *both, attn_mask=plan.mask[p, r],
                                                       scale=scaling))
             at += r
     return torch.cat(out, 2).transpose(1, 2), None
+
+
+class PartsAttention(torch.autograd.Function):
+    """Attention of trees on CPU without a mask and without copies of the prefix: all branches ask the prefix at once, then each itself.
+
+      o = w o_prefix + (1 - w) o_own,  w = exp(lse_prefix - lse),  lse = log(exp(lse_prefix) + exp(lse_own))       lse: log of the softmax's sum
+
+    Backward asks the same kernel with the whole o and lse, for which its formula gives each part's share of the gradient (as in ring attention).
+    query, key, value [1, heads, L, d]; layout: Pack's. -> [1, heads, L, d]
+    """
+
+    @staticmethod
+    def forward(ctx, query, key, value, layout, scale):
+        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+        def part(a, b, c, d, causal):  # queries a..b, keys c..d -> (out, lse)
+            return attend(query[:, :, a:b], key[:, :, c:d], value[:, :, c:d], 0.0, causal, scale=scale)
+
+        found = []
+        for start, p, branches in layout:
+            cut, ends = start + p, np.cumsum([start + p, *branches]).tolist()
+            found.append(part(start, cut, start, cut, True))
+            if branches:
+                across, lse_across = part(cut, ends[-1], start, cut, False)
+                own, lse_own = (torch.cat(x, 2) for x in zip(*(part(a, b, a, b, True) for a, b in zip(ends, ends[1:]))))
+                weight = torch.sigmoid(lse_across - lse_own)[..., None].to(own.dtype)
+                found.append((own.lerp(across, weight), torch.logaddexp(lse_across, lse_own)))
+        out, lse = (torch.cat(x, 2) for x in zip(*found))
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.layout, ctx.scale = layout, scale
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        query, key, value, out, lse = ctx.saved_tensors
+        grads = [torch.empty_like(x) for x in (query, key, value)]
+
+        def part(a, b, c, d, causal, first_q, first_k):  # adds to the gradients of queries a..b and keys c..d, or is their first share
+            shares = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad[:, :, a:b], query[:, :, a:b], key[:, :, c:d], value[:, :, c:d], out[:, :, a:b], lse[:, :, a:b], 0.0, causal, scale=ctx.scale)
+            for whole, share, begin, end, first in zip(grads, shares, (a, c, c), (b, d, d), (first_q, first_k, first_k)):
+                whole[:, :, begin:end].copy_(share) if first else whole[:, :, begin:end].add_(share)
+
+        for start, p, branches in ctx.layout:
+            cut, ends = start + p, np.cumsum([start + p, *branches]).tolist()
+            part(start, cut, start, cut, True, True, True)
+            if branches:
+                part(cut, ends[-1], start, cut, False, True, False)
+            for a, b in zip(ends, ends[1:]):
+                part(a, b, a, b, True, False, True)
+        return (*grads, None, None)
 
 
 def frames_attention(module, query, key, value, attention_mask=None, scaling=None, cu_seq_lens_q=None, max_length_q=None, **_):
@@ -865,7 +931,11 @@ def frames_attention(module, query, key, value, attention_mask=None, scaling=Non
 
 
 def compiled_flex():
-    """FlexAttention is only fast (and only memory-safe) compiled; compiled once per process."""
+    """FlexAttention is only fast (and only memory-safe) compiled; compiled once per process, or as a part of the layer that is being compiled."""
+    if torch.compiler.is_compiling():
+        from torch.nn.attention.flex_attention import flex_attention
+
+        return flex_attention
     if not hasattr(compiled_flex, "function"):
         from torch.nn.attention.flex_attention import flex_attention
 
@@ -1042,7 +1112,7 @@ def as_policy(hf, codec, device, attention, recompute, compiled=False):
     """transformers' model -> Policy: our attention, tower frozen and in bf16 on GPU, decoder layers recomputed in backward and compiled as asked."""
     from transformers import AttentionInterface
 
-    unrolled = choose_attention(device, attention) == "sdpa"  # a loop over the pack's own lengths: traced, it would be compiled anew for every pack
+    unrolled = choose_attention(device, attention) in ("sdpa", "parts")  # a loop over the pack's own lengths: traced, it would be compiled anew for every pack
     AttentionInterface.register("packed", torch.compiler.disable(packed_attention) if compiled and unrolled else packed_attention)
     AttentionInterface.register("frames_as_flash", frames_attention)
     hf.model.language_model.config._attn_implementation, hf.model.visual.config._attn_implementation = "packed", "frames_as_flash"
@@ -1055,6 +1125,7 @@ def as_policy(hf, codec, device, attention, recompute, compiled=False):
         hf.model.visual.gradient_checkpointing = False
     if compiled:
         # The forward alone, inside FSDP's hooks and inside the checkpoint: all layers share one graph, and it has no breaks but that at an sdpa loop.
+        torch._dynamo.config.recompile_limit = 64  # the first layer, dynamic lengths, no gradient: each has a graph of its own
         for layer in hf.model.language_model.layers:
             layer.forward = torch.compile(layer.forward, fullgraph=not unrolled)
     policy = Policy(hf, codec, attention)
@@ -1149,7 +1220,7 @@ def shard(policy, device, replicas=1):
 
 def add_memory_arguments(parser):
     """Flags about where the weights lie and how they are computed with: the same in sft.py and grpo.py. None of them changes a gradient."""
-    parser.add_argument("--attention", choices=["auto", "flash", "varlen", "sdpa"], default="auto", help="attention kernel for packs")
+    parser.add_argument("--attention", choices=["auto", "flash", "varlen", "sdpa", "parts"], default="auto", help="attention kernel for packs")
     parser.add_argument("--recompute", choices=["full", "selective", "none"], default="full", help="decoder layers in backward: all of them; all but matrix products "
                         "and attention; nothing")
     parser.add_argument("--feature-cache-gb", type=float, default=1.0, help="GiB of vision features kept per rank, beside the weights")
@@ -1389,7 +1460,7 @@ def ledger(config, gpus, pack_tokens, recompute="full", replicas=1, reference=Tr
         resting["reference, shard and tower"] = width * (n["trained"] / shards + n["tower"])
     whole = {"root whole, weights and gradients": n["root"] * (2 * width + 4), "two layers whole, gradients of one": n["layer"] * (3 * width + 4)}
     train = {**resting, "gradients, fp32 shard": 4 * n["trained"] / shards, **whole,
-             "activations kept": text.num_hidden_layers * kept * pack_tokens + hidden * (6 if width == 2 else 8) * pack_tokens,
+             "activations kept": (text.num_hidden_layers * kept + hidden * (6 if width == 2 else 8) + 2 * text.head_dim * width) * pack_tokens,
              "one layer in backward": (inside * (recompute != "none") + width * (3 * text.intermediate_size + 4 * hidden)) * pack_tokens,
              "logits of a chunk": chunk * text.vocab_size * (8 + width),
              "vision features": (1 + len(config.vision_config.deepstack_visual_indexes)) * hidden * width * pack_tokens}
