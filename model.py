@@ -1524,19 +1524,21 @@ def recipe_text(config, gpus, tflops, mfu, sampled, link, price):
     """
     text, n, speed = config.text_config, parameter_counts(config), gpus * tflops * 1e12 * mfu
     frame = 50176 // 32**2 + 9  # vision tokens, and its time and markers
+    seen = 2 * n["tower"] * 4 * (50176 // 32**2) / speed  # seconds of the tower a frame: its patches are a quarter of a token
     said, asked, calls, summary, budgets = 600, 300, 2, 120, (4, 8, 16, 32, 64)
     chat, window = 64 * frame + asked + said, 16 * frame + asked
     sft_tokens = 500 * 64 * chat
-    sft_s = 500 * 64 * training_flops(text, n["layers"], chat, said, tree_pairs(chat)) / speed
+    sft_s = 500 * 64 * training_flops(text, n["layers"], chat, said, tree_pairs(chat)) / speed + 500 * 64 * 64 * seen
     prompts = [k * frame + asked for k in budgets]  # nFrames gating: each as often as the others
     mean = sum(prompts) / len(prompts)
     rollouts = 54 * 32 * 8
     # A group's prompt is prefilled once (prefix cache); every window has frames of its own.
     prefilled, spoken = rollouts * (mean / 8 + calls * window), rollouts * (said + calls * summary)
-    decode_s, prefill_s = spoken / (sampled * gpus), 2 * n["layers"] * prefilled / speed
+    decode_s, prefill_s = spoken / (sampled * gpus), 2 * n["layers"] * prefilled / speed + 54 * 32 * (sum(budgets) / 5 + 8 * calls * 16) * seen
     trained = 54 * 32 * (mean + 8 * said)
     update_s = 54 * 32 * sum(training_flops(text, n["layers"], p + 8 * said, 8 * said, tree_pairs(p, [said] * 8)) for p in prompts) / len(prompts) / speed
     reference_s = update_s / 3  # its forward alone
+    update_s += 54 * 32 * sum(budgets) / 5 * seen
     sync_s = 54 * 2 * (n["trained"] + n["tower"]) / (link * 1e9)
     rl_s = decode_s + prefill_s + update_s + reference_s + sync_s
     hours = (sft_s + rl_s) / 3600

@@ -6,7 +6,8 @@ bench_scaling.py: how cost grows. Time and memory of one step against frames, gr
 Every point runs in a process of its own (its peak memory is the process's, less what stood before the work). Writes bench/scaling.md, prints
 one JSON line.
 
-  frames   one update of a group of 8 x 100 tokens behind a prompt of K frames; tower included, as features of a new prompt are
+  frames   one update of a group of 8 x 100 tokens behind a prompt of K frames of 224 x 224 (49 tokens each); tower included, as features of a new
+           prompt are
   group    one update of G x 100 tokens behind a prompt of 1000 tokens
   minutes  64 overview frames of a file of that length, 24 frames a second, opened anew
   windows  n sub-agents of 8 frames, 16 tokens each, in the reference engine
@@ -18,7 +19,6 @@ import argparse
 import json
 import math
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -38,19 +38,22 @@ def axes():
 def update_of(args, frames, text, group, response):
     """-> function that takes one update of one group behind a prompt of `frames` frames and `text` tokens."""
     import numpy as np
-    from bench_train import NoiseVision, sequence
 
     import grpo
     import model
+    import video
 
     _, world, device = model.start_process_group()
     codec = model.load_codec(args.ckpt)
     policy = model.load_sharded(args.ckpt, codec, device)
-    vision, rng = NoiseVision(policy.hf.model.visual, codec), np.random.default_rng(0)
+    rng, seconds = np.random.default_rng(0), np.arange(frames, dtype=float)
+    stills = video.Frames(rng.integers(0, 256, (frames, 224, 224, 3), dtype=np.uint8), seconds, "noise", [])
+    item = model.VisionItem({"video": "noise"}, "noise", frames, 224, 224, seconds.tolist())
+    vision = model.VisionFeatures(policy.hf.model.visual, codec, lambda spec: stills)
     optimizer = model.adamw(model.trained_parameters(policy), 1e-6, 0.0, 0.999, device)
-    ids, items = sequence(codec, rng, frames, text)
+    ids = [codec.image_pad] * (frames * model.tokens_per_item(codec, item)) + rng.integers(0, 256, text).tolist()
     branches = [model.Span(rng.integers(0, 256, response).tolist(), [1] * response, {"advantage": [(-1.0) ** i] * response, "rollout": [-6.0] * response}) for i in range(group)]
-    tree = model.Tree(model.Span(ids, [0] * len(ids), {"advantage": [0.0] * len(ids), "rollout": [0.0] * len(ids)}), items, branches)
+    tree = model.Tree(model.Span(ids, [0] * len(ids), {"advantage": [0.0] * len(ids), "rollout": [0.0] * len(ids)}), [item] if frames else [], branches)
     settings = SimpleNamespace(minibatches=1, pack_tokens=10**6, temperature=1.0, clip_eps=0.2, tis_cap=5.0, kl=0.0, clip=1.0, offload_optimizer=False)
 
     def step():
@@ -102,6 +105,12 @@ def windows_of(args, count):
     return serve
 
 
+def resident(name):
+    """A line of this process's status, in KiB."""
+    with open("/proc/self/status") as f:
+        return next(int(line.split()[1]) for line in f if line.startswith(name))
+
+
 def point(args):
     """One measurement in this process -> seconds (median) and MiB above what stood before."""
     axis, value = args.point[0], int(args.point[1])
@@ -114,14 +123,16 @@ def point(args):
                        env={**os.environ, "OMP_NUM_THREADS": "1"})
         with open(os.path.join(out, "log.jsonl")) as f:
             return {"seconds": statistics.median(json.loads(line)["step_s"] for line in list(f)[2:]), "mib": None}
-    work = {"frames": lambda: update_of(args, value, 200, 8, 100), "group": lambda: update_of(args, 64, 936, value, 100), "minutes": lambda: overview_of(args, value),
+    work = {"frames": lambda: update_of(args, value, 200, 8, 100), "group": lambda: update_of(args, 0, 1000, value, 100), "minutes": lambda: overview_of(args, value),
             "windows": lambda: windows_of(args, value)}[axis]()
-    before, took = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, []
+    with open("/proc/self/clear_refs", "w") as f:
+        f.write("5")  # the peak begins anew: preparing may have taken more than the work
+    before, took = resident("VmRSS"), []
     for _ in range(args.repeats + 1):
         began = time.perf_counter()
         work()
         took.append(time.perf_counter() - began)
-    return {"seconds": statistics.median(took[1:]), "mib": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024}
+    return {"seconds": statistics.median(took[1:]), "mib": (resident("VmHWM") - before) / 1024}
 
 
 def exponent(values, seconds):
@@ -130,6 +141,24 @@ def exponent(values, seconds):
     x, y = [math.log(v) for v in values[half:]], [math.log(s) for s in seconds[half:]]
     mx, my = sum(x) / len(x), sum(y) / len(y)
     return sum((a - mx) * (b - my) for a, b in zip(x, y)) / sum((a - mx) ** 2 for a in x)
+
+
+def reading(axis, rows):
+    """What to know about an axis, with its own numbers."""
+    values, seconds = list(rows), [r["seconds"] for r in rows.values()]
+    if axis == "frames":
+        return (f" Above 1, because the tokens of one prompt attend to each other: of a K + b K^2 through the last two points, the square part is "
+                f"{square_share(values, seconds, 64):.0%} at 64 frames, the paper's most, and {square_share(values, seconds, 256):.0%} at 256. Memory is linear.")
+    if axis == "ranks":
+        return f" {seconds[0] / seconds[1]:.2f} times as fast on two ranks; virtual cores of a shared machine may be threads of one real core."
+    return ""
+
+
+def square_share(values, seconds, at):
+    """Share of the square term at one value, of a v + b v^2 through the last two points."""
+    (u, v), (s, t) = values[-2:], seconds[-2:]
+    b = (t / v - s / u) / (v - u)
+    return b * at / (t / v + b * (at - v))
 
 
 def main():
@@ -162,7 +191,7 @@ def main():
             slope = exponent(list(rows), [r["seconds"] for r in rows.values()])
             found[axis] = {"exponent": round(slope, 2), "points": {v: {k: x if x is None else round(x, 4) for k, x in r.items()} for v, r in rows.items()}}
             lines += [f"| {axis} | " + " | ".join(map(str, rows)) + " |", "|---" * (len(rows) + 1) + "|", "| seconds | " + " | ".join(f"{r['seconds']:.3f}" for r in rows.values()) + " |",
-                      "| peak MiB above rest | " + " | ".join("-" if r["mib"] is None else f"{r['mib']:.0f}" for r in rows.values()) + " |", "", f"Exponent of the upper half: {slope:.2f}.", ""]
+                      "| peak MiB above rest | " + " | ".join("-" if r["mib"] is None else f"{r['mib']:.0f}" for r in rows.values()) + " |", "", f"Exponent of the upper half: {slope:.2f}." + reading(axis, rows), ""]
     docs = __doc__.split("\n\n")
     model.write_atomic(args.out, "\n".join(["# How cost grows", "", f"`python tests/bench_scaling.py`, {time.strftime('%Y-%m-%d')}, {len(os.sched_getaffinity(0))} cores, no GPU.", "",
                                             "```", docs[3].strip("\n"), "```", "", *lines]))

@@ -5,9 +5,11 @@ It writes a toy checkpoint, draws toy frames in memory (no video file, no decode
   paths       log-probs and gradients of packed, shared-prefix and chunked forwards on CPU fp32, each against one forward a sequence
   kernels     every attention kernel that is here (sdpa, flash, varlen, flex) on the GPU under bf16, against sdpa, and against fp32
   steps       one SFT step and one GRPO step as the scripts run them (sharded, bf16 compute, fp32 weights): finite, the loss falls
-  rollouts    vLLM when installed, else the transformers engine: log-probs against the trainer, tokens/s; peak memory
+  rollouts    vLLM when installed, else the transformers engine: log-probs against the trainer, tokens/s; once more after sleep, new weights
+              and wake; peak memory
   geometries  packed SFT and a GRPO update at the size of 2B and 4B with random weights: tokens/s, share of the card's own measured
-              matrix-product ceiling (MFU), peak memory against model.py's ledger. On CPU: the toy's geometry, to see that it runs
+              matrix-product ceiling (MFU), waits of the host for the GPU, peak memory against model.py's ledger; 2B with compiled layers
+              as well. On CPU: the toy's geometry, to see that it runs
 
 A row says what was compared, the number, its bound, and ok, FAIL or why it was skipped. Exit code 1 when a check fails.
 Without a GPU the CPU rows run and the others say so.
@@ -23,6 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
+import warnings
 from types import SimpleNamespace
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -237,9 +240,12 @@ def check_rollouts(table, ckpt, codec, tasks, source, device, group=8):
     """A few episodes; their log-probs are computed again by the trainer."""
     where = "GPU" if device.type == "cuda" else "CPU"
     name = "vllm" if importlib.util.find_spec("vllm") and device.type == "cuda" else "transformers"
-    engine = rollout.VllmEngine(ckpt, codec, 1024, max_frames=16, gpu_memory=0.3) if name == "vllm" else \
+    engine = rollout.VllmEngine(ckpt, codec, 1024, max_frames=16, gpu_memory=0.3, sleeping=True) if name == "vllm" else \
         rollout.TransformersEngine(ckpt, codec, device)
     agent = rollout.Agent(**{**rollout.toy_lengths(), "temperature": 1.0, "max_new_tokens": 48})
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    policy = model.load_policy(ckpt, codec, device, dtype)
+    vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
     list(rollout.run(engine, tasks[:1], agent, codec, source, 8, 1, step=99))  # warm-up
     began = time.time()
     episodes = list(rollout.run(engine, tasks, agent, codec, source, 8, group))
@@ -248,16 +254,26 @@ def check_rollouts(table, ckpt, codec, tasks, source, device, group=8):
     table.add(f"{where} rollouts ({name}): sampled tokens/s", sampled / seconds, None, f"{len(episodes)} episodes, {sampled} tokens")
     broken = sum(e.status != "ok" for e in episodes)
     table.add(f"{where} rollouts ({name}): episodes that failed", broken, 0)
-    # Token in, token out: the trainer scores the very ids, and must find the engine's log-probs.
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    policy = model.load_policy(ckpt, codec, device, dtype)
-    vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
-    trees = [model.Tree(model.Span(e.context.ids, e.context.mask, {"rollout": e.context.logps}), e.context.items) for e in episodes]
-    pack = model.pack_trees(codec, trees)
+
+    def gap(episodes):
+        """Token in, token out: the trainer scores the very ids, and must find the engine's log-probs."""
+        trees = [model.Tree(model.Span(e.context.ids, e.context.mask, {"rollout": e.context.logps}), e.context.items) for e in episodes]
+        pack = model.pack_trees(codec, trees)
+        with torch.no_grad():
+            logp, _ = policy(pack, vision, agent.temperature)
+        return (logp.cpu() - pack.values["rollout"]).abs().mean().item()
+
+    bound = 0.05 if device.type == "cuda" else 1e-4
+    table.add(f"{where} rollouts ({name}): log-prob gap to the trainer", gap(episodes), bound, "nats, mean")
+    engine.sleep()
     with torch.no_grad():
-        logp, _ = policy(pack, vision, agent.temperature)
-    gap = (logp.cpu() - pack.values["rollout"]).abs().mean().item()
-    table.add(f"{where} rollouts ({name}): log-prob gap to the trainer", gap, 0.05 if device.type == "cuda" else 1e-4, "nats, mean")
+        for p in policy.hf.model.language_model.layers.parameters():
+            p.mul_(1.5)
+    table.add(f"{where} rollouts ({name}): bound / gap of other weights", bound / max(gap(episodes), 1e-12), 0.5, "the check could fail")
+    began = time.time()
+    engine.wake(model.full_weights(policy))
+    table.add(f"{where} rollouts ({name}): seconds of wake and sync", time.time() - began)
+    table.add(f"{where} rollouts ({name}): gap after sleep, new weights, wake", gap(list(rollout.run(engine, tasks, agent, codec, source, 8, group, step=1))), bound, "nats, mean")
     engine.close()
 
 
@@ -282,7 +298,17 @@ def seconds_of(function, device, repeats):
     return statistics.median(took[2:])
 
 
-def check_geometry(table, name, config, codec, device, sizes, top, repeats=5):
+def waits(function):
+    """How often the host waits for the GPU while the function runs, as torch's own debug mode sees it."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        function()
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(w.message) for w in seen)
+
+
+def check_geometry(table, name, config, codec, device, sizes, top, repeats=5, compiled=False):
     """Updates at a real geometry with random weights. sizes: chats, tokens of a chat, groups, prompt, response, responses of a group."""
     from transformers import Qwen3VLForConditionalGeneration
 
@@ -295,7 +321,8 @@ def check_geometry(table, name, config, codec, device, sizes, top, repeats=5):
         torch.cuda.reset_peak_memory_stats()
     with device:
         hf = Qwen3VLForConditionalGeneration(config)
-    policy = model.shard(model.as_policy(hf, codec, device, "auto", "full"), device)
+    policy = model.shard(model.as_policy(hf, codec, device, "auto", "full", compiled), device)
+    name += ", compiled" if compiled else ""
     optimizer = model.adamw(model.trained_parameters(policy), 1e-6, 0.0, 0.999, device)
     layers, rng = model.parameter_counts(config)["layers"], random.Random(0)
 
@@ -324,6 +351,8 @@ def check_geometry(table, name, config, codec, device, sizes, top, repeats=5):
         seconds = seconds_of(step, device, repeats)
         table.add(f"{where} {name} {what}: tokens/s", count / seconds, None, f"{count} tokens, {seconds:.2f} s")
         table.add(f"{where} {name} {what}: MFU", flops / seconds / top, None, f"of {top / 1e12:.2f} TFLOP/s measured")
+        if device.type == "cuda":
+            table.add(f"{where} {name} {what}: waits of the host for the GPU", waits(step))
     if device.type == "cuda":
         planned = sum(model.ledger(config, 1, chats * long, reference=False, feature_cache_gb=0.0)["train"].values())
         table.add(f"GPU {name}: ledger / peak memory, distance from 1", abs(planned / torch.cuda.max_memory_allocated() - 1), 0.1,
@@ -348,7 +377,9 @@ def main():
         policy = model.load_policy(ckpt, codec, cpu, attention="sdpa")
         vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
         wanted = measure(policy, vision, [model.pack_trees(codec, [t]) for t in alone(trees)])
-        check_paths(table, codec, policy, vision, trees, "CPU fp32", wanted, (FP32_LOGP, FP32_GRAD))
+        check_paths(table, codec, policy, vision, trees, "CPU fp32 (sdpa)", wanted, (FP32_LOGP, FP32_GRAD))
+        policy.attention = "parts"  # what CPU runs take
+        check_paths(table, codec, policy, vision, trees, "CPU fp32 (parts)", wanted, (FP32_LOGP, FP32_GRAD))
         # A check that cannot fail is none: other frames must change the log-probs by far more than the bound.
         swapped = DrawnSource({name: images[::-1].copy() for name, images in source.videos.items()})
         other = model.VisionFeatures(policy.hf.model.visual, codec, swapped.load)
@@ -381,7 +412,8 @@ def main():
         top = ceiling(device)
         for name in ("2B", "4B") if gpu else ("toy",):
             config = model.read_config(name if gpu else ckpt)
-            check_geometry(table, name, config, codec, device, (8, 4096, 3, 4000, 800, 8) if gpu else (4, 128, 1, 100, 20, 4), top)
+            for compiled in (False, True) if name == "2B" else (False,):
+                check_geometry(table, name, config, codec, device, (8, 4096, 3, 4000, 800, 8) if gpu else (4, 128, 1, 100, 20, 4), top, compiled=compiled)
         if gpu:
             table.add("GPU peak memory", torch.cuda.max_memory_allocated() / 2**30, None, "GiB, without vLLM's own pool")
     failed = [r["what"] for r in table.rows if r["verdict"] == "FAIL"]

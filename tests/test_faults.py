@@ -35,7 +35,7 @@ def start(toy, tmp_path):
 
     def start(script, fault, *flags, ranks=2, out="out"):
         path = tmp_path / f"{script}_faulty.py"
-        path.write_text(textwrap.dedent(HEAD.format(root=ROOT)) + textwrap.dedent(fault) + f"\nmodel.run_main({script}.main)\n")
+        path.write_text(textwrap.dedent(HEAD.format(root=ROOT)) + textwrap.dedent(fault) + f"\nif __name__ == '__main__':\n    model.run_main({script}.main)\n")
         common = {"grpo": ("--data", toy / "rl.jsonl", *LIVE), "sft": ("--data", toy / "sft.jsonl", "--batch-size", 4)}[script]
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks, path, "--preset", "toy", "--ckpt", toy / "init",
                  "--video-root", toy, "--out", tmp_path / out, "--save-every", 1, *common, *flags]
@@ -215,3 +215,40 @@ def test_reinforcement_learning_goes_on_with_other_ranks(start, toy, tmp_path):
     assert sum(a == b for a, b in zip(drawn("out"), drawn("straight"))) > 20  # of 24: rounding may tip a sample
     a, b = (load_file(tmp_path / name / "last" / "model.safetensors") for name in ("out", "straight"))
     assert max((a[n] - b[n]).abs().max().item() for n in a) < 5e-3
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# An engine in a process of its own
+
+
+def test_an_engine_of_its_own_samples_what_engines_inside_the_ranks_do(start, tmp_path):
+    """Two ranks, one engine for both, three steps with large updates: the same tasks and seeds, and log-probs of the newest weights at every step."""
+    flags, rows, ids = ("--steps", 3, "--lr", 5e-3, "--seed", 3), {}, {}
+    for name, more in (("inside", ()), ("own", ("--engine-gpus", 1))):
+        code, out, err, _ = finish(start("grpo", "", *flags, *more, out=name))
+        assert code == 0, err[-3000:]
+        rows[name] = [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+        read = [json.loads(line) for path in (tmp_path / name / "rollouts").iterdir() for line in path.read_text().splitlines()]
+        ids[name] = sorted((row["version"], row["group"], row["sample"], row["K"], row["ids"]) for row in read)
+    assert [row[:4] for row in ids["own"]] == [row[:4] for row in ids["inside"]]
+    assert sum(a == b for a, b in zip(*ids.values())) >= 15  # of 18: other batches round otherwise, which may tip a sample
+    assert all(m["gap_max"] < 1e-3 for m in rows["own"]) and rows["own"][0]["grad_norm"] == pytest.approx(rows["inside"][0]["grad_norm"], rel=1e-3)
+
+
+def test_an_engine_that_dies_ends_the_run(start, tmp_path):
+    fault = """
+        real_poll, polls = rollout.TransformersEngine.poll, []
+        def poll(self):
+            polls.append(1)
+            if len(polls) == 3:
+                os._exit(9)
+            return real_poll(self)
+        rollout.TransformersEngine.poll = poll
+    """
+    code, out, err, _ = finish(start("grpo", fault, "--steps", 2, "--engine-gpus", 1))
+    assert code != 0 and "the engine's process has ended" in err and not alive(tmp_path)
+
+
+def test_more_engines_than_ranks_are_one_line(toy, tmp_path):
+    done = run_script("grpo.py", "--preset", "toy", "--ckpt", toy / "init", "--data", toy / "rl.jsonl", "--out", tmp_path / "out", "--engine-gpus", 2)
+    assert done.returncode == 2 and done.stderr.strip().splitlines()[-1] == "grpo.py: --engine-gpus 2: 1 ranks on a node cannot use so many engines"

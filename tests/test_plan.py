@@ -4,6 +4,7 @@ Tests of the memory ledger of model.py: python -m pytest tests/test_plan.py -q
 Counted against what is really allocated, at small sizes: bytes of parameters, gradients and moments, and what autograd keeps for backward.
 """
 import json
+import re
 import sys
 
 import pytest
@@ -68,6 +69,7 @@ def kept_for_backward(config, tokens, dtype, recompute, kernel):
 def test_activations_kept_are_those_that_autograd_keeps(shape, dtype, width, recompute, kernel):
     tokens, config = 512, tiny(**shape)
     wanted = model.ledger(config, 1, tokens, recompute, width=width, kernel="sdpa")["train"]["activations kept"]
+    wanted -= (recompute == "full") * 2 * config.text_config.head_dim * width * tokens  # the rotary tables: held by the checkpoint, not by autograd
     assert kept_for_backward(config, tokens, dtype, recompute, kernel) == pytest.approx(wanted, rel=0.06)
 
 
@@ -132,7 +134,8 @@ def test_the_papers_node_holds_the_8b_recipe():
 @pytest.mark.parametrize("flags, says", [
     ((), "fits (limit 75.2"), (("--gpu-gb", 40), "does not fit while"), (("--gpus", 1), "does not fit while"), (("--pack-tokens", 100_000), "does not fit while: train"),
     (("--context", 200_000), "NOT ONE"), (("--recompute", "none"), "does not fit while: train"), (("--replicas", 8), "does not fit while"), (("--engine-share", 0), "fits"),
-    (("--engine-share", 0.2), "NOT ONE")])
+    (("--engine-share", 0.2), "NOT ONE"), (("--engine-gpus", 1), "vLLM on 1 more: 17.5 GB"), (("--estimate",), "together "),
+    (("--gpus", 2, "--kl", 0, "--recompute", "full"), "does not fit"), (("--gpus", 2, "--kl", 0, "--engine-gpus", 1, "--offload-optimizer", "--pack-tokens", 8192), "fits (limit")])
 def test_command_line_says_what_fits_and_each_flag_counts(monkeypatch, capsys, flags, says):
     monkeypatch.setattr(sys, "argv", ["model.py", "--plan", "8B", *map(str, flags)])
     with pytest.raises(SystemExit) as stop:
@@ -140,6 +143,40 @@ def test_command_line_says_what_fits_and_each_flag_counts(monkeypatch, capsys, f
     out = capsys.readouterr().out
     assert says in out and stop.value.code == (0 if "does not" not in says and "NOT" not in says else 1)
     assert ("vLLM" in out) == (flags != ("--engine-share", 0))
+
+
+def numbers(monkeypatch, capsys, *flags):
+    """The plan's output -> the hours, GPU hours and money of its last line."""
+    monkeypatch.setattr(sys, "argv", ["model.py", "--plan", "8B", "--estimate", *map(str, flags)])
+    with pytest.raises(SystemExit):
+        model.run_main(model.main)
+    return [float(x) for x in re.findall(r"[\d.]+", capsys.readouterr().out.splitlines()[-1])]
+
+
+def test_each_assumption_of_the_estimate_counts(monkeypatch, capsys):
+    hours, total, money, price = numbers(monkeypatch, capsys)
+    assert 0.2 < hours < 20 and total == pytest.approx(8 * hours, abs=0.6) and money == pytest.approx(3 * total, abs=2) and price == 3
+    assert numbers(monkeypatch, capsys, "--price", 6)[2] == pytest.approx(2 * money, abs=1)
+    assert numbers(monkeypatch, capsys, "--gpus", 16)[0] == pytest.approx(hours / 2, abs=0.1)
+    for flags in (("--tflops", 300), ("--mfu", 0.1), ("--sampled", 300), ("--link-gb", 0.5)):
+        assert numbers(monkeypatch, capsys, *flags)[0] > 1.1 * hours
+
+
+def test_counted_operations_are_those_that_torch_counts():
+    """torch's own counter, forward and backward of one sequence, attention by plain matrix products over the full square."""
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import Qwen3VLForConditionalGeneration
+
+    tokens, config = 256, tiny()
+    policy, text = model.as_policy(Qwen3VLForConditionalGeneration(config), Codec, CPU, "sdpa", "none"), config.text_config
+    policy.hf.model.language_model.config._attn_implementation = "eager"
+    with FlopCounterMode(display=False) as counter:
+        policy(flat_pack(tokens), None)[0].sum().backward()
+    wanted = model.training_flops(text, model.parameter_counts(config)["layers"], tokens, 8, tokens**2)
+    wanted -= 6 * tokens * sum(p.numel() for p in policy.hf.model.language_model.layers.parameters() if p.ndim == 1)  # norms are weights, but no products
+    wanted += 2 * text.vocab_size * text.hidden_size * 8  # the head is done again in backward, which is no model FLOP
+    assert counter.get_total_flops() == pytest.approx(wanted, rel=0.002)
+    assert model.tree_pairs(3, [2, 1]) == (1 + 2 + 3) + (3 + 1 + 3 + 2) + (3 + 1)
 
 
 def test_without_a_reference_its_memory_is_free(monkeypatch, capsys):
@@ -152,7 +189,7 @@ def test_without_a_reference_its_memory_is_free(monkeypatch, capsys):
     assert sums[1] == pytest.approx(sums[0] - (2 * 4.02 / 8 + 2 * 0.42), abs=0.1)  # its shard, and a tower of its own, both in bf16
 
 
-@pytest.mark.parametrize("flags, why", [(("--plan", "/no/such"), "neither one of 2B"), (("--plan", "8B", "--gpus", "0"), "--gpus"), (("--plan", "8B", "--replicas", "3"), "--gpus")])
+@pytest.mark.parametrize("flags, why", [(("--plan", "/no/such"), "neither one of 2B"), (("--plan", "8B", "--gpus", "0"), "--gpus"), (("--plan", "8B", "--replicas", "3"), "--gpus"), (("--plan", "8B", "--mfu", "0"), "--mfu"), (("--plan", "8B", "--engine-gpus", "-1"), "--engine-gpus")])
 def test_bad_input_is_one_line(monkeypatch, capsys, flags, why):
     monkeypatch.setattr(sys, "argv", ["model.py", *flags])
     with pytest.raises(SystemExit) as stop:

@@ -332,7 +332,7 @@ def test_data_flags_change_the_batch(trained):
 
 
 def test_flags_about_memory_change_no_weight(trained):
-    for flags in (("--pack-tokens", 1), ("--recompute", "full"), ("--recompute", "selective"), ("--attention", "sdpa")):
+    for flags in (("--pack-tokens", 1), ("--recompute", "full"), ("--recompute", "selective"), ("--attention", "sdpa"), ("--offload-optimizer",)):
         assert distance(trained(), trained(*flags)) < 2e-5
 
 
