@@ -128,6 +128,7 @@ def parse_args():
     if args.temperature <= 0:
         raise model.UserError("--temperature must be above 0: greedy samples have no gradient")
     model.check_log_arguments(args)
+    model.check_memory_arguments(args)
     return args
 
 
@@ -400,7 +401,7 @@ def main(watch):
     if args.kl > 0:
         reference = model.load_sharded(ckpt, codec, device, args.attention, replicas=args.replicas, compiled=args.compile, frozen=True)
     if folder:
-        model.load_train_state(policy, optimizer, folder)
+        model.load_train_state(policy, optimizer, folder, args.offload_optimizer)
     engine, gpu = None, device.type == "cuda"
     wire = torch.bfloat16 if gpu else torch.float32  # what the engine computes in
     if not args.rollouts:
@@ -413,10 +414,10 @@ def main(watch):
     if rank == 0:
         model.write_atomic(os.path.join(args.out, "args.json"), json.dumps(vars(args), indent=1))
         print(f"{args.prompts} prompts x {args.group} rollouts = {args.prompts * args.group} a step on {world} rank{'s' if world > 1 else ''} "
-              f"({device.type}) | K {args.frames} | format credit {args.format_credit} | {sum(p.numel() for p in model.trained_parameters(policy)) / 1e6:.2f} M "
+              f"({device.type}, attention {model.choose_attention(device, args.attention)}) | K {args.frames} | format credit {args.format_credit} | {sum(p.numel() for p in model.trained_parameters(policy)) / 1e6:.2f} M "
               "trained parameters", flush=True)
         model.warn_of_memory(policy.hf.config, args, device, world, reference=args.kl > 0, engine_share=0 if args.rollouts else args.engine_share,
-                             engine_gpus=args.engine_gpus)
+                             engine_gpus=args.engine_gpus * world // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         model.clean_run(args.out, start)
     log = model.Log(args.out, start, args) if rank == 0 else None
     asked, bad = model.stop_on_sigterm(), 0

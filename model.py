@@ -783,6 +783,8 @@ def choose_attention(device, kind="auto"):
     import importlib.util
 
     if kind != "auto":
+        if kind != "sdpa" and (kind == "parts") == (device.type == "cuda"):
+            raise UserError(f"--attention {kind}: not on {device.type}; auto takes what is there")
         return kind
     if device.type != "cuda":
         return "parts"
@@ -1113,9 +1115,11 @@ def as_policy(hf, codec, device, attention, recompute, compiled=False):
     from transformers import AttentionInterface
 
     unrolled = choose_attention(device, attention) in ("sdpa", "parts")  # a loop over the pack's own lengths: traced, it would be compiled anew for every pack
-    AttentionInterface.register("packed", torch.compiler.disable(packed_attention) if compiled and unrolled else packed_attention)
+    AttentionInterface.register("packed", packed_attention)
+    AttentionInterface.register("packed_apart", torch.compiler.disable(packed_attention))
     AttentionInterface.register("frames_as_flash", frames_attention)
-    hf.model.language_model.config._attn_implementation, hf.model.visual.config._attn_implementation = "packed", "frames_as_flash"
+    hf.model.language_model.config._attn_implementation = "packed_apart" if compiled and unrolled else "packed"
+    hf.model.visual.config._attn_implementation = "frames_as_flash"
     hf.model.visual.requires_grad_(False)
     if device.type == "cuda":
         hf.model.visual.to(torch.bfloat16)
@@ -1135,12 +1139,17 @@ def as_policy(hf, codec, device, attention, recompute, compiled=False):
 
 
 def keep_matrix_products():
-    """--recompute selective: products of matrices and attention are kept, what lies between them (norms, rotations, gates) is done again."""
+    """--recompute selective: products of matrices and attention are kept, what lies between them (norms, rotations, gates) is done again.
+
+    Attention is kept where it is one operator: sdpa's and torch's varlen kernel. FlexAttention and flash-attn are done again.
+    """
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
     ops = torch.ops.aten
     kept = {ops.mm.default, ops.addmm.default, ops.bmm.default, ops._scaled_dot_product_flash_attention.default,
             ops._scaled_dot_product_flash_attention_for_cpu.default, ops._scaled_dot_product_efficient_attention.default}
+    if hasattr(torch.ops.torch_attn, "_varlen_attn"):  # defined once torch.nn.attention.varlen has been imported
+        kept.add(torch.ops.torch_attn._varlen_attn.default)
 
     def policy(_, op, *given, **named):
         return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
@@ -1151,7 +1160,7 @@ def keep_matrix_products():
 def load_sharded(ckpt, codec, device, attention="auto", recompute="none", replicas=1, compiled=False, frozen=False):
     """Checkpoint directory -> sharded Policy, fp32, without a whole copy on any rank: built on the meta device, then every rank reads its own
     rows of each matrix from the safetensors files. The frozen tower is read whole. replicas: see `shard`. frozen: no gradients (a
-    reference); its shards are in the precision it computes in, which changes nothing but their bytes."""
+    reference); its shards are in the precision it computes in, which changes nothing but their bytes, and it has no tower: it is given features."""
     import_shim()
     from safetensors import safe_open
     from torch.distributed.tensor import DTensor
@@ -1166,8 +1175,13 @@ def load_sharded(ckpt, codec, device, attention="auto", recompute="none", replic
     if frozen:
         hf.requires_grad_(False).to(torch.bfloat16 if device.type == "cuda" else torch.float32)
     policy = shard(as_policy(hf, codec, device, attention, recompute, compiled), device, replicas)
+    if frozen:
+        hf.model.visual = None
+        policy.set_reshard_after_forward(True, recurse=False)  # the root stays whole after a forward, for a backward that never comes
     policy.to_empty(device=device)
     for owner, name in ((hf.model.visual, "rotary_pos_emb"), (hf.model.language_model, "rotary_emb")):
+        if owner is None:
+            continue
         old = getattr(owner, name)  # its buffers are computed, not stored
         setattr(owner, name, type(old)(old.config).to(device))
     where = check_weights(ckpt)
@@ -1227,6 +1241,11 @@ def add_memory_arguments(parser):
     parser.add_argument("--replicas", type=int, default=1, help="groups of ranks that each hold the whole model in shards (HSDP): one per node")
     parser.add_argument("--offload-optimizer", action="store_true", help="moments lie in host memory and visit the GPU part by part")
     parser.add_argument("--compile", action="store_true", help="torch.compile of every decoder layer; some minutes at the start")
+
+
+def check_memory_arguments(args):
+    if args.compile and args.recompute == "selective":  # inside a compiled layer nobody sees the products that were to be kept
+        raise UserError("--compile works with --recompute full or none: a compiled layer decides itself what it keeps")
 
 
 def trained_parameters(policy):
@@ -1356,6 +1375,8 @@ def full_weights(policy, dtype=None, bucket_bytes=2**28):
             local = t.to_local().detach().to(dtype or t.dtype).flatten()
             flat.append(F.pad(local, (0, -(-t.shape[0] // mesh.size(mesh.ndim - 1)) * math.prod(t.shape[1:]) - len(local))))
         flat = torch.cat(flat)
+        if mesh.size(mesh.ndim - 1) == 1:  # gloo would copy in a thread of its own, whose OpenMP team then slows down everything on CPU
+            return members, flat[None], None
         parts = flat.new_empty(mesh.size(mesh.ndim - 1) * len(flat))
         work = dist.all_gather_into_tensor(parts, flat, group=mesh.get_group(mesh.ndim - 1), async_op=True)
         return members, parts.view(-1, len(flat)), work
@@ -1369,7 +1390,8 @@ def full_weights(policy, dtype=None, bucket_bytes=2**28):
                 yield name, tensor.detach().to(dtype or tensor.dtype)
                 continue
             n = -(-tensor.shape[0] // len(parts)) * math.prod(tensor.shape[1:])
-            yield name, parts[:, at:at + n].reshape(-1, *tensor.shape[1:])[:tensor.shape[0]]
+            # A tensor of its own: engines may keep what they are given, and compute slowly on a slice of a bucket that is not aligned.
+            yield name, torch.cat(parts[:, at:at + n].unbind(0)).view(-1, *tensor.shape[1:])[:tensor.shape[0]]
             at += n
 
     under_way = None
@@ -1457,7 +1479,7 @@ def ledger(config, gpus, pack_tokens, recompute="full", replicas=1, reference=Tr
     resting = {"weights, fp32 shard": 4 * n["trained"] / shards, **({} if offload else moments), "vision tower": width * n["tower"],
                "vision features kept": feature_cache_gb * 2**30}
     if reference:
-        resting["reference, shard and tower"] = width * (n["trained"] / shards + n["tower"])
+        resting["reference, shard"] = width * n["trained"] / shards
     whole = {"root whole, weights and gradients": n["root"] * (2 * width + 4), "two layers whole, gradients of one": n["layer"] * (3 * width + 4)}
     train = {**resting, "gradients, fp32 shard": 4 * n["trained"] / shards, **whole,
              "activations kept": (text.num_hidden_layers * kept + hidden * (6 if width == 2 else 8) + 2 * text.head_dim * width) * pack_tokens,
@@ -1467,7 +1489,7 @@ def ledger(config, gpus, pack_tokens, recompute="full", replicas=1, reference=Tr
     if offload:
         train["AdamW moments, one part"] = 8 * max(2**28, largest) / shards
     engine = {} if engine_gb is None else {"vLLM": engine_gb * 1e9}
-    return {"rollout": {**resting, **engine}, "sync": {**resting, **engine, "two buckets of weights": 2 * max(2**28, width * largest)}, "train": train}
+    return {"rollout": {**resting, **engine}, "sync": {**resting, **engine, "buckets of weights": 2 * (2**28 + width * largest)}, "train": train}
 
 
 def largest_pack(config, gpu_gb, **options):
@@ -1516,40 +1538,42 @@ def tree_pairs(prompt, responses=()):
     return prompt * (prompt + 1) // 2 + sum(r * prompt + r * (r + 1) // 2 for r in responses)
 
 
-def recipe_text(config, gpus, tflops, mfu, sampled, link, price):
+def recipe_text(config, gpus, tflops, mfu, sampled, link, price, engines=0, reference=True):
     """The paper's recipe (SFT 500 steps, 54 RL steps, groups of 8) in tokens, hours and money. An estimate: what is assumed stands in its lines.
 
     tflops: of one GPU's matrix products; mfu: the part of it that training reaches; sampled: tokens a second and GPU that vLLM samples, prefill
-    apart; link: GB/s at which a GPU takes in weights; price: of a GPU hour.
+    apart; engines: GPUs of their own that sample, 0 = all; link: GB/s at which a GPU takes in weights; price: of a GPU hour.
     """
-    text, n, speed = config.text_config, parameter_counts(config), gpus * tflops * 1e12 * mfu
+    text, n, each = config.text_config, parameter_counts(config), tflops * 1e12 * mfu
+    speed, samplers = gpus * each, engines or gpus
     frame = 50176 // 32**2 + 9  # vision tokens, and its time and markers
-    seen = 2 * n["tower"] * 4 * (50176 // 32**2) / speed  # seconds of the tower a frame: its patches are a quarter of a token
+    seen = 2 * n["tower"] * 4 * (50176 // 32**2)  # FLOPs of the tower a frame: its patches are a quarter of a token
     said, asked, calls, summary, budgets = 600, 300, 2, 120, (4, 8, 16, 32, 64)
     chat, window = 64 * frame + asked + said, 16 * frame + asked
     sft_tokens = 500 * 64 * chat
-    sft_s = 500 * 64 * training_flops(text, n["layers"], chat, said, tree_pairs(chat)) / speed + 500 * 64 * 64 * seen
+    sft_s = 500 * 64 * training_flops(text, n["layers"], chat, said, tree_pairs(chat)) / speed + 500 * 64 * 64 * seen / speed
     prompts = [k * frame + asked for k in budgets]  # nFrames gating: each as often as the others
     mean = sum(prompts) / len(prompts)
     rollouts = 54 * 32 * 8
     # A group's prompt is prefilled once (prefix cache); every window has frames of its own.
     prefilled, spoken = rollouts * (mean / 8 + calls * window), rollouts * (said + calls * summary)
-    decode_s, prefill_s = spoken / (sampled * gpus), 2 * n["layers"] * prefilled / speed + 54 * 32 * (sum(budgets) / 5 + 8 * calls * 16) * seen
+    decode_s = spoken / (sampled * samplers)
+    prefill_s = (2 * n["layers"] * prefilled + 54 * 32 * (sum(budgets) / 5 + 8 * calls * 16) * seen) / (samplers * each)
     trained = 54 * 32 * (mean + 8 * said)
     update_s = 54 * 32 * sum(training_flops(text, n["layers"], p + 8 * said, 8 * said, tree_pairs(p, [said] * 8)) for p in prompts) / len(prompts) / speed
-    reference_s = update_s / 3  # its forward alone
-    update_s += 54 * 32 * sum(budgets) / 5 * seen
+    reference_s = update_s / 3 * reference  # its forward alone
+    update_s += 54 * 32 * sum(budgets) / 5 * seen / speed
     sync_s = 54 * 2 * (n["trained"] + n["tower"]) / (link * 1e9)
     rl_s = decode_s + prefill_s + update_s + reference_s + sync_s
     hours = (sft_s + rl_s) / 3600
     return "\n".join([
-        f"ESTIMATE of the paper's recipe on {gpus} GPUs, nothing of it measured. Assumed: {mfu:.0%} of {tflops:g} TFLOP/s in training and prefill, {sampled:g} sampled tokens/s a GPU,",
+        f"ESTIMATE of the paper's recipe on {gpus + engines} GPUs, nothing of it measured. Assumed: {mfu:.0%} of {tflops:g} TFLOP/s in training and prefill, {sampled:g} sampled tokens/s a GPU,",
         f"  weights at {link:g} GB/s, {frame} tokens a frame, {said} tokens a response, {calls} windows of 16 frames a rollout with {summary} tokens each, no waiting for videos",
         f"  SFT, 500 steps of 64 chats with 64 frames: {sft_tokens / 1e6:.0f} M tokens, {sft_s / 3600:.1f} h",
         f"  RL, 54 steps of 32 prompts x 8: {prefilled / 1e6:.0f} M tokens prefilled in {prefill_s / 3600:.2f} h, {spoken / 1e6:.1f} M sampled in {decode_s / 3600:.2f} h, "
         f"{trained / 1e6:.1f} M trained in {update_s / 3600:.2f} h,",
         f"    reference {reference_s / 3600:.2f} h, 54 weight syncs of {sync_s / 54:.2f} s: {rl_s / 3600:.1f} h",
-        f"  together {hours:.1f} h, {hours * gpus:.0f} GPU hours, {hours * gpus * price:.0f} at {price:g} a GPU hour"])
+        f"  together {hours:.1f} h, {hours * (gpus + engines):.0f} GPU hours, {hours * (gpus + engines) * price:.0f} at {price:g} a GPU hour"])
 
 
 def warn_of_memory(config, args, device, world, **options):
@@ -1925,8 +1949,11 @@ def fix_tokenizer_class(folder, tokenizer):
         write_atomic(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
-def load_train_state(policy, optimizer, path):
-    """Restore weights and optimizer (or a list of them) from `path`/train_state, saved by any number of ranks. The loop state is resume_point's."""
+def load_train_state(policy, optimizer, path, offload=False):
+    """Restore weights and optimizer (or a list of them) from `path`/train_state, saved by any number of ranks. The loop state is resume_point's.
+
+    offload: moments lie in host memory afterwards, as `take_step` wants them; while they are read they are all on the device.
+    """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
@@ -1934,6 +1961,9 @@ def load_train_state(policy, optimizer, path):
     dcp.load(shards, checkpoint_id=os.path.join(path, "train_state"))
     policy.load_state_dict(shards["model"])
     set_optimizer_state_dict(policy, optimizer, shards["optimizer"])
+    for each in optimizer if isinstance(optimizer, list) else [optimizer]:
+        for state in each.state.values() if offload else ():
+            move_moments(state, "cpu")
 
 
 def prune_checkpoints(out, keep):
@@ -2045,15 +2075,17 @@ def main():
     parser.add_argument("--replicas", type=int, default=1, help="as grpo.py has it")
     parser.add_argument("--kl", type=float, default=0.01, help="0 = no reference model")
     parser.add_argument("--offload-optimizer", action="store_true", help="as grpo.py has it")
-    parser.add_argument("--engine-share", type=float, default=0.5, help="vLLM's part of the GPU while it is awake; 0 = no engine (sft.py)")
+    parser.add_argument("--engine-share", type=float, default=None, help="vLLM's part of the GPU while it is awake; 0 = no engine (sft.py); default as grpo.py has it")
     parser.add_argument("--engine-gpus", type=int, default=0, help="as grpo.py has it: besides --gpus, all nodes together")
-    parser.add_argument("--estimate", action="store_true", help="hours and cost of the paper's recipe as well, from the next five")
+    parser.add_argument("--estimate", action="store_true", help="hours and cost of the paper's recipe as well, from the next five; --recompute and memory do not enter")
     parser.add_argument("--tflops", type=float, default=989.0, help="matrix products of one GPU in bf16, TFLOP/s")
     parser.add_argument("--mfu", type=float, default=0.4, help="part of it that training reaches: measure it with tests/gpu_check.py")
-    parser.add_argument("--sampled", type=float, default=2000.0, help="tokens a second that one GPU's engine samples")
+    parser.add_argument("--sampled", type=float, default=2000.0, help="tokens a second that one GPU's engine samples, prefill apart")
     parser.add_argument("--link-gb", type=float, default=100.0, help="GB a second at which a GPU takes in gathered weights")
     parser.add_argument("--price", type=float, default=3.0, help="of one GPU hour")
     args = parser.parse_args()
+    if args.engine_share is None:
+        args.engine_share = 0.9 if args.engine_gpus else 0.5
     if min(args.gpus, args.context, args.pack_tokens, args.replicas) < 1 or args.gpus % args.replicas or not args.gpu_gb > 0 or not 0 <= args.engine_share < 1:
         raise UserError("--gpus, --gpu-gb, --context, --pack-tokens and --replicas must be above 0, --gpus a multiple of --replicas, --engine-share below 1")
     if args.engine_gpus < 0 or not min(args.tflops, args.mfu, args.sampled, args.link_gb) > 0 or not args.price >= 0:
@@ -2063,7 +2095,7 @@ def main():
                                      replicas=args.replicas, reference=args.kl > 0, offload=args.offload_optimizer)
     print(f"{table}\n{verdict}")
     if args.estimate:
-        print(recipe_text(config, args.gpus, args.tflops, args.mfu, args.sampled, args.link_gb, args.price))
+        print(recipe_text(config, args.gpus, args.tflops, args.mfu, args.sampled, args.link_gb, args.price, args.engine_gpus, args.kl > 0))
     sys.exit(0 if fits else 1)
 
 

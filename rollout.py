@@ -23,6 +23,7 @@ CPU toy:  python rollout.py --preset toy --ckpt sft_out --data toy/rl.jsonl --gr
 """
 import argparse
 import bisect
+import contextlib
 import hashlib
 import itertools
 import json
@@ -408,17 +409,16 @@ class RemoteEngine:
         self.connection, self.process, self.max_seqs, self.running = connection, process, max_seqs, 0
 
     def submit(self, request):
-        self.connection.send(("submit", replace(request, messages=None)))
+        with engine_alive():
+            self.connection.send(("submit", replace(request, messages=None)))
         self.running += 1
 
     def poll(self):
         finished = []
-        try:
+        with engine_alive():
             while self.running and self.connection.poll(0 if finished else 0.02):
                 finished.append(self.connection.recv())
                 self.running -= 1
-        except (EOFError, ConnectionError):
-            raise RuntimeError("the engine's process has ended; its error stands above") from None
         return finished
 
     def sync(self, weights):
@@ -429,13 +429,13 @@ class RemoteEngine:
         bucket, size = [], 0
         for name, tensor in weights:
             if self.process:
-                bucket.append((name, tensor))
+                bucket.append((name, tensor.clone()))  # the tower's are the trainer's own, and memory that was lent once stays so
                 size += tensor.nbytes
                 if size > 2**28:
                     self.hand_over(bucket)
                     bucket, size = [], 0
         if self.process:
-            for last in (bucket, []):
+            for last in ([bucket] if bucket else []) + [[]]:
                 self.hand_over(last)
         dist.barrier()  # nobody asks before the engine has them
 
@@ -443,8 +443,9 @@ class RemoteEngine:
         """One bucket, or none: the end of them."""
         import torch.multiprocessing  # noqa: F401  teaches connections to send tensors
 
-        self.connection.send(("weights", bucket))
-        self.connection.recv()
+        with engine_alive():
+            self.connection.send(("weights", bucket))
+            self.connection.recv()
 
     def sleep(self):
         pass
@@ -458,12 +459,41 @@ class RemoteEngine:
             self.process.join(60)
 
 
-def serve_engine(kind, ckpt, args, seed, device, clients, key, pipe):
+@contextlib.contextmanager
+def engine_alive():
+    """What a socket says of a process that has gone -> one error that says so."""
+    try:
+        yield
+    except (EOFError, ConnectionError):
+        raise RuntimeError("the engine's process has ended; its error stands above") from None
+
+
+def serve_engine(kind, ckpt, args, seed, device, clients, key, pipe, quiet):
     """The process behind RemoteEngine: holds one engine until all of its `clients` have hung up. device: number of its GPU."""
     import multiprocessing.connection
+    import signal
+    import threading
 
     import torch
 
+    def orphaned():
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    def read(connection):  # a thread for each: a rank must never wait for an engine that waits to be read by it
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                arrived.put((connection, *connection.recv()))
+        arrived.put((connection, "gone", None))
+
+    def arriving(connection, bucket):
+        while bucket:
+            yield from bucket
+            connection.send("taken")
+            _, _, bucket = arrived.get()  # nobody samples now: what comes is the owner's next bucket
+
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, to the whole group: the ranks save first, and then hang up
+    threading.Thread(target=orphaned, daemon=True).start()
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):  # torchrun's, of the rank that started us: this process is not one of them
         os.environ.pop(name, None)
     os.environ["LOCAL_RANK"] = str(device)
@@ -472,30 +502,28 @@ def serve_engine(kind, ckpt, args, seed, device, clients, key, pipe):
         os.environ.update(RANK="0", WORLD_SIZE="1")  # so that vLLM takes this very process and GPU
     listener = multiprocessing.connection.Listener(family="AF_UNIX", backlog=64, authkey=key)
     pipe.send(listener.address)
-    engine = make_engine(kind, ckpt, model.load_codec(ckpt, args.channel), args, seed, quiet=device > 0)
-    connections, asked = [listener.accept() for _ in range(clients)], {}
-
-    def arriving(connection, bucket):
-        while bucket:
-            yield from bucket
-            connection.send("taken")
-            _, bucket = connection.recv()
-
-    while connections:
-        for connection in multiprocessing.connection.wait(connections, 0 if asked else None):
-            try:
-                what, content = connection.recv()
-            except (EOFError, ConnectionError):
-                connections.remove(connection)
-                continue
-            if what == "weights":
-                engine.sync(arriving(connection, content))
-                connection.send("loaded")
-            else:
-                asked[content.id] = connection
-                engine.submit(content)
-        for completion in engine.poll():
-            asked.pop(completion.id).send(completion)
+    args.max_seqs *= clients  # what engines inside the ranks would hold together
+    engine = make_engine(kind, ckpt, model.load_codec(ckpt, args.channel), args, seed, quiet=quiet)
+    arrived, asked, left = queue.SimpleQueue(), {}, clients
+    for _ in range(clients):
+        threading.Thread(target=read, args=(listener.accept(),), daemon=True).start()
+    while left:
+        try:
+            while left:  # all that has come; a wait for more only where there is nothing to do
+                connection, what, content = arrived.get(block=not asked)
+                if what == "gone":
+                    left -= 1
+                elif what == "weights":
+                    engine.sync(arriving(connection, content))
+                    connection.send("loaded")
+                else:
+                    asked[content.id] = connection
+                    engine.submit(content)
+        except queue.Empty:
+            pass
+        for completion in engine.poll() if left else ():
+            with contextlib.suppress(OSError):  # a rank that was asked to stop has hung up
+                asked.pop(completion.id).send(completion)
     engine.close()
 
 
@@ -504,6 +532,7 @@ def start_engines(kind, ckpt, args, seed, number):
 
     Local rank j starts engine j, and local rank r is served by engine r % number. Raises UserError where a node has too few GPUs.
     """
+    import atexit
     import multiprocessing.connection
     import secrets
 
@@ -514,20 +543,23 @@ def start_engines(kind, ckpt, args, seed, number):
     if number > ranks:
         raise model.UserError(f"--engine-gpus {number}: {ranks} ranks on a node cannot use so many engines")
     if torch.cuda.is_available() and torch.cuda.device_count() < ranks + number:
-        raise model.UserError(f"--engine-gpus {number}: {torch.cuda.device_count()} GPUs for {ranks} ranks and {number} engines; lower --nproc_per_node")
+        raise model.RankError(f"--engine-gpus {number}: {torch.cuda.device_count()} GPUs for {ranks} ranks and {number} engines; lower --nproc_per_node")
     process, mine = None, None
     if local < number:
         context, key = multiprocessing.get_context("spawn"), secrets.token_bytes(16)
         ours, theirs = context.Pipe()
         clients = len(range(local, ranks, number))
-        process = context.Process(target=serve_engine, args=(kind, ckpt, args, seed, ranks + local, clients, key, theirs), daemon=True)
+        process = context.Process(target=serve_engine, args=(kind, ckpt, args, seed, ranks + local, clients, key, theirs, dist.get_rank() > 0), daemon=True)
         process.start()
+        atexit.register(process.kill)  # before multiprocessing would ask it politely, and wait
         theirs.close()  # ours alone is left: a dead engine is an end of file
-        mine = (node, local, ours.recv(), key)
+        with engine_alive():
+            mine = (node, local, ours.recv(), key)
     places = [None] * dist.get_world_size()
     dist.all_gather_object(places, mine)
     address, key = next(place[2:] for place in places if place and place[:2] == (node, local % number))
-    return RemoteEngine(multiprocessing.connection.Client(address, "AF_UNIX", key), process, args.max_seqs)
+    with engine_alive():
+        return RemoteEngine(multiprocessing.connection.Client(address, "AF_UNIX", key), process, args.max_seqs)
 
 
 def evenly(items, n):

@@ -101,6 +101,7 @@ def parse_args():
         if getattr(args, name) < 1:
             raise model.UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     model.check_log_arguments(args)
+    model.check_memory_arguments(args)
     return args
 
 
@@ -440,7 +441,7 @@ def main(watch):
     optimizers = build_optimizers(policy, args, device)
     peaks = [[group["lr"] for group in o.param_groups] for o in optimizers]
     if folder:
-        model.load_train_state(policy, optimizers, folder)
+        model.load_train_state(policy, optimizers, folder, args.offload_optimizer)
     if rank == 0:
         model.write_atomic(os.path.join(args.out, "args.json"), json.dumps(vars(args), indent=1))
         weights = sum(p.numel() for p in model.trained_parameters(policy))

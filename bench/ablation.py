@@ -148,8 +148,8 @@ def plan(args, results):
     """-> [(seed, job)] that still has to run, needs before users; seed by seed."""
     order = []
 
-    def need(name, seed):
-        if (seed, name) in order or finished(name, args, seed):
+    def need(name, seed, row=False):
+        if (seed, name) in order or (finished(name, args, seed) and not row):  # a row that is not in the tables runs, whatever its folder holds
             return
         for other in commands(name, args, seed)[0]:
             need(other, seed)
@@ -159,7 +159,7 @@ def plan(args, results):
         for name, (blocks, *_) in rows().items():
             known = results.get(str(seed), {}).get(name, {}).get("commands")
             if (name in args.rows if args.rows else set(blocks) & set(args.blocks)) and known != history(name, args, seed):
-                need(name, seed)
+                need(name, seed, row=True)
     return order
 
 

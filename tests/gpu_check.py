@@ -17,6 +17,7 @@ Without a GPU the CPU rows run and the others say so.
 Run:  python tests/gpu_check.py [--out result.json]
 """
 import argparse
+import gc
 import importlib.util
 import json
 import os
@@ -316,6 +317,7 @@ def check_geometry(table, name, config, codec, device, sizes, top, repeats=5, co
 
     where, text = "GPU" if device.type == "cuda" else "CPU", config.text_config
     chats, long, groups, prompt, response, group = sizes
+    gc.collect()  # the model before this one is a knot of hooks
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -409,10 +411,11 @@ def main():
             table.skip("GPU rollouts with vLLM", "no GPU on this machine; the transformers engine runs instead")
         check_rollouts(table, ckpt, codec, tasks, source, device)
         # 4. Speed and memory at the geometries that people train.
+        model.start_process_group()  # vLLM ends the whole process's when it is closed
         top = ceiling(device)
         for name in ("2B", "4B") if gpu else ("toy",):
-            config = model.read_config(name if gpu else ckpt)
             for compiled in (False, True) if name == "2B" else (False,):
+                config = model.read_config(name if gpu else ckpt)  # anew: a model changes the one it is built from
                 check_geometry(table, name, config, codec, device, (8, 4096, 3, 4000, 800, 8) if gpu else (4, 128, 1, 100, 20, 4), top, compiled=compiled)
         if gpu:
             table.add("GPU peak memory", torch.cuda.max_memory_allocated() / 2**30, None, "GiB, without vLLM's own pool")

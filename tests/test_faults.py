@@ -252,3 +252,60 @@ def test_an_engine_that_dies_ends_the_run(start, tmp_path):
 def test_more_engines_than_ranks_are_one_line(toy, tmp_path):
     done = run_script("grpo.py", "--preset", "toy", "--ckpt", toy / "init", "--data", toy / "rl.jsonl", "--out", tmp_path / "out", "--engine-gpus", 2)
     assert done.returncode == 2 and done.stderr.strip().splitlines()[-1] == "grpo.py: --engine-gpus 2: 1 ranks on a node cannot use so many engines"
+
+
+def test_a_scheduler_that_warns_finds_the_engine_still_there(start, tmp_path):
+    """SIGTERM reaches the engine's process as well, from the launcher: it has to live until the ranks have saved."""
+    fault = """
+        real, calls = grpo.training_trees, []
+        def training_trees(*given):
+            calls.append(1)
+            if len(calls) == 2 and rank == 0:
+                open(sys.argv[sys.argv.index('--out') + 1] + '/second', 'w').close()
+            if len(calls) == 2:
+                time.sleep(2)
+            return real(*given)
+        grpo.training_trees = training_trees
+    """
+    process, until = start("grpo", fault, "--steps", 40, "--engine-gpus", 1), time.monotonic() + 90
+    while not (tmp_path / "out" / "second").exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    code, out, err, _ = finish(process)
+    assert re.search(r"stopped by SIGTERM after step [12] of 40", out) and not alive(tmp_path) and "Traceback" not in err.split("Sending process")[0], err[-3000:]
+
+
+def test_an_engine_and_a_rank_never_wait_for_each_other(tmp_path):
+    """Sixty requests of two megabytes, each answered at once, and nothing read before the last is sent: more than a socket holds, both ways."""
+    (tmp_path / "echo.py").write_text(textwrap.dedent(HEAD.format(root=ROOT)) + textwrap.dedent("""
+        import types
+        import numpy as np
+
+        class Echo:
+            def __init__(self):
+                self.waiting = []
+            def submit(self, request):
+                self.waiting.append(request)
+            def poll(self):
+                done, self.waiting = [rollout.Completion(r.id, list(range(20000))) for r in self.waiting], []
+                return done
+            def sync(self, weights):
+                assert [(name, t.sum().item()) for name, t in weights] == [("a", 3.0), ("b", 400.0)]
+            def close(self):
+                pass
+
+        rollout.make_engine, model.load_codec = lambda *_, **__: Echo(), lambda *_: None
+        if __name__ == "__main__":
+            model.start_process_group()
+            engine = rollout.start_engines("auto", "", types.SimpleNamespace(channel="image", max_seqs=4), 0, 1)
+            for n in range(60):
+                engine.submit(rollout.Request(str(n), [], [], [], [np.zeros(2_000_000, np.uint8)], None, 1, 1.0, n))
+            done = []
+            while len(done) < 60:
+                done += engine.poll()
+            engine.wake(iter([("a", torch.ones(3)), ("b", torch.ones(20, 20))]))
+            engine.close()
+            print(len({c.id for c in done}), engine.process.exitcode)
+    """))
+    done = run_script(tmp_path / "echo.py", timeout=120)
+    assert done.stdout.split() == ["60", "0"], done.stderr[-2000:]

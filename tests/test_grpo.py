@@ -5,6 +5,7 @@ import importlib.util
 import json
 import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -932,7 +933,8 @@ def test_presets_combine_and_best_changes_only_what_won(monkeypatch):
     (("--pack-tokens", 0), "--pack-tokens"), (("--temperature", 0), "--temperature"),
     (("--frames", 0), "--frames"), (("--frames", "many"), "--frames"),
     (("--lr", -1), "--lr"), (("--kl", -1), "--kl"), (("--clip", -1), "--clip"), (("--clip-eps", -1), "--clip-eps"), (("--tis-cap", 0), "--tis-cap"),
-    (("--weight-decay", -1), "--weight-decay"), (("--engine-gpus", -1), "--engine-gpus"), (("--format-credit", "some"), "--format-credit"), (("--ckpt", "nowhere"), "nowhere"),
+    (("--weight-decay", -1), "--weight-decay"), (("--engine-gpus", -1), "--engine-gpus"),
+    (("--compile", "--recompute", "selective"), "--compile"), (("--format-credit", "some"), "--format-credit"), (("--ckpt", "nowhere"), "nowhere"),
     (("--data", "nothing.jsonl"), "nothing.jsonl"), (("--rollouts", "none.jsonl"), "none.jsonl"), (("--video-root", "nofolder"), "nofolder"),
     (("--max-new-tokens", 0), "--max-new-tokens"), (("--preset", "huge"), "--preset")],
     ids=lambda x: " ".join(map(str, x)) if isinstance(x, tuple) else "")
@@ -989,6 +991,19 @@ def test_one_rank_and_two_make_the_same_update(toy, recorded, base, tmp_path):
     for key in ("grad_norm", "tokens", "total", "entropy", "gap_max", "groups", "packed_tokens", "kappa"):
         assert a[key] == pytest.approx(b[key], rel=1e-5, abs=1e-7), key
     assert a["tokens"] > 50 and a["grad_norm"] > 0
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile on CPU needs a C++ compiler")
+def test_two_ranks_with_compiled_layers_make_the_same_update(toy, recorded, base, tmp_path):
+    """Sharded, recomputed in backward, beside a frozen reference: as a GPU run has it."""
+    found = []
+    for flags in ((), ("--compile",)):
+        out = tmp_path / f"run{len(flags)}"
+        done = run_script("grpo.py", "--preset", "toy", "--ckpt", toy / "init", "--rollouts", recorded, "--video-root", toy, "--out", out,
+                          "--pack-tokens", 600, "--prompts", 2, "--kl", 0.01, "--recompute", "full", *flags, ranks=2)
+        assert done.returncode == 0, done.stderr
+        found.append(weights_of(out))
+    assert same_update(*found, base)
 
 
 def test_missing_files_leave_no_traceback(tmp_path):

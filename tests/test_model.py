@@ -1102,6 +1102,16 @@ def test_moments_that_visit_in_parts_make_the_same_step(toy, codec, process_grou
     assert sum(map(len, visits)) == moved and len(moves) == 2 * moved and all(sum(v) <= 40_000 or len(v) == 1 for v in visits) and max(map(len, visits)) > 1
 
 
+@pytest.mark.parametrize("kind, device, fits", [("sdpa", "cpu", True), ("parts", "cpu", True), ("flash", "cpu", False), ("varlen", "cpu", False), ("sdpa", "cuda", True),
+                                                ("varlen", "cuda", True), ("parts", "cuda", False)])
+def test_a_kernel_of_another_device_is_one_line(kind, device, fits):
+    if fits:
+        assert model.choose_attention(torch.device(device), kind) == kind
+    else:
+        with pytest.raises(model.UserError, match=f"--attention {kind}: not on {device}"):
+            model.choose_attention(torch.device(device), kind)
+
+
 def test_replicas_have_to_divide_the_ranks(toy, codec, process_group):
     with pytest.raises(model.UserError, match="--replicas 3: 1 ranks"):
         model.load_sharded(str(toy / "init"), codec, CPU, replicas=3)

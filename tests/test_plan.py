@@ -4,12 +4,13 @@ Tests of the memory ledger of model.py: python -m pytest tests/test_plan.py -q
 Counted against what is really allocated, at small sizes: bytes of parameters, gradients and moments, and what autograd keeps for backward.
 """
 import json
+import os
 import re
 import sys
 
 import pytest
 import torch
-from conftest import run_script
+from conftest import ROOT, run_script
 
 import model
 
@@ -134,7 +135,7 @@ def test_the_papers_node_holds_the_8b_recipe():
 @pytest.mark.parametrize("flags, says", [
     ((), "fits (limit 75.2"), (("--gpu-gb", 40), "does not fit while"), (("--gpus", 1), "does not fit while"), (("--pack-tokens", 100_000), "does not fit while: train"),
     (("--context", 200_000), "NOT ONE"), (("--recompute", "none"), "does not fit while: train"), (("--replicas", 8), "does not fit while"), (("--engine-share", 0), "fits"),
-    (("--engine-share", 0.2), "NOT ONE"), (("--engine-gpus", 1), "vLLM on 1 more: 17.5 GB"), (("--estimate",), "together "),
+    (("--engine-share", 0.2), "NOT ONE"), (("--engine-gpus", 1), "vLLM on 1 more: 17.5 GB of weights, KV cache for 369369"), (("--estimate",), "together "),
     (("--gpus", 2, "--kl", 0, "--recompute", "full"), "does not fit"), (("--gpus", 2, "--kl", 0, "--engine-gpus", 1, "--offload-optimizer", "--pack-tokens", 8192), "fits (limit")])
 def test_command_line_says_what_fits_and_each_flag_counts(monkeypatch, capsys, flags, says):
     monkeypatch.setattr(sys, "argv", ["model.py", "--plan", "8B", *map(str, flags)])
@@ -153,11 +154,24 @@ def numbers(monkeypatch, capsys, *flags):
     return [float(x) for x in re.findall(r"[\d.]+", capsys.readouterr().out.splitlines()[-1])]
 
 
+def test_the_readme_shows_what_the_command_prints(monkeypatch, capsys):
+    with open(os.path.join(ROOT, "README.md")) as f:
+        readme = f.read().splitlines()
+    command = next(line for line in readme if line.startswith("$ python model.py --plan"))
+    monkeypatch.setattr(sys, "argv", command.split()[2:])
+    with pytest.raises(SystemExit):
+        model.run_main(model.main)
+    assert all(line in readme for line in capsys.readouterr().out.splitlines())
+
+
 def test_each_assumption_of_the_estimate_counts(monkeypatch, capsys):
     hours, total, money, price = numbers(monkeypatch, capsys)
     assert 0.2 < hours < 20 and total == pytest.approx(8 * hours, abs=0.6) and money == pytest.approx(3 * total, abs=2) and price == 3
     assert numbers(monkeypatch, capsys, "--price", 6)[2] == pytest.approx(2 * money, abs=1)
     assert numbers(monkeypatch, capsys, "--gpus", 16)[0] == pytest.approx(hours / 2, abs=0.1)
+    assert numbers(monkeypatch, capsys, "--gpus", 7, "--engine-gpus", 1)[0] > 1.5 * hours  # one samples for all
+    seven = numbers(monkeypatch, capsys, "--gpus", 7, "--engine-gpus", 1)
+    assert seven[1] == pytest.approx(8 * seven[0], abs=0.6) and numbers(monkeypatch, capsys, "--kl", 0, "--mfu", 0.01)[0] < numbers(monkeypatch, capsys, "--mfu", 0.01)[0]
     for flags in (("--tflops", 300), ("--mfu", 0.1), ("--sampled", 300), ("--link-gb", 0.5)):
         assert numbers(monkeypatch, capsys, *flags)[0] > 1.1 * hours
 
@@ -186,7 +200,7 @@ def test_without_a_reference_its_memory_is_free(monkeypatch, capsys):
         with pytest.raises(SystemExit):
             model.run_main(model.main)
         sums.append(float(next(line for line in capsys.readouterr().out.splitlines() if line.startswith("sum")).split()[-1]))
-    assert sums[1] == pytest.approx(sums[0] - (2 * 4.02 / 8 + 2 * 0.42), abs=0.1)  # its shard, and a tower of its own, both in bf16
+    assert sums[1] == pytest.approx(sums[0] - 2 * 4.02 / 8, abs=0.1)  # its shard in bf16
 
 
 @pytest.mark.parametrize("flags, why", [(("--plan", "/no/such"), "neither one of 2B"), (("--plan", "8B", "--gpus", "0"), "--gpus"), (("--plan", "8B", "--replicas", "3"), "--gpus"), (("--plan", "8B", "--mfu", "0"), "--mfu"), (("--plan", "8B", "--engine-gpus", "-1"), "--engine-gpus")])
