@@ -31,6 +31,7 @@ The same command again goes on from the newest whole checkpoint: tasks, K and sa
 CPU toy:  torchrun --nproc_per_node 2 grpo.py --preset toy --ckpt sft_out --data toy/rl.jsonl --out grpo_out
 1 GPU:    python grpo.py --ckpt sft_out --data rl.jsonl --out grpo_out
 8 GPUs:   torchrun --nproc_per_node 8 grpo.py --ckpt sft_out --data rl.jsonl --out grpo_out
+7 + 1:    torchrun --nproc_per_node 7 grpo.py --engine-gpus 1 --prompts 28 --ckpt sft_out --data rl.jsonl --out grpo_out
 """
 import argparse
 import contextlib

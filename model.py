@@ -776,7 +776,7 @@ def sent(tensor, device):
 
 
 def choose_attention(device, kind="auto"):
-    """-> "flash" | "varlen" | "sdpa" | "parts": how plain sequences of a pack attend. Trees use FlexAttention on GPU, but under "sdpa".
+    """-> "flash" | "varlen" | "sdpa" | "parts": how plain sequences of a pack attend. Trees use FlexAttention on GPU, except under "sdpa".
 
     "auto": flash-attn when importable, else torch's own varlen kernel, on GPU; on CPU `PartsAttention`, where "sdpa" is the plain way.
     """
@@ -1390,7 +1390,7 @@ def full_weights(policy, dtype=None, bucket_bytes=2**28):
                 yield name, tensor.detach().to(dtype or tensor.dtype)
                 continue
             n = -(-tensor.shape[0] // len(parts)) * math.prod(tensor.shape[1:])
-            # A tensor of its own: engines may keep what they are given, and compute slowly on a slice of a bucket that is not aligned.
+            # A tensor of its own: an engine may keep what it is given, and a slice would keep the whole bucket.
             yield name, torch.cat(parts[:, at:at + n].unbind(0)).view(-1, *tensor.shape[1:])[:tensor.shape[0]]
             at += n
 
