@@ -173,6 +173,23 @@ def test_thumbnails_stay_within_the_size_that_is_allowed(page, small_run, tmp_pa
     assert any(i == "full" for e in data["episodes"] for _, i in e["thumbs"])
 
 
+@pytest.mark.parametrize("pixels, size", [(2048, (64, 32)), (20000, (192, 96)), (10**6, (256, 128))])
+def test_a_thumbnail_has_the_pixels_that_are_allowed_and_is_never_enlarged(made, tmp_path, pixels, size):
+    import av
+    import numpy as np
+    from PIL import Image
+
+    (tmp_path / "videos").mkdir()
+    with av.open(str(tmp_path / "videos" / "none.mp4"), "w") as container:
+        stream = container.add_stream("libx264", rate=1)
+        stream.width, stream.height, stream.pix_fmt = 256, 128, "yuv420p"
+        for _ in range(64):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.full((128, 256, 3), 90, np.uint8), format="rgb24")))
+        container.mux(stream.encode())
+    pictures = data_of(made([episode()], root=str(tmp_path), pixels=pixels))["pictures"]
+    assert len(pictures) == 8 and {Image.open(io.BytesIO(base64.b64decode(p))).size for p in pictures} == {size}
+
+
 def test_a_missing_video_leaves_a_gap_and_is_counted(made):
     data = data_of(made([episode(), episode(sample=1)]))
     assert all(index is None for e in data["episodes"] for _, index in e["thumbs"] + e["calls"][0]["thumbs"]) and len(data["episodes"][0]["thumbs"]) == 4
