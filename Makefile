@@ -27,7 +27,7 @@ venv: .venv/ready
 	@touch $@
 
 test: venv
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-page: venv
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { apt-get update -q && apt-get install -y -q chromium chromium-driver; }

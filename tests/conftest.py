@@ -15,6 +15,12 @@ def run_script(name, *arguments, ranks=0, timeout=600):
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=ROOT)
 
 
+def pytest_collection_modifyitems(items):
+    """Long files first: with a file to each of two processes, a long one at the end would leave the other idle."""
+    long = ("test_faults.py", "test_survival.py", "test_grpo.py", "test_rollout.py", "test_model.py")
+    items.sort(key=lambda item: long.index(item.path.name) if item.path.name in long else len(long))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def denormals():
     """Starting a process group flushes denormal numbers, for the whole process; hypothesis, in another file, draws them."""

@@ -276,6 +276,7 @@ def test_compiled_layers_are_the_same_layers(lively, toy, codec, album, monkeypa
         return model.AttentionPlan("flex", mask=create_block_mask(visible, None, None, len(pack.ids), len(pack.ids), device="cpu"))
 
     monkeypatch.setattr(model, "attention_plan", flexible)
+    monkeypatch.setattr(model, "choose_attention", lambda device, kind="auto": "parts" if kind == "auto" else kind)
     hf = Qwen3VLForConditionalGeneration.from_pretrained(toy / "init")
     hf.load_state_dict(lively.hf.state_dict())
     torch._dynamo.reset()
@@ -1042,7 +1043,7 @@ SHARDS = """
 """
 
 
-@pytest.mark.parametrize("replicas, ranks", [(1, 3), (2, 4), (2, 2)])
+@pytest.mark.parametrize("replicas, ranks", [(1, 3), (2, 4)])
 def test_every_rank_reads_its_own_part_of_the_checkpoint(toy, tmp_path, replicas, ranks):
     """Parts that are not of one size, groups that each hold all: what is gathered, in buckets of any size, is what from_pretrained loads."""
     (tmp_path / "shards.py").write_text(textwrap.dedent(SHARDS.format(root=ROOT)))
