@@ -1179,9 +1179,7 @@ def load_sharded(ckpt, codec, device, attention="auto", recompute="none", replic
         hf.model.visual = None
         policy.set_reshard_after_forward(True, recurse=False)  # the root stays whole after a forward, for a backward that never comes
     policy.to_empty(device=device)
-    for owner, name in ((hf.model.visual, "rotary_pos_emb"), (hf.model.language_model, "rotary_emb")):
-        if owner is None:
-            continue
+    for owner, name in [(hf.model.language_model, "rotary_emb")] + ([] if frozen else [(hf.model.visual, "rotary_pos_emb")]):
         old = getattr(owner, name)  # its buffers are computed, not stored
         setattr(owner, name, type(old)(old.config).to(device))
     where = check_weights(ckpt)
@@ -1234,16 +1232,17 @@ def shard(policy, device, replicas=1):
 
 def add_memory_arguments(parser):
     """Flags about where the weights lie and how they are computed with: the same in sft.py and grpo.py. None of them changes a gradient."""
-    parser.add_argument("--attention", choices=["auto", "flash", "varlen", "sdpa", "parts"], default="auto", help="attention kernel for packs")
+    parser.add_argument("--attention", choices=["auto", "flash", "varlen", "sdpa", "parts"], default="auto", help="attention kernel for packs; flash and varlen: GPU, parts: CPU")
     parser.add_argument("--recompute", choices=["full", "selective", "none"], default="full", help="decoder layers in backward: all of them; all but matrix products "
-                        "and attention; nothing")
+                        "and attention (FlexAttention and flash-attn are done again); nothing")
     parser.add_argument("--feature-cache-gb", type=float, default=1.0, help="GiB of vision features kept per rank, beside the weights")
     parser.add_argument("--replicas", type=int, default=1, help="groups of ranks that each hold the whole model in shards (HSDP): one per node")
     parser.add_argument("--offload-optimizer", action="store_true", help="moments lie in host memory and visit the GPU part by part")
-    parser.add_argument("--compile", action="store_true", help="torch.compile of every decoder layer; some minutes at the start")
+    parser.add_argument("--compile", action="store_true", help="torch.compile of every decoder layer; the first steps take longer")
 
 
 def check_memory_arguments(args):
+    """Raises UserError for flags that cannot go together: before the models are loaded."""
     if args.compile and args.recompute == "selective":  # inside a compiled layer nobody sees the products that were to be kept
         raise UserError("--compile works with --recompute full or none: a compiled layer decides itself what it keeps")
 

@@ -363,7 +363,7 @@ def backward(policy, vision, packs, codec, world, device, asked=()):
     import torch
     import torch.distributed as dist
 
-    count = torch.tensor(float(sum(len(p.target) for p in packs)), device=device, dtype=torch.float64)
+    count = torch.tensor(float(sum(len(p.target) for p in packs)), dtype=torch.float64)  # in host memory: no GPU is waited for
     dist.all_reduce(count)
     n = max(1.0, count.item())
     loss = torch.zeros((), device=device, dtype=torch.float64)
