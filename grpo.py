@@ -31,7 +31,6 @@ The same command again goes on from the newest whole checkpoint: tasks, K and sa
 CPU toy:  torchrun --nproc_per_node 2 grpo.py --preset toy --ckpt sft_out --data toy/rl.jsonl --out grpo_out
 1 GPU:    python grpo.py --ckpt sft_out --data rl.jsonl --out grpo_out
 8 GPUs:   torchrun --nproc_per_node 8 grpo.py --ckpt sft_out --data rl.jsonl --out grpo_out
-7 + 1:    torchrun --nproc_per_node 7 grpo.py --engine-gpus 1 --prompts 28 --ckpt sft_out --data rl.jsonl --out grpo_out
 """
 import argparse
 import contextlib
@@ -87,7 +86,6 @@ def build_parser():
     add("--clip", type=float, default=1.0, help="gradient norm; 0 = no clipping")
     # engine
     add("--engine", choices=["auto", "vllm", "transformers"], default="auto", help="who samples")
-    add("--engine-gpus", type=int, default=0, help="engines on GPUs of their own on every node, behind those of its ranks; 0 = one inside every rank, that sleeps")
     add("--probe-tolerance", type=float, default=0.1, help="mean |log-prob gap| engine-trainer, nats, that stops the run")
     # looking and saving
     add("--save-every", type=int, default=50, help="steps between checkpoints; 0 = only at the end")
@@ -111,8 +109,6 @@ def parse_args():
     if early.vanilla:
         parser.set_defaults(think_prefix=False, answer_suffix=False, format_credit="sequence", anchor=0.0, gamma=0.0, tool_reward=0.0,
                             frames=64)
-    if early.engine_gpus:
-        parser.set_defaults(engine_share=0.9)  # nothing else lives there
     args = parser.parse_args()
     for name in ("prompts", "group", "steps", "minibatches", "pack_tokens", "max_bad_steps", "replicas"):
         if getattr(args, name) < 1:
@@ -122,14 +118,11 @@ def parse_args():
     for name in ("lr", "weight_decay", "clip", "clip_eps", "kl", "probe_tolerance"):
         if not getattr(args, name) >= 0:
             raise model.UserError(f"--{name.replace('_', '-')} may not be negative, got {getattr(args, name)}")
-    if args.engine_gpus < 0:
-        raise model.UserError(f"--engine-gpus may not be negative, got {args.engine_gpus}")
     if not args.tis_cap > 0:
         raise model.UserError(f"--tis-cap must be above 0, got {args.tis_cap}: a cap of 0 would erase every gradient")
     if args.temperature <= 0:
         raise model.UserError("--temperature must be above 0: greedy samples have no gradient")
     model.check_log_arguments(args)
-    model.check_memory_arguments(args)
     return args
 
 
@@ -290,7 +283,7 @@ def update(policy, reference, vision, optimizer, trees, tokens, codec, args, wor
         norm = torch.nn.utils.clip_grad_norm_(model.trained_parameters(policy), args.clip or math.inf)
         norms.append((norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item())
         if math.isfinite(norms[-1]):  # the norm is of all ranks' gradients: all of them step, or none does
-            model.take_step(optimizer, args.offload_optimizer)
+            optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     dist.all_reduce(sums)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
@@ -395,21 +388,18 @@ def main(watch):
     if tasks:
         rollout.check_context(codec, tasks, agent, source, args.frames)
     torch.manual_seed(args.seed)
-    policy = model.load_sharded(ckpt, codec, device, args.attention, args.recompute, args.replicas, args.compile)
+    policy = model.load_sharded(ckpt, codec, device, args.attention, args.recompute, args.replicas)
     vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load, int(args.feature_cache_gb * 2**30))
     optimizer = model.adamw(model.trained_parameters(policy), args.lr, args.weight_decay, 0.999, device)
     reference = None
     if args.kl > 0:
-        reference = model.load_sharded(ckpt, codec, device, args.attention, replicas=args.replicas, compiled=args.compile, frozen=True)
+        reference = model.load_sharded(ckpt, codec, device, args.attention, replicas=args.replicas, frozen=True)
     if folder:
-        model.load_train_state(policy, optimizer, folder, args.offload_optimizer)
+        model.load_train_state(policy, optimizer, folder)
     engine, gpu = None, device.type == "cuda"
     wire = torch.bfloat16 if gpu else torch.float32  # what the engine computes in
     if not args.rollouts:
-        if args.engine_gpus:
-            engine = rollout.start_engines(args.engine, ckpt, args, args.seed + rank, args.engine_gpus)
-        else:
-            engine = rollout.make_engine(args.engine, ckpt, codec, args, args.seed + rank, sleeping=gpu, quiet=rank > 0)
+        engine = rollout.make_engine(args.engine, ckpt, codec, args, args.seed + rank, sleeping=gpu, quiet=rank > 0)
         if start:  # the engine has read --ckpt; the resumed weights are newer
             engine.sync(model.full_weights(policy, wire))
     if rank == 0:
@@ -417,8 +407,7 @@ def main(watch):
         print(f"{args.prompts} prompts x {args.group} rollouts = {args.prompts * args.group} a step on {world} rank{'s' if world > 1 else ''} "
               f"({device.type}, attention {model.choose_attention(device, args.attention)}) | K {args.frames} | format credit {args.format_credit} | {sum(p.numel() for p in model.trained_parameters(policy)) / 1e6:.2f} M "
               "trained parameters", flush=True)
-        model.warn_of_memory(policy.hf.config, args, device, world, reference=args.kl > 0, engine_share=0 if args.rollouts else args.engine_share,
-                             engine_gpus=args.engine_gpus * world // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        model.warn_of_memory(policy.hf.config, args, device, world, reference=args.kl > 0, engine_share=0 if args.rollouts else args.engine_share)
         model.clean_run(args.out, start)
     log = model.Log(args.out, start, args) if rank == 0 else None
     asked, bad = model.stop_on_sigterm(), 0

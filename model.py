@@ -795,7 +795,7 @@ def choose_attention(device, kind="auto"):
 
 @dataclass
 class AttentionPlan:
-    """What every layer of one forward shares, built once per pack. An object, not a dict: torch.compile looks only at what a kernel reads of it."""
+    """What every layer of one forward shares, built once per pack."""
 
     kind: str
     ends: torch.Tensor = None  # [sequences + 1] where plain sequences end
@@ -933,11 +933,7 @@ def frames_attention(module, query, key, value, attention_mask=None, scaling=Non
 
 
 def compiled_flex():
-    """FlexAttention is only fast (and only memory-safe) compiled; compiled once per process, or as a part of the layer that is being compiled."""
-    if torch.compiler.is_compiling():
-        from torch.nn.attention.flex_attention import flex_attention
-
-        return flex_attention
+    """FlexAttention is only fast (and only memory-safe) compiled; compiled once per process."""
     if not hasattr(compiled_flex, "function"):
         from torch.nn.attention.flex_attention import flex_attention
 
@@ -1110,15 +1106,13 @@ def load_policy(ckpt, codec, device, dtype=torch.float32, attention="auto", reco
     return as_policy(hf.to(device), codec, device, attention, recompute)
 
 
-def as_policy(hf, codec, device, attention, recompute, compiled=False):
-    """transformers' model -> Policy: our attention, tower frozen and in bf16 on GPU, decoder layers recomputed in backward and compiled as asked."""
+def as_policy(hf, codec, device, attention, recompute):
+    """transformers' model -> Policy: our attention, tower frozen and in bf16 on GPU, decoder layers recomputed in backward as asked."""
     from transformers import AttentionInterface
 
-    unrolled = choose_attention(device, attention) in ("sdpa", "parts")  # a loop over the pack's own lengths: traced, it would be compiled anew for every pack
     AttentionInterface.register("packed", packed_attention)
-    AttentionInterface.register("packed_apart", torch.compiler.disable(packed_attention))
     AttentionInterface.register("frames_as_flash", frames_attention)
-    hf.model.language_model.config._attn_implementation = "packed_apart" if compiled and unrolled else "packed"
+    hf.model.language_model.config._attn_implementation = "packed"
     hf.model.visual.config._attn_implementation = "frames_as_flash"
     hf.model.visual.requires_grad_(False)
     if device.type == "cuda":
@@ -1127,11 +1121,6 @@ def as_policy(hf, codec, device, attention, recompute, compiled=False):
         options = {"use_reentrant": False, **({"context_fn": keep_matrix_products} if recompute == "selective" else {})}
         hf.gradient_checkpointing_enable(options)
         hf.model.visual.gradient_checkpointing = False
-    if compiled:
-        # The forward alone, inside FSDP's hooks and inside the checkpoint: all layers share one graph, and it has no breaks but that at an sdpa loop.
-        torch._dynamo.config.recompile_limit = 64  # the first layer, dynamic lengths, no gradient: each has a graph of its own
-        for layer in hf.model.language_model.layers:
-            layer.forward = torch.compile(layer.forward, fullgraph=not unrolled)
     policy = Policy(hf, codec, attention)
     policy.train()
     hf.model.visual.eval()
@@ -1157,7 +1146,7 @@ def keep_matrix_products():
     return create_selective_checkpoint_contexts(policy)
 
 
-def load_sharded(ckpt, codec, device, attention="auto", recompute="none", replicas=1, compiled=False, frozen=False):
+def load_sharded(ckpt, codec, device, attention="auto", recompute="none", replicas=1, frozen=False):
     """Checkpoint directory -> sharded Policy, fp32, without a whole copy on any rank: built on the meta device, then every rank reads its own
     rows of each matrix from the safetensors files. The frozen tower is read whole. replicas: see `shard`. frozen: no gradients (a
     reference); its shards are in the precision it computes in, which changes nothing but their bytes, and it has no tower: it is given features."""
@@ -1174,7 +1163,7 @@ def load_sharded(ckpt, codec, device, attention="auto", recompute="none", replic
         hf.generation_config = GenerationConfig.from_pretrained(ckpt)
     if frozen:
         hf.requires_grad_(False).to(torch.bfloat16 if device.type == "cuda" else torch.float32)
-    policy = shard(as_policy(hf, codec, device, attention, recompute, compiled), device, replicas)
+    policy = shard(as_policy(hf, codec, device, attention, recompute), device, replicas)
     if frozen:
         hf.model.visual = None
         policy.set_reshard_after_forward(True, recurse=False)  # the root stays whole after a forward, for a backward that never comes
@@ -1237,14 +1226,6 @@ def add_memory_arguments(parser):
                         "and attention (FlexAttention and flash-attn are done again); nothing")
     parser.add_argument("--feature-cache-gb", type=float, default=1.0, help="GiB of vision features kept per rank, beside the weights")
     parser.add_argument("--replicas", type=int, default=1, help="groups of ranks that each hold the whole model in shards (HSDP): one per node")
-    parser.add_argument("--offload-optimizer", action="store_true", help="moments lie in host memory and visit the GPU part by part")
-    parser.add_argument("--compile", action="store_true", help="torch.compile of every decoder layer; the first steps take longer")
-
-
-def check_memory_arguments(args):
-    """Raises UserError for flags that cannot go together: before the models are loaded."""
-    if args.compile and args.recompute == "selective":  # inside a compiled layer nobody sees the products that were to be kept
-        raise UserError("--compile works with --recompute full or none: a compiled layer decides itself what it keeps")
 
 
 def trained_parameters(policy):
@@ -1256,37 +1237,6 @@ def adamw(parameters, lr, weight_decay, beta2, device):
     matrices, vectors = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim <= 1]
     return torch.optim.AdamW([{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}],
                              lr=lr, betas=(0.9, beta2), fused=device.type == "cuda")
-
-
-def take_step(optimizer, offload=False, part=2**28):
-    """optimizer.step(). offload: its moments lie in host memory; those of `part` numbers at a time are on the device while their weights move."""
-    if not offload:
-        optimizer.step()
-        return
-    moving = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    gradients, parts, room = {p: p.grad for p in moving}, [], 0
-    for p in moving:
-        p.grad = None  # an optimizer passes over a weight without a gradient
-        if not parts or room < p.numel():
-            parts.append([])
-            room = part
-        parts[-1].append(p)
-        room -= p.numel()
-    for members in parts:
-        for p in members:
-            p.grad = gradients[p]
-            move_moments(optimizer.state[p], p.device)
-        optimizer.step()
-        for p in members:
-            p.grad = None
-            move_moments(optimizer.state[p], "cpu")
-
-
-def move_moments(state, device):
-    """One weight's optimizer state to a device, in place; counters stay where the optimizer wants them."""
-    for name, value in state.items():
-        if isinstance(value, torch.Tensor) and value.ndim:
-            state[name] = value.to(device)
 
 
 class Muon(torch.optim.Optimizer):
@@ -1460,7 +1410,7 @@ def layer_activation_bytes(text, width, kernel="flash"):
     return norms + rotated + attention + 4 * inner * width + statistics  # gate, its activation, up, their product
 
 
-def ledger(config, gpus, pack_tokens, recompute="full", replicas=1, reference=True, offload=False, engine_gb=None, width=2, chunk=1024, kernel="flash", feature_cache_gb=1.0,
+def ledger(config, gpus, pack_tokens, recompute="full", replicas=1, reference=True, engine_gb=None, width=2, chunk=1024, kernel="flash", feature_cache_gb=1.0,
            counts=None):
     """Bytes per GPU -> {phase: {item: bytes}}, phases "rollout", "sync", "train".
 
@@ -1474,8 +1424,8 @@ def ledger(config, gpus, pack_tokens, recompute="full", replicas=1, reference=Tr
     inside = layer_activation_bytes(text, width, kernel)
     kept = {"full": hidden * width, "none": inside,  # selective: the input, and the products: q, k, v, attention, its output, gate, up, down
             "selective": width * (3 * hidden + (2 * text.num_attention_heads + 2 * text.num_key_value_heads) * text.head_dim + 2 * text.intermediate_size)}[recompute]
-    largest, moments = text.vocab_size * hidden, {"AdamW moments, fp32 shard": 8 * n["trained"] / shards}
-    resting = {"weights, fp32 shard": 4 * n["trained"] / shards, **({} if offload else moments), "vision tower": width * n["tower"],
+    largest = text.vocab_size * hidden
+    resting = {"weights, fp32 shard": 4 * n["trained"] / shards, "AdamW moments, fp32 shard": 8 * n["trained"] / shards, "vision tower": width * n["tower"],
                "vision features kept": feature_cache_gb * 2**30}
     if reference:
         resting["reference, shard"] = width * n["trained"] / shards
@@ -1485,8 +1435,6 @@ def ledger(config, gpus, pack_tokens, recompute="full", replicas=1, reference=Tr
              "one layer in backward": (inside * (recompute != "none") + width * (3 * text.intermediate_size + 4 * hidden)) * pack_tokens,
              "logits of a chunk": chunk * text.vocab_size * (8 + width),
              "vision features": (1 + len(config.vision_config.deepstack_visual_indexes)) * hidden * width * pack_tokens}
-    if offload:
-        train["AdamW moments, one part"] = 8 * max(2**28, largest) / shards
     engine = {} if engine_gb is None else {"vLLM": engine_gb * 1e9}
     return {"rollout": {**resting, **engine}, "sync": {**resting, **engine, "buckets of weights": 2 * (2**28 + width * largest)}, "train": train}
 
@@ -1502,10 +1450,10 @@ def kv_bytes(text, width=2):
     return 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim * width
 
 
-def plan_text(config, gpus, gpu_gb, context, pack_tokens, engine_share=0.5, engine_gpus=0, **options):
-    """The ledger as a table, and what fits -> (table, verdict, whether all fits). engine_gpus: how many others hold vLLM, beside none of the ranks."""
+def plan_text(config, gpus, gpu_gb, context, pack_tokens, engine_share=0.5, **options):
+    """The ledger as a table, and what fits -> (table, verdict, whether all fits)."""
     n = options["counts"] = parameter_counts(config)
-    phases = ledger(config, gpus, pack_tokens, engine_gb=engine_share * gpu_gb if engine_share and not engine_gpus else None, **options)
+    phases = ledger(config, gpus, pack_tokens, engine_gb=engine_share * gpu_gb if engine_share else None, **options)
     limit, text = 0.94 * gpu_gb, config.text_config  # the rest: CUDA, NCCL, fragments
     items = list(dict.fromkeys(item for phase in phases.values() for item in phase))
     lines = [f"{n['trained'] / 1e9:.2f} B trained parameters, {n['tower'] / 1e9:.2f} B in the frozen tower; GB per GPU, of {gpus} with {gpu_gb:g} each",
@@ -1520,59 +1468,10 @@ def plan_text(config, gpus, gpu_gb, context, pack_tokens, engine_share=0.5, engi
     if engine_share:
         weights = 2 * (n["trained"] + n["tower"])
         tokens = max(0, int((engine_share * gpu_gb * 1e9 - weights) / kv_bytes(text)))
-        lines.append(f"vLLM{f' on {engine_gpus} more' if engine_gpus else ''}: {weights / 1e9:.1f} GB of weights, KV cache for {tokens} tokens: "
+        lines.append(f"vLLM: {weights / 1e9:.1f} GB of weights, KV cache for {tokens} tokens: "
                      f"{tokens // context} contexts of {context} at once" + ("" if tokens >= context else "; NOT ONE: raise its share or lower --context"))
         over += [] if tokens >= context else ["vLLM"]
     return table, "\n".join(lines), not over
-
-
-def training_flops(text, layers, tokens, trained, pairs):
-    """Forward and backward: 6 a weight of the layers and token, 6 a weight of the head and trained token, 12 a visible (query, key) pair,
-    head dimension and layer. What recomputation does again is not counted, nor is a shared prompt counted twice. layers: their parameters."""
-    return 6 * (layers * tokens + text.vocab_size * text.hidden_size * trained) + 12 * pairs * text.num_attention_heads * text.head_dim * text.num_hidden_layers
-
-
-def tree_pairs(prompt, responses=()):
-    """Visible (query, key) pairs of one tree, lengths in tokens."""
-    return prompt * (prompt + 1) // 2 + sum(r * prompt + r * (r + 1) // 2 for r in responses)
-
-
-def recipe_text(config, gpus, tflops, mfu, sampled, link, price, engines=0, reference=True):
-    """The paper's recipe (SFT 500 steps, 54 RL steps, groups of 8) in tokens, hours and money. An estimate: what is assumed stands in its lines.
-
-    tflops: of one GPU's matrix products; mfu: the part of it that training reaches; sampled: tokens a second and GPU that vLLM samples, prefill
-    apart; engines: GPUs of their own that sample, 0 = all; link: GB/s at which a GPU takes in weights; price: of a GPU hour.
-    """
-    text, n, each = config.text_config, parameter_counts(config), tflops * 1e12 * mfu
-    speed, samplers = gpus * each, engines or gpus
-    frame = 50176 // 32**2 + 9  # vision tokens, and its time and markers
-    seen = 2 * n["tower"] * 4 * (50176 // 32**2)  # FLOPs of the tower a frame: its patches are a quarter of a token
-    said, asked, calls, summary, budgets = 600, 300, 2, 120, (4, 8, 16, 32, 64)
-    chat, window = 64 * frame + asked + said, 16 * frame + asked
-    sft_tokens = 500 * 64 * chat
-    sft_s = 500 * 64 * training_flops(text, n["layers"], chat, said, tree_pairs(chat)) / speed + 500 * 64 * 64 * seen / speed
-    prompts = [k * frame + asked for k in budgets]  # nFrames gating: each as often as the others
-    mean = sum(prompts) / len(prompts)
-    rollouts = 54 * 32 * 8
-    # A group's prompt is prefilled once (prefix cache); every window has frames of its own.
-    prefilled, spoken = rollouts * (mean / 8 + calls * window), rollouts * (said + calls * summary)
-    decode_s = spoken / (sampled * samplers)
-    prefill_s = (2 * n["layers"] * prefilled + 54 * 32 * (sum(budgets) / 5 + 8 * calls * 16) * seen) / (samplers * each)
-    trained = 54 * 32 * (mean + 8 * said)
-    update_s = 54 * 32 * sum(training_flops(text, n["layers"], p + 8 * said, 8 * said, tree_pairs(p, [said] * 8)) for p in prompts) / len(prompts) / speed
-    reference_s = update_s / 3 * reference  # its forward alone
-    update_s += 54 * 32 * sum(budgets) / 5 * seen / speed
-    sync_s = 54 * 2 * (n["trained"] + n["tower"]) / (link * 1e9)
-    rl_s = decode_s + prefill_s + update_s + reference_s + sync_s
-    hours = (sft_s + rl_s) / 3600
-    return "\n".join([
-        f"ESTIMATE of the paper's recipe on {gpus + engines} GPUs, nothing of it measured. Assumed: {mfu:.0%} of {tflops:g} TFLOP/s in training and prefill, {sampled:g} sampled tokens/s a GPU,",
-        f"  weights at {link:g} GB/s, {frame} tokens a frame, {said} tokens a response, {calls} windows of 16 frames a rollout with {summary} tokens each, no waiting for videos",
-        f"  SFT, 500 steps of 64 chats with 64 frames: {sft_tokens / 1e6:.0f} M tokens, {sft_s / 3600:.1f} h",
-        f"  RL, 54 steps of 32 prompts x 8: {prefilled / 1e6:.0f} M tokens prefilled in {prefill_s / 3600:.2f} h, {spoken / 1e6:.1f} M sampled in {decode_s / 3600:.2f} h, "
-        f"{trained / 1e6:.1f} M trained in {update_s / 3600:.2f} h,",
-        f"    reference {reference_s / 3600:.2f} h, 54 weight syncs of {sync_s / 54:.2f} s: {rl_s / 3600:.1f} h",
-        f"  together {hours:.1f} h, {hours * (gpus + engines):.0f} GPU hours, {hours * (gpus + engines) * price:.0f} at {price:g} a GPU hour"])
 
 
 def warn_of_memory(config, args, device, world, **options):
@@ -1580,7 +1479,7 @@ def warn_of_memory(config, args, device, world, **options):
     if device.type != "cuda":
         return
     table, verdict, fits = plan_text(config, world, torch.cuda.get_device_properties(device).total_memory / 1e9, getattr(args, "context", args.pack_tokens),
-                                     args.pack_tokens, recompute=args.recompute, replicas=args.replicas, offload=args.offload_optimizer, **options)
+                                     args.pack_tokens, recompute=args.recompute, replicas=args.replicas, **options)
     print(verdict if fits else f"{table}\nWARNING: {verdict}", flush=True)
 
 
@@ -1781,7 +1680,7 @@ def newest_checkpoint(out):
 
 def pace_flags():
     """Flags that say how fast, how patiently and to whom, never what: they may differ between two parts of one run."""
-    return {"offload_optimizer", "engine_gpus", "max_seqs", "decode_threads", "decode_timeout", "frame_cache_gb", "feature_cache_gb", "engine_share", "patience", "quiet", "tensorboard", "wandb"}
+    return {"max_seqs", "decode_threads", "decode_timeout", "frame_cache_gb", "feature_cache_gb", "engine_share", "patience", "quiet", "tensorboard", "wandb"}
 
 
 def resume_point(out, args, resume):
@@ -1948,11 +1847,8 @@ def fix_tokenizer_class(folder, tokenizer):
         write_atomic(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
-def load_train_state(policy, optimizer, path, offload=False):
-    """Restore weights and optimizer (or a list of them) from `path`/train_state, saved by any number of ranks. The loop state is resume_point's.
-
-    offload: moments lie in host memory afterwards, as `take_step` wants them; while they are read they are all on the device.
-    """
+def load_train_state(policy, optimizer, path):
+    """Restore weights and optimizer (or a list of them) from `path`/train_state, saved by any number of ranks. The loop state is resume_point's."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
@@ -1960,9 +1856,6 @@ def load_train_state(policy, optimizer, path, offload=False):
     dcp.load(shards, checkpoint_id=os.path.join(path, "train_state"))
     policy.load_state_dict(shards["model"])
     set_optimizer_state_dict(policy, optimizer, shards["optimizer"])
-    for each in optimizer if isinstance(optimizer, list) else [optimizer]:
-        for state in each.state.values() if offload else ():
-            move_moments(state, "cpu")
 
 
 def prune_checkpoints(out, keep):
@@ -2073,28 +1966,14 @@ def main():
     parser.add_argument("--recompute", choices=["full", "selective", "none"], default="full", help="as grpo.py has it")
     parser.add_argument("--replicas", type=int, default=1, help="as grpo.py has it")
     parser.add_argument("--kl", type=float, default=0.01, help="0 = no reference model")
-    parser.add_argument("--offload-optimizer", action="store_true", help="as grpo.py has it")
-    parser.add_argument("--engine-share", type=float, default=None, help="vLLM's part of the GPU while it is awake; 0 = no engine (sft.py); default as grpo.py has it")
-    parser.add_argument("--engine-gpus", type=int, default=0, help="as grpo.py has it: besides --gpus, all nodes together")
-    parser.add_argument("--estimate", action="store_true", help="hours and cost of the paper's recipe as well, from the next five; --recompute and memory do not enter")
-    parser.add_argument("--tflops", type=float, default=989.0, help="matrix products of one GPU in bf16, TFLOP/s")
-    parser.add_argument("--mfu", type=float, default=0.4, help="part of it that training reaches: measure it with tests/gpu_check.py")
-    parser.add_argument("--sampled", type=float, default=2000.0, help="tokens a second that one GPU's engine samples, prefill apart")
-    parser.add_argument("--link-gb", type=float, default=100.0, help="GB a second at which a GPU takes in gathered weights")
-    parser.add_argument("--price", type=float, default=3.0, help="of one GPU hour")
+    parser.add_argument("--engine-share", type=float, default=0.5, help="vLLM's part of the GPU while it is awake; 0 = no engine (sft.py)")
     args = parser.parse_args()
-    if args.engine_share is None:
-        args.engine_share = 0.9 if args.engine_gpus else 0.5
     if min(args.gpus, args.context, args.pack_tokens, args.replicas) < 1 or args.gpus % args.replicas or not args.gpu_gb > 0 or not 0 <= args.engine_share < 1:
         raise UserError("--gpus, --gpu-gb, --context, --pack-tokens and --replicas must be above 0, --gpus a multiple of --replicas, --engine-share below 1")
-    if args.engine_gpus < 0 or not min(args.tflops, args.mfu, args.sampled, args.link_gb) > 0 or not args.price >= 0:
-        raise UserError("--tflops, --mfu, --sampled and --link-gb must be above 0, --engine-gpus and --price may not be negative")
     config = read_config(args.plan)
-    table, verdict, fits = plan_text(config, args.gpus, args.gpu_gb, args.context, args.pack_tokens, args.engine_share, args.engine_gpus, recompute=args.recompute,
-                                     replicas=args.replicas, reference=args.kl > 0, offload=args.offload_optimizer)
+    table, verdict, fits = plan_text(config, args.gpus, args.gpu_gb, args.context, args.pack_tokens, args.engine_share, recompute=args.recompute,
+                                     replicas=args.replicas, reference=args.kl > 0)
     print(f"{table}\n{verdict}")
-    if args.estimate:
-        print(recipe_text(config, args.gpus, args.tflops, args.mfu, args.sampled, args.link_gb, args.price, args.engine_gpus, args.kl > 0))
     sys.exit(0 if fits else 1)
 
 

@@ -101,7 +101,6 @@ def parse_args():
         if getattr(args, name) < 1:
             raise model.UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     model.check_log_arguments(args)
-    model.check_memory_arguments(args)
     return args
 
 
@@ -435,13 +434,13 @@ def main(watch):
         dist.destroy_process_group()
         return
     torch.manual_seed(args.seed)
-    policy = model.load_sharded(ckpt, codec, device, args.attention, args.recompute, args.replicas, args.compile)
+    policy = model.load_sharded(ckpt, codec, device, args.attention, args.recompute, args.replicas)
     vision = model.VisionFeatures(policy.hf.model.visual, codec, train.frames, int(args.feature_cache_gb * 2**30))
     held_vision = model.VisionFeatures(policy.hf.model.visual, codec, held.frames, int(args.feature_cache_gb * 2**30)) if held else None
     optimizers = build_optimizers(policy, args, device)
     peaks = [[group["lr"] for group in o.param_groups] for o in optimizers]
     if folder:
-        model.load_train_state(policy, optimizers, folder, args.offload_optimizer)
+        model.load_train_state(policy, optimizers, folder)
     if rank == 0:
         model.write_atomic(os.path.join(args.out, "args.json"), json.dumps(vars(args), indent=1))
         weights = sum(p.numel() for p in model.trained_parameters(policy))
@@ -502,7 +501,7 @@ def main(watch):
         bad = 0 if math.isfinite(norm) else bad + 1
         for o in optimizers:
             if not bad:  # the norm is of all ranks' gradients: all of them step, or none does
-                model.take_step(o, args.offload_optimizer)
+                o.step()
             o.zero_grad(set_to_none=True)
         if bad >= args.max_bad_steps:
             saver.wait()

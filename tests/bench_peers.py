@@ -153,7 +153,7 @@ def ours(args):
     engine = rollout.make_engine(args.engine, args.ckpt, codec, flags)
     agent = rollout.Agent(temperature=1.0, max_new_tokens=args.response, context=flags.context, tools=False, think_prefix=False)
     task = {"id": "t", "video": "stills", "question": args.filler, "answer": "x", "type": "open"}
-    settings = SimpleNamespace(minibatches=1, pack_tokens=10**6, temperature=1.0, clip_eps=0.2, tis_cap=5.0, kl=0.0, clip=1.0, offload_optimizer=False)
+    settings = SimpleNamespace(minibatches=1, pack_tokens=10**6, temperature=1.0, clip_eps=0.2, tis_cap=5.0, kl=0.0, clip=1.0)
 
     def step(number):
         began = time.perf_counter()

@@ -54,7 +54,7 @@ def update_of(args, frames, text, group, response):
     ids = [codec.image_pad] * (frames * model.tokens_per_item(codec, item)) + rng.integers(0, 256, text).tolist()
     branches = [model.Span(rng.integers(0, 256, response).tolist(), [1] * response, {"advantage": [(-1.0) ** i] * response, "rollout": [-6.0] * response}) for i in range(group)]
     tree = model.Tree(model.Span(ids, [0] * len(ids), {"advantage": [0.0] * len(ids), "rollout": [0.0] * len(ids)}), [item] if frames else [], branches)
-    settings = SimpleNamespace(minibatches=1, pack_tokens=10**6, temperature=1.0, clip_eps=0.2, tis_cap=5.0, kl=0.0, clip=1.0, offload_optimizer=False)
+    settings = SimpleNamespace(minibatches=1, pack_tokens=10**6, temperature=1.0, clip_eps=0.2, tis_cap=5.0, kl=0.0, clip=1.0)
 
     def step():
         vision.cache.clear()

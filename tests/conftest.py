@@ -1,5 +1,6 @@
 """Shared by all tests: one small toy world a session, its codec and its policy, on CPU in fp32."""
 import os
+import random
 import subprocess
 import sys
 
@@ -15,17 +16,32 @@ def run_script(name, *arguments, ranks=0, timeout=600):
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=ROOT)
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--shuffle", type=int, default=None, metavar="SEED", help="files and their tests in a random order: no test may need another")
+
+
+def pytest_collection_modifyitems(config, items):
     """Long files first: with a file to each of two processes, a long one at the end would leave the other idle."""
+    seed = config.getoption("--shuffle")
+    if seed is not None:  # a file stays in one piece: its module fixtures are made once
+        draw = random.Random(seed)
+        files = {name: draw.random() for name in dict.fromkeys(item.path.name for item in items)}
+        order = {item: (files[item.path.name], draw.random()) for item in items}
+        items.sort(key=order.get)
+        return
     long = ("test_faults.py", "test_survival.py", "test_grpo.py", "test_rollout.py", "test_model.py")
     items.sort(key=lambda item: long.index(item.path.name) if item.path.name in long else len(long))
 
 
 @pytest.fixture(scope="module", autouse=True)
-def denormals():
-    """Starting a process group flushes denormal numbers, for the whole process; hypothesis, in another file, draws them."""
-    if "torch" in sys.modules:
-        sys.modules["torch"].set_flush_denormal(False)
+def fresh_process():
+    """What a file leaves behind in the whole process: a process group, and denormal numbers flushed, which hypothesis draws."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch:
+        torch.set_flush_denormal(False)
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="session")
@@ -44,9 +60,9 @@ def codec(toy):
     return model.load_codec(str(toy / "init"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def process_group():
-    """A process group of one, which FSDP and the lockstep helpers need."""
+    """A process group of one, which FSDP and the lockstep helpers need. Made where there is none: closing a vLLM engine ends it."""
     import model
 
     model.start_process_group()

@@ -8,8 +8,7 @@ It writes a toy checkpoint, draws toy frames in memory (no video file, no decode
   rollouts    vLLM when installed, else the transformers engine: log-probs against the trainer, tokens/s; once more after sleep, new weights
               and wake; peak memory
   geometries  packed SFT and a GRPO update at the size of 2B and 4B with random weights: tokens/s, share of the card's own measured
-              matrix-product ceiling (MFU), waits of the host for the GPU, peak memory against model.py's ledger; 2B with compiled layers
-              as well. On CPU: the toy's geometry, to see that it runs
+              matrix-product ceiling (MFU), waits of the host for the GPU, peak memory against model.py's ledger. On CPU: the toy's geometry, to see that it runs
 
 A row says what was compared, the number, its bound, and ok, FAIL or why it was skipped. Exit code 1 when a check fails.
 Without a GPU the CPU rows run and the others say so.
@@ -225,7 +224,7 @@ def check_steps(table, ckpt, codec, trees, source, device):
         for b in t.branches:
             b.values["rollout"] = [next(logp) for _ in b.ids]
         t.prefix.values = {"advantage": [0.0] * len(t.prefix.ids), "rollout": [0.0] * len(t.prefix.ids)}
-    args = SimpleNamespace(minibatches=1, pack_tokens=32768, temperature=1.0, clip_eps=0.2, tis_cap=5.0, kl=0.0, clip=1.0, offload_optimizer=False)
+    args = SimpleNamespace(minibatches=1, pack_tokens=32768, temperature=1.0, clip_eps=0.2, tis_cap=5.0, kl=0.0, clip=1.0)
     tokens = sum(len(b.ids) for t in trees for b in t.branches)
     before = torch.cat([(p.full_tensor() if hasattr(p, "full_tensor") else p).detach().flatten().cpu() for p in model.trained_parameters(policy)])
     began = time.time()
@@ -309,7 +308,18 @@ def waits(function):
     return sum("synchroniz" in str(w.message) for w in seen)
 
 
-def check_geometry(table, name, config, codec, device, sizes, top, repeats=5, compiled=False):
+def training_flops(text, layers, tokens, trained, pairs):
+    """Forward and backward: 6 a weight of the layers and token, 6 a weight of the head and trained token, 12 a visible (query, key) pair,
+    head dimension and layer. What recomputation does again is not counted, nor is a shared prompt counted twice. layers: their parameters."""
+    return 6 * (layers * tokens + text.vocab_size * text.hidden_size * trained) + 12 * pairs * text.num_attention_heads * text.head_dim * text.num_hidden_layers
+
+
+def tree_pairs(prompt, responses=()):
+    """Visible (query, key) pairs of one tree, lengths in tokens."""
+    return prompt * (prompt + 1) // 2 + sum(r * prompt + r * (r + 1) // 2 for r in responses)
+
+
+def check_geometry(table, name, config, codec, device, sizes, top, repeats=5):
     """Updates at a real geometry with random weights. sizes: chats, tokens of a chat, groups, prompt, response, responses of a group."""
     from transformers import Qwen3VLForConditionalGeneration
 
@@ -323,8 +333,7 @@ def check_geometry(table, name, config, codec, device, sizes, top, repeats=5, co
         torch.cuda.reset_peak_memory_stats()
     with device:
         hf = Qwen3VLForConditionalGeneration(config)
-    policy = model.shard(model.as_policy(hf, codec, device, "auto", "full", compiled), device)
-    name += ", compiled" if compiled else ""
+    policy = model.shard(model.as_policy(hf, codec, device, "auto", "full"), device)
     optimizer = model.adamw(model.trained_parameters(policy), 1e-6, 0.0, 0.999, device)
     layers, rng = model.parameter_counts(config)["layers"], random.Random(0)
 
@@ -344,11 +353,11 @@ def check_geometry(table, name, config, codec, device, sizes, top, repeats=5, co
         branches = [model.Span(words(response), [1] * response, {"advantage": [(-1.0) ** i] * response, "rollout": [-12.0] * response}) for i in range(group)]
         return model.Tree(model.Span(words(prompt), [0] * prompt, zeros), [], branches)
 
-    trees, args = [tree() for _ in range(groups)], SimpleNamespace(minibatches=1, pack_tokens=chats * long, temperature=1.0, clip_eps=0.2, tis_cap=5.0, kl=0.0, clip=1.0, offload_optimizer=False)
+    trees, args = [tree() for _ in range(groups)], SimpleNamespace(minibatches=1, pack_tokens=chats * long, temperature=1.0, clip_eps=0.2, tis_cap=5.0, kl=0.0, clip=1.0)
     tokens = groups * (prompt + group * response)
-    work = {"packed SFT": (sft_step, chats * long, model.training_flops(text, layers, chats * long, chats * (long // 8), chats * model.tree_pairs(long))),
+    work = {"packed SFT": (sft_step, chats * long, training_flops(text, layers, chats * long, chats * (long // 8), chats * tree_pairs(long))),
             "GRPO update": (lambda: grpo.update(policy, None, None, optimizer, trees, groups * group * response, codec, args, 1, device), tokens,
-                            model.training_flops(text, layers, tokens, groups * group * response, groups * model.tree_pairs(prompt, [response] * group)))}
+                            training_flops(text, layers, tokens, groups * group * response, groups * tree_pairs(prompt, [response] * group)))}
     for what, (step, count, flops) in work.items():
         seconds = seconds_of(step, device, repeats)
         table.add(f"{where} {name} {what}: tokens/s", count / seconds, None, f"{count} tokens, {seconds:.2f} s")
@@ -414,9 +423,8 @@ def main():
         model.start_process_group()  # vLLM ends the whole process's when it is closed
         top = ceiling(device)
         for name in ("2B", "4B") if gpu else ("toy",):
-            for compiled in (False, True) if name == "2B" else (False,):
-                config = model.read_config(name if gpu else ckpt)  # anew: a model changes the one it is built from
-                check_geometry(table, name, config, codec, device, (8, 4096, 3, 4000, 800, 8) if gpu else (4, 128, 1, 100, 20, 4), top, compiled=compiled)
+            config = model.read_config(name if gpu else ckpt)
+            check_geometry(table, name, config, codec, device, (8, 4096, 3, 4000, 800, 8) if gpu else (4, 128, 1, 100, 20, 4), top)
         if gpu:
             table.add("GPU peak memory", torch.cuda.max_memory_allocated() / 2**30, None, "GiB, without vLLM's own pool")
     failed = [r["what"] for r in table.rows if r["verdict"] == "FAIL"]

@@ -17,7 +17,6 @@ import pytest
 from conftest import ROOT, run_script
 
 import model
-import rollout
 
 HEAD = """
     import os, signal, sys, time
@@ -220,109 +219,19 @@ def test_reinforcement_learning_goes_on_with_other_ranks(start, toy, tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# An engine in a process of its own
-
-
-def test_an_engine_of_its_own_samples_what_engines_inside_the_ranks_do(start, tmp_path):
-    """Two ranks, one engine for both, three steps with large updates: the same tasks and seeds, and log-probs of the newest weights at every step."""
-    flags, rows, ids = ("--steps", 3, "--lr", 5e-3, "--seed", 3), {}, {}
-    for name, more in (("inside", ()), ("own", ("--engine-gpus", 1))):
-        code, out, err, _ = finish(start("grpo", "", *flags, *more, out=name))
-        assert code == 0, err[-3000:]
-        rows[name] = [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
-        read = [json.loads(line) for path in (tmp_path / name / "rollouts").iterdir() for line in path.read_text().splitlines()]
-        ids[name] = sorted((row["version"], row["group"], row["sample"], row["K"], row["ids"]) for row in read)
-    assert [row[:4] for row in ids["own"]] == [row[:4] for row in ids["inside"]]
-    assert sum(a == b for a, b in zip(*ids.values())) >= 15  # of 18: other batches round otherwise, which may tip a sample
-    assert all(m["gap_max"] < 1e-3 for m in rows["own"]) and rows["own"][0]["grad_norm"] == pytest.approx(rows["inside"][0]["grad_norm"], rel=1e-3)
+# Two nodes
 
 
 def test_two_nodes_share_nothing_but_folders(toy, tmp_path):
-    """Two launchers that find each other, as the README has it: a rank, a whole copy of the model in shards, and an engine of its own on each node."""
+    """Two launchers that find each other, as the README has it: a rank and a whole copy of the model in shards on each node."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         place = f"localhost:{free.getsockname()[1]}"
     words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc_per_node", 1, "--rdzv_backend", "c10d", "--rdzv_endpoint", place, os.path.join(ROOT, "grpo.py"),
-             "--preset", "toy", "--ckpt", toy / "init", "--data", toy / "rl.jsonl", "--out", tmp_path / "out", *LIVE, "--steps", 3, "--lr", 5e-3, "--replicas", 2, "--engine-gpus", 1]
+             "--preset", "toy", "--ckpt", toy / "init", "--data", toy / "rl.jsonl", "--out", tmp_path / "out", *LIVE, "--steps", 3, "--lr", 5e-3, "--replicas", 2]
     nodes = [subprocess.Popen(list(map(str, words)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(2)]
     ended = [finish(node) for node in nodes]
     assert [code for code, *_ in ended] == [0, 0], ended[0][2][-2000:] + ended[1][2][-2000:]
     rows = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
     assert [m["step"] for m in rows] == [1, 2, 3] and all(m["groups"] == 2 and m["gap_max"] < 1e-3 for m in rows)
     assert len(list((tmp_path / "out" / "rollouts").iterdir())) == 6 and model.is_complete(str(tmp_path / "out" / "last")) and not alive(tmp_path)
-
-
-def test_an_engine_that_dies_ends_the_run(start, tmp_path):
-    fault = """
-        real_poll, polls = rollout.TransformersEngine.poll, []
-        def poll(self):
-            polls.append(1)
-            if len(polls) == 3:
-                os._exit(9)
-            return real_poll(self)
-        rollout.TransformersEngine.poll = poll
-    """
-    code, out, err, _ = finish(start("grpo", fault, "--steps", 2, "--engine-gpus", 1))
-    assert code != 0 and "the engine's process has ended" in err and not alive(tmp_path)
-
-
-def test_more_engines_than_ranks_are_refused():
-    with pytest.raises(model.UserError, match="--engine-gpus 2: 1 ranks on a node cannot use so many engines"):
-        rollout.start_engines("auto", "", None, 0, 2)
-
-
-def test_a_scheduler_that_warns_finds_the_engine_still_there(start, tmp_path):
-    """SIGTERM reaches the engine's process as well, from the launcher: it has to live until the ranks have saved."""
-    fault = """
-        real, calls = grpo.training_trees, []
-        def training_trees(*given):
-            calls.append(1)
-            if len(calls) == 2 and rank == 0:
-                open(sys.argv[sys.argv.index('--out') + 1] + '/second', 'w').close()
-            if len(calls) == 2:
-                time.sleep(2)
-            return real(*given)
-        grpo.training_trees = training_trees
-    """
-    process, until = start("grpo", fault, "--steps", 40, "--engine-gpus", 1), time.monotonic() + 90
-    while not (tmp_path / "out" / "second").exists() and time.monotonic() < until:
-        time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
-    code, out, err, _ = finish(process)
-    assert re.search(r"stopped by SIGTERM after step [12] of 40", out) and not alive(tmp_path) and "Traceback" not in err.split("Sending process")[0], err[-3000:]
-
-
-def test_an_engine_and_a_rank_never_wait_for_each_other(tmp_path):
-    """Sixty requests of two megabytes, each answered at once, and nothing read before the last is sent: more than a socket holds, both ways."""
-    (tmp_path / "echo.py").write_text(textwrap.dedent(HEAD.format(root=ROOT)) + textwrap.dedent("""
-        import types
-        import numpy as np
-
-        class Echo:
-            def __init__(self):
-                self.waiting = []
-            def submit(self, request):
-                self.waiting.append(request)
-            def poll(self):
-                done, self.waiting = [rollout.Completion(r.id, list(range(20000))) for r in self.waiting], []
-                return done
-            def sync(self, weights):
-                assert [(name, t.sum().item()) for name, t in weights] == [("a", 3.0), ("b", 400.0)]
-            def close(self):
-                pass
-
-        rollout.make_engine, model.load_codec = lambda *_, **__: Echo(), lambda *_: None
-        if __name__ == "__main__":
-            model.start_process_group()
-            engine = rollout.start_engines("auto", "", types.SimpleNamespace(channel="image", max_seqs=4), 0, 1)
-            for n in range(60):
-                engine.submit(rollout.Request(str(n), [], [], [], [np.zeros(2_000_000, np.uint8)], None, 1, 1.0, n))
-            done = []
-            while len(done) < 60:
-                done += engine.poll()
-            engine.wake(iter([("a", torch.ones(3)), ("b", torch.ones(20, 20))]))
-            engine.close()
-            print(len({c.id for c in done}), engine.process.exitcode)
-    """))
-    done = run_script(tmp_path / "echo.py", timeout=120)
-    assert done.stdout.split() == ["60", "0"], done.stderr[-2000:]

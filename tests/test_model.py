@@ -57,12 +57,6 @@ class Album:
         return model.VisionFeatures(policy.hf.model.visual, codec, self.load)
 
 
-@pytest.fixture(scope="module")
-def process_group():
-    """A process group of one. Asked for by every file, since closing a vLLM engine ends the group of the whole process."""
-    model.start_process_group()
-
-
 @pytest.fixture(scope="session")
 def video_codec(toy):
     return model.load_codec(str(toy / "init"), "video")
@@ -258,43 +252,6 @@ def test_frames_of_several_sizes_are_no_batch_for_the_tower(policy, codec, album
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile on CPU needs a C++ compiler")
-@pytest.mark.parametrize("kernel", ["parts", "flex"])
-def test_compiled_layers_are_the_same_layers(lively, toy, codec, album, monkeypatch, kernel):
-    """parts: forward and backward. flex, as GPUs have it: forward, in whole graphs, for which CPU has the kernel; no layer has a graph of its own."""
-    from transformers import Qwen3VLForConditionalGeneration
-
-    plain = model.attention_plan
-
-    def flexible(pack, kind, device):
-        if kind != "varlen":
-            return plain(pack, kind, device)
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        def visible(_batch, _head, q, k):
-            return (q >= k) & (pack.tree[q] == pack.tree[k]) & ((pack.branch[k] == 0) | (pack.branch[k] == pack.branch[q]))
-
-        return model.AttentionPlan("flex", mask=create_block_mask(visible, None, None, len(pack.ids), len(pack.ids), device="cpu"))
-
-    monkeypatch.setattr(model, "attention_plan", flexible)
-    monkeypatch.setattr(model, "choose_attention", lambda device, kind="auto": "parts" if kind == "auto" else kind)
-    hf = Qwen3VLForConditionalGeneration.from_pretrained(toy / "init")
-    hf.load_state_dict(lively.hf.state_dict())
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    compiled = model.as_policy(hf, codec, CPU, "varlen" if kernel == "flex" else "auto", "none", True)
-    vision = album.features(lively, codec)
-    separate, trees = separate_and_packed(codec, album)
-    for members in (trees, trees[:1], trees[1:]):  # lengths become dynamic on the way
-        pack = model.pack_trees(codec, members)
-        with torch.set_grad_enabled(kernel == "parts"):
-            wanted, found = lively(pack, vision)[0], compiled(pack, vision)[0]
-        assert (found - wanted).abs().max() < 1e-5
-        if kernel == "parts":
-            assert relative(gradients(compiled, found.square().sum()), gradients(lively, wanted.square().sum())) < 1e-5
-    stats = torch._dynamo.utils.counters
-    assert stats["stats"]["unique_graphs"] >= 2 and (kernel == "parts" or not stats["graph_break"] and stats["stats"]["unique_graphs"] < 8)
-
-
 @pytest.mark.parametrize("each_codec", ["image", "video"], indirect=True)
 def test_plain_transformers_gives_the_same_log_probs(lively, each_codec, album):
     """The outside oracle: ids, pixels, positions and forward are all transformers' own, called as its documentation says."""
@@ -373,7 +330,8 @@ def one_update(toy, pack_tokens, replicas=1):
 
 
 @pytest.fixture(scope="module")
-def one_pack(toy, process_group):
+def one_pack(toy):
+    model.start_process_group()
     return one_update(toy, 10**6)
 
 
@@ -775,8 +733,9 @@ def test_features_of_a_changed_file_are_refused(policy, codec, album, change):
 
 
 @pytest.fixture(scope="module")
-def saved(toy, codec, process_group, tmp_path_factory):
+def saved(toy, codec, tmp_path_factory):
     """A changed policy and the checkpoint it was saved to."""
+    model.start_process_group()
     policy = model.load_policy(str(toy / "init"), codec, CPU)
     torch.manual_seed(5)
     with torch.no_grad():
@@ -1082,26 +1041,6 @@ def test_a_frozen_copy_has_the_same_log_probs_and_no_gradients(toy, codec, proce
     pack, vision = model.pack_trees(codec, separate_and_packed(codec, album)[1]), album.features(policy, codec)
     assert torch.equal(policy(pack, vision)[0], frozen(pack, vision)[0])
     assert not model.trained_parameters(frozen) and not frozen(pack, vision)[0].requires_grad
-
-
-def test_moments_that_visit_in_parts_make_the_same_step(toy, codec, process_group, monkeypatch):
-    """--offload-optimizer: bit for bit the plain step, and never more than a part of the moments on the device."""
-    policies = [model.load_sharded(str(toy / "init"), codec, CPU) for _ in range(2)]
-    optimizers = [model.adamw(model.trained_parameters(p), 1e-2, 0.1, 0.9, CPU) for p in policies]
-    moves, visits, move, step = [], [], model.move_moments, optimizers[1].step
-    monkeypatch.setattr(model, "move_moments", lambda state, device: (moves.append(device), move(state, device)))
-    monkeypatch.setattr(optimizers[1], "step", lambda: (visits.append([p.numel() for p in model.trained_parameters(policies[1]) if p.grad is not None]), step()))
-    for seed in range(3):
-        for policy, optimizer, offload in zip(policies, optimizers, (False, True)):
-            torch.manual_seed(seed)
-            for p in model.trained_parameters(policy)[seed:]:  # some weights may have no gradient
-                p.grad = torch.randn_like(p)
-            model.take_step(optimizer, offload, part=40_000)
-            optimizer.zero_grad(set_to_none=True)
-    for a, b in zip(*map(model.trained_parameters, policies)):
-        assert torch.equal(a.full_tensor(), b.full_tensor())
-    moved = 3 * len(model.trained_parameters(policies[0])) - (0 + 1 + 2)
-    assert sum(map(len, visits)) == moved and len(moves) == 2 * moved and all(sum(v) <= 40_000 or len(v) == 1 for v in visits) and max(map(len, visits)) > 1
 
 
 @pytest.mark.parametrize("kind, device, fits", [("sdpa", "cpu", True), ("parts", "cpu", True), ("flash", "cpu", False), ("varlen", "cpu", False), ("sdpa", "cuda", True),
