@@ -3,7 +3,8 @@
 # make test-page   the tests of view.py's page in a real browser (installs Debian's Chromium); `make test` runs them where there is one
 # make ablation   the paper's Table 2 in the toy world, 3 seeds -> bench/ablation.{json,md}, docs/ablation.png  (hours; finished rows are kept)
 PYTHON ?= python3
-RANKS ?= 2
+# one rank a GPU (a power of two: the demo's 16 prompts are dealt out evenly), two where there is none
+RANKS ?= $(shell n=$$(nvidia-smi -L 2>/dev/null | grep -c ^GPU); for r in 8 4 2 1; do [ $$n -ge $$r ] && echo $$r && exit; done; echo 2)
 BIN := .venv/bin
 DEMO := out/demo
 TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(RANKS)

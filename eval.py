@@ -778,15 +778,14 @@ def record_of(episode, digest, budget, mode, args):
     record["calls"] = [{k: v for k, v in call.items() if k != "sub"} for call in episode.calls]
     record.update(digest=digest, budget=str(budget), tools=mode, frame_times=[round(float(t), 3) for t in episode.notes.get("seconds", [])],
                   prompt_hash=hashlib.sha256(json.dumps(episode.notes.get("opening")).encode()).hexdigest()[:16])
-    return {**record, **grade(record, args.think_prefix, args.protocol)}
+    return {**record, **grade(record, args.protocol)}
 
 
-def grade(record, think_prefix, protocol="paravt"):
-    """-> {"said", "extracted", "score"} of one record; score in [0, 1]. think_prefix: its turns began with a forced <think>, which
-    is not in their text. The gold answer is looked at only after `extracted` is settled."""
+def grade(record, protocol="paravt"):
+    """-> {"said", "extracted", "score"} of one record; score in [0, 1]. The gold answer is looked at only after `extracted` is settled."""
     if record["status"] != "ok":
         return {"said": None, "extracted": None, "score": 0.0}
-    said, task = protocols()[protocol].get("final", rewards.answer_or_tail)(record["turns"], think_prefix), record["task"]
+    said, task = protocols()[protocol].get("final", rewards.answer_or_tail)(record["turns"], record["think_open"]), record["task"]
     extracted = None
     if said is not None:
         extracted = {"mcq": lambda: rewards.extract_letter(said, task.get("options")), "grounding": lambda: rewards.extract_span(said),
@@ -801,7 +800,7 @@ def graded(folder, judge=None):
         kept = json.load(f)
     records = read_records(folder)
     for record in records.values():
-        record.update(grade(record, kept["think_prefix"], kept["protocol"]))
+        record.update(grade(record, kept["protocol"]))
     if judge and judge.judge_model:
         judge_records(list(records.values()), folder, judge)
     return records
@@ -1220,7 +1219,10 @@ def main(watch):
         mine = one["tasks"][part::parts][rank::world]
         jobs += [(one, k, mode, [t for t in mine if any((t["id"], str(k), mode, s) not in done for s in range(args.samples))])
                  for k in args.frames for mode in modes]
-    if any(todo for *_, todo in jobs):
+    needed = any(todo for *_, todo in jobs)
+    if world > 1:  # building vLLM is collective: all ranks build, or none does
+        needed = model.any_rank(needed)
+    if needed:
         largest = max(64 if k == "gated" else k for k in args.frames)
         codec = model.load_codec(ckpt, args.channel) if ckpt else None
         if codec:

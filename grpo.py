@@ -86,7 +86,7 @@ def build_parser():
     add("--clip", type=float, default=1.0, help="gradient norm; 0 = no clipping")
     # engine
     add("--engine", choices=["auto", "vllm", "transformers"], default="auto", help="who samples")
-    add("--probe-tolerance", type=float, default=0.1, help="mean |log-prob gap| engine-trainer, nats, that stops the run")
+    add("--probe-tolerance", type=float, default=0.0, help="mean |log-prob gap| engine-trainer, nats, that stops the run; 0 = by precision: 0.001 in fp32 (CPU), 0.1 in bf16 (GPU)")
     # looking and saving
     add("--save-every", type=int, default=50, help="steps between checkpoints; 0 = only at the end")
     add("--keep", type=int, default=2, help="newest checkpoints kept besides `last`; 0 = all")
@@ -103,7 +103,7 @@ def parse_args():
     early = parser.parse_known_args()[0]
     if "toy" in early.preset:
         parser.set_defaults(lr=2e-4, prompts=16, steps=40, pack_tokens=4096, save_every=0, recompute="none", temperature=1.0, kl=0.0,
-                            probe_tolerance=1e-3, **rollout.toy_lengths())
+                            **rollout.toy_lengths())
     if "best" in early.preset:
         parser.set_defaults(minibatches=2)
     if early.vanilla:
@@ -296,9 +296,9 @@ def update(policy, reference, vision, optimizer, trees, tokens, codec, args, wor
 # Metrics
 
 
-def episode_row(e, think_prefix):
+def episode_row(e):
     """What the log needs of one episode, small enough to send to rank 0."""
-    ruler = rewards.format_reward(e.turns, think_prefix)  # the paper preset's terms, whatever this run is paid for: runs stay comparable
+    ruler = rewards.format_reward(e.turns, e.think_open)  # the paper preset's terms, whatever this run is paid for: runs stay comparable
     return {"K": e.frame_budget, "f_tau": ruler["total"], "well_formed": ruler["well_formed"], "status": e.status,
             **{k: e.reward[k] for k in ("total", "acc", "fmt", "tool")},
             "closure": e.reward["closure"], "written": len(e.calls), "parseable": e.parseable(), "executed": e.executed(),
@@ -398,6 +398,7 @@ def main(watch):
         model.load_train_state(policy, optimizer, folder)
     engine, gpu = None, device.type == "cuda"
     wire = torch.bfloat16 if gpu else torch.float32  # what the engine computes in
+    tolerance = args.probe_tolerance or (0.1 if gpu else 1e-3)
     if not args.rollouts:
         engine = rollout.make_engine(args.engine, ckpt, codec, args, args.seed + rank, sleeping=gpu, quiet=rank > 0)
         if start:  # the engine has read --ckpt; the resumed weights are newer
@@ -406,7 +407,7 @@ def main(watch):
         model.write_atomic(os.path.join(args.out, "args.json"), json.dumps(vars(args), indent=1))
         print(f"{args.prompts} prompts x {args.group} rollouts = {args.prompts * args.group} a step on {world} rank{'s' if world > 1 else ''} "
               f"({device.type}, attention {model.choose_attention(device, args.attention)}) | K {args.frames} | format credit {args.format_credit} | {sum(p.numel() for p in model.trained_parameters(policy)) / 1e6:.2f} M "
-              "trained parameters", flush=True)
+              f"trained parameters in fp32 (read from {'/'.join(sorted(policy.stored_as))})", flush=True)
         model.warn_of_memory(policy.hf.config, args, device, world, reference=args.kl > 0, engine_share=0 if args.rollouts else args.engine_share)
         model.clean_run(args.out, start)
     log = model.Log(args.out, start, args) if rank == 0 else None
@@ -490,10 +491,10 @@ def main(watch):
         if not args.rollouts:
             name = os.path.join(args.out, "rollouts", f"step_{step:06d}.rank{rank}.jsonl")
             model.write_atomic(name, "".join(json.dumps(e.to_json()) + "\n" for e in episodes))
-        if not stats["gap"] <= args.probe_tolerance:  # written so that NaN stops the run as well
+        if not stats["gap"] <= tolerance:  # written so that NaN stops the run as well
             saver.wait()
             raise model.RunError(f"step {step}: mean |log-prob gap| between engine and trainer is {stats['gap']:.3f} nats, tolerance "
-                               f"{args.probe_tolerance}: the engine samples from other weights or other inputs")
+                               f"{tolerance}: the engine samples from other weights or other inputs")
 
         # 3. New weights into the engine, old caches out.
         clock = time.monotonic()
@@ -503,7 +504,7 @@ def main(watch):
         watch.beat()
 
         # 4. Numbers.
-        rows = gather_rows([episode_row(e, args.think_prefix) for e in episodes])
+        rows = gather_rows([episode_row(e) for e in episodes])
         counts = gather_rows([{"skipped": skipped, "groups": len(groups), "packed": sum(len(t) for t in trees),
                                "decode_s": waited.get("decode_s", 0.0)}])
         m = summarise(rows)

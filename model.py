@@ -22,6 +22,7 @@ Reads and writes: checkpoint directories (`from_pretrained` layout) and `train_s
 What a size takes on a GPU, before it is rented:  python model.py --plan 8B --gpus 8 --gpu-gb 80 --context 32768
 """
 import argparse
+import codecs
 import contextlib
 import faulthandler
 import json
@@ -288,7 +289,8 @@ class Codec:
     mean: tuple
     std: tuple
     markup: tuple  # literals of added tokens ("<|im_end|>", "<tool_call>", ..) that untrusted text must not become
-    banned: tuple  # ids that are never sampled: vision placeholders and turn starts
+    banned: tuple  # ids that are never sampled: vision placeholders, turn starts, every end but <|im_end|>
+    opens_thought: bool  # the template's generation prompt ends in `<think>\n` (Thinking checkpoints)
     pieces: list  # [vocab] bytes of every token
 
     @property
@@ -320,13 +322,27 @@ def load_codec(ckpt, channel="image"):
                         "use --channel image")
     one = tokenizer.convert_tokens_to_ids
     added = sorted((t for t in tokenizer.get_added_vocab() if t.startswith("<")), key=len, reverse=True)
-    banned = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|im_start|>"]
-    return Codec(tokenizer=tokenizer, processor=processor, channel=channel, image_pad=config.image_token_id,
+    banned = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|im_start|>", "<|endoftext|>"]
+    # Published checkpoints end on two ids. vLLM stops at either; sampled, the other one would stand in the turn as text.
+    banned = {i for t in banned if (i := tokenizer.get_vocab().get(t)) is not None} | (end_ids(ckpt) - {one("<|im_end|>")})
+    codec = Codec(tokenizer=tokenizer, processor=processor, channel=channel, image_pad=config.image_token_id,
                  video_pad=config.video_token_id, vision_start=config.vision_start_token_id,
                  vision_end=config.vision_end_token_id, eos=one("<|im_end|>"), patch=images.patch_size,
                  merge=images.merge_size, temporal=images.temporal_patch_size, mean=tuple(images.image_mean),
-                 std=tuple(images.image_std), markup=tuple(added), banned=tuple(one(t) for t in banned),
+                 std=tuple(images.image_std), markup=tuple(added), banned=tuple(sorted(banned)), opens_thought=False,
                  pieces=token_bytes(tokenizer))
+    codec.opens_thought = template(codec, [{"role": "user", "content": "x"}]).endswith("<think>\n")
+    return codec
+
+
+def end_ids(ckpt):
+    """Ids at which generation ends, as generation_config.json says."""
+    path = os.path.join(ckpt, "generation_config.json")
+    if not os.path.isfile(path):
+        return set()
+    with open(path) as f:
+        ends = json.load(f).get("eos_token_id")
+    return set(ends if isinstance(ends, list) else [ends]) - {None}
 
 
 def token_bytes(tokenizer):
@@ -359,14 +375,23 @@ def decode(codec, ids, keep_special=False):
     return b"".join(pieces_of(codec, ids)).decode("utf-8", errors="replace")
 
 
-def guard(codec, text):
-    """Mark every special-token literal in untrusted text, so that `encode` gives it plain tokens.
+def text_pieces(codec, ids):
+    """Sampled ids -> the text that each one completes; joined they are `decode` of the ids. A token that ends within a character adds nothing yet."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    pieces = [decoder.decode(b"" if i == codec.eos else piece) for i, piece in zip(ids, pieces_of(codec, ids))]
+    if pieces:
+        pieces[-1] += decoder.decode(b"", True)
+    return pieces
+
+
+def guard(codec, text, literals=None):
+    """Mark every special-token literal in untrusted text, so that `encode` gives it plain tokens. literals: None = all of them.
 
     A question that contains "<|im_end|>" must not end the turn. The mark splits the literal for the tokenizer and is
     never encoded itself: the ids decode to the very text that was given.
     """
     text = text.replace(GUARD, "").replace(TURN, "")
-    for literal in codec.markup:
+    for literal in codec.markup if literals is None else literals:
         text = text.replace(literal, literal[0] + GUARD + literal[1:])
     return text
 
@@ -510,6 +535,21 @@ def think_prefix_ids(codec, prompt_ids):
     return [] if prompt_ids[-len(prefix):] == prefix else prefix
 
 
+def turn_ids(codec, text, prompt_ids):
+    """An assistant turn as it is written in data -> ids behind `prompt_ids`, the ids that a rollout would hold.
+
+    `<think>` is forced in rollouts as `<think>\\n`, ids of its own, so it is encoded apart, whether or not data has the newline. Where the
+    template has opened a thought, a turn without one closes it first. Control tokens spelled in the text stay text.
+    """
+    ids = []
+    if text.startswith("<think>"):
+        ids, text = think_prefix_ids(codec, prompt_ids), text.removeprefix("<think>").removeprefix("\n")
+    elif codec.opens_thought:
+        text = "</think>\n\n" + text
+    control = [codec.tokenizer.convert_ids_to_tokens(i) for i in (*codec.banned, codec.eos)]
+    return ids + encode(codec, guard(codec, text, control)) + [codec.eos]
+
+
 def glue_ids(codec, messages, ended, items=()):
     """Compact ids between two sampled turns: end of turn, all responses as the template writes them, next generation prompt.
 
@@ -536,8 +576,7 @@ class Sequence:
 def encode_chat(codec, messages, items=(), tools=None):
     """A whole conversation with assistant turns -> Sequence; mask 1 on assistant tokens and their turn ends.
 
-    Built from the same three pieces as a rollout (prompt, turns, glue), so SFT teaches exactly the ids RL will see. A
-    turn that opens with `<think>\\n` has that prefix encoded alone, since RL forces it as ids of its own.
+    Built from the same three pieces as a rollout (prompt, turns, glue), so SFT teaches exactly the ids RL will see.
     """
     first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
     ids, _, vision = encode_prompt(codec, messages[:first], items, tools)
@@ -546,10 +585,7 @@ def encode_chat(codec, messages, items=(), tools=None):
     while position < len(messages):
         content = messages[position]["content"]
         text = content if isinstance(content, str) else "".join(p["text"] for p in content)
-        turn = []
-        if text.startswith("<think>\n"):
-            turn, text = think_prefix_ids(codec, ids), text[len("<think>\n"):]
-        turn = turn + encode(codec, text.replace(GUARD, "")) + [codec.eos]
+        turn = turn_ids(codec, text, ids)
         ids, mask = ids + turn, mask + [1] * len(turn)
         position += 1
         replies = []
@@ -788,7 +824,7 @@ def choose_attention(device, kind="auto"):
         return kind
     if device.type != "cuda":
         return "parts"
-    if importlib.util.find_spec("flash_attn"):
+    if importlib.util.find_spec("flash_attn_2_cuda"):  # the kernels; a folder named flash_attn may be anything
         return "flash"
     return "varlen" if importlib.util.find_spec("torch.nn.attention.varlen") else "sdpa"
 
@@ -804,6 +840,45 @@ class AttentionPlan:
     layout: list = None
 
 
+def visible_pairs(layout, length, size):
+    """Pack's layout -> [blocks, blocks]: how many (query, key) pairs of each pair of blocks attend; blocks of `size` tokens."""
+    edges = size * np.arange(-(-length // size) + 1)
+    pairs = np.zeros((len(edges) - 1,) * 2, np.int64)
+
+    def share(a, b):  # tokens a..b -> the blocks they lie in, and how many of them lie in each
+        blocks = slice(a // size, -(-b // size))
+        return blocks, np.diff(edges[blocks.start:blocks.stop + 1].clip(a, b))
+
+    for start, p, branches in layout:
+        cuts = np.cumsum([start, p, *branches]).tolist()
+        prefix, of_prefix = share(start, start + p)
+        for number, (a, b) in enumerate(zip(cuts, cuts[1:])):
+            own, n = share(a, b)
+            pairs[own, own] += np.tril(np.outer(n, n), -1) + np.diag(n * (n + 1) // 2)  # causal with itself
+            if number:  # a branch also sees the whole prefix
+                pairs[own, prefix] += np.outer(n, of_prefix)
+    return pairs
+
+
+def block_mask(pack, device, size=128):
+    """Pack -> FlexAttention's BlockMask, counted from the layout. torch's create_block_mask would make [L, L] masks to count in:
+    some GB at 32k tokens. size: tokens of a block, the kernel's own."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    tree, branch = sent(pack.tree, device), sent(pack.branch, device)
+
+    def visible(_batch, _head, q, k):  # asked inside blocks that are seen in part
+        return (q >= k) & (tree[q] == tree[k]) & ((branch[k] == 0) | (branch[k] == branch[q]))
+
+    pairs = visible_pairs(pack.layout, len(pack.ids), size)
+    full = pairs == size * size  # a ragged last block never is
+    lists = []
+    for kind in ((pairs > 0) & ~full, full):  # blocks seen in part, blocks seen whole: how many a row, and which, theirs first
+        order = np.argsort(~kind, 1, kind="stable")
+        lists += [sent(torch.from_numpy(x.astype(np.int32))[None, None], device) for x in (kind.sum(1), order)]
+    return BlockMask.from_kv_blocks(*lists, size, visible, (len(tree), len(tree)))
+
+
 def attention_plan(pack, kind, device):
     """Pack, kernel's name -> AttentionPlan."""
     branched = any(branches for _, _, branches in pack.layout)
@@ -812,14 +887,7 @@ def attention_plan(pack, kind, device):
         ends = sent(torch.tensor(np.cumsum([0] + lengths), dtype=torch.int32), device)
         return AttentionPlan(kind, ends, max(lengths))
     if kind != "sdpa" and branched and device.type == "cuda":
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        tree, branch = sent(pack.tree, device), sent(pack.branch, device)
-
-        def visible(_batch, _head, q, k):
-            return (q >= k) & (tree[q] == tree[k]) & ((branch[k] == 0) | (branch[k] == branch[q]))
-
-        return AttentionPlan("flex", mask=create_block_mask(visible, None, None, len(tree), len(tree), device=device))
+        return AttentionPlan("flex", mask=block_mask(pack, device))
     if kind == "parts":
         return AttentionPlan("parts", layout=pack.layout)
     # One sdpa call per prefix (causal) and one per branch: keys are [prefix | branch], mask is the lower-right causal one.
@@ -1159,6 +1227,7 @@ def load_sharded(ckpt, codec, device, attention="auto", recompute="none", replic
     with torch.device("meta"):
         hf = Qwen3VLForConditionalGeneration(config)
     hf.tie_weights()
+    hf.float()  # published configurations say bf16, in which a step of 2e-6 rounds to nothing: masters and moments are fp32
     if os.path.exists(os.path.join(ckpt, "generation_config.json")):
         hf.generation_config = GenerationConfig.from_pretrained(ckpt)
     if frozen:
@@ -1176,12 +1245,14 @@ def load_sharded(ckpt, codec, device, attention="auto", recompute="none", replic
     missing = sorted(set(own) - set(where))
     if missing:
         raise UserError(f"checkpoint {ckpt}: {len(missing)} weights are missing, for example {missing[0]}")
+    policy.stored_as = set()
     with contextlib.ExitStack() as stack, torch.no_grad():
         files = {}
         for name, parameter in own.items():
             if where[name] not in files:
                 files[where[name]] = stack.enter_context(safe_open(os.path.join(ckpt, where[name]), "pt"))
             stored = files[where[name]].get_slice(name)
+            policy.stored_as.add(stored.get_dtype())
             if list(stored.get_shape()) != list(parameter.shape):
                 raise UserError(f"checkpoint {ckpt}: {name} has shape {stored.get_shape()}, the configuration says {list(parameter.shape)}")
             if isinstance(parameter, DTensor):  # rows are dealt out as torch.chunk deals them: equal parts, the last ones smaller or empty
@@ -1192,6 +1263,8 @@ def load_sharded(ckpt, codec, device, attention="auto", recompute="none", replic
                     local.copy_(stored[part * rows:part * rows + len(local)])
             else:
                 parameter.copy_(stored[:])
+    wrong = [n for n, p in own.items() if p.requires_grad and p.dtype != torch.float32]
+    assert not wrong, f"trained weights that are not fp32: {wrong[:3]}"
     return policy
 
 
@@ -1580,9 +1653,11 @@ def write_checkpoint(policy, codec, path, copy, state=None, group=None):
         with atomic_folder(path) if rank == 0 else contextlib.nullcontext() as folder:
             try:
                 if rank == 0:
+                    dtype = next(iter(copy["weights"].values())).dtype  # now: saving empties the dict
                     policy.hf.save_pretrained(folder, state_dict=copy["weights"])
                     codec.processor.save_pretrained(folder)
                     fix_tokenizer_class(folder, codec.tokenizer)
+                    fix_dtype(folder, dtype)
             except (OSError, SafetensorError) as error:
                 why = f"{type(error).__name__}: {error}"
             folder, why = agreed([folder, why], group)  # all ranks have to hear of a full disk before they meet again
@@ -1847,6 +1922,16 @@ def fix_tokenizer_class(folder, tokenizer):
         write_atomic(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
+def fix_dtype(folder, dtype):
+    """config.json names the precision that the file holds: left alone it says the masters' fp32, and inside text_config what it once began with."""
+    path = os.path.join(folder, "config.json")
+    with open(path) as f:
+        config = json.load(f)
+    for part in (config, config["text_config"], config["vision_config"]):
+        part["dtype"] = str(dtype).removeprefix("torch.")
+    write_atomic(path, json.dumps(config, indent=2) + "\n")
+
+
 def load_train_state(policy, optimizer, path):
     """Restore weights and optimizer (or a list of them) from `path`/train_state, saved by any number of ranks. The loop state is resume_point's."""
     import torch.distributed.checkpoint as dcp
@@ -1893,10 +1978,21 @@ def read_jsonl(path, required=()):
         missing = [k for k in required if not isinstance(row, dict) or k not in row]
         if missing:
             raise UserError(f"{path}:{number}: missing {', '.join(map(repr, missing))}")
+        if has_surrogate(row):
+            raise UserError(f"{path}:{number}: a lone surrogate (\\ud800 to \\udfff) is no text")
         rows.append(row)
     if not rows:
         raise UserError(f"{path}: no rows")
     return rows
+
+
+def has_surrogate(value):
+    """Whether a text in a JSON value cannot be encoded: "\\ud800" alone is valid JSON, and no tokenizer takes it."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def read_rows(path):
@@ -1918,6 +2014,8 @@ def read_rows(path):
         raise UserError(f"{path}: not readable ({str(error).splitlines()[0]})") from None
     if not (isinstance(rows, list) and all(isinstance(row, dict) for row in rows)):
         raise UserError(f"{path}: expected a list of objects")
+    if has_surrogate(rows):
+        raise UserError(f"{path}: a lone surrogate (\\ud800 to \\udfff) is no text")
     return rows
 
 

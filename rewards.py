@@ -735,7 +735,12 @@ def structural_mask(pieces, which="struct"):
     a byte of it lies in a literal <think> </think> <tool_call> </tool_call> <answer> </answer>, or if it is the last
     one of the turn: ending there is where a missing tag was decided.
 
+    A token that also holds a letter or a digit outside the tag is not in. In Qwen's vocabulary "<answer>B" ends in the
+    one token ">B": credited, a lost tag (A_fmt = -1) would cancel what the right letter earned (A_task = +1). The tag
+    keeps the credit of its other tokens, where it was begun.
+
         [b"hm", b"</think>", b" <an", b"swer>", b"B", b"<|im_end|>"] -> [F, T, T, T, F, T]
+        [b"<", b"answer", b">B", b"</", b"answer", b">", b"<|im_end|>"] -> [T, T, F, T, T, T, T]
     """
     # Bytes, not token ids or decoded text: <think> is one token in Qwen3, <answer> is several and may fuse with others.
     joined = b"".join(pieces)
@@ -746,7 +751,9 @@ def structural_mask(pieces, which="struct"):
         in_tag[tag.start() : tag.end()] = b"\x01" * (tag.end() - tag.start())
     mask, at = [], 0
     for piece in pieces:
-        mask.append(1 in in_tag[at : at + len(piece)])
+        inside = in_tag[at : at + len(piece)]
+        outside = bytes(byte for byte, tag in zip(piece, inside) if not tag)
+        mask.append(1 in inside and not re.search(rb"[0-9A-Za-z\x80-\xff]", outside))
         at += len(piece)
     if mask and which == "struct":
         mask[-1] = True

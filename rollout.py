@@ -149,7 +149,8 @@ def read_subtitles(path, offset=0.0):
         lines = sorted((line for line in lines if line[0] is not None and line[2]), key=lambda line: line[0])
         for line, after in zip(lines, [*lines[1:], None]):
             line[1] = line[1] if line[1] is not None else after[0] if after else line[0]
-        # Formatting such as <font color=..> or <i> goes, and line breaks within a line of speech.
+        # Formatting such as <font color=..> or <i> goes, line breaks within a line of speech, and what no tokenizer takes.
+        lines = [(start, end, text.encode("utf-8", "replace").decode()) for start, end, text in lines]
         return [(start - offset, end - offset, " ".join(re.sub(r"<[^<>]*>", "", text).split())) for start, end, text in lines]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: unreadable subtitles ({type(error).__name__})") from None
@@ -232,7 +233,7 @@ class VllmEngine:
         model.import_shim()
         gpu = torch.cuda.is_available()
         # vLLM reads its own switches from the environment; ours never do. In process: its worker shares our shim and ranks.
-        os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1")
+        os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         if not gpu:
             # Bound threads of several ranks land on one core; KV space is in GiB and is allocated at once.
@@ -332,9 +333,17 @@ class VllmEngine:
         """Load new weights. Order matters: weights get memory, are loaded, and only then the KV cache comes back."""
         if self.sleeping:
             self.llm.wake_up(tags=["weights"])
+            self.llm.apply_model(zero_deepstack)
         self.sync(weights)
         if self.sleeping:
             self.llm.wake_up(tags=["kv_cache"])
+
+
+def zero_deepstack(engine_model):
+    """vLLM keeps the deepstack features of a prefill in a plain list of tensors. A level-2 sleep discards their memory and restores buffers
+    alone: a text-only prefill would then add to its hidden states what happens to lie there."""
+    for level in getattr(engine_model, "deepstack_input_embeds", None) or ():
+        level.zero_()
 
 
 def repack_head(engine_model):
@@ -661,7 +670,9 @@ class Episode:
     status: str = "ok"  # ok | video_error | context | engine_error
     error: str = None
     context: Context = None
+    think_open: bool = False  # every turn begins inside a thought: forced by us, or opened by the chat template
     turns: list = field(default_factory=list)  # sampled text of each main turn
+    pieces: list = field(default_factory=list)  # the same token by token; "" at the end of a turn; none from endpoints
     spans: list = field(default_factory=list)  # [start, end) of each turn's sampled ids in context.ids
     finish: list = field(default_factory=list)  # "stop" | "length" per turn
     calls: list = field(default_factory=list)  # dicts, in the order they were written
@@ -681,7 +692,7 @@ class Episode:
         c = self.context or Context()
         return {"task": self.task, "group": self.group, "sample": self.sample, "K": self.frame_budget, "version": self.version,
                 "status": self.status, "error": self.error, "ids": c.ids, "mask": c.mask, "logps": c.logps,
-                "vision": [vars(item) for item in c.items], "turns": self.turns, "spans": self.spans, "finish": self.finish,
+                "vision": [vars(item) for item in c.items], "think_open": self.think_open, "turns": self.turns, "pieces": self.pieces, "spans": self.spans, "finish": self.finish,
                 "calls": self.calls, "reward": self.reward, "advantage": self.advantage, "timing": self.timing}
 
 
@@ -690,7 +701,7 @@ def from_json(row):
     items = [model.VisionItem(**v) for v in row["vision"]]
     context = Context(ids=row["ids"], mask=row["mask"], logps=row["logps"], items=items) if row["ids"] else None
     return Episode(row["task"], row["group"], row["sample"], row["K"], row["version"], row["status"], row["error"], context,
-                   row["turns"], row["spans"], row["finish"], row["calls"], row["reward"], row["advantage"], row["timing"])
+                   row["think_open"], row["turns"], row["pieces"], row["spans"], row["finish"], row["calls"], row["reward"], row["advantage"], row["timing"])
 
 
 def run_episode(episode, agent, codec, source, step, protocol=None):
@@ -711,13 +722,13 @@ def run_episode(episode, agent, codec, source, step, protocol=None):
     tools = tool_schema() if agent.tools and protocol.schema else None
     context = episode.context = open_context(codec, messages, [spec], [frames], tools)
     episode.notes.update(opening=messages, seconds=frames.seconds)
-    thinking = agent.think_prefix and not protocol.prefill
-    prefill = protocol.prefill or ("<think>\n" if thinking else "")
+    prefill = protocol.prefill or ("<think>\n" if agent.think_prefix else "")
+    episode.think_open = thinking = rewards.never_closed(prefill, codec is not None and codec.opens_thought)
     turns = agent.max_turns if agent.tools else 0
     for turn in range(turns + 1):
         prefix = []
         if codec:
-            prefix = model.think_prefix_ids(codec, context.ids) if thinking else model.encode(codec, prefill)
+            prefix = model.think_prefix_ids(codec, context.ids) if prefill == "<think>\n" else model.encode(codec, prefill)
         room = agent.context - len(context.ids) - len(prefix)
         if room < 1:
             episode.status, episode.error = "context", f"{len(context.ids)} tokens leave no room in a context of {agent.context}"
@@ -738,6 +749,7 @@ def run_episode(episode, agent, codec, source, step, protocol=None):
         if done.ids is not None:
             episode.spans.append([len(context.ids), len(context.ids) + len(done.ids)])
             context.sampled(done.ids, done.logps)
+            episode.pieces.append(model.text_pieces(codec, done.ids))
         episode.turns.append(done.text)
         episode.finish.append("stop" if done.ended else "length")
         unseen = not agent.tools or (agent.open_thought == "drop" and rewards.never_closed(done.text, thinking))
@@ -851,7 +863,9 @@ def sub_agent(record, episode, agent, codec, source, seed, name):
     if done.error:
         record.update(status="engine_error", summary="error: the window could not be looked at")
         return
-    summary = done.text.split("</think>")[-1].strip()
+    # A thought that never closes holds no summary: a Thinking checkpoint opens one by itself.
+    thought = rewards.never_closed(done.text, codec is not None and codec.opens_thought)
+    summary = "" if thought else done.text.rpartition("</think>")[2].strip()
     record.update(status="ok", summary=summary or "(nothing to report)", seconds=time.monotonic() - began)
     if done.ids is not None:
         context.sampled(done.ids, done.logps)
@@ -974,7 +988,7 @@ def run(engine, tasks, agent, codec, source, frames=64, group=1, step=0, version
 
     for episode in drive(engine, works(), threads, max_live, clock, stop):
         episode.reward = rewards.score(episode.turns, episode.task["type"], episode.task["answer"], episode.task.get("options"),
-                                       episode.parseable(), episode.executed(), think_prefix=agent.think_prefix, **(scoring or {}))
+                                       episode.parseable(), episode.executed(), think_prefix=episode.think_open, **(scoring or {}))
         yield episode
 
 

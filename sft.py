@@ -446,7 +446,7 @@ def main(watch):
         weights = sum(p.numel() for p in model.trained_parameters(policy))
         print(f"{len(train.rows)} chats x {steps * args.batch_size / len(train.rows):.2f} epochs = {steps} steps of {args.batch_size} chats "
               f"on {world} rank{'s' if world > 1 else ''} ({device.type}, attention {model.choose_attention(device, args.attention)}) | "
-              f"{weights / 1e6:.2f} M trained parameters", flush=True)
+              f"{weights / 1e6:.2f} M trained parameters in fp32 (read from {'/'.join(sorted(policy.stored_as))})", flush=True)
         model.warn_of_memory(policy.hf.config, args, device, world, reference=False, engine_share=0)
         model.clean_run(args.out, start)
     log = model.Log(args.out, start, args) if rank == 0 else None

@@ -123,20 +123,19 @@ def number(value, digits=4):
     return round(value, digits)
 
 
-def segments(text, ended, credit_mode, advantage):
-    """Text of one turn -> [[kind, text, credit]]; kind "s" sampled, "t" structural, "e" the sampled end of turn, "c" cut off; credit None
-    where none was recorded. As tokens have it in grpo.py, but by characters: of a turn that was cut off, the last one is structural."""
-    pieces = [*text, *([""] if ended else [])]
+def segments(pieces, ended, credit_mode, advantage):
+    """Tokens of one turn, as text -> [[kind, text, credit]]; kind "s" sampled, "t" structural, "e" the sampled end of turn, "c" cut off;
+    credit None where none was recorded. As grpo.py had it: of a turn that was cut off, the last token is structural."""
     structural = rewards.structural_mask([c.encode("utf-8", "replace") for c in pieces], credit_mode if credit_mode in ("tags", "closing") else "struct")
     task, fmt = (number(advantage.get(k)) for k in ("task", "fmt"))
     out = []
-    for character, tag in zip(pieces, structural):
-        kind = "e" if not character else "t" if tag else "s"
+    for n, (piece, tag) in enumerate(zip(pieces, structural)):
+        kind = "e" if ended and n + 1 == len(pieces) else "t" if tag else "s"
         if out and out[-1][0] == kind:
-            out[-1][1] += character
+            out[-1][1] += piece
         else:
             credited = (credit_mode == "sequence" or tag and credit_mode != "none")
-            out.append([kind, character, None if task is None else round(task + (fmt or 0.0) * credited, 3)])
+            out.append([kind, piece, None if task is None else round(task + (fmt or 0.0) * credited, 3)])
     return out if ended else [*out, ["c", "", None]]
 
 
@@ -144,11 +143,12 @@ def shown_turns(row, calls, args):
     """-> list of turns, each a list of segments: what was inserted before, what was sampled, where it ended."""
     turns, finish = row["turns"], row.get("finish") or []
     credit, advantage = args.get("format_credit", "struct"), row.get("advantage") or {}
-    forced = args["think_prefix"] if "think_prefix" in args else bool(turns) and "</think>" in turns[0] and "<think>" not in turns[0].split("</think>")[0]
     out = []
     for n, text in enumerate(turns):
-        parts = [["i", "<think>\n", None]] if forced else []
-        parts += segments(str(text)[:20_000], n < len(finish) and finish[n] == "stop", credit, advantage)
+        parts = [["i", "<think>\n", None]] if row["think_open"] else []
+        ended = n < len(finish) and finish[n] == "stop"
+        pieces = row["pieces"][n] if row["pieces"] else [*str(text), *([""] if ended else [])]  # an endpoint says no tokens: by characters
+        parts += segments([str(p) for p in pieces[:20_000]], ended, credit, advantage)
         answered = [c for c in calls if c["turn"] == n and c["status"] != "not_run" or c["turn"] == n and c["summary"]] if n + 1 < len(turns) else []
         parts += [["i", f"\n<tool_response>\n{c['summary']}\n</tool_response>", None] for c in answered]
         out.append(parts)

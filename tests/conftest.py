@@ -1,4 +1,5 @@
 """Shared by all tests: one small toy world a session, its codec and its policy, on CPU in fp32."""
+import functools
 import os
 import random
 import subprocess
@@ -51,6 +52,25 @@ def toy(tmp_path_factory):
     done = run_script("toy.py", "--out", folder, "--base-videos", 2, "--sft-videos", 12, "--rl-videos", 6, "--eval-videos", 4)
     assert done.returncode == 0, done.stderr
     return folder
+
+
+@pytest.fixture(scope="session")
+def published(tmp_path_factory):
+    """-> function (tied, thinking) -> folder of a tiny random checkpoint as Qwen3-VL's are published: their vocabulary, templates, layout."""
+    import published
+
+    if not published.vocabulary_file():
+        pytest.skip("the published vocabulary is not installed: `make venv` does, with pip install --no-deps dashscope")
+    folder = tmp_path_factory.mktemp("published")
+    published.write_tokenizer(folder)
+
+    @functools.cache
+    def write(tied, thinking):
+        name = folder / f"{'tied' if tied else 'untied'}-{'thinking' if thinking else 'instruct'}"
+        published.write_checkpoint(name, folder, tied, thinking)
+        return str(name)
+
+    return write
 
 
 @pytest.fixture(scope="session")

@@ -567,3 +567,15 @@ def test_command_line_runs_on_the_toy_world(toy, tmp_path):
     assert done.returncode == 0, done.stderr
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["results"][0]["n"] == 3 and summary["checkpoint"] == str(toy / "init") and done.stdout.startswith(f"{'K':>6} tools")
+
+
+def test_a_rank_without_work_builds_its_engine_with_the_others(toy, tmp_path):
+    """Building vLLM is collective: one task on two ranks, and a run where one rank's item is missing, both end."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    words = ["eval.py", "--preset", "toy", "--ckpt", toy / "init", "--data", toy / "eval.jsonl", "--frames", 4, "--tools", "off", "--max-new-tokens", 4,
+             "--engine", "vllm", "--max-seqs", 4, "--quiet", "--out", tmp_path / "out"]
+    done = run_script(*words, "--limit", 1, ranks=2, timeout=180)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (tmp_path / "out" / "records.rank0.jsonl").write_text("")
+    done = run_script(*words, "--limit", 1, ranks=2, timeout=180)
+    assert done.returncode == 0 and json.loads((tmp_path / "out" / "summary.json").read_text())["results"][0]["n"] == 1, done.stderr[-2000:]

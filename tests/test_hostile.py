@@ -7,7 +7,6 @@ import json
 import math
 import os
 import random
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -90,7 +89,7 @@ def test_ten_thousand_completions_break_nothing(seed, toy, source):
     """2,500 completions a seed, three kinds of task, with and without the forced thought."""
     tasks = [{**rollout.read_tasks(str(toy / "rl.jsonl"))[0], **more} for more in (
         {"id": "open"}, {"id": "mcq", "type": "mcq", "options": ["red", "blue"], "answer": "A"}, {"id": "span", "type": "grounding", "answer": [8, 16]})]
-    rng, said, began = random.Random(seed), Counter(), time.time()
+    rng, said = random.Random(seed), Counter()
 
     def say():
         said["texts"] += 1
@@ -102,10 +101,10 @@ def test_ten_thousand_completions_break_nothing(seed, toy, source):
         for episode in rollout.run(Talker(say), tasks, agent, None, source, 4, group=40, step=step):
             check(episode, agent)
             said[min(len(episode.calls), 3)] += 1
-            record = evaluation.grade({"status": "ok", "turns": episode.turns, "task": episode.task}, agent.think_prefix)
+            record = evaluation.grade({"status": "ok", "turns": episode.turns, "think_open": episode.think_open, "task": episode.task})
             assert 0 <= record["score"] <= 1
         step += 1
-    assert min(said[n] for n in (0, 1, 2, 3)) > 20 and time.time() - began < 120  # all kinds of episodes were met
+    assert min(said[n] for n in (0, 1, 2, 3)) > 20  # all kinds of episodes were met
 
 
 @pytest.mark.parametrize("protocol", ["conan", "videozoomer", "sage", "longvt"])

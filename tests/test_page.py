@@ -90,7 +90,7 @@ def data_of(path):
 def episode(task="t0", sample=0, step=0, turns=("I look.\n</think>\n<tool_call>\n{\"name\": \"crop_video\"}\n</tool_call>", "So.\n</think>\n<answer>red</answer>"), **more):
     """A record as rollout.py writes it, without ids."""
     return {"task": {"id": task, "video": "videos/none.mp4", "question": "Which?", "options": None, "answer": "red", "type": "open"}, "group": f"{step}/{task}", "sample": sample,
-            "K": 4, "version": step, "status": "ok", "error": None, "vision": [{"seconds": [8.0, 24.0, 40.0, 56.0]}], "turns": list(turns), "finish": ["stop"] * len(turns),
+            "K": 4, "version": step, "status": "ok", "error": None, "vision": [{"seconds": [8.0, 24.0, 40.0, 56.0]}], "think_open": True, "turns": list(turns), "pieces": [[*turn, ""] for turn in turns], "finish": ["stop"] * len(turns),
             "calls": [{"turn": 0, "start": 8.0, "end": 16.0, "status": "ok", "summary": "a red square", "seconds": 0.1, "frames_seen": 8}],
             "reward": {"total": 2.8, "acc": 1.0, "fmt": 1.0, "tool": 0.8}, "advantage": {"task": 0.5, "fmt": 0.25}, "timing": {"video_s": 64.0}, **more}
 
@@ -138,6 +138,13 @@ def test_who_wrote_what_and_its_credit(made):
     assert "".join(text for kind, text, _ in second if kind in "st") == episode()["turns"][1]
     (plain,) = data_of(made([{**episode(), "advantage": {}}]))["episodes"]
     assert all(credit is None for turn in plain["turns"] for _, _, credit in turn)
+
+
+def test_a_token_has_one_credit_whole(made):
+    """As grpo.py trains it: `>B` is one token of the answer and of its tag, and carries no format credit."""
+    pieces = [["So.", "</think>", "<", "answer", ">B", "</", "answer", ">", ""]]
+    ((turn,),) = [e["turns"] for e in data_of(made([{**episode(turns=["".join(pieces[0])]), "pieces": pieces, "calls": []}]))["episodes"]]
+    assert [tuple(part) for part in turn[1:]] == [("s", "So.", 0.5), ("t", "</think><answer", 0.75), ("s", ">B", 0.5), ("t", "</answer>", 0.75), ("e", "", 0.75)]
 
 
 def test_credit_is_that_of_the_run(tmp_path):

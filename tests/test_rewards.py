@@ -719,12 +719,14 @@ TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<answer>", "</ans
 
 
 def overlap_oracle(pieces):
-    """The definition, the slow way: does any tag at any offset share a byte with the token?"""
+    """The definition, the slow way, byte by byte: some of a token lies in a tag, and what does not is no letter or digit."""
     joined = b"".join(pieces)
-    spans = [(i, i + len(tag)) for tag in TAGS for i in range(len(joined)) if joined.startswith(tag.encode(), i)]
+    in_tag = {at for tag in TAGS for i in range(len(joined)) if joined.startswith(tag.encode(), i) for at in range(i, i + len(tag))}
     mask, at = [], 0
     for piece in pieces:
-        mask.append(any(start < at + len(piece) and at < end for start, end in spans) and len(piece) > 0)
+        places = range(at, at + len(piece))
+        outside = [joined[i] for i in places if i not in in_tag]
+        mask.append(any(i in in_tag for i in places) and not any(b >= 128 or chr(b).isalnum() for b in outside))
         at += len(piece)
     return [*mask[:-1], True] if pieces else []
 
@@ -737,6 +739,13 @@ def test_mask_of_a_turn_worked_by_hand():
     # An empty token inside a tag overlaps no byte of it; near misses and the dialect's tag are no structural tags.
     assert structural_mask([b"<ans", b"", b"wer>", b"x"]) == [True, False, True, True]
     assert structural_mask([b"<answer", b"x>", b"<Answer>", b"<tool_code>", b"< think>", b"."]) == [False] * 5 + [True]
+
+
+def test_the_token_of_an_answer_letter_carries_no_format_credit():
+    """As Qwen's vocabulary cuts it. Spaces and punctuation beside a tag are nobody's answer."""
+    turn = [b"<", b"answer", b">B", b"</", b"answer", b">", b"<|im_end|>"]
+    assert structural_mask(turn) == [True, True, False, True, True, True, True]
+    assert structural_mask([b"<answer", b">\n", b"7</", b"answer>.", "é</".encode(), b"answer>", b""]) == [True, True, False, True, False, True, True]
 
 
 def test_smaller_masks_are_subsets_worked_by_hand():

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -726,6 +727,26 @@ def test_flags_of_the_engine_and_the_cache_reach_them(monkeypatch):
     args.engine_share = 1.0
     with pytest.raises(model.UserError, match="--engine-share"):
         rollout.agent_settings(args, __file__)
+
+
+def test_waking_clears_what_sleep_has_lost(monkeypatch):
+    """vLLM's deepstack features are no buffers: behind a level-2 sleep they are whatever lies there. In order: memory, zeros, weights, cache."""
+    calls, levels = [], [torch.full((3, 2), 7.0), torch.full((3, 2), float("nan"))]
+
+    class Llm:
+        def wake_up(self, tags):
+            calls.extend(tags)
+
+        def apply_model(self, function):
+            function(SimpleNamespace(deepstack_input_embeds=levels))
+            calls.append(function.__name__)
+
+    engine = object.__new__(rollout.VllmEngine)
+    engine.llm, engine.sleeping = Llm(), True
+    monkeypatch.setattr(rollout.VllmEngine, "sync", lambda self, weights: calls.append("sync"))
+    engine.wake([])
+    assert calls == ["weights", "zero_deepstack", "sync", "kv_cache"] and all(not level.any() for level in levels)
+    rollout.zero_deepstack(SimpleNamespace())  # a tower without deepstack levels
 
 
 # ---------------------------------------------------------------------------------------------------------------------
