@@ -22,6 +22,7 @@ Reads and writes: checkpoint directories (`from_pretrained` layout) and `train_s
 What a size takes on a GPU, before it is rented:  python model.py --plan 8B --gpus 8 --gpu-gb 80 --context 32768
 """
 import argparse
+import bisect
 import codecs
 import contextlib
 import faulthandler
@@ -1485,37 +1486,51 @@ def layer_activation_bytes(text, width, kernel="flash"):
 
 def ledger(config, gpus, pack_tokens, recompute="full", replicas=1, reference=True, engine_gb=None, width=2, chunk=1024, kernel="flash", feature_cache_gb=1.0,
            counts=None):
-    """Bytes per GPU -> {phase: {item: bytes}}, phases "rollout", "sync", "train".
+    """Bytes per GPU -> {phase: {item: bytes}}: "rollout" and "sync" (only with an engine), then three moments of a backward, which runs from the top
+    layer to the lowest, then through embeddings: "top layer" still has all activations, "low layer" has the other layers' gradients instead,
+    "embeddings" has no layer whole, but its own gradients twice. What an update takes is the largest of the three, not their sum.
 
-    gpus: ranks; engine_gb: GB that vLLM takes beside the trainer while it is awake (None: no engine there); width: bytes of a number in compute (CPU: 4).
-    What a step holds in FSDP2: fp32 shards of weights, gradients, two moments; the root's and two layers' weights whole in compute precision;
-    gradients of the root and of one layer whole, and once more in fp32 while they are reduced. The step's activations: what autograd keeps,
-    one layer's inside while it is recomputed, and its largest gradients. counts: parameter_counts, where they are known.
+    gpus: ranks; engine_gb: GB that vLLM takes beside the trainer while it is awake (None: no engine there); width: bytes of a number in compute
+    (CPU: 4); counts: parameter_counts, where they are known. Held against traced peaks in tests/test_fake_gpu.py.
     """
     text, n = config.text_config, counts or parameter_counts(config)
     shards, hidden = gpus // replicas, text.hidden_size
     inside = layer_activation_bytes(text, width, kernel)
     kept = {"full": hidden * width, "none": inside,  # selective: the input, and the products: q, k, v, attention, its output, gate, up, down
             "selective": width * (3 * hidden + (2 * text.num_attention_heads + 2 * text.num_key_value_heads) * text.head_dim + 2 * text.intermediate_size)}[recompute]
-    largest = text.vocab_size * hidden
+    head = width * text.vocab_size * hidden  # the largest matrix
     resting = {"weights, fp32 shard": 4 * n["trained"] / shards, "AdamW moments, fp32 shard": 8 * n["trained"] / shards, "vision tower": width * n["tower"],
                "vision features kept": feature_cache_gb * 2**30}
     if reference:
         resting["reference, shard"] = width * n["trained"] / shards
-    whole = {"root whole, weights and gradients": n["root"] * (2 * width + 4), "two layers whole, gradients of one": n["layer"] * (3 * width + 4)}
-    train = {**resting, "gradients, fp32 shard": 4 * n["trained"] / shards, **whole,
-             "activations kept": (text.num_hidden_layers * kept + hidden * (6 if width == 2 else 8) + 2 * text.head_dim * width) * pack_tokens,
-             "one layer in backward": (inside * (recompute != "none") + width * (3 * text.intermediate_size + 4 * hidden)) * pack_tokens,
-             "logits of a chunk": chunk * text.vocab_size * (8 + width),
-             "vision features": (1 + len(config.vision_config.deepstack_visual_indexes)) * hidden * width * pack_tokens}
-    engine = {} if engine_gb is None else {"vLLM": engine_gb * 1e9}
-    return {"rollout": {**resting, **engine}, "sync": {**resting, **engine, "buckets of weights": 2 * (2**28 + width * largest)}, "train": train}
+    engine = {} if engine_gb is None else {"rollout": {**resting, "vLLM": engine_gb * 1e9},
+                                           "sync": {**resting, "vLLM": engine_gb * 1e9, "buckets of weights": 2 * (2**28 + head)}}
+    # One layer's inside, as far as it is computed again, with its largest gradients; before the first layer, logits.
+    one = pack_tokens * (inside - kept + width * (3 * text.intermediate_size + 5 * hidden))
+    layer = {**resting, "root whole, gradient of its head": width * n["root"] + head, "two layers whole, one's gradients": n["layer"] * (2 * width + 4),
+             "one layer in backward, or logits": max(one, chunk * text.vocab_size * (8 + width))}
+    gradients = {"gradients of layers, fp32 shard": 4 * n["layers"] / shards}
+    activations = {"activations kept": (text.num_hidden_layers * kept + hidden * (6 if width == 2 else 8) + 2 * text.head_dim * width) * pack_tokens}
+    return {**engine, "top layer": {**layer, **activations}, "low layer": {**layer, **gradients},
+            "embeddings": {**resting, **gradients, "root's gradients, as made and fp32": n["root"] * (width + 4)}}
+
+
+def peak(phases):
+    """Ledger -> bytes of the phase that takes most."""
+    return max(sum(items.values()) for items in phases.values())
 
 
 def largest_pack(config, gpu_gb, **options):
-    """Tokens of the largest pack whose train phase fits into gpu_gb GB; 0 where not even its weights do."""
-    one, two = (sum(ledger(config, pack_tokens=tokens, **options)["train"].values()) for tokens in (0, 1024))
-    return max(0, int((gpu_gb * 1e9 - one) / ((two - one) / 1024)))
+    """Tokens of the largest pack whose update fits into gpu_gb GB; 0 where not even its weights do."""
+    options.setdefault("counts", parameter_counts(config))
+    return max(0, bisect.bisect(range(2**24), False, key=lambda tokens: peak(ledger(config, pack_tokens=tokens, **options)) > gpu_gb * 1e9) - 1)
+
+
+def host_memory(config, n, ranks, shards, frame_cache_gb, width=2):
+    """Bytes of host memory on the node of rank 0, while a checkpoint is written -> {item: bytes}. n: parameter_counts; ranks: of the node."""
+    again = config.tie_word_embeddings * config.text_config.vocab_size * config.text_config.hidden_size  # a tied matrix is copied under both names
+    return {"fp32 shards of weights and moments": (12 * n["trained"] + 4 * again) / shards * ranks, "the tower once a rank": width * n["tower"] * ranks,
+            "whole weights on rank 0": width * (n["trained"] + n["tower"]), "decoded frames": frame_cache_gb * 2**30 * ranks}
 
 
 def kv_bytes(text, width=2):
@@ -1523,21 +1538,25 @@ def kv_bytes(text, width=2):
     return 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim * width
 
 
-def plan_text(config, gpus, gpu_gb, context, pack_tokens, engine_share=0.5, **options):
-    """The ledger as a table, and what fits -> (table, verdict, whether all fits)."""
+def plan_text(config, gpus, gpu_gb, context, pack_tokens, engine_share=0.5, node_gpus=8, frame_cache_gb=4.0, **options):
+    """The ledger as a table, and what fits -> (table, verdict, whether all fits). node_gpus: ranks of one node, which share its host memory."""
     n = options["counts"] = parameter_counts(config)
     phases = ledger(config, gpus, pack_tokens, engine_gb=engine_share * gpu_gb if engine_share else None, **options)
     limit, text = 0.94 * gpu_gb, config.text_config  # the rest: CUDA, NCCL, fragments
     items = list(dict.fromkeys(item for phase in phases.values() for item in phase))
     lines = [f"{n['trained'] / 1e9:.2f} B trained parameters, {n['tower'] / 1e9:.2f} B in the frozen tower; GB per GPU, of {gpus} with {gpu_gb:g} each",
-             f"{'':<36}" + "".join(f"{phase:>9}" for phase in phases)]
+             f"{'':<36}" + "".join(f"{phase:>11}" for phase in phases)]
     for item in items:
-        lines.append(f"{item:<36}" + "".join(f"{phases[p][item] / 1e9:>9.1f}" if item in phases[p] else f"{'-':>9}" for p in phases))
+        lines.append(f"{item:<36}" + "".join(f"{phases[p][item] / 1e9:>11.1f}" if item in phases[p] else f"{'-':>11}" for p in phases))
     totals = {p: sum(v.values()) / 1e9 for p, v in phases.items()}
-    lines.append(f"{'sum':<36}" + "".join(f"{t:>9.1f}" for t in totals.values()))
+    lines.append(f"{'sum':<36}" + "".join(f"{t:>11.1f}" for t in totals.values()))
     table, lines, over = "\n".join(lines), [], [p for p, t in totals.items() if t > limit]
     lines.append(f"does not fit while: {', '.join(over)} (limit {limit:.1f} GB)" if over else f"fits (limit {limit:.1f} GB)")
     lines.append(f"largest pack: {largest_pack(config, limit, gpus=gpus, **options)} tokens (--pack-tokens {pack_tokens})")
+    ranks = min(gpus, node_gpus)
+    host = host_memory(config, n, ranks, gpus // options.get("replicas", 1), frame_cache_gb)
+    lines.append(f"host memory of a node of {ranks} ranks while it saves: {sum(host.values()) / 1e9:.0f} GB (" + ", ".join(f"{v / 1e9:.0f} {k}" for k, v in host.items()) +
+                 ")\n  and what is not counted: processes and their libraries, the engine, decoders, files that the system keeps in memory")
     if engine_share:
         weights = 2 * (n["trained"] + n["tower"])
         tokens = max(0, int((engine_share * gpu_gb * 1e9 - weights) / kv_bytes(text)))
@@ -1552,7 +1571,8 @@ def warn_of_memory(config, args, device, world, **options):
     if device.type != "cuda":
         return
     table, verdict, fits = plan_text(config, world, torch.cuda.get_device_properties(device).total_memory / 1e9, getattr(args, "context", args.pack_tokens),
-                                     args.pack_tokens, recompute=args.recompute, replicas=args.replicas, **options)
+                                     args.pack_tokens, node_gpus=int(os.environ.get("LOCAL_WORLD_SIZE", 1)), frame_cache_gb=args.frame_cache_gb,
+                                     recompute=args.recompute, replicas=args.replicas, feature_cache_gb=args.feature_cache_gb, **options)
     print(verdict if fits else f"{table}\nWARNING: {verdict}", flush=True)
 
 
@@ -2065,12 +2085,14 @@ def main():
     parser.add_argument("--replicas", type=int, default=1, help="as grpo.py has it")
     parser.add_argument("--kl", type=float, default=0.01, help="0 = no reference model")
     parser.add_argument("--engine-share", type=float, default=0.5, help="vLLM's part of the GPU while it is awake; 0 = no engine (sft.py)")
+    parser.add_argument("--node-gpus", type=int, default=8, help="ranks of one node: they share its host memory")
+    parser.add_argument("--frame-cache-gb", type=float, default=4.0, help="as grpo.py has it: GiB per rank")
     args = parser.parse_args()
-    if min(args.gpus, args.context, args.pack_tokens, args.replicas) < 1 or args.gpus % args.replicas or not args.gpu_gb > 0 or not 0 <= args.engine_share < 1:
-        raise UserError("--gpus, --gpu-gb, --context, --pack-tokens and --replicas must be above 0, --gpus a multiple of --replicas, --engine-share below 1")
+    if min(args.gpus, args.context, args.pack_tokens, args.replicas, args.node_gpus) < 1 or args.gpus % args.replicas or not args.gpu_gb > 0 or not 0 <= args.engine_share < 1:
+        raise UserError("--gpus, --gpu-gb, --context, --pack-tokens, --replicas and --node-gpus must be above 0, --gpus a multiple of --replicas, --engine-share below 1")
     config = read_config(args.plan)
-    table, verdict, fits = plan_text(config, args.gpus, args.gpu_gb, args.context, args.pack_tokens, args.engine_share, recompute=args.recompute,
-                                     replicas=args.replicas, reference=args.kl > 0)
+    table, verdict, fits = plan_text(config, args.gpus, args.gpu_gb, args.context, args.pack_tokens, args.engine_share, args.node_gpus,
+                                     args.frame_cache_gb, recompute=args.recompute, replicas=args.replicas, reference=args.kl > 0)
     print(f"{table}\n{verdict}")
     sys.exit(0 if fits else 1)
 

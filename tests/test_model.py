@@ -244,6 +244,53 @@ def test_attention_in_parts_is_attention_under_the_dense_mask(layout, groups):
         assert relative(a, b) < 1e-5
 
 
+def laid_out(layout):
+    """[(prefix tokens, [branch tokens])] -> Pack of as many trees, of text."""
+    def span(n):
+        return Span([9] * n, [0] * n)
+
+    codec = SimpleNamespace(pad=-1, patch=16, merge=2, frames_per_item=1)
+    return model.pack_trees(codec, [Tree(span(p), [], [span(r) for r in branches]) for p, branches in layout])
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 500), st.lists(st.integers(1, 300), max_size=5)), min_size=1, max_size=4))
+def test_blocks_counted_from_the_layout_are_those_of_the_dense_mask(layout):
+    """torch's own create_block_mask looks at every pair; sizes on both sides of a block's 128, and ragged ends."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    pack = laid_out(layout)
+    ours, n = model.block_mask(pack, torch.device("cpu")), len(pack.ids)
+    wanted = create_block_mask(ours.mask_mod, None, None, n, n, device="cpu")
+    for side in ("kv", "q", "full_kv", "full_q"):  # blocks seen in part and whole, by query and, for backward, by key
+        for name in (f"{side}_num_blocks", f"{side}_indices"):
+            assert torch.equal(getattr(ours, name), getattr(wanted, name)), name
+    assert ours.seq_lengths == wanted.seq_lengths and ours.BLOCK_SIZE == wanted.BLOCK_SIZE
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile on CPU needs a C++ compiler")
+def test_flex_attention_under_our_blocks_is_the_plain_attention_of_a_tree():
+    """The compiled kernel visits the blocks that the mask lists, no others, at the 8B's heads; the uncompiled one would
+    ask about every pair and hide a wrong list."""
+    torch.manual_seed(0)
+    pack, cpu = laid_out([(300, [70, 45]), (257, [128, 1]), (90, [])]), torch.device("cpu")
+    query, key, value = (torch.randn(1, heads, len(pack.ids), 128) for heads in (32, 8, 8))
+    wanted, _ = model.packed_attention(None, query, key, value, scaling=128**-0.5, plan=model.attention_plan(pack, "sdpa", cpu))
+
+    def gap(mask):
+        with torch.no_grad():
+            plan = model.AttentionPlan("flex", mask=mask)
+            return (model.packed_attention(None, query, key, value, scaling=128**-0.5, plan=plan)[0] - wanted).abs().max()
+
+    mask = model.block_mask(pack, cpu)
+    assert gap(mask) < 5e-6
+    for lost in (mask.kv_num_blocks, mask.full_kv_num_blocks):  # the last block of a row forgotten: it must show
+        row = lost[0, 0].argmax()
+        lost[0, 0, row] -= 1
+        assert gap(mask) > 0.01
+        lost[0, 0, row] += 1
+
+
 def test_frames_of_several_sizes_are_no_batch_for_the_tower(policy, codec, album):
     """They would be cut at the wrong places, silently."""
     pieces = [model.patchify(codec, album.load(album.item(1, frames=1, width=w).spec).images) for w in (32, 96)]

@@ -68,7 +68,7 @@ def kept_for_backward(config, tokens, dtype, recompute, kernel):
 @pytest.mark.parametrize("kernel", ["sdpa", "parts"])
 def test_activations_kept_are_those_that_autograd_keeps(shape, dtype, width, recompute, kernel):
     tokens, config = 512, tiny(**shape)
-    wanted = model.ledger(config, 1, tokens, recompute, width=width, kernel="sdpa")["train"]["activations kept"]
+    wanted = model.ledger(config, 1, tokens, recompute, width=width, kernel="sdpa")["top layer"]["activations kept"]
     wanted -= (recompute == "full") * 2 * config.text_config.head_dim * width * tokens  # the rotary tables: held by the checkpoint, not by autograd
     assert kept_for_backward(config, tokens, dtype, recompute, kernel) == pytest.approx(wanted, rel=0.06)
 
@@ -89,12 +89,12 @@ def held_after_forward(config, tokens, recompute):
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_memory_held_for_backward_is_what_the_ledger_says(recompute):
     tokens, config = 2048, tiny(layers=6)
-    wanted = model.ledger(config, 1, tokens, recompute, width=4, kernel="sdpa")["train"]["activations kept"]
+    wanted = model.ledger(config, 1, tokens, recompute, width=4, kernel="sdpa")["top layer"]["activations kept"]
     assert held_after_forward(config, tokens, recompute) == pytest.approx(wanted, rel=0.08)
 
 
 def test_selective_recompute_keeps_less_than_all_and_more_than_nothing():
-    kept = [model.ledger(model.read_config("8B"), 8, 32768, r)["train"]["activations kept"] for r in ("full", "selective", "none")]
+    kept = [model.ledger(model.read_config("8B"), 8, 32768, r)["top layer"]["activations kept"] for r in ("full", "selective", "none")]
     assert kept[0] * 3 < kept[1] < 0.7 * kept[2]
 
 
@@ -108,18 +108,43 @@ def test_weights_gradients_and_moments_take_what_is_allocated(toy, codec, proces
     def size(tensors):
         return sum(t.to_local().nbytes if hasattr(t, "to_local") else t.nbytes for t in tensors)
 
-    planned = model.ledger(policy.hf.config, 1, 1, width=4)["train"]
-    trained = model.trained_parameters(policy)
-    assert size(trained) == planned["weights, fp32 shard"] and size(p.grad for p in trained) == planned["gradients, fp32 shard"]
+    planned = model.ledger(policy.hf.config, 1, 1, width=4)["low layer"]
+    trained, layers = model.trained_parameters(policy), policy.hf.model.language_model.layers
+    assert size(trained) == planned["weights, fp32 shard"] and size(p.grad for p in layers.parameters()) == planned["gradients of layers, fp32 shard"]
     moments = [v for state in optimizer.state.values() for k, v in state.items() if k != "step"]
     assert size(moments) == planned["AdamW moments, fp32 shard"]
     assert size(policy.hf.model.visual.parameters()) == planned["vision tower"]
 
 
+def test_a_save_takes_the_host_memory_that_the_plan_names(toy, codec, process_group):
+    policy = model.load_sharded(str(toy / "init"), codec, CPU)
+    optimizer = model.adamw(model.trained_parameters(policy), 1e-3, 0.0, 0.9, CPU)
+    for p in model.trained_parameters(policy):
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    copy = model.host_copy(policy, optimizer, torch.float32)
+    held = [t for t in torch.utils._pytree.tree_leaves(copy) if isinstance(t, torch.Tensor) and t.ndim]
+    planned = model.host_memory(policy.hf.config, model.parameter_counts(policy.hf.config), 1, 1, 0.0, width=4)
+    assert sum(t.to_local().nbytes if hasattr(t, "to_local") else t.nbytes for t in held) == sum(planned.values())
+
+
+def test_host_memory_grows_with_the_ranks_of_a_node_alone(capsys, monkeypatch):
+    """Shards are smaller where there are more ranks; caches and towers are not. Replicas hold every shard once each."""
+    config = model.read_config("8B")
+    n = model.parameter_counts(config)
+    node, replicas, nodes = (sum(model.host_memory(config, n, 8, shards, 4.0).values()) for shards in (8, 4, 32))
+    assert replicas - node == 12 * n["trained"] and nodes - node == -9 * n["trained"]
+    monkeypatch.setattr(sys, "argv", ["model.py", "--plan", "8B", "--gpus", "32", "--frame-cache-gb", "0", "--node-gpus", "4"])
+    with pytest.raises(SystemExit):
+        model.run_main(model.main)
+    four = sum(model.host_memory(config, n, 4, 32, 0.0).values())
+    assert f"a node of 4 ranks while it saves: {four / 1e9:.0f} GB" in capsys.readouterr().out
+
+
 def test_the_largest_pack_is_the_largest_that_fits():
     config, options = model.read_config("8B"), {"gpus": 8, "recompute": "selective"}
     tokens = model.largest_pack(config, 70.0, **options)
-    total = [sum(model.ledger(config, pack_tokens=n, **options)["train"].values()) / 1e9 for n in (tokens, tokens + 200)]
+    total = [model.peak(model.ledger(config, pack_tokens=n, **options)) / 1e9 for n in (tokens, tokens + 1)]
     assert total[0] <= 70.0 < total[1] and tokens > 1000
     assert model.largest_pack(model.read_config("32B"), 40.0, gpus=1) == 0
 
@@ -132,8 +157,8 @@ def test_the_papers_node_holds_the_8b_recipe():
 
 
 @pytest.mark.parametrize("flags, says", [
-    ((), "fits (limit 75.2"), (("--gpu-gb", 40), "does not fit while"), (("--gpus", 1), "does not fit while"), (("--pack-tokens", 100_000), "does not fit while: train"),
-    (("--context", 200_000), "NOT ONE"), (("--recompute", "none"), "does not fit while: train"), (("--replicas", 8), "does not fit while"), (("--engine-share", 0), "fits"),
+    ((), "fits (limit 75.2"), (("--gpu-gb", 40), "does not fit while"), (("--gpus", 1), "does not fit while"), (("--pack-tokens", 100_000), "does not fit while: top layer"),
+    (("--context", 200_000), "NOT ONE"), (("--recompute", "none"), "does not fit while: top layer"), (("--replicas", 8), "does not fit while"), (("--engine-share", 0), "fits"),
     (("--engine-share", 0.2), "NOT ONE"), (("--gpus", 2, "--kl", 0, "--recompute", "full"), "does not fit")])
 def test_command_line_says_what_fits_and_each_flag_counts(monkeypatch, capsys, flags, says):
     monkeypatch.setattr(sys, "argv", ["model.py", "--plan", "8B", *map(str, flags)])
@@ -195,7 +220,7 @@ def test_a_run_on_a_gpu_is_warned_before_its_first_step(monkeypatch, capsys):
     from types import SimpleNamespace
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80e9))
-    args = SimpleNamespace(pack_tokens=32768, context=32768, recompute="full", replicas=1)
+    args = SimpleNamespace(pack_tokens=32768, context=32768, recompute="full", replicas=1, frame_cache_gb=4.0, feature_cache_gb=1.0)
     model.warn_of_memory(model.read_config("8B"), args, torch.device("cuda", 0), 8, reference=True, engine_share=0.5)
     assert capsys.readouterr().out.startswith("fits")
     model.warn_of_memory(model.read_config("32B"), args, torch.device("cuda", 0), 8, reference=True, engine_share=0.5)
