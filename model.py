@@ -2015,30 +2015,6 @@ def has_surrogate(value):
     return False
 
 
-def read_rows(path):
-    """Rows of a publisher's parquet, JSON (a list) or JSONL file, as dicts. Raises UserError naming the file. pyarrow is needed for
-    parquet alone."""
-    if path.endswith(".jsonl"):
-        return read_jsonl(path)
-    try:
-        if path.endswith(".parquet"):
-            import pyarrow.parquet
-
-            rows = pyarrow.parquet.ParquetFile(path).read().to_pylist()
-        else:
-            with open(path, encoding="utf-8") as f:
-                rows = json.load(f)
-    except ImportError:
-        raise UserError(f"{path}: reading parquet needs pyarrow: pip install pyarrow") from None
-    except (OSError, ValueError, NotImplementedError) as error:  # pyarrow's own errors are of these kinds
-        raise UserError(f"{path}: not readable ({str(error).splitlines()[0]})") from None
-    if not (isinstance(rows, list) and all(isinstance(row, dict) for row in rows)):
-        raise UserError(f"{path}: expected a list of objects")
-    if has_surrogate(rows):
-        raise UserError(f"{path}: a lone surrogate (\\ud800 to \\udfff) is no text")
-    return rows
-
-
 def batch_indices(step, batch_size, rows, seed):
     """Rows of one global batch: a window of the endless stream of reshuffled epochs. A function of (step, seed) alone, so
     every rank and every resumed run draws the same."""

@@ -90,29 +90,6 @@ def bare_options(options):
     return [text[label.end():].strip() for text, label in zip(options, labels)] if all(labels) else [text.strip() for text in options]
 
 
-def split_inline(question):
-    """A question with its options on lines of their own -> (the question, bare options); without such lines (question, [])."""
-    stem, options = [], []
-    for line in question.split("\n"):
-        label = re.match(r"\s*\(?([A-Z])[.):]\s+(.*)", line)
-        if label and label[1] == letters()[len(options)]:
-            options.append(label[2].strip())
-        elif options:
-            options[-1] = f"{options[-1]} {line.strip()}".strip()  # an option of several lines
-        else:
-            stem.append(line)
-    return ("\n".join(stem).strip(), options) if len(options) > 1 else (question.strip(), [])
-
-
-def answer_letter(answer, options):
-    """The gold letter from a letter, a label or the text of an option (the first one that has it); "" where nothing fits."""
-    answer = str(answer).strip()
-    label = re.fullmatch(r"\(?([A-Za-z])\)?[.:]?", answer)
-    if label and label[1].upper() in letters()[:len(options)]:
-        return label[1].upper()
-    return letters()[options.index(answer)] if answer in options else ""
-
-
 def main_messages(task, num_frames, tools=True, subtitles=""):
     """The main agent's first context: K overview frames, subtitles where there are any, then the question."""
     spoken = f"\nSubtitles:\n{subtitles}\n" if subtitles else ""
@@ -126,45 +103,6 @@ def sub_messages(task, window, question=True):
     text = f"\nWindow: {window['start']:g} to {window['end']:g} seconds." + (f"\nQuestion: {task['question']}" if question else "")
     return [{"role": "system", "content": sub_prompt()},
             {"role": "user", "content": [{"type": "video", "video": task["video"], **window}, {"type": "text", "text": text}]}]
-
-
-def read_subtitles(path, offset=0.0):
-    """Subtitle file -> [(start, end, text)] in seconds, in time order. offset: second of the file at which the video begins.
-
-    SRT, or JSON as LongVideoBench ships it: {"timestamp": [start, end or null], "text"} or {"start", "end", "line"}; an end that is
-    null is the next line's start. Raises ValueError naming the file.
-    """
-    try:
-        with open(path, encoding="utf-8-sig", errors="replace") as f:
-            text = f.read()
-        lines = []
-        if path.endswith(".json"):
-            for row in json.loads(text):
-                start, end = row["timestamp"] if "timestamp" in row else (row["start"], row["end"])
-                lines.append([rewards.to_seconds(start), rewards.to_seconds(end), row.get("text", row.get("line"))])
-        else:
-            stamp = r"((?:\d+:)?\d+:\d+[,.]\d+)"
-            for found in re.finditer(rf"{stamp} *--> *{stamp}[^\n]*\n(.*?)(?=\n[ \t]*\n|\Z)", text.replace("\r\n", "\n"), re.DOTALL):
-                lines.append([rewards.to_seconds(found[1].replace(",", ".")), rewards.to_seconds(found[2].replace(",", ".")), found[3]])
-        lines = sorted((line for line in lines if line[0] is not None and line[2]), key=lambda line: line[0])
-        for line, after in zip(lines, [*lines[1:], None]):
-            line[1] = line[1] if line[1] is not None else after[0] if after else line[0]
-        # Formatting such as <font color=..> or <i> goes, line breaks within a line of speech, and what no tokenizer takes.
-        lines = [(start, end, text.encode("utf-8", "replace").decode()) for start, end, text in lines]
-        return [(start - offset, end - offset, " ".join(re.sub(r"<[^<>]*>", "", text).split())) for start, end, text in lines]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: unreadable subtitles ({type(error).__name__})") from None
-
-
-def subtitle_text(lines, seconds=None):
-    """Lines [(start, end, text)] -> the text that is shown: those that overlap a frame's time, or all (seconds None); in time order, a
-    repeated line once."""
-    shown = []
-    for start, end, text in lines:
-        seen = seconds is None or any(start <= t <= end for t in seconds)
-        if seen and text and text not in shown[-1:]:
-            shown.append(text)
-    return "\n".join(shown)
 
 
 def gated_budgets():
@@ -406,135 +344,6 @@ class TransformersEngine:
                 own[name].copy_(tensor)
 
 
-def evenly(items, n):
-    """n of the items, evenly spread; all where there are fewer."""
-    return [items[int((i + 0.5) * len(items) / n)] for i in range(n)] if 0 < n < len(items) else items[: max(n, 0)]
-
-
-class OpenAIEngine:
-    """Any OpenAI-compatible chat endpoint, for evaluation only: it returns text, so nothing it says can be trained on."""
-
-    def __init__(self, base_url, model_name, key_variable=None, workers=8, timeout=300.0, retries=3, prefill=False, image_cap=0,
-                 tokens_field="max_tokens", send_temperature=True):
-        """key_variable: name of the environment variable that holds the key; the key is never printed or stored.
-        prefill: send the forced start of a turn as a begun assistant turn (vLLM and SGLang accept it). image_cap: images of one request
-        at most, evenly kept; 0 = no cap. tokens_field, send_temperature: what hosted endpoints differ in."""
-        self.url, self.model_name, self.timeout, self.retries = base_url.rstrip("/") + "/chat/completions", model_name, timeout, retries
-        self.key = os.environ.get(key_variable, "") if key_variable else ""
-        self.prefill, self.max_seqs, self.image_cap = prefill, workers, image_cap
-        self.tokens_field, self.send_temperature, self.served = tokens_field, send_temperature, set()
-        self.pool, self.done = ThreadPoolExecutor(workers), queue.SimpleQueue()
-
-    def knock(self):
-        """Raise UserError when nothing listens there: told at once, and not by every episode after its retries."""
-        import socket
-        from urllib.parse import urlsplit
-
-        try:
-            place = urlsplit(self.url)
-            socket.create_connection((place.hostname, place.port or (443 if place.scheme == "https" else 80)), min(10.0, self.timeout)).close()
-        except (OSError, ValueError, TypeError) as error:
-            raise model.UserError(f"no server answers at {self.url} ({error}); expected an OpenAI-compatible endpoint") from None
-
-    def submit(self, request):
-        self.pool.submit(self.call, request).add_done_callback(self.done.put)
-
-    def poll(self):
-        try:
-            finished = [self.done.get(timeout=0.02).result()]
-        except queue.Empty:
-            return []
-        while not self.done.empty():
-            finished.append(self.done.get().result())
-        return finished
-
-    def close(self):
-        self.pool.shutdown()
-
-    def body(self, request):
-        """Request -> what is posted."""
-        body = {"model": self.model_name, "messages": self.wire(request), self.tokens_field: request.max_tokens}
-        if self.send_temperature:
-            body.update(temperature=request.temperature, seed=request.seed)
-        if request.tools:  # for the template alone: calls are read from the text, by the same parser as everywhere
-            body.update(tools=request.tools, tool_choice="none")
-        if request.stop:
-            body.update(stop=list(request.stop), include_stop_str_in_output=True)
-        if self.prefill and request.prefill:
-            body["messages"].append({"role": "assistant", "content": request.prefill})
-            body.update(add_generation_prompt=False, continue_final_message=True)
-        return body
-
-    def call(self, request):
-        import http.client
-        import urllib.error
-        import urllib.request
-
-        body = self.body(request)
-        headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {self.key}"} if self.key else {})}
-        for attempt in range(self.retries + 1):
-            try:
-                call = urllib.request.Request(self.url, json.dumps(body).encode(), headers)
-                with urllib.request.urlopen(call, timeout=self.timeout) as answer:
-                    answered = json.load(answer)
-                choice = answered["choices"][0]
-                self.served.add(str(answered.get("model")))  # a hosted name may stand for another model tomorrow
-                text = (choice["message"].get("content") or "").removeprefix(request.prefill)
-                return Completion(request.id, text=text, ended=choice.get("finish_reason") == "stop")
-            except urllib.error.HTTPError as e:
-                why, again = f"HTTP {e.code}", e.code == 429 or e.code >= 500
-            except (urllib.error.URLError, TimeoutError, ConnectionError, http.client.HTTPException) as e:  # the last: cut off halfway
-                why, again = f"{type(e).__name__}: {getattr(e, 'reason', e)}", True
-            except (ValueError, KeyError, IndexError, TypeError, AttributeError) as e:  # an answer that is not the promised JSON
-                why, again = f"bad answer: {type(e).__name__}", False
-            if not again or attempt == self.retries:
-                return Completion(request.id, error=why)
-            time.sleep(2.0**attempt)
-
-    def wire(self, request):
-        """Chat messages with frames as base64 JPEGs after their times; consecutive tool messages become one user turn."""
-        import base64
-        import io
-
-        from PIL import Image
-
-        total, number, frames = sum(len(f.images) for f in request.frames), itertools.count(), iter(request.frames)
-        kept = set(evenly(range(total), self.image_cap or total))
-
-        def text(said):
-            return {"type": "text", "text": said}
-
-        def parts(content):
-            if isinstance(content, str):
-                return [text(content)]
-            out = []
-            for p in content:
-                if p["type"] == "text":
-                    out.append(text(p["text"]))
-                    continue
-                f = next(frames)
-                for place, (image, seconds) in enumerate(zip(f.images, f.seconds)):
-                    if next(number) not in kept:
-                        continue
-                    buffer = io.BytesIO()
-                    Image.fromarray(image).save(buffer, "JPEG", quality=90)
-                    url = "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
-                    stamp = model.stamp_text(seconds, place, p.get("stamp"))
-                    out += [*([text(stamp)] if stamp else []), {"type": "image_url", "image_url": {"url": url}}]
-            return out
-
-        turns = []  # [role, parts, are tool responses]
-        for m in request.messages:
-            if m["role"] != "tool":
-                turns.append([m["role"], parts(m["content"]), False])
-            elif turns[-1][2]:
-                turns[-1][1] += [text("\n<tool_response>\n"), *parts(m["content"]), text("\n</tool_response>")]
-            else:
-                turns.append(["user", [text("<tool_response>\n"), *parts(m["content"]), text("\n</tool_response>")], True])
-        # What holds no image goes as a plain string: not every endpoint takes parts in every role.
-        return [{"role": role, "content": "".join(p["text"] for p in some) if all(p["type"] == "text" for p in some) else some} for role, some, _ in turns]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # One context, growing
 
@@ -598,7 +407,6 @@ class Agent:
     sub_frames: int = 16
     sub_fps: float = 1.0
     sub_question: bool = True  # a sub-agent is told the question
-    subtitles: str = "none"  # "aligned": lines spoken at the overview frames' times; "full": all of them
     seed: int = 0
 
 
@@ -610,22 +418,19 @@ class Source:
     cache: video.FrameCache
     min_pixels: int = 1024
     max_pixels: int = 50176
+    subtitles: callable = None  # (task, seconds of the frames) -> text shown with the question
 
     def load(self, spec):
         return video.load(spec, self.root, self.cache, min_pixels=self.min_pixels, max_pixels=self.max_pixels)
 
-    def load_overview(self, spec):
-        """-> (Frames, seconds of the video)."""
-        return self.load(spec), self.duration(spec)
+    def load_overview(self, spec, task):
+        """-> (Frames, seconds of the video, text of the subtitles)."""
+        frames = self.load(spec)
+        spoken = self.subtitles(task, frames.seconds) if self.subtitles else ""
+        return frames, self.duration(spec), spoken
 
     def duration(self, spec):
         return video.probe(video.resolve(spec["video"], self.root), self.cache).duration
-
-    def subtitles(self, task):
-        """[(start, end, text)] of a task's subtitle file; [] where it has none. Raises ValueError for a file that is no subtitles."""
-        if not task.get("subtitles"):
-            return []
-        return read_subtitles(video.resolve(task["subtitles"], self.root), task.get("subtitle_start") or 0.0)
 
     def load_window(self, spec):
         """A crop as the model asked for it -> (the same, clamped to the video; its Frames). Raises ValueError beyond the end."""
@@ -645,8 +450,8 @@ class Reply:
 
 @dataclass
 class Protocol:
-    """What differs between systems that look at videos in turns. The defaults are ParaVT's; other systems' are in eval.py. The loop,
-    run_episode, is one and the same."""
+    """What differs between systems that look at videos in turns. The defaults are ParaVT's; other systems' are in bench/systems.py. The
+    loop, run_episode, is one and the same."""
 
     opening: callable = None  # (task, K, agent, subtitles, duration) -> first messages, with one {"type": "video"} for the overview
     parse: callable = rewards.parse_tool_calls  # (text of a turn, it began inside a thought) -> calls
@@ -709,15 +514,13 @@ def run_episode(episode, agent, codec, source, step, protocol=None):
     task, protocol = episode.task, protocol or Protocol()
     spec = {"video": task["video"], "frames": episode.frame_budget}
     began = time.monotonic()
-    loaded, spoken = yield [lambda: source.load_overview(spec), lambda: source.subtitles(task) if agent.subtitles != "none" else []]
+    (loaded,) = yield [lambda: source.load_overview(spec, task)]
     episode.timing["decode_s"] = time.monotonic() - began
-    for result in (loaded, spoken):
-        if isinstance(result, (video.VideoError, ValueError)):
-            episode.status, episode.error = "video_error", str(result)
-            return episode
-    frames, episode.duration = loaded
+    if isinstance(loaded, (video.VideoError, ValueError)):
+        episode.status, episode.error = "video_error", str(loaded)
+        return episode
+    frames, episode.duration, spoken = loaded
     episode.timing["video_s"] = episode.duration
-    spoken = subtitle_text(spoken, frames.seconds if agent.subtitles == "aligned" else None)
     messages = (protocol.opening or opening)(task, episode.frame_budget, agent, spoken, episode.duration)
     tools = tool_schema() if agent.tools and protocol.schema else None
     context = episode.context = open_context(codec, messages, [spec], [frames], tools)
@@ -1067,7 +870,6 @@ def add_agent_arguments(parser, tools=True):
     add("--sub-frames", type=int, default=Agent.sub_frames, help="frames of a window at most")
     add("--sub-fps", type=float, default=Agent.sub_fps, help="frames per second of a window")
     add("--sub-question", action=yes_no, default=True, help="tell a sub-agent the question")
-    add("--subtitles", choices=["aligned", "full", "none"], default=Agent.subtitles, help="shown with the question: lines at the frames' times, all, none")
     add("--seed", type=int, default=0, help="of sampling and of the draws of K")
     add("--channel", choices=["image", "video"], default="image", help="frames as `<t seconds>` + images, or one video item")
     add("--video-root", default=None, help="folder videos are relative to and may not leave; default: the JSONL's folder")

@@ -277,7 +277,7 @@ def to_chat(row, frames):
 
 def to_task(row):
     """A published RL row -> a task of grpo.py's JSONL. Raises ValueError with the reason why not."""
-    import rollout
+    from bench import benchmarks
 
     extra, reward = decoded(row.get("extra_info")) or {}, decoded(row.get("reward_model")) or {}
     answer = decoded(extra.get("answer") if extra.get("answer") is not None else reward.get("ground_truth"))
@@ -289,21 +289,21 @@ def to_task(row):
     prompt = decoded(row["prompt"])
     asked = extra.get("question") or "\n".join(m["content"] for m in prompt if m["role"] == "user")
     asked = re.sub(r" ?The video path for this video is:? \S+", "", asked.replace("<video>", ""), flags=re.IGNORECASE).strip()
-    question, options = rollout.split_inline(asked)
+    question, options = benchmarks.split_inline(asked)
     kind = {"mcq": "mcq", "oe": "open", "tvg": "grounding"}.get(extra.get("question_type"))
     if isinstance(answer, dict):
         answer = [answer.get("start"), answer.get("end")]
     span = answer if isinstance(answer, list) else rewards.extract_span(str(answer)) if kind == "grounding" else None
     if span is not None and len(span) == 1 and isinstance(span[0], list):
         span = span[0]
-    kind = kind or ("grounding" if span is not None else "mcq" if options and rollout.answer_letter(answer, options) else "open")
+    kind = kind or ("grounding" if span is not None else "mcq" if options and benchmarks.answer_letter(answer, options) else "open")
     if kind == "grounding":
         span = [rewards.to_seconds(t) for t in span or []]
         if len(span) != 2 or None in span or not span[0] < span[1]:
             raise ValueError("the answer is no [start, end]")
         return {"video": paths[0], "question": asked, "options": None, "answer": span, "type": kind}
     if kind == "mcq":
-        letter = rollout.answer_letter(answer, options)
+        letter = benchmarks.answer_letter(answer, options)
         if not options or not letter:
             raise ValueError("a choice whose options cannot be read" if not options else "the answer is none of the options")
         return {"video": paths[0], "question": question, "options": options, "answer": letter, "type": kind}
@@ -312,9 +312,11 @@ def to_task(row):
 
 def convert(paths, out, frames):
     """Published files -> one JSONL: chats from rows of `messages`, tasks from rows of `prompt`. Says how many rows were left out, and why."""
+    from bench import benchmarks
+
     rows, rejected, kinds = [], Counter(), set()
     for path in paths:
-        for number, row in enumerate(model.read_rows(path)):
+        for number, row in enumerate(benchmarks.read_rows(path)):
             kind = "messages" if row.get("messages") else "prompt" if row.get("prompt") else None
             if kind is None:
                 raise model.UserError(f"{path}: row {number} has neither 'messages' (SFT) nor 'prompt' (RL); found {', '.join(sorted(row))}")

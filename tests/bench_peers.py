@@ -128,8 +128,8 @@ class Stills:
     def load(self, spec):
         return self.frames
 
-    def load_overview(self, spec):
-        return self.frames, float(len(self.frames.seconds))
+    def load_overview(self, spec, task):
+        return self.frames, float(len(self.frames.seconds)), ""
 
 
 def ours(args):

@@ -65,8 +65,8 @@ class DrawnSource:
         keys = [f"{spec['video']}@{i}" for i in at]
         return video.Frames(images[at], np.array(at, dtype=float), "/".join(keys), keys)
 
-    def load_overview(self, spec):
-        return self.load(spec), float(len(self.videos[spec["video"]]))
+    def load_overview(self, spec, task):
+        return self.load(spec), float(len(self.videos[spec["video"]])), ""
 
     def load_window(self, spec):
         return {**spec, "start": max(0.0, spec["start"]), "end": min(spec["end"], float(len(self.videos[spec["video"]])))}, self.load(spec)

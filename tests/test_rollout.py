@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 import model
 import rollout
 import video
+from bench import systems
 
 ANSWER = "I saw red.\n</think>\n<answer>red</answer>"
 
@@ -1024,7 +1025,7 @@ def no_pause(monkeypatch):
 
 
 def ask(server, tasks, source, agent=AGENT, **more):
-    engine = rollout.OpenAIEngine(server.url, "some-model", **more)
+    engine = systems.OpenAIEngine(server.url, "some-model", **more)
     engine.codec = None
     try:
         return play_one(engine, tasks, source, agent)
