@@ -54,7 +54,11 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="module", autouse=True)
 def fresh_process():
-    """What a file leaves behind in the whole process: a process group, and denormal numbers flushed, which hypothesis draws."""
+    """What a file finds and leaves behind in the whole process: the shim before anybody imports transformers; no process group, and
+    denormal numbers not flushed, which hypothesis draws."""
+    import model
+
+    model.import_shim()
     yield
     torch = sys.modules.get("torch")
     if torch:
