@@ -44,7 +44,7 @@ def make_episode(codec, source, task, sample, turns, summaries=(), step=0, frame
     """An Episode as rollout.py leaves it: `turns` are sampled texts, each call of the first turn is answered by a summary."""
     spec = {"video": task["video"], "frames": frames}
     context = rollout.open_context(codec, rollout.main_messages(task, frames), [spec], [source.load(spec)], rollout.tool_schema())
-    episode = rollout.Episode(task, f"{step}/{task['id']}", sample, frames, step, context=context, timing={"decode_s": 0.01})
+    episode = rollout.Episode(task, f"{step}/{task['id']}", sample, frames, step, context=context, think_open=True, timing={"decode_s": 0.01})
     for number, text in enumerate(turns):
         context.insert(model.think_prefix_ids(codec, context.ids))
         last = number == len(turns) - 1
