@@ -1,30 +1,33 @@
 """
-rewards.py: from the text a policy wrote to calls, answers, rewards and the tokens that carry format credit.
+rewards.py: from the text a policy wrote to its reward, and to the tokens that carry it.
 
-    R       = R_acc + w_format * R_fmt + tool_weight * R_tool            one scalar per episode      score
-    R_acc   = [letter == gold] | temporal IoU | token F1 (or exact)      read from <answer> alone *  accuracy
-    R_fmt   = clip(R_base + anchor * R_anchor, 0, 1), at most 0.5 if a tag is misused                format_reward
-    R_tool  = 0 | 0.1 a parseable call | 0.3 an executed one | +0.5 if executed and R_acc > 0        tool_reward
-    A_task  = (R_acc + R_tool - mean) / sigma                            every sampled token         group_advantages
-    A_fmt   = w_format * (R_fmt - mean) / sigma                          sampled tokens in struct(o) structural_mask
-    sigma   = population std of R_acc + R_tool + w_format * R_fmt over the rollouts of one prompt
-    * or, with answer_from="line", also from the last line of the turn: stated_answer
+    R       = R_acc + w_format * R_fmt + tool_weight * R_tool     one scalar per episode     score
+    R_acc   = [letter == gold] | temporal IoU | token F1          from <answer> alone        accuracy
+    R_fmt   = clip(R_base + anchor * R_anchor, 0, 1)              <= 0.5 if a tag is misused format_reward
+    R_tool  = 0 | 0.1 parseable | 0.3 executed | +0.5 if executed and R_acc > 0              tool_reward
+    A_task  = (R_acc + R_tool - mean) / sigma                     every sampled token        group_advantages
+    A_fmt   = w_format * (R_fmt - mean) / sigma                   tokens in struct(o)        structural_mask
+    sigma   = population std of R over the rollouts of one prompt
 
 Where this departs from the ParaVT paper and its code, and why:
-  - The forced "<think>\\n" counts as present when a turn is scored; else closing the thought would earn nothing and
-    writing a second <think> would.
-  - Misused tags cap R_fmt, R_fmt never leaves [0, 1], and an empty tag pair earns nothing: otherwise garbage is free.
-  - "Executed" is a count from the episode, never a string: a model can write <tool_response> by itself.
+  - The forced "<think>\\n" counts as present when a turn is scored; else closing the thought would
+    earn nothing and writing a second <think> would.
+  - Misused tags cap R_fmt, R_fmt never leaves [0, 1], and an empty tag pair earns nothing:
+    otherwise garbage is free.
+  - "Executed" is a count from the episode, never a string: a model can write <tool_response> itself.
   - The bonus for a correct answer needs an executed call; a call that only parses must not unlock it.
-  - Only the last non-empty <answer> of the last turn, outside thought, is graded: no draft and no stray letter counts.
+  - Only the last non-empty <answer> of the last turn, outside thought, is graded: no draft and no
+    stray letter counts (answer_from="line" also reads the last line, as the authors' release does).
   - Letters and spans are extracted without seeing the gold answer; what is ambiguous is no answer.
 
-Standard library only; reads and writes no file; no text can make a function here raise. Copy it alone.
+Above the ruled line: what a training step passes through. Below it: how calls, answers, letters and
+times are read out of text. Standard library only; reads and writes no file; no text can make a
+function here raise. Copy it alone.
 
-    >>> turns = ["Look closer.</think><tool_call>{}</tool_call>", "It is a dog.</think><answer>B</answer>"]
+    >>> turns = ["Look closer.</think><tool_call>{}</tool_call>", "A dog.</think><answer>B</answer>"]
     >>> result = score(turns, "mcq", "B", options=["cat", "dog"], num_parseable=0, num_executed=0)
     >>> [round(result[key], 2) for key in ("acc", "fmt", "tool", "total")]
-    [1.0, 1.0, 0.0, 2.0]
+    [1.0, 0.9, 0.0, 1.9]
 """
 
 import json
@@ -34,11 +37,146 @@ import unicodedata
 from collections import Counter
 from dataclasses import dataclass
 
-# ------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
+# Rewards of one episode
+
+
+def score(turns, task_type, gold, options=None, num_parseable=0, num_executed=0, think_prefix=True,
+          answer_suffix=True, anchor=0.5, gamma=0.3, w_format=1.0, tool_weight=1.0,
+          open_metric="f1", answer_from="tag"):  # fmt: skip
+    """
+    All reward terms of one episode: {"acc", "fmt", "tool", "total", "closure"}; terms unweighted.
+
+    turns: the sampled text of each main-agent turn, special tokens removed. think_prefix: every turn
+    began inside a thought that is not in its text. task_type, gold, options, open_metric: see
+    accuracy. answer_suffix, anchor, gamma: see format_reward. num_parseable, num_executed: calls
+    without an error, and calls that were run. answer_from: "tag" | "line" (see stated_answer).
+    """
+    read = {"tag": final_answer, "line": stated_answer}[answer_from]
+    acc = accuracy(read(turns, think_prefix), task_type, gold, options, open_metric)
+    fmt = format_reward(turns, think_prefix, answer_suffix, anchor, gamma)["total"]
+    tool = tool_reward(num_parseable, num_executed, acc)
+    # The terms stay unweighted in the record, so that a rollout can be replayed under other weights.
+    total = acc + w_format * fmt + tool_weight * tool
+    closure = closure_counts(turns, think_prefix)
+    return {"acc": acc, "fmt": fmt, "tool": tool, "total": total, "closure": closure}
+
+
+def accuracy(response, task_type, gold, options=None, open_metric="f1"):
+    """
+    R_acc in [0, 1] of an answer body (None: no answer, 0.0).
+
+    gold: a letter for "mcq", a text for "open", (start, end) seconds for "grounding".
+    open_metric: "f1" or "exact". Raises ValueError for another task_type or open_metric: that is the
+    caller's error, never the model's.
+    """
+    if task_type not in ("mcq", "open", "grounding"):
+        raise ValueError(f"task_type {task_type!r}: expected mcq, open or grounding")
+    if open_metric not in ("f1", "exact"):
+        raise ValueError(f"open_metric {open_metric!r}: expected f1 or exact")
+    if response is None:
+        return 0.0
+    if task_type == "mcq":
+        return float(extract_letter(response, options) == gold.strip().upper())
+    if task_type == "grounding":
+        return temporal_iou(extract_span(response), gold)
+    if open_metric == "exact":
+        return float(match_open(response, gold))
+    return token_f1(response, gold)
+
+
+def tool_reward(num_parseable, num_executed, acc):
+    """
+    R_tool in [0, 0.8]: 0 without a parseable call, 0.1 with one, 0.3 if one was executed, +0.5 more
+    if acc > 0.
+
+    num_executed is what the episode ran, and the bonus needs it: a call that only looks right must
+    not be worth 0.6.
+    """
+    if num_parseable <= 0:
+        return 0.0
+    if num_executed <= 0:
+        return 0.1
+    return 0.8 if acc > 0 else 0.3
+
+
+def format_reward(turns, think_prefix=True, answer_suffix=True, anchor=0.5, gamma=0.3):
+    """
+    R_fmt of one episode, its parts and the conditions they came from.
+
+    turns, think_prefix: see score. anchor: weight of R_anchor. gamma: penalty inside it.
+
+    R_base: with the Answer Suffix, without it
+      think             last turn's thought, closed, >= 10 characters beside tags     0.2   0.3
+      answer_opened     last turn has a non-empty <answer> body outside thought       0.3   -
+      answer_closed     and that body is closed                                       0.2   -
+      think_before_call a turn with a valid call closed its thought before any call   0.3   0.2
+      balanced          every turn's tags pair up, if anything above scored           0.1   0.1
+    R_anchor
+      think_closed      every turn opens one thought, closes it and has a word in it  0.4
+      flow              think_closed, and the last turn is think, answer, in order    0.3
+      never_closed      a turn ends inside a thought                                  -gamma
+
+    total = clip(R_base + anchor * R_anchor, 0, 1), at most 0.5 when `capped`: a tag that is
+    unbalanced, nested or opened again, or a tool response written by the model. "anchor" in the
+    result is R_anchor before its weight; `well_formed`: the flow holds and nothing is capped, the
+    strictest reading of the protocol.
+    """
+    # The forced <think> is put back before tags are read: it counts as opened.
+    parsed = [turn_tags(turn, think_prefix) for turn in turns]
+    thoughts = [closed_thought(tags, text) for tags, text in parsed]
+    body, closed = last_answer(turns[-1], think_prefix) if turns else (None, False)
+
+    on = {
+        "think": bool(turns) and len(thoughts[-1]) >= 10,
+        "answer_opened": body is not None,
+        "answer_closed": body is not None and closed,
+        "think_before_call": any(thinks_before_call(turn, think_prefix) for turn in turns),
+        "balanced": all(is_balanced(tags) for tags, _ in parsed),
+        "think_closed": bool(turns) and all(thoughts),
+        "never_closed": any(never_closed(turn, think_prefix) for turn in turns),
+    }
+    # The flow is strict about the order of the tags and lenient about text between them.
+    order = [(closing, kind) for closing, kind, *_ in parsed[-1][0]] if turns else []
+    pairs = [(False, "think"), (True, "think"), (False, "answer"), (True, "answer")]
+    on["flow"] = on["think_closed"] and on["answer_closed"] and order == pairs
+    # A response that the model wrote itself: paid, it would learn to answer its own calls.
+    forged = ("<tool_response>", "</tool_response>")
+    on["tool_response"] = any(tag in turn for turn in turns for tag in forged)
+    on["capped"] = on["tool_response"] or not on["balanced"]
+    on["well_formed"] = on["flow"] and not on["capped"]
+
+    if answer_suffix:
+        base = 0.2 * on["think"] + 0.3 * on["think_before_call"]
+        base += 0.3 * on["answer_opened"] + 0.2 * on["answer_closed"]
+    else:
+        # Without the Answer Suffix the answer block earns nothing and thinking a little more.
+        base = 0.3 * on["think"] + 0.2 * on["think_before_call"]
+    base += 0.1 * (on["balanced"] and base > 0)  # no credit for having no tags at all
+    pull = 0.4 * on["think_closed"] + 0.3 * on["flow"] - gamma * on["never_closed"]
+    total = min(max(base + anchor * pull, 0.0), 0.5 if on["capped"] else 1.0)
+    return {"base": base, "anchor": pull, "total": total, **on}
+
+
+def closure_counts(turns, think_prefix=True):
+    """{kind: [opened, closed]} over all turns; the forced <think> counts as opened, a stray closing
+    tag as nothing."""
+    counts = {kind: [0, 0] for kind in KINDS}
+    for turn in turns:
+        is_open = dict.fromkeys(KINDS, False)
+        for closing, kind, *_ in turn_tags(turn, think_prefix)[0]:
+            # Each kind on its own, nesting ignored: was what was opened also closed?
+            counts[kind][1] += closing and is_open[kind]
+            counts[kind][0] += not closing
+            is_open[kind] = not closing
+    return counts
+
+
+# ------------------------------------------------------------------------------------------------
 # Tags and thoughts
 
-KINDS = ("think", "tool_call", "answer")  # the three structural pairs; everything else in angle brackets is text
-TAG = re.compile(r"<(/?)(think|tool_call|answer)>")  # exact lower case, no attributes: what the template teaches
+KINDS = ("think", "tool_call", "answer")  # the structural pairs; other angle brackets are text
+TAG = re.compile(r"<(/?)(think|tool_call|answer)>")  # lower case, no attributes: as it is taught
 ANY_TAG = re.compile(r"<[^<>]*>")
 
 
@@ -46,13 +184,16 @@ def visible(text, think_open=False):
     """
     The text of one turn with every closed thought replaced by a newline.
 
-    A thought that never closes hides nothing: its calls were written and must be answered, its <answer> is read (the
-    format reward punishes it instead). A newline, not "", so that "<ans<think>x</think>wer>" cannot become a tag.
-    think_open: the turn began with a forced <think>. It is also taken to, when its first think tag is a closing one.
+    A thought that never closes hides nothing: its calls were written and must be answered, its
+    <answer> is read (the format reward punishes it instead). A newline, not "", so that
+    "<ans<think>x</think>wer>" cannot become a tag. think_open: the turn began inside a thought. It is
+    also taken to, when its first think tag is a closing one.
     """
     tags = [tag for tag in TAG.finditer(text) if tag[2] == "think"]
     inside = think_open or bool(tags and tags[0][1])
-    parts, at, opened = [], 0, 0  # at: end of what was copied or skipped; opened: where the thought began
+    parts = []
+    at = 0  # end of what was copied or skipped
+    opened = 0  # where the thought began
     for tag in tags:
         if tag[1] and inside:  # a closing tag ends the thought whatever was nested in it
             parts.append(text[at:opened])
@@ -62,31 +203,202 @@ def visible(text, think_open=False):
     return "\n".join([*parts, text[at:]])
 
 
+def never_closed(text, think_open=False):
+    """Whether a turn ends inside a thought. think_open: it began inside one."""
+    reopened = text.rfind("</think>") < text.rfind("<think>")
+    return reopened or (think_open and "</think>" not in text)
+
+
 def has_word(text):
-    """Whether a letter or digit is left once tags are taken out: <answer><b></b></answer> and "..." are empty."""
+    """Whether a letter or digit is left once tags are out: <answer><b></b></answer> is empty."""
     return any(char.isalnum() for char in ANY_TAG.sub("", text))
 
 
-# ------------------------------------------------------------------------------------------------------------------
+def turn_tags(text, think_prefix):
+    """[(closing?, kind, start, end)] of the structural tags of one turn, and the text they index,
+    forced prefix included."""
+    text = "<think>\n" + text if think_prefix else text
+    return [(bool(tag[1]), tag[2], tag.start(), tag.end()) for tag in TAG.finditer(text)], text
+
+
+def is_balanced(tags):
+    """Whether the tags of a turn pair up without nesting. Only tool_call may come twice."""
+    current = None  # the kind that is open
+    seen = set()
+    for closing, kind, *_ in tags:
+        if closing:
+            if current != kind:
+                return False
+            current = None
+        else:
+            if current or (kind in seen and kind != "tool_call"):
+                return False
+            current = kind
+            seen.add(kind)
+    return current is None
+
+
+def closed_thought(tags, text):
+    """The text of a turn's one thought; "" unless it opens once, closes once and holds a word."""
+    thinks = [tag for tag in tags if tag[1] == "think"]
+    if [closing for closing, *_ in thinks] != [False, True]:
+        return ""
+    body = text[thinks[0][3] : thinks[1][2]]
+    return ANY_TAG.sub("", body).strip() if has_word(body) else ""
+
+
+def thinks_before_call(turn, think_prefix):
+    """Whether a turn holds a valid call, and a thought with a word in it was closed before any."""
+    tags, text = turn_tags(turn, think_prefix)
+    # Any call tag before the end of the thought, even a draft in it: thinking did not come first.
+    before = text.partition("</think>")[0]
+    draft = any(not tag[1] for tag in CALL_TAG.finditer(before))
+    valid = any(call.error is None for call in parse_tool_calls(turn, think_prefix))
+    return valid and not draft and closed_thought(tags, text) != ""
+
+
+def last_answer(text, think_open=False):
+    """(body, closed) of the last non-empty <answer> of one turn outside thought; (None, False) if
+    there is none."""
+    text = visible(text, think_open)
+    tags = [tag for tag in TAG.finditer(text) if tag[2] == "answer"]
+    found = (None, False)
+    for i, tag in enumerate(tags):
+        if tag[1]:
+            continue
+        after = tags[i + 1] if i + 1 < len(tags) else None
+        body = text[tag.end() : after.start() if after else len(text)]  # cut off: to the turn's end
+        if has_word(body):
+            found = (body.strip(), bool(after and after[1]))
+    return found
+
+
+def final_answer(turns, think_open=False):
+    """The answer that training grades: last_answer of the last turn. No tag, no credit: None."""
+    return last_answer(turns[-1], think_open)[0] if turns else None
+
+
+# ------------------------------------------------------------------------------------------------
+# Credit
+
+TAG_BYTES = re.compile(TAG.pattern.encode())
+LETTER_BYTES = re.compile(rb"[0-9A-Za-z\x80-\xff]")  # ASCII, or part of any other character
+
+
+def structural_mask(pieces):
+    """
+    struct(o) of ONE turn: which sampled tokens carry format credit.
+
+    pieces: the bytes of each sampled token; may be empty, may cut a tag or a UTF-8 character
+    anywhere. A token is in if a byte of it lies in a literal <think> </think> <tool_call>
+    </tool_call> <answer> </answer>, or if it is the last one of the turn: ending there is where a
+    missing tag was decided.
+
+    A token that also holds a letter or a digit outside the tag is not in. In Qwen's vocabulary
+    "<answer>B" ends in the one token ">B": credited, a lost tag (A_fmt = -1) would cancel what the
+    right letter earned (A_task = +1). The tag keeps the credit of its other tokens, where it was
+    begun.
+
+        [b"hm", b"</think>", b" <an", b"swer>", b"B", b"<|im_end|>"] -> [F, T, T, T, F, T]
+        [b"<", b"answer", b">B", b"</", b"answer", b">", b"<|im_end|>"] -> [T, T, F, T, T, T, T]
+    """
+    # Bytes, not ids or decoded text: <think> is one token in Qwen3, <answer> is several.
+    joined = b"".join(pieces)
+    in_tag = bytearray(len(joined))  # 1 where a byte belongs to a tag
+    for tag in TAG_BYTES.finditer(joined):
+        in_tag[tag.start() : tag.end()] = b"\x01" * (tag.end() - tag.start())
+    mask = []
+    at = 0  # byte where the token begins
+    for piece in pieces:
+        inside = in_tag[at : at + len(piece)]
+        outside = bytes(byte for byte, tag in zip(piece, inside) if not tag)
+        mask.append(1 in inside and not LETTER_BYTES.search(outside))
+        at += len(piece)
+    if mask:
+        mask[-1] = True
+    return mask
+
+
+def group_advantages(acc_tool, fmt, w_format=1.0):
+    """
+    (A_task, A_fmt, sigma) of the rollouts of one prompt; A_task + A_fmt is GRPO's advantage of the
+    summed reward.
+
+    acc_tool: R_acc + R_tool of each rollout; fmt: R_fmt. sigma is the population std of
+    acc_tool + w_format * fmt, and both parts share it, so that neither is blown up when it alone
+    hardly varies. sigma < 1e-6: all zeros, no signal. Raises ValueError when the lists differ in
+    length.
+    """
+    reward = [task + w_format * form for task, form in zip(acc_tool, fmt, strict=True)]
+    if not reward:
+        return [], [], 0.0
+    size = len(reward)
+    # Means of the parts add up to the mean of the sum, hence the two advantages add up to GRPO's.
+    mean, mean_task, mean_fmt = (math.fsum(values) / size for values in (reward, acc_tool, fmt))
+    sigma = math.sqrt(math.fsum((value - mean) ** 2 for value in reward) / size)
+    if sigma < 1e-6:
+        return [0.0] * size, [0.0] * size, sigma
+    a_task = [(value - mean_task) / sigma for value in acc_tool]
+    a_fmt = [w_format * (value - mean_fmt) / sigma for value in fmt]
+    return a_task, a_fmt, sigma
+
+
+# ------------------------------------------------------------------------------------------------
 # Tool calls
 
-MAX_CALLS = 64  # calls of one turn that are parsed; the rest get an error entry without a look inside
-MAX_CALL_CHARS = 4000  # a sane call has 100; keeps hostile nesting away from the JSON parser
 CALL_TAG = re.compile(r"<(/?)(tool_call|tool_code)>")
-CLOCK = re.compile(r"(?:(?:([0-9]{1,9}):)?([0-9]{1,9}):)?([0-9]{1,9}(?:\.[0-9]{0,9})?)")  # [[H:]MM:]SS[.f], ASCII only
-NUMBER = re.compile(r"[+-]?(?:[0-9]{1,9}(?:\.[0-9]{0,20})?|\.[0-9]{1,20})")
-CODE_TOKEN = re.compile(r""""[^"\n]*"|'[^'\n]*'|[(),=]|[^\s"'(),=]+|["']""")
+MAX_CALLS = 64  # calls of one turn that are parsed; the rest get an error without a look inside
 
 
 @dataclass
 class ToolCall:
-    """One call as written. start and end in seconds, None if unreadable; error is None when the call may be run."""
+    """One call as written. start, end in seconds, None if unreadable; error None: it may be run."""
 
     name: str
     start: float | None
     end: float | None
     num_frames: int | None
     error: str | None
+
+
+def parse_tool_calls(text, think_open=False):
+    """
+    Every tool call of one turn, good or bad, in the order written. Never raises, never evaluates,
+    linear time.
+
+    text: what the model wrote in one turn. think_open: it began inside a thought. A call inside a
+    closed thought is a thought and is left out; inside a thought that never closes it counts.
+    Dialects: JSON in <tool_call>, Python-like calls in <tool_code>. Aliases start and end are
+    accepted; video_path and unknown arguments are ignored.
+    """
+    text = visible(text, think_open)
+    # One scan for all tags: a search for each closing tag would be quadratic on "<tool_call>" * 1e5.
+    tags = list(CALL_TAG.finditer(text))
+    calls = []
+    for i, tag in enumerate(tags):
+        if tag[1]:
+            continue
+        after = tags[i + 1] if i + 1 < len(tags) else None
+        body = text[tag.end() : after.start() if after else len(text)]  # to the next call tag
+        closed = bool(after and after[1] and after[2] == tag[2])
+        if len(calls) >= MAX_CALLS:
+            calls.append(bad_call("too many calls in one turn"))
+        elif tag[2] == "tool_call":
+            calls.append(parse_json_call(body, closed))
+        else:
+            calls.extend(parse_code_calls(body))
+    return calls
+
+
+# ---- below: how text is read (a reader of the training step may stop here) -----------------------
+
+# ------------------------------------------------------------------------------------------------
+# Calls
+
+MAX_CALL_CHARS = 4000  # a sane call has 100; keeps hostile nesting away from the JSON parser
+CLOCK = re.compile(r"(?:(?:([0-9]{1,9}):)?([0-9]{1,9}):)?([0-9]{1,9}(?:\.[0-9]{0,9})?)")  # [[H:]MM:]SS[.f], ASCII only
+NUMBER = re.compile(r"[+-]?(?:[0-9]{1,9}(?:\.[0-9]{0,20})?|\.[0-9]{1,20})")
+CODE_TOKEN = re.compile(r""""[^"\n]*"|'[^'\n]*'|[(),=]|[^\s"'(),=]+|["']""")
 
 
 def to_seconds(value):
@@ -198,64 +510,12 @@ def parse_code_calls(body):
     return calls
 
 
-def never_closed(text, think_open=False):
-    """Whether a turn ends inside a thought. think_open: it began with a forced <think>."""
-    return text.rfind("</think>") < text.rfind("<think>") or (think_open and "</think>" not in text)
-
-
-def parse_tool_calls(text, think_open=False):
-    """
-    Every tool call of one turn, good or bad, in the order written. Never raises, never evaluates, linear time.
-
-    text: what the model wrote in one turn. think_open: the turn began with a forced <think>. A call inside a closed
-    thought is a thought and is left out; inside a thought that never closes it counts. Dialects: JSON in <tool_call>,
-    Python-like calls in <tool_code>. Aliases start and end are accepted; video_path and unknown arguments are ignored.
-    """
-    text = visible(text, think_open)
-    # One scan for all tags: searching a closing tag per opening one would be quadratic on "<tool_call>" * 100000.
-    tags = list(CALL_TAG.finditer(text))
-    calls = []
-    for i, tag in enumerate(tags):
-        if tag[1]:
-            continue
-        after = tags[i + 1] if i + 1 < len(tags) else None
-        body = text[tag.end() : after.start() if after else len(text)]  # up to the next tool tag of any kind
-        closed = bool(after and after[1] and after[2] == tag[2])
-        if len(calls) >= MAX_CALLS:
-            calls.append(ToolCall("", None, None, None, "too many calls in one turn"))
-        elif tag[2] == "tool_call":
-            calls.append(parse_json_call(body, closed))
-        else:
-            calls.extend(parse_code_calls(body))
-    return calls
-
-
-# ------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Answers
 
 BLOCKS = ("tool_call", "tool_code", "tool_response", "action", "observation", "score", "clip")  # never an answer
 MAX_ANSWER_CHARS = 50_000  # longer is no answer: bounds the work below, where NFKC may grow a text 18 times
 BOXED = re.compile(r"\\boxed ?\{([^{}]*)\}")
-
-
-def last_answer(text, think_open=False):
-    """(body, closed) of the last non-empty <answer> of one turn outside thought; (None, False) if there is none."""
-    text = visible(text, think_open)
-    tags = [tag for tag in TAG.finditer(text) if tag[2] == "answer"]
-    found = (None, False)
-    for i, tag in enumerate(tags):
-        if tag[1]:
-            continue
-        after = tags[i + 1] if i + 1 < len(tags) else None
-        body = text[tag.end() : after.start() if after else len(text)]  # cut off: to the end of the turn
-        if has_word(body):
-            found = (body.strip(), bool(after and after[1]))
-    return found
-
-
-def final_answer(turns, think_open=False):
-    """The answer that training grades: see last_answer, of the last turn. None without a tag: no tag, no credit."""
-    return last_answer(turns[-1], think_open)[0] if turns else None
 
 
 def answer_or_tail(turns, think_open=False):
@@ -304,6 +564,9 @@ def region(response):
     text = unicodedata.normalize("NFKC", boxed[-1] if boxed else text)  # full-width letters and digits become ASCII
     return " ".join(text.split())  # single spaces also keep the patterns below from backtracking over long blanks
 
+
+# ------------------------------------------------------------------------------------------------
+# Open answers
 
 ARTICLES = ("a", "an", "the")
 UNITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
@@ -388,7 +651,7 @@ def token_f1(response, gold):
     return 2.0 * common / (tokens.total() + wanted.total()) if common else 0.0
 
 
-# ------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Option letters
 
 # These patterns see one line with single spaces and have no two open-ended repeats in a row: no backtracking to fear.
@@ -505,7 +768,7 @@ def extract_letter(response, options):
     return capitals.pop() if len(capitals) == 1 else None
 
 
-# ------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Time spans
 
 TIME = r"((?:[0-9]{1,9}:){0,2}[0-9]{1,9}(?:\.[0-9]{1,9})?)(?![0-9:%]|\.[0-9])"  # 1.2.3 and 5% are no times
@@ -557,231 +820,3 @@ def temporal_iou(span, gold):
     overlap = min(span[1], gold[1]) - max(span[0], gold[0])
     union = max(span[1], gold[1]) - min(span[0], gold[0])  # of spans that overlap; the hull is exact then
     return overlap / union if overlap > 0 and math.isfinite(union) else 0.0
-
-
-# ------------------------------------------------------------------------------------------------------------------
-# Rewards
-
-
-def accuracy(response, task_type, gold, options=None, open_metric="f1"):
-    """
-    R_acc in [0, 1] of an answer body (None: no answer, 0.0).
-
-    gold: a letter for "mcq", a text for "open", (start, end) seconds for "grounding". open_metric: "f1" or "exact".
-    Raises ValueError for another task_type or open_metric: that is the caller's error, never the model's.
-    """
-    if task_type not in ("mcq", "open", "grounding"):
-        raise ValueError(f"task_type {task_type!r}: expected mcq, open or grounding")
-    if open_metric not in ("f1", "exact"):
-        raise ValueError(f"open_metric {open_metric!r}: expected f1 or exact")
-    if response is None:
-        return 0.0
-    if task_type == "mcq":
-        return float(extract_letter(response, options) == gold.strip().upper())
-    if task_type == "grounding":
-        return temporal_iou(extract_span(response), gold)
-    return token_f1(response, gold) if open_metric == "f1" else float(match_open(response, gold))
-
-
-def turn_tags(text, think_prefix):
-    """[(closing?, kind, start, end)] of the structural tags of one turn, and the text they index, prefix included."""
-    text = "<think>\n" + text if think_prefix else text
-    return [(bool(tag[1]), tag[2], tag.start(), tag.end()) for tag in TAG.finditer(text)], text
-
-
-def is_balanced(tags):
-    """Whether the tags of a turn pair up without nesting. Only tool_call may come twice: a turn has one thought."""
-    current, seen = None, set()
-    for closing, kind, *_ in tags:
-        if closing:
-            if current != kind:
-                return False
-            current = None
-        else:
-            if current or (kind in seen and kind != "tool_call"):
-                return False
-            current = kind
-            seen.add(kind)
-    return current is None
-
-
-def closed_thought(tags, text):
-    """The text of a turn's one thought; "" unless it opens once, closes once and holds a word."""
-    thinks = [tag for tag in tags if tag[1] == "think"]
-    if [closing for closing, *_ in thinks] != [False, True]:
-        return ""
-    body = text[thinks[0][3] : thinks[1][2]]
-    return ANY_TAG.sub("", body).strip() if has_word(body) else ""
-
-
-def thinks_before_call(turn, think_prefix):
-    """Whether a turn holds a valid call, and a thought with a word in it was closed before the first call tag."""
-    tags, text = turn_tags(turn, think_prefix)
-    # Any call tag before the end of the thought, even a draft inside it, means that thinking did not come first.
-    draft = any(not tag[1] for tag in CALL_TAG.finditer(text.partition("</think>")[0]))
-    valid = any(call.error is None for call in parse_tool_calls(turn, think_prefix))
-    return valid and not draft and closed_thought(tags, text) != ""
-
-
-def format_reward(turns, think_prefix=True, answer_suffix=True, anchor=0.5, gamma=0.3):
-    """
-    R_fmt of one episode, its parts and the conditions they came from.
-
-    turns: the sampled text of each main-agent turn, special tokens removed. think_prefix: every turn began with a
-    forced "<think>\\n" that is not in the text. anchor: weight of R_anchor. gamma: penalty inside it.
-
-    R_base: with the Answer Suffix, without it
-      think             last turn's thought, closed, >= 10 characters beside tags     0.2   0.3
-      answer_opened     last turn has a non-empty <answer> body outside thought       0.3   -
-      answer_closed     and that body is closed                                       0.2   -
-      think_before_call a turn with a valid call closed its thought before any call   0.3   0.2
-      balanced          every turn's tags pair up, if anything above scored           0.1   0.1
-    R_anchor
-      think_closed      every turn opens one thought, closes it and has a word in it  0.4
-      flow              think_closed, and the last turn is think, answer, in order    0.3
-      never_closed      a turn ends inside a thought                                  -gamma
-
-    total = clip(R_base + anchor * R_anchor, 0, 1), at most 0.5 when `capped`: a tag that is unbalanced, nested or
-    opened again, or a tool response written by the model. "anchor" in the result is R_anchor before its weight;
-    `well_formed`: the flow holds and nothing is capped, the strictest reading of the protocol.
-    """
-    parsed = [turn_tags(turn, think_prefix) for turn in turns]
-    thoughts = [closed_thought(tags, text) for tags, text in parsed]
-    body, closed = last_answer(turns[-1], think_prefix) if turns else (None, False)
-
-    on = {
-        "think": bool(turns) and len(thoughts[-1]) >= 10,
-        "answer_opened": body is not None,
-        "answer_closed": body is not None and closed,
-        "think_before_call": any(thinks_before_call(turn, think_prefix) for turn in turns),
-        "balanced": all(is_balanced(tags) for tags, _ in parsed),
-        "think_closed": bool(turns) and all(thoughts),
-        "never_closed": any(never_closed(turn, think_prefix) for turn in turns),
-    }
-    # The flow is strict about the order of the tags and lenient about text between them.
-    order = [(closing, kind) for closing, kind, *_ in parsed[-1][0]] if turns else []
-    pairs = [(False, "think"), (True, "think"), (False, "answer"), (True, "answer")]
-    on["flow"] = on["think_closed"] and on["answer_closed"] and order == pairs
-    on["tool_response"] = any("<tool_response>" in turn or "</tool_response>" in turn for turn in turns)
-    on["capped"] = on["tool_response"] or not on["balanced"]
-    on["well_formed"] = on["flow"] and not on["capped"]
-
-    # Without the Answer Suffix the answer block earns nothing and thinking a little more.
-    if answer_suffix:
-        base = 0.2 * on["think"] + 0.3 * on["answer_opened"] + 0.2 * on["answer_closed"] + 0.3 * on["think_before_call"]
-    else:
-        base = 0.3 * on["think"] + 0.2 * on["think_before_call"]
-    base += 0.1 * (on["balanced"] and base > 0)  # no credit for having no tags at all
-    pull = 0.4 * on["think_closed"] + 0.3 * on["flow"] - gamma * on["never_closed"]
-    total = min(max(base + anchor * pull, 0.0), 0.5 if on["capped"] else 1.0)
-    return {"base": base, "anchor": pull, "total": total, **on}
-
-
-def tool_reward(num_parseable, num_executed, acc):
-    """
-    R_tool in [0, 0.8]: 0 without a parseable call, 0.1 with one, 0.3 if a call was executed, +0.5 more if acc > 0.
-
-    num_executed is what the episode ran, and the bonus needs it: a call that only looks right must not be worth 0.6.
-    """
-    if num_parseable <= 0:
-        return 0.0
-    if num_executed <= 0:
-        return 0.1
-    return 0.8 if acc > 0 else 0.3
-
-
-def closure_counts(turns, think_prefix=True):
-    """{kind: [opened, closed]} over all turns; the forced <think> counts as opened, a stray closing tag as nothing."""
-    counts = {kind: [0, 0] for kind in KINDS}
-    for turn in turns:
-        is_open = dict.fromkeys(KINDS, False)
-        for closing, kind, *_ in turn_tags(turn, think_prefix)[0]:
-            # Each kind on its own, nesting ignored: the question here is only whether what was opened was closed.
-            counts[kind][1] += closing and is_open[kind]
-            counts[kind][0] += not closing
-            is_open[kind] = not closing
-    return counts
-
-
-def score(turns, task_type, gold, options=None, num_parseable=0, num_executed=0, think_prefix=True, answer_suffix=True,
-          anchor=0.5, gamma=0.3, w_format=1.0, tool_weight=1.0, open_metric="f1", answer_from="tag"):  # fmt: skip
-    """
-    All reward terms of one episode: {"acc", "fmt", "tool", "total", "closure"}; the terms come unweighted.
-
-    turns, think_prefix, answer_suffix, anchor, gamma: see format_reward. task_type, gold, options, open_metric: see
-    accuracy, which reads the final answer only; answer_from="line": or the last line, see stated_answer. num_parseable,
-    num_executed: calls without an error, and calls run.
-    """
-    answer = {"tag": final_answer, "line": stated_answer}[answer_from](turns, think_prefix)
-    acc = accuracy(answer, task_type, gold, options, open_metric)
-    fmt = format_reward(turns, think_prefix, answer_suffix, anchor, gamma)["total"]
-    tool = tool_reward(num_parseable, num_executed, acc)
-    total = acc + w_format * fmt + tool_weight * tool
-    return {"acc": acc, "fmt": fmt, "tool": tool, "total": total, "closure": closure_counts(turns, think_prefix)}
-
-
-# ------------------------------------------------------------------------------------------------------------------
-# Credit
-
-TAG_BYTES = re.compile(TAG.pattern.encode())
-
-
-def structural_mask(pieces, which="struct"):
-    """
-    struct(o) of ONE turn: which sampled tokens carry format credit. which: "struct", or two subsets of it to compare with:
-    "tags" without the last token, "closing" with the tokens of closing tags alone.
-
-    pieces: the bytes of each sampled token; may be empty, may cut a tag or a UTF-8 character anywhere. A token is in if
-    a byte of it lies in a literal <think> </think> <tool_call> </tool_call> <answer> </answer>, or if it is the last
-    one of the turn: ending there is where a missing tag was decided.
-
-    A token that also holds a letter or a digit outside the tag is not in. In Qwen's vocabulary "<answer>B" ends in the
-    one token ">B": credited, a lost tag (A_fmt = -1) would cancel what the right letter earned (A_task = +1). The tag
-    keeps the credit of its other tokens, where it was begun.
-
-        [b"hm", b"</think>", b" <an", b"swer>", b"B", b"<|im_end|>"] -> [F, T, T, T, F, T]
-        [b"<", b"answer", b">B", b"</", b"answer", b">", b"<|im_end|>"] -> [T, T, F, T, T, T, T]
-    """
-    # Bytes, not token ids or decoded text: <think> is one token in Qwen3, <answer> is several and may fuse with others.
-    joined = b"".join(pieces)
-    in_tag = bytearray(len(joined))  # 1 where a byte belongs to a tag
-    for tag in TAG_BYTES.finditer(joined):
-        if which == "closing" and not tag[1]:
-            continue
-        in_tag[tag.start() : tag.end()] = b"\x01" * (tag.end() - tag.start())
-    mask, at = [], 0
-    for piece in pieces:
-        inside = in_tag[at : at + len(piece)]
-        outside = bytes(byte for byte, tag in zip(piece, inside) if not tag)
-        mask.append(1 in inside and not re.search(rb"[0-9A-Za-z\x80-\xff]", outside))
-        at += len(piece)
-    if mask and which == "struct":
-        mask[-1] = True
-    return mask
-
-
-def group_advantages(acc_tool, fmt, w_format=1.0, separate=False):
-    """
-    (A_task, A_fmt, sigma) of the rollouts of one prompt; A_task + A_fmt is GRPO's advantage of the summed reward.
-
-    acc_tool: R_acc + R_tool of each rollout; fmt: R_fmt. sigma is the population std of acc_tool + w_format * fmt, and
-    both parts share it, so that neither is blown up when it alone hardly varies. sigma < 1e-6: all zeros, no signal.
-    separate: each part over its own std instead, w_format on the format's; one that does not vary is zero.
-    Raises ValueError when the two lists differ in length.
-    """
-    reward = [task + w_format * form for task, form in zip(acc_tool, fmt, strict=True)]
-    if not reward:
-        return [], [], 0.0
-    size = len(reward)
-    # Means of the parts add up to the mean of the sum, hence the two advantages add up to GRPO's.
-    mean, mean_task, mean_fmt = (math.fsum(values) / size for values in (reward, acc_tool, fmt))
-    sigma = math.sqrt(math.fsum((value - mean) ** 2 for value in reward) / size)
-    if sigma < 1e-6 and not separate:
-        return [0.0] * size, [0.0] * size, sigma
-    by_task = by_fmt = sigma
-    if separate:
-        by_task, by_fmt = (math.sqrt(math.fsum((value - center) ** 2 for value in values) / size)
-                           for values, center in ((acc_tool, mean_task), (fmt, mean_fmt)))
-    a_task = [(value - mean_task) / by_task if by_task >= 1e-6 else 0.0 for value in acc_tool]
-    a_fmt = [w_format * (value - mean_fmt) / by_fmt if by_fmt >= 1e-6 else 0.0 for value in fmt]
-    return a_task, a_fmt, sigma

@@ -274,9 +274,7 @@ def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384):
     processor = Qwen3VLProcessor(image_processor=images, tokenizer=tokenizer, video_processor=videos,
                                  chat_template=chat_template())
     with model.atomic_folder(folder) as temp:
-        policy.save_pretrained(temp)
-        processor.save_pretrained(temp)
-        model.fix_tokenizer_class(temp, tokenizer)
+        model.save_pretrained(policy, processor, temp)
     return sum(p.numel() for p in policy.parameters())
 
 

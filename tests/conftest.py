@@ -10,10 +10,11 @@ import pytest
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
-def run_script(name, *arguments, ranks=0, timeout=600):
-    """Run a script as its user would -> CompletedProcess. ranks > 0: under torchrun."""
+def run_script(name, *arguments, ranks=0, timeout=600, reference=False):
+    """Run a script as its user would -> CompletedProcess. ranks > 0: under torchrun. reference: with the reference engine for vLLM."""
     head = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks else [sys.executable]
-    command = [*head, os.path.join(ROOT, name), *map(str, arguments)]
+    driver = [os.path.join(ROOT, "tests", "reference.py")] if reference else []
+    command = [*head, *driver, os.path.join(ROOT, name), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=ROOT)
 
 
@@ -90,11 +91,9 @@ def process_group():
 
 @pytest.fixture
 def policy(toy, codec):
-    import torch
+    from reference import load_policy
 
-    import model
-
-    return model.load_policy(str(toy / "init"), codec, torch.device("cpu"))
+    return load_policy(str(toy / "init"), codec)
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
 """
-Tests of `sft.py --convert`: python -m pytest tests/test_convert.py -q
+Tests of tools/convert.py: python -m pytest tests/test_convert.py -q
 
 Rows in the two published layouts (ParaVT-Parquet, LongVT-Parquet), with the quirks that these files have.
 """
@@ -11,7 +11,7 @@ from conftest import run_script
 
 import model
 import rollout
-import sft
+from tools import convert as conversion
 
 
 def piece(kind, text=None, url=None):
@@ -36,7 +36,7 @@ def paravt(*middle, system=TOOLS, video="file:///data/x/longvt_source/a/b.mp4", 
 
 def convert(tmp_path, rows, name="paravt_sft_x.jsonl", frames=64):
     (tmp_path / name).write_text("".join(json.dumps(r) + "\n" for r in rows))
-    sft.convert([str(tmp_path / name)], str(tmp_path / "out.jsonl"), frames)
+    conversion.convert([str(tmp_path / name)], str(tmp_path / "out.jsonl"), frames)
     return [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
 
 
@@ -127,7 +127,7 @@ def test_parquet_is_converted_from_the_command_line(tmp_path):
     from pyarrow import parquet
 
     parquet.write_table(pyarrow.Table.from_pylist([{"id": "1", "messages": paravt()}, {"id": "2", "messages": paravt(responses("a"))}]), tmp_path / "s.parquet")
-    done = run_script("sft.py", "--convert", tmp_path / "s.parquet", "--out", tmp_path / "s.jsonl", "--convert-frames", 16)
+    done = run_script("tools/convert.py", tmp_path / "s.parquet", "--out", tmp_path / "s.jsonl", "--frames", 16)
     assert done.returncode == 0 and "2 chats, 0 left out" in done.stdout, done.stderr
     rows = model.read_jsonl(str(tmp_path / "s.jsonl"))
     assert rows[1]["messages"][3] == {"role": "tool", "content": "a"} and rows[0]["messages"][1]["content"][0]["frames"] == 16
@@ -139,8 +139,8 @@ def test_parquet_is_converted_from_the_command_line(tmp_path):
 def test_bad_input_is_one_line_and_nothing_is_written(tmp_path, monkeypatch, capsys, files, out, why):
     for name, rows in files.items():
         (tmp_path / name).write_text("".join(json.dumps(r) + "\n" for r in rows))
-    monkeypatch.setattr(sys, "argv", ["sft.py", "--convert", *(str(tmp_path / name) for name in files or ["a.jsonl"]), "--out", str(tmp_path / out)])
+    monkeypatch.setattr(sys, "argv", ["convert.py", *(str(tmp_path / name) for name in files or ["a.jsonl"]), "--out", str(tmp_path / out)])
     with pytest.raises(SystemExit) as stop:
-        model.run_main(sft.main)
+        model.run_main(conversion.main)
     err = capsys.readouterr().err
     assert stop.value.code == 2 and why in err and err.count("\n") == 1 and not (tmp_path / out).exists()

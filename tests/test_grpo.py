@@ -1,6 +1,7 @@
 """Tests of grpo.py. The oracle of the loss is a second implementation below: one plain transformers forward per sequence, the
 formulas of the docstring written out, autograd. Run: pytest tests/test_grpo.py"""
 import copy
+import functools
 import importlib.util
 import json
 import math
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, run_script
+from reference import ReferenceEngine, load_policy
 
 import grpo
 import model
@@ -44,7 +46,7 @@ def make_episode(codec, source, task, sample, turns, summaries=(), step=0, frame
     """An Episode as rollout.py leaves it: `turns` are sampled texts, each call of the first turn is answered by a summary."""
     spec = {"video": task["video"], "frames": frames}
     context = rollout.open_context(codec, rollout.main_messages(task, frames), [spec], [source.load(spec)], rollout.tool_schema())
-    episode = rollout.Episode(task, f"{step}/{task['id']}", sample, frames, step, context=context, timing={"decode_s": 0.01})
+    episode = rollout.Episode(task, f"{step}/{task['id']}", sample, frames, step, context=context, think_open=True, timing={"decode_s": 0.01})
     for number, text in enumerate(turns):
         context.insert(model.think_prefix_ids(codec, context.ids))
         last = number == len(turns) - 1
@@ -210,15 +212,23 @@ class Recorder:
 
 
 def settings(**changes):
-    values = dict(format_weight=1.0, normalise="shared", tool_reward=1.0, format_credit="struct", train_subagents=False, minibatches=1,
-                  pack_tokens=4096, temperature=1.0, clip_eps=0.2, tis_cap=5.0, kl=0.0, clip=0.0)
+    values = dict(format_weight=1.0, tool_reward=1.0, format_credit="struct", train_subagents=False, minibatches=1,
+                  pack_tokens=4096, temperature=1.0, clip_eps=0.2, kl=0.0, clip=0.0)
     return SimpleNamespace(**{**values, **changes})
+
+
+def credited(groups, args):
+    """Groups with their advantages, as the loop of grpo.py sets them."""
+    for group in groups:
+        for e, advantage in zip(group, grpo.group_advantages(group, args.format_weight, args.tool_reward)):
+            e.advantage = advantage
+    return groups
 
 
 def run_update(policy, vision, codec, groups, args, reference=None, lr=0.0):
     """-> (gradients of each optimiser step, stats)"""
     recorder = Recorder(policy, lr)
-    trees, tokens, _ = grpo.training_trees(groups, codec, args)
+    trees, tokens, _ = grpo.training_trees(credited(groups, args), codec, args)
     stats = grpo.update(policy, reference, vision, recorder, trees, tokens, codec, args, 1, torch.device("cpu"))
     return recorder.grads, stats
 
@@ -251,7 +261,7 @@ def perturb(hf, scale=0.3):
 def test_credit_everywhere_is_plain_grpo_on_the_summed_reward(codec, groups):
     """The property that makes every ablation of the format credit comparable with GRPO."""
     for group in groups:
-        assert grpo.assign_advantages(group, 1.0)
+        credited([group], settings())
         totals = [e.reward["total"] for e in group]
         for e in group:
             found = grpo.token_advantages(e, codec, "sequence")
@@ -265,7 +275,7 @@ def test_format_credit_reaches_exactly_the_tokens_it_names(codec, groups, credit
     for group in groups:
         for e in group:
             e.reward["total"] = e.reward["acc"] + e.reward["tool"] + weight * e.reward["fmt"]
-        grpo.assign_advantages(group, weight)
+        credited([group], settings(format_weight=weight))
         for e, wanted in zip(group, plain_advantages(codec, group, weight, credit)):
             found = grpo.token_advantages(e, codec, credit)
             assert {t: found[t] for t in wanted} == pytest.approx(wanted, abs=1e-9)
@@ -283,7 +293,7 @@ def test_struct_holds_tags_and_turn_ends_and_leaves_most_tokens_out(codec, group
 
 def test_the_forced_prefix_and_tool_responses_earn_no_credit(codec, groups):
     e = groups[0][0]
-    grpo.assign_advantages(groups[0], 1.0)
+    credited(groups[:1], settings())
     advantage = grpo.token_advantages(e, codec, "sequence")
     forced = e.spans[0][0]
     assert model.decode(codec, e.context.ids[:forced]).endswith("<think>\n")
@@ -294,7 +304,7 @@ def test_the_forced_prefix_and_tool_responses_earn_no_credit(codec, groups):
 def test_a_group_with_different_prompts_is_refused(codec, source, tasks):
     """Sharing a prompt that is not shared would train on another video's frames without a sign."""
     mixed = make_group(codec, source, tasks[0])[:1] + make_group(codec, source, tasks[1])[1:2]
-    grpo.assign_advantages(mixed, 1.0)
+    credited([mixed], settings())
     with pytest.raises(ValueError, match="prompts of one group differ"):
         grpo.group_tree(mixed, codec, "struct")
 
@@ -309,7 +319,7 @@ def test_policy_loss_by_hand():
     old = torch.log(torch.tensor([0.5, 0.5, 0.5, 0.5], dtype=torch.float64))
     sampler = torch.log(torch.tensor([0.25, 0.5, 0.5, 0.05], dtype=torch.float64))
     advantage = torch.tensor([1.0, 2.0, -1.0, 3.0], dtype=torch.float64)
-    loss, stats = grpo.policy_loss(logp, old, sampler, None, advantage, 0.2, 5.0, 0.0)
+    loss, stats = grpo.policy_loss(logp, old, sampler, None, advantage, 0.2, 0.0)
     assert loss.tolist() == pytest.approx([-2.0, -2.4, 0.8, -15.0])
     assert stats["clipped"].tolist() == [0, 1, 1, 0] and stats["truncated"].tolist() == [0, 0, 0, 1]
     loss.sum().backward()
@@ -320,7 +330,7 @@ def test_policy_loss_keeps_the_gradient_where_the_clip_does_not_bind():
     """Above 1 + eps with A < 0, and below 1 - eps with A > 0, the minimum is the unclipped term."""
     logp = torch.log(torch.tensor([0.9, 0.1], dtype=torch.float64)).requires_grad_()
     old = torch.log(torch.tensor([0.5, 0.5], dtype=torch.float64))
-    loss, _ = grpo.policy_loss(logp, old, old, None, torch.tensor([-1.0, 1.0], dtype=torch.float64), 0.2, 5.0, 0.0)
+    loss, _ = grpo.policy_loss(logp, old, old, None, torch.tensor([-1.0, 1.0], dtype=torch.float64), 0.2, 0.0)
     assert loss.tolist() == pytest.approx([1.8, -0.2])
     loss.sum().backward()
     assert logp.grad.tolist() == pytest.approx([1.8, -0.2])
@@ -329,14 +339,14 @@ def test_policy_loss_keeps_the_gradient_where_the_clip_does_not_bind():
 def test_kl_term_is_k3_with_its_own_gradient():
     logp = torch.log(torch.tensor([0.2, 0.4], dtype=torch.float64)).requires_grad_()
     ref = torch.log(torch.tensor([0.4, 0.4], dtype=torch.float64))
-    loss, stats = grpo.policy_loss(logp, logp.detach(), logp.detach(), ref, torch.zeros(2, dtype=torch.float64), 0.2, 5.0, 0.1)
+    loss, stats = grpo.policy_loss(logp, logp.detach(), logp.detach(), ref, torch.zeros(2, dtype=torch.float64), 0.2, 0.1)
     assert stats["kl"].tolist() == pytest.approx([2 - math.log(2) - 1, 0.0])
     loss.sum().backward()
     assert logp.grad.tolist() == pytest.approx([0.1 * (1 - 2), 0.0])
 
 
 @pytest.mark.parametrize("case", ["plain", "kl", "capped", "warm", "sequence"])
-def test_gradient_of_an_update_is_that_of_separate_sequences(process_group, codec, source, groups, policy, vision, plain, toy, case):
+def test_gradient_of_an_update_is_that_of_separate_sequences(process_group, codec, source, groups, policy, vision, plain, toy, case, monkeypatch):
     """Packing, shared prompts, vision tokens, chunked log-probs and the loss, all at once, against the oracle."""
     temperature = 0.7 if case == "warm" else 1.0
     cap, beta = (1.05 if case == "capped" else 5.0), (0.3 if case == "kl" else 0.0)
@@ -347,12 +357,14 @@ def test_gradient_of_an_update_is_that_of_separate_sequences(process_group, code
     if case == "kl":  # a reference that is not the policy, else its gradient would be zero
         from transformers import Qwen3VLForConditionalGeneration
 
-        reference = model.load_policy(str(toy / "init"), codec, torch.device("cpu")).requires_grad_(True)
+        reference = load_policy(str(toy / "init"), codec).requires_grad_(True)
         reference.hf.model.visual.requires_grad_(False)
         perturb(reference.hf)
         other = Qwen3VLForConditionalGeneration.from_pretrained(str(toy / "init"), dtype=torch.float32)
         other.load_state_dict(reference.hf.state_dict())
-    args = settings(temperature=temperature, tis_cap=cap, kl=beta, format_credit=credit)
+    if case == "capped":
+        monkeypatch.setattr(grpo, "policy_loss", functools.partial(grpo.policy_loss, tis_cap=cap))
+    args = settings(temperature=temperature, kl=beta, format_credit=credit)
     (found,), stats = run_update(policy, vision, codec, groups, args, reference)
     n = sum(sum(e.context.mask) for g in groups for e in g)
     parts = [p for g in groups for p in plain_parts(codec, g, 1.0, credit)]
@@ -396,7 +408,7 @@ def test_the_budget_of_a_pack_does_not_change_the_gradient(process_group, codec,
     """One pack of everything, or one per response: the same sum, divided by the same global count."""
     record_logps(plain, codec, source, [e for g in groups for e in g])
     (one,), _ = run_update(policy, vision, codec, groups, settings())
-    trees, _, _ = grpo.training_trees(groups, codec, settings())
+    trees, _, _ = grpo.training_trees(credited(groups, settings()), codec, settings())
     assert len(model.fill_packs(trees, pack_tokens)) > len(model.fill_packs(trees, 4096))
     (many,), _ = run_update(policy, vision, codec, groups, settings(pack_tokens=pack_tokens))
     assert distance(many, one) < 1e-5
@@ -415,7 +427,7 @@ def test_a_group_of_equal_rewards_only_enlarges_the_count(process_group, codec, 
     (both,), stats = run_update(policy, vision, codec, groups, settings())
     mine, all_of_them = (sum(sum(e.context.mask) for g in part for e in g) for part in (groups[:1], groups))
     assert distance({n: g * (all_of_them / mine) for n, g in both.items()}, alone) < 1e-5
-    assert grpo.training_trees(groups, codec, settings())[1:] == (all_of_them, 1)
+    assert grpo.training_trees(credited(groups, settings()), codec, settings())[1:] == (all_of_them, 1)
     assert stats["tokens"] == mine  # the means of the log are over tokens that were trained
 
 
@@ -424,7 +436,7 @@ def test_without_any_signal_the_weights_stay_bit_identical(process_group, codec,
         e.reward = reward(0.5, 0.4, 0.0)
     before = copy.deepcopy(policy.state_dict())
     optimizer = torch.optim.AdamW(model.trained_parameters(policy), lr=1.0, weight_decay=1.0)
-    trees, tokens, skipped = grpo.training_trees(groups[:1], codec, settings())
+    trees, tokens, skipped = grpo.training_trees(credited(groups[:1], settings()), codec, settings())
     stats = grpo.update(policy, None, vision, optimizer, trees, tokens, codec, settings(), 1, torch.device("cpu"))
     assert (stats["skipped_update"], skipped, trees) == (1, 1, [])
     assert all(torch.equal(before[n], v) for n, v in policy.state_dict().items())
@@ -436,8 +448,8 @@ def test_without_any_signal_the_weights_stay_bit_identical(process_group, codec,
 
 def test_sub_agents_are_trained_with_the_task_advantage_only_on_demand(process_group, codec, source, groups, policy, vision, plain):
     record_logps(plain, codec, source, groups[0])
-    without, n_without, _ = grpo.training_trees(groups[:1], codec, settings())
-    trees, n, _ = grpo.training_trees(groups[:1], codec, settings(train_subagents=True))
+    without, n_without, _ = grpo.training_trees(credited(groups[:1], settings()), codec, settings())
+    trees, n, _ = grpo.training_trees(credited(groups[:1], settings()), codec, settings(train_subagents=True))
     sub = groups[0][0].calls[0]["sub"]
     assert (len(without), len(trees)) == (1, 2) and n == n_without + sum(sub["mask"])
     assert trees[1].prefix.ids == sub["ids"] and trees[1].prefix.mask == sub["mask"]
@@ -454,7 +466,7 @@ def test_sampled_tokens_of_sub_agents_count_in_groups_without_signal_too(codec, 
     """N is the sampled tokens of the whole batch, whichever groups of it are skipped."""
     for e in groups[0]:
         e.reward = reward(0.5, 0.4, 0.0)
-    trees, tokens, _ = grpo.training_trees(groups[:1], codec, settings(train_subagents=True))
+    trees, tokens, _ = grpo.training_trees(credited(groups[:1], settings()), codec, settings(train_subagents=True))
     assert trees == []
     assert tokens == sum(sum(e.context.mask) + sum(sum(c["sub"]["mask"]) for c in e.calls) for e in groups[0])
 
@@ -509,26 +521,6 @@ def test_frame_budget_is_a_function_of_seed_step_and_task_in_any_process():
     assert here[:20] != here[20:40] and here[:20] != here[60:80]
 
 
-def test_weights_of_the_draw_by_hand():
-    """Half uniform, half by exp(necessity); what is not known yet counts as the largest, so that it gets measured."""
-    assert grpo.adaptive_weights(dict.fromkeys("abcde")) == pytest.approx([0.2] * 5)
-    got = grpo.adaptive_weights({"4": math.log(3), "64": 0.0})
-    assert got == pytest.approx([0.25 + 0.5 * 0.75, 0.25 + 0.5 * 0.25])
-    assert grpo.adaptive_weights({"4": 1.0, "8": None, "64": -50.0}) == pytest.approx([1 / 6 + 1 / 4, 1 / 6 + 1 / 4, 1 / 6])
-
-
-def test_adaptive_frames_follow_the_measured_necessity(run_grpo, given_rollouts, hard_tasks):
-    """The fake rollouts all have K = 4 and calling pays there: from the second step on K = 4 is drawn more often."""
-    _, _, folder = run_grpo("--data", hard_tasks, "--steps", 3, "--prompts", 1, "--group", 4, "--probe-tolerance", 99, "--frames", "adaptive")
-    draws = [[call["frames"]({"id": str(i)}) for i in range(1000)] for call in given_rollouts]
-    found = json.loads((folder / "last" / "state.json").read_text())["necessity"]
-    assert found["4"] is not None and found["64"] is None
-    share = [d.count(4) / 1000 for d in draws]
-    assert abs(share[0] - 0.2) < 0.04 and set(draws[0]) == {4, 8, 16, 32, 64}
-    logged = [json.loads(line)["by_K"]["4"]["call_minus_skip"] for line in (folder / "log.jsonl").read_text().splitlines()]
-    assert found["4"] == pytest.approx(0.8 * (0.8 * logged[0] + 0.2 * logged[1]) + 0.2 * logged[2])
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The script, in this process
 
@@ -537,6 +529,8 @@ def test_adaptive_frames_follow_the_measured_necessity(run_grpo, given_rollouts,
 def run_grpo(monkeypatch, toy, tmp_path):
     """-> function that runs grpo.main() with flags -> (weights, last row of log.jsonl, run folder)."""
     from safetensors.torch import load_file
+
+    monkeypatch.setattr(rollout, "make_engine", lambda ckpt, codec, args, *_, **__: ReferenceEngine(ckpt, codec, args.max_seqs))
 
     def run(*flags, out="run"):
         folder = tmp_path / out
@@ -547,6 +541,12 @@ def run_grpo(monkeypatch, toy, tmp_path):
         return weights, json.loads((folder / "log.jsonl").read_text().splitlines()[-1]), folder
 
     return run
+
+
+@pytest.fixture
+def any_gap(monkeypatch):
+    """Recorded log-probs that are not this run's own: the probe would stop it."""
+    monkeypatch.setattr(grpo, "gap_tolerance", lambda dtype: 99)
 
 
 @pytest.fixture(scope="module")
@@ -583,37 +583,29 @@ def base(toy):
 
 
 @pytest.mark.parametrize("flag", [
-    ("--lr", 1e-4), ("--weight-decay", 0.9), ("--clip", 1e-3), ("--temperature", 0.5), ("--format-credit", "sequence"), ("--format-credit", "none"),
-    ("--format-credit", "tags"), ("--format-credit", "closing"), ("--normalise", "separate"),
-    ("--train-subagents",), ("--minibatches", 2), ("--kl", 5.0, "--minibatches", 2, "--lr", 1e-2),
-    ("--clip-eps", 1e-4, "--minibatches", 2), ("--tis-cap", 0.5)], ids=lambda f: " ".join(map(str, f)))
-def test_every_flag_of_the_update_changes_the_update(run_grpo, recorded, base, flag):
+    ("--lr", 1e-4), ("--clip", 1e-3), ("--temperature", 0.5), ("--format-credit", "sequence"), ("--format-credit", "none"),
+    ("--train-subagents",), ("--minibatches", 2), ("--kl", 5.0, "--minibatches", 2, "--lr", 1e-2), ("--clip-eps", 1e-4, "--minibatches", 2)], ids=lambda f: " ".join(map(str, f)))
+def test_every_flag_of_the_update_changes_the_update(run_grpo, any_gap, recorded, base, flag):
     """A knob that does nothing, quietly, is the worst kind; one run with it against one without."""
-    loose = ("--rollouts", recorded, "--probe-tolerance", 9, "--clip", 0)
+    loose = ("--rollouts", recorded, "--clip", 0)
     without = () if len(flag) < 4 else flag[2:]  # the flag alone makes the difference, not what it needs to act
     a, _, _ = run_grpo(*loose, *without, out="a")
     b, m, _ = run_grpo(*loose, *flag, out="b")
     assert not torch.equal(moved(a, base), torch.zeros_like(moved(a, base)))
-    # --tis-cap 0.5 scales every gradient by the same factor, which Adam all but forgets: seen in the norm instead.
-    if flag[0] in ("--tis-cap", "--clip"):
+    assert not same_update(a, b, base)  # under --clip 1e-3 Adam's eps is no longer small beside the gradient
+    if flag[0] == "--clip":  # the norm is logged before clipping
         norm = json.loads((run_grpo(*loose, out="c")[2] / "log.jsonl").read_text())["grad_norm"]
-        if flag[0] == "--tis-cap":
-            assert m["grad_norm"] == pytest.approx(norm / 2, rel=1e-3) and m["truncated"] == 1.0
-        else:  # clip: the norm is logged before clipping; what the optimiser saw is in its first moment
-            assert m["grad_norm"] == pytest.approx(norm, rel=1e-6) and norm > 1e-3
-            assert not same_update(a, b, base)  # Adam's eps is no longer small beside the gradient
-    else:
-        assert not same_update(a, b, base)
+        assert m["grad_norm"] == pytest.approx(norm, rel=1e-6) and norm > 1e-3
 
 
 def test_learning_rate_sets_the_size_of_the_step(run_grpo, recorded, base):
     """Adam's first step is as long as the learning rate, per weight."""
-    weights, m, _ = run_grpo("--rollouts", recorded, "--lr", 1e-4, "--weight-decay", 0)
-    assert moved(weights, base).abs().max().item() == pytest.approx(1e-4, rel=1e-2)
+    weights, m, _ = run_grpo("--rollouts", recorded, "--lr", 1e-4)
+    assert moved(weights, base).abs().max().item() == pytest.approx(1e-4, rel=2e-2)
     assert m["gap"] < 1e-4 and m["tokens"] > 50
 
 
-def test_a_recorded_gap_beyond_the_tolerance_stops_the_run(run_grpo, recorded, tmp_path):
+def test_a_recorded_gap_beyond_the_tolerance_stops_the_run(run_grpo, recorded, tmp_path, monkeypatch):
     """Rollouts of other weights: every log-prob is off by 0.05 nats."""
     rows = [json.loads(line) for line in recorded.read_text().splitlines()]
     for r in rows:
@@ -623,7 +615,9 @@ def test_a_recorded_gap_beyond_the_tolerance_stops_the_run(run_grpo, recorded, t
     with pytest.raises(model.RunError, match="between engine and trainer is 0.050 nats, tolerance 0.001"):
         run_grpo("--rollouts", shifted)
     assert not (tmp_path / "run" / "last").exists()
-    run_grpo("--rollouts", shifted, "--probe-tolerance", 0.06)
+    assert grpo.gap_tolerance(torch.bfloat16) > 0.06
+    monkeypatch.setattr(grpo, "gap_tolerance", lambda dtype: 0.06)
+    run_grpo("--rollouts", shifted)
 
 
 def test_log_probs_that_are_no_numbers_stop_the_run(run_grpo, recorded, tmp_path):
@@ -642,7 +636,7 @@ def test_groups_without_signal_leave_the_checkpoint_as_it_was(run_grpo, recorded
         r["reward"] = rows[0]["reward"]
     flat = tmp_path / "flat.jsonl"
     flat.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    weights, m, _ = run_grpo("--rollouts", flat, "--weight-decay", 0.5)
+    weights, m, _ = run_grpo("--rollouts", flat)
     assert all(torch.equal(weights[n], base[n]) for n in base)
     assert (m["skipped_update"], m["zero_variance"], m["groups"]) == (1, 3, 3)
 
@@ -661,11 +655,11 @@ class SilentEngine:
 
 
 @pytest.fixture
-def given_rollouts(monkeypatch, codec, source, tasks):
+def given_rollouts(monkeypatch, codec, source, tasks, any_gap):
     """Rollouts of grpo.main() are the hand-made group, scored by the real rewards -> list of the calls of rollout.run."""
     seen = []
 
-    def fake_run(engine, batch, agent, codec_, source_, frames, group, step, version, scoring, threads, **_):
+    def fake_run(engine, batch, agent, codec_, source_, frames, group, step, version, scoring, **_):
         seen.append({"agent": agent, "frames": frames, "group": group, "step": step, "scoring": scoring, "tasks": [t["id"] for t in batch]})
         for task in batch:
             for e in make_group(codec, source, task, step):
@@ -692,7 +686,7 @@ def hard_tasks(tasks, tmp_path):
     ids=lambda x: " ".join(map(str, x)) if isinstance(x, tuple) else "")
 def test_every_flag_of_the_reward_changes_its_term(run_grpo, given_rollouts, hard_tasks, flags, term, sample, change):
     """Values by hand: sample 1 has a whole thought and answer, sample 2 never closes its thought, sample 0 called and answered."""
-    common = ("--data", hard_tasks, "--steps", 1, "--prompts", 1, "--group", 4, "--probe-tolerance", 99, "--lr", 0)
+    common = ("--data", hard_tasks, "--steps", 1, "--prompts", 1, "--group", 4, "--lr", 0)
     found = []
     for name, extra in (("a", ()), ("b", flags)):
         _, _, folder = run_grpo(*common, *extra, out=name)
@@ -706,7 +700,7 @@ def test_every_flag_of_the_reward_changes_its_term(run_grpo, given_rollouts, har
 
 def test_answer_from_line_pays_an_answer_without_its_tag(run_grpo, given_rollouts, hard_tasks):
     """The hand-made sample 2 says the answer and never closes its thought or opens an answer."""
-    common = ("--data", hard_tasks, "--steps", 1, "--prompts", 1, "--group", 4, "--probe-tolerance", 99, "--lr", 0)
+    common = ("--data", hard_tasks, "--steps", 1, "--prompts", 1, "--group", 4, "--lr", 0)
     for name, flags in (("tag", ()), ("line", ("--answer-from", "line"))):
         run_grpo(*common, *flags, out=name)
     assert [call["scoring"]["answer_from"] for call in given_rollouts] == ["tag", "line"]
@@ -714,25 +708,25 @@ def test_answer_from_line_pays_an_answer_without_its_tag(run_grpo, given_rollout
 
 def test_f_tau_is_one_ruler_for_runs_that_are_paid_differently(run_grpo, given_rollouts, hard_tasks):
     """Without suffix and anchor the reward is smaller; the compliance that it is reported with is not."""
-    common = ("--data", hard_tasks, "--steps", 1, "--prompts", 1, "--group", 4, "--probe-tolerance", 99, "--lr", 0)
+    common = ("--data", hard_tasks, "--steps", 1, "--prompts", 1, "--group", 4, "--lr", 0)
     full, plain = (run_grpo(*common, *flags, out=name)[1] for name, flags in (("a", ()), ("b", ("--no-answer-suffix", "--anchor", 0, "--gamma", 0))))
     assert full["f_tau"] == full["fmt"] == plain["f_tau"] and plain["fmt"] < full["fmt"]
     assert 0 < full["well_formed"] == plain["well_formed"] < 1
 
 
 def test_agent_flags_reach_the_rollouts(run_grpo, given_rollouts, hard_tasks):
-    common = ("--data", hard_tasks, "--steps", 2, "--prompts", 1, "--probe-tolerance", 99)
-    run_grpo(*common, "--group", 4, "--frames", 16, "--temperature", 0.5, "--sub-temperature", 0.25, "--no-think-prefix", "--seed", 9,
+    common = ("--data", hard_tasks, "--steps", 2, "--prompts", 1)
+    run_grpo(*common, "--group", 4, "--frames", 16, "--temperature", 0.5, "--sub-fps", 0.25, "--no-think-prefix", "--seed", 9,
              "--max-parallel", 2, "--dispatch", "sequential")
     first, second = given_rollouts
     agent = first["agent"]
-    assert (agent.temperature, agent.sub_temperature, agent.think_prefix, agent.seed) == (0.5, 0.25, False, 9)
+    assert (agent.temperature, agent.sub_fps, agent.think_prefix, agent.seed) == (0.5, 0.25, False, 9)
     assert (agent.max_parallel, agent.dispatch, first["frames"], first["group"]) == (2, "sequential", 16, 4)
     assert (first["step"], second["step"]) == (0, 1) and first["tasks"] != second["tasks"]
 
 
 def test_log_row_and_log_line_carry_what_is_promised(run_grpo, given_rollouts, hard_tasks, capsys):
-    _, m, folder = run_grpo("--data", hard_tasks, "--steps", 2, "--prompts", 2, "--group", 4, "--probe-tolerance", 99, "--show-every", 1)
+    _, m, folder = run_grpo("--data", hard_tasks, "--steps", 2, "--prompts", 2, "--group", 4, "--show-every", 1)
     numbers = ("step total acc fmt tool f_tau kappa valid_calls written_calls entropy gap gap_max clipped truncated grad_norm length kl loss "
                "rollout_tokens_per_s train_tokens_per_s rollout_s decode_s train_s sync_s zero_variance groups packed_tokens skipped_update").split()
     assert [n for n in numbers if not isinstance(m.get(n), (int, float))] == []
@@ -742,15 +736,15 @@ def test_log_row_and_log_line_carry_what_is_promised(run_grpo, given_rollouts, h
     assert m["length"] == pytest.approx(sum(sum(json.loads(x)["mask"]) for x in
                                             (folder / "rollouts" / "step_000001.rank0.jsonl").read_text().splitlines()) / 8)
     printed = capsys.readouterr().out
-    for word in ("step 0002/0002", "| R ", "acc", "kappa 0.25", "closed think", "call-skip 4:", "gap", "gn", "zero 0/2", "roll", "sync",
-                 "eta", "== rl-"):
+    for word in ("step 0002/0002", "| R ", "acc", "kappa 0.25", "gap", "gn", "zero 0/2", "roll", "train", "eta", "== rl-"):
         assert word in printed
+    assert all(len(line) <= 130 for line in printed.splitlines() if line.startswith("step "))
     assert json.loads((folder / "args.json").read_text())["group"] == 4
 
 
 def test_a_step_of_broken_videos_only_is_logged_and_changes_nothing(run_grpo, given_rollouts, monkeypatch, hard_tasks, base):
     """Nothing was sampled: no group, no update, no crash."""
-    def broken(engine, batch, agent, codec, source, frames, group, step, version, scoring, threads, **_):
+    def broken(engine, batch, agent, codec, source, frames, group, step, version, scoring, **_):
         for task in batch:
             e = rollout.Episode(task, f"{step}/{task['id']}", 0, 4, step, status="video_error", error="gone")
             e.reward = rewards.score([], task["type"], task["answer"], None, 0, 0, **scoring)
@@ -763,10 +757,10 @@ def test_a_step_of_broken_videos_only_is_logged_and_changes_nothing(run_grpo, gi
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Real rollouts, by the transformers engine
+# Real rollouts, by the reference engine
 
 
-LIVE = ("--engine", "transformers", "--prompts", 2, "--group", 3, "--max-new-tokens", 10)
+LIVE = ("--prompts", 2, "--group", 3, "--max-new-tokens", 10)
 
 
 @pytest.fixture
@@ -813,9 +807,9 @@ def test_gated_frames_reach_the_decoder_and_the_prompt(run_grpo, toy, codec, mon
     assert set(m["by_K"]) <= {"4", "8", "16", "32", "64"}
 
 
-@pytest.mark.parametrize("frames", [4, "gated", "adaptive"])
+@pytest.mark.parametrize("frames", [4, "gated"])
 def test_the_next_steps_overviews_are_decoded_while_this_one_trains(run_grpo, toy, monkeypatch, varied_rewards, frames):
-    """When the rollouts of a step begin, its overviews are in the cache; K that is not yet known cannot be."""
+    """When the rollouts of a step begin, its overviews are in the cache."""
     real_run, real_update, sources, misses = rollout.run, grpo.update, [], []
 
     def run(engine, mine, agent, codec, source, budget, *given, **named):
@@ -835,14 +829,7 @@ def test_the_next_steps_overviews_are_decoded_while_this_one_trains(run_grpo, to
     monkeypatch.setattr(rollout, "run", run)
     monkeypatch.setattr(grpo, "update", update)
     run_grpo("--data", toy / "rl.jsonl", "--steps", 3, "--frames", frames, *LIVE, "--max-new-tokens", 2)  # six tasks: three steps see each once
-    assert len(misses) == 2 and (sum(misses) == 0 if frames != "adaptive" else sum(misses) > 0)
-
-
-def test_the_feature_cache_has_the_size_that_was_asked_for(run_grpo, given_rollouts, hard_tasks, monkeypatch):
-    made, real = [], model.VisionFeatures
-    monkeypatch.setattr(model, "VisionFeatures", lambda *given: made.append(given[3]) or real(*given))
-    run_grpo("--data", hard_tasks, "--steps", 1, "--prompts", 1, "--probe-tolerance", 99, "--feature-cache-gb", 0.25)
-    assert made == [2**28]
+    assert misses == [0, 0]
 
 
 def test_a_resumed_run_samples_and_learns_what_the_straight_one_does(run_grpo, toy, varied_rewards):
@@ -893,27 +880,18 @@ def test_vanilla_sets_exactly_its_flags_and_explicit_flags_win(monkeypatch):
 
 def test_defaults_are_the_recipe_and_the_toy_preset_yields_to_flags(monkeypatch):
     p = parse(monkeypatch)
-    wanted = dict(group=8, clip_eps=0.2, kl=0.01, tis_cap=5.0, lr=2e-6, weight_decay=0.01, clip=1.0, temperature=0.7, max_new_tokens=2048,
+    wanted = dict(group=8, clip_eps=0.2, kl=0.01, lr=2e-6, clip=1.0, temperature=0.7, max_new_tokens=2048,
                   context=32768, max_turns=3, max_parallel=5, format_weight=1.0, anchor=0.5, gamma=0.3, frames="gated", minibatches=1,
                   sub_max_new_tokens=512, sub_frames=16, sub_fps=1.0, format_credit="struct", think_prefix=True, answer_suffix=True)
     assert {k: p[k] for k in wanted} == wanted
     assert parse(monkeypatch, "--preset", "toy", "--lr", 1)["lr"] == 1 and parse(monkeypatch, "--preset", "toy")["context"] == 1024
 
 
-def test_presets_combine_and_best_changes_only_what_won(monkeypatch):
-    paper, best, toy, both = (parse(monkeypatch, "--preset", *names) for names in (["paper"], ["best"], ["toy"], ["toy", "best"]))
-    changed = {k for k in paper if paper[k] != best[k]} - {"preset"}
-    assert changed and {k: both[k] for k in changed} == {k: best[k] for k in changed}
-    assert {k for k in toy if toy[k] != both[k]} - {"preset"} == changed
-    assert parse(monkeypatch, "--preset", "best", "--minibatches", 1)["minibatches"] == 1
-
-
 @pytest.mark.parametrize("flags,word", [
     (("--prompts", 0), "--prompts"), (("--group", 0), "--group"), (("--steps", 0), "--steps"), (("--minibatches", 0), "--minibatches"),
     (("--pack-tokens", 0), "--pack-tokens"), (("--temperature", 0), "--temperature"),
     (("--frames", 0), "--frames"), (("--frames", "many"), "--frames"),
-    (("--lr", -1), "--lr"), (("--kl", -1), "--kl"), (("--clip", -1), "--clip"), (("--clip-eps", -1), "--clip-eps"), (("--tis-cap", 0), "--tis-cap"),
-    (("--weight-decay", -1), "--weight-decay"),
+    (("--lr", -1), "--lr"), (("--kl", -1), "--kl"), (("--clip", -1), "--clip"), (("--clip-eps", -1), "--clip-eps"),
     (("--format-credit", "some"), "--format-credit"), (("--ckpt", "nowhere"), "nowhere"),
     (("--data", "nothing.jsonl"), "nothing.jsonl"), (("--rollouts", "none.jsonl"), "none.jsonl"), (("--video-root", "nofolder"), "nofolder"),
     (("--max-new-tokens", 0), "--max-new-tokens"), (("--preset", "huge"), "--preset")],
@@ -982,7 +960,7 @@ def test_missing_files_leave_no_traceback(tmp_path):
 def test_two_ranks_with_vllm_end_to_end(toy, tmp_path):
     """What the README shows first: torchrun, two engines, two steps, weights synced between them, a checkpoint that opens."""
     done = run_script("grpo.py", "--preset", "toy", "--ckpt", toy / "init", "--data", toy / "rl.jsonl", "--out", tmp_path / "out", "--steps", 2,
-                      "--prompts", 2, "--group", 2, "--max-new-tokens", 12, "--engine", "vllm", "--max-seqs", 8, ranks=2)
+                      "--prompts", 2, "--group", 2, "--max-new-tokens", 12, "--max-seqs", 8, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     log = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
     assert [m["step"] for m in log] == [1, 2] and all(m["groups"] == 2 for m in log)

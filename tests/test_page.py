@@ -1,9 +1,11 @@
 """
-Tests of view.py: python -m pytest tests/test_page.py -q     (`make test-page` installs the browser that half of them need)
+Tests of view.py and docs/page.html: python -m pytest tests/test_page.py -q
+`make test-page` installs the browser that half of them need.
 
-The page is made from a small run of the real scripts, from 2,000 episodes, and from damaged and hostile records; a headless Chromium opens it.
+The page is made from a small run of the real scripts, from 2,000 episodes, and from damaged and
+hostile records; a headless Chromium opens it.
 
-  python tests/test_page.py PAGE.html FOLDER      the pictures of the README, from a page of the demo
+  python tests/test_page.py PAGE.html FOLDER      the README's pictures, from a page of the demo
 """
 import base64
 import io
@@ -21,7 +23,8 @@ sys.path.insert(0, ROOT)
 import model
 import view
 
-EVIL = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>\"'><svg onload=window.hacked=1>&lt;\u2028\x00"
+EVIL = ("</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"
+        "\"'><svg onload=window.hacked=1>&lt;\u2028\x00")
 
 
 def start_browser(width=1280, height=900):
@@ -30,7 +33,8 @@ def start_browser(width=1280, height=900):
 
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium")
-    for flag in ("headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking", "disable-component-update", "disable-sync",
+    for flag in ("headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run",
+                 "disable-background-networking", "disable-component-update", "disable-sync",
                  "disable-dev-shm-usage", "hide-scrollbars", f"window-size={width},{height}"):
         options.add_argument(f"--{flag}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
@@ -64,13 +68,15 @@ def visit(browser):
 def small_run(toy, tmp_path_factory):
     """Folder with a run of grpo.py, of sft.py and an evaluation, all of two steps or tasks."""
     out = tmp_path_factory.mktemp("runs")
-    lengths = ("--preset", "toy", "--max-new-tokens", 40, "--sub-max-new-tokens", 6)
-    for words in (("sft.py", "--preset", "toy", "--ckpt", toy / "init", "--data", toy / "sft.jsonl", "--steps", 3, "--batch-size", 4, "--out", out / "sft"),
-                  ("grpo.py", *lengths, "--ckpt", toy / "init", "--data", toy / "rl.jsonl", "--steps", 3, "--prompts", 2, "--group", 3, "--engine", "transformers",
-                   "--show-every", 0, "--probe-tolerance", 9, "--out", out / "grpo"),
-                  ("eval.py", *lengths, "--ckpt", toy / "init", "--data", toy / "eval.jsonl", "--frames", 4, "--tools", "on", "off", "--limit", 3, "--engine", "transformers",
-                   "--out", out / "eval")):
-        done = run_script(*words)
+    start = ("--preset", "toy", "--ckpt", toy / "init")
+    agent = ("--max-new-tokens", 40, "--sub-max-new-tokens", 6)
+    sft = ("--data", toy / "sft.jsonl", "--steps", 3, "--batch-size", 4)
+    grpo = ("--data", toy / "rl.jsonl", "--steps", 3, "--prompts", 2, "--group", 3,
+            "--show-every", 0, *agent)
+    evaluation = ("--data", toy / "eval.jsonl", "--frames", 4, "--tools", "on", "off",
+                  "--limit", 3, *agent)
+    for name, words in (("sft", sft), ("grpo", grpo), ("eval", evaluation)):
+        done = run_script(f"{name}.py", *start, *words, "--out", out / name, reference=True)
         assert done.returncode == 0, done.stderr
     return out
 
@@ -84,80 +90,122 @@ def page(small_run, tmp_path_factory):
 
 def data_of(path):
     """What a page embeds."""
-    return json.loads(re.search(r'<script id="data" type="application/json">(.*?)</script>', path.read_text(), re.DOTALL)[1])
+    element = r'<script id="data" type="application/json">(.*?)</script>'
+    return json.loads(re.search(element, path.read_text(), re.DOTALL)[1])
 
 
-def episode(task="t0", sample=0, step=0, turns=("I look.\n</think>\n<tool_call>\n{\"name\": \"crop_video\"}\n</tool_call>", "So.\n</think>\n<answer>red</answer>"), **more):
+TURNS = ("I look.\n</think>\n<tool_call>\n{\"name\": \"crop_video\"}\n</tool_call>",
+         "So.\n</think>\n<answer>red</answer>")
+
+
+def episode(task="t0", sample=0, step=0, turns=TURNS, **more):
     """A record as rollout.py writes it, without ids."""
-    return {"task": {"id": task, "video": "videos/none.mp4", "question": "Which?", "options": None, "answer": "red", "type": "open"}, "group": f"{step}/{task}", "sample": sample,
-            "K": 4, "version": step, "status": "ok", "error": None, "vision": [{"seconds": [8.0, 24.0, 40.0, 56.0]}], "think_open": True, "turns": list(turns), "pieces": [[*turn, ""] for turn in turns], "finish": ["stop"] * len(turns),
-            "calls": [{"turn": 0, "start": 8.0, "end": 16.0, "status": "ok", "summary": "a red square", "seconds": 0.1, "frames_seen": 8}],
-            "reward": {"total": 2.8, "acc": 1.0, "fmt": 1.0, "tool": 0.8}, "advantage": {"task": 0.5, "fmt": 0.25}, "timing": {"video_s": 64.0}, **more}
+    return {
+        "task": {"id": task, "video": "videos/none.mp4", "question": "Which?", "options": None,
+                 "answer": "red", "type": "open"},
+        "group": f"{step}/{task}", "sample": sample, "K": 4, "version": step, "status": "ok",
+        "error": None, "vision": [{"seconds": [8.0, 24.0, 40.0, 56.0]}], "think_open": True,
+        "turns": list(turns), "pieces": [[*turn, ""] for turn in turns],
+        "finish": ["stop"] * len(turns),
+        "calls": [{"turn": 0, "start": 8.0, "end": 16.0, "status": "ok", "summary": "a red square",
+                   "seconds": 0.1, "frames_seen": 8}],
+        "reward": {"total": 2.8, "acc": 1.0, "fmt": 1.0, "tool": 0.8},
+        "advantage": {"task": 0.5, "fmt": 0.25}, "timing": {"video_s": 64.0}, **more}
 
 
 @pytest.fixture
 def made(tmp_path):
     """made(records) -> page of a rollout JSONL that holds them."""
     def made(records, **options):
-        (tmp_path / "r.jsonl").write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records))
+        lines = [r if isinstance(r, str) else json.dumps(r) for r in records]
+        (tmp_path / "r.jsonl").write_text("".join(line + "\n" for line in lines))
         page = tmp_path / "page.html"
-        view.build([str(tmp_path / "r.jsonl")], None, str(page), **{"episodes": 2000, "max_mb": 20.0, "root": None, "pixels": 6144, **options})
+        options = {"episodes": 2000, "max_mb": 20.0, "root": None, "pixels": 6144, **options}
+        view.build([str(tmp_path / "r.jsonl")], None, str(page), **options)
         return page
 
     return made
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # What is put on the page
 
 
 def test_a_run_an_evaluation_and_their_frames_are_on_the_page(page, small_run):
     data = data_of(page)
-    assert [(s["name"], s["kind"]) for s in data["sources"]] == [("grpo", "run"), ("sft", "run"), ("eval", "eval")]
+    names = [(s["name"], s["kind"]) for s in data["sources"]]
+    assert names == [("grpo", "run"), ("sft", "run"), ("eval", "eval")]
     titles = {c["title"] for c in data["curves"]}
-    assert {"Reward", "f_tau", "kappa", "Closure of think", "Accuracy by K", "Entropy", "Log-prob gap", "Gradient norm", "Phase times", "Loss"} <= titles
-    log = [json.loads(line) for line in (small_run / "grpo" / "log.jsonl").read_text().splitlines()]
+    assert {"Reward", "f_tau", "kappa", "Closure of think", "Accuracy by K", "Entropy",
+            "Log-prob gap", "Gradient norm", "Phase times", "Loss"} <= titles
+    log = (small_run / "grpo" / "log.jsonl").read_text().splitlines()
     reward = next(c for c in data["curves"] if c["title"] == "Reward")
-    assert [p[1] for p in reward["series"][0]["points"]] == pytest.approx([row["total"] for row in log])
+    drawn = [p[1] for p in reward["series"][0]["points"]]
+    assert drawn == pytest.approx([json.loads(line)["total"] for line in log])
     assert len(data["episodes"]) == data["found"] == 3 * 6 + 6
     from PIL import Image
 
     first = data["episodes"][0]
     assert len(first["times"]) == int(first["K"]) == 4 or len(first["times"]) > 4
-    sizes = {Image.open(io.BytesIO(base64.b64decode(data["pictures"][i]))).size for _, i in first["thumbs"]}
-    assert len(first["thumbs"]) == min(8, len(first["times"])) and sizes == {(32, 32)}
-    assert any(t["title"] == "eval" and len(t["rows"]) == 2 for t in data["tables"]) and not data["troubles"]
-    assert not re.search(r"(?:src|href)\s*=\s*[\"']?(?:https?:)?//", page.read_text()) and "@import" not in page.read_text()  # nothing is fetched
+    jpegs = [base64.b64decode(data["pictures"][i]) for _, i in first["thumbs"]]
+    assert {Image.open(io.BytesIO(jpeg)).size for jpeg in jpegs} == {(32, 32)}
+    assert len(first["thumbs"]) == min(8, len(first["times"]))
+    assert any(t["title"] == "eval" and len(t["rows"]) == 2 for t in data["tables"])
+    assert not data["troubles"]
+
+
+def test_the_page_fetches_nothing(page):
+    text = page.read_text()
+    assert not re.search(r"(?:src|href)\s*=\s*[\"']?(?:https?:)?//", text)
+    assert "@import" not in text and "url(" not in text
 
 
 def test_who_wrote_what_and_its_credit(made):
     (shown,) = data_of(made([episode()]))["episodes"]
     first, second = shown["turns"]
-    assert first[0] == ["i", "<think>\n", None] and first[1] == ["s", "I look.\n", 0.5] and first[2] == ["t", "</think>", 0.75]  # A_task; A_task + A_fmt
-    assert [p[0] for p in first][-2:] == ["e", "i"] and "a red square" in first[-1][1] and second[-1][0] == "e"
+    assert first[0] == ["i", "<think>\n", None]
+    assert first[1] == ["s", "I look.\n", 0.5]  # A_task
+    assert first[2] == ["t", "</think>", 0.75]  # A_task + A_fmt
+    assert [p[0] for p in first][-2:] == ["e", "i"] and "a red square" in first[-1][1]
+    assert second[-1][0] == "e"
     assert "".join(text for kind, text, _ in second if kind in "st") == episode()["turns"][1]
     (plain,) = data_of(made([{**episode(), "advantage": {}}]))["episodes"]
     assert all(credit is None for turn in plain["turns"] for _, _, credit in turn)
 
 
 def test_a_token_has_one_credit_whole(made):
-    """As grpo.py trains it: `>B` is one token of the answer and of its tag, and carries no format credit."""
+    """As grpo.py trains it: `>B` is a token of answer and tag, and carries no format credit."""
     pieces = [["So.", "</think>", "<", "answer", ">B", "</", "answer", ">", ""]]
-    ((turn,),) = [e["turns"] for e in data_of(made([{**episode(turns=["".join(pieces[0])]), "pieces": pieces, "calls": []}]))["episodes"]]
-    assert [tuple(part) for part in turn[1:]] == [("s", "So.", 0.5), ("t", "</think><answer", 0.75), ("s", ">B", 0.5), ("t", "</answer>", 0.75), ("e", "", 0.75)]
+    record = {**episode(turns=["".join(pieces[0])]), "pieces": pieces, "calls": []}
+    ((turn,),) = [e["turns"] for e in data_of(made([record]))["episodes"]]
+    assert [tuple(part) for part in turn[1:]] == [
+        ("s", "So.", 0.5), ("t", "</think><answer", 0.75), ("s", ">B", 0.5),
+        ("t", "</answer>", 0.75), ("e", "", 0.75)]
+
+
+def test_an_endpoint_says_no_tokens(made):
+    """Then by characters; a turn that was cut off has no end."""
+    record = {**episode(turns=["So.</think>R"]), "pieces": [], "finish": ["length"], "calls": []}
+    ((turn,),) = [e["turns"] for e in data_of(made([record]))["episodes"]]
+    assert [part[:2] for part in turn] == [
+        ["i", "<think>\n"], ["s", "So."], ["t", "</think>R"], ["c", ""]]
 
 
 def test_credit_is_that_of_the_run(tmp_path):
     (tmp_path / "rollouts").mkdir()
-    (tmp_path / "rollouts" / "step_000000.rank0.jsonl").write_text(json.dumps(episode()) + "\n")
+    rollouts = tmp_path / "rollouts" / "step_000000.rank0.jsonl"
+    rollouts.write_text(json.dumps(episode()) + "\n")
     (tmp_path / "log.jsonl").write_text('{"step": 1, "total": 1.0}\n')
     found = {}
-    for mode in ("struct", "closing", "sequence", "none"):
-        (tmp_path / "args.json").write_text(json.dumps({"format_credit": mode, "think_prefix": True}))
+    for mode in ("struct", "sequence", "none"):
+        arguments = {"format_credit": mode, "think_prefix": True}
+        (tmp_path / "args.json").write_text(json.dumps(arguments))
         view.build([str(tmp_path)], None, str(tmp_path / "page.html"), 10, 20.0, None, 6144)
-        found[mode] = [credit for kind, _, credit in data_of(tmp_path / "page.html")["episodes"][0]["turns"][1] if kind in "ste"]
-    assert found["sequence"] == [0.75] * len(found["sequence"]) and set(found["none"]) == {0.5}
-    assert found["struct"].count(0.75) == 4 and found["closing"].count(0.75) == 2  # </think> <answer> </answer> and the end; the closing ones
+        turn = data_of(tmp_path / "page.html")["episodes"][0]["turns"][1]
+        found[mode] = [credit for kind, _, credit in turn if kind in "ste"]
+    assert found["sequence"] == [0.75] * len(found["sequence"])
+    assert set(found["none"]) == {0.5}
+    assert found["struct"].count(0.75) == 4  # </think> <answer> </answer> and the end
 
 
 def test_whole_groups_are_kept_when_there_are_too_many(made):
@@ -166,40 +214,49 @@ def test_whole_groups_are_kept_when_there_are_too_many(made):
     groups = {}
     for e in data["episodes"]:
         groups.setdefault((e["step"], e["group"]), []).append(e["sample"])
-    assert len(data["episodes"]) == 40 and data["found"] == 200 and all(sorted(g) == [0, 1, 2, 3] for g in groups.values())
+    assert len(data["episodes"]) == 40 and data["found"] == 200
+    assert all(sorted(group) == [0, 1, 2, 3] for group in groups.values())
     assert max(step for step, _ in groups) > 40 and min(step for step, _ in groups) < 10
 
 
 def test_thumbnails_stay_within_the_size_that_is_allowed(page, small_run, tmp_path):
     small = tmp_path / "small.html"
-    all_of_them = len(data_of(page)["pictures"])
-    limit = (page.stat().st_size - 0.5 * sum(map(len, data_of(page)["pictures"]))) / 2**20
+    pictures = data_of(page)["pictures"]
+    limit = (page.stat().st_size - 0.5 * sum(map(len, pictures))) / 2**20
     view.build([str(small_run)], None, str(small), 2000, limit, None, 6144)
     data = data_of(small)
-    assert 0 < len(data["pictures"]) < all_of_them and small.stat().st_size < (limit + 0.05) * 2**20
+    assert 0 < len(data["pictures"]) < len(pictures)
+    assert small.stat().st_size < (limit + 0.05) * 2**20
     assert any(i == "full" for e in data["episodes"] for _, i in e["thumbs"])
 
 
-@pytest.mark.parametrize("pixels, size", [(2048, (64, 32)), (20000, (192, 96)), (10**6, (256, 128))])
-def test_a_thumbnail_has_the_pixels_that_are_allowed_and_is_never_enlarged(made, tmp_path, pixels, size):
+@pytest.mark.parametrize(
+    "pixels, size", [(2048, (64, 32)), (20000, (192, 96)), (10**6, (256, 128))])
+def test_a_thumbnail_has_the_pixels_that_are_allowed_and_is_never_enlarged(
+        made, tmp_path, pixels, size):
     import av
     import numpy as np
     from PIL import Image
 
     (tmp_path / "videos").mkdir()
+    grey = np.full((128, 256, 3), 90, np.uint8)
     with av.open(str(tmp_path / "videos" / "none.mp4"), "w") as container:
         stream = container.add_stream("libx264", rate=1)
         stream.width, stream.height, stream.pix_fmt = 256, 128, "yuv420p"
         for _ in range(64):
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.full((128, 256, 3), 90, np.uint8), format="rgb24")))
+            frame = av.VideoFrame.from_ndarray(grey, format="rgb24")
+            container.mux(stream.encode(frame))
         container.mux(stream.encode())
     pictures = data_of(made([episode()], root=str(tmp_path), pixels=pixels))["pictures"]
-    assert len(pictures) == 8 and {Image.open(io.BytesIO(base64.b64decode(p))).size for p in pictures} == {size}
+    sizes = {Image.open(io.BytesIO(base64.b64decode(p))).size for p in pictures}
+    assert len(pictures) == 8 and sizes == {size}
 
 
 def test_a_missing_video_leaves_a_gap_and_is_counted(made):
     data = data_of(made([episode(), episode(sample=1)]))
-    assert all(index is None for e in data["episodes"] for _, index in e["thumbs"] + e["calls"][0]["thumbs"]) and len(data["episodes"][0]["thumbs"]) == 4
+    thumbs = [t for e in data["episodes"] for t in e["thumbs"] + e["calls"][0]["thumbs"]]
+    assert all(index is None for _, index in thumbs)
+    assert len(data["episodes"][0]["thumbs"]) == 4
     assert len(data["troubles"]) == 1 and "none.mp4" in data["troubles"][0][0]
 
 
@@ -211,52 +268,103 @@ def test_a_video_outside_its_folder_is_not_opened(made, toy, tmp_path):
     assert not data["pictures"] and "outside" in data["troubles"][0][0]
 
 
-DAMAGED = ["{", "[]", "null", "{}", '{"task": 3}', {**episode(), "turns": None}, {**episode(), "turns": 7}, {**episode(), "vision": [{}]}, {**episode(), "calls": [3]},
-           {**episode(), "calls": [{"turn": "x"}]}, {**episode(), "sample": "x"}, {**episode(), "task": {"id": "only"}}, '{"a":' * 3000 + "1" + "}" * 3000]
+DAMAGED = [
+    "{", "[]", "null", "{}", '{"task": 3}', '{"a":' * 3000 + "1" + "}" * 3000,
+    {**episode(), "turns": None}, {**episode(), "turns": 7}, {**episode(), "vision": [{}]},
+    {**episode(), "calls": [3]}, {**episode(), "calls": [{"turn": "x"}]},
+    {**episode(), "sample": "x"}, {**episode(), "sample": math.inf},
+    {**episode(), "task": {"id": "only"}}]
 
 
 def test_damaged_records_are_counted_and_the_others_shown(made):
-    data = data_of(made([episode(), *DAMAGED, {**episode(sample=1), "reward": {"total": math.nan, "acc": math.inf}}]))
-    assert [e["sample"] for e in data["episodes"]] == [0, 1] and data["episodes"][1]["reward"] == {"total": None, "acc": None, "fmt": None, "tool": None}
-    assert sum(count for why, count in data["troubles"] if "none.mp4" not in why) == len(DAMAGED)
+    odd = {**episode(sample=1), "reward": {"total": math.nan, "acc": math.inf, "fmt": 10**400}}
+    data = data_of(made([episode(), *DAMAGED, odd]))
+    assert [e["sample"] for e in data["episodes"]] == [0, 1]
+    assert data["episodes"][1]["reward"] == dict.fromkeys(("total", "acc", "fmt", "tool"))
+    counts = [count for why, count in data["troubles"] if "none.mp4" not in why]
+    assert sum(counts) == len(DAMAGED)
 
 
 def test_a_torn_log_is_drawn_as_far_as_it_goes(tmp_path):
-    (tmp_path / "log.jsonl").write_text('{"step": 1, "total": 0.5, "by_K": {"4": {"acc": 1.0}}}\n{"step": 2, "total": NaN, "by_K": 3}\n{"step": 3, "total": 0.7, "by')
+    (tmp_path / "log.jsonl").write_text(
+        '{"step": 1, "total": 0.5, "by_K": {"4": {"acc": 1.0}}}\n'
+        '{"step": 2, "total": NaN, "by_K": 3}\n{"step": 3, "total": 0.7, "by')
     view.build([str(tmp_path)], ["torn"], str(tmp_path / "page.html"), 10, 20.0, None, 6144)
     data = data_of(tmp_path / "page.html")
-    assert next(c for c in data["curves"] if c["title"] == "Reward")["series"] == [{"name": "torn", "run": 0, "points": [[1, 0.5]]}]
+    reward = next(c for c in data["curves"] if c["title"] == "Reward")
+    assert reward["series"] == [{"name": "torn", "run": 0, "points": [[1, 0.5]]}]
+    by_budget = next(c for c in data["curves"] if c["title"] == "Accuracy by K")
+    assert by_budget["series"] == [{"name": "torn K 4", "run": 0, "points": [[1, 1.0]]}]
     assert data["troubles"] == [[f"{tmp_path}/log.jsonl: lines that are no JSON objects", 1]]
 
 
 def test_the_papers_figures_stand_beside_measured_benchmarks(tmp_path):
-    result = {"bench": "mlvu", "K": 64, "tools": "on", "n": 9, "headline": 0.5, "interval": [0.4, 0.6], "acc": 0.5, "f_tau": 0.9, "kappa": 1.0, "errors": {}, "no_answer": 0,
-              "truncated": 0, "metric": "M-Avg", "by": {}}
+    result = {"bench": "mlvu", "K": 64, "tools": "on", "n": 9, "headline": 0.5,
+              "interval": [0.4, 0.6], "acc": 0.5, "f_tau": 0.9, "kappa": 1.0,
+              "errors": {"decode": 2, "engine": 1}, "no_answer": 0, "truncated": 0,
+              "metric": "M-Avg", "by": {}}
     (tmp_path / "summary.json").write_text(json.dumps({"results": [result]}))
     view.build([str(tmp_path)], ["ours"], str(tmp_path / "page.html"), 10, 20.0, None, 6144)
-    table = data_of(tmp_path / "page.html")["tables"][-1]
+    first, table = data_of(tmp_path / "page.html")["tables"]
+    assert first["title"] == "ours" and "0.500 [0.400, 0.600]" in first["rows"][0]
+    assert dict(zip(first["head"], first["rows"][0]))["errors"] == "3"
     rows = {row[0]: dict(zip(table["head"], row)) for row in table["rows"]}
-    assert rows["ours, K 64, tools on (measured)"]["mlvu"] == "50.0" and rows["ParaVT-8B (the paper's)"]["mlvu"] == "65.0"
+    assert rows["ours, K 64, tools on (measured)"]["mlvu"] == "50.0"
+    assert rows["ParaVT-8B (the paper's)"]["mlvu"] == "65.0"
 
 
-@pytest.mark.parametrize("flags, why", [(["/no/such"], "no such file"), (["{tmp}"], "neither log.jsonl"), (["{tmp}", "--names", "a", "b"], "--names"), (["{tmp}", "--max-mb", "0"], "--max-mb")])
+def test_a_comparison_is_tabulated(tmp_path):
+    summary = {
+        "rows": [{"name": "sft", "bench": None, "K": 4, "n": 9, "acc_tools": 0.25,
+                  "interval": [0.125, 0.5], "f_tau": 0.5, "kappa": 1.0}],
+        "differences": [{"name": "sft", "minus": "init", "bench": None, "K": 4, "tools": "on",
+                         "n": 9, "difference": 0.0625, "interval": [-0.5, 0.5]}]}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    view.build([str(tmp_path)], ["ours"], str(tmp_path / "page.html"), 10, 20.0, None, 6144)
+    rows, differences = data_of(tmp_path / "page.html")["tables"]
+    assert rows["title"] == "ours: side by side"
+    assert rows["rows"] == [["sft", "-", "4", "9", "0.250 [0.125, 0.500]", "-", "0.500", "1.000"]]
+    assert differences["title"] == "ours: differences of the same items"
+    assert differences["rows"] == [
+        ["sft - init", "-", "4", "on", "+0.062", "[-0.500, +0.500]", "9"]]
+
+
+@pytest.mark.parametrize("flags, why", [
+    (["/no/such"], "no such file"), (["{tmp}"], "neither log.jsonl"),
+    (["{tmp}", "--names", "a", "b"], "--names"), (["{tmp}", "--max-mb", "0"], "--max-mb")])
 def test_bad_input_is_one_line(tmp_path, flags, why):
-    done = run_script("view.py", *[f.format(tmp=tmp_path) for f in flags], "--out", tmp_path / "page.html")
-    assert done.returncode == 2 and why in done.stderr and "Traceback" not in done.stderr and not (tmp_path / "page.html").exists()
+    flags = [flag.format(tmp=tmp_path) for flag in flags]
+    done = run_script("view.py", *flags, "--out", tmp_path / "page.html")
+    assert done.returncode == 2 and why in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "page.html").exists()
+
+
+@pytest.mark.parametrize(
+    "text", [None, "<p>no marker", "/*DATA*/ twice /*DATA*/", "no contents /*DATA*/"])
+def test_without_its_template_the_script_says_so(tmp_path, monkeypatch, text):
+    monkeypatch.setattr(view, "__file__", str(tmp_path / "view.py"))
+    if text is not None:
+        (tmp_path / "docs").mkdir()
+        (tmp_path / "docs" / "page.html").write_text(text)
+    with pytest.raises(model.UserError, match="docs/page.html"):
+        view.build([str(tmp_path)], None, str(tmp_path / "page.html"), 10, 20.0, None, 6144)
 
 
 def test_command_line(small_run, tmp_path):
-    done = run_script("view.py", small_run / "grpo", small_run / "eval", "--names", "a", "b", "--out", tmp_path / "page.html", "--episodes", 8, "--thumb-pixels", 2048)
-    assert done.returncode == 0 and re.search(r"page.html: \d\.\d MiB, \d+ of 24 episodes, \d+ thumbnails", done.stdout), done.stderr
+    done = run_script("view.py", small_run / "grpo", small_run / "eval", "--names", "a", "b",
+                      "--out", tmp_path / "page.html", "--episodes", 8, "--thumb-pixels", 2048)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"page.html: \d\.\d MiB, \d+ of 24 episodes, \d+ thumbnails", done.stdout)
     assert {s["name"] for s in data_of(tmp_path / "page.html")["sources"]} == {"a", "b"}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # In a browser
 
 
 def texts(browser, selector):
-    return browser.execute_script("return [...document.querySelectorAll(arguments[0])].map(e => e.textContent)", selector)
+    script = "return [...document.querySelectorAll(arguments[0])].map(e => e.textContent)"
+    return browser.execute_script(script, selector)
 
 
 def press(browser, keys):
@@ -266,7 +374,11 @@ def press(browser, keys):
 
 
 def choose(browser, name, value):
-    browser.execute_script("const e = document.getElementById('f-' + arguments[0]); e.value = arguments[1]; e.dispatchEvent(new Event('input', {bubbles: true}))", name, value)
+    browser.execute_script("""
+        const field = document.getElementById("f-" + arguments[0]);
+        field.value = arguments[1];
+        field.dispatchEvent(new Event("input", {bubbles: true}));
+    """, name, value)
 
 
 def test_curves_show_values_under_the_pointer_and_explain_themselves(visit, page):
@@ -274,7 +386,8 @@ def test_curves_show_values_under_the_pointer_and_explain_themselves(visit, page
     from selenium.webdriver.common.by import By
 
     browser = visit(page)
-    assert texts(browser, "#plots h3")[0].startswith("Reward") and len(texts(browser, "#plots svg")) > 15
+    assert texts(browser, "#plots h3")[0].startswith("Reward")
+    assert len(texts(browser, "#plots svg")) > 15
     plot = browser.find_element(By.CSS_SELECTOR, "#plots svg")
     ActionChains(browser).move_to_element_with_offset(plot, 120, 0).perform()
     tip = browser.find_element(By.CSS_SELECTOR, "#plots .tip")
@@ -284,14 +397,17 @@ def test_curves_show_values_under_the_pointer_and_explain_themselves(visit, page
     assert not definition.is_displayed()
     browser.find_element(By.CSS_SELECTOR, "#plots h3 button").click()
     assert definition.is_displayed() and "R_acc" in definition.text
-    before = browser.execute_script("return document.querySelector('#plots svg path[stroke-width]').getAttribute('d')")
-    browser.execute_script("const s = document.getElementById('smooth'); s.value = 0.9; s.oninput()")
-    assert browser.execute_script("return document.querySelector('#plots svg path[stroke-width]').getAttribute('d')") != before
+    line = "return document.querySelector('#plots svg path[stroke-width]').getAttribute('d')"
+    before = browser.execute_script(line)
+    browser.execute_script(
+        "const s = document.getElementById('smooth'); s.value = 0.9; s.oninput()")
+    assert browser.execute_script(line) != before
 
 
 def test_filters_and_keys_move_through_the_episodes(visit, page):
     browser, data = visit(page, "episodes"), data_of(page)
-    assert f"{len(data['episodes'])} episodes" in texts(browser, "#matching")[0] and len(texts(browser, ".row")) == len(data["episodes"])
+    assert f"{len(data['episodes'])} episodes" in texts(browser, "#matching")[0]
+    assert len(texts(browser, ".row")) == len(data["episodes"])
     choose(browser, "source", "2")
     assert texts(browser, "#matching")[0].startswith("6 episodes")
     choose(browser, "tools", "off")
@@ -324,37 +440,66 @@ def test_filters_and_keys_move_through_the_episodes(visit, page):
     assert browser.execute_script("return !document.getElementById('tab-tables').hidden")
 
 
+def test_troubles_and_calls_are_filtered(visit, made):
+    call = {**episode()["calls"][0], "status": "reversed"}
+    browser = visit(made([
+        episode(), episode(sample=1, calls=[call]), episode(sample=2, finish=["stop", "length"]),
+        episode(sample=3, status="video_error", calls=[])]), "episodes")
+    for name, value, samples in (
+            ("trouble", "call: reversed", "1"), ("trouble", "cut off", "2"),
+            ("trouble", "video_error", "3"), ("called", "1", "02"), ("called", "0", "13")):
+        choose(browser, name, value)
+        rows = texts(browser, ".row")
+        assert [re.search(r"#(\d)", row)[1] for row in rows] == list(samples), value
+        choose(browser, name, "")
+
+
 def test_an_episode_shows_its_frames_its_group_and_who_wrote_what(visit, page):
     browser, data = visit(page, "episodes"), data_of(page)
     first = data["episodes"][0]
-    loaded = browser.execute_script("return [...document.querySelectorAll('#one .frames img')].slice(0, 4).map(i => i.naturalWidth)")
+    loaded = browser.execute_script("""
+        const images = [...document.querySelectorAll("#one .frames img")];
+        return images.slice(0, 4).map(image => image.naturalWidth);
+    """)
     assert loaded == [32] * min(4, len(first["thumbs"]))
-    assert len(texts(browser, "#one .time i")) == len(first["times"]) and len(texts(browser, ".group .card")) == 3
-    assert texts(browser, "#one .turn .i")[0] == "<think>\n" and first["question"] in texts(browser, "#one p")[0]
+    assert len(texts(browser, "#one .time i")) == len(first["times"])
+    assert len(texts(browser, ".group .card")) == 3
+    assert texts(browser, "#one .turn .i")[0] == "<think>\n"
+    assert first["question"] in texts(browser, "#one p")[0]
     browser.execute_script("document.querySelectorAll('.group .card')[2].click()")
     assert "sample 2" in texts(browser, "#one h3")[0]
 
 
 def test_credit_is_coloured_by_its_sign(visit, made):
-    browser = visit(made([episode(advantage={"task": 0.5, "fmt": 0.25}), episode(sample=1, advantage={"task": -0.5, "fmt": -0.25})]), "episodes")
-    for sample, sign in ((0, "good"), (1, "bad")):
-        press(browser, "k" if sample == 0 else "j")
-        styles = browser.execute_script("return [...document.querySelectorAll('#one > .card > .turn .t')].map(e => e.getAttribute('style'))")
+    browser = visit(made([
+        episode(advantage={"task": 0.5, "fmt": 0.25}),
+        episode(sample=1, advantage={"task": -0.5, "fmt": -0.25})]), "episodes")
+    for key, sign in (("k", "good"), ("j", "bad")):
+        press(browser, key)
+        styles = browser.execute_script("""
+            const tags = [...document.querySelectorAll("#one > .card > .turn .t")];
+            return tags.map(tag => tag.getAttribute("style"));
+        """)
         assert len(styles) >= 5 and all(f"--{sign}" in style for style in styles)
-    assert "credit -0.75" in browser.execute_script("return document.querySelector('#one .turn .t').title")
+    title = browser.execute_script("return document.querySelector('#one .turn .t').title")
+    assert "credit -0.75" in title
 
 
 def test_both_themes_are_readable(visit, page):
     """Ink on card: a contrast of 7 to 1 and more in both."""
     def luminance(rgb):
         parts = [int(c) / 255 for c in re.findall(r"\d+", rgb)[:3]]
-        return sum(w * (c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4) for w, c in zip((0.2126, 0.7152, 0.0722), parts))
+        linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+        return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear))
 
     browser = visit(page)
     found = {}
     for _ in range(2):
         theme = browser.execute_script("return document.documentElement.dataset.theme")
-        ink, card = browser.execute_script("const s = getComputedStyle(document.querySelector('.card')); return [s.color, s.backgroundColor]")
+        ink, card = browser.execute_script("""
+            const style = getComputedStyle(document.querySelector(".card"));
+            return [style.color, style.backgroundColor];
+        """)
         high, low = sorted((luminance(ink), luminance(card)), reverse=True)
         found[theme] = (high + 0.05) / (low + 0.05)
         press(browser, "t")
@@ -363,40 +508,55 @@ def test_both_themes_are_readable(visit, page):
 
 def test_nothing_hostile_runs_or_breaks_the_page(visit, made, tmp_path):
     """Every text of a record tries to be markup; names of runs and of K too."""
-    evil = {**episode(EVIL, turns=(EVIL + "</think>" + EVIL, EVIL)), "K": EVIL, "status": EVIL, "error": EVIL, "finish": [EVIL, EVIL], "group": EVIL, "tools": EVIL}
-    evil["task"] = {**evil["task"], "question": EVIL, "options": [EVIL] * 30, "answer": EVIL, "type": EVIL, "video": EVIL}
-    evil["calls"] = [{"turn": 0, "start": 1e308, "end": -1e308, "status": EVIL, "summary": EVIL}, {"turn": 1, "start": None, "end": None, "status": EVIL, "summary": None}]
+    evil = {**episode(EVIL, turns=(EVIL + "</think>" + EVIL, EVIL)),
+            **dict.fromkeys(("K", "status", "error", "group", "tools"), EVIL),
+            "finish": [EVIL, EVIL]}
+    evil["task"] = {**evil["task"], "options": [EVIL] * 30,
+                    **dict.fromkeys(("question", "answer", "type", "video"), EVIL)}
+    evil["calls"] = [
+        {"turn": 0, "start": 1e308, "end": -1e308, "status": EVIL, "summary": EVIL},
+        {"turn": 1, "start": None, "end": None, "status": EVIL, "summary": None}]
     browser = visit(made([evil, {**evil, "sample": 1}, *DAMAGED, episode()]), "episodes")
     press(browser, "j")  # it sorts behind the good one
-    assert texts(browser, "#one .turn .s")[0].startswith("</script><script>") and len(texts(browser, ".row")) == 3
+    assert texts(browser, "#one .turn .s")[0].startswith("</script><script>")
+    assert len(texts(browser, ".row")) == 3
     for key in "jjkw123t":
         press(browser, key)
-    (tmp_path / "summary.json").write_text(json.dumps({"rows": [{"name": EVIL, "bench": EVIL, "K": EVIL, "n": EVIL, "interval": []}], "results": [{"bench": EVIL}],
-                                                       "differences": [{"name": EVIL, "minus": EVIL}]}))
-    (tmp_path / "log.jsonl").write_text(json.dumps({"step": 1, "total": 1, "by_K": {EVIL: {"acc": 1}}}) + "\n")
+    (tmp_path / "summary.json").write_text(json.dumps({
+        "rows": [{"name": EVIL, "bench": EVIL, "K": EVIL, "n": EVIL, "interval": []}],
+        "results": [{"bench": EVIL, EVIL: EVIL}, EVIL],
+        "differences": [{"name": EVIL, "minus": EVIL}]}))
+    (tmp_path / "log.jsonl").write_text(
+        json.dumps({"step": 1, "total": 1, "by_K": {EVIL: {"acc": 1}}}) + "\n")
     view.build([str(tmp_path)], [EVIL], str(tmp_path / "evil.html"), 10, 20.0, None, 6144)
     browser = visit(tmp_path / "evil.html", "tables")
-    assert texts(browser, "td")[0].startswith("unreadable") or EVIL[:20] in "".join(texts(browser, "td"))
+    assert EVIL[:20] in "".join(texts(browser, "td"))
 
 
 def test_thousands_of_episodes_make_few_nodes(visit, made):
-    browser = visit(made([episode(f"task-{n}", s, n) for n in range(500) for s in range(4)]), "episodes")
+    records = [episode(f"task-{n}", s, n) for n in range(500) for s in range(4)]
+    browser = visit(made(records), "episodes")
     assert texts(browser, "#matching")[0].startswith("2000 episodes")
     browser.execute_script("document.getElementById('list').scrollTop = 28 * 1500")
-    browser.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+    browser.execute_async_script(
+        "requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
     rows = texts(browser, ".row")
     assert len(rows) < 60 and any("task-375" in row for row in rows)
 
 
 def test_on_a_phone_nothing_is_wider_than_the_screen(page, browser):
     # Windows of this browser get no narrower than 500 pixels: a phone is emulated.
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True})
+    phone = {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
     try:
         for tab in ("curves", "episodes", "tables"):
             browser.get("about:blank")
             browser.get(f"file://{page}#{tab}")
-            assert browser.execute_script("return document.documentElement.clientWidth") == 390
-            assert browser.execute_script("return document.documentElement.scrollWidth <= document.documentElement.clientWidth"), tab
+            client, scroll = browser.execute_script("""
+                const root = document.documentElement;
+                return [root.clientWidth, root.scrollWidth];
+            """)
+            assert client == 390 and scroll <= client, tab
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
@@ -406,11 +566,11 @@ def test_an_empty_page_says_so_without_an_error(visit, made):
     assert "records that are not episodes" in texts(browser, "#troubles")[0]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 def take_pictures(page, folder):
-    """The README's two pictures: curves in the light theme, an episode in the dark one; 128 colours keep them small."""
+    """The README's two pictures: curves in the light theme, an episode in the dark one."""
     from PIL import Image
 
     browser = start_browser(1200, 760)
@@ -422,8 +582,9 @@ def take_pictures(page, folder):
             for name, value in (("called", "1"), ("right", "1"), ("source", "0"), ("K", "8")):
                 choose(browser, name, value)
             browser.execute_script("select(shown.length - 1)")
-        picture = Image.open(io.BytesIO(browser.get_screenshot_as_png())).convert("RGB").quantize(128)
-        picture.save(os.path.join(folder, f"page-{tab}.png"), optimize=True)
+        picture = Image.open(io.BytesIO(browser.get_screenshot_as_png())).convert("RGB")
+        # 128 colours keep the file small.
+        picture.quantize(128).save(os.path.join(folder, f"page-{tab}.png"), optimize=True)
     browser.quit()
 
 

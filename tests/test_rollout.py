@@ -4,6 +4,7 @@ Tests of rollout.py: python -m pytest tests/test_rollout.py -q
 Most episodes run against a scripted engine: it answers each request with a text that the test chose, so that the protocol
 is tested without a model. The second half runs real engines on the random toy checkpoint.
 """
+import asyncio
 import base64
 import io
 import json
@@ -21,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, run_script
+from reference import ReferenceEngine, load_policy, make_engine
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -517,18 +519,6 @@ def test_a_task_that_comes_twice_in_a_batch_gets_more_samples_not_the_same_ones(
     assert len({r.id for r in engine.requests}) == len({r.seed for r in engine.requests}) == 6
 
 
-def test_frames_may_be_a_function_of_the_task(codec, tasks, source):
-    engine = Scripted(codec, ["ok</think><answer>red</answer>"])
-    episodes = play(engine, tasks[:2], source, frames=lambda task: 4 if task["id"] == tasks[0]["id"] else 8)
-    assert [e.frame_budget for e in episodes] == [4, 8]
-
-
-def test_weighted_frame_budget_follows_its_weights():
-    draws = Counter(rollout.frame_budget(0, 5, f"task-{i}", weights=[0.5, 0, 0.25, 0.25, 0]) for i in range(4000))
-    assert set(draws) == {4, 16, 32} and abs(draws[4] / 4000 - 0.5) < 0.03 and abs(draws[16] / 4000 - 0.25) < 0.03
-    assert all(rollout.frame_budget(0, 5, str(i), (2, 3), weights=[0, 1]) == 3 for i in range(50))
-
-
 @pytest.mark.parametrize("rule, executed", [("run", 1), ("drop", 0)])
 def test_a_call_in_a_thought_that_never_closes_is_run_or_dropped(codec, tasks, source, rule, executed):
     """Reasoning parsers of serving stacks hand such a turn over as thought alone: no call is seen, and the episode ends there."""
@@ -579,7 +569,6 @@ def test_frame_budget_is_uniform_and_drawn_anew_for_each_step_seed_and_task():
     assert set(draws) == {4, 8, 16, 32, 64} and all(900 < n < 1100 for n in draws.values())
     steps, seeds = ({rollout.frame_budget(*key, "task") for key in keys} for keys in ([(0, s) for s in range(60)], [(s, 0) for s in range(60)]))
     assert steps == seeds == {4, 8, 16, 32, 64}
-    assert set(Counter(rollout.frame_budget(0, 0, str(i), (2, 3)) for i in range(50))) == {2, 3}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -615,18 +604,21 @@ def test_sequential_dispatch_submits_a_window_when_the_one_before_is_answered(co
 def test_no_more_than_max_live_episodes_are_open(limit, codec):
     opened, most, finished = 0, 0, []
 
-    def work(n):
+    async def work(pump, n):
         nonlocal opened, most
         opened += 1
         most = max(most, opened)
-        (first,) = yield [lambda: n]
-        yield []
-        (done,) = yield [rollout.Request(f"0/t/{n}/0", [], [], [], [], [], 10, 0.0, 0)]
+        first = await pump.load(lambda: n)
+        done = await pump.sample(rollout.Request(f"0/t/{n}/0", [], [], [], [], [], 10, 0.0, 0))
         opened -= 1
         return first, done.text
 
-    for value in rollout.drive(Scripted(codec, ["red"]), (work(n) for n in range(8)), max_live=limit):
-        finished.append(value)
+    async def all_of_them():
+        pump = rollout.Pump(Scripted(codec, ["red"]), 2)
+        async for value in rollout.in_flight(pump, (work(pump, n) for n in range(8)), limit):
+            finished.append(value)
+
+    asyncio.run(all_of_them())
     assert most == limit and sorted(finished) == [(n, "red") for n in range(8)]
 
 
@@ -662,7 +654,6 @@ def test_a_broken_video_costs_its_own_episode_only(name, why, codec, tasks, tmp_
 
 FIELDS = {
     "temperature": (0.9, lambda e: ({r.temperature for r in e.mains()}, {r.temperature for r in e.subs()}), ({0.7}, {0.7}), ({0.9}, {0.9})),
-    "sub_temperature": (0.0, lambda e: ({r.temperature for r in e.mains()}, {r.temperature for r in e.subs()}), ({0.7}, {0.7}), ({0.7}, {0.0})),
     "max_new_tokens": (99, lambda e: ({r.max_tokens for r in e.mains()}, {r.max_tokens for r in e.subs()}), ({512}, {64}), ({99}, {64})),
     "sub_max_new_tokens": (9, lambda e: ({r.max_tokens for r in e.mains()}, {r.max_tokens for r in e.subs()}), ({512}, {64}), ({512}, {9})),
     "context": (300, lambda e: {len(r.expanded) + r.max_tokens for r in e.mains()} == {300}, False, True),
@@ -717,13 +708,13 @@ def test_flags_of_the_engine_and_the_cache_reach_them(monkeypatch):
 
     parser = argparse.ArgumentParser()
     rollout.add_agent_arguments(parser)
-    args = parser.parse_args(["--engine-share", "0.4", "--max-seqs", "9", "--context", "777", "--frame-cache-gb", "0.5", "--decode-timeout", "7"])
+    args = parser.parse_args(["--engine-share", "0.4", "--max-seqs", "9", "--context", "777", "--frame-cache-gb", "0.5"])
     args.frames, made = 16, []
     monkeypatch.setattr(rollout, "VllmEngine", lambda *given, **named: made.append((given, named)))
-    rollout.make_engine("vllm", "ckpt", "codec", args, seed=3, sleeping=True)
+    rollout.make_engine("ckpt", "codec", args, seed=3, sleeping=True)
     assert made == [(("ckpt", "codec", 777, 16, 50176, 9, 3, 0.4, True), {})]
     _, source = rollout.agent_settings(args, __file__)
-    assert source.cache.max_bytes == 2**29 and source.cache.timeout == 7
+    assert source.cache.max_bytes == 2**29
     args.engine_share = 1.0
     with pytest.raises(model.UserError, match="--engine-share"):
         rollout.agent_settings(args, __file__)
@@ -807,7 +798,7 @@ def base(toy):
 
 @pytest.fixture(scope="module")
 def plain(base, codec):
-    return rollout.TransformersEngine(base, codec, max_seqs=4)
+    return ReferenceEngine(base, codec, max_seqs=4)
 
 
 class Passing(Scripted):
@@ -943,7 +934,7 @@ def test_frames_above_a_token_a_side_agree_too(vllm_engines, base, codecs, polic
         assert np.abs(got - [lp for lp, flag in zip(context.logps, context.mask) if flag]).max() < 1e-4
 
 
-@pytest.mark.parametrize("kind", ["vllm", "transformers"])
+@pytest.mark.parametrize("kind", ["vllm", "reference"])
 def test_banned_ids_are_never_sampled(kind, codec, base, tasks, frames_of, request):
     """A sampled vision placeholder would ask the trainer for a frame that does not exist."""
     engine = request.getfixturevalue("vllm_engines")("image") if kind == "vllm" else request.getfixturevalue("plain")
@@ -1135,8 +1126,8 @@ def test_the_key_comes_from_the_named_variable_and_goes_nowhere_else(tasks, fram
 
 def test_command_line_writes_records_that_train(toy, tmp_path, codec):
     out = tmp_path / "r.jsonl"
-    done = run_script("rollout.py", "--preset", "toy", "--engine", "transformers", "--ckpt", toy / "init", "--data", toy / "rl.jsonl",
-                      "--limit", 2, "--group", 2, "--show", 1, "--max-new-tokens", 24, "--frames", 4, "--out", out)
+    done = run_script("rollout.py", "--preset", "toy", "--ckpt", toy / "init", "--data", toy / "rl.jsonl",
+                      "--limit", 2, "--group", 2, "--show", 1, "--max-new-tokens", 24, "--frames", 4, "--out", out, reference=True)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(r["task"]["id"], r["sample"], r["K"]) for r in rows] == [(f"rl-000{i}", s, 4) for i in (0, 1) for s in (0, 1)]
@@ -1157,8 +1148,9 @@ def command(toy, tmp_path, monkeypatch, capsys):
         if rows is not None:
             data = toy / "tasks-of-a-test.jsonl"
             data.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-        given = {"--ckpt": toy / "init", "--data": data, "--engine": "transformers", "--out": tmp_path / "out.jsonl", "--preset": "toy"}
+        given = {"--ckpt": toy / "init", "--data": data, "--out": tmp_path / "out.jsonl", "--preset": "toy"}
         flags = list(map(str, flags))
+        monkeypatch.setattr(rollout, "make_engine", make_engine)
         monkeypatch.setattr(sys, "argv", ["rollout.py", *[str(x) for k, v in given.items() if k not in flags for x in (k, v)], *flags])
         try:
             model.run_main(rollout.main)
@@ -1175,9 +1167,9 @@ def command(toy, tmp_path, monkeypatch, capsys):
     (("--ckpt", "/no/such/place"), "no config.json"), (("--data", "/no/such/file"), "No such file"), (("--data", "/"), "directory"),
     (("--frames", "0"), "positive number"), (("--frames", "many"), "positive number"), (("--max-parallel", "0"), "--max-parallel"),
     (("--context", "60", "--frames", "64"), "--context 60 is too small"), (("--temperature", "-1"), "temperature"),
-    (("--temperature", "nan"), "temperature"), (("--sub-temperature", "-1"), "sub-temperature"), (("--max-turns", "-1"), "max-turns"),
-    (("--sub-fps", "0"), "--sub-fps"), (("--sub-frames", "0"), "--sub-frames"), (("--min-pixels", "99999"), "pixels"),
-    (("--group", "0"), "--group"), (("--decode-threads", "0"), "--decode-threads"), (("--max-new-tokens", "0"), "--max-new-tokens"),
+    (("--temperature", "nan"), "temperature"), (("--max-turns", "-1"), "max-turns"),
+    (("--sub-fps", "0"), "--sub-fps"), (("--sub-frames", "0"), "--sub-frames"), (("--max-pixels", "9"), "--max-pixels"),
+    (("--group", "0"), "--group"), (("--max-new-tokens", "0"), "--max-new-tokens"),
     (("--video-root", "/no/such/place"), "no such folder"), (("--out", "/proc/nothing/r.jsonl"), "output folder"), (("--out", "/tmp"), "folder"),
     (("--engine", "magic"), "invalid choice"), (("--dispatch", "chaotic"), "invalid choice"), (("--limit", "-1"), "--limit"),
 ])  # fmt: skip

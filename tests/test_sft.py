@@ -25,7 +25,7 @@ import video
 
 
 def settings_for_chats(**changed):
-    return SimpleNamespace(**{"video_root": None, "min_pixels": 1024, "max_pixels": 50176, "max_len": 2048, **changed})
+    return SimpleNamespace(**{"video_root": None, "max_pixels": 50176, "max_len": 2048, **changed})
 
 
 def chats_of(path, codec, **changed):
@@ -105,48 +105,19 @@ def test_loss_is_the_mean_over_all_trained_tokens(toy, codec, policy, process_gr
 
 
 def test_optimizers_get_the_parameters_that_their_flags_name(policy):
-    args = SimpleNamespace(optimizer="adamw", lr=3e-4, muon_lr=7e-3, weight_decay=0.2, beta2=0.9)
+    args = SimpleNamespace(optimizer="adamw", lr=3e-4, muon_lr=7e-3, beta2=0.9)
     adamw, = sft.build_optimizers(policy, args, torch.device("cpu"))
     trained = {id(p) for p in model.trained_parameters(policy)}
     assert {id(p) for g in adamw.param_groups for p in g["params"]} == trained
     assert not trained & {id(p) for p in policy.hf.model.visual.parameters()}
     for group in adamw.param_groups:
         assert group["lr"] == 3e-4 and group["betas"] == (0.9, 0.9)
-        assert all((p.ndim > 1) == (group["weight_decay"] == 0.2) for p in group["params"])
+        assert all((p.ndim > 1) == (group["weight_decay"] == 0.01) for p in group["params"])
     adamw, muon = sft.build_optimizers(policy, SimpleNamespace(**{**vars(args), "optimizer": "muon"}), torch.device("cpu"))
     in_muon = {id(p) for g in muon.param_groups for p in g["params"]}
     assert muon.param_groups[0]["lr"] == 7e-3 and in_muon == {id(p) for p in policy.hf.model.language_model.layers.parameters() if p.ndim == 2}
     assert in_muon | {id(p) for g in adamw.param_groups for p in g["params"]} == trained
     assert not in_muon & {id(p) for g in adamw.param_groups for p in g["params"]}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Format rate
-
-
-def test_a_policy_that_cannot_write_tags_has_format_rate_zero(toy, codec, policy, vision, process_group):
-    chats = chats_of(toy / "sft_val.jsonl", codec)
-    assert sft.format_rate(policy, codec, vision, chats, 3, 12, 0, 1) == 0.0
-
-
-def test_format_rate_counts_closed_thoughts_with_a_call_or_an_answer(toy, codec, policy, vision, process_group, monkeypatch):
-    """Two of these six first turns are well formed; the prompts end in the forced prefix and before the taught turn."""
-    call = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 8}}\n</tool_call>'
-    thought = "I need a closer look.\n</think>\n"
-    turns = [thought + call + "<|im_end|>", thought + "<answer>red</answer><|im_end|>", thought + "<answer>red</answer>",
-             "I need a closer look. <answer>red</answer><|im_end|>", thought + "red<|im_end|>", thought + call + "<tool_call><|im_end|>"]
-    asked = []
-
-    def scripted(_policy, codec, _vision, prompts, _limit, lockstep):
-        asked.extend(ids for ids, _ in prompts)
-        return [(model.encode(codec, t), []) for t in turns]
-
-    monkeypatch.setattr(model, "generate", scripted)
-    chats = chats_of(toy / "sft_val.jsonl", codec)
-    assert sft.format_rate(policy, codec, vision, chats, len(turns), 99, 0, 1) == pytest.approx(2 / 6)
-    assert len(asked) == 6
-    for ids in asked:
-        assert model.decode(codec, ids).endswith("<|im_start|>assistant\n<think>\n") and "<answer>" not in model.decode(codec, ids)[-60:]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -269,7 +240,7 @@ def trained(toy, tmp_path_factory):
         if flags not in kept:
             out = folder / f"out{len(kept)}"
             argv = ["sft.py", "--ckpt", toy / "init", "--data", data, "--video-root", toy, "--out", out, "--steps", 2, "--batch-size", 3,
-                    "--lr", 1e-3, "--warmup", 0.5, "--recompute", "none", "--decode-timeout", 0, *flags]
+                    "--lr", 1e-3, "--warmup", 0.5, "--recompute", "none", *flags]
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(sys, "argv", list(map(str, argv)))
                 sft.main()
@@ -294,15 +265,6 @@ def test_learning_rate_flags_change_the_rates(trained):
     assert distance(trained(), trained("--lr", 5e-4)) > 5e-4
 
 
-def test_weight_decay_shrinks_matrices_only(trained):
-    plain, decayed = trained("--weight-decay", 0), trained("--weight-decay", 50)
-    assert distance(plain, decayed, "embed_tokens") > 1e-3
-    first = 1 - 1e-3 * 50  # of step one; the second step sees other gradients
-    name = "model.language_model.layers.0.mlp.up_proj.weight"
-    assert decayed.weights[name].norm() / plain.weights[name].norm() == pytest.approx(first**2, abs=0.02)
-    assert distance(plain, decayed, "norm.weight") < 3e-3  # at most the two steps of AdamW themselves
-
-
 @pytest.mark.parametrize("flags", [("--optimizer", "muon"), ("--optimizer", "muon", "--muon-lr", 1e-2), ("--beta2", 0.5), ("--clip", 1e-7),
                                    ("--seed", 1)], ids=lambda f: f[-2].lstrip("-"))
 def test_optimisation_flags_change_the_weights(trained, flags):
@@ -319,19 +281,18 @@ def test_data_flags_change_the_batch(trained):
     base = trained()
     assert trained("--batch-size", 9).rows[0]["tokens"] > 2 * base.rows[0]["tokens"]
     assert trained("--seed", 1).rows[0]["loss"] != base.rows[0]["loss"]
-    assert trained("--min-pixels", 4096).rows[0]["tokens"] > base.rows[0]["tokens"]  # four vision tokens a frame
     assert trained("--channel", "video").rows[0]["tokens"] < base.rows[0]["tokens"]  # one for two frames
     assert len(trained("--steps", 0, "--epochs", 1 / 3).rows) == 1  # three of nine chats
 
 
 def test_flags_about_memory_change_no_weight(trained):
-    for flags in (("--pack-tokens", 1), ("--recompute", "full"), ("--recompute", "selective"), ("--attention", "sdpa")):
+    for flags in (("--pack-tokens", 1), ("--recompute", "full")):
         assert distance(trained(), trained(*flags)) < 2e-5
 
 
 def test_saving_and_looking_flags(trained, toy, tmp_path):
     held = write_rows(tmp_path / "val.jsonl", small_rows(toy, "sft_val", 4))
-    run = trained("--steps", 5, "--save-every", 1, "--keep", 2, "--val", held, "--eval-every", 2, "--format-samples", 0, "--lr", 1e-3)
+    run = trained("--steps", 5, "--save-every", 1, "--val", held, "--eval-every", 2, "--lr", 1e-3)
     looks = [r for r in run.rows if "val_loss" in r]
     assert [r["step"] for r in looks] == [2, 4, 5]
     best = min(looks, key=lambda r: r["val_loss"])["step"]
@@ -359,7 +320,7 @@ def training(toy, tmp_path_factory):
     rows.insert(5, {"id": "broken-one", "messages": user_and("a", video="videos/broken.mp4", frames=4)})
     data, held = write_rows(folder / "sft.jsonl", rows), write_rows(folder / "val.jsonl", small_rows(toy, "sft_val", 10))
     arguments = ["--preset", "toy", "--ckpt", toy / "init", "--data", data, "--val", held, "--steps", STEPS, "--batch-size", 10,
-                 "--eval-every", 0, "--save-every", STEPS // 2, "--keep", 0, "--format-samples", 3, "--max-new-tokens", 12]
+                 "--eval-every", 0, "--save-every", STEPS // 2]
     done = run_script("sft.py", *arguments, "--out", folder / "out", ranks=2, timeout=240)
     assert done.returncode == 0, done.stderr
     return folder / "out", done, arguments
@@ -373,7 +334,7 @@ def test_two_ranks_learn_the_toy(training):
     assert [r["step"] for r in rows if "loss" in r] == list(range(1, STEPS + 1))
     assert losses[0] > 5 and sum(losses[-5:]) / 5 < 0.4 * losses[0]
     held, = (r for r in rows if "val_loss" in r)
-    assert held["val_loss"] < 0.6 * losses[0] and 0 <= held["format_rate"] <= 1
+    assert held["val_loss"] < 0.6 * losses[0]
     assert os.readlink(out / "last") == os.readlink(out / "best") == f"step_{STEPS:06d}"
     assert json.loads((out / "args.json").read_text())["batch_size"] == 10
     assert "2 ranks" in done.stdout and f"step {STEPS:04d}/{STEPS:04d}" in done.stdout
@@ -408,7 +369,7 @@ def test_a_resumed_training_ends_with_the_same_weights(training, tmp_path, ranks
     shutil.copytree(out, half, symlinks=True, ignore=shutil.ignore_patterns(f"step_{STEPS:06d}"))
     for name in ("last", "best"):
         (half / name).unlink()
-    model.point(str(half / "last"), str(half / f"step_{STEPS // 2:06d}"))
+    model.symlink(str(half / "last"), str(half / f"step_{STEPS // 2:06d}"))
     log = (half / "log.jsonl").read_text().splitlines()
     (half / "log.jsonl").write_text("\n".join(log[: STEPS // 2]) + "\n")
     done = run_script("sft.py", *arguments, "--out", half, "--resume", ranks=ranks, timeout=240)
