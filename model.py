@@ -1228,7 +1228,7 @@ def host_copy(policy, optimizer=None):
         moments = get_optimizer_state_dict(policy, optimizer)
         shards = torch.utils._pytree.tree_map_only(
             torch.Tensor, lambda x: x.detach().to("cpu", copy=True),
-            {"model": policy.state_dict(), "optimizer": moments})
+            {"model": trained_state(policy), "optimizer": moments})
     return {"weights": weights, "shards": shards}
 
 
@@ -1302,16 +1302,20 @@ def broadcast(values, group=None):
     return values
 
 
+def trained_state(policy):
+    """{name: weight} of what is trained, a tied matrix once: the tower is in the checkpoint."""
+    return {name: p.detach() for name, p in policy.named_parameters() if p.requires_grad}
+
+
 def load_train_state(policy, optimizer, path):
     """Restore weights and optimizer (or a list of them) from `path`/train_state, saved by any
     number of ranks. Collective. The loop state is resume_point's."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import state_dict as states
 
-    shards = {"model": policy.state_dict(),
+    shards = {"model": trained_state(policy),
               "optimizer": states.get_optimizer_state_dict(policy, optimizer)}
-    dcp.load(shards, checkpoint_id=os.path.join(path, "train_state"))
-    policy.load_state_dict(shards["model"])
+    dcp.load(shards, checkpoint_id=os.path.join(path, "train_state"))  # weights: in place
     states.set_optimizer_state_dict(policy, optimizer, shards["optimizer"])
 
 

@@ -365,7 +365,7 @@ def check_geometry(table, name, config, codec, device, sizes, top, repeats=5):
         if device.type == "cuda":
             table.add(f"{where} {name} {what}: waits of the host for the GPU", waits(step))
     if device.type == "cuda":
-        planned = sum(model.ledger(config, 1, chats * long, reference=False, feature_cache_gb=0.0)["train"].values())
+        planned = model.peak(model.ledger(config, 1, chats * long, reference=False, feature_cache_gb=0.0))
         table.add(f"GPU {name}: ledger / peak memory, distance from 1", abs(planned / torch.cuda.max_memory_allocated() - 1), 0.1,
                   f"{planned / 1e9:.1f} GB planned, {torch.cuda.max_memory_allocated() / 1e9:.1f} GB seen")
 

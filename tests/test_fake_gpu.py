@@ -1,0 +1,439 @@
+"""
+Tests of the GPU's path without a GPU: python -m pytest tests/test_fake_gpu.py -q
+
+Fake tensors on `cuda` have device, dtype and shape but no numbers, and torch's `fake` process group answers every
+collective at once. So one process plays rank 0 of eight: load_sharded, FSDP2, bf16 compute, recomputation, an SFT step,
+a GRPO update and the weights for the engine run at the 8B's widths, each tensor as large as it would be.
+
+Found: a tensor left on the host, a dtype that a kernel refuses, masters that are not fp32, shapes, waits of the host
+for the GPU, peak memory. Not found: numbers, what Triton compiles, the order of streams, NCCL, the vision tower.
+
+torch's CPU build knows no CUDA device to switch to, so autograd and FSDP2 would refuse: a stub in C++ stands in. That
+and the patches are for good; hence this file, run as a script, is also the child process that does the work.
+"""
+# ruff: noqa: E402
+import contextlib
+import ctypes
+import gc
+import importlib.machinery
+import inspect
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import types
+import weakref
+from collections import Counter
+from copy import deepcopy
+from types import SimpleNamespace
+
+if __name__ == "__main__":
+    ctypes.CDLL(sys.argv[1])  # torch asks once, early, whether it has a device
+
+import pytest
+import torch
+import torch._dynamo  # lists torch's functions: before any of them is patched
+import torch.distributed as dist
+import torch.distributed.checkpoint
+from torch._subclasses import fake_impls, fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed import device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+import grpo
+import model
+import sft
+from tools import plan
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+STUB = r"""
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+using namespace c10;
+static const Device gpu(DeviceType::CUDA, 0);
+static const Stream only(Stream::DEFAULT, gpu);
+// One device, one stream, nothing to wait for: what autograd's engine asks before it runs a node.
+struct Guard final : impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
+  Device exchangeDevice(Device) const override { return gpu; }
+  Device getDevice() const override { return gpu; }
+  Stream getStream(Device) const noexcept override { return only; }
+  Stream getNewStream(Device, int) const override { return only; }
+  Stream exchangeStream(Stream) const noexcept override { return only; }
+  void record(void**, const Stream&, const DeviceIndex, const EventFlag) const override {}
+  void block(void*, const Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+};
+static impl::DeviceGuardImplRegistrar registrar(DeviceType::CUDA, new Guard);
+namespace at {
+// What a CUDA build of torch registers to say that there is a device.
+struct Hooks : CUDAHooksInterface {
+  explicit Hooks(CUDAHooksArgs) {}
+  void init() const override {}
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasCUDA() const override { return true; }
+  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  DeviceIndex deviceCount() const override { return 8; }
+  DeviceIndex getCurrentDevice() const override { return 0; }
+  void setCurrentDevice(DeviceIndex) const override {}
+  DeviceIndex exchangeDevice(DeviceIndex) const override { return 0; }
+  DeviceIndex maybeExchangeDevice(DeviceIndex) const override { return 0; }
+};
+C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", Hooks);
+}
+"""
+
+# What is traced: (stage, size, ranks, layers). None = all 36 of them, some seconds more.
+RUNS = {"8B sft": ("sft", "8B", 8, None), "8B grpo": ("grpo", "8B", 8, 12), "2B grpo": ("grpo", "2B", 1, 4)}
+
+# (function of model.py, what it says, what it would say, the stage that must fail)
+FAULTS = {
+    "sequence ends left on the host": ("attention_plan", "ends = to_device(ends, device)", "pass", "sft"),
+    "sequence ends in 64 bits": ("attention_plan", ", dtype=torch.int32)", ")", "sft"),
+    "no compute in bf16": ("shard", "param_dtype=torch.bfloat16, ", "", "sft"),
+    "masters in the configuration's dtype": ("load_sharded", "hf.float()", "hf", "sft"),
+    "rotary table left behind": ("load_sharded", "(old.config).to(device)", "(old.config)", "sft"),
+    "bias of banned ids on the host": ("token_logprobs", ", device=hidden.device)", ")", "sft"),
+    "tree of each token on the host": ("block_mask", "to_device(pack.tree, device)", "pack.tree", "grpo"),
+    "lists of blocks on the host": ("block_mask", "[None, None], device)", "[None, None], torch.device('cpu'))", "grpo"),
+    "vision features in fp32": ("Policy.embed", "(embeds.device, embeds.dtype)", "(embeds.device).float()", "grpo"),
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What the child process has found."""
+    if torch.version.cuda or torch.version.hip:
+        pytest.skip("this build of torch has a device guard of its own")
+    if not shutil.which("g++"):
+        pytest.skip("the stub of a device needs a C++ compiler (g++)")
+    home, folder = os.path.dirname(torch.__file__), tmp_path_factory.mktemp("stub")
+    (folder / "stub.cpp").write_text(STUB)
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
+    subprocess.run(["g++", "-shared", "-fPIC", "-std=c++20", abi, f"-I{home}/include", "stub.cpp", f"-L{home}/lib",
+                    f"-Wl,-rpath,{home}/lib", "-lc10", "-ltorch_cpu", "-o", "stub.so"], check=True, cwd=folder)
+    done = subprocess.run([sys.executable, __file__, str(folder / "stub.so")], capture_output=True, text=True, timeout=600,
+                          cwd=ROOT, env={**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_the_ledger_is_the_peak_of_a_step(found, run):
+    traced, ledger = (found["runs"][run][k] for k in ("traced", "ledger"))
+    assert 0.9 < ledger / traced < 1.1, f"{ledger / 1e9:.1f} GB by the ledger, {traced / 1e9:.1f} GB traced"
+
+
+def test_the_host_waits_for_the_gpu_where_the_code_says_so(found):
+    assert found["runs"]["8B sft"]["waits"] == {"item": 1}  # the loss
+    # Seven sums, count, largest gap, norm; where deepstack's three levels go, in forward, backward and the reference.
+    assert found["runs"]["8B grpo"]["waits"] == {"item": 10, "nonzero": 9}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found(found, fault):
+    """A check that cannot fail is none: model.py with one fault at a time, against model.py as it is."""
+    assert found["faults"]["none"] is None and found["faults"][fault]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The child process: a GPU that is not there
+
+DEVICE, PAD, FRAMES, FRAME_TOKENS = torch.device("cuda", 0), 151655, 64, 49
+CODEC = SimpleNamespace(banned=(5, 6), image_pad=PAD, video_pad=151656, pad=PAD, eos=151645, patch=16, merge=2, temporal=2,
+                        frames_per_item=1, channel="image")
+waits = Counter()  # of the host for the GPU, by what it asked for
+
+
+class Anything:
+    """A stream, or an event: nothing is computed, so nothing is waited for."""
+
+    def __init__(self, *_, **__):
+        pass
+
+    def record(self, *_):
+        return self
+
+    wait = wait_event = wait_stream = record_event = record
+
+
+def real(function):
+    """-> the function, run on real tensors: it looks at numbers."""
+    def run(*given, **named):
+        with unset_fake_temporarily():
+            return function(*given, **named)
+
+    return run
+
+
+def pretend_cuda():
+    """Patch what a CUDA build of torch would answer, and what fake tensors cannot do."""
+    torch.cuda.Stream = torch.cuda.Event = torch.cuda.current_stream = torch.Event = Anything
+    torch.cuda.stream = lambda _: contextlib.nullcontext()
+    torch.cuda.current_device, torch.cuda.is_initialized = lambda: 0, lambda: True
+    torch.Tensor.pin_memory = lambda self: self
+    device_mesh.init_device_mesh = real(device_mesh.init_device_mesh)
+    model.pack_trees, model.Policy.placeholders = real(model.pack_trees), real(model.Policy.placeholders)
+
+    plain_reduce = dist.all_reduce  # of counts in host memory: this rank's own will do
+    dist.all_reduce = lambda t, *a, **k: plain_reduce(t, *a, **k) if t.device.type == "cuda" else None
+
+    def item(self):
+        if not isinstance(self, (FakeTensor, DTensor)):
+            return plain_item(self)
+        waits["item"] += self.device.type == "cuda"
+        constant = getattr(self, "constant", None)  # what was made of a Python number is still known
+        return 1.0 if constant is None else plain_item(constant)
+
+    plain_item, torch.Tensor.item = torch.Tensor.item, item
+
+    def nonzero(mode, func, mask, *_):  # its size is data: the only masks that are asked are those of vision tokens
+        waits["nonzero"] += 1
+        with fake_tensor.in_kernel_invocation_manager(mode):
+            return FakeTensor(mode, torch.empty(FRAMES * FRAME_TOKENS, mask.ndim, dtype=torch.int64, device="meta"), mask.device)
+
+    fake_impls.op_implementations_dict[torch.ops.aten.nonzero.default] = nonzero
+
+    moved = WeakIdKeyDictionary()  # parameter -> what it became: tied weights stay one
+
+    def apply(self, fn, recurse=True):  # torch's own swaps tensors in place; the weak references to fake ones forbid it
+        for module in self.children():
+            module._apply(fn)
+        for name, p in self._parameters.items():
+            if p is not None and p not in moved:
+                old = p._local_tensor if isinstance(p, DTensor) else p
+                new = fn(old)
+                if new is old:
+                    continue
+                if isinstance(p, DTensor):
+                    new = DTensor.from_local(new, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+                moved[p] = torch.nn.Parameter(new.detach(), p.requires_grad)
+            self._parameters[name] = None if p is None else moved[p]
+        self._buffers.update({name: b if b is None else fn(b) for name, b in self._buffers.items()})
+        return self
+
+    torch.nn.Module._apply = apply
+
+
+class Memory(TorchDispatchMode):
+    """Counts the bytes alive on the device, by storage."""
+
+    sizes, now, peak, off = WeakIdKeyDictionary(), 0, 0, False  # sizes: storage -> [bytes]
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # it acts on its parts, which are seen here
+        out = func(*args, **(kwargs or {}))
+        for x in torch.utils._pytree.tree_leaves(out):
+            if not self.off and isinstance(x, FakeTensor) and x.device.type == "cuda":
+                storage = x.untyped_storage()
+                if storage not in self.sizes:
+                    self.sizes[storage] = size = [0]
+                    weakref.finalize(storage, self.count, size, 0)
+                self.count(self.sizes[storage], storage.nbytes())
+        return out
+
+    def count(self, size, now):
+        self.now += now - size[0]
+        size[0], self.peak = now, max(self.peak, self.now)
+
+    def watch(self):
+        """See also what goes past dispatch."""
+        plain_resize, plain_meta = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def resize_(storage, size):  # how FSDP2 frees gathered weights
+            if storage in self.sizes:
+                self.count(self.sizes[storage], size)
+            return plain_resize(storage, size)
+
+        def shapes_only(*given):  # DTensor asks whole fake tensors for the shape of a result: nothing is allocated
+            before, self.off = self.off, True
+            try:
+                return plain_meta(*given)
+            finally:
+                self.off = before
+
+        torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached = resize_, shapes_only
+
+
+class Kernel(torch.autograd.Function):
+    """What an attention kernel asks for, and what it keeps for backward."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, *others):
+        assert {x.dtype for x in (q, k, v)} == {torch.bfloat16}, f"a kernel for bf16 is given {q.dtype}"
+        assert {x.device for x in (q, k, v, *others)} == {DEVICE}, "an argument was left on the host"
+        assert {x.dtype for x in others} == {torch.int32}, "ends and lists of blocks are int32"
+        assert all(x.stride(-1) == 1 for x in (q, k, v)) and all(x.is_contiguous() for x in others)
+        out, sums = torch.empty_like(q), torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+        ctx.save_for_backward(q, k, v, out, sums)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (*map(torch.empty_like, ctx.saved_tensors[:3]), *[None] * (len(ctx.needs_input_grad) - 3))
+
+
+def flash_attn_varlen_func(q, k, v, ends, ends_k, longest, longest_k, softmax_scale, causal):
+    assert type(longest) is type(longest_k) is int and causal and q.is_contiguous()
+    return Kernel.apply(q, k, v, ends, ends_k)
+
+
+def flex_attention(q, k, v, block_mask, scale, enable_gqa):
+    assert block_mask.seq_lengths == (q.shape[2], k.shape[2]) and enable_gqa
+    at = torch.zeros(1, dtype=torch.int64, device=q.device)
+    assert block_mask.mask_mod(at, at, at, at).device == q.device  # the kernel asks it inside blocks seen in part
+    names = [f"{side}_{what}" for side in ("kv", "full_kv", "q", "full_q") for what in ("num_blocks", "indices")]
+    return Kernel.apply(q, k, v, *(getattr(block_mask, name) for name in names))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The child process: the steps
+
+
+def checkpoint(size, layers=None):
+    """A published checkpoint without numbers, in the place of files -> (its configuration, {weight: shape}).
+
+    layers: as many instead of all, and one block of the tower.
+    """
+    import transformers
+
+    config = plan.public_sizes()[size]
+    config["text_config"]["dtype"] = "bfloat16"  # as published ones say
+    if layers:
+        config["text_config"]["num_hidden_layers"], config["vision_config"]["depth"] = layers, 1
+    config = transformers.Qwen3VLConfig(**config)
+    with torch.device("meta"):
+        shapes = {name: list(p.shape) for name, p in transformers.Qwen3VLForConditionalGeneration(config).named_parameters()}
+
+    model.stored_weights = lambda _: {name: (shape, "BF16") for name, shape in shapes.items()}
+    torch.distributed.checkpoint.load = lambda *_, **__: None
+    transformers.AutoConfig.from_pretrained = lambda _: deepcopy(config)
+    return config, shapes
+
+
+def load():
+    """-> (policy, its optimizer with moments), as a step finds them."""
+    policy = model.load_sharded("nowhere", CODEC, DEVICE, "full")
+    assert {x.device for x in (*policy.parameters(), *policy.buffers())} == {DEVICE}, "something stayed on the host"
+    weights = model.trained_parameters(policy)
+    optimizer = model.adamw(weights, 1e-6, 0.999, DEVICE)
+    for p in weights:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    # In bf16 a step of 2e-6 would be rounded away.
+    assert {t.dtype for p in weights for t in (p, *optimizer.state[p].values())} == {torch.float32}, "masters in fp32"
+    return policy, optimizer
+
+
+def load_reference():
+    return model.load_sharded("nowhere", CODEC, DEVICE, frozen=True)
+
+
+def sft_step(policy, optimizer, ranks):
+    """One pack of eight chats, 32k tokens -> its tokens."""
+    pack = model.pack_trees(CODEC, [model.Tree(model.Span([100] * 4096, [0] * 3600 + [1] * 496)) for _ in range(8)])
+    sft.backward(policy, None, [pack], CODEC, ranks, DEVICE)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return len(pack.ids)
+
+
+def grpo_step(policy, reference, optimizer, config, ranks):
+    """One update on a group of eight that share a prompt of 64 frames, in one pack of 32k tokens -> its tokens."""
+    def vision(item):  # the tower reads its grids on the host: left out
+        levels = 1 + len(config.vision_config.deepstack_visual_indexes)
+        return torch.empty(FRAMES * FRAME_TOKENS, levels, config.text_config.hidden_size, dtype=torch.bfloat16, device=DEVICE)
+
+    def span(ids, mask):
+        return model.Span(ids, [mask] * len(ids), {"advantage": [1.0] * len(ids), "rollout": [-1.0] * len(ids)})
+
+    item = model.VisionItem({}, "", FRAMES, 224, 224, [float(i) for i in range(FRAMES)])
+    prompt = span([10] + ([11] + [PAD] * FRAME_TOKENS + [13]) * FRAMES + [14] * 300, 0)
+    tree = model.Tree(prompt, [item], [span([20] * 3600, 1) for _ in range(8)])
+    args = SimpleNamespace(minibatches=1, pack_tokens=len(tree), temperature=0.7, clip_eps=0.2, kl=0.01, clip=1.0)
+    grpo.update(policy, reference, vision, optimizer, [tree], 8 * 3600, CODEC, args, ranks, DEVICE)
+    return len(tree)
+
+
+def trace(memory, stage, size, ranks, layers):
+    """Load, one step and the engine's weights -> {"traced", "ledger": bytes at the peak, "waits": of the host}."""
+    gc.collect()  # a policy under FSDP is a knot of hooks
+    assert memory.now == 0
+    config, shapes = checkpoint(size, layers)
+    policy, optimizer = load()
+    reference = load_reference() if stage == "grpo" else None
+    memory.peak = memory.now
+    waits.clear()
+    tokens = grpo_step(policy, reference, optimizer, config, ranks) if reference else sft_step(policy, optimizer, ranks)
+    planned = plan.ledger(config, ranks, tokens, reference=bool(reference), feature_cache_gb=0)
+    found = {"traced": memory.peak, "ledger": plan.peak(planned), "waits": dict(waits)}
+    sent = {name: (list(t.shape), t.dtype, t.device) for name, t in model.full_weights(policy, torch.bfloat16)}
+    assert sent == {name: (shape, torch.bfloat16, DEVICE) for name, shape in shapes.items()}
+    return found
+
+
+@contextlib.contextmanager
+def changed(where, old, new):
+    """A function of model.py with other words in its source, for as long as the block lasts."""
+    *owner, name = where.split(".")
+    owner = getattr(model, owner[0]) if owner else model
+    function, made = getattr(owner, name), {}
+    source = textwrap.dedent(inspect.getsource(function))
+    assert old in source, f"{where} no longer says {old!r}"
+    exec(source.replace(old, new), vars(model), made)
+    setattr(owner, name, made[name])
+    try:
+        yield
+    finally:
+        setattr(owner, name, function)
+
+
+def outcome(where, old, new, stage):
+    """-> what goes wrong in a step of one layer at the 8B's widths, model.py changed so; None if nothing does."""
+    config, _ = checkpoint("8B", layers=1)
+    with changed(where, old, new):
+        try:
+            if stage == "sft":
+                sft_step(*load(), 8)
+            else:
+                policy, optimizer = load()
+                grpo_step(policy, load_reference(), optimizer, config, 8)
+        except Exception as error:  # of whatever kind: the point is that it does not pass
+            return f"{type(error).__name__}: {error}"[:300]
+    return None
+
+
+def main():
+    model.import_shim()
+    pretend_cuda()
+    kernels = types.ModuleType("flash_attn_2_cuda")  # what attention_plan looks for
+    kernels.__spec__ = importlib.machinery.ModuleSpec("flash_attn_2_cuda", None)
+    sys.modules["flash_attn_2_cuda"] = kernels
+    sys.modules["flash_attn"] = SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)
+    model.compiled_flex.function = flex_attention
+    found, memory = {"runs": {}, "faults": {}}, Memory()
+    memory.watch()
+    for name, run in RUNS.items():
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=run[2])
+        with FakeTensorMode(allow_non_fake_inputs=True), memory:
+            found["runs"][name] = trace(memory, *run)
+        dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for name, fault in {"none": ("shard", "", "", "grpo"), **FAULTS}.items():
+            found["faults"][name] = outcome(*fault)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
