@@ -49,7 +49,6 @@ import rewards
 import rollout
 import video
 
-
 # ------------------------------------------------------------------------------------------------
 # Advantages and trees
 
@@ -291,7 +290,6 @@ def main():
     if start >= steps:
         print(f"nothing to do: {args.out} has {start} steps of {steps}")
         return
-    import torch
     import torch.distributed as dist
 
     # Policy, reference, engine. All of it is collective.
@@ -302,22 +300,9 @@ def main():
     codec = model.load_codec(ckpt, args.channel)
     if tasks:
         rollout.check_context(codec, tasks, agent, source, args.frames)
-    torch.manual_seed(args.seed)
-    policy = model.load_sharded(ckpt, codec, device, args.recompute, args.replicas)
+    policy, reference, optimizer, engine = set_up(args, ckpt, codec, device, rank, folder)
     vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
-    optimizer = model.adamw(model.trained_parameters(policy), args.lr, 0.999, device)
-    reference = None
-    if args.kl > 0:
-        reference = model.load_sharded(ckpt, codec, device, replicas=args.replicas, frozen=True)
-    if folder:
-        model.load_train_state(policy, optimizer, folder)
     wire = model.compute_dtype(device)  # what the engine computes in
-    engine = None
-    if not args.rollouts:
-        engine = rollout.make_engine(ckpt, codec, args, args.seed + rank, sleeping=True)
-        if start:  # the engine has read --ckpt; the resumed weights are newer
-            engine.sync(model.full_weights(policy, wire))
-    tolerance = gap_tolerance(wire)
     log = open_run(args, policy, start, rank, world)
     saver = model.Saver(policy, codec, args.out, start)
     ahead = ThreadPoolExecutor(4, thread_name_prefix="ahead")
@@ -355,12 +340,7 @@ def main():
         model.beat(args.patience)
         bad = bad + 1 if stats["bad_updates"] else 0
         model.check_run(step, bad, saver, args.out)
-        if not stats["gap"] <= tolerance:  # written so that NaN stops the run as well
-            saver.wait()
-            raise model.RunError(
-                f"step {step}: mean |log-prob gap| between engine and trainer is "
-                f"{stats['gap']:.3f} nats, tolerance {tolerance}: the engine samples from other "
-                "weights or other inputs")
+        check_gap(step, stats["gap"], gap_tolerance(wire), saver)
 
         # 3. New weights into the engine, old caches out.
         clock = time.monotonic()
@@ -375,11 +355,11 @@ def main():
             lines = "".join(json.dumps(e.to_json()) + "\n" for e in episodes)
             model.write_atomic(os.path.join(args.out, "rollouts", name), lines)
         rows = model.gather_rows([episode_row(e) for e in episodes])
-        counts = model.gather_rows([{"skipped": skipped, "groups": len(groups),
-                                     "decode_s": decode_s, "packed": sum(map(len, trees))}])
+        counts = model.gather_rows([{
+            "skipped": skipped, "groups": len(groups), "packed": sum(map(len, trees)),
+            "decode_s": decode_s, "rollout_s": rollout_s, "train_s": train_s, "sync_s": sync_s}])
         if rank == 0:
-            times = {"rollout_s": rollout_s, "train_s": train_s, "sync_s": sync_s}
-            m = {**summarise(rows), **stats, **step_counts(rows, counts, times), "step": step + 1}
+            m = {**summarise(rows), **stats, **step_counts(rows, counts), "step": step + 1}
             eta = (time.monotonic() - began) / (step + 1 - start) * (steps - step - 1)
             log.write(m, step_line(m, steps, eta))
             if args.show_every and step % args.show_every == 0 and episodes:
@@ -407,6 +387,35 @@ def gap_tolerance(dtype):
     """Mean nats between engine and trainer that are rounding alone, far below what stale weights
     cause."""
     return 1e-3 if dtype.itemsize == 4 else 0.1
+
+
+def set_up(args, ckpt, codec, device, rank, folder):
+    """-> (policy, reference or None, optimizer, engine or None). folder: the checkpoint that the
+    run goes on from, or None. Collective."""
+    import torch
+
+    torch.manual_seed(args.seed)
+    policy = model.load_sharded(ckpt, codec, device, args.recompute, args.replicas)
+    optimizer = model.adamw(model.trained_parameters(policy), args.lr, 0.999, device)
+    reference = engine = None
+    if args.kl > 0:
+        reference = model.load_sharded(ckpt, codec, device, replicas=args.replicas, frozen=True)
+    if folder:
+        model.load_train_state(policy, optimizer, folder)
+    if not args.rollouts:
+        engine = rollout.make_engine(ckpt, codec, args, args.seed + rank, sleeping=True)
+        if folder:  # the engine has read --ckpt; the resumed weights are newer
+            engine.sync(model.full_weights(policy, model.compute_dtype(device)))
+    return policy, reference, optimizer, engine
+
+
+def check_gap(step, gap, tolerance, saver):
+    """Raise RunError, on all ranks alike, where engine and trainer are not the same policy."""
+    if not gap <= tolerance:  # written so that NaN stops the run as well
+        saver.wait()
+        raise model.RunError(
+            f"step {step}: mean |log-prob gap| between engine and trainer is {gap:.3f} nats, "
+            f"tolerance {tolerance}: the engine samples from other weights or other inputs")
 
 
 def read_rollouts(paths):
@@ -491,15 +500,16 @@ def summarise(rows):
 
 
 def step_line(m, steps, eta):
-    """The few numbers one watches, on one line of the terminal; the rest is in log.jsonl."""
-    return (f"step {m['step']:04d}/{steps:04d} | R {m['total']:.2f} (acc {m['acc']:.2f} fmt "
-            f"{m['fmt']:.2f} tool {m['tool']:.2f}) | f_tau {m['f_tau']:.2f} "
-            f"kappa {m['kappa']:.2f} | gap {m['gap']:.0e} gn {m['grad_norm']:.2f} zero {m['zero_variance']}/{m['groups']} | "
+    """The few numbers one watches, on one terminal line; the rest is in log.jsonl. eta: s."""
+    return (f"step {m['step']:04d}/{steps:04d} | R {m['total']:.2f} acc {m['acc']:.2f} "
+            f"f_tau {m['f_tau']:.2f} kappa {m['kappa']:.2f} | gap {m['gap']:.0e} "
+            f"gn {m['grad_norm']:.2f} zero {m['zero_variance']}/{m['groups']} | "
             f"roll {m['rollout_s']:.1f}s train {m['train_s']:.1f}s | eta {eta / 60:.1f}m")
 
 
-def step_counts(rows, counts, times):
-    """What is summed over ranks, not averaged over rollouts, and speeds."""
+def step_counts(rows, counts):
+    """What is summed over ranks, not averaged over rollouts, and speeds by rank 0's clock."""
+    times = {name: counts[0][name] for name in ("rollout_s", "train_s", "sync_s")}
     packed = sum(c["packed"] for c in counts)
     sampled = sum(row["length"] + row["sub_tokens"] for row in rows)
     return {**times, "zero_variance": sum(c["skipped"] for c in counts),

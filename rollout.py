@@ -92,20 +92,6 @@ def question_text(task):
     return "\n" + "\n".join(lines)
 
 
-def letters():
-    return "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-
-
-def bare_options(options):
-    """Options without labels ("A. ", "(A) ", "A) ", "A: "), which go only where every option has
-    its own letter: "B. B. King" alone is no label."""
-    patterns = [rf"\s*(?:\({letter}\)|{letter}[.):])\s+" for letter in letters()]
-    labels = [re.match(pattern, text) for pattern, text in zip(patterns, options)]
-    if not all(labels):
-        return [text.strip() for text in options]
-    return [text[label.end():].strip() for text, label in zip(options, labels)]
-
-
 def main_messages(task, num_frames, tools=True, subtitles=""):
     """The main agent's first context: K overview frames, subtitles where there are any,
     question."""
@@ -792,6 +778,23 @@ class VllmEngine:
         self.engine.engine_core.shutdown()
 
 
+# ---- below: other systems, looking at episodes, checks, the command line (may be skipped) -------
+
+
+def letters():
+    return "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def bare_options(options):
+    """Options without labels ("A. ", "(A) ", "A) ", "A: "), which go only where every option has
+    its own letter: "B. B. King" alone is no label."""
+    patterns = [rf"\s*(?:\({letter}\)|{letter}[.):])\s+" for letter in letters()]
+    labels = [re.match(pattern, text) for pattern, text in zip(patterns, options)]
+    if not all(labels):
+        return [text.strip() for text in options]
+    return [text[label.end():].strip() for text, label in zip(options, labels)]
+
+
 def vision_input(codec, request):
     """-> (prompt ids, multi_modal_data, multi_modal_uuids) of a request, as vLLM takes them. The
     keys let a group share what the vision encoder made of its frames."""
@@ -832,9 +835,6 @@ def repack_head(engine_model):
     the log-prob gap would grow step by step."""
     head = engine_model.language_model.lm_head
     head.quant_method.process_weights_after_loading(head)
-
-
-# ---- below: other systems, looking at episodes, checks, the command line (may be skipped) -------
 
 
 @dataclass

@@ -407,7 +407,8 @@ def open_run(args, policy, train, start, steps, rank, world):
     model.clean_run(args.out, start)
     epochs = steps * args.batch_size / len(train.rows)
     print(f"{len(train.rows)} chats x {epochs:.2f} epochs = {steps} steps of {args.batch_size} "
-          f"chats on {world} rank{'s' if world > 1 else ''} | {model.weights_line(policy)}", flush=True)
+          f"chats on {world} rank{'s' if world > 1 else ''} | {model.weights_line(policy)}",
+          flush=True)
     return model.Log(args.out, start, args)
 
 

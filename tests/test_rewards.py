@@ -748,13 +748,6 @@ def test_the_token_of_an_answer_letter_carries_no_format_credit():
     assert structural_mask([b"<answer", b">\n", b"7</", b"answer>.", "é</".encode(), b"answer>", b""]) == [True, True, False, True, False, True, True]
 
 
-def test_smaller_masks_are_subsets_worked_by_hand():
-    pieces = [b"hm", b"</think>", b" <an", b"swer>", b"B", b"</answer>", b"<|im_end|>"]
-    assert structural_mask(pieces, "tags") == [False, True, True, True, False, True, False]
-    assert structural_mask(pieces, "closing") == [False, True, False, False, False, True, False]
-    assert structural_mask([], "tags") == []
-
-
 @given(st.lists(st.sampled_from([*TAGS, "<", ">", "</", "é", "答", "<think", "answer>", " B ", "\x00", "<|im_end|>"]),
                 max_size=12), st.data())  # fmt: skip
 @settings(deadline=None, max_examples=300)
@@ -814,11 +807,3 @@ def test_groups_without_variance_give_no_signal():
 def test_lists_of_unequal_length_are_refused():
     with pytest.raises(ValueError, match="zip"):
         group_advantages([1.0, 2.0], [1.0])
-
-
-def test_separate_normalisation_gives_each_stream_its_own_unit():
-    """A format that hardly varies beside the task is blown up to full size: that is the point of the comparison, and its danger."""
-    a_task, a_fmt, _ = group_advantages([3.0, 0.0, 3.0, 0.0], [0.1, 0.1, 0.0, 0.0], separate=True)
-    assert a_task == approx([1, -1, 1, -1]) and a_fmt == approx([1, 1, -1, -1])
-    assert group_advantages([1.0, 1.0], [1.0, 0.0], 0.5, separate=True)[:2] == ([0.0, 0.0], [0.5, -0.5])
-    assert group_advantages([1.0, 0.0], [0.0, 1.0], separate=True)[:2] == ([1.0, -1.0], [-1.0, 1.0])  # the sums are equal, the streams are not

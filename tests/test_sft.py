@@ -136,18 +136,18 @@ def test_optimizers_get_the_parameters_that_their_flags_name(policy):
     ([*user_and("a"), {"role": "user", "content": [{"type": "video", "video": "v.mp4", "frames": 4}]}], "after the first assistant")])
 def test_a_chat_that_cannot_be_trained_on_is_refused(messages, wanted):
     """Each of these would otherwise crash later, inside a worker thread, without the name of its line."""
-    assert wanted in sft.check_chat(messages)
+    assert wanted in sft.chat_fault(messages)
 
 
 @pytest.mark.parametrize("messages", [user_and("a"), user_and("a", frames=4), user_and([{"type": "text", "text": "a"}], start=0, end=8),
                                       [*user_and("a"), {"role": "tool", "content": "b"}, {"role": "assistant", "content": "c"}]])
 def test_good_chats_pass(messages):
-    assert sft.check_chat(messages) is None
+    assert sft.chat_fault(messages) is None
 
 
 def test_every_chat_of_the_toy_passes(toy):
     for name in ("sft", "sft_val"):
-        assert not any(sft.check_chat(row["messages"]) for row in model.read_jsonl(toy / f"{name}.jsonl"))
+        assert not any(sft.chat_fault(row["messages"]) for row in model.read_jsonl(toy / f"{name}.jsonl"))
 
 
 def test_a_bad_chat_stops_the_run_with_code_2_and_its_line(toy, tmp_path):

@@ -276,7 +276,8 @@ def test_one_fps_minute(minute):
 @pytest.mark.parametrize("backend", ["decord", "av"])
 def test_seeking_is_exact_with_b_frames_and_long_gops(long_gop, backend):
     """Forwards, backwards and across key frames, by one decoder that stays open."""
-    source = video._open(long_gop, {}, 1, (backend,))
+    pytest.importorskip(backend)
+    source = getattr(video, f"_open_{backend}")(long_gop, 1)
     read = video._read_decord if backend == "decord" else video._read_av
     for wanted in ([299], [0], [119, 120, 121], [118], [5, 130, 250], list(range(0, 300, 37)), [298, 299], [1, 2, 3]):
         assert seen(read(source, wanted)) == wanted
@@ -319,18 +320,18 @@ def test_odd_sizes(tmp_path):
     assert frames.images.shape == (5, 32, 64, 3) and seen(frames.images) == [3, 9, 15, 21, 27]
 
 
-@pytest.mark.parametrize(
-    "name, options",
-    [
-        ("transport.ts", {"bf": 3, "g": 30}),  # decord fails at its end
-        ("old.avi", {"codec": "mpeg4", "bf": 2, "g": 50}),  # packets without times
-        ("program.mpg", {"codec": "mpeg2video", "bf": 2, "g": 15}),
-        ("flash.flv", {"bf": 3}),
-        ("pieces.mp4", {"bf": 3, "g": 25, "mux": {"movflags": "frag_keyframe+empty_moov"}}),
-        ("open.mp4", {"bf": 3, "x264_params": "keyint=20:open-gop=1:scenecut=0"}),
-        ("web.webm", {"codec": "libvpx", "auto_alt_ref": 1, "lag_in_frames": 16, "b": "200k"}),
-    ],
-)
+CONTAINERS = [
+    ("transport.ts", {"bf": 3, "g": 30}),  # decord fails at its end
+    ("old.avi", {"codec": "mpeg4", "bf": 2, "g": 50}),  # packets without times
+    ("program.mpg", {"codec": "mpeg2video", "bf": 2, "g": 15}),
+    ("flash.flv", {"bf": 3}),
+    ("pieces.mp4", {"bf": 3, "g": 25, "mux": {"movflags": "frag_keyframe+empty_moov"}}),
+    ("open.mp4", {"bf": 3, "x264_params": "keyint=20:open-gop=1:scenecut=0"}),
+    ("web.webm", {"codec": "libvpx", "auto_alt_ref": 1, "lag_in_frames": 16, "b": "200k"}),
+]
+
+
+@pytest.mark.parametrize("name, options", CONTAINERS)
 def test_other_containers(tmp_path, name, options):
     path = write(tmp_path / name, 100, **options)
     assert video.probe(path).duration == pytest.approx(4.0, abs=0.01) and video.probe(path).num_frames == 100
@@ -362,9 +363,10 @@ def test_frames_hidden_by_an_edit_list_stay_hidden(tmp_path):
 @pytest.mark.parametrize("backend", ["decord", "av"])
 def test_rotation_is_applied(tmp_path, backend):
     upright = write(tmp_path / "v.mp4", 5)
+    pytest.importorskip(backend)
     matrix = (0, 0x10000, 0, -0x10000, 0, 0, 32 * 0x10000, 0, 0x40000000)  # 90 degrees clockwise, as phones write it
     turned = patched(upright, tmp_path / "turned.mp4", b"tkhd", 44, ">9i", *matrix)
-    source = video._open(turned, {}, 1, (backend,))
+    source = getattr(video, f"_open_{backend}")(turned, 1)
     read = video._read_decord if backend == "decord" else video._read_av
     assert (source.width, source.height) == (32, 64)
     assert seen(np.rot90(image) for image in read(source, [0, 3, 4])) == [0, 3, 4]  # turned back
@@ -378,6 +380,7 @@ def test_av1_which_decord_does_not_know(tmp_path):
 
 
 def test_without_pyav_decord_serves_alone_and_says_what_is_missing(tmp_path, long_gop, monkeypatch):
+    pytest.importorskip("decord")
     transport = write(tmp_path / "v.ts", 50, bf=3)
     monkeypatch.setitem(sys.modules, "av", None)
     assert seen(video.overview(long_gop, 3, **NATIVE).images) == [50, 150, 250]
@@ -386,6 +389,46 @@ def test_without_pyav_decord_serves_alone_and_says_what_is_missing(tmp_path, lon
     monkeypatch.setitem(sys.modules, "decord", None)  # neither: not the fault of the file
     with pytest.raises(ImportError, match="pip install"):
         video.overview(long_gop, 4)
+
+
+@pytest.mark.parametrize("timeout", [None, 20])
+def test_without_decord_pyav_serves_everything(tmp_path, minute, long_gop, monkeypatch, timeout):
+    """As on a machine that decord has no build for: the same frames, here and in a child process."""
+    (tmp_path / "decord.py").write_text("raise ModuleNotFoundError('not built', name='decord')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # what a child imports
+    monkeypatch.setitem(sys.modules, "decord", None)
+    cache = FrameCache(timeout=timeout)
+    assert seen(video.overview(minute, 64, cache=cache, **NATIVE).images) == list(range(64))
+    frames = video.crop(long_gop, 3.0, 7.0, num_frames=16, cache=cache, **NATIVE)
+    assert frames.seconds.tolist() == pytest.approx(np.array(seen(frames.images)) / 25)
+    assert len(frames.seconds) == 16
+    assert seen(video.at(long_gop, [9.99, 0.0], cache=cache, **NATIVE).images) == [0, 249]
+    assert video.probe(long_gop, cache).duration == pytest.approx(12.0)
+    (tmp_path / "x.mp4").write_bytes(b"no video" * 100)
+    with pytest.raises(VideoError, match="decord is not installed; PyAV"):
+        video.overview(tmp_path / "x.mp4", 4, cache=cache)
+    cache.close()
+
+
+KINDS = "hidden turned varying one odd transport old program flash pieces".split()
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_without_decord_every_kind_of_file_is_read_alike(tmp_path, monkeypatch, case):
+    monkeypatch.setitem(sys.modules, "decord", None)
+    if case == "hidden":
+        test_frames_hidden_by_an_edit_list_stay_hidden(tmp_path)
+    elif case == "turned":
+        test_rotation_is_applied(tmp_path, "av")
+    elif case == "varying":
+        test_variable_frame_rate_and_first_time_not_zero(tmp_path, "mp4", 3000)
+    elif case == "one":
+        test_files_of_one_and_two_frames(tmp_path, 1)
+    elif case == "odd":
+        test_odd_sizes(tmp_path)
+    else:
+        name, options = next(kind for kind in CONTAINERS if kind[0].startswith(case))
+        test_other_containers(tmp_path, name, options)
 
 
 # ---- sizes and keys
@@ -461,7 +504,8 @@ def test_several_workers_give_the_frames_of_one(long_gop, tmp_path, timeout):
     for look in (lambda cache: video.overview(long_gop, 40, cache=cache, **NATIVE), lambda cache: video.overview(long_gop, 9, cache=cache, **NATIVE)):
         one, many = look(alone), look(shared)
         assert np.array_equal(one.images, many.images) and one.key == many.key and one.seconds.tolist() == many.seconds.tolist()
-    assert len(shared._idle) == 3 and shared.decodes == 2
+    assert len(shared._idle) in (2, 3)  # on a busy machine one may be done before the last is asked
+    assert shared.decodes == 2
     shared.close()
     (tmp_path / "x.mp4").write_bytes(b"no video" * 100)
     with pytest.raises(VideoError):
@@ -471,13 +515,13 @@ def test_several_workers_give_the_frames_of_one(long_gop, tmp_path, timeout):
 def test_an_error_reaches_every_waiter_and_is_then_forgotten(tmp_path, minute, monkeypatch):
     path, cache, gate, errors = tmp_path / "v.mp4", FrameCache(), threading.Barrier(8), []
     path.write_bytes(b"not a video " * 50)
-    answer, started = video._answer, []
+    answer, started = video.Decoder.ask, []
 
     def slow(*request):
         started.append(threading.Event().wait(0.3))  # all eight are waiting by then
         return answer(*request)
 
-    monkeypatch.setattr(video, "_answer", slow)
+    monkeypatch.setattr(video.Decoder, "ask", slow)
 
     def look():
         gate.wait()
@@ -580,8 +624,8 @@ def broken(folder, kind):
         ("folder", "is a folder"),
         ("pipe", "not a regular file"),
         ("empty", r"empty \(0 bytes\)"),
-        ("text", "cannot open"),
-        ("noise", "cannot open"),
+        ("text", "cannot open|Invalid data"),  # decord's words; PyAV's, where it is alone
+        ("noise", "cannot open|Invalid data"),
         ("sound", "no video stream"),
         ("sound_mkv", "no video stream"),
         ("overwritten", "."),

@@ -1,294 +1,349 @@
 """
-gpu_check.py: does the trainer compute on this machine's GPU what it computes on CPU in fp32? A script, not a test file.
+gpu_check.py: does the trainer compute on this machine's GPU what it computes on CPU in fp32?
 
-It writes a toy checkpoint, draws toy frames in memory (no video file, no decoder), and checks:
-  paths       log-probs and gradients of packed, shared-prefix and chunked forwards on CPU fp32, each against one forward a sequence
-  kernels     every attention kernel that is here (sdpa, flash, varlen, flex) on the GPU under bf16, against sdpa, and against fp32
-  steps       one SFT step and one GRPO step as the scripts run them (sharded, bf16 compute, fp32 weights): finite, the loss falls
-  rollouts    vLLM when installed, else the transformers engine: log-probs against the trainer, tokens/s; once more after sleep, new weights
-              and wake; peak memory
-  geometries  packed SFT and a GRPO update at the size of 2B and 4B with random weights: tokens/s, share of the card's own measured
-              matrix-product ceiling (MFU), waits of the host for the GPU, peak memory against model.py's ledger. On CPU: the toy's geometry, to see that it runs
+A toy checkpoint, toy frames drawn in memory (no video file, no decoder), and:
+  forwards    log-probs and gradients of packed, shared-prefix and chunked forwards, against one
+              forward a sequence on CPU in fp32: on CPU; on the GPU in bf16 by FlexAttention, and
+              by flash-attn where it is installed
+  steps       SFT steps and a GRPO update, as the scripts take them: finite, and the loss falls
+  rollouts    the engine's log-probs against the trainer's, once more after sleep, new weights and
+              wake: vLLM on the GPU, the reference engine of the tests on CPU
+  geometries  packed SFT and a GRPO update at the sizes of 2B and 4B, random weights: tokens/s,
+              MFU (of the card's own measured matrix product), waits of the host for the GPU, peak
+              memory against tools/plan.py. On CPU at the toy's size, to see that it runs
 
-A row says what was compared, the number, its bound, and ok, FAIL or why it was skipped. Exit code 1 when a check fails.
-Without a GPU the CPU rows run and the others say so.
+A row is what was measured, the number, its bound, and ok, FAIL or why it was skipped. Without a GPU
+the CPU rows run and the others say so. Exit code 1 when a check fails.
 
-Run:  python tests/gpu_check.py [--out result.json]
+  python tools/gpu_check.py [--out result.json]
 """
 import argparse
 import gc
 import importlib.util
 import json
+import math
 import os
 import random
 import statistics
 import sys
 import tempfile
 import time
+import traceback
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-# toy.py needs no decoder either way: only its drawing, its texts and its tokenizer are used here.
+sys.path.insert(1, os.path.join(sys.path[0], "tests"))  # where the reference engine is
 import numpy as np
 import torch
 
 import grpo
 import model
 import rollout
+import sft
 import toy
 import video
+from tools import plan
 
-BF16_LOGP = 0.06  # nats, mean over tokens: bf16 keeps 8 bits, and a log-prob of a random model is near -6
-BF16_GRAD = 0.05  # relative L2 distance of a bf16 gradient
-FP32_LOGP, FP32_GRAD = 1e-5, 1e-5
+# (nats, mean over tokens; relative L2 distance of the gradient)
+FP32 = (1e-5, 1e-5)
+BF16 = (0.06, 0.05)  # 8 bits of mantissa, and a log-prob of a random model is near -6
 
 
-class DrawnSource:
-    """Stands in for rollout.Source: overviews and crops of videos that were drawn in memory, one frame a second."""
+class Drawn(rollout.Source):
+    """A Source whose root is {name: uint8 [T, H, W, 3]}: videos in memory, one frame a second."""
 
-    def __init__(self, videos):
-        self.videos = videos  # name -> [T, H, W, 3]
+    def duration(self, spec):
+        return float(len(self.root[spec["video"]]))
 
     def load(self, spec):
-        images = self.videos[spec["video"]]
-        total = len(images)
-        if "frames" in spec:  # centres of K equal segments, as video.py does
-            count, first, last = min(spec["frames"], total), 0.0, float(total)
+        images = self.root[spec["video"]]
+        starts = np.arange(len(images), dtype=float)  # [T] seconds
+        if "frames" in spec:
+            at = video.overview_indices(starts, self.duration(spec), spec["frames"])
         else:
-            first, last = max(0.0, spec["start"]), min(float(total), spec["end"])
-            if not first < last:
-                raise ValueError("the window holds nothing of the video")
-            count = spec.get("num_frames") or max(1, round((last - first) * spec["fps"]))
-            count = min(count, spec["max_frames"])
-        at = sorted({int(first + (k + 0.5) * (last - first) / count) for k in range(count)})
+            at = video.crop_indices(starts, self.duration(spec), spec["start"], spec["end"],
+                                    spec.get("num_frames"), spec["fps"], spec["max_frames"])
         keys = [f"{spec['video']}@{i}" for i in at]
-        return video.Frames(images[at], np.array(at, dtype=float), "/".join(keys), keys)
-
-    def load_overview(self, spec):
-        return self.load(spec), float(len(self.videos[spec["video"]]))
-
-    def load_window(self, spec):
-        return {**spec, "start": max(0.0, spec["start"]), "end": min(spec["end"], float(len(self.videos[spec["video"]])))}, self.load(spec)
+        return video.Frames(images[at], starts[at], "/".join(keys), keys)
 
 
 def make_world(folder, seed=0):
-    """-> (tasks, DrawnSource): a base checkpoint in `folder`, four videos with their questions, in memory."""
+    """Write a random toy checkpoint to `folder` -> (four tasks, Drawn)."""
     rng, noise = random.Random(seed), np.random.default_rng(seed)
-    tasks, videos = [], {}
+    tasks, videos = [], {}  # videos: name -> uint8 [64, 32, 32, 3]
     for i in range(4):
         events = toy.make_timeline(rng)
-        tasks.append({**toy.make_task(f"v{i}", events), "events": events})
+        tasks.append(toy.make_task(f"v{i}", events))
         videos[tasks[-1]["video"]] = toy.draw_frames(events, noise)
     toy.build_init(folder, rng, seed)
-    return tasks, DrawnSource(videos)
+    return tasks, Drawn(videos, None)
 
 
 class Table:
-    """Rows of (what, value, bound, verdict), printed as they come, aligned."""
+    """Rows of (what, value, bound, verdict, note), printed as they come."""
 
     def __init__(self):
         self.rows = []
 
     def add(self, what, value, bound=None, note=""):
         """A check passes when value <= bound; without a bound it is a measurement."""
-        verdict = "" if bound is None else "ok" if value <= bound else "FAIL"  # NaN fails: it is <= nothing
-        self.rows.append({"what": what, "value": value, "bound": bound, "verdict": verdict, "note": note})
-        print(f"{what:58s} {value:12.4g} {'' if bound is None else f'<= {bound:g}':>12s} {verdict:5s} {note}", flush=True)
+        verdict = ""
+        if bound is not None:
+            verdict = "ok" if value <= bound else "FAIL"  # NaN is <= nothing
+        self.row(what, value, bound, verdict, note)
 
     def skip(self, what, why):
-        self.rows.append({"what": what, "value": None, "bound": None, "verdict": "skipped", "note": why})
-        print(f"{what:58s} {'-':>12s} {'':>12s} {'skip':5s} {why}", flush=True)
+        self.row(what, None, None, "skipped", why)
+
+    def row(self, what, value, bound, verdict, note):
+        self.rows.append({"what": what, "value": value, "bound": bound, "verdict": verdict,
+                          "note": note})
+        number = "-" if value is None else f"{value:.4g}"
+        limit = "" if bound is None else f"<= {bound:g}"
+        print(f"{what:58s} {number:>10s} {limit:>10s} {verdict:8s}{note}", flush=True)
+
+    def run(self, check, *args):
+        """check(self, *args); where it raises, that is one failed row, and the others still run."""
+        try:
+            check(self, *args)
+        except Exception as error:
+            traceback.print_exc()
+            self.add(check.__name__, math.nan, 0.0, f"{type(error).__name__}: {error}"[:100])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The batch every path is tried on
+def place(device):
+    return "GPU" if device.type == "cuda" else "CPU"
+
+
+# ------------------------------------------------------------------------------------------------
+# Forwards
 
 
 def make_trees(codec, tasks, source):
-    """One GRPO group per task: a prompt with 8 or 16 frames and four responses of different lengths -> [Tree]."""
+    """One GRPO group a task: a prompt of 8 or 16 frames, four responses of different lengths."""
+    texts = ("<think>\nI saw red.\n</think>\n<answer>red, blue</answer>",
+             "<think>\nHm.\n</think>\n<answer>white</answer>",
+             "<think>\nI need a closer look.\n</think>\n" + toy.call_text(0, 8),
+             "<think>\nI saw")
     trees = []
     for n, task in enumerate(tasks):
         spec = {"video": task["video"], "frames": 8 * (1 + n % 2)}
-        frames = source.load(spec)
-        item = model.vision_item(spec, frames)
-        prompt, _, _ = model.encode_prompt(codec, rollout.main_messages(task, 8), [item], rollout.tool_schema())
-        rng = random.Random(n)
-        texts = [toy.answer_turn("red, blue", rng), toy.answer_turn(task["answer"], rng), toy.call_turn(task["events"], rng), "<think>\nI saw"]
+        item = model.vision_item(spec, source.load(spec))
+        messages = rollout.main_messages(task, spec["frames"])
+        prompt, _, _ = model.encode_prompt(codec, messages, [item], rollout.tool_schema())
         branches = []
         for i, text in enumerate(texts):
             ids = model.encode(codec, text) + [codec.eos]
-            branches.append(model.Span(ids, [1] * len(ids), {"advantage": [(-1.0) ** i] * len(ids)}))
-        trees.append(model.Tree(model.Span(prompt, [0] * len(prompt)), [item], branches))
+            advantage = [(-1.0) ** i] * len(ids)
+            branches.append(model.Span(ids, [1] * len(ids), {"advantage": advantage}))
+        trees.append(model.Tree(untrained(prompt), [item], branches))
     return trees
 
 
+def untrained(ids):
+    """A prompt's Span: mask 0, no advantage, no sampler."""
+    nothing = [0.0] * len(ids)
+    return model.Span(ids, [0] * len(ids), {"advantage": nothing, "rollout": nothing})
+
+
 def alone(trees):
-    """The same sequences without sharing: one tree of one sequence each, in branch order."""
-    return [model.Tree(model.Span(t.prefix.ids + b.ids, [0] * len(t.prefix.ids) + b.mask,
-                                  {k: [0.0] * len(t.prefix.ids) + v for k, v in b.values.items()}), t.vision)
-            for t in trees for b in t.branches]
+    """The same sequences without sharing: a tree of one sequence each, in branch order."""
+    out = []
+    for tree in trees:
+        prompt = tree.prefix
+        for branch in tree.branches:
+            values = {name: prompt.values[name] + of for name, of in branch.values.items()}
+            span = model.Span(prompt.ids + branch.ids, prompt.mask + branch.mask, values)
+            out.append(model.Tree(span, tree.vision))
+    return out
 
 
 def measure(policy, vision, packs, chunk=1024):
-    """Packs -> (log-probs of all trained tokens, gradient of the advantage-weighted sum, both on CPU in fp64)."""
-    for p in policy.parameters():
+    """Packs -> (log-probs of all trained tokens [N], gradient of their advantage-weighted sum
+    [P]), fp64 in host memory."""
+    logps = []
+    for pack in packs:  # gradients add up over packs
+        logp, _ = policy(pack, vision, chunk=chunk)  # [n]
+        advantage = model.to_device(pack.values["advantage"], logp.device)  # [n]
+        (-(logp * advantage).sum()).backward()
+        logps.append(logp.detach().double().cpu())
+    parameters = model.trained_parameters(policy)
+    gradient = flat([p.grad for p in parameters])
+    for p in parameters:
         p.grad = None
-    out = []
-    for pack in packs:
-        logp, _ = policy(pack, vision, chunk=chunk)
-        (-(logp * pack.values["advantage"].to(logp.device)).sum()).backward()
-        out.append(logp.detach().double().cpu())
-    grads = [p.grad.detach().double().cpu().flatten() for p in model.trained_parameters(policy)]
-    return torch.cat(out), torch.cat(grads)
+    return torch.cat(logps), gradient
 
 
-def compare(table, what, found, wanted, logp_bound, grad_bound):
-    """Two rows: mean |log-prob difference| in nats, relative L2 distance of the gradients."""
-    table.add(f"{what}: log-probs", (found[0] - wanted[0]).abs().mean().item(), logp_bound, "nats, mean")
-    table.add(f"{what}: gradient", ((found[1] - wanted[1]).norm() / wanted[1].norm()).item(), grad_bound, "relative")
+def flat(shards):
+    """Shards of this one rank -> one fp64 vector in host memory."""
+    return torch.cat([x.detach().full_tensor().double().cpu().flatten() for x in shards])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Checks
+def compare(table, what, found, wanted, bounds):
+    logp, gradient = wanted
+    distance = (found[1] - gradient).norm() / gradient.norm()
+    table.add(f"{what}: log-probs", (found[0] - logp).abs().mean().item(), bounds[0], "nats, mean")
+    table.add(f"{what}: gradient", distance.item(), bounds[1], "relative")
 
 
-def check_paths(table, codec, policy, vision, trees, device_name, wanted, bounds):
-    """Packed, shared-prefix and chunked forms of the same sequences, against `wanted`."""
-    whole = [model.pack_trees(codec, alone(trees))]
-    shared = [model.pack_trees(codec, trees)]
-    compare(table, f"{device_name} packed", measure(policy, vision, whole), wanted, *bounds)
-    compare(table, f"{device_name} shared prefix", measure(policy, vision, shared), wanted, *bounds)
-    compare(table, f"{device_name} vocabulary in chunks of 7", measure(policy, vision, shared, chunk=7), wanted, *bounds)
+def check_forms(table, name, policy, vision, codec, trees, wanted, bounds):
+    """Packed, shared-prefix and chunked forms of the same sequences."""
+    plain, shared = model.pack_trees(codec, alone(trees)), model.pack_trees(codec, trees)
+    compare(table, f"{name} packed", measure(policy, vision, [plain]), wanted, bounds)
+    compare(table, f"{name} shared prefix", measure(policy, vision, [shared]), wanted, bounds)
+    chunked = measure(policy, vision, [shared], chunk=7)
+    compare(table, f"{name} vocabulary in chunks of 7", chunked, wanted, bounds)
 
 
-def kernels_here():
-    """Attention kernels to try on the GPU -> {name: None or why not}. flex serves trees under every name but sdpa."""
-    have = {"sdpa": None}
-    have["flash"] = None if importlib.util.find_spec("flash_attn") else "flash_attn is not installed"
-    have["varlen"] = None if importlib.util.find_spec("torch.nn.attention.varlen") else "this torch has no varlen kernel"
-    return have
+def check_forwards(table, ckpt, codec, trees, source, gpu):
+    cpu = torch.device("cpu")
+    policy = model.load_sharded(ckpt, codec, cpu)
+    vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
+    wanted = measure(policy, vision, [model.pack_trees(codec, [tree]) for tree in alone(trees)])
+    check_forms(table, "CPU fp32", policy, vision, codec, trees, wanted, FP32)
+
+    # A check that cannot fail is none: other frames must move the log-probs far beyond the bound.
+    other = model.VisionFeatures(policy.hf.model.visual, codec,
+                                 lambda spec: backwards(source.load(spec)))
+    found = measure(policy, other, [model.pack_trees(codec, trees)])
+    moved = (found[0] - wanted[0]).abs().mean().item()
+    table.add("CPU fp32 sensitivity: bound / effect of other frames", FP32[0] / max(moved, 1e-12),
+              0.1, f"{moved:.4f} nats")
+
+    if not gpu:
+        table.skip("GPU attention kernels (flex, flash)", "no GPU on this machine")
+        return
+    policy = model.load_sharded(ckpt, codec, torch.device("cuda", 0))
+    vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
+    with mock.patch.object(model, "attention_plan", flex_plan):
+        check_forms(table, "GPU bf16 flex", policy, vision, codec, trees, wanted, BF16)
+    if importlib.util.find_spec("flash_attn_2_cuda"):  # then it is what plain packs take
+        found = measure(policy, vision, [model.pack_trees(codec, alone(trees))])
+        compare(table, "GPU bf16 flash packed", found, wanted, BF16)
+    else:
+        table.skip("GPU bf16 flash packed", "flash-attn is not installed")
 
 
-def check_kernels(table, ckpt, codec, trees, source, wanted):
-    """Each kernel on plain packs, and flex on trees; bf16 compute, as training does it."""
-    device = torch.device("cuda", 0)
-    plain, shared = [model.pack_trees(codec, alone(trees))], [model.pack_trees(codec, trees)]
-    results = {}
-    for kernel, missing in kernels_here().items():
-        for form, packs in (("packed", plain), ("shared prefix", shared)):
-            name = f"GPU bf16 {'flex' if form == 'shared prefix' and kernel != 'sdpa' else kernel} ({kernel}), {form}"
-            if missing:
-                table.skip(name, missing)
-                continue
-            if form == "shared prefix" and kernel == "flash":
-                continue  # flex again: the same code as under varlen
-            policy = model.load_policy(ckpt, codec, device, torch.bfloat16, kernel)
-            vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
-            try:
-                results[kernel, form] = measure(policy, vision, packs)
-            except (RuntimeError, ImportError) as error:  # a kernel that this card or this build does not have
-                table.add(name, float("nan"), 0.0, f"{type(error).__name__}: {str(error).splitlines()[0][:80]}")
-                continue
-            compare(table, f"{name} against fp32 on CPU", results[kernel, form], wanted, BF16_LOGP, BF16_GRAD)
-            if kernel != "sdpa":
-                compare(table, f"{name} against sdpa", results[kernel, form], results["sdpa", form], BF16_LOGP, BF16_GRAD)
+def backwards(frames):
+    return replace(frames, images=frames.images[::-1].copy())
+
+
+def flex_plan(pack, device):
+    """model.attention_plan, whatever is installed."""
+    return model.AttentionPlan("flex", pack.layout, mask=model.block_mask(pack, device))
+
+
+# ------------------------------------------------------------------------------------------------
+# Steps and rollouts
+
+
+def update_settings(pack_tokens=32768):
+    return SimpleNamespace(minibatches=1, pack_tokens=pack_tokens, temperature=1.0, clip_eps=0.2,
+                           kl=0.0, clip=1.0)
 
 
 def check_steps(table, ckpt, codec, trees, source, device):
-    """SFT steps and a GRPO step through FSDP2, as sft.py and grpo.py take them."""
-    where = "GPU" if device.type == "cuda" else "CPU"
-    import sft
-
-    policy = model.load_policy(ckpt, codec, device, torch.float32, recompute="full")
+    """SFT steps and a GRPO update through FSDP2, as sft.py and grpo.py take them."""
+    policy = model.load_sharded(ckpt, codec, device, recompute="full")
     vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
-    model.shard(policy, device)
-    optimizer = torch.optim.AdamW(model.trained_parameters(policy), lr=1e-3)
+    optimizer = model.adamw(model.trained_parameters(policy), 1e-3, 0.999, device)
     packs = [model.pack_trees(codec, alone(trees))]
     losses = []
-    for _ in range(3):  # the same batch three times: the loss must fall
-        began = time.time()
-        loss, _ = sft.backward(policy, vision, packs, codec, 1, device)
+    for _ in range(3):  # the same batch: the loss must fall
+        losses.append(sft.backward(policy, vision, packs, codec, 1, device)[0])
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        losses.append(loss)
-    seconds = time.time() - began
-    table.add(f"{where} SFT: loss after two steps / before", losses[-1] / losses[0], 0.999, f"{losses[0]:.3f} -> {losses[-1]:.3f} nats")
-    table.add(f"{where} SFT: tokens/s of a step", len(packs[0].ids) / seconds)
+    table.add(f"{place(device)} SFT: loss after two steps / before", losses[-1] / losses[0], 0.999,
+              f"{losses[0]:.3f} -> {losses[-1]:.3f} nats")
 
-    # The sampler's log-probs are the trainer's own, so the importance weight is 1 and the gap must be 0.
+    # Before the forward: FSDP leaves the root whole behind one that no backward follows.
+    before = flat(model.trained_parameters(policy))  # [P]
+    # The sampler's log-probs are the trainer's own: the importance weight is 1, the gap 0.
     with torch.no_grad():
         logp, _ = policy(model.pack_trees(codec, trees), vision)
-    logp = iter(logp.tolist())
-    for t in trees:
-        for b in t.branches:
-            b.values["rollout"] = [next(logp) for _ in b.ids]
-        t.prefix.values = {"advantage": [0.0] * len(t.prefix.ids), "rollout": [0.0] * len(t.prefix.ids)}
-    args = SimpleNamespace(minibatches=1, pack_tokens=32768, temperature=1.0, clip_eps=0.2, tis_cap=5.0, kl=0.0, clip=1.0)
-    tokens = sum(len(b.ids) for t in trees for b in t.branches)
-    before = torch.cat([(p.full_tensor() if hasattr(p, "full_tensor") else p).detach().flatten().cpu() for p in model.trained_parameters(policy)])
-    began = time.time()
-    stats = grpo.update(policy, None, vision, optimizer, trees, tokens, codec, args, 1, device)
-    table.add(f"{where} GRPO: log-prob gap of a trainer with itself", stats["gap"], 0.01 if device.type == "cuda" else 1e-5, "nats, mean")
-    after = torch.cat([(p.full_tensor() if hasattr(p, "full_tensor") else p).detach().flatten().cpu() for p in model.trained_parameters(policy)])
-    finite = bool(after.isfinite().all()) and stats["grad_norm"] > 0 and not torch.equal(before, after)
-    table.add(f"{where} GRPO: weights finite and moved", 0.0 if finite else 1.0, 0.0, f"gradient norm {stats['grad_norm']:.3f}")
-    table.add(f"{where} GRPO: packed tokens/s of a step", sum(len(t) for t in trees) / (time.time() - began))
+    logp = iter(logp.tolist())  # in the order of trees, branches, tokens
+    branches = [branch for tree in trees for branch in tree.branches]
+    for branch in branches:
+        branch.values["rollout"] = [next(logp) for _ in branch.ids]
+    tokens = sum(len(branch.ids) for branch in branches)
+    stats = grpo.update(policy, None, vision, optimizer, trees, tokens, codec, update_settings(),
+                        1, device)
+    after = flat(model.trained_parameters(policy))
+    table.add(f"{place(device)} GRPO: log-prob gap of a trainer with itself", stats["gap"],
+              0.01 if device.type == "cuda" else 1e-5, "nats, mean")
+    moved = bool(after.isfinite().all()) and not torch.equal(before, after)
+    table.add(f"{place(device)} GRPO: weights finite and moved", 0.0 if moved else 1.0, 0.0,
+              f"gradient norm {stats['grad_norm']:.3f}")
+    if device.type == "cpu":
+        table.skip("GPU steps under bf16", "no GPU on this machine")
 
 
-def check_rollouts(table, ckpt, codec, tasks, source, device, group=8):
-    """A few episodes; their log-probs are computed again by the trainer."""
-    where = "GPU" if device.type == "cuda" else "CPU"
-    name = "vllm" if importlib.util.find_spec("vllm") and device.type == "cuda" else "transformers"
-    engine = rollout.VllmEngine(ckpt, codec, 1024, max_frames=16, gpu_memory=0.3, sleeping=True) if name == "vllm" else \
-        rollout.TransformersEngine(ckpt, codec, device)
-    agent = rollout.Agent(**{**rollout.toy_lengths(), "temperature": 1.0, "max_new_tokens": 48})
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    policy = model.load_policy(ckpt, codec, device, dtype)
+def check_rollouts(table, ckpt, codec, tasks, source, device):
+    """Episodes whose log-probs the trainer computes again."""
+    if device.type == "cpu":
+        from reference import ReferenceEngine
+
+        table.skip("GPU rollouts with vLLM", "no GPU on this machine; the reference engine runs")
+        engine, bound = ReferenceEngine(ckpt, codec), 1e-4
+    elif importlib.util.find_spec("vllm"):
+        engine, bound = rollout.VllmEngine(ckpt, codec, context=1024, max_frames=16, gpu_memory=0.3,
+                                           sleeping=True), 0.05
+    else:
+        table.skip("GPU rollouts with vLLM", "vllm is not installed")
+        return
+    name = f"{place(device)} rollouts ({type(engine).__name__})"
+    agent = rollout.Agent(**{**rollout.toy_lengths(), "max_new_tokens": 48, "temperature": 1.0})
+    policy = model.load_sharded(ckpt, codec, device)
     vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
-    list(rollout.run(engine, tasks[:1], agent, codec, source, 8, 1, step=99))  # warm-up
+
+    list(rollout.run(engine, tasks[:1], agent, codec, source, 8, step=99))  # warm-up
     began = time.time()
-    episodes = list(rollout.run(engine, tasks, agent, codec, source, 8, group))
+    episodes = list(rollout.run(engine, tasks, agent, codec, source, 8, group=8))
     seconds = time.time() - began
     sampled = sum(sum(e.context.mask) + sum(c["sub_tokens"] for c in e.calls) for e in episodes)
-    table.add(f"{where} rollouts ({name}): sampled tokens/s", sampled / seconds, None, f"{len(episodes)} episodes, {sampled} tokens")
-    broken = sum(e.status != "ok" for e in episodes)
-    table.add(f"{where} rollouts ({name}): episodes that failed", broken, 0)
+    table.add(f"{name}: sampled tokens/s", sampled / seconds, None, f"{len(episodes)} episodes")
+    table.add(f"{name}: failed episodes", sum(e.status != "ok" for e in episodes), 0)
+    table.add(f"{name}: log-prob gap", gap(policy, vision, codec, episodes), bound, "nats, mean")
 
-    def gap(episodes):
-        """Token in, token out: the trainer scores the very ids, and must find the engine's log-probs."""
-        trees = [model.Tree(model.Span(e.context.ids, e.context.mask, {"rollout": e.context.logps}), e.context.items) for e in episodes]
-        pack = model.pack_trees(codec, trees)
-        with torch.no_grad():
-            logp, _ = policy(pack, vision, agent.temperature)
-        return (logp.cpu() - pack.values["rollout"]).abs().mean().item()
-
-    bound = 0.05 if device.type == "cuda" else 1e-4
-    table.add(f"{where} rollouts ({name}): log-prob gap to the trainer", gap(episodes), bound, "nats, mean")
     engine.sleep()
-    with torch.no_grad():
+    with torch.no_grad():  # as a step would, but farther; layers alone are in shards now
         for p in policy.hf.model.language_model.layers.parameters():
             p.mul_(1.5)
-    table.add(f"{where} rollouts ({name}): bound / gap of other weights", bound / max(gap(episodes), 1e-12), 0.5, "the check could fail")
+    moved = gap(policy, vision, codec, episodes)
+    table.add(f"{name}: bound / gap of other weights", bound / max(moved, 1e-12), 0.5,
+              "the check could fail")
     began = time.time()
-    engine.wake(model.full_weights(policy))
-    table.add(f"{where} rollouts ({name}): seconds of wake and sync", time.time() - began)
-    table.add(f"{where} rollouts ({name}): gap after sleep, new weights, wake", gap(list(rollout.run(engine, tasks, agent, codec, source, 8, group, step=1))), bound, "nats, mean")
+    engine.wake(model.full_weights(policy, model.compute_dtype(device)))
+    table.add(f"{name}: seconds of wake and sync", time.time() - began)
+    episodes = list(rollout.run(engine, tasks, agent, codec, source, 8, group=8, step=1))
+    table.add(f"{name}: gap after new weights", gap(policy, vision, codec, episodes), bound,
+              "nats, mean")
     engine.close()
 
 
-def ceiling(device):
-    """FLOPs a second of the largest matrix product tried here: bf16 on a GPU, fp32 on CPU."""
-    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    return 2 * size**3 / seconds_of(lambda: a @ b, device, 20)
+@torch.no_grad()
+def gap(policy, vision, codec, episodes):
+    """Mean |log-prob of the engine - of the trainer| over the very ids that were sampled, nats."""
+    trees = []
+    for c in (e.context for e in episodes):
+        trees.append(model.Tree(model.Span(c.ids, c.mask, {"rollout": c.logps}), c.items))
+    pack = model.pack_trees(codec, trees)
+    logp, _ = policy(pack, vision)  # [n]
+    return (logp.cpu() - pack.values["rollout"]).abs().mean().item()
+
+
+# ------------------------------------------------------------------------------------------------
+# Speed and memory
 
 
 def seconds_of(function, device, repeats):
     """Median seconds of a call, after two that warm up."""
     took = []
     for _ in range(repeats + 2):
-        if device.type == "cuda":
+        if device.type == "cuda":  # else the clock measures launches
             torch.cuda.synchronize()
         began = time.perf_counter()
         function()
@@ -298,8 +353,15 @@ def seconds_of(function, device, repeats):
     return statistics.median(took[2:])
 
 
+def ceiling(device):
+    """FLOP/s of a large matrix product: bf16 on a GPU, fp32 on CPU."""
+    size = 8192 if device.type == "cuda" else 1024
+    a = torch.randn(size, size, device=device, dtype=model.compute_dtype(device))
+    return 2 * size**3 / seconds_of(lambda: a @ a, device, 20)
+
+
 def waits(function):
-    """How often the host waits for the GPU while the function runs, as torch's own debug mode sees it."""
+    """How often the host waits for the GPU in a call, as torch's own debug mode sees it."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -309,9 +371,12 @@ def waits(function):
 
 
 def training_flops(text, layers, tokens, trained, pairs):
-    """Forward and backward: 6 a weight of the layers and token, 6 a weight of the head and trained token, 12 a visible (query, key) pair,
-    head dimension and layer. What recomputation does again is not counted, nor is a shared prompt counted twice. layers: their parameters."""
-    return 6 * (layers * tokens + text.vocab_size * text.hidden_size * trained) + 12 * pairs * text.num_attention_heads * text.head_dim * text.num_hidden_layers
+    """FLOPs of forward and backward: 6 a weight of the layers (`layers` of them) and token, 6 a
+    weight of the head and trained token, 12 a visible (query, key) pair, head dimension and layer.
+    What recomputation does again does not count, nor a shared prompt twice."""
+    weights = layers * tokens + text.vocab_size * text.hidden_size * trained
+    width = text.num_attention_heads * text.head_dim * text.num_hidden_layers
+    return 6 * weights + 12 * pairs * width
 
 
 def tree_pairs(prompt, responses=()):
@@ -319,124 +384,120 @@ def tree_pairs(prompt, responses=()):
     return prompt * (prompt + 1) // 2 + sum(r * prompt + r * (r + 1) // 2 for r in responses)
 
 
-def check_geometry(table, name, config, codec, device, sizes, top, repeats=5):
-    """Updates at a real geometry with random weights. sizes: chats, tokens of a chat, groups, prompt, response, responses of a group."""
+def words(n, rng):
+    return [rng.randrange(300, 500) for _ in range(n)]
+
+
+def random_group(prompt, response, group, rng):
+    """A tree of random tokens; lengths in tokens."""
+    branches = []
+    for i in range(group):
+        values = {"advantage": [(-1.0) ** i] * response, "rollout": [-12.0] * response}
+        branches.append(model.Span(words(response, rng), [1] * response, values))
+    return model.Tree(untrained(words(prompt, rng)), [], branches)
+
+
+def check_geometry(table, name, config, codec, device, top, chats=8, length=4096, groups=3,
+                   prompt=4000, response=800, group=8):  # fmt: skip
+    """Steps of a model of random weights. chats, each of `length` tokens, an eighth of them
+    trained; groups of `group` responses of `response` tokens; top: FLOP/s that count as 1."""
     from transformers import Qwen3VLForConditionalGeneration
 
-    import sft
-
-    where, text = "GPU" if device.type == "cuda" else "CPU", config.text_config
-    chats, long, groups, prompt, response, group = sizes
     gc.collect()  # the model before this one is a knot of hooks
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+    layers, text = plan.parameter_counts(config)["layers"], config.text_config
     with device:
         hf = Qwen3VLForConditionalGeneration(config)
-    policy = model.shard(model.as_policy(hf, codec, device, "auto", "full"), device)
-    optimizer = model.adamw(model.trained_parameters(policy), 1e-6, 0.0, 0.999, device)
-    layers, rng = model.parameter_counts(config)["layers"], random.Random(0)
+    policy = model.shard(model.as_policy(hf, codec, device, "full"), device)
+    optimizer = model.adamw(model.trained_parameters(policy), 1e-6, 0.999, device)
+    rng = random.Random(0)  # text alone: no frames, no tower
 
-    def words(n):
-        return [rng.randrange(300, 500) for _ in range(n)]
-
-    packs = [model.pack_trees(codec, [model.Tree(model.Span(words(long), [0] * (long - long // 8) + [1] * (long // 8))) for _ in range(chats)])]
+    mask = [0] * (length - length // 8) + [1] * (length // 8)
+    sequences = [model.Tree(model.Span(words(length, rng), mask)) for _ in range(chats)]
+    packs = [model.pack_trees(codec, sequences)]
 
     def sft_step():
         sft.backward(policy, None, packs, codec, 1, device)
-        torch.nn.utils.clip_grad_norm_(model.trained_parameters(policy), 1.0)
+        model.clip_gradients(policy, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    def tree():
-        zeros = {"advantage": [0.0] * prompt, "rollout": [0.0] * prompt}
-        branches = [model.Span(words(response), [1] * response, {"advantage": [(-1.0) ** i] * response, "rollout": [-12.0] * response}) for i in range(group)]
-        return model.Tree(model.Span(words(prompt), [0] * prompt, zeros), [], branches)
+    tokens = chats * length
+    flops = training_flops(text, layers, tokens, chats * (length // 8), chats * tree_pairs(length))
+    time_step(table, f"{name} packed SFT", sft_step, tokens, flops / top, device)
 
-    trees, args = [tree() for _ in range(groups)], SimpleNamespace(minibatches=1, pack_tokens=chats * long, temperature=1.0, clip_eps=0.2, tis_cap=5.0, kl=0.0, clip=1.0)
-    tokens = groups * (prompt + group * response)
-    work = {"packed SFT": (sft_step, chats * long, training_flops(text, layers, chats * long, chats * (long // 8), chats * tree_pairs(long))),
-            "GRPO update": (lambda: grpo.update(policy, None, None, optimizer, trees, groups * group * response, codec, args, 1, device), tokens,
-                            training_flops(text, layers, tokens, groups * group * response, groups * tree_pairs(prompt, [response] * group)))}
-    for what, (step, count, flops) in work.items():
-        seconds = seconds_of(step, device, repeats)
-        table.add(f"{where} {name} {what}: tokens/s", count / seconds, None, f"{count} tokens, {seconds:.2f} s")
-        table.add(f"{where} {name} {what}: MFU", flops / seconds / top, None, f"of {top / 1e12:.2f} TFLOP/s measured")
-        if device.type == "cuda":
-            table.add(f"{where} {name} {what}: waits of the host for the GPU", waits(step))
+    trees = [random_group(prompt, response, group, rng) for _ in range(groups)]
+    sampled = groups * group * response
+    settings = update_settings(pack_tokens=chats * length)
+
+    def grpo_step():
+        grpo.update(policy, None, None, optimizer, trees, sampled, codec, settings, 1, device)
+
+    tokens, pairs = groups * prompt + sampled, groups * tree_pairs(prompt, [response] * group)
+    flops = training_flops(text, layers, tokens, sampled, pairs)
+    time_step(table, f"{name} GRPO update", grpo_step, tokens, flops / top, device)
+
     if device.type == "cuda":
-        planned = model.peak(model.ledger(config, 1, chats * long, reference=False, feature_cache_gb=0.0))
-        table.add(f"GPU {name}: ledger / peak memory, distance from 1", abs(planned / torch.cuda.max_memory_allocated() - 1), 0.1,
-                  f"{planned / 1e9:.1f} GB planned, {torch.cuda.max_memory_allocated() / 1e9:.1f} GB seen")
+        seen = torch.cuda.max_memory_allocated()
+        planned = plan.peak(plan.ledger(config, 1, chats * length, reference=False,
+                                        feature_cache_gb=0.0))
+        table.add(f"GPU {name}: plan / peak memory, distance from 1", abs(planned / seen - 1), 0.1,
+                  f"{planned / 1e9:.1f} GB planned, {seen / 1e9:.1f} GB seen")
+
+
+def time_step(table, what, step, tokens, ideal, device):
+    """ideal: seconds at the measured ceiling."""
+    seconds = seconds_of(step, device, 5)
+    table.add(f"{place(device)} {what}: tokens/s", tokens / seconds, None,
+              f"{tokens} tokens, {seconds:.2f} s")
+    table.add(f"{place(device)} {what}: MFU", ideal / seconds)
+    if device.type == "cuda":
+        table.add(f"GPU {what}: waits of the host for the GPU", waits(step))
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default=None, help="write the JSON line here as well")
     args = parser.parse_args()
     began, table = time.time(), Table()
-    cpu, gpu = torch.device("cpu"), torch.cuda.is_available()
-    model.start_process_group()
-    print(f"torch {torch.__version__} | {torch.cuda.get_device_name(0) if gpu else 'no GPU'} | {torch.get_num_threads()} threads")
+    _, _, device = model.start_process_group()
+    gpu = device.type == "cuda"
+    card = torch.cuda.get_device_name(device) if gpu else None
+    print(f"torch {torch.__version__} | {card or 'no GPU'} | {torch.get_num_threads()} threads")
     with tempfile.TemporaryDirectory() as folder:
         ckpt = os.path.join(folder, "init")
         tasks, source = make_world(ckpt)
         codec = model.load_codec(ckpt)
         trees = make_trees(codec, tasks, source)
+        table.run(check_forwards, ckpt, codec, trees, source, gpu)
+        table.run(check_steps, ckpt, codec, trees, source, device)
+        table.run(check_rollouts, ckpt, codec, tasks, source, device)
 
-        # 1. The reference: one forward a sequence, fp32, CPU.
-        policy = model.load_policy(ckpt, codec, cpu, attention="sdpa")
-        vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
-        wanted = measure(policy, vision, [model.pack_trees(codec, [t]) for t in alone(trees)])
-        check_paths(table, codec, policy, vision, trees, "CPU fp32 (sdpa)", wanted, (FP32_LOGP, FP32_GRAD))
-        policy.attention = "parts"  # what CPU runs take
-        check_paths(table, codec, policy, vision, trees, "CPU fp32 (parts)", wanted, (FP32_LOGP, FP32_GRAD))
-        # A check that cannot fail is none: other frames must change the log-probs by far more than the bound.
-        swapped = DrawnSource({name: images[::-1].copy() for name, images in source.videos.items()})
-        other = model.VisionFeatures(policy.hf.model.visual, codec, swapped.load)
-        moved = (measure(policy, other, [model.pack_trees(codec, trees)])[0] - wanted[0]).abs().mean().item()
-        table.add("CPU fp32 sensitivity: bound / effect of other frames", FP32_LOGP / max(moved, 1e-12), 0.1, f"{moved:.4f} nats")
-
-        # 2. The same on the GPU.
-        if gpu:
-            device = torch.device("cuda", 0)
-            policy = model.load_policy(ckpt, codec, device, torch.float32, "sdpa")
-            vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
-            # The frozen tower runs in bf16 on a GPU, hence wider than on CPU.
-            check_paths(table, codec, policy, vision, trees, "GPU fp32", wanted, (BF16_LOGP, BF16_GRAD))
-            check_kernels(table, ckpt, codec, trees, source, wanted)
-        else:
-            table.skip("GPU attention kernels (sdpa, flash, varlen, flex)", "no GPU on this machine")
-
-        # 3. Whole steps and rollouts, on the GPU where there is one.
-        device = torch.device("cuda", 0) if gpu else cpu
-        if gpu:
-            torch.cuda.reset_peak_memory_stats()
-        check_steps(table, ckpt, codec, trees, source, device)
-        if gpu:
-            table.add("GPU peak memory of the steps", torch.cuda.max_memory_allocated() / 2**30, None, "GiB")
-        else:
-            table.skip("GPU steps under bf16, peak memory", "no GPU on this machine")
-            table.skip("GPU rollouts with vLLM", "no GPU on this machine; the transformers engine runs instead")
-        check_rollouts(table, ckpt, codec, tasks, source, device)
-        # 4. Speed and memory at the geometries that people train.
         model.start_process_group()  # vLLM ends the whole process's when it is closed
         top = ceiling(device)
-        for name in ("2B", "4B") if gpu else ("toy",):
-            config = model.read_config(name if gpu else ckpt)
-            check_geometry(table, name, config, codec, device, (8, 4096, 3, 4000, 800, 8) if gpu else (4, 128, 1, 100, 20, 4), top)
+        table.add(f"{place(device)} matrix product: TFLOP/s, where MFU is 1", top / 1e12)
         if gpu:
-            table.add("GPU peak memory", torch.cuda.max_memory_allocated() / 2**30, None, "GiB, without vLLM's own pool")
-    failed = [r["what"] for r in table.rows if r["verdict"] == "FAIL"]
-    line = json.dumps({"gpu": torch.cuda.get_device_name(0) if gpu else None, "torch": torch.__version__, "failed": failed,
-                       "skipped": [r["what"] for r in table.rows if r["verdict"] == "skipped"], "seconds": round(time.time() - began, 1),
-                       "rows": [{**r, "value": None if r["value"] != r["value"] else r["value"]} for r in table.rows]})
+            for size in ("2B", "4B"):
+                config = plan.read_config(size)
+                table.run(check_geometry, size, config, codec, device, top)
+        else:
+            config = plan.read_config(ckpt)
+            table.run(check_geometry, "toy", config, codec, device, top, 4, 128, 1, 100, 20, 4)
+    verdicts = {kind: [row["what"] for row in table.rows if row["verdict"] == kind]
+                for kind in ("FAIL", "skipped")}
+    rows = [{**row, "value": None if row["value"] != row["value"] else row["value"]}
+            for row in table.rows]  # JSON has no NaN
+    line = json.dumps({"gpu": card, "torch": torch.__version__, "failed": verdicts["FAIL"],
+                       "skipped": verdicts["skipped"], "seconds": round(time.time() - began, 1),
+                       "rows": rows})
     print(line)
     if args.out:
         model.write_atomic(args.out, line + "\n")
-    if torch.distributed.is_initialized():  # closing vLLM may have ended it already
-        torch.distributed.destroy_process_group()
-    sys.exit(1 if failed else 0)
+    torch.distributed.destroy_process_group()
+    sys.exit(1 if verdicts["FAIL"] else 0)
 
 
 if __name__ == "__main__":

@@ -160,8 +160,8 @@ def plan_text(config, gpus, gpu_gb, context, pack_tokens, engine_share=0.5, fram
     engine_gb = engine_share * gpu_gb if engine_share else None
     phases = ledger(config, gpus, pack_tokens, engine_gb=engine_gb, **options)
     limit = 0.94 * gpu_gb  # the rest: CUDA, NCCL, fragments
-    lines = [f"{n['trained'] / 1e9:.2f} B trained parameters, {n['tower'] / 1e9:.2f} B in the frozen "
-             f"tower; GB per GPU, of {gpus} with {gpu_gb:g} each",
+    lines = [f"{n['trained'] / 1e9:.2f} B trained parameters, {n['tower'] / 1e9:.2f} B in the "
+             f"frozen tower; GB per GPU, of {gpus} with {gpu_gb:g} each",
              table_row("", phases)]
     for item in dict.fromkeys(item for phase in phases.values() for item in phase):
         cells = [phase.get(item) for phase in phases.values()]
