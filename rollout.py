@@ -156,7 +156,6 @@ class Agent:
     sub_frames: int = 16
     sub_fps: float = 1.0
     sub_question: bool = True  # a sub-agent is told the question
-    subtitles: str = "none"  # "aligned": lines spoken at the overview frames' times; "full": all
     seed: int = 0
 
 
@@ -168,16 +167,18 @@ class Source:
     cache: video.FrameCache
     min_pixels: int = 1024
     max_pixels: int = 50176
-    subtitles: object = None  # task -> [(start, end, text)]; None: there are none
+    subtitles: object = None  # (task, seconds of the frames [K]) -> text shown with the question
 
     def load(self, spec):
         """{"video", "frames"} or {"video", "start", "end", ..} -> Frames."""
         sizes = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
         return video.load(spec, self.root, self.cache, **sizes)
 
-    def load_overview(self, spec):
-        """-> (Frames, seconds of the video)."""
-        return self.load(spec), self.duration(spec)
+    def load_overview(self, spec, task):
+        """-> (Frames, seconds of the video, text of its subtitles)."""
+        frames = self.load(spec)
+        spoken = self.subtitles(task, frames.seconds) if self.subtitles else ""
+        return frames, self.duration(spec), spoken
 
     def load_window(self, spec):
         """A crop as the model asked for it -> (the same, clamped to the video; its Frames). Raises
@@ -343,8 +344,7 @@ async def run_episode(episode, shared):
     task, began = episode.task, time.monotonic()
     spec = {"video": task["video"], "frames": episode.frame_budget}
     try:
-        frames, episode.duration = await pump.load(shared.source.load_overview, spec)
-        spoken = await subtitles_of(task, frames, shared)
+        frames, episode.duration, spoken = await pump.load(shared.source.load_overview, spec, task)
     except (video.VideoError, ValueError) as error:
         episode.status, episode.error = "video_error", str(error)
         return episode
@@ -863,19 +863,6 @@ class Protocol:
     stop: tuple = ()  # strings that end a turn
 
 
-async def subtitles_of(task, frames, shared):
-    """What is spoken, as text: all, or the lines at the overview frames' times; "" if none."""
-    kind, read = shared.agent.subtitles, shared.source.subtitles
-    if kind == "none" or read is None:
-        return ""
-    shown = []
-    for start, end, text in await shared.pump.load(read, task):
-        seen = kind == "full" or any(start <= t <= end for t in frames.seconds)
-        if seen and text and text not in shown[-1:]:  # files repeat a line that stays on screen
-            shown.append(text)
-    return "\n".join(shown)
-
-
 def cut_turn(said, agent, protocol, codec):
     """A turn as the rules end it: behind a protocol's stop strings; with --dispatch turns behind
     its first call, since an agent that may ask for one window a turn would have stopped there."""
@@ -1027,13 +1014,15 @@ def agent_settings(args, data_path):
         raise model.UserError(f"--max-turns may not be negative, got {agent.max_turns}")
     if not agent.sub_fps > 0:
         raise model.UserError(f"--sub-fps must be above 0, got {agent.sub_fps}")
-    if args.max_pixels < Source.min_pixels:
-        raise model.UserError(f"--max-pixels must be at least {Source.min_pixels}")
+    least = getattr(args, "min_pixels", Source.min_pixels)  # eval.py's alone
+    if args.max_pixels < least:
+        raise model.UserError(f"--max-pixels must be at least {least}, got {args.max_pixels}")
     root = args.video_root or os.path.dirname(os.path.abspath(data_path))
     if not os.path.isdir(root):
         raise model.UserError(f"--video-root {root}: no such folder")
-    cache = video.FrameCache(int(args.frame_cache_gb * 2**30))
-    return agent, Source(root, cache, max_pixels=args.max_pixels)
+    # In a child process: a decoder that hangs or crashes costs one video.
+    cache = video.FrameCache(int(args.frame_cache_gb * 2**30), timeout=60.0)
+    return agent, Source(root, cache, least, args.max_pixels)
 
 
 def check_context(codec, tasks, agent, source, frames):

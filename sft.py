@@ -304,7 +304,8 @@ def main():
     rank, world, device = model.start_process_group(args.patience)
     model.beat(args.patience)
     codec = model.load_codec(ckpt, args.channel)
-    cache = video.FrameCache(int(args.frame_cache_gb * 2**30))
+    # In a child process: a decoder that hangs or crashes costs one video.
+    cache = video.FrameCache(int(args.frame_cache_gb * 2**30), timeout=60.0)
     train = Chats(args.data, codec, args, cache)
     held = Chats(args.val, codec, args, cache) if args.val else None
     if all(train[i] is None for i in range(min(8, len(train.rows)))):

@@ -53,13 +53,8 @@ def rows():
         "weak-sft": ("D", "weak prior + SFT", "sft-weak", None, ""),
         "weak-grpo": ("D", "weak prior + SFT + GRPO", "sft-weak", "--vanilla", "--no-think-prefix"),
         "acc-only": ("E", "GRPO, accuracy the only reward", "sft-strong", "--vanilla --format-weight 0", "--no-think-prefix"),
-        "closing": ("E", "full, credit at closing tags only", "sft-strong", "--format-credit closing", ""),
-        "tags": ("E", "full, credit at all tags, not at turn ends", "sft-strong", "--format-credit tags", ""),
         "whole": ("E", "full, credit on the whole sequence", "sft-strong", "--format-credit sequence", ""),
-        "separate": ("E", "full, A_task and A_fmt each over its own std", "sft-strong", "--normalise separate", ""),
-        "adaptive": ("E", "full, K drawn where calling pays most", "sft-strong", "--frames adaptive", ""),
         "train-sub": ("E", "full, sub-agents trained too", "sft-strong", "--train-subagents", ""),
-        "best": ("E", "`--preset best`", "sft-strong", "--preset toy best", ""),
         "blind-sub": ("E", "full, sub-agents do not see the question", "sft-strong", "", "--no-sub-question"),
     }
 
@@ -337,13 +332,6 @@ def claims():
          lambda r: 0.1 - late(r["weak-grpo"]), lambda r: {"weak": late(r["weak-grpo"])}),
         ("GRPO keeps calling because its R_fmt pays for it: with accuracy as the only reward, kappa in the last quarter is at most half of GRPO's",
          ("grpo", "acc-only"), lambda r: 0.5 * late(r["grpo"]) - late(r["acc-only"]), lambda r: {"GRPO": late(r["grpo"]), "accuracy only": late(r["acc-only"])}),
-        ("`--preset best` has f_tau of at least 0.9 and kappa of at least 1 in the last quarter", ("best",),
-         lambda r: min(r["best"]["train"]["f_tau"]["last"] - 0.9, late(r["best"]) - 1),
-         lambda r: {"f_tau": r["best"]["train"]["f_tau"]["last"], "kappa": late(r["best"])}),
-        ("`--preset best` is more accurate than the paper's full method, averaged over K", ("best", "para"),
-         lambda r: accuracy(r["best"]) - accuracy(r["para"]), lambda r: {"best": accuracy(r["best"]), "PARA-GRPO": accuracy(r["para"])}),
-        ("`--preset best` is most accurate, averaged over K, against SFT, GRPO, anchoring alone and gating alone", ("best", "sft", "grpo", "anchoring", "gating"),
-         lambda r: accuracy(r["best"]) - max(others(r), accuracy(r["sft"])), lambda r: {"best": accuracy(r["best"]), "best other": max(others(r), accuracy(r["sft"]))}),
         ("structural credit is what brings format: mean f_tau above that of credit on the whole sequence", ("para", "whole"),
          lambda r: f(r["para"]) - f(r["whole"]), lambda r: {"structural": f(r["para"]), "whole sequence": f(r["whole"])}),
     ]

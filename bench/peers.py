@@ -68,7 +68,7 @@ def train_trl(args):
     for i in range(args.images):
         content += [{"type": "text", "text": f"<{i}.0 seconds>"}, {"type": "image"}]
     content.append({"type": "text", "text": args.filler})
-    row = {"prompt": [{"role": "user", "content": content}], "images": images}
+    row = {"prompt": [{"role": "user", "content": content}], "images": images}  # every step's
     seen = {}  # numbers of the step that runs
 
     class Waiting(GRPOTrainer):
@@ -182,7 +182,7 @@ def our_step(args):
         vision.cache.clear()  # a new prompt every step, as in training
         grpo.update(policy, None, vision, optimizer, [tree], tokens, codec, settings, world, device)
         clock.append(time.perf_counter())
-        engine.wake(model.full_weights(policy))
+        engine.wake(model.full_weights(policy))  # TRL's generate has them already
         clock.append(time.perf_counter())
         return {"step_s": clock[3] - clock[0], "generate_s": clock[1] - clock[0],
                 "update_s": clock[2] - clock[1], "tokens": tokens,
@@ -197,6 +197,7 @@ def compare_trainers(args):
     for name in ("ckpt", "filler", "images", "prompt", "response", "group", "repeats"):
         words += [f"--{name}", str(getattr(args, name))]
     step = our_step(args)
+    # Its start-up shares the cores with our first round, which is dropped.
     trl = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     rows = {"trl": [], "ours": []}
     for repeat in range(args.repeats + 1):

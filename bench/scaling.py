@@ -53,9 +53,11 @@ def update_work(ckpt, frames, text, group, response=100):
     policy = model.load_sharded(ckpt, codec, device)
     optimizer = model.adamw(model.trained_parameters(policy), 1e-6, 0.999, device)
     rng = np.random.default_rng(0)
-    stills, items, ids = still_frames(frames, 224), [], rng.integers(0, 256, text).tolist()
+    stills = still_frames(frames, 224)  # 49 tokens each
+    items = []
+    ids = rng.integers(0, 256, text).tolist()
     vision = model.VisionFeatures(policy.hf.model.visual, codec, lambda spec: stills)
-    if frames:
+    if frames:  # placeholders, one a vision token; then the text
         items = [model.vision_item({"video": "stills"}, stills)]
         ids = [codec.image_pad] * (frames * model.tokens_per_item(codec, items[0])) + ids
     branches = []
@@ -133,7 +135,7 @@ def sft_seconds(args, ranks):
                    env={**os.environ, "OMP_NUM_THREADS": "1"})
     with open(os.path.join(out, "log.jsonl")) as f:
         rows = [json.loads(line) for line in f]
-    return statistics.median(row["step_s"] for row in rows[2:])
+    return statistics.median(row["step_s"] for row in rows[2:])  # two warm up
 
 
 # ------------------------------------------------------------------------------------------------
@@ -208,7 +210,8 @@ def reading(axis, values, seconds):
 
 def table(axis, rows):
     """{value: point} -> (exponent, lines of Markdown)."""
-    values, seconds = list(rows), [row["seconds"] for row in rows.values()]
+    values = list(rows)
+    seconds = [row["seconds"] for row in rows.values()]
     slope = exponent(values, seconds)
     memory = ["-" if row["mib"] is None else f"{row['mib']:.0f}" for row in rows.values()]
     cells = [[axis, *map(str, values)], ["---"] * (len(values) + 1),

@@ -26,7 +26,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 def look(root):
     """Process id -> {pid: (name, resident MiB, open files)} of it and all that descend from it:
     torchrun's ranks have sessions of their own."""
-    parents, found = {}, {}
+    parents, found = {}, {}  # parents: pid -> pid, of all processes there are
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         try:
             with open(f"/proc/{pid}/stat") as f:
@@ -83,7 +83,7 @@ def growth(name, points, steps):
     later = np.array([p for p in points if steps // 4 <= p[0] < steps])  # [n, 3]
     if len(later) < 10 or later[-1, 0] - later[0, 0] < steps / 4:
         return None
-    half = later[len(later) // 2:]
+    half = later[len(later) // 2:]  # growth that ends has a smaller slope here
     slopes = [100 * np.polyfit(part[:, 0], part[:, 1], 1)[0] for part in (later, half)]
     return {"name": name, "mib": round(later[-1, 1], 1),
             "mib_per_100_steps": round(slopes[0], 2),

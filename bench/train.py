@@ -48,7 +48,7 @@ def group_trees(codec, rng, prompt, response, group):
     quarters of the prompt are frames."""
     ids, vision = prompt_of(codec, rng, prompt * 3 // 4, prompt - prompt * 3 // 4)
     branches = [model.Span(rng.integers(0, 256, response).tolist(), [1] * response)
-                for _ in range(group)]
+                for _ in range(group)]  # mask 1: every token is trained
     plain = [model.Tree(model.Span(ids + b.ids, [0] * prompt + b.mask), vision) for b in branches]
     return model.Tree(model.Span(ids, [0] * prompt), vision, branches), plain
 
@@ -86,12 +86,13 @@ def padded_backward(policy, codec, vision, trees):
     seen = ids == codec.image_pad
     embeds, levels = policy.embed(ids, seen, features)  # [B, L, H]
     text = policy.hf.model.language_model
+    # Its own attention: ours knows packs, no padding.
     ours, text.config._attn_implementation = text.config._attn_implementation, "sdpa"
     hidden = text(inputs_embeds=embeds, position_ids=positions, attention_mask=attention,
                   use_cache=False, visual_pos_masks=seen, deepstack_visual_embeds=levels)
     text.config._attn_implementation = ours
     logits = policy.hf.lm_head(hidden.last_hidden_state[:, :-1])  # [B, L - 1, vocab], with padding
-    logits[..., list(codec.banned)] -= 100.0
+    logits[..., list(codec.banned)] -= 100.0  # as in our distribution
     losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(),
                                                reduction="none")
     (losses * trained[:, 1:].flatten()).sum().backward()
@@ -102,7 +103,7 @@ def compare(sides, parameters, repeats):
     leave different gradients."""
     seconds, norms = {name: [] for name in sides}, {}
     for repeat in range(repeats + 1):  # the first round warms up
-        for name in list(sides)[:: 1 if repeat % 2 else -1]:
+        for name in list(sides)[:: 1 if repeat % 2 else -1]:  # who goes first alternates
             for p in parameters:
                 p.grad = None
             function, *arguments = sides[name]

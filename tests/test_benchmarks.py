@@ -1,5 +1,5 @@
 """
-Tests of the benchmark readers of eval.py: python -m pytest tests/test_benchmarks.py -q
+Tests of bench/benchmarks.py: python -m pytest tests/test_benchmarks.py -q
 
 Each split is built in its publisher's layout, with words of our own and the quirks that the real files have, and read item by item.
 """
@@ -8,9 +8,9 @@ import os
 
 import pytest
 
-import eval as evaluation
 import model
 import rollout
+from bench import benchmarks
 
 
 def put(root, path, content=""):
@@ -28,7 +28,7 @@ def put(root, path, content=""):
 
 
 def read(name, root):
-    tasks, notes = evaluation.read_split(name, str(root))
+    tasks, notes = benchmarks.read_split(name, str(root))
     return {t["id"]: t for t in tasks}, notes
 
 
@@ -151,7 +151,7 @@ def test_mmvu(tmp_path):
                                      "options": ["Cubism", "Baroque", "Pop", "Dada", "None"], "answer": "E",
                                      "tags": {"kind": "multiple-choice", "discipline": "Humanities and Social Science", "subject": "Art"}}
     assert tasks["validation_1"]["type"] == "open" and tasks["validation_1"]["options"] is None and tasks["validation_1"]["answer"] == "Bubble sort"
-    assert tasks["validation_1"]["tags"]["discipline"] == "Engineering" and notes["no video"] == 1 and len(evaluation.mmvu_disciplines()) == 27
+    assert tasks["validation_1"]["tags"]["discipline"] == "Engineering" and notes["no video"] == 1 and len(benchmarks.mmvu_disciplines()) == 27
 
 
 def test_charades_as_text_and_as_half_precision(tmp_path):
@@ -185,7 +185,7 @@ def test_labels_go_only_where_every_option_has_its_own(options, bare):
 
 @pytest.mark.parametrize("answer, letter", [("B", "B"), ("b", "B"), ("(B)", "B"), ("B.", "B"), ("two", "B"), ("A", "A"), ("E", ""), ("three", "C"), ("thr", "")])
 def test_the_gold_letter_comes_from_a_letter_a_label_or_a_text(answer, letter):
-    assert rollout.answer_letter(answer, ["one", "two", "three", "three"]) == letter
+    assert benchmarks.answer_letter(answer, ["one", "two", "three", "three"]) == letter
 
 
 @pytest.mark.parametrize("name, files, why", [
@@ -201,7 +201,7 @@ def test_a_wrong_folder_is_one_line_that_says_what_was_expected(name, files, why
     for path, content in files.items():
         put(tmp_path, path, content)
     with pytest.raises(model.UserError) as error:
-        evaluation.read_split(name, str(tmp_path))
+        benchmarks.read_split(name, str(tmp_path))
     assert why in str(error.value) and "\n" not in str(error.value)
 
 
@@ -209,9 +209,9 @@ def test_a_broken_parquet_and_a_missing_folder_are_named(tmp_path):
     pytest.importorskip("pyarrow", reason="pyarrow is not installed (requirements-cpu.txt brings it)")
     (tmp_path / "train-0.parquet").write_bytes(b"PAR1 but not really")
     with pytest.raises(model.UserError, match="train-0.parquet: not readable"):
-        evaluation.read_split("lvbench", str(tmp_path))
+        benchmarks.read_split("lvbench", str(tmp_path))
     with pytest.raises(model.UserError, match="no such folder"):
-        evaluation.read_split("lvbench", str(tmp_path / "none"))
+        benchmarks.read_split("lvbench", str(tmp_path / "none"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -224,14 +224,14 @@ SRT = "\ufeff1\r\n00:00:05,000 --> 00:00:07,500\r\n<font color=\"white\">Two\r\n
 
 def test_srt_is_read_in_time_order_without_formatting(tmp_path):
     (tmp_path / "a.srt").write_bytes(SRT.encode())
-    assert rollout.read_subtitles(str(tmp_path / "a.srt")) == [(1.0, 2.0, "First one"), (5.0, 7.5, "Two lines"), (7.5, 3600.25, "Last")]
+    assert benchmarks.read_subtitles(str(tmp_path / "a.srt")) == [(1.0, 2.0, "First one"), (5.0, 7.5, "Two lines"), (7.5, 3600.25, "Last")]
 
 
 def test_longvideobench_subtitles_come_in_two_forms_and_count_from_elsewhere(tmp_path):
     put(tmp_path, "a.json", [{"timestamp": [12.5, 14.0], "text": "Hello"}, {"timestamp": [15.0, None], "text": "open"}, {"timestamp": [16.0, 17.0], "text": "end"}])
     put(tmp_path, "b.json", [{"start": "00:00:12.500", "end": "00:00:14.000", "line": "Hello"}])
-    assert rollout.read_subtitles(str(tmp_path / "a.json"), 12.5) == [(0.0, 1.5, "Hello"), (2.5, 3.5, "open"), (3.5, 4.5, "end")]
-    assert rollout.read_subtitles(str(tmp_path / "b.json"), 12.5) == [(0.0, 1.5, "Hello")]
+    assert benchmarks.read_subtitles(str(tmp_path / "a.json"), 12.5) == [(0.0, 1.5, "Hello"), (2.5, 3.5, "open"), (3.5, 4.5, "end")]
+    assert benchmarks.read_subtitles(str(tmp_path / "b.json"), 12.5) == [(0.0, 1.5, "Hello")]
 
 
 @pytest.mark.parametrize("name, text", [("a.json", "{broken"), ("a.json", '[{"x": 1}]'), ("a.json", '{"a": 1}'), ("none.srt", None)])
@@ -239,11 +239,11 @@ def test_unreadable_subtitles_are_named(tmp_path, name, text):
     if text is not None:
         (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=f"{name}: unreadable subtitles"):
-        rollout.read_subtitles(str(tmp_path / name))
+        benchmarks.read_subtitles(str(tmp_path / name))
 
 
 def test_aligned_lines_are_those_spoken_at_a_frame():
     lines = [(0.0, 1.0, "a"), (2.0, 3.0, "b"), (3.0, 4.0, "b"), (5.0, 6.0, "c"), (7.0, 7.5, ""), (8.0, 9.0, "b")]
-    assert rollout.subtitle_text(lines) == "a\nb\nc\nb"  # a line repeated at once is shown once
-    assert rollout.subtitle_text(lines, [1.0, 2.5, 5.5, 8.1]) == "a\nb\nc\nb" and rollout.subtitle_text(lines, [2.0, 3.0]) == "b"  # ends count
-    assert rollout.subtitle_text(lines, [1.5, 4.5]) == "" and rollout.subtitle_text([], None) == ""
+    assert benchmarks.subtitle_text(lines) == "a\nb\nc\nb"  # a line repeated at once is shown once
+    assert benchmarks.subtitle_text(lines, [1.0, 2.5, 5.5, 8.1]) == "a\nb\nc\nb" and benchmarks.subtitle_text(lines, [2.0, 3.0]) == "b"  # ends count
+    assert benchmarks.subtitle_text(lines, [1.5, 4.5]) == "" and benchmarks.subtitle_text([], None) == ""

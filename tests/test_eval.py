@@ -15,6 +15,7 @@ import eval as evaluation
 import model
 import rewards
 import rollout
+from bench import systems
 
 CALL = '<tool_call>{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 8}}</tool_call>'
 
@@ -74,7 +75,7 @@ def world(toy, tmp_path, codec, monkeypatch, capsys):
         data.write_text("".join(json.dumps(r) + "\n" for r in rows))
         made = []
 
-        def make_engine(kind, ckpt, codec_, args, *more, **kw):
+        def make_engine(ckpt, codec_, args, *more, **kw):
             made.append(SimpleNamespace(engine=Scripted(codec_, say), args=args))
             return made[-1].engine
 
@@ -254,11 +255,11 @@ def test_headlines_of_the_benchmarks():
 # Grading
 
 
-def episode(*turns, task=ROWS[0], status="ok"):
-    return {"status": status, "turns": list(turns), "task": task}
+def episode(*turns, task=ROWS[0], status="ok", think_open=True):
+    return {"status": status, "turns": list(turns), "task": task, "think_open": think_open}
 
 
-@pytest.mark.parametrize("turns, think_prefix, score", [
+@pytest.mark.parametrize("turns, think_open, score", [
     (["I saw it.</think><answer>red</answer>"], True, 1.0),
     (["I saw it.</think>red"], True, 1.0),  # evaluation asks what was said, with the tag or without
     (["I saw it.</think>blue"], True, 0.0),
@@ -268,28 +269,28 @@ def episode(*turns, task=ROWS[0], status="ok"):
     (["x</think><answer>red</answer>", "y</think><answer>blue</answer>"], True, 0.0),  # the last turn counts
     ([], True, 0.0),
 ])  # fmt: skip
-def test_the_last_answer_or_the_text_after_the_thought_is_graded(turns, think_prefix, score):
-    assert evaluation.grade(episode(*turns), think_prefix)["score"] == score
+def test_the_last_answer_or_the_text_after_the_thought_is_graded(turns, think_open, score):
+    assert evaluation.grade(episode(*turns, think_open=think_open))["score"] == score
 
 
 @pytest.mark.parametrize("status", ["video_error", "context", "engine_error"])
 def test_an_episode_that_did_not_finish_scores_nothing(status):
-    assert evaluation.grade(episode(answer("red"), status=status), True)["score"] == 0.0
+    assert evaluation.grade(episode(answer("red"), status=status))["score"] == 0.0
 
 
 @pytest.mark.parametrize("text", ["A. The answer is B, or option C", "I think so", "A man is running so B", "the", "(E) dog", "error: A"])
 def test_extraction_does_not_depend_on_the_gold_answer(text):
     """At most one gold letter can be right for one and the same text."""
     options = ["a", "b", "c", "d", "e"]
-    scores = [evaluation.grade(episode(answer(text), task=row("x", type="mcq", options=options, answer=gold)), True)["score"] for gold in "ABCDE"]
+    scores = [evaluation.grade(episode(answer(text), task=row("x", type="mcq", options=options, answer=gold)))["score"] for gold in "ABCDE"]
     assert sum(scores) <= 1
 
 
 def test_open_answers_are_matched_and_not_scored_by_overlap():
     """Token F1 is a training reward; a benchmark asks for the answer."""
     task = row("x", answer="red, blue")
-    assert evaluation.grade(episode(answer("red, blue"), task=task), True)["score"] == 1.0
-    assert evaluation.grade(episode(answer("red, green"), task=task), True)["score"] == 0.0 < rewards.accuracy("red, green", "open", "red, blue")
+    assert evaluation.grade(episode(answer("red, blue"), task=task))["score"] == 1.0
+    assert evaluation.grade(episode(answer("red, green"), task=task))["score"] == 0.0 < rewards.accuracy("red, green", "open", "red, blue")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -361,7 +362,7 @@ def test_records_of_another_checkpoint_are_refused(world, toy, tmp_path):
 
 def test_how_fast_it_runs_does_not_make_it_another_run(world):
     assert world(rows=ROWS[:1]).code == 0
-    assert world("--max-seqs", 2, "--decode-threads", 1, rows=ROWS[:1]).code == 0
+    assert world("--max-seqs", 2, rows=ROWS[:1]).code == 0
 
 
 @pytest.mark.parametrize("live, most", [(0, 6), (1, 1), (2, 2)])
@@ -509,7 +510,12 @@ def test_the_judge_decides_open_answers_and_never_in_silence(world, monkeypatch)
             row("letter", type="mcq", options=["cat", "dog"], answer="A"), row("silent")]
     said = {"right": "red", "same": "bright red", "other": "green", "dead": "gone", "vague": "hmm", "letter": "B", "silent": ""}
     judge, made = Judge({"bright red": "Yes.", "green": "no", "hmm": "perhaps"}), []
-    monkeypatch.setattr(rollout, "OpenAIEngine", lambda *given: made.append(given) or judge)
+
+    def engine(base_url, model_name, **more):
+        made.append((base_url, model_name, *more.values()))
+        return judge
+
+    monkeypatch.setattr(systems, "OpenAIEngine", engine)
     flags = ("--judge-url", "http://127.0.0.1:9/v1", "--judge-model", "j", "--judge-key-env", "JUDGE_KEY", "--workers", 3, "--retries", 2, "--request-timeout", 9)
 
     def say(request):
@@ -543,7 +549,7 @@ def test_the_judge_decides_open_answers_and_never_in_silence(world, monkeypatch)
     ((), ("--ckpt",), "--ckpt"), ((), ("--data",), "--data"), (("--engine", "openai"), (), "--base-url"), (("--frames", 0), (), "positive"),
     (("--ckpt", "/no/such"), (), "no config.json"), (("--data", "/no/such"), (), "No such file"), (("--tools", "maybe"), (), "invalid choice"),
     (("--context", 60), (), "too small"), (("--compare", "/no/such"), (), "summary.json"), (("--out", "/proc/no"), (), "output folder"),
-    (("--decode-threads", 0), (), "--decode-threads"), (("--limit", -1), (), "--limit"), (("--live", -1), (), "--live"),
+    (("--limit", -1), (), "--limit"), (("--live", -1), (), "--live"),
     (("--samples", 2), (), "--temperature"), (("--samples", 0), (), "--samples"), (("--shard", "2/2"), (), "expected I/N"), (("--shard", "x"), (), "I/N"),
     (("--bench", "videomme"), ("--data",), "--root"), (("--bench", "nobench"), ("--data",), "invalid choice"), (("--bench", "mlvu", "--root", "/x"), (), "no --data"),
     (("--bench", "mlvu", "--root", "/no/such"), ("--data",), "no such folder"), (("--bench", "mlvu", "lvbench", "--root", "a", "b", "c"), ("--data",), "--root"),
@@ -562,8 +568,8 @@ def test_bad_input_is_one_line_and_exit_code_2(flags, drop, why, world):
 
 
 def test_command_line_runs_on_the_toy_world(toy, tmp_path):
-    done = run_script("eval.py", "--preset", "toy", "--engine", "transformers", "--ckpt", toy / "init", "--data", toy / "eval.jsonl", "--frames", 4,
-                      "--max-new-tokens", 16, "--limit", 3, "--out", tmp_path / "out")
+    done = run_script("eval.py", "--preset", "toy", "--ckpt", toy / "init", "--data", toy / "eval.jsonl", "--frames", 4,
+                      "--max-new-tokens", 16, "--limit", 3, "--out", tmp_path / "out", reference=True)
     assert done.returncode == 0, done.stderr
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["results"][0]["n"] == 3 and summary["checkpoint"] == str(toy / "init") and done.stdout.startswith(f"{'K':>6} tools")
@@ -573,7 +579,7 @@ def test_a_rank_without_work_builds_its_engine_with_the_others(toy, tmp_path):
     """Building vLLM is collective: one task on two ranks, and a run where one rank's item is missing, both end."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
     words = ["eval.py", "--preset", "toy", "--ckpt", toy / "init", "--data", toy / "eval.jsonl", "--frames", 4, "--tools", "off", "--max-new-tokens", 4,
-             "--engine", "vllm", "--max-seqs", 4, "--quiet", "--out", tmp_path / "out"]
+             "--max-seqs", 4, "--quiet", "--out", tmp_path / "out"]
     done = run_script(*words, "--limit", 1, ranks=2, timeout=180)
     assert done.returncode == 0, done.stderr[-2000:]
     (tmp_path / "out" / "records.rank0.jsonl").write_text("")

@@ -9,6 +9,7 @@ import os
 import random
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ import eval as evaluation
 import model
 import rollout
 import video
+from bench import benchmarks, systems
 
 CALL = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 8, "end_time": 16}}\n</tool_call>'
 REAL = ["I need a closer look.\n</think>\n" + CALL, "Two parts.\n</think>\n" + CALL + "\n" + CALL.replace("8,", "24,").replace("16", "32"),
@@ -122,7 +124,7 @@ def test_no_text_breaks_another_systems_protocol(protocol, toy, source, monkeypa
     def say():
         return "".join(rng.choice((mutated(rng)[:300], rng.choice(pieces))) for _ in range(rng.randrange(4)))
 
-    for episode in rollout.run(Talker(say), [task], agent, None, source, 4, group=300, protocol=evaluation.make_protocol(args)[0]):
+    for episode in rollout.run(Talker(say), [task], agent, None, source, 4, group=300, protocol=systems.make_protocol(args)[0]):
         assert episode.status == "ok" and len(episode.turns) <= 3
         evaluation.record_of(episode, "d", 4, "on", args)
 
@@ -216,12 +218,12 @@ def test_subtitles_outside_the_folder_are_not_read(tmp_path, path):
     root = tmp_path / "root"
     root.mkdir()
     (root / "link.srt").symlink_to(tmp_path / "secret.srt")
-    source = rollout.Source(str(root), video.FrameCache())
     with pytest.raises(video.VideoError, match="outside"):
-        source.subtitles({"subtitles": path})
+        benchmarks.task_subtitles({"subtitles": path}, [0.0], str(root), "full")
 
 
 def test_a_broken_subtitle_file_is_a_counted_outcome(toy, source, codec):
     task = {**rollout.read_tasks(str(toy / "rl.jsonl"))[0], "subtitles": "rl.jsonl"}
-    (episode,) = rollout.run(Talker(lambda: "x"), [{**task, "subtitles": "none.srt"}], rollout.Agent(subtitles="full"), None, source, 4)
+    source.subtitles = partial(benchmarks.task_subtitles, root=source.root, which="full")
+    (episode,) = rollout.run(Talker(lambda: "x"), [{**task, "subtitles": "none.srt"}], rollout.Agent(), None, source, 4)
     assert episode.status == "video_error" and "none.srt: unreadable subtitles" in episode.error

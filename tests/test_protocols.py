@@ -1,5 +1,5 @@
 """
-Tests of eval.py's protocols: python -m pytest tests/test_protocols.py -q
+Tests of bench/systems.py: python -m pytest tests/test_protocols.py -q
 
 Each system of the paper's table is played by a script: what it is shown, how its calls are read, what it gets back, when it has to
 answer, what is graded. With ids (the engines of this project) and without (an endpoint that takes messages).
@@ -12,6 +12,7 @@ import pytest
 import eval as evaluation
 import model
 import rollout
+from bench import systems
 
 TASK = {"id": "q", "video": "videos/eval-0000.mp4", "question": "Which {colour} is first?", "options": ["red", "blue"], "answer": "B", "type": "mcq"}
 SPAN = {"id": "s", "video": "videos/eval-0000.mp4", "question": "When is it red?", "options": None, "answer": [8, 16], "type": "grounding"}
@@ -55,7 +56,7 @@ def play(toy, source, codec, monkeypatch):
         agent, _ = rollout.agent_settings(args, str(toy / "eval.jsonl"))
         agent.tools = modes == ["on"]
         source.min_pixels, source.max_pixels = args.min_pixels, args.max_pixels
-        protocol, digest = evaluation.make_protocol(args)
+        protocol, digest = systems.make_protocol(args)
         engine = Chat(codec if ids else None, *script)
         (episode,) = rollout.run(engine, [task], agent, codec if ids else None, source, args.frames[0], protocol=protocol)
         record = evaluation.record_of(episode, "d", args.frames[0], "on", args)
@@ -109,7 +110,7 @@ def test_native_and_uniform_settings_differ_and_yield_to_flags(monkeypatch):
     assert (uniform.frames, uniform.temperature, uniform.max_new_tokens, uniform.max_turns, uniform.crop_reply) == ([64], 0.0, 2048, 3, "frames")
     assert parsed("--protocol", "conan", "--frames", "8").frames == [8] and parsed("--protocol-set", "paper", "--stamps").stamps
     assert parsed("--protocol", "direct", "--protocol-set", "paper").tools == ["off"] and parsed().tools == ["on"]
-    for name in evaluation.protocols():
+    for name in systems.protocols():
         assert parsed("--protocol", name).protocol == name
 
 
@@ -176,7 +177,7 @@ def test_longvt_refuses_windows_beyond_the_video(play):
 
 def test_an_endpoint_sends_frames_in_a_tool_message_as_parts_of_one_user_turn(play):
     _, asked, _ = play("--protocol longvt --frames 4", "<think>x</think>" + CROP % (0, 2) + CROP % (5, 3), "<answer>B</answer>")
-    wire = rollout.OpenAIEngine("http://127.0.0.1:9", "m").wire(asked[1])
+    wire = systems.OpenAIEngine("http://127.0.0.1:9", "m").wire(asked[1])
     assert [m["role"] for m in wire] == ["user", "assistant", "user"]
     parts = wire[-1]["content"]
     assert parts[0] == {"type": "text", "text": "<tool_response>\n"} and sum(p["type"] == "image_url" for p in parts) == 2
@@ -266,10 +267,10 @@ def test_sage_is_told_what_was_wrong_and_asked_again(play, said, why):
     ('<json>\n{"final_answer": "A"}</json> no: <json>{"final_answer": "B"}</json>', "B"), ('<json>{"final_answer": "B"', None), ('{"a": {"final_answer": "B"}}', None),
     ('{"final_answer": null}', None), ('{"final_answer": ["B"]}', '["B"]'), ("[1]", None), ("", None)])
 def test_sage_replies_are_read_in_every_wrapping(text, final):
-    assert evaluation.sage_final([text]) == final
+    assert systems.sage_final([text]) == final
 
 
-@pytest.mark.parametrize("parse", [evaluation.parse_zoom, evaluation.parse_clips, evaluation.parse_sage])
+@pytest.mark.parametrize("parse", [systems.parse_zoom, systems.parse_clips, systems.parse_sage])
 @pytest.mark.parametrize("text", ["<clip>" * 30000, "<video_zoom>" * 30000 + "</video_zoom>", "<json>{" * 30000, '{"a":' * 50000, "[" * 100000, "</clip><clip>", "\0",
                                   '<video_zoom>{"segment": [NaN, Infinity], "fps": 1e999}</video_zoom>', '<clip>99999999999:1-2,-,--</clip>',
                                   '<json>{"recommended_tools": {"tool_calls": [{"name": {}, "arguments": {"timestamp_start": {}}}]}}</json>'])
@@ -282,7 +283,7 @@ def test_no_text_makes_a_parser_raise_or_hang(parse, text):
                                         ("sage", tool("unified_web_search", query="x")), ("longvt", "<think>x</think>" + CROP % (0, 2)), ("paravt", crops((0, 2)))])
 def test_an_agent_that_never_answers_is_stopped_after_its_rounds(play, name, call):
     episode, asked, record = play(f"--protocol {name} --frames 4", call)
-    rounds = evaluation.protocols()[name]["native"].get("max_turns", 3)
+    rounds = systems.protocols()[name].native.get("max_turns", 3)
     assert len([r for r in asked if r.id.count("/") == 3]) == rounds + 1 and record["score"] == 0.0 and episode.calls[-1]["status"] == "not_run"
 
 
@@ -302,11 +303,11 @@ def test_prompts_are_read_from_a_publishers_file_and_hashed(play, tmp_path, monk
     hashes = []
     for flags in ([], ["--prompt-file", f"{tmp_path}/driver.py:SYSTEM"]):
         monkeypatch.setattr(sys, "argv", ["eval.py", "--data", "d", "--ckpt", "c", *flags])
-        hashes.append(evaluation.make_protocol(evaluation.parse_args())[1])
+        hashes.append(systems.make_protocol(evaluation.parse_args())[1])
     assert len(set(hashes)) == 2
     for flags, why in (("driver.py:NONE", "sets no string NONE"), ("driver.py:OTHER", "driver.py:OTHER"), ("none.txt", "No such file")):
         with pytest.raises(model.UserError, match=why):
-            evaluation.read_prompts([f"{tmp_path}/{flags}"])
+            systems.read_prompts([f"{tmp_path}/{flags}"])
     monkeypatch.setattr(sys, "argv", ["eval.py", "--data", "d", "--ckpt", "c", "--protocol", "sage", "--prompt-file", f"{tmp_path}/user.txt"])
     with pytest.raises(model.UserError, match="takes 2: sage/prompts"):
-        evaluation.make_protocol(evaluation.parse_args())
+        systems.make_protocol(evaluation.parse_args())

@@ -22,13 +22,14 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, run_script
-from reference import ReferenceEngine, load_policy, make_engine
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from reference import ReferenceEngine, make_engine
 
 import model
 import rollout
 import video
+from bench import systems
 
 ANSWER = "I saw red.\n</think>\n<answer>red</answer>"
 
@@ -1010,12 +1011,12 @@ class Server:
 @pytest.fixture
 def no_pause(monkeypatch):
     pauses = []
-    monkeypatch.setattr(rollout.time, "sleep", pauses.append)
+    monkeypatch.setattr(systems.time, "sleep", pauses.append)
     return pauses
 
 
 def ask(server, tasks, source, agent=AGENT, **more):
-    engine = rollout.OpenAIEngine(server.url, "some-model", **more)
+    engine = systems.OpenAIEngine(server.url, "some-model", **more)
     engine.codec = None
     try:
         return play_one(engine, tasks, source, agent)

@@ -15,6 +15,7 @@ from conftest import ROOT, run_script
 
 import model
 import rollout
+from bench import systems
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def server(toy, tmp_path_factory):
 
 def test_the_server_reads_the_very_prompt_that_a_policy_is_trained_on(server, toy, codec, source):
     """Frames, times, tool schema and forced start of the thought, over the wire: the same ids as rollout.py gives its own engines."""
-    engine = rollout.OpenAIEngine(server, "toy", prefill=True)
+    engine = systems.OpenAIEngine(server, "toy", prefill=True)
     for task in rollout.read_tasks(str(toy / "eval.jsonl"))[:2]:
         spec = {"video": task["video"], "frames": 4}
         frames, messages = source.load(spec), rollout.main_messages(task, 4)

@@ -59,14 +59,14 @@ class Drawn(rollout.Source):
         return float(len(self.root[spec["video"]]))
 
     def load(self, spec):
-        images = self.root[spec["video"]]
+        images = self.root[spec["video"]]  # [T, H, W, 3]
         starts = np.arange(len(images), dtype=float)  # [T] seconds
         if "frames" in spec:
-            at = video.overview_indices(starts, self.duration(spec), spec["frames"])
+            at = video.overview_indices(starts, self.duration(spec), spec["frames"])  # [K]
         else:
             at = video.crop_indices(starts, self.duration(spec), spec["start"], spec["end"],
                                     spec.get("num_frames"), spec["fps"], spec["max_frames"])
-        keys = [f"{spec['video']}@{i}" for i in at]
+        keys = [f"{spec['video']}@{i}" for i in at]  # the same frame in two looks: the same key
         return video.Frames(images[at], starts[at], "/".join(keys), keys)
 
 
@@ -127,17 +127,17 @@ def make_trees(codec, tasks, source):
     texts = ("<think>\nI saw red.\n</think>\n<answer>red, blue</answer>",
              "<think>\nHm.\n</think>\n<answer>white</answer>",
              "<think>\nI need a closer look.\n</think>\n" + toy.call_text(0, 8),
-             "<think>\nI saw")
+             "<think>\nI saw")  # cut off, as at a limit of tokens
     trees = []
     for n, task in enumerate(tasks):
-        spec = {"video": task["video"], "frames": 8 * (1 + n % 2)}
+        spec = {"video": task["video"], "frames": 8 * (1 + n % 2)}  # trees of two sizes in a pack
         item = model.vision_item(spec, source.load(spec))
         messages = rollout.main_messages(task, spec["frames"])
         prompt, _, _ = model.encode_prompt(codec, messages, [item], rollout.tool_schema())
         branches = []
         for i, text in enumerate(texts):
             ids = model.encode(codec, text) + [codec.eos]
-            advantage = [(-1.0) ** i] * len(ids)
+            advantage = [(-1.0) ** i] * len(ids)  # a sum of zero, as group advantages have
             branches.append(model.Span(ids, [1] * len(ids), {"advantage": advantage}))
         trees.append(model.Tree(untrained(prompt), [item], branches))
     return trees
@@ -155,6 +155,7 @@ def alone(trees):
     for tree in trees:
         prompt = tree.prefix
         for branch in tree.branches:
+            # The sampler's log-probs come later, and to the branches alone.
             values = {name: prompt.values[name] + of for name, of in branch.values.items()}
             span = model.Span(prompt.ids + branch.ids, prompt.mask + branch.mask, values)
             out.append(model.Tree(span, tree.vision))
@@ -191,16 +192,17 @@ def compare(table, what, found, wanted, bounds):
 
 def check_forms(table, name, policy, vision, codec, trees, wanted, bounds):
     """Packed, shared-prefix and chunked forms of the same sequences."""
-    plain, shared = model.pack_trees(codec, alone(trees)), model.pack_trees(codec, trees)
+    plain = model.pack_trees(codec, alone(trees))
+    shared = model.pack_trees(codec, trees)
     compare(table, f"{name} packed", measure(policy, vision, [plain]), wanted, bounds)
     compare(table, f"{name} shared prefix", measure(policy, vision, [shared]), wanted, bounds)
-    chunked = measure(policy, vision, [shared], chunk=7)
+    chunked = measure(policy, vision, [shared], chunk=7)  # the last chunk is ragged
     compare(table, f"{name} vocabulary in chunks of 7", chunked, wanted, bounds)
 
 
 def check_forwards(table, ckpt, codec, trees, source, gpu):
-    cpu = torch.device("cpu")
-    policy = model.load_sharded(ckpt, codec, cpu)
+    # The oracle: fp32, and nothing of the packing's, one forward a sequence.
+    policy = model.load_sharded(ckpt, codec, torch.device("cpu"))
     vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
     wanted = measure(policy, vision, [model.pack_trees(codec, [tree]) for tree in alone(trees)])
     check_forms(table, "CPU fp32", policy, vision, codec, trees, wanted, FP32)
@@ -216,7 +218,7 @@ def check_forwards(table, ckpt, codec, trees, source, gpu):
     if not gpu:
         table.skip("GPU attention kernels (flex, flash)", "no GPU on this machine")
         return
-    policy = model.load_sharded(ckpt, codec, torch.device("cuda", 0))
+    policy = model.load_sharded(ckpt, codec, torch.device("cuda", 0))  # computes in bf16
     vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
     with mock.patch.object(model, "attention_plan", flex_plan):
         check_forms(table, "GPU bf16 flex", policy, vision, codec, trees, wanted, BF16)
@@ -299,7 +301,7 @@ def check_rollouts(table, ckpt, codec, tasks, source, device):
     policy = model.load_sharded(ckpt, codec, device)
     vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
 
-    list(rollout.run(engine, tasks[:1], agent, codec, source, 8, step=99))  # warm-up
+    list(rollout.run(engine, tasks[:1], agent, codec, source, 8, step=99))  # compiles, allocates
     began = time.time()
     episodes = list(rollout.run(engine, tasks, agent, codec, source, 8, group=8))
     seconds = time.time() - began
@@ -318,6 +320,7 @@ def check_rollouts(table, ckpt, codec, tasks, source, device):
     began = time.time()
     engine.wake(model.full_weights(policy, model.compute_dtype(device)))
     table.add(f"{name}: seconds of wake and sync", time.time() - began)
+    # Another step: other seeds, and no prefix that an engine with stale caches would still hold.
     episodes = list(rollout.run(engine, tasks, agent, codec, source, 8, group=8, step=1))
     table.add(f"{name}: gap after new weights", gap(policy, vision, codec, episodes), bound,
               "nats, mean")
@@ -356,6 +359,7 @@ def seconds_of(function, device, repeats):
 def ceiling(device):
     """FLOP/s of a large matrix product: bf16 on a GPU, fp32 on CPU."""
     size = 8192 if device.type == "cuda" else 1024
+    # As wide as a real layer's, so that launches do not count.
     a = torch.randn(size, size, device=device, dtype=model.compute_dtype(device))
     return 2 * size**3 / seconds_of(lambda: a @ a, device, 20)
 
@@ -375,6 +379,7 @@ def training_flops(text, layers, tokens, trained, pairs):
     weight of the head and trained token, 12 a visible (query, key) pair, head dimension and layer.
     What recomputation does again does not count, nor a shared prompt twice."""
     weights = layers * tokens + text.vocab_size * text.hidden_size * trained
+    # 12: two products forward (scores, values), four backward, 2 FLOPs a multiply-add.
     width = text.num_attention_heads * text.head_dim * text.num_hidden_layers
     return 6 * weights + 12 * pairs * width
 
@@ -408,7 +413,7 @@ def check_geometry(table, name, config, codec, device, top, chats=8, length=4096
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     layers, text = plan.parameter_counts(config)["layers"], config.text_config
-    with device:
+    with device:  # in fp32, where it is to be: no copy in host memory
         hf = Qwen3VLForConditionalGeneration(config)
     policy = model.shard(model.as_policy(hf, codec, device, "full"), device)
     optimizer = model.adamw(model.trained_parameters(policy), 1e-6, 0.999, device)
@@ -430,7 +435,7 @@ def check_geometry(table, name, config, codec, device, top, chats=8, length=4096
 
     trees = [random_group(prompt, response, group, rng) for _ in range(groups)]
     sampled = groups * group * response
-    settings = update_settings(pack_tokens=chats * length)
+    settings = update_settings(pack_tokens=chats * length)  # all groups in one pack
 
     def grpo_step():
         grpo.update(policy, None, None, optimizer, trees, sampled, codec, settings, 1, device)
@@ -476,7 +481,7 @@ def main():
         table.run(check_steps, ckpt, codec, trees, source, device)
         table.run(check_rollouts, ckpt, codec, tasks, source, device)
 
-        model.start_process_group()  # vLLM ends the whole process's when it is closed
+        model.start_process_group()  # vLLM has ended the whole process's when it was closed
         top = ceiling(device)
         table.add(f"{place(device)} matrix product: TFLOP/s, where MFU is 1", top / 1e12)
         if gpu:
@@ -485,6 +490,7 @@ def main():
                 table.run(check_geometry, size, config, codec, device, top)
         else:
             config = plan.read_config(ckpt)
+            # chats, length, groups, prompt, response, group
             table.run(check_geometry, "toy", config, codec, device, top, 4, 128, 1, 100, 20, 4)
     verdicts = {kind: [row["what"] for row in table.rows if row["verdict"] == kind]
                 for kind in ("FAIL", "skipped")}

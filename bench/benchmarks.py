@@ -1,0 +1,507 @@
+"""
+bench/benchmarks.py: benchmarks as their publishers ship them -> tasks, and what was published.
+
+A new benchmark is an entry of `splits` and a function that turns one published row into tasks; its
+column of the paper's Table 1, if it has one, goes into `paper_table`.
+
+Departs from the authors' evaluation, which misreads MLVU's letters and MMVU's open questions: here
+every published row becomes a task, and one whose video is not there, or whose answer is none of its
+options, counts as wrong.
+
+Reads a benchmark's folder: rows (parquet, JSON, JSONL, text), where its videos lie, subtitle files.
+Writes nothing; `python eval.py --bench mlvu --root MLVU_dev --prepare mlvu.jsonl` does.
+"""
+
+import glob
+import json
+import os
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import model
+import rewards
+import rollout
+import video
+
+# ------------------------------------------------------------------------------------------------
+# The splits
+
+
+def whole(record):
+    """A headline is the mean of its parts' means; this one has one part."""
+    return ""
+
+
+@dataclass
+class Split:
+    """One benchmark: where it lies below its root folder, how it is read, what its headline is."""
+
+    hub: str  # the data set it is published as
+    items: int  # as published
+    rows: tuple  # patterns of its row files, without ending; the first that matches is taken
+    needs: tuple  # columns that every row must have
+    read: callable  # (row, path of its file) -> iterator of tasks
+    videos: tuple  # folders that may hold its videos; "" is the root
+    subtitles: tuple = ()  # folders that may hold its subtitles; none where it has none
+    shown: str = "none"  # subtitles shown where --subtitles does not say
+    metric: str = "accuracy"  # what the headline is called
+    part: callable = whole  # record -> the part of the headline it is in, None = in none
+
+
+def splits():
+    """name -> Split, in the order of the tables' columns."""
+    videomme = Split(
+        hub="lmms-lab/Video-MME", items=2700, read=videomme_tasks,
+        rows=("videomme/test-*", "test-*", "test"),
+        needs=("question_id", "videoID", "question", "options", "answer"),
+        videos=("data", "videos", ""), subtitles=("subtitle", "subtitles"))
+    return {
+        "videomme": videomme,
+        # The same items with the lines that are spoken at the frames' times.
+        "videomme_wsub": replace(videomme, shown="aligned"),
+        "longvideobench": Split(
+            hub="longvideobench/LongVideoBench", items=1337, read=longvideobench_tasks,
+            rows=("lvb_val", "validation-*"),  # its test rows are published without answers
+            needs=("id", "video_path", "question", "correct_choice"),
+            videos=("videos", ""), subtitles=("subtitles", "")),
+        "lvbench": Split(
+            hub="lmms-lab/LVBench", items=1549, read=lvbench_tasks,
+            rows=("train-*", "video_info.meta"),  # the only split it has is called train
+            needs=("key", "type"), videos=("", "videos", "all_videos")),
+        "mlvu": Split(
+            hub="sy1998/MLVU_dev", items=2174, read=mlvu_tasks,
+            rows=("test-*", "json/[0-9]_*"),  # the Hub's parquet, or the first release
+            needs=("question", "candidates", "answer"), videos=("", "videos", "video"),
+            metric="M-Avg", part=mlvu_part),
+        "mmvu": Split(
+            hub="yale-nlp/MMVU", items=1000, read=mmvu_tasks,
+            rows=("validation", "validation-*"),
+            needs=("id", "video", "question_type", "question", "choices", "answer"),
+            videos=("", "videos"),
+            metric="accuracy, multiple choice", part=mmvu_part),
+        "charades": Split(
+            hub="lmms-lab/charades_sta", items=3720, read=charades_tasks,
+            rows=("charades_sta_test", "test-*"), needs=("video", "caption", "timestamp"),
+            videos=("Charades_v1_480", "Charades_v1", "videos", ""), metric="mIoU"),
+    }
+
+
+def headline(name):
+    """Name of a benchmark (None: no benchmark) -> (what its headline is called, Split.part)."""
+    if name is None:
+        return "accuracy", whole
+    return splits()[name].metric, splits()[name].part
+
+
+def paper_table():
+    """system -> {split: percent}: Table 1 of the paper (arXiv 2605.20342), its Charades-STA column
+    mIoU. None where it gives no number; a split it does not have is not in the rows."""
+    columns = ("videomme", "videomme_wsub", "longvideobench", "lvbench", "mlvu", "mmvu", "charades")
+    rows = {
+        "GPT-4o": (71.9, 77.2, 66.7, 34.7, 64.6, 66.7, None),
+        "Gemini 1.5 Pro": (75.0, 81.3, 64.4, 33.1, 74.3, 65.8, None),
+        "Qwen2.5-VL-7B": (55.7, 64.5, 46.4, 32.2, 47.8, 65.4, 31.6),
+        "Video-R1-7B": (57.6, 66.0, 57.4, 36.9, 61.6, 61.3, 25.4),
+        "VideoChat-R1-7B": (50.4, 58.2, 49.2, 23.8, 58.7, 65.0, 31.5),
+        "VideoRFT-7B": (58.5, 65.6, 55.1, 38.0, 44.9, 42.7, 18.7),
+        "Time-R1-7B": (58.9, 66.2, 56.0, 38.2, 60.5, 63.4, 34.7),
+        "ReWatch-R1-7B": (58.8, 65.0, 53.6, 38.5, 60.1, 59.8, 20.2),
+        "Video-Thinker-7B": (61.9, 65.3, 56.0, None, 65.2, 64.5, 29.0),
+        "Qwen3-VL-8B": (59.9, 68.4, 52.2, 33.1, 58.3, 68.0, 49.3),
+        "Conan-7B": (55.5, 62.8, 54.5, 38.2, 59.2, 64.0, 25.4),
+        "LongVT-RFT-7B": (59.5, 66.0, 54.7, 37.9, 59.4, 63.4, 23.4),
+        "SAGE-7B": (44.1, 52.4, 37.4, 31.8, 49.7, 55.7, 28.9),
+        "VideoZoomer-7B": (45.3, 48.3, 39.6, 22.9, 46.2, 61.6, None),
+        "ParaVT-8B": (62.1, 69.4, 60.4, 39.8, 65.0, 68.6, 50.1),
+    }
+    return {system: dict(zip(columns, values)) for system, values in rows.items()}
+
+
+def markdown_table(summaries):
+    """[(name, summary.json of an evaluation)] -> Markdown: ours in percent with intervals, then the
+    paper's rows, labelled."""
+    names = list(splits())
+    lines = [["system", *names]]
+    for system, summary in summaries:
+        results = summary["results"]
+        for k, mode in dict.fromkeys((row["K"], row["tools"]) for row in results):
+            rows = [row for row in results if (row["K"], row["tools"]) == (k, mode)]
+            cells = {row.get("bench"): measured(row) for row in rows}
+            head = f"{system}, K {k}, tools {mode} (measured)"
+            lines.append([head, *(cells.get(name, "-") for name in names)])
+    for system, row in paper_table().items():
+        shown = ["-" if row.get(name) is None else f"{row[name]:.1f}" for name in names]
+        lines.append([f"{system} (the paper's)", *shown])
+    head, *rows = [f"| {' | '.join(cells)} |" for cells in lines]
+    return "\n".join([head, "|---" * (len(names) + 1) + "|", *rows])
+
+
+def measured(row):
+    """Headline of a result, percent with its interval."""
+    if row["headline"] is None:
+        return "refused"
+    low, high = row["interval"]
+    return f"{100 * row['headline']:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
+
+
+# ------------------------------------------------------------------------------------------------
+# One row -> tasks. `complete` adds what they share: type mcq, bare options, the gold letter, paths.
+
+
+def videomme_tasks(row, path):
+    tags = ("duration", "domain", "sub_category", "task_type")
+    yield {
+        "id": row["question_id"],
+        "video": row["videoID"] + ".mp4",  # or .MP4, .mkv: see locate
+        "question": row["question"],
+        "options": row["options"],  # labelled, "A. .."
+        "answer": row["answer"],  # a letter
+        "subtitles": row["videoID"] + ".srt",  # not every video has them
+        "tags": {name: row.get(name) for name in tags},
+    }
+
+
+def longvideobench_tasks(row, path):
+    # `candidates` in the JSON; in the parquet option0 to option4, padded with "N/A" or nothing.
+    given = row.get("candidates") or [row.get(f"option{i}") for i in range(5)]
+    # A pad is left out wherever it stands, so the published index is looked up among those kept.
+    kept = [i for i, text in enumerate(given) if text not in (None, "", "N/A")]
+    right = row["correct_choice"]
+    tags = ("duration_group", "question_category", "topic_category")
+    yield {
+        "id": row["id"],
+        "video": row["video_path"],
+        "question": row["question"],
+        "options": [given[i] for i in kept],
+        "answer": rollout.letters()[kept.index(right)] if right in kept else "",
+        "subtitles": row.get("subtitle_path"),
+        # Second of the subtitle file at which the video begins.
+        "subtitle_start": row.get("starting_timestamp_for_subtitles") or 0.0,
+        "tags": {name: row.get(name) for name in tags},
+    }
+
+
+def lvbench_tasks(row, path):
+    # Flat rows, or one line a video with its questions under `qa`.
+    for asked in row.get("qa") or [row]:
+        for name in ("uid", "question", "answer", "question_type"):
+            if name not in asked:
+                found = ", ".join(sorted(asked))
+                raise model.UserError(f"{path}: a question has no {name!r}; found {found}")
+        yield {
+            "id": str(asked["uid"]),
+            "video": row.get("video_path") or row["key"] + ".mp4",
+            "question": asked["question"],
+            "options": None,  # they stand in the question, on lines of their own
+            "answer": asked["answer"],  # a letter
+            # A question has several types, and counts under each.
+            "tags": {"type": row["type"], "question_type": list(asked["question_type"])},
+        }
+
+
+def mlvu_tasks(row, path):
+    kind = row.get("task_type") or row.get("question_type")
+    kind = "needle" if kind == "findNeedle" else kind  # one task, two spellings
+    # The first release, without ids: json/2_needle.json has its videos in 2_needle.
+    first = os.path.basename(os.path.dirname(path)) == "json"
+    folder = os.path.splitext(os.path.basename(path))[0] if first else ""
+    yield {
+        "id": row.get("question_id") or f"{kind}-{row.get('video')}",
+        "video": os.path.join(folder, row.get("video_name") or row["video"]),
+        "question": row["question"],
+        "options": row["candidates"],
+        "answer": row["answer"],  # a letter (Hub) or the text of a candidate (first release)
+        "tags": {"task": kind},
+    }
+
+
+def mlvu_part(record):
+    """M-Avg is the mean of its seven tasks' means, however many items each has."""
+    return record["task"]["tags"].get("task", "")
+
+
+def mmvu_tasks(row, path):
+    # The file's address on the Hub: the path below the root is what follows /main/.
+    video_path = row["video"].partition("/main/")[2] or row["video"]
+    subject = os.path.basename(os.path.dirname(video_path))
+    choices = [text for _, text in sorted((row["choices"] or {}).items()) if text]
+    mcq = row["question_type"] == "multiple-choice"  # open questions have five empty choices
+    # The subject is the folder of the video: no column of the row names it.
+    discipline = mmvu_disciplines().get(subject)
+    yield {
+        "id": row["id"],
+        "video": video_path,
+        "question": row["question"],
+        "options": choices if mcq else None,
+        "answer": row["answer"],
+        "type": "mcq" if mcq else "open",
+        "tags": {"kind": row["question_type"], "discipline": discipline, "subject": subject},
+    }
+
+
+def mmvu_part(record):
+    """The paper's column is multiple choice alone; open answers stand beside it."""
+    return "mc" if record["task"]["type"] == "mcq" else None
+
+
+def mmvu_disciplines():
+    """subject -> discipline, as MMVU's paper groups them."""
+    groups = {
+        "Science": "Astronomy Biology Chemistry Electromagnetism Geography Materials_Science "
+        "Mechanics Modern_Physics Neurobiology Thermodynamics",
+        "Engineering": "Biomedical_Engineering Civil_Engineering Computer_Science "
+        "Electrical_Engineering Electronics_and_Communication Mechanical_Engineering",
+        "Healthcare": "Basic_Medicine Clinical_Medicine Dentistry Pharmacy Preventive_Medicine",
+        "Humanities and Social Science": "Art Economics History Law Literature Management",
+    }
+    return {subject: group for group, names in groups.items() for subject in names.split()}
+
+
+def charades_tasks(row, path):
+    # The parquet holds float16 (24.3 is 24.296875); the publisher's text has one decimal.
+    start, end = (round(float(second), 1) for second in row["timestamp"])
+    yield {
+        "id": f"{row['video']}/{start:g}-{end:g}",  # none is published
+        "video": row["video"] + ("" if "." in row["video"] else ".mp4"),
+        "options": None,
+        "type": "grounding",
+        "question": f"When does this happen in the video: {row['caption'].strip()}",
+        "answer": [start, end],
+        "tags": {},
+    }
+
+
+# ------------------------------------------------------------------------------------------------
+# A folder -> tasks
+
+
+def read_split(name, root):
+    """
+    A benchmark's folder -> (tasks, {note: count}). Every published row becomes at least one task.
+
+    Notes: items, published, no video, no subtitles, no usable answer. Raises UserError, one line
+    that says what was expected where, for a folder, a file or a column that is not there.
+    """
+    split = splits()[name]
+    if not os.path.isdir(root):
+        expected = f"expected {split.hub} as its publisher ships it"
+        raise model.UserError(f"--root {root}: no such folder; {expected}")
+    files = row_files(root, split.rows)
+    if not files:
+        expected = f"expected {' or '.join(split.rows)} (.parquet, .json, .jsonl) of {split.hub}"
+        raise model.UserError(f"--root {root}: no rows of {name}; {expected}")
+    counted = ("items", "published", "no video", "no subtitles", "no usable answer")
+    tasks, seen, notes = [], Counter(), dict.fromkeys(counted, 0)
+    # One pass over all rows; any that is not as expected ends it, since a benchmark that is read in
+    # part passes for the whole.
+    for path in files:
+        for row in charades_lines(path) if path.endswith(".txt") else read_rows(path):
+            for column in split.needs:
+                if column not in row:
+                    found = f"which {name} needs; found {', '.join(sorted(row))}"
+                    raise model.UserError(f"{path}: no column {column!r}, {found}")
+            for task in split.read(row, path):
+                task = complete(task, split, root, notes)
+                seen[task["id"]] += 1
+                if seen[task["id"]] > 1:  # MLVU's first release has no ids, Charades-STA repeats
+                    task["id"] += f"#{seen[task['id']]}"
+                tasks.append(task)
+    if not tasks:
+        raise model.UserError(f"{', '.join(files)}: no rows of {name}")
+    notes.update(items=len(tasks), published=split.items)
+    return tasks, notes
+
+
+def complete(task, split, root, notes):
+    """A reader's task -> with bare options, gold letter and paths; counts in `notes`."""
+    # This order of keys is the tasks', and so part of the digest that records carry.
+    task = {"id": None, "video": None, "type": "mcq", "subtitles": None, **task}
+    if task["type"] == "mcq":
+        question, inline = split_inline(task["question"])
+        options = rollout.bare_options(task["options"] or inline)
+        answer = answer_letter(task["answer"], options)
+        task.update(question=question, options=options, answer=answer)
+    notes["no usable answer"] += task["answer"] == ""
+    # A missing video keeps the path it should have: its episode ends in a counted error.
+    found = locate(root, split.videos, task["video"])
+    notes["no video"] += found is None
+    task["video"] = found or os.path.join(split.videos[0], task["video"])
+    if task["subtitles"]:
+        task["subtitles"] = locate(root, split.subtitles, task["subtitles"])
+    notes["no subtitles"] += task["subtitles"] is None and bool(split.subtitles)
+    task["tags"] = {name: label for name, label in task["tags"].items() if label is not None}
+    return task
+
+
+def row_files(root, patterns):
+    """Files of the first pattern that matches something, in the root or one folder below it."""
+    for pattern in patterns:
+        found = []
+        for folder in ("", "*"):
+            for ending in (".parquet", ".jsonl", ".json", ".txt"):
+                found += glob.glob(os.path.join(glob.escape(root), folder, pattern + ending))
+        if found:
+            return sorted(found)
+    return []
+
+
+def locate(root, folders, name):
+    """Path below the root of a video or a subtitle file, None where there is none."""
+    stem, ending = os.path.splitext(name)
+    endings = [ending]
+    if ending not in (".srt", ".json"):  # videos are shipped re-encoded, or in another spelling
+        endings += [other for other in (".mp4", ".MP4", ".mkv", ".webm") if other != ending]
+    for folder in folders:
+        for ending in endings:
+            path = os.path.join(folder, stem + ending)
+            if os.path.isfile(os.path.join(root, path)):
+                return path
+    return None
+
+
+def read_rows(path):
+    """Rows of a parquet, JSON (a list) or JSONL file, as dicts. Raises UserError naming it."""
+    if path.endswith(".jsonl"):
+        return model.read_jsonl(path)
+    try:
+        if path.endswith(".parquet"):
+            import pyarrow.parquet  # needed for parquet alone
+
+            rows = pyarrow.parquet.ParquetFile(path).read().to_pylist()
+        else:
+            with open(path, encoding="utf-8") as f:
+                rows = json.load(f)
+    except ImportError:
+        why = "reading parquet needs pyarrow: pip install pyarrow"
+        raise model.UserError(f"{path}: {why}") from None
+    except (OSError, ValueError, NotImplementedError) as error:  # pyarrow's own are of these kinds
+        why = str(error).splitlines()[0]
+        raise model.UserError(f"{path}: not readable ({why})") from None
+    if not (isinstance(rows, list) and all(isinstance(row, dict) for row in rows)):
+        raise model.UserError(f"{path}: expected a list of objects")
+    if model.has_surrogate(rows):
+        raise model.UserError(f"{path}: a lone surrogate (\\ud800 to \\udfff) is no text")
+    return rows
+
+
+def charades_lines(path):
+    """Rows of Charades-STA's text file, `VIDEO START END##SENTENCE`. Raises UserError naming it."""
+    rows = []
+    with open(path, encoding="utf-8") as f:
+        for line in filter(None, map(str.strip, f)):
+            found = re.fullmatch(r"(\S+) ([0-9.]+) ([0-9.]+)##(.*)", line)
+            if not found:
+                raise model.UserError(f"{path}: a line is not `VIDEO START END##SENTENCE`")
+            rows.append({"video": found[1], "timestamp": [found[2], found[3]], "caption": found[4]})
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------
+# Options and letters, as publishers write them
+
+
+def split_inline(question):
+    """Question with options on lines of their own -> (question, bare options, [] without any)."""
+    stem, options = [], []
+    for line in question.split("\n"):
+        label = re.match(r"\s*\(?([A-Z])[.):]\s+(.*)", line)
+        # Only the next letter in order begins an option: "I. Newton" inside one does not.
+        if label and label[1] == rollout.letters()[len(options)]:
+            options.append(label[2].strip())
+        elif options:
+            options[-1] = f"{options[-1]} {line.strip()}".strip()  # an option of several lines
+        else:
+            stem.append(line)
+    if len(options) < 2:
+        return question.strip(), []
+    return "\n".join(stem).strip(), options
+
+
+def answer_letter(answer, options):
+    """Gold letter from a letter, a label or an option's text (the first with it), "" for none."""
+    answer = str(answer).strip()
+    letters = rollout.letters()[: len(options)]
+    # A letter first: an option may itself be the text "A".
+    label = re.fullmatch(r"\(?([A-Za-z])\)?[.:]?", answer)
+    if label and label[1].upper() in letters:
+        return label[1].upper()
+    return letters[options.index(answer)] if answer in options else ""
+
+
+# ------------------------------------------------------------------------------------------------
+# Subtitles
+
+
+def task_subtitles(task, seconds, root, which):
+    """
+    Text of a task's subtitles; "" where it has none.
+
+    seconds: times of the frames that are shown [K]. which: "aligned" (lines spoken at those times)
+    or "full". Raises VideoError for a path that leaves the root, ValueError for an unreadable file.
+    """
+    if not task.get("subtitles"):
+        return ""
+    path = video.resolve(task["subtitles"], root)
+    lines = read_subtitles(path, task.get("subtitle_start") or 0.0)
+    return subtitle_text(lines, seconds if which == "aligned" else None)
+
+
+def subtitle_text(lines, seconds=None):
+    """Lines [(start, end, text)] -> those that overlap one of `seconds`, or all; a repeat once."""
+    shown = []
+    for start, end, text in lines:
+        seen = seconds is None or any(start <= second <= end for second in seconds)
+        if seen and text and text not in shown[-1:]:  # rolling captions say a line twice
+            shown.append(text)
+    return "\n".join(shown)
+
+
+def read_subtitles(path, offset=0.0):
+    """
+    SRT or JSON file -> [(start, end, text)] in seconds, in time order. offset: second of the file
+    at which the video begins. Raises ValueError naming the file.
+    """
+    try:
+        # Many begin with a byte order mark, some are not quite UTF-8.
+        with open(path, encoding="utf-8-sig", errors="replace") as f:
+            text = f.read()
+        lines = json_lines(text) if path.endswith(".json") else srt_lines(text)
+        # Without a time or a text there is nothing to show.
+        lines = [line for line in lines if line[0] is not None and line[2]]
+        lines.sort(key=lambda line: line[0])
+        out = []
+        for line, following in zip(lines, [*lines[1:], None]):
+            start, end, said = line
+            if end is None:  # open: until the next one begins
+                end = following[0] if following else start
+            # No tokenizer takes a lone surrogate. Formatting (<i>, <font ..>) and line breaks go.
+            said = said.encode("utf-8", "replace").decode()
+            said = " ".join(re.sub(r"<[^<>]*>", "", said).split())
+            out.append((start - offset, end - offset, said))
+        return out
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: unreadable subtitles ({type(error).__name__})") from None
+
+
+def json_lines(text):
+    """LongVideoBench's two forms -> [(start, end or None, text)] in seconds of the file."""
+    out = []
+    for row in json.loads(text):
+        # {"timestamp": [start, end or null], "text"}, or {"start", "end", "line"}.
+        start, end = row["timestamp"] if "timestamp" in row else (row["start"], row["end"])
+        said = row.get("text", row.get("line"))
+        out.append((rewards.to_seconds(start), rewards.to_seconds(end), said))
+    return out
+
+
+def srt_lines(text):
+    """SRT -> [(start, end, text)] in seconds of the file, in the order of the file."""
+    stamp = r"((?:\d+:)?\d+:\d+[,.]\d+)"  # 00:01:02,345; hours and the comma vary
+    # A block ends at an empty line: its text may have several.
+    block = rf"{stamp} *--> *{stamp}[^\n]*\n(.*?)(?=\n[ \t]*\n|\Z)"
+    out = []
+    for found in re.finditer(block, text.replace("\r\n", "\n"), re.DOTALL):
+        start, end = (rewards.to_seconds(found[i].replace(",", ".")) for i in (1, 2))
+        out.append((start, end, found[3]))
+    return out

@@ -1,0 +1,1072 @@
+"""
+bench/systems.py: how the other systems of the paper's Table 1 are spoken to, and the client of the
+endpoints that serve them.
+
+A protocol is a system's prompt, its calls, what comes back, and when it must answer: an entry of
+`protocols` and the functions it names. rollout.run_episode is the one loop of all.
+
+Departs from the publishers' code in wording: the prompts here are ours. Their own are read from
+their releases with --prompt-file, in the order of `files`; what is read is never run.
+
+Reads prompt files; asks endpoints; writes the verdicts of a judge. Used by eval.py:
+    python eval.py --engine openai --base-url http://127.0.0.1:8000/v1 --model M --protocol sage ..
+"""
+
+import argparse
+import ast
+import asyncio
+import hashlib
+import itertools
+import json
+import os
+import queue
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+
+import model
+import rewards
+import rollout
+import video
+
+QUESTION = "{subtitles}{question}\n{options}\n{style}"
+ANSWER = "Write only the final answer between <answer> and </answer>."
+THINK = (
+    "Reason between <think> and </think>, then write only the final answer between <answer> and "
+    "</answer>."
+)
+
+# ------------------------------------------------------------------------------------------------
+# The systems
+
+
+@dataclass
+class System:
+    """How one system is spoken to."""
+
+    files: str  # what --prompt-file takes of the publisher's release
+    texts: list  # our wording of the same, in the same order
+    make: callable  # (texts, args) -> rollout.Protocol
+    native: dict  # flags of its own recipe: the defaults of a run
+    final: callable = rewards.answer_or_tail  # (turns, think_open) -> what is graded, or None
+
+
+def protocols():
+    """name -> System."""
+    single = {"max_turns": 0, "think_prefix": False, "tools": ["off"]}
+    rounds = {"think_prefix": False, "max_parallel": 1}
+    # Their total of 3584 x 28 x 28 pixels, shared by 64 frames.
+    few = {"min_pixels": 16 * 784, "max_pixels": 3584 * 784 // 64}
+    # Temperature 0.1 at top-p 0.001, which is greedy.
+    reasoning = {**single, "max_pixels": 256 * 784, "max_new_tokens": 1024}
+    conan = {**rounds, "max_turns": 2, "frames": [16], "max_pixels": 448 * 448}
+    longvt = {**rounds, "max_turns": 5, "frames": [512], "max_pixels": 50176}
+    zoomer = {**rounds, "max_turns": 4, "min_pixels": 25088, "max_pixels": 100352}
+    driver = "paravt/eval/driver.py"
+    return {
+        # ParaVT-8B; Qwen3-VL-8B and Conan-7B in the paper's runs
+        "paravt": System(f"{driver}:GENERAL_AGENTIC_SYSTEM",
+                         [rollout.main_prompt()], paravt_protocol, {}),
+        # Qwen2.5-VL-7B, GPT-4o, Gemini 1.5 Pro
+        "direct": System(f"{driver}:DIRECT_SYSTEM", [ANSWER], prompt_as_system, single),
+        # Video-R1-7B, VideoRFT-7B, Video-Thinker-7B
+        "reasoning": System(f"{driver}:REASONING_SYSTEM", [THINK], prompt_as_system, reasoning),
+        "videochat-r1": System("a text made from src_eval/eval_prompts.py",
+                               [f"{QUESTION}\n{THINK}"],
+                               partial(prompt_as_user, text_first=True), {**single, **few}),
+        "time-r1": System("a text made from src/vllm_inference/data/config.py",
+                          [f"{QUESTION}\n{ANSWER}"],
+                          time_r1_protocol, {**single, **few, "max_new_tokens": 1024}),
+        "rewatch-r1": System("a text made from the model card's prompt", [rewatch_text()],
+                             prompt_as_user,
+                             {**single, "frames": [192], "max_pixels": 128 * 784}),
+        "conan": System("texts made from Conan-Eval/prompt_temp.py: "
+                        "first round, further round, last round", conan_texts(),
+                        conan_protocol, {**conan, "temperature": 1.0, "max_new_tokens": 4000}),
+        # LongVT-RFT-7B
+        "longvt": System("TOOL_PROMPT of lmms_eval_tasks/*/utils.py, as a text", [longvt_text()],
+                         longvt_protocol, {**longvt, "sub_frames": 128, "max_parallel": 5}),
+        "videozoomer": System("a text made from data.system_prompt of scripts/eval_video.sh",
+                              [videozoomer_text()], videozoomer_protocol, zoomer),
+        "sage": System("sage/prompts/sage/context_vlm.txt and iterative_reasoner.txt",
+                       sage_texts(), sage_protocol,
+                       {**rounds, "max_turns": 9, "frames": [128]}, sage_final),
+    }
+
+
+def settings(name, which):
+    """Defaults of the flags: a system's "native" recipe, or the "paper"'s uniform one for all."""
+    native = protocols()[name].native
+    if which == "native":
+        return native
+    # What the paper's evaluation ran every open model with, whatever its own recipe.
+    uniform = dict(
+        frames=[64], min_pixels=4 * 784, max_pixels=768 * 784, stamps=False,
+        temperature=0.0, max_new_tokens=2048, context=65536, think_prefix=False,
+        max_turns=3, max_parallel=5, crop_reply="frames", force_answer=True)
+    if native.get("max_turns") == 0:  # a system that makes no calls makes none here either
+        uniform.update(max_turns=0, tools=["off"])
+    return uniform
+
+
+def add_arguments(parser):
+    """Flags of protocols, endpoints and the judge."""
+    yes_no = argparse.BooleanOptionalAction
+
+    add = parser.add_argument_group("protocol: how the system is spoken to").add_argument
+    add("--protocol", choices=list(protocols()), default="paravt",
+        help="its own frames, lengths and rounds become the defaults")
+    add("--protocol-set", choices=["native", "paper"], default="native",
+        help="paper: the paper's uniform frames, lengths and rounds instead")
+    add("--prompt-file", nargs="+", default=[], metavar="FILE[.py:NAME]",
+        help="the publisher's own prompt texts (README); default: our wording of the same")
+    add("--crop-reply", choices=["summary", "frames"], default="summary",
+        help="paravt: a sub-agent's summary, or the frames of the window themselves")
+    add("--stamps", action=yes_no, default=True,
+        help="a frame's time before it; protocols with stamps of their own keep them")
+    add("--force-answer", action=yes_no, default=False,
+        help="paravt: demand the answer in few tokens after the last round of calls")
+
+    add = parser.add_argument_group("endpoint: --engine openai").add_argument
+    add("--base-url", help="for example http://127.0.0.1:8000/v1")
+    add("--model", help="name of the model")
+    add("--api-key-env", help="environment variable that holds the key")
+    add("--image-cap", type=int, default=0, help="images of a request, evenly kept; 0 = no cap")
+    add("--tokens-field", choices=["max_tokens", "max_completion_tokens"], default="max_tokens",
+        help="what the endpoint calls the limit")
+    add("--send-temperature", action=yes_no, default=True, help="some take none, and no seed")
+    add("--request-timeout", type=float, default=300.0, help="seconds; of the judge, too")
+    add("--retries", type=int, default=3,
+        help="after 429, 5xx or a timeout, 1, 2, 4, .. seconds later; of the judge, too")
+    add("--workers", type=int, default=8, help="requests at once; of the judge, too")
+
+    add = parser.add_argument_group("judge of open answers").add_argument
+    add("--judge-url", help="chat endpoint, asked where the rule says wrong; default: no judge")
+    add("--judge-model", help="its name; with --rescore alone its earlier verdicts count")
+    add("--judge-key-env", help="environment variable that holds the judge's key")
+
+
+def faults(args):
+    """[(whether an endpoint's flags cannot be meant, why)]."""
+    return [
+        (args.image_cap < 0, "--image-cap may not be negative"),
+        (args.engine == "openai" and not (args.base_url and args.model),
+         "--engine openai needs --base-url and --model"),
+        (args.workers < 1 or args.retries < 0 or not args.request_timeout > 0,
+         "--workers and --request-timeout must be above 0, --retries may not be negative"),
+    ]
+
+
+def make_protocol(args):
+    """Flags -> (rollout.Protocol, hash of its prompt texts)."""
+    system = protocols()[args.protocol]
+    texts = read_prompts(args.prompt_file) if args.prompt_file else system.texts
+    # Too few would fail in the middle of a run, too many be left out in silence.
+    if len(texts) != len(system.texts):
+        takes = f"--protocol {args.protocol} takes {len(system.texts)}: {system.files}"
+        raise model.UserError(f"--prompt-file: {takes}")
+    digest = hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
+    return system.make(texts, args), digest
+
+
+def read_prompts(sources):
+    """--prompt-file values -> texts. FILE is a text; FILE.py:NAME the string that NAME is set to in
+    that file. Raises UserError naming the value."""
+    texts = []
+    for source in sources:
+        path, _, name = source.partition(".py:")  # a plain text may have any name
+        path += ".py" if name else ""
+        try:
+            with open(path, encoding="utf-8") as f:
+                text = f.read()
+            if name:
+                text = assigned_string(text, name)
+        except (OSError, SyntaxError, ValueError) as error:
+            raise model.UserError(f"--prompt-file {source}: {error}") from None
+        if text is None:
+            raise model.UserError(f"--prompt-file {source}: {path} sets no string {name}")
+        texts.append(text)
+    return texts
+
+
+def assigned_string(code, name):
+    """The string that Python source sets `name` to, None where it sets none. Parsed, never run."""
+    value = None
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Assign):
+            if any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
+                value = node.value  # the last assignment counts, as it would when run
+    # Only a literal: what is computed raises ValueError.
+    text = ast.literal_eval(value) if value is not None else None
+    return text if isinstance(text, str) else None
+
+
+# ------------------------------------------------------------------------------------------------
+# First messages
+
+
+def filled(text, task, duration=0.0, subtitles="", label="{}."):
+    """
+    Template -> text. Fills {question}, {options}, {style}, {subtitles}, {duration}, {length} and
+    {video}; other braces stay. label: of an option, "{}." or "({})". duration: seconds.
+    """
+    options = task.get("options") or []
+    labels = map(label.format, rollout.letters())
+    lines = [f"{label} {option}" for label, option in zip(labels, options)]
+    values = {
+        "question": task["question"],
+        "options": "\n".join(lines),
+        "style": rollout.answer_style(task["type"]),
+        "duration": clock(duration),  # HH:MM:SS
+        "length": clock(duration)[3:] if duration < 3600 else clock(duration),  # MM:SS where it can
+        "video": os.path.basename(task["video"]),
+        "subtitles": f"Subtitles:\n{subtitles}\n\n" if subtitles else "",
+    }
+    # In one pass: a question may itself hold "{options}".
+    text = re.sub(r"\{(" + "|".join(values) + r")\}", lambda found: values[found[1]], text)
+    return text if lines else re.sub(r"\n\n+", "\n", text)  # without options no line is left empty
+
+
+def clock(seconds):
+    return model.stamp_text(seconds, 0, "clock")
+
+
+def stamp_kind(args):
+    """What stands before a frame, as model.stamp_text has it."""
+    return None if args.stamps else "none"
+
+
+def opening(task, num_frames, agent, subtitles, duration,
+            user=QUESTION, system=None, stamp=None, label="{}.", text_first=False, tail=""):
+    """
+    Protocol.opening of most systems: a system text, then one user turn of frames and text.
+
+    user: template, see filled. tail: follows it as it is, but for {video} and {duration}.
+    """
+    tail = tail.replace("{video}", os.path.basename(task["video"]))
+    tail = tail.replace("{duration}", clock(duration))
+    text = filled(user, task, duration, subtitles, label) + tail
+    # The spec of the overview: the frames themselves are loaded by the loop.
+    frames = {"type": "video", "video": task["video"], "frames": num_frames, "stamp": stamp}
+    if text_first:
+        content = [{"type": "text", "text": text}, frames]
+    else:
+        content = [frames, {"type": "text", "text": "\n" + text}]
+    messages = [{"role": "system", "content": system}] if system else []
+    return [*messages, {"role": "user", "content": content}]
+
+
+# ------------------------------------------------------------------------------------------------
+# One generation, no calls
+
+
+def prompt_as_system(texts, args):
+    first = partial(opening, system=texts[0], stamp=stamp_kind(args))
+    return rollout.Protocol(opening=first, schema=False)
+
+
+def prompt_as_user(texts, args, text_first=False):
+    first = partial(opening, user=texts[0], stamp=stamp_kind(args), text_first=text_first)
+    return rollout.Protocol(opening=first, schema=False)
+
+
+def time_r1_protocol(texts, args):
+    """Its answer begins behind an empty thought."""
+    first = partial(opening, user=texts[0], system="You are a helpful assistant.",
+                    stamp=stamp_kind(args), label="({})")
+    return rollout.Protocol(opening=first, prefill="<think>\n\n</think>\n\n", schema=False)
+
+
+def rewatch_text():
+    return (
+        f"{QUESTION}\nThe video runs from 00:00 to {{length}}. You may note what you look at "
+        "between <action> and </action> and what you see between <observation> and "
+        f"</observation>. {THINK}"
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# What calls are answered with.
+#
+# Only `windows` and the functions `*_answer` wait for something, and they do little else. Each is a
+# Protocol.answer, (records, calls, episode, shared, turn) -> rollout.Reply.
+
+
+async def windows(records, calls, episode, shared, spec_of=None):
+    """
+    Load the windows of the calls that are run -> [(spec, Frames), or (None, None)] of all calls;
+    every record says what became of it. spec_of: (call, task, agent) -> spec of video.load.
+    """
+    agent = shared.agent
+    wanted = rollout.admitted(records, calls, agent.max_parallel)  # indices of calls
+    specs = [(spec_of or crop_spec)(calls[i], episode.task, agent) for i in wanted]
+    found = [(None, None)] * len(calls)
+    for i, spec, frames in zip(wanted, specs, await load_all(shared, specs)):
+        if note_frames(records[i], frames):
+            found[i] = spec, frames
+    return found
+
+
+async def load_all(shared, specs):
+    """Load all at once, in the decode threads -> Frames, or the error as a value where a video or a
+    window is to blame."""
+    jobs = [shared.pump.load(shared.source.load, spec) for spec in specs]
+    results = await asyncio.gather(*jobs, return_exceptions=True)
+    for result in results:
+        expected = isinstance(result, (video.VideoError, ValueError))
+        if isinstance(result, BaseException) and not expected:
+            raise result
+    return results
+
+
+def crop_spec(call, task, agent):
+    """The window of a crop_video call, at --sub-fps and at most --sub-frames."""
+    return {"video": task["video"], "start": call.start, "end": call.end,
+            "fps": agent.sub_fps, "max_frames": agent.sub_frames}
+
+
+def note_frames(record, frames):
+    """What loading gave, Frames or an error, goes into a call's record -> whether it is Frames."""
+    if isinstance(frames, video.VideoError):
+        why = f"error: the window could not be read ({frames.why})"
+        record.update(status="video_error", summary=why)
+    elif isinstance(frames, ValueError):  # a window that holds nothing
+        record.update(status="error", summary=f"error: {frames}")
+    else:
+        seconds = [round(float(second), 3) for second in frames.seconds]
+        record.update(status="ok", frames_seen=len(seconds), seconds_seen=seconds)
+        return True
+    return False
+
+
+def add_video(reply, spec, frames, stamp):
+    """Put frames into a reply -> the item of a message's content that stands for them."""
+    reply.specs.append(spec)
+    reply.frames.append(frames)
+    return {"type": "video", "video": spec["video"], "stamp": stamp}
+
+
+def tagged(text):
+    """Text in tool response tags. They are ours and become the real tokens; the text is data."""
+    return [
+        {"type": "text", "text": "<tool_response>\n", "trusted": True},
+        {"type": "text", "text": text},
+        {"type": "text", "text": "\n</tool_response>", "trusted": True},
+    ]
+
+
+async def frames_answer(records, calls, episode, shared, turn, stamp):
+    """A user message for every call: the frames of its window, or why there are none."""
+    found = await windows(records, calls, episode, shared)
+    return user_replies(records, found, stamp)
+
+
+def user_replies(records, found, stamp):
+    """The frames, then what they are in tool response tags, as the paper's authors evaluate."""
+    reply = rollout.Reply([])
+    for record, (spec, frames) in zip(records, found):
+        content = []
+        if frames is not None:
+            window = f"from {record['start']:.1f}s to {record['end']:.1f}s"
+            record["summary"] = f"{len(frames.seconds)} frames {window}."
+            content.append(add_video(reply, spec, frames, stamp))
+        reply.messages.append({"role": "user", "content": content + tagged(record["summary"])})
+    return reply
+
+
+# ------------------------------------------------------------------------------------------------
+# ParaVT
+
+
+def paravt_protocol(texts, args):
+    """As it is trained (sub-agents return summaries), or as its authors evaluate it (--crop-reply
+    frames, --no-stamps, --force-answer)."""
+    own = not args.prompt_file
+    summaries = args.crop_reply == "summary"
+    if own and summaries and args.stamps and not args.force_answer:
+        return rollout.Protocol()  # the very prompts of training
+    stamp = stamp_kind(args)
+    protocol = rollout.Protocol(
+        opening=partial(paravt_opening, system=None if own else texts[0], stamp=stamp),
+        answer=rollout.summaries if summaries else partial(frames_answer, stamp=stamp),
+    )
+    if args.force_answer:
+        protocol = replace(protocol, force=force_text, force_tokens=force_tokens)
+    return protocol
+
+
+def paravt_opening(task, num_frames, agent, subtitles, duration, system, stamp):
+    """Training's first messages with another system text (None: the same) and stamp."""
+    messages = rollout.main_messages(task, num_frames, agent.tools, subtitles)
+    messages[0]["content"] = system or messages[0]["content"]
+    messages[1]["content"][0]["stamp"] = stamp  # of the overview frames
+    return messages
+
+
+def force_text(task):
+    """What the authors' evaluation demands after the last round of calls, in our words."""
+    if task["type"] == "grounding":
+        return "Answer now, in this form: The event happens in 10.0 - 20.0 seconds."
+    if task["type"] == "mcq":
+        return "Answer now, with the letter of one option alone."
+    return "Answer now, in a few words."
+
+
+def force_tokens(task):
+    """Tokens of that answer, as the authors' evaluation has them."""
+    return 128 if task["type"] == "grounding" else 64
+
+
+# ------------------------------------------------------------------------------------------------
+# LongVT: crop_video as a declared tool; a tool message holds the frames and a sentence
+
+
+def longvt_text():
+    return (
+        "Reason between <think> and </think>. Call crop_video when you need to see a part of the "
+        "video closely; when you know the answer, write it between <answer> and </answer>."
+    )
+
+
+def longvt_protocol(texts, args):
+    stamp = stamp_kind(args)
+    # Its prompt is no template: it follows the question as it is.
+    tail = f" {texts[0]} The video path for this video is: {{video}}"
+    first = partial(opening, tail=tail, stamp=stamp)
+    return rollout.Protocol(opening=first, answer=partial(longvt_answer, stamp=stamp))
+
+
+async def longvt_answer(records, calls, episode, shared, turn, stamp):
+    refuse_beyond(records, calls, episode.duration)
+    found = await windows(records, calls, episode, shared)
+    return tool_replies(records, found, stamp)
+
+
+def refuse_beyond(records, calls, duration):
+    """A window that leaves the video (seconds) becomes an error; elsewhere it would be clamped."""
+    for call, record in zip(calls, records):
+        if call.error is not None:
+            continue
+        if call.start < 0:
+            why = "start_time is below 0"
+        elif call.start >= duration:
+            why = f"start_time lies behind the end of the video, {duration:.1f}s"
+        elif call.end > duration:
+            why = f"end_time lies behind the end of the video, {duration:.1f}s"
+        else:
+            continue
+        call.error = why  # keeps it from being run
+        record.update(status="error", summary=why)  # what the model is told
+
+
+def tool_replies(records, found, stamp):
+    """A tool message for every call: frames and a sentence, or the reason as text."""
+    reply = rollout.Reply([])
+    for record, (spec, frames) in zip(records, found):
+        content = record["summary"]
+        if frames is not None:
+            said = "The frames of the window are shown above. Go on with your analysis."
+            record["summary"] = said
+            content = [add_video(reply, spec, frames, stamp), {"type": "text", "text": said}]
+        reply.messages.append({"role": "tool", "content": content})
+    return reply
+
+
+# ------------------------------------------------------------------------------------------------
+# VideoZoomer: one zoom a turn, answered by stamped frames
+
+
+def videozoomer_text():
+    return (
+        "You watch a video through a few frames, each after a tag with its number and time. To see "
+        "a part of it at a higher frame rate, write\n"
+        '<video_zoom> {"segment": [start, end], "fps": frames per second} </video_zoom>\n'
+        "once in a turn, with the times in seconds and at most 16 frames in all. Think between "
+        "<think> and </think> first. When you know the answer, write <answer> \\boxed{answer} "
+        "</answer>."
+    )
+
+
+def videozoomer_protocol(texts, args):
+    first = partial(opening, system=texts[0], stamp="frame")
+    # What it would write behind a call, it has not seen: the turn ends with the call.
+    return rollout.Protocol(opening=first, parse=parse_zoom, answer=videozoomer_answer,
+                            schema=False, stop=("</video_zoom>",))
+
+
+def last_block(text, tag):
+    """What the last closed <tag> of a text holds, or None. Linear, whatever was written."""
+    end = text.rfind(f"</{tag}>")
+    start = text.rfind(f"<{tag}>", 0, max(end, 0))
+    return text[start + len(tag) + 2 : end] if start >= 0 else None
+
+
+def parse_zoom(text, think_open=False):
+    """Last <video_zoom> of a turn -> [one call] or []. num_frames is what its fps comes to."""
+    body = last_block(rewards.visible(text, think_open), "video_zoom")
+    if body is None:
+        return []
+    start = end = frames = None
+    try:
+        call = json.loads(body[:1000])  # bounded, whatever was written
+        start, end = (rewards.to_seconds(second) for second in call["segment"])
+        fps = rewards.to_seconds(call.get("fps", 1))
+        if None in (start, end, fps) or not start < end or fps <= 0:
+            error = "segment must be [start, end] in seconds with start < end, and fps above 0"
+        else:
+            frames = int(fps * (end - start))  # OverflowError where the product is infinite
+            error = zoom_error(frames)
+    except (ValueError, TypeError, KeyError, RecursionError, AttributeError, OverflowError):
+        error = 'expected {"segment": [start, end], "fps": n}'
+    return [rewards.ToolCall("video_zoom", start, end, frames, error)]
+
+
+def zoom_error(frames):
+    if frames > 16:
+        return f"{frames} frames are more than 16: take a shorter segment or a lower fps"
+    return "the segment holds no frame at this fps" if frames < 1 else None
+
+
+def zoom_spec(call, task, agent):
+    return {"video": task["video"], "start": call.start, "end": call.end,
+            "num_frames": call.num_frames, "max_frames": 16}
+
+
+async def videozoomer_answer(records, calls, episode, shared, turn):
+    ((spec, frames),) = await windows(records, calls, episode, shared, zoom_spec)
+    return zoom_reply(records[0], spec, frames, last=turn == shared.agent.max_turns - 1)
+
+
+def zoom_reply(record, spec, frames, last):
+    """One user message: the frames inside tool response tags, or what went wrong."""
+    reply = rollout.Reply([])
+    if frames is None:
+        wrong = {"type": "text", "text": "\nThink about what went wrong, then go on."}
+        content = [*tagged(record["summary"]), wrong]
+    else:
+        record["summary"] = "The frames of the segment:"
+        head = "<tool_response>\nThe frames of the segment:\n"
+        content = [
+            {"type": "text", "text": head, "trusted": True},
+            add_video(reply, spec, frames, "frame"),
+            {"type": "text", "text": "\n</tool_response>", "trusted": True},
+            {"type": "text", "text": "\nGo on thinking, then zoom again or answer."},
+        ]
+    if last:
+        content.append({"type": "text", "text": " Do not zoom again: answer now."})
+    reply.messages.append({"role": "user", "content": content})
+    return reply
+
+
+# ------------------------------------------------------------------------------------------------
+# Conan: eight new frames a round, from the clips it names
+
+
+def conan_texts():
+    """First round, further round, last round."""
+    contract = (
+        "Rate between <score> and </score> how well the frames so far answer the question, reason "
+        "between <think> and </think>, name the clips you want to see between <clip> and </clip> "
+        "as HH:MM:SS-HH:MM:SS, separated by commas, or leave it empty when you need none, and "
+        "write your answer between <answer> and </answer>."
+    )
+    return [
+        "Question: {question}\n{options}\nThe frames above carry their times. " + contract,
+        "These are frames of the clips you asked for. " + contract,
+        "These are the last frames. Reason between <think> and </think> and write your answer "
+        "between <answer> and </answer>. Question: {question}\n{options}",
+    ]
+
+
+def conan_protocol(texts, args):
+    first = partial(opening, user="{subtitles}" + texts[0], stamp="clock")
+    answer = partial(conan_answer, texts=texts)
+    return rollout.Protocol(opening=first, parse=parse_clips, answer=answer, schema=False)
+
+
+def parse_clips(text, think_open=False):
+    """Last <clip> of a turn -> calls; none where it is empty or missing, which ends the episode."""
+    calls = []
+    for part in (last_block(text, "clip") or "").split(",")[:16]:
+        if not part.strip():  # a comma too many
+            continue
+        times = [rewards.to_seconds(second) for second in part.split("-")]  # None: no time
+        if len(times) == 2 and None not in times and times[0] < times[1]:
+            calls.append(rewards.ToolCall("clip", times[0], times[1], None, None))
+        else:
+            error = "a clip is HH:MM:SS-HH:MM:SS"
+            calls.append(rewards.ToolCall("clip", None, None, None, error))
+    return calls
+
+
+async def conan_answer(records, calls, episode, shared, turn, texts):
+    last = turn == shared.agent.max_turns - 1
+    text = filled(texts[2] if last else texts[1], episode.task)
+    wanted = conan_seconds(records, calls, episode)
+    frames = None  # where all seconds have been seen, or the video breaks off: words alone
+    if wanted:
+        # The middle of each second, but for a last one that the video does not reach.
+        middles = [s + 0.5 if s + 0.5 < episode.duration else float(s) for s in wanted]
+        spec = {"video": episode.task["video"], "times": middles}
+        (frames,) = await load_all(shared, [spec])
+    if frames is None or isinstance(frames, (video.VideoError, ValueError)):
+        return rollout.Reply([{"role": "user", "content": text}])
+    episode.notes["seen"].update(wanted)
+    reply = rollout.Reply([])
+    content = [add_video(reply, spec, frames, "clock"), {"type": "text", "text": "\n" + text}]
+    reply.messages.append({"role": "user", "content": content})
+    return reply
+
+
+def conan_seconds(records, calls, episode):
+    """
+    Whole seconds of the next frames, at most 8, in order; a second is shown once in an episode.
+
+    Shared over the clips by how many unseen seconds each has; evenly from all that is unseen where
+    no clip has any. Fills the records.
+    """
+    overview = {int(second) for second in episode.context.frames[0].seconds}
+    seen = episode.notes.setdefault("seen", overview)
+    unseen = [second for second in range(int(episode.duration)) if second not in seen]
+    clips = []  # the unseen seconds of each call
+    for call in calls:
+        clips.append([s for s in unseen if not call.error and call.start <= s <= call.end])
+    total = sum(map(len, clips))
+    wanted = []
+    for record, clip, call in zip(records, clips, calls):
+        # At least one of every clip with something new, and never more than eight in all.
+        share = min(len(clip), max(1, round(8 * len(clip) / total))) if clip else 0
+        wanted += evenly(clip, min(share, 8 - len(wanted)))
+        if call.error:
+            record["summary"] = f"error: {record['summary']}"
+        elif clip:
+            record.update(status="ok", summary=f"{share} frames")
+        else:
+            record.update(status="error", summary="error: nothing new in this clip")
+    return sorted(set(wanted)) or evenly(unseen, 8)
+
+
+def evenly(items, n):
+    """n of the items, evenly spread; all where there are fewer."""
+    if not 0 < n < len(items):
+        return items[: max(n, 0)]
+    return [items[int((i + 0.5) * len(items) / n)] for i in range(n)]
+
+
+# ------------------------------------------------------------------------------------------------
+# SAGE: step 1 sees the frames; every further step is a new text-only conversation of context, query
+# and the latest ten results. Tools that look are served by the same model on the window's frames;
+# web and speech tools are not there and say so.
+
+
+def sage_texts():
+    """Prompt of the first step, and of every further one."""
+    window = '"timestamp_start": "HH:MM:SS", "timestamp_end": "HH:MM:SS"'
+    tools = (
+        '{"name": "identify_timestamps_visually", "arguments": {"event": text, ' + window + "}}\n"
+        '{"name": "extract_parts_from_timestamp", "arguments": {' + window + ', "extract_type": '
+        '"frames"}}\n'
+        '{"name": "perform_reasoning", "arguments": {"query": text, "media_paths": [path, ..]}}\n'
+        '{"name": "verbal_transcript", "arguments": {' + window + "}}\n"
+        '{"name": "unified_web_search", "arguments": {"query": text}}\n'
+        '{"name": "parse_web_data", "arguments": {"website_url": text}}'
+    )
+    offer = f"These tools may be called, one at a time:\n<tools>\n{tools}\n</tools>\n"
+    wanted = (
+        '"final_answer": text or null, "recommended_tools": {"needed": true or false, '
+        '"tool_calls": [{"rationale": text, "name": text, "arguments": {}}]}}</json>'
+    )
+    return [
+        f"You see a few frames of a video and a query about it. {offer}"
+        'Reply with <json>{"video_context": text, "query_intent": text, ' + wanted,
+        f"You answer a query about a video from the results of tools. {offer}"
+        'Reply with <json>{"answerable": {"verdict": true or false, "reasoning": text}, ' + wanted,
+    ]
+
+
+def sage_protocol(texts, args):
+    first = partial(opening, system=texts[0], stamp=stamp_kind(args), label="({})",
+                    tail="\nVideo Path: {video} of duration {duration}.")
+    answer = partial(sage_answer, system=texts[1])
+    return rollout.Protocol(opening=first, parse=parse_sage, answer=answer, schema=False)
+
+
+def sage_object(text):
+    """JSON object of a SAGE turn, in <json> tags, ``` fences or bare, or None. Trailing commas are
+    repaired; what follows the object is not read."""
+    text = text[:100_000]
+    for fence in ("<json>", "```json", "```", ""):  # the last one that opens, closed or not
+        if fence not in text:
+            continue
+        begin = max(0, text.rfind(fence + "\n{"), text.rfind(fence + "{")) if fence else 0
+        start = text.find("{", begin)
+        if start < 0:
+            continue
+        try:
+            whole = re.sub(r",(\s*[}\]])", r"\1", text[start:])
+            found, _ = json.JSONDecoder().raw_decode(whole)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(found, dict):
+            return found
+    return None
+
+
+def sage_final(turns, think_open=False):
+    """System.final: the final answer of the last turn, as text."""
+    found = sage_object(turns[-1]) if turns else None
+    said = found.get("final_answer") if found else None
+    if said in (None, "", "null"):
+        return None
+    return said if isinstance(said, str) else json.dumps(said)
+
+
+def parse_sage(text, think_open=False):
+    """A SAGE turn -> [its first tool call], [] with a final answer. A turn that holds neither is a
+    call with an error: the model is told and asked again."""
+    found = sage_object(text)
+    if found is None:
+        return [rewards.ToolCall("", None, None, None, "the reply is not one JSON object")]
+    if found.get("final_answer") not in (None, "", "null"):
+        return []
+    recommended = found.get("recommended_tools")
+    calls = recommended.get("tool_calls") if isinstance(recommended, dict) else None
+    first = calls[0] if isinstance(calls, list) and calls else None
+    name = first.get("name") if isinstance(first, dict) else None
+    arguments = first.get("arguments") if isinstance(first, dict) else None
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        error = "neither a final answer nor a tool call with name and arguments"
+        return [rewards.ToolCall("", None, None, None, error)]
+    start = rewards.to_seconds(arguments.get("timestamp_start"))
+    end = rewards.to_seconds(arguments.get("timestamp_end"))
+    # Its name goes into a record and into the next prompt: cut and printable.
+    call = rewards.ToolCall(rewards.shown(name), start, end, None, None)
+    call.arguments = arguments  # of tools that have more than a window
+    return [call]
+
+
+async def sage_answer(records, calls, episode, shared, turn, system):
+    call, record = calls[0], records[0]
+    media = episode.notes.setdefault("media", {})  # path that we made up -> (start, end) seconds
+    question = sage_serve(call, record, media)
+    if question is not None:
+        record.update(start=call.start, end=call.end)
+        # A sub-agent is told the task's question: here, the tool's.
+        asking = replace(episode, task={**episode.task, "question": question})
+        await rollout.sub_agent(record, asking, shared, turn, 0)
+    return sage_reply(call, record, episode, system)
+
+
+def sage_serve(call, record, media):
+    """Fill the record of a call that needs no model; -> the question where it needs one, else None.
+    A call with media_paths gets the window they stand for."""
+    if call.error:
+        record["summary"] = f"error: {call.error}"
+        return None
+    if call.name in ("unified_web_search", "parse_web_data", "verbal_transcript"):
+        record.update(status="unavailable", summary="error: this tool is not available")
+        return None
+    limits = {"identify_timestamps_visually": 600, "extract_parts_from_timestamp": 300}  # seconds
+    asked = str(call.arguments.get("event") or call.arguments.get("query") or "")[:2000]
+    if call.name == "perform_reasoning":  # on the last part it names that exists
+        paths = call.arguments.get("media_paths")
+        paths = paths if isinstance(paths, list) else []
+        known = [media[path] for path in paths if isinstance(path, str) and path in media]
+        if not known:
+            why = "error: media_paths names nothing that was extracted"
+            record.update(status="error", summary=why)
+            return None
+        call.start, call.end = known[-1]
+        return asked
+    if call.name not in limits:
+        why = f"error: unknown tool {call.name}"
+        record.update(status="error", parseable=False, summary=why)
+        return None
+    limit, missing = limits[call.name], call.start is None or call.end is None
+    if missing or not call.start < call.end or call.end - call.start > limit:
+        why = f"must be times at most {limit} seconds apart"
+        record.update(status="error", summary=f"error: timestamp_start and timestamp_end {why}")
+        return None
+    if call.name == "extract_parts_from_timestamp":
+        path = f"part{len(media) + 1}"  # a name for the window: no file is written
+        media[path] = call.start, call.end
+        record.update(status="ok", summary=f"media_paths: [{path}]")
+        return None
+    return f"{asked}\nGive times as HH:MM:SS."
+
+
+def sage_reply(call, record, episode, system):
+    """The next step's conversation, with the result of this one."""
+    notes = episode.notes
+    said = sage_object(episode.turns[-1]) or {}
+    context = notes.setdefault("context", str(said.get("video_context", ""))[:4000])  # of step 1
+    results = notes.setdefault("results", [])
+    results.append(f"{call.name or 'reply'}_#{len(results) + 1}: {record['summary']}")
+    query = filled("{question}\n{options}\n{style}", episode.task, label="({})")
+    text = f"Last tool: {call.name or '-'}\nVideo context: {context}\nQuery: {query}\nResults:\n"
+    user = text + "\n".join(results[-10:])
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+    return rollout.Reply(messages, fresh=True)
+
+
+# ------------------------------------------------------------------------------------------------
+# Endpoints
+
+
+@dataclass
+class OpenAIEngine:
+    """Any OpenAI-compatible chat endpoint, as an engine of rollout.py. For evaluation only: it
+    returns text without ids or log-probs, so nothing it says can be trained on."""
+
+    base_url: str  # for example http://127.0.0.1:8000/v1
+    model_name: str
+    key_variable: str = None  # environment variable of the key, which is never printed or stored
+    workers: int = 8  # requests at once
+    timeout: float = 300.0  # seconds of one request
+    retries: int = 3
+    prefill: bool = False  # a turn's forced start goes as a begun turn (vLLM and SGLang take it)
+    image_cap: int = 0  # images of one request at most, evenly kept; 0 = no cap
+    # What hosted endpoints differ in: the name of the limit, and whether they take a temperature.
+    tokens_field: str = "max_tokens"
+    send_temperature: bool = True
+
+    def __post_init__(self):
+        self.url = self.base_url.rstrip("/") + "/chat/completions"
+        self.max_seqs = self.workers
+        self.served = set()  # names of the models that answered
+        self.pool = ThreadPoolExecutor(self.workers)
+        self.done = queue.SimpleQueue()  # futures of Completions
+
+    def knock(self):
+        """Raise UserError when nothing listens there: told at once, and not by every episode after
+        its retries."""
+        import socket
+        from urllib.parse import urlsplit
+
+        try:
+            place = urlsplit(self.url)
+            port = place.port or (443 if place.scheme == "https" else 80)
+            socket.create_connection((place.hostname, port), min(10.0, self.timeout)).close()
+        except (OSError, ValueError, TypeError) as error:
+            why = f"({error}); expected an OpenAI-compatible endpoint"
+            raise model.UserError(f"no server answers at {self.url} {why}") from None
+
+    def submit(self, request):
+        # A thread waits for the answer; the loop goes on with other episodes.
+        self.pool.submit(self.call, request).add_done_callback(self.done.put)
+
+    def poll(self):
+        """-> Completions that have come; waits a moment for the first, so that nobody spins."""
+        try:
+            finished = [self.done.get(timeout=0.02).result()]
+        except queue.Empty:
+            return []
+        while not self.done.empty():
+            finished.append(self.done.get().result())
+        return finished
+
+    def close(self):
+        self.pool.shutdown()
+
+    def body(self, request):
+        """Request -> what is posted."""
+        body = {"model": self.model_name, "messages": self.wire(request)}
+        body[self.tokens_field] = request.max_tokens
+        if self.send_temperature:
+            body.update(temperature=request.temperature, seed=request.seed)
+        if request.tools:
+            # For the template alone: calls are read from the text, by the parser of all engines.
+            body.update(tools=request.tools, tool_choice="none")
+        if request.stop:
+            body.update(stop=list(request.stop), include_stop_str_in_output=True)
+        if self.prefill and request.prefill:  # the server is told to go on with our turn
+            body["messages"].append({"role": "assistant", "content": request.prefill})
+            body.update(add_generation_prompt=False, continue_final_message=True)
+        return body
+
+    def call(self, request):
+        """Post a request, again after 1, 2, 4, .. seconds where that may help -> Completion. What
+        fails is the Completion's error, never its text: an error text would be graded."""
+        body = json.dumps(self.body(request)).encode()
+        for attempt in range(self.retries + 1):
+            done, passing = self.post(request, body)
+            if not done.error or not passing or attempt == self.retries:
+                return done
+            time.sleep(2.0**attempt)
+
+    def post(self, request, body):
+        """-> (Completion, whether its error may pass)."""
+        import http.client
+        import urllib.error
+        import urllib.request
+
+        headers = {"Content-Type": "application/json"}
+        key = os.environ.get(self.key_variable, "") if self.key_variable else ""
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
+        try:
+            call = urllib.request.Request(self.url, body, headers)
+            with urllib.request.urlopen(call, timeout=self.timeout) as stream:
+                answer = json.load(stream)
+            choice = answer["choices"][0]
+            # A hosted name may stand for another model tomorrow.
+            self.served.add(str(answer.get("model")))
+            # Some endpoints repeat the begun turn, some do not.
+            text = (choice["message"].get("content") or "").removeprefix(request.prefill)
+            ended = choice.get("finish_reason") == "stop"
+            return rollout.Completion(request.id, text=text, ended=ended), False
+        except urllib.error.HTTPError as error:
+            passing = error.code == 429 or error.code >= 500
+            return rollout.Completion(request.id, error=f"HTTP {error.code}"), passing
+        except (OSError, http.client.HTTPException) as error:  # refused, timed out, cut off halfway
+            why = f"{type(error).__name__}: {getattr(error, 'reason', error)}"
+            return rollout.Completion(request.id, error=why), True
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+            why = f"bad answer: {type(error).__name__}"  # not the promised JSON
+            return rollout.Completion(request.id, error=why), False
+
+    def wire(self, request):
+        """Request -> chat messages with frames as JPEGs after their times; consecutive tool
+        messages become one user turn, as the chat template of the policy has it."""
+        total = sum(len(frames.images) for frames in request.frames)
+        kept = set(evenly(range(total), self.image_cap or total))  # numbers of images
+        numbers = itertools.count()
+        frames = iter(request.frames)  # in the order of the messages' videos
+        turns = []  # [role, parts, holds tool responses]
+        for message in request.messages:
+            parts = content_parts(message["content"], frames, numbers, kept)
+            if message["role"] != "tool":
+                turns.append([message["role"], parts, False])
+                continue
+            follows = turns[-1][2]
+            head = "\n<tool_response>\n" if follows else "<tool_response>\n"
+            if not follows:
+                turns.append(["user", [], True])
+            turns[-1][1] += [text_part(head), *parts, text_part("\n</tool_response>")]
+        # What holds no image goes as a plain string: not every endpoint takes parts in every role.
+        messages = []
+        for role, parts, _ in turns:
+            if all(part["type"] == "text" for part in parts):
+                parts = "".join(part["text"] for part in parts)
+            messages.append({"role": role, "content": parts})
+        return messages
+
+
+def make_engine(args, protocol):
+    """Flags -> OpenAIEngine. Raises UserError where no server answers."""
+    engine = OpenAIEngine(
+        args.base_url, args.model, key_variable=args.api_key_env, workers=args.workers,
+        timeout=args.request_timeout, retries=args.retries, image_cap=args.image_cap,
+        prefill=args.think_prefix or bool(protocol.prefill),
+        tokens_field=args.tokens_field, send_temperature=args.send_temperature)
+    engine.knock()
+    return engine
+
+
+def text_part(text):
+    return {"type": "text", "text": text}
+
+
+def content_parts(content, frames, numbers, kept):
+    """
+    A message's content -> parts of an OpenAI message.
+
+    frames: iterator of video.Frames, taken from for each video. numbers: count of the request's
+    images so far; those in `kept` are sent.
+    """
+    if isinstance(content, str):
+        return [text_part(content)]
+    parts = []
+    for item in content:
+        if item["type"] == "text":
+            parts.append(text_part(item["text"]))
+            continue
+        shown = next(frames)
+        for place, (image, seconds) in enumerate(zip(shown.images, shown.seconds)):
+            if next(numbers) not in kept:  # its time goes with it
+                continue
+            stamp = model.stamp_text(seconds, place, item.get("stamp"))
+            if stamp:
+                parts.append(text_part(stamp))
+            parts.append({"type": "image_url", "image_url": {"url": jpeg_url(image)}})
+    return parts
+
+
+def jpeg_url(image):
+    """uint8 [H, W, 3] -> data URL."""
+    import base64
+    import io
+
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.fromarray(image).save(buffer, "JPEG", quality=90)
+    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+# ------------------------------------------------------------------------------------------------
+# The judge of open answers
+
+
+def judge(records, verdicts, args):
+    """
+    Let a chat endpoint decide open answers that the rule calls wrong; a yes makes the score 1.
+
+    verdicts: file that keeps them, read and appended to; what failed is asked again. records get
+    "judge": a verdict, or None where there is none; then the rule's score stays. args: the judge's
+    flags; without judge_url nobody is asked. Raises UserError where no server answers.
+    """
+    doubtful = []  # what the rule knows to be right is right, and silence is no answer
+    for record in records:
+        if record["task"]["type"] == "open" and record["score"] == 0:
+            if record["extracted"] is not None:
+                doubtful.append(record)
+    known = {}  # (task id, what was said, judge) -> verdict
+    verdicts.seek(0)  # it is open for appending
+    for verdict in map(json.loads, verdicts):
+        if verdict["verdict"] is not None:
+            known[verdict["id"], verdict["said"], verdict["model"]] = verdict
+    todo = {}  # samples that said the same are asked about once
+    for record in doubtful if args.judge_url else []:
+        name = record["task"]["id"], record["said"], args.judge_model
+        if name not in known:
+            todo[name] = record
+    for verdict in ask_judge(list(todo.values()), args) if todo else []:
+        known[verdict["id"], verdict["said"], verdict["model"]] = verdict
+        verdicts.write(json.dumps(verdict) + "\n")
+        verdicts.flush()  # a crash loses none that was paid for
+    for record in doubtful:
+        record["judge"] = known.get((record["task"]["id"], record["said"], args.judge_model))
+        if record["judge"] and record["judge"]["verdict"]:
+            record["score"] = 1.0
+
+
+def ask_judge(records, args):
+    """Records -> iterator of {"id", "said", "model", "text", "error", "verdict"} as they come;
+    verdict True, False, or None where the judge failed or said neither yes nor no."""
+    from tqdm import tqdm
+
+    engine = OpenAIEngine(args.judge_url, args.judge_model, key_variable=args.judge_key_env,
+                          workers=args.workers, timeout=args.request_timeout, retries=args.retries)
+    engine.knock()
+    for number, record in enumerate(records):
+        task = record["task"]
+        text = (f"Question: {task['question']}\nReference answer: {task['answer']}\n"
+                f"Given answer: {record['extracted']}\nDoes the given answer say the same as the "
+                "reference answer? Reply with yes or no.")
+        messages = [{"role": "user", "content": text}]
+        engine.submit(rollout.Request(str(number), [], [], [], [], messages, 16, 0.0, 0))
+    left = len(records)
+    with tqdm(total=left, desc="judge", disable=args.quiet or None) as bar:
+        while left:
+            for done in engine.poll():
+                left -= 1
+                bar.update()
+                record = records[int(done.id)]
+                said = re.match(r"\W*(yes|no)\b", done.text or "", re.IGNORECASE)
+                yield {"id": record["task"]["id"], "said": record["said"],
+                       "model": args.judge_model, "text": done.text, "error": done.error,
+                       "verdict": said[1].lower() == "yes" if said else None}
+    engine.close()
