@@ -55,13 +55,22 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="module", autouse=True)
 def fresh_process():
-    """What a file leaves behind in the whole process: a process group, and denormal numbers flushed, which hypothesis draws."""
+    """What a file finds and leaves behind in the whole process: the shim before anybody imports transformers, and no process group."""
+    import torch
+
+    import model
+
+    model.import_shim()
     yield
-    torch = sys.modules.get("torch")
-    if torch:
-        torch.set_flush_denormal(False)
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def denormals():
+    """Starting a process group flushes denormal numbers, for the whole process; hypothesis draws them."""
+    yield
+    sys.modules["torch"].set_flush_denormal(False)
 
 
 @pytest.fixture(scope="session")

@@ -170,6 +170,7 @@ def test_the_readme_shows_what_the_command_prints(monkeypatch, capsys):
 
 def test_counted_operations_are_those_that_torch_counts():
     """torch's own counter, forward and backward of one sequence, attention by plain matrix products over the full square."""
+    model.import_shim()
     from torch.utils.flop_counter import FlopCounterMode
     from transformers import Qwen3VLForConditionalGeneration
 
