@@ -9,9 +9,10 @@ import json
 import os
 import shutil
 
-PUBLISHED_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
-CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>", "<|quad_start|>",
-           "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")  # 151643 ..
+PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>",
+           "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>",
+           "<|video_pad|>")  # 151643 ..
 TAGS = ("<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>",
         "<tool_response>", "</tool_response>", "<think>", "</think>")  # 151657 ..: added too, but no "special" tokens
 VOCABULARY, ROWS = 151_643, 151_936  # tokens made of bytes; rows of the embedding, some of which no token has
@@ -43,7 +44,7 @@ def write_tokenizer(folder):
 
     with open(vocabulary_file(), "rb") as f:
         ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, f)}
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that stand for themselves in vocab.json; the others follow 255
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # stand for themselves in vocab.json; other bytes follow 255
     others = [b for b in range(256) if b not in printable]
     letter = {**{b: chr(b) for b in printable}, **{b: chr(256 + n) for n, b in enumerate(others)}}
 
@@ -51,11 +52,13 @@ def write_tokenizer(folder):
         return "".join(map(letter.get, token))
 
     merges = [tuple(map(word, parts(token, ranks))) for token in ranks if len(token) > 1]
-    core = Tokenizer(models.BPE({word(token): rank for token, rank in ranks.items()}, merges, continuing_subword_prefix="", end_of_word_suffix=""))
+    core = Tokenizer(models.BPE({word(token): rank for token, rank in ranks.items()}, merges,
+                                continuing_subword_prefix="", end_of_word_suffix=""))
     core.normalizer = normalizers.NFC()
-    core.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(PUBLISHED_PATTERN), "isolated"),
+    core.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(PATTERN), "isolated"),
                                                   pre_tokenizers.ByteLevel(False, trim_offsets=False, use_regex=False)])
-    core.decoder, core.post_processor = decoders.ByteLevel(), processors.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.post_processor = processors.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False)
     core.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in CONTROL])
     core.add_tokens([AddedToken(token, normalized=False, special=False) for token in TAGS])
     text, flags = core.to_str(pretty=True), '"add_prefix_space": {0},\n    "trim_offsets": {0},\n    "use_regex": {0}\n'
@@ -76,7 +79,8 @@ def chat_template(thinking):
     """
     declaration = ("# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
                    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>")
-    manual = ("\n</tools>\n\nFor each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:\n"
+    manual = ("\n</tools>\n\nFor each function call, return a json object with function name and arguments within "
+              "<tool_call></tool_call> XML tags:\n"
               '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>')
     shown = """
         {%- macro shown(m) -%}
@@ -140,14 +144,16 @@ def write_json(folder, name, content):
 
 def configuration(tied, hidden=64, layers=2):
     """config.json. As in the 4B, heads together are wider than the hidden state."""
-    text = {"attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643, "dtype": "bfloat16", "eos_token_id": 151645, "head_dim": 32,
-            "hidden_act": "silu", "hidden_size": hidden, "initializer_range": 0.02, "intermediate_size": 2 * hidden, "max_position_embeddings": 262144,
-            "model_type": "qwen3_vl_text", "num_attention_heads": 4, "num_hidden_layers": layers, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
+    text = {"attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643, "dtype": "bfloat16", "eos_token_id": 151645,
+            "head_dim": 32, "hidden_act": "silu", "hidden_size": hidden, "initializer_range": 0.02, "intermediate_size": 2 * hidden,
+            "max_position_embeddings": 262144, "model_type": "qwen3_vl_text", "num_attention_heads": 4, "num_hidden_layers": layers,
+            "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 5000000, "use_cache": True, "vocab_size": ROWS,
             "rope_scaling": {"mrope_interleaved": True, "mrope_section": [6, 5, 5], "rope_type": "default"},  # published: 24, 20, 20 of 64
-            "rope_theta": 5000000, "use_cache": True, "vocab_size": ROWS, **({"tie_word_embeddings": True} if tied else {})}
+            **({"tie_word_embeddings": True} if tied else {})}
     vision = {"deepstack_visual_indexes": [0, 1], "depth": 2, "hidden_act": "gelu_pytorch_tanh", "hidden_size": 64, "in_channels": 3,
-              "initializer_range": 0.02, "intermediate_size": 128, "model_type": "qwen3_vl", "num_heads": 2, "num_position_embeddings": 2304,
-              "out_hidden_size": hidden, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}
+              "initializer_range": 0.02, "intermediate_size": 128, "model_type": "qwen3_vl", "num_heads": 2,
+              "num_position_embeddings": 2304, "out_hidden_size": hidden, "patch_size": 16, "spatial_merge_size": 2,
+              "temporal_patch_size": 2}
     return {"architectures": ["Qwen3VLForConditionalGeneration"], "image_token_id": 151655, "model_type": "qwen3_vl", "text_config": text,
             "tie_word_embeddings": tied, "transformers_version": "4.57.0.dev0", "video_token_id": 151656, "vision_config": vision,
             "vision_end_token_id": 151653, "vision_start_token_id": 151652}
@@ -158,20 +164,24 @@ def write_settings(folder, tied, thinking):
     sampling = {"top_p": 0.95, "top_k": 20, "temperature": 1.0} if thinking else {"top_p": 0.8, "top_k": 20, "temperature": 0.7}
     half = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "patch_size": 16, "temporal_patch_size": 2, "merge_size": 2,
             "processor_class": "Qwen3VLProcessor"}
+    plain = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
     write_json(folder, "config.json", configuration(tied))
-    write_json(folder, "generation_config.json", {"bos_token_id": 151643, "pad_token_id": 151643, "do_sample": True, "eos_token_id": [151645, 151643],
-                                                  "repetition_penalty": 1.0, **sampling, "transformers_version": "4.56.0"})
-    write_json(folder, "preprocessor_config.json", {"size": {"longest_edge": 16777216, "shortest_edge": 65536}, **half,
-                                                    "image_processor_type": "Qwen2VLImageProcessorFast"})
-    write_json(folder, "video_preprocessor_config.json", {"size": {"longest_edge": 25165824, "shortest_edge": 4096}, **half, "fps": 2, "min_frames": 4,
-                                                          "max_frames": 768, "do_sample_frames": True, "video_processor_type": "Qwen3VLVideoProcessor"})
+    write_json(folder, "generation_config.json", {
+        "bos_token_id": 151643, "pad_token_id": 151643, "do_sample": True, "eos_token_id": [151645, 151643], "repetition_penalty": 1.0,
+        **sampling, "transformers_version": "4.56.0"})
+    write_json(folder, "preprocessor_config.json", {
+        "size": {"longest_edge": 16777216, "shortest_edge": 65536}, **half, "image_processor_type": "Qwen2VLImageProcessorFast"})
+    write_json(folder, "video_preprocessor_config.json", {
+        "size": {"longest_edge": 25165824, "shortest_edge": 4096}, **half, "fps": 2, "min_frames": 4, "max_frames": 768,
+        "do_sample_frames": True, "video_processor_type": "Qwen3VLVideoProcessor"})
     write_json(folder, "chat_template.json", {"chat_template": chat_template(thinking)})
-    added = {str(VOCABULARY + n): {"content": token, "lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": token in CONTROL}
-             for n, token in enumerate((*CONTROL, *TAGS))}
     write_json(folder, "tokenizer_config.json", {
-        "add_bos_token": False, "add_prefix_space": False, "added_tokens_decoder": added, "additional_special_tokens": list(CONTROL[1:]), "bos_token": None,
+        "add_bos_token": False, "add_prefix_space": False, "additional_special_tokens": list(CONTROL[1:]), "bos_token": None,
+        "added_tokens_decoder": {str(VOCABULARY + n): {"content": token, **plain, "special": token in CONTROL}
+                                 for n, token in enumerate((*CONTROL, *TAGS))},
         "chat_template": chat_template(thinking), "clean_up_tokenization_spaces": False, "eos_token": "<|im_end|>", "errors": "replace",
-        "model_max_length": 262144, "pad_token": "<|endoftext|>", "split_special_tokens": False, "tokenizer_class": "Qwen2Tokenizer", "unk_token": None})
+        "model_max_length": 262144, "pad_token": "<|endoftext|>", "split_special_tokens": False, "tokenizer_class": "Qwen2Tokenizer",
+        "unk_token": None})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -201,7 +211,8 @@ def write_weights(folder, tied, favoured, seed=0):
     for file in set(files.values()):
         save_file({name: weights[name] for name in files if files[name] == file}, os.path.join(folder, file), metadata={"format": "pt"})
     if not tied:
-        write_json(folder, "model.safetensors.index.json", {"metadata": {"total_size": sum(w.nbytes for w in weights.values())}, "weight_map": files})
+        size = sum(w.nbytes for w in weights.values())
+        write_json(folder, "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": files})
 
 
 def write_checkpoint(folder, vocabulary, tied, thinking, favoured=151643):

@@ -42,9 +42,12 @@ def gpu_precisions():
         policies.append(real_policy(hf, *rest))
         return policies[-1]
 
+    def sync(engine, weights):
+        real_sync(engine, ((name, weight.to(HALF)) for name, weight in weights))
+
     with (mock.patch.object(fsdp, "MixedPrecisionPolicy", functools.partial(fsdp.MixedPrecisionPolicy, HALF, torch.float32)),
           mock.patch.object(model, "as_policy", as_policy), mock.patch.object(grpo, "gap_tolerance", lambda dtype: 0.1),
-          mock.patch.object(rollout.VllmEngine, "sync", lambda engine, weights: real_sync(engine, ((name, w.to(HALF)) for name, w in weights)))):
+          mock.patch.object(rollout.VllmEngine, "sync", sync)):
         yield policies
 
 
@@ -148,6 +151,7 @@ def test_two_ranks_step_as_one_in_bf16(one_rank, sampled, toy, tmp_path):
     assert 1e-5 < two["gap"] < 4e-3 and two["kl"] == 0.0
 
 
-if __name__ == "__main__":  # the worker of the two-rank test. One group for both scripts: torchrun's store would remember the first one's addresses
+if __name__ == "__main__":  # the worker of the two-rank test
+    # One process group for both scripts: torchrun's store would remember the addresses of the first one's.
     with gpu_precisions(), mock.patch.object(torch.distributed, "destroy_process_group"):
         both_steps(*map(Path, sys.argv[1:]))

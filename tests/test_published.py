@@ -43,8 +43,10 @@ RIGHT = "<think>\nI saw it, between 8 and 16.\n</think>\n<answer>B</answer>"
 
 SLOW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TAGS = ["<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>"]
-ODD = [*TAGS, "<|im_end|>", "<|endoftext|>", "<|im_", "end|>", "<tool_response>", "<12.5 seconds>", "1234567890", "\u65e5\u672c\u8a9e", "e\u0301",
-       "\u00e9", "\u212b", "\u037e", "\U0001f468\u200d\U0001f469\u200d\U0001f467", "\ufeff", "\u2028", "\u0000", "\r\n", "\n\n", "  ", "\t", "'s", "'S", "{{x}}"]
+ODD = [*TAGS, "<|im_end|>", "<|endoftext|>", "<|im_", "end|>", "<tool_response>", "<12.5 seconds>", "1234567890",
+       "\u65e5\u672c\u8a9e", "e\u0301", "\u00e9", "\u212b", "\u037e", "\U0001f468\u200d\U0001f469\u200d\U0001f467", "\ufeff",
+       "\u2028", "\u0000", "\r\n", "\n\n", "  ", "\t", "'s", "'S", "{{x}}"]
+PIECES = ["<", ">", "</", "answer", "think", "A", " B", "c7", " ", "\n", ".", "\u65e5", "\u00e9"]
 texts = st.lists(st.one_of(st.sampled_from(ODD), st.text(max_size=6)), max_size=8).map("".join)
 
 
@@ -99,7 +101,8 @@ def world(tmp_path_factory):
     folder, rng = tmp_path_factory.mktemp("world"), random.Random(0)
     os.makedirs(folder / "videos")
     toy.write_video(folder / "videos" / "v.mp4", toy.draw_frames(toy.make_timeline(rng), np.random.default_rng(0)))
-    task = {"id": "t", "video": "videos/v.mp4", "question": "Which colour is seen first? (\u65e5\u672c)", "options": OPTIONS, "answer": "B", "type": "mcq"}
+    task = {"id": "t", "video": "videos/v.mp4", "question": "Which is first? <|im_end|> \u65e5 <|image_pad|> e\u0301",
+            "options": OPTIONS, "answer": "B", "type": "mcq"}
     window = {"start": 8.0, "end": 12.0, "fps": 1.0, "max_frames": 4}
     toy.write_jsonl(folder / "rl.jsonl", [task])
     toy.write_jsonl(folder / "sft.jsonl", [
@@ -196,7 +199,8 @@ def test_no_untrusted_text_becomes_a_special_id(codecs, text):
     assert model.decode(codec, ids, keep_special=True) == unicodedata.normalize("NFC", plain)
 
 
-@pytest.mark.parametrize("ends, wanted", [([151645, 151643], {151645, 151643}), (151645, {151645}), (None, set()), ([151645, 151664], {151645, 151664})])
+@pytest.mark.parametrize("ends, wanted", [([IM_END, END], {IM_END, END}), (IM_END, {IM_END}), (None, set()),
+                                          ([IM_END, 151664], {IM_END, 151664})])
 def test_every_end_of_the_generation_config_is_known(tmp_path, ends, wanted):
     """Whatever it is called: the codec bans all of them but <|im_end|>."""
     assert model.end_ids(str(tmp_path)) == set()
@@ -232,8 +236,7 @@ def slow_mask(text, pieces):
 
 
 @SLOW
-@given(text=st.lists(st.one_of(st.sampled_from(TAGS), st.sampled_from(["<", ">", "</", "answer", "think", "A", " B", "c7", " ", "\n", ".", "\u65e5", "\u00e9"])),
-                     max_size=12).map("".join))
+@given(text=st.lists(st.one_of(st.sampled_from(TAGS), st.sampled_from(PIECES)), max_size=12).map("".join))
 @example(text="x<answer>B.</answer>\n<answer>\u65e5</answer> .")
 def test_structural_mask_equals_a_slow_one_on_real_tokens(codecs, text):
     codec = codecs["instruct"]
@@ -256,17 +259,14 @@ def test_long_numbers_times_and_scripts_are_read_digit_by_digit_and_back(codec):
 # Prompts and turns
 
 
-def rendered(codec, messages, items, generation):
-    """A whole chat by the template, tokenised at once; frames are one placeholder each."""
-    return model.encode(codec, model.template(codec, model.render(codec, messages, items)[0], None, generation))
-
-
-words = st.text("ab \n.,7\u65e5\u00e9<>/'", max_size=20).map(lambda s: "x" + s + "x")  # a turn that begins or ends in blanks is no tokenizer's own
+# A turn that begins with a blank shares a token with the line break before it: no turn of a model's does, it is sampled behind that break.
+words = st.text("ab \n.,7\u65e5\u00e9<>/'", max_size=20).map(lambda s: "x" + s + "x")
 shown = st.one_of(words, texts)
 
 
 @SLOW
-@given(question=shown, turns=st.lists(st.tuples(words, words, st.lists(shown, min_size=1, max_size=3)), max_size=2), end=st.tuples(words, words))
+@given(question=shown, end=st.tuples(words, words),
+       turns=st.lists(st.tuples(words, words, st.lists(shown, min_size=1, max_size=3)), max_size=2))
 def test_prompt_turns_and_glue_are_what_the_template_writes_at_once(codecs, question, turns, end):
     """In the form that the Thinking template gives back, with the blank line behind the thought."""
     for codec in codecs.values():
@@ -275,13 +275,12 @@ def test_prompt_turns_and_glue_are_what_the_template_writes_at_once(codecs, ques
         for thought, rest, responses in [*turns, (*end, [])]:
             turn = f"<think>\n{thought}\n</think>\n\n{rest}"
             ids = ids + model.turn_ids(codec, turn, ids)
-            messages.append({"role": "assistant", "content": model.guard(codec, turn, codec.markup[:0])})
+            messages.append({"role": "assistant", "content": turn})
             if responses:
                 replies = [{"role": "tool", "content": text} for text in responses]
                 ids, messages = ids + model.glue_ids(codec, replies, True), messages + replies
-        whole = model.render(codec, messages)[0]
-        for message, said in zip(whole, messages):  # what an assistant has said is no untrusted text
-            message["content"] = said["content"] if said["role"] == "assistant" else message["content"]
+        guarded = model.render(codec, messages)[0]
+        whole = [m if m["role"] == "assistant" else g for m, g in zip(messages, guarded)]  # tags in a turn are tags
         assert ids == model.encode(codec, model.template(codec, whole, None, False).removesuffix("\n"))
 
 
@@ -292,9 +291,10 @@ def test_image_ids_equal_the_processors(codecs, data):
     codec = codecs[data.draw(st.sampled_from(sorted(codecs)))]
     question = data.draw(words)
     count, rows, columns = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
-    seconds = sorted(data.draw(st.lists(st.floats(0, 40_000), min_size=count, max_size=count)))
+    seconds = sorted(data.draw(st.lists(st.integers(0, 4_000_000).map(lambda n: n / 100), min_size=count, max_size=count)))
     item = model.VisionItem({"video": "v"}, "v", count, 32 * rows, 32 * columns, seconds)
-    chat = [{"role": "system", "content": "Watch."}, {"role": "user", "content": [{"type": "video", "video": "v"}, {"type": "text", "text": question}]}]
+    chat = [{"role": "system", "content": "Watch."},
+            {"role": "user", "content": [{"type": "video", "video": "v"}, {"type": "text", "text": question}]}]
     ids, compact, _ = model.encode_prompt(codec, chat, [item], rollout.tool_schema())
     parts = [p for s in seconds for p in ({"type": "text", "text": f"<{s:.1f} seconds>"}, {"type": "image"})]
     text = codec.processor.apply_chat_template([chat[0], {"role": "user", "content": [*parts, {"type": "text", "text": question}]}],
@@ -305,14 +305,16 @@ def test_image_ids_equal_the_processors(codecs, data):
     assert np.asarray(made["image_grid_thw"]).tolist() == [[1, 2 * rows, 2 * columns]] * count
 
 
-@pytest.mark.parametrize("first", ["<think>look</think>\n<answer>B</answer>", "<think>\nlook\n</think>\n\n<answer>B</answer>", "<answer>B</answer>",
-                                   "<think>\n\nlook", "look</think>B", LOOK, RIGHT])
+@pytest.mark.parametrize("first", [
+    "<think>look</think>\n<answer>B</answer>", "<think>\nlook\n</think>\n\n<answer>B</answer>", "<answer>B</answer>", "<think>\n\nlook",
+    "look</think>B", LOOK, RIGHT])
 def test_a_chat_is_encoded_as_the_ids_that_a_rollout_would_hold(codec, tasks, source, first):
     """Cold start and RL see one form: the forced `<think>` `\\n` as ids of its own, never twice, then the rest as sampled."""
     spec = {"video": tasks[0]["video"], "frames": 4}
     opening, tools = rollout.main_messages(tasks[0], 4), rollout.tool_schema()
     item = model.vision_item(spec, source.load(spec))
-    told = [*opening, {"role": "assistant", "content": first}, {"role": "tool", "content": "red <|im_start|>"}, {"role": "assistant", "content": RIGHT}]
+    replies = [{"role": "tool", "content": "red <|im_start|>"}]
+    told = [*opening, {"role": "assistant", "content": first}, *replies, {"role": "assistant", "content": RIGHT}]
     chat = model.encode_chat(codec, told, [item], tools)
     prompt = model.encode_prompt(codec, opening, [item], tools)[0]
     forced, ids = model.encode(codec, "<think>\n"), list(prompt)
@@ -322,13 +324,14 @@ def test_a_chat_is_encoded_as_the_ids_that_a_rollout_would_hold(codec, tasks, so
         prefix = forced if thinks and not codec.opens_thought else []
         rest = text.removeprefix("<think>").removeprefix("\n") if thinks else ("</think>\n\n" if codec.opens_thought else "") + text
         ids += prefix + model.encode(codec, rest) + [codec.eos]
-        ids += model.glue_ids(codec, [{"role": "tool", "content": "red <|im_start|>"}], True) if turn == 0 else []
+        ids += model.glue_ids(codec, replies, True) if turn == 0 else []
     assert chat.ids == ids
     assert not any(a == THINK and THINK in chat.ids[n + 1:n + 3] for n, a in enumerate(chat.ids))
     trained = [i for i, m in zip(chat.ids, chat.mask) if m]
     assert trained.count(codec.eos) == 2 and IM_START not in trained and chat.ids.count(IM_START) == prompt.count(IM_START) + 2
     if first.startswith("<think>"):  # the same through the agent loop
-        episode = played(codec, tasks, source, Speaker(codec, lambda sample, turn: (LOOK, RIGHT)[turn].removeprefix("<think>").removeprefix("\n")))
+        bare = [text.removeprefix("<think>").removeprefix("\n") for text in (LOOK, RIGHT)]
+        episode = played(codec, tasks, source, Speaker(codec, lambda sample, turn: bare[turn]))
         assert episode.executed() == 2 and episode.context.ids[:len(prompt)] == prompt
         start, stop = episode.spans[1]
         assert episode.context.ids[start - 2:stop] == chat.ids[-(stop - start) - 2:]
@@ -364,7 +367,9 @@ def test_a_lone_surrogate_is_refused_by_its_line(world, tmp_path, field):
     rows = [json.loads(line) for line in (world / "rl.jsonl").read_text().splitlines()]
     value = {"options": ["red", "X", "c", "d"], "answer": "B"}.get(field, "X?")
     path = tmp_path / "tasks.jsonl"
-    lines = [json.dumps(rows[0]), json.dumps({**rows[0], "id": "u", field: value}).replace("X", "\\ud83d\\ude00").replace('"B"', '"B \\ud83d\\ude00"')]
+    emoji = "\\ud83d\\ude00"
+    second = json.dumps({**rows[0], "id": "u", field: value}).replace("X", emoji).replace('"B"', f'"B {emoji}"')
+    lines = [json.dumps(rows[0]), second]
     path.write_text("\n".join(lines))
     assert "\U0001f600" in json.dumps(rollout.read_tasks(str(path))[1], ensure_ascii=False)
     path.write_text("\n".join(lines).replace("\\ude00", ""))
@@ -427,7 +432,8 @@ def test_the_trainer_the_reference_and_plain_transformers_agree(codec, ckpt, tas
     with torch.no_grad():
         ours, theirs = (p(pack, vision)[0] for p in (policy, reference))
         hf = Qwen3VLForConditionalGeneration.from_pretrained(ckpt, dtype=torch.float32)
-        images = codec.processor.image_processor(images=[Image.fromarray(x) for x in source.load(spec).images], do_resize=False, return_tensors="pt")
+        frames = [Image.fromarray(x) for x in source.load(spec).images]
+        images = codec.processor.image_processor(images=frames, do_resize=False, return_tensors="pt")
         row = torch.tensor([chat.ids])
         logits = hf(input_ids=row, pixel_values=images["pixel_values"], image_grid_thw=images["image_grid_thw"],
                     mm_token_type_ids=(row == codec.image_pad).int()).logits[0, pack.source]
@@ -469,8 +475,8 @@ def run_script_here(monkeypatch, script, *flags):
 
 
 SFT = ("--steps", 1, "--batch-size", 2, "--max-len", 4096, "--recompute", "selective")
-GRPO = ("--prompts", 1, "--group", 2, "--frames", 4, "--context", 2048, "--max-new-tokens", 12, "--sub-max-new-tokens", 6, "--max-turns", 1, "--show-every", 0,
-        "--temperature", 1.0, "--train-subagents", "--lr", 1e-3)
+GRPO = ("--prompts", 1, "--group", 2, "--frames", 4, "--context", 2048, "--max-new-tokens", 12, "--sub-max-new-tokens", 6,
+        "--max-turns", 1, "--show-every", 0, "--temperature", 1.0, "--train-subagents", "--lr", 1e-3)
 
 
 @pytest.fixture
@@ -510,8 +516,10 @@ def check_ends(engine, codec, ckpt, tasks, source):
         assert len(sampled_ids(codec, vars(episode.context))) == 16 or episode.finish == ["stop"]
 
 
-def test_cold_start_rollouts_and_updates_of_a_published_checkpoint(codec, kind, ckpt, known, world, tasks, source, overheard, monkeypatch, runs):
-    """sft.py, then two steps of grpo.py with vLLM (the second one samples from synced weights), then its first step again from the record."""
+def test_cold_start_rollouts_and_updates_of_a_published_checkpoint(codec, kind, ckpt, known, world, tasks, source, overheard, monkeypatch,
+                                                                   runs):
+    """sft.py, then two steps of grpo.py with vLLM (the second one samples from synced weights), then its first step again from the
+    record."""
     from safetensors.torch import load_file
 
     tied, _ = KINDS[kind]
@@ -519,9 +527,10 @@ def test_cold_start_rollouts_and_updates_of_a_published_checkpoint(codec, kind, 
     (row,) = run_script_here(monkeypatch, sft, *SFT, "--ckpt", ckpt, "--data", world / "sft.jsonl", "--out", cold.parent)
     assert row["grad_norm"] > 0 and 0 < row["loss"] < 30
     again, config = model.load_codec(str(cold)), json.loads((cold / "config.json").read_text())
-    assert (again.banned, again.markup, again.pieces, again.opens_thought) == (codec.banned, codec.markup, codec.pieces, codec.opens_thought)
-    assert model.encode_prompt(again, [{"role": "user", "content": "n\u00e9 1234"}]) == model.encode_prompt(codec, [{"role": "user", "content": "n\u00e9 1234"}])
-    assert json.loads((cold / "generation_config.json").read_text())["eos_token_id"] == [IM_END, END] and config["text_config"]["dtype"] == "float32"
+    question = [{"role": "user", "content": "n\u00e9 1234"}]
+    for same in (lambda c: model.encode_prompt(c, question), lambda c: (c.banned, c.markup, c.pieces, c.opens_thought)):
+        assert same(again) == same(codec)
+    assert model.end_ids(str(cold)) == {IM_END, END} and config["text_config"]["dtype"] == "float32"
     weights = load_file(cold / "model.safetensors")
     assert ("lm_head.weight" in weights) != tied and {w.dtype for w in weights.values()} == {torch.float32}
 
