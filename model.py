@@ -877,13 +877,13 @@ def turn_ids(codec, text, prompt_ids):
     """An assistant turn as data has it -> ids behind `prompt_ids`, those that a rollout would hold.
 
     `<think>` is forced in rollouts as `<think>\\n`, ids of its own: it is encoded apart, whether or
-    not data has the newline. Where the template has opened a thought, a turn without one closes it
-    first. Control tokens spelled in the text stay text.
+    not data has the newline, or blanks before it. Where the template has opened a thought, a turn
+    without one closes it first. Control tokens spelled in the text stay text.
     """
     ids = []
-    if text.startswith("<think>"):
+    if text.lstrip().startswith("<think>"):
         ids = think_prefix_ids(codec, prompt_ids)
-        text = text.removeprefix("<think>").removeprefix("\n")
+        text = text.lstrip().removeprefix("<think>").removeprefix("\n")
     elif codec.opens_thought:
         text = "</think>\n\n" + text
     control = [codec.tokenizer.convert_ids_to_tokens(i) for i in (*codec.banned, codec.eos)]

@@ -246,7 +246,7 @@ def final_answer(turns, think_open=False):
 # ------------------------------------------------------------------------------------------------
 # Credit
 
-TAG_BYTES = re.compile(TAG.pattern.encode())
+TAG_BYTES = re.compile(rb"</?(?:think|tool_call|tool_code|answer)>")  # a call in either dialect
 LETTER_BYTES = re.compile(rb"[0-9A-Za-z\x80-\xff]")  # ASCII, or part of any other character
 
 
@@ -255,8 +255,8 @@ def structural_mask(pieces):
     struct(o) of ONE turn: which sampled tokens carry format credit.
 
     pieces: the bytes of each sampled token; may be empty, may cut a tag or a UTF-8 character
-    anywhere. A token is in if a byte of it lies in a literal <think> </think> <tool_call>
-    </tool_call> <answer> </answer>, or if it is the last one of the turn: ending there is where a
+    anywhere. A token is in if a byte of it lies in a literal tag (think, tool_call, tool_code,
+    answer; opening or closing), or if it is the last one of the turn: ending there is where a
     missing tag was decided.
 
     A token that also holds a letter or a digit outside the tag is not in. In Qwen's vocabulary

@@ -22,7 +22,7 @@ import model
 import rewards
 import rollout
 
-TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<answer>", "</answer>")
+TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_code>", "</tool_code>", "<answer>", "</answer>")
 CALL = 'I need a closer look.\n</think>\n<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 8, "end_time": 16}}\n</tool_call>'
 
 

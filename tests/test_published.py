@@ -42,7 +42,7 @@ LOOK = ('<think>look</think>\n<tool_call>\n{"name": "crop_video", "arguments": {
 RIGHT = "<think>\nI saw it, between 8 and 16.\n</think>\n<answer>B</answer>"
 
 SLOW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-TAGS = ["<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>"]
+TAGS = ["<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>", "<tool_code>", "</tool_code>"]
 ODD = [*TAGS, "<|im_end|>", "<|endoftext|>", "<|im_", "end|>", "<tool_response>", "<12.5 seconds>", "1234567890",
        "\u65e5\u672c\u8a9e", "e\u0301", "\u00e9", "\u212b", "\u037e", "\U0001f468\u200d\U0001f469\u200d\U0001f467", "\ufeff",
        "\u2028", "\u0000", "\r\n", "\n\n", "  ", "\t", "'s", "'S", "{{x}}"]
@@ -208,6 +208,15 @@ def test_every_end_of_the_generation_config_is_known(tmp_path, ends, wanted):
     assert model.end_ids(str(tmp_path)) == wanted
 
 
+def test_no_end_but_the_turn_end_is_ever_sampled(published, tmp_path):
+    """One that no list of ours names, too: generation_config.json is asked."""
+    folder = shutil.copytree(published(True, False), tmp_path / "other")
+    config = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps({**config, "eos_token_id": [IM_END, 151664]}))
+    banned = model.load_codec(str(folder)).banned
+    assert {END, IM_START, 151664} <= set(banned) and IM_END not in banned
+
+
 def test_a_letter_shares_its_token_with_the_tag_and_earns_no_format_credit(codec):
     """`>B` is one token: were it structural, a lost tag (A_fmt = -1) would cancel what the right letter earned (A_task = +1)."""
     ids = model.encode(codec, "<answer>B</answer>") + [codec.eos]
@@ -307,7 +316,7 @@ def test_image_ids_equal_the_processors(codecs, data):
 
 @pytest.mark.parametrize("first", [
     "<think>look</think>\n<answer>B</answer>", "<think>\nlook\n</think>\n\n<answer>B</answer>", "<answer>B</answer>", "<think>\n\nlook",
-    "look</think>B", LOOK, RIGHT])
+    "look</think>B", "\n<think>look</think>B", LOOK, RIGHT])
 def test_a_chat_is_encoded_as_the_ids_that_a_rollout_would_hold(codec, tasks, source, first):
     """Cold start and RL see one form: the forced `<think>` `\\n` as ids of its own, never twice, then the rest as sampled."""
     spec = {"video": tasks[0]["video"], "frames": 4}
@@ -319,7 +328,7 @@ def test_a_chat_is_encoded_as_the_ids_that_a_rollout_would_hold(codec, tasks, so
     prompt = model.encode_prompt(codec, opening, [item], tools)[0]
     forced, ids = model.encode(codec, "<think>\n"), list(prompt)
     assert forced == [THINK, 198] and (prompt[-2:] == forced) == codec.opens_thought
-    for turn, text in enumerate((first, RIGHT)):
+    for turn, text in enumerate((first.lstrip(), RIGHT)):
         thinks = text.startswith("<think>")
         prefix = forced if thinks and not codec.opens_thought else []
         rest = text.removeprefix("<think>").removeprefix("\n") if thinks else ("</think>\n\n" if codec.opens_thought else "") + text
@@ -335,6 +344,15 @@ def test_a_chat_is_encoded_as_the_ids_that_a_rollout_would_hold(codec, tasks, so
         assert episode.executed() == 2 and episode.context.ids[:len(prompt)] == prompt
         start, stop = episode.spans[1]
         assert episode.context.ids[start - 2:stop] == chat.ids[-(stop - start) - 2:]
+
+
+def test_a_forced_start_never_opens_a_thought_twice(codec, kind):
+    """An empty thought, as a protocol may force: behind a template that has opened one, only its end is left."""
+    prompt = model.encode_prompt(codec, [{"role": "user", "content": "Q"}])[0]
+    whole = prompt + rollout.forced_ids(codec, rollout.Context(ids=prompt), "<think>\n\n</think>\n\n")
+    assert model.decode(codec, whole, True).endswith("assistant\n<think>\n\n</think>\n\n") and whole.count(THINK) == 1
+    forced = rollout.forced_ids(codec, rollout.Context(ids=prompt), "<think>\n")
+    assert forced == ([] if kind == "thinking" else [THINK, 198])
 
 
 def test_a_thought_that_the_template_opens_is_scored_as_a_forced_one(codec, kind, tasks, source):
@@ -474,9 +492,9 @@ def run_script_here(monkeypatch, script, *flags):
     return [json.loads(line) for line in (Path(flags[flags.index("--out") + 1]) / "log.jsonl").read_text().splitlines()]
 
 
-SFT = ("--steps", 1, "--batch-size", 2, "--max-len", 4096, "--recompute", "selective")
+SFT = ("--steps", 1, "--batch-size", 2, "--max-len", 4096, "--recompute", "full")
 GRPO = ("--prompts", 1, "--group", 2, "--frames", 4, "--context", 2048, "--max-new-tokens", 12, "--sub-max-new-tokens", 6,
-        "--max-turns", 1, "--show-every", 0, "--temperature", 1.0, "--train-subagents", "--lr", 1e-3)
+        "--max-turns", 1, "--show-every", 0, "--temperature", 1.0, "--train-subagents", "--lr", 1e-3, "--max-pixels", 1024)
 
 
 @pytest.fixture

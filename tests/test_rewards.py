@@ -715,7 +715,7 @@ def test_iou_is_symmetric_and_in_bounds(span, gold):
 # ------------------------------------------------------------------------------------------------------------------
 # struct(o)
 
-TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<answer>", "</answer>"]
+TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_code>", "</tool_code>", "<answer>", "</answer>"]
 
 
 def overlap_oracle(pieces):
@@ -736,9 +736,9 @@ def test_mask_of_a_turn_worked_by_hand():
     assert structural_mask(pieces) == [False, True, True, True, False, True]
     assert structural_mask([]) == []
     assert structural_mask([b"", b""]) == [False, True]
-    # An empty token inside a tag overlaps no byte of it; near misses and the dialect's tag are no structural tags.
+    # An empty token inside a tag overlaps no byte of it; near misses are no tags.
     assert structural_mask([b"<ans", b"", b"wer>", b"x"]) == [True, False, True, True]
-    assert structural_mask([b"<answer", b"x>", b"<Answer>", b"<tool_code>", b"< think>", b"."]) == [False] * 5 + [True]
+    assert structural_mask([b"<answer", b"x>", b"<Answer>", b"<tool_code>", b"< think>", b"."]) == [False, False, False, True, False, True]
 
 
 def test_the_token_of_an_answer_letter_carries_no_format_credit():
