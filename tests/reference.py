@@ -1,9 +1,9 @@
 """
 reference.py: the oracle beside which the real engine and the packed forward are tested.
 
-generate() is plain left-padded batch decoding with transformers' own cache; ReferenceEngine puts it behind
-the interface of rollout.VllmEngine, deterministic to the bit. As a script it runs another script with
-that engine in place of vLLM:
+generate() is plain left-padded batch decoding with transformers' own cache; ReferenceEngine puts it
+behind the interface of rollout.VllmEngine, deterministic to the bit. As a script it runs another
+script with that engine in place of vLLM:
 
   python tests/reference.py grpo.py --ckpt .. --data ..
 """
@@ -32,8 +32,8 @@ def load_policy(ckpt, codec, device=None, recompute="none"):
 
 @torch.no_grad()
 def generate(policy, codec, vision, prompts, limits, temperatures, seeds):
-    """prompts: list of (expanded ids, [VisionItem]); one token limit, temperature (0 = greedy) and seed
-    each: a sample does not depend on what it was batched with, but for rounding.
+    """prompts: list of (expanded ids, [VisionItem]); one token limit, temperature (0 = greedy) and
+    seed each: a sample does not depend on what it was batched with, but for rounding.
 
     -> list of (sampled ids, log-probs); a sample ends with the end of turn unless it was cut off.
     """
@@ -46,7 +46,8 @@ def generate(policy, codec, vision, prompts, limits, temperatures, seeds):
     mask = torch.zeros(n, longest, dtype=torch.long)
     positions = torch.zeros(4, n, longest, dtype=torch.long)
     following = torch.zeros(n, dtype=torch.long)
-    for row, (prompt, items) in enumerate(prompts):  # left padding: the last place is the last token
+    # left padding: the last place is the last token
+    for row, (prompt, items) in enumerate(prompts):
         own = slice(longest - len(prompt), longest)
         ids[row, own] = torch.tensor(prompt)
         mask[row, own] = 1
@@ -89,7 +90,8 @@ def decode_step(policy, ids, positions, seen, features, mask, cache):
     text, (embeds, levels) = policy.hf.model.language_model, policy.embed(ids, seen, features)
     packed, text.config._attn_implementation = text.config._attn_implementation, "sdpa"
     try:  # a padded batch, not a pack
-        out = text(inputs_embeds=embeds, position_ids=positions, attention_mask=mask, use_cache=True,
+        out = text(inputs_embeds=embeds, position_ids=positions, attention_mask=mask,
+                   use_cache=True,
                    past_key_values=cache, visual_pos_masks=seen, deepstack_visual_embeds=levels)
     finally:
         text.config._attn_implementation = packed
@@ -97,8 +99,8 @@ def decode_step(policy, ids, positions, seen, features, mask, cache):
 
 
 class ReferenceEngine:
-    """rollout.VllmEngine's interface. Batches what is waiting, longest first: what it batches does not
-    depend on how fast frames were decoded, since the pump waits for all of them (`patient`)."""
+    """rollout.VllmEngine's interface. Batches what is waiting, longest first: what it batches does
+    not depend on how fast frames were decoded, since the pump waits for all of them (`patient`)."""
 
     patient = True
 
@@ -118,10 +120,13 @@ class ReferenceEngine:
         batch = [self.waiting.pop() for _ in range(min(self.max_seqs, len(self.waiting)))]
         frames = {item.key: f for r in batch for item, f in zip(r.items, r.frames)}
         self.vision.load = lambda spec: frames[spec["key"]]
-        prompts = [(r.expanded, [replace(item, spec={"key": item.key}) for item in r.items]) for r in batch]
-        samples = generate(self.policy, self.codec, self.vision, prompts, [r.max_tokens for r in batch],
+        prompts = [(r.expanded, [replace(item, spec={"key": item.key}) for item in r.items])
+                   for r in batch]
+        samples = generate(self.policy, self.codec, self.vision, prompts,
+                           [r.max_tokens for r in batch],
                            [r.temperature for r in batch], [r.seed for r in batch])
-        return [rollout.Completion(r.id, ids, logps, model.decode(self.codec, ids), ids[-1] == self.codec.eos)
+        return [rollout.Completion(r.id, ids, logps, model.decode(self.codec, ids),
+                                   ids[-1] == self.codec.eos)
                 for r, (ids, logps) in zip(batch, samples)]
 
     def sync(self, weights):
@@ -149,5 +154,6 @@ if __name__ == "__main__":
     rollout.make_engine = make_engine
     sys.argv = sys.argv[1:]
     if not os.path.isabs(sys.argv[0]):
-        sys.argv[0] = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), sys.argv[0])
+        sys.argv[0] = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
+                                   sys.argv[0])
     runpy.run_path(sys.argv[0], run_name="__main__")

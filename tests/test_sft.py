@@ -1,8 +1,9 @@
 """
 Tests of sft.py: python -m pytest tests/test_sft.py -q
 
-The arithmetic is checked by hand numbers; each flag is turned in a two-step training inside this process and must change what it
-names; one training of two ranks runs as a user would start it, with a broken video in its data, and is resumed half-way.
+The arithmetic is checked by hand numbers; each flag is turned in a two-step training inside this
+process and must change what it names; one training of two ranks runs as a user would start it, with
+a broken video in its data, and is resumed half-way.
 """
 import json
 import os
@@ -49,11 +50,12 @@ def parse(monkeypatch, *arguments):
 
 
 def user_and(answer, **video_item):
-    content = [{"type": "video", "video": "v.mp4", **video_item}, {"type": "text", "text": "Which?"}] if video_item else "Which?"
+    content = [{"type": "video", "video": "v.mp4", **video_item},
+               {"type": "text", "text": "Which?"}] if video_item else "Which?"
     return [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Arithmetic
 
 
@@ -82,13 +84,15 @@ def test_ranks_share_a_batch_without_loss_and_about_evenly(costs, world):
 
 def test_cost_counts_the_frames_of_a_chat(tmp_path, codec):
     rows = [{"id": 0, "messages": user_and("a")}, {"id": 1, "messages": user_and("a", frames=64)},
-            {"id": 2, "messages": user_and("a", start=0, end=9, max_frames=7)}, {"id": 3, "messages": user_and("a", start=0, end=9, max_frames=None)}]
+            {"id": 2, "messages": user_and("a", start=0, end=9, max_frames=7)},
+            {"id": 3, "messages": user_and("a", start=0, end=9, max_frames=None)}]
     chats = chats_of(write_rows(tmp_path / "d.jsonl", rows), codec)
     assert [chats.cost(i) for i in range(4)] == [1, 65, 8, 17]
 
 
 def test_loss_is_the_mean_over_all_trained_tokens(toy, codec, policy, process_group):
-    """Not a mean of means: chats of different lengths weigh by their tokens, however they are packed."""
+    """Not a mean of means: chats of different lengths weigh by their tokens, however they are
+    packed."""
     chats = chats_of(toy / "sft.jsonl", codec)
     vision = model.VisionFeatures(policy.hf.model.visual, codec, chats.frames)
     indices = [0, 1, 15]
@@ -100,7 +104,8 @@ def test_loss_is_the_mean_over_all_trained_tokens(toy, codec, policy, process_gr
         assert len(packs) == (3 if budget == 1 else 1)
         with torch.no_grad():
             loss, count = sft.backward(policy, vision, packs, codec, 1, torch.device("cpu"))
-        assert loss == pytest.approx(wanted, rel=1e-6) and count == sum(map(len, alone)) == sum(sum(chats[i].mask) for i in indices)
+        assert loss == pytest.approx(wanted, rel=1e-6)
+        assert count == sum(map(len, alone)) == sum(sum(chats[i].mask) for i in indices)
     assert all(p.grad is None for p in policy.parameters())  # a held-out loss leaves no gradient
 
 
@@ -113,47 +118,62 @@ def test_optimizers_get_the_parameters_that_their_flags_name(policy):
     for group in adamw.param_groups:
         assert group["lr"] == 3e-4 and group["betas"] == (0.9, 0.9)
         assert all((p.ndim > 1) == (group["weight_decay"] == 0.01) for p in group["params"])
-    adamw, muon = sft.build_optimizers(policy, SimpleNamespace(**{**vars(args), "optimizer": "muon"}), torch.device("cpu"))
+    adamw, muon = sft.build_optimizers(policy,
+                                       SimpleNamespace(**{**vars(args), "optimizer": "muon"}),
+                                       torch.device("cpu"))
     in_muon = {id(p) for g in muon.param_groups for p in g["params"]}
-    assert muon.param_groups[0]["lr"] == 7e-3 and in_muon == {id(p) for p in policy.hf.model.language_model.layers.parameters() if p.ndim == 2}
+    assert muon.param_groups[0]["lr"] == 7e-3
+    assert in_muon == {id(p) for p in policy.hf.model.language_model.layers.parameters()
+                       if p.ndim == 2}
     assert in_muon | {id(p) for g in adamw.param_groups for p in g["params"]} == trained
     assert not in_muon & {id(p) for g in adamw.param_groups for p in g["params"]}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Bad data
 
 
 @pytest.mark.parametrize("messages, wanted", [
-    ("hello", "list"), ([], "list"), ([{"role": "robot", "content": "x"}], "role"), ([{"role": "user"}], "content"), (["x"], "role"),
-    ([{"role": "user", "content": None}], "content must"), ([{"role": "user", "content": 3}], "content must"),
-    ([{"role": "user", "content": []}], "content must"), ([{"role": "user", "content": {"type": "text"}}], "content must"),
+    ("hello", "list"), ([], "list"), ([{"role": "robot", "content": "x"}], "role"),
+                                              ([{"role": "user"}], "content"), (["x"], "role"),
+    ([{"role": "user", "content": None}], "content must"),
+                                              ([{"role": "user", "content": 3}], "content must"),
+    ([{"role": "user", "content": []}], "content must"),
+                                              ([{"role": "user", "content": {"type": "text"}}],
+                                               "content must"),
     ([{"role": "user", "content": [{"type": "image", "image": "x"}]}], "content must"),
     ([{"role": "user", "content": [{"type": "text", "text": 3}]}], "content must"),
     ([{"role": "user", "content": [{"type": "video", "video": "v.mp4"}]}], "'frames'"),
     ([{"role": "user", "content": "x"}], "no assistant"),
     ([*user_and("a"), {"role": "assistant", "content": "b"}], "in a row"),
-    ([*user_and("a"), {"role": "user", "content": [{"type": "video", "video": "v.mp4", "frames": 4}]}], "after the first assistant")])
+    ([*user_and("a"), {"role": "user", "content": [{"type": "video", "video": "v.mp4",
+                                                    "frames": 4}]}], "after the first assistant")])
 def test_a_chat_that_cannot_be_trained_on_is_refused(messages, wanted):
-    """Each of these would otherwise crash later, inside a worker thread, without the name of its line."""
+    """Each of these would otherwise crash later, inside a worker thread, without the name of its
+    line."""
     assert wanted in sft.chat_fault(messages)
 
 
-@pytest.mark.parametrize("messages", [user_and("a"), user_and("a", frames=4), user_and([{"type": "text", "text": "a"}], start=0, end=8),
-                                      [*user_and("a"), {"role": "tool", "content": "b"}, {"role": "assistant", "content": "c"}]])
+@pytest.mark.parametrize("messages", [user_and("a"), user_and("a", frames=4),
+                                      user_and([{"type": "text", "text": "a"}], start=0, end=8),
+                                      [*user_and("a"), {"role": "tool", "content": "b"},
+                                       {"role": "assistant", "content": "c"}]])
 def test_good_chats_pass(messages):
     assert sft.chat_fault(messages) is None
 
 
 def test_every_chat_of_the_toy_passes(toy):
     for name in ("sft", "sft_val"):
-        assert not any(sft.chat_fault(row["messages"]) for row in model.read_jsonl(toy / f"{name}.jsonl"))
+        assert not any(sft.chat_fault(row["messages"])
+                       for row in model.read_jsonl(toy / f"{name}.jsonl"))
 
 
 def test_a_bad_chat_stops_the_run_with_code_2_and_its_line(toy, tmp_path):
     rows = small_rows(toy, count=1)
-    data = write_rows(tmp_path / "bad.jsonl", [*rows, {"id": "b", "messages": [{"role": "user", "content": "x"}]}])
-    done = run_script("sft.py", "--ckpt", toy / "init", "--data", data, "--out", tmp_path / "out", timeout=60)
+    data = write_rows(tmp_path / "bad.jsonl",
+                      [*rows, {"id": "b", "messages": [{"role": "user", "content": "x"}]}])
+    done = run_script("sft.py", "--ckpt", toy / "init", "--data", data, "--out", tmp_path / "out",
+                      timeout=60)
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1] == f"sft.py: {data}:2: no assistant message: nothing to learn"
     assert "Traceback" not in done.stderr
@@ -161,27 +181,33 @@ def test_a_bad_chat_stops_the_run_with_code_2_and_its_line(toy, tmp_path):
 
 def test_a_chat_longer_than_max_len_is_an_error_that_names_it(toy, codec):
     chats = chats_of(toy / "sft.jsonl", codec, max_len=20)
-    with pytest.raises(model.UserError, match=f"{chats.rows[0]['id']} has .* tokens, --max-len is 20"):
+    with pytest.raises(model.UserError,
+                       match=f"{chats.rows[0]['id']} has .* tokens, --max-len is 20"):
         chats[0]
     assert chats_of(toy / "sft.jsonl", codec, max_len=2048)[0] is not None
 
 
 def test_the_rank_that_meets_a_bad_chat_says_so(monkeypatch, capsys):
-    """A fault seen by all ranks is said once; one that only rank 1 meets must not end the run in silence."""
+    """A fault seen by all ranks is said once; one that only rank 1 meets must not end the run in
+    silence."""
     monkeypatch.setenv("RANK", "1")
-    for error, said in ((model.UserError("all see it"), ""), (model.RankError("chat x has 9 tokens"), "chat x has 9 tokens")):
+    for error, said in ((model.UserError("all see it"), ""),
+                        (model.RankError("chat x has 9 tokens"), "chat x has 9 tokens")):
         def main(error=error):
             raise error
 
         with pytest.raises(SystemExit) as end:
             model.run_main(main)
-        assert end.value.code == 2 and said in (printed := capsys.readouterr().err) and bool(printed) == bool(said)
+        assert end.value.code == 2 and said in (printed := capsys.readouterr().err)
+        assert bool(printed) == bool(said)
 
 
-@pytest.mark.parametrize("spec", [{"video": "videos/none.mp4", "frames": 4}, {"video": "videos/sft-0000.mp4", "start": 900, "end": 950},
+@pytest.mark.parametrize("spec", [{"video": "videos/none.mp4", "frames": 4},
+                                  {"video": "videos/sft-0000.mp4", "start": 900, "end": 950},
                                   {"video": "../init/config.json", "frames": 4}])
 def test_an_unusable_video_is_skipped_by_name(toy, codec, tmp_path, capsys, spec):
-    """Missing, outside the folder, or a window beyond the end: one bad file of thousands does not end a training."""
+    """Missing, outside the folder, or a window beyond the end: one bad file of thousands does not
+    end a training."""
     rows = [{"id": "odd-one", "messages": user_and("a", **spec)}, *small_rows(toy, count=1)]
     chats = chats_of(write_rows(tmp_path / "d.jsonl", rows), codec, video_root=str(toy))
     packs = sft.make_packs(chats, [0, 1, 0], codec, 2048)
@@ -200,19 +226,21 @@ def test_encoded_chats_are_kept_within_a_bound(toy, codec):
     chats.max_tokens = len(chats[0].ids) + len(chats[1].ids)
     for index in (0, 2, 1, 0):
         assert chats[index].ids == all_of_them[index].ids
-        assert chats.tokens == sum(len(s.ids) for s in chats.encoded.values()) and (chats.tokens <= chats.max_tokens or len(chats.encoded) == 1)
+        assert chats.tokens == sum(len(s.ids) for s in chats.encoded.values())
+        assert (chats.tokens <= chats.max_tokens or len(chats.encoded) == 1)
     first = chats[0]
     assert chats[0] is first
 
 
 def test_the_frame_cache_has_the_size_that_was_asked_for(trained, monkeypatch):
     made, real = [], sft.video.FrameCache
-    monkeypatch.setattr(sft.video, "FrameCache", lambda *given, **named: made.append(given) or real(*given, **named))
+    monkeypatch.setattr(sft.video, "FrameCache", lambda *given, **named: made.append(given)
+                        or real(*given, **named))
     trained("--frame-cache-gb", 0.5)
     assert made == [(2**29,)]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Flags
 
 
@@ -232,20 +260,24 @@ def test_sizes_below_one_are_refused_by_name(monkeypatch, flag):
 
 @pytest.fixture(scope="module")
 def trained(toy, tmp_path_factory):
-    """Function: a two-step training with some flags in this process -> its log rows, its weights, its folder. Kept by flags."""
+    """Function: a two-step training with some flags in this process -> its log rows, its weights,
+    its folder. Kept by flags."""
     folder, kept = tmp_path_factory.mktemp("knobs"), {}
     data = write_rows(folder / "d.jsonl", small_rows(toy, count=9))
 
     def run(*flags):
         if flags not in kept:
             out = folder / f"out{len(kept)}"
-            argv = ["sft.py", "--ckpt", toy / "init", "--data", data, "--video-root", toy, "--out", out, "--steps", 2, "--batch-size", 3,
+            argv = ["sft.py", "--ckpt", toy / "init", "--data", data, "--video-root", toy, "--out",
+                    out, "--steps", 2, "--batch-size", 3,
                     "--lr", 1e-3, "--warmup", 0.5, "--recompute", "none", *flags]
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(sys, "argv", list(map(str, argv)))
                 sft.main()
             rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-            kept[flags] = SimpleNamespace(rows=rows, weights=load_file(out / "last" / "model.safetensors"), out=out)
+            kept[flags] = SimpleNamespace(rows=rows,
+                                          weights=load_file(out / "last" / "model.safetensors"),
+                                          out=out)
         return kept[flags]
 
     return run
@@ -265,7 +297,9 @@ def test_learning_rate_flags_change_the_rates(trained):
     assert distance(trained(), trained("--lr", 5e-4)) > 5e-4
 
 
-@pytest.mark.parametrize("flags", [("--optimizer", "muon"), ("--optimizer", "muon", "--muon-lr", 1e-2), ("--beta2", 0.5), ("--clip", 1e-7),
+@pytest.mark.parametrize("flags", [("--optimizer", "muon"),
+                                   ("--optimizer", "muon", "--muon-lr", 1e-2), ("--beta2", 0.5),
+                                   ("--clip", 1e-7),
                                    ("--seed", 1)], ids=lambda f: f[-2].lstrip("-"))
 def test_optimisation_flags_change_the_weights(trained, flags):
     base = trained(*flags[:2]) if len(flags) == 4 else trained()
@@ -281,7 +315,8 @@ def test_data_flags_change_the_batch(trained):
     base = trained()
     assert trained("--batch-size", 9).rows[0]["tokens"] > 2 * base.rows[0]["tokens"]
     assert trained("--seed", 1).rows[0]["loss"] != base.rows[0]["loss"]
-    assert trained("--channel", "video").rows[0]["tokens"] < base.rows[0]["tokens"]  # one for two frames
+    # one for two frames
+    assert trained("--channel", "video").rows[0]["tokens"] < base.rows[0]["tokens"]
     assert len(trained("--steps", 0, "--epochs", 1 / 3).rows) == 1  # three of nine chats
 
 
@@ -296,13 +331,15 @@ def test_saving_and_looking_flags(trained, toy, tmp_path):
     looks = [r for r in run.rows if "val_loss" in r]
     assert [r["step"] for r in looks] == [2, 4, 5]
     best = min(looks, key=lambda r: r["val_loss"])["step"]
-    assert os.readlink(run.out / "best") == f"step_{best:06d}" and os.readlink(run.out / "last") == "step_000005"
+    assert os.readlink(run.out / "best") == f"step_{best:06d}"
+    assert os.readlink(run.out / "last") == "step_000005"
     folders = sorted(n for n in os.listdir(run.out) if n.startswith("step_"))
     assert folders == sorted({"step_000004", "step_000005", f"step_{best:06d}"})
-    assert not (trained().out / "best").exists() and sorted(n for n in os.listdir(trained().out) if n[:4] == "step") == ["step_000002"]
+    assert not (trained().out / "best").exists()
+    assert sorted(n for n in os.listdir(trained().out) if n[:4] == "step") == ["step_000002"]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # A training as its user runs it
 
 
@@ -311,15 +348,19 @@ STEPS = 30
 
 @pytest.fixture(scope="module")
 def training(toy, tmp_path_factory):
-    """torchrun with two ranks, one truncated video in the data -> (output folder, CompletedProcess, arguments)."""
+    """torchrun with two ranks, one truncated video in the data -> (output folder, CompletedProcess,
+    arguments)."""
     folder = tmp_path_factory.mktemp("training")
     shutil.copytree(toy / "videos", folder / "videos")
     whole = (folder / "videos" / "sft-0001.mp4").read_bytes()
     (folder / "videos" / "broken.mp4").write_bytes(whole[: len(whole) // 2])
     rows = small_rows(toy, count=39)
-    rows.insert(5, {"id": "broken-one", "messages": user_and("a", video="videos/broken.mp4", frames=4)})
-    data, held = write_rows(folder / "sft.jsonl", rows), write_rows(folder / "val.jsonl", small_rows(toy, "sft_val", 10))
-    arguments = ["--preset", "toy", "--ckpt", toy / "init", "--data", data, "--val", held, "--steps", STEPS, "--batch-size", 10,
+    rows.insert(5, {"id": "broken-one", "messages": user_and("a", video="videos/broken.mp4",
+                                                             frames=4)})
+    data, held = write_rows(folder / "sft.jsonl", rows), write_rows(folder / "val.jsonl",
+                                                                    small_rows(toy, "sft_val", 10))
+    arguments = ["--preset", "toy", "--ckpt", toy / "init", "--data", data, "--val", held,
+                 "--steps", STEPS, "--batch-size", 10,
                  "--eval-every", 0, "--save-every", STEPS // 2]
     done = run_script("sft.py", *arguments, "--out", folder / "out", ranks=2, timeout=240)
     assert done.returncode == 0, done.stderr
@@ -338,13 +379,16 @@ def test_two_ranks_learn_the_toy(training):
     assert os.readlink(out / "last") == os.readlink(out / "best") == f"step_{STEPS:06d}"
     assert json.loads((out / "args.json").read_text())["batch_size"] == 10
     assert "2 ranks" in done.stdout and f"step {STEPS:04d}/{STEPS:04d}" in done.stdout
-    assert all(r["lr"] > 0 and r["grad_norm"] > 0 and r["trained_tokens"] < r["tokens"] for r in rows if "loss" in r)
+    assert all(r["lr"] > 0 and r["grad_norm"] > 0 and r["trained_tokens"] < r["tokens"]
+               for r in rows if "loss" in r)
 
 
 def test_a_broken_video_is_a_counted_named_skip(training):
-    """40 chats, 10 a batch: every epoch of four steps meets it once, on whichever rank; it counts as one."""
+    """40 chats, 10 a batch: every epoch of four steps meets it once, on whichever rank; it counts
+    as one."""
     out, done, _ = training
-    counts = [json.loads(line).get("skipped_chats", 1) for line in (out / "log.jsonl").read_text().splitlines()]
+    counts = [json.loads(line).get("skipped_chats", 1)
+              for line in (out / "log.jsonl").read_text().splitlines()]
     assert counts[4:] == [1] * (len(counts) - 4)
     assert "skipped broken-one: " in done.stdout and "broken.mp4" in done.stdout
 
@@ -362,8 +406,8 @@ def test_the_last_checkpoint_loads_in_transformers(training):
 
 @pytest.mark.parametrize("ranks, tolerance", [(2, 1e-6), (1, 1e-3)])
 def test_a_resumed_training_ends_with_the_same_weights(training, tmp_path, ranks, tolerance):
-    """Optimizer states, data order, schedule and best loss all continue: half a run and the rest of it are one run, also on another
-    number of ranks, where only the order of summation differs."""
+    """Optimizer states, data order, schedule and best loss all continue: half a run and the rest of
+    it are one run, also on another number of ranks, where only the order of summation differs."""
     out, _, arguments = training
     half = tmp_path / "half"
     shutil.copytree(out, half, symlinks=True, ignore=shutil.ignore_patterns(f"step_{STEPS:06d}"))
@@ -374,13 +418,18 @@ def test_a_resumed_training_ends_with_the_same_weights(training, tmp_path, ranks
     (half / "log.jsonl").write_text("\n".join(log[: STEPS // 2]) + "\n")
     done = run_script("sft.py", *arguments, "--out", half, "--resume", ranks=ranks, timeout=240)
     assert done.returncode == 0, done.stderr
-    assert f"step {STEPS // 2:04d}/" not in done.stdout and f"step {STEPS // 2 + 1:04d}/" in done.stdout
-    whole, resumed = (load_file(folder / f"step_{STEPS:06d}" / "model.safetensors") for folder in (out, half))
+    assert f"step {STEPS // 2:04d}/" not in done.stdout
+    assert f"step {STEPS // 2 + 1:04d}/" in done.stdout
+    whole, resumed = (load_file(folder / f"step_{STEPS:06d}" / "model.safetensors")
+                      for folder in (out, half))
     middle = load_file(half / f"step_{STEPS // 2:06d}" / "model.safetensors")
     assert whole.keys() == resumed.keys()
     assert max((whole[n] - resumed[n]).abs().max().item() for n in whole) < tolerance
-    assert max((whole[n] - middle[n]).abs().max().item() for n in whole) > 1e-2  # there was something left to learn
+    # there was something left to learn
+    assert max((whole[n] - middle[n]).abs().max().item() for n in whole) > 1e-2
     again = [json.loads(line) for line in (half / "log.jsonl").read_text().splitlines()]
     first = [json.loads(line) for line in log]
     assert [r["step"] for r in again] == [r["step"] for r in first]
-    assert [r.get("loss", r.get("val_loss")) for r in again] == pytest.approx([r.get("loss", r.get("val_loss")) for r in first], abs=1e-5)
+    assert [r.get("loss", r.get("val_loss"))
+            for r in again] == pytest.approx([r.get("loss", r.get("val_loss")) for r in first],
+                                             abs=1e-5)
