@@ -695,8 +695,10 @@ class VllmEngine:
         # The processor bounds an image by itself but a video by all of its frames together.
         longest = max_pixels if codec.channel == "image" else max_pixels * max_frames
         # Frames arrive at their final size: these bounds keep the processor from resizing again.
-        # The upper one must be honest: vLLM sizes its encoder for the largest image it allows.
-        size = {"shortest_edge": (codec.patch * codec.merge) ** 2, "longest_edge": longest}
+        # The upper one must be honest: vLLM sizes its encoder for the largest image it allows. It
+        # computes a video's size in any case: below two smallest frames it divides by zero.
+        least = (codec.patch * codec.merge) ** 2
+        size = {"shortest_edge": least, "longest_edge": max(longest, 2 * least)}
         self.llm = LLM(
             ckpt, max_model_len=context, max_num_seqs=max_seqs, seed=seed,
             generation_config="vllm",  # no top-p or top-k of the checkpoint's own

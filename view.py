@@ -358,9 +358,9 @@ def tables_of(sources, tables):
 
 def paper_tables(sources):
     """-> [the table of benchmark results and of the paper's Table 1], [] without results."""
-    import eval as evaluation  # a script of its own, and a heavy one
+    from bench import benchmarks  # not above: it brings torch
 
-    benches = list(evaluation.splits())  # in the order of the paper's columns
+    benches = list(benchmarks.splits())  # in the order of the paper's columns
     systems = {}  # name -> {benchmark: percent, as text}
     for source in sources:
         for result in source["tables"].get("results", []):
@@ -371,9 +371,10 @@ def paper_tables(sources):
                 percents[result["bench"]] = "-" if headline is None else f"{100 * headline:.1f}"
     if not systems:
         return []
-    for name, percents in evaluation.paper_table().items():
-        texts = ["-" if percent is None else f"{percent:.1f}" for percent in percents]
-        systems[f"{name} (the paper's)"] = dict(zip(benches, texts))
+    for name, percents in benchmarks.paper_table().items():
+        systems[f"{name} (the paper's)"] = {
+            bench: "-" if percent is None else f"{percent:.1f}"
+            for bench, percent in percents.items()}
     rows = [[name, *(percents.get(bench, "-") for bench in benches)]
             for name, percents in systems.items()]
     title = "Benchmarks beside the paper's Table 1, percent"

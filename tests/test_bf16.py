@@ -33,28 +33,26 @@ GRPO = ("--preset", "toy", "--prompts", 2, "--group", 2, "--frames", 8, "--kl", 
 
 @contextlib.contextmanager
 def gpu_precisions():
-    """What shard, as_policy, load_sharded and the engine's wire do on a GPU -> list of the policies
-    that are made."""
+    """All that asks for the precision of a GPU gets it -> list of the policies that are made."""
     import torch.distributed.fsdp as fsdp
 
     model.import_shim()
-    real_policy, real_sync, policies = model.as_policy, rollout.VllmEngine.sync, []
+    real_policy, real_dtype, real_copy = model.as_policy, model.compute_dtype, model.host_copy
+    policies = []
 
-    def as_policy(hf, *rest):
-        if not any(p.requires_grad for p in hf.model.language_model.parameters()):
-            hf.to(HALF)  # the reference
-        hf.model.visual.to(HALF)
-        policies.append(real_policy(hf, *rest))
+    def as_policy(*args):
+        policies.append(real_policy(*args))
         return policies[-1]
 
-    def sync(engine, weights):
-        real_sync(engine, ((name, weight.to(HALF)) for name, weight in weights))
+    def host_copy(*args):  # saved in fp32: a step of 1e-4 could not be seen in bf16
+        with mock.patch.object(model, "compute_dtype", real_dtype):
+            return real_copy(*args)
 
     with (mock.patch.object(fsdp, "MixedPrecisionPolicy",
                             functools.partial(fsdp.MixedPrecisionPolicy, HALF, torch.float32)),
           mock.patch.object(model, "as_policy", as_policy),
-          mock.patch.object(grpo, "gap_tolerance", lambda dtype: 0.1),
-          mock.patch.object(rollout.VllmEngine, "sync", sync)):
+          mock.patch.object(model, "host_copy", host_copy),
+          mock.patch.object(model, "compute_dtype", lambda device: HALF)):
         yield policies
 
 

@@ -455,6 +455,8 @@ def outcome(where, old, new, stage):
 
 def main():
     model.import_shim()
+    import transformers.models.qwen3_vl.modeling_qwen3_vl  # looks for flash-attn itself: before
+
     pretend_cuda()
     kernels = types.ModuleType("flash_attn_2_cuda")  # what attention_plan looks for
     kernels.__spec__ = importlib.machinery.ModuleSpec("flash_attn_2_cuda", None)

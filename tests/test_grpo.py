@@ -620,7 +620,7 @@ def run_grpo(monkeypatch, toy, tmp_path):
 @pytest.fixture
 def any_gap(monkeypatch):
     """Recorded log-probs that are not this run's own: the probe would stop it."""
-    monkeypatch.setattr(grpo, "gap_tolerance", lambda dtype: 99)
+    monkeypatch.setattr(grpo, "gap_tolerance", lambda *_: 99)
 
 
 @pytest.fixture(scope="module")
@@ -689,18 +689,18 @@ def test_learning_rate_sets_the_size_of_the_step(run_grpo, recorded, base):
 
 def test_a_recorded_gap_beyond_the_tolerance_stops_the_run(run_grpo, recorded, tmp_path,
                                                            monkeypatch):
-    """Rollouts of other weights: every log-prob is off by 0.05 nats."""
+    """Rollouts of other weights: every log-prob is off by 0.15 nats."""
     rows = [json.loads(line) for line in recorded.read_text().splitlines()]
     for r in rows:
-        r["logps"] = [lp + 0.05 * m for lp, m in zip(r["logps"], r["mask"])]
+        r["logps"] = [lp + 0.15 * m for lp, m in zip(r["logps"], r["mask"])]
     shifted = tmp_path / "shifted.jsonl"
     shifted.write_text("".join(json.dumps(r) + "\n" for r in rows))
     with pytest.raises(model.RunError,
-                       match="between engine and trainer is 0.050 nats, tolerance 0.001"):
+                       match="between engine and trainer is 0.150 nats, tolerance 0.1"):
         run_grpo("--rollouts", shifted)
     assert not (tmp_path / "run" / "last").exists()
-    assert grpo.gap_tolerance(torch.bfloat16) > 0.06
-    monkeypatch.setattr(grpo, "gap_tolerance", lambda dtype: 0.06)
+    assert grpo.gap_tolerance(torch.float32) == 1e-3  # with an engine in the same precision
+    monkeypatch.setattr(grpo, "gap_tolerance", lambda *_: 0.16)
     run_grpo("--rollouts", shifted)
 
 

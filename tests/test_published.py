@@ -489,7 +489,7 @@ def test_masters_and_moments_are_fp32_and_a_small_step_reaches_every_weight(code
     trained = model.trained_parameters(policy)
     before = [p.detach().full_tensor().clone() for p in trained]
     pack, load = chat_pack(codec, world)
-    optimizer = model.adamw(trained, 2e-6, 0.0, 0.999, CPU)
+    optimizer = model.adamw(trained, 2e-6, 0.999, CPU, weight_decay=0.0)
     loss, count = sft.backward(policy, model.VisionFeatures(policy.hf.model.visual, codec, load),
                                [pack], codec, 1, CPU)
     grads = [p.grad.full_tensor() for p in trained]
@@ -497,7 +497,7 @@ def test_masters_and_moments_are_fp32_and_a_small_step_reaches_every_weight(code
     kinds = {x.dtype for group in (before, grads,
                                    *([s["exp_avg"], s["exp_avg_sq"]]
                                      for s in optimizer.state.values())) for x in group}
-    assert kinds == {torch.float32} and policy.stored_as == {"BF16"} and 0 < loss < 30
+    assert kinds == {torch.float32} and policy.stored_as == "BF16" and 0 < loss < 30
     assert count == len(pack.target)
     moved, reached = 0, 0
     for was, p, grad in zip(before, trained, grads):

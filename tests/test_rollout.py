@@ -1349,7 +1349,7 @@ def command(toy, tmp_path, monkeypatch, capsys):
     (("--video-root", "/no/such/place"), "no such folder"),
                                         (("--out", "/proc/nothing/r.jsonl"), "output folder"),
                                         (("--out", "/tmp"), "folder"),
-    (("--engine", "magic"), "invalid choice"), (("--dispatch", "chaotic"), "invalid choice"),
+    (("--dispatch", "chaotic"), "invalid choice"),
                                         (("--limit", "-1"), "--limit"),
 ])  # fmt: skip
 def test_bad_flags_are_one_line_and_exit_code_2(flags, why, command):
