@@ -40,8 +40,10 @@ class Overheard:
 
 
 def pytest_addoption(parser):
-    parser.addoption("--shuffle", type=int, default=None, metavar="SEED",
-                     help="files and their tests in a random order: no test may need another")
+    add = parser.addoption
+    add("--shuffle", type=int, default=None, metavar="SEED",
+        help="files and their tests in a random order: no test may need another")
+    add("--kills", type=int, default=6, help="of a run, in the tests of test_survival that kill")
 
 
 def pytest_collection_modifyitems(config, items):
