@@ -15,20 +15,21 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 venv: .venv/ready
 
 # On a GPU machine: requirements.txt. Elsewhere the CPU build of torch first (PyPI's default build brings gigabytes of CUDA).
-.venv/ready: requirements.txt requirements-cpu.txt
+.venv/ready: requirements.txt requirements-lock.txt requirements-cpu.txt requirements-cpu-lock.txt
 	$(PYTHON) -m venv .venv
 	@if nvidia-smi >/dev/null 2>&1; then \
-		$(BIN)/pip install -q -r requirements.txt; \
+		$(BIN)/pip install -q -r requirements.txt -c requirements-lock.txt; \
 	else \
 		$(BIN)/pip install -q torch==2.13.0+cpu 2>/dev/null || { \
 			echo "pip's configured index has no torch 2.13.0+cpu: adding PyTorch's own CPU index, $(CPU_INDEX)"; \
 			$(BIN)/pip install -q --extra-index-url $(CPU_INDEX) torch==2.13.0+cpu; \
-		} && $(BIN)/pip install -q -r requirements-cpu.txt; \
+		} && $(BIN)/pip install -q -r requirements-cpu.txt -c requirements-cpu-lock.txt; \
 	fi
 	@$(BIN)/pip install -q --no-deps dashscope==2.0.2  # for the tests: the file qwen.tiktoken in it is Qwen's vocabulary; nothing of it is imported
 	@touch $@
 
 test: venv
+	$(BIN)/ruff check -q .
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-page: venv

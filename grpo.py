@@ -252,13 +252,18 @@ def share(tasks, step, args, rank, world):
     return [t for t in batch if order[f"{step}/{t['id']}"] % world == rank], order
 
 
-def look_ahead(source, task, step, args):
-    """Decode an overview that the next step will ask for; what is broken is counted there."""
-    k = args.frames
-    if k == "gated":
-        k = rollout.frame_budget(args.seed, step, task["id"])
+def look_ahead(pool, source, tasks, step, args):
+    """Decode, in the threads of `pool`, the overviews that step `step` will ask for."""
+    for task in tasks:
+        gated = args.frames == "gated"
+        k = rollout.frame_budget(args.seed, step, task["id"]) if gated else args.frames
+        pool.submit(load_quietly, source, {"video": task["video"], "frames": k})
+
+
+def load_quietly(source, spec):
+    """Into the cache; what is broken is counted when its episode comes."""
     with contextlib.suppress(video.VideoError, ValueError):
-        source.load({"video": task["video"], "frames": k})
+        source.load(spec)
 
 
 def sample_batch(engine, tasks, agent, codec, source, step, args, rank, world):
@@ -275,6 +280,8 @@ def sample_batch(engine, tasks, agent, codec, source, step, args, rank, world):
         if e.status == "video_error" and e.sample == 0:
             print(model.printable(f"skipped task {e.task['id']}: {e.error}"), flush=True)
     episodes.sort(key=lambda e: (order[e.group], e.sample))
+    if rank == 0 and episodes and args.show_every and step % args.show_every == 0:
+        print(rollout.show(episodes[0], codec, sys.stdout.isatty()), flush=True)
     return episodes, waited.get("decode_s", 0.0)
 
 
@@ -290,33 +297,30 @@ def main():
     if start >= steps:
         print(f"nothing to do: {args.out} has {start} steps of {steps}")
         return
-    import torch.distributed as dist
 
-    # Policy, reference, engine. All of it is collective.
     rank, world, device = model.start_process_group(args.patience)
     model.beat(args.patience)
-    if args.prompts % world:
-        raise model.UserError(f"--prompts {args.prompts} is not a multiple of the {world} ranks")
     codec = model.load_codec(ckpt, args.channel)
     if tasks:
         rollout.check_context(codec, tasks, agent, source, args.frames)
-    policy, reference, optimizer, engine = set_up(args, ckpt, codec, device, rank, folder)
+    policy, reference, optimizer, engine = set_up(args, ckpt, codec, device, folder)
     vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
     wire = model.compute_dtype(device)  # what the engine computes in
     log = open_run(args, policy, start, rank, world)
     saver = model.Saver(policy, codec, args.out, start)
     ahead = ThreadPoolExecutor(4, thread_name_prefix="ahead")
-    asked, bad, began = model.stop_on_sigterm(), 0, time.monotonic()
+    asked = model.stop_on_sigterm()
+    bad = 0  # steps in a row without a finite gradient
 
     for step in range(start, steps):
-        # 1. Rollouts, groups, advantages.
-        clock, decode_s = time.monotonic(), 0.0
+        # 1. Rollouts, groups, advantages. No collective in here: ranks finish at different times.
+        clock, waited = time.monotonic(), 0.0
         if args.rollouts:
             groups = group_by_prompt(recorded)[rank::world]
             episodes = [e for group in groups for e in group]
         else:
-            episodes, decode_s = sample_batch(engine, tasks, agent, codec, source, step, args,
-                                              rank, world)
+            episodes, waited = sample_batch(engine, tasks, agent, codec, source, step, args, rank,
+                                            world)
             groups = group_by_prompt(episodes)
         for group in groups:
             advantages = group_advantages(group, args.format_weight, args.tool_reward)
@@ -331,16 +335,15 @@ def main():
         if engine:
             engine.sleep()
         if step + 1 < steps and not args.rollouts:
-            for task in share(tasks, step + 1, args, rank, world)[0]:
-                ahead.submit(look_ahead, source, task, step + 1, args)
+            look_ahead(ahead, source, share(tasks, step + 1, args, rank, world)[0], step + 1, args)
         trees, tokens, skipped = training_trees(groups, codec, args)
         stats = update(policy, reference, vision, optimizer, trees, tokens, codec, args, world,
                        device)
-        train_s = time.monotonic() - clock
-        model.beat(args.patience)
         bad = bad + 1 if stats["bad_updates"] else 0
         model.check_run(step, bad, saver, args.out)
         check_gap(step, stats["gap"], gap_tolerance(wire, engine), saver)
+        train_s = time.monotonic() - clock
+        model.beat(args.patience)
 
         # 3. New weights into the engine, old caches out.
         clock = time.monotonic()
@@ -351,21 +354,13 @@ def main():
 
         # 4. Record, save, go on.
         if not args.rollouts:
-            name = f"step_{step:06d}.rank{rank}.jsonl"
-            lines = "".join(json.dumps(e.to_json()) + "\n" for e in episodes)
-            model.write_atomic(os.path.join(args.out, "rollouts", name), lines)
-        rows = model.gather_rows([episode_row(e) for e in episodes])
-        counts = model.gather_rows([{
+            write_rollouts(args.out, step, rank, episodes)
+        log_step(log, step, steps, episodes, stats, {
             "skipped": skipped, "groups": len(groups), "packed": sum(map(len, trees)),
-            "decode_s": decode_s, "rollout_s": rollout_s, "train_s": train_s, "sync_s": sync_s}])
-        if rank == 0:
-            m = {**summarise(rows), **stats, **step_counts(rows, counts), "step": step + 1}
-            eta = (time.monotonic() - began) / (step + 1 - start) * (steps - step - 1)
-            log.write(m, step_line(m, steps, eta))
-            if args.show_every and step % args.show_every == 0 and episodes:
-                print(rollout.show(episodes[0], codec, sys.stdout.isatty()), flush=True)
+            "decode_s": waited, "rollout_s": rollout_s, "train_s": train_s, "sync_s": sync_s})
         stopping = model.any_rank(asked.is_set())
-        if stopping or step + 1 == steps or (args.save_every and (step + 1) % args.save_every == 0):
+        due = args.save_every and (step + 1) % args.save_every == 0
+        if stopping or due or step + 1 == steps:
             saver.save(step + 1, {"args": vars(args)}, optimizer)
         if step % 10 == 9:
             model.give_back_memory()
@@ -374,13 +369,11 @@ def main():
 
     saver.wait()
     if rank == 0:
-        print(model.last_line(step + 1, steps, start, began, args.out), flush=True)
-        log.close()
+        log.close(step + 1, steps)
     ahead.shutdown(cancel_futures=True)
     if engine:
         engine.close()
-    if dist.is_initialized():  # closing vLLM may have ended it already
-        dist.destroy_process_group()
+    model.end_process_group()
 
 
 def gap_tolerance(dtype, engine=True):
@@ -389,11 +382,15 @@ def gap_tolerance(dtype, engine=True):
     return 1e-3 if engine and dtype.itemsize == 4 else 0.1
 
 
-def set_up(args, ckpt, codec, device, rank, folder):
+def set_up(args, ckpt, codec, device, folder):
     """-> (policy, reference or None, optimizer, engine or None). folder: the checkpoint that the
-    run goes on from, or None. Collective."""
+    run goes on from, or None. Collective. Raises UserError where prompts cannot be shared out."""
     import torch
+    import torch.distributed as dist
 
+    world = dist.get_world_size()
+    if args.prompts % world:
+        raise model.UserError(f"--prompts {args.prompts} is not a multiple of the {world} ranks")
     torch.manual_seed(args.seed)
     policy = model.load_sharded(ckpt, codec, device, args.recompute, args.replicas)
     optimizer = model.adamw(model.trained_parameters(policy), args.lr, 0.999, device)
@@ -403,7 +400,8 @@ def set_up(args, ckpt, codec, device, rank, folder):
     if folder:
         model.load_train_state(policy, optimizer, folder)
     if not args.rollouts:
-        engine = rollout.make_engine(ckpt, codec, args, args.seed + rank, sleeping=True)
+        engine = rollout.make_engine(ckpt, codec, args, args.seed + dist.get_rank(),
+                                     sleeping=True)
         if folder:  # the engine has read --ckpt; the resumed weights are newer
             engine.sync(model.full_weights(policy, model.compute_dtype(device)))
     return policy, reference, optimizer, engine
@@ -443,6 +441,22 @@ def open_run(args, policy, start, rank, world):
 # What each number means: docs/metrics.md.
 
 
+def write_rollouts(out, step, rank, episodes):
+    """What this rank sampled in a step, enough to train on again: --rollouts."""
+    lines = "".join(json.dumps(e.to_json()) + "\n" for e in episodes)
+    name = f"step_{step:06d}.rank{rank}.jsonl"
+    model.write_atomic(os.path.join(out, "rollouts", name), lines)
+
+
+def log_step(log, step, steps, episodes, stats, counts):
+    """Write the metrics of a step. episodes, counts: this rank's; stats: all ranks'. Collective."""
+    rows = model.gather_rows([episode_row(e) for e in episodes])
+    counts = model.gather_rows([counts])
+    if log:
+        m = {**summarise(rows), **stats, **step_counts(rows, counts), "step": step + 1}
+        log.write(m, step_line(m, steps, log.eta(step + 1, steps)))
+
+
 def episode_row(e):
     """What the log needs of one episode, small enough to send to rank 0."""
     ruler = rewards.format_reward(e.turns, e.think_open)  # whatever this run is paid for
@@ -463,6 +477,10 @@ def mean(values):
     return sum(values) / len(values) if values else None
 
 
+def average(rows, name):
+    return mean(float(row[name]) for row in rows)
+
+
 def call_minus_skip(rows):
     """What a call was worth against not calling, in A_task; None where one of the two is
     missing."""
@@ -473,14 +491,11 @@ def call_minus_skip(rows):
 
 def summarise(rows):
     """Episode rows of all ranks -> the step's metrics."""
-    def average(name, of=rows):
-        return mean(float(row[name]) for row in of)
-
-    out = {name: average(name) for name in ("total", "acc", "fmt", "tool", "length", "turns",
+    out = {name: average(rows, name) for name in ("total", "acc", "fmt", "tool", "length", "turns",
                                             "f_tau", "well_formed", "sub_tokens")}  # fmt: skip
-    out["kappa"] = average("executed")
-    out["written_calls"] = average("written")
-    out["valid_calls"] = average("parseable")
+    out["kappa"] = average(rows, "executed")
+    out["written_calls"] = average(rows, "written")
+    out["valid_calls"] = average(rows, "parseable")
     out["called"] = mean(float(row["executed"] > 0) for row in rows)
     out["cut_turns"] = sum(row["cut"] for row in rows) / max(1, sum(row["turns"] for row in rows))
     out["not_ok"] = sum(row["status"] != "ok" for row in rows)
@@ -493,8 +508,8 @@ def summarise(rows):
     for k in sorted({row["K"] for row in rows}):
         of = [row for row in rows if row["K"] == k]
         out["by_K"][str(k)] = {
-            "n": len(of), "acc": average("acc", of), "f_tau": average("f_tau", of),
-            "well_formed": average("well_formed", of), "kappa": average("executed", of),
+            "n": len(of), "acc": average(of, "acc"), "f_tau": average(of, "f_tau"),
+            "well_formed": average(of, "well_formed"), "kappa": average(of, "executed"),
             "call_minus_skip": call_minus_skip(of)}  # fmt: skip
     return out
 

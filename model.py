@@ -1461,6 +1461,7 @@ class Log:
         """start: the step behind which the run goes on. A torn last line and lines of later steps
         are dropped."""
         path = os.path.join(out, "log.jsonl")
+        self.out, self.start, self.began = out, start, time.monotonic()
         kept = [row for row in whole_rows(path) if row["step"] <= start] if start else []
         write_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
         self.file = open(path, "a", encoding="utf-8")
@@ -1482,7 +1483,18 @@ class Log:
         if self.wandb:
             self.wandb.log(record, step=record["step"])
 
-    def close(self):
+    def eta(self, step, steps):
+        """Seconds that the steps behind `step` will take at the pace so far."""
+        return (time.monotonic() - self.began) / (step - self.start) * (steps - step)
+
+    def close(self, step, steps):
+        """Say how the run ended."""
+        minutes = (time.monotonic() - self.began) / 60
+        end = f"done: {steps - self.start} steps in {minutes:.1f} min -> {self.out}/last"
+        if step < steps:
+            end = (f"stopped by SIGTERM after step {step} of {steps}; the same command goes on "
+                   f"from {self.out}")
+        print(end, flush=True)
         self.file.close()
         if self.wandb:
             self.wandb.finish()
@@ -1512,15 +1524,6 @@ def check_run(step, bad, saver, out, patience=3):
         saver.wait()
         raise RunError(f"step {step + 1}: no finite gradient for {bad} steps in a row; the newest "
                        f"checkpoint is {newest_checkpoint(out)}")
-
-
-def last_line(step, steps, start, began, out):
-    """What a run says at its end. began: time.monotonic() at its start."""
-    if step < steps:
-        return (f"stopped by SIGTERM after step {step} of {steps}; the same command goes on from "
-                f"{out}")
-    minutes = (time.monotonic() - began) / 60
-    return f"done: {steps - start} steps in {minutes:.1f} min -> {out}/last"
 
 
 def whole_rows(path):
@@ -1605,6 +1608,14 @@ def start_process_group(patience=1800.0):
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return rank, world, device
+
+
+def end_process_group():
+    """Leave the process group; closing vLLM may have ended it already."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def beat(patience):

@@ -299,7 +299,6 @@ def main():
     folder, state = model.resume_point(args.out, args, args.resume)
     start, best = state.get("step", 0), state.get("best", math.inf)
     import torch
-    import torch.distributed as dist
 
     rank, world, device = model.start_process_group(args.patience)
     model.beat(args.patience)
@@ -315,7 +314,7 @@ def main():
     if start >= steps:
         if rank == 0:
             print(f"nothing to do: {args.out} has {start} steps of {steps}")
-        dist.destroy_process_group()
+        model.end_process_group()
         return
 
     torch.manual_seed(args.seed)
@@ -337,7 +336,9 @@ def main():
         mine = share(picked, train.cost, rank, world)
         return prefetch.submit(make_packs, train, mine, codec, args.pack_tokens)
 
-    future, began, bad, asked = upcoming(start), time.monotonic(), 0, model.stop_on_sigterm()
+    future = upcoming(start)
+    asked = model.stop_on_sigterm()
+    bad = 0  # steps in a row without a finite gradient
     for step in range(start, steps):
         clock = time.monotonic()
         packs = future.result()
@@ -369,8 +370,7 @@ def main():
                       "trained_tokens": tokens, "tokens": sum(lengths),
                       "tokens_per_s": sum(lengths) / seconds, "wait_s": waited, "step_s": seconds,
                       "skipped_chats": len(broken), "bad_steps": bad}  # fmt: skip
-            eta = (time.monotonic() - began) / (step + 1 - start) * (steps - step - 1)
-            log.write(record, step_line(record, steps, eta))
+            log.write(record, step_line(record, steps, log.eta(step + 1, steps)))
         model.beat(args.patience)
 
         # Look and save.
@@ -393,10 +393,9 @@ def main():
 
     saver.wait()
     if rank == 0:
-        print(model.last_line(step + 1, steps, start, began, args.out), flush=True)
-        log.close()
+        log.close(step + 1, steps)
     prefetch.shutdown(cancel_futures=True)
-    dist.destroy_process_group()
+    model.end_process_group()
 
 
 def open_run(args, policy, train, start, steps, rank, world):

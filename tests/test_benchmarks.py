@@ -242,13 +242,11 @@ def test_charades_as_text_and_as_half_precision(tmp_path):
 
 
 @pytest.mark.parametrize("options, bare", [
-    (["A. Apples.", "B. B. King"], ["Apples.",
-                                    "B. King"]), (["(A) x", "(B) y"], ["x", "y"]),
-                                           (["A) x", "B) y"], ["x", "y"]),
-                                           (["A: x", "B: y"], ["x", "y"]),
+    (["A. Apples.", "B. B. King"], ["Apples.", "B. King"]), (["(A) x", "(B) y"], ["x", "y"]),
+    (["A) x", "B) y"], ["x", "y"]), (["A: x", "B: y"], ["x", "y"]),
     (["A. Milne", "Kafka"], ["A. Milne", "Kafka"]),  # a name, not a label
     (["B. x", "A. y"], ["B. x", "A. y"]), (["A.M.", "B.C."], ["A.M.", "B.C."]),
-                                           ([" x ", "y"], ["x", "y"])])
+    ([" x ", "y"], ["x", "y"])])
 def test_labels_go_only_where_every_option_has_its_own(options, bare):
     assert rollout.bare_options(options) == bare
 

@@ -187,12 +187,9 @@ def test_parquet_is_converted_from_the_command_line(tmp_path):
 
 @pytest.mark.parametrize("files, out, why", [
     ({"a.jsonl": [{"x": 1}]}, "o.jsonl", "neither 'messages'"),
-                                             ({"a.jsonl": [{"messages": paravt()}],
-                                               "b.jsonl": [rl("B")]}, "o.jsonl",
-                                              "convert them apart"),
-    ({"a.jsonl": [{"messages": "[]"}]}, "o.jsonl",
-     "no row could be used"), ({"a.jsonl": [{"messages": paravt()}]}, "folder", "end in .jsonl"),
-                                             ({}, "o.jsonl", "a.jsonl")])
+    ({"a.jsonl": [{"messages": paravt()}], "b.jsonl": [rl("B")]}, "o.jsonl", "convert them apart"),
+    ({"a.jsonl": [{"messages": "[]"}]}, "o.jsonl", "no row could be used"),
+    ({"a.jsonl": [{"messages": paravt()}]}, "folder", "end in .jsonl"), ({}, "o.jsonl", "a.jsonl")])
 def test_bad_input_is_one_line_and_nothing_is_written(tmp_path, monkeypatch, capsys, files, out,
                                                       why):
     for name, rows in files.items():

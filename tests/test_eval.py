@@ -651,37 +651,32 @@ def test_the_judge_decides_open_answers_and_never_in_silence(world, monkeypatch)
 
 
 @pytest.mark.parametrize("flags, drop, why", [
-    ((), ("--ckpt",), "--ckpt"), ((), ("--data",),
-                                  "--data"), (("--engine", "openai"), (), "--base-url"),
-                                              (("--frames", 0), (), "positive"),
+    ((), ("--ckpt",), "--ckpt"), ((), ("--data",), "--data"),
+    (("--engine", "openai"), (), "--base-url"), (("--frames", 0), (), "positive"),
     (("--ckpt", "/no/such"), (), "no config.json"), (("--data", "/no/such"), (), "No such file"),
-                                              (("--tools", "maybe"), (), "invalid choice"),
+    (("--tools", "maybe"), (), "invalid choice"),
     (("--context", 60), (), "too small"), (("--compare", "/no/such"), (), "summary.json"),
-                                              (("--out", "/proc/no"), (), "output folder"),
+    (("--out", "/proc/no"), (), "output folder"),
     (("--limit", -1), (), "--limit"), (("--live", -1), (), "--live"),
     (("--samples", 2), (), "--temperature"), (("--samples", 0), (), "--samples"),
-                                              (("--shard", "2/2"), (), "expected I/N"),
-                                              (("--shard", "x"), (), "I/N"),
+    (("--shard", "2/2"), (), "expected I/N"), (("--shard", "x"), (), "I/N"),
     (("--bench", "videomme"), ("--data",), "--root"),
-                                              (("--bench", "nobench"), ("--data",),
-                                               "invalid choice"), (("--bench", "mlvu", "--root",
-                                                                    "/x"), (), "no --data"),
-    (("--bench", "mlvu", "--root", "/no/such"), ("--data",),
-     "no such folder"), (("--bench", "mlvu", "lvbench", "--root", "a", "b", "c"), ("--data",),
-                         "--root"),
+    (("--bench", "nobench"), ("--data",), "invalid choice"),
+    (("--bench", "mlvu", "--root", "/x"), (), "no --data"),
+    (("--bench", "mlvu", "--root", "/no/such"), ("--data",), "no such folder"),
+    (("--bench", "mlvu", "lvbench", "--root", "a", "b", "c"), ("--data",), "--root"),
     (("--rescore", "/no/such"), (), "tasks.jsonl"), (("--table", "/no/such"), (), "summary.json"),
-                                              (("--judge-url", "http://x"), (), "--judge-model"),
+    (("--judge-url", "http://x"), (), "--judge-model"),
     (("--judge-url", "http://127.0.0.1:9/v1", "--judge-model", "j"), (),
      "no server answers at http://127.0.0.1:9"),
     (("--engine", "openai", "--base-url", "http://127.0.0.1:9/v1", "--model", "m"), (),
      "no server answers at http://127.0.0.1:9"),
     (("--engine", "openai", "--base-url", "nonsense", "--model", "m"), (), "no server answers"),
-                                              (("--protocol", "none"), (), "invalid choice"),
+    (("--protocol", "none"), (), "invalid choice"),
     (("--prompt-file", "/no/such.txt"), (), "--prompt-file"),
-                                              (("--image-cap", -1), (), "--image-cap"),
-                                              (("--tokens-field", "x"), (), "invalid choice"),
+    (("--image-cap", -1), (), "--image-cap"), (("--tokens-field", "x"), (), "invalid choice"),
     (("--prepare", "x.jsonl"), (), "--bench"), (("--workers", 0), (), "--workers"),
-                                              (("--retries", -1), (), "--retries"),
+    (("--retries", -1), (), "--retries"),
     (("--request-timeout", 0), (), "--request-timeout"),
 ])  # fmt: skip
 def test_bad_input_is_one_line_and_exit_code_2(flags, drop, why, world):
@@ -703,14 +698,12 @@ def test_command_line_runs_on_the_toy_world(toy, tmp_path):
 
 
 def test_a_rank_without_work_builds_its_engine_with_the_others(toy, tmp_path):
-    """Building vLLM is collective: one task on two ranks, and a run where one rank's item is
-    missing, both end."""
+    """Building vLLM is collective: one task on two ranks ends."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
-    words = ["eval.py", "--preset", "toy", "--ckpt", toy / "init", "--data", toy / "eval.jsonl",
-             "--frames", 4, "--tools", "off", "--max-new-tokens", 4,
-             "--max-seqs", 4, "--quiet", "--out", tmp_path / "out"]
-    done = run_script(*words, "--limit", 1, ranks=2, timeout=180)
+    out = tmp_path / "out"
+    done = run_script("eval.py", "--preset", "toy", "--ckpt", toy / "init", "--data",
+                      toy / "eval.jsonl", "--frames", 4, "--tools", "off", "--max-new-tokens", 4,
+                      "--max-seqs", 4, "--quiet", "--out", out, "--limit", 1, ranks=2, timeout=180)
     assert done.returncode == 0, done.stderr[-2000:]
-    (tmp_path / "out" / "records.rank0.jsonl").write_text("")
-    done = run_script(*words, "--limit", 1, ranks=2, timeout=180)
-    assert done.returncode == 0 and json.loads((tmp_path / "out" / "summary.json").read_text())["results"][0]["n"] == 1, done.stderr[-2000:]
+    (result,) = json.loads((out / "summary.json").read_text())["results"]
+    assert result["n"] == 1

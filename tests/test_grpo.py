@@ -661,9 +661,9 @@ def base(toy):
 
 @pytest.mark.parametrize("flag", [
     ("--lr", 1e-4), ("--clip", 1e-3), ("--temperature", 0.5), ("--format-credit", "sequence"),
-                                  ("--format-credit", "none"),
+    ("--format-credit", "none"),
     ("--train-subagents",), ("--minibatches", 2), ("--kl", 5.0, "--minibatches", 2, "--lr", 1e-2),
-                                  ("--clip-eps", 1e-4, "--minibatches", 2)],
+    ("--clip-eps", 1e-4, "--minibatches", 2)],
                          ids=lambda f: " ".join(map(str, f)))
 def test_every_flag_of_the_update_changes_the_update(run_grpo, any_gap, recorded, base, flag):
     """A knob that does nothing, quietly, is the worst kind; one run with it against one without."""
@@ -769,9 +769,9 @@ def hard_tasks(tasks, tmp_path):
 
 @pytest.mark.parametrize("flags,term,sample,change", [
     (("--no-answer-suffix",), "fmt", 1, -0.25), (("--anchor", 0), "fmt", 1, -0.2),
-                                                      (("--gamma", 0), "fmt", 2, 0.15),
+    (("--gamma", 0), "fmt", 2, 0.15),
     (("--tool-reward", 0), "total", 0, -0.8), (("--format-weight", 0.5), "total", 1, -0.5),
-                                                      (("--open-metric", "exact"), "acc", 1, None)],
+    (("--open-metric", "exact"), "acc", 1, None)],
     ids=lambda x: " ".join(map(str, x)) if isinstance(x, tuple) else "")
 def test_every_flag_of_the_reward_changes_its_term(run_grpo, given_rollouts, hard_tasks, flags,
                                                    term, sample, change):
@@ -1016,14 +1016,14 @@ def test_defaults_are_the_recipe_and_the_toy_preset_yields_to_flags(monkeypatch)
 
 @pytest.mark.parametrize("flags,word", [
     (("--prompts", 0), "--prompts"), (("--group", 0), "--group"), (("--steps", 0), "--steps"),
-                                        (("--minibatches", 0), "--minibatches"),
+    (("--minibatches", 0), "--minibatches"),
     (("--pack-tokens", 0), "--pack-tokens"), (("--temperature", 0), "--temperature"),
     (("--frames", 0), "--frames"), (("--frames", "many"), "--frames"),
     (("--lr", -1), "--lr"), (("--kl", -1), "--kl"), (("--clip", -1), "--clip"),
-                                        (("--clip-eps", -1), "--clip-eps"),
+    (("--clip-eps", -1), "--clip-eps"),
     (("--format-credit", "some"), "--format-credit"), (("--ckpt", "nowhere"), "nowhere"),
     (("--data", "nothing.jsonl"), "nothing.jsonl"), (("--rollouts", "none.jsonl"), "none.jsonl"),
-                                        (("--video-root", "nofolder"), "nofolder"),
+    (("--video-root", "nofolder"), "nofolder"),
     (("--max-new-tokens", 0), "--max-new-tokens"), (("--preset", "huge"), "--preset")],
     ids=lambda x: " ".join(map(str, x)) if isinstance(x, tuple) else "")
 def test_bad_values_and_missing_files_are_one_line(monkeypatch, capsys, toy, tmp_path, flags, word):
@@ -1043,7 +1043,7 @@ def test_bad_values_and_missing_files_are_one_line(monkeypatch, capsys, toy, tmp
 
 @pytest.mark.parametrize("damage,word", [
     (lambda r: r.pop("spans"), "spans"), (lambda r: r.pop("reward"), "reward"),
-                                         (lambda r: r.pop("logps"), "logps"),
+    (lambda r: r.pop("logps"), "logps"),
     (lambda r: r.pop("vision"), "vision")])
 def test_a_damaged_rollout_file_is_one_line(monkeypatch, capsys, toy, recorded, tmp_path, damage,
                                             word):

@@ -165,15 +165,13 @@ def test_the_papers_node_holds_the_8b_recipe():
 
 
 @pytest.mark.parametrize("flags, says", [
-    ((), "fits (limit 75.2"), (("--gpu-gb", 40),
-                               "does not fit while"), (("--gpus", 1), "does not fit while"),
-                                         (("--pack-tokens", 100_000),
-                                          "does not fit while: top layer"),
+    ((), "fits (limit 75.2"), (("--gpu-gb", 40), "does not fit while"),
+    (("--gpus", 1), "does not fit while"),
+    (("--pack-tokens", 100_000), "does not fit while: top layer"),
     (("--context", 200_000), "NOT ONE"), (("--recompute", "none"), "does not fit while: top layer"),
-                                         (("--replicas", 8), "does not fit while"),
-                                         (("--engine-share", 0), "fits"),
-    (("--engine-share", 0.2), "NOT ONE"), (("--gpus", 2, "--kl", 0, "--recompute", "full"),
-                                           "does not fit")])
+    (("--replicas", 8), "does not fit while"), (("--engine-share", 0), "fits"),
+    (("--engine-share", 0.2), "NOT ONE"),
+    (("--gpus", 2, "--kl", 0, "--recompute", "full"), "does not fit")])
 def test_command_line_says_what_fits_and_each_flag_counts(monkeypatch, capsys, flags, says):
     monkeypatch.setattr(sys, "argv", ["plan.py", "8B", *map(str, flags)])
     with pytest.raises(SystemExit) as stop:

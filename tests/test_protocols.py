@@ -91,8 +91,7 @@ def kinds(message):
     ("direct", "final answer between <answer>", "<answer>B</answer>"), ("direct", "", "B"),
     ("reasoning", "Reason between <think>", "<think>A? no.</think><answer>B</answer>"),
     ("videochat-r1", None, "<think>12.0s to 14 it is A</think><answer>B</answer>"),
-                                                ("time-r1", "helpful assistant",
-                                                 "<answer>(B)</answer>"),
+    ("time-r1", "helpful assistant", "<answer>(B)</answer>"),
     ("rewatch-r1", None,
      "<think>x</think><action>look at A</action><observation>A (A)</observation><answer>B</answer>"),
     ("rewatch-r1", None, "<think>x</think><action>A</action><observation>A</observation>B")])
@@ -325,12 +324,11 @@ def test_sage_goes_step_by_step_in_text(play):
 
 @pytest.mark.parametrize("said, why", [
     ("no json at all", "not one JSON object"), (sage(), "neither a final answer"),
-                                       (tool("fly"), "unknown tool"),
+    (tool("fly"), "unknown tool"),
     (tool("identify_timestamps_visually", event="x", timestamp_start="00:00:00",
           timestamp_end="00:20:00"), "at most 600 seconds"),
     (tool("perform_reasoning", query="x", media_paths=["nowhere"]), "media_paths"),
-                                       (tool("perform_reasoning", query="x", media_paths=7),
-                                        "media_paths"),
+    (tool("perform_reasoning", query="x", media_paths=7), "media_paths"),
     (sage(recommended_tools={"tool_calls": [{"name": "perform_reasoning", "arguments": []}]}),
      "neither"),
     ("{" * 5000, "not one JSON object")])
@@ -342,12 +340,11 @@ def test_sage_is_told_what_was_wrong_and_asked_again(play, said, why):
 
 @pytest.mark.parametrize("text, final", [
     ('<json>{"final_answer": "B"}</json>', "B"), ('so\n```json\n{"final_answer": "B",}\n```', "B"),
-                                         ('```\n{"final_answer": "B"}', "B"),
-                                         ('{"final_answer": "B"} ok', "B"),
-    ('<json>\n{"final_answer": "A"}</json> no: <json>{"final_answer": "B"}</json>',
-     "B"), ('<json>{"final_answer": "B"', None), ('{"a": {"final_answer": "B"}}', None),
+    ('```\n{"final_answer": "B"}', "B"), ('{"final_answer": "B"} ok', "B"),
+    ('<json>\n{"final_answer": "A"}</json> no: <json>{"final_answer": "B"}</json>', "B"),
+    ('<json>{"final_answer": "B"', None), ('{"a": {"final_answer": "B"}}', None),
     ('{"final_answer": null}', None), ('{"final_answer": ["B"]}', '["B"]'), ("[1]", None),
-                                         ("", None)])
+    ("", None)])
 def test_sage_replies_are_read_in_every_wrapping(text, final):
     assert systems.sage_final([text]) == final
 

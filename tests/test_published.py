@@ -364,7 +364,7 @@ def test_image_ids_equal_the_processors(codecs, data):
 
 @pytest.mark.parametrize("first", [
     "<think>look</think>\n<answer>B</answer>", "<think>\nlook\n</think>\n\n<answer>B</answer>",
-                                   "<answer>B</answer>", "<think>\n\nlook",
+    "<answer>B</answer>", "<think>\n\nlook",
     "look</think>B", "\n<think>look</think>B", LOOK, RIGHT])
 def test_a_chat_is_encoded_as_the_ids_that_a_rollout_would_hold(codec, tasks, source, first):
     """Cold start and RL see one form: the forced `<think>` `\\n` as ids of its own, never twice,
@@ -430,10 +430,10 @@ def test_a_thought_that_the_template_opens_is_scored_as_a_forced_one(codec, kind
 
 
 @pytest.mark.parametrize("text, thinking, instruct", [
-    ("I look and look", "(nothing to report)", "I look and look"), ("hm\n</think>\n\na red square",
-                                                                    "a red square", "a red square"),
+    ("I look and look", "(nothing to report)", "I look and look"),
+    ("hm\n</think>\n\na red square", "a red square", "a red square"),
     ("<think>hm", "(nothing to report)", "(nothing to report)"),
-                                                      ("<think>hm</think> red", "red", "red"),
+    ("<think>hm</think> red", "red", "red"),
     ("hm</think>red<think>again", "(nothing to report)", "(nothing to report)")])
 def test_a_sub_agents_open_thought_is_no_summary(codec, kind, tasks, source, text, thinking,
                                                  instruct):

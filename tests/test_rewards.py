@@ -82,7 +82,7 @@ def test_times_are_read_as_seconds(start, end, want):
 
 @pytest.mark.parametrize("bad", [
     True, None, [], {}, "", "soon", "1:75", "1:60:00", "1:2:3:4", "1e999", "nan", "inf", "٣", "1 2",
-                                 "1_0", 10**12,
+    "1_0", 10**12,
 ])  # fmt: skip
 def test_a_value_that_is_no_time_is_named_in_the_error(bad):
     assert "start_time is not a time" in the_call(json_call(start_time=bad, end_time=2)).error
@@ -274,9 +274,9 @@ def test_evaluation_does_not_guess_from_a_forced_thought_that_never_closes():
 
 @pytest.mark.parametrize("turn, want", [
     ("hm</think><answer>B</answer> bye", "B"), ("hm</think>\nred, blue", "red, blue"),
-                                        ("I saw red.\nred", "red"), ("I saw red", "I saw red"),
+    ("I saw red.\nred", "red"), ("I saw red", "I saw red"),
     ("hm</think>\nred\n</tool_call>\n", "red"), ("hm\n</think>\n", None), ("", None),
-                                        ("<answer>red", "red")])
+    ("<answer>red", "red")])
 def test_stated_answer_is_the_tag_else_the_last_line(turn, want):
     assert stated_answer([turn], think_open=True) == want and stated_answer([]) is None
     assert score([turn], "open", "red", answer_from="line")["acc"] == accuracy(want, "open", "red")
@@ -284,8 +284,7 @@ def test_stated_answer_is_the_tag_else_the_last_line(turn, want):
 
 @pytest.mark.parametrize("text, think_open, want", [
     ("hm", True, True), ("hm", False, False), ("hm</think>x", True, False),
-                                                    ("<think>hm", False, True),
-                                                    ("a</think><think>b", True, True),
+    ("<think>hm", False, True), ("a</think><think>b", True, True),
     ("<think>a</think>", False, False)])
 def test_never_closed_by_hand(text, think_open, want):
     assert never_closed(text, think_open) is want
@@ -293,34 +292,34 @@ def test_never_closed_by_hand(text, think_open, want):
 
 @pytest.mark.parametrize("response, want", [
     ("B", "B"), ("b", "B"), ("(b)", "B"), ("B.", "B"), ("**B**", "B"), ("Ｂ", "B"),
-                                            ("\\boxed{D}", "D"),
+    ("\\boxed{D}", "D"),
     ("B. dog", "B"), ("B) dog", "B"), ("(E) none", "E"), ("B: the brown one", "B"),
     ("(E) dog", None), ("A. dog", None),  # label and text contradict each other
     ("F", None), ("AB", None), ("A, C", None), ("B or C", None), ("", None), ("Cannot tell", None),
     ("The answer is (b).", "B"), ("The answer is B because of the tail", "B"),
-                                            ("Answer: A because it shows", "A"),
+    ("Answer: A because it shows", "A"),
     ("The answer is A. No, wait: the answer is C.", "C"), ("The answer is B, not option C", "B"),
     ("A. The answer is B, or option C", None), ("A. The answer is B", None),
-                                            ("I would not choose B, C", "C"),
+    ("I would not choose B, C", "C"),
     ("The answer is B or C", None),
     ("The answer is Apples", None), ("The answer is A man", None), ("answer is not A", None),
     ("The correct option is D.", "D"), ("I would choose C", "C"),
-                                            ("option B is wrong, option C is right", "C"),
+    ("option B is wrong, option C is right", "C"),
     ("option B, option C", None), ("not B but C", "C"), ("neither A nor B, D", "D"),
     ("A man is running so B", "B"), ("A man is running", None), ("A's car", None),
-                                            ("A request timed out", None),
+    ("A request timed out", None),
     ("I think ...", None), ("I think it is the dog", "B"), ("A hot dog", "C"), ("2 birds", "D"),
     ("the dog is not there", None), ("cat and dog", None), ("catalogue", None),
     ("A. cat\nB. dog\nThe answer is B", "B"), ("A. cat\nB. dog", None),
     ("<think>A</think>B", "B"), ("<think>B", None), ("<think>x</think><answer>A</answer>", "A"),
     ("Therefore, the final answer is: B.", "B"), ("<answer>X</answer><answer>B</answer>", "B"),
-                                            ("<answer>B</answer> as A said", "B"),
+    ("<answer>B</answer> as A said", "B"),
     ("<answer>\\boxed{C}</answer>", "C"), ("<answer>B", "B"), ("Best option: (B", "B"),
-                                            ("B) dog, since it barks", "B"), ("[D]", "D"),
+    ("B) dog, since it barks", "B"), ("[D]", "D"),
     ("The man picks B-roll", None), ("The best answer is: D. two birds", "D"),
-                                            ("I choose the dog, not the cat", None),
+    ("I choose the dog, not the cat", None),
     ("<action>A</action><observation>it is A</observation>B", "B"), ("<think>so B</think>", None),
-                                            ("dog.", "B"), ("It is option (c), a hot dog.", "C"),
+    ("dog.", "B"), ("It is option (c), a hot dog.", "C"),
 ])  # fmt: skip
 def test_letter_is_read_by_policy(response, want):
     assert extract_letter(response, PETS) == want
@@ -348,24 +347,23 @@ def test_numeric_options_match_as_text_and_duplicates_never():
 
 @pytest.mark.parametrize("response, want", [
     ("10 - 20", (10, 20)), ("from 10 to 20", (10, 20)), ("10s, 20s", (10, 20)),
-                                            ("[10, 20]", (10, 20)),
+    ("[10, 20]", (10, 20)),
     ("10, 20", (10, 20)), ("10, 20 seconds", (10, 20)), ("0:10 to 0:20", (10, 20)),
-                                            ("10.5–20 seconds", (10.5, 20)),
+    ("10.5–20 seconds", (10.5, 20)),
     ("1:02:03 - 1:02:10", (3723, 3730)), ("between 10 and 20", (10, 20)), ("１０－２０", (10, 20)),
     ("start: 10, end: 20", (10, 20)), ('{"start_time":10,"end_time":20.5}', (10, 20.5)),
     ("1 minute 30 seconds to 2 minutes", (90, 120)), ("2 to 3 minutes", (120, 180)),
     ("It happens in the 24.3 - 30.4 seconds, no, in 5-7", (5, 7)),
-                                            ("<think>1-2</think><answer>3-4</answer>", (3, 4)),
+    ("<think>1-2</think><answer>3-4</answer>", (3, 4)),
     ("1.2.3, 5", None), ("1:2:3:4 - 5", None), ("20 - 10", None), ("10 - 10", None),
-                                            ("-5 - 10", None), ("10", None),
+    ("-5 - 10", None), ("10", None),
     ("at 10, 20 people", None), ("frames 10-20", None), ("10-20 frames", None), ("5%-6%", None),
-                                            ("٣ - ٥", None),
+    ("٣ - ٥", None),
     ("5-7, then 9-8", None), ("0:10 - 0:99", None), ("", None), ("<think>1-2", None),
     ("The event happens in 24.3 - 30.4 seconds.", (24.3, 30.4)), ("12.54 to 17.83", (12.54, 17.83)),
-                                            ("[[3.5, 9]]", (3.5, 9)), ("(3 , 9)", (3, 9)),
+    ("[[3.5, 9]]", (3.5, 9)), ("(3 , 9)", (3, 9)),
     ("from 00:03 until 00:09", (3, 9)), ("starts at 3 seconds and ends at 9 seconds", (3, 9)),
-                                            ("3s-9s", (3, 9)),
-                                            ("<answer>3 - 9</answer> or 10 - 12", (3, 9)),
+    ("3s-9s", (3, 9)), ("<answer>3 - 9</answer> or 10 - 12", (3, 9)),
     ("start 9, end 3", None), ("it lasts 6 seconds", None), ("2024-2025 frames", None),
 ])  # fmt: skip
 def test_span_is_read_in_seconds(response, want):
@@ -374,7 +372,7 @@ def test_span_is_read_in_seconds(response, want):
 
 @pytest.mark.parametrize("span, gold, want", [
     ((0, 10), (5, 15), 5 / 15), ((0, 10), (0, 10), 1), ((0, 1), (1, 2), 0), ((0, 1), (5, 6), 0),
-                                              (None, (0, 1), 0),
+    (None, (0, 1), 0),
     ((2, 4), (0, 10), 0.2), ((5, 5), (0, 10), 0), ((6, 5), (0, 10), 0), ((math.nan, 5), (0, 10), 0),
     ((0, math.inf), (0, 10), 0),
 ])  # fmt: skip
@@ -384,9 +382,9 @@ def test_iou_equals_hand_computed_values(span, gold, want):
 
 @pytest.mark.parametrize("response, gold", [
     ("The Dolly Zoom.", "dolly zoom"), ("twenty-one", "21"), ("1,000", "1000"), ("H₂O", "h2o"),
-                                            ("5.0", "five"),
+    ("5.0", "five"),
     ("x²", "x2"), ("dont", "don't"), ("50%", "50 percent"), ("well known", "well-known"),
-                                            ("007", "7"), ("(A)", "A"),
+    ("007", "7"), ("(A)", "A"),
 ])  # fmt: skip
 def test_open_answers_match_after_normalising(response, gold):
     assert match_open(response, gold) and token_f1(response, gold) == 1.0
@@ -394,17 +392,15 @@ def test_open_answers_match_after_normalising(response, gold):
 
 @pytest.mark.parametrize("response, gold", [
     ("DFS", "Depth-First Search (DFS)"), ("depth first search", "Depth-First Search (DFS)"),
-                                            ("Depth-First Search (DFS)", "DFS"),
-                                            ("D.F.S.", "Depth-First Search"),
+    ("Depth-First Search (DFS)", "DFS"), ("D.F.S.", "Depth-First Search"),
     ("Depth First Search", "DFS"), ("DFS (Depth-First Search)", "depth-first search"),
-                                            ("FDA", "Food and Drug Administration"),
+    ("FDA", "Food and Drug Administration"),
     ("The algorithm is depth-first search.", "Depth-First Search"),
-                                            ("It is a dolly zoom", "Dolly Zoom"),
-                                            ("It's a dolly zoom.", "dolly zoom"),
+    ("It is a dolly zoom", "Dolly Zoom"), ("It's a dolly zoom.", "dolly zoom"),
     ("The answer is 21.", "twenty-one"), ("They are red and blue", "red and blue"),
-                                            ("That's Newton's second law", "Newton's second law"),
-    ("<think>is it A?</think>The technique shown is cross-cutting",
-     "cross cutting"), ("\\boxed{42}", "42"), ("this is the DFS", "Depth-First Search"),
+    ("That's Newton's second law", "Newton's second law"),
+    ("<think>is it A?</think>The technique shown is cross-cutting", "cross cutting"),
+    ("\\boxed{42}", "42"), ("this is the DFS", "Depth-First Search"),
 ])  # fmt: skip
 def test_open_answers_match_as_acronym_and_as_predicate(response, gold):
     assert match_open(response, gold)
@@ -412,17 +408,15 @@ def test_open_answers_match_as_acronym_and_as_predicate(response, gold):
 
 @pytest.mark.parametrize("response, gold", [
     ("It is not a dolly zoom", "dolly zoom"), ("It is probably a dolly zoom", "dolly zoom"),
-                                            ("It might be a dolly zoom", "dolly zoom"),
+    ("It might be a dolly zoom", "dolly zoom"),
     ("It is a dolly zoom or a pan", "dolly zoom"), ("It is never red", "red"),
-                                            ("It is a dolly zoom. Or it is a pan.", "dolly zoom"),
+    ("It is a dolly zoom. Or it is a pan.", "dolly zoom"),
     ("The pan is before the dolly zoom", "dolly zoom"),
-                                            ("The dolly zoom is a technique", "dolly zoom"),
-                                            ("BFS", "Depth-First Search (DFS)"),
+    ("The dolly zoom is a technique", "dolly zoom"), ("BFS", "Depth-First Search (DFS)"),
     ("dfs", "Depth-First Search"), ("DS", "Depth-First Search"), ("A", "Apple"), ("is", "is it"),
-                                            ("It is", "it"), ("14", "4"), ("0.4", "4"),
-    ("any item", "AI"), ("Depth-First Search (a graph algorithm)",
-                         "a graph algorithm"), ("4 cm", "4 m"),
-                                            ("It is " + "very " * 20 + "red", "red"),
+    ("It is", "it"), ("14", "4"), ("0.4", "4"),
+    ("any item", "AI"), ("Depth-First Search (a graph algorithm)", "a graph algorithm"),
+    ("4 cm", "4 m"), ("It is " + "very " * 20 + "red", "red"),
 ])  # fmt: skip
 def test_hedged_denied_and_partial_open_answers_do_not_match(response, gold):
     assert not match_open(response, gold)
@@ -430,9 +424,9 @@ def test_hedged_denied_and_partial_open_answers_do_not_match(response, gold):
 
 @pytest.mark.parametrize("response, gold", [
     ("", ""), (".", "."), ("the", "A"), (".", "A"), ("!!", "A"), ("", "A"), ("4", "14"),
-                                            ("zoom", "dolly zoom"),
+    ("zoom", "dolly zoom"),
     ("not red", "red"), ("-5", "5"), ("1.5", "15"), ("C++", "C"), ("50", "50%"),
-                                            ("red or blue", "red"),
+    ("red or blue", "red"),
 ])  # fmt: skip
 def test_open_answers_that_differ_do_not_match(response, gold):
     assert not match_open(response, gold)
@@ -442,7 +436,7 @@ def test_open_answers_that_differ_do_not_match(response, gold):
     ("red car red", "red red car", 1.0),  # multisets: order is free, repeats count
     ("red red red", "red", 0.5),  # 2 * 1 / (3 + 1)
     ("red car", "blue car", 0.5), ("blue", "red", 0.0), ("", "red", 0.0), ("", "", 0.0),
-                                                  ("the", "A", 0.0),
+    ("the", "A", 0.0),
 ])  # fmt: skip
 def test_token_f1_counts_multisets(response, gold, want):
     assert token_f1(response, gold) == approx(want)

@@ -1244,11 +1244,9 @@ def test_endpoint_errors_that_may_pass_are_tried_again(status, tasks, frames_of,
 
 @pytest.mark.parametrize("reply, times, why", [
     (400, 1, "HTTP 400"), (401, 1, "HTTP 401"), (500, 3, "HTTP 500"),
-                                               (b"not json", 1, "bad answer"),
-                                               (b'{"choices": []}', 1, "bad answer"),
+    (b"not json", 1, "bad answer"), (b'{"choices": []}', 1, "bad answer"),
     (b'{"choices": [{"message": null}]}', 1, "bad answer"),
-                                               (b'{"choices": [{"message": {"content": [1]}}]}', 1,
-                                                "bad answer"),
+    (b'{"choices": [{"message": {"content": [1]}}]}', 1, "bad answer"),
     (b"[]", 1, "bad answer"),
     (b'{"choices": CUT', 3, "IncompleteRead"),
 ])  # fmt: skip
@@ -1337,20 +1335,18 @@ def command(toy, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("flags, why", [
     (("--ckpt", "/no/such/place"), "no config.json"), (("--data", "/no/such/file"), "No such file"),
-                                        (("--data", "/"), "directory"),
+    (("--data", "/"), "directory"),
     (("--frames", "0"), "positive number"), (("--frames", "many"), "positive number"),
-                                        (("--max-parallel", "0"), "--max-parallel"),
+    (("--max-parallel", "0"), "--max-parallel"),
     (("--context", "60", "--frames", "64"), "--context 60 is too small"),
-                                        (("--temperature", "-1"), "temperature"),
+    (("--temperature", "-1"), "temperature"),
     (("--temperature", "nan"), "temperature"), (("--max-turns", "-1"), "max-turns"),
     (("--sub-fps", "0"), "--sub-fps"), (("--sub-frames", "0"), "--sub-frames"),
-                                        (("--max-pixels", "9"), "--max-pixels"),
+    (("--max-pixels", "9"), "--max-pixels"),
     (("--group", "0"), "--group"), (("--max-new-tokens", "0"), "--max-new-tokens"),
     (("--video-root", "/no/such/place"), "no such folder"),
-                                        (("--out", "/proc/nothing/r.jsonl"), "output folder"),
-                                        (("--out", "/tmp"), "folder"),
-    (("--dispatch", "chaotic"), "invalid choice"),
-                                        (("--limit", "-1"), "--limit"),
+    (("--out", "/proc/nothing/r.jsonl"), "output folder"), (("--out", "/tmp"), "folder"),
+    (("--dispatch", "chaotic"), "invalid choice"), (("--limit", "-1"), "--limit"),
 ])  # fmt: skip
 def test_bad_flags_are_one_line_and_exit_code_2(flags, why, command):
     code, err = command(*flags)
@@ -1360,18 +1356,17 @@ def test_bad_flags_are_one_line_and_exit_code_2(flags, why, command):
 
 @pytest.mark.parametrize("rows, why", [
     ([GOOD, {**GOOD, "id": "b", "type": "essay"}], ":2: type is 'essay'"),
-                                       ([GOOD, GOOD], "not unique"),
+    ([GOOD, GOOD], "not unique"),
     ([{k: v for k, v in GOOD.items() if k != "video"}], "missing 'video'"),
-                                       ([{**GOOD, "type": "mcq"}], "needs 'options'"),
+    ([{**GOOD, "type": "mcq"}], "needs 'options'"),
     ([{**GOOD, "type": "grounding"}], "[start, end]"), (["{not json"], ":1: not JSON"),
-                                       (["5"], ":1: missing"),
+    (["5"], ":1: missing"),
     ([], "no rows"), ([{**GOOD, "type": ["open"]}], "type is"), ([{**GOOD, "id": ["a"]}], "id"),
-                                       ([{**GOOD, "question": 5}], "question"),
+    ([{**GOOD, "question": 5}], "question"),
     ([{**GOOD, "type": "mcq", "options": [1, 2], "answer": "A"}], "options"),
-                                       ([{**GOOD, "type": "mcq", "options": "ab", "answer": "A"}],
-                                        "options"),
+    ([{**GOOD, "type": "mcq", "options": "ab", "answer": "A"}], "options"),
     ([{**GOOD, "type": "grounding", "answer": ["a", "b"]}], "[start, end]"),
-                                       ([{**GOOD, "video": "videos/none.mp4"}], "can be read"),
+    ([{**GOOD, "video": "videos/none.mp4"}], "can be read"),
 ])  # fmt: skip
 def test_bad_task_files_are_one_line_and_exit_code_2(rows, why, command):
     code, err = command(rows=rows)

@@ -135,12 +135,11 @@ def test_optimizers_get_the_parameters_that_their_flags_name(policy):
 
 @pytest.mark.parametrize("messages, wanted", [
     ("hello", "list"), ([], "list"), ([{"role": "robot", "content": "x"}], "role"),
-                                              ([{"role": "user"}], "content"), (["x"], "role"),
+    ([{"role": "user"}], "content"), (["x"], "role"),
     ([{"role": "user", "content": None}], "content must"),
-                                              ([{"role": "user", "content": 3}], "content must"),
+    ([{"role": "user", "content": 3}], "content must"),
     ([{"role": "user", "content": []}], "content must"),
-                                              ([{"role": "user", "content": {"type": "text"}}],
-                                               "content must"),
+    ([{"role": "user", "content": {"type": "text"}}], "content must"),
     ([{"role": "user", "content": [{"type": "image", "image": "x"}]}], "content must"),
     ([{"role": "user", "content": [{"type": "text", "text": 3}]}], "content must"),
     ([{"role": "user", "content": [{"type": "video", "video": "v.mp4"}]}], "'frames'"),

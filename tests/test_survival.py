@@ -42,11 +42,9 @@ def checkpoint(out, name, weights="w" * 10, **state):
 
 @pytest.mark.parametrize("damage", [
     lambda f: (f / "model.safetensors").write_text("w" * 9),
-                                    lambda f: (f / "model.safetensors").unlink(),
-                                    lambda f: (f / "state.json").unlink(),
+    lambda f: (f / "model.safetensors").unlink(), lambda f: (f / "state.json").unlink(),
     lambda f: (f / "state.json").write_text('{"step": 2, "fil'),
-                                    lambda f: (f / "state.json").write_text("[]"),
-                                    lambda f: (f / "state.json").write_text("")])
+    lambda f: (f / "state.json").write_text("[]"), lambda f: (f / "state.json").write_text("")])
 def test_a_torn_checkpoint_is_passed_over(tmp_path, damage):
     first, second = checkpoint(tmp_path, "step_000001"), checkpoint(tmp_path, "step_000002")
     assert model.newest_checkpoint(str(tmp_path)) == str(second)
@@ -115,7 +113,7 @@ def test_beginning_anew_deletes_what_was_there(tmp_path):
     (tmp_path / "log.jsonl").write_text('{"step": 1}\n')
     model.clean_run(str(tmp_path), start=0)
     assert os.listdir(tmp_path) == ["log.jsonl"]
-    model.Log(str(tmp_path), 0, argparse.Namespace(wandb=None)).close()
+    model.Log(str(tmp_path), 0, argparse.Namespace(wandb=None)).close(0, 0)
     assert (tmp_path / "log.jsonl").read_text() == ""
 
 
@@ -124,7 +122,7 @@ def test_the_log_holds_no_step_twice_and_no_torn_line(tmp_path):
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 2, "val_loss": 1}\nnot json\n{"step": 3}\n{"step": 4, "lo')
     log = model.Log(str(tmp_path), 2, argparse.Namespace(wandb=None))
     log.write({"step": 3, "again": True}, "a line")
-    log.close()
+    log.close(3, 3)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 2, "val_loss": 1}\n{"step": 3, "again": true}\n'
 
 
