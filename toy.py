@@ -30,10 +30,12 @@ The tokenizer. Byte-level BPE with Qwen's control and tag tokens, whole numbers 
 and each sentence of the fixed prompts as one token, so that the short context is spent on frames.
 `<answer>` is several tokens, as in Qwen3.
 
-Run:  python toy.py --out toy            (about half a minute on one core; the same --seed gives the same bytes)
-Then: torchrun --nproc_per_node 2 sft.py --preset toy --ckpt toy/init --data toy/pretrain.jsonl --out base
-      torchrun --nproc_per_node 2 sft.py --preset toy --ckpt base --data toy/sft.jsonl --val
-      toy/sft_val.jsonl --out sft_out
+Run:  python toy.py --out toy
+        (about half a minute on one core; the same --seed gives the same bytes)
+Then: torchrun --nproc_per_node 2 sft.py --preset toy --ckpt toy/init \\
+        --data toy/pretrain.jsonl --out base
+      torchrun --nproc_per_node 2 sft.py --preset toy --ckpt base --data toy/sft.jsonl \\
+        --val toy/sft_val.jsonl --out sft_out
 Fast: python toy.py --out toy --prior tidy, then the first of the two is all of SFT.
 """
 import argparse
@@ -49,9 +51,8 @@ import rollout
 
 def colours():
     return {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (40, 60, 230),
-            "yellow": (235, 225, 40),
-            "purple": (150, 40, 180), "orange": (250, 140, 20), "white": (245, 245, 245),
-            "black": (10, 10, 10)}
+            "yellow": (235, 225, 40), "purple": (150, 40, 180), "orange": (250, 140, 20),
+            "white": (245, 245, 245), "black": (10, 10, 10)}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -78,8 +79,8 @@ def draw_frames(events, noise, seconds=64, size=32):
             y, x = size // 2 + noise.integers(-3, 4, 2)
             r = noise.integers(8, 11)
             square = (slice(y - r, y + r + 1), slice(x - r, x + r + 1))
-            frames[t][square] = colours()[event["colour"]] + noise.normal(0, 6,
-                                                                          frames[t][square].shape)
+            grain = noise.normal(0, 6, frames[t][square].shape)
+            frames[t][square] = colours()[event["colour"]] + grain
     return frames.clip(0, 255).astype(np.uint8)
 
 
@@ -111,7 +112,8 @@ def make_task(name, events):
 
 
 def call_text(a, b):
-    return f'<tool_call>\n{{"name": "crop_video", "arguments": {{"start_time": {a}, "end_time": {b}}}}}\n</tool_call>'
+    return ('<tool_call>\n{"name": "crop_video", "arguments": '
+            f'{{"start_time": {a}, "end_time": {b}}}}}\n</tool_call>')
 
 
 def thought(text, rng, loose):
@@ -217,10 +219,12 @@ def chat_template():
         "{%- if c.type == 'image' %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}"
         "{%- elif c.type == 'video' %}{{- '<|vision_start|><|video_pad|><|vision_end|>' }}"
         "{%- else %}{{- c.text }}{%- endif %}{%- endfor %}{%- endif %}"
-        "{%- if loop.first and tools %}{{- '\n\nTools, called as JSON between <tool_call> and </tool_call>:' }}"
+        "{%- if loop.first and tools %}"
+        "{{- '\n\nTools, called as JSON between <tool_call> and </tool_call>:' }}"
         "{%- for t in tools %}{{- '\n' + (t | tojson) }}{%- endfor %}{%- endif %}"
         "{%- if tool %}{{- '\n</tool_response>' }}"
-        "{%- if not loop.last and messages[loop.index0 + 1].role == 'tool' %}{{- '\n' }}{%- else %}{{- '<|im_end|>\n' }}{%- endif %}"
+        "{%- if not loop.last and messages[loop.index0 + 1].role == 'tool' %}{{- '\n' }}"
+        "{%- else %}{{- '<|im_end|>\n' }}{%- endif %}"
         "{%- else %}{{- '<|im_end|>\n' }}{%- endif %}"
         "{%- endfor %}"
         "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}")
@@ -233,8 +237,8 @@ def fixed_phrases(tokenizer_template):
                                   rollout.tool_schema())
     lines = rendered.replace("<|im_start|>system\n", "").replace("<|im_end|>", "").split("\n")
     lines += rollout.sub_prompt().split("\n") + [rollout.answer_style("open")]
-    return [line for line in lines
-            if line] + ['{"name": "crop_video", "arguments": {"start_time": ', ', "end_time": ']
+    call = ['{"name": "crop_video", "arguments": {"start_time": ', ', "end_time": ']
+    return [line for line in lines if line] + call
 
 
 def render_template(messages, tools=None):
@@ -268,9 +272,9 @@ def build_tokenizer(rng, vocab_size=640):
     core = Tokenizer(models.BPE())
     # Whole numbers and whole time stamps stay in one piece; a word keeps its leading space.
     split = Regex(r"<\d+\.\d seconds>| ?[A-Za-z_]+|\d+|[^\sA-Za-z0-9<]+|\s|<")
-    core.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(split, "isolated"),
-                                                  pre_tokenizers.ByteLevel(add_prefix_space=False,
-                                                                           use_regex=False)])
+    core.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(split, "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     core.decoder = decoders.ByteLevel()
     core.train_from_iterator(corpus, trainers.BpeTrainer(
         vocab_size=vocab_size, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
@@ -301,16 +305,14 @@ def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384):
     one = tokenizer.convert_tokens_to_ids
     axis = hidden // heads // 2
     text = dict(vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=mlp,
-                num_hidden_layers=layers,
-                num_attention_heads=heads, num_key_value_heads=heads, head_dim=hidden // heads,
-                max_position_embeddings=4096,
+                num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads,
+                head_dim=hidden // heads, max_position_embeddings=4096,
                 rope_scaling={"mrope_interleaved": True,
                               "mrope_section": [axis - 2 * (axis // 3), axis // 3, axis // 3],
                               "rope_type": "default"}, rope_theta=10000.0, tie_word_embeddings=True)
     vision = dict(depth=1, hidden_size=64, num_heads=2, intermediate_size=128, patch_size=16,
-                  spatial_merge_size=2,
-                  temporal_patch_size=2, out_hidden_size=hidden, num_position_embeddings=16,
-                  deepstack_visual_indexes=[0])
+                  spatial_merge_size=2, temporal_patch_size=2, out_hidden_size=hidden,
+                  num_position_embeddings=16, deepstack_visual_indexes=[0])
     config = Qwen3VLConfig(text_config=text, vision_config=vision,
                            image_token_id=one("<|image_pad|>"),
                            video_token_id=one("<|video_pad|>"),
@@ -328,8 +330,7 @@ def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384):
                                    image_mean=half, image_std=half)
     videos = Qwen3VLVideoProcessor(patch_size=16, merge_size=2)
     processor = Qwen3VLProcessor(image_processor=images, tokenizer=tokenizer,
-                                 video_processor=videos,
-                                 chat_template=chat_template())
+                                 video_processor=videos, chat_template=chat_template())
     with model.atomic_folder(folder) as temp:
         model.save_pretrained(policy, processor, temp)
     return sum(p.numel() for p in policy.parameters())
@@ -346,8 +347,9 @@ def main():
     parser.add_argument("--seed", type=int, default=0,
                         help="everything is drawn from this one number")
     parser.add_argument("--prior", choices=["strong", "weak", "tidy"], default="strong",
-                        help="what the base learns before the cold start: to call tools "
-                        "in a loose style of its own; to answer tidily and never call; or all of the protocol at once")
+                        help="what the base learns before the cold start: to call tools in a loose "
+                        "style of its own; to answer tidily and never call; or all of the protocol "
+                        "at once")
     parser.add_argument("--base-videos", type=int, default=480,
                         help="videos of the base's pretraining split")
     parser.add_argument("--sft-videos", type=int, default=96, help="videos of the cold-start split")
@@ -384,15 +386,16 @@ def main():
                 if split == "base":
                     rows[split] += pretraining_rows(task, events, args.prior, style)
                 else:
-                    rows[split] += cold_start_rows(task, events,
-                                                   rng) if split in ("sft", "val") else [task]
+                    chatted = split in ("sft", "val")
+                    rows[split] += cold_start_rows(task, events, rng) if chatted else [task]
                 bar.update()
     for split, name in (("base", "pretrain"), ("sft", "sft"), ("val", "sft_val"), ("rl", "rl"),
                         ("eval", "eval")):
         write_jsonl(os.path.join(args.out, f"{name}.jsonl"), rows[split])
     parameters = build_init(os.path.join(args.out, "init"), rng, args.seed, hidden=args.hidden,
                             layers=args.layers)
-    print(f"{args.out}: random checkpoint of {parameters / 1e6:.2f} M parameters, {sum(counts.values())} videos, "
+    print(f"{args.out}: random checkpoint of {parameters / 1e6:.2f} M parameters, "
+          f"{sum(counts.values())} videos, "
           + ", ".join(f"{len(r)} {s} rows" for s, r in rows.items()))
 
 

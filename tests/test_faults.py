@@ -248,7 +248,7 @@ def test_reinforcement_learning_goes_on_with_other_ranks(start, toy, tmp_path):
 
 
 def test_two_nodes_share_nothing_but_folders(toy, tmp_path):
-    """Two launchers that find each other, as the README has it: a rank and a whole copy of the
+    """Two launchers that find each other, as docs/recipe.md has it: a rank and a whole copy of the
     model in shards on each node."""
     with socket.socket() as free:
         free.bind(("localhost", 0))

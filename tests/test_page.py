@@ -5,7 +5,7 @@ Tests of view.py and docs/page.html: python -m pytest tests/test_page.py -q
 The page is made from a small run of the real scripts, from 2,000 episodes, and from damaged and
 hostile records; a headless Chromium opens it.
 
-  python tests/test_page.py PAGE.html FOLDER      the README's pictures, from a page of the demo
+  python tests/test_page.py PAGE.html FOLDER      the pictures in docs/, from a page of the demo
 """
 import base64
 import io
@@ -570,7 +570,7 @@ def test_an_empty_page_says_so_without_an_error(visit, made):
 
 
 def take_pictures(page, folder):
-    """The README's two pictures: curves in the light theme, an episode in the dark one."""
+    """The two pictures in docs/: curves in the light theme, an episode in the dark one."""
     from PIL import Image
 
     browser = start_browser(1200, 760)
