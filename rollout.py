@@ -693,6 +693,7 @@ class VllmEngine:
             options = dict(dtype="float32", enforce_eager=True, enable_chunked_prefill=False,
                            max_num_batched_tokens=max(context, 8192))
         # The processor bounds an image by itself but a video by all of its frames together.
+        images = max_frames if codec.channel == "image" else 0
         longest = max_pixels if codec.channel == "image" else max_pixels * max_frames
         # Frames arrive at their final size: these bounds keep the processor from resizing again.
         # The upper one must be honest: vLLM sizes its encoder for the largest image it allows. It
@@ -702,9 +703,7 @@ class VllmEngine:
         self.llm = LLM(
             ckpt, max_model_len=context, max_num_seqs=max_seqs, seed=seed,
             generation_config="vllm",  # no top-p or top-k of the checkpoint's own
-            # A kind that never comes is 0: vLLM would size its encoder for one all the same.
-            limit_mm_per_prompt={"image": max_frames, "video": 0} if codec.channel == "image"
-            else {"image": 0, "video": 1},
+            limit_mm_per_prompt={"image": images, "video": 1},
             logprobs_mode="processed_logprobs",  # after temperature: what was sampled from
             mm_processor_kwargs={"size": size}, disable_log_stats=True, use_tqdm_on_load=False,
             **options)  # fmt: skip
