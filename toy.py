@@ -14,10 +14,10 @@ Three stages of data. `pretrain.jsonl` makes the base: every skill (calling, gat
 from the overview, watching a window) at every K, long enough to be learned, in the style of a
 `--prior`:
     strong   calls half of the time; thoughts left open or opened again, `<tool_code>` calls,
-    unclosed JSON, prose, answers without tags
+             unclosed JSON, prose, answers without tags
     weak     tidy thoughts and answers, and never a call
     tidy     calls half of the time, everything in the protocol's style: base and cold start in one,
-    which learns fastest (`make demo`)
+             which learns fastest (`make demo`)
 `sft.jsonl` is the cold start: strict style, mostly calls. Learned for a short while it gives what
 the paper starts from: a model that is well-formed when greedy and falls back into its old habits
 when sampled. RL decides.
@@ -314,8 +314,7 @@ def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384):
                   spatial_merge_size=2, temporal_patch_size=2, out_hidden_size=hidden,
                   num_position_embeddings=16, deepstack_visual_indexes=[0])
     config = Qwen3VLConfig(text_config=text, vision_config=vision,
-                           image_token_id=one("<|image_pad|>"),
-                           video_token_id=one("<|video_pad|>"),
+                           image_token_id=one("<|image_pad|>"), video_token_id=one("<|video_pad|>"),
                            vision_start_token_id=one("<|vision_start|>"),
                            vision_end_token_id=one("<|vision_end|>"), tie_word_embeddings=True,
                            eos_token_id=one("<|im_end|>"), pad_token_id=one("<|endoftext|>"))

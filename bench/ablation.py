@@ -160,7 +160,8 @@ def work(name, args, seed, cores):
         if done.returncode:
             with open(log) as f:
                 tail = f.read()[-2000:]
-            raise RuntimeError(f"seed {seed}, {name}: exit code {done.returncode} of {' '.join(line)}\n{tail}")
+            raise RuntimeError(f"seed {seed}, {name}: exit code {done.returncode} of "
+                               f"{' '.join(line)}\n{tail}")
     cores.append(core)
     model.write_atomic(os.path.join(folder, "done.json"), json.dumps(history(name, args, seed)))
     return time.time() - began
@@ -181,8 +182,8 @@ def plan(args, results):
     for seed in args.seeds:
         for name, (blocks, *_) in rows().items():
             known = results.get(str(seed), {}).get(name, {}).get("commands")
-            if (name in args.rows if args.rows
-                else set(blocks) & set(args.blocks)) and known != history(name, args, seed):
+            picked = name in args.rows if args.rows else set(blocks) & set(args.blocks)
+            if picked and known != history(name, args, seed):
                 need(name, seed, row=True)
     return order
 
@@ -214,9 +215,9 @@ def run_all(args, results, save):
     with ThreadPoolExecutor(len(cores)) as pool:
         while order or live:
             waiting = {*order, *live.values()}
-            ready = [job for job in order if not any((job[0], other) in waiting
-                                                     for other in commands(job[1], args,
-                                                                           job[0])[0])]
+            ready = [job for job in order
+                     if not any((job[0], other) in waiting
+                                for other in commands(job[1], args, job[0])[0])]
             for job in ready[: len(cores) - len(live)]:
                 order.remove(job)
                 live[pool.submit(work, job[1], args, job[0], cores)] = job
@@ -224,12 +225,13 @@ def run_all(args, results, save):
                 seed, name = live.pop(future)
                 seconds = future.result()
                 if name in rows():
-                    results.setdefault(str(seed),
-                                       {})[name] = {"commands": history(name, args, seed),
-                                                    "seconds": round(seconds), "measured": here(),
-                                                               **numbers(os.path.join(args.out, f"seed{seed}", name))}
+                    results.setdefault(str(seed), {})[name] = {
+                        "commands": history(name, args, seed), "seconds": round(seconds),
+                        "measured": here(),
+                        **numbers(os.path.join(args.out, f"seed{seed}", name))}
                     save()
-                print(f"[{total - len(order) - len(live)}/{total}] seed {seed} {name}: {seconds:.0f} s | {(time.time() - began) / 60:.1f} min", flush=True)
+                print(f"[{total - len(order) - len(live)}/{total}] seed {seed} {name}: "
+                      f"{seconds:.0f} s | {(time.time() - began) / 60:.1f} min", flush=True)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -300,8 +302,9 @@ def numbers(folder):
 def f_and_kappa(row, budget=None):
     """(f_tau, kappa) of a row's sampled rollouts, pooled or at one K."""
     if "train" in row:
-        cell = row["train"]["by_K"].get(str(budget)) if budget else {m: row["train"][m]["mean"]
-                                                                     for m in ("f_tau", "kappa")}
+        train = row["train"]
+        cell = (train["by_K"].get(str(budget)) if budget
+                else {m: train[m]["mean"] for m in ("f_tau", "kappa")})
         return (cell["f_tau"], cell["kappa"]) if cell else (None, None)
     cells = row.get("sampled", {}).get("on", {})
     cells = [cells[str(budget)]] if budget else list(cells.values())
@@ -372,13 +375,16 @@ def claims():
          ("anchoring", "grpo"),
          lambda r: f(r["anchoring"]) - f(r["grpo"]) - 0.2,
          lambda r: {"anchoring": f(r["anchoring"]), "GRPO": f(r["grpo"])}),
-        ("anchoring alone does not keep calls: kappa in the last quarter under a tenth of SFT's at K = 64", ("sft", "anchoring"),
+        ("anchoring alone does not keep calls: kappa in the last quarter under a tenth of SFT's at "
+         "K = 64", ("sft", "anchoring"),
          lambda r: 0.1 * kappa(r["sft"], 64) - late(r["anchoring"]),
          lambda r: {"anchoring": late(r["anchoring"]), "SFT at 64": kappa(r["sft"], 64)}),
-        ("the full method is most accurate, averaged over K, against GRPO, anchoring alone and gating alone", ("para", "grpo", "anchoring", "gating"),
+        ("the full method is most accurate, averaged over K, against GRPO, anchoring alone and "
+         "gating alone", ("para", "grpo", "anchoring", "gating"),
          lambda r: accuracy(r["para"]) - others(r),
          lambda r: {"PARA-GRPO": accuracy(r["para"]), "best other": others(r)}),
-        ("without R_tool calls are fewer: kappa in the last quarter at most half of the full method's", ("para", "no-tool"),
+        ("without R_tool calls are fewer: kappa in the last quarter at most half of the full "
+         "method's", ("para", "no-tool"),
          lambda r: 0.5 * late(r["para"]) - late(r["no-tool"]),
          lambda r: {"- R_tool": late(r["no-tool"]), "full": late(r["para"])}),
         ("without gamma format is worse: mean f_tau below the full method's", ("para", "no-gamma"),
@@ -392,19 +398,23 @@ def claims():
          ("para", "turns"),
          lambda r: accuracy(r["para"]) - accuracy(r["turns"]) - 0.007,
          lambda r: {"parallel": accuracy(r["para"]), "one a turn": accuracy(r["turns"])}),
-        ("parallel dispatch is faster: seconds of one episode at a time, K = 4, medians of three interleaved runs", ("sequential",),
+        ("parallel dispatch is faster: seconds of one episode at a time, K = 4, medians of three "
+         "interleaved runs", ("sequential",),
          lambda r: alone(r, "sequential") - alone(r, "parallel"),
          lambda r: {way: alone(r, way) for way in ("parallel", "sequential")}),
-        ("a weaker tool prior keeps its format under GRPO: mean f_tau at least 0.2 above the strong prior's", ("weak-grpo", "grpo"),
+        ("a weaker tool prior keeps its format under GRPO: mean f_tau at least 0.2 above the "
+         "strong prior's", ("weak-grpo", "grpo"),
          lambda r: f(r["weak-grpo"]) - f(r["grpo"]) - 0.2,
          lambda r: {"weak": f(r["weak-grpo"]), "strong": f(r["grpo"])}),
         ("a weaker tool prior never calls under GRPO: kappa in the last quarter below 0.1",
          ("weak-grpo",),
          lambda r: 0.1 - late(r["weak-grpo"]), lambda r: {"weak": late(r["weak-grpo"])}),
-        ("GRPO keeps calling because its R_fmt pays for it: with accuracy as the only reward, kappa in the last quarter is at most half of GRPO's",
-         ("grpo", "acc-only"), lambda r: 0.5 * late(r["grpo"]) - late(r["acc-only"]),
+        ("GRPO keeps calling because its R_fmt pays for it: with accuracy as the only reward, "
+         "kappa in the last quarter is at most half of GRPO's", ("grpo", "acc-only"),
+         lambda r: 0.5 * late(r["grpo"]) - late(r["acc-only"]),
          lambda r: {"GRPO": late(r["grpo"]), "accuracy only": late(r["acc-only"])}),
-        ("structural credit is what brings format: mean f_tau above that of credit on the whole sequence", ("para", "whole"),
+        ("structural credit is what brings format: mean f_tau above that of credit on the whole "
+         "sequence", ("para", "whole"),
          lambda r: f(r["para"]) - f(r["whole"]),
          lambda r: {"structural": f(r["para"]), "whole sequence": f(r["whole"])}),
     ]
@@ -419,7 +429,8 @@ def judge(results):
         if not margins:
             continue
         m, spread = statistics.mean(margins), statistics.stdev(margins) if len(margins) > 1 else 0.0
-        verdict = "undecided" if len(margins) < 2 or abs(m) <= spread else "holds" if m > 0 else "does not hold"
+        verdict = ("undecided" if len(margins) < 2 or abs(m) <= spread
+                   else "holds" if m > 0 else "does not hold")
         cells = [shown(r) for r in seeds]
         out.append(rounded({"claim": text, "verdict": verdict, "seeds": len(margins), "margin": m,
                             "spread": spread,
@@ -463,25 +474,29 @@ def difference(results, name, value):
 
 def markdown(results, judged):
     """All tables as one Markdown text."""
-    table = {name: (title, [r[name] for r in results.values() if name in r]) for name,
-             (_, title, *_) in rows().items()}
+    table = {name: (title, [r[name] for r in results.values() if name in r])
+             for name, (_, title, *_) in rows().items()}
     table = {name: pair for name, pair in table.items() if pair[1]}
 
     def block(head, line, names=None):
         lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-        return lines + ["| " + " | ".join([title, *line(name, some)]) + " |" for name,
-                        (title, some) in table.items() if names is None or name in names]
+        return lines + ["| " + " | ".join([title, *line(name, some)]) + " |"
+                        for name, (title, some) in table.items() if names is None or name in names]
 
     trained = [name for name, (_, some) in table.items() if "train" in some[0]]
     out = ["# The Tool Prior Paradox in the toy world", "",
-           f"Made by `make ablation` (seeds {', '.join(results)}; {where_measured(results)}). Mean ± standard deviation over seeds. "
-           "Definitions: the docstring of `bench/ablation.py`; every command behind a number: `bench/ablation.json`. "
-           "The paper's figures come from an 8B model on real videos and are shown for the order of the rows, not for their size.", "",
+           f"Made by `make ablation` (seeds {', '.join(results)}; {where_measured(results)}). "
+           "Mean ± standard deviation over seeds. "
+           "Definitions: the docstring of `bench/ablation.py`; "
+           "every command behind a number: `bench/ablation.json`. "
+           "The paper's figures come from an 8B model on real videos "
+           "and are shown for the order of the rows, not for their size.", "",
            "## Claims", "", "| # | claim | verdict | margin ± spread | numbers |",
            "|---|---|---|---|---|"]
     for number, c in enumerate(judged, 1):
         shown = ", ".join(f"{k} {v:.2f}" for k, v in c["numbers"].items())
-        out.append(f"| {number} | {c['claim']} | **{c['verdict']}** ({c['seeds']} seeds) | {c['margin']:+.3f} ± {c['spread']:.3f} | {shown} |")
+        out.append(f"| {number} | {c['claim']} | **{c['verdict']}** ({c['seeds']} seeds) "
+                   f"| {c['margin']:+.3f} ± {c['spread']:.3f} | {shown} |")
 
     out += ["", "## Format and calls while sampling at temperature 0.7", ""]
 
@@ -502,14 +517,15 @@ def markdown(results, judged):
                   "paper f_tau", "paper kappa"], sampled, sampling)
     for title, index in (("f_tau", 0), ("kappa", 1)):
         out += ["", f"## {title} at each K, sampled", ""]
-        out += block(["row", *(f"K {k}" for k in BUDGETS)], lambda name, some,
-                     index=index: [cell([f_and_kappa(r, k)[index] for r in some]) for k in BUDGETS],
+        out += block(["row", *(f"K {k}" for k in BUDGETS)],
+                     lambda name, some, index=index: [
+                         cell([f_and_kappa(r, k)[index] for r in some]) for k in BUDGETS],
                      sampling)
     out += ["", "## Call-minus-skip advantage at each K, last quarter of training", ""]
     out += block(["row", *(f"K {k}" for k in BUDGETS)],
-                 lambda name,
-                 some: [cell([r["train"]["by_K_last"].get(str(k), {}).get("call_minus_skip")
-                              for r in some]) for k in BUDGETS], trained)
+                 lambda name, some: [
+                     cell([r["train"]["by_K_last"].get(str(k), {}).get("call_minus_skip")
+                           for r in some]) for k in BUDGETS], trained)
     out += ["", "## Closure rate per tag, training mean", ""]
     out += block(["row", "think", "tool_call", "answer"],
                  lambda name, some: [cell([r["train"]["closure"][t] for r in some])
@@ -518,23 +534,24 @@ def markdown(results, judged):
                         ("off", "Greedy accuracy without tools")):
         out += ["", f"## {title}", ""]
         out += block(["row", *(f"K {k}" for k in BUDGETS), "mean over K"],
-                     lambda name, some, mode=mode: [*(cell([r["eval"][mode][str(k)]["acc"]
-                                                            for r in some]) for k in BUDGETS),
-                                                    cell([accuracy(r, mode) for r in some])],
+                     lambda name, some, mode=mode: [
+                         *(cell([r["eval"][mode][str(k)]["acc"] for r in some]) for k in BUDGETS),
+                         cell([accuracy(r, mode) for r in some])],
                      [n for n in table if mode in table[n][1][0]["eval"]])
     beyond = [name for name in trained if "E" in rows()[name][0] and name != "para"]
     if beyond:
         out += ["", "## Beyond the paper: each change against the same seed without it", "",
-                "Against the full method; rows that are GRPO, against GRPO. Bold: further from 0 than the standard deviation of the difference over seeds.", ""]
-        out += block(["row", *(title for title, _ in measures())], lambda name,
-                     some: [difference(results, name, value) for _, value in measures()], beyond)
+                "Against the full method; rows that are GRPO, against GRPO. Bold: further from 0 "
+                "than the standard deviation of the difference over seeds.", ""]
+        out += block(["row", *(title for title, _ in measures())],
+                     lambda name, some: [difference(results, name, value)
+                                         for _, value in measures()], beyond)
     out += ["", "## Greedy evaluation: calls per episode at each K, format, seconds", ""]
     out += block(["row", *(f"K {k}" for k in BUDGETS), "f_tau", "seconds per episode"],
-                 lambda name, some: [*(cell([r["eval"]["on"][str(k)]["kappa"] for r in some])
-                                       for k in BUDGETS),
-                                     cell([mean(c["f_tau"] for c in r["eval"]["on"].values())
-                                           for r in some]),
-                                     cell([seconds(r) for r in some])])
+                 lambda name, some: [
+                     *(cell([r["eval"]["on"][str(k)]["kappa"] for r in some]) for k in BUDGETS),
+                     cell([mean(c["f_tau"] for c in r["eval"]["on"].values()) for r in some]),
+                     cell([seconds(r) for r in some])])
     return "\n".join(out) + "\n"
 
 
@@ -605,9 +622,10 @@ def main():
     parser.add_argument("--base-flags", default="--epochs 1.75",
                         help="flags of sft.py in pretraining")
     parser.add_argument("--sft-flags", default="--steps 14 --muon-lr 4e-4 --lr 1.5e-4",
-                        help="flags of sft.py in the cold start: short, so that format stays fragile")
-    parser.add_argument("--rl-flags",
-                        default="--prompts 8 --steps 30 --lr 3e-4 --answer-from line --show-every 0", help="flags of every grpo.py run")
+                        help="flags of sft.py in the cold start: short, so that format stays "
+                        "fragile")
+    parser.add_argument("--rl-flags", default="--prompts 8 --steps 30 --lr 3e-4 "
+                        "--answer-from line --show-every 0", help="flags of every grpo.py run")
     args = parser.parse_args()
     args.out, args.results, args.picture = map(os.path.abspath,
                                                (args.out, args.results, args.picture))
@@ -633,7 +651,8 @@ def main():
     if any({"sft", "grpo", "para"} <= set(r) for r in results.values()):
         picture(results, args.picture)
     for number, c in enumerate(judge(results), 1):
-        print(f"{number:2d}. {c['verdict']:>13}: {c['claim']} (margin {c['margin']:+.3f} ± {c['spread']:.3f})")
+        print(f"{number:2d}. {c['verdict']:>13}: {c['claim']} "
+              f"(margin {c['margin']:+.3f} ± {c['spread']:.3f})")
 
 
 if __name__ == "__main__":

@@ -245,7 +245,8 @@ def main():
             lines += text
     where = f"{time.strftime('%Y-%m-%d')}, {len(os.sched_getaffinity(0))} cores, no GPU."
     legend = __doc__.split("\n\n")[1]
-    head = ["# How cost grows", "", f"`python bench/scaling.py --ckpt {args.ckpt} --data {args.data}`, {where}", "", "```", legend, "```"]
+    command = f"`python bench/scaling.py --ckpt {args.ckpt} --data {args.data}`"
+    head = ["# How cost grows", "", f"{command}, {where}", "", "```", legend, "```"]
     model.write_atomic(args.out, "\n".join([*head, "", *lines]))
     print(json.dumps(found))
 

@@ -13,8 +13,9 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 def run_script(name, *arguments, ranks=0, timeout=600, reference=False):
     """Run a script as its user would -> CompletedProcess. ranks > 0: under torchrun. reference:
     with the reference engine for vLLM."""
-    head = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
-            str(ranks)] if ranks else [sys.executable]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
+                str(ranks)]
+    head = launcher if ranks else [sys.executable]
     driver = [os.path.join(ROOT, "tests", "reference.py")] if reference else []
     command = [*head, *driver, os.path.join(ROOT, name), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=ROOT)
@@ -101,7 +102,8 @@ def published(tmp_path_factory):
     import published
 
     if not published.vocabulary_file():
-        pytest.skip("the published vocabulary is not installed: `make venv` does, with pip install --no-deps dashscope")
+        pytest.skip("the published vocabulary is not installed: `make venv` does, "
+                    "with pip install --no-deps dashscope")
     folder = tmp_path_factory.mktemp("published")
     published.write_tokenizer(folder)
 

@@ -11,7 +11,8 @@ import json
 import os
 import shutil
 
-PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+           r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>",
            "<|object_ref_end|>", "<|box_start|>", "<|box_end|>",
            "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
@@ -31,8 +32,8 @@ VOCABULARY, ROWS = 151_643, 151_936
 def vocabulary_file():
     """Path of the ranks, or None where the package is not installed."""
     spec = importlib.util.find_spec("dashscope")
-    path = os.path.join(spec.submodule_search_locations[0], "resources",
-                        "qwen.tiktoken") if spec else ""
+    path = (os.path.join(spec.submodule_search_locations[0], "resources", "qwen.tiktoken")
+            if spec else "")
     return path if os.path.isfile(path) else None
 
 
@@ -74,16 +75,18 @@ def write_tokenizer(folder):
     core = Tokenizer(models.BPE({word(token): rank for token, rank in ranks.items()}, merges,
                                 continuing_subword_prefix="", end_of_word_suffix=""))
     core.normalizer = normalizers.NFC()
-    core.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(PATTERN), "isolated"),
-                                                  pre_tokenizers.ByteLevel(False, trim_offsets=False, use_regex=False)])
+    core.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(PATTERN), "isolated"),
+        pre_tokenizers.ByteLevel(False, trim_offsets=False, use_regex=False)])
     core.decoder = decoders.ByteLevel()
     core.post_processor = processors.ByteLevel(add_prefix_space=False, trim_offsets=False,
                                                use_regex=False)
     core.add_special_tokens([AddedToken(token, normalized=False, special=True)
                              for token in CONTROL])
     core.add_tokens([AddedToken(token, normalized=False, special=False) for token in TAGS])
-    text, flags = core.to_str(pretty=True), '"add_prefix_space": {0},\n    "trim_offsets": {0},\n    "use_regex": {0}\n'
+    text = core.to_str(pretty=True)
     # of the decoder, which ignores them
+    flags = '"add_prefix_space": {0},\n    "trim_offsets": {0},\n    "use_regex": {0}\n'
     text = text.replace(flags.format("true"), flags.format("false"))
     with open(os.path.join(folder, "tokenizer.json"), "w", encoding="utf-8") as f:
         f.write(text)
@@ -101,48 +104,60 @@ def chat_template(thinking):
     Thinking: the generation prompt opens a thought, and of the turns before the last question only
     what follows the thought is shown.
     """
-    declaration = ("# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
-                   "You are provided with function signatures within <tools></tools> XML tags:\n<tools>")
-    manual = ("\n</tools>\n\nFor each function call, return a json object with function name and arguments within "
-              "<tool_call></tool_call> XML tags:\n"
-              '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>')
+    declaration = ("# Tools\n\n"
+                   "You may call one or more functions to assist with the user query.\n\n"
+                   "You are provided with function signatures within <tools></tools> XML tags:\n"
+                   "<tools>")
+    manual = ("\n</tools>\n\nFor each function call, return a json object with function name and "
+              "arguments within <tool_call></tool_call> XML tags:\n"
+              '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n'
+              '</tool_call>')
     shown = """
         {%- macro shown(m) -%}
-            {%- for part in ([{'type': 'text', 'text': m.content}] if m.content is string else m.content) -%}
-                {%- if part.type in ('image', 'video') -%} {{- '<|vision_start|><|' + part.type + '_pad|><|vision_end|>' -}}
+            {%- for part in ([{'type': 'text', 'text': m.content}] if m.content is string
+                             else m.content) -%}
+                {%- if part.type in ('image', 'video') -%}
+                    {{- '<|vision_start|><|' + part.type + '_pad|><|vision_end|>' -}}
                 {%- else -%} {{- part.text -}} {%- endif -%}
             {%- endfor -%}
         {%- endmacro -%}"""
     system = """
         {%- set first = shown(messages[0]) if messages[0].role == 'system' -%}
         {%- if tools -%}
-            {{- '<|im_start|>system\n' + (first + '\n\n' if messages[0].role == 'system' else '') + DECLARATION -}}
+            {{- '<|im_start|>system\n' -}}
+            {{- (first + '\n\n' if messages[0].role == 'system' else '') + DECLARATION -}}
             {%- for tool in tools -%} {{- '\n' + (tool | tojson) -}} {%- endfor -%}
             {{- MANUAL + '<|im_end|>\n' -}}
-        {%- elif messages[0].role == 'system' -%} {{- '<|im_start|>system\n' + first + '<|im_end|>\n' -}} {%- endif -%}"""
+        {%- elif messages[0].role == 'system' -%}
+            {{- '<|im_start|>system\n' + first + '<|im_end|>\n' -}}
+        {%- endif -%}"""
     question = """
         {%- set last = namespace(question=messages | length - 1) -%}
         {%- for m in messages -%}
             {%- set text = shown(m) -%}
-            {%- if m.role == 'user' and not (text.startswith('<tool_response>') and text.endswith('</tool_response>')) -%}
+            {%- if m.role == 'user' and not (text.startswith('<tool_response>')
+                                             and text.endswith('</tool_response>')) -%}
                 {%- set last.question = loop.index0 -%}
             {%- endif -%}
         {%- endfor -%}""" if thinking else ""
     answer = """
                 {%- set thought = m.reasoning_content if m.reasoning_content is string else '' -%}
                 {%- if m.reasoning_content is not string and '</think>' in text -%}
-                    {%- set thought = text.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') -%}
+                    {%- set thought = text.split('</think>')[0].rstrip('\n') -%}
+                    {%- set thought = thought.split('<think>')[-1].lstrip('\n') -%}
                     {%- set text = text.split('</think>')[-1].lstrip('\n') -%}
                 {%- endif -%}
                 {%- if loop.index0 > last.question and (loop.last or thought) -%}
-                    {%- set text = '<think>\n' + thought.strip('\n') + '\n</think>\n\n' + text.lstrip('\n') -%}
+                    {%- set text = '<think>\n' + thought.strip('\n') + '\n</think>\n\n'
+                                   + text.lstrip('\n') -%}
                 {%- endif -%}""" if thinking else ""
     turns = """
         {%- for m in messages -%}
             {%- set text = shown(m) -%}
             {%- if m.role == 'assistant' -%}""" + answer + """
                 {{- '<|im_start|>assistant\n' + text + '<|im_end|>\n' -}}
-            {%- elif m.role == 'user' or (SYSTEM_LATER and m.role == 'system' and not loop.first) -%}
+            {%- elif m.role == 'user'
+                     or (SYSTEM_LATER and m.role == 'system' and not loop.first) -%}
                 {{- '<|im_start|>' + m.role + '\n' + text + '<|im_end|>\n' -}}
             {%- elif m.role == 'tool' -%}
                 {{- '<|im_start|>user' if loop.first or messages[loop.index0 - 1].role != 'tool' -}}
@@ -197,8 +212,8 @@ def configuration(tied, hidden=64, layers=2):
 
 def write_settings(folder, tied, thinking):
     """Every small file beside the weights."""
-    sampling = {"top_p": 0.95, "top_k": 20,
-                "temperature": 1.0} if thinking else {"top_p": 0.8, "top_k": 20, "temperature": 0.7}
+    sampling = ({"top_p": 0.95, "top_k": 20, "temperature": 1.0} if thinking
+                else {"top_p": 0.8, "top_k": 20, "temperature": 0.7})
     half = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "patch_size": 16,
             "temporal_patch_size": 2, "merge_size": 2,
             "processor_class": "Qwen3VLProcessor"}
@@ -206,29 +221,26 @@ def write_settings(folder, tied, thinking):
     write_json(folder, "config.json", configuration(tied))
     write_json(folder, "generation_config.json", {
         "bos_token_id": 151643, "pad_token_id": 151643, "do_sample": True,
-                                                  "eos_token_id": [151645, 151643],
-                                                  "repetition_penalty": 1.0,
+        "eos_token_id": [151645, 151643], "repetition_penalty": 1.0,
         **sampling, "transformers_version": "4.56.0"})
     write_json(folder, "preprocessor_config.json", {
         "size": {"longest_edge": 16777216, "shortest_edge": 65536}, **half,
-                                                    "image_processor_type": "Qwen2VLImageProcessorFast"})
+        "image_processor_type": "Qwen2VLImageProcessorFast"})
     write_json(folder, "video_preprocessor_config.json", {
-        "size": {"longest_edge": 25165824, "shortest_edge": 4096}, **half, "fps": 2,
-                                                          "min_frames": 4, "max_frames": 768,
+        "size": {"longest_edge": 25165824, "shortest_edge": 4096}, **half,
+        "fps": 2, "min_frames": 4, "max_frames": 768,
         "do_sample_frames": True, "video_processor_type": "Qwen3VLVideoProcessor"})
     write_json(folder, "chat_template.json", {"chat_template": chat_template(thinking)})
     write_json(folder, "tokenizer_config.json", {
         "add_bos_token": False, "add_prefix_space": False,
-                                                 "additional_special_tokens": list(CONTROL[1:]),
-                                                 "bos_token": None,
-        "added_tokens_decoder": {str(VOCABULARY + n): {"content": token, **plain,
-                                                       "special": token in CONTROL}
-                                 for n, token in enumerate((*CONTROL, *TAGS))},
+        "additional_special_tokens": list(CONTROL[1:]), "bos_token": None,
+        "added_tokens_decoder": {
+            str(VOCABULARY + n): {"content": token, **plain, "special": token in CONTROL}
+            for n, token in enumerate((*CONTROL, *TAGS))},
         "chat_template": chat_template(thinking), "clean_up_tokenization_spaces": False,
-                                                 "eos_token": "<|im_end|>", "errors": "replace",
+        "eos_token": "<|im_end|>", "errors": "replace",
         "model_max_length": 262144, "pad_token": "<|endoftext|>", "split_special_tokens": False,
-                                                 "tokenizer_class": "Qwen2Tokenizer",
-        "unk_token": None})
+        "tokenizer_class": "Qwen2Tokenizer", "unk_token": None})
 
 
 # ------------------------------------------------------------------------------------------------

@@ -67,21 +67,20 @@ def test_plan_runs_what_is_needed_first_and_nothing_twice(ablation, args):
         assert all(jobs.index((seed, need)) < jobs.index((seed, name))
                    for need in ablation.commands(name, args, seed)[0])
     args.blocks = "C"
-    assert [name for seed, name in ablation.plan(args, {})
-            if seed == 0] == ["world-strong", "base-strong", "sft-strong", "para", "sequential",
-                              "turns"]
+    assert [name for seed, name in ablation.plan(args, {}) if seed == 0] == [
+        "world-strong", "base-strong", "sft-strong", "para", "sequential", "turns"]
 
 
 def test_rows_can_be_picked_by_name(ablation, args):
     args.rows, args.seeds = ["whole"], [0]
-    assert [name for _, name in ablation.plan(args, {})] == ["world-strong", "base-strong",
-                                                             "sft-strong", "whole"]
+    assert [name for _, name in ablation.plan(args, {})] == [
+        "world-strong", "base-strong", "sft-strong", "whole"]
 
 
 @pytest.mark.parametrize("flags, why", [(("--rows", "nothing"), "known are base sft"),
                                         (("--blocks", "AX"), "known are A to E")])
-def test_unknown_rows_are_one_line_and_exit_code_2(ablation, monkeypatch, capsys, tmp_path, flags,
-                                                   why):
+def test_unknown_rows_are_one_line_and_exit_code_2(
+        ablation, monkeypatch, capsys, tmp_path, flags, why):
     monkeypatch.setattr("sys.argv", ["ablation.py", "--out", str(tmp_path / "out"), *flags])
     with pytest.raises(SystemExit) as stop:
         ablation.model.run_main(ablation.main)
@@ -95,8 +94,8 @@ def test_a_finished_row_is_kept_until_its_commands_change(ablation, args):
                   for name in ("base", "sft", "grpo", "para")}}
     assert ablation.plan(args, done) == []
     args.rl_flags += " --lr 1e-3"
-    assert [name for _, name in ablation.plan(args, done)] == ["world-strong", "base-strong",
-                                                               "sft-strong", "grpo", "para"]
+    assert [name for _, name in ablation.plan(args, done)] == [
+        "world-strong", "base-strong", "sft-strong", "grpo", "para"]
 
 
 def test_a_finished_folder_is_kept_until_its_commands_change(ablation, args):
@@ -107,15 +106,15 @@ def test_a_finished_folder_is_kept_until_its_commands_change(ablation, args):
         os.makedirs(folder)
         with open(os.path.join(folder, "done.json"), "w") as f:
             json.dump(ablation.history(name, args, 0), f)
-    assert [name for _, name in ablation.plan(args, {})] == ["base", "sft-strong", "sft", "grpo",
-                                                             "para"]
+    assert [name for _, name in ablation.plan(args, {})] == [
+        "base", "sft-strong", "sft", "grpo", "para"]
     args.base_flags = "--steps 5"
     assert [name for _, name in ablation.plan(args, {})][:2] == ["base-strong", "base"]
 
 
 def test_a_failing_command_stops_the_run_with_its_log(ablation, args, monkeypatch):
-    monkeypatch.setattr(ablation, "commands", lambda name, args,
-                        seed: ([], [["eval.py", "--data", "nowhere.jsonl", "--ckpt", "x"]]))
+    command = ["eval.py", "--data", "nowhere.jsonl", "--ckpt", "x"]
+    monkeypatch.setattr(ablation, "commands", lambda name, args, seed: ([], [command]))
     with pytest.raises(RuntimeError, match="seed 7, some: exit code 2(.|\n)*nowhere"):
         ablation.work("some", args, 7, [0])
     assert not ablation.finished("some", args, 7)
@@ -124,10 +123,10 @@ def test_a_failing_command_stops_the_run_with_its_log(ablation, args, monkeypatc
 def fake_row(f_tau, kappa, acc, seconds=1.0):
     cells = {str(k): {"acc": acc, "f_tau": f_tau, "kappa": kappa, "seconds": seconds}
              for k in (4, 8, 16, 32, 64)}
-    by_k = {k: {"n": 8, "well_formed": f_tau, "call_minus_skip": 0.5, **c} for k,
-            c in cells.items()}
-    parts = {m: dict.fromkeys(("mean", "first", "last"), v) for m,
-             v in (("f_tau", f_tau), ("kappa", kappa), ("well_formed", f_tau), ("acc", acc))}
+    by_k = {k: {"n": 8, "well_formed": f_tau, "call_minus_skip": 0.5, **c}
+            for k, c in cells.items()}
+    parts = {m: dict.fromkeys(("mean", "first", "last"), v)
+             for m, v in (("f_tau", f_tau), ("kappa", kappa), ("well_formed", f_tau), ("acc", acc))}
     return {"train": {**parts, "by_K": by_k, "by_K_last": by_k, "steps": 4,
                       "closure": dict.fromkeys(("think", "tool_call", "answer"), 0.5)},
             "eval": {"on": cells, "off": cells},
@@ -140,8 +139,8 @@ def test_verdicts_follow_margin_and_spread(ablation):
     """PARA-GRPO's f_tau at least 0.2 above GRPO's: by 0.3 and 0.4; by 0.0 and 0.1; by 0.1 and 0.3;
     and from one seed only."""
     def verdict(*pairs):
-        results = {str(i): {"grpo": fake_row(low, 0, 0), "para": fake_row(high, 0, 0)} for i,
-                   (low, high) in enumerate(pairs)}
+        results = {str(i): {"grpo": fake_row(low, 0, 0), "para": fake_row(high, 0, 0)}
+                   for i, (low, high) in enumerate(pairs)}
         (one,) = [c for c in ablation.judge(results)
                   if c["claim"].startswith("PARA-GRPO's mean f_tau")]
         return one
@@ -171,12 +170,14 @@ def test_numbers_are_those_of_the_log_and_the_summary(ablation, tmp_path):
     for run, seconds in (("alone-parallel.0", 1.0), ("alone-parallel.1", 3.0),
                          ("alone-sequential.0", 2.0)):
         os.makedirs(tmp_path / run)
-        (tmp_path / run / "summary.json").write_text(json.dumps({"results": [{**result, "seconds_per_episode": seconds}]}))
+        timed = {**result, "seconds_per_episode": seconds}
+        (tmp_path / run / "summary.json").write_text(json.dumps({"results": [timed]}))
     got = ablation.numbers(str(tmp_path))
     assert got["alone"] == {"parallel": [1.0, 3.0], "sequential": [2.0]}
     assert got["train"]["kappa"] == {"mean": 3.5, "first": 0.5, "last": 6.5}
     assert got["train"]["closure"] == {"think": 0.5, "tool_call": None, "answer": 1.0}
-    assert got["train"]["by_K"]["64"]["kappa"] == pytest.approx((0 * 8 + 2 * 24 + 4 * 40 + 6 * 56) / 128)
+    wanted = (0 * 8 + 2 * 24 + 4 * 40 + 6 * 56) / 128
+    assert got["train"]["by_K"]["64"]["kappa"] == pytest.approx(wanted)
     assert got["eval"] == {"on": {"4": {"acc": 0.25, "f_tau": 0.5, "kappa": 2.0, "seconds": 1.5}}}
     assert set(got) == {"train", "eval", "alone", "curves"}
     assert got["curves"]["kappa"] == list(range(8)) and got["curves"]["acc_4"][:2] == [None, 0.5]
@@ -208,7 +209,8 @@ def test_tables_show_every_row_and_the_picture_is_drawn(ablation, tmp_path):
     assert "| full, sequential dispatch | +0" not in text
     assert "(seeds 0, 1; today, here)" in text
     results["1"]["turns"]["measured"] = "tomorrow, there"
-    assert "(seeds 0, 1; today, here; tomorrow, there: full, one call a turn)" in ablation.markdown(results, ablation.judge(results))
+    moved = ablation.markdown(results, ablation.judge(results))
+    assert "(seeds 0, 1; today, here; tomorrow, there: full, one call a turn)" in moved
     assert "0.55 ±0.07" in text and text.count("| **") == len(ablation.claims())
     ablation.picture(results, str(tmp_path / "docs" / "p.png"))
     assert (tmp_path / "docs" / "p.png").read_bytes()[:4] == b"\x89PNG"

@@ -19,8 +19,8 @@ def put(root, path, content=""):
     path = os.path.join(root, path)
     os.makedirs(os.path.dirname(path), exist_ok=True)
     if path.endswith(".parquet"):
-        pyarrow = pytest.importorskip("pyarrow",
-                                      reason="pyarrow is not installed (requirements-cpu.txt brings it)")
+        pyarrow = pytest.importorskip(
+            "pyarrow", reason="pyarrow is not installed (requirements-cpu.txt brings it)")
         from pyarrow import parquet
 
         parquet.write_table(content if isinstance(content, pyarrow.Table)
@@ -115,7 +115,9 @@ def test_longvideobench_json_has_candidates(tmp_path):
 
 
 LVBENCH = {"uid": "7",
-           "question": "Who (if anyone) enters?\n(A) A cook\n(B) The king\n(C) A. Smith,\n   a sailor\n(D) Nobody", "answer": "C",
+           "question": "Who (if anyone) enters?\n(A) A cook\n(B) The king\n"
+                       "(C) A. Smith,\n   a sailor\n(D) Nobody",
+           "answer": "C",
            "question_type": ["entity recognition", "reasoning"], "time_reference": "01:00-01:30"}
 
 
@@ -127,7 +129,7 @@ def test_lvbench(tmp_path, layout):
     if layout == "flat":
         put(tmp_path, "data/train-00000-of-00001.parquet",
             [{**q, "uid": str(q["uid"]), "key": "Cm73", "type": "cartoon", "video_path": "Cm73.mp4"}
-                                                            for q in (LVBENCH, second)])
+             for q in (LVBENCH, second)])
     else:
         put(tmp_path, "video_info.meta.jsonl",
             [{"key": "Cm73", "type": "cartoon", "video_info": {"fps": 25},
@@ -216,28 +218,31 @@ def test_charades_as_text_and_as_half_precision(tmp_path):
     """24.3 in float16 is 24.296875; rows repeat; the text has no ending on its videos."""
     text, parquet = tmp_path / "text", tmp_path / "parquet"
     put(text, "charades_sta_test.txt",
-        "3MSZA 24.3 30.4##person turn a light on.\n3MSZA 24.3 30.4##person turn a light on.\nXYZ 0.0 7.1##a - b ## c\n")
-    pyarrow = pytest.importorskip("pyarrow",
-                                  reason="pyarrow is not installed (requirements-cpu.txt brings it)")
+        "3MSZA 24.3 30.4##person turn a light on.\n"
+        "3MSZA 24.3 30.4##person turn a light on.\n"
+        "XYZ 0.0 7.1##a - b ## c\n")
+    pyarrow = pytest.importorskip(
+        "pyarrow", reason="pyarrow is not installed (requirements-cpu.txt brings it)")
     import numpy as np
 
     half = pyarrow.array([np.array(s, dtype=np.float16)
                           for s in ([24.3, 30.4], [24.3, 30.4], [0.0, 7.1])],
                          type=pyarrow.list_(pyarrow.float16()))
     put(parquet, "data/test-00000-of-00001.parquet", pyarrow.table({
-        "video": ["3MSZA.mp4", "3MSZA.mp4",
-                  "XYZ.mp4"], "caption": ["person turn a light on.", "person turn a light on.",
-                                          "a - b ## c"], "timestamp": half}))
+        "video": ["3MSZA.mp4", "3MSZA.mp4", "XYZ.mp4"],
+        "caption": ["person turn a light on.", "person turn a light on.", "a - b ## c"],
+        "timestamp": half}))
     for root in (text, parquet):
         put(root, "Charades_v1_480/3MSZA.mp4")
     for root, name in ((text, "3MSZA"), (parquet, "3MSZA.mp4")):
         tasks, notes = read("charades", root)
-        assert len(tasks) == 3 and notes["no video"] == 1, "an exact duplicate is an item of its own"
-        assert tasks[f"{name}/24.3-30.4"] == {"id": f"{name}/24.3-30.4",
-                                              "video": "Charades_v1_480/3MSZA.mp4",
-                                              "type": "grounding", "options": None,
-                                              "question": "When does this happen in the video: person turn a light on.", "answer": [24.3, 30.4],
-                                              "subtitles": None, "tags": {}}
+        assert len(tasks) == 3, "an exact duplicate is an item of its own"
+        assert notes["no video"] == 1
+        assert tasks[f"{name}/24.3-30.4"] == {
+            "id": f"{name}/24.3-30.4", "video": "Charades_v1_480/3MSZA.mp4",
+            "type": "grounding", "options": None,
+            "question": "When does this happen in the video: person turn a light on.",
+            "answer": [24.3, 30.4], "subtitles": None, "tags": {}}
         assert tasks[f"{name}/24.3-30.4#2"]["answer"] == [24.3, 30.4]
 
 
@@ -291,13 +296,16 @@ def test_a_broken_parquet_and_a_missing_folder_are_named(tmp_path):
 # Subtitles
 
 
-SRT = "\ufeff1\r\n00:00:05,000 --> 00:00:07,500\r\n<font color=\"white\">Two\r\n lines</font>\r\n\r\n2\r\n00:00:01,000 --> 00:00:02,000\r\nFirst <i>one</i>\r\n\r\n" \
-      "3\r\n00:00:07,500 --> 01:00:00,250\r\nLast\r\n"
+SRT = ("\ufeff1\r\n00:00:05,000 --> 00:00:07,500\r\n"
+       "<font color=\"white\">Two\r\n lines</font>\r\n\r\n"
+       "2\r\n00:00:01,000 --> 00:00:02,000\r\nFirst <i>one</i>\r\n\r\n"
+       "3\r\n00:00:07,500 --> 01:00:00,250\r\nLast\r\n")
 
 
 def test_srt_is_read_in_time_order_without_formatting(tmp_path):
     (tmp_path / "a.srt").write_bytes(SRT.encode())
-    assert benchmarks.read_subtitles(str(tmp_path / "a.srt")) == [(1.0, 2.0, "First one"), (5.0, 7.5, "Two lines"), (7.5, 3600.25, "Last")]
+    assert benchmarks.read_subtitles(str(tmp_path / "a.srt")) == [
+        (1.0, 2.0, "First one"), (5.0, 7.5, "Two lines"), (7.5, 3600.25, "Last")]
 
 
 def test_longvideobench_subtitles_come_in_two_forms_and_count_from_elsewhere(tmp_path):
@@ -305,9 +313,8 @@ def test_longvideobench_subtitles_come_in_two_forms_and_count_from_elsewhere(tmp
                              {"timestamp": [15.0, None], "text": "open"},
                              {"timestamp": [16.0, 17.0], "text": "end"}])
     put(tmp_path, "b.json", [{"start": "00:00:12.500", "end": "00:00:14.000", "line": "Hello"}])
-    assert benchmarks.read_subtitles(str(tmp_path / "a.json"),
-                                     12.5) == [(0.0, 1.5, "Hello"), (2.5, 3.5, "open"),
-                                               (3.5, 4.5, "end")]
+    assert benchmarks.read_subtitles(str(tmp_path / "a.json"), 12.5) == [
+        (0.0, 1.5, "Hello"), (2.5, 3.5, "open"), (3.5, 4.5, "end")]
     assert benchmarks.read_subtitles(str(tmp_path / "b.json"), 12.5) == [(0.0, 1.5, "Hello")]
 
 

@@ -67,8 +67,8 @@ def read(out):
     """-> (rows of the log, the weights at the end)."""
     from safetensors.torch import load_file
 
-    return [json.loads(line)
-            for line in (out / "log.jsonl").read_text().splitlines()], load_file(out / "last" / "model.safetensors")
+    rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return rows, load_file(out / "last" / "model.safetensors")
 
 
 def both_steps(toy, record, out):
@@ -80,9 +80,10 @@ def both_steps(toy, record, out):
 
 
 def said(sample, turn):
-    call = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 8, "end_time": 16}}\n</tool_call>'
-    return (f"hm</think>{call}",
-            "hm</think><answer>red</answer>")[turn] if sample == 0 else "hm<answer>no</answer>"
+    call = ('<tool_call>\n{"name": "crop_video", "arguments": '
+            '{"start_time": 8, "end_time": 16}}\n</tool_call>')
+    turns = (f"hm</think>{call}", "hm</think><answer>red</answer>")
+    return turns[turn] if sample == 0 else "hm<answer>no</answer>"
 
 
 @pytest.fixture(scope="module")
@@ -110,8 +111,8 @@ def sampled(toy, tmp_path_factory):
     policy, reference = policies
     parts = (model.trained_parameters(policy), policy.hf.model.visual.parameters(),
              reference.parameters())
-    return read(out)[0], out / "rollouts" / "step_000000.rank0.jsonl", [{p.dtype for p in part}
-                                                                        for part in parts]
+    dtypes = [{p.dtype for p in part} for part in parts]
+    return read(out)[0], out / "rollouts" / "step_000000.rank0.jsonl", dtypes
 
 
 @pytest.fixture(scope="module")

@@ -21,15 +21,15 @@ def piece(kind, text=None, url=None):
             "image_url": {"url": url} if kind == "image_url" else None}
 
 
-CALL = '<think>look</think>\n<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 1, "end_time": 9}}\n</tool_call>'
+CALL = ('<think>look</think>\n<tool_call>\n{"name": "crop_video", "arguments": '
+        '{"start_time": 1, "end_time": 9}}\n</tool_call>')
 ANSWER = "<think>seen</think>\n<answer>A  dog</answer>"
 TOOLS = "Use tools.\n<tools>\n{\"name\": \"crop_video\"}\n</tools>"
 
 
 def responses(*texts, role="user"):
-    return {"role": role, "content": [piece("text",
-                                            "\n".join(f"<tool_response>\n{t}\n</tool_response>"
-                                                      for t in texts))]}
+    joined = "\n".join(f"<tool_response>\n{t}\n</tool_response>" for t in texts)
+    return {"role": role, "content": [piece("text", joined)]}
 
 
 def paravt(*middle, system=TOOLS, video="file:///data/x/longvt_source/a/b.mp4", question="What?"):
@@ -51,9 +51,8 @@ def convert(tmp_path, rows, name="paravt_sft_x.jsonl", frames=64):
 def test_a_paravt_chat_keeps_its_words_and_gets_tool_messages(tmp_path, codec, toy):
     """Messages as a JSON string, nulls in every piece, file:// and the publisher's folders before
     the path, results in a user turn."""
-    (row,) = convert(tmp_path, [{"id": "x-1",
-                                 "messages": json.dumps(paravt(responses("a red square",
-                                                                         "nothing")))}], frames=8)
+    chat = json.dumps(paravt(responses("a red square", "nothing")))
+    (row,) = convert(tmp_path, [{"id": "x-1", "messages": chat}], frames=8)
     # the system text declares them: one declaration
     assert row["id"] == "paravt_sft_x/0" and row["source"] == "x-1" and "tools" not in row
     system, user, first, *tools, last = row["messages"]
@@ -64,17 +63,16 @@ def test_a_paravt_chat_keeps_its_words_and_gets_tool_messages(tmp_path, codec, t
     assert tools == [{"role": "tool", "content": "a red square"},
                      {"role": "tool", "content": "nothing"}]
     item = model.VisionItem({}, "k", 2, 32, 32, [1.0, 2.0])
-    text = model.decode(codec, model.encode_chat(codec, row["messages"], [item]).ids,
-                        keep_special=True)
-    assert "user\n<tool_response>\na red square\n</tool_response>\n<tool_response>\nnothing\n</tool_response><|im_end|>" in text
-    assert codec.tokenizer("<tool_response>",
-                           add_special_tokens=False)["input_ids"][0] in model.encode_chat(codec, row["messages"], [item]).ids
+    ids = model.encode_chat(codec, row["messages"], [item]).ids
+    text = model.decode(codec, ids, keep_special=True)
+    assert ("user\n<tool_response>\na red square\n</tool_response>\n"
+            "<tool_response>\nnothing\n</tool_response><|im_end|>") in text
+    assert codec.tokenizer("<tool_response>", add_special_tokens=False)["input_ids"][0] in ids
 
 
 def test_a_chat_without_declared_tools_gets_ours(tmp_path):
-    rows = convert(tmp_path, [{"messages": paravt(system=None)},
-                              {"messages": paravt(responses("x", role="tool"),
-                                                  system="You are helpful.")}])
+    other = paravt(responses("x", role="tool"), system="You are helpful.")
+    rows = convert(tmp_path, [{"messages": paravt(system=None)}, {"messages": other}])
     for row in rows:
         assert row["messages"][0] == {"role": "system", "content": rollout.main_prompt()}
         assert row["tools"] == rollout.tool_schema()
@@ -137,8 +135,8 @@ def test_rl_rows_become_tasks(tmp_path):
     assert tasks[0] == {"id": "paravt_sft_x/0", "source": "paravt_sft_x", "video": "selfqa/a.mp4",
                         "question": "Which?", "options": ["one", "two"],
                         "answer": "B", "type": "mcq"}
-    assert [(t["type"], t["answer"]) for t in tasks] == [("mcq",
-                                                          "B")] * 3 + [("grounding", [1.5, 7.0])] * 4 + [("open", "a dog")] * 2
+    assert [(t["type"], t["answer"]) for t in tasks] == (
+        [("mcq", "B")] * 3 + [("grounding", [1.5, 7.0])] * 4 + [("open", "a dog")] * 2)
     assert all(t["question"] == "When?" and t["options"] is None for t in tasks[3:7])
     assert rollout.read_tasks(str(tmp_path / "out.jsonl")) == tasks
 
@@ -146,9 +144,9 @@ def test_rl_rows_become_tasks(tmp_path):
 def test_a_longvt_rl_row(tmp_path):
     """extra_info as a struct with its own question, ground truth in reward_model, a file://
     path."""
-    row = {"data_source": "longvt", "prompt": [{"role": "system", "content": "s"},
-                                               {"role": "user",
-                                                "content": "<video>long instruction"}],
+    row = {"data_source": "longvt",
+           "prompt": [{"role": "system", "content": "s"},
+                      {"role": "user", "content": "<video>long instruction"}],
            "videos": [{"type": "video", "video": "file:///mnt/longvt_source/q/1.mp4", "fps": 1,
                        "min_frames": None}],
            "reward_model": {"style": "model", "ground_truth": "two men"},
@@ -171,12 +169,12 @@ def test_rl_rows_that_cannot_be_used_are_named(tmp_path, capsys):
 
 
 def test_parquet_is_converted_from_the_command_line(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow",
-                                  reason="pyarrow is not installed (requirements-cpu.txt brings it)")
+    pyarrow = pytest.importorskip(
+        "pyarrow", reason="pyarrow is not installed (requirements-cpu.txt brings it)")
     from pyarrow import parquet
 
-    parquet.write_table(pyarrow.Table.from_pylist([{"id": "1", "messages": paravt()},
-                                                   {"id": "2", "messages": paravt(responses("a"))}]), tmp_path / "s.parquet")
+    rows = [{"id": "1", "messages": paravt()}, {"id": "2", "messages": paravt(responses("a"))}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "s.parquet")
     done = run_script("tools/convert.py", tmp_path / "s.parquet", "--out", tmp_path / "s.jsonl",
                       "--frames", 16)
     assert done.returncode == 0 and "2 chats, 0 left out" in done.stdout, done.stderr
@@ -190,8 +188,8 @@ def test_parquet_is_converted_from_the_command_line(tmp_path):
     ({"a.jsonl": [{"messages": paravt()}], "b.jsonl": [rl("B")]}, "o.jsonl", "convert them apart"),
     ({"a.jsonl": [{"messages": "[]"}]}, "o.jsonl", "no row could be used"),
     ({"a.jsonl": [{"messages": paravt()}]}, "folder", "end in .jsonl"), ({}, "o.jsonl", "a.jsonl")])
-def test_bad_input_is_one_line_and_nothing_is_written(tmp_path, monkeypatch, capsys, files, out,
-                                                      why):
+def test_bad_input_is_one_line_and_nothing_is_written(
+        tmp_path, monkeypatch, capsys, files, out, why):
     for name, rows in files.items():
         (tmp_path / name).write_text("".join(json.dumps(r) + "\n" for r in rows))
     monkeypatch.setattr(sys, "argv", ["convert.py",

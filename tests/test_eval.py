@@ -17,7 +17,8 @@ import rewards
 import rollout
 from bench import systems
 
-CALL = '<tool_call>{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 8}}</tool_call>'
+CALL = ('<tool_call>{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 8}}'
+        '</tool_call>')
 
 
 class Scripted:
@@ -27,7 +28,8 @@ class Scripted:
     max_seqs, patient = 4, True
 
     def __init__(self, codec, say):
-        self.codec, self.say, self.asked, self.waiting, self.closed, self.most = codec, say, [], [], False, 0
+        self.codec, self.say, self.asked, self.waiting = codec, say, [], []
+        self.closed, self.most = False, 0
 
     def submit(self, request):
         self.asked.append(request)
@@ -65,8 +67,8 @@ def row(name, **more):
 
 ROWS = [row("red", category="easy"), row("blue", category="easy", answer="blue"),
         row("broken", video="videos/none.mp4", category="hard"),
-        row("failing", category="hard"), row("letter", type="mcq", options=["cat", "dog"],
-                                             answer="B"),
+        row("failing", category="hard"),
+        row("letter", type="mcq", options=["cat", "dog"], answer="B"),
         row("span", type="grounding", answer=[10, 20])]
 SAID = {"red": answer("red"), "blue": answer("red"), "failing": None, "letter": answer("B"),
         "span": answer("10 - 15")}
@@ -91,9 +93,9 @@ def world(toy, tmp_path, codec, monkeypatch, capsys):
         given = {"--ckpt": toy / "init", "--data": data, "--out": out, "--frames": 4,
                  "--preset": "toy"}
         flags = [*map(str, flags), *(["--allow-errors"] if allow else [])]
-        monkeypatch.setattr(sys, "argv", ["eval.py",
-                                          *[str(x) for k, v in given.items() if k not in flags
-                                            and k not in drop for x in (k, v)], *flags])
+        kept = [str(x) for k, v in given.items() if k not in flags and k not in drop
+                for x in (k, v)]
+        monkeypatch.setattr(sys, "argv", ["eval.py", *kept, *flags])
         try:
             model.run_main(evaluation.main)
             code = 0
@@ -157,8 +159,8 @@ def test_an_item_with_several_labels_counts_under_each(world):
 def test_no_answer_and_cut_off_are_counted_apart_from_errors(world):
     said = {"silent": "hm\n</think>\n", "torn": "I think that the answer",
             "letter": "x\n</think>\nneither"}
-    rows = [row("silent"), row("torn"), row("letter", type="mcq", options=["cat", "dog"],
-                                            answer="B"), row("red")]
+    rows = [row("silent"), row("torn"),
+            row("letter", type="mcq", options=["cat", "dog"], answer="B"), row("red")]
     (result,) = world("--max-new-tokens", 12, rows=rows,
                       say=lambda r: said.get(task_of(r), "x\n</think>\nred")).results
     assert (result["no_answer"], result["truncated"], result["errors"],
@@ -169,21 +171,21 @@ def test_kappa_counts_executed_calls_and_f_tau_is_the_format_reward(world):
     def say(request):
         if request.id.count("/") == 4:
             return "a red square"
-        return "Look.\n</think>\n" + CALL * 2 + CALL.replace("8",
-                                                             "-8") if request.id.endswith("/0") and task_of(request) == "red" else answer("red")
+        calls = "Look.\n</think>\n" + CALL * 2 + CALL.replace("8", "-8")
+        first = request.id.endswith("/0") and task_of(request) == "red"
+        return calls if first else answer("red")
 
     done = world(rows=ROWS[:2], say=say)
     (result,) = done.results
     assert result["kappa"] == 1.0  # two of three calls of one of two episodes
-    assert result["f_tau"] == pytest.approx(sum(r["reward"]["fmt"]
-                                                for r in records(done.folder)) / 2) and result["f_tau"] > 0.5
+    total = sum(r["reward"]["fmt"] for r in records(done.folder))
+    assert result["f_tau"] == pytest.approx(total / 2) and result["f_tau"] > 0.5
 
 
 def test_several_budgets_and_modes_in_one_run(world):
     done = world("--frames", 4, 16, "gated", "--tools", "on", "off", rows=ROWS[:2])
-    assert [(r["K"], r["tools"], r["n"])
-            for r in done.results] == [(k, mode, 2) for k in (4, 16, "gated")
-                                       for mode in ("on", "off")]
+    assert [(r["K"], r["tools"], r["n"]) for r in done.results] == [
+        (k, mode, 2) for k in (4, 16, "gated") for mode in ("on", "off")]
     asked = Counter((r.items[0].frames, "crop_video" in model.decode(done.engine.codec, r.ids))
                     for r in done.engine.asked)
     assert asked[4, True] >= 2 and asked[16, False] >= 2 and sum(asked.values()) == 12
@@ -195,8 +197,8 @@ def test_several_budgets_and_modes_in_one_run(world):
 
 def test_evaluation_is_greedy_unless_told_otherwise(world, tmp_path):
     assert {r.temperature for r in world(rows=ROWS[:1]).engine.asked} == {0.0}
-    assert {r.temperature for r in world("--temperature", 0.5, rows=ROWS[:1],
-                                         out=tmp_path / "other").engine.asked} == {0.5}
+    warm = world("--temperature", 0.5, rows=ROWS[:1], out=tmp_path / "other")
+    assert {r.temperature for r in warm.engine.asked} == {0.5}
 
 
 def test_table_and_summary_say_the_same(world):
@@ -210,9 +212,8 @@ def test_table_and_summary_say_the_same(world):
     assert on[-3:] == ["2", "0", "0"]
     assert lines[2].split() == ["grounding", "0.500", "of", "1,", "mcq", "1.000", "of", "1,",
                                 "open", "0.250", "of", "4"]
-    assert [line.split()[-2:] for line in lines[3:7]] == [["category", name]
-                                                          for name in ("easy", "grounding", "hard",
-                                                                       "mcq")]
+    assert [line.split()[-2:] for line in lines[3:7]] == [
+        ["category", name] for name in ("easy", "grounding", "hard", "mcq")]
     assert lines[7].split()[:2] == ["4", "off"]
     last = json.loads(lines[-1])
     assert last["acc"] == {"4/on": 0.4167, "4/off": 0.4167}
@@ -293,9 +294,8 @@ def test_headlines_of_the_benchmarks():
     assert got["by"]["task"] == {"count": {"n": 4, "acc": 0.0}, "ego": {"n": 2, "acc": 0.5}}
     mmvu = [full(i, float(i < 3), type="mcq" if i < 4 else "open") for i in range(8)]
     got = evaluation.summarise(mmvu, "mmvu")
-    assert (got["headline"], got["acc"],
-            got["by_type"]["open"]) == (0.75, 0.375,
-                                        {"n": 4, "acc": 0.0}) and "multiple choice" in got["metric"]
+    assert (got["headline"], got["acc"]) == (0.75, 0.375)
+    assert got["by_type"]["open"] == {"n": 4, "acc": 0.0} and "multiple choice" in got["metric"]
     spans = [full(i, score, type="grounding") for i, score in enumerate((0.3, 0.5, 0.71, 0.0))]
     got = evaluation.summarise(spans, "charades")
     assert got["metric"] == "mIoU" and got["headline"] == pytest.approx(0.3775)
@@ -335,9 +335,8 @@ def test_an_episode_that_did_not_finish_scores_nothing(status):
 def test_extraction_does_not_depend_on_the_gold_answer(text):
     """At most one gold letter can be right for one and the same text."""
     options = ["a", "b", "c", "d", "e"]
-    scores = [evaluation.grade(episode(answer(text),
-                                       task=row("x", type="mcq", options=options,
-                                                answer=gold)))["score"] for gold in "ABCDE"]
+    tasks = [row("x", type="mcq", options=options, answer=gold) for gold in "ABCDE"]
+    scores = [evaluation.grade(episode(answer(text), task=task))["score"] for task in tasks]
     assert sum(scores) <= 1
 
 
@@ -345,8 +344,8 @@ def test_open_answers_are_matched_and_not_scored_by_overlap():
     """Token F1 is a training reward; a benchmark asks for the answer."""
     task = row("x", answer="red, blue")
     assert evaluation.grade(episode(answer("red, blue"), task=task))["score"] == 1.0
-    assert evaluation.grade(episode(answer("red, green"),
-                                    task=task))["score"] == 0.0 < rewards.accuracy("red, green", "open", "red, blue")
+    overlap = rewards.accuracy("red, green", "open", "red, blue")
+    assert evaluation.grade(episode(answer("red, green"), task=task))["score"] == 0.0 < overlap
 
 
 # ------------------------------------------------------------------------------------------------
@@ -456,7 +455,9 @@ def videomme(toy, tmp_path):
     (root / "data").mkdir(parents=True)
     (root / "subtitle").mkdir()
     shutil.copy(toy / "videos" / "eval-0000.mp4", root / "data" / "ab.mp4")
-    (root / "subtitle" / "ab.srt").write_text("1\n00:00:00,000 --> 00:00:20,000\n<i>Hello</i> there\n\n2\n00:59:00,000 --> 00:59:01,000\nGoodbye\n")
+    (root / "subtitle" / "ab.srt").write_text(
+        "1\n00:00:00,000 --> 00:00:20,000\n<i>Hello</i> there\n\n"
+        "2\n00:59:00,000 --> 00:59:01,000\nGoodbye\n")
     rows = [{"question_id": f"1-{i}", "videoID": "ab" if i < 4 else "gone",
              "question": f"Which {i}?", "options": ["A. red", "B. blue"], "answer": "AB"[i % 2],
              "duration": "short" if i < 2 else "long"} for i in range(1, 5)]
@@ -470,11 +471,10 @@ def test_benchmarks_are_evaluated_from_their_folders(world, videomme, tmp_path):
     done = world("--bench", "videomme", "videomme_wsub", "--root", tmp_path / "root",
                  drop=("--data",), say=lambda r: answer("B"))
     assert done.code == 0, done.err
-    assert [(r["bench"], r["n"], r["acc"], r["errors"])
-            for r in done.results] == [(b, 4, 0.5, {"video_error": 1})
-                                       for b in ("videomme", "videomme_wsub")]
-    assert done.results[0]["by"]["duration"] == {"short": {"n": 1, "acc": 1.0},
-                                                 "long": {"n": 3, "acc": pytest.approx(1 / 3)}}
+    assert [(r["bench"], r["n"], r["acc"], r["errors"]) for r in done.results] == [
+        (b, 4, 0.5, {"video_error": 1}) for b in ("videomme", "videomme_wsub")]
+    assert done.results[0]["by"]["duration"] == {
+        "short": {"n": 1, "acc": 1.0}, "long": {"n": 3, "acc": pytest.approx(1 / 3)}}
     assert "4 items, 2700 published, 1 no video, 1 no subtitles" in done.out
     texts = {name: [m["content"][1]["text"] for r in done.engine.asked for m in r.messages[1:2]
                     if (n in r.id)] for name, n in (("all", "1-"),)}["all"]
@@ -482,7 +482,8 @@ def test_benchmarks_are_evaluated_from_their_folders(world, videomme, tmp_path):
     assert sum("Hello there" in text for text in texts) == 3
     assert not any("Goodbye" in text for text in texts)
     assert all("A. red" in text and "A. A." not in text for text in texts)
-    assert json.loads((tmp_path / "out" / "videomme" / "summary.json").read_text())["results"][0]["acc"] == 0.5
+    summary = json.loads((tmp_path / "out" / "videomme" / "summary.json").read_text())
+    assert summary["results"][0]["acc"] == 0.5
     table = world("--table", tmp_path / "out", drop=("--data", "--ckpt")).out.splitlines()
     assert table[0].startswith("| system | videomme |") and "(measured) | 50.0 [" in table[2]
     assert table[2].count("| - ") == 5
@@ -561,7 +562,8 @@ def test_rescore_grades_what_was_said_without_a_model(world):
 
 def test_a_record_holds_all_that_was_said_and_decided(world):
     def say(request):
-        return "Look.\n</think>\n" + CALL if request.id.endswith("/0") and request.id.count("/") == 3 else answer("red")
+        first = request.id.endswith("/0") and request.id.count("/") == 3
+        return "Look.\n</think>\n" + CALL if first else answer("red")
 
     (kept,) = records(world(rows=ROWS[:1], say=say).folder)
     assert kept["turns"] == ["Look.\n</think>\n" + CALL, answer("red")]
@@ -584,8 +586,8 @@ class Judge:
         self.asked.append(text)
         reply = next((reply for key, reply in self.replies.items()
                       if f"Given answer: {key}\n" in text), None)
-        self.done.append(rollout.Completion(request.id, text=reply or "", error=None if reply
-                                            else "HTTP 500"))
+        self.done.append(rollout.Completion(request.id, text=reply or "",
+                                            error=None if reply else "HTTP 500"))
 
     def knock(self):
         pass

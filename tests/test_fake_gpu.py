@@ -140,7 +140,8 @@ def found(tmp_path_factory):
 @pytest.mark.parametrize("run", RUNS)
 def test_the_ledger_is_the_peak_of_a_step(found, run):
     traced, ledger = (found["runs"][run][k] for k in ("traced", "ledger"))
-    assert 0.9 < ledger / traced < 1.1, f"{ledger / 1e9:.1f} GB by the ledger, {traced / 1e9:.1f} GB traced"
+    assert 0.9 < ledger / traced < 1.1, (f"{ledger / 1e9:.1f} GB by the ledger, "
+                                         f"{traced / 1e9:.1f} GB traced")
 
 
 def test_the_host_waits_for_the_gpu_where_the_code_says_so(found):
@@ -195,11 +196,12 @@ def pretend_cuda():
     torch.cuda.current_device, torch.cuda.is_initialized = lambda: 0, lambda: True
     torch.Tensor.pin_memory = lambda self: self
     device_mesh.init_device_mesh = real(device_mesh.init_device_mesh)
-    model.pack_trees, model.Policy.placeholders = real(model.pack_trees), real(model.Policy.placeholders)
+    model.pack_trees = real(model.pack_trees)
+    model.Policy.placeholders = real(model.Policy.placeholders)
 
     plain_reduce = dist.all_reduce  # of counts in host memory: this rank's own will do
-    dist.all_reduce = lambda t, *a, **k: plain_reduce(t, *a,
-                                                      **k) if t.device.type == "cuda" else None
+    dist.all_reduce = lambda t, *a, **k: (
+        plain_reduce(t, *a, **k) if t.device.type == "cuda" else None)
 
     def item(self):
         if not isinstance(self, (FakeTensor, DTensor)):
@@ -267,7 +269,8 @@ class Memory(TorchDispatchMode):
 
     def watch(self):
         """See also what goes past dispatch."""
-        plain_resize, plain_meta = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
+        plain_resize = torch.UntypedStorage.resize_
+        plain_meta = ShardingPropagator._propagate_tensor_meta_non_cached
 
         def resize_(storage, size):  # how FSDP2 frees gathered weights
             if storage in self.sizes:
@@ -282,7 +285,8 @@ class Memory(TorchDispatchMode):
             finally:
                 self.off = before
 
-        torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached = resize_, shapes_only
+        torch.UntypedStorage.resize_ = resize_
+        ShardingPropagator._propagate_tensor_meta_non_cached = shapes_only
 
 
 class Kernel(torch.autograd.Function):
@@ -290,14 +294,13 @@ class Kernel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, *others):
-        assert {x.dtype
-                for x in (q, k, v)} == {torch.bfloat16}, f"a kernel for bf16 is given {q.dtype}"
-        assert {x.device
-                for x in (q, k, v, *others)} == {DEVICE}, "an argument was left on the host"
+        dtypes, devices = {x.dtype for x in (q, k, v)}, {x.device for x in (q, k, v, *others)}
+        assert dtypes == {torch.bfloat16}, f"a kernel for bf16 is given {q.dtype}"
+        assert devices == {DEVICE}, "an argument was left on the host"
         assert {x.dtype for x in others} == {torch.int32}, "ends and lists of blocks are int32"
         assert all(x.stride(-1) == 1 for x in (q, k, v)) and all(x.is_contiguous() for x in others)
-        out, sums = torch.empty_like(q), torch.empty(q.shape[:-1], dtype=torch.float32,
-                                                     device=q.device)
+        out = torch.empty_like(q)
+        sums = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
         ctx.save_for_backward(q, k, v, out, sums)
         return out
 
@@ -340,8 +343,8 @@ def checkpoint(size, layers=None):
         config["text_config"]["num_hidden_layers"], config["vision_config"]["depth"] = layers, 1
     config = transformers.Qwen3VLConfig(**config)
     with torch.device("meta"):
-        shapes = {name: list(p.shape) for name,
-                  p in transformers.Qwen3VLForConditionalGeneration(config).named_parameters()}
+        shapes = {name: list(p.shape) for name, p in
+                  transformers.Qwen3VLForConditionalGeneration(config).named_parameters()}
 
     model.stored_weights = lambda _: {name: (shape, "BF16") for name, shape in shapes.items()}
     torch.distributed.checkpoint.load = lambda *_, **__: None
@@ -352,8 +355,8 @@ def checkpoint(size, layers=None):
 def load():
     """-> (policy, its optimizer with moments), as a step finds them."""
     policy = model.load_sharded("nowhere", CODEC, DEVICE, "full")
-    assert {x.device for x in (*policy.parameters(),
-                               *policy.buffers())} == {DEVICE}, "something stayed on the host"
+    devices = {x.device for x in (*policy.parameters(), *policy.buffers())}
+    assert devices == {DEVICE}, "something stayed on the host"
     weights = model.trained_parameters(policy)
     optimizer = model.adamw(weights, 1e-6, 0.999, DEVICE)
     for p in weights:
@@ -361,8 +364,8 @@ def load():
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     # In bf16 a step of 2e-6 would be rounded away.
-    assert {t.dtype for p in weights for t in (p,
-                                               *optimizer.state[p].values())} == {torch.float32}, "masters in fp32"
+    dtypes = {t.dtype for p in weights for t in (p, *optimizer.state[p].values())}
+    assert dtypes == {torch.float32}, "masters in fp32"
     return policy, optimizer
 
 
@@ -411,12 +414,12 @@ def trace(memory, stage, size, ranks, layers):
     reference = load_reference() if stage == "grpo" else None
     memory.peak = memory.now
     waits.clear()
-    tokens = grpo_step(policy, reference, optimizer, config,
-                       ranks) if reference else sft_step(policy, optimizer, ranks)
+    tokens = (grpo_step(policy, reference, optimizer, config, ranks) if reference
+              else sft_step(policy, optimizer, ranks))
     planned = plan.ledger(config, ranks, tokens, reference=bool(reference), feature_cache_gb=0)
     found = {"traced": memory.peak, "ledger": plan.peak(planned), "waits": dict(waits)}
-    sent = {name: (list(t.shape), t.dtype, t.device) for name,
-            t in model.full_weights(policy, torch.bfloat16)}
+    sent = {name: (list(t.shape), t.dtype, t.device)
+            for name, t in model.full_weights(policy, torch.bfloat16)}
     assert sent == {name: (shape, torch.bfloat16, DEVICE) for name, shape in shapes.items()}
     return found
 
@@ -455,7 +458,8 @@ def outcome(where, old, new, stage):
 
 def main():
     model.import_shim()
-    import transformers.models.qwen3_vl.modeling_qwen3_vl  # looks for flash-attn itself: before
+    # looks for flash-attn while it is imported: before the fake module is put in place
+    importlib.import_module("transformers.models.qwen3_vl.modeling_qwen3_vl")
 
     pretend_cuda()
     kernels = types.ModuleType("flash_attn_2_cuda")  # what attention_plan looks for

@@ -39,7 +39,8 @@ def start(toy, tmp_path):
 
     def start(script, fault, *flags, ranks=2, out="out"):
         path = tmp_path / f"{script}_faulty.py"
-        path.write_text(textwrap.dedent(HEAD.format(root=ROOT)) + textwrap.dedent(fault) + f"\nif __name__ == '__main__':\n    model.run_main({script}.main)\n")
+        main = f"\nif __name__ == '__main__':\n    model.run_main({script}.main)\n"
+        path.write_text(textwrap.dedent(HEAD.format(root=ROOT)) + textwrap.dedent(fault) + main)
         common = {"grpo": ("--data", toy / "rl.jsonl", *LIVE),
                   "sft": ("--data", toy / "sft.jsonl", "--batch-size", 4)}[script]
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
@@ -98,8 +99,9 @@ AT_STEP = """
 
 
 def test_a_rank_that_is_killed_ends_the_run_and_loses_one_step(start, toy, tmp_path):
-    process = start("sft", AT_STEP.format(step=3, rank=1,
-                                          what="time.sleep(2); os.kill(os.getpid(), signal.SIGKILL)"), "--steps", 4)
+    fault = AT_STEP.format(step=3, rank=1,
+                           what="time.sleep(2); os.kill(os.getpid(), signal.SIGKILL)")
+    process = start("sft", fault, "--steps", 4)
     code, out, err, _ = finish(process)
     assert code != 0 and "step 0002/0004" in out and "step 0003" not in out and not alive(tmp_path)
     assert model.newest_checkpoint(str(tmp_path / "out")).endswith("step_000002")
@@ -127,8 +129,11 @@ def test_a_rank_that_hangs_ends_the_run_with_its_stack(start, tmp_path, hang):
         real_beat = model.beat
         model.beat = lambda patience: real_beat(5.0 if calls else 60.0)  # loading may take its time
     """
-    fault = textwrap.dedent(AT_STEP.format(step=2, rank=1,
-                                           what="while not model.newest_checkpoint(sys.argv[sys.argv.index('--out') + 1]):\n                time.sleep(0.1)\n            " + hang)) + textwrap.dedent(less_patience)
+    after_the_first = ("while not model.newest_checkpoint(sys.argv[sys.argv.index('--out') + 1]):\n"
+                       "                time.sleep(0.1)\n"
+                       "            ")
+    fault = textwrap.dedent(AT_STEP.format(step=2, rank=1, what=after_the_first + hang))
+    fault += textwrap.dedent(less_patience)
     process = start("sft", fault, "--steps", 4, "--patience", 60)
     code, out, err, seconds = finish(process)
     assert code != 0 and not alive(tmp_path) and "step 0001/0004" in out
@@ -144,21 +149,22 @@ def test_patience_zero_waits(start, tmp_path):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_full_disk_stops_all_ranks_with_one_line_and_an_older_checkpoint(start, toy, tmp_path,
-                                                                           rank):
+def test_a_full_disk_stops_all_ranks_with_one_line_and_an_older_checkpoint(
+        start, toy, tmp_path, rank):
     """Files of one rank may not grow beyond 100 kB any more, as if the disk were full: the weights
     (rank 0) or a shard (rank 1) do not fit."""
-    fault = AT_STEP.format(step=3, rank=rank,
-                           what="time.sleep(2); import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))")
+    fault = AT_STEP.format(step=3, rank=rank, what="time.sleep(2); import resource; "
+                           "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))")
     process = start("sft", fault, "--steps", 6)
     code, out, err, _ = finish(process)
     assert code != 0 and not alive(tmp_path)
     said = [line for line in err.splitlines() if "could not be written" in line
             and line.startswith("sft_faulty.py:")]
-    assert len(said) == 1 and "step_000003" in said[0] and "the newest whole one is" in said[0] and "step_000002" in said[0], err[-3000:]
+    assert len(said) == 1 and "step_000003" in said[0], err[-3000:]
+    assert "the newest whole one is" in said[0] and "step_000002" in said[0], err[-3000:]
     # nothing half-written is left
-    assert sorted(n for n in os.listdir(tmp_path / "out")
-                  if "step" in n) == ["step_000001", "step_000002"]
+    left = sorted(n for n in os.listdir(tmp_path / "out") if "step" in n)
+    assert left == ["step_000001", "step_000002"]
     goes_on(toy, tmp_path, 4)
 
 
@@ -167,7 +173,8 @@ def test_batches_that_teach_nothing_and_gradients_that_are_none_are_counted(star
     ranks. Step 4: rank 1's gradient is not finite."""
     fault = """
         import random
-        real_run, real_score, real_clip, step = rollout.run, rewards.score, torch.nn.utils.clip_grad_norm_, [0]
+        real_run, real_score, step = rollout.run, rewards.score, [0]
+        real_clip = torch.nn.utils.clip_grad_norm_
 
         def run(engine, tasks, agent, codec, source, *given, **named):
             step[0] += 1
@@ -179,7 +186,8 @@ def test_batches_that_teach_nothing_and_gradients_that_are_none_are_counted(star
             return real_run(engine, tasks, agent, codec, source, *given, **named)
 
         def score(turns, *given, **named):
-            return {**real_score(turns, *given, **named), "fmt": 0.5 if step[0] == 3 else random.Random(turns[0] if turns else 0).random()}
+            fmt = 0.5 if step[0] == 3 else random.Random(turns[0] if turns else 0).random()
+            return {**real_score(turns, *given, **named), "fmt": fmt}
 
         def clip(parameters, limit):
             parameters = list(parameters)
@@ -202,14 +210,16 @@ def test_batches_that_teach_nothing_and_gradients_that_are_none_are_counted(star
 
 def test_a_scheduler_that_warns_the_launcher_loses_no_step(start, toy, tmp_path):
     """SIGTERM to torchrun, which hands it to its ranks and gives them half a minute."""
-    process = start("sft", AT_STEP.format(step=3, rank=0,
-                                          what="open(sys.argv[sys.argv.index('--out') + 1] + '/third', 'w').close(); time.sleep(2)"), "--steps", 4)
+    fault = AT_STEP.format(step=3, rank=0, what="open(sys.argv[sys.argv.index('--out') + 1] "
+                           "+ '/third', 'w').close(); time.sleep(2)")
+    process = start("sft", fault, "--steps", 4)
     until = time.monotonic() + 60
     while not (tmp_path / "out" / "third").exists() and time.monotonic() < until:
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
     code, out, err, _ = finish(process)
-    assert "stopped by SIGTERM after step 3 of 4; the same command goes on" in out and not alive(tmp_path), err[-2000:]
+    assert "stopped by SIGTERM after step 3 of 4; the same command goes on" in out, err[-2000:]
+    assert not alive(tmp_path), err[-2000:]
     assert steps_of(tmp_path / "out") == [1, 2, 3]
     goes_on(toy, tmp_path, 4)
 

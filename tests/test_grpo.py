@@ -25,7 +25,8 @@ import rollout
 
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_code>", "</tool_code>",
         "<answer>", "</answer>")
-CALL = 'I need a closer look.\n</think>\n<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 8, "end_time": 16}}\n</tool_call>'
+CALL = ('I need a closer look.\n</think>\n<tool_call>\n'
+        '{"name": "crop_video", "arguments": {"start_time": 8, "end_time": 16}}\n</tool_call>')
 
 
 # ------------------------------------------------------------------------------------------------
@@ -41,10 +42,9 @@ def sub_record(codec, source, task, text):
     ids = model.encode(codec, text) + [codec.eos]
     context.sampled(ids, [-1.0] * len(ids))
     return {"turn": 0, "start": 8.0, "end": 16.0, "num_frames": None, "parseable": True,
-            "status": "ok", "summary": text,
-            "sub_tokens": len(ids), "sub": {"ids": context.ids, "mask": context.mask,
-                                            "logps": context.logps,
-                                            "vision": [vars(item) for item in context.items]}}
+            "status": "ok", "summary": text, "sub_tokens": len(ids),
+            "sub": {"ids": context.ids, "mask": context.mask, "logps": context.logps,
+                    "vision": [vars(item) for item in context.items]}}
 
 
 def make_episode(codec, source, task, sample, turns, summaries=(), step=0, frames=4, cut=False):
@@ -65,8 +65,8 @@ def make_episode(codec, source, task, sample, turns, summaries=(), step=0, frame
         episode.finish.append("length" if cut and last else "stop")
         if not last:
             episode.calls = [sub_record(codec, source, task, text) for text in summaries]
-            context.insert(model.glue_ids(codec, [{"role": "tool", "content": text}
-                                                  for text in summaries], True))
+            replies = [{"role": "tool", "content": text} for text in summaries]
+            context.insert(model.glue_ids(codec, replies, True))
     return episode
 
 
@@ -167,7 +167,8 @@ def plain_advantages(codec, group, weight=1.0, credit="struct"):
     task = [e.reward["acc"] + e.reward["tool"] for e in group]
     out = []
     for e, t in zip(group, task):
-        a, f = (t - statistics.mean(task)) / sigma, weight * (e.reward["fmt"] - statistics.mean(x.reward["fmt"] for x in group)) / sigma
+        a = (t - statistics.mean(task)) / sigma
+        f = weight * (e.reward["fmt"] - statistics.mean(x.reward["fmt"] for x in group)) / sigma
         marked = {"struct": plain_struct(codec, e),
                   "sequence": set(sampled_positions(e.context.mask)), "none": set()}[credit]
         out.append({t: a + (f if t in marked else 0.0) for t in sampled_positions(e.context.mask)})
@@ -249,8 +250,8 @@ def settings(**changes):
 def credited(groups, args):
     """Groups with their advantages, as the loop of grpo.py sets them."""
     for group in groups:
-        for e, advantage in zip(group, grpo.group_advantages(group, args.format_weight,
-                                                             args.tool_reward)):
+        advantages = grpo.group_advantages(group, args.format_weight, args.tool_reward)
+        for e, advantage in zip(group, advantages):
             e.advantage = advantage
     return groups
 
@@ -297,8 +298,8 @@ def test_credit_everywhere_is_plain_grpo_on_the_summed_reward(codec, groups):
         for e in group:
             found = grpo.token_advantages(e, codec, "sequence")
             wanted = (e.reward["total"] - statistics.mean(totals)) / statistics.pstdev(totals)
-            assert [found[t]
-                    for t in sampled_positions(e.context.mask)] == pytest.approx([wanted] * sum(e.context.mask), abs=1e-12)
+            credit = [found[t] for t in sampled_positions(e.context.mask)]
+            assert credit == pytest.approx([wanted] * sum(e.context.mask), abs=1e-12)
 
 
 @pytest.mark.parametrize("credit", ["struct", "sequence", "none"])
@@ -381,16 +382,15 @@ def test_kl_term_is_k3_with_its_own_gradient():
 
 
 @pytest.mark.parametrize("case", ["plain", "kl", "capped", "warm", "sequence"])
-def test_gradient_of_an_update_is_that_of_separate_sequences(process_group, codec, source, groups,
-                                                             policy, vision, plain, toy, case,
-                                                             monkeypatch):
+def test_gradient_of_an_update_is_that_of_separate_sequences(
+        process_group, codec, source, groups, policy, vision, plain, toy, case, monkeypatch):
     """Packing, shared prompts, vision tokens, chunked log-probs and the loss, all at once, against
     the oracle."""
     temperature = 0.7 if case == "warm" else 1.0
     cap, beta = (1.05 if case == "capped" else 5.0), (0.3 if case == "kl" else 0.0)
     credit = "sequence" if case == "sequence" else "struct"
-    shift = (lambda n: -0.3 if n % 3 == 0
-             else 0.1) if case == "capped" else (lambda n: 0.02 * (n % 5 - 2))
+    shift = ((lambda n: -0.3 if n % 3 == 0 else 0.1) if case == "capped"
+             else (lambda n: 0.02 * (n % 5 - 2)))
     record_logps(plain, codec, source, [e for g in groups for e in g], temperature, shift)
     reference = other = None
     if case == "kl":  # a reference that is not the policy, else its gradient would be zero
@@ -399,8 +399,8 @@ def test_gradient_of_an_update_is_that_of_separate_sequences(process_group, code
         reference = load_policy(str(toy / "init"), codec).requires_grad_(True)
         reference.hf.model.visual.requires_grad_(False)
         perturb(reference.hf)
-        other = Qwen3VLForConditionalGeneration.from_pretrained(str(toy / "init"),
-                                                                dtype=torch.float32)
+        other = Qwen3VLForConditionalGeneration.from_pretrained(
+            str(toy / "init"), dtype=torch.float32)
         other.load_state_dict(reference.hf.state_dict())
     if case == "capped":
         monkeypatch.setattr(grpo, "policy_loss", functools.partial(grpo.policy_loss, tis_cap=cap))
@@ -418,11 +418,12 @@ def test_gradient_of_an_update_is_that_of_separate_sequences(process_group, code
     assert stats["truncated"] == pytest.approx(truncated / n)
     assert (truncated > 0) == (case == "capped")
     assert (stats["kl"] > 1e-4) == (case == "kl")
-    assert stats["grad_norm"] == pytest.approx(math.sqrt(sum((g**2).sum().item()
-                                                             for g in wanted.values())), rel=1e-4)
+    norm = math.sqrt(sum((g**2).sum().item() for g in wanted.values()))
+    assert stats["grad_norm"] == pytest.approx(norm, rel=1e-4)
 
 
-def test_second_minibatch_is_clipped_against_the_policy_before_the_step(process_group, codec, source, groups, policy, vision, plain):
+def test_second_minibatch_is_clipped_against_the_policy_before_the_step(
+        process_group, codec, source, groups, policy, vision, plain):
     """--minibatches 2: the ratio's old log-probs are those from before the first step, and some
     ratios leave the clip range."""
     lr = 3.0
@@ -503,7 +504,8 @@ def test_without_any_signal_the_weights_stay_bit_identical(process_group, codec,
 # Sub-agents
 
 
-def test_sub_agents_are_trained_with_the_task_advantage_only_on_demand(process_group, codec, source, groups, policy, vision, plain):
+def test_sub_agents_are_trained_with_the_task_advantage_only_on_demand(
+        process_group, codec, source, groups, policy, vision, plain):
     record_logps(plain, codec, source, groups[0])
     without, n_without, _ = grpo.training_trees(credited(groups[:1], settings()), codec, settings())
     trees, n, _ = grpo.training_trees(credited(groups[:1], settings()), codec,
@@ -781,8 +783,8 @@ def test_every_flag_of_the_reward_changes_its_term(run_grpo, given_rollouts, har
     found = []
     for name, extra in (("a", ()), ("b", flags)):
         _, _, folder = run_grpo(*common, *extra, out=name)
-        rows = [json.loads(line)
-                for line in (folder / "rollouts" / "step_000000.rank0.jsonl").read_text().splitlines()]
+        record = (folder / "rollouts" / "step_000000.rank0.jsonl").read_text()
+        rows = [json.loads(line) for line in record.splitlines()]
         found.append(rows[sample]["reward"][term])
     if change is None:
         assert 0 < found[0] < 1 and found[1] == 0
@@ -798,13 +800,14 @@ def test_answer_from_line_pays_an_answer_without_its_tag(run_grpo, given_rollout
     assert [call["scoring"]["answer_from"] for call in given_rollouts] == ["tag", "line"]
 
 
-def test_f_tau_is_one_ruler_for_runs_that_are_paid_differently(run_grpo, given_rollouts,
-                                                               hard_tasks):
+def test_f_tau_is_one_ruler_for_runs_that_are_paid_differently(
+        run_grpo, given_rollouts, hard_tasks):
     """Without suffix and anchor the reward is smaller; the compliance that it is reported with is
     not."""
     common = ("--data", hard_tasks, "--steps", 1, "--prompts", 1, "--group", 4, "--lr", 0)
-    full, plain = (run_grpo(*common, *flags, out=name)[1] for name,
-                   flags in (("a", ()), ("b", ("--no-answer-suffix", "--anchor", 0, "--gamma", 0))))
+    less = ("--no-answer-suffix", "--anchor", 0, "--gamma", 0)
+    full, plain = (run_grpo(*common, *flags, out=name)[1]
+                   for name, flags in (("a", ()), ("b", less)))
     assert full["f_tau"] == full["fmt"] == plain["f_tau"] and plain["fmt"] < full["fmt"]
     assert 0 < full["well_formed"] == plain["well_formed"] < 1
 
@@ -816,25 +819,28 @@ def test_agent_flags_reach_the_rollouts(run_grpo, given_rollouts, hard_tasks):
              "--max-parallel", 2, "--dispatch", "sequential")
     first, second = given_rollouts
     agent = first["agent"]
-    assert (agent.temperature, agent.sub_fps, agent.think_prefix,
-            agent.seed) == (0.5, 0.25, False, 9)
-    assert (agent.max_parallel, agent.dispatch, first["frames"],
-            first["group"]) == (2, "sequential", 16, 4)
+    assert (agent.temperature, agent.sub_fps) == (0.5, 0.25)
+    assert (agent.think_prefix, agent.seed) == (False, 9)
+    assert (agent.max_parallel, agent.dispatch) == (2, "sequential")
+    assert (first["frames"], first["group"]) == (16, 4)
     assert (first["step"], second["step"]) == (0, 1) and first["tasks"] != second["tasks"]
 
 
 def test_log_row_and_log_line_carry_what_is_promised(run_grpo, given_rollouts, hard_tasks, capsys):
     _, m, folder = run_grpo("--data", hard_tasks, "--steps", 2, "--prompts", 2, "--group", 4,
                             "--show-every", 1)
-    numbers = ("step total acc fmt tool f_tau kappa valid_calls written_calls entropy gap gap_max clipped truncated grad_norm length kl loss "
-               "rollout_tokens_per_s train_tokens_per_s rollout_s decode_s train_s sync_s zero_variance groups packed_tokens skipped_update").split()
+    numbers = ("step total acc fmt tool f_tau kappa valid_calls written_calls entropy gap gap_max "
+               "clipped truncated grad_norm length kl loss rollout_tokens_per_s "
+               "train_tokens_per_s rollout_s decode_s train_s sync_s zero_variance groups "
+               "packed_tokens skipped_update").split()
     assert [n for n in numbers if not isinstance(m.get(n), (int, float))] == []
     assert set(m["closure"]) == {"think", "tool_call", "answer"} and set(m["by_K"]) == {"4"}
     assert {"n", "acc", "call_minus_skip"} <= set(m["by_K"]["4"]) and m["by_K"]["4"]["n"] == 8
     assert m["kappa"] == 0.25 and m["closure"]["think"] == pytest.approx(6 / 10)
     assert m["entropy"] > 1 and m["step"] == 2
-    assert m["length"] == pytest.approx(sum(sum(json.loads(x)["mask"]) for x in
-                                            (folder / "rollouts" / "step_000001.rank0.jsonl").read_text().splitlines()) / 8)
+    record = (folder / "rollouts" / "step_000001.rank0.jsonl").read_text()
+    lengths = [sum(json.loads(x)["mask"]) for x in record.splitlines()]
+    assert m["length"] == pytest.approx(sum(lengths) / 8)
     printed = capsys.readouterr().out
     for word in ("step 0002/0002", "| R ", "acc", "kappa 0.25", "gap", "gn", "zero 0/2", "roll",
                  "train", "eta", "== rl-"):
@@ -843,8 +849,8 @@ def test_log_row_and_log_line_carry_what_is_promised(run_grpo, given_rollouts, h
     assert json.loads((folder / "args.json").read_text())["group"] == 4
 
 
-def test_a_step_of_broken_videos_only_is_logged_and_changes_nothing(run_grpo, given_rollouts,
-                                                                    monkeypatch, hard_tasks, base):
+def test_a_step_of_broken_videos_only_is_logged_and_changes_nothing(
+        run_grpo, given_rollouts, monkeypatch, hard_tasks, base):
     """Nothing was sampled: no group, no update, no crash."""
     def broken(engine, batch, agent, codec, source, frames, group, step, version, scoring, **_):
         for task in batch:
@@ -912,14 +918,14 @@ def test_gated_frames_reach_the_decoder_and_the_prompt(run_grpo, toy, codec, mon
         budgets.setdefault(r["group"], set()).add(r["K"])
     assert len(budgets) == 6 and all(len(ks) == 1 for ks in budgets.values())
     assert len(set.union(*budgets.values())) > 1
-    assert {(r["task"]["video"], r["K"]) for r in rows} <= {(s["video"], s["frames"]) for s in asked
-                                                            if "frames" in s}
+    loaded = {(s["video"], s["frames"]) for s in asked if "frames" in s}
+    assert {(r["task"]["video"], r["K"]) for r in rows} <= loaded
     assert set(m["by_K"]) <= {"4", "8", "16", "32", "64"}
 
 
 @pytest.mark.parametrize("frames", [4, "gated"])
-def test_the_next_steps_overviews_are_decoded_while_this_one_trains(run_grpo, toy, monkeypatch,
-                                                                    varied_rewards, frames):
+def test_the_next_steps_overviews_are_decoded_while_this_one_trains(
+        run_grpo, toy, monkeypatch, varied_rewards, frames):
     """When the rollouts of a step begin, its overviews are in the cache."""
     real_run, real_update, sources, misses = rollout.run, grpo.update, [], []
 
@@ -959,13 +965,13 @@ def test_a_resumed_run_samples_and_learns_what_the_straight_one_does(run_grpo, t
     assert len(a) == 24 and len({r["group"] for r in a}) == 8
     # two straight runs differ by 4e-6
     assert max((straight[w] - parts[w]).abs().max().item() for w in straight) < 2e-5
-    assert [json.loads(x)["step"]
-            for x in (other / "log.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
+    log = (other / "log.jsonl").read_text()
+    assert [json.loads(x)["step"] for x in log.splitlines()] == [1, 2, 3, 4]
     assert n["grad_norm"] == pytest.approx(m["grad_norm"], rel=1e-3)
 
 
-def test_a_task_is_one_group_even_where_two_epochs_meet_in_a_batch(run_grpo, tasks, toy, tmp_path,
-                                                                   varied_rewards):
+def test_a_task_is_one_group_even_where_two_epochs_meet_in_a_batch(
+        run_grpo, tasks, toy, tmp_path, varied_rewards):
     """Three tasks, two prompts a step: the second batch ends one epoch and begins the next, perhaps
     with the same task. The same seeds would give the same samples twice, under the same request
     ids: the group grows instead."""
@@ -996,8 +1002,8 @@ def test_vanilla_sets_exactly_its_flags_and_explicit_flags_win(monkeypatch):
                        "gamma": 0.0, "tool_reward": 0.0, "frames": 64}
     mixed = parse(monkeypatch, "--vanilla", "--think-prefix", "--frames", "gated", "--anchor", 0.5,
                   "--format-credit", "none")
-    assert (mixed["think_prefix"], mixed["frames"], mixed["anchor"],
-            mixed["format_credit"]) == (True, "gated", 0.5, "none")
+    assert (mixed["think_prefix"], mixed["frames"]) == (True, "gated")
+    assert (mixed["anchor"], mixed["format_credit"]) == (0.5, "none")
     assert mixed["tool_reward"] == 0.0
 
 
@@ -1113,8 +1119,8 @@ def test_two_ranks_with_vllm_end_to_end(toy, tmp_path):
     model.import_shim()
     from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
-    hf, loading = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "out" / "last",
-                                                                  output_loading_info=True)
+    hf, loading = Qwen3VLForConditionalGeneration.from_pretrained(
+        tmp_path / "out" / "last", output_loading_info=True)
     assert not loading["missing_keys"] and not loading["unexpected_keys"]
     assert AutoProcessor.from_pretrained(tmp_path / "out" / "last").chat_template
     assert hf.config.model_type == "qwen3_vl"
@@ -1128,5 +1134,5 @@ def test_a_replay_composes_rewards_from_their_terms_under_its_own_weights():
     found = grpo.group_advantages(group, 2.0, tool_weight=0.0)
     assert [a["task"] for a in found] == pytest.approx([-1.0, 1.0])
     assert [a["fmt"] for a in found] == [0.0, 0.0]
-    assert [a["task"] for a in grpo.group_advantages(group, 2.0,
-                                                     tool_weight=2.0)] == pytest.approx([1.0, -1.0])
+    found = grpo.group_advantages(group, 2.0, tool_weight=2.0)
+    assert [a["task"] for a in found] == pytest.approx([1.0, -1.0])

@@ -74,9 +74,8 @@ def play(toy, source, codec, monkeypatch):
 
 def texts(message):
     """All text of one message."""
-    return message["content"] if isinstance(message["content"],
-                                            str) else "".join(p.get("text", "")
-                                                              for p in message["content"])
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(p.get("text", "") for p in content)
 
 
 def kinds(message):
@@ -92,8 +91,8 @@ def kinds(message):
     ("reasoning", "Reason between <think>", "<think>A? no.</think><answer>B</answer>"),
     ("videochat-r1", None, "<think>12.0s to 14 it is A</think><answer>B</answer>"),
     ("time-r1", "helpful assistant", "<answer>(B)</answer>"),
-    ("rewatch-r1", None,
-     "<think>x</think><action>look at A</action><observation>A (A)</observation><answer>B</answer>"),
+    ("rewatch-r1", None, "<think>x</think><action>look at A</action>"
+     "<observation>A (A)</observation><answer>B</answer>"),
     ("rewatch-r1", None, "<think>x</think><action>A</action><observation>A</observation>B")])
 def test_systems_of_one_generation(play, name, system, said):
     episode, asked, record = play(f"--protocol {name} --frames 4", said)
@@ -112,8 +111,8 @@ def test_systems_of_one_generation(play, name, system, said):
 def test_time_r1_begins_its_answer_behind_an_empty_thought(play, codec):
     _, asked, _ = play("--protocol time-r1 --frames 4", "<answer>(B)</answer>", ids=True)
     assert asked[0].prefill == "<think>\n\n</think>\n\n"
-    assert model.decode(codec, asked[0].ids,
-                        keep_special=True).endswith("assistant\n<think>\n\n</think>\n\n")
+    text = model.decode(codec, asked[0].ids, keep_special=True)
+    assert text.endswith("assistant\n<think>\n\n</think>\n\n")
 
 
 def test_native_and_uniform_settings_differ_and_yield_to_flags(monkeypatch):
@@ -121,10 +120,10 @@ def test_native_and_uniform_settings_differ_and_yield_to_flags(monkeypatch):
         monkeypatch.setattr(sys, "argv", ["eval.py", "--data", "d", "--ckpt", "c", *flags])
         return evaluation.parse_args()
 
-    native, uniform = parsed("--protocol", "conan"), parsed("--protocol", "conan", "--protocol-set",
-                                                            "paper")
-    assert (native.frames, native.temperature, native.max_new_tokens,
-            native.max_turns) == ([16], 1.0, 4000, 2)
+    native = parsed("--protocol", "conan")
+    uniform = parsed("--protocol", "conan", "--protocol-set", "paper")
+    assert (native.frames, native.temperature, native.max_new_tokens, native.max_turns) == (
+        [16], 1.0, 4000, 2)
     assert (uniform.frames, uniform.temperature, uniform.max_new_tokens, uniform.max_turns,
             uniform.crop_reply) == ([64], 0.0, 2048, 3, "frames")
     assert parsed("--protocol", "conan", "--frames", "8").frames == [8]
@@ -139,7 +138,8 @@ def test_native_and_uniform_settings_differ_and_yield_to_flags(monkeypatch):
 # crop_video agents
 
 
-CROP = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": %s, "end_time": %s}}\n</tool_call>'
+CROP = ('<tool_call>\n{"name": "crop_video", "arguments": {"start_time": %s, "end_time": %s}}\n'
+        '</tool_call>')
 
 
 def crops(*windows):
@@ -234,7 +234,8 @@ def test_an_endpoint_sends_frames_in_a_tool_message_as_parts_of_one_user_turn(pl
 def test_conan_gets_eight_new_frames_a_round(play):
     """16 s and 48 s of clips: two frames and six; seen seconds never come again; the third turn is
     told that it is the last."""
-    script = ["<score>3</score><think>x</think><clip>00:00:00-00:00:16, 00:00:16-00:01:03</clip><answer></answer>",
+    script = ["<score>3</score><think>x</think>"
+              "<clip>00:00:00-00:00:16, 00:00:16-00:01:03</clip><answer></answer>",
               "<score>3</score><think>x</think><clip>nonsense</clip><answer>A</answer>",
               "<think>now</think><answer>B</answer>"]
     episode, asked, record = play("--protocol conan --frames 4", *script)
@@ -288,9 +289,9 @@ def sage(**fields):
 
 
 def tool(name, **arguments):
-    return sage(video_context="a square", recommended_tools={"needed": True,
-                                                             "tool_calls": [{"rationale": "r", "name": name, "arguments": arguments},
-                                                                                            {"name": "never run", "arguments": {}}]})
+    calls = [{"rationale": "r", "name": name, "arguments": arguments},
+             {"name": "never run", "arguments": {}}]
+    return sage(video_context="a square", recommended_tools={"needed": True, "tool_calls": calls})
 
 
 def test_sage_goes_step_by_step_in_text(play):
@@ -350,11 +351,13 @@ def test_sage_replies_are_read_in_every_wrapping(text, final):
 
 
 @pytest.mark.parametrize("parse", [systems.parse_zoom, systems.parse_clips, systems.parse_sage])
-@pytest.mark.parametrize("text", ["<clip>" * 30000, "<video_zoom>" * 30000 + "</video_zoom>",
-                                  "<json>{" * 30000, '{"a":' * 50000, "[" * 100000, "</clip><clip>",
-                                  "\0",
-                                  '<video_zoom>{"segment": [NaN, Infinity], "fps": 1e999}</video_zoom>', '<clip>99999999999:1-2,-,--</clip>',
-                                  '<json>{"recommended_tools": {"tool_calls": [{"name": {}, "arguments": {"timestamp_start": {}}}]}}</json>'])
+@pytest.mark.parametrize("text", [
+    "<clip>" * 30000, "<video_zoom>" * 30000 + "</video_zoom>", "<json>{" * 30000, '{"a":' * 50000,
+    "[" * 100000, "</clip><clip>", "\0",
+    '<video_zoom>{"segment": [NaN, Infinity], "fps": 1e999}</video_zoom>',
+    '<clip>99999999999:1-2,-,--</clip>',
+    '<json>{"recommended_tools": {"tool_calls": [{"name": {}, '
+    '"arguments": {"timestamp_start": {}}}]}}</json>'])
 def test_no_text_makes_a_parser_raise_or_hang(parse, text):
     for call in parse(text):
         assert call.error or call.name
@@ -378,13 +381,15 @@ def test_an_agent_that_never_answers_is_stopped_after_its_rounds(play, name, cal
 
 
 def test_prompts_are_read_from_a_publishers_file_and_hashed(play, tmp_path, monkeypatch):
-    (tmp_path / "driver.py").write_text("import os\nos.abort()\nSYSTEM = ('You are a ' \n 'watcher {x}.')\nOTHER = SYSTEM + 'x'\n")
+    (tmp_path / "driver.py").write_text("import os\nos.abort()\nSYSTEM = ('You are a ' \n "
+                                        "'watcher {x}.')\nOTHER = SYSTEM + 'x'\n")
     (tmp_path / "user.txt").write_text("Q: {question} O: {options} {unknown} {\"a\": 1}")
     _, asked, _ = play(f"--protocol direct --frames 4 --prompt-file {tmp_path}/driver.py:SYSTEM",
                        "B")
     assert asked[0].messages[0]["content"] == "You are a watcher {x}."
     _, asked, _ = play(f"--protocol rewatch-r1 --frames 4 --prompt-file {tmp_path}/user.txt", "B")
-    assert texts(asked[0].messages[0]).strip() == 'Q: Which {colour} is first? O: A. red\nB. blue {unknown} {"a": 1}'
+    wanted = 'Q: Which {colour} is first? O: A. red\nB. blue {unknown} {"a": 1}'
+    assert texts(asked[0].messages[0]).strip() == wanted
     _, asked, _ = play(f"--frames 4 --prompt-file {tmp_path}/driver.py:SYSTEM", "x</think>B")
     assert asked[0].messages[0]["content"] == "You are a watcher {x}." and asked[0].tools
     hashes = []

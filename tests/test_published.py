@@ -39,8 +39,10 @@ CPU = torch.device("cpu")
 KINDS = {"instruct": (True, False), "thinking": (False, True)}  # tied, thinking
 END, IM_START, IM_END, THINK = 151643, 151644, 151645, 151667
 OPTIONS = ["red", "green", "blue", "a red square, then a blue one"]
-LOOK = ('<think>look</think>\n<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 8, "end_time": 16}}\n</tool_call>\n'
-        '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 40, "end_time": 48.5}}\n</tool_call>')
+LOOK = ('<think>look</think>\n<tool_call>\n'
+        '{"name": "crop_video", "arguments": {"start_time": 8, "end_time": 16}}\n</tool_call>\n'
+        '<tool_call>\n'
+        '{"name": "crop_video", "arguments": {"start_time": 40, "end_time": 48.5}}\n</tool_call>')
 RIGHT = "<think>\nI saw it, between 8 and 16.\n</think>\n<answer>B</answer>"
 
 SLOW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -98,8 +100,8 @@ def known(monkeypatch, codecs, published):
     """Scripts in this process take the codec that is there: reading the vocabulary takes 3 s."""
     real, own = model.load_codec, {os.path.realpath(published(*KINDS[kind])): codecs[kind]
                                    for kind in KINDS}
-    monkeypatch.setattr(model, "load_codec", lambda folder,
-                        channel="image": own.get(os.path.realpath(folder)) or real(folder, channel))
+    monkeypatch.setattr(model, "load_codec", lambda folder, channel="image": (
+        own.get(os.path.realpath(folder)) or real(folder, channel)))
     return own
 
 
@@ -118,11 +120,10 @@ def world(tmp_path_factory):
     toy.write_jsonl(folder / "rl.jsonl", [task])
     toy.write_jsonl(folder / "sft.jsonl", [
         {"id": "main", "tools": rollout.tool_schema(), "messages": [
-            *rollout.main_messages(task, 4), {"role": "assistant",
-                                              "content": LOOK}, {"role": "tool",
-                                                                 "content": "a red square"},
-            {"role": "tool", "content": "nothing <|im_end|>"}, {"role": "assistant",
-                                                                "content": RIGHT}]},
+            *rollout.main_messages(task, 4), {"role": "assistant", "content": LOOK},
+            {"role": "tool", "content": "a red square"},
+            {"role": "tool", "content": "nothing <|im_end|>"},
+            {"role": "assistant", "content": RIGHT}]},
         {"id": "sub", "messages": [*rollout.sub_messages(task, window),
                                    {"role": "assistant", "content": "a red square"}]}])
     return folder
@@ -155,8 +156,8 @@ class Speaker:
         out = []
         for request in self.waiting:
             sample, turn, *call = map(int, request.id.split("/")[2:])
-            ids = model.encode(self.codec, self.sub if call
-                               else self.main(sample, turn)) + [self.codec.eos]
+            text = self.sub if call else self.main(sample, turn)
+            ids = model.encode(self.codec, text) + [self.codec.eos]
             out.append(rollout.Completion(request.id, ids, [-1.0] * len(ids),
                                           model.decode(self.codec, ids), True))
         self.waiting = []
@@ -166,8 +167,9 @@ class Speaker:
 def said(sample, turn):
     """Sample 0 calls and is right, the others are wrong in ways of their own: every group has
     something to learn."""
-    return (LOOK,
-            RIGHT)[turn].removeprefix("<think>") if sample == 0 else "hm</think>" * (sample % 2) + "<answer>A</answer>"
+    if sample == 0:
+        return (LOOK, RIGHT)[turn].removeprefix("<think>")
+    return "hm</think>" * (sample % 2) + "<answer>A</answer>"
 
 
 AGENT = rollout.Agent(context=4096, max_new_tokens=512, sub_max_new_tokens=64)
@@ -213,8 +215,8 @@ def test_bytes_of_tokens_rebuild_any_text(codecs, text):
     for ids in (codec.tokenizer(text)["input_ids"],
                 codec.tokenizer(unicodedata.normalize("NFD", text))["input_ids"]):
         assert b"".join(codec.pieces[i] for i in ids) == wanted
-    assert model.decode(codec, ids,
-                        keep_special=True) == codec.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    plain = codec.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    assert model.decode(codec, ids, keep_special=True) == plain
     assert "".join(model.text_pieces(codec, ids)) == model.decode(codec, ids)
 
 
@@ -242,8 +244,8 @@ def test_no_end_but_the_turn_end_is_ever_sampled(published, tmp_path):
     """One that no list of ours names, too: generation_config.json is asked."""
     folder = shutil.copytree(published(True, False), tmp_path / "other")
     config = json.loads((folder / "generation_config.json").read_text())
-    (folder / "generation_config.json").write_text(json.dumps({**config,
-                                                               "eos_token_id": [IM_END, 151664]}))
+    changed = {**config, "eos_token_id": [IM_END, 151664]}
+    (folder / "generation_config.json").write_text(json.dumps(changed))
     banned = model.load_codec(str(folder)).banned
     assert {END, IM_START, 151664} <= set(banned) and IM_END not in banned
 
@@ -256,8 +258,8 @@ def test_a_letter_shares_its_token_with_the_tag_and_earns_no_format_credit(codec
     assert pieces == [b"<", b"answer", b">B", b"</", b"answer", b">", b"<|im_end|>"]
     assert rewards.structural_mask(pieces) == [True, True, False, True, True, True, True]
     for letter in "ACDEFGHIJ":
-        assert rewards.structural_mask(model.pieces_of(codec,
-                                                       model.encode(codec, f"x<answer>{letter}</answer>.")))[3] is False
+        ids = model.encode(codec, f"x<answer>{letter}</answer>.")
+        assert rewards.structural_mask(model.pieces_of(codec, ids))[3] is False
 
 
 def slow_mask(text, pieces):
@@ -328,8 +330,8 @@ def test_prompt_turns_and_glue_are_what_the_template_writes_at_once(codecs, ques
         guarded = model.render(codec, messages)[0]
         # tags in a turn are tags
         whole = [m if m["role"] == "assistant" else g for m, g in zip(messages, guarded)]
-        assert ids == model.encode(codec, model.template(codec, whole, None,
-                                                         False).removesuffix("\n"))
+        text = model.template(codec, whole, None, False)
+        assert ids == model.encode(codec, text.removesuffix("\n"))
 
 
 @SLOW
@@ -339,8 +341,7 @@ def test_image_ids_equal_the_processors(codecs, data):
     processor, compact ids those of its template."""
     codec = codecs[data.draw(st.sampled_from(sorted(codecs)))]
     question = data.draw(words)
-    count, rows, columns = data.draw(st.integers(1,
-                                                 3)), data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+    count, rows, columns = (data.draw(st.integers(1, 3)) for _ in range(3))
     seconds = sorted(data.draw(st.lists(st.integers(0, 4_000_000).map(lambda n: n / 100),
                                         min_size=count, max_size=count)))
     item = model.VisionItem({"video": "v"}, "v", count, 32 * rows, 32 * columns, seconds)
@@ -350,11 +351,8 @@ def test_image_ids_equal_the_processors(codecs, data):
     ids, compact, _ = model.encode_prompt(codec, chat, [item], rollout.tool_schema())
     parts = [p for s in seconds for p in ({"type": "text", "text": f"<{s:.1f} seconds>"},
                                           {"type": "image"})]
-    text = codec.processor.apply_chat_template([chat[0],
-                                                {"role": "user",
-                                                 "content": [*parts,
-                                                             {"type": "text", "text": question}]}],
-                                               tools=rollout.tool_schema(),
+    asked = {"role": "user", "content": [*parts, {"type": "text", "text": question}]}
+    text = codec.processor.apply_chat_template([chat[0], asked], tools=rollout.tool_schema(),
                                                add_generation_prompt=True, tokenize=False)
     frames = [np.zeros((32 * rows, 32 * columns, 3), np.uint8)] * count
     made = codec.processor(text=[text], images=frames, do_resize=False)
@@ -382,7 +380,8 @@ def test_a_chat_is_encoded_as_the_ids_that_a_rollout_would_hold(codec, tasks, so
     for turn, text in enumerate((first.lstrip(), RIGHT)):
         thinks = text.startswith("<think>")
         prefix = forced if thinks and not codec.opens_thought else []
-        rest = text.removeprefix("<think>").removeprefix("\n") if thinks else ("</think>\n\n" if codec.opens_thought else "") + text
+        rest = (text.removeprefix("<think>").removeprefix("\n") if thinks
+                else ("</think>\n\n" if codec.opens_thought else "") + text)
         ids += prefix + model.encode(codec, rest) + [codec.eos]
         ids += model.glue_ids(codec, replies, True) if turn == 0 else []
     assert chat.ids == ids
@@ -426,7 +425,8 @@ def test_a_thought_that_the_template_opens_is_scored_as_a_forced_one(codec, kind
         assert free.reward["fmt"] > 0.9 and free.reward["closure"]["think"] == [2, 2]
     else:
         assert len(forced.context.ids) == len(free.context.ids) + 4
-    assert (grpo.episode_row(free)["f_tau"] == grpo.episode_row(forced)["f_tau"]) == (kind == "thinking")
+    same = grpo.episode_row(free)["f_tau"] == grpo.episode_row(forced)["f_tau"]
+    assert same == (kind == "thinking")
 
 
 @pytest.mark.parametrize("text, thinking, instruct", [
@@ -438,8 +438,8 @@ def test_a_thought_that_the_template_opens_is_scored_as_a_forced_one(codec, kind
 def test_a_sub_agents_open_thought_is_no_summary(codec, kind, tasks, source, text, thinking,
                                                  instruct):
     episode = played(codec, tasks, source, Speaker(codec, said, text))
-    assert [c["summary"] for c in episode.calls] == [{"thinking": thinking,
-                                                      "instruct": instruct}[kind]] * 2
+    wanted = {"thinking": thinking, "instruct": instruct}[kind]
+    assert [c["summary"] for c in episode.calls] == [wanted] * 2
     assert all(c["status"] == "ok" and c["sub_tokens"] > 1 for c in episode.calls)
 
 
@@ -463,8 +463,8 @@ def test_a_lone_surrogate_is_refused_by_its_line(world, tmp_path, field):
 
 def test_a_lone_surrogate_in_a_chat_is_refused_by_its_line(codecs, world, tmp_path):
     path = tmp_path / "chats.jsonl"
-    path.write_text((world / "sft.jsonl").read_text().replace("a red square",
-                                                              "a red \\udc00 square"))
+    chats = (world / "sft.jsonl").read_text()
+    path.write_text(chats.replace("a red square", "a red \\udc00 square"))
     with pytest.raises(model.UserError, match=f"{path}:1: .*surrogate"):
         sft.Chats(str(path), codecs["instruct"], SimpleNamespace(video_root=None), None)
 
@@ -481,8 +481,8 @@ def chat_pack(codec, world, kind="image"):
     return pack, chats.frames
 
 
-def test_masters_and_moments_are_fp32_and_a_small_step_reaches_every_weight(codec, ckpt, world,
-                                                                            process_group):
+def test_masters_and_moments_are_fp32_and_a_small_step_reaches_every_weight(
+        codec, ckpt, world, process_group):
     """Published configurations say bf16 inside text_config: a step of 2e-6 in it rounds to nothing
     for 24 weights of 25."""
     policy = model.load_sharded(ckpt, codec, CPU)
@@ -507,12 +507,12 @@ def test_masters_and_moments_are_fp32_and_a_small_step_reaches_every_weight(code
         moved, reached = moved + int((step != 0).sum()), reached + int(at.sum())
         assert step.numel() == 0 or step.abs().max() < 4e-6
     assert reached > 200_000 and moved > 0.999 * reached
-    assert sum(p.numel() for p in trained) == sum(p.numel() for p in policy.hf.parameters()
-                                                  if p.requires_grad)
+    assert (sum(p.numel() for p in trained)
+            == sum(p.numel() for p in policy.hf.parameters() if p.requires_grad))
 
 
-def test_the_trainer_the_reference_and_plain_transformers_agree(codec, ckpt, tasks, source,
-                                                                process_group):
+def test_the_trainer_the_reference_and_plain_transformers_agree(
+        codec, ckpt, tasks, source, process_group):
     """Weights in bf16 files, some of them tied, read by three ways into fp32: the same
     log-probs."""
     from PIL import Image
@@ -558,8 +558,8 @@ def quick_vllm(monkeypatch):
     real = processors.get_processor
     monkeypatch.setattr(processors, "cached_get_processor",
                         functools.cache(lambda name, **_: real(name)))
-    monkeypatch.setattr(vllm.renderers.hf, "maybe_make_thread_pool", lambda tokenizer,
-                        copies: tokenizer)
+    monkeypatch.setattr(vllm.renderers.hf, "maybe_make_thread_pool",
+                        lambda tokenizer, copies: tokenizer)
 
 
 def sampled_ids(codec, row):
@@ -573,8 +573,8 @@ def run_script_here(monkeypatch, script, *flags):
     flags = list(map(str, flags))
     monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *flags])
     script.main()
-    return [json.loads(line)
-            for line in (Path(flags[flags.index("--out") + 1]) / "log.jsonl").read_text().splitlines()]
+    log = Path(flags[flags.index("--out") + 1]) / "log.jsonl"
+    return [json.loads(line) for line in log.read_text().splitlines()]
 
 
 SFT = ("--steps", 1, "--batch-size", 2, "--max-len", 4096, "--recompute", "full")
@@ -625,8 +625,8 @@ def check_ends(engine, codec, ckpt, tasks, source):
         assert len(sampled_ids(codec, vars(episode.context))) == 16 or episode.finish == ["stop"]
 
 
-def test_cold_start_rollouts_and_updates_of_a_published_checkpoint(codec, kind, ckpt, known, world, tasks, source, overheard, monkeypatch,
-                                                                   runs):
+def test_cold_start_rollouts_and_updates_of_a_published_checkpoint(
+        codec, kind, ckpt, known, world, tasks, source, overheard, monkeypatch, runs):
     """sft.py, then two steps of grpo.py with vLLM (the second one samples from synced weights),
     then its first step again from the record."""
     from safetensors.torch import load_file

@@ -41,7 +41,8 @@ from rewards import (
     tool_reward,
 )
 
-CALL = '<tool_call>{"name": "crop_video", "arguments": {"start_time": 1, "end_time": 2}}</tool_call>'
+CALL = ('<tool_call>{"name": "crop_video", "arguments": {"start_time": 1, "end_time": 2}}'
+        '</tool_call>')
 THOUGHT = "I should look at the middle."
 PETS = ["cat", "dog", "hot dog", "two birds", "none"]  # options A to E
 approx = pytest.approx
@@ -49,8 +50,8 @@ approx = pytest.approx
 
 def json_call(**arguments):
     """One well-formed call with these arguments."""
-    return "<tool_call>" + json.dumps({"name": "crop_video",
-                                       "arguments": arguments}) + "</tool_call>"
+    body = json.dumps({"name": "crop_video", "arguments": arguments})
+    return "<tool_call>" + body + "</tool_call>"
 
 
 def the_call(text, **kwargs):
@@ -91,7 +92,8 @@ def test_a_value_that_is_no_time_is_named_in_the_error(bad):
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "1" * 400, "1" * 3900])
 def test_json_numbers_that_are_not_finite_are_errors(number):
-    text = f'<tool_call>{{"name": "crop_video", "arguments": {{"start_time": 0, "end_time": {number}}}}}</tool_call>'
+    text = ('<tool_call>{"name": "crop_video", "arguments": '
+            f'{{"start_time": 0, "end_time": {number}}}}}</tool_call>')
     assert "end_time is not a time" in the_call(text).error
 
 
@@ -491,8 +493,8 @@ TABLE = [
 @pytest.mark.parametrize("turns, base, anchor, total", TABLE)
 def test_format_reward_equals_hand_computed_values(turns, base, anchor, total):
     got = format_reward(turns)
-    assert (got["base"], got["anchor"], got["total"]) == (approx(base), approx(anchor),
-                                                          approx(total))
+    assert (got["base"], got["anchor"], got["total"]) == (
+        approx(base), approx(anchor), approx(total))
 
 
 @pytest.mark.parametrize("turn", [
@@ -536,8 +538,8 @@ def test_a_thought_made_of_tags_is_not_substantive():
 def test_closing_the_forced_thought_beats_leaving_it_open():
     shut, left = f"{THOUGHT}</think><answer>B</answer>", f"{THOUGHT}<answer>B</answer>"
     second = f"<think>{THOUGHT}</think><answer>B</answer>"
-    assert format_reward([shut])["total"] > max(format_reward([text])["total"]
-                                                for text in (left, second))
+    rivals = [format_reward([text])["total"] for text in (left, second)]
+    assert format_reward([shut])["total"] > max(rivals)
 
 
 def test_more_tags_never_pay_more():
@@ -607,8 +609,8 @@ def test_score_sums_its_weighted_terms():
     turns = [f"{THOUGHT}</think>{CALL}", "hi</think><answer>dog</answer>"]
     # fmt: .5 answer + .3 call + .1 balanced + .35 anchor, clipped to 1; without the anchor .9
     got = score(turns, "mcq", "B", PETS, num_parseable=1, num_executed=1, anchor=0.0)
-    assert (got["acc"], got["fmt"], got["tool"], got["total"]) == (1.0, approx(0.9), 0.8,
-                                                                   approx(2.7))
+    assert (got["acc"], got["fmt"], got["tool"], got["total"]) == (
+        1.0, approx(0.9), 0.8, approx(2.7))
     assert got["closure"] == {"think": [2, 2], "tool_call": [1, 1], "answer": [1, 1]}
     half = score(turns, "mcq", "B", PETS, 1, 1, anchor=0.0, w_format=0.5, tool_weight=0.0)
     # terms come unweighted
@@ -823,16 +825,16 @@ def test_mask_of_a_turn_worked_by_hand():
     assert structural_mask([b"", b""]) == [False, True]
     # An empty token inside a tag overlaps no byte of it; near misses are no tags.
     assert structural_mask([b"<ans", b"", b"wer>", b"x"]) == [True, False, True, True]
-    assert structural_mask([b"<answer", b"x>", b"<Answer>", b"<tool_code>", b"< think>",
-                            b"."]) == [False, False, False, True, False, True]
+    near = [b"<answer", b"x>", b"<Answer>", b"<tool_code>", b"< think>", b"."]
+    assert structural_mask(near) == [False, False, False, True, False, True]
 
 
 def test_the_token_of_an_answer_letter_carries_no_format_credit():
     """As Qwen's vocabulary cuts it. Spaces and punctuation beside a tag are nobody's answer."""
     turn = [b"<", b"answer", b">B", b"</", b"answer", b">", b"<|im_end|>"]
     assert structural_mask(turn) == [True, True, False, True, True, True, True]
-    assert structural_mask([b"<answer", b">\n", b"7</", b"answer>.", "é</".encode(), b"answer>",
-                            b""]) == [True, True, False, True, False, True, True]
+    turn = [b"<answer", b">\n", b"7</", b"answer>.", "é</".encode(), b"answer>", b""]
+    assert structural_mask(turn) == [True, True, False, True, False, True, True]
 
 
 @given(st.lists(st.sampled_from([*TAGS, "<", ">", "</", "é", "答", "<think", "answer>", " B ",
@@ -845,8 +847,8 @@ def test_mask_equals_the_oracle_for_any_split(parts, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(joined)), max_size=20)))
     pieces = [joined[a:b] for a, b in zip([0, *cuts], [*cuts, len(joined)], strict=True)]
     assert structural_mask(pieces) == overlap_oracle(pieces)
-    assert structural_mask(parts_as_tokens := [part.encode()
-                                               for part in parts]) == overlap_oracle(parts_as_tokens)
+    whole = [part.encode() for part in parts]
+    assert structural_mask(whole) == overlap_oracle(whole)
 
 
 @given(st.lists(st.sampled_from([*TAGS, "word", " ", "<"]), min_size=1, max_size=10))

@@ -26,7 +26,8 @@ def server(toy, tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     # The server starts processes of its own: each needs the shim that makes vllm importable beside
     # a CPU torch.
-    (folder / "sitecustomize.py").write_text(f"import sys\nsys.path.insert(0, {ROOT!r})\nimport model\nmodel.import_shim()\n")
+    (folder / "sitecustomize.py").write_text(
+        f"import sys\nsys.path.insert(0, {ROOT!r})\nimport model\nmodel.import_shim()\n")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -87,9 +88,9 @@ def test_a_benchmark_run_against_the_server(server, toy, tmp_path):
                       tmp_path / "out")
     assert done.returncode == 0, done.stderr
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert [(r["tools"], r["n"], r["errors"])
-            for r in summary["results"]] == [("on", 3, {}),
-                                             ("off", 3, {})] and summary["served"] == ["toy"]
+    assert [(r["tools"], r["n"], r["errors"]) for r in summary["results"]] == [
+        ("on", 3, {}), ("off", 3, {})]
+    assert summary["served"] == ["toy"]
     lines = [json.loads(line)
              for line in (tmp_path / "out" / "records.rank0.jsonl").read_text().splitlines()]
     # a random checkpoint babbles, but it was asked and it spoke

@@ -50,8 +50,8 @@ def parse(monkeypatch, *arguments):
 
 
 def user_and(answer, **video_item):
-    content = [{"type": "video", "video": "v.mp4", **video_item},
-               {"type": "text", "text": "Which?"}] if video_item else "Which?"
+    parts = [{"type": "video", "video": "v.mp4", **video_item}, {"type": "text", "text": "Which?"}]
+    content = parts if video_item else "Which?"
     return [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
 
 
@@ -145,8 +145,9 @@ def test_optimizers_get_the_parameters_that_their_flags_name(policy):
     ([{"role": "user", "content": [{"type": "video", "video": "v.mp4"}]}], "'frames'"),
     ([{"role": "user", "content": "x"}], "no assistant"),
     ([*user_and("a"), {"role": "assistant", "content": "b"}], "in a row"),
-    ([*user_and("a"), {"role": "user", "content": [{"type": "video", "video": "v.mp4",
-                                                    "frames": 4}]}], "after the first assistant")])
+    ([*user_and("a"),
+      {"role": "user", "content": [{"type": "video", "video": "v.mp4", "frames": 4}]}],
+     "after the first assistant")])
 def test_a_chat_that_cannot_be_trained_on_is_refused(messages, wanted):
     """Each of these would otherwise crash later, inside a worker thread, without the name of its
     line."""
@@ -174,7 +175,8 @@ def test_a_bad_chat_stops_the_run_with_code_2_and_its_line(toy, tmp_path):
     done = run_script("sft.py", "--ckpt", toy / "init", "--data", data, "--out", tmp_path / "out",
                       timeout=60)
     assert done.returncode == 2
-    assert done.stderr.strip().splitlines()[-1] == f"sft.py: {data}:2: no assistant message: nothing to learn"
+    last = done.stderr.strip().splitlines()[-1]
+    assert last == f"sft.py: {data}:2: no assistant message: nothing to learn"
     assert "Traceback" not in done.stderr
 
 
@@ -354,10 +356,10 @@ def training(toy, tmp_path_factory):
     whole = (folder / "videos" / "sft-0001.mp4").read_bytes()
     (folder / "videos" / "broken.mp4").write_bytes(whole[: len(whole) // 2])
     rows = small_rows(toy, count=39)
-    rows.insert(5, {"id": "broken-one", "messages": user_and("a", video="videos/broken.mp4",
-                                                             frames=4)})
-    data, held = write_rows(folder / "sft.jsonl", rows), write_rows(folder / "val.jsonl",
-                                                                    small_rows(toy, "sft_val", 10))
+    broken = user_and("a", video="videos/broken.mp4", frames=4)
+    rows.insert(5, {"id": "broken-one", "messages": broken})
+    data = write_rows(folder / "sft.jsonl", rows)
+    held = write_rows(folder / "val.jsonl", small_rows(toy, "sft_val", 10))
     arguments = ["--preset", "toy", "--ckpt", toy / "init", "--data", data, "--val", held,
                  "--steps", STEPS, "--batch-size", 10,
                  "--eval-every", 0, "--save-every", STEPS // 2]

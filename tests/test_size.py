@@ -34,7 +34,8 @@ def test_a_step_is_read_in_five_files_and_2500_lines():
 
 @pytest.mark.parametrize("name", STEP)
 def test_the_readme_says_how_far_to_read(name):
-    (last,) = re.findall(rf"^\| \d \| \[`{name}`\]\({name}\) \| 1-(\d+) \|", read("README.md"), re.M)
+    row = rf"^\| \d \| \[`{name}`\]\({name}\) \| 1-(\d+) \|"
+    (last,) = re.findall(row, read("README.md"), re.M)
     assert int(last) == above(name)
 
 

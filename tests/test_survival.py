@@ -35,8 +35,8 @@ def checkpoint(out, name, weights="w" * 10, **state):
     folder = out / name
     folder.mkdir(parents=True)
     (folder / "model.safetensors").write_text(weights)
-    (folder / "state.json").write_text(json.dumps({"step": int(name[5:11]), **state,
-                                                   "files": {"model.safetensors": 10}}))
+    content = {"step": int(name[5:11]), **state, "files": {"model.safetensors": 10}}
+    (folder / "state.json").write_text(json.dumps(content))
     return folder
 
 
@@ -90,9 +90,8 @@ def arguments(**flags):
 
 
 def test_a_run_goes_on_by_itself_only_where_its_settings_are_the_same(tmp_path):
-    assert model.resume_point(str(tmp_path), arguments(),
-                              None) == (None, {}) == model.resume_point(str(tmp_path), arguments(),
-                                                                        True)
+    assert model.resume_point(str(tmp_path), arguments(), None) == (None, {})
+    assert model.resume_point(str(tmp_path), arguments(), True) == (None, {})
     folder = checkpoint(tmp_path, "step_000002", args=vars(arguments()))
     for changed in ({}, {"steps": 9}, {"out": "elsewhere"}):
         assert model.resume_point(str(tmp_path), arguments(**changed), None)[0] == str(folder)
@@ -119,11 +118,13 @@ def test_beginning_anew_deletes_what_was_there(tmp_path):
 
 def test_the_log_holds_no_step_twice_and_no_torn_line(tmp_path):
     path = tmp_path / "log.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 2, "val_loss": 1}\nnot json\n{"step": 3}\n{"step": 4, "lo')
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 2, "val_loss": 1}\nnot json\n'
+                    '{"step": 3}\n{"step": 4, "lo')
     log = model.Log(str(tmp_path), 2, argparse.Namespace(wandb=None))
     log.write({"step": 3, "again": True}, "a line")
     log.close(3, 3)
-    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 2, "val_loss": 1}\n{"step": 3, "again": true}\n'
+    assert path.read_text() == ('{"step": 1}\n{"step": 2}\n{"step": 2, "val_loss": 1}\n'
+                                '{"step": 3, "again": true}\n')
 
 
 def test_sizes_of_all_files_are_in_the_marker(policy, codec, process_group, tmp_path):
@@ -246,7 +247,9 @@ def test_a_clock_that_jumps_changes_no_number(run, monkeypatch, script):
 
 
 def test_a_second_signal_ends_the_process_at_once():
-    script = "import model, os, signal, time\nmodel.stop_on_sigterm()\nos.kill(os.getpid(), 15)\nprint('alive', flush=True)\nos.kill(os.getpid(), 15)\nprint('not here')"
+    script = ("import model, os, signal, time\nmodel.stop_on_sigterm()\n"
+              "os.kill(os.getpid(), 15)\nprint('alive', flush=True)\n"
+              "os.kill(os.getpid(), 15)\nprint('not here')")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == -signal.SIGTERM and done.stdout == "alive\n"
 
@@ -261,9 +264,8 @@ def test_the_same_numbers_go_to_wandb(run, monkeypatch, script):
     sent, started = [], []
     room = types.SimpleNamespace(log=lambda numbers, step: sent.append((step, numbers)),
                                  finish=lambda: sent.append("finished"))
-    monkeypatch.setitem(sys.modules, "wandb",
-                        types.SimpleNamespace(init=lambda **given: started.append(given) or room,
-                                              __spec__=1))
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(
+        init=lambda **given: started.append(given) or room, __spec__=1))
     for steps in (1, 2):
         folder = run(script, "--steps", steps, "--wandb", "mine")
     rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
@@ -303,9 +305,8 @@ def test_an_update_without_a_finite_gradient_is_skipped_and_counted(run, monkeyp
     extra = ("--open-metric", "f1") if script == "grpo" else ()
     if script == "grpo":  # a random checkpoint earns nothing: let the reward vary
         real_score = grpo.rewards.score
-        monkeypatch.setattr(grpo.rewards, "score", lambda turns, *a,
-                            **k: {**real_score(turns, *a, **k),
-                                  "fmt": random.Random(turns[0]).random()})
+        monkeypatch.setattr(grpo.rewards, "score", lambda turns, *a, **k: {
+            **real_score(turns, *a, **k), "fmt": random.Random(turns[0]).random()})
     folder = run(script, "--steps", 3, *extra)
     log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()
            if "loss" in line]
@@ -337,15 +338,14 @@ def swapped(engine, weights, real):
 @pytest.mark.parametrize("sync", [None, stale, swapped])
 def test_stale_and_wrongly_mapped_weights_stop_the_run(run, monkeypatch, sync):
     real, real_score = ReferenceEngine.sync, grpo.rewards.score
-    monkeypatch.setattr(grpo.rewards, "score", lambda turns, *a,
-                        **k: {**real_score(turns, *a, **k),
-                              "fmt": random.Random(turns[0]).random()})
+    monkeypatch.setattr(grpo.rewards, "score", lambda turns, *a, **k: {
+        **real_score(turns, *a, **k), "fmt": random.Random(turns[0]).random()})
     words = ("--steps", 2, "--lr", 1e-2)
     if sync is None:  # in order: the gap stays within the tolerance
         assert steps_of(run("grpo", *words)) == [1, 2]
         return
-    monkeypatch.setattr(ReferenceEngine, "sync", lambda engine,
-                        weights: sync(engine, weights, real))
+    monkeypatch.setattr(ReferenceEngine, "sync",
+                        lambda engine, weights: sync(engine, weights, real))
     with pytest.raises(model.RunError,
                        match="step 1: mean .log-prob gap. between engine and trainer is"):
         run("grpo", *words)
@@ -400,9 +400,9 @@ def go(tmp_path):
     def go(kills, words, out):
         command = [sys.executable, tmp_path / "runner.py", kills, *words, "--preset", "toy",
                    "--save-every", 1, "--out", tmp_path / out]
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests", "OMP_NUM_THREADS": "1"}
         done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=ROOT,
-                              timeout=900, env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests",
-                                                "OMP_NUM_THREADS": "1"})
+                              timeout=900, env=environment)
         assert done.returncode == 0, done.stderr[-2000:]
         return tmp_path / out
 

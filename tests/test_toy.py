@@ -128,8 +128,8 @@ def test_no_video_is_in_two_splits(toy):
     splits = [set().union(*(videos_of(row) for row in rows_of(toy, name)))
               for name in ("pretrain.jsonl", "sft.jsonl", "sft_val.jsonl")]
     splits += [{row["video"] for row in rows_of(toy, name)} for name in ("rl.jsonl", "eval.jsonl")]
-    assert sum(map(len,
-                   splits)) == len(set().union(*splits)) == len(list((toy / "videos").iterdir())) == 48
+    assert sum(map(len, splits)) == len(set().union(*splits)) == 48
+    assert len(list((toy / "videos").iterdir())) == 48
     contents = {hashlib.sha256(path.read_bytes()).digest() for path in (toy / "videos").iterdir()}
     assert len(contents) == 48  # no two are the same but for the name
 
@@ -151,10 +151,10 @@ def test_every_video_shows_what_its_task_says(toy):
             assert list(frames.seconds) == [float(t) for t in range(64)]
             seen = {t: colour_at(image) for t, image in enumerate(frames.images)}
             shown = {t: colour for t, colour in seen.items() if colour}
-            windows = [(int(a), int(b)) for a,
-                       b in re.findall(r"(\d+) and (\d+)", task["question"])]
-            assert [sorted({c for t, c in shown.items() if a <= t < b}) for a,
-                    b in windows] == [[c] for c in task["answer"].split(", ")]
+            windows = [(int(a), int(b))
+                       for a, b in re.findall(r"(\d+) and (\d+)", task["question"])]
+            found = [sorted({c for t, c in shown.items() if a <= t < b}) for a, b in windows]
+            assert found == [[c] for c in task["answer"].split(", ")]
             assert all(sum(a <= t < b for t in shown) == 2 for a, b in windows)
             assert len(shown) == 2 * len(windows)
             assert all(not seen[a] and b - a == 8 for a, b in windows)  # never on the slot's edge
@@ -201,11 +201,11 @@ def test_the_cold_start_teaches_calling_at_every_budget(toy):
     helps."""
     rows = rows_of(toy, "sft.jsonl")
     kinds = Counter((kind, int(n)) for _, kind, n in map(kind_of, rows) if kind != "sub")
-    assert {k: n for (kind, k), n in kinds.items()
-            if kind == "call"} == dict.fromkeys((4, 8, 16, 32, 64), 12)
+    calls = {k: n for (kind, k), n in kinds.items() if kind == "call"}
+    assert calls == dict.fromkeys((4, 8, 16, 32, 64), 12)
     for way in ("direct", "plain"):
-        assert sorted(kind_of(row)[0] for row in rows
-                      if kind_of(row)[1] == way) == sorted({kind_of(row)[0] for row in rows})
+        names = sorted(kind_of(row)[0] for row in rows if kind_of(row)[1] == way)
+        assert names == sorted({kind_of(row)[0] for row in rows})
         assert len({k for kind, k in kinds if kind == way}) > 2
     assert len({row["id"] for row in rows}) == len(rows)
     for row in rows:
@@ -336,9 +336,11 @@ def test_the_base_loads_with_plain_transformers(toy, tmp_path):
     from transformers import AutoProcessor, AutoTokenizer, Qwen3VLForConditionalGeneration
 
     policy = Qwen3VLForConditionalGeneration.from_pretrained(toy / "init")
-    processor, tokenizer = AutoProcessor.from_pretrained(toy / "init"), AutoTokenizer.from_pretrained(toy / "init")
+    processor = AutoProcessor.from_pretrained(toy / "init")
+    tokenizer = AutoTokenizer.from_pretrained(toy / "init")
     assert type(processor).__name__ == "Qwen3VLProcessor" and processor.chat_template
-    assert len(tokenizer) == policy.config.text_config.vocab_size == policy.get_input_embeddings().weight.shape[0]
+    assert len(tokenizer) == policy.config.text_config.vocab_size
+    assert len(tokenizer) == policy.get_input_embeddings().weight.shape[0]
     assert policy.config.tie_word_embeddings
     assert policy.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert 5e5 < sum(p.numel() for p in policy.parameters()) < 3e6
@@ -346,8 +348,8 @@ def test_the_base_loads_with_plain_transformers(toy, tmp_path):
     third = AutoTokenizer.from_pretrained(tmp_path / "again")
     for text in TEXTS:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        assert ids == processor.tokenizer(text,
-                                          add_special_tokens=False)["input_ids"] == third(text, add_special_tokens=False)["input_ids"]
+        for other in (processor.tokenizer, third):
+            assert ids == other(text, add_special_tokens=False)["input_ids"]
         assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
 
 
@@ -366,10 +368,9 @@ def test_whole_numbers_and_fixed_phrases_are_single_tokens(codec):
                for phrase in phrases)
     assert rollout.answer_style("open") in phrases
     assert all(line in phrases for line in rollout.main_prompt().split("\n"))
-    assert pieces(codec, toy_world.call_text(16, 24))[-7:] == ["16", ', "end_time": ', "24", "}",
-                                                               "}", "\n", "</tool_call>"] or \
-        pieces(codec, toy_world.call_text(16, 24))[-6:] == ["16", ', "end_time": ', "24", "}}",
-                                                            "\n", "</tool_call>"]
+    call = pieces(codec, toy_world.call_text(16, 24))
+    assert (call[-7:] == ["16", ', "end_time": ', "24", "}", "}", "\n", "</tool_call>"]
+            or call[-6:] == ["16", ', "end_time": ', "24", "}}", "\n", "</tool_call>"])
 
 
 def test_tags_are_split_as_in_qwen3(codec):

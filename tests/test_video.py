@@ -234,7 +234,8 @@ def test_smart_size_fits_whenever_anything_fits(height, width, low, spread, mult
     area = min(max(height * width, low), high)
 
     def cost(a, b):
-        return abs(math.log(a / math.sqrt(area * height / width))) + abs(math.log(b / math.sqrt(area * width / height)))
+        return (abs(math.log(a / math.sqrt(area * height / width)))
+                + abs(math.log(b / math.sqrt(area * width / height))))
 
     assert cost(turned_h, turned_w) == pytest.approx(cost(h, w), abs=1e-8)
 
@@ -370,7 +371,8 @@ def test_frames_hidden_by_an_edit_list_stay_hidden(tmp_path):
         for packet in source.demux(source.streams.video[0]):
             if packet.size:
                 shift = int(Fraction(10, 25) / packet.time_base)
-                packet.pts, packet.dts, packet.stream = packet.pts - shift, packet.dts - shift, stream
+                packet.pts, packet.dts = packet.pts - shift, packet.dts - shift
+                packet.stream = stream
                 target.mux(packet)
     frames = video.overview(front, 90, **NATIVE)
     assert seen(frames.images) == list(range(10, 100))
@@ -597,9 +599,8 @@ def test_a_decoder_that_hangs_or_crashes_costs_one_error(minute, monkeypatch):
     assert video.crop(minute, 3, 5, cache=cache).seconds.tolist() == [3, 4]
     with monkeypatch.context() as patched:
         started = subprocess.Popen
-        patched.setattr(subprocess, "Popen", lambda command,
-                        **options: started([sys.executable, "-c", "import time; time.sleep(0.2)"],
-                                           **options))
+        sleeper = [sys.executable, "-c", "import time; time.sleep(0.2)"]
+        patched.setattr(subprocess, "Popen", lambda command, **options: started(sleeper, **options))
         decoder.close()
         with pytest.raises(VideoError, match="died, twice"):
             video.crop(minute, 9, 11, cache=cache)

@@ -4,7 +4,8 @@ plan.py: what a size takes in memory, per GPU and per node, before it is rented.
   python tools/plan.py 8B --gpus 8 --gpu-gb 80 --context 32768
 
 A calculation from the configuration alone, held against traced peaks by tests/test_fake_gpu.py
-(within 10%, at the widths of 8B and 2B); not yet against a GPU. Exit code 1 where something does not fit.
+(within 10%, at the widths of 8B and 2B); not yet against a GPU. Exit code 1 where something does
+not fit.
 """
 import argparse
 import bisect
