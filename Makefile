@@ -1,4 +1,4 @@
-# make venv   the environment, in .venv           make test   all tests
+# make venv   the environment, in .venv           make test   all tests (ARGS="--shuffle 7": in a random order)
 # make demo   toy world -> SFT -> PARA-GRPO -> evaluation of init, SFT and PARA-GRPO -> one table, one page
 # make test-page   the tests of view.py's page in a real browser (installs Debian's Chromium); `make test` runs them where there is one
 # make ablation   the paper's Table 2 in the toy world, 3 seeds -> bench/ablation.{json,md}, docs/ablation.png  (hours; finished rows are kept)
@@ -30,7 +30,7 @@ venv: .venv/ready
 
 test: venv
 	$(BIN)/ruff check -q .
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-page: venv
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { apt-get update -q && apt-get install -y -q chromium chromium-driver; }
