@@ -305,6 +305,7 @@ def main():
     codec = model.load_codec(ckpt, args.channel)
     # In a child process: a decoder that hangs or crashes costs one video.
     cache = video.FrameCache(int(args.frame_cache_gb * 2**30), timeout=60.0)
+    # Every row's shape is checked here, its frames and tokens when a batch asks for them.
     train = Chats(args.data, codec, args, cache)
     held = Chats(args.val, codec, args, cache) if args.val else None
     if all(train[i] is None for i in range(min(8, len(train.rows)))):
@@ -323,6 +324,7 @@ def main():
     vision = model.VisionFeatures(tower, codec, train.frames)
     held_vision = model.VisionFeatures(tower, codec, held.frames) if held else None
     optimizers = build_optimizers(policy, args, device)
+    # The schedule is a factor on each group's own peak: Muon's is not AdamW's.
     peaks = [[group["lr"] for group in o.param_groups] for o in optimizers]
     if folder:
         model.load_train_state(policy, optimizers, folder)
@@ -331,6 +333,7 @@ def main():
 
     prefetch = ThreadPoolExecutor(1)  # the next batch is decoded and packed while this one trains
 
+    # Drawn from (seed, step), and dealt out by cost: no rank waits for another's long videos.
     def upcoming(step):
         picked = model.batch_indices(step, args.batch_size, len(train.rows), args.seed)
         mine = share(picked, train.cost, rank, world)
@@ -346,7 +349,7 @@ def main():
         if step + 1 < steps:
             future = upcoming(step + 1)
 
-        # One optimiser step.
+        # One optimiser step. Collective, from the first forward to the norm.
         fraction = schedule(step, steps, args.warmup, args.min_lr)
         for o, peak in zip(optimizers, peaks):
             for group, lr in zip(o.param_groups, peak):
@@ -373,7 +376,7 @@ def main():
             log.write(record, step_line(record, steps, log.eta(step + 1, steps)))
         model.beat(args.patience)
 
-        # Look and save.
+        # Look and save. A save copies to host memory here and writes while training goes on.
         last = step + 1 == steps
         links = ["last"]
         if held and (last or (args.eval_every and (step + 1) % args.eval_every == 0)):
@@ -381,7 +384,7 @@ def main():
             if rank == 0:
                 line = f"step {step + 1:04d} | held-out loss {value:.4f} nats/token"
                 log.write({"step": step + 1, "val_loss": value}, line)
-            if value < best:
+            if value < best:  # the same number on every rank, so all of them save or none
                 best, links = value, ["last", "best"]
             model.beat(args.patience)
         stopping = model.any_rank(asked.is_set())

@@ -64,6 +64,7 @@ def make_timeline(rng, seconds=64, slot=8, visible=2):
     of them."""
     names = list(colours())
     events = []
+    # One event a slot at most, so that a window names one answer.
     for s in sorted(rng.sample(range(seconds // slot), rng.randint(1, 3))):
         start = rng.randrange(s * slot + 1, s * slot + slot - visible)  # never on the slot's edge
         events.append({"start": start, "end": start + visible, "colour": rng.choice(names),
@@ -76,8 +77,9 @@ def draw_frames(events, noise, seconds=64, size=32):
     frames = 128 + noise.normal(0, 6, (seconds, size, size, 3))
     for event in events:
         for t in range(event["start"], event["end"]):
-            y, x = size // 2 + noise.integers(-3, 4, 2)
-            r = noise.integers(8, 11)
+            # No two squares alike: the colour is to be learned, not a picture.
+            y, x = size // 2 + noise.integers(-3, 4, 2)  # centre, pixels
+            r = noise.integers(8, 11)  # half a side
             square = (slice(y - r, y + r + 1), slice(x - r, x + r + 1))
             grain = noise.normal(0, 6, frames[t][square].shape)
             frames[t][square] = colours()[event["colour"]] + grain
@@ -160,6 +162,7 @@ def chats(task, events, budgets, rng, loose=False):
     style, drawn turn by turn, instead of the protocol's."""
     rows, tools = [], rollout.tool_schema()
 
+    # Prompts come from rollout.py, as in RL: a word of difference would be another task.
     def said(text):
         return {"role": "assistant", "content": text}
 
@@ -177,7 +180,7 @@ def chats(task, events, budgets, rng, loose=False):
         rows.append({"id": f"{task['id']}-plain-{k}",
                      "messages": [*rollout.main_messages(task, k, tools=False),
                                   said(answer_turn(task["answer"], rng, loose))]})
-    for i, e in enumerate(events):
+    for i, e in enumerate(events):  # what a sub-agent is shown, and says
         window = {"start": float(e["window"][0]), "end": float(e["window"][1]), "fps": 1.0,
                   "max_frames": 16}
         rows.append({"id": f"{task['id']}-sub-{i}",
@@ -257,6 +260,7 @@ def build_tokenizer(rng, vocab_size=640):
     tags = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>",
             "</think>"]
     phrases = fixed_phrases(render_template)
+    # Times and numbers often enough to become tokens of their own.
     corpus = [f"<{t}.0 seconds>" for t in range(64)] * 30 + [f" {t}" for t in range(65)] * 30
     for _ in range(300):
         events = make_timeline(rng)
@@ -266,7 +270,7 @@ def build_tokenizer(rng, vocab_size=640):
             text = render_template([m if isinstance(m["content"], str)
                                     else {**m, "content": m["content"][1]["text"]}
                                     for m in row["messages"]])
-            for literal in phrases + control + tags:
+            for literal in phrases + control + tags:  # they are whole tokens already
                 text = text.replace(literal, "\n")
             corpus.append(text)
     core = Tokenizer(models.BPE())
@@ -303,13 +307,14 @@ def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384):
 
     tokenizer = build_tokenizer(rng)
     one = tokenizer.convert_tokens_to_ids
-    axis = hidden // heads // 2
+    axis = hidden // heads // 2  # rotary pairs of a head, shared out over time, height, width
     text = dict(vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=mlp,
                 num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads,
                 head_dim=hidden // heads, max_position_embeddings=4096,
                 rope_scaling={"mrope_interleaved": True,
                               "mrope_section": [axis - 2 * (axis // 3), axis // 3, axis // 3],
                               "rope_type": "default"}, rope_theta=10000.0, tie_word_embeddings=True)
+    # One block, one deepstack level; 32 x 32 pixels are 2 x 2 patches, merged into one token.
     vision = dict(depth=1, hidden_size=64, num_heads=2, intermediate_size=128, patch_size=16,
                   spatial_merge_size=2, temporal_patch_size=2, out_hidden_size=hidden,
                   num_position_embeddings=16, deepstack_visual_indexes=[0])
@@ -322,8 +327,8 @@ def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384):
     policy = Qwen3VLForConditionalGeneration(config)
     policy.generation_config.eos_token_id = one("<|im_end|>")
     policy.generation_config.pad_token_id = one("<|endoftext|>")
-    # the video processor's own mean and std; vLLM normalises both channels with the image
-    # processor's
+    # The video processor's own mean and std: vLLM normalises both channels with the image
+    # processor's.
     half = [0.5, 0.5, 0.5]
     images = Qwen2VLImageProcessor(patch_size=16, merge_size=2, min_pixels=1024, max_pixels=50176,
                                    image_mean=half, image_std=half)
@@ -371,7 +376,7 @@ def main():
     model.make_out(args.out)
     os.makedirs(os.path.join(args.out, "videos"), exist_ok=True)
     rng, noise = random.Random(args.seed), np.random.default_rng(args.seed)
-    # of its own: the prior changes pretrain.jsonl and nothing else
+    # A generator of its own: the prior changes pretrain.jsonl and nothing else.
     style = random.Random(f"style/{args.seed}")
     counts = {"base": args.base_videos, "sft": args.sft_videos, "val": 24, "rl": args.rl_videos,
               "eval": args.eval_videos}
