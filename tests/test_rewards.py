@@ -41,7 +41,8 @@ from rewards import (
     tool_reward,
 )
 
-CALL = '<tool_call>{"name": "crop_video", "arguments": {"start_time": 1, "end_time": 2}}</tool_call>'
+CALL = ('<tool_call>{"name": "crop_video", "arguments": {"start_time": 1, "end_time": 2}}'
+        '</tool_call>')
 THOUGHT = "I should look at the middle."
 PETS = ["cat", "dog", "hot dog", "two birds", "none"]  # options A to E
 approx = pytest.approx
@@ -89,10 +90,12 @@ def test_a_value_that_is_no_time_is_named_in_the_error(bad):
     assert "end_time is not a time" in the_call(json_call(start_time=1, end_time=bad)).error
 
 
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "1" * 400, "1" * 3900])
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "1" * 400,
+                                    "1" * 3900])
 def test_json_numbers_that_are_not_finite_are_errors(number):
-    text = f'<tool_call>{{"name": "crop_video", "arguments": {{"start_time": 0, "end_time": {number}}}}}</tool_call>'
-    assert "end_time is not a time" in the_call(text).error
+    arguments = f'{{"start_time": 0, "end_time": {number}}}'
+    call = f'{{"name": "crop_video", "arguments": {arguments}}}'
+    assert "end_time is not a time" in the_call(f"<tool_call>{call}</tool_call>").error
 
 
 @pytest.mark.parametrize("text, want", [
@@ -221,6 +224,19 @@ def test_any_long_text_is_read_in_linear_time(piece):
         assert time.process_time() - begun < 1.0
 
 
+@pytest.mark.parametrize("piece", [*PIECES, "answer: ", "answer is B\n", "B\n", "A. cat ", "不选B",
+                                   "<1", "<12.5 seconds> ", "start time: 1 ", "because ", "x. ",
+                                   "confidence 0.8-0.9 ", "x^2", "²"])  # fmt: skip
+def test_answers_of_the_greatest_length_that_is_read_take_linear_time(piece):
+    text = piece * (rewards.MAX_ANSWER_CHARS // len(piece) - 1) + "z"
+    for read in (extract_span, lambda text: extract_letter(text, PETS),
+                 lambda text: extract_letter(text, None),
+                 lambda text: match_open(text, "dolly zoom")):  # fmt: skip
+        begun = time.process_time()
+        read(text)
+        assert time.process_time() - begun < 2.0
+
+
 # ------------------------------------------------------------------------------------------------
 # Answers
 
@@ -325,6 +341,47 @@ def test_letter_is_read_by_policy(response, want):
     assert extract_letter(response, PETS) == want
 
 
+LETTERS = [  # on PETS, as models write them
+    ("B\n\nOption C would need a bun, and option A a meow.", "B"),
+    ("**B**\n\nOption C would need a bun.", "B"), ("(B)\nNot C: there is no bun.", "B"),
+    ("B.\n\nExplanation: A and C are not shown.", "B"), ("B\nC is wrong, and so is D.", "B"),
+    ("**(B)**\n- A: no cat is seen.\n- C: no bun is seen.", "B"),
+    ("B. dog\n\nOption C would need a bun.", "B"), ("**B. dog**\n\nA cat (A) is not shown.", "B"),
+    ("Option B\n\nOption C would need a bun.", "B"), ("A\n\nA man strokes it; B is not seen.", "A"),
+    ("**Answer: B**\n\nOption C would need a bun.", "B"), ("d\nC has too few.", "D"),
+    ("B\n\nThe answer is B, since C would need a bun.", "B"),
+    ("B\nbecause C would need a bun\nB", "B"),
+    ("答案是B", "B"), ("选B", "B"), ("答案：B", "B"), ("答案为B。", "B"),
+    ("正确答案是（B）。", "B"), ("我选择B，因为它在叫。", "B"), ("故选B。选项C需要面包。", "B"),
+    ("应选：B", "B"), ("选项B", "B"), ("答案应该是B，而不是C。", "B"),
+    ("答案是A\n视频中有一只猫。", "A"), ("B选项正确", "B"),
+    ("选项B不正确，选项C正确", "C"), ("不选B，选C", "C"),
+    ("答案不是B", None), ("不选B", None), ("答案是B或C", None), ("选项B是错的", None),
+    ("A. cat B. dog C. hot dog D. two birds E. none", None),
+    ("A. cat, B. dog, C. hot dog, D. two birds, E. none", None),
+    ("(A) cat (B) dog (C) hot dog (D) two birds (E) none", None),
+    ("Answer: A. cat B. dog C. hot dog D. two birds E. none", None),
+    ("Select the best option: A. cat B. dog C. hot dog", None), ("B. dog C. hot dog", None),
+    ("**A.** cat\n**B.** dog\n**C.** hot dog", None), ("A\ncat\nB\ndog\nC\nhot dog", None),
+    ("A\nB\nC\nD\nE", None), ("B\nC", None),
+    ("Options: A. cat B. dog C. hot dog. I choose B.", "B"),
+    ("A. cat B. dog C. hot dog. The answer is C.", "C"),
+    ("A\nNo, wait. The answer is B.", "B"), ("A. cat\nB. dog\nThe answer is B, not A.", "B"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("response, want", LETTERS)
+def test_the_forms_in_which_models_write_letters_are_read(response, want):
+    assert extract_letter(response, PETS) == want
+
+
+def test_a_list_of_options_is_no_answer_where_only_the_question_holds_them():
+    assert extract_letter("A. a cat B. a dog C. a bird", None) is None
+    assert extract_letter("A. The cat, since B. is barking", None) == "A"
+    # Chinese options are compared as they are written, whatever words stand in them.
+    assert extract_letter("选择题", ["是", "选择题"]) == "B"
+
+
 def test_labels_in_the_options_and_their_number_matter():
     labelled = [f"{letter}. {text}" for letter, text in zip("ABCDE", PETS, strict=True)]
     bracketed = [f"({letter}) {text}" for letter, text in zip("ABCDE", PETS, strict=True)]
@@ -368,6 +425,53 @@ def test_numeric_options_match_as_text_and_duplicates_never():
 ])  # fmt: skip
 def test_span_is_read_in_seconds(response, want):
     assert extract_span(response) == want
+
+
+SPANS = [  # as models write them, all of 12.5 to 20 seconds unless said
+    "Start time: 12.5 seconds\nEnd time: 20.0 seconds",
+    "Start time: 12.5 seconds (he enters)\nEnd time: 20.0 seconds (he has left)",
+    "**Start Time:** 12.5s\n**End Time:** 20.0s", "- Start time: 12.5\n- End time: 20",
+    "Start time (seconds): 12.5, end time (seconds): 20.0",
+    "Start timestamp: 00:12.5, end timestamp: 00:20", '{"start time": "12.5", "end time": "20.0"}',
+    "Start: 12.5s | End: 20.0s", "The event begins at about 12.5 s and ends at around 20 s.",
+    "<12.5 seconds> - <20.0 seconds>", "<12.5 seconds> to <20.0 seconds>",
+    "<12.5 seconds>-<20.0 seconds>", "from <12.5 seconds> until <20.0 seconds>",
+    "[<12.5 seconds>, <20.0 seconds>]", "between <12.5 seconds> and <20.0 seconds>",
+    "Start time: <12.5 seconds>\nEnd time: <20.0 seconds>",
+    "in the frames <12.5 seconds> to <20.0 seconds>", "<00:12.5> - <00:20>",
+    "from 12.5s until 20s", "From 12.5 seconds until 20 seconds.", "from 12.5s until about 20s",
+    "12.5 - 20.0 (confidence 0.8-0.9)", "12.5-20.0, confidence: 0.8 to 0.9",
+    "[12.5, 20.0], confidence [0.8, 0.9]", "12.5s - 20s with confidence between 0.8 and 0.9",
+    "12.5 - 20 (0.8-0.9 confidence)", "12.5 to 20, I am 80-90 percent sure",
+    "Confidence 0.8-0.9\n12.5 - 20.0",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("response", SPANS)
+def test_the_forms_in_which_models_write_spans_are_read(response):
+    assert extract_span(response) == (12.5, 20)
+    # Training reads the answer body, whose stamps are text and no tags: an answer was given.
+    turn = f"{THOUGHT}</think><answer>{response}</answer>"
+    assert score([turn], "grounding", (12.5, 20))["acc"] == 1.0
+    assert score([turn], "grounding", (12.5, 20), answer_from="line")["acc"] == 1.0
+    assert format_reward([turn])["answer_opened"] and format_reward([turn])["well_formed"]
+
+
+@pytest.mark.parametrize("response, want", [
+    ("with confidence: 10 - 20", (10, 20)), ("confidence 0.8-0.9", None),
+    ("0.2 - 0.9 seconds", (0.2, 0.9)), ("80-90 percent", None),
+    ("Start frame: 10, end frame: 20", None), ("frames <10> - <20>", None),
+    ("Start time: 20 s\nEnd time: 12.5 s", None), ("<12.5 seconds>", None),
+    ("Start time: 12.5 seconds", None), ("<20.0 seconds> - <12.5 seconds>", None),
+    ("The score is 2-1, from 10 to 20", (10, 20)), ("The team scores from 10 to 20", (10, 20)),
+])  # fmt: skip
+def test_what_looks_like_such_a_span_and_is_none(response, want):
+    assert extract_span(response) == want
+
+
+@pytest.mark.parametrize("body", ["<>", "<b>", "</b>", "<b></b>", "< b 12 >", "<-5>", "<<<>>>"])
+def test_tags_with_nothing_between_them_stay_an_empty_answer(body):
+    assert final_answer([f"<answer>{body}</answer>"]) is None
 
 
 @pytest.mark.parametrize("span, gold, want", [
@@ -845,8 +949,8 @@ def test_mask_equals_the_oracle_for_any_split(parts, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(joined)), max_size=20)))
     pieces = [joined[a:b] for a, b in zip([0, *cuts], [*cuts, len(joined)], strict=True)]
     assert structural_mask(pieces) == overlap_oracle(pieces)
-    assert structural_mask(parts_as_tokens := [part.encode()
-                                               for part in parts]) == overlap_oracle(parts_as_tokens)
+    tokens = [part.encode() for part in parts]
+    assert structural_mask(tokens) == overlap_oracle(tokens)
 
 
 @given(st.lists(st.sampled_from([*TAGS, "word", " ", "<"]), min_size=1, max_size=10))
