@@ -460,6 +460,7 @@ def parse_code_calls(body):
 
 BLOCKS = ("tool_call", "tool_code", "tool_response", "action", "observation", "score", "clip")
 MAX_ANSWER_CHARS = 50_000  # longer is no answer: bounds the work below; NFKC may grow a text 18x
+EXPONENT = re.compile("(?<=[0-9])[⁻⁰¹²³⁴-⁹ⁿ]+")  # of a number
 BOXED = re.compile(r"\\boxed ?\{([^{}]*)\}")
 
 
@@ -491,13 +492,18 @@ def stated_answer(turns, think_open=False):
     return next((line for line in reversed(lines) if has_word(line)), None)
 
 
+def plain(text):
+    """NFKC: full-width characters to ASCII; but 10² becomes 10^2, where NFKC would make it 102."""
+    return unicodedata.normalize("NFKC", EXPONENT.sub(r"^\g<0>", text))
+
+
 def answer_lines(response):
     """Lines of what to grade of a response: an answer body whole, a turn less its thought."""
     text = answer_or_tail([response]) or ""
     if len(text) > MAX_ANSWER_CHARS:
         return []
     boxed = BOXED.findall(text)  # a LaTeX box declares the answer; the last one counts
-    text = unicodedata.normalize("NFKC", boxed[-1] if boxed else text)  # full-width to ASCII
+    text = plain(boxed[-1] if boxed else text)
     # Single spaces also keep the patterns below from backtracking over long blanks.
     lines = [" ".join(line.split()) for line in text.split("\n")]
     return [line for line in lines if line]
@@ -524,14 +530,26 @@ HEDGES = "maybe perhaps possibly probably likely might may could or either unsur
 NEGATIONS = ("not no never neither nor cannot cant isnt wasnt arent dont doesnt didnt except wrong "
              "incorrect").split()  # fmt: skip
 PREDICATE = re.compile(r"(?i)\b(?:is|are|was|were|it['’]s|that['’]s) (?:(?:an?|the) )?(.+)")
+# "Therefore, the final answer is: X", the last of them; whatever was reasoned before it.
+ANSWER_IS = re.compile(r"(?is)(.*)\banswer[*_ ]*(?:is\b[*_ ]*:?|:)[*_\s]*(.+)")
+# "X. The lens zooms in.", but not the item "1. The lens zooms in."; "X because the lens zooms in".
+LAST_SENTENCE = re.compile(r"(?s)(.+)(?:\n|(?<![0-9])[.!] )([^\n]+)")
+BECAUSE = re.compile(r"(?is)(.+?),? ((?:because|since) .+)")
+# A reason has one of these words. What only says "is", or what happens, may be a second answer.
+REASONS = ("because since while when where which who shows show shown showing seen see sees "
+           "visible used using indicates indicating").split()  # fmt: skip
+# What has one of these, a hedge or a negation is no reason but another answer.
+TURNS = ("actually wait instead rather however but also alternatively correction sorry answer "
+         "another possible").split()  # fmt: skip
 SMALL_WORDS = ("of", "the", "and", "in", "for", "a", "an", "on", "to")
 
 
 def normalise(text):
     """The list of tokens that open answers are compared by. Case, articles, punctuation, hyphens
-    and thousands commas go; superscripts become plain, number words digits. A minus sign, a
-    decimal point, % and C++ stay: they change what is said."""
-    text = unicodedata.normalize("NFKC", text).casefold()
+    and thousands commas go; the exponent of a letter joins it, number words become digits. A minus
+    sign, a decimal point, % and C++ stay: they change what is said."""
+    text = plain(text).casefold()
+    text = re.sub(r"(?<=[^\W\d_])\^\{?(?=[0-9])", "", text)  # n^2, n^{2} -> n2, as NFKC has n²
     text = re.sub(r"['’`]", "", text).replace("−", "-")  # don't -> dont
     text = re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", text)  # 1,000 -> 1000
     tokens = []
@@ -582,19 +600,42 @@ def same_form(given, gold):
     return tokens != [] and (acronym or tokens == normalise(gold))
 
 
+def statements(text):
+    """The texts that a reply may come down to: itself, what it declares as its answer, and that
+    without the one sentence of reason behind it."""
+    doubt = {*HEDGES, *NEGATIONS, "possible", "another"}
+    declared = ANSWER_IS.fullmatch(text)
+    # "I doubt that the answer is X": only the clause that declares it, since reasoning may doubt.
+    clause = re.split(r"[.;!?\n]", declared[1][-100:])[-1] if declared else ""
+    if declared and doubt.isdisjoint(normalise(clause)):
+        text = declared[2]
+    found = [text]
+    for pattern in (LAST_SENTENCE, BECAUSE):
+        parts = pattern.fullmatch(text)
+        words = normalise(parts[2][:1000]) if parts else []
+        # Short ones are names, long ones more than one sentence.
+        is_reason = 4 <= len(words) <= 40 and not set(REASONS).isdisjoint(words)
+        if is_reason and {*doubt, *TURNS}.isdisjoint(words):
+            found.append(parts[1])
+    return found
+
+
 def match_open(response, gold):
     """Whether a free answer says the gold text: equal once normalised, its acronym or what that
-    stands for, or the predicate of one short sentence that does not hedge or negate. Empty never
-    matches, and no part of a text does."""
-    said = region(response)
-    tokens = normalise(said)
-    if not tokens:
-        return False
-    given = answer_forms(said)
-    predicate = PREDICATE.search(said)
-    doubtful = set(tokens) & {*HEDGES, *NEGATIONS} or re.search(r"[.;!?] +\w", said)
-    if predicate and len(tokens) <= 20 and not doubtful:
-        given.append(predicate[1])
+    stands for, or the predicate of one short sentence that does not hedge or negate; declared as
+    the answer or not, with one sentence of reason or none. Empty never matches, and no part of a
+    text does."""
+    lines = "\n".join(answer_lines(response))
+    given = answer_forms(lines.replace("\n", " "))
+    for said in statements(lines):
+        said = said.replace("\n", " ")
+        given += answer_forms(said)
+        # Past 2,000 characters it is no short sentence.
+        tokens = normalise(said[:2000])
+        predicate = PREDICATE.search(said)
+        unsure = set(tokens) & {*HEDGES, *NEGATIONS} or re.search(r"[.;!?] +\w", said)
+        if predicate and len(said) < 2000 and len(tokens) <= 20 and not unsure:
+            given.append(predicate[1])
     return any(same_form(form, wanted) for form in given for wanted in answer_forms(gold))
 
 

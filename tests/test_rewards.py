@@ -536,6 +536,99 @@ def test_open_answers_that_differ_do_not_match(response, gold):
     assert not match_open(response, gold)
 
 
+OPEN = [  # (reply, gold) as models write them
+    ("Answer: Dolly Zoom", "Dolly Zoom"), ("**Answer:** Dolly zoom.", "Dolly Zoom"),
+    ("Final answer: dolly zoom", "Dolly Zoom"), ("**Final Answer**: *dolly zoom*", "Dolly Zoom"),
+    ("Therefore, the final answer is: Dolly Zoom", "Dolly Zoom"),
+    ("Therefore, the final answer is: **Dolly Zoom**.", "Dolly Zoom"),
+    ("The camera moves back. It is not a pan.\n\nTherefore, the final answer is: Dolly Zoom.",
+     "Dolly Zoom"),
+    ("Step 1: he may sort.\nStep 2: he swaps.\nThe final answer is bubble sort.", "Bubble sort"),
+    ("It is not a pan. However, the final answer is: Dolly zoom", "dolly zoom"),
+    ("Final answer:\nBubble sort", "bubble sort"), ("The correct answer is: 21", "twenty-one"),
+    ("Answer: It is a dolly zoom.", "dolly zoom"), ("Answer: DFS", "Depth-First Search (DFS)"),
+    ("O(n²)", "O(n^2)"), ("O(n^2)", "O(n²)"), ("O(n^{2})", "O(n²)"), ("$O(n^2)$", "O(n²)"),
+    ("Answer: O(n²).", "O(n^2)"), ("9.8 m/s²", "9.8 m/s^2"), ("9.8 m/s^2", "9.8 m/s²"),
+    ("10² N", "10^2 N"), ("\\boxed{9.8 m/s^2}", "9.8 m/s²"), ("The rate is 2 m/s².", "2 m/s^2"),
+    ("Dolly zoom. The camera moves back while the lens zooms in.", "dolly zoom"),
+    ("Dolly zoom\nThe background grows while the face keeps its size.", "dolly zoom"),
+    ("Bubble sort, because neighbours are swapped until all are in order.", "bubble sort"),
+    ("Bubble sort because neighbours are swapped.", "bubble sort"),
+    ("It is a dolly zoom. The video shows the background growing.", "dolly zoom"),
+    ("Answer: dolly zoom. The background grows while the face keeps its size.", "dolly zoom"),
+    ("U.S. Congress. The video shows members who vote.", "U.S. Congress"),
+    ("Five\nThere are five people visible in the room.", "5"),
+]  # fmt: skip
+OPEN_NOT = [
+    ("Answer: not a dolly zoom", "dolly zoom"), ("Answer: maybe a dolly zoom", "dolly zoom"),
+    ("Answer: dolly zoom or pan", "dolly zoom"), ("Wrong answer: dolly zoom", "dolly zoom"),
+    ("I do not think that the answer is dolly zoom", "dolly zoom"),
+    ("A possible answer is: dolly zoom", "dolly zoom"),
+    ("The answer is: dolly zoom. No, wait, the answer is: pan", "dolly zoom"),
+    ("Answer: dolly zoom. Actually it shows a pan of the camera.", "dolly zoom"),
+    ("Answer: dolly zoom\nAnswer: pan", "dolly zoom"), ("Dolly zoom. Pan.", "dolly zoom"),
+    ("Dolly zoom. It is a pan of the camera.", "dolly zoom"),
+    ("Dolly zoom. This could be a pan, which moves the camera.", "dolly zoom"),
+    ("1. The camera moves back while the lens zooms in.", "1"),
+    ("Dolly zoom. The lens zooms in while it moves. The video shows a face.", "dolly zoom"),
+    ("The camera moves because dolly zoom", "dolly zoom"), ("O(n^2)", "O(n^3)"),
+    ("O(n^2)", "O(2n)"), ("10^2", "102"), ("10²", "102"), ("10^3", "103"), ("m/s", "m/s^2"),
+    ("x^-2", "x^2"), ("10^-3", "10^3"), ("10⁻³", "10^3"), ("2ⁿ", "2n"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("response, gold", OPEN)
+def test_the_forms_in_which_models_write_open_answers_match(response, gold):
+    assert match_open(response, gold)
+
+
+@pytest.mark.parametrize("response, gold", OPEN_NOT)
+def test_what_looks_like_such_an_open_answer_and_says_something_else(response, gold):
+    assert not match_open(response, gold)
+
+
+# Gold texts of the kinds that benchmarks have, many of them near each other.
+GOLDS = ["Dolly zoom", "Zoom", "Cross-cutting", "Red", "Red and blue", "Blue", "Not red", "4", "14",
+         "4 m", "4 cm", "0.4", "-4", "40%", "21", "10^2", "102", "1,000", "9.8 m/s^2", "9.8 m/s",
+         "O(n)", "O(n^2)", "O(2^n)", "O(n log n)", "Depth-First Search (DFS)",
+         "Breadth-First Search (BFS)", "Newton's first law", "Newton's second law",
+         "Conversion of heat to work", "Light moves in straight lines", "It has no effect",
+         "The use of leading lines", "The lens", "Unknown", "Food and Drug Administration (FDA)",
+         "H2O", "Vitamin A", "Type A", "Supply and demand", "Demand", "The Birth of Venus",
+         "Gross Domestic Product", "C", "C++", "Yes", "No"]  # fmt: skip
+ONE_ANSWER = ["{a}", "<answer>{a}</answer>", "Answer: {a}", "**Answer:** {a}.", "It is {a}.",
+              "Therefore, the final answer is: {a}", "\\boxed{{{a}}}",
+              "{a}\nThe video shows it while he speaks.", "{a} because the video shows it.",
+              "We look at it. It could be both.\n\nFinal answer: {a}"]  # fmt: skip
+TWO_ANSWERS = ["{a}. {b}.", "{a}\n{b}", "{a}, {b}", "{a} or {b}", "It is {a}. It is {b}.",
+               "{a}. It is {b}.", "It is {a}, not {b}", "Not {b}. {a}",
+               "{a}. The technique is {b}.", "Answer: {a}. It is {b}",
+               "Answer: {a}\nNo: {b}", "{a} ({b})"]  # fmt: skip
+
+
+def test_no_answer_matches_the_gold_of_another_item():
+    pairs = [(a, b) for a in GOLDS for b in GOLDS if a != b]
+    for form in ONE_ANSWER:
+        assert [b for a, b in pairs if match_open(form.format(a=a), b)] == [], form
+
+
+def test_two_answers_match_neither():
+    pairs = [(a, b) for a in GOLDS[::2] for b in GOLDS[1::2]]
+    for form in TWO_ANSWERS:
+        said = [(form.format(a=a, b=b), a, b) for a, b in pairs]
+        assert [x for x in said if match_open(x[0], x[1]) or match_open(x[0], x[2])] == [], form
+
+
+@pytest.mark.parametrize("refusal", [
+    "I cannot determine this.", "I don't know.", "None of the above", "", "N/A", "...",
+    "There is no answer.", "The video does not show this.", "I'm sorry, but I can't help.",
+    "It is not possible to say because nothing is shown.", "[API error: A request failed]",
+])  # fmt: skip
+def test_no_refusal_matches_a_gold(refusal):
+    for form in ONE_ANSWER:
+        assert [gold for gold in GOLDS if match_open(form.format(a=refusal), gold)] == [], form
+
+
 @pytest.mark.parametrize("response, gold, want", [
     ("red car red", "red red car", 1.0),  # multisets: order is free, repeats count
     ("red red red", "red", 0.5),  # 2 * 1 / (3 + 1)
