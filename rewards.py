@@ -673,9 +673,10 @@ NOT_AFTER = re.compile(
     r"(?i)[)\]\"']* (?:(?:is|was|are|can|could|does|seems) ?(?:not\b|n't|wrong|incorrect|false|"
     r"ruled out)|isn't|wasn't|cannot|can't|doesn't|is clearly wrong)")
 # The words around a letter in a Chinese reply. Longer ones first: "is wrong" before "not".
-CHINESE = {"不正确": "is wrong", "正确": "is right", "不对": "is wrong", "不": "not", "错": "wrong",
-           "答案": "answer", "选项": "option", "选择": "choose", "选": "choose", "因为": "because",
-           "为": "is", "是": "is", "应该": "", "应": "", "或者": "or", "或": "or"}  # fmt: skip
+CHINESE = {"不正确": "is wrong", "正确": "is right", "不对": "is wrong", "不": "not",
+           "错": "wrong", "答案": "answer", "选项": "option", "选择": "answer is",
+           "选": "answer is", "因为": "because", "为": "is", "是": "is", "应该": "", "应": "",
+           "或者": "or", "或": "or", "和": "and"}  # fmt: skip
 # Words that cannot follow an article, so that "A because .." is the letter and "A man .." is not.
 AFTER_LETTER = ("because since as or and is was which based due given but not rather instead that "
                 "where when if from for").split()  # fmt: skip
@@ -714,16 +715,21 @@ def named_letters(pattern, text, letters):
 
 def lists_on(text, letter, texts):
     """Whether `text`, which stands behind the label of an option, goes on as the list of options
-    does: the text of this one, then the next label. texts: normalised, [] where not known."""
+    does: its own text, the next label and text, and another label or the end. texts: normalised,
+    [] where not known."""
     at = ord(letter) - ord("A")
+    following = [chr(ord(letter) + step) for step in (1, 2)]
     if not texts:  # a label may be part of a sentence; A, B and C in order are a list
-        return letter == "A" and ITEM.findall(text[:2000])[:2] == ["B", "C"]
+        return letter == "A" and ITEM.findall(text[:2000])[:2] == following
     if at + 1 >= len(texts):
         return False
-    # Normalised in one piece, since a label A is lost as an article.
-    listed = " ".join(normalise(f"{texts[at]} {chr(ord(letter) + 1)} {texts[at + 1]}"))
-    window = text[: 2 * len(listed) + 100]  # room for punctuation and articles
-    return f"{' '.join(normalise(window))} ".startswith(listed + " ")
+    # Normalised in one piece, as the option and the reply are.
+    listed = normalise(f"{texts[at]} {following[0]} {texts[at + 1]}")
+    window = text[: 2 * len(" ".join(listed)) + 100]  # room for articles, punctuation, a label
+    said = normalise(window)
+    # "A. cat. B. dog is wrong" is no list.
+    after = said[len(listed) : len(listed) + 1]
+    return said[: len(listed)] == listed and after in ([], [following[1].lower()])
 
 
 def letters_by_text(said, texts, letters):
@@ -780,10 +786,10 @@ def extract_letter(response, options):
     # the option's place is taken off: "B. B. King" may be the text of option A.
     texts = [" ".join(normalise(re.sub(rf"^\s*\(?{letter}[).:]+\s+", "", str(option))))
              for letter, option in zip(letters, options or [])]  # fmt: skip
-    said = " ".join(normalise(text))  # before translation: options may be Chinese too
-    text = in_english(text)
+    said = " ".join(normalise(text))
+    english = in_english(text)  # for what stands around a letter; the options may be Chinese
 
-    declared = declared_letter(text, letters, texts)
+    declared = declared_letter(english, letters, texts)
     if declared is None:
         return None
     # Two labelled lines are the options repeated.
@@ -794,9 +800,9 @@ def extract_letter(response, options):
     lone = first and (not listing or ALONE.fullmatch(lines[0]))
     if lone and len(lines) > 1 and {first, *filter(None, further)} | declared == {first}:
         return first
-    chosen = {letter for letter, end in named_letters(CHOSEN, text, letters).items()
-              if not lists_on(text[end:], letter, texts)}  # fmt: skip
-    capitals = set(named_letters(CAPITAL, text, letters))
+    chosen = {letter for letter, end in named_letters(CHOSEN, english, letters).items()
+              if not lists_on(english[end:], letter, texts)}  # fmt: skip
+    capitals = set(named_letters(CAPITAL, english, letters))
     label = LABEL.match(text)
     letter = label[1].upper() if label else None
     if letter and letter in letters and not listing:

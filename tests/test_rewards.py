@@ -356,7 +356,8 @@ LETTERS = [  # on PETS, as models write them
     ("应选：B", "B"), ("选项B", "B"), ("答案应该是B，而不是C。", "B"),
     ("答案是A\n视频中有一只猫。", "A"), ("B选项正确", "B"),
     ("选项B不正确，选项C正确", "C"), ("不选B，选C", "C"),
-    ("答案不是B", None), ("不选B", None), ("答案是B或C", None), ("选项B是错的", None),
+    ("选A或B", None), ("选B和C", None), ("答案不是B", None), ("不选B", None),
+    ("答案是B或C", None), ("选项B是错的", None),
     ("A. cat B. dog C. hot dog D. two birds E. none", None),
     ("A. cat, B. dog, C. hot dog, D. two birds, E. none", None),
     ("(A) cat (B) dog (C) hot dog (D) two birds (E) none", None),
@@ -365,6 +366,8 @@ LETTERS = [  # on PETS, as models write them
     ("**A.** cat\n**B.** dog\n**C.** hot dog", None), ("A\ncat\nB\ndog\nC\nhot dog", None),
     ("A\nB\nC\nD\nE", None), ("B\nC", None),
     ("Options: A. cat B. dog C. hot dog. I choose B.", "B"),
+    ("The correct answer is: A. cat\n\nB. dog is wrong.", "A"),
+    ("Answer: B. dog. C. hot dog would need a bun.", "B"),
     ("A. cat B. dog C. hot dog. The answer is C.", "C"),
     ("A\nNo, wait. The answer is B.", "B"), ("A. cat\nB. dog\nThe answer is B, not A.", "B"),
 ]  # fmt: skip
@@ -380,6 +383,8 @@ def test_a_list_of_options_is_no_answer_where_only_the_question_holds_them():
     assert extract_letter("A. The cat, since B. is barking", None) == "A"
     # Chinese options are compared as they are written, whatever words stand in them.
     assert extract_letter("选择题", ["是", "选择题"]) == "B"
+    assert extract_letter("B. 选择题", ["是", "选择题"]) == "B"
+    assert extract_letter("A. 选择题", ["是", "选择题"]) is None
 
 
 def test_labels_in_the_options_and_their_number_matter():
