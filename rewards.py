@@ -613,8 +613,7 @@ def statements(text):
     for pattern in (LAST_SENTENCE, BECAUSE):
         parts = pattern.fullmatch(text)
         words = normalise(parts[2][:1000]) if parts else []
-        # Short ones are names, long ones more than one sentence.
-        is_reason = 4 <= len(words) <= 40 and not set(REASONS).isdisjoint(words)
+        is_reason = len(words) <= 40 and not set(REASONS).isdisjoint(words)
         if is_reason and {*doubt, *TURNS}.isdisjoint(words):
             found.append(parts[1])
     return found
