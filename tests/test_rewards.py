@@ -984,8 +984,8 @@ def test_extraction_never_raises_and_stays_in_bounds(response, other):
     span = extract_span(response)
     assert span is None or 0.0 <= span[0] < span[1] < math.inf
     assert 0.0 <= token_f1(response, other) <= 1.0
-    if match_open(response, other):
-        assert token_f1(response, other) == 1.0 and normalise(other)
+    # Not F1 1.0 as well: "answer is A" matches "A" and has two tokens more.
+    assert normalise(other) or not match_open(response, other)
     tail = answer_or_tail([response, other])
     assert tail is None or tail.strip()
 
