@@ -154,7 +154,7 @@ def closure_counts(turns, think_prefix=True):
 
 KINDS = ("think", "tool_call", "answer")  # the structural pairs; other angle brackets are text
 TAG = re.compile(r"<(/?)(think|tool_call|answer)>")  # lower case, no attributes: as it is taught
-ANY_TAG = re.compile(r"<[^<>]*>")
+ANY_TAG = re.compile(r"<(?![0-9])[^<>]*>")  # "<12.5 seconds>" is how frames are stamped: text
 THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)  # ends at the first </think>, nested or not
 
 
@@ -460,6 +460,7 @@ def parse_code_calls(body):
 
 BLOCKS = ("tool_call", "tool_code", "tool_response", "action", "observation", "score", "clip")
 MAX_ANSWER_CHARS = 50_000  # longer is no answer: bounds the work below; NFKC may grow a text 18x
+EXPONENT = re.compile("(?<=[0-9])[⁻⁰¹²³⁴-⁹ⁿ]+")  # of a number
 BOXED = re.compile(r"\\boxed ?\{([^{}]*)\}")
 
 
@@ -491,15 +492,26 @@ def stated_answer(turns, think_open=False):
     return next((line for line in reversed(lines) if has_word(line)), None)
 
 
-def region(response):
-    """What to grade of a response, on one line: an answer body whole, a turn less its thought."""
+def plain(text):
+    """NFKC: full-width characters to ASCII; but 10² becomes 10^2, where NFKC would make it 102."""
+    return unicodedata.normalize("NFKC", EXPONENT.sub(r"^\g<0>", text))
+
+
+def answer_lines(response):
+    """Lines of what to grade of a response: an answer body whole, a turn less its thought."""
     text = answer_or_tail([response]) or ""
     if len(text) > MAX_ANSWER_CHARS:
-        return ""
+        return []
     boxed = BOXED.findall(text)  # a LaTeX box declares the answer; the last one counts
-    text = unicodedata.normalize("NFKC", boxed[-1] if boxed else text)  # full-width to ASCII
+    text = plain(boxed[-1] if boxed else text)
     # Single spaces also keep the patterns below from backtracking over long blanks.
-    return " ".join(text.split())
+    lines = [" ".join(line.split()) for line in text.split("\n")]
+    return [line for line in lines if line]
+
+
+def region(response):
+    """What to grade of a response, on one line."""
+    return " ".join(answer_lines(response))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -518,14 +530,26 @@ HEDGES = "maybe perhaps possibly probably likely might may could or either unsur
 NEGATIONS = ("not no never neither nor cannot cant isnt wasnt arent dont doesnt didnt except wrong "
              "incorrect").split()  # fmt: skip
 PREDICATE = re.compile(r"(?i)\b(?:is|are|was|were|it['’]s|that['’]s) (?:(?:an?|the) )?(.+)")
+# "Therefore, the final answer is: X", the last of them; whatever was reasoned before it.
+ANSWER_IS = re.compile(r"(?is)(.*)\banswer[*_ ]*(?:is\b[*_ ]*:?|:)[*_\s]*(.+)")
+# "X. The lens zooms in.", but not the item "1. The lens zooms in."; "X because the lens zooms in".
+LAST_SENTENCE = re.compile(r"(?s)(.+)(?:\n|(?<![0-9])[.!] )([^\n]+)")
+BECAUSE = re.compile(r"(?is)(.+?),? ((?:because|since) .+)")
+# A reason has one of these words. What only says "is", or what happens, may be a second answer.
+REASONS = ("because since while when where which who shows show shown showing seen see sees "
+           "visible used using indicates indicating").split()  # fmt: skip
+# What has one of these, a hedge or a negation is no reason but another answer.
+TURNS = ("actually wait instead rather however but also alternatively correction sorry answer "
+         "another possible").split()  # fmt: skip
 SMALL_WORDS = ("of", "the", "and", "in", "for", "a", "an", "on", "to")
 
 
 def normalise(text):
     """The list of tokens that open answers are compared by. Case, articles, punctuation, hyphens
-    and thousands commas go; superscripts become plain, number words digits. A minus sign, a
-    decimal point, % and C++ stay: they change what is said."""
-    text = unicodedata.normalize("NFKC", text).casefold()
+    and thousands commas go; the exponent of a letter joins it, number words become digits. A minus
+    sign, a decimal point, % and C++ stay: they change what is said."""
+    text = plain(text).casefold()
+    text = re.sub(r"(?<=[^\W\d_])\^\{?(?=[0-9])", "", text)  # n^2, n^{2} -> n2, as NFKC has n²
     text = re.sub(r"['’`]", "", text).replace("−", "-")  # don't -> dont
     text = re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", text)  # 1,000 -> 1000
     tokens = []
@@ -576,19 +600,41 @@ def same_form(given, gold):
     return tokens != [] and (acronym or tokens == normalise(gold))
 
 
+def statements(text):
+    """The texts that a reply may come down to: itself, what it declares as its answer, and that
+    without the one sentence of reason behind it."""
+    doubt = {*HEDGES, *NEGATIONS, "possible", "another"}
+    declared = ANSWER_IS.fullmatch(text)
+    # "I doubt that the answer is X": only the clause that declares it, since reasoning may doubt.
+    clause = re.split(r"[.;!?\n]", declared[1][-100:])[-1] if declared else ""
+    if declared and doubt.isdisjoint(normalise(clause)):
+        text = declared[2]
+    found = [text]
+    for pattern in (LAST_SENTENCE, BECAUSE):
+        parts = pattern.fullmatch(text)
+        words = normalise(parts[2][:1000]) if parts else []
+        is_reason = len(words) <= 40 and not set(REASONS).isdisjoint(words)
+        if is_reason and {*doubt, *TURNS}.isdisjoint(words):
+            found.append(parts[1])
+    return found
+
+
 def match_open(response, gold):
     """Whether a free answer says the gold text: equal once normalised, its acronym or what that
-    stands for, or the predicate of one short sentence that does not hedge or negate. Empty never
-    matches, and no part of a text does."""
-    said = region(response)
-    tokens = normalise(said)
-    if not tokens:
-        return False
-    given = answer_forms(said)
-    predicate = PREDICATE.search(said)
-    doubtful = set(tokens) & {*HEDGES, *NEGATIONS} or re.search(r"[.;!?] +\w", said)
-    if predicate and len(tokens) <= 20 and not doubtful:
-        given.append(predicate[1])
+    stands for, or the predicate of one short sentence that does not hedge or negate; declared as
+    the answer or not, with one sentence of reason or none. Empty never matches, and no part of a
+    text does."""
+    lines = "\n".join(answer_lines(response))
+    given = answer_forms(lines.replace("\n", " "))
+    for said in statements(lines):
+        said = said.replace("\n", " ")
+        given += answer_forms(said)
+        # Past 2,000 characters it is no short sentence.
+        tokens = normalise(said[:2000])
+        predicate = PREDICATE.search(said)
+        unsure = set(tokens) & {*HEDGES, *NEGATIONS} or re.search(r"[.;!?] +\w", said)
+        if predicate and len(said) < 2000 and len(tokens) <= 20 and not unsure:
+            given.append(predicate[1])
     return any(same_form(form, wanted) for form in given for wanted in answer_forms(gold))
 
 
@@ -605,6 +651,8 @@ def token_f1(response, gold):
 
 # Each sees one line with single spaces and has no two open-ended repeats in a row: linear.
 LABEL = re.compile(r"[(\[\"']*([A-Za-z])(?:[)\]:]+|\.(?=\s|$))[.:]?(?: |$)")  # "B. ", "(B) ", "B: "
+ALONE = re.compile(r"(?:(?i:option|choice|letter) )?[(\[\"' ]*([A-Za-z])[)\]\"'.:, ]*")
+ITEM = re.compile(r" [(\[]?([A-Z])[)\].:]+ ")  # a further option of a list on one line
 LINE_LABEL = re.compile(r"^[ \t(\[]*([A-Za-z])[)\].:]+[ \t]", re.MULTILINE)
 OPTION = r"(?:option |choice |letter )?[(\[\"']*"
 END = r"(?![-'’]?\w)"  # the letter stands alone: not Apples, not A's, not B-roll
@@ -623,6 +671,11 @@ NOT_BEFORE = re.compile(
 NOT_AFTER = re.compile(
     r"(?i)[)\]\"']* (?:(?:is|was|are|can|could|does|seems) ?(?:not\b|n't|wrong|incorrect|false|"
     r"ruled out)|isn't|wasn't|cannot|can't|doesn't|is clearly wrong)")
+# The words around a letter in a Chinese reply. Longer ones first: "is wrong" before "not".
+CHINESE = {"不正确": "is wrong", "正确": "is right", "不对": "is wrong", "不": "not",
+           "错": "wrong", "答案": "answer", "选项": "option", "选择": "answer is",
+           "选": "answer is", "因为": "because", "为": "is", "是": "is", "应该": "", "应": "",
+           "或者": "or", "或": "or", "和": "and"}  # fmt: skip
 # Words that cannot follow an article, so that "A because .." is the letter and "A man .." is not.
 AFTER_LETTER = ("because since as or and is was which based due given but not rather instead that "
                 "where when if from for").split()  # fmt: skip
@@ -631,24 +684,51 @@ AFTER_LETTER = ("because since as or and is was which based due given but not ra
 def is_letter(text, at):
     """Whether text[at] names an option there: it is no article, pronoun or stray letter."""
     after = re.match(r" (\w+)", text[at + 1 : at + 20])  # the next word
-    if not after or (at > 0 and text[at - 1] in "([\"'"):
+    # No article stands before a Chinese word.
+    if not after or after[1] > "\u2e80" or (at > 0 and text[at - 1] in "([\"'"):
         return True
     if text[at].islower() or text[at] == "I":  # "the answer is a dog", "I think"
         return False
     return text[at] != "A" or after[1].lower() in AFTER_LETTER
 
 
+def in_english(text):
+    """A text with the Chinese words that may stand around a letter translated, others left."""
+    return " ".join(re.sub("|".join(CHINESE), lambda word: f" {CHINESE[word[0]]} ", text).split())
+
+
 def named_letters(pattern, text, letters):
-    """[(letter, end index)] of the options that a pattern names in text, denied ones left out."""
-    named = []
+    """{letter: index behind it} of the options that a pattern names in text, denied ones left out;
+    in the order of their last mention."""
+    named = {}
     for match in pattern.finditer(text):
         start, end = match.span()
         # Windows, not the whole text: each look around a match stays of constant cost.
         denied = NOT_BEFORE.search(text[max(0, start - 40) : start])
         denied = denied or NOT_AFTER.match(text[end : end + 30])
         if match[1].upper() in letters and is_letter(text, match.start(1)) and not denied:
-            named.append((match[1].upper(), end))
+            named.pop(match[1].upper(), None)
+            named[match[1].upper()] = end
     return named
+
+
+def lists_on(text, letter, texts):
+    """Whether `text`, which stands behind the label of an option, goes on as the list of options
+    does: its own text, the next label and text, and another label or the end. texts: normalised,
+    [] where not known."""
+    at = ord(letter) - ord("A")
+    following = [chr(ord(letter) + step) for step in (1, 2)]
+    if not texts:  # a label may be part of a sentence; A, B and C in order are a list
+        return letter == "A" and ITEM.findall(text[:2000])[:2] == following
+    if at + 1 >= len(texts):
+        return False
+    # Normalised in one piece, as the option and the reply are.
+    listed = normalise(f"{texts[at]} {following[0]} {texts[at + 1]}")
+    window = text[: 2 * len(" ".join(listed)) + 100]  # room for articles, punctuation, a label
+    said = normalise(window)
+    # "A. cat. B. dog is wrong" is no list.
+    after = said[len(listed) : len(listed) + 1]
+    return said[: len(listed)] == listed and after in ([], [following[1].lower()])
 
 
 def letters_by_text(said, texts, letters):
@@ -664,16 +744,41 @@ def letters_by_text(said, texts, letters):
     return {letter for letter, text in zip(letters, texts) if text in longest}
 
 
+def own_line(line, letters, texts):
+    """The letter that a line gives and nothing else, or None: "B", "Option B.", "(B) dog"."""
+    label = ALONE.fullmatch(line) or LABEL.match(line)
+    letter = label[1].upper() if label else None
+    if letter is None or letter not in letters:
+        return None
+    rest = " ".join(normalise(line[label.end() :]))
+    return letter if not rest or rest in texts[letters.index(letter) :][:1] else None
+
+
+def declared_letter(text, letters, texts):
+    """{the letter of the last "answer is X"}, {} without one, None where it says "B or C"."""
+    named = named_letters(DECLARED, text, letters)
+    if not named:
+        return set()
+    # The last one counts: "The answer is A. No, wait: the answer is C."
+    letter, end = list(named.items())[-1]
+    other = ALTERNATIVE.match(text[end : end + 40])
+    if other and other[1] in letters and other[1] != letter:
+        return None
+    # "Answer: A. cat B. dog C. hot dog" repeats the question.
+    return set() if lists_on(text[end:], letter, texts) else {letter}
+
+
 def extract_letter(response, options):
     """The option letter a response settles on, or None. Never sees the gold answer. options: texts,
     labelled ("A. ..", "(A) ..") or bare; without them A to J are allowed. First that applies: the
-    letter alone; a leading label; the last "answer is X"; one "option X" or "choose X"; the text of
-    one option; the only standalone capital left. Two letters at the same step, or a label that
-    contradicts what follows it, are no answer."""
+    letter alone, also on a first line; a leading label; the last "answer is X"; one "option X" or
+    "choose X"; the text of one option; the only standalone capital left. Two letters at the same
+    step, or a label that contradicts what follows it, are no answer; nor is a list of options."""
     letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[: len(options) if options else 10]
-    text = re.sub(r"[*_`$]", "", region(response))
+    lines = [re.sub(r"[*_`$]", "", line) for line in answer_lines(response)]
+    text = " ".join(lines)
     # The letter and nothing else; lower case is fine here, since no word stands beside it.
-    alone = re.fullmatch(r"[(\[\"' ]*([A-Za-z])[)\]\"'.:, ]*", text)
+    alone = ALONE.fullmatch(text)
     if alone:
         return alone[1].upper() if alone[1].upper() in letters else None
     # Compared as normalised text, so that "3" and "three" name one option. Only a label that fits
@@ -681,25 +786,31 @@ def extract_letter(response, options):
     texts = [" ".join(normalise(re.sub(rf"^\s*\(?{letter}[).:]+\s+", "", str(option))))
              for letter, option in zip(letters, options or [])]  # fmt: skip
     said = " ".join(normalise(text))
+    english = in_english(text)  # for what stands around a letter; the options may be Chinese
 
-    # The last one counts: "The answer is A. No, wait: the answer is C."
-    declared = named_letters(DECLARED, text, letters)[-1:]
-    for answer, end in declared:
-        other = ALTERNATIVE.match(text[end : end + 40])
-        if other and other[1] in letters and other[1] != answer:  # "the answer is B or C"
-            return None
-    declared = {letter for letter, _ in declared}
-    chosen = {letter for letter, _ in named_letters(CHOSEN, text, letters)}
-    capitals = {letter for letter, _ in named_letters(CAPITAL, text, letters)}
-    # Two labelled lines are the options repeated; `text` has lost its lines, the response has not.
-    listed = {label.upper() for label in LINE_LABEL.findall(answer_or_tail([response]) or "")}
+    declared = declared_letter(english, letters, texts)
+    if declared is None:
+        return None
+    # Two labelled lines are the options repeated.
+    labels = LINE_LABEL.findall(answer_or_tail([response]) or "")
+    listing = len({label.upper() for label in labels} & set(letters)) > 1
+    # An explanation may name any option, but no second letter on a line of its own.
+    first, *further = (own_line(line, letters, texts) for line in lines or [""])
+    lone = first and (not listing or ALONE.fullmatch(lines[0]))
+    if lone and len(lines) > 1 and {first, *filter(None, further)} | declared == {first}:
+        return first
+    chosen = {letter for letter, end in named_letters(CHOSEN, english, letters).items()
+              if not lists_on(english[end:], letter, texts)}  # fmt: skip
+    capitals = set(named_letters(CAPITAL, english, letters))
     label = LABEL.match(text)
-    if label and label[1].upper() in letters and len(listed & set(letters)) < 2:
-        letter = label[1].upper()
+    letter = label[1].upper() if label else None
+    if letter and letter in letters and not listing:
         rest = " ".join(normalise(text[label.end() :]))
         if rest and rest in texts:
             return letter if texts[letters.index(letter)] == rest else None  # "A. dog": dog is B
-        if said not in texts:  # else it is no label but how an option begins: "B. B. King"
+        if lists_on(text[label.end() :], letter, texts):
+            texts = []  # a list says every text of it
+        elif said not in texts:  # else it is no label but how an option begins: "B. B. King"
             return letter if (declared or chosen) <= {letter} else None
     # The first step that names a letter decides; a later one never breaks its tie.
     for named in (declared, chosen, letters_by_text(said, texts, letters), capitals):
@@ -713,11 +824,19 @@ def extract_letter(response, options):
 
 TIME = r"((?:[0-9]{1,9}:){0,2}[0-9]{1,9}(?:\.[0-9]{1,9})?)(?![0-9:%]|\.[0-9])"  # not 1.2.3, not 5%
 SECONDS = r"( ?(?:seconds|second|secs|sec|s)\b)?"
+ABOUT = r"(?:about |around |approximately )?"
 PAIR = re.compile(
-    rf"(?i)([\[(] ?)?(?<![\w.:-]){TIME}{SECONDS} ?(-|–|—|−|~|to|until|till|and|,) ?{TIME}{SECONDS}")
-NAMED = re.compile(
-    rf"(?i)\b(?:start|begin)[a-z_]{{0,8}}[\"' :=]{{0,4}}(?:at |from |is )?{TIME}[^0-9]{{0,24}}?"
-    rf"\b(?:end|finish|stop)[a-z_]{{0,8}}[\"' :=]{{0,4}}(?:at |is )?{TIME}")
+    rf"(?i)([\[(] ?)?(?<![\w.:-]){TIME}{SECONDS} ?(-|–|—|−|~|to|until|till|and|,) ?"
+    rf"{ABOUT}{TIME}{SECONDS}")
+# "start_time": 1, "Start time: 1", "**Start time (s):** 1", "starts at about 1"
+AT = rf"[a-z_]{{0,8}}(?: time| timestamp)?(?: \(s\)| \(seconds\))?[\"'* :=]{{0,6}}" \
+     rf"(?:at |from |is )?{ABOUT}{TIME}"
+NAMED = re.compile(rf"(?i)\b(?:start|begin){AT}[^0-9]{{0,60}}?\b(?:end|finish|stop){AT}")
+STAMP = re.compile(r"<([0-9][^<>]*)>")
+# Just before or behind a pair that is no time, the pair itself left out as a newline.
+COUNTED = re.compile(r"(?i)\bframes? ?(?:from )?\n|\n (?:frames?|percent)\b")
+TRUST = "(?:confidence|certainty|probability)"
+TRUSTED = re.compile(rf"(?i)\b{TRUST}\b[^0-9\n]{{0,20}}\n|\n {TRUST}")
 SHARED_MINUTES = re.compile(r"(?<![\w.:])([0-9]{1,4}) ?(?:-|–|to) ?(?=[0-9]{1,4} ?min)")
 MINUTES = re.compile(
     r"(?<![\w.:])([0-9]{1,4}(?:\.[0-9]{1,3})?) ?(?:minutes|minute|mins|min)\b"
@@ -728,9 +847,10 @@ def extract_span(response):
     """(start, end) in seconds of the last time range in a response, or None. A range is two times
     (12.5, MM:SS, H:MM:SS, "1 minute 5 seconds") joined by a dash, "to", "until" or "and", or given
     as start and end; by a comma only in brackets, with a unit, or alone. A reversed last range is a
-    wrong answer, not one to repair: None. Frame numbers are no times."""
+    wrong answer, not one to repair: None. Frame numbers and confidences are no times."""
+    text = STAMP.sub(r"\1", region(response))  # "<12.5 seconds> - <20.0 seconds>"
     # Minutes ("2 to 3 minutes") become seconds first, so that one pattern reads every range.
-    text = SHARED_MINUTES.sub(r"\1 min to ", region(response))
+    text = SHARED_MINUTES.sub(r"\1 min to ", text)
     text = MINUTES.sub(lambda part: f"{60 * float(part[1]) + float(part[2] or 0):.3f}s", text)
     found = [(match.start(), match[1], match[2]) for match in NAMED.finditer(text)]
     alone = text.strip(" .\"'")
@@ -739,8 +859,11 @@ def extract_span(response):
         if joint == "," and not bracket and not unit and match[0] != alone:
             continue  # "at 10, 20 people"
         first, last = match.span()
-        around = text[max(0, first - 12) : first] + "\n" + text[last : last + 8]
-        if not re.search(r"(?i)\bframes? ?(?:from )?\n|\n frames?\b", around):
+        around = text[max(0, first - 32) : first] + "\n" + text[last : last + 12]
+        # "confidence 0.8-0.9" but not "with confidence: 10-20".
+        share = TRUSTED.search(around) and (to_seconds(end) or 0.0) <= 1.0
+        # "frames 10-20", but "frames <12.5 seconds> - <20.0 seconds>" are times.
+        if not share and (unit or not COUNTED.search(around)):
             found.append((first, start, end))
     # The last range written, whichever way: an echoed example or a first guess stands before it.
     start, end = (to_seconds(time) for time in max(found, default=(0, None, None))[1:])

@@ -9,9 +9,12 @@ import os
 
 import pytest
 
+import eval as evaluation
 import model
 import rollout
 from bench import benchmarks
+
+NO_PYARROW = "pyarrow is not installed (requirements-cpu.txt brings it)"
 
 
 def put(root, path, content=""):
@@ -19,8 +22,7 @@ def put(root, path, content=""):
     path = os.path.join(root, path)
     os.makedirs(os.path.dirname(path), exist_ok=True)
     if path.endswith(".parquet"):
-        pyarrow = pytest.importorskip(
-            "pyarrow", reason="pyarrow is not installed (requirements-cpu.txt brings it)")
+        pyarrow = pytest.importorskip("pyarrow", reason=NO_PYARROW)
         from pyarrow import parquet
 
         parquet.write_table(content if isinstance(content, pyarrow.Table)
@@ -116,8 +118,7 @@ def test_longvideobench_json_has_candidates(tmp_path):
 
 LVBENCH = {"uid": "7",
            "question": "Who (if anyone) enters?\n(A) A cook\n(B) The king\n"
-                       "(C) A. Smith,\n   a sailor\n(D) Nobody",
-           "answer": "C",
+                       "(C) A. Smith,\n   a sailor\n(D) Nobody", "answer": "C",
            "question_type": ["entity recognition", "reasoning"], "time_reference": "01:00-01:30"}
 
 
@@ -129,7 +130,7 @@ def test_lvbench(tmp_path, layout):
     if layout == "flat":
         put(tmp_path, "data/train-00000-of-00001.parquet",
             [{**q, "uid": str(q["uid"]), "key": "Cm73", "type": "cartoon", "video_path": "Cm73.mp4"}
-             for q in (LVBENCH, second)])
+                                                            for q in (LVBENCH, second)])
     else:
         put(tmp_path, "video_info.meta.jsonl",
             [{"key": "Cm73", "type": "cartoon", "video_info": {"fps": 25},
@@ -142,6 +143,20 @@ def test_lvbench(tmp_path, layout):
                           "tags": {"type": "cartoon",
                                    "question_type": ["entity recognition", "reasoning"]}}
     assert tasks["8"]["answer"] == "A" and notes["no subtitles"] == 0 and notes["no video"] == 0
+
+
+@pytest.mark.parametrize("inline", [True, False])
+def test_lvbench_with_a_column_of_options(tmp_path, inline):
+    """Labelled or bare; the question may repeat them, and is asked without."""
+    question = LVBENCH["question"] if inline else "Who (if anyone) enters?"
+    options = ["(A) A cook", "(B) The king", "(C) A. Smith, a sailor", "(D) Nobody"]
+    put(tmp_path, "data/train-00000-of-00001.parquet", [
+        {**LVBENCH, "question": question, "options": options, "key": "Cm73", "type": "cartoon",
+         "video_path": "Cm73.mp4"}])
+    tasks, notes = read("lvbench", tmp_path)
+    assert tasks["7"]["options"] == ["A cook", "The king", "A. Smith, a sailor", "Nobody"]
+    assert tasks["7"]["question"] == "Who (if anyone) enters?" and tasks["7"]["answer"] == "C"
+    assert notes["no usable answer"] == 0
 
 
 def test_mlvu_from_the_hub(tmp_path):
@@ -185,6 +200,27 @@ def test_mlvu_as_first_released(tmp_path):
     assert notes["no usable answer"] == 1 and notes["no video"] == 1
 
 
+def test_mlvu_as_first_released_has_two_tasks_without_candidates(tmp_path):
+    """Nine files; in the last two the answer is a text. They are left out, counted, and no other
+    file may lack candidates for it."""
+    names = ("plotQA", "needle", "ego", "count", "order", "anomaly_reco", "topic_reasoning")
+    for number, name in enumerate(names, 1):
+        put(tmp_path, f"json/{number}_{name}.json", [
+            {"video": "v.mp4", "duration": 9, "question": "What?", "candidates": ["Fire", "Rain"],
+             "answer": "Rain", "question_type": name}])
+    for number, name in ((8, "sub_scene"), (9, "summary")):
+        put(tmp_path, f"json/{number}_{name}.json", [
+            {"video": "v.mp4", "duration": 9, "question": "Describe it.", "answer": "It rains.",
+             "question_type": name}] * 3)
+    tasks, notes = read("mlvu", tmp_path)
+    assert {task["tags"]["task"] for task in tasks.values()} == {*names}
+    assert len(tasks) == notes["items"] == 7 and notes["files without candidates left out"] == 2
+    row = {"video": "v.mp4", "question": "What?", "answer": "Rain", "question_type": "ego"}
+    put(tmp_path, "json/3_ego.json", [{**row, "candidates": ["Fire", "Rain"]}, row])
+    with pytest.raises(model.UserError, match="3_ego.json: no column 'candidates'"):
+        benchmarks.read_split("mlvu", str(tmp_path))
+
+
 def test_mmvu(tmp_path):
     """The video is an address, five choices or five empty ones, no subject of its own."""
     empty = dict.fromkeys("ABCDE", "")
@@ -218,31 +254,28 @@ def test_charades_as_text_and_as_half_precision(tmp_path):
     """24.3 in float16 is 24.296875; rows repeat; the text has no ending on its videos."""
     text, parquet = tmp_path / "text", tmp_path / "parquet"
     put(text, "charades_sta_test.txt",
-        "3MSZA 24.3 30.4##person turn a light on.\n"
-        "3MSZA 24.3 30.4##person turn a light on.\n"
-        "XYZ 0.0 7.1##a - b ## c\n")
-    pyarrow = pytest.importorskip(
-        "pyarrow", reason="pyarrow is not installed (requirements-cpu.txt brings it)")
+        "3MSZA 24.3 30.4##person turn a light on.\n" * 2 + "XYZ 0.0 7.1##a - b ## c\n")
+    pyarrow = pytest.importorskip("pyarrow", reason=NO_PYARROW)
     import numpy as np
 
     half = pyarrow.array([np.array(s, dtype=np.float16)
                           for s in ([24.3, 30.4], [24.3, 30.4], [0.0, 7.1])],
                          type=pyarrow.list_(pyarrow.float16()))
     put(parquet, "data/test-00000-of-00001.parquet", pyarrow.table({
-        "video": ["3MSZA.mp4", "3MSZA.mp4", "XYZ.mp4"],
-        "caption": ["person turn a light on.", "person turn a light on.", "a - b ## c"],
-        "timestamp": half}))
+        "video": ["3MSZA.mp4", "3MSZA.mp4",
+                  "XYZ.mp4"], "caption": ["person turn a light on.", "person turn a light on.",
+                                          "a - b ## c"], "timestamp": half}))
     for root in (text, parquet):
         put(root, "Charades_v1_480/3MSZA.mp4")
     for root, name in ((text, "3MSZA"), (parquet, "3MSZA.mp4")):
         tasks, notes = read("charades", root)
-        assert len(tasks) == 3, "an exact duplicate is an item of its own"
-        assert notes["no video"] == 1
+        # An exact duplicate is an item of its own.
+        assert len(tasks) == 3 and notes["no video"] == 1
+        question = "When does this happen in the video: person turn a light on."
         assert tasks[f"{name}/24.3-30.4"] == {
-            "id": f"{name}/24.3-30.4", "video": "Charades_v1_480/3MSZA.mp4",
-            "type": "grounding", "options": None,
-            "question": "When does this happen in the video: person turn a light on.",
-            "answer": [24.3, 30.4], "subtitles": None, "tags": {}}
+            "id": f"{name}/24.3-30.4", "video": "Charades_v1_480/3MSZA.mp4", "type": "grounding",
+            "options": None, "question": question, "answer": [24.3, 30.4], "subtitles": None,
+            "tags": {}}
         assert tasks[f"{name}/24.3-30.4#2"]["answer"] == [24.3, 30.4]
 
 
@@ -282,9 +315,66 @@ def test_a_wrong_folder_is_one_line_that_says_what_was_expected(name, files, why
     assert why in str(error.value) and "\n" not in str(error.value)
 
 
+VIDEOMME_ROW = VIDEOMME[0]
+MLVU_ROW = {"video": "v.mp4", "question": "What?", "candidates": ["Fire", "Rain"], "answer": "Rain"}
+
+
+@pytest.mark.parametrize("name, files, why", [
+    # options neither in the question nor in a column; one alone; a text; a mapping; a gap
+    ("lvbench", {"train-0.jsonl": [{**LVBENCH, "question": "Who?", "key": "a", "type": "tv"}]},
+     "7 has no options"),
+    ("videomme", {"test.jsonl": [{**VIDEOMME_ROW, "options": ["A. Two."]}]}, "has no options"),
+    ("videomme", {"test.jsonl": [{**VIDEOMME_ROW, "options": "A. Two. B. One."}]}, "no list"),
+    ("videomme", {"test.jsonl": [{**VIDEOMME_ROW, "options": {"A": "1", "B": "2"}}]}, "no list"),
+    ("videomme", {"test.jsonl": [VIDEOMME[1], {**VIDEOMME_ROW, "options": ["1", None]}]}, "row 2"),
+    # a column that is there and empty, or of another kind
+    ("videomme", {"test.jsonl": [{**VIDEOMME_ROW, "question": None}]}, "row 1"),
+    ("videomme", {"test.jsonl": [{**VIDEOMME_ROW, "question": " "}]}, "001-1 has no question"),
+    ("videomme", {"test.jsonl": [{**VIDEOMME_ROW, "videoID": None}]}, "row 1"),
+    ("videomme", {"test.jsonl": [{**VIDEOMME_ROW, "answer": None}]}, "no answer"),
+    ("charades", {"test-0.jsonl": [{"video": "a", "caption": "b", "timestamp": [1.0]}]}, "row 1"),
+    ("mmvu", {"validation.json": [{"id": "v", "video": "a", "question_type": "multiple-choice",
+                                   "question": "?", "choices": None, "answer": "A"}]},
+     "v has no options"),
+    # answers that no option has
+    ("mlvu", {"json/1_plotQA.json": [MLVU_ROW, *[{**MLVU_ROW, "answer": 7}] * 2]},
+     "2 of 3 answers"),
+    ("mlvu", {"json/8_sub_scene.json": [{"question": "Describe it.", "answer": "It rains."}]},
+     "that have 'candidates'"),
+    # a part of the rows
+    ("videomme", {"test-00000-of-00002.jsonl": VIDEOMME}, "00001-of-00002.jsonl: no such file"),
+    ("videomme", {"test.jsonl": [5]}, "expected a list of objects"),
+])  # fmt: skip
+def test_half_read_ends_with_exit_code_2(name, files, why, tmp_path, monkeypatch, capsys):
+    for path, content in files.items():
+        put(tmp_path, path, content)
+    out = tmp_path / "tasks.jsonl"
+    monkeypatch.setattr("sys.argv", ["eval.py", "--bench", name, "--root", str(tmp_path),
+                                     "--prepare", str(out)])
+    with pytest.raises(SystemExit) as end:
+        model.run_main(evaluation.main)
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and why in said and said.count("\n") == 1 and not out.exists()
+
+
+def test_a_new_benchmark_is_one_entry_and_leaves_the_papers_rows_as_they_are(monkeypatch):
+    """Rows are by name: neither its place among the splits nor a row without it moves a number."""
+    known = benchmarks.splits()
+    monkeypatch.setattr(benchmarks, "splits", lambda: {"new": known["mlvu"], **known})
+    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")]
+                      for line in benchmarks.markdown_table([]).split("\n")]
+    shown = {row[0]: dict(zip(head, row, strict=True)) for row in rows}
+    assert shown["ParaVT-8B (the paper's)"]["mlvu"] == "65.0"
+    assert {row["new"] for row in shown.values()} == {"-"}
+    table = benchmarks.paper_table()
+    assert "charades" not in table["GPT-4o"] and "lvbench" not in table["Video-Thinker-7B"]
+    assert all(isinstance(percent, float) for row in table.values() for percent in row.values())
+    assert {name for row in table.values() for name in row} == {*known}
+    assert sum(len(row) for row in table.values()) == 101  # of 15 x 7, as counted in the paper
+
+
 def test_a_broken_parquet_and_a_missing_folder_are_named(tmp_path):
-    pytest.importorskip("pyarrow",
-                        reason="pyarrow is not installed (requirements-cpu.txt brings it)")
+    pytest.importorskip("pyarrow", reason=NO_PYARROW)
     (tmp_path / "train-0.parquet").write_bytes(b"PAR1 but not really")
     with pytest.raises(model.UserError, match="train-0.parquet: not readable"):
         benchmarks.read_split("lvbench", str(tmp_path))
@@ -304,8 +394,8 @@ SRT = ("\ufeff1\r\n00:00:05,000 --> 00:00:07,500\r\n"
 
 def test_srt_is_read_in_time_order_without_formatting(tmp_path):
     (tmp_path / "a.srt").write_bytes(SRT.encode())
-    assert benchmarks.read_subtitles(str(tmp_path / "a.srt")) == [
-        (1.0, 2.0, "First one"), (5.0, 7.5, "Two lines"), (7.5, 3600.25, "Last")]
+    lines = [(1.0, 2.0, "First one"), (5.0, 7.5, "Two lines"), (7.5, 3600.25, "Last")]
+    assert benchmarks.read_subtitles(str(tmp_path / "a.srt")) == lines
 
 
 def test_longvideobench_subtitles_come_in_two_forms_and_count_from_elsewhere(tmp_path):
@@ -313,8 +403,9 @@ def test_longvideobench_subtitles_come_in_two_forms_and_count_from_elsewhere(tmp
                              {"timestamp": [15.0, None], "text": "open"},
                              {"timestamp": [16.0, 17.0], "text": "end"}])
     put(tmp_path, "b.json", [{"start": "00:00:12.500", "end": "00:00:14.000", "line": "Hello"}])
-    assert benchmarks.read_subtitles(str(tmp_path / "a.json"), 12.5) == [
-        (0.0, 1.5, "Hello"), (2.5, 3.5, "open"), (3.5, 4.5, "end")]
+    assert benchmarks.read_subtitles(str(tmp_path / "a.json"),
+                                     12.5) == [(0.0, 1.5, "Hello"), (2.5, 3.5, "open"),
+                                               (3.5, 4.5, "end")]
     assert benchmarks.read_subtitles(str(tmp_path / "b.json"), 12.5) == [(0.0, 1.5, "Hello")]
 
 

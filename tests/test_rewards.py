@@ -50,8 +50,8 @@ approx = pytest.approx
 
 def json_call(**arguments):
     """One well-formed call with these arguments."""
-    body = json.dumps({"name": "crop_video", "arguments": arguments})
-    return "<tool_call>" + body + "</tool_call>"
+    return "<tool_call>" + json.dumps({"name": "crop_video",
+                                       "arguments": arguments}) + "</tool_call>"
 
 
 def the_call(text, **kwargs):
@@ -90,11 +90,12 @@ def test_a_value_that_is_no_time_is_named_in_the_error(bad):
     assert "end_time is not a time" in the_call(json_call(start_time=1, end_time=bad)).error
 
 
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "1" * 400, "1" * 3900])
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "1" * 400,
+                                    "1" * 3900])
 def test_json_numbers_that_are_not_finite_are_errors(number):
-    text = ('<tool_call>{"name": "crop_video", "arguments": '
-            f'{{"start_time": 0, "end_time": {number}}}}}</tool_call>')
-    assert "end_time is not a time" in the_call(text).error
+    arguments = f'{{"start_time": 0, "end_time": {number}}}'
+    call = f'{{"name": "crop_video", "arguments": {arguments}}}'
+    assert "end_time is not a time" in the_call(f"<tool_call>{call}</tool_call>").error
 
 
 @pytest.mark.parametrize("text, want", [
@@ -223,6 +224,19 @@ def test_any_long_text_is_read_in_linear_time(piece):
         assert time.process_time() - begun < 1.0
 
 
+@pytest.mark.parametrize("piece", [*PIECES, "answer: ", "answer is B\n", "B\n", "A. cat ", "不选B",
+                                   "<1", "<12.5 seconds> ", "start time: 1 ", "because ", "x. ",
+                                   "confidence 0.8-0.9 ", "x^2", "²"])  # fmt: skip
+def test_answers_of_the_greatest_length_that_is_read_take_linear_time(piece):
+    text = piece * (rewards.MAX_ANSWER_CHARS // len(piece) - 1) + "z"
+    for read in (extract_span, lambda text: extract_letter(text, PETS),
+                 lambda text: extract_letter(text, None),
+                 lambda text: match_open(text, "dolly zoom")):  # fmt: skip
+        begun = time.process_time()
+        read(text)
+        assert time.process_time() - begun < 2.0
+
+
 # ------------------------------------------------------------------------------------------------
 # Answers
 
@@ -327,6 +341,54 @@ def test_letter_is_read_by_policy(response, want):
     assert extract_letter(response, PETS) == want
 
 
+LETTERS = [  # on PETS, as models write them
+    ("B\n\nOption C would need a bun, and option A a meow.", "B"),
+    ("**B**\n\nOption C would need a bun.", "B"), ("(B)\nNot C: there is no bun.", "B"),
+    ("B.\n\nExplanation: A and C are not shown.", "B"), ("B\nC is wrong, and so is D.", "B"),
+    ("**(B)**\n- A: no cat is seen.\n- C: no bun is seen.", "B"),
+    ("B. dog\n\nOption C would need a bun.", "B"), ("**B. dog**\n\nA cat (A) is not shown.", "B"),
+    ("Option B\n\nOption C would need a bun.", "B"), ("A\n\nA man strokes it; B is not seen.", "A"),
+    ("**Answer: B**\n\nOption C would need a bun.", "B"), ("d\nC has too few.", "D"),
+    ("B\n\nThe answer is B, since C would need a bun.", "B"),
+    ("B\nbecause C would need a bun\nB", "B"),
+    ("答案是B", "B"), ("选B", "B"), ("答案：B", "B"), ("答案为B。", "B"),
+    ("正确答案是（B）。", "B"), ("我选择B，因为它在叫。", "B"), ("故选B。选项C需要面包。", "B"),
+    ("应选：B", "B"), ("选项B", "B"), ("答案应该是B，而不是C。", "B"),
+    ("答案是A\n视频中有一只猫。", "A"), ("B选项正确", "B"),
+    ("选项B不正确，选项C正确", "C"), ("不选B，选C", "C"),
+    ("选A或B", None), ("选B和C", None), ("答案不是B", None), ("不选B", None),
+    ("答案是B或C", None), ("选项B是错的", None),
+    ("A. cat B. dog C. hot dog D. two birds E. none", None),
+    ("A. cat, B. dog, C. hot dog, D. two birds, E. none", None),
+    ("(A) cat (B) dog (C) hot dog (D) two birds (E) none", None),
+    ("Answer: A. cat B. dog C. hot dog D. two birds E. none", None),
+    ("Select the best option: A. cat B. dog C. hot dog", None), ("B. dog C. hot dog", None),
+    ("A. cat\nB. the brown dog\nC. a bun", None),
+    ("**A.** cat\n**B.** dog\n**C.** hot dog", None),
+    ("A\ncat\nB\ndog\nC\nhot dog", None),
+    ("A\nB\nC\nD\nE", None), ("B\nC", None),
+    ("Options: A. cat B. dog C. hot dog. I choose B.", "B"),
+    ("The correct answer is: A. cat\n\nB. dog is wrong.", "A"),
+    ("Answer: B. dog. C. hot dog would need a bun.", "B"),
+    ("A. cat B. dog C. hot dog. The answer is C.", "C"),
+    ("A\nNo, wait. The answer is B.", "B"), ("A. cat\nB. dog\nThe answer is B, not A.", "B"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("response, want", LETTERS)
+def test_the_forms_in_which_models_write_letters_are_read(response, want):
+    assert extract_letter(response, PETS) == want
+
+
+def test_a_list_of_options_is_no_answer_where_only_the_question_holds_them():
+    assert extract_letter("A. a cat B. a dog C. a bird", None) is None
+    assert extract_letter("A. The cat, since B. is barking", None) == "A"
+    # Chinese options are compared as they are written, whatever words stand in them.
+    assert extract_letter("选择题", ["是", "选择题"]) == "B"
+    assert extract_letter("B. 选择题", ["是", "选择题"]) == "B"
+    assert extract_letter("A. 选择题", ["是", "选择题"]) is None
+
+
 def test_labels_in_the_options_and_their_number_matter():
     labelled = [f"{letter}. {text}" for letter, text in zip("ABCDE", PETS, strict=True)]
     bracketed = [f"({letter}) {text}" for letter, text in zip("ABCDE", PETS, strict=True)]
@@ -370,6 +432,53 @@ def test_numeric_options_match_as_text_and_duplicates_never():
 ])  # fmt: skip
 def test_span_is_read_in_seconds(response, want):
     assert extract_span(response) == want
+
+
+SPANS = [  # as models write them, all of 12.5 to 20 seconds unless said
+    "Start time: 12.5 seconds\nEnd time: 20.0 seconds",
+    "Start time: 12.5 seconds (he enters)\nEnd time: 20.0 seconds (he has left)",
+    "**Start Time:** 12.5s\n**End Time:** 20.0s", "- Start time: 12.5\n- End time: 20",
+    "Start time (seconds): 12.5, end time (seconds): 20.0",
+    "Start timestamp: 00:12.5, end timestamp: 00:20", '{"start time": "12.5", "end time": "20.0"}',
+    "Start: 12.5s | End: 20.0s", "The event begins at about 12.5 s and ends at around 20 s.",
+    "<12.5 seconds> - <20.0 seconds>", "<12.5 seconds> to <20.0 seconds>",
+    "<12.5 seconds>-<20.0 seconds>", "from <12.5 seconds> until <20.0 seconds>",
+    "[<12.5 seconds>, <20.0 seconds>]", "between <12.5 seconds> and <20.0 seconds>",
+    "Start time: <12.5 seconds>\nEnd time: <20.0 seconds>",
+    "in the frames <12.5 seconds> to <20.0 seconds>", "<00:12.5> - <00:20>",
+    "from 12.5s until 20s", "From 12.5 seconds until 20 seconds.", "from 12.5s until about 20s",
+    "12.5 - 20.0 (confidence 0.8-0.9)", "12.5-20.0, confidence: 0.8 to 0.9",
+    "[12.5, 20.0], confidence [0.8, 0.9]", "12.5s - 20s with confidence between 0.8 and 0.9",
+    "12.5 - 20 (0.8-0.9 confidence)", "12.5 to 20, I am 80-90 percent sure",
+    "Confidence 0.8-0.9\n12.5 - 20.0",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("response", SPANS)
+def test_the_forms_in_which_models_write_spans_are_read(response):
+    assert extract_span(response) == (12.5, 20)
+    # Training reads the answer body, whose stamps are text and no tags: an answer was given.
+    turn = f"{THOUGHT}</think><answer>{response}</answer>"
+    assert score([turn], "grounding", (12.5, 20))["acc"] == 1.0
+    assert score([turn], "grounding", (12.5, 20), answer_from="line")["acc"] == 1.0
+    assert format_reward([turn])["answer_opened"] and format_reward([turn])["well_formed"]
+
+
+@pytest.mark.parametrize("response, want", [
+    ("with confidence: 10 - 20", (10, 20)), ("confidence 0.8-0.9", None),
+    ("0.2 - 0.9 seconds", (0.2, 0.9)), ("80-90 percent", None),
+    ("Start frame: 10, end frame: 20", None), ("frames <10> - <20>", None),
+    ("Start time: 20 s\nEnd time: 12.5 s", None), ("<12.5 seconds>", None),
+    ("Start time: 12.5 seconds", None), ("<20.0 seconds> - <12.5 seconds>", None),
+    ("The score is 2-1, from 10 to 20", (10, 20)), ("The team scores from 10 to 20", (10, 20)),
+])  # fmt: skip
+def test_what_looks_like_such_a_span_and_is_none(response, want):
+    assert extract_span(response) == want
+
+
+@pytest.mark.parametrize("body", ["<>", "<b>", "</b>", "<b></b>", "< b 12 >", "<-5>", "<<<>>>"])
+def test_tags_with_nothing_between_them_stay_an_empty_answer(body):
+    assert final_answer([f"<answer>{body}</answer>"]) is None
 
 
 @pytest.mark.parametrize("span, gold, want", [
@@ -434,6 +543,99 @@ def test_open_answers_that_differ_do_not_match(response, gold):
     assert not match_open(response, gold)
 
 
+OPEN = [  # (reply, gold) as models write them
+    ("Answer: Dolly Zoom", "Dolly Zoom"), ("**Answer:** Dolly zoom.", "Dolly Zoom"),
+    ("Final answer: dolly zoom", "Dolly Zoom"), ("**Final Answer**: *dolly zoom*", "Dolly Zoom"),
+    ("Therefore, the final answer is: Dolly Zoom", "Dolly Zoom"),
+    ("Therefore, the final answer is: **Dolly Zoom**.", "Dolly Zoom"),
+    ("The camera moves back. It is not a pan.\n\nTherefore, the final answer is: Dolly Zoom.",
+     "Dolly Zoom"),
+    ("Step 1: he may sort.\nStep 2: he swaps.\nThe final answer is bubble sort.", "Bubble sort"),
+    ("It is not a pan. However, the final answer is: Dolly zoom", "dolly zoom"),
+    ("Final answer:\nBubble sort", "bubble sort"), ("The correct answer is: 21", "twenty-one"),
+    ("Answer: It is a dolly zoom.", "dolly zoom"), ("Answer: DFS", "Depth-First Search (DFS)"),
+    ("O(n²)", "O(n^2)"), ("O(n^2)", "O(n²)"), ("O(n^{2})", "O(n²)"), ("$O(n^2)$", "O(n²)"),
+    ("Answer: O(n²).", "O(n^2)"), ("9.8 m/s²", "9.8 m/s^2"), ("9.8 m/s^2", "9.8 m/s²"),
+    ("10² N", "10^2 N"), ("\\boxed{9.8 m/s^2}", "9.8 m/s²"), ("The rate is 2 m/s².", "2 m/s^2"),
+    ("Dolly zoom. The camera moves back while the lens zooms in.", "dolly zoom"),
+    ("Dolly zoom\nThe background grows while the face keeps its size.", "dolly zoom"),
+    ("Bubble sort, because neighbours are swapped until all are in order.", "bubble sort"),
+    ("Bubble sort because neighbours are swapped.", "bubble sort"),
+    ("It is a dolly zoom. The video shows the background growing.", "dolly zoom"),
+    ("Answer: dolly zoom. The background grows while the face keeps its size.", "dolly zoom"),
+    ("U.S. Congress. The video shows members who vote.", "U.S. Congress"),
+    ("Five\nThere are five people visible in the room.", "5"),
+]  # fmt: skip
+OPEN_NOT = [
+    ("Answer: not a dolly zoom", "dolly zoom"), ("Answer: maybe a dolly zoom", "dolly zoom"),
+    ("Answer: dolly zoom or pan", "dolly zoom"), ("Wrong answer: dolly zoom", "dolly zoom"),
+    ("I do not think that the answer is dolly zoom", "dolly zoom"),
+    ("A possible answer is: dolly zoom", "dolly zoom"),
+    ("The answer is: dolly zoom. No, wait, the answer is: pan", "dolly zoom"),
+    ("Answer: dolly zoom. Actually it shows a pan of the camera.", "dolly zoom"),
+    ("Answer: dolly zoom\nAnswer: pan", "dolly zoom"), ("Dolly zoom. Pan.", "dolly zoom"),
+    ("Dolly zoom. It is a pan of the camera.", "dolly zoom"),
+    ("Dolly zoom. This could be a pan, which moves the camera.", "dolly zoom"),
+    ("1. The camera moves back while the lens zooms in.", "1"),
+    ("Dolly zoom. The lens zooms in while it moves. The video shows a face.", "dolly zoom"),
+    ("The camera moves because dolly zoom", "dolly zoom"), ("O(n^2)", "O(n^3)"),
+    ("O(n^2)", "O(2n)"), ("10^2", "102"), ("10²", "102"), ("10^3", "103"), ("m/s", "m/s^2"),
+    ("x^-2", "x^2"), ("10^-3", "10^3"), ("10⁻³", "10^3"), ("2ⁿ", "2n"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("response, gold", OPEN)
+def test_the_forms_in_which_models_write_open_answers_match(response, gold):
+    assert match_open(response, gold)
+
+
+@pytest.mark.parametrize("response, gold", OPEN_NOT)
+def test_what_looks_like_such_an_open_answer_and_says_something_else(response, gold):
+    assert not match_open(response, gold)
+
+
+# Gold texts of the kinds that benchmarks have, many of them near each other.
+GOLDS = ["Dolly zoom", "Zoom", "Cross-cutting", "Red", "Red and blue", "Blue", "Not red", "4", "14",
+         "4 m", "4 cm", "0.4", "-4", "40%", "21", "10^2", "102", "1,000", "9.8 m/s^2", "9.8 m/s",
+         "O(n)", "O(n^2)", "O(2^n)", "O(n log n)", "Depth-First Search (DFS)",
+         "Breadth-First Search (BFS)", "Newton's first law", "Newton's second law",
+         "Conversion of heat to work", "Light moves in straight lines", "It has no effect",
+         "The use of leading lines", "The lens", "Unknown", "Food and Drug Administration (FDA)",
+         "H2O", "Vitamin A", "Type A", "Supply and demand", "Demand", "The Birth of Venus",
+         "Gross Domestic Product", "C", "C++", "Yes", "No"]  # fmt: skip
+ONE_ANSWER = ["{a}", "<answer>{a}</answer>", "Answer: {a}", "**Answer:** {a}.", "It is {a}.",
+              "Therefore, the final answer is: {a}", "\\boxed{{{a}}}",
+              "{a}\nThe video shows it while he speaks.", "{a} because the video shows it.",
+              "We look at it. It could be both.\n\nFinal answer: {a}"]  # fmt: skip
+TWO_ANSWERS = ["{a}. {b}.", "{a}\n{b}", "{a}, {b}", "{a} or {b}", "It is {a}. It is {b}.",
+               "{a}. It is {b}.", "It is {a}, not {b}", "Not {b}. {a}",
+               "{a}. The technique is {b}.", "Answer: {a}. It is {b}",
+               "Answer: {a}\nNo: {b}", "{a} ({b})"]  # fmt: skip
+
+
+def test_no_answer_matches_the_gold_of_another_item():
+    pairs = [(a, b) for a in GOLDS for b in GOLDS if a != b]
+    for form in ONE_ANSWER:
+        assert [b for a, b in pairs if match_open(form.format(a=a), b)] == [], form
+
+
+def test_two_answers_match_neither():
+    pairs = [(a, b) for a in GOLDS[::2] for b in GOLDS[1::2]]
+    for form in TWO_ANSWERS:
+        said = [(form.format(a=a, b=b), a, b) for a, b in pairs]
+        assert [x for x in said if match_open(x[0], x[1]) or match_open(x[0], x[2])] == [], form
+
+
+@pytest.mark.parametrize("refusal", [
+    "I cannot determine this.", "I don't know.", "None of the above", "", "N/A", "...",
+    "There is no answer.", "The video does not show this.", "I'm sorry, but I can't help.",
+    "It is not possible to say because nothing is shown.", "[API error: A request failed]",
+])  # fmt: skip
+def test_no_refusal_matches_a_gold(refusal):
+    for form in ONE_ANSWER:
+        assert [gold for gold in GOLDS if match_open(form.format(a=refusal), gold)] == [], form
+
+
 @pytest.mark.parametrize("response, gold, want", [
     ("red car red", "red red car", 1.0),  # multisets: order is free, repeats count
     ("red red red", "red", 0.5),  # 2 * 1 / (3 + 1)
@@ -493,8 +695,8 @@ TABLE = [
 @pytest.mark.parametrize("turns, base, anchor, total", TABLE)
 def test_format_reward_equals_hand_computed_values(turns, base, anchor, total):
     got = format_reward(turns)
-    assert (got["base"], got["anchor"], got["total"]) == (
-        approx(base), approx(anchor), approx(total))
+    assert (got["base"], got["anchor"], got["total"]) == (approx(base), approx(anchor),
+                                                          approx(total))
 
 
 @pytest.mark.parametrize("turn", [
@@ -538,8 +740,8 @@ def test_a_thought_made_of_tags_is_not_substantive():
 def test_closing_the_forced_thought_beats_leaving_it_open():
     shut, left = f"{THOUGHT}</think><answer>B</answer>", f"{THOUGHT}<answer>B</answer>"
     second = f"<think>{THOUGHT}</think><answer>B</answer>"
-    rivals = [format_reward([text])["total"] for text in (left, second)]
-    assert format_reward([shut])["total"] > max(rivals)
+    assert format_reward([shut])["total"] > max(format_reward([text])["total"]
+                                                for text in (left, second))
 
 
 def test_more_tags_never_pay_more():
@@ -609,8 +811,8 @@ def test_score_sums_its_weighted_terms():
     turns = [f"{THOUGHT}</think>{CALL}", "hi</think><answer>dog</answer>"]
     # fmt: .5 answer + .3 call + .1 balanced + .35 anchor, clipped to 1; without the anchor .9
     got = score(turns, "mcq", "B", PETS, num_parseable=1, num_executed=1, anchor=0.0)
-    assert (got["acc"], got["fmt"], got["tool"], got["total"]) == (
-        1.0, approx(0.9), 0.8, approx(2.7))
+    assert (got["acc"], got["fmt"], got["tool"], got["total"]) == (1.0, approx(0.9), 0.8,
+                                                                   approx(2.7))
     assert got["closure"] == {"think": [2, 2], "tool_call": [1, 1], "answer": [1, 1]}
     half = score(turns, "mcq", "B", PETS, 1, 1, anchor=0.0, w_format=0.5, tool_weight=0.0)
     # terms come unweighted
@@ -782,8 +984,8 @@ def test_extraction_never_raises_and_stays_in_bounds(response, other):
     span = extract_span(response)
     assert span is None or 0.0 <= span[0] < span[1] < math.inf
     assert 0.0 <= token_f1(response, other) <= 1.0
-    if match_open(response, other):
-        assert token_f1(response, other) == 1.0 and normalise(other)
+    # Not F1 1.0 as well: "answer is A" matches "A" and has two tokens more.
+    assert normalise(other) or not match_open(response, other)
     tail = answer_or_tail([response, other])
     assert tail is None or tail.strip()
 
@@ -825,16 +1027,16 @@ def test_mask_of_a_turn_worked_by_hand():
     assert structural_mask([b"", b""]) == [False, True]
     # An empty token inside a tag overlaps no byte of it; near misses are no tags.
     assert structural_mask([b"<ans", b"", b"wer>", b"x"]) == [True, False, True, True]
-    near = [b"<answer", b"x>", b"<Answer>", b"<tool_code>", b"< think>", b"."]
-    assert structural_mask(near) == [False, False, False, True, False, True]
+    assert structural_mask([b"<answer", b"x>", b"<Answer>", b"<tool_code>", b"< think>",
+                            b"."]) == [False, False, False, True, False, True]
 
 
 def test_the_token_of_an_answer_letter_carries_no_format_credit():
     """As Qwen's vocabulary cuts it. Spaces and punctuation beside a tag are nobody's answer."""
     turn = [b"<", b"answer", b">B", b"</", b"answer", b">", b"<|im_end|>"]
     assert structural_mask(turn) == [True, True, False, True, True, True, True]
-    turn = [b"<answer", b">\n", b"7</", b"answer>.", "é</".encode(), b"answer>", b""]
-    assert structural_mask(turn) == [True, True, False, True, False, True, True]
+    assert structural_mask([b"<answer", b">\n", b"7</", b"answer>.", "é</".encode(), b"answer>",
+                            b""]) == [True, True, False, True, False, True, True]
 
 
 @given(st.lists(st.sampled_from([*TAGS, "<", ">", "</", "é", "答", "<think", "answer>", " B ",
@@ -847,8 +1049,8 @@ def test_mask_equals_the_oracle_for_any_split(parts, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(joined)), max_size=20)))
     pieces = [joined[a:b] for a, b in zip([0, *cuts], [*cuts, len(joined)], strict=True)]
     assert structural_mask(pieces) == overlap_oracle(pieces)
-    whole = [part.encode() for part in parts]
-    assert structural_mask(whole) == overlap_oracle(whole)
+    tokens = [part.encode() for part in parts]
+    assert structural_mask(tokens) == overlap_oracle(tokens)
 
 
 @given(st.lists(st.sampled_from([*TAGS, "word", " ", "<"]), min_size=1, max_size=10))
