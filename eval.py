@@ -5,15 +5,14 @@ eval.py: benchmarks and task JSONL through the agent loop of training, greedy, i
               video, a full context or a failed request scores 0 and stays in the denominator
   headline  = mean over items | MLVU: mean of its seven tasks' means | MMVU: multiple choice alone |
               Charades-STA: mean IoU
-  interval  = 2.5 and 97.5 percentiles of the headline over 2000 draws of VIDEOS with replacement
-  pass@n    = mean over tasks of the best of its n samples
   f_tau     = mean R_fmt    kappa = executed crop_video calls per episode    both as in training
 
 The answer is the last <answer> block or, where there is none, the text after the thought: an
 evaluation asks what the model said, training (rewards.py) pays only for the tag. Departs from the
 authors' evaluation: benchmarks are read as their publishers ship them (bench/benchmarks.py),
 sub-agents answer calls as in training (--crop-reply frames: the frames themselves, as theirs),
-errors are never graded as text. --protocol speaks to other systems (bench/systems.py).
+errors are never graded as text. --protocol speaks to other systems (bench/systems.py); intervals
+and tables are in bench/scores.py.
 
 Reads:  --ckpt (or an OpenAI-compatible endpoint), --data or --bench with --root.
 Writes: --out[/bench]/records.*.jsonl (one episode a line, appended as they finish: run again to go
@@ -37,12 +36,10 @@ import time
 from dataclasses import dataclass, replace
 from functools import partial
 
-import numpy as np
-
 import model
 import rewards
 import rollout
-from bench import benchmarks, systems
+from bench import benchmarks, scores, systems
 
 # ------------------------------------------------------------------------------------------------
 # Arguments
@@ -257,225 +254,6 @@ def graded(folder, judge):
 
 
 # ------------------------------------------------------------------------------------------------
-# Scores
-
-
-def resampled(records, bench, draws=2000):
-    """
-    -> (headline, draws of it [draws]): None and [] without any of its items, fewer where a draw
-    holds none. Videos are drawn with replacement, not items: questions of one video err together.
-
-    The draws depend on the set of videos alone: two systems on the same items are drawn alike, and
-    the difference of their draws is paired.
-    """
-    _, part_of = benchmarks.headline(bench)
-    parts = [part_of(record) for record in records]  # None: in no part
-    names = sorted({part for part in parts if part is not None})
-    if not names:
-        return None, np.zeros(0)
-    # All videos have a line, also those without an item of the headline.
-    videos, lines = np.unique([r["task"]["video"] for r in records], return_inverse=True)
-    sums = np.zeros((len(videos), len(names)))  # of scores, [videos, parts]
-    counts = np.zeros((len(videos), len(names)))  # of items
-    for record, line, part in zip(records, lines, parts):
-        if part is not None:
-            sums[line, names.index(part)] += record["score"]
-            counts[line, names.index(part)] += 1
-    # How often a draw holds each video: [draws, videos].
-    chances = np.full(len(videos), 1 / len(videos))
-    times = np.random.default_rng(0).multinomial(len(videos), chances, size=draws).astype(float)
-    items = times @ counts  # [draws, parts]
-    there = items > 0  # a draw may miss a part, or all of them
-    means = np.divide(times @ sums, items, out=np.zeros(items.shape), where=there)
-    some = there.any(1)  # [draws]
-    # Mean over parts of the mean over a part's items; of a draw, over the parts it holds.
-    headline = float((sums.sum(0) / counts.sum(0)).mean())
-    return headline, means.sum(1)[some] / there.sum(1)[some]
-
-
-def interval(draws):
-    """95% interval of bootstrap draws, None without any."""
-    return [float(np.percentile(draws, q)) for q in (2.5, 97.5)] if len(draws) else None
-
-
-def mean_scores(pairs):
-    """[(label, record)] -> {label: n and accuracy}, in the order of the labels."""
-    groups = {}
-    for label, record in pairs:
-        groups.setdefault(label, []).append(record["score"])
-    return {label: {"n": len(groups[label]), "acc": sum(groups[label]) / len(groups[label])}
-            for label in sorted(groups)}
-
-
-def breakdowns(records):
-    """-> {name: {label: n and accuracy}}; an item with several labels counts under each."""
-    pairs = {}
-    for record in records:
-        task = record["task"]
-        tags = task.get("tags") or {"category": task.get("category") or task["type"]}
-        for name, labels in tags.items():
-            for label in labels if isinstance(labels, list) else [labels]:
-                pairs.setdefault(name, []).append((str(label), record))
-    return {name: mean_scores(some) for name, some in pairs.items()}
-
-
-def summarise(records, bench=None, judged=False):
-    """Records of one (benchmark, K, tools) -> dict of numbers. Errors are in every denominator."""
-    n = len(records)
-    value, draws = resampled(records, bench)
-    fine = [r for r in records if r["status"] == "ok"]
-    causes = sorted({r["status"] for r in records} - {"ok"})
-    out = {
-        "n": n,
-        "metric": benchmarks.headline(bench)[0],
-        "headline": value,
-        "interval": interval(draws),
-        "acc": sum(r["score"] for r in records) / n,  # whatever the headline is
-        "f_tau": sum(r["reward"]["fmt"] for r in records) / n,
-        "kappa": sum(call["status"] == "ok" for r in records for call in r["calls"]) / n,
-        "errors": {cause: sum(r["status"] == cause for r in records) for cause in causes},
-        "no_answer": sum(r["extracted"] is None for r in fine),  # ended well, and none was found
-        "truncated": sum(r["finish"][-1:] == ["length"] for r in fine),  # in the last turn
-        "seconds_per_episode": sum(r["timing"].get("total_s", 0.0) for r in records) / n,
-    }
-    if judged:
-        verdicts = [r["judge"] and r["judge"]["verdict"] for r in records if "judge" in r]
-        failed = verdicts.count(None)  # asked in vain, or neither yes nor no
-        out["judge"] = {"asked": len(verdicts), "yes": verdicts.count(True), "failed": failed}
-        if failed:  # counts towards the 1% above which the headline is refused
-            out["errors"]["judge_error"] = failed
-    samples = {}  # task id -> scores of its episodes
-    for r in records:
-        samples.setdefault(r["task"]["id"], []).append(r["score"])
-    if n > len(samples):
-        out["samples"] = max(map(len, samples.values()))
-        out["pass@n"] = sum(map(max, samples.values())) / len(samples)
-    kinds = {r["task"]["type"] for r in records}
-    if kinds == {"grounding"}:  # recall at thresholds of the IoU
-        out.update({f"R@{t}": sum(r["score"] >= t for r in records) / n for t in (0.3, 0.5, 0.7)})
-    if len(kinds) > 1:
-        out["by_type"] = mean_scores((r["task"]["type"], r) for r in records)
-    out["by"] = breakdowns(records)
-    return out
-
-
-def refuse(results, allow_errors):
-    """Take the headline of results with more than 1% failed items away -> lines that say why."""
-    said = []
-    for row in results:
-        failed = sum(row["errors"].values())
-        if failed > 0.01 * row["n"] and not allow_errors:
-            row["headline"] = row["interval"] = None
-            causes = ", ".join(f"{count} {cause}" for cause, count in row["errors"].items())
-            place = f"{row.get('bench') or 'data'} at K {row['K']}, tools {row['tools']}"
-            said.append(f"{place}: {failed} of {row['n']} items failed ({causes})")
-    return said
-
-
-# ------------------------------------------------------------------------------------------------
-# Tables
-
-
-def shown_interval(row):
-    if row.get("headline") is None:
-        return "refused: errors"
-    return "{:.3f} [{:.3f}, {:.3f}]".format(row["headline"], *row["interval"])
-
-
-def table(results, labels=12):
-    """Results -> aligned text: a row per benchmark, K and mode, then its breakdowns; those with one
-    label, or more than `labels`, are in the summary alone."""
-    named = any(row.get("bench") for row in results)
-    head = f"{'bench':<15} " if named else ""  # no column that would be empty
-    lines = [f"{head}{'K':>6} {'tools':>5} {'n':>5} {'headline [95%]':>22} {'acc':>6} {'f_tau':>6} "
-             f"{'kappa':>6} {'errors':>6} {'no answer':>9} {'cut off':>7}"]
-    for row in results:
-        head = f"{row.get('bench') or '-':<15} " if named else ""
-        indent = " " * len(head)
-        lines.append(f"{head}{row['K']!s:>6} {row['tools']:>5} {row['n']:>5} "
-                     f"{shown_interval(row):>22} {row['acc']:>6.3f} {row['f_tau']:>6.3f} "
-                     f"{row['kappa']:>6.2f} {sum(row['errors'].values()):>6} "
-                     f"{row['no_answer']:>9} {row['truncated']:>7}")
-        # What only some results have goes below, in one line.
-        more = [f"{row['metric']} is the headline"] if row["metric"] != "accuracy" else []
-        for name in ("pass@n", "R@0.3", "R@0.5", "R@0.7"):
-            more += [f"{name} {row[name]:.3f}"] if name in row else []
-        for kind, cell in row.get("by_type", {}).items():
-            more.append(f"{kind} {cell['acc']:.3f} of {cell['n']}")
-        if more:
-            lines.append(f"{indent}       {', '.join(more)}")
-        for name, found in row["by"].items():
-            for label, cell in found.items() if 1 < len(found) <= labels else []:
-                numbers = f"{cell['n']:>5} {cell['acc']:>6.3f}"
-                lines.append(f"{indent}{'':>12} {numbers}  {name} {label}")
-    return "\n".join(lines)
-
-
-def compare(folders):
-    """Finished evaluations -> {"time", "rows", "differences"}: a row per checkpoint, benchmark and
-    K, with tools and without; the difference of every folder to the first, paired by item."""
-    rows, found = [], []
-    for folder in folders:
-        name, summary = read_summary(folder)
-        pairs = {}  # (benchmark, K) -> one row of both modes
-        for r in summary["results"]:
-            place = {"bench": r.get("bench"), "K": r["K"]}
-            row = pairs.setdefault(tuple(place.values()), {"name": name, **place, "n": r["n"]})
-            if r["tools"] == "on":
-                row.update(acc_tools=r["headline"], f_tau=r["f_tau"])
-                row.update(kappa=r["kappa"], interval=r["interval"])
-            else:
-                row.update(acc_no_tools=r["headline"])
-        rows += pairs.values()
-        # The verdicts that it was judged by count; nobody is asked again.
-        judge = argparse.Namespace(judge_url=None, judge_model=summary.get("judge_model"))
-        here = {}  # (benchmark, K, tools) -> {(task id, sample): record}
-        for bench, leaf in leaves(folder):
-            for (task, k, mode, sample), record in graded(leaf, judge).items():
-                here.setdefault((bench, k, mode), {})[task, sample] = record
-        found.append((name, here))
-    differences = []
-    (minus, first), *others = found
-    for place, own in first.items():
-        for name, here in others:
-            other = here.get(place, {})
-            # The same items alone: what one of them did not run says nothing about the other.
-            same = sorted(set(own) & set(other), key=str)
-            a, drawn_a = resampled([own[item] for item in same], place[0])
-            b, drawn_b = resampled([other[item] for item in same], place[0])
-            if a is not None:
-                row = dict(zip(("bench", "K", "tools"), place))
-                row.update(n=len(same), name=name, minus=minus, difference=b - a)
-                differences.append({**row, "interval": interval(drawn_b - drawn_a)})
-    when = time.strftime("%Y-%m-%d %H:%M:%S")
-    return {"time": when, "rows": rows, "differences": differences}
-
-
-def comparison(compared):
-    """What `compare` found -> aligned text."""
-    lines = [f"{'checkpoint':<12} {'K':>6} {'n':>5} {'with tools [95%]':>22} {'no tools':>9} "
-             f"{'f_tau':>6} {'kappa':>6}"]
-    for row in compared["rows"]:
-        tools = "-"  # not run, or refused
-        if row.get("acc_tools") is not None:
-            tools = shown_interval({"headline": row["acc_tools"], "interval": row["interval"]})
-        line = f"{row['name']:<12} {row['K']!s:>6} {row['n']:>5} {tools:>22}"
-        for name, width, digits in (("acc_no_tools", 9, 3), ("f_tau", 6, 3), ("kappa", 6, 2)):
-            cell = "-" if row.get(name) is None else f"{row[name]:.{digits}f}"
-            line += f" {cell:>{width}}"
-        lines.append(line + (f"  {row['bench']}" if row["bench"] else ""))
-    if compared["differences"]:
-        lines += ["", "difference of the same items [95%]"]
-    for row in compared["differences"]:
-        line = f"{row['name']} - {row['minus']}".ljust(28)
-        low, high = row["interval"]
-        line += f" {row['K']:>6} tools {row['tools']:<3} {row['difference']:+.3f} "
-        line += f"[{low:+.3f}, {high:+.3f}] {row['n']} items"
-        lines.append(line + (f"  {row['bench']}" if row["bench"] else ""))
-    return "\n".join(lines)
-
-
-# ------------------------------------------------------------------------------------------------
 # Finished folders. A leaf holds records: an --out of --data, or a folder in an --out of --bench.
 
 
@@ -515,6 +293,18 @@ def read_summary(folder):
         raise model.UserError(f"{folder}/summary.json: {why}") from None
 
 
+def finished(folder):
+    """-> what scores.compare takes of one folder."""
+    name, summary = read_summary(folder)
+    # The verdicts that it was judged by count; nobody is asked again.
+    judge = argparse.Namespace(judge_url=None, judge_model=summary.get("judge_model"))
+    here = {}  # (benchmark, K, tools) -> {(task id, sample): record}
+    for bench, leaf in leaves(folder):
+        for (task, k, mode, sample), record in graded(leaf, judge).items():
+            here.setdefault((bench, k, mode), {})[task, sample] = record
+    return name, summary, here
+
+
 def finish(out, found, args, checkpoint):
     """Records of the leaves `found` -> summary.json of each and of the whole, tables: the end of
     an evaluation and of --rescore."""
@@ -532,12 +322,12 @@ def finish(out, found, args, checkpoint):
             row = {"bench": bench} if bench else {}
             row.update(K=k, tools=mode)
             if records:
-                row.update(summarise(records, bench, judged=bool(args.judge_model)))
+                row.update(scores.summarise(records, bench, judged=bool(args.judge_model)))
                 results.append(row)
     if missing:
         why = "run the same command (or the other shards) first, then --rescore"
         raise model.UserError(f"{out}: {missing} items have no record yet; {why} {out}")
-    refused = refuse(results, args.allow_errors)
+    refused = scores.refuse(results, args.allow_errors)
     summary = {"checkpoint": checkpoint}
     if args.judge_model:
         summary["judge_model"] = args.judge_model
@@ -548,7 +338,7 @@ def finish(out, found, args, checkpoint):
         own = [row for row in results if row.get("bench") == bench]
         write_json({**summary, "results": own}, leaf, "summary.json")
     write_json({**summary, "results": results}, out, "summary.json")
-    print(model.printable(table(results)))
+    print(model.printable(scores.table(results)))
     acc = {}  # the last line is for scripts: "[bench/]K/tools" -> accuracy
     for row in results:
         place = [row["bench"]] if "bench" in row else []
@@ -737,10 +527,10 @@ def main():
     elif args.rescore:
         rescore(args.rescore, args)
     elif args.compare:
-        compared = compare(args.compare)
+        compared = scores.compare([finished(folder) for folder in args.compare])
         model.make_out(args.out)
         write_json(compared, args.out, "summary.json")
-        print(model.printable(comparison(compared)))
+        print(model.printable(scores.comparison(compared)))
     else:
         evaluate(args)
 

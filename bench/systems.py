@@ -121,7 +121,7 @@ def add_arguments(parser):
     add("--protocol-set", choices=["native", "paper"], default="native",
         help="paper: the paper's uniform frames, lengths and rounds instead")
     add("--prompt-file", nargs="+", default=[], metavar="FILE[.py:NAME]",
-        help="the publisher's own prompt texts (docs/evaluation.md); default: our wording of the same")
+        help="the publisher's own prompt texts (docs/evaluation.md); default: our wording")
     add("--crop-reply", choices=["summary", "frames"], default="summary",
         help="paravt: a sub-agent's summary, or the frames of the window themselves")
     add("--stamps", action=yes_no, default=True,

@@ -15,7 +15,7 @@ import eval as evaluation
 import model
 import rewards
 import rollout
-from bench import systems
+from bench import scores, systems
 
 CALL = '<tool_call>{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 8}}</tool_call>'
 
@@ -261,13 +261,13 @@ def test_intervals_are_of_videos_drawn_with_replacement():
     """40 of 80 right: 0.5 with a standard error of sqrt(.25 / 80) = .056. When the 80 are 8 videos
     that are right or wrong as a whole, the error is that of 8 coins: sqrt(.25 / 8) = .177."""
     alone = [record(i, i % 2) for i in range(80)]
-    value, draws = evaluation.resampled(alone, None)
-    low, high = evaluation.interval(draws)
+    value, draws = scores.resampled(alone, None)
+    low, high = scores.interval(draws)
     assert value == 0.5 and len(draws) == 2000
     assert high - low == pytest.approx(2 * 1.96 * 0.0559, rel=0.12)
-    value, draws = evaluation.resampled([record(i, i % 8 % 2, video=i % 8) for i in range(80)],
+    value, draws = scores.resampled([record(i, i % 8 % 2, video=i % 8) for i in range(80)],
                                         None)
-    low, high = evaluation.interval(draws)
+    low, high = scores.interval(draws)
     assert value == 0.5 and high - low == pytest.approx(2 * 1.96 * 0.177, rel=0.15)
 
 
@@ -276,7 +276,7 @@ def test_paired_differences_share_their_draws():
     is drawn."""
     a = [record(i, i % 2) for i in range(20)]
     b = [record(i, i % 2 or i == 0) for i in range(20)]
-    (_, drawn_a), (_, drawn_b) = evaluation.resampled(a, None), evaluation.resampled(b, None)
+    (_, drawn_a), (_, drawn_b) = scores.resampled(a, None), scores.resampled(b, None)
     assert min(drawn_b - drawn_a) == 0 and max(drawn_b - drawn_a) > 0.1
 
 
@@ -288,16 +288,16 @@ def test_headlines_of_the_benchmarks():
                 "extracted": "x", "finish": ["stop"], "timing": {}}
 
     mlvu = [full(i, float(i == 0), tags={"task": "ego" if i < 2 else "count"}) for i in range(6)]
-    got = evaluation.summarise(mlvu, "mlvu")
+    got = scores.summarise(mlvu, "mlvu")
     assert (got["metric"], got["headline"], got["acc"]) == ("M-Avg", 0.25, pytest.approx(1 / 6))
     assert got["by"]["task"] == {"count": {"n": 4, "acc": 0.0}, "ego": {"n": 2, "acc": 0.5}}
     mmvu = [full(i, float(i < 3), type="mcq" if i < 4 else "open") for i in range(8)]
-    got = evaluation.summarise(mmvu, "mmvu")
+    got = scores.summarise(mmvu, "mmvu")
     assert (got["headline"], got["acc"],
             got["by_type"]["open"]) == (0.75, 0.375,
                                         {"n": 4, "acc": 0.0}) and "multiple choice" in got["metric"]
     spans = [full(i, score, type="grounding") for i, score in enumerate((0.3, 0.5, 0.71, 0.0))]
-    got = evaluation.summarise(spans, "charades")
+    got = scores.summarise(spans, "charades")
     assert got["metric"] == "mIoU" and got["headline"] == pytest.approx(0.3775)
     assert [got[f"R@{t}"] for t in (0.3, 0.5, 0.7)] == [0.75, 0.5, 0.25]
 
