@@ -26,6 +26,7 @@ Endpoint: python eval.py --engine openai --base-url http://127.0.0.1:8000/v1 --m
 """
 
 import argparse
+import faulthandler
 import glob
 import hashlib
 import itertools
@@ -85,13 +86,15 @@ def build_parser():
     add("--live", type=int, default=0,
         help="episodes at once; 0 = twice --max-seqs; 1 measures an episode by itself")
     add("--quiet", action="store_true", help="no progress bar; the tables stay")
-    add("--decode-timeout", type=float, default=60.0, help="seconds a video may take")
+    add("--decode-timeout", type=float, default=60.0,
+        help="seconds that up to 64 frames of a video may take; more frames, in proportion")
 
     agent = parser.add_argument_group("agent, as in training")
     rollout.add_agent_arguments(agent, tools=False)
     agent.add_argument("--min-pixels", type=int, default=rollout.Source.min_pixels,
                        help="pixels of a frame after resizing, at least")
-    parser.set_defaults(temperature=0.0)  # training's is 0.7
+    # Training's are 0.7, and 0.5 of a card that it shares with the trainer.
+    parser.set_defaults(temperature=0.0, engine_share=0.9)
     return parser
 
 
@@ -149,21 +152,19 @@ def faults(args):
 # Records: one line an item, appended as it finishes. An item is (task id, K, tools, sample).
 
 
-def settings_digest(args, ckpt, subtitles, tasks, prompts):
-    """What must be equal for records to belong together: tasks, prompts, checkpoint, and every flag
-    but those that say where, which part, how fast, and who judges."""
+def settings_digest(args, weights, subtitles, tasks, prompts):
+    """What must be equal for records to belong together: tasks, prompts, weights (their digest),
+    and every flag but those that say where, which part, how fast, and who judges."""
     # Where: what is found there (tasks, prompts, weights) counts, its path does not.
     free = {"ckpt", "data", "bench", "root", "video_root", "out", "prompt_file"}
     # Which part: every item carries its own K, mode and sample. `subtitles` is the resolved flag.
     free |= {"limit", "shard", "frames", "tools", "samples", "subtitles"}
-    # How fast, and what happens to records that are there already.
-    free |= {"live", "workers", "retries", "request_timeout", "api_key_env"}
+    # How fast, over which address, and what happens to records that are there already.
+    free |= {"live", "workers", "retries", "request_timeout", "api_key_env", "base_url"}
     free |= {"max_seqs", "frame_cache_gb", "engine_share", "patience", "decode_timeout", "quiet"}
     free |= {"judge_url", "judge_model", "judge_key_env", "allow_errors"}
     kept = {name: value for name, value in sorted(vars(args).items()) if name not in free}
-    # The same path may hold a newer checkpoint: its time of writing, in seconds.
-    stamp = os.path.getmtime(os.path.join(ckpt, "config.json")) if ckpt else None
-    settings = json.dumps([kept, prompts, subtitles, ckpt, stamp, tasks])
+    settings = json.dumps([kept, prompts, subtitles, weights, tasks])
     return hashlib.sha256(settings.encode()).hexdigest()[:16]
 
 
@@ -305,13 +306,19 @@ def finished(folder):
     return name, summary, here
 
 
-def finish(out, found, args, checkpoint):
-    """Records of the leaves `found` -> summary.json of each and of the whole, tables: the end of
-    an evaluation and of --rescore."""
-    results, missing = [], 0
+def finish(out, found, args, checkpoint, parts=None):
+    """
+    Records of the leaves `found` -> summary.json of each and of the whole, tables: the end of an
+    evaluation and of --rescore.
+
+    parts: {leaf: tasks} of leaves that hold more than was asked for: shown, and nothing written.
+    """
+    results, missing, parts = [], 0, parts or {}
     for bench, leaf in found:
-        tasks = model.read_jsonl(os.path.join(leaf, "tasks.jsonl"))
+        tasks = parts.get(leaf) or model.read_jsonl(os.path.join(leaf, "tasks.jsonl"))
         kept = read_json(leaf, "args.json")  # of the run, which may differ from ours
+        if leaf in parts:
+            kept |= vars(args)
         done = graded(leaf, args)
         # What was asked for, not what is there: a run that was cut short has no summary.
         ids = [(task["id"], sample) for task in tasks for sample in range(kept["samples"])]
@@ -336,14 +343,19 @@ def finish(out, found, args, checkpoint):
     summary["time"] = time.strftime("%Y-%m-%d %H:%M:%S")
     for bench, leaf in found:
         own = [row for row in results if row.get("bench") == bench]
-        write_json({**summary, "results": own}, leaf, "summary.json")
-    write_json({**summary, "results": results}, out, "summary.json")
+        if leaf not in parts:
+            write_json({**summary, "results": own}, leaf, "summary.json")
+    if not parts:
+        write_json({**summary, "results": results}, out, "summary.json")
     print(model.printable(scores.table(results)))
     acc = {}  # the last line is for scripts: "[bench/]K/tools" -> accuracy
     for row in results:
         place = [row["bench"]] if "bench" in row else []
         acc["/".join([*place, str(row["K"]), row["tools"]])] = round(row["acc"], 4)
-    print(json.dumps({"summary": os.path.join(out, "summary.json"), "acc": acc}))
+    if parts:
+        print(f"{out} holds more tasks than these: its summary stays as it is")
+    print(json.dumps({"summary": None if parts else os.path.join(out, "summary.json"),
+                      "acc": acc}))
     if refused:  # last, so that the table and the summary are there: exit code 2
         why = "no headline above 1% failed items (--allow-errors prints it): "
         raise model.UserError(why + "; ".join(refused))
@@ -386,10 +398,12 @@ class Suite:
     out: str  # its leaf
     digest: str  # see settings_digest
     done: set  # items with a record that stands
+    part: bool  # its folder holds more tasks: their summary stays
 
 
 def load_suites(args, ckpt, prompts):
     suites = []
+    weights = model.content_digest(ckpt) if ckpt else None  # endpoints have none
     for bench, root in zip(args.bench or [None], args.root or [None]):
         flags = argparse.Namespace(**{**vars(args), "tools": True})  # the mode is each job's
         shown = args.subtitles or "none"
@@ -404,60 +418,129 @@ def load_suites(args, ckpt, prompts):
         source.cache.timeout = args.decode_timeout or None
         if shown != "none":
             source.subtitles = partial(benchmarks.task_subtitles, root=source.root, which=shown)
+        check_videos(bench or args.data, tasks, source.root)
         out = leaf_of(args.out, bench)
         model.make_out(out)
         # Of all tasks, not of the first --limit: a short run is part of a long one.
-        digest = settings_digest(args, ckpt, shown, tasks, prompts)
+        digest = settings_digest(args, weights, shown, tasks, prompts)
         records = read_records(out, digest)
         # A broken video stays broken; an endpoint that was down is asked again.
         done = {item for item, r in records.items() if r["status"] != "engine_error"}
-        suites.append(Suite(bench, tasks[: args.limit or None], agent, source, out, digest, done))
+        tasks = tasks[: args.limit or None]
+        kept = os.path.join(out, "tasks.jsonl")
+        part = bool(records) and len(model.read_jsonl(kept)) > len(tasks)
+        suites.append(Suite(bench, tasks, agent, source, out, digest, done, part))
     return suites
+
+
+def check_videos(name, tasks, root):
+    """Refuse a root below which not one video lies, before hours of counted errors."""
+    paths = dict.fromkeys(str(task["video"]) for task in tasks)
+    if not any("\0" not in path and os.path.isfile(os.path.join(root, path)) for path in paths):
+        why = f"none of its {len(paths)} videos lies below {root}, as {next(iter(paths))} should"
+        raise model.UserError(f"{name}: {why}; is the folder one level too high?")
 
 
 def print_notes(name, notes):
     print(f"{name}: " + ", ".join(f"{count} {what}" for what, count in notes.items()), flush=True)
 
 
-def plan(suites, args, rank, world):
-    """-> [(suite, K, mode, tasks)] of this shard and rank. A task whose items are not all done is
-    asked with all its samples: they are drawn as a group."""
+def unfinished(suites, args):
+    """-> [(suite, K, mode, tasks)], a job each. A task whose items are not all done is asked with
+    all its samples: they are drawn as a group."""
     part, parts = args.shard
     jobs = []
-    for suite, k, mode in itertools.product(suites, args.frames, args.tools):
-        todo = []
-        for task in suite.tasks[part::parts][rank::world]:
-            items = {(task["id"], str(k), mode, sample) for sample in range(args.samples)}
-            if not items <= suite.done:
-                todo.append(task)
-        jobs.append((suite, k, mode, todo))
+    for suite in suites:
+        # Of all tasks: the other shards do not know what is done here.
+        mine = deal([(suite.source.root, task) for task in suite.tasks], parts)[part]
+        for k, mode in itertools.product(args.frames, args.tools):
+            todo = []
+            for task in [suite.tasks[i] for i in sorted(mine)]:
+                items = {(task["id"], str(k), mode, sample) for sample in range(args.samples)}
+                if not items <= suite.done:
+                    todo.append(task)
+            jobs.append((suite, k, mode, todo))
     return jobs
+
+
+def split(jobs, ranks):
+    """Jobs -> for every rank, of every job, the numbers of the tasks that it asks, in order."""
+    work = [(n, i) for n, (*_, todo) in enumerate(jobs) for i in range(len(todo))]
+    places = [(jobs[n][0].source.root, jobs[n][3][i]) for n, i in work]
+    shares = []
+    for mine in deal(places, ranks, sizes=True):
+        share = [[] for _ in jobs]
+        for place in mine:
+            n, i = work[place]
+            share[n].append(i)
+        shares.append(share)
+    return shares
+
+
+def deal(places, parts, sizes=False):
+    """
+    [(root, task)] -> for each of `parts` the indices of its own, the longest work first.
+
+    The questions of a video stay together, so that one rank decodes it once, unless they are more
+    than a part's fair share. sizes: long files weigh more; they must be the same wherever this is
+    asked.
+    """
+    videos = {}  # path -> indices
+    for index, (root, task) in enumerate(places):
+        videos.setdefault(os.path.join(root, str(task["video"])), []).append(index)
+    weight = {path: file_size(path) if sizes else 0 for path in videos}
+    total = sum(weight.values()) or 1
+    fair = max(1, -(-len(places) // parts))  # rounded up
+    chunks = []  # (work, path, indices)
+    for path, indices in videos.items():
+        for at in range(0, len(indices), fair):
+            some = indices[at : at + fair]
+            # Half of the work is to answer, half to decode: a guess, and it only has to be near.
+            cost = len(some) / len(places) + weight[path] / total
+            chunks.append((cost, path, some))
+    dealt, loads = [[] for _ in range(parts)], [0.0] * parts
+    for cost, _, some in sorted(chunks, key=lambda chunk: (-chunk[0], chunk[1], chunk[2])):
+        least = loads.index(min(loads))
+        dealt[least] += some
+        loads[least] += cost
+    return dealt
+
+
+def file_size(path):
+    """Bytes; 0 where nothing can be read, which the task's own episode will tell."""
+    try:
+        return os.path.getsize(path)
+    except (OSError, ValueError):
+        return 0
 
 
 def evaluate(args):
     """Run what has no record yet, on every rank; rank 0 writes the summary."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     part, parts = args.shard
+    model.beat(args.patience)
     if args.judge_url:  # hours of episodes later would be late to find out
         systems.OpenAIEngine(args.judge_url, args.judge_model).knock()
     ckpt = model.resolve_checkpoint(args.ckpt) if args.ckpt else None  # endpoints have none
     protocol, prompts = systems.make_protocol(args)
     suites = load_suites(args, ckpt, prompts)
     if world > 1:
-        import torch.distributed as dist
-
-        model.start_process_group(args.patience)
-        dist.barrier()  # every rank has read the records before any appends to them
+        # No deadline: ranks end hours apart. One that hangs is ended by its own beat.
+        model.start_process_group(patience=0)
+        model.any_rank(False)  # every rank has read the records before any appends to them
     model.beat(args.patience)
     # What --rescore and --compare read; once for all ranks.
     kept = {**vars(args), "prompt_hash": prompts}
     for suite in suites if rank == 0 else []:
-        write_tasks(suite.tasks, os.path.join(suite.out, "tasks.jsonl"))
-        write_json(kept, suite.out, "args.json")
-    jobs = plan(suites, args, rank, world)
+        if not suite.part:
+            write_tasks(suite.tasks, os.path.join(suite.out, "tasks.jsonl"))
+            write_json(kept, suite.out, "args.json")
+    jobs = unfinished(suites, args)
     needed = any(todo for *_, todo in jobs)
-    if world > 1:  # building vLLM is collective: all ranks build, or none does
-        needed = model.any_rank(needed)
+    shares = split(jobs, world) if rank == 0 else [None] * world
+    if world > 1:  # from one rank: a task that two ranks see differently would be asked by neither
+        shares = model.broadcast(shares)
+        needed = model.any_rank(needed)  # building vLLM is collective: all ranks build, or none
     engine = None
     if needed:
         # Without a checkpoint there are no ids: prompts stay messages, answers text.
@@ -465,22 +548,25 @@ def evaluate(args):
         engine = make_engine(suites, args, ckpt, codec, protocol)
         shard = f"shard{part}of{parts}." if parts > 1 else ""
         name = f"records.{shard}rank{rank}.jsonl"  # a file per rank: nobody waits for a lock
-        run_jobs(jobs, engine, codec, protocol, args, name, quiet=rank > 0 or args.quiet)
+        own = [(*job[:3], [job[3][i] for i in some]) for job, some in zip(jobs, shares[rank])]
+        run_jobs(own, engine, codec, protocol, args, name, quiet=rank > 0 or args.quiet)
+    faulthandler.cancel_dump_traceback_later()  # what is left is to wait, and to grade
     if world > 1:
-        dist.barrier()  # all records are there
+        model.any_rank(False)  # all records are there
     if engine and args.engine == "openai" and rank == 0:
         for suite in suites:  # the name asked for may stand for another model next month
-            write_json({**kept, "served": sorted(engine.served)}, suite.out, "args.json")
+            if not suite.part:
+                write_json({**kept, "served": sorted(engine.served)}, suite.out, "args.json")
     if engine:
         engine.close()
-    if world > 1 and dist.is_initialized():  # closing vLLM ends the group
-        dist.destroy_process_group()
+    if world > 1:  # closing vLLM may have ended the group
+        model.end_process_group()
     if rank == 0 and parts > 1:  # no summary: a part would pass for the whole
         then = f"python eval.py --rescore {args.out} (or the folder of every shard, with --out)"
         print(f"shard {part} of {parts} is done; when all are: {then}")
     elif rank == 0:
-        found = [(suite.bench, suite.out) for suite in suites]
-        finish(args.out, found, args, args.ckpt or args.model)
+        finish(args.out, [(s.bench, s.out) for s in suites], args, args.ckpt or args.model,
+               {s.out: s.tasks for s in suites if s.part})
 
 
 def make_engine(suites, args, ckpt, codec, protocol):
