@@ -412,6 +412,8 @@ def load_suites(args, ckpt, prompts):
             print_notes(bench, notes)
             flags.video_root = args.video_root or root
             shown = args.subtitles or benchmarks.splits()[bench].shown
+            if args.protocol_set == "paper" and shown == "aligned" and not args.subtitles:
+                shown = "full"  # as its authors' evaluation shows them
         else:
             tasks = rollout.read_tasks(args.data)
         agent, source = rollout.agent_settings(flags, args.data)
@@ -577,7 +579,9 @@ def make_engine(suites, args, ckpt, codec, protocol):
         rollout.check_context(codec, suite.tasks, suite.agent, suite.source, largest)
     if args.engine == "openai":
         return systems.make_engine(args, protocol)
-    limits = argparse.Namespace(**{**vars(args), "frames": largest})
+    # With --crop-reply frames all windows of an episode end up in one context.
+    windows = systems.protocols()[args.protocol].held(args) if "on" in args.tools else (0, 0)
+    limits = argparse.Namespace(**{**vars(args), "frames": largest, "windows": windows})
     return rollout.make_engine(ckpt, codec, limits, args.seed)
 
 

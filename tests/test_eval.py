@@ -663,6 +663,10 @@ def test_subtitles_are_a_choice(world, videomme, tmp_path):
                 for r in done.engine.asked}
 
     assert spoken() == {"Hello"} and spoken("--subtitles", "full") == {"Goodbye"}
+    # the paper's evaluation shows all lines, and none in the split without
+    assert spoken("--protocol-set", "paper") == {"Goodbye"}
+    assert spoken("--protocol-set", "paper", "--subtitles", "aligned") == {"Hello"}
+    assert spoken("--protocol-set", "paper", bench="videomme") == {""}
     assert spoken("--subtitles", "none") == {""}
     assert spoken(bench="videomme") == {""}
     assert spoken("--subtitles", "aligned", bench="videomme") == {"Hello"}

@@ -1221,6 +1221,35 @@ def test_what_endpoints_differ_in_is_a_flag(tasks, frames_of):
     assert sum(p["type"] == "image_url" for p in plain["messages"][1]["content"]) == 4
 
 
+def test_of_several_endpoints_the_least_busy_is_asked(tasks, frames_of, no_pause):
+    """Two at once go to two servers; one that is down is passed over, and named at the start."""
+    both = threading.Barrier(2, timeout=20)  # broken where one server gets both requests
+
+    def reply(body):
+        both.wait()
+        return ANSWER
+
+    with Server(reply) as one, Server(reply) as two:
+        engine = systems.OpenAIEngine([one.url, two.url + "/"], "m", workers=2)
+        engine.codec = None
+        engine.knock()
+        assert engine.max_seqs == 4
+        agent = replace(AGENT, think_prefix=False, tools=False)
+        found = play(engine, tasks[:1], frames_of, agent, group=2)
+        assert [e.status for e in found] == ["ok"] * 2
+        assert (len(one.asked), len(two.asked)) == (1, 1)
+        assert set(engine.busy.values()) == {0}
+    with Server(ANSWER) as one:
+        pass
+    with Server(ANSWER) as two:
+        engine = systems.OpenAIEngine([one.url, two.url], "m", retries=1)
+        engine.codec = None
+        found = play(engine, tasks[:1], frames_of, agent, group=6)
+        assert [e.status for e in found] == ["ok"] * 6 and len(two.asked) == 6
+        with pytest.raises(model.UserError, match="no server answers"):
+            engine.knock()
+
+
 def test_a_slow_endpoint_is_given_up_after_its_timeout(tasks, frames_of, no_pause):
     with Server(lambda body: threading.Event().wait(1.0) or ANSWER) as server:
         assert ask(server, tasks, frames_of, timeout=0.2, retries=1).status == "engine_error"
