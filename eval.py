@@ -40,7 +40,7 @@ from functools import partial
 import model
 import rewards
 import rollout
-from bench import benchmarks, scores, systems
+from bench import benchmarks, costs, scores, systems
 
 # ------------------------------------------------------------------------------------------------
 # Arguments
@@ -206,8 +206,9 @@ def append_to(path):
     return open(path, "a+", encoding="utf-8")
 
 
-def record_of(episode, digest, budget, mode, args):
-    """Episode -> its record: the text of every turn and all that was decided, without token ids."""
+def record_of(episode, digest, budget, mode, args, taken=None):
+    """Episode -> its record: the text of every turn and all that was decided, without token ids.
+    taken: what its requests took, see costs.Meter."""
     # What only training needs; it is most of an episode's bytes.
     left = {"ids", "mask", "logps", "vision", "spans", "advantage", "version"}
     record = {name: value for name, value in episode.to_json().items() if name not in left}
@@ -216,7 +217,8 @@ def record_of(episode, digest, budget, mode, args):
     times = [round(float(second), 3) for second in episode.notes.get("seconds", [])]
     prompt = json.dumps(episode.notes.get("opening")).encode()  # None for a broken video
     record.update(calls=calls, digest=digest, budget=str(budget), tools=mode, frame_times=times,
-                  prompt_hash=hashlib.sha256(prompt).hexdigest()[:16])
+                  prompt_hash=hashlib.sha256(prompt).hexdigest()[:16],
+                  cost=costs.of(episode, taken or {}))
     return {**record, **grade(record, args.protocol)}
 
 
@@ -590,15 +592,16 @@ def run_jobs(jobs, engine, codec, protocol, args, name, quiet):
     from tqdm import tqdm
 
     total = sum(len(todo) for *_, todo in jobs) * args.samples
+    meter = costs.Meter(engine)
     with tqdm(total=total, desc="episodes", disable=quiet or None) as bar:
         for suite, k, mode, todo in jobs:  # one after the other: the agent differs
             agent = replace(suite.agent, tools=mode == "on")
             episodes = rollout.run(
-                engine, todo, agent, codec, suite.source, frames=k, group=args.samples,
+                meter, todo, agent, codec, suite.source, frames=k, group=args.samples,
                 max_live=args.live or None, protocol=protocol)
             with append_to(os.path.join(suite.out, name)) as f:
                 for episode in episodes:
-                    record = record_of(episode, suite.digest, k, mode, args)
+                    record = record_of(episode, suite.digest, k, mode, args, meter.taken)
                     f.write(json.dumps(record) + "\n")
                     f.flush()  # a crash loses the episodes under way, no more
                     bar.update()

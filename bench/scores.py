@@ -13,7 +13,7 @@ import time
 
 import numpy as np
 
-from bench import benchmarks
+from bench import benchmarks, costs
 
 # ------------------------------------------------------------------------------------------------
 # Scores
@@ -97,6 +97,9 @@ def summarise(records, bench=None, judged=False):
         "truncated": sum(r["finish"][-1:] == ["length"] for r in fine),  # in the last turn
         "seconds_per_episode": sum(r["timing"].get("total_s", 0.0) for r in records) / n,
     }
+    spent = costs.mean(records)
+    if spent:
+        out["cost"] = spent  # per answer
     if judged:
         verdicts = [r["judge"] and r["judge"]["verdict"] for r in records if "judge" in r]
         failed = verdicts.count(None)  # asked in vain, or neither yes nor no
@@ -172,12 +175,13 @@ def table(results, labels=12):
 
 def compare(found):
     """
-    Finished evaluations -> {"time", "rows", "differences"}: a row per checkpoint, benchmark and K,
-    with tools and without; the difference of every folder to the first, paired by item.
+    Finished evaluations -> {"time", "rows", "costs", "differences"}: a row per checkpoint,
+    benchmark and K, with tools and without; accuracy and cost of each of those runs; the difference
+    of every folder to the first, paired by item.
 
     found: [(name, summary.json, {(benchmark, K, tools): {(task id, sample): graded record}})].
     """
-    rows, differences = [], []
+    rows, spent, differences = [], [], []
     for name, summary, _ in found:
         pairs = {}  # (benchmark, K) -> one row of both modes
         for r in summary["results"]:
@@ -188,6 +192,10 @@ def compare(found):
                 row.update(kappa=r["kappa"], interval=r["interval"])
             else:
                 row.update(acc_no_tools=r["headline"])
+            if r.get("cost"):  # not of runs from before costs were kept
+                told = {key: r[key] for key in ("K", "tools", "headline", "cost",
+                                                "seconds_per_episode")}
+                spent.append({"name": name, "bench": r.get("bench"), **told})
         rows += pairs.values()
     (minus, _, first), *others = found
     for place, own in first.items():
@@ -202,7 +210,7 @@ def compare(found):
                 row.update(n=len(same), name=name, minus=minus, difference=b - a)
                 differences.append({**row, "interval": interval(drawn_b - drawn_a)})
     when = time.strftime("%Y-%m-%d %H:%M:%S")
-    return {"time": when, "rows": rows, "differences": differences}
+    return {"time": when, "rows": rows, "costs": spent, "differences": differences}
 
 
 def comparison(compared):
@@ -218,6 +226,7 @@ def comparison(compared):
             cell = "-" if row.get(name) is None else f"{row[name]:.{digits}f}"
             line += f" {cell:>{width}}"
         lines.append(line + (f"  {row['bench']}" if row["bench"] else ""))
+    lines += cost_lines(compared["costs"])
     if compared["differences"]:
         lines += ["", "difference of the same items [95%]"]
     for row in compared["differences"]:
@@ -227,3 +236,24 @@ def comparison(compared):
         line += f"[{low:+.3f}, {high:+.3f}] {row['n']} items"
         lines.append(line + (f"  {row['bench']}" if row["bench"] else ""))
     return "\n".join(lines)
+
+
+def cost_lines(rows):
+    """Accuracy against what an answer costs: a line per folder, benchmark, K and mode."""
+    if not rows:
+        return []
+    lines = ["", "accuracy against cost, means per answer (tokens: main agent + sub-agents)",
+             f"{'checkpoint':<12} {'K':>6} {'tools':>5} {'headline':>8} {'tokens':>8} "
+             f"{'prompt':>14} {'sampled':>12} {'frames':>11} {'rounds':>6} {'seconds':>7}"]
+    for row in rows:
+        cost = row["cost"]
+        headline = "refused" if row["headline"] is None else f"{row['headline']:.3f}"
+        tokens = "-" if cost["tokens"] is None else f"{cost['tokens']:.0f}"  # endpoint told none
+        line = f"{row['name']:<12} {row['K']!s:>6} {row['tools']:>5} {headline:>8} {tokens:>8}"
+        for name, width in (("prompt_tokens", 14), ("sampled_tokens", 12), ("frames", 11)):
+            pair = [cost[name], cost[f"sub_{name}"]]
+            shown = "-" if None in pair else "{:.0f} + {:.0f}".format(*pair)
+            line += f" {shown:>{width}}"
+        line += f" {cost['rounds']:>6.1f} {row['seconds_per_episode']:>7.1f}"
+        lines.append(line + (f"  {row['bench']}" if row["bench"] else ""))
+    return lines

@@ -303,6 +303,67 @@ def test_headlines_of_the_benchmarks():
     assert [got[f"R@{t}"] for t in (0.3, 0.5, 0.7)] == [0.75, 0.5, 0.25]
 
 
+def test_an_answer_carries_what_it_cost(world, codec):
+    """Two turns, two windows of a call each: prompts once, however many turns go on from them."""
+    def say(request):
+        if request.id.count("/") == 4:  # a sub-agent
+            return "a red square"
+        return "Look.\n</think>\n" + CALL * 2 if request.id.endswith("/0") else answer("red")
+
+    done = world("--max-seqs", 2, rows=ROWS[:1], say=say)
+    (kept,) = records(done.folder)
+    main = [r for r in done.engine.asked if r.id.count("/") == 3]
+    subs = [r for r in done.engine.asked if r.id.count("/") == 4]
+    cost = kept["cost"]
+    texts = ["Look.\n</think>\n" + CALL * 2, answer("red")]
+    sampled = [len(model.encode(codec, text)) + 1 for text in texts]  # and the end of the turn
+    assert (len(main), len(subs)) == (2, 2) and cost["rounds"] == 2
+    assert (cost["frames"], cost["sub_frames"]) == (4, 16)
+    assert cost["sampled_tokens"] == sum(sampled)
+    assert cost["prompt_tokens"] == len(main[1].expanded) - sampled[0]
+    assert cost["sub_prompt_tokens"] == sum(len(r.expanded) for r in subs)
+    assert cost["sub_sampled_tokens"] == 2 * (len(model.encode(codec, "a red square")) + 1)
+    assert cost["seconds"] > 0
+    (result,) = done.results
+    assert result["cost"]["tokens"] == sum(cost[n] for n in cost if n.endswith("_tokens"))
+    assert {n: result["cost"][n] for n in cost if n != "seconds"} == {
+        n: value for n, value in cost.items() if n != "seconds"}
+
+
+def test_frames_that_come_back_count_for_the_agent_that_sees_them(world):
+    def say(request):
+        return "L\n</think>\n" + CALL if request.id.endswith("/0") else answer("red")
+
+    done = world("--crop-reply", "frames", "--context", 4096, rows=ROWS[:1], say=say)
+    (kept,) = records(done.folder)
+    assert (kept["cost"]["frames"], kept["cost"]["sub_frames"]) == (12, 0)
+
+
+def test_compare_shows_accuracy_against_cost(world, tmp_path):
+    """A row per folder, K and mode; folders from before costs were kept are compared as ever."""
+    one = world("--frames", 4, 8, "--tools", "on", "off", rows=ROWS[:2], out=tmp_path / "one")
+    two = world(rows=ROWS[:2], out=tmp_path / "two")
+    done = world("--compare", one.folder, two.folder, out=tmp_path / "both",
+                 drop=("--data", "--ckpt"))
+    lines = done.out.splitlines()
+    at = next(n for n, line in enumerate(lines) if line.startswith("accuracy against cost"))
+    shown = [line.split()[:4] for line in lines[at + 2:at + 7]]
+    assert shown == [["one", k, mode, "0.500"] for k in ("4", "8")
+                     for mode in ("on", "off")] + [["two", "4", "on", "0.500"]]
+    cost = one.results[0]["cost"]
+    assert lines[at + 2].split()[4] == f"{cost['tokens']:.0f}"
+    kept = json.loads((tmp_path / "both" / "summary.json").read_text())["costs"]
+    assert [row["K"] for row in kept] == [4, 4, 8, 8, 4] and kept[0]["cost"] == cost
+    summary = json.loads((one.folder / "summary.json").read_text())
+    for row_ in summary["results"]:
+        del row_["cost"]
+    (one.folder / "summary.json").write_text(json.dumps(summary))
+    old = world("--compare", one.folder, two.folder, out=tmp_path / "old",
+                drop=("--data", "--ckpt"))
+    kept = json.loads((tmp_path / "old" / "summary.json").read_text())["costs"]
+    assert old.code == 0 and len(kept) == 1
+
+
 # ------------------------------------------------------------------------------------------------
 # Grading
 

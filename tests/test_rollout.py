@@ -30,7 +30,7 @@ from reference import ReferenceEngine, make_engine
 import model
 import rollout
 import video
-from bench import systems
+from bench import costs, systems
 
 ANSWER = "I saw red.\n</think>\n<answer>red</answer>"
 
@@ -1248,6 +1248,22 @@ def test_of_several_endpoints_the_least_busy_is_asked(tasks, frames_of, no_pause
         assert [e.status for e in found] == ["ok"] * 6 and len(two.asked) == 6
         with pytest.raises(model.UserError, match="no server answers"):
             engine.knock()
+
+
+def test_what_an_endpoint_counts_is_kept(tasks, frames_of):
+    def reply(body):
+        return json.dumps({"choices": [{"message": {"content": ANSWER}, "finish_reason": "stop"}],
+                           "usage": {"prompt_tokens": 700, "completion_tokens": 9}}).encode()
+
+    agent = replace(AGENT, think_prefix=False)
+    for answer, counts in ((reply, (700, 9)), (ANSWER, (None, None))):
+        with Server(answer) as server:
+            meter = costs.Meter(systems.OpenAIEngine(server.url, "m"))
+            meter.engine.codec = None
+            episode = play_one(meter, tasks, frames_of, agent)
+        cost = costs.of(episode, meter.taken)
+        assert (cost["prompt_tokens"], cost["sampled_tokens"]) == counts and not meter.taken
+        assert cost["frames"] == 4 and cost["sub_prompt_tokens"] == 0
 
 
 def test_a_slow_endpoint_is_given_up_after_its_timeout(tasks, frames_of, no_pause):
