@@ -131,7 +131,7 @@ def resolve(video, root=None):
     """Path as a data file writes it -> real path; with `root`: relative to it and inside it.
 
     Raises VideoError for a path whose text leaves root, absolute or by `..`. Links are followed:
-    those in root were put there by its owner (a hub snapshot is made of them). Existence: unchecked.
+    root's owner put them there, and a hub snapshot is made of them. Existence is not checked.
     """
     if not isinstance(video, (str, os.PathLike)) or "\0" in os.fspath(video):
         raise VideoError(repr(video), "is not a path")

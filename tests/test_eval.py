@@ -18,7 +18,8 @@ import rewards
 import rollout
 from bench import scores, systems
 
-CALL = '<tool_call>{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 8}}</tool_call>'
+CALL = ('<tool_call>{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 8}}'
+        "</tool_call>")
 
 
 class Scripted:
@@ -28,7 +29,8 @@ class Scripted:
     max_seqs, patient = 4, True
 
     def __init__(self, codec, say):
-        self.codec, self.say, self.asked, self.waiting, self.closed, self.most = codec, say, [], [], False, 0
+        self.codec, self.say, self.asked, self.waiting = codec, say, [], []
+        self.closed, self.most = False, 0
 
     def submit(self, request):
         self.asked.append(request)
@@ -170,14 +172,15 @@ def test_kappa_counts_executed_calls_and_f_tau_is_the_format_reward(world):
     def say(request):
         if request.id.count("/") == 4:
             return "a red square"
-        return "Look.\n</think>\n" + CALL * 2 + CALL.replace("8",
-                                                             "-8") if request.id.endswith("/0") and task_of(request) == "red" else answer("red")
+        if request.id.endswith("/0") and task_of(request) == "red":
+            return "Look.\n</think>\n" + CALL * 2 + CALL.replace("8", "-8")
+        return answer("red")
 
     done = world(rows=ROWS[:2], say=say)
     (result,) = done.results
     assert result["kappa"] == 1.0  # two of three calls of one of two episodes
-    assert result["f_tau"] == pytest.approx(sum(r["reward"]["fmt"]
-                                                for r in records(done.folder)) / 2) and result["f_tau"] > 0.5
+    formats = [r["reward"]["fmt"] for r in records(done.folder)]
+    assert result["f_tau"] == pytest.approx(sum(formats) / 2) and result["f_tau"] > 0.5
 
 
 def test_several_budgets_and_modes_in_one_run(world):
@@ -407,8 +410,8 @@ def test_open_answers_are_matched_and_not_scored_by_overlap():
     """Token F1 is a training reward; a benchmark asks for the answer."""
     task = row("x", answer="red, blue")
     assert evaluation.grade(episode(answer("red, blue"), task=task))["score"] == 1.0
-    assert evaluation.grade(episode(answer("red, green"),
-                                    task=task))["score"] == 0.0 < rewards.accuracy("red, green", "open", "red, blue")
+    graded = evaluation.grade(episode(answer("red, green"), task=task))
+    assert graded["score"] == 0.0 < rewards.accuracy("red, green", "open", "red, blue")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -661,7 +664,9 @@ def videomme(toy, tmp_path):
     (root / "data").mkdir(parents=True)
     (root / "subtitle").mkdir()
     shutil.copy(toy / "videos" / "eval-0000.mp4", root / "data" / "ab.mp4")
-    (root / "subtitle" / "ab.srt").write_text("1\n00:00:00,000 --> 00:00:20,000\n<i>Hello</i> there\n\n2\n00:59:00,000 --> 00:59:01,000\nGoodbye\n")
+    (root / "subtitle" / "ab.srt").write_text(
+        "1\n00:00:00,000 --> 00:00:20,000\n<i>Hello</i> there\n\n"
+        "2\n00:59:00,000 --> 00:59:01,000\nGoodbye\n")
     rows = [{"question_id": f"1-{i}", "videoID": "ab" if i < 4 else "gone",
              "question": f"Which {i}?", "options": ["A. red", "B. blue"], "answer": "AB"[i % 2],
              "duration": "short" if i < 2 else "long"} for i in range(1, 5)]
@@ -687,7 +692,8 @@ def test_benchmarks_are_evaluated_from_their_folders(world, videomme, tmp_path):
     assert sum("Hello there" in text for text in texts) == 3
     assert not any("Goodbye" in text for text in texts)
     assert all("A. red" in text and "A. A." not in text for text in texts)
-    assert json.loads((tmp_path / "out" / "videomme" / "summary.json").read_text())["results"][0]["acc"] == 0.5
+    (own,) = json.loads((tmp_path / "out" / "videomme" / "summary.json").read_text())["results"]
+    assert own["acc"] == 0.5
     table = world("--table", tmp_path / "out", drop=("--data", "--ckpt")).out.splitlines()
     assert table[0].startswith("| system | videomme |") and "(measured) | 50.0 [" in table[2]
     assert table[2].count("| - ") == 5
@@ -791,7 +797,8 @@ def test_rescore_grades_what_was_said_without_a_model(world):
 
 def test_a_record_holds_all_that_was_said_and_decided(world):
     def say(request):
-        return "Look.\n</think>\n" + CALL if request.id.endswith("/0") and request.id.count("/") == 3 else answer("red")
+        first = request.id.endswith("/0") and request.id.count("/") == 3
+        return "Look.\n</think>\n" + CALL if first else answer("red")
 
     (kept,) = records(world(rows=ROWS[:1], say=say).folder)
     assert kept["turns"] == ["Look.\n</think>\n" + CALL, answer("red")]

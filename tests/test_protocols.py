@@ -93,7 +93,8 @@ def kinds(message):
     ("videochat-r1", None, "<think>12.0s to 14 it is A</think><answer>B</answer>"),
     ("time-r1", "helpful assistant", "<answer>(B)</answer>"),
     ("rewatch-r1", None,
-     "<think>x</think><action>look at A</action><observation>A (A)</observation><answer>B</answer>"),
+     "<think>x</think><action>look at A</action><observation>A (A)</observation>"
+     "<answer>B</answer>"),
     ("rewatch-r1", None, "<think>x</think><action>A</action><observation>A</observation>B")])
 def test_systems_of_one_generation(play, name, system, said):
     episode, asked, record = play(f"--protocol {name} --frames 4", said)
@@ -139,7 +140,8 @@ def test_native_and_uniform_settings_differ_and_yield_to_flags(monkeypatch):
 # crop_video agents
 
 
-CROP = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": %s, "end_time": %s}}\n</tool_call>'
+CROP = ('<tool_call>\n{"name": "crop_video", "arguments": {"start_time": %s, "end_time": %s}}\n'
+        "</tool_call>")
 
 
 def crops(*windows):
@@ -321,7 +323,8 @@ def test_an_endpoint_sends_frames_in_a_tool_message_as_parts_of_one_user_turn(pl
 def test_conan_gets_eight_new_frames_a_round(play):
     """16 s and 48 s of clips: two frames and six; seen seconds never come again; the third turn is
     told that it is the last."""
-    script = ["<score>3</score><think>x</think><clip>00:00:00-00:00:16, 00:00:16-00:01:03</clip><answer></answer>",
+    script = ["<score>3</score><think>x</think><clip>00:00:00-00:00:16, 00:00:16-00:01:03</clip>"
+              "<answer></answer>",
               "<score>3</score><think>x</think><clip>nonsense</clip><answer>A</answer>",
               "<think>now</think><answer>B</answer>"]
     episode, asked, record = play("--protocol conan --frames 4", *script)
@@ -375,9 +378,9 @@ def sage(**fields):
 
 
 def tool(name, **arguments):
-    return sage(video_context="a square", recommended_tools={"needed": True,
-                                                             "tool_calls": [{"rationale": "r", "name": name, "arguments": arguments},
-                                                                                            {"name": "never run", "arguments": {}}]})
+    calls = [{"rationale": "r", "name": name, "arguments": arguments},
+             {"name": "never run", "arguments": {}}]
+    return sage(video_context="a square", recommended_tools={"needed": True, "tool_calls": calls})
 
 
 def test_sage_goes_step_by_step_in_text(play):
@@ -440,8 +443,10 @@ def test_sage_replies_are_read_in_every_wrapping(text, final):
 @pytest.mark.parametrize("text", ["<clip>" * 30000, "<video_zoom>" * 30000 + "</video_zoom>",
                                   "<json>{" * 30000, '{"a":' * 50000, "[" * 100000, "</clip><clip>",
                                   "\0",
-                                  '<video_zoom>{"segment": [NaN, Infinity], "fps": 1e999}</video_zoom>', '<clip>99999999999:1-2,-,--</clip>',
-                                  '<json>{"recommended_tools": {"tool_calls": [{"name": {}, "arguments": {"timestamp_start": {}}}]}}</json>'])
+                                  '<video_zoom>{"segment": [NaN, Infinity], "fps": 1e999}'
+                                  "</video_zoom>", "<clip>99999999999:1-2,-,--</clip>",
+                                  '<json>{"recommended_tools": {"tool_calls": [{"name": {}, '
+                                  '"arguments": {"timestamp_start": {}}}]}}</json>'])
 def test_no_text_makes_a_parser_raise_or_hang(parse, text):
     for call in parse(text):
         assert call.error or call.name
@@ -491,13 +496,16 @@ def test_braces_are_single_where_a_text_is_a_template(text, meant):
 
 
 def test_prompts_are_read_from_a_publishers_file_and_hashed(play, tmp_path, monkeypatch):
-    (tmp_path / "driver.py").write_text("import os\nos.abort()\nSYSTEM = ('You are a ' \n 'watcher {x}.')\nOTHER = SYSTEM + 'x'\n")
+    (tmp_path / "driver.py").write_text(
+        "import os\nos.abort()\nSYSTEM = ('You are a ' \n 'watcher {x}.')\n"
+        "OTHER = SYSTEM + 'x'\n")
     (tmp_path / "user.txt").write_text("Q: {question} O: {options} {unknown} {\"a\": 1}")
     _, asked, _ = play(f"--protocol direct --frames 4 --prompt-file {tmp_path}/driver.py:SYSTEM",
                        "B")
     assert asked[0].messages[0]["content"] == "You are a watcher {x}."
     _, asked, _ = play(f"--protocol rewatch-r1 --frames 4 --prompt-file {tmp_path}/user.txt", "B")
-    assert texts(asked[0].messages[0]).strip() == 'Q: Which {colour} is first? O: A. red\nB. blue {unknown} {"a": 1}'
+    filled = 'Q: Which {colour} is first? O: A. red\nB. blue {unknown} {"a": 1}'
+    assert texts(asked[0].messages[0]).strip() == filled
     _, asked, _ = play(f"--frames 4 --prompt-file {tmp_path}/driver.py:SYSTEM", "x</think>B")
     assert asked[0].messages[0]["content"] == "You are a watcher {x}." and asked[0].tools
     hashes = []
