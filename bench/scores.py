@@ -193,8 +193,8 @@ def compare(found):
             else:
                 row.update(acc_no_tools=r["headline"])
             if r.get("cost"):  # not of runs from before costs were kept
-                told = {key: r[key] for key in ("K", "tools", "headline", "cost",
-                                                "seconds_per_episode")}
+                told = {key: r[key] for key in ("K", "tools", "headline")}
+                told |= {**r["cost"], "seconds": r["seconds_per_episode"]}
                 spent.append({"name": name, "bench": r.get("bench"), **told})
         rows += pairs.values()
     (minus, _, first), *others = found
@@ -246,14 +246,13 @@ def cost_lines(rows):
              f"{'checkpoint':<12} {'K':>6} {'tools':>5} {'headline':>8} {'tokens':>8} "
              f"{'prompt':>14} {'sampled':>12} {'frames':>11} {'rounds':>6} {'seconds':>7}"]
     for row in rows:
-        cost = row["cost"]
         headline = "refused" if row["headline"] is None else f"{row['headline']:.3f}"
-        tokens = "-" if cost["tokens"] is None else f"{cost['tokens']:.0f}"  # endpoint told none
+        tokens = "-" if row["tokens"] is None else f"{row['tokens']:.0f}"  # the endpoint told none
         line = f"{row['name']:<12} {row['K']!s:>6} {row['tools']:>5} {headline:>8} {tokens:>8}"
         for name, width in (("prompt_tokens", 14), ("sampled_tokens", 12), ("frames", 11)):
-            pair = [cost[name], cost[f"sub_{name}"]]
+            pair = [row[name], row[f"sub_{name}"]]
             shown = "-" if None in pair else "{:.0f} + {:.0f}".format(*pair)
             line += f" {shown:>{width}}"
-        line += f" {cost['rounds']:>6.1f} {row['seconds_per_episode']:>7.1f}"
+        line += f" {row['rounds']:>6.1f} {row['seconds']:>7.1f}"
         lines.append(line + (f"  {row['bench']}" if row["bench"] else ""))
     return lines
