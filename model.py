@@ -944,6 +944,46 @@ def stored_weights(folder):
     return found
 
 
+def content_digest(ckpt):
+    """Digest of what a checkpoint folder holds, wherever it lies: its small files, and of weights
+    the headers and some bytes of every tensor, since 16 GB would take minutes to read."""
+    import hashlib
+
+    digest = hashlib.sha256()
+    for name in sorted(os.listdir(ckpt)):
+        path = os.path.join(ckpt, name)
+        if name.endswith(".safetensors"):
+            parts = weight_samples(path)
+        elif name.endswith((".json", ".jinja", ".txt")) and name != "state.json":  # its training's
+            with open(path, "rb") as f:
+                parts = [f.read()]
+        else:
+            continue  # a README, an optimizer
+        for part in (name.encode(), *parts):
+            digest.update(hashlib.sha256(part).digest())
+    return digest.hexdigest()
+
+
+def weight_samples(path, size=4096):
+    """-> pieces of bytes of a safetensors file: header, then begin, middle and end of every tensor:
+    a step of training changes nearly all of a tensor, a merged adapter a few tensors alone."""
+    try:
+        with open(path, "rb") as f:
+            length = int.from_bytes(f.read(8), "little")  # of the header, which is JSON
+            header = f.read(length)
+            yield header
+            for name, tensor in sorted(json.loads(header).items()):
+                if name == "__metadata__":
+                    continue
+                start, end = tensor["data_offsets"]  # bytes behind the header
+                for at in sorted({start, max(start, (start + end - size) // 2), end - size}):
+                    f.seek(8 + length + max(start, at))
+                    yield f.read(min(size, end - start))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f"is no safetensors file ({type(error).__name__}); copy it again"
+        raise UserError(f"checkpoint {path}: {why}") from None
+
+
 def load_codec(ckpt, channel="image"):
     """Checkpoint directory -> Codec. channel: "image" | "video" (how frames enter the prompt)."""
     import_shim()

@@ -167,12 +167,13 @@ class Source:
     cache: video.FrameCache
     min_pixels: int = 1024
     max_pixels: int = 50176
+    crop_pixels: int = 0  # of a window's frames, at most; 0 = max_pixels
     subtitles: object = None  # (task, seconds of the frames [K]) -> text shown with the question
 
     def load(self, spec):
         """{"video", "frames"} or {"video", "start", "end", ..} -> Frames."""
-        sizes = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
-        return video.load(spec, self.root, self.cache, **sizes)
+        most = self.max_pixels if "frames" in spec else self.crop_pixels or self.max_pixels
+        return video.load(spec, self.root, self.cache, self.min_pixels, most)
 
     def load_overview(self, spec, task):
         """-> (Frames, seconds of the video, text of its subtitles)."""
@@ -204,8 +205,7 @@ class Context:
     messages: list = field(default_factory=list)  # the same as a chat, for endpoints without ids
 
     def insert(self, ids, compact=None):
-        """Tokens nobody sampled: forced prefix, tool responses, headers. compact: where frames are
-        among them."""
+        """Tokens nobody sampled: headers, tool responses. compact: where frames are among them."""
         self.ids += ids
         self.compact += ids if compact is None else compact
         self.mask += [0] * len(ids)
@@ -354,7 +354,7 @@ async def run_episode(episode, shared):
 
     messages = (protocol.opening or opening)(task, episode.frame_budget, agent, spoken,
                                              episode.duration)
-    tools = tool_schema() if agent.tools and protocol.schema else None
+    tools = protocol.schema() if agent.tools and protocol.schema else None
     context = episode.context = open_context(codec, messages, [spec], [frames], tools)
     episode.notes.update(opening=messages, seconds=frames.seconds)
 
@@ -504,12 +504,12 @@ async def sub_agent(record, episode, shared, turn, number):
     thought = rewards.never_closed(said.text, codec is not None and codec.opens_thought)
     summary = "" if thought else said.text.rpartition("</think>")[2].strip()
     record.update(status="ok", summary=summary or "(nothing to report)",
-                  seconds=time.monotonic() - began)
+                  seconds=time.monotonic() - began, frames_seen=len(frames.seconds))
     if said.ids is not None:
         context.sampled(said.ids, said.logps)
         kept = {"ids": context.ids, "mask": context.mask, "logps": context.logps,
                 "vision": [vars(item) for item in context.items]}
-        record.update(sub_tokens=len(said.ids), frames_seen=len(frames.seconds), sub=kept)
+        record.update(sub_tokens=len(said.ids), sub=kept)
 
 
 def call_record(call, turn):
@@ -662,9 +662,9 @@ class VllmEngine:
     """
 
     def __init__(self, ckpt, codec, context, max_frames=64, max_pixels=50176, max_seqs=64, seed=0,
-                 gpu_memory=0.5, sleeping=False):  # fmt: skip
-        """context: tokens; max_frames: images in one context; max_pixels: of the largest frame;
-        gpu_memory: fraction of the card; sleeping: give memory back between rollouts (GPU)."""
+                 gpu_memory=0.5, sleeping=False, max_videos=1):  # fmt: skip
+        """context: tokens; max_frames: images in one context, or frames of one of its max_videos;
+        max_pixels: of a frame; gpu_memory: fraction of the card; sleeping: give it back (GPU)."""
         import torch
 
         model.import_shim()
@@ -703,7 +703,7 @@ class VllmEngine:
         self.llm = LLM(
             ckpt, max_model_len=context, max_num_seqs=max_seqs, seed=seed,
             generation_config="vllm",  # no top-p or top-k of the checkpoint's own
-            limit_mm_per_prompt={"image": images, "video": 1},
+            limit_mm_per_prompt={"image": images, "video": max_videos},
             logprobs_mode="processed_logprobs",  # after temperature: what was sampled from
             mm_processor_kwargs={"size": size}, disable_log_stats=True, use_tqdm_on_load=False,
             **options)  # fmt: skip
@@ -860,7 +860,7 @@ class Protocol:
     answer: callable = None  # async (records, calls, episode, shared, turn) -> Reply
     force: callable = None  # (task) -> text put before the last turn
     force_tokens: callable = None  # (task) -> tokens of that turn
-    schema: bool = True  # crop_video is declared to the chat template
+    schema: callable = tool_schema  # () -> what is declared to the chat template; None: nothing
     prefill: str = ""  # forced start of every turn, instead of --think-prefix
     stop: tuple = ()  # strings that end a turn
 
@@ -1024,7 +1024,10 @@ def agent_settings(args, data_path):
         raise model.UserError(f"--video-root {root}: no such folder")
     # In a child process: a decoder that hangs or crashes costs one video.
     cache = video.FrameCache(int(args.frame_cache_gb * 2**30), timeout=60.0)
-    return agent, Source(root, cache, least, args.max_pixels)
+    crop = getattr(args, "crop_pixels", 0)  # eval.py's alone, too
+    if crop and crop < least:
+        raise model.UserError(f"--crop-pixels must be at least {least}, or 0, got {crop}")
+    return agent, Source(root, cache, least, args.max_pixels, min(crop, args.max_pixels))
 
 
 def check_context(codec, tasks, agent, source, frames):
@@ -1063,15 +1066,26 @@ def frames_argument(text):
 
 
 def make_engine(ckpt, codec, args, seed=0, sleeping=False):
-    """The engine of the flags. sleeping: give memory back between rollouts (GPU). Collective."""
+    """The engine of the flags. sleeping: give memory back between rollouts (GPU). Collective.
+
+    args.windows, where it is there: how many crops one context may hold beside the overview, and
+    the frames of each.
+    """
     import importlib.util
 
     if importlib.util.find_spec("vllm") is None:
         raise model.UserError("vllm is not installed: pip install -r requirements.txt "
                               "(without a GPU: requirements-cpu.txt)")
     frames = args.frames if isinstance(args.frames, int) else max(gated_budgets())
-    return VllmEngine(ckpt, codec, args.context, max(frames, args.sub_frames), args.max_pixels,
-                      args.max_seqs, seed, args.engine_share, sleeping)
+    windows, each = getattr(args, "windows", (0, 0))
+    largest = max(frames, args.sub_frames, each)  # of one video item
+    more = {}
+    if windows and codec.channel == "video":
+        more = {"max_videos": 1 + windows}
+    elif windows:
+        largest = max(largest, frames + windows * each)  # all the images
+    return VllmEngine(ckpt, codec, args.context, largest, args.max_pixels, args.max_seqs, seed,
+                      args.engine_share, sleeping, **more)
 
 
 def toy_lengths():

@@ -4,21 +4,22 @@ Tests of eval.py: python -m pytest tests/test_eval.py -q
 The engine is scripted, by task, so that every number of a table can be worked out by hand.
 """
 import json
+import shutil
 import sys
 from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-from conftest import run_script
+from conftest import ROOT, run_script
 
 import eval as evaluation
 import model
 import rewards
 import rollout
-from bench import systems
+from bench import scores, systems
 
 CALL = ('<tool_call>{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 8}}'
-        '</tool_call>')
+        "</tool_call>")
 
 
 class Scripted:
@@ -171,15 +172,15 @@ def test_kappa_counts_executed_calls_and_f_tau_is_the_format_reward(world):
     def say(request):
         if request.id.count("/") == 4:
             return "a red square"
-        calls = "Look.\n</think>\n" + CALL * 2 + CALL.replace("8", "-8")
-        first = request.id.endswith("/0") and task_of(request) == "red"
-        return calls if first else answer("red")
+        if request.id.endswith("/0") and task_of(request) == "red":
+            return "Look.\n</think>\n" + CALL * 2 + CALL.replace("8", "-8")
+        return answer("red")
 
     done = world(rows=ROWS[:2], say=say)
     (result,) = done.results
     assert result["kappa"] == 1.0  # two of three calls of one of two episodes
-    total = sum(r["reward"]["fmt"] for r in records(done.folder))
-    assert result["f_tau"] == pytest.approx(total / 2) and result["f_tau"] > 0.5
+    formats = [r["reward"]["fmt"] for r in records(done.folder)]
+    assert result["f_tau"] == pytest.approx(sum(formats) / 2) and result["f_tau"] > 0.5
 
 
 def test_several_budgets_and_modes_in_one_run(world):
@@ -262,13 +263,13 @@ def test_intervals_are_of_videos_drawn_with_replacement():
     """40 of 80 right: 0.5 with a standard error of sqrt(.25 / 80) = .056. When the 80 are 8 videos
     that are right or wrong as a whole, the error is that of 8 coins: sqrt(.25 / 8) = .177."""
     alone = [record(i, i % 2) for i in range(80)]
-    value, draws = evaluation.resampled(alone, None)
-    low, high = evaluation.interval(draws)
+    value, draws = scores.resampled(alone, None)
+    low, high = scores.interval(draws)
     assert value == 0.5 and len(draws) == 2000
     assert high - low == pytest.approx(2 * 1.96 * 0.0559, rel=0.12)
-    value, draws = evaluation.resampled([record(i, i % 8 % 2, video=i % 8) for i in range(80)],
+    value, draws = scores.resampled([record(i, i % 8 % 2, video=i % 8) for i in range(80)],
                                         None)
-    low, high = evaluation.interval(draws)
+    low, high = scores.interval(draws)
     assert value == 0.5 and high - low == pytest.approx(2 * 1.96 * 0.177, rel=0.15)
 
 
@@ -277,7 +278,7 @@ def test_paired_differences_share_their_draws():
     is drawn."""
     a = [record(i, i % 2) for i in range(20)]
     b = [record(i, i % 2 or i == 0) for i in range(20)]
-    (_, drawn_a), (_, drawn_b) = evaluation.resampled(a, None), evaluation.resampled(b, None)
+    (_, drawn_a), (_, drawn_b) = scores.resampled(a, None), scores.resampled(b, None)
     assert min(drawn_b - drawn_a) == 0 and max(drawn_b - drawn_a) > 0.1
 
 
@@ -289,17 +290,79 @@ def test_headlines_of_the_benchmarks():
                 "extracted": "x", "finish": ["stop"], "timing": {}}
 
     mlvu = [full(i, float(i == 0), tags={"task": "ego" if i < 2 else "count"}) for i in range(6)]
-    got = evaluation.summarise(mlvu, "mlvu")
+    got = scores.summarise(mlvu, "mlvu")
     assert (got["metric"], got["headline"], got["acc"]) == ("M-Avg", 0.25, pytest.approx(1 / 6))
     assert got["by"]["task"] == {"count": {"n": 4, "acc": 0.0}, "ego": {"n": 2, "acc": 0.5}}
     mmvu = [full(i, float(i < 3), type="mcq" if i < 4 else "open") for i in range(8)]
-    got = evaluation.summarise(mmvu, "mmvu")
+    got = scores.summarise(mmvu, "mmvu")
     assert (got["headline"], got["acc"]) == (0.75, 0.375)
     assert got["by_type"]["open"] == {"n": 4, "acc": 0.0} and "multiple choice" in got["metric"]
     spans = [full(i, score, type="grounding") for i, score in enumerate((0.3, 0.5, 0.71, 0.0))]
-    got = evaluation.summarise(spans, "charades")
+    got = scores.summarise(spans, "charades")
     assert got["metric"] == "mIoU" and got["headline"] == pytest.approx(0.3775)
     assert [got[f"R@{t}"] for t in (0.3, 0.5, 0.7)] == [0.75, 0.5, 0.25]
+
+
+def test_an_answer_carries_what_it_cost(world, codec):
+    """Two turns, two windows of a call each: prompts once, however many turns go on from them."""
+    def say(request):
+        if request.id.count("/") == 4:  # a sub-agent
+            return "a red square"
+        return "Look.\n</think>\n" + CALL * 2 if request.id.endswith("/0") else answer("red")
+
+    done = world("--max-seqs", 2, rows=ROWS[:1], say=say)
+    (kept,) = records(done.folder)
+    main = [r for r in done.engine.asked if r.id.count("/") == 3]
+    subs = [r for r in done.engine.asked if r.id.count("/") == 4]
+    cost = kept["cost"]
+    texts = ["Look.\n</think>\n" + CALL * 2, answer("red")]
+    sampled = [len(model.encode(codec, text)) + 1 for text in texts]  # and the end of the turn
+    assert (len(main), len(subs)) == (2, 2) and cost["rounds"] == 2
+    assert (cost["frames"], cost["sub_frames"]) == (4, 16)
+    assert cost["sampled_tokens"] == sum(sampled)
+    assert cost["prompt_tokens"] == len(main[1].expanded) - sampled[0]
+    assert cost["sub_prompt_tokens"] == sum(len(r.expanded) for r in subs)
+    assert cost["sub_sampled_tokens"] == 2 * (len(model.encode(codec, "a red square")) + 1)
+    assert cost["seconds"] > 0
+    (result,) = done.results
+    assert result["cost"]["tokens"] == sum(cost[n] for n in cost if n.endswith("_tokens"))
+    assert {n: result["cost"][n] for n in cost if n != "seconds"} == {
+        n: value for n, value in cost.items() if n != "seconds"}
+
+
+def test_frames_that_come_back_count_for_the_agent_that_sees_them(world):
+    def say(request):
+        return "L\n</think>\n" + CALL if request.id.endswith("/0") else answer("red")
+
+    done = world("--crop-reply", "frames", "--context", 4096, rows=ROWS[:1], say=say)
+    (kept,) = records(done.folder)
+    assert (kept["cost"]["frames"], kept["cost"]["sub_frames"]) == (12, 0)
+
+
+def test_compare_shows_accuracy_against_cost(world, tmp_path):
+    """A row per folder, K and mode; folders from before costs were kept are compared as ever."""
+    one = world("--frames", 4, 8, "--tools", "on", "off", rows=ROWS[:2], out=tmp_path / "one")
+    two = world(rows=ROWS[:2], out=tmp_path / "two")
+    done = world("--compare", one.folder, two.folder, out=tmp_path / "both",
+                 drop=("--data", "--ckpt"))
+    lines = done.out.splitlines()
+    at = next(n for n, line in enumerate(lines) if line.startswith("accuracy against cost"))
+    shown = [line.split()[:4] for line in lines[at + 2:at + 7]]
+    assert shown == [["one", k, mode, "0.500"] for k in ("4", "8")
+                     for mode in ("on", "off")] + [["two", "4", "on", "0.500"]]
+    cost = one.results[0]["cost"]
+    assert lines[at + 2].split()[4] == f"{cost['tokens']:.0f}"
+    kept = json.loads((tmp_path / "both" / "summary.json").read_text())["costs"]
+    assert [row["K"] for row in kept] == [4, 4, 8, 8, 4]
+    assert {name: kept[0][name] for name in cost} == cost
+    summary = json.loads((one.folder / "summary.json").read_text())
+    for row_ in summary["results"]:
+        del row_["cost"]
+    (one.folder / "summary.json").write_text(json.dumps(summary))
+    old = world("--compare", one.folder, two.folder, out=tmp_path / "old",
+                drop=("--data", "--ckpt"))
+    kept = json.loads((tmp_path / "old" / "summary.json").read_text())["costs"]
+    assert old.code == 0 and len(kept) == 1
 
 
 # ------------------------------------------------------------------------------------------------
@@ -344,8 +407,8 @@ def test_open_answers_are_matched_and_not_scored_by_overlap():
     """Token F1 is a training reward; a benchmark asks for the answer."""
     task = row("x", answer="red, blue")
     assert evaluation.grade(episode(answer("red, blue"), task=task))["score"] == 1.0
-    overlap = rewards.accuracy("red, green", "open", "red, blue")
-    assert evaluation.grade(episode(answer("red, green"), task=task))["score"] == 0.0 < overlap
+    graded = evaluation.grade(episode(answer("red, green"), task=task))
+    assert graded["score"] == 0.0 < rewards.accuracy("red, green", "open", "red, blue")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -414,17 +477,67 @@ def test_records_of_other_settings_are_refused(flags, world):
     assert other.engine is None
 
 
-def test_records_of_another_checkpoint_are_refused(world, toy, tmp_path):
-    import shutil
-
-    shutil.copytree(toy / "init", tmp_path / "ckpt")
+def test_records_belong_to_what_a_checkpoint_holds_not_to_where_it_lies(world, toy, tmp_path):
+    """The same weights at another path and of another time go on; one changed tensor does not."""
+    shutil.copytree(toy / "init", tmp_path / "copy", copy_function=shutil.copy)
+    (tmp_path / "link").symlink_to(tmp_path / "copy")
+    (tmp_path / "copy" / "README.md").write_text("a card")
     assert world(rows=ROWS[:1]).code == 0
-    assert world("--ckpt", tmp_path / "ckpt", rows=ROWS[:1]).code == 2
+    for path in ("copy", "link"):
+        same = world("--ckpt", tmp_path / path, rows=ROWS[:1])
+        assert same.code == 0 and same.engine is None
+    (weights,) = (tmp_path / "copy").glob("*.safetensors")
+    spoilt = bytearray(weights.read_bytes())
+    spoilt[-1] ^= 1  # of the last tensor
+    weights.write_bytes(spoilt)
+    assert world("--ckpt", tmp_path / "copy", rows=ROWS[:1]).code == 2
+    weights.write_bytes(b"no weights")
+    broken = world("--ckpt", tmp_path / "copy", rows=ROWS[:1])
+    assert broken.code == 2 and "copy it again" in broken.err
 
 
-def test_how_fast_it_runs_does_not_make_it_another_run(world):
+def test_every_tensor_enters_the_digest_of_a_checkpoint(tmp_path):
+    """An adapter that was merged into one matrix leaves all others as they were."""
+    import torch
+    from safetensors.torch import save_file
+
+    tensors = {f"layer{i}": torch.full((64, 256), float(i)) for i in range(5)}
+    (tmp_path / "config.json").write_text("{}")
+    found = set()
+    for name in [None, *tensors]:
+        changed = {k: v + 1 if k == name else v for k, v in tensors.items()}
+        save_file(changed, tmp_path / "model.safetensors")
+        found.add(model.content_digest(str(tmp_path)))
+    assert len(found) == 6
+    (tmp_path / "config.json").write_text("{ }")
+    assert model.content_digest(str(tmp_path)) not in found
+
+
+def test_a_part_of_a_finished_folder_leaves_its_summary(world):
+    """A look at two items of a finished evaluation is no evaluation of two items."""
+    full = world()
+    kept = {name: (full.folder / name).read_text()
+            for name in ("summary.json", "tasks.jsonl", "args.json")}
+    part = world("--limit", 2)
+    assert part.code == 0 and part.engine is None
+    assert part.out.splitlines()[1].split()[:3] == ["4", "on", "2"]  # two items are shown
+    assert json.loads(part.out.splitlines()[-1]) == {"summary": None, "acc": {"4/on": 0.5}}
+    assert "its summary stays as it is" in part.out
+    assert all((full.folder / name).read_text() == text for name, text in kept.items())
+    half = world("--limit", 2, "--tools", "off")  # what is new is run
+    assert len(half.engine.asked) == 2
+    assert all((full.folder / name).read_text() == text for name, text in kept.items())
+
+
+@pytest.mark.parametrize("flags", [("--max-seqs", 2), ("--engine-share", 0.5),
+                                   ("--base-url", "http://127.0.0.1:9/v1")])
+def test_how_fast_and_where_it_runs_does_not_make_it_another_run(flags, world):
     assert world(rows=ROWS[:1]).code == 0
-    assert world("--max-seqs", 2, rows=ROWS[:1]).code == 0
+    assert world(*flags, rows=ROWS[:1]).code == 0
+
+
+def test_an_evaluation_has_the_card_to_itself(world):
+    assert world(rows=ROWS[:1]).args.engine_share == 0.9
 
 
 @pytest.mark.parametrize("live, most", [(0, 6), (1, 1), (2, 2)])
@@ -442,6 +555,101 @@ def test_a_spoilt_record_is_named(world):
 
 
 # ------------------------------------------------------------------------------------------------
+# Several ranks
+
+
+def dealt(rows, parts, root="", **more):
+    """-> the task ids of each part."""
+    shares = evaluation.deal([(str(root), r) for r in rows], parts, **more)
+    return [[rows[i]["id"] for i in share] for share in shares]
+
+
+def test_the_questions_of_a_video_go_to_one_rank():
+    """Video-MME has three a video, LVBench fifteen; round robin decoded each on every rank."""
+    rows = [row(f"{v}-{q}", video=f"{v}.mp4") for q in range(3) for v in "abcdefgh"]
+    shares = dealt(rows, 4)
+    assert [len(share) for share in shares] == [6] * 4
+    assert sorted(sum(shares, [])) == sorted(r["id"] for r in rows)
+    homes = {}  # video -> ranks
+    for rank, share in enumerate(shares):
+        for name in share:
+            homes.setdefault(name[0], set()).add(rank)
+    assert all(len(ranks) == 1 for ranks in homes.values())
+    assert dealt(rows, 4) == shares
+    # Six videos more with one question each: most work first, and nobody has more than 8.
+    more = rows + [row(f"{v}-0", video=f"{v}.mp4") for v in "ijklmn"]
+    assert [len(share) for share in dealt(more, 4)] == [8, 8, 7, 7]
+    assert dealt(more, 4)[0][0] == "a-0" and dealt([], 2) == [[], []]
+
+
+def test_one_video_with_many_questions_still_busies_all_ranks():
+    assert [len(s) for s in dealt([row(str(i)) for i in range(10)], 4)] == [3, 3, 3, 1]
+
+
+def test_long_videos_come_first(tmp_path):
+    """One film at the end would keep one rank busy while all others wait."""
+    for name, size in (("short", 10), ("film", 10_000), ("long", 5_000)):
+        (tmp_path / f"{name}.mp4").write_bytes(bytes(size))
+    rows = [row(n, video=f"{n}.mp4") for n in ("short", "long", "film", "missing")]
+    assert dealt(rows, 1, tmp_path, sizes=True) == [["film", "long", "short", "missing"]]
+    assert dealt(rows, 2, tmp_path, sizes=True)[0] == ["film"]
+    assert dealt([row("x", video="\0"), row("y", video=7)], 1, sizes=True)  # bad paths wait
+
+
+def test_what_is_left_is_split_not_what_was_asked(world, tmp_path):
+    """Ranks that had finished their part would have had nothing to do when a run goes on."""
+    rows = [row(f"q{i}", video=f"videos/eval-000{i % 4}.mp4") for i in range(8)]
+    done = {(f"q{i}", "4", "on", 0) for i in range(0, 8, 2)}
+    suite = SimpleNamespace(tasks=rows, done=done, source=SimpleNamespace(root="r"))
+    args = SimpleNamespace(shard=(0, 1), frames=[4], tools=["on"], samples=1)
+    jobs = evaluation.unfinished([suite], args)
+    assert [[t["id"] for t in todo] for *_, todo in jobs] == [["q1", "q3", "q5", "q7"]]
+    shares = evaluation.split(jobs, 2)
+    assert [[jobs[0][3][i]["id"] for i in some] for (some,) in shares] == [["q1", "q5"],
+                                                                          ["q3", "q7"]]
+
+
+SLOW_RANK = """
+import os, sys, time
+sys.path[:0] = [{root!r}, {root!r} + "/tests"]
+import torch.distributed as dist
+import eval as evaluation, model, rollout, test_eval
+model.load_codec({ckpt!r})  # slow imports are no part of the run
+deadlines, join = [], dist.init_process_group
+def init(*args, timeout=None, **more):
+    deadlines.append(timeout)
+    return join(*args, timeout=timeout, **more)
+dist.init_process_group = init
+def say(request):
+    time.sleep(1.5 if os.environ["RANK"] == "1" else 0)
+    return test_eval.answer("red")
+rollout.make_engine = lambda ckpt, codec, args, *more, **kw: test_eval.Scripted(codec, say)
+model.run_main(evaluation.main)
+assert deadlines[0].days >= 1, deadlines
+"""
+
+
+def test_a_rank_that_is_done_waits_without_a_deadline(toy, tmp_path):
+    """Rank 1 needs 9 seconds, in steps of 1.5; rank 0 is done at once and --patience is 6."""
+    data = toy / "slow-rank.jsonl"
+    data.write_text("".join(json.dumps(row(f"q{i}", video=f"videos/eval-000{i % 2}.mp4")) + "\n"
+                            for i in range(12)))
+    script = tmp_path / "slow.py"
+    script.write_text(SLOW_RANK.format(root=ROOT, ckpt=str(toy / "init")))
+    done = run_script(script, "--preset", "toy", "--ckpt", toy / "init", "--data", data, "--frames",
+                      4, "--out", tmp_path / "out", "--patience", 6, "--live", 1, "--quiet",
+                      ranks=2, timeout=120)
+    data.unlink()
+    assert done.returncode == 0, done.stderr[-3000:]
+    files = sorted((tmp_path / "out").glob("records.rank*.jsonl"))
+    assert [len(f.read_text().splitlines()) for f in files] == [6, 6]
+    videos = [{json.loads(line)["task"]["video"] for line in f.read_text().splitlines()}
+              for f in files]
+    assert [len(v) for v in videos] == [1, 1]  # each video was decoded on one rank
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["results"][0]["n"] == 12
+
+
+# ------------------------------------------------------------------------------------------------
 # Benchmarks, samples, shards, grading again
 
 
@@ -449,8 +657,6 @@ def test_a_spoilt_record_is_named(world):
 def videomme(toy, tmp_path):
     """Video-MME in miniature, in its publisher's layout: three questions on one toy video, one on a
     video that is not there."""
-    import shutil
-
     root = tmp_path / "root" / "videomme"
     (root / "data").mkdir(parents=True)
     (root / "subtitle").mkdir()
@@ -482,12 +688,33 @@ def test_benchmarks_are_evaluated_from_their_folders(world, videomme, tmp_path):
     assert sum("Hello there" in text for text in texts) == 3
     assert not any("Goodbye" in text for text in texts)
     assert all("A. red" in text and "A. A." not in text for text in texts)
-    summary = json.loads((tmp_path / "out" / "videomme" / "summary.json").read_text())
-    assert summary["results"][0]["acc"] == 0.5
+    (own,) = json.loads((tmp_path / "out" / "videomme" / "summary.json").read_text())["results"]
+    assert own["acc"] == 0.5
     table = world("--table", tmp_path / "out", drop=("--data", "--ckpt")).out.splitlines()
     assert table[0].startswith("| system | videomme |") and "(measured) | 50.0 [" in table[2]
     assert table[2].count("| - ") == 5
     assert any(line.startswith("| ParaVT-8B (the paper's) | 62.1 | 69.4 |") for line in table)
+
+
+def test_data_may_be_links(world, videomme, tmp_path):
+    """A hub snapshot is a folder of links into blobs/, and a data folder often a link itself."""
+    blob = tmp_path / "blobs" / "0a1b"
+    blob.parent.mkdir()
+    shutil.move(videomme / "data" / "ab.mp4", blob)
+    (videomme / "data" / "ab.mp4").symlink_to(blob)
+    (tmp_path / "snapshot").symlink_to(videomme)
+    done = world("--bench", "videomme", "--root", tmp_path / "snapshot", drop=("--data",),
+                 say=lambda r: answer("B"))
+    assert done.code == 0, done.err
+    assert done.results[0]["errors"] == {"video_error": 1}  # the one that is really missing
+
+
+def test_a_root_one_level_too_high_is_refused(world, videomme, tmp_path):
+    """Its rows are found, its videos are not: every item would be a counted error."""
+    done = world("--bench", "videomme", "--root", tmp_path / "root", drop=("--data",))
+    assert done.code == 2 and "none of its 2 videos lies below" in done.err
+    assert "one level too high" in done.err and done.engine is None
+    assert done.err.count("\n") == 1 and not (tmp_path / "out").exists()
 
 
 def test_subtitles_are_a_choice(world, videomme, tmp_path):
@@ -499,6 +726,10 @@ def test_subtitles_are_a_choice(world, videomme, tmp_path):
                 for r in done.engine.asked}
 
     assert spoken() == {"Hello"} and spoken("--subtitles", "full") == {"Goodbye"}
+    # the paper's evaluation shows all lines, and none in the split without
+    assert spoken("--protocol-set", "paper") == {"Goodbye"}
+    assert spoken("--protocol-set", "paper", "--subtitles", "aligned") == {"Hello"}
+    assert spoken("--protocol-set", "paper", bench="videomme") == {""}
     assert spoken("--subtitles", "none") == {""}
     assert spoken(bench="videomme") == {""}
     assert spoken("--subtitles", "aligned", bench="videomme") == {"Hello"}

@@ -317,11 +317,18 @@ def test_a_comparison_is_tabulated(tmp_path):
     summary = {
         "rows": [{"name": "sft", "bench": None, "K": 4, "n": 9, "acc_tools": 0.25,
                   "interval": [0.125, 0.5], "f_tau": 0.5, "kappa": 1.0}],
+        "costs": [{"name": "sft", "bench": None, "K": 4, "tools": "on", "headline": 0.25,
+                   "tokens": 90.0, "prompt_tokens": 50.0, "sampled_tokens": 10.0, "frames": 4.0,
+                   "sub_prompt_tokens": 20.0, "sub_sampled_tokens": None, "sub_frames": 8.0,
+                   "rounds": 2.0, "seconds": 0.5}],
         "differences": [{"name": "sft", "minus": "init", "bench": None, "K": 4, "tools": "on",
                          "n": 9, "difference": 0.0625, "interval": [-0.5, 0.5]}]}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     view.build([str(tmp_path)], ["ours"], str(tmp_path / "page.html"), 10, 20.0, None, 6144)
-    rows, differences = data_of(tmp_path / "page.html")["tables"]
+    rows, costs, differences = data_of(tmp_path / "page.html")["tables"]
+    assert costs["title"] == "ours: accuracy against what an answer costs"
+    assert costs["rows"] == [["sft", "-", "4", "on", "0.250", "90.000", "50.000", "10.000",
+                              "20.000 + -", "4.000 + 8.000", "2.000", "0.500"]]
     assert rows["title"] == "ours: side by side"
     assert rows["rows"] == [["sft", "-", "4", "9", "0.250 [0.125, 0.500]", "-", "0.500", "1.000"]]
     assert differences["title"] == "ours: differences of the same items"

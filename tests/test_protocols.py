@@ -91,8 +91,9 @@ def kinds(message):
     ("reasoning", "Reason between <think>", "<think>A? no.</think><answer>B</answer>"),
     ("videochat-r1", None, "<think>12.0s to 14 it is A</think><answer>B</answer>"),
     ("time-r1", "helpful assistant", "<answer>(B)</answer>"),
-    ("rewatch-r1", None, "<think>x</think><action>look at A</action>"
-     "<observation>A (A)</observation><answer>B</answer>"),
+    ("rewatch-r1", None,
+     "<think>x</think><action>look at A</action><observation>A (A)</observation>"
+     "<answer>B</answer>"),
     ("rewatch-r1", None, "<think>x</think><action>A</action><observation>A</observation>B")])
 def test_systems_of_one_generation(play, name, system, said):
     episode, asked, record = play(f"--protocol {name} --frames 4", said)
@@ -139,7 +140,7 @@ def test_native_and_uniform_settings_differ_and_yield_to_flags(monkeypatch):
 
 
 CROP = ('<tool_call>\n{"name": "crop_video", "arguments": {"start_time": %s, "end_time": %s}}\n'
-        '</tool_call>')
+        "</tool_call>")
 
 
 def crops(*windows):
@@ -175,6 +176,93 @@ def test_paravt_as_its_authors_evaluate_it(play, codec, ids):
         # real tags, not spelled ones
         assert sum(asked[1].ids[i:i + len(tags)] == tags for i in range(len(asked[1].ids))) == 7
         assert episode.context.ids == asked[1].expanded + model.encode(codec, "B") + [codec.eos]
+
+
+def test_under_the_papers_settings_the_prompt_promises_what_comes_back(play):
+    """Frames and no summaries, no times where there are none, the video by name as the authors'
+    calls have it; training's own prompt is untouched."""
+    _, asked, _ = play("--protocol-set paper --frames 4", crops((0, 8)), "B")
+    system, asking = asked[0].messages[0]["content"], texts(asked[0].messages[1])
+    assert "returns frames of its window" in system and "summary" not in system
+    assert "after its time" not in system
+    assert asking.endswith("\nThe video path for this video is: eval-0000.mp4")
+    (schema,) = asked[0].tools
+    assert schema["function"]["parameters"]["required"] == ["video_path", "start_time", "end_time"]
+    assert list(schema["function"]["parameters"]["properties"]) == ["video_path", "start_time",
+                                                                    "end_time"]
+    assert "summary" not in json.dumps(schema)
+    # frames on their own: stamped, so times are promised; the file's name is no business of a call
+    _, asked, _ = play("--crop-reply frames --frames 4", crops((0, 8)), "x</think>B")
+    system = asked[0].messages[0]["content"]
+    assert "returns frames" in system and "each after its time" in system
+    assert "video_path" not in json.dumps(asked[0].tools)
+    assert "num_frames" in json.dumps(asked[0].tools)
+    _, asked, _ = play("--frames 4", crops((0, 8)), "x</think>B")
+    assert asked[0].tools == rollout.tool_schema()
+    assert asked[0].messages[0]["content"] == rollout.main_prompt()
+    _, asked, _ = play("--protocol-set paper --frames 4 --tools off", "B")
+    assert asked[0].tools is None and "video path" not in texts(asked[0].messages[1])
+
+
+def test_a_call_gets_as_many_frames_as_it_asks_for(play):
+    first = "x</think>" + (CROP % (0, 8)).replace("}}", ', "num_frames": 3}}')
+    _, asked, _ = play("--crop-reply frames --frames 4", first, "x</think>B")
+    assert [len(f.images) for f in asked[1].frames] == [4, 3]
+
+
+def test_frames_of_windows_have_a_bound_of_their_own(toy, monkeypatch):
+    """A 720p crop was 1024 x 576 where the authors' is 50,176 pixels: nine crops of 16 frames were
+    119,808 tokens in a context of 65,536."""
+    given = "eval.py --ckpt c --protocol-set paper --data".split() + [str(toy / "eval.jsonl")]
+    monkeypatch.setattr(sys, "argv", given)
+    _, source = rollout.agent_settings(evaluation.parse_args(), str(toy / "eval.jsonl"))
+    sizes = []
+    monkeypatch.setattr(rollout.video, "load", lambda *args: sizes.append(args[3:]))
+    source.load({"video": "v", "frames": 4})
+    source.load({"video": "v", "start": 0, "end": 4})
+    assert sizes == [(3136, 602112), (3136, 50176)]
+    monkeypatch.setattr(sys, "argv", [*given, "--crop-pixels", "9"])
+    with pytest.raises(model.UserError, match="--crop-pixels"):
+        rollout.agent_settings(evaluation.parse_args(), str(toy / "eval.jsonl"))
+
+
+def test_times_reach_the_model_where_it_is_asked_for_times(play):
+    """The authors send Charades-STA as a video, which carries them; all other frames are bare."""
+    for task, stamp in ((SPAN, None), (TASK, "none")):
+        _, asked, _ = play("--protocol-set paper --frames 4", crops((0, 8)), "B", task=task)
+        shown = [p for m in asked[1].messages for p in m["content"] if isinstance(p, dict)]
+        assert [p["stamp"] for p in shown if p["type"] == "video"] == [stamp] * 2
+        assert ("after its time" in asked[0].messages[0]["content"]) == (stamp is None)
+    _, asked, _ = play("--protocol reasoning --protocol-set paper --frames 4", "B", task=SPAN)
+    assert asked[0].messages[1]["content"][0]["stamp"] is None
+    _, asked, _ = play("--no-stamps --frames 4", "x</think>B", task=SPAN)
+    assert asked[0].messages[1]["content"][0]["stamp"] == "none"  # asked for, and meant
+
+
+@pytest.mark.parametrize("flags, images, videos", [
+    ("", 64, 1), ("--protocol-set paper", 304, 16), ("--protocol-set paper --tools off", 64, 1),
+    ("--protocol-set paper --frames gated", 304, 16),
+    ("--crop-reply frames --max-turns 1 --max-parallel 2 --sub-frames 4 --frames 8", 16, 3),
+    ("--frames 8", 16, 1), ("--protocol longvt", 512 + 25 * 128, 26),
+    ("--protocol videozoomer --frames 64", 64 + 4 * 16, 5), ("--protocol conan", 32, 3)])
+def test_the_engine_allows_the_images_that_an_episode_may_hold(flags, images, videos, monkeypatch):
+    """Overview and windows stand in one context where frames come back: a limit of 64 ended the run
+    at its first crop."""
+    made = []
+
+    def engine(*given, max_videos=1):
+        made.append((given[3], max_videos))
+
+    monkeypatch.setattr(rollout, "VllmEngine", engine)
+    for channel in ("image", "video"):
+        monkeypatch.setattr(sys, "argv", ["eval.py", "--data", "d", "--ckpt", "c", "--channel",
+                                          channel, *flags.split()])
+        args = evaluation.parse_args()
+        codec = model.Codec.__new__(model.Codec)
+        codec.channel = channel
+        evaluation.make_engine([], args, "c", codec, systems.make_protocol(args)[0])
+    assert made[0] == (images, 1) and made[1][1] == videos
+    assert made[1][0] == max(args.sub_frames, 64 if args.frames == ["gated"] else args.frames[0])
 
 
 def test_a_grounding_task_is_forced_into_a_sentence(play):
@@ -234,8 +322,8 @@ def test_an_endpoint_sends_frames_in_a_tool_message_as_parts_of_one_user_turn(pl
 def test_conan_gets_eight_new_frames_a_round(play):
     """16 s and 48 s of clips: two frames and six; seen seconds never come again; the third turn is
     told that it is the last."""
-    script = ["<score>3</score><think>x</think>"
-              "<clip>00:00:00-00:00:16, 00:00:16-00:01:03</clip><answer></answer>",
+    script = ["<score>3</score><think>x</think><clip>00:00:00-00:00:16, 00:00:16-00:01:03</clip>"
+              "<answer></answer>",
               "<score>3</score><think>x</think><clip>nonsense</clip><answer>A</answer>",
               "<think>now</think><answer>B</answer>"]
     episode, asked, record = play("--protocol conan --frames 4", *script)
@@ -351,13 +439,13 @@ def test_sage_replies_are_read_in_every_wrapping(text, final):
 
 
 @pytest.mark.parametrize("parse", [systems.parse_zoom, systems.parse_clips, systems.parse_sage])
-@pytest.mark.parametrize("text", [
-    "<clip>" * 30000, "<video_zoom>" * 30000 + "</video_zoom>", "<json>{" * 30000, '{"a":' * 50000,
-    "[" * 100000, "</clip><clip>", "\0",
-    '<video_zoom>{"segment": [NaN, Infinity], "fps": 1e999}</video_zoom>',
-    '<clip>99999999999:1-2,-,--</clip>',
-    '<json>{"recommended_tools": {"tool_calls": [{"name": {}, '
-    '"arguments": {"timestamp_start": {}}}]}}</json>'])
+@pytest.mark.parametrize("text", ["<clip>" * 30000, "<video_zoom>" * 30000 + "</video_zoom>",
+                                  "<json>{" * 30000, '{"a":' * 50000, "[" * 100000, "</clip><clip>",
+                                  "\0",
+                                  '<video_zoom>{"segment": [NaN, Infinity], "fps": 1e999}'
+                                  "</video_zoom>", "<clip>99999999999:1-2,-,--</clip>",
+                                  '<json>{"recommended_tools": {"tool_calls": [{"name": {}, '
+                                  '"arguments": {"timestamp_start": {}}}]}}</json>'])
 def test_no_text_makes_a_parser_raise_or_hang(parse, text):
     for call in parse(text):
         assert call.error or call.name
@@ -380,16 +468,43 @@ def test_an_agent_that_never_answers_is_stopped_after_its_rounds(play, name, cal
 # Prompts of publishers
 
 
+def test_a_publishers_template_is_filled_as_its_code_would(play, tmp_path):
+    """ParaVT's own text holds the schema and an example with doubled braces; a schema in the text
+    is not declared once more."""
+    agent = ("Tools:\n<tools>\n{tool_schema}\n</tools>\n"
+             '{{"name": "crop_video", "arguments": {{"end_time": 10}}}}')
+    plain = 'Say {"answer": {"x": 1}} or {{}}'
+    (tmp_path / "driver.py").write_text(f"AGENT = {agent!r}\nPLAIN = {plain!r}\n")
+    _, asked, _ = play(f"--frames 4 --protocol-set paper --prompt-file {tmp_path}/driver.py:AGENT",
+                       crops((0, 8)), "B")
+    lines = asked[0].messages[0]["content"].splitlines()
+    assert json.loads(lines[2])["function"]["parameters"]["required"][0] == "video_path"
+    assert json.loads(lines[4]) == {"name": "crop_video", "arguments": {"end_time": 10}}
+    assert asked[0].tools is None and len(asked) == 2
+    assert "video path for this video is: eval-0000.mp4" in texts(asked[0].messages[1])
+    _, asked, _ = play(f"--frames 4 --prompt-file {tmp_path}/driver.py:PLAIN", "x</think>B")
+    assert asked[0].messages[0]["content"] == plain
+    assert asked[0].tools
+
+
+@pytest.mark.parametrize("text, meant", [
+    ("{{a}} {field}", "{a} {field}"), ("{{a}}", "{{a}}"), ("{field} {", "{field} {"),
+    ("{field} {}", "{field} {}"), ('{"json": 1}', '{"json": 1}'), ("", ""), (None, None)])
+def test_braces_are_single_where_a_text_is_a_template(text, meant):
+    assert systems.single_braces(text) == meant
+
+
 def test_prompts_are_read_from_a_publishers_file_and_hashed(play, tmp_path, monkeypatch):
-    (tmp_path / "driver.py").write_text("import os\nos.abort()\nSYSTEM = ('You are a ' \n "
-                                        "'watcher {x}.')\nOTHER = SYSTEM + 'x'\n")
+    (tmp_path / "driver.py").write_text(
+        "import os\nos.abort()\nSYSTEM = ('You are a ' \n 'watcher {x}.')\n"
+        "OTHER = SYSTEM + 'x'\n")
     (tmp_path / "user.txt").write_text("Q: {question} O: {options} {unknown} {\"a\": 1}")
     _, asked, _ = play(f"--protocol direct --frames 4 --prompt-file {tmp_path}/driver.py:SYSTEM",
                        "B")
     assert asked[0].messages[0]["content"] == "You are a watcher {x}."
     _, asked, _ = play(f"--protocol rewatch-r1 --frames 4 --prompt-file {tmp_path}/user.txt", "B")
-    wanted = 'Q: Which {colour} is first? O: A. red\nB. blue {unknown} {"a": 1}'
-    assert texts(asked[0].messages[0]).strip() == wanted
+    filled = 'Q: Which {colour} is first? O: A. red\nB. blue {unknown} {"a": 1}'
+    assert texts(asked[0].messages[0]).strip() == filled
     _, asked, _ = play(f"--frames 4 --prompt-file {tmp_path}/driver.py:SYSTEM", "x</think>B")
     assert asked[0].messages[0]["content"] == "You are a watcher {x}." and asked[0].tools
     hashes = []

@@ -30,7 +30,7 @@ from reference import ReferenceEngine, make_engine
 import model
 import rollout
 import video
-from bench import systems
+from bench import costs, systems
 
 ANSWER = "I saw red.\n</think>\n<answer>red</answer>"
 
@@ -1228,6 +1228,51 @@ def test_what_endpoints_differ_in_is_a_flag(tasks, frames_of):
     assert "tools" not in plain
     assert plain["max_tokens"] == 512 and plain["temperature"] == 0.7
     assert sum(p["type"] == "image_url" for p in plain["messages"][1]["content"]) == 4
+
+
+def test_of_several_endpoints_the_least_busy_is_asked(tasks, frames_of, no_pause):
+    """Two at once go to two servers; one that is down is passed over, and named at the start."""
+    both = threading.Barrier(2, timeout=20)  # broken where one server gets both requests
+
+    def reply(body):
+        both.wait()
+        return ANSWER
+
+    with Server(reply) as one, Server(reply) as two:
+        engine = systems.OpenAIEngine([one.url, two.url + "/"], "m", workers=2)
+        engine.codec = None
+        engine.knock()
+        assert engine.max_seqs == 4
+        agent = replace(AGENT, think_prefix=False, tools=False)
+        found = play(engine, tasks[:1], frames_of, agent, group=2)
+        assert [e.status for e in found] == ["ok"] * 2
+        assert (len(one.asked), len(two.asked)) == (1, 1)
+        assert set(engine.busy.values()) == {0}
+    with Server(ANSWER) as one:
+        pass
+    with Server(ANSWER) as two:
+        engine = systems.OpenAIEngine([one.url, two.url], "m", retries=1)
+        engine.codec = None
+        found = play(engine, tasks[:1], frames_of, agent, group=6)
+        assert [e.status for e in found] == ["ok"] * 6 and len(two.asked) == 6
+        with pytest.raises(model.UserError, match="no server answers"):
+            engine.knock()
+
+
+def test_what_an_endpoint_counts_is_kept(tasks, frames_of):
+    def reply(body):
+        return json.dumps({"choices": [{"message": {"content": ANSWER}, "finish_reason": "stop"}],
+                           "usage": {"prompt_tokens": 700, "completion_tokens": 9}}).encode()
+
+    agent = replace(AGENT, think_prefix=False)
+    for answer, counts in ((reply, (700, 9)), (ANSWER, (None, None))):
+        with Server(answer) as server:
+            meter = costs.Meter(systems.OpenAIEngine(server.url, "m"))
+            meter.engine.codec = None
+            episode = play_one(meter, tasks, frames_of, agent)
+        cost = costs.of(episode, meter.taken)
+        assert (cost["prompt_tokens"], cost["sampled_tokens"]) == counts and not meter.taken
+        assert cost["frames"] == 4 and cost["sub_prompt_tokens"] == 0
 
 
 def test_a_slow_endpoint_is_given_up_after_its_timeout(tasks, frames_of, no_pause):

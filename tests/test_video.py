@@ -14,6 +14,7 @@ import sys
 import threading
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -618,6 +619,19 @@ def test_a_decoder_that_hangs_or_crashes_costs_one_error(minute, monkeypatch):
     assert process.poll() is not None
 
 
+@pytest.mark.parametrize("look, seconds", [((), 10), ((64,), 10), ((16,), 10), ((512,), 80)])
+def test_more_frames_may_take_longer(look, seconds):
+    """512 frames of a film are as many seeks; opening it is one."""
+    waited = []
+    child = SimpleNamespace(kill=lambda: None, wait=lambda: None)
+    pipe = SimpleNamespace(send=lambda request: None, poll=waited.append,
+                           close=lambda: None)
+    decoder = video.ChildDecoder(10.0, process=child, pipe=pipe)
+    with pytest.raises(VideoError, match=f"no answer within {seconds} s"):
+        decoder.ask(("film.mp4", 1, *[np.arange(n) for n in look], *[32 for _ in look] * 2))
+    assert waited == [seconds]
+
+
 # ---- broken files
 
 
@@ -699,7 +713,11 @@ def test_resolve_stays_inside_root(tmp_path):
     assert video.resolve(str(root / "a.mp4"), root) == str((root / "a.mp4").resolve())
     # no root, no fence
     assert video.resolve(str(tmp_path / "out.mp4")) == str((tmp_path / "out.mp4").resolve())
-    for path in ("../out.mp4", "sub/../../out.mp4", str(tmp_path / "out.mp4"), "link.mp4",
+    # what lies in the root may be a link, as all of a hub snapshot: its owner put it there
+    assert video.resolve("link.mp4", root) == str((tmp_path / "out.mp4").resolve())
+    (root / "folder").symlink_to(tmp_path)
+    assert video.resolve("folder/out.mp4", root) == str((tmp_path / "out.mp4").resolve())
+    for path in ("../out.mp4", "sub/../../out.mp4", str(tmp_path / "out.mp4"), "folder/../../a",
                  "/etc/passwd", "../root2/a"):
         with pytest.raises(VideoError, match="outside"):
             video.resolve(path, root)
