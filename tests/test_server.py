@@ -74,7 +74,7 @@ def test_the_server_reads_the_very_prompt_that_a_policy_is_trained_on(server, to
         request = rollout.Request("0", [], [], [], [frames], messages, 4, 0.0, 0, "<think>\n",
                                   rollout.tool_schema())
         body = {**engine.body(request), "return_token_ids": True}
-        call = urllib.request.Request(engine.url, json.dumps(body).encode(),
+        call = urllib.request.Request(f"{server}/chat/completions", json.dumps(body).encode(),
                                       {"Content-Type": "application/json"})
         with urllib.request.urlopen(call, timeout=120) as answer:
             got = json.load(answer)["prompt_token_ids"]
