@@ -419,6 +419,7 @@ def load_suites(args, ckpt, prompts):
         else:
             tasks = rollout.read_tasks(args.data)
         agent, source = rollout.agent_settings(flags, args.data)
+        source = systems.source_of(source, args)
         source.cache.timeout = args.decode_timeout or None
         if shown != "none":
             source.subtitles = partial(benchmarks.task_subtitles, root=source.root, which=shown)

@@ -70,8 +70,9 @@ def protocols():
     # Temperature 0.1 at top-p 0.001, which is greedy.
     reasoning = {**single, "max_pixels": 256 * 784, "max_new_tokens": 1024}
     conan = {**rounds, "max_turns": 2, "frames": [16], "max_pixels": 448 * 448}
-    longvt = {**rounds, "max_turns": 5, "frames": [512], "max_pixels": 50176}
-    zoomer = {**rounds, "max_turns": 4, "min_pixels": 25088, "max_pixels": 100352}
+    longvt = {**rounds, "max_turns": 5, **paced(1.0, 512), "max_pixels": 50176}
+    zoomer = {**rounds, "max_turns": 4, **paced(0.5, 64),
+              "min_pixels": 25088, "max_pixels": 100352}
     driver = "paravt/eval/driver.py"
     return {
         # ParaVT-8B; Qwen3-VL-8B and Conan-7B in the paper's runs
@@ -89,7 +90,7 @@ def protocols():
                           time_r1_protocol, {**single, **few, "max_new_tokens": 1024}),
         "rewatch-r1": System("a text made from the model card's prompt", [rewatch_text()],
                              prompt_as_user,
-                             {**single, "frames": [192], "max_pixels": 128 * 784}),
+                             {**single, **paced(2.0, 192), "max_pixels": 128 * 784}),
         "conan": System("texts made from Conan-Eval/prompt_temp.py: "
                         "first round, further round, last round", conan_texts(),
                         conan_protocol, {**conan, "temperature": 1.0, "max_new_tokens": 4000},
@@ -103,8 +104,32 @@ def protocols():
                               held=videozoomer_held),
         "sage": System("sage/prompts/sage/context_vlm.txt and iterative_reasoner.txt",
                        sage_texts(), sage_protocol,
-                       {**rounds, "max_turns": 9, "frames": [128]}, sage_final),
+                       {**rounds, "max_turns": 9, **paced(1.0, 128)}, sage_final),
     }
+
+
+def paced(fps, most):
+    """Flags of an overview that grows with the video: fps a second, `most` frames at most."""
+    return {"overview_fps": fps, "frames": [most]}
+
+
+@dataclass
+class Source(rollout.Source):
+    """A Source whose overview has as many frames as its video is long, K at most."""
+
+    overview_fps: float = 0.0  # frames per second; 0 = always K
+
+    def load(self, spec):
+        if "frames" not in spec or not self.overview_fps:
+            return super().load(spec)
+        # Half a frame counts as one, and a video of half a second still shows one.
+        wanted = int(self.duration(spec) * self.overview_fps + 0.5)
+        return super().load({**spec, "frames": max(1, min(wanted, spec["frames"]))})
+
+
+def source_of(source, args):
+    """rollout.Source -> the same with the flags of an overview."""
+    return Source(**vars(source), overview_fps=args.overview_fps)
 
 
 def settings(name, which):
@@ -135,6 +160,8 @@ def add_arguments(parser):
         help="the publisher's own prompt texts (docs/evaluation.md); default: our wording")
     add("--crop-reply", choices=["summary", "frames"], default="summary",
         help="paravt: a sub-agent's summary, or the frames of the window themselves")
+    add("--overview-fps", type=float, default=0.0,
+        help="overview frames per second of video, at most --frames; 0 = always --frames")
     add("--crop-pixels", type=int, default=0,
         help="pixels of a window's frame at most; 0 = as --max-pixels")
     add("--stamps", action=yes_no, default=True,
@@ -167,6 +194,7 @@ def faults(args):
     """[(whether an endpoint's flags cannot be meant, why)]."""
     return [
         (args.image_cap < 0, "--image-cap may not be negative"),
+        (not args.overview_fps >= 0, "--overview-fps may not be negative"),
         (args.engine == "openai" and not (args.base_url and args.model),
          "--engine openai needs --base-url and --model"),
         (args.workers < 1 or args.retries < 0 or not args.request_timeout > 0,

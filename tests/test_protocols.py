@@ -64,7 +64,8 @@ def play(toy, source, codec, monkeypatch):
         source.min_pixels, source.max_pixels = args.min_pixels, args.max_pixels
         protocol, digest = systems.make_protocol(args)
         engine = Chat(codec if ids else None, *script)
-        (episode,) = rollout.run(engine, [task], agent, codec if ids else None, source,
+        paced = systems.source_of(source, args)
+        (episode,) = rollout.run(engine, [task], agent, codec if ids else None, paced,
                                  args.frames[0], protocol=protocol)
         record = evaluation.record_of(episode, "d", args.frames[0], "on", args)
         return episode, engine.asked, record
@@ -133,6 +134,31 @@ def test_native_and_uniform_settings_differ_and_yield_to_flags(monkeypatch):
     assert parsed().tools == ["on"]
     for name in systems.protocols():
         assert parsed("--protocol", name).protocol == name
+
+
+@pytest.mark.parametrize("name, seconds, frames", [
+    ("longvt", 31.0, 31), ("sage", 31.0, 31), ("videozoomer", 31.0, 16), ("rewatch-r1", 31.0, 62),
+    ("longvt", 4000.0, 512), ("sage", 4000.0, 128), ("videozoomer", 4000.0, 64),
+    ("rewatch-r1", 4000.0, 192), ("videozoomer", 0.4, 1), ("conan", 31.0, 16),
+    ("direct", 31.0, 64), ("longvt --protocol-set paper", 31.0, 64),
+    ("longvt --overview-fps 0", 31.0, 512), ("longvt --frames 8", 31.0, 8)])
+def test_an_overview_is_as_long_as_its_video(name, seconds, frames, source, monkeypatch):
+    monkeypatch.setattr(sys, "argv", f"eval.py --data d --ckpt c --protocol {name}".split())
+    args = evaluation.parse_args()
+    paced = systems.source_of(source, args)
+    paced.duration = lambda spec: seconds
+    loaded = []
+    monkeypatch.setattr(rollout.video, "load", lambda spec, *_: loaded.append(spec))
+    paced.load({"video": "v", "frames": args.frames[0]})
+    paced.load({"video": "v", "start": 0, "end": 4})  # a window has its own rule
+    assert [spec.get("frames") for spec in loaded] == [frames, None]
+
+
+def test_a_record_says_how_many_frames_were_shown(play):
+    """The toy video has 64 seconds: K is what was allowed."""
+    _, asked, record = play("--protocol videozoomer", "<answer>B</answer>")
+    assert record["K"] == 64 and len(record["frame_times"]) == record["cost"]["frames"] == 32
+    assert len(asked[0].frames[0].images) == 32
 
 
 # ------------------------------------------------------------------------------------------------
