@@ -175,6 +175,8 @@ def add_arguments(parser):
     add("--model", help="name of the model")
     add("--api-key-env", help="environment variable that holds the key")
     add("--image-cap", type=int, default=0, help="images of a request, evenly kept; 0 = no cap")
+    add("--video-item", action=yes_no, default=False,
+        help="the overview as one video (vLLM; docs/evaluation.md), not as images")
     add("--tokens-field", choices=["max_tokens", "max_completion_tokens"], default="max_tokens",
         help="what the endpoint calls the limit")
     add("--send-temperature", action=yes_no, default=True, help="some take none, and no seed")
@@ -950,6 +952,7 @@ class OpenAIEngine:
     retries: int = 3
     prefill: bool = False  # a turn's forced start goes as a begun turn (vLLM and SGLang take it)
     image_cap: int = 0  # images of one request at most, evenly kept; 0 = no cap
+    video_item: bool = False  # the overview as one video_url, which vLLM takes
     # What hosted endpoints differ in: the name of the limit, and whether they take a temperature.
     tokens_field: str = "max_tokens"
     send_temperature: bool = True
@@ -1009,6 +1012,9 @@ class OpenAIEngine:
             body.update(tools=request.tools, tool_choice="none")
         if request.stop:
             body.update(stop=list(request.stop), include_stop_str_in_output=True)
+        clip = self.joined(request)
+        if clip:
+            body.update(media_io_kwargs={"video": clip_times(clip)})
         if self.prefill and request.prefill:  # the server is told to go on with our turn
             body["messages"].append({"role": "assistant", "content": request.prefill})
             body.update(add_generation_prompt=False, continue_final_message=True)
@@ -1080,16 +1086,27 @@ class OpenAIEngine:
         if all(type(count) is int for count in counts):
             self.usage[name] = counts
 
+    def joined(self, request):
+        """-> Frames of the overview where they go as one video, else None. Windows stay images:
+        the times of a request are of one video alone. So do frames with a protocol's own times."""
+        contents = [m["content"] for m in request.messages if isinstance(m["content"], list)]
+        videos = [item for content in contents for item in content if item["type"] == "video"]
+        if not self.video_item or not videos or videos[0].get("stamp") not in (None, "none"):
+            return None
+        clip = request.frames[0]
+        return clip if len(clip.images) > 1 else None  # the processors refuse a video of one
+
     def wire(self, request):
         """Request -> chat messages with frames as JPEGs after their times; consecutive tool
         messages become one user turn, as the chat template of the policy has it."""
-        total = sum(len(frames.images) for frames in request.frames)
+        clip = self.joined(request)
+        total = sum(len(frames.images) for frames in request.frames if frames is not clip)
         kept = set(evenly(range(total), self.image_cap or total))  # numbers of images
         numbers = itertools.count()
         frames = iter(request.frames)  # in the order of the messages' videos
         turns = []  # [role, parts, holds tool responses]
         for message in request.messages:
-            parts = content_parts(message["content"], frames, numbers, kept)
+            parts = content_parts(message["content"], frames, numbers, kept, clip)
             if message["role"] != "tool":
                 turns.append([message["role"], parts, False])
                 continue
@@ -1112,6 +1129,7 @@ def make_engine(args, protocol):
     engine = OpenAIEngine(
         args.base_url, args.model, key_variable=args.api_key_env, workers=args.workers,
         timeout=args.request_timeout, retries=args.retries, image_cap=args.image_cap,
+        video_item=args.video_item,
         prefill=args.think_prefix or bool(protocol.prefill),
         tokens_field=args.tokens_field, send_temperature=args.send_temperature)
     engine.knock()
@@ -1122,12 +1140,12 @@ def text_part(text):
     return {"type": "text", "text": text}
 
 
-def content_parts(content, frames, numbers, kept):
+def content_parts(content, frames, numbers, kept, clip=None):
     """
     A message's content -> parts of an OpenAI message.
 
     frames: iterator of video.Frames, taken from for each video. numbers: count of the request's
-    images so far; those in `kept` are sent.
+    images so far; those in `kept` are sent. clip: the Frames that go as one video.
     """
     if isinstance(content, str):
         return [text_part(content)]
@@ -1137,6 +1155,11 @@ def content_parts(content, frames, numbers, kept):
             parts.append(text_part(item["text"]))
             continue
         shown = next(frames)
+        if shown is clip:
+            pieces = [jpeg_url(image).partition(",")[2] for image in shown.images]
+            url = "data:video/jpeg;base64," + ",".join(pieces)
+            parts.append({"type": "video_url", "video_url": {"url": url}})
+            continue
         for place, (image, seconds) in enumerate(zip(shown.images, shown.seconds)):
             if next(numbers) not in kept:  # its time goes with it
                 continue
@@ -1145,6 +1168,17 @@ def content_parts(content, frames, numbers, kept):
                 parts.append(text_part(stamp))
             parts.append({"type": "image_url", "image_url": {"url": jpeg_url(image)}})
     return parts
+
+
+def clip_times(clip):
+    """Frames -> how vLLM is told that all of them count (it would take its first 32) and when they
+    were seen: whole indices at 1000 a second are milliseconds."""
+    times = [round(1000 * float(second)) for second in clip.seconds]
+    # As long as the video: from the first to the last, and half a gap on either side.
+    total = round((times[-1] - times[0]) * len(times) / (len(times) - 1))
+    total = max(total, times[-1] + 1)
+    return {"num_frames": -1, "fps": 1000.0, "frames_indices": times, "total_num_frames": total,
+            "duration": total / 1000.0}
 
 
 def jpeg_url(image):

@@ -341,6 +341,36 @@ def test_an_endpoint_sends_frames_in_a_tool_message_as_parts_of_one_user_turn(pl
     assert "error" in parts[-2]["text"]
 
 
+def test_an_endpoint_may_get_the_overview_as_one_video(play):
+    """vLLM's own reader makes of it the frames that we sent, at their times; windows and times in a
+    protocol's own form stay images."""
+    engine = systems.OpenAIEngine("http://127.0.0.1:9", "m", video_item=True, image_cap=1)
+    _, asked, _ = play("--protocol longvt --frames 40", CROP % (0, 2), "<answer>B</answer>")
+    body = engine.body(asked[1])
+    url, *rest = [part[part["type"]]["url"] for m in body["messages"] for part in m["content"]
+                  if isinstance(part, dict) and part["type"].endswith("_url")]
+    assert url.startswith("data:video/jpeg;base64,") and len(rest) == 1  # capped
+    told = body["media_io_kwargs"]["video"]
+    seconds = asked[1].frames[0].seconds
+    assert told["frames_indices"] == [round(1000 * second) for second in seconds]
+    assert 63 < told["duration"] < 65
+    io = pytest.importorskip("vllm.multimodal.media")
+    reader = io.VideoMediaIO(io.ImageMediaIO(), **told)
+    frames, meta = reader.load_base64(*read_url(url)).media
+    assert frames.shape == asked[1].frames[0].images.shape and meta["fps"] == 1000.0
+    for flags in ("videozoomer --frames 4", "longvt --frames 1"):
+        _, asked, _ = play(f"--protocol {flags}", "<answer>B</answer>")
+        assert "media_io_kwargs" not in engine.body(asked[0])
+        assert engine.body(asked[0])["messages"] == systems.OpenAIEngine(
+            "http://127.0.0.1:9", "m", image_cap=1).wire(asked[0])
+
+
+def read_url(url):
+    """data:TYPE;base64,DATA -> (TYPE, DATA), as vLLM splits it."""
+    head, _, data = url.partition(",")
+    return head.removeprefix("data:").partition(";")[0], data
+
+
 # ------------------------------------------------------------------------------------------------
 # Conan, VideoZoomer, SAGE
 
