@@ -80,11 +80,21 @@ def protocols():
                          [rollout.main_prompt()], paravt_protocol, {}, held=paravt_held),
         # Qwen2.5-VL-7B, GPT-4o, Gemini 1.5 Pro
         "direct": System(f"{driver}:DIRECT_SYSTEM", [ANSWER], prompt_as_system, single),
-        # Video-R1-7B, VideoRFT-7B, Video-Thinker-7B
+        # Qwen3-VL-8B as its own evaluation runs it: no tools, no system text
+        "qwen3-vl": System("a text of the user turn", [QUESTION], prompt_as_user,
+                           {**single, **paced(2.0, 512), "temperature": 0.7, "context": 65536}),
+        "video-r1": System(wrapped_files("Video-R1"), wrapped_texts(),
+                           partial(wrapped_protocol, header="Options:\n"),
+                           {**reasoning, "frames": [64]}),
+        "videorft": System(wrapped_files("VideoRFT"), wrapped_texts(), wrapped_protocol,
+                           {**reasoning, "frames": [32]}),
+        # Video-Thinker-7B, whose code is not to be had; and all of them in the paper's runs
         "reasoning": System(f"{driver}:REASONING_SYSTEM", [THINK], prompt_as_system, reasoning),
-        "videochat-r1": System("a text made from src_eval/eval_prompts.py",
-                               [f"{QUESTION}\n{THINK}"],
-                               partial(prompt_as_user, text_first=True), {**single, **few}),
+        "videochat-r1": System("src_eval/eval_prompts.py:QA_THINK and :GROUND_TEMPLATE_THINK",
+                               [f"{QUESTION}\n{THINK}", f"{QUESTION}\n{THINK}"],
+                               videochat_protocol,
+                               {**single, **paced(2.0, 768), "min_pixels": 16 * 784,
+                                "max_pixels": 768 * 784, "total_pixels": 3584 * 784}),
         "time-r1": System("a text made from src/vllm_inference/data/config.py",
                           [f"{QUESTION}\n{ANSWER}"],
                           time_r1_protocol, {**single, **few, "max_new_tokens": 1024}),
@@ -118,18 +128,28 @@ class Source(rollout.Source):
     """A Source whose overview has as many frames as its video is long, K at most."""
 
     overview_fps: float = 0.0  # frames per second; 0 = always K
+    total_pixels: int = 0  # of the overview, all frames together; 0 = no bound
 
     def load(self, spec):
-        if "frames" not in spec or not self.overview_fps:
+        if "frames" not in spec:
             return super().load(spec)
-        # Half a frame counts as one, and a video of half a second still shows one.
-        wanted = int(self.duration(spec) * self.overview_fps + 0.5)
-        return super().load({**spec, "frames": max(1, min(wanted, spec["frames"]))})
+        shown = spec["frames"]
+        if self.overview_fps:
+            # Half a frame counts as one, and a video of half a second still shows one.
+            wanted = int(self.duration(spec) * self.overview_fps + 0.5)
+            shown = max(1, min(wanted, shown))
+        most = self.max_pixels
+        if self.total_pixels:
+            # Two frames make one grid of patches: the publishers' reader counts them once. It
+            # leaves a twentieth above the least, so that a frame's shape still fits between.
+            most = min(most, max(2 * self.total_pixels // shown, int(1.05 * self.min_pixels)))
+        asked = {**spec, "frames": shown}
+        return video.load(asked, self.root, self.cache, self.min_pixels, most)
 
 
 def source_of(source, args):
     """rollout.Source -> the same with the flags of an overview."""
-    return Source(**vars(source), overview_fps=args.overview_fps)
+    return Source(**vars(source), overview_fps=args.overview_fps, total_pixels=args.total_pixels)
 
 
 def settings(name, which):
@@ -162,6 +182,8 @@ def add_arguments(parser):
         help="paravt: a sub-agent's summary, or the frames of the window themselves")
     add("--overview-fps", type=float, default=0.0,
         help="overview frames per second of video, at most --frames; 0 = always --frames")
+    add("--total-pixels", type=int, default=0,
+        help="pixels of the overview's frames together, each within its own bounds; 0 = no bound")
     add("--crop-pixels", type=int, default=0,
         help="pixels of a window's frame at most; 0 = as --max-pixels")
     add("--stamps", action=yes_no, default=True,
@@ -196,7 +218,8 @@ def faults(args):
     """[(whether an endpoint's flags cannot be meant, why)]."""
     return [
         (args.image_cap < 0, "--image-cap may not be negative"),
-        (not args.overview_fps >= 0, "--overview-fps may not be negative"),
+        (not args.overview_fps >= 0 or args.total_pixels < 0,
+         "--overview-fps and --total-pixels may not be negative"),
         (args.engine == "openai" and not (args.base_url and args.model),
          "--engine openai needs --base-url and --model"),
         (args.workers < 1 or args.retries < 0 or not args.request_timeout > 0,
@@ -218,7 +241,8 @@ def make_protocol(args):
 
 def read_prompts(sources):
     """--prompt-file values -> texts. FILE is a text; FILE.py:NAME the string that NAME is set to in
-    that file, a str.format template or not. Raises UserError naming the value."""
+    that file, a str.format template or not; FILE.py:NAME[key] of a dictionary NAME. Raises
+    UserError naming the value."""
     texts = []
     for source in sources:
         path, _, name = source.partition(".py:")  # a plain text may have any name
@@ -237,7 +261,9 @@ def read_prompts(sources):
 
 
 def assigned_string(code, name):
-    """The string that Python source sets `name` to, None where it sets none. Parsed, never run."""
+    """The string that Python source sets `name` to, or `name[key]` of a dictionary; None where it
+    sets none. Parsed, never run."""
+    name, _, key = name.removesuffix("]").partition("[")
     value = None
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Assign):
@@ -245,6 +271,8 @@ def assigned_string(code, name):
                 value = node.value  # the last assignment counts, as it would when run
     # Only a literal: what is computed raises ValueError.
     text = ast.literal_eval(value) if value is not None else None
+    if key:
+        text = text.get(key) if isinstance(text, dict) else None
     return text if isinstance(text, str) else None
 
 
@@ -313,6 +341,8 @@ def opening(task, num_frames, agent, subtitles, duration,
 
     user: template, see filled. tail: follows it as it is, but for {video} and {duration}.
     """
+    if "{subtitles}" not in user:  # a publisher's text knows of none
+        user = "{subtitles}" + user
     tail = tail.replace("{video}", os.path.basename(task["video"]))
     tail = tail.replace("{duration}", clock(duration))
     text = filled(user, task, duration, subtitles, label) + tail
@@ -336,9 +366,51 @@ def prompt_as_system(texts, args):
     return rollout.Protocol(opening=first, schema=None)
 
 
-def prompt_as_user(texts, args, text_first=False):
-    first = partial(opening, user=texts[0], stamp=stamp_kind(args), text_first=text_first)
+def prompt_as_user(texts, args):
+    first = partial(opening, user=texts[0], stamp=stamp_kind(args))
     return rollout.Protocol(opening=first, schema=None)
+
+
+def wrapped_files(name):
+    types = "TYPE_TEMPLATE[multiple choice] and TYPE_TEMPLATE[free-form]"
+    return f"QUESTION_TEMPLATE, {types} of {name}'s src/eval_bench.py"
+
+
+def wrapped_texts():
+    """What stands around the question, and what follows it for a letter and for words."""
+    return [f"{{Question}}\n{THINK}", " The final answer is the letter of one option.",
+            " The final answer is a text."]
+
+
+def wrapped_protocol(texts, args, header=""):
+    """No system text; {Question} is the question with its options, behind a header or not."""
+    first = partial(wrapped_opening, texts=texts, header=header, stamp=stamp_kind(args))
+    return rollout.Protocol(opening=first, schema=None)
+
+
+def wrapped_opening(task, num_frames, agent, subtitles, duration, texts, header, stamp):
+    around, letter, words = texts
+    question = "{question}\n" + (header + "{options}\n" if task.get("options") else "")
+    # Their texts have nothing for times: how to write them is said in our words.
+    ends = {"mcq": letter, "open": words, "grounding": " {style}"}
+    user = around.replace("{Question}", question) + ends[task["type"]]
+    return opening(task, num_frames, agent, subtitles, duration, user=user, stamp=stamp)
+
+
+def videochat_protocol(texts, args):
+    """The text stands before the video; one for questions, another for the times of an event."""
+    # Its own code replaces these, which are no fields of str.format.
+    places = {"[QUESTION]": "{question}", "[EVENT]": "{question}", "[OPTION]": "{options}"}
+    for place, name in places.items():
+        texts = [text.replace(place, name) for text in texts]
+    first = partial(videochat_opening, texts=texts, stamp=stamp_kind(args))
+    return rollout.Protocol(opening=first, schema=None)
+
+
+def videochat_opening(task, num_frames, agent, subtitles, duration, texts, stamp):
+    user = texts[task["type"] == "grounding"]
+    return opening(task, num_frames, agent, subtitles, duration,
+                   user=user, stamp=stamp, text_first=True)
 
 
 def time_r1_protocol(texts, args):
@@ -701,7 +773,7 @@ def conan_texts():
 
 
 def conan_protocol(texts, args):
-    first = partial(opening, user="{subtitles}" + texts[0], stamp="clock")
+    first = partial(opening, user=texts[0], stamp="clock")
     answer = partial(conan_answer, texts=texts)
     return rollout.Protocol(opening=first, parse=parse_clips, answer=answer, schema=None)
 

@@ -53,9 +53,10 @@ class Chat:
 @pytest.fixture
 def play(toy, source, codec, monkeypatch):
     """play(flags, *script) -> episode, requests, graded record."""
-    def play(flags, *script, task=TASK, ids=False):
+    def play(flags, *script, task=TASK, ids=False, files=()):
         given = ["eval.py", "--data", str(toy / "eval.jsonl"), "--ckpt", "x", "--max-pixels",
                  "4096", "--min-pixels", "1024", *flags.split()]
+        given += ["--prompt-file", *files] if files else []  # a name may hold a space
         monkeypatch.setattr(sys, "argv", given)
         args = evaluation.parse_args()
         modes, args.tools = args.tools, True
@@ -90,6 +91,8 @@ def kinds(message):
 @pytest.mark.parametrize("name, system, said", [
     ("direct", "final answer between <answer>", "<answer>B</answer>"), ("direct", "", "B"),
     ("reasoning", "Reason between <think>", "<think>A? no.</think><answer>B</answer>"),
+    ("video-r1", None, "<think>A?</think><answer>B</answer>"),
+    ("videorft", None, "<think>A?</think><answer>B</answer>"), ("qwen3-vl", None, "B"),
     ("videochat-r1", None, "<think>12.0s to 14 it is A</think><answer>B</answer>"),
     ("time-r1", "helpful assistant", "<answer>(B)</answer>"),
     ("rewatch-r1", None,
@@ -140,7 +143,9 @@ def test_native_and_uniform_settings_differ_and_yield_to_flags(monkeypatch):
     ("longvt", 31.0, 31), ("sage", 31.0, 31), ("videozoomer", 31.0, 16), ("rewatch-r1", 31.0, 62),
     ("longvt", 4000.0, 512), ("sage", 4000.0, 128), ("videozoomer", 4000.0, 64),
     ("rewatch-r1", 4000.0, 192), ("videozoomer", 0.4, 1), ("conan", 31.0, 16),
-    ("direct", 31.0, 64), ("longvt --protocol-set paper", 31.0, 64),
+    ("direct", 31.0, 64), ("videorft", 31.0, 32), ("video-r1", 31.0, 64),
+    ("videochat-r1", 31.0, 62), ("videochat-r1", 4000.0, 768), ("qwen3-vl", 31.0, 62),
+    ("qwen3-vl", 4000.0, 512), ("longvt --protocol-set paper", 31.0, 64),
     ("longvt --overview-fps 0", 31.0, 512), ("longvt --frames 8", 31.0, 8)])
 def test_an_overview_is_as_long_as_its_video(name, seconds, frames, source, monkeypatch):
     monkeypatch.setattr(sys, "argv", f"eval.py --data d --ckpt c --protocol {name}".split())
@@ -152,6 +157,54 @@ def test_an_overview_is_as_long_as_its_video(name, seconds, frames, source, monk
     paced.load({"video": "v", "frames": args.frames[0]})
     paced.load({"video": "v", "start": 0, "end": 4})  # a window has its own rule
     assert [spec.get("frames") for spec in loaded] == [frames, None]
+
+
+def test_many_frames_are_small_ones(source, monkeypatch):
+    """3584 x 28 x 28 pixels for all; never below 16 x 28 x 28, however many."""
+    argv = "eval.py --data d --ckpt c --protocol videochat-r1".split()
+    monkeypatch.setattr(sys, "argv", argv)
+    args = evaluation.parse_args()
+    source.min_pixels, source.max_pixels = args.min_pixels, args.max_pixels
+    few = systems.source_of(source, args)
+    bounds = []
+    monkeypatch.setattr(rollout.video, "load", lambda *given: bounds.append(given[3:]))
+    for seconds in (4.0, 64.0, 4000.0):
+        few.duration = lambda spec, seconds=seconds: seconds
+        few.load({"video": "v", "frames": 768})
+    assert bounds == [(12544, 602112), (12544, 2 * 3584 * 784 // 128), (12544, 13171)]
+
+
+def test_publishers_question_templates_wrap_the_question(play, tmp_path):
+    """As they stand in the publishers' files: their own places, a dictionary of endings, a text for
+    questions and another for times. No system message."""
+    (tmp_path / "bench.py").write_text(
+        "Q = ('{Question}\\n' 'Think.')\n"
+        "T = {'multiple choice': ' A letter.', 'free-form': ' Say.'}")
+    (tmp_path / "chat.py").write_text(
+        'QA = """Answer "[QUESTION]" from :[OPTION]."""\nG = """Find "[EVENT]"."""')
+    open_task = {**TASK, "type": "open", "options": None, "answer": "blue"}
+    for name, task, meant in (
+            ("video-r1", TASK, "Which {colour} is first?\nOptions:\nA. red\nB. blue\n\nThink. A"),
+            ("videorft", TASK, "Which {colour} is first?\nA. red\nB. blue\n\nThink. A letter."),
+            ("videorft", open_task, "Which {colour} is first?\nThink. Say."),
+            ("videochat-r1", TASK, 'Answer "Which {colour} is first?" from :A. red\nB. blue.'),
+            ("videochat-r1", SPAN, 'Find "When is it red?".')):
+        files = [f"{tmp_path}/chat.py:QA", f"{tmp_path}/chat.py:G"]
+        if name != "videochat-r1":
+            files = [f"{tmp_path}/bench.py:{place}"
+                     for place in ("Q", "T[multiple choice]", "T[free-form]")]
+        _, asked, _ = play(f"--protocol {name} --frames 2", "B", task=task, files=files)
+        (message,) = asked[0].messages
+        assert message["role"] == "user" and texts(message).strip().startswith(meant), name
+    with pytest.raises(model.UserError, match="sets no string T.regression"):
+        systems.read_prompts([f"{tmp_path}/bench.py:T[regression]"])
+
+
+def test_a_text_that_knows_no_subtitles_gets_them_first(play, tmp_path, source):
+    (tmp_path / "user.txt").write_text("Q: {question}")
+    source.subtitles = lambda task, seconds: "hello"
+    _, asked, _ = play("--protocol qwen3-vl --frames 2", "B", files=[f"{tmp_path}/user.txt"])
+    assert texts(asked[0].messages[0]).startswith("\nSubtitles:\nhello\n\nQ: Which")
 
 
 def test_a_record_says_how_many_frames_were_shown(play):
