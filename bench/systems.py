@@ -766,7 +766,8 @@ def conan_texts():
     )
     return [
         "Question: {question}\n{options}\nThe frames above carry their times. " + contract,
-        "These are frames of the clips you asked for. " + contract,
+        "These are frames of the clips you asked for. " + contract
+        + " Question: {question}\n{options}",
         "These are the last frames. Reason between <think> and </think> and write your answer "
         "between <answer> and </answer>. Question: {question}\n{options}",
     ]
@@ -783,29 +784,30 @@ def conan_held(args):
 
 
 def parse_clips(text, think_open=False):
-    """Last <clip> of a turn -> calls; none where it is empty or missing, which ends the episode."""
+    """First <clip> of a turn -> a call for every HH:MM:SS-HH:MM:SS in it that runs forward. None,
+    which ends the episode, where there is none: plain seconds are not its form."""
+    body = text.partition("<clip>")[2].partition("</clip>")
+    if not body[1]:  # never closed
+        return []
+    clock = r"(\d{1,2}:\d{2}:\d{2})"
     calls = []
-    for part in (last_block(text, "clip") or "").split(",")[:16]:
-        if not part.strip():  # a comma too many
-            continue
-        times = [rewards.to_seconds(second) for second in part.split("-")]  # None: no time
-        if len(times) == 2 and None not in times and times[0] < times[1]:
-            calls.append(rewards.ToolCall("clip", times[0], times[1], None, None))
-        else:
-            error = "a clip is HH:MM:SS-HH:MM:SS"
-            calls.append(rewards.ToolCall("clip", None, None, None, error))
+    for start, end in re.findall(rf"{clock}\s*-\s*{clock}", body[0][:1000])[:16]:
+        times = [sum(int(n) * 60**i for i, n in enumerate(reversed(t.split(":"))))
+                 for t in (start, end)]
+        if times[0] < times[1]:
+            calls.append(rewards.ToolCall("clip", float(times[0]), float(times[1]), None, None))
     return calls
 
 
 async def conan_answer(records, calls, episode, shared, turn, texts):
     last = turn == shared.agent.max_turns - 1
     text = filled(texts[2] if last else texts[1], episode.task)
-    wanted = conan_seconds(records, calls, episode)
-    frames = None  # where all seconds have been seen, or the video breaks off: words alone
+    path = {"video": episode.task["video"]}
+    starts = await shared.pump.load(frame_starts, shared.source, path)
+    wanted = conan_times(records, calls, episode, starts)
+    frames = None  # where all frames have been seen, or the video breaks off: words alone
     if wanted:
-        # The middle of each second, but for a last one that the video does not reach.
-        middles = [s + 0.5 if s + 0.5 < episode.duration else float(s) for s in wanted]
-        spec = {"video": episode.task["video"], "times": middles}
+        spec = {**path, "times": wanted}
         (frames,) = await load_all(shared, [spec])
     if frames is None or isinstance(frames, (video.VideoError, ValueError)):
         return rollout.Reply([{"role": "user", "content": text}])
@@ -816,32 +818,51 @@ async def conan_answer(records, calls, episode, shared, turn, texts):
     return reply
 
 
-def conan_seconds(records, calls, episode):
-    """
-    Whole seconds of the next frames, at most 8, in order; a second is shown once in an episode.
+def frame_starts(source, spec):
+    """-> seconds at which the frames of a video come on display; none of a broken one."""
+    try:
+        starts, info = source.cache.index(video.resolve(spec["video"], source.root))
+    except video.VideoError:
+        return []
+    return [start for start in map(float, starts) if 0 <= start < info.duration]
 
-    Shared over the clips by how many unseen seconds each has; evenly from all that is unseen where
-    no clip has any. Fills the records.
+
+def conan_times(records, calls, episode, starts):
     """
-    overview = {int(second) for second in episode.context.frames[0].seconds}
+    Seconds of the next frames, 8 wherever the video has 8 more, in order.
+
+    At the video's own rate: one of every clip, the rest by how many unseen frames each has, both
+    ends among them; from the whole video where the clips have too few. Fills the records. Departs
+    from its code in what is seen: the frames that were shown, not those at their rounded times, and
+    a video with too few frames shows none of them twice.
+    """
+    overview = {float(second) for second in episode.context.frames[0].seconds}
     seen = episode.notes.setdefault("seen", overview)
-    unseen = [second for second in range(int(episode.duration)) if second not in seen]
-    clips = []  # the unseen seconds of each call
-    for call in calls:
-        clips.append([s for s in unseen if not call.error and call.start <= s <= call.end])
-    total = sum(map(len, clips))
-    wanted = []
-    for record, clip, call in zip(records, clips, calls):
-        # At least one of every clip with something new, and never more than eight in all.
-        share = min(len(clip), max(1, round(8 * len(clip) / total))) if clip else 0
-        wanted += evenly(clip, min(share, 8 - len(wanted)))
-        if call.error:
-            record["summary"] = f"error: {record['summary']}"
-        elif clip:
-            record.update(status="ok", summary=f"{share} frames")
-        else:
-            record.update(status="error", summary="error: nothing new in this clip")
-    return sorted(set(wanted)) or evenly(unseen, 8)
+    unseen = [start for start in starts if start not in seen]
+    # A window ends with the frame that is on display at its end.
+    clips = [[s for s in unseen if call.start <= s <= call.end] for call in calls]
+    total, spare = sum(map(len, clips)), max(0, 8 - len(clips))
+    shares = [spare * len(clip) // total if total else 0 for clip in clips]
+    largest = sorted(range(len(clips)), key=lambda i: -len(clips[i]))
+    for i in range(spare - sum(shares) if total else 0):  # what rounding left over
+        shares[largest[i % len(clips)]] += 1
+    wanted = set()
+    for record, clip, share in zip(records, clips, shares):
+        new = ends_and_between(clip, share + 1)
+        wanted.update(new)
+        record.update(status="ok" if new else "error",
+                      summary=f"{len(new)} frames" if new else "error: nothing new in this clip")
+    rest = [start for start in unseen if start not in wanted]
+    wanted.update(ends_and_between(rest, 8 - len(wanted)))
+    return ends_and_between(sorted(wanted), 8)
+
+
+def ends_and_between(items, n):
+    """n of the items, the first and the last among them; all where there are fewer."""
+    if not 1 < n < len(items):
+        return items[: max(n, 0)]
+    step = (len(items) - 1) / (n - 1)
+    return [items[round(i * step)] for i in range(n)]
 
 
 def evenly(items, n):

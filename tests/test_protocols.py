@@ -7,11 +7,13 @@ without (an endpoint that takes messages).
 """
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 import eval as evaluation
 import model
+import rewards
 import rollout
 from bench import systems
 
@@ -429,27 +431,45 @@ def read_url(url):
 
 
 def test_conan_gets_eight_new_frames_a_round(play):
-    """16 s and 48 s of clips: two frames and six; seen seconds never come again; the third turn is
-    told that it is the last."""
+    """16 s and 47 s of clips: two frames and six; seen frames never come again; the question is
+    there in every round, and the third is told that it is the last."""
     script = ["<score>3</score><think>x</think><clip>00:00:00-00:00:16, 00:00:16-00:01:03</clip>"
               "<answer></answer>",
-              "<score>3</score><think>x</think><clip>nonsense</clip><answer>A</answer>",
+              "<score>3</score><think>x</think><clip>00:00:05-00:00:10</clip><answer>A</answer>",
               "<think>now</think><answer>B</answer>"]
     episode, asked, record = play("--protocol conan --frames 4", *script)
     assert record["score"] == 1.0 and len(asked) == 3
     assert [m["content"][0].get("stamp") for m in asked[0].messages] == ["clock"]
     assert asked[0].messages[0]["role"] == "user"
-    shown = [[int(t) for t in f.seconds] for f in asked[2].frames]
+    shown = [[float(t) for t in f.seconds] for f in asked[2].frames]
     assert len(shown[1]) == len(shown[2]) == 8
     assert len({t for some in shown for t in some}) == 4 + 8 + 8
-    assert sum(t < 16 for t in shown[1]) == 2 and "frames" in episode.calls[0]["summary"]
-    # no valid clip: evenly from all that is unseen
-    assert max(shown[2]) > 50 and min(shown[2]) < 10
+    assert sum(t < 16 for t in shown[1]) == 2 and episode.calls[0]["summary"] == "2 frames"
     assert "last frames" in texts(asked[2].messages[-1])
     assert "clips you asked for" in texts(asked[1].messages[-1])
-    # empty: done
-    assert play("--protocol conan --frames 4", "<clip></clip><answer>B</answer>")[2]["score"] == 1.0
-    assert len(play("--protocol conan --frames 4", "<answer>B</answer>")[1]) == 1
+    assert all("Which {colour} is first?" in texts(m) for m in asked[2].messages[::2])
+    # empty, or not in its form: done
+    for clip in ("<clip></clip>", "<clip>5-10</clip>", "<clip>nonsense</clip>", "",
+                 "<clip>00:00:10-00:00:05</clip>", "<clip>00:00:05-00:00:10"):
+        _, asked, record = play("--protocol conan --frames 4", f"{clip}<answer>B</answer>")
+        assert len(asked) == 1 and record["score"] == 1.0
+
+
+@pytest.mark.parametrize("clips, rate, shown, frames", [
+    ([(5, 10)], 25, (), 8), ([(5, 10)], 1, (), 6 + 2), ([(5, 10)], 1, range(5, 11), 8),
+    ([(5, 6), (20, 40)], 25, (), 8), ([(n, n + 1) for n in range(12)], 25, (), 8),
+    ([(500, 510)], 25, (), 8), ([(5, 10)], 0.1, (), 6), ([(0, 60)], 1, range(60), 0)])
+def test_conan_clips_are_read_at_the_videos_rate(clips, rate, shown, frames):
+    """5 to 10 s at 25 frames a second are eight frames of it; never none while any is unseen."""
+    starts = [n / rate for n in range(int(60 * rate))]
+    seen = SimpleNamespace(seconds=list(shown))
+    episode = SimpleNamespace(context=SimpleNamespace(frames=[seen]), notes={})
+    calls = [rewards.ToolCall("clip", float(a), float(b), None, None) for a, b in clips]
+    records = [{} for _ in calls]
+    times = systems.conan_times(records, calls, episode, starts)
+    assert len(times) == frames and times == sorted(set(times)) and not set(times) & set(shown)
+    if rate == 25 and clips == [(5, 10)]:
+        assert times[0] == 5.0 and times[-1] == 10.0 and records[0]["summary"] == "8 frames"
 
 
 @pytest.mark.parametrize("said, status, why", [
