@@ -70,8 +70,9 @@ def protocols():
     # Temperature 0.1 at top-p 0.001, which is greedy.
     reasoning = {**single, "max_pixels": 256 * 784, "max_new_tokens": 1024}
     conan = {**rounds, "max_turns": 2, "frames": [16], "max_pixels": 448 * 448}
-    longvt = {**rounds, "max_turns": 5, **paced(1.0, 512), "max_pixels": 50176}
-    zoomer = {**rounds, "max_turns": 4, **paced(0.5, 64),
+    longvt = {**rounds, "max_turns": 5, **paced(1.0, 512),
+              "max_pixels": 50176, "max_new_tokens": 4096}
+    zoomer = {**rounds, "max_turns": 4, **paced(0.5, 64), "max_new_tokens": 4096,
               "min_pixels": 25088, "max_pixels": 100352}
     driver = "paravt/eval/driver.py"
     return {
@@ -623,7 +624,9 @@ def longvt_protocol(texts, args):
     # Its prompt is no template: it follows the question as it is.
     tail = f" {texts[0]} {NAMED_PATH}"
     first = partial(opening, tail=tail, stamp=stamp)
-    return rollout.Protocol(opening=first, answer=partial(longvt_answer, stamp=stamp))
+    schema = partial(crop_schema, frames=True, path=True)
+    return rollout.Protocol(opening=first, answer=partial(longvt_answer, stamp=stamp),
+                            schema=schema)
 
 
 async def longvt_answer(records, calls, episode, shared, turn, stamp):

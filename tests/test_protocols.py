@@ -381,7 +381,14 @@ def test_longvt_refuses_windows_beyond_the_video(play):
     assert "start_time lies behind" in replies[4]["content"]
     assert asked[0].messages[0]["role"] == "user"
     assert "video path for this video is: eval-0000.mp4" in texts(asked[0].messages[0])
-    assert asked[0].tools
+    (schema,) = asked[0].tools
+    assert schema["function"]["parameters"]["required"] == ["video_path", "start_time", "end_time"]
+    assert "Returns frames" in schema["function"]["description"]
+
+
+@pytest.mark.parametrize("name", ["longvt", "videozoomer"])
+def test_long_thoughts_have_their_tokens(play, name):
+    assert play(f"--protocol {name} --frames 2", "B")[1][0].max_tokens == 4096
 
 
 def test_an_endpoint_sends_frames_in_a_tool_message_as_parts_of_one_user_turn(play):
