@@ -113,7 +113,8 @@ def protocols():
         "videozoomer": System("a text made from data.system_prompt of scripts/eval_video.sh",
                               [videozoomer_text()], videozoomer_protocol, zoomer,
                               held=videozoomer_held),
-        "sage": System("sage/prompts/sage/context_vlm.txt and iterative_reasoner.txt",
+        "sage": System("context_vlm.txt, iterative_reasoner.txt and iterative_reasoner_msg.txt of "
+                       "sage/prompts/sage",
                        sage_texts(), sage_protocol,
                        {**rounds, "max_turns": 9, **paced(1.0, 128)}, sage_final),
     }
@@ -881,19 +882,36 @@ def evenly(items, n):
 # web and speech tools are not there and say so.
 
 
+SAGE_VIDEO = "Video Path: {video} of duration {duration}."
+
+
+def sage_tools():
+    """-> its tools as JSON lines, in our words, for <<<tools>>>."""
+    window = {"timestamp_start": "string", "timestamp_end": "string"}
+    of_video = {"video_path": "string", **window}
+    takes = {
+        "identify_timestamps_visually": (of_video | {"event": "string"},
+                                         "Find an event in at most ten minutes of the video."),
+        "extract_parts_from_timestamp": (of_video | {"extract_type": "string"},
+                                         "Cut out at most five minutes -> media_paths."),
+        "perform_reasoning": ({"query": "string", "media_paths": "array"},
+                              "Answer a query about the video or parts of it."),
+        "verbal_transcript": (of_video, "What is said in a part of the video."),
+        "unified_web_search": ({"query": "string"}, "Search the web."),
+        "parse_web_data": ({"website_url": "string"}, "Read a page of the web."),
+    }
+    lines = []
+    for name, (arguments, does) in takes.items():
+        properties = {argument: {"type": kind} for argument, kind in arguments.items()}
+        parameters = {"type": "object", "properties": properties, "required": list(arguments)}
+        function = {"name": name, "description": does, "parameters": parameters}
+        lines.append(json.dumps({"type": "function", "function": function}))
+    return "<tools>\n" + "\n".join(lines) + "\n</tools>"
+
+
 def sage_texts():
-    """Prompt of the first step, and of every further one."""
-    window = '"timestamp_start": "HH:MM:SS", "timestamp_end": "HH:MM:SS"'
-    tools = (
-        '{"name": "identify_timestamps_visually", "arguments": {"event": text, ' + window + "}}\n"
-        '{"name": "extract_parts_from_timestamp", "arguments": {' + window + ', "extract_type": '
-        '"frames"}}\n'
-        '{"name": "perform_reasoning", "arguments": {"query": text, "media_paths": [path, ..]}}\n'
-        '{"name": "verbal_transcript", "arguments": {' + window + "}}\n"
-        '{"name": "unified_web_search", "arguments": {"query": text}}\n'
-        '{"name": "parse_web_data", "arguments": {"website_url": text}}'
-    )
-    offer = f"These tools may be called, one at a time:\n<tools>\n{tools}\n</tools>\n"
+    """System text of the first step and of every further one, and the message of a further one."""
+    offer = "These tools may be called, one at a time, with times as HH:MM:SS:\n<<<tools>>>\n"
     wanted = (
         '"final_answer": text or null, "recommended_tools": {"needed": true or false, '
         '"tool_calls": [{"rationale": text, "name": text, "arguments": {}}]}}</json>'
@@ -903,13 +921,21 @@ def sage_texts():
         'Reply with <json>{"video_context": text, "query_intent": text, ' + wanted,
         f"You answer a query about a video from the results of tools. {offer}"
         'Reply with <json>{"answerable": {"verdict": true or false, "reasoning": text}, ' + wanted,
+        "Last tool: <<<previous_tool_call>>>\nVideo context: <<<visual_context>>>\n"
+        "Query: <<<query>>>\n<<<video_info>>>\nResults:\n<<<tools_so_far>>>",
     ]
 
 
+def placed(text, **values):
+    """Fill <<<name>>> as its publisher's code does; in one pass, since a result may hold one."""
+    return re.sub(r"<<<(\w+)>>>", lambda found: values.get(found[1], found[0]), text)
+
+
 def sage_protocol(texts, args):
-    first = partial(opening, system=texts[0], stamp=stamp_kind(args), label="({})",
-                    tail="\nVideo Path: {video} of duration {duration}.")
-    answer = partial(sage_answer, system=texts[1])
+    start, system = [placed(text, tools=sage_tools()) for text in texts[:2]]
+    first = partial(opening, system=start, stamp=stamp_kind(args), label="({})",
+                    tail="\n" + SAGE_VIDEO)
+    answer = partial(sage_answer, system=system, message=texts[2])
     return rollout.Protocol(opening=first, parse=parse_sage, answer=answer, schema=None)
 
 
@@ -945,14 +971,24 @@ def sage_final(turns, think_open=False):
 
 def parse_sage(text, think_open=False):
     """A SAGE turn -> [its first tool call], [] with a final answer. A turn that holds neither is a
-    call with an error: the model is told and asked again."""
+    call with an error: the model is told and asked again.
+
+    A final answer ends the first step unless tools are needed too, and a further step only where
+    its verdict is that the query can be answered: it may hold a guess beside a call.
+    """
     found = sage_object(text)
     if found is None:
         return [rewards.ToolCall("", None, None, None, "the reply is not one JSON object")]
-    if found.get("final_answer") not in (None, "", "null"):
-        return []
     recommended = found.get("recommended_tools")
     calls = recommended.get("tool_calls") if isinstance(recommended, dict) else None
+    if found.get("final_answer") not in (None, "", "null"):
+        verdict = found.get("answerable")  # of a further step alone
+        if isinstance(verdict, dict):
+            ends = bool(verdict.get("verdict"))
+        else:
+            ends = not (calls and recommended.get("needed"))
+        if ends:
+            return []
     first = calls[0] if isinstance(calls, list) and calls else None
     name = first.get("name") if isinstance(first, dict) else None
     arguments = first.get("arguments") if isinstance(first, dict) else None
@@ -967,16 +1003,18 @@ def parse_sage(text, think_open=False):
     return [call]
 
 
-async def sage_answer(records, calls, episode, shared, turn, system):
+async def sage_answer(records, calls, episode, shared, turn, system, message):
     call, record = calls[0], records[0]
-    media = episode.notes.setdefault("media", {})  # path that we made up -> (start, end) seconds
+    # Path -> (start, end) seconds: the video's own, and those that we make up.
+    whole = {os.path.basename(episode.task["video"]): (0.0, episode.duration)}
+    media = episode.notes.setdefault("media", whole)
     question = sage_serve(call, record, media)
     if question is not None:
         record.update(start=call.start, end=call.end)
         # A sub-agent is told the task's question: here, the tool's.
         asking = replace(episode, task={**episode.task, "question": question})
         await rollout.sub_agent(record, asking, shared, turn, 0)
-    return sage_reply(call, record, episode, system)
+    return sage_reply(call, record, episode, system, message)
 
 
 def sage_serve(call, record, media):
@@ -993,9 +1031,11 @@ def sage_serve(call, record, media):
     if call.name == "perform_reasoning":  # on the last part it names that exists
         paths = call.arguments.get("media_paths")
         paths = paths if isinstance(paths, list) else []
-        known = [media[path] for path in paths if isinstance(path, str) and path in media]
+        # By its last name: models put folders before it, and so does its own code.
+        names = [os.path.basename(path) for path in paths if isinstance(path, str)]
+        known = [media[name] for name in names if name in media]
         if not known:
-            why = "error: media_paths names nothing that was extracted"
+            why = "error: media_paths names neither the video nor what was extracted"
             record.update(status="error", summary=why)
             return None
         call.start, call.end = known[-1]
@@ -1010,23 +1050,27 @@ def sage_serve(call, record, media):
         record.update(status="error", summary=f"error: timestamp_start and timestamp_end {why}")
         return None
     if call.name == "extract_parts_from_timestamp":
-        path = f"part{len(media) + 1}"  # a name for the window: no file is written
+        path = f"part{len(media)}"  # a name for the window: no file is written
         media[path] = call.start, call.end
         record.update(status="ok", summary=f"media_paths: [{path}]")
         return None
     return f"{asked}\nGive times as HH:MM:SS."
 
 
-def sage_reply(call, record, episode, system):
+def sage_reply(call, record, episode, system, message):
     """The next step's conversation, with the result of this one."""
-    notes = episode.notes
+    notes, task = episode.notes, episode.task
     said = sage_object(episode.turns[-1]) or {}
     context = notes.setdefault("context", str(said.get("video_context", ""))[:4000])  # of step 1
     results = notes.setdefault("results", [])
     results.append(f"{call.name or 'reply'}_#{len(results) + 1}: {record['summary']}")
-    query = filled("{question}\n{options}\n{style}", episode.task, label="({})")
-    text = f"Last tool: {call.name or '-'}\nVideo context: {context}\nQuery: {query}\nResults:\n"
-    user = text + "\n".join(results[-10:])
+    given = json.dumps(getattr(call, "arguments", {}))[:2000]
+    info = SAGE_VIDEO.replace("{video}", os.path.basename(task["video"]))
+    user = placed(
+        message, visual_context=context, tools_so_far="\n".join(results[-10:]),
+        query=filled("{question}\n{options}\n{style}", task, label="({})"),
+        video_info=info.replace("{duration}", clock(episode.duration)),
+        previous_tool_call=f"{call.name} with arguments {given}" if call.name else "-")
     messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
     return rollout.Reply(messages, fresh=True)
 

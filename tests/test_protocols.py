@@ -542,9 +542,55 @@ def test_sage_goes_step_by_step_in_text(play):
     assert "perform_reasoning_#3: seen at" in last
     assert "unified_web_search_#4: error: this tool is not available" in last
     assert "Video context: a square" in last
+    assert "Video Path: eval-0000.mp4 of duration 00:01:04." in last
+    assert 'Last tool: unified_web_search with arguments {"query": "x"}' in last
+    for request in main:  # the tools are named, as the publisher's place for them asks
+        lines = request.messages[0]["content"].split("<tools>\n")[1].split("\n</tools>")[0]
+        named = [json.loads(line)["function"]["name"] for line in lines.splitlines()]
+        assert len(named) == 6 and "perform_reasoning" in named
     subs = [r for r in asked if r.id.count("/") == 4]
     assert [f.seconds[0] >= 8 for r in subs for f in r.frames] == [False, True]
     assert "a red square" in texts(subs[0].messages[1])
+
+
+@pytest.mark.parametrize("guess, ends", [
+    (dict(final_answer="A", recommended_tools={"needed": False, "tool_calls": []}), True),
+    (dict(final_answer="A", answerable={"verdict": True}), True),
+    (dict(final_answer="A", answerable={"verdict": False}), False),
+    (dict(final_answer="A", recommended_tools={"needed": True, "tool_calls": []}), True)])
+def test_sage_goes_on_while_it_needs_tools(play, guess, ends):
+    """A guess beside a needed call, or one that its own verdict takes back, is not the answer."""
+    answer = sage(final_answer="B", answerable={"verdict": True})
+    _, asked, record = play("--protocol sage --frames 4", sage(**guess), answer)
+    assert record["said"] == ("A" if ends else "B") and len(asked) == 2 - ends
+    call = {"name": "perform_reasoning", "arguments": {
+        "query": "how?", "media_paths": ["/data/videos/eval-0000.mp4"]}}
+    wanted = {"needed": True, "tool_calls": [call]}
+    episode, asked, record = play("--protocol sage --frames 4",
+                                  sage(final_answer="A", recommended_tools=wanted), answer)
+    assert record["said"] == "B" and episode.calls[0]["status"] == "ok"
+    # the video itself, by whatever folder: the whole of it
+    (sub,) = [request for request in asked if request.id.count("/") == 4]
+    assert sub.frames[0].seconds[-1] > 50
+
+
+def test_sage_gets_its_publishers_texts_filled(play, tmp_path):
+    """Places of the form <<<name>>>; what a tool returned is never taken for one."""
+    (tmp_path / "one.txt").write_text("First.\n<<<tools>>>")
+    (tmp_path / "two.txt").write_text("Further.\n<<<tools>>>")
+    (tmp_path / "msg.txt").write_text(
+        "<<<previous_tool_call>>>|<<<visual_context>>>|<<<query>>>|<<<video_info>>>|"
+        "<<<tools_so_far>>>|<<<other>>>")
+    odd = tool("unified_web_search", query="<<<query>>>")
+    _, asked, _ = play("--protocol sage --frames 4", odd, sage(final_answer="B"),
+                       files=[f"{tmp_path}/{name}.txt" for name in ("one", "two", "msg")])
+    assert [r.messages[0]["content"].split("\n{")[0] for r in asked] == [
+        "First.\n<tools>", "Further.\n<tools>"]
+    parts = asked[1].messages[1]["content"].split("|")
+    assert parts[0] == 'unified_web_search with arguments {"query": "<<<query>>>"}'
+    assert parts[1] == "a square" and parts[2].startswith("Which {colour}")
+    assert parts[3:] == ["Video Path: eval-0000.mp4 of duration 00:01:04.",
+                         "unified_web_search_#1: error: this tool is not available", "<<<other>>>"]
 
 
 @pytest.mark.parametrize("said, why", [
@@ -654,5 +700,5 @@ def test_prompts_are_read_from_a_publishers_file_and_hashed(play, tmp_path, monk
             systems.read_prompts([f"{tmp_path}/{flags}"])
     monkeypatch.setattr(sys, "argv", ["eval.py", "--data", "d", "--ckpt", "c", "--protocol", "sage",
                                       "--prompt-file", f"{tmp_path}/user.txt"])
-    with pytest.raises(model.UserError, match="takes 2: sage/prompts"):
+    with pytest.raises(model.UserError, match="takes 3: context_vlm"):
         systems.make_protocol(evaluation.parse_args())
