@@ -91,7 +91,8 @@ def protocols():
                            {**reasoning, "frames": [32]}),
         # Video-Thinker-7B, whose code is not to be had; and all of them in the paper's runs
         "reasoning": System(f"{driver}:REASONING_SYSTEM", [THINK], prompt_as_system, reasoning),
-        "videochat-r1": System("src_eval/eval_prompts.py:QA_THINK and :GROUND_TEMPLATE_THINK",
+        "videochat-r1": System("src_eval/eval_prompts.py:QA_THINK and :GROUND_TEMPLATE_THINK, "
+                               "filled at [QUESTION], [OPTION] and [EVENT]",
                                [f"{QUESTION}\n{THINK}", f"{QUESTION}\n{THINK}"],
                                videochat_protocol,
                                {**single, **paced(2.0, 768), "min_pixels": 16 * 784,
@@ -176,10 +177,14 @@ def add_arguments(parser):
     add = parser.add_argument_group("protocol: how the system is spoken to").add_argument
     add("--protocol", choices=list(protocols()), default="paravt",
         help="its own frames, lengths and rounds become the defaults")
+    add("--protocols", action="store_true",
+        help="print what each protocol sends and which texts it takes, and end")
     add("--protocol-set", choices=["native", "paper"], default="native",
         help="paper: the paper's uniform frames, lengths and rounds instead")
     add("--prompt-file", nargs="+", default=[], metavar="FILE[.py:NAME]",
         help="the publisher's own prompt texts (docs/evaluation.md); default: our wording")
+    add("--user-file", metavar="FILE[.py:NAME]",
+        help="the user turn, where --prompt-file takes the system text (places: --protocols)")
     add("--crop-reply", choices=["summary", "frames"], default="summary",
         help="paravt: a sub-agent's summary, or the frames of the window themselves")
     add("--overview-fps", type=float, default=0.0,
@@ -216,6 +221,49 @@ def add_arguments(parser):
     add("--judge-key-env", help="environment variable that holds the judge's key")
 
 
+def describe_all(flags):
+    """Flags of protocols, one after the other -> what each of them sends, as text."""
+    places = " ".join(f"{{{name}}}" for name in filled_places())
+    head = (f"A text of the user turn is filled at {places}. Other braces stay; a publisher's own "
+            "places are listed with its texts.")
+    return "\n\n".join([head, *map(describe, flags)])
+
+
+def describe(args):
+    """What the protocol of these flags sends, as text."""
+    system, (protocol, _) = protocols()[args.protocol], make_protocol(args)
+    texts = read_prompts(args.prompt_file) if args.prompt_file else system.texts
+    # A task whose parts are the names of the places that they fill.
+    task = {"video": "{video}", "question": "{question}", "options": ["{option}"], "type": "mcq"}
+    agent = rollout.Agent(tools=args.tools == ["on"])
+    messages = (protocol.opening or rollout.opening)(task, args.frames[0], agent, "", 60.0)
+    most = args.frames[0]
+    frames = f"{args.overview_fps:g} a second, 1 to {most}" if args.overview_fps else f"{most}"
+    pixels = f"{args.min_pixels} to {args.max_pixels} pixels each"
+    if args.total_pixels:
+        pixels += f", {args.total_pixels} in all"
+    limits = (f"{args.max_new_tokens} tokens a turn, temperature {args.temperature:g}, "
+              f"{args.max_turns} turns of calls, {args.max_parallel} calls a turn")
+    lines = [f"== {args.protocol}", f"frames  {frames}; {pixels}", f"limits  {limits}"]
+    prefill = protocol.prefill or ("<think>\n" if args.think_prefix else "")
+    lines += [f"begins  {json.dumps(prefill)}"] if prefill else []
+    lines += [f"stops   at {' '.join(protocol.stop)}"] if protocol.stop else []
+    if agent.tools and protocol.schema:
+        for tool in protocol.schema():
+            arguments = ", ".join(tool["function"]["parameters"]["properties"])
+            lines.append(f"tool    {tool['function']['name']}({arguments})")
+    source = "the publisher's" if args.prompt_file else "ours"
+    lines.append(f"texts   {source}; --prompt-file takes {len(system.texts)}: {system.files}")
+    for message in messages:
+        said = message["content"]
+        if not isinstance(said, str):
+            said = "".join(part.get("text", "[frames]") for part in said)
+        lines += [f"{message['role']}:", *("    " + line for line in said.strip().splitlines())]
+    for number, text in enumerate(texts[1:], 2):  # the first has been sent above
+        lines += [f"text {number}:", *("    " + line for line in text.strip().splitlines())]
+    return "\n".join(lines)
+
+
 def faults(args):
     """[(whether an endpoint's flags cannot be meant, why)]."""
     return [
@@ -237,8 +285,20 @@ def make_protocol(args):
     if len(texts) != len(system.texts):
         takes = f"--protocol {args.protocol} takes {len(system.texts)}: {system.files}"
         raise model.UserError(f"--prompt-file: {takes}")
+    protocol = system.make(texts, args)
+    if args.user_file:
+        texts = texts + read_prompts([args.user_file])
+        protocol = with_user(protocol, texts[-1], args.protocol)
     digest = hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
-    return system.make(texts, args), digest
+    return protocol, digest
+
+
+def with_user(protocol, text, name):
+    """A protocol with another user turn."""
+    if getattr(protocol.opening, "func", None) is not opening:  # it is made of several texts
+        raise model.UserError(f"--user-file: the user turn of --protocol {name} has parts of its "
+                              "own; see --protocols")
+    return replace(protocol, opening=partial(protocol.opening, user=text))
 
 
 def read_prompts(sources):
@@ -295,10 +355,14 @@ def single_braces(text):
 # First messages
 
 
+def filled_places():
+    return ("question", "options", "style", "duration", "length", "video", "subtitles")
+
+
 def filled(text, task, duration=0.0, subtitles="", label="{}."):
     """
-    Template -> text. Fills {question}, {options}, {style}, {subtitles}, {duration}, {length} and
-    {video}; other braces stay. label: of an option, "{}." or "({})". duration: seconds.
+    Template -> text, filled at filled_places; other braces stay. label: of an option, "{}." or
+    "({})". duration: seconds.
     """
     options = task.get("options") or []
     labels = map(label.format, rollout.letters())
@@ -313,7 +377,8 @@ def filled(text, task, duration=0.0, subtitles="", label="{}."):
         "subtitles": f"Subtitles:\n{subtitles}\n\n" if subtitles else "",
     }
     # In one pass: a question may itself hold "{options}".
-    text = re.sub(r"\{(" + "|".join(values) + r")\}", lambda found: values[found[1]], text)
+    place = r"\{(" + "|".join(filled_places()) + r")\}"
+    text = re.sub(place, lambda found: values[found[1]], text)
     return text if lines else re.sub(r"\n\n+", "\n", text)  # without options no line is left empty
 
 
@@ -375,7 +440,7 @@ def prompt_as_user(texts, args):
 
 def wrapped_files(name):
     types = "TYPE_TEMPLATE[multiple choice] and TYPE_TEMPLATE[free-form]"
-    return f"QUESTION_TEMPLATE, {types} of {name}'s src/eval_bench.py"
+    return f"QUESTION_TEMPLATE, {types} of {name}'s src/eval_bench.py, filled at {{Question}}"
 
 
 def wrapped_texts():

@@ -7,9 +7,11 @@ without (an endpoint that takes messages).
 """
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from test_rollout import Server
 
 import eval as evaluation
 import model
@@ -17,6 +19,7 @@ import rewards
 import rollout
 from bench import systems
 
+STORED = Path(__file__).with_name("protocols.json")
 TASK = {"id": "q", "video": "videos/eval-0000.mp4", "question": "Which {colour} is first?",
         "options": ["red", "blue"], "answer": "B", "type": "mcq"}
 SPAN = {"id": "s", "video": "videos/eval-0000.mp4", "question": "When is it red?", "options": None,
@@ -84,6 +87,95 @@ def texts(message):
 
 def kinds(message):
     return [p["type"] for p in message["content"]]
+
+
+# ------------------------------------------------------------------------------------------------
+# All of them
+
+
+def scripts():
+    """name -> what a model says, turn by turn, sub-agents too; one answer where nothing is said."""
+    clip = "<think>x</think><clip>00:00:05-00:00:10</clip><answer></answer>"
+    window = dict(timestamp_start="00:00:08", timestamp_end="00:00:16")
+    return {
+        "paravt": [crops((0, 2)), "it is blue"], "longvt": [CROP % (0, 2) + CROP % (5, 3)],
+        "conan": [clip, clip],
+        "videozoomer": ['<video_zoom>{"segment": [8, 10], "fps": 1}</video_zoom>'],
+        "sage": [tool("identify_timestamps_visually", event="blue", **window), "at 00:00:12",
+                 sage(final_answer="B", answerable={"verdict": True})]}
+
+
+def readable(body):
+    """What an endpoint was sent -> what a protocol decides of it; frames as "[image]"."""
+    out = {name: body[name] for name in ("max_tokens", "temperature", "stop") if name in body}
+    tools = [tool["function"] for tool in body.get("tools", [])]
+    if tools:
+        out["tools"] = {tool["name"]: list(tool["parameters"]["properties"]) for tool in tools}
+    for number, message in enumerate(body["messages"], 1):
+        content = message["content"]
+        if not isinstance(content, str):
+            content = "".join(part.get("text", "[image]") for part in content)
+        out[f"{number} {message['role']}"] = content.splitlines()
+    return out
+
+
+@pytest.mark.parametrize("name", list(systems.protocols()))
+def test_an_endpoint_is_sent_what_is_stored(name, toy, source, monkeypatch):
+    """tests/protocols.json, made of requests that reached a server: look at what changed there. An
+    entry that is taken out is written anew."""
+    script = [*scripts().get(name, []), "<answer>B</answer>"]
+    with Server(*script) as server:
+        given = f"eval.py --engine openai --base-url {server.url} --model m --data d --frames 2"
+        monkeypatch.setattr(sys, "argv", [*given.split(), "--protocol", name])
+        args = evaluation.parse_args()
+        agent, _ = rollout.agent_settings(args, str(toy / "eval.jsonl"))
+        agent.tools = args.tools == ["on"]
+        protocol, _ = systems.make_protocol(args)
+        engine = systems.make_engine(args, protocol)
+        (episode,) = rollout.run(engine, [TASK], agent, None, systems.source_of(source, args), 2,
+                                 protocol=protocol)
+        engine.close()
+        sent = [readable(body) for body in server.asked]
+    assert evaluation.record_of(episode, "d", 2, "on", args)["score"] == 1.0
+    stored = json.loads(STORED.read_text())
+    if name not in stored:
+        STORED.write_text(json.dumps({**stored, name: sent}, indent=1) + "\n")
+    assert sent == stored.get(name), "written to tests/protocols.json: is it meant?"
+
+
+def test_protocols_are_told(monkeypatch, capsys, tmp_path):
+    """Frames, limits, texts and where a publisher's go, of every protocol; of one with its file."""
+    monkeypatch.setattr(sys, "argv", ["eval.py", "--protocols"])
+    evaluation.main()
+    told = dict(zip(systems.protocols(), capsys.readouterr().out.split("\n== ")[1:]))
+    assert all(told[name].startswith(name + "\n") for name in systems.protocols())
+    for name, part in (("longvt", "1 a second, 1 to 512"), ("longvt", "4096 tokens"),
+                       ("longvt", "crop_video(video_path, start_time, end_time)"),
+                       ("videozoomer", "stops   at </video_zoom>"), ("conan", "text 3:"),
+                       ("sage", "<<<tools_so_far>>>"), ("videochat-r1", "2809856 in all"),
+                       ("time-r1", "</think>"), ("video-r1", "TYPE_TEMPLATE[free-form]")):
+        assert part in told[name], (name, part)
+    assert "system:" not in told["qwen3-vl"] and "system:" in told["direct"]
+    (tmp_path / "mine.txt").write_text("Mine.")
+    monkeypatch.setattr(sys, "argv", ["eval.py", "--protocols", "--protocol", "direct",
+                                      "--prompt-file", f"{tmp_path}/mine.txt"])
+    evaluation.main()
+    told = capsys.readouterr().out
+    assert "Mine." in told and "the publisher's" in told and told.count("\n== ") == 1
+
+
+def test_a_user_turn_may_be_the_publishers_own(play, tmp_path):
+    (tmp_path / "user.txt").write_text("Q {question} of {video}, {duration}?")
+    hashes = set()
+    for name in ("direct", "videozoomer", "longvt", "time-r1"):
+        flags = f"--protocol {name} --frames 2 --user-file {tmp_path}/user.txt"
+        _, asked, _ = play(flags, "<answer>B</answer>")
+        text = "Q Which {colour} is first? of eval-0000.mp4, 00:01:04?"
+        assert texts(asked[0].messages[-1]).strip().startswith(text)
+        hashes |= {systems.make_protocol(evaluation.parse_args())[1]}
+    assert len(hashes) == 4
+    with pytest.raises(model.UserError, match="--user-file"):
+        play(f"--protocol video-r1 --user-file {tmp_path}/user.txt", "B")
 
 
 # ------------------------------------------------------------------------------------------------
