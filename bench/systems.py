@@ -1031,7 +1031,15 @@ def sage_final(turns, think_open=False):
     said = found.get("final_answer") if found else None
     if said in (None, "", "null"):
         return None
-    return said if isinstance(said, str) else json.dumps(said)
+    return said if isinstance(said, str) else as_text(said)
+
+
+def as_text(value):
+    """Anything that was read as JSON -> JSON. What could just be read may lie too deep to write."""
+    try:
+        return json.dumps(value)
+    except RecursionError:
+        return "{}"
 
 
 def parse_sage(text, think_open=False):
@@ -1129,7 +1137,7 @@ def sage_reply(call, record, episode, system, message):
     context = notes.setdefault("context", str(said.get("video_context", ""))[:4000])  # of step 1
     results = notes.setdefault("results", [])
     results.append(f"{call.name or 'reply'}_#{len(results) + 1}: {record['summary']}")
-    given = json.dumps(getattr(call, "arguments", {}))[:2000]
+    given = as_text(getattr(call, "arguments", {}))[:2000]
     info = SAGE_VIDEO.replace("{video}", os.path.basename(task["video"]))
     user = placed(
         message, visual_context=context, tools_so_far="\n".join(results[-10:]),

@@ -666,6 +666,17 @@ def test_sage_goes_on_while_it_needs_tools(play, guess, ends):
     assert sub.frames[0].seconds[-1] > 50
 
 
+def test_sage_arguments_may_lie_as_deep_as_json_is_read(play, monkeypatch):
+    def deep(value):
+        raise RecursionError
+
+    said = tool("unified_web_search", query="x")
+    monkeypatch.setattr(systems, "json", SimpleNamespace(
+        **{**vars(json), "dumps": lambda value: deep(value) if "query" in value else "[]"}))
+    _, asked, _ = play("--protocol sage --frames 4", said, '<json>{"final_answer": "B"}</json>')
+    assert "unified_web_search with arguments {}" in asked[1].messages[1]["content"]
+
+
 def test_sage_gets_its_publishers_texts_filled(play, tmp_path):
     """Places of the form <<<name>>>; what a tool returned is never taken for one."""
     (tmp_path / "one.txt").write_text("First.\n<<<tools>>>")
