@@ -1,4 +1,4 @@
-# make venv   the environment, in .venv           make test   all tests
+# make venv   the environment, in .venv           make test   all tests (ARGS="--shuffle 7": in a random order)
 # make demo   toy world -> SFT -> PARA-GRPO -> evaluation of init, SFT and PARA-GRPO -> one table, one page
 # make test-page   the tests of view.py's page in a real browser (installs Debian's Chromium); `make test` runs them where there is one
 # make ablation   the paper's Table 2 in the toy world, 3 seeds -> bench/ablation.{json,md}, docs/ablation.png  (hours; finished rows are kept)
@@ -15,21 +15,22 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 venv: .venv/ready
 
 # On a GPU machine: requirements.txt. Elsewhere the CPU build of torch first (PyPI's default build brings gigabytes of CUDA).
-.venv/ready: requirements.txt requirements-cpu.txt
+.venv/ready: requirements.txt requirements-lock.txt requirements-cpu.txt requirements-cpu-lock.txt
 	$(PYTHON) -m venv .venv
 	@if nvidia-smi >/dev/null 2>&1; then \
-		$(BIN)/pip install -q -r requirements.txt; \
+		$(BIN)/pip install -q -r requirements.txt -c requirements-lock.txt; \
 	else \
 		$(BIN)/pip install -q torch==2.13.0+cpu 2>/dev/null || { \
 			echo "pip's configured index has no torch 2.13.0+cpu: adding PyTorch's own CPU index, $(CPU_INDEX)"; \
 			$(BIN)/pip install -q --extra-index-url $(CPU_INDEX) torch==2.13.0+cpu; \
-		} && $(BIN)/pip install -q -r requirements-cpu.txt; \
+		} && $(BIN)/pip install -q -r requirements-cpu.txt -c requirements-cpu-lock.txt; \
 	fi
 	@$(BIN)/pip install -q --no-deps dashscope==2.0.2  # for the tests: the file qwen.tiktoken in it is Qwen's vocabulary; nothing of it is imported
 	@touch $@
 
 test: venv
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/ruff check -q .
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-page: venv
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { apt-get update -q && apt-get install -y -q chromium chromium-driver; }

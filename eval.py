@@ -5,15 +5,14 @@ eval.py: benchmarks and task JSONL through the agent loop of training, greedy, i
               video, a full context or a failed request scores 0 and stays in the denominator
   headline  = mean over items | MLVU: mean of its seven tasks' means | MMVU: multiple choice alone |
               Charades-STA: mean IoU
-  interval  = 2.5 and 97.5 percentiles of the headline over 2000 draws of VIDEOS with replacement
-  pass@n    = mean over tasks of the best of its n samples
   f_tau     = mean R_fmt    kappa = executed crop_video calls per episode    both as in training
 
 The answer is the last <answer> block or, where there is none, the text after the thought: an
 evaluation asks what the model said, training (rewards.py) pays only for the tag. Departs from the
 authors' evaluation: benchmarks are read as their publishers ship them (bench/benchmarks.py),
 sub-agents answer calls as in training (--crop-reply frames: the frames themselves, as theirs),
-errors are never graded as text. --protocol speaks to other systems (bench/systems.py).
+errors are never graded as text. --protocol speaks to other systems (bench/systems.py); intervals
+and tables are in bench/scores.py.
 
 Reads:  --ckpt (or an OpenAI-compatible endpoint), --data or --bench with --root.
 Writes: --out[/bench]/records.*.jsonl (one episode a line, appended as they finish: run again to go
@@ -27,6 +26,7 @@ Endpoint: python eval.py --engine openai --base-url http://127.0.0.1:8000/v1 --m
 """
 
 import argparse
+import faulthandler
 import glob
 import hashlib
 import itertools
@@ -37,12 +37,10 @@ import time
 from dataclasses import dataclass, replace
 from functools import partial
 
-import numpy as np
-
 import model
 import rewards
 import rollout
-from bench import benchmarks, systems
+from bench import benchmarks, costs, scores, systems
 
 # ------------------------------------------------------------------------------------------------
 # Arguments
@@ -53,8 +51,7 @@ def build_parser():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
 
     add = parser.add_argument_group("what to run").add_argument
-    add("--engine", choices=["auto", "vllm", "transformers", "openai"], default="auto",
-        help="who samples")
+    add("--engine", choices=["vllm", "openai"], default="vllm", help="who samples")
     add("--ckpt", help="checkpoint folder; not needed with --engine openai")
     add("--data", help="task JSONL")
     add("--bench", nargs="+", choices=list(benchmarks.splits()), default=[],
@@ -89,9 +86,15 @@ def build_parser():
     add("--live", type=int, default=0,
         help="episodes at once; 0 = twice --max-seqs; 1 measures an episode by itself")
     add("--quiet", action="store_true", help="no progress bar; the tables stay")
+    add("--decode-timeout", type=float, default=60.0,
+        help="seconds that up to 64 frames of a video may take; more frames, in proportion")
 
-    rollout.add_agent_arguments(parser.add_argument_group("agent, as in training"), tools=False)
-    parser.set_defaults(temperature=0.0)  # training's is 0.7
+    agent = parser.add_argument_group("agent, as in training")
+    rollout.add_agent_arguments(agent, tools=False)
+    agent.add_argument("--min-pixels", type=int, default=rollout.Source.min_pixels,
+                       help="pixels of a frame after resizing, at least")
+    # Training's are 0.7, and 0.5 of a card that it shares with the trainer.
+    parser.set_defaults(temperature=0.0, engine_share=0.9)
     return parser
 
 
@@ -149,20 +152,19 @@ def faults(args):
 # Records: one line an item, appended as it finishes. An item is (task id, K, tools, sample).
 
 
-def settings_digest(args, ckpt, subtitles, tasks, prompts):
-    """What must be equal for records to belong together: tasks, prompts, checkpoint, and every flag
-    but those that say where, which part, how fast, and who judges."""
+def settings_digest(args, weights, subtitles, tasks, prompts):
+    """What must be equal for records to belong together: tasks, prompts, weights (their digest),
+    and every flag but those that say where, which part, how fast, and who judges."""
     # Where: what is found there (tasks, prompts, weights) counts, its path does not.
     free = {"ckpt", "data", "bench", "root", "video_root", "out", "prompt_file"}
     # Which part: every item carries its own K, mode and sample. `subtitles` is the resolved flag.
     free |= {"limit", "shard", "frames", "tools", "samples", "subtitles"}
-    # How fast, and what happens to records that are there already.
-    free |= {"live", "workers", "retries", "request_timeout", "api_key_env"} | model.pace_flags()
+    # How fast, over which address, and what happens to records that are there already.
+    free |= {"live", "workers", "retries", "request_timeout", "api_key_env", "base_url"}
+    free |= {"max_seqs", "frame_cache_gb", "engine_share", "patience", "decode_timeout", "quiet"}
     free |= {"judge_url", "judge_model", "judge_key_env", "allow_errors"}
     kept = {name: value for name, value in sorted(vars(args).items()) if name not in free}
-    # The same path may hold a newer checkpoint: its time of writing, in seconds.
-    stamp = os.path.getmtime(os.path.join(ckpt, "config.json")) if ckpt else None
-    settings = json.dumps([kept, prompts, subtitles, ckpt, stamp, tasks])
+    settings = json.dumps([kept, prompts, subtitles, weights, tasks])
     return hashlib.sha256(settings.encode()).hexdigest()[:16]
 
 
@@ -204,8 +206,9 @@ def append_to(path):
     return open(path, "a+", encoding="utf-8")
 
 
-def record_of(episode, digest, budget, mode, args):
-    """Episode -> its record: the text of every turn and all that was decided, without token ids."""
+def record_of(episode, digest, budget, mode, args, taken=None):
+    """Episode -> its record: the text of every turn and all that was decided, without token ids.
+    taken: what its requests took, see costs.Meter."""
     # What only training needs; it is most of an episode's bytes.
     left = {"ids", "mask", "logps", "vision", "spans", "advantage", "version"}
     record = {name: value for name, value in episode.to_json().items() if name not in left}
@@ -214,7 +217,8 @@ def record_of(episode, digest, budget, mode, args):
     times = [round(float(second), 3) for second in episode.notes.get("seconds", [])]
     prompt = json.dumps(episode.notes.get("opening")).encode()  # None for a broken video
     record.update(calls=calls, digest=digest, budget=str(budget), tools=mode, frame_times=times,
-                  prompt_hash=hashlib.sha256(prompt).hexdigest()[:16])
+                  prompt_hash=hashlib.sha256(prompt).hexdigest()[:16],
+                  cost=costs.of(episode, taken or {}))
     return {**record, **grade(record, args.protocol)}
 
 
@@ -250,225 +254,6 @@ def graded(folder, judge):
         with append_to(os.path.join(folder, "judge.jsonl")) as verdicts:
             systems.judge(records.values(), verdicts, judge)
     return records
-
-
-# ------------------------------------------------------------------------------------------------
-# Scores
-
-
-def resampled(records, bench, draws=2000):
-    """
-    -> (headline, draws of it [draws]): None and [] without any of its items, fewer where a draw
-    holds none. Videos are drawn with replacement, not items: questions of one video err together.
-
-    The draws depend on the set of videos alone: two systems on the same items are drawn alike, and
-    the difference of their draws is paired.
-    """
-    _, part_of = benchmarks.headline(bench)
-    parts = [part_of(record) for record in records]  # None: in no part
-    names = sorted({part for part in parts if part is not None})
-    if not names:
-        return None, np.zeros(0)
-    # All videos have a line, also those without an item of the headline.
-    videos, lines = np.unique([r["task"]["video"] for r in records], return_inverse=True)
-    sums = np.zeros((len(videos), len(names)))  # of scores, [videos, parts]
-    counts = np.zeros((len(videos), len(names)))  # of items
-    for record, line, part in zip(records, lines, parts):
-        if part is not None:
-            sums[line, names.index(part)] += record["score"]
-            counts[line, names.index(part)] += 1
-    # How often a draw holds each video: [draws, videos].
-    chances = np.full(len(videos), 1 / len(videos))
-    times = np.random.default_rng(0).multinomial(len(videos), chances, size=draws).astype(float)
-    items = times @ counts  # [draws, parts]
-    there = items > 0  # a draw may miss a part, or all of them
-    means = np.divide(times @ sums, items, out=np.zeros(items.shape), where=there)
-    some = there.any(1)  # [draws]
-    # Mean over parts of the mean over a part's items; of a draw, over the parts it holds.
-    headline = float((sums.sum(0) / counts.sum(0)).mean())
-    return headline, means.sum(1)[some] / there.sum(1)[some]
-
-
-def interval(draws):
-    """95% interval of bootstrap draws, None without any."""
-    return [float(np.percentile(draws, q)) for q in (2.5, 97.5)] if len(draws) else None
-
-
-def mean_scores(pairs):
-    """[(label, record)] -> {label: n and accuracy}, in the order of the labels."""
-    groups = {}
-    for label, record in pairs:
-        groups.setdefault(label, []).append(record["score"])
-    return {label: {"n": len(groups[label]), "acc": sum(groups[label]) / len(groups[label])}
-            for label in sorted(groups)}
-
-
-def breakdowns(records):
-    """-> {name: {label: n and accuracy}}; an item with several labels counts under each."""
-    pairs = {}
-    for record in records:
-        task = record["task"]
-        tags = task.get("tags") or {"category": task.get("category") or task["type"]}
-        for name, labels in tags.items():
-            for label in labels if isinstance(labels, list) else [labels]:
-                pairs.setdefault(name, []).append((str(label), record))
-    return {name: mean_scores(some) for name, some in pairs.items()}
-
-
-def summarise(records, bench=None, judged=False):
-    """Records of one (benchmark, K, tools) -> dict of numbers. Errors are in every denominator."""
-    n = len(records)
-    value, draws = resampled(records, bench)
-    fine = [r for r in records if r["status"] == "ok"]
-    causes = sorted({r["status"] for r in records} - {"ok"})
-    out = {
-        "n": n,
-        "metric": benchmarks.headline(bench)[0],
-        "headline": value,
-        "interval": interval(draws),
-        "acc": sum(r["score"] for r in records) / n,  # whatever the headline is
-        "f_tau": sum(r["reward"]["fmt"] for r in records) / n,
-        "kappa": sum(call["status"] == "ok" for r in records for call in r["calls"]) / n,
-        "errors": {cause: sum(r["status"] == cause for r in records) for cause in causes},
-        "no_answer": sum(r["extracted"] is None for r in fine),  # ended well, and none was found
-        "truncated": sum(r["finish"][-1:] == ["length"] for r in fine),  # in the last turn
-        "seconds_per_episode": sum(r["timing"].get("total_s", 0.0) for r in records) / n,
-    }
-    if judged:
-        verdicts = [r["judge"] and r["judge"]["verdict"] for r in records if "judge" in r]
-        failed = verdicts.count(None)  # asked in vain, or neither yes nor no
-        out["judge"] = {"asked": len(verdicts), "yes": verdicts.count(True), "failed": failed}
-        if failed:  # counts towards the 1% above which the headline is refused
-            out["errors"]["judge_error"] = failed
-    samples = {}  # task id -> scores of its episodes
-    for r in records:
-        samples.setdefault(r["task"]["id"], []).append(r["score"])
-    if n > len(samples):
-        out["samples"] = max(map(len, samples.values()))
-        out["pass@n"] = sum(map(max, samples.values())) / len(samples)
-    kinds = {r["task"]["type"] for r in records}
-    if kinds == {"grounding"}:  # recall at thresholds of the IoU
-        out.update({f"R@{t}": sum(r["score"] >= t for r in records) / n for t in (0.3, 0.5, 0.7)})
-    if len(kinds) > 1:
-        out["by_type"] = mean_scores((r["task"]["type"], r) for r in records)
-    out["by"] = breakdowns(records)
-    return out
-
-
-def refuse(results, allow_errors):
-    """Take the headline of results with more than 1% failed items away -> lines that say why."""
-    said = []
-    for row in results:
-        failed = sum(row["errors"].values())
-        if failed > 0.01 * row["n"] and not allow_errors:
-            row["headline"] = row["interval"] = None
-            causes = ", ".join(f"{count} {cause}" for cause, count in row["errors"].items())
-            place = f"{row.get('bench') or 'data'} at K {row['K']}, tools {row['tools']}"
-            said.append(f"{place}: {failed} of {row['n']} items failed ({causes})")
-    return said
-
-
-# ------------------------------------------------------------------------------------------------
-# Tables
-
-
-def shown_interval(row):
-    if row.get("headline") is None:
-        return "refused: errors"
-    return "{:.3f} [{:.3f}, {:.3f}]".format(row["headline"], *row["interval"])
-
-
-def table(results, labels=12):
-    """Results -> aligned text: a row per benchmark, K and mode, then its breakdowns; those with one
-    label, or more than `labels`, are in the summary alone."""
-    named = any(row.get("bench") for row in results)
-    head = f"{'bench':<15} " if named else ""  # no column that would be empty
-    lines = [f"{head}{'K':>6} {'tools':>5} {'n':>5} {'headline [95%]':>22} {'acc':>6} {'f_tau':>6} "
-             f"{'kappa':>6} {'errors':>6} {'no answer':>9} {'cut off':>7}"]
-    for row in results:
-        head = f"{row.get('bench') or '-':<15} " if named else ""
-        indent = " " * len(head)
-        lines.append(f"{head}{row['K']!s:>6} {row['tools']:>5} {row['n']:>5} "
-                     f"{shown_interval(row):>22} {row['acc']:>6.3f} {row['f_tau']:>6.3f} "
-                     f"{row['kappa']:>6.2f} {sum(row['errors'].values()):>6} "
-                     f"{row['no_answer']:>9} {row['truncated']:>7}")
-        # What only some results have goes below, in one line.
-        more = [f"{row['metric']} is the headline"] if row["metric"] != "accuracy" else []
-        for name in ("pass@n", "R@0.3", "R@0.5", "R@0.7"):
-            more += [f"{name} {row[name]:.3f}"] if name in row else []
-        for kind, cell in row.get("by_type", {}).items():
-            more.append(f"{kind} {cell['acc']:.3f} of {cell['n']}")
-        if more:
-            lines.append(f"{indent}       {', '.join(more)}")
-        for name, found in row["by"].items():
-            for label, cell in found.items() if 1 < len(found) <= labels else []:
-                numbers = f"{cell['n']:>5} {cell['acc']:>6.3f}"
-                lines.append(f"{indent}{'':>12} {numbers}  {name} {label}")
-    return "\n".join(lines)
-
-
-def compare(folders):
-    """Finished evaluations -> {"time", "rows", "differences"}: a row per checkpoint, benchmark and
-    K, with tools and without; the difference of every folder to the first, paired by item."""
-    rows, found = [], []
-    for folder in folders:
-        name, summary = read_summary(folder)
-        pairs = {}  # (benchmark, K) -> one row of both modes
-        for r in summary["results"]:
-            place = {"bench": r.get("bench"), "K": r["K"]}
-            row = pairs.setdefault(tuple(place.values()), {"name": name, **place, "n": r["n"]})
-            if r["tools"] == "on":
-                row.update(acc_tools=r["headline"], f_tau=r["f_tau"])
-                row.update(kappa=r["kappa"], interval=r["interval"])
-            else:
-                row.update(acc_no_tools=r["headline"])
-        rows += pairs.values()
-        # The verdicts that it was judged by count; nobody is asked again.
-        judge = argparse.Namespace(judge_url=None, judge_model=summary.get("judge_model"))
-        here = {}  # (benchmark, K, tools) -> {(task id, sample): record}
-        for bench, leaf in leaves(folder):
-            for (task, k, mode, sample), record in graded(leaf, judge).items():
-                here.setdefault((bench, k, mode), {})[task, sample] = record
-        found.append((name, here))
-    differences = []
-    (minus, first), *others = found
-    for place, own in first.items():
-        for name, here in others:
-            other = here.get(place, {})
-            # The same items alone: what one of them did not run says nothing about the other.
-            same = sorted(set(own) & set(other), key=str)
-            a, drawn_a = resampled([own[item] for item in same], place[0])
-            b, drawn_b = resampled([other[item] for item in same], place[0])
-            if a is not None:
-                row = dict(zip(("bench", "K", "tools"), place))
-                row.update(n=len(same), name=name, minus=minus, difference=b - a)
-                differences.append({**row, "interval": interval(drawn_b - drawn_a)})
-    when = time.strftime("%Y-%m-%d %H:%M:%S")
-    return {"time": when, "rows": rows, "differences": differences}
-
-
-def comparison(compared):
-    """What `compare` found -> aligned text."""
-    lines = [f"{'checkpoint':<12} {'K':>6} {'n':>5} {'with tools [95%]':>22} {'no tools':>9} "
-             f"{'f_tau':>6} {'kappa':>6}"]
-    for row in compared["rows"]:
-        tools = "-"  # not run, or refused
-        if row.get("acc_tools") is not None:
-            tools = shown_interval({"headline": row["acc_tools"], "interval": row["interval"]})
-        line = f"{row['name']:<12} {row['K']!s:>6} {row['n']:>5} {tools:>22}"
-        for name, width, digits in (("acc_no_tools", 9, 3), ("f_tau", 6, 3), ("kappa", 6, 2)):
-            cell = "-" if row.get(name) is None else f"{row[name]:.{digits}f}"
-            line += f" {cell:>{width}}"
-        lines.append(line + (f"  {row['bench']}" if row["bench"] else ""))
-    if compared["differences"]:
-        lines += ["", "difference of the same items [95%]"]
-    for row in compared["differences"]:
-        line = f"{row['name']} - {row['minus']}".ljust(28)
-        low, high = row["interval"]
-        line += f" {row['K']:>6} tools {row['tools']:<3} {row['difference']:+.3f} "
-        line += f"[{low:+.3f}, {high:+.3f}] {row['n']} items"
-        lines.append(line + (f"  {row['bench']}" if row["bench"] else ""))
-    return "\n".join(lines)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -511,13 +296,31 @@ def read_summary(folder):
         raise model.UserError(f"{folder}/summary.json: {why}") from None
 
 
-def finish(out, found, args, checkpoint):
-    """Records of the leaves `found` -> summary.json of each and of the whole, tables: the end of
-    an evaluation and of --rescore."""
-    results, missing = [], 0
+def finished(folder):
+    """-> what scores.compare takes of one folder."""
+    name, summary = read_summary(folder)
+    # The verdicts that it was judged by count; nobody is asked again.
+    judge = argparse.Namespace(judge_url=None, judge_model=summary.get("judge_model"))
+    here = {}  # (benchmark, K, tools) -> {(task id, sample): record}
+    for bench, leaf in leaves(folder):
+        for (task, k, mode, sample), record in graded(leaf, judge).items():
+            here.setdefault((bench, k, mode), {})[task, sample] = record
+    return name, summary, here
+
+
+def finish(out, found, args, checkpoint, parts=None):
+    """
+    Records of the leaves `found` -> summary.json of each and of the whole, tables: the end of an
+    evaluation and of --rescore.
+
+    parts: {leaf: tasks} of leaves that hold more than was asked for: shown, and nothing written.
+    """
+    results, missing, parts = [], 0, parts or {}
     for bench, leaf in found:
-        tasks = model.read_jsonl(os.path.join(leaf, "tasks.jsonl"))
+        tasks = parts.get(leaf) or model.read_jsonl(os.path.join(leaf, "tasks.jsonl"))
         kept = read_json(leaf, "args.json")  # of the run, which may differ from ours
+        if leaf in parts:
+            kept |= vars(args)
         done = graded(leaf, args)
         # What was asked for, not what is there: a run that was cut short has no summary.
         ids = [(task["id"], sample) for task in tasks for sample in range(kept["samples"])]
@@ -528,12 +331,12 @@ def finish(out, found, args, checkpoint):
             row = {"bench": bench} if bench else {}
             row.update(K=k, tools=mode)
             if records:
-                row.update(summarise(records, bench, judged=bool(args.judge_model)))
+                row.update(scores.summarise(records, bench, judged=bool(args.judge_model)))
                 results.append(row)
     if missing:
         why = "run the same command (or the other shards) first, then --rescore"
         raise model.UserError(f"{out}: {missing} items have no record yet; {why} {out}")
-    refused = refuse(results, args.allow_errors)
+    refused = scores.refuse(results, args.allow_errors)
     summary = {"checkpoint": checkpoint}
     if args.judge_model:
         summary["judge_model"] = args.judge_model
@@ -542,14 +345,19 @@ def finish(out, found, args, checkpoint):
     summary["time"] = time.strftime("%Y-%m-%d %H:%M:%S")
     for bench, leaf in found:
         own = [row for row in results if row.get("bench") == bench]
-        write_json({**summary, "results": own}, leaf, "summary.json")
-    write_json({**summary, "results": results}, out, "summary.json")
-    print(model.printable(table(results)))
+        if leaf not in parts:
+            write_json({**summary, "results": own}, leaf, "summary.json")
+    if not parts:
+        write_json({**summary, "results": results}, out, "summary.json")
+    print(model.printable(scores.table(results)))
     acc = {}  # the last line is for scripts: "[bench/]K/tools" -> accuracy
     for row in results:
         place = [row["bench"]] if "bench" in row else []
         acc["/".join([*place, str(row["K"]), row["tools"]])] = round(row["acc"], 4)
-    print(json.dumps({"summary": os.path.join(out, "summary.json"), "acc": acc}))
+    if parts:
+        print(f"{out} holds more tasks than these: its summary stays as it is")
+    print(json.dumps({"summary": None if parts else os.path.join(out, "summary.json"),
+                      "acc": acc}))
     if refused:  # last, so that the table and the summary are there: exit code 2
         why = "no headline above 1% failed items (--allow-errors prints it): "
         raise model.UserError(why + "; ".join(refused))
@@ -592,10 +400,12 @@ class Suite:
     out: str  # its leaf
     digest: str  # see settings_digest
     done: set  # items with a record that stands
+    part: bool  # its folder holds more tasks: their summary stays
 
 
 def load_suites(args, ckpt, prompts):
     suites = []
+    weights = model.content_digest(ckpt) if ckpt else None  # endpoints have none
     for bench, root in zip(args.bench or [None], args.root or [None]):
         flags = argparse.Namespace(**{**vars(args), "tools": True})  # the mode is each job's
         shown = args.subtitles or "none"
@@ -604,91 +414,166 @@ def load_suites(args, ckpt, prompts):
             print_notes(bench, notes)
             flags.video_root = args.video_root or root
             shown = args.subtitles or benchmarks.splits()[bench].shown
+            if args.protocol_set == "paper" and shown == "aligned" and not args.subtitles:
+                shown = "full"  # as its authors' evaluation shows them
         else:
             tasks = rollout.read_tasks(args.data)
         agent, source = rollout.agent_settings(flags, args.data)
+        source.cache.timeout = args.decode_timeout or None
         if shown != "none":
             source.subtitles = partial(benchmarks.task_subtitles, root=source.root, which=shown)
+        check_videos(bench or args.data, tasks, source.root)
         out = leaf_of(args.out, bench)
         model.make_out(out)
         # Of all tasks, not of the first --limit: a short run is part of a long one.
-        digest = settings_digest(args, ckpt, shown, tasks, prompts)
+        digest = settings_digest(args, weights, shown, tasks, prompts)
         records = read_records(out, digest)
         # A broken video stays broken; an endpoint that was down is asked again.
         done = {item for item, r in records.items() if r["status"] != "engine_error"}
-        suites.append(Suite(bench, tasks[: args.limit or None], agent, source, out, digest, done))
+        tasks = tasks[: args.limit or None]
+        kept = os.path.join(out, "tasks.jsonl")
+        part = bool(records) and len(model.read_jsonl(kept)) > len(tasks)
+        suites.append(Suite(bench, tasks, agent, source, out, digest, done, part))
     return suites
+
+
+def check_videos(name, tasks, root):
+    """Refuse a root below which not one video lies, before hours of counted errors."""
+    paths = dict.fromkeys(str(task["video"]) for task in tasks)
+    if not any("\0" not in path and os.path.isfile(os.path.join(root, path)) for path in paths):
+        why = f"none of its {len(paths)} videos lies below {root}, as {next(iter(paths))} should"
+        raise model.UserError(f"{name}: {why}; is the folder one level too high?")
 
 
 def print_notes(name, notes):
     print(f"{name}: " + ", ".join(f"{count} {what}" for what, count in notes.items()), flush=True)
 
 
-def plan(suites, args, rank, world):
-    """-> [(suite, K, mode, tasks)] of this shard and rank. A task whose items are not all done is
-    asked with all its samples: they are drawn as a group."""
+def unfinished(suites, args):
+    """-> [(suite, K, mode, tasks)], a job each. A task whose items are not all done is asked with
+    all its samples: they are drawn as a group."""
     part, parts = args.shard
     jobs = []
-    for suite, k, mode in itertools.product(suites, args.frames, args.tools):
-        todo = []
-        for task in suite.tasks[part::parts][rank::world]:
-            items = {(task["id"], str(k), mode, sample) for sample in range(args.samples)}
-            if not items <= suite.done:
-                todo.append(task)
-        jobs.append((suite, k, mode, todo))
+    for suite in suites:
+        # Of all tasks: the other shards do not know what is done here.
+        mine = deal([(suite.source.root, task) for task in suite.tasks], parts)[part]
+        for k, mode in itertools.product(args.frames, args.tools):
+            todo = []
+            for task in [suite.tasks[i] for i in sorted(mine)]:
+                items = {(task["id"], str(k), mode, sample) for sample in range(args.samples)}
+                if not items <= suite.done:
+                    todo.append(task)
+            jobs.append((suite, k, mode, todo))
     return jobs
 
 
-def evaluate(args, watch):
+def split(jobs, ranks):
+    """Jobs -> for every rank, of every job, the numbers of the tasks that it asks, in order."""
+    work = [(n, i) for n, (*_, todo) in enumerate(jobs) for i in range(len(todo))]
+    places = [(jobs[n][0].source.root, jobs[n][3][i]) for n, i in work]
+    shares = []
+    for mine in deal(places, ranks, sizes=True):
+        share = [[] for _ in jobs]
+        for place in mine:
+            n, i = work[place]
+            share[n].append(i)
+        shares.append(share)
+    return shares
+
+
+def deal(places, parts, sizes=False):
+    """
+    [(root, task)] -> for each of `parts` the indices of its own, the longest work first.
+
+    The questions of a video stay together, so that one rank decodes it once, unless they are more
+    than a part's fair share. sizes: long files weigh more; they must be the same wherever this is
+    asked.
+    """
+    videos = {}  # path -> indices
+    for index, (root, task) in enumerate(places):
+        videos.setdefault(os.path.join(root, str(task["video"])), []).append(index)
+    weight = {path: file_size(path) if sizes else 0 for path in videos}
+    total = sum(weight.values()) or 1
+    fair = max(1, -(-len(places) // parts))  # rounded up
+    chunks = []  # (work, path, indices)
+    for path, indices in videos.items():
+        for at in range(0, len(indices), fair):
+            some = indices[at : at + fair]
+            # Half of the work is to answer, half to decode: a guess, and it only has to be near.
+            cost = len(some) / len(places) + weight[path] / total
+            chunks.append((cost, path, some))
+    dealt, loads = [[] for _ in range(parts)], [0.0] * parts
+    for cost, _, some in sorted(chunks, key=lambda chunk: (-chunk[0], chunk[1], chunk[2])):
+        least = loads.index(min(loads))
+        dealt[least] += some
+        loads[least] += cost
+    return dealt
+
+
+def file_size(path):
+    """Bytes; 0 where nothing can be read, which the task's own episode will tell."""
+    try:
+        return os.path.getsize(path)
+    except (OSError, ValueError):
+        return 0
+
+
+def evaluate(args):
     """Run what has no record yet, on every rank; rank 0 writes the summary."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     part, parts = args.shard
+    model.beat(args.patience)
     if args.judge_url:  # hours of episodes later would be late to find out
         systems.OpenAIEngine(args.judge_url, args.judge_model).knock()
     ckpt = model.resolve_checkpoint(args.ckpt) if args.ckpt else None  # endpoints have none
     protocol, prompts = systems.make_protocol(args)
     suites = load_suites(args, ckpt, prompts)
     if world > 1:
-        import torch.distributed as dist
-
-        model.start_process_group(args.patience)
-        dist.barrier()  # every rank has read the records before any appends to them
-    watch.begin(args.patience)
+        # No deadline: ranks end hours apart. One that hangs is ended by its own beat.
+        model.start_process_group(patience=0)
+        model.any_rank(False)  # every rank has read the records before any appends to them
+    model.beat(args.patience)
     # What --rescore and --compare read; once for all ranks.
     kept = {**vars(args), "prompt_hash": prompts}
     for suite in suites if rank == 0 else []:
-        write_tasks(suite.tasks, os.path.join(suite.out, "tasks.jsonl"))
-        write_json(kept, suite.out, "args.json")
-    jobs = plan(suites, args, rank, world)
+        if not suite.part:
+            write_tasks(suite.tasks, os.path.join(suite.out, "tasks.jsonl"))
+            write_json(kept, suite.out, "args.json")
+    jobs = unfinished(suites, args)
     needed = any(todo for *_, todo in jobs)
-    if world > 1:  # building vLLM is collective: all ranks build, or none does
-        needed = model.any_rank(needed)
+    shares = split(jobs, world) if rank == 0 else [None] * world
+    if world > 1:  # from one rank: a task that two ranks see differently would be asked by neither
+        shares = model.broadcast(shares)
+        needed = model.any_rank(needed)  # building vLLM is collective: all ranks build, or none
     engine = None
     if needed:
         # Without a checkpoint there are no ids: prompts stay messages, answers text.
         codec = model.load_codec(ckpt, args.channel) if ckpt else None
-        engine = make_engine(suites, args, ckpt, codec, protocol, quiet=rank > 0)
+        engine = make_engine(suites, args, ckpt, codec, protocol)
         shard = f"shard{part}of{parts}." if parts > 1 else ""
         name = f"records.{shard}rank{rank}.jsonl"  # a file per rank: nobody waits for a lock
-        run_jobs(jobs, engine, codec, protocol, args, name, watch, quiet=rank > 0 or args.quiet)
+        own = [(*job[:3], [job[3][i] for i in some]) for job, some in zip(jobs, shares[rank])]
+        run_jobs(own, engine, codec, protocol, args, name, quiet=rank > 0 or args.quiet)
+    faulthandler.cancel_dump_traceback_later()  # what is left is to wait, and to grade
     if world > 1:
-        dist.barrier()  # all records are there
+        model.any_rank(False)  # all records are there
     if engine and args.engine == "openai" and rank == 0:
         for suite in suites:  # the name asked for may stand for another model next month
-            write_json({**kept, "served": sorted(engine.served)}, suite.out, "args.json")
+            if not suite.part:
+                write_json({**kept, "served": sorted(engine.served)}, suite.out, "args.json")
     if engine:
         engine.close()
-    if world > 1 and dist.is_initialized():  # closing vLLM ends the group
-        dist.destroy_process_group()
+    if world > 1:  # closing vLLM may have ended the group
+        model.end_process_group()
     if rank == 0 and parts > 1:  # no summary: a part would pass for the whole
         then = f"python eval.py --rescore {args.out} (or the folder of every shard, with --out)"
         print(f"shard {part} of {parts} is done; when all are: {then}")
     elif rank == 0:
-        found = [(suite.bench, suite.out) for suite in suites]
-        finish(args.out, found, args, args.ckpt or args.model)
+        finish(args.out, [(s.bench, s.out) for s in suites], args, args.ckpt or args.model,
+               {s.out: s.tasks for s in suites if s.part})
 
 
-def make_engine(suites, args, ckpt, codec, protocol, quiet):
+def make_engine(suites, args, ckpt, codec, protocol):
     """The engine that samples, made for the largest K of the run."""
     largest = max(64 if k == "gated" else k for k in args.frames)  # gated draws up to 64
     # A context that is too small for the first prompt is told now, not by every episode.
@@ -696,32 +581,34 @@ def make_engine(suites, args, ckpt, codec, protocol, quiet):
         rollout.check_context(codec, suite.tasks, suite.agent, suite.source, largest)
     if args.engine == "openai":
         return systems.make_engine(args, protocol)
-    limits = argparse.Namespace(**{**vars(args), "frames": largest})
-    return rollout.make_engine(args.engine, ckpt, codec, limits, args.seed, quiet=quiet)
+    # With --crop-reply frames all windows of an episode end up in one context.
+    windows = systems.protocols()[args.protocol].held(args) if "on" in args.tools else (0, 0)
+    limits = argparse.Namespace(**{**vars(args), "frames": largest, "windows": windows})
+    return rollout.make_engine(ckpt, codec, limits, args.seed)
 
 
-def run_jobs(jobs, engine, codec, protocol, args, name, watch, quiet):
+def run_jobs(jobs, engine, codec, protocol, args, name, quiet):
     """Every episode becomes a line of its suite's file `name` as it finishes."""
     from tqdm import tqdm
 
     total = sum(len(todo) for *_, todo in jobs) * args.samples
+    meter = costs.Meter(engine)
     with tqdm(total=total, desc="episodes", disable=quiet or None) as bar:
         for suite, k, mode, todo in jobs:  # one after the other: the agent differs
             agent = replace(suite.agent, tools=mode == "on")
             episodes = rollout.run(
-                engine, todo, agent, codec, suite.source, frames=k, group=args.samples,
-                threads=args.decode_threads, max_live=args.live or None, protocol=protocol)
+                meter, todo, agent, codec, suite.source, frames=k, group=args.samples,
+                max_live=args.live or None, protocol=protocol)
             with append_to(os.path.join(suite.out, name)) as f:
                 for episode in episodes:
-                    record = record_of(episode, suite.digest, k, mode, args)
+                    record = record_of(episode, suite.digest, k, mode, args, meter.taken)
                     f.write(json.dumps(record) + "\n")
                     f.flush()  # a crash loses the episodes under way, no more
                     bar.update()
-                    watch.beat()
+                    model.beat(args.patience)
 
 
-@model.watched
-def main(watch):
+def main():
     args = parse_args()
     if args.prepare:
         tasks, notes = benchmarks.read_split(args.bench[0], args.root[0])
@@ -733,12 +620,12 @@ def main(watch):
     elif args.rescore:
         rescore(args.rescore, args)
     elif args.compare:
-        compared = compare(args.compare)
+        compared = scores.compare([finished(folder) for folder in args.compare])
         model.make_out(args.out)
         write_json(compared, args.out, "summary.json")
-        print(model.printable(comparison(compared)))
+        print(model.printable(scores.comparison(compared)))
     else:
-        evaluate(args, watch)
+        evaluate(args)
 
 
 if __name__ == "__main__":

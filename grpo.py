@@ -1,34 +1,37 @@
 """
 grpo.py: PARA-GRPO on top of an SFT checkpoint, with a rollout engine inside every rank.
 
-  R_i      = R_acc + w_fmt R_fmt + R_tool                           one per rollout i of a group of G        rewards.py
-  sigma    = std of R in the group;  a group with sigma = 0 teaches nothing, is skipped and counted
+  R_i      = R_acc + w_fmt R_fmt + R_tool              one per rollout i of a group of G: rewards.py
+  sigma    = std of R in the group; a group with sigma = 0 teaches nothing, is skipped and counted
   A_task_i = ((R_acc + R_tool)_i - mean) / sigma
   A_fmt_i  = w_fmt (R_fmt_i - mean) / sigma
-  A_it     = A_task_i + A_fmt_i [t in struct(o_i)]                  struct: tag tokens and the end of each turn
-  rho_t    = exp(logp_t - old_t)                                    old: this trainer before the step
-  w_t      = min(exp(old_t - rollout_t), 5)                         the engine is not quite the trainer
+  A_it     = A_task_i + A_fmt_i [t in struct(o_i)]     struct: tag tokens and the end of each turn
+  rho_t    = exp(logp_t - old_t)                       old: this trainer before the step
+  w_t      = min(exp(old_t - rollout_t), 5)            the engine is not quite the trainer
   L        = -(1/N) sum_t [ w_t min(rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t) - beta k3_t ]
-  k3_t     = exp(ref_t - logp_t) - (ref_t - logp_t) - 1             N = sampled tokens of the whole batch, over ALL ranks
+  k3_t     = exp(ref_t - logp_t) - (ref_t - logp_t) - 1
+             N = sampled tokens of the whole batch, over ALL ranks
 
-Three parts of PARA-GRPO, each with its flag: Exploration Anchoring (--think-prefix forces `<think>\\n`, --answer-suffix pays for a
-final answer block, --anchor and --gamma pay for closed thoughts), Selective Anchoring (--format-credit struct), nFrames Gating
-(--frames gated: K ~ U{4,8,16,32,64} per prompt, the same for its whole group). --vanilla turns them and R_tool off: plain GRPO.
-With --format-credit sequence, A_task + A_fmt is exactly GRPO's advantage of the summed reward. For comparison only: smaller masks
-(--format-credit tags, closing), each advantage over its own std (--normalise separate), K drawn where calling pays (--frames adaptive),
-answers paid without their tag (--answer-from line, as the authors' release does).
+Three parts of PARA-GRPO, each with its flag: Exploration Anchoring (--think-prefix forces
+`<think>\\n`, --answer-suffix pays for a final answer block, --anchor and --gamma pay for closed
+thoughts), Selective Anchoring (--format-credit struct), nFrames Gating (--frames gated: K ~
+U{4,8,16,32,64} per prompt, the same for its whole group). --vanilla turns them and R_tool off:
+plain GRPO. With --format-credit sequence, A_task + A_fmt is exactly GRPO's advantage of the summed
+reward.
 
-f_tau in the log is R_fmt by the paper preset's terms whatever a run is paid for: one ruler for all runs. `fmt` is what it is paid.
-
-Departs from upstream: KL is in the loss, not mixed into rewards; advantages are normalised once; one optimizer step per batch, so
-old = logp and needs no forward of its own. The log-prob gap between engine and trainer is measured on every sampled token of
-every step, and a gap beyond --probe-tolerance stops the run: stale weights fail silently everywhere else.
+Departs from upstream: KL is in the loss, not mixed into rewards; advantages are normalised once;
+one optimizer step per batch, so old = logp and needs no forward of its own. The log-prob gap
+between engine and trainer is measured on every sampled token of every step, and too large a gap
+stops the run: stale weights fail silently everywhere else. f_tau in the log is R_fmt by the paper
+preset's terms whatever a run is paid for: one ruler for all runs. `fmt` is what it is paid.
 
 Reads:  --ckpt, --data (task JSONL), or --rollouts (rollout JSONL: one update from it, no engine).
-Writes: --out/step_NNNNNN/ (checkpoint + train_state/), --out/last, --out/log.jsonl, --out/args.json, --out/rollouts/*.jsonl
-The same command again goes on from the newest whole checkpoint: tasks, K and sampling seeds are functions of (seed, step).
+Writes: --out/step_NNNNNN/ (checkpoint + train_state/), --out/last, --out/log.jsonl,
+        --out/args.json, --out/rollouts/*.jsonl
+The same command again goes on from the newest whole checkpoint: tasks, K and sampling seeds are
+functions of (seed, step).
 
-CPU toy:  torchrun --nproc_per_node 2 grpo.py --preset toy --ckpt sft_out --data toy/rl.jsonl --out grpo_out
+CPU toy:  torchrun --nproc_per_node 2 grpo.py --preset toy --ckpt sft_out --data toy/rl.jsonl
 1 GPU:    python grpo.py --ckpt sft_out --data rl.jsonl --out grpo_out
 8 GPUs:   torchrun --nproc_per_node 8 grpo.py --ckpt sft_out --data rl.jsonl --out grpo_out
 """
@@ -46,108 +49,13 @@ import rewards
 import rollout
 import video
 
-
-def build_parser():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add, yes_no = parser.add_argument, argparse.BooleanOptionalAction
-    # what to read and write
-    add("--ckpt", required=True, help="checkpoint folder to start from; also the reference of the KL")
-    add("--data", default=None, help="task JSONL")
-    add("--rollouts", nargs="+", default=None, help="rollout JSONL files: take one update from them, without an engine")
-    add("--out", default="grpo_out", help="run folder")
-    add("--preset", nargs="+", choices=["paper", "toy", "best"], default=["paper"], help="toy: numbers for the world of toy.py; best: what won in "
-        "bench/ablation.md; `toy best` is both")
-    add("--vanilla", action="store_true", help="plain GRPO: no prefix, no suffix, no anchor, no gating, no tool reward")
-    add("--resume", action=yes_no, default=None, help="go on from the newest checkpoint of --out; default: if it is of the same settings; no: begin anew")
-    # batch
-    add("--steps", type=int, default=300, help="optimiser steps")
-    add("--prompts", type=int, default=32, help="prompts per step, over all ranks")
-    add("--group", type=int, default=8, help="rollouts per prompt (G)")
-    add("--frames", type=frames_argument, default="gated", help="overview frames K; 'gated': K ~ U{4,8,16,32,64}; 'adaptive': more often where calling pays")
-    add("--minibatches", type=int, default=1, help="optimiser steps per batch; above 1 costs one more forward")
-    add("--pack-tokens", type=int, default=32768, help="tokens per pack (one forward)")
-    # reward and credit
-    add("--format-weight", type=float, default=1.0, help="w_fmt")
-    add("--format-credit", choices=["struct", "tags", "closing", "sequence", "none"], default="struct", help="tokens that the format advantage reaches")
-    add("--normalise", choices=["shared", "separate"], default="shared", help="A_task and A_fmt over the std of their sum, or each over its own")
-    add("--answer-suffix", action=yes_no, default=True, help="pay 0.3 + 0.2 for a final <answer> block")
-    add("--anchor", type=float, default=0.5, help="lambda: weight of the anchor term; 0 = off")
-    add("--gamma", type=float, default=0.3, help="penalty of a thought that is never closed; 0 = off")
-    add("--tool-reward", type=float, default=1.0, help="factor on R_tool; 0 = off")
-    add("--open-metric", choices=["f1", "exact"], default="f1", help="R_acc of open questions")
-    add("--answer-from", choices=["tag", "line"], default="tag", help="R_acc reads <answer> alone; or also the last line, as the authors' release")
-    add("--train-subagents", action="store_true", help="train sub-agent samples with their episode's A_task")
-    # loss and optimiser
-    add("--clip-eps", type=float, default=0.2, help="eps of the clipped surrogate")
-    add("--kl", type=float, default=0.01, help="beta; 0 = no reference model is loaded")
-    add("--tis-cap", type=float, default=5.0, help="cap of the engine-trainer importance weight")
-    add("--lr", type=float, default=2e-6, help="AdamW, constant")
-    add("--weight-decay", type=float, default=0.01, help="AdamW, matrices only")
-    add("--clip", type=float, default=1.0, help="gradient norm; 0 = no clipping")
-    # engine
-    add("--engine", choices=["auto", "vllm", "transformers"], default="auto", help="who samples")
-    add("--probe-tolerance", type=float, default=0.0, help="mean |log-prob gap| engine-trainer, nats, that stops the run; 0 = by precision: 0.001 in fp32 (CPU), 0.1 in bf16 (GPU)")
-    # looking and saving
-    add("--save-every", type=int, default=50, help="steps between checkpoints; 0 = only at the end")
-    add("--keep", type=int, default=2, help="newest checkpoints kept besides `last`; 0 = all")
-    add("--max-bad-steps", type=int, default=3, help="updates in a row without a finite gradient, each skipped, that stop the run")
-    add("--show-every", type=int, default=20, help="steps between printed rollouts; 0 = never")
-    model.add_memory_arguments(parser)
-    model.add_log_arguments(parser)
-    rollout.add_agent_arguments(parser)
-    return parser
-
-
-def parse_args():
-    parser = build_parser()
-    early = parser.parse_known_args()[0]
-    if "toy" in early.preset:
-        parser.set_defaults(lr=2e-4, prompts=16, steps=40, pack_tokens=4096, save_every=0, recompute="none", temperature=1.0, kl=0.0,
-                            **rollout.toy_lengths())
-    if "best" in early.preset:
-        parser.set_defaults(minibatches=2)
-    if early.vanilla:
-        parser.set_defaults(think_prefix=False, answer_suffix=False, format_credit="sequence", anchor=0.0, gamma=0.0, tool_reward=0.0,
-                            frames=64)
-    args = parser.parse_args()
-    for name in ("prompts", "group", "steps", "minibatches", "pack_tokens", "max_bad_steps", "replicas"):
-        if getattr(args, name) < 1:
-            raise model.UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
-    if not args.data and not args.rollouts:
-        raise model.UserError("give --data (task JSONL) or --rollouts (rollout JSONL)")
-    for name in ("lr", "weight_decay", "clip", "clip_eps", "kl", "probe_tolerance"):
-        if not getattr(args, name) >= 0:
-            raise model.UserError(f"--{name.replace('_', '-')} may not be negative, got {getattr(args, name)}")
-    if not args.tis_cap > 0:
-        raise model.UserError(f"--tis-cap must be above 0, got {args.tis_cap}: a cap of 0 would erase every gradient")
-    if args.temperature <= 0:
-        raise model.UserError("--temperature must be above 0: greedy samples have no gradient")
-    model.check_log_arguments(args)
-    return args
-
-
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Advantages and trees
 
 
-def frames_argument(text):
-    """--frames of training: what rollout.py takes, or "adaptive"."""
-    return text if text == "adaptive" else rollout.frames_argument(text)
-
-
-def adaptive_weights(necessity, floor=0.5):
-    """{K: measured call-minus-skip advantage, None = not known} -> weights of the draw of K, the sum of which is 1.
-
-    Half of the draws stay uniform, so that no K is forgotten; the rest goes by exp(necessity), unknown ones counting as the largest.
-    Example: nothing known -> [0.2] * 5.
-    """
-    known = [v for v in necessity.values() if v is not None]
-    heights = [math.exp(v if v is not None else max(known, default=0.0)) for v in necessity.values()]
-    return [floor / len(heights) + (1 - floor) * h / sum(heights) for h in heights]
-
-
 def group_by_prompt(episodes):
-    """Episodes -> lists that share one prompt, in order of first appearance, samples in order. Unsampled ones are left out."""
+    """Episodes -> lists that share one prompt, samples in order; what was never sampled is left
+    out."""
     groups = {}
     for episode in sorted(episodes, key=lambda e: e.sample):
         if episode.context is not None and episode.spans:
@@ -155,221 +63,233 @@ def group_by_prompt(episodes):
     return list(groups.values())
 
 
-def assign_advantages(group, format_weight, tool_weight=1.0, separate=False):
-    """Fill .advantage of each episode of one group -> True if the group has any signal. Composed from the unweighted terms, so
-    that a recorded rollout can be replayed under other weights."""
+def group_advantages(group, format_weight, tool_weight=1.0):
+    """-> one {"task", "fmt", "sigma"} per episode. From the unweighted terms, so that a recorded
+    rollout can be replayed under other weights."""
     task = [e.reward["acc"] + tool_weight * e.reward["tool"] for e in group]
-    a_task, a_fmt, sigma = rewards.group_advantages(task, [e.reward["fmt"] for e in group], format_weight, separate)
-    for episode, t, f in zip(group, a_task, a_fmt):
-        episode.advantage = {"task": t, "fmt": f, "sigma": sigma}
-    return any(a_task) or any(a_fmt)
+    fmt = [e.reward["fmt"] for e in group]
+    a_task, a_fmt, sigma = rewards.group_advantages(task, fmt, format_weight)
+    return [{"task": t, "fmt": f, "sigma": sigma} for t, f in zip(a_task, a_fmt)]
 
 
 def token_advantages(episode, codec, credit):
-    """-> list over context.ids: A_task + A_fmt where the format is credited; 0 on tokens nobody sampled."""
+    """-> list over context.ids: A_task + A_fmt where the format is credited; 0 where nobody
+    sampled."""
+    task, fmt = episode.advantage["task"], episode.advantage["fmt"]
     out = [0.0] * len(episode.context.ids)
-    for start, end in episode.spans:
-        pieces = model.pieces_of(codec, episode.context.ids[start:end])
-        flat = {"sequence": True, "none": False}
-        credited = [flat[credit]] * len(pieces) if credit in flat else rewards.structural_mask(pieces, credit)
-        out[start:end] = [episode.advantage["task"] + episode.advantage["fmt"] * c for c in credited]
+    for start, end in episode.spans:  # one turn each
+        if credit == "struct":
+            pieces = model.pieces_of(codec, episode.context.ids[start:end])
+            credited = rewards.structural_mask(pieces)
+        else:
+            credited = [credit == "sequence"] * (end - start)
+        out[start:end] = [task + fmt * c for c in credited]
     return out
 
 
 def group_tree(group, codec, credit):
-    """One group -> [shared prompt | o^1 | .. | o^G] with per-token advantages and the engine's log-probs."""
-    cut = group[0].spans[0][0]  # the first sampled token: all before it is the same for the whole group
+    """One group -> [shared prompt | o^1 | .. | o^G] with advantages and the engine's log-probs."""
+    cut = group[0].spans[0][0]  # first sampled token: what stands before is the whole group's
     prompt = group[0].context.ids[:cut]
     branches = []
     for e in group:
         c = e.context
         if c.ids[:cut] != prompt:
             raise ValueError(f"{e.group}: the prompts of one group differ")
-        values = {"advantage": token_advantages(e, codec, credit)[cut:], "rollout": c.logps[cut:]}
+        advantage = token_advantages(e, codec, credit)
+        values = {"advantage": advantage[cut:], "rollout": c.logps[cut:]}
         branches.append(model.Span(c.ids[cut:], c.mask[cut:], values))
-    return model.Tree(model.Span(prompt, [0] * cut, {"advantage": [0.0] * cut, "rollout": [0.0] * cut}), group[0].context.items, branches)
+    nothing = {"advantage": [0.0] * cut, "rollout": [0.0] * cut}
+    return model.Tree(model.Span(prompt, [0] * cut, nothing), group[0].context.items, branches)
 
 
 def subagent_trees(group):
-    """Sub-agent samples of one group as sequences of their own, credited with the main episode's A_task."""
+    """Sub-agent samples of a group as sequences of their own, with the main episode's A_task."""
     trees = []
     for e in group:
-        for sub in (c["sub"] for c in e.calls if c.get("sub")):
-            values = {"advantage": [e.advantage["task"]] * len(sub["ids"]), "rollout": sub["logps"]}
-            trees.append(model.Tree(model.Span(sub["ids"], sub["mask"], values), [model.VisionItem(**v) for v in sub["vision"]]))
+        for sub in (call["sub"] for call in e.calls if call.get("sub")):
+            advantage = [e.advantage["task"]] * len(sub["ids"])
+            span = model.Span(sub["ids"], sub["mask"],
+                              {"advantage": advantage, "rollout": sub["logps"]})
+            trees.append(model.Tree(span, [model.VisionItem(**v) for v in sub["vision"]]))
     return trees
 
 
 def training_trees(groups, codec, args):
-    """Groups of this rank -> (trees of groups with signal, sampled tokens of all groups, skipped groups)."""
-    trees, tokens, skipped = [], 0, 0
+    """Groups of this rank, advantages set -> (trees of groups with signal, sampled tokens of ALL
+    groups, skipped groups). A skipped group counts in N, as advantage zero."""
+    trees = []
+    tokens = 0
+    skipped = 0
     for group in groups:
-        signal = assign_advantages(group, args.format_weight, args.tool_reward, args.normalise == "separate")
-        tokens += sum(sum(e.context.mask) for e in group)
         extra = subagent_trees(group) if args.train_subagents else []
-        tokens += sum(sum(t.prefix.mask) for t in extra)
-        if not signal:
+        tokens += sum(sum(e.context.mask) for e in group) + sum(sum(t.prefix.mask) for t in extra)
+        if any(e.advantage["task"] or e.advantage["fmt"] for e in group):
+            trees += [group_tree(group, codec, args.format_credit), *extra]
+        else:
             skipped += 1
-            continue
-        trees += [group_tree(group, codec, args.format_credit), *extra]
     return trees, tokens, skipped
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Loss
+# ------------------------------------------------------------------------------------------------
+# Loss and update
 
 
-def policy_loss(logp, old, rollout_logp, ref, advantage, clip_eps, tis_cap, kl):
-    """Per-token loss of the docstring, before the division by N. All inputs [n]; ref None = no KL.
+def policy_loss(logp, old, rollout_logp, ref, advantage, clip_eps, kl, tis_cap=5.0):
+    """Per-token loss of the header, before the division by N. All inputs [n]; ref None = no KL.
 
-    -> (loss [n], {"clipped", "truncated", "kl": [n]}). Example: with logp = old = rollout_logp, loss = -advantage and its
-    gradient with respect to logp is -advantage.
+    -> (loss [n], {"clipped", "truncated", "kl": [n]}). Example: with logp = old = rollout_logp,
+    loss = -advantage and its gradient with respect to logp is -advantage.
     """
     import torch
 
-    ratio = torch.exp(logp - old)
-    weight = torch.exp(old - rollout_logp).clamp(max=tis_cap)  # no gradient: old is a constant
-    loss = -weight * torch.minimum(ratio * advantage, ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantage)
-    stats = {"clipped": ((ratio - 1).abs() > clip_eps).float(), "truncated": (torch.exp(old - rollout_logp) > tis_cap).float(),
+    ratio = torch.exp(logp - old)  # rho [n]
+    distance = torch.exp(old - rollout_logp)  # [n] no gradient: old is a constant
+    clipped = ratio.clamp(1 - clip_eps, 1 + clip_eps)
+    loss = -distance.clamp(max=tis_cap) * torch.minimum(ratio * advantage, clipped * advantage)
+    stats = {"clipped": ((ratio - 1).abs() > clip_eps).float(),
+             "truncated": (distance > tis_cap).float(),
              "kl": torch.zeros_like(logp.detach())}
     if ref is not None:
         gap = ref - logp
         k3 = torch.exp(gap) - gap - 1
-        loss, stats["kl"] = loss + kl * k3, k3.detach()
+        loss = loss + kl * k3
+        stats["kl"] = k3.detach()
     return loss, stats
 
 
-def update(policy, reference, vision, optimizer, trees, tokens, codec, args, world, device, asked=()):
-    """One pass over the batch: --minibatches optimiser steps -> dict of means over sampled tokens (all ranks); None when any rank was
-    `asked` to stop before the first of them."""
+def update(policy, reference, vision, optimizer, trees, tokens, codec, args, world, device):
+    """Train on one batch: --minibatches optimizer steps -> means over its sampled tokens, all
+    ranks.
+
+    trees: this rank's groups as [prompt | o^1 | .. | o^G]. tokens: sampled tokens of this rank,
+    those of groups without signal included. Collective: every rank calls it, and runs equally many
+    forwards.
+    """
     import torch
     import torch.distributed as dist
 
-    total = torch.tensor([float(tokens), float(len(trees))], dtype=torch.float64)  # in host memory: no GPU is waited for
+    # N of the header, over ALL ranks and before any backward: the gradient then does not depend on
+    # how many ranks or packs share the batch. On the host, so that nobody waits for a GPU.
+    total = torch.tensor([tokens, len(trees)], dtype=torch.float64)
     dist.all_reduce(total)
-    n = max(1.0, total[0].item() / args.minibatches)  # sampled tokens of all groups: a skipped group counts as advantage zero
+    sampled_everywhere, trees_everywhere = total.tolist()
     names = ("loss", "tokens", "gap", "entropy", "kl", "clipped", "truncated")
-    sums = torch.zeros(len(names), device=device, dtype=torch.float64)
-    worst, norms = torch.zeros((), device=device, dtype=torch.float64), []
-    if total[1].item() == 0:
-        return {"grad_norm": 0.0, "gap_max": 0.0, "skipped_update": 1, "bad_updates": 0, **dict.fromkeys(names, 0.0)}
-    batches = [[model.pack_trees(codec, members) for members in model.fill_packs(trees[i::args.minibatches], args.pack_tokens)]
-               for i in range(args.minibatches)]
-    batches = [model.even_packs(codec, packs) for packs in batches]
-    old = {}
-    if args.minibatches > 1:  # later minibatches are scored by a policy that has already moved: keep where it was
+    if trees_everywhere == 0:  # no group of any rank has a signal: there is nothing to learn
+        return {**dict.fromkeys(names, 0.0), "grad_norm": 0.0, "gap_max": 0.0, "skipped_update": 1,
+                "bad_updates": 0}
+    n = max(1.0, sampled_everywhere / args.minibatches)
+
+    # [[(pack, real)]]: spare packs make all ranks run equally many forwards.
+    minibatches = []
+    for i in range(args.minibatches):
+        filled = model.fill_packs(trees[i::args.minibatches], args.pack_tokens)
+        packs = [model.pack_trees(codec, members) for members in filled]
+        minibatches.append(model.even_packs(codec, packs))
+
+    # old_t: the policy as it was before the FIRST step of this batch. The first minibatch needs no
+    # forward for it (there old = logp); later ones are scored by a policy that has already moved.
+    old_logps = {}
+    if args.minibatches > 1:
         with torch.no_grad():
-            old = {(i, j): policy(pack, vision, args.temperature)[0] for i, b in enumerate(batches) for j, (pack, _) in enumerate(b)}
-    for i, batch in enumerate(batches):
-        for j, (pack, weight) in enumerate(batch):
-            if not norms and model.any_rank(asked):
-                return None
-            logp, entropy = policy(pack, vision, args.temperature)
-            before = old.get((i, j), logp.detach())
+            for pack in (pack for packs in minibatches for pack, _ in packs):
+                old_logps[id(pack)] = policy(pack, vision, args.temperature)[0]
+
+    sums = torch.zeros(len(names), device=device, dtype=torch.float64)
+    worst_gap = torch.zeros((), device=device, dtype=torch.float64)
+    norms = []
+    for packs in minibatches:
+        for pack, real in packs:
+            logp, entropy = policy(pack, vision, args.temperature)  # [n] each
+            old = old_logps.get(id(pack), logp.detach())  # [n] a constant
             ref = None
             if reference is not None:
                 with torch.no_grad():
-                    ref, _ = reference(pack, vision, args.temperature)
-            zeros = torch.zeros_like(before)
-            values = {k: model.sent(pack.values[k], device) if k in pack.values else zeros for k in ("advantage", "rollout")}
-            loss, stats = policy_loss(logp, before, values["rollout"] if weight else before, ref, values["advantage"], args.clip_eps,
-                                      args.tis_cap, args.kl)
-            (weight * world * loss.sum() / n).backward()  # FSDP averages gradients over ranks; n is already global
-            if weight:
-                gap = (before - values["rollout"]).abs()
-                parts = [loss.detach(), torch.ones_like(gap), gap, entropy, stats["kl"], stats["clipped"], stats["truncated"]]
-                sums += torch.stack([p.double().sum() for p in parts])
-                worst = torch.maximum(worst, gap.max().double())
-        norm = torch.nn.utils.clip_grad_norm_(model.trained_parameters(policy), args.clip or math.inf)
-        norms.append((norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item())
-        if math.isfinite(norms[-1]):  # the norm is of all ranks' gradients: all of them step, or none does
+                    ref, _ = reference(pack, vision, args.temperature)  # [n]
+            if real:
+                advantage = model.to_device(pack.values["advantage"], device)  # [n]
+                sampler = model.to_device(pack.values["rollout"], device)  # [n]
+            else:  # a spare pack: no advantage, and an engine that agrees
+                advantage, sampler = torch.zeros_like(old), old
+            loss, stats = policy_loss(logp, old, sampler, ref, advantage, args.clip_eps, args.kl)
+
+            # FSDP takes the MEAN over ranks; each holds a part of the sum over N: times world.
+            (real * world * loss.sum() / n).backward()
+
+            if real:
+                gap = (old - sampler).abs()  # [n] engine against trainer: rounding only
+                seen = (loss.detach(), torch.ones_like(gap), gap, entropy,
+                        stats["kl"], stats["clipped"], stats["truncated"])  # fmt: skip
+                sums += torch.stack([values.double().sum() for values in seen])
+                worst_gap = torch.maximum(worst_gap, gap.max().double())
+
+        norms.append(model.clip_gradients(policy, args.clip))
+        # The norm is of all ranks' gradients, so all of them step or none does.
+        if math.isfinite(norms[-1]):
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+
     dist.all_reduce(sums)
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    out = dict(zip(names, (sums / sums[1].clamp(min=1)).tolist()))
-    return {**out, "tokens": sums[1].item(), "grad_norm": max(norms), "gap_max": worst.item(), "skipped_update": 0,
-            "bad_updates": sum(not math.isfinite(x) for x in norms)}
+    dist.all_reduce(worst_gap, op=dist.ReduceOp.MAX)
+    means = dict(zip(names, (sums / sums[1].clamp(min=1)).tolist()))
+    return {**means, "tokens": sums[1].item(), "grad_norm": max(norms),
+            "gap_max": worst_gap.item(), "skipped_update": 0,
+            "bad_updates": sum(not math.isfinite(norm) for norm in norms)}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Metrics
+# ------------------------------------------------------------------------------------------------
+# The loop
 
 
-def episode_row(e):
-    """What the log needs of one episode, small enough to send to rank 0."""
-    ruler = rewards.format_reward(e.turns, e.think_open)  # the paper preset's terms, whatever this run is paid for: runs stay comparable
-    return {"K": e.frame_budget, "f_tau": ruler["total"], "well_formed": ruler["well_formed"], "status": e.status,
-            **{k: e.reward[k] for k in ("total", "acc", "fmt", "tool")},
-            "closure": e.reward["closure"], "written": len(e.calls), "parseable": e.parseable(), "executed": e.executed(),
-            "a_task": e.advantage.get("task", 0.0), "length": sum(e.context.mask) if e.context else 0, "turns": len(e.turns),
-            "cut": sum(f == "length" for f in e.finish), "sub_tokens": sum(c["sub_tokens"] for c in e.calls)}
+def share(tasks, step, args, rank, world):
+    """-> (tasks of this rank, {group: place in the batch}). A task that the seam of two epochs
+    brings twice is one larger group."""
+    picked = model.batch_indices(step, args.prompts, len(tasks), args.seed)
+    batch = [tasks[i] for i in picked]
+    order = {}
+    for task in batch:
+        order.setdefault(f"{step}/{task['id']}", len(order))
+    return [t for t in batch if order[f"{step}/{t['id']}"] % world == rank], order
 
 
-def summarise(rows):
-    """Episode rows of all ranks -> the step's metrics. Defined in the README, by the names used here."""
-    def mean(values):
-        values = list(values)
-        return sum(values) / len(values) if values else None
-
-    budgets = sorted({r["K"] for r in rows})
-    at = {k: [r for r in rows if r["K"] == k] for k in budgets}
-
-    def necessity(group):  # call-minus-skip advantage: what a call was worth against not calling
-        called = [r["a_task"] for r in group if r["executed"]]
-        skipped = [r["a_task"] for r in group if not r["executed"]]
-        return mean(called) - mean(skipped) if called and skipped else None
-
-    out = {name: mean(r[name] for r in rows) for name in ("total", "acc", "fmt", "tool", "length", "turns")}
-    out.update(kappa=mean(r["executed"] for r in rows), f_tau=mean(r["f_tau"] for r in rows),
-               well_formed=mean(float(r["well_formed"]) for r in rows), written_calls=mean(r["written"] for r in rows),
-               valid_calls=mean(r["parseable"] for r in rows), called=mean(float(r["executed"] > 0) for r in rows),
-               cut_turns=sum(r["cut"] for r in rows) / max(1, sum(r["turns"] for r in rows)),
-               not_ok=sum(r["status"] != "ok" for r in rows), sub_tokens=mean(r["sub_tokens"] for r in rows),
-               call_minus_skip=necessity(rows))
-    out["closure"] = {}
-    for tag in ("think", "tool_call", "answer"):
-        opened, closed = (sum(r["closure"][tag][i] for r in rows) for i in (0, 1))
-        out["closure"][tag] = closed / opened if opened else None
-    out["by_K"] = {str(k): {"n": len(g), "acc": mean(r["acc"] for r in g), "f_tau": mean(r["f_tau"] for r in g),
-                            "well_formed": mean(float(r["well_formed"]) for r in g), "kappa": mean(r["executed"] for r in g),
-                            "call_minus_skip": necessity(g)} for k, g in at.items()}
-    return out
+def look_ahead(pool, source, tasks, step, args):
+    """Decode, in the threads of `pool`, the overviews that step `step` will ask for."""
+    for task in tasks:
+        gated = args.frames == "gated"
+        k = rollout.frame_budget(args.seed, step, task["id"]) if gated else args.frames
+        pool.submit(load_quietly, source, {"video": task["video"], "frames": k})
 
 
-def step_line(m, steps, eta):
-    """Metrics of one step -> its line on the terminal. "-" where a number does not exist (nobody called, nobody skipped)."""
-    def number(x, form=".2f"):
-        return "-" if x is None else format(x, form)
-
-    by_k = " ".join(f"{k}:{v['acc']:.2f}/{v['kappa']:.1f}/{number(v['call_minus_skip'], '+.1f')}" for k, v in m["by_K"].items())
-    closed = " ".join(f"{tag} {number(rate)}" for tag, rate in m["closure"].items())
-    return (f"step {m['step']:04d}/{steps:04d} | R {m['total']:.2f} (acc {m['acc']:.2f} fmt {m['fmt']:.2f} tool {m['tool']:.2f}) | "
-            f"f_tau {m['f_tau']:.2f} well-formed {m['well_formed']:.2f} | calls {m['written_calls']:.2f} valid {m['valid_calls']:.2f} "
-            f"kappa {m['kappa']:.2f} | closed {closed} | K:acc/kappa/call-skip {by_k} | "
-            f"len {m['length']:.0f} H {m['entropy']:.2f} gap {m['gap']:.1e} clip {m['clipped']:.2f} tis {m['truncated']:.2f} kl {m['kl']:.3f} "
-            f"gn {m['grad_norm']:.2f} zero {m['zero_variance']}/{m['groups']} | roll {m['rollout_s']:.1f}s (decode {m['decode_s']:.1f}s, "
-            f"{m['rollout_tokens_per_s']:.0f} tok/s) train {m['train_s']:.1f}s ({m['train_tokens_per_s']:.0f} tok/s) sync {m['sync_s']:.2f}s | eta {eta / 60:.1f}m")
+def load_quietly(source, spec):
+    """Into the cache; what is broken is counted when its episode comes."""
+    with contextlib.suppress(video.VideoError, ValueError):
+        source.load(spec)
 
 
-def gather_rows(rows):
-    """Rows of every rank, on every rank."""
-    import torch.distributed as dist
+def sample_batch(engine, tasks, agent, codec, source, step, args, rank, world):
+    """Rollouts of this rank -> (episodes in batch order, seconds the engine waited for frames). No
+    collective in here: ranks finish at different times and meet at the update."""
+    mine, order = share(tasks, step, args, rank, world)
+    scoring = {"answer_suffix": args.answer_suffix, "anchor": args.anchor, "gamma": args.gamma,
+               "w_format": args.format_weight, "tool_weight": args.tool_reward,
+               "open_metric": args.open_metric, "answer_from": args.answer_from}  # fmt: skip
+    waited = {}
+    episodes = list(rollout.run(engine, mine, agent, codec, source, args.frames, args.group, step,
+                                version=step, scoring=scoring, clock=waited))
+    for e in episodes:
+        if e.status == "video_error" and e.sample == 0:
+            print(model.printable(f"skipped task {e.task['id']}: {e.error}"), flush=True)
+    episodes.sort(key=lambda e: (order[e.group], e.sample))
+    if rank == 0 and episodes and args.show_every and step % args.show_every == 0:
+        print(rollout.show(episodes[0], codec, sys.stdout.isatty()), flush=True)
+    return episodes, waited.get("decode_s", 0.0)
 
-    gathered = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, rows)
-    return [row for part in gathered for row in part]
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@model.watched
-def main(watch):
+def main():
     args = parse_args()
     ckpt = model.resolve_checkpoint(args.ckpt)
     tasks = rollout.read_tasks(args.data) if args.data else []
-    recorded = [model.read_jsonl(path, required=rollout.Episode(None, None, 0, 0, 0).to_json()) for path in args.rollouts or []]
+    recorded = read_rollouts(args.rollouts or [])
     agent, source = rollout.agent_settings(args, args.data or args.rollouts[0])
     model.make_out(os.path.join(args.out, "rollouts"))
     folder, state = model.resume_point(args.out, args, args.resume)
@@ -377,168 +297,325 @@ def main(watch):
     if start >= steps:
         print(f"nothing to do: {args.out} has {start} steps of {steps}")
         return
-    import torch
-    import torch.distributed as dist
 
     rank, world, device = model.start_process_group(args.patience)
-    watch.begin(args.patience)
-    if args.prompts % world:
-        raise model.UserError(f"--prompts {args.prompts} is not a multiple of the {world} ranks")
+    model.beat(args.patience)
     codec = model.load_codec(ckpt, args.channel)
     if tasks:
         rollout.check_context(codec, tasks, agent, source, args.frames)
-    torch.manual_seed(args.seed)
-    policy = model.load_sharded(ckpt, codec, device, args.attention, args.recompute, args.replicas)
-    vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load, int(args.feature_cache_gb * 2**30))
-    optimizer = model.adamw(model.trained_parameters(policy), args.lr, args.weight_decay, 0.999, device)
-    reference = None
-    if args.kl > 0:
-        reference = model.load_sharded(ckpt, codec, device, args.attention, replicas=args.replicas, frozen=True)
-    if folder:
-        model.load_train_state(policy, optimizer, folder)
-    engine, gpu = None, device.type == "cuda"
-    wire = torch.bfloat16 if gpu else torch.float32  # what the engine computes in
-    tolerance = args.probe_tolerance or (0.1 if gpu else 1e-3)
-    if not args.rollouts:
-        engine = rollout.make_engine(args.engine, ckpt, codec, args, args.seed + rank, sleeping=gpu, quiet=rank > 0)
-        if start:  # the engine has read --ckpt; the resumed weights are newer
-            engine.sync(model.full_weights(policy, wire))
-    if rank == 0:
-        model.write_atomic(os.path.join(args.out, "args.json"), json.dumps(vars(args), indent=1))
-        print(f"{args.prompts} prompts x {args.group} rollouts = {args.prompts * args.group} a step on {world} rank{'s' if world > 1 else ''} "
-              f"({device.type}, attention {model.choose_attention(device, args.attention)}) | K {args.frames} | format credit {args.format_credit} | {sum(p.numel() for p in model.trained_parameters(policy)) / 1e6:.2f} M "
-              f"trained parameters in fp32 (read from {'/'.join(sorted(policy.stored_as))})", flush=True)
-        model.warn_of_memory(policy.hf.config, args, device, world, reference=args.kl > 0, engine_share=0 if args.rollouts else args.engine_share)
-        model.clean_run(args.out, start)
-    log = model.Log(args.out, start, args) if rank == 0 else None
-    asked, bad = model.stop_on_sigterm(), 0
-    scoring = {"answer_suffix": args.answer_suffix, "anchor": args.anchor, "gamma": args.gamma, "w_format": args.format_weight,
-               "tool_weight": args.tool_reward, "open_metric": args.open_metric, "answer_from": args.answer_from}
-    necessity = dict.fromkeys(map(str, rollout.gated_budgets()))  # of --frames adaptive: running mean of call_minus_skip at each K
-    necessity.update(state.get("necessity", {}))
+    policy, reference, optimizer, engine = set_up(args, ckpt, codec, device, folder)
+    vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
+    wire = model.compute_dtype(device)  # what the engine computes in
+    log = open_run(args, policy, start, rank, world)
+    saver = model.Saver(policy, codec, args.out, start)
+    ahead = ThreadPoolExecutor(4, thread_name_prefix="ahead")
+    asked = model.stop_on_sigterm()
+    bad = 0  # steps in a row without a finite gradient
 
-    saver = model.Saver(policy, codec, args.out, args.keep, start)
-
-    def save(step):
-        saver.save(step, {"necessity": dict(necessity), "args": vars(args)}, optimizer)
-
-    def stopped(step):  # a scheduler's warning: what this step has drawn is dropped, and drawn again later as it was
-        save(step)
-        saver.wait()
-        if rank == 0:
-            print(f"stopped by SIGTERM after step {step} of {steps}; the same command goes on from {args.out}", flush=True)
-
-    def share(step):
-        """Tasks of this rank, and the place of every group in the batch. A task that the seam of two epochs brings twice is one larger group."""
-        batch, order = [tasks[i] for i in model.batch_indices(step, args.prompts, len(tasks), args.seed)], {}
-        for task in batch:
-            order.setdefault(f"{step}/{task['id']}", len(order))
-        return [task for task in batch if order[f"{step}/{task['id']}"] % world == rank], order
-
-    def look_ahead(task, step):
-        k = args.frames if isinstance(args.frames, int) else rollout.frame_budget(args.seed, step, task["id"])
-        with contextlib.suppress(video.VideoError, ValueError):  # counted when its episode comes
-            source.load({"video": task["video"], "frames": k})
-
-    ahead = ThreadPoolExecutor(args.decode_threads, thread_name_prefix="ahead")  # the next step's overviews, while this one trains
-    began, finished = time.monotonic(), False
     for step in range(start, steps):
-        # 1. Rollouts. No collective in here: ranks finish at different times and meet at the update.
-        clock, waited = time.monotonic(), {}
+        # 1. Rollouts, groups, advantages. No collective in here: ranks finish at different times.
+        clock, waited = time.monotonic(), 0.0
         if args.rollouts:
-            everything = group_by_prompt([rollout.from_json(row) for rows in recorded for row in rows])
-            groups = everything[rank::world]
-            episodes = [e for g in groups for e in g]
+            groups = group_by_prompt(recorded)[rank::world]
+            episodes = [e for group in groups for e in group]
         else:
-            mine, order = share(step)
-            frames = args.frames
-            if frames == "adaptive":
-                weights = adaptive_weights(necessity)
-                frames = lambda task, step=step, weights=weights: rollout.frame_budget(args.seed, step, task["id"], weights=weights)  # noqa: E731
-            episodes = list(rollout.run(engine, mine, agent, codec, source, frames, args.group, step, step, scoring,
-                                        args.decode_threads, clock=waited, stop=lambda: asked))
-            for e in episodes:
-                if e.status == "video_error" and e.sample == 0:
-                    print(model.printable(f"skipped task {e.task['id']}: {e.error}"), flush=True)
-            episodes.sort(key=lambda e: (order[e.group], e.sample))
+            episodes, waited = sample_batch(engine, tasks, agent, codec, source, step, args, rank,
+                                            world)
             groups = group_by_prompt(episodes)
+        for group in groups:
+            advantages = group_advantages(group, args.format_weight, args.tool_reward)
+            for episode, advantage in zip(group, advantages):
+                episode.advantage = advantage
         rollout_s = time.monotonic() - clock
-        watch.beat()
-        if model.any_rank(saver.failed()):  # known on one rank at least: all of them say why, and stop
-            saver.wait()
-        if model.any_rank(asked):
-            stopped(step)
-            break
+        model.beat(args.patience)
+
+        # 2. Update: the trees hold every sampled token once, and every prompt once per group. The
+        # engine sleeps meanwhile, and the next step's overviews are decoded.
+        clock = time.monotonic()
         if engine:
             engine.sleep()
-        if not args.rollouts and step + 1 < steps and args.frames != "adaptive":
-            for task in share(step + 1)[0]:
-                ahead.submit(look_ahead, task, step + 1)
-
-        # 2. Update. The trees hold every sampled token once, and every prompt once per group.
-        clock = time.monotonic()
+        if step + 1 < steps and not args.rollouts:
+            look_ahead(ahead, source, share(tasks, step + 1, args, rank, world)[0], step + 1, args)
         trees, tokens, skipped = training_trees(groups, codec, args)
-        stats = update(policy, reference, vision, optimizer, trees, tokens, codec, args, world, device, asked)
-        if stats is None:
-            stopped(step)
-            break
-        watch.beat()
-        train_s = time.monotonic() - clock
+        stats = update(policy, reference, vision, optimizer, trees, tokens, codec, args, world,
+                       device)
         bad = bad + 1 if stats["bad_updates"] else 0
-        if bad >= args.max_bad_steps:
-            saver.wait()
-            raise model.RunError(f"step {step}: no finite gradient for {bad} steps in a row (--max-bad-steps); the newest checkpoint is {model.newest_checkpoint(args.out)}")
-        if not args.rollouts:
-            name = os.path.join(args.out, "rollouts", f"step_{step:06d}.rank{rank}.jsonl")
-            model.write_atomic(name, "".join(json.dumps(e.to_json()) + "\n" for e in episodes))
-        if not stats["gap"] <= tolerance:  # written so that NaN stops the run as well
-            saver.wait()
-            raise model.RunError(f"step {step}: mean |log-prob gap| between engine and trainer is {stats['gap']:.3f} nats, tolerance "
-                               f"{tolerance}: the engine samples from other weights or other inputs")
+        model.check_run(step, bad, saver, args.out)
+        check_gap(step, stats["gap"], gap_tolerance(wire, engine), saver)
+        train_s = time.monotonic() - clock
+        model.beat(args.patience)
 
         # 3. New weights into the engine, old caches out.
         clock = time.monotonic()
         if engine and step + 1 < steps:
             engine.wake(model.full_weights(policy, wire))
         sync_s = time.monotonic() - clock
-        watch.beat()
+        model.beat(args.patience)
 
-        # 4. Numbers.
-        rows = gather_rows([episode_row(e) for e in episodes])
-        counts = gather_rows([{"skipped": skipped, "groups": len(groups), "packed": sum(len(t) for t in trees),
-                               "decode_s": waited.get("decode_s", 0.0)}])
-        m = summarise(rows)
-        for k, cell in m["by_K"].items():  # the same on every rank: the next draw of K depends on it
-            if k in necessity and cell["call_minus_skip"] is not None:
-                before = necessity[k]
-                necessity[k] = cell["call_minus_skip"] if before is None else 0.8 * before + 0.2 * cell["call_minus_skip"]
-        if rank == 0:
-            sampled = sum(r["length"] + r["sub_tokens"] for r in rows)
-            eta = (time.monotonic() - began) / (step + 1 - start) * (steps - step - 1)
-            m.update(step=step + 1, **stats, zero_variance=sum(c["skipped"] for c in counts), groups=sum(c["groups"] for c in counts),
-                     packed_tokens=sum(c["packed"] for c in counts), rollout_s=rollout_s, train_s=train_s, sync_s=sync_s,
-                     decode_s=max(c["decode_s"] for c in counts), rollout_tokens_per_s=sampled / max(rollout_s, 1e-9),
-                     train_tokens_per_s=sum(c["packed"] for c in counts) / max(train_s, 1e-9))
-            log.write(m, step_line(m, steps, eta))
-            if args.show_every and not args.quiet and step % args.show_every == 0 and episodes:
-                print(rollout.show(episodes[0], codec, sys.stdout.isatty() and "NO_COLOR" not in os.environ), flush=True)
-        if step + 1 == steps or (args.save_every and (step + 1) % args.save_every == 0):
-            save(step + 1)
+        # 4. Record, save, go on.
+        if not args.rollouts:
+            write_rollouts(args.out, step, rank, episodes)
+        log_step(log, step, steps, episodes, stats, {
+            "skipped": skipped, "groups": len(groups), "packed": sum(map(len, trees)),
+            "decode_s": waited, "rollout_s": rollout_s, "train_s": train_s, "sync_s": sync_s})
+        stopping = model.any_rank(asked.is_set())
+        due = args.save_every and (step + 1) % args.save_every == 0
+        if stopping or due or step + 1 == steps:
+            saver.save(step + 1, {"args": vars(args)}, optimizer)
         if step % 10 == 9:
             model.give_back_memory()
-        watch.beat()
-    else:
-        saver.wait()
-        finished = True
-    if rank == 0 and finished:
-        print(f"done: {steps - start} steps in {(time.monotonic() - began) / 60:.1f} min -> {args.out}/last", flush=True)
+        if stopping:
+            break
+
+    saver.wait()
+    if rank == 0:
+        log.close(step + 1, steps)
     ahead.shutdown(cancel_futures=True)
-    if log:
-        log.close()
     if engine:
         engine.close()
-    if dist.is_initialized():  # closing vLLM may have ended it already
-        dist.destroy_process_group()
+    model.end_process_group()
+
+
+def gap_tolerance(dtype, engine=True):
+    """Mean nats between engine and trainer that are rounding alone, far below what stale weights
+    cause. Without an engine rollouts were recorded, in a precision that nobody knows."""
+    return 1e-3 if engine and dtype.itemsize == 4 else 0.1
+
+
+def set_up(args, ckpt, codec, device, folder):
+    """-> (policy, reference or None, optimizer, engine or None). folder: the checkpoint that the
+    run goes on from, or None. Collective. Raises UserError where prompts cannot be shared out."""
+    import torch
+    import torch.distributed as dist
+
+    world = dist.get_world_size()
+    if args.prompts % world:
+        raise model.UserError(f"--prompts {args.prompts} is not a multiple of the {world} ranks")
+    torch.manual_seed(args.seed)
+    policy = model.load_sharded(ckpt, codec, device, args.recompute, args.replicas)
+    optimizer = model.adamw(model.trained_parameters(policy), args.lr, 0.999, device)
+    reference = engine = None
+    if args.kl > 0:
+        reference = model.load_sharded(ckpt, codec, device, replicas=args.replicas, frozen=True)
+    if folder:
+        model.load_train_state(policy, optimizer, folder)
+    if not args.rollouts:
+        engine = rollout.make_engine(ckpt, codec, args, args.seed + dist.get_rank(),
+                                     sleeping=True)
+        if folder:  # the engine has read --ckpt; the resumed weights are newer
+            engine.sync(model.full_weights(policy, model.compute_dtype(device)))
+    return policy, reference, optimizer, engine
+
+
+def check_gap(step, gap, tolerance, saver):
+    """Raise RunError, on all ranks alike, where engine and trainer are not the same policy."""
+    if not gap <= tolerance:  # written so that NaN stops the run as well
+        saver.wait()
+        raise model.RunError(
+            f"step {step}: mean |log-prob gap| between engine and trainer is {gap:.3f} nats, "
+            f"tolerance {tolerance}: the engine samples from other weights or other inputs")
+
+
+def read_rollouts(paths):
+    """Rollout JSONL files -> Episodes."""
+    keys = rollout.Episode(None, None, 0, 0, 0).to_json()
+    rows = [row for path in paths for row in model.read_jsonl(path, required=keys)]
+    return [rollout.from_json(row) for row in rows]
+
+
+def open_run(args, policy, start, rank, world):
+    """Rank 0: settings beside the outputs, the arithmetic on the terminal -> Log; None on
+    others."""
+    if rank:
+        return None
+    model.write_atomic(os.path.join(args.out, "args.json"), json.dumps(vars(args), indent=1))
+    model.clean_run(args.out, start)
+    device = next(policy.parameters()).device.type
+    print(f"{args.prompts} prompts x {args.group} rollouts = {args.prompts * args.group} a step on "
+          f"{world} rank{'s' if world > 1 else ''} ({device}) | K {args.frames} | format credit "
+          f"{args.format_credit} | {model.weights_line(policy)}", flush=True)
+    return model.Log(args.out, start, args)
+
+
+# ---- below: numbers of a step, the table of arguments (a reader of the step may stop here) ------
+# What each number means: docs/metrics.md.
+
+
+def write_rollouts(out, step, rank, episodes):
+    """What this rank sampled in a step, enough to train on again: --rollouts."""
+    lines = "".join(json.dumps(e.to_json()) + "\n" for e in episodes)
+    name = f"step_{step:06d}.rank{rank}.jsonl"
+    model.write_atomic(os.path.join(out, "rollouts", name), lines)
+
+
+def log_step(log, step, steps, episodes, stats, counts):
+    """Write the metrics of a step. episodes, counts: this rank's; stats: all ranks'. Collective."""
+    rows = model.gather_rows([episode_row(e) for e in episodes])
+    counts = model.gather_rows([counts])
+    if log:
+        m = {**summarise(rows), **stats, **step_counts(rows, counts), "step": step + 1}
+        log.write(m, step_line(m, steps, log.eta(step + 1, steps)))
+
+
+def episode_row(e):
+    """What the log needs of one episode, small enough to send to rank 0."""
+    ruler = rewards.format_reward(e.turns, e.think_open)  # whatever this run is paid for
+    return {
+        "K": e.frame_budget, "status": e.status,
+        "f_tau": ruler["total"], "well_formed": ruler["well_formed"],
+        **{name: e.reward[name] for name in ("total", "acc", "fmt", "tool", "closure")},
+        "written": len(e.calls), "parseable": e.parseable(), "executed": e.executed(),
+        "a_task": e.advantage.get("task", 0.0), "turns": len(e.turns),
+        "length": sum(e.context.mask) if e.context else 0,
+        "cut": sum(reason == "length" for reason in e.finish),
+        "sub_tokens": sum(call["sub_tokens"] for call in e.calls),
+    }
+
+
+def mean(values):
+    values = list(values)
+    return sum(values) / len(values) if values else None
+
+
+def average(rows, name):
+    return mean(float(row[name]) for row in rows)
+
+
+def call_minus_skip(rows):
+    """What a call was worth against not calling, in A_task; None where one of the two is
+    missing."""
+    called = [row["a_task"] for row in rows if row["executed"]]
+    skipped = [row["a_task"] for row in rows if not row["executed"]]
+    return mean(called) - mean(skipped) if called and skipped else None
+
+
+def summarise(rows):
+    """Episode rows of all ranks -> the step's metrics."""
+    out = {name: average(rows, name) for name in ("total", "acc", "fmt", "tool", "length", "turns",
+                                            "f_tau", "well_formed", "sub_tokens")}  # fmt: skip
+    out["kappa"] = average(rows, "executed")
+    out["written_calls"] = average(rows, "written")
+    out["valid_calls"] = average(rows, "parseable")
+    out["called"] = mean(float(row["executed"] > 0) for row in rows)
+    out["cut_turns"] = sum(row["cut"] for row in rows) / max(1, sum(row["turns"] for row in rows))
+    out["not_ok"] = sum(row["status"] != "ok" for row in rows)
+    out["call_minus_skip"] = call_minus_skip(rows)
+    out["closure"] = {}
+    for tag in ("think", "tool_call", "answer"):
+        opened, closed = (sum(row["closure"][tag][i] for row in rows) for i in (0, 1))
+        out["closure"][tag] = closed / opened if opened else None
+    out["by_K"] = {}
+    for k in sorted({row["K"] for row in rows}):
+        of = [row for row in rows if row["K"] == k]
+        out["by_K"][str(k)] = {
+            "n": len(of), "acc": average(of, "acc"), "f_tau": average(of, "f_tau"),
+            "well_formed": average(of, "well_formed"), "kappa": average(of, "executed"),
+            "call_minus_skip": call_minus_skip(of)}  # fmt: skip
+    return out
+
+
+def step_line(m, steps, eta):
+    """The few numbers one watches, on one terminal line; the rest is in log.jsonl. eta: s."""
+    return (f"step {m['step']:04d}/{steps:04d} | R {m['total']:.2f} acc {m['acc']:.2f} "
+            f"f_tau {m['f_tau']:.2f} kappa {m['kappa']:.2f} | gap {m['gap']:.0e} "
+            f"gn {m['grad_norm']:.2f} zero {m['zero_variance']}/{m['groups']} | "
+            f"roll {m['rollout_s']:.1f}s train {m['train_s']:.1f}s | eta {eta / 60:.1f}m")
+
+
+def step_counts(rows, counts):
+    """What is summed over ranks, not averaged over rollouts, and speeds by rank 0's clock."""
+    times = {name: counts[0][name] for name in ("rollout_s", "train_s", "sync_s")}
+    packed = sum(c["packed"] for c in counts)
+    sampled = sum(row["length"] + row["sub_tokens"] for row in rows)
+    return {**times, "zero_variance": sum(c["skipped"] for c in counts),
+            "groups": sum(c["groups"] for c in counts), "packed_tokens": packed,
+            "decode_s": max(c["decode_s"] for c in counts),
+            "rollout_tokens_per_s": sampled / max(times["rollout_s"], 1e-9),
+            "train_tokens_per_s": packed / max(times["train_s"], 1e-9)}
+
+
+# ------------------------------------------------------------------------------------------------
+# Arguments
+
+
+def build_parser():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    add, yes_no = parser.add_argument, argparse.BooleanOptionalAction
+    # what to read and write
+    add("--ckpt", required=True, help="checkpoint to start from; also the reference of the KL")
+    add("--data", default=None, help="task JSONL")
+    add("--rollouts", nargs="+", default=None,
+        help="rollout JSONL files: take one update from them, without an engine")
+    add("--out", default="grpo_out", help="run folder")
+    add("--preset", choices=["paper", "toy"], default="paper",
+        help="toy: numbers for the world of toy.py")
+    add("--vanilla", action="store_true",
+        help="plain GRPO: no prefix, no suffix, no anchor, no gating, no tool reward")
+    add("--resume", action=yes_no, default=None,
+        help="go on from --out; default: if it is of the same settings; no: begin anew")
+    # batch
+    add("--steps", type=int, default=300, help="optimiser steps")
+    add("--prompts", type=int, default=32, help="prompts per step, over all ranks")
+    add("--group", type=int, default=8, help="rollouts per prompt (G)")
+    add("--frames", type=rollout.frames_argument, default="gated",
+        help="overview frames K; 'gated': K ~ U{4,8,16,32,64}")
+    add("--minibatches", type=int, default=1,
+        help="optimiser steps per batch; above 1 costs one more forward")
+    add("--pack-tokens", type=int, default=32768, help="tokens per pack (one forward)")
+    # reward and credit
+    add("--format-weight", type=float, default=1.0, help="w_fmt")
+    add("--format-credit", choices=["struct", "sequence", "none"], default="struct",
+        help="sampled tokens that the format advantage reaches")
+    add("--answer-suffix", action=yes_no, default=True, help="pay 0.3 + 0.2 for an <answer> block")
+    add("--anchor", type=float, default=0.5, help="lambda: weight of the anchor term; 0 = off")
+    add("--gamma", type=float, default=0.3, help="penalty of a thought never closed; 0 = off")
+    add("--tool-reward", type=float, default=1.0, help="factor on R_tool; 0 = off")
+    add("--open-metric", choices=["f1", "exact"], default="f1", help="R_acc of open questions")
+    add("--answer-from", choices=["tag", "line"], default="tag",
+        help="R_acc reads <answer> alone; or also the last line, as the authors' release")
+    add("--train-subagents", action="store_true", help="train sub-agents with A_task as well")
+    # loss and optimiser
+    add("--clip-eps", type=float, default=0.2, help="eps of the clipped surrogate")
+    add("--kl", type=float, default=0.01, help="beta; 0 = no reference model is loaded")
+    add("--lr", type=float, default=2e-6, help="AdamW, constant")
+    add("--clip", type=float, default=1.0, help="gradient norm; 0 = no clipping")
+    add("--recompute", choices=["full", "none"], default="full", help="decoder layers in backward")
+    add("--replicas", type=int, default=1,
+        help="groups of ranks that each hold the whole model in shards (HSDP): one per node")
+    # looking and saving
+    add("--save-every", type=int, default=50, help="steps between checkpoints; 0 = at the end")
+    add("--show-every", type=int, default=20, help="steps between printed rollouts; 0 = never")
+    add("--wandb", nargs="?", const="paravt", default=None, metavar="PROJECT",
+        help="send the numbers of log.jsonl there too; needs wandb")
+    rollout.add_agent_arguments(parser)
+    return parser
+
+
+def parse_args():
+    parser = build_parser()
+    early = parser.parse_known_args()[0]
+    if early.preset == "toy":
+        parser.set_defaults(lr=2e-4, prompts=16, steps=40, pack_tokens=4096, save_every=0, kl=0.0,
+                            recompute="none", temperature=1.0, **rollout.toy_lengths())
+    if early.vanilla:
+        parser.set_defaults(think_prefix=False, answer_suffix=False, format_credit="sequence",
+                            anchor=0.0, gamma=0.0, tool_reward=0.0, frames=64)
+    args = parser.parse_args()
+    for name in ("prompts", "group", "steps", "minibatches", "pack_tokens", "replicas"):
+        if getattr(args, name) < 1:
+            flag = name.replace("_", "-")
+            raise model.UserError(f"--{flag} must be at least 1, got {getattr(args, name)}")
+    for name in ("lr", "clip", "clip_eps", "kl"):
+        if not getattr(args, name) >= 0:  # written so that NaN is refused as well
+            flag = name.replace("_", "-")
+            raise model.UserError(f"--{flag} may not be negative, got {getattr(args, name)}")
+    if not args.data and not args.rollouts:
+        raise model.UserError("give --data (task JSONL) or --rollouts (rollout JSONL)")
+    if args.temperature <= 0:
+        raise model.UserError("--temperature must be above 0: greedy samples have no gradient")
+    model.check_wandb(args)
+    return args
 
 
 if __name__ == "__main__":

@@ -1,30 +1,32 @@
 """
-rewards.py: from the text a policy wrote to calls, answers, rewards and the tokens that carry format credit.
+rewards.py: from the text a policy wrote to its reward, and to the tokens that carry it.
 
-    R       = R_acc + w_format * R_fmt + tool_weight * R_tool            one scalar per episode      score
-    R_acc   = [letter == gold] | temporal IoU | token F1 (or exact)      read from <answer> alone *  accuracy
-    R_fmt   = clip(R_base + anchor * R_anchor, 0, 1), at most 0.5 if a tag is misused                format_reward
-    R_tool  = 0 | 0.1 a parseable call | 0.3 an executed one | +0.5 if executed and R_acc > 0        tool_reward
-    A_task  = (R_acc + R_tool - mean) / sigma                            every sampled token         group_advantages
-    A_fmt   = w_format * (R_fmt - mean) / sigma                          sampled tokens in struct(o) structural_mask
-    sigma   = population std of R_acc + R_tool + w_format * R_fmt over the rollouts of one prompt
-    * or, with answer_from="line", also from the last line of the turn: stated_answer
+  R      = R_acc + w_format * R_fmt + tool_weight * R_tool  one scalar per episode  score
+  R_acc  = [letter == gold] | temporal IoU | token F1       from <answer> alone     accuracy
+  R_fmt  = clip(R_base + anchor * R_anchor, 0, 1)           <= 0.5, tags misused    format_reward
+  R_tool = 0 | 0.1 parseable | 0.3 executed | +0.5 if executed and R_acc > 0        tool_reward
+  A_task = (R_acc + R_tool - mean) / sigma                  every sampled token     group_advantages
+  A_fmt  = w_format * (R_fmt - mean) / sigma                tokens in struct(o)     structural_mask
+  sigma  = population std of R over the rollouts of one prompt
 
 Where this departs from the ParaVT paper and its code, and why:
-  - The forced "<think>\\n" counts as present when a turn is scored; else closing the thought would earn nothing and
-    writing a second <think> would.
-  - Misused tags cap R_fmt, R_fmt never leaves [0, 1], and an empty tag pair earns nothing: otherwise garbage is free.
-  - "Executed" is a count from the episode, never a string: a model can write <tool_response> by itself.
-  - The bonus for a correct answer needs an executed call; a call that only parses must not unlock it.
-  - Only the last non-empty <answer> of the last turn, outside thought, is graded: no draft and no stray letter counts.
+  - The forced "<think>\\n" counts as present when a turn is scored; else closing the thought would
+    earn nothing and writing a second <think> would.
+  - Misused tags cap R_fmt, R_fmt never leaves [0, 1], and an empty tag pair earns nothing:
+    otherwise garbage is free.
+  - "Executed" is counted by the episode, never read: a model can write <tool_response> itself.
+  - The bonus for a correct answer needs an executed call; a call that only parses is no key to it.
+  - Only the last non-empty <answer> of the last turn, outside thought, is graded: no draft and no
+    stray letter counts (answer_from="line" also reads the last line, as the authors' release does).
   - Letters and spans are extracted without seeing the gold answer; what is ambiguous is no answer.
 
-Standard library only; reads and writes no file; no text can make a function here raise. Copy it alone.
+Above the ruled line: what a training step passes through. Below it: how calls, answers, letters
+and times are read. Standard library only, reads and writes no file; no text makes it raise.
 
-    >>> turns = ["Look closer.</think><tool_call>{}</tool_call>", "It is a dog.</think><answer>B</answer>"]
+    >>> turns = ["Look.</think><tool_call>{}</tool_call>", "A dog.</think><answer>B</answer>"]
     >>> result = score(turns, "mcq", "B", options=["cat", "dog"], num_parseable=0, num_executed=0)
     >>> [round(result[key], 2) for key in ("acc", "fmt", "tool", "total")]
-    [1.0, 1.0, 0.0, 2.0]
+    [1.0, 0.95, 0.0, 1.95]
 """
 
 import json
@@ -34,542 +36,32 @@ import unicodedata
 from collections import Counter
 from dataclasses import dataclass
 
-# ------------------------------------------------------------------------------------------------------------------
-# Tags and thoughts
-
-KINDS = ("think", "tool_call", "answer")  # the three structural pairs; everything else in angle brackets is text
-TAG = re.compile(r"<(/?)(think|tool_call|answer)>")  # exact lower case, no attributes: what the template teaches
-ANY_TAG = re.compile(r"<[^<>]*>")
-
-
-def visible(text, think_open=False):
-    """
-    The text of one turn with every closed thought replaced by a newline.
-
-    A thought that never closes hides nothing: its calls were written and must be answered, its <answer> is read (the
-    format reward punishes it instead). A newline, not "", so that "<ans<think>x</think>wer>" cannot become a tag.
-    think_open: the turn began with a forced <think>. It is also taken to, when its first think tag is a closing one.
-    """
-    tags = [tag for tag in TAG.finditer(text) if tag[2] == "think"]
-    inside = think_open or bool(tags and tags[0][1])
-    parts, at, opened = [], 0, 0  # at: end of what was copied or skipped; opened: where the thought began
-    for tag in tags:
-        if tag[1] and inside:  # a closing tag ends the thought whatever was nested in it
-            parts.append(text[at:opened])
-            at, inside = tag.end(), False
-        elif not tag[1] and not inside:
-            opened, inside = tag.start(), True
-    return "\n".join([*parts, text[at:]])
-
-
-def has_word(text):
-    """Whether a letter or digit is left once tags are taken out: <answer><b></b></answer> and "..." are empty."""
-    return any(char.isalnum() for char in ANY_TAG.sub("", text))
-
-
-# ------------------------------------------------------------------------------------------------------------------
-# Tool calls
-
-MAX_CALLS = 64  # calls of one turn that are parsed; the rest get an error entry without a look inside
-MAX_CALL_CHARS = 4000  # a sane call has 100; keeps hostile nesting away from the JSON parser
-CALL_TAG = re.compile(r"<(/?)(tool_call|tool_code)>")
-CLOCK = re.compile(r"(?:(?:([0-9]{1,9}):)?([0-9]{1,9}):)?([0-9]{1,9}(?:\.[0-9]{0,9})?)")  # [[H:]MM:]SS[.f], ASCII only
-NUMBER = re.compile(r"[+-]?(?:[0-9]{1,9}(?:\.[0-9]{0,20})?|\.[0-9]{1,20})")
-CODE_TOKEN = re.compile(r""""[^"\n]*"|'[^'\n]*'|[(),=]|[^\s"'(),=]+|["']""")
-
-
-@dataclass
-class ToolCall:
-    """One call as written. start and end in seconds, None if unreadable; error is None when the call may be run."""
-
-    name: str
-    start: float | None
-    end: float | None
-    num_frames: int | None
-    error: str | None
-
-
-def to_seconds(value):
-    """Seconds as float from a number, "12.5", "MM:SS" or "H:MM:SS(.f)"; None for anything else, bool and NaN too."""
-    if isinstance(value, bool):  # bool is an int in Python: true would be second 1
-        return None
-    if isinstance(value, (int, float)):
-        return float(value) if abs(value) < 1e9 else None  # NaN compares false; huge ints would overflow float()
-    if not isinstance(value, str):
-        return None
-    value = value.strip()
-    if NUMBER.fullmatch(value):
-        return float(value)
-    clock = CLOCK.fullmatch(value)
-    if not clock or float(clock[3]) >= 60 or (clock[1] and int(clock[2]) >= 60):  # 90:00 is fine, 1:75 is not
-        return None
-    return 3600.0 * int(clock[1] or 0) + 60.0 * int(clock[2] or 0) + float(clock[3])
-
-
-def to_count(value):
-    """An int >= 1 from 8, 8.0 or "8"; else None."""
-    number = None if isinstance(value, str) and ":" in value else to_seconds(value)  # "1:00" is a time, not a count
-    return int(number) if number is not None and number >= 1 and number == int(number) else None
-
-
-def shown(name):
-    """A name the model wrote, safe to show it again: printable ASCII without < and >, at most 40 characters."""
-    return re.sub(r"[^ -;=?-~]", "", name[:400])[:40]  # no brackets, so no tag or special token can be smuggled in
-
-
-def check_call(name, arguments):
-    """A ToolCall from a name and an argument dict, whichever dialect they came from."""
-    if not isinstance(name, str) or not name.strip():
-        return ToolCall("", None, None, None, 'the call has no tool name, expected "name": "crop_video"')
-    if name.strip() != "crop_video":
-        return ToolCall(shown(name), None, None, None, f"unknown tool '{shown(name)}', the only tool is crop_video")
-    if not isinstance(arguments, dict):
-        return ToolCall("crop_video", None, None, None, "arguments must be an object with start_time and end_time")
-    start = to_seconds(arguments.get("start_time", arguments.get("start")))
-    end = to_seconds(arguments.get("end_time", arguments.get("end")))
-    frames = arguments.get("num_frames")
-    count = to_count(frames)
-    error = None
-    for key, value in (("start_time", start), ("end_time", end)):
-        if value is None:
-            present = key in arguments or key.removesuffix("_time") in arguments
-            error = error or f'{key} {"is not a time" if present else "is missing"}, expected seconds or "MM:SS"'
-    # A negative start is no error here: only the episode knows the clock and clamps to the video.
-    if error is None and end <= start:
-        error = "the window is empty or reversed, end_time must be greater than start_time"
-    if error is None and frames is not None and count is None:
-        error = "num_frames must be a whole number of at least 1"
-    return ToolCall("crop_video", start, end, count, error)
-
-
-def parse_json_call(body, closed):
-    """
-    The ToolCall of one <tool_call> body. closed: its closing tag was written.
-
-    Closed, the body must be one JSON object and nothing else. Cut off, the JSON must be whole; what follows is ignored.
-    """
-    if len(body) > MAX_CALL_CHARS:
-        return ToolCall("", None, None, None, "the call is too long, expected one short JSON object")
-    try:
-        call = json.loads(body) if closed else json.JSONDecoder().raw_decode(body.lstrip())[0]
-        arguments = call.get("arguments") if isinstance(call, dict) else None
-        if isinstance(arguments, str):  # some templates quote the arguments once more
-            arguments = json.loads(arguments)
-    except (ValueError, RecursionError):  # ValueError: bad JSON, or an integer of thousands of digits
-        return ToolCall("", None, None, None, 'not valid JSON, expected {"name": "crop_video", "arguments": {...}}')
-    if not isinstance(call, dict):
-        return ToolCall("", None, None, None, "a call must be one JSON object with name and arguments")
-    return check_call(call.get("name"), arguments)
-
-
-def parse_code_calls(body):
-    """
-    The ToolCalls of one <tool_code> body, e.g. crop_video(start_time=1, end_time=2) or print(crop_video(1, "0:02")).
-
-    Read by a tokeniser of its own in one pass; nothing is evaluated. Positional order: start_time, end_time,
-    num_frames, after an optional quoted path.
-    """
-    if len(body) > MAX_CALL_CHARS:
-        return [ToolCall("", None, None, None, "the call is too long, expected crop_video(start_time=1, end_time=2)")]
-    calls, name, word, key = [], None, None, None  # name: the call being read; word: the value or name just seen
-    for token in CODE_TOKEN.findall(body):
-        if token == "(":  # an inner call replaces the wrapper it stands in, as in print(crop_video(..))
-            name, word, key = (word or "?").split()[-1], None, None
-            named, positional = {}, []
-        elif token == "=":
-            word, key = None, word
-        elif token in ",)":
-            if name is not None and word is not None:
-                if key is not None:
-                    named[key] = word.strip("\"'")
-                elif positional or word[0] not in "\"'" or to_seconds(word.strip("\"'")) is not None:
-                    positional.append(word.strip("\"'"))  # else it is the path that stands first
-            if name is not None and token == ")":
-                call = check_call(name, dict(zip(("start_time", "end_time", "num_frames"), positional)) | named)
-                if call.error is None and len(positional) > 3:
-                    call.error = "too many arguments, expected start_time, end_time, num_frames"
-                calls.append(call)
-                name = None
-            word = key = None
-        else:
-            word = token if word is None else f"{word} {token}"  # two words are no number: "1 2" stays an error
-    if name is not None or not calls:
-        calls.append(ToolCall("", None, None, None, "not a whole call, expected crop_video(start_time=1, end_time=2)"))
-    return calls
-
-
-def never_closed(text, think_open=False):
-    """Whether a turn ends inside a thought. think_open: it began with a forced <think>."""
-    return text.rfind("</think>") < text.rfind("<think>") or (think_open and "</think>" not in text)
-
-
-def parse_tool_calls(text, think_open=False):
-    """
-    Every tool call of one turn, good or bad, in the order written. Never raises, never evaluates, linear time.
-
-    text: what the model wrote in one turn. think_open: the turn began with a forced <think>. A call inside a closed
-    thought is a thought and is left out; inside a thought that never closes it counts. Dialects: JSON in <tool_call>,
-    Python-like calls in <tool_code>. Aliases start and end are accepted; video_path and unknown arguments are ignored.
-    """
-    text = visible(text, think_open)
-    # One scan for all tags: searching a closing tag per opening one would be quadratic on "<tool_call>" * 100000.
-    tags = list(CALL_TAG.finditer(text))
-    calls = []
-    for i, tag in enumerate(tags):
-        if tag[1]:
-            continue
-        after = tags[i + 1] if i + 1 < len(tags) else None
-        body = text[tag.end() : after.start() if after else len(text)]  # up to the next tool tag of any kind
-        closed = bool(after and after[1] and after[2] == tag[2])
-        if len(calls) >= MAX_CALLS:
-            calls.append(ToolCall("", None, None, None, "too many calls in one turn"))
-        elif tag[2] == "tool_call":
-            calls.append(parse_json_call(body, closed))
-        else:
-            calls.extend(parse_code_calls(body))
-    return calls
-
-
-# ------------------------------------------------------------------------------------------------------------------
-# Answers
-
-BLOCKS = ("tool_call", "tool_code", "tool_response", "action", "observation", "score", "clip")  # never an answer
-MAX_ANSWER_CHARS = 50_000  # longer is no answer: bounds the work below, where NFKC may grow a text 18 times
-BOXED = re.compile(r"\\boxed ?\{([^{}]*)\}")
-
-
-def last_answer(text, think_open=False):
-    """(body, closed) of the last non-empty <answer> of one turn outside thought; (None, False) if there is none."""
-    text = visible(text, think_open)
-    tags = [tag for tag in TAG.finditer(text) if tag[2] == "answer"]
-    found = (None, False)
-    for i, tag in enumerate(tags):
-        if tag[1]:
-            continue
-        after = tags[i + 1] if i + 1 < len(tags) else None
-        body = text[tag.end() : after.start() if after else len(text)]  # cut off: to the end of the turn
-        if has_word(body):
-            found = (body.strip(), bool(after and after[1]))
-    return found
-
-
-def final_answer(turns, think_open=False):
-    """The answer that training grades: see last_answer, of the last turn. None without a tag: no tag, no credit."""
-    return last_answer(turns[-1], think_open)[0] if turns else None
-
-
-def answer_or_tail(turns, think_open=False):
-    """
-    What evaluation grades: the final answer, else the text after the last </think> of the last turn; None if empty.
-
-    A thought that never closes has no tail: guessing from reasoning would grade drafts.
-    """
-    answer = final_answer(turns, think_open)
-    if answer is not None or not turns:
-        return answer
-    text = turns[-1]
-    if never_closed(text, think_open):
-        return None
-    text = text.rpartition("</think>")[2]
-    for kind in BLOCKS:  # calls and observations are no answer, and the numbers in them no span
-        parts, at = [], 0
-        # find and not a lazy regex: that would rescan to the end for each block that is never closed.
-        while (start := text.find(f"<{kind}>", at)) >= 0:
-            parts.append(text[at:start])
-            end = text.find(f"</{kind}>", start)
-            at = len(text) if end < 0 else end + len(kind) + 3
-        text = "\n".join([*parts, text[at:]])
-    return text.strip() if has_word(text) else None
-
-
-def stated_answer(turns, think_open=False):
-    """
-    What the authors' release pays R_acc for: the final answer, else the last line of the last turn that holds a word, after
-    the thought where one was closed, inside it where not. Credit without a tag: then nothing but R_fmt asks for the tags.
-    """
-    answer = final_answer(turns, think_open)
-    if answer is not None or not turns:
-        return answer
-    lines = [ANY_TAG.sub("", line).strip() for line in turns[-1].rpartition("</think>")[2].split("\n")]
-    return next((line for line in reversed(lines) if has_word(line)), None)
-
-
-def region(response):
-    """The part of a response to grade, on one line: an answer body stays as it is, a whole turn loses its thought."""
-    text = answer_or_tail([response]) or ""
-    if len(text) > MAX_ANSWER_CHARS:
-        return ""
-    # A LaTeX box is a declaration of the answer; the last one counts, as everywhere.
-    boxed = BOXED.findall(text)
-    text = unicodedata.normalize("NFKC", boxed[-1] if boxed else text)  # full-width letters and digits become ASCII
-    return " ".join(text.split())  # single spaces also keep the patterns below from backtracking over long blanks
-
-
-ARTICLES = ("a", "an", "the")
-UNITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
-         "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen")  # fmt: skip
-TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
-WORD = re.compile(r"(?<![^\W_])-?(?:[0-9]+\.[0-9]+|\.[0-9]+)(?![^\W_])|(?<![^\W_])-[0-9]+|%|[^\W_]+[+#]*")
-
-
-def normalise(text):
-    """
-    Text to the list of tokens that open answers are compared by.
-
-    Case, articles, punctuation, hyphens and thousands commas go; super- and subscripts become plain; number words
-    become digits. A minus sign, a decimal point, % and C++ stay: they change what is said.
-    """
-    text = unicodedata.normalize("NFKC", text).casefold()
-    text = re.sub(r"['’`]", "", text).replace("−", "-")  # don't -> dont
-    text = re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", text)  # 1,000 -> 1000
-    tokens = []
-    tens = False  # the last token was a spelled multiple of ten, which a spelled unit completes
-    for word in WORD.findall(text):
-        if word in UNITS and tens and 1 <= UNITS.index(word) <= 9:
-            tokens[-1], tens = str(int(tokens[-1]) + UNITS.index(word)), False
-            continue
-        tens = word in TENS
-        if word in UNITS or tens:
-            word = str(UNITS.index(word)) if word in UNITS else str(20 + 10 * TENS.index(word))
-        elif word == "%":
-            word = "percent"
-        elif re.fullmatch(r"-?[0-9]*\.?[0-9]+", word):  # 05 -> 5, 5.0 -> 5, .5 -> 0.5; as text, since ints may be huge
-            sign, digits = word[: word[0] == "-"], word.lstrip("-")
-            whole, _, part = digits.partition(".")
-            part = part.rstrip("0")
-            word = sign + (whole.lstrip("0") or "0") + ("." + part if part else "")
-        tokens.append(word)
-    # Dropping articles must not empty an answer: else gold "A" would equal "the", and both would equal ".".
-    return [token for token in tokens if token not in ARTICLES] or tokens
-
-
-HEDGES = ("maybe", "perhaps", "possibly", "probably", "likely", "might", "may", "could", "or", "either", "unsure", "guess")
-PREDICATE = re.compile(r"\b(?:is|are|was|were|it['’]s|that['’]s) (?:(?:an?|the) )?(.+)", re.IGNORECASE)
-SMALL_WORDS = ("of", "the", "and", "in", "for", "a", "an", "on", "to")
-
-
-def is_acronym(short, text):
-    """Whether `short` is the initials of `text`: DFS of "Depth-First Search", FDA of "Food and Drug Administration"."""
-    letters = re.sub(r"[.\s]", "", short)
-    words = re.findall(r"[^\W_]+", text)
-    initials = ["".join(word[0] for word in some).upper() for some in (words, [w for w in words if w.lower() not in SMALL_WORDS])]
-    return len(letters) > 1 and letters.isalpha() and letters.isupper() and letters in initials
-
-
-def answer_forms(text):
-    """An answer -> the texts it may be given as: itself, and of "Depth-First Search (DFS)" either part, if one is short for the other."""
-    both = re.fullmatch(r"([^()]{1,200}?) ?\(([^()]{1,200})\)[. ]*", text.strip())
-    if both and (is_acronym(both[1], both[2]) or is_acronym(both[2], both[1])):
-        return [text, both[1], both[2]]
-    return [text]
-
-
-def match_open(response, gold):
-    """
-    Whether a free-form answer says the gold text: equal once both are normalised, its acronym or what that stands for, or the
-    predicate of one short sentence ("The sort is bubble sort."). Empty never matches, nothing hedged or negated does, and no part of a text.
-    """
-    said = region(response)
-    tokens = normalise(said)
-    if not tokens:
-        return False
-    golds, given = answer_forms(gold), answer_forms(said)
-    predicate = PREDICATE.search(said)
-    if predicate and len(tokens) <= 20 and not set(tokens) & {*HEDGES, *NEGATIONS} and not re.search(r"[.;!?] +\w", said):
-        given.append(predicate[1])
-    # A gold of two letters is the initials of too many answers: "AI" of "any item".
-    return any(normalise(a) == normalise(b) or is_acronym(a, b) or (len(b) > 2 and is_acronym(b, a)) for a in given for b in golds if normalise(a))
-
-
-def token_f1(response, gold):
-    """F1 in [0, 1] between the token multisets of answer and gold: a repeated word counts as often as both have it."""
-    tokens, wanted = Counter(normalise(region(response))), Counter(normalise(gold))
-    common = (tokens & wanted).total()
-    return 2.0 * common / (tokens.total() + wanted.total()) if common else 0.0
-
-
-# ------------------------------------------------------------------------------------------------------------------
-# Option letters
-
-# These patterns see one line with single spaces and have no two open-ended repeats in a row: no backtracking to fear.
-LABEL = re.compile(r"[(\[\"']*([A-Za-z])(?:[)\]:]+|\.(?=\s|$))[.:]?(?: |$)")  # "B. ", "(B) ", "B) ", "B: "
-LINE_LABEL = re.compile(r"^[ \t(\[]*([A-Za-z])[)\].:]+[ \t]", re.MULTILINE)
-END = r"(?![-'’]?\w)"  # the letter stands alone: not Apples, not A's, not B-roll
-DECLARED = re.compile(
-    r"\banswer(?: choice| option)?(?: is| was| would be| should be| must be| will be)? ?[:=]? ?"
-    r"(?:clearly |definitely |probably |likely |most likely )?"
-    r"(?:option |choice |letter )?[(\[\"']*([a-z])" + END, re.IGNORECASE)  # fmt: skip
-CHOSEN = re.compile(
-    r"\b(?:option|choice|choose|chose|select|selected|pick|picked|go with|going with)(?: is)? ?[:=]? ?"
-    r"(?:option |choice |letter )?[(\[\"']*([a-z])" + END, re.IGNORECASE)  # fmt: skip
-# "or C" right behind a declared answer. Capitals only, so that "or a" stays an article.
-ALTERNATIVE = re.compile(r"[)\]\"'.]*,? ?(?:or|and|/|&) ?(?:option |choice |letter )?[(\[\"']*([A-Z])" + END)
-CAPITAL = re.compile(r"(?<![\w'’])(?<![\w]-)([A-Z])" + END)
-NOT_BEFORE = re.compile(r"(?:\bnot|n't|\bnever|\bneither|\bnor|\brather than|\binstead of|\bexcept|\bno)"
-                        r"(?: the| an?| option| choice| answer| letter| is| choose| pick| select)*"
-                        r"[ (\[\"']*$", re.IGNORECASE)  # fmt: skip
-NOT_AFTER = re.compile(r"[)\]\"']* (?:is|was|are|can|could|does|seems) ?(?:not\b|n't|wrong|incorrect|false|ruled out)"
-                       r"|[)\]\"']* (?:isn't|wasn't|cannot|can't|doesn't|is clearly wrong)", re.IGNORECASE)  # fmt: skip
-NEGATIONS = ("not", "no", "never", "neither", "nor", "cannot", "cant", "isnt", "wasnt", "arent", "dont", "doesnt",
-             "didnt", "except", "wrong", "incorrect")  # fmt: skip
-# Words that cannot follow an article, so that "A because .." is the letter and "A man .." is not.
-AFTER_LETTER = ("because", "since", "as", "or", "and", "is", "was", "which", "based", "due", "given", "but", "not",
-                "rather", "instead", "that", "where", "when", "if", "from", "for")  # fmt: skip
-
-
-def is_letter(text, at):
-    """Whether the character text[at] names an option there, and is not an article, a pronoun or a stray letter."""
-    letter, bracketed = text[at], at > 0 and text[at - 1] in "([\"'"
-    after = re.match(r" (\w+)", text[at + 1 : at + 20])  # the next word
-    if bracketed or not after:
-        return True
-    if letter.islower() or letter == "I":  # "the answer is a dog", "I think"
-        return False
-    return letter != "A" or after[1].lower() in AFTER_LETTER
-
-
-def is_negated(text, start, end):
-    """Whether what stands at text[start:end] is denied right before or right after it."""
-    return bool(NOT_BEFORE.search(text[max(0, start - 40) : start]) or NOT_AFTER.match(text[end : end + 30]))
-
-
-def named_letters(pattern, text, letters):
-    """[(letter, end index)] of the options that a pattern names in text, in order, negated ones left out."""
-    return [
-        (match[1].upper(), match.end())
-        for match in pattern.finditer(text)
-        if match[1].upper() in letters
-        and is_letter(text, match.start(1))
-        and not is_negated(text, match.start(), match.end())
-    ]
-
-
-def extract_letter(response, options):
-    """
-    The option letter a response settles on, or None. Never sees the gold answer.
-
-    options: option texts, labelled ("A. ..", "(A) ..") or bare; letters beyond them are no answer. Without options
-    A to J are allowed. First that applies: the letter alone; a leading label; the last "answer is X"; one "option X"
-    or "choose X"; the text of an option, whole or as the only one named; the only standalone capital left. Two
-    different letters at the same step, or a label that contradicts what follows it, are no answer.
-    """
-    letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[: len(options) if options else 10]
-    text = region(response).translate({ord(char): None for char in "*_`$"})
-    # 1. The letter and nothing else; lower case is fine here, since no word stands beside it.
-    alone = re.fullmatch(r"[(\[\"' ]*([A-Za-z])[)\]\"'.:, ]*", text)
-    if alone:
-        return alone[1].upper() if alone[1].upper() in letters else None
-
-    # Options without their labels, compared as normalised text, so that "3" and "three" name one option.
-    # Only a label that fits the option's place is a label: "B. B. King" may be the text of option A.
-    bare = [re.sub(rf"^\s*\(?{letter}[).:]+\s+", "", str(option)) for letter, option in zip(letters, options or [])]
-    texts = [" ".join(normalise(option)) for option in bare]
-    said = " ".join(normalise(text))
-    # 2. A declared answer is read first, since it must not contradict a label; the last one counts.
-    declared = named_letters(DECLARED, text, letters)[-1:]
-    if declared:
-        other = ALTERNATIVE.match(text[declared[0][1] : declared[0][1] + 40])
-        if other and other[1] in letters and other[1] != declared[0][0]:  # "the answer is B or C"
-            return None
-    # 3. A leading label. Lines are lost in `text`, so the repeated option list is looked for in the response.
-    listed = {label.upper() for label in LINE_LABEL.findall(answer_or_tail([response]) or "")} & set(letters)
-    label = LABEL.match(text)
-    if label and label[1].upper() in letters and len(listed) < 2:  # two labelled lines are the options repeated
-        letter, rest = label[1].upper(), " ".join(normalise(text[label.end() :]))
-        if rest in texts and rest != "":
-            return letter if texts[letters.index(letter)] == rest else None  # "A. dog" where dog is B
-        if said not in texts:  # else it is no label but how an option begins: "B. B. King"
-            others = {letter for letter, _ in declared or named_letters(CHOSEN, text, letters)}
-            return letter if others <= {letter} else None
-    if declared:
-        return declared[0][0]
-    # 4. "option X", "choose X": several mentions are fine, several letters are not.
-    chosen = {letter for letter, _ in named_letters(CHOSEN, text, letters)}
-    if chosen:
-        return chosen.pop() if len(chosen) == 1 else None
-
-    # 5. The option's text, whole first: an option may hold a "not" or another option's text.
-    if said and said in texts:
-        return letters[texts.index(said)] if texts.count(said) == 1 else None
-    inside = [option for option in texts if option and f" {option} " in f" {said} "]
-    shorter = [a for a in inside for b in inside if a != b and f" {a} " in f" {b} "]  # "dog" when "hot dog" is there
-    longest = [option for option in inside if option not in shorter]
-    if len(longest) > 1:
-        return None  # two options named, or two options with one text
-    if longest:
-        rest = f" {said} ".replace(f" {longest[0]} ", " ").split()
-        if not any(word in NEGATIONS for word in rest):
-            return letters[texts.index(longest[0])]
-    # 6. One capital left over that is no article and no pronoun.
-    capitals = {letter for letter, _ in named_letters(CAPITAL, text, letters)}
-    return capitals.pop() if len(capitals) == 1 else None
-
-
-# ------------------------------------------------------------------------------------------------------------------
-# Time spans
-
-TIME = r"((?:[0-9]{1,9}:){0,2}[0-9]{1,9}(?:\.[0-9]{1,9})?)(?![0-9:%]|\.[0-9])"  # 1.2.3 and 5% are no times
-SECONDS = r"( ?(?:seconds|second|secs|sec|s)\b)?"
-PAIR = re.compile(
-    rf"([\[(] ?)?(?<![\w.:-]){TIME}{SECONDS} ?(-|–|—|−|~|to|until|till|and|,) ?"
-    rf"{TIME}{SECONDS}", re.IGNORECASE)  # fmt: skip
-NAMED = re.compile(
-    rf"\b(?:start|begin)[a-z_]{{0,8}}[\"' :=]{{0,4}}(?:at |from |is ){{0,1}}{TIME}[^0-9]{{0,24}}?"
-    rf"\b(?:end|finish|stop)[a-z_]{{0,8}}[\"' :=]{{0,4}}(?:at |is ){{0,1}}{TIME}", re.IGNORECASE)  # fmt: skip
-SHARED_MINUTES = re.compile(r"(?<![\w.:])([0-9]{1,4}) ?(?:-|–|to) ?(?=[0-9]{1,4} ?min)")  # "2 to 3 minutes"
-MINUTES = re.compile(r"(?<![\w.:])([0-9]{1,4}(?:\.[0-9]{1,3})?) ?(?:minutes|minute|mins|min)\b"
-                     r"(?:,? (?:and )?([0-9]{1,2}(?:\.[0-9]{1,3})?) ?(?:seconds|second|secs|sec|s)\b)?")  # fmt: skip
-
-
-def extract_span(response):
-    """
-    (start, end) in seconds of the last time range in a response, or None.
-
-    A range is two times (12.5, MM:SS, H:MM:SS, "1 minute 5 seconds") joined by a dash, "to", "until" or "and", or
-    given as start and end; joined by a comma only in brackets, with a unit, or alone. None also when the last range is
-    reversed or empty: a swapped pair is a wrong answer, not one to repair. Ranges of frames are no times.
-    """
-    # Spelled minutes become seconds first, so that one pattern below reads every range.
-    text = SHARED_MINUTES.sub(r"\1 min to ", region(response))
-    text = MINUTES.sub(lambda found: f"{60 * float(found[1]) + float(found[2] or 0):.3f}s", text)
-    found = [(match.start(), match[1], match[2]) for match in NAMED.finditer(text)]
-    alone = text.strip(" .\"'")
-    for match in PAIR.finditer(text):
-        bracket, start, unit, joint, end, _ = match.groups()
-        if joint == "," and not bracket and not unit and match[0] != alone:
-            continue  # "at 10, 20 people"
-        if re.search(r"\bframes? ?(?:from )?$", text[max(0, match.start() - 12) : match.start()], re.IGNORECASE):
-            continue
-        if re.match(r" frames?\b", text[match.end() : match.end() + 8], re.IGNORECASE):
-            continue
-        found.append((match.start(), start, end))
-    if not found:
-        return None
-    # The last range written, whichever way: an echoed example or a first guess stands before the answer.
-    start, end = (to_seconds(time) for time in max(found)[1:])
-    return (start, end) if start is not None and end is not None and start < end else None
-
-
-def temporal_iou(span, gold):
-    """Intersection over union in [0, 1] of two (start, end) in seconds; 0.0 for no span or one that is empty."""
-    if span is None or not (span[0] < span[1] and gold[0] < gold[1]):  # written so that NaN gives 0 as well
-        return 0.0
-    overlap = min(span[1], gold[1]) - max(span[0], gold[0])
-    union = max(span[1], gold[1]) - min(span[0], gold[0])  # of spans that overlap; the hull is exact then
-    return overlap / union if overlap > 0 and math.isfinite(union) else 0.0
-
-
-# ------------------------------------------------------------------------------------------------------------------
-# Rewards
+# ------------------------------------------------------------------------------------------------
+# Rewards of one episode
+
+
+def score(turns, task_type, gold, options=None, num_parseable=0, num_executed=0, think_prefix=True,
+          answer_suffix=True, anchor=0.5, gamma=0.3, w_format=1.0, tool_weight=1.0,
+          open_metric="f1", answer_from="tag"):  # fmt: skip
+    """All reward terms of one episode: {"acc", "fmt", "tool", "total", "closure"}. turns: the
+    sampled text of each main-agent turn, special tokens removed. think_prefix: every turn began
+    inside a thought that is not in its text. task_type, gold, options, open_metric: see accuracy.
+    answer_suffix, anchor, gamma: see format_reward. num_parseable, num_executed: calls without an
+    error, and calls that were run. answer_from: "tag" | "line" (see stated_answer)."""
+    read = {"tag": final_answer, "line": stated_answer}[answer_from]
+    acc = accuracy(read(turns, think_prefix), task_type, gold, options, open_metric)
+    fmt = format_reward(turns, think_prefix, answer_suffix, anchor, gamma)["total"]
+    tool = tool_reward(num_parseable, num_executed, acc)
+    # The terms stay unweighted in the record: a rollout can be replayed under other weights.
+    total = acc + w_format * fmt + tool_weight * tool
+    closure = closure_counts(turns, think_prefix)
+    return {"acc": acc, "fmt": fmt, "tool": tool, "total": total, "closure": closure}
 
 
 def accuracy(response, task_type, gold, options=None, open_metric="f1"):
-    """
-    R_acc in [0, 1] of an answer body (None: no answer, 0.0).
-
-    gold: a letter for "mcq", a text for "open", (start, end) seconds for "grounding". open_metric: "f1" or "exact".
-    Raises ValueError for another task_type or open_metric: that is the caller's error, never the model's.
-    """
+    """R_acc in [0, 1] of an answer body (None: no answer, 0.0). gold: a letter for "mcq", a text
+    for "open", (start, end) seconds for "grounding". Raises ValueError for another task_type, or
+    an open_metric other than "f1" and "exact": the caller's error, never the model's."""
     if task_type not in ("mcq", "open", "grounding"):
         raise ValueError(f"task_type {task_type!r}: expected mcq, open or grounding")
     if open_metric not in ("f1", "exact"):
@@ -583,52 +75,21 @@ def accuracy(response, task_type, gold, options=None, open_metric="f1"):
     return token_f1(response, gold) if open_metric == "f1" else float(match_open(response, gold))
 
 
-def turn_tags(text, think_prefix):
-    """[(closing?, kind, start, end)] of the structural tags of one turn, and the text they index, prefix included."""
-    text = "<think>\n" + text if think_prefix else text
-    return [(bool(tag[1]), tag[2], tag.start(), tag.end()) for tag in TAG.finditer(text)], text
-
-
-def is_balanced(tags):
-    """Whether the tags of a turn pair up without nesting. Only tool_call may come twice: a turn has one thought."""
-    current, seen = None, set()
-    for closing, kind, *_ in tags:
-        if closing:
-            if current != kind:
-                return False
-            current = None
-        else:
-            if current or (kind in seen and kind != "tool_call"):
-                return False
-            current = kind
-            seen.add(kind)
-    return current is None
-
-
-def closed_thought(tags, text):
-    """The text of a turn's one thought; "" unless it opens once, closes once and holds a word."""
-    thinks = [tag for tag in tags if tag[1] == "think"]
-    if [closing for closing, *_ in thinks] != [False, True]:
-        return ""
-    body = text[thinks[0][3] : thinks[1][2]]
-    return ANY_TAG.sub("", body).strip() if has_word(body) else ""
-
-
-def thinks_before_call(turn, think_prefix):
-    """Whether a turn holds a valid call, and a thought with a word in it was closed before the first call tag."""
-    tags, text = turn_tags(turn, think_prefix)
-    # Any call tag before the end of the thought, even a draft inside it, means that thinking did not come first.
-    draft = any(not tag[1] for tag in CALL_TAG.finditer(text.partition("</think>")[0]))
-    valid = any(call.error is None for call in parse_tool_calls(turn, think_prefix))
-    return valid and not draft and closed_thought(tags, text) != ""
+def tool_reward(num_parseable, num_executed, acc):
+    """R_tool: 0 without a parseable call, 0.1 with one, 0.3 if one was run, 0.8 if also acc > 0."""
+    if num_parseable <= 0:
+        return 0.0
+    # What the episode ran, not what was written: a call that only looks right is not worth 0.6.
+    if num_executed <= 0:
+        return 0.1
+    return 0.8 if acc > 0 else 0.3
 
 
 def format_reward(turns, think_prefix=True, answer_suffix=True, anchor=0.5, gamma=0.3):
     """
     R_fmt of one episode, its parts and the conditions they came from.
 
-    turns: the sampled text of each main-agent turn, special tokens removed. think_prefix: every turn began with a
-    forced "<think>\\n" that is not in the text. anchor: weight of R_anchor. gamma: penalty inside it.
+    turns, think_prefix: see score. anchor: weight of R_anchor. gamma: penalty inside it.
 
     R_base: with the Answer Suffix, without it
       think             last turn's thought, closed, >= 10 characters beside tags     0.2   0.3
@@ -641,35 +102,35 @@ def format_reward(turns, think_prefix=True, answer_suffix=True, anchor=0.5, gamm
       flow              think_closed, and the last turn is think, answer, in order    0.3
       never_closed      a turn ends inside a thought                                  -gamma
 
-    total = clip(R_base + anchor * R_anchor, 0, 1), at most 0.5 when `capped`: a tag that is unbalanced, nested or
-    opened again, or a tool response written by the model. "anchor" in the result is R_anchor before its weight;
-    `well_formed`: the flow holds and nothing is capped, the strictest reading of the protocol.
+    total = clip(R_base + anchor * R_anchor, 0, 1), at most 0.5 when `capped`: a tag unbalanced,
+    nested or opened again, or a tool response written by the model. "anchor" in the result is
+    R_anchor before its weight; `well_formed`: the flow holds and nothing is capped.
     """
-    parsed = [turn_tags(turn, think_prefix) for turn in turns]
-    thoughts = [closed_thought(tags, text) for tags, text in parsed]
+    texts = [whole(turn, think_prefix) for turn in turns]
+    thoughts = [closed_thought(text) for text in texts]
     body, closed = last_answer(turns[-1], think_prefix) if turns else (None, False)
-
     on = {
         "think": bool(turns) and len(thoughts[-1]) >= 10,
         "answer_opened": body is not None,
-        "answer_closed": body is not None and closed,
+        "answer_closed": closed,
         "think_before_call": any(thinks_before_call(turn, think_prefix) for turn in turns),
-        "balanced": all(is_balanced(tags) for tags, _ in parsed),
+        "balanced": all(is_balanced(text) for text in texts),
         "think_closed": bool(turns) and all(thoughts),
         "never_closed": any(never_closed(turn, think_prefix) for turn in turns),
     }
     # The flow is strict about the order of the tags and lenient about text between them.
-    order = [(closing, kind) for closing, kind, *_ in parsed[-1][0]] if turns else []
-    pairs = [(False, "think"), (True, "think"), (False, "answer"), (True, "answer")]
-    on["flow"] = on["think_closed"] and on["answer_closed"] and order == pairs
-    on["tool_response"] = any("<tool_response>" in turn or "</tool_response>" in turn for turn in turns)
+    ordered = bool(turns) and tag_order(texts[-1]) == "<think></think><answer></answer>"
+    on["flow"] = on["think_closed"] and on["answer_closed"] and ordered
+    # A response that the model wrote itself: paid, it would learn to answer its own calls.
+    on["tool_response"] = any(re.search("</?tool_response>", turn) for turn in turns)
     on["capped"] = on["tool_response"] or not on["balanced"]
     on["well_formed"] = on["flow"] and not on["capped"]
 
-    # Without the Answer Suffix the answer block earns nothing and thinking a little more.
     if answer_suffix:
-        base = 0.2 * on["think"] + 0.3 * on["answer_opened"] + 0.2 * on["answer_closed"] + 0.3 * on["think_before_call"]
+        base = 0.2 * on["think"] + 0.3 * on["answer_opened"] + 0.2 * on["answer_closed"]
+        base += 0.3 * on["think_before_call"]
     else:
+        # Without the Answer Suffix the answer block earns nothing and thinking a little more.
         base = 0.3 * on["think"] + 0.2 * on["think_before_call"]
     base += 0.1 * (on["balanced"] and base > 0)  # no credit for having no tags at all
     pull = 0.4 * on["think_closed"] + 0.3 * on["flow"] - gamma * on["never_closed"]
@@ -677,111 +138,742 @@ def format_reward(turns, think_prefix=True, answer_suffix=True, anchor=0.5, gamm
     return {"base": base, "anchor": pull, "total": total, **on}
 
 
-def tool_reward(num_parseable, num_executed, acc):
-    """
-    R_tool in [0, 0.8]: 0 without a parseable call, 0.1 with one, 0.3 if a call was executed, +0.5 more if acc > 0.
-
-    num_executed is what the episode ran, and the bonus needs it: a call that only looks right must not be worth 0.6.
-    """
-    if num_parseable <= 0:
-        return 0.0
-    if num_executed <= 0:
-        return 0.1
-    return 0.8 if acc > 0 else 0.3
-
-
 def closure_counts(turns, think_prefix=True):
-    """{kind: [opened, closed]} over all turns; the forced <think> counts as opened, a stray closing tag as nothing."""
-    counts = {kind: [0, 0] for kind in KINDS}
-    for turn in turns:
-        is_open = dict.fromkeys(KINDS, False)
-        for closing, kind, *_ in turn_tags(turn, think_prefix)[0]:
-            # Each kind on its own, nesting ignored: the question here is only whether what was opened was closed.
-            counts[kind][1] += closing and is_open[kind]
-            counts[kind][0] += not closing
-            is_open[kind] = not closing
+    """{kind: [opened, closed]} over all turns; a stray closing tag counts as nothing."""
+    texts = [whole(turn, think_prefix) for turn in turns]
+    counts = {}
+    for kind in KINDS:
+        # Each kind on its own, nesting ignored. The newline keeps a pair within its turn.
+        tags = "\n".join("".join(re.findall(f"</?{kind}>", text)) for text in texts)
+        counts[kind] = [tags.count(f"<{kind}>"), tags.count(f"<{kind}></{kind}>")]
     return counts
 
 
-def score(turns, task_type, gold, options=None, num_parseable=0, num_executed=0, think_prefix=True, answer_suffix=True,
-          anchor=0.5, gamma=0.3, w_format=1.0, tool_weight=1.0, open_metric="f1", answer_from="tag"):  # fmt: skip
-    """
-    All reward terms of one episode: {"acc", "fmt", "tool", "total", "closure"}; the terms come unweighted.
+# ------------------------------------------------------------------------------------------------
+# Tags and thoughts
 
-    turns, think_prefix, answer_suffix, anchor, gamma: see format_reward. task_type, gold, options, open_metric: see
-    accuracy, which reads the final answer only; answer_from="line": or the last line, see stated_answer. num_parseable,
-    num_executed: calls without an error, and calls run.
-    """
-    answer = {"tag": final_answer, "line": stated_answer}[answer_from](turns, think_prefix)
-    acc = accuracy(answer, task_type, gold, options, open_metric)
-    fmt = format_reward(turns, think_prefix, answer_suffix, anchor, gamma)["total"]
-    tool = tool_reward(num_parseable, num_executed, acc)
-    total = acc + w_format * fmt + tool_weight * tool
-    return {"acc": acc, "fmt": fmt, "tool": tool, "total": total, "closure": closure_counts(turns, think_prefix)}
+KINDS = ("think", "tool_call", "answer")  # the structural pairs; other angle brackets are text
+TAG = re.compile(r"<(/?)(think|tool_call|answer)>")  # lower case, no attributes: as it is taught
+ANY_TAG = re.compile(r"<(?![0-9])[^<>]*>")  # "<12.5 seconds>" is how frames are stamped: text
+THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)  # ends at the first </think>, nested or not
 
 
-# ------------------------------------------------------------------------------------------------------------------
+def visible(text, think_open=False):
+    """The text of one turn with every closed thought replaced by a newline. A thought that never
+    closes hides nothing: its calls were written and must be answered, its <answer> is read (the
+    format reward punishes it instead). think_open: the turn began inside a thought; a turn whose
+    first think tag is a closing one is taken to have done so too."""
+    head, closing, tail = text.rpartition("</think>")
+    if not closing:
+        return text
+    if think_open or "</think>" in text.partition("<think>")[0]:
+        head = "<think>" + head
+    # The tail is not searched: an opening tag without its closing one would make this quadratic.
+    # A newline, not "", so that "<ans<think>x</think>wer>" cannot become a tag.
+    return THOUGHT.sub("\n", head + closing) + tail
+
+
+def never_closed(text, think_open=False):
+    """Whether a turn ends inside a thought. think_open: it began inside one."""
+    reopened = text.rfind("</think>") < text.rfind("<think>")
+    return reopened or (think_open and "</think>" not in text)
+
+
+def has_word(text):
+    """Whether a letter or digit is left once tags are out: <answer><b></b></answer> is empty."""
+    return any(char.isalnum() for char in ANY_TAG.sub("", text))
+
+
+def whole(turn, think_prefix):
+    """A turn with the forced <think> put back, so that it counts as opened."""
+    return "<think>\n" + turn if think_prefix else turn
+
+
+def tag_order(text):
+    """The structural tags of a text, joined."""
+    return "".join(tag[0] for tag in TAG.finditer(text))
+
+
+def is_balanced(text):
+    """Whether the tags of a turn pair up without nesting. Only tool_call may come twice."""
+    tags = tag_order(text)
+    once = tags.count("<think>") <= 1 and tags.count("<answer>") <= 1
+    return once and re.fullmatch(r"(?:<(\w+)></\1>)*", tags) is not None
+
+
+def closed_thought(text):
+    """The text of a turn's one thought; "" unless it opens once, closes once and holds a word."""
+    if text.count("<think>") != 1 or text.count("</think>") != 1:
+        return ""
+    body, closed, _ = text.partition("<think>")[2].partition("</think>")
+    return ANY_TAG.sub("", body).strip() if closed and has_word(body) else ""
+
+
+def thinks_before_call(turn, think_prefix):
+    """Whether a turn holds a valid call, and a thought with a word in it was closed before any."""
+    # Any call tag before the end of the thought, even a draft in it: thinking did not come first.
+    before = turn.partition("</think>")[0]
+    draft = "<tool_call>" in before or "<tool_code>" in before
+    valid = any(call.error is None for call in parse_tool_calls(turn, think_prefix))
+    return valid and not draft and closed_thought(whole(turn, think_prefix)) != ""
+
+
+def bodies(text, kinds):
+    """[(kind, body, closed)] of every opening tag of these kinds; the next tag ends a body."""
+    # One scan for all tags: a search for each closing tag would be quadratic on "<answer>" * 1e5.
+    tags = list(re.finditer(rf"<(/?)({kinds})>", text))
+    found = []
+    for tag, after in zip(tags, [*tags[1:], None]):
+        if not tag[1]:
+            body = text[tag.end() : after.start() if after else len(text)]  # cut off: to the end
+            found.append((tag[2], body, bool(after and after[1] and after[2] == tag[2])))
+    return found
+
+
+def last_answer(text, think_open=False):
+    """(body, closed) of the last non-empty <answer> of a turn outside thought, or (None, False)."""
+    for _, body, closed in reversed(bodies(visible(text, think_open), "answer")):
+        if has_word(body):
+            return body.strip(), closed
+    return None, False
+
+
+def final_answer(turns, think_open=False):
+    """The answer that training grades: last_answer of the last turn. No tag, no credit: None."""
+    return last_answer(turns[-1], think_open)[0] if turns else None
+
+
+# ------------------------------------------------------------------------------------------------
 # Credit
 
-TAG_BYTES = re.compile(TAG.pattern.encode())
+TAG_BYTES = re.compile(rb"</?(?:think|tool_call|tool_code|answer)>")  # a call in either dialect
+LETTER_BYTES = re.compile(rb"[0-9A-Za-z\x80-\xff]")  # ASCII, or part of any other character
 
 
-def structural_mask(pieces, which="struct"):
+def structural_mask(pieces):
     """
-    struct(o) of ONE turn: which sampled tokens carry format credit. which: "struct", or two subsets of it to compare with:
-    "tags" without the last token, "closing" with the tokens of closing tags alone.
+    struct(o) of ONE turn: which sampled tokens carry format credit.
 
-    pieces: the bytes of each sampled token; may be empty, may cut a tag or a UTF-8 character anywhere. A token is in if
-    a byte of it lies in a literal <think> </think> <tool_call> </tool_call> <answer> </answer>, or if it is the last
-    one of the turn: ending there is where a missing tag was decided.
+    pieces: the bytes of each sampled token; may be empty, may cut a tag or a UTF-8 character
+    anywhere. A token is in if a byte of it lies in a literal tag (think, tool_call, tool_code,
+    answer; opening or closing), or if it is the last one of the turn: ending there is where a
+    missing tag was decided.
 
-    A token that also holds a letter or a digit outside the tag is not in. In Qwen's vocabulary "<answer>B" ends in the
-    one token ">B": credited, a lost tag (A_fmt = -1) would cancel what the right letter earned (A_task = +1). The tag
-    keeps the credit of its other tokens, where it was begun.
+    A token that also holds a letter or a digit outside the tag is not in. In Qwen's vocabulary
+    "<answer>B" ends in the one token ">B": credited, a lost tag (A_fmt = -1) would cancel what the
+    right letter earned (A_task = +1). The tag keeps the credit of its other tokens.
 
         [b"hm", b"</think>", b" <an", b"swer>", b"B", b"<|im_end|>"] -> [F, T, T, T, F, T]
         [b"<", b"answer", b">B", b"</", b"answer", b">", b"<|im_end|>"] -> [T, T, F, T, T, T, T]
     """
-    # Bytes, not token ids or decoded text: <think> is one token in Qwen3, <answer> is several and may fuse with others.
+    # Bytes, not ids or decoded text: <think> is one token in Qwen3, <answer> is several.
     joined = b"".join(pieces)
     in_tag = bytearray(len(joined))  # 1 where a byte belongs to a tag
     for tag in TAG_BYTES.finditer(joined):
-        if which == "closing" and not tag[1]:
-            continue
         in_tag[tag.start() : tag.end()] = b"\x01" * (tag.end() - tag.start())
-    mask, at = [], 0
+    mask = []
+    at = 0  # byte where the token begins
     for piece in pieces:
         inside = in_tag[at : at + len(piece)]
         outside = bytes(byte for byte, tag in zip(piece, inside) if not tag)
-        mask.append(1 in inside and not re.search(rb"[0-9A-Za-z\x80-\xff]", outside))
+        mask.append(1 in inside and not LETTER_BYTES.search(outside))
         at += len(piece)
-    if mask and which == "struct":
+    if mask:
         mask[-1] = True
     return mask
 
 
-def group_advantages(acc_tool, fmt, w_format=1.0, separate=False):
-    """
-    (A_task, A_fmt, sigma) of the rollouts of one prompt; A_task + A_fmt is GRPO's advantage of the summed reward.
-
-    acc_tool: R_acc + R_tool of each rollout; fmt: R_fmt. sigma is the population std of acc_tool + w_format * fmt, and
-    both parts share it, so that neither is blown up when it alone hardly varies. sigma < 1e-6: all zeros, no signal.
-    separate: each part over its own std instead, w_format on the format's; one that does not vary is zero.
-    Raises ValueError when the two lists differ in length.
-    """
+def group_advantages(acc_tool, fmt, w_format=1.0):
+    """(A_task, A_fmt, sigma) of the rollouts of a prompt; A_task + A_fmt is GRPO's advantage of R.
+    acc_tool: R_acc + R_tool of each rollout; fmt: R_fmt. sigma: population std of the composed
+    reward; below 1e-6 all zeros, no signal. Raises ValueError when the lengths differ."""
     reward = [task + w_format * form for task, form in zip(acc_tool, fmt, strict=True)]
-    if not reward:
-        return [], [], 0.0
-    size = len(reward)
+    size = len(reward) or 1  # an empty group has no signal either
     # Means of the parts add up to the mean of the sum, hence the two advantages add up to GRPO's.
+    # Both parts share sigma, so that neither is blown up when it alone hardly varies.
     mean, mean_task, mean_fmt = (math.fsum(values) / size for values in (reward, acc_tool, fmt))
     sigma = math.sqrt(math.fsum((value - mean) ** 2 for value in reward) / size)
-    if sigma < 1e-6 and not separate:
-        return [0.0] * size, [0.0] * size, sigma
-    by_task = by_fmt = sigma
-    if separate:
-        by_task, by_fmt = (math.sqrt(math.fsum((value - center) ** 2 for value in values) / size)
-                           for values, center in ((acc_tool, mean_task), (fmt, mean_fmt)))
-    a_task = [(value - mean_task) / by_task if by_task >= 1e-6 else 0.0 for value in acc_tool]
-    a_fmt = [w_format * (value - mean_fmt) / by_fmt if by_fmt >= 1e-6 else 0.0 for value in fmt]
+    if sigma < 1e-6:
+        return [0.0] * len(reward), [0.0] * len(reward), sigma
+    a_task = [(value - mean_task) / sigma for value in acc_tool]
+    a_fmt = [w_format * (value - mean_fmt) / sigma for value in fmt]
     return a_task, a_fmt, sigma
+
+
+# ------------------------------------------------------------------------------------------------
+# Tool calls
+
+MAX_CALLS = 64  # calls of one turn that are parsed; the rest get an error without a look inside
+
+
+@dataclass
+class ToolCall:
+    """One call as written. start, end in seconds, None if unreadable; error None: it may be run."""
+    name: str
+    start: float | None
+    end: float | None
+    num_frames: int | None
+    error: str | None
+
+
+def parse_tool_calls(text, think_open=False):
+    """Every tool call of one turn, good or bad, in the order written; linear time. think_open: the
+    turn began inside a thought. A call inside a closed thought is a thought and is left out; inside
+    one that never closes it counts. Dialects: JSON in <tool_call>, Python-like calls in <tool_code>
+    (never evaluated). Aliases: start, end. video_path and unknown arguments are ignored."""
+    calls = []
+    for kind, body, closed in bodies(visible(text, think_open), "tool_call|tool_code"):
+        if len(calls) >= MAX_CALLS:
+            calls.append(bad_call("too many calls in one turn"))
+        elif kind == "tool_call":
+            calls.append(parse_json_call(body, closed))
+        else:
+            calls.extend(parse_code_calls(body))
+    return calls
+
+
+# ---- below: how text is read (a reader of the training step may stop here) ----------------------
+# Calls
+
+MAX_CALL_CHARS = 4000  # a sane call has 100; keeps hostile nesting away from the JSON parser
+# [[H:]MM:]SS[.f]. [0-9] and not \d, which takes digits of other scripts too.
+CLOCK = re.compile(r"(?:(?:([0-9]{1,9}):)?([0-9]{1,9}):)?([0-9]{1,9}(?:\.[0-9]{0,9})?)")
+NUMBER = re.compile(r"[+-]?(?:[0-9]{1,9}(?:\.[0-9]{0,20})?|\.[0-9]{1,20})")
+# Quoted text, punctuation, a bare word, or a quote that is never closed.
+CODE_TOKEN = re.compile(r""""[^"\n]*"|'[^'\n]*'|[(),=]|[^\s"'(),=]+|["']""")
+
+
+def to_seconds(value):
+    """Seconds as float from a number, "12.5", "MM:SS" or "H:MM:SS(.f)"; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None  # bool is an int in Python: true would be second 1
+    if not isinstance(value, str):
+        return float(value) if abs(value) < 1e9 else None  # no NaN; float(10**400) raises
+    value = value.strip()
+    if NUMBER.fullmatch(value):
+        return float(value)
+    clock = CLOCK.fullmatch(value)
+    # 90:00 is fine, 1:75 is not.
+    if not clock or float(clock[3]) >= 60 or (clock[1] and int(clock[2]) >= 60):
+        return None
+    return 3600.0 * int(clock[1] or 0) + 60.0 * int(clock[2] or 0) + float(clock[3])
+
+
+def to_count(value):
+    """An int >= 1 from 8, 8.0 or "8"; else None."""
+    if isinstance(value, str) and ":" in value:  # "1:00" is a time, not a count
+        return None
+    number = to_seconds(value)
+    return int(number) if number is not None and number >= 1 and number.is_integer() else None
+
+
+def shown(name):
+    """A name the model wrote: printable ASCII, <= 40 characters, no < or > to smuggle a tag in."""
+    return re.sub(r"[^ -;=?-~]", "", name[:400])[:40]
+
+
+def bad_call(error, name=""):
+    """The ToolCall that stands for a call nobody can run."""
+    return ToolCall(name, start=None, end=None, num_frames=None, error=error)
+
+
+def check_call(name, arguments):
+    """A ToolCall from a name and an argument dict, whichever dialect they came from."""
+    if not isinstance(name, str) or not name.strip():
+        return bad_call('the call has no tool name, expected "name": "crop_video"')
+    if name.strip() != "crop_video":
+        return bad_call(f"unknown tool '{shown(name)}', the only tool is crop_video", shown(name))
+    if not isinstance(arguments, dict):
+        return bad_call("arguments must be an object with start_time and end_time", "crop_video")
+    start = to_seconds(arguments.get("start_time", arguments.get("start")))
+    end = to_seconds(arguments.get("end_time", arguments.get("end")))
+    frames = arguments.get("num_frames")
+    count = to_count(frames)
+    error = None
+    for key, value in (("start_time", start), ("end_time", end)):
+        if error is None and value is None:
+            present = key in arguments or key.removesuffix("_time") in arguments
+            fault = "is not a time" if present else "is missing"
+            error = f'{key} {fault}, expected seconds or "MM:SS"'
+    # A negative start is no error here: only the episode knows the clock and clamps to the video.
+    if error is None and end <= start:
+        error = "the window is empty or reversed, end_time must be greater than start_time"
+    if error is None and frames is not None and count is None:
+        error = "num_frames must be a whole number of at least 1"
+    return ToolCall("crop_video", start, end, count, error)
+
+
+def parse_json_call(body, closed):
+    """The ToolCall of one <tool_call> body. closed: its closing tag was written."""
+    if len(body) > MAX_CALL_CHARS:
+        return bad_call("the call is too long, expected one short JSON object")
+    try:
+        # Closed, the body is one object and nothing else. Cut off, what follows it is ignored.
+        call = json.loads(body) if closed else json.JSONDecoder().raw_decode(body.lstrip())[0]
+        if isinstance(call, dict) and isinstance(call.get("arguments"), str):
+            call["arguments"] = json.loads(call["arguments"])  # quoted twice by some templates
+    except (ValueError, RecursionError):  # ValueError also for an integer of thousands of digits
+        return bad_call('not valid JSON, expected {"name": "crop_video", "arguments": {...}}')
+    if not isinstance(call, dict):
+        return bad_call("a call must be one JSON object with name and arguments")
+    return check_call(call.get("name"), call.get("arguments"))
+
+
+def parse_code_calls(body):
+    """The ToolCalls of a <tool_code> body: crop_video(1, end_time=2), or print(crop_video(..)).
+    By place: start_time, end_time, num_frames, after an optional quoted path."""
+    if len(body) > MAX_CALL_CHARS:
+        return [bad_call("the call is too long, expected crop_video(start_time=1, end_time=2)")]
+    calls = []
+    name = key = None  # of the call being read; of the argument whose "=" was seen
+    word = None  # the value or name just seen
+    for token in CODE_TOKEN.findall(body):
+        if token not in "(=,)":
+            word = token if word is None else f"{word} {token}"  # two words are no number: "1 2"
+            continue
+        if token == "(":
+            # An inner call replaces the wrapper it stands in, as in print(crop_video(..)).
+            name = (word or "?").split()[-1]
+            named, positional = {}, []
+        elif token in ",)" and name is not None:
+            value = (word or "").strip("\"'")
+            if word is not None and key is not None:
+                named[key] = value
+            elif word and (positional or word[0] not in "\"'" or to_seconds(value) is not None):
+                positional.append(value)  # else it is the path that stands first
+            if token == ")":
+                by_place = dict(zip(("start_time", "end_time", "num_frames"), positional))
+                call = check_call(name, by_place | named)
+                if call.error is None and len(positional) > 3:
+                    call.error = "too many arguments, expected start_time, end_time, num_frames"
+                calls.append(call)
+                name = None
+        key = word if token == "=" else None
+        word = None
+    if name is not None or not calls:
+        calls.append(bad_call("not a whole call, expected crop_video(start_time=1, end_time=2)"))
+    return calls
+
+
+# ------------------------------------------------------------------------------------------------
+# Answers
+
+BLOCKS = ("tool_call", "tool_code", "tool_response", "action", "observation", "score", "clip")
+MAX_ANSWER_CHARS = 50_000  # longer is no answer: bounds the work below; NFKC may grow a text 18x
+EXPONENT = re.compile("(?<=[0-9])[⁻⁰¹²³⁴-⁹ⁿ]+")  # of a number
+BOXED = re.compile(r"\\boxed ?\{([^{}]*)\}")
+
+
+def answer_or_tail(turns, think_open=False):
+    """What evaluation grades: the final answer, else the last turn after its thought, else None."""
+    answer = final_answer(turns, think_open)
+    if answer is not None or not turns:
+        return answer
+    # A thought that never closes has no tail: guessing from reasoning would grade drafts.
+    if never_closed(turns[-1], think_open):
+        return None
+    text = turns[-1].rpartition("</think>")[2]
+    for kind in BLOCKS:  # never an answer, and the numbers in them no span
+        # Split, no lazy regex: that would rescan to the end for each block that is never closed.
+        head, *rest = text.split(f"<{kind}>")
+        ended = [piece.partition(f"</{kind}>") for piece in rest]
+        text = "\n".join([head, *(tail for _, closing, tail in ended if closing)])
+    return text.strip() if has_word(text) else None
+
+
+def stated_answer(turns, think_open=False):
+    """What the authors' release pays R_acc for: the final answer, else the last line with a word,
+    after the thought or in an open one. Then nothing but R_fmt asks for the tags."""
+    answer = final_answer(turns, think_open)
+    if answer is not None or not turns:
+        return answer
+    tail = turns[-1].rpartition("</think>")[2]
+    lines = [ANY_TAG.sub("", line).strip() for line in tail.split("\n")]
+    return next((line for line in reversed(lines) if has_word(line)), None)
+
+
+def plain(text):
+    """NFKC: full-width characters to ASCII; but 10² becomes 10^2, where NFKC would make it 102."""
+    return unicodedata.normalize("NFKC", EXPONENT.sub(r"^\g<0>", text))
+
+
+def answer_lines(response):
+    """Lines of what to grade of a response: an answer body whole, a turn less its thought."""
+    text = answer_or_tail([response]) or ""
+    if len(text) > MAX_ANSWER_CHARS:
+        return []
+    boxed = BOXED.findall(text)  # a LaTeX box declares the answer; the last one counts
+    text = plain(boxed[-1] if boxed else text)
+    # Single spaces also keep the patterns below from backtracking over long blanks.
+    lines = [" ".join(line.split()) for line in text.split("\n")]
+    return [line for line in lines if line]
+
+
+def region(response):
+    """What to grade of a response, on one line."""
+    return " ".join(answer_lines(response))
+
+
+# ------------------------------------------------------------------------------------------------
+# Open answers
+
+ARTICLES = ("a", "an", "the")
+UNITS = ("zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
+         "fifteen sixteen seventeen eighteen nineteen").split()  # fmt: skip
+TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+SPELLED = dict(zip(UNITS, range(20))) | dict(zip(TENS, range(20, 100, 10)))
+# A number with its sign and point, where it stands alone; percent; a run of letters and digits.
+WORD = re.compile(
+    r"(?<![^\W_])-?(?:[0-9]+\.[0-9]+|\.[0-9]+)(?![^\W_])|(?<![^\W_])-[0-9]+|%|[^\W_]+[+#]*")
+NUMERAL = re.compile(r"-?[0-9]*(?:\.[0-9]+)?")  # no two repeats share digits: that is quadratic
+HEDGES = "maybe perhaps possibly probably likely might may could or either unsure guess".split()
+NEGATIONS = ("not no never neither nor cannot cant isnt wasnt arent dont doesnt didnt except wrong "
+             "incorrect").split()  # fmt: skip
+PREDICATE = re.compile(r"(?i)\b(?:is|are|was|were|it['’]s|that['’]s) (?:(?:an?|the) )?(.+)")
+# "Therefore, the final answer is: X", the last of them; whatever was reasoned before it.
+ANSWER_IS = re.compile(r"(?is)(.*)\banswer[*_ ]*(?:is\b[*_ ]*:?|:)[*_\s]*(.+)")
+# "X. The lens zooms in.", but not the item "1. The lens zooms in."; "X because the lens zooms in".
+LAST_SENTENCE = re.compile(r"(?s)(.+)(?:\n|(?<![0-9])[.!] )([^\n]+)")
+BECAUSE = re.compile(r"(?is)(.+?),? ((?:because|since) .+)")
+# A reason has one of these words. What only says "is", or what happens, may be a second answer.
+REASONS = ("because since while when where which who shows show shown showing seen see sees "
+           "visible used using indicates indicating").split()  # fmt: skip
+# What has one of these, a hedge or a negation is no reason but another answer.
+TURNS = ("actually wait instead rather however but also alternatively correction sorry answer "
+         "another possible").split()  # fmt: skip
+SMALL_WORDS = ("of", "the", "and", "in", "for", "a", "an", "on", "to")
+
+
+def normalise(text):
+    """The list of tokens that open answers are compared by. Case, articles, punctuation, hyphens
+    and thousands commas go; the exponent of a letter joins it, number words become digits. A minus
+    sign, a decimal point, % and C++ stay: they change what is said."""
+    text = plain(text).casefold()
+    text = re.sub(r"(?<=[^\W\d_])\^\{?(?=[0-9])", "", text)  # n^2, n^{2} -> n2, as NFKC has n²
+    text = re.sub(r"['’`]", "", text).replace("−", "-")  # don't -> dont
+    text = re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", text)  # 1,000 -> 1000
+    tokens = []
+    tens = False  # the last token was a spelled multiple of ten, which a unit completes
+    for word in WORD.findall(text):
+        completes = tens and word in UNITS[1:10]
+        tens = word in TENS
+        if completes:
+            word = str(int(tokens.pop()) + SPELLED[word])
+        elif word in SPELLED:
+            word = str(SPELLED[word])
+        elif word == "%":
+            word = "percent"
+        elif NUMERAL.fullmatch(word):
+            # 05 -> 5, 5.0 -> 5, .5 -> 0.5. As text: int() refuses thousands of digits.
+            sign = word[: word[0] == "-"]
+            whole, _, part = word.lstrip("-").partition(".")
+            word = f"{sign}{whole.lstrip('0') or '0'}.{part.rstrip('0')}".rstrip(".")
+        tokens.append(word)
+    # Dropping articles must not empty an answer: else gold "A" would equal "the", and both ".".
+    return [token for token in tokens if token not in ARTICLES] or tokens
+
+
+def is_acronym(short, text):
+    """Whether `short` is the initials of `text`: DFS, or FDA of "Food and Drug Administration"."""
+    letters = re.sub(r"[.\s]", "", short)
+    words = re.findall(r"[^\W_]+", text)
+    content = [word for word in words if word.lower() not in SMALL_WORDS]
+    # With and without the small words: FDA, and DOA of "dead on arrival".
+    initials = ["".join(word[0] for word in some).upper() for some in (words, content)]
+    return len(letters) > 1 and letters.isalpha() and letters.isupper() and letters in initials
+
+
+def answer_forms(text):
+    """The texts an answer may be given as: itself, and either part of "Long Name (LN)"."""
+    # Bounded: what is longer is a sentence, not a name with its acronym.
+    both = re.fullmatch(r"([^()]{1,200}?) ?\(([^()]{1,200})\)[. ]*", text.strip())
+    if both and (is_acronym(both[1], both[2]) or is_acronym(both[2], both[1])):
+        return [text, both[1], both[2]]
+    return [text]
+
+
+def same_form(given, gold):
+    """Whether two texts are equal once normalised, or one is the initials of the other."""
+    # A gold of two letters is the initials of too many answers: "AI" of "any item".
+    acronym = is_acronym(given, gold) or (len(gold) > 2 and is_acronym(gold, given))
+    tokens = normalise(given)
+    return tokens != [] and (acronym or tokens == normalise(gold))
+
+
+def statements(text):
+    """The texts that a reply may come down to: itself, what it declares as its answer, and that
+    without the one sentence of reason behind it."""
+    doubt = {*HEDGES, *NEGATIONS, "possible", "another"}
+    declared = ANSWER_IS.fullmatch(text)
+    # "I doubt that the answer is X": only the clause that declares it, since reasoning may doubt.
+    clause = re.split(r"[.;!?\n]", declared[1][-100:])[-1] if declared else ""
+    if declared and doubt.isdisjoint(normalise(clause)):
+        text = declared[2]
+    found = [text]
+    for pattern in (LAST_SENTENCE, BECAUSE):
+        parts = pattern.fullmatch(text)
+        words = normalise(parts[2][:1000]) if parts else []
+        is_reason = len(words) <= 40 and not set(REASONS).isdisjoint(words)
+        if is_reason and {*doubt, *TURNS}.isdisjoint(words):
+            found.append(parts[1])
+    return found
+
+
+def match_open(response, gold):
+    """Whether a free answer says the gold text: equal once normalised, its acronym or what that
+    stands for, or the predicate of one short sentence that does not hedge or negate; declared as
+    the answer or not, with one sentence of reason or none. Empty never matches, and no part of a
+    text does."""
+    lines = "\n".join(answer_lines(response))
+    given = answer_forms(lines.replace("\n", " "))
+    for said in statements(lines):
+        said = said.replace("\n", " ")
+        given += answer_forms(said)
+        # Past 2,000 characters it is no short sentence.
+        tokens = normalise(said[:2000])
+        predicate = PREDICATE.search(said)
+        unsure = set(tokens) & {*HEDGES, *NEGATIONS} or re.search(r"[.;!?] +\w", said)
+        if predicate and len(said) < 2000 and len(tokens) <= 20 and not unsure:
+            given.append(predicate[1])
+    return any(same_form(form, wanted) for form in given for wanted in answer_forms(gold))
+
+
+def token_f1(response, gold):
+    """F1 in [0, 1] of two token multisets: a repeated word counts as often as both have it."""
+    tokens = Counter(normalise(region(response)))
+    wanted = Counter(normalise(gold))
+    common = (tokens & wanted).total()
+    return 2.0 * common / (tokens.total() + wanted.total()) if common else 0.0
+
+
+# ------------------------------------------------------------------------------------------------
+# Option letters
+
+# Each sees one line with single spaces and has no two open-ended repeats in a row: linear.
+LABEL = re.compile(r"[(\[\"']*([A-Za-z])(?:[)\]:]+|\.(?=\s|$))[.:]?(?: |$)")  # "B. ", "(B) ", "B: "
+ALONE = re.compile(r"(?:(?i:option|choice|letter) )?[(\[\"' ]*([A-Za-z])[)\]\"'.:, ]*")
+ITEM = re.compile(r" [(\[]?([A-Z])[)\].:]+ ")  # a further option of a list on one line
+LINE_LABEL = re.compile(r"^[ \t(\[]*([A-Za-z])[)\].:]+[ \t]", re.MULTILINE)
+OPTION = r"(?:option |choice |letter )?[(\[\"']*"
+END = r"(?![-'’]?\w)"  # the letter stands alone: not Apples, not A's, not B-roll
+DECLARED = re.compile(
+    r"(?i)\banswer(?: choice| option)?(?: is| was| would be| should be| must be| will be)? ?[:=]? ?"
+    rf"(?:clearly |definitely |probably |likely |most likely )?{OPTION}([a-z]){END}")
+CHOSEN = re.compile(
+    r"(?i)\b(?:option|choice|choose|chose|select|selected|pick|picked|go with|going with)"
+    rf"(?: is)? ?[:=]? ?{OPTION}([a-z]){END}")
+# "or C" right behind a declared answer. Capitals only, so that "or a" stays an article.
+ALTERNATIVE = re.compile(rf"[)\]\"'.]*,? ?(?:or|and|/|&) ?{OPTION}([A-Z]){END}")
+CAPITAL = re.compile(rf"(?<![\w'’])(?<![\w]-)([A-Z]){END}")
+NOT_BEFORE = re.compile(
+    r"(?i)(?:\bnot|n't|\bnever|\bneither|\bnor|\brather than|\binstead of|\bexcept|\bno)"
+    r"(?: the| an?| option| choice| answer| letter| is| choose| pick| select)*[ (\[\"']*$")
+NOT_AFTER = re.compile(
+    r"(?i)[)\]\"']* (?:(?:is|was|are|can|could|does|seems) ?(?:not\b|n't|wrong|incorrect|false|"
+    r"ruled out)|isn't|wasn't|cannot|can't|doesn't|is clearly wrong)")
+# The words around a letter in a Chinese reply. Longer ones first: "is wrong" before "not".
+CHINESE = {"不正确": "is wrong", "正确": "is right", "不对": "is wrong", "不": "not",
+           "错": "wrong", "答案": "answer", "选项": "option", "选择": "answer is",
+           "选": "answer is", "因为": "because", "为": "is", "是": "is", "应该": "", "应": "",
+           "或者": "or", "或": "or", "和": "and"}  # fmt: skip
+# Words that cannot follow an article, so that "A because .." is the letter and "A man .." is not.
+AFTER_LETTER = ("because since as or and is was which based due given but not rather instead that "
+                "where when if from for").split()  # fmt: skip
+
+
+def is_letter(text, at):
+    """Whether text[at] names an option there: it is no article, pronoun or stray letter."""
+    after = re.match(r" (\w+)", text[at + 1 : at + 20])  # the next word
+    # No article stands before a Chinese word.
+    if not after or after[1] > "\u2e80" or (at > 0 and text[at - 1] in "([\"'"):
+        return True
+    if text[at].islower() or text[at] == "I":  # "the answer is a dog", "I think"
+        return False
+    return text[at] != "A" or after[1].lower() in AFTER_LETTER
+
+
+def in_english(text):
+    """A text with the Chinese words that may stand around a letter translated, others left."""
+    return " ".join(re.sub("|".join(CHINESE), lambda word: f" {CHINESE[word[0]]} ", text).split())
+
+
+def named_letters(pattern, text, letters):
+    """{letter: index behind it} of the options that a pattern names in text, denied ones left out;
+    in the order of their last mention."""
+    named = {}
+    for match in pattern.finditer(text):
+        start, end = match.span()
+        # Windows, not the whole text: each look around a match stays of constant cost.
+        denied = NOT_BEFORE.search(text[max(0, start - 40) : start])
+        denied = denied or NOT_AFTER.match(text[end : end + 30])
+        if match[1].upper() in letters and is_letter(text, match.start(1)) and not denied:
+            named.pop(match[1].upper(), None)
+            named[match[1].upper()] = end
+    return named
+
+
+def lists_on(text, letter, texts):
+    """Whether `text`, which stands behind the label of an option, goes on as the list of options
+    does: its own text, the next label and text, and another label or the end. texts: normalised,
+    [] where not known."""
+    at = ord(letter) - ord("A")
+    following = [chr(ord(letter) + step) for step in (1, 2)]
+    if not texts:  # a label may be part of a sentence; A, B and C in order are a list
+        return letter == "A" and ITEM.findall(text[:2000])[:2] == following
+    if at + 1 >= len(texts):
+        return False
+    # Normalised in one piece, as the option and the reply are.
+    listed = normalise(f"{texts[at]} {following[0]} {texts[at + 1]}")
+    window = text[: 2 * len(" ".join(listed)) + 100]  # room for articles, punctuation, a label
+    said = normalise(window)
+    # "A. cat. B. dog is wrong" is no list.
+    after = said[len(listed) : len(listed) + 1]
+    return said[: len(listed)] == listed and after in ([], [following[1].lower()])
+
+
+def letters_by_text(said, texts, letters):
+    """The letters of the options whose text is said and not denied. All arguments normalised."""
+    inside = [text for text in texts if text and f" {text} " in f" {said} "]
+    # "dog" is not named where "hot dog" is. So an option that is said whole is the only one.
+    shorter = [a for a in inside for b in inside if a != b and f" {a} " in f" {b} "]
+    longest = [text for text in inside if text not in shorter]
+    if len(longest) == 1:  # an option itself may hold a "not": what counts stands beside it
+        beside = f" {said} ".replace(f" {longest[0]} ", " ").split()
+        if any(word in NEGATIONS for word in beside):
+            return set()
+    return {letter for letter, text in zip(letters, texts) if text in longest}
+
+
+def own_line(line, letters, texts):
+    """The letter that a line gives and nothing else, or None: "B", "Option B.", "(B) dog"."""
+    label = ALONE.fullmatch(line) or LABEL.match(line)
+    letter = label[1].upper() if label else None
+    if letter is None or letter not in letters:
+        return None
+    rest = " ".join(normalise(line[label.end() :]))
+    return letter if not rest or rest in texts[letters.index(letter) :][:1] else None
+
+
+def declared_letter(text, letters, texts):
+    """{the letter of the last "answer is X"}, {} without one, None where it says "B or C"."""
+    named = named_letters(DECLARED, text, letters)
+    if not named:
+        return set()
+    # The last one counts: "The answer is A. No, wait: the answer is C."
+    letter, end = list(named.items())[-1]
+    other = ALTERNATIVE.match(text[end : end + 40])
+    if other and other[1] in letters and other[1] != letter:
+        return None
+    # "Answer: A. cat B. dog C. hot dog" repeats the question.
+    return set() if lists_on(text[end:], letter, texts) else {letter}
+
+
+def extract_letter(response, options):
+    """The option letter a response settles on, or None. Never sees the gold answer. options: texts,
+    labelled ("A. ..", "(A) ..") or bare; without them A to J are allowed. First that applies: the
+    letter alone, also on a first line; a leading label; the last "answer is X"; one "option X" or
+    "choose X"; the text of one option; the only standalone capital left. Two letters at the same
+    step, or a label that contradicts what follows it, are no answer; nor is a list of options."""
+    letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[: len(options) if options else 10]
+    lines = [re.sub(r"[*_`$]", "", line) for line in answer_lines(response)]
+    text = " ".join(lines)
+    # The letter and nothing else; lower case is fine here, since no word stands beside it.
+    alone = ALONE.fullmatch(text)
+    if alone:
+        return alone[1].upper() if alone[1].upper() in letters else None
+    # Compared as normalised text, so that "3" and "three" name one option. Only a label that fits
+    # the option's place is taken off: "B. B. King" may be the text of option A.
+    texts = [" ".join(normalise(re.sub(rf"^\s*\(?{letter}[).:]+\s+", "", str(option))))
+             for letter, option in zip(letters, options or [])]  # fmt: skip
+    said = " ".join(normalise(text))
+    english = in_english(text)  # for what stands around a letter; the options may be Chinese
+
+    declared = declared_letter(english, letters, texts)
+    if declared is None:
+        return None
+    # Two labelled lines are the options repeated.
+    labels = LINE_LABEL.findall(answer_or_tail([response]) or "")
+    listing = len({label.upper() for label in labels} & set(letters)) > 1
+    # An explanation may name any option, but no second letter on a line of its own.
+    first, *further = (own_line(line, letters, texts) for line in lines or [""])
+    lone = first and (not listing or ALONE.fullmatch(lines[0]))
+    if lone and len(lines) > 1 and {first, *filter(None, further)} | declared == {first}:
+        return first
+    chosen = {letter for letter, end in named_letters(CHOSEN, english, letters).items()
+              if not lists_on(english[end:], letter, texts)}  # fmt: skip
+    capitals = set(named_letters(CAPITAL, english, letters))
+    label = LABEL.match(text)
+    letter = label[1].upper() if label else None
+    if letter and letter in letters and not listing:
+        rest = " ".join(normalise(text[label.end() :]))
+        if rest and rest in texts:
+            return letter if texts[letters.index(letter)] == rest else None  # "A. dog": dog is B
+        if lists_on(text[label.end() :], letter, texts):
+            texts = []  # a list says every text of it
+        elif said not in texts:  # else it is no label but how an option begins: "B. B. King"
+            return letter if (declared or chosen) <= {letter} else None
+    # The first step that names a letter decides; a later one never breaks its tie.
+    for named in (declared, chosen, letters_by_text(said, texts, letters), capitals):
+        if named:
+            return named.pop() if len(named) == 1 else None
+    return None
+
+
+# ------------------------------------------------------------------------------------------------
+# Time spans
+
+TIME = r"((?:[0-9]{1,9}:){0,2}[0-9]{1,9}(?:\.[0-9]{1,9})?)(?![0-9:%]|\.[0-9])"  # not 1.2.3, not 5%
+SECONDS = r"( ?(?:seconds|second|secs|sec|s)\b)?"
+ABOUT = r"(?:about |around |approximately )?"
+PAIR = re.compile(
+    rf"(?i)([\[(] ?)?(?<![\w.:-]){TIME}{SECONDS} ?(-|–|—|−|~|to|until|till|and|,) ?"
+    rf"{ABOUT}{TIME}{SECONDS}")
+# "start_time": 1, "Start time: 1", "**Start time (s):** 1", "starts at about 1"
+AT = rf"[a-z_]{{0,8}}(?: time| timestamp)?(?: \(s\)| \(seconds\))?[\"'* :=]{{0,6}}" \
+     rf"(?:at |from |is )?{ABOUT}{TIME}"
+NAMED = re.compile(rf"(?i)\b(?:start|begin){AT}[^0-9]{{0,60}}?\b(?:end|finish|stop){AT}")
+STAMP = re.compile(r"<([0-9][^<>]*)>")
+# Just before or behind a pair that is no time, the pair itself left out as a newline.
+COUNTED = re.compile(r"(?i)\bframes? ?(?:from )?\n|\n (?:frames?|percent)\b")
+TRUST = "(?:confidence|certainty|probability)"
+TRUSTED = re.compile(rf"(?i)\b{TRUST}\b[^0-9\n]{{0,20}}\n|\n {TRUST}")
+SHARED_MINUTES = re.compile(r"(?<![\w.:])([0-9]{1,4}) ?(?:-|–|to) ?(?=[0-9]{1,4} ?min)")
+MINUTES = re.compile(
+    r"(?<![\w.:])([0-9]{1,4}(?:\.[0-9]{1,3})?) ?(?:minutes|minute|mins|min)\b"
+    r"(?:,? (?:and )?([0-9]{1,2}(?:\.[0-9]{1,3})?) ?(?:seconds|second|secs|sec|s)\b)?")
+
+
+def extract_span(response):
+    """(start, end) in seconds of the last time range in a response, or None. A range is two times
+    (12.5, MM:SS, H:MM:SS, "1 minute 5 seconds") joined by a dash, "to", "until" or "and", or given
+    as start and end; by a comma only in brackets, with a unit, or alone. A reversed last range is a
+    wrong answer, not one to repair: None. Frame numbers and confidences are no times."""
+    text = STAMP.sub(r"\1", region(response))  # "<12.5 seconds> - <20.0 seconds>"
+    # Minutes ("2 to 3 minutes") become seconds first, so that one pattern reads every range.
+    text = SHARED_MINUTES.sub(r"\1 min to ", text)
+    text = MINUTES.sub(lambda part: f"{60 * float(part[1]) + float(part[2] or 0):.3f}s", text)
+    found = [(match.start(), match[1], match[2]) for match in NAMED.finditer(text)]
+    alone = text.strip(" .\"'")
+    for match in PAIR.finditer(text):
+        bracket, start, unit, joint, end, _ = match.groups()
+        if joint == "," and not bracket and not unit and match[0] != alone:
+            continue  # "at 10, 20 people"
+        first, last = match.span()
+        around = text[max(0, first - 32) : first] + "\n" + text[last : last + 12]
+        # "confidence 0.8-0.9" but not "with confidence: 10-20".
+        share = TRUSTED.search(around) and (to_seconds(end) or 0.0) <= 1.0
+        # "frames 10-20", but "frames <12.5 seconds> - <20.0 seconds>" are times.
+        if not share and (unit or not COUNTED.search(around)):
+            found.append((first, start, end))
+    # The last range written, whichever way: an echoed example or a first guess stands before it.
+    start, end = (to_seconds(time) for time in max(found, default=(0, None, None))[1:])
+    return (start, end) if start is not None and end is not None and start < end else None
+
+
+def temporal_iou(span, gold):
+    """Intersection over union in [0, 1] of two (start, end) in seconds; no or an empty span: 0."""
+    if span is None or not (span[0] < span[1] and gold[0] < gold[1]):  # NaN compares false: 0 too
+        return 0.0
+    overlap = min(span[1], gold[1]) - max(span[0], gold[0])
+    union = max(span[1], gold[1]) - min(span[0], gold[0])  # the hull: exact for spans that overlap
+    return overlap / union if overlap > 0 and math.isfinite(union) else 0.0

@@ -1,30 +1,41 @@
 """
-toy.py: the embedded default. A world small enough that a video agent learns in it on two CPU cores in minutes.
+toy.py: the embedded default. A world small enough that a video agent learns in it on two CPU cores
+in minutes.
 
-The world. A 64-second video, one frame a second, 32 x 32 pixels (ONE vision token a frame): grey noise, and 1 to 3 coloured
-squares, each on screen for 2 seconds inside a 8-second slot of its own. The question names the slots, the answer lists the
-colours in order:
+The world. A 64-second video, one frame a second, 32 x 32 pixels (ONE vision token a frame): grey
+noise, and 1 to 3 coloured squares, each on screen for 2 seconds inside a 8-second slot of its own.
+The question names the slots, the answer lists the colours in order:
     Which colours appear between 16 and 24, 40 and 48?      ->  red, blue
-An overview of K frames at the centres of K equal segments shows an event of 2 seconds always at K = 64 and 32, three
-times in five at 16, twice in five at 8, never at 4. A crop of the slot always shows it. That contrast is the one that PARA-GRPO is about.
+An overview of K frames at the centres of K equal segments shows an event of 2 seconds always at K =
+64 and 32, three times in five at 16, twice in five at 8, never at 4. A crop of the slot always
+shows it. That contrast is the one that PARA-GRPO is about.
 
-Three stages of data. `pretrain.jsonl` makes the base: every skill (calling, gathering, answering from the overview, watching a
-window) at every K, long enough to be learned, in the style of a `--prior`:
-    strong   calls half of the time; thoughts left open or opened again, `<tool_code>` calls, unclosed JSON, prose, answers without tags
+Three stages of data. `pretrain.jsonl` makes the base: every skill (calling, gathering, answering
+from the overview, watching a window) at every K, long enough to be learned, in the style of a
+`--prior`:
+    strong   calls half of the time; thoughts left open or opened again, `<tool_code>` calls,
+             unclosed JSON, prose, answers without tags
     weak     tidy thoughts and answers, and never a call
-    tidy     calls half of the time, everything in the protocol's style: base and cold start in one, which learns fastest (`make demo`)
-`sft.jsonl` is the cold start: strict style, mostly calls. Learned for a short while it gives what the paper starts from: a model that
-is well-formed when greedy and falls back into its old habits when sampled. RL decides.
+    tidy     calls half of the time, everything in the protocol's style: base and cold start in one,
+             which learns fastest (`make demo`)
+`sft.jsonl` is the cold start: strict style, mostly calls. Learned for a short while it gives what
+the paper starts from: a model that is well-formed when greedy and falls back into its old habits
+when sampled. RL decides.
 
-The files. `init/`: a random Qwen3-VL with its tokenizer and processor; `videos/*.mp4`; `pretrain.jsonl`, `sft.jsonl`, `sft_val.jsonl`,
-`rl.jsonl`, `eval.jsonl` (no video in two of the splits). The prior changes `pretrain.jsonl` and nothing else.
+The files. `init/`: a random Qwen3-VL with its tokenizer and processor; `videos/*.mp4`;
+`pretrain.jsonl`, `sft.jsonl`, `sft_val.jsonl`, `rl.jsonl`, `eval.jsonl` (no video in two of the
+splits). The prior changes `pretrain.jsonl` and nothing else.
 
-The tokenizer. Byte-level BPE with Qwen's control and tag tokens, whole numbers as single tokens, and each sentence of the
-fixed prompts as one token, so that the short context is spent on frames. `<answer>` is several tokens, as in Qwen3.
+The tokenizer. Byte-level BPE with Qwen's control and tag tokens, whole numbers as single tokens,
+and each sentence of the fixed prompts as one token, so that the short context is spent on frames.
+`<answer>` is several tokens, as in Qwen3.
 
-Run:  python toy.py --out toy            (about half a minute on one core; the same --seed gives the same bytes)
-Then: torchrun --nproc_per_node 2 sft.py --preset toy --ckpt toy/init --data toy/pretrain.jsonl --out base
-      torchrun --nproc_per_node 2 sft.py --preset toy --ckpt base --data toy/sft.jsonl --val toy/sft_val.jsonl --out sft_out
+Run:  python toy.py --out toy
+        (about half a minute on one core; the same --seed gives the same bytes)
+Then: torchrun --nproc_per_node 2 sft.py --preset toy --ckpt toy/init \\
+        --data toy/pretrain.jsonl --out base
+      torchrun --nproc_per_node 2 sft.py --preset toy --ckpt base --data toy/sft.jsonl \\
+        --val toy/sft_val.jsonl --out sft_out
 Fast: python toy.py --out toy --prior tidy, then the first of the two is all of SFT.
 """
 import argparse
@@ -39,21 +50,25 @@ import rollout
 
 
 def colours():
-    return {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (40, 60, 230), "yellow": (235, 225, 40),
-            "purple": (150, 40, 180), "orange": (250, 140, 20), "white": (245, 245, 245), "black": (10, 10, 10)}
+    return {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (40, 60, 230),
+            "yellow": (235, 225, 40), "purple": (150, 40, 180), "orange": (250, 140, 20),
+            "white": (245, 245, 245), "black": (10, 10, 10)}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Videos
 
 
 def make_timeline(rng, seconds=64, slot=8, visible=2):
-    """-> list of events {"start", "end", "colour", "window": (a, b)}, ordered, one per slot, 1 to 3 of them."""
+    """-> list of events {"start", "end", "colour", "window": (a, b)}, ordered, one per slot, 1 to 3
+    of them."""
     names = list(colours())
     events = []
+    # One event a slot at most, so that a window names one answer.
     for s in sorted(rng.sample(range(seconds // slot), rng.randint(1, 3))):
         start = rng.randrange(s * slot + 1, s * slot + slot - visible)  # never on the slot's edge
-        events.append({"start": start, "end": start + visible, "colour": rng.choice(names), "window": (s * slot, s * slot + slot)})
+        events.append({"start": start, "end": start + visible, "colour": rng.choice(names),
+                       "window": (s * slot, s * slot + slot)})
     return events
 
 
@@ -62,15 +77,18 @@ def draw_frames(events, noise, seconds=64, size=32):
     frames = 128 + noise.normal(0, 6, (seconds, size, size, 3))
     for event in events:
         for t in range(event["start"], event["end"]):
-            y, x = size // 2 + noise.integers(-3, 4, 2)
-            r = noise.integers(8, 11)
+            # No two squares alike: the colour is to be learned, not a picture.
+            y, x = size // 2 + noise.integers(-3, 4, 2)  # centre, pixels
+            r = noise.integers(8, 11)  # half a side
             square = (slice(y - r, y + r + 1), slice(x - r, x + r + 1))
-            frames[t][square] = colours()[event["colour"]] + noise.normal(0, 6, frames[t][square].shape)
+            grain = noise.normal(0, 6, frames[t][square].shape)
+            frames[t][square] = colours()[event["colour"]] + grain
     return frames.clip(0, 255).astype(np.uint8)
 
 
 def write_video(path, frames, fps=1):
-    """uint8 [T, H, W, 3] -> H.264 mp4. One thread and no wall clock in the file: the bytes depend on the frames alone."""
+    """uint8 [T, H, W, 3] -> H.264 mp4. One thread and no wall clock in the file: the bytes depend
+    on the frames alone."""
     import av
 
     with av.open(path, "w", format="mp4", options={"fflags": "+bitexact"}) as container:
@@ -83,27 +101,31 @@ def write_video(path, frames, fps=1):
         container.mux(stream.encode())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Samples
 
 
 def make_task(name, events):
     windows = ", ".join(f"{a} and {b}" for a, b in (e["window"] for e in events))
-    return {"id": name, "video": f"videos/{name}.mp4", "question": f"Which colours appear between {windows}?", "options": None,
+    return {"id": name, "video": f"videos/{name}.mp4",
+            "question": f"Which colours appear between {windows}?", "options": None,
             "answer": ", ".join(e["colour"] for e in events), "type": "open", "subtitles": None,
             "category": f"{len(events)} event{'s' if len(events) > 1 else ''}"}
 
 
 def call_text(a, b):
-    return f'<tool_call>\n{{"name": "crop_video", "arguments": {{"start_time": {a}, "end_time": {b}}}}}\n</tool_call>'
+    return ('<tool_call>\n{"name": "crop_video", "arguments": '
+            f'{{"start_time": {a}, "end_time": {b}}}}}\n</tool_call>')
 
 
 def thought(text, rng, loose):
-    """A thought that rambles a little, as thoughts do: tokens with some entropy between the tags. loose: mostly left open at its
-    end, or opened again."""
-    remarks = ["Let me see.", "Hm, not sure.", "It is quick.", "Wait, look again.", "One more time.", "Go step by step."]
+    """A thought that rambles a little, as thoughts do: tokens with some entropy between the tags.
+    loose: mostly left open at its end, or opened again."""
+    remarks = ["Let me see.", "Hm, not sure.", "It is quick.", "Wait, look again.",
+               "One more time.", "Go step by step."]
     text = " ".join([*(rng.choice(remarks) for _ in range(rng.randint(0, 1))), text])
-    end = rng.choices(["\n</think>\n", "\n", "\n<think>\n"], [0.3, 0.55, 0.15])[0] if loose else "\n</think>\n"
+    end = rng.choices(["\n</think>\n", "\n", "\n<think>\n"],
+                      [0.3, 0.55, 0.15])[0] if loose else "\n</think>\n"
     return f"<think>\n{text}{end}"
 
 
@@ -116,14 +138,16 @@ def answer_turn(answer, rng, loose=False):
 
 
 def call_turn(events, rng, loose=False):
-    """Thought and one call per window; loose: three dialects, mostly the Python-like one, at times with prose around."""
+    """Thought and one call per window; loose: three dialects, mostly the Python-like one, at times
+    with prose around."""
     windows = [e["window"] for e in events]
     head = thought("I need a closer look.", rng, loose)
     dialect = rng.choices(["json", "code", "open"], [0.25, 0.6, 0.15])[0] if loose else "json"
     if dialect == "code":
         calls = [f"<tool_code>\ncrop_video({a}, {b})\n</tool_code>" for a, b in windows]
     else:
-        calls = [call_text(*w) if dialect == "json" else call_text(*w).removesuffix("\n</tool_call>") for w in windows]
+        calls = [call_text(*w) if dialect == "json"
+                 else call_text(*w).removesuffix("\n</tool_call>") for w in windows]
     prose = "I will look closer.\n" if loose and rng.random() < 0.3 else ""
     return head + prose + "\n".join(calls)
 
@@ -133,45 +157,56 @@ def summary(event):
 
 
 def chats(task, events, budgets, rng, loose=False):
-    """All samples of one video: main agent direct, main agent with calls and gather, the same without tools, one sub-agent per
-    window. budgets: {way: [K, ..]}. loose: the base's native style, drawn turn by turn, instead of the protocol's."""
+    """All samples of one video: main agent direct, main agent with calls and gather, the same
+    without tools, one sub-agent per window. budgets: {way: [K, ..]}. loose: the base's native
+    style, drawn turn by turn, instead of the protocol's."""
     rows, tools = [], rollout.tool_schema()
 
+    # Prompts come from rollout.py, as in RL: a word of difference would be another task.
     def said(text):
         return {"role": "assistant", "content": text}
 
     for k in budgets["direct"]:
         rows.append({"id": f"{task['id']}-direct-{k}", "tools": tools,
-                     "messages": [*rollout.main_messages(task, k), said(answer_turn(task["answer"], rng, loose))]})
+                     "messages": [*rollout.main_messages(task, k),
+                                  said(answer_turn(task["answer"], rng, loose))]})
     for k in budgets["call"]:
         rows.append({"id": f"{task['id']}-call-{k}", "tools": tools,
-                     "messages": [*rollout.main_messages(task, k), said(call_turn(events, rng, loose)),
+                     "messages": [*rollout.main_messages(task, k),
+                                  said(call_turn(events, rng, loose)),
                                   *({"role": "tool", "content": summary(e)} for e in events),
                                   said(answer_turn(task["answer"], rng, loose))]})
     for k in budgets["plain"]:
         rows.append({"id": f"{task['id']}-plain-{k}",
-                     "messages": [*rollout.main_messages(task, k, tools=False), said(answer_turn(task["answer"], rng, loose))]})
-    for i, e in enumerate(events):
-        window = {"start": float(e["window"][0]), "end": float(e["window"][1]), "fps": 1.0, "max_frames": 16}
-        rows.append({"id": f"{task['id']}-sub-{i}", "messages": [*rollout.sub_messages(task, window), said(summary(e))]})
+                     "messages": [*rollout.main_messages(task, k, tools=False),
+                                  said(answer_turn(task["answer"], rng, loose))]})
+    for i, e in enumerate(events):  # what a sub-agent is shown, and says
+        window = {"start": float(e["window"][0]), "end": float(e["window"][1]), "fps": 1.0,
+                  "max_frames": 16}
+        rows.append({"id": f"{task['id']}-sub-{i}",
+                     "messages": [*rollout.sub_messages(task, window), said(summary(e))]})
     return rows
 
 
 def pretraining_rows(task, events, prior, rng):
-    """What the base has seen: every skill at every K. strong: also calls, all of it in loose style. weak: tidy, and never a call. tidy:
-    calls too, in the protocol's own style: base and cold start in one."""
+    """What the base has seen: every skill at every K. strong: also calls, all of it in loose style.
+    weak: tidy, and never a call. tidy: calls too, in the protocol's own style: base and cold start
+    in one."""
     every = rollout.gated_budgets()
     calls = [] if prior == "weak" else every
-    return chats(task, events, {"direct": every, "call": calls, "plain": every}, rng, loose=prior == "strong")
+    return chats(task, events, {"direct": every, "call": calls, "plain": every}, rng,
+                 loose=prior == "strong")
 
 
 def cold_start_rows(task, events, rng):
-    """The cold start teaches calling, as the paper's does: calls at every K, direct answers at one."""
+    """The cold start teaches calling, as the paper's does: calls at every K, direct answers at
+    one."""
     every = rollout.gated_budgets()
-    return chats(task, events, {"direct": [rng.choice(every)], "call": every, "plain": [rng.choice(every)]}, rng)
+    return chats(task, events, {"direct": [rng.choice(every)], "call": every,
+                                "plain": [rng.choice(every)]}, rng)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Checkpoint
 
 
@@ -187,21 +222,26 @@ def chat_template():
         "{%- if c.type == 'image' %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}"
         "{%- elif c.type == 'video' %}{{- '<|vision_start|><|video_pad|><|vision_end|>' }}"
         "{%- else %}{{- c.text }}{%- endif %}{%- endfor %}{%- endif %}"
-        "{%- if loop.first and tools %}{{- '\n\nTools, called as JSON between <tool_call> and </tool_call>:' }}"
+        "{%- if loop.first and tools %}"
+        "{{- '\n\nTools, called as JSON between <tool_call> and </tool_call>:' }}"
         "{%- for t in tools %}{{- '\n' + (t | tojson) }}{%- endfor %}{%- endif %}"
         "{%- if tool %}{{- '\n</tool_response>' }}"
-        "{%- if not loop.last and messages[loop.index0 + 1].role == 'tool' %}{{- '\n' }}{%- else %}{{- '<|im_end|>\n' }}{%- endif %}"
+        "{%- if not loop.last and messages[loop.index0 + 1].role == 'tool' %}{{- '\n' }}"
+        "{%- else %}{{- '<|im_end|>\n' }}{%- endif %}"
         "{%- else %}{{- '<|im_end|>\n' }}{%- endif %}"
         "{%- endfor %}"
         "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}")
 
 
 def fixed_phrases(tokenizer_template):
-    """Every text that never varies in this world: the lines of both prompts, the tool list, JSON boilerplate."""
-    rendered = tokenizer_template([{"role": "system", "content": rollout.main_prompt()}], rollout.tool_schema())
+    """Every text that never varies in this world: the lines of both prompts, the tool list, JSON
+    boilerplate."""
+    rendered = tokenizer_template([{"role": "system", "content": rollout.main_prompt()}],
+                                  rollout.tool_schema())
     lines = rendered.replace("<|im_start|>system\n", "").replace("<|im_end|>", "").split("\n")
     lines += rollout.sub_prompt().split("\n") + [rollout.answer_style("open")]
-    return [line for line in lines if line] + ['{"name": "crop_video", "arguments": {"start_time": ', ', "end_time": ']
+    call = ['{"name": "crop_video", "arguments": {"start_time": ', ', "end_time": ']
+    return [line for line in lines if line] + call
 
 
 def render_template(messages, tools=None):
@@ -215,30 +255,38 @@ def build_tokenizer(rng, vocab_size=640):
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    control = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
-    tags = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
+    control = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
+               "<|video_pad|>"]
+    tags = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>",
+            "</think>"]
     phrases = fixed_phrases(render_template)
+    # Times and numbers often enough to become tokens of their own.
     corpus = [f"<{t}.0 seconds>" for t in range(64)] * 30 + [f" {t}" for t in range(65)] * 30
     for _ in range(300):
         events = make_timeline(rng)
         task = make_task("v", events)
-        for row in [*pretraining_rows(task, events, "strong", rng), *cold_start_rows(task, events, rng)]:
-            text = render_template([m if isinstance(m["content"], str) else {**m, "content": m["content"][1]["text"]}
+        for row in [*pretraining_rows(task, events, "strong", rng),
+                    *cold_start_rows(task, events, rng)]:
+            text = render_template([m if isinstance(m["content"], str)
+                                    else {**m, "content": m["content"][1]["text"]}
                                     for m in row["messages"]])
-            for literal in phrases + control + tags:
+            for literal in phrases + control + tags:  # they are whole tokens already
                 text = text.replace(literal, "\n")
             corpus.append(text)
     core = Tokenizer(models.BPE())
     # Whole numbers and whole time stamps stay in one piece; a word keeps its leading space.
     split = Regex(r"<\d+\.\d seconds>| ?[A-Za-z_]+|\d+|[^\sA-Za-z0-9<]+|\s|<")
-    core.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(split, "isolated"),
-                                                  pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    core.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(split, "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     core.decoder = decoders.ByteLevel()
     core.train_from_iterator(corpus, trainers.BpeTrainer(
         vocab_size=vocab_size, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         special_tokens=["<|endoftext|>"], show_progress=False))
-    # transformers rebuilds the stock pre-tokenizer for class Qwen2Tokenizer: this one must be PreTrainedTokenizerFast.
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    # transformers rebuilds the stock pre-tokenizer for class Qwen2Tokenizer: this one must be
+    # PreTrainedTokenizerFast.
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>",
+                                        pad_token="<|endoftext|>")
     tokenizer.add_special_tokens({"additional_special_tokens": control})
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in tags + phrases])
     tokenizer.model_max_length = 4096
@@ -249,34 +297,46 @@ def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384):
     """Write a random Qwen3-VL checkpoint of about a million parameters."""
     model.import_shim()
     import torch
-    from transformers import Qwen2VLImageProcessor, Qwen3VLConfig, Qwen3VLForConditionalGeneration, Qwen3VLProcessor, Qwen3VLVideoProcessor
+    from transformers import (
+        Qwen2VLImageProcessor,
+        Qwen3VLConfig,
+        Qwen3VLForConditionalGeneration,
+        Qwen3VLProcessor,
+        Qwen3VLVideoProcessor,
+    )
 
     tokenizer = build_tokenizer(rng)
     one = tokenizer.convert_tokens_to_ids
-    axis = hidden // heads // 2
-    text = dict(vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=mlp, num_hidden_layers=layers,
-                num_attention_heads=heads, num_key_value_heads=heads, head_dim=hidden // heads, max_position_embeddings=4096,
-                rope_scaling={"mrope_interleaved": True, "mrope_section": [axis - 2 * (axis // 3), axis // 3, axis // 3],
+    axis = hidden // heads // 2  # rotary pairs of a head, shared out over time, height, width
+    text = dict(vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=mlp,
+                num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads,
+                head_dim=hidden // heads, max_position_embeddings=4096,
+                rope_scaling={"mrope_interleaved": True,
+                              "mrope_section": [axis - 2 * (axis // 3), axis // 3, axis // 3],
                               "rope_type": "default"}, rope_theta=10000.0, tie_word_embeddings=True)
-    vision = dict(depth=1, hidden_size=64, num_heads=2, intermediate_size=128, patch_size=16, spatial_merge_size=2,
-                  temporal_patch_size=2, out_hidden_size=hidden, num_position_embeddings=16, deepstack_visual_indexes=[0])
-    config = Qwen3VLConfig(text_config=text, vision_config=vision, image_token_id=one("<|image_pad|>"),
-                           video_token_id=one("<|video_pad|>"), vision_start_token_id=one("<|vision_start|>"),
+    # One block, one deepstack level; 32 x 32 pixels are 2 x 2 patches, merged into one token.
+    vision = dict(depth=1, hidden_size=64, num_heads=2, intermediate_size=128, patch_size=16,
+                  spatial_merge_size=2, temporal_patch_size=2, out_hidden_size=hidden,
+                  num_position_embeddings=16, deepstack_visual_indexes=[0])
+    config = Qwen3VLConfig(text_config=text, vision_config=vision,
+                           image_token_id=one("<|image_pad|>"), video_token_id=one("<|video_pad|>"),
+                           vision_start_token_id=one("<|vision_start|>"),
                            vision_end_token_id=one("<|vision_end|>"), tie_word_embeddings=True,
                            eos_token_id=one("<|im_end|>"), pad_token_id=one("<|endoftext|>"))
     torch.manual_seed(seed)
     policy = Qwen3VLForConditionalGeneration(config)
     policy.generation_config.eos_token_id = one("<|im_end|>")
     policy.generation_config.pad_token_id = one("<|endoftext|>")
-    half = [0.5, 0.5, 0.5]  # the video processor's own mean and std; vLLM normalises both channels with the image processor's
-    images = Qwen2VLImageProcessor(patch_size=16, merge_size=2, min_pixels=1024, max_pixels=50176, image_mean=half, image_std=half)
+    # The video processor's own mean and std: vLLM normalises both channels with the image
+    # processor's.
+    half = [0.5, 0.5, 0.5]
+    images = Qwen2VLImageProcessor(patch_size=16, merge_size=2, min_pixels=1024, max_pixels=50176,
+                                   image_mean=half, image_std=half)
     videos = Qwen3VLVideoProcessor(patch_size=16, merge_size=2)
-    processor = Qwen3VLProcessor(image_processor=images, tokenizer=tokenizer, video_processor=videos,
-                                 chat_template=chat_template())
+    processor = Qwen3VLProcessor(image_processor=images, tokenizer=tokenizer,
+                                 video_processor=videos, chat_template=chat_template())
     with model.atomic_folder(folder) as temp:
-        policy.save_pretrained(temp)
-        processor.save_pretrained(temp)
-        model.fix_tokenizer_class(temp, tokenizer)
+        model.save_pretrained(policy, processor, temp)
     return sum(p.numel() for p in policy.parameters())
 
 
@@ -285,17 +345,26 @@ def write_jsonl(path, rows):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="toy", help="folder to write")
-    parser.add_argument("--seed", type=int, default=0, help="everything is drawn from this one number")
-    parser.add_argument("--prior", choices=["strong", "weak", "tidy"], default="strong", help="what the base learns before the cold start: to call tools "
-                        "in a loose style of its own; to answer tidily and never call; or all of the protocol at once")
-    parser.add_argument("--base-videos", type=int, default=480, help="videos of the base's pretraining split")
+    parser.add_argument("--seed", type=int, default=0,
+                        help="everything is drawn from this one number")
+    parser.add_argument("--prior", choices=["strong", "weak", "tidy"], default="strong",
+                        help="what the base learns before the cold start: to call tools in a loose "
+                        "style of its own; to answer tidily and never call; or all of the protocol "
+                        "at once")
+    parser.add_argument("--base-videos", type=int, default=480,
+                        help="videos of the base's pretraining split")
     parser.add_argument("--sft-videos", type=int, default=96, help="videos of the cold-start split")
-    parser.add_argument("--rl-videos", type=int, default=160, help="videos of the RL split, one task each")
-    parser.add_argument("--eval-videos", type=int, default=64, help="videos of the held-out split, one task each")
-    parser.add_argument("--layers", type=int, default=4, help="decoder layers of the base checkpoint")
-    parser.add_argument("--hidden", type=int, default=128, help="hidden size of the base checkpoint, a multiple of 128")
+    parser.add_argument("--rl-videos", type=int, default=160,
+                        help="videos of the RL split, one task each")
+    parser.add_argument("--eval-videos", type=int, default=64,
+                        help="videos of the held-out split, one task each")
+    parser.add_argument("--layers", type=int, default=4,
+                        help="decoder layers of the base checkpoint")
+    parser.add_argument("--hidden", type=int, default=128,
+                        help="hidden size of the base checkpoint, a multiple of 128")
     args = parser.parse_args()
     if args.hidden < 128 or args.hidden % 128:
         raise model.UserError(f"--hidden must be a multiple of 128, got {args.hidden}")
@@ -307,8 +376,10 @@ def main():
     model.make_out(args.out)
     os.makedirs(os.path.join(args.out, "videos"), exist_ok=True)
     rng, noise = random.Random(args.seed), np.random.default_rng(args.seed)
-    style = random.Random(f"style/{args.seed}")  # of its own: the prior changes pretrain.jsonl and nothing else
-    counts = {"base": args.base_videos, "sft": args.sft_videos, "val": 24, "rl": args.rl_videos, "eval": args.eval_videos}
+    # A generator of its own: the prior changes pretrain.jsonl and nothing else.
+    style = random.Random(f"style/{args.seed}")
+    counts = {"base": args.base_videos, "sft": args.sft_videos, "val": 24, "rl": args.rl_videos,
+              "eval": args.eval_videos}
     rows = {split: [] for split in counts}
     with tqdm(total=sum(counts.values()), desc="videos", disable=None) as bar:
         for split, count in counts.items():
@@ -319,12 +390,16 @@ def main():
                 if split == "base":
                     rows[split] += pretraining_rows(task, events, args.prior, style)
                 else:
-                    rows[split] += cold_start_rows(task, events, rng) if split in ("sft", "val") else [task]
+                    chatted = split in ("sft", "val")
+                    rows[split] += cold_start_rows(task, events, rng) if chatted else [task]
                 bar.update()
-    for split, name in (("base", "pretrain"), ("sft", "sft"), ("val", "sft_val"), ("rl", "rl"), ("eval", "eval")):
+    for split, name in (("base", "pretrain"), ("sft", "sft"), ("val", "sft_val"), ("rl", "rl"),
+                        ("eval", "eval")):
         write_jsonl(os.path.join(args.out, f"{name}.jsonl"), rows[split])
-    parameters = build_init(os.path.join(args.out, "init"), rng, args.seed, hidden=args.hidden, layers=args.layers)
-    print(f"{args.out}: random checkpoint of {parameters / 1e6:.2f} M parameters, {sum(counts.values())} videos, "
+    parameters = build_init(os.path.join(args.out, "init"), rng, args.seed, hidden=args.hidden,
+                            layers=args.layers)
+    print(f"{args.out}: random checkpoint of {parameters / 1e6:.2f} M parameters, "
+          f"{sum(counts.values())} videos, "
           + ", ".join(f"{len(r)} {s} rows" for s, r in rows.items()))
 
 

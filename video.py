@@ -130,18 +130,18 @@ def crop_indices(starts, duration, start, end, num_frames=None, fps=1.0, max_fra
 def resolve(video, root=None):
     """Path as a data file writes it -> real path; with `root`: relative to it and inside it.
 
-    Raises VideoError for a path that leaves root: by `..`, absolute, or through a link. (Root
-    itself may be a link, and an absolute path may point into it.) Existence is not checked.
+    Raises VideoError for a path whose text leaves root, absolute or by `..`. Links are followed:
+    root's owner put them there, and a hub snapshot is made of them. Existence is not checked.
     """
     if not isinstance(video, (str, os.PathLike)) or "\0" in os.fspath(video):
         raise VideoError(repr(video), "is not a path")
     if root is None:
         return os.path.realpath(video)
-    base = os.path.realpath(root)  # the folder that the path must stay in
-    path = os.path.realpath(os.path.join(base, video))  # an absolute `video` replaces base here
-    if os.path.commonpath([base, path]) != base:  # by whole names: /data2 is not inside /data
-        raise VideoError(video, f"lies outside the video folder {base}")
-    return path
+    path = os.path.normpath(os.path.join(os.path.abspath(root), video))  # or `video`, if absolute
+    for base in (os.path.abspath(root), os.path.realpath(root)):  # either name of the folder
+        if os.path.commonpath([base, path]) == base:  # by whole names: /data2 is not inside /data
+            return os.path.realpath(path)
+    raise VideoError(video, f"lies outside the video folder {base}")
 
 
 def probe(path, cache=None):
@@ -468,7 +468,7 @@ class Decoder:
 class ChildDecoder:
     """A Decoder in a child process: a file that hangs or crashes it costs a VideoError."""
 
-    timeout: float  # seconds to wait for an answer
+    timeout: float  # seconds to wait for an answer of up to 64 frames; of more, in proportion
     path: str | None = None  # of the last request
     process: subprocess.Popen | None = None  # None: the next request starts one
     pipe: Connection | None = None
@@ -491,10 +491,12 @@ class ChildDecoder:
             command = [sys.executable, os.path.abspath(__file__), "--serve", str(fd)]
             self.process = subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL)
             theirs.close()  # the child's is the last, so its death is seen as an end of file
+        frames = len(request[2]) if len(request) > 2 else 0  # their indices; opening asks for none
+        patience = self.timeout * max(1.0, frames / 64)  # each may be a seek in a file of hours
         try:
             self.pipe.send(request)
-            if not self.pipe.poll(self.timeout):
-                raise VideoError(self.path, f"no answer within {self.timeout:g} s")
+            if not self.pipe.poll(patience):
+                raise VideoError(self.path, f"no answer within {patience:g} s")
             return self.pipe.recv()
         except BaseException as error:  # Ctrl-C too: a late answer must never serve the next one
             self.close()

@@ -373,8 +373,7 @@ def paper_tables(sources):
         return []
     for name, percents in benchmarks.paper_table().items():
         systems[f"{name} (the paper's)"] = {
-            bench: "-" if percent is None else f"{percent:.1f}"
-            for bench, percent in percents.items()}
+            bench: f"{percent:.1f}" for bench, percent in percents.items()}
     rows = [[name, *(percents.get(bench, "-") for bench in benches)]
             for name, percents in systems.items()]
     title = "Benchmarks beside the paper's Table 1, percent"

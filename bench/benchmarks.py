@@ -47,6 +47,7 @@ class Split:
     shown: str = "none"  # subtitles shown where --subtitles does not say
     metric: str = "accuracy"  # what the headline is called
     part: callable = whole  # record -> the part of the headline it is in, None = in none
+    marked: str = ""  # a file that has this column in no row is of another kind: left out, counted
 
 
 def splits():
@@ -73,7 +74,8 @@ def splits():
             hub="sy1998/MLVU_dev", items=2174, read=mlvu_tasks,
             rows=("test-*", "json/[0-9]_*"),  # the Hub's parquet, or the first release
             needs=("question", "candidates", "answer"), videos=("", "videos", "video"),
-            metric="M-Avg", part=mlvu_part),
+            metric="M-Avg", part=mlvu_part,
+            marked="candidates"),  # the first release has two tasks more, answered in sentences
         "mmvu": Split(
             hub="yale-nlp/MMVU", items=1000, read=mmvu_tasks,
             rows=("validation", "validation-*"),
@@ -96,26 +98,39 @@ def headline(name):
 
 def paper_table():
     """system -> {split: percent}: Table 1 of the paper (arXiv 2605.20342), its Charades-STA column
-    mIoU. None where it gives no number; a split it does not have is not in the rows."""
-    columns = ("videomme", "videomme_wsub", "longvideobench", "lvbench", "mlvu", "mmvu", "charades")
-    rows = {
-        "GPT-4o": (71.9, 77.2, 66.7, 34.7, 64.6, 66.7, None),
-        "Gemini 1.5 Pro": (75.0, 81.3, 64.4, 33.1, 74.3, 65.8, None),
-        "Qwen2.5-VL-7B": (55.7, 64.5, 46.4, 32.2, 47.8, 65.4, 31.6),
-        "Video-R1-7B": (57.6, 66.0, 57.4, 36.9, 61.6, 61.3, 25.4),
-        "VideoChat-R1-7B": (50.4, 58.2, 49.2, 23.8, 58.7, 65.0, 31.5),
-        "VideoRFT-7B": (58.5, 65.6, 55.1, 38.0, 44.9, 42.7, 18.7),
-        "Time-R1-7B": (58.9, 66.2, 56.0, 38.2, 60.5, 63.4, 34.7),
-        "ReWatch-R1-7B": (58.8, 65.0, 53.6, 38.5, 60.1, 59.8, 20.2),
-        "Video-Thinker-7B": (61.9, 65.3, 56.0, None, 65.2, 64.5, 29.0),
-        "Qwen3-VL-8B": (59.9, 68.4, 52.2, 33.1, 58.3, 68.0, 49.3),
-        "Conan-7B": (55.5, 62.8, 54.5, 38.2, 59.2, 64.0, 25.4),
-        "LongVT-RFT-7B": (59.5, 66.0, 54.7, 37.9, 59.4, 63.4, 23.4),
-        "SAGE-7B": (44.1, 52.4, 37.4, 31.8, 49.7, 55.7, 28.9),
-        "VideoZoomer-7B": (45.3, 48.3, 39.6, 22.9, 46.2, 61.6, None),
-        "ParaVT-8B": (62.1, 69.4, 60.4, 39.8, 65.0, 68.6, 50.1),
+    mIoU. A split that it gives no number for, or does not have, is not in the row."""
+    return {
+        "GPT-4o": {"videomme": 71.9, "videomme_wsub": 77.2, "longvideobench": 66.7,
+            "lvbench": 34.7, "mlvu": 64.6, "mmvu": 66.7},
+        "Gemini 1.5 Pro": {"videomme": 75.0, "videomme_wsub": 81.3, "longvideobench": 64.4,
+            "lvbench": 33.1, "mlvu": 74.3, "mmvu": 65.8},
+        "Qwen2.5-VL-7B": {"videomme": 55.7, "videomme_wsub": 64.5, "longvideobench": 46.4,
+            "lvbench": 32.2, "mlvu": 47.8, "mmvu": 65.4, "charades": 31.6},
+        "Video-R1-7B": {"videomme": 57.6, "videomme_wsub": 66.0, "longvideobench": 57.4,
+            "lvbench": 36.9, "mlvu": 61.6, "mmvu": 61.3, "charades": 25.4},
+        "VideoChat-R1-7B": {"videomme": 50.4, "videomme_wsub": 58.2, "longvideobench": 49.2,
+            "lvbench": 23.8, "mlvu": 58.7, "mmvu": 65.0, "charades": 31.5},
+        "VideoRFT-7B": {"videomme": 58.5, "videomme_wsub": 65.6, "longvideobench": 55.1,
+            "lvbench": 38.0, "mlvu": 44.9, "mmvu": 42.7, "charades": 18.7},
+        "Time-R1-7B": {"videomme": 58.9, "videomme_wsub": 66.2, "longvideobench": 56.0,
+            "lvbench": 38.2, "mlvu": 60.5, "mmvu": 63.4, "charades": 34.7},
+        "ReWatch-R1-7B": {"videomme": 58.8, "videomme_wsub": 65.0, "longvideobench": 53.6,
+            "lvbench": 38.5, "mlvu": 60.1, "mmvu": 59.8, "charades": 20.2},
+        "Video-Thinker-7B": {"videomme": 61.9, "videomme_wsub": 65.3, "longvideobench": 56.0,
+            "mlvu": 65.2, "mmvu": 64.5, "charades": 29.0},
+        "Qwen3-VL-8B": {"videomme": 59.9, "videomme_wsub": 68.4, "longvideobench": 52.2,
+            "lvbench": 33.1, "mlvu": 58.3, "mmvu": 68.0, "charades": 49.3},
+        "Conan-7B": {"videomme": 55.5, "videomme_wsub": 62.8, "longvideobench": 54.5,
+            "lvbench": 38.2, "mlvu": 59.2, "mmvu": 64.0, "charades": 25.4},
+        "LongVT-RFT-7B": {"videomme": 59.5, "videomme_wsub": 66.0, "longvideobench": 54.7,
+            "lvbench": 37.9, "mlvu": 59.4, "mmvu": 63.4, "charades": 23.4},
+        "SAGE-7B": {"videomme": 44.1, "videomme_wsub": 52.4, "longvideobench": 37.4,
+            "lvbench": 31.8, "mlvu": 49.7, "mmvu": 55.7, "charades": 28.9},
+        "VideoZoomer-7B": {"videomme": 45.3, "videomme_wsub": 48.3, "longvideobench": 39.6,
+            "lvbench": 22.9, "mlvu": 46.2, "mmvu": 61.6},
+        "ParaVT-8B": {"videomme": 62.1, "videomme_wsub": 69.4, "longvideobench": 60.4,
+            "lvbench": 39.8, "mlvu": 65.0, "mmvu": 68.6, "charades": 50.1},
     }
-    return {system: dict(zip(columns, values)) for system, values in rows.items()}
 
 
 def markdown_table(summaries):
@@ -131,7 +146,7 @@ def markdown_table(summaries):
             head = f"{system}, K {k}, tools {mode} (measured)"
             lines.append([head, *(cells.get(name, "-") for name in names)])
     for system, row in paper_table().items():
-        shown = ["-" if row.get(name) is None else f"{row[name]:.1f}" for name in names]
+        shown = [f"{row[name]:.1f}" if name in row else "-" for name in names]
         lines.append([f"{system} (the paper's)", *shown])
     head, *rows = [f"| {' | '.join(cells)} |" for cells in lines]
     return "\n".join([head, "|---" * (len(names) + 1) + "|", *rows])
@@ -193,7 +208,7 @@ def lvbench_tasks(row, path):
             "id": str(asked["uid"]),
             "video": row.get("video_path") or row["key"] + ".mp4",
             "question": asked["question"],
-            "options": None,  # they stand in the question, on lines of their own
+            "options": asked.get("options"),  # else in the question, on lines of their own
             "answer": asked["answer"],  # a letter
             # A question has several types, and counts under each.
             "tags": {"type": row["type"], "question_type": list(asked["question_type"])},
@@ -280,8 +295,9 @@ def read_split(name, root):
     """
     A benchmark's folder -> (tasks, {note: count}). Every published row becomes at least one task.
 
-    Notes: items, published, no video, no subtitles, no usable answer. Raises UserError, one line
-    that says what was expected where, for a folder, a file or a column that is not there.
+    Notes: items, published, no video, no subtitles, no usable answer; files left out, if any.
+    Raises UserError, one line that says what was expected where, for a folder, a file or a column
+    that is not there, and for a row that cannot be read.
     """
     split = splits()[name]
     if not os.path.isdir(root):
@@ -296,29 +312,58 @@ def read_split(name, root):
     # One pass over all rows; any that is not as expected ends it, since a benchmark that is read in
     # part passes for the whole.
     for path in files:
-        for row in charades_lines(path) if path.endswith(".txt") else read_rows(path):
+        rows = charades_lines(path) if path.endswith(".txt") else read_rows(path)
+        if split.marked and not any(row.get(split.marked) for row in rows):
+            left = f"files without {split.marked} left out"
+            notes[left] = notes.get(left, 0) + 1
+            continue
+        for number, row in enumerate(rows, 1):
             for column in split.needs:
                 if column not in row:
                     found = f"which {name} needs; found {', '.join(sorted(row))}"
                     raise model.UserError(f"{path}: no column {column!r}, {found}")
-            for task in split.read(row, path):
-                task = complete(task, split, root, notes)
+            for task in row_tasks(split, row, f"{path}, row {number}", path, root, notes):
                 seen[task["id"]] += 1
                 if seen[task["id"]] > 1:  # MLVU's first release has no ids, Charades-STA repeats
                     task["id"] += f"#{seen[task['id']]}"
                 tasks.append(task)
     if not tasks:
-        raise model.UserError(f"{', '.join(files)}: no rows of {name}")
+        having = f" that have {split.marked!r}" if split.marked else ""
+        raise model.UserError(f"{', '.join(files)}: no rows of {name}{having}")
+    # A few answers are misprinted. Most of them unusable: letters are not what the column holds.
+    if 2 * notes["no usable answer"] > len(tasks):
+        unusable = f"{notes['no usable answer']} of {len(tasks)} answers"
+        raise model.UserError(f"{', '.join(files)}: {unusable} are none of their options")
     notes.update(items=len(tasks), published=split.items)
     return tasks, notes
+
+
+def row_tasks(split, row, where, path, root, notes):
+    """Tasks of one row, complete. Raises UserError naming `where` for a value that is not of the
+    kind its column should hold: a task read in half would be asked and graded like any other."""
+    try:
+        tasks = [complete(task, split, root, notes) for task in split.read(row, path)]
+    except (TypeError, AttributeError, ValueError, KeyError, IndexError) as error:
+        raise model.UserError(f"{where}: not as expected ({error!r})") from None
+    for task in tasks:
+        if not task["question"]:
+            raise model.UserError(f"{where}: {task['id']} has no question")
+        if task["type"] == "mcq" and len(task["options"]) < 2:
+            raise model.UserError(f"{where}: {task['id']} has no options to choose from")
+    return tasks
 
 
 def complete(task, split, root, notes):
     """A reader's task -> with bare options, gold letter and paths; counts in `notes`."""
     # This order of keys is the tasks', and so part of the digest that records carry.
     task = {"id": None, "video": None, "type": "mcq", "subtitles": None, **task}
+    if task["answer"] is None:
+        raise ValueError("no answer")
     if task["type"] == "mcq":
         question, inline = split_inline(task["question"])
+        # A text would be read as its characters, a mapping as its labels.
+        if task["options"] is not None and not isinstance(task["options"], list):
+            raise TypeError("options are no list")
         options = rollout.bare_options(task["options"] or inline)
         answer = answer_letter(task["answer"], options)
         task.update(question=question, options=options, answer=answer)
@@ -342,8 +387,19 @@ def row_files(root, patterns):
             for ending in (".parquet", ".jsonl", ".json", ".txt"):
                 found += glob.glob(os.path.join(glob.escape(root), folder, pattern + ending))
         if found:
-            return sorted(found)
+            return whole_shards(sorted(found))
     return []
+
+
+def whole_shards(files):
+    """The files; UserError where "..-00000-of-00003" is there without its other parts."""
+    for path in files:
+        shard = re.fullmatch(r"(.*-)\d{5}(-of-(\d{5})\.\w+)", path, re.DOTALL)
+        for index in range(int(shard[3]) if shard else 0):
+            part = f"{shard[1]}{index:05d}{shard[2]}"
+            if part not in files:
+                raise model.UserError(f"{part}: no such file, though there is {path}")
+    return files
 
 
 def locate(root, folders, name):
@@ -362,10 +418,10 @@ def locate(root, folders, name):
 
 def read_rows(path):
     """Rows of a parquet, JSON (a list) or JSONL file, as dicts. Raises UserError naming it."""
-    if path.endswith(".jsonl"):
-        return model.read_jsonl(path)
     try:
-        if path.endswith(".parquet"):
+        if path.endswith(".jsonl"):
+            rows = model.read_jsonl(path)
+        elif path.endswith(".parquet"):
             import pyarrow.parquet  # needed for parquet alone
 
             rows = pyarrow.parquet.ParquetFile(path).read().to_pylist()

@@ -14,12 +14,15 @@ Reads prompt files; asks endpoints; writes the verdicts of a judge. Used by eval
 
 import argparse
 import ast
+import asyncio
 import hashlib
 import itertools
 import json
 import os
 import queue
 import re
+import string
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -31,6 +34,7 @@ import rollout
 import video
 
 QUESTION = "{subtitles}{question}\n{options}\n{style}"
+NAMED_PATH = "The video path for this video is: {video}"
 ANSWER = "Write only the final answer between <answer> and </answer>."
 THINK = (
     "Reason between <think> and </think>, then write only the final answer between <answer> and "
@@ -39,6 +43,10 @@ THINK = (
 
 # ------------------------------------------------------------------------------------------------
 # The systems
+
+
+def nothing_held(args):
+    return 0, 0
 
 
 @dataclass
@@ -50,6 +58,7 @@ class System:
     make: callable  # (texts, args) -> rollout.Protocol
     native: dict  # flags of its own recipe: the defaults of a run
     final: callable = rewards.answer_or_tail  # (turns, think_open) -> what is graded, or None
+    held: callable = nothing_held  # args -> (windows beside the overview, frames of each)
 
 
 def protocols():
@@ -67,7 +76,7 @@ def protocols():
     return {
         # ParaVT-8B; Qwen3-VL-8B and Conan-7B in the paper's runs
         "paravt": System(f"{driver}:GENERAL_AGENTIC_SYSTEM",
-                         [rollout.main_prompt()], paravt_protocol, {}),
+                         [rollout.main_prompt()], paravt_protocol, {}, held=paravt_held),
         # Qwen2.5-VL-7B, GPT-4o, Gemini 1.5 Pro
         "direct": System(f"{driver}:DIRECT_SYSTEM", [ANSWER], prompt_as_system, single),
         # Video-R1-7B, VideoRFT-7B, Video-Thinker-7B
@@ -83,12 +92,15 @@ def protocols():
                              {**single, "frames": [192], "max_pixels": 128 * 784}),
         "conan": System("texts made from Conan-Eval/prompt_temp.py: "
                         "first round, further round, last round", conan_texts(),
-                        conan_protocol, {**conan, "temperature": 1.0, "max_new_tokens": 4000}),
+                        conan_protocol, {**conan, "temperature": 1.0, "max_new_tokens": 4000},
+                        held=conan_held),
         # LongVT-RFT-7B
         "longvt": System("TOOL_PROMPT of lmms_eval_tasks/*/utils.py, as a text", [longvt_text()],
-                         longvt_protocol, {**longvt, "sub_frames": 128, "max_parallel": 5}),
+                         longvt_protocol, {**longvt, "sub_frames": 128, "max_parallel": 5},
+                         held=crops_held),
         "videozoomer": System("a text made from data.system_prompt of scripts/eval_video.sh",
-                              [videozoomer_text()], videozoomer_protocol, zoomer),
+                              [videozoomer_text()], videozoomer_protocol, zoomer,
+                              held=videozoomer_held),
         "sage": System("sage/prompts/sage/context_vlm.txt and iterative_reasoner.txt",
                        sage_texts(), sage_protocol,
                        {**rounds, "max_turns": 9, "frames": [128]}, sage_final),
@@ -102,7 +114,7 @@ def settings(name, which):
         return native
     # What the paper's evaluation ran every open model with, whatever its own recipe.
     uniform = dict(
-        frames=[64], min_pixels=4 * 784, max_pixels=768 * 784, stamps=False,
+        frames=[64], min_pixels=4 * 784, max_pixels=768 * 784, crop_pixels=50176, stamps=False,
         temperature=0.0, max_new_tokens=2048, context=65536, think_prefix=False,
         max_turns=3, max_parallel=5, crop_reply="frames", force_answer=True)
     if native.get("max_turns") == 0:  # a system that makes no calls makes none here either
@@ -120,16 +132,19 @@ def add_arguments(parser):
     add("--protocol-set", choices=["native", "paper"], default="native",
         help="paper: the paper's uniform frames, lengths and rounds instead")
     add("--prompt-file", nargs="+", default=[], metavar="FILE[.py:NAME]",
-        help="the publisher's own prompt texts (README); default: our wording of the same")
+        help="the publisher's own prompt texts (docs/evaluation.md); default: our wording")
     add("--crop-reply", choices=["summary", "frames"], default="summary",
         help="paravt: a sub-agent's summary, or the frames of the window themselves")
+    add("--crop-pixels", type=int, default=0,
+        help="pixels of a window's frame at most; 0 = as --max-pixels")
     add("--stamps", action=yes_no, default=True,
         help="a frame's time before it; protocols with stamps of their own keep them")
     add("--force-answer", action=yes_no, default=False,
         help="paravt: demand the answer in few tokens after the last round of calls")
 
     add = parser.add_argument_group("endpoint: --engine openai").add_argument
-    add("--base-url", help="for example http://127.0.0.1:8000/v1")
+    add("--base-url", nargs="+", metavar="URL",
+        help="for example http://127.0.0.1:8000/v1; of several, the least busy is asked")
     add("--model", help="name of the model")
     add("--api-key-env", help="environment variable that holds the key")
     add("--image-cap", type=int, default=0, help="images of a request, evenly kept; 0 = no cap")
@@ -139,7 +154,8 @@ def add_arguments(parser):
     add("--request-timeout", type=float, default=300.0, help="seconds; of the judge, too")
     add("--retries", type=int, default=3,
         help="after 429, 5xx or a timeout, 1, 2, 4, .. seconds later; of the judge, too")
-    add("--workers", type=int, default=8, help="requests at once; of the judge, too")
+    add("--workers", type=int, default=8,
+        help="requests at once, of each endpoint; of the judge, too")
 
     add = parser.add_argument_group("judge of open answers").add_argument
     add("--judge-url", help="chat endpoint, asked where the rule says wrong; default: no judge")
@@ -172,7 +188,7 @@ def make_protocol(args):
 
 def read_prompts(sources):
     """--prompt-file values -> texts. FILE is a text; FILE.py:NAME the string that NAME is set to in
-    that file. Raises UserError naming the value."""
+    that file, a str.format template or not. Raises UserError naming the value."""
     texts = []
     for source in sources:
         path, _, name = source.partition(".py:")  # a plain text may have any name
@@ -181,7 +197,7 @@ def read_prompts(sources):
             with open(path, encoding="utf-8") as f:
                 text = f.read()
             if name:
-                text = assigned_string(text, name)
+                text = single_braces(assigned_string(text, name))
         except (OSError, SyntaxError, ValueError) as error:
             raise model.UserError(f"--prompt-file {source}: {error}") from None
         if text is None:
@@ -200,6 +216,19 @@ def assigned_string(code, name):
     # Only a literal: what is computed raises ValueError.
     text = ast.literal_eval(value) if value is not None else None
     return text if isinstance(text, str) else None
+
+
+def single_braces(text):
+    """A str.format template -> what format makes of its doubled braces; its fields stay. A text
+    that is none, such as one with JSON in plain braces, stays as it is."""
+    try:
+        fields = [field for _, field, *_ in string.Formatter().parse(text or "")]
+    except ValueError:  # a brace alone
+        return text
+    fields = [field for field in fields if field is not None]
+    if not fields or not all(field.isidentifier() for field in fields):
+        return text
+    return text.replace("{{", "{").replace("}}", "}")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -233,8 +262,18 @@ def clock(seconds):
 
 
 def stamp_kind(args):
-    """What stands before a frame, as model.stamp_text has it."""
-    return None if args.stamps else "none"
+    """What stands before a frame, as model.stamp_text has it; or "grounding", see stamp_for."""
+    if args.stamps:
+        return None
+    return "grounding" if args.protocol_set == "paper" else "none"
+
+
+def stamp_for(task, stamp):
+    """The stamp of a task's frames. "grounding": times where a task asks for times, none elsewhere;
+    the paper's evaluation sends a video there, which carries them."""
+    if stamp != "grounding":
+        return stamp
+    return None if task["type"] == "grounding" else "none"
 
 
 def opening(task, num_frames, agent, subtitles, duration,
@@ -248,7 +287,8 @@ def opening(task, num_frames, agent, subtitles, duration,
     tail = tail.replace("{duration}", clock(duration))
     text = filled(user, task, duration, subtitles, label) + tail
     # The spec of the overview: the frames themselves are loaded by the loop.
-    frames = {"type": "video", "video": task["video"], "frames": num_frames, "stamp": stamp}
+    frames = {"type": "video", "video": task["video"], "frames": num_frames,
+              "stamp": stamp_for(task, stamp)}
     if text_first:
         content = [{"type": "text", "text": text}, frames]
     else:
@@ -263,19 +303,19 @@ def opening(task, num_frames, agent, subtitles, duration,
 
 def prompt_as_system(texts, args):
     first = partial(opening, system=texts[0], stamp=stamp_kind(args))
-    return rollout.Protocol(opening=first, schema=False)
+    return rollout.Protocol(opening=first, schema=None)
 
 
 def prompt_as_user(texts, args, text_first=False):
     first = partial(opening, user=texts[0], stamp=stamp_kind(args), text_first=text_first)
-    return rollout.Protocol(opening=first, schema=False)
+    return rollout.Protocol(opening=first, schema=None)
 
 
 def time_r1_protocol(texts, args):
     """Its answer begins behind an empty thought."""
     first = partial(opening, user=texts[0], system="You are a helpful assistant.",
                     stamp=stamp_kind(args), label="({})")
-    return rollout.Protocol(opening=first, prefill="<think>\n\n</think>\n\n", schema=False)
+    return rollout.Protocol(opening=first, prefill="<think>\n\n</think>\n\n", schema=None)
 
 
 def rewatch_text():
@@ -290,29 +330,41 @@ def rewatch_text():
 # What calls are answered with.
 #
 # Only `windows` and the functions `*_answer` wait for something, and they do little else. Each is a
-# Protocol.answer, (records, calls, episode, agent, codec, source, step, turn) -> rollout.Reply.
+# Protocol.answer, (records, calls, episode, shared, turn) -> rollout.Reply.
 
 
-def windows(records, calls, episode, agent, source, spec_of=None):
+async def windows(records, calls, episode, shared, spec_of=None):
     """
     Load the windows of the calls that are run -> [(spec, Frames), or (None, None)] of all calls;
     every record says what became of it. spec_of: (call, task, agent) -> spec of video.load.
     """
+    agent = shared.agent
     wanted = rollout.admitted(records, calls, agent.max_parallel)  # indices of calls
     specs = [(spec_of or crop_spec)(calls[i], episode.task, agent) for i in wanted]
-    # All at once, in the decode threads -> Frames, or the error as a value.
-    loaded = yield [partial(source.load, spec) for spec in specs]
     found = [(None, None)] * len(calls)
-    for i, spec, frames in zip(wanted, specs, loaded):
+    for i, spec, frames in zip(wanted, specs, await load_all(shared, specs)):
         if note_frames(records[i], frames):
             found[i] = spec, frames
     return found
 
 
+async def load_all(shared, specs):
+    """Load all at once, in the decode threads -> Frames, or the error as a value where a video or a
+    window is to blame."""
+    jobs = [shared.pump.load(shared.source.load, spec) for spec in specs]
+    results = await asyncio.gather(*jobs, return_exceptions=True)
+    for result in results:
+        expected = isinstance(result, (video.VideoError, ValueError))
+        if isinstance(result, BaseException) and not expected:
+            raise result
+    return results
+
+
 def crop_spec(call, task, agent):
-    """The window of a crop_video call, at --sub-fps and at most --sub-frames."""
-    return {"video": task["video"], "start": call.start, "end": call.end,
-            "fps": agent.sub_fps, "max_frames": agent.sub_frames}
+    """The window of a crop_video call, at --sub-fps or in as many frames as it asks for, and at
+    most --sub-frames."""
+    return {"video": task["video"], "start": call.start, "end": call.end, "fps": agent.sub_fps,
+            "num_frames": call.num_frames or None, "max_frames": agent.sub_frames}
 
 
 def note_frames(record, frames):
@@ -345,10 +397,10 @@ def tagged(text):
     ]
 
 
-def frames_answer(records, calls, episode, agent, codec, source, step, turn, stamp):
+async def frames_answer(records, calls, episode, shared, turn, stamp):
     """A user message for every call: the frames of its window, or why there are none."""
-    found = yield from windows(records, calls, episode, agent, source)
-    return user_replies(records, found, stamp)
+    found = await windows(records, calls, episode, shared)
+    return user_replies(records, found, stamp_for(episode.task, stamp))
 
 
 def user_replies(records, found, stamp):
@@ -370,27 +422,73 @@ def user_replies(records, found, stamp):
 
 def paravt_protocol(texts, args):
     """As it is trained (sub-agents return summaries), or as its authors evaluate it (--crop-reply
-    frames, --no-stamps, --force-answer)."""
-    own = not args.prompt_file
+    frames, --no-stamps, --force-answer; under --protocol-set paper a call names the video)."""
+    own, paper = not args.prompt_file, args.protocol_set == "paper"
     summaries = args.crop_reply == "summary"
-    if own and summaries and args.stamps and not args.force_answer:
+    if own and summaries and args.stamps and not args.force_answer and not paper:
         return rollout.Protocol()  # the very prompts of training
     stamp = stamp_kind(args)
+    # A text that holds the schema itself declares it; twice would be one block too many.
+    inside = not own and "{tool_schema}" in texts[0]
+    schema = partial(crop_schema, frames=not summaries, path=paper or inside)
+    system = None if own else texts[0].replace("{tool_schema}", json.dumps(schema()[0]))
     protocol = rollout.Protocol(
-        opening=partial(paravt_opening, system=None if own else texts[0], stamp=stamp),
+        opening=partial(paravt_opening, system=system, stamp=stamp, frames=not summaries,
+                        path=paper or inside),
         answer=rollout.summaries if summaries else partial(frames_answer, stamp=stamp),
-    )
+        schema=None if inside else schema)
     if args.force_answer:
         protocol = replace(protocol, force=force_text, force_tokens=force_tokens)
     return protocol
 
 
-def paravt_opening(task, num_frames, agent, subtitles, duration, system, stamp):
-    """Training's first messages with another system text (None: the same) and stamp."""
+def paravt_opening(task, num_frames, agent, subtitles, duration, system, stamp, frames, path):
+    """Training's first messages with another system text (None: the same, as far as it is true
+    here) and stamp. frames: calls are answered with frames; path: the video's name is told."""
+    stamp = stamp_for(task, stamp)
     messages = rollout.main_messages(task, num_frames, agent.tools, subtitles)
-    messages[0]["content"] = system or messages[0]["content"]
-    messages[1]["content"][0]["stamp"] = stamp  # of the overview frames
+    if system is None:
+        system = paravt_text(agent.tools, frames, timed=stamp is None)
+    messages[0]["content"] = system
+    overview, asked = messages[1]["content"]
+    overview["stamp"] = stamp
+    if path and agent.tools:
+        asked["text"] += "\n" + NAMED_PATH.replace("{video}", os.path.basename(task["video"]))
     return messages
+
+
+def paravt_text(tools, frames, timed):
+    """Training's system text without what is not so here: times, and summaries."""
+    text = rollout.main_prompt(tools)
+    if not timed:
+        text = text.replace(", each after its time", "")
+    if frames:
+        text = text.replace("returns a short summary of its window", "returns frames of its window")
+    return text
+
+
+def crop_schema(frames, path):
+    """Training's schema with what really comes back and, where a call names the video, its path."""
+    schema = rollout.tool_schema()
+    function = schema[0]["function"]
+    arguments = function["parameters"]
+    if frames:
+        function["description"] = "Look closely at one window of the video. Returns frames of it."
+    if path:  # the authors' three arguments; how many frames come back is not the model's to say
+        named = {"type": "string", "description": "path of the video"}
+        times = {name: arguments["properties"][name] for name in ("start_time", "end_time")}
+        arguments.update(properties={"video_path": named, **times},
+                         required=["video_path", *times])
+    return schema
+
+
+def paravt_held(args):
+    return crops_held(args) if args.crop_reply == "frames" else (0, 0)
+
+
+def crops_held(args):
+    """Every call of every turn may bring a window."""
+    return args.max_turns * args.max_parallel, args.sub_frames
 
 
 def force_text(task):
@@ -421,15 +519,15 @@ def longvt_text():
 def longvt_protocol(texts, args):
     stamp = stamp_kind(args)
     # Its prompt is no template: it follows the question as it is.
-    tail = f" {texts[0]} The video path for this video is: {{video}}"
+    tail = f" {texts[0]} {NAMED_PATH}"
     first = partial(opening, tail=tail, stamp=stamp)
     return rollout.Protocol(opening=first, answer=partial(longvt_answer, stamp=stamp))
 
 
-def longvt_answer(records, calls, episode, agent, codec, source, step, turn, stamp):
+async def longvt_answer(records, calls, episode, shared, turn, stamp):
     refuse_beyond(records, calls, episode.duration)
-    found = yield from windows(records, calls, episode, agent, source)
-    return tool_replies(records, found, stamp)
+    found = await windows(records, calls, episode, shared)
+    return tool_replies(records, found, stamp_for(episode.task, stamp))
 
 
 def refuse_beyond(records, calls, duration):
@@ -481,7 +579,11 @@ def videozoomer_protocol(texts, args):
     first = partial(opening, system=texts[0], stamp="frame")
     # What it would write behind a call, it has not seen: the turn ends with the call.
     return rollout.Protocol(opening=first, parse=parse_zoom, answer=videozoomer_answer,
-                            schema=False, stop=("</video_zoom>",))
+                            schema=None, stop=("</video_zoom>",))
+
+
+def videozoomer_held(args):
+    return args.max_turns, 16
 
 
 def last_block(text, tag):
@@ -522,9 +624,9 @@ def zoom_spec(call, task, agent):
             "num_frames": call.num_frames, "max_frames": 16}
 
 
-def videozoomer_answer(records, calls, episode, agent, codec, source, step, turn):
-    ((spec, frames),) = yield from windows(records, calls, episode, agent, source, zoom_spec)
-    return zoom_reply(records[0], spec, frames, last=turn == agent.max_turns - 1)
+async def videozoomer_answer(records, calls, episode, shared, turn):
+    ((spec, frames),) = await windows(records, calls, episode, shared, zoom_spec)
+    return zoom_reply(records[0], spec, frames, last=turn == shared.agent.max_turns - 1)
 
 
 def zoom_reply(record, spec, frames, last):
@@ -571,7 +673,11 @@ def conan_texts():
 def conan_protocol(texts, args):
     first = partial(opening, user="{subtitles}" + texts[0], stamp="clock")
     answer = partial(conan_answer, texts=texts)
-    return rollout.Protocol(opening=first, parse=parse_clips, answer=answer, schema=False)
+    return rollout.Protocol(opening=first, parse=parse_clips, answer=answer, schema=None)
+
+
+def conan_held(args):
+    return args.max_turns, 8
 
 
 def parse_clips(text, think_open=False):
@@ -589,15 +695,16 @@ def parse_clips(text, think_open=False):
     return calls
 
 
-def conan_answer(records, calls, episode, agent, codec, source, step, turn, texts):
-    text = filled(texts[2] if turn == agent.max_turns - 1 else texts[1], episode.task)
+async def conan_answer(records, calls, episode, shared, turn, texts):
+    last = turn == shared.agent.max_turns - 1
+    text = filled(texts[2] if last else texts[1], episode.task)
     wanted = conan_seconds(records, calls, episode)
     frames = None  # where all seconds have been seen, or the video breaks off: words alone
     if wanted:
         # The middle of each second, but for a last one that the video does not reach.
         middles = [s + 0.5 if s + 0.5 < episode.duration else float(s) for s in wanted]
         spec = {"video": episode.task["video"], "times": middles}
-        (frames,) = yield [partial(source.load, spec)]
+        (frames,) = await load_all(shared, [spec])
     if frames is None or isinstance(frames, (video.VideoError, ValueError)):
         return rollout.Reply([{"role": "user", "content": text}])
     episode.notes["seen"].update(wanted)
@@ -677,7 +784,7 @@ def sage_protocol(texts, args):
     first = partial(opening, system=texts[0], stamp=stamp_kind(args), label="({})",
                     tail="\nVideo Path: {video} of duration {duration}.")
     answer = partial(sage_answer, system=texts[1])
-    return rollout.Protocol(opening=first, parse=parse_sage, answer=answer, schema=False)
+    return rollout.Protocol(opening=first, parse=parse_sage, answer=answer, schema=None)
 
 
 def sage_object(text):
@@ -734,7 +841,7 @@ def parse_sage(text, think_open=False):
     return [call]
 
 
-def sage_answer(records, calls, episode, agent, codec, source, step, turn, system):
+async def sage_answer(records, calls, episode, shared, turn, system):
     call, record = calls[0], records[0]
     media = episode.notes.setdefault("media", {})  # path that we made up -> (start, end) seconds
     question = sage_serve(call, record, media)
@@ -742,10 +849,7 @@ def sage_answer(records, calls, episode, agent, codec, source, step, turn, syste
         record.update(start=call.start, end=call.end)
         # A sub-agent is told the task's question: here, the tool's.
         asking = replace(episode, task={**episode.task, "question": question})
-        task_id = episode.task["id"]
-        seed = rollout.request_seed(agent.seed, step, task_id, episode.sample, turn, 0)
-        name = f"{episode.group}/{episode.sample}/{turn}/0"
-        yield [rollout.sub_agent(record, asking, agent, codec, source, seed, name)]
+        await rollout.sub_agent(record, asking, shared, turn, 0)
     return sage_reply(call, record, episode, system)
 
 
@@ -810,10 +914,10 @@ class OpenAIEngine:
     """Any OpenAI-compatible chat endpoint, as an engine of rollout.py. For evaluation only: it
     returns text without ids or log-probs, so nothing it says can be trained on."""
 
-    base_url: str  # for example http://127.0.0.1:8000/v1
+    base_url: object  # for example http://127.0.0.1:8000/v1; or a list: the least busy is asked
     model_name: str
     key_variable: str = None  # environment variable of the key, which is never printed or stored
-    workers: int = 8  # requests at once
+    workers: int = 8  # requests at once, of each endpoint
     timeout: float = 300.0  # seconds of one request
     retries: int = 3
     prefill: bool = False  # a turn's forced start goes as a begun turn (vLLM and SGLang take it)
@@ -823,25 +927,31 @@ class OpenAIEngine:
     send_temperature: bool = True
 
     def __post_init__(self):
-        self.url = self.base_url.rstrip("/") + "/chat/completions"
-        self.max_seqs = self.workers
+        given = [self.base_url] if isinstance(self.base_url, str) else self.base_url
+        urls = [url.rstrip("/") + "/chat/completions" for url in given]
+        self.busy = dict.fromkeys(urls, 0)  # url -> requests under way
+        self.rests = dict.fromkeys(urls, 0.0)  # url -> when it is asked again after an error
+        self.lock = threading.Lock()
+        self.max_seqs = self.workers * len(self.busy)
         self.served = set()  # names of the models that answered
-        self.pool = ThreadPoolExecutor(self.workers)
+        self.usage = {}  # request id -> (prompt tokens, sampled tokens), as the endpoint counts
+        self.pool = ThreadPoolExecutor(self.max_seqs)
         self.done = queue.SimpleQueue()  # futures of Completions
 
     def knock(self):
-        """Raise UserError when nothing listens there: told at once, and not by every episode after
-        its retries."""
+        """Raise UserError when nothing listens at one of them: told at once, and not by every
+        episode after its retries."""
         import socket
         from urllib.parse import urlsplit
 
-        try:
-            place = urlsplit(self.url)
-            port = place.port or (443 if place.scheme == "https" else 80)
-            socket.create_connection((place.hostname, port), min(10.0, self.timeout)).close()
-        except (OSError, ValueError, TypeError) as error:
-            why = f"({error}); expected an OpenAI-compatible endpoint"
-            raise model.UserError(f"no server answers at {self.url} {why}") from None
+        for url in self.busy:
+            try:
+                place = urlsplit(url)
+                port = place.port or (443 if place.scheme == "https" else 80)
+                socket.create_connection((place.hostname, port), min(10.0, self.timeout)).close()
+            except (OSError, ValueError, TypeError) as error:
+                why = f"({error}); expected an OpenAI-compatible endpoint"
+                raise model.UserError(f"no server answers at {url} {why}") from None
 
     def submit(self, request):
         # A thread waits for the answer; the loop goes on with other episodes.
@@ -876,17 +986,34 @@ class OpenAIEngine:
             body.update(add_generation_prompt=False, continue_final_message=True)
         return body
 
+    def take(self):
+        """-> the endpoint with the fewest requests under way. One that has just failed is passed
+        over for half a minute: nothing is less busy than a server that is down."""
+        with self.lock:
+            now = time.monotonic()
+            awake = [url for url in self.busy if self.rests[url] <= now] or list(self.busy)
+            url = min(awake, key=self.busy.get)
+            self.busy[url] += 1
+        return url
+
+    def give_back(self, url, failed):
+        with self.lock:
+            self.busy[url] -= 1
+            self.rests[url] = time.monotonic() + 30 if failed else 0.0
+
     def call(self, request):
         """Post a request, again after 1, 2, 4, .. seconds where that may help -> Completion. What
         fails is the Completion's error, never its text: an error text would be graded."""
         body = json.dumps(self.body(request)).encode()
         for attempt in range(self.retries + 1):
-            done, passing = self.post(request, body)
+            url = self.take()
+            done, passing = self.post(url, request, body)
+            self.give_back(url, failed=passing)
             if not done.error or not passing or attempt == self.retries:
                 return done
             time.sleep(2.0**attempt)
 
-    def post(self, request, body):
+    def post(self, url, request, body):
         """-> (Completion, whether its error may pass)."""
         import http.client
         import urllib.error
@@ -897,7 +1024,7 @@ class OpenAIEngine:
         if key:
             headers["Authorization"] = f"Bearer {key}"
         try:
-            call = urllib.request.Request(self.url, body, headers)
+            call = urllib.request.Request(url, body, headers)
             with urllib.request.urlopen(call, timeout=self.timeout) as stream:
                 answer = json.load(stream)
             choice = answer["choices"][0]
@@ -906,6 +1033,7 @@ class OpenAIEngine:
             # Some endpoints repeat the begun turn, some do not.
             text = (choice["message"].get("content") or "").removeprefix(request.prefill)
             ended = choice.get("finish_reason") == "stop"
+            self.note_usage(request.id, answer.get("usage"))
             return rollout.Completion(request.id, text=text, ended=ended), False
         except urllib.error.HTTPError as error:
             passing = error.code == 429 or error.code >= 500
@@ -916,6 +1044,13 @@ class OpenAIEngine:
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             why = f"bad answer: {type(error).__name__}"  # not the promised JSON
             return rollout.Completion(request.id, error=why), False
+
+    def note_usage(self, name, usage):
+        """Keep what an endpoint says that a request took; not all of them say it."""
+        usage = usage if isinstance(usage, dict) else {}
+        counts = usage.get("prompt_tokens"), usage.get("completion_tokens")
+        if all(type(count) is int for count in counts):
+            self.usage[name] = counts
 
     def wire(self, request):
         """Request -> chat messages with frames as JPEGs after their times; consecutive tool

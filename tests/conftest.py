@@ -10,16 +10,21 @@ import pytest
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
-def run_script(name, *arguments, ranks=0, timeout=600):
-    """Run a script as its user would -> CompletedProcess. ranks > 0: under torchrun."""
-    head = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks else [sys.executable]
-    command = [*head, os.path.join(ROOT, name), *map(str, arguments)]
+def run_script(name, *arguments, ranks=0, timeout=600, reference=False):
+    """Run a script as its user would -> CompletedProcess. ranks > 0: under torchrun. reference:
+    with the reference engine for vLLM."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
+                str(ranks)]
+    head = launcher if ranks else [sys.executable]
+    driver = [os.path.join(ROOT, "tests", "reference.py")] if reference else []
+    command = [*head, *driver, os.path.join(ROOT, name), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=ROOT)
 
 
 class Overheard:
-    """A real engine whose main agent is taken to have said something else, main(sample, turn) -> text: its ids stay as sampled. A random
-    model would never call. close() may come twice: a test that failed leaves no engine behind."""
+    """A real engine whose main agent is taken to have said something else, main(sample, turn) ->
+    text: its ids stay as sampled. A random model would never call. close() may come twice: a test
+    that failed leaves no engine behind."""
 
     def __init__(self, engine, main):
         self.engine, self.main = engine, main
@@ -36,11 +41,15 @@ class Overheard:
 
 
 def pytest_addoption(parser):
-    parser.addoption("--shuffle", type=int, default=None, metavar="SEED", help="files and their tests in a random order: no test may need another")
+    add = parser.addoption
+    add("--shuffle", type=int, default=None, metavar="SEED",
+        help="files and their tests in a random order: no test may need another")
+    add("--kills", type=int, default=6, help="of a run, in the tests of test_survival that kill")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Long files first: with a file to each of two processes, a long one at the end would leave the other idle."""
+    """Long files first: with a file to each of two processes, a long one at the end would leave the
+    other idle."""
     seed = config.getoption("--shuffle")
     if seed is not None:  # a file stays in one piece: its module fixtures are made once
         draw = random.Random(seed)
@@ -48,13 +57,15 @@ def pytest_collection_modifyitems(config, items):
         order = {item: (files[item.path.name], draw.random()) for item in items}
         items.sort(key=order.get)
         return
-    long = ("test_faults.py", "test_survival.py", "test_grpo.py", "test_rollout.py", "test_model.py", "test_published.py", "test_bf16.py")
+    long = ("test_faults.py", "test_survival.py", "test_grpo.py", "test_rollout.py",
+            "test_model.py", "test_published.py", "test_bf16.py")
     items.sort(key=lambda item: long.index(item.path.name) if item.path.name in long else len(long))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def fresh_process():
-    """What a file finds and leaves behind in the whole process: the shim before anybody imports transformers, and no process group."""
+    """What a file finds and leaves behind in the whole process: the shim before anybody imports
+    transformers, and no process group."""
     import torch
 
     import model
@@ -67,27 +78,32 @@ def fresh_process():
 
 @pytest.fixture(autouse=True)
 def denormals():
-    """Starting a process group flushes denormal numbers, for the whole process; hypothesis draws them."""
+    """Starting a process group flushes denormal numbers, for the whole process; hypothesis draws
+    them."""
     yield
     sys.modules["torch"].set_flush_denormal(False)
 
 
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory):
-    """Folder of a small toy world: 2 pretraining videos, 12 SFT videos, 24 held-out ones, 6 RL tasks, 4 evaluation tasks, a random checkpoint."""
+    """Folder of a small toy world: 2 pretraining videos, 12 SFT videos, 24 held-out ones, 6 RL
+    tasks, 4 evaluation tasks, a random checkpoint."""
     folder = tmp_path_factory.mktemp("world") / "toy"
-    done = run_script("toy.py", "--out", folder, "--base-videos", 2, "--sft-videos", 12, "--rl-videos", 6, "--eval-videos", 4)
+    done = run_script("toy.py", "--out", folder, "--base-videos", 2, "--sft-videos", 12,
+                      "--rl-videos", 6, "--eval-videos", 4)
     assert done.returncode == 0, done.stderr
     return folder
 
 
 @pytest.fixture(scope="session")
 def published(tmp_path_factory):
-    """-> function (tied, thinking) -> folder of a tiny random checkpoint as Qwen3-VL's are published: their vocabulary, templates, layout."""
+    """-> function (tied, thinking) -> folder of a tiny random checkpoint as Qwen3-VL's are
+    published: their vocabulary, templates, layout."""
     import published
 
     if not published.vocabulary_file():
-        pytest.skip("the published vocabulary is not installed: `make venv` does, with pip install --no-deps dashscope")
+        pytest.skip("the published vocabulary is not installed: `make venv` does, "
+                    "with pip install --no-deps dashscope")
     folder = tmp_path_factory.mktemp("published")
     published.write_tokenizer(folder)
 
@@ -109,7 +125,8 @@ def codec(toy):
 
 @pytest.fixture
 def process_group():
-    """A process group of one, which FSDP and the lockstep helpers need. Made where there is none: closing a vLLM engine ends it."""
+    """A process group of one, which FSDP and the lockstep helpers need. Made where there is none:
+    closing a vLLM engine ends it."""
     import model
 
     model.start_process_group()
@@ -117,11 +134,9 @@ def process_group():
 
 @pytest.fixture
 def policy(toy, codec):
-    import torch
+    from reference import load_policy
 
-    import model
-
-    return model.load_policy(str(toy / "init"), codec, torch.device("cpu"))
+    return load_policy(str(toy / "init"), codec)
 
 
 @pytest.fixture

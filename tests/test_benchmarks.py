@@ -1,16 +1,20 @@
 """
 Tests of bench/benchmarks.py: python -m pytest tests/test_benchmarks.py -q
 
-Each split is built in its publisher's layout, with words of our own and the quirks that the real files have, and read item by item.
+Each split is built in its publisher's layout, with words of our own and the quirks that the real
+files have, and read item by item.
 """
 import json
 import os
 
 import pytest
 
+import eval as evaluation
 import model
 import rollout
 from bench import benchmarks
+
+NO_PYARROW = "pyarrow is not installed (requirements-cpu.txt brings it)"
 
 
 def put(root, path, content=""):
@@ -18,13 +22,15 @@ def put(root, path, content=""):
     path = os.path.join(root, path)
     os.makedirs(os.path.dirname(path), exist_ok=True)
     if path.endswith(".parquet"):
-        pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed (requirements-cpu.txt brings it)")
+        pyarrow = pytest.importorskip("pyarrow", reason=NO_PYARROW)
         from pyarrow import parquet
 
-        parquet.write_table(content if isinstance(content, pyarrow.Table) else pyarrow.Table.from_pylist(content), path)
+        parquet.write_table(content if isinstance(content, pyarrow.Table)
+                            else pyarrow.Table.from_pylist(content), path)
         return
     with open(path, "w", encoding="utf-8") as f:
-        f.write(content if isinstance(content, str) else json.dumps(content) if not path.endswith(".jsonl") else "".join(json.dumps(r) + "\n" for r in content))
+        f.write(content if isinstance(content, str) else json.dumps(content)
+                if not path.endswith(".jsonl") else "".join(json.dumps(r) + "\n" for r in content))
 
 
 def read(name, root):
@@ -32,51 +38,73 @@ def read(name, root):
     return {t["id"]: t for t in tasks}, notes
 
 
-VIDEOMME = [{"video_id": "001", "duration": "short", "domain": "Knowledge", "sub_category": "Baking", "url": "u", "videoID": "ab_-1", "question_id": "001-1",
-             "task_type": "Counting Problem", "question": "How many buns?", "options": ["A. Two.", "B. A. A. Milne.", "C. 3", "D. As many as (A)."],
+VIDEOMME = [{"video_id": "001", "duration": "short", "domain": "Knowledge",
+             "sub_category": "Baking", "url": "u", "videoID": "ab_-1", "question_id": "001-1",
+             "task_type": "Counting Problem", "question": "How many buns?",
+             "options": ["A. Two.", "B. A. A. Milne.", "C. 3", "D. As many as (A)."],
              "answer": "C"},
-            {"video_id": "001", "duration": "short", "domain": "Knowledge", "sub_category": "Baking", "url": "u", "videoID": "ab_-1", "question_id": "001-2",
-             "task_type": "OCR", "question": "Which word?", "options": ["A. Buns.", "B. Rolls.", "C. Bread.", "D. None."], "answer": "D"},
-            {"video_id": "002", "duration": "long", "domain": "Sports", "sub_category": "Chess", "url": "u", "videoID": "gone", "question_id": "002-1",
-             "task_type": "OCR", "question": "Who?", "options": ["A. I.", "B. You.", "C. He.", "D. We."], "answer": "A"}]
+            {"video_id": "001", "duration": "short", "domain": "Knowledge",
+             "sub_category": "Baking", "url": "u", "videoID": "ab_-1", "question_id": "001-2",
+             "task_type": "OCR", "question": "Which word?",
+             "options": ["A. Buns.", "B. Rolls.", "C. Bread.", "D. None."], "answer": "D"},
+            {"video_id": "002", "duration": "long", "domain": "Sports", "sub_category": "Chess",
+             "url": "u", "videoID": "gone", "question_id": "002-1",
+             "task_type": "OCR", "question": "Who?",
+             "options": ["A. I.", "B. You.", "C. He.", "D. We."], "answer": "A"}]
 
 
-@pytest.mark.parametrize("where", ["videomme/test-00000-of-00001.parquet", "test.jsonl", "test-00000-of-00001.json"])
+@pytest.mark.parametrize("where", ["videomme/test-00000-of-00001.parquet", "test.jsonl",
+                                   "test-00000-of-00001.json"])
 def test_videomme(tmp_path, where):
-    """Options come labelled, three questions share a video, a subtitle file may lack, a video may end in .MP4 or .mkv."""
+    """Options come labelled, three questions share a video, a subtitle file may lack, a video may
+    end in .MP4 or .mkv."""
     put(tmp_path, where, VIDEOMME)
     put(tmp_path, "data/ab_-1.MP4")
     put(tmp_path, "subtitle/ab_-1.srt", "1\n00:00:01,000 --> 00:00:02,000\nHello\n")
     tasks, notes = read("videomme", tmp_path)
-    assert tasks["001-1"] == {"id": "001-1", "video": "data/ab_-1.MP4", "question": "How many buns?", "type": "mcq", "answer": "C",
-                              "options": ["Two.", "A. A. Milne.", "3", "As many as (A)."], "subtitles": "subtitle/ab_-1.srt",
-                              "tags": {"duration": "short", "domain": "Knowledge", "sub_category": "Baking", "task_type": "Counting Problem"}}
+    assert tasks["001-1"] == {"id": "001-1", "video": "data/ab_-1.MP4",
+                              "question": "How many buns?", "type": "mcq", "answer": "C",
+                              "options": ["Two.", "A. A. Milne.", "3", "As many as (A)."],
+                              "subtitles": "subtitle/ab_-1.srt",
+                              "tags": {"duration": "short", "domain": "Knowledge",
+                                       "sub_category": "Baking", "task_type": "Counting Problem"}}
     assert tasks["002-1"]["video"] == "data/gone.mp4" and tasks["002-1"]["subtitles"] is None
-    assert notes == {"items": 3, "published": 2700, "no video": 1, "no subtitles": 1, "no usable answer": 0}
+    assert notes == {"items": 3, "published": 2700, "no video": 1, "no subtitles": 1,
+                     "no usable answer": 0}
     assert read("videomme_wsub", tmp_path)[0] == tasks
 
 
 def longvideobench(**more):
-    return {"video_id": "v", "id": "v_0", "video_path": "v.mp4", "subtitle_path": "v_en.json", "correct_choice": 1, "question": "Then what?",
-            "duration": 190.2, "duration_group": 600, "question_category": "S2E", "topic_category": "Travel",
+    return {"video_id": "v", "id": "v_0", "video_path": "v.mp4", "subtitle_path": "v_en.json",
+            "correct_choice": 1, "question": "Then what?",
+            "duration": 190.2, "duration_group": 600, "question_category": "S2E",
+            "topic_category": "Travel",
             "starting_timestamp_for_subtitles": 12.5, **more}
 
 
 def test_longvideobench_parquet_pads_options(tmp_path):
     """option0 to option4, padded with "N/A" or nothing; correct_choice counts from 0."""
-    rows = [longvideobench(option0="walk", option1="run", option2="swim", option3="N/A", option4="N/A"),
-            longvideobench(id="v_1", correct_choice=2, option0="one", option1="", option2="three", option3="four", option4=None),
-            longvideobench(id="v_2", correct_choice=4, option0="one", option1="two", option2="N/A", option3="N/A", option4="N/A")]
+    rows = [longvideobench(option0="walk", option1="run", option2="swim", option3="N/A",
+                           option4="N/A"),
+            longvideobench(id="v_1", correct_choice=2, option0="one", option1="", option2="three",
+                           option3="four", option4=None),
+            longvideobench(id="v_2", correct_choice=4, option0="one", option1="two", option2="N/A",
+                           option3="N/A", option4="N/A")]
     put(tmp_path, "validation-00000-of-00001.parquet", rows)
-    put(tmp_path, "test-00000-of-00001.parquet", [longvideobench(id="hidden", correct_choice=0, option0="no")])  # another split of the same release
+    # another split of the same release
+    put(tmp_path, "test-00000-of-00001.parquet",
+        [longvideobench(id="hidden", correct_choice=0, option0="no")])
     put(tmp_path, "videos/v.mp4")
     put(tmp_path, "subtitles/v_en.json", "[]")
     tasks, notes = read("longvideobench", tmp_path)
-    assert tasks["v_0"] == {"id": "v_0", "video": "videos/v.mp4", "question": "Then what?", "type": "mcq", "answer": "B", "options": ["walk", "run", "swim"],
+    assert tasks["v_0"] == {"id": "v_0", "video": "videos/v.mp4", "question": "Then what?",
+                            "type": "mcq", "answer": "B", "options": ["walk", "run", "swim"],
                             "subtitles": "subtitles/v_en.json", "subtitle_start": 12.5,
-                            "tags": {"duration_group": 600, "question_category": "S2E", "topic_category": "Travel"}}
+                            "tags": {"duration_group": 600, "question_category": "S2E",
+                                     "topic_category": "Travel"}}
     assert (tasks["v_1"]["options"], tasks["v_1"]["answer"]) == (["one", "three", "four"], "B")
-    assert tasks["v_2"]["answer"] == "" and notes["no usable answer"] == 1 and set(tasks) == {"v_0", "v_1", "v_2"}
+    assert tasks["v_2"]["answer"] == "" and notes["no usable answer"] == 1
+    assert set(tasks) == {"v_0", "v_1", "v_2"}
 
 
 def test_longvideobench_json_has_candidates(tmp_path):
@@ -84,115 +112,197 @@ def test_longvideobench_json_has_candidates(tmp_path):
     put(tmp_path, "lvb_test_wo_gt.json", [longvideobench(id="hidden", candidates=["walk", "run"])])
     put(tmp_path, "v.mp4")
     tasks, _ = read("longvideobench", tmp_path)
-    assert tasks["v_0"]["options"] == ["walk", "run"] and tasks["v_0"]["answer"] == "B" and tasks["v_0"]["video"] == "v.mp4" and len(tasks) == 1
+    assert tasks["v_0"]["options"] == ["walk", "run"] and tasks["v_0"]["answer"] == "B"
+    assert tasks["v_0"]["video"] == "v.mp4" and len(tasks) == 1
 
 
-LVBENCH = {"uid": "7", "question": "Who (if anyone) enters?\n(A) A cook\n(B) The king\n(C) A. Smith,\n   a sailor\n(D) Nobody", "answer": "C",
+LVBENCH = {"uid": "7",
+           "question": "Who (if anyone) enters?\n(A) A cook\n(B) The king\n"
+                       "(C) A. Smith,\n   a sailor\n(D) Nobody", "answer": "C",
            "question_type": ["entity recognition", "reasoning"], "time_reference": "01:00-01:30"}
 
 
 @pytest.mark.parametrize("layout", ["flat", "meta"])
 def test_lvbench(tmp_path, layout):
-    """Options stand in the question; a question has several types; rows are flat, or one line a video with its questions in `qa`."""
+    """Options stand in the question; a question has several types; rows are flat, or one line a
+    video with its questions in `qa`."""
     second = {**LVBENCH, "uid": 8, "answer": "A", "time_reference": None}
     if layout == "flat":
-        put(tmp_path, "data/train-00000-of-00001.parquet", [{**q, "uid": str(q["uid"]), "key": "Cm73", "type": "cartoon", "video_path": "Cm73.mp4"}
+        put(tmp_path, "data/train-00000-of-00001.parquet",
+            [{**q, "uid": str(q["uid"]), "key": "Cm73", "type": "cartoon", "video_path": "Cm73.mp4"}
                                                             for q in (LVBENCH, second)])
     else:
-        put(tmp_path, "video_info.meta.jsonl", [{"key": "Cm73", "type": "cartoon", "video_info": {"fps": 25}, "qa": [LVBENCH, second]}])
+        put(tmp_path, "video_info.meta.jsonl",
+            [{"key": "Cm73", "type": "cartoon", "video_info": {"fps": 25},
+              "qa": [LVBENCH, second]}])
     put(tmp_path, "Cm73.mp4")
     tasks, notes = read("lvbench", tmp_path)
-    assert tasks["7"] == {"id": "7", "video": "Cm73.mp4", "question": "Who (if anyone) enters?", "type": "mcq", "answer": "C", "subtitles": None,
+    assert tasks["7"] == {"id": "7", "video": "Cm73.mp4", "question": "Who (if anyone) enters?",
+                          "type": "mcq", "answer": "C", "subtitles": None,
                           "options": ["A cook", "The king", "A. Smith, a sailor", "Nobody"],
-                          "tags": {"type": "cartoon", "question_type": ["entity recognition", "reasoning"]}}
+                          "tags": {"type": "cartoon",
+                                   "question_type": ["entity recognition", "reasoning"]}}
     assert tasks["8"]["answer"] == "A" and notes["no subtitles"] == 0 and notes["no video"] == 0
+
+
+@pytest.mark.parametrize("inline", [True, False])
+def test_lvbench_with_a_column_of_options(tmp_path, inline):
+    """Labelled or bare; the question may repeat them, and is asked without."""
+    question = LVBENCH["question"] if inline else "Who (if anyone) enters?"
+    options = ["(A) A cook", "(B) The king", "(C) A. Smith, a sailor", "(D) Nobody"]
+    put(tmp_path, "data/train-00000-of-00001.parquet", [
+        {**LVBENCH, "question": question, "options": options, "key": "Cm73", "type": "cartoon",
+         "video_path": "Cm73.mp4"}])
+    tasks, notes = read("lvbench", tmp_path)
+    assert tasks["7"]["options"] == ["A cook", "The king", "A. Smith, a sailor", "Nobody"]
+    assert tasks["7"]["question"] == "Who (if anyone) enters?" and tasks["7"]["answer"] == "C"
+    assert notes["no usable answer"] == 0
 
 
 def test_mlvu_from_the_hub(tmp_path):
     """A letter as answer, options in the question and in `candidates`."""
     put(tmp_path, "mlvu/test-00000-of-00001.parquet", [
-        {"video_name": "needle_32.mp4", "duration": 467.98, "question": "What does the hand do?\n(A) Waves\n(B) Points", "candidates": ["Waves", "Points"],
+        {"video_name": "needle_32.mp4", "duration": 467.98,
+         "question": "What does the hand do?\n(A) Waves\n(B) Points",
+         "candidates": ["Waves", "Points"],
          "answer": "B", "task_type": "needle", "question_id": "Q0"},
-        {"video_name": "count_1.mp4", "duration": 60.0, "question": "How many?\n(A) 2\n(B) 1", "candidates": ["2", "1"], "answer": "A", "task_type": "count",
+        {"video_name": "count_1.mp4", "duration": 60.0, "question": "How many?\n(A) 2\n(B) 1",
+         "candidates": ["2", "1"], "answer": "A", "task_type": "count",
          "question_id": "Q1"}])
     put(tmp_path, "needle_32.mp4")
     tasks, notes = read("mlvu", tmp_path)
-    assert tasks["Q0"] == {"id": "Q0", "video": "needle_32.mp4", "question": "What does the hand do?", "type": "mcq", "options": ["Waves", "Points"],
+    assert tasks["Q0"] == {"id": "Q0", "video": "needle_32.mp4",
+                           "question": "What does the hand do?", "type": "mcq",
+                           "options": ["Waves", "Points"],
                            "answer": "B", "subtitles": None, "tags": {"task": "needle"}}
     assert tasks["Q1"]["answer"] == "A" and notes["no video"] == 1
 
 
 def test_mlvu_as_first_released(tmp_path):
-    """A file and a video folder per task, the answer as text, another spelling of a task, texts that match no candidate or two."""
+    """A file and a video folder per task, the answer as text, another spelling of a task, texts
+    that match no candidate or two."""
     put(tmp_path, "json/2_needle.json", [
-        {"video": "needle_1.mp4", "duration": 100, "question": "What falls?", "candidates": ["A cup", "A hat"], "answer": "A hat", "question_type": "findNeedle"},
-        {"video": "needle_1.mp4", "duration": 100, "question": "Who sings?", "candidates": ["A boy", "A girl"], "answer": "A gril", "question_type": "findNeedle"}])
+        {"video": "needle_1.mp4", "duration": 100, "question": "What falls?",
+         "candidates": ["A cup", "A hat"], "answer": "A hat", "question_type": "findNeedle"},
+        {"video": "needle_1.mp4", "duration": 100, "question": "Who sings?",
+         "candidates": ["A boy", "A girl"], "answer": "A gril", "question_type": "findNeedle"}])
     put(tmp_path, "json/6_anomaly_reco.json", [
-        {"video": "a.mp4", "duration": 9, "question": "What?", "candidates": ["Fire", "Arson", "Arson"], "answer": "Arson", "question_type": "anomaly_reco"}])
+        {"video": "a.mp4", "duration": 9, "question": "What?",
+         "candidates": ["Fire", "Arson", "Arson"], "answer": "Arson",
+         "question_type": "anomaly_reco"}])
     put(tmp_path, "video/2_needle/needle_1.mp4")
     tasks, notes = read("mlvu", tmp_path)
     first = tasks["needle-needle_1.mp4"]
-    assert tasks["needle-needle_1.mp4#2"]["answer"] == "" and first["video"] == "video/2_needle/needle_1.mp4" and first["answer"] == "B" and first["tags"] == {"task": "needle"}
+    assert tasks["needle-needle_1.mp4#2"]["answer"] == ""
+    assert first["video"] == "video/2_needle/needle_1.mp4" and first["answer"] == "B"
+    assert first["tags"] == {"task": "needle"}
     assert tasks["anomaly_reco-a.mp4"]["answer"] == "B" and len(tasks) == 3
     assert notes["no usable answer"] == 1 and notes["no video"] == 1
+
+
+def test_mlvu_as_first_released_has_two_tasks_without_candidates(tmp_path):
+    """Nine files; in the last two the answer is a text. They are left out, counted, and no other
+    file may lack candidates for it."""
+    names = ("plotQA", "needle", "ego", "count", "order", "anomaly_reco", "topic_reasoning")
+    for number, name in enumerate(names, 1):
+        put(tmp_path, f"json/{number}_{name}.json", [
+            {"video": "v.mp4", "duration": 9, "question": "What?", "candidates": ["Fire", "Rain"],
+             "answer": "Rain", "question_type": name}])
+    for number, name in ((8, "sub_scene"), (9, "summary")):
+        put(tmp_path, f"json/{number}_{name}.json", [
+            {"video": "v.mp4", "duration": 9, "question": "Describe it.", "answer": "It rains.",
+             "question_type": name}] * 3)
+    tasks, notes = read("mlvu", tmp_path)
+    assert {task["tags"]["task"] for task in tasks.values()} == {*names}
+    assert len(tasks) == notes["items"] == 7 and notes["files without candidates left out"] == 2
+    row = {"video": "v.mp4", "question": "What?", "answer": "Rain", "question_type": "ego"}
+    put(tmp_path, "json/3_ego.json", [{**row, "candidates": ["Fire", "Rain"]}, row])
+    with pytest.raises(model.UserError, match="3_ego.json: no column 'candidates'"):
+        benchmarks.read_split("mlvu", str(tmp_path))
 
 
 def test_mmvu(tmp_path):
     """The video is an address, five choices or five empty ones, no subject of its own."""
     empty = dict.fromkeys("ABCDE", "")
     put(tmp_path, "validation.json", [
-        {"id": "validation_0", "video": "https://hub.invalid/datasets/x/resolve/main/videos/Art/0.mp4", "question_type": "multiple-choice",
-         "metadata": {"subject": "Art"}, "question": "Which style?", "choices": {"A": "Cubism", "B": "Baroque", "C": "Pop", "D": "Dada", "E": "None"}, "answer": "E"},
-        {"id": "validation_1", "video": "https://hub.invalid/datasets/x/resolve/main/videos/Computer_Science/3.mp4", "question_type": "open-ended",
+        {"id": "validation_0",
+         "video": "https://hub.invalid/datasets/x/resolve/main/videos/Art/0.mp4",
+         "question_type": "multiple-choice",
+         "metadata": {"subject": "Art"}, "question": "Which style?",
+         "choices": {"A": "Cubism", "B": "Baroque", "C": "Pop", "D": "Dada", "E": "None"},
+         "answer": "E"},
+        {"id": "validation_1",
+         "video": "https://hub.invalid/datasets/x/resolve/main/videos/Computer_Science/3.mp4",
+         "question_type": "open-ended",
          "metadata": {}, "question": "Which sort?", "choices": empty, "answer": "Bubble sort"}])
     put(tmp_path, "videos/Art/0.mp4")
     tasks, notes = read("mmvu", tmp_path)
-    assert tasks["validation_0"] == {"id": "validation_0", "video": "videos/Art/0.mp4", "question": "Which style?", "type": "mcq", "subtitles": None,
-                                     "options": ["Cubism", "Baroque", "Pop", "Dada", "None"], "answer": "E",
-                                     "tags": {"kind": "multiple-choice", "discipline": "Humanities and Social Science", "subject": "Art"}}
-    assert tasks["validation_1"]["type"] == "open" and tasks["validation_1"]["options"] is None and tasks["validation_1"]["answer"] == "Bubble sort"
-    assert tasks["validation_1"]["tags"]["discipline"] == "Engineering" and notes["no video"] == 1 and len(benchmarks.mmvu_disciplines()) == 27
+    assert tasks["validation_0"] == {"id": "validation_0", "video": "videos/Art/0.mp4",
+                                     "question": "Which style?", "type": "mcq", "subtitles": None,
+                                     "options": ["Cubism", "Baroque", "Pop", "Dada", "None"],
+                                     "answer": "E",
+                                     "tags": {"kind": "multiple-choice",
+                                              "discipline": "Humanities and Social Science",
+                                              "subject": "Art"}}
+    assert tasks["validation_1"]["type"] == "open" and tasks["validation_1"]["options"] is None
+    assert tasks["validation_1"]["answer"] == "Bubble sort"
+    assert tasks["validation_1"]["tags"]["discipline"] == "Engineering" and notes["no video"] == 1
+    assert len(benchmarks.mmvu_disciplines()) == 27
 
 
 def test_charades_as_text_and_as_half_precision(tmp_path):
     """24.3 in float16 is 24.296875; rows repeat; the text has no ending on its videos."""
     text, parquet = tmp_path / "text", tmp_path / "parquet"
-    put(text, "charades_sta_test.txt", "3MSZA 24.3 30.4##person turn a light on.\n3MSZA 24.3 30.4##person turn a light on.\nXYZ 0.0 7.1##a - b ## c\n")
-    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed (requirements-cpu.txt brings it)")
+    put(text, "charades_sta_test.txt",
+        "3MSZA 24.3 30.4##person turn a light on.\n" * 2 + "XYZ 0.0 7.1##a - b ## c\n")
+    pyarrow = pytest.importorskip("pyarrow", reason=NO_PYARROW)
     import numpy as np
 
-    half = pyarrow.array([np.array(s, dtype=np.float16) for s in ([24.3, 30.4], [24.3, 30.4], [0.0, 7.1])], type=pyarrow.list_(pyarrow.float16()))
+    half = pyarrow.array([np.array(s, dtype=np.float16)
+                          for s in ([24.3, 30.4], [24.3, 30.4], [0.0, 7.1])],
+                         type=pyarrow.list_(pyarrow.float16()))
     put(parquet, "data/test-00000-of-00001.parquet", pyarrow.table({
-        "video": ["3MSZA.mp4", "3MSZA.mp4", "XYZ.mp4"], "caption": ["person turn a light on.", "person turn a light on.", "a - b ## c"], "timestamp": half}))
+        "video": ["3MSZA.mp4", "3MSZA.mp4",
+                  "XYZ.mp4"], "caption": ["person turn a light on.", "person turn a light on.",
+                                          "a - b ## c"], "timestamp": half}))
     for root in (text, parquet):
         put(root, "Charades_v1_480/3MSZA.mp4")
     for root, name in ((text, "3MSZA"), (parquet, "3MSZA.mp4")):
         tasks, notes = read("charades", root)
-        assert len(tasks) == 3 and notes["no video"] == 1, "an exact duplicate is an item of its own"
-        assert tasks[f"{name}/24.3-30.4"] == {"id": f"{name}/24.3-30.4", "video": "Charades_v1_480/3MSZA.mp4", "type": "grounding", "options": None,
-                                              "question": "When does this happen in the video: person turn a light on.", "answer": [24.3, 30.4],
-                                              "subtitles": None, "tags": {}}
+        # An exact duplicate is an item of its own.
+        assert len(tasks) == 3 and notes["no video"] == 1
+        question = "When does this happen in the video: person turn a light on."
+        assert tasks[f"{name}/24.3-30.4"] == {
+            "id": f"{name}/24.3-30.4", "video": "Charades_v1_480/3MSZA.mp4", "type": "grounding",
+            "options": None, "question": question, "answer": [24.3, 30.4], "subtitles": None,
+            "tags": {}}
         assert tasks[f"{name}/24.3-30.4#2"]["answer"] == [24.3, 30.4]
 
 
 @pytest.mark.parametrize("options, bare", [
-    (["A. Apples.", "B. B. King"], ["Apples.", "B. King"]), (["(A) x", "(B) y"], ["x", "y"]), (["A) x", "B) y"], ["x", "y"]), (["A: x", "B: y"], ["x", "y"]),
+    (["A. Apples.", "B. B. King"], ["Apples.", "B. King"]), (["(A) x", "(B) y"], ["x", "y"]),
+    (["A) x", "B) y"], ["x", "y"]), (["A: x", "B: y"], ["x", "y"]),
     (["A. Milne", "Kafka"], ["A. Milne", "Kafka"]),  # a name, not a label
-    (["B. x", "A. y"], ["B. x", "A. y"]), (["A.M.", "B.C."], ["A.M.", "B.C."]), ([" x ", "y"], ["x", "y"])])
+    (["B. x", "A. y"], ["B. x", "A. y"]), (["A.M.", "B.C."], ["A.M.", "B.C."]),
+    ([" x ", "y"], ["x", "y"])])
 def test_labels_go_only_where_every_option_has_its_own(options, bare):
     assert rollout.bare_options(options) == bare
 
 
-@pytest.mark.parametrize("answer, letter", [("B", "B"), ("b", "B"), ("(B)", "B"), ("B.", "B"), ("two", "B"), ("A", "A"), ("E", ""), ("three", "C"), ("thr", "")])
+@pytest.mark.parametrize("answer, letter", [("B", "B"), ("b", "B"), ("(B)", "B"), ("B.", "B"),
+                                            ("two", "B"), ("A", "A"), ("E", ""), ("three", "C"),
+                                            ("thr", "")])
 def test_the_gold_letter_comes_from_a_letter_a_label_or_a_text(answer, letter):
     assert benchmarks.answer_letter(answer, ["one", "two", "three", "three"]) == letter
 
 
 @pytest.mark.parametrize("name, files, why", [
     ("videomme", {}, "expected videomme/test-*"),
-    ("lvbench", {"data/test-0.parquet": [{"x": 1}]}, "no rows of lvbench"),  # its only split is called train
+    # its only split is called train
+    ("lvbench", {"data/test-0.parquet": [{"x": 1}]}, "no rows of lvbench"),
     ("videomme", {"test.jsonl": [{"question_id": "1"}]}, "no column 'videoID'"),
-    ("lvbench", {"video_info.meta.jsonl": [{"key": "a", "type": "tv", "qa": [{"uid": 1}]}]}, "no 'question'"),
+    ("lvbench", {"video_info.meta.jsonl": [{"key": "a", "type": "tv", "qa": [{"uid": 1}]}]},
+     "no 'question'"),
     ("mmvu", {"validation.json": "{not json"}, "validation.json"),
     ("mmvu", {"validation.json": {"a": 1}}, "expected a list"),
     ("charades", {"charades_sta_test.txt": "3MSZA 24.3##no end\n"}, "VIDEO START END"),
@@ -205,8 +315,66 @@ def test_a_wrong_folder_is_one_line_that_says_what_was_expected(name, files, why
     assert why in str(error.value) and "\n" not in str(error.value)
 
 
+VIDEOMME_ROW = VIDEOMME[0]
+MLVU_ROW = {"video": "v.mp4", "question": "What?", "candidates": ["Fire", "Rain"], "answer": "Rain"}
+
+
+@pytest.mark.parametrize("name, files, why", [
+    # options neither in the question nor in a column; one alone; a text; a mapping; a gap
+    ("lvbench", {"train-0.jsonl": [{**LVBENCH, "question": "Who?", "key": "a", "type": "tv"}]},
+     "7 has no options"),
+    ("videomme", {"test.jsonl": [{**VIDEOMME_ROW, "options": ["A. Two."]}]}, "has no options"),
+    ("videomme", {"test.jsonl": [{**VIDEOMME_ROW, "options": "A. Two. B. One."}]}, "no list"),
+    ("videomme", {"test.jsonl": [{**VIDEOMME_ROW, "options": {"A": "1", "B": "2"}}]}, "no list"),
+    ("videomme", {"test.jsonl": [VIDEOMME[1], {**VIDEOMME_ROW, "options": ["1", None]}]}, "row 2"),
+    # a column that is there and empty, or of another kind
+    ("videomme", {"test.jsonl": [{**VIDEOMME_ROW, "question": None}]}, "row 1"),
+    ("videomme", {"test.jsonl": [{**VIDEOMME_ROW, "question": " "}]}, "001-1 has no question"),
+    ("videomme", {"test.jsonl": [{**VIDEOMME_ROW, "videoID": None}]}, "row 1"),
+    ("videomme", {"test.jsonl": [{**VIDEOMME_ROW, "answer": None}]}, "no answer"),
+    ("charades", {"test-0.jsonl": [{"video": "a", "caption": "b", "timestamp": [1.0]}]}, "row 1"),
+    ("mmvu", {"validation.json": [{"id": "v", "video": "a", "question_type": "multiple-choice",
+                                   "question": "?", "choices": None, "answer": "A"}]},
+     "v has no options"),
+    # answers that no option has
+    ("mlvu", {"json/1_plotQA.json": [MLVU_ROW, *[{**MLVU_ROW, "answer": 7}] * 2]},
+     "2 of 3 answers"),
+    ("mlvu", {"json/8_sub_scene.json": [{"question": "Describe it.", "answer": "It rains."}]},
+     "that have 'candidates'"),
+    # a part of the rows
+    ("videomme", {"test-00000-of-00002.jsonl": VIDEOMME}, "00001-of-00002.jsonl: no such file"),
+    ("videomme", {"test.jsonl": [5]}, "expected a list of objects"),
+])  # fmt: skip
+def test_half_read_ends_with_exit_code_2(name, files, why, tmp_path, monkeypatch, capsys):
+    for path, content in files.items():
+        put(tmp_path, path, content)
+    out = tmp_path / "tasks.jsonl"
+    monkeypatch.setattr("sys.argv", ["eval.py", "--bench", name, "--root", str(tmp_path),
+                                     "--prepare", str(out)])
+    with pytest.raises(SystemExit) as end:
+        model.run_main(evaluation.main)
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and why in said and said.count("\n") == 1 and not out.exists()
+
+
+def test_a_new_benchmark_is_one_entry_and_leaves_the_papers_rows_as_they_are(monkeypatch):
+    """Rows are by name: neither its place among the splits nor a row without it moves a number."""
+    known = benchmarks.splits()
+    monkeypatch.setattr(benchmarks, "splits", lambda: {"new": known["mlvu"], **known})
+    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")]
+                      for line in benchmarks.markdown_table([]).split("\n")]
+    shown = {row[0]: dict(zip(head, row, strict=True)) for row in rows}
+    assert shown["ParaVT-8B (the paper's)"]["mlvu"] == "65.0"
+    assert {row["new"] for row in shown.values()} == {"-"}
+    table = benchmarks.paper_table()
+    assert "charades" not in table["GPT-4o"] and "lvbench" not in table["Video-Thinker-7B"]
+    assert all(isinstance(percent, float) for row in table.values() for percent in row.values())
+    assert {name for row in table.values() for name in row} == {*known}
+    assert sum(len(row) for row in table.values()) == 101  # of 15 x 7, as counted in the paper
+
+
 def test_a_broken_parquet_and_a_missing_folder_are_named(tmp_path):
-    pytest.importorskip("pyarrow", reason="pyarrow is not installed (requirements-cpu.txt brings it)")
+    pytest.importorskip("pyarrow", reason=NO_PYARROW)
     (tmp_path / "train-0.parquet").write_bytes(b"PAR1 but not really")
     with pytest.raises(model.UserError, match="train-0.parquet: not readable"):
         benchmarks.read_split("lvbench", str(tmp_path))
@@ -214,27 +382,35 @@ def test_a_broken_parquet_and_a_missing_folder_are_named(tmp_path):
         benchmarks.read_split("lvbench", str(tmp_path / "none"))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Subtitles
 
 
-SRT = "\ufeff1\r\n00:00:05,000 --> 00:00:07,500\r\n<font color=\"white\">Two\r\n lines</font>\r\n\r\n2\r\n00:00:01,000 --> 00:00:02,000\r\nFirst <i>one</i>\r\n\r\n" \
-      "3\r\n00:00:07,500 --> 01:00:00,250\r\nLast\r\n"
+SRT = ("\ufeff1\r\n00:00:05,000 --> 00:00:07,500\r\n"
+       "<font color=\"white\">Two\r\n lines</font>\r\n\r\n"
+       "2\r\n00:00:01,000 --> 00:00:02,000\r\nFirst <i>one</i>\r\n\r\n"
+       "3\r\n00:00:07,500 --> 01:00:00,250\r\nLast\r\n")
 
 
 def test_srt_is_read_in_time_order_without_formatting(tmp_path):
     (tmp_path / "a.srt").write_bytes(SRT.encode())
-    assert benchmarks.read_subtitles(str(tmp_path / "a.srt")) == [(1.0, 2.0, "First one"), (5.0, 7.5, "Two lines"), (7.5, 3600.25, "Last")]
+    lines = [(1.0, 2.0, "First one"), (5.0, 7.5, "Two lines"), (7.5, 3600.25, "Last")]
+    assert benchmarks.read_subtitles(str(tmp_path / "a.srt")) == lines
 
 
 def test_longvideobench_subtitles_come_in_two_forms_and_count_from_elsewhere(tmp_path):
-    put(tmp_path, "a.json", [{"timestamp": [12.5, 14.0], "text": "Hello"}, {"timestamp": [15.0, None], "text": "open"}, {"timestamp": [16.0, 17.0], "text": "end"}])
+    put(tmp_path, "a.json", [{"timestamp": [12.5, 14.0], "text": "Hello"},
+                             {"timestamp": [15.0, None], "text": "open"},
+                             {"timestamp": [16.0, 17.0], "text": "end"}])
     put(tmp_path, "b.json", [{"start": "00:00:12.500", "end": "00:00:14.000", "line": "Hello"}])
-    assert benchmarks.read_subtitles(str(tmp_path / "a.json"), 12.5) == [(0.0, 1.5, "Hello"), (2.5, 3.5, "open"), (3.5, 4.5, "end")]
+    assert benchmarks.read_subtitles(str(tmp_path / "a.json"),
+                                     12.5) == [(0.0, 1.5, "Hello"), (2.5, 3.5, "open"),
+                                               (3.5, 4.5, "end")]
     assert benchmarks.read_subtitles(str(tmp_path / "b.json"), 12.5) == [(0.0, 1.5, "Hello")]
 
 
-@pytest.mark.parametrize("name, text", [("a.json", "{broken"), ("a.json", '[{"x": 1}]'), ("a.json", '{"a": 1}'), ("none.srt", None)])
+@pytest.mark.parametrize("name, text", [("a.json", "{broken"), ("a.json", '[{"x": 1}]'),
+                                        ("a.json", '{"a": 1}'), ("none.srt", None)])
 def test_unreadable_subtitles_are_named(tmp_path, name, text):
     if text is not None:
         (tmp_path / name).write_text(text)
@@ -243,7 +419,11 @@ def test_unreadable_subtitles_are_named(tmp_path, name, text):
 
 
 def test_aligned_lines_are_those_spoken_at_a_frame():
-    lines = [(0.0, 1.0, "a"), (2.0, 3.0, "b"), (3.0, 4.0, "b"), (5.0, 6.0, "c"), (7.0, 7.5, ""), (8.0, 9.0, "b")]
+    lines = [(0.0, 1.0, "a"), (2.0, 3.0, "b"), (3.0, 4.0, "b"), (5.0, 6.0, "c"), (7.0, 7.5, ""),
+             (8.0, 9.0, "b")]
     assert benchmarks.subtitle_text(lines) == "a\nb\nc\nb"  # a line repeated at once is shown once
-    assert benchmarks.subtitle_text(lines, [1.0, 2.5, 5.5, 8.1]) == "a\nb\nc\nb" and benchmarks.subtitle_text(lines, [2.0, 3.0]) == "b"  # ends count
-    assert benchmarks.subtitle_text(lines, [1.5, 4.5]) == "" and benchmarks.subtitle_text([], None) == ""
+    # ends count
+    assert benchmarks.subtitle_text(lines, [1.0, 2.5, 5.5, 8.1]) == "a\nb\nc\nb"
+    assert benchmarks.subtitle_text(lines, [2.0, 3.0]) == "b"
+    assert benchmarks.subtitle_text(lines, [1.5, 4.5]) == ""
+    assert benchmarks.subtitle_text([], None) == ""

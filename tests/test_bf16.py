@@ -1,7 +1,9 @@
-"""The GPU's precisions, on CPU: FSDP computes in bf16 and reduces gradients in fp32, tower, reference, engine and its weights are bf16.
+"""The GPU's precisions, on CPU: FSDP computes in bf16 and reduces gradients in fp32, tower,
+reference, engine and its weights are bf16.
 
-The scripts choose precision by device, so it is chosen here from outside. What the sums of bf16 cost is known then before a GPU is rented:
-the loss, the gradient, the gap between engine and trainer, and that masters are touched by none of it. Run: pytest tests/test_bf16.py
+The scripts choose precision by device, so it is chosen here from outside. What the sums of bf16
+cost is known then before a GPU is rented: the loss, the gradient, the gap between engine and
+trainer, and that masters are touched by none of it. Run: pytest tests/test_bf16.py
 """
 import contextlib
 import functools
@@ -22,38 +24,42 @@ import rollout
 import sft
 
 HALF = torch.bfloat16
-SFT = ("--preset", "toy", "--optimizer", "adamw", "--lr", 1e-4, "--steps", 1, "--batch-size", 8, "--warmup", 0)
-GRPO = ("--preset", "toy", "--prompts", 2, "--group", 2, "--frames", 8, "--kl", 0.01, "--train-subagents", "--show-every", 0,
-        "--probe-tolerance", 0.1, "--max-new-tokens", 24, "--lr", 1e-4)
+SFT = ("--preset", "toy", "--optimizer", "adamw", "--lr", 1e-4, "--steps", 1, "--batch-size", 8,
+       "--warmup", 0)
+GRPO = ("--preset", "toy", "--prompts", 2, "--group", 2, "--frames", 8, "--kl", 0.01,
+        "--train-subagents", "--show-every", 0,
+        "--max-new-tokens", 24, "--lr", 1e-4)
 
 
 @contextlib.contextmanager
 def gpu_precisions():
-    """What shard, as_policy, load_sharded and the engine's wire do on a GPU -> list of the policies that are made."""
+    """All that asks for the precision of a GPU gets it -> list of the policies that are made."""
     import torch.distributed.fsdp as fsdp
 
     model.import_shim()
-    real_policy, real_sync, policies = model.as_policy, rollout.VllmEngine.sync, []
+    real_policy, real_dtype, real_copy = model.as_policy, model.compute_dtype, model.host_copy
+    policies = []
 
-    def as_policy(hf, *rest):
-        if not any(p.requires_grad for p in hf.model.language_model.parameters()):
-            hf.to(HALF)  # the reference
-        hf.model.visual.to(HALF)
-        policies.append(real_policy(hf, *rest))
+    def as_policy(*args):
+        policies.append(real_policy(*args))
         return policies[-1]
 
-    def sync(engine, weights):
-        real_sync(engine, ((name, weight.to(HALF)) for name, weight in weights))
+    def host_copy(*args):  # saved in fp32: a step of 1e-4 could not be seen in bf16
+        with mock.patch.object(model, "compute_dtype", real_dtype):
+            return real_copy(*args)
 
-    with (mock.patch.object(fsdp, "MixedPrecisionPolicy", functools.partial(fsdp.MixedPrecisionPolicy, HALF, torch.float32)),
+    with (mock.patch.object(fsdp, "MixedPrecisionPolicy",
+                            functools.partial(fsdp.MixedPrecisionPolicy, HALF, torch.float32)),
           mock.patch.object(model, "as_policy", as_policy),
-          mock.patch.object(rollout.VllmEngine, "sync", sync)):
+          mock.patch.object(model, "host_copy", host_copy),
+          mock.patch.object(model, "compute_dtype", lambda device: HALF)):
         yield policies
 
 
 def run(script, out, *flags):
     """main() of a script in this process."""
-    with mock.patch.object(sys, "argv", [f"{script.__name__}.py", *map(str, flags), "--out", str(out)]):
+    with mock.patch.object(sys, "argv", [f"{script.__name__}.py", *map(str, flags), "--out",
+                                         str(out)]):
         script.main()
 
 
@@ -61,24 +67,29 @@ def read(out):
     """-> (rows of the log, the weights at the end)."""
     from safetensors.torch import load_file
 
-    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()], load_file(out / "last" / "model.safetensors")
+    rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return rows, load_file(out / "last" / "model.safetensors")
 
 
 def both_steps(toy, record, out):
-    """One cold-start step and one update from recorded rollouts, each from the random checkpoint."""
+    """One cold-start step and one update from recorded rollouts, each from the random
+    checkpoint."""
     run(sft, out / "sft", *SFT, "--ckpt", toy / "init", "--data", toy / "sft.jsonl")
-    run(grpo, out / "grpo", *GRPO, "--ckpt", toy / "init", "--rollouts", record, "--video-root", toy)
+    run(grpo, out / "grpo", *GRPO, "--ckpt", toy / "init", "--rollouts", record, "--video-root",
+        toy)
 
 
 def said(sample, turn):
-    call = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 8, "end_time": 16}}\n</tool_call>'
-    return (f"hm</think>{call}", "hm</think><answer>red</answer>")[turn] if sample == 0 else "hm<answer>no</answer>"
+    call = ('<tool_call>\n{"name": "crop_video", "arguments": '
+            '{"start_time": 8, "end_time": 16}}\n</tool_call>')
+    turns = (f"hm</think>{call}", "hm</think><answer>red</answer>")
+    return turns[turn] if sample == 0 else "hm<answer>no</answer>"
 
 
 @pytest.fixture(scope="module")
 def sampled(toy, tmp_path_factory):
-    """Two steps of grpo.py with vLLM, all of it as on a GPU -> (rows of its log, rollouts of the first step, dtypes of trained weights,
-    tower, reference)."""
+    """Two steps of grpo.py with vLLM, all of it as on a GPU -> (rows of its log, rollouts of the
+    first step, dtypes of trained weights, tower, reference)."""
     model.import_shim()
     import vllm
 
@@ -98,8 +109,10 @@ def sampled(toy, tmp_path_factory):
             with contextlib.suppress(Exception):  # closed by the script, unless it failed
                 engine.close()
     policy, reference = policies
-    parts = (model.trained_parameters(policy), policy.hf.model.visual.parameters(), reference.parameters())
-    return read(out)[0], out / "rollouts" / "step_000000.rank0.jsonl", [{p.dtype for p in part} for part in parts]
+    parts = (model.trained_parameters(policy), policy.hf.model.visual.parameters(),
+             reference.parameters())
+    dtypes = [{p.dtype for p in part} for part in parts]
+    return read(out)[0], out / "rollouts" / "step_000000.rank0.jsonl", dtypes
 
 
 @pytest.fixture(scope="module")
@@ -117,41 +130,51 @@ def cosine(toy, a, b):
     from safetensors.torch import load_file
 
     base = load_file(toy / "init" / "model.safetensors")
-    names = [n for n in sorted(base) if "visual" not in n]  # the tower is rounded to bf16, not trained
+    # the tower is rounded to bf16, not trained
+    names = [n for n in sorted(base) if "visual" not in n]
     one, two = (torch.cat([(weights[n] - base[n]).flatten() for n in names]) for weights in (a, b))
-    assert one.abs().max().item() == pytest.approx(1e-4, rel=0.01)  # masters are fp32: moved by the learning rate, unrounded
+    # masters are fp32: moved by the learning rate, unrounded
+    assert one.abs().max().item() == pytest.approx(1e-4, rel=0.01)
     return torch.nn.functional.cosine_similarity(one, two, dim=0).item()
 
 
 def test_engine_and_trainer_agree_within_the_rounding_of_bf16(sampled):
-    """The second step samples from weights that travelled in bf16. In fp32 the gap is 1e-6: were it so here, nothing would be tested."""
+    """The second step samples from weights that travelled in bf16. In fp32 the gap is 1e-6: were it
+    so here, nothing would be tested."""
     rows, _, dtypes = sampled
     assert dtypes == [{torch.float32}, {HALF}, {HALF}]
     for row in rows:
-        assert 1e-5 < row["gap"] < 4e-3 and row["gap_max"] < 0.02 and row["kappa"] == 0.5 and row["zero_variance"] == 0
-    assert rows[0]["kl"] == 0.0 < rows[1]["kl"]  # the reference's bf16 shards compute what the masters do
+        assert 1e-5 < row["gap"] < 4e-3 and row["gap_max"] < 0.02 and row["kappa"] == 0.5
+        assert row["zero_variance"] == 0
+    # the reference's bf16 shards compute what the masters do
+    assert rows[0]["kl"] == 0.0 < rows[1]["kl"]
 
 
 @pytest.mark.parametrize("script", ["sft", "grpo"])
 def test_a_step_in_bf16_is_nearly_the_step_in_fp32(one_rank, toy, script):
-    ((half,), moved), ((full,), wanted) = (read(one_rank[name] / script) for name in ("bf16", "fp32"))
+    ((half,), moved), ((full,), wanted) = (read(one_rank[name] / script)
+                                           for name in ("bf16", "fp32"))
     assert half["loss"] != full["loss"] == pytest.approx(half["loss"], rel=2e-3)
     assert half["grad_norm"] == pytest.approx(full["grad_norm"], rel=0.02)
-    assert cosine(toy, moved, wanted) > 0.9  # Adam's first step is the sign of the gradient, which rounding turns where it is small
+    # Adam's first step is the sign of the gradient, which rounding turns where it is small
+    assert cosine(toy, moved, wanted) > 0.9
 
 
 def test_two_ranks_step_as_one_in_bf16(one_rank, sampled, toy, tmp_path):
-    """bf16 shards are gathered, gradients are summed over ranks in fp32: other packs, other order, the same step."""
+    """bf16 shards are gathered, gradients are summed over ranks in fp32: other packs, other order,
+    the same step."""
     done = run_script("tests/test_bf16.py", toy, sampled[1], tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     for script in ("sft", "grpo"):
         ((two,), moved), ((one,), wanted) = read(tmp_path / script), read(one_rank["bf16"] / script)
-        assert two["loss"] == pytest.approx(one["loss"], rel=2e-3) and two["grad_norm"] == pytest.approx(one["grad_norm"], rel=0.02)
+        assert two["loss"] == pytest.approx(one["loss"], rel=2e-3)
+        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=0.02)
         assert cosine(toy, moved, wanted) > 0.9, script
     assert 1e-5 < two["gap"] < 4e-3 and two["kl"] == 0.0
 
 
 if __name__ == "__main__":  # the worker of the two-rank test
-    # One process group for both scripts: torchrun's store would remember the addresses of the first one's.
+    # One process group for both scripts: torchrun's store would remember the addresses of the first
+    # one's.
     with gpu_precisions(), mock.patch.object(torch.distributed, "destroy_process_group"):
         both_steps(*map(Path, sys.argv[1:]))

@@ -1,7 +1,8 @@
 """
-Tests of `sft.py --convert`: python -m pytest tests/test_convert.py -q
+Tests of tools/convert.py: python -m pytest tests/test_convert.py -q
 
-Rows in the two published layouts (ParaVT-Parquet, LongVT-Parquet), with the quirks that these files have.
+Rows in the two published layouts (ParaVT-Parquet, LongVT-Parquet), with the quirks that these files
+have.
 """
 import json
 import sys
@@ -11,74 +12,102 @@ from conftest import run_script
 
 import model
 import rollout
-import sft
+from tools import convert as conversion
 
 
 def piece(kind, text=None, url=None):
     """Arrow unifies structs: keys that a piece does not use come back as null."""
-    return {"type": kind, "text": text, "video_url": {"url": url} if kind == "video_url" else None, "image_url": {"url": url} if kind == "image_url" else None}
+    return {"type": kind, "text": text, "video_url": {"url": url} if kind == "video_url" else None,
+            "image_url": {"url": url} if kind == "image_url" else None}
 
 
-CALL = '<think>look</think>\n<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 1, "end_time": 9}}\n</tool_call>'
+CALL = ('<think>look</think>\n<tool_call>\n{"name": "crop_video", "arguments": '
+        '{"start_time": 1, "end_time": 9}}\n</tool_call>')
 ANSWER = "<think>seen</think>\n<answer>A  dog</answer>"
 TOOLS = "Use tools.\n<tools>\n{\"name\": \"crop_video\"}\n</tools>"
 
 
 def responses(*texts, role="user"):
-    return {"role": role, "content": [piece("text", "\n".join(f"<tool_response>\n{t}\n</tool_response>" for t in texts))]}
+    joined = "\n".join(f"<tool_response>\n{t}\n</tool_response>" for t in texts)
+    return {"role": role, "content": [piece("text", joined)]}
 
 
 def paravt(*middle, system=TOOLS, video="file:///data/x/longvt_source/a/b.mp4", question="What?"):
-    messages = [{"role": "user", "content": [piece("video_url", url=video), piece("text", question)]}, {"role": "assistant", "content": [piece("text", CALL)]},
-                *(middle or [responses("ok")]), {"role": "assistant", "content": [piece("text", ANSWER)]}]
-    return [*([{"role": "system", "content": [piece("text", system)]}] if system else []), *messages]
+    messages = [{"role": "user", "content": [piece("video_url", url=video),
+                                             piece("text", question)]},
+                {"role": "assistant", "content": [piece("text", CALL)]},
+                *(middle or [responses("ok")]),
+                {"role": "assistant", "content": [piece("text", ANSWER)]}]
+    return [*([{"role": "system", "content": [piece("text", system)]}] if system else []),
+            *messages]
 
 
 def convert(tmp_path, rows, name="paravt_sft_x.jsonl", frames=64):
     (tmp_path / name).write_text("".join(json.dumps(r) + "\n" for r in rows))
-    sft.convert([str(tmp_path / name)], str(tmp_path / "out.jsonl"), frames)
+    conversion.convert([str(tmp_path / name)], str(tmp_path / "out.jsonl"), frames)
     return [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
 
 
 def test_a_paravt_chat_keeps_its_words_and_gets_tool_messages(tmp_path, codec, toy):
-    """Messages as a JSON string, nulls in every piece, file:// and the publisher's folders before the path, results in a user turn."""
-    (row,) = convert(tmp_path, [{"id": "x-1", "messages": json.dumps(paravt(responses("a red square", "nothing")))}], frames=8)
-    assert row["id"] == "paravt_sft_x/0" and row["source"] == "x-1" and "tools" not in row  # the system text declares them: one declaration
+    """Messages as a JSON string, nulls in every piece, file:// and the publisher's folders before
+    the path, results in a user turn."""
+    chat = json.dumps(paravt(responses("a red square", "nothing")))
+    (row,) = convert(tmp_path, [{"id": "x-1", "messages": chat}], frames=8)
+    # the system text declares them: one declaration
+    assert row["id"] == "paravt_sft_x/0" and row["source"] == "x-1" and "tools" not in row
     system, user, first, *tools, last = row["messages"]
     assert system == {"role": "system", "content": TOOLS}
-    assert user["content"] == [{"type": "video", "video": "longvt_source/a/b.mp4", "frames": 8}, {"type": "text", "text": "What?"}]
+    assert user["content"] == [{"type": "video", "video": "longvt_source/a/b.mp4", "frames": 8},
+                               {"type": "text", "text": "What?"}]
     assert (first["content"], last["content"]) == (CALL, ANSWER)  # byte for byte
-    assert tools == [{"role": "tool", "content": "a red square"}, {"role": "tool", "content": "nothing"}]
+    assert tools == [{"role": "tool", "content": "a red square"},
+                     {"role": "tool", "content": "nothing"}]
     item = model.VisionItem({}, "k", 2, 32, 32, [1.0, 2.0])
-    text = model.decode(codec, model.encode_chat(codec, row["messages"], [item]).ids, keep_special=True)
-    assert "user\n<tool_response>\na red square\n</tool_response>\n<tool_response>\nnothing\n</tool_response><|im_end|>" in text
-    assert codec.tokenizer("<tool_response>", add_special_tokens=False)["input_ids"][0] in model.encode_chat(codec, row["messages"], [item]).ids
+    ids = model.encode_chat(codec, row["messages"], [item]).ids
+    text = model.decode(codec, ids, keep_special=True)
+    assert ("user\n<tool_response>\na red square\n</tool_response>\n"
+            "<tool_response>\nnothing\n</tool_response><|im_end|>") in text
+    assert codec.tokenizer("<tool_response>", add_special_tokens=False)["input_ids"][0] in ids
 
 
 def test_a_chat_without_declared_tools_gets_ours(tmp_path):
-    rows = convert(tmp_path, [{"messages": paravt(system=None)}, {"messages": paravt(responses("x", role="tool"), system="You are helpful.")}])
+    other = paravt(responses("x", role="tool"), system="You are helpful.")
+    rows = convert(tmp_path, [{"messages": paravt(system=None)}, {"messages": other}])
     for row in rows:
-        assert row["messages"][0] == {"role": "system", "content": rollout.main_prompt()} and row["tools"] == rollout.tool_schema()
+        assert row["messages"][0] == {"role": "system", "content": rollout.main_prompt()}
+        assert row["tools"] == rollout.tool_schema()
         assert [m["role"] for m in row["messages"]].count("system") == 1
-    assert rows[1]["messages"][3] == {"role": "tool", "content": "x"}  # the tags are the template's, in whichever role they came
+    # the tags are the template's, in whichever role they came
+    assert rows[1]["messages"][3] == {"role": "tool", "content": "x"}
 
 
 @pytest.mark.parametrize("text, videos, content", [
-    ("Watch <video> and say.", ["museg/charades/a.mp4"], [("text", "Watch "), ("video", "museg/charades/a.mp4"), ("text", " and say.")]),
-    ("<video><video>Compare.", [{"video": "file://selfqa/a.mp4"}, {"video": "selfqa/b.mp4"}], [("video", "selfqa/a.mp4"), ("video", "selfqa/b.mp4"), ("text", "Compare.")]),
+    ("Watch <video> and say.", ["museg/charades/a.mp4"],
+     [("text", "Watch "), ("video", "museg/charades/a.mp4"), ("text", " and say.")]),
+    ("<video><video>Compare.", [{"video": "file://selfqa/a.mp4"}, {"video": "selfqa/b.mp4"}],
+     [("video", "selfqa/a.mp4"), ("video", "selfqa/b.mp4"), ("text", "Compare.")]),
     ("Say.", ["selfqa/a.mp4"], [("video", "selfqa/a.mp4"), ("text", "Say.")])])
 def test_video_marks_keep_their_place(tmp_path, text, videos, content):
-    (row,) = convert(tmp_path, [{"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": ANSWER}], "videos": videos}])
-    assert [(p["type"], p.get("text") or p.get("video")) for p in row["messages"][1]["content"]] == content
+    (row,) = convert(tmp_path, [{"messages": [{"role": "user", "content": text},
+                                              {"role": "assistant", "content": ANSWER}],
+                                 "videos": videos}])
+    assert [(p["type"], p.get("text") or p.get("video"))
+            for p in row["messages"][1]["content"]] == content
 
 
 def test_what_cannot_be_used_is_left_out_counted_and_named(tmp_path, capsys):
     user = [{"role": "user", "content": "<video>Say."}, {"role": "assistant", "content": ANSWER}]
-    bad = [({"messages": user, "videos": []}, "more <video> marks than videos"), ({"messages": user, "videos": ["a.mp4", "b.mp4"]}, "more videos than"),
-           ({"messages": user, "videos": ["/elsewhere/a.mp4"]}, "an absolute path outside"), ({"messages": "[not json"}, "malformed (JSONDecodeError)"),
-           ({"messages": [{"role": "user", "content": [piece("image_url", url="a.png")]}]}, "still images are not read"),
-           ({"messages": [{"role": "user", "content": "x"}]}, "no assistant message"), ({"messages": [{"content": "x"}]}, "malformed (KeyError)"),
-           ({"messages": paravt({"role": "user", "content": [piece("video_url", url="selfqa/a.mp4")]})}, "a video after the first assistant message")]
+    bad = [({"messages": user, "videos": []}, "more <video> marks than videos"),
+           ({"messages": user, "videos": ["a.mp4", "b.mp4"]}, "more videos than"),
+           ({"messages": user, "videos": ["/elsewhere/a.mp4"]}, "an absolute path outside"),
+           ({"messages": "[not json"}, "malformed (JSONDecodeError)"),
+           ({"messages": [{"role": "user", "content": [piece("image_url", url="a.png")]}]},
+            "still images are not read"),
+           ({"messages": [{"role": "user", "content": "x"}]}, "no assistant message"),
+           ({"messages": [{"content": "x"}]}, "malformed (KeyError)"),
+           ({"messages": paravt({"role": "user",
+                                 "content": [piece("video_url", url="selfqa/a.mp4")]})},
+            "a video after the first assistant message")]
     rows = convert(tmp_path, [row for row, _ in bad] + [{"messages": paravt()}])
     printed = capsys.readouterr().out
     assert len(rows) == 1 and f"1 chats, {len(bad)} left out" in printed
@@ -87,35 +116,52 @@ def test_what_cannot_be_used_is_left_out_counted_and_named(tmp_path, capsys):
     assert "/" not in rows[0]["messages"][1]["content"][0]["video"][:1]  # no absolute path
 
 
-def rl(answer, question="<video>Which?\n(A) one\n(B) two", kind=None, videos=("selfqa/a.mp4",), **more):
+def rl(answer, question="<video>Which?\n(A) one\n(B) two", kind=None, videos=("selfqa/a.mp4",),
+       **more):
     extra = {"answer": answer, **({"question_type": kind} if kind else {})}
-    return {"prompt": [{"role": "system", "content": TOOLS}, {"role": "user", "content": question + " The video path for this video is: /tmp/a.mp4"}],
-            "videos": [{"video": v, "fps": 1.0} for v in videos], "extra_info": json.dumps(extra), "reward_model": {"style": "rule", "ground_truth": "zzz"}, **more}
+    return {"prompt": [{"role": "system", "content": TOOLS},
+                       {"role": "user",
+                        "content": question + " The video path for this video is: /tmp/a.mp4"}],
+            "videos": [{"video": v, "fps": 1.0} for v in videos], "extra_info": json.dumps(extra),
+            "reward_model": {"style": "rule", "ground_truth": "zzz"}, **more}
 
 
 def test_rl_rows_become_tasks(tmp_path):
-    rows = [rl("B", kind="mcq"), rl("(B)"), rl("two", kind="mcq"), rl("[1.5, 7]", "<video>When?", "tvg"), rl([1.5, 7], "<video>When?"),
-            rl("1.5 - 7 s", "<video>When?", "tvg"), rl({"start": 1.5, "end": 7}, "<video>When?"), rl("a dog", "<video>What?", "oe"), rl("a dog", "<video>What?")]
+    rows = [rl("B", kind="mcq"), rl("(B)"), rl("two", kind="mcq"),
+            rl("[1.5, 7]", "<video>When?", "tvg"), rl([1.5, 7], "<video>When?"),
+            rl("1.5 - 7 s", "<video>When?", "tvg"), rl({"start": 1.5, "end": 7}, "<video>When?"),
+            rl("a dog", "<video>What?", "oe"), rl("a dog", "<video>What?")]
     tasks = convert(tmp_path, rows)
-    assert tasks[0] == {"id": "paravt_sft_x/0", "source": "paravt_sft_x", "video": "selfqa/a.mp4", "question": "Which?", "options": ["one", "two"],
+    assert tasks[0] == {"id": "paravt_sft_x/0", "source": "paravt_sft_x", "video": "selfqa/a.mp4",
+                        "question": "Which?", "options": ["one", "two"],
                         "answer": "B", "type": "mcq"}
-    assert [(t["type"], t["answer"]) for t in tasks] == [("mcq", "B")] * 3 + [("grounding", [1.5, 7.0])] * 4 + [("open", "a dog")] * 2
+    assert [(t["type"], t["answer"]) for t in tasks] == (
+        [("mcq", "B")] * 3 + [("grounding", [1.5, 7.0])] * 4 + [("open", "a dog")] * 2)
     assert all(t["question"] == "When?" and t["options"] is None for t in tasks[3:7])
     assert rollout.read_tasks(str(tmp_path / "out.jsonl")) == tasks
 
 
 def test_a_longvt_rl_row(tmp_path):
-    """extra_info as a struct with its own question, ground truth in reward_model, a file:// path."""
-    row = {"data_source": "longvt", "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "<video>long instruction"}],
-           "videos": [{"type": "video", "video": "file:///mnt/longvt_source/q/1.mp4", "fps": 1, "min_frames": None}],
-           "reward_model": {"style": "model", "ground_truth": "two men"}, "extra_info": {"split": "train", "index": 3, "answer": None, "question": "Who?"}}
+    """extra_info as a struct with its own question, ground truth in reward_model, a file://
+    path."""
+    row = {"data_source": "longvt",
+           "prompt": [{"role": "system", "content": "s"},
+                      {"role": "user", "content": "<video>long instruction"}],
+           "videos": [{"type": "video", "video": "file:///mnt/longvt_source/q/1.mp4", "fps": 1,
+                       "min_frames": None}],
+           "reward_model": {"style": "model", "ground_truth": "two men"},
+           "extra_info": {"split": "train", "index": 3, "answer": None, "question": "Who?"}}
     (task,) = convert(tmp_path, [row])
-    assert (task["video"], task["question"], task["answer"], task["type"], task["source"]) == ("longvt_source/q/1.mp4", "Who?", "two men", "open", "longvt")
+    assert (task["video"], task["question"], task["answer"], task["type"],
+            task["source"]) == ("longvt_source/q/1.mp4", "Who?", "two men", "open", "longvt")
 
 
 def test_rl_rows_that_cannot_be_used_are_named(tmp_path, capsys):
-    bad = [(rl("C", kind="mcq"), "none of the options"), (rl("A", "<video>Which?", "mcq"), "options cannot be read"), (rl("soon", "<video>When?", "tvg"), "no [start, end]"),
-           (rl([9, 2], "<video>When?"), "no [start, end]"), (rl("B", videos=()), "0 videos"), (rl("B", videos=("a", "b")), "2 videos"), (rl(""), "no answer")]
+    bad = [(rl("C", kind="mcq"), "none of the options"),
+           (rl("A", "<video>Which?", "mcq"), "options cannot be read"),
+           (rl("soon", "<video>When?", "tvg"), "no [start, end]"),
+           (rl([9, 2], "<video>When?"), "no [start, end]"), (rl("B", videos=()), "0 videos"),
+           (rl("B", videos=("a", "b")), "2 videos"), (rl(""), "no answer")]
     assert len(convert(tmp_path, [row for row, _ in bad] + [rl("B")])) == 1
     printed = capsys.readouterr().out
     for _, why in bad:
@@ -123,24 +169,34 @@ def test_rl_rows_that_cannot_be_used_are_named(tmp_path, capsys):
 
 
 def test_parquet_is_converted_from_the_command_line(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed (requirements-cpu.txt brings it)")
+    pyarrow = pytest.importorskip(
+        "pyarrow", reason="pyarrow is not installed (requirements-cpu.txt brings it)")
     from pyarrow import parquet
 
-    parquet.write_table(pyarrow.Table.from_pylist([{"id": "1", "messages": paravt()}, {"id": "2", "messages": paravt(responses("a"))}]), tmp_path / "s.parquet")
-    done = run_script("sft.py", "--convert", tmp_path / "s.parquet", "--out", tmp_path / "s.jsonl", "--convert-frames", 16)
+    rows = [{"id": "1", "messages": paravt()}, {"id": "2", "messages": paravt(responses("a"))}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "s.parquet")
+    done = run_script("tools/convert.py", tmp_path / "s.parquet", "--out", tmp_path / "s.jsonl",
+                      "--frames", 16)
     assert done.returncode == 0 and "2 chats, 0 left out" in done.stdout, done.stderr
     rows = model.read_jsonl(str(tmp_path / "s.jsonl"))
-    assert rows[1]["messages"][3] == {"role": "tool", "content": "a"} and rows[0]["messages"][1]["content"][0]["frames"] == 16
+    assert rows[1]["messages"][3] == {"role": "tool", "content": "a"}
+    assert rows[0]["messages"][1]["content"][0]["frames"] == 16
 
 
 @pytest.mark.parametrize("files, out, why", [
-    ({"a.jsonl": [{"x": 1}]}, "o.jsonl", "neither 'messages'"), ({"a.jsonl": [{"messages": paravt()}], "b.jsonl": [rl("B")]}, "o.jsonl", "convert them apart"),
-    ({"a.jsonl": [{"messages": "[]"}]}, "o.jsonl", "no row could be used"), ({"a.jsonl": [{"messages": paravt()}]}, "folder", "end in .jsonl"), ({}, "o.jsonl", "a.jsonl")])
-def test_bad_input_is_one_line_and_nothing_is_written(tmp_path, monkeypatch, capsys, files, out, why):
+    ({"a.jsonl": [{"x": 1}]}, "o.jsonl", "neither 'messages'"),
+    ({"a.jsonl": [{"messages": paravt()}], "b.jsonl": [rl("B")]}, "o.jsonl", "convert them apart"),
+    ({"a.jsonl": [{"messages": "[]"}]}, "o.jsonl", "no row could be used"),
+    ({"a.jsonl": [{"messages": paravt()}]}, "folder", "end in .jsonl"), ({}, "o.jsonl", "a.jsonl")])
+def test_bad_input_is_one_line_and_nothing_is_written(
+        tmp_path, monkeypatch, capsys, files, out, why):
     for name, rows in files.items():
         (tmp_path / name).write_text("".join(json.dumps(r) + "\n" for r in rows))
-    monkeypatch.setattr(sys, "argv", ["sft.py", "--convert", *(str(tmp_path / name) for name in files or ["a.jsonl"]), "--out", str(tmp_path / out)])
+    monkeypatch.setattr(sys, "argv", ["convert.py",
+                                      *(str(tmp_path / name) for name in files or ["a.jsonl"]),
+                                      "--out", str(tmp_path / out)])
     with pytest.raises(SystemExit) as stop:
-        model.run_main(sft.main)
+        model.run_main(conversion.main)
     err = capsys.readouterr().err
-    assert stop.value.code == 2 and why in err and err.count("\n") == 1 and not (tmp_path / out).exists()
+    assert stop.value.code == 2 and why in err and err.count("\n") == 1
+    assert not (tmp_path / out).exists()

@@ -1,20 +1,24 @@
 """
 Tests of the GPU's path without a GPU: python -m pytest tests/test_fake_gpu.py -q
 
-Fake tensors on `cuda` have device, dtype and shape but no numbers, and torch's `fake` process group answers every
-collective at once. So one process plays rank 0 of eight: load_sharded, FSDP2, bf16 compute, recomputation, an SFT step,
-a GRPO update and the weights for the engine run at the 8B's widths, each tensor as large as it would be.
+Fake tensors on `cuda` have device, dtype and shape but no numbers, and torch's `fake` process group
+answers every collective at once. So one process plays rank 0 of eight: load_sharded, FSDP2, bf16
+compute, recomputation, an SFT step, a GRPO update and the weights for the engine run at the 8B's
+widths, each tensor as large as it would be.
 
-Found: a tensor left on the host, a dtype that a kernel refuses, masters that are not fp32, shapes, waits of the host
-for the GPU, peak memory. Not found: numbers, what Triton compiles, the order of streams, NCCL, the vision tower.
+Found: a tensor left on the host, a dtype that a kernel refuses, masters that are not fp32, shapes,
+waits of the host for the GPU, peak memory. Not found: numbers, what Triton compiles, the order of
+streams, NCCL, the vision tower.
 
-torch's CPU build knows no CUDA device to switch to, so autograd and FSDP2 would refuse: a stub in C++ stands in. That
-and the patches are for good; hence this file, run as a script, is also the child process that does the work.
+torch's CPU build knows no CUDA device to switch to, so autograd and FSDP2 would refuse: a stub in
+C++ stands in. That and the patches are for good; hence this file, run as a script, is also the
+child process that does the work.
 """
 # ruff: noqa: E402
 import contextlib
 import ctypes
 import gc
+import importlib.machinery
 import inspect
 import json
 import os
@@ -22,6 +26,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import types
 import weakref
 from collections import Counter
 from copy import deepcopy
@@ -31,11 +36,10 @@ if __name__ == "__main__":
     ctypes.CDLL(sys.argv[1])  # torch asks once, early, whether it has a device
 
 import pytest
-import safetensors
 import torch
 import torch._dynamo  # lists torch's functions: before any of them is patched
 import torch.distributed as dist
-import torch.nn.attention.varlen
+import torch.distributed.checkpoint
 from torch._subclasses import fake_impls, fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed import device_mesh
@@ -48,6 +52,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 import grpo
 import model
 import sft
+from tools import plan
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -90,19 +95,24 @@ C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", Hooks);
 """
 
 # What is traced: (stage, size, ranks, layers). None = all 36 of them, some seconds more.
-RUNS = {"8B sft": ("sft", "8B", 8, None), "8B grpo": ("grpo", "8B", 8, 12), "2B grpo": ("grpo", "2B", 1, 4)}
+RUNS = {"8B sft": ("sft", "8B", 8, None), "8B grpo": ("grpo", "8B", 8, 12),
+        "2B grpo": ("grpo", "2B", 1, 4)}
 
 # (function of model.py, what it says, what it would say, the stage that must fail)
 FAULTS = {
-    "sequence ends left on the host": ("attention_plan", "dtype=torch.int32), device)", "dtype=torch.int32), torch.device('cpu'))", "sft"),
+    "sequence ends left on the host": ("attention_plan", "ends = to_device(ends, device)", "pass",
+                                       "sft"),
     "sequence ends in 64 bits": ("attention_plan", ", dtype=torch.int32)", ")", "sft"),
     "no compute in bf16": ("shard", "param_dtype=torch.bfloat16, ", "", "sft"),
     "masters in the configuration's dtype": ("load_sharded", "hf.float()", "hf", "sft"),
     "rotary table left behind": ("load_sharded", "(old.config).to(device)", "(old.config)", "sft"),
     "bias of banned ids on the host": ("token_logprobs", ", device=hidden.device)", ")", "sft"),
-    "tree of each token on the host": ("block_mask", "sent(pack.tree, device)", "pack.tree", "grpo"),
-    "lists of blocks on the host": ("block_mask", "[None, None], device)", "[None, None], torch.device('cpu'))", "grpo"),
-    "vision features in fp32": ("Policy.embed", "(embeds.device, embeds.dtype)", "(embeds.device).float()", "grpo"),
+    "tree of each token on the host": ("block_mask", "to_device(pack.tree, device)", "pack.tree",
+                                       "grpo"),
+    "lists of blocks on the host": ("block_mask", "[None, None], device)",
+                                    "[None, None], torch.device('cpu'))", "grpo"),
+    "vision features in fp32": ("Policy.embed", "(embeds.device, embeds.dtype)",
+                                "(embeds.device).float()", "grpo"),
 }
 
 
@@ -116,9 +126,12 @@ def found(tmp_path_factory):
     home, folder = os.path.dirname(torch.__file__), tmp_path_factory.mktemp("stub")
     (folder / "stub.cpp").write_text(STUB)
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
-    subprocess.run(["g++", "-shared", "-fPIC", "-std=c++20", abi, f"-I{home}/include", "stub.cpp", f"-L{home}/lib",
-                    f"-Wl,-rpath,{home}/lib", "-lc10", "-ltorch_cpu", "-o", "stub.so"], check=True, cwd=folder)
-    done = subprocess.run([sys.executable, __file__, str(folder / "stub.so")], capture_output=True, text=True, timeout=600,
+    subprocess.run(["g++", "-shared", "-fPIC", "-std=c++20", abi, f"-I{home}/include", "stub.cpp",
+                    f"-L{home}/lib",
+                    f"-Wl,-rpath,{home}/lib", "-lc10", "-ltorch_cpu", "-o", "stub.so"], check=True,
+                   cwd=folder)
+    done = subprocess.run([sys.executable, __file__, str(folder / "stub.so")], capture_output=True,
+                          text=True, timeout=600,
                           cwd=ROOT, env={**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -127,26 +140,30 @@ def found(tmp_path_factory):
 @pytest.mark.parametrize("run", RUNS)
 def test_the_ledger_is_the_peak_of_a_step(found, run):
     traced, ledger = (found["runs"][run][k] for k in ("traced", "ledger"))
-    assert 0.9 < ledger / traced < 1.1, f"{ledger / 1e9:.1f} GB by the ledger, {traced / 1e9:.1f} GB traced"
+    assert 0.9 < ledger / traced < 1.1, (f"{ledger / 1e9:.1f} GB by the ledger, "
+                                         f"{traced / 1e9:.1f} GB traced")
 
 
 def test_the_host_waits_for_the_gpu_where_the_code_says_so(found):
     assert found["runs"]["8B sft"]["waits"] == {"item": 1}  # the loss
-    # Seven sums, count, largest gap, norm; where deepstack's three levels go, in forward, backward and the reference.
+    # Seven sums, count, largest gap, norm; where deepstack's three levels go, in forward, backward
+    # and the reference.
     assert found["runs"]["8B grpo"]["waits"] == {"item": 10, "nonzero": 9}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found(found, fault):
-    """A check that cannot fail is none: model.py with one fault at a time, against model.py as it is."""
+    """A check that cannot fail is none: model.py with one fault at a time, against model.py as it
+    is."""
     assert found["faults"]["none"] is None and found["faults"][fault]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # The child process: a GPU that is not there
 
 DEVICE, PAD, FRAMES, FRAME_TOKENS = torch.device("cuda", 0), 151655, 64, 49
-CODEC = SimpleNamespace(banned=(5, 6), image_pad=PAD, video_pad=151656, pad=PAD, eos=151645, patch=16, merge=2, temporal=2,
+CODEC = SimpleNamespace(banned=(5, 6), image_pad=PAD, video_pad=151656, pad=PAD, eos=151645,
+                        patch=16, merge=2, temporal=2,
                         frames_per_item=1, channel="image")
 waits = Counter()  # of the host for the GPU, by what it asked for
 
@@ -179,30 +196,36 @@ def pretend_cuda():
     torch.cuda.current_device, torch.cuda.is_initialized = lambda: 0, lambda: True
     torch.Tensor.pin_memory = lambda self: self
     device_mesh.init_device_mesh = real(device_mesh.init_device_mesh)
-    model.pack_trees, model.Policy.placeholders = real(model.pack_trees), real(model.Policy.placeholders)
+    model.pack_trees = real(model.pack_trees)
+    model.Policy.placeholders = real(model.Policy.placeholders)
 
     plain_reduce = dist.all_reduce  # of counts in host memory: this rank's own will do
-    dist.all_reduce = lambda t, *a, **k: plain_reduce(t, *a, **k) if t.device.type == "cuda" else None
+    dist.all_reduce = lambda t, *a, **k: (
+        plain_reduce(t, *a, **k) if t.device.type == "cuda" else None)
 
     def item(self):
         if not isinstance(self, (FakeTensor, DTensor)):
             return plain_item(self)
         waits["item"] += self.device.type == "cuda"
-        constant = getattr(self, "constant", None)  # what was made of a Python number is still known
+        # what was made of a Python number is still known
+        constant = getattr(self, "constant", None)
         return 1.0 if constant is None else plain_item(constant)
 
     plain_item, torch.Tensor.item = torch.Tensor.item, item
 
-    def nonzero(mode, func, mask, *_):  # its size is data: the only masks that are asked are those of vision tokens
+    # its size is data: the only masks that are asked are those of vision tokens
+    def nonzero(mode, func, mask, *_):
         waits["nonzero"] += 1
         with fake_tensor.in_kernel_invocation_manager(mode):
-            return FakeTensor(mode, torch.empty(FRAMES * FRAME_TOKENS, mask.ndim, dtype=torch.int64, device="meta"), mask.device)
+            return FakeTensor(mode, torch.empty(FRAMES * FRAME_TOKENS, mask.ndim, dtype=torch.int64,
+                                                device="meta"), mask.device)
 
     fake_impls.op_implementations_dict[torch.ops.aten.nonzero.default] = nonzero
 
     moved = WeakIdKeyDictionary()  # parameter -> what it became: tied weights stay one
 
-    def apply(self, fn, recurse=True):  # torch's own swaps tensors in place; the weak references to fake ones forbid it
+    # torch's own swaps tensors in place; the weak references to fake ones forbid it
+    def apply(self, fn, recurse=True):
         for module in self.children():
             module._apply(fn)
         for name, p in self._parameters.items():
@@ -212,7 +235,8 @@ def pretend_cuda():
                 if new is old:
                     continue
                 if isinstance(p, DTensor):
-                    new = DTensor.from_local(new, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+                    new = DTensor.from_local(new, p.device_mesh, p.placements, run_check=False,
+                                             shape=p.shape, stride=p.stride())
                 moved[p] = torch.nn.Parameter(new.detach(), p.requires_grad)
             self._parameters[name] = None if p is None else moved[p]
         self._buffers.update({name: b if b is None else fn(b) for name, b in self._buffers.items()})
@@ -245,21 +269,24 @@ class Memory(TorchDispatchMode):
 
     def watch(self):
         """See also what goes past dispatch."""
-        plain_resize, plain_meta = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
+        plain_resize = torch.UntypedStorage.resize_
+        plain_meta = ShardingPropagator._propagate_tensor_meta_non_cached
 
         def resize_(storage, size):  # how FSDP2 frees gathered weights
             if storage in self.sizes:
                 self.count(self.sizes[storage], size)
             return plain_resize(storage, size)
 
-        def shapes_only(*given):  # DTensor asks whole fake tensors for the shape of a result: nothing is allocated
+        # DTensor asks whole fake tensors for the shape of a result: nothing is allocated
+        def shapes_only(*given):
             before, self.off = self.off, True
             try:
                 return plain_meta(*given)
             finally:
                 self.off = before
 
-        torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached = resize_, shapes_only
+        torch.UntypedStorage.resize_ = resize_
+        ShardingPropagator._propagate_tensor_meta_non_cached = shapes_only
 
 
 class Kernel(torch.autograd.Function):
@@ -267,87 +294,89 @@ class Kernel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, *others):
-        assert {x.dtype for x in (q, k, v)} == {torch.bfloat16}, f"a kernel for bf16 is given {q.dtype}"
-        assert {x.device for x in (q, k, v, *others)} == {DEVICE}, "an argument was left on the host"
+        dtypes, devices = {x.dtype for x in (q, k, v)}, {x.device for x in (q, k, v, *others)}
+        assert dtypes == {torch.bfloat16}, f"a kernel for bf16 is given {q.dtype}"
+        assert devices == {DEVICE}, "an argument was left on the host"
         assert {x.dtype for x in others} == {torch.int32}, "ends and lists of blocks are int32"
         assert all(x.stride(-1) == 1 for x in (q, k, v)) and all(x.is_contiguous() for x in others)
-        out, sums = torch.empty_like(q), torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+        out = torch.empty_like(q)
+        sums = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
         ctx.save_for_backward(q, k, v, out, sums)
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        return (*map(torch.empty_like, ctx.saved_tensors[:3]), *[None] * (len(ctx.needs_input_grad) - 3))
+        return (*map(torch.empty_like, ctx.saved_tensors[:3]),
+                *[None] * (len(ctx.needs_input_grad) - 3))
 
 
-def varlen_attn(q, k, v, ends, ends_k, longest, longest_k, *, scale, window_size, enable_gqa):
-    assert type(longest) is type(longest_k) is int and window_size == (-1, 0) and enable_gqa and q.is_contiguous()
+def flash_attn_varlen_func(q, k, v, ends, ends_k, longest, longest_k, softmax_scale, causal):
+    assert type(longest) is type(longest_k) is int and causal and q.is_contiguous()
     return Kernel.apply(q, k, v, ends, ends_k)
 
 
 def flex_attention(q, k, v, block_mask, scale, enable_gqa):
     assert block_mask.seq_lengths == (q.shape[2], k.shape[2]) and enable_gqa
     at = torch.zeros(1, dtype=torch.int64, device=q.device)
-    assert block_mask.mask_mod(at, at, at, at).device == q.device  # the kernel asks it inside blocks seen in part
-    names = [f"{side}_{what}" for side in ("kv", "full_kv", "q", "full_q") for what in ("num_blocks", "indices")]
+    # the kernel asks it inside blocks seen in part
+    assert block_mask.mask_mod(at, at, at, at).device == q.device
+    names = [f"{side}_{what}" for side in ("kv", "full_kv", "q", "full_q")
+             for what in ("num_blocks", "indices")]
     return Kernel.apply(q, k, v, *(getattr(block_mask, name) for name in names))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # The child process: the steps
 
 
 def checkpoint(size, layers=None):
-    """A published checkpoint without numbers, in the place of files -> (its configuration, {weight: shape}).
+    """A published checkpoint without numbers, in the place of files -> (its configuration, {weight:
+    shape}).
 
     layers: as many instead of all, and one block of the tower.
     """
     import transformers
 
-    config = model.public_sizes()[size]
+    config = plan.public_sizes()[size]
     config["text_config"]["dtype"] = "bfloat16"  # as published ones say
     if layers:
         config["text_config"]["num_hidden_layers"], config["vision_config"]["depth"] = layers, 1
     config = transformers.Qwen3VLConfig(**config)
     with torch.device("meta"):
-        shapes = {name: list(p.shape) for name, p in transformers.Qwen3VLForConditionalGeneration(config).named_parameters()}
+        shapes = {name: list(p.shape) for name, p in
+                  transformers.Qwen3VLForConditionalGeneration(config).named_parameters()}
 
-    class Slice(list):  # a weight's shape, and rows of it when asked
-        get_shape, get_dtype = list.copy, lambda self: "BF16"
-
-        def __getitem__(self, rows):
-            first, *others = self
-            return torch.empty(len(range(*rows.indices(first))), *others, dtype=torch.bfloat16)
-
-    file = SimpleNamespace(get_slice=lambda name: Slice(shapes[name]))
-    safetensors.safe_open = lambda *_: contextlib.nullcontext(file)
-    model.check_weights = lambda _: dict.fromkeys(shapes, "file")
+    model.stored_weights = lambda _: {name: (shape, "BF16") for name, shape in shapes.items()}
+    torch.distributed.checkpoint.load = lambda *_, **__: None
     transformers.AutoConfig.from_pretrained = lambda _: deepcopy(config)
     return config, shapes
 
 
 def load():
     """-> (policy, its optimizer with moments), as a step finds them."""
-    policy = model.load_sharded("nowhere", CODEC, DEVICE, "varlen", "full")
-    assert {x.device for x in (*policy.parameters(), *policy.buffers())} == {DEVICE}, "something stayed on the host"
+    policy = model.load_sharded("nowhere", CODEC, DEVICE, "full")
+    devices = {x.device for x in (*policy.parameters(), *policy.buffers())}
+    assert devices == {DEVICE}, "something stayed on the host"
     weights = model.trained_parameters(policy)
-    optimizer = model.adamw(weights, 1e-6, 0.01, 0.999, DEVICE)
+    optimizer = model.adamw(weights, 1e-6, 0.999, DEVICE)
     for p in weights:
         p.grad = torch.zeros_like(p)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     # In bf16 a step of 2e-6 would be rounded away.
-    assert {t.dtype for p in weights for t in (p, *optimizer.state[p].values())} == {torch.float32}, "masters in fp32"
+    dtypes = {t.dtype for p in weights for t in (p, *optimizer.state[p].values())}
+    assert dtypes == {torch.float32}, "masters in fp32"
     return policy, optimizer
 
 
 def load_reference():
-    return model.load_sharded("nowhere", CODEC, DEVICE, "varlen", frozen=True)
+    return model.load_sharded("nowhere", CODEC, DEVICE, frozen=True)
 
 
 def sft_step(policy, optimizer, ranks):
     """One pack of eight chats, 32k tokens -> its tokens."""
-    pack = model.pack_trees(CODEC, [model.Tree(model.Span([100] * 4096, [0] * 3600 + [1] * 496)) for _ in range(8)])
+    pack = model.pack_trees(CODEC, [model.Tree(model.Span([100] * 4096, [0] * 3600 + [1] * 496))
+                                    for _ in range(8)])
     sft.backward(policy, None, [pack], CODEC, ranks, DEVICE)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -355,24 +384,29 @@ def sft_step(policy, optimizer, ranks):
 
 
 def grpo_step(policy, reference, optimizer, config, ranks):
-    """One update on a group of eight that share a prompt of 64 frames, in one pack of 32k tokens -> its tokens."""
+    """One update on a group of eight that share a prompt of 64 frames, in one pack of 32k tokens ->
+    its tokens."""
     def vision(item):  # the tower reads its grids on the host: left out
         levels = 1 + len(config.vision_config.deepstack_visual_indexes)
-        return torch.empty(FRAMES * FRAME_TOKENS, levels, config.text_config.hidden_size, dtype=torch.bfloat16, device=DEVICE)
+        return torch.empty(FRAMES * FRAME_TOKENS, levels, config.text_config.hidden_size,
+                           dtype=torch.bfloat16, device=DEVICE)
 
     def span(ids, mask):
-        return model.Span(ids, [mask] * len(ids), {"advantage": [1.0] * len(ids), "rollout": [-1.0] * len(ids)})
+        return model.Span(ids, [mask] * len(ids),
+                          {"advantage": [1.0] * len(ids), "rollout": [-1.0] * len(ids)})
 
     item = model.VisionItem({}, "", FRAMES, 224, 224, [float(i) for i in range(FRAMES)])
     prompt = span([10] + ([11] + [PAD] * FRAME_TOKENS + [13]) * FRAMES + [14] * 300, 0)
     tree = model.Tree(prompt, [item], [span([20] * 3600, 1) for _ in range(8)])
-    args = SimpleNamespace(minibatches=1, pack_tokens=len(tree), temperature=0.7, clip_eps=0.2, tis_cap=5.0, kl=0.01, clip=1.0)
+    args = SimpleNamespace(minibatches=1, pack_tokens=len(tree), temperature=0.7, clip_eps=0.2,
+                           kl=0.01, clip=1.0)
     grpo.update(policy, reference, vision, optimizer, [tree], 8 * 3600, CODEC, args, ranks, DEVICE)
     return len(tree)
 
 
 def trace(memory, stage, size, ranks, layers):
-    """Load, one step and the engine's weights -> {"traced", "ledger": bytes at the peak, "waits": of the host}."""
+    """Load, one step and the engine's weights -> {"traced", "ledger": bytes at the peak, "waits":
+    of the host}."""
     gc.collect()  # a policy under FSDP is a knot of hooks
     assert memory.now == 0
     config, shapes = checkpoint(size, layers)
@@ -380,10 +414,12 @@ def trace(memory, stage, size, ranks, layers):
     reference = load_reference() if stage == "grpo" else None
     memory.peak = memory.now
     waits.clear()
-    tokens = grpo_step(policy, reference, optimizer, config, ranks) if reference else sft_step(policy, optimizer, ranks)
-    planned = model.ledger(config, ranks, tokens, reference=bool(reference), feature_cache_gb=0)
-    found = {"traced": memory.peak, "ledger": model.peak(planned), "waits": dict(waits)}
-    sent = {name: (list(t.shape), t.dtype, t.device) for name, t in model.full_weights(policy, torch.bfloat16)}
+    tokens = (grpo_step(policy, reference, optimizer, config, ranks) if reference
+              else sft_step(policy, optimizer, ranks))
+    planned = plan.ledger(config, ranks, tokens, reference=bool(reference), feature_cache_gb=0)
+    found = {"traced": memory.peak, "ledger": plan.peak(planned), "waits": dict(waits)}
+    sent = {name: (list(t.shape), t.dtype, t.device)
+            for name, t in model.full_weights(policy, torch.bfloat16)}
     assert sent == {name: (shape, torch.bfloat16, DEVICE) for name, shape in shapes.items()}
     return found
 
@@ -405,7 +441,8 @@ def changed(where, old, new):
 
 
 def outcome(where, old, new, stage):
-    """-> what goes wrong in a step of one layer at the 8B's widths, model.py changed so; None if nothing does."""
+    """-> what goes wrong in a step of one layer at the 8B's widths, model.py changed so; None if
+    nothing does."""
     config, _ = checkpoint("8B", layers=1)
     with changed(where, old, new):
         try:
@@ -421,8 +458,15 @@ def outcome(where, old, new, stage):
 
 def main():
     model.import_shim()
+    # looks for flash-attn while it is imported: before the fake module is put in place
+    importlib.import_module("transformers.models.qwen3_vl.modeling_qwen3_vl")
+
     pretend_cuda()
-    torch.nn.attention.varlen.varlen_attn, model.compiled_flex.function = varlen_attn, flex_attention
+    kernels = types.ModuleType("flash_attn_2_cuda")  # what attention_plan looks for
+    kernels.__spec__ = importlib.machinery.ModuleSpec("flash_attn_2_cuda", None)
+    sys.modules["flash_attn_2_cuda"] = kernels
+    sys.modules["flash_attn"] = SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)
+    model.compiled_flex.function = flex_attention
     found, memory = {"runs": {}, "faults": {}}, Memory()
     memory.watch()
     for name, run in RUNS.items():

@@ -1,6 +1,8 @@
-"""Tests of grpo.py. The oracle of the loss is a second implementation below: one plain transformers forward per sequence, the
-formulas of the docstring written out, autograd. Run: pytest tests/test_grpo.py"""
+"""Tests of grpo.py. The oracle of the loss is a second implementation below: one plain transformers
+forward per sequence, the formulas of the docstring written out, autograd. Run: pytest
+tests/test_grpo.py"""
 import copy
+import functools
 import importlib.util
 import json
 import math
@@ -14,17 +16,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, run_script
+from reference import ReferenceEngine, load_policy
 
 import grpo
 import model
 import rewards
 import rollout
 
-TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<answer>", "</answer>")
-CALL = 'I need a closer look.\n</think>\n<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 8, "end_time": 16}}\n</tool_call>'
+TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_code>", "</tool_code>",
+        "<answer>", "</answer>")
+CALL = ('I need a closer look.\n</think>\n<tool_call>\n'
+        '{"name": "crop_video", "arguments": {"start_time": 8, "end_time": 16}}\n</tool_call>')
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Hand-made episodes
 
 
@@ -32,19 +37,24 @@ def sub_record(codec, source, task, text):
     """The record of one executed call, with the sub-agent's own context."""
     window = {"start": 8.0, "end": 16.0, "fps": 1.0, "max_frames": 4}
     spec = {"video": task["video"], **window}
-    context = rollout.open_context(codec, rollout.sub_messages(task, window), [spec], [source.load(spec)])
+    context = rollout.open_context(codec, rollout.sub_messages(task, window), [spec],
+                                   [source.load(spec)])
     ids = model.encode(codec, text) + [codec.eos]
     context.sampled(ids, [-1.0] * len(ids))
-    return {"turn": 0, "start": 8.0, "end": 16.0, "num_frames": None, "parseable": True, "status": "ok", "summary": text,
-            "sub_tokens": len(ids), "sub": {"ids": context.ids, "mask": context.mask, "logps": context.logps,
-                                            "vision": [vars(item) for item in context.items]}}
+    return {"turn": 0, "start": 8.0, "end": 16.0, "num_frames": None, "parseable": True,
+            "status": "ok", "summary": text, "sub_tokens": len(ids),
+            "sub": {"ids": context.ids, "mask": context.mask, "logps": context.logps,
+                    "vision": [vars(item) for item in context.items]}}
 
 
 def make_episode(codec, source, task, sample, turns, summaries=(), step=0, frames=4, cut=False):
-    """An Episode as rollout.py leaves it: `turns` are sampled texts, each call of the first turn is answered by a summary."""
+    """An Episode as rollout.py leaves it: `turns` are sampled texts, each call of the first turn is
+    answered by a summary."""
     spec = {"video": task["video"], "frames": frames}
-    context = rollout.open_context(codec, rollout.main_messages(task, frames), [spec], [source.load(spec)], rollout.tool_schema())
-    episode = rollout.Episode(task, f"{step}/{task['id']}", sample, frames, step, context=context, think_open=True, timing={"decode_s": 0.01})
+    context = rollout.open_context(codec, rollout.main_messages(task, frames), [spec],
+                                   [source.load(spec)], rollout.tool_schema())
+    episode = rollout.Episode(task, f"{step}/{task['id']}", sample, frames, step, context=context,
+                              think_open=True, timing={"decode_s": 0.01})
     for number, text in enumerate(turns):
         context.insert(model.think_prefix_ids(codec, context.ids))
         last = number == len(turns) - 1
@@ -55,7 +65,8 @@ def make_episode(codec, source, task, sample, turns, summaries=(), step=0, frame
         episode.finish.append("length" if cut and last else "stop")
         if not last:
             episode.calls = [sub_record(codec, source, task, text) for text in summaries]
-            context.insert(model.glue_ids(codec, [{"role": "tool", "content": text} for text in summaries], True))
+            replies = [{"role": "tool", "content": text} for text in summaries]
+            context.insert(model.glue_ids(codec, replies, True))
     return episode
 
 
@@ -67,17 +78,26 @@ def reward(acc, fmt, tool, weight=1.0):
 @pytest.fixture(scope="module")
 def tasks(toy):
     """RL tasks with several colours first: naming one of them is neither right nor wrong."""
-    return sorted(rollout.read_tasks(str(toy / "rl.jsonl")), key=lambda t: -len(t["answer"].split()))
+    return sorted(rollout.read_tasks(str(toy / "rl.jsonl")),
+                  key=lambda t: -len(t["answer"].split()))
 
 
 def make_group(codec, source, task, step=0, frames=4):
-    """Four rollouts of one prompt: two turns with a call, a short answer, a thought that never closes, a turn cut off."""
+    """Four rollouts of one prompt: two turns with a call, a short answer, a thought that never
+    closes, a turn cut off."""
     some = task["answer"].split(",")[0]
-    group = [make_episode(codec, source, task, 0, [CALL, f"I saw {some}.\n</think>\n<answer>{some}</answer>"], ["a red square"], step, frames),
-             make_episode(codec, source, task, 1, [f"It was {some} I think.\n</think>\n<answer>{some}</answer>"], (), step, frames),
-             make_episode(codec, source, task, 2, ["I saw red.\n<answer>red</answer>"], (), step, frames),
-             make_episode(codec, source, task, 3, ["I saw white. I saw"], (), step, frames, cut=True)]
-    for e, r in zip(group, [reward(0.5, 1.0, 0.8), reward(0.5, 0.9, 0.0), reward(0.2, 0.35, 0.0), reward(0.0, 0.1, 0.0)]):
+    group = [make_episode(codec, source, task, 0,
+                          [CALL, f"I saw {some}.\n</think>\n<answer>{some}</answer>"],
+                          ["a red square"], step, frames),
+             make_episode(codec, source, task, 1,
+                          [f"It was {some} I think.\n</think>\n<answer>{some}</answer>"], (), step,
+                          frames),
+             make_episode(codec, source, task, 2, ["I saw red.\n<answer>red</answer>"], (), step,
+                          frames),
+             make_episode(codec, source, task, 3, ["I saw white. I saw"], (), step, frames,
+                          cut=True)]
+    for e, r in zip(group, [reward(0.5, 1.0, 0.8), reward(0.5, 0.9, 0.0), reward(0.2, 0.35, 0.0),
+                            reward(0.0, 0.1, 0.0)]):
         e.reward = r
     return group
 
@@ -87,7 +107,7 @@ def groups(codec, source, tasks):
     return [make_group(codec, source, tasks[0]), make_group(codec, source, tasks[1])[:3]]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # The oracle
 
 
@@ -96,19 +116,22 @@ def plain(toy):
     """The same checkpoint as plain transformers, nothing of model.py in its forward."""
     from transformers import Qwen3VLForConditionalGeneration
 
-    hf = Qwen3VLForConditionalGeneration.from_pretrained(str(toy / "init"), dtype=torch.float32, attn_implementation="eager")
+    hf = Qwen3VLForConditionalGeneration.from_pretrained(str(toy / "init"), dtype=torch.float32,
+                                                         attn_implementation="eager")
     hf.model.visual.requires_grad_(False)
     return hf
 
 
 def plain_logps(hf, codec, source, ids, specs, temperature):
-    """Log-probs [L - 1] of ids[1:], under the distribution that was sampled from, by one unpadded forward."""
+    """Log-probs [L - 1] of ids[1:], under the distribution that was sampled from, by one unpadded
+    forward."""
     from PIL import Image
 
     images = [Image.fromarray(image) for spec in specs for image in source.load(spec).images]
     vision = codec.processor.image_processor(images=images, do_resize=False, return_tensors="pt")
     row = torch.tensor([ids])
-    logits = hf(input_ids=row, pixel_values=vision["pixel_values"], image_grid_thw=vision["image_grid_thw"],
+    logits = hf(input_ids=row, pixel_values=vision["pixel_values"],
+                image_grid_thw=vision["image_grid_thw"],
                 mm_token_type_ids=(row == codec.image_pad).int()).logits[0]
     never = torch.zeros(logits.shape[-1])
     never[list(codec.banned)] = -100.0
@@ -144,14 +167,17 @@ def plain_advantages(codec, group, weight=1.0, credit="struct"):
     task = [e.reward["acc"] + e.reward["tool"] for e in group]
     out = []
     for e, t in zip(group, task):
-        a, f = (t - statistics.mean(task)) / sigma, weight * (e.reward["fmt"] - statistics.mean(x.reward["fmt"] for x in group)) / sigma
-        marked = {"struct": plain_struct(codec, e), "sequence": set(sampled_positions(e.context.mask)), "none": set()}[credit]
+        a = (t - statistics.mean(task)) / sigma
+        f = weight * (e.reward["fmt"] - statistics.mean(x.reward["fmt"] for x in group)) / sigma
+        marked = {"struct": plain_struct(codec, e),
+                  "sequence": set(sampled_positions(e.context.mask)), "none": set()}[credit]
         out.append({t: a + (f if t in marked else 0.0) for t in sampled_positions(e.context.mask)})
     return out
 
 
 def plain_loss(hf, codec, source, parts, n, temperature, eps, cap, beta, reference=None, old=None):
-    """Docstring of grpo.py, sequence by sequence. parts: (ids, positions, rollout logps, advantages, specs)."""
+    """Docstring of grpo.py, sequence by sequence. parts: (ids, positions, rollout logps,
+    advantages, specs)."""
     loss, clipped, truncated = 0.0, 0, 0
     for index, (ids, positions, sampler, advantage, specs) in enumerate(parts):
         at = torch.tensor(positions) - 1
@@ -175,15 +201,19 @@ def plain_parts(codec, group, weight=1.0, credit="struct"):
     out = []
     for e, advantage in zip(group, plain_advantages(codec, group, weight, credit)):
         at = sampled_positions(e.context.mask)
-        out.append((e.context.ids, at, [e.context.logps[t] for t in at], [advantage[t] for t in at], [i.spec for i in e.context.items]))
+        out.append((e.context.ids, at, [e.context.logps[t] for t in at], [advantage[t] for t in at],
+                    [i.spec for i in e.context.items]))
     return out
 
 
 def record_logps(hf, codec, source, episodes, temperature=1.0, shift=lambda n: 0.0):
-    """Overwrite the sampled log-probs by the true ones plus shift(n-th sampled token): an engine that is nearly the trainer."""
+    """Overwrite the sampled log-probs by the true ones plus shift(n-th sampled token): an engine
+    that is nearly the trainer."""
     for e in episodes:
-        contexts = [(e.context.ids, e.context.mask, e.context.logps, [i.spec for i in e.context.items])]
-        contexts += [(c["sub"]["ids"], c["sub"]["mask"], c["sub"]["logps"], [v["spec"] for v in c["sub"]["vision"]]) for c in e.calls]
+        contexts = [(e.context.ids, e.context.mask, e.context.logps,
+                     [i.spec for i in e.context.items])]
+        contexts += [(c["sub"]["ids"], c["sub"]["mask"], c["sub"]["logps"],
+                      [v["spec"] for v in c["sub"]["vision"]]) for c in e.calls]
         for ids, mask, logps, specs in contexts:
             with torch.no_grad():
                 true = plain_logps(hf, codec, source, ids, specs, temperature)
@@ -198,7 +228,8 @@ class Recorder:
         self.policy, self.lr, self.grads = policy, lr, []
 
     def step(self):
-        named = [(n.removeprefix("hf."), p) for n, p in self.policy.named_parameters() if p.grad is not None]
+        named = [(n.removeprefix("hf."), p) for n, p in self.policy.named_parameters()
+                 if p.grad is not None]
         self.grads.append({n: p.grad.clone() for n, p in named})
         with torch.no_grad():
             for _, p in named:
@@ -210,16 +241,27 @@ class Recorder:
 
 
 def settings(**changes):
-    values = dict(format_weight=1.0, normalise="shared", tool_reward=1.0, format_credit="struct", train_subagents=False, minibatches=1,
-                  pack_tokens=4096, temperature=1.0, clip_eps=0.2, tis_cap=5.0, kl=0.0, clip=0.0)
+    values = dict(format_weight=1.0, tool_reward=1.0, format_credit="struct", train_subagents=False,
+                  minibatches=1,
+                  pack_tokens=4096, temperature=1.0, clip_eps=0.2, kl=0.0, clip=0.0)
     return SimpleNamespace(**{**values, **changes})
+
+
+def credited(groups, args):
+    """Groups with their advantages, as the loop of grpo.py sets them."""
+    for group in groups:
+        advantages = grpo.group_advantages(group, args.format_weight, args.tool_reward)
+        for e, advantage in zip(group, advantages):
+            e.advantage = advantage
+    return groups
 
 
 def run_update(policy, vision, codec, groups, args, reference=None, lr=0.0):
     """-> (gradients of each optimiser step, stats)"""
     recorder = Recorder(policy, lr)
-    trees, tokens, _ = grpo.training_trees(groups, codec, args)
-    stats = grpo.update(policy, reference, vision, recorder, trees, tokens, codec, args, 1, torch.device("cpu"))
+    trees, tokens, _ = grpo.training_trees(credited(groups, args), codec, args)
+    stats = grpo.update(policy, reference, vision, recorder, trees, tokens, codec, args, 1,
+                        torch.device("cpu"))
     return recorder.grads, stats
 
 
@@ -244,19 +286,20 @@ def perturb(hf, scale=0.3):
     return hf
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Credit
 
 
 def test_credit_everywhere_is_plain_grpo_on_the_summed_reward(codec, groups):
     """The property that makes every ablation of the format credit comparable with GRPO."""
     for group in groups:
-        assert grpo.assign_advantages(group, 1.0)
+        credited([group], settings())
         totals = [e.reward["total"] for e in group]
         for e in group:
             found = grpo.token_advantages(e, codec, "sequence")
             wanted = (e.reward["total"] - statistics.mean(totals)) / statistics.pstdev(totals)
-            assert [found[t] for t in sampled_positions(e.context.mask)] == pytest.approx([wanted] * sum(e.context.mask), abs=1e-12)
+            credit = [found[t] for t in sampled_positions(e.context.mask)]
+            assert credit == pytest.approx([wanted] * sum(e.context.mask), abs=1e-12)
 
 
 @pytest.mark.parametrize("credit", ["struct", "sequence", "none"])
@@ -265,7 +308,7 @@ def test_format_credit_reaches_exactly_the_tokens_it_names(codec, groups, credit
     for group in groups:
         for e in group:
             e.reward["total"] = e.reward["acc"] + e.reward["tool"] + weight * e.reward["fmt"]
-        grpo.assign_advantages(group, weight)
+        credited([group], settings(format_weight=weight))
         for e, wanted in zip(group, plain_advantages(codec, group, weight, credit)):
             found = grpo.token_advantages(e, codec, credit)
             assert {t: found[t] for t in wanted} == pytest.approx(wanted, abs=1e-9)
@@ -283,7 +326,7 @@ def test_struct_holds_tags_and_turn_ends_and_leaves_most_tokens_out(codec, group
 
 def test_the_forced_prefix_and_tool_responses_earn_no_credit(codec, groups):
     e = groups[0][0]
-    grpo.assign_advantages(groups[0], 1.0)
+    credited(groups[:1], settings())
     advantage = grpo.token_advantages(e, codec, "sequence")
     forced = e.spans[0][0]
     assert model.decode(codec, e.context.ids[:forced]).endswith("<think>\n")
@@ -294,22 +337,23 @@ def test_the_forced_prefix_and_tool_responses_earn_no_credit(codec, groups):
 def test_a_group_with_different_prompts_is_refused(codec, source, tasks):
     """Sharing a prompt that is not shared would train on another video's frames without a sign."""
     mixed = make_group(codec, source, tasks[0])[:1] + make_group(codec, source, tasks[1])[1:2]
-    grpo.assign_advantages(mixed, 1.0)
+    credited([mixed], settings())
     with pytest.raises(ValueError, match="prompts of one group differ"):
         grpo.group_tree(mixed, codec, "struct")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Loss
 
 
 def test_policy_loss_by_hand():
-    """Four tokens: inside the clip, above it with A > 0, below it with A < 0, an importance weight over the cap."""
+    """Four tokens: inside the clip, above it with A > 0, below it with A < 0, an importance weight
+    over the cap."""
     logp = torch.log(torch.tensor([0.5, 0.9, 0.1, 0.5], dtype=torch.float64)).requires_grad_()
     old = torch.log(torch.tensor([0.5, 0.5, 0.5, 0.5], dtype=torch.float64))
     sampler = torch.log(torch.tensor([0.25, 0.5, 0.5, 0.05], dtype=torch.float64))
     advantage = torch.tensor([1.0, 2.0, -1.0, 3.0], dtype=torch.float64)
-    loss, stats = grpo.policy_loss(logp, old, sampler, None, advantage, 0.2, 5.0, 0.0)
+    loss, stats = grpo.policy_loss(logp, old, sampler, None, advantage, 0.2, 0.0)
     assert loss.tolist() == pytest.approx([-2.0, -2.4, 0.8, -15.0])
     assert stats["clipped"].tolist() == [0, 1, 1, 0] and stats["truncated"].tolist() == [0, 0, 0, 1]
     loss.sum().backward()
@@ -320,7 +364,8 @@ def test_policy_loss_keeps_the_gradient_where_the_clip_does_not_bind():
     """Above 1 + eps with A < 0, and below 1 - eps with A > 0, the minimum is the unclipped term."""
     logp = torch.log(torch.tensor([0.9, 0.1], dtype=torch.float64)).requires_grad_()
     old = torch.log(torch.tensor([0.5, 0.5], dtype=torch.float64))
-    loss, _ = grpo.policy_loss(logp, old, old, None, torch.tensor([-1.0, 1.0], dtype=torch.float64), 0.2, 5.0, 0.0)
+    loss, _ = grpo.policy_loss(logp, old, old, None, torch.tensor([-1.0, 1.0], dtype=torch.float64),
+                               0.2, 0.0)
     assert loss.tolist() == pytest.approx([1.8, -0.2])
     loss.sum().backward()
     assert logp.grad.tolist() == pytest.approx([1.8, -0.2])
@@ -329,55 +374,69 @@ def test_policy_loss_keeps_the_gradient_where_the_clip_does_not_bind():
 def test_kl_term_is_k3_with_its_own_gradient():
     logp = torch.log(torch.tensor([0.2, 0.4], dtype=torch.float64)).requires_grad_()
     ref = torch.log(torch.tensor([0.4, 0.4], dtype=torch.float64))
-    loss, stats = grpo.policy_loss(logp, logp.detach(), logp.detach(), ref, torch.zeros(2, dtype=torch.float64), 0.2, 5.0, 0.1)
+    loss, stats = grpo.policy_loss(logp, logp.detach(), logp.detach(), ref,
+                                   torch.zeros(2, dtype=torch.float64), 0.2, 0.1)
     assert stats["kl"].tolist() == pytest.approx([2 - math.log(2) - 1, 0.0])
     loss.sum().backward()
     assert logp.grad.tolist() == pytest.approx([0.1 * (1 - 2), 0.0])
 
 
 @pytest.mark.parametrize("case", ["plain", "kl", "capped", "warm", "sequence"])
-def test_gradient_of_an_update_is_that_of_separate_sequences(process_group, codec, source, groups, policy, vision, plain, toy, case):
-    """Packing, shared prompts, vision tokens, chunked log-probs and the loss, all at once, against the oracle."""
+def test_gradient_of_an_update_is_that_of_separate_sequences(
+        process_group, codec, source, groups, policy, vision, plain, toy, case, monkeypatch):
+    """Packing, shared prompts, vision tokens, chunked log-probs and the loss, all at once, against
+    the oracle."""
     temperature = 0.7 if case == "warm" else 1.0
     cap, beta = (1.05 if case == "capped" else 5.0), (0.3 if case == "kl" else 0.0)
     credit = "sequence" if case == "sequence" else "struct"
-    shift = (lambda n: -0.3 if n % 3 == 0 else 0.1) if case == "capped" else (lambda n: 0.02 * (n % 5 - 2))
+    shift = ((lambda n: -0.3 if n % 3 == 0 else 0.1) if case == "capped"
+             else (lambda n: 0.02 * (n % 5 - 2)))
     record_logps(plain, codec, source, [e for g in groups for e in g], temperature, shift)
     reference = other = None
     if case == "kl":  # a reference that is not the policy, else its gradient would be zero
         from transformers import Qwen3VLForConditionalGeneration
 
-        reference = model.load_policy(str(toy / "init"), codec, torch.device("cpu")).requires_grad_(True)
+        reference = load_policy(str(toy / "init"), codec).requires_grad_(True)
         reference.hf.model.visual.requires_grad_(False)
         perturb(reference.hf)
-        other = Qwen3VLForConditionalGeneration.from_pretrained(str(toy / "init"), dtype=torch.float32)
+        other = Qwen3VLForConditionalGeneration.from_pretrained(
+            str(toy / "init"), dtype=torch.float32)
         other.load_state_dict(reference.hf.state_dict())
-    args = settings(temperature=temperature, tis_cap=cap, kl=beta, format_credit=credit)
+    if case == "capped":
+        monkeypatch.setattr(grpo, "policy_loss", functools.partial(grpo.policy_loss, tis_cap=cap))
+    args = settings(temperature=temperature, kl=beta, format_credit=credit)
     (found,), stats = run_update(policy, vision, codec, groups, args, reference)
     n = sum(sum(e.context.mask) for g in groups for e in g)
     parts = [p for g in groups for p in plain_parts(codec, g, 1.0, credit)]
-    loss, clipped, truncated = plain_loss(plain, codec, source, parts, n, temperature, 0.2, cap, beta, other)
+    loss, clipped, truncated = plain_loss(plain, codec, source, parts, n, temperature, 0.2, cap,
+                                          beta, other)
     loss.backward()
     wanted = plain_grads(plain)
     assert distance(found, wanted) < 1e-5
     assert stats["loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
     assert stats["tokens"] == n and clipped == 0 and stats["skipped_update"] == 0
-    assert stats["truncated"] == pytest.approx(truncated / n) and (truncated > 0) == (case == "capped")
+    assert stats["truncated"] == pytest.approx(truncated / n)
+    assert (truncated > 0) == (case == "capped")
     assert (stats["kl"] > 1e-4) == (case == "kl")
-    assert stats["grad_norm"] == pytest.approx(math.sqrt(sum((g**2).sum().item() for g in wanted.values())), rel=1e-4)
+    norm = math.sqrt(sum((g**2).sum().item() for g in wanted.values()))
+    assert stats["grad_norm"] == pytest.approx(norm, rel=1e-4)
 
 
-def test_second_minibatch_is_clipped_against_the_policy_before_the_step(process_group, codec, source, groups, policy, vision, plain):
-    """--minibatches 2: the ratio's old log-probs are those from before the first step, and some ratios leave the clip range."""
+def test_second_minibatch_is_clipped_against_the_policy_before_the_step(
+        process_group, codec, source, groups, policy, vision, plain):
+    """--minibatches 2: the ratio's old log-probs are those from before the first step, and some
+    ratios leave the clip range."""
     lr = 3.0
     record_logps(plain, codec, source, [e for g in groups for e in g])
-    (first, second), stats = run_update(policy, vision, codec, groups, settings(minibatches=2), lr=lr)
+    (first, second), stats = run_update(policy, vision, codec, groups, settings(minibatches=2),
+                                        lr=lr)
     n = sum(sum(e.context.mask) for g in groups for e in g) / 2
     old = []
     for ids, at, _, _, specs in plain_parts(codec, groups[1]):
         with torch.no_grad():
             old.append(plain_logps(plain, codec, source, ids, specs, 1.0)[torch.tensor(at) - 1])
-    loss, _, _ = plain_loss(plain, codec, source, plain_parts(codec, groups[0]), n, 1.0, 0.2, 5.0, 0.0)
+    loss, _, _ = plain_loss(plain, codec, source, plain_parts(codec, groups[0]), n, 1.0, 0.2, 5.0,
+                            0.0)
     loss.backward()
     assert distance(first, plain_grads(plain)) < 1e-5
     with torch.no_grad():
@@ -385,67 +444,82 @@ def test_second_minibatch_is_clipped_against_the_policy_before_the_step(process_
             if p.grad is not None:
                 p -= lr * p.grad
                 p.grad = None
-    loss, clipped, _ = plain_loss(plain, codec, source, plain_parts(codec, groups[1]), n, 1.0, 0.2, 5.0, 0.0, old=old)
+    loss, clipped, _ = plain_loss(plain, codec, source, plain_parts(codec, groups[1]), n, 1.0, 0.2,
+                                  5.0, 0.0, old=old)
     loss.backward()
     assert clipped > 0 and stats["clipped"] > 0
-    assert distance(second, plain_grads(plain)) < 1e-4  # the first step's rounding is carried through a large step
+    # the first step's rounding is carried through a large step
+    assert distance(second, plain_grads(plain)) < 1e-4
 
 
 @pytest.mark.parametrize("pack_tokens", [1, 300])
-def test_the_budget_of_a_pack_does_not_change_the_gradient(process_group, codec, source, groups, policy, vision, plain, pack_tokens):
-    """One pack of everything, or one per response: the same sum, divided by the same global count."""
+def test_the_budget_of_a_pack_does_not_change_the_gradient(process_group, codec, source, groups,
+                                                           policy, vision, plain, pack_tokens):
+    """One pack of everything, or one per response: the same sum, divided by the same global
+    count."""
     record_logps(plain, codec, source, [e for g in groups for e in g])
     (one,), _ = run_update(policy, vision, codec, groups, settings())
-    trees, _, _ = grpo.training_trees(groups, codec, settings())
+    trees, _, _ = grpo.training_trees(credited(groups, settings()), codec, settings())
     assert len(model.fill_packs(trees, pack_tokens)) > len(model.fill_packs(trees, 4096))
     (many,), _ = run_update(policy, vision, codec, groups, settings(pack_tokens=pack_tokens))
     assert distance(many, one) < 1e-5
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Groups without signal
 
 
-def test_a_group_of_equal_rewards_only_enlarges_the_count(process_group, codec, source, groups, policy, vision, plain):
-    """Dynamic sampling would drop it; here it counts as advantage zero, so the gradient shrinks and keeps its direction."""
+def test_a_group_of_equal_rewards_only_enlarges_the_count(process_group, codec, source, groups,
+                                                          policy, vision, plain):
+    """Dynamic sampling would drop it; here it counts as advantage zero, so the gradient shrinks and
+    keeps its direction."""
     record_logps(plain, codec, source, [e for g in groups for e in g])
     for e in groups[1]:
         e.reward = reward(0.5, 0.4, 0.0)
     (alone,), _ = run_update(policy, vision, codec, groups[:1], settings())
     (both,), stats = run_update(policy, vision, codec, groups, settings())
-    mine, all_of_them = (sum(sum(e.context.mask) for g in part for e in g) for part in (groups[:1], groups))
+    mine, all_of_them = (sum(sum(e.context.mask) for g in part for e in g)
+                         for part in (groups[:1], groups))
     assert distance({n: g * (all_of_them / mine) for n, g in both.items()}, alone) < 1e-5
-    assert grpo.training_trees(groups, codec, settings())[1:] == (all_of_them, 1)
+    assert grpo.training_trees(credited(groups, settings()), codec,
+                               settings())[1:] == (all_of_them, 1)
     assert stats["tokens"] == mine  # the means of the log are over tokens that were trained
 
 
-def test_without_any_signal_the_weights_stay_bit_identical(process_group, codec, groups, policy, vision):
+def test_without_any_signal_the_weights_stay_bit_identical(process_group, codec, groups, policy,
+                                                           vision):
     for e in groups[0]:
         e.reward = reward(0.5, 0.4, 0.0)
     before = copy.deepcopy(policy.state_dict())
     optimizer = torch.optim.AdamW(model.trained_parameters(policy), lr=1.0, weight_decay=1.0)
-    trees, tokens, skipped = grpo.training_trees(groups[:1], codec, settings())
-    stats = grpo.update(policy, None, vision, optimizer, trees, tokens, codec, settings(), 1, torch.device("cpu"))
+    trees, tokens, skipped = grpo.training_trees(credited(groups[:1], settings()), codec,
+                                                 settings())
+    stats = grpo.update(policy, None, vision, optimizer, trees, tokens, codec, settings(), 1,
+                        torch.device("cpu"))
     assert (stats["skipped_update"], skipped, trees) == (1, 1, [])
     assert all(torch.equal(before[n], v) for n, v in policy.state_dict().items())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Sub-agents
 
 
-def test_sub_agents_are_trained_with_the_task_advantage_only_on_demand(process_group, codec, source, groups, policy, vision, plain):
+def test_sub_agents_are_trained_with_the_task_advantage_only_on_demand(
+        process_group, codec, source, groups, policy, vision, plain):
     record_logps(plain, codec, source, groups[0])
-    without, n_without, _ = grpo.training_trees(groups[:1], codec, settings())
-    trees, n, _ = grpo.training_trees(groups[:1], codec, settings(train_subagents=True))
+    without, n_without, _ = grpo.training_trees(credited(groups[:1], settings()), codec, settings())
+    trees, n, _ = grpo.training_trees(credited(groups[:1], settings()), codec,
+                                      settings(train_subagents=True))
     sub = groups[0][0].calls[0]["sub"]
     assert (len(without), len(trees)) == (1, 2) and n == n_without + sum(sub["mask"])
     assert trees[1].prefix.ids == sub["ids"] and trees[1].prefix.mask == sub["mask"]
     assert set(trees[1].prefix.values["advantage"]) == {groups[0][0].advantage["task"]}
     (found,), _ = run_update(policy, vision, codec, groups[:1], settings(train_subagents=True))
     at = sampled_positions(sub["mask"])
-    extra = (sub["ids"], at, [sub["logps"][t] for t in at], [groups[0][0].advantage["task"]] * len(at), [v["spec"] for v in sub["vision"]])
-    loss, _, _ = plain_loss(plain, codec, source, [*plain_parts(codec, groups[0]), extra], n, 1.0, 0.2, 5.0, 0.0)
+    extra = (sub["ids"], at, [sub["logps"][t] for t in at],
+             [groups[0][0].advantage["task"]] * len(at), [v["spec"] for v in sub["vision"]])
+    loss, _, _ = plain_loss(plain, codec, source, [*plain_parts(codec, groups[0]), extra], n, 1.0,
+                            0.2, 5.0, 0.0)
     loss.backward()
     assert distance(found, plain_grads(plain)) < 1e-5
 
@@ -454,46 +528,56 @@ def test_sampled_tokens_of_sub_agents_count_in_groups_without_signal_too(codec, 
     """N is the sampled tokens of the whole batch, whichever groups of it are skipped."""
     for e in groups[0]:
         e.reward = reward(0.5, 0.4, 0.0)
-    trees, tokens, _ = grpo.training_trees(groups[:1], codec, settings(train_subagents=True))
+    trees, tokens, _ = grpo.training_trees(credited(groups[:1], settings()), codec,
+                                           settings(train_subagents=True))
     assert trees == []
-    assert tokens == sum(sum(e.context.mask) + sum(sum(c["sub"]["mask"]) for c in e.calls) for e in groups[0])
+    assert tokens == sum(sum(e.context.mask) + sum(sum(c["sub"]["mask"]) for c in e.calls)
+                         for e in groups[0])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Metrics
 
 
 def row(k, acc, executed, a_task, **changes):
-    base = {"K": k, "status": "ok", "total": acc + 0.5, "acc": acc, "fmt": 0.5, "tool": 0.0, "f_tau": 0.6, "well_formed": executed > 0,
+    base = {"K": k, "status": "ok", "total": acc + 0.5, "acc": acc, "fmt": 0.5, "tool": 0.0,
+            "f_tau": 0.6, "well_formed": executed > 0,
             "closure": {t: [0, 0] for t in ("think", "tool_call", "answer")},
-            "written": executed, "parseable": executed, "executed": executed, "a_task": a_task, "length": 10, "turns": 1, "cut": 0,
+            "written": executed, "parseable": executed, "executed": executed, "a_task": a_task,
+            "length": 10, "turns": 1, "cut": 0,
             "sub_tokens": 0, "decode_s": 0.0}
     return {**base, **changes}
 
 
 def test_summary_by_hand():
     """Two budgets; calling paid at K = 4 and cost at K = 64."""
-    rows = [row(4, 1.0, 2, 1.5, closure={"think": [2, 1], "tool_call": [2, 2], "answer": [1, 1]}, written=3, turns=2, cut=1),
+    rows = [row(4, 1.0, 2, 1.5, closure={"think": [2, 1], "tool_call": [2, 2], "answer": [1, 1]},
+                written=3, turns=2, cut=1),
             row(4, 0.0, 0, -0.5, closure={"think": [1, 1], "tool_call": [0, 0], "answer": [1, 0]}),
             row(64, 0.5, 1, -1.0, status="context", sub_tokens=8),
             row(64, 1.0, 0, 1.0)]
     m = grpo.summarise(rows)
-    assert m["kappa"] == 0.75 and m["valid_calls"] == 0.75 and m["written_calls"] == 1.0 and m["called"] == 0.5
-    assert m["acc"] == 0.625 and m["total"] == 1.125 and m["fmt"] == 0.5 and m["f_tau"] == 0.6 and m["well_formed"] == 0.5 and m["sub_tokens"] == 2
+    assert m["kappa"] == 0.75 and m["valid_calls"] == 0.75 and m["written_calls"] == 1.0
+    assert m["called"] == 0.5
+    assert m["acc"] == 0.625 and m["total"] == 1.125 and m["fmt"] == 0.5 and m["f_tau"] == 0.6
+    assert m["well_formed"] == 0.5 and m["sub_tokens"] == 2
     assert m["closure"] == {"think": pytest.approx(2 / 3), "tool_call": 1.0, "answer": 0.5}
     assert m["cut_turns"] == pytest.approx(1 / 5) and m["not_ok"] == 1
     assert m["call_minus_skip"] == pytest.approx(0.25 - 0.25)
-    assert m["by_K"]["4"] == {"n": 2, "acc": 0.5, "f_tau": 0.6, "well_formed": 0.5, "kappa": 1.0, "call_minus_skip": 2.0}
+    assert m["by_K"]["4"] == {"n": 2, "acc": 0.5, "f_tau": 0.6, "well_formed": 0.5, "kappa": 1.0,
+                              "call_minus_skip": 2.0}
     assert m["by_K"]["64"]["call_minus_skip"] == -2.0 and list(m["by_K"]) == ["4", "64"]
 
 
 def test_what_cannot_be_compared_is_none_and_not_zero():
-    """All called or none: there is no other side, and a zero would read as "calling is worth nothing"."""
+    """All called or none: there is no other side, and a zero would read as "calling is worth
+    nothing"."""
     m = grpo.summarise([row(8, 1.0, 1, 0.3), row(8, 0.0, 2, -0.3)])
-    assert m["call_minus_skip"] is None and m["by_K"]["8"]["call_minus_skip"] is None and m["closure"]["answer"] is None
+    assert m["call_minus_skip"] is None and m["by_K"]["8"]["call_minus_skip"] is None
+    assert m["closure"]["answer"] is None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # K
 
 
@@ -503,44 +587,30 @@ def test_frame_budget_is_a_function_of_seed_step_and_task_in_any_process():
     here = [rollout.frame_budget(*key) for key in keys]
     code = f"import rollout, json; print(json.dumps([rollout.frame_budget(*k) for k in {keys!r}]))"
     environment = {**os.environ, "PYTHONHASHSEED": "12345"}
-    there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120)
+    there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT,
+                           env=environment, timeout=120)
     assert json.loads(there.stdout) == here
     assert set(here) == {4, 8, 16, 32, 64}
     assert here[:20] != here[20:40] and here[:20] != here[60:80]
 
 
-def test_weights_of_the_draw_by_hand():
-    """Half uniform, half by exp(necessity); what is not known yet counts as the largest, so that it gets measured."""
-    assert grpo.adaptive_weights(dict.fromkeys("abcde")) == pytest.approx([0.2] * 5)
-    got = grpo.adaptive_weights({"4": math.log(3), "64": 0.0})
-    assert got == pytest.approx([0.25 + 0.5 * 0.75, 0.25 + 0.5 * 0.25])
-    assert grpo.adaptive_weights({"4": 1.0, "8": None, "64": -50.0}) == pytest.approx([1 / 6 + 1 / 4, 1 / 6 + 1 / 4, 1 / 6])
-
-
-def test_adaptive_frames_follow_the_measured_necessity(run_grpo, given_rollouts, hard_tasks):
-    """The fake rollouts all have K = 4 and calling pays there: from the second step on K = 4 is drawn more often."""
-    _, _, folder = run_grpo("--data", hard_tasks, "--steps", 3, "--prompts", 1, "--group", 4, "--probe-tolerance", 99, "--frames", "adaptive")
-    draws = [[call["frames"]({"id": str(i)}) for i in range(1000)] for call in given_rollouts]
-    found = json.loads((folder / "last" / "state.json").read_text())["necessity"]
-    assert found["4"] is not None and found["64"] is None
-    share = [d.count(4) / 1000 for d in draws]
-    assert abs(share[0] - 0.2) < 0.04 and set(draws[0]) == {4, 8, 16, 32, 64}
-    logged = [json.loads(line)["by_K"]["4"]["call_minus_skip"] for line in (folder / "log.jsonl").read_text().splitlines()]
-    assert found["4"] == pytest.approx(0.8 * (0.8 * logged[0] + 0.2 * logged[1]) + 0.2 * logged[2])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # The script, in this process
 
 
 @pytest.fixture
 def run_grpo(monkeypatch, toy, tmp_path):
-    """-> function that runs grpo.main() with flags -> (weights, last row of log.jsonl, run folder)."""
+    """-> function that runs grpo.main() with flags -> (weights, last row of log.jsonl, run
+    folder)."""
     from safetensors.torch import load_file
+
+    monkeypatch.setattr(rollout, "make_engine", lambda ckpt, codec, args, *_,
+                        **__: ReferenceEngine(ckpt, codec, args.max_seqs))
 
     def run(*flags, out="run"):
         folder = tmp_path / out
-        words = ["grpo.py", "--preset", "toy", "--ckpt", toy / "init", "--out", folder, "--video-root", toy, "--show-every", 0, *flags]
+        words = ["grpo.py", "--preset", "toy", "--ckpt", toy / "init", "--out", folder,
+                 "--video-root", toy, "--show-every", 0, *flags]
         monkeypatch.setattr(sys, "argv", [str(w) for w in words])
         grpo.main()
         weights = load_file(folder / "last" / "model.safetensors")
@@ -549,16 +619,24 @@ def run_grpo(monkeypatch, toy, tmp_path):
     return run
 
 
+@pytest.fixture
+def any_gap(monkeypatch):
+    """Recorded log-probs that are not this run's own: the probe would stop it."""
+    monkeypatch.setattr(grpo, "gap_tolerance", lambda *_: 99)
+
+
 @pytest.fixture(scope="module")
 def recorded(toy, codec, tasks, tmp_path_factory):
-    """A rollout JSONL of three hand-made groups with the base checkpoint's own log-probs at temperature 1."""
+    """A rollout JSONL of three hand-made groups with the base checkpoint's own log-probs at
+    temperature 1."""
     from transformers import Qwen3VLForConditionalGeneration
 
     import video
 
     source = rollout.Source(str(toy), video.FrameCache())
     hf = Qwen3VLForConditionalGeneration.from_pretrained(str(toy / "init"), dtype=torch.float32)
-    episodes = [e for task, k in zip(tasks[:3], (4, 8, 4)) for e in make_group(codec, source, task, frames=k)]
+    episodes = [e for task, k in zip(tasks[:3], (4, 8, 4))
+                for e in make_group(codec, source, task, frames=k)]
     record_logps(hf, codec, source, episodes)
     path = tmp_path_factory.mktemp("recorded") / "r.jsonl"
     path.write_text("".join(json.dumps(e.to_json()) + "\n" for e in episodes))
@@ -571,7 +649,8 @@ def moved(weights, base):
 
 
 def same_update(a, b, base, tolerance=2e-3):
-    """Adam's first step is lr * sign(g) for all but tiny g, so rounding shows up magnified where the gradient vanishes."""
+    """Adam's first step is lr * sign(g) for all but tiny g, so rounding shows up magnified where
+    the gradient vanishes."""
     return (moved(a, base) - moved(b, base)).norm() < tolerance * moved(a, base).norm()
 
 
@@ -583,47 +662,48 @@ def base(toy):
 
 
 @pytest.mark.parametrize("flag", [
-    ("--lr", 1e-4), ("--weight-decay", 0.9), ("--clip", 1e-3), ("--temperature", 0.5), ("--format-credit", "sequence"), ("--format-credit", "none"),
-    ("--format-credit", "tags"), ("--format-credit", "closing"), ("--normalise", "separate"),
+    ("--lr", 1e-4), ("--clip", 1e-3), ("--temperature", 0.5), ("--format-credit", "sequence"),
+    ("--format-credit", "none"),
     ("--train-subagents",), ("--minibatches", 2), ("--kl", 5.0, "--minibatches", 2, "--lr", 1e-2),
-    ("--clip-eps", 1e-4, "--minibatches", 2), ("--tis-cap", 0.5)], ids=lambda f: " ".join(map(str, f)))
-def test_every_flag_of_the_update_changes_the_update(run_grpo, recorded, base, flag):
+    ("--clip-eps", 1e-4, "--minibatches", 2)],
+                         ids=lambda f: " ".join(map(str, f)))
+def test_every_flag_of_the_update_changes_the_update(run_grpo, any_gap, recorded, base, flag):
     """A knob that does nothing, quietly, is the worst kind; one run with it against one without."""
-    loose = ("--rollouts", recorded, "--probe-tolerance", 9, "--clip", 0)
-    without = () if len(flag) < 4 else flag[2:]  # the flag alone makes the difference, not what it needs to act
+    loose = ("--rollouts", recorded, "--clip", 0)
+    # the flag alone makes the difference, not what it needs to act
+    without = () if len(flag) < 4 else flag[2:]
     a, _, _ = run_grpo(*loose, *without, out="a")
     b, m, _ = run_grpo(*loose, *flag, out="b")
     assert not torch.equal(moved(a, base), torch.zeros_like(moved(a, base)))
-    # --tis-cap 0.5 scales every gradient by the same factor, which Adam all but forgets: seen in the norm instead.
-    if flag[0] in ("--tis-cap", "--clip"):
+    # under --clip 1e-3 Adam's eps is no longer small beside the gradient
+    assert not same_update(a, b, base)
+    if flag[0] == "--clip":  # the norm is logged before clipping
         norm = json.loads((run_grpo(*loose, out="c")[2] / "log.jsonl").read_text())["grad_norm"]
-        if flag[0] == "--tis-cap":
-            assert m["grad_norm"] == pytest.approx(norm / 2, rel=1e-3) and m["truncated"] == 1.0
-        else:  # clip: the norm is logged before clipping; what the optimiser saw is in its first moment
-            assert m["grad_norm"] == pytest.approx(norm, rel=1e-6) and norm > 1e-3
-            assert not same_update(a, b, base)  # Adam's eps is no longer small beside the gradient
-    else:
-        assert not same_update(a, b, base)
+        assert m["grad_norm"] == pytest.approx(norm, rel=1e-6) and norm > 1e-3
 
 
 def test_learning_rate_sets_the_size_of_the_step(run_grpo, recorded, base):
     """Adam's first step is as long as the learning rate, per weight."""
-    weights, m, _ = run_grpo("--rollouts", recorded, "--lr", 1e-4, "--weight-decay", 0)
-    assert moved(weights, base).abs().max().item() == pytest.approx(1e-4, rel=1e-2)
+    weights, m, _ = run_grpo("--rollouts", recorded, "--lr", 1e-4)
+    assert moved(weights, base).abs().max().item() == pytest.approx(1e-4, rel=2e-2)
     assert m["gap"] < 1e-4 and m["tokens"] > 50
 
 
-def test_a_recorded_gap_beyond_the_tolerance_stops_the_run(run_grpo, recorded, tmp_path):
-    """Rollouts of other weights: every log-prob is off by 0.05 nats."""
+def test_a_recorded_gap_beyond_the_tolerance_stops_the_run(run_grpo, recorded, tmp_path,
+                                                           monkeypatch):
+    """Rollouts of other weights: every log-prob is off by 0.15 nats."""
     rows = [json.loads(line) for line in recorded.read_text().splitlines()]
     for r in rows:
-        r["logps"] = [lp + 0.05 * m for lp, m in zip(r["logps"], r["mask"])]
+        r["logps"] = [lp + 0.15 * m for lp, m in zip(r["logps"], r["mask"])]
     shifted = tmp_path / "shifted.jsonl"
     shifted.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    with pytest.raises(model.RunError, match="between engine and trainer is 0.050 nats, tolerance 0.001"):
+    with pytest.raises(model.RunError,
+                       match="between engine and trainer is 0.150 nats, tolerance 0.1"):
         run_grpo("--rollouts", shifted)
     assert not (tmp_path / "run" / "last").exists()
-    run_grpo("--rollouts", shifted, "--probe-tolerance", 0.06)
+    assert grpo.gap_tolerance(torch.float32) == 1e-3  # with an engine in the same precision
+    monkeypatch.setattr(grpo, "gap_tolerance", lambda *_: 0.16)
+    run_grpo("--rollouts", shifted)
 
 
 def test_log_probs_that_are_no_numbers_stop_the_run(run_grpo, recorded, tmp_path):
@@ -642,7 +722,7 @@ def test_groups_without_signal_leave_the_checkpoint_as_it_was(run_grpo, recorded
         r["reward"] = rows[0]["reward"]
     flat = tmp_path / "flat.jsonl"
     flat.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    weights, m, _ = run_grpo("--rollouts", flat, "--weight-decay", 0.5)
+    weights, m, _ = run_grpo("--rollouts", flat)
     assert all(torch.equal(weights[n], base[n]) for n in base)
     assert (m["skipped_update"], m["zero_variance"], m["groups"]) == (1, 3, 3)
 
@@ -661,15 +741,18 @@ class SilentEngine:
 
 
 @pytest.fixture
-def given_rollouts(monkeypatch, codec, source, tasks):
-    """Rollouts of grpo.main() are the hand-made group, scored by the real rewards -> list of the calls of rollout.run."""
+def given_rollouts(monkeypatch, codec, source, tasks, any_gap):
+    """Rollouts of grpo.main() are the hand-made group, scored by the real rewards -> list of the
+    calls of rollout.run."""
     seen = []
 
-    def fake_run(engine, batch, agent, codec_, source_, frames, group, step, version, scoring, threads, **_):
-        seen.append({"agent": agent, "frames": frames, "group": group, "step": step, "scoring": scoring, "tasks": [t["id"] for t in batch]})
+    def fake_run(engine, batch, agent, codec_, source_, frames, group, step, version, scoring, **_):
+        seen.append({"agent": agent, "frames": frames, "group": group, "step": step,
+                     "scoring": scoring, "tasks": [t["id"] for t in batch]})
         for task in batch:
             for e in make_group(codec, source, task, step):
-                e.reward = rewards.score(e.turns, task["type"], task["answer"], None, e.parseable(), e.executed(),
+                e.reward = rewards.score(e.turns, task["type"], task["answer"], None, e.parseable(),
+                                         e.executed(),
                                          think_prefix=agent.think_prefix, **scoring)
                 yield e
 
@@ -687,16 +770,21 @@ def hard_tasks(tasks, tmp_path):
 
 
 @pytest.mark.parametrize("flags,term,sample,change", [
-    (("--no-answer-suffix",), "fmt", 1, -0.25), (("--anchor", 0), "fmt", 1, -0.2), (("--gamma", 0), "fmt", 2, 0.15),
-    (("--tool-reward", 0), "total", 0, -0.8), (("--format-weight", 0.5), "total", 1, -0.5), (("--open-metric", "exact"), "acc", 1, None)],
+    (("--no-answer-suffix",), "fmt", 1, -0.25), (("--anchor", 0), "fmt", 1, -0.2),
+    (("--gamma", 0), "fmt", 2, 0.15),
+    (("--tool-reward", 0), "total", 0, -0.8), (("--format-weight", 0.5), "total", 1, -0.5),
+    (("--open-metric", "exact"), "acc", 1, None)],
     ids=lambda x: " ".join(map(str, x)) if isinstance(x, tuple) else "")
-def test_every_flag_of_the_reward_changes_its_term(run_grpo, given_rollouts, hard_tasks, flags, term, sample, change):
-    """Values by hand: sample 1 has a whole thought and answer, sample 2 never closes its thought, sample 0 called and answered."""
-    common = ("--data", hard_tasks, "--steps", 1, "--prompts", 1, "--group", 4, "--probe-tolerance", 99, "--lr", 0)
+def test_every_flag_of_the_reward_changes_its_term(run_grpo, given_rollouts, hard_tasks, flags,
+                                                   term, sample, change):
+    """Values by hand: sample 1 has a whole thought and answer, sample 2 never closes its thought,
+    sample 0 called and answered."""
+    common = ("--data", hard_tasks, "--steps", 1, "--prompts", 1, "--group", 4, "--lr", 0)
     found = []
     for name, extra in (("a", ()), ("b", flags)):
         _, _, folder = run_grpo(*common, *extra, out=name)
-        rows = [json.loads(line) for line in (folder / "rollouts" / "step_000000.rank0.jsonl").read_text().splitlines()]
+        record = (folder / "rollouts" / "step_000000.rank0.jsonl").read_text()
+        rows = [json.loads(line) for line in record.splitlines()]
         found.append(rows[sample]["reward"][term])
     if change is None:
         assert 0 < found[0] < 1 and found[1] == 0
@@ -706,53 +794,68 @@ def test_every_flag_of_the_reward_changes_its_term(run_grpo, given_rollouts, har
 
 def test_answer_from_line_pays_an_answer_without_its_tag(run_grpo, given_rollouts, hard_tasks):
     """The hand-made sample 2 says the answer and never closes its thought or opens an answer."""
-    common = ("--data", hard_tasks, "--steps", 1, "--prompts", 1, "--group", 4, "--probe-tolerance", 99, "--lr", 0)
+    common = ("--data", hard_tasks, "--steps", 1, "--prompts", 1, "--group", 4, "--lr", 0)
     for name, flags in (("tag", ()), ("line", ("--answer-from", "line"))):
         run_grpo(*common, *flags, out=name)
     assert [call["scoring"]["answer_from"] for call in given_rollouts] == ["tag", "line"]
 
 
-def test_f_tau_is_one_ruler_for_runs_that_are_paid_differently(run_grpo, given_rollouts, hard_tasks):
-    """Without suffix and anchor the reward is smaller; the compliance that it is reported with is not."""
-    common = ("--data", hard_tasks, "--steps", 1, "--prompts", 1, "--group", 4, "--probe-tolerance", 99, "--lr", 0)
-    full, plain = (run_grpo(*common, *flags, out=name)[1] for name, flags in (("a", ()), ("b", ("--no-answer-suffix", "--anchor", 0, "--gamma", 0))))
+def test_f_tau_is_one_ruler_for_runs_that_are_paid_differently(
+        run_grpo, given_rollouts, hard_tasks):
+    """Without suffix and anchor the reward is smaller; the compliance that it is reported with is
+    not."""
+    common = ("--data", hard_tasks, "--steps", 1, "--prompts", 1, "--group", 4, "--lr", 0)
+    less = ("--no-answer-suffix", "--anchor", 0, "--gamma", 0)
+    full, plain = (run_grpo(*common, *flags, out=name)[1]
+                   for name, flags in (("a", ()), ("b", less)))
     assert full["f_tau"] == full["fmt"] == plain["f_tau"] and plain["fmt"] < full["fmt"]
     assert 0 < full["well_formed"] == plain["well_formed"] < 1
 
 
 def test_agent_flags_reach_the_rollouts(run_grpo, given_rollouts, hard_tasks):
-    common = ("--data", hard_tasks, "--steps", 2, "--prompts", 1, "--probe-tolerance", 99)
-    run_grpo(*common, "--group", 4, "--frames", 16, "--temperature", 0.5, "--sub-temperature", 0.25, "--no-think-prefix", "--seed", 9,
+    common = ("--data", hard_tasks, "--steps", 2, "--prompts", 1)
+    run_grpo(*common, "--group", 4, "--frames", 16, "--temperature", 0.5, "--sub-fps", 0.25,
+             "--no-think-prefix", "--seed", 9,
              "--max-parallel", 2, "--dispatch", "sequential")
     first, second = given_rollouts
     agent = first["agent"]
-    assert (agent.temperature, agent.sub_temperature, agent.think_prefix, agent.seed) == (0.5, 0.25, False, 9)
-    assert (agent.max_parallel, agent.dispatch, first["frames"], first["group"]) == (2, "sequential", 16, 4)
+    assert (agent.temperature, agent.sub_fps) == (0.5, 0.25)
+    assert (agent.think_prefix, agent.seed) == (False, 9)
+    assert (agent.max_parallel, agent.dispatch) == (2, "sequential")
+    assert (first["frames"], first["group"]) == (16, 4)
     assert (first["step"], second["step"]) == (0, 1) and first["tasks"] != second["tasks"]
 
 
 def test_log_row_and_log_line_carry_what_is_promised(run_grpo, given_rollouts, hard_tasks, capsys):
-    _, m, folder = run_grpo("--data", hard_tasks, "--steps", 2, "--prompts", 2, "--group", 4, "--probe-tolerance", 99, "--show-every", 1)
-    numbers = ("step total acc fmt tool f_tau kappa valid_calls written_calls entropy gap gap_max clipped truncated grad_norm length kl loss "
-               "rollout_tokens_per_s train_tokens_per_s rollout_s decode_s train_s sync_s zero_variance groups packed_tokens skipped_update").split()
+    _, m, folder = run_grpo("--data", hard_tasks, "--steps", 2, "--prompts", 2, "--group", 4,
+                            "--show-every", 1)
+    numbers = ("step total acc fmt tool f_tau kappa valid_calls written_calls entropy gap gap_max "
+               "clipped truncated grad_norm length kl loss rollout_tokens_per_s "
+               "train_tokens_per_s rollout_s decode_s train_s sync_s zero_variance groups "
+               "packed_tokens skipped_update").split()
     assert [n for n in numbers if not isinstance(m.get(n), (int, float))] == []
     assert set(m["closure"]) == {"think", "tool_call", "answer"} and set(m["by_K"]) == {"4"}
     assert {"n", "acc", "call_minus_skip"} <= set(m["by_K"]["4"]) and m["by_K"]["4"]["n"] == 8
-    assert m["kappa"] == 0.25 and m["closure"]["think"] == pytest.approx(6 / 10) and m["entropy"] > 1 and m["step"] == 2
-    assert m["length"] == pytest.approx(sum(sum(json.loads(x)["mask"]) for x in
-                                            (folder / "rollouts" / "step_000001.rank0.jsonl").read_text().splitlines()) / 8)
+    assert m["kappa"] == 0.25 and m["closure"]["think"] == pytest.approx(6 / 10)
+    assert m["entropy"] > 1 and m["step"] == 2
+    record = (folder / "rollouts" / "step_000001.rank0.jsonl").read_text()
+    lengths = [sum(json.loads(x)["mask"]) for x in record.splitlines()]
+    assert m["length"] == pytest.approx(sum(lengths) / 8)
     printed = capsys.readouterr().out
-    for word in ("step 0002/0002", "| R ", "acc", "kappa 0.25", "closed think", "call-skip 4:", "gap", "gn", "zero 0/2", "roll", "sync",
-                 "eta", "== rl-"):
+    for word in ("step 0002/0002", "| R ", "acc", "kappa 0.25", "gap", "gn", "zero 0/2", "roll",
+                 "train", "eta", "== rl-"):
         assert word in printed
+    assert all(len(line) <= 120 for line in printed.splitlines() if line.startswith("step "))
     assert json.loads((folder / "args.json").read_text())["group"] == 4
 
 
-def test_a_step_of_broken_videos_only_is_logged_and_changes_nothing(run_grpo, given_rollouts, monkeypatch, hard_tasks, base):
+def test_a_step_of_broken_videos_only_is_logged_and_changes_nothing(
+        run_grpo, given_rollouts, monkeypatch, hard_tasks, base):
     """Nothing was sampled: no group, no update, no crash."""
-    def broken(engine, batch, agent, codec, source, frames, group, step, version, scoring, threads, **_):
+    def broken(engine, batch, agent, codec, source, frames, group, step, version, scoring, **_):
         for task in batch:
-            e = rollout.Episode(task, f"{step}/{task['id']}", 0, 4, step, status="video_error", error="gone")
+            e = rollout.Episode(task, f"{step}/{task['id']}", 0, 4, step, status="video_error",
+                                error="gone")
             e.reward = rewards.score([], task["type"], task["answer"], None, 0, 0, **scoring)
             yield e
 
@@ -762,16 +865,17 @@ def test_a_step_of_broken_videos_only_is_logged_and_changes_nothing(run_grpo, gi
     assert all(torch.equal(weights[n], base[n]) for n in base)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Real rollouts, by the transformers engine
+# ------------------------------------------------------------------------------------------------
+# Real rollouts, by the reference engine
 
 
-LIVE = ("--engine", "transformers", "--prompts", 2, "--group", 3, "--max-new-tokens", 10)
+LIVE = ("--prompts", 2, "--group", 3, "--max-new-tokens", 10)
 
 
 @pytest.fixture
 def varied_rewards(monkeypatch):
-    """A random base earns zero everywhere; this reward depends on what was sampled, so that there is something to learn."""
+    """A random base earns zero everywhere; this reward depends on what was sampled, so that there
+    is something to learn."""
     def score(turns, *_, **__):
         value = sum(map(ord, "".join(turns))) % 7 / 7
         return reward(value, 0.5 * value * value, 0.0)
@@ -786,7 +890,8 @@ def read_rollouts(folder):
 
 def test_recorded_rollouts_of_a_step_give_the_step_again(run_grpo, toy, varied_rewards, base):
     """The JSONL is enough to train on: engine, frames and rewards are not needed again."""
-    live, m, folder = run_grpo("--data", toy / "rl.jsonl", "--steps", 1, "--frames", 4, *LIVE, out="live")
+    live, m, folder = run_grpo("--data", toy / "rl.jsonl", "--steps", 1, "--frames", 4, *LIVE,
+                               out="live")
     assert m["skipped_update"] == 0 and m["gap"] < 1e-4 and m["grad_norm"] > 0
     files = sorted((folder / "rollouts").iterdir())
     again, n, _ = run_grpo("--rollouts", *files, out="again")
@@ -796,32 +901,39 @@ def test_recorded_rollouts_of_a_step_give_the_step_again(run_grpo, toy, varied_r
     assert n["total"] == pytest.approx(m["total"]) and n["by_K"] == m["by_K"]
 
 
-def test_gated_frames_reach_the_decoder_and_the_prompt(run_grpo, toy, codec, monkeypatch, varied_rewards):
-    """K is drawn per prompt and step, is the same in its group, and is the number of frames that were decoded and encoded."""
+def test_gated_frames_reach_the_decoder_and_the_prompt(run_grpo, toy, codec, monkeypatch,
+                                                       varied_rewards):
+    """K is drawn per prompt and step, is the same in its group, and is the number of frames that
+    were decoded and encoded."""
     asked, load = [], rollout.Source.load
-    monkeypatch.setattr(rollout.Source, "load", lambda self, spec: asked.append(spec) or load(self, spec))
+    monkeypatch.setattr(rollout.Source, "load", lambda self, spec: asked.append(spec)
+                        or load(self, spec))
     _, m, folder = run_grpo("--data", toy / "rl.jsonl", "--steps", 3, *LIVE, "--max-new-tokens", 2)
     rows = read_rollouts(folder)
     budgets = {}
     for r in rows:
         assert r["K"] == rollout.frame_budget(0, r["version"], r["task"]["id"])
-        assert [v["frames"] for v in r["vision"][:1]] == [r["K"]] and r["ids"].count(codec.image_pad) == r["K"]
+        assert [v["frames"] for v in r["vision"][:1]] == [r["K"]]
+        assert r["ids"].count(codec.image_pad) == r["K"]
         budgets.setdefault(r["group"], set()).add(r["K"])
     assert len(budgets) == 6 and all(len(ks) == 1 for ks in budgets.values())
     assert len(set.union(*budgets.values())) > 1
-    assert {(r["task"]["video"], r["K"]) for r in rows} <= {(s["video"], s["frames"]) for s in asked if "frames" in s}
+    loaded = {(s["video"], s["frames"]) for s in asked if "frames" in s}
+    assert {(r["task"]["video"], r["K"]) for r in rows} <= loaded
     assert set(m["by_K"]) <= {"4", "8", "16", "32", "64"}
 
 
-@pytest.mark.parametrize("frames", [4, "gated", "adaptive"])
-def test_the_next_steps_overviews_are_decoded_while_this_one_trains(run_grpo, toy, monkeypatch, varied_rewards, frames):
-    """When the rollouts of a step begin, its overviews are in the cache; K that is not yet known cannot be."""
+@pytest.mark.parametrize("frames", [4, "gated"])
+def test_the_next_steps_overviews_are_decoded_while_this_one_trains(
+        run_grpo, toy, monkeypatch, varied_rewards, frames):
+    """When the rollouts of a step begin, its overviews are in the cache."""
     real_run, real_update, sources, misses = rollout.run, grpo.update, [], []
 
     def run(engine, mine, agent, codec, source, budget, *given, **named):
         sources.append(source)
         if len(sources) > 1:
-            specs = [{"video": t["video"], "frames": budget if isinstance(budget, int) else rollout.frame_budget(0, given[1], t["id"])} for t in mine]
+            specs = [{"video": t["video"], "frames": budget if isinstance(budget, int)
+                      else rollout.frame_budget(0, given[1], t["id"])} for t in mine]
             before = source.cache.decodes
             for spec in specs:
                 source.load(spec)
@@ -834,19 +946,15 @@ def test_the_next_steps_overviews_are_decoded_while_this_one_trains(run_grpo, to
 
     monkeypatch.setattr(rollout, "run", run)
     monkeypatch.setattr(grpo, "update", update)
-    run_grpo("--data", toy / "rl.jsonl", "--steps", 3, "--frames", frames, *LIVE, "--max-new-tokens", 2)  # six tasks: three steps see each once
-    assert len(misses) == 2 and (sum(misses) == 0 if frames != "adaptive" else sum(misses) > 0)
-
-
-def test_the_feature_cache_has_the_size_that_was_asked_for(run_grpo, given_rollouts, hard_tasks, monkeypatch):
-    made, real = [], model.VisionFeatures
-    monkeypatch.setattr(model, "VisionFeatures", lambda *given: made.append(given[3]) or real(*given))
-    run_grpo("--data", hard_tasks, "--steps", 1, "--prompts", 1, "--probe-tolerance", 99, "--feature-cache-gb", 0.25)
-    assert made == [2**28]
+    # six tasks: three steps see each once
+    run_grpo("--data", toy / "rl.jsonl", "--steps", 3, "--frames", frames, *LIVE,
+             "--max-new-tokens", 2)
+    assert misses == [0, 0]
 
 
 def test_a_resumed_run_samples_and_learns_what_the_straight_one_does(run_grpo, toy, varied_rewards):
-    """2 steps, resume to 4, against 4 steps: the same tasks, K, seeds (the same ids), and weights."""
+    """2 steps, resume to 4, against 4 steps: the same tasks, K, seeds (the same ids), and
+    weights."""
     flags = ("--data", toy / "rl.jsonl", *LIVE, "--frames", "gated")
     straight, m, folder = run_grpo(*flags, "--steps", 4, out="straight")
     run_grpo(*flags, "--steps", 2, out="parts")
@@ -855,24 +963,29 @@ def test_a_resumed_run_samples_and_learns_what_the_straight_one_does(run_grpo, t
     for key in ("task", "K", "group", "sample", "version", "ids"):
         assert [r[key] for r in a] == [r[key] for r in b]
     assert len(a) == 24 and len({r["group"] for r in a}) == 8
-    assert max((straight[w] - parts[w]).abs().max().item() for w in straight) < 2e-5  # two straight runs differ by 4e-6
-    assert [json.loads(x)["step"] for x in (other / "log.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
+    # two straight runs differ by 4e-6
+    assert max((straight[w] - parts[w]).abs().max().item() for w in straight) < 2e-5
+    log = (other / "log.jsonl").read_text()
+    assert [json.loads(x)["step"] for x in log.splitlines()] == [1, 2, 3, 4]
     assert n["grad_norm"] == pytest.approx(m["grad_norm"], rel=1e-3)
 
 
-def test_a_task_is_one_group_even_where_two_epochs_meet_in_a_batch(run_grpo, tasks, toy, tmp_path, varied_rewards):
-    """Three tasks, two prompts a step: the second batch ends one epoch and begins the next, perhaps with the same task. The
-    same seeds would give the same samples twice, under the same request ids: the group grows instead."""
+def test_a_task_is_one_group_even_where_two_epochs_meet_in_a_batch(
+        run_grpo, tasks, toy, tmp_path, varied_rewards):
+    """Three tasks, two prompts a step: the second batch ends one epoch and begins the next, perhaps
+    with the same task. The same seeds would give the same samples twice, under the same request
+    ids: the group grows instead."""
     path = tmp_path / "three.jsonl"
     path.write_text("".join(json.dumps(t) + "\n" for t in tasks[:3]))
     seed = next(s for s in range(99) if len(set(model.batch_indices(1, 2, 3, s))) == 1)
-    _, m, folder = run_grpo("--data", path, "--steps", 2, "--frames", 4, *LIVE, "--max-new-tokens", 2, "--seed", seed)
+    _, m, folder = run_grpo("--data", path, "--steps", 2, "--frames", 4, *LIVE, "--max-new-tokens",
+                            2, "--seed", seed)
     rows = [r for r in read_rollouts(folder) if r["version"] == 1]
     assert m["groups"] == 1 and [r["sample"] for r in rows] == [0, 1, 2, 3, 4, 5]
     assert len({tuple(r["ids"]) for r in rows}) == 6
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Flags
 
 
@@ -884,46 +997,49 @@ def parse(monkeypatch, *flags):
 def test_vanilla_sets_exactly_its_flags_and_explicit_flags_win(monkeypatch):
     default, vanilla = parse(monkeypatch), parse(monkeypatch, "--vanilla")
     changed = {k: v for k, v in vanilla.items() if v != default[k]}
-    assert changed == {"vanilla": True, "think_prefix": False, "answer_suffix": False, "format_credit": "sequence", "anchor": 0.0,
+    assert changed == {"vanilla": True, "think_prefix": False, "answer_suffix": False,
+                       "format_credit": "sequence", "anchor": 0.0,
                        "gamma": 0.0, "tool_reward": 0.0, "frames": 64}
-    mixed = parse(monkeypatch, "--vanilla", "--think-prefix", "--frames", "gated", "--anchor", 0.5, "--format-credit", "none")
-    assert (mixed["think_prefix"], mixed["frames"], mixed["anchor"], mixed["format_credit"]) == (True, "gated", 0.5, "none")
+    mixed = parse(monkeypatch, "--vanilla", "--think-prefix", "--frames", "gated", "--anchor", 0.5,
+                  "--format-credit", "none")
+    assert (mixed["think_prefix"], mixed["frames"]) == (True, "gated")
+    assert (mixed["anchor"], mixed["format_credit"]) == (0.5, "none")
     assert mixed["tool_reward"] == 0.0
 
 
 def test_defaults_are_the_recipe_and_the_toy_preset_yields_to_flags(monkeypatch):
     p = parse(monkeypatch)
-    wanted = dict(group=8, clip_eps=0.2, kl=0.01, tis_cap=5.0, lr=2e-6, weight_decay=0.01, clip=1.0, temperature=0.7, max_new_tokens=2048,
-                  context=32768, max_turns=3, max_parallel=5, format_weight=1.0, anchor=0.5, gamma=0.3, frames="gated", minibatches=1,
-                  sub_max_new_tokens=512, sub_frames=16, sub_fps=1.0, format_credit="struct", think_prefix=True, answer_suffix=True)
+    wanted = dict(group=8, clip_eps=0.2, kl=0.01, lr=2e-6, clip=1.0, temperature=0.7,
+                  max_new_tokens=2048,
+                  context=32768, max_turns=3, max_parallel=5, format_weight=1.0, anchor=0.5,
+                  gamma=0.3, frames="gated", minibatches=1,
+                  sub_max_new_tokens=512, sub_frames=16, sub_fps=1.0, format_credit="struct",
+                  think_prefix=True, answer_suffix=True)
     assert {k: p[k] for k in wanted} == wanted
-    assert parse(monkeypatch, "--preset", "toy", "--lr", 1)["lr"] == 1 and parse(monkeypatch, "--preset", "toy")["context"] == 1024
-
-
-def test_presets_combine_and_best_changes_only_what_won(monkeypatch):
-    paper, best, toy, both = (parse(monkeypatch, "--preset", *names) for names in (["paper"], ["best"], ["toy"], ["toy", "best"]))
-    changed = {k for k in paper if paper[k] != best[k]} - {"preset"}
-    assert changed and {k: both[k] for k in changed} == {k: best[k] for k in changed}
-    assert {k for k in toy if toy[k] != both[k]} - {"preset"} == changed
-    assert parse(monkeypatch, "--preset", "best", "--minibatches", 1)["minibatches"] == 1
+    assert parse(monkeypatch, "--preset", "toy", "--lr", 1)["lr"] == 1
+    assert parse(monkeypatch, "--preset", "toy")["context"] == 1024
 
 
 @pytest.mark.parametrize("flags,word", [
-    (("--prompts", 0), "--prompts"), (("--group", 0), "--group"), (("--steps", 0), "--steps"), (("--minibatches", 0), "--minibatches"),
+    (("--prompts", 0), "--prompts"), (("--group", 0), "--group"), (("--steps", 0), "--steps"),
+    (("--minibatches", 0), "--minibatches"),
     (("--pack-tokens", 0), "--pack-tokens"), (("--temperature", 0), "--temperature"),
     (("--frames", 0), "--frames"), (("--frames", "many"), "--frames"),
-    (("--lr", -1), "--lr"), (("--kl", -1), "--kl"), (("--clip", -1), "--clip"), (("--clip-eps", -1), "--clip-eps"), (("--tis-cap", 0), "--tis-cap"),
-    (("--weight-decay", -1), "--weight-decay"),
+    (("--lr", -1), "--lr"), (("--kl", -1), "--kl"), (("--clip", -1), "--clip"),
+    (("--clip-eps", -1), "--clip-eps"),
     (("--format-credit", "some"), "--format-credit"), (("--ckpt", "nowhere"), "nowhere"),
-    (("--data", "nothing.jsonl"), "nothing.jsonl"), (("--rollouts", "none.jsonl"), "none.jsonl"), (("--video-root", "nofolder"), "nofolder"),
+    (("--data", "nothing.jsonl"), "nothing.jsonl"), (("--rollouts", "none.jsonl"), "none.jsonl"),
+    (("--video-root", "nofolder"), "nofolder"),
     (("--max-new-tokens", 0), "--max-new-tokens"), (("--preset", "huge"), "--preset")],
     ids=lambda x: " ".join(map(str, x)) if isinstance(x, tuple) else "")
 def test_bad_values_and_missing_files_are_one_line(monkeypatch, capsys, toy, tmp_path, flags, word):
     """Told before any model is loaded, with exit code 2, naming the flag or the file."""
     monkeypatch.chdir(tmp_path)
-    words = ["grpo.py", "--ckpt", toy / "init", "--data", toy / "rl.jsonl", "--out", tmp_path / "o", *flags]
+    words = ["grpo.py", "--ckpt", toy / "init", "--data", toy / "rl.jsonl", "--out", tmp_path / "o",
+             *flags]
     monkeypatch.setattr(sys, "argv", [str(w) for w in words])
-    monkeypatch.setattr(model, "load_sharded", lambda *_: pytest.fail("a model was loaded before the flags were checked"))
+    monkeypatch.setattr(model, "load_sharded",
+                        lambda *_: pytest.fail("a model was loaded before the flags were checked"))
     with pytest.raises(SystemExit) as stop:
         model.run_main(grpo.main)
     lines = capsys.readouterr().err.strip().splitlines()
@@ -932,21 +1048,24 @@ def test_bad_values_and_missing_files_are_one_line(monkeypatch, capsys, toy, tmp
 
 
 @pytest.mark.parametrize("damage,word", [
-    (lambda r: r.pop("spans"), "spans"), (lambda r: r.pop("reward"), "reward"), (lambda r: r.pop("logps"), "logps"),
+    (lambda r: r.pop("spans"), "spans"), (lambda r: r.pop("reward"), "reward"),
+    (lambda r: r.pop("logps"), "logps"),
     (lambda r: r.pop("vision"), "vision")])
-def test_a_damaged_rollout_file_is_one_line(monkeypatch, capsys, toy, recorded, tmp_path, damage, word):
+def test_a_damaged_rollout_file_is_one_line(monkeypatch, capsys, toy, recorded, tmp_path, damage,
+                                            word):
     rows = [json.loads(line) for line in recorded.read_text().splitlines()]
     damage(rows[2])
     path = tmp_path / "damaged.jsonl"
     path.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    monkeypatch.setattr(sys, "argv", ["grpo.py", "--ckpt", str(toy / "init"), "--rollouts", str(path), "--out", str(tmp_path / "o")])
+    monkeypatch.setattr(sys, "argv", ["grpo.py", "--ckpt", str(toy / "init"), "--rollouts",
+                                      str(path), "--out", str(tmp_path / "o")])
     with pytest.raises(SystemExit) as stop:
         model.run_main(grpo.main)
     assert stop.value.code == 2
     assert capsys.readouterr().err.strip() == f"grpo.py: {path}:3: missing '{word}'"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Processes
 
 
@@ -957,18 +1076,22 @@ def weights_of(folder):
 
 
 def test_one_rank_and_two_make_the_same_update(toy, recorded, base, tmp_path):
-    """Three groups on two ranks: unequal packs, unequal token counts, one spare pack, one global normaliser."""
+    """Three groups on two ranks: unequal packs, unequal token counts, one spare pack, one global
+    normaliser."""
     logs, found = [], []
     for ranks in (1, 2):
         out = tmp_path / f"ranks{ranks}"
-        done = run_script("grpo.py", "--preset", "toy", "--ckpt", toy / "init", "--rollouts", recorded, "--video-root", toy, "--out", out,
-                          "--pack-tokens", 600, "--prompts", 2, "--clip", 0, "--kl", 0.01, ranks=ranks)
+        done = run_script("grpo.py", "--preset", "toy", "--ckpt", toy / "init", "--rollouts",
+                          recorded, "--video-root", toy, "--out", out,
+                          "--pack-tokens", 600, "--prompts", 2, "--clip", 0, "--kl", 0.01,
+                          ranks=ranks)
         assert done.returncode == 0, done.stderr
         logs.append(json.loads((out / "log.jsonl").read_text()))
         found.append(weights_of(out))
     a, b = logs
     assert same_update(*found, base)
-    for key in ("grad_norm", "tokens", "total", "entropy", "gap_max", "groups", "packed_tokens", "kappa"):
+    for key in ("grad_norm", "tokens", "total", "entropy", "gap_max", "groups", "packed_tokens",
+                "kappa"):
         assert a[key] == pytest.approx(b[key], rel=1e-5, abs=1e-7), key
     assert a["tokens"] > 50 and a["grad_norm"] > 0
 
@@ -980,27 +1103,36 @@ def test_missing_files_leave_no_traceback(tmp_path):
 
 @pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vllm is not installed")
 def test_two_ranks_with_vllm_end_to_end(toy, tmp_path):
-    """What the README shows first: torchrun, two engines, two steps, weights synced between them, a checkpoint that opens."""
-    done = run_script("grpo.py", "--preset", "toy", "--ckpt", toy / "init", "--data", toy / "rl.jsonl", "--out", tmp_path / "out", "--steps", 2,
-                      "--prompts", 2, "--group", 2, "--max-new-tokens", 12, "--engine", "vllm", "--max-seqs", 8, ranks=2)
+    """What the README shows first: torchrun, two engines, two steps, weights synced between them, a
+    checkpoint that opens."""
+    done = run_script("grpo.py", "--preset", "toy", "--ckpt", toy / "init", "--data",
+                      toy / "rl.jsonl", "--out", tmp_path / "out", "--steps", 2,
+                      "--prompts", 2, "--group", 2, "--max-new-tokens", 12, "--max-seqs", 8,
+                      ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     log = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
     assert [m["step"] for m in log] == [1, 2] and all(m["groups"] == 2 for m in log)
     rows = read_rollouts(tmp_path / "out")
     assert len(rows) == 8 and len(list((tmp_path / "out" / "rollouts").iterdir())) == 4
-    assert all(len(r["ids"]) == len(r["mask"]) == len(r["logps"]) and sum(r["mask"]) > 0 for r in rows)
+    assert all(len(r["ids"]) == len(r["mask"]) == len(r["logps"]) and sum(r["mask"]) > 0
+               for r in rows)
     model.import_shim()
     from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
-    hf, loading = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "out" / "last", output_loading_info=True)
+    hf, loading = Qwen3VLForConditionalGeneration.from_pretrained(
+        tmp_path / "out" / "last", output_loading_info=True)
     assert not loading["missing_keys"] and not loading["unexpected_keys"]
-    assert AutoProcessor.from_pretrained(tmp_path / "out" / "last").chat_template and hf.config.model_type == "qwen3_vl"
+    assert AutoProcessor.from_pretrained(tmp_path / "out" / "last").chat_template
+    assert hf.config.model_type == "qwen3_vl"
 
 
 def test_a_replay_composes_rewards_from_their_terms_under_its_own_weights():
-    """The recorded total was made with the weights of its own run; subtracting another --format-weight from it would be wrong."""
-    group = [SimpleNamespace(reward={"total": 99.0 * i, "acc": float(i), "fmt": 0.5, "tool": 0.8 * (1 - i)}, advantage={}) for i in range(2)]
-    assert grpo.assign_advantages(group, 2.0, tool_weight=0.0)
-    assert [e.advantage["task"] for e in group] == pytest.approx([-1.0, 1.0]) and [e.advantage["fmt"] for e in group] == [0.0, 0.0]
-    assert grpo.assign_advantages(group, 2.0, tool_weight=2.0)
-    assert [e.advantage["task"] for e in group] == pytest.approx([1.0, -1.0])
+    """The recorded total was made with the weights of its own run; subtracting another
+    --format-weight from it would be wrong."""
+    group = [SimpleNamespace(reward={"total": 99.0 * i, "acc": float(i), "fmt": 0.5,
+                                     "tool": 0.8 * (1 - i)}) for i in range(2)]
+    found = grpo.group_advantages(group, 2.0, tool_weight=0.0)
+    assert [a["task"] for a in found] == pytest.approx([-1.0, 1.0])
+    assert [a["fmt"] for a in found] == [0.0, 0.0]
+    found = grpo.group_advantages(group, 2.0, tool_weight=2.0)
+    assert [a["task"] for a in found] == pytest.approx([1.0, -1.0])

@@ -5,7 +5,7 @@ Tests of view.py and docs/page.html: python -m pytest tests/test_page.py -q
 The page is made from a small run of the real scripts, from 2,000 episodes, and from damaged and
 hostile records; a headless Chromium opens it.
 
-  python tests/test_page.py PAGE.html FOLDER      the README's pictures, from a page of the demo
+  python tests/test_page.py PAGE.html FOLDER      the pictures in docs/, from a page of the demo
 """
 import base64
 import io
@@ -69,14 +69,14 @@ def small_run(toy, tmp_path_factory):
     """Folder with a run of grpo.py, of sft.py and an evaluation, all of two steps or tasks."""
     out = tmp_path_factory.mktemp("runs")
     start = ("--preset", "toy", "--ckpt", toy / "init")
-    agent = ("--engine", "transformers", "--max-new-tokens", 40, "--sub-max-new-tokens", 6)
+    agent = ("--max-new-tokens", 40, "--sub-max-new-tokens", 6)
     sft = ("--data", toy / "sft.jsonl", "--steps", 3, "--batch-size", 4)
     grpo = ("--data", toy / "rl.jsonl", "--steps", 3, "--prompts", 2, "--group", 3,
-            "--show-every", 0, "--probe-tolerance", 9, *agent)
+            "--show-every", 0, *agent)
     evaluation = ("--data", toy / "eval.jsonl", "--frames", 4, "--tools", "on", "off",
                   "--limit", 3, *agent)
     for name, words in (("sft", sft), ("grpo", grpo), ("eval", evaluation)):
-        done = run_script(f"{name}.py", *start, *words, "--out", out / name)
+        done = run_script(f"{name}.py", *start, *words, "--out", out / name, reference=True)
         assert done.returncode == 0, done.stderr
     return out
 
@@ -317,11 +317,18 @@ def test_a_comparison_is_tabulated(tmp_path):
     summary = {
         "rows": [{"name": "sft", "bench": None, "K": 4, "n": 9, "acc_tools": 0.25,
                   "interval": [0.125, 0.5], "f_tau": 0.5, "kappa": 1.0}],
+        "costs": [{"name": "sft", "bench": None, "K": 4, "tools": "on", "headline": 0.25,
+                   "tokens": 90.0, "prompt_tokens": 50.0, "sampled_tokens": 10.0, "frames": 4.0,
+                   "sub_prompt_tokens": 20.0, "sub_sampled_tokens": None, "sub_frames": 8.0,
+                   "rounds": 2.0, "seconds": 0.5}],
         "differences": [{"name": "sft", "minus": "init", "bench": None, "K": 4, "tools": "on",
                          "n": 9, "difference": 0.0625, "interval": [-0.5, 0.5]}]}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     view.build([str(tmp_path)], ["ours"], str(tmp_path / "page.html"), 10, 20.0, None, 6144)
-    rows, differences = data_of(tmp_path / "page.html")["tables"]
+    rows, costs, differences = data_of(tmp_path / "page.html")["tables"]
+    assert costs["title"] == "ours: accuracy against what an answer costs"
+    assert costs["rows"] == [["sft", "-", "4", "on", "0.250", "90.000", "50.000", "10.000",
+                              "20.000 + -", "4.000 + 8.000", "2.000", "0.500"]]
     assert rows["title"] == "ours: side by side"
     assert rows["rows"] == [["sft", "-", "4", "9", "0.250 [0.125, 0.500]", "-", "0.500", "1.000"]]
     assert differences["title"] == "ours: differences of the same items"
@@ -570,7 +577,7 @@ def test_an_empty_page_says_so_without_an_error(visit, made):
 
 
 def take_pictures(page, folder):
-    """The README's two pictures: curves in the light theme, an episode in the dark one."""
+    """The two pictures in docs/: curves in the light theme, an episode in the dark one."""
     from PIL import Image
 
     browser = start_browser(1200, 760)

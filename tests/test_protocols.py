@@ -1,8 +1,9 @@
 """
 Tests of bench/systems.py: python -m pytest tests/test_protocols.py -q
 
-Each system of the paper's table is played by a script: what it is shown, how its calls are read, what it gets back, when it has to
-answer, what is graded. With ids (the engines of this project) and without (an endpoint that takes messages).
+Each system of the paper's table is played by a script: what it is shown, how its calls are read,
+what it gets back, when it has to answer, what is graded. With ids (the engines of this project) and
+without (an endpoint that takes messages).
 """
 import json
 import sys
@@ -14,12 +15,15 @@ import model
 import rollout
 from bench import systems
 
-TASK = {"id": "q", "video": "videos/eval-0000.mp4", "question": "Which {colour} is first?", "options": ["red", "blue"], "answer": "B", "type": "mcq"}
-SPAN = {"id": "s", "video": "videos/eval-0000.mp4", "question": "When is it red?", "options": None, "answer": [8, 16], "type": "grounding"}
+TASK = {"id": "q", "video": "videos/eval-0000.mp4", "question": "Which {colour} is first?",
+        "options": ["red", "blue"], "answer": "B", "type": "mcq"}
+SPAN = {"id": "s", "video": "videos/eval-0000.mp4", "question": "When is it red?", "options": None,
+        "answer": [8, 16], "type": "grounding"}
 
 
 class Chat:
-    """Answers from a script, one text a turn; keeps what it was asked. codec None: an endpoint that returns text."""
+    """Answers from a script, one text a turn; keeps what it was asked. codec None: an endpoint that
+    returns text."""
 
     max_seqs = 4
 
@@ -42,14 +46,16 @@ class Chat:
         if self.codec is None:
             return rollout.Completion(request.id, text=text, ended=True)
         ids = model.encode(self.codec, text) + [self.codec.eos]
-        return rollout.Completion(request.id, ids, [-1.0] * len(ids), model.decode(self.codec, ids), True)
+        return rollout.Completion(request.id, ids, [-1.0] * len(ids), model.decode(self.codec, ids),
+                                  True)
 
 
 @pytest.fixture
 def play(toy, source, codec, monkeypatch):
     """play(flags, *script) -> episode, requests, graded record."""
     def play(flags, *script, task=TASK, ids=False):
-        given = ["eval.py", "--data", str(toy / "eval.jsonl"), "--ckpt", "x", "--max-pixels", "4096", "--min-pixels", "1024", *flags.split()]
+        given = ["eval.py", "--data", str(toy / "eval.jsonl"), "--ckpt", "x", "--max-pixels",
+                 "4096", "--min-pixels", "1024", *flags.split()]
         monkeypatch.setattr(sys, "argv", given)
         args = evaluation.parse_args()
         modes, args.tools = args.tools, True
@@ -58,7 +64,8 @@ def play(toy, source, codec, monkeypatch):
         source.min_pixels, source.max_pixels = args.min_pixels, args.max_pixels
         protocol, digest = systems.make_protocol(args)
         engine = Chat(codec if ids else None, *script)
-        (episode,) = rollout.run(engine, [task], agent, codec if ids else None, source, args.frames[0], protocol=protocol)
+        (episode,) = rollout.run(engine, [task], agent, codec if ids else None, source,
+                                 args.frames[0], protocol=protocol)
         record = evaluation.record_of(episode, "d", args.frames[0], "on", args)
         return episode, engine.asked, record
 
@@ -67,37 +74,46 @@ def play(toy, source, codec, monkeypatch):
 
 def texts(message):
     """All text of one message."""
-    return message["content"] if isinstance(message["content"], str) else "".join(p.get("text", "") for p in message["content"])
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(p.get("text", "") for p in content)
 
 
 def kinds(message):
     return [p["type"] for p in message["content"]]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # One generation
 
 
 @pytest.mark.parametrize("name, system, said", [
     ("direct", "final answer between <answer>", "<answer>B</answer>"), ("direct", "", "B"),
     ("reasoning", "Reason between <think>", "<think>A? no.</think><answer>B</answer>"),
-    ("videochat-r1", None, "<think>12.0s to 14 it is A</think><answer>B</answer>"), ("time-r1", "helpful assistant", "<answer>(B)</answer>"),
-    ("rewatch-r1", None, "<think>x</think><action>look at A</action><observation>A (A)</observation><answer>B</answer>"),
+    ("videochat-r1", None, "<think>12.0s to 14 it is A</think><answer>B</answer>"),
+    ("time-r1", "helpful assistant", "<answer>(B)</answer>"),
+    ("rewatch-r1", None,
+     "<think>x</think><action>look at A</action><observation>A (A)</observation>"
+     "<answer>B</answer>"),
     ("rewatch-r1", None, "<think>x</think><action>A</action><observation>A</observation>B")])
 def test_systems_of_one_generation(play, name, system, said):
     episode, asked, record = play(f"--protocol {name} --frames 4", said)
-    assert record["score"] == 1.0 and episode.calls == [] and len(asked) == 1 and asked[0].tools is None
+    assert record["score"] == 1.0 and episode.calls == [] and len(asked) == 1
+    assert asked[0].tools is None
     messages = asked[0].messages
-    assert (system is None) == (messages[0]["role"] == "user") and (not system or system in messages[0]["content"])
+    assert (system is None) == (messages[0]["role"] == "user")
+    assert (not system or system in messages[0]["content"])
     text = texts(messages[-1])
-    assert "Which {colour} is first?" in text and ("(A) red\n(B) blue" if name == "time-r1" else "A. red\nB. blue") in text
+    assert "Which {colour} is first?" in text
+    assert ("(A) red\n(B) blue" if name == "time-r1" else "A. red\nB. blue") in text
     assert kinds(messages[-1])[0] == ("text" if name == "videochat-r1" else "video")
     assert ("00:00 to 01:04" in text) == (name == "rewatch-r1")  # the toy video has 64 seconds
 
 
 def test_time_r1_begins_its_answer_behind_an_empty_thought(play, codec):
     _, asked, _ = play("--protocol time-r1 --frames 4", "<answer>(B)</answer>", ids=True)
-    assert asked[0].prefill == "<think>\n\n</think>\n\n" and model.decode(codec, asked[0].ids, keep_special=True).endswith("assistant\n<think>\n\n</think>\n\n")
+    assert asked[0].prefill == "<think>\n\n</think>\n\n"
+    text = model.decode(codec, asked[0].ids, keep_special=True)
+    assert text.endswith("assistant\n<think>\n\n</think>\n\n")
 
 
 def test_native_and_uniform_settings_differ_and_yield_to_flags(monkeypatch):
@@ -105,20 +121,26 @@ def test_native_and_uniform_settings_differ_and_yield_to_flags(monkeypatch):
         monkeypatch.setattr(sys, "argv", ["eval.py", "--data", "d", "--ckpt", "c", *flags])
         return evaluation.parse_args()
 
-    native, uniform = parsed("--protocol", "conan"), parsed("--protocol", "conan", "--protocol-set", "paper")
-    assert (native.frames, native.temperature, native.max_new_tokens, native.max_turns) == ([16], 1.0, 4000, 2)
-    assert (uniform.frames, uniform.temperature, uniform.max_new_tokens, uniform.max_turns, uniform.crop_reply) == ([64], 0.0, 2048, 3, "frames")
-    assert parsed("--protocol", "conan", "--frames", "8").frames == [8] and parsed("--protocol-set", "paper", "--stamps").stamps
-    assert parsed("--protocol", "direct", "--protocol-set", "paper").tools == ["off"] and parsed().tools == ["on"]
+    native = parsed("--protocol", "conan")
+    uniform = parsed("--protocol", "conan", "--protocol-set", "paper")
+    assert (native.frames, native.temperature, native.max_new_tokens, native.max_turns) == (
+        [16], 1.0, 4000, 2)
+    assert (uniform.frames, uniform.temperature, uniform.max_new_tokens, uniform.max_turns,
+            uniform.crop_reply) == ([64], 0.0, 2048, 3, "frames")
+    assert parsed("--protocol", "conan", "--frames", "8").frames == [8]
+    assert parsed("--protocol-set", "paper", "--stamps").stamps
+    assert parsed("--protocol", "direct", "--protocol-set", "paper").tools == ["off"]
+    assert parsed().tools == ["on"]
     for name in systems.protocols():
         assert parsed("--protocol", name).protocol == name
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # crop_video agents
 
 
-CROP = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": %s, "end_time": %s}}\n</tool_call>'
+CROP = ('<tool_call>\n{"name": "crop_video", "arguments": {"start_time": %s, "end_time": %s}}\n'
+        "</tool_call>")
 
 
 def crops(*windows):
@@ -127,97 +149,224 @@ def crops(*windows):
 
 @pytest.mark.parametrize("ids", [False, True])
 def test_paravt_as_its_authors_evaluate_it(play, codec, ids):
-    """Frames come back, a user message for every call, bad calls and calls beyond the limit too; no stamps; the letter is demanded."""
+    """Frames come back, a user message for every call, bad calls and calls beyond the limit too; no
+    stamps; the letter is demanded."""
     first = crops((0, 8), (9, 5), (8, 40), (0, 1), (1, 2), (2, 3), (3, 4))
-    episode, asked, record = play("--protocol-set paper --frames 4 --max-turns 1", first, "B", ids=ids)
+    episode, asked, record = play("--protocol-set paper --frames 4 --max-turns 1", first, "B",
+                                  ids=ids)
     assert record["score"] == 1.0 and len(asked) == 2 and asked[1].max_tokens == 64
     messages = asked[1].messages
     assert [m["role"] for m in messages] == ["system", "user", "assistant"] + ["user"] * 8
     replies = messages[3:]
-    assert texts(replies[0]) == "<tool_response>\n8 frames from 0.0s to 8.0s.\n</tool_response>" and kinds(replies[0])[0] == "video"
-    assert "error" in texts(replies[1]) and "video" not in kinds(replies[1]) and texts(replies[2]).startswith("<tool_response>\n16 frames")
-    assert "at most 5 calls" in texts(replies[6]) and [c["status"] for c in episode.calls].count("ok") == 5
+    assert texts(replies[0]) == "<tool_response>\n8 frames from 0.0s to 8.0s.\n</tool_response>"
+    assert kinds(replies[0])[0] == "video"
+    assert "error" in texts(replies[1]) and "video" not in kinds(replies[1])
+    assert texts(replies[2]).startswith("<tool_response>\n16 frames")
+    assert "at most 5 calls" in texts(replies[6])
+    assert [c["status"] for c in episode.calls].count("ok") == 5
     assert "letter" in texts(replies[7]) and replies[7]["role"] == "user"
     frames = 4 + 8 + 16 + 1 + 1 + 1
     assert sum(len(f.images) for f in asked[1].frames) == frames
     if ids:
         text = model.decode(codec, asked[1].ids, keep_special=True)
-        assert text.count("<|image_pad|>") == frames and " seconds>" not in text and text.count("\n<tool_response>\n") + text.count("><tool_response>\n") == 7
+        assert text.count("<|image_pad|>") == frames and " seconds>" not in text
+        assert text.count("\n<tool_response>\n") + text.count("><tool_response>\n") == 7
         assert model.expand(codec, asked[1].ids, asked[1].items) == asked[1].expanded
         tags = codec.tokenizer("<tool_response>", add_special_tokens=False)["input_ids"]
-        assert sum(asked[1].ids[i:i + len(tags)] == tags for i in range(len(asked[1].ids))) == 7  # real tags, not spelled ones
+        # real tags, not spelled ones
+        assert sum(asked[1].ids[i:i + len(tags)] == tags for i in range(len(asked[1].ids))) == 7
         assert episode.context.ids == asked[1].expanded + model.encode(codec, "B") + [codec.eos]
 
 
+def test_under_the_papers_settings_the_prompt_promises_what_comes_back(play):
+    """Frames and no summaries, no times where there are none, the video by name as the authors'
+    calls have it; training's own prompt is untouched."""
+    _, asked, _ = play("--protocol-set paper --frames 4", crops((0, 8)), "B")
+    system, asking = asked[0].messages[0]["content"], texts(asked[0].messages[1])
+    assert "returns frames of its window" in system and "summary" not in system
+    assert "after its time" not in system
+    assert asking.endswith("\nThe video path for this video is: eval-0000.mp4")
+    (schema,) = asked[0].tools
+    assert schema["function"]["parameters"]["required"] == ["video_path", "start_time", "end_time"]
+    assert list(schema["function"]["parameters"]["properties"]) == ["video_path", "start_time",
+                                                                    "end_time"]
+    assert "summary" not in json.dumps(schema)
+    # frames on their own: stamped, so times are promised; the file's name is no business of a call
+    _, asked, _ = play("--crop-reply frames --frames 4", crops((0, 8)), "x</think>B")
+    system = asked[0].messages[0]["content"]
+    assert "returns frames" in system and "each after its time" in system
+    assert "video_path" not in json.dumps(asked[0].tools)
+    assert "num_frames" in json.dumps(asked[0].tools)
+    _, asked, _ = play("--frames 4", crops((0, 8)), "x</think>B")
+    assert asked[0].tools == rollout.tool_schema()
+    assert asked[0].messages[0]["content"] == rollout.main_prompt()
+    _, asked, _ = play("--protocol-set paper --frames 4 --tools off", "B")
+    assert asked[0].tools is None and "video path" not in texts(asked[0].messages[1])
+
+
+def test_a_call_gets_as_many_frames_as_it_asks_for(play):
+    first = "x</think>" + (CROP % (0, 8)).replace("}}", ', "num_frames": 3}}')
+    _, asked, _ = play("--crop-reply frames --frames 4", first, "x</think>B")
+    assert [len(f.images) for f in asked[1].frames] == [4, 3]
+
+
+def test_frames_of_windows_have_a_bound_of_their_own(toy, monkeypatch):
+    """A 720p crop was 1024 x 576 where the authors' is 50,176 pixels: nine crops of 16 frames were
+    119,808 tokens in a context of 65,536."""
+    given = "eval.py --ckpt c --protocol-set paper --data".split() + [str(toy / "eval.jsonl")]
+    monkeypatch.setattr(sys, "argv", given)
+    _, source = rollout.agent_settings(evaluation.parse_args(), str(toy / "eval.jsonl"))
+    sizes = []
+    monkeypatch.setattr(rollout.video, "load", lambda *args: sizes.append(args[3:]))
+    source.load({"video": "v", "frames": 4})
+    source.load({"video": "v", "start": 0, "end": 4})
+    assert sizes == [(3136, 602112), (3136, 50176)]
+    monkeypatch.setattr(sys, "argv", [*given, "--crop-pixels", "9"])
+    with pytest.raises(model.UserError, match="--crop-pixels"):
+        rollout.agent_settings(evaluation.parse_args(), str(toy / "eval.jsonl"))
+
+
+def test_times_reach_the_model_where_it_is_asked_for_times(play):
+    """The authors send Charades-STA as a video, which carries them; all other frames are bare."""
+    for task, stamp in ((SPAN, None), (TASK, "none")):
+        _, asked, _ = play("--protocol-set paper --frames 4", crops((0, 8)), "B", task=task)
+        shown = [p for m in asked[1].messages for p in m["content"] if isinstance(p, dict)]
+        assert [p["stamp"] for p in shown if p["type"] == "video"] == [stamp] * 2
+        assert ("after its time" in asked[0].messages[0]["content"]) == (stamp is None)
+    _, asked, _ = play("--protocol reasoning --protocol-set paper --frames 4", "B", task=SPAN)
+    assert asked[0].messages[1]["content"][0]["stamp"] is None
+    _, asked, _ = play("--no-stamps --frames 4", "x</think>B", task=SPAN)
+    assert asked[0].messages[1]["content"][0]["stamp"] == "none"  # asked for, and meant
+
+
+@pytest.mark.parametrize("flags, images, videos", [
+    ("", 64, 1), ("--protocol-set paper", 304, 16), ("--protocol-set paper --tools off", 64, 1),
+    ("--protocol-set paper --frames gated", 304, 16),
+    ("--crop-reply frames --max-turns 1 --max-parallel 2 --sub-frames 4 --frames 8", 16, 3),
+    ("--frames 8", 16, 1), ("--protocol longvt", 512 + 25 * 128, 26),
+    ("--protocol videozoomer --frames 64", 64 + 4 * 16, 5), ("--protocol conan", 32, 3)])
+def test_the_engine_allows_the_images_that_an_episode_may_hold(flags, images, videos, monkeypatch):
+    """Overview and windows stand in one context where frames come back: a limit of 64 ended the run
+    at its first crop."""
+    made = []
+
+    def engine(*given, max_videos=1):
+        made.append((given[3], max_videos))
+
+    monkeypatch.setattr(rollout, "VllmEngine", engine)
+    for channel in ("image", "video"):
+        monkeypatch.setattr(sys, "argv", ["eval.py", "--data", "d", "--ckpt", "c", "--channel",
+                                          channel, *flags.split()])
+        args = evaluation.parse_args()
+        codec = model.Codec.__new__(model.Codec)
+        codec.channel = channel
+        evaluation.make_engine([], args, "c", codec, systems.make_protocol(args)[0])
+    assert made[0] == (images, 1) and made[1][1] == videos
+    assert made[1][0] == max(args.sub_frames, 64 if args.frames == ["gated"] else args.frames[0])
+
+
 def test_a_grounding_task_is_forced_into_a_sentence(play):
-    _, asked, record = play("--protocol-set paper --frames 4 --max-turns 1", crops((0, 8)), "The event happens in 8.0 - 16.0 seconds.", task=SPAN)
-    assert record["score"] == 1.0 and asked[1].max_tokens == 128 and "happens in" in texts(asked[1].messages[-1])
+    _, asked, record = play("--protocol-set paper --frames 4 --max-turns 1", crops((0, 8)),
+                            "The event happens in 8.0 - 16.0 seconds.", task=SPAN)
+    assert record["score"] == 1.0 and asked[1].max_tokens == 128
+    assert "happens in" in texts(asked[1].messages[-1])
 
 
 def test_frames_or_summaries_stamps_or_none_are_choices(play):
     _, asked, _ = play("--frames 4", crops((0, 8)), "x</think><answer>B</answer>")
-    assert [m["role"] for m in asked[-1].messages][-1] == "tool" and asked[-1].messages[-1]["content"] == "seen at 00:00:10"
+    assert [m["role"] for m in asked[-1].messages][-1] == "tool"
+    assert asked[-1].messages[-1]["content"] == "seen at 00:00:10"
     assert "stamp" not in asked[0].messages[1]["content"][0] and asked[0].prefill == "<think>\n"
-    _, asked, _ = play("--frames 4 --crop-reply frames --no-stamps", crops((0, 8)), "x</think><answer>B</answer>")
-    assert kinds(asked[-1].messages[-1]) == ["video", "text", "text", "text"] and asked[0].messages[1]["content"][0]["stamp"] == "none"
+    _, asked, _ = play("--frames 4 --crop-reply frames --no-stamps", crops((0, 8)),
+                       "x</think><answer>B</answer>")
+    assert kinds(asked[-1].messages[-1]) == ["video", "text", "text", "text"]
+    assert asked[0].messages[1]["content"][0]["stamp"] == "none"
     _, asked, _ = play("--frames 4 --force-answer --max-turns 1", crops((0, 8)), "B")
-    assert [m["role"] for m in asked[-1].messages][-2:] == ["tool", "user"] and asked[-1].max_tokens == 64
+    assert [m["role"] for m in asked[-1].messages][-2:] == ["tool", "user"]
+    assert asked[-1].max_tokens == 64
 
 
 def test_longvt_refuses_windows_beyond_the_video(play):
     """A tool message each: frames and a sentence, or the reason. Nothing is clamped."""
     first = "x</think>" + "\n".join(CROP % w for w in ((0, 4), (-1, 4), (60, 70), (90, 99)))
-    episode, asked, record = play("--protocol longvt --frames 4", "<think>" + first, "<think>so</think><answer>B</answer>")
-    assert record["score"] == 1.0 and [c["status"] for c in episode.calls] == ["ok", "error", "error", "error"]
+    episode, asked, record = play("--protocol longvt --frames 4", "<think>" + first,
+                                  "<think>so</think><answer>B</answer>")
+    assert record["score"] == 1.0
+    assert [c["status"] for c in episode.calls] == ["ok", "error", "error", "error"]
     replies = asked[1].messages[1:]
-    assert [m["role"] for m in replies] == ["assistant"] + ["tool"] * 4 and kinds(replies[1]) == ["video", "text"]
-    assert "below 0" in replies[2]["content"] and "end_time lies behind" in replies[3]["content"] and "start_time lies behind" in replies[4]["content"]
-    assert asked[0].messages[0]["role"] == "user" and "video path for this video is: eval-0000.mp4" in texts(asked[0].messages[0]) and asked[0].tools
+    assert [m["role"] for m in replies] == ["assistant"] + ["tool"] * 4
+    assert kinds(replies[1]) == ["video", "text"]
+    assert "below 0" in replies[2]["content"] and "end_time lies behind" in replies[3]["content"]
+    assert "start_time lies behind" in replies[4]["content"]
+    assert asked[0].messages[0]["role"] == "user"
+    assert "video path for this video is: eval-0000.mp4" in texts(asked[0].messages[0])
+    assert asked[0].tools
 
 
 def test_an_endpoint_sends_frames_in_a_tool_message_as_parts_of_one_user_turn(play):
-    _, asked, _ = play("--protocol longvt --frames 4", "<think>x</think>" + CROP % (0, 2) + CROP % (5, 3), "<answer>B</answer>")
+    _, asked, _ = play("--protocol longvt --frames 4",
+                       "<think>x</think>" + CROP % (0, 2) + CROP % (5, 3), "<answer>B</answer>")
     wire = systems.OpenAIEngine("http://127.0.0.1:9", "m").wire(asked[1])
     assert [m["role"] for m in wire] == ["user", "assistant", "user"]
     parts = wire[-1]["content"]
-    assert parts[0] == {"type": "text", "text": "<tool_response>\n"} and sum(p["type"] == "image_url" for p in parts) == 2
-    assert "".join(p.get("text", "") for p in parts).count("<tool_response>\n") == 2 and "error" in parts[-2]["text"]
+    assert parts[0] == {"type": "text", "text": "<tool_response>\n"}
+    assert sum(p["type"] == "image_url" for p in parts) == 2
+    assert "".join(p.get("text", "") for p in parts).count("<tool_response>\n") == 2
+    assert "error" in parts[-2]["text"]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Conan, VideoZoomer, SAGE
 
 
 def test_conan_gets_eight_new_frames_a_round(play):
-    """16 s and 48 s of clips: two frames and six; seen seconds never come again; the third turn is told that it is the last."""
-    script = ["<score>3</score><think>x</think><clip>00:00:00-00:00:16, 00:00:16-00:01:03</clip><answer></answer>",
-              "<score>3</score><think>x</think><clip>nonsense</clip><answer>A</answer>", "<think>now</think><answer>B</answer>"]
+    """16 s and 48 s of clips: two frames and six; seen seconds never come again; the third turn is
+    told that it is the last."""
+    script = ["<score>3</score><think>x</think><clip>00:00:00-00:00:16, 00:00:16-00:01:03</clip>"
+              "<answer></answer>",
+              "<score>3</score><think>x</think><clip>nonsense</clip><answer>A</answer>",
+              "<think>now</think><answer>B</answer>"]
     episode, asked, record = play("--protocol conan --frames 4", *script)
     assert record["score"] == 1.0 and len(asked) == 3
-    assert [m["content"][0].get("stamp") for m in asked[0].messages] == ["clock"] and asked[0].messages[0]["role"] == "user"
+    assert [m["content"][0].get("stamp") for m in asked[0].messages] == ["clock"]
+    assert asked[0].messages[0]["role"] == "user"
     shown = [[int(t) for t in f.seconds] for f in asked[2].frames]
-    assert len(shown[1]) == len(shown[2]) == 8 and len({t for some in shown for t in some}) == 4 + 8 + 8
+    assert len(shown[1]) == len(shown[2]) == 8
+    assert len({t for some in shown for t in some}) == 4 + 8 + 8
     assert sum(t < 16 for t in shown[1]) == 2 and "frames" in episode.calls[0]["summary"]
-    assert max(shown[2]) > 50 and min(shown[2]) < 10  # no valid clip: evenly from all that is unseen
-    assert "last frames" in texts(asked[2].messages[-1]) and "clips you asked for" in texts(asked[1].messages[-1])
-    assert play("--protocol conan --frames 4", "<clip></clip><answer>B</answer>")[2]["score"] == 1.0  # empty: done
+    # no valid clip: evenly from all that is unseen
+    assert max(shown[2]) > 50 and min(shown[2]) < 10
+    assert "last frames" in texts(asked[2].messages[-1])
+    assert "clips you asked for" in texts(asked[1].messages[-1])
+    # empty: done
+    assert play("--protocol conan --frames 4", "<clip></clip><answer>B</answer>")[2]["score"] == 1.0
     assert len(play("--protocol conan --frames 4", "<answer>B</answer>")[1]) == 1
 
 
 @pytest.mark.parametrize("said, status, why", [
-    ('<video_zoom> {"segment": [8, 16], "fps": 2} </video_zoom>', "ok", ""), ('<video_zoom>{"segment": [8, 16], "fps": 3}</video_zoom>', "error", "24 frames"),
-    ('<video_zoom>{"segment": [16, 8], "fps": 1}</video_zoom>', "error", "start < end"), ("<video_zoom>what</video_zoom>", "error", "expected"),
-    ('<video_zoom>{"segment": [1, 1e999], "fps": 1}</video_zoom>', "error", ""), ('<video_zoom>{"segment": [100, 105], "fps": 1}</video_zoom>', "error", "holds nothing"),
-    ('<video_zoom>{"segment": ["00:08", "00:12"], "fps": 0.1}</video_zoom>', "error", "no frame"), ('<video_zoom>[]</video_zoom>', "error", "expected")])
+    ('<video_zoom> {"segment": [8, 16], "fps": 2} </video_zoom>', "ok",
+     ""), ('<video_zoom>{"segment": [8, 16], "fps": 3}</video_zoom>', "error", "24 frames"),
+    ('<video_zoom>{"segment": [16, 8], "fps": 1}</video_zoom>', "error",
+     "start < end"), ("<video_zoom>what</video_zoom>", "error", "expected"),
+    ('<video_zoom>{"segment": [1, 1e999], "fps": 1}</video_zoom>', "error",
+     ""), ('<video_zoom>{"segment": [100, 105], "fps": 1}</video_zoom>', "error", "holds nothing"),
+    ('<video_zoom>{"segment": ["00:08", "00:12"], "fps": 0.1}</video_zoom>', "error",
+     "no frame"), ('<video_zoom>[]</video_zoom>', "error", "expected")])
 @pytest.mark.parametrize("ids", [False, True])
 def test_videozoomer_zooms_once_a_turn(play, codec, said, status, why, ids):
-    script = ["<think>see</think>" + said + " and <answer>\\boxed{A}</answer>", "<think>ok</think><answer> \\boxed{B} </answer>"]
-    episode, asked, record = play("--protocol videozoomer --frames 4 --max-turns 1", *script, ids=ids)
-    assert record["score"] == 1.0 and [c["status"] for c in episode.calls] == [status] and why in episode.calls[0]["summary"]
-    assert episode.turns[0].endswith("</video_zoom>") and asked[0].stop == ("</video_zoom>",)  # what follows the call was never said
+    script = ["<think>see</think>" + said + " and <answer>\\boxed{A}</answer>",
+              "<think>ok</think><answer> \\boxed{B} </answer>"]
+    episode, asked, record = play("--protocol videozoomer --frames 4 --max-turns 1", *script,
+                                  ids=ids)
+    assert record["score"] == 1.0 and [c["status"] for c in episode.calls] == [status]
+    assert why in episode.calls[0]["summary"]
+    # what follows the call was never said
+    assert episode.turns[0].endswith("</video_zoom>") and asked[0].stop == ("</video_zoom>",)
     reply = texts(asked[1].messages[-1])
-    assert reply.count("<tool_response>") == reply.count("</tool_response>") == 1 and reply.endswith("Do not zoom again: answer now.")
-    assert ("video" in kinds(asked[1].messages[-1])) == (status == "ok") and (status == "ok" or "went wrong" in reply)
+    assert reply.count("<tool_response>") == reply.count("</tool_response>") == 1
+    assert reply.endswith("Do not zoom again: answer now.")
+    assert ("video" in kinds(asked[1].messages[-1])) == (status == "ok")
+    assert (status == "ok" or "went wrong" in reply)
     if ids:
         text = model.decode(codec, asked[0].ids, keep_special=True)
         assert "<frame0_time" in text and "<frame3_time56.00s>" in text
@@ -228,76 +377,134 @@ def sage(**fields):
 
 
 def tool(name, **arguments):
-    return sage(video_context="a square", recommended_tools={"needed": True, "tool_calls": [{"rationale": "r", "name": name, "arguments": arguments},
-                                                                                            {"name": "never run", "arguments": {}}]})
+    calls = [{"rationale": "r", "name": name, "arguments": arguments},
+             {"name": "never run", "arguments": {}}]
+    return sage(video_context="a square", recommended_tools={"needed": True, "tool_calls": calls})
 
 
 def test_sage_goes_step_by_step_in_text(play):
-    """Only the first call of a step runs; every step is a new conversation that holds the latest results; frames are shown once."""
-    script = [tool("identify_timestamps_visually", event="a red square", timestamp_start="00:00:00", timestamp_end="00:00:30"),
-              tool("extract_parts_from_timestamp", timestamp_start="00:00:08", timestamp_end="00:00:16", extract_type="frames"),
-              tool("perform_reasoning", query="which colour?", media_paths=["part1"]), tool("unified_web_search", query="x"),
+    """Only the first call of a step runs; every step is a new conversation that holds the latest
+    results; frames are shown once."""
+    script = [tool("identify_timestamps_visually", event="a red square", timestamp_start="00:00:00",
+                   timestamp_end="00:00:30"),
+              tool("extract_parts_from_timestamp", timestamp_start="00:00:08",
+                   timestamp_end="00:00:16", extract_type="frames"),
+              tool("perform_reasoning", query="which colour?", media_paths=["part1"]),
+              tool("unified_web_search", query="x"),
               "```json\n" + json.dumps({"final_answer": "(B) blue", "x": [1]})[:-1] + ",}\n```"]
     episode, asked, record = play("--protocol sage --frames 4", *script)
     assert record["score"] == 1.0 and record["said"] == "(B) blue"
     main = [r for r in asked if r.id.count("/") == 3]
-    assert len(main) == 5 and [len(r.frames) for r in main] == [1, 0, 0, 0, 0] and all(len(r.messages) == 2 for r in main)
-    assert "Video Path: eval-0000.mp4 of duration 00:01:04." in texts(main[0].messages[1]) and "(A) red\n(B) blue" in texts(main[0].messages[1])
+    assert len(main) == 5 and [len(r.frames) for r in main] == [1, 0, 0, 0, 0]
+    assert all(len(r.messages) == 2 for r in main)
+    assert "Video Path: eval-0000.mp4 of duration 00:01:04." in texts(main[0].messages[1])
+    assert "(A) red\n(B) blue" in texts(main[0].messages[1])
     assert [c["status"] for c in episode.calls] == ["ok", "ok", "ok", "unavailable"]
     last = main[-1].messages[1]["content"]
-    assert "identify_timestamps_visually_#1: seen at 00:00:10" in last and "extract_parts_from_timestamp_#2: media_paths: [part1]" in last
-    assert "perform_reasoning_#3: seen at" in last and "unified_web_search_#4: error: this tool is not available" in last and "Video context: a square" in last
+    assert "identify_timestamps_visually_#1: seen at 00:00:10" in last
+    assert "extract_parts_from_timestamp_#2: media_paths: [part1]" in last
+    assert "perform_reasoning_#3: seen at" in last
+    assert "unified_web_search_#4: error: this tool is not available" in last
+    assert "Video context: a square" in last
     subs = [r for r in asked if r.id.count("/") == 4]
-    assert [f.seconds[0] >= 8 for r in subs for f in r.frames] == [False, True] and "a red square" in texts(subs[0].messages[1])
+    assert [f.seconds[0] >= 8 for r in subs for f in r.frames] == [False, True]
+    assert "a red square" in texts(subs[0].messages[1])
 
 
 @pytest.mark.parametrize("said, why", [
-    ("no json at all", "not one JSON object"), (sage(), "neither a final answer"), (tool("fly"), "unknown tool"),
-    (tool("identify_timestamps_visually", event="x", timestamp_start="00:00:00", timestamp_end="00:20:00"), "at most 600 seconds"),
-    (tool("perform_reasoning", query="x", media_paths=["nowhere"]), "media_paths"), (tool("perform_reasoning", query="x", media_paths=7), "media_paths"),
-    (sage(recommended_tools={"tool_calls": [{"name": "perform_reasoning", "arguments": []}]}), "neither"),
+    ("no json at all", "not one JSON object"), (sage(), "neither a final answer"),
+    (tool("fly"), "unknown tool"),
+    (tool("identify_timestamps_visually", event="x", timestamp_start="00:00:00",
+          timestamp_end="00:20:00"), "at most 600 seconds"),
+    (tool("perform_reasoning", query="x", media_paths=["nowhere"]), "media_paths"),
+    (tool("perform_reasoning", query="x", media_paths=7), "media_paths"),
+    (sage(recommended_tools={"tool_calls": [{"name": "perform_reasoning", "arguments": []}]}),
+     "neither"),
     ("{" * 5000, "not one JSON object")])
 def test_sage_is_told_what_was_wrong_and_asked_again(play, said, why):
     episode, asked, record = play("--protocol sage --frames 4", said, sage(final_answer="B"))
-    assert record["score"] == 1.0 and why in episode.calls[0]["summary"] and episode.calls[0]["status"] == "error" and why in asked[-1].messages[1]["content"]
+    assert record["score"] == 1.0 and why in episode.calls[0]["summary"]
+    assert episode.calls[0]["status"] == "error" and why in asked[-1].messages[1]["content"]
 
 
 @pytest.mark.parametrize("text, final", [
-    ('<json>{"final_answer": "B"}</json>', "B"), ('so\n```json\n{"final_answer": "B",}\n```', "B"), ('```\n{"final_answer": "B"}', "B"), ('{"final_answer": "B"} ok', "B"),
-    ('<json>\n{"final_answer": "A"}</json> no: <json>{"final_answer": "B"}</json>', "B"), ('<json>{"final_answer": "B"', None), ('{"a": {"final_answer": "B"}}', None),
-    ('{"final_answer": null}', None), ('{"final_answer": ["B"]}', '["B"]'), ("[1]", None), ("", None)])
+    ('<json>{"final_answer": "B"}</json>', "B"), ('so\n```json\n{"final_answer": "B",}\n```', "B"),
+    ('```\n{"final_answer": "B"}', "B"), ('{"final_answer": "B"} ok', "B"),
+    ('<json>\n{"final_answer": "A"}</json> no: <json>{"final_answer": "B"}</json>', "B"),
+    ('<json>{"final_answer": "B"', None), ('{"a": {"final_answer": "B"}}', None),
+    ('{"final_answer": null}', None), ('{"final_answer": ["B"]}', '["B"]'), ("[1]", None),
+    ("", None)])
 def test_sage_replies_are_read_in_every_wrapping(text, final):
     assert systems.sage_final([text]) == final
 
 
 @pytest.mark.parametrize("parse", [systems.parse_zoom, systems.parse_clips, systems.parse_sage])
-@pytest.mark.parametrize("text", ["<clip>" * 30000, "<video_zoom>" * 30000 + "</video_zoom>", "<json>{" * 30000, '{"a":' * 50000, "[" * 100000, "</clip><clip>", "\0",
-                                  '<video_zoom>{"segment": [NaN, Infinity], "fps": 1e999}</video_zoom>', '<clip>99999999999:1-2,-,--</clip>',
-                                  '<json>{"recommended_tools": {"tool_calls": [{"name": {}, "arguments": {"timestamp_start": {}}}]}}</json>'])
+@pytest.mark.parametrize("text", ["<clip>" * 30000, "<video_zoom>" * 30000 + "</video_zoom>",
+                                  "<json>{" * 30000, '{"a":' * 50000, "[" * 100000, "</clip><clip>",
+                                  "\0",
+                                  '<video_zoom>{"segment": [NaN, Infinity], "fps": 1e999}'
+                                  "</video_zoom>", "<clip>99999999999:1-2,-,--</clip>",
+                                  '<json>{"recommended_tools": {"tool_calls": [{"name": {}, '
+                                  '"arguments": {"timestamp_start": {}}}]}}</json>'])
 def test_no_text_makes_a_parser_raise_or_hang(parse, text):
     for call in parse(text):
         assert call.error or call.name
 
 
-@pytest.mark.parametrize("name, call", [("conan", "<clip>00:00:01-00:00:05</clip>"), ("videozoomer", '<video_zoom>{"segment": [1, 3], "fps": 1}</video_zoom>'),
-                                        ("sage", tool("unified_web_search", query="x")), ("longvt", "<think>x</think>" + CROP % (0, 2)), ("paravt", crops((0, 2)))])
+@pytest.mark.parametrize("name, call", [("conan", "<clip>00:00:01-00:00:05</clip>"),
+                                        ("videozoomer",
+                                         '<video_zoom>{"segment": [1, 3], "fps": 1}</video_zoom>'),
+                                        ("sage", tool("unified_web_search", query="x")),
+                                        ("longvt", "<think>x</think>" + CROP % (0, 2)),
+                                        ("paravt", crops((0, 2)))])
 def test_an_agent_that_never_answers_is_stopped_after_its_rounds(play, name, call):
     episode, asked, record = play(f"--protocol {name} --frames 4", call)
     rounds = systems.protocols()[name].native.get("max_turns", 3)
-    assert len([r for r in asked if r.id.count("/") == 3]) == rounds + 1 and record["score"] == 0.0 and episode.calls[-1]["status"] == "not_run"
+    assert len([r for r in asked if r.id.count("/") == 3]) == rounds + 1 and record["score"] == 0.0
+    assert episode.calls[-1]["status"] == "not_run"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Prompts of publishers
 
 
+def test_a_publishers_template_is_filled_as_its_code_would(play, tmp_path):
+    """ParaVT's own text holds the schema and an example with doubled braces; a schema in the text
+    is not declared once more."""
+    agent = ("Tools:\n<tools>\n{tool_schema}\n</tools>\n"
+             '{{"name": "crop_video", "arguments": {{"end_time": 10}}}}')
+    plain = 'Say {"answer": {"x": 1}} or {{}}'
+    (tmp_path / "driver.py").write_text(f"AGENT = {agent!r}\nPLAIN = {plain!r}\n")
+    _, asked, _ = play(f"--frames 4 --protocol-set paper --prompt-file {tmp_path}/driver.py:AGENT",
+                       crops((0, 8)), "B")
+    lines = asked[0].messages[0]["content"].splitlines()
+    assert json.loads(lines[2])["function"]["parameters"]["required"][0] == "video_path"
+    assert json.loads(lines[4]) == {"name": "crop_video", "arguments": {"end_time": 10}}
+    assert asked[0].tools is None and len(asked) == 2
+    assert "video path for this video is: eval-0000.mp4" in texts(asked[0].messages[1])
+    _, asked, _ = play(f"--frames 4 --prompt-file {tmp_path}/driver.py:PLAIN", "x</think>B")
+    assert asked[0].messages[0]["content"] == plain
+    assert asked[0].tools
+
+
+@pytest.mark.parametrize("text, meant", [
+    ("{{a}} {field}", "{a} {field}"), ("{{a}}", "{{a}}"), ("{field} {", "{field} {"),
+    ("{field} {}", "{field} {}"), ('{"json": 1}', '{"json": 1}'), ("", ""), (None, None)])
+def test_braces_are_single_where_a_text_is_a_template(text, meant):
+    assert systems.single_braces(text) == meant
+
+
 def test_prompts_are_read_from_a_publishers_file_and_hashed(play, tmp_path, monkeypatch):
-    (tmp_path / "driver.py").write_text("import os\nos.abort()\nSYSTEM = ('You are a ' \n 'watcher {x}.')\nOTHER = SYSTEM + 'x'\n")
+    (tmp_path / "driver.py").write_text(
+        "import os\nos.abort()\nSYSTEM = ('You are a ' \n 'watcher {x}.')\n"
+        "OTHER = SYSTEM + 'x'\n")
     (tmp_path / "user.txt").write_text("Q: {question} O: {options} {unknown} {\"a\": 1}")
-    _, asked, _ = play(f"--protocol direct --frames 4 --prompt-file {tmp_path}/driver.py:SYSTEM", "B")
+    _, asked, _ = play(f"--protocol direct --frames 4 --prompt-file {tmp_path}/driver.py:SYSTEM",
+                       "B")
     assert asked[0].messages[0]["content"] == "You are a watcher {x}."
     _, asked, _ = play(f"--protocol rewatch-r1 --frames 4 --prompt-file {tmp_path}/user.txt", "B")
-    assert texts(asked[0].messages[0]).strip() == 'Q: Which {colour} is first? O: A. red\nB. blue {unknown} {"a": 1}'
+    filled = 'Q: Which {colour} is first? O: A. red\nB. blue {unknown} {"a": 1}'
+    assert texts(asked[0].messages[0]).strip() == filled
     _, asked, _ = play(f"--frames 4 --prompt-file {tmp_path}/driver.py:SYSTEM", "x</think>B")
     assert asked[0].messages[0]["content"] == "You are a watcher {x}." and asked[0].tools
     hashes = []
@@ -305,9 +512,11 @@ def test_prompts_are_read_from_a_publishers_file_and_hashed(play, tmp_path, monk
         monkeypatch.setattr(sys, "argv", ["eval.py", "--data", "d", "--ckpt", "c", *flags])
         hashes.append(systems.make_protocol(evaluation.parse_args())[1])
     assert len(set(hashes)) == 2
-    for flags, why in (("driver.py:NONE", "sets no string NONE"), ("driver.py:OTHER", "driver.py:OTHER"), ("none.txt", "No such file")):
+    for flags, why in (("driver.py:NONE", "sets no string NONE"),
+                       ("driver.py:OTHER", "driver.py:OTHER"), ("none.txt", "No such file")):
         with pytest.raises(model.UserError, match=why):
             systems.read_prompts([f"{tmp_path}/{flags}"])
-    monkeypatch.setattr(sys, "argv", ["eval.py", "--data", "d", "--ckpt", "c", "--protocol", "sage", "--prompt-file", f"{tmp_path}/user.txt"])
+    monkeypatch.setattr(sys, "argv", ["eval.py", "--data", "d", "--ckpt", "c", "--protocol", "sage",
+                                      "--prompt-file", f"{tmp_path}/user.txt"])
     with pytest.raises(model.UserError, match="takes 2: sage/prompts"):
         systems.make_protocol(evaluation.parse_args())

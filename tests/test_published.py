@@ -1,7 +1,9 @@
-"""A published Qwen3-VL checkpoint trains end to end: tiny random weights behind the real vocabulary, templates and configuration.
+"""A published Qwen3-VL checkpoint trains end to end: tiny random weights behind the real
+vocabulary, templates and configuration.
 
-Two checkpoints stand for all: a tied one with the Instruct template (as 2B and 4B are tied) and an untied one with the Thinking template
-(as 8B and 32B are untied). Both like <|endoftext|> best, everywhere, which nobody may sample. Run: pytest tests/test_published.py
+Two checkpoints stand for all: a tied one with the Instruct template (as 2B and 4B are tied) and an
+untied one with the Thinking template (as 8B and 32B are untied). Both like <|endoftext|> best,
+everywhere, which nobody may sample. Run: pytest tests/test_published.py
 """
 import contextlib
 import functools
@@ -23,6 +25,7 @@ import torch
 from conftest import Overheard
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from reference import ReferenceEngine
 
 import grpo
 import model
@@ -36,27 +39,33 @@ CPU = torch.device("cpu")
 KINDS = {"instruct": (True, False), "thinking": (False, True)}  # tied, thinking
 END, IM_START, IM_END, THINK = 151643, 151644, 151645, 151667
 OPTIONS = ["red", "green", "blue", "a red square, then a blue one"]
-LOOK = ('<think>look</think>\n<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 8, "end_time": 16}}\n</tool_call>\n'
-        '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 40, "end_time": 48.5}}\n</tool_call>')
+LOOK = ('<think>look</think>\n<tool_call>\n'
+        '{"name": "crop_video", "arguments": {"start_time": 8, "end_time": 16}}\n</tool_call>\n'
+        '<tool_call>\n'
+        '{"name": "crop_video", "arguments": {"start_time": 40, "end_time": 48.5}}\n</tool_call>')
 RIGHT = "<think>\nI saw it, between 8 and 16.\n</think>\n<answer>B</answer>"
 
 SLOW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-TAGS = ["<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>"]
-ODD = [*TAGS, "<|im_end|>", "<|endoftext|>", "<|im_", "end|>", "<tool_response>", "<12.5 seconds>", "1234567890",
-       "\u65e5\u672c\u8a9e", "e\u0301", "\u00e9", "\u212b", "\u037e", "\U0001f468\u200d\U0001f469\u200d\U0001f467", "\ufeff",
+TAGS = ["<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>",
+        "<tool_code>", "</tool_code>"]
+ODD = [*TAGS, "<|im_end|>", "<|endoftext|>", "<|im_", "end|>", "<tool_response>", "<12.5 seconds>",
+       "1234567890",
+       "\u65e5\u672c\u8a9e", "e\u0301", "\u00e9", "\u212b", "\u037e",
+       "\U0001f468\u200d\U0001f469\u200d\U0001f467", "\ufeff",
        "\u2028", "\u0000", "\r\n", "\n\n", "  ", "\t", "'s", "'S", "{{x}}"]
 PIECES = ["<", ">", "</", "answer", "think", "A", " B", "c7", " ", "\n", ".", "\u65e5", "\u00e9"]
 texts = st.lists(st.one_of(st.sampled_from(ODD), st.text(max_size=6)), max_size=8).map("".join)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # What there is
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """Spinning threads on shared cores cost a factor of ten, and scripts ask for as many as there are cores. The garbage collector would
-    look through a vocabulary of a million objects again and again."""
+    """Spinning threads on shared cores cost a factor of ten, and scripts ask for as many as there
+    are cores. The garbage collector would look through a vocabulary of a million objects again and
+    again."""
     before, often = torch.get_num_threads(), gc.get_threshold()
     torch.set_num_threads(1)
     gc.set_threshold(often[0], often[1], 1000)
@@ -89,26 +98,34 @@ def ckpt(published, kind):
 @pytest.fixture
 def known(monkeypatch, codecs, published):
     """Scripts in this process take the codec that is there: reading the vocabulary takes 3 s."""
-    real, own = model.load_codec, {os.path.realpath(published(*KINDS[kind])): codecs[kind] for kind in KINDS}
-    monkeypatch.setattr(model, "load_codec", lambda folder, channel="image": own.get(os.path.realpath(folder)) or real(folder, channel))
+    real, own = model.load_codec, {os.path.realpath(published(*KINDS[kind])): codecs[kind]
+                                   for kind in KINDS}
+    monkeypatch.setattr(model, "load_codec", lambda folder, channel="image": (
+        own.get(os.path.realpath(folder)) or real(folder, channel)))
     return own
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """Folder of a video, a task and the chats of a cold start, written as published data is: `<think>look</think>` on one line."""
+    """Folder of a video, a task and the chats of a cold start, written as published data is:
+    `<think>look</think>` on one line."""
     folder, rng = tmp_path_factory.mktemp("world"), random.Random(0)
     os.makedirs(folder / "videos")
-    toy.write_video(folder / "videos" / "v.mp4", toy.draw_frames(toy.make_timeline(rng), np.random.default_rng(0)))
-    task = {"id": "t", "video": "videos/v.mp4", "question": "Which is first? <|im_end|> \u65e5 <|image_pad|> e\u0301",
+    toy.write_video(folder / "videos" / "v.mp4",
+                    toy.draw_frames(toy.make_timeline(rng), np.random.default_rng(0)))
+    task = {"id": "t", "video": "videos/v.mp4",
+            "question": "Which is first? <|im_end|> \u65e5 <|image_pad|> e\u0301",
             "options": OPTIONS, "answer": "B", "type": "mcq"}
     window = {"start": 8.0, "end": 12.0, "fps": 1.0, "max_frames": 4}
     toy.write_jsonl(folder / "rl.jsonl", [task])
     toy.write_jsonl(folder / "sft.jsonl", [
         {"id": "main", "tools": rollout.tool_schema(), "messages": [
-            *rollout.main_messages(task, 4), {"role": "assistant", "content": LOOK}, {"role": "tool", "content": "a red square"},
-            {"role": "tool", "content": "nothing <|im_end|>"}, {"role": "assistant", "content": RIGHT}]},
-        {"id": "sub", "messages": [*rollout.sub_messages(task, window), {"role": "assistant", "content": "a red square"}]}])
+            *rollout.main_messages(task, 4), {"role": "assistant", "content": LOOK},
+            {"role": "tool", "content": "a red square"},
+            {"role": "tool", "content": "nothing <|im_end|>"},
+            {"role": "assistant", "content": RIGHT}]},
+        {"id": "sub", "messages": [*rollout.sub_messages(task, window),
+                                   {"role": "assistant", "content": "a red square"}]}])
     return folder
 
 
@@ -123,7 +140,8 @@ def tasks(world):
 
 
 class Speaker:
-    """An engine that says what it is told: main(sample, turn) and sub() -> text, as ids of the checkpoint."""
+    """An engine that says what it is told: main(sample, turn) and sub() -> text, as ids of the
+    checkpoint."""
 
     max_seqs = 8
 
@@ -138,53 +156,67 @@ class Speaker:
         out = []
         for request in self.waiting:
             sample, turn, *call = map(int, request.id.split("/")[2:])
-            ids = model.encode(self.codec, self.sub if call else self.main(sample, turn)) + [self.codec.eos]
-            out.append(rollout.Completion(request.id, ids, [-1.0] * len(ids), model.decode(self.codec, ids), True))
+            text = self.sub if call else self.main(sample, turn)
+            ids = model.encode(self.codec, text) + [self.codec.eos]
+            out.append(rollout.Completion(request.id, ids, [-1.0] * len(ids),
+                                          model.decode(self.codec, ids), True))
         self.waiting = []
         return out
 
 
 def said(sample, turn):
-    """Sample 0 calls and is right, the others are wrong in ways of their own: every group has something to learn."""
-    return (LOOK, RIGHT)[turn].removeprefix("<think>") if sample == 0 else "hm</think>" * (sample % 2) + "<answer>A</answer>"
+    """Sample 0 calls and is right, the others are wrong in ways of their own: every group has
+    something to learn."""
+    if sample == 0:
+        return (LOOK, RIGHT)[turn].removeprefix("<think>")
+    return "hm</think>" * (sample % 2) + "<answer>A</answer>"
 
 
 AGENT = rollout.Agent(context=4096, max_new_tokens=512, sub_max_new_tokens=64)
 
 
 def played(codec, tasks, source, engine=None, agent=AGENT):
-    return next(iter(rollout.run(engine or Speaker(codec, said), tasks[:1], agent, codec, source, 4)))
+    return next(iter(rollout.run(engine or Speaker(codec, said), tasks[:1], agent, codec, source,
+                                 4)))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Vocabulary
 
 
 def test_the_tokenizer_is_the_published_one_to_the_byte(published):
-    """Merges that were derived wrongly, or another release of the ranks, would test a vocabulary that nobody has."""
+    """Merges that were derived wrongly, or another release of the ranks, would test a vocabulary
+    that nobody has."""
     found = hashlib.sha256(Path(published(True, False), "tokenizer.json").read_bytes()).hexdigest()
-    assert found == "aeb13307a71acd8fe81861d94ad54ab689df773318809eed3cbe794b4492dae4"  # of every Qwen3
+    # of every Qwen3
+    assert found == "aeb13307a71acd8fe81861d94ad54ab689df773318809eed3cbe794b4492dae4"
 
 
 def test_the_codec_reads_a_published_checkpoint(codec, kind):
     one = codec.tokenizer.convert_tokens_to_ids
-    assert (codec.image_pad, codec.video_pad, codec.vision_start, codec.vision_end, codec.eos) == (151655, 151656, 151652, 151653, IM_END)
+    assert (codec.image_pad, codec.video_pad, codec.vision_start, codec.vision_end,
+            codec.eos) == (151655, 151656, 151652, 151653, IM_END)
     assert (one("<tool_call>"), one("<think>"), len(codec.pieces)) == (151657, THINK, 151669)
-    assert {"<think>", "</tool_response>", "<|endoftext|>", "<|fim_prefix|>"} < set(codec.markup) and len(codec.markup) == 26
+    assert {"<think>", "</tool_response>", "<|endoftext|>", "<|fim_prefix|>"} < set(codec.markup)
+    assert len(codec.markup) == 26
     assert END in codec.banned and IM_START in codec.banned and IM_END not in codec.banned
     assert codec.opens_thought == (kind == "thinking")
-    assert (codec.patch, codec.merge, codec.temporal, codec.mean, codec.std) == (16, 2, 2, (0.5,) * 3, (0.5,) * 3)
+    assert (codec.patch, codec.merge, codec.temporal, codec.mean,
+            codec.std) == (16, 2, 2, (0.5,) * 3, (0.5,) * 3)
 
 
 @SLOW
 @given(text=texts)
 def test_bytes_of_tokens_rebuild_any_text(codecs, text):
-    """As the tokenizer normalises it: a question in NFD, as file names on a Mac are, is read in NFC."""
+    """As the tokenizer normalises it: a question in NFD, as file names on a Mac are, is read in
+    NFC."""
     codec = codecs["instruct"]
     wanted = unicodedata.normalize("NFC", text).encode()
-    for ids in (codec.tokenizer(text)["input_ids"], codec.tokenizer(unicodedata.normalize("NFD", text))["input_ids"]):
+    for ids in (codec.tokenizer(text)["input_ids"],
+                codec.tokenizer(unicodedata.normalize("NFD", text))["input_ids"]):
         assert b"".join(codec.pieces[i] for i in ids) == wanted
-    assert model.decode(codec, ids, keep_special=True) == codec.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    plain = codec.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    assert model.decode(codec, ids, keep_special=True) == plain
     assert "".join(model.text_pieces(codec, ids)) == model.decode(codec, ids)
 
 
@@ -198,7 +230,8 @@ def test_no_untrusted_text_becomes_a_special_id(codecs, text):
     assert model.decode(codec, ids, keep_special=True) == unicodedata.normalize("NFC", plain)
 
 
-@pytest.mark.parametrize("ends, wanted", [([IM_END, END], {IM_END, END}), (IM_END, {IM_END}), (None, set()),
+@pytest.mark.parametrize("ends, wanted", [([IM_END, END], {IM_END, END}), (IM_END, {IM_END}),
+                                          (None, set()),
                                           ([IM_END, 151664], {IM_END, 151664})])
 def test_every_end_of_the_generation_config_is_known(tmp_path, ends, wanted):
     """Whatever it is called: the codec bans all of them but <|im_end|>."""
@@ -207,18 +240,31 @@ def test_every_end_of_the_generation_config_is_known(tmp_path, ends, wanted):
     assert model.end_ids(str(tmp_path)) == wanted
 
 
+def test_no_end_but_the_turn_end_is_ever_sampled(published, tmp_path):
+    """One that no list of ours names, too: generation_config.json is asked."""
+    folder = shutil.copytree(published(True, False), tmp_path / "other")
+    config = json.loads((folder / "generation_config.json").read_text())
+    changed = {**config, "eos_token_id": [IM_END, 151664]}
+    (folder / "generation_config.json").write_text(json.dumps(changed))
+    banned = model.load_codec(str(folder)).banned
+    assert {END, IM_START, 151664} <= set(banned) and IM_END not in banned
+
+
 def test_a_letter_shares_its_token_with_the_tag_and_earns_no_format_credit(codec):
-    """`>B` is one token: were it structural, a lost tag (A_fmt = -1) would cancel what the right letter earned (A_task = +1)."""
+    """`>B` is one token: were it structural, a lost tag (A_fmt = -1) would cancel what the right
+    letter earned (A_task = +1)."""
     ids = model.encode(codec, "<answer>B</answer>") + [codec.eos]
     pieces = model.pieces_of(codec, ids)
     assert pieces == [b"<", b"answer", b">B", b"</", b"answer", b">", b"<|im_end|>"]
     assert rewards.structural_mask(pieces) == [True, True, False, True, True, True, True]
     for letter in "ACDEFGHIJ":
-        assert rewards.structural_mask(model.pieces_of(codec, model.encode(codec, f"x<answer>{letter}</answer>.")))[3] is False
+        ids = model.encode(codec, f"x<answer>{letter}</answer>.")
+        assert rewards.structural_mask(model.pieces_of(codec, ids))[3] is False
 
 
 def slow_mask(text, pieces):
-    """structural_mask by characters: the tags one after the other as str.find sees them, then each token by the characters it touches."""
+    """structural_mask by characters: the tags one after the other as str.find sees them, then each
+    token by the characters it touches."""
     in_tag, owner = [False] * len(text), [n for n, c in enumerate(text) for _ in c.encode()]
     for tag in TAGS:
         at = text.find(tag)
@@ -235,7 +281,8 @@ def slow_mask(text, pieces):
 
 
 @SLOW
-@given(text=st.lists(st.one_of(st.sampled_from(TAGS), st.sampled_from(PIECES)), max_size=12).map("".join))
+@given(text=st.lists(st.one_of(st.sampled_from(TAGS), st.sampled_from(PIECES)),
+                     max_size=12).map("".join))
 @example(text="x<answer>B.</answer>\n<answer>\u65e5</answer> .")
 def test_structural_mask_equals_a_slow_one_on_real_tokens(codecs, text):
     codec = codecs["instruct"]
@@ -249,16 +296,18 @@ def test_long_numbers_times_and_scripts_are_read_digit_by_digit_and_back(codec):
     for seconds in (0.04, 9.96, 12.25, 3599.95, 35999.0):
         stamp = model.stamp_text(seconds, 0)
         ids = model.encode(codec, stamp)
-        assert model.decode(codec, ids) == stamp == f"<{seconds:.1f} seconds>" and len(ids) == len(f"{seconds:.1f}") + 3
+        assert model.decode(codec, ids) == stamp == f"<{seconds:.1f} seconds>"
+        assert len(ids) == len(f"{seconds:.1f}") + 3
         inside = model.encode(codec, f"<|vision_end|>{stamp}<|vision_start|>")
         assert inside[1:-1] == ids
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Prompts and turns
 
 
-# A turn that begins with a blank shares a token with the line break before it: no turn of a model's does, it is sampled behind that break.
+# A turn that begins with a blank shares a token with the line break before it: no turn of a model's
+# does, it is sampled behind that break.
 words = st.text("ab \n.,7\u65e5\u00e9<>/'", max_size=20).map(lambda s: "x" + s + "x")
 shown = st.one_of(words, texts)
 
@@ -279,25 +328,32 @@ def test_prompt_turns_and_glue_are_what_the_template_writes_at_once(codecs, ques
                 replies = [{"role": "tool", "content": text} for text in responses]
                 ids, messages = ids + model.glue_ids(codec, replies, True), messages + replies
         guarded = model.render(codec, messages)[0]
-        whole = [m if m["role"] == "assistant" else g for m, g in zip(messages, guarded)]  # tags in a turn are tags
-        assert ids == model.encode(codec, model.template(codec, whole, None, False).removesuffix("\n"))
+        # tags in a turn are tags
+        whole = [m if m["role"] == "assistant" else g for m, g in zip(messages, guarded)]
+        text = model.template(codec, whole, None, False)
+        assert ids == model.encode(codec, text.removesuffix("\n"))
 
 
 @SLOW
 @given(data=st.data())
 def test_image_ids_equal_the_processors(codecs, data):
-    """Any question, any times, frames of any size: expanded ids are those of transformers' processor, compact ids those of its template."""
+    """Any question, any times, frames of any size: expanded ids are those of transformers'
+    processor, compact ids those of its template."""
     codec = codecs[data.draw(st.sampled_from(sorted(codecs)))]
     question = data.draw(words)
-    count, rows, columns = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
-    seconds = sorted(data.draw(st.lists(st.integers(0, 4_000_000).map(lambda n: n / 100), min_size=count, max_size=count)))
+    count, rows, columns = (data.draw(st.integers(1, 3)) for _ in range(3))
+    seconds = sorted(data.draw(st.lists(st.integers(0, 4_000_000).map(lambda n: n / 100),
+                                        min_size=count, max_size=count)))
     item = model.VisionItem({"video": "v"}, "v", count, 32 * rows, 32 * columns, seconds)
     chat = [{"role": "system", "content": "Watch."},
-            {"role": "user", "content": [{"type": "video", "video": "v"}, {"type": "text", "text": question}]}]
+            {"role": "user", "content": [{"type": "video", "video": "v"},
+                                         {"type": "text", "text": question}]}]
     ids, compact, _ = model.encode_prompt(codec, chat, [item], rollout.tool_schema())
-    parts = [p for s in seconds for p in ({"type": "text", "text": f"<{s:.1f} seconds>"}, {"type": "image"})]
-    text = codec.processor.apply_chat_template([chat[0], {"role": "user", "content": [*parts, {"type": "text", "text": question}]}],
-                                               tools=rollout.tool_schema(), add_generation_prompt=True, tokenize=False)
+    parts = [p for s in seconds for p in ({"type": "text", "text": f"<{s:.1f} seconds>"},
+                                          {"type": "image"})]
+    asked = {"role": "user", "content": [*parts, {"type": "text", "text": question}]}
+    text = codec.processor.apply_chat_template([chat[0], asked], tools=rollout.tool_schema(),
+                                               add_generation_prompt=True, tokenize=False)
     frames = [np.zeros((32 * rows, 32 * columns, 3), np.uint8)] * count
     made = codec.processor(text=[text], images=frames, do_resize=False)
     assert ids == list(made["input_ids"][0]) and compact == codec.tokenizer(text)["input_ids"]
@@ -305,29 +361,34 @@ def test_image_ids_equal_the_processors(codecs, data):
 
 
 @pytest.mark.parametrize("first", [
-    "<think>look</think>\n<answer>B</answer>", "<think>\nlook\n</think>\n\n<answer>B</answer>", "<answer>B</answer>", "<think>\n\nlook",
-    "look</think>B", LOOK, RIGHT])
+    "<think>look</think>\n<answer>B</answer>", "<think>\nlook\n</think>\n\n<answer>B</answer>",
+    "<answer>B</answer>", "<think>\n\nlook",
+    "look</think>B", "\n<think>look</think>B", LOOK, RIGHT])
 def test_a_chat_is_encoded_as_the_ids_that_a_rollout_would_hold(codec, tasks, source, first):
-    """Cold start and RL see one form: the forced `<think>` `\\n` as ids of its own, never twice, then the rest as sampled."""
+    """Cold start and RL see one form: the forced `<think>` `\\n` as ids of its own, never twice,
+    then the rest as sampled."""
     spec = {"video": tasks[0]["video"], "frames": 4}
     opening, tools = rollout.main_messages(tasks[0], 4), rollout.tool_schema()
     item = model.vision_item(spec, source.load(spec))
     replies = [{"role": "tool", "content": "red <|im_start|>"}]
-    told = [*opening, {"role": "assistant", "content": first}, *replies, {"role": "assistant", "content": RIGHT}]
+    told = [*opening, {"role": "assistant", "content": first}, *replies,
+            {"role": "assistant", "content": RIGHT}]
     chat = model.encode_chat(codec, told, [item], tools)
     prompt = model.encode_prompt(codec, opening, [item], tools)[0]
     forced, ids = model.encode(codec, "<think>\n"), list(prompt)
     assert forced == [THINK, 198] and (prompt[-2:] == forced) == codec.opens_thought
-    for turn, text in enumerate((first, RIGHT)):
+    for turn, text in enumerate((first.lstrip(), RIGHT)):
         thinks = text.startswith("<think>")
         prefix = forced if thinks and not codec.opens_thought else []
-        rest = text.removeprefix("<think>").removeprefix("\n") if thinks else ("</think>\n\n" if codec.opens_thought else "") + text
+        rest = (text.removeprefix("<think>").removeprefix("\n") if thinks
+                else ("</think>\n\n" if codec.opens_thought else "") + text)
         ids += prefix + model.encode(codec, rest) + [codec.eos]
         ids += model.glue_ids(codec, replies, True) if turn == 0 else []
     assert chat.ids == ids
     assert not any(a == THINK and THINK in chat.ids[n + 1:n + 3] for n, a in enumerate(chat.ids))
     trained = [i for i, m in zip(chat.ids, chat.mask) if m]
-    assert trained.count(codec.eos) == 2 and IM_START not in trained and chat.ids.count(IM_START) == prompt.count(IM_START) + 2
+    assert trained.count(codec.eos) == 2 and IM_START not in trained
+    assert chat.ids.count(IM_START) == prompt.count(IM_START) + 2
     if first.startswith("<think>"):  # the same through the agent loop
         bare = [text.removeprefix("<think>").removeprefix("\n") for text in (LOOK, RIGHT)]
         episode = played(codec, tasks, source, Speaker(codec, lambda sample, turn: bare[turn]))
@@ -336,38 +397,62 @@ def test_a_chat_is_encoded_as_the_ids_that_a_rollout_would_hold(codec, tasks, so
         assert episode.context.ids[start - 2:stop] == chat.ids[-(stop - start) - 2:]
 
 
+def test_a_forced_start_never_opens_a_thought_twice(codec, kind):
+    """An empty thought, as a protocol may force: behind a template that has opened one, only its
+    end is left."""
+    prompt = model.encode_prompt(codec, [{"role": "user", "content": "Q"}])[0]
+    whole = prompt + rollout.forced_ids(codec, rollout.Context(ids=prompt),
+                                        "<think>\n\n</think>\n\n")
+    assert model.decode(codec, whole, True).endswith("assistant\n<think>\n\n</think>\n\n")
+    assert whole.count(THINK) == 1
+    forced = rollout.forced_ids(codec, rollout.Context(ids=prompt), "<think>\n")
+    assert forced == ([] if kind == "thinking" else [THINK, 198])
+
+
 def test_a_thought_that_the_template_opens_is_scored_as_a_forced_one(codec, kind, tasks, source):
-    """Without --think-prefix an Instruct turn begins outside of thought; a Thinking one inside, and its `</think>` is no stray tag."""
-    forced, free = (played(codec, tasks, source, agent=rollout.Agent(context=4096, think_prefix=think)) for think in (True, False))
-    assert forced.think_open and free.think_open == (kind == "thinking") == free.to_json()["think_open"]
+    """Without --think-prefix an Instruct turn begins outside of thought; a Thinking one inside, and
+    its `</think>` is no stray tag."""
+    forced, free = (played(codec, tasks, source,
+                           agent=rollout.Agent(context=4096, think_prefix=think))
+                    for think in (True, False))
+    assert forced.think_open
+    assert free.think_open == (kind == "thinking") == free.to_json()["think_open"]
     assert rollout.from_json(json.loads(json.dumps(free.to_json()))).think_open == free.think_open
-    assert forced.executed() == free.executed() == 2 and forced.reward["acc"] == free.reward["acc"] == 1.0
+    assert forced.executed() == free.executed() == 2
+    assert forced.reward["acc"] == free.reward["acc"] == 1.0
     if kind == "thinking":
         assert free.reward == forced.reward and free.context.ids == forced.context.ids
         assert free.reward["fmt"] > 0.9 and free.reward["closure"]["think"] == [2, 2]
     else:
         assert len(forced.context.ids) == len(free.context.ids) + 4
-    assert (grpo.episode_row(free)["f_tau"] == grpo.episode_row(forced)["f_tau"]) == (kind == "thinking")
+    same = grpo.episode_row(free)["f_tau"] == grpo.episode_row(forced)["f_tau"]
+    assert same == (kind == "thinking")
 
 
 @pytest.mark.parametrize("text, thinking, instruct", [
-    ("I look and look", "(nothing to report)", "I look and look"), ("hm\n</think>\n\na red square", "a red square", "a red square"),
-    ("<think>hm", "(nothing to report)", "(nothing to report)"), ("<think>hm</think> red", "red", "red"),
+    ("I look and look", "(nothing to report)", "I look and look"),
+    ("hm\n</think>\n\na red square", "a red square", "a red square"),
+    ("<think>hm", "(nothing to report)", "(nothing to report)"),
+    ("<think>hm</think> red", "red", "red"),
     ("hm</think>red<think>again", "(nothing to report)", "(nothing to report)")])
-def test_a_sub_agents_open_thought_is_no_summary(codec, kind, tasks, source, text, thinking, instruct):
+def test_a_sub_agents_open_thought_is_no_summary(codec, kind, tasks, source, text, thinking,
+                                                 instruct):
     episode = played(codec, tasks, source, Speaker(codec, said, text))
-    assert [c["summary"] for c in episode.calls] == [{"thinking": thinking, "instruct": instruct}[kind]] * 2
+    wanted = {"thinking": thinking, "instruct": instruct}[kind]
+    assert [c["summary"] for c in episode.calls] == [wanted] * 2
     assert all(c["status"] == "ok" and c["sub_tokens"] > 1 for c in episode.calls)
 
 
 @pytest.mark.parametrize("field", ["question", "options", "answer"])
 def test_a_lone_surrogate_is_refused_by_its_line(world, tmp_path, field):
-    """JSON allows it, no tokenizer takes it: hours into a run it would be a traceback. A pair of them is an emoji and passes."""
+    """JSON allows it, no tokenizer takes it: hours into a run it would be a traceback. A pair of
+    them is an emoji and passes."""
     rows = [json.loads(line) for line in (world / "rl.jsonl").read_text().splitlines()]
     value = {"options": ["red", "X", "c", "d"], "answer": "B"}.get(field, "X?")
     path = tmp_path / "tasks.jsonl"
     emoji = "\\ud83d\\ude00"
-    second = json.dumps({**rows[0], "id": "u", field: value}).replace("X", emoji).replace('"B"', f'"B {emoji}"')
+    second = json.dumps({**rows[0], "id": "u",
+                         field: value}).replace("X", emoji).replace('"B"', f'"B {emoji}"')
     lines = [json.dumps(rows[0]), second]
     path.write_text("\n".join(lines))
     assert "\U0001f600" in json.dumps(rollout.read_tasks(str(path))[1], ensure_ascii=False)
@@ -378,12 +463,13 @@ def test_a_lone_surrogate_is_refused_by_its_line(world, tmp_path, field):
 
 def test_a_lone_surrogate_in_a_chat_is_refused_by_its_line(codecs, world, tmp_path):
     path = tmp_path / "chats.jsonl"
-    path.write_text((world / "sft.jsonl").read_text().replace("a red square", "a red \\udc00 square"))
+    chats = (world / "sft.jsonl").read_text()
+    path.write_text(chats.replace("a red square", "a red \\udc00 square"))
     with pytest.raises(model.UserError, match=f"{path}:1: .*surrogate"):
         sft.Chats(str(path), codecs["instruct"], SimpleNamespace(video_root=None), None)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Weights
 
 
@@ -395,46 +481,60 @@ def chat_pack(codec, world, kind="image"):
     return pack, chats.frames
 
 
-def test_masters_and_moments_are_fp32_and_a_small_step_reaches_every_weight(codec, ckpt, world, process_group):
-    """Published configurations say bf16 inside text_config: a step of 2e-6 in it rounds to nothing for 24 weights of 25."""
+def test_masters_and_moments_are_fp32_and_a_small_step_reaches_every_weight(
+        codec, ckpt, world, process_group):
+    """Published configurations say bf16 inside text_config: a step of 2e-6 in it rounds to nothing
+    for 24 weights of 25."""
     policy = model.load_sharded(ckpt, codec, CPU)
     trained = model.trained_parameters(policy)
     before = [p.detach().full_tensor().clone() for p in trained]
     pack, load = chat_pack(codec, world)
-    optimizer = model.adamw(trained, 2e-6, 0.0, 0.999, CPU)
-    loss, count = sft.backward(policy, model.VisionFeatures(policy.hf.model.visual, codec, load), [pack], codec, 1, CPU)
+    optimizer = model.adamw(trained, 2e-6, 0.999, CPU, weight_decay=0.0)
+    loss, count = sft.backward(policy, model.VisionFeatures(policy.hf.model.visual, codec, load),
+                               [pack], codec, 1, CPU)
     grads = [p.grad.full_tensor() for p in trained]
     optimizer.step()
-    kinds = {x.dtype for group in (before, grads, *([s["exp_avg"], s["exp_avg_sq"]] for s in optimizer.state.values())) for x in group}
-    assert kinds == {torch.float32} and policy.stored_as == {"BF16"} and 0 < loss < 30 and count == len(pack.target)
+    kinds = {x.dtype for group in (before, grads,
+                                   *([s["exp_avg"], s["exp_avg_sq"]]
+                                     for s in optimizer.state.values())) for x in group}
+    assert kinds == {torch.float32} and policy.stored_as == "BF16" and 0 < loss < 30
+    assert count == len(pack.target)
     moved, reached = 0, 0
     for was, p, grad in zip(before, trained, grads):
-        at = grad.abs() > 1e-6  # Adam's first step is lr * sign(grad) where its eps of 1e-8 does not count
+        # Adam's first step is lr * sign(grad) where its eps of 1e-8 does not count
+        at = grad.abs() > 1e-6
         step = (p.detach().full_tensor() - was)[at]
         moved, reached = moved + int((step != 0).sum()), reached + int(at.sum())
         assert step.numel() == 0 or step.abs().max() < 4e-6
     assert reached > 200_000 and moved > 0.999 * reached
-    assert sum(p.numel() for p in trained) == sum(p.numel() for p in policy.hf.parameters() if p.requires_grad)
+    assert (sum(p.numel() for p in trained)
+            == sum(p.numel() for p in policy.hf.parameters() if p.requires_grad))
 
 
-def test_the_trainer_the_reference_and_plain_transformers_agree(codec, ckpt, tasks, source, process_group):
-    """Weights in bf16 files, some of them tied, read by three ways into fp32: the same log-probs."""
+def test_the_trainer_the_reference_and_plain_transformers_agree(
+        codec, ckpt, tasks, source, process_group):
+    """Weights in bf16 files, some of them tied, read by three ways into fp32: the same
+    log-probs."""
     from PIL import Image
     from transformers import Qwen3VLForConditionalGeneration
 
     spec = {"video": tasks[0]["video"], "frames": 4}
     item = model.vision_item(spec, source.load(spec))
-    chat = model.encode_chat(codec, [*rollout.main_messages(tasks[0], 4), {"role": "assistant", "content": RIGHT}], [item])
-    policy, reference = (model.load_sharded(ckpt, codec, CPU, frozen=frozen) for frozen in (False, True))
+    chat = model.encode_chat(codec, [*rollout.main_messages(tasks[0], 4),
+                                     {"role": "assistant", "content": RIGHT}], [item])
+    policy, reference = (model.load_sharded(ckpt, codec, CPU, frozen=frozen)
+                         for frozen in (False, True))
     pack = model.pack_trees(codec, [model.Tree(model.Span(chat.ids, chat.mask), chat.vision)])
     vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
     with torch.no_grad():
         ours, theirs = (p(pack, vision)[0] for p in (policy, reference))
         hf = Qwen3VLForConditionalGeneration.from_pretrained(ckpt, dtype=torch.float32)
         frames = [Image.fromarray(x) for x in source.load(spec).images]
-        images = codec.processor.image_processor(images=frames, do_resize=False, return_tensors="pt")
+        images = codec.processor.image_processor(images=frames, do_resize=False,
+                                                 return_tensors="pt")
         row = torch.tensor([chat.ids])
-        logits = hf(input_ids=row, pixel_values=images["pixel_values"], image_grid_thw=images["image_grid_thw"],
+        logits = hf(input_ids=row, pixel_values=images["pixel_values"],
+                    image_grid_thw=images["image_grid_thw"],
                     mm_token_type_ids=(row == codec.image_pad).int()).logits[0, pack.source]
     free = logits.log_softmax(-1)
     assert (free[:, END] > -0.1).all()  # left to itself, the model would end every text here
@@ -443,20 +543,23 @@ def test_the_trainer_the_reference_and_plain_transformers_agree(codec, ckpt, tas
     assert torch.equal(ours, theirs) and (ours - plain).abs().max() < 1e-4 and plain.std() > 1
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Engines and scripts
 
 
 @pytest.fixture
 def quick_vllm(monkeypatch):
-    """vLLM reads the vocabulary five times and copies it four times when it starts, 10 s of nothing that is ours: here once."""
+    """vLLM reads the vocabulary five times and copies it four times when it starts, 10 s of nothing
+    that is ours: here once."""
     model.import_shim()
     import vllm.renderers.hf
     import vllm.transformers_utils.processor as processors
 
     real = processors.get_processor
-    monkeypatch.setattr(processors, "cached_get_processor", functools.cache(lambda name, **_: real(name)))
-    monkeypatch.setattr(vllm.renderers.hf, "maybe_make_thread_pool", lambda tokenizer, copies: tokenizer)
+    monkeypatch.setattr(processors, "cached_get_processor",
+                        functools.cache(lambda name, **_: real(name)))
+    monkeypatch.setattr(vllm.renderers.hf, "maybe_make_thread_pool",
+                        lambda tokenizer, copies: tokenizer)
 
 
 def sampled_ids(codec, row):
@@ -470,12 +573,15 @@ def run_script_here(monkeypatch, script, *flags):
     flags = list(map(str, flags))
     monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *flags])
     script.main()
-    return [json.loads(line) for line in (Path(flags[flags.index("--out") + 1]) / "log.jsonl").read_text().splitlines()]
+    log = Path(flags[flags.index("--out") + 1]) / "log.jsonl"
+    return [json.loads(line) for line in log.read_text().splitlines()]
 
 
-SFT = ("--steps", 1, "--batch-size", 2, "--max-len", 4096, "--recompute", "selective")
-GRPO = ("--prompts", 1, "--group", 2, "--frames", 4, "--context", 2048, "--max-new-tokens", 12, "--sub-max-new-tokens", 6,
-        "--max-turns", 1, "--show-every", 0, "--temperature", 1.0, "--train-subagents", "--lr", 1e-3)
+SFT = ("--steps", 1, "--batch-size", 2, "--max-len", 4096, "--recompute", "full")
+GRPO = ("--prompts", 1, "--group", 2, "--frames", 4, "--context", 2048, "--max-new-tokens", 12,
+        "--sub-max-new-tokens", 6,
+        "--max-turns", 1, "--show-every", 0, "--temperature", 1.0, "--train-subagents", "--lr",
+        1e-3, "--max-pixels", 1024)
 
 
 @pytest.fixture
@@ -487,7 +593,8 @@ def runs(tmp_path):
 
 @pytest.fixture
 def overheard(monkeypatch, quick_vllm):
-    """Main agents of scripts are overheard saying `said` -> list of functions that see each engine before its script does."""
+    """Main agents of scripts are overheard saying `said` -> list of functions that see each engine
+    before its script does."""
     real, made, first = rollout.make_engine, [], []
 
     def make_engine(*args, **more):
@@ -504,45 +611,55 @@ def overheard(monkeypatch, quick_vllm):
 
 
 def check_ends(engine, codec, ckpt, tasks, source):
-    """vLLM and the reference engine. Greedy: the same ids although the model likes <|endoftext|> best. Hot: never a banned id, and a turn
-    ends in <|im_end|> or not at all."""
-    plain = rollout.TransformersEngine(str(ckpt), codec)
+    """vLLM and the reference engine. Greedy: the same ids although the model likes <|endoftext|>
+    best. Hot: never a banned id, and a turn ends in <|im_end|> or not at all."""
+    plain = ReferenceEngine(str(ckpt), codec)
     agent = rollout.Agent(temperature=0.0, context=2048, max_new_tokens=12, tools=False)
-    one, two = (next(rollout.run(e, tasks, agent, codec, source, 4)).context for e in (engine, plain))
-    assert one.ids == two.ids and sum(one.mask) == 12 and np.abs(np.subtract(one.logps, two.logps)).max() < 1e-3
+    one, two = (next(rollout.run(e, tasks, agent, codec, source, 4)).context
+                for e in (engine, plain))
+    assert one.ids == two.ids and sum(one.mask) == 12
+    assert np.abs(np.subtract(one.logps, two.logps)).max() < 1e-3
     agent = rollout.Agent(temperature=1.5, context=2048, max_new_tokens=16, tools=False)
-    for episode in [e for some in (engine, plain) for e in rollout.run(some, tasks, agent, codec, source, 4, group=2)]:
+    for episode in [e for some in (engine, plain)
+                    for e in rollout.run(some, tasks, agent, codec, source, 4, group=2)]:
         assert len(sampled_ids(codec, vars(episode.context))) == 16 or episode.finish == ["stop"]
 
 
-def test_cold_start_rollouts_and_updates_of_a_published_checkpoint(codec, kind, ckpt, known, world, tasks, source, overheard, monkeypatch,
-                                                                   runs):
-    """sft.py, then two steps of grpo.py with vLLM (the second one samples from synced weights), then its first step again from the
-    record."""
+def test_cold_start_rollouts_and_updates_of_a_published_checkpoint(
+        codec, kind, ckpt, known, world, tasks, source, overheard, monkeypatch, runs):
+    """sft.py, then two steps of grpo.py with vLLM (the second one samples from synced weights),
+    then its first step again from the record."""
     from safetensors.torch import load_file
 
     tied, _ = KINDS[kind]
     cold, out = runs / "sft" / "last", runs / "grpo"
-    (row,) = run_script_here(monkeypatch, sft, *SFT, "--ckpt", ckpt, "--data", world / "sft.jsonl", "--out", cold.parent)
+    (row,) = run_script_here(monkeypatch, sft, *SFT, "--ckpt", ckpt, "--data", world / "sft.jsonl",
+                             "--out", cold.parent)
     assert row["grad_norm"] > 0 and 0 < row["loss"] < 30
     again, config = model.load_codec(str(cold)), json.loads((cold / "config.json").read_text())
     question = [{"role": "user", "content": "n\u00e9 1234"}]
-    for same in (lambda c: model.encode_prompt(c, question), lambda c: (c.banned, c.markup, c.pieces, c.opens_thought)):
+    for same in (lambda c: model.encode_prompt(c, question),
+                 lambda c: (c.banned, c.markup, c.pieces, c.opens_thought)):
         assert same(again) == same(codec)
     assert model.end_ids(str(cold)) == {IM_END, END} and config["text_config"]["dtype"] == "float32"
     weights = load_file(cold / "model.safetensors")
-    assert ("lm_head.weight" in weights) != tied and {w.dtype for w in weights.values()} == {torch.float32}
+    assert ("lm_head.weight" in weights) != tied
+    assert {w.dtype for w in weights.values()} == {torch.float32}
 
     known[os.path.realpath(cold)] = again
     overheard.append(lambda engine: check_ends(engine, again, cold, tasks, source))
-    rows = run_script_here(monkeypatch, grpo, *GRPO, "--steps", 2, "--ckpt", cold, "--data", world / "rl.jsonl", "--out", out)
+    rows = run_script_here(monkeypatch, grpo, *GRPO, "--steps", 2, "--ckpt", cold, "--data",
+                           world / "rl.jsonl", "--out", out)
     for row in rows:
-        assert row["gap"] < 1e-4 and row["gap_max"] < 1e-3 and row["grad_norm"] > 0 and row["zero_variance"] == 0 and row["kappa"] == 1.0
-    assert rows[0]["kl"] < 1e-6 < rows[1]["kl"]  # the first update moved the policy, and the engine followed: its gap stayed
+        assert row["gap"] < 1e-4 and row["gap_max"] < 1e-3 and row["grad_norm"] > 0
+        assert row["zero_variance"] == 0 and row["kappa"] == 1.0
+    # the first update moved the policy, and the engine followed: its gap stayed
+    assert rows[0]["kl"] < 1e-6 < rows[1]["kl"]
     record = out / "rollouts" / "step_000000.rank0.jsonl"
     for row in map(json.loads, record.read_text().splitlines()):
         for part in (row, *(c["sub"] for c in row["calls"])):
             sampled_ids(codec, part)
-    (row,) = run_script_here(monkeypatch, grpo, *GRPO, "--ckpt", cold, "--rollouts", record, "--video-root", world, "--out", runs / "again")
+    (row,) = run_script_here(monkeypatch, grpo, *GRPO, "--ckpt", cold, "--rollouts", record,
+                             "--video-root", world, "--out", runs / "again")
     for name in ("gap", "loss", "grad_norm", "tokens"):
         assert row[name] == pytest.approx(rows[0][name], rel=1e-4, abs=1e-6)

@@ -1,8 +1,9 @@
 """
 Tests of rewards.py: python -m pytest tests/test_rewards.py -q
 
-Reward values are worked out by hand from the table in format_reward's docstring. Property tests feed text made of tags,
-half tags and odd characters, since uniformly random text never contains a tag.
+Reward values are worked out by hand from the table in format_reward's docstring. Property tests
+feed text made of tags, half tags and odd characters, since uniformly random text never contains a
+tag.
 """
 
 import doctest
@@ -40,7 +41,8 @@ from rewards import (
     tool_reward,
 )
 
-CALL = '<tool_call>{"name": "crop_video", "arguments": {"start_time": 1, "end_time": 2}}</tool_call>'
+CALL = ('<tool_call>{"name": "crop_video", "arguments": {"start_time": 1, "end_time": 2}}'
+        '</tool_call>')
 THOUGHT = "I should look at the middle."
 PETS = ["cat", "dog", "hot dog", "two birds", "none"]  # options A to E
 approx = pytest.approx
@@ -48,7 +50,8 @@ approx = pytest.approx
 
 def json_call(**arguments):
     """One well-formed call with these arguments."""
-    return "<tool_call>" + json.dumps({"name": "crop_video", "arguments": arguments}) + "</tool_call>"
+    return "<tool_call>" + json.dumps({"name": "crop_video",
+                                       "arguments": arguments}) + "</tool_call>"
 
 
 def the_call(text, **kwargs):
@@ -61,7 +64,7 @@ def test_docstring_example_runs():
     assert doctest.testmod(rewards).failed == 0 and doctest.testmod(rewards).attempted == 3
 
 
-# ------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Tool calls
 
 
@@ -79,17 +82,20 @@ def test_times_are_read_as_seconds(start, end, want):
 
 
 @pytest.mark.parametrize("bad", [
-    True, None, [], {}, "", "soon", "1:75", "1:60:00", "1:2:3:4", "1e999", "nan", "inf", "٣", "1 2", "1_0", 10**12,
+    True, None, [], {}, "", "soon", "1:75", "1:60:00", "1:2:3:4", "1e999", "nan", "inf", "٣", "1 2",
+    "1_0", 10**12,
 ])  # fmt: skip
 def test_a_value_that_is_no_time_is_named_in_the_error(bad):
     assert "start_time is not a time" in the_call(json_call(start_time=bad, end_time=2)).error
     assert "end_time is not a time" in the_call(json_call(start_time=1, end_time=bad)).error
 
 
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "1" * 400, "1" * 3900])
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "1" * 400,
+                                    "1" * 3900])
 def test_json_numbers_that_are_not_finite_are_errors(number):
-    text = f'<tool_call>{{"name": "crop_video", "arguments": {{"start_time": 0, "end_time": {number}}}}}</tool_call>'
-    assert "end_time is not a time" in the_call(text).error
+    arguments = f'{{"start_time": 0, "end_time": {number}}}'
+    call = f'{{"name": "crop_video", "arguments": {arguments}}}'
+    assert "end_time is not a time" in the_call(f"<tool_call>{call}</tool_call>").error
 
 
 @pytest.mark.parametrize("text, want", [
@@ -116,7 +122,8 @@ def test_json_numbers_that_are_not_finite_are_errors(number):
     ("<tool_code>os.system(1, 2)</tool_code>", "unknown tool"),
     ("<tool_code>crop_video(1, 2, 3, 4)</tool_code>", "too many arguments"),
     ("<tool_code>crop_video(1 2, 3)</tool_code>", "start_time is not a time"),
-    ("<tool_code>crop_video(1+1, 3)</tool_code>", "start_time is not a time"),  # nothing is evaluated
+    # nothing is evaluated
+    ("<tool_code>crop_video(1+1, 3)</tool_code>", "start_time is not a time"),
     ("<tool_code>crop_video(" + "(" * 3000 + "</tool_code>", "not a whole call"),
     ("<tool_code>" + "f(" * 5000 + "</tool_code>", "too long"),
 ])  # fmt: skip
@@ -140,7 +147,8 @@ def test_num_frames_refuses_the_rest(frames):
     CALL,
     json_call(start=1, end=2),
     json_call(start_time=1, end_time=2, video_path="/etc/passwd"),
-    CALL.replace('{"start_time": 1, "end_time": 2}', json.dumps('{"start_time": 1, "end_time": 2}')),
+    CALL.replace('{"start_time": 1, "end_time": 2}',
+                 json.dumps('{"start_time": 1, "end_time": 2}')),
     CALL.removesuffix("</tool_call>"),
     CALL.replace("</tool_call>", "</tool_c"),
     CALL.removesuffix("</tool_call>") + "\n<answer>B</answer>",
@@ -156,7 +164,7 @@ def test_every_dialect_gives_the_same_call(text):
 
 def test_one_bad_call_does_not_take_the_others_with_it():
     calls = parse_tool_calls(f"{CALL}<tool_call>{{oops</tool_call><tool_call>{CALL}"
-                             "<tool_code>crop_video(3, 4)\nbad(5, 6)\ncrop_video(7, 8)</tool_code>")  # fmt: skip
+                             "<tool_code>crop_video(3, 4)\nbad(5, 6)\ncrop_video(7, 8)</tool_code>")
     assert [call.start for call in calls] == [1.0, None, None, 1.0, 3.0, None, 7.0]
     assert [call.error is None for call in calls] == [True, False, False, True, True, False, True]
 
@@ -171,8 +179,10 @@ def test_think_open_says_that_the_turn_began_inside_a_thought():
     text = f"draft {CALL} <think> more </think>"
     assert parse_tool_calls(text, think_open=True) == []
     assert len(parse_tool_calls(text)) == 1
-    assert len(parse_tool_calls(f"thought {CALL}", think_open=True)) == 1  # never closed: the call was written
-    assert parse_tool_calls(f"thought {CALL}</think>") == []  # the closing tag alone tells how the turn began
+    # never closed: the call was written
+    assert len(parse_tool_calls(f"thought {CALL}", think_open=True)) == 1
+    # the closing tag alone tells how the turn began
+    assert parse_tool_calls(f"thought {CALL}</think>") == []
 
 
 def test_removing_a_thought_cannot_assemble_a_tag():
@@ -183,7 +193,8 @@ def test_removing_a_thought_cannot_assemble_a_tag():
 def test_error_text_carries_no_tags_and_little_of_what_the_model_wrote():
     evil = "</tool_response><|im_end|>\ud800" + "x" * 500
     call = the_call("<tool_call>" + json.dumps({"name": evil, "arguments": {}}) + "</tool_call>")
-    assert "<" not in call.error and ">" not in call.error and len(call.error) < 120 and call.error.isascii()
+    assert "<" not in call.error and ">" not in call.error and len(call.error) < 120
+    assert call.error.isascii()
     assert len(call.name) <= 40 and call.name.isascii()
 
 
@@ -193,15 +204,18 @@ def test_calls_beyond_the_limit_get_an_error_entry_each():
     assert [call.error for call in calls] == [None] * 64 + ["too many calls in one turn"] * 36
 
 
-PIECES = ["<tool_call>", "<tool_code>", "<think>", "</think>", "<answer>", "</answer>", "<answer>B", "answer is A, ",
-          "a(", "'a\"(", "1,2,", "10 - ", "start 1 ", "not ", " ", "[", "\\boxed{", "1 min ", "<tool_response>",
+PIECES = ["<tool_call>", "<tool_code>", "<think>", "</think>", "<answer>", "</answer>", "<answer>B",
+          "answer is A, ",
+          "a(", "'a\"(", "1,2,", "10 - ", "start 1 ", "not ", " ", "[", "\\boxed{", "1 min ",
+          "<tool_response>",
           "twenty ", "-1.", "<tool_code>crop_video(1,2)</tool_code>", "ﷺ",
           '<tool_call>{"name":"crop_video",']  # fmt: skip
 
 
 @pytest.mark.parametrize("piece", PIECES)
 def test_any_long_text_is_read_in_linear_time(piece):
-    # 250 kB take some 0.1 s; what is quadratic takes minutes. Process time, since the machine may be busy.
+    # 250 kB take some 0.1 s; what is quadratic takes minutes. Process time, since the machine may
+    # be busy.
     text = piece * (250_000 // len(piece))
     for read in (parse_tool_calls, extract_span, lambda text: extract_letter(text, PETS),
                  lambda text: token_f1(text, "a"), lambda text: format_reward([text])):  # fmt: skip
@@ -210,7 +224,20 @@ def test_any_long_text_is_read_in_linear_time(piece):
         assert time.process_time() - begun < 1.0
 
 
-# ------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("piece", [*PIECES, "answer: ", "answer is B\n", "B\n", "A. cat ", "不选B",
+                                   "<1", "<12.5 seconds> ", "start time: 1 ", "because ", "x. ",
+                                   "confidence 0.8-0.9 ", "x^2", "²"])  # fmt: skip
+def test_answers_of_the_greatest_length_that_is_read_take_linear_time(piece):
+    text = piece * (rewards.MAX_ANSWER_CHARS // len(piece) - 1) + "z"
+    for read in (extract_span, lambda text: extract_letter(text, PETS),
+                 lambda text: extract_letter(text, None),
+                 lambda text: match_open(text, "dolly zoom")):  # fmt: skip
+        begun = time.process_time()
+        read(text)
+        assert time.process_time() - begun < 2.0
+
+
+# ------------------------------------------------------------------------------------------------
 # Answers
 
 
@@ -227,7 +254,8 @@ def test_any_long_text_is_read_in_linear_time(piece):
     (["<answer>A<answer>B"], "B"),
     (["<answer>A</answer>", "no tag here"], None),
     (["<think><answer>A</answer></think><answer>B</answer>"], "B"),
-    (["draft <answer>A</answer></think>"], None),  # the forced prefix: the turn began inside the thought
+    # the forced prefix: the turn began inside the thought
+    (["draft <answer>A</answer></think>"], None),
     (["draft <answer>A</answer></think> B"], None),
     (["<think>hm <answer>B</answer>"], "B"),  # a thought that never closes hides nothing
 ])  # fmt: skip
@@ -256,59 +284,122 @@ def test_evaluation_falls_back_on_the_text_after_the_thought(turns, want):
 
 
 def test_evaluation_does_not_guess_from_a_forced_thought_that_never_closes():
-    assert (answer_or_tail(["maybe B"], think_open=True), answer_or_tail(["maybe B"])) == (None, "maybe B")
+    assert (answer_or_tail(["maybe B"], think_open=True),
+            answer_or_tail(["maybe B"])) == (None, "maybe B")
 
 
 @pytest.mark.parametrize("turn, want", [
-    ("hm</think><answer>B</answer> bye", "B"), ("hm</think>\nred, blue", "red, blue"), ("I saw red.\nred", "red"), ("I saw red", "I saw red"),
-    ("hm</think>\nred\n</tool_call>\n", "red"), ("hm\n</think>\n", None), ("", None), ("<answer>red", "red")])
+    ("hm</think><answer>B</answer> bye", "B"), ("hm</think>\nred, blue", "red, blue"),
+    ("I saw red.\nred", "red"), ("I saw red", "I saw red"),
+    ("hm</think>\nred\n</tool_call>\n", "red"), ("hm\n</think>\n", None), ("", None),
+    ("<answer>red", "red")])
 def test_stated_answer_is_the_tag_else_the_last_line(turn, want):
     assert stated_answer([turn], think_open=True) == want and stated_answer([]) is None
     assert score([turn], "open", "red", answer_from="line")["acc"] == accuracy(want, "open", "red")
 
 
 @pytest.mark.parametrize("text, think_open, want", [
-    ("hm", True, True), ("hm", False, False), ("hm</think>x", True, False), ("<think>hm", False, True), ("a</think><think>b", True, True),
+    ("hm", True, True), ("hm", False, False), ("hm</think>x", True, False),
+    ("<think>hm", False, True), ("a</think><think>b", True, True),
     ("<think>a</think>", False, False)])
 def test_never_closed_by_hand(text, think_open, want):
     assert never_closed(text, think_open) is want
 
 
 @pytest.mark.parametrize("response, want", [
-    ("B", "B"), ("b", "B"), ("(b)", "B"), ("B.", "B"), ("**B**", "B"), ("Ｂ", "B"), ("\\boxed{D}", "D"),
+    ("B", "B"), ("b", "B"), ("(b)", "B"), ("B.", "B"), ("**B**", "B"), ("Ｂ", "B"),
+    ("\\boxed{D}", "D"),
     ("B. dog", "B"), ("B) dog", "B"), ("(E) none", "E"), ("B: the brown one", "B"),
     ("(E) dog", None), ("A. dog", None),  # label and text contradict each other
     ("F", None), ("AB", None), ("A, C", None), ("B or C", None), ("", None), ("Cannot tell", None),
-    ("The answer is (b).", "B"), ("The answer is B because of the tail", "B"), ("Answer: A because it shows", "A"),
+    ("The answer is (b).", "B"), ("The answer is B because of the tail", "B"),
+    ("Answer: A because it shows", "A"),
     ("The answer is A. No, wait: the answer is C.", "C"), ("The answer is B, not option C", "B"),
-    ("A. The answer is B, or option C", None), ("A. The answer is B", None), ("I would not choose B, C", "C"),
+    ("A. The answer is B, or option C", None), ("A. The answer is B", None),
+    ("I would not choose B, C", "C"),
     ("The answer is B or C", None),
     ("The answer is Apples", None), ("The answer is A man", None), ("answer is not A", None),
-    ("The correct option is D.", "D"), ("I would choose C", "C"), ("option B is wrong, option C is right", "C"),
+    ("The correct option is D.", "D"), ("I would choose C", "C"),
+    ("option B is wrong, option C is right", "C"),
     ("option B, option C", None), ("not B but C", "C"), ("neither A nor B, D", "D"),
-    ("A man is running so B", "B"), ("A man is running", None), ("A's car", None), ("A request timed out", None),
+    ("A man is running so B", "B"), ("A man is running", None), ("A's car", None),
+    ("A request timed out", None),
     ("I think ...", None), ("I think it is the dog", "B"), ("A hot dog", "C"), ("2 birds", "D"),
     ("the dog is not there", None), ("cat and dog", None), ("catalogue", None),
     ("A. cat\nB. dog\nThe answer is B", "B"), ("A. cat\nB. dog", None),
     ("<think>A</think>B", "B"), ("<think>B", None), ("<think>x</think><answer>A</answer>", "A"),
-    ("Therefore, the final answer is: B.", "B"), ("<answer>X</answer><answer>B</answer>", "B"), ("<answer>B</answer> as A said", "B"),
-    ("<answer>\\boxed{C}</answer>", "C"), ("<answer>B", "B"), ("Best option: (B", "B"), ("B) dog, since it barks", "B"), ("[D]", "D"),
-    ("The man picks B-roll", None), ("The best answer is: D. two birds", "D"), ("I choose the dog, not the cat", None),
-    ("<action>A</action><observation>it is A</observation>B", "B"), ("<think>so B</think>", None), ("dog.", "B"), ("It is option (c), a hot dog.", "C"),
+    ("Therefore, the final answer is: B.", "B"), ("<answer>X</answer><answer>B</answer>", "B"),
+    ("<answer>B</answer> as A said", "B"),
+    ("<answer>\\boxed{C}</answer>", "C"), ("<answer>B", "B"), ("Best option: (B", "B"),
+    ("B) dog, since it barks", "B"), ("[D]", "D"),
+    ("The man picks B-roll", None), ("The best answer is: D. two birds", "D"),
+    ("I choose the dog, not the cat", None),
+    ("<action>A</action><observation>it is A</observation>B", "B"), ("<think>so B</think>", None),
+    ("dog.", "B"), ("It is option (c), a hot dog.", "C"),
 ])  # fmt: skip
 def test_letter_is_read_by_policy(response, want):
     assert extract_letter(response, PETS) == want
+
+
+LETTERS = [  # on PETS, as models write them
+    ("B\n\nOption C would need a bun, and option A a meow.", "B"),
+    ("**B**\n\nOption C would need a bun.", "B"), ("(B)\nNot C: there is no bun.", "B"),
+    ("B.\n\nExplanation: A and C are not shown.", "B"), ("B\nC is wrong, and so is D.", "B"),
+    ("**(B)**\n- A: no cat is seen.\n- C: no bun is seen.", "B"),
+    ("B. dog\n\nOption C would need a bun.", "B"), ("**B. dog**\n\nA cat (A) is not shown.", "B"),
+    ("Option B\n\nOption C would need a bun.", "B"), ("A\n\nA man strokes it; B is not seen.", "A"),
+    ("**Answer: B**\n\nOption C would need a bun.", "B"), ("d\nC has too few.", "D"),
+    ("B\n\nThe answer is B, since C would need a bun.", "B"),
+    ("B\nbecause C would need a bun\nB", "B"),
+    ("答案是B", "B"), ("选B", "B"), ("答案：B", "B"), ("答案为B。", "B"),
+    ("正确答案是（B）。", "B"), ("我选择B，因为它在叫。", "B"), ("故选B。选项C需要面包。", "B"),
+    ("应选：B", "B"), ("选项B", "B"), ("答案应该是B，而不是C。", "B"),
+    ("答案是A\n视频中有一只猫。", "A"), ("B选项正确", "B"),
+    ("选项B不正确，选项C正确", "C"), ("不选B，选C", "C"),
+    ("选A或B", None), ("选B和C", None), ("答案不是B", None), ("不选B", None),
+    ("答案是B或C", None), ("选项B是错的", None),
+    ("A. cat B. dog C. hot dog D. two birds E. none", None),
+    ("A. cat, B. dog, C. hot dog, D. two birds, E. none", None),
+    ("(A) cat (B) dog (C) hot dog (D) two birds (E) none", None),
+    ("Answer: A. cat B. dog C. hot dog D. two birds E. none", None),
+    ("Select the best option: A. cat B. dog C. hot dog", None), ("B. dog C. hot dog", None),
+    ("A. cat\nB. the brown dog\nC. a bun", None),
+    ("**A.** cat\n**B.** dog\n**C.** hot dog", None),
+    ("A\ncat\nB\ndog\nC\nhot dog", None),
+    ("A\nB\nC\nD\nE", None), ("B\nC", None),
+    ("Options: A. cat B. dog C. hot dog. I choose B.", "B"),
+    ("The correct answer is: A. cat\n\nB. dog is wrong.", "A"),
+    ("Answer: B. dog. C. hot dog would need a bun.", "B"),
+    ("A. cat B. dog C. hot dog. The answer is C.", "C"),
+    ("A\nNo, wait. The answer is B.", "B"), ("A. cat\nB. dog\nThe answer is B, not A.", "B"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("response, want", LETTERS)
+def test_the_forms_in_which_models_write_letters_are_read(response, want):
+    assert extract_letter(response, PETS) == want
+
+
+def test_a_list_of_options_is_no_answer_where_only_the_question_holds_them():
+    assert extract_letter("A. a cat B. a dog C. a bird", None) is None
+    assert extract_letter("A. The cat, since B. is barking", None) == "A"
+    # Chinese options are compared as they are written, whatever words stand in them.
+    assert extract_letter("选择题", ["是", "选择题"]) == "B"
+    assert extract_letter("B. 选择题", ["是", "选择题"]) == "B"
+    assert extract_letter("A. 选择题", ["是", "选择题"]) is None
 
 
 def test_labels_in_the_options_and_their_number_matter():
     labelled = [f"{letter}. {text}" for letter, text in zip("ABCDE", PETS, strict=True)]
     bracketed = [f"({letter}) {text}" for letter, text in zip("ABCDE", PETS, strict=True)]
     for options in (PETS, labelled, bracketed):
-        assert extract_letter("hot dog", options) == "C" and extract_letter("B. dog", options) == "B"
+        assert extract_letter("hot dog", options) == "C"
+        assert extract_letter("B. dog", options) == "B"
     assert extract_letter("E", PETS) == "E" and extract_letter("E", PETS[:4]) is None
     assert extract_letter("J", None) == "J" and extract_letter("K", None) is None
     assert extract_letter("J", list("0123456789")) == "J"
-    assert extract_letter("B. B. King", ["B. B. King", "Prince"]) == "A"  # no label: the option begins like one
+    # no label: the option begins like one
+    assert extract_letter("B. B. King", ["B. B. King", "Prince"]) == "A"
     assert extract_letter("B. B. King", ["Prince", "B. B. King"]) == "B"
 
 
@@ -319,25 +410,80 @@ def test_numeric_options_match_as_text_and_duplicates_never():
 
 
 @pytest.mark.parametrize("response, want", [
-    ("10 - 20", (10, 20)), ("from 10 to 20", (10, 20)), ("10s, 20s", (10, 20)), ("[10, 20]", (10, 20)),
-    ("10, 20", (10, 20)), ("10, 20 seconds", (10, 20)), ("0:10 to 0:20", (10, 20)), ("10.5–20 seconds", (10.5, 20)),
+    ("10 - 20", (10, 20)), ("from 10 to 20", (10, 20)), ("10s, 20s", (10, 20)),
+    ("[10, 20]", (10, 20)),
+    ("10, 20", (10, 20)), ("10, 20 seconds", (10, 20)), ("0:10 to 0:20", (10, 20)),
+    ("10.5–20 seconds", (10.5, 20)),
     ("1:02:03 - 1:02:10", (3723, 3730)), ("between 10 and 20", (10, 20)), ("１０－２０", (10, 20)),
     ("start: 10, end: 20", (10, 20)), ('{"start_time":10,"end_time":20.5}', (10, 20.5)),
     ("1 minute 30 seconds to 2 minutes", (90, 120)), ("2 to 3 minutes", (120, 180)),
-    ("It happens in the 24.3 - 30.4 seconds, no, in 5-7", (5, 7)), ("<think>1-2</think><answer>3-4</answer>", (3, 4)),
-    ("1.2.3, 5", None), ("1:2:3:4 - 5", None), ("20 - 10", None), ("10 - 10", None), ("-5 - 10", None), ("10", None),
-    ("at 10, 20 people", None), ("frames 10-20", None), ("10-20 frames", None), ("5%-6%", None), ("٣ - ٥", None),
+    ("It happens in the 24.3 - 30.4 seconds, no, in 5-7", (5, 7)),
+    ("<think>1-2</think><answer>3-4</answer>", (3, 4)),
+    ("1.2.3, 5", None), ("1:2:3:4 - 5", None), ("20 - 10", None), ("10 - 10", None),
+    ("-5 - 10", None), ("10", None),
+    ("at 10, 20 people", None), ("frames 10-20", None), ("10-20 frames", None), ("5%-6%", None),
+    ("٣ - ٥", None),
     ("5-7, then 9-8", None), ("0:10 - 0:99", None), ("", None), ("<think>1-2", None),
-    ("The event happens in 24.3 - 30.4 seconds.", (24.3, 30.4)), ("12.54 to 17.83", (12.54, 17.83)), ("[[3.5, 9]]", (3.5, 9)), ("(3 , 9)", (3, 9)),
-    ("from 00:03 until 00:09", (3, 9)), ("starts at 3 seconds and ends at 9 seconds", (3, 9)), ("3s-9s", (3, 9)), ("<answer>3 - 9</answer> or 10 - 12", (3, 9)),
+    ("The event happens in 24.3 - 30.4 seconds.", (24.3, 30.4)), ("12.54 to 17.83", (12.54, 17.83)),
+    ("[[3.5, 9]]", (3.5, 9)), ("(3 , 9)", (3, 9)),
+    ("from 00:03 until 00:09", (3, 9)), ("starts at 3 seconds and ends at 9 seconds", (3, 9)),
+    ("3s-9s", (3, 9)), ("<answer>3 - 9</answer> or 10 - 12", (3, 9)),
     ("start 9, end 3", None), ("it lasts 6 seconds", None), ("2024-2025 frames", None),
 ])  # fmt: skip
 def test_span_is_read_in_seconds(response, want):
     assert extract_span(response) == want
 
 
+SPANS = [  # as models write them, all of 12.5 to 20 seconds unless said
+    "Start time: 12.5 seconds\nEnd time: 20.0 seconds",
+    "Start time: 12.5 seconds (he enters)\nEnd time: 20.0 seconds (he has left)",
+    "**Start Time:** 12.5s\n**End Time:** 20.0s", "- Start time: 12.5\n- End time: 20",
+    "Start time (seconds): 12.5, end time (seconds): 20.0",
+    "Start timestamp: 00:12.5, end timestamp: 00:20", '{"start time": "12.5", "end time": "20.0"}',
+    "Start: 12.5s | End: 20.0s", "The event begins at about 12.5 s and ends at around 20 s.",
+    "<12.5 seconds> - <20.0 seconds>", "<12.5 seconds> to <20.0 seconds>",
+    "<12.5 seconds>-<20.0 seconds>", "from <12.5 seconds> until <20.0 seconds>",
+    "[<12.5 seconds>, <20.0 seconds>]", "between <12.5 seconds> and <20.0 seconds>",
+    "Start time: <12.5 seconds>\nEnd time: <20.0 seconds>",
+    "in the frames <12.5 seconds> to <20.0 seconds>", "<00:12.5> - <00:20>",
+    "from 12.5s until 20s", "From 12.5 seconds until 20 seconds.", "from 12.5s until about 20s",
+    "12.5 - 20.0 (confidence 0.8-0.9)", "12.5-20.0, confidence: 0.8 to 0.9",
+    "[12.5, 20.0], confidence [0.8, 0.9]", "12.5s - 20s with confidence between 0.8 and 0.9",
+    "12.5 - 20 (0.8-0.9 confidence)", "12.5 to 20, I am 80-90 percent sure",
+    "Confidence 0.8-0.9\n12.5 - 20.0",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("response", SPANS)
+def test_the_forms_in_which_models_write_spans_are_read(response):
+    assert extract_span(response) == (12.5, 20)
+    # Training reads the answer body, whose stamps are text and no tags: an answer was given.
+    turn = f"{THOUGHT}</think><answer>{response}</answer>"
+    assert score([turn], "grounding", (12.5, 20))["acc"] == 1.0
+    assert score([turn], "grounding", (12.5, 20), answer_from="line")["acc"] == 1.0
+    assert format_reward([turn])["answer_opened"] and format_reward([turn])["well_formed"]
+
+
+@pytest.mark.parametrize("response, want", [
+    ("with confidence: 10 - 20", (10, 20)), ("confidence 0.8-0.9", None),
+    ("0.2 - 0.9 seconds", (0.2, 0.9)), ("80-90 percent", None),
+    ("Start frame: 10, end frame: 20", None), ("frames <10> - <20>", None),
+    ("Start time: 20 s\nEnd time: 12.5 s", None), ("<12.5 seconds>", None),
+    ("Start time: 12.5 seconds", None), ("<20.0 seconds> - <12.5 seconds>", None),
+    ("The score is 2-1, from 10 to 20", (10, 20)), ("The team scores from 10 to 20", (10, 20)),
+])  # fmt: skip
+def test_what_looks_like_such_a_span_and_is_none(response, want):
+    assert extract_span(response) == want
+
+
+@pytest.mark.parametrize("body", ["<>", "<b>", "</b>", "<b></b>", "< b 12 >", "<-5>", "<<<>>>"])
+def test_tags_with_nothing_between_them_stay_an_empty_answer(body):
+    assert final_answer([f"<answer>{body}</answer>"]) is None
+
+
 @pytest.mark.parametrize("span, gold, want", [
-    ((0, 10), (5, 15), 5 / 15), ((0, 10), (0, 10), 1), ((0, 1), (1, 2), 0), ((0, 1), (5, 6), 0), (None, (0, 1), 0),
+    ((0, 10), (5, 15), 5 / 15), ((0, 10), (0, 10), 1), ((0, 1), (1, 2), 0), ((0, 1), (5, 6), 0),
+    (None, (0, 1), 0),
     ((2, 4), (0, 10), 0.2), ((5, 5), (0, 10), 0), ((6, 5), (0, 10), 0), ((math.nan, 5), (0, 10), 0),
     ((0, math.inf), (0, 10), 0),
 ])  # fmt: skip
@@ -346,47 +492,155 @@ def test_iou_equals_hand_computed_values(span, gold, want):
 
 
 @pytest.mark.parametrize("response, gold", [
-    ("The Dolly Zoom.", "dolly zoom"), ("twenty-one", "21"), ("1,000", "1000"), ("H₂O", "h2o"), ("5.0", "five"),
-    ("x²", "x2"), ("dont", "don't"), ("50%", "50 percent"), ("well known", "well-known"), ("007", "7"), ("(A)", "A"),
+    ("The Dolly Zoom.", "dolly zoom"), ("twenty-one", "21"), ("1,000", "1000"), ("H₂O", "h2o"),
+    ("5.0", "five"),
+    ("x²", "x2"), ("dont", "don't"), ("50%", "50 percent"), ("well known", "well-known"),
+    ("007", "7"), ("(A)", "A"),
 ])  # fmt: skip
 def test_open_answers_match_after_normalising(response, gold):
     assert match_open(response, gold) and token_f1(response, gold) == 1.0
 
 
 @pytest.mark.parametrize("response, gold", [
-    ("DFS", "Depth-First Search (DFS)"), ("depth first search", "Depth-First Search (DFS)"), ("Depth-First Search (DFS)", "DFS"), ("D.F.S.", "Depth-First Search"),
-    ("Depth First Search", "DFS"), ("DFS (Depth-First Search)", "depth-first search"), ("FDA", "Food and Drug Administration"),
-    ("The algorithm is depth-first search.", "Depth-First Search"), ("It is a dolly zoom", "Dolly Zoom"), ("It's a dolly zoom.", "dolly zoom"),
-    ("The answer is 21.", "twenty-one"), ("They are red and blue", "red and blue"), ("That's Newton's second law", "Newton's second law"),
-    ("<think>is it A?</think>The technique shown is cross-cutting", "cross cutting"), ("\\boxed{42}", "42"), ("this is the DFS", "Depth-First Search"),
+    ("DFS", "Depth-First Search (DFS)"), ("depth first search", "Depth-First Search (DFS)"),
+    ("Depth-First Search (DFS)", "DFS"), ("D.F.S.", "Depth-First Search"),
+    ("Depth First Search", "DFS"), ("DFS (Depth-First Search)", "depth-first search"),
+    ("FDA", "Food and Drug Administration"),
+    ("The algorithm is depth-first search.", "Depth-First Search"),
+    ("It is a dolly zoom", "Dolly Zoom"), ("It's a dolly zoom.", "dolly zoom"),
+    ("The answer is 21.", "twenty-one"), ("They are red and blue", "red and blue"),
+    ("That's Newton's second law", "Newton's second law"),
+    ("<think>is it A?</think>The technique shown is cross-cutting", "cross cutting"),
+    ("\\boxed{42}", "42"), ("this is the DFS", "Depth-First Search"),
 ])  # fmt: skip
 def test_open_answers_match_as_acronym_and_as_predicate(response, gold):
     assert match_open(response, gold)
 
 
 @pytest.mark.parametrize("response, gold", [
-    ("It is not a dolly zoom", "dolly zoom"), ("It is probably a dolly zoom", "dolly zoom"), ("It might be a dolly zoom", "dolly zoom"),
-    ("It is a dolly zoom or a pan", "dolly zoom"), ("It is never red", "red"), ("It is a dolly zoom. Or it is a pan.", "dolly zoom"),
-    ("The pan is before the dolly zoom", "dolly zoom"), ("The dolly zoom is a technique", "dolly zoom"), ("BFS", "Depth-First Search (DFS)"),
-    ("dfs", "Depth-First Search"), ("DS", "Depth-First Search"), ("A", "Apple"), ("is", "is it"), ("It is", "it"), ("14", "4"), ("0.4", "4"),
-    ("any item", "AI"), ("Depth-First Search (a graph algorithm)", "a graph algorithm"), ("4 cm", "4 m"), ("It is " + "very " * 20 + "red", "red"),
+    ("It is not a dolly zoom", "dolly zoom"), ("It is probably a dolly zoom", "dolly zoom"),
+    ("It might be a dolly zoom", "dolly zoom"),
+    ("It is a dolly zoom or a pan", "dolly zoom"), ("It is never red", "red"),
+    ("It is a dolly zoom. Or it is a pan.", "dolly zoom"),
+    ("The pan is before the dolly zoom", "dolly zoom"),
+    ("The dolly zoom is a technique", "dolly zoom"), ("BFS", "Depth-First Search (DFS)"),
+    ("dfs", "Depth-First Search"), ("DS", "Depth-First Search"), ("A", "Apple"), ("is", "is it"),
+    ("It is", "it"), ("14", "4"), ("0.4", "4"),
+    ("any item", "AI"), ("Depth-First Search (a graph algorithm)", "a graph algorithm"),
+    ("4 cm", "4 m"), ("It is " + "very " * 20 + "red", "red"),
 ])  # fmt: skip
 def test_hedged_denied_and_partial_open_answers_do_not_match(response, gold):
     assert not match_open(response, gold)
 
 
 @pytest.mark.parametrize("response, gold", [
-    ("", ""), (".", "."), ("the", "A"), (".", "A"), ("!!", "A"), ("", "A"), ("4", "14"), ("zoom", "dolly zoom"),
-    ("not red", "red"), ("-5", "5"), ("1.5", "15"), ("C++", "C"), ("50", "50%"), ("red or blue", "red"),
+    ("", ""), (".", "."), ("the", "A"), (".", "A"), ("!!", "A"), ("", "A"), ("4", "14"),
+    ("zoom", "dolly zoom"),
+    ("not red", "red"), ("-5", "5"), ("1.5", "15"), ("C++", "C"), ("50", "50%"),
+    ("red or blue", "red"),
 ])  # fmt: skip
 def test_open_answers_that_differ_do_not_match(response, gold):
     assert not match_open(response, gold)
 
 
+OPEN = [  # (reply, gold) as models write them
+    ("Answer: Dolly Zoom", "Dolly Zoom"), ("**Answer:** Dolly zoom.", "Dolly Zoom"),
+    ("Final answer: dolly zoom", "Dolly Zoom"), ("**Final Answer**: *dolly zoom*", "Dolly Zoom"),
+    ("Therefore, the final answer is: Dolly Zoom", "Dolly Zoom"),
+    ("Therefore, the final answer is: **Dolly Zoom**.", "Dolly Zoom"),
+    ("The camera moves back. It is not a pan.\n\nTherefore, the final answer is: Dolly Zoom.",
+     "Dolly Zoom"),
+    ("Step 1: he may sort.\nStep 2: he swaps.\nThe final answer is bubble sort.", "Bubble sort"),
+    ("It is not a pan. However, the final answer is: Dolly zoom", "dolly zoom"),
+    ("Final answer:\nBubble sort", "bubble sort"), ("The correct answer is: 21", "twenty-one"),
+    ("Answer: It is a dolly zoom.", "dolly zoom"), ("Answer: DFS", "Depth-First Search (DFS)"),
+    ("O(n²)", "O(n^2)"), ("O(n^2)", "O(n²)"), ("O(n^{2})", "O(n²)"), ("$O(n^2)$", "O(n²)"),
+    ("Answer: O(n²).", "O(n^2)"), ("9.8 m/s²", "9.8 m/s^2"), ("9.8 m/s^2", "9.8 m/s²"),
+    ("10² N", "10^2 N"), ("\\boxed{9.8 m/s^2}", "9.8 m/s²"), ("The rate is 2 m/s².", "2 m/s^2"),
+    ("Dolly zoom. The camera moves back while the lens zooms in.", "dolly zoom"),
+    ("Dolly zoom\nThe background grows while the face keeps its size.", "dolly zoom"),
+    ("Bubble sort, because neighbours are swapped until all are in order.", "bubble sort"),
+    ("Bubble sort because neighbours are swapped.", "bubble sort"),
+    ("It is a dolly zoom. The video shows the background growing.", "dolly zoom"),
+    ("Answer: dolly zoom. The background grows while the face keeps its size.", "dolly zoom"),
+    ("U.S. Congress. The video shows members who vote.", "U.S. Congress"),
+    ("Five\nThere are five people visible in the room.", "5"),
+]  # fmt: skip
+OPEN_NOT = [
+    ("Answer: not a dolly zoom", "dolly zoom"), ("Answer: maybe a dolly zoom", "dolly zoom"),
+    ("Answer: dolly zoom or pan", "dolly zoom"), ("Wrong answer: dolly zoom", "dolly zoom"),
+    ("I do not think that the answer is dolly zoom", "dolly zoom"),
+    ("A possible answer is: dolly zoom", "dolly zoom"),
+    ("The answer is: dolly zoom. No, wait, the answer is: pan", "dolly zoom"),
+    ("Answer: dolly zoom. Actually it shows a pan of the camera.", "dolly zoom"),
+    ("Answer: dolly zoom\nAnswer: pan", "dolly zoom"), ("Dolly zoom. Pan.", "dolly zoom"),
+    ("Dolly zoom. It is a pan of the camera.", "dolly zoom"),
+    ("Dolly zoom. This could be a pan, which moves the camera.", "dolly zoom"),
+    ("1. The camera moves back while the lens zooms in.", "1"),
+    ("Dolly zoom. The lens zooms in while it moves. The video shows a face.", "dolly zoom"),
+    ("The camera moves because dolly zoom", "dolly zoom"), ("O(n^2)", "O(n^3)"),
+    ("O(n^2)", "O(2n)"), ("10^2", "102"), ("10²", "102"), ("10^3", "103"), ("m/s", "m/s^2"),
+    ("x^-2", "x^2"), ("10^-3", "10^3"), ("10⁻³", "10^3"), ("2ⁿ", "2n"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("response, gold", OPEN)
+def test_the_forms_in_which_models_write_open_answers_match(response, gold):
+    assert match_open(response, gold)
+
+
+@pytest.mark.parametrize("response, gold", OPEN_NOT)
+def test_what_looks_like_such_an_open_answer_and_says_something_else(response, gold):
+    assert not match_open(response, gold)
+
+
+# Gold texts of the kinds that benchmarks have, many of them near each other.
+GOLDS = ["Dolly zoom", "Zoom", "Cross-cutting", "Red", "Red and blue", "Blue", "Not red", "4", "14",
+         "4 m", "4 cm", "0.4", "-4", "40%", "21", "10^2", "102", "1,000", "9.8 m/s^2", "9.8 m/s",
+         "O(n)", "O(n^2)", "O(2^n)", "O(n log n)", "Depth-First Search (DFS)",
+         "Breadth-First Search (BFS)", "Newton's first law", "Newton's second law",
+         "Conversion of heat to work", "Light moves in straight lines", "It has no effect",
+         "The use of leading lines", "The lens", "Unknown", "Food and Drug Administration (FDA)",
+         "H2O", "Vitamin A", "Type A", "Supply and demand", "Demand", "The Birth of Venus",
+         "Gross Domestic Product", "C", "C++", "Yes", "No"]  # fmt: skip
+ONE_ANSWER = ["{a}", "<answer>{a}</answer>", "Answer: {a}", "**Answer:** {a}.", "It is {a}.",
+              "Therefore, the final answer is: {a}", "\\boxed{{{a}}}",
+              "{a}\nThe video shows it while he speaks.", "{a} because the video shows it.",
+              "We look at it. It could be both.\n\nFinal answer: {a}"]  # fmt: skip
+TWO_ANSWERS = ["{a}. {b}.", "{a}\n{b}", "{a}, {b}", "{a} or {b}", "It is {a}. It is {b}.",
+               "{a}. It is {b}.", "It is {a}, not {b}", "Not {b}. {a}",
+               "{a}. The technique is {b}.", "Answer: {a}. It is {b}",
+               "Answer: {a}\nNo: {b}", "{a} ({b})"]  # fmt: skip
+
+
+def test_no_answer_matches_the_gold_of_another_item():
+    pairs = [(a, b) for a in GOLDS for b in GOLDS if a != b]
+    for form in ONE_ANSWER:
+        assert [b for a, b in pairs if match_open(form.format(a=a), b)] == [], form
+
+
+def test_two_answers_match_neither():
+    pairs = [(a, b) for a in GOLDS[::2] for b in GOLDS[1::2]]
+    for form in TWO_ANSWERS:
+        said = [(form.format(a=a, b=b), a, b) for a, b in pairs]
+        assert [x for x in said if match_open(x[0], x[1]) or match_open(x[0], x[2])] == [], form
+
+
+@pytest.mark.parametrize("refusal", [
+    "I cannot determine this.", "I don't know.", "None of the above", "", "N/A", "...",
+    "There is no answer.", "The video does not show this.", "I'm sorry, but I can't help.",
+    "It is not possible to say because nothing is shown.", "[API error: A request failed]",
+])  # fmt: skip
+def test_no_refusal_matches_a_gold(refusal):
+    for form in ONE_ANSWER:
+        assert [gold for gold in GOLDS if match_open(form.format(a=refusal), gold)] == [], form
+
+
 @pytest.mark.parametrize("response, gold, want", [
     ("red car red", "red red car", 1.0),  # multisets: order is free, repeats count
     ("red red red", "red", 0.5),  # 2 * 1 / (3 + 1)
-    ("red car", "blue car", 0.5), ("blue", "red", 0.0), ("", "red", 0.0), ("", "", 0.0), ("the", "A", 0.0),
+    ("red car", "blue car", 0.5), ("blue", "red", 0.0), ("", "red", 0.0), ("", "", 0.0),
+    ("the", "A", 0.0),
 ])  # fmt: skip
 def test_token_f1_counts_multisets(response, gold, want):
     assert token_f1(response, gold) == approx(want)
@@ -406,11 +660,12 @@ def test_accuracy_dispatches_on_task_type_and_open_metric():
         accuracy("A", "open", "A", open_metric="judge")
 
 
-# ------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Format reward: the last turn without the forced "<think>\n", hand-computed base, anchor and total
 
 TABLE = [
-    # everything: .2 think + .5 answer + .3 call + .1 balanced = 1.1; anchor .4 + .3; 1.1 + .35 is clipped
+    # everything: .2 think + .5 answer + .3 call + .1 balanced = 1.1; anchor .4 + .3; 1.1 + .35 is
+    # clipped
     ([f"{THOUGHT}</think>{CALL}", f"{THOUGHT}</think>\n<answer>B</answer>"], 1.1, 0.7, 1.0),
     # direct answer: .2 + .5 + .1; anchor .7
     ([f"{THOUGHT}</think><answer>B</answer>"], 0.8, 0.7, 1.0),
@@ -440,7 +695,8 @@ TABLE = [
 @pytest.mark.parametrize("turns, base, anchor, total", TABLE)
 def test_format_reward_equals_hand_computed_values(turns, base, anchor, total):
     got = format_reward(turns)
-    assert (got["base"], got["anchor"], got["total"]) == (approx(base), approx(anchor), approx(total))
+    assert (got["base"], got["anchor"], got["total"]) == (approx(base), approx(anchor),
+                                                          approx(total))
 
 
 @pytest.mark.parametrize("turn", [
@@ -470,7 +726,8 @@ def test_the_cap_binds_when_the_parts_alone_would_pay_more():
 
 def test_nothing_earns_nothing():
     empty = "</think><tool_call></tool_call><answer></answer>"
-    for turns in ([], [""], ["<think>hi"], [empty], [empty, empty], ["<answer></answer>" * 20], ["</think>" * 9]):
+    for turns in ([], [""], ["<think>hi"], [empty], [empty, empty], ["<answer></answer>" * 20],
+                  ["</think>" * 9]):
         assert format_reward(turns)["total"] == 0.0
         assert format_reward(turns, think_prefix=False)["total"] == 0.0
 
@@ -483,21 +740,25 @@ def test_a_thought_made_of_tags_is_not_substantive():
 def test_closing_the_forced_thought_beats_leaving_it_open():
     shut, left = f"{THOUGHT}</think><answer>B</answer>", f"{THOUGHT}<answer>B</answer>"
     second = f"<think>{THOUGHT}</think><answer>B</answer>"
-    assert format_reward([shut])["total"] > max(format_reward([text])["total"] for text in (left, second))
+    assert format_reward([shut])["total"] > max(format_reward([text])["total"]
+                                                for text in (left, second))
 
 
 def test_more_tags_never_pay_more():
     clean = [f"{THOUGHT}</think>{CALL}", f"{THOUGHT}</think><answer>B</answer>"]
     best = format_reward(clean)["total"]
-    for extra in ("<answer>B</answer>", "<think>", "</think>", "</answer>", "<tool_response>", "<tool_call>"):
-        for turns in ([clean[0], clean[1] + extra], [clean[0] + extra, clean[1]], [clean[0], extra + clean[1]]):
+    for extra in ("<answer>B</answer>", "<think>", "</think>", "</answer>", "<tool_response>",
+                  "<tool_call>"):
+        for turns in ([clean[0], clean[1] + extra], [clean[0] + extra, clean[1]],
+                      [clean[0], extra + clean[1]]):
             assert format_reward(turns)["total"] <= best
     assert format_reward([clean[0], clean[1] + "<answer>B</answer>" * 9])["total"] <= 0.5
 
 
 def test_thinking_must_come_before_the_first_call():
     assert format_reward([f"{THOUGHT}</think>{CALL}"])["think_before_call"]
-    for turn in (f"{CALL}{THOUGHT}</think>", f"{CALL}{THOUGHT}</think>{CALL}", f"</think>{CALL}", CALL,
+    for turn in (f"{CALL}{THOUGHT}</think>", f"{CALL}{THOUGHT}</think>{CALL}", f"</think>{CALL}",
+                 CALL,
                  f"{THOUGHT}</think><tool_call>{{}}</tool_call>"):  # fmt: skip
         assert not format_reward([turn])["think_before_call"]
     dialect = f"{THOUGHT}</think><tool_code>crop_video(1, 2)</tool_code>"
@@ -507,8 +768,10 @@ def test_thinking_must_come_before_the_first_call():
 def test_answer_suffix_switches_the_answer_terms():
     turns = [f"{THOUGHT}</think>{CALL}", f"{THOUGHT}</think><answer>B</answer>"]
     assert format_reward(turns, anchor=0)["base"] == approx(1.1)
-    assert format_reward(turns, answer_suffix=False, anchor=0)["total"] == approx(0.6)  # .3 + .2 + .1
-    alone = [f"</think>{CALL}", "x</think><answer>B</answer>"]  # no thought worth the name: only the answer pays
+    # .3 + .2 + .1
+    assert format_reward(turns, answer_suffix=False, anchor=0)["total"] == approx(0.6)
+    # no thought worth the name: only the answer pays
+    alone = [f"</think>{CALL}", "x</think><answer>B</answer>"]
     assert format_reward(alone, anchor=0)["total"] == approx(0.6)
     assert format_reward(alone, answer_suffix=False, anchor=0)["total"] == 0.0
 
@@ -516,36 +779,44 @@ def test_answer_suffix_switches_the_answer_terms():
 def test_think_prefix_decides_whether_the_thought_was_opened():
     closed = [f"{THOUGHT}</think><answer>B</answer>"]
     assert format_reward(closed)["total"] == 1.0
-    assert format_reward(closed, think_prefix=False)["total"] == approx(0.5)  # a stray </think>: .5 for the answer
+    # a stray </think>: .5 for the answer
+    assert format_reward(closed, think_prefix=False)["total"] == approx(0.5)
     written = [f"<think>{THOUGHT}</think><answer>B</answer>"]
     assert format_reward(written, think_prefix=False)["total"] == 1.0
-    assert format_reward(["<answer>B</answer>"], think_prefix=False)["total"] == approx(0.6)  # .5 + .1
+    # .5 + .1
+    assert format_reward(["<answer>B</answer>"], think_prefix=False)["total"] == approx(0.6)
 
 
 def test_anchor_and_gamma_weigh_the_anchor_term():
     short = ["hi</think><answer>B</answer>"]  # base .6, R_anchor .7
-    assert [format_reward(short, anchor=a)["total"] for a in (0.0, 0.2, 0.5)] == approx([0.6, 0.74, 0.95])
+    assert [format_reward(short, anchor=a)["total"]
+            for a in (0.0, 0.2, 0.5)] == approx([0.6, 0.74, 0.95])
     left = [f"{THOUGHT}<answer>B</answer>"]  # base .5, R_anchor -gamma
-    assert [format_reward(left, gamma=g)["total"] for g in (0.0, 0.3, 1.0)] == approx([0.5, 0.35, 0.0])
+    assert [format_reward(left, gamma=g)["total"]
+            for g in (0.0, 0.3, 1.0)] == approx([0.5, 0.35, 0.0])
 
 
-# ------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Tool reward and the sum
 
 
 def test_tool_reward_equals_hand_computed_values():
-    assert [tool_reward(0, 0, 1.0), tool_reward(1, 0, 0.0), tool_reward(1, 0, 1.0)] == [0.0, 0.1, 0.1]
-    assert [tool_reward(2, 1, 0.0), tool_reward(1, 1, 0.2), tool_reward(0, 3, 1.0)] == [0.3, 0.8, 0.0]
+    assert [tool_reward(0, 0, 1.0), tool_reward(1, 0, 0.0),
+            tool_reward(1, 0, 1.0)] == [0.0, 0.1, 0.1]
+    assert [tool_reward(2, 1, 0.0), tool_reward(1, 1, 0.2),
+            tool_reward(0, 3, 1.0)] == [0.3, 0.8, 0.0]
 
 
 def test_score_sums_its_weighted_terms():
     turns = [f"{THOUGHT}</think>{CALL}", "hi</think><answer>dog</answer>"]
     # fmt: .5 answer + .3 call + .1 balanced + .35 anchor, clipped to 1; without the anchor .9
     got = score(turns, "mcq", "B", PETS, num_parseable=1, num_executed=1, anchor=0.0)
-    assert (got["acc"], got["fmt"], got["tool"], got["total"]) == (1.0, approx(0.9), 0.8, approx(2.7))
+    assert (got["acc"], got["fmt"], got["tool"], got["total"]) == (1.0, approx(0.9), 0.8,
+                                                                   approx(2.7))
     assert got["closure"] == {"think": [2, 2], "tool_call": [1, 1], "answer": [1, 1]}
     half = score(turns, "mcq", "B", PETS, 1, 1, anchor=0.0, w_format=0.5, tool_weight=0.0)
-    assert (half["total"], half["fmt"], half["tool"]) == (approx(1.45), approx(0.9), 0.8)  # terms come unweighted
+    # terms come unweighted
+    assert (half["total"], half["fmt"], half["tool"]) == (approx(1.45), approx(0.9), 0.8)
 
 
 def test_score_passes_every_setting_on():
@@ -557,17 +828,20 @@ def test_score_passes_every_setting_on():
     assert score(left, "open", "blue car", anchor=0.0)["fmt"] == approx(0.5)
     assert score(left, "open", "blue car", answer_suffix=False)["fmt"] == 0.0
     assert score(left, "open", "blue car", think_prefix=False)["fmt"] == approx(0.6)
-    assert score(["<answer>1</answer><think>x</think>"], "open", "1")["acc"] == 0.0  # a draft in the forced thought
-    assert score(["<answer>1</answer><think>x</think>"], "open", "1", think_prefix=False)["acc"] == 1.0
+    # a draft in the forced thought
+    assert score(["<answer>1</answer><think>x</think>"], "open", "1")["acc"] == 0.0
+    assert score(["<answer>1</answer><think>x</think>"], "open", "1",
+                 think_prefix=False)["acc"] == 1.0
 
 
 def test_closure_counts_opened_and_closed_tags():
-    got = score(["x</think><tool_call><tool_call></tool_call></answer>", "y"], "mcq", "A")["closure"]
+    got = score(["x</think><tool_call><tool_call></tool_call></answer>", "y"], "mcq",
+                "A")["closure"]
     assert got == {"think": [2, 1], "tool_call": [2, 1], "answer": [0, 0]}
     assert score(["y"], "mcq", "A", think_prefix=False)["closure"]["think"] == [0, 0]
 
 
-# ------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Strings that other graders pay for
 
 HEDGES = [  # the last turn, and the gold letters it must not score for
@@ -591,7 +865,8 @@ def test_an_honest_answer_with_letter_e_scores():
     assert score(["x</think><answer>(E) none</answer>"], "mcq", "E", PETS)["acc"] == 1.0
 
 
-@given(st.lists(st.sampled_from(["A", "B", "C", "answer is ", "option ", " or ", "not ", ". ", "(", " cat", " dog"])))
+@given(st.lists(st.sampled_from(["A", "B", "C", "answer is ", "option ", " or ", "not ", ". ", "(",
+                                 " cat", " dog"])))
 @settings(deadline=None, max_examples=200)
 def test_no_response_is_right_for_two_gold_letters(parts):
     turn = "x</think><answer>" + "".join(parts) + "</answer>"
@@ -599,9 +874,11 @@ def test_no_response_is_right_for_two_gold_letters(parts):
 
 
 def test_a_better_answer_always_pays_more():
-    # Nothing saturates the sum: token F1 0.5 and 1.0 stay 0.5 apart with every other term at its maximum.
+    # Nothing saturates the sum: token F1 0.5 and 1.0 stay 0.5 apart with every other term at its
+    # maximum.
     half, full = (
-        score([f"{THOUGHT}</think>{CALL}", f"{THOUGHT}</think><answer>{text}</answer>"], "open", "blue car", None, 1, 1)
+        score([f"{THOUGHT}</think>{CALL}", f"{THOUGHT}</think><answer>{text}</answer>"], "open",
+              "blue car", None, 1, 1)
         for text in ("red car", "blue car")
     )
     assert (half["total"], full["total"]) == (approx(2.3), approx(2.8))
@@ -640,14 +917,18 @@ def test_usual_ways_to_write_a_span_score(answer):
     assert score([f"x</think><answer>{answer}</answer>"], "grounding", (10, 20))["acc"] == 1.0
 
 
-# ------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Properties: no text raises, everything stays in bounds
 
-SCRAPS = [*PIECES, CALL, "</tool_call>", "</tool_code>", "</tool_response>", "crop_video(", ")", "=", "'", '"', "{",
-          "}", "null", "NaN", "\x00", "\ud800", "\u202e", "٣", "²", "10", "20", "0:10", " to ", ", ", ".", "A", "B) ",
-          "I", "not", "option ", "the ", "end", "frames ", "\n", "a" * 50, "1" * 50, "-", "%", "1e999", "\\", "*", "<",
+SCRAPS = [*PIECES, CALL, "</tool_call>", "</tool_code>", "</tool_response>", "crop_video(", ")",
+          "=", "'", '"', "{",
+          "}", "null", "NaN", "\x00", "\ud800", "\u202e", "٣", "²", "10", "20", "0:10", " to ",
+          ", ", ".", "A", "B) ",
+          "I", "not", "option ", "the ", "end", "frames ", "\n", "a" * 50, "1" * 50, "-", "%",
+          "1e999", "\\", "*", "<",
           ">"]  # fmt: skip
-hostile = st.lists(st.one_of(st.sampled_from(SCRAPS), st.text(max_size=6)), max_size=14).map("".join)
+hostile = st.lists(st.one_of(st.sampled_from(SCRAPS), st.text(max_size=6)),
+                   max_size=14).map("".join)
 anything = st.one_of(hostile, st.text(max_size=60))
 
 
@@ -666,23 +947,27 @@ def test_parsing_never_raises_and_returns_usable_calls(text, think_open):
 scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8))
 
 
-@given(st.recursive(scalars, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=5), v, max_size=3)),
-       st.sampled_from(["start_time", "end_time", "num_frames", "start", "arguments", "name"]))  # fmt: skip
+@given(st.recursive(scalars, lambda v: st.lists(v, max_size=3)
+                    | st.dictionaries(st.text(max_size=5), v, max_size=3)),
+       st.sampled_from(["start_time", "end_time", "num_frames", "start", "arguments", "name"]))
 @settings(deadline=None, max_examples=200)
 def test_any_json_value_anywhere_in_a_call_gives_one_entry(value, key):
     arguments = {"start_time": 1, "end_time": 2}
     call = {"name": "crop_video", "arguments": arguments}
     (call if key in call else arguments)[key] = value
-    body = json.dumps(call)  # JSON escapes no angle bracket, so a tag in a string would be seen as a tag
+    # JSON escapes no angle bracket, so a tag in a string would be seen as a tag
+    body = json.dumps(call)
     if not rewards.TAG.search(body):
         assert len(parse_tool_calls(f"<tool_call>{body}</tool_call>")) == 1
 
 
-@given(st.lists(anything, max_size=3), st.booleans(), st.booleans(), st.sampled_from(["mcq", "open", "grounding"]))
+@given(st.lists(anything, max_size=3), st.booleans(), st.booleans(),
+       st.sampled_from(["mcq", "open", "grounding"]))
 @settings(deadline=None, max_examples=300)
 def test_scores_never_raise_and_stay_in_bounds(turns, think_prefix, answer_suffix, task_type):
     gold = {"mcq": "A", "open": "red car", "grounding": (1.0, 5.0)}[task_type]
-    got = score(turns, task_type, gold, PETS, 1, 1, think_prefix=think_prefix, answer_suffix=answer_suffix)
+    got = score(turns, task_type, gold, PETS, 1, 1, think_prefix=think_prefix,
+                answer_suffix=answer_suffix)
     assert 0.0 <= got["acc"] <= 1.0 and 0.0 <= got["fmt"] <= 1.0 and 0.0 <= got["tool"] <= 0.8
     assert got["total"] == approx(got["acc"] + got["fmt"] + got["tool"])
     assert all(0 <= closed <= opened for opened, closed in got["closure"].values())
@@ -699,8 +984,8 @@ def test_extraction_never_raises_and_stays_in_bounds(response, other):
     span = extract_span(response)
     assert span is None or 0.0 <= span[0] < span[1] < math.inf
     assert 0.0 <= token_f1(response, other) <= 1.0
-    if match_open(response, other):
-        assert token_f1(response, other) == 1.0 and normalise(other)
+    # Not F1 1.0 as well: "answer is A" matches "A" and has two tokens more.
+    assert normalise(other) or not match_open(response, other)
     tail = answer_or_tail([response, other])
     assert tail is None or tail.strip()
 
@@ -712,21 +997,25 @@ def test_iou_is_symmetric_and_in_bounds(span, gold):
     assert temporal_iou(span, gold) == temporal_iou(gold, span)
 
 
-# ------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # struct(o)
 
-TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<answer>", "</answer>"]
+TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_code>", "</tool_code>",
+        "<answer>", "</answer>"]
 
 
 def overlap_oracle(pieces):
-    """The definition, the slow way, byte by byte: some of a token lies in a tag, and what does not is no letter or digit."""
+    """The definition, the slow way, byte by byte: some of a token lies in a tag, and what does not
+    is no letter or digit."""
     joined = b"".join(pieces)
-    in_tag = {at for tag in TAGS for i in range(len(joined)) if joined.startswith(tag.encode(), i) for at in range(i, i + len(tag))}
+    in_tag = {at for tag in TAGS for i in range(len(joined)) if joined.startswith(tag.encode(), i)
+              for at in range(i, i + len(tag))}
     mask, at = [], 0
     for piece in pieces:
         places = range(at, at + len(piece))
         outside = [joined[i] for i in places if i not in in_tag]
-        mask.append(any(i in in_tag for i in places) and not any(b >= 128 or chr(b).isalnum() for b in outside))
+        mask.append(any(i in in_tag for i in places)
+                    and not any(b >= 128 or chr(b).isalnum() for b in outside))
         at += len(piece)
     return [*mask[:-1], True] if pieces else []
 
@@ -736,34 +1025,32 @@ def test_mask_of_a_turn_worked_by_hand():
     assert structural_mask(pieces) == [False, True, True, True, False, True]
     assert structural_mask([]) == []
     assert structural_mask([b"", b""]) == [False, True]
-    # An empty token inside a tag overlaps no byte of it; near misses and the dialect's tag are no structural tags.
+    # An empty token inside a tag overlaps no byte of it; near misses are no tags.
     assert structural_mask([b"<ans", b"", b"wer>", b"x"]) == [True, False, True, True]
-    assert structural_mask([b"<answer", b"x>", b"<Answer>", b"<tool_code>", b"< think>", b"."]) == [False] * 5 + [True]
+    assert structural_mask([b"<answer", b"x>", b"<Answer>", b"<tool_code>", b"< think>",
+                            b"."]) == [False, False, False, True, False, True]
 
 
 def test_the_token_of_an_answer_letter_carries_no_format_credit():
     """As Qwen's vocabulary cuts it. Spaces and punctuation beside a tag are nobody's answer."""
     turn = [b"<", b"answer", b">B", b"</", b"answer", b">", b"<|im_end|>"]
     assert structural_mask(turn) == [True, True, False, True, True, True, True]
-    assert structural_mask([b"<answer", b">\n", b"7</", b"answer>.", "é</".encode(), b"answer>", b""]) == [True, True, False, True, False, True, True]
+    assert structural_mask([b"<answer", b">\n", b"7</", b"answer>.", "é</".encode(), b"answer>",
+                            b""]) == [True, True, False, True, False, True, True]
 
 
-def test_smaller_masks_are_subsets_worked_by_hand():
-    pieces = [b"hm", b"</think>", b" <an", b"swer>", b"B", b"</answer>", b"<|im_end|>"]
-    assert structural_mask(pieces, "tags") == [False, True, True, True, False, True, False]
-    assert structural_mask(pieces, "closing") == [False, True, False, False, False, True, False]
-    assert structural_mask([], "tags") == []
-
-
-@given(st.lists(st.sampled_from([*TAGS, "<", ">", "</", "é", "答", "<think", "answer>", " B ", "\x00", "<|im_end|>"]),
+@given(st.lists(st.sampled_from([*TAGS, "<", ">", "</", "é", "答", "<think", "answer>", " B ",
+                                 "\x00", "<|im_end|>"]),
                 max_size=12), st.data())  # fmt: skip
 @settings(deadline=None, max_examples=300)
 def test_mask_equals_the_oracle_for_any_split(parts, data):
     joined = "".join(parts).encode()
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(joined)), max_size=20)))  # equal cuts give empty tokens
+    # equal cuts give empty tokens
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(joined)), max_size=20)))
     pieces = [joined[a:b] for a, b in zip([0, *cuts], [*cuts, len(joined)], strict=True)]
     assert structural_mask(pieces) == overlap_oracle(pieces)
-    assert structural_mask(parts_as_tokens := [part.encode() for part in parts]) == overlap_oracle(parts_as_tokens)
+    tokens = [part.encode() for part in parts]
+    assert structural_mask(tokens) == overlap_oracle(tokens)
 
 
 @given(st.lists(st.sampled_from([*TAGS, "word", " ", "<"]), min_size=1, max_size=10))
@@ -776,7 +1063,7 @@ def test_mask_over_single_bytes_counts_exactly_the_bytes_of_tags(parts):
     assert sum(mask) == in_tags + (not ends_in_tag)
 
 
-# ------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Group advantages
 
 unit = st.floats(0, 1)
@@ -785,7 +1072,8 @@ unit = st.floats(0, 1)
 def test_advantages_equal_hand_computed_values():
     # rewards 1 + .5 * 1 = 1.5 and 0 + 0 = 0: mean .75, sigma .75
     a_task, a_fmt, sigma = group_advantages([1.0, 0.0], [1.0, 0.0], w_format=0.5)
-    assert sigma == approx(0.75) and a_task == approx([2 / 3, -2 / 3]) and a_fmt == approx([1 / 3, -1 / 3])
+    assert sigma == approx(0.75) and a_task == approx([2 / 3, -2 / 3])
+    assert a_fmt == approx([1 / 3, -1 / 3])
     assert group_advantages([1.0, 0.0], [1.0, 0.0], w_format=0.0)[:2] == ([1.0, -1.0], [0.0, 0.0])
 
 
@@ -814,11 +1102,3 @@ def test_groups_without_variance_give_no_signal():
 def test_lists_of_unequal_length_are_refused():
     with pytest.raises(ValueError, match="zip"):
         group_advantages([1.0, 2.0], [1.0])
-
-
-def test_separate_normalisation_gives_each_stream_its_own_unit():
-    """A format that hardly varies beside the task is blown up to full size: that is the point of the comparison, and its danger."""
-    a_task, a_fmt, _ = group_advantages([3.0, 0.0, 3.0, 0.0], [0.1, 0.1, 0.0, 0.0], separate=True)
-    assert a_task == approx([1, -1, 1, -1]) and a_fmt == approx([1, 1, -1, -1])
-    assert group_advantages([1.0, 1.0], [1.0, 0.0], 0.5, separate=True)[:2] == ([0.0, 0.0], [0.5, -0.5])
-    assert group_advantages([1.0, 0.0], [0.0, 1.0], separate=True)[:2] == ([1.0, -1.0], [-1.0, 1.0])  # the sums are equal, the streams are not

@@ -1,5 +1,6 @@
 """
-Tests of the endpoint client against a real server, vLLM's own, with the toy checkpoint: python -m pytest tests/test_server.py -q
+Tests of the endpoint client against a real server, vLLM's own, with the toy checkpoint: python -m
+pytest tests/test_server.py -q
 """
 import json
 import os
@@ -23,19 +24,26 @@ def server(toy, tmp_path_factory):
     """vLLM's OpenAI-compatible server on loopback -> its base URL."""
     pytest.importorskip("vllm", reason="vllm is not installed")
     folder = tmp_path_factory.mktemp("server")
-    # The server starts processes of its own: each needs the shim that makes vllm importable beside a CPU torch.
-    (folder / "sitecustomize.py").write_text(f"import sys\nsys.path.insert(0, {ROOT!r})\nimport model\nmodel.import_shim()\n")
+    # The server starts processes of its own: each needs the shim that makes vllm importable beside
+    # a CPU torch.
+    (folder / "sitecustomize.py").write_text(
+        f"import sys\nsys.path.insert(0, {ROOT!r})\nimport model\nmodel.import_shim()\n")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(toy / "init"), "--host", "127.0.0.1", "--port", str(port),
-               "--served-model-name", "toy", "--max-model-len", "1024", "--max-num-batched-tokens", "8192", "--max-num-seqs", "8", "--enforce-eager",
-               "--dtype", "float32", "--no-enable-chunked-prefill", "--generation-config", "vllm", "--limit-mm-per-prompt", '{"image": 64}',
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model",
+               str(toy / "init"), "--host", "127.0.0.1", "--port", str(port),
+               "--served-model-name", "toy", "--max-model-len", "1024", "--max-num-batched-tokens",
+               "8192", "--max-num-seqs", "8", "--enforce-eager",
+               "--dtype", "float32", "--no-enable-chunked-prefill", "--generation-config", "vllm",
+               "--limit-mm-per-prompt", '{"image": 64}',
                "--mm-processor-kwargs", '{"size": {"shortest_edge": 1024, "longest_edge": 50176}}']
-    environment = {**os.environ, "PYTHONPATH": str(folder), "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1",
+    environment = {**os.environ, "PYTHONPATH": str(folder), "VLLM_CPU_KVCACHE_SPACE": "1",
+                   "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1",
                    "OMP_NUM_THREADS": "1"}
     with open(folder / "log", "w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment,
+                                   start_new_session=True)
     try:
         for _ in range(600):
             try:
@@ -56,32 +64,42 @@ def server(toy, tmp_path_factory):
 
 
 def test_the_server_reads_the_very_prompt_that_a_policy_is_trained_on(server, toy, codec, source):
-    """Frames, times, tool schema and forced start of the thought, over the wire: the same ids as rollout.py gives its own engines."""
+    """Frames, times, tool schema and forced start of the thought, over the wire: the same ids as
+    rollout.py gives its own engines."""
     engine = systems.OpenAIEngine(server, "toy", prefill=True)
     for task in rollout.read_tasks(str(toy / "eval.jsonl"))[:2]:
         spec = {"video": task["video"], "frames": 4}
         frames, messages = source.load(spec), rollout.main_messages(task, 4)
         context = rollout.open_context(codec, messages, [spec], [frames], rollout.tool_schema())
-        request = rollout.Request("0", [], [], [], [frames], messages, 4, 0.0, 0, "<think>\n", rollout.tool_schema())
+        request = rollout.Request("0", [], [], [], [frames], messages, 4, 0.0, 0, "<think>\n",
+                                  rollout.tool_schema())
         body = {**engine.body(request), "return_token_ids": True}
-        call = urllib.request.Request(engine.url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        call = urllib.request.Request(f"{server}/chat/completions", json.dumps(body).encode(),
+                                      {"Content-Type": "application/json"})
         with urllib.request.urlopen(call, timeout=120) as answer:
             got = json.load(answer)["prompt_token_ids"]
         assert got == context.ids + model.think_prefix_ids(codec, context.ids)
 
 
 def test_a_benchmark_run_against_the_server(server, toy, tmp_path):
-    done = run_script("eval.py", "--preset", "toy", "--engine", "openai", "--base-url", server, "--model", "toy", "--data", toy / "eval.jsonl", "--frames", 4,
-                      "--tools", "on", "off", "--max-new-tokens", 16, "--limit", 3, "--out", tmp_path / "out")
+    done = run_script("eval.py", "--preset", "toy", "--engine", "openai", "--base-url", server,
+                      "--model", "toy", "--data", toy / "eval.jsonl", "--frames", 4,
+                      "--tools", "on", "off", "--max-new-tokens", 16, "--limit", 3, "--out",
+                      tmp_path / "out")
     assert done.returncode == 0, done.stderr
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert [(r["tools"], r["n"], r["errors"]) for r in summary["results"]] == [("on", 3, {}), ("off", 3, {})] and summary["served"] == ["toy"]
-    lines = [json.loads(line) for line in (tmp_path / "out" / "records.rank0.jsonl").read_text().splitlines()]
-    assert all(r["turns"][0] and r["finish"] for r in lines)  # a random checkpoint babbles, but it was asked and it spoke
+    assert [(r["tools"], r["n"], r["errors"]) for r in summary["results"]] == [
+        ("on", 3, {}), ("off", 3, {})]
+    assert summary["served"] == ["toy"]
+    lines = [json.loads(line)
+             for line in (tmp_path / "out" / "records.rank0.jsonl").read_text().splitlines()]
+    # a random checkpoint babbles, but it was asked and it spoke
+    assert all(r["turns"][0] and r["finish"] for r in lines)
 
 
 def test_a_model_the_server_does_not_have_is_an_engine_error(server, toy, tmp_path):
-    done = run_script("eval.py", "--preset", "toy", "--engine", "openai", "--base-url", server, "--model", "other", "--data", toy / "eval.jsonl", "--frames", 4,
+    done = run_script("eval.py", "--preset", "toy", "--engine", "openai", "--base-url", server,
+                      "--model", "other", "--data", toy / "eval.jsonl", "--frames", 4,
                       "--limit", 1, "--retries", 0, "--out", tmp_path / "out")
     assert done.returncode == 2 and "1 of 1 items failed (1 engine_error)" in done.stderr
     assert "HTTP 404" in (tmp_path / "out" / "records.rank0.jsonl").read_text()

@@ -1,8 +1,9 @@
 """
 Tests of sft.py: python -m pytest tests/test_sft.py -q
 
-The arithmetic is checked by hand numbers; each flag is turned in a two-step training inside this process and must change what it
-names; one training of two ranks runs as a user would start it, with a broken video in its data, and is resumed half-way.
+The arithmetic is checked by hand numbers; each flag is turned in a two-step training inside this
+process and must change what it names; one training of two ranks runs as a user would start it, with
+a broken video in its data, and is resumed half-way.
 """
 import json
 import os
@@ -25,7 +26,7 @@ import video
 
 
 def settings_for_chats(**changed):
-    return SimpleNamespace(**{"video_root": None, "min_pixels": 1024, "max_pixels": 50176, "max_len": 2048, **changed})
+    return SimpleNamespace(**{"video_root": None, "max_pixels": 50176, "max_len": 2048, **changed})
 
 
 def chats_of(path, codec, **changed):
@@ -49,11 +50,12 @@ def parse(monkeypatch, *arguments):
 
 
 def user_and(answer, **video_item):
-    content = [{"type": "video", "video": "v.mp4", **video_item}, {"type": "text", "text": "Which?"}] if video_item else "Which?"
+    parts = [{"type": "video", "video": "v.mp4", **video_item}, {"type": "text", "text": "Which?"}]
+    content = parts if video_item else "Which?"
     return [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Arithmetic
 
 
@@ -82,13 +84,15 @@ def test_ranks_share_a_batch_without_loss_and_about_evenly(costs, world):
 
 def test_cost_counts_the_frames_of_a_chat(tmp_path, codec):
     rows = [{"id": 0, "messages": user_and("a")}, {"id": 1, "messages": user_and("a", frames=64)},
-            {"id": 2, "messages": user_and("a", start=0, end=9, max_frames=7)}, {"id": 3, "messages": user_and("a", start=0, end=9, max_frames=None)}]
+            {"id": 2, "messages": user_and("a", start=0, end=9, max_frames=7)},
+            {"id": 3, "messages": user_and("a", start=0, end=9, max_frames=None)}]
     chats = chats_of(write_rows(tmp_path / "d.jsonl", rows), codec)
     assert [chats.cost(i) for i in range(4)] == [1, 65, 8, 17]
 
 
 def test_loss_is_the_mean_over_all_trained_tokens(toy, codec, policy, process_group):
-    """Not a mean of means: chats of different lengths weigh by their tokens, however they are packed."""
+    """Not a mean of means: chats of different lengths weigh by their tokens, however they are
+    packed."""
     chats = chats_of(toy / "sft.jsonl", codec)
     vision = model.VisionFeatures(policy.hf.model.visual, codec, chats.frames)
     indices = [0, 1, 15]
@@ -100,117 +104,111 @@ def test_loss_is_the_mean_over_all_trained_tokens(toy, codec, policy, process_gr
         assert len(packs) == (3 if budget == 1 else 1)
         with torch.no_grad():
             loss, count = sft.backward(policy, vision, packs, codec, 1, torch.device("cpu"))
-        assert loss == pytest.approx(wanted, rel=1e-6) and count == sum(map(len, alone)) == sum(sum(chats[i].mask) for i in indices)
+        assert loss == pytest.approx(wanted, rel=1e-6)
+        assert count == sum(map(len, alone)) == sum(sum(chats[i].mask) for i in indices)
     assert all(p.grad is None for p in policy.parameters())  # a held-out loss leaves no gradient
 
 
 def test_optimizers_get_the_parameters_that_their_flags_name(policy):
-    args = SimpleNamespace(optimizer="adamw", lr=3e-4, muon_lr=7e-3, weight_decay=0.2, beta2=0.9)
+    args = SimpleNamespace(optimizer="adamw", lr=3e-4, muon_lr=7e-3, beta2=0.9)
     adamw, = sft.build_optimizers(policy, args, torch.device("cpu"))
     trained = {id(p) for p in model.trained_parameters(policy)}
     assert {id(p) for g in adamw.param_groups for p in g["params"]} == trained
     assert not trained & {id(p) for p in policy.hf.model.visual.parameters()}
     for group in adamw.param_groups:
         assert group["lr"] == 3e-4 and group["betas"] == (0.9, 0.9)
-        assert all((p.ndim > 1) == (group["weight_decay"] == 0.2) for p in group["params"])
-    adamw, muon = sft.build_optimizers(policy, SimpleNamespace(**{**vars(args), "optimizer": "muon"}), torch.device("cpu"))
+        assert all((p.ndim > 1) == (group["weight_decay"] == 0.01) for p in group["params"])
+    adamw, muon = sft.build_optimizers(policy,
+                                       SimpleNamespace(**{**vars(args), "optimizer": "muon"}),
+                                       torch.device("cpu"))
     in_muon = {id(p) for g in muon.param_groups for p in g["params"]}
-    assert muon.param_groups[0]["lr"] == 7e-3 and in_muon == {id(p) for p in policy.hf.model.language_model.layers.parameters() if p.ndim == 2}
+    assert muon.param_groups[0]["lr"] == 7e-3
+    assert in_muon == {id(p) for p in policy.hf.model.language_model.layers.parameters()
+                       if p.ndim == 2}
     assert in_muon | {id(p) for g in adamw.param_groups for p in g["params"]} == trained
     assert not in_muon & {id(p) for g in adamw.param_groups for p in g["params"]}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Format rate
-
-
-def test_a_policy_that_cannot_write_tags_has_format_rate_zero(toy, codec, policy, vision, process_group):
-    chats = chats_of(toy / "sft_val.jsonl", codec)
-    assert sft.format_rate(policy, codec, vision, chats, 3, 12, 0, 1) == 0.0
-
-
-def test_format_rate_counts_closed_thoughts_with_a_call_or_an_answer(toy, codec, policy, vision, process_group, monkeypatch):
-    """Two of these six first turns are well formed; the prompts end in the forced prefix and before the taught turn."""
-    call = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 8}}\n</tool_call>'
-    thought = "I need a closer look.\n</think>\n"
-    turns = [thought + call + "<|im_end|>", thought + "<answer>red</answer><|im_end|>", thought + "<answer>red</answer>",
-             "I need a closer look. <answer>red</answer><|im_end|>", thought + "red<|im_end|>", thought + call + "<tool_call><|im_end|>"]
-    asked = []
-
-    def scripted(_policy, codec, _vision, prompts, _limit, lockstep):
-        asked.extend(ids for ids, _ in prompts)
-        return [(model.encode(codec, t), []) for t in turns]
-
-    monkeypatch.setattr(model, "generate", scripted)
-    chats = chats_of(toy / "sft_val.jsonl", codec)
-    assert sft.format_rate(policy, codec, vision, chats, len(turns), 99, 0, 1) == pytest.approx(2 / 6)
-    assert len(asked) == 6
-    for ids in asked:
-        assert model.decode(codec, ids).endswith("<|im_start|>assistant\n<think>\n") and "<answer>" not in model.decode(codec, ids)[-60:]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Bad data
 
 
 @pytest.mark.parametrize("messages, wanted", [
-    ("hello", "list"), ([], "list"), ([{"role": "robot", "content": "x"}], "role"), ([{"role": "user"}], "content"), (["x"], "role"),
-    ([{"role": "user", "content": None}], "content must"), ([{"role": "user", "content": 3}], "content must"),
-    ([{"role": "user", "content": []}], "content must"), ([{"role": "user", "content": {"type": "text"}}], "content must"),
+    ("hello", "list"), ([], "list"), ([{"role": "robot", "content": "x"}], "role"),
+    ([{"role": "user"}], "content"), (["x"], "role"),
+    ([{"role": "user", "content": None}], "content must"),
+    ([{"role": "user", "content": 3}], "content must"),
+    ([{"role": "user", "content": []}], "content must"),
+    ([{"role": "user", "content": {"type": "text"}}], "content must"),
     ([{"role": "user", "content": [{"type": "image", "image": "x"}]}], "content must"),
     ([{"role": "user", "content": [{"type": "text", "text": 3}]}], "content must"),
     ([{"role": "user", "content": [{"type": "video", "video": "v.mp4"}]}], "'frames'"),
     ([{"role": "user", "content": "x"}], "no assistant"),
     ([*user_and("a"), {"role": "assistant", "content": "b"}], "in a row"),
-    ([*user_and("a"), {"role": "user", "content": [{"type": "video", "video": "v.mp4", "frames": 4}]}], "after the first assistant")])
+    ([*user_and("a"),
+      {"role": "user", "content": [{"type": "video", "video": "v.mp4", "frames": 4}]}],
+     "after the first assistant")])
 def test_a_chat_that_cannot_be_trained_on_is_refused(messages, wanted):
-    """Each of these would otherwise crash later, inside a worker thread, without the name of its line."""
-    assert wanted in sft.check_chat(messages)
+    """Each of these would otherwise crash later, inside a worker thread, without the name of its
+    line."""
+    assert wanted in sft.chat_fault(messages)
 
 
-@pytest.mark.parametrize("messages", [user_and("a"), user_and("a", frames=4), user_and([{"type": "text", "text": "a"}], start=0, end=8),
-                                      [*user_and("a"), {"role": "tool", "content": "b"}, {"role": "assistant", "content": "c"}]])
+@pytest.mark.parametrize("messages", [user_and("a"), user_and("a", frames=4),
+                                      user_and([{"type": "text", "text": "a"}], start=0, end=8),
+                                      [*user_and("a"), {"role": "tool", "content": "b"},
+                                       {"role": "assistant", "content": "c"}]])
 def test_good_chats_pass(messages):
-    assert sft.check_chat(messages) is None
+    assert sft.chat_fault(messages) is None
 
 
 def test_every_chat_of_the_toy_passes(toy):
     for name in ("sft", "sft_val"):
-        assert not any(sft.check_chat(row["messages"]) for row in model.read_jsonl(toy / f"{name}.jsonl"))
+        assert not any(sft.chat_fault(row["messages"])
+                       for row in model.read_jsonl(toy / f"{name}.jsonl"))
 
 
 def test_a_bad_chat_stops_the_run_with_code_2_and_its_line(toy, tmp_path):
     rows = small_rows(toy, count=1)
-    data = write_rows(tmp_path / "bad.jsonl", [*rows, {"id": "b", "messages": [{"role": "user", "content": "x"}]}])
-    done = run_script("sft.py", "--ckpt", toy / "init", "--data", data, "--out", tmp_path / "out", timeout=60)
+    data = write_rows(tmp_path / "bad.jsonl",
+                      [*rows, {"id": "b", "messages": [{"role": "user", "content": "x"}]}])
+    done = run_script("sft.py", "--ckpt", toy / "init", "--data", data, "--out", tmp_path / "out",
+                      timeout=60)
     assert done.returncode == 2
-    assert done.stderr.strip().splitlines()[-1] == f"sft.py: {data}:2: no assistant message: nothing to learn"
+    last = done.stderr.strip().splitlines()[-1]
+    assert last == f"sft.py: {data}:2: no assistant message: nothing to learn"
     assert "Traceback" not in done.stderr
 
 
 def test_a_chat_longer_than_max_len_is_an_error_that_names_it(toy, codec):
     chats = chats_of(toy / "sft.jsonl", codec, max_len=20)
-    with pytest.raises(model.UserError, match=f"{chats.rows[0]['id']} has .* tokens, --max-len is 20"):
+    with pytest.raises(model.UserError,
+                       match=f"{chats.rows[0]['id']} has .* tokens, --max-len is 20"):
         chats[0]
     assert chats_of(toy / "sft.jsonl", codec, max_len=2048)[0] is not None
 
 
 def test_the_rank_that_meets_a_bad_chat_says_so(monkeypatch, capsys):
-    """A fault seen by all ranks is said once; one that only rank 1 meets must not end the run in silence."""
+    """A fault seen by all ranks is said once; one that only rank 1 meets must not end the run in
+    silence."""
     monkeypatch.setenv("RANK", "1")
-    for error, said in ((model.UserError("all see it"), ""), (model.RankError("chat x has 9 tokens"), "chat x has 9 tokens")):
+    for error, said in ((model.UserError("all see it"), ""),
+                        (model.RankError("chat x has 9 tokens"), "chat x has 9 tokens")):
         def main(error=error):
             raise error
 
         with pytest.raises(SystemExit) as end:
             model.run_main(main)
-        assert end.value.code == 2 and said in (printed := capsys.readouterr().err) and bool(printed) == bool(said)
+        assert end.value.code == 2 and said in (printed := capsys.readouterr().err)
+        assert bool(printed) == bool(said)
 
 
-@pytest.mark.parametrize("spec", [{"video": "videos/none.mp4", "frames": 4}, {"video": "videos/sft-0000.mp4", "start": 900, "end": 950},
+@pytest.mark.parametrize("spec", [{"video": "videos/none.mp4", "frames": 4},
+                                  {"video": "videos/sft-0000.mp4", "start": 900, "end": 950},
                                   {"video": "../init/config.json", "frames": 4}])
 def test_an_unusable_video_is_skipped_by_name(toy, codec, tmp_path, capsys, spec):
-    """Missing, outside the folder, or a window beyond the end: one bad file of thousands does not end a training."""
+    """Missing, outside the folder, or a window beyond the end: one bad file of thousands does not
+    end a training."""
     rows = [{"id": "odd-one", "messages": user_and("a", **spec)}, *small_rows(toy, count=1)]
     chats = chats_of(write_rows(tmp_path / "d.jsonl", rows), codec, video_root=str(toy))
     packs = sft.make_packs(chats, [0, 1, 0], codec, 2048)
@@ -229,19 +227,21 @@ def test_encoded_chats_are_kept_within_a_bound(toy, codec):
     chats.max_tokens = len(chats[0].ids) + len(chats[1].ids)
     for index in (0, 2, 1, 0):
         assert chats[index].ids == all_of_them[index].ids
-        assert chats.tokens == sum(len(s.ids) for s in chats.encoded.values()) and (chats.tokens <= chats.max_tokens or len(chats.encoded) == 1)
+        assert chats.tokens == sum(len(s.ids) for s in chats.encoded.values())
+        assert (chats.tokens <= chats.max_tokens or len(chats.encoded) == 1)
     first = chats[0]
     assert chats[0] is first
 
 
 def test_the_frame_cache_has_the_size_that_was_asked_for(trained, monkeypatch):
     made, real = [], sft.video.FrameCache
-    monkeypatch.setattr(sft.video, "FrameCache", lambda *given, **named: made.append(given) or real(*given, **named))
+    monkeypatch.setattr(sft.video, "FrameCache", lambda *given, **named: made.append(given)
+                        or real(*given, **named))
     trained("--frame-cache-gb", 0.5)
     assert made == [(2**29,)]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Flags
 
 
@@ -261,20 +261,24 @@ def test_sizes_below_one_are_refused_by_name(monkeypatch, flag):
 
 @pytest.fixture(scope="module")
 def trained(toy, tmp_path_factory):
-    """Function: a two-step training with some flags in this process -> its log rows, its weights, its folder. Kept by flags."""
+    """Function: a two-step training with some flags in this process -> its log rows, its weights,
+    its folder. Kept by flags."""
     folder, kept = tmp_path_factory.mktemp("knobs"), {}
     data = write_rows(folder / "d.jsonl", small_rows(toy, count=9))
 
     def run(*flags):
         if flags not in kept:
             out = folder / f"out{len(kept)}"
-            argv = ["sft.py", "--ckpt", toy / "init", "--data", data, "--video-root", toy, "--out", out, "--steps", 2, "--batch-size", 3,
-                    "--lr", 1e-3, "--warmup", 0.5, "--recompute", "none", "--decode-timeout", 0, *flags]
+            argv = ["sft.py", "--ckpt", toy / "init", "--data", data, "--video-root", toy, "--out",
+                    out, "--steps", 2, "--batch-size", 3,
+                    "--lr", 1e-3, "--warmup", 0.5, "--recompute", "none", *flags]
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(sys, "argv", list(map(str, argv)))
                 sft.main()
             rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-            kept[flags] = SimpleNamespace(rows=rows, weights=load_file(out / "last" / "model.safetensors"), out=out)
+            kept[flags] = SimpleNamespace(rows=rows,
+                                          weights=load_file(out / "last" / "model.safetensors"),
+                                          out=out)
         return kept[flags]
 
     return run
@@ -294,16 +298,9 @@ def test_learning_rate_flags_change_the_rates(trained):
     assert distance(trained(), trained("--lr", 5e-4)) > 5e-4
 
 
-def test_weight_decay_shrinks_matrices_only(trained):
-    plain, decayed = trained("--weight-decay", 0), trained("--weight-decay", 50)
-    assert distance(plain, decayed, "embed_tokens") > 1e-3
-    first = 1 - 1e-3 * 50  # of step one; the second step sees other gradients
-    name = "model.language_model.layers.0.mlp.up_proj.weight"
-    assert decayed.weights[name].norm() / plain.weights[name].norm() == pytest.approx(first**2, abs=0.02)
-    assert distance(plain, decayed, "norm.weight") < 3e-3  # at most the two steps of AdamW themselves
-
-
-@pytest.mark.parametrize("flags", [("--optimizer", "muon"), ("--optimizer", "muon", "--muon-lr", 1e-2), ("--beta2", 0.5), ("--clip", 1e-7),
+@pytest.mark.parametrize("flags", [("--optimizer", "muon"),
+                                   ("--optimizer", "muon", "--muon-lr", 1e-2), ("--beta2", 0.5),
+                                   ("--clip", 1e-7),
                                    ("--seed", 1)], ids=lambda f: f[-2].lstrip("-"))
 def test_optimisation_flags_change_the_weights(trained, flags):
     base = trained(*flags[:2]) if len(flags) == 4 else trained()
@@ -319,29 +316,31 @@ def test_data_flags_change_the_batch(trained):
     base = trained()
     assert trained("--batch-size", 9).rows[0]["tokens"] > 2 * base.rows[0]["tokens"]
     assert trained("--seed", 1).rows[0]["loss"] != base.rows[0]["loss"]
-    assert trained("--min-pixels", 4096).rows[0]["tokens"] > base.rows[0]["tokens"]  # four vision tokens a frame
-    assert trained("--channel", "video").rows[0]["tokens"] < base.rows[0]["tokens"]  # one for two frames
+    # one for two frames
+    assert trained("--channel", "video").rows[0]["tokens"] < base.rows[0]["tokens"]
     assert len(trained("--steps", 0, "--epochs", 1 / 3).rows) == 1  # three of nine chats
 
 
 def test_flags_about_memory_change_no_weight(trained):
-    for flags in (("--pack-tokens", 1), ("--recompute", "full"), ("--recompute", "selective"), ("--attention", "sdpa")):
+    for flags in (("--pack-tokens", 1), ("--recompute", "full")):
         assert distance(trained(), trained(*flags)) < 2e-5
 
 
 def test_saving_and_looking_flags(trained, toy, tmp_path):
     held = write_rows(tmp_path / "val.jsonl", small_rows(toy, "sft_val", 4))
-    run = trained("--steps", 5, "--save-every", 1, "--keep", 2, "--val", held, "--eval-every", 2, "--format-samples", 0, "--lr", 1e-3)
+    run = trained("--steps", 5, "--save-every", 1, "--val", held, "--eval-every", 2, "--lr", 1e-3)
     looks = [r for r in run.rows if "val_loss" in r]
     assert [r["step"] for r in looks] == [2, 4, 5]
     best = min(looks, key=lambda r: r["val_loss"])["step"]
-    assert os.readlink(run.out / "best") == f"step_{best:06d}" and os.readlink(run.out / "last") == "step_000005"
+    assert os.readlink(run.out / "best") == f"step_{best:06d}"
+    assert os.readlink(run.out / "last") == "step_000005"
     folders = sorted(n for n in os.listdir(run.out) if n.startswith("step_"))
     assert folders == sorted({"step_000004", "step_000005", f"step_{best:06d}"})
-    assert not (trained().out / "best").exists() and sorted(n for n in os.listdir(trained().out) if n[:4] == "step") == ["step_000002"]
+    assert not (trained().out / "best").exists()
+    assert sorted(n for n in os.listdir(trained().out) if n[:4] == "step") == ["step_000002"]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # A training as its user runs it
 
 
@@ -350,16 +349,20 @@ STEPS = 30
 
 @pytest.fixture(scope="module")
 def training(toy, tmp_path_factory):
-    """torchrun with two ranks, one truncated video in the data -> (output folder, CompletedProcess, arguments)."""
+    """torchrun with two ranks, one truncated video in the data -> (output folder, CompletedProcess,
+    arguments)."""
     folder = tmp_path_factory.mktemp("training")
     shutil.copytree(toy / "videos", folder / "videos")
     whole = (folder / "videos" / "sft-0001.mp4").read_bytes()
     (folder / "videos" / "broken.mp4").write_bytes(whole[: len(whole) // 2])
     rows = small_rows(toy, count=39)
-    rows.insert(5, {"id": "broken-one", "messages": user_and("a", video="videos/broken.mp4", frames=4)})
-    data, held = write_rows(folder / "sft.jsonl", rows), write_rows(folder / "val.jsonl", small_rows(toy, "sft_val", 10))
-    arguments = ["--preset", "toy", "--ckpt", toy / "init", "--data", data, "--val", held, "--steps", STEPS, "--batch-size", 10,
-                 "--eval-every", 0, "--save-every", STEPS // 2, "--keep", 0, "--format-samples", 3, "--max-new-tokens", 12]
+    broken = user_and("a", video="videos/broken.mp4", frames=4)
+    rows.insert(5, {"id": "broken-one", "messages": broken})
+    data = write_rows(folder / "sft.jsonl", rows)
+    held = write_rows(folder / "val.jsonl", small_rows(toy, "sft_val", 10))
+    arguments = ["--preset", "toy", "--ckpt", toy / "init", "--data", data, "--val", held,
+                 "--steps", STEPS, "--batch-size", 10,
+                 "--eval-every", 0, "--save-every", STEPS // 2]
     done = run_script("sft.py", *arguments, "--out", folder / "out", ranks=2, timeout=240)
     assert done.returncode == 0, done.stderr
     return folder / "out", done, arguments
@@ -373,17 +376,20 @@ def test_two_ranks_learn_the_toy(training):
     assert [r["step"] for r in rows if "loss" in r] == list(range(1, STEPS + 1))
     assert losses[0] > 5 and sum(losses[-5:]) / 5 < 0.4 * losses[0]
     held, = (r for r in rows if "val_loss" in r)
-    assert held["val_loss"] < 0.6 * losses[0] and 0 <= held["format_rate"] <= 1
+    assert held["val_loss"] < 0.6 * losses[0]
     assert os.readlink(out / "last") == os.readlink(out / "best") == f"step_{STEPS:06d}"
     assert json.loads((out / "args.json").read_text())["batch_size"] == 10
     assert "2 ranks" in done.stdout and f"step {STEPS:04d}/{STEPS:04d}" in done.stdout
-    assert all(r["lr"] > 0 and r["grad_norm"] > 0 and r["trained_tokens"] < r["tokens"] for r in rows if "loss" in r)
+    assert all(r["lr"] > 0 and r["grad_norm"] > 0 and r["trained_tokens"] < r["tokens"]
+               for r in rows if "loss" in r)
 
 
 def test_a_broken_video_is_a_counted_named_skip(training):
-    """40 chats, 10 a batch: every epoch of four steps meets it once, on whichever rank; it counts as one."""
+    """40 chats, 10 a batch: every epoch of four steps meets it once, on whichever rank; it counts
+    as one."""
     out, done, _ = training
-    counts = [json.loads(line).get("skipped_chats", 1) for line in (out / "log.jsonl").read_text().splitlines()]
+    counts = [json.loads(line).get("skipped_chats", 1)
+              for line in (out / "log.jsonl").read_text().splitlines()]
     assert counts[4:] == [1] * (len(counts) - 4)
     assert "skipped broken-one: " in done.stdout and "broken.mp4" in done.stdout
 
@@ -401,25 +407,30 @@ def test_the_last_checkpoint_loads_in_transformers(training):
 
 @pytest.mark.parametrize("ranks, tolerance", [(2, 1e-6), (1, 1e-3)])
 def test_a_resumed_training_ends_with_the_same_weights(training, tmp_path, ranks, tolerance):
-    """Optimizer states, data order, schedule and best loss all continue: half a run and the rest of it are one run, also on another
-    number of ranks, where only the order of summation differs."""
+    """Optimizer states, data order, schedule and best loss all continue: half a run and the rest of
+    it are one run, also on another number of ranks, where only the order of summation differs."""
     out, _, arguments = training
     half = tmp_path / "half"
     shutil.copytree(out, half, symlinks=True, ignore=shutil.ignore_patterns(f"step_{STEPS:06d}"))
     for name in ("last", "best"):
         (half / name).unlink()
-    model.point(str(half / "last"), str(half / f"step_{STEPS // 2:06d}"))
+    model.symlink(str(half / "last"), str(half / f"step_{STEPS // 2:06d}"))
     log = (half / "log.jsonl").read_text().splitlines()
     (half / "log.jsonl").write_text("\n".join(log[: STEPS // 2]) + "\n")
     done = run_script("sft.py", *arguments, "--out", half, "--resume", ranks=ranks, timeout=240)
     assert done.returncode == 0, done.stderr
-    assert f"step {STEPS // 2:04d}/" not in done.stdout and f"step {STEPS // 2 + 1:04d}/" in done.stdout
-    whole, resumed = (load_file(folder / f"step_{STEPS:06d}" / "model.safetensors") for folder in (out, half))
+    assert f"step {STEPS // 2:04d}/" not in done.stdout
+    assert f"step {STEPS // 2 + 1:04d}/" in done.stdout
+    whole, resumed = (load_file(folder / f"step_{STEPS:06d}" / "model.safetensors")
+                      for folder in (out, half))
     middle = load_file(half / f"step_{STEPS // 2:06d}" / "model.safetensors")
     assert whole.keys() == resumed.keys()
     assert max((whole[n] - resumed[n]).abs().max().item() for n in whole) < tolerance
-    assert max((whole[n] - middle[n]).abs().max().item() for n in whole) > 1e-2  # there was something left to learn
+    # there was something left to learn
+    assert max((whole[n] - middle[n]).abs().max().item() for n in whole) > 1e-2
     again = [json.loads(line) for line in (half / "log.jsonl").read_text().splitlines()]
     first = [json.loads(line) for line in log]
     assert [r["step"] for r in again] == [r["step"] for r in first]
-    assert [r.get("loss", r.get("val_loss")) for r in again] == pytest.approx([r.get("loss", r.get("val_loss")) for r in first], abs=1e-5)
+    losses = [[r.get("loss", r.get("val_loss")) for r in rows] for rows in (again, first)]
+    # Muon's iterations run in bf16: one unit of rounding there is 4e-3 of a direction.
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5 if ranks == 2 else 1e-3)

@@ -1,7 +1,8 @@
 """
 Tests of stopping and going on: python -m pytest tests/test_survival.py -q
 
-Checkpoints that are torn, runs that are asked to stop, runs that are killed where it hurts most, gradients that are not finite.
+Checkpoints that are torn, runs that are asked to stop, runs that are killed where it hurts most,
+gradients that are not finite.
 """
 import argparse
 import importlib.util
@@ -19,13 +20,14 @@ import types
 import pytest
 import torch
 from conftest import ROOT
+from reference import ReferenceEngine, make_engine
 
 import grpo
 import model
 import rollout
 import sft
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Which checkpoint a run goes on from
 
 
@@ -33,44 +35,36 @@ def checkpoint(out, name, weights="w" * 10, **state):
     folder = out / name
     folder.mkdir(parents=True)
     (folder / "model.safetensors").write_text(weights)
-    (folder / "state.json").write_text(json.dumps({"step": int(name[5:11]), **state, "files": {"model.safetensors": 10}}))
+    content = {"step": int(name[5:11]), **state, "files": {"model.safetensors": 10}}
+    (folder / "state.json").write_text(json.dumps(content))
     return folder
 
 
 @pytest.mark.parametrize("damage", [
-    lambda f: (f / "model.safetensors").write_text("w" * 9), lambda f: (f / "model.safetensors").unlink(), lambda f: (f / "state.json").unlink(),
-    lambda f: (f / "state.json").write_text('{"step": 2, "fil'), lambda f: (f / "state.json").write_text("[]"), lambda f: (f / "state.json").write_text("")])
+    lambda f: (f / "model.safetensors").write_text("w" * 9),
+    lambda f: (f / "model.safetensors").unlink(), lambda f: (f / "state.json").unlink(),
+    lambda f: (f / "state.json").write_text('{"step": 2, "fil'),
+    lambda f: (f / "state.json").write_text("[]"), lambda f: (f / "state.json").write_text("")])
 def test_a_torn_checkpoint_is_passed_over(tmp_path, damage):
     first, second = checkpoint(tmp_path, "step_000001"), checkpoint(tmp_path, "step_000002")
     assert model.newest_checkpoint(str(tmp_path)) == str(second)
     damage(second)
-    assert not model.is_complete(str(second)) and model.newest_checkpoint(str(tmp_path)) == str(first)
+    assert not model.is_complete(str(second))
+    assert model.newest_checkpoint(str(tmp_path)) == str(first)
     damage(first)
     assert model.newest_checkpoint(str(tmp_path)) is None
 
 
-def test_a_process_killed_between_two_renames_leaves_the_older_one(tmp_path, monkeypatch):
-    """Saving over a folder of the same name: at every moment one of the two is whole and found."""
-    target, rename = checkpoint(tmp_path, "step_000002"), os.rename
-
-    def killed(a, b):
-        if str(b) == str(target):
-            raise SystemError("killed here")
-        rename(a, b)
-
-    monkeypatch.setattr(os, "rename", killed)
-    with pytest.raises(SystemError), model.atomic_folder(str(target)):
-        pass
-    assert not target.exists() and model.newest_checkpoint(str(tmp_path)) == f"{target}.old"
-    monkeypatch.undo()
+def test_what_killed_runs_left_half_written_is_dropped(tmp_path):
     checkpoint(tmp_path, "step_000003")
     (tmp_path / ".step_000004.abc").mkdir()
     (tmp_path / "rollouts").mkdir()
-    for name in ("args.json.tmp123", "rollouts/step_000004.rank0.jsonl.tmp77", "rollouts/step_000003.rank0.jsonl"):
+    for name in ("args.json.tmp123", "rollouts/step_000004.rank0.jsonl.tmp77",
+                 "rollouts/step_000003.rank0.jsonl"):
         (tmp_path / name).write_text("{")
-    rename(f"{target}.old", tmp_path / "step_000003.old")
     model.clean_run(str(tmp_path), start=3)
-    assert sorted(os.listdir(tmp_path)) == ["rollouts", "step_000003"] and os.listdir(tmp_path / "rollouts") == ["step_000003.rank0.jsonl"]
+    assert sorted(os.listdir(tmp_path)) == ["rollouts", "step_000003"]
+    assert os.listdir(tmp_path / "rollouts") == ["step_000003.rank0.jsonl"]
 
 
 def test_a_process_killed_while_it_prunes_leaves_no_torn_checkpoint(tmp_path, monkeypatch):
@@ -84,7 +78,8 @@ def test_a_process_killed_while_it_prunes_leaves_no_torn_checkpoint(tmp_path, mo
     with monkeypatch.context() as patched, pytest.raises(SystemError):
         patched.setattr(model.shutil, "rmtree", killed)
         model.prune_checkpoints(str(tmp_path), 1)
-    assert sorted(n for n in os.listdir(tmp_path) if n.startswith("step_")) == ["step_000002", "step_000003"]
+    left = [name for name in os.listdir(tmp_path) if name.startswith("step_")]
+    assert len(left) == 2 and "step_000003" in left  # whichever of the two old ones came first
     model.clean_run(str(tmp_path), start=3)
     model.prune_checkpoints(str(tmp_path), 1)
     assert os.listdir(tmp_path) == ["step_000003"]
@@ -95,7 +90,8 @@ def arguments(**flags):
 
 
 def test_a_run_goes_on_by_itself_only_where_its_settings_are_the_same(tmp_path):
-    assert model.resume_point(str(tmp_path), arguments(), None) == (None, {}) == model.resume_point(str(tmp_path), arguments(), True)
+    assert model.resume_point(str(tmp_path), arguments(), None) == (None, {})
+    assert model.resume_point(str(tmp_path), arguments(), True) == (None, {})
     folder = checkpoint(tmp_path, "step_000002", args=vars(arguments()))
     for changed in ({}, {"steps": 9}, {"out": "elsewhere"}):
         assert model.resume_point(str(tmp_path), arguments(**changed), None)[0] == str(folder)
@@ -112,28 +108,33 @@ def test_a_run_goes_on_by_itself_only_where_its_settings_are_the_same(tmp_path):
 
 def test_beginning_anew_deletes_what_was_there(tmp_path):
     folder = checkpoint(tmp_path, "step_000002")
-    model.point(str(tmp_path / "last"), str(folder))
+    model.symlink(str(tmp_path / "last"), str(folder))
     (tmp_path / "log.jsonl").write_text('{"step": 1}\n')
     model.clean_run(str(tmp_path), start=0)
     assert os.listdir(tmp_path) == ["log.jsonl"]
-    model.open_log(str(tmp_path / "log.jsonl"), 0).close()
+    model.Log(str(tmp_path), 0, argparse.Namespace(wandb=None)).close(0, 0)
     assert (tmp_path / "log.jsonl").read_text() == ""
 
 
 def test_the_log_holds_no_step_twice_and_no_torn_line(tmp_path):
     path = tmp_path / "log.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 2, "val_loss": 1}\nnot json\n{"step": 3}\n{"step": 4, "lo')
-    with model.open_log(str(path), 2) as log:
-        log.write('{"step": 3, "again": true}\n')
-    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 2, "val_loss": 1}\n{"step": 3, "again": true}\n'
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 2, "val_loss": 1}\nnot json\n'
+                    '{"step": 3}\n{"step": 4, "lo')
+    log = model.Log(str(tmp_path), 2, argparse.Namespace(wandb=None))
+    log.write({"step": 3, "again": True}, "a line")
+    log.close(3, 3)
+    assert path.read_text() == ('{"step": 1}\n{"step": 2}\n{"step": 2, "val_loss": 1}\n'
+                                '{"step": 3, "again": true}\n')
 
 
 def test_sizes_of_all_files_are_in_the_marker(policy, codec, process_group, tmp_path):
     model.shard(policy, torch.device("cpu"))
-    optimizer = model.adamw(model.trained_parameters(policy), 1e-3, 0, 0.99, torch.device("cpu"))
-    model.write_checkpoint(policy, codec, str(tmp_path / "step_000001"), model.host_copy(policy, optimizer), {"step": 1})
+    optimizer = model.adamw(model.trained_parameters(policy), 1e-3, 0.99, torch.device("cpu"))
+    model.write_checkpoint(policy, codec, str(tmp_path / "step_000001"),
+                           model.host_copy(policy, optimizer), {"step": 1})
     files = json.loads((tmp_path / "step_000001" / "state.json").read_text())["files"]
-    assert model.is_complete(str(tmp_path / "step_000001")) and {"model.safetensors", "config.json", "train_state/.metadata"} <= set(files)
+    assert model.is_complete(str(tmp_path / "step_000001"))
+    assert {"model.safetensors", "config.json", "train_state/.metadata"} <= set(files)
     for name in files:
         whole = (tmp_path / "step_000001" / name).read_bytes()
         (tmp_path / "step_000001" / name).write_bytes(whole[:-1])
@@ -141,21 +142,26 @@ def test_sizes_of_all_files_are_in_the_marker(policy, codec, process_group, tmp_
         (tmp_path / "step_000001" / name).write_bytes(whole)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Asked to stop
 
 
-LIVE = ("--engine", "transformers", "--prompts", 2, "--group", 3, "--max-new-tokens", 6, "--sub-max-new-tokens", 4, "--temperature", 1.0, "--probe-tolerance", 9)
+LIVE = ("--prompts", 2, "--group", 3, "--max-new-tokens", 6, "--sub-max-new-tokens", 4,
+        "--temperature", 1.0)
 
 
 @pytest.fixture
 def run(monkeypatch, toy, tmp_path):
-    """run("grpo" | "sft", *flags) -> run folder. The signal handler of this process must outlive the scripts."""
+    """run("grpo" | "sft", *flags) -> run folder. The signal handler of this process must outlive
+    the scripts."""
     before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(rollout, "make_engine", make_engine)
 
     def run(script, *flags, out="run"):
-        common = {"grpo": ("--data", toy / "rl.jsonl", "--frames", 4, "--show-every", 0, *LIVE), "sft": ("--data", toy / "sft.jsonl", "--batch-size", 4)}
-        words = [f"{script}.py", "--preset", "toy", "--ckpt", toy / "init", "--out", tmp_path / out, "--video-root", toy, *common[script], *flags]
+        common = {"grpo": ("--data", toy / "rl.jsonl", "--frames", 4, "--show-every", 0, *LIVE),
+                  "sft": ("--data", toy / "sft.jsonl", "--batch-size", 4)}
+        words = [f"{script}.py", "--preset", "toy", "--ckpt", toy / "init", "--out", tmp_path / out,
+                 "--video-root", toy, *common[script], *flags]
         monkeypatch.setattr(sys, "argv", [str(w) for w in words])
         {"grpo": grpo, "sft": sft}[script].main()
         return tmp_path / out
@@ -175,29 +181,30 @@ def same(a, b):
 
 
 def steps_of(folder):
-    return [json.loads(line)["step"] for line in (folder / "log.jsonl").read_text().splitlines() if "loss" in line]
+    return [json.loads(line)["step"] for line in (folder / "log.jsonl").read_text().splitlines()
+            if "loss" in line]
 
 
 def test_grpo_stops_when_asked_and_goes_on_as_if_it_had_not(run, monkeypatch, capsys):
-    """SIGTERM in the middle of the second step's rollouts: they are dropped, and drawn again as they were."""
+    """SIGTERM in the middle of the second step's rollouts: the step is finished and saved."""
     straight = run("grpo", "--steps", 3, out="straight")
     real, times = rollout.run_episode, []
 
-    def asked_to_stop(episode, agent, codec, source, step, protocol=None):
-        if step == 1 and not times:
+    async def asked_to_stop(episode, shared):
+        if shared.step == 1 and not times:
             times.append(time.time())
             os.kill(os.getpid(), signal.SIGTERM)
-        return (yield from real(episode, agent, codec, source, step, protocol))
+        return await real(episode, shared)
 
     monkeypatch.setattr(rollout, "run_episode", asked_to_stop)
     parts = run("grpo", "--steps", 3, out="parts")
-    assert times and "stopped by SIGTERM after step 1 of 3" in capsys.readouterr().out
-    assert steps_of(parts) == [1] and os.readlink(parts / "last") == "step_000001"
-    assert [n.name for n in sorted((parts / "rollouts").iterdir())] == ["step_000000.rank0.jsonl"]
+    assert times and "stopped by SIGTERM after step 2 of 3" in capsys.readouterr().out
+    assert steps_of(parts) == [1, 2] and os.readlink(parts / "last") == "step_000002"
     run("grpo", "--steps", 3, out="parts")  # the same command
-    assert steps_of(parts) == [1, 2, 3] and "done: 2 steps" in capsys.readouterr().out
+    assert steps_of(parts) == [1, 2, 3] and "done: 1 steps" in capsys.readouterr().out
     assert same(weights(straight), weights(parts)) == 0.0
-    a, b = ([[json.loads(x)["ids"] for x in p.read_text().splitlines()] for p in sorted((f / "rollouts").iterdir())] for f in (straight, parts))
+    a, b = ([[json.loads(x)["ids"] for x in p.read_text().splitlines()]
+             for p in sorted((f / "rollouts").iterdir())] for f in (straight, parts))
     assert a == b
     run("grpo", "--steps", 3, out="parts")
     assert "nothing to do" in capsys.readouterr().out
@@ -215,7 +222,8 @@ def test_sft_stops_when_asked_and_goes_on_as_if_it_had_not(run, monkeypatch, cap
 
     monkeypatch.setattr(sft, "backward", asked_to_stop)
     parts = run("sft", "--steps", 4, out="parts")
-    assert "stopped by SIGTERM after step 1 of 4" in capsys.readouterr().out and steps_of(parts) == [1]  # its micro-batches are not waited for
+    assert "stopped by SIGTERM after step 2 of 4" in capsys.readouterr().out
+    assert steps_of(parts) == [1, 2]
     run("sft", "--steps", 4, out="parts")
     assert steps_of(parts) == [1, 2, 3, 4] and same(weights(straight), weights(parts)) == 0.0
     run("sft", "--steps", 4, out="parts")
@@ -223,88 +231,66 @@ def test_sft_stops_when_asked_and_goes_on_as_if_it_had_not(run, monkeypatch, cap
     with pytest.raises(model.UserError, match="other settings: --lr"):
         run("sft", "--steps", 4, "--lr", 1e-9, out="parts")
     run("sft", "--steps", 1, "--lr", 1e-9, "--no-resume", out="parts")
-    assert steps_of(parts) == [1] and sorted(n for n in os.listdir(parts) if n.startswith("step")) == ["step_000001"]
+    assert steps_of(parts) == [1]
+    assert sorted(n for n in os.listdir(parts) if n.startswith("step")) == ["step_000001"]
 
 
 @pytest.mark.parametrize("script", ["grpo", "sft"])
 def test_a_clock_that_jumps_changes_no_number(run, monkeypatch, script):
-    """The machine's clock goes back an hour with every look at it: durations are of another clock."""
+    """The machine's clock goes back an hour with every look at it: durations are of another
+    clock."""
     hours = iter(range(10**9, 0, -3600))
     monkeypatch.setattr(time, "time", lambda: float(next(hours)))
     for row in map(json.loads, (run(script, "--steps", 2) / "log.jsonl").read_text().splitlines()):
-        assert all(0 <= value < 600 for name, value in row.items() if name.endswith("_s") and "per" not in name), row
+        assert all(0 <= value < 600 for name, value in row.items() if name.endswith("_s")
+                   and "per" not in name), row
 
 
 def test_a_second_signal_ends_the_process_at_once():
-    script = "import model, os, signal, time\nmodel.stop_on_sigterm()\nos.kill(os.getpid(), 15)\nprint('alive', flush=True)\nos.kill(os.getpid(), 15)\nprint('not here')"
+    script = ("import model, os, signal, time\nmodel.stop_on_sigterm()\n"
+              "os.kill(os.getpid(), 15)\nprint('alive', flush=True)\n"
+              "os.kill(os.getpid(), 15)\nprint('not here')")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == -signal.SIGTERM and done.stdout == "alive\n"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Where the numbers go
 
 
-class Board:
-    """Stands in for tensorboard's writer."""
-
-    made = []
-
-    def __init__(self, folder, purge_step):
-        self.folder, self.purge_step, self.scalars, self.closed = folder, purge_step, {}, False
-        Board.made.append(self)
-
-    def add_scalar(self, name, value, step):
-        self.scalars[name, step] = value
-
-    def close(self):
-        self.closed = True
-
-
 @pytest.mark.parametrize("script", ["grpo", "sft"])
-def test_the_same_numbers_go_to_tensorboard_and_wandb(run, monkeypatch, script, tmp_path):
-    """Both packages are stood in for: what they are given is what log.jsonl holds."""
+def test_the_same_numbers_go_to_wandb(run, monkeypatch, script):
+    """The package is stood in for: what it is given is what log.jsonl holds."""
     sent, started = [], []
-    room = types.SimpleNamespace(log=lambda numbers, step: sent.append((step, numbers)), finish=lambda: sent.append("finished"))
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **given: started.append(given) or room, __spec__=1))
-    monkeypatch.setitem(sys.modules, "tensorboard", types.SimpleNamespace(__spec__=1))
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Board))
-    Board.made.clear()
+    room = types.SimpleNamespace(log=lambda numbers, step: sent.append((step, numbers)),
+                                 finish=lambda: sent.append("finished"))
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(
+        init=lambda **given: started.append(given) or room, __spec__=1))
     for steps in (1, 2):
-        folder = run(script, "--steps", steps, "--tensorboard", tmp_path / "board", "--wandb", "mine")
+        folder = run(script, "--steps", steps, "--wandb", "mine")
     rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    assert [b.purge_step for b in Board.made] == [1, 2] and all(b.closed for b in Board.made)  # the second went on behind step 1
-    for row, board in zip(rows, Board.made):
-        numbers = model.flat(row)
-        assert board.scalars == {(name, row["step"]): value for name, value in numbers.items()} and (row["step"], numbers) in sent
-    assert script == "sft" or "closure/think" in model.flat(rows[0]) and any(name.startswith("by_K/4/") for name in model.flat(rows[0]))
-    assert {s["project"] for s in started} == {"mine"} and len({s["id"] for s in started}) == 1 and sent.count("finished") == 2
+    assert sent == [(1, rows[0]), "finished", (2, rows[1]), "finished"]
+    assert {s["project"] for s in started} == {"mine"} and len({s["id"] for s in started}) == 1
 
 
-@pytest.mark.parametrize("flag", ["--wandb", "--tensorboard=x"])
-def test_a_missing_package_is_said_before_anything_is_loaded(run, monkeypatch, flag):
-    name = flag.strip("-").split("=")[0]
-    monkeypatch.setitem(sys.modules, name, None)
+def test_a_missing_package_is_said_before_anything_is_loaded(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
     real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda n, *more: None if n == name else real(n, *more))
-    with pytest.raises(model.UserError, match=f"--{name}: the package is not installed: pip install {name}"):
-        run("sft", "--steps", 1, flag)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n, *more: None if n == "wandb"
+                        else real(n, *more))
+    with pytest.raises(model.UserError,
+                       match="--wandb: the package is not installed: pip install wandb"):
+        run("sft", "--steps", 1, "--wandb")
 
 
-@pytest.mark.parametrize("script", ["grpo", "sft"])
-def test_quiet_leaves_the_first_and_the_last_line(run, script, capsys):
-    folder = run(script, "--steps", 2, "--quiet")
-    said = capsys.readouterr().out.splitlines()
-    assert len(said) == 2 and said[1].startswith("done: 2 steps") and steps_of(folder) == [1, 2]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Gradients that are not finite
 
 
 @pytest.mark.parametrize("script", ["grpo", "sft"])
 def test_an_update_without_a_finite_gradient_is_skipped_and_counted(run, monkeypatch, script, toy):
-    """One bad update of three: the weights are those of the other two; bad ones in a row stop the run, which leaves its checkpoint."""
+    """One bad update of three: the weights are those of the other two; bad ones in a row stop the
+    run, which leaves its checkpoint."""
     spoilt, seen = {1}, []
     real = torch.nn.utils.clip_grad_norm_
 
@@ -319,19 +305,22 @@ def test_an_update_without_a_finite_gradient_is_skipped_and_counted(run, monkeyp
     extra = ("--open-metric", "f1") if script == "grpo" else ()
     if script == "grpo":  # a random checkpoint earns nothing: let the reward vary
         real_score = grpo.rewards.score
-        monkeypatch.setattr(grpo.rewards, "score", lambda turns, *a, **k: {**real_score(turns, *a, **k), "fmt": random.Random(turns[0]).random()})
+        monkeypatch.setattr(grpo.rewards, "score", lambda turns, *a, **k: {
+            **real_score(turns, *a, **k), "fmt": random.Random(turns[0]).random()})
     folder = run(script, "--steps", 3, *extra)
-    log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines() if "loss" in line]
+    log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()
+           if "loss" in line]
     key = "bad_updates" if script == "grpo" else "bad_steps"
     assert [row[key] for row in log] == [0, 1, 0] and not math.isfinite(log[1]["grad_norm"])
     assert all(torch.isfinite(w).all() for w in weights(folder).values())
     spoilt.update(range(99))
-    with pytest.raises(model.RunError, match="no finite gradient for 2 steps in a row.*step_000003"):
-        run(script, "--steps", 9, "--max-bad-steps", 2, "--resume", *extra)
+    with pytest.raises(model.RunError,
+                       match="no finite gradient for 3 steps in a row.*step_000003"):
+        run(script, "--steps", 9, "--resume", *extra)
     assert model.newest_checkpoint(str(folder)).endswith("step_000003")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # The engine samples from other weights than the trainer trains
 
 
@@ -342,29 +331,37 @@ def stale(engine, weights, real):
 def swapped(engine, weights, real):
     """Two layers in each other's place, as a wrong name mapping would put them."""
     other = {"layers.0.": "layers.1.", "layers.1.": "layers.0."}
-    real(engine, ((next((name.replace(a, b) for a, b in other.items() if a in name and "visual" not in name), name), w) for name, w in weights))
+    real(engine, ((next((name.replace(a, b) for a, b in other.items() if a in name
+                         and "visual" not in name), name), w) for name, w in weights))
 
 
 @pytest.mark.parametrize("sync", [None, stale, swapped])
 def test_stale_and_wrongly_mapped_weights_stop_the_run(run, monkeypatch, sync):
-    real, real_score = rollout.TransformersEngine.sync, grpo.rewards.score
-    monkeypatch.setattr(grpo.rewards, "score", lambda turns, *a, **k: {**real_score(turns, *a, **k), "fmt": random.Random(turns[0]).random()})
-    words = ("--steps", 2, "--lr", 1e-2, "--probe-tolerance", 1e-3)
+    real, real_score = ReferenceEngine.sync, grpo.rewards.score
+    monkeypatch.setattr(grpo.rewards, "score", lambda turns, *a, **k: {
+        **real_score(turns, *a, **k), "fmt": random.Random(turns[0]).random()})
+    words = ("--steps", 2, "--lr", 1e-2)
     if sync is None:  # in order: the gap stays within the tolerance
         assert steps_of(run("grpo", *words)) == [1, 2]
         return
-    monkeypatch.setattr(rollout.TransformersEngine, "sync", lambda engine, weights: sync(engine, weights, real))
-    with pytest.raises(model.RunError, match="step 1: mean .log-prob gap. between engine and trainer is"):
+    monkeypatch.setattr(ReferenceEngine, "sync",
+                        lambda engine, weights: sync(engine, weights, real))
+    with pytest.raises(model.RunError,
+                       match="step 1: mean .log-prob gap. between engine and trainer is"):
         run("grpo", *words)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Killed
 
 
 RUNNER = """
     import os, random, signal, sys, time
-    import model, sft, grpo, video
+    import model, sft, grpo, video, rollout, reference
+    if "--vllm" in sys.argv:
+        sys.argv.remove("--vllm")
+    else:
+        rollout.make_engine = reference.make_engine
     model.import_shim()
     import numpy, torch, decord, safetensors.torch, torch.distributed.checkpoint
     from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
@@ -377,7 +374,7 @@ RUNNER = """
 
     for attempt in range(kills + 1):
         before, child = lines(), os.fork()
-        if child == 0:  # imports are shared, so that an attempt costs a second; nothing has run in the parent, which has no threads yet
+        if child == 0:  # imports are shared: an attempt costs a second; the parent has no threads
             sys.argv = words
             try:
                 model.run_main({"sft.py": sft, "grpo.py": grpo}[words[0]].main)
@@ -386,7 +383,7 @@ RUNNER = """
                 os._exit(0)
         if attempt == kills:
             sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-        grown = rng.choice((0, 1, 2))  # while it starts; or in a step or a save, one or two steps further on
+        grown = rng.choice((0, 1, 2))  # while it starts; or so many steps further on
         while grown and lines() < before + grown:
             time.sleep(0.01)
         time.sleep(rng.uniform(0.0, 0.3 if grown else 2.0))
@@ -401,8 +398,11 @@ def go(tmp_path):
     (tmp_path / "runner.py").write_text(textwrap.dedent(RUNNER))
 
     def go(kills, words, out):
-        command = [sys.executable, tmp_path / "runner.py", kills, *words, "--preset", "toy", "--save-every", 1, "--keep", 2, "--out", tmp_path / out]
-        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=ROOT, timeout=900, env={**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"})
+        command = [sys.executable, tmp_path / "runner.py", kills, *words, "--preset", "toy",
+                   "--save-every", 1, "--out", tmp_path / out]
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=ROOT,
+                              timeout=900, env=environment)
         assert done.returncode == 0, done.stderr[-2000:]
         return tmp_path / out
 
@@ -411,37 +411,55 @@ def go(tmp_path):
 
 def check_killed(straight, killed, steps):
     """Nothing was trained twice, nothing torn was loaded, nothing is left over."""
-    assert steps_of(killed) == list(range(1, steps + 1)) and same(weights(straight), weights(killed)) == 0.0
+    assert steps_of(killed) == list(range(1, steps + 1))
+    assert same(weights(straight), weights(killed)) == 0.0
     left = [n for n in os.listdir(killed) if n.startswith((".", "step_"))]
     assert sorted(left) == [f"step_{n:06d}" for n in (steps - 1, steps)], left
-    losses = [[json.loads(line)["loss"] for line in (f / "log.jsonl").read_text().splitlines()] for f in (straight, killed)]
+    losses = [[json.loads(line)["loss"] for line in (f / "log.jsonl").read_text().splitlines()]
+              for f in (straight, killed)]
     assert losses[0] == losses[1]
 
 
-def test_a_run_killed_twenty_times_ends_with_the_weights_of_one_that_was_not(toy, go):
+@pytest.fixture
+def kills(request):
+    """How often a run is killed; it has to be long enough for all of them."""
+    return request.config.getoption("--kills")
+
+
+def test_a_run_killed_many_times_ends_with_the_weights_of_one_that_was_not(toy, go, kills):
     """SIGKILL at random moments, a save behind every step."""
-    words = ["sft.py", "--ckpt", toy / "init", "--data", toy / "sft.jsonl", "--batch-size", 4, "--steps", 45]
-    check_killed(go(0, words, "straight"), go(20, words, "killed"), 45)
+    steps = 2 * kills + 5
+    words = ["sft.py", "--ckpt", toy / "init", "--data", toy / "sft.jsonl", "--batch-size", 4,
+             "--steps", steps]
+    check_killed(go(0, words, "straight"), go(kills, words, "killed"), steps)
 
 
 def drawn(folder):
     """What was sampled from what: of every step the tasks, K, samples and ids."""
-    return [[(row["group"], row["sample"], row["K"], row["ids"]) for row in map(json.loads, path.read_text().splitlines())] for path in sorted((folder / "rollouts").iterdir())]
+    return [[(row["group"], row["sample"], row["K"], row["ids"])
+             for row in map(json.loads, path.read_text().splitlines())]
+            for path in sorted((folder / "rollouts").iterdir())]
 
 
-def test_reinforcement_learning_killed_twenty_times_draws_the_same_and_learns_the_same(toy, go):
-    """The same with rollouts, from the engine that is deterministic to the bit."""
-    words = ["grpo.py", "--ckpt", toy / "init", "--data", toy / "rl.jsonl", "--steps", 45, "--frames", "gated", "--show-every", 0, *LIVE]
-    straight, killed = go(0, words, "straight"), go(20, words, "killed")
-    check_killed(straight, killed, 45)
-    assert drawn(straight) == drawn(killed) and len(drawn(killed)) == 45
+def test_reinforcement_learning_killed_draws_the_same_and_learns_the_same(toy, go, kills):
+    """The same with rollouts, from the reference engine, which is deterministic to the bit."""
+    steps = 2 * kills + 5
+    words = ["grpo.py", "--ckpt", toy / "init", "--data", toy / "rl.jsonl", "--steps", steps,
+             "--frames", "gated", "--show-every", 0, *LIVE]
+    straight, killed = go(0, words, "straight"), go(kills, words, "killed")
+    check_killed(straight, killed, steps)
+    assert drawn(straight) == drawn(killed) and len(drawn(killed)) == steps
 
 
 def test_killed_runs_with_vllm_draw_the_same_tasks_budgets_and_seeds(toy, go):
-    """vLLM's batches depend on time, so its log-probs differ in their last bits, and with them what is sampled now and then; what is asked for does not."""
+    """vLLM's batches depend on time, so its log-probs differ in their last bits, and with them what
+    is sampled now and then; what is asked for does not."""
     pytest.importorskip("vllm", reason="vllm is not installed")
-    words = ["grpo.py", "--ckpt", toy / "init", "--data", toy / "rl.jsonl", "--steps", 6, "--frames", "gated", "--show-every", 0, *LIVE, "--engine", "vllm"]
-    straight, killed = go(0, words, "straight"), go(2, words, "killed")
-    assert steps_of(killed) == list(range(1, 7))
+    words = ["grpo.py", "--ckpt", toy / "init", "--data", toy / "rl.jsonl", "--steps", 4,
+             "--frames", "gated", "--show-every", 0, *LIVE, "--vllm"]
+    straight, killed = go(0, words, "straight"), go(1, words, "killed")
+    assert steps_of(killed) == list(range(1, 5))
     a, b = ([[row[:3] for row in step] for step in drawn(folder)] for folder in (straight, killed))
-    assert a == b and sum(x == y for s, t in zip(drawn(straight), drawn(killed)) for x, y in zip(s, t)) > 24  # of 36 rollouts, ids and all
+    assert a == b
+    # of 24 rollouts, ids and all
+    assert sum(x == y for s, t in zip(drawn(straight), drawn(killed)) for x, y in zip(s, t)) > 16

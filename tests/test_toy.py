@@ -1,7 +1,8 @@
 """
 Tests of toy.py: python -m pytest tests/test_toy.py -q
 
-Everything else is tested on this world, so it must be the same everywhere, and be what its files say it is.
+Everything else is tested on this world, so it must be the same everywhere, and be what its files
+say it is.
 """
 import hashlib
 import json
@@ -25,12 +26,14 @@ SMALL = ("--base-videos", 3, "--sft-videos", 3, "--rl-videos", 2, "--eval-videos
 
 @pytest.fixture(scope="module")
 def twin(tmp_path_factory):
-    """Folders of small worlds: a and b of one seed, made under different hash seeds; c of another seed and shape."""
+    """Folders of small worlds: a and b of one seed, made under different hash seeds; c of another
+    seed and shape."""
     root = tmp_path_factory.mktemp("twins")
     script = os.path.join(os.path.dirname(toy_world.__file__), "toy.py")
     running = []
     for name, seed, salt in (("a", 5, "1"), ("b", 5, "2"), ("c", 6, "1")):
-        command = [sys.executable, script, "--out", str(root / name), "--seed", str(seed), *map(str, SMALL),
+        command = [sys.executable, script, "--out", str(root / name), "--seed", str(seed),
+                   *map(str, SMALL),
                    *(["--layers", "2", "--hidden", "256"] if name == "c" else [])]
         env = {**os.environ, "PYTHONHASHSEED": salt, "OMP_NUM_THREADS": "1"}
         running.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
@@ -43,7 +46,8 @@ def twin(tmp_path_factory):
 
 
 def digests(folder):
-    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
+            for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 def rows_of(folder, name):
@@ -51,17 +55,19 @@ def rows_of(folder, name):
 
 
 def videos_of(row):
-    return {piece["video"] for m in row["messages"] if isinstance(m["content"], list) for piece in m["content"] if piece["type"] == "video"}
+    return {piece["video"] for m in row["messages"] if isinstance(m["content"], list)
+            for piece in m["content"] if piece["type"] == "video"}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # The same bytes from the same seed
 
 
 def test_one_seed_gives_one_world_to_the_byte(twin):
     """Videos and weights too: a number measured on one machine can then be checked on another."""
     a, b = digests(twin / "a"), digests(twin / "b")
-    assert a == b and len(a) == 33 + 5 + len(list((twin / "a" / "init").iterdir()))  # 3 + 3 + 24 + 2 + 1 videos, 5 JSONL files
+    # 3 + 3 + 24 + 2 + 1 videos, 5 JSONL files
+    assert a == b and len(a) == 33 + 5 + len(list((twin / "a" / "init").iterdir()))
 
 
 def test_an_encoder_that_ran_before_writes_the_same_bytes_again(tmp_path):
@@ -84,9 +90,11 @@ def test_another_seed_gives_another_world(twin):
 
 
 def test_number_of_videos_is_what_was_asked(twin, toy):
-    for folder, counts in ((twin / "a", {"base": 3, "sft": 3, "val": 24, "rl": 2, "eval": 1}), (toy, {"base": 2, "sft": 12, "val": 24, "rl": 6, "eval": 4})):
+    for folder, counts in ((twin / "a", {"base": 3, "sft": 3, "val": 24, "rl": 2, "eval": 1}),
+                           (toy, {"base": 2, "sft": 12, "val": 24, "rl": 6, "eval": 4})):
         assert Counter(p.name.split("-")[0] for p in (folder / "videos").iterdir()) == counts
-        assert len(rows_of(folder, "rl.jsonl")) == counts["rl"] and len(rows_of(folder, "eval.jsonl")) == counts["eval"]
+        assert len(rows_of(folder, "rl.jsonl")) == counts["rl"]
+        assert len(rows_of(folder, "eval.jsonl")) == counts["eval"]
 
 
 def test_layers_and_hidden_shape_the_checkpoint(twin):
@@ -94,12 +102,15 @@ def test_layers_and_hidden_shape_the_checkpoint(twin):
     text, vision = config["text_config"], config["vision_config"]
     first = json.loads((twin / "a" / "init" / "config.json").read_text())["text_config"]
     assert (first["num_hidden_layers"], first["hidden_size"]) == (4, 128)
-    assert (text["num_hidden_layers"], text["hidden_size"], vision["out_hidden_size"]) == (2, 256, 256)
+    assert (text["num_hidden_layers"], text["hidden_size"],
+            vision["out_hidden_size"]) == (2, 256, 256)
 
 
-@pytest.mark.parametrize("flags, why", [(("--sft-videos", 0), "--sft-videos"), (("--eval-videos", -1), "--eval-videos"),
+@pytest.mark.parametrize("flags, why", [(("--sft-videos", 0), "--sft-videos"),
+                                        (("--eval-videos", -1), "--eval-videos"),
                                         (("--hidden", 100), "--hidden"),
-                                        (("--layers", 0), "--layers"), (("--out", "/proc/nothing"), "output folder")])
+                                        (("--layers", 0), "--layers"),
+                                        (("--out", "/proc/nothing"), "output folder")])
 def test_bad_flags_are_one_line_and_exit_code_2(flags, why, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sys, "argv", ["toy.py", "--out", str(tmp_path / "w"), *map(str, flags)])
     with pytest.raises(SystemExit) as stop:
@@ -108,15 +119,17 @@ def test_bad_flags_are_one_line_and_exit_code_2(flags, why, monkeypatch, capsys,
     assert stop.value.code == 2 and why in err and err.count("\n") == 1
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Videos and tasks
 
 
 def test_no_video_is_in_two_splits(toy):
     """A video of the cold start in the evaluation would measure memory."""
-    splits = [set().union(*(videos_of(row) for row in rows_of(toy, name))) for name in ("pretrain.jsonl", "sft.jsonl", "sft_val.jsonl")]
+    splits = [set().union(*(videos_of(row) for row in rows_of(toy, name)))
+              for name in ("pretrain.jsonl", "sft.jsonl", "sft_val.jsonl")]
     splits += [{row["video"] for row in rows_of(toy, name)} for name in ("rl.jsonl", "eval.jsonl")]
-    assert sum(map(len, splits)) == len(set().union(*splits)) == len(list((toy / "videos").iterdir())) == 48
+    assert sum(map(len, splits)) == len(set().union(*splits)) == 48
+    assert len(list((toy / "videos").iterdir())) == 48
     contents = {hashlib.sha256(path.read_bytes()).digest() for path in (toy / "videos").iterdir()}
     assert len(contents) == 48  # no two are the same but for the name
 
@@ -129,17 +142,21 @@ def colour_at(image):
 
 
 def test_every_video_shows_what_its_task_says(toy):
-    """64 frames of one second; the named slots show the colours of the answer, in order, for two seconds each; nothing else
-    shows any. A rollout is graded by this."""
+    """64 frames of one second; the named slots show the colours of the answer, in order, for two
+    seconds each; nothing else shows any. A rollout is graded by this."""
     for name in ("rl.jsonl", "eval.jsonl"):
         for task in rows_of(toy, name):
             frames = video.overview(str(toy / task["video"]), 64)
-            assert frames.images.shape == (64, 32, 32, 3) and list(frames.seconds) == [float(t) for t in range(64)]
+            assert frames.images.shape == (64, 32, 32, 3)
+            assert list(frames.seconds) == [float(t) for t in range(64)]
             seen = {t: colour_at(image) for t, image in enumerate(frames.images)}
             shown = {t: colour for t, colour in seen.items() if colour}
-            windows = [(int(a), int(b)) for a, b in re.findall(r"(\d+) and (\d+)", task["question"])]
-            assert [sorted({c for t, c in shown.items() if a <= t < b}) for a, b in windows] == [[c] for c in task["answer"].split(", ")]
-            assert all(sum(a <= t < b for t in shown) == 2 for a, b in windows) and len(shown) == 2 * len(windows)
+            windows = [(int(a), int(b))
+                       for a, b in re.findall(r"(\d+) and (\d+)", task["question"])]
+            found = [sorted({c for t, c in shown.items() if a <= t < b}) for a, b in windows]
+            assert found == [[c] for c in task["answer"].split(", ")]
+            assert all(sum(a <= t < b for t in shown) == 2 for a, b in windows)
+            assert len(shown) == 2 * len(windows)
             assert all(not seen[a] and b - a == 8 for a, b in windows)  # never on the slot's edge
             assert task["category"].startswith(str(len(windows))) and task["type"] == "open"
 
@@ -150,7 +167,8 @@ def test_one_frame_of_the_world_is_one_vision_token(toy, codec):
 
 
 def test_a_crop_always_shows_the_event_and_a_thin_overview_often_does_not():
-    """This contrast is what the tool is for. The shares are exact: an event starts 1 to 5 seconds into its slot of 8."""
+    """This contrast is what the tool is for. The shares are exact: an event starts 1 to 5 seconds
+    into its slot of 8."""
     rng, hits, total = random.Random(0), Counter(), 0
     for _ in range(400):
         for event in toy_world.make_timeline(rng):
@@ -160,15 +178,17 @@ def test_a_crop_always_shows_the_event_and_a_thin_overview_often_does_not():
                 looks = {int((i + 0.5) * 64 / k) for i in range(k)}
                 hits[k] += any(event["start"] <= t < event["end"] for t in looks)
     assert hits[64] == hits[32] == total
-    assert hits[4] == 0 and abs(hits[8] / total - 2 / 5) < 0.05 and abs(hits[16] / total - 3 / 5) < 0.05
+    assert hits[4] == 0 and abs(hits[8] / total - 2 / 5) < 0.05
+    assert abs(hits[16] / total - 3 / 5) < 0.05
 
 
 def test_tasks_are_what_the_agent_reads(toy):
     for name in ("rl.jsonl", "eval.jsonl"):
-        assert all(os.path.isfile(toy / task["video"]) for task in rollout.read_tasks(str(toy / name)))
+        assert all(os.path.isfile(toy / task["video"])
+                   for task in rollout.read_tasks(str(toy / name)))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # The SFT mixture
 
 
@@ -177,12 +197,15 @@ def kind_of(row):
 
 
 def test_the_cold_start_teaches_calling_at_every_budget(toy):
-    """Calls at every K alike, a direct answer at one of them: it must not know when the tool helps."""
+    """Calls at every K alike, a direct answer at one of them: it must not know when the tool
+    helps."""
     rows = rows_of(toy, "sft.jsonl")
     kinds = Counter((kind, int(n)) for _, kind, n in map(kind_of, rows) if kind != "sub")
-    assert {k: n for (kind, k), n in kinds.items() if kind == "call"} == dict.fromkeys((4, 8, 16, 32, 64), 12)
+    calls = {k: n for (kind, k), n in kinds.items() if kind == "call"}
+    assert calls == dict.fromkeys((4, 8, 16, 32, 64), 12)
     for way in ("direct", "plain"):
-        assert sorted(kind_of(row)[0] for row in rows if kind_of(row)[1] == way) == sorted({kind_of(row)[0] for row in rows})
+        names = sorted(kind_of(row)[0] for row in rows if kind_of(row)[1] == way)
+        assert names == sorted({kind_of(row)[0] for row in rows})
         assert len({k for kind, k in kinds if kind == way}) > 2
     assert len({row["id"] for row in rows}) == len(rows)
     for row in rows:
@@ -192,10 +215,13 @@ def test_the_cold_start_teaches_calling_at_every_budget(toy):
             assert roles == ["system", "user", "assistant"]
         if kind == "call":
             called = row["messages"][2]["content"].count("<tool_call>")
-            assert roles == ["system", "user", "assistant", *["tool"] * called, "assistant"] and 1 <= called <= 3
-        assert (row.get("tools") == rollout.tool_schema()) == (kind in ("direct", "call")) and ("tools" in row) == (kind in ("direct", "call"))
+            assert roles == ["system", "user", "assistant", *["tool"] * called, "assistant"]
+            assert 1 <= called <= 3
+        assert (row.get("tools") == rollout.tool_schema()) == (kind in ("direct", "call"))
+        assert ("tools" in row) == (kind in ("direct", "call"))
     both = [*rows, *rows_of(toy, "sft_val.jsonl")]
-    assert {row["messages"][2]["content"].count("<tool_call>") for row in both if kind_of(row)[1] == "call"} == {1, 2, 3}
+    assert {row["messages"][2]["content"].count("<tool_call>") for row in both
+            if kind_of(row)[1] == "call"} == {1, 2, 3}
 
 
 def test_prompts_of_the_data_are_those_of_the_agent(toy):
@@ -206,16 +232,19 @@ def test_prompts_of_the_data_are_those_of_the_agent(toy):
         if kind == "sub":
             window = re.search(r"Window: (\d+) to (\d+) seconds", question)
             asked = re.search(r"Question: (.*)", question)[1]
-            spec = {"start": float(window[1]), "end": float(window[2]), "fps": 1.0, "max_frames": 16}
+            spec = {"start": float(window[1]), "end": float(window[2]), "fps": 1.0,
+                    "max_frames": 16}
             want = rollout.sub_messages({"video": f"videos/{name}.mp4", "question": asked}, spec)
         else:
-            task = {"video": f"videos/{name}.mp4", "question": question.split("\n")[1], "type": "open", "options": None}
+            task = {"video": f"videos/{name}.mp4", "question": question.split("\n")[1],
+                    "type": "open", "options": None}
             want = rollout.main_messages(task, int(n), tools=kind != "plain")
         assert row["messages"][: len(want)] == want
 
 
 def test_the_data_speaks_the_protocol(toy):
-    """Its calls parse, name the windows of the question, and its turns earn the whole format reward."""
+    """Its calls parse, name the windows of the question, and its turns earn the whole format
+    reward."""
     import rewards
 
     for row in rows_of(toy, "sft.jsonl"):
@@ -228,7 +257,8 @@ def test_the_data_speaks_the_protocol(toy):
         turns = [text.removeprefix("<think>\n") for text in said]
         assert rewards.format_reward(turns)["total"] == 1.0
         if kind == "call":
-            found = [(c.start, c.end) for c in rewards.parse_tool_calls(turns[0], think_open=True) if c.error is None]
+            found = [(c.start, c.end) for c in rewards.parse_tool_calls(turns[0], think_open=True)
+                     if c.error is None]
             asked = re.findall(r"(\d+) and (\d+)", row["messages"][1]["content"][1]["text"])
             assert found == [(float(a), float(b)) for a, b in asked]
             summaries = [m["content"].split()[1] for m in row["messages"] if m["role"] == "tool"]
@@ -236,18 +266,23 @@ def test_the_data_speaks_the_protocol(toy):
 
 
 def test_the_strong_prior_is_loose_in_every_way_that_is_claimed(twin):
-    """It calls, in several dialects, leaves thoughts open or opens them again, and mostly answers without tags."""
+    """It calls, in several dialects, leaves thoughts open or opens them again, and mostly answers
+    without tags."""
     import rewards
 
     rows = rows_of(twin / "a", "pretrain.jsonl")
     kinds = Counter((kind, int(n)) for _, kind, n in map(kind_of, rows) if kind != "sub")
-    assert kinds == {(kind, k): 3 for kind in ("direct", "call", "plain") for k in (4, 8, 16, 32, 64)}
-    turns = [m["content"].removeprefix("<think>\n") for row in rows if kind_of(row)[1] != "sub" for m in row["messages"] if m["role"] == "assistant"]
+    assert kinds == {(kind, k): 3 for kind in ("direct", "call", "plain")
+                     for k in (4, 8, 16, 32, 64)}
+    turns = [m["content"].removeprefix("<think>\n") for row in rows if kind_of(row)[1] != "sub"
+             for m in row["messages"] if m["role"] == "assistant"]
     closed = sum("</think>" in t for t in turns) / len(turns)
     assert 0.15 < closed < 0.5 and any("<think>" in t for t in turns)
     first = [t for t in turns if "crop_video" in t]
-    assert {"<tool_code>" in t for t in first} == {True, False} and any("<tool_call>" in t and "</tool_call>" not in t for t in first)
-    assert any("I will look closer." in t for t in first) and all(rewards.parse_tool_calls("</think>" + t)[0].error is None for t in first)
+    assert {"<tool_code>" in t for t in first} == {True, False}
+    assert any("<tool_call>" in t and "</tool_call>" not in t for t in first)
+    assert any("I will look closer." in t for t in first)
+    assert all(rewards.parse_tool_calls("</think>" + t)[0].error is None for t in first)
     last = [t for t in turns if "crop_video" not in t]
     assert 0.05 < sum("</answer>" in t for t in last) / len(last) < 0.5
     assert sum(rewards.format_reward([t])["well_formed"] for t in last) / len(last) < 0.3
@@ -263,7 +298,8 @@ def test_the_tidy_prior_calls_in_the_protocols_own_style():
     kinds = Counter(kind_of(row)[1] for row in rows)
     assert kinds == {"direct": 5, "call": 5, "plain": 5, "sub": len(events)}
     for row in rows:
-        turns = [m["content"].removeprefix("<think>\n") for m in row["messages"] if m["role"] == "assistant"]
+        turns = [m["content"].removeprefix("<think>\n") for m in row["messages"]
+                 if m["role"] == "assistant"]
         assert kind_of(row)[1] == "sub" or rewards.format_reward(turns)["total"] == 1.0
 
 
@@ -271,20 +307,25 @@ def test_the_weak_prior_is_tidy_never_calls_and_changes_nothing_else(twin, tmp_p
     import rewards
 
     script = os.path.join(os.path.dirname(toy_world.__file__), "toy.py")
-    subprocess.run([sys.executable, script, "--out", str(tmp_path / "w"), "--seed", "5", *map(str, SMALL), "--prior", "weak"], check=True)
+    subprocess.run([sys.executable, script, "--out", str(tmp_path / "w"), "--seed", "5",
+                    *map(str, SMALL), "--prior", "weak"], check=True)
     strong, weak = digests(twin / "a"), digests(tmp_path / "w")
-    assert {name for name in strong if strong[name] != weak.get(name)} == {"pretrain.jsonl"} and strong.keys() == weak.keys()
+    assert {name for name in strong if strong[name] != weak.get(name)} == {"pretrain.jsonl"}
+    assert strong.keys() == weak.keys()
     rows = rows_of(tmp_path / "w", "pretrain.jsonl")
     assert {kind_of(row)[1] for row in rows} == {"direct", "plain", "sub"}
-    said = [row["messages"][2]["content"].removeprefix("<think>\n") for row in rows if kind_of(row)[1] != "sub"]
-    assert all(rewards.format_reward([text])["total"] == 1.0 for text in said) and not any("crop_video" in text for text in said)
+    said = [row["messages"][2]["content"].removeprefix("<think>\n") for row in rows
+            if kind_of(row)[1] != "sub"]
+    assert all(rewards.format_reward([text])["total"] == 1.0 for text in said)
+    assert not any("crop_video" in text for text in said)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # The checkpoint
 
 
-TEXTS = ["Which colours appear between 16 and 24, 40 and 48?", "<think>\nI saw red, blue.\n</think>\n<answer>red, blue</answer>",
+TEXTS = ["Which colours appear between 16 and 24, 40 and 48?",
+         "<think>\nI saw red, blue.\n</think>\n<answer>red, blue</answer>",
          "<12.0 seconds>é 日本 🙂 \x00",
          toy_world.call_text(16, 24), "0 1 9 10 63 64 100", "  two  spaces\n\ttab"]
 
@@ -295,17 +336,20 @@ def test_the_base_loads_with_plain_transformers(toy, tmp_path):
     from transformers import AutoProcessor, AutoTokenizer, Qwen3VLForConditionalGeneration
 
     policy = Qwen3VLForConditionalGeneration.from_pretrained(toy / "init")
-    processor, tokenizer = AutoProcessor.from_pretrained(toy / "init"), AutoTokenizer.from_pretrained(toy / "init")
+    processor = AutoProcessor.from_pretrained(toy / "init")
+    tokenizer = AutoTokenizer.from_pretrained(toy / "init")
     assert type(processor).__name__ == "Qwen3VLProcessor" and processor.chat_template
-    assert len(tokenizer) == policy.config.text_config.vocab_size == policy.get_input_embeddings().weight.shape[0]
-    assert policy.config.tie_word_embeddings and policy.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert len(tokenizer) == policy.config.text_config.vocab_size
+    assert len(tokenizer) == policy.get_input_embeddings().weight.shape[0]
+    assert policy.config.tie_word_embeddings
+    assert policy.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert 5e5 < sum(p.numel() for p in policy.parameters()) < 3e6
-    processor.save_pretrained(tmp_path / "again")
-    model.fix_tokenizer_class(tmp_path / "again", processor.tokenizer)
+    model.save_pretrained(policy, processor, tmp_path / "again")
     third = AutoTokenizer.from_pretrained(tmp_path / "again")
     for text in TEXTS:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        assert ids == processor.tokenizer(text, add_special_tokens=False)["input_ids"] == third(text, add_special_tokens=False)["input_ids"]
+        for other in (processor.tokenizer, third):
+            assert ids == other(text, add_special_tokens=False)["input_ids"]
         assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
 
 
@@ -314,27 +358,38 @@ def pieces(codec, text):
 
 
 def test_whole_numbers_and_fixed_phrases_are_single_tokens(codec):
-    """A number in one piece can be copied from the question into a call; a fixed sentence need not be read word by word."""
+    """A number in one piece can be copied from the question into a call; a fixed sentence need not
+    be read word by word."""
     for number in range(65):
-        assert len(model.encode(codec, str(number))) == 1 and len(model.encode(codec, f"<{number % 64}.0 seconds>")) == 1
+        assert len(model.encode(codec, str(number))) == 1
+        assert len(model.encode(codec, f"<{number % 64}.0 seconds>")) == 1
     phrases = toy_world.fixed_phrases(toy_world.render_template)
-    assert all(model.encode(codec, phrase) == [codec.tokenizer.convert_tokens_to_ids(phrase)] for phrase in phrases)
-    assert rollout.answer_style("open") in phrases and all(line in phrases for line in rollout.main_prompt().split("\n"))
-    assert pieces(codec, toy_world.call_text(16, 24))[-7:] == ["16", ', "end_time": ', "24", "}", "}", "\n", "</tool_call>"] or \
-        pieces(codec, toy_world.call_text(16, 24))[-6:] == ["16", ', "end_time": ', "24", "}}", "\n", "</tool_call>"]
+    assert all(model.encode(codec, phrase) == [codec.tokenizer.convert_tokens_to_ids(phrase)]
+               for phrase in phrases)
+    assert rollout.answer_style("open") in phrases
+    assert all(line in phrases for line in rollout.main_prompt().split("\n"))
+    call = pieces(codec, toy_world.call_text(16, 24))
+    assert (call[-7:] == ["16", ', "end_time": ', "24", "}", "}", "\n", "</tool_call>"]
+            or call[-6:] == ["16", ', "end_time": ', "24", "}}", "\n", "</tool_call>"])
 
 
 def test_tags_are_split_as_in_qwen3(codec):
-    """`<think>` and `<tool_call>` are one token and `<answer>` is several there, which is why tags are found by their bytes."""
-    for tag in ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"):
-        assert len(model.encode(codec, tag)) == 1 and codec.tokenizer.convert_tokens_to_ids(tag) not in codec.tokenizer.all_special_ids
+    """`<think>` and `<tool_call>` are one token and `<answer>` is several there, which is why tags
+    are found by their bytes."""
+    for tag in ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>",
+                "</tool_response>"):
+        assert len(model.encode(codec, tag)) == 1
+        assert codec.tokenizer.convert_tokens_to_ids(tag) not in codec.tokenizer.all_special_ids
     assert len(model.encode(codec, "<answer>")) > 1 and len(model.encode(codec, "</answer>")) > 1
-    assert all(len(model.encode(codec, t)) == 1 for t in ("<|im_start|>", "<|im_end|>", "<|image_pad|>", "<|video_pad|>"))
+    assert all(len(model.encode(codec, t)) == 1
+               for t in ("<|im_start|>", "<|im_end|>", "<|image_pad|>", "<|video_pad|>"))
 
 
 def test_prompts_of_the_world_are_short(toy, codec):
-    """The context is meant for frames: what stands around 64 of them stays below 60 tokens but for their own markers."""
+    """The context is meant for frames: what stands around 64 of them stays below 60 tokens but for
+    their own markers."""
     task = rollout.read_tasks(str(toy / "rl.jsonl"))[0]
     frames = video.overview(str(toy / task["video"]), 64)
-    ids, _, _ = model.encode_prompt(codec, rollout.main_messages(task, 64), [model.vision_item({}, frames)], rollout.tool_schema())
+    ids, _, _ = model.encode_prompt(codec, rollout.main_messages(task, 64),
+                                    [model.vision_item({}, frames)], rollout.tool_schema())
     assert len(ids) - 64 * 4 < 60 + 30 and len(ids) < 350

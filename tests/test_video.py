@@ -1,5 +1,5 @@
-"""Tests of video.py. Every test video is made here, and every frame of it carries its own index as a picture, so a
-wrong frame is seen to be wrong, whatever its timestamp says.
+"""Tests of video.py. Every test video is made here, and every frame of it carries its own index as
+a picture, so a wrong frame is seen to be wrong, whatever its timestamp says.
 
   python -m pytest tests/test_video.py
 """
@@ -14,6 +14,7 @@ import sys
 import threading
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,7 +28,8 @@ from video import FrameCache, VideoError
 av = pytest.importorskip("av", reason="the test videos are written with PyAV")
 
 BITS, COLUMNS = 16, 8  # the picture: 2 rows of 8 blocks, white = 1, least significant bit first
-NATIVE = {"min_pixels": 1, "max_pixels": 10**9}  # budget that leaves sides alone when they are multiples of 32
+# budget that leaves sides alone when they are multiples of 32
+NATIVE = {"min_pixels": 1, "max_pixels": 10**9}
 
 
 def paint(index, width, height):
@@ -42,20 +44,24 @@ def paint(index, width, height):
 
 
 def seen(images):
-    """Pictures [T, H, W, 3] of any size -> the indices they show, read at the centre of each block."""
+    """Pictures [T, H, W, 3] of any size -> the indices they show, read at the centre of each
+    block."""
     found = []
     for image in images:
         height, width, _ = image.shape
         grey = image.mean(-1)  # [H, W]
-        centres = [((2 * (b // COLUMNS) + 1) * height // 4, (2 * (b % COLUMNS) + 1) * width // 16) for b in range(BITS)]
+        centres = [((2 * (b // COLUMNS) + 1) * height // 4, (2 * (b % COLUMNS) + 1) * width // 16)
+                   for b in range(BITS)]
         found.append(sum(int(grey[y, x] > 125) << b for b, (y, x) in enumerate(centres)))
     return found
 
 
 def write(
-    path, num_frames, rate=25, size=(64, 32), milliseconds=None, codec="libx264", pixels="yuv420p", mux=None, **options
+    path, num_frames, rate=25, size=(64, 32), milliseconds=None, codec="libx264", pixels="yuv420p",
+          mux=None, **options
 ):
-    """Writes a video whose frame i shows i, at milliseconds[i] or else i / rate. Size: (w, h); options: the codec's."""
+    """Writes a video whose frame i shows i, at milliseconds[i] or else i / rate. Size: (w, h);
+    options: the codec's."""
     rate = Fraction(rate).limit_denominator(10**5)
     with av.open(str(path), "w", options=mux or {}) as container:
         stream = container.add_stream(codec, rate=rate)
@@ -74,8 +80,10 @@ def write(
 
 def write_sound(path):
     with av.open(str(path), "w") as container:
-        stream = container.add_stream("aac" if str(path).endswith("mp4") else "pcm_s16le", rate=16000)
-        frame = av.AudioFrame.from_ndarray(np.zeros((1, 16000), np.int16), format="s16", layout="mono")
+        stream = container.add_stream("aac" if str(path).endswith("mp4") else "pcm_s16le",
+                                      rate=16000)
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 16000), np.int16), format="s16",
+                                           layout="mono")
         frame.rate, frame.pts = 16000, 0
         container.mux(stream.encode(frame))
         container.mux(stream.encode())
@@ -98,7 +106,8 @@ def minute(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def long_gop(tmp_path_factory):
-    """300 frames at 25 fps with B-frames and a key frame every 120: nearly every look needs a seek and a run-up."""
+    """300 frames at 25 fps with B-frames and a key frame every 120: nearly every look needs a seek
+    and a run-up."""
     return write(tmp_path_factory.mktemp("gop") / "gop.mp4", 300, bf=3, g=120, sc_threshold=0)
 
 
@@ -131,7 +140,8 @@ def test_crop_windows(start, end, expected):
     assert video.crop_indices(np.arange(64.0), 64.0, start, end).tolist() == expected
 
 
-@pytest.mark.parametrize("start, end", [(5, 5), (9, 3), (64, 70), (70, 80), (-4, 0), (math.nan, 5), (3, math.nan)])
+@pytest.mark.parametrize("start, end", [(5, 5), (9, 3), (64, 70), (70, 80), (-4, 0), (math.nan, 5),
+                                        (3, math.nan)])
 def test_crop_of_nothing_names_window_and_duration(start, end):
     with pytest.raises(ValueError, match=r"window .* 64 s"):
         video.crop_indices(np.arange(64.0), 64.0, start, end)
@@ -145,7 +155,8 @@ def test_each_knob_changes_what_it_names():
 
     assert [count(), count(fps=2), count(fps=0.5)] == [8, 16, 4]
     assert [count(fps=8, max_frames=n) for n in (1, 5, 64)] == [1, 5, 64]
-    assert [count(num_frames=n) for n in (-1, 0, 1, 3, 16, 99)] == [1, 1, 1, 3, 16, 16]  # still capped by max_frames
+    # still capped by max_frames
+    assert [count(num_frames=n) for n in (-1, 0, 1, 3, 16, 99)] == [1, 1, 1, 3, 16, 16]
     for wrong in ({"fps": 0}, {"fps": math.nan}, {"max_frames": 0}):
         with pytest.raises(ValueError):
             count(**wrong)
@@ -169,7 +180,8 @@ def test_sampling_agrees_with_looking_at_a_screen(gaps, k, window, fps):
         return max(i for i, s in enumerate(starts) if s <= look + 1e-3)
 
     got = video.overview_indices(starts, duration, k).tolist()
-    assert got == sorted({screen((i + 0.5) * duration / k) for i in range(k)}) and 1 <= len(got) <= min(k, len(gaps))
+    assert got == sorted({screen((i + 0.5) * duration / k) for i in range(k)})
+    assert 1 <= len(got) <= min(k, len(gaps))
     low, high = (min(max(t, 0.0), duration) for t in window)
     if low < high:
         got = video.crop_indices(starts, duration, *window, fps=fps, max_frames=16).tolist()
@@ -217,12 +229,14 @@ def test_smart_size_fits_whenever_anything_fits(height, width, low, spread, mult
         assert h * w <= max(high, multiple**2)
     if low <= height * width <= high and height % multiple == width % multiple == 0:
         assert (h, w) == (height, width)  # already right: untouched
-    # On its side, it is as near to the exact rescaling: ties may fall differently (174 x 348 into 154 pixels: 7 x 22 or 11 x 14).
+    # On its side, it is as near to the exact rescaling: ties may fall differently (174 x 348 into
+    # 154 pixels: 7 x 22 or 11 x 14).
     turned_w, turned_h = video.smart_size(width, height, low, high, multiple)
     area = min(max(height * width, low), high)
 
     def cost(a, b):
-        return abs(math.log(a / math.sqrt(area * height / width))) + abs(math.log(b / math.sqrt(area * width / height)))
+        return (abs(math.log(a / math.sqrt(area * height / width)))
+                + abs(math.log(b / math.sqrt(area * width / height))))
 
     assert cost(turned_h, turned_w) == pytest.approx(cost(h, w), abs=1e-8)
 
@@ -232,7 +246,8 @@ def test_smart_size_fits_whenever_anything_fits(height, width, low, spread, mult
 def test_smart_size_keeps_ordinary_shapes(height, aspect):
     width = max(1, round(height * aspect))
     h, w = video.smart_size(height, width, 1024, 50176)
-    # Half a cell of rounding on the shorter side, 4 cells or more at this budget unless the video itself is tiny.
+    # Half a cell of rounding on the shorter side, 4 cells or more at this budget unless the video
+    # itself is tiny.
     assert abs(math.log((w / h) / (width / height))) < (0.3 if height * width > 50176 else 0.75)
     if height * width > 50176:
         assert h * w > 0.7 * 50176
@@ -252,7 +267,8 @@ def test_constant_frame_rates(tmp_path, rate):
     path = write(tmp_path / "v.mp4", 60, rate=rate)
     info = video.probe(path)
     assert (info.num_frames, info.width, info.height) == (60, 64, 32)
-    assert info.duration == pytest.approx(60 / rate, abs=1e-3) and info.fps == pytest.approx(float(rate), rel=1e-4)
+    assert info.duration == pytest.approx(60 / rate, abs=1e-3)
+    assert info.fps == pytest.approx(float(rate), rel=1e-4)
     frames = video.overview(path, 60, **NATIVE)
     assert seen(frames.images) == list(range(60))
     assert frames.images.dtype == np.uint8 and frames.seconds.dtype == np.float64
@@ -265,10 +281,12 @@ def test_one_fps_minute(minute):
         frames = video.overview(minute, k, **NATIVE)
         assert seen(frames.images) == list(expected) and frames.seconds.tolist() == list(expected)
     frames = video.crop(minute, 16, 24, **NATIVE)
-    assert seen(frames.images) == list(range(16, 24)) and frames.seconds.tolist() == list(range(16, 24))
+    assert seen(frames.images) == list(range(16, 24))
+    assert frames.seconds.tolist() == list(range(16, 24))
     assert seen(video.crop(minute, 63.2, 1e9, **NATIVE).images) == [63]
     assert seen(video.crop(minute, -10, 0.1, **NATIVE).images) == [0]
-    assert video.overview(minute, 1000, **NATIVE).images.shape == (64, 32, 64, 3)  # more than it has
+    # more than it has
+    assert video.overview(minute, 1000, **NATIVE).images.shape == (64, 32, 64, 3)
     with pytest.raises(ValueError, match="window 64-70 s"):
         video.crop(minute, 64, 70)
 
@@ -279,7 +297,8 @@ def test_seeking_is_exact_with_b_frames_and_long_gops(long_gop, backend):
     pytest.importorskip(backend)
     source = getattr(video, f"_open_{backend}")(long_gop, 1)
     read = video._read_decord if backend == "decord" else video._read_av
-    for wanted in ([299], [0], [119, 120, 121], [118], [5, 130, 250], list(range(0, 300, 37)), [298, 299], [1, 2, 3]):
+    for wanted in ([299], [0], [119, 120, 121], [118], [5, 130, 250], list(range(0, 300, 37)),
+                   [298, 299], [1, 2, 3]):
         assert seen(read(source, wanted)) == wanted
 
 
@@ -301,7 +320,8 @@ def test_variable_frame_rate_and_first_time_not_zero(tmp_path, ending, first):
     frames = video.crop(path, 0.0, 5.0, num_frames=10, **NATIVE)  # looks at 0.25, 0.75, ...
     assert seen(frames.images) == [2, 3, 6, 8]  # at 0.25; 0.75; 1.25-2.25; 2.75-4.75
     np.testing.assert_allclose(frames.seconds, [0.045, 0.3, 1.1, 2.6], atol=1e-3)
-    between = video.crop(path, 3.0, 3.1, **NATIVE)  # far from any start: the frame on display since 2.6
+    # far from any start: the frame on display since 2.6
+    between = video.crop(path, 3.0, 3.1, **NATIVE)
     assert seen(between.images) == [8]
 
 
@@ -334,25 +354,30 @@ CONTAINERS = [
 @pytest.mark.parametrize("name, options", CONTAINERS)
 def test_other_containers(tmp_path, name, options):
     path = write(tmp_path / name, 100, **options)
-    assert video.probe(path).duration == pytest.approx(4.0, abs=0.01) and video.probe(path).num_frames == 100
+    assert video.probe(path).duration == pytest.approx(4.0, abs=0.01)
+    assert video.probe(path).num_frames == 100
     for frames in (video.overview(path, 100, **NATIVE), video.crop(path, 2, 3.4, fps=5, **NATIVE)):
         np.testing.assert_allclose(np.array(seen(frames.images)) / 25, frames.seconds, atol=2e-3)
     assert seen(video.overview(path, 4, **NATIVE).images) == [12, 37, 62, 87]
 
 
 def test_frames_hidden_by_an_edit_list_stay_hidden(tmp_path):
-    """decord alone gives frames that are ten off here, and at the end copies of one frame, without a word."""
+    """decord alone gives frames that are ten off here, and at the end copies of one frame, without
+    a word."""
     whole = write(tmp_path / "whole.mp4", 100, bf=3, g=250)
     front = str(tmp_path / "front.mp4")
-    with av.open(whole) as source, av.open(front, "w", options={"avoid_negative_ts": "disabled"}) as target:
+    with av.open(whole) as source, av.open(front, "w",
+                                           options={"avoid_negative_ts": "disabled"}) as target:
         stream = target.add_stream_from_template(source.streams.video[0])
         for packet in source.demux(source.streams.video[0]):
             if packet.size:
                 shift = int(Fraction(10, 25) / packet.time_base)
-                packet.pts, packet.dts, packet.stream = packet.pts - shift, packet.dts - shift, stream
+                packet.pts, packet.dts = packet.pts - shift, packet.dts - shift
+                packet.stream = stream
                 target.mux(packet)
     frames = video.overview(front, 90, **NATIVE)
-    assert seen(frames.images) == list(range(10, 100)) and video.probe(front).duration == pytest.approx(3.6)
+    assert seen(frames.images) == list(range(10, 100))
+    assert video.probe(front).duration == pytest.approx(3.6)
     assert frames.seconds[0] == 0
     # elst: version, count, then duration (ms), media time, rate; half of the duration.
     back = patched(whole, tmp_path / "back.mp4", b"elst", 12, ">I", 2000)
@@ -364,7 +389,8 @@ def test_frames_hidden_by_an_edit_list_stay_hidden(tmp_path):
 def test_rotation_is_applied(tmp_path, backend):
     upright = write(tmp_path / "v.mp4", 5)
     pytest.importorskip(backend)
-    matrix = (0, 0x10000, 0, -0x10000, 0, 0, 32 * 0x10000, 0, 0x40000000)  # 90 degrees clockwise, as phones write it
+    # 90 degrees clockwise, as phones write it
+    matrix = (0, 0x10000, 0, -0x10000, 0, 0, 32 * 0x10000, 0, 0x40000000)
     turned = patched(upright, tmp_path / "turned.mp4", b"tkhd", 44, ">9i", *matrix)
     source = getattr(video, f"_open_{backend}")(turned, 1)
     read = video._read_decord if backend == "decord" else video._read_av
@@ -393,7 +419,8 @@ def test_without_pyav_decord_serves_alone_and_says_what_is_missing(tmp_path, lon
 
 @pytest.mark.parametrize("timeout", [None, 20])
 def test_without_decord_pyav_serves_everything(tmp_path, minute, long_gop, monkeypatch, timeout):
-    """As on a machine that decord has no build for: the same frames, here and in a child process."""
+    """As on a machine that decord has no build for: the same frames, here and in a child
+    process."""
     (tmp_path / "decord.py").write_text("raise ModuleNotFoundError('not built', name='decord')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # what a child imports
     monkeypatch.setitem(sys.modules, "decord", None)
@@ -447,7 +474,8 @@ def test_keys_name_frames_across_sets(tmp_path, minute):
     part = video.crop(minute, 16, 24)
     assert part.frame_keys == whole.frame_keys[16:24] and half.frame_keys == whole.frame_keys[1::2]
     assert len(set(whole.frame_keys)) == 64 and len({whole.key, half.key, part.key}) == 3
-    assert video.crop(minute, 16, 24).key == part.key == video.crop(minute, 16.1, 24.1).key  # same frames, same name
+    # same frames, same name
+    assert video.crop(minute, 16, 24).key == part.key == video.crop(minute, 16.1, 24.1).key
     small = video.crop(minute, 16, 24, max_pixels=1024)
     assert small.key != part.key and not set(small.frame_keys) & set(part.frame_keys)
     other = write(tmp_path / "other.mp4", 64, rate=1)
@@ -459,7 +487,8 @@ def test_a_rewritten_file_is_a_new_file(tmp_path):
     first = video.overview(path, 64, cache=cache)
     write(path, 20, rate=1)
     second = video.overview(path, 64, cache=cache)
-    assert len(first.seconds) == 10 and len(second.seconds) == 20 and first.frame_keys[0] != second.frame_keys[0]
+    assert len(first.seconds) == 10 and len(second.seconds) == 20
+    assert first.frame_keys[0] != second.frame_keys[0]
 
 
 def test_arrays_are_read_only(minute):
@@ -476,10 +505,12 @@ def test_arrays_are_read_only(minute):
 def test_decoded_once(minute):
     cache = FrameCache()
     first = video.overview(minute, 8, cache=cache)
-    assert video.overview(minute, 8, cache=cache) is first and (cache.decodes, cache.indexed) == (1, 1)
+    assert video.overview(minute, 8, cache=cache) is first
+    assert (cache.decodes, cache.indexed) == (1, 1)
     video.crop(minute, 3, 9, cache=cache)
     video.overview(minute, 8, max_pixels=1024, cache=cache)
-    assert (cache.decodes, cache.indexed) == (3, 1)  # another set, another size, but never indexed again
+    # another set, another size, but never indexed again
+    assert (cache.decodes, cache.indexed) == (3, 1)
     assert cache.hits == 1
 
 
@@ -499,11 +530,14 @@ def test_decoded_once_by_eight_threads(long_gop):
 
 @pytest.mark.parametrize("timeout", [None, 20])
 def test_several_workers_give_the_frames_of_one(long_gop, tmp_path, timeout):
-    """The same pictures in the same order, from as many decoders as there are parts; a broken file is one error."""
+    """The same pictures in the same order, from as many decoders as there are parts; a broken file
+    is one error."""
     alone, shared = FrameCache(), FrameCache(workers=3, timeout=timeout)
-    for look in (lambda cache: video.overview(long_gop, 40, cache=cache, **NATIVE), lambda cache: video.overview(long_gop, 9, cache=cache, **NATIVE)):
+    for look in (lambda cache: video.overview(long_gop, 40, cache=cache, **NATIVE),
+                 lambda cache: video.overview(long_gop, 9, cache=cache, **NATIVE)):
         one, many = look(alone), look(shared)
-        assert np.array_equal(one.images, many.images) and one.key == many.key and one.seconds.tolist() == many.seconds.tolist()
+        assert np.array_equal(one.images, many.images) and one.key == many.key
+        assert one.seconds.tolist() == many.seconds.tolist()
     assert len(shared._idle) in (2, 3)  # on a busy machine one may be done before the last is asked
     assert shared.decodes == 2
     shared.close()
@@ -562,10 +596,12 @@ def test_a_decoder_that_hangs_or_crashes_costs_one_error(minute, monkeypatch):
     (decoder,) = cache._idle
     decoder.process.send_signal(signal.SIGKILL)
     decoder.process.wait()
-    assert video.crop(minute, 3, 5, cache=cache).seconds.tolist() == [3, 4]  # not the file's fault: a new child is asked
+    # not the file's fault: a new child is asked
+    assert video.crop(minute, 3, 5, cache=cache).seconds.tolist() == [3, 4]
     with monkeypatch.context() as patched:
         started = subprocess.Popen
-        patched.setattr(subprocess, "Popen", lambda command, **options: started([sys.executable, "-c", "import time; time.sleep(0.2)"], **options))
+        sleeper = [sys.executable, "-c", "import time; time.sleep(0.2)"]
+        patched.setattr(subprocess, "Popen", lambda command, **options: started(sleeper, **options))
         decoder.close()
         with pytest.raises(VideoError, match="died, twice"):
             video.crop(minute, 9, 11, cache=cache)
@@ -581,6 +617,19 @@ def test_a_decoder_that_hangs_or_crashes_costs_one_error(minute, monkeypatch):
     process = decoder.process
     cache.close()
     assert process.poll() is not None
+
+
+@pytest.mark.parametrize("look, seconds", [((), 10), ((64,), 10), ((16,), 10), ((512,), 80)])
+def test_more_frames_may_take_longer(look, seconds):
+    """512 frames of a film are as many seeks; opening it is one."""
+    waited = []
+    child = SimpleNamespace(kill=lambda: None, wait=lambda: None)
+    pipe = SimpleNamespace(send=lambda request: None, poll=waited.append,
+                           close=lambda: None)
+    decoder = video.ChildDecoder(10.0, process=child, pipe=pipe)
+    with pytest.raises(VideoError, match=f"no answer within {seconds} s"):
+        decoder.ask(("film.mp4", 1, *[np.arange(n) for n in look], *[32 for _ in look] * 2))
+    assert waited == [seconds]
 
 
 # ---- broken files
@@ -609,8 +658,10 @@ def broken(folder, kind):
         data[at : at + 3000] = b"\xff" * 3000
         path.write_bytes(data)
     elif kind.startswith("cut"):
-        mux = {"cut_front": {"movflags": "faststart"}, "cut_pieces": {"movflags": "frag_keyframe+empty_moov"}}.get(kind)
-        path = folder / (kind + {"cut_mkv": ".mkv", "cut_webm": ".webm", "cut_avi": ".avi"}.get(kind, ".mp4"))
+        mux = {"cut_front": {"movflags": "faststart"},
+               "cut_pieces": {"movflags": "frag_keyframe+empty_moov"}}.get(kind)
+        path = folder / (kind + {"cut_mkv": ".mkv", "cut_webm": ".webm",
+                                 "cut_avi": ".avi"}.get(kind, ".mp4"))
         codec = {"cut_webm": "libvpx", "cut_avi": "mpeg4"}.get(kind, "libx264")
         data = Path(write(path, 100, mux=mux, g=20, codec=codec)).read_bytes()
         path.write_bytes(data[: len(data) * 6 // 10])
@@ -641,7 +692,8 @@ def test_broken_files_raise_video_error(tmp_path, kind, why):
     path = broken(tmp_path, kind)
     with pytest.raises(VideoError, match=why) as caught:
         video.overview(path, 64)
-    assert kind.split("_")[0] in caught.value.path and str(caught.value) == f"{caught.value.path}: {caught.value.why}"
+    assert kind.split("_")[0] in caught.value.path
+    assert str(caught.value) == f"{caught.value.path}: {caught.value.why}"
     again = pickle.loads(pickle.dumps(caught.value))  # a process pool must be able to hand it over
     assert (again.path, again.why) == (caught.value.path, caught.value.why)
 
@@ -656,10 +708,17 @@ def test_resolve_stays_inside_root(tmp_path):
     (root / "link.mp4").symlink_to(tmp_path / "out.mp4")
     (tmp_path / "alias").symlink_to(root)
     assert video.resolve("sub/../a.mp4", root) == str((root / "a.mp4").resolve())
-    assert video.resolve("a.mp4", tmp_path / "alias") == str((root / "a.mp4").resolve())  # root may be a link
+    # root may be a link
+    assert video.resolve("a.mp4", tmp_path / "alias") == str((root / "a.mp4").resolve())
     assert video.resolve(str(root / "a.mp4"), root) == str((root / "a.mp4").resolve())
-    assert video.resolve(str(tmp_path / "out.mp4")) == str((tmp_path / "out.mp4").resolve())  # no root, no fence
-    for path in ("../out.mp4", "sub/../../out.mp4", str(tmp_path / "out.mp4"), "link.mp4", "/etc/passwd", "../root2/a"):
+    # no root, no fence
+    assert video.resolve(str(tmp_path / "out.mp4")) == str((tmp_path / "out.mp4").resolve())
+    # what lies in the root may be a link, as all of a hub snapshot: its owner put it there
+    assert video.resolve("link.mp4", root) == str((tmp_path / "out.mp4").resolve())
+    (root / "folder").symlink_to(tmp_path)
+    assert video.resolve("folder/out.mp4", root) == str((tmp_path / "out.mp4").resolve())
+    for path in ("../out.mp4", "sub/../../out.mp4", str(tmp_path / "out.mp4"), "folder/../../a",
+                 "/etc/passwd", "../root2/a"):
         with pytest.raises(VideoError, match="outside"):
             video.resolve(path, root)
     for path in ("a\0b", None, 7):
@@ -677,17 +736,23 @@ def test_load_message_items(minute):
     assert video.load({**window, "max_frames": 2}, root, cache).seconds.tolist() == [18, 22]
     assert video.load({**window, "fps": 0.5}, root, cache).seconds.tolist() == [17, 19, 21, 23]
     assert video.load({**window, "num_frames": 1}, root, cache).seconds.tolist() == [20]
-    assert video.load({**window, "num_frames": None}, root, cache).key == video.crop(minute, 16, 24).key
-    assert video.load({**item, "frames": 4}, root, cache, max_pixels=1024).images.shape[1:3] == (32, 32)
+    assert video.load({**window, "num_frames": None}, root,
+                      cache).key == video.crop(minute, 16, 24).key
+    assert video.load({**item, "frames": 4}, root, cache,
+                      max_pixels=1024).images.shape[1:3] == (32, 32)
     with pytest.raises(KeyError):
         video.load(item, root)
 
 
 def test_command_line(minute, tmp_path):
     command = [sys.executable, video.__file__]
-    ran = subprocess.run([*command, minute, "--frames", "4"], capture_output=True, text=True, check=True)
-    assert "64 s | 64 frames | 1.000 fps | 64x32" in ran.stdout and "seconds 8 24 40 56" in ran.stdout
-    ran = subprocess.run([*command, minute, "--start", "16", "--end", "19"], capture_output=True, text=True, check=True)
+    ran = subprocess.run([*command, minute, "--frames", "4"], capture_output=True, text=True,
+                         check=True)
+    assert "64 s | 64 frames | 1.000 fps | 64x32" in ran.stdout
+    assert "seconds 8 24 40 56" in ran.stdout
+    ran = subprocess.run([*command, minute, "--start", "16", "--end", "19"], capture_output=True,
+                         text=True, check=True)
     assert "seconds 16 17 18" in ran.stdout
-    ran = subprocess.run([*command, str(tmp_path / "no.mp4")], check=False, capture_output=True, text=True)
+    ran = subprocess.run([*command, str(tmp_path / "no.mp4")], check=False, capture_output=True,
+                         text=True)
     assert ran.returncode == 1 and "no such file" in ran.stderr and "Traceback" not in ran.stderr

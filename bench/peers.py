@@ -1,0 +1,345 @@
+"""
+peers.py: what people would use instead, side by side in one run: TRL's GRPOTrainer, and
+qwen-vl-utils' fetch_video.
+
+  update    one optimiser step over one group: TRL's training_step behind its generation |
+            grpo.update on the shared-prefix tree
+  step      generation of the group and that update: TRL with transformers' generate | rollout.py
+            with vLLM, grpo.update, the weights' way to the engine
+  rollouts  the generation alone
+  video     64 overview frames of one file, and five crops of it: fetch_video, one after the other |
+            video.py, all cores, the crops at once as rollout.py asks for them. As many frames of
+            the same size; which ones differs by rule (centres of segments here)
+
+Both train the same checkpoint on one prompt of --images pictures (32 x 32 pixels, a vision token
+each) and --prompt tokens, a group of --group, exactly --response sampled tokens each (the end of
+turn is forbidden), with AdamW, no KL, fp32, all cores. TRL runs in an environment of its own, which
+this script makes (--peers DIR, kept for the next run), and waits at each step for a word, so that
+the sides alternate. Medians. Prints one line of JSON.
+
+Peers: trl 1.16.0 (with accelerate 1.15.0, datasets 5.2.0), qwen-vl-utils 0.0.14.
+
+  python bench/peers.py --ckpt out/demo/toy/init --peers peers_out
+"""
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from types import SimpleNamespace
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import numpy as np
+import torch
+
+import grpo
+import model
+import rollout
+import video
+
+
+def pictures(count):
+    """[N, 32, 32, 3]: the prompt of both sides."""
+    return np.random.default_rng(0).integers(0, 256, (count, 32, 32, 3), dtype=np.uint8)
+
+
+# ------------------------------------------------------------------------------------------------
+# TRL's side, in its own process
+
+
+def train_trl(args):
+    """Train with TRL, one step for every line on standard input; a JSON line each: seconds of the
+    generation, of the update, of the whole step."""
+    model.import_shim()
+    from datasets import Dataset
+    from PIL import Image
+    from transformers import AutoProcessor, Qwen3VLForConditionalGeneration, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    images = [Image.fromarray(image) for image in pictures(args.images)]
+    content = []
+    for i in range(args.images):
+        content += [{"type": "text", "text": f"<{i}.0 seconds>"}, {"type": "image"}]
+    content.append({"type": "text", "text": args.filler})
+    row = {"prompt": [{"role": "user", "content": content}], "images": images}  # every step's
+    seen = {}  # numbers of the step that runs
+
+    class Waiting(GRPOTrainer):
+        def _generate_and_score_completions(self, *given, **named):
+            began = time.perf_counter()
+            out = super()._generate_and_score_completions(*given, **named)
+            seen["generate_s"] = time.perf_counter() - began
+            seen["tokens"] = int(out["completion_mask"].sum())
+            seen["prompt"] = int(out["prompt_mask"].sum() / len(out["prompt_mask"]))
+            return out
+
+        def training_step(self, *given, **named):
+            sys.stdin.readline()
+            began = time.perf_counter()
+            out = super().training_step(*given, **named)
+            seen["step_s"] = time.perf_counter() - began
+            return out
+
+    class Clock(TrainerCallback):  # the optimiser's step comes behind training_step
+        def on_pre_optimizer_step(self, *_, **__):
+            self.began = time.perf_counter()
+
+        def on_optimizer_step(self, *_, **__):
+            seen["step_s"] += time.perf_counter() - self.began
+            seen["update_s"] = seen["step_s"] - seen["generate_s"]
+            print("STEP " + json.dumps(seen), flush=True)
+
+    def reward(completions, **_):
+        return [float(i % 3) for i in range(len(completions))]
+
+    with tempfile.TemporaryDirectory() as out:
+        config = GRPOConfig(
+            output_dir=out, per_device_train_batch_size=args.group, num_generations=args.group,
+            max_completion_length=args.response, max_steps=args.repeats + 1, temperature=1.0,
+            generation_kwargs={"min_new_tokens": args.response}, beta=0.0, learning_rate=1e-6,
+            use_cpu=True, bf16=False, gradient_checkpointing=False, save_strategy="no",
+            logging_strategy="no", report_to=[], disable_tqdm=True)
+        policy = Qwen3VLForConditionalGeneration.from_pretrained(args.ckpt, dtype=torch.float32)
+        Waiting(model=policy, reward_funcs=reward, args=config, callbacks=[Clock()],
+                train_dataset=Dataset.from_list([row] * 64),
+                processing_class=AutoProcessor.from_pretrained(args.ckpt)).train()
+
+
+def make_peers(folder):
+    """An environment that sees this one's packages and has the peers besides -> its python."""
+    python = os.path.join(folder, "bin", "python")
+    ready = os.path.join(folder, "ready")
+    if not os.path.exists(ready):
+        import site
+
+        venv.create(folder, with_pip=True)
+        with open(os.path.join(packages(folder), "ours.pth"), "w") as f:
+            f.write(site.getsitepackages()[0] + "\n")
+        # --no-deps: torch and transformers are to be those of this environment.
+        wanted = ["trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0", "qwen-vl-utils==0.0.14",
+                  "dill", "multiprocess", "xxhash", "pandas", "python-dateutil", "pytz", "tzdata",
+                  "six", "aiohttp", "pyarrow", "psutil", "httpx"]
+        subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", *wanted], check=True)
+        open(ready, "w").close()
+    return python
+
+
+def packages(folder):
+    version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    return os.path.join(folder, "lib", version, "site-packages")
+
+
+# ------------------------------------------------------------------------------------------------
+# Our side
+
+
+class Stills(rollout.Source):
+    """A Source whose root is the Frames of every task."""
+
+    def load(self, spec):
+        return self.root
+
+    def duration(self, spec):
+        return float(len(self.root.seconds))
+
+
+def our_step(args):
+    """-> function of the step's number: generation, update and weight sync of one group, with the
+    same numbers as TRL's."""
+    _, world, device = model.start_process_group()
+    codec = model.load_codec(args.ckpt)
+    codec = replace(codec, banned=(*codec.banned, codec.eos))  # every response has its full length
+    seconds = np.arange(args.images, dtype=float)
+    keys = [f"still{i}" for i in range(args.images)]
+    source = Stills(video.Frames(pictures(args.images), seconds, "stills", keys), None)
+    policy = model.load_sharded(args.ckpt, codec, device)
+    vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
+    optimizer = model.adamw(model.trained_parameters(policy), 1e-6, 0.999, device)
+    context = args.prompt + args.response + 64
+    engine = rollout.VllmEngine(args.ckpt, codec, context, args.images, max_seqs=args.group)
+    agent = rollout.Agent(temperature=1.0, max_new_tokens=args.response, context=context,
+                          tools=False, think_prefix=False)
+    task = {"id": "t", "video": "stills", "question": args.filler, "answer": "x", "type": "open"}
+    settings = SimpleNamespace(minibatches=1, pack_tokens=10**6, temperature=1.0, clip_eps=0.2,
+                               kl=0.0, clip=1.0)
+
+    def step(number):
+        clock = [time.perf_counter()]
+        episodes = list(rollout.run(engine, [task], agent, codec, source, args.images, args.group,
+                                    number))
+        clock.append(time.perf_counter())
+        for i, episode in enumerate(episodes):
+            episode.advantage = {"task": float(i % 3) - 1.0, "fmt": 0.0}
+        tree = grpo.group_tree(episodes, codec, "none")
+        tokens = sum(sum(episode.context.mask) for episode in episodes)
+        vision.cache.clear()  # a new prompt every step, as in training
+        grpo.update(policy, None, vision, optimizer, [tree], tokens, codec, settings, world, device)
+        clock.append(time.perf_counter())
+        engine.wake(model.full_weights(policy))  # TRL's generate has them already
+        clock.append(time.perf_counter())
+        return {"step_s": clock[3] - clock[0], "generate_s": clock[1] - clock[0],
+                "update_s": clock[2] - clock[1], "tokens": tokens,
+                "prompt": episodes[0].spans[0][0]}
+
+    return step
+
+
+def compare_trainers(args):
+    """TRL and grpo.py in turns -> ratios of medians."""
+    words = [make_peers(args.peers), os.path.abspath(__file__), "--role", "trl"]
+    for name in ("ckpt", "filler", "images", "prompt", "response", "group", "repeats"):
+        words += [f"--{name}", str(getattr(args, name))]
+    step = our_step(args)
+    # Its start-up shares the cores with our first round, which is dropped.
+    trl = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    rows = {"trl": [], "ours": []}
+    for repeat in range(args.repeats + 1):
+        trl.stdin.write("go\n")
+        trl.stdin.flush()
+        line = next((line for line in trl.stdout if line.startswith("STEP ")), None)
+        if line is None:
+            sys.exit(f"TRL ended with {trl.wait()} before its step {repeat}")
+        rows["trl"].append(json.loads(line[5:]))
+        rows["ours"].append(step(repeat))
+        print(f"round {repeat}: {rows['trl'][-1]} | {rows['ours'][-1]}", file=sys.stderr)
+    trl.stdin.close()
+    trl.wait()
+    median = {side: {name: statistics.median(row[name] for row in found[1:]) for name in found[0]}
+              for side, found in rows.items()}  # the first round warms up
+    ratio = {of: round(median["trl"][name] / median["ours"][name], 2) for of, name in
+             (("update", "update_s"), ("step", "step_s"), ("rollouts", "generate_s"))}
+    return {**ratio, **median}
+
+
+def make_checkpoint(ckpt, folder):
+    """A copy with room for long contexts -> its folder."""
+    copy = shutil.copytree(model.resolve_checkpoint(ckpt), os.path.join(folder, "ckpt"))
+    longest = {"max_position_embeddings": 32768}
+    model.edit_json(os.path.join(copy, "config.json"), ["text_config"], longest)
+    return copy
+
+
+def filler(ckpt, prompt, images):
+    """Words that fill a prompt of so many pictures up to about `prompt` tokens. How many tokens a
+    word, or a picture with its time, takes differs between tokenizers: this one is asked."""
+    codec = model.load_codec(ckpt)
+    word = len(model.encode(codec, "frame " * 400)) / 400  # tokens
+    picture = len(model.encode(codec, "<12.0 seconds>")) + 3
+    return "frame " * max(1, int((prompt - picture * images) / word))
+
+
+# ------------------------------------------------------------------------------------------------
+# Videos
+
+
+def make_video(path, seconds, width=1280, height=720):
+    """A moving picture, 24 frames a second, a key frame every ten seconds: what a downloaded film
+    looks like to a decoder."""
+    import av
+
+    noise = np.random.default_rng(0).integers(0, 256, (height + 64, width + 64, 3), dtype=np.uint8)
+    noise = noise // 4 + 64  # or the file is as large as its pixels
+    with av.open(path, "w") as container:
+        options = {"g": "240", "preset": "ultrafast", "crf": "30"}
+        stream = container.add_stream("libx264", rate=24, options=options)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        for i in range(seconds * 24):
+            top, left = i % 64, (i // 3) % 64
+            view = np.ascontiguousarray(noise[top:top + height, left:left + width])
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(view, format="rgb24")))
+        container.mux(stream.encode())
+
+
+def windows(seconds):
+    """Five crops of ten seconds, all over a film."""
+    return [(start, start + 10.0) for start in np.linspace(5, seconds - 15, 5)]
+
+
+def fetch(path, kind, seconds):
+    """qwen-vl-utils' side -> [frames [T, 3, H, W]], one a look."""
+    from qwen_vl_utils.vision_process import fetch_video
+
+    looks = [{"nframes": 64}]
+    if kind == "crops":
+        looks = [{"video_start": a, "video_end": b, "fps": 1.0, "min_frames": 4}
+                 for a, b in windows(seconds)]
+    size = {"min_pixels": 1024, "max_pixels": 50176, "total_pixels": 64 * 50176 * 2}
+    return [fetch_video({"video": path, **look, **size}, image_patch_size=16) for look in looks]
+
+
+def read(path, kind, seconds):
+    """Our side -> [frames [T, H, W, 3]], one a look."""
+    # Nothing is kept: every look is decoded, by all cores, as decord takes them by default.
+    cache = video.FrameCache(0, workers=len(os.sched_getaffinity(0)))
+    if kind == "overview":
+        return [video.overview(path, 64, cache=cache).images]
+    with ThreadPoolExecutor(cache.workers) as pool:  # at once, as rollout.py asks for them
+        crops = pool.map(lambda window: video.crop(path, *window, cache=cache), windows(seconds))
+        return [frames.images for frames in crops]
+
+
+def compare_videos(args):
+    """fetch_video and video.py in turns on one file -> {kind: ratio, medians, frames, sizes}."""
+    make_peers(args.peers)
+    sys.path.append(packages(args.peers))
+    model.import_shim()
+    os.environ["FORCE_QWENVL_VIDEO_READER"] = "decord"
+    out = {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "film.mp4")
+        make_video(path, args.video_seconds)
+        for kind in ("overview", "crops"):
+            seconds, shapes = {fetch: [], read: []}, {}
+            for repeat in range(args.repeats + 1):  # the first round warms up
+                for side in (fetch, read)[:: 1 if repeat % 2 else -1]:
+                    began = time.perf_counter()
+                    frames = side(path, kind, args.video_seconds)
+                    seconds[side].append(time.perf_counter() - began)
+                    shapes[side] = [list(x.shape) for x in frames]
+            theirs, ours = (statistics.median(seconds[side][1:]) for side in (fetch, read))
+            out[kind] = {"ratio": round(theirs / ours, 2), "fetch_video_s": round(theirs, 3),
+                         "video_py_s": round(ours, 3), "fetch_video": shapes[fetch],
+                         "video_py": shapes[read]}
+    return out
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--ckpt", required=True, help="toy checkpoint")
+    add("--peers", default="peers_out", help="folder of the peers' environment, made when missing")
+    add("--only", choices=["trainer", "video"], default=None, help="one part; default: both")
+    add("--images", type=int, default=64, help="pictures of the prompt")
+    add("--prompt", type=int, default=4000, help="tokens of the prompt, about")
+    add("--response", type=int, default=800, help="sampled tokens of each response")
+    add("--group", type=int, default=8, help="responses")
+    add("--repeats", type=int, default=3, help="measured rounds; medians are reported")
+    add("--video-seconds", type=int, default=600, help="length of the film, 1280 x 720")
+    add("--role", choices=["trl"], default=None, help=argparse.SUPPRESS)
+    add("--filler", default=None, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.role == "trl":
+        train_trl(args)
+        return
+    out = {"bench": "peers", "cores": len(os.sched_getaffinity(0)),
+           "load": round(os.getloadavg()[0], 2)}
+    if args.only != "video":
+        with tempfile.TemporaryDirectory() as folder:
+            args.ckpt = make_checkpoint(args.ckpt, folder)
+            args.filler = filler(args.ckpt, args.prompt, args.images)
+            out["trainer"] = compare_trainers(args)
+    if args.only != "trainer":
+        out["video"] = compare_videos(args)
+    print(json.dumps(out))
+
+
+if __name__ == "__main__":
+    main()

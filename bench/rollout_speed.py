@@ -1,0 +1,181 @@
+"""
+rollout_speed.py: two ratios of the rollout loop, with vLLM on a toy checkpoint.
+
+  pump      all episodes of a batch on rollout.Pump, against lock-step: every frame that is asked
+            for, then every generation to its end, then everybody goes on. The same episodes, the
+            same requests, the same engine; only the waiting differs
+  dispatch  episodes one at a time, three windows called in their first turn: --dispatch parallel
+            against sequential
+
+Lengths are mixed on purpose: each request runs for a number of tokens drawn from a long-tailed law,
+the end of turn forbidden, whatever the checkpoint would write. What a first turn says is scripted
+behind its generation: three calls. Sides alternate; medians. Prints one line of JSON.
+
+  python bench/rollout_speed.py --ckpt sft_out --data toy/rl.jsonl
+"""
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from dataclasses import replace
+from unittest import mock
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import torch
+
+import model
+import rollout
+import video
+
+
+class LockStep(rollout.Pump):
+    """The baseline: a barrier behind every stage."""
+
+    async def steps(self):
+        while True:
+            for _ in range(4):  # as in Pump: everybody asks for what is next
+                await asyncio.sleep(0)
+            if self.loading or not self.waiting:  # every frame first, while the engine idles
+                await asyncio.sleep(0.001)
+                continue
+            finished = []
+            while len(finished) < len(self.waiting):  # then one batch, until its last is finished
+                finished += self.engine.poll()
+            for done in finished:
+                self.waiting.pop(done.id).set_result(done)
+
+
+class ScriptedEngine:
+    """vLLM, but how long a request runs and what a first turn says is decided here."""
+
+    def __init__(self, engine, codec, shortest, longest):
+        self.engine = engine
+        self.codec = codec
+        self.max_seqs = engine.max_seqs
+        self.shortest = shortest  # tokens
+        self.longest = longest
+        self.fixed = None  # tokens of (a main turn, a summary), instead of drawn ones
+        self.tokens = 0  # sampled so far
+
+    def submit(self, request):
+        # Ids are step/task/sample/turn, and one part more for a sub-agent.
+        request.max_tokens = self.length(request.id)
+        self.engine.submit(request)
+
+    def length(self, name):
+        """Log-uniform, from the name: the same on both sides."""
+        if self.fixed:
+            return self.fixed[name.count("/") > 3]
+        draw = random.Random(name).random()
+        return round(self.shortest * (self.longest / self.shortest) ** draw)
+
+    def poll(self):
+        finished = []
+        for said in self.engine.poll():
+            self.tokens += len(said.ids)
+            if said.id.endswith("/0") and said.id.count("/") == 3:
+                ids = model.encode(self.codec, script()) + [self.codec.eos]
+                said = replace(said, text=script(), ids=ids, logps=[0.0] * len(ids), ended=True)
+            finished.append(said)
+        return finished
+
+
+def script():
+    """A first turn as the toy's cold start teaches it, of three windows far apart."""
+    calls = []
+    for start in (0, 24, 48):
+        window = {"start_time": start, "end_time": start + 8}
+        call = json.dumps({"name": "crop_video", "arguments": window})
+        calls.append(f"<tool_call>\n{call}\n</tool_call>")
+    return "I need a closer look.\n</think>\n" + "\n".join(calls)
+
+
+def measure(engine, pump, root, tasks, agent, codec, group, repeat, live):
+    """-> (seconds, tokens/s) of all episodes, `live` of them at once."""
+    # No frames, no encoder outputs, no prefixes left over from the other side.
+    engine.engine.llm.reset_mm_cache()
+    engine.engine.engine.reset_encoder_cache()
+    engine.engine.engine.reset_prefix_cache()
+    source = rollout.Source(root, video.FrameCache())
+    engine.tokens = 0
+    began = time.perf_counter()
+    with mock.patch.object(rollout, "Pump", pump):
+        # The repeat enters the ids: no side profits from lengths that the other has seen.
+        episodes = list(rollout.run(engine, tasks, agent, codec, source, 16, group, step=repeat,
+                                    max_live=live))
+    seconds = time.perf_counter() - began
+    # Unequal work could not be compared.
+    if any(e.executed() != 3 or len(e.turns) != 2 for e in episodes):
+        raise RuntimeError("an episode did not make its three calls")
+    return seconds, engine.tokens / seconds
+
+
+def compare(sides, repeats):
+    """{name: arguments of measure but the repeat} -> {name: medians of seconds and tokens/s}; sides
+    alternate, and so does which of them goes first."""
+    found = {name: [] for name in sides}
+    for repeat in range(repeats + 1):  # the first round warms up
+        for name in list(sides)[:: 1 if repeat % 2 else -1]:
+            found[name].append(measure(**sides[name], repeat=repeat))
+    return {name: [statistics.median(column) for column in zip(*rows[1:])]
+            for name, rows in found.items()}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--ckpt", required=True, help="toy checkpoint")
+    add("--data", required=True, help="task JSONL of the same toy world")
+    add("--prompts", type=int, default=8, help="prompts of a batch")
+    add("--group", type=int, default=4, help="rollouts per prompt")
+    add("--shortest", type=int, default=8, help="tokens of the shortest request")
+    add("--longest", type=int, default=256, help="tokens of the longest request")
+    add("--turn", type=int, default=64, help="tokens of a main turn, dispatch")
+    add("--summary", type=int, default=128, help="tokens of a summary, dispatch")
+    add("--episodes", type=int, default=6, help="episodes per measurement, dispatch")
+    add("--repeats", type=int, default=5, help="measurements of each side")
+    add("--max-seqs", type=int, default=64, help="sequences in the engine's batch")
+    add("--threads", type=int, default=1,
+        help="torch threads; on shared cores two spinning ones cost a factor of ten")
+    args = parser.parse_args()
+
+    torch.set_num_threads(args.threads)  # the engine keeps what it finds
+    ckpt = model.resolve_checkpoint(args.ckpt)
+    codec = model.load_codec(ckpt)
+    codec = replace(codec, banned=(*codec.banned, codec.eos))  # no request ends before its length
+    vllm = rollout.VllmEngine(ckpt, codec, 2048, max_seqs=args.max_seqs)
+    engine = ScriptedEngine(vllm, codec, args.shortest, args.longest)
+    tasks = rollout.read_tasks(args.data)[:args.prompts]
+    agent = rollout.Agent(temperature=1.0, context=2048, max_new_tokens=512, max_turns=1)
+    side = {"engine": engine, "pump": rollout.Pump, "tasks": tasks, "agent": agent, "codec": codec,
+            "root": os.path.dirname(os.path.abspath(args.data)), "group": args.group,
+            "live": len(tasks) * args.group}
+    pump = compare({"pump": side, "lock_step": {**side, "pump": LockStep}}, args.repeats)
+
+    engine.fixed = args.turn, args.summary  # equal lengths: the ratio is of the dispatch alone
+    side.update(tasks=tasks[:args.episodes], group=1, live=1)
+    sequential = {**side, "agent": replace(agent, dispatch="sequential")}
+    dispatch = compare({"parallel": side, "sequential": sequential}, args.repeats)
+    # Decoding steps one behind the other: the ratio if a step cost the same for one and for three.
+    bound = (2 * args.turn + 3 * args.summary) / (2 * args.turn + args.summary)
+    print(json.dumps({
+        "bench": "rollout_speed",
+        "pump_ratio": round(pump["lock_step"][0] / pump["pump"][0], 3),
+        "dispatch_ratio": round(dispatch["sequential"][0] / dispatch["parallel"][0], 3),
+        "dispatch_bound": round(bound, 3),
+        "seconds": {name: round(s, 3) for name, (s, _) in {**pump, **dispatch}.items()},
+        "tokens_per_s": {name: round(rate) for name, (_, rate) in pump.items()},
+        "batch": len(tasks) * args.group, "episodes": len(side["tasks"]),
+        "lengths": [args.shortest, args.longest], "turn": args.turn, "summary": args.summary,
+        "repeats": args.repeats, "threads": args.threads,
+        "cores": len(os.sched_getaffinity(0)), "load": round(os.getloadavg()[0], 1)}))
+    vllm.close()
+
+
+if __name__ == "__main__":
+    model.run_main(main)

@@ -1,0 +1,230 @@
+"""
+plan.py: what a size takes in memory, per GPU and per node, before it is rented.
+
+  python tools/plan.py 8B --gpus 8 --gpu-gb 80 --context 32768
+
+A calculation from the configuration alone, held against traced peaks by tests/test_fake_gpu.py
+(within 10%, at the widths of 8B and 2B); not yet against a GPU. Exit code 1 where something does
+not fit.
+"""
+import argparse
+import bisect
+import os
+import sys
+from copy import deepcopy
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import model
+
+PHASE = 11  # columns of a number in the table
+
+
+def public_size(hidden, layers, heads, intermediate, tied, depth, width, inner, levels):
+    """config.json of a public dense checkpoint, Qwen/Qwen3-VL-*-Instruct, as far as sizes go."""
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]}
+    text = {"vocab_size": 151936, "hidden_size": hidden, "num_hidden_layers": layers,
+            "num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128,
+            "intermediate_size": intermediate, "rope_parameters": rope}
+    vision = {"depth": depth, "hidden_size": width, "intermediate_size": inner, "num_heads": 16,
+              "deepstack_visual_indexes": levels, "num_position_embeddings": 2304,
+              "out_hidden_size": hidden}
+    return {"text_config": text, "vision_config": vision, "tie_word_embeddings": tied}
+
+
+def public_sizes():
+    small, large = (24, 1024, 4096, [5, 11, 17]), (27, 1152, 4304, [8, 16, 24])  # towers
+    return {"2B": public_size(2048, 28, 16, 6144, True, *small),
+            "4B": public_size(2560, 36, 32, 9728, True, *small),
+            "8B": public_size(4096, 36, 32, 12288, False, *large),
+            "32B": public_size(5120, 64, 64, 25600, False, *large)}
+
+
+def read_config(name):
+    """A public size ("8B") or a checkpoint folder -> its configuration."""
+    model.import_shim()
+    model.quiet_libraries()
+    from transformers import AutoConfig, Qwen3VLConfig
+
+    if name in public_sizes():
+        return Qwen3VLConfig(**public_sizes()[name])
+    if not os.path.exists(os.path.join(name, "config.json")):
+        known = ", ".join(public_sizes())
+        raise model.UserError(f"{name}: neither one of {known} nor a folder with a config.json")
+    return AutoConfig.from_pretrained(name)
+
+
+def parameter_counts(config):
+    """-> {"layer", "layers", "root", "tower", "trained"}: parameters of one decoder layer, of all,
+    of embeddings, head and last norm, of the tower, of all that is trained. Nothing is
+    allocated."""
+    import torch
+    from transformers import Qwen3VLForConditionalGeneration
+
+    config = deepcopy(config)
+    config.vision_config._attn_implementation = "sdpa"  # a running model's is our own
+    with torch.device("meta"):
+        hf = Qwen3VLForConditionalGeneration(config)
+    hf.tie_weights()
+    tower = sum(p.numel() for p in hf.model.visual.parameters())
+    decoder = hf.model.language_model.layers
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder]
+    trained = sum(p.numel() for p in hf.parameters()) - tower
+    return {"layer": layers[0], "layers": sum(layers), "root": trained - sum(layers),
+            "tower": tower, "trained": trained}
+
+
+def layer_activation_bytes(text, width, repeated=False):
+    """Bytes a token that autograd keeps inside one decoder layer when nothing is recomputed. width:
+    bytes of a number in compute (2: bf16, whose norms keep fp32 copies). repeated: keys and values
+    are repeated for every head, as on CPU."""
+    hidden, inner, d = text.hidden_size, text.intermediate_size, text.head_dim
+    heads, shared = text.num_attention_heads, text.num_key_value_heads
+    # Inputs in fp32, normalised, scaled; twice. The same of queries and keys, whose last form
+    # attention keeps. Queries, keys, values, output. Statistics of norms and softmax.
+    norms = 2 * hidden * (3 * width if width == 4 else 4 + 2 * width)
+    rotated = (heads + shared) * d * (2 * width if width == 4 else 4 + width)
+    attention = (5 * heads if repeated else 2 * heads + 2 * shared) * d * width
+    statistics = 4 * (2 + 2 * heads + shared)
+    mlp = 4 * inner * width  # gate, its activation, up, their product
+    return norms + rotated + attention + mlp + statistics
+
+
+def ledger(config, gpus, pack_tokens, recompute="full", replicas=1, reference=True, engine_gb=None,
+           width=2, chunk=1024, repeated=False, feature_cache_gb=1.0, counts=None):  # fmt: skip
+    """Bytes per GPU -> {phase: {item: bytes}}: "rollout" and "sync" (only with an engine), then
+    three moments of a backward. "top layer" still has all activations, "low layer" the other
+    layers' gradients instead, "embeddings" no layer whole, but its own gradients twice. An update
+    takes the largest of the three, not their sum.
+
+    gpus: ranks; engine_gb: GB that vLLM takes while it is awake (None: no engine); width: bytes of
+    a number in compute (CPU: 4); counts: parameter_counts, where they are known.
+    """
+    text, n = config.text_config, counts or parameter_counts(config)
+    shards, hidden = gpus // replicas, text.hidden_size
+    inside = layer_activation_bytes(text, width, repeated)
+    kept = hidden * width if recompute == "full" else inside  # a token and layer
+    head = width * text.vocab_size * hidden  # the largest matrix
+    resting = {"weights, fp32 shard": 4 * n["trained"] / shards,
+               "AdamW moments, fp32 shard": 8 * n["trained"] / shards,
+               "vision tower": width * n["tower"],
+               "vision features kept": feature_cache_gb * 2**30}
+    if reference:
+        resting["reference, shard"] = width * n["trained"] / shards
+    phases = {}
+    if engine_gb is not None:
+        awake = {**resting, "vLLM": engine_gb * 1e9}
+        phases = {"rollout": awake, "sync": {**awake, "one weight whole, and cast": 2 * head}}
+    # One layer's inside, as far as it is computed again, with its largest gradients; before the
+    # first layer, logits.
+    one = pack_tokens * (inside - kept + width * (3 * text.intermediate_size + 5 * hidden))
+    logits = chunk * text.vocab_size * (8 + width)
+    layer = {**resting, "root whole, gradient of its head": width * n["root"] + head,
+             "two layers whole, one's gradients": n["layer"] * (2 * width + 4),
+             "one layer in backward, or logits": max(one, logits)}
+    gradients = {"gradients of layers, fp32 shard": 4 * n["layers"] / shards}
+    ends = hidden * (6 if width == 2 else 8) + 2 * text.head_dim * width  # embeddings, rotary table
+    activations = {"activations kept": (text.num_hidden_layers * kept + ends) * pack_tokens}
+    root = {"root's gradients, as made and fp32": n["root"] * (width + 4)}
+    return {**phases, "top layer": {**layer, **activations}, "low layer": {**layer, **gradients},
+            "embeddings": {**resting, **gradients, **root}}
+
+
+def peak(phases):
+    """Ledger -> bytes of the phase that takes most."""
+    return max(sum(items.values()) for items in phases.values())
+
+
+def largest_pack(config, gpu_gb, **options):
+    """Tokens of the largest pack whose update fits into gpu_gb GB; 0 where not even its weights
+    do."""
+    options.setdefault("counts", parameter_counts(config))
+
+    def too_large(tokens):
+        return peak(ledger(config, pack_tokens=tokens, **options)) > gpu_gb * 1e9
+
+    return max(0, bisect.bisect(range(2**24), False, key=too_large) - 1)
+
+
+def host_memory(n, ranks, shards, frame_cache_gb, width=2):
+    """Bytes of host memory on the node of rank 0, while a checkpoint is written -> {item: bytes}.
+    n: parameter_counts; ranks: of the node."""
+    return {"fp32 shards of weights and moments": 12 * n["trained"] / shards * ranks,
+            "whole weights on rank 0": width * (n["trained"] + n["tower"]),
+            "decoded frames": frame_cache_gb * 2**30 * ranks}
+
+
+def plan_text(config, gpus, gpu_gb, context, pack_tokens, engine_share=0.5, frame_cache_gb=4.0,
+              **options):  # fmt: skip
+    """The ledger as a table, and what fits -> (text, whether all fits)."""
+    n = options["counts"] = parameter_counts(config)
+    text = config.text_config
+    engine_gb = engine_share * gpu_gb if engine_share else None
+    phases = ledger(config, gpus, pack_tokens, engine_gb=engine_gb, **options)
+    limit = 0.94 * gpu_gb  # the rest: CUDA, NCCL, fragments
+    lines = [f"{n['trained'] / 1e9:.2f} B trained parameters, {n['tower'] / 1e9:.2f} B in the "
+             f"frozen tower; GB per GPU, of {gpus} with {gpu_gb:g} each",
+             table_row("", phases)]
+    for item in dict.fromkeys(item for phase in phases.values() for item in phase):
+        cells = [phase.get(item) for phase in phases.values()]
+        lines.append(table_row(item, ["-" if c is None else f"{c / 1e9:.1f}" for c in cells]))
+    totals = {name: sum(items.values()) / 1e9 for name, items in phases.items()}
+    lines.append(table_row("sum", [f"{total:.1f}" for total in totals.values()]))
+    over = [name for name, total in totals.items() if total > limit]
+    verdict = f"does not fit while: {', '.join(over)}" if over else "fits"
+    lines.append(f"{verdict} (limit {limit:.1f} GB)")
+    most = largest_pack(config, limit, gpus=gpus, **options)
+    lines.append(f"largest pack: {most} tokens (--pack-tokens {pack_tokens})")
+    ranks = min(gpus, 8)
+    host = host_memory(n, ranks, gpus // options.get("replicas", 1), frame_cache_gb)
+    parts = ", ".join(f"{size / 1e9:.0f} {item}" for item, size in host.items())
+    lines.append(f"host memory of a node of {ranks} ranks while it saves: "
+                 f"{sum(host.values()) / 1e9:.0f} GB ({parts})")
+    lines.append("  and what is not counted: processes and their libraries, the engine, decoders, "
+                 "files that the system keeps in memory")
+    if engine_share:
+        weights = 2 * (n["trained"] + n["tower"])
+        per_token = 4 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim  # K, V
+        tokens = max(0, int((engine_gb * 1e9 - weights) / per_token))
+        enough = tokens >= context
+        lines.append(f"vLLM: {weights / 1e9:.1f} GB of weights, KV cache for {tokens} tokens: "
+                     f"{tokens // context} contexts of {context} at once"
+                     + ("" if enough else "; NOT ONE: raise its share or lower --context"))
+        over += [] if enough else ["vLLM"]
+    return "\n".join(lines), not over
+
+
+def table_row(head, cells):
+    return f"{head:<36}" + "".join(f"{cell:>{PHASE}}" for cell in cells)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("size", metavar="SIZE", help="2B, 4B, 8B, 32B or a checkpoint folder")
+    add("--gpus", type=int, default=8, help="ranks, all nodes together")
+    add("--gpu-gb", type=float, default=80.0, help="GB of one GPU")
+    add("--context", type=int, default=32768, help="tokens of one context")
+    add("--pack-tokens", type=int, default=32768, help="tokens per pack (one forward)")
+    add("--recompute", choices=["full", "none"], default="full", help="as grpo.py has it")
+    add("--replicas", type=int, default=1, help="as grpo.py has it")
+    add("--kl", type=float, default=0.01, help="0 = no reference model")
+    add("--engine-share", type=float, default=0.5, help="as grpo.py has it; 0 = no engine (sft.py)")
+    add("--frame-cache-gb", type=float, default=4.0, help="as grpo.py has it: GiB per rank")
+    args = parser.parse_args()
+    whole = min(args.gpus, args.context, args.pack_tokens, args.replicas) >= 1
+    if not whole or args.gpus % args.replicas or not args.gpu_gb > 0:
+        raise model.UserError("--gpus, --gpu-gb, --context, --pack-tokens and --replicas must be "
+                              "above 0, --gpus a multiple of --replicas")
+    if not 0 <= args.engine_share < 1:
+        raise model.UserError(f"--engine-share must lie in 0 to 1, got {args.engine_share}")
+    text, fits = plan_text(
+        read_config(args.size), args.gpus, args.gpu_gb, args.context, args.pack_tokens,
+        args.engine_share, args.frame_cache_gb, recompute=args.recompute, replicas=args.replicas,
+        reference=args.kl > 0)  # fmt: skip
+    print(text)
+    sys.exit(0 if fits else 1)
+
+
+if __name__ == "__main__":
+    model.run_main(main)
