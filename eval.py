@@ -106,14 +106,17 @@ def shard_argument(text):
     return int(part), int(parts)
 
 
-def parse_args():
+def parse_args(protocol=None):
+    """protocol: as if it were --protocol."""
     parser = build_parser()
     # A protocol and a preset set defaults, which yield to flags: they have to be known first.
     early, _ = parser.parse_known_args()
-    parser.set_defaults(**systems.settings(early.protocol, early.protocol_set))
+    name = protocol or early.protocol
+    parser.set_defaults(**systems.settings(name, early.protocol_set))
     if early.preset == "toy":
         parser.set_defaults(**rollout.toy_lengths())
     args = parser.parse_args()
+    args.protocol = name
     for wrong, why in faults(args):
         if wrong:
             raise model.UserError(why)
@@ -127,7 +130,7 @@ def faults(args):
     """[(whether the flags cannot be meant, why)]: told before anything is read or loaded."""
     benches, roots = len(args.bench), len(args.root)
     found = [(args.judge_url and not args.judge_model, "--judge-url needs --judge-model")]
-    if args.compare or args.table or args.rescore:
+    if args.compare or args.table or args.rescore or args.protocols:
         return found  # all else comes from the folders
     found += [
         (not (args.data or benches), "give --data (task JSONL), --bench with --root, or --compare "
@@ -156,7 +159,8 @@ def settings_digest(args, weights, subtitles, tasks, prompts):
     """What must be equal for records to belong together: tasks, prompts, weights (their digest),
     and every flag but those that say where, which part, how fast, and who judges."""
     # Where: what is found there (tasks, prompts, weights) counts, its path does not.
-    free = {"ckpt", "data", "bench", "root", "video_root", "out", "prompt_file"}
+    free = {"ckpt", "data", "bench", "root", "video_root", "out", "prompt_file",
+            "user_file"}
     # Which part: every item carries its own K, mode and sample. `subtitles` is the resolved flag.
     free |= {"limit", "shard", "frames", "tools", "samples", "subtitles"}
     # How fast, over which address, and what happens to records that are there already.
@@ -419,6 +423,7 @@ def load_suites(args, ckpt, prompts):
         else:
             tasks = rollout.read_tasks(args.data)
         agent, source = rollout.agent_settings(flags, args.data)
+        source = systems.source_of(source, args)
         source.cache.timeout = args.decode_timeout or None
         if shown != "none":
             source.subtitles = partial(benchmarks.task_subtitles, root=source.root, which=shown)
@@ -610,7 +615,10 @@ def run_jobs(jobs, engine, codec, protocol, args, name, quiet):
 
 def main():
     args = parse_args()
-    if args.prepare:
+    if args.protocols:
+        names = [args.protocol] if args.prompt_file else systems.protocols()
+        print(systems.describe_all(map(parse_args, names)))
+    elif args.prepare:
         tasks, notes = benchmarks.read_split(args.bench[0], args.root[0])
         write_tasks(tasks, args.prepare)
         print_notes(args.prepare, notes)

@@ -70,8 +70,10 @@ def protocols():
     # Temperature 0.1 at top-p 0.001, which is greedy.
     reasoning = {**single, "max_pixels": 256 * 784, "max_new_tokens": 1024}
     conan = {**rounds, "max_turns": 2, "frames": [16], "max_pixels": 448 * 448}
-    longvt = {**rounds, "max_turns": 5, "frames": [512], "max_pixels": 50176}
-    zoomer = {**rounds, "max_turns": 4, "min_pixels": 25088, "max_pixels": 100352}
+    longvt = {**rounds, "max_turns": 5, **paced(1.0, 512),
+              "max_pixels": 50176, "max_new_tokens": 4096}
+    zoomer = {**rounds, "max_turns": 4, **paced(0.5, 64), "max_new_tokens": 4096,
+              "min_pixels": 25088, "max_pixels": 100352}
     driver = "paravt/eval/driver.py"
     return {
         # ParaVT-8B; Qwen3-VL-8B and Conan-7B in the paper's runs
@@ -79,17 +81,28 @@ def protocols():
                          [rollout.main_prompt()], paravt_protocol, {}, held=paravt_held),
         # Qwen2.5-VL-7B, GPT-4o, Gemini 1.5 Pro
         "direct": System(f"{driver}:DIRECT_SYSTEM", [ANSWER], prompt_as_system, single),
-        # Video-R1-7B, VideoRFT-7B, Video-Thinker-7B
+        # Qwen3-VL-8B as its own evaluation runs it: no tools, no system text
+        "qwen3-vl": System("a text of the user turn", [QUESTION], prompt_as_user,
+                           {**single, **paced(2.0, 512), "temperature": 0.7, "context": 65536}),
+        "video-r1": System(wrapped_files("Video-R1"), wrapped_texts(),
+                           partial(wrapped_protocol, header="Options:\n"),
+                           {**reasoning, "frames": [64]}),
+        "videorft": System(wrapped_files("VideoRFT"), wrapped_texts(), wrapped_protocol,
+                           {**reasoning, "frames": [32]}),
+        # Video-Thinker-7B, whose code is not to be had; and all of them in the paper's runs
         "reasoning": System(f"{driver}:REASONING_SYSTEM", [THINK], prompt_as_system, reasoning),
-        "videochat-r1": System("a text made from src_eval/eval_prompts.py",
-                               [f"{QUESTION}\n{THINK}"],
-                               partial(prompt_as_user, text_first=True), {**single, **few}),
+        "videochat-r1": System("src_eval/eval_prompts.py:QA_THINK and :GROUND_TEMPLATE_THINK, "
+                               "filled at [QUESTION], [OPTION] and [EVENT]",
+                               [f"{QUESTION}\n{THINK}", f"{QUESTION}\n{THINK}"],
+                               videochat_protocol,
+                               {**single, **paced(2.0, 768), "min_pixels": 16 * 784,
+                                "max_pixels": 768 * 784, "total_pixels": 3584 * 784}),
         "time-r1": System("a text made from src/vllm_inference/data/config.py",
                           [f"{QUESTION}\n{ANSWER}"],
                           time_r1_protocol, {**single, **few, "max_new_tokens": 1024}),
         "rewatch-r1": System("a text made from the model card's prompt", [rewatch_text()],
                              prompt_as_user,
-                             {**single, "frames": [192], "max_pixels": 128 * 784}),
+                             {**single, **paced(2.0, 192), "max_pixels": 128 * 784}),
         "conan": System("texts made from Conan-Eval/prompt_temp.py: "
                         "first round, further round, last round", conan_texts(),
                         conan_protocol, {**conan, "temperature": 1.0, "max_new_tokens": 4000},
@@ -101,10 +114,45 @@ def protocols():
         "videozoomer": System("a text made from data.system_prompt of scripts/eval_video.sh",
                               [videozoomer_text()], videozoomer_protocol, zoomer,
                               held=videozoomer_held),
-        "sage": System("sage/prompts/sage/context_vlm.txt and iterative_reasoner.txt",
+        "sage": System("context_vlm.txt, iterative_reasoner.txt and iterative_reasoner_msg.txt of "
+                       "sage/prompts/sage",
                        sage_texts(), sage_protocol,
-                       {**rounds, "max_turns": 9, "frames": [128]}, sage_final),
+                       {**rounds, "max_turns": 9, **paced(1.0, 128)}, sage_final),
     }
+
+
+def paced(fps, most):
+    """Flags of an overview that grows with the video: fps a second, `most` frames at most."""
+    return {"overview_fps": fps, "frames": [most]}
+
+
+@dataclass
+class Source(rollout.Source):
+    """A Source whose overview has as many frames as its video is long, K at most."""
+
+    overview_fps: float = 0.0  # frames per second; 0 = always K
+    total_pixels: int = 0  # of the overview, all frames together; 0 = no bound
+
+    def load(self, spec):
+        if "frames" not in spec:
+            return super().load(spec)
+        shown = spec["frames"]
+        if self.overview_fps:
+            # Half a frame counts as one, and a video of half a second still shows one.
+            wanted = int(self.duration(spec) * self.overview_fps + 0.5)
+            shown = max(1, min(wanted, shown))
+        most = self.max_pixels
+        if self.total_pixels:
+            # Two frames make one grid of patches: the publishers' reader counts them once. It
+            # leaves a twentieth above the least, so that a frame's shape still fits between.
+            most = min(most, max(2 * self.total_pixels // shown, int(1.05 * self.min_pixels)))
+        asked = {**spec, "frames": shown}
+        return video.load(asked, self.root, self.cache, self.min_pixels, most)
+
+
+def source_of(source, args):
+    """rollout.Source -> the same with the flags of an overview."""
+    return Source(**vars(source), overview_fps=args.overview_fps, total_pixels=args.total_pixels)
 
 
 def settings(name, which):
@@ -129,12 +177,20 @@ def add_arguments(parser):
     add = parser.add_argument_group("protocol: how the system is spoken to").add_argument
     add("--protocol", choices=list(protocols()), default="paravt",
         help="its own frames, lengths and rounds become the defaults")
+    add("--protocols", action="store_true",
+        help="print what each protocol sends and which texts it takes, and end")
     add("--protocol-set", choices=["native", "paper"], default="native",
         help="paper: the paper's uniform frames, lengths and rounds instead")
     add("--prompt-file", nargs="+", default=[], metavar="FILE[.py:NAME]",
         help="the publisher's own prompt texts (docs/evaluation.md); default: our wording")
+    add("--user-file", metavar="FILE[.py:NAME]",
+        help="the user turn, where --prompt-file takes the system text (places: --protocols)")
     add("--crop-reply", choices=["summary", "frames"], default="summary",
         help="paravt: a sub-agent's summary, or the frames of the window themselves")
+    add("--overview-fps", type=float, default=0.0,
+        help="overview frames per second of video, at most --frames; 0 = always --frames")
+    add("--total-pixels", type=int, default=0,
+        help="pixels of the overview's frames together, each within its own bounds; 0 = no bound")
     add("--crop-pixels", type=int, default=0,
         help="pixels of a window's frame at most; 0 = as --max-pixels")
     add("--stamps", action=yes_no, default=True,
@@ -148,6 +204,8 @@ def add_arguments(parser):
     add("--model", help="name of the model")
     add("--api-key-env", help="environment variable that holds the key")
     add("--image-cap", type=int, default=0, help="images of a request, evenly kept; 0 = no cap")
+    add("--video-item", action=yes_no, default=False,
+        help="the overview as one video (vLLM; docs/evaluation.md), not as images")
     add("--tokens-field", choices=["max_tokens", "max_completion_tokens"], default="max_tokens",
         help="what the endpoint calls the limit")
     add("--send-temperature", action=yes_no, default=True, help="some take none, and no seed")
@@ -163,10 +221,55 @@ def add_arguments(parser):
     add("--judge-key-env", help="environment variable that holds the judge's key")
 
 
+def describe_all(flags):
+    """Flags of protocols, one after the other -> what each of them sends, as text."""
+    places = " ".join(f"{{{name}}}" for name in filled_places())
+    head = (f"A text of the user turn is filled at {places}. Other braces stay; a publisher's own "
+            "places are listed with its texts.")
+    return "\n\n".join([head, *map(describe, flags)])
+
+
+def describe(args):
+    """What the protocol of these flags sends, as text."""
+    system, (protocol, _) = protocols()[args.protocol], make_protocol(args)
+    texts = read_prompts(args.prompt_file) if args.prompt_file else system.texts
+    # A task whose parts are the names of the places that they fill.
+    task = {"video": "{video}", "question": "{question}", "options": ["{option}"], "type": "mcq"}
+    agent = rollout.Agent(tools=args.tools == ["on"])
+    messages = (protocol.opening or rollout.opening)(task, args.frames[0], agent, "", 60.0)
+    most = args.frames[0]
+    frames = f"{args.overview_fps:g} a second, 1 to {most}" if args.overview_fps else f"{most}"
+    pixels = f"{args.min_pixels} to {args.max_pixels} pixels each"
+    if args.total_pixels:
+        pixels += f", {args.total_pixels} in all"
+    limits = (f"{args.max_new_tokens} tokens a turn, temperature {args.temperature:g}, "
+              f"{args.max_turns} turns of calls, {args.max_parallel} calls a turn")
+    lines = [f"== {args.protocol}", f"frames  {frames}; {pixels}", f"limits  {limits}"]
+    prefill = protocol.prefill or ("<think>\n" if args.think_prefix else "")
+    lines += [f"begins  {json.dumps(prefill)}"] if prefill else []
+    lines += [f"stops   at {' '.join(protocol.stop)}"] if protocol.stop else []
+    if agent.tools and protocol.schema:
+        for tool in protocol.schema():
+            arguments = ", ".join(tool["function"]["parameters"]["properties"])
+            lines.append(f"tool    {tool['function']['name']}({arguments})")
+    source = "the publisher's" if args.prompt_file else "ours"
+    lines.append(f"texts   {source}; --prompt-file takes {len(system.texts)}: {system.files}")
+    for message in messages:
+        said = message["content"]
+        if not isinstance(said, str):
+            said = "".join(part.get("text", "[frames]") for part in said)
+        lines += [f"{message['role']}:", *("    " + line for line in said.strip().splitlines())]
+    for number, text in enumerate(texts[1:], 2):  # the first has been sent above
+        lines += [f"text {number}:", *("    " + line for line in text.strip().splitlines())]
+    return "\n".join(lines)
+
+
 def faults(args):
     """[(whether an endpoint's flags cannot be meant, why)]."""
     return [
         (args.image_cap < 0, "--image-cap may not be negative"),
+        (not args.overview_fps >= 0 or args.total_pixels < 0,
+         "--overview-fps and --total-pixels may not be negative"),
         (args.engine == "openai" and not (args.base_url and args.model),
          "--engine openai needs --base-url and --model"),
         (args.workers < 1 or args.retries < 0 or not args.request_timeout > 0,
@@ -182,13 +285,26 @@ def make_protocol(args):
     if len(texts) != len(system.texts):
         takes = f"--protocol {args.protocol} takes {len(system.texts)}: {system.files}"
         raise model.UserError(f"--prompt-file: {takes}")
+    protocol = system.make(texts, args)
+    if args.user_file:
+        texts = texts + read_prompts([args.user_file])
+        protocol = with_user(protocol, texts[-1], args.protocol)
     digest = hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
-    return system.make(texts, args), digest
+    return protocol, digest
+
+
+def with_user(protocol, text, name):
+    """A protocol with another user turn."""
+    if getattr(protocol.opening, "func", None) is not opening:  # it is made of several texts
+        raise model.UserError(f"--user-file: the user turn of --protocol {name} has parts of its "
+                              "own; see --protocols")
+    return replace(protocol, opening=partial(protocol.opening, user=text))
 
 
 def read_prompts(sources):
     """--prompt-file values -> texts. FILE is a text; FILE.py:NAME the string that NAME is set to in
-    that file, a str.format template or not. Raises UserError naming the value."""
+    that file, a str.format template or not; FILE.py:NAME[key] of a dictionary NAME. Raises
+    UserError naming the value."""
     texts = []
     for source in sources:
         path, _, name = source.partition(".py:")  # a plain text may have any name
@@ -207,7 +323,9 @@ def read_prompts(sources):
 
 
 def assigned_string(code, name):
-    """The string that Python source sets `name` to, None where it sets none. Parsed, never run."""
+    """The string that Python source sets `name` to, or `name[key]` of a dictionary; None where it
+    sets none. Parsed, never run."""
+    name, _, key = name.removesuffix("]").partition("[")
     value = None
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Assign):
@@ -215,6 +333,8 @@ def assigned_string(code, name):
                 value = node.value  # the last assignment counts, as it would when run
     # Only a literal: what is computed raises ValueError.
     text = ast.literal_eval(value) if value is not None else None
+    if key:
+        text = text.get(key) if isinstance(text, dict) else None
     return text if isinstance(text, str) else None
 
 
@@ -235,10 +355,14 @@ def single_braces(text):
 # First messages
 
 
+def filled_places():
+    return ("question", "options", "style", "duration", "length", "video", "subtitles")
+
+
 def filled(text, task, duration=0.0, subtitles="", label="{}."):
     """
-    Template -> text. Fills {question}, {options}, {style}, {subtitles}, {duration}, {length} and
-    {video}; other braces stay. label: of an option, "{}." or "({})". duration: seconds.
+    Template -> text, filled at filled_places; other braces stay. label: of an option, "{}." or
+    "({})". duration: seconds.
     """
     options = task.get("options") or []
     labels = map(label.format, rollout.letters())
@@ -253,7 +377,8 @@ def filled(text, task, duration=0.0, subtitles="", label="{}."):
         "subtitles": f"Subtitles:\n{subtitles}\n\n" if subtitles else "",
     }
     # In one pass: a question may itself hold "{options}".
-    text = re.sub(r"\{(" + "|".join(values) + r")\}", lambda found: values[found[1]], text)
+    place = r"\{(" + "|".join(filled_places()) + r")\}"
+    text = re.sub(place, lambda found: values[found[1]], text)
     return text if lines else re.sub(r"\n\n+", "\n", text)  # without options no line is left empty
 
 
@@ -283,6 +408,8 @@ def opening(task, num_frames, agent, subtitles, duration,
 
     user: template, see filled. tail: follows it as it is, but for {video} and {duration}.
     """
+    if "{subtitles}" not in user:  # a publisher's text knows of none
+        user = "{subtitles}" + user
     tail = tail.replace("{video}", os.path.basename(task["video"]))
     tail = tail.replace("{duration}", clock(duration))
     text = filled(user, task, duration, subtitles, label) + tail
@@ -306,9 +433,51 @@ def prompt_as_system(texts, args):
     return rollout.Protocol(opening=first, schema=None)
 
 
-def prompt_as_user(texts, args, text_first=False):
-    first = partial(opening, user=texts[0], stamp=stamp_kind(args), text_first=text_first)
+def prompt_as_user(texts, args):
+    first = partial(opening, user=texts[0], stamp=stamp_kind(args))
     return rollout.Protocol(opening=first, schema=None)
+
+
+def wrapped_files(name):
+    types = "TYPE_TEMPLATE[multiple choice] and TYPE_TEMPLATE[free-form]"
+    return f"QUESTION_TEMPLATE, {types} of {name}'s src/eval_bench.py, filled at {{Question}}"
+
+
+def wrapped_texts():
+    """What stands around the question, and what follows it for a letter and for words."""
+    return [f"{{Question}}\n{THINK}", " The final answer is the letter of one option.",
+            " The final answer is a text."]
+
+
+def wrapped_protocol(texts, args, header=""):
+    """No system text; {Question} is the question with its options, behind a header or not."""
+    first = partial(wrapped_opening, texts=texts, header=header, stamp=stamp_kind(args))
+    return rollout.Protocol(opening=first, schema=None)
+
+
+def wrapped_opening(task, num_frames, agent, subtitles, duration, texts, header, stamp):
+    around, letter, words = texts
+    question = "{question}\n" + (header + "{options}\n" if task.get("options") else "")
+    # Their texts have nothing for times: how to write them is said in our words.
+    ends = {"mcq": letter, "open": words, "grounding": " {style}"}
+    user = around.replace("{Question}", question) + ends[task["type"]]
+    return opening(task, num_frames, agent, subtitles, duration, user=user, stamp=stamp)
+
+
+def videochat_protocol(texts, args):
+    """The text stands before the video; one for questions, another for the times of an event."""
+    # Its own code replaces these, which are no fields of str.format.
+    places = {"[QUESTION]": "{question}", "[EVENT]": "{question}", "[OPTION]": "{options}"}
+    for place, name in places.items():
+        texts = [text.replace(place, name) for text in texts]
+    first = partial(videochat_opening, texts=texts, stamp=stamp_kind(args))
+    return rollout.Protocol(opening=first, schema=None)
+
+
+def videochat_opening(task, num_frames, agent, subtitles, duration, texts, stamp):
+    user = texts[task["type"] == "grounding"]
+    return opening(task, num_frames, agent, subtitles, duration,
+                   user=user, stamp=stamp, text_first=True)
 
 
 def time_r1_protocol(texts, args):
@@ -521,7 +690,9 @@ def longvt_protocol(texts, args):
     # Its prompt is no template: it follows the question as it is.
     tail = f" {texts[0]} {NAMED_PATH}"
     first = partial(opening, tail=tail, stamp=stamp)
-    return rollout.Protocol(opening=first, answer=partial(longvt_answer, stamp=stamp))
+    schema = partial(crop_schema, frames=True, path=True)
+    return rollout.Protocol(opening=first, answer=partial(longvt_answer, stamp=stamp),
+                            schema=schema)
 
 
 async def longvt_answer(records, calls, episode, shared, turn, stamp):
@@ -664,14 +835,15 @@ def conan_texts():
     )
     return [
         "Question: {question}\n{options}\nThe frames above carry their times. " + contract,
-        "These are frames of the clips you asked for. " + contract,
+        "These are frames of the clips you asked for. " + contract
+        + " Question: {question}\n{options}",
         "These are the last frames. Reason between <think> and </think> and write your answer "
         "between <answer> and </answer>. Question: {question}\n{options}",
     ]
 
 
 def conan_protocol(texts, args):
-    first = partial(opening, user="{subtitles}" + texts[0], stamp="clock")
+    first = partial(opening, user=texts[0], stamp="clock")
     answer = partial(conan_answer, texts=texts)
     return rollout.Protocol(opening=first, parse=parse_clips, answer=answer, schema=None)
 
@@ -681,29 +853,30 @@ def conan_held(args):
 
 
 def parse_clips(text, think_open=False):
-    """Last <clip> of a turn -> calls; none where it is empty or missing, which ends the episode."""
+    """First <clip> of a turn -> a call for every HH:MM:SS-HH:MM:SS in it that runs forward. None,
+    which ends the episode, where there is none: plain seconds are not its form."""
+    body = text.partition("<clip>")[2].partition("</clip>")
+    if not body[1]:  # never closed
+        return []
+    clock = r"(\d{1,2}:\d{2}:\d{2})"
     calls = []
-    for part in (last_block(text, "clip") or "").split(",")[:16]:
-        if not part.strip():  # a comma too many
-            continue
-        times = [rewards.to_seconds(second) for second in part.split("-")]  # None: no time
-        if len(times) == 2 and None not in times and times[0] < times[1]:
-            calls.append(rewards.ToolCall("clip", times[0], times[1], None, None))
-        else:
-            error = "a clip is HH:MM:SS-HH:MM:SS"
-            calls.append(rewards.ToolCall("clip", None, None, None, error))
+    for start, end in re.findall(rf"{clock}\s*-\s*{clock}", body[0][:1000])[:16]:
+        times = [sum(int(n) * 60**i for i, n in enumerate(reversed(t.split(":"))))
+                 for t in (start, end)]
+        if times[0] < times[1]:
+            calls.append(rewards.ToolCall("clip", float(times[0]), float(times[1]), None, None))
     return calls
 
 
 async def conan_answer(records, calls, episode, shared, turn, texts):
     last = turn == shared.agent.max_turns - 1
     text = filled(texts[2] if last else texts[1], episode.task)
-    wanted = conan_seconds(records, calls, episode)
-    frames = None  # where all seconds have been seen, or the video breaks off: words alone
+    path = {"video": episode.task["video"]}
+    starts = await shared.pump.load(frame_starts, shared.source, path)
+    wanted = conan_times(records, calls, episode, starts)
+    frames = None  # where all frames have been seen, or the video breaks off: words alone
     if wanted:
-        # The middle of each second, but for a last one that the video does not reach.
-        middles = [s + 0.5 if s + 0.5 < episode.duration else float(s) for s in wanted]
-        spec = {"video": episode.task["video"], "times": middles}
+        spec = {**path, "times": wanted}
         (frames,) = await load_all(shared, [spec])
     if frames is None or isinstance(frames, (video.VideoError, ValueError)):
         return rollout.Reply([{"role": "user", "content": text}])
@@ -714,32 +887,51 @@ async def conan_answer(records, calls, episode, shared, turn, texts):
     return reply
 
 
-def conan_seconds(records, calls, episode):
-    """
-    Whole seconds of the next frames, at most 8, in order; a second is shown once in an episode.
+def frame_starts(source, spec):
+    """-> seconds at which the frames of a video come on display; none of a broken one."""
+    try:
+        starts, info = source.cache.index(video.resolve(spec["video"], source.root))
+    except video.VideoError:
+        return []
+    return [start for start in map(float, starts) if 0 <= start < info.duration]
 
-    Shared over the clips by how many unseen seconds each has; evenly from all that is unseen where
-    no clip has any. Fills the records.
+
+def conan_times(records, calls, episode, starts):
     """
-    overview = {int(second) for second in episode.context.frames[0].seconds}
+    Seconds of the next frames, 8 wherever the video has 8 more, in order.
+
+    At the video's own rate: one of every clip, the rest by how many unseen frames each has, both
+    ends among them; from the whole video where the clips have too few. Fills the records. Departs
+    from its code in what is seen: the frames that were shown, not those at their rounded times, and
+    a video with too few frames shows none of them twice.
+    """
+    overview = {float(second) for second in episode.context.frames[0].seconds}
     seen = episode.notes.setdefault("seen", overview)
-    unseen = [second for second in range(int(episode.duration)) if second not in seen]
-    clips = []  # the unseen seconds of each call
-    for call in calls:
-        clips.append([s for s in unseen if not call.error and call.start <= s <= call.end])
-    total = sum(map(len, clips))
-    wanted = []
-    for record, clip, call in zip(records, clips, calls):
-        # At least one of every clip with something new, and never more than eight in all.
-        share = min(len(clip), max(1, round(8 * len(clip) / total))) if clip else 0
-        wanted += evenly(clip, min(share, 8 - len(wanted)))
-        if call.error:
-            record["summary"] = f"error: {record['summary']}"
-        elif clip:
-            record.update(status="ok", summary=f"{share} frames")
-        else:
-            record.update(status="error", summary="error: nothing new in this clip")
-    return sorted(set(wanted)) or evenly(unseen, 8)
+    unseen = [start for start in starts if start not in seen]
+    # A window ends with the frame that is on display at its end.
+    clips = [[s for s in unseen if call.start <= s <= call.end] for call in calls]
+    total, spare = sum(map(len, clips)), max(0, 8 - len(clips))
+    shares = [spare * len(clip) // total if total else 0 for clip in clips]
+    largest = sorted(range(len(clips)), key=lambda i: -len(clips[i]))
+    for i in range(spare - sum(shares) if total else 0):  # what rounding left over
+        shares[largest[i % len(clips)]] += 1
+    wanted = set()
+    for record, clip, share in zip(records, clips, shares):
+        new = ends_and_between(clip, share + 1)
+        wanted.update(new)
+        record.update(status="ok" if new else "error",
+                      summary=f"{len(new)} frames" if new else "error: nothing new in this clip")
+    rest = [start for start in unseen if start not in wanted]
+    wanted.update(ends_and_between(rest, 8 - len(wanted)))
+    return ends_and_between(sorted(wanted), 8)
+
+
+def ends_and_between(items, n):
+    """n of the items, the first and the last among them; all where there are fewer."""
+    if not 1 < n < len(items):
+        return items[: max(n, 0)]
+    step = (len(items) - 1) / (n - 1)
+    return [items[round(i * step)] for i in range(n)]
 
 
 def evenly(items, n):
@@ -755,19 +947,36 @@ def evenly(items, n):
 # web and speech tools are not there and say so.
 
 
+SAGE_VIDEO = "Video Path: {video} of duration {duration}."
+
+
+def sage_tools():
+    """-> its tools as JSON lines, in our words, for <<<tools>>>."""
+    window = {"timestamp_start": "string", "timestamp_end": "string"}
+    of_video = {"video_path": "string", **window}
+    takes = {
+        "identify_timestamps_visually": (of_video | {"event": "string"},
+                                         "Find an event in at most ten minutes of the video."),
+        "extract_parts_from_timestamp": (of_video | {"extract_type": "string"},
+                                         "Cut out at most five minutes -> media_paths."),
+        "perform_reasoning": ({"query": "string", "media_paths": "array"},
+                              "Answer a query about the video or parts of it."),
+        "verbal_transcript": (of_video, "What is said in a part of the video."),
+        "unified_web_search": ({"query": "string"}, "Search the web."),
+        "parse_web_data": ({"website_url": "string"}, "Read a page of the web."),
+    }
+    lines = []
+    for name, (arguments, does) in takes.items():
+        properties = {argument: {"type": kind} for argument, kind in arguments.items()}
+        parameters = {"type": "object", "properties": properties, "required": list(arguments)}
+        function = {"name": name, "description": does, "parameters": parameters}
+        lines.append(json.dumps({"type": "function", "function": function}))
+    return "<tools>\n" + "\n".join(lines) + "\n</tools>"
+
+
 def sage_texts():
-    """Prompt of the first step, and of every further one."""
-    window = '"timestamp_start": "HH:MM:SS", "timestamp_end": "HH:MM:SS"'
-    tools = (
-        '{"name": "identify_timestamps_visually", "arguments": {"event": text, ' + window + "}}\n"
-        '{"name": "extract_parts_from_timestamp", "arguments": {' + window + ', "extract_type": '
-        '"frames"}}\n'
-        '{"name": "perform_reasoning", "arguments": {"query": text, "media_paths": [path, ..]}}\n'
-        '{"name": "verbal_transcript", "arguments": {' + window + "}}\n"
-        '{"name": "unified_web_search", "arguments": {"query": text}}\n'
-        '{"name": "parse_web_data", "arguments": {"website_url": text}}'
-    )
-    offer = f"These tools may be called, one at a time:\n<tools>\n{tools}\n</tools>\n"
+    """System text of the first step and of every further one, and the message of a further one."""
+    offer = "These tools may be called, one at a time, with times as HH:MM:SS:\n<<<tools>>>\n"
     wanted = (
         '"final_answer": text or null, "recommended_tools": {"needed": true or false, '
         '"tool_calls": [{"rationale": text, "name": text, "arguments": {}}]}}</json>'
@@ -777,13 +986,21 @@ def sage_texts():
         'Reply with <json>{"video_context": text, "query_intent": text, ' + wanted,
         f"You answer a query about a video from the results of tools. {offer}"
         'Reply with <json>{"answerable": {"verdict": true or false, "reasoning": text}, ' + wanted,
+        "Last tool: <<<previous_tool_call>>>\nVideo context: <<<visual_context>>>\n"
+        "Query: <<<query>>>\n<<<video_info>>>\nResults:\n<<<tools_so_far>>>",
     ]
 
 
+def placed(text, **values):
+    """Fill <<<name>>> as its publisher's code does; in one pass, since a result may hold one."""
+    return re.sub(r"<<<(\w+)>>>", lambda found: values.get(found[1], found[0]), text)
+
+
 def sage_protocol(texts, args):
-    first = partial(opening, system=texts[0], stamp=stamp_kind(args), label="({})",
-                    tail="\nVideo Path: {video} of duration {duration}.")
-    answer = partial(sage_answer, system=texts[1])
+    start, system = [placed(text, tools=sage_tools()) for text in texts[:2]]
+    first = partial(opening, system=start, stamp=stamp_kind(args), label="({})",
+                    tail="\n" + SAGE_VIDEO)
+    answer = partial(sage_answer, system=system, message=texts[2])
     return rollout.Protocol(opening=first, parse=parse_sage, answer=answer, schema=None)
 
 
@@ -814,19 +1031,37 @@ def sage_final(turns, think_open=False):
     said = found.get("final_answer") if found else None
     if said in (None, "", "null"):
         return None
-    return said if isinstance(said, str) else json.dumps(said)
+    return said if isinstance(said, str) else as_text(said)
+
+
+def as_text(value):
+    """Anything that was read as JSON -> JSON. What could just be read may lie too deep to write."""
+    try:
+        return json.dumps(value)
+    except RecursionError:
+        return "{}"
 
 
 def parse_sage(text, think_open=False):
     """A SAGE turn -> [its first tool call], [] with a final answer. A turn that holds neither is a
-    call with an error: the model is told and asked again."""
+    call with an error: the model is told and asked again.
+
+    A final answer ends the first step unless tools are needed too, and a further step only where
+    its verdict is that the query can be answered: it may hold a guess beside a call.
+    """
     found = sage_object(text)
     if found is None:
         return [rewards.ToolCall("", None, None, None, "the reply is not one JSON object")]
-    if found.get("final_answer") not in (None, "", "null"):
-        return []
     recommended = found.get("recommended_tools")
     calls = recommended.get("tool_calls") if isinstance(recommended, dict) else None
+    if found.get("final_answer") not in (None, "", "null"):
+        verdict = found.get("answerable")  # of a further step alone
+        if isinstance(verdict, dict):
+            ends = bool(verdict.get("verdict"))
+        else:
+            ends = not (calls and recommended.get("needed"))
+        if ends:
+            return []
     first = calls[0] if isinstance(calls, list) and calls else None
     name = first.get("name") if isinstance(first, dict) else None
     arguments = first.get("arguments") if isinstance(first, dict) else None
@@ -841,16 +1076,18 @@ def parse_sage(text, think_open=False):
     return [call]
 
 
-async def sage_answer(records, calls, episode, shared, turn, system):
+async def sage_answer(records, calls, episode, shared, turn, system, message):
     call, record = calls[0], records[0]
-    media = episode.notes.setdefault("media", {})  # path that we made up -> (start, end) seconds
+    # Path -> (start, end) seconds: the video's own, and those that we make up.
+    whole = {os.path.basename(episode.task["video"]): (0.0, episode.duration)}
+    media = episode.notes.setdefault("media", whole)
     question = sage_serve(call, record, media)
     if question is not None:
         record.update(start=call.start, end=call.end)
         # A sub-agent is told the task's question: here, the tool's.
         asking = replace(episode, task={**episode.task, "question": question})
         await rollout.sub_agent(record, asking, shared, turn, 0)
-    return sage_reply(call, record, episode, system)
+    return sage_reply(call, record, episode, system, message)
 
 
 def sage_serve(call, record, media):
@@ -867,9 +1104,11 @@ def sage_serve(call, record, media):
     if call.name == "perform_reasoning":  # on the last part it names that exists
         paths = call.arguments.get("media_paths")
         paths = paths if isinstance(paths, list) else []
-        known = [media[path] for path in paths if isinstance(path, str) and path in media]
+        # By its last name: models put folders before it, and so does its own code.
+        names = [os.path.basename(path) for path in paths if isinstance(path, str)]
+        known = [media[name] for name in names if name in media]
         if not known:
-            why = "error: media_paths names nothing that was extracted"
+            why = "error: media_paths names neither the video nor what was extracted"
             record.update(status="error", summary=why)
             return None
         call.start, call.end = known[-1]
@@ -884,23 +1123,27 @@ def sage_serve(call, record, media):
         record.update(status="error", summary=f"error: timestamp_start and timestamp_end {why}")
         return None
     if call.name == "extract_parts_from_timestamp":
-        path = f"part{len(media) + 1}"  # a name for the window: no file is written
+        path = f"part{len(media)}"  # a name for the window: no file is written
         media[path] = call.start, call.end
         record.update(status="ok", summary=f"media_paths: [{path}]")
         return None
     return f"{asked}\nGive times as HH:MM:SS."
 
 
-def sage_reply(call, record, episode, system):
+def sage_reply(call, record, episode, system, message):
     """The next step's conversation, with the result of this one."""
-    notes = episode.notes
+    notes, task = episode.notes, episode.task
     said = sage_object(episode.turns[-1]) or {}
     context = notes.setdefault("context", str(said.get("video_context", ""))[:4000])  # of step 1
     results = notes.setdefault("results", [])
     results.append(f"{call.name or 'reply'}_#{len(results) + 1}: {record['summary']}")
-    query = filled("{question}\n{options}\n{style}", episode.task, label="({})")
-    text = f"Last tool: {call.name or '-'}\nVideo context: {context}\nQuery: {query}\nResults:\n"
-    user = text + "\n".join(results[-10:])
+    given = as_text(getattr(call, "arguments", {}))[:2000]
+    info = SAGE_VIDEO.replace("{video}", os.path.basename(task["video"]))
+    user = placed(
+        message, visual_context=context, tools_so_far="\n".join(results[-10:]),
+        query=filled("{question}\n{options}\n{style}", task, label="({})"),
+        video_info=info.replace("{duration}", clock(episode.duration)),
+        previous_tool_call=f"{call.name} with arguments {given}" if call.name else "-")
     messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
     return rollout.Reply(messages, fresh=True)
 
@@ -922,6 +1165,7 @@ class OpenAIEngine:
     retries: int = 3
     prefill: bool = False  # a turn's forced start goes as a begun turn (vLLM and SGLang take it)
     image_cap: int = 0  # images of one request at most, evenly kept; 0 = no cap
+    video_item: bool = False  # the overview as one video_url, which vLLM takes
     # What hosted endpoints differ in: the name of the limit, and whether they take a temperature.
     tokens_field: str = "max_tokens"
     send_temperature: bool = True
@@ -981,6 +1225,9 @@ class OpenAIEngine:
             body.update(tools=request.tools, tool_choice="none")
         if request.stop:
             body.update(stop=list(request.stop), include_stop_str_in_output=True)
+        clip = self.joined(request)
+        if clip:
+            body.update(media_io_kwargs={"video": clip_times(clip)})
         if self.prefill and request.prefill:  # the server is told to go on with our turn
             body["messages"].append({"role": "assistant", "content": request.prefill})
             body.update(add_generation_prompt=False, continue_final_message=True)
@@ -1052,16 +1299,27 @@ class OpenAIEngine:
         if all(type(count) is int for count in counts):
             self.usage[name] = counts
 
+    def joined(self, request):
+        """-> Frames of the overview where they go as one video, else None. Windows stay images:
+        the times of a request are of one video alone. So do frames with a protocol's own times."""
+        contents = [m["content"] for m in request.messages if isinstance(m["content"], list)]
+        videos = [item for content in contents for item in content if item["type"] == "video"]
+        if not self.video_item or not videos or videos[0].get("stamp") not in (None, "none"):
+            return None
+        clip = request.frames[0]
+        return clip if len(clip.images) > 1 else None  # the processors refuse a video of one
+
     def wire(self, request):
         """Request -> chat messages with frames as JPEGs after their times; consecutive tool
         messages become one user turn, as the chat template of the policy has it."""
-        total = sum(len(frames.images) for frames in request.frames)
+        clip = self.joined(request)
+        total = sum(len(frames.images) for frames in request.frames if frames is not clip)
         kept = set(evenly(range(total), self.image_cap or total))  # numbers of images
         numbers = itertools.count()
         frames = iter(request.frames)  # in the order of the messages' videos
         turns = []  # [role, parts, holds tool responses]
         for message in request.messages:
-            parts = content_parts(message["content"], frames, numbers, kept)
+            parts = content_parts(message["content"], frames, numbers, kept, clip)
             if message["role"] != "tool":
                 turns.append([message["role"], parts, False])
                 continue
@@ -1084,6 +1342,7 @@ def make_engine(args, protocol):
     engine = OpenAIEngine(
         args.base_url, args.model, key_variable=args.api_key_env, workers=args.workers,
         timeout=args.request_timeout, retries=args.retries, image_cap=args.image_cap,
+        video_item=args.video_item,
         prefill=args.think_prefix or bool(protocol.prefill),
         tokens_field=args.tokens_field, send_temperature=args.send_temperature)
     engine.knock()
@@ -1094,12 +1353,12 @@ def text_part(text):
     return {"type": "text", "text": text}
 
 
-def content_parts(content, frames, numbers, kept):
+def content_parts(content, frames, numbers, kept, clip=None):
     """
     A message's content -> parts of an OpenAI message.
 
     frames: iterator of video.Frames, taken from for each video. numbers: count of the request's
-    images so far; those in `kept` are sent.
+    images so far; those in `kept` are sent. clip: the Frames that go as one video.
     """
     if isinstance(content, str):
         return [text_part(content)]
@@ -1109,6 +1368,11 @@ def content_parts(content, frames, numbers, kept):
             parts.append(text_part(item["text"]))
             continue
         shown = next(frames)
+        if shown is clip:
+            pieces = [jpeg_url(image).partition(",")[2] for image in shown.images]
+            url = "data:video/jpeg;base64," + ",".join(pieces)
+            parts.append({"type": "video_url", "video_url": {"url": url}})
+            continue
         for place, (image, seconds) in enumerate(zip(shown.images, shown.seconds)):
             if next(numbers) not in kept:  # its time goes with it
                 continue
@@ -1117,6 +1381,17 @@ def content_parts(content, frames, numbers, kept):
                 parts.append(text_part(stamp))
             parts.append({"type": "image_url", "image_url": {"url": jpeg_url(image)}})
     return parts
+
+
+def clip_times(clip):
+    """Frames -> how vLLM is told that all of them count (it would take its first 32) and when they
+    were seen: whole indices at 1000 a second are milliseconds."""
+    times = [round(1000 * float(second)) for second in clip.seconds]
+    # As long as the video: from the first to the last, and half a gap on either side.
+    total = round((times[-1] - times[0]) * len(times) / (len(times) - 1))
+    total = max(total, times[-1] + 1)
+    return {"num_frames": -1, "fps": 1000.0, "frames_indices": times, "total_num_frames": total,
+            "duration": total / 1000.0}
 
 
 def jpeg_url(image):

@@ -7,14 +7,19 @@ without (an endpoint that takes messages).
 """
 import json
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from test_rollout import Server
 
 import eval as evaluation
 import model
+import rewards
 import rollout
 from bench import systems
 
+STORED = Path(__file__).with_name("protocols.json")
 TASK = {"id": "q", "video": "videos/eval-0000.mp4", "question": "Which {colour} is first?",
         "options": ["red", "blue"], "answer": "B", "type": "mcq"}
 SPAN = {"id": "s", "video": "videos/eval-0000.mp4", "question": "When is it red?", "options": None,
@@ -53,9 +58,10 @@ class Chat:
 @pytest.fixture
 def play(toy, source, codec, monkeypatch):
     """play(flags, *script) -> episode, requests, graded record."""
-    def play(flags, *script, task=TASK, ids=False):
+    def play(flags, *script, task=TASK, ids=False, files=()):
         given = ["eval.py", "--data", str(toy / "eval.jsonl"), "--ckpt", "x", "--max-pixels",
                  "4096", "--min-pixels", "1024", *flags.split()]
+        given += ["--prompt-file", *files] if files else []  # a name may hold a space
         monkeypatch.setattr(sys, "argv", given)
         args = evaluation.parse_args()
         modes, args.tools = args.tools, True
@@ -64,7 +70,8 @@ def play(toy, source, codec, monkeypatch):
         source.min_pixels, source.max_pixels = args.min_pixels, args.max_pixels
         protocol, digest = systems.make_protocol(args)
         engine = Chat(codec if ids else None, *script)
-        (episode,) = rollout.run(engine, [task], agent, codec if ids else None, source,
+        paced = systems.source_of(source, args)
+        (episode,) = rollout.run(engine, [task], agent, codec if ids else None, paced,
                                  args.frames[0], protocol=protocol)
         record = evaluation.record_of(episode, "d", args.frames[0], "on", args)
         return episode, engine.asked, record
@@ -83,12 +90,103 @@ def kinds(message):
 
 
 # ------------------------------------------------------------------------------------------------
+# All of them
+
+
+def scripts():
+    """name -> what a model says, turn by turn, sub-agents too; one answer where nothing is said."""
+    clip = "<think>x</think><clip>00:00:05-00:00:10</clip><answer></answer>"
+    window = dict(timestamp_start="00:00:08", timestamp_end="00:00:16")
+    return {
+        "paravt": [crops((0, 2)), "it is blue"], "longvt": [CROP % (0, 2) + CROP % (5, 3)],
+        "conan": [clip, clip],
+        "videozoomer": ['<video_zoom>{"segment": [8, 10], "fps": 1}</video_zoom>'],
+        "sage": [tool("identify_timestamps_visually", event="blue", **window), "at 00:00:12",
+                 sage(final_answer="B", answerable={"verdict": True})]}
+
+
+def readable(body):
+    """What an endpoint was sent -> what a protocol decides of it; frames as "[image]"."""
+    out = {name: body[name] for name in ("max_tokens", "temperature", "stop") if name in body}
+    tools = [tool["function"] for tool in body.get("tools", [])]
+    if tools:
+        out["tools"] = {tool["name"]: list(tool["parameters"]["properties"]) for tool in tools}
+    for number, message in enumerate(body["messages"], 1):
+        content = message["content"]
+        if not isinstance(content, str):
+            content = "".join(part.get("text", "[image]") for part in content)
+        out[f"{number} {message['role']}"] = content.splitlines()
+    return out
+
+
+@pytest.mark.parametrize("name", list(systems.protocols()))
+def test_an_endpoint_is_sent_what_is_stored(name, toy, source, monkeypatch):
+    """tests/protocols.json, made of requests that reached a server: look at what changed there. An
+    entry that is taken out is written anew."""
+    script = [*scripts().get(name, []), "<answer>B</answer>"]
+    with Server(*script) as server:
+        given = f"eval.py --engine openai --base-url {server.url} --model m --data d --frames 2"
+        monkeypatch.setattr(sys, "argv", [*given.split(), "--protocol", name])
+        args = evaluation.parse_args()
+        agent, _ = rollout.agent_settings(args, str(toy / "eval.jsonl"))
+        agent.tools = args.tools == ["on"]
+        protocol, _ = systems.make_protocol(args)
+        engine = systems.make_engine(args, protocol)
+        (episode,) = rollout.run(engine, [TASK], agent, None, systems.source_of(source, args), 2,
+                                 protocol=protocol)
+        engine.close()
+        sent = [readable(body) for body in server.asked]
+    assert evaluation.record_of(episode, "d", 2, "on", args)["score"] == 1.0
+    stored = json.loads(STORED.read_text())
+    if name not in stored:
+        STORED.write_text(json.dumps({**stored, name: sent}, indent=1) + "\n")
+    assert sent == stored.get(name), "written to tests/protocols.json: is it meant?"
+
+
+def test_protocols_are_told(monkeypatch, capsys, tmp_path):
+    """Frames, limits, texts and where a publisher's go, of every protocol; of one with its file."""
+    monkeypatch.setattr(sys, "argv", ["eval.py", "--protocols"])
+    evaluation.main()
+    told = dict(zip(systems.protocols(), capsys.readouterr().out.split("\n== ")[1:]))
+    assert all(told[name].startswith(name + "\n") for name in systems.protocols())
+    for name, part in (("longvt", "1 a second, 1 to 512"), ("longvt", "4096 tokens"),
+                       ("longvt", "crop_video(video_path, start_time, end_time)"),
+                       ("videozoomer", "stops   at </video_zoom>"), ("conan", "text 3:"),
+                       ("sage", "<<<tools_so_far>>>"), ("videochat-r1", "2809856 in all"),
+                       ("time-r1", "</think>"), ("video-r1", "TYPE_TEMPLATE[free-form]")):
+        assert part in told[name], (name, part)
+    assert "system:" not in told["qwen3-vl"] and "system:" in told["direct"]
+    (tmp_path / "mine.txt").write_text("Mine.")
+    monkeypatch.setattr(sys, "argv", ["eval.py", "--protocols", "--protocol", "direct",
+                                      "--prompt-file", f"{tmp_path}/mine.txt"])
+    evaluation.main()
+    told = capsys.readouterr().out
+    assert "Mine." in told and "the publisher's" in told and told.count("\n== ") == 1
+
+
+def test_a_user_turn_may_be_the_publishers_own(play, tmp_path):
+    (tmp_path / "user.txt").write_text("Q {question} of {video}, {duration}?")
+    hashes = set()
+    for name in ("direct", "videozoomer", "longvt", "time-r1"):
+        flags = f"--protocol {name} --frames 2 --user-file {tmp_path}/user.txt"
+        _, asked, _ = play(flags, "<answer>B</answer>")
+        text = "Q Which {colour} is first? of eval-0000.mp4, 00:01:04?"
+        assert texts(asked[0].messages[-1]).strip().startswith(text)
+        hashes |= {systems.make_protocol(evaluation.parse_args())[1]}
+    assert len(hashes) == 4
+    with pytest.raises(model.UserError, match="--user-file"):
+        play(f"--protocol video-r1 --user-file {tmp_path}/user.txt", "B")
+
+
+# ------------------------------------------------------------------------------------------------
 # One generation
 
 
 @pytest.mark.parametrize("name, system, said", [
     ("direct", "final answer between <answer>", "<answer>B</answer>"), ("direct", "", "B"),
     ("reasoning", "Reason between <think>", "<think>A? no.</think><answer>B</answer>"),
+    ("video-r1", None, "<think>A?</think><answer>B</answer>"),
+    ("videorft", None, "<think>A?</think><answer>B</answer>"), ("qwen3-vl", None, "B"),
     ("videochat-r1", None, "<think>12.0s to 14 it is A</think><answer>B</answer>"),
     ("time-r1", "helpful assistant", "<answer>(B)</answer>"),
     ("rewatch-r1", None,
@@ -133,6 +231,81 @@ def test_native_and_uniform_settings_differ_and_yield_to_flags(monkeypatch):
     assert parsed().tools == ["on"]
     for name in systems.protocols():
         assert parsed("--protocol", name).protocol == name
+
+
+@pytest.mark.parametrize("name, seconds, frames", [
+    ("longvt", 31.0, 31), ("sage", 31.0, 31), ("videozoomer", 31.0, 16), ("rewatch-r1", 31.0, 62),
+    ("longvt", 4000.0, 512), ("sage", 4000.0, 128), ("videozoomer", 4000.0, 64),
+    ("rewatch-r1", 4000.0, 192), ("videozoomer", 0.4, 1), ("conan", 31.0, 16),
+    ("direct", 31.0, 64), ("videorft", 31.0, 32), ("video-r1", 31.0, 64),
+    ("videochat-r1", 31.0, 62), ("videochat-r1", 4000.0, 768), ("qwen3-vl", 31.0, 62),
+    ("qwen3-vl", 4000.0, 512), ("longvt --protocol-set paper", 31.0, 64),
+    ("longvt --overview-fps 0", 31.0, 512), ("longvt --frames 8", 31.0, 8)])
+def test_an_overview_is_as_long_as_its_video(name, seconds, frames, source, monkeypatch):
+    monkeypatch.setattr(sys, "argv", f"eval.py --data d --ckpt c --protocol {name}".split())
+    args = evaluation.parse_args()
+    paced = systems.source_of(source, args)
+    paced.duration = lambda spec: seconds
+    loaded = []
+    monkeypatch.setattr(rollout.video, "load", lambda spec, *_: loaded.append(spec))
+    paced.load({"video": "v", "frames": args.frames[0]})
+    paced.load({"video": "v", "start": 0, "end": 4})  # a window has its own rule
+    assert [spec.get("frames") for spec in loaded] == [frames, None]
+
+
+def test_many_frames_are_small_ones(source, monkeypatch):
+    """3584 x 28 x 28 pixels for all; never below 16 x 28 x 28, however many."""
+    argv = "eval.py --data d --ckpt c --protocol videochat-r1".split()
+    monkeypatch.setattr(sys, "argv", argv)
+    args = evaluation.parse_args()
+    source.min_pixels, source.max_pixels = args.min_pixels, args.max_pixels
+    few = systems.source_of(source, args)
+    bounds = []
+    monkeypatch.setattr(rollout.video, "load", lambda *given: bounds.append(given[3:]))
+    for seconds in (4.0, 64.0, 4000.0):
+        few.duration = lambda spec, seconds=seconds: seconds
+        few.load({"video": "v", "frames": 768})
+    assert bounds == [(12544, 602112), (12544, 2 * 3584 * 784 // 128), (12544, 13171)]
+
+
+def test_publishers_question_templates_wrap_the_question(play, tmp_path):
+    """As they stand in the publishers' files: their own places, a dictionary of endings, a text for
+    questions and another for times. No system message."""
+    (tmp_path / "bench.py").write_text(
+        "Q = ('{Question}\\n' 'Think.')\n"
+        "T = {'multiple choice': ' A letter.', 'free-form': ' Say.'}")
+    (tmp_path / "chat.py").write_text(
+        'QA = """Answer "[QUESTION]" from :[OPTION]."""\nG = """Find "[EVENT]"."""')
+    open_task = {**TASK, "type": "open", "options": None, "answer": "blue"}
+    for name, task, meant in (
+            ("video-r1", TASK, "Which {colour} is first?\nOptions:\nA. red\nB. blue\n\nThink. A"),
+            ("videorft", TASK, "Which {colour} is first?\nA. red\nB. blue\n\nThink. A letter."),
+            ("videorft", open_task, "Which {colour} is first?\nThink. Say."),
+            ("videochat-r1", TASK, 'Answer "Which {colour} is first?" from :A. red\nB. blue.'),
+            ("videochat-r1", SPAN, 'Find "When is it red?".')):
+        files = [f"{tmp_path}/chat.py:QA", f"{tmp_path}/chat.py:G"]
+        if name != "videochat-r1":
+            files = [f"{tmp_path}/bench.py:{place}"
+                     for place in ("Q", "T[multiple choice]", "T[free-form]")]
+        _, asked, _ = play(f"--protocol {name} --frames 2", "B", task=task, files=files)
+        (message,) = asked[0].messages
+        assert message["role"] == "user" and texts(message).strip().startswith(meant), name
+    with pytest.raises(model.UserError, match="sets no string T.regression"):
+        systems.read_prompts([f"{tmp_path}/bench.py:T[regression]"])
+
+
+def test_a_text_that_knows_no_subtitles_gets_them_first(play, tmp_path, source):
+    (tmp_path / "user.txt").write_text("Q: {question}")
+    source.subtitles = lambda task, seconds: "hello"
+    _, asked, _ = play("--protocol qwen3-vl --frames 2", "B", files=[f"{tmp_path}/user.txt"])
+    assert texts(asked[0].messages[0]).startswith("\nSubtitles:\nhello\n\nQ: Which")
+
+
+def test_a_record_says_how_many_frames_were_shown(play):
+    """The toy video has 64 seconds: K is what was allowed."""
+    _, asked, record = play("--protocol videozoomer", "<answer>B</answer>")
+    assert record["K"] == 64 and len(record["frame_times"]) == record["cost"]["frames"] == 32
+    assert len(asked[0].frames[0].images) == 32
 
 
 # ------------------------------------------------------------------------------------------------
@@ -300,7 +473,14 @@ def test_longvt_refuses_windows_beyond_the_video(play):
     assert "start_time lies behind" in replies[4]["content"]
     assert asked[0].messages[0]["role"] == "user"
     assert "video path for this video is: eval-0000.mp4" in texts(asked[0].messages[0])
-    assert asked[0].tools
+    (schema,) = asked[0].tools
+    assert schema["function"]["parameters"]["required"] == ["video_path", "start_time", "end_time"]
+    assert "Returns frames" in schema["function"]["description"]
+
+
+@pytest.mark.parametrize("name", ["longvt", "videozoomer"])
+def test_long_thoughts_have_their_tokens(play, name):
+    assert play(f"--protocol {name} --frames 2", "B")[1][0].max_tokens == 4096
 
 
 def test_an_endpoint_sends_frames_in_a_tool_message_as_parts_of_one_user_turn(play):
@@ -315,32 +495,80 @@ def test_an_endpoint_sends_frames_in_a_tool_message_as_parts_of_one_user_turn(pl
     assert "error" in parts[-2]["text"]
 
 
+def test_an_endpoint_may_get_the_overview_as_one_video(play):
+    """vLLM's own reader makes of it the frames that we sent, at their times; windows and times in a
+    protocol's own form stay images."""
+    engine = systems.OpenAIEngine("http://127.0.0.1:9", "m", video_item=True, image_cap=1)
+    _, asked, _ = play("--protocol longvt --frames 40", CROP % (0, 2), "<answer>B</answer>")
+    body = engine.body(asked[1])
+    url, *rest = [part[part["type"]]["url"] for m in body["messages"] for part in m["content"]
+                  if isinstance(part, dict) and part["type"].endswith("_url")]
+    assert url.startswith("data:video/jpeg;base64,") and len(rest) == 1  # capped
+    told = body["media_io_kwargs"]["video"]
+    seconds = asked[1].frames[0].seconds
+    assert told["frames_indices"] == [round(1000 * second) for second in seconds]
+    assert 63 < told["duration"] < 65
+    io = pytest.importorskip("vllm.multimodal.media")
+    reader = io.VideoMediaIO(io.ImageMediaIO(), **told)
+    frames, meta = reader.load_base64(*read_url(url)).media
+    assert frames.shape == asked[1].frames[0].images.shape and meta["fps"] == 1000.0
+    for flags in ("videozoomer --frames 4", "longvt --frames 1"):
+        _, asked, _ = play(f"--protocol {flags}", "<answer>B</answer>")
+        assert "media_io_kwargs" not in engine.body(asked[0])
+        assert engine.body(asked[0])["messages"] == systems.OpenAIEngine(
+            "http://127.0.0.1:9", "m", image_cap=1).wire(asked[0])
+
+
+def read_url(url):
+    """data:TYPE;base64,DATA -> (TYPE, DATA), as vLLM splits it."""
+    head, _, data = url.partition(",")
+    return head.removeprefix("data:").partition(";")[0], data
+
+
 # ------------------------------------------------------------------------------------------------
 # Conan, VideoZoomer, SAGE
 
 
 def test_conan_gets_eight_new_frames_a_round(play):
-    """16 s and 48 s of clips: two frames and six; seen seconds never come again; the third turn is
-    told that it is the last."""
+    """16 s and 47 s of clips: two frames and six; seen frames never come again; the question is
+    there in every round, and the third is told that it is the last."""
     script = ["<score>3</score><think>x</think><clip>00:00:00-00:00:16, 00:00:16-00:01:03</clip>"
               "<answer></answer>",
-              "<score>3</score><think>x</think><clip>nonsense</clip><answer>A</answer>",
+              "<score>3</score><think>x</think><clip>00:00:05-00:00:10</clip><answer>A</answer>",
               "<think>now</think><answer>B</answer>"]
     episode, asked, record = play("--protocol conan --frames 4", *script)
     assert record["score"] == 1.0 and len(asked) == 3
     assert [m["content"][0].get("stamp") for m in asked[0].messages] == ["clock"]
     assert asked[0].messages[0]["role"] == "user"
-    shown = [[int(t) for t in f.seconds] for f in asked[2].frames]
+    shown = [[float(t) for t in f.seconds] for f in asked[2].frames]
     assert len(shown[1]) == len(shown[2]) == 8
     assert len({t for some in shown for t in some}) == 4 + 8 + 8
-    assert sum(t < 16 for t in shown[1]) == 2 and "frames" in episode.calls[0]["summary"]
-    # no valid clip: evenly from all that is unseen
-    assert max(shown[2]) > 50 and min(shown[2]) < 10
+    assert sum(t < 16 for t in shown[1]) == 2 and episode.calls[0]["summary"] == "2 frames"
     assert "last frames" in texts(asked[2].messages[-1])
     assert "clips you asked for" in texts(asked[1].messages[-1])
-    # empty: done
-    assert play("--protocol conan --frames 4", "<clip></clip><answer>B</answer>")[2]["score"] == 1.0
-    assert len(play("--protocol conan --frames 4", "<answer>B</answer>")[1]) == 1
+    assert all("Which {colour} is first?" in texts(m) for m in asked[2].messages[::2])
+    # empty, or not in its form: done
+    for clip in ("<clip></clip>", "<clip>5-10</clip>", "<clip>nonsense</clip>", "",
+                 "<clip>00:00:10-00:00:05</clip>", "<clip>00:00:05-00:00:10"):
+        _, asked, record = play("--protocol conan --frames 4", f"{clip}<answer>B</answer>")
+        assert len(asked) == 1 and record["score"] == 1.0
+
+
+@pytest.mark.parametrize("clips, rate, shown, frames", [
+    ([(5, 10)], 25, (), 8), ([(5, 10)], 1, (), 6 + 2), ([(5, 10)], 1, range(5, 11), 8),
+    ([(5, 6), (20, 40)], 25, (), 8), ([(n, n + 1) for n in range(12)], 25, (), 8),
+    ([(500, 510)], 25, (), 8), ([(5, 10)], 0.1, (), 6), ([(0, 60)], 1, range(60), 0)])
+def test_conan_clips_are_read_at_the_videos_rate(clips, rate, shown, frames):
+    """5 to 10 s at 25 frames a second are eight frames of it; never none while any is unseen."""
+    starts = [n / rate for n in range(int(60 * rate))]
+    seen = SimpleNamespace(seconds=list(shown))
+    episode = SimpleNamespace(context=SimpleNamespace(frames=[seen]), notes={})
+    calls = [rewards.ToolCall("clip", float(a), float(b), None, None) for a, b in clips]
+    records = [{} for _ in calls]
+    times = systems.conan_times(records, calls, episode, starts)
+    assert len(times) == frames and times == sorted(set(times)) and not set(times) & set(shown)
+    if rate == 25 and clips == [(5, 10)]:
+        assert times[0] == 5.0 and times[-1] == 10.0 and records[0]["summary"] == "8 frames"
 
 
 @pytest.mark.parametrize("said, status, why", [
@@ -406,9 +634,66 @@ def test_sage_goes_step_by_step_in_text(play):
     assert "perform_reasoning_#3: seen at" in last
     assert "unified_web_search_#4: error: this tool is not available" in last
     assert "Video context: a square" in last
+    assert "Video Path: eval-0000.mp4 of duration 00:01:04." in last
+    assert 'Last tool: unified_web_search with arguments {"query": "x"}' in last
+    for request in main:  # the tools are named, as the publisher's place for them asks
+        lines = request.messages[0]["content"].split("<tools>\n")[1].split("\n</tools>")[0]
+        named = [json.loads(line)["function"]["name"] for line in lines.splitlines()]
+        assert len(named) == 6 and "perform_reasoning" in named
     subs = [r for r in asked if r.id.count("/") == 4]
     assert [f.seconds[0] >= 8 for r in subs for f in r.frames] == [False, True]
     assert "a red square" in texts(subs[0].messages[1])
+
+
+@pytest.mark.parametrize("guess, ends", [
+    (dict(final_answer="A", recommended_tools={"needed": False, "tool_calls": []}), True),
+    (dict(final_answer="A", answerable={"verdict": True}), True),
+    (dict(final_answer="A", answerable={"verdict": False}), False),
+    (dict(final_answer="A", recommended_tools={"needed": True, "tool_calls": []}), True)])
+def test_sage_goes_on_while_it_needs_tools(play, guess, ends):
+    """A guess beside a needed call, or one that its own verdict takes back, is not the answer."""
+    answer = sage(final_answer="B", answerable={"verdict": True})
+    _, asked, record = play("--protocol sage --frames 4", sage(**guess), answer)
+    assert record["said"] == ("A" if ends else "B") and len(asked) == 2 - ends
+    call = {"name": "perform_reasoning", "arguments": {
+        "query": "how?", "media_paths": ["/data/videos/eval-0000.mp4"]}}
+    wanted = {"needed": True, "tool_calls": [call]}
+    episode, asked, record = play("--protocol sage --frames 4",
+                                  sage(final_answer="A", recommended_tools=wanted), answer)
+    assert record["said"] == "B" and episode.calls[0]["status"] == "ok"
+    # the video itself, by whatever folder: the whole of it
+    (sub,) = [request for request in asked if request.id.count("/") == 4]
+    assert sub.frames[0].seconds[-1] > 50
+
+
+def test_sage_arguments_may_lie_as_deep_as_json_is_read(play, monkeypatch):
+    def deep(value):
+        raise RecursionError
+
+    said = tool("unified_web_search", query="x")
+    monkeypatch.setattr(systems, "json", SimpleNamespace(
+        **{**vars(json), "dumps": lambda value: deep(value) if "query" in value else "[]"}))
+    _, asked, _ = play("--protocol sage --frames 4", said, '<json>{"final_answer": "B"}</json>')
+    assert "unified_web_search with arguments {}" in asked[1].messages[1]["content"]
+
+
+def test_sage_gets_its_publishers_texts_filled(play, tmp_path):
+    """Places of the form <<<name>>>; what a tool returned is never taken for one."""
+    (tmp_path / "one.txt").write_text("First.\n<<<tools>>>")
+    (tmp_path / "two.txt").write_text("Further.\n<<<tools>>>")
+    (tmp_path / "msg.txt").write_text(
+        "<<<previous_tool_call>>>|<<<visual_context>>>|<<<query>>>|<<<video_info>>>|"
+        "<<<tools_so_far>>>|<<<other>>>")
+    odd = tool("unified_web_search", query="<<<query>>>")
+    _, asked, _ = play("--protocol sage --frames 4", odd, sage(final_answer="B"),
+                       files=[f"{tmp_path}/{name}.txt" for name in ("one", "two", "msg")])
+    assert [r.messages[0]["content"].split("\n{")[0] for r in asked] == [
+        "First.\n<tools>", "Further.\n<tools>"]
+    parts = asked[1].messages[1]["content"].split("|")
+    assert parts[0] == 'unified_web_search with arguments {"query": "<<<query>>>"}'
+    assert parts[1] == "a square" and parts[2].startswith("Which {colour}")
+    assert parts[3:] == ["Video Path: eval-0000.mp4 of duration 00:01:04.",
+                         "unified_web_search_#1: error: this tool is not available", "<<<other>>>"]
 
 
 @pytest.mark.parametrize("said, why", [
@@ -518,5 +803,5 @@ def test_prompts_are_read_from_a_publishers_file_and_hashed(play, tmp_path, monk
             systems.read_prompts([f"{tmp_path}/{flags}"])
     monkeypatch.setattr(sys, "argv", ["eval.py", "--data", "d", "--ckpt", "c", "--protocol", "sage",
                                       "--prompt-file", f"{tmp_path}/user.txt"])
-    with pytest.raises(model.UserError, match="takes 2: sage/prompts"):
+    with pytest.raises(model.UserError, match="takes 3: context_vlm"):
         systems.make_protocol(evaluation.parse_args())
