@@ -255,8 +255,7 @@ def share(tasks, step, args, rank, world):
 def look_ahead(pool, source, tasks, step, args):
     """Decode, in the threads of `pool`, the overviews that step `step` will ask for."""
     for task in tasks:
-        gated = args.frames == "gated"
-        k = rollout.frame_budget(args.seed, step, task["id"]) if gated else args.frames
+        k = rollout.overview_frames(args.frames, args.seed, step, task["id"])
         pool.submit(load_quietly, source, {"video": task["video"], "frames": k})
 
 
@@ -313,7 +312,7 @@ def main():
     bad = 0  # steps in a row without a finite gradient
 
     for step in range(start, steps):
-        # 1. Rollouts, groups, advantages. No collective in here: ranks finish at different times.
+        # 1. Rollouts, groups, advantages.
         clock, waited = time.monotonic(), 0.0
         if args.rollouts:
             groups = group_by_prompt(recorded)[rank::world]

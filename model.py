@@ -881,9 +881,10 @@ def turn_ids(codec, text, prompt_ids):
     without one closes it first. Control tokens spelled in the text stay text.
     """
     ids = []
-    if text.lstrip().startswith("<think>"):
+    bare = text.lstrip()
+    if bare.startswith("<think>"):
         ids = think_prefix_ids(codec, prompt_ids)
-        text = text.lstrip().removeprefix("<think>").removeprefix("\n")
+        text = bare.removeprefix("<think>").removeprefix("\n")
     elif codec.opens_thought:
         text = "</think>\n\n" + text
     control = [codec.tokenizer.convert_ids_to_tokens(i) for i in (*codec.banned, codec.eos)]

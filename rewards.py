@@ -674,8 +674,8 @@ NOT_AFTER = re.compile(
 # The words around a letter in a Chinese reply. Longer ones first: "is wrong" before "not".
 CHINESE = {"不正确": "is wrong", "正确": "is right", "不对": "is wrong", "不": "not",
            "错": "wrong", "答案": "answer", "选项": "option", "选择": "answer is",
-           "选": "answer is", "因为": "because", "为": "is", "是": "is", "应该": "", "应": "",
-           "或者": "or", "或": "or", "和": "and"}  # fmt: skip
+           "选": "answer is", "因为": "because", "为": "is", "是": "is",
+           "应该": "", "应": "", "或者": "or", "或": "or", "和": "and"}  # fmt: skip
 # Words that cannot follow an article, so that "A because .." is the letter and "A man .." is not.
 AFTER_LETTER = ("because since as or and is was which based due given but not rather instead that "
                 "where when if from for").split()  # fmt: skip

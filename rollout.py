@@ -129,6 +129,11 @@ def frame_budget(seed, step, task_id):
     return choices[int.from_bytes(digest[:8], "big") % len(choices)]
 
 
+def overview_frames(frames, seed, step, task_id):
+    """--frames -> K of a task in a step: drawn where it is "gated"."""
+    return frame_budget(seed, step, task_id) if frames == "gated" else int(frames)
+
+
 def request_seed(*parts):
     """Stable 31-bit seed of one generation from (seed, step, task, sample, turn, ...)."""
     digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
@@ -644,7 +649,7 @@ def new_episodes(tasks, agent, frames, group, step, version):
     """Tasks -> Episodes that have not begun, `group` of each."""
     seen = {}  # a batch across two epochs may hold a task twice: one larger group, other seeds
     for task in tasks:
-        k = frame_budget(agent.seed, step, task["id"]) if frames == "gated" else int(frames)
+        k = overview_frames(frames, agent.seed, step, task["id"])
         first = seen.get(task["id"], 0)
         seen[task["id"]] = first + group
         for sample in range(first, first + group):
@@ -1078,14 +1083,12 @@ def make_engine(ckpt, codec, args, seed=0, sleeping=False):
                               "(without a GPU: requirements-cpu.txt)")
     frames = args.frames if isinstance(args.frames, int) else max(gated_budgets())
     windows, each = getattr(args, "windows", (0, 0))
-    largest = max(frames, args.sub_frames, each)  # of one video item
-    more = {}
-    if windows and codec.channel == "video":
-        more = {"max_videos": 1 + windows}
-    elif windows:
-        largest = max(largest, frames + windows * each)  # all the images
+    largest = max(frames, args.sub_frames, each)  # frames of one video item
+    videos = 1 + windows
+    if codec.channel == "image":  # every frame is an item of its own
+        largest, videos = max(largest, frames + windows * each), 1
     return VllmEngine(ckpt, codec, args.context, largest, args.max_pixels, args.max_seqs, seed,
-                      args.engine_share, sleeping, **more)
+                      args.engine_share, sleeping, max_videos=videos)
 
 
 def toy_lengths():

@@ -371,9 +371,7 @@ def paper_tables(sources):
                 percents[result["bench"]] = "-" if headline is None else f"{100 * headline:.1f}"
     if not systems:
         return []
-    for name, percents in benchmarks.paper_table().items():
-        systems[f"{name} (the paper's)"] = {
-            bench: f"{percent:.1f}" for bench, percent in percents.items()}
+    systems |= benchmarks.paper_rows()
     rows = [[name, *(percents.get(bench, "-") for bench in benches)]
             for name, percents in systems.items()]
     title = "Benchmarks beside the paper's Table 1, percent"

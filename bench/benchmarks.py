@@ -133,6 +133,12 @@ def paper_table():
     }
 
 
+def paper_rows():
+    """paper_table as it is shown beside what was measured: labelled, percent as text."""
+    return {f"{system} (the paper's)": {name: f"{percent:.1f}" for name, percent in row.items()}
+            for system, row in paper_table().items()}
+
+
 def markdown_table(summaries):
     """[(name, summary.json of an evaluation)] -> Markdown: ours in percent with intervals, then the
     paper's rows, labelled."""
@@ -145,9 +151,8 @@ def markdown_table(summaries):
             cells = {row.get("bench"): measured(row) for row in rows}
             head = f"{system}, K {k}, tools {mode} (measured)"
             lines.append([head, *(cells.get(name, "-") for name in names)])
-    for system, row in paper_table().items():
-        shown = [f"{row[name]:.1f}" if name in row else "-" for name in names]
-        lines.append([f"{system} (the paper's)", *shown])
+    for head, row in paper_rows().items():
+        lines.append([head, *(row.get(name, "-") for name in names)])
     head, *rows = [f"| {' | '.join(cells)} |" for cells in lines]
     return "\n".join([head, "|---" * (len(names) + 1) + "|", *rows])
 
