@@ -824,8 +824,15 @@ def test_flags_of_the_engine_and_the_cache_reach_them(monkeypatch):
                               "--frame-cache-gb", "0.5"])
     args.frames, made = 16, []
     monkeypatch.setattr(rollout, "VllmEngine", lambda *given, **named: made.append((given, named)))
-    rollout.make_engine("ckpt", "codec", args, seed=3, sleeping=True)
-    assert made == [(("ckpt", "codec", 777, 16, 50176, 9, 3, 0.4, True), {})]
+    codec = SimpleNamespace(channel="image")
+    rollout.make_engine("ckpt", codec, args, seed=3, sleeping=True)
+    assert made == [(("ckpt", codec, 777, 16, 50176, 9, 3, 0.4, True), {"max_videos": 1})]
+    # Room for what an episode may hold: images one by one, videos each as one item.
+    args.windows = (3, 20)
+    rollout.make_engine("ckpt", codec, args)
+    rollout.make_engine("ckpt", SimpleNamespace(channel="video"), args)
+    sized = [(given[3], named["max_videos"]) for given, named in made]
+    assert sized == [(16, 1), (16 + 3 * 20, 1), (20, 4)]
     _, source = rollout.agent_settings(args, __file__)
     assert source.cache.max_bytes == 2**29
     args.engine_share = 1.0
