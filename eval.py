@@ -40,7 +40,7 @@ from functools import partial
 import model
 import rewards
 import rollout
-from bench import benchmarks, costs, scores, systems
+from bench import answers, benchmarks, costs, scores, systems
 
 # ------------------------------------------------------------------------------------------------
 # Arguments
@@ -241,8 +241,11 @@ def grade(record, protocol="paravt"):
         extracted = rewards.extract_span(said)
     elif said is not None:
         extracted = rewards.region(said) or None
-    # Exact: token F1 pays for the way to an answer, a benchmark asks for the answer.
-    score = rewards.accuracy(said, kind, task["answer"], options, open_metric="exact")
+    if kind == "open" and said is not None:
+        # Token F1 pays for the way to an answer, a benchmark asks for the answer.
+        score = float(answers.match_open(said, task["answer"]))
+    else:
+        score = rewards.accuracy(said, kind, task["answer"], options)
     return {"said": said, "extracted": extracted, "score": score}
 
 

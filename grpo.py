@@ -271,7 +271,7 @@ def sample_batch(engine, tasks, agent, codec, source, step, args, rank, world):
     mine, order = share(tasks, step, args, rank, world)
     scoring = {"answer_suffix": args.answer_suffix, "anchor": args.anchor, "gamma": args.gamma,
                "w_format": args.format_weight, "tool_weight": args.tool_reward,
-               "open_metric": args.open_metric, "answer_from": args.answer_from}  # fmt: skip
+               "answer_from": args.answer_from}  # fmt: skip
     waited = {}
     episodes = list(rollout.run(engine, mine, agent, codec, source, args.frames, args.group, step,
                                 version=step, scoring=scoring, clock=waited))
@@ -306,7 +306,6 @@ def main():
     vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
     wire = model.compute_dtype(device)  # what the engine computes in
     log = open_run(args, policy, start, rank, world)
-    saver = model.Saver(policy, codec, args.out, start)
     ahead = ThreadPoolExecutor(4, thread_name_prefix="ahead")
     asked = model.stop_on_sigterm()
     bad = 0  # steps in a row without a finite gradient
@@ -339,8 +338,8 @@ def main():
         stats = update(policy, reference, vision, optimizer, trees, tokens, codec, args, world,
                        device)
         bad = bad + 1 if stats["bad_updates"] else 0
-        model.check_run(step, bad, saver, args.out)
-        check_gap(step, stats["gap"], gap_tolerance(wire, engine), saver)
+        model.check_run(step, bad, args.out)
+        check_gap(step, stats["gap"], gap_tolerance(wire, engine))
         train_s = time.monotonic() - clock
         model.beat(args.patience)
 
@@ -360,13 +359,13 @@ def main():
         stopping = model.any_rank(asked.is_set())
         due = args.save_every and (step + 1) % args.save_every == 0
         if stopping or due or step + 1 == steps:
-            saver.save(step + 1, {"args": vars(args)}, optimizer)
+            state = {"args": vars(args)}
+            model.save_run(policy, codec, optimizer, args.out, step + 1, state)
         if step % 10 == 9:
             model.give_back_memory()
         if stopping:
             break
 
-    saver.wait()
     if rank == 0:
         log.close(step + 1, steps)
     ahead.shutdown(cancel_futures=True)
@@ -406,10 +405,9 @@ def set_up(args, ckpt, codec, device, folder):
     return policy, reference, optimizer, engine
 
 
-def check_gap(step, gap, tolerance, saver):
+def check_gap(step, gap, tolerance):
     """Raise RunError, on all ranks alike, where engine and trainer are not the same policy."""
     if not gap <= tolerance:  # written so that NaN stops the run as well
-        saver.wait()
         raise model.RunError(
             f"step {step}: mean |log-prob gap| between engine and trainer is {gap:.3f} nats, "
             f"tolerance {tolerance}: the engine samples from other weights or other inputs")
@@ -570,7 +568,6 @@ def build_parser():
     add("--anchor", type=float, default=0.5, help="lambda: weight of the anchor term; 0 = off")
     add("--gamma", type=float, default=0.3, help="penalty of a thought never closed; 0 = off")
     add("--tool-reward", type=float, default=1.0, help="factor on R_tool; 0 = off")
-    add("--open-metric", choices=["f1", "exact"], default="f1", help="R_acc of open questions")
     add("--answer-from", choices=["tag", "line"], default="tag",
         help="R_acc reads <answer> alone; or also the last line, as the authors' release")
     add("--train-subagents", action="store_true", help="train sub-agents with A_task as well")

@@ -36,7 +36,6 @@ import tempfile
 import time
 import warnings
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -946,43 +945,24 @@ def stored_weights(folder):
 
 
 def content_digest(ckpt):
-    """Digest of what a checkpoint folder holds, wherever it lies: its small files, and of weights
-    the headers and some bytes of every tensor, since 16 GB would take minutes to read."""
+    """Digest of what a checkpoint folder holds, wherever it lies: its small files whole, of weights
+    4 KiB in every MiB, since 16 GB would take minutes to read."""
     import hashlib
 
     digest = hashlib.sha256()
     for name in sorted(os.listdir(ckpt)):
+        weights = name.endswith(".safetensors")
+        if not weights and not name.endswith((".json", ".jinja", ".txt")) or name == "state.json":
+            continue  # a README, an optimizer, the state of its training
         path = os.path.join(ckpt, name)
-        if name.endswith(".safetensors"):
-            parts = weight_samples(path)
-        elif name.endswith((".json", ".jinja", ".txt")) and name != "state.json":  # its training's
-            with open(path, "rb") as f:
-                parts = [f.read()]
-        else:
-            continue  # a README, an optimizer
-        for part in (name.encode(), *parts):
-            digest.update(hashlib.sha256(part).digest())
-    return digest.hexdigest()
-
-
-def weight_samples(path, size=4096):
-    """-> pieces of bytes of a safetensors file: header, then begin, middle and end of every tensor:
-    a step of training changes nearly all of a tensor, a merged adapter a few tensors alone."""
-    try:
+        size = os.path.getsize(path)
+        stride = 2**20 if weights and size > 2**26 else 2**12  # bytes; small files: all of them
+        digest.update(f"{name} {size}".encode())
         with open(path, "rb") as f:
-            length = int.from_bytes(f.read(8), "little")  # of the header, which is JSON
-            header = f.read(length)
-            yield header
-            for name, tensor in sorted(json.loads(header).items()):
-                if name == "__metadata__":
-                    continue
-                start, end = tensor["data_offsets"]  # bytes behind the header
-                for at in sorted({start, max(start, (start + end - size) // 2), end - size}):
-                    f.seek(8 + length + max(start, at))
-                    yield f.read(min(size, end - start))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        why = f"is no safetensors file ({type(error).__name__}); copy it again"
-        raise UserError(f"checkpoint {path}: {why}") from None
+            for at in range(0, size, stride):
+                f.seek(at)
+                digest.update(f.read(2**12))
+    return digest.hexdigest()
 
 
 def load_codec(ckpt, channel="image"):
@@ -1201,107 +1181,63 @@ def full_weights(policy, dtype=None):
 # Saving and going on
 
 
-class Saver:
-    """Saves a run's checkpoints behind its back: the copy to host memory waits, the writing does
-    not.
-
-    A checkpoint is a directory that `from_pretrained` and vLLM load, with `train_state/` beside the
-    weights: fp32 shards of weights and moments in torch's distributed format, which another number
-    of ranks can load. One is written at a time, by a thread of every rank, in a process group of
-    its own, so that the collectives of training stay undisturbed.
-    """
-
-    def __init__(self, policy, codec, out, start, keep=2):
-        """start: the step that is saved already; keep: newest checkpoints that stay besides those
-        with a link."""
-        import torch.distributed as dist
-
-        self.policy, self.codec, self.out, self.keep, self.saved = policy, codec, out, keep, start
-        self.group = dist.new_group(backend="gloo")
-        self.pool = ThreadPoolExecutor(1, thread_name_prefix="save")
-        self.writing = None
-
-    def save(self, step, state, optimizer, links=("last",)):
-        """Save the policy as step_NNNNNN with `links` to it; collective. state: JSON-able loop
-        state. Raises RunError when the save before could not be written."""
-        self.wait()
-        if step == self.saved:  # stopped right behind a save
-            return
-        self.saved = step
-        copy = host_copy(self.policy, optimizer)
-        path = os.path.join(self.out, f"step_{step:06d}")
-        self.writing = self.pool.submit(self.write, path, copy, {"step": step, **state}, links)
-
-    def write(self, path, copy, state, links):
-        import torch.distributed as dist
-
-        write_checkpoint(self.policy, self.codec, path, copy, state, self.group)
-        if dist.get_rank() == 0:
-            for link in links:
-                symlink(os.path.join(self.out, link), path)
-            prune_checkpoints(self.out, self.keep)
-
-    def failed(self):
-        """Whether the last save is known to have failed; `wait` says why."""
-        done = self.writing is not None and self.writing.done()
-        return done and self.writing.exception() is not None
-
-    def wait(self):
-        """Until the last save is on disk. Raises RunError when it could not be written."""
-        if self.writing:
-            self.writing.result()
-            self.writing = None
-
-
-def host_copy(policy, optimizer=None):
-    """What a checkpoint holds, in host memory -> {"weights": full tensors, rank 0 alone; "shards":
-    this rank's part}. Collective. Nothing of it is a view of the policy: training may go on."""
+def save_run(policy, codec, optimizer, out, step, state, links=("last",), keep=2):
+    """Save a run as out/step_NNNNNN with `links` to it; the newest `keep` stay besides those with a
+    link. Collective: training waits, since a save takes seconds and comes every some dozen steps.
+    state: JSON-able loop state. Raises RunError where it could not be written."""
     import torch.distributed as dist
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    device = next(policy.parameters()).device
-    weights = {}
-    for name, tensor in full_weights(policy, compute_dtype(device)):  # every rank runs it
-        if dist.get_rank() == 0:
-            weights[name] = tensor.to("cpu", copy=True)
-    shards = None
-    if optimizer is not None:
-        moments = get_optimizer_state_dict(policy, optimizer)
-        shards = torch.utils._pytree.tree_map_only(
-            torch.Tensor, lambda x: x.detach().to("cpu", copy=True),
-            {"model": trained_state(policy), "optimizer": moments})
-    return {"weights": weights, "shards": shards}
+    path = os.path.join(out, f"step_{step:06d}")
+    save_checkpoint(policy, codec, path, {"step": step, **state}, optimizer)
+    if dist.get_rank() == 0:
+        for link in links:
+            symlink(os.path.join(out, link), path)
+        prune_checkpoints(out, keep)
 
 
-def write_checkpoint(policy, codec, path, copy, state, group=None):
-    """Write a host copy under `path`, atomically. Collective. Raises RunError, on every rank, when
-    any of them cannot write; nothing is left under the final name then."""
+def save_checkpoint(policy, codec, path, state, optimizer=None):
+    """Write, atomically, a directory that `from_pretrained` and vLLM load; with an optimizer (or a
+    list of them) `train_state/` beside the weights: fp32 shards of weights and moments in torch's
+    distributed format, which another number of ranks can load.
+
+    Collective. Raises RunError, on every rank, when any of them cannot write; nothing is left under
+    the final name then.
+    """
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from safetensors import SafetensorError
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     first, why = dist.get_rank() == 0, None
+    dtype = compute_dtype(next(policy.parameters()).device)
+    weights = {}
+    for name, tensor in full_weights(policy, dtype):  # gathered: every rank runs it to its end
+        if first:
+            weights[name] = tensor.cpu()
+    shards = None
+    if optimizer is not None:
+        moments = get_optimizer_state_dict(policy, optimizer)
+        shards = {"model": trained_state(policy), "optimizer": moments}
     try:
         with atomic_folder(path) if first else contextlib.nullcontext() as folder:
             if first:
                 try:
-                    save_pretrained(policy.hf, codec.processor, folder, copy["weights"])
+                    save_pretrained(policy.hf, codec.processor, folder, weights)
                 except (OSError, SafetensorError) as error:
                     why = f"{type(error).__name__}: {error}"
             # All ranks have to hear of a full disk before they meet again.
-            folder, why = broadcast([folder, why], group)
+            folder, why = broadcast([folder, why])
             if why:
                 raise OSError(why)
-            if copy["shards"] is not None:
-                shards = os.path.join(folder, "train_state")
-                dcp.save(copy["shards"], checkpoint_id=shards, process_group=group)
+            if shards is not None:
+                dcp.save(shards, checkpoint_id=os.path.join(folder, "train_state"))
             if first:
                 mark_complete(folder, state)
     except OSError as error:
         why = str(error)
     except dcp.CheckpointException as error:  # the same on every rank, whichever could not write
         why = str(next(iter(error.failures.values()))[0])
-    (why,) = broadcast([why], group)
+    (why,) = broadcast([why])
     if why:
         left = newest_checkpoint(os.path.dirname(os.path.abspath(path)))
         rest = f"the newest whole one is {left}: make room, and the same command goes on from it"
@@ -1335,11 +1271,11 @@ def edit_json(path, parts, values):
     write_atomic(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
-def broadcast(values, group=None):
-    """Rank 0's list of plain objects, on every rank."""
+def broadcast(values):
+    """Rank 0's list of plain objects, on every rank. Collective."""
     import torch.distributed as dist
 
-    dist.broadcast_object_list(values, 0, group)
+    dist.broadcast_object_list(values)
     return values
 
 
@@ -1556,13 +1492,10 @@ def weights_line(policy):
     return f"{n / 1e6:.2f} M trained parameters in fp32 (read from {policy.stored_as})"
 
 
-def check_run(step, bad, saver, out, patience=3):
-    """Raise RunError, on all ranks alike, for what a run cannot go on with: a save that failed, no
-    finite gradient for `patience` steps in a row. Collective."""
-    if any_rank(saver.failed()):  # known on one rank at least: all of them say why
-        saver.wait()
+def check_run(step, bad, out, patience=3):
+    """Raise RunError, on all ranks alike, where no gradient was finite for `patience` steps in a
+    row."""
     if bad >= patience:
-        saver.wait()
         raise RunError(f"step {step + 1}: no finite gradient for {bad} steps in a row; the newest "
                        f"checkpoint is {newest_checkpoint(out)}")
 

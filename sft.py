@@ -329,7 +329,6 @@ def main():
     if folder:
         model.load_train_state(policy, optimizers, folder)
     log = open_run(args, policy, train, start, steps, rank, world)
-    saver = model.Saver(policy, codec, args.out, start)
 
     prefetch = ThreadPoolExecutor(1)  # the next batch is decoded and packed while this one trains
 
@@ -362,7 +361,7 @@ def main():
             if not bad:
                 o.step()
             o.zero_grad(set_to_none=True)
-        model.check_run(step, bad, saver, args.out)
+        model.check_run(step, bad, args.out)
 
         # Numbers.
         seconds = time.monotonic() - clock
@@ -376,7 +375,7 @@ def main():
             log.write(record, step_line(record, steps, log.eta(step + 1, steps)))
         model.beat(args.patience)
 
-        # Look and save. A save copies to host memory here and writes while training goes on.
+        # Look and save.
         last = step + 1 == steps
         links = ["last"]
         if held and (last or (args.eval_every and (step + 1) % args.eval_every == 0)):
@@ -390,11 +389,11 @@ def main():
         stopping = model.any_rank(asked.is_set())
         due = last or (args.save_every and (step + 1) % args.save_every == 0)
         if stopping or due or "best" in links:
-            saver.save(step + 1, {"best": best, "args": vars(args)}, optimizers, links)
+            state = {"best": best, "args": vars(args)}
+            model.save_run(policy, codec, optimizers, args.out, step + 1, state, links)
         if stopping:
             break
 
-    saver.wait()
     if rank == 0:
         log.close(step + 1, steps)
     prefetch.shutdown(cancel_futures=True)

@@ -37,21 +37,21 @@ def gpu_precisions():
     import torch.distributed.fsdp as fsdp
 
     model.import_shim()
-    real_policy, real_dtype, real_copy = model.as_policy, model.compute_dtype, model.host_copy
+    real_policy, real_dtype, real_save = model.as_policy, model.compute_dtype, model.save_checkpoint
     policies = []
 
     def as_policy(*args):
         policies.append(real_policy(*args))
         return policies[-1]
 
-    def host_copy(*args):  # saved in fp32: a step of 1e-4 could not be seen in bf16
+    def save_checkpoint(*args):  # in fp32: a step of 1e-4 could not be seen in bf16
         with mock.patch.object(model, "compute_dtype", real_dtype):
-            return real_copy(*args)
+            return real_save(*args)
 
     with (mock.patch.object(fsdp, "MixedPrecisionPolicy",
                             functools.partial(fsdp.MixedPrecisionPolicy, HALF, torch.float32)),
           mock.patch.object(model, "as_policy", as_policy),
-          mock.patch.object(model, "host_copy", host_copy),
+          mock.patch.object(model, "save_checkpoint", save_checkpoint),
           mock.patch.object(model, "compute_dtype", lambda device: HALF)):
         yield policies
 

@@ -772,8 +772,7 @@ def hard_tasks(tasks, tmp_path):
 @pytest.mark.parametrize("flags,term,sample,change", [
     (("--no-answer-suffix",), "fmt", 1, -0.25), (("--anchor", 0), "fmt", 1, -0.2),
     (("--gamma", 0), "fmt", 2, 0.15),
-    (("--tool-reward", 0), "total", 0, -0.8), (("--format-weight", 0.5), "total", 1, -0.5),
-    (("--open-metric", "exact"), "acc", 1, None)],
+    (("--tool-reward", 0), "total", 0, -0.8), (("--format-weight", 0.5), "total", 1, -0.5)],
     ids=lambda x: " ".join(map(str, x)) if isinstance(x, tuple) else "")
 def test_every_flag_of_the_reward_changes_its_term(run_grpo, given_rollouts, hard_tasks, flags,
                                                    term, sample, change):
@@ -786,10 +785,7 @@ def test_every_flag_of_the_reward_changes_its_term(run_grpo, given_rollouts, har
         record = (folder / "rollouts" / "step_000000.rank0.jsonl").read_text()
         rows = [json.loads(line) for line in record.splitlines()]
         found.append(rows[sample]["reward"][term])
-    if change is None:
-        assert 0 < found[0] < 1 and found[1] == 0
-    else:
-        assert found[1] - found[0] == pytest.approx(change)
+    assert found[1] - found[0] == pytest.approx(change)
 
 
 def test_answer_from_line_pays_an_answer_without_its_tag(run_grpo, given_rollouts, hard_tasks):

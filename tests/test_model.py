@@ -822,7 +822,7 @@ def saved(toy, codec, tmp_path_factory):
             p.mul_(1 if p.ndim < 2 else 10 if "embed" in name
                    else 3).add_(0.01 * torch.randn_like(p))
     folder = tmp_path_factory.mktemp("saved") / "step_000001"
-    model.write_checkpoint(policy, codec, str(folder), model.host_copy(policy), {"step": 1})
+    model.save_checkpoint(policy, codec, str(folder), {"step": 1})
     return policy.eval(), folder
 
 

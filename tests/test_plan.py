@@ -127,26 +127,25 @@ def test_weights_gradients_and_moments_take_what_is_allocated(toy, codec, proces
     assert size(policy.hf.model.visual.parameters()) == planned["vision tower"]
 
 
-def test_a_save_takes_the_host_memory_that_the_plan_names(toy, codec, process_group):
+def test_a_save_takes_the_host_memory_that_the_plan_names(toy, codec, process_group, tmp_path,
+                                                          monkeypatch):
     policy = model.load_sharded(str(toy / "init"), codec, CPU)
-    optimizer = model.adamw(model.trained_parameters(policy), 1e-3, 0.9, CPU)
-    for p in model.trained_parameters(policy):
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    copy = model.host_copy(policy, optimizer)
-    held = [t for t in torch.utils._pytree.tree_leaves(copy) if isinstance(t, torch.Tensor)
-            and t.ndim]
-    planned = plan.host_memory(plan.parameter_counts(policy.hf.config), 1, 1, 0.0, width=4)
-    found = sum(t.to_local().nbytes if hasattr(t, "to_local") else t.nbytes for t in held)
-    assert found == sum(planned.values())
+    real, held = model.save_pretrained, []
+
+    def save_pretrained(hf, processor, folder, weights):
+        held.append(sum(tensor.nbytes for tensor in weights.values()))
+        real(hf, processor, folder, weights)
+
+    monkeypatch.setattr(model, "save_pretrained", save_pretrained)
+    model.save_checkpoint(policy, codec, str(tmp_path / "saved"), {"step": 1})
+    planned = plan.host_memory(plan.parameter_counts(policy.hf.config), 1, 0.0, width=4)
+    assert held == [sum(planned.values())]
 
 
-def test_host_memory_of_a_node_holds_its_ranks_shards():
-    """Caches do not shrink with the number of nodes; replicas hold every shard once each."""
+def test_host_memory_of_a_node_holds_its_ranks_caches():
     n = plan.parameter_counts(plan.read_config("8B"))
-    node, replicas, nodes = (sum(plan.host_memory(n, 8, shards, 4.0).values())
-                             for shards in (8, 4, 32))
-    assert replicas - node == 12 * n["trained"] and nodes - node == -9 * n["trained"]
+    one, eight = (sum(plan.host_memory(n, ranks, 4.0).values()) for ranks in (1, 8))
+    assert eight - one == 7 * 4 * 2**30
 
 
 def test_the_largest_pack_is_the_largest_that_fits():

@@ -1,0 +1,92 @@
+"""
+bench/answers.py: whether a free answer says the gold text.
+
+Training pays token F1 (rewards.py), which a part of an answer earns; a benchmark asks for the
+answer itself. Every pattern sees bounded text, nothing is read or written, no text makes it raise.
+
+    >>> match_open("Answer: O(n^2), because it shows two loops.", "O(n²)")
+    True
+"""
+
+import re
+
+from rewards import HEDGES, NEGATIONS, answer_lines, normalise
+
+PREDICATE = re.compile(r"(?i)\b(?:is|are|was|were|it['’]s|that['’]s) (?:(?:an?|the) )?(.+)")
+# "Therefore, the final answer is: X", the last of them; whatever was reasoned before it.
+ANSWER_IS = re.compile(r"(?is)(.*)\banswer[*_ ]*(?:is\b[*_ ]*:?|:)[*_\s]*(.+)")
+# "X. The lens zooms in.", but not the item "1. The lens zooms in."; "X because the lens zooms in".
+LAST_SENTENCE = re.compile(r"(?s)(.+)(?:\n|(?<![0-9])[.!] )([^\n]+)")
+BECAUSE = re.compile(r"(?is)(.+?),? ((?:because|since) .+)")
+# A reason has one of these words. What only says "is", or what happens, may be a second answer.
+REASONS = ("because since while when where which who shows show shown showing seen see sees "
+           "visible used using indicates indicating").split()  # fmt: skip
+# What has one of these, a hedge or a negation is no reason but another answer.
+TURNS = ("actually wait instead rather however but also alternatively correction sorry answer "
+         "another possible").split()  # fmt: skip
+SMALL_WORDS = ("of", "the", "and", "in", "for", "a", "an", "on", "to")
+
+
+def is_acronym(short, text):
+    """Whether `short` is the initials of `text`: DFS, or FDA of "Food and Drug Administration"."""
+    letters = re.sub(r"[.\s]", "", short)
+    words = re.findall(r"[^\W_]+", text)
+    content = [word for word in words if word.lower() not in SMALL_WORDS]
+    # With and without the small words: FDA, and DOA of "dead on arrival".
+    initials = ["".join(word[0] for word in some).upper() for some in (words, content)]
+    return len(letters) > 1 and letters.isalpha() and letters.isupper() and letters in initials
+
+
+def answer_forms(text):
+    """The texts an answer may be given as: itself, and either part of "Long Name (LN)"."""
+    # Bounded: what is longer is a sentence, not a name with its acronym.
+    both = re.fullmatch(r"([^()]{1,200}?) ?\(([^()]{1,200})\)[. ]*", text.strip())
+    if both and (is_acronym(both[1], both[2]) or is_acronym(both[2], both[1])):
+        return [text, both[1], both[2]]
+    return [text]
+
+
+def same_form(given, gold):
+    """Whether two texts are equal once normalised, or one is the initials of the other."""
+    # A gold of two letters is the initials of too many answers: "AI" of "any item".
+    acronym = is_acronym(given, gold) or (len(gold) > 2 and is_acronym(gold, given))
+    tokens = normalise(given)
+    return tokens != [] and (acronym or tokens == normalise(gold))
+
+
+def statements(text):
+    """The texts that a reply may come down to: itself, what it declares as its answer, and that
+    without the one sentence of reason behind it."""
+    doubt = {*HEDGES, *NEGATIONS, "possible", "another"}
+    declared = ANSWER_IS.fullmatch(text)
+    # "I doubt that the answer is X": only the clause that declares it, since reasoning may doubt.
+    clause = re.split(r"[.;!?\n]", declared[1][-100:])[-1] if declared else ""
+    if declared and doubt.isdisjoint(normalise(clause)):
+        text = declared[2]
+    found = [text]
+    for pattern in (LAST_SENTENCE, BECAUSE):
+        parts = pattern.fullmatch(text)
+        words = normalise(parts[2][:1000]) if parts else []
+        is_reason = len(words) <= 40 and not set(REASONS).isdisjoint(words)
+        if is_reason and {*doubt, *TURNS}.isdisjoint(words):
+            found.append(parts[1])
+    return found
+
+
+def match_open(response, gold):
+    """Whether a free answer says the gold text: equal once normalised, its acronym or what that
+    stands for, or the predicate of one short sentence that does not hedge or negate; declared as
+    the answer or not, with one sentence of reason or none. Empty never matches, and no part of a
+    text does."""
+    lines = "\n".join(answer_lines(response))
+    given = answer_forms(lines.replace("\n", " "))
+    for said in statements(lines):
+        said = said.replace("\n", " ")
+        given += answer_forms(said)
+        # Past 2,000 characters it is no short sentence.
+        tokens = normalise(said[:2000])
+        predicate = PREDICATE.search(said)
+        unsure = set(tokens) & {*HEDGES, *NEGATIONS} or re.search(r"[.;!?] +\w", said)
+        if predicate and len(said) < 2000 and len(tokens) <= 20 and not unsure:
+            given.append(predicate[1])
+    return any(same_form(form, wanted) for form in given for wanted in answer_forms(gold))
