@@ -57,6 +57,7 @@ def group_by_prompt(episodes):
     """Episodes -> lists that share one prompt, samples in order; what was never sampled is left
     out."""
     groups = {}
+    # In order of samples, not of completion: sums of floats then come out the same in every run.
     for episode in sorted(episodes, key=lambda e: e.sample):
         if episode.context is not None and episode.spans:
             groups.setdefault(episode.group, []).append(episode)
@@ -66,8 +67,8 @@ def group_by_prompt(episodes):
 def group_advantages(group, format_weight, tool_weight=1.0):
     """-> one {"task", "fmt", "sigma"} per episode. From the unweighted terms, so that a recorded
     rollout can be replayed under other weights."""
-    task = [e.reward["acc"] + tool_weight * e.reward["tool"] for e in group]
-    fmt = [e.reward["fmt"] for e in group]
+    task = [e.reward["acc"] + tool_weight * e.reward["tool"] for e in group]  # [G]
+    fmt = [e.reward["fmt"] for e in group]  # [G]
     a_task, a_fmt, sigma = rewards.group_advantages(task, fmt, format_weight)
     return [{"task": t, "fmt": f, "sigma": sigma} for t, f in zip(a_task, a_fmt)]
 
@@ -78,12 +79,12 @@ def token_advantages(episode, codec, credit):
     task, fmt = episode.advantage["task"], episode.advantage["fmt"]
     out = [0.0] * len(episode.context.ids)
     for start, end in episode.spans:  # one turn each
-        if credit == "struct":
+        if credit == "struct":  # Selective Anchoring: a tag is found in bytes, not in ids
             pieces = model.pieces_of(codec, episode.context.ids[start:end])
             credited = rewards.structural_mask(pieces)
         else:
             credited = [credit == "sequence"] * (end - start)
-        out[start:end] = [task + fmt * c for c in credited]
+        out[start:end] = [task + fmt * c for c in credited]  # A_it of the header
     return out
 
 
@@ -97,9 +98,10 @@ def group_tree(group, codec, credit):
         if c.ids[:cut] != prompt:
             raise ValueError(f"{e.group}: the prompts of one group differ")
         advantage = token_advantages(e, codec, credit)
+        # Turns, glue and tool responses alike: mask says which of them were sampled.
         values = {"advantage": advantage[cut:], "rollout": c.logps[cut:]}
         branches.append(model.Span(c.ids[cut:], c.mask[cut:], values))
-    nothing = {"advantage": [0.0] * cut, "rollout": [0.0] * cut}
+    nothing = {"advantage": [0.0] * cut, "rollout": [0.0] * cut}  # mask 0: never looked at
     return model.Tree(model.Span(prompt, [0] * cut, nothing), group[0].context.items, branches)
 
 
@@ -108,7 +110,7 @@ def subagent_trees(group):
     trees = []
     for e in group:
         for sub in (call["sub"] for call in e.calls if call.get("sub")):
-            advantage = [e.advantage["task"]] * len(sub["ids"])
+            advantage = [e.advantage["task"]] * len(sub["ids"])  # a summary has no format
             span = model.Span(sub["ids"], sub["mask"],
                               {"advantage": advantage, "rollout": sub["logps"]})
             trees.append(model.Tree(span, [model.VisionItem(**v) for v in sub["vision"]]))
@@ -124,6 +126,7 @@ def training_trees(groups, codec, args):
     for group in groups:
         extra = subagent_trees(group) if args.train_subagents else []
         tokens += sum(sum(e.context.mask) for e in group) + sum(sum(t.prefix.mask) for t in extra)
+        # sigma = 0: every advantage is 0, its forward and backward would add nothing.
         if any(e.advantage["task"] or e.advantage["fmt"] for e in group):
             trees += [group_tree(group, codec, args.format_credit), *extra]
         else:
@@ -146,13 +149,14 @@ def policy_loss(logp, old, rollout_logp, ref, advantage, clip_eps, kl, tis_cap=5
     ratio = torch.exp(logp - old)  # rho [n]
     distance = torch.exp(old - rollout_logp)  # [n] no gradient: old is a constant
     clipped = ratio.clamp(1 - clip_eps, 1 + clip_eps)
+    # The minimum is pessimistic: what has moved too far in the good direction gets no gradient.
     loss = -distance.clamp(max=tis_cap) * torch.minimum(ratio * advantage, clipped * advantage)
     stats = {"clipped": ((ratio - 1).abs() > clip_eps).float(),
              "truncated": (distance > tis_cap).float(),
              "kl": torch.zeros_like(logp.detach())}
     if ref is not None:
-        gap = ref - logp
-        k3 = torch.exp(gap) - gap - 1
+        gap = ref - logp  # [n]
+        k3 = torch.exp(gap) - gap - 1  # unbiased for KL(policy || reference), never below 0
         loss = loss + kl * k3
         stats["kl"] = k3.detach()
     return loss, stats
@@ -198,7 +202,7 @@ def update(policy, reference, vision, optimizer, trees, tokens, codec, args, wor
     sums = torch.zeros(len(names), device=device, dtype=torch.float64)
     worst_gap = torch.zeros((), device=device, dtype=torch.float64)
     norms = []
-    for packs in minibatches:
+    for packs in minibatches:  # one optimizer step each
         for pack, real in packs:
             logp, entropy = policy(pack, vision, args.temperature)  # [n] each
             old = old_logps.get(id(pack), logp.detach())  # [n] a constant
@@ -244,7 +248,7 @@ def update(policy, reference, vision, optimizer, trees, tokens, codec, args, wor
 def share(tasks, step, args, rank, world):
     """-> (tasks of this rank, {group: place in the batch}). A task that the seam of two epochs
     brings twice is one larger group."""
-    picked = model.batch_indices(step, args.prompts, len(tasks), args.seed)
+    picked = model.batch_indices(step, args.prompts, len(tasks), args.seed)  # the same everywhere
     batch = [tasks[i] for i in picked]
     order = {}
     for task in batch:
@@ -311,10 +315,11 @@ def main():
     bad = 0  # steps in a row without a finite gradient
 
     for step in range(start, steps):
-        # 1. Rollouts, groups, advantages.
+        # 1. Rollouts, groups, advantages. The engine holds this step's weights, so what it samples
+        # is on policy but for rounding.
         clock, waited = time.monotonic(), 0.0
         if args.rollouts:
-            groups = group_by_prompt(recorded)[rank::world]
+            groups = group_by_prompt(recorded)[rank::world]  # whole groups: sigma needs them
             episodes = [e for group in groups for e in group]
         else:
             episodes, waited = sample_batch(engine, tasks, agent, codec, source, step, args, rank,
@@ -337,13 +342,14 @@ def main():
         trees, tokens, skipped = training_trees(groups, codec, args)
         stats = update(policy, reference, vision, optimizer, trees, tokens, codec, args, world,
                        device)
+        # What a run cannot go on with, found on all ranks alike: NaN, an engine that has drifted.
         bad = bad + 1 if stats["bad_updates"] else 0
         model.check_run(step, bad, args.out)
         check_gap(step, stats["gap"], gap_tolerance(wire, engine))
         train_s = time.monotonic() - clock
         model.beat(args.patience)
 
-        # 3. New weights into the engine, old caches out.
+        # 3. New weights into the engine; prefixes and features cached with the old ones go.
         clock = time.monotonic()
         if engine and step + 1 < steps:
             engine.wake(model.full_weights(policy, wire))
@@ -398,6 +404,7 @@ def set_up(args, ckpt, codec, device, folder):
     if folder:
         model.load_train_state(policy, optimizer, folder)
     if not args.rollouts:
+        # Its own seed does not matter: every request brings one, made of (seed, step, task, ..).
         engine = rollout.make_engine(ckpt, codec, args, args.seed + dist.get_rank(),
                                      sleeping=True)
         if folder:  # the engine has read --ckpt; the resumed weights are newer

@@ -209,12 +209,34 @@ def share(indices, cost, rank, world):
     """This rank's part of the batch: dealt out by falling cost, back and forth, so that all ranks
     work alike."""
     ordered = sorted(indices, key=cost, reverse=True)
+    # 0 1 2 2 1 0 0 1 2 ..: who got the longest of a round gets the shortest of the next.
     there_and_back = [*range(world), *reversed(range(world))]
     return [x for i, x in enumerate(ordered) if there_and_back[i % (2 * world)] == rank]
 
 
+def open_data(args, codec):
+    """-> (training Chats, held-out Chats or None). Raises UserError where no video can be read."""
+    # In a child process: a decoder that hangs or crashes costs one video.
+    cache = video.FrameCache(int(args.frame_cache_gb * 2**30), timeout=60.0)
+    # Every row's shape is checked here, its frames and tokens when a batch asks for them.
+    train = Chats(args.data, codec, args, cache)
+    held = Chats(args.val, codec, args, cache) if args.val else None
+    if all(train[i] is None for i in range(min(8, len(train.rows)))):
+        raise model.UserError(f"{args.data}: none of the first videos can be read; "
+                              "is --video-root right?")
+    return train, held
+
+
+def batch_packs(chats, step, codec, args, rank, world):
+    """This rank's Packs of the batch of a step: drawn from (seed, step), so that a run that goes on
+    sees what it would have seen, and dealt out by cost: no rank waits for another's long videos."""
+    picked = model.batch_indices(step, args.batch_size, len(chats.rows), args.seed)
+    mine = share(picked, chats.cost, rank, world)
+    return make_packs(chats, mine, codec, args.pack_tokens)
+
+
 def make_packs(chats, indices, codec, pack_tokens):
-    """-> list of Packs for this rank."""
+    """Chats -> Packs. A chat is a tree without branches; one whose video is broken is left out."""
     sequences = [s for s in (chats[i] for i in indices) if s is not None]
     trees = [model.Tree(model.Span(s.ids, s.mask), s.vision) for s in sequences]
     return [model.pack_trees(codec, members) for members in model.fill_packs(trees, pack_tokens)]
@@ -243,7 +265,7 @@ def build_optimizers(policy, args, device):
     import torch
 
     layers = []
-    if args.optimizer == "muon":
+    if args.optimizer == "muon":  # matrices alone: "nearest semi-orthogonal" means nothing to norms
         layers = [p for p in policy.hf.model.language_model.layers.parameters() if p.ndim == 2]
     taken = {id(p) for p in layers}
     rest = [p for p in model.trained_parameters(policy) if id(p) not in taken]
@@ -263,10 +285,11 @@ def backward(policy, vision, packs, codec, world, device):
     # In host memory: no GPU is waited for.
     count = torch.tensor(float(sum(len(p.target) for p in packs)), dtype=torch.float64)
     dist.all_reduce(count)
-    n = max(1.0, count.item())
+    n = max(1.0, count.item())  # a batch of broken videos has no token: 0 / 1, not NaN
     loss = torch.zeros((), device=device, dtype=torch.float64)
     for pack, real in model.even_packs(codec, packs):
-        logp, _ = policy(pack, vision)  # [n]
+        logp, _ = policy(pack, vision)  # [trained tokens of the pack] nats
+        # A spare pack runs for its collectives alone: times False, it adds nothing.
         part = -real * logp.sum() / n
         if torch.is_grad_enabled():
             # FSDP takes the MEAN over ranks; each holds a part of the sum over N: times world.
@@ -303,14 +326,7 @@ def main():
     rank, world, device = model.start_process_group(args.patience)
     model.beat(args.patience)
     codec = model.load_codec(ckpt, args.channel)
-    # In a child process: a decoder that hangs or crashes costs one video.
-    cache = video.FrameCache(int(args.frame_cache_gb * 2**30), timeout=60.0)
-    # Every row's shape is checked here, its frames and tokens when a batch asks for them.
-    train = Chats(args.data, codec, args, cache)
-    held = Chats(args.val, codec, args, cache) if args.val else None
-    if all(train[i] is None for i in range(min(8, len(train.rows)))):
-        raise model.UserError(f"{args.data}: none of the first videos can be read; "
-                              "is --video-root right?")
+    train, held = open_data(args, codec)
     steps = args.steps or max(1, round(args.epochs * len(train.rows) / args.batch_size))
     if start >= steps:
         if rank == 0:
@@ -320,6 +336,7 @@ def main():
 
     torch.manual_seed(args.seed)
     policy = model.load_sharded(ckpt, codec, device, args.recompute, args.replicas)
+    # Frozen: a frame set goes through the tower once, then its features are kept.
     tower = policy.hf.model.visual
     vision = model.VisionFeatures(tower, codec, train.frames)
     held_vision = model.VisionFeatures(tower, codec, held.frames) if held else None
@@ -330,15 +347,9 @@ def main():
         model.load_train_state(policy, optimizers, folder)
     log = open_run(args, policy, train, start, steps, rank, world)
 
-    prefetch = ThreadPoolExecutor(1)  # the next batch is decoded and packed while this one trains
-
-    # Drawn from (seed, step), and dealt out by cost: no rank waits for another's long videos.
-    def upcoming(step):
-        picked = model.batch_indices(step, args.batch_size, len(train.rows), args.seed)
-        mine = share(picked, train.cost, rank, world)
-        return prefetch.submit(make_packs, train, mine, codec, args.pack_tokens)
-
-    future = upcoming(start)
+    # The next batch is decoded, tokenised and packed by a thread while this one trains.
+    prefetch = ThreadPoolExecutor(1)
+    future = prefetch.submit(batch_packs, train, start, codec, args, rank, world)
     asked = model.stop_on_sigterm()
     bad = 0  # steps in a row without a finite gradient
     for step in range(start, steps):
@@ -346,7 +357,7 @@ def main():
         packs = future.result()
         waited = time.monotonic() - clock
         if step + 1 < steps:
-            future = upcoming(step + 1)
+            future = prefetch.submit(batch_packs, train, step + 1, codec, args, rank, world)
 
         # One optimiser step. Collective, from the first forward to the norm.
         fraction = schedule(step, steps, args.warmup, args.min_lr)
@@ -355,7 +366,8 @@ def main():
                 group["lr"] = lr * fraction
         loss, tokens = backward(policy, vision, packs, codec, world, device)
         norm = model.clip_gradients(policy, args.clip)
-        # The norm is of all ranks' gradients: all of them step, or none does.
+        # The norm is of all ranks' gradients: all of them step, or none does. A step that is left
+        # out costs a batch; one with NaN in it would cost the run.
         bad = 0 if math.isfinite(norm) else bad + 1
         for o in optimizers:
             if not bad:

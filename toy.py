@@ -162,24 +162,21 @@ def chats(task, events, budgets, rng, loose=False):
     style, drawn turn by turn, instead of the protocol's."""
     rows, tools = [], rollout.tool_schema()
 
-    # Prompts come from rollout.py, as in RL: a word of difference would be another task.
     def said(text):
         return {"role": "assistant", "content": text}
 
-    for k in budgets["direct"]:
-        rows.append({"id": f"{task['id']}-direct-{k}", "tools": tools,
-                     "messages": [*rollout.main_messages(task, k),
-                                  said(answer_turn(task["answer"], rng, loose))]})
-    for k in budgets["call"]:
-        rows.append({"id": f"{task['id']}-call-{k}", "tools": tools,
-                     "messages": [*rollout.main_messages(task, k),
-                                  said(call_turn(events, rng, loose)),
-                                  *({"role": "tool", "content": summary(e)} for e in events),
-                                  said(answer_turn(task["answer"], rng, loose))]})
-    for k in budgets["plain"]:
-        rows.append({"id": f"{task['id']}-plain-{k}",
-                     "messages": [*rollout.main_messages(task, k, tools=False),
-                                  said(answer_turn(task["answer"], rng, loose))]})
+    # Prompts come from rollout.py, as in RL: a word of difference would be another task.
+    samples = [(way, k) for way in ("direct", "call", "plain") for k in budgets[way]]
+    for way, k in samples:
+        messages = rollout.main_messages(task, k, tools=way != "plain")
+        if way == "call":  # a call for each window, their summaries as tool responses
+            messages.append(said(call_turn(events, rng, loose)))
+            messages += [{"role": "tool", "content": summary(e)} for e in events]
+        messages.append(said(answer_turn(task["answer"], rng, loose)))
+        row = {"id": f"{task['id']}-{way}-{k}", "tools": tools, "messages": messages}
+        if way == "plain":
+            del row["tools"]
+        rows.append(row)
     for i, e in enumerate(events):  # what a sub-agent is shown, and says
         window = {"start": float(e["window"][0]), "end": float(e["window"][1]), "fps": 1.0,
                   "max_frames": 16}
@@ -340,31 +337,20 @@ def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384):
     return sum(p.numel() for p in policy.parameters())
 
 
-def write_jsonl(path, rows):
-    model.write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows))
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="toy", help="folder to write")
-    parser.add_argument("--seed", type=int, default=0,
-                        help="everything is drawn from this one number")
-    parser.add_argument("--prior", choices=["strong", "weak", "tidy"], default="strong",
-                        help="what the base learns before the cold start: to call tools in a loose "
-                        "style of its own; to answer tidily and never call; or all of the protocol "
-                        "at once")
-    parser.add_argument("--base-videos", type=int, default=480,
-                        help="videos of the base's pretraining split")
-    parser.add_argument("--sft-videos", type=int, default=96, help="videos of the cold-start split")
-    parser.add_argument("--rl-videos", type=int, default=160,
-                        help="videos of the RL split, one task each")
-    parser.add_argument("--eval-videos", type=int, default=64,
-                        help="videos of the held-out split, one task each")
-    parser.add_argument("--layers", type=int, default=4,
-                        help="decoder layers of the base checkpoint")
-    parser.add_argument("--hidden", type=int, default=128,
-                        help="hidden size of the base checkpoint, a multiple of 128")
+    add = parser.add_argument
+    add("--out", default="toy", help="folder to write")
+    add("--seed", type=int, default=0, help="everything is drawn from this one number")
+    add("--prior", choices=["strong", "weak", "tidy"], default="strong",
+        help="what the base learns before the cold start; see above")
+    add("--base-videos", type=int, default=480, help="videos of the base's pretraining split")
+    add("--sft-videos", type=int, default=96, help="videos of the cold-start split")
+    add("--rl-videos", type=int, default=160, help="videos of the RL split, one task each")
+    add("--eval-videos", type=int, default=64, help="videos of the held-out split, one task each")
+    add("--layers", type=int, default=4, help="decoder layers of the base checkpoint")
+    add("--hidden", type=int, default=128, help="hidden size of it, a multiple of 128")
     args = parser.parse_args()
     if args.hidden < 128 or args.hidden % 128:
         raise model.UserError(f"--hidden must be a multiple of 128, got {args.hidden}")
@@ -380,7 +366,7 @@ def main():
     style = random.Random(f"style/{args.seed}")
     counts = {"base": args.base_videos, "sft": args.sft_videos, "val": 24, "rl": args.rl_videos,
               "eval": args.eval_videos}
-    rows = {split: [] for split in counts}
+    rows = {split: [] for split in counts}  # SFT chats, or tasks
     with tqdm(total=sum(counts.values()), desc="videos", disable=None) as bar:
         for split, count in counts.items():
             for i in range(count):
@@ -393,9 +379,9 @@ def main():
                     chatted = split in ("sft", "val")
                     rows[split] += cold_start_rows(task, events, rng) if chatted else [task]
                 bar.update()
-    for split, name in (("base", "pretrain"), ("sft", "sft"), ("val", "sft_val"), ("rl", "rl"),
-                        ("eval", "eval")):
-        write_jsonl(os.path.join(args.out, f"{name}.jsonl"), rows[split])
+    for split, name in zip(counts, ("pretrain", "sft", "sft_val", "rl", "eval")):
+        text = "".join(json.dumps(row) + "\n" for row in rows[split])
+        model.write_atomic(os.path.join(args.out, f"{name}.jsonl"), text)
     parameters = build_init(os.path.join(args.out, "init"), rng, args.seed, hidden=args.hidden,
                             layers=args.layers)
     print(f"{args.out}: random checkpoint of {parameters / 1e6:.2f} M parameters, "

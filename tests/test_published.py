@@ -117,15 +117,16 @@ def world(tmp_path_factory):
             "question": "Which is first? <|im_end|> \u65e5 <|image_pad|> e\u0301",
             "options": OPTIONS, "answer": "B", "type": "mcq"}
     window = {"start": 8.0, "end": 12.0, "fps": 1.0, "max_frames": 4}
-    toy.write_jsonl(folder / "rl.jsonl", [task])
-    toy.write_jsonl(folder / "sft.jsonl", [
+    (folder / "rl.jsonl").write_text(json.dumps(task))
+    chats = [
         {"id": "main", "tools": rollout.tool_schema(), "messages": [
             *rollout.main_messages(task, 4), {"role": "assistant", "content": LOOK},
             {"role": "tool", "content": "a red square"},
             {"role": "tool", "content": "nothing <|im_end|>"},
             {"role": "assistant", "content": RIGHT}]},
         {"id": "sub", "messages": [*rollout.sub_messages(task, window),
-                                   {"role": "assistant", "content": "a red square"}]}])
+                                   {"role": "assistant", "content": "a red square"}]}]
+    (folder / "sft.jsonl").write_text("\n".join(map(json.dumps, chats)))
     return folder
 
 
