@@ -316,7 +316,7 @@ def test_the_papers_figures_stand_beside_measured_benchmarks(tmp_path):
 def test_a_comparison_is_tabulated(tmp_path):
     summary = {
         "rows": [{"name": "sft", "bench": None, "K": 4, "n": 9, "acc_tools": 0.25,
-                  "interval": [0.125, 0.5], "f_tau": 0.5, "kappa": 1.0}],
+                  "interval": [0.125, 0.5], "f_tau": 0.5, "kappa": 1.0, "tokens_tools": 90.0}],
         "costs": [{"name": "sft", "bench": None, "K": 4, "tools": "on", "headline": 0.25,
                    "tokens": 90.0, "prompt_tokens": 50.0, "sampled_tokens": 10.0, "frames": 4.0,
                    "sub_prompt_tokens": 20.0, "sub_sampled_tokens": None, "sub_frames": 8.0,
@@ -333,7 +333,8 @@ def test_a_comparison_is_tabulated(tmp_path):
     assert costs["lines"] == [{"name": "sft", "mode": "on", "points": points}]
     assert rows["lines"] == differences["lines"] == []
     assert rows["title"] == "ours: side by side"
-    assert rows["rows"] == [["sft", "-", "4", "9", "0.250 [0.125, 0.500]", "-", "0.500", "1.000"]]
+    assert rows["rows"] == [["sft", "-", "4", "9", "0.250 [0.125, 0.500]", "90.000", "-", "-",
+                             "0.500", "1.000"]]
     assert differences["title"] == "ours: differences of the same items"
     assert differences["rows"] == [
         ["sft - init", "-", "4", "on", "+0.062", "[-0.500, +0.500]", "9"]]
