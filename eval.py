@@ -430,7 +430,7 @@ def load_suites(args, ckpt, prompts):
         source.cache.timeout = args.decode_timeout or None
         if shown != "none":
             source.subtitles = partial(benchmarks.task_subtitles, root=source.root, which=shown)
-        check_videos(bench or args.data, tasks, source.root)
+        benchmarks.check_videos(bench or args.data, tasks, source.root)
         out = leaf_of(args.out, bench)
         if not args.estimate:
             model.make_out(out)
@@ -445,14 +445,6 @@ def load_suites(args, ckpt, prompts):
         part = bool(records) and len(model.read_jsonl(kept)) > len(tasks)
         suites.append(Suite(bench, tasks, agent, source, out, digest, done, part))
     return suites
-
-
-def check_videos(name, tasks, root):
-    """Refuse a root below which not one video lies, before hours of counted errors."""
-    paths = dict.fromkeys(str(task["video"]) for task in tasks)
-    if not any("\0" not in path and os.path.isfile(os.path.join(root, path)) for path in paths):
-        why = f"none of its {len(paths)} videos lies below {root}, as {next(iter(paths))} should"
-        raise model.UserError(f"{name}: {why}; is the folder one level too high?")
 
 
 def print_notes(name, notes):
@@ -475,20 +467,6 @@ def unfinished(suites, args):
                     todo.append(task)
             jobs.append((suite, k, mode, todo))
     return jobs
-
-
-def split(jobs, ranks):
-    """Jobs -> for every rank, of every job, the numbers of the tasks that it asks, in order."""
-    work = [(n, i) for n, (*_, todo) in enumerate(jobs) for i in range(len(todo))]
-    places = [(jobs[n][0].source.root, jobs[n][3][i]) for n, i in work]
-    shares = []
-    for mine in costs.deal(places, ranks, sizes=True):
-        share = [[] for _ in jobs]
-        for place in mine:
-            n, i = work[place]
-            share[n].append(i)
-        shares.append(share)
-    return shares
 
 
 def evaluate(args):
@@ -514,7 +492,7 @@ def evaluate(args):
             write_json(kept, suite.out, "args.json")
     jobs = unfinished(suites, args)
     needed = any(todo for *_, todo in jobs)
-    shares = split(jobs, world) if rank == 0 else [None] * world
+    shares = costs.split(jobs, world) if rank == 0 else [None] * world
     if world > 1:  # from one rank: a task that two ranks see differently would be asked by neither
         shares = model.broadcast(shares)
         needed = model.any_rank(needed)  # building vLLM is collective: all ranks build, or none
@@ -552,7 +530,7 @@ def estimate(args):
     protocol, prompts = systems.make_protocol(args)
     codec = model.load_codec(ckpt, args.channel) if ckpt else None
     jobs = unfinished(load_suites(args, ckpt, prompts), args)
-    shares = split(jobs, int(os.environ.get("WORLD_SIZE", 1)))
+    shares = costs.split(jobs, int(os.environ.get("WORLD_SIZE", 1)))
     print(costs.estimate(jobs, shares, codec, protocol, args))
 
 

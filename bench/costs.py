@@ -123,6 +123,20 @@ def mean(records):
 # Who asks what
 
 
+def split(jobs, ranks):
+    """Jobs -> for every rank, of every job, the numbers of the tasks that it asks, in order."""
+    work = [(n, i) for n, (*_, todo) in enumerate(jobs) for i in range(len(todo))]
+    places = [(jobs[n][0].source.root, jobs[n][3][i]) for n, i in work]
+    shares = []
+    for mine in deal(places, ranks, sizes=True):
+        share = [[] for _ in jobs]
+        for place in mine:
+            n, i = work[place]
+            share[n].append(i)
+        shares.append(share)
+    return shares
+
+
 def deal(places, parts, sizes=False):
     """
     [(root, task)] -> for each of `parts` the indices of its own, the longest work first.
@@ -215,11 +229,14 @@ def expected(suite, k, mode, todo, codec, protocol, args):
         meter = Meter(Mute(codec, agent, calls))
         ran = rollout.run(meter, tasks, agent, codec, source, frames=k, threads=1, max_live=1,
                           protocol=protocol)
-        ran = [(e.timing, of(e, meter.taken)) for e in ran if e.status != "video_error"]
+        ran = [(e, of(e, meter.taken)) for e in ran if e.status != "video_error"]
+        full = [e.error for e, _ in ran if e.status == "context" and not calls]
+        if full:  # not one of its prompts would be answered
+            raise model.UserError(f"--estimate: {full[0]}")
         if not ran:
             raise model.UserError(f"--estimate: no video below {source.root} could be read")
-        decoding = [timing["decode_s"] for timing, _ in ran]
-        beside = [timing["total_s"] - timing["decode_s"] for timing, _ in ran]
+        decoding = [e.timing["decode_s"] for e, _ in ran]
+        beside = [e.timing["total_s"] - e.timing["decode_s"] for e, _ in ran]
         prompts = [cost["prompt_tokens"] + cost["sub_prompt_tokens"] if codec else math.nan
                    for _, cost in ran]
         return [sum(values) / len(ran) for values in (decoding, beside, prompts)]

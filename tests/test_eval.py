@@ -473,6 +473,8 @@ def test_an_estimate_says_what_it_does_not_know(world):
     assert rows[0][8:10] == ["-", "-"] and int(rows[0][10]) > int(rows[0][7])
     none = world("--estimate", rows=[row("x", video="videos/broken.mp4")])
     assert none.code == 2 and none.engine is None
+    full = world("--estimate", "--context", 40, rows=FOUR)
+    assert full.code == 2 and "no room in a context of 40" in full.err
 
 
 # ------------------------------------------------------------------------------------------------
@@ -714,7 +716,7 @@ def test_what_is_left_is_split_not_what_was_asked(world, tmp_path):
     args = SimpleNamespace(shard=(0, 1), frames=[4], tools=["on"], samples=1)
     jobs = evaluation.unfinished([suite], args)
     assert [[t["id"] for t in todo] for *_, todo in jobs] == [["q1", "q3", "q5", "q7"]]
-    shares = evaluation.split(jobs, 2)
+    shares = costs.split(jobs, 2)
     assert [[jobs[0][3][i]["id"] for i in some] for (some,) in shares] == [["q1", "q5"],
                                                                           ["q3", "q7"]]
 
