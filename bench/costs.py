@@ -263,7 +263,8 @@ def estimate(jobs, shares, codec, protocol, args):
     """
     row = ("{:<15} {:>6} {:>5} {:>6} {:>6}" + " {:>8}" * 6).format
     lines = [f"{'':43}{'without a call':^26} {'with every call':^26}",
-             row("benchmark", "K", "tools", "items", "videos", *["decode", "prompt", "sample"] * 2)]
+             row("benchmark", "K", "tools", "items", "videos", "decode", "prompt", "sample",
+                 "+decode", "prompt", "sample")]
     ranks = [[0.0] * 9 for _ in shares]  # items, videos, the six, hours by what was run before
     live = args.live or 2 * (len(args.base_url) * args.workers if args.base_url else args.max_seqs)
     for n, (suite, k, mode, todo) in enumerate(jobs):
