@@ -73,6 +73,8 @@ def build_parser():
         help="every Nth task from the Ith on; --rescore merges")
     add("--allow-errors", action="store_true",
         help="print a headline even where more than 1%% of the items failed")
+    add("--estimate", type=int, nargs="?", const=3, default=0, metavar="VIDEOS",
+        help="print what the run takes, measured on so many videos of each benchmark, and end")
 
     systems.add_arguments(parser)  # protocol, endpoint, judge
 
@@ -145,7 +147,8 @@ def faults(args):
     return found + systems.faults(args) + [
         (not args.ckpt and args.engine != "openai",
          "give --ckpt, or --engine openai with --base-url and --model"),
-        (args.limit < 0 or args.live < 0, "--limit and --live may not be negative"),
+        (min(args.limit, args.live, args.estimate) < 0,
+         "--limit, --live and --estimate may not be negative"),
         (args.samples < 1 or (args.samples > 1 and args.temperature == 0), "--samples must be at "
          "least 1, and above 1 needs --temperature above 0: greedy samples are all the same"),
     ]
@@ -166,7 +169,7 @@ def settings_digest(args, weights, subtitles, tasks, prompts):
     # How fast, over which address, and what happens to records that are there already.
     free |= {"live", "workers", "retries", "request_timeout", "api_key_env", "base_url"}
     free |= {"max_seqs", "frame_cache_gb", "engine_share", "patience", "decode_timeout", "quiet"}
-    free |= {"judge_url", "judge_model", "judge_key_env", "allow_errors"}
+    free |= {"judge_url", "judge_model", "judge_key_env", "allow_errors", "estimate"}
     kept = {name: value for name, value in sorted(vars(args).items()) if name not in free}
     settings = json.dumps([kept, prompts, subtitles, weights, tasks])
     return hashlib.sha256(settings.encode()).hexdigest()[:16]
@@ -406,7 +409,7 @@ class Suite:
     source: rollout.Source  # of its videos and subtitles
     out: str  # its leaf
     digest: str  # see settings_digest
-    done: set  # items with a record that stands
+    done: dict  # item with a record that stands -> seconds of its episode
     part: bool  # its folder holds more tasks: their summary stays
 
 
@@ -430,27 +433,21 @@ def load_suites(args, ckpt, prompts):
         source.cache.timeout = args.decode_timeout or None
         if shown != "none":
             source.subtitles = partial(benchmarks.task_subtitles, root=source.root, which=shown)
-        check_videos(bench or args.data, tasks, source.root)
+        benchmarks.check_videos(bench or args.data, tasks, source.root)
         out = leaf_of(args.out, bench)
-        model.make_out(out)
+        if not args.estimate:
+            model.make_out(out)
         # Of all tasks, not of the first --limit: a short run is part of a long one.
         digest = settings_digest(args, weights, shown, tasks, prompts)
         records = read_records(out, digest)
         # A broken video stays broken; an endpoint that was down is asked again.
-        done = {item for item, r in records.items() if r["status"] != "engine_error"}
+        done = {item: r["timing"].get("total_s") for item, r in records.items()
+                if r["status"] != "engine_error"}
         tasks = tasks[: args.limit or None]
         kept = os.path.join(out, "tasks.jsonl")
         part = bool(records) and len(model.read_jsonl(kept)) > len(tasks)
         suites.append(Suite(bench, tasks, agent, source, out, digest, done, part))
     return suites
-
-
-def check_videos(name, tasks, root):
-    """Refuse a root below which not one video lies, before hours of counted errors."""
-    paths = dict.fromkeys(str(task["video"]) for task in tasks)
-    if not any("\0" not in path and os.path.isfile(os.path.join(root, path)) for path in paths):
-        why = f"none of its {len(paths)} videos lies below {root}, as {next(iter(paths))} should"
-        raise model.UserError(f"{name}: {why}; is the folder one level too high?")
 
 
 def print_notes(name, notes):
@@ -464,66 +461,15 @@ def unfinished(suites, args):
     jobs = []
     for suite in suites:
         # Of all tasks: the other shards do not know what is done here.
-        mine = deal([(suite.source.root, task) for task in suite.tasks], parts)[part]
+        mine = costs.deal([(suite.source.root, task) for task in suite.tasks], parts)[part]
         for k, mode in itertools.product(args.frames, args.tools):
             todo = []
             for task in [suite.tasks[i] for i in sorted(mine)]:
                 items = {(task["id"], str(k), mode, sample) for sample in range(args.samples)}
-                if not items <= suite.done:
+                if not items <= suite.done.keys():
                     todo.append(task)
             jobs.append((suite, k, mode, todo))
     return jobs
-
-
-def split(jobs, ranks):
-    """Jobs -> for every rank, of every job, the numbers of the tasks that it asks, in order."""
-    work = [(n, i) for n, (*_, todo) in enumerate(jobs) for i in range(len(todo))]
-    places = [(jobs[n][0].source.root, jobs[n][3][i]) for n, i in work]
-    shares = []
-    for mine in deal(places, ranks, sizes=True):
-        share = [[] for _ in jobs]
-        for place in mine:
-            n, i = work[place]
-            share[n].append(i)
-        shares.append(share)
-    return shares
-
-
-def deal(places, parts, sizes=False):
-    """
-    [(root, task)] -> for each of `parts` the indices of its own, the longest work first.
-
-    The questions of a video stay together, so that one rank decodes it once, unless they are more
-    than a part's fair share. sizes: long files weigh more; they must be the same wherever this is
-    asked.
-    """
-    videos = {}  # path -> indices
-    for index, (root, task) in enumerate(places):
-        videos.setdefault(os.path.join(root, str(task["video"])), []).append(index)
-    weight = {path: file_size(path) if sizes else 0 for path in videos}
-    total = sum(weight.values()) or 1
-    fair = max(1, -(-len(places) // parts))  # rounded up
-    chunks = []  # (work, path, indices)
-    for path, indices in videos.items():
-        for at in range(0, len(indices), fair):
-            some = indices[at : at + fair]
-            # Half of the work is to answer, half to decode: a guess, and it only has to be near.
-            cost = len(some) / len(places) + weight[path] / total
-            chunks.append((cost, path, some))
-    dealt, loads = [[] for _ in range(parts)], [0.0] * parts
-    for cost, _, some in sorted(chunks, key=lambda chunk: (-chunk[0], chunk[1], chunk[2])):
-        least = loads.index(min(loads))
-        dealt[least] += some
-        loads[least] += cost
-    return dealt
-
-
-def file_size(path):
-    """Bytes; 0 where nothing can be read, which the task's own episode will tell."""
-    try:
-        return os.path.getsize(path)
-    except (OSError, ValueError):
-        return 0
 
 
 def evaluate(args):
@@ -549,7 +495,7 @@ def evaluate(args):
             write_json(kept, suite.out, "args.json")
     jobs = unfinished(suites, args)
     needed = any(todo for *_, todo in jobs)
-    shares = split(jobs, world) if rank == 0 else [None] * world
+    shares = costs.split(jobs, world) if rank == 0 else [None] * world
     if world > 1:  # from one rank: a task that two ranks see differently would be asked by neither
         shares = model.broadcast(shares)
         needed = model.any_rank(needed)  # building vLLM is collective: all ranks build, or none
@@ -579,6 +525,16 @@ def evaluate(args):
     elif rank == 0:
         finish(args.out, [(s.bench, s.out) for s in suites], args, args.ckpt or args.model,
                {s.out: s.tasks for s in suites if s.part})
+
+
+def estimate(args):
+    """Print what evaluate(args) will take, before anything is built or written."""
+    ckpt = model.resolve_checkpoint(args.ckpt) if args.ckpt else None
+    protocol, prompts = systems.make_protocol(args)
+    codec = model.load_codec(ckpt, args.channel) if ckpt else None
+    jobs = unfinished(load_suites(args, ckpt, prompts), args)
+    shares = costs.split(jobs, int(os.environ.get("WORLD_SIZE", 1)))
+    print(costs.estimate(jobs, shares, codec, protocol, args))
 
 
 def make_engine(suites, args, ckpt, codec, protocol):
@@ -635,8 +591,10 @@ def main():
         model.make_out(args.out)
         write_json(compared, args.out, "summary.json")
         print(model.printable(scores.comparison(compared)))
-    else:
+    elif not args.estimate:
         evaluate(args)
+    elif os.environ.get("RANK", "0") == "0":  # one of torchrun's ranks speaks for all
+        estimate(args)
 
 
 if __name__ == "__main__":

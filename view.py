@@ -338,21 +338,36 @@ def cell(value, sign=""):
     return "-" if value is None else str(value)
 
 
+def lines_of(rows):
+    """Rows of a table -> [{"name", "mode", "points": [[tokens per answer, headline, K]]}]: a line
+    for each folder, benchmark and mode whose answers' tokens are known."""
+    lines = defaultdict(list)
+    for row in rows:
+        spent = row["cost"] if isinstance(row.get("cost"), dict) else row  # of one folder, of many
+        point = [number(spent.get("tokens")), number(row.get("headline"))]
+        if None not in point:
+            name = " ".join(str(row[key]) for key in ("name", "bench") if row.get(key))
+            lines[name, str(row.get("tools"))].append([*point, str(row.get("K"))])
+    return [{"name": name, "mode": mode, "points": sorted(points)}
+            for (name, mode), points in lines.items()]
+
+
 def tables_of(sources, tables):
-    """-> [{"title", "head", "rows"}] of evaluations."""
+    """-> [{"title", "head", "rows", "lines"}] of evaluations."""
     shown = []
     for source in sources:
         for key, (words, columns) in tables.items():  # {head of a column: template of its cells}
             sign = "+" if key == "differences" else ""  # "+0.020" is a gain
-            rows = []
-            for row in source["tables"].get(key, []):
+            rows, found = [], source["tables"].get(key, [])
+            for row in found:
                 texts = {name: cell(value, sign) for name, value in row.items()}
                 texts = defaultdict(lambda: "-", texts)  # for what the row lacks
                 # The templates are ours; what the data says is only put into them.
                 rows.append([template.format_map(texts) for template in columns.values()])
             if rows:
                 title = source["name"] + words
-                shown.append({"title": title, "head": list(columns), "rows": rows})
+                shown.append({"title": title, "head": list(columns), "rows": rows,
+                              "lines": lines_of(found)})
     return shown
 
 
@@ -375,7 +390,7 @@ def paper_tables(sources):
     rows = [[name, *(percents.get(bench, "-") for bench in benches)]
             for name, percents in systems.items()]
     title = "Benchmarks beside the paper's Table 1, percent"
-    return [{"title": title, "head": ["system", *benches], "rows": rows}]
+    return [{"title": title, "head": ["system", *benches], "rows": rows, "lines": []}]
 
 
 # ---- the page ----------------------------------------------------------------------------------

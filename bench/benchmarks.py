@@ -384,6 +384,14 @@ def complete(task, split, root, notes):
     return task
 
 
+def check_videos(name, tasks, root):
+    """Refuse a root below which not one video lies, before hours of counted errors."""
+    paths = dict.fromkeys(str(task["video"]) for task in tasks)
+    if not any("\0" not in path and os.path.isfile(os.path.join(root, path)) for path in paths):
+        why = f"none of its {len(paths)} videos lies below {root}, as {next(iter(paths))} should"
+        raise model.UserError(f"{name}: {why}; is the folder one level too high?")
+
+
 def row_files(root, patterns):
     """Files of the first pattern that matches something, in the root or one folder below it."""
     for pattern in patterns:

@@ -1,5 +1,6 @@
 """
-bench/costs.py: what an answer costs, so that accuracy can stand against it.
+bench/costs.py: what an answer costs, so that accuracy can stand against it; how the work of a run
+is dealt out; what a run will take.
 
   tokens  = tokens that had to be computed: a context's prompt once, however many turns go on from
             it (their servers keep the prefix), and all that was sampled
@@ -8,10 +9,23 @@ bench/costs.py: what an answer costs, so that accuracy can stand against it.
   seconds = of the episode, beside whatever else ran
 
 Tokens come from the engine: ids where it has them, else what the endpoint says; None where neither
-is known. Reads and writes nothing.
+is known. An estimate reads videos; nothing is written.
 """
 
 import itertools
+import json
+import math
+import os
+from dataclasses import replace
+
+import model
+import rewards
+import rollout
+import video
+from bench import systems
+
+# ------------------------------------------------------------------------------------------------
+# What was asked
 
 
 class Meter:
@@ -103,3 +117,186 @@ def mean(records):
         out[name] = None if None in values else sum(values) / len(values)
     parts = [value for name, value in out.items() if name.endswith("_tokens")]
     return {"tokens": None if None in parts else sum(parts), **out}
+
+
+# ------------------------------------------------------------------------------------------------
+# Who asks what
+
+
+def split(jobs, ranks):
+    """Jobs -> for every rank, of every job, the numbers of the tasks that it asks, in order."""
+    work = [(n, i) for n, (*_, todo) in enumerate(jobs) for i in range(len(todo))]
+    places = [(jobs[n][0].source.root, jobs[n][3][i]) for n, i in work]
+    shares = []
+    for mine in deal(places, ranks, sizes=True):
+        share = [[] for _ in jobs]
+        for place in mine:
+            n, i = work[place]
+            share[n].append(i)
+        shares.append(share)
+    return shares
+
+
+def deal(places, parts, sizes=False):
+    """
+    [(root, task)] -> for each of `parts` the indices of its own, the longest work first.
+
+    The questions of a video stay together, so that one rank decodes it once, unless they are more
+    than a part's fair share. sizes: long files weigh more; they must be the same wherever this is
+    asked.
+    """
+    videos = {}  # path -> indices
+    for index, (root, task) in enumerate(places):
+        videos.setdefault(os.path.join(root, str(task["video"])), []).append(index)
+    weight = {path: file_size(path) if sizes else 0 for path in videos}
+    total = sum(weight.values()) or 1
+    fair = max(1, -(-len(places) // parts))  # rounded up
+    chunks = []  # (work, path, indices)
+    for path, indices in videos.items():
+        for at in range(0, len(indices), fair):
+            some = indices[at : at + fair]
+            # Half of the work is to answer, half to decode: a guess, and it only has to be near.
+            cost = len(some) / len(places) + weight[path] / total
+            chunks.append((cost, path, some))
+    dealt, loads = [[] for _ in range(parts)], [0.0] * parts
+    for cost, _, some in sorted(chunks, key=lambda chunk: (-chunk[0], chunk[1], chunk[2])):
+        least = loads.index(min(loads))
+        dealt[least] += some
+        loads[least] += cost
+    return dealt
+
+
+def file_size(path):
+    """Bytes; 0 where nothing can be read, which the task's own episode will tell."""
+    try:
+        return os.path.getsize(path)
+    except (OSError, ValueError):
+        return 0
+
+
+# ------------------------------------------------------------------------------------------------
+# What a run will take. Some of its tasks go through the very loop of the run, with an engine that
+# has no model: frames are decoded and prompts encoded as they will be.
+
+
+class Mute:
+    """An engine that says nothing, or in every turn makes all the calls that it may."""
+
+    max_seqs = 1
+
+    def __init__(self, codec, agent, calls):
+        self.codec, self.agent, self.calls, self.asked = codec, agent, calls, []
+
+    def submit(self, request):
+        text = self.crops(request) if self.calls else ""
+        ids = self.codec and [*model.encode(self.codec, text), self.codec.eos]
+        logps = ids and [0.0] * len(ids)
+        self.asked.append(rollout.Completion(request.id, ids, logps, text, ended=True))
+
+    def poll(self):
+        done, self.asked = self.asked, []
+        return done
+
+    def crops(self, request):
+        """The longest windows there may be; other ones in every turn: kept frames cost nothing."""
+        agent, last = self.agent, float(request.frames[0].seconds[-1])  # s, near the video's end
+        length = min(last, agent.sub_frames / agent.sub_fps)
+        turn = int(request.id.rpartition("/")[2])
+        said = "</think>"
+        for n in range(agent.max_parallel):
+            start = (n + turn / (agent.max_turns + 1)) / agent.max_parallel * (last - length)
+            window = {"start_time": start, "end_time": start + length}
+            call = json.dumps({"name": "crop_video", "arguments": window})
+            said += f"\n<tool_call>\n{call}\n</tool_call>"
+        return said
+
+
+def expected(suite, k, mode, todo, codec, protocol, args):
+    """
+    Tasks of one (suite, K, mode) -> six numbers: seconds in which a video is decoded, tokens of an
+    answer's prompts, sampled ones at most, all without a call; then with every call: the seconds
+    that an answer decodes besides, and both tokens. NaN: not known.
+    """
+    agent = replace(suite.agent, tools=mode == "on")
+    first = {str(task["video"]): task for task in reversed(todo)}
+    sizes = {path: file_size(os.path.join(suite.source.root, path)) for path in first}
+    there = sorted(filter(sizes.get, sizes), key=sizes.get)
+    tasks = [first[path] for path in systems.evenly(there, args.estimate)]
+    # Its own: frames that another K or mode left would cost nothing.
+    source = replace(suite.source, cache=video.FrameCache(timeout=args.decode_timeout or None))
+
+    def played(calls):
+        meter = Meter(Mute(codec, agent, calls))
+        ran = rollout.run(meter, tasks, agent, codec, source, frames=k, threads=1, max_live=1,
+                          protocol=protocol)
+        ran = [(e, of(e, meter.taken)) for e in ran if e.status != "video_error"]
+        full = [e.error for e, _ in ran if e.status == "context" and not calls]
+        if full:  # not one of its prompts would be answered
+            raise model.UserError(f"--estimate: {full[0]}")
+        if not ran:
+            raise model.UserError(f"--estimate: no video below {source.root} could be read")
+        decoding = [e.timing["decode_s"] for e, _ in ran]
+        beside = [e.timing["total_s"] - e.timing["decode_s"] for e, _ in ran]
+        prompts = [cost["prompt_tokens"] + cost["sub_prompt_tokens"] if codec else math.nan
+                   for _, cost in ran]
+        return [sum(values) / len(ran) for values in (decoding, beside, prompts)]
+
+    decoding, _, prompt = played(calls=False)
+    turn = min(agent.max_new_tokens, agent.context)
+    turns = agent.max_turns if agent.tools else 0
+    framed, _ = systems.protocols()[args.protocol].held(args)  # windows come back as frames
+    summaries = 0 if framed else turns * agent.max_parallel
+    beside, prompts = 0.0, prompt
+    if turns:  # calls of another form are not played
+        plain = protocol.parse is rewards.parse_tool_calls
+        _, beside, prompts = played(calls=True) if plain else [math.nan] * 3
+    source.cache.close()
+    most = (turns + 1) * turn + summaries * agent.sub_max_new_tokens
+    return [decoding, prompt, turn, beside, prompts, most]
+
+
+def estimate(jobs, shares, codec, protocol, args):
+    """
+    What is left of a run -> text. How fast an engine is, is told where it was measured.
+
+    jobs: [(suite, K, mode, tasks)]; shares: of every rank, of every job, the numbers of its tasks.
+    """
+    row = ("{:<15} {:>6} {:>5} {:>6} {:>6}" + " {:>8}" * 6).format
+    lines = [f"{'':43}{'without a call':^26} {'with every call':^26}",
+             row("benchmark", "K", "tools", "items", "videos", "decode", "prompt", "sample",
+                 "+decode", "prompt", "sample")]
+    ranks = [[0.0] * 9 for _ in shares]  # items, videos, the six, hours by what was run before
+    live = args.live or 2 * (len(args.base_url) * args.workers if args.base_url else args.max_seqs)
+    for n, (suite, k, mode, todo) in enumerate(jobs):
+        if not todo:
+            continue
+        six = expected(suite, k, mode, todo, codec, protocol, args)
+        ran = [s for (_, *place, _), s in suite.done.items() if place == [str(k), mode] and s]
+        at_once = min(live, max(1, len(ran) // len(shares)))
+        hours = sum(ran) / len(ran) / at_once / 3600 if ran else math.nan
+        for rank, share in zip(ranks, shares):
+            items, videos = counts([todo[i] for i in share[n]], args)
+            weights = [videos / 3600, items / 1e6, items / 1e6, items / 3600] + [items / 1e6] * 2
+            own = [items, videos, *map(math.prod, zip(six, weights)), hours * items]
+            rank[:] = map(sum, zip(rank, own))
+        lines.append(row(suite.bench or "-", k, mode, *counts(todo, args), *cells(six, "s", "")))
+    items, videos, *six, hours = map(max, zip(*ranks))
+    lines.append(row("the most a rank", "", "", int(items), int(videos), *cells(six, "h", "M")))
+    lines += [f"decode: a video's overview, +decode: an answer's windows; {args.estimate} videos, "
+              "by one decoder (a rank has 4).", "prompt: tokens of an answer, counted on the same "
+              "videos. sample: tokens, a bound."]
+    if not math.isnan(hours):
+        lines.append(f"{hours:.3f}h for that rank at the speed of the answers that are there")
+    return "\n".join(lines)
+
+
+def counts(tasks, args):
+    """-> (answers, videos)."""
+    return len(tasks) * args.samples, len({task["video"] for task in tasks})
+
+
+def cells(six, time, tokens):
+    """What `expected` returns -> texts, in these units."""
+    units = [time, tokens, tokens] * 2
+    texts = [f"{value:.3f}{unit}" if unit else f"{value:.0f}" for value, unit in zip(six, units)]
+    return ["-" if "nan" in text else text for text in texts]

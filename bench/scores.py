@@ -187,11 +187,12 @@ def compare(found):
         for r in summary["results"]:
             place = {"bench": r.get("bench"), "K": r["K"]}
             row = pairs.setdefault(tuple(place.values()), {"name": name, **place, "n": r["n"]})
+            tokens = (r.get("cost") or {}).get("tokens")
             if r["tools"] == "on":
-                row.update(acc_tools=r["headline"], f_tau=r["f_tau"])
+                row.update(acc_tools=r["headline"], f_tau=r["f_tau"], tokens_tools=tokens)
                 row.update(kappa=r["kappa"], interval=r["interval"])
             else:
-                row.update(acc_no_tools=r["headline"])
+                row.update(acc_no_tools=r["headline"], tokens_no_tools=tokens)
             if r.get("cost"):  # not of runs from before costs were kept
                 told = {key: r[key] for key in ("K", "tools", "headline")}
                 told |= {**r["cost"], "seconds": r["seconds_per_episode"]}
@@ -215,14 +216,15 @@ def compare(found):
 
 def comparison(compared):
     """What `compare` found -> aligned text."""
-    lines = [f"{'checkpoint':<12} {'K':>6} {'n':>5} {'with tools [95%]':>22} {'no tools':>9} "
-             f"{'f_tau':>6} {'kappa':>6}"]
+    lines = [f"{'checkpoint':<12} {'K':>6} {'n':>5} {'with tools [95%]':>22} {'tokens':>7} "
+             f"{'no tools':>9} {'tokens':>7} {'f_tau':>6} {'kappa':>6}"]
     for row in compared["rows"]:
         tools = "-"  # not run, or refused
         if row.get("acc_tools") is not None:
             tools = shown_interval({"headline": row["acc_tools"], "interval": row["interval"]})
         line = f"{row['name']:<12} {row['K']!s:>6} {row['n']:>5} {tools:>22}"
-        for name, width, digits in (("acc_no_tools", 9, 3), ("f_tau", 6, 3), ("kappa", 6, 2)):
+        for name, width, digits in (("tokens_tools", 7, 0), ("acc_no_tools", 9, 3),
+                                    ("tokens_no_tools", 7, 0), ("f_tau", 6, 3), ("kappa", 6, 2)):
             cell = "-" if row.get(name) is None else f"{row[name]:.{digits}f}"
             line += f" {cell:>{width}}"
         lines.append(line + (f"  {row['bench']}" if row["bench"] else ""))

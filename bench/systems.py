@@ -103,8 +103,8 @@ def protocols():
         "rewatch-r1": System("a text made from the model card's prompt", [rewatch_text()],
                              prompt_as_user,
                              {**single, **paced(2.0, 192), "max_pixels": 128 * 784}),
-        "conan": System("texts made from Conan-Eval/prompt_temp.py: "
-                        "first round, further round, last round", conan_texts(),
+        "conan": System("texts made from Conan-Eval/prompt_temp.py: first round, further round, "
+                        "last round with options; the same three without", conan_texts(),
                         conan_protocol, {**conan, "temperature": 1.0, "max_new_tokens": 4000},
                         held=conan_held),
         # LongVT-RFT-7B
@@ -117,6 +117,7 @@ def protocols():
         "sage": System("context_vlm.txt, iterative_reasoner.txt and iterative_reasoner_msg.txt of "
                        "sage/prompts/sage",
                        sage_texts(), sage_protocol,
+                       # ten steps: the first, and nine that follow a call
                        {**rounds, "max_turns": 9, **paced(1.0, 128)}, sage_final),
     }
 
@@ -359,17 +360,17 @@ def filled_places():
     return ("question", "options", "style", "duration", "length", "video", "subtitles")
 
 
-def filled(text, task, duration=0.0, subtitles="", label="{}."):
+def filled(text, task, duration=0.0, subtitles="", label="{}.", between="\n"):
     """
     Template -> text, filled at filled_places; other braces stay. label: of an option, "{}." or
-    "({})". duration: seconds.
+    "({})"; between: two of them. duration: seconds.
     """
     options = task.get("options") or []
     labels = map(label.format, rollout.letters())
     lines = [f"{label} {option}" for label, option in zip(labels, options)]
     values = {
         "question": task["question"],
-        "options": "\n".join(lines),
+        "options": between.join(lines),
         "style": rollout.answer_style(task["type"]),
         "duration": clock(duration),  # HH:MM:SS
         "length": clock(duration)[3:] if duration < 3600 else clock(duration),  # MM:SS where it can
@@ -402,7 +403,8 @@ def stamp_for(task, stamp):
 
 
 def opening(task, num_frames, agent, subtitles, duration,
-            user=QUESTION, system=None, stamp=None, label="{}.", text_first=False, tail=""):
+            user=QUESTION, system=None, stamp=None, label="{}.", text_first=False, tail="",
+            between="\n"):
     """
     Protocol.opening of most systems: a system text, then one user turn of frames and text.
 
@@ -412,7 +414,7 @@ def opening(task, num_frames, agent, subtitles, duration,
         user = "{subtitles}" + user
     tail = tail.replace("{video}", os.path.basename(task["video"]))
     tail = tail.replace("{duration}", clock(duration))
-    text = filled(user, task, duration, subtitles, label) + tail
+    text = filled(user, task, duration, subtitles, label, between) + tail
     # The spec of the overview: the frames themselves are loaded by the loop.
     frames = {"type": "video", "video": task["video"], "frames": num_frames,
               "stamp": stamp_for(task, stamp)}
@@ -826,26 +828,37 @@ def zoom_reply(record, spec, frames, last):
 
 
 def conan_texts():
-    """First round, further round, last round."""
+    """First round, further round, last round of a question with options; then without."""
     contract = (
         "Rate between <score> and </score> how well the frames so far answer the question, reason "
         "between <think> and </think>, name the clips you want to see between <clip> and </clip> "
         "as HH:MM:SS-HH:MM:SS, separated by commas, or leave it empty when you need none, and "
         "write your answer between <answer> and </answer>."
     )
-    return [
-        "Question: {question}\n{options}\nThe frames above carry their times. " + contract,
-        "These are frames of the clips you asked for. " + contract
-        + " Question: {question}\n{options}",
+    asked, options = "Question: {question}", "\nOptions: {options}"
+    rounds = [
+        f"{asked}{options}\nThe frames above carry their times. {contract}",
+        f"These are frames of the clips you asked for. {contract} {asked}{options}",
         "These are the last frames. Reason between <think> and </think> and write your answer "
-        "between <answer> and </answer>. Question: {question}\n{options}",
+        f"between <answer> and </answer>. {asked}{options}",
     ]
+    return rounds + [text.replace(options, "") for text in rounds]
 
 
 def conan_protocol(texts, args):
-    first = partial(opening, user=texts[0], stamp="clock")
+    first = partial(conan_opening, texts=texts)
     answer = partial(conan_answer, texts=texts)
     return rollout.Protocol(opening=first, parse=parse_clips, answer=answer, schema=None)
+
+
+def conan_rounds(texts, task):
+    """-> the texts of the three rounds of a task."""
+    return texts[:3] if task.get("options") else texts[3:]
+
+
+def conan_opening(task, num_frames, agent, subtitles, duration, texts):
+    return opening(task, num_frames, agent, subtitles, duration, user=conan_rounds(texts, task)[0],
+                   stamp="clock", between=", ")
 
 
 def conan_held(args):
@@ -870,7 +883,8 @@ def parse_clips(text, think_open=False):
 
 async def conan_answer(records, calls, episode, shared, turn, texts):
     last = turn == shared.agent.max_turns - 1
-    text = filled(texts[2] if last else texts[1], episode.task)
+    rounds = conan_rounds(texts, episode.task)
+    text = filled(rounds[2] if last else rounds[1], episode.task, between=", ")
     path = {"video": episode.task["video"]}
     starts = await shared.pump.load(frame_starts, shared.source, path)
     wanted = conan_times(records, calls, episode, starts)

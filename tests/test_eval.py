@@ -10,13 +10,13 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, run_script
+from conftest import ROOT, Overheard, run_script
 
 import eval as evaluation
 import model
 import rewards
 import rollout
-from bench import scores, systems
+from bench import costs, scores, systems
 
 CALL = ('<tool_call>{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 8}}'
         "</tool_call>")
@@ -245,8 +245,10 @@ def test_compare_puts_finished_folders_side_by_side(world, tmp_path):
     assert done.code == 0 and done.engine is None
     lines = [line.split() for line in done.out.splitlines()]
     low, high = one.results[0]["interval"]
-    assert lines[1][:7] == ["one", "4", "6", "0.417", f"[{low:.3f},", f"{high:.3f}]", "0.417"]
-    assert lines[2][:4] == ["two", "4", "2", "1.000"] and lines[2][6] == "-"
+    tokens = [f"{r['cost']['tokens']:.0f}" for r in one.results]  # with tools, without
+    assert lines[1][:9] == ["one", "4", "6", "0.417", f"[{low:.3f},", f"{high:.3f}]", tokens[0],
+                            "0.417", tokens[1]]
+    assert lines[2][:4] == ["two", "4", "2", "1.000"] and lines[2][7:9] == ["-", "-"]
     # The two items that both have: red is right in both, blue only in the second. They share a
     # video: one cluster, no spread.
     assert lines[-1] == ["two", "-", "one", "4", "tools", "on", "+0.500", "[+0.500,", "+0.500]",
@@ -363,6 +365,116 @@ def test_compare_shows_accuracy_against_cost(world, tmp_path):
                 drop=("--data", "--ckpt"))
     kept = json.loads((tmp_path / "old" / "summary.json").read_text())["costs"]
     assert old.code == 0 and len(kept) == 1
+    assert old.out.splitlines()[1].split()[6:9] == ["-", "0.500", "-"]
+
+
+# ------------------------------------------------------------------------------------------------
+# What a run will take
+
+
+def estimated(done):
+    """Lines of the table -> {first word: its other cells}, and the text below."""
+    assert done.code == 0 and done.engine is None, done.err
+    lines = done.out.splitlines()
+    last = next(n for n, line in enumerate(lines) if line.startswith("the most a rank"))
+    rows = [line.removeprefix("the most a rank").split() for line in lines[2:last + 1]]
+    return rows, "\n".join(lines[last + 1:])
+
+
+FOUR = [row(f"q{i}", video=f"videos/eval-000{i % 4}.mp4", question="Which? " * (i + 1))
+        for i in range(4)]
+
+
+def test_an_estimate_counts_the_prompts_of_the_run(world, tmp_path):
+    """Without a call, and with all calls that an episode may make, to the token."""
+    lengths = ("--tools", "on", "off", "--max-new-tokens", 400, "--sub-max-new-tokens", 300,
+               "--context", 4096)
+    rows, said = estimated(world(*lengths, "--estimate", 4, rows=FOUR))
+    assert [r[:5] for r in rows[:2]] == [["-", "4", "on", "4", "4"], ["-", "4", "off", "4", "4"]]
+    assert all(float(r[5].removesuffix("s")) > 0 for r in rows[:2]) and "a bound" in said
+    assert (rows[0][7], rows[0][10]) == ("400", str(2 * 400 + 5 * 300))
+    assert rows[1][6:8] == rows[1][9:] and rows[1][7:9] == ["400", "0.000s"]
+    assert float(rows[0][8].removesuffix("s")) > 0 and "at the speed" not in said
+
+    def prompts(name, say):
+        """-> tokens of an answer's prompts in a run, with tools and without."""
+        ran = records(world(*lengths, rows=FOUR, say=say, out=tmp_path / name).folder)
+        taken = {mode: [r["cost"]["prompt_tokens"] + r["cost"]["sub_prompt_tokens"] for r in ran
+                        if r["tools"] == mode] for mode in ("on", "off")}
+        return [f"{sum(taken[mode]) / 4:.0f}" for mode in ("on", "off")]
+
+    assert [r[6] for r in rows[:2]] == prompts("silent", lambda r: "")
+    busy = costs.Mute(None, rollout.Agent(max_turns=1), calls=True)
+    assert rows[0][9] == prompts("busy", busy.crops)[0]
+
+
+def test_an_estimate_builds_and_writes_nothing(world, tmp_path):
+    estimated(world("--estimate", rows=FOUR))
+    assert not (tmp_path / "out").exists()
+    assert world(rows=FOUR[:1], say=lambda r: answer("red")).code == 0
+    before = {p: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+    estimated(world("--estimate", rows=FOUR[:1]))  # the same settings: nothing is refused
+    assert before == {p: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+
+
+@pytest.mark.parametrize("flag, asked", [(["--estimate"], ["q2", "q4", "q6"]),
+                                         (["--estimate", 1], ["q4"]),
+                                         (["--estimate", 9], [f"q{i}" for i in range(1, 7)])])
+def test_videos_of_an_estimate_are_spread_by_size(flag, asked, world, toy, tmp_path, monkeypatch):
+    """A video that is not there cannot be measured; of a video's questions one is enough."""
+    whole = (toy / "videos" / "eval-0000.mp4").read_bytes()
+    for i in (5, 2, 6, 1, 4, 3):  # an MP4 may end in anything
+        (tmp_path / f"{i}.mp4").write_bytes(whole + bytes(1000 * i))
+    real, seen = rollout.run, []
+
+    def run(engine, tasks, *args, **more):
+        seen.append([task["id"] for task in tasks])
+        return real(engine, tasks, *args, **more)
+
+    monkeypatch.setattr(rollout, "run", run)
+    rows = [row(f"q{i}", video=f"{i % 10}.mp4") for i in (6, 3, 1, 2, 5, 4, 7, 11, 16)]
+    found, _ = estimated(world(*flag, "--tools", "off", "--video-root", tmp_path, rows=rows))
+    assert seen == [asked] and found[0][3:5] == ["9", "7"]
+
+
+def test_an_estimate_is_of_what_a_rank_gets(world, monkeypatch):
+    """And of what is left: 8 items in 4 videos, dealt to two ranks by video."""
+    rows = [row(f"q{i}", video=f"videos/eval-000{i % 4}.mp4") for i in range(8)]
+    one, _ = estimated(world("--estimate", rows=rows))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    two, said = estimated(world("--estimate", rows=rows))
+    assert one[1][:2] == ["8", "4"] and two[1][:2] == ["4", "2"]
+    assert one[0][3:5] == two[0][3:5] == ["8", "4"]
+    assert float(two[1][3][:-1]) == pytest.approx(4 * float(two[0][6]) / 1e6, abs=1e-3)
+    monkeypatch.setenv("RANK", "1")
+    silent = world("--estimate", rows=rows)
+    assert (silent.code, silent.out) == (0, "")
+    monkeypatch.delenv("RANK")
+    monkeypatch.delenv("WORLD_SIZE")
+    first = world("--limit", 2, rows=rows)
+    path = first.folder / "records.rank0.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        line["timing"]["total_s"] = 3600.0
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    left, said = estimated(world("--estimate", rows=rows))
+    assert left[0][3:5] == ["6", "4"] and "3.000h for that rank" in said  # 6 answers, 2 at once
+    slow = estimated(world("--estimate", "--live", 1, rows=rows))
+    assert "6.000h for that rank" in slow[1]
+
+
+def test_an_estimate_says_what_it_does_not_know(world):
+    """An endpoint's prompts have no ids here, calls of another form are not played."""
+    endpoint = ("--engine", "openai", "--base-url", "http://127.0.0.1:9/v1", "--model", "m")
+    rows, _ = estimated(world(*endpoint, "--estimate", 1, rows=FOUR, drop=("--ckpt",)))
+    assert (rows[0][6], rows[0][9]) == ("-", "-") and rows[0][8] != "-"
+    rows, _ = estimated(world("--protocol", "videozoomer", "--estimate", 1, "--context", 8192,
+                              rows=FOUR))
+    assert rows[0][8:10] == ["-", "-"] and int(rows[0][10]) > int(rows[0][7])
+    none = world("--estimate", rows=[row("x", video="videos/broken.mp4")])
+    assert none.code == 2 and none.engine is None
+    full = world("--estimate", "--context", 40, rows=FOUR)
+    assert full.code == 2 and "no room in a context of 40" in full.err
 
 
 # ------------------------------------------------------------------------------------------------
@@ -560,7 +672,7 @@ def test_a_spoilt_record_is_named(world):
 
 def dealt(rows, parts, root="", **more):
     """-> the task ids of each part."""
-    shares = evaluation.deal([(str(root), r) for r in rows], parts, **more)
+    shares = costs.deal([(str(root), r) for r in rows], parts, **more)
     return [[rows[i]["id"] for i in share] for share in shares]
 
 
@@ -599,12 +711,12 @@ def test_long_videos_come_first(tmp_path):
 def test_what_is_left_is_split_not_what_was_asked(world, tmp_path):
     """Ranks that had finished their part would have had nothing to do when a run goes on."""
     rows = [row(f"q{i}", video=f"videos/eval-000{i % 4}.mp4") for i in range(8)]
-    done = {(f"q{i}", "4", "on", 0) for i in range(0, 8, 2)}
+    done = {(f"q{i}", "4", "on", 0): 1.0 for i in range(0, 8, 2)}
     suite = SimpleNamespace(tasks=rows, done=done, source=SimpleNamespace(root="r"))
     args = SimpleNamespace(shard=(0, 1), frames=[4], tools=["on"], samples=1)
     jobs = evaluation.unfinished([suite], args)
     assert [[t["id"] for t in todo] for *_, todo in jobs] == [["q1", "q3", "q5", "q7"]]
-    shares = evaluation.split(jobs, 2)
+    shares = costs.split(jobs, 2)
     assert [[jobs[0][3][i]["id"] for i in some] for (some,) in shares] == [["q1", "q5"],
                                                                           ["q3", "q7"]]
 
@@ -891,6 +1003,7 @@ def test_the_judge_decides_open_answers_and_never_in_silence(world, monkeypatch)
     (("--context", 60), (), "too small"), (("--compare", "/no/such"), (), "summary.json"),
     (("--out", "/proc/no"), (), "output folder"),
     (("--limit", -1), (), "--limit"), (("--live", -1), (), "--live"),
+    (("--estimate", -1), (), "--estimate"),
     (("--samples", 2), (), "--temperature"), (("--samples", 0), (), "--samples"),
     (("--shard", "2/2"), (), "expected I/N"), (("--shard", "x"), (), "I/N"),
     (("--bench", "videomme"), ("--data",), "--root"),
@@ -940,3 +1053,29 @@ def test_a_rank_without_work_builds_its_engine_with_the_others(toy, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     (result,) = json.loads((out / "summary.json").read_text())["results"]
     assert result["n"] == 1
+
+
+def test_windows_that_come_back_as_frames_fit_into_a_real_engine(toy, tmp_path, monkeypatch):
+    """The paper's set: an overview and the windows of two turns in ONE context, 8 + 4 x 8 images.
+    An engine made for the larger of both would refuse them."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    real, made = rollout.make_engine, []
+    both = CALL + CALL.replace("8}", "16}").replace("0,", "8,")
+
+    def make_engine(*args, **more):
+        made.append(Overheard(real(*args, **more), lambda sample, turn: f"hm</think>{both}"
+                              if turn < 2 else "red"))
+        return made[0]
+
+    monkeypatch.setattr(rollout, "make_engine", make_engine)
+    out = tmp_path / "out"
+    given = ["--ckpt", toy / "init", "--data", toy / "eval.jsonl", "--out", out, "--limit", 1,
+             "--protocol-set", "paper", "--frames", 8, "--sub-frames", 8, "--max-turns", 2,
+             "--max-parallel", 2, "--max-pixels", 4096, "--context", 2048, "--max-new-tokens", 8,
+             "--max-seqs", 2, "--quiet"]
+    monkeypatch.setattr(sys, "argv", ["eval.py", *map(str, given)])
+    evaluation.main()
+    (kept,) = records(out)
+    assert (kept["status"], kept["error"], len(kept["turns"])) == ("ok", None, 3)
+    assert [c["status"] for c in kept["calls"]] == ["ok"] * 4
+    assert kept["cost"]["frames"] == 8 + 4 * 8 and kept["cost"]["sub_prompt_tokens"] == 0

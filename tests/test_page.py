@@ -316,7 +316,7 @@ def test_the_papers_figures_stand_beside_measured_benchmarks(tmp_path):
 def test_a_comparison_is_tabulated(tmp_path):
     summary = {
         "rows": [{"name": "sft", "bench": None, "K": 4, "n": 9, "acc_tools": 0.25,
-                  "interval": [0.125, 0.5], "f_tau": 0.5, "kappa": 1.0}],
+                  "interval": [0.125, 0.5], "f_tau": 0.5, "kappa": 1.0, "tokens_tools": 90.0}],
         "costs": [{"name": "sft", "bench": None, "K": 4, "tools": "on", "headline": 0.25,
                    "tokens": 90.0, "prompt_tokens": 50.0, "sampled_tokens": 10.0, "frames": 4.0,
                    "sub_prompt_tokens": 20.0, "sub_sampled_tokens": None, "sub_frames": 8.0,
@@ -329,11 +329,51 @@ def test_a_comparison_is_tabulated(tmp_path):
     assert costs["title"] == "ours: accuracy against what an answer costs"
     assert costs["rows"] == [["sft", "-", "4", "on", "0.250", "90.000", "50.000", "10.000",
                               "20.000 + -", "4.000 + 8.000", "2.000", "0.500"]]
+    points = [[90.0, 0.25, "4"]]
+    assert costs["lines"] == [{"name": "sft", "mode": "on", "points": points}]
+    assert rows["lines"] == differences["lines"] == []
     assert rows["title"] == "ours: side by side"
-    assert rows["rows"] == [["sft", "-", "4", "9", "0.250 [0.125, 0.500]", "-", "0.500", "1.000"]]
+    assert rows["rows"] == [["sft", "-", "4", "9", "0.250 [0.125, 0.500]", "90.000", "-", "-",
+                             "0.500", "1.000"]]
     assert differences["title"] == "ours: differences of the same items"
     assert differences["rows"] == [
         ["sft - init", "-", "4", "on", "+0.062", "[-0.500, +0.500]", "9"]]
+
+
+def spent(k, tools, tokens, headline, **more):
+    return {"K": k, "tools": tools, "headline": headline, "tokens": tokens, **more}
+
+
+COSTS = [spent(64, "on", 900.0, 0.75, name="grpo"), spent(4, "on", 300.0, 0.5, name="grpo"),
+         spent(4, "off", 60.0, 0.25, name="grpo"), spent(64, "off", 400.0, 0.5, name="grpo"),
+         spent(4, "on", 310.0, 0.25, name="sft"), spent(8, "on", 310.0, None, name="sft"),
+         spent(16, "on", None, 0.5, name="sft"), spent(4, "on", 9.0, 0.5, name="sft", bench="mlvu")]
+
+
+def page_of_costs(folder):
+    (folder / "summary.json").write_text(json.dumps({"costs": COSTS}))
+    view.build([str(folder)], ["ours"], str(folder / "page.html"), 10, 20.0, None, 6144)
+    return folder / "page.html"
+
+
+def test_accuracy_is_a_line_against_tokens(tmp_path):
+    """One for each folder, benchmark and mode, by tokens; what was refused or is not known is no
+    point."""
+    (table,) = data_of(page_of_costs(tmp_path))["tables"]
+    assert table["lines"] == [
+        {"name": "grpo", "mode": "on", "points": [[300.0, 0.5, "4"], [900.0, 0.75, "64"]]},
+        {"name": "grpo", "mode": "off", "points": [[60.0, 0.25, "4"], [400.0, 0.5, "64"]]},
+        {"name": "sft", "mode": "on", "points": [[310.0, 0.25, "4"]]},
+        {"name": "sft mlvu", "mode": "on", "points": [[9.0, 0.5, "4"]]}]
+
+
+def test_an_evaluation_has_its_line_too(page, small_run):
+    (table,) = [t for t in data_of(page)["tables"] if t["title"] == "eval"]
+    results = json.loads((small_run / "eval" / "summary.json").read_text())["results"]
+    assert [(line["mode"], line["points"]) for line in table["lines"]] == [
+        (r["tools"], [[round(r["cost"]["tokens"], 4), round(r["headline"], 4), "4"]])
+        for r in results]
+    assert len(results) == 2
 
 
 @pytest.mark.parametrize("flags, why", [
@@ -409,6 +449,36 @@ def test_curves_show_values_under_the_pointer_and_explain_themselves(visit, page
     browser.execute_script(
         "const s = document.getElementById('smooth'); s.value = 0.9; s.oninput()")
     assert browser.execute_script(line) != before
+
+
+def test_the_curve_of_costs_is_drawn(visit, tmp_path):
+    """Every point where its tokens and its headline put it, its K beside it."""
+    browser = visit(page_of_costs(tmp_path), "tables")
+    script = """
+        const card = document.querySelector(".card.cost");
+        const dots = [...card.querySelectorAll("circle")].map(
+            dot => [dot.textContent, +dot.getAttribute("cx"), +dot.getAttribute("cy")]);
+        const paths = [...card.querySelectorAll("path")].map(
+            path => [path.getAttribute("d"), path.getAttribute("stroke-dasharray"),
+                     path.getAttribute("stroke")]);
+        return [dots, paths, card.getBoundingClientRect().height];
+    """
+    dots, paths, height = browser.execute_script(script)
+    assert [said for said, _, _ in dots] == [
+        f"{name} tools {mode}, K {k}: {value:.3f} at {tokens} tokens"
+        for name, mode, k, value, tokens in (
+            ("grpo", "on", 4, 0.5, 300), ("grpo", "on", 64, 0.75, 900),
+            ("grpo", "off", 4, 0.25, 60), ("grpo", "off", 64, 0.5, 400),
+            ("sft", "on", 4, 0.25, 310), ("sft mlvu", "on", 4, 0.5, 9))]
+    (_, x4, y4), (_, x64, y64), (_, x60, y60), *_ = dots
+    assert (x64 - x4) / (x4 - x60) == pytest.approx((900 - 300) / (300 - 60))
+    assert y64 < y4 < y60 and y60 - y4 == pytest.approx(y4 - y64)  # up is better
+    assert paths[0][0].startswith(f"M{x4:.1f} {y4:.1f}L{x64:.1f} ")
+    assert [dashes for _, dashes, _ in paths] == [None, "5 3", None, None]
+    assert paths[0][2] == paths[1][2] != paths[2][2] and height > 100
+    assert "grpo tools off (dashed)" in texts(browser, ".card.cost .legend span")
+    labels = texts(browser, ".card.cost svg text")
+    assert labels.count("4") >= 4 and labels.count("64") >= 2 and "200" in labels
 
 
 def test_filters_and_keys_move_through_the_episodes(visit, page):
@@ -532,6 +602,7 @@ def test_nothing_hostile_runs_or_breaks_the_page(visit, made, tmp_path):
     (tmp_path / "summary.json").write_text(json.dumps({
         "rows": [{"name": EVIL, "bench": EVIL, "K": EVIL, "n": EVIL, "interval": []}],
         "results": [{"bench": EVIL, EVIL: EVIL}, EVIL],
+        "costs": [spent(EVIL, EVIL, n, n, name=EVIL, bench=EVIL, cost=EVIL) for n in (1, 2)],
         "differences": [{"name": EVIL, "minus": EVIL}]}))
     (tmp_path / "log.jsonl").write_text(
         json.dumps({"step": 1, "total": 1, "by_K": {EVIL: {"acc": 1}}}) + "\n")

@@ -151,7 +151,7 @@ def test_protocols_are_told(monkeypatch, capsys, tmp_path):
     assert all(told[name].startswith(name + "\n") for name in systems.protocols())
     for name, part in (("longvt", "1 a second, 1 to 512"), ("longvt", "4096 tokens"),
                        ("longvt", "crop_video(video_path, start_time, end_time)"),
-                       ("videozoomer", "stops   at </video_zoom>"), ("conan", "text 3:"),
+                       ("videozoomer", "stops   at </video_zoom>"), ("conan", "text 6:"),
                        ("sage", "<<<tools_so_far>>>"), ("videochat-r1", "2809856 in all"),
                        ("time-r1", "</think>"), ("video-r1", "TYPE_TEMPLATE[free-form]")):
         assert part in told[name], (name, part)
@@ -552,6 +552,27 @@ def test_conan_gets_eight_new_frames_a_round(play):
                  "<clip>00:00:10-00:00:05</clip>", "<clip>00:00:05-00:00:10"):
         _, asked, record = play("--protocol conan --frames 4", f"{clip}<answer>B</answer>")
         assert len(asked) == 1 and record["score"] == 1.0
+
+
+def test_conan_has_texts_of_its_own_for_questions_without_options(play, tmp_path):
+    """Three rounds each; options stand in one line."""
+    files = []
+    for n in range(6):
+        (tmp_path / f"{n}").write_text(f"Text {n}: {{question}} {{options}}")
+        files.append(str(tmp_path / f"{n}"))
+    clip = "<clip>00:00:05-00:00:10</clip>"
+    open_task = {**TASK, "type": "open", "options": None, "answer": "blue"}
+    for task, numbers, options in ((TASK, (0, 1, 2), "A. red, B. blue"),
+                                   (open_task, (3, 4, 5), ""), (SPAN, (3, 4, 5), "")):
+        _, asked, _ = play("--protocol conan --frames 4", clip, clip, "<answer>B</answer>",
+                           task=task, files=files)
+        said = [texts(m).strip() for m in asked[-1].messages if m["role"] == "user"]
+        assert said == [f"Text {n}: {task['question']} {options}".strip() for n in numbers]
+        _, asked, _ = play("--protocol conan --frames 4", clip, "<answer>B</answer>", task=task)
+        assert all(("Options: A. red, B. blue" in texts(m)) == (task is TASK)
+                   for m in asked[-1].messages if m["role"] == "user")
+    with pytest.raises(model.UserError, match="takes 6"):
+        play("--protocol conan", "B", files=files[:3])
 
 
 @pytest.mark.parametrize("clips, rate, shown, frames", [

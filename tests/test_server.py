@@ -36,7 +36,7 @@ def server(toy, tmp_path_factory):
                "--served-model-name", "toy", "--max-model-len", "1024", "--max-num-batched-tokens",
                "8192", "--max-num-seqs", "8", "--enforce-eager",
                "--dtype", "float32", "--no-enable-chunked-prefill", "--generation-config", "vllm",
-               "--limit-mm-per-prompt", '{"image": 64}',
+               "--limit-mm-per-prompt", '{"image": 64, "video": 1}', "--trust-request-mm-kwargs",
                "--mm-processor-kwargs", '{"size": {"shortest_edge": 1024, "longest_edge": 50176}}']
     environment = {**os.environ, "PYTHONPATH": str(folder), "VLLM_CPU_KVCACHE_SPACE": "1",
                    "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1",
@@ -63,6 +63,15 @@ def server(toy, tmp_path_factory):
             os.killpg(process.pid, 9)
 
 
+def asked_ids(server, engine, request):
+    """-> ids of the prompt, as the server says them."""
+    body = {**engine.body(request), "return_token_ids": True}
+    call = urllib.request.Request(f"{server}/chat/completions", json.dumps(body).encode(),
+                                  {"Content-Type": "application/json"})
+    with urllib.request.urlopen(call, timeout=120) as answer:
+        return json.load(answer)["prompt_token_ids"]
+
+
 def test_the_server_reads_the_very_prompt_that_a_policy_is_trained_on(server, toy, codec, source):
     """Frames, times, tool schema and forced start of the thought, over the wire: the same ids as
     rollout.py gives its own engines."""
@@ -73,12 +82,30 @@ def test_the_server_reads_the_very_prompt_that_a_policy_is_trained_on(server, to
         context = rollout.open_context(codec, messages, [spec], [frames], rollout.tool_schema())
         request = rollout.Request("0", [], [], [], [frames], messages, 4, 0.0, 0, "<think>\n",
                                   rollout.tool_schema())
-        body = {**engine.body(request), "return_token_ids": True}
-        call = urllib.request.Request(f"{server}/chat/completions", json.dumps(body).encode(),
-                                      {"Content-Type": "application/json"})
-        with urllib.request.urlopen(call, timeout=120) as answer:
-            got = json.load(answer)["prompt_token_ids"]
-        assert got == context.ids + model.think_prefix_ids(codec, context.ids)
+        assert asked_ids(server, engine, request) == context.ids + model.think_prefix_ids(
+            codec, context.ids)
+
+
+@pytest.mark.parametrize("number", [4, 7, 40])
+def test_the_server_reads_an_overview_as_one_video(number, server, toy, source):
+    """--video-item: every frame arrives, also beyond the 32 that vLLM would take, in pairs after
+    the time at which they were seen, as a codec with native video writes them; inside a pair of
+    markers of the template's own, which vLLM leaves there."""
+    codec = model.load_codec(str(toy / "init"), "video")
+    engine = systems.OpenAIEngine(server, "toy", prefill=True, video_item=True)
+    task = rollout.read_tasks(str(toy / "eval.jsonl"))[0]
+    spec = {"video": task["video"], "frames": number}
+    frames, messages = source.load(spec), rollout.main_messages(task, number)
+    context = rollout.open_context(codec, messages, [spec], [frames], rollout.tool_schema())
+    request = rollout.Request("0", [], [], [], [frames], messages, 4, 0.0, 0, "<think>\n",
+                              rollout.tool_schema())
+    ids = context.ids + model.think_prefix_ids(codec, context.ids)
+    clock = model.encode(codec, model.stamp_text((frames.seconds[0] + frames.seconds[1]) / 2, 0))
+    first = ids.index(codec.vision_start) - len(clock)  # of the first stamp
+    last = len(ids) - ids[::-1].index(codec.vision_end)
+    assert ids[first:first + len(clock)] == clock and ids.count(codec.video_pad) == -(-number // 2)
+    wanted = [*ids[:first], codec.vision_start, *ids[first:last], codec.vision_end, *ids[last:]]
+    assert asked_ids(server, engine, request) == wanted
 
 
 def test_a_benchmark_run_against_the_server(server, toy, tmp_path):
@@ -95,6 +122,22 @@ def test_a_benchmark_run_against_the_server(server, toy, tmp_path):
              for line in (tmp_path / "out" / "records.rank0.jsonl").read_text().splitlines()]
     # a random checkpoint babbles, but it was asked and it spoke
     assert all(r["turns"][0] and r["finish"] for r in lines)
+
+
+def test_a_run_whose_overviews_are_video_items(server, toy, tmp_path):
+    """The server counts fewer tokens: a stamp and a placeholder for every pair of frames."""
+    done = run_script("eval.py", "--preset", "toy", "--engine", "openai", "--base-url", server,
+                      "--model", "toy", "--data", toy / "eval.jsonl", "--frames", 6, "--video-item",
+                      "--max-new-tokens", 8, "--limit", 2, "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    (result,) = json.loads((tmp_path / "out" / "summary.json").read_text())["results"]
+    assert (result["n"], result["errors"]) == (2, {})
+    images = tmp_path / "images"
+    done = run_script("eval.py", "--preset", "toy", "--engine", "openai", "--base-url", server,
+                      "--model", "toy", "--data", toy / "eval.jsonl", "--frames", 6,
+                      "--max-new-tokens", 8, "--limit", 2, "--out", images)
+    (other,) = json.loads((images / "summary.json").read_text())["results"]
+    assert result["cost"]["prompt_tokens"] < other["cost"]["prompt_tokens"]
 
 
 def test_a_model_the_server_does_not_have_is_an_engine_error(server, toy, tmp_path):
