@@ -1474,6 +1474,9 @@ def broadcast(values):
 
 def trained_state(policy):
     """{name: weight} of what is trained, a tied matrix once: the tower is in the checkpoint."""
+    # A forward without a backward leaves the root whole, and frees that memory at the next chance:
+    # FSDP's hook of state_dict brings the shards back.
+    policy.state_dict()
     return {name: p.detach() for name, p in policy.named_parameters() if p.requires_grad}
 
 
