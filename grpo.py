@@ -204,12 +204,12 @@ def update(policy, reference, vision, optimizer, trees, tokens, codec, args, wor
     norms = []
     for packs in minibatches:  # one optimizer step each
         for pack, real in packs:
-            logp, entropy = policy(pack, vision, args.temperature)  # [n] each
-            old = old_logps.get(id(pack), logp.detach())  # [n] a constant
             ref = None
             if reference is not None:
                 with torch.no_grad():
                     ref, _ = reference(pack, vision, args.temperature)  # [n]
+            logp, entropy = policy(pack, vision, args.temperature)  # [n] each
+            old = old_logps.get(id(pack), logp.detach())  # [n] a constant
             if real:
                 advantage = model.to_device(pack.values["advantage"], device)  # [n]
                 sampler = model.to_device(pack.values["rollout"], device)  # [n]
@@ -396,10 +396,12 @@ def set_up(args, ckpt, codec, device, folder):
     if args.prompts % world:
         raise model.UserError(f"--prompts {args.prompts} is not a multiple of the {world} ranks")
     torch.manual_seed(args.seed)
-    policy = model.load_sharded(ckpt, codec, device, args.recompute, args.replicas)
+    policy = model.load_sharded(ckpt, codec, device, args.recompute, args.replicas, lora=args.lora)
     optimizer = model.adamw(model.trained_parameters(policy), args.lr, 0.999, device)
     reference = engine = None
-    if args.kl > 0:
+    if args.kl > 0 and args.lora:
+        reference = model.WithoutAdapters(policy)
+    elif args.kl > 0:
         reference = model.load_sharded(ckpt, codec, device, replicas=args.replicas, frozen=True)
     if folder:
         model.load_train_state(policy, optimizer, folder)
@@ -581,7 +583,8 @@ def build_parser():
     # loss and optimiser
     add("--clip-eps", type=float, default=0.2, help="eps of the clipped surrogate")
     add("--kl", type=float, default=0.01, help="beta; 0 = no reference model is loaded")
-    add("--lr", type=float, default=2e-6, help="AdamW, constant")
+    add("--lora", type=int, default=0, help="rank of adapters, the rest is frozen; 0 = off")
+    add("--lr", type=float, default=None, help="AdamW, constant; default 2e-6, with --lora 2e-5")
     add("--clip", type=float, default=1.0, help="gradient norm; 0 = no clipping")
     add("--recompute", choices=["full", "none"], default="full", help="decoder layers in backward")
     add("--replicas", type=int, default=1,
@@ -599,17 +602,19 @@ def parse_args():
     parser = build_parser()
     early = parser.parse_known_args()[0]
     if early.preset == "toy":
-        parser.set_defaults(lr=2e-4, prompts=16, steps=40, pack_tokens=4096, save_every=0, kl=0.0,
+        parser.set_defaults(prompts=16, steps=40, pack_tokens=4096, save_every=0, kl=0.0,
                             recompute="none", temperature=1.0, **rollout.toy_lengths())
     if early.vanilla:
         parser.set_defaults(think_prefix=False, answer_suffix=False, format_credit="sequence",
                             anchor=0.0, gamma=0.0, tool_reward=0.0, frames=64)
     args = parser.parse_args()
+    if args.lr is None:  # adapters start at nothing and take larger steps
+        args.lr = {"paper": (2e-6, 2e-5), "toy": (2e-4, 2e-3)}[args.preset][args.lora > 0]
     for name in ("prompts", "group", "steps", "minibatches", "pack_tokens", "replicas"):
         if getattr(args, name) < 1:
             flag = name.replace("_", "-")
             raise model.UserError(f"--{flag} must be at least 1, got {getattr(args, name)}")
-    for name in ("lr", "clip", "clip_eps", "kl"):
+    for name in ("lr", "clip", "clip_eps", "kl", "lora"):
         if not getattr(args, name) >= 0:  # written so that NaN is refused as well
             flag = name.replace("_", "-")
             raise model.UserError(f"--{flag} may not be negative, got {getattr(args, name)}")

@@ -913,7 +913,7 @@ def resolve_checkpoint(path):
             json.load(f)
     except ValueError as e:
         raise UserError(f"checkpoint {folder}: config.json is not JSON ({e})") from None
-    stored_weights(folder)
+    stored_weights(lineage(folder)[0])
     return os.path.realpath(folder)
 
 
@@ -1035,13 +1035,13 @@ def token_bytes(tokenizer):
     return pieces
 
 
-def load_sharded(ckpt, codec, device, recompute="none", replicas=1, frozen=False):
+def load_sharded(ckpt, codec, device, recompute="none", replicas=1, frozen=False, lora=0):
     """Checkpoint directory -> sharded Policy. Collective; no rank ever holds a whole copy.
 
     Built on the meta device, then every rank reads its own rows from the safetensors files. Trained
     weights are fp32 whatever the files hold. replicas: see shard. frozen: a reference without
     gradients; its shards are in the precision it computes in, and it has no tower: it is given
-    features.
+    features. lora: rank of new adapters, the rest is frozen; 0 = all weights are trained.
     """
     import_shim()
     import torch.distributed.checkpoint as dcp
@@ -1054,9 +1054,11 @@ def load_sharded(ckpt, codec, device, recompute="none", replicas=1, frozen=False
     hf.float()
     if end_ids(ckpt):
         hf.generation_config = GenerationConfig.from_pretrained(ckpt)
-    if frozen:
+    if frozen or lora:
         hf.requires_grad_(False)
         hf.to(compute_dtype(device))
+    if lora:
+        add_adapters(hf, lora)
     policy = shard(as_policy(hf, codec, device, recompute), device, replicas)
     if frozen:
         hf.model.visual = None
@@ -1069,9 +1071,14 @@ def load_sharded(ckpt, codec, device, recompute="none", replicas=1, frozen=False
     for owner, name in rotary:
         old = getattr(owner, name)
         setattr(owner, name, type(old)(old.config).to(device))
-    weights = {name: p.detach() for name, p in hf.named_parameters()}
-    policy.stored_as = check_weights(ckpt, weights)
-    dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(ckpt))
+    weights = {name: p.detach() for name, p in hf.named_parameters() if ".lora_" not in name}
+    base, *adapters = lineage(ckpt)
+    policy.ckpt, policy.stored_as = ckpt, check_weights(base, weights)
+    dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(base))
+    for name, parts in read_adapters(adapters).items():  # of stages before: part of the weights
+        whole = own_rows(weights[name], adapters_sum(parts).to(device))
+        weights[name].copy_(weights[name].float() + whole)
+    start_adapters(hf)
     wrong = [n for n, p in hf.named_parameters() if p.requires_grad and p.dtype != torch.float32]
     assert not wrong, f"trained weights that are not fp32: {wrong[:3]}"
     return policy
@@ -1147,6 +1154,171 @@ def shard(policy, device, replicas=1):
     return policy
 
 
+# ------------------------------------------------------------------------------------------------
+# Adapters (--lora)
+#
+#   y = x W' + 2 (x A') B'      W [out, in] frozen, A [r, in], B [out, r] trained; alpha = 2 r
+#
+# LoRA, arXiv 2106.09685, on the matrices of the decoder layers. Not peft: it wraps modules, and
+# under its names neither the shards of a checkpoint nor the engine's weights would be found. Files
+# have peft's layout, so that its tools read them.
+
+
+class LoraLinear(torch.nn.Linear):
+    adapted = True  # False: W alone, which is the reference of the KL
+
+    def forward(self, x):
+        y = F.linear(x, self.weight, self.bias)
+        if self.adapted:
+            y = y + 2 * F.linear(F.linear(x, self.lora_A), self.lora_B)
+        return y
+
+
+def add_adapters(hf, rank):
+    """Adapters in fp32 for a frozen model on the meta device."""
+    for module in hf.model.language_model.layers.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.__class__ = LoraLinear
+            for name, shape in (("lora_A", (rank, module.in_features)),
+                                ("lora_B", (module.out_features, rank))):
+                weight = torch.empty(shape, dtype=torch.float32, device="meta")
+                module.register_parameter(name, torch.nn.Parameter(weight))
+
+
+def start_adapters(hf):
+    """A small and random, B zero: the adapted model begins as the base."""
+    import hashlib
+
+    for name, p in hf.named_parameters():
+        if name.endswith(".lora_A"):  # seeded by its name: the same on any number of ranks
+            seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
+            bound = p.shape[1] ** -0.5
+            draw = torch.empty(p.shape).uniform_(-bound, bound,
+                                                 generator=torch.Generator().manual_seed(seed))
+            p.detach().copy_(own_rows(p, draw.to(p.device)))
+        elif name.endswith(".lora_B"):
+            p.detach().zero_()
+
+
+def own_rows(weight, whole):
+    """This rank's part of a whole tensor, split as `weight` is."""
+    from torch.distributed.tensor import distribute_tensor
+
+    if not hasattr(weight, "device_mesh"):
+        return whole
+    return distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None)
+
+
+class WithoutAdapters:
+    """The policy with its adapters off, called as it is: the reference of the KL, no second copy.
+    Called before the policy's own forward, whose layers are computed again in backward."""
+
+    def __init__(self, policy):
+        self.policy = policy
+
+    def __call__(self, *args):
+        layers = [m for m in self.policy.modules() if isinstance(m, LoraLinear)]
+        for layer in layers:
+            layer.adapted = False
+        try:
+            return self.policy(*args)
+        finally:
+            for layer in layers:
+                layer.adapted = True
+
+
+def lineage(ckpt):
+    """Checkpoint folder -> [folder of whole weights, adapters on it, adapters on those, ..]. Raises
+    UserError where a base is not there, or not the one that the adapters were trained on."""
+    settings = os.path.join(ckpt, "adapter_config.json")
+    if not os.path.isfile(settings):
+        return [ckpt]
+    with open(settings) as f:
+        config = json.load(f)
+    base = config["base_model_name_or_path"]
+    if not os.path.isdir(base):
+        raise UserError(f"checkpoint {ckpt}: its base {base} is not there; where it lies now goes "
+                        "into base_model_name_or_path of adapter_config.json")
+    if config.get("base_digest", (found := content_digest(base))) != found:
+        raise UserError(f"checkpoint {ckpt}: {base} is not the checkpoint that these adapters were "
+                        "trained on (its content differs)")
+    return [*lineage(base), ckpt]
+
+
+def read_adapters(folders):
+    """Adapter folders -> {name of a weight: [(factor, A, B), ..]}."""
+    from safetensors.torch import load_file
+
+    found = {}
+    for folder in folders:
+        with open(os.path.join(folder, "adapter_config.json")) as f:
+            config = json.load(f)
+        tensors = load_file(os.path.join(folder, "adapter_model.safetensors"))
+        for key, a in tensors.items():
+            name = key.removeprefix("base_model.model.").replace(".lora_A.", ".")
+            if ".lora_A." in key:
+                b = tensors[key.replace(".lora_A.", ".lora_B.")]
+                part = (config["lora_alpha"] / config["r"], a.float(), b.float())
+                found.setdefault(name, []).append(part)
+    return found
+
+
+def adapters_sum(parts):
+    """[(factor, A, B), ..] -> what they add to a weight, [out, in] fp32."""
+    return sum(factor * (b @ a) for factor, a, b in parts)
+
+
+def merged_weights(ckpt):
+    """Iterator of (name, tensor) of a checkpoint in host memory, adapters added."""
+    from safetensors import safe_open
+
+    base, *adapters = lineage(ckpt)
+    added = read_adapters(adapters)
+    for name in sorted(n for n in os.listdir(base) if n.endswith(".safetensors")):
+        with safe_open(os.path.join(base, name), "pt") as f:
+            for key in f.keys():
+                tensor = f.get_tensor(key)
+                if key in added:
+                    tensor = (tensor.float() + adapters_sum(added[key])).to(tensor.dtype)
+                yield key, tensor
+
+
+def check_adapters(policy, path):
+    """Raises UserError unless the run saved at `path` trained what `policy` trains: everything, or
+    adapters of this rank on this base."""
+    a = next((p for name, p in policy.named_parameters() if name.endswith(".lora_A")), None)
+    config = {}
+    if os.path.isfile(settings := os.path.join(path, "adapter_config.json")):
+        with open(settings) as f:
+            config = json.load(f)
+    rank, then = len(a) if a is not None else 0, config.get("r", 0)
+    if rank != then:
+        raise UserError(f"{path} was trained with --lora {then}, not {rank}")
+    if rank and config["base_digest"] != content_digest(policy.ckpt):
+        raise UserError(f"{path} holds adapters on another base than {policy.ckpt}")
+
+
+def save_adapters(policy, processor, folder, weights):
+    """Write peft's two files, adapter_config.json and adapter_model.safetensors: adapters on the
+    checkpoint that the policy was loaded from. Configuration and processor go beside them."""
+    from safetensors.torch import save_file
+
+    named = {"base_model.model." + re.sub(r"\.lora_([AB])$", r".lora_\1.weight", name): tensor
+             for name, tensor in weights.items()}
+    save_file(named, os.path.join(folder, "adapter_model.safetensors"), {"format": "pt"})
+    rank = next(tensor.shape[0] for name, tensor in weights.items() if name.endswith(".lora_A"))
+    targets = sorted({name.split(".")[-2] for name in weights})
+    config = {"peft_type": "LORA", "task_type": None, "r": rank, "lora_alpha": 2 * rank,
+              "lora_dropout": 0.0, "bias": "none", "target_modules": targets,
+              # The tower's matrices have other names; this keeps it so for other models' too.
+              "exclude_modules": ".*visual.*", "inference_mode": True,
+              "base_model_name_or_path": policy.ckpt,
+              "base_digest": content_digest(policy.ckpt)}
+    write_atomic(os.path.join(folder, "adapter_config.json"), json.dumps(config, indent=1))
+    policy.hf.config.save_pretrained(folder)
+    save_processor(processor, folder)
+
+
 def trained_parameters(policy):
     return [p for p in policy.parameters() if p.requires_grad]
 
@@ -1171,10 +1343,20 @@ def full_weights(policy, dtype=None):
     every rank: gathering is a collective, so all of them have to run it to its end. This is what
     vLLM's `reload_weights` takes; a tied lm_head is left out, as in the checkpoint file."""
     tied = policy.hf.config.tie_word_embeddings
-    for name, tensor in policy.hf.state_dict().items():
-        if not (tied and name == "lm_head.weight"):
-            tensor = tensor.detach().to(dtype or tensor.dtype)  # cast before it travels
-            yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    state = policy.hf.state_dict()
+    for name, tensor in state.items():
+        if (tied and name == "lm_head.weight") or ".lora_" in name:
+            continue
+        whole = whole_tensor(tensor.detach().to(dtype or tensor.dtype))  # cast before it travels
+        if (stem := name.removesuffix("weight")) + "lora_A" in state:  # adapters: added in fp32
+            a, b = (whole_tensor(state[f"{stem}lora_{letter}"].detach()) for letter in "AB")
+            whole = (whole.float() + 2 * (b @ a)).to(whole.dtype)
+        yield name, whole
+
+
+def whole_tensor(tensor):
+    """A sharded tensor's whole on every rank. Collective; any other tensor is returned as it is."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1209,20 +1391,26 @@ def save_checkpoint(policy, codec, path, state, optimizer=None):
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     first, why = dist.get_rank() == 0, None
-    dtype = compute_dtype(next(policy.parameters()).device)
-    weights = {}
-    for name, tensor in full_weights(policy, dtype):  # gathered: every rank runs it to its end
-        if first:
-            weights[name] = tensor.cpu()
+    state_dict = trained_state(policy)
+    adapted = any(name.endswith(".lora_A") for name in state_dict)
+    if adapted:
+        gathered = ((name.removeprefix("hf."), whole_tensor(p)) for name, p in state_dict.items())
+    else:
+        gathered = full_weights(policy, compute_dtype(next(policy.parameters()).device))
+    # Every rank runs it to its end, since gathering is a collective; one keeps what comes.
+    weights = {name: tensor.cpu() for name, tensor in gathered if first}
     shards = None
     if optimizer is not None:
         moments = get_optimizer_state_dict(policy, optimizer)
-        shards = {"model": trained_state(policy), "optimizer": moments}
+        shards = {"model": state_dict, "optimizer": moments}
     try:
         with atomic_folder(path) if first else contextlib.nullcontext() as folder:
             if first:
                 try:
-                    save_pretrained(policy.hf, codec.processor, folder, weights)
+                    if adapted:
+                        save_adapters(policy, codec.processor, folder, weights)
+                    else:
+                        save_pretrained(policy.hf, codec.processor, folder, weights)
                 except (OSError, SafetensorError) as error:
                     why = f"{type(error).__name__}: {error}"
             # All ranks have to hear of a full disk before they meet again.
@@ -1246,20 +1434,25 @@ def save_checkpoint(policy, codec, path, state, optimizer=None):
 
 
 def save_pretrained(hf, processor, folder, weights=None):
-    """Model, tokenizer, processor, chat template, as transformers writes them, with two mends.
+    """Model, tokenizer, processor, chat template, as transformers writes them, with a mend each.
     weights: full tensors in the place of the model's own."""
     dtype = next(iter(weights.values())).dtype if weights else hf.dtype  # now: saving empties it
     hf.save_pretrained(folder, state_dict=weights)
+    save_processor(processor, folder)
+    # It would say the masters' fp32, and inside text_config whatever the first checkpoint said.
+    edit_json(os.path.join(folder, "config.json"), ["text_config", "vision_config"],
+              {"dtype": str(dtype).removeprefix("torch.")})
+
+
+def save_processor(processor, folder):
+    """Tokenizer, processor, chat template."""
     processor.save_pretrained(folder)
-    # 1. transformers 5 rebuilds the stock pre-tokenizer for Qwen2Tokenizer on load: a tokenizer
+    # transformers 5 rebuilds the stock pre-tokenizer for Qwen2Tokenizer on load: a tokenizer
     # with its own must stay PreTrainedTokenizerFast, or every id after the first number changes
     # silently.
     if type(processor.tokenizer).__name__ in ("PreTrainedTokenizerFast", "TokenizersBackend"):
         edit_json(os.path.join(folder, "tokenizer_config.json"), [],
                   {"tokenizer_class": "PreTrainedTokenizerFast"})
-    # 2. It would say the masters' fp32, and inside text_config whatever the first checkpoint said.
-    edit_json(os.path.join(folder, "config.json"), ["text_config", "vision_config"],
-              {"dtype": str(dtype).removeprefix("torch.")})
 
 
 def edit_json(path, parts, values):
@@ -1281,6 +1474,9 @@ def broadcast(values):
 
 def trained_state(policy):
     """{name: weight} of what is trained, a tied matrix once: the tower is in the checkpoint."""
+    # A forward without a backward leaves the root whole, and frees that memory at the next chance:
+    # FSDP's hook of state_dict brings the shards back.
+    policy.state_dict()
     return {name: p.detach() for name, p in policy.named_parameters() if p.requires_grad}
 
 
@@ -1290,6 +1486,7 @@ def load_train_state(policy, optimizer, path):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import state_dict as states
 
+    check_adapters(policy, path)
     shards = {"model": trained_state(policy),
               "optimizer": states.get_optimizer_state_dict(policy, optimizer)}
     dcp.load(shards, checkpoint_id=os.path.join(path, "train_state"))  # weights: in place
@@ -1739,3 +1936,30 @@ def run_main(main):
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
+
+
+def main():
+    import argparse
+
+    parser = argparse.ArgumentParser(description="Adapters and their base -> one whole checkpoint.")
+    parser.add_argument("--merge", metavar="DIR", required=True, help="checkpoint of adapters")
+    parser.add_argument("--out", required=True, help="folder to write")
+    args = parser.parse_args()
+    ckpt = resolve_checkpoint(args.merge)
+    if os.path.exists(args.out):
+        raise UserError(f"--out {args.out} exists")
+    codec = load_codec(ckpt)
+    from transformers import AutoConfig, GenerationConfig, Qwen3VLForConditionalGeneration
+
+    base = lineage(ckpt)[0]
+    with torch.device("meta"):
+        hf = Qwen3VLForConditionalGeneration(AutoConfig.from_pretrained(base))
+    if end_ids(base):
+        hf.generation_config = GenerationConfig.from_pretrained(base)
+    with atomic_folder(args.out) as folder:
+        save_pretrained(hf, codec.processor, folder, dict(merged_weights(ckpt)))
+    print(f"{args.out}: {base} with the adapters of {len(lineage(ckpt)) - 1} stages")
+
+
+if __name__ == "__main__":
+    run_main(main)

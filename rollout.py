@@ -1087,8 +1087,12 @@ def make_engine(ckpt, codec, args, seed=0, sleeping=False):
     videos = 1 + windows
     if codec.channel == "image":  # every frame is an item of its own
         largest, videos = max(largest, frames + windows * each), 1
-    return VllmEngine(ckpt, codec, args.context, largest, args.max_pixels, args.max_seqs, seed,
-                      args.engine_share, sleeping, max_videos=videos)
+    base = model.lineage(ckpt)[0]
+    engine = VllmEngine(base, codec, args.context, largest, args.max_pixels, args.max_seqs, seed,
+                        args.engine_share, sleeping, max_videos=videos)
+    if base != ckpt:  # adapters, added to the weights as they stream
+        engine.sync(model.merged_weights(ckpt))
+    return engine
 
 
 def toy_lengths():

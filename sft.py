@@ -66,9 +66,11 @@ def build_parser():
     add("--steps", type=int, default=0, help="optimiser steps; 0 = from --epochs")
     add("--batch-size", type=int, default=64, help="chats per optimiser step, over all ranks")
     add("--pack-tokens", type=int, default=32768, help="tokens per pack (one forward)")
+    add("--lora", type=int, default=0, help="rank of adapters, the rest is frozen; 0 = off")
     add("--optimizer", choices=["adamw", "muon"], default="adamw",
         help="muon: for the decoder's matrices, adamw for the rest (toy)")
-    add("--lr", type=float, default=1e-5, help="peak learning rate of AdamW")
+    add("--lr", type=float, default=None,
+        help="peak learning rate of AdamW; default 1e-5, with --lora 1e-4; toy: 2e-3")
     add("--muon-lr", type=float, default=6e-3, help="peak learning rate of Muon")
     add("--min-lr", type=float, default=0.1, help="final learning rate as a fraction of the peak")
     add("--warmup", type=float, default=0.03, help="fraction of the steps")
@@ -89,11 +91,18 @@ def build_parser():
 
 def parse_args():
     parser = build_parser()
-    if parser.parse_known_args()[0].preset == "toy":
-        parser.set_defaults(optimizer="muon", lr=2e-3, batch_size=24, pack_tokens=2048,
-                            max_len=2048, epochs=1.2, beta2=0.98, min_lr=0.02, warmup=0.1,
-                            eval_every=100, save_every=0, recompute="none")
+    early = parser.parse_known_args()[0]
+    if early.preset == "toy":
+        parser.set_defaults(optimizer="adamw" if early.lora else "muon", lr=2e-3, batch_size=24,
+                            pack_tokens=2048, max_len=2048, epochs=1.2, beta2=0.98,
+                            min_lr=0.02, warmup=0.1, eval_every=100, save_every=0, recompute="none")
     args = parser.parse_args()
+    if args.lr is None:  # adapters start at nothing and take larger steps
+        args.lr = 1e-4 if args.lora else 1e-5
+    if args.lora < 0:
+        raise model.UserError(f"--lora may not be negative, got {args.lora}")
+    if args.lora and args.optimizer == "muon":
+        raise model.UserError("--lora goes with --optimizer adamw: Muon steps whole matrices")
     for name in ("batch_size", "pack_tokens", "max_len", "replicas"):
         if getattr(args, name) < 1:
             flag = name.replace("_", "-")
@@ -335,7 +344,7 @@ def main():
         return
 
     torch.manual_seed(args.seed)
-    policy = model.load_sharded(ckpt, codec, device, args.recompute, args.replicas)
+    policy = model.load_sharded(ckpt, codec, device, args.recompute, args.replicas, lora=args.lora)
     # Frozen: a frame set goes through the tower once, then its features are kept.
     tower = policy.hf.model.visual
     vision = model.VisionFeatures(tower, codec, train.frames)

@@ -1,9 +1,12 @@
 """Shared by all tests: one small toy world a session, its codec and its policy, on CPU in fp32."""
 import functools
+import json
 import os
 import random
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -11,14 +14,29 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def run_script(name, *arguments, ranks=0, timeout=600, reference=False):
-    """Run a script as its user would -> CompletedProcess. ranks > 0: under torchrun. reference:
-    with the reference engine for vLLM."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
-                str(ranks)]
-    head = launcher if ranks else [sys.executable]
+    """Run a script in a process of its own -> CompletedProcess. ranks > 0: so many processes, with
+    the environment that torchrun gives them. reference: with the reference engine for vLLM."""
     driver = [os.path.join(ROOT, "tests", "reference.py")] if reference else []
-    command = [*head, *driver, os.path.join(ROOT, name), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=ROOT)
+    command = [*driver, os.path.join(ROOT, name), *map(str, arguments)]
+    with tempfile.TemporaryDirectory() as folder:
+        files = {kind: os.path.join(folder, kind) for kind in ("out", "err")}
+        process = preloaded()
+        print(json.dumps({"argv": command, "ranks": ranks, "timeout": timeout, **files}),
+              file=process.stdin, flush=True)
+        code = json.loads(process.stdout.readline())
+        written = [Path(files[kind]).read_text() for kind in ("out", "err")]
+    if code is None:
+        raise subprocess.TimeoutExpired(command, timeout, *written)
+    return subprocess.CompletedProcess(command, code, *written)
+
+
+@functools.cache
+def preloaded():
+    """The process that scripts are forked from, one for each process of pytest; it ends with its
+    stdin."""
+    command = [sys.executable, os.path.join(ROOT, "tests", "preloaded.py")]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                            cwd=ROOT)
 
 
 class Overheard:

@@ -147,7 +147,11 @@ class ReferenceEngine:
 
 def make_engine(ckpt, codec, args, seed=0, sleeping=False):
     """In the place of rollout.make_engine."""
-    return ReferenceEngine(ckpt, codec, max_seqs=args.max_seqs)
+    base = model.lineage(ckpt)[0]
+    engine = ReferenceEngine(base, codec, max_seqs=args.max_seqs)
+    if base != ckpt:
+        engine.sync(model.merged_weights(ckpt))
+    return engine
 
 
 if __name__ == "__main__":

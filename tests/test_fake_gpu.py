@@ -94,9 +94,11 @@ C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", Hooks);
 }
 """
 
-# What is traced: (stage, size, ranks, layers). None = all 36 of them, some seconds more.
-RUNS = {"8B sft": ("sft", "8B", 8, None), "8B grpo": ("grpo", "8B", 8, 12),
-        "2B grpo": ("grpo", "2B", 1, 4)}
+# What is traced: (stage, size, ranks, layers, rank of adapters). None = all 36 layers, some seconds
+# more.
+RUNS = {"8B sft": ("sft", "8B", 8, None, 0), "8B grpo": ("grpo", "8B", 8, 12, 0),
+        "2B grpo": ("grpo", "2B", 1, 4, 0), "8B sft --lora": ("sft", "8B", 1, 12, 64),
+        "8B grpo --lora": ("grpo", "8B", 1, 12, 64), "2B grpo --lora": ("grpo", "2B", 1, 4, 32)}
 
 # (function of model.py, what it says, what it would say, the stage that must fail)
 FAULTS = {
@@ -352,9 +354,9 @@ def checkpoint(size, layers=None):
     return config, shapes
 
 
-def load():
+def load(lora=0):
     """-> (policy, its optimizer with moments), as a step finds them."""
-    policy = model.load_sharded("nowhere", CODEC, DEVICE, "full")
+    policy = model.load_sharded("nowhere", CODEC, DEVICE, "full", lora=lora)
     devices = {x.device for x in (*policy.parameters(), *policy.buffers())}
     assert devices == {DEVICE}, "something stayed on the host"
     weights = model.trained_parameters(policy)
@@ -404,19 +406,22 @@ def grpo_step(policy, reference, optimizer, config, ranks):
     return len(tree)
 
 
-def trace(memory, stage, size, ranks, layers):
+def trace(memory, stage, size, ranks, layers, lora):
     """Load, one step and the engine's weights -> {"traced", "ledger": bytes at the peak, "waits":
     of the host}."""
     gc.collect()  # a policy under FSDP is a knot of hooks
     assert memory.now == 0
     config, shapes = checkpoint(size, layers)
-    policy, optimizer = load()
-    reference = load_reference() if stage == "grpo" else None
+    policy, optimizer = load(lora)
+    reference = None
+    if stage == "grpo":
+        reference = model.WithoutAdapters(policy) if lora else load_reference()
     memory.peak = memory.now
     waits.clear()
     tokens = (grpo_step(policy, reference, optimizer, config, ranks) if reference
               else sft_step(policy, optimizer, ranks))
-    planned = plan.ledger(config, ranks, tokens, reference=bool(reference), feature_cache_gb=0)
+    planned = plan.ledger(config, ranks, tokens, reference=bool(reference), feature_cache_gb=0,
+                          lora=lora)
     found = {"traced": memory.peak, "ledger": plan.peak(planned), "waits": dict(waits)}
     sent = {name: (list(t.shape), t.dtype, t.device)
             for name, t in model.full_weights(policy, torch.bfloat16)}

@@ -54,9 +54,9 @@ def read_config(name):
 
 
 def parameter_counts(config):
-    """-> {"layer", "layers", "root", "tower", "trained"}: parameters of one decoder layer, of all,
-    of embeddings, head and last norm, of the tower, of all that is trained. Nothing is
-    allocated."""
+    """-> {"layer", "layers", "root", "tower", "trained", "sides"}: parameters of one decoder layer,
+    of all, of embeddings, head and last norm, of the tower, of all that is trained; rows + columns
+    of all matrices in the layers, which times its rank are an adapter. Nothing is allocated."""
     import torch
     from transformers import Qwen3VLForConditionalGeneration
 
@@ -69,8 +69,9 @@ def parameter_counts(config):
     decoder = hf.model.language_model.layers
     layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder]
     trained = sum(p.numel() for p in hf.parameters()) - tower
+    sides = sum(sum(p.shape) for p in decoder.parameters() if p.ndim == 2)
     return {"layer": layers[0], "layers": sum(layers), "root": trained - sum(layers),
-            "tower": tower, "trained": trained}
+            "tower": tower, "trained": trained, "sides": sides}
 
 
 def layer_activation_bytes(text, width, repeated=False):
@@ -90,25 +91,31 @@ def layer_activation_bytes(text, width, repeated=False):
 
 
 def ledger(config, gpus, pack_tokens, recompute="full", replicas=1, reference=True, engine_gb=None,
-           width=2, chunk=1024, repeated=False, feature_cache_gb=1.0, counts=None):  # fmt: skip
+           width=2, chunk=1024, repeated=False, feature_cache_gb=1.0, counts=None,
+           lora=0):  # fmt: skip
     """Bytes per GPU -> {phase: {item: bytes}}: "rollout" and "sync" (only with an engine), then
     three moments of a backward. "top layer" still has all activations, "low layer" the other
     layers' gradients instead, "embeddings" no layer whole, but its own gradients twice. An update
     takes the largest of the three, not their sum.
 
     gpus: ranks; engine_gb: GB that vLLM takes while it is awake (None: no engine); width: bytes of
-    a number in compute (CPU: 4); counts: parameter_counts, where they are known.
+    a number in compute (CPU: 4); counts: parameter_counts, where they are known. lora: rank of
+    adapters: all else is frozen, kept as it computes and without gradients; the reference is the
+    model without them.
     """
     text, n = config.text_config, counts or parameter_counts(config)
     shards, hidden = gpus // replicas, text.hidden_size
     inside = layer_activation_bytes(text, width, repeated)
     kept = hidden * width if recompute == "full" else inside  # a token and layer
     head = width * text.vocab_size * hidden  # the largest matrix
-    resting = {"weights, fp32 shard": 4 * n["trained"] / shards,
-               "AdamW moments, fp32 shard": 8 * n["trained"] / shards,
+    trained = lora * n["sides"] if lora else n["trained"]
+    resting = {"weights, fp32 shard": 4 * trained / shards,
+               "AdamW moments, fp32 shard": 8 * trained / shards,
                "vision tower": width * n["tower"],
                "vision features kept": feature_cache_gb * 2**30}
-    if reference:
+    if lora:
+        resting["frozen weights, shard"] = width * n["trained"] / shards
+    elif reference:
         resting["reference, shard"] = width * n["trained"] / shards
     phases = {}
     if engine_gb is not None:
@@ -118,13 +125,14 @@ def ledger(config, gpus, pack_tokens, recompute="full", replicas=1, reference=Tr
     # first layer, logits.
     one = pack_tokens * (inside - kept + width * (3 * text.intermediate_size + 5 * hidden))
     logits = chunk * text.vocab_size * (8 + width)
-    layer = {**resting, "root whole, gradient of its head": width * n["root"] + head,
-             "two layers whole, one's gradients": n["layer"] * (2 * width + 4),
+    layer = {**resting,
+             "root whole, gradient of its head": width * n["root"] + (0 if lora else head),
+             "two layers whole, one's gradients": n["layer"] * (2 * width + (0 if lora else 4)),
              "one layer in backward, or logits": max(one, logits)}
-    gradients = {"gradients of layers, fp32 shard": 4 * n["layers"] / shards}
+    gradients = {"gradients of layers, fp32 shard": 4 * (trained if lora else n["layers"]) / shards}
     ends = hidden * (6 if width == 2 else 8) + 2 * text.head_dim * width  # embeddings, rotary table
     activations = {"activations kept": (text.num_hidden_layers * kept + ends) * pack_tokens}
-    root = {"root's gradients, as made and fp32": n["root"] * (width + 4)}
+    root = {"root's gradients, as made and fp32": 0 if lora else n["root"] * (width + 4)}
     return {**phases, "top layer": {**layer, **activations}, "low layer": {**layer, **gradients},
             "embeddings": {**resting, **gradients, **root}}
 
@@ -160,7 +168,8 @@ def plan_text(config, gpus, gpu_gb, context, pack_tokens, engine_share=0.5, fram
     engine_gb = engine_share * gpu_gb if engine_share else None
     phases = ledger(config, gpus, pack_tokens, engine_gb=engine_gb, **options)
     limit = 0.94 * gpu_gb  # the rest: CUDA, NCCL, fragments
-    lines = [f"{n['trained'] / 1e9:.2f} B trained parameters, {n['tower'] / 1e9:.2f} B in the "
+    trained = options.get("lora", 0) * n["sides"] or n["trained"]
+    lines = [f"{trained / 1e9:.2f} B trained parameters, {n['tower'] / 1e9:.2f} B in the "
              f"frozen tower; GB per GPU, of {gpus} with {gpu_gb:g} each",
              table_row("", phases)]
     for item in dict.fromkeys(item for phase in phases.values() for item in phase):
@@ -208,6 +217,7 @@ def main():
     add("--recompute", choices=["full", "none"], default="full", help="as grpo.py has it")
     add("--replicas", type=int, default=1, help="as grpo.py has it")
     add("--kl", type=float, default=0.01, help="0 = no reference model")
+    add("--lora", type=int, default=0, help="rank of adapters, as grpo.py has it; 0 = off")
     add("--engine-share", type=float, default=0.5, help="as grpo.py has it; 0 = no engine (sft.py)")
     add("--frame-cache-gb", type=float, default=4.0, help="as grpo.py has it: GiB per rank")
     args = parser.parse_args()
@@ -220,7 +230,7 @@ def main():
     text, fits = plan_text(
         read_config(args.size), args.gpus, args.gpu_gb, args.context, args.pack_tokens,
         args.engine_share, args.frame_cache_gb, recompute=args.recompute, replicas=args.replicas,
-        reference=args.kl > 0)  # fmt: skip
+        reference=args.kl > 0, lora=args.lora)  # fmt: skip
     print(text)
     sys.exit(0 if fits else 1)
 

@@ -1,0 +1,90 @@
+"""
+preloaded.py: a process that has imported torch and transformers once and forks for every run of a
+script, since the imports cost more than most of the runs. A line of JSON on stdin asks for a run:
+{"argv", "ranks", "timeout", "out", "err": files}; a line on stdout answers with its exit code, null
+where it took too long. Of several ranks one that fails ends the others, as under torchrun.
+"""
+import contextlib
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import time
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def fork(request, rank, port):
+    """-> pid of a child that becomes the script; in the child, returns 0."""
+    pid = os.fork()
+    if pid:
+        return pid
+    os.setsid()  # its children, decoders say, go with it
+    for name, fd in (("out", 1), ("err", 2)):
+        file = os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, fd)
+        os.close(file)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    if request["ranks"]:
+        world = str(request["ranks"])
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world,
+                          LOCAL_WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    sys.argv = request["argv"]
+    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+    return 0
+
+
+def wait(pids, seconds):
+    """-> the first exit code that is not 0, else 0; None where one is still there after so long."""
+    end, left, code = time.monotonic() + seconds, set(pids), 0
+    while left and time.monotonic() < end:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid in left:
+            left.remove(pid)
+            failed = os.waitstatus_to_exitcode(status)
+            if failed and not code:
+                code = failed
+                for other in left:
+                    os.kill(other, signal.SIGTERM)
+                end = min(end, time.monotonic() + 5)  # the others' time to go
+        elif not pid:
+            time.sleep(0.01)
+    for pid in left:
+        os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return None if left and not code else code
+
+
+def main():
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    import model
+
+    model.import_shim()
+    for name in ("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp",
+                 "transformers.processing_utils", "transformers.models.qwen3_vl.modeling_qwen3_vl",
+                 "transformers.models.qwen3_vl.processing_qwen3_vl"):
+        importlib.import_module(name)
+    with contextlib.suppress(ImportError):  # the processor asks for it where vLLM has installed it
+        importlib.import_module("transformers.tokenization_mistral_common")
+    sys.path[0] = ""  # replaced by the folder of the script
+    for line in sys.stdin:
+        request = json.loads(line)
+        port, pids = free_port(), []
+        for rank in range(max(1, request["ranks"])):
+            pids.append(fork(request, rank, port))
+            if not pids[-1]:
+                return
+        print(json.dumps(wait(pids, request["timeout"])), flush=True)
+
+
+if __name__ == "__main__":
+    main()
+    if sys.argv[0] != __file__ and sys.path[0]:  # in a child
+        runpy.run_path(sys.argv[0], run_name="__main__")

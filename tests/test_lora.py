@@ -1,0 +1,274 @@
+"""
+Tests of adapters (--lora): python -m pytest tests/test_lora.py -q
+
+Against the dense model: the same function at the start, the gradients of W + 2 B A, the same
+log-probs once merged. Through both scripts: files, going on, a second stage on the first.
+"""
+import json
+import os
+import random
+import sys
+import threading
+
+import pytest
+import torch
+from conftest import run_script
+from reference import load_policy, make_engine
+from safetensors.torch import load_file
+
+import grpo
+import model
+import rewards
+import rollout
+import sft
+
+CPU = torch.device("cpu")
+RANK = 3
+
+
+@pytest.fixture
+def adapted(toy, codec, process_group):
+    return model.load_sharded(str(toy / "init"), codec, CPU, lora=RANK)
+
+
+def moved(policy, scale=0.3):
+    """The policy with B no longer zero."""
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, p in policy.named_parameters():
+            if name.endswith(".lora_B"):
+                p.copy_(model.own_rows(p, torch.randn(p.shape, generator=draw) * scale))
+    return policy
+
+
+def pack_of(codec):
+    draw = torch.Generator().manual_seed(1)
+    ids = [torch.randint(10, 250, (n,), generator=draw).tolist() for n in (20, 9, 7)]
+    branches = [model.Span(i, [1] * len(i)) for i in ids[1:]]
+    return model.pack_trees(codec, [model.Tree(model.Span(ids[0], [0] * 20), [], branches)])
+
+
+def merged_dense(policy, ckpt, codec):
+    """A plain policy that holds W + 2 B A."""
+    dense = load_policy(ckpt, codec)
+    own = dense.hf.state_dict()
+    with torch.no_grad():
+        for name, tensor in model.full_weights(policy):
+            own[name].copy_(tensor)
+    return dense
+
+
+def test_fresh_adapters_change_nothing_and_alone_are_trained(adapted, toy, codec):
+    pack, whole = pack_of(codec), load_policy(str(toy / "init"), codec)
+    with torch.no_grad():
+        assert torch.equal(adapted(pack, None)[0], whole(pack, None)[0])
+    names = [n for n, p in adapted.named_parameters() if p.requires_grad]
+    matrices = [m for m in whole.hf.model.language_model.layers.modules()
+                if isinstance(m, torch.nn.Linear)]
+    assert len(names) == 2 * len(matrices) and all(".lora_" in n for n in names)
+    assert {p.dtype for p in model.trained_parameters(adapted)} == {torch.float32}
+    assert sum(p.numel() for p in model.trained_parameters(adapted)) == RANK * sum(
+        sum(m.weight.shape) for m in matrices)
+
+
+def test_without_adapters_the_policy_is_its_base_and_back(adapted, toy, codec):
+    pack = pack_of(codec)
+    with torch.no_grad():
+        base = adapted(pack, None)[0]
+        own = moved(adapted)(pack, None)[0]
+        assert (own - base).abs().max() > 1e-3
+        assert torch.equal(model.WithoutAdapters(adapted)(pack, None)[0], base)
+        assert torch.equal(adapted(pack, None)[0], own)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_gradients_are_those_of_the_dense_model_of_the_same_matrices(toy, codec, process_group,
+                                                                     recompute):
+    """L(W + 2 B A): dL/dB = 2 dL/dW A', dL/dA = 2 B' dL/dW. A forward without adapters stands
+    before, as the reference's does."""
+    policy = moved(model.load_sharded(str(toy / "init"), codec, CPU, recompute, lora=RANK))
+    dense, pack = merged_dense(policy, str(toy / "init"), codec), pack_of(codec)
+    with torch.no_grad():
+        model.WithoutAdapters(policy)(pack, None)
+    found, wanted = policy(pack, None)[0], dense(pack, None)[0]
+    assert (found - wanted).abs().max() < 1e-5
+    found.square().sum().backward()
+    wanted.square().sum().backward()
+    layers = dict(dense.named_parameters())
+    adapters = {n: p for n, p in policy.named_parameters() if ".lora_" in n}
+    for name, a in adapters.items():
+        if name.endswith("lora_A"):
+            b = adapters[name[:-1] + "B"]
+            whole = layers[name.removesuffix("lora_A") + "weight"].grad
+            for part, should in ((b, 2 * whole @ a.full_tensor().T),
+                                 (a, 2 * b.full_tensor().T @ whole)):
+                off = (part.grad.full_tensor() - should).norm() / should.norm()
+                assert off < 1e-5, (name, off)
+
+
+# ------------------------------------------------------------------------------------------------
+# Files
+
+
+@pytest.fixture
+def saved(adapted, codec, tmp_path):
+    folder = tmp_path / "saved"
+    model.save_checkpoint(moved(adapted), codec, str(folder), {"step": 1})
+    return folder
+
+
+def test_a_folder_has_the_layout_of_peft(saved, toy):
+    config = json.loads((saved / "adapter_config.json").read_text())
+    assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", RANK, 2 * RANK)
+    assert config["base_model_name_or_path"] == str(toy / "init")
+    tensors = load_file(saved / "adapter_model.safetensors")
+    base = load_file(toy / "init" / "model.safetensors")
+    assert not (saved / "model.safetensors").exists()
+    for key, tensor in tensors.items():
+        stem, letter = key.removesuffix(".weight").rsplit(".lora_", 1)
+        rows, columns = base[stem.removeprefix("base_model.model.") + ".weight"].shape
+        assert list(tensor.shape) == ([RANK, columns] if letter == "A" else [rows, RANK])
+        assert stem.split(".")[-1] in config["target_modules"]
+
+
+def test_peft_reads_it_as_the_same_model(saved, toy, codec, adapted):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    from transformers import Qwen3VLForConditionalGeneration
+
+    hf = Qwen3VLForConditionalGeneration.from_pretrained(str(toy / "init"), dtype=torch.float32)
+    whole = peft.PeftModel.from_pretrained(hf, str(saved)).merge_and_unload().state_dict()
+    for name, tensor in model.full_weights(adapted):
+        assert (whole[name] - tensor).abs().max() < 1e-6, name
+
+
+def test_the_base_trained_on_is_the_base_used(saved, toy, tmp_path):
+    assert model.lineage(str(saved)) == [str(toy / "init"), str(saved)]
+    settings = saved / "adapter_config.json"
+    config = json.loads(settings.read_text())
+    for base, why in (("nowhere", "base nowhere is not there"), (str(saved), "content differs")):
+        settings.write_text(json.dumps({**config, "base_model_name_or_path": base}))
+        with pytest.raises(model.UserError, match=why):
+            model.resolve_checkpoint(str(saved))
+
+
+def test_merged_it_is_a_checkpoint_of_whole_weights(saved, adapted, codec, tmp_path, monkeypatch,
+                                                    capsys):
+    out = tmp_path / "merged"
+    monkeypatch.setattr(sys, "argv", ["model.py", "--merge", str(saved), "--out", str(out)])
+    model.main()
+    pack = pack_of(codec)
+    with torch.no_grad():
+        off = load_policy(str(out), codec)(pack, None)[0] - adapted(pack, None)[0]
+    assert off.abs().max() < 1e-5
+    assert "1 stage" in capsys.readouterr().out
+    with pytest.raises(model.UserError, match="exists"):
+        model.main()
+
+
+def test_adapters_given_as_checkpoint_are_part_of_the_weights(saved, adapted, codec, process_group):
+    """Trained whole, and below new adapters, whose base they then are."""
+    pack = pack_of(codec)
+    with torch.no_grad():
+        want = adapted(pack, None)[0]
+        for lora in (0, 2):
+            next_stage = model.load_sharded(str(saved), codec, CPU, lora=lora)
+            assert (next_stage(pack, None)[0] - want).abs().max() < 1e-5
+
+
+# ------------------------------------------------------------------------------------------------
+# The scripts
+
+
+@pytest.fixture
+def run(monkeypatch, toy, tmp_path):
+    """run("grpo" | "sft", *flags) -> run folder, with the reference engine."""
+    monkeypatch.setattr(rollout, "make_engine", make_engine)
+    monkeypatch.setattr(model, "stop_on_sigterm", threading.Event)
+    real = rewards.score  # a random checkpoint earns nothing: let the reward vary
+    monkeypatch.setattr(rewards, "score", lambda turns, *a, **k: {
+        **real(turns, *a, **k), "fmt": random.Random(turns[0]).random()})
+
+    def run(script, *flags, out="run", ckpt=None):
+        common = {"grpo": ("--data", toy / "rl.jsonl", "--frames", 4, "--show-every", 0,
+                           "--prompts", 2, "--group", 3, "--max-new-tokens", 6, "--kl", 0.1),
+                  "sft": ("--data", toy / "sft.jsonl", "--batch-size", 4)}
+        words = [f"{script}.py", "--preset", "toy", "--ckpt", ckpt or toy / "init", "--out",
+                 tmp_path / out, "--video-root", toy, *common[script], *flags]
+        monkeypatch.setattr(sys, "argv", [str(w) for w in words])
+        {"grpo": grpo, "sft": sft}[script].main()
+        return tmp_path / out
+
+    return run
+
+
+def adapters(folder):
+    return load_file(folder / "last" / "adapter_model.safetensors")
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+@pytest.mark.parametrize("script", ["sft", "grpo"])
+def test_a_run_goes_on_as_if_it_had_not_stopped(run, script):
+    flags = ("--lora", RANK, "--lr", 1e-2)
+    first = ("--steps", 1, "--warmup", 0, "--min-lr", 1) if script == "sft" else ("--steps", 1)
+    both = (*first[2:], "--steps", 2)
+    straight = run(script, *flags, *both, out="straight")
+    halves = run(script, *flags, *first, out="halves")
+    before = adapters(halves)
+    assert not equal(before, adapters(straight))
+    assert equal(adapters(run(script, *flags, *both, out="halves")), adapters(straight))
+
+
+def test_going_on_with_something_else_is_refused(run, toy):
+    flags = ("--steps", 1, "--lr", 1e-2)
+    folder = run("sft", "--lora", RANK, *flags)
+    for other, why in (((), "trained with --lora 3, not 0"),
+                       (("--lora", 2), "trained with --lora 3, not 2")):
+        with pytest.raises(model.UserError, match=why):
+            run("sft", *other, "--steps", 2, "--lr", 1e-2, "--resume")
+    second = run("sft", "--lora", RANK, *flags, out="second", ckpt=folder)
+    with pytest.raises(model.UserError, match="adapters on another base"):
+        run("sft", "--lora", RANK, "--steps", 2, "--lr", 1e-2, "--resume", out="second")
+    assert len(model.lineage(model.resolve_checkpoint(str(second)))) == 3
+
+
+def test_both_stages_by_adapters_alone(run, codec, toy):
+    """The second begins where the first ended: its engine and its trainer agree, and its reference
+    is the first stage's model."""
+    first = run("sft", "--lora", RANK, "--steps", 2, "--lr", 1e-2, out="first")
+    second = run("grpo", "--lora", 2, "--steps", 2, "--lr", 1e-2, out="second", ckpt=first)
+    log = [json.loads(line) for line in (second / "log.jsonl").read_text().splitlines()]
+    assert all(row["gap"] < 1e-5 for row in log)
+    assert log[0]["kl"] == 0 and log[1]["kl"] > 0  # of fresh adapters, of moved ones
+    base, *more = model.lineage(model.resolve_checkpoint(str(second)))
+    assert base == os.path.realpath(toy / "init") and len(more) == 2
+
+
+def test_two_ranks_train_the_adapters_that_one_trains(toy, tmp_path):
+    for ranks in (1, 2):
+        done = run_script("sft.py", "--preset", "toy", "--ckpt", toy / "init", "--data",
+                          toy / "sft.jsonl", "--lora", RANK, "--steps", 2, "--batch-size", 4,
+                          "--lr", 1e-2, "--out", tmp_path / f"ranks{ranks}", ranks=ranks)
+        assert done.returncode == 0, done.stderr[-2000:]
+    one, two = (adapters(tmp_path / f"ranks{n}") for n in (1, 2))
+    assert max((one[n] - two[n]).abs().max() for n in one) < 1e-5
+    assert any(one[n].abs().max() > 1e-3 for n in one if ".lora_B." in n)
+
+
+@pytest.mark.parametrize("words, why", [
+    (("sft", "--lora", "4", "--optimizer", "muon"), "--lora goes with --optimizer adamw"),
+    (("sft", "--lora", "-1"), "--lora may not be negative"),
+    (("grpo", "--lora", "-1"), "--lora may not be negative")])
+def test_flags_that_cannot_be_are_refused(run, words, why):
+    with pytest.raises(model.UserError, match=why):
+        run(*words)
+
+
+@pytest.mark.parametrize("script, dense, adapted", [(sft, 1e-5, 1e-4), (grpo, 2e-6, 2e-5)])
+def test_the_learning_rate_follows(monkeypatch, script, dense, adapted):
+    for flags, lr in (((), dense), (("--lora", "8"), adapted), (("--lora", "8", "--lr", "3"), 3.0)):
+        words = ["x.py", "--ckpt", "c", "--data", "d", *flags]
+        monkeypatch.setattr(sys, "argv", words)
+        assert script.parse_args().lr == lr
