@@ -1,5 +1,5 @@
 # make venv   the environment, in .venv           make test   all tests (ARGS="--shuffle 7": in a random order)
-# make demo   toy world -> SFT -> PARA-GRPO -> evaluation of init, SFT and PARA-GRPO -> one table, one page
+# make demo   toy world -> SFT -> PARA-GRPO -> evaluation of init, SFT and PARA-GRPO -> one table, one page (LORA=8: PARA-GRPO by adapters)
 # make test-page   the tests of view.py's page in a real browser (installs Debian's Chromium); `make test` runs them where there is one
 # make ablation   the paper's Table 2 in the toy world, 3 seeds -> bench/ablation.{json,md}, docs/ablation.png  (hours; finished rows are kept)
 PYTHON ?= python3
@@ -7,6 +7,7 @@ PYTHON ?= python3
 RANKS ?= $(shell n=$$(nvidia-smi -L 2>/dev/null | grep -c ^GPU); for r in 8 4 2 1; do [ $$n -ge $$r ] && echo $$r && exit; done; echo 2)
 BIN := .venv/bin
 DEMO := out/demo
+LORA ?= 0
 TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(RANKS)
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
@@ -40,7 +41,7 @@ demo: venv
 	rm -rf $(DEMO)
 	$(BIN)/python toy.py --out $(DEMO)/toy --prior tidy
 	$(TORCHRUN) sft.py --preset toy --ckpt $(DEMO)/toy/init --data $(DEMO)/toy/pretrain.jsonl --val $(DEMO)/toy/sft_val.jsonl --out $(DEMO)/sft
-	$(TORCHRUN) grpo.py --preset toy --ckpt $(DEMO)/sft --data $(DEMO)/toy/rl.jsonl --out $(DEMO)/grpo
+	$(TORCHRUN) grpo.py --preset toy --ckpt $(DEMO)/sft --data $(DEMO)/toy/rl.jsonl --lora $(LORA) --out $(DEMO)/grpo
 	for stage in toy/init sft grpo; do \
 		$(TORCHRUN) eval.py --preset toy --ckpt $(DEMO)/$$stage --data $(DEMO)/toy/eval.jsonl --frames 4 8 16 32 64 --tools on off \
 			--out $(DEMO)/eval/$$(basename $$stage) || exit 1; \

@@ -129,17 +129,17 @@ def test_weights_gradients_and_moments_take_what_is_allocated(toy, codec, proces
 
 def test_a_save_takes_the_host_memory_that_the_plan_names(toy, codec, process_group, tmp_path,
                                                           monkeypatch):
-    policy = model.load_sharded(str(toy / "init"), codec, CPU)
-    real, held = model.save_pretrained, []
+    for lora, name in ((0, "save_pretrained"), (4, "save_adapters")):
+        policy = model.load_sharded(str(toy / "init"), codec, CPU, lora=lora)
+        held = []
 
-    def save_pretrained(hf, processor, folder, weights):
-        held.append(sum(tensor.nbytes for tensor in weights.values()))
-        real(hf, processor, folder, weights)
+        def save(*given, held=held):
+            held.append(sum(tensor.nbytes for tensor in given[3].values()))
 
-    monkeypatch.setattr(model, "save_pretrained", save_pretrained)
-    model.save_checkpoint(policy, codec, str(tmp_path / "saved"), {"step": 1})
-    planned = plan.host_memory(plan.parameter_counts(policy.hf.config), 1, 0.0, width=4)
-    assert held == [sum(planned.values())]
+        monkeypatch.setattr(model, name, save)
+        model.save_checkpoint(policy, codec, str(tmp_path / name), {"step": 1})
+        n = plan.parameter_counts(policy.hf.config)
+        assert held == [sum(plan.host_memory(n, 1, 0.0, width=4, lora=lora).values())]
 
 
 def test_host_memory_of_a_node_holds_its_ranks_caches():
@@ -171,7 +171,8 @@ def test_the_papers_node_holds_the_8b_recipe():
     (("--context", 200_000), "NOT ONE"), (("--recompute", "none"), "does not fit while: top layer"),
     (("--replicas", 8), "does not fit while"), (("--engine-share", 0), "fits"),
     (("--engine-share", 0.2), "NOT ONE"),
-    (("--gpus", 2, "--kl", 0, "--recompute", "full"), "does not fit")])
+    (("--gpus", 2, "--kl", 0, "--recompute", "full"), "does not fit"),
+    (("--gpus", 1, "--lora", 64), "fits (limit 75.2")])
 def test_command_line_says_what_fits_and_each_flag_counts(monkeypatch, capsys, flags, says):
     monkeypatch.setattr(sys, "argv", ["plan.py", "8B", *map(str, flags)])
     with pytest.raises(SystemExit) as stop:

@@ -153,10 +153,11 @@ def largest_pack(config, gpu_gb, **options):
     return max(0, bisect.bisect(range(2**24), False, key=too_large) - 1)
 
 
-def host_memory(n, ranks, frame_cache_gb, width=2):
+def host_memory(n, ranks, frame_cache_gb, width=2, lora=0):
     """Bytes of host memory on the node of rank 0, while a checkpoint is written -> {item: bytes}.
     n: parameter_counts; ranks: of the node. Shards go to the disk tensor by tensor."""
-    return {"whole weights on rank 0": width * (n["trained"] + n["tower"]),
+    whole = 4 * lora * n["sides"] if lora else width * (n["trained"] + n["tower"])
+    return {"whole weights on rank 0": whole,
             "decoded frames": frame_cache_gb * 2**30 * ranks}
 
 
@@ -183,7 +184,7 @@ def plan_text(config, gpus, gpu_gb, context, pack_tokens, engine_share=0.5, fram
     most = largest_pack(config, limit, gpus=gpus, **options)
     lines.append(f"largest pack: {most} tokens (--pack-tokens {pack_tokens})")
     ranks = min(gpus, 8)
-    host = host_memory(n, ranks, frame_cache_gb)
+    host = host_memory(n, ranks, frame_cache_gb, lora=options.get("lora", 0))
     parts = ", ".join(f"{size / 1e9:.0f} {item}" for item, size in host.items())
     lines.append(f"host memory of a node of {ranks} ranks while it saves: "
                  f"{sum(host.values()) / 1e9:.0f} GB ({parts})")
