@@ -9,6 +9,9 @@ BIN := .venv/bin
 DEMO := out/demo
 LORA ?= 0
 TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(RANKS)
+EVAL = $(TORCHRUN) eval.py --preset toy --data $(DEMO)/toy/eval.jsonl --frames 4 8 16 32 64 --tools on off
+# $(call stage,name,command): the command, then what it took
+stage = @echo "== $(1)"; began=$$(date +%s); $(2) && echo "== $(1): $$(($$(date +%s) - began)) s"
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .PHONY: venv demo ablation test test-page clean
@@ -39,13 +42,12 @@ test-page: venv
 
 demo: venv
 	rm -rf $(DEMO)
-	$(BIN)/python toy.py --out $(DEMO)/toy --prior tidy
-	$(TORCHRUN) sft.py --preset toy --ckpt $(DEMO)/toy/init --data $(DEMO)/toy/pretrain.jsonl --val $(DEMO)/toy/sft_val.jsonl --out $(DEMO)/sft
-	$(TORCHRUN) grpo.py --preset toy --ckpt $(DEMO)/sft --data $(DEMO)/toy/rl.jsonl --lora $(LORA) --out $(DEMO)/grpo
-	for stage in toy/init sft grpo; do \
-		$(TORCHRUN) eval.py --preset toy --ckpt $(DEMO)/$$stage --data $(DEMO)/toy/eval.jsonl --frames 4 8 16 32 64 --tools on off \
-			--out $(DEMO)/eval/$$(basename $$stage) || exit 1; \
-	done
+	$(call stage,toy world,$(BIN)/python toy.py --out $(DEMO)/toy --prior tidy)
+	$(call stage,cold start,$(TORCHRUN) sft.py --preset toy --ckpt $(DEMO)/toy/init --data $(DEMO)/toy/pretrain.jsonl --val $(DEMO)/toy/sft_val.jsonl --out $(DEMO)/sft)
+	$(call stage,PARA-GRPO,$(TORCHRUN) grpo.py --preset toy --ckpt $(DEMO)/sft --data $(DEMO)/toy/rl.jsonl --lora $(LORA) --out $(DEMO)/grpo)
+	$(call stage,evaluation of init,$(EVAL) --ckpt $(DEMO)/toy/init --out $(DEMO)/eval/init)
+	$(call stage,evaluation of sft,$(EVAL) --ckpt $(DEMO)/sft --out $(DEMO)/eval/sft)
+	$(call stage,evaluation of grpo,$(EVAL) --ckpt $(DEMO)/grpo --out $(DEMO)/eval/grpo)
 	$(BIN)/python eval.py --compare $(DEMO)/eval/init $(DEMO)/eval/sft $(DEMO)/eval/grpo --out $(DEMO)
 	$(BIN)/python view.py $(DEMO) --out $(DEMO)/index.html
 
