@@ -34,6 +34,7 @@ functions of (seed, step).
 CPU toy:  torchrun --nproc_per_node 2 grpo.py --preset toy --ckpt sft_out --data toy/rl.jsonl
 1 GPU:    python grpo.py --ckpt sft_out --data rl.jsonl --out grpo_out
 8 GPUs:   torchrun --nproc_per_node 8 grpo.py --ckpt sft_out --data rl.jsonl --out grpo_out
+Adapters: with --lora 64 the 8B trains on one GPU of 80 GB
 """
 import argparse
 import contextlib

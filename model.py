@@ -21,9 +21,13 @@ only ever grow: nothing sampled is decoded and encoded again.
 Departs from the paper: the vision tower is frozen in every stage, so its features are computed once
 per distinct frame set and kept.
 
+With --lora RANK (LoRA, arXiv 2106.09685) the decoder's matrices are W + 2 B A, W frozen.
+
 Legend: L tokens in a pack, N trained tokens, V vision tokens, D deepstack levels, H hidden size,
 T frames.
-Reads and writes: checkpoint directories (`from_pretrained` layout), `train_state/` beside them.
+Reads and writes: checkpoint directories (`from_pretrained` layout, or peft's for adapters),
+`train_state/` beside them.
+  python model.py --merge DIR --out DIR       adapters and their base -> one whole checkpoint
 """
 import codecs
 import contextlib
@@ -1170,7 +1174,7 @@ class LoraLinear(torch.nn.Linear):
     def forward(self, x):
         y = F.linear(x, self.weight, self.bias)
         if self.adapted:
-            y = y + 2 * F.linear(F.linear(x, self.lora_A), self.lora_B)
+            y = torch.add(y, F.linear(F.linear(x, self.lora_A), self.lora_B), alpha=2)
         return y
 
 
@@ -1310,9 +1314,7 @@ def save_adapters(policy, processor, folder, weights):
     targets = sorted({name.split(".")[-2] for name in weights})
     config = {"peft_type": "LORA", "task_type": None, "r": rank, "lora_alpha": 2 * rank,
               "lora_dropout": 0.0, "bias": "none", "target_modules": targets,
-              # The tower's matrices have other names; this keeps it so for other models' too.
-              "exclude_modules": ".*visual.*", "inference_mode": True,
-              "base_model_name_or_path": policy.ckpt,
+              "inference_mode": True, "base_model_name_or_path": policy.ckpt,
               "base_digest": content_digest(policy.ckpt)}
     write_atomic(os.path.join(folder, "adapter_config.json"), json.dumps(config, indent=1))
     policy.hf.config.save_pretrained(folder)

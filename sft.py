@@ -26,6 +26,7 @@ CPU toy:  torchrun --nproc_per_node 2 sft.py --preset toy --ckpt base --data toy
 1 GPU:    python sft.py --ckpt Qwen3-VL-2B-Instruct --data sft.jsonl --out sft_out
 8 GPUs:   torchrun --nproc_per_node 8 sft.py --ckpt Qwen3-VL-8B-Instruct --data sft.jsonl \\
             --val val.jsonl --out sft_out
+Adapters: with --lora 64 the 8B trains on one GPU of 80 GB
 """
 import argparse
 import json
