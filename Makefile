@@ -1,4 +1,5 @@
 # make venv   the environment, in .venv           make test   all tests (ARGS="--shuffle 7": in a random order)
+# make test-fast   the edit loop: a minute or two, without engines and processes
 # make demo   toy world -> SFT -> PARA-GRPO -> evaluation of init, SFT and PARA-GRPO -> one table, one page (LORA=8: PARA-GRPO by adapters)
 # make test-page   the tests of view.py's page in a real browser (installs Debian's Chromium); `make test` runs them where there is one
 # make ablation   the paper's Table 2 in the toy world, 3 seeds -> bench/ablation.{json,md}, docs/ablation.png  (hours; finished rows are kept)
@@ -14,7 +15,7 @@ EVAL = $(TORCHRUN) eval.py --preset toy --data $(DEMO)/toy/eval.jsonl --frames 4
 stage = @echo "== $(1)"; began=$$(date +%s); $(2) && echo "== $(1): $$(($$(date +%s) - began)) s"
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: venv demo ablation test test-page clean
+.PHONY: venv demo ablation test test-fast test-page clean
 
 venv: .venv/ready
 
@@ -35,6 +36,10 @@ venv: .venv/ready
 test: venv
 	$(BIN)/ruff check -q .
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-fast: venv
+	$(BIN)/ruff check -q .
+	$(BIN)/python -m pytest -n 2 --dist loadfile --fast $(ARGS)
 
 test-page: venv
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { apt-get update -q && apt-get install -y -q chromium chromium-driver; }

@@ -62,12 +62,20 @@ def pytest_addoption(parser):
     add = parser.addoption
     add("--shuffle", type=int, default=None, metavar="SEED",
         help="files and their tests in a random order: no test may need another")
+    add("--fast", action="store_true",
+        help="leave out what builds vLLM's engine, starts processes or takes long otherwise")
     add("--kills", type=int, default=6, help="of a run, in the tests of test_survival that kill")
 
 
 def pytest_collection_modifyitems(config, items):
     """Long files first: with a file to each of two processes, a long one at the end would leave the
     other idle."""
+    if config.getoption("--fast"):
+        files = {"test_faults.py", "test_survival.py", "test_published.py", "test_bf16.py",
+                 "test_fake_gpu.py", "test_page.py", "test_server.py", "test_toy.py"}
+        made = {"engine", "vllm_engines", "training", "recorded"}
+        items[:] = [item for item in items
+                    if item.path.name not in files and not made & set(item.fixturenames)]
     seed = config.getoption("--shuffle")
     if seed is not None:  # a file stays in one piece: its module fixtures are made once
         draw = random.Random(seed)
@@ -92,6 +100,20 @@ def fresh_process():
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def no_processes(request, monkeypatch):
+    """--fast: a test that starts a process, or vLLM's engine in this one, ends there."""
+    if request.config.getoption("--fast"):
+        import rollout
+
+        def leave(*_, **__):
+            pytest.skip("--fast: starts a process, or an engine")
+
+        monkeypatch.setattr(subprocess, "Popen", leave)
+        monkeypatch.setattr(rollout.VllmEngine, "__init__", leave)
+        monkeypatch.setattr(sys.modules[__name__], "preloaded", leave)
 
 
 @pytest.fixture(autouse=True)
