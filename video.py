@@ -9,9 +9,9 @@ Both drop repeats. 64 frames at 1 fps: overview(4) -> 8, 24, 40, 56; crop(16, 19
 
 Departures: s_i is the container's clock, never i / fps, which is wrong as soon as the rate varies.
 Frames are resized once, here, to multiples of 32 (patch 16 x merge 2), and by no processor again.
-decord is asked first; PyAV takes what decord refuses or gets wrong in silence, and every file
-where decord is not installed. Not handled: non-square pixels; raw streams (no times); cover art (a
-video of one frame); H.264 with B-frames in AVI, without times too: neighbours may be swapped.
+PyAV decodes; frames that nobody asked for and that no other frame is made from it leaves out.
+decord is an option. Not handled: non-square pixels; raw streams (no times); cover art (a video of
+one frame); H.264 with B-frames in AVI and ASF, without times too: neighbours may be swapped.
 
 Reads one video file, writes nothing.
   python video.py FILE --frames 8 --start 12 --end 20      no window: the overview of the whole file
@@ -21,16 +21,16 @@ import argparse
 import contextlib
 import math
 import os
-import re
 import subprocess
 import sys
 import threading
+from bisect import bisect_left, bisect_right
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from multiprocessing.connection import Connection, Pipe
 
-import numpy as np  # decord, av and PIL are imported where they are used: what samples needs none
+import numpy as np  # av, decord and PIL are imported where they are used: what samples needs none
 
 
 class VideoError(Exception):
@@ -250,18 +250,15 @@ class OpenVideo:
     num_threads: int  # that decode
     starts: np.ndarray  # [N] float64 seconds, strictly increasing, first one 0.0
     duration: float  # seconds
-    reader: object = None  # decord.VideoReader; None: PyAV, which opens a container per read
+    reader: object = None  # decord.VideoReader; None: PyAV, which opens a container per look
     height: int = 0  # pixels, as displayed
     width: int = 0
     ticks: list | None = None  # PyAV: [N] starts in the stream's own unit and clock
     key_ticks: list | None = None  # PyAV: those of the key frames, where a seek can land
 
 
-def _open(path, num_threads, refusals=()):
-    """Path -> OpenVideo by decord, where it is installed and takes the file, else by PyAV.
-
-    `refusals`: (why decord failed later on,), not to ask it again. Raises VideoError.
-    """
+def _open(path, num_threads, decoder):
+    """Path -> OpenVideo by `decoder`, "av" or "decord". Raises VideoError."""
     size = _identity(path)[1]  # bytes
     try:
         with open(path, "rb") as file:
@@ -271,18 +268,7 @@ def _open(path, num_threads, refusals=()):
     if end > size:  # decoders do not tell: an mp4 with its index in front opens at any length
         why = f"is truncated: its {part} ends at byte {end}, the file at byte {size}"
         raise VideoError(path, why)
-    reasons = list(refusals)  # decord's, then PyAV's
-    for opener in (_open_decord, _open_av)[len(reasons) :]:
-        try:
-            return opener(path, num_threads)
-        except VideoError as error:
-            reasons.append(error.why)
-        except ImportError as error:  # decord is not built for every machine: PyAV serves alone
-            reasons.append(f"{error.name} is not installed")
-    if all(reason.endswith("is not installed") for reason in reasons):  # not the file's fault
-        raise ImportError("; ".join(reasons) + ": pip install decord, or av")
-    # PyAV's word on this is final, and clearer than the pair.
-    raise VideoError(path, reasons[-1] if reasons[-1] == "no video stream" else "; ".join(reasons))
+    return (_open_decord if decoder == "decord" else _open_av)(path, num_threads)
 
 
 def _read(video, indices, height, width):
@@ -316,12 +302,7 @@ def _decord_errors(path):
     except (decord.DECORDError, DECORDLimitReachedError, RuntimeError, OSError,  # not opened
             AssertionError, StopIteration) as error:  # no frames; the stream ended early
         lines = str(error).splitlines() or [type(error).__name__]
-        why = re.sub(r"\[\d\d:\d\d:\d\d\] \S+:\d+: ", "", lines[0])  # time and C++ source line
-        if "cannot find video stream" in why:
-            why = "no video stream that it can decode"  # said of codecs it does not know (AV1) too
-        elif why.startswith("Error reading"):
-            why = "cannot open it"  # no format that it knows
-        raise VideoError(path, "decord: " + why.replace(f"[{path}]", "").strip()) from error
+        raise VideoError(path, "decord: " + lines[0]) from error
 
 
 def _open_decord(path, num_threads):
@@ -401,31 +382,63 @@ def _open_av(path, num_threads):
     return replace(video, height=image.shape[0], width=image.shape[1])
 
 
+def _drops_safely(codec):
+    """Codec context -> whether NONREF drops only frames that no other frame is made from.
+
+    H.264 says so of a frame by itself. HEVC says it of its temporal layer alone: a frame of a
+    layer above may need it, so only files of one layer will do. Others were not looked into.
+    """
+    head = codec.extradata or b""  # of HEVC in mp4 and Matroska: an hvcC record
+    one_layer = len(head) > 21 and head[0] == 1 and head[21] >> 3 & 7 == 1  # numTemporalLayers
+    return codec.name == "h264" or codec.name == "hevc" and one_layer
+
+
+def _decode_av(container, stream, wanted, drop):
+    """Set of ticks -> iterator of the frames from here on, up to the last wanted one.
+
+    `drop`: frames that are not wanted and that no other frame needs are not decoded.
+    """
+    codec = stream.codec_context
+    missing = set(wanted)  # not in the decoder yet
+    for packet in container.demux(stream):
+        mine = packet.pts is None or packet.pts in wanted  # None: the flush at the end of the file
+        if not missing and not mine:  # not at once: the fields of a frame may come one by one
+            yield from codec.decode(None)  # what it holds back for its order
+            return
+        codec.skip_frame = "NONREF" if drop and not mine else "DEFAULT"
+        yield from packet.decode()
+        missing.discard(packet.pts)
+
+
 def _read_av(video, indices):
     """OpenVideo, ascending indices -> iterator of images [H, W, 3] uint8. Raises VideoError."""
     source = (video.file[0], video.num_threads)
+    left = [video.ticks[i] for i in indices]  # not handed out yet
+    found = {}  # tick -> image that waits for its turn: times may be out of order (AVI)
+    seeks = True
     with contextlib.ExitStack() as opened:
         container, stream = opened.enter_context(_av_stream(*source))
-        frames = container.decode(stream)  # from the first one on
-        reached = video.ticks[0]  # where the running decoder stands
-        for i in indices:
-            wanted = video.ticks[i]
-            key = max((tick for tick in video.key_ticks if tick <= wanted), default=reached)
-            if key > reached:  # a key frame lies between: decoding restarts at it
-                container.seek(key, stream=stream)
-                frames = container.decode(stream)
-            frame = next((f for f in frames if f.pts is not None and f.pts >= wanted), None)
-            if frame is None or frame.pts != wanted:
+        drop = _drops_safely(stream.codec_context)
+        while left:
+            run = left[:]  # decoded in one go: from a key frame on, what lies before the next
+            if seeks:
+                after = bisect_right(video.key_ticks, left[0])  # index of the next key frame
+                run = left[: bisect_left(left, (*video.key_ticks, math.inf)[after])]
+                if after > 1:  # else it stands there already
+                    container.seek(video.key_ticks[after - 1], stream=stream)
+            for frame in _decode_av(container, stream, set(run), drop and seeks):
+                if frame.pts in run:
+                    image = frame.to_ndarray(format="rgb24", threads=1)  # [H, W, 3] as stored
+                    found[frame.pts] = np.rot90(image, round(frame.rotation / 90) % 4)
+                while left and left[0] in found:
+                    yield found.pop(left.pop(0))
+            if left and left[0] <= run[-1]:  # it did not come
+                if not seeks:
+                    place = f"the frame at {video.starts[video.ticks.index(left[0])]:g} s"
+                    raise VideoError(video.file[0], f"PyAV: {place} does not decode")
                 opened.close()  # seeks land too late without an index (MPEG-TS): from the start
                 container, stream = opened.enter_context(_av_stream(*source))
-                frames = container.decode(stream)
-                frame = next((f for f in frames if f.pts == wanted), None)
-            if frame is None:
-                place = f"frame {i} at {video.starts[i]:g} s"
-                raise VideoError(video.file[0], f"PyAV: {place} does not decode")
-            reached = wanted
-            image = frame.to_ndarray(format="rgb24")  # [H, W, 3] as stored
-            yield np.rot90(image, round(frame.rotation / 90) % 4)  # decord turns by itself
+                seeks = False
 
 
 class Decoder:
@@ -435,30 +448,21 @@ class Decoder:
     video = None  # OpenVideo
 
     def ask(self, request):
-        """(path, num_threads) -> (starts [N], duration, height, width). Raises VideoError.
+        """(path, (num_threads, decoder)) -> (starts [N], duration, height, width).
 
-        With indices [T], height, width behind: -> images [T, height, width, 3] uint8.
+        With indices [T], height, width behind: -> images [T, height, width, 3] uint8. VideoError.
         """
-        self.path, num_threads, *look = request
+        self.path, how, *look = request
         if self.video is None or self.video.file != _identity(self.path):
             self.video = None  # before opening: two open 4K files need twice the memory
-            self.video = _open(self.path, num_threads)
-        video = self.video
+            self.video = _open(self.path, *how)
         if not look:
-            return video.starts, video.duration, video.height, video.width
+            return self.video.starts, self.video.duration, self.video.height, self.video.width
         try:
-            return _read(video, *look)
-        except VideoError as error:
+            return _read(self.video, *look)
+        except VideoError:
             self.video = None  # a reader that failed once is not asked again
-            if video.reader is None:
-                raise
-            second = _open(self.path, num_threads, refusals=(error.why,))  # it opened, that is all
-            # The indices were chosen from decord's table: PyAV's must mean the same frames.
-            same = len(second.starts) == len(video.starts)
-            if not same or np.abs(second.starts - video.starts).max() > 1e-2:  # seconds
-                raise VideoError(self.path, f"{error.why}; PyAV counts other frames") from error
-        self.video = second
-        return self.ask(request)  # once more, by PyAV
+            raise
 
     def close(self):
         self.video = None
@@ -537,6 +541,7 @@ class FrameCache:
     max_bytes: int = 4 * 2**30  # of what is kept; a larger entry is returned and not kept
     num_threads: int = 1  # decoding threads per file; 1 suits many files at once
     timeout: float | None = None  # None: decodes here; seconds: in a child per asking thread
+    decoder: str = "av"  # or "decord": the same pictures, slower, of fewer kinds of files
     workers: int = 1  # decoders that share a look, 8 frames or more each; 1 suits many files
     bytes: int = 0  # kept now
     decodes: int = 0  # sets of frames decoded
@@ -551,7 +556,8 @@ class FrameCache:
         file = _identity(path)
 
         def read():
-            starts, duration, height, width = self._ask((file[0], self.num_threads))  # [N]
+            how = (self.num_threads, self.decoder)
+            starts, duration, height, width = self._ask((file[0], how))  # [N]
             starts.flags.writeable = False  # every caller gets the same array
             info = VideoInfo(duration, len(starts), len(starts) / duration, width, height)
             return (starts, info), starts.nbytes
@@ -569,7 +575,8 @@ class FrameCache:
 
         def read():
             parts = np.array_split(indices, min(self.workers, max(1, len(indices) // 8)))
-            requests = [(file[0], self.num_threads, part, height, width) for part in parts]
+            how = (self.num_threads, self.decoder)
+            requests = [(file[0], how, part, height, width) for part in parts]
             if len(parts) == 1:
                 images = self._ask(requests[0])  # [T, H, W, 3]
             else:  # each decoder has a stretch of the video to itself
