@@ -9,9 +9,9 @@ Both drop repeats. 64 frames at 1 fps: overview(4) -> 8, 24, 40, 56; crop(16, 19
 
 Departures: s_i is the container's clock, never i / fps, which is wrong as soon as the rate varies.
 Frames are resized once, here, to multiples of 32 (patch 16 x merge 2), and by no processor again.
-PyAV decodes; frames that nobody asked for and that no other frame is made from it leaves out.
-decord is an option. Not handled: non-square pixels; raw streams (no times); cover art (a video of
-one frame); H.264 with B-frames in AVI and ASF, without times too: neighbours may be swapped.
+PyAV decodes, but for frames that nobody asked for and no other frame is made from. Not handled:
+non-square pixels; raw streams (no times); cover art (a video of one frame); H.264 with B-frames in
+AVI and ASF, without times too: neighbours may be swapped.
 
 Reads one video file, writes nothing.
   python video.py FILE --frames 8 --start 12 --end 20      no window: the overview of the whole file
@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from multiprocessing.connection import Connection, Pipe
 
-import numpy as np  # av, decord and PIL are imported where they are used: what samples needs none
+import numpy as np  # av and PIL are imported where they are used: what samples needs none
 
 
 class VideoError(Exception):
@@ -244,39 +244,23 @@ def _promised_end(file, size):
 
 @dataclass
 class OpenVideo:
-    """One opened file: where its N frames lie in time, and what reads them."""
+    """One file: where its N frames lie in time."""
 
     file: tuple  # see `_identity`
     num_threads: int  # that decode
     starts: np.ndarray  # [N] float64 seconds, strictly increasing, first one 0.0
     duration: float  # seconds
-    reader: object = None  # decord.VideoReader; None: PyAV, which opens a container per look
+    ticks: list  # [N] starts in the stream's own unit and clock
+    key_ticks: list  # those of the key frames, where a seek can land
     height: int = 0  # pixels, as displayed
     width: int = 0
-    ticks: list | None = None  # PyAV: [N] starts in the stream's own unit and clock
-    key_ticks: list | None = None  # PyAV: those of the key frames, where a seek can land
-
-
-def _open(path, num_threads, decoder):
-    """Path -> OpenVideo by `decoder`, "av" or "decord". Raises VideoError."""
-    size = _identity(path)[1]  # bytes
-    try:
-        with open(path, "rb") as file:
-            part, end = _promised_end(file, size)
-    except OSError as error:
-        raise VideoError(path, str(error)) from error
-    if end > size:  # decoders do not tell: an mp4 with its index in front opens at any length
-        why = f"is truncated: its {part} ends at byte {end}, the file at byte {size}"
-        raise VideoError(path, why)
-    return (_open_decord if decoder == "decord" else _open_av)(path, num_threads)
 
 
 def _read(video, indices, height, width):
     """OpenVideo, ascending indices -> images [T, height, width, 3] uint8. Raises VideoError."""
     from PIL import Image
     images = np.empty((len(indices), height, width, 3), np.uint8)  # [T, H, W, 3]
-    read = _read_av if video.reader is None else _read_decord  # generators of full-size images
-    for n, image in enumerate(read(video, indices)):  # one by one: 4K frames fill gigabytes
+    for n, image in enumerate(_images(video, indices)):  # one by one: 4K frames fill gigabytes
         if image.shape[:2] != (height, width):  # bicubic at the same size would change nothing
             full = Image.fromarray(np.ascontiguousarray(image))  # rotated ones are strided views
             image = full.resize((width, height), Image.Resampling.BICUBIC)
@@ -293,58 +277,7 @@ def _duration(starts, end):
 
 
 @contextlib.contextmanager
-def _decord_errors(path):
-    """What decord was seen to raise -> VideoError."""
-    import decord
-    from decord._ffi.base import DECORDLimitReachedError  # not a DECORDError, and not exported
-    try:
-        yield
-    except (decord.DECORDError, DECORDLimitReachedError, RuntimeError, OSError,  # not opened
-            AssertionError, StopIteration) as error:  # no frames; the stream ended early
-        lines = str(error).splitlines() or [type(error).__name__]
-        raise VideoError(path, "decord: " + lines[0]) from error
-
-
-def _open_decord(path, num_threads):
-    """Path -> OpenVideo. Raises VideoError, also where decord 0.6.0 is wrong without a word:
-
-    - mp4 edit lists that hide packets: at the front, every frame is shifted, shown by negative
-      starts; at the end, the last visible frame is repeated, shown by the fault counter;
-    - AVI and MPEG-PS with B-frames: packets without times, so starts of -1e14 and less;
-    - MPEG-TS: fails at the end of the file only, so the last frames are decoded on opening.
-    Right are variable frame rates, a first time that is not 0, B-frames, open GOPs, rotation.
-    """
-    import decord
-
-    with open(path, "rb") as f:
-        if f.read(4) == b"0&\xb2u":  # WMV, ASF: wrong frames without a word, and others each time
-            raise VideoError(path, "decord: no way to look up its frames")
-    with _decord_errors(path):
-        decord.logging.set_level(decord.logging.QUIET)  # FFmpeg's stderr
-        # fault_tol below 1/N, of all frames: raises for the second copy of a neighbour.
-        reader = decord.VideoReader(str(path), num_threads=num_threads, fault_tol=1e-9)
-        spans = reader.get_frame_timestamp(range(len(reader)))  # [N, 2] start and end, seconds
-        starts = spans[:, 0].astype(np.float64)  # [N] float32 before
-        # decord counts from the first visible frame: not 0 means frames that must not be seen.
-        if abs(starts[0]) > 1e-3 or not (np.diff(starts) > 0).all():
-            raise VideoError(path, f"decord: unusable timestamps (the first is {starts[0]:g} s)")
-        for i in range(max(len(reader) - 2, 0), len(reader)):  # two: one fault is forgiven
-            height, width, _ = reader[i].shape  # [H, W, 3]
-    starts = np.round(starts, 4)  # 0.04 instead of a 32-bit 0.03999999910593033
-    return OpenVideo(
-        file=_identity(path), num_threads=num_threads, reader=reader, height=height, width=width,
-        starts=starts, duration=_duration(starts, spans[-1, 1]))
-
-
-def _read_decord(video, indices):
-    """OpenVideo, ascending indices -> iterator of images [H, W, 3] uint8. Raises VideoError."""
-    with _decord_errors(video.file[0]):
-        for i in indices:
-            yield video.reader[int(i)].asnumpy()  # skips forward, seeks only past a key frame
-
-
-@contextlib.contextmanager
-def _av_stream(path, num_threads):
+def _stream(path, num_threads):
     """Path -> (container, first video stream), closed at the end. VideoError for PyAV's errors."""
     import av
     try:
@@ -360,9 +293,18 @@ def _av_stream(path, num_threads):
         raise VideoError(path, f"PyAV: {getattr(error, 'strerror', None) or error}") from error
 
 
-def _open_av(path, num_threads):
+def _open(path, num_threads):
     """Path -> OpenVideo, by the times of its packets. Raises VideoError."""
-    with _av_stream(path, num_threads) as (container, stream):
+    identity = _identity(path)
+    try:
+        with open(path, "rb") as file:
+            part, end = _promised_end(file, identity[1])
+    except OSError as error:
+        raise VideoError(path, str(error)) from error
+    if end > identity[1]:  # PyAV does not tell: an mp4 with its index in front opens at any length
+        why = f"is truncated: its {part} ends at byte {end}, the file at byte {identity[1]}"
+        raise VideoError(path, why)
+    with _stream(path, num_threads) as (container, stream):
         unit = stream.time_base  # seconds per tick, a Fraction
         # In decoding order; without the flush at the end and what an edit list hides.
         packets = [(packet.pts, packet.is_keyframe, packet.duration or 0)
@@ -375,10 +317,10 @@ def _open_av(path, num_threads):
     ticks = sorted({pts for pts, _, _ in packets})  # two packets of one time are one frame
     starts = np.array([round(float((tick - ticks[0]) * unit), 4) for tick in ticks])  # [N]
     video = OpenVideo(
-        file=_identity(path), num_threads=num_threads, starts=starts,
+        file=identity, num_threads=num_threads, starts=starts,
         duration=_duration(starts, starts[-1] + float(packets[-1][2] * unit)),
         ticks=ticks, key_ticks=[pts for pts, key, _ in packets if key])
-    (image,) = _read_av(video, [len(starts) - 1])  # [H, W, 3]; the file decodes to its end
+    (image,) = _images(video, [len(starts) - 1])  # [H, W, 3]; the file decodes to its end
     return replace(video, height=image.shape[0], width=image.shape[1])
 
 
@@ -393,7 +335,7 @@ def _drops_safely(codec):
     return codec.name == "h264" or codec.name == "hevc" and one_layer
 
 
-def _decode_av(container, stream, wanted, drop):
+def _decode(container, stream, wanted, drop):
     """Set of ticks -> iterator of the frames from here on, up to the last wanted one.
 
     `drop`: frames that are not wanted and that no other frame needs are not decoded.
@@ -410,14 +352,14 @@ def _decode_av(container, stream, wanted, drop):
         missing.discard(packet.pts)
 
 
-def _read_av(video, indices):
+def _images(video, indices):
     """OpenVideo, ascending indices -> iterator of images [H, W, 3] uint8. Raises VideoError."""
     source = (video.file[0], video.num_threads)
     left = [video.ticks[i] for i in indices]  # not handed out yet
     found = {}  # tick -> image that waits for its turn: times may be out of order (AVI)
     seeks = True
     with contextlib.ExitStack() as opened:
-        container, stream = opened.enter_context(_av_stream(*source))
+        container, stream = opened.enter_context(_stream(*source))
         drop = _drops_safely(stream.codec_context)
         while left:
             run = left[:]  # decoded in one go: from a key frame on, what lies before the next
@@ -426,7 +368,7 @@ def _read_av(video, indices):
                 run = left[: bisect_left(left, (*video.key_ticks, math.inf)[after])]
                 if after > 1:  # else it stands there already
                     container.seek(video.key_ticks[after - 1], stream=stream)
-            for frame in _decode_av(container, stream, set(run), drop and seeks):
+            for frame in _decode(container, stream, set(run), drop and seeks):
                 if frame.pts in run:
                     image = frame.to_ndarray(format="rgb24", threads=1)  # [H, W, 3] as stored
                     found[frame.pts] = np.rot90(image, round(frame.rotation / 90) % 4)
@@ -437,7 +379,7 @@ def _read_av(video, indices):
                     place = f"the frame at {video.starts[video.ticks.index(left[0])]:g} s"
                     raise VideoError(video.file[0], f"PyAV: {place} does not decode")
                 opened.close()  # seeks land too late without an index (MPEG-TS): from the start
-                container, stream = opened.enter_context(_av_stream(*source))
+                container, stream = opened.enter_context(_stream(*source))
                 seeks = False
 
 
@@ -448,14 +390,14 @@ class Decoder:
     video = None  # OpenVideo
 
     def ask(self, request):
-        """(path, (num_threads, decoder)) -> (starts [N], duration, height, width).
+        """(path, num_threads) -> (starts [N], duration, height, width). Raises VideoError.
 
-        With indices [T], height, width behind: -> images [T, height, width, 3] uint8. VideoError.
+        With indices [T], height, width behind: -> images [T, height, width, 3] uint8.
         """
-        self.path, how, *look = request
+        self.path, num_threads, *look = request
         if self.video is None or self.video.file != _identity(self.path):
             self.video = None  # before opening: two open 4K files need twice the memory
-            self.video = _open(self.path, *how)
+            self.video = _open(self.path, num_threads)
         if not look:
             return self.video.starts, self.video.duration, self.video.height, self.video.width
         try:
@@ -541,7 +483,6 @@ class FrameCache:
     max_bytes: int = 4 * 2**30  # of what is kept; a larger entry is returned and not kept
     num_threads: int = 1  # decoding threads per file; 1 suits many files at once
     timeout: float | None = None  # None: decodes here; seconds: in a child per asking thread
-    decoder: str = "av"  # or "decord": the same pictures, slower, of fewer kinds of files
     workers: int = 1  # decoders that share a look, 8 frames or more each; 1 suits many files
     bytes: int = 0  # kept now
     decodes: int = 0  # sets of frames decoded
@@ -556,8 +497,7 @@ class FrameCache:
         file = _identity(path)
 
         def read():
-            how = (self.num_threads, self.decoder)
-            starts, duration, height, width = self._ask((file[0], how))  # [N]
+            starts, duration, height, width = self._ask((file[0], self.num_threads))  # [N]
             starts.flags.writeable = False  # every caller gets the same array
             info = VideoInfo(duration, len(starts), len(starts) / duration, width, height)
             return (starts, info), starts.nbytes
@@ -575,8 +515,7 @@ class FrameCache:
 
         def read():
             parts = np.array_split(indices, min(self.workers, max(1, len(indices) // 8)))
-            how = (self.num_threads, self.decoder)
-            requests = [(file[0], how, part, height, width) for part in parts]
+            requests = [(file[0], self.num_threads, part, height, width) for part in parts]
             if len(parts) == 1:
                 images = self._ask(requests[0])  # [T, H, W, 3]
             else:  # each decoder has a stretch of the video to itself
