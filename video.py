@@ -24,9 +24,8 @@ import os
 import subprocess
 import sys
 import threading
-from bisect import bisect_left, bisect_right
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import sha256
 from multiprocessing.connection import Connection, Pipe
 
@@ -242,32 +241,6 @@ def _promised_end(file, size):
     return part, end
 
 
-@dataclass
-class OpenVideo:
-    """One file: where its N frames lie in time."""
-
-    file: tuple  # see `_identity`
-    num_threads: int  # that decode
-    starts: np.ndarray  # [N] float64 seconds, strictly increasing, first one 0.0
-    duration: float  # seconds
-    ticks: list  # [N] starts in the stream's own unit and clock
-    key_ticks: list  # those of the key frames, where a seek can land
-    height: int = 0  # pixels, as displayed
-    width: int = 0
-
-
-def _read(video, indices, height, width):
-    """OpenVideo, ascending indices -> images [T, height, width, 3] uint8. Raises VideoError."""
-    from PIL import Image
-    images = np.empty((len(indices), height, width, 3), np.uint8)  # [T, H, W, 3]
-    for n, image in enumerate(_images(video, indices)):  # one by one: 4K frames fill gigabytes
-        if image.shape[:2] != (height, width):  # bicubic at the same size would change nothing
-            full = Image.fromarray(np.ascontiguousarray(image))  # rotated ones are strided views
-            image = full.resize((width, height), Image.Resampling.BICUBIC)
-        images[n] = image
-    return images
-
-
 def _duration(starts, end):
     """Starts [N], end of the last frame in seconds -> duration; without an end, one frame more."""
     if end > starts[-1]:  # not so in FLV and fragmented mp4
@@ -294,15 +267,19 @@ def _stream(path, num_threads):
 
 
 def _open(path, num_threads):
-    """Path -> OpenVideo, by the times of its packets. Raises VideoError."""
-    identity = _identity(path)
+    """Path -> its table: starts [N] seconds, duration, height, width, ticks [N], key_ticks.
+
+    Starts are strictly increasing, the first is 0.0. Ticks are the same in the stream's own unit
+    and clock, key_ticks those of the key frames, where a seek can land. Raises VideoError.
+    """
+    size = _identity(path)[1]  # bytes
     try:
         with open(path, "rb") as file:
-            part, end = _promised_end(file, identity[1])
+            part, end = _promised_end(file, size)
     except OSError as error:
         raise VideoError(path, str(error)) from error
-    if end > identity[1]:  # PyAV does not tell: an mp4 with its index in front opens at any length
-        why = f"is truncated: its {part} ends at byte {end}, the file at byte {identity[1]}"
+    if end > size:  # PyAV does not tell: an mp4 with its index in front opens at any length
+        why = f"is truncated: its {part} ends at byte {end}, the file at byte {size}"
         raise VideoError(path, why)
     with _stream(path, num_threads) as (container, stream):
         unit = stream.time_base  # seconds per tick, a Fraction
@@ -314,14 +291,12 @@ def _open(path, num_threads):
     if any(pts is None for pts, _, _ in packets):  # a raw stream, outside any container
         raise VideoError(path, "PyAV: its packets carry no times")
     packets.sort()  # into display order
-    ticks = sorted({pts for pts, _, _ in packets})  # two packets of one time are one frame
-    starts = np.array([round(float((tick - ticks[0]) * unit), 4) for tick in ticks])  # [N]
-    video = OpenVideo(
-        file=identity, num_threads=num_threads, starts=starts,
-        duration=_duration(starts, starts[-1] + float(packets[-1][2] * unit)),
-        ticks=ticks, key_ticks=[pts for pts, key, _ in packets if key])
-    (image,) = _images(video, [len(starts) - 1])  # [H, W, 3]; the file decodes to its end
-    return replace(video, height=image.shape[0], width=image.shape[1])
+    ticks = np.unique([pts for pts, _, _ in packets])  # two packets of one time are one frame
+    key_ticks = np.array([pts for pts, key, _ in packets if key], int)
+    starts = np.round((ticks - ticks[0]) * float(unit), 4)  # [N]
+    (image,) = _images(path, num_threads, ticks[-1:], key_ticks)  # it decodes to its end
+    duration = _duration(starts, starts[-1] + float(packets[-1][2] * unit))
+    return starts, duration, *image.shape[:2], ticks, key_ticks
 
 
 def _drops_safely(codec):
@@ -352,22 +327,22 @@ def _decode(container, stream, wanted, drop):
         missing.discard(packet.pts)
 
 
-def _images(video, indices):
-    """OpenVideo, ascending indices -> iterator of images [H, W, 3] uint8. Raises VideoError."""
-    source = (video.file[0], video.num_threads)
-    left = [video.ticks[i] for i in indices]  # not handed out yet
+def _images(path, num_threads, ticks, key_ticks):
+    """Path, ascending ticks [T], its key frames -> iterator of images [H, W, 3] uint8."""
+    left = ticks.tolist()  # not handed out yet
     found = {}  # tick -> image that waits for its turn: times may be out of order (AVI)
     seeks = True
     with contextlib.ExitStack() as opened:
-        container, stream = opened.enter_context(_stream(*source))
+        container, stream = opened.enter_context(_stream(path, num_threads))
         drop = _drops_safely(stream.codec_context)
         while left:
             run = left[:]  # decoded in one go: from a key frame on, what lies before the next
             if seeks:
-                after = bisect_right(video.key_ticks, left[0])  # index of the next key frame
-                run = left[: bisect_left(left, (*video.key_ticks, math.inf)[after])]
+                after = np.searchsorted(key_ticks, left[0], side="right")  # index of the next one
+                if after < len(key_ticks):
+                    run = left[: np.searchsorted(left, key_ticks[after])]
                 if after > 1:  # else it stands there already
-                    container.seek(video.key_ticks[after - 1], stream=stream)
+                    container.seek(int(key_ticks[after - 1]), stream=stream)
             for frame in _decode(container, stream, set(run), drop and seeks):
                 if frame.pts in run:
                     image = frame.to_ndarray(format="rgb24", threads=1)  # [H, W, 3] as stored
@@ -376,56 +351,46 @@ def _images(video, indices):
                     yield found.pop(left.pop(0))
             if left and left[0] <= run[-1]:  # it did not come
                 if not seeks:
-                    place = f"the frame at {video.starts[video.ticks.index(left[0])]:g} s"
-                    raise VideoError(video.file[0], f"PyAV: {place} does not decode")
+                    place = f"the frame at {float(left[0] * stream.time_base):g} s of its own clock"
+                    raise VideoError(path, f"PyAV: {place} does not decode")
                 opened.close()  # seeks land too late without an index (MPEG-TS): from the start
-                container, stream = opened.enter_context(_stream(*source))
+                container, stream = opened.enter_context(_stream(path, num_threads))
                 seeks = False
 
 
-class Decoder:
-    """Answers one request at a time, in this process, and keeps its last file open."""
+def _read(path, num_threads, ticks, key_ticks, height, width):
+    """As _images -> [T, height, width, 3] uint8. Raises VideoError."""
+    from PIL import Image
 
-    path = None  # of the last request
-    video = None  # OpenVideo
+    images = np.empty((len(ticks), height, width, 3), np.uint8)  # [T, H, W, 3]
+    full_size = _images(path, num_threads, ticks, key_ticks)
+    for n, image in enumerate(full_size):  # one by one: 4K frames fill gigabytes
+        if image.shape[:2] != (height, width):  # bicubic at the same size would change nothing
+            full = Image.fromarray(np.ascontiguousarray(image))  # rotated ones are strided views
+            image = full.resize((width, height), Image.Resampling.BICUBIC)
+        images[n] = image
+    return images
 
-    def ask(self, request):
-        """(path, num_threads) -> (starts [N], duration, height, width). Raises VideoError.
 
-        With indices [T], height, width behind: -> images [T, height, width, 3] uint8.
-        """
-        self.path, num_threads, *look = request
-        if self.video is None or self.video.file != _identity(self.path):
-            self.video = None  # before opening: two open 4K files need twice the memory
-            self.video = _open(self.path, num_threads)
-        if not look:
-            return self.video.starts, self.video.duration, self.video.height, self.video.width
-        try:
-            return _read(self.video, *look)
-        except VideoError:
-            self.video = None  # a reader that failed once is not asked again
-            raise
-
-    def close(self):
-        self.video = None
+def _answer(request):
+    """What _open or, if there are more, _read takes -> what it returns."""
+    return (_open if len(request) == 2 else _read)(*request)
 
 
 @dataclass(eq=False)
 class ChildDecoder:
-    """A Decoder in a child process: a file that hangs or crashes it costs a VideoError."""
+    """Answers in a child process: a file that hangs or crashes it costs a VideoError."""
 
     timeout: float  # seconds to wait for an answer of up to 64 frames; of more, in proportion
-    path: str | None = None  # of the last request
     process: subprocess.Popen | None = None  # None: the next request starts one
     pipe: Connection | None = None
 
     def ask(self, request):
-        """As Decoder.ask. VideoError also where two children died, or one stayed silent."""
-        self.path = request[0]
+        """As _answer. VideoError also where two children died, or one stayed silent."""
         answer = self._try(request) or self._try(request)  # one death may be a user's doing
         error, value = answer or ("the decoder process died, twice", None)
         if error is not None:  # in good order: the child lives on
-            raise VideoError(self.path, error) if isinstance(error, str) else error
+            raise VideoError(request[0], error) if isinstance(error, str) else error
         return value
 
     def _try(self, request):
@@ -437,12 +402,12 @@ class ChildDecoder:
             command = [sys.executable, os.path.abspath(__file__), "--serve", str(fd)]
             self.process = subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL)
             theirs.close()  # the child's is the last, so its death is seen as an end of file
-        frames = len(request[2]) if len(request) > 2 else 0  # their indices; opening asks for none
+        frames = len(request[2]) if len(request) > 2 else 0  # their ticks; opening asks for none
         patience = self.timeout * max(1.0, frames / 64)  # each may be a seek in a file of hours
         try:
             self.pipe.send(request)
             if not self.pipe.poll(patience):
-                raise VideoError(self.path, f"no answer within {patience:g} s")
+                raise VideoError(request[0], f"no answer within {patience:g} s")
             return self.pipe.recv()
         except BaseException as error:  # Ctrl-C too: a late answer must never serve the next one
             self.close()
@@ -460,12 +425,11 @@ class ChildDecoder:
 def _serve(fd):
     """The child's life: answers requests until the parent closes the pipe."""
     pipe = Connection(fd)
-    decoder = Decoder()  # keeps its file open from one request to the next
     with contextlib.suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
         while True:
             request = pipe.recv()
             try:
-                pipe.send((None, decoder.ask(request)))
+                pipe.send((None, _answer(request)))
             except VideoError as error:  # as text: here its class is __main__'s, there it is not
                 pipe.send((error.why, None))
             except (ImportError, MemoryError) as error:  # not the file's fault
@@ -490,32 +454,37 @@ class FrameCache:
     indexed: int = 0  # files opened for their table of times
     _lock: threading.Lock = field(default_factory=threading.Lock)  # for the counters and these:
     _entries: dict = field(default_factory=dict)  # key -> Future of (value, bytes), oldest first
-    _idle: list = field(default_factory=list)  # decoders nobody is using, most recent last
+    _idle: list = field(default_factory=list)  # children nobody is using, most recent last
 
     def index(self, path):
         """Path -> (starts [N] float64 seconds, VideoInfo), read once per state of the file."""
+        return self._table(path)[:2]
+
+    def _table(self, path):
+        """Path -> (starts [N], VideoInfo, ticks [N], key_ticks), see `_open`."""
         file = _identity(path)
 
         def read():
-            starts, duration, height, width = self._ask((file[0], self.num_threads))  # [N]
+            starts, duration, height, width, *ticks = self._ask((file[0], self.num_threads))  # [N]
             starts.flags.writeable = False  # every caller gets the same array
             info = VideoInfo(duration, len(starts), len(starts) / duration, width, height)
-            return (starts, info), starts.nbytes
+            return (starts, info, *ticks), sum(array.nbytes for array in (starts, *ticks))
 
         return self._once(file, read, look=False)
 
     def frames(self, path, indices, min_pixels, max_pixels):
         """Path, ascending indices [T] -> Frames, decoded once per (file, frames, size)."""
         file = _identity(path)
-        starts, info = self.index(path)  # [N] seconds
+        starts, info, ticks, key_ticks = self._table(path)
         height, width = smart_size(info.height, info.width, min_pixels, max_pixels)  # pixels
         names = [repr((file, int(i), height, width)) for i in indices]  # [T], no file opened yet
         frame_keys = [sha256(name.encode()).hexdigest()[:32] for name in names]  # hash() is salted
         key = sha256("".join(frame_keys).encode()).hexdigest()[:32]
 
         def read():
-            parts = np.array_split(indices, min(self.workers, max(1, len(indices) // 8)))
-            requests = [(file[0], self.num_threads, part, height, width) for part in parts]
+            parts = np.array_split(ticks[indices], min(self.workers, max(1, len(indices) // 8)))
+            how = (key_ticks, height, width)
+            requests = [(file[0], self.num_threads, part, *how) for part in parts]
             if len(parts) == 1:
                 images = self._ask(requests[0])  # [T, H, W, 3]
             else:  # each decoder has a stretch of the video to itself
@@ -529,25 +498,23 @@ class FrameCache:
         return self._once(key, read)
 
     def close(self):
-        """Ends the children and closes the files. The cache stays usable."""
+        """Ends the children. The cache stays usable."""
         with self._lock:
             idle, self._idle = self._idle, []
-        for decoder in idle:  # one in use stays, and is idle later
-            decoder.close()
+        for child in idle:  # one in use stays, and is idle later
+            child.close()
 
     def _ask(self, request):
-        """Has an idle decoder answer, rather the one that holds this file open."""
+        """Has an idle child answer, or a new one; without a timeout, this thread does."""
+        if self.timeout is None:
+            return _answer(request)
         with self._lock:
-            same = [decoder for decoder in self._idle if decoder.path == request[0]]
-            new = Decoder() if self.timeout is None else ChildDecoder(self.timeout)
-            decoder = (same or self._idle or [new])[-1]
-            if decoder is not new:
-                self._idle.remove(decoder)
+            child = self._idle.pop() if self._idle else ChildDecoder(self.timeout)
         try:
-            return decoder.ask(request)  # outside the lock: other threads decode meanwhile
+            return child.ask(request)  # outside the lock: other threads decode meanwhile
         finally:
             with self._lock:
-                self._idle.append(decoder)  # after an error too: it can be asked again
+                self._idle.append(child)  # after an error too: it can be asked again
 
     def _once(self, key, read, look=True):
         """Value of `key`: kept, being read by another thread, or read() -> (value, bytes) now."""
