@@ -539,9 +539,11 @@ class FrameCache:
             self.decodes += look
             self.indexed += not look
             self.bytes += size
-            while self.bytes > self.max_bytes:  # ends: with nothing kept, bytes is 0
-                oldest = next(key for key, entry in self._entries.items() if entry.done())
-                self.bytes -= self._entries.pop(oldest).result()[1]
+            kept = [name for name, entry in self._entries.items() if entry.done()]  # oldest first
+            if not look:
+                kept.remove(key)  # a table just read stays: the look that needs it comes next
+            while self.bytes > self.max_bytes and kept:
+                self.bytes -= self._entries.pop(kept.pop(0)).result()[1]
         return value
 
 

@@ -572,6 +572,16 @@ def test_decoded_once(minute):
     assert cache.hits == 1
 
 
+def test_a_file_is_opened_once_for_a_look_even_where_nothing_is_kept(minute, monkeypatch):
+    opened, whole = [], video._open
+    monkeypatch.setattr(video, "_open", lambda *given: opened.append(given) or whole(*given))
+    video.overview(minute, 8)
+    assert len(opened) == 1
+    cache = FrameCache(0)
+    video.crop(minute, 3, 9, cache=cache)
+    assert len(opened) == 2 and cache.bytes == 0  # the frames pushed the table out
+
+
 def test_decoded_once_by_eight_threads(long_gop):
     cache, gate, got = FrameCache(), threading.Barrier(8), []
 
