@@ -294,7 +294,8 @@ def _open(path, num_threads):
     ticks = np.unique([pts for pts, _, _ in packets])  # two packets of one time are one frame
     key_ticks = np.array([pts for pts, key, _ in packets if key], int)
     starts = np.round((ticks - ticks[0]) * float(unit), 4)  # [N]
-    (image,) = _images(path, num_threads, ticks[-1:], key_ticks)  # it decodes to its end
+    first = (key_ticks if len(key_ticks) else ticks)[:1]  # a cut may have left frames before it
+    (image,) = _images(path, num_threads, first, key_ticks)  # as displayed; the header may lie
     duration = _duration(starts, starts[-1] + float(packets[-1][2] * unit))
     return starts, duration, *image.shape[:2], ticks, key_ticks
 

@@ -304,8 +304,8 @@ def fetch(path, kind, seconds):
 
 def read(path, kind, seconds):
     """Our side -> [frames [T, H, W, 3]], one a look."""
-    # Nothing is kept: every look opens the file and decodes, by all cores, as decord takes them.
-    cache = video.FrameCache(0, workers=len(os.sched_getaffinity(0)))
+    # A new one: nothing is known of the file. All cores decode, as decord takes them.
+    cache = video.FrameCache(workers=len(os.sched_getaffinity(0)))
     if kind == "overview":
         return [video.overview(path, 64, cache=cache).images]
     with ThreadPoolExecutor(cache.workers) as pool:  # at once, as rollout.py asks for them
