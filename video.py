@@ -9,9 +9,9 @@ Both drop repeats. 64 frames at 1 fps: overview(4) -> 8, 24, 40, 56; crop(16, 19
 
 Departures: s_i is the container's clock, never i / fps, which is wrong as soon as the rate varies.
 Frames are resized once, here, to multiples of 32 (patch 16 x merge 2), and by no processor again.
-decord is asked first; PyAV takes what decord refuses or gets wrong in silence, and every file
-where decord is not installed. Not handled: non-square pixels; raw streams (no times); cover art (a
-video of one frame); H.264 with B-frames in AVI, without times too: neighbours may be swapped.
+PyAV decodes, but for frames that nobody asked for and no other frame is made from. Not handled:
+non-square pixels; raw streams (no times); cover art (a video of one frame); H.264 with B-frames in
+AVI and ASF, without times too: neighbours may be swapped.
 
 Reads one video file, writes nothing.
   python video.py FILE --frames 8 --start 12 --end 20      no window: the overview of the whole file
@@ -21,16 +21,15 @@ import argparse
 import contextlib
 import math
 import os
-import re
 import subprocess
 import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import sha256
 from multiprocessing.connection import Connection, Pipe
 
-import numpy as np  # decord, av and PIL are imported where they are used: what samples needs none
+import numpy as np  # av and PIL are imported where they are used: what samples needs none
 
 
 class VideoError(Exception):
@@ -242,62 +241,6 @@ def _promised_end(file, size):
     return part, end
 
 
-@dataclass
-class OpenVideo:
-    """One opened file: where its N frames lie in time, and what reads them."""
-
-    file: tuple  # see `_identity`
-    num_threads: int  # that decode
-    starts: np.ndarray  # [N] float64 seconds, strictly increasing, first one 0.0
-    duration: float  # seconds
-    reader: object = None  # decord.VideoReader; None: PyAV, which opens a container per read
-    height: int = 0  # pixels, as displayed
-    width: int = 0
-    ticks: list | None = None  # PyAV: [N] starts in the stream's own unit and clock
-    key_ticks: list | None = None  # PyAV: those of the key frames, where a seek can land
-
-
-def _open(path, num_threads, refusals=()):
-    """Path -> OpenVideo by decord, where it is installed and takes the file, else by PyAV.
-
-    `refusals`: (why decord failed later on,), not to ask it again. Raises VideoError.
-    """
-    size = _identity(path)[1]  # bytes
-    try:
-        with open(path, "rb") as file:
-            part, end = _promised_end(file, size)
-    except OSError as error:
-        raise VideoError(path, str(error)) from error
-    if end > size:  # decoders do not tell: an mp4 with its index in front opens at any length
-        why = f"is truncated: its {part} ends at byte {end}, the file at byte {size}"
-        raise VideoError(path, why)
-    reasons = list(refusals)  # decord's, then PyAV's
-    for opener in (_open_decord, _open_av)[len(reasons) :]:
-        try:
-            return opener(path, num_threads)
-        except VideoError as error:
-            reasons.append(error.why)
-        except ImportError as error:  # decord is not built for every machine: PyAV serves alone
-            reasons.append(f"{error.name} is not installed")
-    if all(reason.endswith("is not installed") for reason in reasons):  # not the file's fault
-        raise ImportError("; ".join(reasons) + ": pip install decord, or av")
-    # PyAV's word on this is final, and clearer than the pair.
-    raise VideoError(path, reasons[-1] if reasons[-1] == "no video stream" else "; ".join(reasons))
-
-
-def _read(video, indices, height, width):
-    """OpenVideo, ascending indices -> images [T, height, width, 3] uint8. Raises VideoError."""
-    from PIL import Image
-    images = np.empty((len(indices), height, width, 3), np.uint8)  # [T, H, W, 3]
-    read = _read_av if video.reader is None else _read_decord  # generators of full-size images
-    for n, image in enumerate(read(video, indices)):  # one by one: 4K frames fill gigabytes
-        if image.shape[:2] != (height, width):  # bicubic at the same size would change nothing
-            full = Image.fromarray(np.ascontiguousarray(image))  # rotated ones are strided views
-            image = full.resize((width, height), Image.Resampling.BICUBIC)
-        images[n] = image
-    return images
-
-
 def _duration(starts, end):
     """Starts [N], end of the last frame in seconds -> duration; without an end, one frame more."""
     if end > starts[-1]:  # not so in FLV and fragmented mp4
@@ -307,63 +250,7 @@ def _duration(starts, end):
 
 
 @contextlib.contextmanager
-def _decord_errors(path):
-    """What decord was seen to raise -> VideoError."""
-    import decord
-    from decord._ffi.base import DECORDLimitReachedError  # not a DECORDError, and not exported
-    try:
-        yield
-    except (decord.DECORDError, DECORDLimitReachedError, RuntimeError, OSError,  # not opened
-            AssertionError, StopIteration) as error:  # no frames; the stream ended early
-        lines = str(error).splitlines() or [type(error).__name__]
-        why = re.sub(r"\[\d\d:\d\d:\d\d\] \S+:\d+: ", "", lines[0])  # time and C++ source line
-        if "cannot find video stream" in why:
-            why = "no video stream that it can decode"  # said of codecs it does not know (AV1) too
-        elif why.startswith("Error reading"):
-            why = "cannot open it"  # no format that it knows
-        raise VideoError(path, "decord: " + why.replace(f"[{path}]", "").strip()) from error
-
-
-def _open_decord(path, num_threads):
-    """Path -> OpenVideo. Raises VideoError, also where decord 0.6.0 is wrong without a word:
-
-    - mp4 edit lists that hide packets: at the front, every frame is shifted, shown by negative
-      starts; at the end, the last visible frame is repeated, shown by the fault counter;
-    - AVI and MPEG-PS with B-frames: packets without times, so starts of -1e14 and less;
-    - MPEG-TS: fails at the end of the file only, so the last frames are decoded on opening.
-    Right are variable frame rates, a first time that is not 0, B-frames, open GOPs, rotation.
-    """
-    import decord
-
-    with open(path, "rb") as f:
-        if f.read(4) == b"0&\xb2u":  # WMV, ASF: wrong frames without a word, and others each time
-            raise VideoError(path, "decord: no way to look up its frames")
-    with _decord_errors(path):
-        decord.logging.set_level(decord.logging.QUIET)  # FFmpeg's stderr
-        # fault_tol below 1/N, of all frames: raises for the second copy of a neighbour.
-        reader = decord.VideoReader(str(path), num_threads=num_threads, fault_tol=1e-9)
-        spans = reader.get_frame_timestamp(range(len(reader)))  # [N, 2] start and end, seconds
-        starts = spans[:, 0].astype(np.float64)  # [N] float32 before
-        # decord counts from the first visible frame: not 0 means frames that must not be seen.
-        if abs(starts[0]) > 1e-3 or not (np.diff(starts) > 0).all():
-            raise VideoError(path, f"decord: unusable timestamps (the first is {starts[0]:g} s)")
-        for i in range(max(len(reader) - 2, 0), len(reader)):  # two: one fault is forgiven
-            height, width, _ = reader[i].shape  # [H, W, 3]
-    starts = np.round(starts, 4)  # 0.04 instead of a 32-bit 0.03999999910593033
-    return OpenVideo(
-        file=_identity(path), num_threads=num_threads, reader=reader, height=height, width=width,
-        starts=starts, duration=_duration(starts, spans[-1, 1]))
-
-
-def _read_decord(video, indices):
-    """OpenVideo, ascending indices -> iterator of images [H, W, 3] uint8. Raises VideoError."""
-    with _decord_errors(video.file[0]):
-        for i in indices:
-            yield video.reader[int(i)].asnumpy()  # skips forward, seeks only past a key frame
-
-
-@contextlib.contextmanager
-def _av_stream(path, num_threads):
+def _stream(path, num_threads):
     """Path -> (container, first video stream), closed at the end. VideoError for PyAV's errors."""
     import av
     try:
@@ -379,9 +266,22 @@ def _av_stream(path, num_threads):
         raise VideoError(path, f"PyAV: {getattr(error, 'strerror', None) or error}") from error
 
 
-def _open_av(path, num_threads):
-    """Path -> OpenVideo, by the times of its packets. Raises VideoError."""
-    with _av_stream(path, num_threads) as (container, stream):
+def _open(path, num_threads):
+    """Path -> its table: starts [N] seconds, duration, height, width, ticks [N], key_ticks.
+
+    Starts are strictly increasing, the first is 0.0. Ticks are the same in the stream's own unit
+    and clock, key_ticks those of the key frames, where a seek can land. Raises VideoError.
+    """
+    size = _identity(path)[1]  # bytes
+    try:
+        with open(path, "rb") as file:
+            part, end = _promised_end(file, size)
+    except OSError as error:
+        raise VideoError(path, str(error)) from error
+    if end > size:  # PyAV does not tell: an mp4 with its index in front opens at any length
+        why = f"is truncated: its {part} ends at byte {end}, the file at byte {size}"
+        raise VideoError(path, why)
+    with _stream(path, num_threads) as (container, stream):
         unit = stream.time_base  # seconds per tick, a Fraction
         # In decoding order; without the flush at the end and what an edit list hides.
         packets = [(packet.pts, packet.is_keyframe, packet.duration or 0)
@@ -391,95 +291,107 @@ def _open_av(path, num_threads):
     if any(pts is None for pts, _, _ in packets):  # a raw stream, outside any container
         raise VideoError(path, "PyAV: its packets carry no times")
     packets.sort()  # into display order
-    ticks = sorted({pts for pts, _, _ in packets})  # two packets of one time are one frame
-    starts = np.array([round(float((tick - ticks[0]) * unit), 4) for tick in ticks])  # [N]
-    video = OpenVideo(
-        file=_identity(path), num_threads=num_threads, starts=starts,
-        duration=_duration(starts, starts[-1] + float(packets[-1][2] * unit)),
-        ticks=ticks, key_ticks=[pts for pts, key, _ in packets if key])
-    (image,) = _read_av(video, [len(starts) - 1])  # [H, W, 3]; the file decodes to its end
-    return replace(video, height=image.shape[0], width=image.shape[1])
+    ticks = np.unique([pts for pts, _, _ in packets])  # two packets of one time are one frame
+    key_ticks = np.array([pts for pts, key, _ in packets if key], int)
+    starts = np.round((ticks - ticks[0]) * float(unit), 4)  # [N]
+    first = (key_ticks if len(key_ticks) else ticks)[:1]  # a cut may have left frames before it
+    (image,) = _images(path, num_threads, first, key_ticks)  # as displayed; the header may lie
+    duration = _duration(starts, starts[-1] + float(packets[-1][2] * unit))
+    return starts, duration, *image.shape[:2], ticks, key_ticks
 
 
-def _read_av(video, indices):
-    """OpenVideo, ascending indices -> iterator of images [H, W, 3] uint8. Raises VideoError."""
-    source = (video.file[0], video.num_threads)
+def _drops_safely(codec):
+    """Codec context -> whether NONREF drops only frames that no other frame is made from.
+
+    H.264 says so of a frame by itself. HEVC says it of its temporal layer alone: a frame of a
+    layer above may need it, so only files of one layer will do. Others were not looked into.
+    """
+    head = codec.extradata or b""  # of HEVC in mp4 and Matroska: an hvcC record
+    one_layer = len(head) > 21 and head[0] == 1 and head[21] >> 3 & 7 == 1  # numTemporalLayers
+    return codec.name == "h264" or codec.name == "hevc" and one_layer
+
+
+def _decode(container, stream, wanted, drop):
+    """Set of ticks -> iterator of the frames from here on, up to the last wanted one.
+
+    `drop`: frames that are not wanted and that no other frame needs are not decoded.
+    """
+    codec = stream.codec_context
+    missing = set(wanted)  # not in the decoder yet
+    for packet in container.demux(stream):
+        mine = packet.pts is None or packet.pts in wanted  # None: the flush at the end of the file
+        if not missing and not mine:  # not at once: the fields of a frame may come one by one
+            yield from codec.decode(None)  # what it holds back for its order
+            return
+        codec.skip_frame = "NONREF" if drop and not mine else "DEFAULT"
+        yield from packet.decode()
+        missing.discard(packet.pts)
+
+
+def _images(path, num_threads, ticks, key_ticks):
+    """Path, ascending ticks [T], its key frames -> iterator of images [H, W, 3] uint8."""
+    left = ticks.tolist()  # not handed out yet
+    found = {}  # tick -> image that waits for its turn: times may be out of order (AVI)
+    seeks = True
     with contextlib.ExitStack() as opened:
-        container, stream = opened.enter_context(_av_stream(*source))
-        frames = container.decode(stream)  # from the first one on
-        reached = video.ticks[0]  # where the running decoder stands
-        for i in indices:
-            wanted = video.ticks[i]
-            key = max((tick for tick in video.key_ticks if tick <= wanted), default=reached)
-            if key > reached:  # a key frame lies between: decoding restarts at it
-                container.seek(key, stream=stream)
-                frames = container.decode(stream)
-            frame = next((f for f in frames if f.pts is not None and f.pts >= wanted), None)
-            if frame is None or frame.pts != wanted:
+        container, stream = opened.enter_context(_stream(path, num_threads))
+        drop = _drops_safely(stream.codec_context)
+        while left:
+            run = left[:]  # decoded in one go: from a key frame on, what lies before the next
+            if seeks:
+                after = np.searchsorted(key_ticks, left[0], side="right")  # index of the next one
+                if after < len(key_ticks):
+                    run = left[: np.searchsorted(left, key_ticks[after])]
+                if after > 1:  # else it stands there already
+                    container.seek(int(key_ticks[after - 1]), stream=stream)
+            for frame in _decode(container, stream, set(run), drop and seeks):
+                if frame.pts in run:
+                    image = frame.to_ndarray(format="rgb24", threads=1)  # [H, W, 3] as stored
+                    found[frame.pts] = np.rot90(image, round(frame.rotation / 90) % 4)
+                while left and left[0] in found:
+                    yield found.pop(left.pop(0))
+            if left and left[0] <= run[-1]:  # it did not come
+                if not seeks:
+                    place = f"the frame at {float(left[0] * stream.time_base):g} s of its own clock"
+                    raise VideoError(path, f"PyAV: {place} does not decode")
                 opened.close()  # seeks land too late without an index (MPEG-TS): from the start
-                container, stream = opened.enter_context(_av_stream(*source))
-                frames = container.decode(stream)
-                frame = next((f for f in frames if f.pts == wanted), None)
-            if frame is None:
-                place = f"frame {i} at {video.starts[i]:g} s"
-                raise VideoError(video.file[0], f"PyAV: {place} does not decode")
-            reached = wanted
-            image = frame.to_ndarray(format="rgb24")  # [H, W, 3] as stored
-            yield np.rot90(image, round(frame.rotation / 90) % 4)  # decord turns by itself
+                container, stream = opened.enter_context(_stream(path, num_threads))
+                seeks = False
 
 
-class Decoder:
-    """Answers one request at a time, in this process, and keeps its last file open."""
+def _read(path, num_threads, ticks, key_ticks, height, width):
+    """As _images -> [T, height, width, 3] uint8. Raises VideoError."""
+    from PIL import Image
 
-    path = None  # of the last request
-    video = None  # OpenVideo
+    images = np.empty((len(ticks), height, width, 3), np.uint8)  # [T, H, W, 3]
+    full_size = _images(path, num_threads, ticks, key_ticks)
+    for n, image in enumerate(full_size):  # one by one: 4K frames fill gigabytes
+        if image.shape[:2] != (height, width):  # bicubic at the same size would change nothing
+            full = Image.fromarray(np.ascontiguousarray(image))  # rotated ones are strided views
+            image = full.resize((width, height), Image.Resampling.BICUBIC)
+        images[n] = image
+    return images
 
-    def ask(self, request):
-        """(path, num_threads) -> (starts [N], duration, height, width). Raises VideoError.
 
-        With indices [T], height, width behind: -> images [T, height, width, 3] uint8.
-        """
-        self.path, num_threads, *look = request
-        if self.video is None or self.video.file != _identity(self.path):
-            self.video = None  # before opening: two open 4K files need twice the memory
-            self.video = _open(self.path, num_threads)
-        video = self.video
-        if not look:
-            return video.starts, video.duration, video.height, video.width
-        try:
-            return _read(video, *look)
-        except VideoError as error:
-            self.video = None  # a reader that failed once is not asked again
-            if video.reader is None:
-                raise
-            second = _open(self.path, num_threads, refusals=(error.why,))  # it opened, that is all
-            # The indices were chosen from decord's table: PyAV's must mean the same frames.
-            same = len(second.starts) == len(video.starts)
-            if not same or np.abs(second.starts - video.starts).max() > 1e-2:  # seconds
-                raise VideoError(self.path, f"{error.why}; PyAV counts other frames") from error
-        self.video = second
-        return self.ask(request)  # once more, by PyAV
-
-    def close(self):
-        self.video = None
+def _answer(request):
+    """What _open or, if there are more, _read takes -> what it returns."""
+    return (_open if len(request) == 2 else _read)(*request)
 
 
 @dataclass(eq=False)
 class ChildDecoder:
-    """A Decoder in a child process: a file that hangs or crashes it costs a VideoError."""
+    """Answers in a child process: a file that hangs or crashes it costs a VideoError."""
 
     timeout: float  # seconds to wait for an answer of up to 64 frames; of more, in proportion
-    path: str | None = None  # of the last request
     process: subprocess.Popen | None = None  # None: the next request starts one
     pipe: Connection | None = None
 
     def ask(self, request):
-        """As Decoder.ask. VideoError also where two children died, or one stayed silent."""
-        self.path = request[0]
+        """As _answer. VideoError also where two children died, or one stayed silent."""
         answer = self._try(request) or self._try(request)  # one death may be a user's doing
         error, value = answer or ("the decoder process died, twice", None)
         if error is not None:  # in good order: the child lives on
-            raise VideoError(self.path, error) if isinstance(error, str) else error
+            raise VideoError(request[0], error) if isinstance(error, str) else error
         return value
 
     def _try(self, request):
@@ -491,12 +403,12 @@ class ChildDecoder:
             command = [sys.executable, os.path.abspath(__file__), "--serve", str(fd)]
             self.process = subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL)
             theirs.close()  # the child's is the last, so its death is seen as an end of file
-        frames = len(request[2]) if len(request) > 2 else 0  # their indices; opening asks for none
+        frames = len(request[2]) if len(request) > 2 else 0  # their ticks; opening asks for none
         patience = self.timeout * max(1.0, frames / 64)  # each may be a seek in a file of hours
         try:
             self.pipe.send(request)
             if not self.pipe.poll(patience):
-                raise VideoError(self.path, f"no answer within {patience:g} s")
+                raise VideoError(request[0], f"no answer within {patience:g} s")
             return self.pipe.recv()
         except BaseException as error:  # Ctrl-C too: a late answer must never serve the next one
             self.close()
@@ -514,12 +426,11 @@ class ChildDecoder:
 def _serve(fd):
     """The child's life: answers requests until the parent closes the pipe."""
     pipe = Connection(fd)
-    decoder = Decoder()  # keeps its file open from one request to the next
     with contextlib.suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
         while True:
             request = pipe.recv()
             try:
-                pipe.send((None, decoder.ask(request)))
+                pipe.send((None, _answer(request)))
             except VideoError as error:  # as text: here its class is __main__'s, there it is not
                 pipe.send((error.why, None))
             except (ImportError, MemoryError) as error:  # not the file's fault
@@ -544,32 +455,37 @@ class FrameCache:
     indexed: int = 0  # files opened for their table of times
     _lock: threading.Lock = field(default_factory=threading.Lock)  # for the counters and these:
     _entries: dict = field(default_factory=dict)  # key -> Future of (value, bytes), oldest first
-    _idle: list = field(default_factory=list)  # decoders nobody is using, most recent last
+    _idle: list = field(default_factory=list)  # children nobody is using, most recent last
 
     def index(self, path):
         """Path -> (starts [N] float64 seconds, VideoInfo), read once per state of the file."""
+        return self._table(path)[:2]
+
+    def _table(self, path):
+        """Path -> (starts [N], VideoInfo, ticks [N], key_ticks), see `_open`."""
         file = _identity(path)
 
         def read():
-            starts, duration, height, width = self._ask((file[0], self.num_threads))  # [N]
+            starts, duration, height, width, *ticks = self._ask((file[0], self.num_threads))  # [N]
             starts.flags.writeable = False  # every caller gets the same array
             info = VideoInfo(duration, len(starts), len(starts) / duration, width, height)
-            return (starts, info), starts.nbytes
+            return (starts, info, *ticks), sum(array.nbytes for array in (starts, *ticks))
 
         return self._once(file, read, look=False)
 
     def frames(self, path, indices, min_pixels, max_pixels):
         """Path, ascending indices [T] -> Frames, decoded once per (file, frames, size)."""
         file = _identity(path)
-        starts, info = self.index(path)  # [N] seconds
+        starts, info, ticks, key_ticks = self._table(path)
         height, width = smart_size(info.height, info.width, min_pixels, max_pixels)  # pixels
         names = [repr((file, int(i), height, width)) for i in indices]  # [T], no file opened yet
         frame_keys = [sha256(name.encode()).hexdigest()[:32] for name in names]  # hash() is salted
         key = sha256("".join(frame_keys).encode()).hexdigest()[:32]
 
         def read():
-            parts = np.array_split(indices, min(self.workers, max(1, len(indices) // 8)))
-            requests = [(file[0], self.num_threads, part, height, width) for part in parts]
+            parts = np.array_split(ticks[indices], min(self.workers, max(1, len(indices) // 8)))
+            how = (key_ticks, height, width)
+            requests = [(file[0], self.num_threads, part, *how) for part in parts]
             if len(parts) == 1:
                 images = self._ask(requests[0])  # [T, H, W, 3]
             else:  # each decoder has a stretch of the video to itself
@@ -583,25 +499,23 @@ class FrameCache:
         return self._once(key, read)
 
     def close(self):
-        """Ends the children and closes the files. The cache stays usable."""
+        """Ends the children. The cache stays usable."""
         with self._lock:
             idle, self._idle = self._idle, []
-        for decoder in idle:  # one in use stays, and is idle later
-            decoder.close()
+        for child in idle:  # one in use stays, and is idle later
+            child.close()
 
     def _ask(self, request):
-        """Has an idle decoder answer, rather the one that holds this file open."""
+        """Has an idle child answer, or a new one; without a timeout, this thread does."""
+        if self.timeout is None:
+            return _answer(request)
         with self._lock:
-            same = [decoder for decoder in self._idle if decoder.path == request[0]]
-            new = Decoder() if self.timeout is None else ChildDecoder(self.timeout)
-            decoder = (same or self._idle or [new])[-1]
-            if decoder is not new:
-                self._idle.remove(decoder)
+            child = self._idle.pop() if self._idle else ChildDecoder(self.timeout)
         try:
-            return decoder.ask(request)  # outside the lock: other threads decode meanwhile
+            return child.ask(request)  # outside the lock: other threads decode meanwhile
         finally:
             with self._lock:
-                self._idle.append(decoder)  # after an error too: it can be asked again
+                self._idle.append(child)  # after an error too: it can be asked again
 
     def _once(self, key, read, look=True):
         """Value of `key`: kept, being read by another thread, or read() -> (value, bytes) now."""
@@ -626,9 +540,11 @@ class FrameCache:
             self.decodes += look
             self.indexed += not look
             self.bytes += size
-            while self.bytes > self.max_bytes:  # ends: with nothing kept, bytes is 0
-                oldest = next(key for key, entry in self._entries.items() if entry.done())
-                self.bytes -= self._entries.pop(oldest).result()[1]
+            kept = [name for name, entry in self._entries.items() if entry.done()]  # oldest first
+            if not look:
+                kept.remove(key)  # a table just read stays: the look that needs it comes next
+            while self.bytes > self.max_bytes and kept:
+                self.bytes -= self._entries.pop(kept.pop(0)).result()[1]
         return value
 
 

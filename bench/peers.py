@@ -7,9 +7,10 @@ qwen-vl-utils' fetch_video.
   step      generation of the group and that update: TRL with transformers' generate | rollout.py
             with vLLM, grpo.update, the weights' way to the engine
   rollouts  the generation alone
-  video     64 overview frames of one file, and five crops of it: fetch_video, one after the other |
-            video.py, all cores, the crops at once as rollout.py asks for them. As many frames of
-            the same size; which ones differs by rule (centres of segments here)
+  video     64 overview frames of a file, five crops all over it, five that overlap: fetch_video
+            with the reader it chooses by itself, one after the other | video.py, all cores, the
+            crops at once as rollout.py asks for them. As many frames of the same size; which ones
+            differs by rule (centres of segments here)
 
 Both train the same checkpoint on one prompt of --images pictures (32 x 32 pixels, a vision token
 each) and --prompt tokens, a group of --group, exactly --response sampled tokens each (the end of
@@ -239,27 +240,54 @@ def filler(ckpt, prompt, images):
 # Videos
 
 
-def make_video(path, seconds, width=1280, height=720):
-    """A moving picture, 24 frames a second, a key frame every ten seconds: what a downloaded film
-    looks like to a decoder."""
+def make_clip(path, codec, width, height):
+    """20 seconds as a film looks to a decoder: a camera that pans over a picture with the spectrum
+    of natural ones, grain that no two frames share, 24 frames a second, a key frame every ten
+    seconds, preset `medium`."""
     import av
 
-    noise = np.random.default_rng(0).integers(0, 256, (height + 64, width + 64, 3), dtype=np.uint8)
-    noise = noise // 4 + 64  # or the file is as large as its pixels
+    rng = np.random.default_rng(0)
+    shape = (height + 64, width + 64)
+    rows, columns = np.fft.fftfreq(shape[0])[:, None], np.fft.rfftfreq(shape[1])[None]
+    fall = np.maximum(np.hypot(rows, columns), 1 / max(shape)) ** -0.9  # amplitude by frequency
+    waves = [np.fft.irfft2(np.fft.rfft2(rng.standard_normal(shape)) * fall, shape)
+             for _ in range(3)]
+    picture = np.stack([128 + 40 * wave / wave.std() for wave in waves], -1)
+    grain = rng.standard_normal((*shape, 1)) * 2.5
+    options = {"g": "240", "preset": "medium", "x265-params": "log-level=none"}
     with av.open(path, "w") as container:
-        options = {"g": "240", "preset": "ultrafast", "crf": "30"}
-        stream = container.add_stream("libx264", rate=24, options=options)
+        stream = container.add_stream(f"lib{codec}", rate=24, options=options)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
-        for i in range(seconds * 24):
-            top, left = i % 64, (i // 3) % 64
-            view = np.ascontiguousarray(noise[top:top + height, left:left + width])
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(view, format="rgb24")))
+        for i in range(480):
+            down, right = int(32 + 31 * np.sin(i / 40)), int(32 + 31 * np.sin(i / 70))
+            y, x = rng.integers(64, size=2)
+            seen = picture[down:down + height, right:right + width]
+            seen = np.clip(seen + grain[y:y + height, x:x + width], 0, 255).astype(np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(seen, format="rgb24")))
         container.mux(stream.encode())
 
 
-def windows(seconds):
-    """Five crops of ten seconds, all over a film."""
-    return [(start, start + 10.0) for start in np.linspace(5, seconds - 15, 5)]
+def make_video(path, clip, seconds):
+    """The packets of a clip of 20 seconds over and over: encoding an hour would take hours."""
+    import av
+
+    with av.open(clip) as source, av.open(path, "w") as target:
+        stream = source.streams.video[0]
+        packets = [packet for packet in source.demux(stream) if packet.size]
+        times = [(packet.pts, packet.dts) for packet in packets]
+        copy = target.add_stream_from_template(stream)
+        for n in range(seconds // 20):
+            shift = int(n * 20 / stream.time_base)
+            for packet, (pts, dts) in zip(packets, times):
+                packet.stream, packet.time_base = copy, stream.time_base
+                packet.pts, packet.dts = pts + shift, dts + shift
+                target.mux(packet)
+
+
+def windows(kind, seconds):
+    """Five crops of ten seconds: all over a film, or around its middle, as a model asks again."""
+    first, last = (5, seconds - 15) if kind == "crops" else (seconds / 2 - 8, seconds / 2 + 8)
+    return [(start, start + 10.0) for start in np.linspace(first, last, 5)]
 
 
 def fetch(path, kind, seconds):
@@ -267,54 +295,67 @@ def fetch(path, kind, seconds):
     from qwen_vl_utils.vision_process import fetch_video
 
     looks = [{"nframes": 64}]
-    if kind == "crops":
+    if kind != "overview":
         looks = [{"video_start": a, "video_end": b, "fps": 1.0, "min_frames": 4}
-                 for a, b in windows(seconds)]
+                 for a, b in windows(kind, seconds)]
     size = {"min_pixels": 1024, "max_pixels": 50176, "total_pixels": 64 * 50176 * 2}
     return [fetch_video({"video": path, **look, **size}, image_patch_size=16) for look in looks]
 
 
 def read(path, kind, seconds):
     """Our side -> [frames [T, H, W, 3]], one a look."""
-    # Nothing is kept: every look is decoded, by all cores, as decord takes them by default.
-    cache = video.FrameCache(0, workers=len(os.sched_getaffinity(0)))
+    # A new one: nothing is known of the file. All cores decode, as decord takes them.
+    cache = video.FrameCache(workers=len(os.sched_getaffinity(0)))
     if kind == "overview":
         return [video.overview(path, 64, cache=cache).images]
     with ThreadPoolExecutor(cache.workers) as pool:  # at once, as rollout.py asks for them
-        crops = pool.map(lambda window: video.crop(path, *window, cache=cache), windows(seconds))
+        crops = pool.map(lambda window: video.crop(path, *window, cache=cache),
+                         windows(kind, seconds))
         return [frames.images for frames in crops]
 
 
 def compare_videos(args):
-    """fetch_video and video.py in turns on one file -> {kind: ratio, medians, frames, sizes}."""
+    """fetch_video and video.py in turns on each kind of film -> {film: {kind: ratio, ...}}."""
     make_peers(args.peers)
     sys.path.append(packages(args.peers))
     model.import_shim()
-    os.environ["FORCE_QWENVL_VIDEO_READER"] = "decord"
-    out = {}
-    with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "film.mp4")
-        make_video(path, args.video_seconds)
-        for kind in ("overview", "crops"):
-            seconds, shapes = {fetch: [], read: []}, {}
-            for repeat in range(args.repeats + 1):  # the first round warms up
-                for side in (fetch, read)[:: 1 if repeat % 2 else -1]:
-                    began = time.perf_counter()
-                    frames = side(path, kind, args.video_seconds)
-                    seconds[side].append(time.perf_counter() - began)
-                    shapes[side] = [list(x.shape) for x in frames]
-            theirs, ours = (statistics.median(seconds[side][1:]) for side in (fetch, read))
-            out[kind] = {"ratio": round(theirs / ours, 2), "fetch_video_s": round(theirs, 3),
-                         "video_py_s": round(ours, 3), "fetch_video": shapes[fetch],
-                         "video_py": shapes[read]}
+    from qwen_vl_utils.vision_process import get_video_reader_backend
+
+    out = {"reader": get_video_reader_backend(), "seconds": args.video_seconds}
+    for film in args.films:
+        codec, size = film.split(":")
+        clip = os.path.join(args.peers, f"{codec}_{size}.mp4")
+        if not os.path.exists(clip):
+            make_clip(clip + ".part.mp4", codec, *map(int, size.split("x")))
+            os.replace(clip + ".part.mp4", clip)
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "film.mp4")
+            make_video(path, clip, args.video_seconds)
+            out[film] = {kind: compare_looks(path, kind, args)
+                         for kind in ("overview", "crops", "overlapping")}
+        print(f"{film}: {out[film]}", file=sys.stderr)
     return out
+
+
+def compare_looks(path, kind, args):
+    """One file, one kind of look -> ratio of medians, medians, frames and sizes of both sides."""
+    seconds, shapes = {fetch: [], read: []}, {}
+    for repeat in range(args.repeats + 1):  # the first round warms up
+        for side in (fetch, read)[:: 1 if repeat % 2 else -1]:
+            began = time.perf_counter()
+            frames = side(path, kind, args.video_seconds)
+            seconds[side].append(time.perf_counter() - began)
+            shapes[side] = [len(x) for x in frames] + [list(frames[0].shape[1:])]
+    theirs, ours = (statistics.median(seconds[side][1:]) for side in (fetch, read))
+    return {"ratio": round(theirs / ours, 2), "fetch_video_s": round(theirs, 3),
+            "video_py_s": round(ours, 3), "fetch_video": shapes[fetch], "video_py": shapes[read]}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--ckpt", required=True, help="toy checkpoint")
+    add("--ckpt", help="toy checkpoint; not for --only video")
     add("--peers", default="peers_out", help="folder of the peers' environment, made when missing")
     add("--only", choices=["trainer", "video"], default=None, help="one part; default: both")
     add("--images", type=int, default=64, help="pictures of the prompt")
@@ -322,7 +363,9 @@ def main():
     add("--response", type=int, default=800, help="sampled tokens of each response")
     add("--group", type=int, default=8, help="responses")
     add("--repeats", type=int, default=3, help="measured rounds; medians are reported")
-    add("--video-seconds", type=int, default=600, help="length of the film, 1280 x 720")
+    add("--video-seconds", type=int, default=600, help="length of the films")
+    add("--films", nargs="+", default=["x264:1280x720", "x264:1920x1080", "x265:1280x720"],
+        help="encoder and size of each")
     add("--role", choices=["trl"], default=None, help=argparse.SUPPRESS)
     add("--filler", default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()

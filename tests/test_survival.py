@@ -362,7 +362,7 @@ RUNNER = """
     else:
         rollout.make_engine = reference.make_engine
     model.import_shim()
-    import numpy, torch, decord, safetensors.torch, torch.distributed.checkpoint
+    import numpy, torch, av, safetensors.torch, torch.distributed.checkpoint
     from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
     kills, log, words = int(sys.argv[1]), os.path.join(sys.argv[-1], "log.jsonl"), sys.argv[2:]
