@@ -366,8 +366,8 @@ def main():
         stopping = model.any_rank(asked.is_set())
         due = args.save_every and (step + 1) % args.save_every == 0
         if stopping or due or step + 1 == steps:
-            state = {"args": vars(args)}
-            model.save_run(policy, codec, optimizer, args.out, step + 1, state)
+            model.save_run(policy, codec, optimizer, args.out, step + 1, {"args": vars(args)})
+            model.beat(args.patience)
         if step % 10 == 9:
             model.give_back_memory()
         if stopping:

@@ -413,6 +413,7 @@ def main():
         if stopping or due or "best" in links:
             state = {"best": best, "args": vars(args)}
             model.save_run(policy, codec, optimizers, args.out, step + 1, state, links)
+            model.beat(args.patience)
         if stopping:
             break
 
