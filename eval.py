@@ -168,7 +168,8 @@ def settings_digest(args, weights, subtitles, tasks, prompts):
     free |= {"limit", "shard", "frames", "tools", "samples", "subtitles"}
     # How fast, over which address, and what happens to records that are there already.
     free |= {"live", "workers", "retries", "request_timeout", "api_key_env", "base_url"}
-    free |= {"max_seqs", "frame_cache_gb", "engine_share", "patience", "decode_timeout", "quiet"}
+    free |= {"max_seqs", "frame_cache_gb", "frame_cache_dir", "frame_cache_dir_gb"}
+    free |= {"engine_share", "patience", "decode_timeout", "quiet"}
     free |= {"judge_url", "judge_model", "judge_key_env", "allow_errors", "estimate"}
     kept = {name: value for name, value in sorted(vars(args).items()) if name not in free}
     settings = json.dumps([kept, prompts, subtitles, weights, tasks])

@@ -1586,7 +1586,8 @@ def resume_point(out, args, resume):
         state = json.load(f)
     # How far, how fast, to whom: these may differ between two parts of one run.
     free = {"steps", "epochs", "resume", "out", "save_every", "eval_every", "show_every",
-            "max_seqs", "frame_cache_gb", "engine_share", "patience", "wandb"}  # fmt: skip
+            "max_seqs", "frame_cache_gb", "frame_cache_dir", "frame_cache_dir_gb", "engine_share",
+            "patience", "wandb"}  # fmt: skip
     now, then = json.loads(json.dumps(vars(args))), state.get("args", {})
     other = sorted(k for k in then if k in now and k not in free and then[k] != now[k])
     if resume is None and other:

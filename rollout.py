@@ -998,6 +998,9 @@ def add_agent_arguments(parser, tools=True):
         help="folder videos are relative to and may not leave; default: the JSONL's folder")
     add("--max-pixels", type=int, default=50176, help="pixels of a frame after resizing, at most")
     add("--frame-cache-gb", type=float, default=4.0, help="GiB of decoded frames kept per rank")
+    add("--frame-cache-dir", default=None,
+        help="folder of decoded frames for later runs and all ranks of a node; default: none")
+    add("--frame-cache-dir-gb", type=float, default=50.0, help="GiB of all that is kept there")
     add("--patience", type=float, default=1800.0,
         help="seconds a phase may take; beyond, the run ends with its stacks; 0 = for ever")
     add("--engine-share", type=float, default=0.5, help="vLLM's part of the GPU while it is awake")
@@ -1027,8 +1030,13 @@ def agent_settings(args, data_path):
     root = args.video_root or os.path.dirname(os.path.abspath(data_path))
     if not os.path.isdir(root):
         raise model.UserError(f"--video-root {root}: no such folder")
+    if not 0 < args.frame_cache_dir_gb < float("inf"):
+        got = args.frame_cache_dir_gb
+        raise model.UserError(f"--frame-cache-dir-gb must be a number above 0, got {got}")
     # In a child process: a decoder that hangs or crashes costs one video.
-    cache = video.FrameCache(int(args.frame_cache_gb * 2**30), timeout=60.0)
+    cache = video.FrameCache(int(args.frame_cache_gb * 2**30), timeout=60.0,
+                             folder=args.frame_cache_dir,
+                             folder_bytes=int(args.frame_cache_dir_gb * 2**30))
     crop = getattr(args, "crop_pixels", 0)  # eval.py's alone, too
     if crop and crop < least:
         raise model.UserError(f"--crop-pixels must be at least {least}, or 0, got {crop}")

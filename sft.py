@@ -61,6 +61,9 @@ def build_parser():
     add("--max-len", type=int, default=32768, help="tokens; a longer chat is an error, never cut")
     add("--max-pixels", type=int, default=50176, help="pixels of a frame after resizing, at most")
     add("--frame-cache-gb", type=float, default=4.0, help="GiB of decoded frames kept per rank")
+    add("--frame-cache-dir", default=None,
+        help="folder of decoded frames for later runs and all ranks of a node; default: none")
+    add("--frame-cache-dir-gb", type=float, default=50.0, help="GiB of all that is kept there")
     add("--seed", type=int, default=0, help="order of the data")
     # optimisation
     add("--epochs", type=float, default=1.0, help="passes over the data; may be a fraction")
@@ -108,6 +111,9 @@ def parse_args():
         if getattr(args, name) < 1:
             flag = name.replace("_", "-")
             raise model.UserError(f"--{flag} must be at least 1, got {getattr(args, name)}")
+    if not 0 < args.frame_cache_dir_gb < math.inf:
+        got = args.frame_cache_dir_gb
+        raise model.UserError(f"--frame-cache-dir-gb must be a number above 0, got {got}")
     model.check_wandb(args)
     return args
 
@@ -227,7 +233,9 @@ def share(indices, cost, rank, world):
 def open_data(args, codec):
     """-> (training Chats, held-out Chats or None). Raises UserError where no video can be read."""
     # In a child process: a decoder that hangs or crashes costs one video.
-    cache = video.FrameCache(int(args.frame_cache_gb * 2**30), timeout=60.0)
+    cache = video.FrameCache(int(args.frame_cache_gb * 2**30), timeout=60.0,
+                             folder=args.frame_cache_dir,
+                             folder_bytes=int(args.frame_cache_dir_gb * 2**30))
     # Every row's shape is checked here, its frames and tokens when a batch asks for them.
     train = Chats(args.data, codec, args, cache)
     held = Chats(args.val, codec, args, cache) if args.val else None

@@ -13,17 +13,19 @@ PyAV decodes, but for frames that nobody asked for and no other frame is made fr
 non-square pixels; raw streams (no times); cover art (a video of one frame); H.264 with B-frames in
 AVI and ASF, without times too: neighbours may be swapped.
 
-Reads one video file, writes nothing.
+Reads one video file, writes nothing but what a FrameCache keeps in its folder, if it has one.
   python video.py FILE --frames 8 --start 12 --end 20      no window: the overview of the whole file
 """
 
 import argparse
 import contextlib
+import io
 import math
 import os
 import subprocess
 import sys
 import threading
+import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -437,6 +439,34 @@ def _serve(fd):
                 pipe.send((error, None))
 
 
+def _load(path):
+    """File of a cache's folder -> [arrays and numbers], None where it is missing or damaged."""
+    with contextlib.suppress(OSError):  # no such file, or one of somebody else
+        os.utime(path)  # used last
+    with contextlib.suppress(OSError):  # gone by now: another process made room
+        with open(path, "rb") as file:
+            check, data = file.read(4), file.read()
+        if check == zlib.crc32(data, 1).to_bytes(4, "big"):  # 1: that of nothing must not be 0
+            arrays = np.load(io.BytesIO(data)).values()  # refuses pickles, which could run code
+            return [array if array.ndim else array.item() for array in arrays]
+        os.unlink(path)
+
+
+def _make_room(folder, most):
+    """Deletes what was not used for longest, until `most` bytes are left."""
+    found = []  # (mtime in ns, bytes, path)
+    for entry in os.scandir(folder):
+        with contextlib.suppress(FileNotFoundError):  # another process makes room too
+            if entry.name.endswith(".frames") and len(entry.name) == 39:  # else not a cache's
+                found.append((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path))
+    excess = sum(size for _, size, _ in found) - most
+    for _, size, path in sorted(found):
+        if excess > 0:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)  # whoever reads it has it open
+            excess -= size
+
+
 @dataclass(eq=False, repr=False)
 class FrameCache:
     """Frames and tables of times already read, shared by threads; the least recently used go.
@@ -449,10 +479,14 @@ class FrameCache:
     num_threads: int = 1  # decoding threads per file; 1 suits many files at once
     timeout: float | None = None  # None: decodes here; seconds: in a child per asking thread
     workers: int = 1  # decoders that share a look, 8 frames or more each; 1 suits many files
+    folder: str | None = None  # kept here too, for later runs and other processes; None: nowhere
+    folder_bytes: int = 50 * 2**30  # of all in it; beyond 8 processes each may add 1/64
     bytes: int = 0  # kept now
     decodes: int = 0  # sets of frames decoded
-    hits: int = 0  # sets of frames served without decoding
+    hits: int = 0  # sets of frames found in memory
     indexed: int = 0  # files opened for their table of times
+    _unseen: float = math.inf  # bytes written since the folder was last looked through
+    _writing: threading.Lock = field(default_factory=threading.Lock)  # one thread at a time
     _lock: threading.Lock = field(default_factory=threading.Lock)  # for the counters and these:
     _entries: dict = field(default_factory=dict)  # key -> Future of (value, bytes), oldest first
     _idle: list = field(default_factory=list)  # children nobody is using, most recent last
@@ -464,12 +498,14 @@ class FrameCache:
     def _table(self, path):
         """Path -> (starts [N], VideoInfo, ticks [N], key_ticks), see `_open`."""
         file = _identity(path)
+        name = sha256(repr(file).encode()).hexdigest()[:32]
 
         def read():
-            starts, duration, height, width, *ticks = self._ask((file[0], self.num_threads))  # [N]
+            table, asked = self._through(name, file, lambda: self._ask((file[0], self.num_threads)))
+            starts, duration, height, width, *ticks = table  # [N] each
             starts.flags.writeable = False  # every caller gets the same array
             info = VideoInfo(duration, len(starts), len(starts) / duration, width, height)
-            return (starts, info, *ticks), sum(array.nbytes for array in (starts, *ticks))
+            return (starts, info, *ticks), sum(array.nbytes for array in (starts, *ticks)), asked
 
         return self._once(file, read, look=False)
 
@@ -482,19 +518,20 @@ class FrameCache:
         frame_keys = [sha256(name.encode()).hexdigest()[:32] for name in names]  # hash() is salted
         key = sha256("".join(frame_keys).encode()).hexdigest()[:32]
 
-        def read():
+        def decode():
             parts = np.array_split(ticks[indices], min(self.workers, max(1, len(indices) // 8)))
             how = (key_ticks, height, width)
             requests = [(file[0], self.num_threads, part, *how) for part in parts]
             if len(parts) == 1:
-                images = self._ask(requests[0])  # [T, H, W, 3]
-            else:  # each decoder has a stretch of the video to itself
-                with ThreadPoolExecutor(len(parts)) as pool:  # map keeps their order
-                    images = np.concatenate(list(pool.map(self._ask, requests)))  # [T, H, W, 3]
-            images.flags.writeable = False  # every caller gets the same arrays
+                return [self._ask(requests[0])]  # [T, H, W, 3]
+            with ThreadPoolExecutor(len(parts)) as pool:  # each has a stretch to itself
+                return [np.concatenate(list(pool.map(self._ask, requests)))]  # map keeps the order
+
+        def read():
+            (images,), asked = self._through(key, file, decode)  # [T, H, W, 3]
             seconds = starts[indices]  # [T]
-            seconds.flags.writeable = False
-            return Frames(images, seconds, key, frame_keys), images.nbytes
+            images.flags.writeable = seconds.flags.writeable = False  # every caller gets the same
+            return Frames(images, seconds, key, frame_keys), images.nbytes, asked
 
         return self._once(key, read)
 
@@ -504,6 +541,43 @@ class FrameCache:
             idle, self._idle = self._idle, []
         for child in idle:  # one in use stays, and is idle later
             child.close()
+
+    def _through(self, name, file, read):
+        """-> (what read() gives, whether it was asked), by way of the folder if there is one."""
+        path = self.folder and os.path.join(self.folder, name + ".frames")
+        kept = _load(path) if path else None
+        if kept is not None:
+            return kept, False
+        values = read()  # arrays and numbers
+        if path and _identity(file[0]) == file:  # else it changed: they may be of the new one
+            self._store(path, values)
+        return values, True
+
+    def _store(self, path, values):
+        """Whole or not at all: renamed when it is complete. On an error it goes on without."""
+        stream = io.BytesIO()
+        np.savez(stream, *values)
+        data = zlib.crc32(stream.getbuffer(), 1).to_bytes(4, "big") + stream.getbuffer()
+        part = os.path.join(self.folder, os.urandom(16).hex() + ".frames")  # nobody looks for it
+        with self._writing:
+            most = self.folder_bytes * 7 // 8  # the rest is for what others write meanwhile
+            if len(data) > most:
+                return
+            try:
+                os.makedirs(self.folder, exist_ok=True)
+                self._unseen += len(data)
+                if self._unseen > self.folder_bytes / 64:  # looking through thousands takes 0.1 s
+                    _make_room(self.folder, most - len(data))
+                    self._unseen = 0
+                with open(part, "xb") as file:
+                    file.write(data)
+                with contextlib.suppress(FileNotFoundError):  # another process needed its room
+                    os.replace(part, path)
+            except OSError as error:
+                print(f"frames are no longer kept on disk: {error}", file=sys.stderr, flush=True)
+                self.folder_bytes = 0  # reading goes on
+                with contextlib.suppress(OSError):
+                    os.unlink(part)
 
     def _ask(self, request):
         """Has an idle child answer, or a new one; without a timeout, this thread does."""
@@ -518,7 +592,7 @@ class FrameCache:
                 self._idle.append(child)  # after an error too: it can be asked again
 
     def _once(self, key, read, look=True):
-        """Value of `key`: kept, being read by another thread, or read() -> (value, bytes) now."""
+        """Value of `key`: kept, read by another thread, or read() -> (it, bytes, decoded?) now."""
         with self._lock:
             future = self._entries.pop(key, None)
             mine = future is None
@@ -529,7 +603,7 @@ class FrameCache:
         if not mine:  # outside the lock, which the reading thread needs to finish
             return future.result()[0]  # or raises what the other thread raised
         try:
-            value, size = read()  # outside the lock too: it may take seconds
+            value, size, decoded = read()  # outside the lock too: it may take seconds
         except BaseException as error:  # of every kind: whoever waits must not wait for ever
             with self._lock:
                 del self._entries[key]  # a later call tries again
@@ -537,8 +611,8 @@ class FrameCache:
             raise
         with self._lock:
             future.set_result((value, size))  # wakes those that wait
-            self.decodes += look
-            self.indexed += not look
+            self.decodes += look and decoded
+            self.indexed += not look and decoded
             self.bytes += size
             kept = [name for name, entry in self._entries.items() if entry.done()]  # oldest first
             if not look:

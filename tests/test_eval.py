@@ -642,6 +642,8 @@ def test_a_part_of_a_finished_folder_leaves_its_summary(world):
 
 
 @pytest.mark.parametrize("flags", [("--max-seqs", 2), ("--engine-share", 0.5),
+                                   ("--frame-cache-dir", "/dev/null"),  # no folder: it goes on
+                                   ("--frame-cache-dir-gb", 9),
                                    ("--base-url", "http://127.0.0.1:9/v1")])
 def test_how_fast_and_where_it_runs_does_not_make_it_another_run(flags, world):
     assert world(rows=ROWS[:1]).code == 0

@@ -821,7 +821,8 @@ def test_flags_of_the_engine_and_the_cache_reach_them(monkeypatch):
     parser = argparse.ArgumentParser()
     rollout.add_agent_arguments(parser)
     args = parser.parse_args(["--engine-share", "0.4", "--max-seqs", "9", "--context", "777",
-                              "--frame-cache-gb", "0.5"])
+                              "--frame-cache-gb", "0.5", "--frame-cache-dir", "kept",
+                              "--frame-cache-dir-gb", "0.25"])
     args.frames, made = 16, []
     monkeypatch.setattr(rollout, "VllmEngine", lambda *given, **named: made.append((given, named)))
     codec = SimpleNamespace(channel="image")
@@ -835,6 +836,8 @@ def test_flags_of_the_engine_and_the_cache_reach_them(monkeypatch):
     assert sized == [(16, 1), (16 + 3 * 20, 1), (20, 4)]
     _, source = rollout.agent_settings(args, __file__)
     assert source.cache.max_bytes == 2**29
+    assert (source.cache.folder, source.cache.folder_bytes) == ("kept", 2**28)
+    assert rollout.agent_settings(parser.parse_args([]), __file__)[1].cache.folder is None
     args.engine_share = 1.0
     with pytest.raises(model.UserError, match="--engine-share"):
         rollout.agent_settings(args, __file__)
@@ -1403,6 +1406,8 @@ def command(toy, tmp_path, monkeypatch, capsys):
     (("--temperature", "nan"), "temperature"), (("--max-turns", "-1"), "max-turns"),
     (("--sub-fps", "0"), "--sub-fps"), (("--sub-frames", "0"), "--sub-frames"),
     (("--max-pixels", "9"), "--max-pixels"),
+    (("--frame-cache-dir-gb", "0"), "--frame-cache-dir-gb"),
+    (("--frame-cache-dir-gb", "nan"), "--frame-cache-dir-gb"),
     (("--group", "0"), "--group"), (("--max-new-tokens", "0"), "--max-new-tokens"),
     (("--video-root", "/no/such/place"), "no such folder"),
     (("--out", "/proc/nothing/r.jsonl"), "output folder"), (("--out", "/tmp"), "folder"),

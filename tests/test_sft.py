@@ -233,12 +233,14 @@ def test_encoded_chats_are_kept_within_a_bound(toy, codec):
     assert chats[0] is first
 
 
-def test_the_frame_cache_has_the_size_that_was_asked_for(trained, monkeypatch):
+def test_the_frame_cache_has_the_size_and_the_folder_that_were_asked_for(
+        trained, monkeypatch, tmp_path):
     made, real = [], sft.video.FrameCache
-    monkeypatch.setattr(sft.video, "FrameCache", lambda *given, **named: made.append(given)
+    monkeypatch.setattr(sft.video, "FrameCache", lambda *given, **named: made.append((given, named))
                         or real(*given, **named))
-    trained("--frame-cache-gb", 0.5)
-    assert made == [(2**29,)]
+    trained("--frame-cache-gb", 0.5, "--frame-cache-dir", tmp_path, "--frame-cache-dir-gb", 0.25)
+    folder = {"timeout": 60.0, "folder": str(tmp_path), "folder_bytes": 2**28}
+    assert made == [((2**29,), folder)] and any(tmp_path.iterdir())
 
 
 # ------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -657,6 +658,200 @@ def test_least_recently_used_goes_first(minute):
     assert cache.decodes == 4
     big = video.overview(minute, 64, cache=cache)  # larger than the cache: served all the same
     assert len(big.seconds) == 64 and cache.bytes <= cache.max_bytes
+
+
+# ---- frames on disk
+
+
+def sizes(folder):
+    """Path of each file in a cache's folder -> its bytes."""
+    return {path: path.stat().st_size for path in Path(folder).iterdir()}
+
+
+def same(one, other):
+    return (np.array_equal(one.images, other.images) and one.key == other.key
+            and one.seconds.tolist() == other.seconds.tolist()
+            and one.frame_keys == other.frame_keys)
+
+
+@pytest.mark.parametrize("timeout", [None, 20])
+def test_another_process_finds_on_disk_what_was_decoded(minute, tmp_path, timeout):
+    first = FrameCache(folder=str(tmp_path / "new" / "kept"), timeout=timeout)
+    second = FrameCache(0, folder=first.folder, timeout=timeout)
+    looks = (lambda cache: video.overview(minute, 8, cache=cache),
+             lambda cache: video.crop(minute, 3, 9, cache=cache))
+    for look in looks:
+        decoded, found = look(first), look(second)
+        assert same(decoded, found) and same(found, video.load(
+            {"video": minute, "frames": 8} if look is looks[0]
+            else {"video": minute, "start": 3, "end": 9}))
+        with pytest.raises(ValueError):
+            found.images[0] = 0
+    assert (first.decodes, first.indexed) == (2, 1)
+    assert (second.decodes, second.indexed, second._idle) == (0, 0, [])  # no file was opened
+    assert video.probe(minute, second) == video.probe(minute)
+    assert all(type(value) in (int, float) for value in vars(video.probe(minute, second)).values())
+    assert len(sizes(first.folder)) == 3  # two looks, one table
+    first.close()
+
+
+def damage(path, kind, rng):
+    data = bytearray(path.read_bytes())
+    if kind == "flipped":
+        data[rng.integers(len(data))] ^= 1 << rng.integers(8)
+    kept = {"empty": 0, "cut": int(rng.integers(1, len(data))), "four": 4}.get(kind, len(data))
+    path.write_bytes(b"\0" * 4 if kind == "zeros" else data[:kept])
+
+
+@pytest.mark.parametrize("kind", ["flipped", "cut", "empty", "four", "zeros"])
+def test_damaged_files_are_decoded_again_and_replaced(minute, tmp_path, kind):
+    whole = video.overview(minute, 8, cache=FrameCache(folder=tmp_path))
+    good = {path: path.read_bytes() for path in sizes(tmp_path)}
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        [damage(path, kind, rng) for path in good]
+        cache = FrameCache(folder=tmp_path)
+        assert same(video.overview(minute, 8, cache=cache), whole)
+        assert (cache.decodes, cache.indexed) == (1, 1)
+        assert {path: path.read_bytes() for path in sizes(tmp_path)} == good
+    [damage(path, kind, rng) for path in good]
+    full = FrameCache(folder=tmp_path, folder_bytes=0)  # it cannot be replaced, but it goes
+    assert same(video.overview(minute, 8, cache=full), whole) and sizes(tmp_path) == {}
+
+
+def test_the_folder_keeps_its_bound_and_what_was_used_last(minute, tmp_path):
+    (tmp_path / "notes.txt").write_text("not a cache's")
+    (tmp_path / "mine.frames").write_text("nor this")
+    one = FrameCache(folder=tmp_path)
+    video.crop(minute, 0, 1, cache=one)
+    crop_bytes = max(sizes(tmp_path).values())
+    bound = 6 * crop_bytes  # of which 7/8 are used: four crops and their table
+    for start in (1, 2, 0, 3, 0, 4, 5, 0, 6):
+        cache = FrameCache(folder=tmp_path, folder_bytes=bound)
+        video.crop(minute, start, start + 1, cache=cache)
+        assert cache.decodes == (start != 0)  # used again and again, so it stays
+        assert sum(sizes(tmp_path).values()) <= bound
+        time.sleep(0.02)  # file systems count time in some milliseconds
+    for start, there in ((6, True), (0, True), (5, True), (4, True), (3, False)):
+        cache = FrameCache(folder=tmp_path, folder_bytes=bound)
+        video.crop(minute, start, start + 1, cache=cache)
+        assert cache.decodes == (not there)
+    cache = FrameCache(folder=tmp_path, folder_bytes=bound)
+    before = sizes(tmp_path)
+    video.overview(minute, 64, cache=cache)  # larger than all of it: pushes nothing out
+    assert sizes(tmp_path) == before
+    assert {"notes.txt", "mine.frames"} <= {path.name for path in before}
+
+
+def test_a_folder_is_looked_through_now_and_then(minute, tmp_path, monkeypatch):
+    """Not for every file written: it may hold tens of thousands."""
+    looked, make_room = [], video._make_room
+    monkeypatch.setattr(video, "_make_room", lambda *given: looked.append(1) or make_room(*given))
+    cache = FrameCache(0, folder=tmp_path, folder_bytes=0)
+    video.crop(minute, 0, 1, cache=cache)
+    cache.folder_bytes = 64 * 10 * 10_000  # ten crops of 6 KiB and some are 1/64 of it
+    for start in range(40):
+        video.crop(minute, start, start + 1, cache=cache)
+    assert cache.decodes == 41 and 2 <= len(looked) <= 5
+
+
+def test_a_rewritten_video_is_not_served_from_its_old_file(tmp_path, monkeypatch):
+    path, folder = write(tmp_path / "v.mp4", 10, rate=1), tmp_path / "kept"
+    video.overview(path, 64, cache=FrameCache(folder=folder))
+    write(path, 20, rate=1)
+    assert len(video.overview(path, 64, cache=FrameCache(folder=folder)).seconds) == 20
+    # Nor kept, where it is rewritten while it is read: the frames may be of either.
+    os.utime(path, ns=(1, 1))
+    answer = video._answer
+    monkeypatch.setattr(video, "_answer", lambda request: (answer(request), os.utime(path))[0])
+    before = sizes(folder)
+    video.overview(path, 64, cache=FrameCache(folder=folder))
+    assert sizes(folder) == before
+
+
+HAMMER = """
+import sys
+import numpy as np
+import video
+path, folder, bound, seed = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+plain, rng = video.FrameCache(), np.random.default_rng(seed)
+for _ in range(150):
+    start = int(rng.integers(8))
+    cache = video.FrameCache(0, folder=folder, folder_bytes=bound)
+    got = video.crop(path, start, start + 1, cache=cache)
+    assert np.array_equal(got.images, video.crop(path, start, start + 1, cache=plain).images)
+    assert cache.folder_bytes == bound  # no write failed
+"""
+
+
+@pytest.mark.parametrize("crops", [0.5, 4, 100])
+def test_processes_that_write_and_delete_at_once(minute, tmp_path, crops):
+    """In a folder for less than one crop, for some of the eight, for all."""
+    video.crop(minute, 0, 1, cache=FrameCache(folder=tmp_path / "one"))
+    bound = int(crops * sum(sizes(tmp_path / "one").values()))
+    folder = tmp_path / "kept"
+    command = [sys.executable, "-c", HAMMER, minute, str(folder), str(bound)]
+    started = [subprocess.Popen([*command, str(seed)], cwd=Path(video.__file__).parent,
+                                stderr=subprocess.PIPE, text=True) for seed in range(3)]
+    assert [(p.communicate()[1], p.returncode) for p in started] == [("", 0)] * 3
+    found = sizes(folder) if folder.exists() else {}
+    assert sum(found.values()) <= bound
+    if crops == 100:
+        assert len(found) == 9  # eight crops and their table; nothing half-written is left
+
+
+def test_threads_of_one_cache_and_a_folder(long_gop, tmp_path):
+    cache, got = FrameCache(0, folder=tmp_path), {}
+    plain = [video.crop(long_gop, s, s + 1) for s in range(8)]
+
+    def look(start):
+        got[start] = video.crop(long_gop, start, start + 1, cache=cache)
+
+    for _ in range(2):
+        threads = [threading.Thread(target=look, args=[start]) for start in range(8)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+        assert all(same(got[start], plain[start]) for start in range(8))
+    assert cache.decodes == 8 and len(sizes(tmp_path)) == 9
+
+
+@pytest.mark.parametrize("kind", ["a file", "read-only", "full"])
+def test_where_nothing_can_be_written_it_goes_on_and_says_so_once(
+        minute, tmp_path, monkeypatch, capfd, kind):
+    folder, plain = tmp_path / "kept", video.overview(minute, 8)
+    if kind == "a file":
+        folder.write_text("")
+    else:
+        video.crop(minute, 1, 2, cache=FrameCache(folder=folder))
+    if kind == "read-only":  # for root as well, which no mode of a folder stops
+        monkeypatch.setattr(os, "utime", raises(PermissionError(13, "Permission denied")))
+        monkeypatch.setattr(os, "makedirs", raises(PermissionError(13, "Permission denied")))
+    real = open
+
+    def full(name, mode="r", **options):
+        if "x" in mode:
+            real(name, mode).close()  # its name fits, its bytes do not
+            raise OSError(28, "No space left on device")
+        return real(name, mode, **options)
+
+    if kind == "full":
+        monkeypatch.setattr("builtins.open", full)
+    before = {} if kind == "a file" else sizes(folder)
+    cache = FrameCache(0, folder=str(folder))
+    for _ in range(3):
+        assert same(video.overview(minute, 8, cache=cache), plain)
+        video.crop(minute, 1, 2, cache=cache)
+    assert cache.decodes == (6 if kind == "a file" else 3)  # what is there is still read
+    error = capfd.readouterr().err
+    assert error.startswith("frames are no longer kept on disk: [Errno ")
+    assert error.count("\n") == 1
+    assert kind == "a file" or sizes(folder) == before
+
+
+def raises(error):
+    def call(*given, **named):
+        raise error
+    return call
 
 
 @pytest.mark.skipif(os.name != "posix", reason="stops and kills a child with signals")
