@@ -18,7 +18,9 @@ turn is forbidden), with AdamW, no KL, fp32, all cores. TRL runs in an environme
 this script makes (--peers DIR, kept for the next run), and waits at each step for a word, so that
 the sides alternate. Medians. Prints one line of JSON.
 
-Peers: trl 1.16.0 (with accelerate 1.15.0, datasets 5.2.0), qwen-vl-utils 0.0.14.
+--lora RANK: both train adapters alone, on the same matrices; TRL by peft.
+
+Peers: trl 1.16.0 (with accelerate 1.15.0, datasets 5.2.0, peft 0.21.2), qwen-vl-utils 0.0.14.
 
   python bench/peers.py --ckpt out/demo/toy/init --peers peers_out
 """
@@ -108,8 +110,14 @@ def train_trl(args):
             use_cpu=True, bf16=False, gradient_checkpointing=False, save_strategy="no",
             logging_strategy="no", report_to=[], disable_tqdm=True)
         policy = Qwen3VLForConditionalGeneration.from_pretrained(args.ckpt, dtype=torch.float32)
-        Waiting(model=policy, reward_funcs=reward, args=config, callbacks=[Clock()],
-                train_dataset=Dataset.from_list([row] * 64),
+        adapters = None
+        if args.lora:
+            from peft import LoraConfig
+
+            names = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()  # no tower's
+            adapters = LoraConfig(r=args.lora, lora_alpha=2 * args.lora, target_modules=names)
+        Waiting(model=policy, peft_config=adapters, reward_funcs=reward, args=config,
+                callbacks=[Clock()], train_dataset=Dataset.from_list([row] * 64),
                 processing_class=AutoProcessor.from_pretrained(args.ckpt)).train()
 
 
@@ -125,7 +133,7 @@ def make_peers(folder):
             f.write(site.getsitepackages()[0] + "\n")
         # --no-deps: torch and transformers are to be those of this environment.
         wanted = ["trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0", "qwen-vl-utils==0.0.14",
-                  "dill", "multiprocess", "xxhash", "pandas", "python-dateutil", "pytz", "tzdata",
+                  "peft==0.21.2", "dill", "multiprocess", "xxhash", "pandas", "python-dateutil", "pytz", "tzdata",
                   "six", "aiohttp", "pyarrow", "psutil", "httpx"]
         subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", *wanted], check=True)
         open(ready, "w").close()
@@ -160,7 +168,7 @@ def our_step(args):
     seconds = np.arange(args.images, dtype=float)
     keys = [f"still{i}" for i in range(args.images)]
     source = Stills(video.Frames(pictures(args.images), seconds, "stills", keys), None)
-    policy = model.load_sharded(args.ckpt, codec, device)
+    policy = model.load_sharded(args.ckpt, codec, device, lora=args.lora)
     vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
     optimizer = model.adamw(model.trained_parameters(policy), 1e-6, 0.999, device)
     context = args.prompt + args.response + 64
@@ -195,7 +203,7 @@ def our_step(args):
 def compare_trainers(args):
     """TRL and grpo.py in turns -> ratios of medians."""
     words = [make_peers(args.peers), os.path.abspath(__file__), "--role", "trl"]
-    for name in ("ckpt", "filler", "images", "prompt", "response", "group", "repeats"):
+    for name in ("ckpt", "filler", "images", "prompt", "response", "group", "repeats", "lora"):
         words += [f"--{name}", str(getattr(args, name))]
     step = our_step(args)
     # Its start-up shares the cores with our first round, which is dropped.
@@ -362,6 +370,7 @@ def main():
     add("--prompt", type=int, default=4000, help="tokens of the prompt, about")
     add("--response", type=int, default=800, help="sampled tokens of each response")
     add("--group", type=int, default=8, help="responses")
+    add("--lora", type=int, default=0, help="rank of adapters on both sides; 0 = whole models")
     add("--repeats", type=int, default=3, help="measured rounds; medians are reported")
     add("--video-seconds", type=int, default=600, help="length of the films")
     add("--films", nargs="+", default=["x264:1280x720", "x264:1920x1080", "x265:1280x720"],
