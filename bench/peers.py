@@ -133,8 +133,8 @@ def make_peers(folder):
             f.write(site.getsitepackages()[0] + "\n")
         # --no-deps: torch and transformers are to be those of this environment.
         wanted = ["trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0", "qwen-vl-utils==0.0.14",
-                  "peft==0.21.2", "dill", "multiprocess", "xxhash", "pandas", "python-dateutil", "pytz", "tzdata",
-                  "six", "aiohttp", "pyarrow", "psutil", "httpx"]
+                  "peft==0.21.2", "dill", "multiprocess", "xxhash", "pandas", "python-dateutil",
+                  "pytz", "tzdata", "six", "aiohttp", "pyarrow", "psutil", "httpx"]
         subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", *wanted], check=True)
         open(ready, "w").close()
     return python
