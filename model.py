@@ -959,6 +959,12 @@ def content_digest(ckpt):
         if not weights and not name.endswith((".json", ".jinja", ".txt")) or name == "state.json":
             continue  # a README, an optimizer, the state of its training
         path = os.path.join(ckpt, name)
+        if name == "adapter_config.json":  # holds its base's digest; where that lies is no content
+            with open(path) as f:
+                config = json.load(f)
+            config.pop("base_model_name_or_path", None)
+            digest.update(json.dumps(config, sort_keys=True).encode())
+            continue
         size = os.path.getsize(path)
         stride = 2**20 if weights and size > 2**26 else 2**12  # bytes; small files: all of them
         digest.update(f"{name} {size}".encode())
@@ -1190,7 +1196,8 @@ def add_adapters(hf, rank):
 
 
 def start_adapters(hf):
-    """A small and random, B zero: the adapted model begins as the base."""
+    """A small and random, the same for every --seed; B zero: the adapted model begins as the
+    base."""
     import hashlib
 
     for name, p in hf.named_parameters():
@@ -1214,8 +1221,8 @@ def own_rows(weight, whole):
 
 
 class WithoutAdapters:
-    """The policy with its adapters off, called as it is: the reference of the KL, no second copy.
-    Called before the policy's own forward, whose layers are computed again in backward."""
+    """The policy with its adapters off, called as it is: the reference of the KL, no second
+    copy."""
 
     def __init__(self, policy):
         self.policy = policy
@@ -1243,7 +1250,10 @@ def lineage(ckpt):
     if not os.path.isdir(base):
         raise UserError(f"checkpoint {ckpt}: its base {base} is not there; where it lies now goes "
                         "into base_model_name_or_path of adapter_config.json")
-    if config.get("base_digest", (found := content_digest(base))) != found:
+    if "base_digest" not in config:
+        raise UserError(f"checkpoint {ckpt}: its adapters were not saved by sft.py or grpo.py; "
+                        "merge them with the tool that made them")
+    if config["base_digest"] != content_digest(base):
         raise UserError(f"checkpoint {ckpt}: {base} is not the checkpoint that these adapters were "
                         "trained on (its content differs)")
     return [*lineage(base), ckpt]
@@ -1318,6 +1328,7 @@ def save_adapters(policy, processor, folder, weights):
               "base_digest": content_digest(policy.ckpt)}
     write_atomic(os.path.join(folder, "adapter_config.json"), json.dumps(config, indent=1))
     policy.hf.config.save_pretrained(folder)
+    policy.hf.generation_config.save_pretrained(folder)  # its end ids are read from it
     save_processor(processor, folder)
 
 
@@ -1352,7 +1363,7 @@ def full_weights(policy, dtype=None):
         whole = whole_tensor(tensor.detach().to(dtype or tensor.dtype))  # cast before it travels
         if (stem := name.removesuffix("weight")) + "lora_A" in state:  # adapters: added in fp32
             a, b = (whole_tensor(state[f"{stem}lora_{letter}"].detach()) for letter in "AB")
-            whole = (whole.float() + 2 * (b @ a)).to(whole.dtype)
+            whole = (whole.float() + adapters_sum([(2, a, b)])).to(whole.dtype)
         yield name, whole
 
 
@@ -1406,9 +1417,11 @@ def save_checkpoint(policy, codec, path, state, optimizer=None):
         moments = get_optimizer_state_dict(policy, optimizer)
         shards = {"model": state_dict, "optimizer": moments}
     try:
-        with atomic_folder(path) if first else contextlib.nullcontext() as folder:
+        with contextlib.ExitStack() as opened:
+            folder = None
             if first:
                 try:
+                    folder = opened.enter_context(atomic_folder(path))
                     if adapted:
                         save_adapters(policy, codec.processor, folder, weights)
                     else:

@@ -288,6 +288,7 @@ def _open(path, num_threads):
         # In decoding order; without the flush at the end and what an edit list hides.
         packets = [(packet.pts, packet.is_keyframe, packet.duration or 0)
                    for packet in container.demux(stream) if packet.size and not packet.is_discard]
+        strict = stream.codec_context.name in ("h264", "hevc")
     if not packets:
         raise VideoError(path, "PyAV: holds no video frames")
     if any(pts is None for pts, _, _ in packets):  # a raw stream, outside any container
@@ -295,8 +296,10 @@ def _open(path, num_threads):
     packets.sort()  # into display order
     ticks = np.unique([pts for pts, _, _ in packets])  # two packets of one time are one frame
     key_ticks = np.array([pts for pts, key, _ in packets if key], int)
+    if strict and len(key_ticks):  # a cut may have left frames before it, which nothing decodes
+        ticks = ticks[ticks >= key_ticks[0]]
     starts = np.round((ticks - ticks[0]) * float(unit), 4)  # [N]
-    first = (key_ticks if len(key_ticks) else ticks)[:1]  # a cut may have left frames before it
+    first = (key_ticks if len(key_ticks) else ticks)[:1]
     (image,) = _images(path, num_threads, first, key_ticks)  # as displayed; the header may lie
     duration = _duration(starts, starts[-1] + float(packets[-1][2] * unit))
     return starts, duration, *image.shape[:2], ticks, key_ticks
@@ -344,7 +347,7 @@ def _images(path, num_threads, ticks, key_ticks):
                 after = np.searchsorted(key_ticks, left[0], side="right")  # index of the next one
                 if after < len(key_ticks):
                     run = left[: np.searchsorted(left, key_ticks[after])]
-                if after > 1:  # else it stands there already
+                if after > 1 or after and len(left) < len(ticks):  # else it stands there already
                     container.seek(int(key_ticks[after - 1]), stream=stream)
             for frame in _decode(container, stream, set(run), drop and seeks):
                 if frame.pts in run:

@@ -378,6 +378,8 @@ def main():
     add("--role", choices=["trl"], default=None, help=argparse.SUPPRESS)
     add("--filler", default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if not args.ckpt and args.only != "video":
+        parser.error("--ckpt: a toy checkpoint, for all but --only video")
     if args.role == "trl":
         train_trl(args)
         return

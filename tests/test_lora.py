@@ -7,6 +7,7 @@ log-probs once merged. Through both scripts: files, going on, a second stage on 
 import json
 import os
 import random
+import shutil
 import sys
 import threading
 
@@ -149,6 +150,34 @@ def test_the_base_trained_on_is_the_base_used(saved, toy, tmp_path):
         settings.write_text(json.dumps({**config, "base_model_name_or_path": base}))
         with pytest.raises(model.UserError, match=why):
             model.resolve_checkpoint(str(saved))
+
+
+def test_a_base_may_move_below_stages_that_stand_on_it(saved, codec, toy, tmp_path):
+    """Where a base lies is no content: only the folder that names it has to be told."""
+    second = tmp_path / "second"
+    policy = model.load_sharded(str(saved), codec, CPU, lora=2)
+    model.save_checkpoint(policy, codec, str(second), {"step": 1})
+    before = model.content_digest(str(saved))
+    shutil.copytree(toy / "init", tmp_path / "elsewhere")
+    settings = saved / "adapter_config.json"
+    config = json.loads(settings.read_text())
+    moved = {**config, "base_model_name_or_path": str(tmp_path / "elsewhere")}
+    settings.write_text(json.dumps(moved))
+    assert model.content_digest(str(saved)) == before
+    assert model.lineage(str(second))[0] == str(tmp_path / "elsewhere")
+    settings.write_text(json.dumps({**moved, "r": 1}))
+    assert model.content_digest(str(saved)) != before
+
+
+def test_a_folder_of_adapters_ends_where_its_base_does(saved, toy):
+    """And other tools' adapters, which may hold more than two matrices, are not half read."""
+    assert model.end_ids(str(saved)) == model.end_ids(str(toy / "init")) != set()
+    settings = saved / "adapter_config.json"
+    config = json.loads(settings.read_text())
+    del config["base_digest"]
+    settings.write_text(json.dumps(config))
+    with pytest.raises(model.UserError, match="not saved by sft.py or grpo.py"):
+        model.resolve_checkpoint(str(saved))
 
 
 def test_merged_it_is_a_checkpoint_of_whole_weights(saved, adapted, codec, tmp_path, monkeypatch,

@@ -364,6 +364,27 @@ def test_other_containers(tmp_path, name, options):
     assert seen(video.overview(path, 4, **NATIVE).images) == [12, 37, 62, 87]
 
 
+@pytest.mark.parametrize("name, codec", [("a.mp4", "mpeg4"), ("a.mkv", "mpeg4"),
+                                         ("a.mp4", "libx264"), ("a.ts", "libx264")])
+def test_what_a_cut_left_before_the_first_key_frame_harms_no_look(tmp_path, name, codec):
+    """The frames before it are made from one that is gone: looks at them and behind them work."""
+    whole, cut = write(tmp_path / "whole.mp4", 60, g=20, codec=codec), tmp_path / name
+    with av.open(whole) as source, av.open(str(cut), "w") as target:
+        copy = target.add_stream_from_template(source.streams.video[0])
+        packets = [packet for packet in source.demux(video=0) if packet.size]
+        for packet in packets[5:]:
+            packet.stream = copy
+            target.mux(packet)
+    starts, info = FrameCache().index(cut)
+    for indices in ([0], [0, len(starts) - 1], range(0, len(starts), 3), range(len(starts))):
+        cache = FrameCache()
+        got = cache.frames(cut, np.array(indices), **NATIVE)
+        # H.264 begins at its key frame, 20; mpeg4's decoder makes something of those before it.
+        wanted = [i + (20 if codec == "libx264" else 5) for i in indices]
+        pairs = [(a, b) for a, b in zip(seen(got.images), wanted) if b >= 20]
+        assert all(a == b for a, b in pairs) and len(got.images) == len(wanted)
+
+
 def test_frames_hidden_by_an_edit_list_stay_hidden(tmp_path):
     """At the front, where the rest keeps its order, and at the end."""
     whole = write(tmp_path / "whole.mp4", 100, bf=3, g=250)
