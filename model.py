@@ -1520,6 +1520,7 @@ def atomic_folder(path):
         for folder, _, names in os.walk(temp):
             for name in names:
                 with open(os.path.join(folder, name), "rb") as f:
+                    os.fchmod(f.fileno(), 0o644)  # safetensors lets nobody else read
                     os.fsync(f.fileno())
         os.chmod(temp, 0o755)
         shutil.rmtree(path, ignore_errors=True)
