@@ -917,7 +917,7 @@ def resolve_checkpoint(path):
             json.load(f)
     except ValueError as e:
         raise UserError(f"checkpoint {folder}: config.json is not JSON ({e})") from None
-    stored_weights(lineage(folder)[0])
+    stored_weights(lineage(folder, check=True)[0])
     return os.path.realpath(folder)
 
 
@@ -1084,6 +1084,7 @@ def load_sharded(ckpt, codec, device, recompute="none", replicas=1, frozen=False
     weights = {name: p.detach() for name, p in hf.named_parameters() if ".lora_" not in name}
     base, *adapters = lineage(ckpt)
     policy.ckpt, policy.stored_as = ckpt, check_weights(base, weights)
+    policy.digest = content_digest(ckpt) if lora else None  # of the base that adapters will name
     dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(base))
     for name, parts in read_adapters(adapters).items():  # of stages before: part of the weights
         whole = own_rows(weights[name], adapters_sum(parts).to(device))
@@ -1238,9 +1239,10 @@ class WithoutAdapters:
                 layer.adapted = True
 
 
-def lineage(ckpt):
+def lineage(ckpt, check=False):
     """Checkpoint folder -> [folder of whole weights, adapters on it, adapters on those, ..]. Raises
-    UserError where a base is not there, or not the one that the adapters were trained on."""
+    UserError where a base is not there; check, which reads some of every MiB and is asked for once,
+    by resolve_checkpoint: or is not the one that the adapters were trained on."""
     settings = os.path.join(ckpt, "adapter_config.json")
     if not os.path.isfile(settings):
         return [ckpt]
@@ -1253,10 +1255,10 @@ def lineage(ckpt):
     if "base_digest" not in config:
         raise UserError(f"checkpoint {ckpt}: its adapters were not saved by sft.py or grpo.py; "
                         "merge them with the tool that made them")
-    if config["base_digest"] != content_digest(base):
+    if check and config["base_digest"] != content_digest(base):
         raise UserError(f"checkpoint {ckpt}: {base} is not the checkpoint that these adapters were "
                         "trained on (its content differs)")
-    return [*lineage(base), ckpt]
+    return [*lineage(base, check), ckpt]
 
 
 def read_adapters(folders):
@@ -1308,7 +1310,7 @@ def check_adapters(policy, path):
     rank, then = len(a) if a is not None else 0, config.get("r", 0)
     if rank != then:
         raise UserError(f"{path} was trained with --lora {then}, not {rank}")
-    if rank and config["base_digest"] != content_digest(policy.ckpt):
+    if rank and config["base_digest"] != policy.digest:
         raise UserError(f"{path} holds adapters on another base than {policy.ckpt}")
 
 
@@ -1325,7 +1327,7 @@ def save_adapters(policy, processor, folder, weights):
     config = {"peft_type": "LORA", "task_type": None, "r": rank, "lora_alpha": 2 * rank,
               "lora_dropout": 0.0, "bias": "none", "target_modules": targets,
               "inference_mode": True, "base_model_name_or_path": policy.ckpt,
-              "base_digest": content_digest(policy.ckpt)}
+              "base_digest": policy.digest}
     write_atomic(os.path.join(folder, "adapter_config.json"), json.dumps(config, indent=1))
     policy.hf.config.save_pretrained(folder)
     policy.hf.generation_config.save_pretrained(folder)  # its end ids are read from it
@@ -1897,6 +1899,18 @@ def has_surrogate(value):
     except UnicodeEncodeError:
         return True
     return False
+
+
+def frame_cache(args):
+    """--frame-cache-gb, --frame-cache-dir, --frame-cache-dir-gb -> the decoded frames of a stage.
+    Raises UserError naming the flag."""
+    if not 0 < args.frame_cache_dir_gb < float("inf"):
+        got = args.frame_cache_dir_gb
+        raise UserError(f"--frame-cache-dir-gb must be a number above 0, got {got}")
+    # In a child process: a decoder that hangs or crashes costs one video.
+    return video.FrameCache(int(args.frame_cache_gb * 2**30), timeout=60.0,
+                            folder=args.frame_cache_dir,
+                            folder_bytes=int(args.frame_cache_dir_gb * 2**30))
 
 
 def batch_indices(step, batch_size, rows, seed):

@@ -1030,13 +1030,7 @@ def agent_settings(args, data_path):
     root = args.video_root or os.path.dirname(os.path.abspath(data_path))
     if not os.path.isdir(root):
         raise model.UserError(f"--video-root {root}: no such folder")
-    if not 0 < args.frame_cache_dir_gb < float("inf"):
-        got = args.frame_cache_dir_gb
-        raise model.UserError(f"--frame-cache-dir-gb must be a number above 0, got {got}")
-    # In a child process: a decoder that hangs or crashes costs one video.
-    cache = video.FrameCache(int(args.frame_cache_gb * 2**30), timeout=60.0,
-                             folder=args.frame_cache_dir,
-                             folder_bytes=int(args.frame_cache_dir_gb * 2**30))
+    cache = model.frame_cache(args)
     crop = getattr(args, "crop_pixels", 0)  # eval.py's alone, too
     if crop and crop < least:
         raise model.UserError(f"--crop-pixels must be at least {least}, or 0, got {crop}")

@@ -97,12 +97,12 @@ def parse_args():
     parser = build_parser()
     early = parser.parse_known_args()[0]
     if early.preset == "toy":
-        parser.set_defaults(optimizer="adamw" if early.lora else "muon", lr=2e-3, batch_size=24,
+        parser.set_defaults(optimizer="adamw" if early.lora else "muon", batch_size=24,
                             pack_tokens=2048, max_len=2048, epochs=1.2, beta2=0.98,
                             min_lr=0.02, warmup=0.1, eval_every=100, save_every=0, recompute="none")
     args = parser.parse_args()
     if args.lr is None:  # adapters start at nothing and take larger steps
-        args.lr = 1e-4 if args.lora else 1e-5
+        args.lr = {"paper": (1e-5, 1e-4), "toy": (2e-3, 2e-3)}[args.preset][args.lora > 0]
     if args.lora < 0:
         raise model.UserError(f"--lora may not be negative, got {args.lora}")
     if args.lora and args.optimizer == "muon":
@@ -111,9 +111,6 @@ def parse_args():
         if getattr(args, name) < 1:
             flag = name.replace("_", "-")
             raise model.UserError(f"--{flag} must be at least 1, got {getattr(args, name)}")
-    if not 0 < args.frame_cache_dir_gb < math.inf:
-        got = args.frame_cache_dir_gb
-        raise model.UserError(f"--frame-cache-dir-gb must be a number above 0, got {got}")
     model.check_wandb(args)
     return args
 
@@ -230,12 +227,8 @@ def share(indices, cost, rank, world):
     return [x for i, x in enumerate(ordered) if there_and_back[i % (2 * world)] == rank]
 
 
-def open_data(args, codec):
+def open_data(args, codec, cache):
     """-> (training Chats, held-out Chats or None). Raises UserError where no video can be read."""
-    # In a child process: a decoder that hangs or crashes costs one video.
-    cache = video.FrameCache(int(args.frame_cache_gb * 2**30), timeout=60.0,
-                             folder=args.frame_cache_dir,
-                             folder_bytes=int(args.frame_cache_dir_gb * 2**30))
     # Every row's shape is checked here, its frames and tokens when a batch asks for them.
     train = Chats(args.data, codec, args, cache)
     held = Chats(args.val, codec, args, cache) if args.val else None
@@ -335,6 +328,7 @@ def held_out_loss(policy, vision, chats, args, codec, rank, world, device):
 
 def main():
     args = parse_args()
+    cache = model.frame_cache(args)
     ckpt = model.resolve_checkpoint(args.ckpt)
     model.make_out(args.out)
     folder, state = model.resume_point(args.out, args, args.resume)
@@ -344,7 +338,7 @@ def main():
     rank, world, device = model.start_process_group(args.patience)
     model.beat(args.patience)
     codec = model.load_codec(ckpt, args.channel)
-    train, held = open_data(args, codec)
+    train, held = open_data(args, codec, cache)
     steps = args.steps or max(1, round(args.epochs * len(train.rows) / args.batch_size))
     if start >= steps:
         if rank == 0:
