@@ -250,6 +250,7 @@ def grade(record, protocol="paravt"):
         score = float(answers.match_open(said, task["answer"]))
     else:
         score = rewards.accuracy(said, kind, task["answer"], options)
+        score = float(score == 1.0) if kind == "list" else score  # the whole list, likewise
     return {"said": said, "extracted": extracted, "score": score}
 
 

@@ -15,8 +15,8 @@ grpo.py: PARA-GRPO on top of an SFT checkpoint, with a rollout engine inside eve
 Three parts of PARA-GRPO, each with its flag: Exploration Anchoring (--think-prefix forces
 `<think>\\n`, --answer-suffix pays for a final answer block, --anchor and --gamma pay for closed
 thoughts), Selective Anchoring (--format-credit struct), nFrames Gating (--frames gated: K ~
-U{4,8,16,32,64} per prompt, the same for its whole group). --vanilla turns them and R_tool off:
-plain GRPO. With --format-credit sequence, A_task + A_fmt is exactly GRPO's advantage of the summed
+U{4,8,16,32,64} per prompt, the same for its whole group). --vanilla turns them off: plain GRPO, as
+released. With --format-credit sequence, A_task + A_fmt is exactly GRPO's advantage of the summed
 reward.
 
 Departs from upstream: KL is in the loss, not mixed into rewards; advantages are normalised once;
@@ -65,13 +65,23 @@ def group_by_prompt(episodes):
     return list(groups.values())
 
 
-def group_advantages(group, format_weight, tool_weight=1.0):
-    """-> one {"task", "fmt", "sigma"} per episode. From the unweighted terms, so that a recorded
-    rollout can be replayed under other weights."""
+def call_credit(episode, weight, price=0.1):
+    """A_call of an episode whose calls ran: what their responses brought, R_acc with them minus
+    R_acc of the same prefix without, minus a price. Its baseline is that other answer, not the
+    group: it speaks even where all rollouts call."""
+    if not weight or not episode.executed() or "blind" not in episode.reward:
+        return 0.0
+    return weight * (episode.reward["acc"] - episode.reward["blind"] - price)
+
+
+def group_advantages(group, format_weight, tool_weight=1.0, call_weight=0.0):
+    """-> one {"task", "fmt", "call", "sigma"} per episode. From the unweighted terms, so that a
+    recorded rollout can be replayed under other weights."""
     task = [e.reward["acc"] + tool_weight * e.reward["tool"] for e in group]  # [G]
     fmt = [e.reward["fmt"] for e in group]  # [G]
     a_task, a_fmt, sigma = rewards.group_advantages(task, fmt, format_weight)
-    return [{"task": t, "fmt": f, "sigma": sigma} for t, f in zip(a_task, a_fmt)]
+    return [{"task": t, "fmt": f, "call": call_credit(e, call_weight), "sigma": sigma}
+            for e, t, f in zip(group, a_task, a_fmt)]
 
 
 def token_advantages(episode, codec, credit):
@@ -79,13 +89,14 @@ def token_advantages(episode, codec, credit):
     sampled."""
     task, fmt = episode.advantage["task"], episode.advantage["fmt"]
     out = [0.0] * len(episode.context.ids)
-    for start, end in episode.spans:  # one turn each
+    for turn, (start, end) in enumerate(episode.spans):
+        decided = task + (episode.advantage["call"] if turn == 0 else 0.0)  # to call: turn 0
         if credit == "struct":  # Selective Anchoring: a tag is found in bytes, not in ids
             pieces = model.pieces_of(codec, episode.context.ids[start:end])
             credited = rewards.structural_mask(pieces)
         else:
             credited = [credit == "sequence"] * (end - start)
-        out[start:end] = [task + fmt * c for c in credited]  # A_it of the header
+        out[start:end] = [decided + fmt * c for c in credited]  # A_it of the header
     return out
 
 
@@ -106,32 +117,21 @@ def group_tree(group, codec, credit):
     return model.Tree(model.Span(prompt, [0] * cut, nothing), group[0].context.items, branches)
 
 
-def subagent_trees(group):
-    """Sub-agent samples of a group as sequences of their own, with the main episode's A_task."""
-    trees = []
-    for e in group:
-        for sub in (call["sub"] for call in e.calls if call.get("sub")):
-            advantage = [e.advantage["task"]] * len(sub["ids"])  # a summary has no format
-            span = model.Span(sub["ids"], sub["mask"],
-                              {"advantage": advantage, "rollout": sub["logps"]})
-            trees.append(model.Tree(span, [model.VisionItem(**v) for v in sub["vision"]]))
-    return trees
-
-
 def training_trees(groups, codec, args):
     """Groups of this rank, advantages set -> (trees of groups with signal, sampled tokens of ALL
-    groups, skipped groups). A skipped group counts in N, as advantage zero."""
+    groups, skipped groups). A skipped group counts in N, as advantage zero; where it is
+    drawn again (--redraw), it does not."""
     trees = []
     tokens = 0
     skipped = 0
     for group in groups:
-        extra = subagent_trees(group) if args.train_subagents else []
-        tokens += sum(sum(e.context.mask) for e in group) + sum(sum(t.prefix.mask) for t in extra)
         # sigma = 0: every advantage is 0, its forward and backward would add nothing.
-        if any(e.advantage["task"] or e.advantage["fmt"] for e in group):
-            trees += [group_tree(group, codec, args.format_credit), *extra]
-        else:
-            skipped += 1
+        told = any(e.advantage[part] for e in group for part in ("task", "fmt", "call"))
+        if told:
+            trees.append(group_tree(group, codec, args.format_credit))
+        if told or not args.redraw:
+            tokens += sum(sum(e.context.mask) for e in group)
+        skipped += not told
     return trees, tokens, skipped
 
 
@@ -278,8 +278,21 @@ def sample_batch(engine, tasks, agent, codec, source, step, args, rank, world):
                "w_format": args.format_weight, "tool_weight": args.tool_reward,
                "answer_from": args.answer_from}  # fmt: skip
     waited = {}
-    episodes = list(rollout.run(engine, mine, agent, codec, source, args.frames, args.group, step,
-                                version=step, scoring=scoring, clock=waited))
+
+    def sample(some):
+        return list(rollout.run(engine, some, agent, codec, source, args.frames, args.group, step,
+                                version=step, scoring=scoring, clock=waited,
+                                blind=args.call_credit > 0))
+
+    episodes = sample(mine)
+    if args.redraw:  # prompts whose rollouts are all equal teach nothing: others, once
+        dull = sum(len({e.reward["total"] for e in group}) < 2
+                   for group in group_by_prompt(episodes))
+        spare, _ = share(tasks, step, argparse.Namespace(prompts=args.prompts, seed=args.seed + 1),
+                         rank, world)
+        spare = [task for task in spare if f"{step}/{task['id']}" not in order][:dull]
+        order.update((f"{step}/{task['id']}", len(order) + n) for n, task in enumerate(spare))
+        episodes += sample(spare)
     for e in episodes:
         if e.status == "video_error" and e.sample == 0:
             print(model.printable(f"skipped task {e.task['id']}: {e.error}"), flush=True)
@@ -327,7 +340,8 @@ def main():
                                             world)
             groups = group_by_prompt(episodes)
         for group in groups:
-            advantages = group_advantages(group, args.format_weight, args.tool_reward)
+            advantages = group_advantages(group, args.format_weight, args.tool_reward,
+                                          args.call_credit)
             for episode, advantage in zip(group, advantages):
                 episode.advantage = advantage
         rollout_s = time.monotonic() - clock
@@ -468,11 +482,12 @@ def episode_row(e):
     """What the log needs of one episode, small enough to send to rank 0."""
     ruler = rewards.format_reward(e.turns, e.think_open)  # whatever this run is paid for
     return {
-        "K": e.frame_budget, "status": e.status,
+        "K": e.frame_budget, "group": e.group, "status": e.status,
         "f_tau": ruler["total"], "well_formed": ruler["well_formed"],
+        "f_released": rewards.released_format(e.turns), "blind": e.reward.get("blind"),
         **{name: e.reward[name] for name in ("total", "acc", "fmt", "tool", "closure")},
         "written": len(e.calls), "parseable": e.parseable(), "executed": e.executed(),
-        "a_task": e.advantage.get("task", 0.0), "turns": len(e.turns),
+        "turns": len(e.turns),
         "length": sum(e.context.mask) if e.context else 0,
         "cut": sum(reason == "length" for reason in e.finish),
         "sub_tokens": sum(call["sub_tokens"] for call in e.calls),
@@ -489,17 +504,22 @@ def average(rows, name):
 
 
 def call_minus_skip(rows):
-    """What a call was worth against not calling, in A_task; None where one of the two is
-    missing."""
-    called = [row["a_task"] for row in rows if row["executed"]]
-    skipped = [row["a_task"] for row in rows if not row["executed"]]
-    return mean(called) - mean(skipped) if called and skipped else None
+    """What a call was worth against not calling, in R_acc, within prompts: R_tool, which pays for
+    calling, is no part of it. A call that was written and not run is neither. None where no prompt
+    has both."""
+    groups = {}
+    for row in rows:
+        written = sum(row["closure"][kind][0] for kind in ("tool_call", "tool_code"))
+        if row["executed"] or not written:
+            groups.setdefault(row["group"], ([], []))[row["executed"] > 0].append(row["acc"])
+    return mean(mean(called) - mean(skipped) for skipped, called in groups.values()
+                if called and skipped)
 
 
 def summarise(rows):
     """Episode rows of all ranks -> the step's metrics."""
     out = {name: average(rows, name) for name in ("total", "acc", "fmt", "tool", "length", "turns",
-                                            "f_tau", "well_formed", "sub_tokens")}  # fmt: skip
+                                            "f_tau", "f_released", "well_formed", "sub_tokens")}
     out["kappa"] = average(rows, "executed")
     out["written_calls"] = average(rows, "written")
     out["valid_calls"] = average(rows, "parseable")
@@ -508,7 +528,7 @@ def summarise(rows):
     out["not_ok"] = sum(row["status"] != "ok" for row in rows)
     out["call_minus_skip"] = call_minus_skip(rows)
     out["closure"] = {}
-    for tag in ("think", "tool_call", "answer"):
+    for tag in rewards.KINDS:
         opened, closed = (sum(row["closure"][tag][i] for row in rows) for i in (0, 1))
         out["closure"][tag] = closed / opened if opened else None
     out["by_K"] = {}
@@ -558,7 +578,7 @@ def build_parser():
     add("--preset", choices=["paper", "toy"], default="paper",
         help="toy: numbers for the world of toy.py")
     add("--vanilla", action="store_true",
-        help="plain GRPO: no prefix, no suffix, no anchor, no gating, no tool reward")
+        help="the release's plain GRPO: no prefix, no suffix, no anchor, no gating")
     add("--resume", action=yes_no, default=None,
         help="go on from --out; default: if it is of the same settings; no: begin anew")
     # batch
@@ -580,7 +600,10 @@ def build_parser():
     add("--tool-reward", type=float, default=1.0, help="factor on R_tool; 0 = off")
     add("--answer-from", choices=["tag", "line"], default="tag",
         help="R_acc reads <answer> alone; or also the last line, as the authors' release")
-    add("--train-subagents", action="store_true", help="train sub-agents with A_task as well")
+    add("--call-credit", type=float, default=0.0,
+        help="weight of A_call on the first turn: R_acc with its responses minus without; 0 = off")
+    add("--redraw", action="store_true",
+        help="other prompts, once, for those whose rollouts are all equal")
     # loss and optimiser
     add("--clip-eps", type=float, default=0.2, help="eps of the clipped surrogate")
     add("--kl", type=float, default=0.01, help="beta; 0 = no reference model is loaded")
@@ -607,7 +630,7 @@ def parse_args():
                             recompute="none", temperature=1.0, **rollout.toy_lengths())
     if early.vanilla:
         parser.set_defaults(think_prefix=False, answer_suffix=False, format_credit="sequence",
-                            anchor=0.0, gamma=0.0, tool_reward=0.0, frames=64)
+                            anchor=0.0, gamma=0.0, frames=64)
     args = parser.parse_args()
     if args.lr is None:  # adapters start at nothing and take larger steps
         args.lr = {"paper": (2e-6, 2e-5), "toy": (2e-4, 2e-3)}[args.preset][args.lora > 0]

@@ -2,7 +2,7 @@
 rewards.py: from the text a policy wrote to its reward, and to the tokens that carry it.
 
   R      = R_acc + w_format * R_fmt + tool_weight * R_tool  one scalar per episode  score
-  R_acc  = [letter == gold] | temporal IoU | token F1       from <answer> alone     accuracy
+  R_acc  = [letter == gold] | IoU of times | F1 | share     from <answer> alone     accuracy
   R_fmt  = clip(R_base + anchor * R_anchor, 0, 1)           <= 0.5, tags misused    format_reward
   R_tool = 0 | 0.1 parseable | 0.3 executed | +0.5 if executed and R_acc > 0        tool_reward
   A_task = (R_acc + R_tool - mean) / sigma                  every sampled token     group_advantages
@@ -58,17 +58,25 @@ def score(turns, task_type, gold, options=None, num_parseable=0, num_executed=0,
     return {"acc": acc, "fmt": fmt, "tool": tool, "total": total, "closure": closure}
 
 
+def task_types():
+    """What a task's "type" may be."""
+    return ("mcq", "open", "list", "grounding")
+
+
 def accuracy(response, task_type, gold, options=None):
     """R_acc in [0, 1] of an answer body (None: no answer, 0.0). gold: a letter for "mcq", a text
-    for "open", (start, end) seconds for "grounding". Raises ValueError for another task_type."""
-    if task_type not in ("mcq", "open", "grounding"):
-        raise ValueError(f"task_type {task_type!r}: expected mcq, open or grounding")
+    for "open", items in order, by commas, for "list", (start, end) seconds for "grounding". Raises
+    ValueError for another task_type."""
+    if task_type not in task_types():
+        raise ValueError(f"task_type {task_type!r}: expected {', '.join(task_types())}")
     if response is None:
         return 0.0
     if task_type == "mcq":
         return float(extract_letter(response, options) == gold.strip().upper())
     if task_type == "grounding":
         return temporal_iou(extract_span(response), gold)
+    if task_type == "list":
+        return list_share(response, gold)
     return token_f1(response, gold)  # pays for a part of the answer: a slope to climb
 
 
@@ -90,9 +98,9 @@ def format_reward(turns, think_prefix=True, answer_suffix=True, anchor=0.5, gamm
 
     R_base: with the Answer Suffix, without it
       think             last turn's thought, closed, >= 10 characters beside tags     0.2   0.3
-      answer_opened     last turn has a non-empty <answer> body outside thought       0.3   -
-      answer_closed     and that body is closed                                       0.2   -
-      think_before_call a turn with a valid call closed its thought before any call   0.3   0.2
+      answer_opened     last turn has a non-empty <answer> body outside thought       0.3   0.2
+      answer_closed     and that body is closed                                       0.2   0.1
+      think_before_call a turn with a valid call closed its thought before any call   0.3   0.3
       balanced          every turn's tags pair up, if anything above scored           0.1   0.1
     R_anchor
       think_closed      every turn opens one thought, closes it and has a word in it  0.4
@@ -123,12 +131,10 @@ def format_reward(turns, think_prefix=True, answer_suffix=True, anchor=0.5, gamm
     on["capped"] = on["tool_response"] or not on["balanced"]
     on["well_formed"] = on["flow"] and not on["capped"]
 
-    if answer_suffix:
-        base = 0.2 * on["think"] + 0.3 * on["answer_opened"] + 0.2 * on["answer_closed"]
-        base += 0.3 * on["think_before_call"]
-    else:
-        # Without the Answer Suffix the answer block earns nothing and thinking a little more.
-        base = 0.3 * on["think"] + 0.2 * on["think_before_call"]
+    # Without the Answer Suffix, as the authors' plain GRPO, thinking earns more than answering.
+    think, opened, closed = (0.2, 0.3, 0.2) if answer_suffix else (0.3, 0.2, 0.1)
+    base = think * on["think"] + opened * on["answer_opened"] + closed * on["answer_closed"]
+    base += 0.3 * on["think_before_call"]
     base += 0.1 * (on["balanced"] and base > 0)  # no credit for having no tags at all
     pull = 0.4 * on["think_closed"] + 0.3 * on["flow"] - gamma * on["never_closed"]
     total = min(max(base + anchor * pull, 0.0), 0.5 if on["capped"] else 1.0)
@@ -149,8 +155,10 @@ def closure_counts(turns, think_prefix=True):
 # ------------------------------------------------------------------------------------------------
 # Tags and thoughts
 
-KINDS = ("think", "tool_call", "answer")  # the structural pairs; other angle brackets are text
-TAG = re.compile(r"<(/?)(think|tool_call|answer)>")  # lower case, no attributes: as it is taught
+# The structural pairs, a call in either dialect; other angle brackets are text. What is balanced,
+# closed, parsed and credited all follow from these two lines.
+KINDS = ("think", "tool_call", "tool_code", "answer")
+TAG = re.compile(rf"<(/?)({'|'.join(KINDS)})>")  # lower case, no attributes: as it is taught
 ANY_TAG = re.compile(r"<(?![0-9])[^<>]*>")  # "<12.5 seconds>" is how frames are stamped: text
 THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)  # ends at the first </think>, nested or not
 
@@ -192,7 +200,7 @@ def tag_order(text):
 
 
 def is_balanced(text):
-    """Whether the tags of a turn pair up without nesting. Only tool_call may come twice."""
+    """Whether the tags of a turn pair up without nesting. Only calls may come twice."""
     tags = tag_order(text)
     once = tags.count("<think>") <= 1 and tags.count("<answer>") <= 1
     return once and re.fullmatch(r"(?:<(\w+)></\1>)*", tags) is not None
@@ -210,7 +218,7 @@ def thinks_before_call(turn, think_prefix):
     """Whether a turn holds a valid call, and a thought with a word in it was closed before any."""
     # Any call tag before the end of the thought, even a draft in it: thinking did not come first.
     before = turn.partition("</think>")[0]
-    draft = "<tool_call>" in before or "<tool_code>" in before
+    draft = re.search("<tool_c(?:all|ode)>", before)
     valid = any(call.error is None for call in parse_tool_calls(turn, think_prefix))
     return valid and not draft and closed_thought(whole(turn, think_prefix)) != ""
 
@@ -243,7 +251,7 @@ def final_answer(turns, think_open=False):
 # ------------------------------------------------------------------------------------------------
 # Credit
 
-TAG_BYTES = re.compile(rb"</?(?:think|tool_call|tool_code|answer)>")  # a call in either dialect
+TAG_BYTES = re.compile(TAG.pattern.encode())
 LETTER_BYTES = re.compile(rb"[0-9A-Za-z\x80-\xff]")  # ASCII, or part of any other character
 
 
@@ -453,6 +461,29 @@ def parse_code_calls(body):
 
 
 # ------------------------------------------------------------------------------------------------
+# Another ruler
+
+
+def released_format(turns):
+    """R_fmt by the PARA-GRPO recipe of the authors' release, to compare with its figures: over the
+    sampled text of all turns at once. The forced <think> is no part of it: a flawless rollout gets
+    0.5, one that opens a second thought in every turn 1.0. No cap."""
+    text = "\n".join(turns)
+    thoughts = re.search("<think>(.*?)</think>", text, re.DOTALL) or re.search(
+        "<think>(.*?)(?:<tool_|<answer>|$)", text, re.DOTALL)
+    think = thoughts is not None and len(thoughts[1].strip()) >= 10
+    closed = think and "</think>" in text
+    answered = any(body.strip() for body in re.findall("<answer>(.*?)</answer>", text, re.DOTALL))
+    before = re.split("<tool_c(?:all|ode)>", text)[0]
+    called = before != text and any(call.error is None for call in parse_tool_calls(text))
+    score = 0.2 * think + 0.5 * answered + 0.3 * (think and called and "<think>" in before)
+    lost = "<think>" in text and "</think>" not in text
+    score += 0.5 * (0.4 * closed + 0.3 * (closed and answered) - 0.3 * lost)
+    even = all(text.count(f"<{kind}>") == text.count(f"</{kind}>") for kind in KINDS)
+    return min(score + 0.1 * (even and score > 0), 1.0)
+
+
+# ------------------------------------------------------------------------------------------------
 # Answers
 
 BLOCKS = ("tool_call", "tool_code", "tool_response", "action", "observation", "score", "clip")
@@ -563,6 +594,14 @@ def token_f1(response, gold):
     wanted = Counter(normalise(gold))
     common = (tokens & wanted).total()
     return 2.0 * common / (tokens.total() + wanted.total()) if common else 0.0
+
+
+def list_share(response, gold):
+    """Share in [0, 1] of the places of the longer list that hold the same item in both: an order
+    that is wrong is not paid, which token F1 would do."""
+    said, wanted = ([" ".join(normalise(item)) for item in text.split(",")]
+                    for text in (region(response), gold))
+    return sum(a == b for a, b in zip(said, wanted)) / max(len(said), len(wanted))
 
 
 # ------------------------------------------------------------------------------------------------

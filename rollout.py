@@ -63,6 +63,11 @@ def sub_prompt():
             "that helps to answer the question. Times are those of the whole video.")
 
 
+def empty_summary():
+    """The response of a window in which its sub-agent found nothing to say."""
+    return "(nothing to report)"
+
+
 def tool_schema():
     start = "start of the window in seconds from the start of the video"
     frames = "frames to look at; default: one per second, at most 16"
@@ -79,6 +84,7 @@ def tool_schema():
 def answer_style(task_type):
     return {"mcq": "Answer with the letter of one option.",
             "open": "Answer with a few words.",
+            "list": "Answer with a list, in order, separated by commas.",
             "grounding": "Answer with the start and the end in seconds, for example: 12.5 - 20.0",
             }[task_type]
 
@@ -289,6 +295,7 @@ class Episode:
     reward: dict = field(default_factory=dict)
     advantage: dict = field(default_factory=dict)
     timing: dict = field(default_factory=dict)
+    blind: str = None  # what it would have said, had its first calls told it nothing
     duration: float = None  # seconds of the video
     notes: dict = field(default_factory=dict)  # what a protocol remembers between turns; not saved
 
@@ -333,6 +340,7 @@ class Shared:
     pump: object
     step: int  # enters every seed and every draw of K
     protocol: object  # Protocol
+    blind: bool = False  # also sample what an episode says without its responses
 
 
 # ------------------------------------------------------------------------------------------------
@@ -409,7 +417,12 @@ async def run_episode(episode, shared):
             break
 
         # Fan-out: one sub-agent per window, all at once; they join the engine's running batch.
-        reply = await (protocol.answer or summaries)(records, calls, episode, shared, turn)
+        served = (protocol.answer or summaries)(records, calls, episode, shared, turn)
+        if shared.blind and turn == 0:
+            reply, _ = await asyncio.gather(served, answer_blind(
+                episode, shared, model.glue_ids(codec, nothing_told(calls), said.ended) + prefix))
+        else:
+            reply = await served
         if protocol.force and turn == tool_turns - 1:
             reply.messages.append({"role": "user", "content": protocol.force(task)})
         if reply.fresh:
@@ -435,6 +448,25 @@ async def run_episode(episode, shared):
             context.items += items
     episode.timing["total_s"] = time.monotonic() - began
     return episode
+
+
+def nothing_told(calls):
+    """The responses of calls that all came back empty."""
+    return [{"role": "tool", "content": empty_summary()} for _ in calls]
+
+
+async def answer_blind(episode, shared, glue):
+    """Sample the turn behind `glue`, the responses that were not given: the same prefix, another
+    outcome -> Episode.blind. The context itself stays as it is."""
+    agent, name = shared.agent, f"{episode.group}/{episode.sample}/blind"
+    ask = request_of(episode.context, name, max_tokens=agent.max_new_tokens,
+                     temperature=agent.temperature,
+                     seed=request_seed(agent.seed, shared.step, name))
+    ask.ids, ask.expanded = ask.ids + glue, ask.expanded + glue
+    ask.max_tokens = min(ask.max_tokens, agent.context - len(ask.expanded))
+    if ask.max_tokens > 0:
+        said = await shared.pump.sample(ask)
+        episode.blind = said.text if not said.error else None
 
 
 def opening(task, num_frames, agent, subtitles, duration):
@@ -508,7 +540,7 @@ async def sub_agent(record, episode, shared, turn, number):
     # A thought that never closes holds no summary: a Thinking checkpoint opens one by itself.
     thought = rewards.never_closed(said.text, codec is not None and codec.opens_thought)
     summary = "" if thought else said.text.rpartition("</think>")[2].strip()
-    record.update(status="ok", summary=summary or "(nothing to report)",
+    record.update(status="ok", summary=summary or empty_summary(),
                   seconds=time.monotonic() - began, frames_seen=len(frames.seconds))
     if said.ids is not None:
         context.sampled(said.ids, said.logps)
@@ -609,7 +641,7 @@ async def in_flight(pump, episodes, live):
 
 
 def run(engine, tasks, agent, codec, source, frames=64, group=1, step=0, version=0, scoring=None,
-        threads=4, max_live=None, clock=None, protocol=None):  # fmt: skip
+        threads=4, max_live=None, clock=None, protocol=None, blind=False):  # fmt: skip
     """THE agent loop: RL, evaluation and the CLI all call this. -> iterator of scored Episodes, as
     they finish.
 
@@ -617,9 +649,10 @@ def run(engine, tasks, agent, codec, source, frames=64, group=1, step=0, version
     rollouts per task. step: enters every seed and every draw of K. scoring: keyword arguments of
     rewards.score. threads: that decode. max_live: episodes at once; None = twice the engine's
     batch. clock: a dict whose "decode_s" becomes the seconds in which the engine only waited.
+    blind: reward["blind"] is the R_acc of what an episode would have said without its responses.
     """
     pump = Pump(engine, threads)
-    shared = Shared(agent, codec, source, pump, step, protocol or Protocol())
+    shared = Shared(agent, codec, source, pump, step, protocol or Protocol(), blind)
     # A few more episodes than the engine's batch keep it full while others decode.
     live = max_live or 2 * engine.max_seqs
     works = (run_episode(episode, shared) for episode in
@@ -635,10 +668,12 @@ def run(engine, tasks, agent, codec, source, frames=64, group=1, step=0, version
             if clock is not None:
                 clock["decode_s"] = pump.idle_s
             task = episode.task
-            episode.reward = rewards.score(
-                episode.turns, task["type"], task["answer"], task.get("options"),
-                episode.parseable(), episode.executed(), think_prefix=episode.think_open,
-                **(scoring or {}))
+            how = {"think_prefix": episode.think_open, **(scoring or {})}
+            asked = task["type"], task["answer"], task.get("options")
+            episode.reward = rewards.score(episode.turns, *asked, episode.parseable(),
+                                           episode.executed(), **how)
+            if episode.blind is not None:
+                episode.reward["blind"] = rewards.score([episode.blind], *asked, **how)["acc"]
             yield episode
     finally:
         loop.run_until_complete(finished.aclose())
@@ -956,8 +991,8 @@ def task_fault(row):
         return "id and question must be text"
     if not (isinstance(options, list) and all(isinstance(option, str) for option in options)):
         return "options must be a list of strings, or null"
-    if row["type"] not in ("mcq", "open", "grounding"):
-        return f"type is {row['type']!r}; expected mcq, open or grounding"
+    if row["type"] not in rewards.task_types():
+        return f"type is {row['type']!r}; expected {', '.join(rewards.task_types())}"
     if row["type"] == "mcq" and not options:
         return "an mcq task needs 'options'"
     if row["type"] == "grounding":

@@ -4,8 +4,9 @@ in minutes.
 
 The world. A 64-second video, one frame a second, 32 x 32 pixels (ONE vision token a frame): grey
 noise, and 1 to 3 coloured squares, each on screen for 2 seconds inside a 8-second slot of its own.
-The question names the slots, the answer lists the colours in order:
-    Which colours appear between 16 and 24, 40 and 48?      ->  red, blue
+The question names the slots, the answer lists the colours in order, each behind its time: what is
+looked up by its time, in frames as in summaries, keeps its place.
+    Which colours appear between 16 and 24, 40 and 48?      ->  16 red, 40 blue
 An overview of K frames at the centres of K equal segments shows an event of 2 seconds always at K =
 64 and 32, three times in five at 16, twice in five at 8, never at 4. A crop of the slot always
 shows it. That contrast is the one that PARA-GRPO is about.
@@ -47,6 +48,7 @@ import numpy as np
 
 import model
 import rollout
+import video
 
 
 def colours():
@@ -62,12 +64,14 @@ def colours():
 def make_timeline(rng, seconds=64, slot=8, visible=2):
     """-> list of events {"start", "end", "colour", "window": (a, b)}, ordered, one per slot, 1 to 3
     of them."""
-    names = list(colours())
+    count = rng.randint(1, 3)
+    # One event a slot at most, so that a window names one answer; each in a colour of its own, so
+    # that a wrong order is a wrong answer.
+    slots, names = rng.sample(range(seconds // slot), count), rng.sample(list(colours()), count)
     events = []
-    # One event a slot at most, so that a window names one answer.
-    for s in sorted(rng.sample(range(seconds // slot), rng.randint(1, 3))):
+    for s, name in zip(sorted(slots), names):
         start = rng.randrange(s * slot + 1, s * slot + slot - visible)  # never on the slot's edge
-        events.append({"start": start, "end": start + visible, "colour": rng.choice(names),
+        events.append({"start": start, "end": start + visible, "colour": name,
                        "window": (s * slot, s * slot + slot)})
     return events
 
@@ -105,12 +109,18 @@ def write_video(path, frames, fps=1):
 # Samples
 
 
+def seen_text(events):
+    """Each colour behind the start of its slot: "16 red, 40 blue"."""
+    return ", ".join(f"{e['window'][0]} {e['colour']}" for e in events)
+
+
 def make_task(name, events):
     windows = ", ".join(f"{a} and {b}" for a, b in (e["window"] for e in events))
     return {"id": name, "video": f"videos/{name}.mp4",
             "question": f"Which colours appear between {windows}?", "options": None,
-            "answer": ", ".join(e["colour"] for e in events), "type": "open", "subtitles": None,
-            "category": f"{len(events)} event{'s' if len(events) > 1 else ''}"}
+            "answer": seen_text(events), "type": "list", "subtitles": None,
+            "category": f"{len(events)} event{'s' if len(events) > 1 else ''}",
+            "events": events}  # no agent reads them: bench/ablation.py sees what a crop could show
 
 
 def call_text(a, b):
@@ -152,14 +162,28 @@ def call_turn(events, rng, loose=False):
     return head + prose + "\n".join(calls)
 
 
-def summary(event):
-    return f"a {event['colour']} square"
+def summary(window, events, fps=1.0):
+    """What a sub-agent should say of a window: its start, then the colour that its frames show, or
+    nothing."""
+    clock = np.arange(64.0)  # starts of the frames, s
+    looks = set(video.crop_indices(clock, 64.0, *window, fps=fps))
+    seen = [e["colour"] for e in events if looks & set(range(e["start"], e["end"]))]
+    return f"{window[0]} {seen[0]}" if seen else rollout.empty_summary()
+
+
+def sub_chat(name, task, window, events, fps=1.0):
+    """One sub-agent's chat: what it is shown, and says."""
+    spec = {"start": float(window[0]), "end": float(window[1]), "fps": fps, "max_frames": 16}
+    return {"id": name, "messages": [*rollout.sub_messages(task, spec),
+                                     {"role": "assistant",
+                                      "content": summary(window, events, fps)}]}
 
 
 def chats(task, events, budgets, rng, loose=False):
     """All samples of one video: main agent direct, main agent with calls and gather, the same
     without tools, one sub-agent per window. budgets: {way: [K, ..]}. loose: the base's native
-    style, drawn turn by turn, instead of the protocol's."""
+    style, drawn turn by turn, instead of the protocol's. Some summaries have seen nothing, at times
+    all of a turn: then the overview is all there is."""
     rows, tools = [], rollout.tool_schema()
 
     def said(text):
@@ -171,18 +195,21 @@ def chats(task, events, budgets, rng, loose=False):
         messages = rollout.main_messages(task, k, tools=way != "plain")
         if way == "call":  # a call for each window, their summaries as tool responses
             messages.append(said(call_turn(events, rng, loose)))
-            messages += [{"role": "tool", "content": summary(e)} for e in events]
+            missed = rng.choices([0.0, 0.5, 1.0], [0.7, 0.15, 0.15])[0]
+            messages += [{"role": "tool", "content": summary(
+                e["window"], events if rng.random() >= missed else [])} for e in events]
         messages.append(said(answer_turn(task["answer"], rng, loose)))
         row = {"id": f"{task['id']}-{way}-{k}", "tools": tools, "messages": messages}
         if way == "plain":
             del row["tools"]
         rows.append(row)
-    for i, e in enumerate(events):  # what a sub-agent is shown, and says
-        window = {"start": float(e["window"][0]), "end": float(e["window"][1]), "fps": 1.0,
-                  "max_frames": 16}
-        rows.append({"id": f"{task['id']}-sub-{i}",
-                     "messages": [*rollout.sub_messages(task, window), said(summary(e))]})
-    return rows
+    # Sub-agents look closely and, with 3 frames in 8 seconds, past one event in five; one looks
+    # where nothing happens.
+    taken = [e["window"] for e in events]
+    empty = rng.choice([(a, a + 8) for a in range(0, 64, 8) if (a, a + 8) not in taken])
+    looks = [(w, fps) for w in taken for fps in (1.0, 0.375)] + [(empty, rng.choice([1.0, 0.375]))]
+    return rows + [sub_chat(f"{task['id']}-sub-{i}", task, window, events, fps)
+                   for i, (window, fps) in enumerate(looks)]
 
 
 def pretraining_rows(task, events, prior, rng):
@@ -191,7 +218,7 @@ def pretraining_rows(task, events, prior, rng):
     in one."""
     every = rollout.gated_budgets()
     calls = [] if prior == "weak" else every
-    return chats(task, events, {"direct": every, "call": calls, "plain": every}, rng,
+    return chats(task, events, {"direct": every, "call": calls, "plain": rng.sample(every, 2)}, rng,
                  loose=prior == "strong")
 
 
@@ -236,7 +263,8 @@ def fixed_phrases(tokenizer_template):
     rendered = tokenizer_template([{"role": "system", "content": rollout.main_prompt()}],
                                   rollout.tool_schema())
     lines = rendered.replace("<|im_start|>system\n", "").replace("<|im_end|>", "").split("\n")
-    lines += rollout.sub_prompt().split("\n") + [rollout.answer_style("open")]
+    lines += [*rollout.sub_prompt().split("\n"), rollout.answer_style("list"),
+              rollout.empty_summary()]
     call = ['{"name": "crop_video", "arguments": {"start_time": ', ', "end_time": ']
     return [line for line in lines if line] + call
 

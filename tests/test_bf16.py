@@ -27,7 +27,7 @@ HALF = torch.bfloat16
 SFT = ("--preset", "toy", "--optimizer", "adamw", "--lr", 1e-4, "--steps", 1, "--batch-size", 8,
        "--warmup", 0)
 GRPO = ("--preset", "toy", "--prompts", 2, "--group", 2, "--frames", 8, "--kl", 0.01,
-        "--train-subagents", "--show-every", 0,
+        "--show-every", 0,
         "--max-new-tokens", 24, "--lr", 1e-4)
 
 

@@ -241,8 +241,8 @@ class Recorder:
 
 
 def settings(**changes):
-    values = dict(format_weight=1.0, tool_reward=1.0, format_credit="struct", train_subagents=False,
-                  minibatches=1,
+    values = dict(format_weight=1.0, tool_reward=1.0, format_credit="struct", redraw=False,
+                  call_credit=0.0, minibatches=1,
                   pack_tokens=4096, temperature=1.0, clip_eps=0.2, kl=0.0, clip=0.0)
     return SimpleNamespace(**{**values, **changes})
 
@@ -250,7 +250,8 @@ def settings(**changes):
 def credited(groups, args):
     """Groups with their advantages, as the loop of grpo.py sets them."""
     for group in groups:
-        advantages = grpo.group_advantages(group, args.format_weight, args.tool_reward)
+        advantages = grpo.group_advantages(group, args.format_weight, args.tool_reward,
+                                            args.call_credit)
         for e, advantage in zip(group, advantages):
             e.advantage = advantage
     return groups
@@ -501,49 +502,50 @@ def test_without_any_signal_the_weights_stay_bit_identical(process_group, codec,
 
 
 # ------------------------------------------------------------------------------------------------
-# Sub-agents
+# Call credit
 
 
-def test_sub_agents_are_trained_with_the_task_advantage_only_on_demand(
-        process_group, codec, source, groups, policy, vision, plain):
-    record_logps(plain, codec, source, groups[0])
-    without, n_without, _ = grpo.training_trees(credited(groups[:1], settings()), codec, settings())
-    trees, n, _ = grpo.training_trees(credited(groups[:1], settings()), codec,
-                                      settings(train_subagents=True))
-    sub = groups[0][0].calls[0]["sub"]
-    assert (len(without), len(trees)) == (1, 2) and n == n_without + sum(sub["mask"])
-    assert trees[1].prefix.ids == sub["ids"] and trees[1].prefix.mask == sub["mask"]
-    assert set(trees[1].prefix.values["advantage"]) == {groups[0][0].advantage["task"]}
-    (found,), _ = run_update(policy, vision, codec, groups[:1], settings(train_subagents=True))
-    at = sampled_positions(sub["mask"])
-    extra = (sub["ids"], at, [sub["logps"][t] for t in at],
-             [groups[0][0].advantage["task"]] * len(at), [v["spec"] for v in sub["vision"]])
-    loss, _, _ = plain_loss(plain, codec, source, [*plain_parts(codec, groups[0]), extra], n, 1.0,
-                            0.2, 5.0, 0.0)
-    loss.backward()
-    assert distance(found, plain_grads(plain)) < 1e-5
+def test_call_credit_falls_on_the_first_turn_alone_and_needs_calls_that_ran(codec, groups):
+    """A_call: R_acc with the responses minus without, minus the price; on the turn that decided to
+    call, whatever the other rollouts of the group did."""
+    group = groups[0]
+    for e in group:  # nothing else to learn: all rewards are equal
+        e.reward = {**reward(0.5, 0.4, 0.0), "blind": 0.0}
+    group[-1].calls = []  # one did not call
+    args = settings(call_credit=2.0)
+    credited([group], args)
+    assert [e.advantage["call"] for e in group] == [
+        pytest.approx(2.0 * (0.5 - 0.0 - 0.1)) if e.executed() else 0.0 for e in group]
+    assert {e.executed() > 0 for e in group} == {True, False}
+    for e in group:
+        found = grpo.token_advantages(e, codec, "struct")
+        first, *later = e.spans
+        assert set(found[first[0]:first[1]]) == {e.advantage["call"]}
+        assert not any(any(found[a:b]) for a, b in later)
+    trees, tokens, skipped = grpo.training_trees([group], codec, args)
+    assert (len(trees), skipped) == (1, 0) and tokens == sum(sum(e.context.mask) for e in group)
+    credited([group], settings())
+    assert not any(e.advantage["call"] for e in group)
 
 
-def test_sampled_tokens_of_sub_agents_count_in_groups_without_signal_too(codec, groups):
-    """N is the sampled tokens of the whole batch, whichever groups of it are skipped."""
-    for e in groups[0]:
-        e.reward = reward(0.5, 0.4, 0.0)
-    trees, tokens, _ = grpo.training_trees(credited(groups[:1], settings()), codec,
-                                           settings(train_subagents=True))
-    assert trees == []
-    assert tokens == sum(sum(e.context.mask) + sum(sum(c["sub"]["mask"]) for c in e.calls)
-                         for e in groups[0])
+def test_call_credit_is_negative_where_the_responses_brought_nothing(groups):
+    e = groups[0][0]
+    e.reward = {**reward(1.0, 1.0, 0.0), "blind": 1.0}
+    assert grpo.call_credit(e, 1.0) == pytest.approx(-0.1) and grpo.call_credit(e, 0.0) == 0.0
+    del e.reward["blind"]  # nobody asked: no room in the context, or an engine error
+    assert grpo.call_credit(e, 1.0) == 0.0
 
 
 # ------------------------------------------------------------------------------------------------
 # Metrics
 
 
-def row(k, acc, executed, a_task, **changes):
-    base = {"K": k, "status": "ok", "total": acc + 0.5, "acc": acc, "fmt": 0.5, "tool": 0.0,
-            "f_tau": 0.6, "well_formed": executed > 0,
-            "closure": {t: [0, 0] for t in ("think", "tool_call", "answer")},
-            "written": executed, "parseable": executed, "executed": executed, "a_task": a_task,
+def row(k, acc, executed, group="p", **changes):
+    base = {"K": k, "group": f"{group}/{k}", "status": "ok", "total": acc + 0.5,
+            "acc": acc, "fmt": 0.5, "tool": 0.0, "f_tau": 0.6, "f_released": 0.4,
+            "well_formed": executed > 0,
+            "closure": {t: [0, 0] for t in rewards.KINDS},
+            "written": executed, "parseable": executed, "executed": executed,
             "length": 10, "turns": 1, "cut": 0,
             "sub_tokens": 0, "decode_s": 0.0}
     return {**base, **changes}
@@ -551,28 +553,41 @@ def row(k, acc, executed, a_task, **changes):
 
 def test_summary_by_hand():
     """Two budgets; calling paid at K = 4 and cost at K = 64."""
-    rows = [row(4, 1.0, 2, 1.5, closure={"think": [2, 1], "tool_call": [2, 2], "answer": [1, 1]},
-                written=3, turns=2, cut=1),
-            row(4, 0.0, 0, -0.5, closure={"think": [1, 1], "tool_call": [0, 0], "answer": [1, 0]}),
-            row(64, 0.5, 1, -1.0, status="context", sub_tokens=8),
-            row(64, 1.0, 0, 1.0)]
+    def closure(*pairs):
+        return dict(zip(rewards.KINDS, pairs, strict=True))
+
+    rows = [row(4, 1.0, 2, closure=closure([2, 1], [2, 2], [2, 1], [1, 1]), written=3, turns=2,
+                cut=1),
+            row(4, 0.0, 0, closure=closure([1, 1], [0, 0], [0, 0], [1, 0])),
+            row(64, 0.5, 1, status="context", sub_tokens=8), row(64, 1.0, 0)]
     m = grpo.summarise(rows)
     assert m["kappa"] == 0.75 and m["valid_calls"] == 0.75 and m["written_calls"] == 1.0
     assert m["called"] == 0.5
     assert m["acc"] == 0.625 and m["total"] == 1.125 and m["fmt"] == 0.5 and m["f_tau"] == 0.6
     assert m["well_formed"] == 0.5 and m["sub_tokens"] == 2
-    assert m["closure"] == {"think": pytest.approx(2 / 3), "tool_call": 1.0, "answer": 0.5}
+    assert m["closure"] == closure(pytest.approx(2 / 3), 1.0, 0.5, 0.5)
+    assert m["f_released"] == pytest.approx(0.4)
     assert m["cut_turns"] == pytest.approx(1 / 5) and m["not_ok"] == 1
-    assert m["call_minus_skip"] == pytest.approx(0.25 - 0.25)
+    assert m["call_minus_skip"] == pytest.approx((1.0 - 0.5) / 2)
     assert m["by_K"]["4"] == {"n": 2, "acc": 0.5, "f_tau": 0.6, "well_formed": 0.5, "kappa": 1.0,
-                              "call_minus_skip": 2.0}
-    assert m["by_K"]["64"]["call_minus_skip"] == -2.0 and list(m["by_K"]) == ["4", "64"]
+                              "call_minus_skip": 1.0}
+    assert m["by_K"]["64"]["call_minus_skip"] == -0.5 and list(m["by_K"]) == ["4", "64"]
+
+
+def test_what_a_call_is_worth_is_measured_within_prompts():
+    """An easy prompt where all skipped and a hard one where all called say nothing of calling."""
+    rows = [row(8, 1.0, 0, "easy"), row(8, 1.0, 0, "easy"), row(8, 0.0, 1, "hard"),
+            row(8, 0.0, 2, "hard")]
+    assert grpo.call_minus_skip(rows) is None
+    dropped = row(8, 0.0, 0, "both", closure={**row(8, 0, 0)["closure"], "tool_code": [1, 0]})
+    both = [row(8, 1.0, 1, "both"), row(8, 0.5, 1, "both"), row(8, 0.25, 0, "both"), dropped]
+    assert grpo.call_minus_skip(rows + both) == pytest.approx(0.5)
 
 
 def test_what_cannot_be_compared_is_none_and_not_zero():
     """All called or none: there is no other side, and a zero would read as "calling is worth
     nothing"."""
-    m = grpo.summarise([row(8, 1.0, 1, 0.3), row(8, 0.0, 2, -0.3)])
+    m = grpo.summarise([row(8, 1.0, 1), row(8, 0.0, 2)])
     assert m["call_minus_skip"] is None and m["by_K"]["8"]["call_minus_skip"] is None
     assert m["closure"]["answer"] is None
 
@@ -664,7 +679,7 @@ def base(toy):
 @pytest.mark.parametrize("flag", [
     ("--lr", 1e-4), ("--clip", 1e-3), ("--temperature", 0.5), ("--format-credit", "sequence"),
     ("--format-credit", "none"),
-    ("--train-subagents",), ("--minibatches", 2), ("--kl", 5.0, "--minibatches", 2, "--lr", 1e-2),
+    ("--minibatches", 2), ("--kl", 5.0, "--minibatches", 2, "--lr", 1e-2),
     ("--clip-eps", 1e-4, "--minibatches", 2)],
                          ids=lambda f: " ".join(map(str, f)))
 def test_every_flag_of_the_update_changes_the_update(run_grpo, any_gap, recorded, base, flag):
@@ -830,7 +845,7 @@ def test_log_row_and_log_line_carry_what_is_promised(run_grpo, given_rollouts, h
                "train_tokens_per_s rollout_s decode_s train_s sync_s zero_variance groups "
                "packed_tokens skipped_update").split()
     assert [n for n in numbers if not isinstance(m.get(n), (int, float))] == []
-    assert set(m["closure"]) == {"think", "tool_call", "answer"} and set(m["by_K"]) == {"4"}
+    assert set(m["closure"]) == set(rewards.KINDS) and set(m["by_K"]) == {"4"}
     assert {"n", "acc", "call_minus_skip"} <= set(m["by_K"]["4"]) and m["by_K"]["4"]["n"] == 8
     assert m["kappa"] == 0.25 and m["closure"]["think"] == pytest.approx(6 / 10)
     assert m["entropy"] > 1 and m["step"] == 2
@@ -995,12 +1010,12 @@ def test_vanilla_sets_exactly_its_flags_and_explicit_flags_win(monkeypatch):
     changed = {k: v for k, v in vanilla.items() if v != default[k]}
     assert changed == {"vanilla": True, "think_prefix": False, "answer_suffix": False,
                        "format_credit": "sequence", "anchor": 0.0,
-                       "gamma": 0.0, "tool_reward": 0.0, "frames": 64}
+                       "gamma": 0.0, "frames": 64}
     mixed = parse(monkeypatch, "--vanilla", "--think-prefix", "--frames", "gated", "--anchor", 0.5,
                   "--format-credit", "none")
     assert (mixed["think_prefix"], mixed["frames"]) == (True, "gated")
     assert (mixed["anchor"], mixed["format_credit"]) == (0.5, "none")
-    assert mixed["tool_reward"] == 0.0
+    assert mixed["tool_reward"] == 1.0  # every released recipe pays for calls
 
 
 def test_defaults_are_the_recipe_and_the_toy_preset_yields_to_flags(monkeypatch):

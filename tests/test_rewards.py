@@ -764,12 +764,54 @@ def test_thinking_must_come_before_the_first_call():
 def test_answer_suffix_switches_the_answer_terms():
     turns = [f"{THOUGHT}</think>{CALL}", f"{THOUGHT}</think><answer>B</answer>"]
     assert format_reward(turns, anchor=0)["base"] == approx(1.1)
-    # .3 + .2 + .1
-    assert format_reward(turns, answer_suffix=False, anchor=0)["total"] == approx(0.6)
-    # no thought worth the name: only the answer pays
+    # the released terms: .3 thought + .2 + .1 answer + .3 call + .1 balanced
+    assert format_reward(turns, answer_suffix=False, anchor=0)["base"] == approx(1.0)
+    # no thought worth the name: only the answer pays, .5 or .2 + .1, and .1
     alone = [f"</think>{CALL}", "x</think><answer>B</answer>"]
     assert format_reward(alone, anchor=0)["total"] == approx(0.6)
-    assert format_reward(alone, answer_suffix=False, anchor=0)["total"] == 0.0
+    assert format_reward(alone, answer_suffix=False, anchor=0)["total"] == approx(0.4)
+
+
+def test_an_unclosed_call_costs_the_same_in_both_dialects():
+    """One definition of a structural tag: what is balanced, closed, parsed and credited."""
+    for name, body in (("tool_call", CALL[len("<tool_call>"):-len("</tool_call>")]),
+                       ("tool_code", "crop_video(1, 2)")):
+        whole = [f"{THOUGHT}</think><{name}>{body}</{name}>",
+                 f"{THOUGHT}</think><answer>B</answer>"]
+        cut = [whole[0].removesuffix(f"</{name}>"), whole[1]]
+        assert all(rewards.parse_tool_calls(turns[0], True)[0].error is None
+                   for turns in (whole, cut))
+        assert format_reward(whole)["total"] == 1.0 and format_reward(whole)["well_formed"]
+        assert format_reward(cut)["total"] == 0.5 and not format_reward(cut)["well_formed"]
+        assert rewards.closure_counts(cut)[name] == [1, 0]
+        text = whole[0].encode()
+        mask = rewards.structural_mask([bytes([byte]) for byte in text] + [b""])
+        for tag in (f"<{name}>", f"</{name}>"):
+            at = text.index(tag.encode())
+            assert all(mask[at:at + len(tag)])
+
+
+RELEASED = [  # the sampled text of each turn, without the forced <think>; score by the release
+    # flawless, as our prefix makes it: the answer alone is seen, its tags do not balance
+    ([f"{THOUGHT}</think>{CALL}", f"{THOUGHT}</think><answer>B</answer>"], 0.5),
+    ([f"{THOUGHT}</think><answer>B</answer>"], 0.5),
+    # a second thought opened in every turn: paid in full
+    ([f"<think>{THOUGHT}</think>{CALL}", f"<think>{THOUGHT}</think><answer>B</answer>"], 1.0),
+    ([f"<think>{THOUGHT}</think><answer>B</answer>"], 1.0),
+    (["<think>hi"], -0.15), ([""], 0.0), ([], 0.0),
+    # .2 + .5 answer + .5 * .7, clipped: garbage behind it costs the .1 that nobody misses
+    ([f"<think>{THOUGHT}</think><answer>B</answer></answer></think>"], 1.0),
+    # an open thought of ten characters is one; -.15 for leaving it open
+    ([f"<think>{THOUGHT}<answer>B</answer>"], 0.2 + 0.5 - 0.15),
+    ([f"<think>{THOUGHT}{CALL}"], 0.2 + 0.3 - 0.15),
+    ([f"<think>{THOUGHT}</think><tool_code>crop_video(1, 2)"], 0.2 + 0.2 + 0.3),
+    (["<answer> </answer>"], 0.0), (["<answer>B"], 0.0),
+]
+
+
+@pytest.mark.parametrize("turns, wanted", RELEASED)
+def test_the_released_ruler_sees_sampled_tokens_alone(turns, wanted):
+    assert rewards.released_format(turns) == approx(wanted)
 
 
 def test_think_prefix_decides_whether_the_thought_was_opened():
@@ -809,7 +851,8 @@ def test_score_sums_its_weighted_terms():
     got = score(turns, "mcq", "B", PETS, num_parseable=1, num_executed=1, anchor=0.0)
     assert (got["acc"], got["fmt"], got["tool"], got["total"]) == (1.0, approx(0.9), 0.8,
                                                                    approx(2.7))
-    assert got["closure"] == {"think": [2, 2], "tool_call": [1, 1], "answer": [1, 1]}
+    assert got["closure"] == {"think": [2, 2], "tool_call": [1, 1], "tool_code": [0, 0],
+                              "answer": [1, 1]}
     half = score(turns, "mcq", "B", PETS, 1, 1, anchor=0.0, w_format=0.5, tool_weight=0.0)
     # terms come unweighted
     assert (half["total"], half["fmt"], half["tool"]) == (approx(1.45), approx(0.9), 0.8)
@@ -821,7 +864,8 @@ def test_score_passes_every_setting_on():
     assert default["acc"] == 0.5 and default["fmt"] == approx(0.35)
     assert score(left, "open", "blue car", gamma=0.0)["fmt"] == approx(0.5)
     assert score(left, "open", "blue car", anchor=0.0)["fmt"] == approx(0.5)
-    assert score(left, "open", "blue car", answer_suffix=False)["fmt"] == 0.0
+    # .2 + .1 for the answer, -.15 for the thought left open
+    assert score(left, "open", "blue car", answer_suffix=False)["fmt"] == approx(0.15)
     assert score(left, "open", "blue car", think_prefix=False)["fmt"] == approx(0.6)
     # a draft in the forced thought
     assert score(["<answer>1</answer><think>x</think>"], "open", "1")["acc"] == 0.0
@@ -832,7 +876,7 @@ def test_score_passes_every_setting_on():
 def test_closure_counts_opened_and_closed_tags():
     got = score(["x</think><tool_call><tool_call></tool_call></answer>", "y"], "mcq",
                 "A")["closure"]
-    assert got == {"think": [2, 1], "tool_call": [2, 1], "answer": [0, 0]}
+    assert got == {"think": [2, 1], "tool_call": [2, 1], "tool_code": [0, 0], "answer": [0, 0]}
     assert score(["y"], "mcq", "A", think_prefix=False)["closure"]["think"] == [0, 0]
 
 

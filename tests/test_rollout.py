@@ -885,7 +885,8 @@ def test_a_record_survives_json_text_exactly(codec, tasks, frames_of):
         total = reward["acc"] + 0.3 * reward["fmt"] + reward["tool"]
         assert reward["total"] == pytest.approx(total)
         sub = row["calls"][0]["sub"]
-        assert row["calls"][0]["sub_tokens"] == sum(sub["mask"]) == 3 + 1
+        said = len(model.encode(codec, "a red square"))
+        assert row["calls"][0]["sub_tokens"] == sum(sub["mask"]) == said + 1
         assert len(sub["ids"]) == len(sub["mask"]) == len(sub["logps"])
         assert "sub" not in row["calls"][1] and row["calls"][0]["frames_seen"] == 8
 
