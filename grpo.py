@@ -5,7 +5,9 @@ grpo.py: PARA-GRPO on top of an SFT checkpoint, with a rollout engine inside eve
   sigma    = std of R in the group; a group with sigma = 0 teaches nothing, is skipped and counted
   A_task_i = ((R_acc + R_tool)_i - mean) / sigma
   A_fmt_i  = w_fmt (R_fmt_i - mean) / sigma
-  A_it     = A_task_i + A_fmt_i [t in struct(o_i)]     struct: tag tokens and the end of each turn
+  A_call_i = W (R_acc - R_acc had its calls told it nothing - 0.25)    --call-credit W; default 0
+  A_it     = A_task_i + A_fmt_i [t in struct(o_i)] + A_call_i [t in the turn that called]
+             struct: tag tokens and the end of each turn
   rho_t    = exp(logp_t - old_t)                       old: this trainer before the step
   w_t      = min(exp(old_t - rollout_t), 5)            the engine is not quite the trainer
   L        = -(1/N) sum_t [ w_t min(rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t) - beta k3_t ]
@@ -65,7 +67,7 @@ def group_by_prompt(episodes):
     return list(groups.values())
 
 
-def call_credit(episode, weight, price=0.1):
+def call_credit(episode, weight, price=0.25):
     """A_call of an episode whose calls ran: what their responses brought, R_acc with them minus
     R_acc of the same prefix without, minus a price. Its baseline is that other answer, not the
     group: it speaks even where all rollouts call."""
@@ -74,14 +76,15 @@ def call_credit(episode, weight, price=0.1):
     return weight * (episode.reward["acc"] - episode.reward["blind"] - price)
 
 
-def group_advantages(group, format_weight, tool_weight=1.0, call_weight=0.0):
-    """-> one {"task", "fmt", "call", "sigma"} per episode. From the unweighted terms, so that a
+def set_advantages(group, args):
+    """Episode.advantage = {"task", "fmt", "call", "sigma"}. From the unweighted terms, so that a
     recorded rollout can be replayed under other weights."""
-    task = [e.reward["acc"] + tool_weight * e.reward["tool"] for e in group]  # [G]
+    task = [e.reward["acc"] + args.tool_reward * e.reward["tool"] for e in group]  # [G]
     fmt = [e.reward["fmt"] for e in group]  # [G]
-    a_task, a_fmt, sigma = rewards.group_advantages(task, fmt, format_weight)
-    return [{"task": t, "fmt": f, "call": call_credit(e, call_weight), "sigma": sigma}
-            for e, t, f in zip(group, a_task, a_fmt)]
+    a_task, a_fmt, sigma = rewards.group_advantages(task, fmt, args.format_weight)
+    for e, t, f in zip(group, a_task, a_fmt):
+        e.advantage = {"task": t, "fmt": f, "call": call_credit(e, args.call_credit),
+                       "sigma": sigma}
 
 
 def token_advantages(episode, codec, credit):
@@ -119,19 +122,17 @@ def group_tree(group, codec, credit):
 
 def training_trees(groups, codec, args):
     """Groups of this rank, advantages set -> (trees of groups with signal, sampled tokens of ALL
-    groups, skipped groups). A skipped group counts in N, as advantage zero; where it is
-    drawn again (--redraw), it does not."""
+    groups, skipped groups). A skipped group counts in N, as advantage zero."""
     trees = []
     tokens = 0
     skipped = 0
     for group in groups:
+        tokens += sum(sum(e.context.mask) for e in group)
         # sigma = 0: every advantage is 0, its forward and backward would add nothing.
-        told = any(e.advantage[part] for e in group for part in ("task", "fmt", "call"))
-        if told:
+        if any(e.advantage[part] for e in group for part in ("task", "fmt", "call")):
             trees.append(group_tree(group, codec, args.format_credit))
-        if told or not args.redraw:
-            tokens += sum(sum(e.context.mask) for e in group)
-        skipped += not told
+        else:
+            skipped += 1
     return trees, tokens, skipped
 
 
@@ -278,21 +279,9 @@ def sample_batch(engine, tasks, agent, codec, source, step, args, rank, world):
                "w_format": args.format_weight, "tool_weight": args.tool_reward,
                "answer_from": args.answer_from}  # fmt: skip
     waited = {}
-
-    def sample(some):
-        return list(rollout.run(engine, some, agent, codec, source, args.frames, args.group, step,
+    episodes = list(rollout.run(engine, mine, agent, codec, source, args.frames, args.group, step,
                                 version=step, scoring=scoring, clock=waited,
                                 blind=args.call_credit > 0))
-
-    episodes = sample(mine)
-    if args.redraw:  # prompts whose rollouts are all equal teach nothing: others, once
-        dull = sum(len({e.reward["total"] for e in group}) < 2
-                   for group in group_by_prompt(episodes))
-        spare, _ = share(tasks, step, argparse.Namespace(prompts=args.prompts, seed=args.seed + 1),
-                         rank, world)
-        spare = [task for task in spare if f"{step}/{task['id']}" not in order][:dull]
-        order.update((f"{step}/{task['id']}", len(order) + n) for n, task in enumerate(spare))
-        episodes += sample(spare)
     for e in episodes:
         if e.status == "video_error" and e.sample == 0:
             print(model.printable(f"skipped task {e.task['id']}: {e.error}"), flush=True)
@@ -340,10 +329,7 @@ def main():
                                             world)
             groups = group_by_prompt(episodes)
         for group in groups:
-            advantages = group_advantages(group, args.format_weight, args.tool_reward,
-                                          args.call_credit)
-            for episode, advantage in zip(group, advantages):
-                episode.advantage = advantage
+            set_advantages(group, args)
         rollout_s = time.monotonic() - clock
         model.beat(args.patience)
 
@@ -437,13 +423,6 @@ def check_gap(step, gap, tolerance):
             f"tolerance {tolerance}: the engine samples from other weights or other inputs")
 
 
-def read_rollouts(paths):
-    """Rollout JSONL files -> Episodes."""
-    keys = rollout.Episode(None, None, 0, 0, 0).to_json()
-    rows = [row for path in paths for row in model.read_jsonl(path, required=keys)]
-    return [rollout.from_json(row) for row in rows]
-
-
 def open_run(args, policy, start, rank, world):
     """Rank 0: settings beside the outputs, the arithmetic on the terminal -> Log; None on
     others."""
@@ -460,6 +439,13 @@ def open_run(args, policy, start, rank, world):
 
 # ---- below: numbers of a step, the table of arguments (a reader of the step may stop here) ------
 # What each number means: docs/metrics.md.
+
+
+def read_rollouts(paths):
+    """Rollout JSONL files -> Episodes."""
+    keys = rollout.Episode(None, None, 0, 0, 0).to_json()
+    rows = [row for path in paths for row in model.read_jsonl(path, required=keys)]
+    return [rollout.from_json(row) for row in rows]
 
 
 def write_rollouts(out, step, rank, episodes):
@@ -602,8 +588,6 @@ def build_parser():
         help="R_acc reads <answer> alone; or also the last line, as the authors' release")
     add("--call-credit", type=float, default=0.0,
         help="weight of A_call on the first turn: R_acc with its responses minus without; 0 = off")
-    add("--redraw", action="store_true",
-        help="other prompts, once, for those whose rollouts are all equal")
     # loss and optimiser
     add("--clip-eps", type=float, default=0.2, help="eps of the clipped surrogate")
     add("--kl", type=float, default=0.01, help="beta; 0 = no reference model is loaded")

@@ -131,17 +131,6 @@ def decode(codec, ids, keep_special=False):
     return b"".join(pieces_of(codec, ids)).decode("utf-8", errors="replace")
 
 
-def text_pieces(codec, ids):
-    """Sampled ids -> the text that each completes; joined they are `decode` of the ids. A token
-    that ends inside a character adds nothing yet."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    written = [b"" if i == codec.eos else piece for i, piece in zip(ids, pieces_of(codec, ids))]
-    pieces = [decoder.decode(piece) for piece in written]
-    if pieces:
-        pieces[-1] += decoder.decode(b"", True)
-    return pieces
-
-
 def guard(codec, text, literals=None):
     """Split every special-token literal in untrusted text, so that `encode` gives it plain tokens.
 
@@ -727,6 +716,17 @@ def chunk_logprobs(hidden, weight, target, bias, temperature):
 
 
 # ---- below: SFT chats, loading, checkpoints, start-up (a reader of the step may stop here) -------
+
+
+def text_pieces(codec, ids):
+    """Sampled ids -> the text that each completes; joined they are `decode` of the ids. A token
+    that ends inside a character adds nothing yet."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    written = [b"" if i == codec.eos else piece for i, piece in zip(ids, pieces_of(codec, ids))]
+    pieces = [decoder.decode(piece) for piece in written]
+    if pieces:
+        pieces[-1] += decoder.decode(b"", True)
+    return pieces
 
 
 class UserError(Exception):

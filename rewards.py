@@ -58,11 +58,6 @@ def score(turns, task_type, gold, options=None, num_parseable=0, num_executed=0,
     return {"acc": acc, "fmt": fmt, "tool": tool, "total": total, "closure": closure}
 
 
-def task_types():
-    """What a task's "type" may be."""
-    return ("mcq", "open", "list", "grounding")
-
-
 def accuracy(response, task_type, gold, options=None):
     """R_acc in [0, 1] of an answer body (None: no answer, 0.0). gold: a letter for "mcq", a text
     for "open", items in order, by commas, for "list", (start, end) seconds for "grounding". Raises
@@ -594,6 +589,11 @@ def token_f1(response, gold):
     wanted = Counter(normalise(gold))
     common = (tokens & wanted).total()
     return 2.0 * common / (tokens.total() + wanted.total()) if common else 0.0
+
+
+def task_types():
+    """What a task's "type" may be."""
+    return ("mcq", "open", "list", "grounding")
 
 
 def list_share(response, gold):

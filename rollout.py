@@ -318,18 +318,6 @@ class Episode:
         }
 
 
-def from_json(row):
-    """A line of a rollout JSONL -> Episode (without decoded frames)."""
-    items = [model.VisionItem(**v) for v in row["vision"]]
-    context = None
-    if row["ids"]:
-        context = Context(ids=row["ids"], mask=row["mask"], logps=row["logps"], items=items)
-    same = ("task", "group", "sample", "version", "status", "error", "think_open", "turns",
-            "pieces", "spans", "finish", "calls", "reward", "advantage", "timing")  # fmt: skip
-    kept = {name: row[name] for name in same}
-    return Episode(frame_budget=row["K"], context=context, **kept)
-
-
 @dataclass
 class Shared:
     """What all episodes of one call of `run` have in common."""
@@ -417,12 +405,10 @@ async def run_episode(episode, shared):
             break
 
         # Fan-out: one sub-agent per window, all at once; they join the engine's running batch.
-        served = (protocol.answer or summaries)(records, calls, episode, shared, turn)
+        jobs = [(protocol.answer or summaries)(records, calls, episode, shared, turn)]
         if shared.blind and turn == 0:
-            reply, _ = await asyncio.gather(served, answer_blind(
-                episode, shared, model.glue_ids(codec, nothing_told(calls), said.ended) + prefix))
-        else:
-            reply = await served
+            jobs.append(answer_blind(episode, shared, len(calls), said.ended, prefix))
+        reply, *_ = await asyncio.gather(*jobs)
         if protocol.force and turn == tool_turns - 1:
             reply.messages.append({"role": "user", "content": protocol.force(task)})
         if reply.fresh:
@@ -450,23 +436,19 @@ async def run_episode(episode, shared):
     return episode
 
 
-def nothing_told(calls):
-    """The responses of calls that all came back empty."""
-    return [{"role": "tool", "content": empty_summary()} for _ in calls]
-
-
-async def answer_blind(episode, shared, glue):
-    """Sample the turn behind `glue`, the responses that were not given: the same prefix, another
-    outcome -> Episode.blind. The context itself stays as it is."""
+async def answer_blind(episode, shared, num_calls, ended, prefix):
+    """Sample the next turn as if every call had told nothing: the same prefix, another outcome ->
+    Episode.blind. The context itself stays as it is."""
     agent, name = shared.agent, f"{episode.group}/{episode.sample}/blind"
-    ask = request_of(episode.context, name, max_tokens=agent.max_new_tokens,
-                     temperature=agent.temperature,
-                     seed=request_seed(agent.seed, shared.step, name))
+    nothing = [{"role": "tool", "content": empty_summary()}] * num_calls
+    glue = model.glue_ids(shared.codec, nothing, ended) + prefix
+    room = agent.context - len(episode.context.ids) - len(glue)
+    ask = request_of(episode.context, name, max_tokens=min(agent.max_new_tokens, room),
+                     temperature=agent.temperature, seed=request_seed(agent.seed, name))
     ask.ids, ask.expanded = ask.ids + glue, ask.expanded + glue
-    ask.max_tokens = min(ask.max_tokens, agent.context - len(ask.expanded))
-    if ask.max_tokens > 0:
+    if room > 0:
         said = await shared.pump.sample(ask)
-        episode.blind = said.text if not said.error else None
+        episode.blind = None if said.error else said.text
 
 
 def opening(task, num_frames, agent, subtitles, duration):
@@ -1001,6 +983,18 @@ def task_fault(row):
         if not (pair and all(type(second) in (int, float) for second in span)):
             return "the answer of a grounding task is [start, end] in seconds"
     return None
+
+
+def from_json(row):
+    """A line of a rollout JSONL -> Episode (without decoded frames)."""
+    items = [model.VisionItem(**v) for v in row["vision"]]
+    context = None
+    if row["ids"]:
+        context = Context(ids=row["ids"], mask=row["mask"], logps=row["logps"], items=items)
+    same = ("task", "group", "sample", "version", "status", "error", "think_open", "turns",
+            "pieces", "spans", "finish", "calls", "reward", "advantage", "timing")  # fmt: skip
+    kept = {name: row[name] for name in same}
+    return Episode(frame_budget=row["K"], context=context, **kept)
 
 
 def add_agent_arguments(parser, tools=True):

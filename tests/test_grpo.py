@@ -241,8 +241,8 @@ class Recorder:
 
 
 def settings(**changes):
-    values = dict(format_weight=1.0, tool_reward=1.0, format_credit="struct", redraw=False,
-                  call_credit=0.0, minibatches=1,
+    values = dict(format_weight=1.0, tool_reward=1.0, format_credit="struct", call_credit=0.0,
+                  minibatches=1,
                   pack_tokens=4096, temperature=1.0, clip_eps=0.2, kl=0.0, clip=0.0)
     return SimpleNamespace(**{**values, **changes})
 
@@ -250,10 +250,7 @@ def settings(**changes):
 def credited(groups, args):
     """Groups with their advantages, as the loop of grpo.py sets them."""
     for group in groups:
-        advantages = grpo.group_advantages(group, args.format_weight, args.tool_reward,
-                                            args.call_credit)
-        for e, advantage in zip(group, advantages):
-            e.advantage = advantage
+        grpo.set_advantages(group, args)
     return groups
 
 
@@ -515,7 +512,7 @@ def test_call_credit_falls_on_the_first_turn_alone_and_needs_calls_that_ran(code
     args = settings(call_credit=2.0)
     credited([group], args)
     assert [e.advantage["call"] for e in group] == [
-        pytest.approx(2.0 * (0.5 - 0.0 - 0.1)) if e.executed() else 0.0 for e in group]
+        pytest.approx(2.0 * (0.5 - 0.0 - 0.25)) if e.executed() else 0.0 for e in group]
     assert {e.executed() > 0 for e in group} == {True, False}
     for e in group:
         found = grpo.token_advantages(e, codec, "struct")
@@ -531,7 +528,7 @@ def test_call_credit_falls_on_the_first_turn_alone_and_needs_calls_that_ran(code
 def test_call_credit_is_negative_where_the_responses_brought_nothing(groups):
     e = groups[0][0]
     e.reward = {**reward(1.0, 1.0, 0.0), "blind": 1.0}
-    assert grpo.call_credit(e, 1.0) == pytest.approx(-0.1) and grpo.call_credit(e, 0.0) == 0.0
+    assert grpo.call_credit(e, 1.0) == pytest.approx(-0.25) and grpo.call_credit(e, 0.0) == 0.0
     del e.reward["blind"]  # nobody asked: no room in the context, or an engine error
     assert grpo.call_credit(e, 1.0) == 0.0
 
@@ -1142,8 +1139,7 @@ def test_a_replay_composes_rewards_from_their_terms_under_its_own_weights():
     --format-weight from it would be wrong."""
     group = [SimpleNamespace(reward={"total": 99.0 * i, "acc": float(i), "fmt": 0.5,
                                      "tool": 0.8 * (1 - i)}) for i in range(2)]
-    found = grpo.group_advantages(group, 2.0, tool_weight=0.0)
-    assert [a["task"] for a in found] == pytest.approx([-1.0, 1.0])
-    assert [a["fmt"] for a in found] == [0.0, 0.0]
-    found = grpo.group_advantages(group, 2.0, tool_weight=2.0)
-    assert [a["task"] for a in found] == pytest.approx([1.0, -1.0])
+    for weight, wanted in ((0.0, [-1.0, 1.0]), (2.0, [1.0, -1.0])):
+        grpo.set_advantages(group, settings(format_weight=2.0, tool_reward=weight))
+        assert [e.advantage["task"] for e in group] == pytest.approx(wanted)
+        assert [e.advantage["fmt"] for e in group] == [0.0, 0.0]

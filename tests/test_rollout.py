@@ -869,6 +869,52 @@ def test_waking_clears_what_sleep_has_lost(monkeypatch):
 # Records
 
 
+def test_the_blind_answer_is_of_the_same_prefix_and_leaves_the_episode_as_it_was(
+        codec, tasks, frames_of):
+    """What the agent says where its calls told it nothing: its prompt differs from the gather
+    turn's in the summaries alone; the episode and its record are those of a run without it."""
+    def main(request):
+        if request.id.endswith("/blind"):
+            return "hm\n</think>\n<answer>0 grey</answer>"
+        return [calls((0, 8), (16, 24)), ANSWER.replace("red<", tasks[0]["answer"] + "<")][
+            turn_of(request)]
+
+    engine = Scripted(codec, main)
+    with_it = play_one(engine, tasks, frames_of, blind=True)
+    (blind,) = [r for r in engine.requests if r.id.endswith("/blind")]
+    gather = next(r for r in engine.requests if r.id.endswith("/1") and not is_sub(r))
+    cut = with_it.spans[0][1]
+    assert blind.expanded[:cut] == gather.expanded[:cut] == with_it.context.ids[:cut]
+    told = "<tool_response>\na red square\n</tool_response>"
+    empty = told.replace("a red square", rollout.empty_summary())
+    assert text_of(codec, gather.expanded[cut:]).count(told) == 2
+    assert text_of(codec, blind.expanded[cut:]) == text_of(codec, gather.expanded[cut:]).replace(
+        told, empty)
+    assert with_it.reward["acc"] == 1.0 and with_it.reward["blind"] == 0.0
+    without = play_one(Scripted(codec, main), tasks, frames_of)
+    assert "blind" not in without.reward and without.blind is None
+    left = {"reward", "timing", "calls"}
+    assert {k: v for k, v in with_it.to_json().items() if k not in left} == {
+        k: v for k, v in without.to_json().items() if k not in left}
+
+
+def test_nobody_answers_blind_who_did_not_call_or_has_no_room(codec, tasks, frames_of):
+    engine = Scripted(codec, [ANSWER])
+    assert play_one(engine, tasks, frames_of, blind=True).blind is None
+    assert len(engine.requests) == 1
+    long = Scripted(codec, lambda request: calls((0, 8)) if turn_of(request) == 0 else ANSWER)
+    first = play_one(long, tasks, frames_of)
+    narrow = replace(AGENT, context=first.spans[0][1] + 3)
+    episode = play_one(Scripted(codec, [calls((0, 8)), ANSWER]), tasks, frames_of, narrow,
+                       blind=True)
+    assert episode.status == "context" and episode.blind is None
+    failed = Scripted(codec, lambda request: rollout.Completion(request.id, error="gone")
+                      if request.id.endswith("/blind") else [calls((0, 8)), ANSWER][
+                          turn_of(request)])
+    episode = play_one(failed, tasks, frames_of, blind=True)
+    assert episode.status == "ok" and episode.blind is None and "blind" not in episode.reward
+
+
 def test_a_record_survives_json_text_exactly(codec, tasks, frames_of):
     """Floats too: a log-prob that lost digits would be a ratio that is not one."""
     engine = Scripted(codec, [calls((0, 8), (9, 5)), ANSWER])
