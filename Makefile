@@ -2,7 +2,7 @@
 # make test-fast   the edit loop: a minute or two, without engines and processes
 # make demo   toy world -> SFT -> PARA-GRPO -> evaluation of init, SFT and PARA-GRPO -> one table, one page (LORA=8: PARA-GRPO by adapters)
 # make test-page   the tests of view.py's page in a real browser (installs Debian's Chromium); `make test` runs them where there is one
-# make ablation   the paper's Table 2 in the toy world, 3 seeds -> bench/ablation.{json,md}, docs/ablation.png  (hours; finished rows are kept)
+# make ablation   the paper's Table 2 in the toy world, 5 or 8 seeds -> bench/ablation.{json,md}, docs/ablation.png  (about 4 hours; finished rows are kept)
 PYTHON ?= python3
 # one rank a GPU (a power of two: the demo's 16 prompts are dealt out evenly), two where there is none
 RANKS ?= $(shell n=$$(nvidia-smi -L 2>/dev/null | grep -c ^GPU); for r in 8 4 2 1; do [ $$n -ge $$r ] && echo $$r && exit; done; echo 2)

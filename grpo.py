@@ -2,7 +2,8 @@
 grpo.py: PARA-GRPO on top of an SFT checkpoint, with a rollout engine inside every rank.
 
   R_i      = R_acc + w_fmt R_fmt + R_tool              one per rollout i of a group of G: rewards.py
-  sigma    = std of R in the group; a group with sigma = 0 teaches nothing, is skipped and counted
+  sigma    = std of R in the group; where it is 0, A_task = A_fmt = 0. A group without any advantage
+             is skipped and counted
   A_task_i = ((R_acc + R_tool)_i - mean) / sigma
   A_fmt_i  = w_fmt (R_fmt_i - mean) / sigma
   A_call_i = W (R_acc - R_acc had its calls told it nothing - 0.25)    --call-credit W; default 0
@@ -68,12 +69,13 @@ def group_by_prompt(episodes):
 
 
 def call_credit(episode, weight, price=0.25):
-    """A_call of an episode whose calls ran: what their responses brought, R_acc with them minus
-    R_acc of the same prefix without, minus a price. Its baseline is that other answer, not the
-    group: it speaks even where all rollouts call."""
-    if not weight or not episode.executed() or "blind" not in episode.reward:
-        return 0.0
-    return weight * (episode.reward["acc"] - episode.reward["blind"] - price)
+    """A_call of an episode whose first calls ran: what their responses brought, R_acc with them
+    minus R_acc of the same prefix without, minus a price. Its baseline is that other answer, not
+    the group: it speaks even where all rollouts call."""
+    if not weight or "blind" not in episode.reward or episode.status != "ok":
+        return 0.0  # an episode that broke off says nothing of its calls
+    ran = any(call["turn"] == 0 and call["status"] == "ok" for call in episode.calls)
+    return ran * weight * (episode.reward["acc"] - episode.reward["blind"] - price)
 
 
 def set_advantages(group, args):
@@ -128,7 +130,7 @@ def training_trees(groups, codec, args):
     skipped = 0
     for group in groups:
         tokens += sum(sum(e.context.mask) for e in group)
-        # sigma = 0: every advantage is 0, its forward and backward would add nothing.
+        # Where every advantage is 0, forward and backward would add nothing.
         if any(e.advantage[part] for e in group for part in ("task", "fmt", "call")):
             trees.append(group_tree(group, codec, args.format_credit))
         else:
@@ -295,7 +297,7 @@ def main():
     args = parse_args()
     ckpt = model.resolve_checkpoint(args.ckpt)
     tasks = rollout.read_tasks(args.data) if args.data else []
-    recorded = read_rollouts(args.rollouts or [])
+    recorded = read_rollouts(args.rollouts or [], args.call_credit > 0)
     agent, source = rollout.agent_settings(args, args.data or args.rollouts[0])
     model.make_out(os.path.join(args.out, "rollouts"))
     folder, state = model.resume_point(args.out, args, args.resume)
@@ -441,10 +443,12 @@ def open_run(args, policy, start, rank, world):
 # What each number means: docs/metrics.md.
 
 
-def read_rollouts(paths):
-    """Rollout JSONL files -> Episodes."""
+def read_rollouts(paths, blind):
+    """Rollout JSONL files -> Episodes. blind: they must tell what call credit needs."""
     keys = rollout.Episode(None, None, 0, 0, 0).to_json()
     rows = [row for path in paths for row in model.read_jsonl(path, required=keys)]
+    if blind and paths and not any("blind" in row["reward"] for row in rows):
+        raise model.UserError("--call-credit: these rollouts were sampled without it")
     return [rollout.from_json(row) for row in rows]
 
 
@@ -470,7 +474,7 @@ def episode_row(e):
     return {
         "K": e.frame_budget, "group": e.group, "status": e.status,
         "f_tau": ruler["total"], "well_formed": ruler["well_formed"],
-        "f_released": rewards.released_format(e.turns), "blind": e.reward.get("blind"),
+        "f_released": rewards.released_format(e.turns), "a_call": e.advantage.get("call", 0.0),
         **{name: e.reward[name] for name in ("total", "acc", "fmt", "tool", "closure")},
         "written": len(e.calls), "parseable": e.parseable(), "executed": e.executed(),
         "turns": len(e.turns),
@@ -495,7 +499,7 @@ def call_minus_skip(rows):
     has both."""
     groups = {}
     for row in rows:
-        written = sum(row["closure"][kind][0] for kind in ("tool_call", "tool_code"))
+        written = sum(row["closure"][kind][0] for kind in rewards.CALLS)
         if row["executed"] or not written:
             groups.setdefault(row["group"], ([], []))[row["executed"] > 0].append(row["acc"])
     return mean(mean(called) - mean(skipped) for skipped, called in groups.values()
@@ -505,7 +509,8 @@ def call_minus_skip(rows):
 def summarise(rows):
     """Episode rows of all ranks -> the step's metrics."""
     out = {name: average(rows, name) for name in ("total", "acc", "fmt", "tool", "length", "turns",
-                                            "f_tau", "f_released", "well_formed", "sub_tokens")}
+                                            "f_tau", "f_released", "well_formed", "sub_tokens",
+                                            "a_call")}
     out["kappa"] = average(rows, "executed")
     out["written_calls"] = average(rows, "written")
     out["valid_calls"] = average(rows, "parseable")
@@ -580,7 +585,8 @@ def build_parser():
     add("--format-weight", type=float, default=1.0, help="w_fmt")
     add("--format-credit", choices=["struct", "sequence", "none"], default="struct",
         help="sampled tokens that the format advantage reaches")
-    add("--answer-suffix", action=yes_no, default=True, help="pay 0.3 + 0.2 for an <answer> block")
+    add("--answer-suffix", action=yes_no, default=True,
+        help="pay 0.3 + 0.2 for an <answer> block; off: 0.2 + 0.1, and more for thought")
     add("--anchor", type=float, default=0.5, help="lambda: weight of the anchor term; 0 = off")
     add("--gamma", type=float, default=0.3, help="penalty of a thought never closed; 0 = off")
     add("--tool-reward", type=float, default=1.0, help="factor on R_tool; 0 = off")
@@ -622,7 +628,7 @@ def parse_args():
         if getattr(args, name) < 1:
             flag = name.replace("_", "-")
             raise model.UserError(f"--{flag} must be at least 1, got {getattr(args, name)}")
-    for name in ("lr", "clip", "clip_eps", "kl", "lora"):
+    for name in ("lr", "clip", "clip_eps", "kl", "lora", "call_credit"):
         if not getattr(args, name) >= 0:  # written so that NaN is refused as well
             flag = name.replace("_", "-")
             raise model.UserError(f"--{flag} may not be negative, got {getattr(args, name)}")

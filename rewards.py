@@ -151,8 +151,9 @@ def closure_counts(turns, think_prefix=True):
 # Tags and thoughts
 
 # The structural pairs, a call in either dialect; other angle brackets are text. What is balanced,
-# closed, parsed and credited all follow from these two lines.
-KINDS = ("think", "tool_call", "tool_code", "answer")
+# closed, parsed and credited all follow from these three lines.
+CALLS = ("tool_call", "tool_code")
+KINDS = ("think", *CALLS, "answer")
 TAG = re.compile(rf"<(/?)({'|'.join(KINDS)})>")  # lower case, no attributes: as it is taught
 ANY_TAG = re.compile(r"<(?![0-9])[^<>]*>")  # "<12.5 seconds>" is how frames are stamped: text
 THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)  # ends at the first </think>, nested or not
@@ -213,7 +214,7 @@ def thinks_before_call(turn, think_prefix):
     """Whether a turn holds a valid call, and a thought with a word in it was closed before any."""
     # Any call tag before the end of the thought, even a draft in it: thinking did not come first.
     before = turn.partition("</think>")[0]
-    draft = re.search("<tool_c(?:all|ode)>", before)
+    draft = any(f"<{kind}>" in before for kind in CALLS)
     valid = any(call.error is None for call in parse_tool_calls(turn, think_prefix))
     return valid and not draft and closed_thought(whole(turn, think_prefix)) != ""
 
@@ -322,7 +323,7 @@ def parse_tool_calls(text, think_open=False):
     one that never closes it counts. Dialects: JSON in <tool_call>, Python-like calls in <tool_code>
     (never evaluated). Aliases: start, end. video_path and unknown arguments are ignored."""
     calls = []
-    for kind, body, closed in bodies(visible(text, think_open), "tool_call|tool_code"):
+    for kind, body, closed in bodies(visible(text, think_open), "|".join(CALLS)):
         if len(calls) >= MAX_CALLS:
             calls.append(bad_call("too many calls in one turn"))
         elif kind == "tool_call":
@@ -464,12 +465,14 @@ def released_format(turns):
     sampled text of all turns at once. The forced <think> is no part of it: a flawless rollout gets
     0.5, one that opens a second thought in every turn 1.0. No cap."""
     text = "\n".join(turns)
-    thoughts = re.search("<think>(.*?)</think>", text, re.DOTALL) or re.search(
-        "<think>(.*?)(?:<tool_|<answer>|$)", text, re.DOTALL)
-    think = thoughts is not None and len(thoughts[1].strip()) >= 10
+    thought, closing, _ = text.partition("<think>")[2].partition("</think>")
+    if not closing:  # an open one lasts to the next tag
+        thought = re.split("<tool_|<answer>", thought)[0]
+    think = len(thought.strip()) >= 10
     closed = think and "</think>" in text
-    answered = any(body.strip() for body in re.findall("<answer>(.*?)</answer>", text, re.DOTALL))
-    before = re.split("<tool_c(?:all|ode)>", text)[0]
+    # Cut at each closing tag, not searched for lazily: that is quadratic on "<answer>" * 1e5.
+    answered = any(piece.partition("<answer>")[2].strip() for piece in text.split("</answer>")[:-1])
+    before = re.split("|".join(f"<{kind}>" for kind in CALLS), text)[0]
     called = before != text and any(call.error is None for call in parse_tool_calls(text))
     score = 0.2 * think + 0.5 * answered + 0.3 * (think and called and "<think>" in before)
     lost = "<think>" in text and "</think>" not in text
@@ -598,10 +601,10 @@ def task_types():
 
 def list_share(response, gold):
     """Share in [0, 1] of the places of the longer list that hold the same item in both: an order
-    that is wrong is not paid, which token F1 would do."""
-    said, wanted = ([" ".join(normalise(item)) for item in text.split(",")]
+    that is wrong is not paid, which token F1 would do. What has no word is no item."""
+    said, wanted = ([" ".join(normalise(item)) for item in text.split(",") if has_word(item)]
                     for text in (region(response), gold))
-    return sum(a == b for a, b in zip(said, wanted)) / max(len(said), len(wanted))
+    return sum(a == b for a, b in zip(said, wanted)) / max(len(said), len(wanted), 1)
 
 
 # ------------------------------------------------------------------------------------------------

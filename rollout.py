@@ -439,16 +439,17 @@ async def run_episode(episode, shared):
 async def answer_blind(episode, shared, num_calls, ended, prefix):
     """Sample the next turn as if every call had told nothing: the same prefix, another outcome ->
     Episode.blind. The context itself stays as it is."""
-    agent, name = shared.agent, f"{episode.group}/{episode.sample}/blind"
+    agent, name = shared.agent, f"{episode.group}/{episode.sample}/-1"
     nothing = [{"role": "tool", "content": empty_summary()}] * num_calls
     glue = model.glue_ids(shared.codec, nothing, ended) + prefix
     room = agent.context - len(episode.context.ids) - len(glue)
     ask = request_of(episode.context, name, max_tokens=min(agent.max_new_tokens, room),
                      temperature=agent.temperature, seed=request_seed(agent.seed, name))
     ask.ids, ask.expanded = ask.ids + glue, ask.expanded + glue
-    if room > 0:
-        said = await shared.pump.sample(ask)
-        episode.blind = None if said.error else said.text
+    said = await shared.pump.sample(ask) if room > 0 else None
+    # One that would call again has not answered: no value of its first calls is known.
+    again = said and rewards.parse_tool_calls(said.text, episode.think_open)
+    episode.blind = said.text if said and not said.error and not again else None
 
 
 def opening(task, num_frames, agent, subtitles, duration):
@@ -975,6 +976,8 @@ def task_fault(row):
         return "options must be a list of strings, or null"
     if row["type"] not in rewards.task_types():
         return f"type is {row['type']!r}; expected {', '.join(rewards.task_types())}"
+    if row["type"] == "list" and not (isinstance(row["answer"], str) and row["answer"].strip()):
+        return "the answer of a list task is a text: items in order, commas between"
     if row["type"] == "mcq" and not options:
         return "an mcq task needs 'options'"
     if row["type"] == "grounding":

@@ -109,9 +109,11 @@ def write_video(path, frames, fps=1):
 # Samples
 
 
-def seen_text(events):
-    """Each colour behind the start of its slot: "16 red, 40 blue"."""
-    return ", ".join(f"{e['window'][0]} {e['colour']}" for e in events)
+def seen_text(events, seen=None):
+    """Each colour behind the start of its slot: "16 red, 40 blue". seen: the events that were seen,
+    None = all; the others are "nothing"."""
+    return ", ".join(f"{e['window'][0]} {e['colour'] if seen is None or e in seen else 'nothing'}"
+                     for e in events)
 
 
 def make_task(name, events):
@@ -162,13 +164,16 @@ def call_turn(events, rng, loose=False):
     return head + prose + "\n".join(calls)
 
 
+def shown(events, looks):
+    """The events that some of these frames show. looks: indices of frames, one frame a second."""
+    return [e for e in events if set(looks) & set(range(e["start"], e["end"]))]
+
+
 def summary(window, events, fps=1.0):
     """What a sub-agent should say of a window: its start, then the colour that its frames show, or
     nothing."""
-    clock = np.arange(64.0)  # starts of the frames, s
-    looks = set(video.crop_indices(clock, 64.0, *window, fps=fps))
-    seen = [e["colour"] for e in events if looks & set(range(e["start"], e["end"]))]
-    return f"{window[0]} {seen[0]}" if seen else rollout.empty_summary()
+    seen = shown(events, video.crop_indices(np.arange(64.0), 64.0, *window, fps=fps))
+    return seen_text(seen) if seen else rollout.empty_summary()
 
 
 def sub_chat(name, task, window, events, fps=1.0):
@@ -183,7 +188,8 @@ def chats(task, events, budgets, rng, loose=False):
     """All samples of one video: main agent direct, main agent with calls and gather, the same
     without tools, one sub-agent per window. budgets: {way: [K, ..]}. loose: the base's native
     style, drawn turn by turn, instead of the protocol's. Some summaries have seen nothing, at times
-    all of a turn: then the overview is all there is."""
+    all of a turn: then the overview is all there is. An answer says what was seen, in frames or
+    summaries, and "nothing" for the rest: every word of it can be learned."""
     rows, tools = [], rollout.tool_schema()
 
     def said(text):
@@ -193,12 +199,14 @@ def chats(task, events, budgets, rng, loose=False):
     samples = [(way, k) for way in ("direct", "call", "plain") for k in budgets[way]]
     for way, k in samples:
         messages = rollout.main_messages(task, k, tools=way != "plain")
+        seen = shown(events, video.overview_indices(np.arange(64.0), 64.0, k))
         if way == "call":  # a call for each window, their summaries as tool responses
             messages.append(said(call_turn(events, rng, loose)))
             missed = rng.choices([0.0, 0.5, 1.0], [0.7, 0.15, 0.15])[0]
-            messages += [{"role": "tool", "content": summary(
-                e["window"], events if rng.random() >= missed else [])} for e in events]
-        messages.append(said(answer_turn(task["answer"], rng, loose)))
+            told = [e for e in events if rng.random() >= missed]
+            messages += [{"role": "tool", "content": summary(e["window"], told)} for e in events]
+            seen += told
+        messages.append(said(answer_turn(seen_text(events, seen), rng, loose)))
         row = {"id": f"{task['id']}-{way}-{k}", "tools": tools, "messages": messages}
         if way == "plain":
             del row["tools"]

@@ -164,7 +164,10 @@ def shown_turns(row, calls, format_credit):
         tokens = row["pieces"][n] if row["pieces"] else [*str(text), *[""] * ended]
         pieces = [str(piece) for piece in tokens[:20_000]]  # a page must stay a page
         parts = [["i", "<think>\n", None]] if row["think_open"] else []
-        parts += segments(pieces, ended, format_credit, row.get("advantage") or {})
+        credit = dict(row.get("advantage") or {})
+        if n == 0 and number(credit.get("call")):  # as grpo.py: on the turn that decided to call
+            credit["task"] = (number(credit.get("task")) or 0.0) + credit["call"]
+        parts += segments(pieces, ended, format_credit, credit)
         for call in calls:  # after the last turn nothing was inserted
             answered = call["status"] != "not_run" or call["summary"]
             if answered and call["turn"] == n < len(row["turns"]) - 1:

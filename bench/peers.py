@@ -185,7 +185,7 @@ def our_step(args):
                                     number))
         clock.append(time.perf_counter())
         for i, episode in enumerate(episodes):
-            episode.advantage = {"task": float(i % 3) - 1.0, "fmt": 0.0}
+            episode.advantage = {"task": float(i % 3) - 1.0, "fmt": 0.0, "call": 0.0}
         tree = grpo.group_tree(episodes, codec, "none")
         tokens = sum(sum(episode.context.mask) for episode in episodes)
         vision.cache.clear()  # a new prompt every step, as in training

@@ -461,7 +461,7 @@ def wrapped_opening(task, num_frames, agent, subtitles, duration, texts, header,
     around, letter, words = texts
     question = "{question}\n" + (header + "{options}\n" if task.get("options") else "")
     # Their texts have nothing for times: how to write them is said in our words.
-    ends = {"mcq": letter, "open": words, "grounding": " {style}"}
+    ends = {"mcq": letter, "open": words, "list": " {style}", "grounding": " {style}"}
     user = around.replace("{Question}", question) + ends[task["type"]]
     return opening(task, num_frames, agent, subtitles, duration, user=user, stamp=stamp)
 

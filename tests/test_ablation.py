@@ -66,8 +66,12 @@ def test_plan_runs_what_is_needed_first_and_nothing_twice(ablation, args):
     # a world, a base and a cold start for each prior, and what each row asks for
     few = {seed for _, _, seed, *_ in ablation.rows().values()}
     assert few == {5, 8}
-    wanted = sum(seeds for _, _, seeds, *_ in ablation.rows().values()) + 3 * 8 + 3 * 5
-    assert len(jobs) == len(set(jobs)) == wanted
+    assert len(jobs) == len(set(jobs))
+    for name, (_, _, seeds, *_) in ablation.rows().items():
+        assert [seed for seed, job in jobs if job == name] == list(range(seeds))
+    for prior, seeds in (("strong", 8), ("weak", 5)):
+        assert sum(job in (f"world-{prior}", f"base-{prior}", f"sft-{prior}")
+                   for _, job in jobs) == 3 * seeds
     for seed, name in jobs:
         assert all(jobs.index((seed, need)) < jobs.index((seed, name))
                    for need in ablation.commands(name, args, seed)[0])
@@ -112,6 +116,28 @@ def test_a_finished_folder_is_kept_until_its_commands_change(ablation, args):
         "base", "sft-strong", "sft", "para"]
     args.base_flags = "--steps 5"
     assert [name for _, name in ablation.plan(args, {})][:2] == ["base-strong", "base"]
+
+
+def test_a_row_of_another_world_is_made_again(ablation, args, monkeypatch, tmp_path):
+    args.rows, args.seeds = ["para"], [0]
+    done = {"0": {"para": {"commands": ablation.history("para", args, 0)}}}
+    assert ablation.plan(args, done) == []
+    other = tmp_path / "toy.py"
+    other.write_text("another world")
+    monkeypatch.setattr(ablation.toy, "__file__", str(other))
+    assert ablation.plan(args, done)[-1] == (0, "para")
+
+
+def test_what_is_not_of_todays_commands_is_not_shown(ablation, monkeypatch, tmp_path):
+    """Nor does it stop the tables: rows come and go."""
+    table = tmp_path / "table"
+    monkeypatch.setattr("sys.argv", ["ablation.py", "--out", str(tmp_path / "out"), "--results",
+                                     str(table), "--picture", str(tmp_path / "p.png")])
+    stale = {"3": {"gone": {"commands": []}, "para": {"commands": ["toy.py of old"]}}}
+    (tmp_path / "table.json").write_text(json.dumps({"claims": [], "results": stale}))
+    monkeypatch.setattr(ablation, "run_all", lambda args, results, save: None)
+    ablation.main()
+    assert json.loads((tmp_path / "table.json").read_text())["results"] == stale  # left as it was
 
 
 def test_a_failing_command_stops_the_run_with_its_log(ablation, args, monkeypatch):

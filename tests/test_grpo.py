@@ -424,7 +424,7 @@ def test_second_minibatch_is_clipped_against_the_policy_before_the_step(
         process_group, codec, source, groups, policy, vision, plain):
     """--minibatches 2: the ratio's old log-probs are those from before the first step, and some
     ratios leave the clip range."""
-    lr = 3.0
+    lr = 2.0  # at some rates a token lies on the edge of the clip range: either side is right
     record_logps(plain, codec, source, [e for g in groups for e in g])
     (first, second), stats = run_update(policy, vision, codec, groups, settings(minibatches=2),
                                         lr=lr)
@@ -529,6 +529,12 @@ def test_call_credit_is_negative_where_the_responses_brought_nothing(groups):
     e = groups[0][0]
     e.reward = {**reward(1.0, 1.0, 0.0), "blind": 1.0}
     assert grpo.call_credit(e, 1.0) == pytest.approx(-0.25) and grpo.call_credit(e, 0.0) == 0.0
+    e.status = "engine_error"  # it broke off: R_acc = 0 says nothing of its calls
+    assert grpo.call_credit(e, 1.0) == 0.0
+    e.status, e.calls[0]["turn"] = "ok", 1  # other calls than those that were asked about
+    assert grpo.call_credit(e, 1.0) == 0.0
+    e.calls[0]["turn"] = 0
+    assert grpo.call_credit(e, 1.0) != 0.0
     del e.reward["blind"]  # nobody asked: no room in the context, or an engine error
     assert grpo.call_credit(e, 1.0) == 0.0
 
@@ -542,7 +548,7 @@ def row(k, acc, executed, group="p", **changes):
             "acc": acc, "fmt": 0.5, "tool": 0.0, "f_tau": 0.6, "f_released": 0.4,
             "well_formed": executed > 0,
             "closure": {t: [0, 0] for t in rewards.KINDS},
-            "written": executed, "parseable": executed, "executed": executed,
+            "written": executed, "parseable": executed, "executed": executed, "a_call": 0.0,
             "length": 10, "turns": 1, "cut": 0,
             "sub_tokens": 0, "decode_s": 0.0}
     return {**base, **changes}

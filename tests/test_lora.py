@@ -104,7 +104,7 @@ def test_gradients_are_those_of_the_dense_model_of_the_same_matrices(toy, codec,
             for part, should in ((b, 2 * whole @ a.full_tensor().T),
                                  (a, 2 * b.full_tensor().T @ whole)):
                 off = (part.grad.full_tensor() - should).norm() / should.norm()
-                assert off < 3e-5, (name, off)
+                assert off < 3e-5, (name, off)  # fp32 rounding: 1.1e-5 seen
 
 
 # ------------------------------------------------------------------------------------------------

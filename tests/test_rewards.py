@@ -791,6 +791,17 @@ def test_an_unclosed_call_costs_the_same_in_both_dialects():
             assert all(mask[at:at + len(tag)])
 
 
+@pytest.mark.parametrize("said, share", [
+    ("16 red, 40 blue", 1.0), ("16 Red,40 blue.", 1.0), ("16 red, 40 blue,", 1.0),
+    ("40 blue, 16 red", 0.0), ("16 red", 0.5), ("16 red, 40 green", 0.5),
+    ("16 red, 40 blue, 48 green", 2 / 3), ("40 blue", 0.0), ("", 0.0), (",", 0.0), (".", 0.0),
+    ("red, blue", 0.0), ("16 red, , 40 blue", 1.0)])
+def test_a_list_is_paid_by_the_places_that_are_right(said, share):
+    """Token F1 would pay a wrong order in full."""
+    assert rewards.accuracy(said, "list", "16 red, 40 blue") == approx(share)
+    assert rewards.accuracy("", "list", "") == 0.0
+
+
 RELEASED = [  # the sampled text of each turn, without the forced <think>; score by the release
     # flawless, as our prefix makes it: the answer alone is seen, its tags do not balance
     ([f"{THOUGHT}</think>{CALL}", f"{THOUGHT}</think><answer>B</answer>"], 0.5),
@@ -1001,10 +1012,11 @@ def test_any_json_value_anywhere_in_a_call_gives_one_entry(value, key):
 
 
 @given(st.lists(anything, max_size=3), st.booleans(), st.booleans(),
-       st.sampled_from(["mcq", "open", "grounding"]))
+       st.sampled_from(rewards.task_types()))
 @settings(deadline=None, max_examples=300)
 def test_scores_never_raise_and_stay_in_bounds(turns, think_prefix, answer_suffix, task_type):
-    gold = {"mcq": "A", "open": "red car", "grounding": (1.0, 5.0)}[task_type]
+    gold = {"mcq": "A", "open": "red car", "list": "1 red, 2 blue", "grounding": (1.0, 5.0)}[
+        task_type]
     got = score(turns, task_type, gold, PETS, 1, 1, think_prefix=think_prefix,
                 answer_suffix=answer_suffix)
     assert 0.0 <= got["acc"] <= 1.0 and 0.0 <= got["fmt"] <= 1.0 and 0.0 <= got["tool"] <= 0.8

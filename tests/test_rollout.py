@@ -874,14 +874,14 @@ def test_the_blind_answer_is_of_the_same_prefix_and_leaves_the_episode_as_it_was
     """What the agent says where its calls told it nothing: its prompt differs from the gather
     turn's in the summaries alone; the episode and its record are those of a run without it."""
     def main(request):
-        if request.id.endswith("/blind"):
+        if request.id.endswith("/-1"):
             return "hm\n</think>\n<answer>0 grey</answer>"
         return [calls((0, 8), (16, 24)), ANSWER.replace("red<", tasks[0]["answer"] + "<")][
             turn_of(request)]
 
     engine = Scripted(codec, main)
     with_it = play_one(engine, tasks, frames_of, blind=True)
-    (blind,) = [r for r in engine.requests if r.id.endswith("/blind")]
+    (blind,) = [r for r in engine.requests if r.id.endswith("/-1")]
     gather = next(r for r in engine.requests if r.id.endswith("/1") and not is_sub(r))
     cut = with_it.spans[0][1]
     assert blind.expanded[:cut] == gather.expanded[:cut] == with_it.context.ids[:cut]
@@ -908,8 +908,11 @@ def test_nobody_answers_blind_who_did_not_call_or_has_no_room(codec, tasks, fram
     episode = play_one(Scripted(codec, [calls((0, 8)), ANSWER]), tasks, frames_of, narrow,
                        blind=True)
     assert episode.status == "context" and episode.blind is None
+    again = Scripted(codec, lambda request: calls((8, 16)) if turn_of(request) == -1 else [
+        calls((0, 8)), ANSWER][turn_of(request)])
+    assert play_one(again, tasks, frames_of, blind=True).blind is None  # it has not answered
     failed = Scripted(codec, lambda request: rollout.Completion(request.id, error="gone")
-                      if request.id.endswith("/blind") else [calls((0, 8)), ANSWER][
+                      if request.id.endswith("/-1") else [calls((0, 8)), ANSWER][
                           turn_of(request)])
     episode = play_one(failed, tasks, frames_of, blind=True)
     assert episode.status == "ok" and episode.blind is None and "blind" not in episode.reward

@@ -270,10 +270,33 @@ def test_the_data_speaks_the_protocol(toy):
                      if c.error is None]
             asked = re.findall(r"(\d+) and (\d+)", row["messages"][1]["content"][1]["text"])
             assert found == [(float(a), float(b)) for a, b in asked]
-            summaries = [m["content"] for m in row["messages"] if m["role"] == "tool"]
-            answered = rewards.final_answer(turns).split(", ")
-            assert len(summaries) == len(answered)
-            assert all(a in (b, rollout.empty_summary()) for a, b in zip(summaries, answered))
+
+
+def test_an_answer_says_what_was_seen_and_nothing_of_the_rest(toy):
+    """From the pixels of its overview and from its summaries: a target that could only be guessed
+    would be noise."""
+    import rewards
+
+    kinds = Counter()
+    for row in [*rows_of(toy, "sft.jsonl"), *rows_of(toy, "sft_val.jsonl")]:
+        _, kind, k = kind_of(row)
+        if kind == "sub":
+            continue
+        seen, question = row["messages"][1]["content"]
+        frames = video.load(seen, str(toy))
+        told = [m["content"] for m in row["messages"] if m["role"] == "tool"]
+        wanted = []
+        for n, (a, b) in enumerate(re.findall(r"(\d+) and (\d+)", question["text"])):
+            colours = {colour_at(image) for image, t in zip(frames.images, frames.seconds)
+                       if int(a) <= t < int(b)} - {None}
+            summary = told[n] if told and told[n] != rollout.empty_summary() else None
+            wanted.append(summary or f"{a} {colours.pop() if colours else 'nothing'}")
+            kinds[kind, wanted[-1].split()[1] == "nothing", summary is None] += 1
+        assert rewards.final_answer([row["messages"][-1]["content"].removeprefix("<think>\n")],
+                                    True) == ", ".join(wanted)
+    assert {pair[:2] for pair in kinds} == {(kind, empty) for kind in ("direct", "call", "plain")
+                                            for empty in (True, False)}
+    assert kinds["call", False, True] and kinds["call", True, True]  # the overview, or nobody, saw
 
 
 def test_a_sub_agent_says_what_its_frames_show(toy):
