@@ -10,6 +10,8 @@ BIN := .venv/bin
 DEMO := out/demo
 LORA ?= 0
 TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(RANKS)
+# without a GPU one process learns the toy faster than two that share the cores: 7,000 tokens a second against 4,600
+COLD := $(if $(shell nvidia-smi -L 2>/dev/null | grep ^GPU),$(TORCHRUN),$(BIN)/python)
 EVAL = $(TORCHRUN) eval.py --preset toy --data $(DEMO)/toy/eval.jsonl --frames 4 8 16 32 64 --tools on off
 # $(call stage,name,command): the command, then what it took
 stage = @echo "== $(1)"; began=$$(date +%s); $(2) && echo "== $(1): $$(($$(date +%s) - began)) s"
@@ -48,7 +50,7 @@ test-page: venv
 demo: venv
 	rm -rf $(DEMO)
 	$(call stage,toy world,$(BIN)/python toy.py --out $(DEMO)/toy --prior tidy)
-	$(call stage,cold start,$(TORCHRUN) sft.py --preset toy --ckpt $(DEMO)/toy/init --data $(DEMO)/toy/pretrain.jsonl --val $(DEMO)/toy/sft_val.jsonl --out $(DEMO)/sft)
+	$(call stage,cold start,$(COLD) sft.py --preset toy --ckpt $(DEMO)/toy/init --data $(DEMO)/toy/pretrain.jsonl --val $(DEMO)/toy/sft_val.jsonl --out $(DEMO)/sft)
 	$(call stage,PARA-GRPO,$(TORCHRUN) grpo.py --preset toy --ckpt $(DEMO)/sft --data $(DEMO)/toy/rl.jsonl --lora $(LORA) --out $(DEMO)/grpo)
 	$(call stage,evaluation of init,$(EVAL) --ckpt $(DEMO)/toy/init --out $(DEMO)/eval/init)
 	$(call stage,evaluation of sft,$(EVAL) --ckpt $(DEMO)/sft --out $(DEMO)/eval/sft)
