@@ -98,7 +98,7 @@ def parse_args():
     early = parser.parse_known_args()[0]
     if early.preset == "toy":
         parser.set_defaults(optimizer="adamw" if early.lora else "muon", batch_size=24,
-                            pack_tokens=2048, max_len=2048, epochs=1.2, beta2=0.98,
+                            pack_tokens=2048, max_len=2048, epochs=1.75, beta2=0.98,
                             min_lr=0.02, warmup=0.1, eval_every=100, save_every=0, recompute="none")
     args = parser.parse_args()
     if args.lr is None:  # adapters start at nothing and take larger steps
