@@ -211,7 +211,7 @@ def shown_episode(row, source, place):
         "extracted": None if row.get("extracted") is None else str(row["extracted"]),
         "acc": number(row["score"] if "score" in row else reward.get("acc")),
         "reward": {term: number(reward.get(term)) for term in ("total", "acc", "fmt", "tool")},
-        "advantage": {term: number(advantage.get(term)) for term in ("task", "fmt")},
+        "advantage": {term: number(advantage.get(term)) for term in ("task", "fmt", "call")},
         "duration": number((row.get("timing") or {}).get("video_s")) or last,  # seconds
         "times": times, "thumbs": [], "calls": calls,  # times of the overview frames
         "turns": shown_turns(row, calls, source["args"].get("format_credit", "struct")),

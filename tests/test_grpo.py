@@ -788,7 +788,7 @@ def hard_tasks(tasks, tmp_path):
 
 
 @pytest.mark.parametrize("flags,term,sample,change", [
-    (("--no-answer-suffix",), "fmt", 1, -0.25), (("--anchor", 0), "fmt", 1, -0.2),
+    (("--no-answer-suffix",), "fmt", 2, -0.2), (("--anchor", 0), "fmt", 1, -0.2),
     (("--gamma", 0), "fmt", 2, 0.15),
     (("--tool-reward", 0), "total", 0, -0.8), (("--format-weight", 0.5), "total", 1, -0.5)],
     ids=lambda x: " ".join(map(str, x)) if isinstance(x, tuple) else "")
