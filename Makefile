@@ -5,13 +5,14 @@
 # make ablation   the paper's Table 2 in the toy world, 5 or 8 seeds -> bench/ablation.{json,md}, docs/ablation.png  (about 4 hours; finished rows are kept)
 PYTHON ?= python3
 # one rank a GPU (a power of two: the demo's 16 prompts are dealt out evenly), two where there is none
-RANKS ?= $(shell n=$$(nvidia-smi -L 2>/dev/null | grep -c ^GPU); for r in 8 4 2 1; do [ $$n -ge $$r ] && echo $$r && exit; done; echo 2)
+GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c ^GPU)
+RANKS ?= $(shell for r in 8 4 2 1; do [ $(GPUS) -ge $$r ] && echo $$r && exit; done; echo 2)
 BIN := .venv/bin
 DEMO := out/demo
 LORA ?= 0
 TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(RANKS)
 # without a GPU one process learns the toy faster than two that share the cores: 7,000 tokens a second against 4,600
-COLD := $(if $(shell nvidia-smi -L 2>/dev/null | grep ^GPU),$(TORCHRUN),$(BIN)/python)
+COLD := $(if $(filter-out 0,$(GPUS)),$(TORCHRUN),$(BIN)/python)
 EVAL = $(TORCHRUN) eval.py --preset toy --data $(DEMO)/toy/eval.jsonl --frames 4 8 16 32 64 --tools on off
 # $(call stage,name,command): the command, then what it took
 stage = @echo "== $(1)"; began=$$(date +%s); $(2) && echo "== $(1): $$(($$(date +%s) - began)) s"

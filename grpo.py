@@ -594,7 +594,7 @@ def build_parser():
     add("--answer-from", choices=["tag", "line"], default="tag",
         help="R_acc reads <answer> alone; or also the last line, as the authors' release")
     add("--call-credit", type=float, default=0.0,
-        help="weight of A_call on the first turn: R_acc with its responses minus without; 0 = off")
+        help="weight of A_call on the first turn: R_acc with its responses minus without, - 0.25")
     # loss and optimiser
     add("--clip-eps", type=float, default=0.2, help="eps of the clipped surrogate")
     add("--kl", type=float, default=0.01, help="beta; 0 = no reference model is loaded")

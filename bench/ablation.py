@@ -60,9 +60,10 @@ def rows():
         "sft": ("+ SFT", "sft-strong", 8, None, ""),
         "para": ("+ SFT + PARA-GRPO (full)", "sft-strong", 8, "", ""),
         "acc": ("GRPO, accuracy the only reward, K = 64", "sft-strong", 5, reward, plain),
-        "acc-gated": ("the same, K gated", "sft-strong", 5, reward + " --frames gated", plain),
+        "acc-gated": ("GRPO, accuracy the only reward, K gated", "sft-strong", 5,
+                      reward + " --frames gated", plain),
         "vanilla": ("GRPO as released, K = 64", "sft-strong", 5, "--vanilla", plain),
-        "gating": ("the same, K gated", "sft-strong", 5, "--vanilla --frames gated", plain),
+        "gating": ("GRPO as released, K gated", "sft-strong", 5, "--vanilla --frames gated", plain),
         "anchoring": ("full at K = 64", "sft-strong", 5, "--frames 64", ""),
         "no-tool": ("full - R_tool", "sft-strong", 8, "--tool-reward 0", ""),
         "no-gamma": ("full - gamma", "sft-strong", 5, "--gamma 0", ""),
@@ -313,8 +314,7 @@ def numbers(folder):
         quarter = max(1, len(steps) // 4)
         parts = {"mean": steps, "first": steps[:quarter], "last": steps[-quarter:]}
         out["train"] = {m: {part: mean(s[m] for s in some) for part, some in parts.items()}
-                        for m in ("f_tau", "f_released", "well_formed", "kappa", "acc",
-                                  "rollout_s", "train_s", "zero_variance", "groups")}
+                        for m in ("f_tau", "f_released", "well_formed", "kappa", "acc")}
         out["train"].update(by_K=pool_by_budget(steps), by_K_last=pool_by_budget(parts["last"]),
                             steps=len(steps),
                             closure={tag: mean(s["closure"][tag] for s in steps)

@@ -523,6 +523,14 @@ def test_open_answers_are_matched_and_not_scored_by_overlap():
     assert graded["score"] == 0.0 < rewards.accuracy("red, green", "open", "red, blue")
 
 
+@pytest.mark.parametrize("said, score", [("16 red, 40 blue", 1.0), ("40 blue, 16 red", 0.0),
+                                         ("16 red", 0.0), ("16 red, 40 green", 0.0)])
+def test_a_list_counts_whole_and_in_order(said, score):
+    """Training pays for the places that are right."""
+    task = row("x", type="list", answer="16 red, 40 blue")
+    assert evaluation.grade(episode(answer(said), task=task))["score"] == score
+
+
 # ------------------------------------------------------------------------------------------------
 # Going on
 

@@ -764,9 +764,10 @@ def given_rollouts(monkeypatch, codec, source, tasks, any_gap):
     calls of rollout.run."""
     seen = []
 
-    def fake_run(engine, batch, agent, codec_, source_, frames, group, step, version, scoring, **_):
+    def fake_run(engine, batch, agent, codec_, source_, frames, group, step, version, scoring,
+                 blind, **_):
         seen.append({"agent": agent, "frames": frames, "group": group, "step": step,
-                     "scoring": scoring, "tasks": [t["id"] for t in batch]})
+                     "scoring": scoring, "tasks": [t["id"] for t in batch], "blind": blind})
         for task in batch:
             for e in make_group(codec, source, task, step):
                 e.reward = rewards.score(e.turns, task["type"], task["answer"], None, e.parseable(),
@@ -824,6 +825,18 @@ def test_f_tau_is_one_ruler_for_runs_that_are_paid_differently(
                    for name, flags in (("a", ()), ("b", less)))
     assert full["f_tau"] == full["fmt"] == plain["f_tau"] and plain["fmt"] < full["fmt"]
     assert 0 < full["well_formed"] == plain["well_formed"] < 1
+
+
+def test_call_credit_asks_for_blind_answers(run_grpo, given_rollouts, hard_tasks):
+    common = ("--data", hard_tasks, "--steps", 1, "--prompts", 1, "--group", 4, "--lr", 0)
+    for name, flags in (("a", ()), ("b", ("--call-credit", 2))):
+        run_grpo(*common, *flags, out=name)
+    assert [call["blind"] for call in given_rollouts] == [False, True]
+
+
+def test_call_credit_refuses_rollouts_that_cannot_tell(run_grpo, recorded):
+    with pytest.raises(model.UserError, match="sampled without it"):
+        run_grpo("--rollouts", recorded, "--call-credit", 2)
 
 
 def test_agent_flags_reach_the_rollouts(run_grpo, given_rollouts, hard_tasks):
@@ -1040,7 +1053,7 @@ def test_defaults_are_the_recipe_and_the_toy_preset_yields_to_flags(monkeypatch)
     (("--pack-tokens", 0), "--pack-tokens"), (("--temperature", 0), "--temperature"),
     (("--frames", 0), "--frames"), (("--frames", "many"), "--frames"),
     (("--lr", -1), "--lr"), (("--kl", -1), "--kl"), (("--clip", -1), "--clip"),
-    (("--clip-eps", -1), "--clip-eps"),
+    (("--clip-eps", -1), "--clip-eps"), (("--call-credit", -1), "--call-credit"),
     (("--format-credit", "some"), "--format-credit"), (("--ckpt", "nowhere"), "nowhere"),
     (("--data", "nothing.jsonl"), "nothing.jsonl"), (("--rollouts", "none.jsonl"), "none.jsonl"),
     (("--video-root", "nofolder"), "nofolder"),
