@@ -58,6 +58,15 @@ class Overheard:
         return done
 
 
+def pytest_configure(config):
+    """Several processes of pytest share out the cores, and what they start inherits its part: two
+    pools of spinning threads on the same cores cost a factor of ten."""
+    if name := os.environ.get("PYTEST_XDIST_WORKER"):
+        number, count = int(name.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, cores[number::count] or cores)
+
+
 def pytest_addoption(parser):
     add = parser.addoption
     add("--shuffle", type=int, default=None, metavar="SEED",
