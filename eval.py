@@ -482,6 +482,7 @@ def evaluate(args):
     if args.judge_url:  # hours of episodes later would be late to find out
         systems.OpenAIEngine(args.judge_url, args.judge_model).knock()
     ckpt = model.resolve_checkpoint(args.ckpt) if args.ckpt else None  # endpoints have none
+    model.say(f"{args.ckpt or args.engine} -> {args.out}: reading tasks and records, then loading")
     protocol, prompts = systems.make_protocol(args)
     suites = load_suites(args, ckpt, prompts)
     if world > 1:

@@ -2,13 +2,10 @@
 grpo.py: PARA-GRPO on top of an SFT checkpoint, with a rollout engine inside every rank.
 
   R_i      = R_acc + w_fmt R_fmt + R_tool              one per rollout i of a group of G: rewards.py
-  sigma    = std of R in the group; where it is 0, A_task = A_fmt = 0. A group without any advantage
-             is skipped and counted
+  sigma    = std of R in the group; where it is 0 the group is skipped and counted
   A_task_i = ((R_acc + R_tool)_i - mean) / sigma
   A_fmt_i  = w_fmt (R_fmt_i - mean) / sigma
-  A_call_i = W (R_acc - R_acc had its calls told it nothing - 0.25)    --call-credit W; default 0
-  A_it     = A_task_i + A_fmt_i [t in struct(o_i)] + A_call_i [t in the turn that called]
-             struct: tag tokens and the end of each turn
+  A_it     = A_task_i + A_fmt_i [t in struct(o_i)]     struct: tag tokens and the end of each turn
   rho_t    = exp(logp_t - old_t)                       old: this trainer before the step
   w_t      = min(exp(old_t - rollout_t), 5)            the engine is not quite the trainer
   L        = -(1/N) sum_t [ w_t min(rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t) - beta k3_t ]
@@ -68,25 +65,14 @@ def group_by_prompt(episodes):
     return list(groups.values())
 
 
-def call_credit(episode, weight, price=0.25):
-    """A_call of an episode whose first calls ran: what their responses brought, R_acc with them
-    minus R_acc of the same prefix without, minus a price. Its baseline is that other answer, not
-    the group: it speaks even where all rollouts call."""
-    if not weight or "blind" not in episode.reward or episode.status != "ok":
-        return 0.0  # an episode that broke off says nothing of its calls
-    ran = any(call["turn"] == 0 and call["status"] == "ok" for call in episode.calls)
-    return ran * weight * (episode.reward["acc"] - episode.reward["blind"] - price)
-
-
 def set_advantages(group, args):
-    """Episode.advantage = {"task", "fmt", "call", "sigma"}. From the unweighted terms, so that a
+    """Episode.advantage = {"task", "fmt", "sigma"}. From the unweighted terms, so that a
     recorded rollout can be replayed under other weights."""
     task = [e.reward["acc"] + args.tool_reward * e.reward["tool"] for e in group]  # [G]
     fmt = [e.reward["fmt"] for e in group]  # [G]
     a_task, a_fmt, sigma = rewards.group_advantages(task, fmt, args.format_weight)
     for e, t, f in zip(group, a_task, a_fmt):
-        e.advantage = {"task": t, "fmt": f, "call": call_credit(e, args.call_credit),
-                       "sigma": sigma}
+        e.advantage = {"task": t, "fmt": f, "sigma": sigma}
 
 
 def token_advantages(episode, codec, credit):
@@ -94,14 +80,13 @@ def token_advantages(episode, codec, credit):
     sampled."""
     task, fmt = episode.advantage["task"], episode.advantage["fmt"]
     out = [0.0] * len(episode.context.ids)
-    for turn, (start, end) in enumerate(episode.spans):
-        decided = task + (episode.advantage["call"] if turn == 0 else 0.0)  # to call: turn 0
+    for start, end in episode.spans:
         if credit == "struct":  # Selective Anchoring: a tag is found in bytes, not in ids
             pieces = model.pieces_of(codec, episode.context.ids[start:end])
             credited = rewards.structural_mask(pieces)
         else:
             credited = [credit == "sequence"] * (end - start)
-        out[start:end] = [decided + fmt * c for c in credited]  # A_it of the header
+        out[start:end] = [task + fmt * c for c in credited]  # A_it of the header
     return out
 
 
@@ -130,8 +115,8 @@ def training_trees(groups, codec, args):
     skipped = 0
     for group in groups:
         tokens += sum(sum(e.context.mask) for e in group)
-        # Where every advantage is 0, forward and backward would add nothing.
-        if any(e.advantage[part] for e in group for part in ("task", "fmt", "call")):
+        # sigma = 0: every advantage is 0, its forward and backward would add nothing.
+        if group[0].advantage["sigma"]:
             trees.append(group_tree(group, codec, args.format_credit))
         else:
             skipped += 1
@@ -264,7 +249,7 @@ def look_ahead(pool, source, tasks, step, args):
     """Decode, in the threads of `pool`, the overviews that step `step` will ask for."""
     for task in tasks:
         k = rollout.overview_frames(args.frames, args.seed, step, task["id"])
-        pool.submit(load_quietly, source, {"video": task["video"], "frames": k})
+        pool.submit(load_quietly, source, source.overview_spec(task, k))
 
 
 def load_quietly(source, spec):
@@ -282,8 +267,7 @@ def sample_batch(engine, tasks, agent, codec, source, step, args, rank, world):
                "answer_from": args.answer_from}  # fmt: skip
     waited = {}
     episodes = list(rollout.run(engine, mine, agent, codec, source, args.frames, args.group, step,
-                                version=step, scoring=scoring, clock=waited,
-                                blind=args.call_credit > 0))
+                                version=step, scoring=scoring, clock=waited))
     for e in episodes:
         if e.status == "video_error" and e.sample == 0:
             print(model.printable(f"skipped task {e.task['id']}: {e.error}"), flush=True)
@@ -297,7 +281,7 @@ def main():
     args = parse_args()
     ckpt = model.resolve_checkpoint(args.ckpt)
     tasks = rollout.read_tasks(args.data) if args.data else []
-    recorded = read_rollouts(args.rollouts or [], args.call_credit > 0)
+    recorded = read_rollouts(args.rollouts or [])
     agent, source = rollout.agent_settings(args, args.data or args.rollouts[0])
     model.make_out(os.path.join(args.out, "rollouts"))
     folder, state = model.resume_point(args.out, args, args.resume)
@@ -305,6 +289,7 @@ def main():
     if start >= steps:
         print(f"nothing to do: {args.out} has {start} steps of {steps}")
         return
+    model.say(f"{args.ckpt} -> {args.out}: loading the checkpoint, then the engine")
 
     rank, world, device = model.start_process_group(args.patience)
     model.beat(args.patience)
@@ -443,12 +428,10 @@ def open_run(args, policy, start, rank, world):
 # What each number means: docs/metrics.md.
 
 
-def read_rollouts(paths, blind):
-    """Rollout JSONL files -> Episodes. blind: they must tell what call credit needs."""
+def read_rollouts(paths):
+    """Rollout JSONL files -> Episodes."""
     keys = rollout.Episode(None, None, 0, 0, 0).to_json()
     rows = [row for path in paths for row in model.read_jsonl(path, required=keys)]
-    if blind and paths and not any("blind" in row["reward"] for row in rows):
-        raise model.UserError("--call-credit: these rollouts were sampled without it")
     return [rollout.from_json(row) for row in rows]
 
 
@@ -474,7 +457,7 @@ def episode_row(e):
     return {
         "K": e.frame_budget, "group": e.group, "status": e.status,
         "f_tau": ruler["total"], "well_formed": ruler["well_formed"],
-        "f_released": rewards.released_format(e.turns), "a_call": e.advantage.get("call", 0.0),
+        "f_released": rewards.released_format(e.turns),
         **{name: e.reward[name] for name in ("total", "acc", "fmt", "tool")},
         "closure": rewards.closure_counts(e.turns, e.think_open),
         "written": len(e.calls), "parseable": e.parseable(), "executed": e.executed(),
@@ -510,8 +493,7 @@ def call_minus_skip(rows):
 def summarise(rows):
     """Episode rows of all ranks -> the step's metrics."""
     out = {name: average(rows, name) for name in ("total", "acc", "fmt", "tool", "length", "turns",
-                                            "f_tau", "f_released", "well_formed", "sub_tokens",
-                                            "a_call")}
+                                            "f_tau", "f_released", "well_formed", "sub_tokens")}
     out["kappa"] = average(rows, "executed")
     out["written_calls"] = average(rows, "written")
     out["valid_calls"] = average(rows, "parseable")
@@ -593,8 +575,6 @@ def build_parser():
     add("--tool-reward", type=float, default=1.0, help="factor on R_tool; 0 = off")
     add("--answer-from", choices=["tag", "line"], default="tag",
         help="R_acc reads <answer> alone; or also the last line, as the authors' release")
-    add("--call-credit", type=float, default=0.0,
-        help="weight of A_call on the first turn: R_acc with its responses minus without, - 0.25")
     # loss and optimiser
     add("--clip-eps", type=float, default=0.2, help="eps of the clipped surrogate")
     add("--kl", type=float, default=0.01, help="beta; 0 = no reference model is loaded")
@@ -629,7 +609,7 @@ def parse_args():
         if getattr(args, name) < 1:
             flag = name.replace("_", "-")
             raise model.UserError(f"--{flag} must be at least 1, got {getattr(args, name)}")
-    for name in ("lr", "clip", "clip_eps", "kl", "lora", "call_credit"):
+    for name in ("lr", "clip", "clip_eps", "kl", "lora"):
         if not getattr(args, name) >= 0:  # written so that NaN is refused as well
             flag = name.replace("_", "-")
             raise model.UserError(f"--{flag} may not be negative, got {getattr(args, name)}")

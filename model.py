@@ -1614,6 +1614,12 @@ def resume_point(out, args, resume):
     return (None, {}) if resume is False else (folder, state)
 
 
+def say(text):
+    """One line on the terminal, of rank 0 alone: what is being done while nothing else shows it."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, flush=True)
+
+
 def clean_run(out, start):
     """Rank 0, before the first step: drop what killed runs left half-written and, where a run
     begins anew, its older checkpoints."""

@@ -43,7 +43,7 @@ from dataclasses import dataclass
 def score(turns, task_type, gold, options=None, num_parseable=0, num_executed=0, think_prefix=True,
           answer_suffix=True, anchor=0.5, gamma=0.3, w_format=1.0, tool_weight=1.0,
           answer_from="tag"):  # fmt: skip
-    """All reward terms of one episode: {"acc", "fmt", "tool", "total", "closure"}. turns: the
+    """All reward terms of one episode: {"acc", "fmt", "tool", "total"}. turns: the
     sampled text of each main-agent turn, special tokens removed. think_prefix: every turn began
     inside a thought that is not in its text. task_type, gold, options: see accuracy.
     answer_suffix, anchor, gamma: see format_reward. num_parseable, num_executed: calls without an
@@ -54,8 +54,7 @@ def score(turns, task_type, gold, options=None, num_parseable=0, num_executed=0,
     tool = tool_reward(num_parseable, num_executed, acc)
     # The terms stay unweighted in the record: a rollout can be replayed under other weights.
     total = acc + w_format * fmt + tool_weight * tool
-    closure = closure_counts(turns, think_prefix)
-    return {"acc": acc, "fmt": fmt, "tool": tool, "total": total, "closure": closure}
+    return {"acc": acc, "fmt": fmt, "tool": tool, "total": total}
 
 
 def accuracy(response, task_type, gold, options=None):

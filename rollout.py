@@ -180,6 +180,12 @@ class Source:
     max_pixels: int = 50176
     crop_pixels: int = 0  # of a window's frames, at most; 0 = max_pixels
     subtitles: object = None  # (task, seconds of the frames [K]) -> text shown with the question
+    snap: bool = False  # overviews: key frames where they are near, see video.py
+
+    def overview_spec(self, task, num_frames):
+        """The overview of a task as `load` reads it, and as a rollout records it."""
+        spec = {"video": task["video"], "frames": num_frames}
+        return {**spec, "snap": True} if self.snap else spec
 
     def load(self, spec):
         """{"video", "frames"} or {"video", "start", "end", ..} -> Frames."""
@@ -198,6 +204,11 @@ class Source:
         frames = self.load(spec)
         start, end = max(0.0, spec["start"]), min(spec["end"], self.duration(spec))
         return {**spec, "start": start, "end": end}, frames
+
+    def expect(self, specs):
+        """Windows of one turn -> [a name each], equal where `load` decodes them in one go."""
+        return video.expect(specs, self.root, self.cache, self.min_pixels,
+                            self.crop_pixels or self.max_pixels)
 
     def duration(self, spec):
         return video.probe(video.resolve(spec["video"], self.root), self.cache).duration
@@ -295,7 +306,6 @@ class Episode:
     reward: dict = field(default_factory=dict)
     advantage: dict = field(default_factory=dict)
     timing: dict = field(default_factory=dict)
-    blind: str = None  # what it would have said, had its first calls told it nothing
     duration: float = None  # seconds of the video
     notes: dict = field(default_factory=dict)  # what a protocol remembers between turns; not saved
 
@@ -328,7 +338,6 @@ class Shared:
     pump: object
     step: int  # enters every seed and every draw of K
     protocol: object  # Protocol
-    blind: bool = False  # also sample what an episode says without its responses
 
 
 # ------------------------------------------------------------------------------------------------
@@ -343,7 +352,7 @@ async def run_episode(episode, shared):
     """
     agent, codec, pump, protocol = shared.agent, shared.codec, shared.pump, shared.protocol
     task, began = episode.task, time.monotonic()
-    spec = {"video": task["video"], "frames": episode.frame_budget}
+    spec = shared.source.overview_spec(task, episode.frame_budget)
     try:
         frames, episode.duration, spoken = await pump.load(shared.source.load_overview, spec, task)
     except (video.VideoError, ValueError) as error:
@@ -405,10 +414,7 @@ async def run_episode(episode, shared):
             break
 
         # Fan-out: one sub-agent per window, all at once; they join the engine's running batch.
-        jobs = [(protocol.answer or summaries)(records, calls, episode, shared, turn)]
-        if shared.blind and turn == 0:
-            jobs.append(answer_blind(episode, shared, len(calls), said.ended, prefix))
-        reply, *_ = await asyncio.gather(*jobs)
+        reply = await (protocol.answer or summaries)(records, calls, episode, shared, turn)
         if protocol.force and turn == tool_turns - 1:
             reply.messages.append({"role": "user", "content": protocol.force(task)})
         if reply.fresh:
@@ -436,22 +442,6 @@ async def run_episode(episode, shared):
     return episode
 
 
-async def answer_blind(episode, shared, num_calls, ended, prefix):
-    """Sample the next turn as if every call had told nothing: the same prefix, another outcome ->
-    Episode.blind. The context itself stays as it is."""
-    agent, name = shared.agent, f"{episode.group}/{episode.sample}/-1"
-    nothing = [{"role": "tool", "content": empty_summary()}] * num_calls
-    glue = model.glue_ids(shared.codec, nothing, ended) + prefix
-    room = agent.context - len(episode.context.ids) - len(glue)
-    ask = request_of(episode.context, name, max_tokens=min(agent.max_new_tokens, room),
-                     temperature=agent.temperature, seed=request_seed(agent.seed, name))
-    ask.ids, ask.expanded = ask.ids + glue, ask.expanded + glue
-    said = await shared.pump.sample(ask) if room > 0 else None
-    # One that would call again has not answered: no value of its first calls is known.
-    again = said and rewards.parse_tool_calls(said.text, episode.think_open)
-    episode.blind = said.text if said and not said.error and not again else None
-
-
 def opening(task, num_frames, agent, subtitles, duration):
     """ParaVT's first messages, as Protocol.opening."""
     return main_messages(task, num_frames, agent.tools, subtitles)
@@ -476,7 +466,11 @@ async def serve(records, calls, episode, shared, turn):
     """Run the good calls of one turn on sub-agents and fill their records; every call gets exactly
     one response."""
     run = admitted(records, calls, shared.agent.max_parallel)
-    jobs = [sub_agent(records[i], episode, shared, turn, n) for n, i in enumerate(run)]
+    specs = [window_spec(records[i], episode.task, shared.agent) for i in run]
+    together = await shared.pump.load(shared.source.expect, specs)
+    gates = {name: asyncio.Lock() for name in together}  # one thread decodes, no other waits for it
+    jobs = [sub_agent(records[i], specs[n], gates[together[n]], episode, shared, turn, n)
+            for n, i in enumerate(run)]
     if shared.agent.dispatch == "parallel":
         # Their decoding and their tokens share the machine with everybody else's.
         await asyncio.gather(*jobs)
@@ -485,17 +479,21 @@ async def serve(records, calls, episode, shared, turn):
             await job
 
 
-async def sub_agent(record, episode, shared, turn, number):
+def window_spec(record, task, agent):
+    """The window of a call, as video.load reads it."""
+    spec = {"video": task["video"], "start": record["start"], "end": record["end"],
+            "fps": agent.sub_fps, "max_frames": agent.sub_frames}
+    return {**spec, "num_frames": record["num_frames"]} if record["num_frames"] else spec
+
+
+async def sub_agent(record, spec, gate, episode, shared, turn, number):
     """The same weights in a fresh context that holds one window. Fills `record`; never raises on
     what a model wrote."""
     agent, codec, task = shared.agent, shared.codec, episode.task
     began = time.monotonic()
-    spec = {"video": task["video"], "start": record["start"], "end": record["end"],
-            "fps": agent.sub_fps, "max_frames": agent.sub_frames}
-    if record["num_frames"]:
-        spec["num_frames"] = record["num_frames"]
     try:
-        spec, frames = await shared.pump.load(shared.source.load_window, spec)
+        async with gate:
+            spec, frames = await shared.pump.load(shared.source.load_window, spec)
     except video.VideoError as error:
         why = f"error: the window could not be read ({error.why})"
         record.update(status="video_error", summary=why)
@@ -624,7 +622,7 @@ async def in_flight(pump, episodes, live):
 
 
 def run(engine, tasks, agent, codec, source, frames=64, group=1, step=0, version=0, scoring=None,
-        threads=4, max_live=None, clock=None, protocol=None, blind=False):  # fmt: skip
+        threads=4, max_live=None, clock=None, protocol=None):  # fmt: skip
     """THE agent loop: RL, evaluation and the CLI all call this. -> iterator of scored Episodes, as
     they finish.
 
@@ -632,10 +630,9 @@ def run(engine, tasks, agent, codec, source, frames=64, group=1, step=0, version
     rollouts per task. step: enters every seed and every draw of K. scoring: keyword arguments of
     rewards.score. threads: that decode. max_live: episodes at once; None = twice the engine's
     batch. clock: a dict whose "decode_s" becomes the seconds in which the engine only waited.
-    blind: reward["blind"] is the R_acc of what an episode would have said without its responses.
     """
     pump = Pump(engine, threads)
-    shared = Shared(agent, codec, source, pump, step, protocol or Protocol(), blind)
+    shared = Shared(agent, codec, source, pump, step, protocol or Protocol())
     # A few more episodes than the engine's batch keep it full while others decode.
     live = max_live or 2 * engine.max_seqs
     works = (run_episode(episode, shared) for episode in
@@ -651,12 +648,10 @@ def run(engine, tasks, agent, codec, source, frames=64, group=1, step=0, version
             if clock is not None:
                 clock["decode_s"] = pump.idle_s
             task = episode.task
-            how = {"think_prefix": episode.think_open, **(scoring or {})}
-            asked = task["type"], task["answer"], task.get("options")
-            episode.reward = rewards.score(episode.turns, *asked, episode.parseable(),
-                                           episode.executed(), **how)
-            if episode.blind is not None:
-                episode.reward["blind"] = rewards.score([episode.blind], *asked, **how)["acc"]
+            episode.reward = rewards.score(
+                episode.turns, task["type"], task["answer"], task.get("options"),
+                episode.parseable(), episode.executed(), think_prefix=episode.think_open,
+                **(scoring or {}))
             yield episode
     finally:
         loop.run_until_complete(finished.aclose())
@@ -1029,6 +1024,9 @@ def add_agent_arguments(parser, tools=True):
     add("--video-root", default=None,
         help="folder videos are relative to and may not leave; default: the JSONL's folder")
     add("--max-pixels", type=int, default=50176, help="pixels of a frame after resizing, at most")
+    add("--snap", choices=["off", "keyframe"], default="off",
+        help="overviews take the key frame nearest to a look, where its segment has one: fast in "
+        "files of hours")
     add("--frame-cache-gb", type=float, default=4.0, help="GiB of decoded frames kept per rank")
     add("--frame-cache-dir", default=None,
         help="folder of decoded frames for later runs and all ranks of a node; default: none")
@@ -1066,7 +1064,8 @@ def agent_settings(args, data_path):
     crop = getattr(args, "crop_pixels", 0)  # eval.py's alone, too
     if crop and crop < least:
         raise model.UserError(f"--crop-pixels must be at least {least}, or 0, got {crop}")
-    return agent, Source(root, cache, least, args.max_pixels, min(crop, args.max_pixels))
+    return agent, Source(root, cache, least, args.max_pixels, min(crop, args.max_pixels),
+                         snap=args.snap == "keyframe")
 
 
 def check_context(codec, tasks, agent, source, frames):
@@ -1076,7 +1075,7 @@ def check_context(codec, tasks, agent, source, frames):
     tools = tool_schema() if agent.tools else None
     first = None  # what was wrong with the first video
     for task in tasks[:8]:
-        spec = {"video": task["video"], "frames": budget}
+        spec = source.overview_spec(task, budget)
         try:
             item = model.vision_item(spec, source.load(spec))
         except video.VideoError as error:
@@ -1169,6 +1168,7 @@ def main():
     agent, source = agent_settings(args, args.data)
     if args.out:
         model.make_out(os.path.dirname(os.path.abspath(args.out)))
+    model.say(f"{args.ckpt}: loading the tokenizer, then the engine")
     codec = model.load_codec(ckpt, args.channel)
     check_context(codec, tasks, agent, source, args.frames)
     engine = make_engine(ckpt, codec, args, args.seed)

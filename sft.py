@@ -333,6 +333,7 @@ def main():
     model.make_out(args.out)
     folder, state = model.resume_point(args.out, args, args.resume)
     start, best = state.get("step", 0), state.get("best", math.inf)
+    model.say(f"{args.ckpt} -> {args.out}: loading the checkpoint and {args.data}")
     import torch
 
     rank, world, device = model.start_process_group(args.patience)

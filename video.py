@@ -5,7 +5,8 @@ T frames of H x W pixels; s_i = start of frame i in seconds, s_0 = 0; D = durati
   overview(K)             = frames on display at (k + 0.5) D / K, k = 0..K-1
   crop(a, b)              = frames on display at a + (k + 0.5)(b - a) / n, k = 0..n-1, with
                             a, b clamped to [0, D] and n = clip(round((b - a) fps), 1, max_frames)
-Both drop repeats. 64 frames at 1 fps: overview(4) -> 8, 24, 40, 56; crop(16, 19) -> 16, 17, 18.
+  overview(K, snap)       = each the nearest key frame instead, where one starts within D / 2K
+All drop repeats. 64 frames at 1 fps: overview(4) -> 8, 24, 40, 56; crop(16, 19) -> 16, 17, 18.
 
 Departures: s_i is the container's clock, never i / fps, which is wrong as soon as the rate varies.
 Frames are resized once, here, to multiples of 32 (patch 16 x merge 2), and by no processor again.
@@ -102,12 +103,20 @@ def _on_display(starts, looks):
     return np.unique(np.maximum(seen, 0))
 
 
-def overview_indices(starts, duration, num_frames):
-    """Frame starts [N] in seconds -> indices of at most `num_frames` frames of the whole video."""
+def overview_indices(starts, duration, num_frames, keys=()):
+    """Frame starts [N] in seconds -> indices of at most `num_frames` frames of the whole video.
+
+    `keys`: indices of key frames; one that starts in a look's own segment is taken in its place,
+    the nearest, since a decoder reaches it without any frame before it.
+    """
     if num_frames < 1:
         raise ValueError(f"num_frames must be at least 1, not {num_frames}")
     looks = (np.arange(num_frames) + 0.5) * duration / num_frames  # [K] centres of equal segments
-    return _on_display(starts, looks)
+    if not len(keys):
+        return _on_display(starts, looks)
+    near = keys[np.abs(starts[keys] - looks[:, None]).argmin(1)]  # [K]
+    close = np.abs(starts[near] - looks) <= duration / num_frames / 2  # [K]
+    return np.union1d(near[close], _on_display(starts, looks[~close]))
 
 
 def crop_indices(starts, duration, start, end, num_frames=None, fps=1.0, max_frames=16):
@@ -150,11 +159,13 @@ def probe(path, cache=None):
     return (cache or FrameCache(0)).index(path)[1]
 
 
-def overview(path, num_frames, min_pixels=1024, max_pixels=50176, cache=None):
-    """Path -> Frames, at most `num_frames`. Raises VideoError, ValueError for num_frames < 1."""
+def overview(path, num_frames, min_pixels=1024, max_pixels=50176, cache=None, snap=False):
+    """Path -> Frames, at most `num_frames`; snap: key frames where they are near enough, which is
+    fast in long files. Raises VideoError, ValueError for num_frames < 1."""
     cache = cache or FrameCache(0)
     starts, info = cache.index(path)  # [N] seconds
-    indices = overview_indices(starts, info.duration, num_frames)  # [T]
+    keys = cache.keys(path) if snap else ()
+    indices = overview_indices(starts, info.duration, num_frames, keys)  # [T]
     return cache.frames(path, indices, min_pixels, max_pixels)
 
 
@@ -184,21 +195,45 @@ def at(path, times, min_pixels=1024, max_pixels=50176, cache=None):
 def load(spec, root=None, cache=None, min_pixels=1024, max_pixels=50176):
     """A message's video item -> Frames; its path goes through `resolve`. Raises as these do:
 
-    {"video", "frames": K}: overview. {"video", "times": [..]}: at. {"video", "start", "end"}, with
-    "fps", "max_frames", "num_frames" where given and not null: crop. Others raise KeyError.
+    {"video", "frames": K} and, it may be, "snap": overview. {"video", "times": [..]}: at.
+    {"video", "start", "end"}, with "fps", "max_frames", "num_frames" where given and not null:
+    crop. Others raise KeyError.
     """
     path = resolve(spec["video"], root)
     size = {"min_pixels": min_pixels, "max_pixels": max_pixels, "cache": cache}
     if "frames" in spec:
-        return overview(path, spec["frames"], **size)
+        return overview(path, spec["frames"], **size, snap=spec.get("snap", False))
     if "times" in spec:
         return at(path, spec["times"], **size)
-    knobs = ("num_frames", "fps", "max_frames")
-    given = {name: spec[name] for name in knobs if spec.get(name) is not None}  # else: default
-    return crop(path, spec["start"], spec["end"], **given, **size)
+    return crop(path, spec["start"], spec["end"], **_knobs(spec), **size)
+
+
+def _knobs(spec):
+    """A window's item -> what it says of its number of frames; what it leaves open is left out."""
+    names = ("num_frames", "fps", "max_frames")
+    return {name: spec[name] for name in names if spec.get(name) is not None}
 
 
 # ---- below: decoders, cache (a reader of the training step may stop here) ----
+
+
+def expect(specs, root, cache, min_pixels=1024, max_pixels=50176):
+    """Windows' items of one video that `load` is about to be asked for: those that begin behind the
+    same key frame are decoded in one go, when the first of them is asked for.
+
+    -> [a name for each window], equal where they are decoded together: threads that ask for such at
+    once would only wait for one another. None: the window cannot be read, as `load` will say.
+    """
+    sets = {}  # place in specs -> indices
+    for n, spec in enumerate(specs):
+        with contextlib.suppress(VideoError, ValueError):
+            path = resolve(spec["video"], root)
+            starts, info = cache.index(path)
+            window = spec["start"], spec["end"]
+            sets[n] = crop_indices(starts, info.duration, *window, **_knobs(spec))
+    names = cache.together(path, list(sets.values()), min_pixels, max_pixels) if sets else []
+    found = dict(zip(sets, names))
+    return [found.get(n) for n in range(len(specs))]
 
 
 def _identity(path):
@@ -442,6 +477,13 @@ def _serve(fd):
                 pipe.send((error, None))
 
 
+def _keys(file, indices, height, width):
+    """`_identity` of a file, indices [T], size -> (key of the set, of each frame [T]), hex."""
+    names = [repr((file, int(i), height, width)) for i in indices]  # no file opened yet
+    frame_keys = [sha256(name.encode()).hexdigest()[:32] for name in names]  # hash() is salted
+    return sha256("".join(frame_keys).encode()).hexdigest()[:32], frame_keys
+
+
 def _load(path):
     """File of a cache's folder -> [arrays and numbers], None where it is missing or damaged."""
     with contextlib.suppress(OSError):  # no such file, or one of somebody else
@@ -488,6 +530,7 @@ class FrameCache:
     decodes: int = 0  # sets of frames decoded
     hits: int = 0  # sets of frames found in memory
     indexed: int = 0  # files opened for their table of times
+    _along: dict = field(default_factory=dict)  # key -> indices [T] of all that is decoded with it
     _unseen: float = math.inf  # bytes written since the folder was last looked through
     _writing: threading.Lock = field(default_factory=threading.Lock)  # one thread at a time
     _lock: threading.Lock = field(default_factory=threading.Lock)  # for the counters and these:
@@ -497,6 +540,11 @@ class FrameCache:
     def index(self, path):
         """Path -> (starts [N] float64 seconds, VideoInfo), read once per state of the file."""
         return self._table(path)[:2]
+
+    def keys(self, path):
+        """Path -> indices of its key frames, where a decoder can begin."""
+        _, _, ticks, key_ticks = self._table(path)
+        return np.flatnonzero(np.isin(ticks, key_ticks))
 
     def _table(self, path):
         """Path -> (starts [N], VideoInfo, ticks [N], key_ticks), see `_open`."""
@@ -512,26 +560,58 @@ class FrameCache:
 
         return self._once(file, read, look=False)
 
+    def together(self, path, sets, min_pixels, max_pixels):
+        """Path, ascending indices of each set that `frames` is about to be asked for -> [the key of
+        what it is decoded from], see `expect`."""
+        file = _identity(path)
+        _, info, ticks, key_ticks = self._table(path)
+        height, width = smart_size(info.height, info.width, min_pixels, max_pixels)  # pixels
+        names = [_keys(file, indices, height, width)[0] for indices in sets]
+        runs = {}  # number of the key frame that a set begins behind -> {name of a set: the set}
+        for name, indices in zip(names, sets):
+            if name not in self._entries:
+                begin = int(np.searchsorted(key_ticks, ticks[indices[0]], side="right"))
+                runs.setdefault(begin, {})[name] = indices
+        found = {}  # name of a set -> name of the set it is decoded with
+        for near in runs.values():
+            union = np.unique(np.concatenate(list(near.values())))
+            # What cannot be kept until the last of them has asked would be decoded for each.
+            if len(near) > 1 and len(union) * height * width * 3 <= self.max_bytes:
+                self._along.update(dict.fromkeys(near, union))
+                found.update(dict.fromkeys(near, _keys(file, union, height, width)[0]))
+        return [found.get(name, name) for name in names]
+
     def frames(self, path, indices, min_pixels, max_pixels):
         """Path, ascending indices [T] -> Frames, decoded once per (file, frames, size)."""
         file = _identity(path)
         starts, info, ticks, key_ticks = self._table(path)
         height, width = smart_size(info.height, info.width, min_pixels, max_pixels)  # pixels
-        names = [repr((file, int(i), height, width)) for i in indices]  # [T], no file opened yet
-        frame_keys = [sha256(name.encode()).hexdigest()[:32] for name in names]  # hash() is salted
-        key = sha256("".join(frame_keys).encode()).hexdigest()[:32]
+        key, frame_keys = _keys(file, indices, height, width)
+        along = self._along.pop(key, indices)
 
-        def decode():
+        def decode(indices):
             parts = np.array_split(ticks[indices], min(self.workers, max(1, len(indices) // 8)))
             how = (key_ticks, height, width)
             requests = [(file[0], self.num_threads, part, *how) for part in parts]
             if len(parts) == 1:
-                return [self._ask(requests[0])]  # [T, H, W, 3]
+                return self._ask(requests[0])  # [T, H, W, 3]
             with ThreadPoolExecutor(len(parts)) as pool:  # each has a stretch to itself
-                return [np.concatenate(list(pool.map(self._ask, requests)))]  # map keeps the order
+                return np.concatenate(list(pool.map(self._ask, requests)))  # map keeps the order
+
+        def decode_all():
+            images = decode(along)  # [T, H, W, 3]
+            return images, images.nbytes, True
+
+        def pick():
+            if len(along) > len(indices):
+                with contextlib.suppress(VideoError):  # of another's frame, it may be
+                    union, _ = _keys(file, along, height, width)
+                    images = self._once(("together", union), decode_all)
+                    return [images[np.searchsorted(along, indices)]]
+            return [decode(indices)]
 
         def read():
-            (images,), asked = self._through(key, file, decode)  # [T, H, W, 3]
+            (images,), asked = self._through(key, file, pick)  # [T, H, W, 3]
             seconds = starts[indices]  # [T]
             images.flags.writeable = seconds.flags.writeable = False  # every caller gets the same
             return Frames(images, seconds, key, frame_keys), images.nbytes, asked
@@ -631,6 +711,7 @@ def main():
     parser = argparse.ArgumentParser(description="What a video file holds, and frames of it.")
     parser.add_argument("file", help="video file")
     parser.add_argument("--frames", type=int, help="how many (default: 8, or 1 fps of a window)")
+    parser.add_argument("--snap", action="store_true", help="of the overview: key frames nearby")
     parser.add_argument("--start", type=float, help="seconds; start of a window")
     parser.add_argument("--end", type=float, help="seconds; end of a window")
     args = parser.parse_args()
@@ -640,7 +721,7 @@ def main():
         print(f"{info.duration:g} s | {info.num_frames} frames | {info.fps:.3f} fps"
               f" | {info.width}x{info.height}")
         if args.start is None and args.end is None:
-            frames = overview(args.file, args.frames or 8, cache=cache)
+            frames = overview(args.file, args.frames or 8, cache=cache, snap=args.snap)
         else:
             end = info.duration if args.end is None else args.end
             frames = crop(args.file, args.start or 0.0, end, args.frames, cache=cache)

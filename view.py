@@ -164,10 +164,7 @@ def shown_turns(row, calls, format_credit):
         tokens = row["pieces"][n] if row["pieces"] else [*str(text), *[""] * ended]
         pieces = [str(piece) for piece in tokens[:20_000]]  # a page must stay a page
         parts = [["i", "<think>\n", None]] if row["think_open"] else []
-        credit = dict(row.get("advantage") or {})
-        if n == 0 and number(credit.get("call")):  # as grpo.py: on the turn that decided to call
-            credit["task"] = (number(credit.get("task")) or 0.0) + credit["call"]
-        parts += segments(pieces, ended, format_credit, credit)
+        parts += segments(pieces, ended, format_credit, row.get("advantage") or {})
         for call in calls:  # after the last turn nothing was inserted
             answered = call["status"] != "not_run" or call["summary"]
             if answered and call["turn"] == n < len(row["turns"]) - 1:
@@ -211,7 +208,7 @@ def shown_episode(row, source, place):
         "extracted": None if row.get("extracted") is None else str(row["extracted"]),
         "acc": number(row["score"] if "score" in row else reward.get("acc")),
         "reward": {term: number(reward.get(term)) for term in ("total", "acc", "fmt", "tool")},
-        "advantage": {term: number(advantage.get(term)) for term in ("task", "fmt", "call")},
+        "advantage": {term: number(advantage.get(term)) for term in ("task", "fmt")},
         "duration": number((row.get("timing") or {}).get("video_s")) or last,  # seconds
         "times": times, "thumbs": [], "calls": calls,  # times of the overview frames
         "turns": shown_turns(row, calls, source["args"].get("format_credit", "struct")),

@@ -22,7 +22,7 @@ Reads and writes: --out (worlds, checkpoints, logs; may be deleted), --picture, 
 is not run again), --results.md.
 
 CPU: python bench/ablation.py                    all rows, one job per core
-     python bench/ablation.py --rows para credit --seeds 10 11
+     python bench/ablation.py --rows para acc --seeds 10 11
 """
 import argparse
 import hashlib
@@ -73,8 +73,6 @@ def rows():
         "weak-base": ("weak-prior base", "base-weak", 5, None, ""),
         "weak-sft": ("weak prior + SFT", "sft-weak", 5, None, ""),
         "weak-vanilla": ("weak prior + SFT + GRPO as released", "sft-weak", 5, "--vanilla", plain),
-        "credit": ("full, call credit for R_tool", "sft-strong", 8,
-                   "--tool-reward 0 --call-credit 6", ""),
     }
 
 
@@ -444,14 +442,6 @@ def claims():
          lambda r: {"f_tau": f(r["weak-vanilla"])}),
         ("and never calls: kappa in the last quarter below 0.1", ("weak-vanilla",),
          lambda r: 0.1 - late(r["weak-vanilla"]), lambda r: {"kappa": late(r["weak-vanilla"])}),
-        ("call credit in the place of R_tool is more accurate than PARA-GRPO, averaged over K",
-         ("credit", "para"), *above("credit", "para", 0, accuracy)),
-        ("with it calls depend on K: kappa in the last quarter at 64 below half of that at 4",
-         ("credit",),
-         lambda r: 0.5 * by_budget(r["credit"], "kappa", 4) - by_budget(r["credit"], "kappa", 64),
-         lambda r: {f"K {k}": by_budget(r["credit"], "kappa", k) for k in (4, 64)}),
-        ("and at no loss: its accuracy is above PARA-GRPO's minus 0.02", ("credit", "para"),
-         *above("credit", "para", -0.02, accuracy)),
     ]
 
 
@@ -632,7 +622,7 @@ def picture(results, path):
     lines = {"sft": ("SFT", "#8a8a8a"), "acc": ("accuracy alone, K = 64", "#c2571a"),
              "acc-gated": ("accuracy alone, K gated", "#d9a514"),
              "vanilla": ("GRPO as released", "#7a4fa3"), "para": ("PARA-GRPO", "#1b6ca8"),
-             "credit": ("call credit for R_tool", "#2a8c4a")}
+             "no-tool": ("full - R_tool", "#2a8c4a")}
     some = {name: [r[name] for r in results.values() if name in r] for name in lines}
     figure, axes = plt.subplots(1, 4, figsize=(13, 3.1))
 

@@ -10,7 +10,8 @@ qwen-vl-utils' fetch_video.
   video     64 overview frames of a file, five crops all over it, five that overlap: fetch_video
             with the reader it chooses by itself, one after the other | video.py, all cores, the
             crops at once as rollout.py asks for them. As many frames of the same size; which ones
-            differs by rule (centres of segments here)
+            differs by rule (centres of segments here). snapped: our side takes key frames
+  floor     the update's matrix products alone, at the rate that this machine multiplies at
 
 Both train the same checkpoint on one prompt of --images pictures (32 x 32 pixels, a vision token
 each) and --prompt tokens, a group of --group, exactly --response sampled tokens each (the end of
@@ -46,6 +47,7 @@ import grpo
 import model
 import rollout
 import video
+from tools import gpu_check, plan
 
 
 def pictures(count):
@@ -185,7 +187,7 @@ def our_step(args):
                                     number))
         clock.append(time.perf_counter())
         for i, episode in enumerate(episodes):
-            episode.advantage = {"task": float(i % 3) - 1.0, "fmt": 0.0, "call": 0.0}
+            episode.advantage = {"task": float(i % 3) - 1.0, "fmt": 0.0}
         tree = grpo.group_tree(episodes, codec, "none")
         tokens = sum(sum(episode.context.mask) for episode in episodes)
         vision.cache.clear()  # a new prompt every step, as in training
@@ -224,7 +226,19 @@ def compare_trainers(args):
               for side, found in rows.items()}  # the first round warms up
     ratio = {of: round(median["trl"][name] / median["ours"][name], 2) for of, name in
              (("update", "update_s"), ("step", "step_s"), ("rollouts", "generate_s"))}
-    return {**ratio, **median}
+    prompt, tokens = round(median["ours"]["prompt"]), round(median["ours"]["tokens"])
+    floor = floor_seconds(args.ckpt, prompt, tokens // args.group, args.group)
+    return {**ratio, **median, "floor": {"update_s": floor}}
+
+
+def floor_seconds(ckpt, prompt, response, group):
+    """Seconds of the update's matrix products alone, each token once, at the rate of a large matrix
+    product on this machine: what no trainer can be faster than. Without the vision tower."""
+    config = plan.read_config(ckpt)
+    flops = gpu_check.training_flops(
+        config.text_config, plan.parameter_counts(config)["layers"], prompt + group * response,
+        group * response, gpu_check.tree_pairs(prompt, [response] * group))
+    return flops / gpu_check.ceiling(torch.device("cpu"))
 
 
 def make_checkpoint(ckpt, folder):
@@ -303,7 +317,7 @@ def fetch(path, kind, seconds):
     from qwen_vl_utils.vision_process import fetch_video
 
     looks = [{"nframes": 64}]
-    if kind != "overview":
+    if kind in ("crops", "overlapping"):
         looks = [{"video_start": a, "video_end": b, "fps": 1.0, "min_frames": 4}
                  for a, b in windows(kind, seconds)]
     size = {"min_pixels": 1024, "max_pixels": 50176, "total_pixels": 64 * 50176 * 2}
@@ -314,9 +328,11 @@ def read(path, kind, seconds):
     """Our side -> [frames [T, H, W, 3]], one a look."""
     # A new one: nothing is known of the file. All cores decode, as decord takes them.
     cache = video.FrameCache(workers=len(os.sched_getaffinity(0)))
-    if kind == "overview":
-        return [video.overview(path, 64, cache=cache).images]
-    with ThreadPoolExecutor(cache.workers) as pool:  # at once, as rollout.py asks for them
+    if kind in ("overview", "snapped"):
+        return [video.overview(path, 64, cache=cache, snap=kind == "snapped").images]
+    video.expect([{"video": path, "start": a, "end": b} for a, b in windows(kind, seconds)], None,
+                 cache)
+    with ThreadPoolExecutor(5) as pool:  # at once, as rollout.py asks for them
         crops = pool.map(lambda window: video.crop(path, *window, cache=cache),
                          windows(kind, seconds))
         return [frames.images for frames in crops]
@@ -340,7 +356,7 @@ def compare_videos(args):
             path = os.path.join(folder, "film.mp4")
             make_video(path, clip, args.video_seconds)
             out[film] = {kind: compare_looks(path, kind, args)
-                         for kind in ("overview", "crops", "overlapping")}
+                         for kind in ("overview", "snapped", "crops", "overlapping")}
         print(f"{film}: {out[film]}", file=sys.stderr)
     return out
 

@@ -7,15 +7,18 @@ rollout_speed.py: two ratios of the rollout loop, with vLLM on a toy checkpoint.
   dispatch  episodes one at a time, three windows called in their first turn: --dispatch parallel
             against sequential
 
-Lengths are mixed on purpose: each request runs for a number of tokens drawn from a long-tailed law,
-the end of turn forbidden, whatever the checkpoint would write. What a first turn says is scripted
-behind its generation: three calls. Sides alternate; medians. Prints one line of JSON.
+Lengths are those that real agents have, whatever the checkpoint would write: a main turn runs for a
+log-normal number of tokens, 90% of them from --shortest to --longest and none beyond, a summary for
+half of such a number, the end of turn forbidden. What a first turn says is scripted behind its
+generation: calls of no to --windows windows, evenly drawn. Frames are decoded anew on both sides.
+Sides alternate; medians. Prints one line of JSON.
 
   python bench/rollout_speed.py --ckpt sft_out --data toy/rl.jsonl
 """
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import statistics
@@ -52,13 +55,14 @@ class LockStep(rollout.Pump):
 class ScriptedEngine:
     """vLLM, but how long a request runs and what a first turn says is decided here."""
 
-    def __init__(self, engine, codec, shortest, longest):
+    def __init__(self, engine, codec, shortest, longest, windows):
         self.engine = engine
         self.codec = codec
         self.max_seqs = engine.max_seqs
         self.shortest = shortest  # tokens
         self.longest = longest
-        self.fixed = None  # tokens of (a main turn, a summary), instead of drawn ones
+        self.windows = windows  # of a first turn, at most
+        self.fixed = None  # (tokens of a main turn, of a summary, windows), instead of drawn ones
         self.tokens = 0  # sampled so far
 
     def submit(self, request):
@@ -67,30 +71,36 @@ class ScriptedEngine:
         self.engine.submit(request)
 
     def length(self, name):
-        """Log-uniform, from the name: the same on both sides."""
+        """From the name: the same on both sides."""
+        summary = name.count("/") > 3
         if self.fixed:
-            return self.fixed[name.count("/") > 3]
-        draw = random.Random(name).random()
-        return round(self.shortest * (self.longest / self.shortest) ** draw)
+            return self.fixed[summary]
+        low, high = math.log(self.shortest), math.log(self.longest)
+        # 1.645 standard deviations to each side of the middle hold 90%
+        draw = random.Random(name).normalvariate((low + high) / 2, (high - low) / 3.29)
+        return round(math.exp(min(max(draw, low), high)) / (2 if summary else 1))
 
     def poll(self):
         finished = []
         for said in self.engine.poll():
             self.tokens += len(said.ids)
             if said.id.endswith("/0") and said.id.count("/") == 3:
-                ids = model.encode(self.codec, script()) + [self.codec.eos]
-                said = replace(said, text=script(), ids=ids, logps=[0.0] * len(ids), ended=True)
+                count = random.Random(f"windows of {said.id}").randint(0, self.windows)
+                text = script(self.fixed[2] if self.fixed else count)
+                ids = model.encode(self.codec, text) + [self.codec.eos]
+                said = replace(said, text=text, ids=ids, logps=[0.0] * len(ids), ended=True)
             finished.append(said)
         return finished
 
 
-def script():
-    """A first turn as the toy's cold start teaches it, of three windows far apart."""
+def script(windows):
+    """A first turn as the toy's cold start teaches it, of windows far apart; an answer without."""
     calls = []
-    for start in (0, 24, 48):
-        window = {"start_time": start, "end_time": start + 8}
+    for n in range(windows):
+        window = {"start_time": 16 * n, "end_time": 16 * n + 8}
         call = json.dumps({"name": "crop_video", "arguments": window})
         calls.append(f"<tool_call>\n{call}\n</tool_call>")
+    calls = calls or ["<answer>16 red</answer>"]
     return "I need a closer look.\n</think>\n" + "\n".join(calls)
 
 
@@ -109,8 +119,8 @@ def measure(engine, pump, root, tasks, agent, codec, group, repeat, live):
                                     max_live=live))
     seconds = time.perf_counter() - began
     # Unequal work could not be compared.
-    if any(e.executed() != 3 or len(e.turns) != 2 for e in episodes):
-        raise RuntimeError("an episode did not make its three calls")
+    if any(e.executed() != len(e.calls) or len(e.turns) != 1 + bool(e.calls) for e in episodes):
+        raise RuntimeError("an episode did not make its calls")
     return seconds, engine.tokens / seconds
 
 
@@ -133,8 +143,9 @@ def main():
     add("--data", required=True, help="task JSONL of the same toy world")
     add("--prompts", type=int, default=8, help="prompts of a batch")
     add("--group", type=int, default=4, help="rollouts per prompt")
-    add("--shortest", type=int, default=8, help="tokens of the shortest request")
-    add("--longest", type=int, default=256, help="tokens of the longest request")
+    add("--shortest", type=int, default=50, help="tokens of the shortest main turn")
+    add("--longest", type=int, default=800, help="tokens of the longest main turn")
+    add("--windows", type=int, default=4, help="windows of a first turn at most")
     add("--turn", type=int, default=64, help="tokens of a main turn, dispatch")
     add("--summary", type=int, default=128, help="tokens of a summary, dispatch")
     add("--episodes", type=int, default=6, help="episodes per measurement, dispatch")
@@ -148,16 +159,16 @@ def main():
     ckpt = model.resolve_checkpoint(args.ckpt)
     codec = model.load_codec(ckpt)
     codec = replace(codec, banned=(*codec.banned, codec.eos))  # no request ends before its length
-    vllm = rollout.VllmEngine(ckpt, codec, 2048, max_seqs=args.max_seqs)
-    engine = ScriptedEngine(vllm, codec, args.shortest, args.longest)
+    vllm = rollout.VllmEngine(ckpt, codec, 4096, max_seqs=args.max_seqs)
+    engine = ScriptedEngine(vllm, codec, args.shortest, args.longest, args.windows)
     tasks = rollout.read_tasks(args.data)[:args.prompts]
-    agent = rollout.Agent(temperature=1.0, context=2048, max_new_tokens=512, max_turns=1)
+    agent = rollout.Agent(temperature=1.0, context=4096, max_turns=1)
     side = {"engine": engine, "pump": rollout.Pump, "tasks": tasks, "agent": agent, "codec": codec,
             "root": os.path.dirname(os.path.abspath(args.data)), "group": args.group,
             "live": len(tasks) * args.group}
     pump = compare({"pump": side, "lock_step": {**side, "pump": LockStep}}, args.repeats)
 
-    engine.fixed = args.turn, args.summary  # equal lengths: the ratio is of the dispatch alone
+    engine.fixed = args.turn, args.summary, 3  # equal lengths: the ratio is of the dispatch alone
     side.update(tasks=tasks[:args.episodes], group=1, live=1)
     sequential = {**side, "agent": replace(agent, dispatch="sequential")}
     dispatch = compare({"parallel": side, "sequential": sequential}, args.repeats)
@@ -171,7 +182,8 @@ def main():
         "seconds": {name: round(s, 3) for name, (s, _) in {**pump, **dispatch}.items()},
         "tokens_per_s": {name: round(rate) for name, (_, rate) in pump.items()},
         "batch": len(tasks) * args.group, "episodes": len(side["tasks"]),
-        "lengths": [args.shortest, args.longest], "turn": args.turn, "summary": args.summary,
+        "lengths": [args.shortest, args.longest], "windows": args.windows,
+        "turn": args.turn, "summary": args.summary,
         "repeats": args.repeats, "threads": args.threads,
         "cores": len(os.sched_getaffinity(0)), "load": round(os.getloadavg()[0], 1)}))
     vllm.close()

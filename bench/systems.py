@@ -1100,7 +1100,8 @@ async def sage_answer(records, calls, episode, shared, turn, system, message):
         record.update(start=call.start, end=call.end)
         # A sub-agent is told the task's question: here, the tool's.
         asking = replace(episode, task={**episode.task, "question": question})
-        await rollout.sub_agent(record, asking, shared, turn, 0)
+        spec = rollout.window_spec(record, asking.task, shared.agent)
+        await rollout.sub_agent(record, spec, asyncio.Lock(), asking, shared, turn, 0)
     return sage_reply(call, record, episode, system, message)
 
 

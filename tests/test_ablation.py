@@ -203,7 +203,7 @@ def test_many_claims_make_each_verdict_harder(ablation):
     few = {str(i): {"acc": fake_row(f, k, 0), "para": fake_row(0.86, 1, 0)}
            for i, (_, f, k) in enumerate(rows)}
     many = {i: {**r, **{name: fake_row(0.7 + 0.1 * int(i), 1, 0.1 * int(i)) for name in
-                        ("sft", "base", "vanilla", "no-tool", "whole", "credit")}}
+                        ("sft", "base", "vanilla", "no-tool", "whole")}}
             for i, r in few.items()}
 
     def p(results):

@@ -71,8 +71,7 @@ def make_episode(codec, source, task, sample, turns, summaries=(), step=0, frame
 
 
 def reward(acc, fmt, tool, weight=1.0):
-    return {"acc": acc, "fmt": fmt, "tool": tool, "total": acc + weight * fmt + tool,
-            "closure": {"think": [1, 1], "tool_call": [0, 0], "answer": [1, 1]}}
+    return {"acc": acc, "fmt": fmt, "tool": tool, "total": acc + weight * fmt + tool}
 
 
 @pytest.fixture(scope="module")
@@ -241,8 +240,7 @@ class Recorder:
 
 
 def settings(**changes):
-    values = dict(format_weight=1.0, tool_reward=1.0, format_credit="struct", call_credit=0.0,
-                  minibatches=1,
+    values = dict(format_weight=1.0, tool_reward=1.0, format_credit="struct", minibatches=1,
                   pack_tokens=4096, temperature=1.0, clip_eps=0.2, kl=0.0, clip=0.0)
     return SimpleNamespace(**{**values, **changes})
 
@@ -499,47 +497,6 @@ def test_without_any_signal_the_weights_stay_bit_identical(process_group, codec,
 
 
 # ------------------------------------------------------------------------------------------------
-# Call credit
-
-
-def test_call_credit_falls_on_the_first_turn_alone_and_needs_calls_that_ran(codec, groups):
-    """A_call: R_acc with the responses minus without, minus the price; on the turn that decided to
-    call, whatever the other rollouts of the group did."""
-    group = groups[0]
-    for e in group:  # nothing else to learn: all rewards are equal
-        e.reward = {**reward(0.5, 0.4, 0.0), "blind": 0.0}
-    group[-1].calls = []  # one did not call
-    args = settings(call_credit=2.0)
-    credited([group], args)
-    assert [e.advantage["call"] for e in group] == [
-        pytest.approx(2.0 * (0.5 - 0.0 - 0.25)) if e.executed() else 0.0 for e in group]
-    assert {e.executed() > 0 for e in group} == {True, False}
-    for e in group:
-        found = grpo.token_advantages(e, codec, "struct")
-        first, *later = e.spans
-        assert set(found[first[0]:first[1]]) == {e.advantage["call"]}
-        assert not any(any(found[a:b]) for a, b in later)
-    trees, tokens, skipped = grpo.training_trees([group], codec, args)
-    assert (len(trees), skipped) == (1, 0) and tokens == sum(sum(e.context.mask) for e in group)
-    credited([group], settings())
-    assert not any(e.advantage["call"] for e in group)
-
-
-def test_call_credit_is_negative_where_the_responses_brought_nothing(groups):
-    e = groups[0][0]
-    e.reward = {**reward(1.0, 1.0, 0.0), "blind": 1.0}
-    assert grpo.call_credit(e, 1.0) == pytest.approx(-0.25) and grpo.call_credit(e, 0.0) == 0.0
-    e.status = "engine_error"  # it broke off: R_acc = 0 says nothing of its calls
-    assert grpo.call_credit(e, 1.0) == 0.0
-    e.status, e.calls[0]["turn"] = "ok", 1  # other calls than those that were asked about
-    assert grpo.call_credit(e, 1.0) == 0.0
-    e.calls[0]["turn"] = 0
-    assert grpo.call_credit(e, 1.0) != 0.0
-    del e.reward["blind"]  # nobody asked: no room in the context, or an engine error
-    assert grpo.call_credit(e, 1.0) == 0.0
-
-
-# ------------------------------------------------------------------------------------------------
 # Metrics
 
 
@@ -548,7 +505,7 @@ def row(k, acc, executed, group="p", **changes):
             "acc": acc, "fmt": 0.5, "tool": 0.0, "f_tau": 0.6, "f_released": 0.4,
             "well_formed": executed > 0,
             "closure": {t: [0, 0] for t in rewards.KINDS},
-            "written": executed, "parseable": executed, "executed": executed, "a_call": 0.0,
+            "written": executed, "parseable": executed, "executed": executed,
             "length": 10, "turns": 1, "cut": 0,
             "sub_tokens": 0, "decode_s": 0.0}
     return {**base, **changes}
@@ -765,9 +722,9 @@ def given_rollouts(monkeypatch, codec, source, tasks, any_gap):
     seen = []
 
     def fake_run(engine, batch, agent, codec_, source_, frames, group, step, version, scoring,
-                 blind, **_):
+                 **_):
         seen.append({"agent": agent, "frames": frames, "group": group, "step": step,
-                     "scoring": scoring, "tasks": [t["id"] for t in batch], "blind": blind})
+                     "scoring": scoring, "tasks": [t["id"] for t in batch]})
         for task in batch:
             for e in make_group(codec, source, task, step):
                 e.reward = rewards.score(e.turns, task["type"], task["answer"], None, e.parseable(),
@@ -825,18 +782,6 @@ def test_f_tau_is_one_ruler_for_runs_that_are_paid_differently(
                    for name, flags in (("a", ()), ("b", less)))
     assert full["f_tau"] == full["fmt"] == plain["f_tau"] and plain["fmt"] < full["fmt"]
     assert 0 < full["well_formed"] == plain["well_formed"] < 1
-
-
-def test_call_credit_asks_for_blind_answers(run_grpo, given_rollouts, hard_tasks):
-    common = ("--data", hard_tasks, "--steps", 1, "--prompts", 1, "--group", 4, "--lr", 0)
-    for name, flags in (("a", ()), ("b", ("--call-credit", 2))):
-        run_grpo(*common, *flags, out=name)
-    assert [call["blind"] for call in given_rollouts] == [False, True]
-
-
-def test_call_credit_refuses_rollouts_that_cannot_tell(run_grpo, recorded):
-    with pytest.raises(model.UserError, match="sampled without it"):
-        run_grpo("--rollouts", recorded, "--call-credit", 2)
 
 
 def test_agent_flags_reach_the_rollouts(run_grpo, given_rollouts, hard_tasks):
@@ -1053,7 +998,7 @@ def test_defaults_are_the_recipe_and_the_toy_preset_yields_to_flags(monkeypatch)
     (("--pack-tokens", 0), "--pack-tokens"), (("--temperature", 0), "--temperature"),
     (("--frames", 0), "--frames"), (("--frames", "many"), "--frames"),
     (("--lr", -1), "--lr"), (("--kl", -1), "--kl"), (("--clip", -1), "--clip"),
-    (("--clip-eps", -1), "--clip-eps"), (("--call-credit", -1), "--call-credit"),
+    (("--clip-eps", -1), "--clip-eps"),
     (("--format-credit", "some"), "--format-credit"), (("--ckpt", "nowhere"), "nowhere"),
     (("--data", "nothing.jsonl"), "nothing.jsonl"), (("--rollouts", "none.jsonl"), "none.jsonl"),
     (("--video-root", "nofolder"), "nofolder"),

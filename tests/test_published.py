@@ -423,7 +423,8 @@ def test_a_thought_that_the_template_opens_is_scored_as_a_forced_one(codec, kind
     assert forced.reward["acc"] == free.reward["acc"] == 1.0
     if kind == "thinking":
         assert free.reward == forced.reward and free.context.ids == forced.context.ids
-        assert free.reward["fmt"] > 0.9 and free.reward["closure"]["think"] == [2, 2]
+        assert free.reward["fmt"] > 0.9 and rewards.closure_counts(free.turns, free.think_open)[
+            "think"] == [2, 2]
     else:
         assert len(forced.context.ids) == len(free.context.ids) + 4
     same = grpo.episode_row(free)["f_tau"] == grpo.episode_row(forced)["f_tau"]

@@ -862,8 +862,6 @@ def test_score_sums_its_weighted_terms():
     got = score(turns, "mcq", "B", PETS, num_parseable=1, num_executed=1, anchor=0.0)
     assert (got["acc"], got["fmt"], got["tool"], got["total"]) == (1.0, approx(0.9), 0.8,
                                                                    approx(2.7))
-    assert got["closure"] == {"think": [2, 2], "tool_call": [1, 1], "tool_code": [0, 0],
-                              "answer": [1, 1]}
     half = score(turns, "mcq", "B", PETS, 1, 1, anchor=0.0, w_format=0.5, tool_weight=0.0)
     # terms come unweighted
     assert (half["total"], half["fmt"], half["tool"]) == (approx(1.45), approx(0.9), 0.8)
@@ -885,10 +883,12 @@ def test_score_passes_every_setting_on():
 
 
 def test_closure_counts_opened_and_closed_tags():
-    got = score(["x</think><tool_call><tool_call></tool_call></answer>", "y"], "mcq",
-                "A")["closure"]
+    whole = [f"{THOUGHT}</think>{CALL}", "hi</think><answer>dog</answer>"]
+    assert rewards.closure_counts(whole) == {"think": [2, 2], "tool_call": [1, 1],
+                                             "tool_code": [0, 0], "answer": [1, 1]}
+    got = rewards.closure_counts(["x</think><tool_call><tool_call></tool_call></answer>", "y"])
     assert got == {"think": [2, 1], "tool_call": [2, 1], "tool_code": [0, 0], "answer": [0, 0]}
-    assert score(["y"], "mcq", "A", think_prefix=False)["closure"]["think"] == [0, 0]
+    assert rewards.closure_counts(["y"], False)["think"] == [0, 0]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1021,7 +1021,8 @@ def test_scores_never_raise_and_stay_in_bounds(turns, think_prefix, answer_suffi
                 answer_suffix=answer_suffix)
     assert 0.0 <= got["acc"] <= 1.0 and 0.0 <= got["fmt"] <= 1.0 and 0.0 <= got["tool"] <= 0.8
     assert got["total"] == approx(got["acc"] + got["fmt"] + got["tool"])
-    assert all(0 <= closed <= opened for opened, closed in got["closure"].values())
+    assert all(0 <= closed <= opened for opened, closed in rewards.closure_counts(
+        turns, think_prefix).values())
     detail = format_reward(turns, think_prefix, answer_suffix)
     assert not detail["capped"] or detail["total"] <= 0.5
 

@@ -5,11 +5,13 @@ Most episodes run against a scripted engine: it answers each request with a text
 chose, so that the protocol is tested without a model. The second half runs real engines on the
 random toy checkpoint.
 """
+import argparse
 import asyncio
 import base64
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -581,6 +583,25 @@ def test_a_group_shares_budget_frames_and_prompt(codec, tasks, toy):
     assert len({r.seed for r in engine.requests}) == len(engine.requests)
 
 
+@pytest.mark.parametrize("dispatch", ["parallel", "sequential"])
+def test_windows_of_a_turn_that_lie_close_together_are_decoded_in_one_go(
+        dispatch, codec, tasks, toy, monkeypatch):
+    """Every sub-agent sees its own window's frames, whoever decoded them, and no thread waits for
+    another one: a single one serves them all."""
+    asked, real = [], video._answer
+    monkeypatch.setattr(video, "_answer", lambda request: asked.append(request) or real(request))
+    source = rollout.Source(str(toy), video.FrameCache())
+    engine = Scripted(codec, [calls((0, 8), (4, 12), (0, 4), (4, 12)), ANSWER])
+    episode = play_one(engine, tasks, source, replace(AGENT, dispatch=dispatch), threads=1)
+    assert [c["status"] for c in episode.calls] == ["ok"] * 4
+    assert sum(len(request) > 2 for request in asked) == 2  # the overview; the windows' union
+    for request in engine.subs():
+        start, end = window_of(request)
+        alone = video.crop(str(toy / tasks[0]["video"]), start, end, fps=AGENT.sub_fps)
+        assert np.array_equal(request.frames[0].images, alone.images)
+        assert request.items[0].key == alone.key
+
+
 def test_a_task_that_comes_twice_in_a_batch_gets_more_samples_not_the_same_ones(
         codec, tasks, frames_of):
     """A batch that spans two epochs may hold a task twice; its requests must not share names or
@@ -869,55 +890,6 @@ def test_waking_clears_what_sleep_has_lost(monkeypatch):
 # Records
 
 
-def test_the_blind_answer_is_of_the_same_prefix_and_leaves_the_episode_as_it_was(
-        codec, tasks, frames_of):
-    """What the agent says where its calls told it nothing: its prompt differs from the gather
-    turn's in the summaries alone; the episode and its record are those of a run without it."""
-    def main(request):
-        if request.id.endswith("/-1"):
-            return "hm\n</think>\n<answer>0 grey</answer>"
-        return [calls((0, 8), (16, 24)), ANSWER.replace("red<", tasks[0]["answer"] + "<")][
-            turn_of(request)]
-
-    engine = Scripted(codec, main)
-    with_it = play_one(engine, tasks, frames_of, blind=True)
-    (blind,) = [r for r in engine.requests if r.id.endswith("/-1")]
-    gather = next(r for r in engine.requests if r.id.endswith("/1") and not is_sub(r))
-    cut = with_it.spans[0][1]
-    assert blind.expanded[:cut] == gather.expanded[:cut] == with_it.context.ids[:cut]
-    told = "<tool_response>\na red square\n</tool_response>"
-    empty = told.replace("a red square", rollout.empty_summary())
-    assert text_of(codec, gather.expanded[cut:]).count(told) == 2
-    assert text_of(codec, blind.expanded[cut:]) == text_of(codec, gather.expanded[cut:]).replace(
-        told, empty)
-    assert with_it.reward["acc"] == 1.0 and with_it.reward["blind"] == 0.0
-    without = play_one(Scripted(codec, main), tasks, frames_of)
-    assert "blind" not in without.reward and without.blind is None
-    left = {"reward", "timing", "calls"}
-    assert {k: v for k, v in with_it.to_json().items() if k not in left} == {
-        k: v for k, v in without.to_json().items() if k not in left}
-
-
-def test_nobody_answers_blind_who_did_not_call_or_has_no_room(codec, tasks, frames_of):
-    engine = Scripted(codec, [ANSWER])
-    assert play_one(engine, tasks, frames_of, blind=True).blind is None
-    assert len(engine.requests) == 1
-    long = Scripted(codec, lambda request: calls((0, 8)) if turn_of(request) == 0 else ANSWER)
-    first = play_one(long, tasks, frames_of)
-    narrow = replace(AGENT, context=first.spans[0][1] + 3)
-    episode = play_one(Scripted(codec, [calls((0, 8)), ANSWER]), tasks, frames_of, narrow,
-                       blind=True)
-    assert episode.status == "context" and episode.blind is None
-    again = Scripted(codec, lambda request: calls((8, 16)) if turn_of(request) == -1 else [
-        calls((0, 8)), ANSWER][turn_of(request)])
-    assert play_one(again, tasks, frames_of, blind=True).blind is None  # it has not answered
-    failed = Scripted(codec, lambda request: rollout.Completion(request.id, error="gone")
-                      if request.id.endswith("/-1") else [calls((0, 8)), ANSWER][
-                          turn_of(request)])
-    episode = play_one(failed, tasks, frames_of, blind=True)
-    assert episode.status == "ok" and episode.blind is None and "blind" not in episode.reward
-
-
 def test_a_record_survives_json_text_exactly(codec, tasks, frames_of):
     """Floats too: a log-prob that lost digits would be a ratio that is not one."""
     engine = Scripted(codec, [calls((0, 8), (9, 5)), ANSWER])
@@ -1116,6 +1088,24 @@ def test_an_engine_prompt_that_differs_from_the_trainers_is_refused(
     with pytest.raises(RuntimeError, match="odd: the engine's prompt ids differ"):
         while True:
             engine.poll()
+
+
+def test_a_snapped_overview_is_said_and_recorded(codec, tasks, toy):
+    """--snap keyframe: the prompt says the times of the key frames, and a rollout read from its
+    record finds the same frames, whatever the reader's own flags."""
+    parser = argparse.ArgumentParser()
+    rollout.add_agent_arguments(parser)
+    args = parser.parse_args(["--snap", "keyframe"])
+    _, snapping = rollout.agent_settings(args, str(toy / "rl.jsonl"))
+    episode = play_one(Scripted(codec, [ANSWER]), tasks, snapping, frames=2)
+    path = str(toy / tasks[0]["video"])
+    frames = video.overview(path, 2, snap=True)
+    assert frames.seconds.tolist() != video.overview(path, 2).seconds.tolist()
+    said = text_of(codec, episode.context.ids)
+    assert re.findall(r"<([\d.]+) seconds>", said) == [f"{s:.1f}" for s in frames.seconds]
+    again = rollout.from_json(json.loads(json.dumps(episode.to_json()))).context.items[0]
+    plain = rollout.Source(str(toy), video.FrameCache())
+    assert plain.load(again.spec).key == again.key == frames.key
 
 
 def test_frames_above_a_token_a_side_agree_too(vllm_engines, base, codecs, policy, tasks, toy):

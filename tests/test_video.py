@@ -118,6 +118,12 @@ def long_gop(tmp_path_factory):
     return write(tmp_path_factory.mktemp("gop") / "gop.mp4", 300, bf=3, g=120, sc_threshold=0)
 
 
+@pytest.fixture
+def keyed(tmp_path):
+    """300 frames at 25 fps, key frames at 0, 4.8 and 9.6 s."""
+    return write(tmp_path / "keyed.mp4", 300, bf=3, g=120, x264_params="scenecut=0")
+
+
 # ---- which frames
 
 
@@ -194,6 +200,22 @@ def test_sampling_agrees_with_looking_at_a_screen(gaps, k, window, fps):
         got = video.crop_indices(starts, duration, *window, fps=fps, max_frames=16).tolist()
         n = min(max(math.floor((high - low) * fps + 0.5), 1), 16)
         assert got == sorted({screen(low + (i + 0.5) * (high - low) / n) for i in range(n)})
+
+
+@settings(deadline=None, max_examples=100)
+@given(gaps=st.lists(st.floats(0.01, 3.0), min_size=1, max_size=40), k=st.integers(1, 70),
+       data=st.data())
+def test_a_snapped_overview_takes_the_nearest_key_frame_of_each_segment(gaps, k, data):
+    ends = np.cumsum(gaps)
+    starts, duration = np.concatenate([[0.0], ends[:-1]]), float(ends[-1])
+    keys = data.draw(st.sets(st.integers(0, len(gaps) - 1)).map(sorted).map(np.array))
+    wanted = set()
+    for look in (np.arange(k) + 0.5) * duration / k:
+        near = min(keys, key=lambda i: abs(starts[i] - look), default=None)
+        if near is None or abs(starts[near] - look) > duration / k / 2:
+            near = max(i for i, s in enumerate(starts) if s <= look + 1e-3)
+        wanted.add(int(near))
+    assert video.overview_indices(starts, duration, k, keys).tolist() == sorted(wanted)
 
 
 # ---- how large
@@ -519,6 +541,15 @@ def test_frames_that_nobody_needs_are_not_decoded(coded, name, fewest, most):
     assert decoded[-1].pts == last and fewest <= len(decoded) <= most
 
 
+def test_a_snapped_overview_says_the_times_of_its_key_frames(keyed):
+    """None lies in the segment of the look at 7.5 s."""
+    frames = video.overview(keyed, 4, snap=True, **NATIVE)
+    assert frames.seconds.tolist() == [0.0, 4.8, 7.48, 9.6]
+    assert seen(frames.images) == [0, 120, 187, 240]
+    exact = video.overview(keyed, 4, **NATIVE)
+    assert seen(exact.images) == [37, 112, 187, 262] and exact.key != frames.key
+
+
 def test_a_look_ends_with_its_last_frame(long_gop):
     """Not a GOP later: what the decoder holds back is asked for."""
     tick = video._open(long_gop, 1)[4][10]
@@ -616,6 +647,43 @@ def test_decoded_once_by_eight_threads(long_gop):
     [thread.join() for thread in threads]
     assert len(got) == 8 and all(frames is got[0] for frames in got)
     assert (cache.decodes, cache.indexed, cache.hits) == (1, 1, 7)
+
+
+def test_windows_behind_one_key_frame_are_decoded_in_one_go(keyed, monkeypatch):
+    """Two windows begin behind the second key frame, one behind the first, one holds nothing, and
+    one was asked for before."""
+    specs = [{"video": keyed, "start": a, "end": b}
+             for a, b in [(5, 8), (6, 9), (1, 6), (20, 30), (7, 8)]]
+    alone = [video.load(spec, **NATIVE) for spec in specs[:3]]
+    settings = {**NATIVE, "cache": FrameCache()}
+    video.load(specs[4], **settings)
+    asked, real = [], video._answer
+    monkeypatch.setattr(video, "_answer", lambda request: asked.append(request) or real(request))
+    names = video.expect(specs, None, settings["cache"], **NATIVE)
+    assert names[0] == names[1] and names[3] is None and len(set(names)) == 4
+    for spec, wanted in zip(specs, alone):
+        frames = video.load(spec, **settings)
+        assert np.array_equal(frames.images, wanted.images) and frames.key == wanted.key
+        assert frames.seconds.tolist() == wanted.seconds.tolist()
+        assert not frames.images.flags.writeable
+    assert [len(ticks) for _, _, ticks, *_ in asked] == [4, 5]  # 5.5, 6.5, 7.5, 8.5; the third
+
+
+def test_a_window_is_not_lost_to_a_broken_neighbour(keyed, monkeypatch):
+    specs = [{"video": keyed, "start": a, "end": b} for a, b in ((5, 8), (6, 9))]
+    settings, real = {**NATIVE, "cache": FrameCache()}, video._answer
+    video.expect(specs, None, settings["cache"], **NATIVE)
+    broken = video._open(keyed, 1)[4][212]  # on display at 8.5 s
+
+    def answer(request):
+        if len(request) > 2 and broken in request[2]:
+            raise VideoError(keyed, "the frame at 8.48 s does not decode")
+        return real(request)
+
+    monkeypatch.setattr(video, "_answer", answer)
+    assert seen(video.load(specs[0], **settings).images) == [137, 162, 187]
+    with pytest.raises(VideoError, match="8.48"):
+        video.load(specs[1], **settings)
 
 
 @pytest.mark.parametrize("timeout", [None, 20])
@@ -1017,6 +1085,8 @@ def test_load_message_items(minute):
     item = {"type": "video", "video": name}
     cache = FrameCache()
     assert video.load({**item, "frames": 4}, root, cache).seconds.tolist() == [8, 24, 40, 56]
+    snapped = video.load({**item, "frames": 1, "snap": True}, root, cache)
+    assert snapped.key == video.overview(minute, 1, snap=True).key
     window = {**item, "start": 16, "end": 24, "fps": 1, "max_frames": 16}
     assert video.load(window, root, cache).seconds.tolist() == list(range(16, 24))
     assert video.load({**window, "max_frames": 2}, root, cache).seconds.tolist() == [18, 22]
@@ -1030,12 +1100,16 @@ def test_load_message_items(minute):
         video.load(item, root)
 
 
-def test_command_line(minute, tmp_path):
+def test_command_line(minute, long_gop, tmp_path):
     command = [sys.executable, video.__file__]
     ran = subprocess.run([*command, minute, "--frames", "4"], capture_output=True, text=True,
                          check=True)
     assert "64 s | 64 frames | 1.000 fps | 64x32" in ran.stdout
     assert "seconds 8 24 40 56" in ran.stdout
+    ran = subprocess.run([*command, long_gop, "--frames", "1", "--snap"], capture_output=True,
+                         text=True, check=True)
+    snapped = video.overview(long_gop, 1, snap=True).seconds  # nearest to 6 s
+    assert f"seconds {snapped[0]:g}" in ran.stdout and snapped[0] != 6
     ran = subprocess.run([*command, minute, "--start", "16", "--end", "19"], capture_output=True,
                          text=True, check=True)
     assert "seconds 16 17 18" in ran.stdout
