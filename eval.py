@@ -33,6 +33,7 @@ import itertools
 import json
 import os
 import shutil
+import sys
 import time
 from dataclasses import dataclass, replace
 from functools import partial
@@ -482,7 +483,6 @@ def evaluate(args):
     if args.judge_url:  # hours of episodes later would be late to find out
         systems.OpenAIEngine(args.judge_url, args.judge_model).knock()
     ckpt = model.resolve_checkpoint(args.ckpt) if args.ckpt else None  # endpoints have none
-    model.say(f"{args.ckpt or args.engine} -> {args.out}: reading tasks and records, then loading")
     protocol, prompts = systems.make_protocol(args)
     suites = load_suites(args, ckpt, prompts)
     if world > 1:
@@ -504,6 +504,8 @@ def evaluate(args):
         needed = model.any_rank(needed)  # building vLLM is collective: all ranks build, or none
     engine = None
     if needed:
+        if sys.stdout.isatty():  # else the table alone
+            model.say(f"{args.ckpt or args.engine} -> {args.out}: loading")
         # Without a checkpoint there are no ids: prompts stay messages, answers text.
         codec = model.load_codec(ckpt, args.channel) if ckpt else None
         engine = make_engine(suites, args, ckpt, codec, protocol)

@@ -64,7 +64,7 @@ def pytest_configure(config):
     if name := os.environ.get("PYTEST_XDIST_WORKER"):
         number, count = int(name.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
         cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, cores[number::count] or cores)
+        os.sched_setaffinity(0, cores[number % len(cores)::count])
 
 
 def pytest_addoption(parser):
@@ -73,7 +73,7 @@ def pytest_addoption(parser):
         help="files and their tests in a random order: no test may need another")
     add("--fast", action="store_true",
         help="leave out what builds vLLM's engine, starts processes or takes long otherwise")
-    add("--kills", type=int, default=6, help="of a run, in the tests of test_survival that kill")
+    add("--kills", type=int, default=4, help="of a run, in the tests of test_survival that kill")
 
 
 def pytest_collection_modifyitems(config, items):

@@ -361,6 +361,8 @@ RUNNER = """
     import model, sft, grpo, video, rollout, reference
     if "--vllm" in sys.argv:
         sys.argv.remove("--vllm")
+        model.import_shim()
+        from vllm import LLM
     else:
         rollout.make_engine = reference.make_engine
     model.import_shim()
