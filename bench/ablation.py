@@ -212,15 +212,15 @@ def run_all(args, results, save):
     """Every missing job, as many at once as there are cores; each finished row goes into `results`
     at once."""
     order, cores, live = plan(args, results), sorted(os.sched_getaffinity(0)), {}
-    total, began = len(order), time.time()
-    print(f"{total} jobs on {len(cores)} cores", flush=True)
-    with ThreadPoolExecutor(len(cores)) as pool:
+    total, at_once, began = len(order), len(cores), time.time()  # `cores`: the free ones
+    print(f"{total} jobs on {at_once} cores", flush=True)
+    with ThreadPoolExecutor(at_once) as pool:
         while order or live:
             waiting = {*order, *live.values()}
             ready = [job for job in order
                      if not any((job[0], other) in waiting
                                 for other in commands(job[1], args, job[0])[0])]
-            for job in ready[: len(cores) - len(live)]:
+            for job in ready[: at_once - len(live)]:
                 order.remove(job)
                 live[pool.submit(work, job[1], args, job[0], cores)] = job
             for future in wait(live, return_when=FIRST_COMPLETED).done:

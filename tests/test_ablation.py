@@ -8,6 +8,7 @@ import argparse
 import importlib.util
 import json
 import os
+import threading
 
 import pytest
 from conftest import ROOT
@@ -146,6 +147,29 @@ def test_a_failing_command_stops_the_run_with_its_log(ablation, args, monkeypatc
     with pytest.raises(RuntimeError, match="seed 7, some: exit code 2(.|\n)*nowhere"):
         ablation.work("some", args, 7, [0])
     assert not ablation.finished("some", args, 7)
+
+
+def test_no_core_is_idle_while_a_job_can_run(ablation, args, monkeypatch):
+    """One long job and three short ones on two cores: the short ones go one behind the other on the
+    second core."""
+    jobs, ended, released = ["long", "a", "b", "c"], [], threading.Event()
+    monkeypatch.setattr(ablation, "plan", lambda args, results: [(7, name) for name in jobs])
+    monkeypatch.setattr(ablation, "commands", lambda name, args, seed: ([], []))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+
+    def work(name, args, seed, cores):
+        core = cores.pop()  # as the real one: what is left are the free ones
+        if name == "long":
+            assert released.wait(20), "the others waited for it"
+        ended.append(name)
+        if name == "c":
+            released.set()
+        cores.append(core)
+        return 1.0
+
+    monkeypatch.setattr(ablation, "work", work)
+    ablation.run_all(args, {}, lambda: None)
+    assert ended == ["a", "b", "c", "long"]
 
 
 def fake_row(f_tau, kappa, acc):
