@@ -16,8 +16,8 @@ COLD := $(if $(filter-out 0,$(GPUS)),$(TORCHRUN),$(BIN)/python)
 EVAL = $(TORCHRUN) eval.py --preset toy --data $(DEMO)/toy/eval.jsonl --frames 4 8 16 32 64 --tools on off
 # $(call stage,name,command): the command, then what it took
 stage = @echo "== $(1)"; began=$$(date +%s); $(2) && echo "== $(1): $$(($$(date +%s) - began)) s"
-# uv, where it is installed, is faster than pip; it reads no pip.conf, so pip has the last word
-UV := $(shell command -v uv)
+# uv, where it is installed, is faster than pip; it reads nothing of pip's configuration, so pip installs where there is one
+UV := $(shell $(PYTHON) -m pip config list 2>/dev/null | grep -q . || command -v uv 2>/dev/null)
 install = $(if $(UV),$(UV) pip install -q --python $(BIN)/python --index-strategy unsafe-best-match $(1) 2>/dev/null || )$(BIN)/pip install -q $(1)
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 

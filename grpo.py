@@ -115,8 +115,8 @@ def training_trees(groups, codec, args):
     skipped = 0
     for group in groups:
         tokens += sum(sum(e.context.mask) for e in group)
-        # sigma = 0: every advantage is 0, its forward and backward would add nothing.
-        if group[0].advantage["sigma"]:
+        # Else forward and backward add nothing. Not by sigma: equal rewards may leave it at 1e-16.
+        if any(e.advantage["task"] or e.advantage["fmt"] for e in group):
             trees.append(group_tree(group, codec, args.format_credit))
         else:
             skipped += 1

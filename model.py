@@ -1615,7 +1615,7 @@ def resume_point(out, args, resume):
 
 
 def say(text):
-    """One line on the terminal, of rank 0 alone: what is being done while nothing else shows it."""
+    """One line on stdout, of rank 0 alone: what is being done while nothing else shows it."""
     if os.environ.get("RANK", "0") == "0":
         print(text, flush=True)
 

@@ -30,6 +30,7 @@ CPU toy:  python rollout.py --preset toy --ckpt sft_out --data toy/rl.jsonl --gr
 import argparse
 import asyncio
 import bisect
+import contextlib
 import hashlib
 import itertools
 import json
@@ -207,8 +208,8 @@ class Source:
 
     def expect(self, specs):
         """Windows of one turn -> [a name each], equal where `load` decodes them in one go."""
-        return video.expect(specs, self.root, self.cache, self.min_pixels,
-                            self.crop_pixels or self.max_pixels)
+        most = self.crop_pixels or self.max_pixels
+        return video.expect(specs, self.root, self.cache, self.min_pixels, most) if specs else []
 
     def duration(self, spec):
         return video.probe(video.resolve(spec["video"], self.root), self.cache).duration
@@ -467,16 +468,18 @@ async def serve(records, calls, episode, shared, turn):
     one response."""
     run = admitted(records, calls, shared.agent.max_parallel)
     specs = [window_spec(records[i], episode.task, shared.agent) for i in run]
+    shared.pump.loading += 1  # until the windows are asked for
     together = await shared.pump.load(shared.source.expect, specs)
-    gates = {name: asyncio.Lock() for name in together}  # one thread decodes, no other waits for it
-    jobs = [sub_agent(records[i], specs[n], gates[together[n]], episode, shared, turn, n)
+    gates = {name: asyncio.Lock() for name in together}  # one thread decodes, none waits for it
+    jobs = [sub_agent(records[i], specs[n], episode, shared, turn, n, gates[together[n]])
             for n, i in enumerate(run)]
     if shared.agent.dispatch == "parallel":
         # Their decoding and their tokens share the machine with everybody else's.
-        await asyncio.gather(*jobs)
-    else:
-        for job in jobs:
-            await job
+        jobs = [asyncio.gather(*jobs)]
+    await asyncio.sleep(0)  # the jobs begin
+    shared.pump.loading -= 1
+    for job in jobs:
+        await job
 
 
 def window_spec(record, task, agent):
@@ -486,14 +489,13 @@ def window_spec(record, task, agent):
     return {**spec, "num_frames": record["num_frames"]} if record["num_frames"] else spec
 
 
-async def sub_agent(record, spec, gate, episode, shared, turn, number):
+async def sub_agent(record, spec, episode, shared, turn, number, gate=None):
     """The same weights in a fresh context that holds one window. Fills `record`; never raises on
     what a model wrote."""
     agent, codec, task = shared.agent, shared.codec, episode.task
     began = time.monotonic()
     try:
-        async with gate:
-            spec, frames = await shared.pump.load(shared.source.load_window, spec)
+        spec, frames = await shared.pump.load(shared.source.load_window, spec, gate=gate)
     except video.VideoError as error:
         why = f"error: the window could not be read ({error.why})"
         record.update(status="video_error", summary=why)
@@ -574,11 +576,13 @@ class Pump:
         self.engine.submit(request)
         return await self.waiting[request.id]
 
-    async def load(self, function, *args):
-        """function(*args) in a thread; what it raises is raised here."""
+    async def load(self, function, *args, gate=None):
+        """function(*args) in a thread; what it raises is raised here. gate: an asyncio.Lock, of
+        those that would only wait for one another in their threads."""
         self.loading += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self.pool, function, *args)
+            async with gate or contextlib.nullcontext():
+                return await asyncio.get_running_loop().run_in_executor(self.pool, function, *args)
         finally:
             self.loading -= 1
 

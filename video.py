@@ -114,7 +114,9 @@ def overview_indices(starts, duration, num_frames, keys=()):
     looks = (np.arange(num_frames) + 0.5) * duration / num_frames  # [K] centres of equal segments
     if not len(keys):
         return _on_display(starts, looks)
-    near = keys[np.abs(starts[keys] - looks[:, None]).argmin(1)]  # [K]
+    after = np.searchsorted(starts[keys], looks).clip(1, max(1, len(keys) - 1))  # [K]
+    pair = keys[np.stack([after - 1, after]).clip(0, len(keys) - 1)]  # [2, K], one on each side
+    near = pair[np.abs(starts[pair] - looks).argmin(0), np.arange(num_frames)]  # [K]
     close = np.abs(starts[near] - looks) <= duration / num_frames / 2  # [K]
     return np.union1d(near[close], _on_display(starts, looks[~close]))
 
@@ -164,7 +166,7 @@ def overview(path, num_frames, min_pixels=1024, max_pixels=50176, cache=None, sn
     fast in long files. Raises VideoError, ValueError for num_frames < 1."""
     cache = cache or FrameCache(0)
     starts, info = cache.index(path)  # [N] seconds
-    keys = cache.keys(path) if snap else ()
+    keys = cache.key_frames(path) if snap else ()
     indices = overview_indices(starts, info.duration, num_frames, keys)  # [T]
     return cache.frames(path, indices, min_pixels, max_pixels)
 
@@ -195,9 +197,8 @@ def at(path, times, min_pixels=1024, max_pixels=50176, cache=None):
 def load(spec, root=None, cache=None, min_pixels=1024, max_pixels=50176):
     """A message's video item -> Frames; its path goes through `resolve`. Raises as these do:
 
-    {"video", "frames": K} and, it may be, "snap": overview. {"video", "times": [..]}: at.
-    {"video", "start", "end"}, with "fps", "max_frames", "num_frames" where given and not null:
-    crop. Others raise KeyError.
+    {"video", "frames": K, "snap"?}: overview. {"video", "times": [..]}: at. {"video", "start",
+    "end", "fps"?, "max_frames"?, "num_frames"?}: crop; null: not given. Others raise KeyError.
     """
     path = resolve(spec["video"], root)
     size = {"min_pixels": min_pixels, "max_pixels": max_pixels, "cache": cache}
@@ -224,15 +225,15 @@ def expect(specs, root, cache, min_pixels=1024, max_pixels=50176):
     -> [a name for each window], equal where they are decoded together: threads that ask for such at
     once would only wait for one another. None: the window cannot be read, as `load` will say.
     """
-    sets = {}  # place in specs -> indices
-    for n, spec in enumerate(specs):
-        with contextlib.suppress(VideoError, ValueError):
-            path = resolve(spec["video"], root)
-            starts, info = cache.index(path)
-            window = spec["start"], spec["end"]
-            sets[n] = crop_indices(starts, info.duration, *window, **_knobs(spec))
-    names = cache.together(path, list(sets.values()), min_pixels, max_pixels) if sets else []
-    found = dict(zip(sets, names))
+    sets, found = {}, {}  # place in specs -> indices, name
+    with contextlib.suppress(VideoError):
+        path = resolve(specs[0]["video"], root)
+        starts, info = cache.index(path)
+        for n, spec in enumerate(specs):
+            with contextlib.suppress(ValueError):  # it holds nothing
+                window = spec["start"], spec["end"]
+                sets[n] = crop_indices(starts, info.duration, *window, **_knobs(spec))
+        found = dict(zip(sets, cache.together(path, list(sets.values()), min_pixels, max_pixels)))
     return [found.get(n) for n in range(len(specs))]
 
 
@@ -477,7 +478,7 @@ def _serve(fd):
                 pipe.send((error, None))
 
 
-def _keys(file, indices, height, width):
+def _digests(file, indices, height, width):
     """`_identity` of a file, indices [T], size -> (key of the set, of each frame [T]), hex."""
     names = [repr((file, int(i), height, width)) for i in indices]  # no file opened yet
     frame_keys = [sha256(name.encode()).hexdigest()[:32] for name in names]  # hash() is salted
@@ -541,7 +542,7 @@ class FrameCache:
         """Path -> (starts [N] float64 seconds, VideoInfo), read once per state of the file."""
         return self._table(path)[:2]
 
-    def keys(self, path):
+    def key_frames(self, path):
         """Path -> indices of its key frames, where a decoder can begin."""
         _, _, ticks, key_ticks = self._table(path)
         return np.flatnonzero(np.isin(ticks, key_ticks))
@@ -566,19 +567,22 @@ class FrameCache:
         file = _identity(path)
         _, info, ticks, key_ticks = self._table(path)
         height, width = smart_size(info.height, info.width, min_pixels, max_pixels)  # pixels
-        names = [_keys(file, indices, height, width)[0] for indices in sets]
+        names = [_digests(file, indices, height, width)[0] for indices in sets]
         runs = {}  # number of the key frame that a set begins behind -> {name of a set: the set}
         for name, indices in zip(names, sets):
-            if name not in self._entries:
+            kept = self.folder and os.path.exists(os.path.join(self.folder, name + ".frames"))
+            if name not in self._entries and not kept:
                 begin = int(np.searchsorted(key_ticks, ticks[indices[0]], side="right"))
                 runs.setdefault(begin, {})[name] = indices
         found = {}  # name of a set -> name of the set it is decoded with
         for near in runs.values():
-            union = np.unique(np.concatenate(list(near.values())))
+            every = np.concatenate(list(near.values()))
+            union = np.unique(every)
             # What cannot be kept until the last of them has asked would be decoded for each.
-            if len(near) > 1 and len(union) * height * width * 3 <= self.max_bytes:
+            most = self.max_bytes // (height * width * 3)  # frames
+            if len(near) > 1 and len(union) + len(every) <= most:
                 self._along.update(dict.fromkeys(near, union))
-                found.update(dict.fromkeys(near, _keys(file, union, height, width)[0]))
+                found.update(dict.fromkeys(near, _digests(file, union, height, width)[0]))
         return [found.get(name, name) for name in names]
 
     def frames(self, path, indices, min_pixels, max_pixels):
@@ -586,8 +590,8 @@ class FrameCache:
         file = _identity(path)
         starts, info, ticks, key_ticks = self._table(path)
         height, width = smart_size(info.height, info.width, min_pixels, max_pixels)  # pixels
-        key, frame_keys = _keys(file, indices, height, width)
-        along = self._along.pop(key, indices)
+        key, frame_keys = _digests(file, indices, height, width)
+        along = self._along.pop(key, None)  # what is to be decoded with it
 
         def decode(indices):
             parts = np.array_split(ticks[indices], min(self.workers, max(1, len(indices) // 8)))
@@ -603,18 +607,26 @@ class FrameCache:
             return images, images.nbytes, True
 
         def pick():
-            if len(along) > len(indices):
-                with contextlib.suppress(VideoError):  # of another's frame, it may be
-                    union, _ = _keys(file, along, height, width)
-                    images = self._once(("together", union), decode_all)
-                    return [images[np.searchsorted(along, indices)]]
-            return [decode(indices)]
+            """From what is decoded for all of them, which goes when the last one has it."""
+            union = "together", _digests(file, along, height, width)[0]
+            try:
+                return [self._once(union, decode_all)[np.searchsorted(along, indices)]]
+            except VideoError:  # of another's frame, it may be: from now on each for itself
+                for name, other in list(self._along.items()):
+                    if other is along:
+                        self._along.pop(name, None)
+                return [decode(indices)]
+            finally:
+                if not any(other is along for other in list(self._along.values())):
+                    self._forget(union)
 
         def read():
-            (images,), asked = self._through(key, file, pick)  # [T, H, W, 3]
+            how = pick if along is not None else lambda: [decode(indices)]
+            (images,), asked = self._through(key, file, how)  # [T, H, W, 3]
             seconds = starts[indices]  # [T]
             images.flags.writeable = seconds.flags.writeable = False  # every caller gets the same
-            return Frames(images, seconds, key, frame_keys), images.nbytes, asked
+            # With others: the set of all of them was counted.
+            return Frames(images, seconds, key, frame_keys), images.nbytes, asked and along is None
 
         return self._once(key, read)
 
@@ -673,6 +685,12 @@ class FrameCache:
         finally:
             with self._lock:
                 self._idle.append(child)  # after an error too: it can be asked again
+
+    def _forget(self, key):
+        with self._lock:
+            future = self._entries.get(key)
+            if future and future.done():
+                self.bytes -= self._entries.pop(key).result()[1]
 
     def _once(self, key, read, look=True):
         """Value of `key`: kept, read by another thread, or read() -> (it, bytes, decoded?) now."""

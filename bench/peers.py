@@ -11,7 +11,8 @@ qwen-vl-utils' fetch_video.
             with the reader it chooses by itself, one after the other | video.py, all cores, the
             crops at once as rollout.py asks for them. As many frames of the same size; which ones
             differs by rule (centres of segments here). snapped: our side takes key frames
-  floor     the update's matrix products alone, at the rate that this machine multiplies at
+  floor     the matrix products alone of a plain forward and backward over that group, each token
+            once, without the vision tower, at the rate of a large matrix product on this machine
 
 Both train the same checkpoint on one prompt of --images pictures (32 x 32 pixels, a vision token
 each) and --prompt tokens, a group of --group, exactly --response sampled tokens each (the end of
@@ -227,13 +228,14 @@ def compare_trainers(args):
     ratio = {of: round(median["trl"][name] / median["ours"][name], 2) for of, name in
              (("update", "update_s"), ("step", "step_s"), ("rollouts", "generate_s"))}
     prompt, tokens = round(median["ours"]["prompt"]), round(median["ours"]["tokens"])
-    floor = floor_seconds(args.ckpt, prompt, tokens // args.group, args.group)
-    return {**ratio, **median, "floor": {"update_s": floor}}
+    if not args.lora:  # frozen weights have no gradient
+        median["floor"] = {"update_s": floor_seconds(args.ckpt, prompt, tokens // args.group,
+                                                     args.group)}
+    return {**ratio, **median}
 
 
 def floor_seconds(ckpt, prompt, response, group):
-    """Seconds of the update's matrix products alone, each token once, at the rate of a large matrix
-    product on this machine: what no trainer can be faster than. Without the vision tower."""
+    """`floor` of the header, in seconds; lengths in tokens."""
     config = plan.read_config(ckpt)
     flops = gpu_check.training_flops(
         config.text_config, plan.parameter_counts(config)["layers"], prompt + group * response,

@@ -8,10 +8,10 @@ rollout_speed.py: two ratios of the rollout loop, with vLLM on a toy checkpoint.
             against sequential
 
 Lengths are those that real agents have, whatever the checkpoint would write: a main turn runs for a
-log-normal number of tokens, 90% of them from --shortest to --longest and none beyond, a summary for
-half of such a number, the end of turn forbidden. What a first turn says is scripted behind its
-generation: calls of no to --windows windows, evenly drawn. Frames are decoded anew on both sides.
-Sides alternate; medians. Prints one line of JSON.
+log-normal number of tokens, 90% of them from --shortest to --longest and the rest moved to those
+ends, a summary for half of such a number, the end of turn forbidden. What a first turn says is
+scripted behind its generation: calls of no to --windows windows, evenly drawn. Frames are decoded
+anew on both sides. Sides alternate; medians. Prints one line of JSON.
 
   python bench/rollout_speed.py --ckpt sft_out --data toy/rl.jsonl
 """
@@ -146,7 +146,7 @@ def main():
     add("--group", type=int, default=4, help="rollouts per prompt")
     add("--shortest", type=int, default=50, help="tokens of the shortest main turn")
     add("--longest", type=int, default=800, help="tokens of the longest main turn")
-    add("--windows", type=int, default=4, help="windows of a first turn at most")
+    add("--windows", type=int, choices=range(5), default=4, help="of a first turn at most")
     add("--turn", type=int, default=64, help="tokens of a main turn, dispatch")
     add("--summary", type=int, default=128, help="tokens of a summary, dispatch")
     add("--episodes", type=int, default=6, help="episodes per measurement, dispatch")

@@ -1101,7 +1101,7 @@ async def sage_answer(records, calls, episode, shared, turn, system, message):
         # A sub-agent is told the task's question: here, the tool's.
         asking = replace(episode, task={**episode.task, "question": question})
         spec = rollout.window_spec(record, asking.task, shared.agent)
-        await rollout.sub_agent(record, spec, asyncio.Lock(), asking, shared, turn, 0)
+        await rollout.sub_agent(record, spec, asking, shared, turn, 0)
     return sage_reply(call, record, episode, system, message)
 
 

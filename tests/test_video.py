@@ -667,6 +667,29 @@ def test_windows_behind_one_key_frame_are_decoded_in_one_go(keyed, monkeypatch):
         assert frames.seconds.tolist() == wanted.seconds.tolist()
         assert not frames.images.flags.writeable
     assert [len(ticks) for _, _, ticks, *_ in asked] == [4, 5]  # 5.5, 6.5, 7.5, 8.5; the third
+    cache = settings["cache"]
+    assert (cache.decodes, cache.hits) == (3, 1)  # the last; the union, found once; the third
+    assert cache.bytes == sum(table.nbytes for table in cache._table(keyed) if hasattr(
+        table, "nbytes")) + 64 * 32 * 3 * (1 + 3 + 3 + 5) and not cache._along
+
+
+def test_a_window_within_another_is_decoded_with_it(keyed, monkeypatch):
+    specs = [{"video": keyed, "start": a, "end": b} for a, b in ((5, 9), (6, 8))]
+    cache, asked, real = FrameCache(), [], video._answer
+    video.expect(specs, None, cache, **NATIVE)
+    monkeypatch.setattr(video, "_answer", lambda request: asked.append(request) or real(request))
+    for spec in specs:
+        video.load(spec, cache=cache, **NATIVE)
+    assert len(asked) == 1
+
+
+def test_expecting_what_cannot_be_read_says_nothing_yet(keyed, tmp_path, monkeypatch):
+    window = {"start": 0, "end": 4}
+    gone = [{"video": str(tmp_path / "no.mp4"), **window}] * 2
+    assert video.expect(gone, None, FrameCache()) == [None, None]
+    # it goes while it is looked at
+    monkeypatch.setattr(FrameCache, "together", raises(VideoError(keyed, "no such file")))
+    assert video.expect([{"video": keyed, **window}], None, FrameCache()) == [None]
 
 
 def test_a_window_is_not_lost_to_a_broken_neighbour(keyed, monkeypatch):
@@ -676,14 +699,18 @@ def test_a_window_is_not_lost_to_a_broken_neighbour(keyed, monkeypatch):
     broken = video._open(keyed, 1)[4][212]  # on display at 8.5 s
 
     def answer(request):
+        asked.append(request)
         if len(request) > 2 and broken in request[2]:
             raise VideoError(keyed, "the frame at 8.48 s does not decode")
         return real(request)
 
     monkeypatch.setattr(video, "_answer", answer)
+    asked = []
     assert seen(video.load(specs[0], **settings).images) == [137, 162, 187]
+    assert len(asked) == 2  # all together, which fails; this one
     with pytest.raises(VideoError, match="8.48"):
         video.load(specs[1], **settings)
+    assert len(asked) == 3  # all together not again
 
 
 @pytest.mark.parametrize("timeout", [None, 20])
