@@ -656,8 +656,9 @@ def picture(results, path):
         axis.title.set_fontsize(10)
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.25)
-    axes[3].legend(fontsize=7, frameon=False, loc="lower right")
-    figure.tight_layout()
+    figure.legend(*axes[3].get_legend_handles_labels(), loc="lower center", ncol=len(lines),
+                  fontsize=9, frameon=False)
+    figure.tight_layout(rect=(0, 0.08, 1, 1))  # above the legend
     os.makedirs(os.path.dirname(path), exist_ok=True)
     figure.savefig(path + ".tmp", dpi=110, format="png", metadata={"Software": None})
     os.replace(path + ".tmp", path)

@@ -482,6 +482,15 @@ def test_a_group_of_equal_rewards_only_enlarges_the_count(process_group, codec, 
     assert stats["tokens"] == mine  # the means of the log are over tokens that were trained
 
 
+def test_rewards_that_differ_by_rounding_alone_are_no_signal(codec, groups):
+    """1.0 + 0.9 and 1.1 + 0.8: sigma is 1e-16, and every advantage 0."""
+    for n, e in enumerate(groups[0]):
+        e.reward = reward(*((1.0, 0.9, 0.0), (1.1, 0.8, 0.0))[n % 2])
+    credited(groups[:1], settings())
+    assert groups[0][0].advantage["sigma"] > 0
+    assert grpo.training_trees(groups[:1], codec, settings())[::2] == ([], 1)
+
+
 def test_without_any_signal_the_weights_stay_bit_identical(process_group, codec, groups, policy,
                                                            vision):
     for e in groups[0]:
