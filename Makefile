@@ -1,6 +1,6 @@
 # make venv   the environment, in .venv           make test   all tests (ARGS="--shuffle 7": in a random order)
 # make test-fast   the edit loop: a minute or two, without engines and processes
-# make demo   toy world -> SFT -> PARA-GRPO -> evaluation of init, SFT and PARA-GRPO -> one table, one page (LORA=8: PARA-GRPO by adapters)
+# make demo   toy world -> SFT -> PARA-GRPO -> evaluation of both -> one table, one page (LORA=8: PARA-GRPO by adapters)
 # make test-page   the tests of view.py's page in a real browser (installs Debian's Chromium); `make test` runs them where there is one
 # make ablation   the paper's Table 2 in the toy world, 5 or 8 seeds -> bench/ablation.{json,md}, docs/ablation.png  (about 4 hours; finished rows are kept)
 PYTHON ?= python3
@@ -56,10 +56,9 @@ demo: venv
 	$(call stage,toy world,$(BIN)/python toy.py --out $(DEMO)/toy --prior tidy)
 	$(call stage,cold start,$(COLD) sft.py --preset toy --ckpt $(DEMO)/toy/init --data $(DEMO)/toy/pretrain.jsonl --val $(DEMO)/toy/sft_val.jsonl --out $(DEMO)/sft)
 	$(call stage,PARA-GRPO,$(TORCHRUN) grpo.py --preset toy --ckpt $(DEMO)/sft --data $(DEMO)/toy/rl.jsonl --lora $(LORA) --out $(DEMO)/grpo)
-	$(call stage,evaluation of init,$(EVAL) --ckpt $(DEMO)/toy/init --out $(DEMO)/eval/init)
 	$(call stage,evaluation of sft,$(EVAL) --ckpt $(DEMO)/sft --out $(DEMO)/eval/sft)
 	$(call stage,evaluation of grpo,$(EVAL) --ckpt $(DEMO)/grpo --out $(DEMO)/eval/grpo)
-	$(BIN)/python eval.py --compare $(DEMO)/eval/init $(DEMO)/eval/sft $(DEMO)/eval/grpo --out $(DEMO)
+	$(BIN)/python eval.py --compare $(DEMO)/eval/sft $(DEMO)/eval/grpo --out $(DEMO)
 	$(BIN)/python view.py $(DEMO) --out $(DEMO)/index.html
 
 ablation: venv
