@@ -669,6 +669,17 @@ def smooth(values, width=3):
     return [mean(values[max(0, i - width + 1): i + 1]) for i in range(len(values))]
 
 
+def as_json(judged, results):
+    """{"claims", "results"} as text, a line for each claim and each row of a seed."""
+    def lines(items, pair="{}"):
+        return pair[0] + "\n" + ",\n".join(items) + "\n" + pair[1]
+
+    seeds = [f'"{seed}": ' + lines([f'"{name}": {json.dumps(row)}' for name, row in rows.items()])
+             for seed, rows in results.items()]
+    return lines(['"claims": ' + lines(map(json.dumps, judged), "[]"),
+                  '"results": ' + lines(seeds)]) + "\n"
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -708,8 +719,7 @@ def main():
 
     def save():
         judged = judge(results)
-        model.write_atomic(args.results + ".json",
-                           json.dumps({"claims": judged, "results": results}, indent=1))
+        model.write_atomic(args.results + ".json", as_json(judged, results))
         model.write_atomic(args.results + ".md", markdown(results, judged))
 
     run_all(args, results, save)
