@@ -287,7 +287,7 @@ def main():
     folder, state = model.resume_point(args.out, args, args.resume)
     start, steps = state.get("step", 0), 1 if args.rollouts else args.steps
     if start >= steps:
-        print(f"nothing to do: {args.out} has {start} steps of {steps}")
+        model.say(f"nothing to do: {args.out} has {start} steps of {steps}")
         return
     model.say(f"{args.ckpt} -> {args.out}: loading the checkpoint, then the engine")
 

@@ -342,8 +342,7 @@ def main():
     train, held = open_data(args, codec, cache)
     steps = args.steps or max(1, round(args.epochs * len(train.rows) / args.batch_size))
     if start >= steps:
-        if rank == 0:
-            print(f"nothing to do: {args.out} has {start} steps of {steps}")
+        model.say(f"nothing to do: {args.out} has {start} steps of {steps}")
         model.end_process_group()
         return
 

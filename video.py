@@ -531,7 +531,7 @@ class FrameCache:
     decodes: int = 0  # sets of frames decoded
     hits: int = 0  # sets of frames found in memory
     indexed: int = 0  # files opened for their table of times
-    _along: dict = field(default_factory=dict)  # key -> indices [T] of all that is decoded with it
+    _along: dict = field(default_factory=dict)  # key -> (name, indices [T]) of what it is part of
     _unseen: float = math.inf  # bytes written since the folder was last looked through
     _writing: threading.Lock = field(default_factory=threading.Lock)  # one thread at a time
     _lock: threading.Lock = field(default_factory=threading.Lock)  # for the counters and these:
@@ -581,8 +581,9 @@ class FrameCache:
             # What cannot be kept until the last of them has asked would be decoded for each.
             most = self.max_bytes // (height * width * 3)  # frames
             if len(near) > 1 and len(union) + len(every) <= most:
-                self._along.update(dict.fromkeys(near, union))
-                found.update(dict.fromkeys(near, _digests(file, union, height, width)[0]))
+                name, _ = _digests(file, union, height, width)
+                self._along.update(dict.fromkeys(near, (name, union)))
+                found.update(dict.fromkeys(near, name))
         return [found.get(name, name) for name in names]
 
     def frames(self, path, indices, min_pixels, max_pixels):
@@ -591,7 +592,7 @@ class FrameCache:
         starts, info, ticks, key_ticks = self._table(path)
         height, width = smart_size(info.height, info.width, min_pixels, max_pixels)  # pixels
         key, frame_keys = _digests(file, indices, height, width)
-        along = self._along.pop(key, None)  # what is to be decoded with it
+        union, along = self._along.pop(key, (None, None))  # what is to be decoded with it
 
         def decode(indices):
             parts = np.array_split(ticks[indices], min(self.workers, max(1, len(indices) // 8)))
@@ -608,25 +609,25 @@ class FrameCache:
 
         def pick():
             """From what is decoded for all of them, which goes when the last one has it."""
-            union = "together", _digests(file, along, height, width)[0]
             try:
-                return [self._once(union, decode_all)[np.searchsorted(along, indices)]]
+                images = self._once(("together", union), decode_all)
+                return [images[np.searchsorted(along, indices)]]
             except VideoError:  # of another's frame, it may be: from now on each for itself
-                for name, other in list(self._along.items()):
-                    if other is along:
+                for name, (other, _) in list(self._along.items()):
+                    if other == union:
                         self._along.pop(name, None)
                 return [decode(indices)]
             finally:
-                if not any(other is along for other in list(self._along.values())):
-                    self._forget(union)
+                if all(other != union for other, _ in list(self._along.values())):
+                    self._forget(("together", union))
 
         def read():
-            how = pick if along is not None else lambda: [decode(indices)]
+            how = pick if union else lambda: [decode(indices)]
             (images,), asked = self._through(key, file, how)  # [T, H, W, 3]
             seconds = starts[indices]  # [T]
             images.flags.writeable = seconds.flags.writeable = False  # every caller gets the same
             # With others: the set of all of them was counted.
-            return Frames(images, seconds, key, frame_keys), images.nbytes, asked and along is None
+            return Frames(images, seconds, key, frame_keys), images.nbytes, asked and not union
 
         return self._once(key, read)
 

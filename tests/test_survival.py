@@ -359,13 +359,12 @@ def test_stale_and_wrongly_mapped_weights_stop_the_run(run, monkeypatch, sync):
 RUNNER = """
     import os, random, signal, sys, time
     import model, sft, grpo, video, rollout, reference
+    model.import_shim()
     if "--vllm" in sys.argv:
         sys.argv.remove("--vllm")
-        model.import_shim()
         from vllm import LLM
     else:
         rollout.make_engine = reference.make_engine
-    model.import_shim()
     import numpy, torch, av, safetensors.torch, torch.distributed.checkpoint
     from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
