@@ -27,6 +27,7 @@ import subprocess
 import sys
 import threading
 import zlib
+from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -535,7 +536,7 @@ class FrameCache:
     _unseen: float = math.inf  # bytes written since the folder was last looked through
     _writing: threading.Lock = field(default_factory=threading.Lock)  # one thread at a time
     _lock: threading.Lock = field(default_factory=threading.Lock)  # for the counters and these:
-    _entries: dict = field(default_factory=dict)  # key -> Future of (value, bytes), oldest first
+    _entries: OrderedDict = field(default_factory=OrderedDict)  # key -> Future of (value, bytes)
     _idle: list = field(default_factory=list)  # children nobody is using, most recent last
 
     def index(self, path):
@@ -716,11 +717,14 @@ class FrameCache:
             self.decodes += look and decoded
             self.indexed += not look and decoded
             self.bytes += size
-            kept = [name for name, entry in self._entries.items() if entry.done()]  # oldest first
-            if not look:
-                kept.remove(key)  # a table just read stays: the look that needs it comes next
-            while self.bytes > self.max_bytes and kept:
-                self.bytes -= self._entries.pop(kept.pop(0)).result()[1]
+            while self.bytes > self.max_bytes:
+                # The oldest, mostly: a list of all of them would be made at every read. A table
+                # just read stays: the look that needs it comes next.
+                oldest = next((name for name, entry in self._entries.items()
+                               if entry.done() and (look or name != key)), None)
+                if oldest is None:
+                    break
+                self.bytes -= self._entries.pop(oldest).result()[1]
         return value
 
 
