@@ -1072,9 +1072,11 @@ def load_sharded(ckpt, codec, device, recompute="none", replicas=1, frozen=False
     policy = shard(as_policy(hf, codec, device, recompute), device, replicas)
     if frozen:
         hf.model.visual = None
-        # The root stays whole after a forward, for a backward that never comes.
-        policy.set_reshard_after_forward(True, recurse=False)
+        if hasattr(policy, "set_reshard_after_forward"):
+            # The root stays whole after a forward, for a backward that never comes.
+            policy.set_reshard_after_forward(True, recurse=False)
     policy.to_empty(device=device)
+    hf.tie_weights()  # the line above unties what is not in shards
     # Rotary tables are buffers that are computed, not stored.
     rotary = [(hf.model.language_model, "rotary_emb")]
     rotary += [] if frozen else [(hf.model.visual, "rotary_pos_emb")]
@@ -1150,6 +1152,8 @@ def shard(policy, device, replicas=1):
     world = dist.get_world_size()
     if world % replicas:
         raise UserError(f"--replicas {replicas}: {world} ranks cannot be divided into so many")
+    if world == 1 and device.type == "cpu":
+        return policy  # nothing to divide, no precision to mix: only hooks, a third of a toy's step
     if replicas == 1:
         mesh = init_device_mesh(device.type, (world,))
     else:

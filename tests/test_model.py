@@ -359,15 +359,15 @@ def one_update(toy, pack_tokens, replicas=1):
     chats = sft.Chats(str(toy / "sft.jsonl"), codec, args, video.FrameCache())
     policy = model.load_sharded(str(toy / "init"), codec, device, replicas=replicas)
     vision = model.VisionFeatures(policy.hf.model.visual, codec, chats.frames)
-    before = {n: p.detach().full_tensor().clone() for n, p in policy.named_parameters()
+    before = {n: model.whole_tensor(p.detach()).clone() for n, p in policy.named_parameters()
               if p.requires_grad}
     packs = sft.make_packs(chats, sft.share([0, 1, 2, 3, 4, 5, 15], chats.cost, rank, world), codec,
                            pack_tokens)
     loss, count = sft.backward(policy, vision, packs, codec, world, device)
-    grads = {n: p.grad.full_tensor() for n, p in policy.named_parameters() if p.requires_grad}
+    grads = {n: model.whole_tensor(p.grad) for n, p in policy.named_parameters() if p.requires_grad}
     for optimizer in sft.build_optimizers(policy, LEARNING, device):
         optimizer.step()
-    moved = {n: p.detach().full_tensor() - before[n] for n, p in policy.named_parameters()
+    moved = {n: model.whole_tensor(p.detach()) - before[n] for n, p in policy.named_parameters()
              if p.requires_grad}
     return {"loss": loss, "count": count, "packs": len(packs), "grads": grads, "moved": moved}
 
