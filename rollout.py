@@ -30,7 +30,6 @@ CPU toy:  python rollout.py --preset toy --ckpt sft_out --data toy/rl.jsonl --gr
 import argparse
 import asyncio
 import bisect
-import contextlib
 import hashlib
 import itertools
 import json
@@ -206,10 +205,14 @@ class Source:
         start, end = max(0.0, spec["start"]), min(spec["end"], self.duration(spec))
         return {**spec, "start": start, "end": end}, frames
 
-    def expect(self, specs):
-        """Windows of one turn -> [a name each], equal where `load` decodes them in one go."""
+    def clusters(self, specs):
+        """Windows of one turn -> lists of their places: those that are decoded in one go."""
+        return video.clusters(specs, self.root, self.cache)
+
+    def preload(self, specs):
+        """Windows of a cluster -> the cache."""
         most = self.crop_pixels or self.max_pixels
-        return video.expect(specs, self.root, self.cache, self.min_pixels, most) if specs else []
+        video.preload(specs, self.root, self.cache, self.min_pixels, most)
 
     def duration(self, spec):
         return video.probe(video.resolve(spec["video"], self.root), self.cache).duration
@@ -468,16 +471,12 @@ async def serve(records, calls, episode, shared, turn):
     one response."""
     run = admitted(records, calls, shared.agent.max_parallel)
     specs = [window_spec(records[i], episode.task, shared.agent) for i in run]
-    shared.pump.loading += 1  # until the windows are asked for
-    together = await shared.pump.load(shared.source.expect, specs)
-    gates = {name: asyncio.Lock() for name in together}  # one thread decodes, none waits for it
-    jobs = [sub_agent(records[i], specs[n], episode, shared, turn, n, gates[together[n]])
+    decoded = await decoding(specs, shared)
+    jobs = [sub_agent(records[i], specs[n], episode, shared, turn, n, decoded[n])
             for n, i in enumerate(run)]
     if shared.agent.dispatch == "parallel":
         # Their decoding and their tokens share the machine with everybody else's.
         jobs = [asyncio.gather(*jobs)]
-    await asyncio.sleep(0)  # the jobs begin
-    shared.pump.loading -= 1
     for job in jobs:
         await job
 
@@ -489,13 +488,14 @@ def window_spec(record, task, agent):
     return {**spec, "num_frames": record["num_frames"]} if record["num_frames"] else spec
 
 
-async def sub_agent(record, spec, episode, shared, turn, number, gate=None):
+async def sub_agent(record, spec, episode, shared, turn, number, decoded):
     """The same weights in a fresh context that holds one window. Fills `record`; never raises on
-    what a model wrote."""
+    what a model wrote. decoded: awaited before its frames are asked for."""
     agent, codec, task = shared.agent, shared.codec, episode.task
     began = time.monotonic()
     try:
-        spec, frames = await shared.pump.load(shared.source.load_window, spec, gate=gate)
+        await decoded
+        spec, frames = await shared.pump.load(shared.source.load_window, spec)
     except video.VideoError as error:
         why = f"error: the window could not be read ({error.why})"
         record.update(status="video_error", summary=why)
@@ -576,15 +576,15 @@ class Pump:
         self.engine.submit(request)
         return await self.waiting[request.id]
 
-    async def load(self, function, *args, gate=None):
-        """function(*args) in a thread; what it raises is raised here. gate: an asyncio.Lock, of
-        those that would only wait for one another in their threads."""
+    def load(self, function, *args):
+        """function(*args) in a thread, from now on -> Future; raises what it raised."""
         self.loading += 1
-        try:
-            async with gate or contextlib.nullcontext():
-                return await asyncio.get_running_loop().run_in_executor(self.pool, function, *args)
-        finally:
-            self.loading -= 1
+        future = asyncio.get_running_loop().run_in_executor(self.pool, function, *args)
+        future.add_done_callback(self.loaded)
+        return future
+
+    def loaded(self, future):
+        self.loading -= 1
 
     async def steps(self):
         # The reference sampler of the tests batches whatever waits: to repeat itself to the bit it
@@ -817,6 +817,16 @@ def bare_options(options):
     if not all(labels):
         return [text.strip() for text in options]
     return [text[label.end():].strip() for text, label in zip(options, labels)]
+
+
+async def decoding(specs, shared):
+    """Begin to decode the windows of one turn -> {place in specs: Future}, the same one for those
+    that are decoded in one go."""
+    found = {}
+    for near in await shared.pump.load(shared.source.clusters, specs):
+        done = shared.pump.load(shared.source.preload, [specs[n] for n in near])
+        found.update(dict.fromkeys(near, done))
+    return found
 
 
 def vision_input(codec, request):

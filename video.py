@@ -27,7 +27,6 @@ import subprocess
 import sys
 import threading
 import zlib
-from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -219,23 +218,31 @@ def _knobs(spec):
 # ---- below: decoders, cache (a reader of the training step may stop here) ----
 
 
-def expect(specs, root, cache, min_pixels=1024, max_pixels=50176):
-    """Windows' items of one video that `load` is about to be asked for: those that begin behind the
-    same key frame are decoded in one go, when the first of them is asked for.
+def clusters(specs, root, cache):
+    """Windows' items of one video -> lists of their places in specs: those that begin behind the
+    same key frame, which `preload` decodes in one go, and those that cannot be read."""
+    runs = {}  # number of the key frame -> places
+    for n, spec in enumerate(specs):
+        run = None
+        with contextlib.suppress(VideoError, ValueError):  # `load` will say so
+            path, indices = _window(spec, root, cache)
+            run = cache.run(path, indices[0])
+        runs.setdefault(run, []).append(n)
+    return list(runs.values())
 
-    -> [a name for each window], equal where they are decoded together: threads that ask for such at
-    once would only wait for one another. None: the window cannot be read, as `load` will say.
-    """
-    sets, found = {}, {}  # place in specs -> indices, name
-    with contextlib.suppress(VideoError):
-        path = resolve(specs[0]["video"], root)
-        starts, info = cache.index(path)
-        for n, spec in enumerate(specs):
-            with contextlib.suppress(ValueError):  # it holds nothing
-                window = spec["start"], spec["end"]
-                sets[n] = crop_indices(starts, info.duration, *window, **_knobs(spec))
-        found = dict(zip(sets, cache.together(path, list(sets.values()), min_pixels, max_pixels)))
-    return [found.get(n) for n in range(len(specs))]
+
+def preload(specs, root, cache, min_pixels=1024, max_pixels=50176):
+    """Decode a cluster of windows, each frame once, so that `load` finds them in the cache."""
+    with contextlib.suppress(VideoError, ValueError):
+        found = [_window(spec, root, cache) for spec in specs]
+        cache.preload(found[0][0], [indices for _, indices in found], min_pixels, max_pixels)
+
+
+def _window(spec, root, cache):
+    """A window's item -> (path, indices [T]). Raises VideoError, ValueError."""
+    path = resolve(spec["video"], root)
+    starts, info = cache.index(path)
+    return path, crop_indices(starts, info.duration, spec["start"], spec["end"], **_knobs(spec))
 
 
 def _identity(path):
@@ -532,11 +539,10 @@ class FrameCache:
     decodes: int = 0  # sets of frames decoded
     hits: int = 0  # sets of frames found in memory
     indexed: int = 0  # files opened for their table of times
-    _along: dict = field(default_factory=dict)  # key -> (name, indices [T]) of what it is part of
     _unseen: float = math.inf  # bytes written since the folder was last looked through
     _writing: threading.Lock = field(default_factory=threading.Lock)  # one thread at a time
     _lock: threading.Lock = field(default_factory=threading.Lock)  # for the counters and these:
-    _entries: OrderedDict = field(default_factory=OrderedDict)  # key -> Future of (value, bytes)
+    _entries: dict = field(default_factory=dict)  # key -> Future of (value, bytes), oldest first
     _idle: list = field(default_factory=list)  # children nobody is using, most recent last
 
     def index(self, path):
@@ -562,75 +568,71 @@ class FrameCache:
 
         return self._once(file, read, look=False)
 
-    def together(self, path, sets, min_pixels, max_pixels):
-        """Path, ascending indices of each set that `frames` is about to be asked for -> [the key of
-        what it is decoded from], see `expect`."""
-        file = _identity(path)
-        _, info, ticks, key_ticks = self._table(path)
-        height, width = smart_size(info.height, info.width, min_pixels, max_pixels)  # pixels
-        names = [_digests(file, indices, height, width)[0] for indices in sets]
-        runs = {}  # number of the key frame that a set begins behind -> {name of a set: the set}
-        for name, indices in zip(names, sets):
-            kept = self.folder and os.path.exists(os.path.join(self.folder, name + ".frames"))
-            if name not in self._entries and not kept:
-                begin = int(np.searchsorted(key_ticks, ticks[indices[0]], side="right"))
-                runs.setdefault(begin, {})[name] = indices
-        found = {}  # name of a set -> name of the set it is decoded with
-        for near in runs.values():
-            every = np.concatenate(list(near.values()))
-            union = np.unique(every)
-            # What cannot be kept until the last of them has asked would be decoded for each.
-            most = self.max_bytes // (height * width * 3)  # frames
-            if len(near) > 1 and len(union) + len(every) <= most:
-                name, _ = _digests(file, union, height, width)
-                self._along.update(dict.fromkeys(near, (name, union)))
-                found.update(dict.fromkeys(near, name))
-        return [found.get(name, name) for name in names]
+    def run(self, path, index):
+        """Path, frame -> number of the key frame that it is decoded from."""
+        _, _, ticks, key_ticks = self._table(path)
+        return int(np.searchsorted(key_ticks, ticks[index], side="right"))
+
+    def preload(self, path, sets, min_pixels, max_pixels):
+        """Path, ascending indices of each set -> None: the sets that nobody has yet are decoded in
+        one go, where that is worth it and all of them can be kept. Raises VideoError."""
+        opened = file, _, height, width = self._opened(path, min_pixels, max_pixels)
+        fresh = {}  # key of a set -> its indices
+        for indices in sets:
+            key, _ = _digests(file, indices, height, width)
+            kept = self.folder and os.path.exists(os.path.join(self.folder, key + ".frames"))
+            if key not in self._entries and not kept:
+                fresh[key] = indices
+        size = sum(map(len, fresh.values())) * height * width * 3  # bytes
+        if len(fresh) < 2 or size > self.max_bytes:
+            return
+
+        def read():
+            union = np.unique(np.concatenate(list(fresh.values())))
+            images = self._decode(opened, union)
+            for indices in fresh.values():
+                own = images[union.searchsorted(indices)]  # [T, H, W, 3]
+                self._frames(opened, indices, lambda own=own: own)
+            return None, 0, False
+
+        name = "together", *fresh  # several episodes of a group may want the same windows at once
+        self._once(name, read, look=False)
+        with self._lock:
+            self._entries.pop(name, None)
 
     def frames(self, path, indices, min_pixels, max_pixels):
         """Path, ascending indices [T] -> Frames, decoded once per (file, frames, size)."""
-        file = _identity(path)
-        starts, info, ticks, key_ticks = self._table(path)
-        height, width = smart_size(info.height, info.width, min_pixels, max_pixels)  # pixels
+        opened = self._opened(path, min_pixels, max_pixels)
+        return self._frames(opened, indices, lambda: self._decode(opened, indices))
+
+    def _opened(self, path, min_pixels, max_pixels):
+        """-> (`_identity` of the file, its `_table`, height, width of its frames when read)."""
+        file, table = _identity(path), self._table(path)
+        return file, table, *smart_size(table[1].height, table[1].width, min_pixels, max_pixels)
+
+    def _frames(self, opened, indices, decode):
+        """-> Frames, kept or of decode(), [T, H, W, 3]."""
+        file, (starts, *_), height, width = opened
         key, frame_keys = _digests(file, indices, height, width)
-        union, along = self._along.pop(key, (None, None))  # what is to be decoded with it
-
-        def decode(indices):
-            parts = np.array_split(ticks[indices], min(self.workers, max(1, len(indices) // 8)))
-            how = (key_ticks, height, width)
-            requests = [(file[0], self.num_threads, part, *how) for part in parts]
-            if len(parts) == 1:
-                return self._ask(requests[0])  # [T, H, W, 3]
-            with ThreadPoolExecutor(len(parts)) as pool:  # each has a stretch to itself
-                return np.concatenate(list(pool.map(self._ask, requests)))  # map keeps the order
-
-        def decode_all():
-            images = decode(along)  # [T, H, W, 3]
-            return images, images.nbytes, True
-
-        def pick():
-            """From what is decoded for all of them, which goes when the last one has it."""
-            try:
-                images = self._once(("together", union), decode_all)
-                return [images[np.searchsorted(along, indices)]]
-            except VideoError:  # of another's frame, it may be: from now on each for itself
-                for name, (other, _) in list(self._along.items()):
-                    if other == union:
-                        self._along.pop(name, None)
-                return [decode(indices)]
-            finally:
-                if all(other != union for other, _ in list(self._along.values())):
-                    self._forget(("together", union))
 
         def read():
-            how = pick if union else lambda: [decode(indices)]
-            (images,), asked = self._through(key, file, how)  # [T, H, W, 3]
+            (images,), asked = self._through(key, file, lambda: [decode()])
             seconds = starts[indices]  # [T]
             images.flags.writeable = seconds.flags.writeable = False  # every caller gets the same
-            # With others: the set of all of them was counted.
-            return Frames(images, seconds, key, frame_keys), images.nbytes, asked and not union
+            return Frames(images, seconds, key, frame_keys), images.nbytes, asked
 
         return self._once(key, read)
+
+    def _decode(self, opened, indices):
+        """-> [T, H, W, 3] uint8."""
+        file, (_, _, ticks, key_ticks), height, width = opened
+        parts = np.array_split(ticks[indices], min(self.workers, max(1, len(indices) // 8)))
+        how = (key_ticks, height, width)
+        requests = [(file[0], self.num_threads, part, *how) for part in parts]
+        if len(parts) == 1:
+            return self._ask(requests[0])
+        with ThreadPoolExecutor(len(parts)) as pool:  # each has a stretch to itself
+            return np.concatenate(list(pool.map(self._ask, requests)))  # map keeps the order
 
     def close(self):
         """Ends the children. The cache stays usable."""
@@ -687,12 +689,6 @@ class FrameCache:
         finally:
             with self._lock:
                 self._idle.append(child)  # after an error too: it can be asked again
-
-    def _forget(self, key):
-        with self._lock:
-            future = self._entries.get(key)
-            if future and future.done():
-                self.bytes -= self._entries.pop(key).result()[1]
 
     def _once(self, key, read, look=True):
         """Value of `key`: kept, read by another thread, or read() -> (it, bytes, decoded?) now."""

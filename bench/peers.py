@@ -332,12 +332,11 @@ def read(path, kind, seconds):
     cache = video.FrameCache(workers=len(os.sched_getaffinity(0)))
     if kind in ("overview", "snapped"):
         return [video.overview(path, 64, cache=cache, snap=kind == "snapped").images]
-    video.expect([{"video": path, "start": a, "end": b} for a, b in windows(kind, seconds)], None,
-                 cache)
+    specs = [{"video": path, "start": a, "end": b} for a, b in windows(kind, seconds)]
     with ThreadPoolExecutor(5) as pool:  # at once, as rollout.py asks for them
-        crops = pool.map(lambda window: video.crop(path, *window, cache=cache),
-                         windows(kind, seconds))
-        return [frames.images for frames in crops]
+        near = [[specs[n] for n in places] for places in video.clusters(specs, None, cache)]
+        list(pool.map(lambda some: video.preload(some, None, cache), near))
+    return [video.load(spec, cache=cache).images for spec in specs]
 
 
 def compare_videos(args):

@@ -513,6 +513,7 @@ async def windows(records, calls, episode, shared, spec_of=None):
     wanted = rollout.admitted(records, calls, agent.max_parallel)  # indices of calls
     specs = [(spec_of or crop_spec)(calls[i], episode.task, agent) for i in wanted]
     found = [(None, None)] * len(calls)
+    await asyncio.gather(*(await rollout.decoding(specs, shared)).values())
     for i, spec, frames in zip(wanted, specs, await load_all(shared, specs)):
         if note_frames(records[i], frames):
             found[i] = spec, frames
@@ -1100,8 +1101,7 @@ async def sage_answer(records, calls, episode, shared, turn, system, message):
         record.update(start=call.start, end=call.end)
         # A sub-agent is told the task's question: here, the tool's.
         asking = replace(episode, task={**episode.task, "question": question})
-        spec = rollout.window_spec(record, asking.task, shared.agent)
-        await rollout.sub_agent(record, spec, asking, shared, turn, 0)
+        await rollout.serve([record], [call], asking, shared, turn)
     return sage_reply(call, record, episode, system, message)
 
 

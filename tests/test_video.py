@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -653,68 +654,98 @@ def test_decoded_once_by_eight_threads(long_gop):
     assert (cache.decodes, cache.indexed, cache.hits) == (1, 1, 7)
 
 
+def watched(monkeypatch):
+    """-> the list of decoders' requests from now on."""
+    asked, real = [], video._answer
+    monkeypatch.setattr(video, "_answer", lambda request: asked.append(request) or real(request))
+    return asked
+
+
 def test_windows_behind_one_key_frame_are_decoded_in_one_go(keyed, monkeypatch):
-    """Two windows begin behind the second key frame, one behind the first, one holds nothing, and
-    one was asked for before."""
+    """Three windows begin behind the second key frame, of which one was asked for before, one
+    behind the first, one holds nothing."""
     specs = [{"video": keyed, "start": a, "end": b}
              for a, b in [(5, 8), (6, 9), (1, 6), (20, 30), (7, 8)]]
     alone = [video.load(spec, **NATIVE) for spec in specs[:3]]
     settings = {**NATIVE, "cache": FrameCache()}
     video.load(specs[4], **settings)
-    asked, real = [], video._answer
-    monkeypatch.setattr(video, "_answer", lambda request: asked.append(request) or real(request))
-    names = video.expect(specs, None, settings["cache"], **NATIVE)
-    assert names[0] == names[1] and names[3] is None and len(set(names)) == 4
+    assert video.clusters(specs, None, settings["cache"]) == [[0, 1, 4], [2], [3]]
+    asked = watched(monkeypatch)
+    for near in ([0, 1, 4], [2]):
+        video.preload([specs[n] for n in near], None, **settings)
+    assert [len(ticks) for _, _, ticks, *_ in asked] == [4]  # 5.5, 6.5, 7.5, 8.5 s
     for spec, wanted in zip(specs, alone):
         frames = video.load(spec, **settings)
         assert np.array_equal(frames.images, wanted.images) and frames.key == wanted.key
         assert frames.seconds.tolist() == wanted.seconds.tolist()
-        assert not frames.images.flags.writeable
-    assert [len(ticks) for _, _, ticks, *_ in asked] == [4, 5]  # 5.5, 6.5, 7.5, 8.5; the third
+        assert frames.frame_keys == wanted.frame_keys and not frames.images.flags.writeable
+    assert [len(ticks) for _, _, ticks, *_ in asked] == [4, 5]  # and the third
     cache = settings["cache"]
-    assert (cache.decodes, cache.hits) == (3, 1)  # the last; the union, found once; the third
+    assert (cache.decodes, cache.hits) == (4, 2)
     assert cache.bytes == sum(table.nbytes for table in cache._table(keyed) if hasattr(
-        table, "nbytes")) + 64 * 32 * 3 * (1 + 3 + 3 + 5) and not cache._along
+        table, "nbytes")) + 64 * 32 * 3 * (1 + 3 + 3 + 5)
 
 
-def test_a_window_within_another_is_decoded_with_it(keyed, monkeypatch):
+def test_windows_that_several_want_at_once_are_decoded_once(keyed, monkeypatch):
+    specs = [{"video": keyed, "start": a, "end": b} for a, b in ((5, 8), (6, 9))]
+    cache, gate, asked, real = FrameCache(), threading.Barrier(4), [], video._answer
+
+    def slow(request):
+        asked.append(request)
+        threading.Event().wait(0.3)  # all four are waiting by then
+        return real(request)
+
+    def want(_):
+        gate.wait()
+        video.preload(specs, None, cache, **NATIVE)
+        return [video.load(spec, cache=cache, **NATIVE) for spec in specs]
+
+    monkeypatch.setattr(video, "_answer", slow)
+    with ThreadPoolExecutor(4) as pool:
+        got = list(pool.map(want, range(4)))
+    assert sum(len(request) > 2 for request in asked) == 1
+    assert all(pair[0] is got[0][0] and pair[1] is got[0][1] for pair in got)
+    assert len(cache._entries) == 3  # the table, two windows
+
+
+def test_windows_that_cannot_all_be_kept_are_not_decoded_twice(keyed, monkeypatch):
     specs = [{"video": keyed, "start": a, "end": b} for a, b in ((5, 9), (6, 8))]
-    cache, asked, real = FrameCache(), [], video._answer
-    video.expect(specs, None, cache, **NATIVE)
-    monkeypatch.setattr(video, "_answer", lambda request: asked.append(request) or real(request))
-    for spec in specs:
-        video.load(spec, cache=cache, **NATIVE)
-    assert len(asked) == 1
+    for most, times in ((2**20, 1), (64 * 32 * 3 * 5, 2)):
+        settings = {**NATIVE, "cache": FrameCache(most)}
+        settings["cache"].index(keyed)
+        with monkeypatch.context() as patch:
+            asked = watched(patch)
+            video.preload(specs, None, **settings)
+            for spec in specs:
+                video.load(spec, **settings)
+        assert sum(len(request) > 2 for request in asked) == times
 
 
-def test_expecting_what_cannot_be_read_says_nothing_yet(keyed, tmp_path, monkeypatch):
+def test_preloading_what_cannot_be_read_says_nothing_yet(keyed, tmp_path, monkeypatch):
     window = {"start": 0, "end": 4}
     gone = [{"video": str(tmp_path / "no.mp4"), **window}] * 2
-    assert video.expect(gone, None, FrameCache()) == [None, None]
+    assert video.clusters(gone, None, FrameCache()) == [[0, 1]]
+    video.preload(gone, None, FrameCache())
     # it goes while it is looked at
-    monkeypatch.setattr(FrameCache, "together", raises(VideoError(keyed, "no such file")))
-    assert video.expect([{"video": keyed, **window}], None, FrameCache()) == [None]
+    monkeypatch.setattr(FrameCache, "preload", raises(VideoError(keyed, "no such file")))
+    video.preload([{"video": keyed, **window}], None, FrameCache())
 
 
 def test_a_window_is_not_lost_to_a_broken_neighbour(keyed, monkeypatch):
     specs = [{"video": keyed, "start": a, "end": b} for a, b in ((5, 8), (6, 9))]
     settings, real = {**NATIVE, "cache": FrameCache()}, video._answer
-    video.expect(specs, None, settings["cache"], **NATIVE)
     broken = video._open(keyed, 1)[4][212]  # on display at 8.5 s
 
     def answer(request):
-        asked.append(request)
         if len(request) > 2 and broken in request[2]:
             raise VideoError(keyed, "the frame at 8.48 s does not decode")
         return real(request)
 
     monkeypatch.setattr(video, "_answer", answer)
-    asked = []
+    video.preload(specs, None, **settings)
     assert seen(video.load(specs[0], **settings).images) == [137, 162, 187]
-    assert len(asked) == 2  # all together, which fails; this one
     with pytest.raises(VideoError, match="8.48"):
         video.load(specs[1], **settings)
-    assert len(asked) == 3  # all together not again
 
 
 @pytest.mark.parametrize("timeout", [None, 20])

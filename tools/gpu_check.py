@@ -58,8 +58,11 @@ class Drawn(rollout.Source):
     def duration(self, spec):
         return float(len(self.root[spec["video"]]))
 
-    def expect(self, specs):
-        return list(range(len(specs)))  # nothing is decoded
+    def clusters(self, specs):
+        return [range(len(specs))]
+
+    def preload(self, specs):
+        """Nothing is decoded."""
 
     def load(self, spec):
         images = self.root[spec["video"]]  # [T, H, W, 3]
