@@ -1152,7 +1152,7 @@ def shard(policy, device, replicas=1):
     world = dist.get_world_size()
     if world % replicas:
         raise UserError(f"--replicas {replicas}: {world} ranks cannot be divided into so many")
-    if world == 1 and device.type == "cpu":
+    if world == 1 and compute_dtype(device) == torch.float32:
         return policy  # nothing to divide, no precision to mix: only hooks, a third of a toy's step
     if replicas == 1:
         mesh = init_device_mesh(device.type, (world,))

@@ -186,7 +186,7 @@ def measure(policy, vision, packs, chunk=1024):
 
 def flat(shards):
     """Shards of this one rank -> one fp64 vector in host memory."""
-    return torch.cat([x.detach().full_tensor().double().cpu().flatten() for x in shards])
+    return torch.cat([model.whole_tensor(x.detach()).double().cpu().flatten() for x in shards])
 
 
 def compare(table, what, found, wanted, bounds):
