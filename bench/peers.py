@@ -38,6 +38,7 @@ import time
 import venv
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -336,7 +337,7 @@ def read(path, kind, seconds):
     with ThreadPoolExecutor(5) as pool:  # at once, as rollout.py asks for them
         near = [[specs[n] for n in places] for places in video.clusters(specs, None, cache)]
         list(pool.map(lambda some: video.preload(some, None, cache), near))
-    return [video.load(spec, cache=cache).images for spec in specs]
+        return [frames.images for frames in pool.map(partial(video.load, cache=cache), specs)]
 
 
 def compare_videos(args):

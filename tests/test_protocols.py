@@ -17,6 +17,7 @@ import eval as evaluation
 import model
 import rewards
 import rollout
+import video
 from bench import systems
 
 STORED = Path(__file__).with_name("protocols.json")
@@ -476,6 +477,16 @@ def test_longvt_refuses_windows_beyond_the_video(play):
     (schema,) = asked[0].tools
     assert schema["function"]["parameters"]["required"] == ["video_path", "start_time", "end_time"]
     assert "Returns frames" in schema["function"]["description"]
+
+
+def test_windows_of_a_turn_are_decoded_in_one_go(play, source, monkeypatch):
+    asked, real = [], video._answer
+    monkeypatch.setattr(video, "_answer", lambda request: asked.append(request) or real(request))
+    monkeypatch.setattr(source, "cache", video.FrameCache())
+    episode, _, _ = play("--protocol longvt --frames 4", "<think>x</think>" + CROP % (0, 8)
+                         + CROP % (4, 12), "<think>so</think><answer>B</answer>")
+    assert [c["status"] for c in episode.calls] == ["ok", "ok"]
+    assert sum(len(request) > 2 for request in asked) == 2  # the overview; both windows
 
 
 @pytest.mark.parametrize("name", ["longvt", "videozoomer"])
