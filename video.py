@@ -233,6 +233,8 @@ def clusters(specs, root, cache):
 
 def preload(specs, root, cache, min_pixels=1024, max_pixels=50176):
     """Decode a cluster of windows, each frame once, so that `load` finds them in the cache."""
+    if len(specs) < 2:  # `load` decodes one as fast
+        return
     with contextlib.suppress(VideoError, ValueError):
         found = [_window(spec, root, cache) for spec in specs]
         cache.preload(found[0][0], [indices for _, indices in found], min_pixels, max_pixels)
