@@ -23,8 +23,7 @@ per distinct frame set and kept.
 
 With --lora RANK (LoRA, arXiv 2106.09685) the decoder's matrices are W + 2 B A, W frozen.
 
-Legend: L tokens in a pack, N trained tokens, V vision tokens, D deepstack levels, H hidden size,
-T frames.
+Legend: L tokens of a pack, N trained, V of vision; D deepstack levels, H hidden size, T frames.
 Reads and writes: checkpoint directories (`from_pretrained` layout, or peft's for adapters),
 `train_state/` beside them.
   python model.py --merge DIR --out DIR       adapters and their base -> one whole checkpoint
@@ -43,6 +42,9 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 import numpy as np
+
+if sys.stderr.isatty() and os.environ.get("LOCAL_RANK", "0") == "0":  # somebody waits: seconds
+    print(f"{os.path.basename(sys.argv[0])}: loading torch", file=sys.stderr, flush=True)
 import torch
 import torch.nn.functional as F
 

@@ -9,6 +9,7 @@ mixed up unseen. Run under torchrun, this file is the worker of the two-rank tes
 import dataclasses
 import json
 import os
+import pty
 import shutil
 import subprocess
 import sys
@@ -1050,6 +1051,20 @@ def test_an_output_folder_that_cannot_be_written_is_refused(tmp_path):
         model.make_out(str(tmp_path / "file" / "out"))
     model.make_out(str(tmp_path / "a" / "b"))
     assert os.listdir(tmp_path / "a" / "b") == []
+
+
+@pytest.mark.parametrize("terminal, rank, wanted", [
+    (True, "0", "sft.py: loading torch"), (True, "1", ""), (False, "0", "")])
+def test_a_terminal_is_told_what_it_waits_for(tmp_path, terminal, rank, wanted):
+    """Before the seconds that torch takes: here it never arrives."""
+    (tmp_path / "torch.py").write_text("import os\nos._exit(0)\n")
+    ours, theirs = pty.openpty() if terminal else os.pipe()
+    subprocess.run([sys.executable, "sft.py"], cwd=ROOT, check=True, stderr=theirs,
+                   env={**os.environ, "PYTHONPATH": str(tmp_path), "LOCAL_RANK": rank})
+    os.write(theirs, b".")
+    os.close(theirs)
+    with os.fdopen(ours, "rb", buffering=0) as said:
+        assert said.read(100).decode().strip("\r\n.") == wanted
 
 
 # ------------------------------------------------------------------------------------------------
