@@ -470,7 +470,7 @@ async def serve(records, calls, episode, shared, turn):
     """Run the good calls of one turn on sub-agents and fill their records; every call gets exactly
     one response."""
     run = admitted(records, calls, shared.agent.max_parallel)
-    specs = [window_spec(records[i], episode.task, shared.agent) for i in run]
+    specs = [window_spec(calls[i], episode.task, shared.agent) for i in run]
     decoded = await decoding(specs, shared)
     jobs = [sub_agent(records[i], specs[n], episode, shared, turn, n, decoded[n])
             for n, i in enumerate(run)]
@@ -481,11 +481,10 @@ async def serve(records, calls, episode, shared, turn):
         await job
 
 
-def window_spec(record, task, agent):
+def window_spec(call, task, agent):
     """The window of a call, as video.load reads it."""
-    spec = {"video": task["video"], "start": record["start"], "end": record["end"],
-            "fps": agent.sub_fps, "max_frames": agent.sub_frames}
-    return {**spec, "num_frames": record["num_frames"]} if record["num_frames"] else spec
+    return {"video": task["video"], "start": call.start, "end": call.end, "fps": agent.sub_fps,
+            "num_frames": call.num_frames or None, "max_frames": agent.sub_frames}
 
 
 async def sub_agent(record, spec, episode, shared, turn, number, decoded):

@@ -511,7 +511,7 @@ async def windows(records, calls, episode, shared, spec_of=None):
     """
     agent = shared.agent
     wanted = rollout.admitted(records, calls, agent.max_parallel)  # indices of calls
-    specs = [(spec_of or crop_spec)(calls[i], episode.task, agent) for i in wanted]
+    specs = [(spec_of or rollout.window_spec)(calls[i], episode.task, agent) for i in wanted]
     found = [(None, None)] * len(calls)
     await asyncio.gather(*(await rollout.decoding(specs, shared)).values())
     for i, spec, frames in zip(wanted, specs, await load_all(shared, specs)):
@@ -530,13 +530,6 @@ async def load_all(shared, specs):
         if isinstance(result, BaseException) and not expected:
             raise result
     return results
-
-
-def crop_spec(call, task, agent):
-    """The window of a crop_video call, at --sub-fps or in as many frames as it asks for, and at
-    most --sub-frames."""
-    return {"video": task["video"], "start": call.start, "end": call.end, "fps": agent.sub_fps,
-            "num_frames": call.num_frames or None, "max_frames": agent.sub_frames}
 
 
 def note_frames(record, frames):
