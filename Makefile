@@ -19,7 +19,9 @@ EVAL = $(TORCHRUN) eval.py --preset toy --data $(DEMO)/toy/eval.jsonl --frames 4
 stage = @echo "== $(1)"; began=$$(date +%s); $(2) && echo "== $(1): $$(($$(date +%s) - began)) s"
 # uv, where it is installed, is faster than pip; it reads nothing of pip's configuration, so pip installs where there is one
 UV := $(shell $(PYTHON) -m pip config list 2>/dev/null | grep -q . || command -v uv 2>/dev/null)
-install = $(if $(UV),$(UV) pip install -q --python $(BIN)/python --index-strategy unsafe-best-match $(1) 2>/dev/null || )$(BIN)/pip install -q $(1)
+install = $(if $(UV),$(UV) pip install -q --python $(BIN)/python --index-strategy unsafe-best-match $(1) 2>/dev/null || )$(BIN)/pip install -q --no-compile $(1)
+# pip compiles nothing: of thousands of modules few are ever imported, and those are compiled then, once, whatever the shell says
+export PYTHONDONTWRITEBYTECODE :=
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .PHONY: venv demo ablation test test-fast test-page clean
@@ -29,6 +31,7 @@ venv: .venv/ready
 # On a GPU machine: requirements.txt. Elsewhere the CPU build of torch first (PyPI's default build brings gigabytes of CUDA).
 .venv/ready: requirements.txt requirements-lock.txt requirements-cpu.txt requirements-cpu-lock.txt
 	$(PYTHON) -m venv .venv
+	@$(BIN)/pip install -q -U pip || true  # today's is done in less than half the time of Python 3.11's own, which would do too
 	@if nvidia-smi >/dev/null 2>&1; then \
 		$(call install,-r requirements.txt -c requirements-lock.txt); \
 	else \
