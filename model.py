@@ -348,8 +348,9 @@ class VisionFeatures:
             raise ValueError(f"{item.spec['video']}: the file changed since its prompt was built")
         weight = next(self.visual.parameters())
         patches, grids = patchify(self.codec, frames.images)
-        # The host waits here: the tower reads its grids.
-        out = self.visual(patches.to(weight.device, weight.dtype), grid_thw=grids.to(weight.device))
+        # Frames of one size are one grid: the tower loops over grids, on the host, which waits.
+        grid = torch.cat([grids[:, 0].sum(0, True), grids[0, 1:]])[None]  # [1, 3]
+        out = self.visual(patches.to(weight.device, weight.dtype), grid_thw=grid.to(weight.device))
         features = torch.stack([out.pooler_output, *out.deepstack_features], 1)
         self.cache[item.key] = features
         self.computed += 1
