@@ -733,16 +733,14 @@ class VllmEngine:
         self.codec = codec
         self.max_seqs = max_seqs
         self.running = {}  # request id -> Request
+        self.prompts = {}  # the latest ones, see engine_prompt
         self.tied_on_cpu = not gpu and self.engine.model_config.hf_config.tie_word_embeddings
         self.sleeping = gpu and sleeping
 
     def submit(self, request):
         from vllm import SamplingParams
 
-        prompt = {"prompt_token_ids": list(request.ids)}
-        if request.frames:
-            ids, data, keys = vision_input(self.codec, request)
-            prompt = {"prompt_token_ids": ids, "multi_modal_data": data, "multi_modal_uuids": keys}
+        prompt = engine_prompt(request, self.codec, self.llm.renderer, self.prompts)
         # No top-p, top-k or min-p: the trainer's log-probs are of the full softmax at this
         # temperature, under this bias.
         params = SamplingParams(
@@ -792,6 +790,7 @@ class VllmEngine:
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if self.tied_on_cpu:
             self.llm.apply_model(repack_head)
+        self.prompts.clear()
         self.llm.reset_mm_cache()
         self.engine.reset_encoder_cache()
         self.engine.reset_prefix_cache()
@@ -826,6 +825,24 @@ async def decoding(specs, shared):
         done = shared.pump.load(shared.source.preload, [specs[n] for n in near])
         found.update(dict.fromkeys(near, done))
     return found
+
+
+def engine_prompt(request, codec, renderer, made, most=32):
+    """A request's prompt as the engine takes it: pixels normalised and cut into patches, hashes,
+    places. Samples of a group share prompts, and so do their sub-agents: `made` holds the latest
+    `most` of them."""
+    key = tuple(request.ids), *(f.key for f in request.frames)
+    prompt = made.pop(key, None)
+    if prompt is None:
+        text = {"prompt_token_ids": list(request.ids)}
+        if request.frames:
+            ids, data, keys = vision_input(codec, request)
+            text = {"prompt_token_ids": ids, "multi_modal_data": data, "multi_modal_uuids": keys}
+        (prompt,) = renderer.render_cmpl([text])
+    made[key] = prompt  # to the end: used last
+    if len(made) > most:
+        del made[next(iter(made))]
+    return prompt
 
 
 def vision_input(codec, request):

@@ -8,6 +8,7 @@ random toy checkpoint.
 import argparse
 import asyncio
 import base64
+import functools
 import io
 import json
 import os
@@ -1062,6 +1063,25 @@ def test_the_same_seed_gives_the_same_samples(vllm_engines, tasks, frames_of):
     assert {k: v[0] for k, v in first.items()} == {k: v[0] for k, v in again.items()}
     assert all(first[k][0] != other[k][0] for k in first)
     assert len({tuple(v[0]) for v in first.values()}) == 6  # members of a group differ
+
+
+def test_a_prompt_that_a_group_shares_is_made_ready_once(
+        vllm_engines, base, tasks, frames_of, monkeypatch):
+    """Three samples share the first prompt and four windows; what they say behind it is their own.
+    Sampled is what is sampled where each prompt is made anew."""
+    from safetensors.torch import load_file
+
+    engine, made = vllm_engines("image"), []
+    real, ready = engine.llm.renderer.render_cmpl, rollout.engine_prompt
+    monkeypatch.setattr(engine.llm.renderer, "render_cmpl", lambda p: made.append(p) or real(p))
+    engine.prompts.clear()
+    shared = sample(engine, tasks[:1], frames_of, group=3)
+    assert len(made) == len(engine.prompts) == 1 + 4 + 3 * 2
+    engine.sync(load_file(os.path.join(base, "model.safetensors")).items())
+    assert engine.prompts == {}  # the engine's own cache of pixels is emptied too
+    monkeypatch.setattr(rollout, "engine_prompt", functools.partial(ready, most=0))
+    assert sample(engine, tasks[:1], frames_of, group=3) == shared
+    assert len(made) == 11 + 3 * (3 + 4) and engine.prompts == {}
 
 
 def test_a_request_that_joins_a_running_batch_gets_what_it_would_get_alone(
