@@ -790,7 +790,6 @@ class VllmEngine:
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if self.tied_on_cpu:
             self.llm.apply_model(repack_head)
-        self.prompts.clear()
         self.llm.reset_mm_cache()
         self.engine.reset_encoder_cache()
         self.engine.reset_prefix_cache()
@@ -838,7 +837,9 @@ def engine_prompt(request, codec, renderer, made, most=32):
         if request.frames:
             ids, data, keys = vision_input(codec, request)
             text = {"prompt_token_ids": ids, "multi_modal_data": data, "multi_modal_uuids": keys}
-        (prompt,) = renderer.render_cmpl([text])
+        # With its pixels: by default what vLLM's cache knows is left out, and the engine, asked
+        # for it by a prompt that is kept here, may have dropped it.
+        (prompt,) = renderer.render_cmpl([text], skip_mm_cache=True)
     made[key] = prompt  # to the end: used last
     if len(made) > most:
         del made[next(iter(made))]
