@@ -1,9 +1,9 @@
 """
 grpo.py: PARA-GRPO on top of an SFT checkpoint, with a rollout engine inside every rank.
 
-  R_i      = R_acc + w_fmt R_fmt + R_tool              one per rollout i of a group of G: rewards.py
+  R_i      = R_acc + w_fmt R_fmt + w_tool R_tool       one per rollout i of a group of G: rewards.py
   sigma    = std of R in the group; where it is 0 the group is skipped and counted
-  A_task_i = ((R_acc + R_tool)_i - mean) / sigma
+  A_task_i = ((R_acc + w_tool R_tool)_i - mean) / sigma      w_tool: --tool-reward
   A_fmt_i  = w_fmt (R_fmt_i - mean) / sigma
   A_it     = A_task_i + A_fmt_i [t in struct(o_i)]     struct: tag tokens and the end of each turn
   rho_t    = exp(logp_t - old_t)                       old: this trainer before the step

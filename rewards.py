@@ -5,7 +5,7 @@ rewards.py: from the text a policy wrote to its reward, and to the tokens that c
   R_acc  = [letter == gold] | IoU of times | F1 | share     from <answer> alone     accuracy
   R_fmt  = clip(R_base + anchor * R_anchor, 0, 1)           <= 0.5, tags misused    format_reward
   R_tool = 0 | 0.1 parseable | 0.3 executed | +0.5 if executed and R_acc > 0        tool_reward
-  A_task = (R_acc + R_tool - mean) / sigma                  every sampled token     group_advantages
+  A_task = (R_acc + tool_weight * R_tool - mean) / sigma    every sampled token     group_advantages
   A_fmt  = w_format * (R_fmt - mean) / sigma                tokens in struct(o)     structural_mask
   sigma  = population std of R over the rollouts of one prompt
 

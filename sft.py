@@ -3,7 +3,7 @@ sft.py: cold-start supervised fine-tuning of main agent, gather turn and sub-age
 
   L = -(1/N) sum_t log p(o_t | everything before it in its own chat)
       t over assistant tokens with their <|im_end|>, N = their number over ALL ranks and packs
-  lr(s) = lr * s / w                                          for s < w  (warm-up)
+  lr(s) = lr * (s + 1) / w                                    for s < w  (warm-up), s from 0
           m + (lr - m) * (1 + cos(pi (s - w) / (S - w))) / 2  after      m = min_lr * lr, S = steps
 
 One chat is one agent context: a main-agent chat holds the calls, the tool responses as one user

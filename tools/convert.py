@@ -8,7 +8,7 @@ cannot be used is left out, counted and named.
 Reads:  parquet (needs pyarrow), JSON or JSONL.    Writes: --out, one JSONL.
 
   python tools/convert.py paravt_sft_tvg_6k3.parquet --out sft.jsonl
-  python tools/convert.py paravt_rl.parquet --out rl.jsonl
+  python tools/convert.py paravt_rl_diverse_4k4.parquet --out rl.jsonl
 """
 import argparse
 import json
