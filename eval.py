@@ -71,7 +71,7 @@ def build_parser():
     add("--samples", type=int, default=1, help="episodes per task; above 1 needs --temperature")
     add("--limit", type=int, default=0, help="tasks; 0 = all")
     add("--shard", type=shard_argument, default=(0, 1), metavar="I/N",
-        help="every Nth task from the Ith on; --rescore merges")
+        help="part I of N, whole videos together; --rescore merges")
     add("--allow-errors", action="store_true",
         help="print a headline even where more than 1%% of the items failed")
     add("--estimate", type=int, nargs="?", const=3, default=0, metavar="VIDEOS",
@@ -383,6 +383,8 @@ def rescore(folders, args):
     for number, (bench, leaf) in sources if len(folders) > 1 else []:
         target = leaf_of(args.out, bench)
         model.make_out(target)
+        if os.path.samefile(leaf, target):  # --out is one of them
+            continue
         # Before anything is copied: --out would hold records of two settings.
         known = [*read_records(leaf).values(), *read_records(target).values()]
         if len({record["digest"] for record in known}) > 1:
@@ -553,7 +555,7 @@ def make_engine(suites, args, ckpt, codec, protocol):
     # With --crop-reply frames all windows of an episode end up in one context.
     windows = systems.protocols()[args.protocol].held(args) if "on" in args.tools else (0, 0)
     limits = argparse.Namespace(**{**vars(args), "frames": largest, "windows": windows})
-    return rollout.make_engine(ckpt, codec, limits, args.seed)
+    return rollout.make_engine(ckpt, codec, limits)
 
 
 def run_jobs(jobs, engine, codec, protocol, args, name, quiet):

@@ -37,7 +37,6 @@ CPU toy:  torchrun --nproc_per_node 2 grpo.py --preset toy --ckpt sft_out --data
 Adapters: with --lora 64 the 8B trains on one GPU of 80 GB
 """
 import argparse
-import contextlib
 import json
 import math
 import os
@@ -48,7 +47,6 @@ from concurrent.futures import ThreadPoolExecutor
 import model
 import rewards
 import rollout
-import video
 
 # ------------------------------------------------------------------------------------------------
 # Advantages and trees
@@ -246,16 +244,11 @@ def share(tasks, step, args, rank, world):
 
 
 def look_ahead(pool, source, tasks, step, args):
-    """Decode, in the threads of `pool`, the overviews that step `step` will ask for."""
+    """Decode, in the threads of `pool`, the overviews that step `step` will ask for. What is broken
+    is counted when its episode comes: nobody reads these futures."""
     for task in tasks:
         k = rollout.overview_frames(args.frames, args.seed, step, task["id"])
-        pool.submit(load_quietly, source, source.overview_spec(task, k))
-
-
-def load_quietly(source, spec):
-    """Into the cache; what is broken is counted when its episode comes."""
-    with contextlib.suppress(video.VideoError, ValueError):
-        source.load(spec)
+        pool.submit(source.load, source.overview_spec(task, k))
 
 
 def sample_batch(engine, tasks, agent, codec, source, step, args, rank, world):
@@ -377,13 +370,11 @@ def gap_tolerance(dtype, engine=True):
 def set_up(args, ckpt, codec, device, folder):
     """-> (policy, reference or None, optimizer, engine or None). folder: the checkpoint that the
     run goes on from, or None. Collective. Raises UserError where prompts cannot be shared out."""
-    import torch
     import torch.distributed as dist
 
     world = dist.get_world_size()
-    if args.prompts % world:
+    if not args.rollouts and args.prompts % world:
         raise model.UserError(f"--prompts {args.prompts} is not a multiple of the {world} ranks")
-    torch.manual_seed(args.seed)
     policy = model.load_sharded(ckpt, codec, device, args.recompute, args.replicas, lora=args.lora)
     optimizer = model.adamw(model.trained_parameters(policy), args.lr, 0.999, device)
     reference = engine = None
@@ -394,9 +385,7 @@ def set_up(args, ckpt, codec, device, folder):
     if folder:
         model.load_train_state(policy, optimizer, folder)
     if not args.rollouts:
-        # Its own seed does not matter: every request brings one, made of (seed, step, task, ..).
-        engine = rollout.make_engine(ckpt, codec, args, args.seed + dist.get_rank(),
-                                     sleeping=True)
+        engine = rollout.make_engine(ckpt, codec, args, sleeping=True)
         if folder:  # the engine has read --ckpt; the resumed weights are newer
             engine.sync(model.full_weights(policy, model.compute_dtype(device)))
     return policy, reference, optimizer, engine
@@ -556,7 +545,7 @@ def build_parser():
     add("--resume", action=yes_no, default=None,
         help="go on from --out; default: if it is of the same settings; no: begin anew")
     # batch
-    add("--steps", type=int, default=300, help="optimiser steps")
+    add("--steps", type=int, default=300, help="batches of rollouts")
     add("--prompts", type=int, default=32, help="prompts per step, over all ranks")
     add("--group", type=int, default=8, help="rollouts per prompt (G)")
     add("--frames", type=rollout.frames_argument, default="gated",
@@ -605,14 +594,8 @@ def parse_args():
     args = parser.parse_args()
     if args.lr is None:  # adapters start at nothing and take larger steps
         args.lr = {"paper": (2e-6, 2e-5), "toy": (2e-4, 2e-3)}[args.preset][args.lora > 0]
-    for name in ("prompts", "group", "steps", "minibatches", "pack_tokens", "replicas"):
-        if getattr(args, name) < 1:
-            flag = name.replace("_", "-")
-            raise model.UserError(f"--{flag} must be at least 1, got {getattr(args, name)}")
-    for name in ("lr", "clip", "clip_eps", "kl", "lora"):
-        if not getattr(args, name) >= 0:  # written so that NaN is refused as well
-            flag = name.replace("_", "-")
-            raise model.UserError(f"--{flag} may not be negative, got {getattr(args, name)}")
+    model.at_least(1, args, "prompts", "group", "steps", "minibatches", "pack_tokens", "replicas")
+    model.at_least(0, args, "lr", "clip", "clip_eps", "kl", "lora")
     if not args.data and not args.rollouts:
         raise model.UserError("give --data (task JSONL) or --rollouts (rollout JSONL)")
     if args.temperature <= 0:

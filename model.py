@@ -83,11 +83,6 @@ class Codec:
     def pad(self):
         return self.image_pad if self.channel == "image" else self.video_pad
 
-    @property
-    def frames_per_item(self):
-        """Frames that one run of placeholder tokens stands for."""
-        return 1 if self.channel == "image" else self.temporal
-
 
 @dataclass
 class VisionItem:
@@ -104,8 +99,7 @@ class VisionItem:
 
 def vision_item(spec, frames):
     t, height, width, _ = frames.images.shape  # [T, H, W, 3]
-    seconds = [float(s) for s in frames.seconds]
-    return VisionItem(dict(spec), frames.key, t, height, width, seconds)
+    return VisionItem(dict(spec), frames.key, t, height, width, frames.seconds.tolist())
 
 
 def tokens_per_item(codec, item):
@@ -116,7 +110,7 @@ def tokens_per_item(codec, item):
 
 def frame_times(codec, item):
     """Seconds before each run of placeholders: a frame's own, or the mean of a pair's two."""
-    step = codec.frames_per_item
+    step = 1 if codec.channel == "image" else codec.temporal  # frames of a run of placeholders
     seconds = list(item.seconds)
     seconds += [seconds[-1]] * (-len(seconds) % step)  # an odd count repeats its last frame
     return [(seconds[i] + seconds[i + step - 1]) / 2 for i in range(0, len(seconds), step)]
@@ -173,30 +167,26 @@ def stamp_text(seconds, number, kind=None):
 
 
 def render(codec, messages, items=()):
-    """Messages -> (messages as the template takes them, [VisionItem] in order): text guarded,
-    frames as times and placeholders. items: the VisionItems of the chat's videos, in order."""
+    """Messages -> messages as the template takes them: text guarded, frames as times and
+    placeholders. items: the VisionItems of their videos, in order."""
     items = iter(items)
-    used = []
     rendered = []
     for message in messages:
-        parts, new = content_parts(codec, message, items)
-        content = parts
-        if all(part["type"] == "text" for part in parts):
-            content = "".join(part["text"] for part in parts)
+        content = content_parts(codec, message, items)
+        if all(part["type"] == "text" for part in content):
+            content = "".join(part["text"] for part in content)
         rendered.append({"role": message["role"], "content": content})
-        used += new
-    return rendered, used
+    return rendered
 
 
 def content_parts(codec, message, items):
-    """Content of one message -> (parts for the template, [VisionItem])."""
+    """Content of one message -> parts for the template."""
     # Our own system prompt names the tags; everything else is data.
     own = message["role"] == "system"
     content = message["content"]
     if isinstance(content, str):
-        return [text_part(codec, content, own)], []
+        return [text_part(codec, content, own)]
     parts = []
-    used = []
     raw = None  # text of the part before, where it is data
     for piece in content:
         if piece["type"] == "text" and piece.get("trusted"):  # tags that we put around data
@@ -211,7 +201,6 @@ def content_parts(codec, message, items):
         else:
             raw = None
             item = next(items)
-            used.append(item)
             if codec.channel == "video":
                 parts.append({"type": "video"})
                 continue
@@ -221,7 +210,7 @@ def content_parts(codec, message, items):
                 if stamp:
                     parts.append({"type": "text", "text": stamp})
                 parts.append({"type": "image"})
-    return parts, used
+    return parts
 
 
 def text_part(codec, text, trusted):
@@ -229,14 +218,13 @@ def text_part(codec, text, trusted):
 
 
 def encode_prompt(codec, messages, items=(), tools=None):
-    """Messages before the first assistant turn -> (expanded ids, compact ids, [VisionItem]).
+    """Messages before the first assistant turn -> (expanded ids, compact ids).
 
     Expanded ids hold one placeholder per vision token (what the trainer sees), compact ids one per
     frame or video (what an engine is given, and expands itself to the very same).
     """
-    rendered, used = render(codec, messages, items)
-    compact = encode(codec, template(codec, rendered, tools))
-    return expand(codec, compact, used), compact, used
+    compact = encode(codec, template(codec, render(codec, messages, items), tools))
+    return expand(codec, compact, items), compact
 
 
 def expand(codec, compact, items):
@@ -288,7 +276,7 @@ def glue_ids(codec, messages, ended, items=()):
     id is inserted here (unsampled, so not trained on).
     """
     dummy = [{"role": "user", "content": "x"}, {"role": "assistant", "content": TURN}]
-    text = template(codec, dummy + render(codec, messages, items)[0]).split(TURN, 1)[1]
+    text = template(codec, dummy + render(codec, messages, items)).split(TURN, 1)[1]
     ids = encode(codec, text)
     if ids[0] != codec.eos:
         raise UserError("the chat template does not end an assistant turn with <|im_end|>")
@@ -854,8 +842,7 @@ def encode_chat(codec, messages, items=(), tools=None):
     """
     roles = [m["role"] for m in messages]
     first = roles.index("assistant") if "assistant" in roles else len(messages)
-    ids, _, vision = encode_prompt(codec, messages[:first], items, tools)
-    ids = list(ids)
+    ids, _ = encode_prompt(codec, messages[:first], items, tools)
     mask = [0] * len(ids)
     position = first
     while position < len(messages):
@@ -871,7 +858,7 @@ def encode_chat(codec, messages, items=(), tools=None):
             glue = glue_ids(codec, replies, ended=True)
             ids += glue
             mask += [0] * len(glue)
-    return Sequence(ids, mask, vision)
+    return Sequence(ids, mask, list(items))
 
 
 def content_text(message):
@@ -1133,7 +1120,6 @@ def as_policy(hf, codec, device, recompute):
     hf.model.visual.to(compute_dtype(device))
     if recompute == "full":
         hf.gradient_checkpointing_enable({"use_reentrant": False})
-        hf.model.visual.gradient_checkpointing = False
     policy = Policy(hf, codec)
     policy.train()
     hf.model.visual.eval()
@@ -1421,10 +1407,6 @@ def save_checkpoint(policy, codec, path, state, optimizer=None):
         gathered = full_weights(policy, compute_dtype(next(policy.parameters()).device))
     # Every rank runs it to its end, since gathering is a collective; one keeps what comes.
     weights = {name: tensor.cpu() for name, tensor in gathered if first}
-    shards = None
-    if optimizer is not None:
-        moments = get_optimizer_state_dict(policy, optimizer)
-        shards = {"model": state_dict, "optimizer": moments}
     try:
         with contextlib.ExitStack() as opened:
             folder = None
@@ -1441,8 +1423,10 @@ def save_checkpoint(policy, codec, path, state, optimizer=None):
             folder, why = broadcast([folder, why])
             if why:
                 raise OSError(why)
-            if shards is not None:
-                dcp.save(shards, checkpoint_id=os.path.join(folder, "train_state"))
+            if optimizer is not None:
+                moments = get_optimizer_state_dict(policy, optimizer)
+                dcp.save({"model": state_dict, "optimizer": moments},
+                         checkpoint_id=os.path.join(folder, "train_state"))
             if first:
                 mark_complete(folder, state)
     except OSError as error:
@@ -1912,6 +1896,14 @@ def has_surrogate(value):
     except UnicodeEncodeError:
         return True
     return False
+
+
+def at_least(least, args, *names):
+    """Raises UserError naming the first of these flags that is below `least`."""
+    for name in names:
+        if not getattr(args, name) >= least:  # written so that NaN is refused as well
+            flag = name.replace("_", "-")
+            raise UserError(f"--{flag} must be at least {least}, got {getattr(args, name)}")
 
 
 def frame_cache(args):

@@ -250,8 +250,7 @@ def open_context(codec, messages, specs, frames, tools=None):
     context = Context(frames=list(frames), messages=list(messages))
     if codec is not None:
         context.items = [model.vision_item(spec, f) for spec, f in zip(specs, frames)]
-        ids, compact, _ = model.encode_prompt(codec, messages, context.items, tools)
-        context.insert(list(ids), list(compact))
+        context.insert(*model.encode_prompt(codec, messages, context.items, tools))
     return context
 
 
@@ -305,7 +304,7 @@ class Episode:
     turns: list = field(default_factory=list)  # sampled text of each main turn
     pieces: list = field(default_factory=list)  # the same token by token; none from endpoints
     spans: list = field(default_factory=list)  # [start, end) of a turn's sampled ids in context.ids
-    finish: list = field(default_factory=list)  # "stop" | "length" per turn
+    finish: list = field(default_factory=list)  # per turn: "stop" | "length" | "call" (cut there)
     calls: list = field(default_factory=list)  # dicts, in the order they were written
     reward: dict = field(default_factory=dict)
     advantage: dict = field(default_factory=dict)
@@ -366,8 +365,7 @@ async def run_episode(episode, shared):
         episode.timing["decode_s"] = time.monotonic() - began
     episode.timing["video_s"] = episode.duration
 
-    messages = (protocol.opening or opening)(task, episode.frame_budget, agent, spoken,
-                                             episode.duration)
+    messages = protocol.opening(task, episode.frame_budget, agent, spoken, episode.duration)
     tools = protocol.schema() if agent.tools and protocol.schema else None
     context = episode.context = open_context(codec, messages, [spec], [frames], tools)
     episode.notes.update(opening=messages, seconds=frames.seconds)
@@ -399,13 +397,14 @@ async def run_episode(episode, shared):
         if said.error:
             episode.status, episode.error = "engine_error", said.error
             break
+        ended = said.ended
         said = cut_turn(said, agent, protocol, codec)
         if said.ids is not None:
             episode.spans.append([len(context.ids), len(context.ids) + len(said.ids)])
             context.sampled(said.ids, said.logps)  # mask 1: trained
             episode.pieces.append(model.text_pieces(codec, said.ids))
         episode.turns.append(said.text)
-        episode.finish.append("stop" if said.ended else "length")
+        episode.finish.append("stop" if said.ended else "call" if ended else "length")
 
         unclosed = rewards.never_closed(said.text, episode.think_open)
         unseen = not agent.tools or (agent.open_thought == "drop" and unclosed)
@@ -418,7 +417,7 @@ async def run_episode(episode, shared):
             break
 
         # Fan-out: one sub-agent per window, all at once; they join the engine's running batch.
-        reply = await (protocol.answer or summaries)(records, calls, episode, shared, turn)
+        reply = await protocol.answer(records, calls, episode, shared, turn)
         if protocol.force and turn == tool_turns - 1:
             reply.messages.append({"role": "user", "content": protocol.force(task)})
         if reply.fresh:
@@ -535,7 +534,7 @@ def call_record(call, turn):
     """A parsed call -> its entry in Episode.calls."""
     return {"turn": turn, "start": call.start, "end": call.end, "num_frames": call.num_frames,
             "parseable": call.error is None, "status": "error" if call.error else "pending",
-            "summary": call.error or "", "sub_tokens": 0}
+            "summary": f"error: {call.error}" if call.error else "", "sub_tokens": 0}
 
 
 def admitted(records, calls, max_parallel):
@@ -544,9 +543,6 @@ def admitted(records, calls, max_parallel):
     for i in good[max_parallel:]:
         why = f"not run: at most {max_parallel} calls per turn"
         records[i].update(status="not_run", summary=why)
-    for record in records:
-        if record["status"] == "error":
-            record["summary"] = f"error: {record['summary']}"
     return good[:max_parallel]
 
 
@@ -643,11 +639,7 @@ def run(engine, tasks, agent, codec, source, frames=64, group=1, step=0, version
     loop = asyncio.new_event_loop()
     finished = in_flight(pump, works, live)
     try:
-        while True:
-            try:
-                episode = loop.run_until_complete(anext(finished))
-            except StopAsyncIteration:
-                return
+        while episode := loop.run_until_complete(anext(finished, None)):
             if clock is not None:
                 clock["decode_s"] = pump.idle_s
             task = episode.task
@@ -682,7 +674,7 @@ class VllmEngine:
     In process, since its worker shares our shim, our ranks and our weights.
     """
 
-    def __init__(self, ckpt, codec, context, max_frames=64, max_pixels=50176, max_seqs=64, seed=0,
+    def __init__(self, ckpt, codec, context, max_frames=64, max_pixels=50176, max_seqs=64,
                  gpu_memory=0.5, sleeping=False, max_videos=1):  # fmt: skip
         """context: tokens; max_frames: images in one context, or frames of one of its max_videos;
         max_pixels: of a frame; gpu_memory: fraction of the card; sleeping: give it back (GPU)."""
@@ -722,7 +714,7 @@ class VllmEngine:
         least = (codec.patch * codec.merge) ** 2
         size = {"shortest_edge": least, "longest_edge": max(longest, 2 * least)}
         self.llm = LLM(
-            ckpt, max_model_len=context, max_num_seqs=max_seqs, seed=seed,
+            ckpt, max_model_len=context, max_num_seqs=max_seqs,
             generation_config="vllm",  # no top-p or top-k of the checkpoint's own
             limit_mm_per_prompt={"image": images, "video": max_videos},
             logprobs_mode="processed_logprobs",  # after temperature: what was sampled from
@@ -904,9 +896,9 @@ class Protocol:
     """What differs between systems that look at videos in turns. The defaults are ParaVT's; other
     systems' are in bench/systems.py. The loop, run_episode, is one and the same."""
 
-    opening: callable = None  # (task, K, agent, subtitles, duration) -> first messages
+    opening: callable = opening  # (task, K, agent, subtitles, duration) -> first messages
     parse: callable = rewards.parse_tool_calls  # (text, it began inside a thought) -> calls
-    answer: callable = None  # async (records, calls, episode, shared, turn) -> Reply
+    answer: callable = summaries  # async (records, calls, episode, shared, turn) -> Reply
     force: callable = None  # (task) -> text put before the last turn
     force_tokens: callable = None  # (task) -> tokens of that turn
     schema: callable = tool_schema  # () -> what is declared to the chat template; None: nothing
@@ -979,11 +971,7 @@ def show(episode, codec, colour=True):
 
 def read_tasks(path):
     """Task JSONL -> rows, checked before any long work. Raises UserError naming file and line."""
-    needed = ("id", "video", "question", "answer", "type")
-    return check_tasks(path, model.read_jsonl(path, required=needed))
-
-
-def check_tasks(path, rows):
+    rows = model.read_jsonl(path, required=("id", "video", "question", "answer", "type"))
     for number, row in enumerate(rows, 1):
         wrong = task_fault(row)
         if wrong:
@@ -1002,8 +990,6 @@ def task_fault(row):
         return "options must be a list of strings, or null"
     if row["type"] not in rewards.task_types():
         return f"type is {row['type']!r}; expected {', '.join(rewards.task_types())}"
-    if row["type"] == "list" and not (isinstance(row["answer"], str) and row["answer"].strip()):
-        return "the answer of a list task is a text: items in order, commas between"
     if row["type"] == "mcq" and not options:
         return "an mcq task needs 'options'"
     if row["type"] == "grounding":
@@ -1011,6 +997,8 @@ def task_fault(row):
         pair = isinstance(span, list) and len(span) == 2
         if not (pair and all(type(second) in (int, float) for second in span)):
             return "the answer of a grounding task is [start, end] in seconds"
+    elif not (isinstance(row["answer"], str) and row["answer"].strip()):
+        return "the answer is a text; of a list task: its items in order, commas between"
     return None
 
 
@@ -1049,7 +1037,7 @@ def add_agent_arguments(parser, tools=True):
     add("--sub-frames", type=int, default=Agent.sub_frames, help="frames of a window at most")
     add("--sub-fps", type=float, default=Agent.sub_fps, help="frames per second of a window")
     add("--sub-question", action=yes_no, default=True, help="tell a sub-agent the question")
-    add("--seed", type=int, default=0, help="of sampling and of the draws of K")
+    add("--seed", type=int, default=0, help="of sampling, of the draws of K, of the order of tasks")
     add("--channel", choices=["image", "video"], default="image",
         help="frames as `<t seconds>` + images, or one video item")
     add("--video-root", default=None,
@@ -1070,19 +1058,14 @@ def add_agent_arguments(parser, tools=True):
 
 def agent_settings(args, data_path):
     """Parsed flags -> (Agent, Source). Raises UserError naming the flag."""
-    names = [f.name for f in fields(Agent) if hasattr(args, f.name)]
-    agent = Agent(**{name: getattr(args, name) for name in names})
-    for name in ("max_new_tokens", "sub_max_new_tokens", "context", "max_parallel", "sub_frames",
-                 "max_seqs"):  # fmt: skip
-        if getattr(args, name) < 1:
-            flag = name.replace("_", "-")
-            raise model.UserError(f"--{flag} must be at least 1, got {getattr(args, name)}")
+    agent = Agent(**{f.name: getattr(args, f.name) for f in fields(Agent)})
+    model.at_least(1, args, "max_new_tokens", "sub_max_new_tokens", "context", "max_parallel",
+                   "sub_frames", "max_seqs")
+    model.at_least(0, args, "max_turns")
     if not 0 <= args.temperature <= 2:  # vLLM's own bounds; not NaN
         raise model.UserError(f"--temperature must lie between 0 and 2, got {args.temperature}")
     if not 0 < args.engine_share < 1:
         raise model.UserError(f"--engine-share must lie between 0 and 1, got {args.engine_share}")
-    if agent.max_turns < 0:
-        raise model.UserError(f"--max-turns may not be negative, got {agent.max_turns}")
     if not agent.sub_fps > 0:
         raise model.UserError(f"--sub-fps must be above 0, got {agent.sub_fps}")
     least = getattr(args, "min_pixels", Source.min_pixels)  # eval.py's alone
@@ -1113,7 +1096,7 @@ def check_context(codec, tasks, agent, source, frames):
             first = first or error
             continue  # counted when its episode comes
         messages = main_messages(task, budget, agent.tools)
-        ids, _, _ = model.encode_prompt(codec, messages, [item], tools)
+        ids, _ = model.encode_prompt(codec, messages, [item], tools)
         if len(ids) + 32 > agent.context:  # 32: a thought and an answer that could be scored
             raise model.UserError(
                 f"--context {agent.context} is too small: task {task['id']} with {item.frames} "
@@ -1134,7 +1117,7 @@ def frames_argument(text):
     return int(text)
 
 
-def make_engine(ckpt, codec, args, seed=0, sleeping=False):
+def make_engine(ckpt, codec, args, sleeping=False):
     """The engine of the flags. sleeping: give memory back between rollouts (GPU). Collective.
 
     args.windows, where it is there: how many crops one context may hold beside the overview, and
@@ -1152,7 +1135,7 @@ def make_engine(ckpt, codec, args, seed=0, sleeping=False):
     if codec.channel == "image":  # every frame is an item of its own
         largest, videos = max(largest, frames + windows * each), 1
     base = model.lineage(ckpt)[0]
-    engine = VllmEngine(base, codec, args.context, largest, args.max_pixels, args.max_seqs, seed,
+    engine = VllmEngine(base, codec, args.context, largest, args.max_pixels, args.max_seqs,
                         args.engine_share, sleeping, max_videos=videos)
     if base != ckpt:  # adapters, added to the weights as they stream
         engine.sync(model.merged_weights(ckpt))
@@ -1202,7 +1185,7 @@ def main():
     model.say(f"{args.ckpt}: loading the tokenizer, then the engine")
     codec = model.load_codec(ckpt, args.channel)
     check_context(codec, tasks, agent, source, args.frames)
-    engine = make_engine(ckpt, codec, args, args.seed)
+    engine = make_engine(ckpt, codec, args)
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     rows = []
     began = time.monotonic()

@@ -103,14 +103,10 @@ def parse_args():
     args = parser.parse_args()
     if args.lr is None:  # adapters start at nothing and take larger steps
         args.lr = {"paper": (1e-5, 1e-4), "toy": (2e-3, 2e-3)}[args.preset][args.lora > 0]
-    if args.lora < 0:
-        raise model.UserError(f"--lora may not be negative, got {args.lora}")
+    model.at_least(0, args, "lora")
+    model.at_least(1, args, "batch_size", "pack_tokens", "max_len", "replicas")
     if args.lora and args.optimizer == "muon":
         raise model.UserError("--lora goes with --optimizer adamw: Muon steps whole matrices")
-    for name in ("batch_size", "pack_tokens", "max_len", "replicas"):
-        if getattr(args, name) < 1:
-            flag = name.replace("_", "-")
-            raise model.UserError(f"--{flag} must be at least 1, got {getattr(args, name)}")
     model.check_wandb(args)
     return args
 
@@ -334,8 +330,6 @@ def main():
     folder, state = model.resume_point(args.out, args, args.resume)
     start, best = state.get("step", 0), state.get("best", math.inf)
     model.say(f"{args.ckpt} -> {args.out}: loading the checkpoint and {args.data}")
-    import torch
-
     rank, world, device = model.start_process_group(args.patience)
     model.beat(args.patience)
     codec = model.load_codec(ckpt, args.channel)
@@ -346,7 +340,6 @@ def main():
         model.end_process_group()
         return
 
-    torch.manual_seed(args.seed)
     policy = model.load_sharded(ckpt, codec, device, args.recompute, args.replicas, lora=args.lora)
     # Frozen: a frame set goes through the tower once, then its features are kept.
     tower = policy.hf.model.visual

@@ -237,7 +237,7 @@ def describe(args):
     # A task whose parts are the names of the places that they fill.
     task = {"video": "{video}", "question": "{question}", "options": ["{option}"], "type": "mcq"}
     agent = rollout.Agent(tools=args.tools == ["on"])
-    messages = (protocol.opening or rollout.opening)(task, args.frames[0], agent, "", 60.0)
+    messages = protocol.opening(task, args.frames[0], agent, "", 60.0)
     most = args.frames[0]
     frames = f"{args.overview_fps:g} a second, 1 to {most}" if args.overview_fps else f"{most}"
     pixels = f"{args.min_pixels} to {args.max_pixels} pixels each"
@@ -711,7 +711,7 @@ def refuse_beyond(records, calls, duration):
         else:
             continue
         call.error = why  # keeps it from being run
-        record.update(status="error", summary=why)  # what the model is told
+        record.update(status="error", summary=f"error: {why}")  # what the model is told
 
 
 def tool_replies(records, found, stamp):
@@ -1102,7 +1102,6 @@ def sage_serve(call, record, media):
     """Fill the record of a call that needs no model; -> the question where it needs one, else None.
     A call with media_paths gets the window they stand for."""
     if call.error:
-        record["summary"] = f"error: {call.error}"
         return None
     if call.name in ("unified_web_search", "parse_web_data", "verbal_transcript"):
         record.update(status="unavailable", summary="error: this tool is not available")

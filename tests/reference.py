@@ -145,7 +145,7 @@ class ReferenceEngine:
         pass
 
 
-def make_engine(ckpt, codec, args, seed=0, sleeping=False):
+def make_engine(ckpt, codec, args, sleeping=False):
     """In the place of rollout.make_engine."""
     base = model.lineage(ckpt)[0]
     engine = ReferenceEngine(base, codec, max_seqs=args.max_seqs)

@@ -893,6 +893,9 @@ def test_shards_are_merged_into_the_same_numbers(world, tmp_path):
         return [{k: v for k, v in r.items() if k != "seconds_per_episode"} for r in results]
 
     assert timeless(merged.results) == timeless(whole.results) and merged.engine is None
+    inside = world("--rescore", tmp_path / "merged", parts[0].folder, out=tmp_path / "merged",
+                   drop=("--data", "--ckpt"))  # --out is one of those that are merged
+    assert inside.code == 0 and timeless(inside.results) == timeless(whole.results), inside.err
     half = world("--rescore", tmp_path / "part0", drop=("--data", "--ckpt"))
     assert half.code == 2 and "3 items have no record" in half.err
     other = world("--seed", 5, "--shard", "0/2", out=tmp_path / "other")

@@ -165,8 +165,7 @@ def test_a_fault_is_found(found, fault):
 
 DEVICE, PAD, FRAMES, FRAME_TOKENS = torch.device("cuda", 0), 151655, 64, 49
 CODEC = SimpleNamespace(banned=(5, 6), image_pad=PAD, video_pad=151656, pad=PAD, eos=151645,
-                        patch=16, merge=2, temporal=2,
-                        frames_per_item=1, channel="image")
+                        patch=16, merge=2, temporal=2, channel="image")
 waits = Counter()  # of the host for the GPU, by what it asked for
 
 

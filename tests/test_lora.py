@@ -288,8 +288,8 @@ def test_two_ranks_train_the_adapters_that_one_trains(toy, tmp_path):
 
 @pytest.mark.parametrize("words, why", [
     (("sft", "--lora", "4", "--optimizer", "muon"), "--lora goes with --optimizer adamw"),
-    (("sft", "--lora", "-1"), "--lora may not be negative"),
-    (("grpo", "--lora", "-1"), "--lora may not be negative")])
+    (("sft", "--lora", "-1"), "--lora must be at least 0"),
+    (("grpo", "--lora", "-1"), "--lora must be at least 0")])
 def test_flags_that_cannot_be_are_refused(run, words, why):
     with pytest.raises(model.UserError, match=why):
         run(*words)

@@ -328,7 +328,7 @@ def test_prompt_turns_and_glue_are_what_the_template_writes_at_once(codecs, ques
             if responses:
                 replies = [{"role": "tool", "content": text} for text in responses]
                 ids, messages = ids + model.glue_ids(codec, replies, True), messages + replies
-        guarded = model.render(codec, messages)[0]
+        guarded = model.render(codec, messages)
         # tags in a turn are tags
         whole = [m if m["role"] == "assistant" else g for m, g in zip(messages, guarded)]
         text = model.template(codec, whole, None, False)
@@ -349,7 +349,7 @@ def test_image_ids_equal_the_processors(codecs, data):
     chat = [{"role": "system", "content": "Watch."},
             {"role": "user", "content": [{"type": "video", "video": "v"},
                                          {"type": "text", "text": question}]}]
-    ids, compact, _ = model.encode_prompt(codec, chat, [item], rollout.tool_schema())
+    ids, compact = model.encode_prompt(codec, chat, [item], rollout.tool_schema())
     parts = [p for s in seconds for p in ({"type": "text", "text": f"<{s:.1f} seconds>"},
                                           {"type": "image"})]
     asked = {"role": "user", "content": [*parts, {"type": "text", "text": question}]}

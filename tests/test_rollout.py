@@ -641,6 +641,7 @@ def test_one_call_a_turn_cuts_a_turn_behind_its_first_call(codec, tasks, source)
     assert e.turns == ["two</think>" + calls[0], "more</think>" + calls[1], script[2]]
     assert [(c["turn"], c["start"], c["status"]) for c in e.calls] == [
         (0, 8.0, "ok"), (1, 32.0, "ok")]
+    assert e.finish == ["call", "call", "stop"]  # cut by the rule, not by --max-new-tokens
     for (start, end), text in zip(e.spans, e.turns):
         assert text_of(codec, e.context.ids[start:end]).removesuffix("<|im_end|>") == text
         assert all(e.context.mask[start:end])
@@ -848,8 +849,8 @@ def test_flags_of_the_engine_and_the_cache_reach_them(monkeypatch):
     args.frames, made = 16, []
     monkeypatch.setattr(rollout, "VllmEngine", lambda *given, **named: made.append((given, named)))
     codec = SimpleNamespace(channel="image")
-    rollout.make_engine("ckpt", codec, args, seed=3, sleeping=True)
-    assert made == [(("ckpt", codec, 777, 16, 50176, 9, 3, 0.4, True), {"max_videos": 1})]
+    rollout.make_engine("ckpt", codec, args, sleeping=True)
+    assert made == [(("ckpt", codec, 777, 16, 50176, 9, 0.4, True), {"max_videos": 1})]
     # Room for what an episode may hold: images one by one, videos each as one item.
     args.windows = (3, 20)
     rollout.make_engine("ckpt", codec, args)
@@ -1489,6 +1490,7 @@ def test_bad_flags_are_one_line_and_exit_code_2(flags, why, command):
     ([{**GOOD, "type": "mcq"}], "needs 'options'"),
     ([{**GOOD, "type": "grounding"}], "[start, end]"), (["{not json"], ":1: not JSON"),
     (["5"], ":1: missing"),
+    ([{**GOOD, "answer": 42}], "the answer is a text"),
     ([], "no rows"), ([{**GOOD, "type": ["open"]}], "type is"), ([{**GOOD, "id": ["a"]}], "id"),
     ([{**GOOD, "question": 5}], "question"),
     ([{**GOOD, "type": "mcq", "options": [1, 2], "answer": "A"}], "options"),

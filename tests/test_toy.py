@@ -452,6 +452,6 @@ def test_prompts_of_the_world_are_short(toy, codec):
     their own markers."""
     task = rollout.read_tasks(str(toy / "rl.jsonl"))[0]
     frames = video.overview(str(toy / task["video"]), 64)
-    ids, _, _ = model.encode_prompt(codec, rollout.main_messages(task, 64),
-                                    [model.vision_item({}, frames)], rollout.tool_schema())
+    ids, _ = model.encode_prompt(codec, rollout.main_messages(task, 64),
+                                 [model.vision_item({}, frames)], rollout.tool_schema())
     assert len(ids) - 64 * 4 < 60 + 30 and len(ids) < 350

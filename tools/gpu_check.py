@@ -139,7 +139,7 @@ def make_trees(codec, tasks, source):
         spec = {"video": task["video"], "frames": 8 * (1 + n % 2)}  # trees of two sizes in a pack
         item = model.vision_item(spec, source.load(spec))
         messages = rollout.main_messages(task, spec["frames"])
-        prompt, _, _ = model.encode_prompt(codec, messages, [item], rollout.tool_schema())
+        prompt, _ = model.encode_prompt(codec, messages, [item], rollout.tool_schema())
         branches = []
         for i, text in enumerate(texts):
             ids = model.encode(codec, text) + [codec.eos]
