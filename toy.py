@@ -358,6 +358,9 @@ def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384):
                            eos_token_id=one("<|im_end|>"), pad_token_id=one("<|endoftext|>"))
     torch.manual_seed(seed)
     policy = Qwen3VLForConditionalGeneration(config)
+    # Rows of length 1: at transformers' 0.02 what a token says drowns in what the first layers add,
+    # and the toy needs twice the steps.
+    torch.nn.init.normal_(policy.get_input_embeddings().weight, std=hidden ** -0.5)
     policy.generation_config.eos_token_id = one("<|im_end|>")
     policy.generation_config.pad_token_id = one("<|endoftext|>")
     # The video processor's own mean and std: vLLM normalises both channels with the image

@@ -693,7 +693,7 @@ def main():
                         help="each seed is a world, a base, a cold start and all runs")
     parser.add_argument("--rows", nargs="+", default=None, metavar="NAME",
                         help="these rows only, on all of --seeds")
-    parser.add_argument("--base-flags", default="--epochs 1.75",
+    parser.add_argument("--base-flags", default="--batch-size 12",
                         help="flags of sft.py in pretraining")
     parser.add_argument("--sft-flags", default="--steps 14 --muon-lr 4e-4 --lr 1.5e-4",
                         help="flags of sft.py in the cold start: short, so that format stays "
