@@ -12,8 +12,8 @@ DEMO := out/demo
 LORA ?= 0
 SEED ?= 0
 TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(RANKS)
-# without a GPU one process of one thread learns the toy fastest: no shards, no exchange, and videos are decoded beside it
-COLD := $(if $(filter-out 0,$(GPUS)),$(TORCHRUN),OMP_NUM_THREADS=1 $(BIN)/python)
+# without a GPU one process learns the toy fastest: no shards, no exchange
+COLD := $(if $(filter-out 0,$(GPUS)),$(TORCHRUN),$(BIN)/python)
 EVAL = $(TORCHRUN) eval.py --preset toy --data $(DEMO)/toy/eval.jsonl --frames 4 8 16 32 64 --tools on off
 # $(call stage,name,command): the command, then what it took
 stage = @echo "== $(1)"; began=$$(date +%s); $(2) && echo "== $(1): $$(($$(date +%s) - began)) s"
@@ -57,8 +57,8 @@ test-page: venv
 
 demo: venv
 	rm -rf $(DEMO)
-	$(call stage,toy world,$(BIN)/python toy.py --out $(DEMO)/toy --prior tidy --base-videos 240 --seed $(SEED))
-	$(call stage,cold start,$(COLD) sft.py --preset toy --ckpt $(DEMO)/toy/init --data $(DEMO)/toy/pretrain.jsonl --val $(DEMO)/toy/sft_val.jsonl --batch-size 12 --epochs 1.6 --seed $(SEED) --out $(DEMO)/sft)
+	$(call stage,toy world,$(BIN)/python toy.py --out $(DEMO)/toy --prior tidy --seed $(SEED))
+	$(call stage,cold start,$(COLD) sft.py --preset toy --ckpt $(DEMO)/toy/init --data $(DEMO)/toy/pretrain.jsonl --val $(DEMO)/toy/sft_val.jsonl --batch-size 12 --epochs 1 --seed $(SEED) --out $(DEMO)/sft)
 	$(call stage,PARA-GRPO,$(TORCHRUN) grpo.py --preset toy --ckpt $(DEMO)/sft --data $(DEMO)/toy/rl.jsonl --steps 30 --lora $(LORA) --seed $(SEED) --out $(DEMO)/grpo)
 	$(call stage,evaluation of sft,$(EVAL) --ckpt $(DEMO)/sft --out $(DEMO)/eval/sft)
 	$(call stage,evaluation of grpo,$(EVAL) --ckpt $(DEMO)/grpo --out $(DEMO)/eval/grpo)
