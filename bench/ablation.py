@@ -689,7 +689,7 @@ def main():
                         help="path of the tables, without .json and .md")
     parser.add_argument("--picture", default=os.path.join("docs", "ablation.png"),
                         help="curves of GRPO and PARA-GRPO; needs matplotlib")
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(11, 19)),
+    parser.add_argument("--seeds", type=int, nargs="+", default=[*range(11, 17), 19, 20],
                         help="each seed is a world, a base, a cold start and all runs")
     parser.add_argument("--rows", nargs="+", default=None, metavar="NAME",
                         help="these rows only, on all of --seeds")
