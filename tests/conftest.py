@@ -141,6 +141,14 @@ def toy(tmp_path_factory):
     done = run_script("toy.py", "--out", folder, "--base-videos", 2, "--sft-videos", 12,
                       "--rl-videos", 6, "--eval-videos", 4)
     assert done.returncode == 0, done.stderr
+    # An embedding of the length that learns fast makes a random policy repeat what it has read:
+    # here it is to say anything, so that samples differ.
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "init" / "model.safetensors"
+    weights = load_file(path)
+    weights["model.language_model.embed_tokens.weight"] *= 0.02 * 128**0.5
+    save_file(weights, path, metadata={"format": "pt"})
     return folder
 
 

@@ -84,7 +84,7 @@ def lively(policy):
     with torch.no_grad():
         for name, p in policy.hf.model.language_model.named_parameters():
             if p.ndim > 1:
-                p.mul_(2 if "embed_tokens" in name else 3)
+                p.mul_(10 if "embed_tokens" in name else 3)
     return policy
 
 
@@ -821,7 +821,7 @@ def saved(toy, codec, tmp_path_factory):
     torch.manual_seed(5)
     with torch.no_grad():
         for name, p in policy.hf.model.language_model.named_parameters():
-            p.mul_(1 if p.ndim < 2 else 2 if "embed" in name
+            p.mul_(1 if p.ndim < 2 else 10 if "embed" in name
                    else 3).add_(0.01 * torch.randn_like(p))
     folder = tmp_path_factory.mktemp("saved") / "step_000001"
     model.save_checkpoint(policy, codec, str(folder), {"step": 1})
