@@ -1069,8 +1069,7 @@ def agent_settings(args, data_path):
     if not agent.sub_fps > 0:
         raise model.UserError(f"--sub-fps must be above 0, got {agent.sub_fps}")
     least = getattr(args, "min_pixels", Source.min_pixels)  # eval.py's alone
-    if args.max_pixels < least:
-        raise model.UserError(f"--max-pixels must be at least {least}, got {args.max_pixels}")
+    model.at_least(least, args, "max_pixels")
     root = args.video_root or os.path.dirname(os.path.abspath(data_path))
     if not os.path.isdir(root):
         raise model.UserError(f"--video-root {root}: no such folder")
@@ -1166,8 +1165,8 @@ def parse_args():
     if parser.parse_known_args()[0].preset == "toy":
         parser.set_defaults(**toy_lengths())
     args = parser.parse_args()
-    if args.group < 1 or args.limit < 0:
-        raise model.UserError("--group must be at least 1 and --limit at least 0")
+    model.at_least(1, args, "group")
+    model.at_least(0, args, "limit")
     if args.out and os.path.isdir(args.out):
         raise model.UserError(f"--out {args.out} is a folder; give the name of a file")
     return args

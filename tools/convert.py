@@ -222,8 +222,7 @@ def main():
     args = parser.parse_args()
     if not args.out.endswith(".jsonl"):
         raise model.UserError(f"--out {args.out} should end in .jsonl")
-    if args.frames < 1:
-        raise model.UserError(f"--frames must be at least 1, got {args.frames}")
+    model.at_least(1, args, "frames")
     convert(args.files, args.out, args.frames)
 
 
