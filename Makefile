@@ -14,7 +14,8 @@ SEED ?= 0
 TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(RANKS)
 # without a GPU one process learns the toy fastest: no shards, no exchange
 COLD := $(if $(filter-out 0,$(GPUS)),$(TORCHRUN),$(BIN)/python)
-EVAL = $(TORCHRUN) eval.py --preset toy --data $(DEMO)/toy/eval.jsonl --frames 4 8 16 32 64 --tools on off
+# as it samples in training: greedy answers hide how often an agent calls, and what RL changed
+EVAL = $(TORCHRUN) eval.py --preset toy --data $(DEMO)/toy/eval.jsonl --frames 4 8 16 32 64 --tools on off --temperature 1
 # $(call stage,name,command): the command, then what it took
 stage = @echo "== $(1)"; began=$$(date +%s); $(2) && echo "== $(1): $$(($$(date +%s) - began)) s"
 # uv, where it is installed, is faster than pip; it reads nothing of pip's configuration, so pip installs where there is one

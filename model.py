@@ -288,9 +288,10 @@ def glue_ids(codec, messages, ended, items=()):
 
 
 def patchify(codec, images):
-    """uint8 frames [T, H, W, 3] -> (patches [T' gh gw, 3 temporal patch^2] fp32, grids [n, 3]).
+    """uint8 frames [T, H, W, 3] -> (patches [T' gh gw, 3 temporal patch^2] fp32, grid [1, 3]).
 
-    The order of patches is the processor's: merge x merge neighbours are consecutive.
+    The order of patches is the processor's: merge x merge neighbours are consecutive. Images are
+    one grid here, where the processor has one each: the tower loops over grids, on the host.
     """
     t, height, width, _ = images.shape
     x = torch.from_numpy(np.array(images)).permute(0, 3, 1, 2).float() / 255.0  # [T, 3, H, W]
@@ -305,8 +306,7 @@ def patchify(codec, images):
     gh, gw = height // p, width // p
     x = x.reshape(n, codec.temporal, 3, gh // m, m, p, gw // m, m, p)
     x = x.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(n * gh * gw, -1)
-    grids = [[1, gh, gw]] * n if codec.channel == "image" else [[n, gh, gw]]
-    return x, torch.tensor(grids)
+    return x, torch.tensor([[n, gh, gw]])
 
 
 class VisionFeatures:
@@ -335,9 +335,7 @@ class VisionFeatures:
         if not same_size or list(frames.seconds) != list(item.seconds):
             raise ValueError(f"{item.spec['video']}: the file changed since its prompt was built")
         weight = next(self.visual.parameters())
-        patches, grids = patchify(self.codec, frames.images)
-        # Frames of one size are one grid: the tower loops over grids, on the host, which waits.
-        grid = torch.cat([grids[:, 0].sum(0, True), grids[0, 1:]])[None]  # [1, 3]
+        patches, grid = patchify(self.codec, frames.images)
         out = self.visual(patches.to(weight.device, weight.dtype), grid_thw=grid.to(weight.device))
         features = torch.stack([out.pooler_output, *out.deepstack_features], 1)
         self.cache[item.key] = features
@@ -1860,8 +1858,9 @@ def give_back_memory():
         trim(0)
 
 
-def read_jsonl(path, required=()):
-    """JSONL file -> list of dicts. Raises UserError naming file and line."""
+def read_jsonl(path, required=(), fault=None):
+    """JSONL file -> list of dicts. fault: of a row, None or what is wrong with it. Raises UserError
+    naming file and line."""
     try:
         with open(path, encoding="utf-8") as f:
             lines = f.read().split("\n")
@@ -1882,6 +1881,8 @@ def read_jsonl(path, required=()):
             raise UserError(f"{path}:{number}: missing {', '.join(map(repr, missing))}")
         if has_surrogate(row):
             raise UserError(f"{path}:{number}: a lone surrogate (\\ud800 to \\udfff) is no text")
+        if wrong := fault and fault(row):
+            raise UserError(f"{path}:{number}: {wrong}")
         rows.append(row)
     if not rows:
         raise UserError(f"{path}: no rows")

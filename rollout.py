@@ -971,11 +971,7 @@ def show(episode, codec, colour=True):
 
 def read_tasks(path):
     """Task JSONL -> rows, checked before any long work. Raises UserError naming file and line."""
-    rows = model.read_jsonl(path, required=("id", "video", "question", "answer", "type"))
-    for number, row in enumerate(rows, 1):
-        wrong = task_fault(row)
-        if wrong:
-            raise model.UserError(f"{path}:{number}: {wrong}")
+    rows = model.read_jsonl(path, ("id", "video", "question", "answer", "type"), task_fault)
     if len({row["id"] for row in rows}) < len(rows):
         raise model.UserError(f"{path}: task ids are not unique")
     return rows

@@ -128,14 +128,11 @@ class Chats:
         self.cache = cache
         self.max_tokens = max_tokens
         self.root = args.video_root or os.path.dirname(os.path.abspath(path))
-        self.rows = model.read_jsonl(path, required=("id", "messages"))
+        self.rows = model.read_jsonl(path, ("id", "messages"),
+                                     lambda row: chat_fault(row["messages"]))
         self.encoded = OrderedDict()  # row -> model.Sequence
         self.tokens = 0  # in them
         self.broken = set()  # rows whose video cannot be read: counted, never trained on
-        for number, row in enumerate(self.rows, 1):
-            problem = chat_fault(row["messages"])
-            if problem:
-                raise model.UserError(f"{path}:{number}: {problem}")
 
     def frames(self, spec):
         return video.load(spec, self.root, self.cache, max_pixels=self.args.max_pixels)

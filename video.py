@@ -298,7 +298,7 @@ def _duration(starts, end):
 
 
 @contextlib.contextmanager
-def _stream(path, num_threads):
+def _stream(path):
     """Path -> (container, first video stream), closed at the end. VideoError for PyAV's errors."""
     import av
     try:
@@ -308,13 +308,13 @@ def _stream(path, num_threads):
             stream = container.streams.video[0]
             if stream.codec_context is None:
                 raise VideoError(path, "no decoder for its video stream")
-            stream.codec_context.thread_count = num_threads  # unset: every core, per open file
+            stream.codec_context.thread_count = 1  # unset: every core, per open file
             yield container, stream
     except (av.FFmpegError, OSError, RuntimeError, IndexError) as error:  # the last: cut MPEG-TS
         raise VideoError(path, f"PyAV: {getattr(error, 'strerror', None) or error}") from error
 
 
-def _open(path, num_threads):
+def _open(path):
     """Path -> its table: starts [N] seconds, duration, height, width, ticks [N], key_ticks.
 
     Starts are strictly increasing, the first is 0.0. Ticks are the same in the stream's own unit
@@ -329,7 +329,7 @@ def _open(path, num_threads):
     if end > size:  # PyAV does not tell: an mp4 with its index in front opens at any length
         why = f"is truncated: its {part} ends at byte {end}, the file at byte {size}"
         raise VideoError(path, why)
-    with _stream(path, num_threads) as (container, stream):
+    with _stream(path) as (container, stream):
         unit = stream.time_base  # seconds per tick, a Fraction
         # In decoding order; without the flush at the end and what an edit list hides.
         packets = [(packet.pts, packet.is_keyframe, packet.duration or 0)
@@ -346,7 +346,7 @@ def _open(path, num_threads):
         ticks = ticks[ticks >= key_ticks[0]]
     starts = np.round((ticks - ticks[0]) * float(unit), 4)  # [N]
     first = (key_ticks if len(key_ticks) else ticks)[:1]
-    (image,) = _images(path, num_threads, first, key_ticks)  # as displayed; the header may lie
+    (image,) = _images(path, first, key_ticks)  # as displayed; the header may lie
     duration = _duration(starts, starts[-1] + float(packets[-1][2] * unit))
     return starts, duration, *image.shape[:2], ticks, key_ticks
 
@@ -379,13 +379,13 @@ def _decode(container, stream, wanted, drop):
         missing.discard(packet.pts)
 
 
-def _images(path, num_threads, ticks, key_ticks):
+def _images(path, ticks, key_ticks):
     """Path, ascending ticks [T], its key frames -> iterator of images [H, W, 3] uint8."""
     left = ticks.tolist()  # not handed out yet
     found = {}  # tick -> image that waits for its turn: times may be out of order (AVI)
     seeks = True
     with contextlib.ExitStack() as opened:
-        container, stream = opened.enter_context(_stream(path, num_threads))
+        container, stream = opened.enter_context(_stream(path))
         drop = _drops_safely(stream.codec_context)
         while left:
             run = left[:]  # decoded in one go: from a key frame on, what lies before the next
@@ -406,16 +406,16 @@ def _images(path, num_threads, ticks, key_ticks):
                     place = f"the frame at {float(left[0] * stream.time_base):g} s of its own clock"
                     raise VideoError(path, f"PyAV: {place} does not decode")
                 opened.close()  # seeks land too late without an index (MPEG-TS): from the start
-                container, stream = opened.enter_context(_stream(path, num_threads))
+                container, stream = opened.enter_context(_stream(path))
                 seeks = False
 
 
-def _read(path, num_threads, ticks, key_ticks, height, width):
+def _read(path, ticks, key_ticks, height, width):
     """As _images -> [T, height, width, 3] uint8. Raises VideoError."""
     from PIL import Image
 
     images = np.empty((len(ticks), height, width, 3), np.uint8)  # [T, H, W, 3]
-    full_size = _images(path, num_threads, ticks, key_ticks)
+    full_size = _images(path, ticks, key_ticks)
     for n, image in enumerate(full_size):  # one by one: 4K frames fill gigabytes
         if image.shape[:2] != (height, width):  # bicubic at the same size would change nothing
             full = Image.fromarray(np.ascontiguousarray(image))  # rotated ones are strided views
@@ -426,7 +426,7 @@ def _read(path, num_threads, ticks, key_ticks, height, width):
 
 def _answer(request):
     """What _open or, if there are more, _read takes -> what it returns."""
-    return (_open if len(request) == 2 else _read)(*request)
+    return (_open if len(request) == 1 else _read)(*request)
 
 
 @dataclass(eq=False)
@@ -454,7 +454,7 @@ class ChildDecoder:
             command = [sys.executable, os.path.abspath(__file__), "--serve", str(fd)]
             self.process = subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL)
             theirs.close()  # the child's is the last, so its death is seen as an end of file
-        frames = len(request[2]) if len(request) > 2 else 0  # their ticks; opening asks for none
+        frames = len(request[1]) if len(request) > 1 else 0  # their ticks; opening asks for none
         patience = self.timeout * max(1.0, frames / 64)  # each may be a seek in a file of hours
         try:
             self.pipe.send(request)
@@ -532,7 +532,6 @@ class FrameCache:
     """
 
     max_bytes: int = 4 * 2**30  # of what is kept; a larger entry is returned and not kept
-    num_threads: int = 1  # decoding threads per file; 1 suits many files at once
     timeout: float | None = None  # None: decodes here; seconds: in a child per asking thread
     workers: int = 1  # decoders that share a look, 8 frames or more each; 1 suits many files
     folder: str | None = None  # kept here too, for later runs and other processes; None: nowhere
@@ -562,7 +561,7 @@ class FrameCache:
         name = sha256(repr(file).encode()).hexdigest()[:32]
 
         def read():
-            table, asked = self._through(name, file, lambda: self._ask((file[0], self.num_threads)))
+            table, asked = self._through(name, file, lambda: self._ask((file[0],)))
             starts, duration, height, width, *ticks = table  # [N] each
             starts.flags.writeable = False  # every caller gets the same array
             info = VideoInfo(duration, len(starts), len(starts) / duration, width, height)
@@ -630,7 +629,7 @@ class FrameCache:
         file, (_, _, ticks, key_ticks), height, width = opened
         parts = np.array_split(ticks[indices], min(self.workers, max(1, len(indices) // 8)))
         how = (key_ticks, height, width)
-        requests = [(file[0], self.num_threads, part, *how) for part in parts]
+        requests = [(file[0], part, *how) for part in parts]
         if len(parts) == 1:
             return self._ask(requests[0])
         with ThreadPoolExecutor(len(parts)) as pool:  # each has a stretch to itself

@@ -83,10 +83,10 @@ def write(
     return str(path)
 
 
-def images(path, indices, threads=1, table=None):
+def images(path, indices, table=None):
     """Path -> iterator of its frames at these indices, full size."""
-    *_, ticks, key_ticks = table or video._open(path, threads)
-    return video._images(path, threads, ticks[list(indices)], key_ticks)
+    *_, ticks, key_ticks = table or video._open(path)
+    return video._images(path, ticks[list(indices)], key_ticks)
 
 
 def write_sound(path):
@@ -439,7 +439,7 @@ def test_rotation_is_applied(tmp_path):
     # 90 degrees clockwise, as phones write it
     matrix = (0, 0x10000, 0, -0x10000, 0, 0, 32 * 0x10000, 0, 0x40000000)
     turned = patched(upright, tmp_path / "turned.mp4", b"tkhd", 44, ">9i", *matrix)
-    assert video._open(turned, 1)[2:4] == (64, 32)  # height, width
+    assert video._open(turned)[2:4] == (64, 32)  # height, width
     assert seen(np.rot90(image) for image in images(turned, [0, 3, 4])) == [0, 3, 4]
 
 
@@ -506,18 +506,17 @@ def coded(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("name", CODINGS)
-def test_every_frame_is_that_of_a_full_decode_to_the_bit(coded, name, threads):
+def test_every_frame_is_that_of_a_full_decode_to_the_bit(coded, name):
     """Each alone, so that all around it may be left out; then sets of them."""
     path = coded(name)
     with av.open(path) as container:
         whole = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
-    table, rng = video._open(path, threads), np.random.default_rng(0)
+    table, rng = video._open(path), np.random.default_rng(0)
     assert len(table[0]) == len(whole) == 48
     some = [sorted(rng.choice(48, n, replace=False)) for n in (2, 3, 5, 8, 15, 30)]
     for wanted in [[i] for i in range(48)] + some + [range(48)]:
-        got = list(images(path, wanted, threads, table))
+        got = list(images(path, wanted, table))
         assert len(got) == len(wanted)
         assert all(np.array_equal(image, whole[i]) for i, image in zip(wanted, got)), wanted
 
@@ -528,7 +527,7 @@ def test_every_frame_is_that_of_decord_to_the_bit(coded, name):
     decord = pytest.importorskip("decord", reason="decord is not built for this machine")
     theirs = decord.VideoReader(coded(name), num_threads=1)
     starts = theirs.get_frame_timestamp(range(48))[:, 0]  # [48] seconds
-    np.testing.assert_allclose(video._open(coded(name), 1)[0], starts, atol=2e-4)
+    np.testing.assert_allclose(video._open(coded(name))[0], starts, atol=2e-4)
     for i, image in enumerate(images(coded(name), range(48))):
         assert np.array_equal(image, theirs[i].asnumpy())
 
@@ -539,8 +538,8 @@ def test_every_frame_is_that_of_decord_to_the_bit(coded, name):
     ("layers.mp4", 45, 48), ("vp8.webm", 45, 48), ("av1.mp4", 45, 48)])
 def test_frames_that_nobody_needs_are_not_decoded(coded, name, fewest, most):
     """On the way to the last one; in temporal layers a frame that looks unneeded may not be."""
-    last = video._open(coded(name), 1)[4][-1]
-    with video._stream(coded(name), 1) as (container, stream):
+    last = video._open(coded(name))[4][-1]
+    with video._stream(coded(name)) as (container, stream):
         drop = video._drops_safely(stream.codec_context)
         decoded = list(video._decode(container, stream, {last}, drop))
     assert decoded[-1].pts == last and fewest <= len(decoded) <= most
@@ -557,8 +556,8 @@ def test_a_snapped_overview_says_the_times_of_its_key_frames(keyed):
 
 def test_a_look_ends_with_its_last_frame(long_gop):
     """Not a GOP later: what the decoder holds back is asked for."""
-    tick = video._open(long_gop, 1)[4][10]
-    with video._stream(long_gop, 1) as (container, stream):
+    tick = video._open(long_gop)[4][10]
+    with video._stream(long_gop) as (container, stream):
         frames = list(video._decode(container, stream, {tick}, drop=False))
     assert len(frames) <= 16 and tick in [frame.pts for frame in frames]
 
@@ -673,13 +672,13 @@ def test_windows_behind_one_key_frame_are_decoded_in_one_go(keyed, monkeypatch):
     asked = watched(monkeypatch)
     for near in ([0, 1, 4], [2]):
         video.preload([specs[n] for n in near], None, **settings)
-    assert [len(ticks) for _, _, ticks, *_ in asked] == [4]  # 5.5, 6.5, 7.5, 8.5 s
+    assert [len(ticks) for _, ticks, *_ in asked] == [4]  # 5.5, 6.5, 7.5, 8.5 s
     for spec, wanted in zip(specs, alone):
         frames = video.load(spec, **settings)
         assert np.array_equal(frames.images, wanted.images) and frames.key == wanted.key
         assert frames.seconds.tolist() == wanted.seconds.tolist()
         assert frames.frame_keys == wanted.frame_keys and not frames.images.flags.writeable
-    assert [len(ticks) for _, _, ticks, *_ in asked] == [4, 5]  # and the third
+    assert [len(ticks) for _, ticks, *_ in asked] == [4, 5]  # and the third
     cache = settings["cache"]
     assert (cache.decodes, cache.hits) == (4, 2)
     assert cache.bytes == sum(table.nbytes for table in cache._table(keyed) if hasattr(
@@ -703,7 +702,7 @@ def test_windows_that_several_want_at_once_are_decoded_once(keyed, monkeypatch):
     monkeypatch.setattr(video, "_answer", slow)
     with ThreadPoolExecutor(4) as pool:
         got = list(pool.map(want, range(4)))
-    assert sum(len(request) > 2 for request in asked) == 1
+    assert sum(len(request) > 1 for request in asked) == 1
     assert all(pair[0] is got[0][0] and pair[1] is got[0][1] for pair in got)
     assert len(cache._entries) == 3  # the table, two windows
 
@@ -718,7 +717,7 @@ def test_windows_that_cannot_all_be_kept_are_not_decoded_twice(keyed, monkeypatc
             video.preload(specs, None, **settings)
             for spec in specs:
                 video.load(spec, **settings)
-        assert sum(len(request) > 2 for request in asked) == times
+        assert sum(len(request) > 1 for request in asked) == times
 
 
 def test_preloading_what_cannot_be_read_says_nothing_yet(keyed, tmp_path, monkeypatch):
@@ -734,10 +733,10 @@ def test_preloading_what_cannot_be_read_says_nothing_yet(keyed, tmp_path, monkey
 def test_a_window_is_not_lost_to_a_broken_neighbour(keyed, monkeypatch):
     specs = [{"video": keyed, "start": a, "end": b} for a, b in ((5, 8), (6, 9))]
     settings, real = {**NATIVE, "cache": FrameCache()}, video._answer
-    broken = video._open(keyed, 1)[4][212]  # on display at 8.5 s
+    broken = video._open(keyed)[4][212]  # on display at 8.5 s
 
     def answer(request):
-        if len(request) > 2 and broken in request[2]:
+        if len(request) > 1 and broken in request[1]:
             raise VideoError(keyed, "the frame at 8.48 s does not decode")
         return real(request)
 
@@ -798,7 +797,7 @@ def test_an_error_reaches_every_waiter_and_is_then_forgotten(tmp_path, minute, m
 
 def test_least_recently_used_goes_first(minute):
     one = video.crop(minute, 0, 1).images.nbytes
-    table = 64 * 8 * 2 + video._open(minute, 1)[5].nbytes  # starts, ticks, those of key frames
+    table = 64 * 8 * 2 + video._open(minute)[5].nbytes  # starts, ticks, those of key frames
     cache = FrameCache(max_bytes=2 * one + table)
     for start in (0, 1, 0, 2):  # 0 was used again, so 2 pushes 1 out
         video.crop(minute, start, start + 1, cache=cache)
@@ -1056,7 +1055,7 @@ def test_more_frames_may_take_longer(look, seconds):
                            close=lambda: None)
     decoder = video.ChildDecoder(10.0, process=child, pipe=pipe)
     with pytest.raises(VideoError, match=f"no answer within {seconds} s"):
-        decoder.ask(("film.mp4", 1, *[np.arange(n) for n in look], *[32 for _ in look] * 2))
+        decoder.ask(("film.mp4", *[np.arange(n) for n in look], *[32 for _ in look] * 2))
     assert waited == [seconds]
 
 
