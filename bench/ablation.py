@@ -199,13 +199,9 @@ def here():
 
 
 def where_measured(results):
-    """Text: when and where most rows were measured, and which were elsewhere."""
-    places = {}
-    for rows_of_seed in results.values():
-        for name, row in rows_of_seed.items():
-            places.setdefault(row["measured"], {})[rows()[name][0]] = None
-    (most, _), *rest = sorted(places.items(), key=lambda place: -len(place[1]))
-    return most + "".join(f"; {place}: {', '.join(names)}" for place, names in rest)
+    """Text: the days and machines of all rows."""
+    places = {row["measured"]: None for found in results.values() for row in found.values()}
+    return "; ".join(places)
 
 
 def run_all(args, results, save):
