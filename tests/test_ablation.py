@@ -315,7 +315,7 @@ def test_tables_show_every_row_and_the_picture_is_drawn(ablation, tmp_path):
     assert "(seeds 0, 1; today, here)" in text
     results["1"]["turns"]["measured"] = "tomorrow, there"
     moved = ablation.markdown(results, ablation.judge(results))
-    assert "(seeds 0, 1; today, here; tomorrow, there: full, one call a turn)" in moved
+    assert "(seeds 0, 1; today, here; tomorrow, there)" in moved
     assert "0.55 ±0.07" in text and "| 0.75 (8) | - | - | 1.00 (2) |" in text
     ablation.picture(results, str(tmp_path / "docs" / "p.png"))
     assert (tmp_path / "docs" / "p.png").read_bytes()[:4] == b"\x89PNG"
