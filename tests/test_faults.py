@@ -4,6 +4,7 @@ Tests of faults while running, on two ranks under torchrun: python -m pytest tes
 A rank that dies, hangs, raises or cannot write: every run ends within a deadline, with one reason
 and a checkpoint that loads.
 """
+import faulthandler
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import textwrap
 import time
 
 import pytest
+import torch.distributed as dist
 from conftest import ROOT, run_script
 
 import model
@@ -144,10 +146,18 @@ def test_a_rank_that_hangs_ends_the_run_with_its_stack(start, tmp_path, hang):
     assert model.newest_checkpoint(str(tmp_path / "out")).endswith("step_000001")
 
 
-def test_patience_zero_waits(start, tmp_path):
-    process = start("sft", AT_STEP.format(step=2, rank=1, what="time.sleep(4)"), "--steps", 2,
-                    "--patience", 0)
-    assert finish(process)[0] == 0
+def test_a_collective_waits_a_minute_longer_than_a_phase_and_patience_zero_for_both(monkeypatch):
+    phases, collectives = [], []
+    monkeypatch.setattr(faulthandler, "dump_traceback_later",
+                        lambda seconds, **_: phases.append(seconds))
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "init_process_group",
+                        lambda backend, timeout: collectives.append(timeout.total_seconds()))
+    monkeypatch.setenv("RANK", "0")
+    for patience in (7, 0):
+        model.start_process_group(patience)
+        model.beat(patience)
+    assert phases == [7] and collectives == [67, 30 * 86400]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
