@@ -146,6 +146,12 @@ def test_a_rank_that_hangs_ends_the_run_with_its_stack(start, tmp_path, hang):
     assert model.newest_checkpoint(str(tmp_path / "out")).endswith("step_000001")
 
 
+def test_patience_zero_waits(start, tmp_path):
+    process = start("sft", AT_STEP.format(step=2, rank=1, what="time.sleep(4)"), "--steps", 2,
+                    "--patience", 0)
+    assert finish(process)[0] == 0
+
+
 def test_a_collective_waits_a_minute_longer_than_a_phase_and_patience_zero_for_both(monkeypatch):
     phases, collectives = [], []
     monkeypatch.setattr(faulthandler, "dump_traceback_later",
