@@ -662,6 +662,11 @@ def test_an_evaluation_has_the_card_to_itself(world):
     assert world(rows=ROWS[:1]).args.engine_share == 0.9
 
 
+def test_a_video_may_take_as_long_as_the_decode_timeout(world):
+    done = world("--decode-timeout", 0.001, rows=ROWS[:1])  # no child process starts so fast
+    assert done.code == 2 and "no answer within 0.001 s" in done.err, done.err
+
+
 @pytest.mark.parametrize("live, most", [(0, 6), (1, 1), (2, 2)])
 def test_live_is_how_many_episodes_are_open_at_once(live, most, world, tmp_path):
     out = world("--live", live, out=tmp_path / f"live{live}", rows=[row(f"q{i}") for i in range(6)])
