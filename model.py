@@ -314,64 +314,37 @@ class VisionFeatures:
     """Features of the frozen tower, once per distinct frame set, bounded by bytes (least recently
     used goes first)."""
 
-    def __init__(self, visual, codec, load, max_bytes=2**30, pixels=64 * 50176):
-        """load: VisionItem spec -> video.Frames, called only when the features are not here.
-        pixels: of sets that share a call of the tower."""
+    def __init__(self, visual, codec, load, max_bytes=2**30):
+        """load: VisionItem spec -> video.Frames, called only when the features are not here."""
         self.visual = visual
         self.codec = codec
         self.load = load
         self.max_bytes = max_bytes
-        self.pixels = pixels
         self.cache = OrderedDict()  # VisionItem.key -> features
         self.bytes = 0
         self.computed = 0  # frame sets that went through the tower
 
-    def __call__(self, items):
-        """VisionItems -> [vision tokens of all, 1 + D, H]: the tower's output, then its deepstack
-        levels. New sets of one size share a call, since one costs much however few its frames."""
-        found = {item.key: self.cache[item.key] for item in items if item.key in self.cache}
-        for key in found:
-            self.cache.move_to_end(key)
-        new = {item.key: item for item in items if item.key not in found}.values()
-        calls, size, room = [], None, 0
-        for item in sorted(new, key=lambda item: (item.height, item.width)):
-            pixels = item.frames * item.height * item.width
-            if (item.height, item.width) != size or pixels > room:
-                calls, size, room = [*calls, []], (item.height, item.width), self.pixels
-            calls[-1].append(item)
-            room -= pixels
-        for call in calls:
-            found.update(self.compute(call))
-        return torch.cat([found[item.key] for item in items])
-
     @torch.no_grad()
-    def compute(self, items):
-        """VisionItems of one size -> {key: [its vision tokens, 1 + D, H]}, kept from now on."""
-        patches, grids = zip(*(patchify(self.codec, self.frames(item)) for item in items))
-        tokens = [len(x) // self.codec.merge**2 for x in patches]
-        # Their times add up, their sizes are one.
-        grid = sum(grids) // torch.tensor([1, len(grids), len(grids)])  # [1, 3]
-        weight = next(self.visual.parameters())
-        out = self.visual(torch.cat(patches).to(weight.device, weight.dtype),
-                          grid_thw=grid.to(weight.device))
-        features = torch.stack([out.pooler_output, *out.deepstack_features], 1)
-        # Copies: a part of the whole would keep the whole in memory.
-        found = {i.key: part.clone() for i, part in zip(items, features.split(tokens))}
-        for key, part in found.items():
-            self.cache[key] = part
-            self.computed += 1
-            self.bytes += part.nbytes
-        while self.bytes > self.max_bytes and len(self.cache) > 1:
-            self.bytes -= self.cache.popitem(last=False)[1].nbytes
-        return found
-
-    def frames(self, item):
-        """Images [T, H, W, 3]. Raises ValueError where they are no longer those of the prompt."""
+    def __call__(self, item):
+        """VisionItem -> [vision tokens, 1 + D, H]: the tower's output, then its deepstack
+        levels."""
+        if item.key in self.cache:
+            self.cache.move_to_end(item.key)
+            return self.cache[item.key]
         frames = self.load(item.spec)
         same_size = frames.images.shape[:3] == (item.frames, item.height, item.width)
         if not same_size or list(frames.seconds) != list(item.seconds):
             raise ValueError(f"{item.spec['video']}: the file changed since its prompt was built")
-        return frames.images
+        weight = next(self.visual.parameters())
+        patches, grid = patchify(self.codec, frames.images)
+        out = self.visual(patches.to(weight.device, weight.dtype), grid_thw=grid.to(weight.device))
+        features = torch.stack([out.pooler_output, *out.deepstack_features], 1)
+        self.cache[item.key] = features
+        self.computed += 1
+        self.bytes += features.nbytes
+        while self.bytes > self.max_bytes and len(self.cache) > 1:
+            self.bytes -= self.cache.popitem(last=False)[1].nbytes
+        return features
 
 
 # ------------------------------------------------------------------------------------------------
@@ -662,7 +635,9 @@ class Policy(torch.nn.Module):
         device = text.embed_tokens.weight.device
         ids, positions = to_device(pack.ids, device), to_device(pack.positions, device)
         source, target = to_device(pack.source, device), to_device(pack.target, device)
-        features = vision(pack.vision) if pack.vision else None  # [V, 1 + D, H]
+        features = None
+        if pack.vision:
+            features = torch.cat([vision(item) for item in pack.vision])  # [V, 1 + D, H]
         seen = self.placeholders(pack.ids, features)  # [L], counted in host memory
         seen = None if seen is None else to_device(seen, device)
         embeds, levels = self.embed(ids, seen, features)  # [L, H], D x [V, H]

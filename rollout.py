@@ -678,6 +678,8 @@ class VllmEngine:
                  gpu_memory=0.5, sleeping=False, max_videos=1):  # fmt: skip
         """context: tokens; max_frames: images in one context, or frames of one of its max_videos;
         max_pixels: of a frame; gpu_memory: fraction of the card; sleeping: give it back (GPU)."""
+        import gc
+
         import torch
 
         model.import_shim()
@@ -687,10 +689,10 @@ class VllmEngine:
                           VLLM_NO_USAGE_STATS="1")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         if not gpu:
-            # Bound threads of several ranks land on one core; KV space is GiB, allocated at once.
+            # Bound threads of several ranks land on one core.
             os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind")
-            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         threads = torch.get_num_threads()
+        from transformers import AutoConfig
         from vllm import LLM, ModelRegistry
         from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration as Inside
 
@@ -700,11 +702,19 @@ class VllmEngine:
             if "RANK" in os.environ:  # one engine per rank, TP 1; building it is collective
                 options["distributed_executor_backend"] = "external_launcher"
         else:
+            # It counts ranks in a function that each process would compile for seconds.
+            torch.compiler.set_stance("force_eager")
             # vLLM would inspect the class in a subprocess, which has no shim.
             ModelRegistry.register_model("Qwen3VLForConditionalGeneration", Inside)
             # A prompt prefilled in chunks rewinds its seeded generator, which CPU's cannot do.
+            # Room for keys and values is filled with zeros at once, a GiB in one to three seconds.
+            text = AutoConfig.from_pretrained(ckpt).text_config
+            heads = text.num_hidden_layers * text.num_key_value_heads
+            room = context * heads * text.head_dim * 2 * 4  # bytes of one context
             options = dict(dtype="float32", enforce_eager=True, enable_chunked_prefill=False,
+                           kv_cache_memory_bytes=max(room, min(max_seqs * room, 2**27)),
                            max_num_batched_tokens=max(context, 8192))
+        gc.freeze()  # it collects eight times while it starts, 0.3 s each through what was imported
         # The processor bounds an image by itself but a video by all of its frames together.
         images = max_frames if codec.channel == "image" else 0
         longest = max_pixels if codec.channel == "image" else max_pixels * max_frames

@@ -82,7 +82,7 @@ def padded_backward(policy, codec, vision, trees):
         positions[0, row, :n] = torch.arange(n)
         grid, _ = model.rope_positions(codec, tree.prefix.ids, tree.vision)
         positions[1:, row, :n] = torch.from_numpy(grid)
-    features = vision([item for tree in trees for item in tree.vision])  # [V, 1 + D, H]
+    features = torch.cat([vision(item) for tree in trees for item in tree.vision])  # [V, 1 + D, H]
     seen = ids == codec.image_pad
     embeds, levels = policy.embed(ids, seen, features)  # [B, L, H]
     text = policy.hf.model.language_model

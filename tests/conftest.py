@@ -100,13 +100,14 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(scope="module", autouse=True)
 def fresh_process():
     """What a file finds and leaves behind in the whole process: the shim before anybody imports
-    transformers, and no process group."""
+    transformers, no process group, and what torch.compile does."""
     import torch
 
     import model
 
     model.import_shim()
     yield
+    torch.compiler.set_stance("default")  # vLLM's engine on CPU turns it off
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

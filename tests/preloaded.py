@@ -1,10 +1,12 @@
 """
-preloaded.py: a process that has imported torch and transformers once and forks for every run of a
-script, since the imports cost more than most of the runs. A line of JSON on stdin asks for a run:
-{"argv", "ranks", "timeout", "out", "err": files}; a line on stdout answers with its exit code, null
-where it took too long. Of several ranks one that fails ends the others, as under torchrun.
+preloaded.py: a process that has imported torch, transformers and vLLM once and forks for every run
+of a script, since the imports cost more than most of the runs. A line of JSON on stdin asks for a
+run: {"argv", "ranks", "timeout", "out", "err": files}; a line on stdout answers with its exit code,
+null where it took too long. Of several ranks one that fails ends the others, as under torchrun.
 """
+import atexit
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -67,12 +69,16 @@ def main():
     import model
 
     model.import_shim()
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"  # read on import; rollout.py says the same
     for name in ("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp",
                  "transformers.processing_utils", "transformers.models.qwen3_vl.modeling_qwen3_vl",
-                 "transformers.models.qwen3_vl.processing_qwen3_vl"):
+                 "transformers.models.qwen3_vl.processing_qwen3_vl", "vllm.entrypoints.llm",
+                 "vllm.model_executor.models.qwen3_vl", "vllm.v1.worker.cpu_worker"):
         importlib.import_module(name)
     with contextlib.suppress(ImportError):  # the processor asks for it where vLLM has installed it
         importlib.import_module("transformers.tokenization_mistral_common")
+    gc.freeze()  # or each child would copy it all to look for garbage in it
+    atexit.register(gc.unfreeze)  # what is frozen at the end is reported as leaked
     sys.path[0] = ""  # replaced by the folder of the script
     for line in sys.stdin:
         request = json.loads(line)

@@ -388,10 +388,10 @@ def sft_step(policy, optimizer, ranks):
 def grpo_step(policy, reference, optimizer, config, ranks):
     """One update on a group of eight that share a prompt of 64 frames, in one pack of 32k tokens ->
     its tokens."""
-    def vision(items):  # the tower reads its grids on the host: left out
+    def vision(item):  # the tower reads its grids on the host: left out
         levels = 1 + len(config.vision_config.deepstack_visual_indexes)
-        tokens, hidden = len(items) * FRAMES * FRAME_TOKENS, config.text_config.hidden_size
-        return torch.empty(tokens, levels, hidden, dtype=torch.bfloat16, device=DEVICE)
+        return torch.empty(FRAMES * FRAME_TOKENS, levels, config.text_config.hidden_size,
+                           dtype=torch.bfloat16, device=DEVICE)
 
     def span(ids, mask):
         return model.Span(ids, [mask] * len(ids),
