@@ -572,7 +572,8 @@ def build_parser():
     add("--clip", type=float, default=1.0, help="gradient norm; 0 = no clipping")
     add("--recompute", choices=["full", "none"], default="full", help="decoder layers in backward")
     add("--replicas", type=int, default=1,
-        help="groups of ranks that each hold the whole model in shards (HSDP): one per node")
+        help="groups of ranks that each hold the whole model in shards (HSDP): one per node; "
+             "0 = every rank holds the whole (toy)")
     # looking and saving
     add("--save-every", type=int, default=50, help="steps between checkpoints; 0 = at the end")
     add("--show-every", type=int, default=20, help="steps between printed rollouts; 0 = never")
@@ -587,15 +588,15 @@ def parse_args():
     early = parser.parse_known_args()[0]
     if early.preset == "toy":
         parser.set_defaults(prompts=16, steps=40, pack_tokens=4096, save_every=0, kl=0.0,
-                            recompute="none", temperature=1.0, **rollout.toy_lengths())
+                            recompute="none", replicas=0, temperature=1.0, **rollout.toy_lengths())
     if early.vanilla:
         parser.set_defaults(think_prefix=False, answer_suffix=False, format_credit="sequence",
                             anchor=0.0, gamma=0.0, frames=64)
     args = parser.parse_args()
     if args.lr is None:  # adapters start at nothing and take larger steps
         args.lr = {"paper": (2e-6, 2e-5), "toy": (2e-4, 2e-3)}[args.preset][args.lora > 0]
-    model.at_least(1, args, "prompts", "group", "steps", "minibatches", "pack_tokens", "replicas")
-    model.at_least(0, args, "lr", "clip", "clip_eps", "kl", "lora")
+    model.at_least(1, args, "prompts", "group", "steps", "minibatches", "pack_tokens")
+    model.at_least(0, args, "lr", "clip", "clip_eps", "kl", "lora", "replicas")
     if not args.data and not args.rollouts:
         raise model.UserError("give --data (task JSONL) or --rollouts (rollout JSONL)")
     if args.temperature <= 0:

@@ -1131,13 +1131,14 @@ def shard(policy, device, replicas=1):
 
     GPU: fp32 shards, bf16 compute, fp32 gradient reduction. replicas: groups of ranks that each
     hold the whole model in shards (HSDP); with one per node, weights are gathered inside a node and
-    only gradients cross between nodes.
+    only gradients cross between nodes. 0: as many as ranks.
     """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     world = dist.get_world_size()
+    replicas = replicas or world
     if world % replicas:
         raise UserError(f"--replicas {replicas}: {world} ranks cannot be divided into so many")
     if world == 1 and compute_dtype(device) == torch.float32:
@@ -1424,8 +1425,11 @@ def save_checkpoint(policy, codec, path, state, optimizer=None):
                 raise OSError(why)
             if optimizer is not None:
                 moments = get_optimizer_state_dict(policy, optimizer)
+                # Alone without collectives: gloo's thread would copy in a pool of threads of its
+                # own, and with more threads than cores OpenMP's are slow from then on, by half.
                 dcp.save({"model": state_dict, "optimizer": moments},
-                         checkpoint_id=os.path.join(folder, "train_state"))
+                         checkpoint_id=os.path.join(folder, "train_state"),
+                         no_dist=dist.get_world_size() == 1)
             if first:
                 mark_complete(folder, state)
     except OSError as error:
@@ -1490,13 +1494,15 @@ def trained_state(policy):
 def load_train_state(policy, optimizer, path):
     """Restore weights and optimizer (or a list of them) from `path`/train_state, saved by any
     number of ranks. Collective. The loop state is resume_point's."""
+    import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import state_dict as states
 
     check_adapters(policy, path)
     shards = {"model": trained_state(policy),
               "optimizer": states.get_optimizer_state_dict(policy, optimizer)}
-    dcp.load(shards, checkpoint_id=os.path.join(path, "train_state"))  # weights: in place
+    dcp.load(shards, checkpoint_id=os.path.join(path, "train_state"),  # weights: in place
+             no_dist=dist.get_world_size() == 1)  # as in save_checkpoint
     states.set_optimizer_state_dict(policy, optimizer, shards["optimizer"])
 
 
@@ -1593,7 +1599,7 @@ def resume_point(out, args, resume):
     # How far, how fast, to whom: these may differ between two parts of one run.
     free = {"steps", "epochs", "resume", "out", "save_every", "eval_every", "show_every",
             "max_seqs", "frame_cache_gb", "frame_cache_dir", "frame_cache_dir_gb", "engine_share",
-            "patience", "wandb"}  # fmt: skip
+            "patience", "replicas", "wandb"}  # fmt: skip
     now, then = json.loads(json.dumps(vars(args))), state.get("args", {})
     other = sorted(k for k in then if k in now and k not in free and then[k] != now[k])
     if resume is None and other:
@@ -1766,6 +1772,7 @@ def quiet_libraries():
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 def start_process_group(patience=1800.0):

@@ -82,7 +82,8 @@ def build_parser():
     add("--beta2", type=float, default=0.999, help="AdamW; beta1 is 0.9")
     add("--recompute", choices=["full", "none"], default="full", help="decoder layers in backward")
     add("--replicas", type=int, default=1,
-        help="groups of ranks that each hold the whole model in shards (HSDP): one per node")
+        help="groups of ranks that each hold the whole model in shards (HSDP): one per node; "
+             "0 = every rank holds the whole (toy)")
     # looking and saving
     add("--eval-every", type=int, default=200, help="steps between held-out losses; 0 = at the end")
     add("--save-every", type=int, default=500, help="steps between checkpoints; 0 = at the end")
@@ -99,12 +100,13 @@ def parse_args():
     if early.preset == "toy":
         parser.set_defaults(optimizer="adamw" if early.lora else "muon", batch_size=24,
                             pack_tokens=2048, max_len=2048, epochs=1.75, beta2=0.98,
-                            min_lr=0.02, warmup=0.1, eval_every=100, save_every=0, recompute="none")
+                            min_lr=0.02, warmup=0.1, eval_every=100, save_every=0, recompute="none",
+                            replicas=0)
     args = parser.parse_args()
     if args.lr is None:  # adapters start at nothing and take larger steps
         args.lr = {"paper": (1e-5, 1e-4), "toy": (2e-3, 2e-3)}[args.preset][args.lora > 0]
-    model.at_least(0, args, "lora")
-    model.at_least(1, args, "batch_size", "pack_tokens", "max_len", "replicas")
+    model.at_least(0, args, "lora", "replicas")
+    model.at_least(1, args, "batch_size", "pack_tokens", "max_len")
     if args.lora and args.optimizer == "muon":
         raise model.UserError("--lora goes with --optimizer adamw: Muon steps whole matrices")
     model.check_wandb(args)

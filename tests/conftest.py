@@ -15,7 +15,8 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 def run_script(name, *arguments, ranks=0, timeout=600, reference=False):
     """Run a script in a process of its own -> CompletedProcess. ranks > 0: so many processes, with
-    the environment that torchrun gives them. reference: with the reference engine for vLLM."""
+    the environment that torchrun gives them; .killed: one had to be. reference: with the reference
+    engine for vLLM."""
     driver = [os.path.join(ROOT, "tests", "reference.py")] if reference else []
     command = [*driver, os.path.join(ROOT, name), *map(str, arguments)]
     with tempfile.TemporaryDirectory() as folder:
@@ -23,11 +24,13 @@ def run_script(name, *arguments, ranks=0, timeout=600, reference=False):
         process = preloaded()
         print(json.dumps({"argv": command, "ranks": ranks, "timeout": timeout, **files}),
               file=process.stdin, flush=True)
-        code = json.loads(process.stdout.readline())
+        code, killed = json.loads(process.stdout.readline())
         written = [Path(files[kind]).read_text() for kind in ("out", "err")]
     if code is None:
         raise subprocess.TimeoutExpired(command, timeout, *written)
-    return subprocess.CompletedProcess(command, code, *written)
+    done = subprocess.CompletedProcess(command, code, *written)
+    done.killed = killed
+    return done
 
 
 @functools.cache

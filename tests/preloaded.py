@@ -2,7 +2,8 @@
 preloaded.py: a process that has imported torch, transformers and vLLM once and forks for every run
 of a script, since the imports cost more than most of the runs. A line of JSON on stdin asks for a
 run: {"argv", "ranks", "timeout", "out", "err": files}; a line on stdout answers with its exit code,
-null where it took too long. Of several ranks one that fails ends the others, as under torchrun.
+null where it took too long, and whether a rank had to be killed. Of several ranks one that fails
+ends the others, as under torchrun.
 """
 import atexit
 import contextlib
@@ -14,7 +15,9 @@ import runpy
 import signal
 import socket
 import sys
+import threading
 import time
+import traceback
 
 
 def free_port():
@@ -44,7 +47,8 @@ def fork(request, rank, port):
 
 
 def wait(pids, seconds):
-    """-> the first exit code that is not 0, else 0; None where one is still there after so long."""
+    """-> (the first exit code that is not 0, else 0; None where one is still there after so long,
+    whether one had to be killed)."""
     end, left, code = time.monotonic() + seconds, set(pids), 0
     while left and time.monotonic() < end:
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -61,7 +65,7 @@ def wait(pids, seconds):
     for pid in left:
         os.killpg(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    return None if left and not code else code
+    return None if left and not code else code, bool(left)
 
 
 def main():
@@ -78,7 +82,6 @@ def main():
     with contextlib.suppress(ImportError):  # the processor asks for it where vLLM has installed it
         importlib.import_module("transformers.tokenization_mistral_common")
     gc.freeze()  # or each child would copy it all to look for garbage in it
-    atexit.register(gc.unfreeze)  # what is frozen at the end is reported as leaked
     sys.path[0] = ""  # replaced by the folder of the script
     for line in sys.stdin:
         request = json.loads(line)
@@ -90,7 +93,25 @@ def main():
         print(json.dumps(wait(pids, request["timeout"])), flush=True)
 
 
+def run():
+    """In a child: the script, then the end of its process without the interpreter's own, which
+    would look through all that was imported: a second and a half."""
+    code = 0
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        code = end.code or 0
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()  # as multiprocessing does: waits for threads
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
     main()
     if sys.argv[0] != __file__ and sys.path[0]:  # in a child
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        run()

@@ -1,8 +1,9 @@
 """
-Tests of faults while running, on two ranks under torchrun: python -m pytest tests/test_faults.py -q
+Tests of faults while running, on two ranks: python -m pytest tests/test_faults.py -q
 
 A rank that dies, hangs, raises or cannot write: every run ends within a deadline, with one reason
-and a checkpoint that loads.
+and a checkpoint that loads. Under torchrun where it is torchrun that has to act; else the ranks are
+started by preloaded.py, which saves their imports.
 """
 import faulthandler
 import json
@@ -34,26 +35,46 @@ LIVE = ("--prompts", 2, "--group", 3, "--max-new-tokens", 6, "--sub-max-new-toke
 
 
 @pytest.fixture
-def start(toy, tmp_path):
-    """start("sft" | "grpo", fault, *flags) -> Popen of two ranks that run the script with `fault`,
-    Python that is run before its main()."""
-    running = []
-
-    def start(script, fault, *flags, ranks=2, out="out"):
+def command(toy, tmp_path):
+    """command("sft" | "grpo", fault, *flags) -> script and flags of a run; `fault`: Python that is
+    run before its main()."""
+    def command(script, fault, *flags):
         path = tmp_path / f"{script}_faulty.py"
         main = f"\nif __name__ == '__main__':\n    model.run_main({script}.main)\n"
         path.write_text(textwrap.dedent(HEAD.format(root=ROOT)) + textwrap.dedent(fault) + main)
         common = {"grpo": ("--data", toy / "rl.jsonl", *LIVE),
-                  "sft": ("--data", toy / "sft.jsonl", "--batch-size", 4)}[script]
-        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
-                 ranks, path, "--preset", "toy", "--ckpt", toy / "init",
-                 "--video-root", toy, "--out", tmp_path / out, "--save-every", 1, *common, *flags]
-        process = subprocess.Popen(list(map(str, words)), stdout=subprocess.PIPE,
-                                   stderr=subprocess.PIPE, text=True, cwd=ROOT)
-        running.append(process)
-        return process
+                  "sft": ("--data", toy / "sft.jsonl", "--batch-size", 4,
+                          "--optimizer", "adamw")}[script]
+        return [path, "--preset", "toy", "--ckpt", toy / "init", "--video-root", toy,
+                "--out", tmp_path / "out", "--save-every", 1, "--replicas", 1, *common, *flags]
 
-    yield start
+    return command
+
+
+@pytest.fixture
+def run(command):
+    """run(..) as command(..) -> what its two ranks left; none of them had to be killed."""
+    def run(*given):
+        done = run_script(*command(*given), ranks=2, timeout=120)
+        assert not done.killed, done.stderr[-3000:]
+        return done
+
+    return run
+
+
+@pytest.fixture
+def launch(command, tmp_path):
+    """launch(..) as command(..) -> torchrun with its two ranks, running."""
+    running = []
+
+    def launch(*given):
+        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
+                 2, *command(*given)]
+        running.append(subprocess.Popen(list(map(str, words)), stdout=subprocess.PIPE,
+                                        stderr=subprocess.PIPE, text=True, cwd=ROOT))
+        return running[-1]
+
+    yield launch
     # nothing of a test that failed stays behind; torchrun's ranks have sessions of their own
     for process in running:
         process.kill()
@@ -61,10 +82,9 @@ def start(toy, tmp_path):
 
 
 def finish(process, timeout=120):
-    """-> (exit code, stdout, stderr without the launcher's own report, seconds)."""
-    began = time.monotonic()
+    """-> (exit code, stdout, stderr without the launcher's own report)."""
     out, err = process.communicate(timeout=timeout)
-    return process.returncode, out, err, time.monotonic() - began
+    return process.returncode, out, err
 
 
 def steps_of(out):
@@ -84,7 +104,7 @@ def goes_on(toy, tmp_path, steps):
     """The same command on one rank goes on from the newest whole checkpoint."""
     done = run_script("sft.py", "--preset", "toy", "--ckpt", toy / "init", "--data",
                       toy / "sft.jsonl", "--video-root", toy, "--batch-size", 4, "--save-every", 1,
-                      "--steps", steps, "--out", tmp_path / "out")
+                      "--optimizer", "adamw", "--steps", steps, "--out", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert steps_of(tmp_path / "out") == list(range(1, steps + 1))
 
@@ -100,17 +120,16 @@ AT_STEP = """
 """
 
 
-def test_a_rank_that_is_killed_ends_the_run_and_loses_one_step(start, toy, tmp_path):
+def test_a_rank_that_is_killed_ends_the_run_and_loses_one_step(launch, toy, tmp_path):
     fault = AT_STEP.format(step=3, rank=1,
                            what="time.sleep(2); os.kill(os.getpid(), signal.SIGKILL)")
-    process = start("sft", fault, "--steps", 4)
-    code, out, err, _ = finish(process)
+    code, out, err = finish(launch("sft", fault, "--steps", 4))
     assert code != 0 and "step 0002/0004" in out and "step 0003" not in out and not alive(tmp_path)
     assert model.newest_checkpoint(str(tmp_path / "out")).endswith("step_000002")
     goes_on(toy, tmp_path, 4)
 
 
-def test_a_rank_that_raises_ends_the_run_with_its_traceback(start, tmp_path):
+def test_a_rank_that_raises_ends_the_run_with_its_traceback(run):
     """Rank 1 fails in its engine while rank 0 has finished its rollouts and waits."""
     fault = """
         if rank == 1:
@@ -118,16 +137,15 @@ def test_a_rank_that_raises_ends_the_run_with_its_traceback(start, tmp_path):
                 raise RuntimeError("the engine is on fire")
             reference.ReferenceEngine.poll = poll
     """
-    process = start("grpo", fault, "--steps", 2)
-    code, out, err, _ = finish(process)
-    assert code != 0 and not alive(tmp_path)
-    assert "RuntimeError: the engine is on fire" in err and "in poll" in err
+    done = run("grpo", fault, "--steps", 2)
+    assert done.returncode != 0
+    assert "RuntimeError: the engine is on fire" in done.stderr and "in poll" in done.stderr
 
 
 # Neither ends at a signal, which torchrun sends when rank 0 leaves: here always first.
 @pytest.mark.parametrize("hang", ["time.sleep(999)", "max(iter(int, 1))"],
                          ids=["waiting", "holding the interpreter"])
-def test_a_rank_that_hangs_ends_the_run_with_its_stack(start, tmp_path, hang):
+def test_a_rank_that_hangs_ends_the_run_with_its_stack(run, tmp_path, hang):
     less_patience = """
         real_beat = model.beat
         # loading may take its time
@@ -138,18 +156,16 @@ def test_a_rank_that_hangs_ends_the_run_with_its_stack(start, tmp_path, hang):
                        "            ")
     fault = textwrap.dedent(AT_STEP.format(step=2, rank=1, what=after_the_first + hang))
     fault += textwrap.dedent(less_patience)
-    process = start("sft", fault, "--steps", 4, "--patience", 60)
-    code, out, err, seconds = finish(process)
-    assert code != 0 and not alive(tmp_path) and "step 0001/0004" in out
-    assert "Timeout" in err  # faulthandler's
-    assert re.search(r'sft_faulty.py", line \d+ in backward', err)  # where rank 1 hung
+    done = run("sft", fault, "--steps", 4, "--patience", 60)
+    assert done.returncode != 0 and "step 0001/0004" in done.stdout
+    assert "Timeout" in done.stderr  # faulthandler's
+    assert re.search(r'sft_faulty.py", line \d+ in backward', done.stderr)  # where rank 1 hung
     assert model.newest_checkpoint(str(tmp_path / "out")).endswith("step_000001")
 
 
-def test_patience_zero_waits(start, tmp_path):
-    process = start("sft", AT_STEP.format(step=2, rank=1, what="time.sleep(4)"), "--steps", 2,
-                    "--patience", 0)
-    assert finish(process)[0] == 0
+def test_patience_zero_waits(run):
+    assert run("sft", AT_STEP.format(step=2, rank=1, what="time.sleep(4)"), "--steps", 2,
+               "--patience", 0).returncode == 0
 
 
 def test_a_collective_waits_a_minute_longer_than_a_phase_and_patience_zero_for_both(monkeypatch):
@@ -168,14 +184,14 @@ def test_a_collective_waits_a_minute_longer_than_a_phase_and_patience_zero_for_b
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_full_disk_stops_all_ranks_with_one_line_and_an_older_checkpoint(
-        start, toy, tmp_path, rank):
+        run, toy, tmp_path, rank):
     """Files of one rank may not grow beyond 100 kB any more, as if the disk were full: the weights
     (rank 0) or a shard (rank 1) do not fit."""
     fault = AT_STEP.format(step=3, rank=rank, what="time.sleep(2); import resource; "
                            "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))")
-    process = start("sft", fault, "--steps", 6)
-    code, out, err, _ = finish(process)
-    assert code != 0 and not alive(tmp_path)
+    done = run("sft", fault, "--steps", 6)
+    err = done.stderr
+    assert done.returncode != 0
     said = [line for line in err.splitlines() if "could not be written" in line
             and line.startswith("sft_faulty.py:")]
     assert len(said) == 1 and "step_000003" in said[0], err[-3000:]
@@ -186,7 +202,7 @@ def test_a_full_disk_stops_all_ranks_with_one_line_and_an_older_checkpoint(
     goes_on(toy, tmp_path, 4)
 
 
-def test_batches_that_teach_nothing_and_gradients_that_are_none_are_counted(start, tmp_path):
+def test_batches_that_teach_nothing_and_gradients_that_are_none_are_counted(run, tmp_path):
     """Step 1: rank 1 cannot read a video. Step 2: nobody can. Step 3: all rewards are equal on both
     ranks. Step 4: rank 1's gradient is not finite."""
     fault = """
@@ -215,41 +231,39 @@ def test_batches_that_teach_nothing_and_gradients_that_are_none_are_counted(star
 
         rollout.run, rewards.score, torch.nn.utils.clip_grad_norm_ = run, score, clip
     """
-    process = start("grpo", fault, "--steps", 5)
-    code, out, err, _ = finish(process)
-    assert code == 0, err[-3000:]
+    done = run("grpo", fault, "--steps", 5)
+    assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
     assert [r["not_ok"] for r in rows] == [3, 6, 0, 0, 0]
     assert [r["skipped_update"] for r in rows] == [0, 1, 1, 0, 0]
     assert [r["zero_variance"] for r in rows][2:4] == [2, 0]
     assert [r["bad_updates"] for r in rows] == [0, 0, 0, 1, 0]
-    assert out.count("skipped task") == 3
+    assert done.stdout.count("skipped task") == 3
 
 
-def test_a_scheduler_that_warns_the_launcher_loses_no_step(start, toy, tmp_path):
+def test_a_scheduler_that_warns_the_launcher_loses_no_step(launch, toy, tmp_path):
     """SIGTERM to torchrun, which hands it to its ranks and gives them half a minute."""
     fault = AT_STEP.format(step=3, rank=0, what="open(sys.argv[sys.argv.index('--out') + 1] "
                            "+ '/third', 'w').close(); time.sleep(2)")
-    process = start("sft", fault, "--steps", 4)
+    process = launch("sft", fault, "--steps", 4)
     until = time.monotonic() + 60
     while not (tmp_path / "out" / "third").exists() and time.monotonic() < until:
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    code, out, err, _ = finish(process)
+    _, out, err = finish(process)
     assert "stopped by SIGTERM after step 3 of 4; the same command goes on" in out, err[-2000:]
     assert not alive(tmp_path), err[-2000:]
     assert steps_of(tmp_path / "out") == [1, 2, 3]
     goes_on(toy, tmp_path, 4)
 
 
-def test_reinforcement_learning_goes_on_with_other_ranks(start, toy, tmp_path):
+def test_reinforcement_learning_goes_on_with_other_ranks(run, toy, tmp_path):
     """Two steps on two ranks, two more on one: the tasks, K and samples of a run that had one rank
     all along, and its weights but for rounding."""
     from safetensors.torch import load_file
 
-    process = start("grpo", "", "--steps", 2)
-    code, out, err, _ = finish(process)
-    assert code == 0, err[-2000:]
+    done = run("grpo", "", "--steps", 2)
+    assert done.returncode == 0, done.stderr[-2000:]
     words = ["grpo.py", "--preset", "toy", "--ckpt", toy / "init", "--video-root", toy, "--data",
              toy / "rl.jsonl", "--save-every", 1, *LIVE, "--steps", 4]
     for name in ("out", "straight"):

@@ -351,8 +351,8 @@ STEPS = 30
 
 @pytest.fixture(scope="module")
 def training(toy, tmp_path_factory):
-    """torchrun with two ranks, one truncated video in the data -> (output folder, CompletedProcess,
-    arguments)."""
+    """Two ranks with a shard each, one truncated video in the data -> (output folder,
+    CompletedProcess, arguments)."""
     folder = tmp_path_factory.mktemp("training")
     shutil.copytree(toy / "videos", folder / "videos")
     whole = (folder / "videos" / "sft-0001.mp4").read_bytes()
@@ -363,8 +363,8 @@ def training(toy, tmp_path_factory):
     data = write_rows(folder / "sft.jsonl", rows)
     held = write_rows(folder / "val.jsonl", small_rows(toy, "sft_val", 10))
     arguments = ["--preset", "toy", "--ckpt", toy / "init", "--data", data, "--val", held,
-                 "--steps", STEPS, "--batch-size", 10,
-                 "--eval-every", 0, "--save-every", STEPS // 2]
+                 "--steps", STEPS, "--batch-size", 10, "--optimizer", "adamw", "--lr", 4e-3,
+                 "--replicas", 1, "--eval-every", 0, "--save-every", STEPS // 2]
     done = run_script("sft.py", *arguments, "--out", folder / "out", ranks=2, timeout=240)
     assert done.returncode == 0, done.stderr
     return folder / "out", done, arguments

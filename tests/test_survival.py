@@ -19,7 +19,7 @@ import types
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, run_script
 from reference import ReferenceEngine, make_engine
 
 import grpo
@@ -359,14 +359,10 @@ def test_stale_and_wrongly_mapped_weights_stop_the_run(run, monkeypatch, sync):
 RUNNER = """
     import os, random, signal, sys, time
     import model, sft, grpo, video, rollout, reference
-    model.import_shim()
     if "--vllm" in sys.argv:
         sys.argv.remove("--vllm")
-        from vllm import LLM
     else:
         rollout.make_engine = reference.make_engine
-    import numpy, torch, av, safetensors.torch, torch.distributed.checkpoint
-    from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
     kills, log, words = int(sys.argv[1]), os.path.join(sys.argv[-1], "log.jsonl"), sys.argv[2:]
     rng = random.Random(7)
@@ -397,14 +393,12 @@ RUNNER = """
 @pytest.fixture
 def go(tmp_path):
     """go(kills, words, out) -> run folder of a run that was killed so many times."""
-    (tmp_path / "runner.py").write_text(textwrap.dedent(RUNNER))
+    path = f"import sys\nsys.path[:0] = [{ROOT!r}, {ROOT + '/tests'!r}]\n"
+    (tmp_path / "runner.py").write_text(path + textwrap.dedent(RUNNER))
 
     def go(kills, words, out):
-        command = [sys.executable, tmp_path / "runner.py", kills, *words, "--preset", "toy",
-                   "--save-every", 1, "--out", tmp_path / out]
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=ROOT,
-                              timeout=900, env=environment)
+        done = run_script(tmp_path / "runner.py", kills, *words, "--preset", "toy",
+                          "--save-every", 1, "--out", tmp_path / out, timeout=900)
         assert done.returncode == 0, done.stderr[-2000:]
         return tmp_path / out
 
