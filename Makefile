@@ -59,7 +59,7 @@ test-page: venv
 demo: venv
 	rm -rf $(DEMO)
 	$(call stage,toy world,$(BIN)/python toy.py --out $(DEMO)/toy --prior tidy --seed $(SEED))
-	$(call stage,cold start,$(COLD) sft.py --preset toy --ckpt $(DEMO)/toy/init --data $(DEMO)/toy/pretrain.jsonl --val $(DEMO)/toy/sft_val.jsonl --batch-size 12 --steps 400 --muon-lr 3e-3 --seed $(SEED) --out $(DEMO)/sft)
+	$(call stage,cold start,$(COLD) sft.py --preset toy --ckpt $(DEMO)/toy/init --data $(DEMO)/toy/pretrain.jsonl --val $(DEMO)/toy/sft_val.jsonl --batch-size 12 --steps 560 --seed $(SEED) --out $(DEMO)/sft)
 	$(call stage,PARA-GRPO,$(TORCHRUN) grpo.py --preset toy --ckpt $(DEMO)/sft --data $(DEMO)/toy/rl.jsonl --steps 30 --lora $(LORA) --seed $(SEED) --out $(DEMO)/grpo)
 	$(call stage,evaluation of sft,$(EVAL) --ckpt $(DEMO)/sft --out $(DEMO)/eval/sft)
 	$(call stage,evaluation of grpo,$(EVAL) --ckpt $(DEMO)/grpo --out $(DEMO)/eval/grpo)

@@ -712,9 +712,10 @@ class VllmEngine:
             heads = text.num_hidden_layers * text.num_key_value_heads
             room = context * heads * text.head_dim * 2 * 4  # bytes of one context
             options = dict(dtype="float32", enforce_eager=True, enable_chunked_prefill=False,
-                           kv_cache_memory_bytes=max(room, min(max_seqs * room, 2**27)),
+                           kv_cache_memory_bytes=max(2 * room, min(max_seqs * room, 2**27)),
                            max_num_batched_tokens=max(context, 8192))
-        gc.freeze()  # it collects eight times while it starts, 0.3 s each through what was imported
+        gc.collect()
+        gc.freeze()  # vLLM collects eight times while it starts: not through all that was imported
         # The processor bounds an image by itself but a video by all of its frames together.
         images = max_frames if codec.channel == "image" else 0
         longest = max_pixels if codec.channel == "image" else max_pixels * max_frames

@@ -1008,6 +1008,18 @@ def vllm_engines(base, codecs):
         engine.close()
 
 
+def test_one_sequence_may_fill_a_context_of_odd_length(base, codecs):
+    """Room for keys and values comes in blocks, one of which vLLM keeps to itself."""
+    engine = rollout.VllmEngine(base, codecs["image"], 1000, max_seqs=1)
+    ids = [*range(300, 400)] * 9 + [*range(300, 390)]
+    engine.submit(rollout.Request("0/0/0/0", ids, ids, [], [], [], 10, 1.0, 0))
+    done = []
+    while not done:
+        done = engine.poll()
+    engine.close()
+    assert len(done[0].ids) == 10 or done[0].ids[-1] == codecs["image"].eos
+
+
 HOT = rollout.Agent(temperature=1.0, context=1024, max_new_tokens=16, sub_max_new_tokens=8,
                     max_turns=2)
 TALK = [calls((0, 8), (16, 24), (40, 48)), calls((3, 10.5)), ANSWER]

@@ -364,9 +364,8 @@ def test_the_tidy_prior_calls_in_the_protocols_own_style():
 def test_the_weak_prior_is_tidy_never_calls_and_changes_nothing_else(twin, tmp_path):
     import rewards
 
-    script = os.path.join(os.path.dirname(toy_world.__file__), "toy.py")
-    subprocess.run([sys.executable, script, "--out", str(tmp_path / "w"), "--seed", "5",
-                    *map(str, SMALL), "--prior", "weak"], check=True)
+    done = run_script("toy.py", "--out", tmp_path / "w", "--seed", 5, *SMALL, "--prior", "weak")
+    assert done.returncode == 0, done.stderr
     strong, weak = digests(twin / "a"), digests(tmp_path / "w")
     assert {name for name in strong if strong[name] != weak.get(name)} == {"pretrain.jsonl"}
     assert strong.keys() == weak.keys()
