@@ -678,6 +678,7 @@ class VllmEngine:
                  gpu_memory=0.5, sleeping=False, max_videos=1):  # fmt: skip
         """context: tokens; max_frames: images in one context, or frames of one of its max_videos;
         max_pixels: of a frame; gpu_memory: fraction of the card; sleeping: give it back (GPU)."""
+        import atexit
         import gc
 
         import torch
@@ -716,6 +717,7 @@ class VllmEngine:
                            max_num_batched_tokens=max(context, 8192))
         gc.collect()
         gc.freeze()  # vLLM collects eight times while it starts: not through all that was imported
+        atexit.register(gc.unfreeze)  # what is frozen at the end is reported as leaked, on 30 lines
         # The processor bounds an image by itself but a video by all of its frames together.
         images = max_frames if codec.channel == "image" else 0
         longest = max_pixels if codec.channel == "image" else max_pixels * max_frames

@@ -76,11 +76,13 @@ def main():
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"  # read on import; rollout.py says the same
     for name in ("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp",
                  "transformers.processing_utils", "transformers.models.qwen3_vl.modeling_qwen3_vl",
-                 "transformers.models.qwen3_vl.processing_qwen3_vl", "vllm.entrypoints.llm",
-                 "vllm.model_executor.models.qwen3_vl", "vllm.v1.worker.cpu_worker"):
+                 "transformers.models.qwen3_vl.processing_qwen3_vl"):
         importlib.import_module(name)
-    with contextlib.suppress(ImportError):  # the processor asks for it where vLLM has installed it
-        importlib.import_module("transformers.tokenization_mistral_common")
+    for name in ("vllm.entrypoints.llm", "vllm.model_executor.models.qwen3_vl",
+                 "vllm.v1.worker.cpu_worker",
+                 "transformers.tokenization_mistral_common"):  # the processor asks for this one
+        with contextlib.suppress(ImportError):  # not installed
+            importlib.import_module(name)
     gc.freeze()  # or each child would copy it all to look for garbage in it
     sys.path[0] = ""  # replaced by the folder of the script
     for line in sys.stdin:

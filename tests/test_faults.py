@@ -100,11 +100,11 @@ def alive(tmp_path):
             and not line.startswith("Z")]
 
 
-def goes_on(toy, tmp_path, steps):
+def goes_on(toy, tmp_path, steps, optimizer="adamw"):
     """The same command on one rank goes on from the newest whole checkpoint."""
     done = run_script("sft.py", "--preset", "toy", "--ckpt", toy / "init", "--data",
                       toy / "sft.jsonl", "--video-root", toy, "--batch-size", 4, "--save-every", 1,
-                      "--optimizer", "adamw", "--steps", steps, "--out", tmp_path / "out")
+                      "--optimizer", optimizer, "--steps", steps, "--out", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert steps_of(tmp_path / "out") == list(range(1, steps + 1))
 
@@ -245,7 +245,7 @@ def test_a_scheduler_that_warns_the_launcher_loses_no_step(launch, toy, tmp_path
     """SIGTERM to torchrun, which hands it to its ranks and gives them half a minute."""
     fault = AT_STEP.format(step=3, rank=0, what="open(sys.argv[sys.argv.index('--out') + 1] "
                            "+ '/third', 'w').close(); time.sleep(2)")
-    process = launch("sft", fault, "--steps", 4)
+    process = launch("sft", fault, "--steps", 4, "--optimizer", "muon")
     until = time.monotonic() + 60
     while not (tmp_path / "out" / "third").exists() and time.monotonic() < until:
         time.sleep(0.1)
@@ -254,7 +254,7 @@ def test_a_scheduler_that_warns_the_launcher_loses_no_step(launch, toy, tmp_path
     assert "stopped by SIGTERM after step 3 of 4; the same command goes on" in out, err[-2000:]
     assert not alive(tmp_path), err[-2000:]
     assert steps_of(tmp_path / "out") == [1, 2, 3]
-    goes_on(toy, tmp_path, 4)
+    goes_on(toy, tmp_path, 4, "muon")
 
 
 def test_reinforcement_learning_goes_on_with_other_ranks(run, toy, tmp_path):
