@@ -249,8 +249,8 @@ def test_the_frame_cache_has_the_size_and_the_folder_that_were_asked_for(
 
 def test_the_toy_preset_sets_defaults_that_flags_still_override(monkeypatch):
     paper, toy = parse(monkeypatch), parse(monkeypatch, "--preset", "toy")
-    assert (paper.optimizer, paper.lr, paper.batch_size) == ("adamw", 1e-5, 64)
-    assert (toy.optimizer, toy.lr, toy.batch_size) == ("muon", 2e-3, 24)
+    assert (paper.optimizer, paper.lr, paper.batch_size, paper.replicas) == ("adamw", 1e-5, 64, 1)
+    assert (toy.optimizer, toy.lr, toy.batch_size, toy.replicas) == ("muon", 2e-3, 24, 0)
     mixed = parse(monkeypatch, "--preset", "toy", "--lr", 1, "--optimizer", "adamw")
     assert (mixed.lr, mixed.optimizer, mixed.batch_size) == (1, "adamw", 24)
 

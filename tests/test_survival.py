@@ -87,7 +87,8 @@ def test_a_process_killed_while_it_prunes_leaves_no_torn_checkpoint(tmp_path, mo
 
 def arguments(**flags):
     return argparse.Namespace(**{"lr": 1.0, "steps": 4, "resume": None, "out": "o",
-                                 "frame_cache_dir": None, "frame_cache_dir_gb": 50.0, **flags})
+                                 "frame_cache_dir": None, "frame_cache_dir_gb": 50.0,
+                                 "replicas": 1, **flags})
 
 
 def test_a_run_goes_on_by_itself_only_where_its_settings_are_the_same(tmp_path):
@@ -95,7 +96,7 @@ def test_a_run_goes_on_by_itself_only_where_its_settings_are_the_same(tmp_path):
     assert model.resume_point(str(tmp_path), arguments(), True) == (None, {})
     folder = checkpoint(tmp_path, "step_000002", args=vars(arguments()))
     for changed in ({}, {"steps": 9}, {"out": "elsewhere"}, {"frame_cache_dir": "kept"},
-                    {"frame_cache_dir_gb": 1.0}):
+                    {"frame_cache_dir_gb": 1.0}, {"replicas": 0}):
         assert model.resume_point(str(tmp_path), arguments(**changed), None)[0] == str(folder)
     with pytest.raises(model.UserError, match=r"other settings: --lr 1.0 \(now 2.0\)"):
         model.resume_point(str(tmp_path), arguments(lr=2.0), None)
