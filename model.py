@@ -1772,6 +1772,7 @@ def quiet_libraries():
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning)
+    # Said of every checkpoint that a process alone saves.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 

@@ -707,11 +707,11 @@ class VllmEngine:
             torch.compiler.set_stance("force_eager")
             # vLLM would inspect the class in a subprocess, which has no shim.
             ModelRegistry.register_model("Qwen3VLForConditionalGeneration", Inside)
-            # A prompt prefilled in chunks rewinds its seeded generator, which CPU's cannot do.
             # Room for keys and values is filled with zeros at once, a GiB in one to three seconds.
             text = AutoConfig.from_pretrained(ckpt).text_config
             heads = text.num_hidden_layers * text.num_key_value_heads
             room = context * heads * text.head_dim * 2 * 4  # bytes of one context
+            # A prompt prefilled in chunks rewinds its seeded generator, which CPU's cannot do.
             options = dict(dtype="float32", enforce_eager=True, enable_chunked_prefill=False,
                            kv_cache_memory_bytes=max(2 * room, min(max_seqs * room, 2**27)),
                            max_num_batched_tokens=max(context, 8192))
