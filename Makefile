@@ -15,12 +15,21 @@ TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(RA
 # without a GPU one process learns the toy fastest: no shards, no exchange
 COLD := $(if $(filter-out 0,$(GPUS)),$(TORCHRUN),$(BIN)/python)
 # as it samples in training: greedy answers hide how often an agent calls, and what RL changed
-EVAL = $(TORCHRUN) eval.py --preset toy --data $(DEMO)/toy/eval.jsonl --frames 4 8 16 32 64 --tools on off --temperature 1
+EVAL = eval.py --preset toy --data $(DEMO)/toy/eval.jsonl --frames 4 8 16 32 64 --tools on off --temperature 1
+EVAL_SFT = $(EVAL) --ckpt $(DEMO)/sft --out $(DEMO)/eval/sft
+EVAL_GRPO = $(EVAL) --ckpt $(DEMO)/grpo --out $(DEMO)/eval/grpo
+# without a GPU side by side, a core each: two processes that start vLLM, not two times two
+BOTH = $(if $(filter-out 0,$(GPUS)),$(TORCHRUN) $(EVAL_SFT) && $(TORCHRUN) $(EVAL_GRPO),export OMP_NUM_THREADS=1; \
+	$(BIN)/python $(EVAL_SFT) --quiet >$(DEMO)/eval_sft.txt & $(BIN)/python $(EVAL_GRPO) && wait $$!)
+# compiles vLLM's modules, once for both ranks, while toy.py leaves a core idle
+WARM = $(BIN)/python -c "import model; model.import_shim(); import vllm.entrypoints.llm, vllm.v1.worker.gpu_worker" >/dev/null 2>&1
 # $(call stage,name,command): the command, then what it took
 stage = @echo "== $(1)"; began=$$(date +%s); $(2) && echo "== $(1): $$(($$(date +%s) - began)) s"
-# uv, where it is installed, is faster than pip; it reads nothing of pip's configuration, so pip installs where there is one
-UV := $(shell $(PYTHON) -m pip config list 2>/dev/null | grep -q . || command -v uv 2>/dev/null)
-install = $(if $(UV),$(UV) pip install -q --python $(BIN)/python --index-strategy unsafe-best-match $(1) 2>/dev/null || )$(BIN)/pip install -q --no-compile $(1)
+# uv installs in a quarter of pip's time, but reads nothing of pip's configuration: the indexes of that are handed over. Where uv
+# cannot be had or does not manage, pip installs
+INDEXES = $$($(BIN)/pip config list 2>/dev/null | sed -nE "s/^[^=]*\.((extra-)?index-url|find-links)='(.*)'$$/\1 \3/p" | sort -u | \
+	while read -r name urls; do printf -- "--$$name %s " $$urls; done)
+install = $(BIN)/uv pip install -q --python $(BIN)/python --index-strategy unsafe-best-match $(INDEXES) $(1) 2>/dev/null || $(BIN)/pip install -q --no-compile $(1)
 # pip compiles nothing: of thousands of modules few are ever imported, and those are compiled then, once, whatever the shell says
 export PYTHONDONTWRITEBYTECODE :=
 CPU_INDEX := https://download.pytorch.org/whl/cpu
@@ -32,7 +41,7 @@ venv: .venv/ready
 # On a GPU machine: requirements.txt. Elsewhere the CPU build of torch first (PyPI's default build brings gigabytes of CUDA).
 .venv/ready: requirements.txt requirements-lock.txt requirements-cpu.txt requirements-cpu-lock.txt
 	$(PYTHON) -m venv .venv
-	@$(BIN)/pip install -q -U pip || true  # today's is done in less than half the time of Python 3.11's own, which would do too
+	@$(BIN)/pip install -q -U pip uv==0.13.9 || true  # today's pip takes half the time of Python 3.11's own, which would do too
 	@if nvidia-smi >/dev/null 2>&1; then \
 		$(call install,-r requirements.txt -c requirements-lock.txt); \
 	else \
@@ -41,7 +50,7 @@ venv: .venv/ready
 			$(call install,--extra-index-url $(CPU_INDEX) torch==2.13.0+cpu); \
 		} && { $(call install,-r requirements-cpu.txt -c requirements-cpu-lock.txt); }; \
 	fi
-	@$(BIN)/pip install -q --no-deps dashscope==2.0.2  # for the tests: the file qwen.tiktoken in it is Qwen's vocabulary; nothing of it is imported
+	@$(call install,--no-deps dashscope==2.0.2)  # for the tests: the file qwen.tiktoken in it is Qwen's vocabulary; nothing of it is imported
 	@touch $@
 
 test: venv
@@ -58,11 +67,11 @@ test-page: venv
 
 demo: venv
 	rm -rf $(DEMO)
+	@$(WARM) &
 	$(call stage,toy world,$(BIN)/python toy.py --out $(DEMO)/toy --prior tidy --seed $(SEED))
 	$(call stage,cold start,$(COLD) sft.py --preset toy --ckpt $(DEMO)/toy/init --data $(DEMO)/toy/pretrain.jsonl --val $(DEMO)/toy/sft_val.jsonl --batch-size 12 --steps 560 --seed $(SEED) --out $(DEMO)/sft)
 	$(call stage,PARA-GRPO,$(TORCHRUN) grpo.py --preset toy --ckpt $(DEMO)/sft --data $(DEMO)/toy/rl.jsonl --steps 30 --lora $(LORA) --seed $(SEED) --out $(DEMO)/grpo)
-	$(call stage,evaluation of sft,$(EVAL) --ckpt $(DEMO)/sft --out $(DEMO)/eval/sft)
-	$(call stage,evaluation of grpo,$(EVAL) --ckpt $(DEMO)/grpo --out $(DEMO)/eval/grpo)
+	$(call stage,evaluation of both,$(BOTH))
 	$(BIN)/python eval.py --compare $(DEMO)/eval/sft $(DEMO)/eval/grpo --out $(DEMO)
 	$(BIN)/python view.py $(DEMO) --out $(DEMO)/index.html
 

@@ -545,6 +545,7 @@ class FrameCache:
     _lock: threading.Lock = field(default_factory=threading.Lock)  # for the counters and these:
     _entries: dict = field(default_factory=dict)  # key -> Future of (value, bytes), oldest first
     _idle: list = field(default_factory=list)  # children nobody is using, most recent last
+    _rows: dict = field(default_factory=dict)  # key of a frame -> (images of a set kept, its row)
 
     def index(self, path):
         """Path -> (starts [N] float64 seconds, VideoInfo), read once per state of the file."""
@@ -617,12 +618,23 @@ class FrameCache:
         key, frame_keys = _digests(file, indices, height, width)
 
         def read():
-            (images,), asked = self._through(key, file, lambda: [decode()])
+            known = self._known(frame_keys)
+            (images,), asked = self._through(
+                key, file, lambda: [decode() if known is None else known])
             seconds = starts[indices]  # [T]
             images.flags.writeable = seconds.flags.writeable = False  # every caller gets the same
-            return Frames(images, seconds, key, frame_keys), images.nbytes, asked
+            with self._lock:
+                self._rows.update((name, (images, n)) for n, name in enumerate(frame_keys))
+            frames = Frames(images, seconds, key, frame_keys)
+            return frames, images.nbytes, asked and known is None
 
         return self._once(key, read)
+
+    def _known(self, frame_keys):
+        """-> [T, H, W, 3], where each frame is in some set that is kept; else None."""
+        with self._lock:
+            found = [self._rows.get(name) for name in frame_keys]
+        return None if None in found else np.stack([images[n] for images, n in found])
 
     def _decode(self, opened, indices):
         """-> [T, H, W, 3] uint8."""
@@ -721,7 +733,11 @@ class FrameCache:
                                if entry.done() and (look or name != key)), None)
                 if oldest is None:
                     break
-                self.bytes -= self._entries.pop(oldest).result()[1]
+                gone, size = self._entries.pop(oldest).result()
+                self.bytes -= size
+                for name in gone.frame_keys if isinstance(gone, Frames) else ():
+                    if self._rows.get(name, (None,))[0] is gone.images:
+                        del self._rows[name]
         return value
 
 
