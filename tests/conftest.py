@@ -21,10 +21,10 @@ def run_script(name, *arguments, ranks=0, timeout=600, reference=False):
     command = [*driver, os.path.join(ROOT, name), *map(str, arguments)]
     with tempfile.TemporaryDirectory() as folder:
         files = {kind: os.path.join(folder, kind) for kind in ("out", "err")}
-        process = preloaded()
+        requests, answers = preloaded()
         print(json.dumps({"argv": command, "ranks": ranks, "timeout": timeout, **files}),
-              file=process.stdin, flush=True)
-        code, killed = json.loads(process.stdout.readline())
+              file=requests, flush=True)
+        code, killed = json.loads(answers.readline())
         written = [Path(files[kind]).read_text() for kind in ("out", "err")]
     if code is None:
         raise subprocess.TimeoutExpired(command, timeout, *written)
@@ -35,11 +35,16 @@ def run_script(name, *arguments, ranks=0, timeout=600, reference=False):
 
 @functools.cache
 def preloaded():
-    """The process that scripts are forked from, one for each process of pytest; it ends with its
-    stdin."""
+    """The process that scripts are forked from, one for each process of pytest -> (requests,
+    answers); it ends with its requests."""
+    if "PYTEST_XDIST_WORKER" in os.environ:  # a fork of this one, which needs the imports as well
+        import preloaded
+
+        return preloaded.split()
     command = [sys.executable, os.path.join(ROOT, "tests", "preloaded.py")]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                            cwd=ROOT)
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                               cwd=ROOT)
+    return process.stdin, process.stdout
 
 
 class Overheard:
@@ -68,6 +73,8 @@ def pytest_configure(config):
         number, count = int(name.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, cores[number % len(cores)::count])
+        if not config.getoption("--fast"):
+            preloaded()  # now, while there are no threads that a fork would lose
 
 
 def pytest_addoption(parser):

@@ -68,8 +68,8 @@ def wait(pids, seconds):
     return None if left and not code else code, bool(left)
 
 
-def main():
-    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+def load():
+    """The imports."""
     import model
 
     model.import_shim()
@@ -83,16 +83,21 @@ def main():
                  "transformers.tokenization_mistral_common"):  # the processor asks for this one
         with contextlib.suppress(ImportError):  # not installed
             importlib.import_module(name)
+
+
+def serve(requests, answers):
+    """Answers until `requests` ends; a child becomes the script that was asked for."""
     gc.freeze()  # or each child would copy it all to look for garbage in it
-    sys.path[0] = ""  # replaced by the folder of the script
-    for line in sys.stdin:
+    sys.path.insert(0, "")  # replaced by the folder of the script
+    for line in requests:
         request = json.loads(line)
         port, pids = free_port(), []
         for rank in range(max(1, request["ranks"])):
             pids.append(fork(request, rank, port))
             if not pids[-1]:
-                return
-        print(json.dumps(wait(pids, request["timeout"])), flush=True)
+                run()
+        print(json.dumps(wait(pids, request["timeout"])), file=answers, flush=True)
+    os._exit(0)
 
 
 def run():
@@ -113,7 +118,22 @@ def run():
     os._exit(code)
 
 
+def split():
+    """This process imports all that, then another one like it, forked before anything has run here,
+    serves -> (file of requests, file of answers)."""
+    load()
+    (asked, ask), (answered, answer) = os.pipe(), os.pipe()
+    if not os.fork():
+        os.close(ask)  # or the requests would never end
+        # not those of pytest
+        sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__
+        serve(os.fdopen(asked), os.fdopen(answer, "w"))
+    os.close(asked)
+    os.close(answer)
+    return os.fdopen(ask, "w"), os.fdopen(answered)
+
+
 if __name__ == "__main__":
-    main()
-    if sys.argv[0] != __file__ and sys.path[0]:  # in a child
-        run()
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    load()
+    serve(sys.stdin, sys.stdout)

@@ -110,6 +110,11 @@ def goes_on(toy, tmp_path, steps, optimizer="adamw"):
 
 
 AT_STEP = """
+    def saved(step):
+        out = sys.argv[sys.argv.index("--out") + 1]
+        while not (model.newest_checkpoint(out) or "").endswith(f"step_{{step:06d}}"):
+            time.sleep(0.1)
+
     real, calls = sft.backward, []
     def backward(*given):
         calls.append(1)
@@ -121,8 +126,7 @@ AT_STEP = """
 
 
 def test_a_rank_that_is_killed_ends_the_run_and_loses_one_step(launch, toy, tmp_path):
-    fault = AT_STEP.format(step=3, rank=1,
-                           what="time.sleep(2); os.kill(os.getpid(), signal.SIGKILL)")
+    fault = AT_STEP.format(step=3, rank=1, what="saved(2); os.kill(os.getpid(), signal.SIGKILL)")
     code, out, err = finish(launch("sft", fault, "--steps", 4))
     assert code != 0 and "step 0002/0004" in out and "step 0003" not in out and not alive(tmp_path)
     assert model.newest_checkpoint(str(tmp_path / "out")).endswith("step_000002")
@@ -151,10 +155,7 @@ def test_a_rank_that_hangs_ends_the_run_with_its_stack(run, tmp_path, hang):
         # loading may take its time
         model.beat = lambda patience: real_beat(4.5 + 0.5 * rank if calls else 60.0)
     """
-    after_the_first = ("while not model.newest_checkpoint(sys.argv[sys.argv.index('--out') + 1]):\n"
-                       "                time.sleep(0.1)\n"
-                       "            ")
-    fault = textwrap.dedent(AT_STEP.format(step=2, rank=1, what=after_the_first + hang))
+    fault = textwrap.dedent(AT_STEP.format(step=2, rank=1, what=f"saved(1); {hang}"))
     fault += textwrap.dedent(less_patience)
     done = run("sft", fault, "--steps", 4, "--patience", 60)
     assert done.returncode != 0 and "step 0001/0004" in done.stdout
@@ -164,7 +165,7 @@ def test_a_rank_that_hangs_ends_the_run_with_its_stack(run, tmp_path, hang):
 
 
 def test_patience_zero_waits(run):
-    assert run("sft", AT_STEP.format(step=2, rank=1, what="time.sleep(4)"), "--steps", 2,
+    assert run("sft", AT_STEP.format(step=2, rank=1, what="time.sleep(2)"), "--steps", 2,
                "--patience", 0).returncode == 0
 
 
@@ -187,7 +188,7 @@ def test_a_full_disk_stops_all_ranks_with_one_line_and_an_older_checkpoint(
         run, toy, tmp_path, rank):
     """Files of one rank may not grow beyond 100 kB any more, as if the disk were full: the weights
     (rank 0) or a shard (rank 1) do not fit."""
-    fault = AT_STEP.format(step=3, rank=rank, what="time.sleep(2); import resource; "
+    fault = AT_STEP.format(step=3, rank=rank, what="saved(2); import resource; "
                            "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))")
     done = run("sft", fault, "--steps", 6)
     err = done.stderr
@@ -244,7 +245,7 @@ def test_batches_that_teach_nothing_and_gradients_that_are_none_are_counted(run,
 def test_a_scheduler_that_warns_the_launcher_loses_no_step(launch, toy, tmp_path):
     """SIGTERM to torchrun, which hands it to its ranks and gives them half a minute."""
     fault = AT_STEP.format(step=3, rank=0, what="open(sys.argv[sys.argv.index('--out') + 1] "
-                           "+ '/third', 'w').close(); time.sleep(2)")
+                           "+ '/third', 'w').close(); time.sleep(1)")
     process = launch("sft", fault, "--steps", 4, "--optimizer", "muon")
     until = time.monotonic() + 60
     while not (tmp_path / "out" / "third").exists() and time.monotonic() < until:
@@ -291,12 +292,13 @@ def test_reinforcement_learning_goes_on_with_other_ranks(run, toy, tmp_path):
 
 def test_two_nodes_share_nothing_but_folders(toy, tmp_path):
     """Two launchers that find each other, as docs/recipe.md has it: a rank and a whole copy of the
-    model in shards on each node."""
+    model in shards on each node. Engines know nothing of nodes: the reference stands in."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         place = f"localhost:{free.getsockname()[1]}"
     words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc_per_node", 1,
-             "--rdzv_backend", "c10d", "--rdzv_endpoint", place, os.path.join(ROOT, "grpo.py"),
+             "--rdzv_backend", "c10d", "--rdzv_endpoint", place,
+             os.path.join(ROOT, "tests", "reference.py"), os.path.join(ROOT, "grpo.py"),
              "--preset", "toy", "--ckpt", toy / "init", "--data", toy / "rl.jsonl", "--out",
              tmp_path / "out", *LIVE, "--steps", 3, "--lr", 5e-3, "--replicas", 2]
     nodes = [subprocess.Popen(list(map(str, words)), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
