@@ -237,10 +237,13 @@ def share(tasks, step, args, rank, world):
     brings twice is one larger group."""
     picked = model.batch_indices(step, args.prompts, len(tasks), args.seed)  # the same everywhere
     batch = [tasks[i] for i in picked]
-    order = {}
+    order, frames = {}, {}
     for task in batch:
-        order.setdefault(f"{step}/{task['id']}", len(order))
-    return [t for t in batch if order[f"{step}/{t['id']}"] % world == rank], order
+        name = f"{step}/{task['id']}"
+        order.setdefault(name, len(order))
+        frames[name] = rollout.overview_frames(args.frames, args.seed, step, task["id"])
+    mine = model.deal(order, frames.get, rank, world)  # K is what is known of a group's cost
+    return [t for t in batch if f"{step}/{t['id']}" in mine], order
 
 
 def look_ahead(pool, source, tasks, step, args):

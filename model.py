@@ -1945,6 +1945,15 @@ def batch_indices(step, batch_size, rows, seed):
     return [epoch_order(i // rows, rows, seed)[i % rows] for i in positions]
 
 
+def deal(items, cost, rank, world):
+    """This rank's part of a batch: dealt out by falling cost, back and forth, so that all ranks
+    work alike. Equally many each, where their number divides by that of the ranks."""
+    ordered = sorted(items, key=cost, reverse=True)
+    # 0 1 2 2 1 0 0 1 2 ..: who got the longest of a round gets the shortest of the next.
+    there_and_back = [*range(world), *reversed(range(world))]
+    return [x for i, x in enumerate(ordered) if there_and_back[i % (2 * world)] == rank]
+
+
 def make_out(path):
     """Create an output folder and prove that it can be written, before any long work."""
     try:

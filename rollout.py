@@ -833,22 +833,25 @@ async def decoding(specs, shared):
 
 def engine_prompt(request, codec, renderer, made, most=32):
     """A request's prompt as the engine takes it: pixels normalised and cut into patches, hashes,
-    places. Samples of a group share prompts, and so do their sub-agents: `made` holds the latest
-    `most` of them."""
-    key = tuple(request.ids), *(f.key for f in request.frames)
-    prompt = made.pop(key, None)
-    if prompt is None:
-        text = {"prompt_token_ids": list(request.ids)}
+    places. Samples of a group share prompts, and so do their sub-agents; a later turn is the first
+    one's and more text. `made` holds the latest `most` of them."""
+    key = tuple(f.key for f in request.frames)
+    ids, prompt = made.pop(key, ([], None))
+    if prompt is None or request.ids[:len(ids)] != ids:
+        ids = list(request.ids)
+        text = {"prompt_token_ids": ids}
         if request.frames:
-            ids, data, keys = vision_input(codec, request)
-            text = {"prompt_token_ids": ids, "multi_modal_data": data, "multi_modal_uuids": keys}
+            expanded, data, keys = vision_input(codec, request)
+            text = {"prompt_token_ids": expanded, "multi_modal_data": data,
+                    "multi_modal_uuids": keys}
         # With its pixels: by default what vLLM's cache knows is left out, and the engine, asked
         # for it by a prompt that is kept here, may have dropped it.
         (prompt,) = renderer.render_cmpl([text], skip_mm_cache=True)
-    made[key] = prompt  # to the end: used last
+    made[key] = ids, prompt  # to the end: used last
     if len(made) > most:
         del made[next(iter(made))]
-    return prompt
+    more = request.ids[len(ids):]  # what was sampled and answered since: text, as frames are equal
+    return {**prompt, "prompt_token_ids": prompt["prompt_token_ids"] + more} if more else prompt
 
 
 def vision_input(codec, request):

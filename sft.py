@@ -213,15 +213,6 @@ def piece_fault(piece):
             "{'type': 'video', 'video', ...}")
 
 
-def share(indices, cost, rank, world):
-    """This rank's part of the batch: dealt out by falling cost, back and forth, so that all ranks
-    work alike."""
-    ordered = sorted(indices, key=cost, reverse=True)
-    # 0 1 2 2 1 0 0 1 2 ..: who got the longest of a round gets the shortest of the next.
-    there_and_back = [*range(world), *reversed(range(world))]
-    return [x for i, x in enumerate(ordered) if there_and_back[i % (2 * world)] == rank]
-
-
 def open_data(args, codec, cache):
     """-> (training Chats, held-out Chats or None). Raises UserError where no video can be read."""
     # Every row's shape is checked here, its frames and tokens when a batch asks for them.
@@ -237,7 +228,7 @@ def batch_packs(chats, step, codec, args, rank, world):
     """This rank's Packs of the batch of a step: drawn from (seed, step), so that a run that goes on
     sees what it would have seen, and dealt out by cost: no rank waits for another's long videos."""
     picked = model.batch_indices(step, args.batch_size, len(chats.rows), args.seed)
-    mine = share(picked, chats.cost, rank, world)
+    mine = model.deal(picked, chats.cost, rank, world)
     return make_packs(chats, mine, codec, args.pack_tokens)
 
 

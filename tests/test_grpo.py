@@ -582,6 +582,22 @@ def test_frame_budget_is_a_function_of_seed_step_and_task_in_any_process():
 # The script, in this process
 
 
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_ranks_share_prompts_and_frames_about_evenly(world):
+    """Equally many prompts each; their frames, all that is known of their cost, differ by one
+    overview at most."""
+    tasks = [{"id": f"t{i}"} for i in range(48)]  # three steps an epoch
+    args = SimpleNamespace(prompts=16, frames="gated", seed=0)
+    for step in range(5):
+        shares = [grpo.share(tasks, step, args, rank, world) for rank in range(world)]
+        everybody = [f"{step}/{task['id']}" for mine, _ in shares for task in mine]
+        assert sorted(everybody) == sorted(shares[0][1]) and len(set(everybody)) == 16
+        assert all(order == shares[0][1] and len(mine) == 16 // world for mine, order in shares)
+        frames = [sum(rollout.frame_budget(0, step, task["id"]) for task in mine)
+                  for mine, _ in shares]
+        assert max(frames) - min(frames) <= 60
+
+
 @pytest.fixture
 def run_grpo(monkeypatch, toy, tmp_path):
     """-> function that runs grpo.main() with flags -> (weights, last row of log.jsonl, run

@@ -363,8 +363,8 @@ def one_update(toy, pack_tokens, replicas=1):
     vision = model.VisionFeatures(policy.hf.model.visual, codec, chats.frames)
     before = {n: model.whole_tensor(p.detach()).clone() for n, p in policy.named_parameters()
               if p.requires_grad}
-    packs = sft.make_packs(chats, sft.share([0, 1, 2, 3, 4, 5, 15], chats.cost, rank, world), codec,
-                           pack_tokens)
+    mine = model.deal([0, 1, 2, 3, 4, 5, 15], chats.cost, rank, world)
+    packs = sft.make_packs(chats, mine, codec, pack_tokens)
     loss, count = sft.backward(policy, vision, packs, codec, world, device)
     grads = {n: model.whole_tensor(p.grad) for n, p in policy.named_parameters() if p.requires_grad}
     for optimizer in sft.build_optimizers(policy, LEARNING, device):

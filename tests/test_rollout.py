@@ -1081,7 +1081,7 @@ def test_the_same_seed_gives_the_same_samples(vllm_engines, tasks, frames_of):
 
 def test_a_prompt_that_a_group_shares_is_made_ready_once(
         vllm_engines, base, tasks, frames_of, monkeypatch):
-    """Three samples share the first prompt and four windows; what they say behind it is their own.
+    """Three samples share the first prompt and four windows; what they say behind it is text.
     Sampled is what is sampled where each prompt is made anew."""
     from safetensors.torch import load_file
 
@@ -1092,13 +1092,13 @@ def test_a_prompt_that_a_group_shares_is_made_ready_once(
     for _ in range(2):  # the second time vLLM knows every frame
         engine.prompts.clear()
         shared = sample(engine, tasks[:1], frames_of, group=3)
-    assert len(made) == 2 * (1 + 4 + 3 * 2) and len(engine.prompts) == 11
+    assert len(made) == 2 * (1 + 4) and len(engine.prompts) == 5
     engine.sync(load_file(os.path.join(base, "model.safetensors")).items())  # knows none any more
-    assert sample(engine, tasks[:1], frames_of, group=3) == shared and len(made) == 22
+    assert sample(engine, tasks[:1], frames_of, group=3) == shared and len(made) == 10
     engine.prompts.clear()
     monkeypatch.setattr(rollout, "engine_prompt", functools.partial(ready, most=0))
     assert sample(engine, tasks[:1], frames_of, group=3) == shared
-    assert len(made) == 22 + 3 * (3 + 4) and engine.prompts == {}
+    assert len(made) == 10 + 3 * (3 + 4) and engine.prompts == {}
 
 
 def test_a_request_that_joins_a_running_batch_gets_what_it_would_get_alone(

@@ -75,7 +75,7 @@ def test_schedule_warms_up_linearly_then_falls_by_a_cosine_to_its_floor():
 @given(costs=st.lists(st.integers(1, 100), max_size=30), world=st.integers(1, 5))
 def test_ranks_share_a_batch_without_loss_and_about_evenly(costs, world):
     indices = [100 + i for i in range(len(costs))]
-    parts = [sft.share(indices, lambda i: costs[i - 100], rank, world) for rank in range(world)]
+    parts = [model.deal(indices, lambda i: costs[i - 100], rank, world) for rank in range(world)]
     assert sorted(i for part in parts for i in part) == indices
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
     loads = [sum(costs[i - 100] for i in part) for part in parts]
