@@ -1744,9 +1744,12 @@ def import_shim():
     """
     import glob
     import importlib.util
+    import logging
 
     if torch.version.cuda or torch.version.hip or hasattr(import_shim, "library"):
         return
+    # vLLM warns that there is no Triton before its own logging stands: Python would print it.
+    logging.getLogger("vllm").addHandler(logging.NullHandler())
     for name in ("torchcodec", "torchaudio"):
         sys.modules.setdefault(name, None)  # importing it is an ImportError: "not there"
     spec = importlib.util.find_spec("torchvision")
