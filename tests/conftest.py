@@ -102,8 +102,9 @@ def pytest_collection_modifyitems(config, items):
         order = {item: (files[item.path.name], draw.random()) for item in items}
         items.sort(key=order.get)
         return
-    long = ("test_faults.py", "test_survival.py", "test_grpo.py", "test_rollout.py",
-            "test_model.py", "test_published.py", "test_bf16.py")
+    long = [f"test_{name}.py" for name in (
+        "faults", "survival", "grpo", "eval", "published", "rollout", "sft", "fake_gpu", "server",
+        "video", "toy", "model", "rewards", "page", "lora", "plan", "bf16", "hostile")]
     items.sort(key=lambda item: long.index(item.path.name) if item.path.name in long else len(long))
 
 
