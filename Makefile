@@ -41,7 +41,7 @@ venv: .venv/ready
 # On a GPU machine: requirements.txt. Elsewhere the CPU build of torch first (PyPI's default build brings gigabytes of CUDA).
 .venv/ready: requirements.txt requirements-lock.txt requirements-cpu.txt requirements-cpu-lock.txt
 	$(PYTHON) -m venv .venv
-	@$(BIN)/pip install -q -U pip uv==0.13.9 || true  # today's pip takes half the time of Python 3.11's own, which would do too
+	@$(BIN)/pip install -q uv==0.13.9 || true
 	@if nvidia-smi >/dev/null 2>&1; then \
 		$(call install,-r requirements.txt -c requirements-lock.txt); \
 	else \
@@ -69,7 +69,7 @@ demo: venv
 	rm -rf $(DEMO)
 	@$(WARM) &
 	$(call stage,toy world,$(BIN)/python toy.py --out $(DEMO)/toy --prior tidy --seed $(SEED))
-	$(call stage,cold start,$(COLD) sft.py --preset toy --ckpt $(DEMO)/toy/init --data $(DEMO)/toy/pretrain.jsonl --val $(DEMO)/toy/sft_val.jsonl --batch-size 12 --steps 560 --eval-every 280 --seed $(SEED) --out $(DEMO)/sft)
+	$(call stage,cold start,$(COLD) sft.py --preset toy --ckpt $(DEMO)/toy/init --data $(DEMO)/toy/pretrain.jsonl --val $(DEMO)/toy/sft_val.jsonl --batch-size 12 --steps 560 --eval-every 0 --seed $(SEED) --out $(DEMO)/sft)
 	$(call stage,PARA-GRPO,$(TORCHRUN) grpo.py --preset toy --ckpt $(DEMO)/sft --data $(DEMO)/toy/rl.jsonl --steps 30 --lora $(LORA) --seed $(SEED) --out $(DEMO)/grpo)
 	$(call stage,evaluation of both,$(BOTH))
 	$(BIN)/python eval.py --compare $(DEMO)/eval/sft $(DEMO)/eval/grpo --out $(DEMO)

@@ -292,7 +292,7 @@ def test_reinforcement_learning_goes_on_with_other_ranks(run, toy, tmp_path):
 
 def test_two_nodes_share_nothing_but_folders(toy, tmp_path):
     """Two launchers that find each other, as docs/recipe.md has it: a rank and a whole copy of the
-    model in shards on each node. Engines know nothing of nodes: the reference stands in."""
+    model in shards on each node. The engine, whole in each process, is the reference."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         place = f"localhost:{free.getsockname()[1]}"

@@ -578,7 +578,7 @@ def test_a_group_shares_budget_frames_and_prompt(codec, tasks, toy):
         assert prompt.count(codec.image_pad) == k
         assert k == len(first.items[0].seconds) == len(first.frames[0].images)
     assert len({e.group for e in episodes}) == len(tasks)
-    # one overview and one window per task, whatever the size of the group; 64 frames are all
+    # one overview and one window per task, whatever the size of the group; 64 hold any window's
     budgets = {e.group: e.frame_budget for e in episodes}
     assert source.cache.decodes == sum(1 if k == 64 else 2 for k in budgets.values())
     # members differ by their seeds alone
