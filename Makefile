@@ -27,7 +27,7 @@ WARM = $(BIN)/python -c "import model; model.import_shim(); import vllm.entrypoi
 stage = @echo "== $(1)"; began=$$(date +%s); $(2) && echo "== $(1): $$(($$(date +%s) - began)) s"
 # uv installs in a quarter of pip's time, but reads nothing of pip's configuration: the indexes of that are handed over. Where uv
 # cannot be had or does not manage, pip installs
-INDEXES = $$($(BIN)/pip config list 2>/dev/null | sed -nE "s/^[^=]*\.((extra-)?index-url|find-links)='(.*)'$$/\1 \3/p" | sort -u | \
+INDEXES = $$($(BIN)/pip config list 2>/dev/null | sed -nE "s/\\\\n/ /g; s/^[^=]*\.((extra-)?index-url|find-links)='(.*)'$$/\1 \3/p" | sort -u | \
 	while read -r name urls; do printf -- "--$$name %s " $$urls; done)
 install = $(BIN)/uv pip install -q --python $(BIN)/python --index-strategy unsafe-best-match $(INDEXES) $(1) 2>/dev/null || $(BIN)/pip install -q --no-compile $(1)
 # pip compiles nothing: of thousands of modules few are ever imported, and those are compiled then, once, whatever the shell says
