@@ -265,7 +265,7 @@ def sample_batch(engine, tasks, agent, codec, source, step, args, rank, world):
     episodes = list(rollout.run(engine, mine, agent, codec, source, args.frames, args.group, step,
                                 version=step, scoring=scoring, clock=waited))
     for e in episodes:
-        if e.status == "video_error" and e.sample == 0:
+        if e.status in ("video_error", "label_error") and e.sample == 0:
             print(model.printable(f"skipped task {e.task['id']}: {e.error}"), flush=True)
     episodes.sort(key=lambda e: (order[e.group], e.sample))
     if rank == 0 and episodes and args.show_every and step % args.show_every == 0:

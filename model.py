@@ -31,6 +31,7 @@ Reads and writes: checkpoint directories (`from_pretrained` layout, or peft's fo
 import codecs
 import contextlib
 import functools
+import itertools
 import json
 import os
 import re
@@ -841,7 +842,12 @@ def encode_chat(codec, messages, items=(), tools=None):
     """
     roles = [m["role"] for m in messages]
     first = roles.index("assistant") if "assistant" in roles else len(messages)
-    ids, _ = encode_prompt(codec, messages[:first], items, tools)
+    rest = iter(items)  # of the videos that are still to come, in order
+
+    def shown(part):
+        return list(itertools.islice(rest, len(videos_in(part))))
+
+    ids, _ = encode_prompt(codec, messages[:first], shown(messages[:first]), tools)
     mask = [0] * len(ids)
     position = first
     while position < len(messages):
@@ -851,13 +857,22 @@ def encode_chat(codec, messages, items=(), tools=None):
         position += 1
         replies = []  # all that stands before the next assistant turn: ONE glue
         while position < len(messages) and roles[position] != "assistant":
-            replies.append({"role": roles[position], "content": content_text(messages[position])})
+            replies.append(messages[position])
             position += 1
         if replies:
-            glue = glue_ids(codec, replies, ended=True)
+            seen = shown(replies)
+            glue = expand(codec, glue_ids(codec, replies, True, seen), seen)
             ids += glue
             mask += [0] * len(glue)
+    if next(rest, None):
+        raise ValueError("more frame sets than videos in the chat")
     return Sequence(ids, mask, list(items))
+
+
+def videos_in(messages):
+    """The video pieces of messages, in order."""
+    lists = [m["content"] for m in messages if not isinstance(m["content"], str)]
+    return [piece for content in lists for piece in content if piece["type"] == "video"]
 
 
 def content_text(message):
@@ -1874,7 +1889,7 @@ def read_jsonl(path, required=(), fault=None):
     """JSONL file -> list of dicts. fault: of a row, None or what is wrong with it. Raises UserError
     naming file and line."""
     try:
-        with open(path, encoding="utf-8") as f:
+        with open(path, encoding="utf-8-sig") as f:  # some editors put a byte order mark first
             lines = f.read().split("\n")
     except OSError as e:
         raise UserError(f"{path}: {e.strerror}") from None

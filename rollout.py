@@ -181,6 +181,7 @@ class Source:
     crop_pixels: int = 0  # of a window's frames, at most; 0 = max_pixels
     subtitles: object = None  # (task, seconds of the frames [K]) -> text shown with the question
     snap: bool = False  # overviews: key frames where they are near, see video.py
+    own_labels: bool = False  # tasks of a user's file, whose labels are checked; no benchmark's
 
     def overview_spec(self, task, num_frames):
         """The overview of a task as `load` reads it, and as a rollout records it."""
@@ -297,7 +298,7 @@ class Episode:
     sample: int
     frame_budget: int
     version: int
-    status: str = "ok"  # ok | video_error | context | engine_error
+    status: str = "ok"  # ok | video_error | label_error | context | engine_error
     error: str = None
     context: Context = None
     think_open: bool = False  # every turn begins inside a thought: forced, or by the template
@@ -364,6 +365,9 @@ async def run_episode(episode, shared):
     finally:
         episode.timing["decode_s"] = time.monotonic() - began
     episode.timing["video_s"] = episode.duration
+    if shared.source.own_labels and (wrong := label_fault(task, episode.duration)):
+        episode.status, episode.error = "label_error", wrong
+        return episode
 
     messages = protocol.opening(task, episode.frame_budget, agent, spoken, episode.duration)
     tools = protocol.schema() if agent.tools and protocol.schema else None
@@ -1004,14 +1008,37 @@ def task_fault(row):
         return f"type is {row['type']!r}; expected {', '.join(rewards.task_types())}"
     if row["type"] == "mcq" and not options:
         return "an mcq task needs 'options'"
+    answer = row["answer"]
     if row["type"] == "grounding":
-        span = row["answer"]
-        pair = isinstance(span, list) and len(span) == 2
-        if not (pair and all(type(second) in (int, float) for second in span)):
+        span = [rewards.to_seconds(second) for second in answer if not isinstance(second, str)
+                ] if isinstance(answer, list) else []
+        if len(span) != 2 or len(answer) != 2 or None in span:
             return "the answer of a grounding task is [start, end] in seconds"
-    elif not (isinstance(row["answer"], str) and row["answer"].strip()):
+        said = f"{span[0]:.6f} - {span[1]:.6f}"
+    elif not (isinstance(answer, str) and answer.strip()):
         return "the answer is a text; of a list task: its items in order, commas between"
+    else:
+        said = answer
+    # A label that earns less than 1 when the model gives it can only mislead the training.
+    given = rewards.final_answer([f"<answer>{said}</answer>"])
+    if rewards.accuracy(given, row["type"], answer, options or None) < 0.999:
+        wanted = {"mcq": "it must be the letter of one of the options",
+                  "grounding": "it must be [start, end], 0 <= start < end"}
+        why = wanted.get(row["type"], "it must hold a letter or a digit, and no tags")
+        return f"the answer earns no full reward when the model gives it: {why}"
     return None
+
+
+def label_fault(task, duration):
+    """-> None, or that the answer of a grounding task lies beyond the video's end (seconds), by
+    more than a half: annotators round, and end a span a little late."""
+    if task["type"] != "grounding":
+        return None
+    start, end = task["answer"]
+    if min(end, duration) - start >= (end - start) / 2:
+        return None
+    return (f"the answer, {start:g} to {end:g} s, lies beyond the end of the video, which has "
+            f"{duration:g} s")
 
 
 def from_json(row):
@@ -1090,7 +1117,7 @@ def agent_settings(args, data_path):
     if crop and crop < least:
         raise model.UserError(f"--crop-pixels must be at least {least}, or 0, got {crop}")
     return agent, Source(root, cache, least, args.max_pixels, min(crop, args.max_pixels),
-                         snap=args.snap == "keyframe")
+                         snap=args.snap == "keyframe", own_labels=bool(data_path))
 
 
 def check_context(codec, tasks, agent, source, frames):

@@ -147,9 +147,9 @@ class Chats:
             self.encoded.move_to_end(index)
             return self.encoded[index]
         row = self.rows[index]
-        specs = [p for m in row["messages"] for p in content_of(m) if p["type"] == "video"]
         try:
-            items = [model.vision_item(spec, self.frames(spec)) for spec in specs]
+            items = [model.vision_item(spec, self.frames(spec))
+                     for spec in model.videos_in(row["messages"])]
         except (video.VideoError, ValueError) as error:  # ValueError: a window beyond the video
             print(model.printable(f"skipped {row['id']}: {error}"), flush=True)
             self.broken.add(index)
@@ -166,8 +166,7 @@ class Chats:
 
     def cost(self, index):
         """Rough frames of a row, known without decoding: balances the ranks."""
-        parts = [p for m in self.rows[index]["messages"] for p in content_of(m)]
-        videos = [p for p in parts if p["type"] == "video"]
+        videos = model.videos_in(self.rows[index]["messages"])
         return sum(p.get("frames") or p.get("max_frames") or 16 for p in videos) + 1
 
 
@@ -196,8 +195,10 @@ def chat_fault(messages):
     if ("assistant", "assistant") in zip(roles, roles[1:]):
         return "two assistant messages in a row: nothing stands between them to end the first"
     later = messages[roles.index("assistant"):]
-    if any(p["type"] == "video" for m in later for p in content_of(m)):
-        return "a video after the first assistant message: frames are shown before it only"
+    if model.videos_in(m for m in later if m["role"] != "tool"):
+        return "a video after the first assistant message, outside a tool message"
+    if model.videos_in(m for m in messages if m["role"] == "system"):
+        return "a video in a system message: chat templates take text there"
     return None
 
 

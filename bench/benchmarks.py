@@ -439,7 +439,7 @@ def read_rows(path):
 
             rows = pyarrow.parquet.ParquetFile(path).read().to_pylist()
         else:
-            with open(path, encoding="utf-8") as f:
+            with open(path, encoding="utf-8-sig") as f:
                 rows = json.load(f)
     except ImportError:
         why = "reading parquet needs pyarrow: pip install pyarrow"
@@ -457,7 +457,7 @@ def read_rows(path):
 def charades_lines(path):
     """Rows of Charades-STA's text file, `VIDEO START END##SENTENCE`. Raises UserError naming it."""
     rows = []
-    with open(path, encoding="utf-8") as f:
+    with open(path, encoding="utf-8-sig") as f:
         for line in filter(None, map(str.strip, f)):
             found = re.fullmatch(r"(\S+) ([0-9.]+) ([0-9.]+)##(.*)", line)
             if not found:

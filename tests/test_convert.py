@@ -5,13 +5,19 @@ Rows in the two published layouts (ParaVT-Parquet, LongVT-Parquet), with the qui
 have.
 """
 import json
+import re
 import sys
 
 import pytest
 from conftest import run_script
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import model
+import rewards
 import rollout
+import sft
+import video
 from tools import convert as conversion
 
 
@@ -42,9 +48,9 @@ def paravt(*middle, system=TOOLS, video="file:///data/x/longvt_source/a/b.mp4", 
             *messages]
 
 
-def convert(tmp_path, rows, name="paravt_sft_x.jsonl", frames=64):
+def convert(tmp_path, rows, name="paravt_sft_x.jsonl", frames=64, prompts="release", most=64):
     (tmp_path / name).write_text("".join(json.dumps(r) + "\n" for r in rows))
-    conversion.convert([str(tmp_path / name)], str(tmp_path / "out.jsonl"), frames)
+    conversion.convert([str(tmp_path / name)], str(tmp_path / "out.jsonl"), frames, most, prompts)
     return [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
 
 
@@ -200,3 +206,304 @@ def test_bad_input_is_one_line_and_nothing_is_written(
     err = capsys.readouterr().err
     assert stop.value.code == 2 and why in err and err.count("\n") == 1
     assert not (tmp_path / out).exists()
+
+
+# ------------------------------------------------------------------------------------------------
+# Frames in tool responses, as in LongVT's traces. Its tool returns the frames of the window, one a
+# second, and the sentence below; the traces store the frames as stills, in a user turn.
+
+SENTENCE = "The tool executed successfully. Here are the processed result"
+STRICT = ("Think first, call **crop_video** if needed, then answer. Format strictly as:  "
+          "<think>...</think>  <tool_call>...</tool_call> (if tools needed)  <answer>...</answer>.")
+
+
+def asks(start, end, name="b.mp4"):
+    return ('<think>I will look at [8.00s - 12.00s].</think>\n\n<tool_call>{"name":"crop_video",'
+            f'"arguments":{{"video_path": "{name}", "start_time": {start}, '
+            f'"end_time": {end}}}}}</tool_call>')
+
+
+def longvt(*middle, said="<think>This window shows it.</think> <answer> A red one. </answer>",
+           question=f"Which one? {STRICT} The Video path for this video is: b.mp4",
+           path="longvt_source/selftrace_1/b.mp4"):
+    """One row; middle: its messages between the question and the last turn."""
+    return {"id": "rft_1", "messages": [
+        {"role": "system", "content": [piece("text", TOOLS)]},
+        {"role": "user", "content": [piece("video_url", url=path), piece("text", question)]},
+        *middle, {"role": "assistant", "content": [piece("text", said)]}]}
+
+
+def turn(text):
+    return {"role": "assistant", "content": [piece("text", text)]}
+
+
+def shown(*pieces, role="user"):
+    return {"role": role, "content": [piece("text", p) if isinstance(p, str) else p
+                                      for p in pieces]}
+
+
+STILLS = [piece("image_url", url=f"longvt_source/selftrace_1/b_8.0_12.0_{n}.jpg")
+          for n in (0, 1, 10, 2)]
+SAME = piece("video_url", url="file:///data/longvt_source/selftrace_1/b.mp4")
+CLIP = piece("video_url", url="longvt_source/selftrace_1/b_8.0_12.0.mp4")
+WINDOW = {"type": "video", "video": "longvt_source/selftrace_1/b.mp4", "start": 8.0, "end": 12.0,
+          "fps": 1.0, "max_frames": 64}
+WHOLE = {"type": "video", "video": "longvt_source/selftrace_1/b_8.0_12.0.mp4", "frames": 4}
+
+
+@pytest.mark.parametrize("prompts", ["ours", "release"])
+@pytest.mark.parametrize("frames, seen", [(STILLS, WINDOW), ([SAME], WINDOW), ([CLIP], WHOLE)])
+@pytest.mark.parametrize("shape", ["inside", "after", "before", "tool"])
+def test_a_tool_response_keeps_its_frames(tmp_path, capsys, prompts, frames, seen, shape):
+    """Without them the next turn, which says what the window shows, would be learned blind."""
+    middle = {"inside": shown(f"<tool_response>\n{SENTENCE}: ", *frames, "\n</tool_response>"),
+              "after": shown(f"<tool_response>{SENTENCE}: </tool_response>", *frames),
+              "before": shown(*frames, f"<tool_response>{SENTENCE}: </tool_response>"),
+              "tool": shown(*frames, f"{SENTENCE}: ", role="tool")}[shape]
+    (row,) = convert(tmp_path, [longvt(turn(asks(8.0, 12.0)), middle)], prompts=prompts, frames=8)
+    system, user, call, tool, last = row["messages"]
+    text = {"type": "text", "text": f"{SENTENCE}: "}
+    assert tool == {"role": "tool", "content": [seen, text] if shape in ("before", "tool")
+                    else [text, seen]}
+    assert last["content"].startswith("<think>This window shows it.")
+    assert user["content"][0]["frames"] == 8 and sft.chat_fault(row["messages"]) is None
+    assert ("video_path" in call["content"]) == (prompts == "release")
+    assert "of these chats 1 hold a call, 1 show frames in a tool response" in (
+        capsys.readouterr().out)
+
+
+def test_several_responses_of_a_turn_show_the_windows_of_their_own_calls(tmp_path):
+    calls = turn(asks(8.0, 12.0) + "\n" + asks(20, '"00:30"').split("</think>")[1])
+    middle = shown(f"<tool_response>{SENTENCE}", *STILLS[:2], "</tool_response>\n",
+                   f"<tool_response>{SENTENCE}", SAME, "</tool_response>", "Go on.")
+    (row,) = convert(tmp_path, [longvt(calls, middle)], most=5)
+    first, second, asked = row["messages"][3:6]
+    assert first["content"][1] == {**WINDOW, "max_frames": 5}
+    assert second["content"][1] == {**WINDOW, "start": 20.0, "end": 30.0, "max_frames": 5}
+    assert asked == {"role": "user", "content": "Go on."}  # text beside a response stays
+
+
+def test_marks_and_columns_in_tool_responses(tmp_path):
+    """The older layout: texts with marks, files in columns, a window that a video names itself."""
+    row = {"messages": json.dumps([
+        {"role": "user", "content": "<video>Which?"}, {"role": "assistant", "content": asks(1, 3)},
+        {"role": "tool", "content": "<image>\n<image>done"},
+        {"role": "assistant", "content": asks(4, 6)},
+        {"role": "user", "content": "<tool_response><video></tool_response>"},
+        {"role": "assistant", "content": ANSWER}]),
+        "videos": ["selfqa/a.mp4", {"video": "selfqa/a.mp4", "video_start": 4, "video_end": 5}],
+        "images": ["a_0.jpg", "a_1.jpg"]}
+    (chat,) = convert(tmp_path, [row], prompts="ours")
+    assert [m["role"] for m in chat["messages"]] == [
+        "system", "user", "assistant", "tool", "assistant", "tool", "assistant"]
+    window = {"type": "video", "video": "selfqa/a.mp4", "fps": 1.0, "max_frames": 64}
+    assert chat["messages"][3]["content"][0] == {**window, "start": 1.0, "end": 3.0}
+    assert chat["messages"][5]["content"] == [{**window, "start": 4.0, "end": 5.0}]
+
+
+def test_rows_that_would_teach_what_is_not_shown_are_left_out(tmp_path, capsys):
+    ask = turn(asks(8.0, 12.0))
+    fine = shown("<tool_response>ok</tool_response>")
+    bad = [
+        (longvt(ask, shown(f"<tool_response>{SENTENCE}</tool_response>")), "shows none"),
+        (longvt(ask, shown("<tool_response>The tool executed successfully. Here are the processed "
+                           "result: (Processed video here) </tool_response>")), "shows none"),
+        (longvt(turn("<think>x</think>"), shown("<tool_response>ok", *STILLS, "</tool_response>")),
+         "whose call cannot be read"),
+        (longvt(turn(asks(12, 8)), shown("<tool_response>ok", SAME, "</tool_response>")),
+         "whose call cannot be read"),
+        (longvt(ask, shown(*STILLS, "<tool_response>a</tool_response><tool_response>b"
+                           "</tool_response>")), "still images are not read"),
+        (longvt(ask, shown("<tool_response>ok")), "do not pair up"),
+        (longvt(ask, shown("ok</tool_response>")), "do not pair up"),
+        (longvt(ask, shown("x", SAME)), "in no tool response"),
+        (longvt(ask, fine, {"role": "assistant", "content": [piece("text", "x"), SAME]},
+                shown("y")), "in a message of role assistant"),
+        (longvt(ask, fine, {"role": "system", "content": "z"}), "system message after"),
+        (longvt(ask, {"role": "observation", "content": "z"}), "role 'observation'"),
+        (longvt({**ask, "tool_calls": [{"name": "crop_video"}]}, fine), "'tool_calls'"),
+        (longvt(ask, {"role": "tool", "content": ""}), "an empty message"),
+        (longvt(ask, fine, said=""), "an empty message"),
+        ({**longvt(ask, fine), "images": ["a.jpg"]}, "more images than <image> marks")]
+    assert len(convert(tmp_path, [row for row, _ in bad] + [longvt(ask, fine)])) == 1
+    printed = capsys.readouterr().out
+    for number, (_, why) in enumerate(bad):
+        assert why in printed, (number, why)
+    assert f"1 chats, {len(bad)} left out" in printed
+    assert "of these chats 1 hold a call, 0 show frames" in printed
+    ours = [(longvt(said="<think>x</think> Red."), "no <answer> in the last turn"),
+            (longvt(question="What? Put it in <answer> </answer> tags."), "holds instructions"),
+            ({"messages": [{"role": "user", "content": "Hi."},
+                           {"role": "assistant", "content": ANSWER}]}, "0 videos before")]
+    assert len(convert(tmp_path, [row for row, _ in ours] + [longvt()], prompts="ours")) == 1
+    printed = capsys.readouterr().out
+    for number, (_, why) in enumerate(ours):
+        assert f"{why}" in printed and f"the first is paravt_sft_x/{number}" in printed
+
+
+def test_converted_frames_are_those_of_the_window(tmp_path, codec, toy):
+    """Through sft.py's own reader, on a real file: overview first, then the window at one frame a
+    second on the video's clock, each where the template puts it."""
+    name = sorted(path.name for path in (toy / "videos").glob("*.mp4"))[0]
+    rows = [longvt(turn(asks(8.0, 12.0)), shown(f"<tool_response>{SENTENCE}", *STILLS,
+                                                "</tool_response>"), path=f"videos/{name}")]
+    convert(tmp_path, rows, frames=4, prompts="ours")
+    from types import SimpleNamespace
+
+    settings = SimpleNamespace(video_root=str(toy), max_pixels=50176, max_len=4096)
+    sequence = sft.Chats(str(tmp_path / "out.jsonl"), codec, settings, video.FrameCache())[0]
+    assert [item.seconds for item in sequence.vision] == [[8.0, 24.0, 40.0, 56.0],
+                                                         [8.0, 9.0, 10.0, 11.0]]
+    text = model.decode(codec, sequence.ids, keep_special=True)
+    response = text.split("<tool_response>")[1].split("</tool_response>")[0]
+    assert re.findall(r"<([0-9.]+) seconds>", response) == ["8.0", "9.0", "10.0", "11.0"]
+    assert sequence.ids.count(codec.image_pad) == 8
+    trained = model.decode(codec, [i for i, m in zip(sequence.ids, sequence.mask) if m])
+    assert "This window shows it." in trained and SENTENCE not in trained
+
+
+# ------------------------------------------------------------------------------------------------
+# One prompt for the cold start and for RL
+
+
+LETTERS = "Which?\n(A) one\n(B) two\n(C) three\n(D) four"
+FORMS = {"mcq": (LETTERS, "D", "D"), "text": (LETTERS, "D. four", "four"),
+         "oe": ("What is it?", "A dog.", "a dog"), "tvg": ("When?", "[8.6, 13.2]", [8.6, 13.2])}
+
+
+@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize("tail", [
+    f" {STRICT} The Video path for this video is: /data/b.mp4",
+    f" You FIRST think about the reasoning process as an internal monologue and then provide the "
+    f"final answer. {STRICT.removesuffix('.')} \n The Video path for this video is: a b.mp4",
+    " The video path for this video is my file.mp4.", ""])
+def test_a_chat_and_a_task_of_one_question_begin_with_the_same_ids(tmp_path, codec, kind, tail):
+    """The cold start has to show the prompt that RL and evaluation show: not a token more."""
+    question, said, gold = FORMS[kind]
+    chat = longvt(turn(asks(8, 12)), shown("<tool_response>red</tool_response>"),
+                  said=f"<think>x</think><answer>{said}</answer>", question=question + tail,
+                  path="selfqa/b.mp4")
+    extra = {"answer": gold, "question_type": {"text": "mcq"}.get(kind, kind)}
+    task = {"prompt": [{"role": "system", "content": TOOLS},
+                       {"role": "user", "content": "<video>" + question + tail}],
+            "videos": [{"video": "selfqa/b.mp4"}], "extra_info": extra}
+    (chat,) = convert(tmp_path, [chat], prompts="ours", frames=3)
+    (task,) = convert(tmp_path, [task])
+    item = model.VisionItem({}, "k", 3, 32, 32, [1.0, 2.0, 3.0])
+    prompt, _ = model.encode_prompt(codec, rollout.main_messages(task, 3), [item],
+                                    rollout.tool_schema())
+    ids = model.encode_chat(codec, chat["messages"], [item], chat["tools"]).ids
+    assert ids[:len(prompt)] == prompt
+    text = model.decode(codec, ids, keep_special=True)
+    assert "video_path" not in text and "Video path" not in text and "Format strictly" not in text
+    call = rewards.parse_tool_calls(chat["messages"][2]["content"])[0]
+    assert (call.start, call.end, call.error) == (8.0, 12.0, None)
+
+
+def test_calls_lose_their_path_and_nothing_else(tmp_path):
+    turns = {'<tool_call>{"name":"crop_video","arguments":{"start_time": 1}}</tool_call>': None,
+             '<tool_call>{"name": "x", "arguments": "{video_path"}</tool_call>': None,
+             "<tool_call>video_path</tool_call> video_path": None,
+             '<tool_call>\n{"name":"crop_video","arguments":{"video_path":"\u00e9","n":"\u00e9"}}'
+             "\n</tool_call> video_path":
+             '<tool_call>\n{"name": "crop_video", "arguments": {"n": "\u00e9"}}\n</tool_call> '
+             "video_path"}
+    for given_text, wanted in turns.items():
+        assert conversion.without_path(given_text) == (wanted or given_text)
+
+
+def test_instructions_of_the_release_do_not_end_up_in_an_option(tmp_path, capsys):
+    """extra_info as ParaVT's own loader reads it: an answer and a type, no question."""
+    left = LETTERS + " Reason in <think> tags."
+    rows = [rl("D", f"<video>{LETTERS} {STRICT}", "mcq"),
+            rl("D", f"<video>{LETTERS}\n{STRICT}", "mcq"),
+            rl("D", f"<video>{LETTERS}\nThink first, call **crop_video** if needed, then answer.",
+               "mcq"),
+            rl("D", f"<video>{left}", "mcq"), rl("D", "<video>Say <think>?\nA. x\nB. y", "oe")]
+    tasks = convert(tmp_path, rows)
+    assert [t["options"] for t in tasks] == [["one", "two", "three", "four"]] * 3
+    assert {t["question"] for t in tasks} == {"Which?"}
+    assert "left out: 2 rows, the question still holds instructions" in capsys.readouterr().out
+
+
+def test_labels_without_a_reward_and_lost_parts_of_tasks_are_left_out(tmp_path, capsys):
+    bad = [(rl("%%%", "<video>What?", "oe"), "no full reward"),
+           (rl([-3, 5], "<video>When?", "tvg"), "no full reward"),
+           (rl(["a", "b"], "<video>What?", "oe"), "the answer is no text"),
+           (rl("B", prompt=[{"role": "user", "content": LETTERS},
+                            {"role": "assistant", "content": "x"}]), "turns of an assistant"),
+           (rl("B", images=["a.jpg"]), "still images"),
+           (rl("B", question="<video><video>Which?\n(A) one\n(B) two"), "more <video> marks"),
+           (rl("B", videos=({"x": 1},)), "malformed")]
+    part = rl("B")
+    part["videos"][0].update(video_start=1, video_end=2)
+    bad.append((part, "a part of a video"))
+    fine = [rl("[unclear]", "<video>What?", "oe"), rl(4, "<video>How many?", "oe")]
+    tasks = convert(tmp_path, [row for row, _ in bad] + fine)
+    assert [t["answer"] for t in tasks] == ["[unclear]", "4"]
+    printed = capsys.readouterr().out
+    for _, why in bad:
+        assert why in printed, why
+    assert rollout.read_tasks(str(tmp_path / "out.jsonl")) == tasks
+
+
+# ------------------------------------------------------------------------------------------------
+# Nothing is lost in silence
+
+word = st.integers(0, 10**6).map(lambda n: f"w{n}x")
+media = st.sampled_from([SAME, CLIP, piece("video_url", url="selfqa/c.mp4"), STILLS[0]])
+odd = st.one_of(media, st.sampled_from(["<tool_response>", "</tool_response>", "<video>", "<image>",
+                                        SENTENCE]))
+
+
+def any_reply(draw, calls):
+    """A message that answers calls: one in tags for each, or of role tool; frames inside or beside
+    them; at times something that should not be there."""
+    pieces = []
+    for _ in range(calls):
+        held = draw(st.lists(st.one_of(word, word, media), min_size=1, max_size=4))
+        pieces += ["<tool_response>\n", *held, "\n</tool_response>", *draw(st.sampled_from(
+            [[], [], ["\n"], ["\n", STILLS[0], STILLS[1]], [SAME], [" wanted w0x"]]))]
+    role = draw(st.sampled_from(["user", "user", "tool"]))
+    if role == "tool" and calls == 1 and draw(st.booleans()):
+        pieces = held
+    if draw(st.integers(0, 5)) == 0:
+        pieces.insert(draw(st.integers(0, len(pieces))), draw(odd))
+    return shown(*pieces, role=role)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_texts_and_videos_of_a_row_survive_or_the_row_is_reported(data):
+    """Several rounds of calls and responses, messages as pieces, one string or the JSON of
+    pieces."""
+    draw, row = data.draw, longvt()
+    messages = []
+    for _ in range(draw(st.integers(1, 3))):
+        calls = draw(st.integers(1, 2))
+        messages.append(turn("\n".join([draw(word), *[asks(8.0, 12.0)] * calls])))
+        messages.append(any_reply(draw, calls))
+    row["messages"][2:2] = messages
+    for message in row["messages"]:
+        texts = [p["text"] for p in message["content"]]
+        form = draw(st.sampled_from(["list", "json", "string"]))
+        if form == "json":
+            message["content"] = json.dumps(message["content"])
+        elif form == "string" and None not in texts:
+            message["content"] = "".join(texts)
+    row["videos"] = draw(st.sampled_from([None, None, None, ["selfqa/d.mp4"]]))
+    source = json.dumps(row["messages"])
+    try:
+        chat = conversion.to_chat(row, 8, 16, draw(st.sampled_from(["ours", "release"])))
+    except ValueError as error:
+        assert str(error)  # the row is reported, with this reason
+        return
+    chat = chat["messages"]
+    assert re.findall(r"w\d+x", source) == re.findall(r"w\d+x", json.dumps(chat))
+    assert [m["role"] for m in chat].count("assistant") == len(messages) // 2 + 1
+    # Every video is one video. The stills of a response are one more, its window.
+    given_videos = len(re.findall(r'"url\\*": \\*"[^"]*\.mp4', source)) + len(row["videos"] or [])
+    stills = [len(re.findall("_[0-9]+.jpg", json.dumps(m))) for m in messages]
+    made = len(model.videos_in(chat))
+    assert given_videos + sum(map(bool, stills)) <= made <= given_videos + sum(stills)
+    assert sft.chat_fault(chat) is None

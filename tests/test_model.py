@@ -595,6 +595,51 @@ def test_a_chat_built_in_pieces_equals_the_template_rendered_at_once(toy, codec,
     assert ends == turns == (2 if kind == "call-4" else 1)
 
 
+@pytest.mark.parametrize("each_codec", ["image", "video"], indirect=True)
+def test_frames_in_a_tool_response_stand_where_the_template_puts_them(lively, each_codec, album):
+    """Published traces show frames in the responses. The ids are those of the whole chat rendered
+    at once, and log-probs are those of transformers' own forward."""
+    first, second, third = (album.item(n, frames=n + 1, height=32, width=32) for n in (1, 2, 3))
+    chat = [*user(first, "Which? <|im_end|>"), {"role": "assistant", "content": "<think>\nlook"},
+            {"role": "tool", "content": user("Shown: ", second, " <|im_end|>")[0]["content"]},
+            {"role": "tool", "content": user(third)[0]["content"]},
+            {"role": "assistant", "content": "<think>\nseen"}]
+    items = [first, second, third]
+    ours = model.encode_chat(each_codec, chat, items)
+    rendered = [m if m["role"] == "assistant" else g
+                for m, g in zip(chat, model.render(each_codec, chat, items))]
+    whole = model.encode(each_codec, model.template(each_codec, rendered, None, False))
+    end = len(each_codec.tokenizer("\n")["input_ids"])
+    assert ours.ids == model.expand(each_codec, whole, items)[:-end] and ours.vision == items
+    text = model.decode(each_codec, ours.ids, keep_special=True)
+    assert text.count("<tool_response>") == 2 and text.count("<|im_start|>user") == 2
+    with pytest.raises(ValueError, match="more frame sets"):
+        model.encode_chat(each_codec, chat, [*items, first])
+
+    features = album.features(lively, each_codec)
+    pack = model.pack_trees(each_codec, [Tree(Span(ours.ids, ours.mask), items)])
+    with torch.no_grad():
+        packed = lively(pack, features)[0]
+        pixels, grids = zip(*(model.patchify(each_codec, album.load(i.spec).images)
+                              for i in items))
+        grids = torch.cat(grids)
+        if each_codec.channel == "image":  # there each image is a grid
+            grids = torch.cat([torch.tensor([[1, *g[1:]]]).repeat(g[0], 1) for g in grids.tolist()])
+        ids = torch.tensor([ours.ids])
+        kinds = torch.tensor([[{each_codec.image_pad: 1, each_codec.video_pad: 2}.get(i, 0)
+                               for i in ours.ids]])
+        kind = {"image": ("pixel_values", "image_grid_thw"),
+                "video": ("pixel_values_videos", "video_grid_thw")}[each_codec.channel]
+        lively.hf.set_attn_implementation("sdpa")
+        logits = lively.hf(input_ids=ids, mm_token_type_ids=kinds,
+                           **{kind[0]: torch.cat(pixels), kind[1]: grids}).logits[0]
+    logits[:, list(each_codec.banned)] -= 100.0
+    wanted = torch.log_softmax(logits.float(), -1)
+    places = [n for n, m in enumerate(ours.mask) if m]
+    wanted = torch.stack([wanted[n - 1, ours.ids[n]] for n in places])
+    assert len(places) > 4 and (packed - wanted).abs().max() < 1e-3
+
+
 def test_glue_is_one_user_turn_and_ends_a_cut_turn(codec):
     """All responses of a turn stand in one user turn with one generation prompt; an unsampled end
     of turn is filled in."""
@@ -1048,6 +1093,12 @@ def test_a_good_jsonl_is_read_with_odd_line_separators_inside_strings(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text('{"id": "a\u2028b"}\r\n\n{"id": 2}', encoding="utf-8")
     assert model.read_jsonl(str(path), required=("id",)) == [{"id": "a\u2028b"}, {"id": 2}]
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"id": 1}\n{"id": "\ufeff"}\n', encoding="utf-8-sig")
+    assert model.read_jsonl(str(path)) == [{"id": 1}, {"id": "\ufeff"}]
 
 
 def test_an_output_folder_that_cannot_be_written_is_refused(tmp_path):

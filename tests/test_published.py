@@ -450,11 +450,12 @@ def test_a_lone_surrogate_is_refused_by_its_line(world, tmp_path, field):
     """JSON allows it, no tokenizer takes it: hours into a run it would be a traceback. A pair of
     them is an emoji and passes."""
     rows = [json.loads(line) for line in (world / "rl.jsonl").read_text().splitlines()]
-    value = {"options": ["red", "X", "c", "d"], "answer": "B"}.get(field, "X?")
+    value = {"options": ["red", "X", "c", "d"]}.get(field, "X?")
     path = tmp_path / "tasks.jsonl"
     emoji = "\\ud83d\\ude00"
-    second = json.dumps({**rows[0], "id": "u",
-                         field: value}).replace("X", emoji).replace('"B"', f'"B {emoji}"')
+    kind = "open" if field == "answer" else "mcq"
+    second = json.dumps({**rows[0], "id": "u", "type": kind,
+                         "answer": "B", field: value}).replace("X", f"x {emoji}")
     lines = [json.dumps(rows[0]), second]
     path.write_text("\n".join(lines))
     assert "\U0001f600" in json.dumps(rollout.read_tasks(str(path))[1], ensure_ascii=False)

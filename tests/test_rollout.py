@@ -1514,3 +1514,81 @@ def test_bad_flags_are_one_line_and_exit_code_2(flags, why, command):
 def test_bad_task_files_are_one_line_and_exit_code_2(rows, why, command):
     code, err = command(rows=rows)
     assert code == 2 and why in err and "Traceback" not in err and err.count("\n") == 1
+
+
+# ------------------------------------------------------------------------------------------------
+# Labels
+
+
+def labelled(kind, answer, options=None):
+    return {"id": "t", "video": "v.mp4", "question": "Which?", "type": kind, "answer": answer,
+            "options": options}
+
+
+FOUR = ["Apple", "Pear", "A. Milne", "Egg"]
+
+
+@pytest.mark.parametrize("task, wanted", [
+    (labelled("mcq", "Apple", FOUR), "letter"), (labelled("mcq", "E", FOUR), "letter"),
+    (labelled("mcq", "A.", FOUR), "letter"), (labelled("mcq", "A. Milne", FOUR), "letter"),
+    (labelled("mcq", "(B)", FOUR), "letter"), (labelled("mcq", "A, B", FOUR), "letter"),
+    (labelled("grounding", [30, 25]), "0 <= start < end"),
+    (labelled("grounding", [25, 25]), "0 <= start < end"),
+    (labelled("grounding", [-1, 5]), "0 <= start < end"),
+    (labelled("grounding", [0, float("nan")]), "in seconds"),
+    (labelled("grounding", [0, 10**400]), "in seconds"),
+    (labelled("grounding", ["0", "5"]), "in seconds"), (labelled("grounding", [1, 2, 3]), "in sec"),
+    (labelled("grounding", [True, 5]), "in seconds"), (labelled("grounding", "1 - 5"), "in sec"),
+    (labelled("open", "<b></b>"), "a letter or"), (labelled("open", "?!"), "a letter or"),
+    (labelled("open", "a </answer> b"), "no tags"), (labelled("open", 4), "a text"),
+    (labelled("list", ", ,"), "letter or a digit")])
+def test_a_label_that_can_never_be_paid_is_refused_by_its_line(tmp_path, task, wanted):
+    path = tmp_path / "tasks.jsonl"
+    path.write_text(json.dumps(labelled("open", "fine")) + "\n"
+                    + json.dumps({**task, "id": "u"}) + "\n")
+    with pytest.raises(model.UserError) as e:
+        rollout.read_tasks(str(path))
+    assert str(e.value).startswith(f"{path}:2: ") and wanted in str(e.value)
+
+
+@pytest.mark.parametrize("task", [
+    labelled("mcq", "A", FOUR), labelled("mcq", "d", FOUR), labelled("mcq", " C ", FOUR),
+    labelled("mcq", "B", ["B", "A", "C"]), labelled("mcq", "A", ["是", "不是"]),
+    labelled("mcq", "B", ["3", "three", "3"]), labelled("mcq", "J", list("0123456789")),
+    labelled("grounding", [0, 2]), labelled("grounding", [24.296875, 30.40000057220459]),
+    labelled("grounding", [3599.99, 36000]), labelled("open", "No."), labelled("open", "4"),
+    labelled("open", "-0.5"), labelled("open", "5 %"), labelled("open", "10²"),
+    labelled("open", "A"), labelled("open", "the"), labelled("open", "一只红色的狗"),
+    labelled("open", "C++"), labelled("open", "She says: \"no, thanks\".\nThen she leaves."),
+    labelled("list", "16 red, 40 blue"), labelled("list", "红, 蓝"), labelled("list", "one")])
+def test_labels_of_every_kind_are_read(tmp_path, task):
+    path = tmp_path / "tasks.jsonl"
+    path.write_text(json.dumps(task), encoding="utf-8-sig")
+    assert rollout.read_tasks(str(path)) == [task]
+
+
+@pytest.mark.parametrize("span, beyond", [
+    ([0, 64], False), ([60, 66.5], False), ([63.9, 64.1], False), ([100, 110], True),
+    ([64, 65], True), ([63, 66], True), ([5, 500], True)])
+def test_a_span_beyond_the_end_of_its_video_is_a_counted_outcome(codec, toy, tasks, frames_of,
+                                                                  span, beyond):
+    """The length is known once the overview is made: nothing is sampled for such a label, and a run
+    of hours goes on. A benchmark's labels are its publisher's: they are asked as they are."""
+    task = {**tasks[0], "type": "grounding", "answer": span}
+    own = replace(frames_of, own_labels=True)
+    engine = Scripted(codec, [ANSWER])
+    episode = play_one(engine, [task], own)
+    assert (episode.status == "label_error") == beyond
+    if beyond:
+        assert "beyond the end of the video, which has 64 s" in episode.error
+        assert not engine.requests and episode.to_json()["ids"] == []
+        assert episode.reward["total"] == 0.0
+    assert play_one(Scripted(codec, [ANSWER]), [task], frames_of).status == "ok"
+
+
+def test_only_tasks_of_a_file_have_their_labels_checked(toy):
+    parser = argparse.ArgumentParser()
+    rollout.add_agent_arguments(parser)
+    for data, checked in ((str(toy / "rl.jsonl"), True), (None, False)):
+        args = parser.parse_args(["--video-root", str(toy)])
+        assert rollout.agent_settings(args, data)[1].own_labels is checked

@@ -147,7 +147,11 @@ def test_optimizers_get_the_parameters_that_their_flags_name(policy):
     ([*user_and("a"), {"role": "assistant", "content": "b"}], "in a row"),
     ([*user_and("a"),
       {"role": "user", "content": [{"type": "video", "video": "v.mp4", "frames": 4}]}],
-     "after the first assistant")])
+     "after the first assistant"),
+    ([*user_and("a")[:1], {"role": "assistant", "content": [
+        {"type": "video", "video": "v.mp4", "frames": 4}]}], "after the first assistant"),
+    ([{"role": "system", "content": [{"type": "video", "video": "v.mp4", "frames": 4}]},
+      *user_and("a")], "system message")])
 def test_a_chat_that_cannot_be_trained_on_is_refused(messages, wanted):
     """Each of these would otherwise crash later, inside a worker thread, without the name of its
     line."""

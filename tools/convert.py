@@ -2,8 +2,14 @@
 convert.py: published training data (ParaVT-Parquet, LongVT-Parquet) -> the JSONL that sft.py and
 grpo.py read.
 
-Rows of `messages` become chats (SFT), rows of `prompt` become tasks (RL). Text stays as it is; what
-cannot be used is left out, counted and named.
+Rows of `messages` become chats (SFT), rows of `prompt` become tasks (RL). A chat gets the prompt
+that rollout.py builds for its video and question: system prompt, tool schema and instructions of
+the release are replaced, and calls lose their `video_path` (--prompts release keeps all of these).
+Everything else keeps its words. A row that cannot be converted whole is left out, counted and
+named.
+
+A tool response keeps its frames. Stills, or the chat's own video, stand for the window of the call
+and are decoded from the video again, one frame a second; another file is shown whole.
 
 Reads:  parquet (needs pyarrow), JSON or JSONL.    Writes: --out, one JSONL.
 
@@ -15,7 +21,6 @@ import json
 import os
 import re
 import sys
-from collections import Counter
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import model
@@ -45,92 +50,288 @@ def decoded(value):
     return value
 
 
-def video_paths(row):
-    """The `videos` column: paths, or objects that hold one."""
-    videos = decoded(row.get("videos")) or []
-    return [relative(v["video"] if isinstance(v, dict) else v) for v in videos]
+def loosely(value):
+    """As `decoded`, but a text that only looks like JSON stays a text: "[unclear]"."""
+    try:
+        return decoded(value)
+    except ValueError:
+        return value
 
 
-def in_place(text, paths, frames):
-    """Text with <video> marks, iterator of paths -> content pieces, videos where the marks stood.
-    Raises ValueError when paths run out."""
+def media_of(row):
+    """Columns `videos` and `images` -> {"video": iterator of pieces, "image": the same}."""
+    videos, images = (decoded(row.get(name)) or [] for name in ("videos", "images"))
+    return {"video": iter([video_piece(v) for v in videos]),
+            "image": iter([{"type": "image"} for _ in images])}
+
+
+def video_piece(given):
+    """A published video, a path or an object -> {"type", "video"}, and {"start", "end"} of a part.
+    Raises ValueError with the reason why not."""
+    given = given if isinstance(given, dict) else {"video": given}
+    path = given.get("url") or given.get("video")
+    if not path:
+        raise ValueError("a video without a path")
+    piece = {"type": "video", "video": relative(path)}
+    part = [given.get("video_start"), given.get("video_end")]
+    if part != [None, None]:
+        span = [rewards.to_seconds(second) for second in part]
+        if None in span or not span[0] < span[1]:
+            raise ValueError("a part of a video without a start and an end")
+        piece.update(start=span[0], end=span[1])
+    return piece
+
+
+def in_place(text, media):
+    """Text with <video> and <image> marks -> pieces, videos and images where the marks stood.
+    Raises ValueError if the columns hold too few."""
     pieces = []
-    for number, part in enumerate(text.split("<video>")):
-        if number:
-            path = next(paths, None)
-            if path is None:
-                raise ValueError("more <video> marks than videos")
-            pieces.append({"type": "video", "video": path, "frames": frames})
-        if part:
+    for part in re.split("(<video>|<image>)", text):
+        if part in ("<video>", "<image>"):
+            kind = part.strip("<>")
+            pieces.append(next(media[kind], None))
+            if pieces[-1] is None:
+                raise ValueError(f"more {part} marks than {kind}s")
+        elif part:
             pieces.append({"type": "text", "text": part})
     return pieces
 
 
-def content_pieces(message, paths, frames):
-    """Content of a published message -> our pieces. Raises ValueError with the reason why not."""
-    content = message.get("content")
-    given = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+def content_pieces(message, media):
+    """Content of a published message -> pieces: texts, videos, images. Raises ValueError with the
+    reason why not."""
+    unread = [key for key, value in message.items()
+              if value and key not in ("role", "content", "id", "name", "tool_call_id")]
+    if unread:
+        raise ValueError(f"a message with {unread[0]!r}, which is not read")
+    given = message.get("content")
+    if isinstance(given, str):
+        given = pieces_in(given)
     pieces = []
-    for piece in given:
+    for piece in [given] if isinstance(given, dict) else given or []:
         kind = piece.get("type")
-        if kind == "text" and message["role"] == "user":
-            pieces += in_place(piece.get("text") or "", paths, frames)
+        if kind == "text" and message["role"] in ("user", "tool"):
+            pieces += in_place(piece.get("text") or "", media)
         elif kind == "text":
             pieces.append({"type": "text", "text": piece.get("text") or ""})
         elif kind in ("video", "video_url"):
-            path = piece.get("video") or (piece.get("video_url") or {}).get("url")
-            if not path:
-                raise ValueError("a video without a path")
-            pieces.append({"type": "video", "video": relative(path), "frames": frames})
+            pieces.append(video_piece(piece.get("video_url") or piece))
         elif kind in ("image", "image_url"):
-            raise ValueError("still images are not read")
+            pieces.append({"type": "image"})
         else:
             raise ValueError(f"content of type {kind}")
+    if message["role"] in ("system", "assistant") and any(p["type"] != "text" for p in pieces):
+        raise ValueError(f"a video or an image in a message of role {message['role']}")
     return pieces
 
 
-def our_messages(message, pieces):
-    """One published message -> ours: tool results in a user turn become tool messages."""
-    text = "".join(p.get("text", "") for p in pieces)
-    response = re.compile(r"<tool_response>\n?(.*?)\n?</tool_response>", re.DOTALL)
-    # The template writes the same tokens, and text of users is never let through as tags.
-    if message["role"] in ("user", "tool") and response.search(text):
-        if not response.sub("", text).strip():
-            return [{"role": "tool", "content": found} for found in response.findall(text)]
-    only_text = all(p["type"] == "text" for p in pieces)
-    return [{"role": message["role"], "content": text if only_text else pieces}]
+def pieces_in(text):
+    """A content string -> pieces: it may be the JSON of a list of them, or plain text."""
+    found = loosely(text)
+    if isinstance(found, list) and all(isinstance(p, dict) and "type" in p for p in found):
+        return found
+    return [{"type": "text", "text": text}]
 
 
-def to_chat(row, frames):
-    """A published SFT row -> {"messages", "tools"?}. Raises ValueError with the reason why not.
+def joined(pieces):
+    return "".join(piece.get("text", "") for piece in pieces)
 
-    A system text that declares tools stays and is the only declaration; else ours is put, with the
-    schema.
+
+def parts_of(role, pieces):
+    """A user or tool message -> [(role, pieces)]. Each pair of tool response tags becomes a tool
+    message, since the template writes the same tags and never lets those of a user through; text
+    around it becomes a user message. Raises ValueError for tags that do not pair up."""
+    if role not in ("user", "tool") or "tool_response>" not in joined(pieces):
+        return [(role, pieces)]
+    parts = [("user", [])]
+    for piece in pieces:
+        for text in re.split("(</?tool_response>)", piece.get("text", "")):
+            opening, closing = text == "<tool_response>", text == "</tool_response>"
+            if not opening and not closing:
+                parts[-1][1].append({**piece, "text": text} if "text" in piece else piece)
+            elif opening == (parts[-1][0] == "tool"):
+                raise ValueError("tags of tool responses that do not pair up")
+            else:
+                parts.append(("tool" if opening else "user", []))
+    if parts[-1][0] == "tool":
+        raise ValueError("tags of tool responses that do not pair up")
+    # Frames that stand alone before or after the only response belong to it.
+    tools = [held for kind, held in parts if kind == "tool"]
+    for at, (kind, held) in enumerate(parts):
+        if kind == "user" and not joined(held).strip() and len(tools) == 1:
+            frames = [piece for piece in held if piece["type"] != "text"]
+            tools[0][:] = frames + tools[0] if at == 0 else tools[0] + frames
+            held.clear()
+    for held in tools:  # the template has line breaks of its own inside the tags
+        if held and "text" in held[0]:
+            held[0]["text"] = held[0]["text"].removeprefix("\n")
+        if held and "text" in held[-1]:
+            held[-1]["text"] = held[-1]["text"].removesuffix("\n")
+    return [(kind, [piece for piece in held if piece.get("text") != ""]) for kind, held in parts
+            if kind == "tool" or joined(held).strip() or any("text" not in p for p in held)]
+
+
+def response(pieces, call, overviews, most):
+    """Pieces of a tool response -> the content of a tool message, frames as our video pieces.
+
+    call: the rewards.ToolCall that it answers, or None; overviews: the videos of the prompt; most:
+    frames of a window. Raises ValueError with the reason why not.
     """
+    shown = []
+    for piece in pieces:
+        still = piece["type"] == "image"
+        if piece["type"] == "text":
+            shown.append(piece)
+        elif still and any(p.get("stills") for p in shown):
+            continue  # the first one stands for the whole window
+        elif "start" in piece:
+            shown.append({**piece, "fps": 1.0, "max_frames": most})
+        else:
+            if call is None or call.error:
+                raise ValueError("frames in a tool response whose call cannot be read")
+            if still and len(overviews) != 1:
+                raise ValueError("stills in a tool response, of no one video")
+            path = overviews[0] if still else piece["video"]
+            window = {"start": call.start, "end": call.end, "fps": 1.0, "max_frames": most}
+            if path not in overviews:  # a clip of its own, which holds the window and no more
+                window = {"frames": min(max(round(call.end - call.start), 1), most)}
+            shown.append({"type": "video", "video": path, "stills": still, **window})
+    windows = [piece for piece in shown if piece["type"] == "video"]
+    # The release's sentence before frames: alone, the next turn would be seen to make things up.
+    sentence = r"(?i)the tool executed successfully|here are the processed results?|" \
+               r"\(processed video here\)"
+    if not windows and not rewards.has_word(re.sub(sentence, "", joined(shown))):
+        raise ValueError("a tool response that speaks of frames and shows none")
+    for piece in windows:
+        piece.pop("stills", None)
+    return shown if windows else joined(shown)
+
+
+def our_messages(row, frames, most):
+    """A published SFT row -> (messages before the first assistant turn, those from there on).
+    frames: of an overview; most: of a window. Raises ValueError with the reason why not."""
     given = decoded(row["messages"])
-    paths = iter(video_paths(row))
-    messages = []
-    videos = 0
+    media = media_of(row)
+    head, rest, calls = [], [], iter(())
     for message in given if isinstance(given, list) else []:
-        pieces = content_pieces(message, paths, frames)
-        videos += sum(p["type"] == "video" for p in pieces)
-        messages += our_messages(message, pieces)
-    left = list(paths)
-    first = next((m for m in messages if m["role"] == "user"), None)
-    if first and videos == 0 and len(left) == 1:  # no mark anywhere: the one video goes first
-        seen = {"type": "video", "video": left.pop(), "frames": frames}
-        first["content"] = [seen, {"type": "text", "text": first["content"]}]
-    if left:
-        raise ValueError("more videos than <video> marks")
-    head = messages[0] if messages else {"role": None}
-    declared = head["role"] == "system" and "<tools>" in head["content"]
-    if not declared:
-        spoken = [m for m in messages if m["role"] != "system"]
-        messages = [{"role": "system", "content": rollout.main_prompt()}, *spoken]
-    problem = sft.chat_fault(messages)
+        role, pieces = message["role"], content_pieces(message, media)
+        if role not in ("system", "user", "assistant", "tool"):
+            raise ValueError(f"a message of role {role!r}")
+        if role == "assistant":
+            calls = iter(rewards.parse_tool_calls(joined(pieces)))
+            rest.append({"role": role, "content": joined(pieces)})
+            continue
+        for kind, held in parts_of(role, pieces):
+            if kind == "tool" and not rest:
+                raise ValueError("a tool response before the first assistant message")
+            if kind == "tool":
+                rest.append({"role": kind, "content": held, "call": next(calls, None)})
+            elif any(piece["type"] == "image" for piece in held):
+                raise ValueError("still images are not read")
+            elif not rest:
+                head.append({"role": kind, "content": held})
+            elif any(piece["type"] == "video" for piece in held):
+                raise ValueError("a video after the first assistant message, in no tool response")
+            else:
+                rest.append({"role": kind, "content": joined(held)})
+    left = list(media["video"])
+    asked = next((m for m in head if m["role"] == "user"), None)
+    if asked and not model.videos_in(head) and len(left) == 1:  # no mark: the one video goes first
+        asked["content"].insert(0, left.pop())
+    if left or next(media["image"], None):
+        raise ValueError("more videos than <video> marks" if left else
+                         "more images than <image> marks")
+    overviews = [piece["video"] for piece in model.videos_in(head)]
+    for message in rest:
+        if "call" in message:
+            message["content"] = response(message["content"], message.pop("call"), overviews, most)
+    for piece in model.videos_in(head):  # a part of a video: at the rate of a window
+        piece.update({"fps": 1.0, "max_frames": most} if "start" in piece else {"frames": frames})
+    if not all(m["content"] for m in head + rest):
+        raise ValueError("an empty message")
+    if any(m["role"] == "system" for m in (head + rest)[1:]):
+        raise ValueError("a system message after the first message")
+    problem = sft.chat_fault(head + rest)
     if problem:
         raise ValueError(problem)
-    return {"messages": messages, **({} if declared else {"tools": rollout.tool_schema()})}
+    return head, rest
+
+
+def to_chat(row, frames, most, prompts):
+    """A published SFT row -> {"messages", "tools"?}. Raises ValueError with the reason why not."""
+    head, rest = our_messages(row, frames, most)
+    if prompts == "ours":
+        tools = rollout.tool_schema()
+        head = our_prompt(head, rest, frames)
+        rest = [{**m, "content": without_path(m["content"])} if m["role"] == "assistant" else m
+                for m in rest]
+    else:
+        head, tools = released_prompt(head)
+    return {"messages": [*head, *rest], **({"tools": tools} if tools else {})}
+
+
+def our_prompt(head, rest, frames):
+    """The prompt that rollout.py builds for the video and the question of a chat -> messages.
+    Raises ValueError with the reason if the chat does not go with it."""
+    videos = model.videos_in(head)
+    if len(videos) != 1 or "start" in videos[0]:
+        raise ValueError(f"{len(videos)} videos before the first turn; our prompt shows one, whole")
+    answer = rewards.final_answer([m["content"] for m in rest if m["role"] == "assistant"])
+    if answer is None:
+        raise ValueError("no <answer> in the last turn, which our prompt asks for")
+    asked = question_of("\n".join(joined(m["content"]) for m in head if m["role"] == "user"))
+    question, options = benchmarks.split_inline(asked)
+    task = {"video": videos[0]["video"], "question": asked, "type": "open"}
+    # The answer shows the type: a letter, or a span and nothing else.
+    time = r"\d[\d.:]* ?(?:s|seconds)?"
+    span = rf"(?:from )?{time} ?(?:-|–|to) ?{time}\.?|[\[(]{time}, ?{time}[\])]"
+    if options and re.match(r"\(?[A-Z](?:[).:]|$)", answer):
+        task.update(question=question, options=options, type="mcq")
+    elif rewards.extract_span(answer) and re.fullmatch(span, answer, re.IGNORECASE):
+        task["type"] = "grounding"
+    return rollout.main_messages(task, frames)
+
+
+def released_prompt(head):
+    """The prompt as published -> (messages, schema or None). A system text that declares tools
+    stays and is the only declaration; else ours is put, with the schema."""
+    own = head[0]["role"] == "system" if head else False
+    first = joined(head[0]["content"]) if own else ""
+    asked = [{**m, "content": m["content"] if model.videos_in([m]) else joined(m["content"])}
+             for m in head[own:]]
+    declared = "<tools>" in first
+    system = {"role": "system", "content": first if declared else rollout.main_prompt()}
+    return [system, *asked], None if declared else rollout.tool_schema()
+
+
+def without_path(text):
+    """An assistant turn without the video_path of its calls, which our tool does not take. A call
+    that has none, or is no JSON, stays as it is."""
+    def shorter(found):
+        try:
+            call = json.loads(found[2])
+            if call["arguments"].pop("video_path", None) is None:
+                return found[0]
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return found[0]
+        return found[1] + json.dumps(call, ensure_ascii=False) + found[3]
+    return re.sub(r"(<tool_call>\s*)(.*?)(\s*</tool_call>)", shorter, text, flags=re.DOTALL)
+
+
+def question_of(text):
+    """The text of a published prompt without marks and instructions, which ours replace. Raises
+    ValueError if some are left: they would stand in the question or in its last option."""
+    text = text.replace("<video>", "")
+    path = r"(?:[^\n]*?\.(?:mp4|mkv|webm|avi|mov)\b|\S+)?\.?"
+    for instruction in (
+            rf"\s*The video path for this video is\b:? ?{path}",
+            r"\s*You FIRST think about the reasoning process[^.\n]*\.(?=\s*Think first)",
+            r"\s*Think first, call \**crop_video\**[^.\n]*\.?"
+            r"(?:\s*Format strictly as:.{0,300}?</answer>\.?)?"):
+        text = re.sub(instruction, "", text, flags=re.IGNORECASE | re.DOTALL)
+    if re.search("</?(?:think|answer|tool_call)>|crop_video", text):
+        raise ValueError("the question still holds instructions of the release")
+    return text.strip()
 
 
 def to_task(row):
@@ -138,35 +339,47 @@ def to_task(row):
     extra = decoded(row.get("extra_info")) or {}
     reward = decoded(row.get("reward_model")) or {}
     answer = extra.get("answer")
-    answer = decoded(reward.get("ground_truth") if answer is None else answer)
-    paths = video_paths(row)
-    if len(paths) != 1:
-        raise ValueError(f"{len(paths)} videos, one is wanted")
+    answer = reward.get("ground_truth") if answer is None else answer
+    media = media_of(row)
+    videos = list(media["video"])
+    if len(videos) != 1:
+        raise ValueError(f"{len(videos)} videos, one is wanted")
+    if "start" in videos[0]:
+        raise ValueError("a part of a video; a task shows a whole one")
     if answer in (None, ""):
         raise ValueError("no answer")
-    spoken = [m["content"] for m in decoded(row["prompt"]) if m["role"] == "user"]
-    asked = (extra.get("question") or "\n".join(spoken)).replace("<video>", "")
-    where = r" ?The video path for this video is:? \S+"  # our agent needs no path
-    asked = re.sub(where, "", asked, flags=re.IGNORECASE).strip()
+    prompt = decoded(row["prompt"])
+    if any(m["role"] not in ("system", "user") for m in prompt):
+        raise ValueError("a prompt with turns of an assistant")
+    marks = {"video": iter(videos), "image": media["image"]}
+    spoken = [content_pieces(m, marks) for m in prompt if m["role"] == "user"]
+    if next(media["image"], None) or any(p["type"] == "image" for held in spoken for p in held):
+        raise ValueError("still images are not read")
+    asked = question_of(extra.get("question") or "\n".join(map(joined, spoken)))
     question, options = benchmarks.split_inline(asked)
     kind = {"mcq": "mcq", "oe": "open", "tvg": "grounding"}.get(extra.get("question_type"))
-    span = span_of(answer, kind)
+    span = span_of(loosely(answer), kind)  # "[1.5, 7]"
     letter = benchmarks.answer_letter(answer, options) if options else ""
     if kind is None:
         kind = "grounding" if span is not None else "mcq" if letter else "open"
-    task = {"video": paths[0], "question": asked, "options": None, "answer": str(answer),
-            "type": kind}
+    task = {"video": videos[0]["video"], "question": asked, "options": None,
+            "answer": str(answer), "type": kind}
     if kind == "grounding":
         span = [rewards.to_seconds(t) for t in span or []]
         if len(span) != 2 or None in span or not span[0] < span[1]:
             raise ValueError("the answer is no [start, end]")
         task["answer"] = span
+    elif isinstance(answer, (list, dict)):
+        raise ValueError("the answer is no text")
     if kind == "mcq":
         if not options:
             raise ValueError("a choice whose options cannot be read")
         if not letter:
             raise ValueError("the answer is none of the options")
         task.update(question=question, options=options, answer=letter)
+    problem = rollout.task_fault({"id": "", **task})
+    if problem:
+        raise ValueError(problem)
     return task
 
 
@@ -180,10 +393,11 @@ def span_of(answer, kind):
     return answer[0] if len(answer) == 1 and isinstance(answer[0], list) else answer
 
 
-def convert(paths, out, frames):
-    """Published files -> one JSONL. Says how many rows were left out, and why."""
+def convert(paths, out, frames, most=64, prompts="ours"):
+    """Published files -> one JSONL. Says how many rows were left out, and why. frames: of an
+    overview; most: of a window in a tool response; prompts: "ours" or "release"."""
     rows = []
-    rejected = Counter()
+    rejected = {}  # reason -> rows
     kinds = set()
     for path in paths:
         name = os.path.splitext(os.path.basename(path))[0]
@@ -194,23 +408,38 @@ def convert(paths, out, frames):
                                       f"'prompt' (RL); found {', '.join(sorted(row))}")
             kinds.add(kind)
             try:
-                made = to_chat(row, frames) if kind == "messages" else to_task(row)
+                made = (to_task(row) if kind == "prompt" else
+                        to_chat(row, frames, most, prompts))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 # Published rows are data: a bad one is left out and named.
                 malformed = f"malformed ({type(error).__name__})"
-                rejected[str(error) if type(error) is ValueError else malformed] += 1
+                why = str(error) if type(error) is ValueError else malformed
+                rejected.setdefault(why, []).append(f"{name}/{number}")
                 continue
             source = row.get("id") or row.get("data_source") or name
             rows.append({"id": f"{name}/{number}", "source": source, **made})
     if len(kinds) > 1:
         raise model.UserError("some files hold chats (SFT), some tasks (RL); convert them apart")
-    for why, count in rejected.most_common():
-        print(f"left out: {count} rows, {why}")
+    for why, left in sorted(rejected.items(), key=lambda item: -len(item[1])):
+        print(f"left out: {len(left)} rows, {why}; the first is {left[0]}")
     if not rows:
         raise model.UserError("no row could be used")
     model.write_atomic(out, "".join(json.dumps(row) + "\n" for row in rows))
     what = "chats" if kinds == {"messages"} else "tasks"
-    print(f"{out}: {len(rows)} {what}, {sum(rejected.values())} left out")
+    print(f"{out}: {len(rows)} {what}, {sum(map(len, rejected.values()))} left out")
+    if kinds == {"messages"}:
+        print(f"of these chats {sum(map(calls_in, rows))} hold a call, "
+              f"{sum(map(shows_frames, rows))} show frames in a tool response")
+
+
+def calls_in(row):
+    """Whether an assistant turn of a chat holds a call that can be run."""
+    said = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
+    return any(call.error is None for text in said for call in rewards.parse_tool_calls(text))
+
+
+def shows_frames(row):
+    return bool(model.videos_in(m for m in row["messages"] if m["role"] == "tool"))
 
 
 def main():
@@ -219,11 +448,15 @@ def main():
     parser.add_argument("files", nargs="+", metavar="FILE", help="parquet, JSON or JSONL")
     parser.add_argument("--out", required=True, help="JSONL to write")
     parser.add_argument("--frames", type=int, default=64, help="overview frames K of chats")
+    parser.add_argument("--window-frames", type=int, default=64,
+                        help="frames of a window in a tool response, at most; one a second")
+    parser.add_argument("--prompts", choices=["ours", "release"], default="ours",
+                        help="of chats: those that rollout.py builds, or as published")
     args = parser.parse_args()
     if not args.out.endswith(".jsonl"):
         raise model.UserError(f"--out {args.out} should end in .jsonl")
-    model.at_least(1, args, "frames")
-    convert(args.files, args.out, args.frames)
+    model.at_least(1, args, "frames", "window_frames")
+    convert(args.files, args.out, args.frames, args.window_frames, args.prompts)
 
 
 if __name__ == "__main__":
