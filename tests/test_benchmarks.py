@@ -107,6 +107,17 @@ def test_longvideobench_parquet_pads_options(tmp_path):
     assert set(tasks) == {"v_0", "v_1", "v_2"}
 
 
+@pytest.mark.parametrize("name, text", [
+    ("rows.json", '[{"video": "v", "timestamp": ["1.0", "2.0"], "caption": "x"}]'),
+    ("rows.jsonl", '{"video": "v", "timestamp": ["1.0", "2.0"], "caption": "x"}'),
+    ("rows.txt", "v 1.0 2.0##x")])
+def test_a_byte_order_mark_is_passed_over(tmp_path, name, text):
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8-sig")
+    read_it = benchmarks.charades_lines if name.endswith(".txt") else benchmarks.read_rows
+    assert read_it(str(path)) == [{"video": "v", "timestamp": ["1.0", "2.0"], "caption": "x"}]
+
+
 def test_longvideobench_json_has_candidates(tmp_path):
     put(tmp_path, "lvb_val.json", [longvideobench(candidates=["walk", "run"])])
     put(tmp_path, "lvb_test_wo_gt.json", [longvideobench(id="hidden", candidates=["walk", "run"])])
