@@ -34,6 +34,13 @@ from multiprocessing.connection import Connection, Pipe
 
 import numpy as np  # av and PIL are imported where they are used: what samples needs none
 
+# Of one file each, whose frames have times; the last line: stills, which are videos of one frame.
+FORMATS = ("mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,rm,dv,mxf,nut,ivf,gif,apng,yuv4mpegpipe,"
+           "image2,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe")
+AVFMT_TS_DISCONT = 0x200  # of a format: its clock may jump
+MAX_PIXELS = 2**26  # of a frame; twice those of 8K
+MAX_MEMORY = 8 * 2**30  # bytes of a decoder process, frames that it hands over included
+
 
 class VideoError(Exception):
     """This file cannot be used: `.path` says which, `.why` what is wrong; str() is "path: why"."""
@@ -302,23 +309,33 @@ def _stream(path):
     """Path -> (container, first video stream), closed at the end. VideoError for PyAV's errors."""
     import av
     try:
-        with av.open(str(path), metadata_errors="ignore") as container:  # tags need not be UTF-8
+        # Other formats name further files, which lie anywhere (playlists), or draw text (tty).
+        options = {"format_whitelist": FORMATS, "protocol_whitelist": "file",
+                   "pattern_type": "none"}  # of stills: %d in a name means no other files
+        # Tags need not be UTF-8.
+        with av.open(str(path), options=options, metadata_errors="ignore") as container:
             if not container.streams.video:
                 raise VideoError(path, "no video stream")
             stream = container.streams.video[0]
             if stream.codec_context is None:
                 raise VideoError(path, "no decoder for its video stream")
+            if stream.width * stream.height > MAX_PIXELS:
+                raise VideoError(path, f"{stream.width}x{stream.height} pixels are too many")
             stream.codec_context.thread_count = 1  # unset: every core, per open file
             yield container, stream
     except (av.FFmpegError, OSError, RuntimeError, IndexError) as error:  # the last: cut MPEG-TS
-        raise VideoError(path, f"PyAV: {getattr(error, 'strerror', None) or error}") from error
+        why = getattr(error, "strerror", None) or error
+        if isinstance(error, av.ArgumentError):  # all that av.open says of what FORMATS leaves out
+            why = "damaged, or in no format that is read here"
+        raise VideoError(path, f"PyAV: {why}") from error
 
 
 def _open(path):
     """Path -> its table: starts [N] seconds, duration, height, width, ticks [N], key_ticks.
 
     Starts are strictly increasing, the first is 0.0. Ticks are the same in the stream's own unit
-    and clock, key_ticks those of the key frames, where a seek can land. Raises VideoError.
+    and clock, key_ticks those of the key frames, where a seek can land: also those of key frames
+    that an edit list hides, which are no frames here. Raises VideoError.
     """
     size = _identity(path)[1]  # bytes
     try:
@@ -476,6 +493,10 @@ class ChildDecoder:
 
 def _serve(fd):
     """The child's life: answers requests until the parent closes the pipe."""
+    import resource
+
+    with contextlib.suppress(ValueError, OSError):  # a lower one is in force; macOS has none
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     pipe = Connection(fd)
     with contextlib.suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
         while True:
@@ -484,7 +505,9 @@ def _serve(fd):
                 pipe.send((None, _answer(request)))
             except VideoError as error:  # as text: here its class is __main__'s, there it is not
                 pipe.send((error.why, None))
-            except (ImportError, MemoryError) as error:  # not the file's fault
+            except MemoryError:
+                pipe.send((f"needs more than {MAX_MEMORY >> 30} GiB of memory", None))
+            except ImportError as error:  # not the file's fault
                 pipe.send((error, None))
 
 
