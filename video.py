@@ -10,9 +10,18 @@ All drop repeats. 64 frames at 1 fps: overview(4) -> 8, 24, 40, 56; crop(16, 19)
 
 Departures: s_i is the container's clock, never i / fps, which is wrong as soon as the rate varies.
 Frames are resized once, here, to multiples of 32 (patch 16 x merge 2), and by no processor again.
-PyAV decodes, but for frames that nobody asked for and no other frame is made from. Not handled:
-non-square pixels; raw streams (no times); cover art (a video of one frame); H.264 with B-frames in
-AVI and ASF, without times too: neighbours may be swapped.
+PyAV decodes. Frames that were not requested and that no other frame needs are skipped. Frames and
+times are ffmpeg's: edit lists hide frames, display matrices turn and mirror them. s_0 = 0 even if
+sound begins earlier. Of several frames with one time, the last in the file's order is shown.
+
+Refused with a VideoError: playlists and text (FORMATS lists what is read); raw streams and others
+without times; a clock that jumps, as in files joined with cat; MPEG-TS, MPEG-PS and Ogg with 10 s
+without a frame, which ffmpeg takes for a jump; frames turned by another angle than 90, 180 or 270
+degrees, or above MAX_PIXELS. A decoder process may use MAX_MEMORY; without a timeout, decoding
+happens in this process, which has no such bound.
+Not handled: non-square pixels; cover art (a video of one frame); H.264 with B-frames in AVI and
+ASF, which state no times of display (neighbours may be swapped); of MP4 and FLV files joined with
+cat, only the first is seen.
 
 Reads one video file, writes nothing but what a FrameCache keeps in its folder, if it has one.
   python video.py FILE --frames 8 --start 12 --end 20      no window: the overview of the whole file
@@ -22,7 +31,9 @@ import argparse
 import contextlib
 import io
 import math
+import mmap
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -33,6 +44,13 @@ from hashlib import sha256
 from multiprocessing.connection import Connection, Pipe
 
 import numpy as np  # av and PIL are imported where they are used: what samples needs none
+
+# Of one file each, whose frames have times; the last line: stills, which are videos of one frame.
+FORMATS = ("mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,rm,dv,mxf,nut,ivf,gif,apng,yuv4mpegpipe,"
+           "image2,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe")
+AVFMT_TS_DISCONT = 0x200  # of a format: its clock may jump
+MAX_PIXELS = 2**26  # of a frame; twice those of 8K
+MAX_MEMORY = 8 * 2**30  # bytes of a decoder process, frames that it hands over included
 
 
 class VideoError(Exception):
@@ -302,23 +320,33 @@ def _stream(path):
     """Path -> (container, first video stream), closed at the end. VideoError for PyAV's errors."""
     import av
     try:
-        with av.open(str(path), metadata_errors="ignore") as container:  # tags need not be UTF-8
+        # Other formats name further files, which lie anywhere (playlists), or draw text (tty).
+        options = {"format_whitelist": FORMATS, "protocol_whitelist": "file",
+                   "pattern_type": "none"}  # of stills: %d in a name means no other files
+        # Tags need not be UTF-8.
+        with av.open(str(path), options=options, metadata_errors="ignore") as container:
             if not container.streams.video:
                 raise VideoError(path, "no video stream")
             stream = container.streams.video[0]
             if stream.codec_context is None:
                 raise VideoError(path, "no decoder for its video stream")
+            if stream.width * stream.height > MAX_PIXELS:
+                raise VideoError(path, f"{stream.width}x{stream.height} pixels are too many")
             stream.codec_context.thread_count = 1  # unset: every core, per open file
             yield container, stream
     except (av.FFmpegError, OSError, RuntimeError, IndexError) as error:  # the last: cut MPEG-TS
-        raise VideoError(path, f"PyAV: {getattr(error, 'strerror', None) or error}") from error
+        why = getattr(error, "strerror", None) or error
+        if isinstance(error, av.ArgumentError):  # all that av.open says of what FORMATS leaves out
+            why = "damaged, or in no format that is read here"
+        raise VideoError(path, f"PyAV: {why}") from error
 
 
 def _open(path):
     """Path -> its table: starts [N] seconds, duration, height, width, ticks [N], key_ticks.
 
     Starts are strictly increasing, the first is 0.0. Ticks are the same in the stream's own unit
-    and clock, key_ticks those of the key frames, where a seek can land. Raises VideoError.
+    and clock, key_ticks those of the key frames, where a seek can land: also those of key frames
+    that an edit list hides, which are no frames here. Raises VideoError.
     """
     size = _identity(path)[1]  # bytes
     try:
@@ -329,26 +357,75 @@ def _open(path):
     if end > size:  # PyAV does not tell: an mp4 with its index in front opens at any length
         why = f"is truncated: its {part} ends at byte {end}, the file at byte {size}"
         raise VideoError(path, why)
+    first, packets = None, []
     with _stream(path) as (container, stream):
-        unit = stream.time_base  # seconds per tick, a Fraction
-        # In decoding order; without the flush at the end and what an edit list hides.
-        packets = [(packet.pts, packet.is_keyframe, packet.duration or 0)
-                   for packet in container.demux(stream) if packet.size and not packet.is_discard]
-        strict = stream.codec_context.name in ("h264", "hevc")
-    if not packets:
-        raise VideoError(path, "PyAV: holds no video frames")
-    if any(pts is None for pts, _, _ in packets):  # a raw stream, outside any container
-        raise VideoError(path, "PyAV: its packets carry no times")
-    packets.sort()  # into display order
-    ticks = np.unique([pts for pts, _, _ in packets])  # two packets of one time are one frame
-    key_ticks = np.array([pts for pts, key, _ in packets if key], int)
-    if strict and len(key_ticks):  # a cut may have left frames before it, which nothing decodes
-        ticks = ticks[ticks >= key_ticks[0]]
-    starts = np.round((ticks - ticks[0]) * float(unit), 4)  # [N]
-    first = (key_ticks if len(key_ticks) else ticks)[:1]
-    (image,) = _images(path, first, key_ticks)  # as displayed; the header may lie
-    duration = _duration(starts, starts[-1] + float(packets[-1][2] * unit))
-    return starts, duration, *image.shape[:2], ticks, key_ticks
+        unit = float(stream.time_base)  # seconds per tick
+        leaps = container.format.flags & AVFMT_TS_DISCONT
+        for packet in container.demux(stream):
+            if first is None:  # the first that decodes: a cut may have left others before it
+                first = next((frame for frame in packet.decode() if frame.pts is not None), None)
+            if packet.size:  # else the flush at the end
+                packets.append((packet.pts, packet.pts if packet.dts is None else packet.dts,
+                                packet.duration or 0, packet.is_keyframe, packet.is_discard))
+    untimed = [n for n, (pts, *_) in enumerate(packets) if pts is None]
+    # In decoding order: times of display and of decoding and lengths, [P] ticks each, two flags.
+    pts, dts, lengths, keys, hidden = np.array(
+        [row for row in packets if row[0] is not None], np.int64).reshape(-1, 5).T
+    shown = (hidden == 0) & (pts >= (math.inf if first is None else first.pts))
+    # Matroska has no times below zero. Frames of such times follow the first key frame in files
+    # that were cut; they are made from frames that are gone, do not decode and do not count.
+    if not shown.any() or untimed and untimed[-1] > len(untimed):
+        why = "its packets carry no times" if untimed else "holds no video frames"
+        raise VideoError(path, f"PyAV: {why}")
+    ticks = np.unique(pts[shown])  # two packets of one time are one frame
+    jump = _jump(path, pts * unit, dts * unit, keys, leaps)
+    # An edit list of several parts steps back, too: no harm, unless frames of two parts meet.
+    if jump is not None and not (hidden.any() and len(ticks) == shown.sum()):
+        raise VideoError(path, f"the clock jumps at {jump:g} s: remux it, or encode it anew")
+    starts = np.round((ticks - ticks[0]) * unit, 4)  # [N]
+    duration = _duration(starts, starts[-1] + lengths[shown][pts[shown].argmax()] * unit)
+    height, width = _upright(path, first).shape[:2]  # the header may lie
+    return starts, duration, height, width, ticks, np.unique(pts[keys > 0])
+
+
+def _jump(path, pts, dts, keys, leaps):
+    """Path, packets' times in seconds, key flags [P] -> seconds to a jump of the clock, or None.
+
+    Back: a key frame comes before what was there, by both times, since Matroska states no dts and
+    some files call all their frames key frames. On: 10 s, if leaps says that the format's clock
+    may do so, or if files were joined. Both bounds are ffmpeg's, which mends such a clock.
+    """
+    behind = [np.maximum.accumulate(times)[:-1] - times[1:] for times in (pts, dts)]  # [P - 1]
+    jumps = (keys[1:] > 0) & (np.minimum(*behind) > 0.1)
+    far = np.diff(dts) > 10
+    if far.any() and (leaps or _joined(path)):
+        jumps |= far
+    return dts[jumps.argmax()] - dts[0] if jumps.any() else None
+
+
+def _joined(path):
+    """Path -> whether a second Matroska header follows in it, as after cat."""
+    header = re.compile(rb"(?s)\x1aE\xdf\xa3.{,60}(webm|matroska)")
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        with mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
+            return header.search(data, 4) is not None
+
+
+def _upright(path, frame):
+    """Decoded frame -> image [H, W, 3] uint8 as displayed: turned and mirrored as the file says."""
+    image = frame.to_ndarray(format="rgb24", threads=1)
+    try:
+        matrix = frame.side_data.get("DISPLAYMATRIX")
+    except ValueError:  # PyAV does not know all kinds of side data, such as a photo's EXIF
+        return np.rot90(image, round(frame.rotation / 90) % 4)
+    if matrix is None:
+        return image
+    a, b, _, c, d = np.frombuffer(matrix, np.int32)[:5] / 2**16  # x' = a x + c y, y' = b x + d y
+    if min(abs(a) + abs(d), abs(b) + abs(c)) > 0.01:  # 0.3 degrees
+        raise VideoError(path, "is turned by an angle that is no multiple of 90 degrees")
+    if abs(b) > abs(a):
+        image, a, d = image.swapaxes(0, 1), c, b
+    return image[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1]
 
 
 def _drops_safely(codec):
@@ -370,13 +447,15 @@ def _decode(container, stream, wanted, drop):
     codec = stream.codec_context
     missing = set(wanted)  # not in the decoder yet
     for packet in container.demux(stream):
-        mine = packet.pts is None or packet.pts in wanted  # None: the flush at the end of the file
+        # Without a time: the flush at the end of the file. A hidden frame may have another's time.
+        mine = packet.pts is None or packet.pts in wanted and not packet.is_discard
         if not missing and not mine:  # not at once: the fields of a frame may come one by one
             yield from codec.decode(None)  # what it holds back for its order
             return
         codec.skip_frame = "NONREF" if drop and not mine else "DEFAULT"
-        yield from packet.decode()
-        missing.discard(packet.pts)
+        yield from packet.decode()  # never a hidden frame
+        if mine:
+            missing.discard(packet.pts)
 
 
 def _images(path, ticks, key_ticks):
@@ -397,10 +476,11 @@ def _images(path, ticks, key_ticks):
                     container.seek(int(key_ticks[after - 1]), stream=stream)
             for frame in _decode(container, stream, set(run), drop and seeks):
                 if frame.pts in run:
-                    image = frame.to_ndarray(format="rgb24", threads=1)  # [H, W, 3] as stored
-                    found[frame.pts] = np.rot90(image, round(frame.rotation / 90) % 4)
-                while left and left[0] in found:
-                    yield found.pop(left.pop(0))
+                    found[frame.pts] = _upright(path, frame)
+                while left and left[0] in found and left[0] != frame.pts:
+                    yield found.pop(left.pop(0))  # of frames of one time it is the last
+            while left and left[0] in found:
+                yield found.pop(left.pop(0))
             if left and left[0] <= run[-1]:  # it did not come
                 if not seeks:
                     place = f"the frame at {float(left[0] * stream.time_base):g} s of its own clock"
@@ -476,6 +556,10 @@ class ChildDecoder:
 
 def _serve(fd):
     """The child's life: answers requests until the parent closes the pipe."""
+    import resource
+
+    with contextlib.suppress(ValueError, OSError):  # a lower one is in force; macOS has none
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     pipe = Connection(fd)
     with contextlib.suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
         while True:
@@ -484,7 +568,9 @@ def _serve(fd):
                 pipe.send((None, _answer(request)))
             except VideoError as error:  # as text: here its class is __main__'s, there it is not
                 pipe.send((error.why, None))
-            except (ImportError, MemoryError) as error:  # not the file's fault
+            except MemoryError:
+                pipe.send((f"needs more than {MAX_MEMORY >> 30} GiB of memory", None))
+            except ImportError as error:  # not the file's fault
                 pipe.send((error, None))
 
 

@@ -8,13 +8,17 @@ import json
 import math
 import os
 import random
+import re
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
-from test_video import write
+from PIL import Image
+from test_video import paint, seen, write
 
 import eval as evaluation
 import model
@@ -229,6 +233,75 @@ def test_hundreds_of_damaged_videos_give_frames_or_a_video_error(tmp_path):
     assert len(children) == 1, children
     half = len(sizes) // 2
     assert max(sizes[half:]) < sizes[half] + 30, sizes[:: len(sizes) // 8]  # MiB
+
+
+@pytest.mark.parametrize("name, text", [
+    ("a.m3u8", "#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:2,\n{secret}\n#EXT-X-ENDLIST\n"),
+    ("a.mp4", "#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:2,\n{secret}\n#EXT-X-ENDLIST\n"),
+    ("a.ffconcat", "ffconcat version 1.0\nfile '{secret}'\n"),
+    ("a.sdp", "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\n"
+              "m=video 5004 RTP/AVP 96\na=rtpmap:96 H264/90000\n"),
+    ("a.mpd", '<?xml version="1.0"?><MPD xmlns="urn:mpeg:dash:schema:mpd:2011" type="static" '
+              'mediaPresentationDuration="PT2S"><Period><AdaptationSet mimeType="video/mp4">'
+              '<Representation id="0" bandwidth="9"><BaseURL>{secret}</BaseURL></Representation>'
+              "</AdaptationSet></Period></MPD>"),
+    ("a.txt", "the password is red\n" * 9), ("a.ans", "\x1b[31mthe password is red\n" * 9),
+    ("a.nfo", "the password is red\n" * 9), ("a.srt", "1\n00:00:00,000 --> 00:00:01,000\nred\n"),
+])
+@pytest.mark.parametrize("timeout", [None, 20])
+def test_files_that_name_others_or_are_text_are_no_videos(tmp_path, name, text, timeout):
+    """A playlist inside the video folder could show what lies outside it, and a text becomes frames
+    that show it."""
+    (tmp_path / "root").mkdir()
+    secret = write(tmp_path / "secret.ts", 50)
+    (tmp_path / "root" / name).write_text(text.format(secret=secret))
+    cache = video.FrameCache(0, timeout=timeout)
+    with pytest.raises(video.VideoError, match="no format that is read here|Invalid data"):
+        video.load({"video": name, "frames": 4}, str(tmp_path / "root"), cache)
+    cache.close()
+
+
+def test_a_name_with_a_pattern_is_the_name_of_one_picture(tmp_path):
+    for n, index in ((1, 7), (2, 9)):
+        Image.fromarray(paint(index, 64, 32)).save(tmp_path / f"{n}.png")
+    with pytest.raises(video.VideoError, match="no such file"):
+        video.probe(tmp_path / "%d.png")
+    for name in ("%d.png", "*.png", "[12].jpg"):
+        Image.fromarray(paint(5, 64, 32)).save(tmp_path / name)
+        assert seen(video.overview(tmp_path / name, 9).images) == [5]
+
+
+@pytest.mark.parametrize("timeout", [None, 20])
+def test_a_huge_picture_is_refused_and_the_run_goes_on(tmp_path, timeout):
+    Image.new("RGB", (8200, 8200)).save(tmp_path / "huge.png")
+    small, cache = write(tmp_path / "small.mp4", 8), video.FrameCache(0, timeout=timeout)
+    with pytest.raises(video.VideoError, match="8200x8200 pixels are too many"):
+        video.overview(tmp_path / "huge.png", 4, cache=cache)
+    assert len(video.overview(small, 4, cache=cache).images) == 4
+    cache.close()
+
+
+@pytest.mark.parametrize("mebibytes", [450, 550, 650])
+def test_a_decoder_process_has_a_bound_on_its_memory(tmp_path, monkeypatch, mebibytes):
+    """Wherever the memory ends: in ffmpeg, in NumPy. The process stays."""
+    Image.new("RGB", (8000, 8000)).save(tmp_path / "large.png")  # 183 MiB as RGB
+    small, cache = write(tmp_path / "small.mp4", 8), video.FrameCache(0, timeout=20)
+    assert len(video.overview(tmp_path / "large.png", 4, cache=cache).images) == 1
+    limits = Path(f"/proc/{cache._idle[0].process.pid}/limits").read_text()
+    assert re.search(rf"Max address space +{video.MAX_MEMORY} ", limits)
+    cache.close()
+    lower = (f"import sys, video; video.MAX_MEMORY = {mebibytes} << 20; "
+             "video._serve(int(sys.argv[1]))")
+    started = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **options: started(
+        [sys.executable, "-c", lower, command[-1]], cwd=os.path.dirname(video.__file__), **options))
+    for _ in range(2):
+        with pytest.raises(video.VideoError, match="memory"):
+            video.overview(tmp_path / "large.png", 4, cache=cache)
+        child = cache._idle[0].process.pid
+        assert len(video.overview(small, 4, cache=cache).images) == 4
+        assert cache._idle[0].process.pid == child
+    cache.close()
 
 
 # ------------------------------------------------------------------------------------------------

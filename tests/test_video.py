@@ -7,6 +7,7 @@ a picture, so a wrong frame is seen to be wrong, whatever its timestamp says.
 import math
 import os
 import pickle
+import re
 import signal
 import struct
 import subprocess
@@ -87,6 +88,50 @@ def images(path, indices, table=None):
     """Path -> iterator of its frames at these indices, full size."""
     *_, ticks, key_ticks = table or video._open(path)
     return video._images(path, ticks[list(indices)], key_ticks)
+
+
+@pytest.fixture(scope="session")
+def ffmpeg():
+    """-> function (arguments) that runs ffmpeg and returns its CompletedProcess, in bytes."""
+    package = pytest.importorskip("imageio_ffmpeg", reason="imageio-ffmpeg, which brings ffmpeg, "
+                                  "is not installed (requirements-cpu.txt brings it)")
+
+    def run(*arguments):
+        command = [package.get_ffmpeg_exe(), "-nostdin", "-hide_banner", "-nostats", "-y"]
+        return subprocess.run([*command, *map(str, arguments)], capture_output=True, check=True)
+
+    return run
+
+
+def shown_by(ffmpeg, path, size=None):
+    """What ffmpeg decodes of a file -> seconds [N], the first one 0, and pictures [N, H, W, 3].
+    Of frames of one time it shows the last. size: width:height to scale to."""
+    scale = [f"scale={size}"] if size else []
+    done = ffmpeg("-i", path, "-map", "0:v:0", "-vf", ",".join(["showinfo", *scale]),
+                  "-fps_mode", "passthrough", "-f", "rawvideo", "-pix_fmt", "rgb24", "-")
+    found = re.findall(rb" pts_time:(\S+) .* s:(\d+)x(\d+) ", done.stderr)
+    times = np.array([float(seconds) for seconds, *_ in found])
+    width, height = map(int, size.split(":") if size else found[0][1:])
+    pictures = np.frombuffer(done.stdout, np.uint8).reshape(len(times), height, width, 3)
+    last = np.append(np.diff(times) > 0, True)
+    return times[last] - times[last][0], pictures[last]
+
+
+def assert_as_shown_by(ffmpeg, path, exact=True):
+    """Every frame and every time, in one go and each of some alone. exact: else the conversion to
+    RGB differs, of fields and of more than 8 bits: it is the frame that ffmpeg's is nearest to."""
+    times, pictures = shown_by(ffmpeg, path)
+    table = video._open(path)
+    assert len(table[0]) == len(times)
+    np.testing.assert_allclose(table[0], times, atol=1.1e-3)  # Matroska's and FLV's unit is 1 ms
+    assert table[2:4] == pictures.shape[1:3]
+    got = np.array(list(images(path, range(len(times)), table)), int)
+    for i, image in enumerate(got):
+        gaps = {j: np.abs(image - pictures[j]).mean()
+                for j in ([i] if exact else range(max(0, i - 3), min(len(times), i + 4)))}
+        assert gaps[i] < 0.5 if exact else min(gaps, key=gaps.get) == i, (i, gaps)
+    for i in np.random.default_rng(0).choice(len(times), min(6, len(times)), replace=False):
+        assert np.array_equal(next(images(path, [i], table)), got[i])
 
 
 def write_sound(path):
@@ -434,11 +479,40 @@ def test_frames_hidden_by_an_edit_list_stay_hidden(tmp_path):
     assert video.probe(back).duration == pytest.approx(2.0)
 
 
+def with_matrix(source, path, a, b, c, d):
+    """Copy of an mp4 whose pixels x, y are displayed at a x + c y, b x + d y."""
+    matrix = [round(value * 0x10000) for value in (a, b, 0, c, d, 0, 0, 0)]
+    return patched(source, path, b"tkhd", 44, ">9i", *matrix, 0x40000000)
+
+
+@pytest.mark.parametrize("matrix", [(1, 0, 0, 1), (0, 1, -1, 0), (-1, 0, 0, -1), (0, -1, 1, 0),
+                                    (-1, 0, 0, 1), (1, 0, 0, -1), (0, 1, 1, 0), (0, -1, -1, 0)])
+def test_files_turned_and_mirrored_are_displayed_as_ffmpeg_does(tmp_path, ffmpeg, matrix):
+    upright = write(tmp_path / "v.mp4", 4, draw=grainy)
+    assert_as_shown_by(ffmpeg, with_matrix(upright, tmp_path / "turned.mp4", *matrix))
+
+
+def test_a_file_turned_by_half_a_right_angle_is_refused(tmp_path):
+    upright = write(tmp_path / "v.mp4", 4)
+    turned = with_matrix(upright, tmp_path / "turned.mp4", 0.7071, 0.7071, -0.7071, 0.7071)
+    with pytest.raises(VideoError, match="turned by an angle that is no multiple of 90 degrees"):
+        video.probe(turned)
+
+
+def test_a_photo_with_side_data_that_pyav_does_not_know(tmp_path, ffmpeg):
+    """A photo of a phone, which says by EXIF how it was held."""
+    from PIL import Image
+
+    exif = Image.Exif()
+    exif[0x0112] = 6  # orientation: to be turned by 90 degrees
+    Image.fromarray(paint(5, 64, 32)).save(tmp_path / "a.jpg", exif=exif)
+    assert_as_shown_by(ffmpeg, tmp_path / "a.jpg")
+
+
 def test_rotation_is_applied(tmp_path):
     upright = write(tmp_path / "v.mp4", 5)
     # 90 degrees clockwise, as phones write it
-    matrix = (0, 0x10000, 0, -0x10000, 0, 0, 32 * 0x10000, 0, 0x40000000)
-    turned = patched(upright, tmp_path / "turned.mp4", b"tkhd", 44, ">9i", *matrix)
+    turned = with_matrix(upright, tmp_path / "turned.mp4", 0, 1, -1, 0)
     assert video._open(turned)[2:4] == (64, 32)  # height, width
     assert seen(np.rot90(image) for image in images(turned, [0, 3, 4])) == [0, 3, 4]
 
@@ -543,6 +617,193 @@ def test_frames_that_nobody_needs_are_not_decoded(coded, name, fewest, most):
         drop = video._drops_safely(stream.codec_context)
         decoded = list(video._decode(container, stream, {last}, drop))
     assert decoded[-1].pts == last and fewest <= len(decoded) <= most
+
+
+@pytest.mark.parametrize("name", CODINGS)
+def test_every_frame_is_that_of_ffmpeg(coded, ffmpeg, name):
+    assert_as_shown_by(ffmpeg, coded(name), exact=name not in ("ten.mp4", "fields.mp4"))
+
+
+@pytest.mark.parametrize("name, options", CONTAINERS)
+def test_other_containers_are_read_as_by_ffmpeg(tmp_path, ffmpeg, name, options):
+    assert_as_shown_by(ffmpeg, write(tmp_path / name, 100, draw=grainy, **options))
+
+
+@pytest.mark.parametrize("ending", ["mp4", "mkv", "ts", "flv"])
+def test_times_of_a_varying_rate_are_those_of_ffmpeg(tmp_path, ffmpeg, ending):
+    times = (700 + np.cumsum(np.random.default_rng(0).integers(4, 900, 30))).tolist()
+    assert_as_shown_by(ffmpeg, write(tmp_path / f"v.{ending}", 30, milliseconds=times, bf=2,
+                                     draw=grainy))
+
+
+# ---- files that were cut, joined and edited
+
+
+FILMS = {  # none has a key frame every second
+    "long": {"bf": 3},
+    "open": {"x264_params": "keyint=48:open-gop=1:scenecut=0:b-adapt=0:bframes=3"},
+    "plain": {"x264_params": "keyint=60:scenecut=0:bframes=0"},
+    "hevc": {"codec": "libx265", "x265_params": "keyint=60:scenecut=0:log-level=none"},
+    "mpeg4": {"codec": "mpeg4", "bf": 2, "g": 60},
+    "av1": {"codec": "libsvtav1", "preset": "10", "g": 60},
+    "vp9": {"codec": "libvpx-vp9", "g": 60, "deadline": "realtime", "cpu_used": 8},
+}
+
+
+@pytest.fixture(scope="module")
+def film(tmp_path_factory):
+    """Name of FILMS -> 300 frames at 25 fps, written once."""
+    folder, paths = tmp_path_factory.mktemp("films"), {}
+
+    def path(name):
+        if FILMS[name].get("codec", "libx264") not in av.codecs_available:
+            pytest.skip("this PyAV cannot write it")
+        if name not in paths:
+            paths[name] = write(folder / f"{name}.mp4", 300, draw=grainy, **FILMS[name])
+        return paths[name]
+
+    return path
+
+
+CUTS = [(0.5, 6, "mp4"), (0, 3.3, "mp4"), (7.3, 2, "mov"), (11.5, 9, "mp4"), (4.77, 0.1, "mp4")]
+
+
+@pytest.mark.parametrize("name", FILMS)
+@pytest.mark.parametrize("start, length, ending", CUTS)
+def test_a_clip_cut_without_decoding_is_that_of_ffmpeg(tmp_path, film, ffmpeg, name, start, length,
+                                                       ending):
+    """Its edit list hides what lies between the key frame before the cut and the cut."""
+    clip = tmp_path / f"clip.{'mp4' if name in ('av1', 'vp9') else ending}"  # not in QuickTime's
+    ffmpeg("-ss", start, "-i", film(name), "-t", length, "-c", "copy", clip)
+    assert_as_shown_by(ffmpeg, clip)
+
+
+@pytest.mark.parametrize("options", [
+    "-copyts", "-avoid_negative_ts make_zero", "-avoid_negative_ts disabled",
+    "-output_ts_offset 5", "-output_ts_offset -1.5 -avoid_negative_ts disabled",
+    "-movflags negative_cts_offsets", "-movflags frag_keyframe+empty_moov"])
+@pytest.mark.parametrize("name", ["open", "hevc"])
+def test_clips_cut_with_other_options_are_those_of_ffmpeg(tmp_path, film, ffmpeg, name, options):
+    clip = tmp_path / "clip.mp4"
+    ffmpeg("-ss", 3.3, "-i", film(name), "-t", 4, "-c", "copy", *options.split(), clip)
+    assert_as_shown_by(ffmpeg, clip)
+
+
+@pytest.mark.parametrize("name", ["open", "hevc", "mpeg4", "vp9"])
+def test_matroska_clips_keep_what_decodes(tmp_path, film, ffmpeg, name):
+    """Frames before the first key frame of an open GOP come out with no time: there is none below
+    zero."""
+    clip = tmp_path / "clip.mkv"
+    ffmpeg("-ss", 3.3, "-i", film(name), "-t", 4, "-c", "copy", clip)
+    assert_as_shown_by(ffmpeg, clip)
+
+
+def test_a_hidden_key_frame_is_a_place_to_begin_and_no_frame(tmp_path, film, ffmpeg):
+    clip, cache = tmp_path / "clip.mp4", FrameCache()
+    ffmpeg("-ss", 3.3, "-i", film("plain"), "-t", 6, "-c", "copy", clip)
+    starts, info = cache.index(clip)
+    assert info.num_frames == len(starts) == 150 and info.duration == pytest.approx(6, abs=0.05)
+    keys = cache.key_frames(clip)  # 2.4 s of the film is hidden
+    np.testing.assert_allclose(starts[keys], [1.52, 3.92], atol=0.05)
+    assert [cache.run(clip, i) for i in (0, *keys)] == [1, 2, 3]
+    snapped = video.overview(clip, 3, snap=True, cache=cache)
+    np.testing.assert_allclose(snapped.seconds[:2], starts[keys], atol=1e-9)
+    specs = [{"video": str(clip), "start": a, "end": b} for a, b in [(0.1, 1), (0.3, 2), (2, 3)]]
+    assert video.clusters(specs, None, cache) == [[0, 1], [2]]  # the first two: before both
+    alone = [video.load(spec) for spec in specs]
+    video.preload(specs[:2], None, cache)
+    assert all(same(video.load(spec, cache=cache), frames) for spec, frames in zip(specs, alone))
+
+
+def with_edits(source, path, *edits):
+    """Copy of an mp4 with another edit list: (milliseconds, first second of the film or None)."""
+    data = bytearray(Path(source).read_bytes())
+    at = data.index(b"elst") - 4
+    (old, begin), scale = struct.unpack_from(">I16xi", data, at), data.index(b"mdhd") + 16
+    (scale,) = struct.unpack_from(">I", data, scale)  # ticks per second
+    rows = [struct.pack(">IiI", length, -1 if first is None else begin + round(first * scale),
+                        0x10000) for length, first in edits]
+    box = struct.pack(">I4sII", 16 + 12 * len(rows), b"elst", 0, len(rows)) + b"".join(rows)
+    data[at : at + old] = box
+    for name in (b"edts", b"trak", b"moov"):  # the boxes around it
+        size = data.rindex(name, 0, at) - 4
+        struct.pack_into(">I", data, size, struct.unpack_from(">I", data, size)[0] + len(box) - old)
+    Path(path).write_bytes(data)
+    return str(path)
+
+
+@pytest.mark.parametrize("edits", [
+    [(3000, 5.3)], [(700, None), (3000, 5.3)], [(3000, 5.333)], [(2010, 0)],
+    [(2000, 1.3), (4000, 6.3)], [(2000, 1.3), (500, None), (2000, 6.3)],
+    [(3000, 6.3), (3000, 1.3)], [(2000, 4.3), (2000, 4.3)]])
+def test_edit_lists_of_several_parts_are_read_as_by_ffmpeg(tmp_path, film, ffmpeg, edits):
+    assert_as_shown_by(ffmpeg, with_edits(film("long"), tmp_path / "v.mp4", *edits))
+
+
+def test_an_edit_list_whose_parts_share_times_is_refused(tmp_path, film):
+    """Frames of an open GOP: ffmpeg shows two at one time."""
+    path = with_edits(film("open"), tmp_path / "v.mp4", (1000, 0.3), (1000, 5.3), (1000, 8.1))
+    with pytest.raises(VideoError, match=r"the clock jumps at \S+ s: remux it, or encode it anew"):
+        video.probe(path)
+
+
+def joined(path, *parts):
+    Path(path).write_bytes(b"".join(Path(part).read_bytes() for part in parts))
+    return str(path)
+
+
+@pytest.mark.parametrize("ending, options", [("ts", ""), ("mpg", ""), ("webm", ""), ("mkv", ""),
+                                             ("webm", "-live 1"), ("mkv", "-live 1")])
+@pytest.mark.parametrize("offset", [0, 3600, -3600])
+def test_files_joined_with_cat_are_refused(tmp_path, film, ffmpeg, ending, options, offset):
+    """150 frames of 300 would vanish, or 12 s would become an hour, or a day."""
+    name = {"webm": "vp9", "mpg": "program"}.get(ending, "long")
+    whole = (write(tmp_path / "program.mpg", 150, codec="mpeg2video", bf=2) if ending == "mpg"
+             else film(name))
+    parts = [tmp_path / f"{n}.{ending}" for n in range(2)]
+    for part, begin in zip(parts, (max(0, -offset), max(0, offset))):
+        ffmpeg("-i", whole, "-t", 6, "-c", "copy", "-output_ts_offset", begin, *options.split(),
+               part)
+    assert video.probe(parts[0]).duration == pytest.approx(6, abs=0.1)
+    with pytest.raises(VideoError, match=r"the clock jumps at (5\.9|6)\S* s: remux it"):
+        video.probe(joined(tmp_path / f"both.{ending}", *parts))
+
+
+def test_a_clock_that_begins_anew_at_its_end_of_33_bits_is_no_jump(tmp_path, film, ffmpeg):
+    path = tmp_path / "wrap.ts"
+    ffmpeg("-i", film("long"), "-c", "copy", "-output_ts_offset", 2**33 / 90000 - 6, path)
+    assert_as_shown_by(ffmpeg, path)
+
+
+@pytest.mark.parametrize("ending, codec", [("mp4", "libx264"), ("mkv", "libx264"),
+                                           ("webm", "libvpx"), ("flv", "libx264")])
+def test_a_slide_show_is_no_jump(tmp_path, ffmpeg, ending, codec):
+    """With B-frames and sound, for which PyAV makes up times of decoding in Matroska."""
+    silent, path = tmp_path / f"silent.{ending}", tmp_path / f"slides.{ending}"
+    write(silent, 10, milliseconds=[20000 * i for i in range(10)], codec=codec, draw=grainy)
+    assert_as_shown_by(ffmpeg, silent)
+    sound = {"webm": "libopus"}.get(ending, "aac")
+    ffmpeg("-i", silent, "-f", "lavfi", "-i", "sine=d=200", "-c:v", "copy", "-c:a", sound, path)
+    assert_as_shown_by(ffmpeg, path)
+
+
+def test_of_frames_of_one_time_the_last_is_on_display(tmp_path, ffmpeg):
+    path = tmp_path / "v.mkv"
+    source = write(tmp_path / "v.mp4", 40, bf=0)
+    ffmpeg("-i", source, "-c", "copy", "-bsf:v", "setts=ts=TS-mod(N\\,2)*DURATION", path)
+    assert seen(video.overview(path, 40, **NATIVE).images) == list(range(1, 40, 2))
+    assert_as_shown_by(ffmpeg, path)
+
+
+def test_where_the_size_changes_frames_are_scaled_to_the_first(tmp_path, ffmpeg):
+    parts = [write(tmp_path / f"{n}.ts", 50, size=size) for n, size in enumerate([(64, 32),
+                                                                                (128, 96)])]
+    ffmpeg("-i", parts[1], "-c", "copy", "-output_ts_offset", 0.68, tmp_path / "later.ts")
+    both = joined(tmp_path / "both.ts", parts[0], tmp_path / "later.ts")
+    frames = video.overview(both, 100, **NATIVE)
+    _, pictures = shown_by(ffmpeg, both, size="64:32")
+    assert frames.images.shape == pictures.shape == (100, 32, 64, 3)
+    assert seen(frames.images) == seen(pictures) == [*range(50), *range(50)]
 
 
 def test_a_snapped_overview_says_the_times_of_its_key_frames(keyed):
