@@ -15,13 +15,13 @@ times are ffmpeg's: edit lists hide frames, display matrices turn and mirror the
 sound begins earlier. Of several frames with one time, the last in the file's order is shown.
 
 Refused with a VideoError: playlists and text (FORMATS lists what is read); raw streams and others
-without times; a clock that jumps, as in files joined with cat; MPEG-TS, MPEG-PS and Ogg with 10 s
-without a frame, which ffmpeg takes for a jump; frames turned by another angle than 90, 180 or 270
-degrees, or above MAX_PIXELS. A decoder process may use MAX_MEMORY; without a timeout, decoding
-happens in this process, which has no such bound.
-Not handled: non-square pixels; cover art (a video of one frame); H.264 with B-frames in AVI and
-ASF, which state no times of display (neighbours may be swapped); of MP4 and FLV files joined with
-cat, only the first is seen.
+without times, such as H.264 in fields in MPEG-TS; a clock that jumps, as in files joined with cat;
+MPEG-TS, MPEG-PS and Ogg with 10 s without a frame, which ffmpeg takes for a jump; frames turned by
+another angle than 90, 180 or 270 degrees, or above MAX_PIXELS. A decoder process may use MAX_MEMORY
+(an hour of 4K HEVC took 0.5 GiB); without a timeout this process decodes, which has no such bound.
+Not handled: non-square pixels; cover art (a video of one frame); one frame of 50 without a time (it
+is left out); H.264 with B-frames in AVI and ASF, which state no times of display (neighbours may be
+swapped); of MP4 and FLV files joined with cat, only the first is seen.
 
 Reads one video file, writes nothing but what a FrameCache keeps in its folder, if it has one.
   python video.py FILE --frames 8 --start 12 --end 20      no window: the overview of the whole file
@@ -374,9 +374,10 @@ def _open(path):
     shown = (hidden == 0) & (pts >= (math.inf if first is None else first.pts))
     # Matroska has no times below zero. Frames of such times follow the first key frame in files
     # that were cut; they are made from frames that are gone, do not decode and do not count.
-    if not shown.any() or untimed and untimed[-1] > len(untimed):
-        why = "its packets carry no times" if untimed else "holds no video frames"
-        raise VideoError(path, f"PyAV: {why}")
+    front = untimed and untimed[-1] <= len(untimed)
+    if not shown.any() or not front and 50 * len(untimed) > len(packets):
+        lost = f"{len(untimed)} of its {len(packets)} packets carry no times"
+        raise VideoError(path, f"PyAV: {lost if untimed else 'holds no video frames'}")
     ticks = np.unique(pts[shown])  # two packets of one time are one frame
     jump = _jump(path, pts * unit, dts * unit, keys, leaps)
     # An edit list of several parts steps back, too: no harm, unless frames of two parts meet.

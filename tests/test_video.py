@@ -795,6 +795,36 @@ def test_of_frames_of_one_time_the_last_is_on_display(tmp_path, ffmpeg):
     assert_as_shown_by(ffmpeg, path)
 
 
+@pytest.mark.parametrize("lost", [1, 10])
+def test_a_frame_without_a_time_is_left_out_and_many_are_refused(tmp_path, ffmpeg, lost):
+    """In MPEG-TS a time belongs to a packet, which may hold two frames. ffmpeg guesses that of the
+    second from its neighbours."""
+    whole, path = write(tmp_path / "whole.ts", 100, draw=grainy, **h264("")), tmp_path / "v.ts"
+    with av.open(whole) as source, av.open(str(path), "w") as target:
+        copy = target.add_stream_from_template(source.streams.video[0])
+        packets = [packet for packet in source.demux(video=0) if packet.size]
+        second = [n for n, packet in enumerate(packets[:-1])  # P: that of a B-frame can be told
+                  if packet.pts > packets[n + 1].pts and not packet.is_keyframe][3:][:lost]
+        for n, packet in enumerate(packets):
+            data = bytes(packet) + (bytes(packets[n + 1]) if n + 1 in second else b"")
+            if n not in second:
+                joint = av.Packet(data)
+                joint.pts, joint.dts, joint.time_base = packet.pts, packet.dts, packet.time_base
+                joint.stream, joint.is_keyframe = copy, packet.is_keyframe
+                target.mux(joint)
+    if lost > 1:
+        with pytest.raises(VideoError, match=r"PyAV: \d+ of its \d+ packets carry no times"):
+            video.probe(path)
+        return
+    times, pictures = shown_by(ffmpeg, path)
+    starts = video._open(path)[0]
+    kept = [np.abs(times - start).argmin() for start in starts]
+    assert len(starts) == 99 and len(times) == 100
+    np.testing.assert_allclose(starts, times[kept], atol=1e-3)
+    for image, i in zip(images(path, range(99)), kept):
+        assert np.abs(image.astype(int) - pictures[i]).mean() < 0.5
+
+
 def test_where_the_size_changes_frames_are_scaled_to_the_first(tmp_path, ffmpeg):
     parts = [write(tmp_path / f"{n}.ts", 50, size=size) for n, size in enumerate([(64, 32),
                                                                                 (128, 96)])]
