@@ -2,6 +2,7 @@
 # make test-fast   the edit loop: a minute or two, without engines and processes
 # make demo   toy world -> SFT -> PARA-GRPO -> evaluation of both -> one table, one page (LORA=8: PARA-GRPO by adapters; SEED=1)
 # make test-page   the tests of view.py's page in a real browser (installs Debian's Chromium); `make test` runs them where there is one
+# make test-compat   a saved checkpoint in transformers 4.57 (installed beside, in .venv/transformers-4.57; `make test` then does it too)
 # make ablation   the paper's Table 2 in the toy world, 5 or 8 seeds -> bench/ablation.{json,md}, docs/ablation.png  (about 3 hours; finished rows are kept)
 PYTHON ?= python3
 # one rank a GPU (a power of two: the demo's 16 prompts are dealt out evenly), two where there is none
@@ -34,7 +35,7 @@ install = $(BIN)/uv pip install -q --python $(BIN)/python --index-strategy unsaf
 export PYTHONDONTWRITEBYTECODE :=
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: venv demo ablation test test-fast test-page clean
+.PHONY: venv demo ablation test test-fast test-page test-compat clean
 
 venv: .venv/ready
 
@@ -64,6 +65,14 @@ test-fast: venv
 test-page: venv
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { apt-get update -q && apt-get install -y -q chromium chromium-driver; }
 	$(BIN)/python -m pytest tests/test_page.py
+
+test-compat: .venv/transformers-4.57
+	$(BIN)/python -m pytest tests/test_published.py -k transformers_4 $(ARGS)
+
+.venv/transformers-4.57: .venv/ready
+	rm -rf $@.part
+	$(BIN)/pip install -q --no-deps --target $@.part transformers==4.57.6 tokenizers==0.22.2 huggingface-hub==0.36.2
+	mv $@.part $@
 
 demo: venv
 	rm -rf $(DEMO)

@@ -492,12 +492,6 @@ def evaluate(args):
         model.start_process_group(patience=0)
         model.any_rank(False)  # every rank has read the records before any appends to them
     model.beat(args.patience)
-    # What --rescore and --compare read; once for all ranks.
-    kept = {**vars(args), "prompt_hash": prompts}
-    for suite in suites if rank == 0 else []:
-        if not suite.part:
-            write_tasks(suite.tasks, os.path.join(suite.out, "tasks.jsonl"))
-            write_json(kept, suite.out, "args.json")
     jobs = unfinished(suites, args)
     needed = any(todo for *_, todo in jobs)
     shares = costs.split(jobs, world) if rank == 0 else [None] * world
@@ -511,6 +505,14 @@ def evaluate(args):
         # Without a checkpoint there are no ids: prompts stay messages, answers text.
         codec = model.load_codec(ckpt, args.channel) if ckpt else None
         engine = make_engine(suites, args, ckpt, codec, protocol)
+    # What --rescore and --compare read; once for all ranks. After the engine has taken the
+    # checkpoint: a run that is refused leaves nothing.
+    kept = {**vars(args), "prompt_hash": prompts}
+    for suite in suites if rank == 0 else []:
+        if not suite.part:
+            write_tasks(suite.tasks, os.path.join(suite.out, "tasks.jsonl"))
+            write_json(kept, suite.out, "args.json")
+    if needed:
         shard = f"shard{part}of{parts}." if parts > 1 else ""
         name = f"records.{shard}rank{rank}.jsonl"  # a file per rank: nobody waits for a lock
         own = [(*job[:3], [job[3][i] for i in some]) for job, some in zip(jobs, shares[rank])]

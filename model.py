@@ -25,7 +25,7 @@ With --lora RANK (LoRA, arXiv 2106.09685) the decoder's matrices are W + 2 B A, 
 
 Legend: L tokens of a pack, N trained, V of vision; D deepstack levels, H hidden size, T frames.
 Reads and writes: checkpoint directories (`from_pretrained` layout, or peft's for adapters),
-`train_state/` beside them.
+`train_state/` beside them. No code that a checkpoint brings is run.
   python model.py --merge DIR --out DIR       adapters and their base -> one whole checkpoint
 """
 import codecs
@@ -80,6 +80,7 @@ class Codec:
     banned: tuple  # ids that are never sampled: placeholders, turn starts, every end but <|im_end|>
     opens_thought: bool  # the generation prompt ends in `<think>\n` (Thinking checkpoints)
     pieces: list  # [vocab] bytes of every token
+    files: dict  # of the checkpoint, see small_files: what is saved holds them as they are
 
     @property
     def pad(self):
@@ -903,26 +904,104 @@ def turn_ids(codec, text, prompt_ids):
 
 
 def resolve_checkpoint(path):
-    """A checkpoint directory, or the run folder that holds one under `last` -> the directory that
-    `from_pretrained` opens. Raises UserError naming what is missing."""
+    """A checkpoint folder, or the run folder that holds one under `last` -> the folder that
+    `from_pretrained` opens. Checks its files and those of its bases, and runs no code in them.
+    Raises UserError that names the fault and the remedy."""
+    folder = find_config(path)
+    # The tokenizer's class is in tokenizer_config.json: another one splits other ids, silently.
+    # transformers 5 saves the image processor inside processor_config.json.
+    needed = [("tokenizer.json",), ("tokenizer_config.json",),
+              ("preprocessor_config.json", "processor_config.json")]
+    for names in needed:
+        if not any(os.path.isfile(os.path.join(folder, name)) for name in names):
+            raise UserError(f"checkpoint {folder}: {names[0]} is missing; copy it from the "
+                            "checkpoint that this one was made from")
+    read_object(os.path.join(folder, "tokenizer.json"))  # cut off, some readers still take it
+    base, *adapters = lineage(folder, check=True)
+    check_weights(base, dict(meta_model(base).named_parameters()))
+    for adapter in adapters:
+        stored_weights(adapter)
+    return os.path.realpath(folder)
+
+
+def find_config(path):
+    """A checkpoint folder, or the run folder that holds one under `last` -> the folder with the
+    config.json, if that is the configuration of a model that this code trains: the one check for
+    all scripts, and for tools/plan.py. Raises UserError."""
     folders = [path, os.path.join(path, "last")]
     folder = next((f for f in folders if os.path.isfile(os.path.join(f, "config.json"))), None)
     if folder is None:
         raise UserError(f"checkpoint {path}: no config.json here nor in {path}/last; give a folder "
-                        "saved by sft.py, grpo.py or save_pretrained")
-    # transformers 5 saves the image processor inside processor_config.json.
-    needed = [("tokenizer.json",), ("preprocessor_config.json", "processor_config.json")]
-    for names in needed:
-        if not any(os.path.isfile(os.path.join(folder, name)) for name in names):
-            raise UserError(f"checkpoint {folder}: {names[0]} is missing; save the processor "
-                            "beside the weights")
+                        "saved by sft.py or grpo.py, or a whole download of Qwen3-VL with "
+                        "safetensors (no GGUF, no adapters of another tool)")
+    config = read_object(os.path.join(folder, "config.json"))
+    kind = config.get("model_type")
+    if kind != "qwen3_vl":
+        raise UserError(f"checkpoint {folder}: model_type is {kind!r}, this code trains qwen3_vl "
+                        "(dense Qwen3-VL: 2B, 4B, 8B, 32B; README.md says why)")
+    parts = [part for part in (config, *config.values()) if isinstance(part, dict)]
+    if any(part.get("quantization_config") is not None for part in parts):
+        raise UserError(f"checkpoint {folder}: quantization_config in config.json: quantized "
+                        "weights cannot be trained; give the BF16 checkpoint it was made from")
+    # Files that may ask for Python code of the checkpoint's own, which is never run.
+    for kind in ("", "tokenizer_", "processor_", "preprocessor_", "video_preprocessor_",
+                 "generation_"):
+        path = os.path.join(folder, name := f"{kind}config.json")
+        if os.path.isfile(path) and asks_for_code(read_object(path)):
+            raise UserError(f"checkpoint {folder}: {name} asks for code of its own (auto_map), "
+                            "which is never run; Qwen3-VL needs none: remove auto_map, or use the "
+                            "published checkpoint")
+    return folder
+
+
+def asks_for_code(part):
+    """Whether a part of a configuration has an auto_map, at any depth."""
+    inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+    return (isinstance(part, dict) and "auto_map" in part) or any(map(asks_for_code, inner))
+
+
+def read_object(path):
+    """A checkpoint's JSON file that holds an object -> dict. Raises UserError."""
     try:
-        with open(os.path.join(folder, "config.json")) as f:
-            json.load(f)
-    except ValueError as e:
-        raise UserError(f"checkpoint {folder}: config.json is not JSON ({e})") from None
-    stored_weights(lineage(folder, check=True)[0])
-    return os.path.realpath(folder)
+        with open(path, encoding="utf-8") as f:
+            content = json.load(f)
+    except (OSError, ValueError, RecursionError) as e:
+        raise UserError(f"{path} is not JSON ({e}); copy it again") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds {type(content).__name__}, no JSON object; copy it again")
+    return content
+
+
+@contextlib.contextmanager
+def reading(ckpt, part):
+    """An error that a library raises inside, for a file of a checkpoint, becomes a UserError."""
+    try:
+        yield
+    except Exception as e:  # tokenizers raises Exception itself, jinja2 and others their own
+        why = " ".join(f"{type(e).__name__}: {e}".split())[:300]
+        raise UserError(f"checkpoint {ckpt}: its {part} cannot be used ({why}); copy the files "
+                        "beside the weights again") from e
+
+
+def load_config(ckpt):
+    """Checkpoint folder -> transformers' configuration."""
+    import_shim()
+    quiet_libraries()
+    from transformers import AutoConfig
+
+    with reading(ckpt, "config.json"):
+        return AutoConfig.from_pretrained(ckpt, trust_remote_code=False)
+
+
+def meta_model(ckpt):
+    """Checkpoint folder -> transformers' model on the meta device: names and shapes."""
+    config = load_config(ckpt)
+    from transformers import Qwen3VLForConditionalGeneration
+
+    with reading(ckpt, "config.json"), torch.device("meta"):
+        hf = Qwen3VLForConditionalGeneration(config)
+    hf.tie_weights()
+    return hf
 
 
 def stored_weights(folder):
@@ -932,23 +1011,53 @@ def stored_weights(folder):
 
     names = sorted(n for n in os.listdir(folder) if n.endswith(".safetensors"))
     index = os.path.join(folder, "model.safetensors.index.json")
-    listed = None  # weight -> file, where there are several files
+    listed = None  # weight -> file, if there are several files
     if os.path.isfile(index):
-        with open(index) as f:
-            listed = json.load(f)["weight_map"]
-        names = sorted(set(listed.values()))
+        listed = read_object(index).get("weight_map")
+        if not isinstance(listed, dict):
+            raise UserError(f"{index} has no weight_map; copy it again")
+        if missing := sorted(set(map(str, listed.values())) - set(names)):
+            raise UserError(f"checkpoint {folder}: {missing[0]} is missing, which the index names; "
+                            "download it again")
     if not names:
-        raise UserError(f"checkpoint {folder}: no .safetensors file; only safetensors are loaded")
-    found = {}
+        raise UserError(f"checkpoint {folder}: no .safetensors file; only safetensors are loaded, "
+                        "no .bin, no GGUF: take or save the checkpoint in that format")
+    found, where = {}, {}
     for name in names:
         try:
             with safe_open(os.path.join(folder, name), "pt") as f:
                 slices = {key: f.get_slice(key) for key in f.keys()}
-                found.update({k: (list(s.get_shape()), s.get_dtype()) for k, s in slices.items()
-                              if listed is None or k in listed})
+                headers = {k: (list(s.get_shape()), s.get_dtype()) for k, s in slices.items()}
         except (SafetensorError, OSError) as e:
             raise UserError(f"checkpoint {folder}: {name} cannot be read ({e}); "
                             "copy it again") from None
+        for key, (_, dtype) in headers.items():
+            if key in where:  # which one is loaded would be the loader's choice
+                raise UserError(f"checkpoint {folder}: {key} is in {where[key]} and in {name}; "
+                                "delete the file that does not belong here")
+            if dtype not in ("BF16", "F16", "F32"):
+                raise UserError(f"checkpoint {folder}: {key} in {name} is stored as {dtype}, and "
+                                "quantized weights cannot be trained; give a checkpoint in BF16, "
+                                "F16 or F32")
+            where[key] = name
+        found.update({k: v for k, v in headers.items() if listed is None or listed.get(k) == name})
+    return found
+
+
+def small_files(folder):
+    """-> {name: bytes} of the files that training does not change: configuration, tokenizer,
+    processor, chat template. The rule: every *.json, *.jinja, *.txt and *.model of the folder
+    itself, up to 64 MiB, but for those that describe the weights beside them (an index, adapters,
+    our state.json). So no code, no weights, no README, no optimizer."""
+    kinds, own = (".json", ".jinja", ".txt", ".model"), ("adapter_config.json", "state.json")
+    found = {}
+    for name in sorted(os.listdir(folder)):
+        path = os.path.join(folder, name)
+        if not name.endswith(kinds) or name.endswith(".index.json") or name in own:
+            continue
+        if os.path.isfile(path) and os.path.getsize(path) <= 2**26:  # through links: a cache's
+            with open(path, "rb") as f:
+                found[name] = f.read()
     return found
 
 
@@ -964,8 +1073,7 @@ def content_digest(ckpt):
             continue  # a README, an optimizer, the state of its training
         path = os.path.join(ckpt, name)
         if name == "adapter_config.json":  # holds its base's digest; where that lies is no content
-            with open(path) as f:
-                config = json.load(f)
+            config = read_object(path)
             config.pop("base_model_name_or_path", None)
             digest.update(json.dumps(config, sort_keys=True).encode())
             continue
@@ -981,26 +1089,30 @@ def content_digest(ckpt):
 
 def load_codec(ckpt, channel="image"):
     """Checkpoint directory -> Codec. channel: "image" | "video" (how frames enter the prompt)."""
-    import_shim()
-    quiet_libraries()
-    from transformers import AutoConfig, AutoProcessor
+    find_config(ckpt)
+    config = load_config(ckpt)
+    from transformers import AutoProcessor
 
-    config = AutoConfig.from_pretrained(ckpt)
-    kind = getattr(config, "model_type", None)
-    if kind != "qwen3_vl":
-        raise UserError(f"checkpoint {ckpt}: model_type is {kind!r}, this code trains qwen3_vl")
-    processor = AutoProcessor.from_pretrained(ckpt)
-    tokenizer, images = processor.tokenizer, processor.image_processor
-    videos = processor.video_processor
+    with reading(ckpt, "tokenizer or processor"):
+        processor = AutoProcessor.from_pretrained(ckpt, trust_remote_code=False)
+        tokenizer, images = processor.tokenizer, processor.image_processor
+        videos, vocabulary = processor.video_processor, tokenizer.get_vocab()
+        eos, cut = vocabulary["<|im_end|>"], (images.patch_size, images.merge_size,
+                                              images.temporal_patch_size)
     if not (processor.chat_template or tokenizer.chat_template):
-        raise UserError(f"checkpoint {ckpt}: no chat template")
+        raise UserError(f"checkpoint {ckpt}: no chat template; copy chat_template.json or "
+                        "chat_template.jinja from the checkpoint that this one was made from")
+    tower = config.vision_config
+    wanted = (tower.patch_size, tower.spatial_merge_size, tower.temporal_patch_size)
+    if cut != wanted:
+        raise UserError(f"checkpoint {ckpt}: its image processor cuts patches (pixels, merged, "
+                        f"frames) {cut}, its vision tower takes {wanted}; copy "
+                        "preprocessor_config.json again")
     same = (list(videos.image_mean), list(videos.image_std)) == (
         list(images.image_mean), list(images.image_std))  # fmt: skip
     if channel == "video" and not same:
         raise UserError(f"checkpoint {ckpt}: image and video processor normalise differently, and "
                         "vLLM applies the image processor's to both; use --channel image")
-    vocabulary = tokenizer.get_vocab()
-    eos = vocabulary["<|im_end|>"]
     # Published checkpoints end on two ids. vLLM stops at either; sampled, the other one would stand
     # in the turn as text.
     never = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>",
@@ -1011,11 +1123,13 @@ def load_codec(ckpt, channel="image"):
         tokenizer=tokenizer, processor=processor, channel=channel,
         image_pad=config.image_token_id, video_pad=config.video_token_id,
         vision_start=config.vision_start_token_id, vision_end=config.vision_end_token_id, eos=eos,
-        patch=images.patch_size, merge=images.merge_size, temporal=images.temporal_patch_size,
+        patch=cut[0], merge=cut[1], temporal=cut[2],
         mean=tuple(images.image_mean), std=tuple(images.image_std),
         markup=tuple(sorted(added, key=len, reverse=True)),  # longest first: one may hold another
-        banned=tuple(sorted(banned)), opens_thought=False, pieces=token_bytes(tokenizer))
-    prompt = template(codec, [{"role": "user", "content": "x"}])
+        banned=tuple(sorted(banned)), opens_thought=False, pieces=token_bytes(tokenizer),
+        files=small_files(ckpt))
+    with reading(ckpt, "chat template"):
+        prompt = template(codec, [{"role": "user", "content": "x"}])
     codec.opens_thought = prompt.endswith("<think>\n")
     return codec
 
@@ -1025,9 +1139,11 @@ def end_ids(ckpt):
     path = os.path.join(ckpt, "generation_config.json")
     if not os.path.isfile(path):
         return set()
-    with open(path) as f:
-        ends = json.load(f).get("eos_token_id")
-    return set(ends if isinstance(ends, list) else [ends]) - {None}
+    ends = read_object(path).get("eos_token_id")
+    ends = [end for end in (ends if isinstance(ends, list) else [ends]) if end is not None]
+    if not all(isinstance(end, int) for end in ends):
+        raise UserError(f"{path}: eos_token_id must be an id or a list of ids, got {ends}")
+    return set(ends)
 
 
 def token_bytes(tokenizer):
@@ -1057,17 +1173,11 @@ def load_sharded(ckpt, codec, device, recompute="none", replicas=1, frozen=False
     gradients; its shards are in the precision it computes in, and it has no tower: it is given
     features. lora: rank of new adapters, the rest is frozen; 0 = all weights are trained.
     """
-    import_shim()
     import torch.distributed.checkpoint as dcp
-    from transformers import AutoConfig, GenerationConfig, Qwen3VLForConditionalGeneration
 
-    with torch.device("meta"):
-        hf = Qwen3VLForConditionalGeneration(AutoConfig.from_pretrained(ckpt))
-    hf.tie_weights()
+    hf = meta_model(ckpt)
     # Published configurations say bf16, in which a step of 2e-6 rounds to nothing.
     hf.float()
-    if end_ids(ckpt):
-        hf.generation_config = GenerationConfig.from_pretrained(ckpt)
     if frozen or lora:
         hf.requires_grad_(False)
         hf.to(compute_dtype(device))
@@ -1107,11 +1217,12 @@ def check_weights(ckpt, weights):
     missing = sorted(set(weights) - set(stored))
     if missing:
         raise UserError(f"checkpoint {ckpt}: {len(missing)} weights are missing, for example "
-                        f"{missing[0]}")
+                        f"{missing[0]}; download it again")
     for name, weight in weights.items():
         if stored[name][0] != list(weight.shape):
             raise UserError(f"checkpoint {ckpt}: {name} has shape {stored[name][0]}, the "
-                            f"configuration says {list(weight.shape)}")
+                            f"configuration says {list(weight.shape)}; the two are not of one "
+                            "checkpoint, copy it again")
     return "/".join(sorted({stored[name][1] for name in weights}))
 
 
@@ -1254,15 +1365,14 @@ def lineage(ckpt, check=False):
     settings = os.path.join(ckpt, "adapter_config.json")
     if not os.path.isfile(settings):
         return [ckpt]
-    with open(settings) as f:
-        config = json.load(f)
-    base = config["base_model_name_or_path"]
-    if not os.path.isdir(base):
-        raise UserError(f"checkpoint {ckpt}: its base {base} is not there; where it lies now goes "
-                        "into base_model_name_or_path of adapter_config.json")
+    config = read_object(settings)
     if "base_digest" not in config:
         raise UserError(f"checkpoint {ckpt}: its adapters were not saved by sft.py or grpo.py; "
                         "merge them with the tool that made them")
+    base = str(config.get("base_model_name_or_path"))
+    if not os.path.isdir(base):
+        raise UserError(f"checkpoint {ckpt}: its base {base} is not there; where it lies now goes "
+                        "into base_model_name_or_path of adapter_config.json")
     if check and config["base_digest"] != content_digest(base):
         raise UserError(f"checkpoint {ckpt}: {base} is not the checkpoint that these adapters were "
                         "trained on (its content differs)")
@@ -1322,9 +1432,9 @@ def check_adapters(policy, path):
         raise UserError(f"{path} holds adapters on another base than {policy.ckpt}")
 
 
-def save_adapters(policy, processor, folder, weights):
+def save_adapters(policy, files, folder, weights):
     """Write peft's two files, adapter_config.json and adapter_model.safetensors: adapters on the
-    checkpoint that the policy was loaded from. Configuration and processor go beside them."""
+    checkpoint that the policy was loaded from. Its small files go beside them."""
     from safetensors.torch import save_file
 
     named = {"base_model.model." + re.sub(r"\.lora_([AB])$", r".lora_\1.weight", name): tensor
@@ -1337,9 +1447,7 @@ def save_adapters(policy, processor, folder, weights):
               "inference_mode": True, "base_model_name_or_path": policy.ckpt,
               "base_digest": policy.digest}
     write_atomic(os.path.join(folder, "adapter_config.json"), json.dumps(config, indent=1))
-    policy.hf.config.save_pretrained(folder)
-    policy.hf.generation_config.save_pretrained(folder)  # its end ids are read from it
-    save_processor(processor, folder)
+    save_files(files, folder)
 
 
 def trained_parameters(policy):
@@ -1429,9 +1537,9 @@ def save_checkpoint(policy, codec, path, state, optimizer=None):
                 try:
                     folder = opened.enter_context(atomic_folder(path))
                     if adapted:
-                        save_adapters(policy, codec.processor, folder, weights)
+                        save_adapters(policy, codec.files, folder, weights)
                     else:
-                        save_pretrained(policy.hf, codec.processor, folder, weights)
+                        save_whole(codec.files, folder, weights)
                 except (OSError, SafetensorError) as error:
                     why = f"{type(error).__name__}: {error}"
             # All ranks have to hear of a full disk before they meet again.
@@ -1459,26 +1567,34 @@ def save_checkpoint(policy, codec, path, state, optimizer=None):
                        + (rest if left else "there is no older one"))
 
 
-def save_pretrained(hf, processor, folder, weights=None):
-    """Model, tokenizer, processor, chat template, as transformers writes them, with a mend each.
-    weights: full tensors in the place of the model's own."""
-    dtype = next(iter(weights.values())).dtype if weights else hf.dtype  # now: saving empties it
-    hf.save_pretrained(folder, state_dict=weights)
-    save_processor(processor, folder)
-    # It would say the masters' fp32, and inside text_config whatever the first checkpoint said.
-    edit_json(os.path.join(folder, "config.json"), ["text_config", "vision_config"],
-              {"dtype": str(dtype).removeprefix("torch.")})
+def save_whole(files, folder, weights):
+    """Write a checkpoint of whole weights: safetensors (above 5 GB several files and an index) and
+    the small files."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+    from safetensors.torch import save_file
+
+    shards = split_torch_state_dict_into_shards(weights)
+    for name, keys in shards.filename_to_tensors.items():
+        part = {key: weights[key].contiguous() for key in keys}
+        save_file(part, os.path.join(folder, name), {"format": "pt"})
+    if shards.is_sharded:
+        index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
+        write_atomic(os.path.join(folder, "model.safetensors.index.json"),
+                     json.dumps(index, indent=2))
+    dtypes = {tensor.dtype for tensor in weights.values()}
+    save_files(files, folder, dtypes.pop() if len(dtypes) == 1 else None)
 
 
-def save_processor(processor, folder):
-    """Tokenizer, processor, chat template."""
-    processor.save_pretrained(folder)
-    # transformers 5 rebuilds the stock pre-tokenizer for Qwen2Tokenizer on load: a tokenizer
-    # with its own must stay PreTrainedTokenizerFast, or every id after the first number changes
-    # silently.
-    if type(processor.tokenizer).__name__ in ("PreTrainedTokenizerFast", "TokenizersBackend"):
-        edit_json(os.path.join(folder, "tokenizer_config.json"), [],
-                  {"tokenizer_class": "PreTrainedTokenizerFast"})
+def save_files(files, folder, dtype=None):
+    """Write small_files byte for byte, since each library reads its own dialect of them: saved by
+    transformers 5 they would not load in transformers 4. dtype: of the weights beside them; each
+    dtype or torch_dtype in config.json becomes it."""
+    for name, content in files.items():
+        if name == "config.json" and dtype:
+            spelled = str(dtype).removeprefix("torch.").encode()
+            content = re.sub(rb'("(?:torch_)?dtype"\s*:\s*")[^"]*', rb"\g<1>" + spelled, content)
+        with open(os.path.join(folder, name), "wb") as f:
+            f.write(content)
 
 
 def edit_json(path, parts, values):
@@ -1973,13 +2089,21 @@ def deal(items, cost, rank, world):
 
 
 def make_out(path):
-    """Create an output folder and prove that it can be written, before any long work."""
+    """Create an output folder and prove that it can be written, before any long work. run_main
+    removes an empty one again if the run is refused."""
+    head = os.path.abspath(path)
+    while not os.path.exists(head):
+        make_out.made.append(head)
+        head = os.path.dirname(head)
     try:
         os.makedirs(path, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             pass
     except OSError as e:
         raise UserError(f"output folder {path}: {e.strerror}") from None
+
+
+make_out.made = []  # folders that were not there before
 
 
 def printable(text):
@@ -2001,6 +2125,9 @@ def run_main(main):
             name = os.path.basename(sys.argv[0])
             print(f"{name}: {printable(e)}", file=sys.stderr, flush=True)
         code = 1 if isinstance(e, RunError) else 2
+        for folder in sorted(make_out.made, key=len, reverse=True) if code == 2 else ():
+            with contextlib.suppress(OSError):  # not empty, or another rank was faster
+                os.rmdir(folder)
         if isinstance(e, RankError) and int(os.environ.get("WORLD_SIZE", 1)) > 1:
             os._exit(code)
         sys.exit(code)
@@ -2024,17 +2151,10 @@ def main():
     ckpt = resolve_checkpoint(args.merge)
     if os.path.exists(args.out):
         raise UserError(f"--out {args.out} exists")
-    codec = load_codec(ckpt)
-    from transformers import AutoConfig, GenerationConfig, Qwen3VLForConditionalGeneration
-
-    base = lineage(ckpt)[0]
-    with torch.device("meta"):
-        hf = Qwen3VLForConditionalGeneration(AutoConfig.from_pretrained(base))
-    if end_ids(base):
-        hf.generation_config = GenerationConfig.from_pretrained(base)
     with atomic_folder(args.out) as folder:
-        save_pretrained(hf, codec.processor, folder, dict(merged_weights(ckpt)))
-    print(f"{args.out}: {base} with the adapters of {len(lineage(ckpt)) - 1} stages")
+        save_whole(small_files(ckpt), folder, dict(merged_weights(ckpt)))
+    base, *adapters = lineage(ckpt)
+    print(f"{args.out}: {base} with the adapters of {len(adapters)} stages")
 
 
 if __name__ == "__main__":

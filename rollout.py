@@ -712,7 +712,7 @@ class VllmEngine:
             # vLLM would inspect the class in a subprocess, which has no shim.
             ModelRegistry.register_model("Qwen3VLForConditionalGeneration", Inside)
             # Room for keys and values is filled with zeros at once, a GiB in one to three seconds.
-            text = AutoConfig.from_pretrained(ckpt).text_config
+            text = AutoConfig.from_pretrained(ckpt, trust_remote_code=False).text_config
             heads = text.num_hidden_layers * text.num_key_value_heads
             room = context * heads * text.head_dim * 2 * 4  # bytes of one context
             # A prompt prefilled in chunks rewinds its seeded generator, which CPU's cannot do.
@@ -731,7 +731,7 @@ class VllmEngine:
         least = (codec.patch * codec.merge) ** 2
         size = {"shortest_edge": least, "longest_edge": max(longest, 2 * least)}
         self.llm = LLM(
-            ckpt, max_model_len=context, max_num_seqs=max_seqs,
+            ckpt, max_model_len=context, max_num_seqs=max_seqs, trust_remote_code=False,
             generation_config="vllm",  # no top-p or top-k of the checkpoint's own
             limit_mm_per_prompt={"image": images, "video": max_videos},
             logprobs_mode="processed_logprobs",  # after temperature: what was sampled from

@@ -372,8 +372,20 @@ def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384):
     processor = Qwen3VLProcessor(image_processor=images, tokenizer=tokenizer,
                                  video_processor=videos, chat_template=chat_template())
     with model.atomic_folder(folder) as temp:
-        model.save_pretrained(policy, processor, temp)
+        save_base(policy, processor, temp)
     return sum(p.numel() for p in policy.parameters())
+
+
+def save_base(policy, processor, folder):
+    """Write a checkpoint as transformers does, but for one wrong field each. (What is trained from
+    it copies its small files.)"""
+    policy.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    # transformers 5 rebuilds the stock pre-tokenizer for Qwen2Tokenizer on load: a tokenizer with
+    # its own must stay PreTrainedTokenizerFast, or every id after the first number changes
+    # silently.
+    model.edit_json(os.path.join(folder, "tokenizer_config.json"), [],
+                    {"tokenizer_class": "PreTrainedTokenizerFast"})
 
 
 def main():

@@ -122,7 +122,8 @@ def train_trl(args):
             adapters = LoraConfig(r=args.lora, lora_alpha=2 * args.lora, target_modules=names)
         Waiting(model=policy, peft_config=adapters, reward_funcs=reward, args=config,
                 callbacks=[Clock()], train_dataset=Dataset.from_list([row] * 64),
-                processing_class=AutoProcessor.from_pretrained(args.ckpt)).train()
+                processing_class=AutoProcessor.from_pretrained(
+                    args.ckpt, trust_remote_code=False)).train()
 
 
 def make_peers(folder):

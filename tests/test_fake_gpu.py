@@ -349,7 +349,7 @@ def checkpoint(size, layers=None):
     model.content_digest = lambda _: ""
     model.stored_weights = lambda _: {name: (shape, "BF16") for name, shape in shapes.items()}
     torch.distributed.checkpoint.load = lambda *_, **__: None
-    transformers.AutoConfig.from_pretrained = lambda _: deepcopy(config)
+    transformers.AutoConfig.from_pretrained = lambda *_, **__: deepcopy(config)
     return config, shapes
 
 

@@ -189,6 +189,7 @@ def test_merged_it_is_a_checkpoint_of_whole_weights(saved, adapted, codec, tmp_p
     with torch.no_grad():
         off = load_policy(str(out), codec)(pack, None)[0] - adapted(pack, None)[0]
     assert off.abs().max() < 1e-5
+    assert model.small_files(out) == model.small_files(saved) == codec.files
     assert "1 stage" in capsys.readouterr().out
     with pytest.raises(model.UserError, match="exists"):
         model.main()

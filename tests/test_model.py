@@ -968,6 +968,67 @@ def test_vllm_agrees_on_native_video_items(saved, engine, video_codec, source, m
     assert engine_gap(engine, saved[0], video_codec, source, 9) < 1e-3
 
 
+def test_small_files_are_those_of_the_base_byte_for_byte(toy, process_group, tmp_path):
+    """Of a base that is deleted while its weights are trained; odd spaces, a template in two
+    places, a stale field. Its code, its weights, its index and other tools' files stay behind."""
+    base = shutil.copytree(toy / "init", tmp_path / "base")
+    text = (base / "config.json").read_text()
+    (base / "config.json").write_text(text.replace('"dtype": "float32"',
+                                                   '"torch_dtype" :  "float16", "x": 1e-06'))
+    for name in ("vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json"):
+        (base / name).write_bytes(b'{ }\r\n')
+    kept = {f.name: f.read_bytes() for f in base.iterdir() if f.suffix != ".safetensors"}
+    for name in ("code.py", "README.md", ".gitattributes", "state.json", "training_args.bin",
+                 "pytorch_model.bin.index.json"):
+        (base / name).write_text("{}")
+    (base / "onnx").mkdir()
+    (base / "onnx" / "config.json").write_text("{}")
+    with open(base / "huge.json", "w") as f:
+        f.truncate(2**26 + 1)
+    codec = model.load_codec(str(base))
+    policy = model.load_sharded(str(base), codec, CPU)
+    shutil.rmtree(base)
+    model.save_checkpoint(policy, codec, str(tmp_path / "one"), {"step": 1})
+    kept["config.json"] = kept["config.json"].replace(b'"float16"', b'"float32"')
+    again = model.load_codec(str(tmp_path / "one"))
+    policy = model.load_sharded(str(tmp_path / "one"), again, CPU, lora=2)
+    model.save_checkpoint(policy, again, str(tmp_path / "two"), {"step": 1})
+    for folder, own in (("one", {"model.safetensors"}),
+                        ("two", {"adapter_model.safetensors", "adapter_config.json"})):
+        found = {f.name: f.read_bytes() for f in (tmp_path / folder).iterdir()}
+        assert found.keys() - kept.keys() == own | {"state.json"}
+        assert {name: found[name] for name in kept} == kept
+
+
+def test_a_dtype_is_said_where_the_base_says_it(tmp_path):
+    """Of the top, of a part, under its old and its new name; none is added."""
+    config = b'{"torch_dtype":"float32", "text_config": {"dtype" : "bfloat16", "n": 1}, "v": {}}'
+    model.save_files({"config.json": config, "a.json": config}, tmp_path, torch.bfloat16)
+    assert (tmp_path / "config.json").read_bytes() == config.replace(b"float32", b"bfloat16")
+    model.save_files({"config.json": config}, tmp_path)
+    assert (tmp_path / "config.json").read_bytes() == (tmp_path / "a.json").read_bytes() == config
+
+
+def test_large_checkpoints_are_several_files_and_an_index(toy, monkeypatch, process_group, codec,
+                                                          tmp_path):
+    """5 GB each in earnest. transformers finds every weight again."""
+    import huggingface_hub
+    from transformers import Qwen3VLForConditionalGeneration
+
+    real = huggingface_hub.split_torch_state_dict_into_shards
+    monkeypatch.setattr(huggingface_hub, "split_torch_state_dict_into_shards",
+                        lambda weights: real(weights, max_shard_size="1MB"))
+    policy = model.load_sharded(str(toy / "init"), codec, CPU)
+    model.save_checkpoint(policy, codec, str(tmp_path / "many"), {"step": 1})
+    assert len(list((tmp_path / "many").glob("model-*.safetensors"))) > 2
+    assert model.resolve_checkpoint(str(tmp_path / "many")) == str(tmp_path / "many")
+    hf, found = Qwen3VLForConditionalGeneration.from_pretrained(
+        str(tmp_path / "many"), dtype=torch.float32, output_loading_info=True)
+    own = hf.state_dict()
+    assert not found["missing_keys"] and not found["unexpected_keys"]
+    assert all(torch.equal(own[name], w) for name, w in model.full_weights(policy))
+
+
 def test_weights_are_named_as_in_the_checkpoint_file(saved):
     """The engine is fed these names; a tied head is in neither."""
     from safetensors import safe_open
@@ -1037,18 +1098,15 @@ def test_pruning_spares_what_last_and_best_point_to(tmp_path):
     assert sorted(n for n in os.listdir(tmp_path) if n.startswith("step")) == kept
 
 
-def fake_checkpoint(folder):
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True)
-    for name in ("config.json", "tokenizer.json", "preprocessor_config.json"):
-        (folder / name).write_text("{}")
-    save_file({"w": torch.zeros(1)}, folder / "model.safetensors")
+def copied_checkpoint(toy, folder):
+    """The toy's, with the image processor in the file that transformers 4 has for it."""
+    shutil.copytree(toy / "init", folder)
+    (folder / "processor_config.json").rename(folder / "preprocessor_config.json")
     return folder
 
 
-def test_a_run_folder_stands_for_its_last_checkpoint(tmp_path):
-    whole = fake_checkpoint(tmp_path / "run" / "step_000003")
+def test_a_run_folder_stands_for_its_last_checkpoint(toy, tmp_path):
+    whole = copied_checkpoint(toy, tmp_path / "run" / "step_000003")
     model.symlink(str(tmp_path / "run" / "last"), str(whole))
     assert model.resolve_checkpoint(str(whole)) == str(whole)
     assert model.resolve_checkpoint(str(tmp_path / "run")) == str(whole)
@@ -1060,8 +1118,8 @@ def test_a_run_folder_stands_for_its_last_checkpoint(tmp_path):
                                         ("tokenizer.json", None),
                                         ("preprocessor_config.json", None),
                                         ("model.safetensors", None), ("model.safetensors", "cut")])
-def test_an_incomplete_checkpoint_is_named_with_what_it_lacks(tmp_path, name, text):
-    folder = fake_checkpoint(tmp_path / "ckpt")
+def test_an_incomplete_checkpoint_is_named_with_what_it_lacks(toy, tmp_path, name, text):
+    folder = copied_checkpoint(toy, tmp_path / "ckpt")
     (folder / name).unlink() if text is None else (folder / name).write_text(text)
     wanted = ".safetensors" if name.endswith("safetensors") else name
     with pytest.raises(model.UserError, match=wanted) as e:
@@ -1173,7 +1231,6 @@ SHARDS = """
         trained = model.trained_parameters(parts)
         mine = sum(p.to_local().numel() for p in trained)
         assert mine < 1.1 * (replicas or world) / world * sum(p.numel() for p in trained)
-        assert parts.hf.generation_config.to_dict() == whole.hf.generation_config.to_dict()
     dist.barrier()
     if rank == 0:
         print("same")

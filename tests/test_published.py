@@ -13,7 +13,9 @@ import json
 import os
 import random
 import shutil
+import subprocess
 import sys
+import textwrap
 import unicodedata
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +24,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from conftest import Overheard
+from conftest import ROOT, Overheard
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from reference import ReferenceEngine
@@ -648,6 +650,9 @@ def test_cold_start_rollouts_and_updates_of_a_published_checkpoint(
     weights = load_file(cold / "model.safetensors")
     assert ("lm_head.weight" in weights) != tied
     assert {w.dtype for w in weights.values()} == {torch.float32}
+    files = model.small_files(ckpt)  # all but the precision is as it was, now and one stage later
+    files["config.json"] = files["config.json"].replace(b'"bfloat16"', b'"float32"')
+    assert model.small_files(cold) == files and len(files) == 9
 
     known[os.path.realpath(cold)] = again
     overheard.append(lambda engine: check_ends(engine, again, cold, tasks, source))
@@ -658,6 +663,7 @@ def test_cold_start_rollouts_and_updates_of_a_published_checkpoint(
         assert row["zero_variance"] == 0 and row["kappa"] == 1.0
     # the first update moved the policy, and the engine followed: its gap stayed
     assert rows[0]["kl"] < 1e-6 < rows[1]["kl"]
+    assert model.small_files(out / "last") == files
     record = out / "rollouts" / "step_000000.rank0.jsonl"
     for row in map(json.loads, record.read_text().splitlines()):
         for part in (row, *(c["sub"] for c in row["calls"])):
@@ -666,3 +672,85 @@ def test_cold_start_rollouts_and_updates_of_a_published_checkpoint(
                              "--video-root", world, "--out", runs / "again")
     for name in ("gap", "loss", "grad_norm", "tokens"):
         assert row[name] == pytest.approx(rows[0][name], rel=1e-4, abs=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------
+# transformers 4.57, which the authors' evaluation pins
+
+
+OLD = os.path.join(ROOT, ".venv", "transformers-4.57")
+OLDER = """
+    import sys
+    sys.path[:0] = [{old!r}]
+    sys.path.append({root!r})
+    import torch
+    import model
+    model.import_shim()
+    import transformers
+    from transformers import AutoConfig, AutoProcessor, AutoTokenizer, GenerationConfig
+    from transformers import Qwen3VLForConditionalGeneration
+    assert transformers.__version__.startswith("4.57."), transformers.__version__
+    folder, given, out = sys.argv[1:]
+    given = torch.load(given, weights_only=False)
+    config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    processor = AutoProcessor.from_pretrained(folder)
+    hf, found = Qwen3VLForConditionalGeneration.from_pretrained(
+        folder, dtype="auto", output_loading_info=True)
+    dtype = hf.dtype
+    hf.float()
+    assert not found["missing_keys"] and not found["unexpected_keys"], found
+    asked = processor(text=[given["text"]], images=given["images"], do_resize=False,
+                      return_tensors="pt")
+    with torch.no_grad():
+        logits = hf(**asked).logits[0]
+    torch.save({{"ids": asked["input_ids"][0].tolist(), "logits": logits, "dtype": dtype,
+                "chat": tokenizer.apply_chat_template(given["chat"], tokenize=False),
+                "plain": tokenizer(given["odd"])["input_ids"], "kind": type(processor).__name__,
+                "ends": GenerationConfig.from_pretrained(folder).eos_token_id,
+                "said": config.text_config.dtype}}, out)
+"""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_transformers_4_loads_what_is_saved_as_the_same_model(
+        codec, ckpt, tasks, source, process_group, tmp_path, monkeypatch, dtype):
+    """Configuration, tokenizer, processor and weights; ids and logits of a prompt with images are
+    ours."""
+    if not os.path.isdir(OLD):
+        pytest.skip("transformers 4.57 is not beside the environment: `make test-compat`")
+    policy, folder = model.load_sharded(ckpt, codec, CPU), tmp_path / "saved"
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for p in policy.hf.model.language_model.parameters():  # trained: no longer the base
+            p.add_(0.1 * p.std() * torch.randn(()) if p.ndim > 1 else 0.05)
+            p.copy_(p.to(dtype))
+    monkeypatch.setattr(model, "compute_dtype", lambda _: dtype)  # bf16: as on a GPU
+    model.save_checkpoint(policy, codec, str(folder), {"step": 1})
+    spec = {"video": tasks[0]["video"], "frames": 4}
+    frames = source.load(spec)
+    item = model.vision_item(spec, frames)
+    task = {**tasks[0], "question": "Which is first?"}
+    ids, compact = model.encode_prompt(codec, rollout.main_messages(task, 4), [item])
+    chat = [{"role": "user", "content": "n\u00e9"}, {"role": "assistant", "content": RIGHT}]
+    torch.save({"text": model.decode(codec, compact, keep_special=True), "chat": chat,
+                "images": list(frames.images), "odd": "".join(ODD)}, tmp_path / "given.pt")
+    script = tmp_path / "older.py"
+    script.write_text(textwrap.dedent(OLDER.format(old=OLD, root=ROOT)))
+    done = subprocess.run([sys.executable, script, folder, tmp_path / "given.pt",
+                           tmp_path / "found.pt"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = torch.load(tmp_path / "found.pt", weights_only=False)
+    assert found["ids"] == ids and found["dtype"] == dtype and found["said"] == dtype
+    assert found["kind"] == "Qwen3VLProcessor" and set(found["ends"]) == {IM_END, END}
+    assert found["chat"] == codec.tokenizer.apply_chat_template(chat, tokenize=False)
+    assert found["plain"] == codec.tokenizer("".join(ODD))["input_ids"]
+    tree = model.Tree(model.Span(ids, [0] + [1] * (len(ids) - 1)), [item])
+    pack = model.pack_trees(codec, [tree])
+    vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
+    with torch.no_grad():
+        ours = policy(pack, vision)[0]
+    logits = found["logits"][pack.source]
+    logits[:, list(codec.banned)] -= 100.0
+    theirs = logits.log_softmax(-1).gather(1, pack.target[:, None])[:, 0]
+    assert len(theirs) == len(ids) - 1 and theirs.std() > 1
+    assert (ours - theirs).abs().max() < 1e-3

@@ -401,7 +401,7 @@ def test_the_base_loads_with_plain_transformers(toy, tmp_path):
     assert policy.config.tie_word_embeddings
     assert policy.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert 5e5 < sum(p.numel() for p in policy.parameters()) < 3e6
-    model.save_pretrained(policy, processor, tmp_path / "again")
+    toy_world.save_base(policy, processor, tmp_path / "again")
     third = AutoTokenizer.from_pretrained(tmp_path / "again")
     for text in TEXTS:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]

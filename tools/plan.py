@@ -43,14 +43,14 @@ def read_config(name):
     """A public size ("8B") or a checkpoint folder -> its configuration."""
     model.import_shim()
     model.quiet_libraries()
-    from transformers import AutoConfig, Qwen3VLConfig
+    from transformers import Qwen3VLConfig
 
     if name in public_sizes():
         return Qwen3VLConfig(**public_sizes()[name])
-    if not os.path.exists(os.path.join(name, "config.json")):
+    if not os.path.isdir(name):
         known = ", ".join(public_sizes())
         raise model.UserError(f"{name}: neither one of {known} nor a folder with a config.json")
-    return AutoConfig.from_pretrained(name)
+    return model.meta_model(model.find_config(name)).config
 
 
 def parameter_counts(config):
