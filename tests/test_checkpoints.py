@@ -15,11 +15,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import chat
+import checkpoint
 import eval as evaluation
 import grpo
-import model
+import launch
 import rollout
 import sft
+from engine import VllmEngine
 from tools import plan
 
 SCRIPTS = {"sft": sft, "grpo": grpo, "rollout": rollout, "eval": evaluation}
@@ -44,7 +47,7 @@ def refuse(monkeypatch, capsys, toy, tmp_path):
         words = (ckpt,) if script == "plan" else flags
         monkeypatch.setattr(sys, "argv", [f"{script}.py", *map(str, words)])
         with pytest.raises(SystemExit) as stop:
-            model.run_main((plan if script == "plan" else SCRIPTS[script]).main)
+            launch.run_main((plan if script == "plan" else SCRIPTS[script]).main)
         assert stop.value.code == 2 and not out.parent.exists()
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"{script}.py: ")
@@ -239,8 +242,8 @@ def test_a_refused_run_leaves_an_older_folder_as_it_is(ckpt, refuse, tmp_path, m
     """Empty ones too, since the run did not make them."""
     other = tmp_path / "mine"
     other.mkdir()
-    model.make_out(str(other))
-    model.make_out(str(other / "a" / "b"))
+    launch.make_out(str(other))
+    launch.make_out(str(other / "a" / "b"))
     (other / "a" / "kept").write_text("x")
     emptied(ckpt)
     refuse("sft", ckpt)
@@ -253,7 +256,7 @@ def test_a_refused_run_leaves_an_older_folder_as_it_is(ckpt, refuse, tmp_path, m
     torn(10**9, index=False)])
 def test_what_is_whole_is_taken_however_it_is_stored(ckpt, damage):
     damage(ckpt)
-    assert model.resolve_checkpoint(str(ckpt)) == str(ckpt)
+    assert checkpoint.resolve_checkpoint(str(ckpt)) == str(ckpt)
     assert plan.read_config(str(ckpt)).text_config.hidden_size == 128
 
 
@@ -287,9 +290,9 @@ def test_nor_is_it_run_by_a_loader_alone(evil, process_group, monkeypatch):
     """Without the check: every call of transformers and vLLM says so itself."""
     vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
     folder, trace = evil
-    monkeypatch.setattr(model, "asks_for_code", lambda _: False)
-    codec = model.load_codec(str(folder))
-    model.load_sharded(str(folder), codec, torch.device("cpu"))
+    monkeypatch.setattr(chat, "asks_for_code", lambda _: False)
+    codec = chat.load_codec(str(folder))
+    checkpoint.load_sharded(str(folder), codec, torch.device("cpu"))
     said = {}
 
     class Stop(Exception):
@@ -301,13 +304,13 @@ def test_nor_is_it_run_by_a_loader_alone(evil, process_group, monkeypatch):
 
     monkeypatch.setattr(vllm, "LLM", engine)
     with pytest.raises(Stop):
-        rollout.VllmEngine(str(folder), codec, context=1024)
+        VllmEngine(str(folder), codec, context=1024)
     assert said["trust_remote_code"] is False
     # A tokenizer and a model that transformers does not know: it would ask.
     change(folder, "tokenizer_config.json", tokenizer_class="Evil")
-    with contextlib.suppress(model.UserError):
-        model.load_codec(str(folder))
+    with contextlib.suppress(launch.UserError):
+        chat.load_codec(str(folder))
     change(folder, "config.json", model_type="evil")
-    with pytest.raises(model.UserError, match="config.json cannot be used"):
-        model.load_config(str(folder))
+    with pytest.raises(launch.UserError, match="config.json cannot be used"):
+        chat.load_config(str(folder))
     assert not trace.exists()

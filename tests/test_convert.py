@@ -13,7 +13,8 @@ from conftest import run_script
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import model
+import chat
+import launch
 import rewards
 import rollout
 import sft
@@ -57,8 +58,8 @@ def convert(tmp_path, rows, name="paravt_sft_x.jsonl", frames=64, prompts="relea
 def test_a_paravt_chat_keeps_its_words_and_gets_tool_messages(tmp_path, codec, toy):
     """Messages as a JSON string, nulls in every piece, file:// and the publisher's folders before
     the path, results in a user turn."""
-    chat = json.dumps(paravt(responses("a red square", "nothing")))
-    (row,) = convert(tmp_path, [{"id": "x-1", "messages": chat}], frames=8)
+    talk = json.dumps(paravt(responses("a red square", "nothing")))
+    (row,) = convert(tmp_path, [{"id": "x-1", "messages": talk}], frames=8)
     # the system text declares them: one declaration
     assert row["id"] == "paravt_sft_x/0" and row["source"] == "x-1" and "tools" not in row
     system, user, first, *tools, last = row["messages"]
@@ -68,9 +69,9 @@ def test_a_paravt_chat_keeps_its_words_and_gets_tool_messages(tmp_path, codec, t
     assert (first["content"], last["content"]) == (CALL, ANSWER)  # byte for byte
     assert tools == [{"role": "tool", "content": "a red square"},
                      {"role": "tool", "content": "nothing"}]
-    item = model.VisionItem({}, "k", 2, 32, 32, [1.0, 2.0])
-    ids = model.encode_chat(codec, row["messages"], [item]).ids
-    text = model.decode(codec, ids, keep_special=True)
+    item = chat.VisionItem({}, "k", 2, 32, 32, [1.0, 2.0])
+    ids = chat.encode_chat(codec, row["messages"], [item]).ids
+    text = chat.decode(codec, ids, keep_special=True)
     assert ("user\n<tool_response>\na red square\n</tool_response>\n"
             "<tool_response>\nnothing\n</tool_response><|im_end|>") in text
     assert codec.tokenizer("<tool_response>", add_special_tokens=False)["input_ids"][0] in ids
@@ -184,7 +185,7 @@ def test_parquet_is_converted_from_the_command_line(tmp_path):
     done = run_script("tools/convert.py", tmp_path / "s.parquet", "--out", tmp_path / "s.jsonl",
                       "--frames", 16)
     assert done.returncode == 0 and "2 chats, 0 left out" in done.stdout, done.stderr
-    rows = model.read_jsonl(str(tmp_path / "s.jsonl"))
+    rows = launch.read_jsonl(str(tmp_path / "s.jsonl"))
     assert rows[1]["messages"][3] == {"role": "tool", "content": "a"}
     assert rows[0]["messages"][1]["content"][0]["frames"] == 16
 
@@ -202,7 +203,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(
                                       *(str(tmp_path / name) for name in files or ["a.jsonl"]),
                                       "--out", str(tmp_path / out)])
     with pytest.raises(SystemExit) as stop:
-        model.run_main(conversion.main)
+        launch.run_main(conversion.main)
     err = capsys.readouterr().err
     assert stop.value.code == 2 and why in err and err.count("\n") == 1
     assert not (tmp_path / out).exists()
@@ -293,12 +294,12 @@ def test_marks_and_columns_in_tool_responses(tmp_path):
         {"role": "assistant", "content": ANSWER}]),
         "videos": ["selfqa/a.mp4", {"video": "selfqa/a.mp4", "video_start": 4, "video_end": 5}],
         "images": ["a_0.jpg", "a_1.jpg"]}
-    (chat,) = convert(tmp_path, [row], prompts="ours")
-    assert [m["role"] for m in chat["messages"]] == [
+    (talk,) = convert(tmp_path, [row], prompts="ours")
+    assert [m["role"] for m in talk["messages"]] == [
         "system", "user", "assistant", "tool", "assistant", "tool", "assistant"]
     window = {"type": "video", "video": "selfqa/a.mp4", "fps": 1.0, "max_frames": 64}
-    assert chat["messages"][3]["content"][0] == {**window, "start": 1.0, "end": 3.0}
-    assert chat["messages"][5]["content"] == [{**window, "start": 4.0, "end": 5.0}]
+    assert talk["messages"][3]["content"][0] == {**window, "start": 1.0, "end": 3.0}
+    assert talk["messages"][5]["content"] == [{**window, "start": 4.0, "end": 5.0}]
 
 
 def test_rows_that_would_teach_what_is_not_shown_are_left_out(tmp_path, capsys):
@@ -354,11 +355,11 @@ def test_converted_frames_are_those_of_the_window(tmp_path, codec, toy):
     sequence = sft.Chats(str(tmp_path / "out.jsonl"), codec, settings, video.FrameCache())[0]
     assert [item.seconds for item in sequence.vision] == [[8.0, 24.0, 40.0, 56.0],
                                                          [8.0, 9.0, 10.0, 11.0]]
-    text = model.decode(codec, sequence.ids, keep_special=True)
+    text = chat.decode(codec, sequence.ids, keep_special=True)
     response = text.split("<tool_response>")[1].split("</tool_response>")[0]
     assert re.findall(r"<([0-9.]+) seconds>", response) == ["8.0", "9.0", "10.0", "11.0"]
     assert sequence.ids.count(codec.image_pad) == 8
-    trained = model.decode(codec, [i for i, m in zip(sequence.ids, sequence.mask) if m])
+    trained = chat.decode(codec, [i for i, m in zip(sequence.ids, sequence.mask) if m])
     assert "This window shows it." in trained and SENTENCE not in trained
 
 
@@ -380,23 +381,23 @@ FORMS = {"mcq": (LETTERS, "D", "D"), "text": (LETTERS, "D. four", "four"),
 def test_a_chat_and_a_task_of_one_question_begin_with_the_same_ids(tmp_path, codec, kind, tail):
     """The cold start has to show the prompt that RL and evaluation show: not a token more."""
     question, said, gold = FORMS[kind]
-    chat = longvt(turn(asks(8, 12)), shown("<tool_response>red</tool_response>"),
+    talk = longvt(turn(asks(8, 12)), shown("<tool_response>red</tool_response>"),
                   said=f"<think>x</think><answer>{said}</answer>", question=question + tail,
                   path="selfqa/b.mp4")
     extra = {"answer": gold, "question_type": {"text": "mcq"}.get(kind, kind)}
     task = {"prompt": [{"role": "system", "content": TOOLS},
                        {"role": "user", "content": "<video>" + question + tail}],
             "videos": [{"video": "selfqa/b.mp4"}], "extra_info": extra}
-    (chat,) = convert(tmp_path, [chat], prompts="ours", frames=3)
+    (talk,) = convert(tmp_path, [talk], prompts="ours", frames=3)
     (task,) = convert(tmp_path, [task])
-    item = model.VisionItem({}, "k", 3, 32, 32, [1.0, 2.0, 3.0])
-    prompt, _ = model.encode_prompt(codec, rollout.main_messages(task, 3), [item],
+    item = chat.VisionItem({}, "k", 3, 32, 32, [1.0, 2.0, 3.0])
+    prompt, _ = chat.encode_prompt(codec, rollout.main_messages(task, 3), [item],
                                     rollout.tool_schema())
-    ids = model.encode_chat(codec, chat["messages"], [item], chat["tools"]).ids
+    ids = chat.encode_chat(codec, talk["messages"], [item], talk["tools"]).ids
     assert ids[:len(prompt)] == prompt
-    text = model.decode(codec, ids, keep_special=True)
+    text = chat.decode(codec, ids, keep_special=True)
     assert "video_path" not in text and "Video path" not in text and "Format strictly" not in text
-    call = rewards.parse_tool_calls(chat["messages"][2]["content"])[0]
+    call = rewards.parse_tool_calls(talk["messages"][2]["content"])[0]
     assert (call.start, call.end, call.error) == (8.0, 12.0, None)
 
 
@@ -494,16 +495,16 @@ def test_texts_and_videos_of_a_row_survive_or_the_row_is_reported(data):
     row["videos"] = draw(st.sampled_from([None, None, None, ["selfqa/d.mp4"]]))
     source = json.dumps(row["messages"])
     try:
-        chat = conversion.to_chat(row, 8, 16, draw(st.sampled_from(["ours", "release"])))
+        talk = conversion.to_chat(row, 8, 16, draw(st.sampled_from(["ours", "release"])))
     except ValueError as error:
         assert str(error)  # the row is reported, with this reason
         return
-    chat = chat["messages"]
-    assert re.findall(r"w\d+x", source) == re.findall(r"w\d+x", json.dumps(chat))
-    assert [m["role"] for m in chat].count("assistant") == len(messages) // 2 + 1
+    talk = talk["messages"]
+    assert re.findall(r"w\d+x", source) == re.findall(r"w\d+x", json.dumps(talk))
+    assert [m["role"] for m in talk].count("assistant") == len(messages) // 2 + 1
     # Every video is one video. The stills of a response are one more, its window.
     given_videos = len(re.findall(r'"url\\*": \\*"[^"]*\.mp4', source)) + len(row["videos"] or [])
     stills = [len(re.findall("_[0-9]+.jpg", json.dumps(m))) for m in messages]
-    made = len(model.videos_in(chat))
+    made = len(chat.videos_in(talk))
     assert given_videos + sum(map(bool, stills)) <= made <= given_videos + sum(stills)
-    assert sft.chat_fault(chat) is None
+    assert sft.chat_fault(talk) is None

@@ -29,13 +29,17 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from reference import ReferenceEngine
 
+import chat
+import checkpoint
 import grpo
+import launch
 import model
 import rewards
 import rollout
 import sft
 import toy
 import video
+from engine import Completion
 
 CPU = torch.device("cpu")
 KINDS = {"instruct": (True, False), "thinking": (False, True)}  # tied, thinking
@@ -79,7 +83,7 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def codecs(published):
-    return {kind: model.load_codec(published(*KINDS[kind])) for kind in KINDS}
+    return {kind: chat.load_codec(published(*KINDS[kind])) for kind in KINDS}
 
 
 @pytest.fixture(params=KINDS)
@@ -100,9 +104,9 @@ def ckpt(published, kind):
 @pytest.fixture
 def known(monkeypatch, codecs, published):
     """Scripts in this process take the codec that is there: reading the vocabulary takes 3 s."""
-    real, own = model.load_codec, {os.path.realpath(published(*KINDS[kind])): codecs[kind]
+    real, own = chat.load_codec, {os.path.realpath(published(*KINDS[kind])): codecs[kind]
                                    for kind in KINDS}
-    monkeypatch.setattr(model, "load_codec", lambda folder, channel="image": (
+    monkeypatch.setattr(chat, "load_codec", lambda folder, channel="image": (
         own.get(os.path.realpath(folder)) or real(folder, channel)))
     return own
 
@@ -160,9 +164,9 @@ class Speaker:
         for request in self.waiting:
             sample, turn, *call = map(int, request.id.split("/")[2:])
             text = self.sub if call else self.main(sample, turn)
-            ids = model.encode(self.codec, text) + [self.codec.eos]
-            out.append(rollout.Completion(request.id, ids, [-1.0] * len(ids),
-                                          model.decode(self.codec, ids), True))
+            ids = chat.encode(self.codec, text) + [self.codec.eos]
+            out.append(Completion(request.id, ids, [-1.0] * len(ids),
+                                          chat.decode(self.codec, ids), True))
         self.waiting = []
         return out
 
@@ -219,18 +223,18 @@ def test_bytes_of_tokens_rebuild_any_text(codecs, text):
                 codec.tokenizer(unicodedata.normalize("NFD", text))["input_ids"]):
         assert b"".join(codec.pieces[i] for i in ids) == wanted
     plain = codec.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-    assert model.decode(codec, ids, keep_special=True) == plain
-    assert "".join(model.text_pieces(codec, ids)) == model.decode(codec, ids)
+    assert chat.decode(codec, ids, keep_special=True) == plain
+    assert "".join(chat.text_pieces(codec, ids)) == chat.decode(codec, ids)
 
 
 @SLOW
 @given(text=texts)
 def test_no_untrusted_text_becomes_a_special_id(codecs, text):
     codec = codecs["instruct"]
-    ids = model.encode(codec, model.guard(codec, text))
+    ids = chat.encode(codec, chat.guard(codec, text))
     assert max(ids, default=0) < END
-    plain = text.replace(model.GUARD, "").replace(model.TURN, "")
-    assert model.decode(codec, ids, keep_special=True) == unicodedata.normalize("NFC", plain)
+    plain = text.replace(chat.GUARD, "").replace(chat.TURN, "")
+    assert chat.decode(codec, ids, keep_special=True) == unicodedata.normalize("NFC", plain)
 
 
 @pytest.mark.parametrize("ends, wanted", [([IM_END, END], {IM_END, END}), (IM_END, {IM_END}),
@@ -238,9 +242,9 @@ def test_no_untrusted_text_becomes_a_special_id(codecs, text):
                                           ([IM_END, 151664], {IM_END, 151664})])
 def test_every_end_of_the_generation_config_is_known(tmp_path, ends, wanted):
     """Whatever it is called: the codec bans all of them but <|im_end|>."""
-    assert model.end_ids(str(tmp_path)) == set()
+    assert chat.end_ids(str(tmp_path)) == set()
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    assert model.end_ids(str(tmp_path)) == wanted
+    assert chat.end_ids(str(tmp_path)) == wanted
 
 
 def test_no_end_but_the_turn_end_is_ever_sampled(published, tmp_path):
@@ -249,20 +253,20 @@ def test_no_end_but_the_turn_end_is_ever_sampled(published, tmp_path):
     config = json.loads((folder / "generation_config.json").read_text())
     changed = {**config, "eos_token_id": [IM_END, 151664]}
     (folder / "generation_config.json").write_text(json.dumps(changed))
-    banned = model.load_codec(str(folder)).banned
+    banned = chat.load_codec(str(folder)).banned
     assert {END, IM_START, 151664} <= set(banned) and IM_END not in banned
 
 
 def test_a_letter_shares_its_token_with_the_tag_and_earns_no_format_credit(codec):
     """`>B` is one token: were it structural, a lost tag (A_fmt = -1) would cancel what the right
     letter earned (A_task = +1)."""
-    ids = model.encode(codec, "<answer>B</answer>") + [codec.eos]
-    pieces = model.pieces_of(codec, ids)
+    ids = chat.encode(codec, "<answer>B</answer>") + [codec.eos]
+    pieces = chat.pieces_of(codec, ids)
     assert pieces == [b"<", b"answer", b">B", b"</", b"answer", b">", b"<|im_end|>"]
     assert rewards.structural_mask(pieces) == [True, True, False, True, True, True, True]
     for letter in "ACDEFGHIJ":
-        ids = model.encode(codec, f"x<answer>{letter}</answer>.")
-        assert rewards.structural_mask(model.pieces_of(codec, ids))[3] is False
+        ids = chat.encode(codec, f"x<answer>{letter}</answer>.")
+        assert rewards.structural_mask(chat.pieces_of(codec, ids))[3] is False
 
 
 def slow_mask(text, pieces):
@@ -290,18 +294,18 @@ def slow_mask(text, pieces):
 def test_structural_mask_equals_a_slow_one_on_real_tokens(codecs, text):
     codec = codecs["instruct"]
     text = unicodedata.normalize("NFC", text)
-    pieces = model.pieces_of(codec, model.encode(codec, text))
+    pieces = chat.pieces_of(codec, chat.encode(codec, text))
     assert rewards.structural_mask(pieces) == slow_mask(text, pieces)
 
 
 def test_long_numbers_times_and_scripts_are_read_digit_by_digit_and_back(codec):
     """The stamp of a frame must be the same ids in every prompt, whatever stands before it."""
     for seconds in (0.04, 9.96, 12.25, 3599.95, 35999.0):
-        stamp = model.stamp_text(seconds, 0)
-        ids = model.encode(codec, stamp)
-        assert model.decode(codec, ids) == stamp == f"<{seconds:.1f} seconds>"
+        stamp = chat.stamp_text(seconds, 0)
+        ids = chat.encode(codec, stamp)
+        assert chat.decode(codec, ids) == stamp == f"<{seconds:.1f} seconds>"
         assert len(ids) == len(f"{seconds:.1f}") + 3
-        inside = model.encode(codec, f"<|vision_end|>{stamp}<|vision_start|>")
+        inside = chat.encode(codec, f"<|vision_end|>{stamp}<|vision_start|>")
         assert inside[1:-1] == ids
 
 
@@ -322,19 +326,19 @@ def test_prompt_turns_and_glue_are_what_the_template_writes_at_once(codecs, ques
     """In the form that the Thinking template gives back, with the blank line behind the thought."""
     for codec in codecs.values():
         messages = [{"role": "system", "content": "Watch."}, {"role": "user", "content": question}]
-        ids = model.encode_prompt(codec, messages)[0]
+        ids = chat.encode_prompt(codec, messages)[0]
         for thought, rest, responses in [*turns, (*end, [])]:
             turn = f"<think>\n{thought}\n</think>\n\n{rest}"
-            ids = ids + model.turn_ids(codec, turn, ids)
+            ids = ids + chat.turn_ids(codec, turn, ids)
             messages.append({"role": "assistant", "content": turn})
             if responses:
                 replies = [{"role": "tool", "content": text} for text in responses]
-                ids, messages = ids + model.glue_ids(codec, replies, True), messages + replies
-        guarded = model.render(codec, messages)
+                ids, messages = ids + chat.glue_ids(codec, replies, True), messages + replies
+        guarded = chat.render(codec, messages)
         # tags in a turn are tags
         whole = [m if m["role"] == "assistant" else g for m, g in zip(messages, guarded)]
-        text = model.template(codec, whole, None, False)
-        assert ids == model.encode(codec, text.removesuffix("\n"))
+        text = chat.template(codec, whole, None, False)
+        assert ids == chat.encode(codec, text.removesuffix("\n"))
 
 
 @SLOW
@@ -347,15 +351,15 @@ def test_image_ids_equal_the_processors(codecs, data):
     count, rows, columns = (data.draw(st.integers(1, 3)) for _ in range(3))
     seconds = sorted(data.draw(st.lists(st.integers(0, 4_000_000).map(lambda n: n / 100),
                                         min_size=count, max_size=count)))
-    item = model.VisionItem({"video": "v"}, "v", count, 32 * rows, 32 * columns, seconds)
-    chat = [{"role": "system", "content": "Watch."},
+    item = chat.VisionItem({"video": "v"}, "v", count, 32 * rows, 32 * columns, seconds)
+    talk = [{"role": "system", "content": "Watch."},
             {"role": "user", "content": [{"type": "video", "video": "v"},
                                          {"type": "text", "text": question}]}]
-    ids, compact = model.encode_prompt(codec, chat, [item], rollout.tool_schema())
+    ids, compact = chat.encode_prompt(codec, talk, [item], rollout.tool_schema())
     parts = [p for s in seconds for p in ({"type": "text", "text": f"<{s:.1f} seconds>"},
                                           {"type": "image"})]
     asked = {"role": "user", "content": [*parts, {"type": "text", "text": question}]}
-    text = codec.processor.apply_chat_template([chat[0], asked], tools=rollout.tool_schema(),
+    text = codec.processor.apply_chat_template([talk[0], asked], tools=rollout.tool_schema(),
                                                add_generation_prompt=True, tokenize=False)
     frames = [np.zeros((32 * rows, 32 * columns, 3), np.uint8)] * count
     made = codec.processor(text=[text], images=frames, do_resize=False)
@@ -372,41 +376,41 @@ def test_a_chat_is_encoded_as_the_ids_that_a_rollout_would_hold(codec, tasks, so
     then the rest as sampled."""
     spec = {"video": tasks[0]["video"], "frames": 4}
     opening, tools = rollout.main_messages(tasks[0], 4), rollout.tool_schema()
-    item = model.vision_item(spec, source.load(spec))
+    item = chat.vision_item(spec, source.load(spec))
     replies = [{"role": "tool", "content": "red <|im_start|>"}]
     told = [*opening, {"role": "assistant", "content": first}, *replies,
             {"role": "assistant", "content": RIGHT}]
-    chat = model.encode_chat(codec, told, [item], tools)
-    prompt = model.encode_prompt(codec, opening, [item], tools)[0]
-    forced, ids = model.encode(codec, "<think>\n"), list(prompt)
+    talk = chat.encode_chat(codec, told, [item], tools)
+    prompt = chat.encode_prompt(codec, opening, [item], tools)[0]
+    forced, ids = chat.encode(codec, "<think>\n"), list(prompt)
     assert forced == [THINK, 198] and (prompt[-2:] == forced) == codec.opens_thought
     for turn, text in enumerate((first.lstrip(), RIGHT)):
         thinks = text.startswith("<think>")
         prefix = forced if thinks and not codec.opens_thought else []
         rest = (text.removeprefix("<think>").removeprefix("\n") if thinks
                 else ("</think>\n\n" if codec.opens_thought else "") + text)
-        ids += prefix + model.encode(codec, rest) + [codec.eos]
-        ids += model.glue_ids(codec, replies, True) if turn == 0 else []
-    assert chat.ids == ids
-    assert not any(a == THINK and THINK in chat.ids[n + 1:n + 3] for n, a in enumerate(chat.ids))
-    trained = [i for i, m in zip(chat.ids, chat.mask) if m]
+        ids += prefix + chat.encode(codec, rest) + [codec.eos]
+        ids += chat.glue_ids(codec, replies, True) if turn == 0 else []
+    assert talk.ids == ids
+    assert not any(a == THINK and THINK in talk.ids[n + 1:n + 3] for n, a in enumerate(talk.ids))
+    trained = [i for i, m in zip(talk.ids, talk.mask) if m]
     assert trained.count(codec.eos) == 2 and IM_START not in trained
-    assert chat.ids.count(IM_START) == prompt.count(IM_START) + 2
+    assert talk.ids.count(IM_START) == prompt.count(IM_START) + 2
     if first.startswith("<think>"):  # the same through the agent loop
         bare = [text.removeprefix("<think>").removeprefix("\n") for text in (LOOK, RIGHT)]
         episode = played(codec, tasks, source, Speaker(codec, lambda sample, turn: bare[turn]))
         assert episode.executed() == 2 and episode.context.ids[:len(prompt)] == prompt
         start, stop = episode.spans[1]
-        assert episode.context.ids[start - 2:stop] == chat.ids[-(stop - start) - 2:]
+        assert episode.context.ids[start - 2:stop] == talk.ids[-(stop - start) - 2:]
 
 
 def test_a_forced_start_never_opens_a_thought_twice(codec, kind):
     """An empty thought, as a protocol may force: behind a template that has opened one, only its
     end is left."""
-    prompt = model.encode_prompt(codec, [{"role": "user", "content": "Q"}])[0]
+    prompt = chat.encode_prompt(codec, [{"role": "user", "content": "Q"}])[0]
     whole = prompt + rollout.forced_ids(codec, rollout.Context(ids=prompt),
                                         "<think>\n\n</think>\n\n")
-    assert model.decode(codec, whole, True).endswith("assistant\n<think>\n\n</think>\n\n")
+    assert chat.decode(codec, whole, True).endswith("assistant\n<think>\n\n</think>\n\n")
     assert whole.count(THINK) == 1
     forced = rollout.forced_ids(codec, rollout.Context(ids=prompt), "<think>\n")
     assert forced == ([] if kind == "thinking" else [THINK, 198])
@@ -462,7 +466,7 @@ def test_a_lone_surrogate_is_refused_by_its_line(world, tmp_path, field):
     path.write_text("\n".join(lines))
     assert "\U0001f600" in json.dumps(rollout.read_tasks(str(path))[1], ensure_ascii=False)
     path.write_text("\n".join(lines).replace("\\ude00", ""))
-    with pytest.raises(model.UserError, match=f"{path}:2: .*surrogate"):
+    with pytest.raises(launch.UserError, match=f"{path}:2: .*surrogate"):
         rollout.read_tasks(str(path))
 
 
@@ -470,7 +474,7 @@ def test_a_lone_surrogate_in_a_chat_is_refused_by_its_line(codecs, world, tmp_pa
     path = tmp_path / "chats.jsonl"
     chats = (world / "sft.jsonl").read_text()
     path.write_text(chats.replace("a red square", "a red \\udc00 square"))
-    with pytest.raises(model.UserError, match=f"{path}:1: .*surrogate"):
+    with pytest.raises(launch.UserError, match=f"{path}:1: .*surrogate"):
         sft.Chats(str(path), codecs["instruct"], SimpleNamespace(video_root=None), None)
 
 
@@ -490,14 +494,14 @@ def test_masters_and_moments_are_fp32_and_a_small_step_reaches_every_weight(
         codec, ckpt, world, process_group):
     """Published configurations say bf16 inside text_config: a step of 2e-6 in it rounds to nothing
     for 24 weights of 25."""
-    policy = model.load_sharded(ckpt, codec, CPU)
+    policy = checkpoint.load_sharded(ckpt, codec, CPU)
     trained = model.trained_parameters(policy)
-    before = [model.whole_tensor(p.detach()).clone() for p in trained]
+    before = [checkpoint.whole_tensor(p.detach()).clone() for p in trained]
     pack, load = chat_pack(codec, world)
     optimizer = model.adamw(trained, 2e-6, 0.999, CPU, weight_decay=0.0)
     loss, count = sft.backward(policy, model.VisionFeatures(policy.hf.model.visual, codec, load),
                                [pack], codec, 1, CPU)
-    grads = [model.whole_tensor(p.grad) for p in trained]
+    grads = [checkpoint.whole_tensor(p.grad) for p in trained]
     optimizer.step()
     kinds = {x.dtype for group in (before, grads,
                                    *([s["exp_avg"], s["exp_avg_sq"]]
@@ -508,7 +512,7 @@ def test_masters_and_moments_are_fp32_and_a_small_step_reaches_every_weight(
     for was, p, grad in zip(before, trained, grads):
         # Adam's first step is lr * sign(grad) where its eps of 1e-8 does not count
         at = grad.abs() > 1e-6
-        step = (model.whole_tensor(p.detach()) - was)[at]
+        step = (checkpoint.whole_tensor(p.detach()) - was)[at]
         moved, reached = moved + int((step != 0).sum()), reached + int(at.sum())
         assert step.numel() == 0 or step.abs().max() < 4e-6
     assert reached > 200_000 and moved > 0.999 * reached
@@ -524,12 +528,12 @@ def test_the_trainer_the_reference_and_plain_transformers_agree(
     from transformers import Qwen3VLForConditionalGeneration
 
     spec = {"video": tasks[0]["video"], "frames": 4}
-    item = model.vision_item(spec, source.load(spec))
-    chat = model.encode_chat(codec, [*rollout.main_messages(tasks[0], 4),
+    item = chat.vision_item(spec, source.load(spec))
+    talk = chat.encode_chat(codec, [*rollout.main_messages(tasks[0], 4),
                                      {"role": "assistant", "content": RIGHT}], [item])
-    policy, reference = (model.load_sharded(ckpt, codec, CPU, frozen=frozen)
+    policy, reference = (checkpoint.load_sharded(ckpt, codec, CPU, frozen=frozen)
                          for frozen in (False, True))
-    pack = model.pack_trees(codec, [model.Tree(model.Span(chat.ids, chat.mask), chat.vision)])
+    pack = model.pack_trees(codec, [model.Tree(model.Span(talk.ids, talk.mask), talk.vision)])
     vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
     with torch.no_grad():
         ours, theirs = (p(pack, vision)[0] for p in (policy, reference))
@@ -537,7 +541,7 @@ def test_the_trainer_the_reference_and_plain_transformers_agree(
         frames = [Image.fromarray(x) for x in source.load(spec).images]
         images = codec.processor.image_processor(images=frames, do_resize=False,
                                                  return_tensors="pt")
-        row = torch.tensor([chat.ids])
+        row = torch.tensor([talk.ids])
         logits = hf(input_ids=row, pixel_values=images["pixel_values"],
                     image_grid_thw=images["image_grid_thw"],
                     mm_token_type_ids=(row == codec.image_pad).int()).logits[0, pack.source]
@@ -556,7 +560,7 @@ def test_the_trainer_the_reference_and_plain_transformers_agree(
 def quick_vllm(monkeypatch):
     """vLLM reads the vocabulary five times and copies it four times when it starts, 10 s of nothing
     that is ours: here once."""
-    model.import_shim()
+    launch.import_shim()
     import vllm.renderers.hf
     import vllm.transformers_utils.processor as processors
 
@@ -641,18 +645,18 @@ def test_cold_start_rollouts_and_updates_of_a_published_checkpoint(
     (row,) = run_script_here(monkeypatch, sft, *SFT, "--ckpt", ckpt, "--data", world / "sft.jsonl",
                              "--out", cold.parent)
     assert row["grad_norm"] > 0 and 0 < row["loss"] < 30
-    again, config = model.load_codec(str(cold)), json.loads((cold / "config.json").read_text())
+    again, config = chat.load_codec(str(cold)), json.loads((cold / "config.json").read_text())
     question = [{"role": "user", "content": "n\u00e9 1234"}]
-    for same in (lambda c: model.encode_prompt(c, question),
+    for same in (lambda c: chat.encode_prompt(c, question),
                  lambda c: (c.banned, c.markup, c.pieces, c.opens_thought)):
         assert same(again) == same(codec)
-    assert model.end_ids(str(cold)) == {IM_END, END} and config["text_config"]["dtype"] == "float32"
+    assert chat.end_ids(str(cold)) == {IM_END, END} and config["text_config"]["dtype"] == "float32"
     weights = load_file(cold / "model.safetensors")
     assert ("lm_head.weight" in weights) != tied
     assert {w.dtype for w in weights.values()} == {torch.float32}
-    files = model.small_files(ckpt)  # all but the precision is as it was, now and one stage later
+    files = chat.small_files(ckpt)  # all but the precision is as it was, now and one stage later
     files["config.json"] = files["config.json"].replace(b'"bfloat16"', b'"float32"')
-    assert model.small_files(cold) == files and len(files) == 9
+    assert chat.small_files(cold) == files and len(files) == 9
 
     known[os.path.realpath(cold)] = again
     overheard.append(lambda engine: check_ends(engine, again, cold, tasks, source))
@@ -663,7 +667,7 @@ def test_cold_start_rollouts_and_updates_of_a_published_checkpoint(
         assert row["zero_variance"] == 0 and row["kappa"] == 1.0
     # the first update moved the policy, and the engine followed: its gap stayed
     assert rows[0]["kl"] < 1e-6 < rows[1]["kl"]
-    assert model.small_files(out / "last") == files
+    assert chat.small_files(out / "last") == files
     record = out / "rollouts" / "step_000000.rank0.jsonl"
     for row in map(json.loads, record.read_text().splitlines()):
         for part in (row, *(c["sub"] for c in row["calls"])):
@@ -684,8 +688,8 @@ OLDER = """
     sys.path[:0] = [{old!r}]
     sys.path.append({root!r})
     import torch
-    import model
-    model.import_shim()
+    import model, checkpoint, launch
+    launch.import_shim()
     import transformers
     from transformers import AutoConfig, AutoProcessor, AutoTokenizer, GenerationConfig
     from transformers import Qwen3VLForConditionalGeneration
@@ -718,21 +722,21 @@ def test_transformers_4_loads_what_is_saved_as_the_same_model(
     ours."""
     if not os.path.isdir(OLD):
         pytest.skip("transformers 4.57 is not beside the environment: `make test-compat`")
-    policy, folder = model.load_sharded(ckpt, codec, CPU), tmp_path / "saved"
+    policy, folder = checkpoint.load_sharded(ckpt, codec, CPU), tmp_path / "saved"
     torch.manual_seed(0)
     with torch.no_grad():
         for p in policy.hf.model.language_model.parameters():  # trained: no longer the base
             p.add_(0.1 * p.std() * torch.randn(()) if p.ndim > 1 else 0.05)
             p.copy_(p.to(dtype))
     monkeypatch.setattr(model, "compute_dtype", lambda _: dtype)  # bf16: as on a GPU
-    model.save_checkpoint(policy, codec, str(folder), {"step": 1})
+    checkpoint.save_checkpoint(policy, codec, str(folder), {"step": 1})
     spec = {"video": tasks[0]["video"], "frames": 4}
     frames = source.load(spec)
-    item = model.vision_item(spec, frames)
+    item = chat.vision_item(spec, frames)
     task = {**tasks[0], "question": "Which is first?"}
-    ids, compact = model.encode_prompt(codec, rollout.main_messages(task, 4), [item])
-    chat = [{"role": "user", "content": "n\u00e9"}, {"role": "assistant", "content": RIGHT}]
-    torch.save({"text": model.decode(codec, compact, keep_special=True), "chat": chat,
+    ids, compact = chat.encode_prompt(codec, rollout.main_messages(task, 4), [item])
+    talk = [{"role": "user", "content": "n\u00e9"}, {"role": "assistant", "content": RIGHT}]
+    torch.save({"text": chat.decode(codec, compact, keep_special=True), "chat": talk,
                 "images": list(frames.images), "odd": "".join(ODD)}, tmp_path / "given.pt")
     script = tmp_path / "older.py"
     script.write_text(textwrap.dedent(OLDER.format(old=OLD, root=ROOT)))
@@ -742,7 +746,7 @@ def test_transformers_4_loads_what_is_saved_as_the_same_model(
     found = torch.load(tmp_path / "found.pt", weights_only=False)
     assert found["ids"] == ids and found["dtype"] == dtype and found["said"] == dtype
     assert found["kind"] == "Qwen3VLProcessor" and set(found["ends"]) == {IM_END, END}
-    assert found["chat"] == codec.tokenizer.apply_chat_template(chat, tokenize=False)
+    assert found["chat"] == codec.tokenizer.apply_chat_template(talk, tokenize=False)
     assert found["plain"] == codec.tokenizer("".join(ODD))["input_ids"]
     tree = model.Tree(model.Span(ids, [0] + [1] * (len(ids) - 1)), [item])
     pack = model.pack_trees(codec, [tree])

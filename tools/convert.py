@@ -23,11 +23,12 @@ import re
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-import model
+import chat
+import launch
 import rewards
 import rollout
 import sft
-from bench import benchmarks
+from evaluation import benchmarks
 
 
 def relative(path):
@@ -236,16 +237,16 @@ def our_messages(row, frames, most):
                 rest.append({"role": kind, "content": joined(held)})
     left = list(media["video"])
     asked = next((m for m in head if m["role"] == "user"), None)
-    if asked and not model.videos_in(head) and len(left) == 1:  # no mark: the one video goes first
+    if asked and not chat.videos_in(head) and len(left) == 1:  # no mark: the one video goes first
         asked["content"].insert(0, left.pop())
     if left or next(media["image"], None):
         raise ValueError("more videos than <video> marks" if left else
                          "more images than <image> marks")
-    overviews = [piece["video"] for piece in model.videos_in(head)]
+    overviews = [piece["video"] for piece in chat.videos_in(head)]
     for message in rest:
         if "call" in message:
             message["content"] = response(message["content"], message.pop("call"), overviews, most)
-    for piece in model.videos_in(head):  # a part of a video: at the rate of a window
+    for piece in chat.videos_in(head):  # a part of a video: at the rate of a window
         piece.update({"fps": 1.0, "max_frames": most} if "start" in piece else {"frames": frames})
     if not all(m["content"] for m in head + rest):
         raise ValueError("an empty message")
@@ -273,7 +274,7 @@ def to_chat(row, frames, most, prompts):
 def our_prompt(head, rest, frames):
     """The prompt that rollout.py builds for the video and the question of a chat -> messages.
     Raises ValueError with the reason if the chat does not go with it."""
-    videos = model.videos_in(head)
+    videos = chat.videos_in(head)
     if len(videos) != 1 or "start" in videos[0]:
         raise ValueError(f"{len(videos)} videos before the first turn; our prompt shows one, whole")
     answer = rewards.final_answer([m["content"] for m in rest if m["role"] == "assistant"])
@@ -297,7 +298,7 @@ def released_prompt(head):
     stays and is the only declaration; else ours is put, with the schema."""
     own = head[0]["role"] == "system" if head else False
     first = joined(head[0]["content"]) if own else ""
-    asked = [{**m, "content": m["content"] if model.videos_in([m]) else joined(m["content"])}
+    asked = [{**m, "content": m["content"] if chat.videos_in([m]) else joined(m["content"])}
              for m in head[own:]]
     declared = "<tools>" in first
     system = {"role": "system", "content": first if declared else rollout.main_prompt()}
@@ -404,7 +405,7 @@ def convert(paths, out, frames, most=64, prompts="ours"):
         for number, row in enumerate(benchmarks.read_rows(path)):
             kind = next((k for k in ("messages", "prompt") if row.get(k)), None)
             if kind is None:
-                raise model.UserError(f"{path}: row {number} has neither 'messages' (SFT) nor "
+                raise launch.UserError(f"{path}: row {number} has neither 'messages' (SFT) nor "
                                       f"'prompt' (RL); found {', '.join(sorted(row))}")
             kinds.add(kind)
             try:
@@ -419,12 +420,12 @@ def convert(paths, out, frames, most=64, prompts="ours"):
             source = row.get("id") or row.get("data_source") or name
             rows.append({"id": f"{name}/{number}", "source": source, **made})
     if len(kinds) > 1:
-        raise model.UserError("some files hold chats (SFT), some tasks (RL); convert them apart")
+        raise launch.UserError("some files hold chats (SFT), some tasks (RL); convert them apart")
     for why, left in sorted(rejected.items(), key=lambda item: -len(item[1])):
         print(f"left out: {len(left)} rows, {why}; the first is {left[0]}")
     if not rows:
-        raise model.UserError("no row could be used")
-    model.write_atomic(out, "".join(json.dumps(row) + "\n" for row in rows))
+        raise launch.UserError("no row could be used")
+    launch.write_atomic(out, "".join(json.dumps(row) + "\n" for row in rows))
     what = "chats" if kinds == {"messages"} else "tasks"
     print(f"{out}: {len(rows)} {what}, {sum(map(len, rejected.values()))} left out")
     if kinds == {"messages"}:
@@ -439,7 +440,7 @@ def calls_in(row):
 
 
 def shows_frames(row):
-    return bool(model.videos_in(m for m in row["messages"] if m["role"] == "tool"))
+    return bool(chat.videos_in(m for m in row["messages"] if m["role"] == "tool"))
 
 
 def main():
@@ -454,10 +455,10 @@ def main():
                         help="of chats: those that rollout.py builds, or as published")
     args = parser.parse_args()
     if not args.out.endswith(".jsonl"):
-        raise model.UserError(f"--out {args.out} should end in .jsonl")
-    model.at_least(1, args, "frames", "window_frames")
+        raise launch.UserError(f"--out {args.out} should end in .jsonl")
+    launch.at_least(1, args, "frames", "window_frames")
     convert(args.files, args.out, args.frames, args.window_frames, args.prompts)
 
 
 if __name__ == "__main__":
-    model.run_main(main)
+    launch.run_main(main)
