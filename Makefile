@@ -22,7 +22,7 @@ EVAL_GRPO = $(EVAL) --ckpt $(DEMO)/grpo --out $(DEMO)/eval/grpo
 BOTH = $(if $(filter-out 0,$(GPUS)),$(TORCHRUN) $(EVAL_SFT) && $(TORCHRUN) $(EVAL_GRPO),export OMP_NUM_THREADS=1; \
 	$(BIN)/python $(EVAL_SFT) --quiet >$(DEMO)/eval_sft.txt & $(BIN)/python $(EVAL_GRPO) && wait $$!)
 # compiles vLLM's modules, once for both ranks, while toy.py leaves a core idle
-WARM = $(BIN)/python -c "import model; model.import_shim(); import vllm.entrypoints.llm, vllm.v1.worker.gpu_worker" >/dev/null 2>&1
+WARM = $(BIN)/python -c "import launch; launch.import_shim(); import vllm.entrypoints.llm, vllm.v1.worker.gpu_worker" >/dev/null 2>&1
 # $(call stage,name,command): the command, then what it took
 stage = @echo "== $(1)"; began=$$(date +%s); $(2) && echo "== $(1): $$(($$(date +%s) - began)) s"
 # uv installs in a quarter of pip's time, but reads nothing of pip's configuration: the indexes of that are handed over. Where uv
@@ -73,7 +73,7 @@ demo: venv
 	$(call stage,PARA-GRPO,$(TORCHRUN) grpo.py --preset toy --ckpt $(DEMO)/sft --data $(DEMO)/toy/rl.jsonl --steps 30 --lora $(LORA) --seed $(SEED) --out $(DEMO)/grpo)
 	$(call stage,evaluation of both,$(BOTH))
 	$(BIN)/python eval.py --compare $(DEMO)/eval/sft $(DEMO)/eval/grpo --out $(DEMO)
-	$(BIN)/python view.py $(DEMO) --out $(DEMO)/index.html
+	$(BIN)/python tools/view.py $(DEMO) --out $(DEMO)/index.html
 
 ablation: venv
 	$(BIN)/pip install -q matplotlib==3.11.2

@@ -38,10 +38,12 @@ import time
 from dataclasses import dataclass, replace
 from functools import partial
 
-import model
+import chat
+import checkpoint
+import launch
 import rewards
 import rollout
-from bench import answers, benchmarks, costs, scores, systems
+from evaluation import answers, benchmarks, costs, scores, systems
 
 # ------------------------------------------------------------------------------------------------
 # Arguments
@@ -122,7 +124,7 @@ def parse_args(protocol=None):
     args.protocol = name
     for wrong, why in faults(args):
         if wrong:
-            raise model.UserError(why)
+            raise launch.UserError(why)
     if len(args.bench) > len(args.root):  # one folder of folders; both Video-MMEs share theirs
         names = [name.removesuffix("_wsub") for name in args.bench]
         args.root = [os.path.join(args.root[0], name) for name in names]
@@ -194,11 +196,11 @@ def read_records(out, digest=None):
                 record = json.loads(line)
             except ValueError:
                 why = "not JSON; delete the line or the file"
-                raise model.UserError(f"{path}:{number}: {why}") from None
+                raise launch.UserError(f"{path}:{number}: {why}") from None
             digest = digest or record["digest"]  # of the first one, where none is asked for
             if record["digest"] != digest:
                 why = "holds records of another checkpoint or other settings; choose another --out"
-                raise model.UserError(f"{out} {why}")
+                raise launch.UserError(f"{out} {why}")
             item = record["task"]["id"], record["budget"], record["tools"], record["sample"]
             # Files of several ranks come in any order: the error may be read last.
             if not (item in done and record["status"] == "engine_error"):
@@ -282,7 +284,7 @@ def leaves(folder):
     found = [(bench, leaf_of(folder, bench)) for bench in [*benchmarks.splits(), None]]
     found = [pair for pair in found if os.path.exists(os.path.join(pair[1], "tasks.jsonl"))]
     if not found:
-        raise model.UserError(f"{folder}: no tasks.jsonl and records here")
+        raise launch.UserError(f"{folder}: no tasks.jsonl and records here")
     # A folder that was used for both: benchmarks alone, as one table cannot hold them beside data.
     return [pair for pair in found if pair[0]] or found
 
@@ -293,11 +295,11 @@ def read_json(*path):
 
 
 def write_json(value, *path):
-    model.write_atomic(os.path.join(*path), json.dumps(value, indent=1))
+    launch.write_atomic(os.path.join(*path), json.dumps(value, indent=1))
 
 
 def write_tasks(tasks, path):
-    model.write_atomic(path, "".join(json.dumps(task) + "\n" for task in tasks))
+    launch.write_atomic(path, "".join(json.dumps(task) + "\n" for task in tasks))
 
 
 def read_summary(folder):
@@ -306,7 +308,7 @@ def read_summary(folder):
         return os.path.basename(os.path.normpath(folder)), read_json(folder, "summary.json")
     except (OSError, ValueError) as error:
         why = f"{error}; finish this evaluation first"
-        raise model.UserError(f"{folder}/summary.json: {why}") from None
+        raise launch.UserError(f"{folder}/summary.json: {why}") from None
 
 
 def finished(folder):
@@ -330,7 +332,7 @@ def finish(out, found, args, checkpoint, parts=None):
     """
     results, missing, parts = [], 0, parts or {}
     for bench, leaf in found:
-        tasks = parts.get(leaf) or model.read_jsonl(os.path.join(leaf, "tasks.jsonl"))
+        tasks = parts.get(leaf) or launch.read_jsonl(os.path.join(leaf, "tasks.jsonl"))
         kept = read_json(leaf, "args.json")  # of the run, which may differ from ours
         if leaf in parts:
             kept |= vars(args)
@@ -348,7 +350,7 @@ def finish(out, found, args, checkpoint, parts=None):
                 results.append(row)
     if missing:
         why = "run the same command (or the other shards) first, then --rescore"
-        raise model.UserError(f"{out}: {missing} items have no record yet; {why} {out}")
+        raise launch.UserError(f"{out}: {missing} items have no record yet; {why} {out}")
     refused = scores.refuse(results, args.allow_errors)
     summary = {"checkpoint": checkpoint}
     if args.judge_model:
@@ -362,7 +364,7 @@ def finish(out, found, args, checkpoint, parts=None):
             write_json({**summary, "results": own}, leaf, "summary.json")
     if not parts:
         write_json({**summary, "results": results}, out, "summary.json")
-    print(model.printable(scores.table(results)))
+    print(launch.printable(scores.table(results)))
     acc = {}  # the last line is for scripts: "[bench/]K/tools" -> accuracy
     for row in results:
         place = [row["bench"]] if "bench" in row else []
@@ -373,7 +375,7 @@ def finish(out, found, args, checkpoint, parts=None):
                       "acc": acc}))
     if refused:  # last, so that the table and the summary are there: exit code 2
         why = "no headline above 1% failed items (--allow-errors prints it): "
-        raise model.UserError(why + "; ".join(refused))
+        raise launch.UserError(why + "; ".join(refused))
 
 
 def rescore(folders, args):
@@ -382,14 +384,14 @@ def rescore(folders, args):
     # Copied, so that the merged folder can be graded again and compared like any other.
     for number, (bench, leaf) in sources if len(folders) > 1 else []:
         target = leaf_of(args.out, bench)
-        model.make_out(target)
+        launch.make_out(target)
         if os.path.samefile(leaf, target):  # --out is one of them
             continue
         # Before anything is copied: --out would hold records of two settings.
         known = [*read_records(leaf).values(), *read_records(target).values()]
         if len({record["digest"] for record in known}) > 1:
             why = "its records are of another checkpoint or other settings than those of"
-            raise model.UserError(f"--rescore {folders[number]}: {why} {folders[0]}")
+            raise launch.UserError(f"--rescore {folders[number]}: {why} {folders[0]}")
         for path in glob.glob(os.path.join(glob.escape(leaf), "records.*")):
             name = os.path.basename(path).replace("records.", f"records.part{number}.", 1)
             shutil.copyfile(path, os.path.join(target, name))
@@ -420,7 +422,7 @@ class Suite:
 
 def load_suites(args, ckpt, prompts):
     suites = []
-    weights = model.content_digest(ckpt) if ckpt else None  # endpoints have none
+    weights = checkpoint.content_digest(ckpt) if ckpt else None  # endpoints have none
     for bench, root in zip(args.bench or [None], args.root or [None]):
         flags = argparse.Namespace(**{**vars(args), "tools": True})  # the mode is each job's
         shown = args.subtitles or "none"
@@ -441,7 +443,7 @@ def load_suites(args, ckpt, prompts):
         benchmarks.check_videos(bench or args.data, tasks, source.root)
         out = leaf_of(args.out, bench)
         if not args.estimate:
-            model.make_out(out)
+            launch.make_out(out)
         # Of all tasks, not of the first --limit: a short run is part of a long one.
         digest = settings_digest(args, weights, shown, tasks, prompts)
         records = read_records(out, digest)
@@ -450,7 +452,7 @@ def load_suites(args, ckpt, prompts):
                 if r["status"] != "engine_error"}
         tasks = tasks[: args.limit or None]
         kept = os.path.join(out, "tasks.jsonl")
-        part = bool(records) and len(model.read_jsonl(kept)) > len(tasks)
+        part = bool(records) and len(launch.read_jsonl(kept)) > len(tasks)
         suites.append(Suite(bench, tasks, agent, source, out, digest, done, part))
     return suites
 
@@ -481,17 +483,17 @@ def evaluate(args):
     """Run what has no record yet, on every rank; rank 0 writes the summary."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     part, parts = args.shard
-    model.beat(args.patience)
+    launch.beat(args.patience)
     if args.judge_url:  # hours of episodes later would be late to find out
         systems.OpenAIEngine(args.judge_url, args.judge_model).knock()
-    ckpt = model.resolve_checkpoint(args.ckpt) if args.ckpt else None  # endpoints have none
+    ckpt = checkpoint.resolve_checkpoint(args.ckpt) if args.ckpt else None  # endpoints have none
     protocol, prompts = systems.make_protocol(args)
     suites = load_suites(args, ckpt, prompts)
     if world > 1:
         # No deadline: ranks end hours apart. One that hangs is ended by its own beat.
-        model.start_process_group(patience=0)
-        model.any_rank(False)  # every rank has read the records before any appends to them
-    model.beat(args.patience)
+        launch.start_process_group(patience=0)
+        launch.any_rank(False)  # every rank has read the records before any appends to them
+    launch.beat(args.patience)
     # What --rescore and --compare read; once for all ranks.
     kept = {**vars(args), "prompt_hash": prompts}
     for suite in suites if rank == 0 else []:
@@ -502,14 +504,14 @@ def evaluate(args):
     needed = any(todo for *_, todo in jobs)
     shares = costs.split(jobs, world) if rank == 0 else [None] * world
     if world > 1:  # from one rank: a task that two ranks see differently would be asked by neither
-        shares = model.broadcast(shares)
-        needed = model.any_rank(needed)  # building vLLM is collective: all ranks build, or none
+        shares = launch.broadcast(shares)
+        needed = launch.any_rank(needed)  # building vLLM is collective: all ranks build, or none
     engine = None
     if needed:
         if sys.stdout.isatty():  # else the table alone
-            model.say(f"{args.ckpt or args.engine} -> {args.out}: loading")
+            launch.say(f"{args.ckpt or args.engine} -> {args.out}: loading")
         # Without a checkpoint there are no ids: prompts stay messages, answers text.
-        codec = model.load_codec(ckpt, args.channel) if ckpt else None
+        codec = chat.load_codec(ckpt, args.channel) if ckpt else None
         engine = make_engine(suites, args, ckpt, codec, protocol)
         shard = f"shard{part}of{parts}." if parts > 1 else ""
         name = f"records.{shard}rank{rank}.jsonl"  # a file per rank: nobody waits for a lock
@@ -517,7 +519,7 @@ def evaluate(args):
         run_jobs(own, engine, codec, protocol, args, name, quiet=rank > 0 or args.quiet)
     faulthandler.cancel_dump_traceback_later()  # what is left is to wait, and to grade
     if world > 1:
-        model.any_rank(False)  # all records are there
+        launch.any_rank(False)  # all records are there
     if engine and args.engine == "openai" and rank == 0:
         for suite in suites:  # the name asked for may stand for another model next month
             if not suite.part:
@@ -525,7 +527,7 @@ def evaluate(args):
     if engine:
         engine.close()
     if world > 1:  # closing vLLM may have ended the group
-        model.end_process_group()
+        launch.end_process_group()
     if rank == 0 and parts > 1:  # no summary: a part would pass for the whole
         then = f"python eval.py --rescore {args.out} (or the folder of every shard, with --out)"
         print(f"shard {part} of {parts} is done; when all are: {then}")
@@ -536,9 +538,9 @@ def evaluate(args):
 
 def estimate(args):
     """Print what evaluate(args) will take, before anything is built or written."""
-    ckpt = model.resolve_checkpoint(args.ckpt) if args.ckpt else None
+    ckpt = checkpoint.resolve_checkpoint(args.ckpt) if args.ckpt else None
     protocol, prompts = systems.make_protocol(args)
-    codec = model.load_codec(ckpt, args.channel) if ckpt else None
+    codec = chat.load_codec(ckpt, args.channel) if ckpt else None
     jobs = unfinished(load_suites(args, ckpt, prompts), args)
     shares = costs.split(jobs, int(os.environ.get("WORLD_SIZE", 1)))
     print(costs.estimate(jobs, shares, codec, protocol, args))
@@ -576,7 +578,7 @@ def run_jobs(jobs, engine, codec, protocol, args, name, quiet):
                     f.write(json.dumps(record) + "\n")
                     f.flush()  # a crash loses the episodes under way, no more
                     bar.update()
-                    model.beat(args.patience)
+                    launch.beat(args.patience)
 
 
 def main():
@@ -590,14 +592,14 @@ def main():
         print_notes(args.prepare, notes)
     elif args.table:
         summaries = [read_summary(folder) for folder in args.table]
-        print(model.printable(benchmarks.markdown_table(summaries)))
+        print(launch.printable(benchmarks.markdown_table(summaries)))
     elif args.rescore:
         rescore(args.rescore, args)
     elif args.compare:
         compared = scores.compare([finished(folder) for folder in args.compare])
-        model.make_out(args.out)
+        launch.make_out(args.out)
         write_json(compared, args.out, "summary.json")
-        print(model.printable(scores.comparison(compared)))
+        print(launch.printable(scores.comparison(compared)))
     elif not args.estimate:
         evaluate(args)
     elif os.environ.get("RANK", "0") == "0":  # one of torchrun's ranks speaks for all
@@ -605,4 +607,4 @@ def main():
 
 
 if __name__ == "__main__":
-    model.run_main(main)
+    launch.run_main(main)

@@ -44,6 +44,9 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import chat
+import checkpoint
+import launch
 import model
 import rewards
 import rollout
@@ -80,7 +83,7 @@ def token_advantages(episode, codec, credit):
     out = [0.0] * len(episode.context.ids)
     for start, end in episode.spans:
         if credit == "struct":  # Selective Anchoring: a tag is found in bytes, not in ids
-            pieces = model.pieces_of(codec, episode.context.ids[start:end])
+            pieces = chat.pieces_of(codec, episode.context.ids[start:end])
             credited = rewards.structural_mask(pieces)
         else:
             credited = [credit == "sequence"] * (end - start)
@@ -235,14 +238,14 @@ def update(policy, reference, vision, optimizer, trees, tokens, codec, args, wor
 def share(tasks, step, args, rank, world):
     """-> (tasks of this rank, {group: place in the batch}). A task that the seam of two epochs
     brings twice is one larger group."""
-    picked = model.batch_indices(step, args.prompts, len(tasks), args.seed)  # the same everywhere
+    picked = launch.batch_indices(step, args.prompts, len(tasks), args.seed)  # the same everywhere
     batch = [tasks[i] for i in picked]
     order, frames = {}, {}
     for task in batch:
         name = f"{step}/{task['id']}"
         order.setdefault(name, len(order))
         frames[name] = rollout.overview_frames(args.frames, args.seed, step, task["id"])
-    mine = model.deal(order, frames.get, rank, world)  # K is what is known of a group's cost
+    mine = launch.deal(order, frames.get, rank, world)  # K is what is known of a group's cost
     return [t for t in batch if f"{step}/{t['id']}" in mine], order
 
 
@@ -266,7 +269,7 @@ def sample_batch(engine, tasks, agent, codec, source, step, args, rank, world):
                                 version=step, scoring=scoring, clock=waited))
     for e in episodes:
         if e.status == "video_error" and e.sample == 0:
-            print(model.printable(f"skipped task {e.task['id']}: {e.error}"), flush=True)
+            print(launch.printable(f"skipped task {e.task['id']}: {e.error}"), flush=True)
     episodes.sort(key=lambda e: (order[e.group], e.sample))
     if rank == 0 and episodes and args.show_every and step % args.show_every == 0:
         print(rollout.show(episodes[0], codec, sys.stdout.isatty()), flush=True)
@@ -275,21 +278,21 @@ def sample_batch(engine, tasks, agent, codec, source, step, args, rank, world):
 
 def main():
     args = parse_args()
-    ckpt = model.resolve_checkpoint(args.ckpt)
+    ckpt = checkpoint.resolve_checkpoint(args.ckpt)
     tasks = rollout.read_tasks(args.data) if args.data else []
     recorded = read_rollouts(args.rollouts or [])
     agent, source = rollout.agent_settings(args, args.data or args.rollouts[0])
-    model.make_out(os.path.join(args.out, "rollouts"))
-    folder, state = model.resume_point(args.out, args, args.resume)
+    launch.make_out(os.path.join(args.out, "rollouts"))
+    folder, state = checkpoint.resume_point(args.out, args, args.resume)
     start, steps = state.get("step", 0), 1 if args.rollouts else args.steps
     if start >= steps:
-        model.say(f"nothing to do: {args.out} has {start} steps of {steps}")
+        launch.say(f"nothing to do: {args.out} has {start} steps of {steps}")
         return
-    model.say(f"{args.ckpt} -> {args.out}: loading the checkpoint, then the engine")
+    launch.say(f"{args.ckpt} -> {args.out}: loading the checkpoint, then the engine")
 
-    rank, world, device = model.start_process_group(args.patience)
-    model.beat(args.patience)
-    codec = model.load_codec(ckpt, args.channel)
+    rank, world, device = launch.start_process_group(args.patience)
+    launch.beat(args.patience)
+    codec = chat.load_codec(ckpt, args.channel)
     if tasks:
         rollout.check_context(codec, tasks, agent, source, args.frames)
     policy, reference, optimizer, engine = set_up(args, ckpt, codec, device, folder)
@@ -297,7 +300,7 @@ def main():
     wire = model.compute_dtype(device)  # what the engine computes in
     log = open_run(args, policy, start, rank, world)
     ahead = ThreadPoolExecutor(4, thread_name_prefix="ahead")
-    asked = model.stop_on_sigterm()
+    asked = launch.stop_on_sigterm()
     bad = 0  # steps in a row without a finite gradient
 
     for step in range(start, steps):
@@ -314,7 +317,7 @@ def main():
         for group in groups:
             set_advantages(group, args)
         rollout_s = time.monotonic() - clock
-        model.beat(args.patience)
+        launch.beat(args.patience)
 
         # 2. Update: the trees hold every sampled token once, and every prompt once per group. The
         # engine sleeps meanwhile, and the next step's overviews are decoded.
@@ -328,17 +331,17 @@ def main():
                        device)
         # What a run cannot go on with, found on all ranks alike: NaN, an engine that has drifted.
         bad = bad + 1 if stats["bad_updates"] else 0
-        model.check_run(step, bad, args.out)
+        checkpoint.check_run(step, bad, args.out)
         check_gap(step, stats["gap"], gap_tolerance(wire, engine))
         train_s = time.monotonic() - clock
-        model.beat(args.patience)
+        launch.beat(args.patience)
 
         # 3. New weights into the engine; prefixes and features cached with the old ones go.
         clock = time.monotonic()
         if engine and step + 1 < steps:
-            engine.wake(model.full_weights(policy, wire))
+            engine.wake(checkpoint.full_weights(policy, wire))
         sync_s = time.monotonic() - clock
-        model.beat(args.patience)
+        launch.beat(args.patience)
 
         # 4. Record, save, go on.
         if not args.rollouts:
@@ -346,13 +349,13 @@ def main():
         log_step(log, step, steps, episodes, stats, {
             "skipped": skipped, "groups": len(groups), "packed": sum(map(len, trees)),
             "decode_s": waited, "rollout_s": rollout_s, "train_s": train_s, "sync_s": sync_s})
-        stopping = model.any_rank(asked.is_set())
+        stopping = launch.any_rank(asked.is_set())
         due = args.save_every and (step + 1) % args.save_every == 0
         if stopping or due or step + 1 == steps:
-            model.save_run(policy, codec, optimizer, args.out, step + 1, {"args": vars(args)})
-            model.beat(args.patience)
+            checkpoint.save_run(policy, codec, optimizer, args.out, step + 1, {"args": vars(args)})
+            launch.beat(args.patience)
         if step % 10 == 9:
-            model.give_back_memory()
+            launch.give_back_memory()
         if stopping:
             break
 
@@ -361,7 +364,7 @@ def main():
     ahead.shutdown(cancel_futures=True)
     if engine:
         engine.close()
-    model.end_process_group()
+    launch.end_process_group()
 
 
 def gap_tolerance(dtype, engine=True):
@@ -377,27 +380,27 @@ def set_up(args, ckpt, codec, device, folder):
 
     world = dist.get_world_size()
     if not args.rollouts and args.prompts % world:
-        raise model.UserError(f"--prompts {args.prompts} is not a multiple of the {world} ranks")
-    policy = model.load_sharded(ckpt, codec, device, args.recompute, args.replicas, lora=args.lora)
+        raise launch.UserError(f"--prompts {args.prompts} is not a multiple of the {world} ranks")
+    policy = checkpoint.load_sharded(ckpt, codec, device, args.recompute, args.replicas, lora=args.lora)
     optimizer = model.adamw(model.trained_parameters(policy), args.lr, 0.999, device)
     reference = engine = None
     if args.kl > 0 and args.lora:
-        reference = model.WithoutAdapters(policy)
+        reference = checkpoint.WithoutAdapters(policy)
     elif args.kl > 0:
-        reference = model.load_sharded(ckpt, codec, device, replicas=args.replicas, frozen=True)
+        reference = checkpoint.load_sharded(ckpt, codec, device, replicas=args.replicas, frozen=True)
     if folder:
-        model.load_train_state(policy, optimizer, folder)
+        checkpoint.load_train_state(policy, optimizer, folder)
     if not args.rollouts:
         engine = rollout.make_engine(ckpt, codec, args, sleeping=True)
         if folder:  # the engine has read --ckpt; the resumed weights are newer
-            engine.sync(model.full_weights(policy, model.compute_dtype(device)))
+            engine.sync(checkpoint.full_weights(policy, model.compute_dtype(device)))
     return policy, reference, optimizer, engine
 
 
 def check_gap(step, gap, tolerance):
     """Raise RunError, on all ranks alike, where engine and trainer are not the same policy."""
     if not gap <= tolerance:  # written so that NaN stops the run as well
-        raise model.RunError(
+        raise launch.RunError(
             f"step {step}: mean |log-prob gap| between engine and trainer is {gap:.3f} nats, "
             f"tolerance {tolerance}: the engine samples from other weights or other inputs")
 
@@ -407,13 +410,13 @@ def open_run(args, policy, start, rank, world):
     others."""
     if rank:
         return None
-    model.write_atomic(os.path.join(args.out, "args.json"), json.dumps(vars(args), indent=1))
-    model.clean_run(args.out, start)
+    launch.write_atomic(os.path.join(args.out, "args.json"), json.dumps(vars(args), indent=1))
+    checkpoint.clean_run(args.out, start)
     device = next(policy.parameters()).device.type
     print(f"{args.prompts} prompts x {args.group} rollouts = {args.prompts * args.group} a step on "
           f"{world} rank{'s' if world > 1 else ''} ({device}) | K {args.frames} | format credit "
-          f"{args.format_credit} | {model.weights_line(policy)}", flush=True)
-    return model.Log(args.out, start, args)
+          f"{args.format_credit} | {checkpoint.weights_line(policy)}", flush=True)
+    return launch.Log(args.out, start, args)
 
 
 # ---- below: numbers of a step, the table of arguments (a reader of the step may stop here) ------
@@ -423,7 +426,7 @@ def open_run(args, policy, start, rank, world):
 def read_rollouts(paths):
     """Rollout JSONL files -> Episodes."""
     keys = rollout.Episode(None, None, 0, 0, 0).to_json()
-    rows = [row for path in paths for row in model.read_jsonl(path, required=keys)]
+    rows = [row for path in paths for row in launch.read_jsonl(path, required=keys)]
     return [rollout.from_json(row) for row in rows]
 
 
@@ -431,13 +434,13 @@ def write_rollouts(out, step, rank, episodes):
     """What this rank sampled in a step, enough to train on again: --rollouts."""
     lines = "".join(json.dumps(e.to_json()) + "\n" for e in episodes)
     name = f"step_{step:06d}.rank{rank}.jsonl"
-    model.write_atomic(os.path.join(out, "rollouts", name), lines)
+    launch.write_atomic(os.path.join(out, "rollouts", name), lines)
 
 
 def log_step(log, step, steps, episodes, stats, counts):
     """Write the metrics of a step. episodes, counts: this rank's; stats: all ranks'. Collective."""
-    rows = model.gather_rows([episode_row(e) for e in episodes])
-    counts = model.gather_rows([counts])
+    rows = launch.gather_rows([episode_row(e) for e in episodes])
+    counts = launch.gather_rows([counts])
     if log:
         m = {**summarise(rows), **stats, **step_counts(rows, counts), "step": step + 1}
         log.write(m, step_line(m, steps, log.eta(step + 1, steps)))
@@ -598,15 +601,15 @@ def parse_args():
     args = parser.parse_args()
     if args.lr is None:  # adapters start at nothing and take larger steps
         args.lr = {"paper": (2e-6, 2e-5), "toy": (2e-4, 2e-3)}[args.preset][args.lora > 0]
-    model.at_least(1, args, "prompts", "group", "steps", "minibatches", "pack_tokens")
-    model.at_least(0, args, "lr", "clip", "clip_eps", "kl", "lora", "replicas")
+    launch.at_least(1, args, "prompts", "group", "steps", "minibatches", "pack_tokens")
+    launch.at_least(0, args, "lr", "clip", "clip_eps", "kl", "lora", "replicas")
     if not args.data and not args.rollouts:
-        raise model.UserError("give --data (task JSONL) or --rollouts (rollout JSONL)")
+        raise launch.UserError("give --data (task JSONL) or --rollouts (rollout JSONL)")
     if args.temperature <= 0:
-        raise model.UserError("--temperature must be above 0: greedy samples have no gradient")
-    model.check_wandb(args)
+        raise launch.UserError("--temperature must be above 0: greedy samples have no gradient")
+    launch.check_wandb(args)
     return args
 
 
 if __name__ == "__main__":
-    model.run_main(main)
+    launch.run_main(main)

@@ -37,12 +37,14 @@ import os
 import re
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 
-import model
+import chat
+import checkpoint
+import launch
 import rewards
 import video
+from engine import Pump, Request, VllmEngine, in_flight
 
 # ------------------------------------------------------------------------------------------------
 # Prompts: the one home of every word put before the model. SFT data, RL and evaluation build here.
@@ -249,37 +251,9 @@ def open_context(codec, messages, specs, frames, tools=None):
     messages only."""
     context = Context(frames=list(frames), messages=list(messages))
     if codec is not None:
-        context.items = [model.vision_item(spec, f) for spec, f in zip(specs, frames)]
-        context.insert(*model.encode_prompt(codec, messages, context.items, tools))
+        context.items = [chat.vision_item(spec, f) for spec, f in zip(specs, frames)]
+        context.insert(*chat.encode_prompt(codec, messages, context.items, tools))
     return context
-
-
-@dataclass
-class Request:
-    """One generation: everything any engine needs to continue one context."""
-
-    id: str
-    ids: list  # compact ids; the engine expands them
-    expanded: list  # what the trainer will see: the engine's prompt must come out as exactly this
-    items: list  # [model.VisionItem]
-    frames: list  # [video.Frames], one per item
-    messages: list
-    max_tokens: int
-    temperature: float
-    seed: int
-    prefill: str = ""  # forced start of the turn, already part of ids
-    tools: list = None  # schema, already part of ids; for endpoints
-    stop: tuple = ()  # strings that end the turn and stay in it
-
-
-@dataclass
-class Completion:
-    id: str
-    ids: list = None  # sampled, with the end of turn where it was sampled; None from endpoints
-    logps: list = None  # of the distribution sampled from
-    text: str = ""
-    ended: bool = False  # False: cut off by max_tokens
-    error: str = None
 
 
 def request_of(context, name, **settings):
@@ -336,7 +310,7 @@ class Shared:
     """What all episodes of one call of `run` have in common."""
 
     agent: Agent
-    codec: model.Codec  # None: an endpoint that takes no ids
+    codec: chat.Codec  # None: an endpoint that takes no ids
     source: Source
     pump: object
     step: int  # enters every seed and every draw of K
@@ -402,7 +376,7 @@ async def run_episode(episode, shared):
         if said.ids is not None:
             episode.spans.append([len(context.ids), len(context.ids) + len(said.ids)])
             context.sampled(said.ids, said.logps)  # mask 1: trained
-            episode.pieces.append(model.text_pieces(codec, said.ids))
+            episode.pieces.append(chat.text_pieces(codec, said.ids))
         episode.turns.append(said.text)
         episode.finish.append("stop" if said.ended else "call" if ended else "length")
 
@@ -431,9 +405,9 @@ async def run_episode(episode, shared):
         context.messages = [*context.messages, spoken_turn, *reply.messages]
         context.frames += reply.frames
         if codec is not None:
-            items = [model.vision_item(s, f) for s, f in zip(reply.specs, reply.frames)]
-            compact = model.glue_ids(codec, reply.messages, said.ended, items)
-            glue = model.expand(codec, compact, items)
+            items = [chat.vision_item(s, f) for s, f in zip(reply.specs, reply.frames)]
+            compact = chat.glue_ids(codec, reply.messages, said.ended, items)
+            glue = chat.expand(codec, compact, items)
             if len(context.ids) + len(glue) + len(prefix) >= agent.context:
                 # An episode never ends on a tool response: what does not fit is left out whole.
                 full = f"the responses do not fit into a context of {agent.context}"
@@ -454,9 +428,9 @@ def forced_ids(codec, context, prefill):
     """Ids of the forced start of a turn; [] for endpoints, and where the template wrote it."""
     if codec is None:
         return []
-    if not model.think_prefix_ids(codec, context.ids):  # the template has opened the thought
+    if not chat.think_prefix_ids(codec, context.ids):  # the template has opened the thought
         prefill = prefill.removeprefix("<think>\n")
-    return model.encode(codec, prefill)
+    return chat.encode(codec, prefill)
 
 
 async def summaries(records, calls, episode, shared, turn):
@@ -550,76 +524,6 @@ def admitted(records, calls, max_parallel):
 # The pump
 
 
-class Pump:
-    """Lets coroutines await an engine that only knows submit(request) and poll().
-
-    One thread owns the engine. Each turn of `steps`: everybody goes on who can, then the engine
-    works a little on all that waits. There is no barrier: a fan-out starts the moment its turn
-    ends, whatever the other episodes are doing.
-    """
-
-    def __init__(self, engine, threads):
-        self.engine = engine
-        self.waiting = {}  # request id -> Future of its Completion
-        self.loading = 0  # videos being decoded
-        self.idle_s = 0.0  # seconds in which the engine could only wait for frames
-        self.pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
-
-    async def sample(self, request):
-        """-> Completion."""
-        self.waiting[request.id] = asyncio.get_running_loop().create_future()
-        self.engine.submit(request)
-        return await self.waiting[request.id]
-
-    def load(self, function, *args):
-        """function(*args) in a thread, from now on -> Future; raises what it raised."""
-        self.loading += 1
-        future = asyncio.get_running_loop().run_in_executor(self.pool, function, *args)
-        future.add_done_callback(self.loaded)
-        return future
-
-    def loaded(self, future):
-        self.loading -= 1
-
-    async def steps(self):
-        # The reference sampler of the tests batches whatever waits: to repeat itself to the bit it
-        # must not poll before all frames are there, however long each of them took.
-        patient = getattr(self.engine, "patient", False)
-        while True:
-            for _ in range(4):  # a completion wakes its episode, which wakes its sub-agents, ..
-                await asyncio.sleep(0)
-            if self.waiting and not (patient and self.loading):
-                for done in self.engine.poll():
-                    self.waiting.pop(done.id).set_result(done)
-            else:
-                began = time.monotonic()
-                await asyncio.sleep(0.001)
-                self.idle_s += time.monotonic() - began
-
-
-async def in_flight(pump, episodes, live):
-    """Run coroutines on the pump, at most `live` at once -> async iterator of what they return."""
-    engine = asyncio.create_task(pump.steps())
-    running = []
-    try:
-        while True:
-            while len(running) < live and (work := next(episodes, None)) is not None:
-                running.append(asyncio.create_task(work))
-            if not running:
-                return
-            done, _ = await asyncio.wait({engine, *running}, return_when=asyncio.FIRST_COMPLETED)
-            if engine in done:
-                engine.result()  # raises what the engine raised; else nobody would ever wake
-            for task in [task for task in running if task in done]:
-                running.remove(task)
-                yield task.result()
-    finally:
-        for task in (engine, *running):
-            task.cancel()
-        await asyncio.gather(engine, *running, return_exceptions=True)
-        pump.pool.shutdown(cancel_futures=True)
-
-
 def run(engine, tasks, agent, codec, source, frames=64, group=1, step=0, version=0, scoring=None,
         threads=4, max_live=None, clock=None, protocol=None):  # fmt: skip
     """THE agent loop: RL, evaluation and the CLI all call this. -> iterator of scored Episodes, as
@@ -668,142 +572,6 @@ def new_episodes(tasks, agent, frames, group, step, version):
 # The engine
 
 
-class VllmEngine:
-    """vLLM inside this process, on CPU or GPU. Requests join its continuous batch while others run.
-
-    In process, since its worker shares our shim, our ranks and our weights.
-    """
-
-    def __init__(self, ckpt, codec, context, max_frames=64, max_pixels=50176, max_seqs=64,
-                 gpu_memory=0.5, sleeping=False, max_videos=1):  # fmt: skip
-        """context: tokens; max_frames: images in one context, or frames of one of its max_videos;
-        max_pixels: of a frame; gpu_memory: fraction of the card; sleeping: give it back (GPU)."""
-        import atexit
-        import gc
-
-        import torch
-
-        model.import_shim()
-        gpu = torch.cuda.is_available()
-        # vLLM reads its own switches from the environment; ours never do.
-        os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1",
-                          VLLM_NO_USAGE_STATS="1")
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        if not gpu:
-            # Bound threads of several ranks land on one core.
-            os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind")
-        threads = torch.get_num_threads()
-        from transformers import AutoConfig
-        from vllm import LLM, ModelRegistry
-        from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration as Inside
-
-        if gpu:
-            options = dict(dtype="bfloat16", gpu_memory_utilization=gpu_memory,
-                           enable_sleep_mode=sleeping)
-            if "RANK" in os.environ:  # one engine per rank, TP 1; building it is collective
-                options["distributed_executor_backend"] = "external_launcher"
-        else:
-            # It counts ranks in a function that each process would compile for seconds.
-            torch.compiler.set_stance("force_eager")
-            # vLLM would inspect the class in a subprocess, which has no shim.
-            ModelRegistry.register_model("Qwen3VLForConditionalGeneration", Inside)
-            # Room for keys and values is filled with zeros at once, a GiB in one to three seconds.
-            text = AutoConfig.from_pretrained(ckpt).text_config
-            heads = text.num_hidden_layers * text.num_key_value_heads
-            room = context * heads * text.head_dim * 2 * 4  # bytes of one context
-            # A prompt prefilled in chunks rewinds its seeded generator, which CPU's cannot do.
-            options = dict(dtype="float32", enforce_eager=True, enable_chunked_prefill=False,
-                           kv_cache_memory_bytes=max(2 * room, min(max_seqs * room, 2**27)),
-                           max_num_batched_tokens=max(context, 8192))
-        gc.collect()
-        gc.freeze()  # vLLM collects eight times while it starts: not through all that was imported
-        atexit.register(gc.unfreeze)  # what is frozen at the end is reported as leaked, on 30 lines
-        # The processor bounds an image by itself but a video by all of its frames together.
-        images = max_frames if codec.channel == "image" else 0
-        longest = max_pixels if codec.channel == "image" else max_pixels * max_frames
-        # Frames arrive at their final size: these bounds keep the processor from resizing again.
-        # The upper one must be honest: vLLM sizes its encoder for the largest image it allows. It
-        # computes a video's size in any case: below two smallest frames it divides by zero.
-        least = (codec.patch * codec.merge) ** 2
-        size = {"shortest_edge": least, "longest_edge": max(longest, 2 * least)}
-        self.llm = LLM(
-            ckpt, max_model_len=context, max_num_seqs=max_seqs,
-            generation_config="vllm",  # no top-p or top-k of the checkpoint's own
-            limit_mm_per_prompt={"image": images, "video": max_videos},
-            logprobs_mode="processed_logprobs",  # after temperature: what was sampled from
-            mm_processor_kwargs={"size": size}, disable_log_stats=True, use_tqdm_on_load=False,
-            **options)  # fmt: skip
-        torch.set_num_threads(threads)  # on CPU vLLM lowers it for the whole process
-        self.engine = self.llm.llm_engine
-        self.codec = codec
-        self.max_seqs = max_seqs
-        self.running = {}  # request id -> Request
-        self.prompts = {}  # the latest ones, see engine_prompt
-        self.tied_on_cpu = not gpu and self.engine.model_config.hf_config.tie_word_embeddings
-        self.sleeping = gpu and sleeping
-
-    def submit(self, request):
-        from vllm import SamplingParams
-
-        prompt = engine_prompt(request, self.codec, self.llm.renderer, self.prompts)
-        # No top-p, top-k or min-p: the trainer's log-probs are of the full softmax at this
-        # temperature, under this bias.
-        params = SamplingParams(
-            temperature=request.temperature, max_tokens=request.max_tokens, seed=request.seed,
-            logprobs=0, detokenize=False, stop_token_ids=[self.codec.eos],
-            logit_bias={i: -100.0 for i in self.codec.banned})  # fmt: skip
-        self.running[request.id] = request
-        self.engine.add_request(request.id, prompt, params)
-
-    def poll(self):
-        """One step of the engine -> [Completion] of what it finished."""
-        finished = []
-        for output in self.engine.step() if self.running else ():
-            if not output.finished:
-                continue
-            request = self.running.pop(output.request_id)
-            if list(output.prompt_token_ids) != list(request.expanded):
-                raise RuntimeError(f"{request.id}: the engine's prompt ids differ from the "
-                                   "trainer's (frames resized or placeholders expanded otherwise)")
-            sampled = output.outputs[0]
-            ids = list(sampled.token_ids)
-            logps = [entry[token].logprob for token, entry in zip(ids, sampled.logprobs)]
-            text = model.decode(self.codec, ids)
-            ended = ids[-1:] == [self.codec.eos]
-            finished.append(Completion(request.id, ids, logps, text, ended))
-        return finished
-
-    def sleep(self):
-        """Free weights and KV cache while the trainer works; without sleeping=True, nothing."""
-        if self.sleeping:
-            self.llm.sleep(level=2)
-
-    def wake(self, weights):
-        """Load new weights. Order matters: weights get memory, are loaded, and only then does the
-        KV cache come back."""
-        if self.sleeping:
-            self.llm.wake_up(tags=["weights"])
-            self.llm.apply_model(zero_deepstack)
-        self.sync(weights)
-        if self.sleeping:
-            self.llm.wake_up(tags=["kv_cache"])
-
-    def sync(self, weights):
-        """weights: iterator of (name, full tensor). Loads them, then drops every cache made with
-        the old ones."""
-        # Without an iterator reload_weights would read the base checkpoint from disk, silently.
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        if self.tied_on_cpu:
-            self.llm.apply_model(repack_head)
-        self.llm.reset_mm_cache()
-        self.engine.reset_encoder_cache()
-        self.engine.reset_prefix_cache()
-
-    def close(self):
-        """Stop the engine while the process group lives: its own exit hook would come too late."""
-        self.engine.engine_core.shutdown()
-
-
 # ---- below: other systems, looking at episodes, checks, the command line (may be skipped) -------
 
 
@@ -829,71 +597,6 @@ async def decoding(specs, shared):
         done = shared.pump.load(shared.source.preload, [specs[n] for n in near])
         found.update(dict.fromkeys(near, done))
     return found
-
-
-def engine_prompt(request, codec, renderer, made, most=32):
-    """A request's prompt as the engine takes it: pixels normalised and cut into patches, hashes,
-    places. Samples of a group share prompts, and so do their sub-agents; a later turn is the first
-    one's and more text. `made` holds the latest `most` of them."""
-    key = tuple(f.key for f in request.frames)
-    ids, prompt = made.pop(key, ([], None))
-    if prompt is None or request.ids[:len(ids)] != ids:
-        ids = list(request.ids)
-        text = {"prompt_token_ids": ids}
-        if request.frames:
-            expanded, data, keys = vision_input(codec, request)
-            text = {"prompt_token_ids": expanded, "multi_modal_data": data,
-                    "multi_modal_uuids": keys}
-        # With its pixels: by default what vLLM's cache knows is left out, and the engine, asked
-        # for it by a prompt that is kept here, may have dropped it.
-        (prompt,) = renderer.render_cmpl([text], skip_mm_cache=True)
-    made[key] = ids, prompt  # to the end: used last
-    if len(made) > most:
-        del made[next(iter(made))]
-    more = request.ids[len(ids):]  # what was sampled and answered since: text, as frames are equal
-    return {**prompt, "prompt_token_ids": prompt["prompt_token_ids"] + more} if more else prompt
-
-
-def vision_input(codec, request):
-    """-> (prompt ids, multi_modal_data, multi_modal_uuids) of a request, as vLLM takes them. The
-    keys let a group share what the vision encoder made of its frames."""
-    ids = list(request.ids)
-    if codec.channel == "image":
-        from PIL import Image
-
-        images = [Image.fromarray(image) for f in request.frames for image in f.images]
-        keys = [key for f in request.frames for key in f.frame_keys]
-        return ids, {"image": images}, {"image": keys}
-    clips = []
-    for f in request.frames:
-        images, seconds = f.images, f.seconds
-        if len(images) == 1:  # the processor refuses one frame: the pair is what patchify makes too
-            images, seconds = images.repeat(2, 0), seconds.repeat(2)
-        # frames_indices / fps is how the processor gets seconds: with fps 1, indices are seconds.
-        clips.append((images, dict(
-            fps=1.0, frames_indices=[float(s) for s in seconds], do_sample_frames=False,
-            total_num_frames=len(images), duration=float(seconds[-1]) + 1.0)))
-    # vLLM expands the bare placeholder only and would leave the template's markers around all of
-    # its frames, a form Qwen3-VL was not trained on: every frame pair brings markers of its own.
-    for at in reversed([n for n, i in enumerate(ids) if i == codec.video_pad]):
-        ids[at - 1:at + 2] = [codec.video_pad]
-    return ids, {"video": clips}, {"video": [f.key for f in request.frames]}
-
-
-def zero_deepstack(engine_model):
-    """vLLM keeps the deepstack features of a prefill in a plain list of tensors. A level-2 sleep
-    discards their memory and restores buffers alone: a text-only prefill would then add to its
-    hidden states whatever lies there."""
-    for level in getattr(engine_model, "deepstack_input_embeds", None) or ():
-        level.zero_()
-
-
-def repack_head(engine_model):
-    """On CPU vLLM multiplies by a packed copy of each matrix. Reloading repacks every layer that
-    the iterator names, but a tied lm_head is not named: it would go on with the old embeddings, and
-    the log-prob gap would grow step by step."""
-    head = engine_model.language_model.lm_head
-    head.quant_method.process_weights_after_loading(head)
 
 
 @dataclass
@@ -937,7 +640,7 @@ def cut_behind(codec, said, tags, after=None):
     if said.ids is None:  # an endpoint that returns text
         pieces = [character.encode() for character in said.text]
     else:
-        pieces = model.pieces_of(codec, said.ids)
+        pieces = chat.pieces_of(codec, said.ids)
     text = b"".join(pieces)
     since = max(0, text.find(after.encode())) if after else 0
     ends = [at + len(tag) for tag in map(str.encode, tags) if (at := text.find(tag, since)) >= 0]
@@ -948,7 +651,7 @@ def cut_behind(codec, said, tags, after=None):
     if said.ids is None:
         return replace(said, text=said.text[:cut])
     ids = said.ids[:cut]
-    text = model.decode(codec, ids)
+    text = chat.decode(codec, ids)
     return replace(said, ids=ids, logps=said.logps[:cut], text=text, ended=False)
 
 
@@ -962,7 +665,7 @@ def show(episode, codec, colour=True):
     context = episode.context or Context()
     kinds = ["sampled" if m else "inserted" for m in context.mask]
     for start, end in episode.spans:
-        pieces = model.pieces_of(codec, context.ids[start:end])
+        pieces = chat.pieces_of(codec, context.ids[start:end])
         mask = rewards.structural_mask(pieces)
         kinds[start:end] = ["struct" if flag else "sampled" for flag in mask]
     pads = {codec.image_pad, codec.video_pad}
@@ -974,7 +677,7 @@ def show(episode, codec, colour=True):
         run = [i for place, i in enumerate(context.ids[at:at + n], at)
                if i not in pads or context.ids[place - 1] != i]
         on, off = marks[kind]
-        text.append(on + model.printable(model.decode(codec, run, True)) + off)
+        text.append(on + launch.printable(chat.decode(codec, run, True)) + off)
         at += n
     r = episode.reward
     terms = " ".join(f"{k} {r[k]:.2f}" for k in ("total", "acc", "fmt", "tool")) if r else ""
@@ -982,14 +685,14 @@ def show(episode, codec, colour=True):
             f"{episode.status} | {terms} | gold {episode.task['answer']}")
     calls = [f"   call {c['start']}-{c['end']}: {c['status']} -> {c['summary']}"
              for c in episode.calls]
-    return "\n".join([model.printable(head), "".join(text), *map(model.printable, calls)])
+    return "\n".join([launch.printable(head), "".join(text), *map(launch.printable, calls)])
 
 
 def read_tasks(path):
     """Task JSONL -> rows, checked before any long work. Raises UserError naming file and line."""
-    rows = model.read_jsonl(path, ("id", "video", "question", "answer", "type"), task_fault)
+    rows = launch.read_jsonl(path, ("id", "video", "question", "answer", "type"), task_fault)
     if len({row["id"] for row in rows}) < len(rows):
-        raise model.UserError(f"{path}: task ids are not unique")
+        raise launch.UserError(f"{path}: task ids are not unique")
     return rows
 
 
@@ -1016,7 +719,7 @@ def task_fault(row):
 
 def from_json(row):
     """A line of a rollout JSONL -> Episode (without decoded frames)."""
-    items = [model.VisionItem(**v) for v in row["vision"]]
+    items = [chat.VisionItem(**v) for v in row["vision"]]
     context = None
     if row["ids"]:
         context = Context(ids=row["ids"], mask=row["mask"], logps=row["logps"], items=items)
@@ -1071,24 +774,24 @@ def add_agent_arguments(parser, tools=True):
 def agent_settings(args, data_path):
     """Parsed flags -> (Agent, Source). Raises UserError naming the flag."""
     agent = Agent(**{f.name: getattr(args, f.name) for f in fields(Agent)})
-    model.at_least(1, args, "max_new_tokens", "sub_max_new_tokens", "context", "max_parallel",
+    launch.at_least(1, args, "max_new_tokens", "sub_max_new_tokens", "context", "max_parallel",
                    "sub_frames", "max_seqs")
-    model.at_least(0, args, "max_turns")
+    launch.at_least(0, args, "max_turns")
     if not 0 <= args.temperature <= 2:  # vLLM's own bounds; not NaN
-        raise model.UserError(f"--temperature must lie between 0 and 2, got {args.temperature}")
+        raise launch.UserError(f"--temperature must lie between 0 and 2, got {args.temperature}")
     if not 0 < args.engine_share < 1:
-        raise model.UserError(f"--engine-share must lie between 0 and 1, got {args.engine_share}")
+        raise launch.UserError(f"--engine-share must lie between 0 and 1, got {args.engine_share}")
     if not agent.sub_fps > 0:
-        raise model.UserError(f"--sub-fps must be above 0, got {agent.sub_fps}")
+        raise launch.UserError(f"--sub-fps must be above 0, got {agent.sub_fps}")
     least = getattr(args, "min_pixels", Source.min_pixels)  # eval.py's alone
-    model.at_least(least, args, "max_pixels")
+    launch.at_least(least, args, "max_pixels")
     root = args.video_root or os.path.dirname(os.path.abspath(data_path))
     if not os.path.isdir(root):
-        raise model.UserError(f"--video-root {root}: no such folder")
-    cache = model.frame_cache(args)
+        raise launch.UserError(f"--video-root {root}: no such folder")
+    cache = video.frame_cache(args)
     crop = getattr(args, "crop_pixels", 0)  # eval.py's alone, too
     if crop and crop < least:
-        raise model.UserError(f"--crop-pixels must be at least {least}, or 0, got {crop}")
+        raise launch.UserError(f"--crop-pixels must be at least {least}, or 0, got {crop}")
     return agent, Source(root, cache, least, args.max_pixels, min(crop, args.max_pixels),
                          snap=args.snap == "keyframe")
 
@@ -1102,19 +805,19 @@ def check_context(codec, tasks, agent, source, frames):
     for task in tasks[:8]:
         spec = source.overview_spec(task, budget)
         try:
-            item = model.vision_item(spec, source.load(spec))
+            item = chat.vision_item(spec, source.load(spec))
         except video.VideoError as error:
             first = first or error
             continue  # counted when its episode comes
         messages = main_messages(task, budget, agent.tools)
-        ids, _ = model.encode_prompt(codec, messages, [item], tools)
+        ids, _ = chat.encode_prompt(codec, messages, [item], tools)
         if len(ids) + 32 > agent.context:  # 32: a thought and an answer that could be scored
-            raise model.UserError(
+            raise launch.UserError(
                 f"--context {agent.context} is too small: task {task['id']} with {item.frames} "
                 f"frames takes {len(ids)} tokens; raise --context, or lower --frames or "
                 "--max-pixels")
         return
-    raise model.UserError(f"none of the first {len(tasks[:8])} videos can be read; "
+    raise launch.UserError(f"none of the first {len(tasks[:8])} videos can be read; "
                           f"is --video-root right? {first}")
 
 
@@ -1137,7 +840,7 @@ def make_engine(ckpt, codec, args, sleeping=False):
     import importlib.util
 
     if importlib.util.find_spec("vllm") is None:
-        raise model.UserError("vllm is not installed: pip install -r requirements.txt "
+        raise launch.UserError("vllm is not installed: pip install -r requirements.txt "
                               "(without a GPU: requirements-cpu.txt)")
     frames = args.frames if isinstance(args.frames, int) else max(gated_budgets())
     windows, each = getattr(args, "windows", (0, 0))
@@ -1145,11 +848,11 @@ def make_engine(ckpt, codec, args, sleeping=False):
     videos = 1 + windows
     if codec.channel == "image":  # every frame is an item of its own
         largest, videos = max(largest, frames + windows * each), 1
-    base = model.lineage(ckpt)[0]
+    base = checkpoint.lineage(ckpt)[0]
     engine = VllmEngine(base, codec, args.context, largest, args.max_pixels, args.max_seqs,
                         args.engine_share, sleeping, max_videos=videos)
     if base != ckpt:  # adapters, added to the weights as they stream
-        engine.sync(model.merged_weights(ckpt))
+        engine.sync(checkpoint.merged_weights(ckpt))
     return engine
 
 
@@ -1177,10 +880,10 @@ def parse_args():
     if parser.parse_known_args()[0].preset == "toy":
         parser.set_defaults(**toy_lengths())
     args = parser.parse_args()
-    model.at_least(1, args, "group")
-    model.at_least(0, args, "limit")
+    launch.at_least(1, args, "group")
+    launch.at_least(0, args, "limit")
     if args.out and os.path.isdir(args.out):
-        raise model.UserError(f"--out {args.out} is a folder; give the name of a file")
+        raise launch.UserError(f"--out {args.out} is a folder; give the name of a file")
     return args
 
 
@@ -1188,13 +891,13 @@ def main():
     args = parse_args()
     from tqdm import tqdm
 
-    ckpt = model.resolve_checkpoint(args.ckpt)
+    ckpt = checkpoint.resolve_checkpoint(args.ckpt)
     tasks = read_tasks(args.data)[: args.limit or None]
     agent, source = agent_settings(args, args.data)
     if args.out:
-        model.make_out(os.path.dirname(os.path.abspath(args.out)))
-    model.say(f"{args.ckpt}: loading the tokenizer, then the engine")
-    codec = model.load_codec(ckpt, args.channel)
+        launch.make_out(os.path.dirname(os.path.abspath(args.out)))
+    launch.say(f"{args.ckpt}: loading the tokenizer, then the engine")
+    codec = chat.load_codec(ckpt, args.channel)
     check_context(codec, tasks, agent, source, args.frames)
     engine = make_engine(ckpt, codec, args)
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
@@ -1202,13 +905,13 @@ def main():
     began = time.monotonic()
     episodes = run(engine, tasks, agent, codec, source, args.frames, args.group, args.step)
     for episode in tqdm(episodes, total=len(tasks) * args.group, desc="rollouts", disable=None):
-        model.beat(args.patience)
+        launch.beat(args.patience)
         rows.append(episode.to_json())
         if len(rows) <= args.show:
             print(show(episode, codec, colour), flush=True)
     if args.out:
         rows.sort(key=lambda row: (row["group"], row["sample"]))
-        model.write_atomic(args.out, "".join(json.dumps(row) + "\n" for row in rows))
+        launch.write_atomic(args.out, "".join(json.dumps(row) + "\n" for row in rows))
     print(summary_line(rows, time.monotonic() - began) + (f" -> {args.out}" if args.out else ""))
 
 
@@ -1223,4 +926,4 @@ def summary_line(rows, seconds):
 
 
 if __name__ == "__main__":
-    model.run_main(main)
+    launch.run_main(main)

@@ -36,6 +36,9 @@ import time
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 
+import chat
+import checkpoint
+import launch
 import model
 import video
 
@@ -105,11 +108,11 @@ def parse_args():
     args = parser.parse_args()
     if args.lr is None:  # adapters start at nothing and take larger steps
         args.lr = {"paper": (1e-5, 1e-4), "toy": (2e-3, 2e-3)}[args.preset][args.lora > 0]
-    model.at_least(0, args, "lora", "replicas")
-    model.at_least(1, args, "batch_size", "pack_tokens", "max_len")
+    launch.at_least(0, args, "lora", "replicas")
+    launch.at_least(1, args, "batch_size", "pack_tokens", "max_len")
     if args.lora and args.optimizer == "muon":
-        raise model.UserError("--lora goes with --optimizer adamw: Muon steps whole matrices")
-    model.check_wandb(args)
+        raise launch.UserError("--lora goes with --optimizer adamw: Muon steps whole matrices")
+    launch.check_wandb(args)
     return args
 
 
@@ -130,7 +133,7 @@ class Chats:
         self.cache = cache
         self.max_tokens = max_tokens
         self.root = args.video_root or os.path.dirname(os.path.abspath(path))
-        self.rows = model.read_jsonl(path, ("id", "messages"),
+        self.rows = launch.read_jsonl(path, ("id", "messages"),
                                      lambda row: chat_fault(row["messages"]))
         self.encoded = OrderedDict()  # row -> model.Sequence
         self.tokens = 0  # in them
@@ -149,14 +152,14 @@ class Chats:
         row = self.rows[index]
         specs = [p for m in row["messages"] for p in content_of(m) if p["type"] == "video"]
         try:
-            items = [model.vision_item(spec, self.frames(spec)) for spec in specs]
+            items = [chat.vision_item(spec, self.frames(spec)) for spec in specs]
         except (video.VideoError, ValueError) as error:  # ValueError: a window beyond the video
-            print(model.printable(f"skipped {row['id']}: {error}"), flush=True)
+            print(launch.printable(f"skipped {row['id']}: {error}"), flush=True)
             self.broken.add(index)
             return None
-        sequence = model.encode_chat(self.codec, row["messages"], items, row.get("tools"))
+        sequence = chat.encode_chat(self.codec, row["messages"], items, row.get("tools"))
         if len(sequence.ids) > self.args.max_len:
-            raise model.RankError(f"{self.path}: chat {row['id']} has {len(sequence.ids)} tokens, "
+            raise launch.RankError(f"{self.path}: chat {row['id']} has {len(sequence.ids)} tokens, "
                                   f"--max-len is {self.args.max_len}")
         self.encoded[index] = sequence
         self.tokens += len(sequence.ids)
@@ -219,7 +222,7 @@ def open_data(args, codec, cache):
     train = Chats(args.data, codec, args, cache)
     held = Chats(args.val, codec, args, cache) if args.val else None
     if all(train[i] is None for i in range(min(8, len(train.rows)))):
-        raise model.UserError(f"{args.data}: none of the first videos can be read; "
+        raise launch.UserError(f"{args.data}: none of the first videos can be read; "
                               "is --video-root right?")
     return train, held
 
@@ -227,8 +230,8 @@ def open_data(args, codec, cache):
 def batch_packs(chats, step, codec, args, rank, world):
     """This rank's Packs of the batch of a step: drawn from (seed, step), so that a run that goes on
     sees what it would have seen, and dealt out by cost: no rank waits for another's long videos."""
-    picked = model.batch_indices(step, args.batch_size, len(chats.rows), args.seed)
-    mine = model.deal(picked, chats.cost, rank, world)
+    picked = launch.batch_indices(step, args.batch_size, len(chats.rows), args.seed)
+    mine = launch.deal(picked, chats.cost, rank, world)
     return make_packs(chats, mine, codec, args.pack_tokens)
 
 
@@ -314,23 +317,23 @@ def held_out_loss(policy, vision, chats, args, codec, rank, world, device):
 
 def main():
     args = parse_args()
-    cache = model.frame_cache(args)
-    ckpt = model.resolve_checkpoint(args.ckpt)
-    model.make_out(args.out)
-    folder, state = model.resume_point(args.out, args, args.resume)
+    cache = video.frame_cache(args)
+    ckpt = checkpoint.resolve_checkpoint(args.ckpt)
+    launch.make_out(args.out)
+    folder, state = checkpoint.resume_point(args.out, args, args.resume)
     start, best = state.get("step", 0), state.get("best", math.inf)
-    model.say(f"{args.ckpt} -> {args.out}: loading the checkpoint and {args.data}")
-    rank, world, device = model.start_process_group(args.patience)
-    model.beat(args.patience)
-    codec = model.load_codec(ckpt, args.channel)
+    launch.say(f"{args.ckpt} -> {args.out}: loading the checkpoint and {args.data}")
+    rank, world, device = launch.start_process_group(args.patience)
+    launch.beat(args.patience)
+    codec = chat.load_codec(ckpt, args.channel)
     train, held = open_data(args, codec, cache)
     steps = args.steps or max(1, round(args.epochs * len(train.rows) / args.batch_size))
     if start >= steps:
-        model.say(f"nothing to do: {args.out} has {start} steps of {steps}")
-        model.end_process_group()
+        launch.say(f"nothing to do: {args.out} has {start} steps of {steps}")
+        launch.end_process_group()
         return
 
-    policy = model.load_sharded(ckpt, codec, device, args.recompute, args.replicas, lora=args.lora)
+    policy = checkpoint.load_sharded(ckpt, codec, device, args.recompute, args.replicas, lora=args.lora)
     # Frozen: a frame set goes through the tower once, then its features are kept.
     tower = policy.hf.model.visual
     vision = model.VisionFeatures(tower, codec, train.frames)
@@ -339,13 +342,13 @@ def main():
     # The schedule is a factor on each group's own peak: Muon's is not AdamW's.
     peaks = [[group["lr"] for group in o.param_groups] for o in optimizers]
     if folder:
-        model.load_train_state(policy, optimizers, folder)
+        checkpoint.load_train_state(policy, optimizers, folder)
     log = open_run(args, policy, train, start, steps, rank, world)
 
     # The next batch is decoded, tokenised and packed by a thread while this one trains.
     prefetch = ThreadPoolExecutor(1)
     future = prefetch.submit(batch_packs, train, start, codec, args, rank, world)
-    asked = model.stop_on_sigterm()
+    asked = launch.stop_on_sigterm()
     bad = 0  # steps in a row without a finite gradient
     for step in range(start, steps):
         clock = time.monotonic()
@@ -368,19 +371,19 @@ def main():
             if not bad:
                 o.step()
             o.zero_grad(set_to_none=True)
-        model.check_run(step, bad, args.out)
+        checkpoint.check_run(step, bad, args.out)
 
         # Numbers.
         seconds = time.monotonic() - clock
-        lengths = model.gather_rows([sum(len(pack.ids) for pack in packs)])
-        broken = set(model.gather_rows(sorted(train.broken)))  # two ranks may have met the same one
+        lengths = launch.gather_rows([sum(len(pack.ids) for pack in packs)])
+        broken = set(launch.gather_rows(sorted(train.broken)))  # two ranks may have met the same one
         if rank == 0:
             record = {"step": step + 1, "loss": loss, "lr": args.lr * fraction, "grad_norm": norm,
                       "trained_tokens": tokens, "tokens": sum(lengths),
                       "tokens_per_s": sum(lengths) / seconds, "wait_s": waited, "step_s": seconds,
                       "skipped_chats": len(broken), "bad_steps": bad}  # fmt: skip
             log.write(record, step_line(record, steps, log.eta(step + 1, steps)))
-        model.beat(args.patience)
+        launch.beat(args.patience)
 
         # Look and save.
         last = step + 1 == steps
@@ -392,20 +395,20 @@ def main():
                 log.write({"step": step + 1, "val_loss": value}, line)
             if value < best:  # the same number on every rank, so all of them save or none
                 best, links = value, ["last", "best"]
-            model.beat(args.patience)
-        stopping = model.any_rank(asked.is_set())
+            launch.beat(args.patience)
+        stopping = launch.any_rank(asked.is_set())
         due = last or (args.save_every and (step + 1) % args.save_every == 0)
         if stopping or due or "best" in links:
             state = {"best": best, "args": vars(args)}
-            model.save_run(policy, codec, optimizers, args.out, step + 1, state, links)
-            model.beat(args.patience)
+            checkpoint.save_run(policy, codec, optimizers, args.out, step + 1, state, links)
+            launch.beat(args.patience)
         if stopping:
             break
 
     if rank == 0:
         log.close(step + 1, steps)
     prefetch.shutdown(cancel_futures=True)
-    model.end_process_group()
+    launch.end_process_group()
 
 
 def open_run(args, policy, train, start, steps, rank, world):
@@ -413,13 +416,13 @@ def open_run(args, policy, train, start, steps, rank, world):
     others."""
     if rank:
         return None
-    model.write_atomic(os.path.join(args.out, "args.json"), json.dumps(vars(args), indent=1))
-    model.clean_run(args.out, start)
+    launch.write_atomic(os.path.join(args.out, "args.json"), json.dumps(vars(args), indent=1))
+    checkpoint.clean_run(args.out, start)
     epochs = steps * args.batch_size / len(train.rows)
     print(f"{len(train.rows)} chats x {epochs:.2f} epochs = {steps} steps of {args.batch_size} "
-          f"chats on {world} rank{'s' if world > 1 else ''} | {model.weights_line(policy)}",
+          f"chats on {world} rank{'s' if world > 1 else ''} | {checkpoint.weights_line(policy)}",
           flush=True)
-    return model.Log(args.out, start, args)
+    return launch.Log(args.out, start, args)
 
 
 def step_line(r, steps, eta):
@@ -430,4 +433,4 @@ def step_line(r, steps, eta):
 
 
 if __name__ == "__main__":
-    model.run_main(main)
+    launch.run_main(main)

@@ -46,7 +46,8 @@ import random
 
 import numpy as np
 
-import model
+import checkpoint
+import launch
 import rollout
 import video
 
@@ -328,7 +329,7 @@ def build_tokenizer(rng, vocab_size=640):
 
 def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384):
     """Write a random Qwen3-VL checkpoint of about a million parameters."""
-    model.import_shim()
+    launch.import_shim()
     import torch
     from transformers import (
         Qwen2VLImageProcessor,
@@ -371,8 +372,8 @@ def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384):
     videos = Qwen3VLVideoProcessor(patch_size=16, merge_size=2)
     processor = Qwen3VLProcessor(image_processor=images, tokenizer=tokenizer,
                                  video_processor=videos, chat_template=chat_template())
-    with model.atomic_folder(folder) as temp:
-        model.save_pretrained(policy, processor, temp)
+    with checkpoint.atomic_folder(folder) as temp:
+        checkpoint.save_pretrained(policy, processor, temp)
     return sum(p.numel() for p in policy.parameters())
 
 
@@ -392,13 +393,13 @@ def main():
     add("--hidden", type=int, default=128, help="hidden size of it, a multiple of 128")
     args = parser.parse_args()
     if args.hidden < 128 or args.hidden % 128:
-        raise model.UserError(f"--hidden must be a multiple of 128, got {args.hidden}")
+        raise launch.UserError(f"--hidden must be a multiple of 128, got {args.hidden}")
     for name in ("base_videos", "sft_videos", "rl_videos", "eval_videos", "layers"):
         if getattr(args, name) < 1:
-            raise model.UserError(f"--{name.replace('_', '-')} must be at least 1")
+            raise launch.UserError(f"--{name.replace('_', '-')} must be at least 1")
     from tqdm import tqdm
 
-    model.make_out(args.out)
+    launch.make_out(args.out)
     os.makedirs(os.path.join(args.out, "videos"), exist_ok=True)
     rng, noise = random.Random(args.seed), np.random.default_rng(args.seed)
     # A generator of its own: the prior changes pretrain.jsonl and nothing else.
@@ -420,7 +421,7 @@ def main():
                 bar.update()
     for split, name in zip(counts, ("pretrain", "sft", "sft_val", "rl", "eval")):
         text = "".join(json.dumps(row) + "\n" for row in rows[split])
-        model.write_atomic(os.path.join(args.out, f"{name}.jsonl"), text)
+        launch.write_atomic(os.path.join(args.out, f"{name}.jsonl"), text)
     parameters = build_init(os.path.join(args.out, "init"), rng, args.seed, hidden=args.hidden,
                             layers=args.layers)
     print(f"{args.out}: random checkpoint of {parameters / 1e6:.2f} M parameters, "
@@ -429,4 +430,4 @@ def main():
 
 
 if __name__ == "__main__":
-    model.run_main(main)
+    launch.run_main(main)

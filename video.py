@@ -34,8 +34,10 @@ from multiprocessing.connection import Connection, Pipe
 
 import numpy as np  # av and PIL are imported where they are used: what samples needs none
 
+import launch
 
-class VideoError(Exception):
+
+class VideoError(launch.UserError):
     """This file cannot be used: `.path` says which, `.why` what is wrong; str() is "path: why"."""
 
     def __init__(self, path, why):
@@ -739,6 +741,18 @@ class FrameCache:
                     if self._rows.get(name, (None,))[0] is gone.images:
                         del self._rows[name]
         return value
+
+
+def frame_cache(args):
+    """--frame-cache-gb, --frame-cache-dir, --frame-cache-dir-gb -> the decoded frames of a stage.
+    Raises UserError naming the flag."""
+    if not 0 < args.frame_cache_dir_gb < float("inf"):
+        got = args.frame_cache_dir_gb
+        raise launch.UserError(f"--frame-cache-dir-gb must be a number above 0, got {got}")
+    # In a child process: a decoder that hangs or crashes costs one video.
+    return FrameCache(int(args.frame_cache_gb * 2**30), timeout=60.0,
+                            folder=args.frame_cache_dir,
+                            folder_bytes=int(args.frame_cache_dir_gb * 2**30))
 
 
 def main():

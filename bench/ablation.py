@@ -41,7 +41,7 @@ import numpy as np
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 import eval as evaluation  # noqa: E402
-import model  # noqa: E402
+import launch  # noqa: E402
 import rewards  # noqa: E402
 import rollout  # noqa: E402
 import toy  # noqa: E402
@@ -165,7 +165,7 @@ def work(name, args, seed, cores):
             raise RuntimeError(f"seed {seed}, {name}: exit code {done.returncode} of "
                                f"{' '.join(line)}\n{tail}")
     cores.append(core)
-    model.write_atomic(os.path.join(folder, "done.json"), json.dumps(history(name, args, seed)))
+    launch.write_atomic(os.path.join(folder, "done.json"), json.dumps(history(name, args, seed)))
     return time.time() - began
 
 
@@ -701,8 +701,8 @@ def main():
                                                (args.out, args.results, args.picture))
     unknown = sorted(set(args.rows or []) - set(rows()))
     if unknown:
-        raise model.UserError(f"--rows {' '.join(unknown)}: known are {' '.join(rows())}")
-    model.make_out(args.out)
+        raise launch.UserError(f"--rows {' '.join(unknown)}: known are {' '.join(rows())}")
+    launch.make_out(args.out)
     results = {}
     if os.path.exists(args.results + ".json"):
         with open(args.results + ".json") as f:
@@ -715,8 +715,8 @@ def main():
 
     def save():
         judged = judge(results)
-        model.write_atomic(args.results + ".json", as_json(judged, results))
-        model.write_atomic(args.results + ".md", markdown(results, judged))
+        launch.write_atomic(args.results + ".json", as_json(judged, results))
+        launch.write_atomic(args.results + ".md", markdown(results, judged))
 
     run_all(args, results, save)
     if results:
@@ -729,4 +729,4 @@ def main():
 
 
 if __name__ == "__main__":
-    model.run_main(main)
+    launch.run_main(main)

@@ -45,10 +45,14 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import numpy as np
 import torch
 
+import chat
+import checkpoint
 import grpo
+import launch
 import model
 import rollout
 import video
+from engine import VllmEngine
 from tools import gpu_check, plan
 
 
@@ -64,7 +68,7 @@ def pictures(count):
 def train_trl(args):
     """Train with TRL, one step for every line on standard input; a JSON line each: seconds of the
     generation, of the update, of the whole step."""
-    model.import_shim()
+    launch.import_shim()
     from datasets import Dataset
     from PIL import Image
     from transformers import AutoProcessor, Qwen3VLForConditionalGeneration, TrainerCallback
@@ -166,17 +170,17 @@ class Stills(rollout.Source):
 def our_step(args):
     """-> function of the step's number: generation, update and weight sync of one group, with the
     same numbers as TRL's."""
-    _, world, device = model.start_process_group()
-    codec = model.load_codec(args.ckpt)
+    _, world, device = launch.start_process_group()
+    codec = chat.load_codec(args.ckpt)
     codec = replace(codec, banned=(*codec.banned, codec.eos))  # every response has its full length
     seconds = np.arange(args.images, dtype=float)
     keys = [f"still{i}" for i in range(args.images)]
     source = Stills(video.Frames(pictures(args.images), seconds, "stills", keys), None)
-    policy = model.load_sharded(args.ckpt, codec, device, lora=args.lora)
+    policy = checkpoint.load_sharded(args.ckpt, codec, device, lora=args.lora)
     vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
     optimizer = model.adamw(model.trained_parameters(policy), 1e-6, 0.999, device)
     context = args.prompt + args.response + 64
-    engine = rollout.VllmEngine(args.ckpt, codec, context, args.images, max_seqs=args.group)
+    engine = VllmEngine(args.ckpt, codec, context, args.images, max_seqs=args.group)
     agent = rollout.Agent(temperature=1.0, max_new_tokens=args.response, context=context,
                           tools=False, think_prefix=False)
     task = {"id": "t", "video": "stills", "question": args.filler, "answer": "x", "type": "open"}
@@ -195,7 +199,7 @@ def our_step(args):
         vision.cache.clear()  # a new prompt every step, as in training
         grpo.update(policy, None, vision, optimizer, [tree], tokens, codec, settings, world, device)
         clock.append(time.perf_counter())
-        engine.wake(model.full_weights(policy))  # TRL's generate has them already
+        engine.wake(checkpoint.full_weights(policy))  # TRL's generate has them already
         clock.append(time.perf_counter())
         return {"step_s": clock[3] - clock[0], "generate_s": clock[1] - clock[0],
                 "update_s": clock[2] - clock[1], "tokens": tokens,
@@ -246,18 +250,18 @@ def floor_seconds(ckpt, prompt, response, group):
 
 def make_checkpoint(ckpt, folder):
     """A copy with room for long contexts -> its folder."""
-    copy = shutil.copytree(model.resolve_checkpoint(ckpt), os.path.join(folder, "ckpt"))
+    copy = shutil.copytree(checkpoint.resolve_checkpoint(ckpt), os.path.join(folder, "ckpt"))
     longest = {"max_position_embeddings": 32768}
-    model.edit_json(os.path.join(copy, "config.json"), ["text_config"], longest)
+    checkpoint.edit_json(os.path.join(copy, "config.json"), ["text_config"], longest)
     return copy
 
 
 def filler(ckpt, prompt, images):
     """Words that fill a prompt of so many pictures up to about `prompt` tokens. How many tokens a
     word, or a picture with its time, takes differs between tokenizers: this one is asked."""
-    codec = model.load_codec(ckpt)
-    word = len(model.encode(codec, "frame " * 400)) / 400  # tokens
-    picture = len(model.encode(codec, "<12.0 seconds>")) + 3
+    codec = chat.load_codec(ckpt)
+    word = len(chat.encode(codec, "frame " * 400)) / 400  # tokens
+    picture = len(chat.encode(codec, "<12.0 seconds>")) + 3
     return "frame " * max(1, int((prompt - picture * images) / word))
 
 
@@ -344,7 +348,7 @@ def compare_videos(args):
     """fetch_video and video.py in turns on each kind of film -> {film: {kind: ratio, ...}}."""
     make_peers(args.peers)
     sys.path.append(packages(args.peers))
-    model.import_shim()
+    launch.import_shim()
     from qwen_vl_utils.vision_process import get_video_reader_backend
 
     out = {"reader": get_video_reader_backend(), "seconds": args.video_seconds}

@@ -30,12 +30,15 @@ from unittest import mock
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import torch
 
-import model
+import chat
+import checkpoint
+import launch
 import rollout
 import video
+from engine import Pump, VllmEngine
 
 
-class LockStep(rollout.Pump):
+class LockStep(Pump):
     """The baseline: a barrier behind every stage."""
 
     async def steps(self):
@@ -87,7 +90,7 @@ class ScriptedEngine:
             if said.id.endswith("/0") and said.id.count("/") == 3:
                 count = random.Random(f"windows of {said.id}").randint(0, self.windows)
                 text = script(self.fixed[2] if self.fixed else count)
-                ids = model.encode(self.codec, text) + [self.codec.eos]
+                ids = chat.encode(self.codec, text) + [self.codec.eos]
                 said = replace(said, text=text, ids=ids, logps=[0.0] * len(ids), ended=True)
             finished.append(said)
         return finished
@@ -157,14 +160,14 @@ def main():
     args = parser.parse_args()
 
     torch.set_num_threads(args.threads)  # the engine keeps what it finds
-    ckpt = model.resolve_checkpoint(args.ckpt)
-    codec = model.load_codec(ckpt)
+    ckpt = checkpoint.resolve_checkpoint(args.ckpt)
+    codec = chat.load_codec(ckpt)
     codec = replace(codec, banned=(*codec.banned, codec.eos))  # no request ends before its length
-    vllm = rollout.VllmEngine(ckpt, codec, 4096, max_seqs=args.max_seqs)
+    vllm = VllmEngine(ckpt, codec, 4096, max_seqs=args.max_seqs)
     engine = ScriptedEngine(vllm, codec, args.shortest, args.longest, args.windows)
     tasks = rollout.read_tasks(args.data)[:args.prompts]
     agent = rollout.Agent(temperature=1.0, context=4096, max_turns=1)
-    side = {"engine": engine, "pump": rollout.Pump, "tasks": tasks, "agent": agent, "codec": codec,
+    side = {"engine": engine, "pump": Pump, "tasks": tasks, "agent": agent, "codec": codec,
             "root": os.path.dirname(os.path.abspath(args.data)), "group": args.group,
             "live": len(tasks) * args.group}
     pump = compare({"pump": side, "lock_step": {**side, "pump": LockStep}}, args.repeats)
@@ -191,4 +194,4 @@ def main():
 
 
 if __name__ == "__main__":
-    model.run_main(main)
+    launch.run_main(main)

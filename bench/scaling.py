@@ -29,7 +29,10 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(1, os.path.join(sys.path[0], "tests"))  # where the reference engine is
 import numpy as np
 
+import chat
+import checkpoint
 import grpo
+import launch
 import model
 import rollout
 import video
@@ -48,9 +51,9 @@ def axes():
 
 def update_work(ckpt, frames, text, group, response=100):
     """An update of one group behind a prompt of `frames` frames and `text` tokens."""
-    _, world, device = model.start_process_group()
-    codec = model.load_codec(ckpt)
-    policy = model.load_sharded(ckpt, codec, device)
+    _, world, device = launch.start_process_group()
+    codec = chat.load_codec(ckpt)
+    policy = checkpoint.load_sharded(ckpt, codec, device)
     optimizer = model.adamw(model.trained_parameters(policy), 1e-6, 0.999, device)
     rng = np.random.default_rng(0)
     stills = still_frames(frames, 224)  # 49 tokens each
@@ -58,8 +61,8 @@ def update_work(ckpt, frames, text, group, response=100):
     ids = rng.integers(0, 256, text).tolist()
     vision = model.VisionFeatures(policy.hf.model.visual, codec, lambda spec: stills)
     if frames:  # placeholders, one a vision token; then the text
-        items = [model.vision_item({"video": "stills"}, stills)]
-        ids = [codec.image_pad] * (frames * model.tokens_per_item(codec, items[0])) + ids
+        items = [chat.vision_item({"video": "stills"}, stills)]
+        ids = [codec.image_pad] * (frames * chat.tokens_per_item(codec, items[0])) + ids
     branches = []
     for i in range(group):
         values = {"advantage": [(-1.0) ** i] * response, "rollout": [-6.0] * response}
@@ -106,7 +109,7 @@ def windows_work(ckpt, count):
     """So many sub-agents at once."""
     from reference import ReferenceEngine
 
-    codec = model.load_codec(ckpt)
+    codec = chat.load_codec(ckpt)
     engine, stills = ReferenceEngine(ckpt, codec), still_frames(8, 32)
     spec = {"video": "stills", "start": 0.0, "end": 8.0}
     messages = rollout.sub_messages({"video": "stills", "question": "What is there?"}, spec)
@@ -247,7 +250,7 @@ def main():
     legend = __doc__.split("\n\n")[1]
     command = f"`python bench/scaling.py --ckpt {args.ckpt} --data {args.data}`"
     head = ["# How cost grows", "", f"{command}, {where}", "", "```", legend, "```"]
-    model.write_atomic(args.out, "\n".join([*head, "", *lines]))
+    launch.write_atomic(args.out, "\n".join([*head, "", *lines]))
     print(json.dumps(found))
 
 

@@ -25,6 +25,9 @@ import numpy as np
 import torch
 from reference import load_policy  # whole on this rank: the padded side runs it without our forward
 
+import chat
+import checkpoint
+import launch
 import model
 import video
 
@@ -40,7 +43,7 @@ def prompt_of(codec, rng, frames, text):
     """-> (ids: `frames` placeholders, then `text` random tokens; [VisionItem])."""
     spec = {"video": "noise", "frames": frames}
     ids = [codec.image_pad] * frames + rng.integers(0, 256, text).tolist()
-    return ids, [model.vision_item(spec, noise(spec))]
+    return ids, [chat.vision_item(spec, noise(spec))]
 
 
 def group_trees(codec, rng, prompt, response, group):
@@ -132,8 +135,8 @@ def main():
 
     torch.set_num_threads(args.threads)
     torch.set_flush_denormal(True)  # tiny models make denormals, which run in microcode
-    ckpt = model.resolve_checkpoint(args.ckpt)
-    codec = model.load_codec(ckpt)
+    ckpt = checkpoint.resolve_checkpoint(args.ckpt)
+    codec = chat.load_codec(ckpt)
     policy = load_policy(ckpt, codec)
     vision = model.VisionFeatures(policy.hf.model.visual, codec, noise)  # kept, as in training
     parameters, rng = model.trained_parameters(policy), np.random.default_rng(0)
@@ -162,4 +165,4 @@ def main():
 
 
 if __name__ == "__main__":
-    model.run_main(main)
+    launch.run_main(main)

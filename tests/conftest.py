@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+import chat
+import launch
+from engine import VllmEngine
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
@@ -114,9 +118,8 @@ def fresh_process():
     transformers, no process group, and what torch.compile does."""
     import torch
 
-    import model
 
-    model.import_shim()
+    launch.import_shim()
     yield
     torch.compiler.set_stance("default")  # vLLM's engine on CPU turns it off
     if torch.distributed.is_initialized():
@@ -127,13 +130,12 @@ def fresh_process():
 def no_processes(request, monkeypatch):
     """--fast: a test that starts a process, or vLLM's engine in this one, ends there."""
     if request.config.getoption("--fast"):
-        import rollout
 
         def leave(*_, **__):
             pytest.skip("--fast: starts a process, or an engine")
 
         monkeypatch.setattr(subprocess, "Popen", leave)
-        monkeypatch.setattr(rollout.VllmEngine, "__init__", leave)
+        monkeypatch.setattr(VllmEngine, "__init__", leave)
         monkeypatch.setattr(sys.modules[__name__], "preloaded", leave)
 
 
@@ -187,18 +189,16 @@ def published(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def codec(toy):
-    import model
 
-    return model.load_codec(str(toy / "init"))
+    return chat.load_codec(str(toy / "init"))
 
 
 @pytest.fixture
 def process_group():
     """A process group of one, which FSDP and the lockstep helpers need. Made where there is none:
     closing a vLLM engine ends it."""
-    import model
 
-    model.start_process_group()
+    launch.start_process_group()
 
 
 @pytest.fixture

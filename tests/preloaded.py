@@ -70,9 +70,9 @@ def wait(pids, seconds):
 
 def load():
     """The imports."""
-    import model
+    import launch
 
-    model.import_shim()
+    launch.import_shim()
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"  # read on import; rollout.py says the same
     for name in ("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp",
                  "transformers.processing_utils", "transformers.models.qwen3_vl.modeling_qwen3_vl",

@@ -11,6 +11,8 @@ import json
 import os
 import shutil
 
+import launch
+
 PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
            r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>",
@@ -283,9 +285,8 @@ def write_weights(folder, tied, favoured, seed=0):
 def write_checkpoint(folder, vocabulary, tied, thinking, favoured=151643):
     """vocabulary: a folder that write_tokenizer has filled. favoured: <|endoftext|> by default, the
     end that nobody may sample."""
-    import model
 
-    model.import_shim()
+    launch.import_shim()
     os.makedirs(folder)
     for name in ("tokenizer.json", "vocab.json", "merges.txt"):
         shutil.copy(os.path.join(vocabulary, name), folder)

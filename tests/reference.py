@@ -16,13 +16,17 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import chat
+import checkpoint
+import launch
 import model
 import rollout
+from engine import Completion
 
 
 def load_policy(ckpt, codec, device=None, recompute="none"):
     """Checkpoint directory -> Policy, fp32, whole on this rank, read by from_pretrained."""
-    model.import_shim()
+    launch.import_shim()
     from transformers import Qwen3VLForConditionalGeneration
 
     hf = Qwen3VLForConditionalGeneration.from_pretrained(ckpt, dtype=torch.float32)
@@ -125,7 +129,7 @@ class ReferenceEngine:
         samples = generate(self.policy, self.codec, self.vision, prompts,
                            [r.max_tokens for r in batch],
                            [r.temperature for r in batch], [r.seed for r in batch])
-        return [rollout.Completion(r.id, ids, logps, model.decode(self.codec, ids),
+        return [Completion(r.id, ids, logps, chat.decode(self.codec, ids),
                                    ids[-1] == self.codec.eos)
                 for r, (ids, logps) in zip(batch, samples)]
 
@@ -147,10 +151,10 @@ class ReferenceEngine:
 
 def make_engine(ckpt, codec, args, sleeping=False):
     """In the place of rollout.make_engine."""
-    base = model.lineage(ckpt)[0]
+    base = checkpoint.lineage(ckpt)[0]
     engine = ReferenceEngine(base, codec, max_seqs=args.max_seqs)
     if base != ckpt:
-        engine.sync(model.merged_weights(ckpt))
+        engine.sync(checkpoint.merged_weights(ckpt))
     return engine
 
 

@@ -91,7 +91,7 @@ def test_unknown_rows_are_one_line_and_exit_code_2(ablation, monkeypatch, capsys
     why, flags = "known are base sft", ("--rows", "nothing")
     monkeypatch.setattr("sys.argv", ["ablation.py", "--out", str(tmp_path / "out"), *flags])
     with pytest.raises(SystemExit) as stop:
-        ablation.model.run_main(ablation.main)
+        ablation.launch.run_main(ablation.main)
     err = capsys.readouterr().err
     assert stop.value.code == 2 and why in err and err.count("\n") == 1
 

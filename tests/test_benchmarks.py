@@ -10,9 +10,9 @@ import os
 import pytest
 
 import eval as evaluation
-import model
+import launch
 import rollout
-from bench import benchmarks
+from evaluation import benchmarks
 
 NO_PYARROW = "pyarrow is not installed (requirements-cpu.txt brings it)"
 
@@ -217,7 +217,7 @@ def test_mlvu_as_first_released_has_two_tasks_without_candidates(tmp_path):
     assert len(tasks) == notes["items"] == 7 and notes["files without candidates left out"] == 2
     row = {"video": "v.mp4", "question": "What?", "answer": "Rain", "question_type": "ego"}
     put(tmp_path, "json/3_ego.json", [{**row, "candidates": ["Fire", "Rain"]}, row])
-    with pytest.raises(model.UserError, match="3_ego.json: no column 'candidates'"):
+    with pytest.raises(launch.UserError, match="3_ego.json: no column 'candidates'"):
         benchmarks.read_split("mlvu", str(tmp_path))
 
 
@@ -310,7 +310,7 @@ def test_the_gold_letter_comes_from_a_letter_a_label_or_a_text(answer, letter):
 def test_a_wrong_folder_is_one_line_that_says_what_was_expected(name, files, why, tmp_path):
     for path, content in files.items():
         put(tmp_path, path, content)
-    with pytest.raises(model.UserError) as error:
+    with pytest.raises(launch.UserError) as error:
         benchmarks.read_split(name, str(tmp_path))
     assert why in str(error.value) and "\n" not in str(error.value)
 
@@ -352,7 +352,7 @@ def test_half_read_ends_with_exit_code_2(name, files, why, tmp_path, monkeypatch
     monkeypatch.setattr("sys.argv", ["eval.py", "--bench", name, "--root", str(tmp_path),
                                      "--prepare", str(out)])
     with pytest.raises(SystemExit) as end:
-        model.run_main(evaluation.main)
+        launch.run_main(evaluation.main)
     said = capsys.readouterr().err
     assert end.value.code == 2 and why in said and said.count("\n") == 1 and not out.exists()
 
@@ -376,9 +376,9 @@ def test_a_new_benchmark_is_one_entry_and_leaves_the_papers_rows_as_they_are(mon
 def test_a_broken_parquet_and_a_missing_folder_are_named(tmp_path):
     pytest.importorskip("pyarrow", reason=NO_PYARROW)
     (tmp_path / "train-0.parquet").write_bytes(b"PAR1 but not really")
-    with pytest.raises(model.UserError, match="train-0.parquet: not readable"):
+    with pytest.raises(launch.UserError, match="train-0.parquet: not readable"):
         benchmarks.read_split("lvbench", str(tmp_path))
-    with pytest.raises(model.UserError, match="no such folder"):
+    with pytest.raises(launch.UserError, match="no such folder"):
         benchmarks.read_split("lvbench", str(tmp_path / "none"))
 
 

@@ -18,7 +18,9 @@ from conftest import ROOT, Overheard, run_script
 
 sys.path.insert(0, ROOT)  # of the worker at the bottom
 
+import checkpoint
 import grpo
+import launch
 import model
 import rollout
 import sft
@@ -36,8 +38,8 @@ def gpu_precisions():
     """All that asks for the precision of a GPU gets it -> list of the policies that are made."""
     import torch.distributed.fsdp as fsdp
 
-    model.import_shim()
-    real_policy, real_dtype, real_save = model.as_policy, model.compute_dtype, model.save_checkpoint
+    launch.import_shim()
+    real_policy, real_dtype, real_save = model.as_policy, model.compute_dtype, checkpoint.save_checkpoint
     policies = []
 
     def as_policy(*args):
@@ -51,7 +53,7 @@ def gpu_precisions():
     with (mock.patch.object(fsdp, "MixedPrecisionPolicy",
                             functools.partial(fsdp.MixedPrecisionPolicy, HALF, torch.float32)),
           mock.patch.object(model, "as_policy", as_policy),
-          mock.patch.object(model, "save_checkpoint", save_checkpoint),
+          mock.patch.object(checkpoint, "save_checkpoint", save_checkpoint),
           mock.patch.object(model, "compute_dtype", lambda device: HALF)):
         yield policies
 
@@ -90,7 +92,7 @@ def said(sample, turn):
 def sampled(toy, tmp_path_factory):
     """Two steps of grpo.py with vLLM, all of it as on a GPU -> (rows of its log, rollouts of the
     first step, dtypes of trained weights, tower, reference)."""
-    model.import_shim()
+    launch.import_shim()
     import vllm
 
     out, engines = tmp_path_factory.mktemp("sampled"), []

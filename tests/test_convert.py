@@ -10,7 +10,8 @@ import sys
 import pytest
 from conftest import run_script
 
-import model
+import chat
+import launch
 import rollout
 from tools import convert as conversion
 
@@ -51,8 +52,8 @@ def convert(tmp_path, rows, name="paravt_sft_x.jsonl", frames=64):
 def test_a_paravt_chat_keeps_its_words_and_gets_tool_messages(tmp_path, codec, toy):
     """Messages as a JSON string, nulls in every piece, file:// and the publisher's folders before
     the path, results in a user turn."""
-    chat = json.dumps(paravt(responses("a red square", "nothing")))
-    (row,) = convert(tmp_path, [{"id": "x-1", "messages": chat}], frames=8)
+    talk = json.dumps(paravt(responses("a red square", "nothing")))
+    (row,) = convert(tmp_path, [{"id": "x-1", "messages": talk}], frames=8)
     # the system text declares them: one declaration
     assert row["id"] == "paravt_sft_x/0" and row["source"] == "x-1" and "tools" not in row
     system, user, first, *tools, last = row["messages"]
@@ -62,9 +63,9 @@ def test_a_paravt_chat_keeps_its_words_and_gets_tool_messages(tmp_path, codec, t
     assert (first["content"], last["content"]) == (CALL, ANSWER)  # byte for byte
     assert tools == [{"role": "tool", "content": "a red square"},
                      {"role": "tool", "content": "nothing"}]
-    item = model.VisionItem({}, "k", 2, 32, 32, [1.0, 2.0])
-    ids = model.encode_chat(codec, row["messages"], [item]).ids
-    text = model.decode(codec, ids, keep_special=True)
+    item = chat.VisionItem({}, "k", 2, 32, 32, [1.0, 2.0])
+    ids = chat.encode_chat(codec, row["messages"], [item]).ids
+    text = chat.decode(codec, ids, keep_special=True)
     assert ("user\n<tool_response>\na red square\n</tool_response>\n"
             "<tool_response>\nnothing\n</tool_response><|im_end|>") in text
     assert codec.tokenizer("<tool_response>", add_special_tokens=False)["input_ids"][0] in ids
@@ -178,7 +179,7 @@ def test_parquet_is_converted_from_the_command_line(tmp_path):
     done = run_script("tools/convert.py", tmp_path / "s.parquet", "--out", tmp_path / "s.jsonl",
                       "--frames", 16)
     assert done.returncode == 0 and "2 chats, 0 left out" in done.stdout, done.stderr
-    rows = model.read_jsonl(str(tmp_path / "s.jsonl"))
+    rows = launch.read_jsonl(str(tmp_path / "s.jsonl"))
     assert rows[1]["messages"][3] == {"role": "tool", "content": "a"}
     assert rows[0]["messages"][1]["content"][0]["frames"] == 16
 
@@ -196,7 +197,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(
                                       *(str(tmp_path / name) for name in files or ["a.jsonl"]),
                                       "--out", str(tmp_path / out)])
     with pytest.raises(SystemExit) as stop:
-        model.run_main(conversion.main)
+        launch.run_main(conversion.main)
     err = capsys.readouterr().err
     assert stop.value.code == 2 and why in err and err.count("\n") == 1
     assert not (tmp_path / out).exists()

@@ -12,11 +12,14 @@ from types import SimpleNamespace
 import pytest
 from conftest import ROOT, Overheard, run_script
 
+import chat
+import checkpoint
 import eval as evaluation
-import model
+import launch
 import rewards
 import rollout
-from bench import costs, scores, systems
+from engine import Completion
+from evaluation import costs, scores, systems
 
 CALL = ('<tool_call>{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 8}}'
         "</tool_call>")
@@ -41,11 +44,11 @@ class Scripted:
         for request in self.waiting:
             text = self.say(request)
             if text is None:
-                out.append(rollout.Completion(request.id, error="HTTP 500"))
+                out.append(Completion(request.id, error="HTTP 500"))
                 continue
-            ids = (model.encode(self.codec, text) + [self.codec.eos])[: request.max_tokens]
-            out.append(rollout.Completion(request.id, ids, [-1.0] * len(ids),
-                                          model.decode(self.codec, ids), ids[-1] == self.codec.eos))
+            ids = (chat.encode(self.codec, text) + [self.codec.eos])[: request.max_tokens]
+            out.append(Completion(request.id, ids, [-1.0] * len(ids),
+                                          chat.decode(self.codec, ids), ids[-1] == self.codec.eos))
         self.waiting = []
         return out
 
@@ -98,7 +101,7 @@ def world(toy, tmp_path, codec, monkeypatch, capsys):
                 for x in (k, v)]
         monkeypatch.setattr(sys, "argv", ["eval.py", *kept, *flags])
         try:
-            model.run_main(evaluation.main)
+            launch.run_main(evaluation.main)
             code = 0
         except SystemExit as stop:
             code = stop.code
@@ -187,7 +190,7 @@ def test_several_budgets_and_modes_in_one_run(world):
     done = world("--frames", 4, 16, "gated", "--tools", "on", "off", rows=ROWS[:2])
     assert [(r["K"], r["tools"], r["n"]) for r in done.results] == [
         (k, mode, 2) for k in (4, 16, "gated") for mode in ("on", "off")]
-    asked = Counter((r.items[0].frames, "crop_video" in model.decode(done.engine.codec, r.ids))
+    asked = Counter((r.items[0].frames, "crop_video" in chat.decode(done.engine.codec, r.ids))
                     for r in done.engine.asked)
     assert asked[4, True] >= 2 and asked[16, False] >= 2 and sum(asked.values()) == 12
     # gated may draw 64: an engine made for 16 frames would refuse them
@@ -318,13 +321,13 @@ def test_an_answer_carries_what_it_cost(world, codec):
     subs = [r for r in done.engine.asked if r.id.count("/") == 4]
     cost = kept["cost"]
     texts = ["Look.\n</think>\n" + CALL * 2, answer("red")]
-    sampled = [len(model.encode(codec, text)) + 1 for text in texts]  # and the end of the turn
+    sampled = [len(chat.encode(codec, text)) + 1 for text in texts]  # and the end of the turn
     assert (len(main), len(subs)) == (2, 2) and cost["rounds"] == 2
     assert (cost["frames"], cost["sub_frames"]) == (4, 16)
     assert cost["sampled_tokens"] == sum(sampled)
     assert cost["prompt_tokens"] == len(main[1].expanded) - sampled[0]
     assert cost["sub_prompt_tokens"] == sum(len(r.expanded) for r in subs)
-    assert cost["sub_sampled_tokens"] == 2 * (len(model.encode(codec, "a red square")) + 1)
+    assert cost["sub_sampled_tokens"] == 2 * (len(chat.encode(codec, "a red square")) + 1)
     assert cost["seconds"] > 0
     (result,) = done.results
     assert result["cost"]["tokens"] == sum(cost[n] for n in cost if n.endswith("_tokens"))
@@ -627,10 +630,10 @@ def test_every_tensor_enters_the_digest_of_a_checkpoint(tmp_path):
     for name in [None, *tensors]:
         changed = {k: v + 1 if k == name else v for k, v in tensors.items()}
         save_file(changed, tmp_path / "model.safetensors")
-        found.add(model.content_digest(str(tmp_path)))
+        found.add(checkpoint.content_digest(str(tmp_path)))
     assert len(found) == 6
     (tmp_path / "config.json").write_text("{ }")
-    assert model.content_digest(str(tmp_path)) not in found
+    assert checkpoint.content_digest(str(tmp_path)) not in found
 
 
 def test_a_part_of_a_finished_folder_leaves_its_summary(world):
@@ -740,8 +743,8 @@ SLOW_RANK = """
 import os, sys, time
 sys.path[:0] = [{root!r}, {root!r} + "/tests"]
 import torch.distributed as dist
-import eval as evaluation, model, rollout, test_eval
-model.load_codec({ckpt!r})  # slow imports are no part of the run
+import eval as evaluation, model, checkpoint, launch, rollout, test_eval
+chat.load_codec({ckpt!r})  # slow imports are no part of the run
 deadlines, join = [], dist.init_process_group
 def init(*args, timeout=None, **more):
     deadlines.append(timeout)
@@ -751,7 +754,7 @@ def say(request):
     time.sleep(1.5 if os.environ["RANK"] == "1" else 0)
     return test_eval.answer("red")
 rollout.make_engine = lambda ckpt, codec, args, *more, **kw: test_eval.Scripted(codec, say)
-model.run_main(evaluation.main)
+launch.run_main(evaluation.main)
 assert deadlines[0].days >= 1, deadlines
 """
 
@@ -947,7 +950,7 @@ class Judge:
         self.asked.append(text)
         reply = next((reply for key, reply in self.replies.items()
                       if f"Given answer: {key}\n" in text), None)
-        self.done.append(rollout.Completion(request.id, text=reply or "",
+        self.done.append(Completion(request.id, text=reply or "",
                                             error=None if reply else "HTTP 500"))
 
     def knock(self):

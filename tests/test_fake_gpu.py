@@ -49,7 +49,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+import chat
+import checkpoint
 import grpo
+import launch
 import model
 import sft
 from tools import plan
@@ -329,7 +332,7 @@ def flex_attention(q, k, v, block_mask, scale, enable_gqa):
 # The child process: the steps
 
 
-def checkpoint(size, layers=None):
+def stored(size, layers=None):
     """A published checkpoint without numbers, in the place of files -> (its configuration, {weight:
     shape}).
 
@@ -346,8 +349,8 @@ def checkpoint(size, layers=None):
         shapes = {name: list(p.shape) for name, p in
                   transformers.Qwen3VLForConditionalGeneration(config).named_parameters()}
 
-    model.content_digest = lambda _: ""
-    model.stored_weights = lambda _: {name: (shape, "BF16") for name, shape in shapes.items()}
+    checkpoint.content_digest = lambda _: ""
+    checkpoint.stored_weights = lambda _: {name: (shape, "BF16") for name, shape in shapes.items()}
     torch.distributed.checkpoint.load = lambda *_, **__: None
     transformers.AutoConfig.from_pretrained = lambda _: deepcopy(config)
     return config, shapes
@@ -355,7 +358,7 @@ def checkpoint(size, layers=None):
 
 def load(lora=0):
     """-> (policy, its optimizer with moments), as a step finds them."""
-    policy = model.load_sharded("nowhere", CODEC, DEVICE, "full", lora=lora)
+    policy = checkpoint.load_sharded("nowhere", CODEC, DEVICE, "full", lora=lora)
     devices = {x.device for x in (*policy.parameters(), *policy.buffers())}
     assert devices == {DEVICE}, "something stayed on the host"
     weights = model.trained_parameters(policy)
@@ -371,7 +374,7 @@ def load(lora=0):
 
 
 def load_reference():
-    return model.load_sharded("nowhere", CODEC, DEVICE, frozen=True)
+    return checkpoint.load_sharded("nowhere", CODEC, DEVICE, frozen=True)
 
 
 def sft_step(policy, optimizer, ranks):
@@ -396,7 +399,7 @@ def grpo_step(policy, reference, optimizer, config, ranks):
         return model.Span(ids, [mask] * len(ids),
                           {"advantage": [1.0] * len(ids), "rollout": [-1.0] * len(ids)})
 
-    item = model.VisionItem({}, "", FRAMES, 224, 224, [float(i) for i in range(FRAMES)])
+    item = chat.VisionItem({}, "", FRAMES, 224, 224, [float(i) for i in range(FRAMES)])
     prompt = span([10] + ([11] + [PAD] * FRAME_TOKENS + [13]) * FRAMES + [14] * 300, 0)
     tree = model.Tree(prompt, [item], [span([20] * 3600, 1) for _ in range(8)])
     args = SimpleNamespace(minibatches=1, pack_tokens=len(tree), temperature=0.7, clip_eps=0.2,
@@ -410,11 +413,11 @@ def trace(memory, stage, size, ranks, layers, lora):
     of the host}."""
     gc.collect()  # a policy under FSDP is a knot of hooks
     assert memory.now == 0
-    config, shapes = checkpoint(size, layers)
+    config, shapes = stored(size, layers)
     policy, optimizer = load(lora)
     reference = None
     if stage == "grpo":
-        reference = model.WithoutAdapters(policy) if lora else load_reference()
+        reference = checkpoint.WithoutAdapters(policy) if lora else load_reference()
     memory.peak = memory.now
     waits.clear()
     tokens = (grpo_step(policy, reference, optimizer, config, ranks) if reference
@@ -423,7 +426,7 @@ def trace(memory, stage, size, ranks, layers, lora):
                           lora=lora)
     found = {"traced": memory.peak, "ledger": plan.peak(planned), "waits": dict(waits)}
     sent = {name: (list(t.shape), t.dtype, t.device)
-            for name, t in model.full_weights(policy, torch.bfloat16)}
+            for name, t in checkpoint.full_weights(policy, torch.bfloat16)}
     assert sent == {name: (shape, torch.bfloat16, DEVICE) for name, shape in shapes.items()}
     return found
 
@@ -447,7 +450,7 @@ def changed(where, old, new):
 def outcome(where, old, new, stage):
     """-> what goes wrong in a step of one layer at the 8B's widths, model.py changed so; None if
     nothing does."""
-    config, _ = checkpoint("8B", layers=1)
+    config, _ = stored("8B", layers=1)
     with changed(where, old, new):
         try:
             if stage == "sft":
@@ -461,7 +464,7 @@ def outcome(where, old, new, stage):
 
 
 def main():
-    model.import_shim()
+    launch.import_shim()
     # looks for flash-attn while it is imported: before the fake module is put in place
     importlib.import_module("transformers.models.qwen3_vl.modeling_qwen3_vl")
 

@@ -20,13 +20,14 @@ import pytest
 import torch.distributed as dist
 from conftest import ROOT, run_script
 
-import model
+import checkpoint
+import launch
 
 HEAD = """
     import os, signal, sys, time
     sys.path[:0] = [{root!r}, {root!r} + "/tests"]
     import torch
-    import model, reference, rewards, rollout, sft, grpo, video
+    import model, checkpoint, launch, reference, rewards, rollout, sft, grpo, video
     rollout.make_engine = reference.make_engine
     rank = int(os.environ.get("RANK", 0))
 """
@@ -40,7 +41,7 @@ def command(toy, tmp_path):
     run before its main()."""
     def command(script, fault, *flags):
         path = tmp_path / f"{script}_faulty.py"
-        main = f"\nif __name__ == '__main__':\n    model.run_main({script}.main)\n"
+        main = f"\nif __name__ == '__main__':\n    launch.run_main({script}.main)\n"
         path.write_text(textwrap.dedent(HEAD.format(root=ROOT)) + textwrap.dedent(fault) + main)
         common = {"grpo": ("--data", toy / "rl.jsonl", *LIVE),
                   "sft": ("--data", toy / "sft.jsonl", "--batch-size", 4,
@@ -63,18 +64,18 @@ def run(command):
 
 
 @pytest.fixture
-def launch(command, tmp_path):
-    """launch(..) as command(..) -> torchrun with its two ranks, running."""
+def torchrun(command, tmp_path):
+    """torchrun(..) as command(..) -> torchrun with its two ranks, running."""
     running = []
 
-    def launch(*given):
+    def torchrun(*given):
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
                  2, *command(*given)]
         running.append(subprocess.Popen(list(map(str, words)), stdout=subprocess.PIPE,
                                         stderr=subprocess.PIPE, text=True, cwd=ROOT))
         return running[-1]
 
-    yield launch
+    yield torchrun
     # nothing of a test that failed stays behind; torchrun's ranks have sessions of their own
     for process in running:
         process.kill()
@@ -112,7 +113,7 @@ def goes_on(toy, tmp_path, steps, optimizer="adamw"):
 AT_STEP = """
     def saved(step):
         out = sys.argv[sys.argv.index("--out") + 1]
-        while not (model.newest_checkpoint(out) or "").endswith(f"step_{{step:06d}}"):
+        while not (checkpoint.newest_checkpoint(out) or "").endswith(f"step_{{step:06d}}"):
             time.sleep(0.1)
 
     real, calls = sft.backward, []
@@ -125,11 +126,11 @@ AT_STEP = """
 """
 
 
-def test_a_rank_that_is_killed_ends_the_run_and_loses_one_step(launch, toy, tmp_path):
+def test_a_rank_that_is_killed_ends_the_run_and_loses_one_step(torchrun, toy, tmp_path):
     fault = AT_STEP.format(step=3, rank=1, what="saved(2); os.kill(os.getpid(), signal.SIGKILL)")
-    code, out, err = finish(launch("sft", fault, "--steps", 4))
+    code, out, err = finish(torchrun("sft", fault, "--steps", 4))
     assert code != 0 and "step 0002/0004" in out and "step 0003" not in out and not alive(tmp_path)
-    assert model.newest_checkpoint(str(tmp_path / "out")).endswith("step_000002")
+    assert checkpoint.newest_checkpoint(str(tmp_path / "out")).endswith("step_000002")
     goes_on(toy, tmp_path, 4)
 
 
@@ -151,9 +152,9 @@ def test_a_rank_that_raises_ends_the_run_with_its_traceback(run):
                          ids=["waiting", "holding the interpreter"])
 def test_a_rank_that_hangs_ends_the_run_with_its_stack(run, tmp_path, hang):
     less_patience = """
-        real_beat = model.beat
+        real_beat = launch.beat
         # loading may take its time
-        model.beat = lambda patience: real_beat(4.5 + 0.5 * rank if calls else 60.0)
+        launch.beat = lambda patience: real_beat(4.5 + 0.5 * rank if calls else 60.0)
     """
     fault = textwrap.dedent(AT_STEP.format(step=2, rank=1, what=f"saved(1); {hang}"))
     fault += textwrap.dedent(less_patience)
@@ -161,7 +162,7 @@ def test_a_rank_that_hangs_ends_the_run_with_its_stack(run, tmp_path, hang):
     assert done.returncode != 0 and "step 0001/0004" in done.stdout
     assert "Timeout" in done.stderr  # faulthandler's
     assert re.search(r'sft_faulty.py", line \d+ in backward', done.stderr)  # where rank 1 hung
-    assert model.newest_checkpoint(str(tmp_path / "out")).endswith("step_000001")
+    assert checkpoint.newest_checkpoint(str(tmp_path / "out")).endswith("step_000001")
 
 
 def test_patience_zero_waits(run):
@@ -178,8 +179,8 @@ def test_a_collective_waits_a_minute_longer_than_a_phase_and_patience_zero_for_b
                         lambda backend, timeout: collectives.append(timeout.total_seconds()))
     monkeypatch.setenv("RANK", "0")
     for patience in (7, 0):
-        model.start_process_group(patience)
-        model.beat(patience)
+        launch.start_process_group(patience)
+        launch.beat(patience)
     assert phases == [7] and collectives == [67, 30 * 86400]
 
 
@@ -242,11 +243,11 @@ def test_batches_that_teach_nothing_and_gradients_that_are_none_are_counted(run,
     assert done.stdout.count("skipped task") == 3
 
 
-def test_a_scheduler_that_warns_the_launcher_loses_no_step(launch, toy, tmp_path):
+def test_a_scheduler_that_warns_the_launcher_loses_no_step(torchrun, toy, tmp_path):
     """SIGTERM to torchrun, which hands it to its ranks and gives them half a minute."""
     fault = AT_STEP.format(step=3, rank=0, what="open(sys.argv[sys.argv.index('--out') + 1] "
                            "+ '/third', 'w').close(); time.sleep(1)")
-    process = launch("sft", fault, "--steps", 4, "--optimizer", "muon")
+    process = torchrun("sft", fault, "--steps", 4, "--optimizer", "muon")
     until = time.monotonic() + 60
     while not (tmp_path / "out" / "third").exists() and time.monotonic() < until:
         time.sleep(0.1)
@@ -309,4 +310,4 @@ def test_two_nodes_share_nothing_but_folders(toy, tmp_path):
     assert [m["step"] for m in rows] == [1, 2, 3]
     assert all(m["groups"] == 2 and m["gap_max"] < 1e-3 for m in rows)
     assert len(list((tmp_path / "out" / "rollouts").iterdir())) == 6
-    assert model.is_complete(str(tmp_path / "out" / "last")) and not alive(tmp_path)
+    assert checkpoint.is_complete(str(tmp_path / "out" / "last")) and not alive(tmp_path)

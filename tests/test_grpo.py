@@ -18,7 +18,10 @@ import torch
 from conftest import ROOT, run_script
 from reference import ReferenceEngine, load_policy
 
+import chat
+import checkpoint
 import grpo
+import launch
 import model
 import rewards
 import rollout
@@ -39,7 +42,7 @@ def sub_record(codec, source, task, text):
     spec = {"video": task["video"], **window}
     context = rollout.open_context(codec, rollout.sub_messages(task, window), [spec],
                                    [source.load(spec)])
-    ids = model.encode(codec, text) + [codec.eos]
+    ids = chat.encode(codec, text) + [codec.eos]
     context.sampled(ids, [-1.0] * len(ids))
     return {"turn": 0, "start": 8.0, "end": 16.0, "num_frames": None, "parseable": True,
             "status": "ok", "summary": text, "sub_tokens": len(ids),
@@ -56,9 +59,9 @@ def make_episode(codec, source, task, sample, turns, summaries=(), step=0, frame
     episode = rollout.Episode(task, f"{step}/{task['id']}", sample, frames, step, context=context,
                               think_open=True, timing={"decode_s": 0.01})
     for number, text in enumerate(turns):
-        context.insert(model.think_prefix_ids(codec, context.ids))
+        context.insert(chat.think_prefix_ids(codec, context.ids))
         last = number == len(turns) - 1
-        ids = model.encode(codec, text) + ([] if cut and last else [codec.eos])
+        ids = chat.encode(codec, text) + ([] if cut and last else [codec.eos])
         episode.spans.append([len(context.ids), len(context.ids) + len(ids)])
         context.sampled(ids, [-1.0] * len(ids))
         episode.turns.append(text)
@@ -66,7 +69,7 @@ def make_episode(codec, source, task, sample, turns, summaries=(), step=0, frame
         if not last:
             episode.calls = [sub_record(codec, source, task, text) for text in summaries]
             replies = [{"role": "tool", "content": text} for text in summaries]
-            context.insert(model.glue_ids(codec, replies, True))
+            context.insert(chat.glue_ids(codec, replies, True))
     return episode
 
 
@@ -325,7 +328,7 @@ def test_the_forced_prefix_and_tool_responses_earn_no_credit(codec, groups):
     credited(groups[:1], settings())
     advantage = grpo.token_advantages(e, codec, "sequence")
     forced = e.spans[0][0]
-    assert model.decode(codec, e.context.ids[:forced]).endswith("<think>\n")
+    assert chat.decode(codec, e.context.ids[:forced]).endswith("<think>\n")
     assert not any(advantage[:forced]) and not any(advantage[e.spans[0][1]:e.spans[1][0]])
     assert e.spans[1][0] - e.spans[0][1] > 5
 
@@ -697,7 +700,7 @@ def test_a_recorded_gap_beyond_the_tolerance_stops_the_run(run_grpo, recorded, t
         r["logps"] = [lp + 0.15 * m for lp, m in zip(r["logps"], r["mask"])]
     shifted = tmp_path / "shifted.jsonl"
     shifted.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    with pytest.raises(model.RunError,
+    with pytest.raises(launch.RunError,
                        match="between engine and trainer is 0.150 nats, tolerance 0.1"):
         run_grpo("--rollouts", shifted)
     assert not (tmp_path / "run" / "last").exists()
@@ -712,7 +715,7 @@ def test_log_probs_that_are_no_numbers_stop_the_run(run_grpo, recorded, tmp_path
     rows[0]["logps"][rows[0]["spans"][0][0]] = float("nan")
     broken = tmp_path / "nan.jsonl"
     broken.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    with pytest.raises(model.RunError, match="between engine and trainer is nan"):
+    with pytest.raises(launch.RunError, match="between engine and trainer is nan"):
         run_grpo("--rollouts", broken)
 
 
@@ -974,7 +977,7 @@ def test_a_task_is_one_group_even_where_two_epochs_meet_in_a_batch(
     ids: the group grows instead."""
     path = tmp_path / "three.jsonl"
     path.write_text("".join(json.dumps(t) + "\n" for t in tasks[:3]))
-    seed = next(s for s in range(99) if len(set(model.batch_indices(1, 2, 3, s))) == 1)
+    seed = next(s for s in range(99) if len(set(launch.batch_indices(1, 2, 3, s))) == 1)
     _, m, folder = run_grpo("--data", path, "--steps", 2, "--frames", 4, *LIVE, "--max-new-tokens",
                             2, "--seed", seed)
     rows = [r for r in read_rollouts(folder) if r["version"] == 1]
@@ -1035,10 +1038,10 @@ def test_bad_values_and_missing_files_are_one_line(monkeypatch, capsys, toy, tmp
     words = ["grpo.py", "--ckpt", toy / "init", "--data", toy / "rl.jsonl", "--out", tmp_path / "o",
              *flags]
     monkeypatch.setattr(sys, "argv", [str(w) for w in words])
-    monkeypatch.setattr(model, "load_sharded",
+    monkeypatch.setattr(checkpoint, "load_sharded",
                         lambda *_: pytest.fail("a model was loaded before the flags were checked"))
     with pytest.raises(SystemExit) as stop:
-        model.run_main(grpo.main)
+        launch.run_main(grpo.main)
     lines = capsys.readouterr().err.strip().splitlines()
     assert stop.value.code == 2 and word in lines[-1]
     assert len(lines) == 1 or lines[0].startswith("usage:")
@@ -1057,7 +1060,7 @@ def test_a_damaged_rollout_file_is_one_line(monkeypatch, capsys, toy, recorded, 
     monkeypatch.setattr(sys, "argv", ["grpo.py", "--ckpt", str(toy / "init"), "--rollouts",
                                       str(path), "--out", str(tmp_path / "o")])
     with pytest.raises(SystemExit) as stop:
-        model.run_main(grpo.main)
+        launch.run_main(grpo.main)
     assert stop.value.code == 2
     assert capsys.readouterr().err.strip() == f"grpo.py: {path}:3: missing '{word}'"
 
@@ -1113,7 +1116,7 @@ def test_two_ranks_with_vllm_end_to_end(toy, tmp_path):
     assert len(rows) == 8 and len(list((tmp_path / "out" / "rollouts").iterdir())) == 4
     assert all(len(r["ids"]) == len(r["mask"]) == len(r["logps"]) and sum(r["mask"]) > 0
                for r in rows)
-    model.import_shim()
+    launch.import_shim()
     from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
     hf, loading = Qwen3VLForConditionalGeneration.from_pretrained(

@@ -16,11 +16,12 @@ from pathlib import Path
 import pytest
 from test_video import write
 
+import chat
 import eval as evaluation
-import model
 import rollout
 import video
-from bench import benchmarks, systems
+from engine import Completion
+from evaluation import benchmarks, systems
 
 CALL = ('<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 8, "end_time": 16}}\n'
         '</tool_call>')
@@ -76,7 +77,7 @@ class Talker:
 
     def poll(self):
         done, self.waiting = self.waiting, []
-        return [rollout.Completion(r.id, text=self.say(), ended=True) for r in done]
+        return [Completion(r.id, text=self.say(), ended=True) for r in done]
 
 
 def check(episode, agent):
@@ -252,7 +253,7 @@ def test_subtitles_are_text_whatever_they_spell(toy, codec, source):
 
     tame, forged = ids("hello"), ids(FORGED)
     assert Counter(i for i in tame if i in special) == Counter(i for i in forged if i in special)
-    assert FORGED.split("\n")[0] in model.decode(codec, forged, keep_special=True)
+    assert FORGED.split("\n")[0] in chat.decode(codec, forged, keep_special=True)
 
 
 @pytest.mark.parametrize("path", ["../secret.srt", "/etc/hostname", "sub/../../secret.srt"])

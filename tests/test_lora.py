@@ -17,7 +17,10 @@ from conftest import run_script
 from reference import load_policy, make_engine
 from safetensors.torch import load_file
 
+import chat
+import checkpoint
 import grpo
+import launch
 import model
 import rewards
 import rollout
@@ -29,7 +32,7 @@ RANK = 3
 
 @pytest.fixture
 def adapted(toy, codec, process_group):
-    return model.load_sharded(str(toy / "init"), codec, CPU, lora=RANK)
+    return checkpoint.load_sharded(str(toy / "init"), codec, CPU, lora=RANK)
 
 
 def moved(policy, scale=0.3):
@@ -38,7 +41,7 @@ def moved(policy, scale=0.3):
     with torch.no_grad():
         for name, p in policy.named_parameters():
             if name.endswith(".lora_B"):
-                p.copy_(model.own_rows(p, torch.randn(p.shape, generator=draw) * scale))
+                p.copy_(checkpoint.own_rows(p, torch.randn(p.shape, generator=draw) * scale))
     return policy
 
 
@@ -54,7 +57,7 @@ def merged_dense(policy, ckpt, codec):
     dense = load_policy(ckpt, codec)
     own = dense.hf.state_dict()
     with torch.no_grad():
-        for name, tensor in model.full_weights(policy):
+        for name, tensor in checkpoint.full_weights(policy):
             own[name].copy_(tensor)
     return dense
 
@@ -78,7 +81,7 @@ def test_without_adapters_the_policy_is_its_base_and_back(adapted, toy, codec):
         base = adapted(pack, None)[0]
         own = moved(adapted)(pack, None)[0]
         assert (own - base).abs().max() > 1e-3
-        assert torch.equal(model.WithoutAdapters(adapted)(pack, None)[0], base)
+        assert torch.equal(checkpoint.WithoutAdapters(adapted)(pack, None)[0], base)
         assert torch.equal(adapted(pack, None)[0], own)
 
 
@@ -87,10 +90,10 @@ def test_gradients_are_those_of_the_dense_model_of_the_same_matrices(toy, codec,
                                                                      recompute):
     """L(W + 2 B A): dL/dB = 2 dL/dW A', dL/dA = 2 B' dL/dW. A forward without adapters stands
     before, as the reference's does."""
-    policy = moved(model.load_sharded(str(toy / "init"), codec, CPU, recompute, lora=RANK))
+    policy = moved(checkpoint.load_sharded(str(toy / "init"), codec, CPU, recompute, lora=RANK))
     dense, pack = merged_dense(policy, str(toy / "init"), codec), pack_of(codec)
     with torch.no_grad():
-        model.WithoutAdapters(policy)(pack, None)
+        checkpoint.WithoutAdapters(policy)(pack, None)
     found, wanted = policy(pack, None)[0], dense(pack, None)[0]
     assert (found - wanted).abs().max() < 1e-5
     found.square().sum().backward()
@@ -101,9 +104,9 @@ def test_gradients_are_those_of_the_dense_model_of_the_same_matrices(toy, codec,
         if name.endswith("lora_A"):
             b = adapters[name[:-1] + "B"]
             whole = layers[name.removesuffix("lora_A") + "weight"].grad
-            for part, should in ((b, 2 * whole @ model.whole_tensor(a).T),
-                                 (a, 2 * model.whole_tensor(b).T @ whole)):
-                off = (model.whole_tensor(part.grad) - should).norm() / should.norm()
+            for part, should in ((b, 2 * whole @ checkpoint.whole_tensor(a).T),
+                                 (a, 2 * checkpoint.whole_tensor(b).T @ whole)):
+                off = (checkpoint.whole_tensor(part.grad) - should).norm() / should.norm()
                 assert off < 3e-5, (name, off)  # fp32 rounding: 1.1e-5 seen
 
 
@@ -114,7 +117,7 @@ def test_gradients_are_those_of_the_dense_model_of_the_same_matrices(toy, codec,
 @pytest.fixture
 def saved(adapted, codec, tmp_path):
     folder = tmp_path / "saved"
-    model.save_checkpoint(moved(adapted), codec, str(folder), {"step": 1})
+    checkpoint.save_checkpoint(moved(adapted), codec, str(folder), {"step": 1})
     return folder
 
 
@@ -138,60 +141,60 @@ def test_peft_reads_it_as_the_same_model(saved, toy, codec, adapted):
 
     hf = Qwen3VLForConditionalGeneration.from_pretrained(str(toy / "init"), dtype=torch.float32)
     whole = peft.PeftModel.from_pretrained(hf, str(saved)).merge_and_unload().state_dict()
-    for name, tensor in model.full_weights(adapted):
+    for name, tensor in checkpoint.full_weights(adapted):
         assert (whole[name] - tensor).abs().max() < 1e-6, name
 
 
 def test_the_base_trained_on_is_the_base_used(saved, toy, tmp_path):
-    assert model.lineage(str(saved)) == [str(toy / "init"), str(saved)]
+    assert checkpoint.lineage(str(saved)) == [str(toy / "init"), str(saved)]
     settings = saved / "adapter_config.json"
     config = json.loads(settings.read_text())
     for base, why in (("nowhere", "base nowhere is not there"), (str(saved), "content differs")):
         settings.write_text(json.dumps({**config, "base_model_name_or_path": base}))
-        with pytest.raises(model.UserError, match=why):
-            model.resolve_checkpoint(str(saved))
+        with pytest.raises(launch.UserError, match=why):
+            checkpoint.resolve_checkpoint(str(saved))
 
 
 def test_a_base_may_move_below_stages_that_stand_on_it(saved, codec, toy, tmp_path):
     """Where a base lies is no content: only the folder that names it has to be told."""
     second = tmp_path / "second"
-    policy = model.load_sharded(str(saved), codec, CPU, lora=2)
-    model.save_checkpoint(policy, codec, str(second), {"step": 1})
-    before = model.content_digest(str(saved))
+    policy = checkpoint.load_sharded(str(saved), codec, CPU, lora=2)
+    checkpoint.save_checkpoint(policy, codec, str(second), {"step": 1})
+    before = checkpoint.content_digest(str(saved))
     shutil.copytree(toy / "init", tmp_path / "elsewhere")
     settings = saved / "adapter_config.json"
     config = json.loads(settings.read_text())
     moved = {**config, "base_model_name_or_path": str(tmp_path / "elsewhere")}
     settings.write_text(json.dumps(moved))
-    assert model.content_digest(str(saved)) == before
-    assert model.lineage(str(second))[0] == str(tmp_path / "elsewhere")
+    assert checkpoint.content_digest(str(saved)) == before
+    assert checkpoint.lineage(str(second))[0] == str(tmp_path / "elsewhere")
     settings.write_text(json.dumps({**moved, "r": 1}))
-    assert model.content_digest(str(saved)) != before
+    assert checkpoint.content_digest(str(saved)) != before
 
 
 def test_a_folder_of_adapters_ends_where_its_base_does(saved, toy):
     """And other tools' adapters, which may hold more than two matrices, are not half read."""
-    assert model.end_ids(str(saved)) == model.end_ids(str(toy / "init")) != set()
+    assert chat.end_ids(str(saved)) == chat.end_ids(str(toy / "init")) != set()
     settings = saved / "adapter_config.json"
     config = json.loads(settings.read_text())
     del config["base_digest"]
     settings.write_text(json.dumps(config))
-    with pytest.raises(model.UserError, match="not saved by sft.py or grpo.py"):
-        model.resolve_checkpoint(str(saved))
+    with pytest.raises(launch.UserError, match="not saved by sft.py or grpo.py"):
+        checkpoint.resolve_checkpoint(str(saved))
 
 
 def test_merged_it_is_a_checkpoint_of_whole_weights(saved, adapted, codec, tmp_path, monkeypatch,
                                                     capsys):
     out = tmp_path / "merged"
     monkeypatch.setattr(sys, "argv", ["model.py", "--merge", str(saved), "--out", str(out)])
-    model.main()
+    checkpoint.main()
     pack = pack_of(codec)
     with torch.no_grad():
         off = load_policy(str(out), codec)(pack, None)[0] - adapted(pack, None)[0]
     assert off.abs().max() < 1e-5
     assert "1 stage" in capsys.readouterr().out
-    with pytest.raises(model.UserError, match="exists"):
-        model.main()
+    with pytest.raises(launch.UserError, match="exists"):
+        checkpoint.main()
 
 
 def test_adapters_given_as_checkpoint_are_part_of_the_weights(saved, adapted, codec, process_group):
@@ -200,7 +203,7 @@ def test_adapters_given_as_checkpoint_are_part_of_the_weights(saved, adapted, co
     with torch.no_grad():
         want = adapted(pack, None)[0]
         for lora in (0, 2):
-            next_stage = model.load_sharded(str(saved), codec, CPU, lora=lora)
+            next_stage = checkpoint.load_sharded(str(saved), codec, CPU, lora=lora)
             assert (next_stage(pack, None)[0] - want).abs().max() < 1e-5
 
 
@@ -212,7 +215,7 @@ def test_adapters_given_as_checkpoint_are_part_of_the_weights(saved, adapted, co
 def run(monkeypatch, toy, tmp_path):
     """run("grpo" | "sft", *flags) -> run folder, with the reference engine."""
     monkeypatch.setattr(rollout, "make_engine", make_engine)
-    monkeypatch.setattr(model, "stop_on_sigterm", threading.Event)
+    monkeypatch.setattr(launch, "stop_on_sigterm", threading.Event)
     real = rewards.score  # a random checkpoint earns nothing: let the reward vary
     monkeypatch.setattr(rewards, "score", lambda turns, *a, **k: {
         **real(turns, *a, **k), "fmt": random.Random(turns[0]).random()})
@@ -255,12 +258,12 @@ def test_going_on_with_something_else_is_refused(run, toy):
     folder = run("sft", "--lora", RANK, *flags)
     for other, why in (((), "trained with --lora 3, not 0"),
                        (("--lora", 2), "trained with --lora 3, not 2")):
-        with pytest.raises(model.UserError, match=why):
+        with pytest.raises(launch.UserError, match=why):
             run("sft", *other, "--steps", 2, "--lr", 1e-2, "--resume")
     second = run("sft", "--lora", RANK, *flags, out="second", ckpt=folder)
-    with pytest.raises(model.UserError, match="adapters on another base"):
+    with pytest.raises(launch.UserError, match="adapters on another base"):
         run("sft", "--lora", RANK, "--steps", 2, "--lr", 1e-2, "--resume", out="second")
-    assert len(model.lineage(model.resolve_checkpoint(str(second)))) == 3
+    assert len(checkpoint.lineage(checkpoint.resolve_checkpoint(str(second)))) == 3
 
 
 def test_both_stages_by_adapters_alone(run, codec, toy):
@@ -271,7 +274,7 @@ def test_both_stages_by_adapters_alone(run, codec, toy):
     log = [json.loads(line) for line in (second / "log.jsonl").read_text().splitlines()]
     assert all(row["gap"] < 1e-5 for row in log)
     assert log[0]["kl"] == 0 and log[1]["kl"] > 0  # of fresh adapters, of moved ones
-    base, *more = model.lineage(model.resolve_checkpoint(str(second)))
+    base, *more = checkpoint.lineage(checkpoint.resolve_checkpoint(str(second)))
     assert base == os.path.realpath(toy / "init") and len(more) == 2
 
 
@@ -291,7 +294,7 @@ def test_two_ranks_train_the_adapters_that_one_trains(toy, tmp_path):
     (("sft", "--lora", "-1"), "--lora must be at least 0"),
     (("grpo", "--lora", "-1"), "--lora must be at least 0")])
 def test_flags_that_cannot_be_are_refused(run, words, why):
-    with pytest.raises(model.UserError, match=why):
+    with pytest.raises(launch.UserError, match=why):
         run(*words)
 
 

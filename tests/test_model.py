@@ -26,10 +26,14 @@ from hypothesis import strategies as st
 from reference import generate, load_policy
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import chat
+import checkpoint
+import launch
 import model
 import rollout
 import sft
 import video
+from engine import Request, VllmEngine
 from model import Span, Tree
 
 CPU = torch.device("cpu")
@@ -52,7 +56,7 @@ class Album:
         seconds = np.round(np.cumsum(rng.uniform(0.6, 7.0, frames)), 1)
         self.frames[name] = video.Frames(images, seconds, name,
                                          [f"{name}/{i}" for i in range(frames)])
-        return model.vision_item({"video": name}, self.frames[name])
+        return chat.vision_item({"video": name}, self.frames[name])
 
     def load(self, spec):
         return self.frames[spec["video"]]
@@ -63,7 +67,7 @@ class Album:
 
 @pytest.fixture(scope="session")
 def video_codec(toy):
-    return model.load_codec(str(toy / "init"), "video")
+    return chat.load_codec(str(toy / "init"), "video")
 
 
 @pytest.fixture
@@ -98,7 +102,7 @@ def user(*parts):
 def prompt(codec, *parts):
     """-> (expanded ids, compact ids, items) of one user message."""
     items = [p for p in parts if not isinstance(p, str)]
-    return *model.encode_prompt(codec, user(*parts), items), items
+    return *chat.encode_prompt(codec, user(*parts), items), items
 
 
 def response(seed, n):
@@ -188,13 +192,13 @@ def processor_batch(codec, album, messages, items):
 
 def sft_chats(toy, codec, source, take):
     """Rows of the toy's SFT file whose id holds one of `take` -> [(row, items)]."""
-    rows = model.read_jsonl(toy / "sft.jsonl")
+    rows = launch.read_jsonl(toy / "sft.jsonl")
     picked = [next(r for r in rows if part in r["id"]) for part in take]
     out = []
     for row in picked:
         specs = [p for m in row["messages"] if not isinstance(m["content"], str)
                  for p in m["content"] if p["type"] == "video"]
-        out.append((row, [model.vision_item(s, source.load(s)) for s in specs]))
+        out.append((row, [chat.vision_item(s, source.load(s)) for s in specs]))
     return out
 
 
@@ -282,7 +286,7 @@ def test_plain_transformers_gives_the_same_log_probs(lively, each_codec, album):
     its documentation says."""
     items = [album.item(1), album.item(2, frames=4, width=64)]
     messages = user("Look: ", items[0], " and ", items[1], " What is new?")
-    ids, _ = model.encode_prompt(each_codec, messages, items)
+    ids, _ = chat.encode_prompt(each_codec, messages, items)
     answer = response(3, 12)
     batch = processor_batch(each_codec, album, messages, items)
     assert batch["input_ids"][0].tolist() == ids
@@ -331,7 +335,7 @@ def test_frames_and_question_matter(lively, codec, album):
     frames = album.frames["v1-3-64-96"]
     album.frames["swapped"] = dataclasses.replace(frames, images=frames.images[[1, 0, 2]],
                                                   key="swapped")
-    swapped = model.vision_item({"video": "swapped"}, album.frames["swapped"])
+    swapped = chat.vision_item({"video": "swapped"}, album.frames["swapped"])
     vision = album.features(lively, codec)
     out = [logprobs(lively, codec, vision, [plain_tree(prompt(codec, i, q)[0], [i], answer)])
            for i, q in ((item, "Which?"), (swapped, "Which?"), (item, "Where?"))]
@@ -355,28 +359,28 @@ def same_step(a, b):
 def one_update(toy, pack_tokens, replicas=1):
     """One SFT update of the toy's base on this process group -> loss, N, packs of this rank, full
     gradients, update of weights."""
-    rank, world, device = model.start_process_group()
-    codec = model.load_codec(str(toy / "init"))
+    rank, world, device = launch.start_process_group()
+    codec = chat.load_codec(str(toy / "init"))
     args = SimpleNamespace(video_root=None, min_pixels=1024, max_pixels=50176, max_len=2048)
     chats = sft.Chats(str(toy / "sft.jsonl"), codec, args, video.FrameCache())
-    policy = model.load_sharded(str(toy / "init"), codec, device, replicas=replicas)
+    policy = checkpoint.load_sharded(str(toy / "init"), codec, device, replicas=replicas)
     vision = model.VisionFeatures(policy.hf.model.visual, codec, chats.frames)
-    before = {n: model.whole_tensor(p.detach()).clone() for n, p in policy.named_parameters()
+    before = {n: checkpoint.whole_tensor(p.detach()).clone() for n, p in policy.named_parameters()
               if p.requires_grad}
-    mine = model.deal([0, 1, 2, 3, 4, 5, 15], chats.cost, rank, world)
+    mine = launch.deal([0, 1, 2, 3, 4, 5, 15], chats.cost, rank, world)
     packs = sft.make_packs(chats, mine, codec, pack_tokens)
     loss, count = sft.backward(policy, vision, packs, codec, world, device)
-    grads = {n: model.whole_tensor(p.grad) for n, p in policy.named_parameters() if p.requires_grad}
+    grads = {n: checkpoint.whole_tensor(p.grad) for n, p in policy.named_parameters() if p.requires_grad}
     for optimizer in sft.build_optimizers(policy, LEARNING, device):
         optimizer.step()
-    moved = {n: model.whole_tensor(p.detach()) - before[n] for n, p in policy.named_parameters()
+    moved = {n: checkpoint.whole_tensor(p.detach()) - before[n] for n, p in policy.named_parameters()
              if p.requires_grad}
     return {"loss": loss, "count": count, "packs": len(packs), "grads": grads, "moved": moved}
 
 
 @pytest.fixture(scope="module")
 def one_pack(toy):
-    model.start_process_group()
+    launch.start_process_group()
     return one_update(toy, 10**6)
 
 
@@ -472,8 +476,8 @@ def test_patches_equal_the_processors_pixel_values(codec, video_codec, album, fr
 
 def test_a_video_pair_is_written_with_its_mean_time(codec):
     item = SimpleNamespace(seconds=[1.0, 2.0, 5.0], height=64, width=96)
-    assert model.frame_times(codec, item) == [1.0, 2.0, 5.0]
-    assert model.frame_times(dataclasses.replace(codec, channel="video"), item) == [1.5, 5.0]
+    assert chat.frame_times(codec, item) == [1.0, 2.0, 5.0]
+    assert chat.frame_times(dataclasses.replace(codec, channel="video"), item) == [1.5, 5.0]
 
 
 @pytest.mark.parametrize("each_codec", ["image", "video"], indirect=True)
@@ -483,11 +487,11 @@ def test_placeholders_expand_to_one_per_vision_token_behind_their_time(each_code
     ids, compact, _ = prompt(each_codec, item, "Q")
     assert compact.count(each_codec.pad) == (3 if each_codec.channel == "image" else 1)
     assert ids.count(each_codec.pad) == runs * 6
-    for seconds in model.frame_times(each_codec, item):
-        run = (model.encode(each_codec, f"<{seconds:.1f} seconds>")
+    for seconds in chat.frame_times(each_codec, item):
+        run = (chat.encode(each_codec, f"<{seconds:.1f} seconds>")
                + [each_codec.vision_start] + [each_codec.pad] * 6 + [each_codec.vision_end])
         assert any(ids[i:i + len(run)] == run for i in range(len(ids)))
-    assert model.decode(each_codec, ids)[-40:] == model.decode(each_codec, compact)[-40:]
+    assert chat.decode(each_codec, ids)[-40:] == chat.decode(each_codec, compact)[-40:]
 
 
 @pytest.mark.parametrize("each_codec", ["image", "video"], indirect=True)
@@ -495,7 +499,7 @@ def test_placeholders_expand_to_one_per_vision_token_behind_their_time(each_code
 def test_placeholders_and_frames_must_agree_in_number(each_codec, album, given):
     _, compact, items = prompt(each_codec, album.item(1), "Q")
     with pytest.raises(ValueError, match="placeholders"):
-        model.expand(each_codec, compact, items * given)
+        chat.expand(each_codec, compact, items * given)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -505,13 +509,13 @@ def test_placeholders_and_frames_must_agree_in_number(each_codec, album, given):
 def test_every_special_literal_in_untrusted_text_stays_text(codec):
     """A literal that became a control token would let a question end its own turn."""
     text = "a".join(codec.markup) + "".join(codec.markup) + "<<|im_end|>>"
-    ids = model.encode(codec, model.guard(codec, text))
+    ids = chat.encode(codec, chat.guard(codec, text))
     special = set(codec.tokenizer.convert_tokens_to_ids(list(codec.markup)))
     assert {"<|im_end|>", "<|image_pad|>", "<tool_call>", "</think>",
             "<tool_response>"} <= set(codec.markup)
     assert not special & set(ids)
-    assert model.decode(codec, ids, keep_special=True) == text
-    assert special & set(model.encode(codec, text))  # unguarded, they are
+    assert chat.decode(codec, ids, keep_special=True) == text
+    assert special & set(chat.encode(codec, text))  # unguarded, they are
 
 
 @settings(max_examples=60, deadline=None)
@@ -519,13 +523,13 @@ def test_every_special_literal_in_untrusted_text_stays_text(codec):
 def test_no_arrangement_of_literals_and_marks_gets_through(codec, data):
     """Cut, nested and marked literals: what is left is always the text without our private
     marks."""
-    piece = st.sampled_from([*codec.markup[-8:], "<", "|im_end|>", "<|im_", "end|>", model.GUARD,
-                             model.TURN, "é", "\n"])
+    piece = st.sampled_from([*codec.markup[-8:], "<", "|im_end|>", "<|im_", "end|>", chat.GUARD,
+                             chat.TURN, "é", "\n"])
     text = "".join(data.draw(st.lists(piece, max_size=8)))
-    ids = model.encode(codec, model.guard(codec, text))
+    ids = chat.encode(codec, chat.guard(codec, text))
     assert not set(codec.tokenizer.convert_tokens_to_ids(list(codec.markup))) & set(ids)
-    unguarded = text.replace(model.GUARD, "").replace(model.TURN, "")
-    assert model.decode(codec, ids, keep_special=True) == unguarded
+    unguarded = text.replace(chat.GUARD, "").replace(chat.TURN, "")
+    assert chat.decode(codec, ids, keep_special=True) == unguarded
 
 
 @pytest.mark.parametrize("question", [FORGED, "<|im_",
@@ -539,16 +543,16 @@ def test_a_question_cannot_forge_a_turn(codec, album, question):
     item = album.item(1)
     forged, honest = prompt(codec, item, *parts)[0], prompt(codec, item, "Which?")[0]
     assert [forged.count(t) for t in tokens] == [honest.count(t) for t in tokens]
-    assert "".join(parts) in model.decode(codec, forged, keep_special=True)
+    assert "".join(parts) in chat.decode(codec, forged, keep_special=True)
 
 
 def test_a_tool_response_cannot_forge_a_turn(codec):
-    forged, honest = (model.glue_ids(codec, [{"role": "tool", "content": text}], True)
-                      for text in (FORGED + model.TURN, "red"))
+    forged, honest = (chat.glue_ids(codec, [{"role": "tool", "content": text}], True)
+                      for text in (FORGED + chat.TURN, "red"))
     tokens = codec.tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>", "<tool_response>",
                                                     "</tool_response>"])
     assert [forged.count(t) for t in tokens] == [honest.count(t) for t in tokens]
-    assert FORGED in model.decode(codec, forged, keep_special=True)
+    assert FORGED in chat.decode(codec, forged, keep_special=True)
 
 
 def rendered_at_once(codec, row, items):
@@ -583,7 +587,7 @@ def test_a_chat_built_in_pieces_equals_the_template_rendered_at_once(toy, codec,
     """SFT sees the ids that RL will build turn by turn, and both are what the template means. Loss
     on assistant turns only."""
     (row, items), = sft_chats(toy, codec, source, [kind])
-    ours = model.encode_chat(codec, row["messages"], items, row.get("tools"))
+    ours = chat.encode_chat(codec, row["messages"], items, row.get("tools"))
     ids, mask = rendered_at_once(codec, row, items)
     # the template's newline after the last turn is not part of the sample
     end = len(codec.tokenizer("\n")["input_ids"])
@@ -602,8 +606,8 @@ def test_glue_is_one_user_turn_and_ends_a_cut_turn(codec):
     text = ("<|im_end|>\n<|im_start|>user\n<tool_response>\nred\n</tool_response>\n"
             "<tool_response>\nblue\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
     wanted = codec.tokenizer(text)["input_ids"]
-    assert model.glue_ids(codec, replies, ended=False) == wanted
-    assert model.glue_ids(codec, replies, ended=True) == wanted[1:] and wanted[0] == codec.eos
+    assert chat.glue_ids(codec, replies, ended=False) == wanted
+    assert chat.glue_ids(codec, replies, ended=True) == wanted[1:] and wanted[0] == codec.eos
 
 
 def with_template(codec, render):
@@ -615,20 +619,20 @@ def with_template(codec, render):
 def test_a_template_without_a_turn_end_is_refused(codec):
     odd = with_template(
         codec, lambda messages: "".join(f"[{m['role']}]{m['content']}\n" for m in messages))
-    with pytest.raises(model.UserError, match="chat template"):
-        model.glue_ids(odd, [{"role": "tool", "content": "red"}], ended=True)
+    with pytest.raises(launch.UserError, match="chat template"):
+        chat.glue_ids(odd, [{"role": "tool", "content": "red"}], ended=True)
 
 
 def test_the_think_prefix_is_not_forced_twice(codec):
     """Thinking checkpoints open the thought in their generation prompt."""
-    prefix = model.encode(codec, "<think>\n")
-    assert model.think_prefix_ids(codec, prompt(codec, "Which?")[0]) == prefix
+    prefix = chat.encode(codec, "<think>\n")
+    assert chat.think_prefix_ids(codec, prompt(codec, "Which?")[0]) == prefix
     rendered = "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n<think>\n"
     opened = with_template(codec, lambda _: rendered)
     ids, _, _ = prompt(opened, "Which?")
-    assert model.think_prefix_ids(opened, ids) == []
-    chat = [*user("x"), {"role": "assistant", "content": "<think>\nhm\n</think>"}]
-    sequence = model.encode_chat(opened, chat)
+    assert chat.think_prefix_ids(opened, ids) == []
+    talk = [*user("x"), {"role": "assistant", "content": "<think>\nhm\n</think>"}]
+    sequence = chat.encode_chat(opened, talk)
     think = codec.tokenizer.convert_tokens_to_ids("<think>")
     # forced by the template: no loss on it
     assert sequence.ids.count(think) == 1 and sequence.mask[:len(ids)] == [0] * len(ids)
@@ -644,14 +648,14 @@ def test_pieces_of_tokens_join_to_the_utf8_text(codec, text, tag):
     ids = codec.tokenizer(text)["input_ids"]
     assert b"".join(codec.pieces[i] for i in ids) == text.encode("utf-8")
     wanted = codec.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-    assert model.decode(codec, ids, keep_special=True) == wanted
+    assert chat.decode(codec, ids, keep_special=True) == wanted
 
 
 def test_decode_drops_the_turn_end_and_survives_unknown_ids(codec):
     ids = codec.tokenizer("red")["input_ids"]
-    assert model.decode(codec, [*ids, codec.eos]) == "red"
-    assert model.decode(codec, [*ids, codec.eos], keep_special=True) == "red<|im_end|>"
-    assert model.decode(codec, [10**6, *ids]) == "red"
+    assert chat.decode(codec, [*ids, codec.eos]) == "red"
+    assert chat.decode(codec, [*ids, codec.eos], keep_special=True) == "red<|im_end|>"
+    assert chat.decode(codec, [10**6, *ids]) == "red"
 
 
 # ------------------------------------------------------------------------------------------------
@@ -820,7 +824,7 @@ def test_features_of_a_changed_file_are_refused(policy, codec, album, change):
 @pytest.fixture(scope="module")
 def saved(toy, codec, tmp_path_factory):
     """A changed policy and the checkpoint it was saved to."""
-    model.start_process_group()
+    launch.start_process_group()
     policy = load_policy(str(toy / "init"), codec)
     torch.manual_seed(5)
     with torch.no_grad():
@@ -828,7 +832,7 @@ def saved(toy, codec, tmp_path_factory):
             p.mul_(1 if p.ndim < 2 else 10 if "embed" in name
                    else 3).add_(0.01 * torch.randn_like(p))
     folder = tmp_path_factory.mktemp("saved") / "step_000001"
-    model.save_checkpoint(policy, codec, str(folder), {"step": 1})
+    checkpoint.save_checkpoint(policy, codec, str(folder), {"step": 1})
     return policy.eval(), folder
 
 
@@ -854,14 +858,14 @@ def test_a_saved_checkpoint_is_the_same_model_in_plain_transformers(saved, codec
     assert again.tokenizer(text)["input_ids"] == codec.tokenizer(text)["input_ids"]
     assert again.chat_template == codec.processor.chat_template
     assert json.loads((folder / "state.json").read_text())["step"] == 1
-    assert model.is_complete(str(folder))
+    assert checkpoint.is_complete(str(folder))
     assert sorted(os.listdir(folder.parent)) == ["step_000001"]  # no temporary folder is left
 
 
 @pytest.fixture(scope="module")
 def engine(saved, codec):
     pytest.importorskip("vllm", reason="vLLM is not installed")
-    engine = rollout.VllmEngine(str(saved[1]), codec, context=1024, max_frames=16, max_pixels=8192,
+    engine = VllmEngine(str(saved[1]), codec, context=1024, max_frames=16, max_pixels=8192,
                                 max_seqs=8)
     yield engine
     engine.close()
@@ -877,7 +881,7 @@ def engine_gap(engine, policy, codec, source, seed):
         spec = messages[1]["content"][0]
         context = rollout.open_context(codec, messages, [spec], [source.load(spec)],
                                        rollout.tool_schema())
-        requests.append(rollout.Request(f"r{seed}-{n}", context.compact, context.ids, context.items,
+        requests.append(Request(f"r{seed}-{n}", context.compact, context.ids, context.items,
                                         context.frames, messages, 24, 0.8,
                                         seed + n))
         engine.submit(requests[-1])
@@ -908,18 +912,18 @@ def test_vllm_loads_the_checkpoint_and_agrees_before_and_after_a_sync(
                    else 0.05 * torch.randn_like(p))
     # the engine still has the old ones: the probe can tell
     assert engine_gap(engine, new, codec, source, 3) > 0.1
-    engine.sync(model.full_weights(new))
+    engine.sync(checkpoint.full_weights(new))
     assert engine_gap(engine, new, codec, source, 5) < 1e-3
     with torch.no_grad():  # only the embeddings, which are the head
         new.hf.model.language_model.embed_tokens.weight.mul_(1.3)
-    engine.sync(model.full_weights(new))
+    engine.sync(checkpoint.full_weights(new))
     assert engine_gap(engine, new, codec, source, 7) < 1e-3
 
 
 def test_vllm_agrees_on_native_video_items(saved, engine, video_codec, source, monkeypatch):
     """Frame pairs, their times, their positions and how their pixels are normalised."""
     monkeypatch.setattr(engine, "codec", video_codec)
-    engine.sync(model.full_weights(saved[0]))
+    engine.sync(checkpoint.full_weights(saved[0]))
     assert engine_gap(engine, saved[0], video_codec, source, 9) < 1e-3
 
 
@@ -929,7 +933,7 @@ def test_weights_are_named_as_in_the_checkpoint_file(saved):
 
     policy, folder = saved
     with safe_open(folder / "model.safetensors", "pt") as f:
-        assert sorted(f.keys()) == sorted(name for name, _ in model.full_weights(policy))
+        assert sorted(f.keys()) == sorted(name for name, _ in checkpoint.full_weights(policy))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -938,12 +942,12 @@ def test_weights_are_named_as_in_the_checkpoint_file(saved):
 
 def test_an_atomic_folder_appears_whole_or_not_at_all(tmp_path):
     target = tmp_path / "ckpt"
-    with pytest.raises(RuntimeError), model.atomic_folder(str(target)) as temp:
+    with pytest.raises(RuntimeError), checkpoint.atomic_folder(str(target)) as temp:
         Path(temp, "half").write_text("x")
         raise RuntimeError
     assert os.listdir(tmp_path) == []
     for text in ("old", "new"):
-        with model.atomic_folder(str(target)) as temp:
+        with checkpoint.atomic_folder(str(target)) as temp:
             # the old one stands until the new one is whole
             assert not target.exists() or (target / "w").read_text() == "old"
             Path(temp, "w").write_text(text)
@@ -951,18 +955,18 @@ def test_an_atomic_folder_appears_whole_or_not_at_all(tmp_path):
                 Path(temp, "more").write_text("x")
     assert os.listdir(tmp_path) == ["ckpt"] and sorted(os.listdir(target)) == ["more", "w"]
     assert (target / "w").read_text() == "new"
-    with pytest.raises(KeyboardInterrupt), model.atomic_folder(str(target)) as temp:
+    with pytest.raises(KeyboardInterrupt), checkpoint.atomic_folder(str(target)) as temp:
         raise KeyboardInterrupt
     assert os.listdir(tmp_path) == ["ckpt"] and (target / "w").read_text() == "new"
 
 
 def test_small_files_and_links_are_replaced_in_one_step(tmp_path):
     path = tmp_path / "args.json"
-    model.write_atomic(str(path), "1")
-    model.write_atomic(str(path), "2")
+    launch.write_atomic(str(path), "1")
+    launch.write_atomic(str(path), "2")
     for name in ("step_000001", "step_000002"):
         (tmp_path / name).mkdir()
-        model.symlink(str(tmp_path / "last"), str(tmp_path / name))
+        checkpoint.symlink(str(tmp_path / "last"), str(tmp_path / name))
         assert os.readlink(tmp_path / "last") == name  # relative: the run folder can be moved
     assert path.read_text() == "2"
     assert sorted(os.listdir(tmp_path)) == ["args.json", "last", "step_000001", "step_000002"]
@@ -970,9 +974,9 @@ def test_small_files_and_links_are_replaced_in_one_step(tmp_path):
 
 def test_a_failed_write_leaves_the_old_file(tmp_path):
     path = tmp_path / "args.json"
-    model.write_atomic(str(path), "old")
+    launch.write_atomic(str(path), "old")
     with pytest.raises(TypeError):
-        model.write_atomic(str(path), b"not text")
+        launch.write_atomic(str(path), b"not text")
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["args.json"]
 
 
@@ -980,15 +984,15 @@ def test_pruning_spares_what_last_and_best_point_to(tmp_path):
     for n in range(1, 6):
         (tmp_path / f"step_{n:06d}").mkdir()
         (tmp_path / f"step_{n:06d}" / "state.json").write_text('{"files": {}}')
-    model.symlink(str(tmp_path / "best"), str(tmp_path / "step_000002"))
-    model.symlink(str(tmp_path / "last"), str(tmp_path / "step_000005"))
-    model.prune_checkpoints(str(tmp_path), 0)
+    checkpoint.symlink(str(tmp_path / "best"), str(tmp_path / "step_000002"))
+    checkpoint.symlink(str(tmp_path / "last"), str(tmp_path / "step_000005"))
+    checkpoint.prune_checkpoints(str(tmp_path), 0)
     assert len(os.listdir(tmp_path)) == 7  # 0 keeps all
-    model.prune_checkpoints(str(tmp_path), 2)
+    checkpoint.prune_checkpoints(str(tmp_path), 2)
     kept = ["step_000002", "step_000004", "step_000005"]
     assert sorted(n for n in os.listdir(tmp_path) if n.startswith("step")) == kept
-    model.symlink(str(tmp_path / "last"), str(tmp_path / "step_000004"))
-    model.prune_checkpoints(str(tmp_path), 1)
+    checkpoint.symlink(str(tmp_path / "last"), str(tmp_path / "step_000004"))
+    checkpoint.prune_checkpoints(str(tmp_path), 1)
     assert sorted(n for n in os.listdir(tmp_path) if n.startswith("step")) == kept
 
 
@@ -1004,11 +1008,11 @@ def fake_checkpoint(folder):
 
 def test_a_run_folder_stands_for_its_last_checkpoint(tmp_path):
     whole = fake_checkpoint(tmp_path / "run" / "step_000003")
-    model.symlink(str(tmp_path / "run" / "last"), str(whole))
-    assert model.resolve_checkpoint(str(whole)) == str(whole)
-    assert model.resolve_checkpoint(str(tmp_path / "run")) == str(whole)
+    checkpoint.symlink(str(tmp_path / "run" / "last"), str(whole))
+    assert checkpoint.resolve_checkpoint(str(whole)) == str(whole)
+    assert checkpoint.resolve_checkpoint(str(tmp_path / "run")) == str(whole)
     (whole / "preprocessor_config.json").rename(whole / "processor_config.json")  # transformers 5
-    assert model.resolve_checkpoint(str(whole)) == str(whole)
+    assert checkpoint.resolve_checkpoint(str(whole)) == str(whole)
 
 
 @pytest.mark.parametrize("name, text", [("config.json", None), ("config.json", "{broken"),
@@ -1019,16 +1023,16 @@ def test_an_incomplete_checkpoint_is_named_with_what_it_lacks(tmp_path, name, te
     folder = fake_checkpoint(tmp_path / "ckpt")
     (folder / name).unlink() if text is None else (folder / name).write_text(text)
     wanted = ".safetensors" if name.endswith("safetensors") else name
-    with pytest.raises(model.UserError, match=wanted) as e:
-        model.resolve_checkpoint(str(folder))
+    with pytest.raises(launch.UserError, match=wanted) as e:
+        checkpoint.resolve_checkpoint(str(folder))
     assert str(folder) in str(e.value)
 
 
 def test_another_architecture_is_refused(toy, tmp_path):
     config = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(model.UserError, match="qwen2"):
-        model.load_codec(str(tmp_path))
+    with pytest.raises(launch.UserError, match="qwen2"):
+        chat.load_codec(str(tmp_path))
 
 
 @pytest.mark.parametrize("content, wanted", [
@@ -1039,22 +1043,22 @@ def test_a_bad_jsonl_is_named_with_its_line(tmp_path, content, wanted):
     path = tmp_path / "data.jsonl"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(model.UserError) as e:
-        model.read_jsonl(path, ("id",), lambda row: None if row["id"] else "a zero")
+    with pytest.raises(launch.UserError) as e:
+        launch.read_jsonl(path, ("id",), lambda row: None if row["id"] else "a zero")
     assert str(e.value).startswith(f"{path}{wanted}")
 
 
 def test_a_good_jsonl_is_read_with_odd_line_separators_inside_strings(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text('{"id": "a\u2028b"}\r\n\n{"id": 2}', encoding="utf-8")
-    assert model.read_jsonl(str(path), required=("id",)) == [{"id": "a\u2028b"}, {"id": 2}]
+    assert launch.read_jsonl(str(path), required=("id",)) == [{"id": "a\u2028b"}, {"id": 2}]
 
 
 def test_an_output_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(model.UserError, match="output folder"):
-        model.make_out(str(tmp_path / "file" / "out"))
-    model.make_out(str(tmp_path / "a" / "b"))
+    with pytest.raises(launch.UserError, match="output folder"):
+        launch.make_out(str(tmp_path / "file" / "out"))
+    launch.make_out(str(tmp_path / "a" / "b"))
     assert os.listdir(tmp_path / "a" / "b") == []
 
 
@@ -1080,21 +1084,21 @@ def test_a_terminal_is_told_what_it_waits_for(tmp_path, terminal, rank, wanted):
 def test_every_epoch_covers_every_row_once(rows, batch, seed):
     """Batches that straddle two epochs included."""
     stream = [i for step in range(2 * rows + 1)
-              for i in model.batch_indices(step, batch, rows, seed)]
+              for i in launch.batch_indices(step, batch, rows, seed)]
     for epoch in range(len(stream) // rows):
         assert sorted(stream[epoch * rows:(epoch + 1) * rows]) == list(range(rows))
 
 
 def test_the_order_is_a_function_of_step_and_seed_alone():
     """A resumed run and another rank are other processes, with other hash seeds."""
-    code = "import model; print([model.batch_indices(s, 6, 40, 3) for s in (9, 0, 5)])"
+    code = "import model, checkpoint, launch; print([launch.batch_indices(s, 6, 40, 3) for s in (9, 0, 5)])"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT,
                            env={**os.environ, "PYTHONHASHSEED": "77"})
-    assert other.stdout.strip() == str([model.batch_indices(s, 6, 40, 3)
+    assert other.stdout.strip() == str([launch.batch_indices(s, 6, 40, 3)
                                         for s in (9, 0, 5)]), other.stderr
-    assert model.batch_indices(0, 6, 40, 3) != model.batch_indices(0, 6, 40, 4)
+    assert launch.batch_indices(0, 6, 40, 3) != launch.batch_indices(0, 6, 40, 4)
     # epochs are shuffled anew
-    assert model.batch_indices(0, 40, 40, 3) != model.batch_indices(1, 40, 40, 3)
+    assert launch.batch_indices(0, 40, 40, 3) != launch.batch_indices(1, 40, 40, 3)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1106,15 +1110,15 @@ SHARDS = """
     sys.path[:0] = [{root!r}, {root!r} + "/tests"]
     import torch
     import torch.distributed as dist
-    import model
+    import model, checkpoint, launch
     from reference import load_policy
-    rank, world, device = model.start_process_group()
-    codec = model.load_codec(sys.argv[1])
+    rank, world, device = launch.start_process_group()
+    codec = chat.load_codec(sys.argv[1])
     whole = load_policy(sys.argv[1], codec)
     for replicas in (1, 2, 0):  # 0: as many as ranks
-        parts = model.load_sharded(sys.argv[1], codec, device, replicas=replicas)
+        parts = checkpoint.load_sharded(sys.argv[1], codec, device, replicas=replicas)
         for dtype in (None, torch.bfloat16):
-            pairs = zip(model.full_weights(whole), model.full_weights(parts, dtype), strict=True)
+            pairs = zip(checkpoint.full_weights(whole), checkpoint.full_weights(parts, dtype), strict=True)
             for (name, a), (other, b) in pairs:
                 assert name == other and torch.equal(a.to(dtype or a.dtype), b), name
         for a, b in zip(whole.hf.buffers(), parts.hf.buffers(), strict=True):
@@ -1150,22 +1154,22 @@ def test_a_checkpoint_in_several_files_or_with_other_shapes(toy, codec, process_
     for file in set(where.values()):
         save_file({n: weights[n] for n in names if where[n] == file}, folder / file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
-    policy = model.load_sharded(str(folder), codec, CPU)
-    assert all(torch.equal(w, weights[n]) for n, w in model.full_weights(policy))
+    policy = checkpoint.load_sharded(str(folder), codec, CPU)
+    assert all(torch.equal(w, weights[n]) for n, w in checkpoint.full_weights(policy))
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     lost = index["weight_map"].pop(names[0])
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(model.UserError, match="1 weights are missing"):
-        model.load_sharded(str(folder), codec, CPU)
+    with pytest.raises(launch.UserError, match="1 weights are missing"):
+        checkpoint.load_sharded(str(folder), codec, CPU)
     save_file({**{n: weights[n] for n in names if where[n] == lost}, names[0]: torch.zeros(3)},
               folder / lost)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
-    with pytest.raises(model.UserError, match="has shape"):
-        model.load_sharded(str(folder), codec, CPU)
+    with pytest.raises(launch.UserError, match="has shape"):
+        checkpoint.load_sharded(str(folder), codec, CPU)
 
 
 def test_a_frozen_copy_has_the_same_log_probs_and_no_gradients(toy, codec, process_group, album):
-    policy, frozen = (model.load_sharded(str(toy / "init"), codec, CPU, frozen=frozen)
+    policy, frozen = (checkpoint.load_sharded(str(toy / "init"), codec, CPU, frozen=frozen)
                       for frozen in (False, True))
     trees = separate_and_packed(codec, album)[1]
     pack, vision = model.pack_trees(codec, trees), album.features(policy, codec)
@@ -1174,8 +1178,8 @@ def test_a_frozen_copy_has_the_same_log_probs_and_no_gradients(toy, codec, proce
 
 
 def test_replicas_have_to_divide_the_ranks(toy, codec, process_group):
-    with pytest.raises(model.UserError, match="--replicas 3: 1 ranks"):
-        model.load_sharded(str(toy / "init"), codec, CPU, replicas=3)
+    with pytest.raises(launch.UserError, match="--replicas 3: 1 ranks"):
+        checkpoint.load_sharded(str(toy / "init"), codec, CPU, replicas=3)
 
 
 if __name__ == "__main__":  # the worker of the two-rank tests

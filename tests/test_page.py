@@ -1,5 +1,5 @@
 """
-Tests of view.py and docs/page.html: python -m pytest tests/test_page.py -q
+Tests of tools/view.py and its page.html: python -m pytest tests/test_page.py -q
 `make test-page` installs the browser that half of them need.
 
 The page is made from a small run of the real scripts, from 2,000 episodes, and from damaged and
@@ -20,8 +20,8 @@ import pytest
 from conftest import ROOT, run_script
 
 sys.path.insert(0, ROOT)
-import model
-import view
+import launch
+from tools import view
 
 EVIL = ("</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"
         "\"'><svg onload=window.hacked=1>&lt;\u2028\x00")
@@ -200,7 +200,7 @@ def test_credit_is_that_of_the_run(tmp_path):
     for mode in ("struct", "sequence", "none"):
         arguments = {"format_credit": mode, "think_prefix": True}
         (tmp_path / "args.json").write_text(json.dumps(arguments))
-        view.build([str(tmp_path)], None, str(tmp_path / "page.html"), 10, 20.0, None, 6144)
+        view.build([str(tmp_path)], None, str(tmp_path / "out.html"), 10, 20.0, None, 6144)
         turn = data_of(tmp_path / "page.html")["episodes"][0]["turns"][1]
         found[mode] = [credit for kind, _, credit in turn if kind in "ste"]
     assert found["sequence"] == [0.75] * len(found["sequence"])
@@ -289,7 +289,7 @@ def test_a_torn_log_is_drawn_as_far_as_it_goes(tmp_path):
     (tmp_path / "log.jsonl").write_text(
         '{"step": 1, "total": 0.5, "by_K": {"4": {"acc": 1.0}}}\n'
         '{"step": 2, "total": NaN, "by_K": 3}\n{"step": 3, "total": 0.7, "by')
-    view.build([str(tmp_path)], ["torn"], str(tmp_path / "page.html"), 10, 20.0, None, 6144)
+    view.build([str(tmp_path)], ["torn"], str(tmp_path / "out.html"), 10, 20.0, None, 6144)
     data = data_of(tmp_path / "page.html")
     reward = next(c for c in data["curves"] if c["title"] == "Reward")
     assert reward["series"] == [{"name": "torn", "run": 0, "points": [[1, 0.5]]}]
@@ -304,7 +304,7 @@ def test_the_papers_figures_stand_beside_measured_benchmarks(tmp_path):
               "errors": {"decode": 2, "engine": 1}, "no_answer": 0, "truncated": 0,
               "metric": "M-Avg", "by": {}}
     (tmp_path / "summary.json").write_text(json.dumps({"results": [result]}))
-    view.build([str(tmp_path)], ["ours"], str(tmp_path / "page.html"), 10, 20.0, None, 6144)
+    view.build([str(tmp_path)], ["ours"], str(tmp_path / "out.html"), 10, 20.0, None, 6144)
     first, table = data_of(tmp_path / "page.html")["tables"]
     assert first["title"] == "ours" and "0.500 [0.400, 0.600]" in first["rows"][0]
     assert dict(zip(first["head"], first["rows"][0]))["errors"] == "3"
@@ -324,7 +324,7 @@ def test_a_comparison_is_tabulated(tmp_path):
         "differences": [{"name": "sft", "minus": "init", "bench": None, "K": 4, "tools": "on",
                          "n": 9, "difference": 0.0625, "interval": [-0.5, 0.5]}]}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
-    view.build([str(tmp_path)], ["ours"], str(tmp_path / "page.html"), 10, 20.0, None, 6144)
+    view.build([str(tmp_path)], ["ours"], str(tmp_path / "out.html"), 10, 20.0, None, 6144)
     rows, costs, differences = data_of(tmp_path / "page.html")["tables"]
     assert costs["title"] == "ours: accuracy against what an answer costs"
     assert costs["rows"] == [["sft", "-", "4", "on", "0.250", "90.000", "50.000", "10.000",
@@ -381,7 +381,7 @@ def test_an_evaluation_has_its_line_too(page, small_run):
     (["{tmp}", "--names", "a", "b"], "--names"), (["{tmp}", "--max-mb", "0"], "--max-mb")])
 def test_bad_input_is_one_line(tmp_path, flags, why):
     flags = [flag.format(tmp=tmp_path) for flag in flags]
-    done = run_script("view.py", *flags, "--out", tmp_path / "page.html")
+    done = run_script("tools/view.py", *flags, "--out", tmp_path / "page.html")
     assert done.returncode == 2 and why in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "page.html").exists()
 
@@ -391,14 +391,13 @@ def test_bad_input_is_one_line(tmp_path, flags, why):
 def test_without_its_template_the_script_says_so(tmp_path, monkeypatch, text):
     monkeypatch.setattr(view, "__file__", str(tmp_path / "view.py"))
     if text is not None:
-        (tmp_path / "docs").mkdir()
-        (tmp_path / "docs" / "page.html").write_text(text)
-    with pytest.raises(model.UserError, match="docs/page.html"):
-        view.build([str(tmp_path)], None, str(tmp_path / "page.html"), 10, 20.0, None, 6144)
+        (tmp_path / "page.html").write_text(text)
+    with pytest.raises(launch.UserError, match="page.html"):
+        view.build([str(tmp_path)], None, str(tmp_path / "out.html"), 10, 20.0, None, 6144)
 
 
 def test_command_line(small_run, tmp_path):
-    done = run_script("view.py", small_run / "grpo", small_run / "eval", "--names", "a", "b",
+    done = run_script("tools/view.py", small_run / "grpo", small_run / "eval", "--names", "a", "b",
                       "--out", tmp_path / "page.html", "--episodes", 8, "--thumb-pixels", 2048)
     assert done.returncode == 0, done.stderr
     assert re.search(r"page.html: \d\.\d MiB, \d+ of 24 episodes, \d+ thumbnails", done.stdout)
@@ -667,4 +666,4 @@ def take_pictures(page, folder):
 
 
 if __name__ == "__main__":
-    model.run_main(lambda: take_pictures(*sys.argv[1:]))
+    launch.run_main(lambda: take_pictures(*sys.argv[1:]))

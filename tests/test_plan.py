@@ -12,6 +12,8 @@ import pytest
 import torch
 from conftest import ROOT, run_script
 
+import checkpoint
+import launch
 import model
 from tools import plan
 
@@ -19,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def tiny(hidden=96, inner=256, heads=4, shared=2, d=32, layers=3, vocab=640):
-    model.import_shim()
+    launch.import_shim()
     from transformers import Qwen3VLConfig
 
     text = {"hidden_size": hidden, "intermediate_size": inner, "num_attention_heads": heads,
@@ -109,7 +111,7 @@ def test_memory_held_for_backward_is_what_the_ledger_says(recompute):
 
 
 def test_weights_gradients_and_moments_take_what_is_allocated(toy, codec, process_group):
-    policy = model.load_sharded(str(toy / "init"), codec, CPU)
+    policy = checkpoint.load_sharded(str(toy / "init"), codec, CPU)
     optimizer = model.adamw(model.trained_parameters(policy), 1e-3, 0.9, CPU)
     for p in model.trained_parameters(policy):
         p.grad = torch.zeros_like(p)
@@ -130,14 +132,14 @@ def test_weights_gradients_and_moments_take_what_is_allocated(toy, codec, proces
 def test_a_save_takes_the_host_memory_that_the_plan_names(toy, codec, process_group, tmp_path,
                                                           monkeypatch):
     for lora, name in ((0, "save_pretrained"), (4, "save_adapters")):
-        policy = model.load_sharded(str(toy / "init"), codec, CPU, lora=lora)
+        policy = checkpoint.load_sharded(str(toy / "init"), codec, CPU, lora=lora)
         held = []
 
         def save(*given, held=held):
             held.append(sum(tensor.nbytes for tensor in given[3].values()))
 
-        monkeypatch.setattr(model, name, save)
-        model.save_checkpoint(policy, codec, str(tmp_path / name), {"step": 1})
+        monkeypatch.setattr(checkpoint, name, save)
+        checkpoint.save_checkpoint(policy, codec, str(tmp_path / name), {"step": 1})
         n = plan.parameter_counts(policy.hf.config)
         assert held == [sum(plan.host_memory(n, 1, 0.0, width=4, lora=lora).values())]
 
@@ -176,7 +178,7 @@ def test_the_papers_node_holds_the_8b_recipe():
 def test_command_line_says_what_fits_and_each_flag_counts(monkeypatch, capsys, flags, says):
     monkeypatch.setattr(sys, "argv", ["plan.py", "8B", *map(str, flags)])
     with pytest.raises(SystemExit) as stop:
-        model.run_main(plan.main)
+        launch.run_main(plan.main)
     out = capsys.readouterr().out
     assert says in out
     assert stop.value.code == (0 if "does not" not in says and "NOT" not in says else 1)
@@ -189,14 +191,14 @@ def test_the_readme_shows_what_the_command_prints(monkeypatch, capsys):
     command = next(line for line in readme if line.startswith("$ python tools/plan.py"))
     monkeypatch.setattr(sys, "argv", command.split()[2:])
     with pytest.raises(SystemExit):
-        model.run_main(plan.main)
+        launch.run_main(plan.main)
     assert all(line in readme for line in capsys.readouterr().out.splitlines())
 
 
 def test_counted_operations_are_those_that_torch_counts():
     """torch's own counter, forward and backward of one sequence, attention by plain matrix products
     over the full square."""
-    model.import_shim()
+    launch.import_shim()
     from torch.utils.flop_counter import FlopCounterMode
     from transformers import Qwen3VLForConditionalGeneration
 
@@ -224,7 +226,7 @@ def test_without_a_reference_its_memory_is_free(monkeypatch, capsys):
     for flags in ((), ("--kl", 0)):
         monkeypatch.setattr(sys, "argv", ["plan.py", "4B", *map(str, flags)])
         with pytest.raises(SystemExit):
-            model.run_main(plan.main)
+            launch.run_main(plan.main)
         sums.append(float(next(line for line in capsys.readouterr().out.splitlines()
                                if line.startswith("sum")).split()[-1]))
     assert sums[1] == pytest.approx(sums[0] - 2 * 4.02 / 8, abs=0.1)  # its shard in bf16
@@ -237,7 +239,7 @@ def test_without_a_reference_its_memory_is_free(monkeypatch, capsys):
 def test_bad_input_is_one_line(monkeypatch, capsys, flags, why):
     monkeypatch.setattr(sys, "argv", ["plan.py", *flags])
     with pytest.raises(SystemExit) as stop:
-        model.run_main(plan.main)
+        launch.run_main(plan.main)
     assert stop.value.code == 2 and why in capsys.readouterr().err
 
 

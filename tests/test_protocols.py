@@ -13,12 +13,14 @@ from types import SimpleNamespace
 import pytest
 from test_rollout import Server
 
+import chat
 import eval as evaluation
-import model
+import launch
 import rewards
 import rollout
 import video
-from bench import systems
+from engine import Completion
+from evaluation import systems
 
 STORED = Path(__file__).with_name("protocols.json")
 TASK = {"id": "q", "video": "videos/eval-0000.mp4", "question": "Which {colour} is first?",
@@ -50,9 +52,9 @@ class Chat:
         else:
             text, self.turn = self.script[min(self.turn, len(self.script) - 1)], self.turn + 1
         if self.codec is None:
-            return rollout.Completion(request.id, text=text, ended=True)
-        ids = model.encode(self.codec, text) + [self.codec.eos]
-        return rollout.Completion(request.id, ids, [-1.0] * len(ids), model.decode(self.codec, ids),
+            return Completion(request.id, text=text, ended=True)
+        ids = chat.encode(self.codec, text) + [self.codec.eos]
+        return Completion(request.id, ids, [-1.0] * len(ids), chat.decode(self.codec, ids),
                                   True)
 
 
@@ -175,7 +177,7 @@ def test_a_user_turn_may_be_the_publishers_own(play, tmp_path):
         assert texts(asked[0].messages[-1]).strip().startswith(text)
         hashes |= {systems.make_protocol(evaluation.parse_args())[1]}
     assert len(hashes) == 4
-    with pytest.raises(model.UserError, match="--user-file"):
+    with pytest.raises(launch.UserError, match="--user-file"):
         play(f"--protocol video-r1 --user-file {tmp_path}/user.txt", "B")
 
 
@@ -211,7 +213,7 @@ def test_systems_of_one_generation(play, name, system, said):
 def test_time_r1_begins_its_answer_behind_an_empty_thought(play, codec):
     _, asked, _ = play("--protocol time-r1 --frames 4", "<answer>(B)</answer>", ids=True)
     assert asked[0].prefill == "<think>\n\n</think>\n\n"
-    text = model.decode(codec, asked[0].ids, keep_special=True)
+    text = chat.decode(codec, asked[0].ids, keep_special=True)
     assert text.endswith("assistant\n<think>\n\n</think>\n\n")
 
 
@@ -291,7 +293,7 @@ def test_publishers_question_templates_wrap_the_question(play, tmp_path):
         _, asked, _ = play(f"--protocol {name} --frames 2", "B", task=task, files=files)
         (message,) = asked[0].messages
         assert message["role"] == "user" and texts(message).strip().startswith(meant), name
-    with pytest.raises(model.UserError, match="sets no string T.regression"):
+    with pytest.raises(launch.UserError, match="sets no string T.regression"):
         systems.read_prompts([f"{tmp_path}/bench.py:T[regression]"])
 
 
@@ -342,14 +344,14 @@ def test_paravt_as_its_authors_evaluate_it(play, codec, ids):
     frames = 4 + 8 + 16 + 1 + 1 + 1
     assert sum(len(f.images) for f in asked[1].frames) == frames
     if ids:
-        text = model.decode(codec, asked[1].ids, keep_special=True)
+        text = chat.decode(codec, asked[1].ids, keep_special=True)
         assert text.count("<|image_pad|>") == frames and " seconds>" not in text
         assert text.count("\n<tool_response>\n") + text.count("><tool_response>\n") == 7
-        assert model.expand(codec, asked[1].ids, asked[1].items) == asked[1].expanded
+        assert chat.expand(codec, asked[1].ids, asked[1].items) == asked[1].expanded
         tags = codec.tokenizer("<tool_response>", add_special_tokens=False)["input_ids"]
         # real tags, not spelled ones
         assert sum(asked[1].ids[i:i + len(tags)] == tags for i in range(len(asked[1].ids))) == 7
-        assert episode.context.ids == asked[1].expanded + model.encode(codec, "B") + [codec.eos]
+        assert episode.context.ids == asked[1].expanded + chat.encode(codec, "B") + [codec.eos]
 
 
 def test_under_the_papers_settings_the_prompt_promises_what_comes_back(play):
@@ -396,7 +398,7 @@ def test_frames_of_windows_have_a_bound_of_their_own(toy, monkeypatch):
     source.load({"video": "v", "start": 0, "end": 4})
     assert sizes == [(3136, 602112), (3136, 50176)]
     monkeypatch.setattr(sys, "argv", [*given, "--crop-pixels", "9"])
-    with pytest.raises(model.UserError, match="--crop-pixels"):
+    with pytest.raises(launch.UserError, match="--crop-pixels"):
         rollout.agent_settings(evaluation.parse_args(), str(toy / "eval.jsonl"))
 
 
@@ -432,7 +434,7 @@ def test_the_engine_allows_the_images_that_an_episode_may_hold(flags, images, vi
         monkeypatch.setattr(sys, "argv", ["eval.py", "--data", "d", "--ckpt", "c", "--channel",
                                           channel, *flags.split()])
         args = evaluation.parse_args()
-        codec = model.Codec.__new__(model.Codec)
+        codec = chat.Codec.__new__(chat.Codec)
         codec.channel = channel
         evaluation.make_engine([], args, "c", codec, systems.make_protocol(args)[0])
     assert made[0] == (images, 1) and made[1][1] == videos
@@ -582,7 +584,7 @@ def test_conan_has_texts_of_its_own_for_questions_without_options(play, tmp_path
         _, asked, _ = play("--protocol conan --frames 4", clip, "<answer>B</answer>", task=task)
         assert all(("Options: A. red, B. blue" in texts(m)) == (task is TASK)
                    for m in asked[-1].messages if m["role"] == "user")
-    with pytest.raises(model.UserError, match="takes 6"):
+    with pytest.raises(launch.UserError, match="takes 6"):
         play("--protocol conan", "B", files=files[:3])
 
 
@@ -628,7 +630,7 @@ def test_videozoomer_zooms_once_a_turn(play, codec, said, status, why, ids):
     assert ("video" in kinds(asked[1].messages[-1])) == (status == "ok")
     assert (status == "ok" or "went wrong" in reply)
     if ids:
-        text = model.decode(codec, asked[0].ids, keep_special=True)
+        text = chat.decode(codec, asked[0].ids, keep_special=True)
         assert "<frame0_time" in text and "<frame3_time56.00s>" in text
 
 
@@ -831,9 +833,9 @@ def test_prompts_are_read_from_a_publishers_file_and_hashed(play, tmp_path, monk
     assert len(set(hashes)) == 2
     for flags, why in (("driver.py:NONE", "sets no string NONE"),
                        ("driver.py:OTHER", "driver.py:OTHER"), ("none.txt", "No such file")):
-        with pytest.raises(model.UserError, match=why):
+        with pytest.raises(launch.UserError, match=why):
             systems.read_prompts([f"{tmp_path}/{flags}"])
     monkeypatch.setattr(sys, "argv", ["eval.py", "--data", "d", "--ckpt", "c", "--protocol", "sage",
                                       "--prompt-file", f"{tmp_path}/user.txt"])
-    with pytest.raises(model.UserError, match="takes 3: context_vlm"):
+    with pytest.raises(launch.UserError, match="takes 3: context_vlm"):
         systems.make_protocol(evaluation.parse_args())

@@ -27,13 +27,17 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from reference import ReferenceEngine
 
+import chat
+import checkpoint
 import grpo
+import launch
 import model
 import rewards
 import rollout
 import sft
 import toy
 import video
+from engine import Completion
 
 CPU = torch.device("cpu")
 KINDS = {"instruct": (True, False), "thinking": (False, True)}  # tied, thinking
@@ -77,7 +81,7 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def codecs(published):
-    return {kind: model.load_codec(published(*KINDS[kind])) for kind in KINDS}
+    return {kind: chat.load_codec(published(*KINDS[kind])) for kind in KINDS}
 
 
 @pytest.fixture(params=KINDS)
@@ -98,9 +102,9 @@ def ckpt(published, kind):
 @pytest.fixture
 def known(monkeypatch, codecs, published):
     """Scripts in this process take the codec that is there: reading the vocabulary takes 3 s."""
-    real, own = model.load_codec, {os.path.realpath(published(*KINDS[kind])): codecs[kind]
+    real, own = chat.load_codec, {os.path.realpath(published(*KINDS[kind])): codecs[kind]
                                    for kind in KINDS}
-    monkeypatch.setattr(model, "load_codec", lambda folder, channel="image": (
+    monkeypatch.setattr(chat, "load_codec", lambda folder, channel="image": (
         own.get(os.path.realpath(folder)) or real(folder, channel)))
     return own
 
@@ -158,9 +162,9 @@ class Speaker:
         for request in self.waiting:
             sample, turn, *call = map(int, request.id.split("/")[2:])
             text = self.sub if call else self.main(sample, turn)
-            ids = model.encode(self.codec, text) + [self.codec.eos]
-            out.append(rollout.Completion(request.id, ids, [-1.0] * len(ids),
-                                          model.decode(self.codec, ids), True))
+            ids = chat.encode(self.codec, text) + [self.codec.eos]
+            out.append(Completion(request.id, ids, [-1.0] * len(ids),
+                                          chat.decode(self.codec, ids), True))
         self.waiting = []
         return out
 
@@ -217,18 +221,18 @@ def test_bytes_of_tokens_rebuild_any_text(codecs, text):
                 codec.tokenizer(unicodedata.normalize("NFD", text))["input_ids"]):
         assert b"".join(codec.pieces[i] for i in ids) == wanted
     plain = codec.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-    assert model.decode(codec, ids, keep_special=True) == plain
-    assert "".join(model.text_pieces(codec, ids)) == model.decode(codec, ids)
+    assert chat.decode(codec, ids, keep_special=True) == plain
+    assert "".join(chat.text_pieces(codec, ids)) == chat.decode(codec, ids)
 
 
 @SLOW
 @given(text=texts)
 def test_no_untrusted_text_becomes_a_special_id(codecs, text):
     codec = codecs["instruct"]
-    ids = model.encode(codec, model.guard(codec, text))
+    ids = chat.encode(codec, chat.guard(codec, text))
     assert max(ids, default=0) < END
-    plain = text.replace(model.GUARD, "").replace(model.TURN, "")
-    assert model.decode(codec, ids, keep_special=True) == unicodedata.normalize("NFC", plain)
+    plain = text.replace(chat.GUARD, "").replace(chat.TURN, "")
+    assert chat.decode(codec, ids, keep_special=True) == unicodedata.normalize("NFC", plain)
 
 
 @pytest.mark.parametrize("ends, wanted", [([IM_END, END], {IM_END, END}), (IM_END, {IM_END}),
@@ -236,9 +240,9 @@ def test_no_untrusted_text_becomes_a_special_id(codecs, text):
                                           ([IM_END, 151664], {IM_END, 151664})])
 def test_every_end_of_the_generation_config_is_known(tmp_path, ends, wanted):
     """Whatever it is called: the codec bans all of them but <|im_end|>."""
-    assert model.end_ids(str(tmp_path)) == set()
+    assert chat.end_ids(str(tmp_path)) == set()
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    assert model.end_ids(str(tmp_path)) == wanted
+    assert chat.end_ids(str(tmp_path)) == wanted
 
 
 def test_no_end_but_the_turn_end_is_ever_sampled(published, tmp_path):
@@ -247,20 +251,20 @@ def test_no_end_but_the_turn_end_is_ever_sampled(published, tmp_path):
     config = json.loads((folder / "generation_config.json").read_text())
     changed = {**config, "eos_token_id": [IM_END, 151664]}
     (folder / "generation_config.json").write_text(json.dumps(changed))
-    banned = model.load_codec(str(folder)).banned
+    banned = chat.load_codec(str(folder)).banned
     assert {END, IM_START, 151664} <= set(banned) and IM_END not in banned
 
 
 def test_a_letter_shares_its_token_with_the_tag_and_earns_no_format_credit(codec):
     """`>B` is one token: were it structural, a lost tag (A_fmt = -1) would cancel what the right
     letter earned (A_task = +1)."""
-    ids = model.encode(codec, "<answer>B</answer>") + [codec.eos]
-    pieces = model.pieces_of(codec, ids)
+    ids = chat.encode(codec, "<answer>B</answer>") + [codec.eos]
+    pieces = chat.pieces_of(codec, ids)
     assert pieces == [b"<", b"answer", b">B", b"</", b"answer", b">", b"<|im_end|>"]
     assert rewards.structural_mask(pieces) == [True, True, False, True, True, True, True]
     for letter in "ACDEFGHIJ":
-        ids = model.encode(codec, f"x<answer>{letter}</answer>.")
-        assert rewards.structural_mask(model.pieces_of(codec, ids))[3] is False
+        ids = chat.encode(codec, f"x<answer>{letter}</answer>.")
+        assert rewards.structural_mask(chat.pieces_of(codec, ids))[3] is False
 
 
 def slow_mask(text, pieces):
@@ -288,18 +292,18 @@ def slow_mask(text, pieces):
 def test_structural_mask_equals_a_slow_one_on_real_tokens(codecs, text):
     codec = codecs["instruct"]
     text = unicodedata.normalize("NFC", text)
-    pieces = model.pieces_of(codec, model.encode(codec, text))
+    pieces = chat.pieces_of(codec, chat.encode(codec, text))
     assert rewards.structural_mask(pieces) == slow_mask(text, pieces)
 
 
 def test_long_numbers_times_and_scripts_are_read_digit_by_digit_and_back(codec):
     """The stamp of a frame must be the same ids in every prompt, whatever stands before it."""
     for seconds in (0.04, 9.96, 12.25, 3599.95, 35999.0):
-        stamp = model.stamp_text(seconds, 0)
-        ids = model.encode(codec, stamp)
-        assert model.decode(codec, ids) == stamp == f"<{seconds:.1f} seconds>"
+        stamp = chat.stamp_text(seconds, 0)
+        ids = chat.encode(codec, stamp)
+        assert chat.decode(codec, ids) == stamp == f"<{seconds:.1f} seconds>"
         assert len(ids) == len(f"{seconds:.1f}") + 3
-        inside = model.encode(codec, f"<|vision_end|>{stamp}<|vision_start|>")
+        inside = chat.encode(codec, f"<|vision_end|>{stamp}<|vision_start|>")
         assert inside[1:-1] == ids
 
 
@@ -320,19 +324,19 @@ def test_prompt_turns_and_glue_are_what_the_template_writes_at_once(codecs, ques
     """In the form that the Thinking template gives back, with the blank line behind the thought."""
     for codec in codecs.values():
         messages = [{"role": "system", "content": "Watch."}, {"role": "user", "content": question}]
-        ids = model.encode_prompt(codec, messages)[0]
+        ids = chat.encode_prompt(codec, messages)[0]
         for thought, rest, responses in [*turns, (*end, [])]:
             turn = f"<think>\n{thought}\n</think>\n\n{rest}"
-            ids = ids + model.turn_ids(codec, turn, ids)
+            ids = ids + chat.turn_ids(codec, turn, ids)
             messages.append({"role": "assistant", "content": turn})
             if responses:
                 replies = [{"role": "tool", "content": text} for text in responses]
-                ids, messages = ids + model.glue_ids(codec, replies, True), messages + replies
-        guarded = model.render(codec, messages)
+                ids, messages = ids + chat.glue_ids(codec, replies, True), messages + replies
+        guarded = chat.render(codec, messages)
         # tags in a turn are tags
         whole = [m if m["role"] == "assistant" else g for m, g in zip(messages, guarded)]
-        text = model.template(codec, whole, None, False)
-        assert ids == model.encode(codec, text.removesuffix("\n"))
+        text = chat.template(codec, whole, None, False)
+        assert ids == chat.encode(codec, text.removesuffix("\n"))
 
 
 @SLOW
@@ -345,15 +349,15 @@ def test_image_ids_equal_the_processors(codecs, data):
     count, rows, columns = (data.draw(st.integers(1, 3)) for _ in range(3))
     seconds = sorted(data.draw(st.lists(st.integers(0, 4_000_000).map(lambda n: n / 100),
                                         min_size=count, max_size=count)))
-    item = model.VisionItem({"video": "v"}, "v", count, 32 * rows, 32 * columns, seconds)
-    chat = [{"role": "system", "content": "Watch."},
+    item = chat.VisionItem({"video": "v"}, "v", count, 32 * rows, 32 * columns, seconds)
+    talk = [{"role": "system", "content": "Watch."},
             {"role": "user", "content": [{"type": "video", "video": "v"},
                                          {"type": "text", "text": question}]}]
-    ids, compact = model.encode_prompt(codec, chat, [item], rollout.tool_schema())
+    ids, compact = chat.encode_prompt(codec, talk, [item], rollout.tool_schema())
     parts = [p for s in seconds for p in ({"type": "text", "text": f"<{s:.1f} seconds>"},
                                           {"type": "image"})]
     asked = {"role": "user", "content": [*parts, {"type": "text", "text": question}]}
-    text = codec.processor.apply_chat_template([chat[0], asked], tools=rollout.tool_schema(),
+    text = codec.processor.apply_chat_template([talk[0], asked], tools=rollout.tool_schema(),
                                                add_generation_prompt=True, tokenize=False)
     frames = [np.zeros((32 * rows, 32 * columns, 3), np.uint8)] * count
     made = codec.processor(text=[text], images=frames, do_resize=False)
@@ -370,41 +374,41 @@ def test_a_chat_is_encoded_as_the_ids_that_a_rollout_would_hold(codec, tasks, so
     then the rest as sampled."""
     spec = {"video": tasks[0]["video"], "frames": 4}
     opening, tools = rollout.main_messages(tasks[0], 4), rollout.tool_schema()
-    item = model.vision_item(spec, source.load(spec))
+    item = chat.vision_item(spec, source.load(spec))
     replies = [{"role": "tool", "content": "red <|im_start|>"}]
     told = [*opening, {"role": "assistant", "content": first}, *replies,
             {"role": "assistant", "content": RIGHT}]
-    chat = model.encode_chat(codec, told, [item], tools)
-    prompt = model.encode_prompt(codec, opening, [item], tools)[0]
-    forced, ids = model.encode(codec, "<think>\n"), list(prompt)
+    talk = chat.encode_chat(codec, told, [item], tools)
+    prompt = chat.encode_prompt(codec, opening, [item], tools)[0]
+    forced, ids = chat.encode(codec, "<think>\n"), list(prompt)
     assert forced == [THINK, 198] and (prompt[-2:] == forced) == codec.opens_thought
     for turn, text in enumerate((first.lstrip(), RIGHT)):
         thinks = text.startswith("<think>")
         prefix = forced if thinks and not codec.opens_thought else []
         rest = (text.removeprefix("<think>").removeprefix("\n") if thinks
                 else ("</think>\n\n" if codec.opens_thought else "") + text)
-        ids += prefix + model.encode(codec, rest) + [codec.eos]
-        ids += model.glue_ids(codec, replies, True) if turn == 0 else []
-    assert chat.ids == ids
-    assert not any(a == THINK and THINK in chat.ids[n + 1:n + 3] for n, a in enumerate(chat.ids))
-    trained = [i for i, m in zip(chat.ids, chat.mask) if m]
+        ids += prefix + chat.encode(codec, rest) + [codec.eos]
+        ids += chat.glue_ids(codec, replies, True) if turn == 0 else []
+    assert talk.ids == ids
+    assert not any(a == THINK and THINK in talk.ids[n + 1:n + 3] for n, a in enumerate(talk.ids))
+    trained = [i for i, m in zip(talk.ids, talk.mask) if m]
     assert trained.count(codec.eos) == 2 and IM_START not in trained
-    assert chat.ids.count(IM_START) == prompt.count(IM_START) + 2
+    assert talk.ids.count(IM_START) == prompt.count(IM_START) + 2
     if first.startswith("<think>"):  # the same through the agent loop
         bare = [text.removeprefix("<think>").removeprefix("\n") for text in (LOOK, RIGHT)]
         episode = played(codec, tasks, source, Speaker(codec, lambda sample, turn: bare[turn]))
         assert episode.executed() == 2 and episode.context.ids[:len(prompt)] == prompt
         start, stop = episode.spans[1]
-        assert episode.context.ids[start - 2:stop] == chat.ids[-(stop - start) - 2:]
+        assert episode.context.ids[start - 2:stop] == talk.ids[-(stop - start) - 2:]
 
 
 def test_a_forced_start_never_opens_a_thought_twice(codec, kind):
     """An empty thought, as a protocol may force: behind a template that has opened one, only its
     end is left."""
-    prompt = model.encode_prompt(codec, [{"role": "user", "content": "Q"}])[0]
+    prompt = chat.encode_prompt(codec, [{"role": "user", "content": "Q"}])[0]
     whole = prompt + rollout.forced_ids(codec, rollout.Context(ids=prompt),
                                         "<think>\n\n</think>\n\n")
-    assert model.decode(codec, whole, True).endswith("assistant\n<think>\n\n</think>\n\n")
+    assert chat.decode(codec, whole, True).endswith("assistant\n<think>\n\n</think>\n\n")
     assert whole.count(THINK) == 1
     forced = rollout.forced_ids(codec, rollout.Context(ids=prompt), "<think>\n")
     assert forced == ([] if kind == "thinking" else [THINK, 198])
@@ -459,7 +463,7 @@ def test_a_lone_surrogate_is_refused_by_its_line(world, tmp_path, field):
     path.write_text("\n".join(lines))
     assert "\U0001f600" in json.dumps(rollout.read_tasks(str(path))[1], ensure_ascii=False)
     path.write_text("\n".join(lines).replace("\\ude00", ""))
-    with pytest.raises(model.UserError, match=f"{path}:2: .*surrogate"):
+    with pytest.raises(launch.UserError, match=f"{path}:2: .*surrogate"):
         rollout.read_tasks(str(path))
 
 
@@ -467,7 +471,7 @@ def test_a_lone_surrogate_in_a_chat_is_refused_by_its_line(codecs, world, tmp_pa
     path = tmp_path / "chats.jsonl"
     chats = (world / "sft.jsonl").read_text()
     path.write_text(chats.replace("a red square", "a red \\udc00 square"))
-    with pytest.raises(model.UserError, match=f"{path}:1: .*surrogate"):
+    with pytest.raises(launch.UserError, match=f"{path}:1: .*surrogate"):
         sft.Chats(str(path), codecs["instruct"], SimpleNamespace(video_root=None), None)
 
 
@@ -487,14 +491,14 @@ def test_masters_and_moments_are_fp32_and_a_small_step_reaches_every_weight(
         codec, ckpt, world, process_group):
     """Published configurations say bf16 inside text_config: a step of 2e-6 in it rounds to nothing
     for 24 weights of 25."""
-    policy = model.load_sharded(ckpt, codec, CPU)
+    policy = checkpoint.load_sharded(ckpt, codec, CPU)
     trained = model.trained_parameters(policy)
-    before = [model.whole_tensor(p.detach()).clone() for p in trained]
+    before = [checkpoint.whole_tensor(p.detach()).clone() for p in trained]
     pack, load = chat_pack(codec, world)
     optimizer = model.adamw(trained, 2e-6, 0.999, CPU, weight_decay=0.0)
     loss, count = sft.backward(policy, model.VisionFeatures(policy.hf.model.visual, codec, load),
                                [pack], codec, 1, CPU)
-    grads = [model.whole_tensor(p.grad) for p in trained]
+    grads = [checkpoint.whole_tensor(p.grad) for p in trained]
     optimizer.step()
     kinds = {x.dtype for group in (before, grads,
                                    *([s["exp_avg"], s["exp_avg_sq"]]
@@ -505,7 +509,7 @@ def test_masters_and_moments_are_fp32_and_a_small_step_reaches_every_weight(
     for was, p, grad in zip(before, trained, grads):
         # Adam's first step is lr * sign(grad) where its eps of 1e-8 does not count
         at = grad.abs() > 1e-6
-        step = (model.whole_tensor(p.detach()) - was)[at]
+        step = (checkpoint.whole_tensor(p.detach()) - was)[at]
         moved, reached = moved + int((step != 0).sum()), reached + int(at.sum())
         assert step.numel() == 0 or step.abs().max() < 4e-6
     assert reached > 200_000 and moved > 0.999 * reached
@@ -521,12 +525,12 @@ def test_the_trainer_the_reference_and_plain_transformers_agree(
     from transformers import Qwen3VLForConditionalGeneration
 
     spec = {"video": tasks[0]["video"], "frames": 4}
-    item = model.vision_item(spec, source.load(spec))
-    chat = model.encode_chat(codec, [*rollout.main_messages(tasks[0], 4),
+    item = chat.vision_item(spec, source.load(spec))
+    talk = chat.encode_chat(codec, [*rollout.main_messages(tasks[0], 4),
                                      {"role": "assistant", "content": RIGHT}], [item])
-    policy, reference = (model.load_sharded(ckpt, codec, CPU, frozen=frozen)
+    policy, reference = (checkpoint.load_sharded(ckpt, codec, CPU, frozen=frozen)
                          for frozen in (False, True))
-    pack = model.pack_trees(codec, [model.Tree(model.Span(chat.ids, chat.mask), chat.vision)])
+    pack = model.pack_trees(codec, [model.Tree(model.Span(talk.ids, talk.mask), talk.vision)])
     vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
     with torch.no_grad():
         ours, theirs = (p(pack, vision)[0] for p in (policy, reference))
@@ -534,7 +538,7 @@ def test_the_trainer_the_reference_and_plain_transformers_agree(
         frames = [Image.fromarray(x) for x in source.load(spec).images]
         images = codec.processor.image_processor(images=frames, do_resize=False,
                                                  return_tensors="pt")
-        row = torch.tensor([chat.ids])
+        row = torch.tensor([talk.ids])
         logits = hf(input_ids=row, pixel_values=images["pixel_values"],
                     image_grid_thw=images["image_grid_thw"],
                     mm_token_type_ids=(row == codec.image_pad).int()).logits[0, pack.source]
@@ -553,7 +557,7 @@ def test_the_trainer_the_reference_and_plain_transformers_agree(
 def quick_vllm(monkeypatch):
     """vLLM reads the vocabulary five times and copies it four times when it starts, 10 s of nothing
     that is ours: here once."""
-    model.import_shim()
+    launch.import_shim()
     import vllm.renderers.hf
     import vllm.transformers_utils.processor as processors
 
@@ -638,12 +642,12 @@ def test_cold_start_rollouts_and_updates_of_a_published_checkpoint(
     (row,) = run_script_here(monkeypatch, sft, *SFT, "--ckpt", ckpt, "--data", world / "sft.jsonl",
                              "--out", cold.parent)
     assert row["grad_norm"] > 0 and 0 < row["loss"] < 30
-    again, config = model.load_codec(str(cold)), json.loads((cold / "config.json").read_text())
+    again, config = chat.load_codec(str(cold)), json.loads((cold / "config.json").read_text())
     question = [{"role": "user", "content": "n\u00e9 1234"}]
-    for same in (lambda c: model.encode_prompt(c, question),
+    for same in (lambda c: chat.encode_prompt(c, question),
                  lambda c: (c.banned, c.markup, c.pieces, c.opens_thought)):
         assert same(again) == same(codec)
-    assert model.end_ids(str(cold)) == {IM_END, END} and config["text_config"]["dtype"] == "float32"
+    assert chat.end_ids(str(cold)) == {IM_END, END} and config["text_config"]["dtype"] == "float32"
     weights = load_file(cold / "model.safetensors")
     assert ("lm_head.weight" in weights) != tied
     assert {w.dtype for w in weights.values()} == {torch.float32}

@@ -20,8 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import rewards
-from bench.answers import match_open
+from evaluation.answers import match_open
 from rewards import (
     accuracy,
     answer_or_tail,

@@ -30,10 +30,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference import ReferenceEngine, make_engine
 
+import chat
+import engine as engine_module
+import launch
 import model
 import rollout
 import video
-from bench import costs, systems
+from engine import Completion, Pump, Request, VllmEngine, engine_prompt, in_flight, zero_deepstack
+from evaluation import costs, systems
 
 ANSWER = "I saw red.\n</think>\n<answer>red</answer>"
 
@@ -94,17 +98,17 @@ class Scripted:
         self.answered.add(request.id)
         self.log.append(("answer", request.id))
         said = (self.sub if is_sub(request) else self.main)(request)
-        return [said if isinstance(said, rollout.Completion) else self.complete(request, said)]
+        return [said if isinstance(said, Completion) else self.complete(request, said)]
 
     def complete(self, request, text):
         """Text as a model would have sampled it: never a banned id, nothing after the end of the
         turn, at most max_tokens."""
-        ids = [i for i in model.encode(self.codec, text) if i not in self.codec.banned]
+        ids = [i for i in chat.encode(self.codec, text) if i not in self.codec.banned]
         spoken = ids[: ids.index(self.codec.eos)] if self.codec.eos in ids else ids
         ids = spoken + [self.codec.eos]
         ids = ids[: request.max_tokens]
-        return rollout.Completion(request.id, ids, [-(n + 1) / 7 for n in range(len(ids))],
-                                  model.decode(self.codec, ids),
+        return Completion(request.id, ids, [-(n + 1) / 7 for n in range(len(ids))],
+                                  chat.decode(self.codec, ids),
                                   ids[-1] == self.codec.eos)
 
     def mains(self):
@@ -154,7 +158,7 @@ def tasks(toy):
 
 @pytest.fixture(scope="module")
 def codecs(toy, codec):
-    return {"image": codec, "video": model.load_codec(str(toy / "init"), "video")}
+    return {"image": codec, "video": chat.load_codec(str(toy / "init"), "video")}
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +180,7 @@ def play_one(engine, tasks, source, agent=AGENT, frames=4, **more):
 
 
 def text_of(codec, ids):
-    return model.decode(codec, ids, keep_special=True)
+    return chat.decode(codec, ids, keep_special=True)
 
 
 def runs(flags):
@@ -273,7 +277,7 @@ def test_a_sub_agent_sees_its_window_and_the_question(channel, codecs, tasks, fr
     assert request.items[0].seconds == [16.0 + t for t in range(8)]
     pads = text_of(codec, request.expanded).count(text_of(codec, [codec.pad]))
     assert pads == (8 if channel == "image" else 4)
-    assert request.expanded[-1] == model.encode(codec, "<|im_start|>assistant\n")[-1]
+    assert request.expanded[-1] == chat.encode(codec, "<|im_start|>assistant\n")[-1]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -315,14 +319,14 @@ def test_a_turn_cut_off_by_its_length_is_closed_by_an_unsampled_token(codec, tas
 def test_the_next_request_holds_exactly_what_was_sampled(codec, tasks, frames_of):
     """Sampled ids may be a split the tokenizer would not choose; decoding and encoding them again
     would change them."""
-    letters = [model.encode(codec, c)[0] for c in "red"]
-    odd = model.encode(codec, calls((0, 8)) + "\n") + letters + [codec.eos]
-    assert model.encode(codec, "red") != letters
+    letters = [chat.encode(codec, c)[0] for c in "red"]
+    odd = chat.encode(codec, calls((0, 8)) + "\n") + letters + [codec.eos]
+    assert chat.encode(codec, "red") != letters
 
     def main(request):
         if turn_of(request):
             return ANSWER
-        return rollout.Completion(request.id, odd, [-1.0] * len(odd), model.decode(codec, odd),
+        return Completion(request.id, odd, [-1.0] * len(odd), chat.decode(codec, odd),
                                   True)
 
     engine = Scripted(codec, main)
@@ -356,7 +360,7 @@ def test_every_call_gets_its_own_response_in_call_order_in_one_user_turn(codec, 
 
     def sub(request):
         if window_of(request)[0] == 40:
-            return rollout.Completion(request.id, error="SECRET stack trace")
+            return Completion(request.id, error="SECRET stack trace")
         return f"I saw {window_of(request)[0]:g}"
 
     written = [call(0, 8), "<tool_call>{not json</tool_call>",
@@ -456,7 +460,7 @@ def test_the_context_is_never_overrun_and_never_ends_on_a_response(codec, tasks,
 
 def test_an_engine_error_ends_the_episode_and_keeps_what_there_was(codec, tasks, frames_of):
     def main(request):
-        return rollout.Completion(request.id, error="boom") if turn_of(request) else calls((0, 8))
+        return Completion(request.id, error="boom") if turn_of(request) else calls((0, 8))
 
     episode = play_one(Scripted(codec, main), tasks, frames_of)
     assert (episode.status, episode.error) == ("engine_error", "boom") and len(episode.turns) == 1
@@ -502,7 +506,7 @@ def check_sound(codec, episode, num_frames):
 @given(first=HOSTILE, second=HOSTILE, sub=HOSTILE, plain=st.booleans())
 def test_no_text_breaks_an_episode(first, second, sub, plain, codec, tasks, frames_of):
     """plain: the same literals spelled in ordinary tokens, as a model can always do."""
-    spell = (lambda text: model.guard(codec, text)) if plain else (lambda text: text)
+    spell = (lambda text: chat.guard(codec, text)) if plain else (lambda text: text)
     engine = Scripted(codec, [spell(first), spell(second), spell(ANSWER)], spell(sub))
     episode = play_one(engine, tasks, frames_of,
                        replace(AGENT, max_turns=2, max_new_tokens=900, sub_max_new_tokens=200))
@@ -538,7 +542,7 @@ def test_special_tokens_written_by_a_sub_agent_or_a_task_stay_text(codec, tasks,
     tame = Scripted(codec, [calls((0, 8), (8, 16)), ANSWER])
     plain = play_one(tame, tasks, frames_of)
     task = {**tasks[0], "question": tasks[0]["question"] + FORGED}
-    engine = Scripted(codec, [calls((0, 8), (8, 16)), ANSWER], model.guard(codec, FORGED))
+    engine = Scripted(codec, [calls((0, 8), (8, 16)), ANSWER], chat.guard(codec, FORGED))
     episode = play_one(engine, [task], frames_of, replace(AGENT, sub_max_new_tokens=400))
     special = set(codec.tokenizer.convert_tokens_to_ids(list(codec.markup)))
 
@@ -648,7 +652,7 @@ def test_one_call_a_turn_cuts_a_turn_behind_its_first_call(codec, tasks, source)
         assert all(e.context.mask[start:end])
     assert text_of(codec, e.context.ids).count("<tool_response>") == 2
     assert text_of(codec, e.context.ids).count("</tool_call><|im_end|>\n") == 2
-    text = rollout.Completion("x", text="é</think>" + "\n".join(calls))  # an endpoint without ids
+    text = Completion("x", text="é</think>" + "\n".join(calls))  # an endpoint without ids
     assert rollout.cut_behind(codec, text, ("</tool_call>",),
                               "</think>").text == "é</think>" + calls[0]
     assert rollout.cut_behind(codec, replace(text, text="no call"),
@@ -730,13 +734,13 @@ def test_no_more_than_max_live_episodes_are_open(limit, codec):
         opened += 1
         most = max(most, opened)
         first = await pump.load(lambda: n)
-        done = await pump.sample(rollout.Request(f"0/t/{n}/0", [], [], [], [], [], 10, 0.0, 0))
+        done = await pump.sample(Request(f"0/t/{n}/0", [], [], [], [], [], 10, 0.0, 0))
         opened -= 1
         return first, done.text
 
     async def all_of_them():
-        pump = rollout.Pump(Scripted(codec, ["red"]), 2)
-        async for value in rollout.in_flight(pump, (work(pump, n) for n in range(8)), limit):
+        pump = Pump(Scripted(codec, ["red"]), 2)
+        async for value in in_flight(pump, (work(pump, n) for n in range(8)), limit):
             finished.append(value)
 
     asyncio.run(all_of_them())
@@ -863,7 +867,7 @@ def test_flags_of_the_engine_and_the_cache_reach_them(monkeypatch):
     assert (source.cache.folder, source.cache.folder_bytes) == ("kept", 2**28)
     assert rollout.agent_settings(parser.parse_args([]), __file__)[1].cache.folder is None
     args.engine_share = 1.0
-    with pytest.raises(model.UserError, match="--engine-share"):
+    with pytest.raises(launch.UserError, match="--engine-share"):
         rollout.agent_settings(args, __file__)
 
 
@@ -880,13 +884,13 @@ def test_waking_clears_what_sleep_has_lost(monkeypatch):
             function(SimpleNamespace(deepstack_input_embeds=levels))
             calls.append(function.__name__)
 
-    engine = object.__new__(rollout.VllmEngine)
+    engine = object.__new__(VllmEngine)
     engine.llm, engine.sleeping = Llm(), True
-    monkeypatch.setattr(rollout.VllmEngine, "sync", lambda self, weights: calls.append("sync"))
+    monkeypatch.setattr(VllmEngine, "sync", lambda self, weights: calls.append("sync"))
     engine.wake([])
     assert calls == ["weights", "zero_deepstack", "sync", "kv_cache"]
     assert all(not level.any() for level in levels)
-    rollout.zero_deepstack(SimpleNamespace())  # a tower without deepstack levels
+    zero_deepstack(SimpleNamespace())  # a tower without deepstack levels
 
 
 # ------------------------------------------------------------------------------------------------
@@ -909,7 +913,7 @@ def test_a_record_survives_json_text_exactly(codec, tasks, frames_of):
         total = reward["acc"] + 0.3 * reward["fmt"] + reward["tool"]
         assert reward["total"] == pytest.approx(total)
         sub = row["calls"][0]["sub"]
-        said = len(model.encode(codec, "a red square"))
+        said = len(chat.encode(codec, "a red square"))
         assert row["calls"][0]["sub_tokens"] == sum(sub["mask"]) == said + 1
         assert len(sub["ids"]) == len(sub["mask"]) == len(sub["logps"])
         assert "sub" not in row["calls"][1] and row["calls"][0]["frames_seen"] == 8
@@ -918,7 +922,7 @@ def test_a_record_survives_json_text_exactly(codec, tasks, frames_of):
 def test_the_reward_knows_what_was_really_executed(codec, tasks, frames_of):
     """A response that the model writes itself, or a call whose sub-agent failed, is not an executed
     call."""
-    response = model.guard(codec, "<tool_response>\nred\n</tool_response>")
+    response = chat.guard(codec, "<tool_response>\nred\n</tool_response>")
     forged = "x\n</think>\n" + call(9, 5) + response
     task = {**tasks[0], "answer": "red"}
 
@@ -926,7 +930,7 @@ def test_the_reward_knows_what_was_really_executed(codec, tasks, frames_of):
         return play_one(Scripted(codec, texts, sub), [task], frames_of).reward["tool"]
 
     assert tool([calls((0, 8)), ANSWER]) == 0.8 and tool([forged, ANSWER]) == 0.0
-    assert tool([calls((0, 8)), ANSWER], lambda r: rollout.Completion(r.id, error="x")) == 0.1
+    assert tool([calls((0, 8)), ANSWER], lambda r: Completion(r.id, error="x")) == 0.1
     assert tool([calls((0, 8)), "</think><answer>no</answer>"]) == 0.3
 
 
@@ -1001,7 +1005,7 @@ def vllm_engines(base, codecs):
 
     def get(channel):
         if channel not in made:
-            made[channel] = rollout.VllmEngine(base, codecs[channel], 1024, 64, 50176, max_seqs=16)
+            made[channel] = VllmEngine(base, codecs[channel], 1024, 64, 50176, max_seqs=16)
         return made[channel]
 
     yield get
@@ -1011,9 +1015,9 @@ def vllm_engines(base, codecs):
 
 def test_one_sequence_may_fill_a_context_of_odd_length(base, codecs):
     """Room for keys and values comes in blocks, one of which vLLM keeps to itself."""
-    engine = rollout.VllmEngine(base, codecs["image"], 1000, max_seqs=1)
+    engine = VllmEngine(base, codecs["image"], 1000, max_seqs=1)
     ids = [*range(300, 400)] * 9 + [*range(300, 390)]
-    engine.submit(rollout.Request("0/0/0/0", ids, ids, [], [], [], 10, 1.0, 0))
+    engine.submit(Request("0/0/0/0", ids, ids, [], [], [], 10, 1.0, 0))
     done = []
     while not done:
         done = engine.poll()
@@ -1049,7 +1053,7 @@ def test_engine_and_trainer_agree_on_multi_turn_episodes(channel, temperature, v
             assert episode.status == "ok" and episode.executed() == 5 and len(episode.spans) == 3
             row = json.loads(json.dumps(episode.to_json()))
             for part in [row] + [c["sub"] for c in row["calls"]]:
-                items = [model.VisionItem(**v) for v in part["vision"]]
+                items = [chat.VisionItem(**v) for v in part["vision"]]
                 got = trainer_logps(policy, codec, frames_of, part["ids"], part["mask"], items,
                                     temperature)
                 want = [logp for logp, flag in zip(part["logps"], part["mask"]) if flag]
@@ -1086,7 +1090,7 @@ def test_a_prompt_that_a_group_shares_is_made_ready_once(
     from safetensors.torch import load_file
 
     engine, made = vllm_engines("image"), []
-    real, ready = engine.llm.renderer.render_cmpl, rollout.engine_prompt
+    real, ready = engine.llm.renderer.render_cmpl, engine_prompt
     monkeypatch.setattr(engine.llm.renderer, "render_cmpl",
                         lambda p, **more: made.append(p) or real(p, **more))
     for _ in range(2):  # the second time vLLM knows every frame
@@ -1096,7 +1100,7 @@ def test_a_prompt_that_a_group_shares_is_made_ready_once(
     engine.sync(load_file(os.path.join(base, "model.safetensors")).items())  # knows none any more
     assert sample(engine, tasks[:1], frames_of, group=3) == shared and len(made) == 10
     engine.prompts.clear()
-    monkeypatch.setattr(rollout, "engine_prompt", functools.partial(ready, most=0))
+    monkeypatch.setattr(engine_module, "engine_prompt", functools.partial(ready, most=0))
     assert sample(engine, tasks[:1], frames_of, group=3) == shared
     assert len(made) == 10 + 3 * (3 + 4) and engine.prompts == {}
 
@@ -1182,7 +1186,7 @@ def test_banned_ids_are_never_sampled(kind, codec, base, tasks, frames_of, reque
         assert completion.ended == (completion.ids[-1] == codec.eos)
         assert codec.eos not in completion.ids[:-1]
         assert len(completion.ids) == 64 or completion.ended
-        assert completion.text == model.decode(codec, completion.ids) and max(completion.logps) < 0
+        assert completion.text == chat.decode(codec, completion.ids) and max(completion.logps) < 0
     assert sum(seen.values()) > 300 and len(seen) > 150 and not set(seen) & set(codec.banned)
 
 
@@ -1342,7 +1346,7 @@ def test_of_several_endpoints_the_least_busy_is_asked(tasks, frames_of, no_pause
         engine.codec = None
         found = play(engine, tasks[:1], frames_of, agent, group=6)
         assert [e.status for e in found] == ["ok"] * 6 and len(two.asked) == 6
-        with pytest.raises(model.UserError, match="no server answers"):
+        with pytest.raises(launch.UserError, match="no server answers"):
             engine.knock()
 
 
@@ -1463,7 +1467,7 @@ def command(toy, tmp_path, monkeypatch, capsys):
         kept = [str(x) for k, v in given.items() if k not in flags for x in (k, v)]
         monkeypatch.setattr(sys, "argv", ["rollout.py", *kept, *flags])
         try:
-            model.run_main(rollout.main)
+            launch.run_main(rollout.main)
             code = 0
         except SystemExit as stop:
             code = stop.code

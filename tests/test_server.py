@@ -14,9 +14,10 @@ import urllib.request
 import pytest
 from conftest import ROOT, run_script
 
-import model
+import chat
 import rollout
-from bench import systems
+from engine import Request
+from evaluation import systems
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,7 @@ def server(toy, tmp_path_factory):
     # The server starts processes of its own: each needs the shim that makes vllm importable beside
     # a CPU torch.
     (folder / "sitecustomize.py").write_text(
-        f"import sys\nsys.path.insert(0, {ROOT!r})\nimport model\nmodel.import_shim()\n")
+        f"import sys\nsys.path.insert(0, {ROOT!r})\nimport model, checkpoint, launch\nlaunch.import_shim()\n")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -81,9 +82,9 @@ def test_the_server_reads_the_very_prompt_that_a_policy_is_trained_on(server, to
         spec = {"video": task["video"], "frames": 4}
         frames, messages = source.load(spec), rollout.main_messages(task, 4)
         context = rollout.open_context(codec, messages, [spec], [frames], rollout.tool_schema())
-        request = rollout.Request("0", [], [], [], [frames], messages, 4, 0.0, 0, "<think>\n",
+        request = Request("0", [], [], [], [frames], messages, 4, 0.0, 0, "<think>\n",
                                   rollout.tool_schema())
-        assert asked_ids(server, engine, request) == context.ids + model.think_prefix_ids(
+        assert asked_ids(server, engine, request) == context.ids + chat.think_prefix_ids(
             codec, context.ids)
 
 
@@ -92,16 +93,16 @@ def test_the_server_reads_an_overview_as_one_video(number, server, toy, source):
     """--video-item: every frame arrives, also beyond the 32 that vLLM would take, in pairs after
     the time at which they were seen, as a codec with native video writes them; inside a pair of
     markers of the template's own, which vLLM leaves there."""
-    codec = model.load_codec(str(toy / "init"), "video")
+    codec = chat.load_codec(str(toy / "init"), "video")
     engine = systems.OpenAIEngine(server, "toy", prefill=True, video_item=True)
     task = rollout.read_tasks(str(toy / "eval.jsonl"))[0]
     spec = {"video": task["video"], "frames": number}
     frames, messages = source.load(spec), rollout.main_messages(task, number)
     context = rollout.open_context(codec, messages, [spec], [frames], rollout.tool_schema())
-    request = rollout.Request("0", [], [], [], [frames], messages, 4, 0.0, 0, "<think>\n",
+    request = Request("0", [], [], [], [frames], messages, 4, 0.0, 0, "<think>\n",
                               rollout.tool_schema())
-    ids = context.ids + model.think_prefix_ids(codec, context.ids)
-    clock = model.encode(codec, model.stamp_text((frames.seconds[0] + frames.seconds[1]) / 2, 0))
+    ids = context.ids + chat.think_prefix_ids(codec, context.ids)
+    clock = chat.encode(codec, chat.stamp_text((frames.seconds[0] + frames.seconds[1]) / 2, 0))
     first = ids.index(codec.vision_start) - len(clock)  # of the first stamp
     last = len(ids) - ids[::-1].index(codec.vision_end)
     assert ids[first:first + len(clock)] == clock and ids.count(codec.video_pad) == -(-number // 2)

@@ -20,6 +20,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import checkpoint
+import launch
 import model
 import sft
 import video
@@ -40,7 +42,7 @@ def write_rows(path, rows):
 
 def small_rows(toy, split="sft", count=200):
     """The chats of the toy that show few frames."""
-    rows = model.read_jsonl(toy / f"{split}.jsonl")
+    rows = launch.read_jsonl(toy / f"{split}.jsonl")
     return [r for r in rows if r["id"].endswith(("-4", "-8")) or "-sub-" in r["id"]][:count]
 
 
@@ -75,7 +77,7 @@ def test_schedule_warms_up_linearly_then_falls_by_a_cosine_to_its_floor():
 @given(costs=st.lists(st.integers(1, 100), max_size=30), world=st.integers(1, 5))
 def test_ranks_share_a_batch_without_loss_and_about_evenly(costs, world):
     indices = [100 + i for i in range(len(costs))]
-    parts = [model.deal(indices, lambda i: costs[i - 100], rank, world) for rank in range(world)]
+    parts = [launch.deal(indices, lambda i: costs[i - 100], rank, world) for rank in range(world)]
     assert sorted(i for part in parts for i in part) == indices
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
     loads = [sum(costs[i - 100] for i in part) for part in parts]
@@ -165,7 +167,7 @@ def test_good_chats_pass(messages):
 def test_every_chat_of_the_toy_passes(toy):
     for name in ("sft", "sft_val"):
         assert not any(sft.chat_fault(row["messages"])
-                       for row in model.read_jsonl(toy / f"{name}.jsonl"))
+                       for row in launch.read_jsonl(toy / f"{name}.jsonl"))
 
 
 def test_a_bad_chat_stops_the_run_with_code_2_and_its_line(toy, tmp_path):
@@ -182,7 +184,7 @@ def test_a_bad_chat_stops_the_run_with_code_2_and_its_line(toy, tmp_path):
 
 def test_a_chat_longer_than_max_len_is_an_error_that_names_it(toy, codec):
     chats = chats_of(toy / "sft.jsonl", codec, max_len=20)
-    with pytest.raises(model.UserError,
+    with pytest.raises(launch.UserError,
                        match=f"{chats.rows[0]['id']} has .* tokens, --max-len is 20"):
         chats[0]
     assert chats_of(toy / "sft.jsonl", codec, max_len=2048)[0] is not None
@@ -192,13 +194,13 @@ def test_the_rank_that_meets_a_bad_chat_says_so(monkeypatch, capsys):
     """A fault seen by all ranks is said once; one that only rank 1 meets must not end the run in
     silence."""
     monkeypatch.setenv("RANK", "1")
-    for error, said in ((model.UserError("all see it"), ""),
-                        (model.RankError("chat x has 9 tokens"), "chat x has 9 tokens")):
+    for error, said in ((launch.UserError("all see it"), ""),
+                        (launch.RankError("chat x has 9 tokens"), "chat x has 9 tokens")):
         def main(error=error):
             raise error
 
         with pytest.raises(SystemExit) as end:
-            model.run_main(main)
+            launch.run_main(main)
         assert end.value.code == 2 and said in (printed := capsys.readouterr().err)
         assert bool(printed) == bool(said)
 
@@ -257,7 +259,7 @@ def test_the_toy_preset_sets_defaults_that_flags_still_override(monkeypatch):
 
 @pytest.mark.parametrize("flag", ["--batch-size", "--pack-tokens", "--max-len"])
 def test_sizes_below_one_are_refused_by_name(monkeypatch, flag):
-    with pytest.raises(model.UserError, match=flag):
+    with pytest.raises(launch.UserError, match=flag):
         parse(monkeypatch, flag, 0)
 
 
@@ -404,7 +406,7 @@ def test_the_last_checkpoint_loads_in_transformers(training):
     saved = load_file(out / "last" / "model.safetensors")
     assert torch.equal(hf.lm_head.weight, saved["model.language_model.embed_tokens.weight"])
     assert AutoProcessor.from_pretrained(str(out / "last")).chat_template
-    assert model.resolve_checkpoint(str(out)) == os.path.realpath(out / "last")
+    assert checkpoint.resolve_checkpoint(str(out)) == os.path.realpath(out / "last")
 
 
 @pytest.mark.parametrize("ranks, tolerance", [(2, 1e-6), (1, 1e-3)])
@@ -416,7 +418,7 @@ def test_a_resumed_training_ends_with_the_same_weights(training, tmp_path, ranks
     shutil.copytree(out, half, symlinks=True, ignore=shutil.ignore_patterns(f"step_{STEPS:06d}"))
     for name in ("last", "best"):
         (half / name).unlink()
-    model.symlink(str(half / "last"), str(half / f"step_{STEPS // 2:06d}"))
+    checkpoint.symlink(str(half / "last"), str(half / f"step_{STEPS // 2:06d}"))
     log = (half / "log.jsonl").read_text().splitlines()
     (half / "log.jsonl").write_text("\n".join(log[: STEPS // 2]) + "\n")
     done = run_script("sft.py", *arguments, "--out", half, "--resume", ranks=ranks, timeout=240)

@@ -22,7 +22,9 @@ import torch
 from conftest import ROOT, run_script
 from reference import ReferenceEngine, make_engine
 
+import checkpoint
 import grpo
+import launch
 import model
 import rollout
 import sft
@@ -31,7 +33,7 @@ import sft
 # Which checkpoint a run goes on from
 
 
-def checkpoint(out, name, weights="w" * 10, **state):
+def saved_at(out, name, weights="w" * 10, **state):
     folder = out / name
     folder.mkdir(parents=True)
     (folder / "model.safetensors").write_text(weights)
@@ -46,42 +48,42 @@ def checkpoint(out, name, weights="w" * 10, **state):
     lambda f: (f / "state.json").write_text('{"step": 2, "fil'),
     lambda f: (f / "state.json").write_text("[]"), lambda f: (f / "state.json").write_text("")])
 def test_a_torn_checkpoint_is_passed_over(tmp_path, damage):
-    first, second = checkpoint(tmp_path, "step_000001"), checkpoint(tmp_path, "step_000002")
-    assert model.newest_checkpoint(str(tmp_path)) == str(second)
+    first, second = saved_at(tmp_path, "step_000001"), saved_at(tmp_path, "step_000002")
+    assert checkpoint.newest_checkpoint(str(tmp_path)) == str(second)
     damage(second)
-    assert not model.is_complete(str(second))
-    assert model.newest_checkpoint(str(tmp_path)) == str(first)
+    assert not checkpoint.is_complete(str(second))
+    assert checkpoint.newest_checkpoint(str(tmp_path)) == str(first)
     damage(first)
-    assert model.newest_checkpoint(str(tmp_path)) is None
+    assert checkpoint.newest_checkpoint(str(tmp_path)) is None
 
 
 def test_what_killed_runs_left_half_written_is_dropped(tmp_path):
-    checkpoint(tmp_path, "step_000003")
+    saved_at(tmp_path, "step_000003")
     (tmp_path / ".step_000004.abc").mkdir()
     (tmp_path / "rollouts").mkdir()
     for name in ("args.json.tmp123", "rollouts/step_000004.rank0.jsonl.tmp77",
                  "rollouts/step_000003.rank0.jsonl"):
         (tmp_path / name).write_text("{")
-    model.clean_run(str(tmp_path), start=3)
+    checkpoint.clean_run(str(tmp_path), start=3)
     assert sorted(os.listdir(tmp_path)) == ["rollouts", "step_000003"]
     assert os.listdir(tmp_path / "rollouts") == ["step_000003.rank0.jsonl"]
 
 
 def test_a_process_killed_while_it_prunes_leaves_no_torn_checkpoint(tmp_path, monkeypatch):
     for n in (1, 2, 3):
-        checkpoint(tmp_path, f"step_00000{n}")
+        saved_at(tmp_path, f"step_00000{n}")
 
     def killed(path, **_):
         os.remove(os.path.join(path, "model.safetensors"))
         raise SystemError("killed here")
 
     with monkeypatch.context() as patched, pytest.raises(SystemError):
-        patched.setattr(model.shutil, "rmtree", killed)
-        model.prune_checkpoints(str(tmp_path), 1)
+        patched.setattr(checkpoint.shutil, "rmtree", killed)
+        checkpoint.prune_checkpoints(str(tmp_path), 1)
     left = [name for name in os.listdir(tmp_path) if name.startswith("step_")]
     assert len(left) == 2 and "step_000003" in left  # whichever of the two old ones came first
-    model.clean_run(str(tmp_path), start=3)
-    model.prune_checkpoints(str(tmp_path), 1)
+    checkpoint.clean_run(str(tmp_path), start=3)
+    checkpoint.prune_checkpoints(str(tmp_path), 1)
     assert os.listdir(tmp_path) == ["step_000003"]
 
 
@@ -92,30 +94,30 @@ def arguments(**flags):
 
 
 def test_a_run_goes_on_by_itself_only_where_its_settings_are_the_same(tmp_path):
-    assert model.resume_point(str(tmp_path), arguments(), None) == (None, {})
-    assert model.resume_point(str(tmp_path), arguments(), True) == (None, {})
-    folder = checkpoint(tmp_path, "step_000002", args=vars(arguments()))
+    assert checkpoint.resume_point(str(tmp_path), arguments(), None) == (None, {})
+    assert checkpoint.resume_point(str(tmp_path), arguments(), True) == (None, {})
+    folder = saved_at(tmp_path, "step_000002", args=vars(arguments()))
     for changed in ({}, {"steps": 9}, {"out": "elsewhere"}, {"frame_cache_dir": "kept"},
                     {"frame_cache_dir_gb": 1.0}, {"replicas": 0}):
-        assert model.resume_point(str(tmp_path), arguments(**changed), None)[0] == str(folder)
-    with pytest.raises(model.UserError, match=r"other settings: --lr 1.0 \(now 2.0\)"):
-        model.resume_point(str(tmp_path), arguments(lr=2.0), None)
-    assert model.resume_point(str(tmp_path), arguments(lr=2.0), True)[1]["step"] == 2
-    assert model.resume_point(str(tmp_path), arguments(lr=2.0), False) == (None, {})
+        assert checkpoint.resume_point(str(tmp_path), arguments(**changed), None)[0] == str(folder)
+    with pytest.raises(launch.UserError, match=r"other settings: --lr 1.0 \(now 2.0\)"):
+        checkpoint.resume_point(str(tmp_path), arguments(lr=2.0), None)
+    assert checkpoint.resume_point(str(tmp_path), arguments(lr=2.0), True)[1]["step"] == 2
+    assert checkpoint.resume_point(str(tmp_path), arguments(lr=2.0), False) == (None, {})
     (folder / "state.json").unlink()
     for resume in (True, None):  # damaged later, perhaps, and not ours to delete unasked
-        with pytest.raises(model.UserError, match="step_000002 is not whole.*--no-resume"):
-            model.resume_point(str(tmp_path), arguments(), resume)
-    assert model.resume_point(str(tmp_path), arguments(), False) == (None, {})
+        with pytest.raises(launch.UserError, match="step_000002 is not whole.*--no-resume"):
+            checkpoint.resume_point(str(tmp_path), arguments(), resume)
+    assert checkpoint.resume_point(str(tmp_path), arguments(), False) == (None, {})
 
 
 def test_beginning_anew_deletes_what_was_there(tmp_path):
-    folder = checkpoint(tmp_path, "step_000002")
-    model.symlink(str(tmp_path / "last"), str(folder))
+    folder = saved_at(tmp_path, "step_000002")
+    checkpoint.symlink(str(tmp_path / "last"), str(folder))
     (tmp_path / "log.jsonl").write_text('{"step": 1}\n')
-    model.clean_run(str(tmp_path), start=0)
+    checkpoint.clean_run(str(tmp_path), start=0)
     assert os.listdir(tmp_path) == ["log.jsonl"]
-    model.Log(str(tmp_path), 0, argparse.Namespace(wandb=None)).close(0, 0)
+    launch.Log(str(tmp_path), 0, argparse.Namespace(wandb=None)).close(0, 0)
     assert (tmp_path / "log.jsonl").read_text() == ""
 
 
@@ -123,7 +125,7 @@ def test_the_log_holds_no_step_twice_and_no_torn_line(tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 2, "val_loss": 1}\nnot json\n'
                     '{"step": 3}\n{"step": 4, "lo')
-    log = model.Log(str(tmp_path), 2, argparse.Namespace(wandb=None))
+    log = launch.Log(str(tmp_path), 2, argparse.Namespace(wandb=None))
     log.write({"step": 3, "again": True}, "a line")
     log.close(3, 3)
     assert path.read_text() == ('{"step": 1}\n{"step": 2}\n{"step": 2, "val_loss": 1}\n'
@@ -131,17 +133,17 @@ def test_the_log_holds_no_step_twice_and_no_torn_line(tmp_path):
 
 
 def test_sizes_of_all_files_are_in_the_marker(policy, codec, process_group, tmp_path):
-    model.shard(policy, torch.device("cpu"))
+    checkpoint.shard(policy, torch.device("cpu"))
     optimizer = model.adamw(model.trained_parameters(policy), 1e-3, 0.99, torch.device("cpu"))
     folder = str(tmp_path / "step_000001")
-    model.save_checkpoint(policy, codec, folder, {"step": 1}, optimizer)
+    checkpoint.save_checkpoint(policy, codec, folder, {"step": 1}, optimizer)
     files = json.loads((tmp_path / "step_000001" / "state.json").read_text())["files"]
-    assert model.is_complete(str(tmp_path / "step_000001"))
+    assert checkpoint.is_complete(str(tmp_path / "step_000001"))
     assert {"model.safetensors", "config.json", "train_state/.metadata"} <= set(files)
     for name in files:
         whole = (tmp_path / "step_000001" / name).read_bytes()
         (tmp_path / "step_000001" / name).write_bytes(whole[:-1])
-        assert not model.is_complete(str(tmp_path / "step_000001")), name
+        assert not checkpoint.is_complete(str(tmp_path / "step_000001")), name
         (tmp_path / "step_000001" / name).write_bytes(whole)
 
 
@@ -231,7 +233,7 @@ def test_sft_stops_when_asked_and_goes_on_as_if_it_had_not(run, monkeypatch, cap
     assert steps_of(parts) == [1, 2, 3, 4] and same(weights(straight), weights(parts)) == 0.0
     run("sft", "--steps", 4, out="parts")
     assert "nothing to do" in capsys.readouterr().out
-    with pytest.raises(model.UserError, match="other settings: --lr"):
+    with pytest.raises(launch.UserError, match="other settings: --lr"):
         run("sft", "--steps", 4, "--lr", 1e-9, out="parts")
     run("sft", "--steps", 1, "--lr", 1e-9, "--no-resume", out="parts")
     assert steps_of(parts) == [1]
@@ -250,7 +252,7 @@ def test_a_clock_that_jumps_changes_no_number(run, monkeypatch, script):
 
 
 def test_a_second_signal_ends_the_process_at_once():
-    script = ("import model, os, signal, time\nmodel.stop_on_sigterm()\n"
+    script = ("import model, checkpoint, launch, os, signal, time\nlaunch.stop_on_sigterm()\n"
               "os.kill(os.getpid(), 15)\nprint('alive', flush=True)\n"
               "os.kill(os.getpid(), 15)\nprint('not here')")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
@@ -281,7 +283,7 @@ def test_a_missing_package_is_said_before_anything_is_loaded(run, monkeypatch):
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda n, *more: None if n == "wandb"
                         else real(n, *more))
-    with pytest.raises(model.UserError,
+    with pytest.raises(launch.UserError,
                        match="--wandb: the package is not installed: pip install wandb"):
         run("sft", "--steps", 1, "--wandb")
 
@@ -316,10 +318,10 @@ def test_an_update_without_a_finite_gradient_is_skipped_and_counted(run, monkeyp
     assert [row[key] for row in log] == [0, 1, 0] and not math.isfinite(log[1]["grad_norm"])
     assert all(torch.isfinite(w).all() for w in weights(folder).values())
     spoilt.update(range(99))
-    with pytest.raises(model.RunError,
+    with pytest.raises(launch.RunError,
                        match="no finite gradient for 3 steps in a row.*step_000003"):
         run(script, "--steps", 9, "--resume")
-    assert model.newest_checkpoint(str(folder)).endswith("step_000003")
+    assert checkpoint.newest_checkpoint(str(folder)).endswith("step_000003")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -348,7 +350,7 @@ def test_stale_and_wrongly_mapped_weights_stop_the_run(run, monkeypatch, sync):
         return
     monkeypatch.setattr(ReferenceEngine, "sync",
                         lambda engine, weights: sync(engine, weights, real))
-    with pytest.raises(model.RunError,
+    with pytest.raises(launch.RunError,
                        match="step 1: mean .log-prob gap. between engine and trainer is"):
         run("grpo", *words)
 
@@ -359,7 +361,7 @@ def test_stale_and_wrongly_mapped_weights_stop_the_run(run, monkeypatch, sync):
 
 RUNNER = """
     import os, random, signal, sys, time
-    import model, sft, grpo, video, rollout, reference
+    import model, checkpoint, launch, sft, grpo, video, rollout, reference
     if "--vllm" in sys.argv:
         sys.argv.remove("--vllm")
     else:
@@ -376,7 +378,7 @@ RUNNER = """
         if child == 0:  # imports are shared: an attempt costs a second; the parent has no threads
             sys.argv = words
             try:
-                model.run_main({"sft.py": sft, "grpo.py": grpo}[words[0]].main)
+                launch.run_main({"sft.py": sft, "grpo.py": grpo}[words[0]].main)
             finally:
                 sys.stdout.flush()
                 os._exit(0)

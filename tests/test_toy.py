@@ -17,7 +17,9 @@ import numpy as np
 import pytest
 from conftest import run_script
 
-import model
+import chat
+import checkpoint
+import launch
 import rollout
 import toy as toy_world
 import video
@@ -110,7 +112,7 @@ def test_layers_and_hidden_shape_the_checkpoint(twin):
 def test_bad_flags_are_one_line_and_exit_code_2(flags, why, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sys, "argv", ["toy.py", "--out", str(tmp_path / "w"), *map(str, flags)])
     with pytest.raises(SystemExit) as stop:
-        model.run_main(toy_world.main)
+        launch.run_main(toy_world.main)
     err = capsys.readouterr().err
     assert stop.value.code == 2 and why in err and err.count("\n") == 1
 
@@ -165,7 +167,7 @@ def test_every_video_shows_what_its_task_says(toy):
 
 def test_one_frame_of_the_world_is_one_vision_token(toy, codec):
     frames = video.overview(str(toy / "videos" / "rl-0000.mp4"), 4)
-    assert model.tokens_per_item(codec, model.vision_item({}, frames)) == 1
+    assert chat.tokens_per_item(codec, chat.vision_item({}, frames)) == 1
 
 
 def test_a_crop_always_shows_the_event_and_a_thin_overview_often_does_not():
@@ -389,7 +391,7 @@ TEXTS = ["Which colours appear between 16 and 24, 40 and 48?",
 
 def test_the_base_loads_with_plain_transformers(toy, tmp_path):
     """No code of ours is needed to use what a stage leaves behind."""
-    model.import_shim()
+    launch.import_shim()
     from transformers import AutoProcessor, AutoTokenizer, Qwen3VLForConditionalGeneration
 
     policy = Qwen3VLForConditionalGeneration.from_pretrained(toy / "init")
@@ -401,7 +403,7 @@ def test_the_base_loads_with_plain_transformers(toy, tmp_path):
     assert policy.config.tie_word_embeddings
     assert policy.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert 5e5 < sum(p.numel() for p in policy.parameters()) < 3e6
-    model.save_pretrained(policy, processor, tmp_path / "again")
+    checkpoint.save_pretrained(policy, processor, tmp_path / "again")
     third = AutoTokenizer.from_pretrained(tmp_path / "again")
     for text in TEXTS:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -411,17 +413,17 @@ def test_the_base_loads_with_plain_transformers(toy, tmp_path):
 
 
 def pieces(codec, text):
-    return [codec.pieces[i].decode() for i in model.encode(codec, text)]
+    return [codec.pieces[i].decode() for i in chat.encode(codec, text)]
 
 
 def test_whole_numbers_and_fixed_phrases_are_single_tokens(codec):
     """A number in one piece can be copied from the question into a call; a fixed sentence need not
     be read word by word."""
     for number in range(65):
-        assert len(model.encode(codec, str(number))) == 1
-        assert len(model.encode(codec, f"<{number % 64}.0 seconds>")) == 1
+        assert len(chat.encode(codec, str(number))) == 1
+        assert len(chat.encode(codec, f"<{number % 64}.0 seconds>")) == 1
     phrases = toy_world.fixed_phrases(toy_world.render_template)
-    assert all(model.encode(codec, phrase) == [codec.tokenizer.convert_tokens_to_ids(phrase)]
+    assert all(chat.encode(codec, phrase) == [codec.tokenizer.convert_tokens_to_ids(phrase)]
                for phrase in phrases)
     assert rollout.answer_style("list") in phrases and rollout.empty_summary() in phrases
     assert all(line in phrases for line in rollout.main_prompt().split("\n"))
@@ -435,10 +437,10 @@ def test_tags_are_split_as_in_qwen3(codec):
     are found by their bytes."""
     for tag in ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>",
                 "</tool_response>"):
-        assert len(model.encode(codec, tag)) == 1
+        assert len(chat.encode(codec, tag)) == 1
         assert codec.tokenizer.convert_tokens_to_ids(tag) not in codec.tokenizer.all_special_ids
-    assert len(model.encode(codec, "<answer>")) > 1 and len(model.encode(codec, "</answer>")) > 1
-    assert all(len(model.encode(codec, t)) == 1
+    assert len(chat.encode(codec, "<answer>")) > 1 and len(chat.encode(codec, "</answer>")) > 1
+    assert all(len(chat.encode(codec, t)) == 1
                for t in ("<|im_start|>", "<|im_end|>", "<|image_pad|>", "<|video_pad|>"))
 
 
@@ -447,6 +449,6 @@ def test_prompts_of_the_world_are_short(toy, codec):
     their own markers."""
     task = rollout.read_tasks(str(toy / "rl.jsonl"))[0]
     frames = video.overview(str(toy / task["video"]), 64)
-    ids, _ = model.encode_prompt(codec, rollout.main_messages(task, 64),
-                                 [model.vision_item({}, frames)], rollout.tool_schema())
+    ids, _ = chat.encode_prompt(codec, rollout.main_messages(task, 64),
+                                 [chat.vision_item({}, frames)], rollout.tool_schema())
     assert len(ids) - 64 * 4 < 60 + 30 and len(ids) < 350

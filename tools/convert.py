@@ -18,11 +18,11 @@ import sys
 from collections import Counter
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-import model
+import launch
 import rewards
 import rollout
 import sft
-from bench import benchmarks
+from evaluation import benchmarks
 
 
 def relative(path):
@@ -190,7 +190,7 @@ def convert(paths, out, frames):
         for number, row in enumerate(benchmarks.read_rows(path)):
             kind = next((k for k in ("messages", "prompt") if row.get(k)), None)
             if kind is None:
-                raise model.UserError(f"{path}: row {number} has neither 'messages' (SFT) nor "
+                raise launch.UserError(f"{path}: row {number} has neither 'messages' (SFT) nor "
                                       f"'prompt' (RL); found {', '.join(sorted(row))}")
             kinds.add(kind)
             try:
@@ -203,12 +203,12 @@ def convert(paths, out, frames):
             source = row.get("id") or row.get("data_source") or name
             rows.append({"id": f"{name}/{number}", "source": source, **made})
     if len(kinds) > 1:
-        raise model.UserError("some files hold chats (SFT), some tasks (RL); convert them apart")
+        raise launch.UserError("some files hold chats (SFT), some tasks (RL); convert them apart")
     for why, count in rejected.most_common():
         print(f"left out: {count} rows, {why}")
     if not rows:
-        raise model.UserError("no row could be used")
-    model.write_atomic(out, "".join(json.dumps(row) + "\n" for row in rows))
+        raise launch.UserError("no row could be used")
+    launch.write_atomic(out, "".join(json.dumps(row) + "\n" for row in rows))
     what = "chats" if kinds == {"messages"} else "tasks"
     print(f"{out}: {len(rows)} {what}, {sum(rejected.values())} left out")
 
@@ -221,10 +221,10 @@ def main():
     parser.add_argument("--frames", type=int, default=64, help="overview frames K of chats")
     args = parser.parse_args()
     if not args.out.endswith(".jsonl"):
-        raise model.UserError(f"--out {args.out} should end in .jsonl")
-    model.at_least(1, args, "frames")
+        raise launch.UserError(f"--out {args.out} should end in .jsonl")
+    launch.at_least(1, args, "frames")
     convert(args.files, args.out, args.frames)
 
 
 if __name__ == "__main__":
-    model.run_main(main)
+    launch.run_main(main)

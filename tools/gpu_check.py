@@ -39,12 +39,16 @@ sys.path.insert(1, os.path.join(sys.path[0], "tests"))  # where the reference en
 import numpy as np
 import torch
 
+import chat
+import checkpoint
 import grpo
+import launch
 import model
 import rollout
 import sft
 import toy
 import video
+from engine import VllmEngine
 from tools import plan
 
 # (nats, mean over tokens; relative L2 distance of the gradient)
@@ -137,12 +141,12 @@ def make_trees(codec, tasks, source):
     trees = []
     for n, task in enumerate(tasks):
         spec = {"video": task["video"], "frames": 8 * (1 + n % 2)}  # trees of two sizes in a pack
-        item = model.vision_item(spec, source.load(spec))
+        item = chat.vision_item(spec, source.load(spec))
         messages = rollout.main_messages(task, spec["frames"])
-        prompt, _ = model.encode_prompt(codec, messages, [item], rollout.tool_schema())
+        prompt, _ = chat.encode_prompt(codec, messages, [item], rollout.tool_schema())
         branches = []
         for i, text in enumerate(texts):
-            ids = model.encode(codec, text) + [codec.eos]
+            ids = chat.encode(codec, text) + [codec.eos]
             advantage = [(-1.0) ** i] * len(ids)  # a sum of zero, as group advantages have
             branches.append(model.Span(ids, [1] * len(ids), {"advantage": advantage}))
         trees.append(model.Tree(untrained(prompt), [item], branches))
@@ -186,7 +190,7 @@ def measure(policy, vision, packs, chunk=1024):
 
 def flat(shards):
     """Shards of this one rank -> one fp64 vector in host memory."""
-    return torch.cat([model.whole_tensor(x.detach()).double().cpu().flatten() for x in shards])
+    return torch.cat([checkpoint.whole_tensor(x.detach()).double().cpu().flatten() for x in shards])
 
 
 def compare(table, what, found, wanted, bounds):
@@ -208,7 +212,7 @@ def check_forms(table, name, policy, vision, codec, trees, wanted, bounds):
 
 def check_forwards(table, ckpt, codec, trees, source, gpu):
     # The oracle: fp32, and nothing of the packing's, one forward a sequence.
-    policy = model.load_sharded(ckpt, codec, torch.device("cpu"))
+    policy = checkpoint.load_sharded(ckpt, codec, torch.device("cpu"))
     vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
     wanted = measure(policy, vision, [model.pack_trees(codec, [tree]) for tree in alone(trees)])
     check_forms(table, "CPU fp32", policy, vision, codec, trees, wanted, FP32)
@@ -224,7 +228,7 @@ def check_forwards(table, ckpt, codec, trees, source, gpu):
     if not gpu:
         table.skip("GPU attention kernels (flex, flash)", "no GPU on this machine")
         return
-    policy = model.load_sharded(ckpt, codec, torch.device("cuda", 0))  # computes in bf16
+    policy = checkpoint.load_sharded(ckpt, codec, torch.device("cuda", 0))  # computes in bf16
     vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
     with mock.patch.object(model, "attention_plan", flex_plan):
         check_forms(table, "GPU bf16 flex", policy, vision, codec, trees, wanted, BF16)
@@ -255,7 +259,7 @@ def update_settings(pack_tokens=32768):
 
 def check_steps(table, ckpt, codec, trees, source, device):
     """SFT steps and a GRPO update through FSDP2, as sft.py and grpo.py take them."""
-    policy = model.load_sharded(ckpt, codec, device, recompute="full")
+    policy = checkpoint.load_sharded(ckpt, codec, device, recompute="full")
     vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
     optimizer = model.adamw(model.trained_parameters(policy), 1e-3, 0.999, device)
     packs = [model.pack_trees(codec, alone(trees))]
@@ -297,14 +301,14 @@ def check_rollouts(table, ckpt, codec, tasks, source, device):
         table.skip("GPU rollouts with vLLM", "no GPU on this machine; the reference engine runs")
         engine, bound = ReferenceEngine(ckpt, codec), 1e-4
     elif importlib.util.find_spec("vllm"):
-        engine, bound = rollout.VllmEngine(ckpt, codec, context=1024, max_frames=16, gpu_memory=0.3,
+        engine, bound = VllmEngine(ckpt, codec, context=1024, max_frames=16, gpu_memory=0.3,
                                            sleeping=True), 0.05
     else:
         table.skip("GPU rollouts with vLLM", "vllm is not installed")
         return
     name = f"{place(device)} rollouts ({type(engine).__name__})"
     agent = rollout.Agent(**{**rollout.toy_lengths(), "max_new_tokens": 48, "temperature": 1.0})
-    policy = model.load_sharded(ckpt, codec, device)
+    policy = checkpoint.load_sharded(ckpt, codec, device)
     vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
 
     list(rollout.run(engine, tasks[:1], agent, codec, source, 8, step=99))  # compiles, allocates
@@ -324,7 +328,7 @@ def check_rollouts(table, ckpt, codec, tasks, source, device):
     table.add(f"{name}: bound / gap of other weights", bound / max(moved, 1e-12), 0.5,
               "the check could fail")
     began = time.time()
-    engine.wake(model.full_weights(policy, model.compute_dtype(device)))
+    engine.wake(checkpoint.full_weights(policy, model.compute_dtype(device)))
     table.add(f"{name}: seconds of wake and sync", time.time() - began)
     # Another step: other seeds, and no prefix that an engine with stale caches would still hold.
     episodes = list(rollout.run(engine, tasks, agent, codec, source, 8, group=8, step=1))
@@ -421,7 +425,7 @@ def check_geometry(table, name, config, codec, device, top, chats=8, length=4096
     layers, text = plan.parameter_counts(config)["layers"], config.text_config
     with device:  # in fp32, where it is to be: no copy in host memory
         hf = Qwen3VLForConditionalGeneration(config)
-    policy = model.shard(model.as_policy(hf, codec, device, "full"), device)
+    policy = checkpoint.shard(model.as_policy(hf, codec, device, "full"), device)
     optimizer = model.adamw(model.trained_parameters(policy), 1e-6, 0.999, device)
     rng = random.Random(0)  # text alone: no frames, no tower
 
@@ -474,20 +478,20 @@ def main():
     parser.add_argument("--out", default=None, help="write the JSON line here as well")
     args = parser.parse_args()
     began, table = time.time(), Table()
-    _, _, device = model.start_process_group()
+    _, _, device = launch.start_process_group()
     gpu = device.type == "cuda"
     card = torch.cuda.get_device_name(device) if gpu else None
     print(f"torch {torch.__version__} | {card or 'no GPU'} | {torch.get_num_threads()} threads")
     with tempfile.TemporaryDirectory() as folder:
         ckpt = os.path.join(folder, "init")
         tasks, source = make_world(ckpt)
-        codec = model.load_codec(ckpt)
+        codec = chat.load_codec(ckpt)
         trees = make_trees(codec, tasks, source)
         table.run(check_forwards, ckpt, codec, trees, source, gpu)
         table.run(check_steps, ckpt, codec, trees, source, device)
         table.run(check_rollouts, ckpt, codec, tasks, source, device)
 
-        model.start_process_group()  # vLLM has ended the whole process's when it was closed
+        launch.start_process_group()  # vLLM has ended the whole process's when it was closed
         top = ceiling(device)
         table.add(f"{place(device)} matrix product: TFLOP/s, where MFU is 1", top / 1e12)
         if gpu:
@@ -507,7 +511,7 @@ def main():
                        "rows": rows})
     print(line)
     if args.out:
-        model.write_atomic(args.out, line + "\n")
+        launch.write_atomic(args.out, line + "\n")
     torch.distributed.destroy_process_group()
     sys.exit(1 if verdicts["FAIL"] else 0)
 

@@ -14,7 +14,7 @@ import sys
 from copy import deepcopy
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-import model
+import launch
 
 PHASE = 11  # columns of a number in the table
 
@@ -41,15 +41,15 @@ def public_sizes():
 
 def read_config(name):
     """A public size ("8B") or a checkpoint folder -> its configuration."""
-    model.import_shim()
-    model.quiet_libraries()
+    launch.import_shim()
+    launch.quiet_libraries()
     from transformers import AutoConfig, Qwen3VLConfig
 
     if name in public_sizes():
         return Qwen3VLConfig(**public_sizes()[name])
     if not os.path.exists(os.path.join(name, "config.json")):
         known = ", ".join(public_sizes())
-        raise model.UserError(f"{name}: neither one of {known} nor a folder with a config.json")
+        raise launch.UserError(f"{name}: neither one of {known} nor a folder with a config.json")
     return AutoConfig.from_pretrained(name)
 
 
@@ -224,10 +224,10 @@ def main():
     args = parser.parse_args()
     whole = min(args.gpus, args.context, args.pack_tokens, args.replicas) >= 1
     if not whole or args.gpus % args.replicas or not args.gpu_gb > 0:
-        raise model.UserError("--gpus, --gpu-gb, --context, --pack-tokens and --replicas must be "
+        raise launch.UserError("--gpus, --gpu-gb, --context, --pack-tokens and --replicas must be "
                               "above 0, --gpus a multiple of --replicas")
     if not 0 <= args.engine_share < 1:
-        raise model.UserError(f"--engine-share must lie in 0 to 1, got {args.engine_share}")
+        raise launch.UserError(f"--engine-share must lie in 0 to 1, got {args.engine_share}")
     text, fits = plan_text(
         read_config(args.size), args.gpus, args.gpu_gb, args.context, args.pack_tokens,
         args.engine_share, args.frame_cache_gb, recompute=args.recompute, replicas=args.replicas,
@@ -237,4 +237,4 @@ def main():
 
 
 if __name__ == "__main__":
-    model.run_main(main)
+    launch.run_main(main)

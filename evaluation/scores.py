@@ -13,7 +13,7 @@ import time
 
 import numpy as np
 
-from bench import benchmarks, costs
+from evaluation import benchmarks, costs
 
 # ------------------------------------------------------------------------------------------------
 # Scores

@@ -2,7 +2,7 @@
 view.py: runs, rollouts and evaluations -> ONE HTML file: curves, episodes with frames, tables.
 
 It opens from disk and fetches nothing: data and thumbnails (JPEGs, within --max-mb) go into
-docs/page.html, which holds styles, script and what is drawn. Copy it along with this script.
+page.html, which holds styles, script and what is drawn. Copy it along with this script.
 
 A token's colour is its credit as grpo.py gave it, A_task + A_fmt [t in struct(o)]; struct(o) is
 found again in the text of the sampled tokens, without a tokenizer. Inserted text (a forced <think>,
@@ -12,8 +12,8 @@ Reads:  folders of sft.py, grpo.py and eval.py (also of --compare), or of such; 
         Lines and records that cannot be read are counted on the page, never fatal.
 Writes: --out, whole or not at all.
 
-  python view.py grpo_out --out page.html
-  python view.py grpo_a grpo_b eval_out --names struct sequence eval --out page.html
+  python tools/view.py grpo_out --out page.html
+  python tools/view.py grpo_a grpo_b eval_out --names struct sequence eval --out page.html
 """
 import argparse
 import base64
@@ -23,12 +23,14 @@ import io
 import json
 import os
 import re
+import sys
 from collections import Counter, defaultdict
 
 from PIL import Image
 from tqdm import tqdm
 
-import model
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import launch
 import rewards
 import video
 
@@ -92,10 +94,10 @@ def load_sources(paths, names, troubles):
     sources = []
     for n, path in enumerate(paths):
         if not os.path.exists(path):
-            raise model.UserError(f"{path}: no such file or folder")
+            raise launch.UserError(f"{path}: no such file or folder")
         found = [path] if os.path.isfile(path) else find(path)
         if not found:
-            raise model.UserError(
+            raise launch.UserError(
                 f"{path}: neither log.jsonl nor records nor summary.json is in it or below it")
         given = names[n] if names else os.path.basename(os.path.normpath(path))
         prefix = f"{given}/" if names or len(paths) > 1 else ""  # the only folder's says nothing
@@ -294,7 +296,7 @@ def add_thumbnails(episodes, sources, root, pixels, budget, troubles):
     return pictures
 
 
-# ---- curves and tables: which ones, docs/page.html says ----------------------------------------
+# ---- curves and tables: which ones, page.html says ----------------------------------------
 
 def points_of(log, keys):
     """A log and the keys that lead to a number in its rows -> [[step, number]], gaps left out."""
@@ -373,7 +375,7 @@ def tables_of(sources, tables):
 
 def paper_tables(sources):
     """-> [the table of benchmark results and of the paper's Table 1], [] without results."""
-    from bench import benchmarks  # not above: it brings torch
+    from evaluation import benchmarks  # not above: it brings torch
 
     benches = list(benchmarks.splits())  # in the order of the paper's columns
     systems = {}  # name -> {benchmark: percent, as text}
@@ -396,15 +398,15 @@ def paper_tables(sources):
 # ---- the page ----------------------------------------------------------------------------------
 
 def page_template():
-    """docs/page.html beside this script -> (text before the data, text after it, its contents)."""
-    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "docs", "page.html")
+    """page.html beside this script -> (text before the data, text after it, its contents)."""
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "page.html")
     try:
         with open(path, encoding="utf-8") as file:
             before, after = file.read().split("/*DATA*/")
         contents = re.search(r'<script id="contents"[^>]*>(.*?)</script>', before, re.DOTALL)
         return before, after, json.loads(contents[1])
     except (OSError, ValueError, TypeError) as error:  # not one marker; no contents, or torn ones
-        raise model.UserError(f"{path}: no template of the page ({error})") from None
+        raise launch.UserError(f"{path}: no template of the page ({error})") from None
 
 
 def embedded(value):
@@ -431,7 +433,7 @@ def build(paths, names, out, episodes, max_mb, root, pixels):
     data["pictures"] = add_thumbnails(chosen, sources, root, pixels, budget, troubles)
     data["troubles"] = troubles.most_common(50)  # [[why, how often]]
     page = before + embedded(data) + after
-    model.write_atomic(out, page)
+    launch.write_atomic(out, page)
     return len(page), len(chosen), data["found"], len(data["pictures"])
 
 
@@ -448,15 +450,15 @@ def main():
     add("--video-root", dest="root", help="folder of the videos; default: what the run was given")
     args = parser.parse_args()
     if args.names and len(args.names) != len(args.paths):
-        raise model.UserError(f"--names: {len(args.names)} for {len(args.paths)} paths")
+        raise launch.UserError(f"--names: {len(args.names)} for {len(args.paths)} paths")
     if args.episodes < 0 or not args.max_mb > 0 or args.pixels < 1024:
-        raise model.UserError("--episodes may not be negative, --max-mb must be above 0, "
+        raise launch.UserError("--episodes may not be negative, --max-mb must be above 0, "
                               "--thumb-pixels at least 1024")
-    model.make_out(os.path.dirname(os.path.abspath(args.out)))  # before the frames are decoded
+    launch.make_out(os.path.dirname(os.path.abspath(args.out)))  # before the frames are decoded
     size, shown, found, pictures = build(**vars(args))
     print(f"{args.out}: {size / 2**20:.1f} MiB, {shown} of {found} episodes, "
           f"{pictures} thumbnails; open it in a browser")
 
 
 if __name__ == "__main__":
-    model.run_main(main)
+    launch.run_main(main)

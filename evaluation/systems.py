@@ -28,10 +28,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
-import model
+import chat
+import launch
 import rewards
 import rollout
 import video
+from engine import Completion, Request
 
 QUESTION = "{subtitles}{question}\n{options}\n{style}"
 NAMED_PATH = "The video path for this video is: {video}"
@@ -285,7 +287,7 @@ def make_protocol(args):
     # Too few would fail in the middle of a run, too many be left out in silence.
     if len(texts) != len(system.texts):
         takes = f"--protocol {args.protocol} takes {len(system.texts)}: {system.files}"
-        raise model.UserError(f"--prompt-file: {takes}")
+        raise launch.UserError(f"--prompt-file: {takes}")
     protocol = system.make(texts, args)
     if args.user_file:
         texts = texts + read_prompts([args.user_file])
@@ -297,7 +299,7 @@ def make_protocol(args):
 def with_user(protocol, text, name):
     """A protocol with another user turn."""
     if getattr(protocol.opening, "func", None) is not opening:  # it is made of several texts
-        raise model.UserError(f"--user-file: the user turn of --protocol {name} has parts of its "
+        raise launch.UserError(f"--user-file: the user turn of --protocol {name} has parts of its "
                               "own; see --protocols")
     return replace(protocol, opening=partial(protocol.opening, user=text))
 
@@ -316,9 +318,9 @@ def read_prompts(sources):
             if name:
                 text = single_braces(assigned_string(text, name))
         except (OSError, SyntaxError, ValueError) as error:
-            raise model.UserError(f"--prompt-file {source}: {error}") from None
+            raise launch.UserError(f"--prompt-file {source}: {error}") from None
         if text is None:
-            raise model.UserError(f"--prompt-file {source}: {path} sets no string {name}")
+            raise launch.UserError(f"--prompt-file {source}: {path} sets no string {name}")
         texts.append(text)
     return texts
 
@@ -384,7 +386,7 @@ def filled(text, task, duration=0.0, subtitles="", label="{}.", between="\n"):
 
 
 def clock(seconds):
-    return model.stamp_text(seconds, 0, "clock")
+    return chat.stamp_text(seconds, 0, "clock")
 
 
 def stamp_kind(args):
@@ -1202,7 +1204,7 @@ class OpenAIEngine:
                 socket.create_connection((place.hostname, port), min(10.0, self.timeout)).close()
             except (OSError, ValueError, TypeError) as error:
                 why = f"({error}); expected an OpenAI-compatible endpoint"
-                raise model.UserError(f"no server answers at {url} {why}") from None
+                raise launch.UserError(f"no server answers at {url} {why}") from None
 
     def submit(self, request):
         # A thread waits for the answer; the loop goes on with other episodes.
@@ -1288,16 +1290,16 @@ class OpenAIEngine:
             text = (choice["message"].get("content") or "").removeprefix(request.prefill)
             ended = choice.get("finish_reason") == "stop"
             self.note_usage(request.id, answer.get("usage"))
-            return rollout.Completion(request.id, text=text, ended=ended), False
+            return Completion(request.id, text=text, ended=ended), False
         except urllib.error.HTTPError as error:
             passing = error.code == 429 or error.code >= 500
-            return rollout.Completion(request.id, error=f"HTTP {error.code}"), passing
+            return Completion(request.id, error=f"HTTP {error.code}"), passing
         except (OSError, http.client.HTTPException) as error:  # refused, timed out, cut off halfway
             why = f"{type(error).__name__}: {getattr(error, 'reason', error)}"
-            return rollout.Completion(request.id, error=why), True
+            return Completion(request.id, error=why), True
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             why = f"bad answer: {type(error).__name__}"  # not the promised JSON
-            return rollout.Completion(request.id, error=why), False
+            return Completion(request.id, error=why), False
 
     def note_usage(self, name, usage):
         """Keep what an endpoint says that a request took; not all of them say it."""
@@ -1383,7 +1385,7 @@ def content_parts(content, frames, numbers, kept, clip=None):
         for place, (image, seconds) in enumerate(zip(shown.images, shown.seconds)):
             if next(numbers) not in kept:  # its time goes with it
                 continue
-            stamp = model.stamp_text(seconds, place, item.get("stamp"))
+            stamp = chat.stamp_text(seconds, place, item.get("stamp"))
             if stamp:
                 parts.append(text_part(stamp))
             parts.append({"type": "image_url", "image_url": {"url": jpeg_url(image)}})
@@ -1464,7 +1466,7 @@ def ask_judge(records, args):
                 f"Given answer: {record['extracted']}\nDoes the given answer say the same as the "
                 "reference answer? Reply with yes or no.")
         messages = [{"role": "user", "content": text}]
-        engine.submit(rollout.Request(str(number), [], [], [], [], messages, 16, 0.0, 0))
+        engine.submit(Request(str(number), [], [], [], [], messages, 16, 0.0, 0))
     left = len(records)
     with tqdm(total=left, desc="judge", disable=args.quiet or None) as bar:
         while left:

@@ -18,11 +18,13 @@ import math
 import os
 from dataclasses import replace
 
-import model
+import chat
+import launch
 import rewards
 import rollout
 import video
-from bench import systems
+from engine import Completion
+from evaluation import systems
 
 # ------------------------------------------------------------------------------------------------
 # What was asked
@@ -189,9 +191,9 @@ class Mute:
 
     def submit(self, request):
         text = self.crops(request) if self.calls else ""
-        ids = self.codec and [*model.encode(self.codec, text), self.codec.eos]
+        ids = self.codec and [*chat.encode(self.codec, text), self.codec.eos]
         logps = ids and [0.0] * len(ids)
-        self.asked.append(rollout.Completion(request.id, ids, logps, text, ended=True))
+        self.asked.append(Completion(request.id, ids, logps, text, ended=True))
 
     def poll(self):
         done, self.asked = self.asked, []
@@ -232,9 +234,9 @@ def expected(suite, k, mode, todo, codec, protocol, args):
         ran = [(e, of(e, meter.taken)) for e in ran if e.status != "video_error"]
         full = [e.error for e, _ in ran if e.status == "context" and not calls]
         if full:  # not one of its prompts would be answered
-            raise model.UserError(f"--estimate: {full[0]}")
+            raise launch.UserError(f"--estimate: {full[0]}")
         if not ran:
-            raise model.UserError(f"--estimate: no video below {source.root} could be read")
+            raise launch.UserError(f"--estimate: no video below {source.root} could be read")
         decoding = [e.timing["decode_s"] for e, _ in ran]
         beside = [e.timing["total_s"] - e.timing["decode_s"] for e, _ in ran]
         prompts = [cost["prompt_tokens"] + cost["sub_prompt_tokens"] if codec else math.nan

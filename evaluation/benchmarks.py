@@ -19,7 +19,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass, replace
 
-import model
+import launch
 import rewards
 import rollout
 import video
@@ -208,7 +208,7 @@ def lvbench_tasks(row, path):
         for name in ("uid", "question", "answer", "question_type"):
             if name not in asked:
                 found = ", ".join(sorted(asked))
-                raise model.UserError(f"{path}: a question has no {name!r}; found {found}")
+                raise launch.UserError(f"{path}: a question has no {name!r}; found {found}")
         yield {
             "id": str(asked["uid"]),
             "video": row.get("video_path") or row["key"] + ".mp4",
@@ -307,11 +307,11 @@ def read_split(name, root):
     split = splits()[name]
     if not os.path.isdir(root):
         expected = f"expected {split.hub} as its publisher ships it"
-        raise model.UserError(f"--root {root}: no such folder; {expected}")
+        raise launch.UserError(f"--root {root}: no such folder; {expected}")
     files = row_files(root, split.rows)
     if not files:
         expected = f"expected {' or '.join(split.rows)} (.parquet, .json, .jsonl) of {split.hub}"
-        raise model.UserError(f"--root {root}: no rows of {name}; {expected}")
+        raise launch.UserError(f"--root {root}: no rows of {name}; {expected}")
     counted = ("items", "published", "no video", "no subtitles", "no usable answer")
     tasks, seen, notes = [], Counter(), dict.fromkeys(counted, 0)
     # One pass over all rows; any that is not as expected ends it, since a benchmark that is read in
@@ -326,7 +326,7 @@ def read_split(name, root):
             for column in split.needs:
                 if column not in row:
                     found = f"which {name} needs; found {', '.join(sorted(row))}"
-                    raise model.UserError(f"{path}: no column {column!r}, {found}")
+                    raise launch.UserError(f"{path}: no column {column!r}, {found}")
             for task in row_tasks(split, row, f"{path}, row {number}", path, root, notes):
                 seen[task["id"]] += 1
                 if seen[task["id"]] > 1:  # MLVU's first release has no ids, Charades-STA repeats
@@ -334,11 +334,11 @@ def read_split(name, root):
                 tasks.append(task)
     if not tasks:
         having = f" that have {split.marked!r}" if split.marked else ""
-        raise model.UserError(f"{', '.join(files)}: no rows of {name}{having}")
+        raise launch.UserError(f"{', '.join(files)}: no rows of {name}{having}")
     # A few answers are misprinted. Most of them unusable: letters are not what the column holds.
     if 2 * notes["no usable answer"] > len(tasks):
         unusable = f"{notes['no usable answer']} of {len(tasks)} answers"
-        raise model.UserError(f"{', '.join(files)}: {unusable} are none of their options")
+        raise launch.UserError(f"{', '.join(files)}: {unusable} are none of their options")
     notes.update(items=len(tasks), published=split.items)
     return tasks, notes
 
@@ -349,12 +349,12 @@ def row_tasks(split, row, where, path, root, notes):
     try:
         tasks = [complete(task, split, root, notes) for task in split.read(row, path)]
     except (TypeError, AttributeError, ValueError, KeyError, IndexError) as error:
-        raise model.UserError(f"{where}: not as expected ({error!r})") from None
+        raise launch.UserError(f"{where}: not as expected ({error!r})") from None
     for task in tasks:
         if not task["question"]:
-            raise model.UserError(f"{where}: {task['id']} has no question")
+            raise launch.UserError(f"{where}: {task['id']} has no question")
         if task["type"] == "mcq" and len(task["options"]) < 2:
-            raise model.UserError(f"{where}: {task['id']} has no options to choose from")
+            raise launch.UserError(f"{where}: {task['id']} has no options to choose from")
     return tasks
 
 
@@ -389,7 +389,7 @@ def check_videos(name, tasks, root):
     paths = dict.fromkeys(str(task["video"]) for task in tasks)
     if not any("\0" not in path and os.path.isfile(os.path.join(root, path)) for path in paths):
         why = f"none of its {len(paths)} videos lies below {root}, as {next(iter(paths))} should"
-        raise model.UserError(f"{name}: {why}; is the folder one level too high?")
+        raise launch.UserError(f"{name}: {why}; is the folder one level too high?")
 
 
 def row_files(root, patterns):
@@ -411,7 +411,7 @@ def whole_shards(files):
         for index in range(int(shard[3]) if shard else 0):
             part = f"{shard[1]}{index:05d}{shard[2]}"
             if part not in files:
-                raise model.UserError(f"{part}: no such file, though there is {path}")
+                raise launch.UserError(f"{part}: no such file, though there is {path}")
     return files
 
 
@@ -433,7 +433,7 @@ def read_rows(path):
     """Rows of a parquet, JSON (a list) or JSONL file, as dicts. Raises UserError naming it."""
     try:
         if path.endswith(".jsonl"):
-            rows = model.read_jsonl(path)
+            rows = launch.read_jsonl(path)
         elif path.endswith(".parquet"):
             import pyarrow.parquet  # needed for parquet alone
 
@@ -443,14 +443,14 @@ def read_rows(path):
                 rows = json.load(f)
     except ImportError:
         why = "reading parquet needs pyarrow: pip install pyarrow"
-        raise model.UserError(f"{path}: {why}") from None
+        raise launch.UserError(f"{path}: {why}") from None
     except (OSError, ValueError, NotImplementedError) as error:  # pyarrow's own are of these kinds
         why = str(error).splitlines()[0]
-        raise model.UserError(f"{path}: not readable ({why})") from None
+        raise launch.UserError(f"{path}: not readable ({why})") from None
     if not (isinstance(rows, list) and all(isinstance(row, dict) for row in rows)):
-        raise model.UserError(f"{path}: expected a list of objects")
-    if model.has_surrogate(rows):
-        raise model.UserError(f"{path}: a lone surrogate (\\ud800 to \\udfff) is no text")
+        raise launch.UserError(f"{path}: expected a list of objects")
+    if launch.has_surrogate(rows):
+        raise launch.UserError(f"{path}: a lone surrogate (\\ud800 to \\udfff) is no text")
     return rows
 
 
@@ -461,7 +461,7 @@ def charades_lines(path):
         for line in filter(None, map(str.strip, f)):
             found = re.fullmatch(r"(\S+) ([0-9.]+) ([0-9.]+)##(.*)", line)
             if not found:
-                raise model.UserError(f"{path}: a line is not `VIDEO START END##SENTENCE`")
+                raise launch.UserError(f"{path}: a line is not `VIDEO START END##SENTENCE`")
             rows.append({"video": found[1], "timestamp": [found[2], found[3]], "caption": found[4]})
     return rows
 

@@ -1,0 +1,389 @@
+"""
+chat.py: chats and token ids.
+"""
+import codecs
+import json
+import os
+from dataclasses import dataclass, field
+
+import launch
+
+GUARD = "\ue000"  # private-use character: splits a literal that must not become a special token
+TURN = "\ue001"  # stands for an assistant turn while the template is rendered on a dummy chat
+
+# ------------------------------------------------------------------------------------------------
+# Chat -> token ids
+
+
+@dataclass
+class Codec:
+    """What turns chats and frames into ids and patches; read from the checkpoint by load_codec."""
+
+    tokenizer: object
+    processor: object
+    channel: str  # "image": `<t seconds>` text + one image a frame; "video": one native video item
+    image_pad: int
+    video_pad: int
+    vision_start: int
+    vision_end: int
+    eos: int  # <|im_end|>: ends every turn, is sampled and therefore trained
+    patch: int  # pixels a side of a vision patch
+    merge: int  # patches a side that become one token
+    temporal: int  # frames a patch spans (2); an image is repeated to fill it
+    mean: tuple
+    std: tuple
+    markup: tuple  # literals of added tokens ("<|im_end|>", "<tool_call>", ..)
+    banned: tuple  # ids that are never sampled: placeholders, turn starts, every end but <|im_end|>
+    opens_thought: bool  # the generation prompt ends in `<think>\n` (Thinking checkpoints)
+    pieces: list  # [vocab] bytes of every token
+
+    @property
+    def pad(self):
+        return self.image_pad if self.channel == "image" else self.video_pad
+
+
+@dataclass
+class VisionItem:
+    """The frames behind one video in a context: enough to load them again and find their
+    features."""
+
+    spec: dict  # {"video", "frames"} or {"video", "start", "end", ..}: what video.load reads
+    key: str  # identity of the frame set
+    frames: int  # T
+    height: int  # pixels
+    width: int
+    seconds: list  # [T]
+
+
+def vision_item(spec, frames):
+    t, height, width, _ = frames.images.shape  # [T, H, W, 3]
+    return VisionItem(dict(spec), frames.key, t, height, width, frames.seconds.tolist())
+
+
+def tokens_per_item(codec, item):
+    """Placeholder tokens that one frame (channel image) or frame pair (channel video) becomes."""
+    side = codec.patch * codec.merge
+    return (item.height // side) * (item.width // side)
+
+
+def frame_times(codec, item):
+    """Seconds before each run of placeholders: a frame's own, or the mean of a pair's two."""
+    step = 1 if codec.channel == "image" else codec.temporal  # frames of a run of placeholders
+    seconds = list(item.seconds)
+    seconds += [seconds[-1]] * (-len(seconds) % step)  # an odd count repeats its last frame
+    return [(seconds[i] + seconds[i + step - 1]) / 2 for i in range(0, len(seconds), step)]
+
+
+def pieces_of(codec, ids):
+    """Ids -> the bytes that each writes; b"" for ids beyond the tokenizer (a padded vocabulary)."""
+    return [codec.pieces[i] if i < len(codec.pieces) else b"" for i in ids]
+
+
+def decode(codec, ids, keep_special=False):
+    """Sampled ids -> text for parsing and logs. The turn end is dropped unless keep_special."""
+    ids = [i for i in ids if keep_special or i != codec.eos]
+    return b"".join(pieces_of(codec, ids)).decode("utf-8", errors="replace")
+
+
+def guard(codec, text, literals=None):
+    """Split every special-token literal in untrusted text, so that `encode` gives it plain tokens.
+
+    A question that contains "<|im_end|>" must not end the turn. The mark splits the literal for the
+    tokenizer and is never encoded itself: the ids decode to the very text that was given.
+    literals: None = all of the tokenizer's.
+    """
+    text = text.replace(GUARD, "").replace(TURN, "")
+    for literal in codec.markup if literals is None else literals:
+        text = text.replace(literal, literal[0] + GUARD + literal[1:])
+    return text
+
+
+def encode(codec, text):
+    """Template text -> ids; splits at guard marks. No BOS, no truncation."""
+    ids = []
+    for piece in text.split(GUARD):
+        ids += codec.tokenizer(piece, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def template(codec, messages, tools=None, generation=True):
+    """Render messages (content strings) with the checkpoint's own chat template -> text."""
+    owner = codec.processor if codec.processor.chat_template else codec.tokenizer
+    return owner.apply_chat_template(messages, tools=tools, tokenize=False,
+                                     add_generation_prompt=generation)
+
+
+def stamp_text(seconds, number, kind=None):
+    """Text before a frame. None: `<12.5 seconds>`, as Qwen3-VL was trained; for other systems'
+    agents "clock": HH:MM:SS, "frame": `<frame3_time12.50s>`, "none": no text."""
+    if kind == "clock":
+        whole = int(seconds)
+        return f"{whole // 3600:02d}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+    if kind == "frame":
+        return f"<frame{number}_time{seconds:.2f}s>"
+    return "" if kind == "none" else f"<{seconds:.1f} seconds>"
+
+
+def render(codec, messages, items=()):
+    """Messages -> messages as the template takes them: text guarded, frames as times and
+    placeholders. items: the VisionItems of their videos, in order."""
+    items = iter(items)
+    rendered = []
+    for message in messages:
+        content = content_parts(codec, message, items)
+        if all(part["type"] == "text" for part in content):
+            content = "".join(part["text"] for part in content)
+        rendered.append({"role": message["role"], "content": content})
+    return rendered
+
+
+def content_parts(codec, message, items):
+    """Content of one message -> parts for the template."""
+    # Our own system prompt names the tags; everything else is data.
+    own = message["role"] == "system"
+    content = message["content"]
+    if isinstance(content, str):
+        return [text_part(codec, content, own)]
+    parts = []
+    raw = None  # text of the part before, where it is data
+    for piece in content:
+        if piece["type"] == "text" and piece.get("trusted"):  # tags that we put around data
+            parts.append(text_part(codec, piece["text"], True))
+            raw = None
+        elif piece["type"] == "text":
+            # Guarded together with the data before it: a literal may be spread over two pieces.
+            if raw is not None:
+                parts.pop()
+            raw = (raw or "") + piece["text"]
+            parts.append(text_part(codec, raw, own))
+        else:
+            raw = None
+            item = next(items)
+            if codec.channel == "video":
+                parts.append({"type": "video"})
+                continue
+            # The time stands before <|vision_start|>, as vLLM and transformers put it for video.
+            for number, seconds in enumerate(frame_times(codec, item)):
+                stamp = stamp_text(seconds, number, piece.get("stamp"))
+                if stamp:
+                    parts.append({"type": "text", "text": stamp})
+                parts.append({"type": "image"})
+    return parts
+
+
+def text_part(codec, text, trusted):
+    return {"type": "text", "text": text if trusted else guard(codec, text)}
+
+
+def encode_prompt(codec, messages, items=(), tools=None):
+    """Messages before the first assistant turn -> (expanded ids, compact ids).
+
+    Expanded ids hold one placeholder per vision token (what the trainer sees), compact ids one per
+    frame or video (what an engine is given, and expands itself to the very same).
+    """
+    compact = encode(codec, template(codec, render(codec, messages, items), tools))
+    return expand(codec, compact, items), compact
+
+
+def expand(codec, compact, items):
+    """One placeholder per frame (or video) -> one per vision token. Raises ValueError when the
+    counts disagree."""
+    out = []
+    found = compact.count(codec.pad)
+    if codec.channel == "image":
+        sizes = iter([tokens_per_item(codec, item) for item in items for _ in range(item.frames)])
+        for i in compact:
+            out += [i] * next(sizes, 0) if i == codec.image_pad else [i]
+        wanted = sum(item.frames for item in items)
+    else:
+        # <|vision_start|><|video_pad|><|vision_end|> becomes `<t seconds>` and one such triple for
+        # each frame pair.
+        triple = [codec.vision_start, codec.video_pad, codec.vision_end]
+        queue = iter(items)
+        wanted = len(items)
+        position = 0
+        while position < len(compact):
+            if compact[position:position + 3] != triple:
+                out.append(compact[position])
+                position += 1
+                continue
+            item = next(queue, None)
+            for seconds in frame_times(codec, item) if item else ():
+                out += encode(codec, f"<{seconds:.1f} seconds>") + [codec.vision_start]
+                out += [codec.video_pad] * tokens_per_item(codec, item) + [codec.vision_end]
+            position += 3
+    if found != wanted:
+        what = "frames" if codec.channel == "image" else "videos"
+        raise ValueError(f"{found} vision placeholders in the prompt for {wanted} {what}")
+    return out
+
+
+def think_prefix_ids(codec, prompt_ids):
+    """The forced `<think>\\n`; empty when the template's generation prompt already opens a
+    thought."""
+    prefix = encode(codec, "<think>\n")
+    return [] if prompt_ids[-len(prefix):] == prefix else prefix
+
+
+def glue_ids(codec, messages, ended, items=()):
+    """Compact ids between two sampled turns: end of turn, all responses as the template writes
+    them, next generation prompt.
+
+    messages: the tool (or user) messages of this turn, items: the VisionItems of their frames.
+    ended: the turn's last sampled id was the end of turn; where the turn was cut off instead, that
+    id is inserted here (unsampled, so not trained on).
+    """
+    dummy = [{"role": "user", "content": "x"}, {"role": "assistant", "content": TURN}]
+    text = template(codec, dummy + render(codec, messages, items)).split(TURN, 1)[1]
+    ids = encode(codec, text)
+    if ids[0] != codec.eos:
+        raise launch.UserError("the chat template does not end an assistant turn with <|im_end|>")
+    return ids[1:] if ended else ids
+
+
+def text_pieces(codec, ids):
+    """Sampled ids -> the text that each completes; joined they are `decode` of the ids. A token
+    that ends inside a character adds nothing yet."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    written = [b"" if i == codec.eos else piece for i, piece in zip(ids, pieces_of(codec, ids))]
+    pieces = [decoder.decode(piece) for piece in written]
+    if pieces:
+        pieces[-1] += decoder.decode(b"", True)
+    return pieces
+
+
+# ------------------------------------------------------------------------------------------------
+# Chats with assistant turns (SFT)
+
+
+@dataclass
+class Sequence:
+    """One agent context: expanded ids, mask of trained ids, the frames behind it."""
+
+    ids: list
+    mask: list
+    vision: list = field(default_factory=list)
+
+
+def encode_chat(codec, messages, items=(), tools=None):
+    """A whole conversation -> Sequence; mask 1 on assistant tokens and their turn ends.
+
+    Built from the three pieces of a rollout (prompt, turns, glue), so SFT teaches the ids RL will
+    see.
+    """
+    roles = [m["role"] for m in messages]
+    first = roles.index("assistant") if "assistant" in roles else len(messages)
+    ids, _ = encode_prompt(codec, messages[:first], items, tools)
+    mask = [0] * len(ids)
+    position = first
+    while position < len(messages):
+        turn = turn_ids(codec, content_text(messages[position]), ids)
+        ids += turn
+        mask += [1] * len(turn)
+        position += 1
+        replies = []  # all that stands before the next assistant turn: ONE glue
+        while position < len(messages) and roles[position] != "assistant":
+            replies.append({"role": roles[position], "content": content_text(messages[position])})
+            position += 1
+        if replies:
+            glue = glue_ids(codec, replies, ended=True)
+            ids += glue
+            mask += [0] * len(glue)
+    return Sequence(ids, mask, list(items))
+
+
+def content_text(message):
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def turn_ids(codec, text, prompt_ids):
+    """An assistant turn as data has it -> ids behind `prompt_ids`, those that a rollout would hold.
+
+    `<think>` is forced in rollouts as `<think>\\n`, ids of its own: it is encoded apart, whether or
+    not data has the newline, or blanks before it. Where the template has opened a thought, a turn
+    without one closes it first. Control tokens spelled in the text stay text.
+    """
+    ids = []
+    bare = text.lstrip()
+    if bare.startswith("<think>"):
+        ids = think_prefix_ids(codec, prompt_ids)
+        text = bare.removeprefix("<think>").removeprefix("\n")
+    elif codec.opens_thought:
+        text = "</think>\n\n" + text
+    control = [codec.tokenizer.convert_ids_to_tokens(i) for i in (*codec.banned, codec.eos)]
+    return ids + encode(codec, guard(codec, text, control)) + [codec.eos]
+
+
+# ------------------------------------------------------------------------------------------------
+# Reading the codec of a checkpoint
+
+
+def load_codec(ckpt, channel="image"):
+    """Checkpoint directory -> Codec. channel: "image" | "video" (how frames enter the prompt)."""
+    launch.import_shim()
+    launch.quiet_libraries()
+    from transformers import AutoConfig, AutoProcessor
+
+    config = AutoConfig.from_pretrained(ckpt)
+    kind = getattr(config, "model_type", None)
+    if kind != "qwen3_vl":
+        raise launch.UserError(f"checkpoint {ckpt}: model_type is {kind!r}, this code trains qwen3_vl")
+    processor = AutoProcessor.from_pretrained(ckpt)
+    tokenizer, images = processor.tokenizer, processor.image_processor
+    videos = processor.video_processor
+    if not (processor.chat_template or tokenizer.chat_template):
+        raise launch.UserError(f"checkpoint {ckpt}: no chat template")
+    same = (list(videos.image_mean), list(videos.image_std)) == (
+        list(images.image_mean), list(images.image_std))  # fmt: skip
+    if channel == "video" and not same:
+        raise launch.UserError(f"checkpoint {ckpt}: image and video processor normalise differently, and "
+                        "vLLM applies the image processor's to both; use --channel image")
+    vocabulary = tokenizer.get_vocab()
+    eos = vocabulary["<|im_end|>"]
+    # Published checkpoints end on two ids. vLLM stops at either; sampled, the other one would stand
+    # in the turn as text.
+    never = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>",
+             "<|im_start|>", "<|endoftext|>")  # fmt: skip
+    banned = {vocabulary[t] for t in never if t in vocabulary} | (end_ids(ckpt) - {eos})
+    added = [t for t in tokenizer.get_added_vocab() if t.startswith("<")]
+    codec = Codec(
+        tokenizer=tokenizer, processor=processor, channel=channel,
+        image_pad=config.image_token_id, video_pad=config.video_token_id,
+        vision_start=config.vision_start_token_id, vision_end=config.vision_end_token_id, eos=eos,
+        patch=images.patch_size, merge=images.merge_size, temporal=images.temporal_patch_size,
+        mean=tuple(images.image_mean), std=tuple(images.image_std),
+        markup=tuple(sorted(added, key=len, reverse=True)),  # longest first: one may hold another
+        banned=tuple(sorted(banned)), opens_thought=False, pieces=token_bytes(tokenizer))
+    prompt = template(codec, [{"role": "user", "content": "x"}])
+    codec.opens_thought = prompt.endswith("<think>\n")
+    return codec
+
+
+def end_ids(ckpt):
+    """Ids at which generation ends, as generation_config.json says."""
+    path = os.path.join(ckpt, "generation_config.json")
+    if not os.path.isfile(path):
+        return set()
+    with open(path) as f:
+        ends = json.load(f).get("eos_token_id")
+    return set(ends if isinstance(ends, list) else [ends]) - {None}
+
+
+def token_bytes(tokenizer):
+    """Byte-level BPE tokenizer -> list of bytes, one per id: what that token writes (b"" for unused
+    ids). Tags are found on bytes: one token may hold half a character or a third of `<answer>`."""
+    # GPT-2's table: these bytes stand for themselves, the others for characters from 256 on.
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [b for b in range(256) if b not in visible]
+    char_to_byte = {chr(b): b for b in visible}
+    char_to_byte.update({chr(256 + n): b for n, b in enumerate(hidden)})
+    added = tokenizer.get_added_vocab()
+    vocabulary = tokenizer.get_vocab()
+    pieces = [b""] * (max(vocabulary.values()) + 1)
+    for token, i in vocabulary.items():
+        if token in added or any(c not in char_to_byte for c in token):
+            pieces[i] = token.encode("utf-8")
+        else:
+            pieces[i] = bytes(char_to_byte[c] for c in token)
+    return pieces

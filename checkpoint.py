@@ -1,0 +1,677 @@
+"""
+checkpoint.py: checkpoint folders. Open, check, load in shards, adapters, save, go on.
+"""
+import contextlib
+import json
+import os
+import re
+import shutil
+import tempfile
+
+import torch
+import torch.nn.functional as F
+
+import chat
+import launch
+import model
+
+# ------------------------------------------------------------------------------------------------
+# Opening a checkpoint
+
+
+def resolve_checkpoint(path):
+    """A checkpoint directory, or the run folder that holds one under `last` -> the directory that
+    `from_pretrained` opens. Raises UserError naming what is missing."""
+    folders = [path, os.path.join(path, "last")]
+    folder = next((f for f in folders if os.path.isfile(os.path.join(f, "config.json"))), None)
+    if folder is None:
+        raise launch.UserError(f"checkpoint {path}: no config.json here nor in {path}/last; give a folder "
+                        "saved by sft.py, grpo.py or save_pretrained")
+    # transformers 5 saves the image processor inside processor_config.json.
+    needed = [("tokenizer.json",), ("preprocessor_config.json", "processor_config.json")]
+    for names in needed:
+        if not any(os.path.isfile(os.path.join(folder, name)) for name in names):
+            raise launch.UserError(f"checkpoint {folder}: {names[0]} is missing; save the processor "
+                            "beside the weights")
+    try:
+        with open(os.path.join(folder, "config.json")) as f:
+            json.load(f)
+    except ValueError as e:
+        raise launch.UserError(f"checkpoint {folder}: config.json is not JSON ({e})") from None
+    stored_weights(lineage(folder, check=True)[0])
+    return os.path.realpath(folder)
+
+
+def stored_weights(folder):
+    """Every safetensors header of a checkpoint -> {weight: (shape, dtype)}. A missing shard or a
+    truncated file is found now, not after the models are built: UserError."""
+    from safetensors import SafetensorError, safe_open
+
+    names = sorted(n for n in os.listdir(folder) if n.endswith(".safetensors"))
+    index = os.path.join(folder, "model.safetensors.index.json")
+    listed = None  # weight -> file, where there are several files
+    if os.path.isfile(index):
+        with open(index) as f:
+            listed = json.load(f)["weight_map"]
+        names = sorted(set(listed.values()))
+    if not names:
+        raise launch.UserError(f"checkpoint {folder}: no .safetensors file; only safetensors are loaded")
+    found = {}
+    for name in names:
+        try:
+            with safe_open(os.path.join(folder, name), "pt") as f:
+                slices = {key: f.get_slice(key) for key in f.keys()}
+                found.update({k: (list(s.get_shape()), s.get_dtype()) for k, s in slices.items()
+                              if listed is None or k in listed})
+        except (SafetensorError, OSError) as e:
+            raise launch.UserError(f"checkpoint {folder}: {name} cannot be read ({e}); "
+                            "copy it again") from None
+    return found
+
+
+def check_weights(ckpt, weights):
+    """-> dtypes the checkpoint holds them in. Raises UserError unless it has each in its shape."""
+    stored = stored_weights(ckpt)
+    missing = sorted(set(weights) - set(stored))
+    if missing:
+        raise launch.UserError(f"checkpoint {ckpt}: {len(missing)} weights are missing, for example "
+                        f"{missing[0]}")
+    for name, weight in weights.items():
+        if stored[name][0] != list(weight.shape):
+            raise launch.UserError(f"checkpoint {ckpt}: {name} has shape {stored[name][0]}, the "
+                            f"configuration says {list(weight.shape)}")
+    return "/".join(sorted({stored[name][1] for name in weights}))
+
+
+def content_digest(ckpt):
+    """Digest of what a checkpoint folder holds, wherever it lies: its small files whole, of weights
+    4 KiB in every MiB, since 16 GB would take minutes to read."""
+    import hashlib
+
+    digest = hashlib.sha256()
+    for name in sorted(os.listdir(ckpt)):
+        weights = name.endswith(".safetensors")
+        if not weights and not name.endswith((".json", ".jinja", ".txt")) or name == "state.json":
+            continue  # a README, an optimizer, the state of its training
+        path = os.path.join(ckpt, name)
+        if name == "adapter_config.json":  # holds its base's digest; where that lies is no content
+            with open(path) as f:
+                config = json.load(f)
+            config.pop("base_model_name_or_path", None)
+            digest.update(json.dumps(config, sort_keys=True).encode())
+            continue
+        size = os.path.getsize(path)
+        stride = 2**20 if weights and size > 2**26 else 2**12  # bytes; small files: all of them
+        digest.update(f"{name} {size}".encode())
+        with open(path, "rb") as f:
+            for at in range(0, size, stride):
+                f.seek(at)
+                digest.update(f.read(2**12))
+    return digest.hexdigest()
+
+
+# ------------------------------------------------------------------------------------------------
+# Into a policy, in shards
+
+
+def load_sharded(ckpt, codec, device, recompute="none", replicas=1, frozen=False, lora=0):
+    """Checkpoint directory -> sharded Policy. Collective; no rank ever holds a whole copy.
+
+    Built on the meta device, then every rank reads its own rows from the safetensors files. Trained
+    weights are fp32 whatever the files hold. replicas: see shard. frozen: a reference without
+    gradients; its shards are in the precision it computes in, and it has no tower: it is given
+    features. lora: rank of new adapters, the rest is frozen; 0 = all weights are trained.
+    """
+    launch.import_shim()
+    import torch.distributed.checkpoint as dcp
+    from transformers import AutoConfig, GenerationConfig, Qwen3VLForConditionalGeneration
+
+    with torch.device("meta"):
+        hf = Qwen3VLForConditionalGeneration(AutoConfig.from_pretrained(ckpt))
+    hf.tie_weights()
+    # Published configurations say bf16, in which a step of 2e-6 rounds to nothing.
+    hf.float()
+    if chat.end_ids(ckpt):
+        hf.generation_config = GenerationConfig.from_pretrained(ckpt)
+    if frozen or lora:
+        hf.requires_grad_(False)
+        hf.to(model.compute_dtype(device))
+    if lora:
+        add_adapters(hf, lora)
+    policy = shard(model.as_policy(hf, codec, device, recompute), device, replicas)
+    if frozen:
+        hf.model.visual = None
+        if hasattr(policy, "set_reshard_after_forward"):
+            # The root stays whole after a forward, for a backward that never comes.
+            policy.set_reshard_after_forward(True, recurse=False)
+    policy.to_empty(device=device)
+    hf.tie_weights()  # the line above unties what is not in shards
+    # Rotary tables are buffers that are computed, not stored.
+    rotary = [(hf.model.language_model, "rotary_emb")]
+    rotary += [] if frozen else [(hf.model.visual, "rotary_pos_emb")]
+    for owner, name in rotary:
+        old = getattr(owner, name)
+        setattr(owner, name, type(old)(old.config).to(device))
+    weights = {name: p.detach() for name, p in hf.named_parameters() if ".lora_" not in name}
+    base, *adapters = lineage(ckpt)
+    policy.ckpt, policy.stored_as = ckpt, check_weights(base, weights)
+    policy.digest = content_digest(ckpt) if lora else None  # of the base that adapters will name
+    dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(base))
+    for name, parts in read_adapters(adapters).items():  # of stages before: part of the weights
+        whole = own_rows(weights[name], adapters_sum(parts).to(device))
+        weights[name].copy_(weights[name].float() + whole)
+    start_adapters(hf)
+    wrong = [n for n, p in hf.named_parameters() if p.requires_grad and p.dtype != torch.float32]
+    assert not wrong, f"trained weights that are not fp32: {wrong[:3]}"
+    return policy
+
+
+def shard(policy, device, replicas=1):
+    """FSDP2: one group per decoder layer, one for the rest (embeddings, head, norm). The frozen
+    tower stays replicated.
+
+    GPU: fp32 shards, bf16 compute, fp32 gradient reduction. replicas: groups of ranks that each
+    hold the whole model in shards (HSDP); with one per node, weights are gathered inside a node and
+    only gradients cross between nodes. 0: as many as ranks.
+    """
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    world = dist.get_world_size()
+    replicas = replicas or world
+    if world % replicas:
+        raise launch.UserError(f"--replicas {replicas}: {world} ranks cannot be divided into so many")
+    if world == 1 and model.compute_dtype(device) == torch.float32:
+        return policy  # nothing to divide, no precision to mix: only hooks, a third of a toy's step
+    if replicas == 1:
+        mesh = init_device_mesh(device.type, (world,))
+    else:
+        shape, names = (replicas, world // replicas), ("replicate", "shard")
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    precision = MixedPrecisionPolicy()
+    if device.type == "cuda":
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    tower = set(policy.hf.model.visual.parameters())
+    for layer in policy.hf.model.language_model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    fully_shard(policy, mesh=mesh, mp_policy=precision, ignored_params=tower)
+    return policy
+
+
+# ------------------------------------------------------------------------------------------------
+# Adapters
+
+
+class LoraLinear(torch.nn.Linear):
+    adapted = True  # False: W alone, which is the reference of the KL
+
+    def forward(self, x):
+        y = F.linear(x, self.weight, self.bias)
+        if self.adapted:
+            y = torch.add(y, F.linear(F.linear(x, self.lora_A), self.lora_B), alpha=2)
+        return y
+
+
+def add_adapters(hf, rank):
+    """Adapters in fp32 for a frozen model on the meta device."""
+    for module in hf.model.language_model.layers.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.__class__ = LoraLinear
+            for name, shape in (("lora_A", (rank, module.in_features)),
+                                ("lora_B", (module.out_features, rank))):
+                weight = torch.empty(shape, dtype=torch.float32, device="meta")
+                module.register_parameter(name, torch.nn.Parameter(weight))
+
+
+def start_adapters(hf):
+    """A small and random, the same for every --seed; B zero: the adapted model begins as the
+    base."""
+    import hashlib
+
+    for name, p in hf.named_parameters():
+        if name.endswith(".lora_A"):  # seeded by its name: the same on any number of ranks
+            seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
+            bound = p.shape[1] ** -0.5
+            draw = torch.empty(p.shape).uniform_(-bound, bound,
+                                                 generator=torch.Generator().manual_seed(seed))
+            p.detach().copy_(own_rows(p, draw.to(p.device)))
+        elif name.endswith(".lora_B"):
+            p.detach().zero_()
+
+
+def own_rows(weight, whole):
+    """This rank's part of a whole tensor, split as `weight` is."""
+    from torch.distributed.tensor import distribute_tensor
+
+    if not hasattr(weight, "device_mesh"):
+        return whole
+    return distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None)
+
+
+class WithoutAdapters:
+    """The policy with its adapters off, called as it is: the reference of the KL, no second
+    copy."""
+
+    def __init__(self, policy):
+        self.policy = policy
+
+    def __call__(self, *args):
+        layers = [m for m in self.policy.modules() if isinstance(m, LoraLinear)]
+        for layer in layers:
+            layer.adapted = False
+        try:
+            return self.policy(*args)
+        finally:
+            for layer in layers:
+                layer.adapted = True
+
+
+def lineage(ckpt, check=False):
+    """Checkpoint folder -> [folder of whole weights, adapters on it, adapters on those, ..]. Raises
+    UserError where a base is not there; check, which reads some of every MiB and is asked for once,
+    by resolve_checkpoint: or is not the one that the adapters were trained on."""
+    settings = os.path.join(ckpt, "adapter_config.json")
+    if not os.path.isfile(settings):
+        return [ckpt]
+    with open(settings) as f:
+        config = json.load(f)
+    base = config["base_model_name_or_path"]
+    if not os.path.isdir(base):
+        raise launch.UserError(f"checkpoint {ckpt}: its base {base} is not there; where it lies now goes "
+                        "into base_model_name_or_path of adapter_config.json")
+    if "base_digest" not in config:
+        raise launch.UserError(f"checkpoint {ckpt}: its adapters were not saved by sft.py or grpo.py; "
+                        "merge them with the tool that made them")
+    if check and config["base_digest"] != content_digest(base):
+        raise launch.UserError(f"checkpoint {ckpt}: {base} is not the checkpoint that these adapters were "
+                        "trained on (its content differs)")
+    return [*lineage(base, check), ckpt]
+
+
+def read_adapters(folders):
+    """Adapter folders -> {name of a weight: [(factor, A, B), ..]}."""
+    from safetensors.torch import load_file
+
+    found = {}
+    for folder in folders:
+        with open(os.path.join(folder, "adapter_config.json")) as f:
+            config = json.load(f)
+        tensors = load_file(os.path.join(folder, "adapter_model.safetensors"))
+        for key, a in tensors.items():
+            name = key.removeprefix("base_model.model.").replace(".lora_A.", ".")
+            if ".lora_A." in key:
+                b = tensors[key.replace(".lora_A.", ".lora_B.")]
+                part = (config["lora_alpha"] / config["r"], a.float(), b.float())
+                found.setdefault(name, []).append(part)
+    return found
+
+
+def adapters_sum(parts):
+    """[(factor, A, B), ..] -> what they add to a weight, [out, in] fp32."""
+    return sum(factor * (b @ a) for factor, a, b in parts)
+
+
+def merged_weights(ckpt):
+    """Iterator of (name, tensor) of a checkpoint in host memory, adapters added."""
+    from safetensors import safe_open
+
+    base, *adapters = lineage(ckpt)
+    added = read_adapters(adapters)
+    for name in sorted(n for n in os.listdir(base) if n.endswith(".safetensors")):
+        with safe_open(os.path.join(base, name), "pt") as f:
+            for key in f.keys():
+                tensor = f.get_tensor(key)
+                if key in added:
+                    tensor = (tensor.float() + adapters_sum(added[key])).to(tensor.dtype)
+                yield key, tensor
+
+
+def check_adapters(policy, path):
+    """Raises UserError unless the run saved at `path` trained what `policy` trains: everything, or
+    adapters of this rank on this base."""
+    a = next((p for name, p in policy.named_parameters() if name.endswith(".lora_A")), None)
+    config = {}
+    if os.path.isfile(settings := os.path.join(path, "adapter_config.json")):
+        with open(settings) as f:
+            config = json.load(f)
+    rank, then = len(a) if a is not None else 0, config.get("r", 0)
+    if rank != then:
+        raise launch.UserError(f"{path} was trained with --lora {then}, not {rank}")
+    if rank and config["base_digest"] != policy.digest:
+        raise launch.UserError(f"{path} holds adapters on another base than {policy.ckpt}")
+
+
+def save_adapters(policy, processor, folder, weights):
+    """Write peft's two files, adapter_config.json and adapter_model.safetensors: adapters on the
+    checkpoint that the policy was loaded from. Configuration and processor go beside them."""
+    from safetensors.torch import save_file
+
+    named = {"base_model.model." + re.sub(r"\.lora_([AB])$", r".lora_\1.weight", name): tensor
+             for name, tensor in weights.items()}
+    save_file(named, os.path.join(folder, "adapter_model.safetensors"), {"format": "pt"})
+    rank = next(tensor.shape[0] for name, tensor in weights.items() if name.endswith(".lora_A"))
+    targets = sorted({name.split(".")[-2] for name in weights})
+    config = {"peft_type": "LORA", "task_type": None, "r": rank, "lora_alpha": 2 * rank,
+              "lora_dropout": 0.0, "bias": "none", "target_modules": targets,
+              "inference_mode": True, "base_model_name_or_path": policy.ckpt,
+              "base_digest": policy.digest}
+    launch.write_atomic(os.path.join(folder, "adapter_config.json"), json.dumps(config, indent=1))
+    policy.hf.config.save_pretrained(folder)
+    policy.hf.generation_config.save_pretrained(folder)  # its end ids are read from it
+    save_processor(processor, folder)
+
+
+# ------------------------------------------------------------------------------------------------
+# Whole weights out of shards
+
+
+def full_weights(policy, dtype=None):
+    """Iterator of (checkpoint name, full tensor) in `dtype` (None: its own), in the same order on
+    every rank: gathering is a collective, so all of them have to run it to its end. This is what
+    vLLM's `reload_weights` takes; a tied lm_head is left out, as in the checkpoint file."""
+    tied = policy.hf.config.tie_word_embeddings
+    state = policy.hf.state_dict()
+    for name, tensor in state.items():
+        if (tied and name == "lm_head.weight") or ".lora_" in name:
+            continue
+        whole = whole_tensor(tensor.detach().to(dtype or tensor.dtype))  # cast before it travels
+        if (stem := name.removesuffix("weight")) + "lora_A" in state:  # adapters: added in fp32
+            a, b = (whole_tensor(state[f"{stem}lora_{letter}"].detach()) for letter in "AB")
+            whole = (whole.float() + adapters_sum([(2, a, b)])).to(whole.dtype)
+        yield name, whole
+
+
+def whole_tensor(tensor):
+    """A sharded tensor's whole on every rank. Collective; any other tensor is returned as it is."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def trained_state(policy):
+    """{name: weight} of what is trained, a tied matrix once: the tower is in the checkpoint."""
+    # A forward without a backward leaves the root whole, and frees that memory at the next chance:
+    # FSDP's hook of state_dict brings the shards back.
+    policy.state_dict()
+    return {name: p.detach() for name, p in policy.named_parameters() if p.requires_grad}
+
+
+# ------------------------------------------------------------------------------------------------
+# Saving and going on
+
+
+def save_run(policy, codec, optimizer, out, step, state, links=("last",), keep=2):
+    """Save a run as out/step_NNNNNN with `links` to it; the newest `keep` stay besides those with a
+    link. Collective: training waits, since a save takes seconds and comes every some dozen steps.
+    state: JSON-able loop state. Raises RunError where it could not be written."""
+    import torch.distributed as dist
+
+    path = os.path.join(out, f"step_{step:06d}")
+    save_checkpoint(policy, codec, path, {"step": step, **state}, optimizer)
+    if dist.get_rank() == 0:
+        for link in links:
+            symlink(os.path.join(out, link), path)
+        prune_checkpoints(out, keep)
+
+
+def save_checkpoint(policy, codec, path, state, optimizer=None):
+    """Write, atomically, a directory that `from_pretrained` and vLLM load; with an optimizer (or a
+    list of them) `train_state/` beside the weights: fp32 shards of weights and moments in torch's
+    distributed format, which another number of ranks can load.
+
+    Collective. Raises RunError, on every rank, when any of them cannot write; nothing is left under
+    the final name then.
+    """
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from safetensors import SafetensorError
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    first, why = dist.get_rank() == 0, None
+    state_dict = trained_state(policy)
+    adapted = any(name.endswith(".lora_A") for name in state_dict)
+    if adapted:
+        gathered = ((name.removeprefix("hf."), whole_tensor(p)) for name, p in state_dict.items())
+    else:
+        gathered = full_weights(policy, model.compute_dtype(next(policy.parameters()).device))
+    # Every rank runs it to its end, since gathering is a collective; one keeps what comes.
+    weights = {name: tensor.cpu() for name, tensor in gathered if first}
+    try:
+        with contextlib.ExitStack() as opened:
+            folder = None
+            if first:
+                try:
+                    folder = opened.enter_context(atomic_folder(path))
+                    if adapted:
+                        save_adapters(policy, codec.processor, folder, weights)
+                    else:
+                        save_pretrained(policy.hf, codec.processor, folder, weights)
+                except (OSError, SafetensorError) as error:
+                    why = f"{type(error).__name__}: {error}"
+            # All ranks have to hear of a full disk before they meet again.
+            folder, why = launch.broadcast([folder, why])
+            if why:
+                raise OSError(why)
+            if optimizer is not None:
+                moments = get_optimizer_state_dict(policy, optimizer)
+                # Alone without collectives: gloo's thread would copy in a pool of threads of its
+                # own, and with more threads than cores OpenMP's are slow from then on, by half.
+                dcp.save({"model": state_dict, "optimizer": moments},
+                         checkpoint_id=os.path.join(folder, "train_state"),
+                         no_dist=dist.get_world_size() == 1)
+            if first:
+                mark_complete(folder, state)
+    except OSError as error:
+        why = str(error)
+    except dcp.CheckpointException as error:  # the same on every rank, whichever could not write
+        why = str(next(iter(error.failures.values()))[0])
+    (why,) = launch.broadcast([why])
+    if why:
+        left = newest_checkpoint(os.path.dirname(os.path.abspath(path)))
+        rest = f"the newest whole one is {left}: make room, and the same command goes on from it"
+        raise launch.RunError(f"checkpoint {path} could not be written ({why}); "
+                       + (rest if left else "there is no older one"))
+
+
+def save_pretrained(hf, processor, folder, weights=None):
+    """Model, tokenizer, processor, chat template, as transformers writes them, with a mend each.
+    weights: full tensors in the place of the model's own."""
+    dtype = next(iter(weights.values())).dtype if weights else hf.dtype  # now: saving empties it
+    hf.save_pretrained(folder, state_dict=weights)
+    save_processor(processor, folder)
+    # It would say the masters' fp32, and inside text_config whatever the first checkpoint said.
+    edit_json(os.path.join(folder, "config.json"), ["text_config", "vision_config"],
+              {"dtype": str(dtype).removeprefix("torch.")})
+
+
+def save_processor(processor, folder):
+    """Tokenizer, processor, chat template."""
+    processor.save_pretrained(folder)
+    # transformers 5 rebuilds the stock pre-tokenizer for Qwen2Tokenizer on load: a tokenizer
+    # with its own must stay PreTrainedTokenizerFast, or every id after the first number changes
+    # silently.
+    if type(processor.tokenizer).__name__ in ("PreTrainedTokenizerFast", "TokenizersBackend"):
+        edit_json(os.path.join(folder, "tokenizer_config.json"), [],
+                  {"tokenizer_class": "PreTrainedTokenizerFast"})
+
+
+def edit_json(path, parts, values):
+    """Set values in a JSON file, at its top and in its named parts."""
+    with open(path) as f:
+        config = json.load(f)
+    for owner in (config, *(config[part] for part in parts)):
+        owner.update(values)
+    launch.write_atomic(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
+
+def load_train_state(policy, optimizer, path):
+    """Restore weights and optimizer (or a list of them) from `path`/train_state, saved by any
+    number of ranks. Collective. The loop state is resume_point's."""
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict as states
+
+    check_adapters(policy, path)
+    shards = {"model": trained_state(policy),
+              "optimizer": states.get_optimizer_state_dict(policy, optimizer)}
+    dcp.load(shards, checkpoint_id=os.path.join(path, "train_state"),  # weights: in place
+             no_dist=dist.get_world_size() == 1)  # as in save_checkpoint
+    states.set_optimizer_state_dict(policy, optimizer, shards["optimizer"])
+
+
+@contextlib.contextmanager
+def atomic_folder(path):
+    """A temporary folder that becomes `path` when the block ends without an error; else nothing is
+    left of it. An older folder of that name goes just before."""
+    parent = os.path.dirname(os.path.abspath(path))
+    os.makedirs(parent, exist_ok=True)
+    temp = tempfile.mkdtemp(prefix=f".{os.path.basename(path)}.", dir=parent)
+    try:
+        yield temp
+        for folder, _, names in os.walk(temp):
+            for name in names:
+                with open(os.path.join(folder, name), "rb") as f:
+                    os.fchmod(f.fileno(), 0o644)  # safetensors lets nobody else read
+                    os.fsync(f.fileno())
+        os.chmod(temp, 0o755)
+        shutil.rmtree(path, ignore_errors=True)
+        os.rename(temp, path)
+        handle = os.open(parent, os.O_RDONLY)  # the new name itself has to reach the disk
+        os.fsync(handle)
+        os.close(handle)
+    except BaseException:
+        shutil.rmtree(temp, ignore_errors=True)
+        raise
+
+
+def symlink(link, target):
+    """Make `link` a relative link to the folder `target` beside it, atomically."""
+    temp = f"{link}.tmp{os.getpid()}"
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(temp)
+    os.symlink(os.path.basename(target), temp)
+    os.replace(temp, link)
+
+
+def mark_complete(folder, state):
+    """state.json, written last: loop state, and every other file with its bytes."""
+    paths = [os.path.join(where, name) for where, _, names in os.walk(folder) for name in names]
+    files = {os.path.relpath(path, folder): os.path.getsize(path) for path in paths}
+    marker = json.dumps({**state, "files": files}, indent=1)
+    launch.write_atomic(os.path.join(folder, "state.json"), marker)
+
+
+def is_complete(folder):
+    """Whether a checkpoint is whole: state.json is there and all files are as long as it says."""
+    try:
+        with open(os.path.join(folder, "state.json")) as f:
+            files = json.load(f)["files"].items()
+        return all(os.path.getsize(os.path.join(folder, name)) == size for name, size in files)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def newest_checkpoint(out):
+    """The newest complete step_* folder of a run, or None. A torn one is passed over."""
+    names = os.listdir(out) if os.path.isdir(out) else []
+    folders = [os.path.join(out, n) for n in sorted(names, reverse=True) if n.startswith("step_")]
+    return next((folder for folder in folders if is_complete(folder)), None)
+
+
+def resume_point(out, args, resume):
+    """Where a run goes on -> (folder, its loop state), or (None, {}) to begin.
+
+    resume None: go on when --out holds a run of the same settings. True: go on whatever they were.
+    False: begin anew; older checkpoints are deleted. Raises UserError for a run of other settings.
+    """
+    folder = newest_checkpoint(out)
+    if folder is None:
+        torn = sorted(name for name in os.listdir(out) if name.startswith("step_"))
+        if torn and resume is not False:  # damaged later: not ours to delete unasked
+            raise launch.UserError(f"{out}: {torn[-1]} is not whole, and nothing else here is (a file is "
+                            "missing or of another size than state.json says); --no-resume begins "
+                            "anew and deletes it")
+        return None, {}
+    with open(os.path.join(folder, "state.json")) as f:
+        state = json.load(f)
+    # How far, how fast, to whom: these may differ between two parts of one run.
+    free = {"steps", "epochs", "resume", "out", "save_every", "eval_every", "show_every",
+            "max_seqs", "frame_cache_gb", "frame_cache_dir", "frame_cache_dir_gb", "engine_share",
+            "patience", "replicas", "wandb"}  # fmt: skip
+    now, then = json.loads(json.dumps(vars(args))), state.get("args", {})
+    other = sorted(k for k in then if k in now and k not in free and then[k] != now[k])
+    if resume is None and other:
+        flags = [f"--{k.replace('_', '-')} {then[k]} (now {now[k]})" for k in other[:3]]
+        raise launch.UserError(f"--out {out} holds a run of other settings: {', '.join(flags)}; choose "
+                        "another --out, or --resume to go on with the new ones, or --no-resume to "
+                        "delete it")
+    return (None, {}) if resume is False else (folder, state)
+
+
+def clean_run(out, start):
+    """Rank 0, before the first step: drop what killed runs left half-written and, where a run
+    begins anew, its older checkpoints."""
+    for folder in (out, os.path.join(out, "rollouts")):
+        for name in os.listdir(folder) if os.path.isdir(folder) else []:
+            if re.search(r"\.tmp\d+$", name):  # write_atomic's, and symlink's
+                os.remove(os.path.join(folder, name))
+    for name in os.listdir(out):
+        path = os.path.join(out, name)
+        if name.startswith(".step_") or (start == 0 and name.startswith("step_")):
+            shutil.rmtree(path, ignore_errors=True)
+        if start == 0 and name in ("last", "best") and os.path.islink(path):
+            os.remove(path)
+
+
+def prune_checkpoints(out, keep):
+    """Keep the newest `keep` complete step_* folders of a run, and what `last` and `best` point
+    to."""
+    names = [n for n in os.listdir(out) if n.startswith("step_")]
+    whole = sorted(n for n in names if is_complete(os.path.join(out, n)))
+    links = [os.path.realpath(os.path.join(out, link)) for link in ("last", "best")]
+    spared = {os.path.basename(target) for target in links}
+    for name in set(whole[:-keep]) - spared:
+        # Half deleted it would be no checkpoint, and nobody's to delete; so clean_run finds it.
+        doomed = os.path.join(out, f".{name}.pruned")
+        os.rename(os.path.join(out, name), doomed)
+        shutil.rmtree(doomed)
+
+
+def check_run(step, bad, out, patience=3):
+    """Raise RunError, on all ranks alike, where no gradient was finite for `patience` steps in a
+    row."""
+    if bad >= patience:
+        raise launch.RunError(f"step {step + 1}: no finite gradient for {bad} steps in a row; the newest "
+                       f"checkpoint is {newest_checkpoint(out)}")
+
+
+def weights_line(policy):
+    """What was loaded: how many weights, in which precision they are kept and were stored."""
+    n = sum(p.numel() for p in model.trained_parameters(policy))
+    return f"{n / 1e6:.2f} M trained parameters in fp32 (read from {policy.stored_as})"
+
+
+def main():
+    import argparse
+
+    parser = argparse.ArgumentParser(description="Adapters and their base -> one whole checkpoint.")
+    parser.add_argument("--merge", metavar="DIR", required=True, help="checkpoint of adapters")
+    parser.add_argument("--out", required=True, help="folder to write")
+    args = parser.parse_args()
+    ckpt = resolve_checkpoint(args.merge)
+    if os.path.exists(args.out):
+        raise launch.UserError(f"--out {args.out} exists")
+    codec = chat.load_codec(ckpt)
+    from transformers import AutoConfig, GenerationConfig, Qwen3VLForConditionalGeneration
+
+    base = lineage(ckpt)[0]
+    with torch.device("meta"):
+        hf = Qwen3VLForConditionalGeneration(AutoConfig.from_pretrained(base))
+    if chat.end_ids(base):
+        hf.generation_config = GenerationConfig.from_pretrained(base)
+    with atomic_folder(args.out) as folder:
+        save_pretrained(hf, codec.processor, folder, dict(merged_weights(ckpt)))
+    print(f"{args.out}: {base} with the adapters of {len(lineage(ckpt)) - 1} stages")
+
+
+if __name__ == "__main__":
+    launch.run_main(main)

@@ -1,0 +1,396 @@
+"""
+launch.py: what every stage does the same way: start, fail, log, read its data in order. No torch at the top.
+"""
+import contextlib
+import functools
+import json
+import os
+import sys
+import tempfile
+import time
+import warnings
+
+# ------------------------------------------------------------------------------------------------
+# Errors and main()
+
+
+class UserError(Exception):
+    """Bad input by the user: one line on stderr, exit code 2."""
+
+
+class RankError(UserError):
+    """Bad input that one rank alone has met (a chat of its own share): that rank says it."""
+
+
+class RunError(Exception):
+    """A run that cannot go on, met by all ranks alike (full disk, no finite gradient): exit code
+    1."""
+
+
+def run_main(main):
+    """Run a script's main(). Bad user input becomes one line on stderr and exit code 2, a run that
+    cannot go on one line and exit code 1."""
+    import traceback
+
+    try:
+        main()
+    except (UserError, RunError) as e:
+        # Under torchrun all ranks see most faults: one of them says it.
+        if os.environ.get("RANK", "0") == "0" or isinstance(e, RankError):
+            name = os.path.basename(sys.argv[0])
+            print(f"{name}: {printable(e)}", file=sys.stderr, flush=True)
+        code = 1 if isinstance(e, RunError) else 2
+        if isinstance(e, RankError) and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            os._exit(code)
+        sys.exit(code)
+    except Exception:
+        if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+            raise
+        # The other ranks wait in a collective, and our threads for them: leave at once, so that
+        # torchrun sees it and ends them all.
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def printable(text):
+    """Nothing a model or a data file wrote may steer the terminal."""
+    bad = "\N{REPLACEMENT CHARACTER}"
+    return "".join(c if c.isprintable() or c == "\n" else bad for c in str(text))
+
+
+# ------------------------------------------------------------------------------------------------
+# Start-up, processes, signals
+
+
+def import_shim():
+    """Make `import transformers` and `import vllm` safe beside a CPU build of torch.
+
+    The package index's torchvision, torchaudio and torchcodec are CUDA builds: next to a CPU torch
+    their libraries do not load, and torchvision's import then fails on two operators it expects to
+    find. We never call either. A no-op everywhere else.
+    """
+    import glob
+    import importlib.util
+    import logging
+
+    import torch
+
+    if torch.version.cuda or torch.version.hip or hasattr(import_shim, "library"):
+        return
+    # vLLM warns that there is no Triton before its own logging stands: Python would print it.
+    logging.getLogger("vllm").addHandler(logging.NullHandler())
+    for name in ("torchcodec", "torchaudio"):
+        sys.modules.setdefault(name, None)  # importing it is an ImportError: "not there"
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None:
+        return
+    libraries = glob.glob(os.path.join(os.path.dirname(spec.origin), "_C*.so"))
+    try:
+        for path in libraries:
+            torch.ops.load_library(path)
+    except OSError:  # the CUDA build: libcudart is missing
+        libraries = []
+    if not libraries:
+        import_shim.library = torch.library.Library("torchvision", "DEF")  # lives as long as this
+        for op in ("nms", "qnms"):
+            signature = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            import_shim.library.define(op + signature)
+
+
+def quiet_libraries():
+    """Keep the terminal for the run's own lines."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    # Said of every checkpoint that a process alone saves.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+
+def start_process_group(patience=1800.0):
+    """Join the torchrun process group, or make one of a single process. -> (rank, world, device).
+    patience: see beat; a collective waits a minute longer, so that beat's stacks come first."""
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    gpu = torch.cuda.is_available()
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    device = torch.device("cpu")
+    if gpu:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    else:
+        # Two spinning thread pools on shared cores cost a factor of ten: divide the cores.
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world))
+        torch.set_flush_denormal(True)  # tiny models make denormals, which run in microcode
+        warnings.filterwarnings("ignore", message="The value of the smallest subnormal")
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
+        if "RANK" in os.environ:
+            wait = timedelta(seconds=patience + 60 if patience else 30 * 86400)
+            dist.init_process_group(backend, timeout=wait)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return rank, world, device
+
+
+def end_process_group():
+    """Leave the process group; closing vLLM may have ended it already."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def beat(patience):
+    """A phase has ended: the next may take `patience` seconds (0 = for ever). A rank that takes
+    longer prints the stacks of its threads and exits; torchrun then ends the others."""
+    import faulthandler
+
+    if patience:
+        faulthandler.dump_traceback_later(patience, exit=True, file=sys.__stderr__)
+
+
+def stop_on_sigterm():
+    """-> an Event that is set once SIGTERM has come, a scheduler's warning. A second one ends the
+    process at once."""
+    import signal
+    import threading
+
+    asked = threading.Event()
+
+    def handler(number, frame):
+        if asked.is_set():
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        asked.set()
+
+    signal.signal(signal.SIGTERM, handler)
+    return asked
+
+
+def any_rank(flag):
+    """Whether `flag` holds on any rank. Collective, in host memory: no GPU is waited for."""
+    import torch
+    import torch.distributed as dist
+
+    value = torch.tensor(float(bool(flag)))
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return bool(value.item())
+
+
+def gather_rows(rows):
+    """Lists of every rank -> one list, on every rank. Collective."""
+    import torch.distributed as dist
+
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, rows)
+    return [row for part in gathered for row in part]
+
+
+def broadcast(values):
+    """Rank 0's list of plain objects, on every rank. Collective."""
+    import torch.distributed as dist
+
+    dist.broadcast_object_list(values)
+    return values
+
+
+def give_back_memory():
+    """Freed memory back to the system: glibc keeps it, in an arena per thread, and after some
+    hundred steps that is hundreds of MiB."""
+    import ctypes
+
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
+    if trim:
+        trim(0)
+
+
+def say(text):
+    """One line on stdout, of rank 0 alone: what is being done while nothing else shows it."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, flush=True)
+
+
+# ------------------------------------------------------------------------------------------------
+# Data: rows, and their order
+
+
+def read_jsonl(path, required=(), fault=None):
+    """JSONL file -> list of dicts. fault: of a row, None or what is wrong with it. Raises UserError
+    naming file and line."""
+    try:
+        with open(path, encoding="utf-8") as f:
+            lines = f.read().split("\n")
+    except OSError as e:
+        raise UserError(f"{path}: {e.strerror}") from None
+    except UnicodeDecodeError as e:
+        raise UserError(f"{path}: not UTF-8 text ({e.reason})") from None
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as e:
+            raise UserError(f"{path}:{number}: not JSON ({e})") from None
+        missing = [k for k in required if not isinstance(row, dict) or k not in row]
+        if missing:
+            raise UserError(f"{path}:{number}: missing {', '.join(map(repr, missing))}")
+        if has_surrogate(row):
+            raise UserError(f"{path}:{number}: a lone surrogate (\\ud800 to \\udfff) is no text")
+        if wrong := fault and fault(row):
+            raise UserError(f"{path}:{number}: {wrong}")
+        rows.append(row)
+    if not rows:
+        raise UserError(f"{path}: no rows")
+    return rows
+
+
+def has_surrogate(value):
+    """Whether a text in a JSON value cannot be encoded: "\\ud800" alone is valid JSON, and no
+    tokenizer takes it."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+@functools.lru_cache(maxsize=2)  # a batch lies in two epochs at most; 8,000 rows take 8 ms
+def epoch_order(epoch, rows, seed):
+    """Rows in the order of one pass over the data."""
+    import random
+
+    order = list(range(rows))
+    random.Random(f"{seed}/{epoch}").shuffle(order)  # a str seed is the same everywhere
+    return order
+
+
+def batch_indices(step, batch_size, rows, seed):
+    """Rows of one global batch: a window of the endless stream of reshuffled epochs. A function of
+    (step, seed) alone, so every rank and every resumed run draws the same."""
+    positions = range(step * batch_size, (step + 1) * batch_size)
+    return [epoch_order(i // rows, rows, seed)[i % rows] for i in positions]
+
+
+def deal(items, cost, rank, world):
+    """This rank's part of a batch: dealt out by falling cost, back and forth, so that all ranks
+    work alike. Equally many each, where their number divides by that of the ranks."""
+    ordered = sorted(items, key=cost, reverse=True)
+    # 0 1 2 2 1 0 0 1 2 ..: who got the longest of a round gets the shortest of the next.
+    there_and_back = [*range(world), *reversed(range(world))]
+    return [x for i, x in enumerate(ordered) if there_and_back[i % (2 * world)] == rank]
+
+
+# ------------------------------------------------------------------------------------------------
+# Files and flags
+
+
+def make_out(path):
+    """Create an output folder and prove that it can be written, before any long work."""
+    try:
+        os.makedirs(path, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as e:
+        raise UserError(f"output folder {path}: {e.strerror}") from None
+
+
+def write_atomic(path, text):
+    """Write a small text file under its final name only when it is whole."""
+    temp = f"{path}.tmp{os.getpid()}"
+    try:
+        with open(temp, "w", encoding="utf-8") as f:
+            f.write(text)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temp, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(temp)
+        raise
+
+
+def at_least(least, args, *names):
+    """Raises UserError naming the first of these flags that is below `least`."""
+    for name in names:
+        if not getattr(args, name) >= least:  # written so that NaN is refused as well
+            flag = name.replace("_", "-")
+            raise UserError(f"--{flag} must be at least {least}, got {getattr(args, name)}")
+
+
+# ------------------------------------------------------------------------------------------------
+# Numbers of a run
+
+
+class Log:
+    """Rank 0's numbers: log.jsonl, a line on the terminal, and --wandb; the same everywhere."""
+
+    def __init__(self, out, start, args):
+        """start: the step behind which the run goes on. A torn last line and lines of later steps
+        are dropped."""
+        path = os.path.join(out, "log.jsonl")
+        self.out, self.start, self.began = out, start, time.monotonic()
+        kept = [row for row in whole_rows(path) if row["step"] <= start] if start else []
+        write_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
+        self.file = open(path, "a", encoding="utf-8")
+        self.wandb = None
+        if args.wandb:
+            import hashlib
+
+            import wandb
+
+            name = os.path.abspath(out)  # the same run again, wherever it goes on
+            identity = hashlib.sha256(name.encode()).hexdigest()[:16]
+            self.wandb = wandb.init(project=args.wandb, name=os.path.basename(name), id=identity,
+                                    resume="allow", config=vars(args), dir=out)
+
+    def write(self, record, line):
+        self.file.write(json.dumps(record) + "\n")
+        self.file.flush()
+        print(line, flush=True)
+        if self.wandb:
+            self.wandb.log(record, step=record["step"])
+
+    def eta(self, step, steps):
+        """Seconds that the steps behind `step` will take at the pace so far."""
+        return (time.monotonic() - self.began) / (step - self.start) * (steps - step)
+
+    def close(self, step, steps):
+        """Say how the run ended."""
+        minutes = (time.monotonic() - self.began) / 60
+        end = f"done: {steps - self.start} steps in {minutes:.1f} min -> {self.out}/last"
+        if step < steps:
+            end = (f"stopped by SIGTERM after step {step} of {steps}; the same command goes on "
+                   f"from {self.out}")
+        print(end, flush=True)
+        self.file.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def check_wandb(args):
+    """Raises UserError where --wandb is asked for and not installed: before the models are
+    loaded."""
+    import importlib.util
+
+    if args.wandb and importlib.util.find_spec("wandb") is None:
+        raise UserError("--wandb: the package is not installed: pip install wandb")
+
+
+def whole_rows(path):
+    """Rows of a log; a line that a crash cut off is left out."""
+    rows = []
+    if os.path.exists(path):
+        with open(path, encoding="utf-8") as f:
+            for line in f:
+                with contextlib.suppress(ValueError):
+                    row = json.loads(line)
+                    if isinstance(row, dict) and "step" in row and line.endswith("\n"):
+                        rows.append(row)
+    return rows
