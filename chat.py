@@ -262,7 +262,7 @@ class Sequence:
 
     ids: list
     mask: list
-    vision: list = field(default_factory=list)
+    items: list = field(default_factory=list)  # [VisionItem] of its frames
 
 
 def encode_chat(codec, messages, items=(), tools=None):

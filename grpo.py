@@ -43,6 +43,7 @@ import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 
 import chat
 import checkpoint
@@ -66,12 +67,11 @@ def group_by_prompt(episodes):
     return list(groups.values())
 
 
-def set_advantages(group, args):
-    """Episode.advantage = {"task", "fmt", "sigma"}. From the unweighted terms, so that a
-    recorded rollout can be replayed under other weights."""
-    task = [e.reward["acc"] + args.tool_reward * e.reward["tool"] for e in group]  # [G]
-    fmt = [e.reward["fmt"] for e in group]  # [G]
-    a_task, a_fmt, sigma = rewards.group_advantages(task, fmt, args.format_weight)
+def set_advantages(group):
+    """Episode.advantage = {"task", "fmt", "sigma"}, from the two parts that rewards.score paid."""
+    task = [e.reward["paid_task"] for e in group]  # [G]
+    fmt = [e.reward["paid_fmt"] for e in group]  # [G]
+    a_task, a_fmt, sigma = rewards.group_advantages(task, fmt)
     for e, t, f in zip(group, a_task, a_fmt):
         e.advantage = {"task": t, "fmt": f, "sigma": sigma}
 
@@ -91,20 +91,22 @@ def token_advantages(episode, codec, credit):
     return out
 
 
-def group_tree(group, codec, credit):
-    """One group -> [shared prompt | o^1 | .. | o^G] with advantages and the engine's log-probs."""
+def group_tree(group, codec, credit, first=0):
+    """One group -> [shared prompt | o^1 | .. | o^G]. Each token carries its advantage, the engine's
+    log-prob, and the number of its rollout, counted from `first`."""
     cut = group[0].spans[0][0]  # first sampled token: what stands before is the whole group's
     prompt = group[0].context.ids[:cut]
     branches = []
-    for e in group:
+    for number, e in enumerate(group, first):
         c = e.context
         if c.ids[:cut] != prompt:
             raise ValueError(f"{e.group}: the prompts of one group differ")
         advantage = token_advantages(e, codec, credit)
         # Turns, glue and tool responses alike: mask says which of them were sampled.
-        values = {"advantage": advantage[cut:], "rollout": c.logps[cut:]}
+        values = {"advantage": advantage[cut:], "sampler": c.logps[cut:],
+                  "rollout": [number] * (len(c.ids) - cut)}
         branches.append(model.Span(c.ids[cut:], c.mask[cut:], values))
-    nothing = {"advantage": [0.0] * cut, "rollout": [0.0] * cut}  # mask 0: never looked at
+    nothing = dict.fromkeys(("advantage", "sampler", "rollout"), [0.0] * cut)  # mask 0: not read
     return model.Tree(model.Span(prompt, [0] * cut, nothing), group[0].context.items, branches)
 
 
@@ -114,13 +116,15 @@ def training_trees(groups, codec, args):
     trees = []
     tokens = 0
     skipped = 0
+    rollouts = 0
     for group in groups:
         tokens += sum(sum(e.context.mask) for e in group)
         # Else forward and backward add nothing. Not by sigma: equal rewards may leave it at 1e-16.
         if any(e.advantage["task"] or e.advantage["fmt"] for e in group):
-            trees.append(group_tree(group, codec, args.format_credit))
+            trees.append(group_tree(group, codec, args.format_credit, rollouts))
         else:
             skipped += 1
+        rollouts += len(group)
     return trees, tokens, skipped
 
 
@@ -128,21 +132,26 @@ def training_trees(groups, codec, args):
 # Loss and update
 
 
-def policy_loss(logp, old, rollout_logp, ref, advantage, clip_eps, kl, tis_cap=5.0):
-    """Per-token loss of the header, before the division by N. All inputs [n]; ref None = no KL.
+def policy_loss(logp, old, sampler, ref, advantage, clip_eps, kl, tis_cap=5.0):
+    """
+    Per-token loss of the header, before the division by N.
 
-    -> (loss [n], {"clipped", "truncated", "kl": [n]}). Example: with logp = old = rollout_logp,
-    loss = -advantage and its gradient with respect to logp is -advantage.
+    logp, old, sampler, ref: log-prob [n] of each token under the policy now, the policy before this
+    batch, the engine, the reference (None: no KL). advantage [n].
+    -> (loss [n], {"clipped", "truncated", "kl": [n]})
+
+    Example: with logp = old = sampler, loss = -advantage, and its gradient with respect to logp is
+    -advantage.
     """
     import torch
 
     ratio = torch.exp(logp - old)  # rho [n]
-    distance = torch.exp(old - rollout_logp)  # [n] no gradient: old is a constant
+    weight = torch.exp(old - sampler)  # w_t before its cap [n]; no gradient: old is a constant
     clipped = ratio.clamp(1 - clip_eps, 1 + clip_eps)
     # The minimum is pessimistic: what has moved too far in the good direction gets no gradient.
-    loss = -distance.clamp(max=tis_cap) * torch.minimum(ratio * advantage, clipped * advantage)
+    loss = -weight.clamp(max=tis_cap) * torch.minimum(ratio * advantage, clipped * advantage)
     stats = {"clipped": ((ratio - 1).abs() > clip_eps).float(),
-             "truncated": (distance > tis_cap).float(),
+             "truncated": (weight > tis_cap).float(),
              "kl": torch.zeros_like(logp.detach())}
     if ref is not None:
         gap = ref - logp  # [n]
@@ -152,7 +161,7 @@ def policy_loss(logp, old, rollout_logp, ref, advantage, clip_eps, kl, tis_cap=5
     return loss, stats
 
 
-def update(policy, reference, vision, optimizer, trees, tokens, codec, args, world, device):
+def update(policy, reference, optimizer, trees, tokens, args):
     """Train on one batch: --minibatches optimizer steps -> means over its sampled tokens, all
     ranks.
 
@@ -163,6 +172,7 @@ def update(policy, reference, vision, optimizer, trees, tokens, codec, args, wor
     import torch
     import torch.distributed as dist
 
+    world, device = dist.get_world_size(), next(policy.parameters()).device
     # N of the header, over ALL ranks and before any backward: the gradient then does not depend on
     # how many ranks or packs share the batch. On the host, so that nobody waits for a GPU.
     total = torch.tensor([tokens, len(trees)], dtype=torch.float64)
@@ -178,8 +188,8 @@ def update(policy, reference, vision, optimizer, trees, tokens, codec, args, wor
     minibatches = []
     for i in range(args.minibatches):
         filled = model.fill_packs(trees[i::args.minibatches], args.pack_tokens)
-        packs = [model.pack_trees(codec, members) for members in filled]
-        minibatches.append(model.even_packs(codec, packs))
+        packs = [model.pack_trees(policy.codec, members) for members in filled]
+        minibatches.append(model.even_packs(policy.codec, packs))
 
     # old_t: the policy as it was before the FIRST step of this batch. The first minibatch needs no
     # forward for it (there old = logp); later ones are scored by a policy that has already moved.
@@ -187,7 +197,7 @@ def update(policy, reference, vision, optimizer, trees, tokens, codec, args, wor
     if args.minibatches > 1:
         with torch.no_grad():
             for pack in (pack for packs in minibatches for pack, _ in packs):
-                old_logps[id(pack)] = policy(pack, vision, args.temperature)[0]
+                old_logps[id(pack)] = policy(pack, args.temperature)[0]
 
     sums = torch.zeros(len(names), device=device, dtype=torch.float64)
     worst_gap = torch.zeros((), device=device, dtype=torch.float64)
@@ -197,12 +207,12 @@ def update(policy, reference, vision, optimizer, trees, tokens, codec, args, wor
             ref = None
             if reference is not None:
                 with torch.no_grad():
-                    ref, _ = reference(pack, vision, args.temperature)  # [n]
-            logp, entropy = policy(pack, vision, args.temperature)  # [n] each
+                    ref, _ = reference(pack, args.temperature)  # [n]
+            logp, entropy = policy(pack, args.temperature)  # [n] each
             old = old_logps.get(id(pack), logp.detach())  # [n] a constant
             if real:
                 advantage = model.to_device(pack.values["advantage"], device)  # [n]
-                sampler = model.to_device(pack.values["rollout"], device)  # [n]
+                sampler = model.to_device(pack.values["sampler"], device)  # [n]
             else:  # a spare pack: no advantage, and an engine that agrees
                 advantage, sampler = torch.zeros_like(old), old
             loss, stats = policy_loss(logp, old, sampler, ref, advantage, args.clip_eps, args.kl)
@@ -261,12 +271,9 @@ def sample_batch(engine, tasks, agent, codec, source, step, args, rank, world):
     """Rollouts of this rank -> (episodes in batch order, seconds the engine waited for frames). No
     collective in here: ranks finish at different times and meet at the update."""
     mine, order = share(tasks, step, args, rank, world)
-    scoring = {"answer_suffix": args.answer_suffix, "anchor": args.anchor, "gamma": args.gamma,
-               "w_format": args.format_weight, "tool_weight": args.tool_reward,
-               "answer_from": args.answer_from}  # fmt: skip
     waited = {}
     episodes = list(rollout.run(engine, mine, agent, codec, source, args.frames, args.group, step,
-                                version=step, scoring=scoring, clock=waited))
+                                version=step, pay=pay_of(args), clock=waited))
     for e in episodes:
         if e.status == "video_error" and e.sample == 0:
             print(launch.printable(f"skipped task {e.task['id']}: {e.error}"), flush=True)
@@ -280,7 +287,7 @@ def main():
     args = parse_args()
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
     tasks = rollout.read_tasks(args.data) if args.data else []
-    recorded = read_rollouts(args.rollouts or [])
+    recorded = read_rollouts(args.rollouts or [], pay_of(args))
     agent, source = rollout.agent_settings(args, args.data or args.rollouts[0])
     launch.make_out(os.path.join(args.out, "rollouts"))
     folder, state = checkpoint.resume_point(args.out, args, args.resume)
@@ -295,8 +302,7 @@ def main():
     codec = chat.load_codec(ckpt, args.channel)
     if tasks:
         rollout.check_context(codec, tasks, agent, source, args.frames)
-    policy, reference, optimizer, engine = set_up(args, ckpt, codec, device, folder)
-    vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
+    policy, reference, optimizer, engine = set_up(args, ckpt, codec, source, device, folder)
     wire = model.compute_dtype(device)  # what the engine computes in
     log = open_run(args, policy, start, rank, world)
     ahead = ThreadPoolExecutor(4, thread_name_prefix="ahead")
@@ -315,7 +321,7 @@ def main():
                                             world)
             groups = group_by_prompt(episodes)
         for group in groups:
-            set_advantages(group, args)
+            set_advantages(group)
         rollout_s = time.monotonic() - clock
         launch.beat(args.patience)
 
@@ -327,8 +333,7 @@ def main():
         if step + 1 < steps and not args.rollouts:
             look_ahead(ahead, source, share(tasks, step + 1, args, rank, world)[0], step + 1, args)
         trees, tokens, skipped = training_trees(groups, codec, args)
-        stats = update(policy, reference, vision, optimizer, trees, tokens, codec, args, world,
-                       device)
+        stats = update(policy, reference, optimizer, trees, tokens, args)
         # What a run cannot go on with, found on all ranks alike: NaN, an engine that has drifted.
         bad = bad + 1 if stats["bad_updates"] else 0
         checkpoint.check_run(step, bad, args.out)
@@ -373,7 +378,7 @@ def gap_tolerance(dtype, engine=True):
     return 1e-3 if engine and dtype.itemsize == 4 else 0.1
 
 
-def set_up(args, ckpt, codec, device, folder):
+def set_up(args, ckpt, codec, source, device, folder):
     """-> (policy, reference or None, optimizer, engine or None). folder: the checkpoint that the
     run goes on from, or None. Collective. Raises UserError where prompts cannot be shared out."""
     import torch.distributed as dist
@@ -381,13 +386,17 @@ def set_up(args, ckpt, codec, device, folder):
     world = dist.get_world_size()
     if not args.rollouts and args.prompts % world:
         raise launch.UserError(f"--prompts {args.prompts} is not a multiple of the {world} ranks")
-    policy = checkpoint.load_sharded(ckpt, codec, device, args.recompute, args.replicas, lora=args.lora)
+    policy = checkpoint.load_sharded(ckpt, codec, device, args.recompute, args.replicas,
+                                     lora=args.lora)
+    policy.features = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
     optimizer = model.adamw(model.trained_parameters(policy), args.lr, 0.999, device)
     reference = engine = None
     if args.kl > 0 and args.lora:
         reference = checkpoint.WithoutAdapters(policy)
     elif args.kl > 0:
-        reference = checkpoint.load_sharded(ckpt, codec, device, replicas=args.replicas, frozen=True)
+        reference = checkpoint.load_sharded(ckpt, codec, device, replicas=args.replicas,
+                                            frozen=True)
+        reference.features = policy.features  # one tower, whose features both are given
     if folder:
         checkpoint.load_train_state(policy, optimizer, folder)
     if not args.rollouts:
@@ -423,11 +432,19 @@ def open_run(args, policy, start, rank, world):
 # What each number means: docs/metrics.md.
 
 
-def read_rollouts(paths):
-    """Rollout JSONL files -> Episodes."""
+def pay_of(args):
+    """Flags -> rewards.Pay, whose fields they are."""
+    return rewards.Pay(**{f.name: getattr(args, f.name) for f in fields(rewards.Pay)})
+
+
+def read_rollouts(paths, pay):
+    """Rollout JSONL files -> Episodes, scored anew by what this run pays for."""
     keys = rollout.Episode(None, None, 0, 0, 0).to_json()
     rows = [row for path in paths for row in launch.read_jsonl(path, required=keys)]
-    return [rollout.from_json(row) for row in rows]
+    episodes = [rollout.from_json(row) for row in rows]
+    for e in episodes:
+        e.reward = rollout.scored(e, pay)
+    return episodes
 
 
 def write_rollouts(out, step, rank, episodes):
@@ -567,7 +584,8 @@ def build_parser():
         help="pay 0.3 + 0.2 for an <answer> block; off: 0.2 + 0.1, and more for thought")
     add("--anchor", type=float, default=0.5, help="lambda: weight of the anchor term; 0 = off")
     add("--gamma", type=float, default=0.3, help="penalty of a thought never closed; 0 = off")
-    add("--tool-reward", type=float, default=1.0, help="factor on R_tool; 0 = off")
+    add("--tool-reward", dest="tool_weight", type=float, default=1.0,
+        help="w_tool, factor on R_tool; 0 = off")
     add("--answer-from", choices=["tag", "line"], default="tag",
         help="R_acc reads <answer> alone; or also the last line, as the authors' release")
     # loss and optimiser

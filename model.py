@@ -127,7 +127,7 @@ class Tree:
     """A context and the responses that continue it. Without branches: a plain sequence."""
 
     prefix: Span
-    vision: list = field(default_factory=list)
+    items: list = field(default_factory=list)  # [chat.VisionItem] of the prefix
     branches: list = field(default_factory=list)
 
     def __len__(self):
@@ -140,10 +140,10 @@ class Pack:
     positions: torch.Tensor  # [4, 1, L] text position, then time/height/width (interleaved mrope)
     tree: torch.Tensor  # [L] which tree a token belongs to
     branch: torch.Tensor  # [L] 0 in the prefix, 1.. in branches
-    source: torch.Tensor  # [N] position whose hidden state predicts the trained token
+    predictor: torch.Tensor  # [N] position whose hidden state predicts the trained token
     target: torch.Tensor  # [N] id of the trained token
     values: dict  # name -> [N]
-    vision: list  # [VisionItem] in the order of the placeholders
+    items: list  # [chat.VisionItem] in the order of the placeholders
     layout: list  # [(start, prefix length, [branch lengths])]
 
 
@@ -181,17 +181,17 @@ def rope_positions(codec, ids, items):
 
 def pack_trees(codec, trees):
     """Trees -> one Pack."""
-    columns = {name: [] for name in ("ids", "text", "tree", "branch", "source", "target")}
+    columns = {name: [] for name in ("ids", "text", "tree", "branch", "predictor", "target")}
     positions = []
     values = {}
-    vision = []
+    items = []
     layout = []
     start = 0  # pack position where the tree begins
     for index, tree in enumerate(trees):
         p = len(tree.prefix.ids)
         if tree.prefix.mask and tree.prefix.mask[0]:
             raise ValueError("the first token of a context has no predecessor to be predicted from")
-        grid, following = rope_positions(codec, tree.prefix.ids, tree.vision)
+        grid, following = rope_positions(codec, tree.prefix.ids, tree.items)
         positions.append(grid)  # [3, p]
         last_of_prefix = start + p - 1
         cursor = start
@@ -207,7 +207,7 @@ def pack_trees(codec, trees):
             columns["text"].append(np.arange(n) + (p if number else 0))  # as if it were alone
             columns["tree"].append(np.full(n, index))
             columns["branch"].append(np.full(n, number))
-            columns["source"].append(predictor)
+            columns["predictor"].append(predictor)
             columns["target"].append(ids[trained])
             for name, numbers in span.values.items():
                 values.setdefault(name, []).append(np.asarray(numbers, np.float32)[trained])
@@ -215,13 +215,13 @@ def pack_trees(codec, trees):
                 positions.append(np.broadcast_to(following + np.arange(n), (3, n)))
             cursor += n
         layout.append((start, p, [len(b.ids) for b in tree.branches]))
-        vision += tree.vision
+        items += tree.items
         start = cursor
     joined = {name: torch.from_numpy(np.concatenate(x)) for name, x in columns.items()}
     text = joined.pop("text")[None]  # [1, L]
     grid = torch.cat([text, torch.from_numpy(np.concatenate(positions, 1))])[:, None]  # [4, 1, L]
     values = {name: torch.from_numpy(np.concatenate(x)) for name, x in values.items()}
-    return Pack(positions=grid, values=values, vision=vision, layout=layout, **joined)
+    return Pack(positions=grid, values=values, items=items, layout=layout, **joined)
 
 
 def fill_packs(trees, budget):
@@ -232,13 +232,13 @@ def fill_packs(trees, budget):
     """
     pieces = []
     for t in trees:
-        piece = Tree(t.prefix, t.vision, [])
+        piece = Tree(t.prefix, t.items, [])
         for b in t.branches:
             if piece.branches and len(piece) + len(b.ids) > budget:
                 pieces.append(piece)
                 # The prefix's own trained tokens, if any, count in the first piece only.
                 silent = Span(t.prefix.ids, [0] * len(t.prefix.ids), t.prefix.values)
-                piece = Tree(silent, t.vision, [])
+                piece = Tree(silent, t.items, [])
             piece.branches.append(b)
         pieces.append(piece)
     packs = []
@@ -384,11 +384,11 @@ class Policy(torch.nn.Module):
     def __init__(self, hf, codec):
         super().__init__()
         self.hf = hf
-        self.banned = codec.banned
-        self.pads = (codec.image_pad, codec.video_pad)
+        self.codec = codec
+        self.features = None  # VisionFeatures; the stage sets them, since it knows the videos
 
-    def forward(self, pack, vision, temperature=1.0, chunk=1024):
-        """pack: Pack; vision: VisionFeatures -> (logp [N], entropy [N]) of pack.target, fp32.
+    def forward(self, pack, temperature=1.0, chunk=1024):
+        """Pack -> (logp [N], entropy [N]) of pack.target, fp32.
 
         The host waits for the GPU where frames are new (the tower reads their sizes), and once a
         deepstack level: transformers asks for the positions of a boolean mask.
@@ -396,10 +396,10 @@ class Policy(torch.nn.Module):
         text = self.hf.model.language_model
         device = text.embed_tokens.weight.device
         ids, positions = to_device(pack.ids, device), to_device(pack.positions, device)
-        source, target = to_device(pack.source, device), to_device(pack.target, device)
+        predictor, target = to_device(pack.predictor, device), to_device(pack.target, device)
         features = None
-        if pack.vision:
-            features = torch.cat([vision(item) for item in pack.vision])  # [V, 1 + D, H]
+        if pack.items:
+            features = torch.cat([self.features(item) for item in pack.items])  # [V, 1 + D, H]
         seen = self.placeholders(pack.ids, features)  # [L], counted in host memory
         seen = None if seen is None else to_device(seen, device)
         embeds, levels = self.embed(ids, seen, features)  # [L, H], D x [V, H]
@@ -407,15 +407,15 @@ class Policy(torch.nn.Module):
             inputs_embeds=embeds[None], position_ids=positions, use_cache=False,
             visual_pos_masks=None if seen is None else seen[None], deepstack_visual_embeds=levels,
             plan=attention_plan(pack, device)).last_hidden_state[0]  # [L, H]
-        return token_logprobs(hidden[source], self.hf.lm_head.weight, target, self.banned,
-                              temperature, chunk)
+        return token_logprobs(hidden[predictor], self.hf.lm_head.weight, target,
+                              self.codec.banned, temperature, chunk)
 
     def placeholders(self, ids, features):
         """ids in host memory, features [V, 1 + D, H] or None -> mask of the ids that stand for
         vision tokens, or None. Raises ValueError when they are not V."""
         if features is None:
             return None
-        seen = (ids == self.pads[0]) | (ids == self.pads[1])
+        seen = (ids == self.codec.image_pad) | (ids == self.codec.video_pad)
         found = int(seen.sum())
         if found != len(features):
             raise ValueError(f"{found} vision placeholders for {len(features)} vision tokens")

@@ -524,15 +524,15 @@ def admitted(records, calls, max_parallel):
 # The pump
 
 
-def run(engine, tasks, agent, codec, source, frames=64, group=1, step=0, version=0, scoring=None,
+def run(engine, tasks, agent, codec, source, frames=64, group=1, step=0, version=0, pay=None,
         threads=4, max_live=None, clock=None, protocol=None):  # fmt: skip
     """THE agent loop: RL, evaluation and the CLI all call this. -> iterator of scored Episodes, as
     they finish.
 
     frames: overview frames K, or "gated" (K drawn per prompt, the same for its whole group). group:
-    rollouts per task. step: enters every seed and every draw of K. scoring: keyword arguments of
-    rewards.score. threads: that decode. max_live: episodes at once; None = twice the engine's
-    batch. clock: a dict whose "decode_s" becomes the seconds in which the engine only waited.
+    rollouts per task. step: enters every seed and every draw of K. pay: rewards.Pay, what rollouts
+    are paid for. threads: that decode. max_live: episodes at once; None = twice the engine's batch.
+    clock: a dict whose "decode_s" becomes the seconds in which the engine only waited.
     """
     pump = Pump(engine, threads)
     shared = Shared(agent, codec, source, pump, step, protocol or Protocol())
@@ -546,15 +546,18 @@ def run(engine, tasks, agent, codec, source, frames=64, group=1, step=0, version
         while episode := loop.run_until_complete(anext(finished, None)):
             if clock is not None:
                 clock["decode_s"] = pump.idle_s
-            task = episode.task
-            episode.reward = rewards.score(
-                episode.turns, task["type"], task["answer"], task.get("options"),
-                episode.parseable(), episode.executed(), think_prefix=episode.think_open,
-                **(scoring or {}))
+            episode.reward = scored(episode, pay)
             yield episode
     finally:
         loop.run_until_complete(finished.aclose())
         loop.close()
+
+
+def scored(episode, pay=None):
+    """Episode -> its reward, see rewards.score."""
+    tokens = sum(episode.context.mask) if episode.context else 0  # sampled by the main agent
+    return rewards.score(episode.turns, episode.task, episode.calls, episode.think_open, pay,
+                         tokens)
 
 
 def new_episodes(tasks, agent, frames, group, step, version):

@@ -238,7 +238,7 @@ def batch_packs(chats, step, codec, args, rank, world):
 def make_packs(chats, indices, codec, pack_tokens):
     """Chats -> Packs. A chat is a tree without branches; one whose video is broken is left out."""
     sequences = [s for s in (chats[i] for i in indices) if s is not None]
-    trees = [model.Tree(model.Span(s.ids, s.mask), s.vision) for s in sequences]
+    trees = [model.Tree(model.Span(s.ids, s.mask), s.items) for s in sequences]
     return [model.pack_trees(codec, members) for members in model.fill_packs(trees, pack_tokens)]
 
 
@@ -276,19 +276,20 @@ def build_optimizers(policy, args, device):
     return optimizers
 
 
-def backward(policy, vision, packs, codec, world, device):
+def backward(policy, packs):
     """Forward, and backward where gradients are on, over this rank's packs -> (mean loss in nats
     per token, N), both over all ranks. Collective."""
     import torch
     import torch.distributed as dist
 
+    world, device = dist.get_world_size(), next(policy.parameters()).device
     # In host memory: no GPU is waited for.
     count = torch.tensor(float(sum(len(p.target) for p in packs)), dtype=torch.float64)
     dist.all_reduce(count)
     n = max(1.0, count.item())  # a batch of broken videos has no token: 0 / 1, not NaN
     loss = torch.zeros((), device=device, dtype=torch.float64)
-    for pack, real in model.even_packs(codec, packs):
-        logp, _ = policy(pack, vision)  # [trained tokens of the pack] nats
+    for pack, real in model.even_packs(policy.codec, packs):
+        logp, _ = policy(pack)  # [trained tokens of the pack] nats
         # A spare pack runs for its collectives alone: times False, it adds nothing.
         part = -real * logp.sum() / n
         if torch.is_grad_enabled():
@@ -299,15 +300,19 @@ def backward(policy, vision, packs, codec, world, device):
     return loss.item(), int(n)
 
 
-def held_out_loss(policy, vision, chats, args, codec, rank, world, device):
+def held_out_loss(policy, chats, args, rank, world):
     """Nats per token of the held-out chats. Collective."""
     import torch
 
+    # The held-out videos may lie in another folder than those of the training chats.
+    train_frames, policy.features.load = policy.features.load, chats.frames
     policy.eval()
     with torch.no_grad():
-        packs = make_packs(chats, range(rank, len(chats.rows), world), codec, args.pack_tokens)
-        loss, _ = backward(policy, vision, packs, codec, world, device)
+        mine = range(rank, len(chats.rows), world)
+        packs = make_packs(chats, mine, policy.codec, args.pack_tokens)
+        loss, _ = backward(policy, packs)
     policy.train()
+    policy.features.load = train_frames
     return loss
 
 
@@ -333,11 +338,10 @@ def main():
         launch.end_process_group()
         return
 
-    policy = checkpoint.load_sharded(ckpt, codec, device, args.recompute, args.replicas, lora=args.lora)
-    # Frozen: a frame set goes through the tower once, then its features are kept.
-    tower = policy.hf.model.visual
-    vision = model.VisionFeatures(tower, codec, train.frames)
-    held_vision = model.VisionFeatures(tower, codec, held.frames) if held else None
+    policy = checkpoint.load_sharded(ckpt, codec, device, args.recompute, args.replicas,
+                                     lora=args.lora)
+    # The tower is frozen: a frame set goes through it once, then its features are kept.
+    policy.features = model.VisionFeatures(policy.hf.model.visual, codec, train.frames)
     optimizers = build_optimizers(policy, args, device)
     # The schedule is a factor on each group's own peak: Muon's is not AdamW's.
     peaks = [[group["lr"] for group in o.param_groups] for o in optimizers]
@@ -362,7 +366,7 @@ def main():
         for o, peak in zip(optimizers, peaks):
             for group, lr in zip(o.param_groups, peak):
                 group["lr"] = lr * fraction
-        loss, tokens = backward(policy, vision, packs, codec, world, device)
+        loss, tokens = backward(policy, packs)
         norm = model.clip_gradients(policy, args.clip)
         # The norm is of all ranks' gradients: all of them step, or none does. A step that is left
         # out costs a batch; one with NaN in it would cost the run.
@@ -389,7 +393,7 @@ def main():
         last = step + 1 == steps
         links = ["last"]
         if held and (last or (args.eval_every and (step + 1) % args.eval_every == 0)):
-            value = held_out_loss(policy, held_vision, held, args, codec, rank, world, device)
+            value = held_out_loss(policy, held, args, rank, world)
             if rank == 0:
                 line = f"step {step + 1:04d} | held-out loss {value:.4f} nats/token"
                 log.write({"step": step + 1, "val_loss": value}, line)

@@ -381,7 +381,7 @@ def sft_step(policy, optimizer, ranks):
     """One pack of eight chats, 32k tokens -> its tokens."""
     pack = model.pack_trees(CODEC, [model.Tree(model.Span([100] * 4096, [0] * 3600 + [1] * 496))
                                     for _ in range(8)])
-    sft.backward(policy, None, [pack], CODEC, ranks, DEVICE)
+    sft.backward(policy, [pack])
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return len(pack.ids)
@@ -390,21 +390,23 @@ def sft_step(policy, optimizer, ranks):
 def grpo_step(policy, reference, optimizer, config, ranks):
     """One update on a group of eight that share a prompt of 64 frames, in one pack of 32k tokens ->
     its tokens."""
-    def vision(item):  # the tower reads its grids on the host: left out
+    def features(item):  # the tower reads its grids on the host: left out
         levels = 1 + len(config.vision_config.deepstack_visual_indexes)
         return torch.empty(FRAMES * FRAME_TOKENS, levels, config.text_config.hidden_size,
                            dtype=torch.bfloat16, device=DEVICE)
 
     def span(ids, mask):
         return model.Span(ids, [mask] * len(ids),
-                          {"advantage": [1.0] * len(ids), "rollout": [-1.0] * len(ids)})
+                          {"advantage": [1.0] * len(ids), "sampler": [-1.0] * len(ids)})
 
     item = chat.VisionItem({}, "", FRAMES, 224, 224, [float(i) for i in range(FRAMES)])
     prompt = span([10] + ([11] + [PAD] * FRAME_TOKENS + [13]) * FRAMES + [14] * 300, 0)
     tree = model.Tree(prompt, [item], [span([20] * 3600, 1) for _ in range(8)])
-    args = SimpleNamespace(minibatches=1, pack_tokens=len(tree), temperature=0.7, clip_eps=0.2,
-                           kl=0.01, clip=1.0)
-    grpo.update(policy, reference, vision, optimizer, [tree], 8 * 3600, CODEC, args, ranks, DEVICE)
+    args = grpo.build_parser().parse_args(["--ckpt", "nowhere", "--pack-tokens", str(len(tree))])
+    policy.features = features
+    if isinstance(reference, model.Policy):
+        reference.features = features
+    grpo.update(policy, reference, optimizer, [tree], 8 * 3600, args)
     return len(tree)
 
 

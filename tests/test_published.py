@@ -25,7 +25,7 @@ import torch
 from conftest import Overheard
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from reference import ReferenceEngine
+from reference import ReferenceEngine, forward
 
 import chat
 import checkpoint
@@ -496,8 +496,8 @@ def test_masters_and_moments_are_fp32_and_a_small_step_reaches_every_weight(
     before = [checkpoint.whole_tensor(p.detach()).clone() for p in trained]
     pack, load = chat_pack(codec, world)
     optimizer = model.adamw(trained, 2e-6, 0.999, CPU, weight_decay=0.0)
-    loss, count = sft.backward(policy, model.VisionFeatures(policy.hf.model.visual, codec, load),
-                               [pack], codec, 1, CPU)
+    policy.features = model.VisionFeatures(policy.hf.model.visual, codec, load)
+    loss, count = sft.backward(policy, [pack])
     grads = [checkpoint.whole_tensor(p.grad) for p in trained]
     optimizer.step()
     kinds = {x.dtype for group in (before, grads,
@@ -530,10 +530,11 @@ def test_the_trainer_the_reference_and_plain_transformers_agree(
                                      {"role": "assistant", "content": RIGHT}], [item])
     policy, reference = (checkpoint.load_sharded(ckpt, codec, CPU, frozen=frozen)
                          for frozen in (False, True))
-    pack = model.pack_trees(codec, [model.Tree(model.Span(talk.ids, talk.mask), talk.vision)])
+    pack = model.pack_trees(codec, [model.Tree(model.Span(talk.ids, talk.mask), talk.items)])
     vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
     with torch.no_grad():
-        ours, theirs = (p(pack, vision)[0] for p in (policy, reference))
+        ours, theirs = (forward(p, pack, vision)[0]
+                        for p in (policy, reference))
         hf = Qwen3VLForConditionalGeneration.from_pretrained(ckpt, dtype=torch.float32)
         frames = [Image.fromarray(x) for x in source.load(spec).images]
         images = codec.processor.image_processor(images=frames, do_resize=False,

@@ -34,6 +34,7 @@ import chat
 import engine as engine_module
 import launch
 import model
+import rewards
 import rollout
 import video
 from engine import Completion, Pump, Request, VllmEngine, engine_prompt, in_flight, zero_deepstack
@@ -901,7 +902,7 @@ def test_a_record_survives_json_text_exactly(codec, tasks, frames_of):
     """Floats too: a log-prob that lost digits would be a ratio that is not one."""
     engine = Scripted(codec, [calls((0, 8), (9, 5)), ANSWER])
     for episode in play(engine, tasks[:2], frames_of, group=2, version=7,
-                        scoring={"w_format": 0.3}):
+                        pay=rewards.Pay(format_weight=0.3)):
         row = episode.to_json()
         again = rollout.from_json(json.loads(json.dumps(row, allow_nan=False)))
         assert again.to_json() == row and row["version"] == 7 and row["K"] == 4

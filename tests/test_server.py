@@ -28,7 +28,7 @@ def server(toy, tmp_path_factory):
     # The server starts processes of its own: each needs the shim that makes vllm importable beside
     # a CPU torch.
     (folder / "sitecustomize.py").write_text(
-        f"import sys\nsys.path.insert(0, {ROOT!r})\nimport model, checkpoint, launch\nlaunch.import_shim()\n")
+        f"import sys\nsys.path.insert(0, {ROOT!r})\nimport launch\nlaunch.import_shim()\n")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
