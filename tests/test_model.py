@@ -203,6 +203,56 @@ def sft_chats(toy, codec, source, take):
 
 
 # ------------------------------------------------------------------------------------------------
+# Who sees whom
+
+
+def dense_mask(layout):
+    """Pack.layout -> [L, L] bool, from the rule alone: a token sees earlier tokens of its own tree
+    that stand in the prefix or in its own branch."""
+    place = [(number, branch) for number, (_, p, branches) in enumerate(layout)
+             for branch, n in enumerate([p, *branches]) for _ in range(n)]
+    return np.array([[j <= i and place[i][0] == place[j][0] and place[j][1] in (0, place[i][1])
+                      for j in range(len(place))] for i in range(len(place))])
+
+
+layouts = st.lists(st.tuples(st.integers(1, 20), st.lists(st.integers(1, 12), max_size=4)),
+                   min_size=1, max_size=4)
+
+
+@given(layouts, st.sampled_from([1, 3, 4, 8, 16]))
+@settings(max_examples=80, deadline=None)
+def test_block_masks_show_exactly_the_pairs_of_the_dense_mask(lengths, size):
+    """FlexAttention computes whole blocks without asking and parts of others: a block in the wrong
+    list would show a branch to its neighbour, or hide a prompt, on a GPU alone."""
+    trees = [Tree(Span([5] * p, [0] * p), [], [Span([6] * n, [1] * n) for n in branches])
+             for p, branches in lengths]
+    pack = model.pack_trees(SimpleNamespace(pad=-1, patch=16, merge=2), trees)
+    wanted = dense_mask(pack.layout)
+    tokens = len(wanted)
+    blocks = -(-tokens // size)
+    padded = np.zeros((blocks * size, blocks * size), bool)
+    padded[:tokens, :tokens] = wanted
+    counts = padded.reshape(blocks, size, blocks, size).sum((1, 3))
+    assert (model.visible_pairs(pack.layout, tokens, size) == counts).all()
+
+    mask = model.block_mask(pack, torch.device("cpu"), size)
+    shown = np.zeros_like(padded)
+    at = torch.arange(tokens)
+    asked = mask.mask_mod(0, 0, at[:, None], at[None, :]).numpy()  # [L, L]
+    lists = [(mask.kv_num_blocks, mask.kv_indices, False),
+             (mask.full_kv_num_blocks, mask.full_kv_indices, True)]
+    for number, which, whole in lists:
+        for row in range(blocks):
+            for column in which[0, 0, row, :number[0, 0, row]].tolist():
+                block = np.s_[row * size:(row + 1) * size, column * size:(column + 1) * size]
+                assert not shown[block].any()  # no block is listed twice
+                part = np.zeros_like(padded)
+                part[:tokens, :tokens] = asked
+                shown[block] = True if whole else part[block]
+    assert (shown[:tokens, :tokens] == wanted).all()
+
+
+# ------------------------------------------------------------------------------------------------
 # One forward, many sequences
 
 
