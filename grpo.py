@@ -1,35 +1,36 @@
 """
 grpo.py: PARA-GRPO on top of an SFT checkpoint, with a rollout engine inside every rank.
 
-  R_i      = R_acc + w_fmt R_fmt + w_tool R_tool       one per rollout i of a group of G: rewards.py
-  sigma    = std of R in the group; where it is 0 the group is skipped and counted
+  R_i      = R_acc + w_tool R_tool + w_fmt R_fmt       of rollout i in a group of G: rewards.score
+  sigma    = std of R in the group; if it is 0 the group is skipped and counted
   A_task_i = ((R_acc + w_tool R_tool)_i - mean) / sigma      w_tool: --tool-reward
-  A_fmt_i  = w_fmt (R_fmt_i - mean) / sigma
+  A_fmt_i  = w_fmt (R_fmt_i - mean) / sigma                  w_fmt: --format-weight
   A_it     = A_task_i + A_fmt_i [t in struct(o_i)]     struct: tag tokens and the end of each turn
   rho_t    = exp(logp_t - old_t)                       old: this trainer before the step
-  w_t      = min(exp(old_t - rollout_t), 5)            the engine is not quite the trainer
+  w_t      = min(exp(old_t - sampler_t), 5)            sampler: the engine, which rounds otherwise
   L        = -(1/N) sum_t [ w_t min(rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t) - beta k3_t ]
-  k3_t     = exp(ref_t - logp_t) - (ref_t - logp_t) - 1
+  k3_t     = exp(ref_t - logp_t) - (ref_t - logp_t) - 1      ref: the checkpoint of --ckpt
              N = sampled tokens of the whole batch, over ALL ranks
 
 Three parts of PARA-GRPO, each with its flag: Exploration Anchoring (--think-prefix forces
 `<think>\\n`, --answer-suffix pays for a final answer block, --anchor and --gamma pay for closed
 thoughts), Selective Anchoring (--format-credit struct), nFrames Gating (--frames gated: K ~
-U{4,8,16,32,64} per prompt, the same for its whole group). --vanilla turns them off: plain GRPO, as
-released. With --format-credit sequence, A_task + A_fmt is exactly GRPO's advantage of the summed
-reward.
+U{4,8,16,32,64} per prompt, the same for its whole group). --vanilla turns them off, which gives
+plain GRPO as the authors released it. With --format-credit sequence, A_task + A_fmt is exactly
+GRPO's advantage of the summed reward.
 
-Departs from upstream: KL is in the loss, not mixed into rewards; advantages are normalised once;
-one optimizer step per batch, so old = logp and needs no forward of its own. The log-prob gap
-between engine and trainer is measured on every sampled token of every step, and too large a gap
-stops the run: stale weights fail silently everywhere else. f_tau in the log is R_fmt by the paper
-preset's terms whatever a run is paid for: one ruler for all runs. `fmt` is what it is paid.
+Departs from upstream: the KL is in the loss, not mixed into rewards. Advantages are normalised
+once. A batch takes one optimizer step, so old = logp and needs no forward of its own. Each step
+measures the log-prob gap between engine and trainer on every sampled token and stops the run if
+the gap is too large, because stale weights show nowhere else. f_tau in the log is R_fmt by the
+paper's terms, a common ruler for all runs; `fmt` is the term that this run pays for.
 
-Reads:  --ckpt, --data (task JSONL), or --rollouts (rollout JSONL: one update from it, no engine).
+Reads:  --ckpt, --data (task JSONL), or --rollouts: rollout JSONL, which is scored anew by the flags
+        of this run and gives one update without an engine.
 Writes: --out/step_NNNNNN/ (checkpoint + train_state/), --out/last, --out/log.jsonl,
         --out/args.json, --out/rollouts/*.jsonl
-The same command again goes on from the newest whole checkpoint: tasks, K and sampling seeds are
-functions of (seed, step).
+The same command again goes on from the newest whole checkpoint: tasks, K and sampling seeds depend
+on (seed, step) alone.
 
 CPU toy:  torchrun --nproc_per_node 2 grpo.py --preset toy --ckpt sft_out --data toy/rl.jsonl
 1 GPU:    python grpo.py --ckpt sft_out --data rl.jsonl --out grpo_out
@@ -57,10 +58,10 @@ import rollout
 
 
 def group_by_prompt(episodes):
-    """Episodes -> lists that share one prompt, samples in order; what was never sampled is left
-    out."""
+    """Episodes -> groups that share one prompt, samples in order, without episodes in which no
+    token was sampled."""
     groups = {}
-    # In order of samples, not of completion: sums of floats then come out the same in every run.
+    # Sort by sample, not by time of completion: sums of floats are then the same in every run.
     for episode in sorted(episodes, key=lambda e: e.sample):
         if episode.context is not None and episode.spans:
             groups.setdefault(episode.group, []).append(episode)
@@ -68,7 +69,8 @@ def group_by_prompt(episodes):
 
 
 def set_advantages(group):
-    """Episode.advantage = {"task", "fmt", "sigma"}, from the two parts that rewards.score paid."""
+    """Sets Episode.advantage = {"task", "fmt", "sigma"} from the two parts that rewards.score
+    paid."""
     task = [e.reward["paid_task"] for e in group]  # [G]
     fmt = [e.reward["paid_fmt"] for e in group]  # [G]
     a_task, a_fmt, sigma = rewards.group_advantages(task, fmt)
@@ -77,12 +79,13 @@ def set_advantages(group):
 
 
 def token_advantages(episode, codec, credit):
-    """-> list over context.ids: A_task + A_fmt where the format is credited; 0 where nobody
-    sampled."""
+    """-> list over context.ids: A_task, plus A_fmt at tokens that carry format credit; 0 at tokens
+    that the policy did not sample. credit: --format-credit."""
     task, fmt = episode.advantage["task"], episode.advantage["fmt"]
     out = [0.0] * len(episode.context.ids)
     for start, end in episode.spans:
-        if credit == "struct":  # Selective Anchoring: a tag is found in bytes, not in ids
+        # Selective Anchoring. Tags are searched in bytes: `<answer>` spans several tokens.
+        if credit == "struct":
             pieces = chat.pieces_of(codec, episode.context.ids[start:end])
             credited = rewards.structural_mask(pieces)
         else:
@@ -94,7 +97,7 @@ def token_advantages(episode, codec, credit):
 def group_tree(group, codec, credit, first=0):
     """One group -> [shared prompt | o^1 | .. | o^G]. Each token carries its advantage, the engine's
     log-prob, and the number of its rollout, counted from `first`."""
-    cut = group[0].spans[0][0]  # first sampled token: what stands before is the whole group's
+    cut = group[0].spans[0][0]  # first sampled token: the whole group shares the ids before it
     prompt = group[0].context.ids[:cut]
     branches = []
     for number, e in enumerate(group, first):
@@ -102,7 +105,7 @@ def group_tree(group, codec, credit, first=0):
         if c.ids[:cut] != prompt:
             raise ValueError(f"{e.group}: the prompts of one group differ")
         advantage = token_advantages(e, codec, credit)
-        # Turns, glue and tool responses alike: mask says which of them were sampled.
+        # All ids after the prompt: turns, glue and tool responses. The mask marks the sampled ones.
         values = {"advantage": advantage[cut:], "sampler": c.logps[cut:],
                   "rollout": [number] * (len(c.ids) - cut)}
         branches.append(model.Span(c.ids[cut:], c.mask[cut:], values))
@@ -111,15 +114,17 @@ def group_tree(group, codec, credit, first=0):
 
 
 def training_trees(groups, codec, args):
-    """Groups of this rank, advantages set -> (trees of groups with signal, sampled tokens of ALL
-    groups, skipped groups). A skipped group counts in N, as advantage zero."""
+    """Groups of this rank, with advantages -> (trees of the groups with a signal, sampled tokens of
+    ALL groups, number of skipped groups). The tokens of a skipped group count in N: they have
+    advantage 0."""
     trees = []
     tokens = 0
     skipped = 0
     rollouts = 0
     for group in groups:
         tokens += sum(sum(e.context.mask) for e in group)
-        # Else forward and backward add nothing. Not by sigma: equal rewards may leave it at 1e-16.
+        # A group whose advantages are all 0 adds nothing to the gradient. Test the advantages, not
+        # sigma: rounding can leave sigma at 1e-16.
         if any(e.advantage["task"] or e.advantage["fmt"] for e in group):
             trees.append(group_tree(group, codec, args.format_credit, rollouts))
         else:
@@ -146,53 +151,54 @@ def policy_loss(logp, old, sampler, ref, advantage, clip_eps, kl, tis_cap=5.0):
     import torch
 
     ratio = torch.exp(logp - old)  # rho [n]
-    weight = torch.exp(old - sampler)  # w_t before its cap [n]; no gradient: old is a constant
+    # Truncated importance weight: corrects for an engine that samples from almost this policy.
+    weight = torch.exp(old - sampler)  # w_t before its cap [n]; a constant, no gradient flows
     clipped = ratio.clamp(1 - clip_eps, 1 + clip_eps)
-    # The minimum is pessimistic: what has moved too far in the good direction gets no gradient.
+    # The minimum is pessimistic: a token that moved too far in the good direction has no gradient.
     loss = -weight.clamp(max=tis_cap) * torch.minimum(ratio * advantage, clipped * advantage)
     stats = {"clipped": ((ratio - 1).abs() > clip_eps).float(),
              "truncated": (weight > tis_cap).float(),
              "kl": torch.zeros_like(logp.detach())}
     if ref is not None:
         gap = ref - logp  # [n]
-        k3 = torch.exp(gap) - gap - 1  # unbiased for KL(policy || reference), never below 0
+        k3 = torch.exp(gap) - gap - 1  # an unbiased estimate of KL(policy || reference), >= 0
         loss = loss + kl * k3
         stats["kl"] = k3.detach()
     return loss, stats
 
 
 def update(policy, reference, optimizer, trees, tokens, args):
-    """Train on one batch: --minibatches optimizer steps -> means over its sampled tokens, all
-    ranks.
+    """
+    Trains on one batch in --minibatches optimizer steps -> means over the sampled tokens of all
+    ranks: {"loss", "gap", "entropy", "kl", ..}.
 
     trees: this rank's groups as [prompt | o^1 | .. | o^G]. tokens: sampled tokens of this rank,
-    those of groups without signal included. Collective: every rank calls it, and runs equally many
-    forwards.
+    with those of groups without a signal. Collective: all ranks run equally many forwards.
     """
     import torch
     import torch.distributed as dist
 
     world, device = dist.get_world_size(), next(policy.parameters()).device
-    # N of the header, over ALL ranks and before any backward: the gradient then does not depend on
-    # how many ranks or packs share the batch. On the host, so that nobody waits for a GPU.
+    # N of the header, counted over ALL ranks before any backward: then the gradient does not depend
+    # on the number of ranks or packs. Summed in host memory, so the host does not wait for a GPU.
     total = torch.tensor([tokens, len(trees)], dtype=torch.float64)
     dist.all_reduce(total)
     sampled_everywhere, trees_everywhere = total.tolist()
     names = ("loss", "tokens", "gap", "entropy", "kl", "clipped", "truncated")
-    if trees_everywhere == 0:  # no group of any rank has a signal: there is nothing to learn
+    if trees_everywhere == 0:  # no group of any rank has a signal, so the weights stay
         return {**dict.fromkeys(names, 0.0), "grad_norm": 0.0, "gap_max": 0.0, "skipped_update": 1,
                 "bad_updates": 0}
     n = max(1.0, sampled_everywhere / args.minibatches)
 
-    # [[(pack, real)]]: spare packs make all ranks run equally many forwards.
-    minibatches = []
+    # Spare packs (real = False) make all ranks run equally many forwards.
+    minibatches = []  # [[(pack, real)]]
     for i in range(args.minibatches):
         filled = model.fill_packs(trees[i::args.minibatches], args.pack_tokens)
         packs = [model.pack_trees(policy.codec, members) for members in filled]
         minibatches.append(model.even_packs(policy.codec, packs))
 
-    # old_t: the policy as it was before the FIRST step of this batch. The first minibatch needs no
-    # forward for it (there old = logp); later ones are scored by a policy that has already moved.
+    # old_t: the policy before the FIRST step of this batch. With one step old = logp. With more, the
+    # later minibatches meet a policy that has moved, so all of them are scored beforehand.
     old_logps = {}
     if args.minibatches > 1:
         with torch.no_grad():
@@ -213,22 +219,23 @@ def update(policy, reference, optimizer, trees, tokens, args):
             if real:
                 advantage = model.to_device(pack.values["advantage"], device)  # [n]
                 sampler = model.to_device(pack.values["sampler"], device)  # [n]
-            else:  # a spare pack: no advantage, and an engine that agrees
+            else:  # a spare pack: advantage 0, and an engine that agrees with the trainer
                 advantage, sampler = torch.zeros_like(old), old
             loss, stats = policy_loss(logp, old, sampler, ref, advantage, args.clip_eps, args.kl)
 
-            # FSDP takes the MEAN over ranks; each holds a part of the sum over N: times world.
+            # FSDP averages gradients over ranks. Each rank holds a part of the sum over N, so it
+            # multiplies by the number of ranks.
             (real * world * loss.sum() / n).backward()
 
             if real:
-                gap = (old - sampler).abs()  # [n] engine against trainer: rounding only
+                gap = (old - sampler).abs()  # [n] engine against trainer: only rounding is allowed
                 seen = (loss.detach(), torch.ones_like(gap), gap, entropy,
                         stats["kl"], stats["clipped"], stats["truncated"])  # fmt: skip
                 sums += torch.stack([values.double().sum() for values in seen])
                 worst_gap = torch.maximum(worst_gap, gap.max().double())
 
         norms.append(model.clip_gradients(policy, args.clip))
-        # The norm is of all ranks' gradients, so all of them step or none does.
+        # The norm covers the gradients of all ranks, so all of them step or none does.
         if math.isfinite(norms[-1]):
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -30,8 +30,8 @@ class RankError(UserError):
 
 
 class RunError(Exception):
-    """A run that cannot go on, found by all ranks alike (full disk, no finite gradient): one line on
-    stderr, exit code 1."""
+    """A run that cannot go on, found by all ranks alike (full disk, no finite gradient): one line
+    on stderr, exit code 1."""
 
 
 def run_main(main):
@@ -154,8 +154,8 @@ def end_process_group():
 
 
 def beat(patience):
-    """Marks the end of a phase: the next one may take `patience` seconds (0 = for ever). A rank that
-    takes longer prints the stacks of its threads and exits, and torchrun ends the others."""
+    """Marks the end of a phase: the next one may take `patience` seconds (0 = for ever). A rank
+    that takes longer prints the stacks of its threads and exits, and torchrun ends the others."""
     import faulthandler
 
     if patience:
@@ -181,7 +181,7 @@ def stop_on_sigterm():
 
 
 def any_rank(flag):
-    """Whether `flag` holds on any rank. Collective, in host memory, so no GPU has to finish first."""
+    """Whether `flag` holds on any rank. Collective, in host memory: no GPU has to finish first."""
     import torch
     import torch.distributed as dist
 
