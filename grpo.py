@@ -197,7 +197,7 @@ def update(policy, reference, optimizer, trees, tokens, args):
         packs = [model.pack_trees(policy.codec, members) for members in filled]
         minibatches.append(model.even_packs(policy.codec, packs))
 
-    # old_t: the policy before the FIRST step of this batch. With one step old = logp. With more, the
+    # old_t: the policy before the FIRST step of this batch. With one step old = logp. With more,
     # later minibatches meet a policy that has moved, so all of them are scored beforehand.
     old_logps = {}
     if args.minibatches > 1:
