@@ -422,8 +422,8 @@ def check_gap(step, gap, tolerance):
 
 
 def open_run(args, policy, start, rank, world):
-    """Rank 0: settings beside the outputs, the arithmetic on the terminal -> Log; None on
-    others."""
+    """On rank 0: writes the settings beside the outputs, prints the size of the run -> Log. None on
+    other ranks."""
     if rank:
         return None
     launch.write_atomic(os.path.join(args.out, "args.json"), json.dumps(vars(args), indent=1))

@@ -121,12 +121,12 @@ def parse_args():
 
 
 class Chats:
-    """Rows of an SFT JSONL as token sequences; each row is encoded once, its frames are decoded
-    once, as far as the caches reach."""
+    """Rows of an SFT JSONL as token sequences. Each row is encoded once and its frames are decoded
+    once, unless a cache had to drop them."""
 
     def __init__(self, path, codec, args, cache, max_tokens=2**22):
-        """max_tokens: of all encoded rows that are kept, least recently used go first; 4 M are
-        about 100 MB. Raises UserError naming file and line."""
+        """max_tokens: encoded tokens to keep, 4 M are about 100 MB; the least recently used rows
+        are dropped first. Raises UserError naming file and line."""
         self.path = path
         self.codec = codec
         self.args = args
@@ -136,14 +136,14 @@ class Chats:
         self.rows = launch.read_jsonl(path, ("id", "messages"),
                                      lambda row: chat_fault(row["messages"]))
         self.encoded = OrderedDict()  # row -> model.Sequence
-        self.tokens = 0  # in them
-        self.broken = set()  # rows whose video cannot be read: counted, never trained on
+        self.tokens = 0  # in the encoded rows
+        self.broken = set()  # rows whose video cannot be read: counted, and never trained on
 
     def frames(self, spec):
         return video.load(spec, self.root, self.cache, max_pixels=self.args.max_pixels)
 
     def __getitem__(self, index):
-        """-> model.Sequence, or None where the chat's video is broken."""
+        """Row -> chat.Sequence, or None if a video of the chat is broken."""
         if index in self.broken:
             return None
         if index in self.encoded:
@@ -168,7 +168,7 @@ class Chats:
         return sequence
 
     def cost(self, index):
-        """Rough frames of a row, known without decoding: balances the ranks."""
+        """About how many frames a row has, known without decoding: it balances the ranks."""
         parts = [p for m in self.rows[index]["messages"] for p in content_of(m)]
         videos = [p for p in parts if p["type"] == "video"]
         return sum(p.get("frames") or p.get("max_frames") or 16 for p in videos) + 1
@@ -217,8 +217,8 @@ def piece_fault(piece):
 
 
 def open_data(args, codec, cache):
-    """-> (training Chats, held-out Chats or None). Raises UserError where no video can be read."""
-    # Every row's shape is checked here, its frames and tokens when a batch asks for them.
+    """-> (training Chats, held-out Chats or None). Raises UserError if no video can be read."""
+    # This checks the shape of every row. Frames and tokens are checked when a batch needs them.
     train = Chats(args.data, codec, args, cache)
     held = Chats(args.val, codec, args, cache) if args.val else None
     if all(train[i] is None for i in range(min(8, len(train.rows)))):
@@ -228,15 +228,15 @@ def open_data(args, codec, cache):
 
 
 def batch_packs(chats, step, codec, args, rank, world):
-    """This rank's Packs of the batch of a step: drawn from (seed, step), so that a run that goes on
-    sees what it would have seen, and dealt out by cost: no rank waits for another's long videos."""
+    """This rank's Packs of the batch of a step. (seed, step) draws the chats, so a resumed run sees
+    the same ones. They are dealt out by cost, so no rank waits for the long videos of another."""
     picked = launch.batch_indices(step, args.batch_size, len(chats.rows), args.seed)
     mine = launch.deal(picked, chats.cost, rank, world)
     return make_packs(chats, mine, codec, args.pack_tokens)
 
 
 def make_packs(chats, indices, codec, pack_tokens):
-    """Chats -> Packs. A chat is a tree without branches; one whose video is broken is left out."""
+    """Chats -> Packs. A chat is a tree without branches. Chats with a broken video are left out."""
     sequences = [s for s in (chats[i] for i in indices) if s is not None]
     trees = [model.Tree(model.Span(s.ids, s.mask), s.items) for s in sequences]
     return [model.pack_trees(codec, members) for members in model.fill_packs(trees, pack_tokens)]
@@ -256,16 +256,16 @@ def schedule(step, steps, warmup, floor):
 
 
 def build_optimizers(policy, args, device):
-    """-> [AdamW], or [AdamW, Muon], where Muon takes the matrices inside the decoder layers.
+    """-> [AdamW], or [AdamW, Muon] with Muon for the matrices inside the decoder layers.
 
-    Muon's update is the momentum's nearest semi-orthogonal matrix, as large as AdamW's would be; a
-    tiny model learns two to three times faster per token than under AdamW, hence the toy's cold
-    start. It gathers whole matrices: for large checkpoints use AdamW.
+    Muon's update is the semi-orthogonal matrix nearest to the momentum, scaled to the size of an
+    AdamW update. A tiny model learns two to three times faster per token with it, so the toy uses
+    it. Muon gathers whole matrices: use AdamW for large checkpoints.
     """
     import torch
 
     layers = []
-    if args.optimizer == "muon":  # matrices alone: "nearest semi-orthogonal" means nothing to norms
+    if args.optimizer == "muon":  # only matrices can be semi-orthogonal; norms stay with AdamW
         layers = [p for p in policy.hf.model.language_model.layers.parameters() if p.ndim == 2]
     taken = {id(p) for p in layers}
     rest = [p for p in model.trained_parameters(policy) if id(p) not in taken]
@@ -277,23 +277,24 @@ def build_optimizers(policy, args, device):
 
 
 def backward(policy, packs):
-    """Forward, and backward where gradients are on, over this rank's packs -> (mean loss in nats
-    per token, N), both over all ranks. Collective."""
+    """Forward over this rank's packs, and backward if gradients are on -> (mean loss in nats per
+    token, N trained tokens), both over all ranks. Collective."""
     import torch
     import torch.distributed as dist
 
     world, device = dist.get_world_size(), next(policy.parameters()).device
-    # In host memory: no GPU is waited for.
+    # Summed in host memory, so the host does not wait for a GPU.
     count = torch.tensor(float(sum(len(p.target) for p in packs)), dtype=torch.float64)
     dist.all_reduce(count)
     n = max(1.0, count.item())  # a batch of broken videos has no token: 0 / 1, not NaN
     loss = torch.zeros((), device=device, dtype=torch.float64)
     for pack, real in model.even_packs(policy.codec, packs):
         logp, _ = policy(pack)  # [trained tokens of the pack] nats
-        # A spare pack runs for its collectives alone: times False, it adds nothing.
+        # A spare pack (real = False) runs for its collectives alone and adds nothing to the loss.
         part = -real * logp.sum() / n
         if torch.is_grad_enabled():
-            # FSDP takes the MEAN over ranks; each holds a part of the sum over N: times world.
+            # FSDP averages gradients over ranks. Each rank holds a part of the sum over N, so it
+            # multiplies by the number of ranks.
             (part * world).backward()
         loss += part.detach().double()
     dist.all_reduce(loss)
@@ -343,13 +344,13 @@ def main():
     # The tower is frozen: a frame set goes through it once, then its features are kept.
     policy.features = model.VisionFeatures(policy.hf.model.visual, codec, train.frames)
     optimizers = build_optimizers(policy, args, device)
-    # The schedule is a factor on each group's own peak: Muon's is not AdamW's.
+    # The schedule multiplies the peak rate of each group, since Muon and AdamW have different ones.
     peaks = [[group["lr"] for group in o.param_groups] for o in optimizers]
     if folder:
         checkpoint.load_train_state(policy, optimizers, folder)
     log = open_run(args, policy, train, start, steps, rank, world)
 
-    # The next batch is decoded, tokenised and packed by a thread while this one trains.
+    # A thread decodes, tokenises and packs the next batch while this one trains.
     prefetch = ThreadPoolExecutor(1)
     future = prefetch.submit(batch_packs, train, start, codec, args, rank, world)
     asked = launch.stop_on_sigterm()
@@ -361,15 +362,15 @@ def main():
         if step + 1 < steps:
             future = prefetch.submit(batch_packs, train, step + 1, codec, args, rank, world)
 
-        # One optimiser step. Collective, from the first forward to the norm.
+        # 1. One optimizer step. Collective, from the first forward to the norm.
         fraction = schedule(step, steps, args.warmup, args.min_lr)
         for o, peak in zip(optimizers, peaks):
             for group, lr in zip(o.param_groups, peak):
                 group["lr"] = lr * fraction
         loss, tokens = backward(policy, packs)
         norm = model.clip_gradients(policy, args.clip)
-        # The norm is of all ranks' gradients: all of them step, or none does. A step that is left
-        # out costs a batch; one with NaN in it would cost the run.
+        # The norm covers the gradients of all ranks, so all of them step or none does. A skipped
+        # step costs a batch. A step with NaN in it would cost the run.
         bad = 0 if math.isfinite(norm) else bad + 1
         for o in optimizers:
             if not bad:
@@ -377,10 +378,10 @@ def main():
             o.zero_grad(set_to_none=True)
         checkpoint.check_run(step, bad, args.out)
 
-        # Numbers.
+        # 2. Numbers, to the terminal and to log.jsonl.
         seconds = time.monotonic() - clock
         lengths = launch.gather_rows([sum(len(pack.ids) for pack in packs)])
-        broken = set(launch.gather_rows(sorted(train.broken)))  # two ranks may have met the same one
+        broken = set(launch.gather_rows(sorted(train.broken)))  # two ranks may meet the same chat
         if rank == 0:
             record = {"step": step + 1, "loss": loss, "lr": args.lr * fraction, "grad_norm": norm,
                       "trained_tokens": tokens, "tokens": sum(lengths),
@@ -389,7 +390,7 @@ def main():
             log.write(record, step_line(record, steps, log.eta(step + 1, steps)))
         launch.beat(args.patience)
 
-        # Look and save.
+        # 3. The held-out loss, and a checkpoint.
         last = step + 1 == steps
         links = ["last"]
         if held and (last or (args.eval_every and (step + 1) % args.eval_every == 0)):
@@ -397,7 +398,7 @@ def main():
             if rank == 0:
                 line = f"step {step + 1:04d} | held-out loss {value:.4f} nats/token"
                 log.write({"step": step + 1, "val_loss": value}, line)
-            if value < best:  # the same number on every rank, so all of them save or none
+            if value < best:  # every rank has the same number, so all of them save or none
                 best, links = value, ["last", "best"]
             launch.beat(args.patience)
         stopping = launch.any_rank(asked.is_set())
@@ -416,8 +417,8 @@ def main():
 
 
 def open_run(args, policy, train, start, steps, rank, world):
-    """Rank 0: settings beside the outputs, the arithmetic on the terminal -> Log; None on
-    others."""
+    """On rank 0: writes the settings beside the outputs, prints the size of the run -> Log. None on
+    other ranks."""
     if rank:
         return None
     launch.write_atomic(os.path.join(args.out, "args.json"), json.dumps(vars(args), indent=1))
