@@ -1,6 +1,8 @@
 """
-launch.py: what every stage does the same way: start, fail, log, read its data in order. No torch at the top.
+launch.py: what every stage does the same way: start, fail, log, read its data in order. No torch at
+the top.
 """
+import argparse
 import contextlib
 import functools
 import json
@@ -51,6 +53,21 @@ def run_main(main):
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter,
+                    argparse.RawDescriptionHelpFormatter):
+    """Help with defaults, and the description as it was written."""
+
+    def _get_help_string(self, action):
+        return super()._get_help_string(action) if action.default is not None else action.help
+
+
+def parser(description):
+    """A stage's ArgumentParser. A flag is spelled out: an abbreviation could mean another one in
+    the next version."""
+    return argparse.ArgumentParser(description=description, formatter_class=HelpFormatter,
+                                   allow_abbrev=False)
 
 
 def printable(text):
