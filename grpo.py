@@ -278,16 +278,15 @@ def sample_batch(engine, tasks, agent, codec, source, step, args, rank, world):
     """Rollouts of this rank -> (episodes in batch order, seconds the engine waited for frames). No
     collective in here: ranks finish at different times and meet at the update."""
     mine, order = share(tasks, step, args, rank, world)
-    waited = {}
-    episodes = list(rollout.run(engine, mine, agent, codec, source, args.frames, args.group, step,
-                                version=step, pay=pay_of(args), clock=waited))
+    sampler = rollout.Sampler(engine, codec, source, agent, pay_of(args))
+    episodes = list(rollout.run(sampler, mine, args.frames, args.group, step))
     for e in episodes:
         if e.status == "video_error" and e.sample == 0:
             print(launch.printable(f"skipped task {e.task['id']}: {e.error}"), flush=True)
     episodes.sort(key=lambda e: (order[e.group], e.sample))
     if rank == 0 and episodes and args.show_every and step % args.show_every == 0:
         print(rollout.show(episodes[0], codec, sys.stdout.isatty()), flush=True)
-    return episodes, waited.get("decode_s", 0.0)
+    return episodes, sampler.pump.idle_s
 
 
 def main():
@@ -559,10 +558,8 @@ def step_counts(rows, counts):
 
 
 def build_parser():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    add, yes_no = parser.add_argument, argparse.BooleanOptionalAction
-    # what to read and write
+    parser, yes_no = launch.parser(__doc__), argparse.BooleanOptionalAction
+    add = parser.add_argument_group("what to read and write").add_argument
     add("--ckpt", required=True, help="checkpoint to start from; also the reference of the KL")
     add("--data", default=None, help="task JSONL")
     add("--rollouts", nargs="+", default=None,
@@ -574,7 +571,7 @@ def build_parser():
         help="the release's plain GRPO: no prefix, no suffix, no anchor, no gating")
     add("--resume", action=yes_no, default=None,
         help="go on from --out; default: if it is of the same settings; no: begin anew")
-    # batch
+    add = parser.add_argument_group("batch").add_argument
     add("--steps", type=int, default=300, help="batches of rollouts")
     add("--prompts", type=int, default=32, help="prompts per step, over all ranks")
     add("--group", type=int, default=8, help="rollouts per prompt (G)")
@@ -583,7 +580,7 @@ def build_parser():
     add("--minibatches", type=int, default=1,
         help="optimiser steps per batch; above 1 costs one more forward")
     add("--pack-tokens", type=int, default=32768, help="tokens per pack (one forward)")
-    # reward and credit
+    add = parser.add_argument_group("reward and credit").add_argument
     add("--format-weight", type=float, default=1.0, help="w_fmt")
     add("--format-credit", choices=["struct", "sequence", "none"], default="struct",
         help="sampled tokens that the format advantage reaches")
@@ -595,7 +592,7 @@ def build_parser():
         help="w_tool, factor on R_tool; 0 = off")
     add("--answer-from", choices=["tag", "line"], default="tag",
         help="R_acc reads <answer> alone; or also the last line, as the authors' release")
-    # loss and optimiser
+    add = parser.add_argument_group("loss and optimiser").add_argument
     add("--clip-eps", type=float, default=0.2, help="eps of the clipped surrogate")
     add("--kl", type=float, default=0.01, help="beta; 0 = no reference model is loaded")
     add("--lora", type=int, default=0, help="rank of adapters, the rest is frozen; 0 = off")
@@ -605,7 +602,7 @@ def build_parser():
     add("--replicas", type=int, default=1,
         help="groups of ranks that each hold the whole model in shards (HSDP): one per node; "
              "0 = every rank holds the whole (toy)")
-    # looking and saving
+    add = parser.add_argument_group("looking and saving").add_argument
     add("--save-every", type=int, default=50, help="steps between checkpoints; 0 = at the end")
     add("--show-every", type=int, default=20, help="steps between printed rollouts; 0 = never")
     add("--wandb", nargs="?", const="paravt", default=None, metavar="PROJECT",

@@ -7,6 +7,7 @@ log of a run. No torch at the top, so that a tool that only reads JSONL starts a
 
 Reads JSONL files; writes log.jsonl and small text files, each whole or not at all.
 """
+import argparse
 import contextlib
 import functools
 import json
@@ -58,6 +59,21 @@ def run_main(main):
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter,
+                    argparse.RawDescriptionHelpFormatter):
+    """Help with defaults, and the description as it was written."""
+
+    def _get_help_string(self, action):
+        return super()._get_help_string(action) if action.default is not None else action.help
+
+
+def parser(description):
+    """A stage's ArgumentParser. A flag is spelled out: an abbreviation could mean another one in
+    the next version."""
+    return argparse.ArgumentParser(description=description, formatter_class=HelpFormatter,
+                                   allow_abbrev=False)
 
 
 def printable(text):

@@ -44,10 +44,8 @@ import video
 
 
 def build_parser():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    # what to read and write
+    parser = launch.parser(__doc__)
+    add = parser.add_argument_group("what to read and write").add_argument
     add("--ckpt", required=True, help="checkpoint folder to start from")
     add("--data", required=True, help="SFT JSONL")
     add("--val", default=None, help="held-out SFT JSONL; none = no held-out loss, no `best`")
@@ -58,7 +56,7 @@ def build_parser():
         help="toy: numbers that suit the world of toy.py")
     add("--resume", action=argparse.BooleanOptionalAction, default=None,
         help="go on from --out; default: if it is of the same settings; no: begin anew")
-    # data
+    add = parser.add_argument_group("data").add_argument
     add("--channel", choices=["image", "video"], default="image",
         help="frames as `<t seconds>` + images, or one video item")
     add("--max-len", type=int, default=32768, help="tokens; a longer chat is an error, never cut")
@@ -68,7 +66,7 @@ def build_parser():
         help="folder of decoded frames for later runs and all ranks of a node; default: none")
     add("--frame-cache-dir-gb", type=float, default=50.0, help="GiB of all that is kept there")
     add("--seed", type=int, default=0, help="order of the data")
-    # optimisation
+    add = parser.add_argument_group("optimisation").add_argument
     add("--epochs", type=float, default=1.0, help="passes over the data; may be a fraction")
     add("--steps", type=int, default=0, help="optimiser steps; 0 = from --epochs")
     add("--batch-size", type=int, default=64, help="chats per optimiser step, over all ranks")
@@ -87,7 +85,7 @@ def build_parser():
     add("--replicas", type=int, default=1,
         help="groups of ranks that each hold the whole model in shards (HSDP): one per node; "
              "0 = every rank holds the whole (toy)")
-    # looking and saving
+    add = parser.add_argument_group("looking and saving").add_argument
     add("--eval-every", type=int, default=200, help="steps between held-out losses; 0 = at the end")
     add("--save-every", type=int, default=500, help="steps between checkpoints; 0 = at the end")
     add("--wandb", nargs="?", const="paravt", default=None, metavar="PROJECT",

@@ -39,7 +39,6 @@ Then: torchrun --nproc_per_node 2 sft.py --preset toy --ckpt toy/init \\
         --val toy/sft_val.jsonl --out sft_out
 Fast: python toy.py --out toy --prior tidy, then the first of the two is all of SFT.
 """
-import argparse
 import json
 import os
 import random
@@ -378,8 +377,7 @@ def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = launch.parser(__doc__)
     add = parser.add_argument
     add("--out", default="toy", help="folder to write")
     add("--seed", type=int, default=0, help="everything is drawn from this one number")

@@ -51,7 +51,7 @@ import launch
 import model
 import rollout
 import video
-from engine import VllmEngine
+from engine import Limits, VllmEngine
 from tools import gpu_check, plan
 
 
@@ -179,17 +179,17 @@ def our_step(args):
     policy.features = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
     optimizer = model.adamw(model.trained_parameters(policy), 1e-6, 0.999, device)
     context = args.prompt + args.response + 64
-    engine = VllmEngine(args.ckpt, codec, context, args.images, max_seqs=args.group)
+    engine = VllmEngine(args.ckpt, codec, Limits(context, args.images, max_seqs=args.group))
     agent = rollout.Agent(temperature=1.0, max_new_tokens=args.response, context=context,
                           tools=False, think_prefix=False)
+    sampler = rollout.Sampler(engine, codec, source, agent)
     task = {"id": "t", "video": "stills", "question": args.filler, "answer": "x", "type": "open"}
     flags = "--ckpt none --temperature 1 --kl 0 --pack-tokens 1000000"
     settings = grpo.build_parser().parse_args(flags.split())
 
     def step(number):
         clock = [time.perf_counter()]
-        episodes = list(rollout.run(engine, [task], agent, codec, source, args.images, args.group,
-                                    number))
+        episodes = list(rollout.run(sampler, [task], args.images, args.group, number))
         clock.append(time.perf_counter())
         for i, episode in enumerate(episodes):
             episode.advantage = {"task": float(i % 3) - 1.0, "fmt": 0.0}
@@ -381,8 +381,7 @@ def compare_looks(path, kind, args):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = launch.parser(__doc__)
     add = parser.add_argument
     add("--ckpt", help="toy checkpoint; not for --only video")
     add("--peers", default="peers_out", help="folder of the peers' environment, made when missing")

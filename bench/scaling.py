@@ -115,8 +115,7 @@ def windows_work(ckpt, count):
     def work():
         for n in range(count):
             context = rollout.open_context(codec, messages, [spec], [stills])
-            engine.submit(rollout.request_of(context, f"{n:03d}", max_tokens=16, temperature=1.0,
-                                             seed=n))
+            engine.submit(context.request(f"{n:03d}", max_tokens=16, temperature=1.0, seed=n))
         finished = 0
         while finished < count:
             finished += len(engine.poll())
@@ -223,8 +222,7 @@ def table(axis, rows):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = launch.parser(__doc__)
     add = parser.add_argument
     add("--ckpt", required=True, help="toy checkpoint")
     add("--data", required=True, help="toy SFT JSONL")

@@ -12,7 +12,6 @@ JSON.
 
   python bench/train.py --ckpt toy/init [--prompt 4000 --response 800 --group 8]
 """
-import argparse
 import json
 import os
 import statistics
@@ -122,8 +121,7 @@ def compare(sides, parameters, repeats):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = launch.parser(__doc__)
     add = parser.add_argument
     add("--ckpt", required=True, help="toy checkpoint; its weights do not matter")
     add("--prompt", type=int, default=4000, help="tokens of the shared prompt")

@@ -155,7 +155,7 @@ class ReferenceEngine:
         pass
 
 
-def make_engine(ckpt, codec, args, sleeping=False):
+def make_engine(ckpt, codec, args, sleeping=False, windows=(0, 0)):
     """In the place of rollout.make_engine."""
     base = checkpoint.lineage(ckpt)[0]
     engine = ReferenceEngine(base, codec, max_seqs=args.max_seqs)

@@ -752,8 +752,9 @@ def given_rollouts(monkeypatch, codec, source, tasks, any_gap):
     calls of rollout.run."""
     seen = []
 
-    def fake_run(engine, batch, agent, codec_, source_, frames, group, step, version, pay,
-                 **_):
+    def fake_run(sampler, batch, frames, group, step):
+        agent, pay = sampler.agent, sampler.pay
+        sampler.pump = SimpleNamespace(idle_s=0.0)
         seen.append({"agent": agent, "frames": frames, "group": group, "step": step,
                      "pay": pay, "tasks": [t["id"] for t in batch]})
         for task in batch:
@@ -816,9 +817,8 @@ def test_f_tau_is_one_ruler_for_runs_that_are_paid_differently(
 
 def test_agent_flags_reach_the_rollouts(run_grpo, given_rollouts, hard_tasks):
     common = ("--data", hard_tasks, "--steps", 2, "--prompts", 1)
-    run_grpo(*common, "--group", 4, "--frames", 16, "--temperature", 0.5, "--sub-fps", 0.25,
-             "--no-think-prefix", "--seed", 9,
-             "--max-parallel", 2, "--dispatch", "sequential")
+    run_grpo(*common, "--group", 4, "--frames", 16, "--temperature", 0.5, "--no-think-prefix",
+             "--seed", 9, "--max-parallel", 2, "--set", "sub_fps=0.25", "dispatch=sequential")
     first, second = given_rollouts
     agent = first["agent"]
     assert (agent.temperature, agent.sub_fps) == (0.5, 0.25)
@@ -854,11 +854,12 @@ def test_log_row_and_log_line_carry_what_is_promised(run_grpo, given_rollouts, h
 def test_a_step_of_broken_videos_only_is_logged_and_changes_nothing(
         run_grpo, given_rollouts, monkeypatch, hard_tasks, base):
     """Nothing was sampled: no group, no update, no crash."""
-    def broken(engine, batch, agent, codec, source, frames, group, step, version, pay, **_):
+    def broken(sampler, batch, frames, group, step):
+        sampler.pump = SimpleNamespace(idle_s=0.0)
         for task in batch:
             e = rollout.Episode(task, f"{step}/{task['id']}", 0, 4, step, status="video_error",
                                 error="gone")
-            e.reward = rollout.scored(e, pay)
+            e.reward = rollout.scored(e, sampler.pay)
             yield e
 
     monkeypatch.setattr(rollout, "run", broken)
@@ -931,16 +932,17 @@ def test_the_next_steps_overviews_are_decoded_while_this_one_trains(
     """When the rollouts of a step begin, its overviews are in the cache."""
     real_run, real_update, sources, misses = rollout.run, grpo.update, [], []
 
-    def run(engine, mine, agent, codec, source, budget, *given, **named):
+    def run(sampler, mine, budget, group, step):
+        source = sampler.source
         sources.append(source)
         if len(sources) > 1:
             specs = [{"video": t["video"], "frames": budget if isinstance(budget, int)
-                      else rollout.frame_budget(0, given[1], t["id"])} for t in mine]
+                      else rollout.frame_budget(0, step, t["id"])} for t in mine]
             before = source.cache.decodes
             for spec in specs:
                 source.load(spec)
             misses.append(source.cache.decodes - before)
-        return real_run(engine, mine, agent, codec, source, budget, *given, **named)
+        return real_run(sampler, mine, budget, group, step)
 
     def update(*given):
         time.sleep(0.5)  # long enough for two videos of a minute at one frame a second

@@ -33,7 +33,7 @@ import model
 import rollout
 import sft
 import video
-from engine import Request, VllmEngine
+from engine import Limits, Request, VllmEngine
 from model import Span, Tree
 
 CPU = torch.device("cpu")
@@ -919,8 +919,8 @@ def test_a_saved_checkpoint_is_the_same_model_in_plain_transformers(saved, codec
 @pytest.fixture(scope="module")
 def engine(saved, codec):
     pytest.importorskip("vllm", reason="vLLM is not installed")
-    engine = VllmEngine(str(saved[1]), codec, context=1024, max_frames=16, max_pixels=8192,
-                                max_seqs=8)
+    limits = Limits(context=1024, max_frames=16, max_pixels=8192, max_seqs=8)
+    engine = VllmEngine(str(saved[1]), codec, limits)
     yield engine
     engine.close()
 

@@ -38,6 +38,7 @@ import sft
 import toy
 import video
 from engine import Completion
+from evaluation import systems
 
 CPU = torch.device("cpu")
 KINDS = {"instruct": (True, False), "thinking": (False, True)}  # tied, thinking
@@ -181,8 +182,8 @@ AGENT = rollout.Agent(context=4096, max_new_tokens=512, sub_max_new_tokens=64)
 
 
 def played(codec, tasks, source, engine=None, agent=AGENT):
-    return next(iter(rollout.run(engine or Speaker(codec, said), tasks[:1], agent, codec, source,
-                                 4)))
+    sampler = rollout.Sampler(engine or Speaker(codec, said), codec, source, agent)
+    return next(iter(rollout.run(sampler, tasks[:1], 4)))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -406,11 +407,10 @@ def test_a_forced_start_never_opens_a_thought_twice(codec, kind):
     """An empty thought, as a protocol may force: behind a template that has opened one, only its
     end is left."""
     prompt = chat.encode_prompt(codec, [{"role": "user", "content": "Q"}])[0]
-    whole = prompt + rollout.forced_ids(codec, rollout.Context(ids=prompt),
-                                        "<think>\n\n</think>\n\n")
+    whole = prompt + systems.forced_ids(codec, prompt, "<think>\n\n</think>\n\n")
     assert chat.decode(codec, whole, True).endswith("assistant\n<think>\n\n</think>\n\n")
     assert whole.count(THINK) == 1
-    forced = rollout.forced_ids(codec, rollout.Context(ids=prompt), "<think>\n")
+    forced = systems.forced_ids(codec, prompt, "<think>\n")
     assert forced == ([] if kind == "thinking" else [THINK, 198])
 
 
@@ -622,13 +622,14 @@ def check_ends(engine, codec, ckpt, tasks, source):
     best. Hot: never a banned id, and a turn ends in <|im_end|> or not at all."""
     plain = ReferenceEngine(str(ckpt), codec)
     agent = rollout.Agent(temperature=0.0, context=2048, max_new_tokens=12, tools=False)
-    one, two = (next(rollout.run(e, tasks, agent, codec, source, 4)).context
+    one, two = (next(rollout.run(rollout.Sampler(e, codec, source, agent), tasks, 4)).context
                 for e in (engine, plain))
     assert one.ids == two.ids and sum(one.mask) == 12
     assert np.abs(np.subtract(one.logps, two.logps)).max() < 1e-3
     agent = rollout.Agent(temperature=1.5, context=2048, max_new_tokens=16, tools=False)
     for episode in [e for some in (engine, plain)
-                    for e in rollout.run(some, tasks, agent, codec, source, 4, group=2)]:
+                    for e in rollout.run(rollout.Sampler(some, codec, source, agent), tasks, 4,
+                                         group=2)]:
         assert len(sampled_ids(codec, vars(episode.context))) == 16 or episode.finish == ["stop"]
 
 

@@ -17,7 +17,6 @@ the CPU rows run and the others say so. Exit code 1 when a check fails.
 
   python tools/gpu_check.py [--out result.json]
 """
-import argparse
 import gc
 import importlib.util
 import json
@@ -47,7 +46,7 @@ import rollout
 import sft
 import toy
 import video
-from engine import VllmEngine
+from engine import Limits, VllmEngine
 from tools import plan
 
 # (nats, mean over tokens; relative L2 distance of the gradient)
@@ -299,8 +298,8 @@ def check_rollouts(table, ckpt, codec, tasks, source, device):
         table.skip("GPU rollouts with vLLM", "no GPU on this machine; the reference engine runs")
         engine, bound = ReferenceEngine(ckpt, codec), 1e-4
     elif importlib.util.find_spec("vllm"):
-        engine, bound = VllmEngine(ckpt, codec, context=1024, max_frames=16, gpu_memory=0.3,
-                                           sleeping=True), 0.05
+        limits = Limits(context=1024, max_frames=16, gpu_memory=0.3, sleeping=True)
+        engine, bound = VllmEngine(ckpt, codec, limits), 0.05
     else:
         table.skip("GPU rollouts with vLLM", "vllm is not installed")
         return
@@ -309,9 +308,10 @@ def check_rollouts(table, ckpt, codec, tasks, source, device):
     policy = checkpoint.load_sharded(ckpt, codec, device)
     policy.features = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
 
-    list(rollout.run(engine, tasks[:1], agent, codec, source, 8, step=99))  # compiles, allocates
+    sampler = rollout.Sampler(engine, codec, source, agent)
+    list(rollout.run(sampler, tasks[:1], 8, step=99))  # compiles, allocates
     began = time.time()
-    episodes = list(rollout.run(engine, tasks, agent, codec, source, 8, group=8))
+    episodes = list(rollout.run(sampler, tasks, 8, group=8))
     seconds = time.time() - began
     sampled = sum(sum(e.context.mask) + sum(c["sub_tokens"] for c in e.calls) for e in episodes)
     table.add(f"{name}: sampled tokens/s", sampled / seconds, None, f"{len(episodes)} episodes")
@@ -329,7 +329,7 @@ def check_rollouts(table, ckpt, codec, tasks, source, device):
     engine.wake(checkpoint.full_weights(policy, model.compute_dtype(device)))
     table.add(f"{name}: seconds of wake and sync", time.time() - began)
     # Another step: other seeds, and no prefix that an engine with stale caches would still hold.
-    episodes = list(rollout.run(engine, tasks, agent, codec, source, 8, group=8, step=1))
+    episodes = list(rollout.run(sampler, tasks, 8, group=8, step=1))
     table.add(f"{name}: gap after new weights", gap(policy, episodes), bound,
               "nats, mean")
     engine.close()
@@ -471,8 +471,7 @@ def time_step(table, what, step, tokens, ideal, device):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = launch.parser(__doc__)
     parser.add_argument("--out", default=None, help="write the JSON line here as well")
     args = parser.parse_args()
     began, table = time.time(), Table()
