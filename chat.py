@@ -1,5 +1,20 @@
 """
-chat.py: chats and token ids.
+chat.py: chats to token ids and back, through the checkpoint's own template. No torch.
+
+One construction of ids serves SFT, RL and evaluation:
+
+  prompt = template(messages before the first assistant turn), with a generation prompt at its end
+  turn   = a forced `<think>\\n`, then the ids that were sampled, or that data holds
+  glue   = end of turn, all tool responses, the next generation prompt: cut out of the template,
+           which is rendered on a dummy chat
+  ids    = prompt + turn + glue + turn + ..
+
+Ids only grow: a sampled id is never decoded and encoded again. Text is for parsing and logs.
+
+Departs from the release: a frame's time stands before its <|vision_start|> in every stage, and text
+from data or from a model never becomes a special token (see `guard`).
+
+Reads the tokenizer, the processor and two small JSON files of a checkpoint folder; writes nothing.
 """
 import codecs
 import contextlib
@@ -19,7 +34,7 @@ TURN = "\ue001"  # stands for an assistant turn while the template is rendered o
 
 @dataclass
 class Codec:
-    """What turns chats and frames into ids and patches; read from the checkpoint by load_codec."""
+    """Everything that turns chats and frames into ids and patches. load_codec reads it."""
 
     tokenizer: object
     processor: object
@@ -36,18 +51,19 @@ class Codec:
     std: tuple
     markup: tuple  # literals of added tokens ("<|im_end|>", "<tool_call>", ..)
     banned: tuple  # ids that are never sampled: placeholders, turn starts, every end but <|im_end|>
-    opens_thought: bool  # the generation prompt ends in `<think>\n` (Thinking checkpoints)
+    opens_thought: bool  # the generation prompt ends in `<think>\n`, as in Thinking checkpoints
     pieces: list  # [vocab] bytes of every token
     files: dict  # of the checkpoint, see small_files: what is saved holds them as they are
 
     @property
     def pad(self):
+        """The id of the placeholder that vision tokens replace, in this channel."""
         return self.image_pad if self.channel == "image" else self.video_pad
 
 
 @dataclass
 class VisionItem:
-    """The frames behind one video in a context: enough to load them again and find their
+    """The frames of one video item in a context: enough to load them again and to find their
     features."""
 
     spec: dict  # {"video", "frames"} or {"video", "start", "end", ..}: what video.load reads
@@ -58,42 +74,44 @@ class VisionItem:
     seconds: list  # [T]
 
 
-def vision_item(spec, frames):
+def vision_item(spec: dict, frames) -> VisionItem:
+    """A video item as data has it, and its decoded video.Frames -> VisionItem."""
     t, height, width, _ = frames.images.shape  # [T, H, W, 3]
     return VisionItem(dict(spec), frames.key, t, height, width, frames.seconds.tolist())
 
 
 def tokens_per_item(codec, item):
-    """Placeholder tokens that one frame (channel image) or frame pair (channel video) becomes."""
+    """Vision tokens of one frame (channel image) or of one pair of frames (channel video)."""
     side = codec.patch * codec.merge
     return (item.height // side) * (item.width // side)
 
 
 def frame_times(codec, item):
-    """Seconds before each run of placeholders: a frame's own, or the mean of a pair's two."""
-    step = 1 if codec.channel == "image" else codec.temporal  # frames of a run of placeholders
+    """Seconds that stand before each run of placeholders: a frame's own, or the mean of a pair."""
+    step = 1 if codec.channel == "image" else codec.temporal  # frames in a run of placeholders
     seconds = list(item.seconds)
-    seconds += [seconds[-1]] * (-len(seconds) % step)  # an odd count repeats its last frame
+    # The processor repeats the last frame of an odd count, so its time counts twice.
+    seconds += [seconds[-1]] * (-len(seconds) % step)
     return [(seconds[i] + seconds[i + step - 1]) / 2 for i in range(0, len(seconds), step)]
 
 
 def pieces_of(codec, ids):
-    """Ids -> the bytes that each writes; b"" for ids beyond the tokenizer (a padded vocabulary)."""
+    """Ids -> the bytes of each; b"" for ids beyond the tokenizer, since vocabularies are padded."""
     return [codec.pieces[i] if i < len(codec.pieces) else b"" for i in ids]
 
 
-def decode(codec, ids, keep_special=False):
-    """Sampled ids -> text for parsing and logs. The turn end is dropped unless keep_special."""
+def decode(codec: Codec, ids: list[int], keep_special: bool = False) -> str:
+    """Sampled ids -> text for parsing and logs. Drops the end of turn unless keep_special."""
     ids = [i for i in ids if keep_special or i != codec.eos]
     return b"".join(pieces_of(codec, ids)).decode("utf-8", errors="replace")
 
 
 def guard(codec, text, literals=None):
-    """Split every special-token literal in untrusted text, so that `encode` gives it plain tokens.
+    """Splits every literal of a special token in untrusted text, so `encode` makes plain tokens.
 
-    A question that contains "<|im_end|>" must not end the turn. The mark splits the literal for the
-    tokenizer and is never encoded itself: the ids decode to the very text that was given.
-    literals: None = all of the tokenizer's.
+    A question that contains "<|im_end|>" must not end the turn. `encode` splits the text at the
+    mark and drops it, so the ids decode to the very text that was given. literals: None = those of
+    all special tokens.
     """
     text = text.replace(GUARD, "").replace(TURN, "")
     for literal in codec.markup if literals is None else literals:
@@ -101,8 +119,8 @@ def guard(codec, text, literals=None):
     return text
 
 
-def encode(codec, text):
-    """Template text -> ids; splits at guard marks. No BOS, no truncation."""
+def encode(codec: Codec, text: str) -> list[int]:
+    """Template text -> ids, split at guard marks. No BOS, no truncation."""
     ids = []
     for piece in text.split(GUARD):
         ids += codec.tokenizer(piece, add_special_tokens=False)["input_ids"]
@@ -110,15 +128,15 @@ def encode(codec, text):
 
 
 def template(codec, messages, tools=None, generation=True):
-    """Render messages (content strings) with the checkpoint's own chat template -> text."""
+    """Messages whose contents are strings -> text, by the checkpoint's own chat template."""
     owner = codec.processor if codec.processor.chat_template else codec.tokenizer
     return owner.apply_chat_template(messages, tools=tools, tokenize=False,
                                      add_generation_prompt=generation)
 
 
 def stamp_text(seconds, number, kind=None):
-    """Text before a frame. None: `<12.5 seconds>`, as Qwen3-VL was trained; for other systems'
-    agents "clock": HH:MM:SS, "frame": `<frame3_time12.50s>`, "none": no text."""
+    """The text before a frame. kind None: `<12.5 seconds>`, as Qwen3-VL was trained. Other systems'
+    agents use "clock": HH:MM:SS, "frame": `<frame3_time12.50s>`, or "none": no text."""
     if kind == "clock":
         whole = int(seconds)
         return f"{whole // 3600:02d}:{whole // 60 % 60:02d}:{whole % 60:02d}"
@@ -128,8 +146,8 @@ def stamp_text(seconds, number, kind=None):
 
 
 def render(codec, messages, items=()):
-    """Messages -> messages as the template takes them: text guarded, frames as times and
-    placeholders. items: the VisionItems of their videos, in order."""
+    """Messages -> messages for the template: text is guarded, frames become times and placeholders.
+    items: the VisionItems of their videos, in order."""
     items = iter(items)
     rendered = []
     for message in messages:
@@ -142,19 +160,19 @@ def render(codec, messages, items=()):
 
 def content_parts(codec, message, items):
     """Content of one message -> parts for the template."""
-    # Our own system prompt names the tags; everything else is data.
+    # Our own system prompt may name the tags. All other text is data.
     own = message["role"] == "system"
     content = message["content"]
     if isinstance(content, str):
         return [text_part(codec, content, own)]
     parts = []
-    raw = None  # text of the part before, where it is data
+    raw = None  # text of the part before, if that part is data
     for piece in content:
-        if piece["type"] == "text" and piece.get("trusted"):  # tags that we put around data
+        if piece["type"] == "text" and piece.get("trusted"):  # tags that our code puts around data
             parts.append(text_part(codec, piece["text"], True))
             raw = None
         elif piece["type"] == "text":
-            # Guarded together with the data before it: a literal may be spread over two pieces.
+            # Guard it together with the data before it: a literal may span two pieces.
             if raw is not None:
                 parts.pop()
             raw = (raw or "") + piece["text"]
@@ -165,7 +183,7 @@ def content_parts(codec, message, items):
             if codec.channel == "video":
                 parts.append({"type": "video"})
                 continue
-            # The time stands before <|vision_start|>, as vLLM and transformers put it for video.
+            # The time stands before <|vision_start|>, where vLLM and transformers put it.
             for number, seconds in enumerate(frame_times(codec, item)):
                 stamp = stamp_text(seconds, number, piece.get("stamp"))
                 if stamp:
@@ -178,19 +196,19 @@ def text_part(codec, text, trusted):
     return {"type": "text", "text": text if trusted else guard(codec, text)}
 
 
-def encode_prompt(codec, messages, items=(), tools=None):
+def encode_prompt(codec: Codec, messages: list[dict], items=(), tools=None) -> tuple:
     """Messages before the first assistant turn -> (expanded ids, compact ids).
 
-    Expanded ids hold one placeholder per vision token (what the trainer sees), compact ids one per
-    frame or video (what an engine is given, and expands itself to the very same).
+    Expanded ids hold one placeholder per vision token: the trainer sees these. Compact ids hold one
+    per frame or video: an engine is given these, and expands them to the very same.
     """
     compact = encode(codec, template(codec, render(codec, messages, items), tools))
     return expand(codec, compact, items), compact
 
 
 def expand(codec, compact, items):
-    """One placeholder per frame (or video) -> one per vision token. Raises ValueError when the
-    counts disagree."""
+    """Ids with one placeholder per frame (or video) -> ids with one per vision token. Raises
+    ValueError if the placeholders do not match the items."""
     out = []
     found = compact.count(codec.pad)
     if codec.channel == "image":
@@ -199,8 +217,8 @@ def expand(codec, compact, items):
             out += [i] * next(sizes, 0) if i == codec.image_pad else [i]
         wanted = sum(item.frames for item in items)
     else:
-        # <|vision_start|><|video_pad|><|vision_end|> becomes `<t seconds>` and one such triple for
-        # each frame pair.
+        # <|vision_start|><|video_pad|><|vision_end|> becomes `<t seconds>` and a triple of its own
+        # for each pair of frames.
         triple = [codec.vision_start, codec.video_pad, codec.vision_end]
         queue = iter(items)
         wanted = len(items)
@@ -222,19 +240,18 @@ def expand(codec, compact, items):
 
 
 def think_prefix_ids(codec, prompt_ids):
-    """The forced `<think>\\n`; empty when the template's generation prompt already opens a
-    thought."""
+    """Ids of the forced `<think>\\n`; none if the generation prompt has opened the thought."""
     prefix = encode(codec, "<think>\n")
     return [] if prompt_ids[-len(prefix):] == prefix else prefix
 
 
 def glue_ids(codec, messages, ended, items=()):
     """Compact ids between two sampled turns: end of turn, all responses as the template writes
-    them, next generation prompt.
+    them, the next generation prompt.
 
-    messages: the tool (or user) messages of this turn, items: the VisionItems of their frames.
-    ended: the turn's last sampled id was the end of turn; where the turn was cut off instead, that
-    id is inserted here (unsampled, so not trained on).
+    messages: the tool (or user) messages after this turn; items: the VisionItems of their frames.
+    ended: the turn's last sampled id was the end of turn. If the turn was cut off instead, the end
+    is inserted here. The model did not sample that id, so it is not trained.
     """
     dummy = [{"role": "user", "content": "x"}, {"role": "assistant", "content": TURN}]
     text = template(codec, dummy + render(codec, messages, items)).split(TURN, 1)[1]
@@ -245,8 +262,8 @@ def glue_ids(codec, messages, ended, items=()):
 
 
 def text_pieces(codec, ids):
-    """Sampled ids -> the text that each completes; joined they are `decode` of the ids. A token
-    that ends inside a character adds nothing yet."""
+    """Sampled ids -> the text that each of them completes; joined, these are `decode` of the ids. A
+    token that ends inside a character has no text: the next one completes it."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     written = [b"" if i == codec.eos else piece for i, piece in zip(ids, pieces_of(codec, ids))]
     pieces = [decoder.decode(piece) for piece in written]
@@ -261,18 +278,18 @@ def text_pieces(codec, ids):
 
 @dataclass
 class Sequence:
-    """One agent context: expanded ids, mask of trained ids, the frames behind it."""
+    """One agent context: expanded ids, a mask of the trained ones, the frames."""
 
     ids: list
     mask: list
-    vision: list = field(default_factory=list)
+    items: list = field(default_factory=list)  # [VisionItem] of its frames
 
 
-def encode_chat(codec, messages, items=(), tools=None):
-    """A whole conversation -> Sequence; mask 1 on assistant tokens and their turn ends.
+def encode_chat(codec: Codec, messages: list[dict], items=(), tools=None) -> Sequence:
+    """A whole conversation -> Sequence. Assistant tokens and their ends of turn have mask 1.
 
-    Built from the three pieces of a rollout (prompt, turns, glue), so SFT teaches the ids RL will
-    see.
+    It consists of the pieces of a rollout (prompt, turns, glue), so SFT teaches the very ids that
+    RL sees later.
     """
     roles = [m["role"] for m in messages]
     first = roles.index("assistant") if "assistant" in roles else len(messages)
@@ -315,11 +332,11 @@ def content_text(message):
 
 
 def turn_ids(codec, text, prompt_ids):
-    """An assistant turn as data has it -> ids behind `prompt_ids`, those that a rollout would hold.
+    """Text of an assistant turn -> the ids that a rollout would hold after `prompt_ids`.
 
-    `<think>` is forced in rollouts as `<think>\\n`, ids of its own: it is encoded apart, whether or
-    not data has the newline, or blanks before it. Where the template has opened a thought, a turn
-    without one closes it first. Control tokens spelled in the text stay text.
+    A rollout forces `<think>\\n`, which has ids of its own. So `<think>` is encoded apart, with or
+    without a newline after it or blanks before it. If the template opens a thought and the turn
+    holds none, the turn closes it first. Control tokens spelled in the text stay text.
     """
     ids = []
     bare = text.lstrip()
@@ -448,8 +465,8 @@ def load_codec(ckpt, channel="image"):
     if channel == "video" and not same:
         raise launch.UserError(f"checkpoint {ckpt}: image and video processor normalise differently, and "
                         "vLLM applies the image processor's to both; use --channel image")
-    # Published checkpoints end on two ids. vLLM stops at either; sampled, the other one would stand
-    # in the turn as text.
+    # Published checkpoints end on two ids, and vLLM stops at either. A turn here ends in <|im_end|>
+    # alone: the other id, if sampled, would stand in the turn as text.
     never = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>",
              "<|im_start|>", "<|endoftext|>")  # fmt: skip
     banned = {vocabulary[t] for t in never if t in vocabulary} | (end_ids(ckpt) - {eos})
@@ -470,7 +487,7 @@ def load_codec(ckpt, channel="image"):
 
 
 def end_ids(ckpt):
-    """Ids at which generation ends, as generation_config.json says."""
+    """Ids at which generation ends, by the checkpoint's generation_config.json."""
     path = os.path.join(ckpt, "generation_config.json")
     if not os.path.isfile(path):
         return set()
@@ -482,8 +499,8 @@ def end_ids(ckpt):
 
 
 def token_bytes(tokenizer):
-    """Byte-level BPE tokenizer -> list of bytes, one per id: what that token writes (b"" for unused
-    ids). Tags are found on bytes: one token may hold half a character or a third of `<answer>`."""
+    """Byte-level BPE tokenizer -> [vocab] the bytes of each token, b"" for unused ids. Tags are
+    searched in bytes, because a token may hold half a character or a third of `<answer>`."""
     # GPT-2's table: these bytes stand for themselves, the others for characters from 256 on.
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [b for b in range(256) if b not in visible]

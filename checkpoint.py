@@ -672,9 +672,7 @@ def weights_line(policy):
 
 
 def main():
-    import argparse
-
-    parser = argparse.ArgumentParser(description="Adapters and their base -> one whole checkpoint.")
+    parser = launch.parser("Adapters and their base -> one whole checkpoint.")
     parser.add_argument("--merge", metavar="DIR", required=True, help="checkpoint of adapters")
     parser.add_argument("--out", required=True, help="folder to write")
     args = parser.parse_args()

@@ -23,13 +23,9 @@ class Request:
     expanded: list  # what the trainer will see: the engine's prompt must come out as exactly this
     items: list  # [model.VisionItem]
     frames: list  # [video.Frames], one per item
-    messages: list
     max_tokens: int
     temperature: float
     seed: int
-    prefill: str = ""  # forced start of the turn, already part of ids
-    tools: list = None  # schema, already part of ids; for endpoints
-    stop: tuple = ()  # strings that end the turn and stay in it
 
 
 @dataclass
@@ -120,16 +116,26 @@ async def in_flight(pump, episodes, live):
 # vLLM
 
 
+@dataclass
+class Limits:
+    """The largest requests that an engine is made for, and the memory it may take."""
+
+    context: int  # tokens
+    max_frames: int = 64  # images in one context, or frames of one of its videos
+    max_pixels: int = 50176  # of a frame
+    max_seqs: int = 64  # requests in its batch
+    gpu_memory: float = 0.5  # fraction of the card
+    sleeping: bool = False  # give memory back while the trainer works (GPU)
+    max_videos: int = 1  # in one context
+
+
 class VllmEngine:
     """vLLM inside this process, on CPU or GPU. Requests join its continuous batch while others run.
 
     In process, since its worker shares our shim, our ranks and our weights.
     """
 
-    def __init__(self, ckpt, codec, context, max_frames=64, max_pixels=50176, max_seqs=64,
-                 gpu_memory=0.5, sleeping=False, max_videos=1):  # fmt: skip
-        """context: tokens; max_frames: images in one context, or frames of one of its max_videos;
-        max_pixels: of a frame; gpu_memory: fraction of the card; sleeping: give it back (GPU)."""
+    def __init__(self, ckpt, codec, limits):
         import atexit
         import gc
 
@@ -150,8 +156,8 @@ class VllmEngine:
         from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration as Inside
 
         if gpu:
-            options = dict(dtype="bfloat16", gpu_memory_utilization=gpu_memory,
-                           enable_sleep_mode=sleeping)
+            options = dict(dtype="bfloat16", gpu_memory_utilization=limits.gpu_memory,
+                           enable_sleep_mode=limits.sleeping)
             if "RANK" in os.environ:  # one engine per rank, TP 1; building it is collective
                 options["distributed_executor_backend"] = "external_launcher"
         else:
@@ -162,37 +168,39 @@ class VllmEngine:
             # Room for keys and values is filled with zeros at once, a GiB in one to three seconds.
             text = AutoConfig.from_pretrained(ckpt, trust_remote_code=False).text_config
             heads = text.num_hidden_layers * text.num_key_value_heads
-            room = context * heads * text.head_dim * 2 * 4  # bytes of one context
+            room = limits.context * heads * text.head_dim * 2 * 4  # bytes of one context
             # A prompt prefilled in chunks rewinds its seeded generator, which CPU's cannot do.
             options = dict(dtype="float32", enforce_eager=True, enable_chunked_prefill=False,
-                           kv_cache_memory_bytes=max(2 * room, min(max_seqs * room, 2**27)),
-                           max_num_batched_tokens=max(context, 8192))
+                           kv_cache_memory_bytes=max(2 * room,
+                                                     min(limits.max_seqs * room, 2**27)),
+                           max_num_batched_tokens=max(limits.context, 8192))
         gc.collect()
         gc.freeze()  # vLLM collects eight times while it starts: not through all that was imported
         atexit.register(gc.unfreeze)  # what is frozen at the end is reported as leaked, on 30 lines
         # The processor bounds an image by itself but a video by all of its frames together.
-        images = max_frames if codec.channel == "image" else 0
-        longest = max_pixels if codec.channel == "image" else max_pixels * max_frames
+        images = limits.max_frames if codec.channel == "image" else 0
+        longest = limits.max_pixels * (1 if images else limits.max_frames)
         # Frames arrive at their final size: these bounds keep the processor from resizing again.
         # The upper one must be honest: vLLM sizes its encoder for the largest image it allows. It
         # computes a video's size in any case: below two smallest frames it divides by zero.
         least = (codec.patch * codec.merge) ** 2
         size = {"shortest_edge": least, "longest_edge": max(longest, 2 * least)}
         self.llm = LLM(
-            ckpt, max_model_len=context, max_num_seqs=max_seqs, trust_remote_code=False,
+            ckpt, max_model_len=limits.context, max_num_seqs=limits.max_seqs,
+            trust_remote_code=False,
             generation_config="vllm",  # no top-p or top-k of the checkpoint's own
-            limit_mm_per_prompt={"image": images, "video": max_videos},
+            limit_mm_per_prompt={"image": images, "video": limits.max_videos},
             logprobs_mode="processed_logprobs",  # after temperature: what was sampled from
             mm_processor_kwargs={"size": size}, disable_log_stats=True, use_tqdm_on_load=False,
             **options)  # fmt: skip
         torch.set_num_threads(threads)  # on CPU vLLM lowers it for the whole process
         self.engine = self.llm.llm_engine
         self.codec = codec
-        self.max_seqs = max_seqs
+        self.max_seqs = limits.max_seqs
         self.running = {}  # request id -> Request
         self.prompts = {}  # the latest ones, see engine_prompt
         self.tied_on_cpu = not gpu and self.engine.model_config.hf_config.tie_word_embeddings
-        self.sleeping = gpu and sleeping
+        self.sleeping = gpu and limits.sleeping
 
     def submit(self, request):
         from vllm import SamplingParams
@@ -226,7 +234,7 @@ class VllmEngine:
         return finished
 
     def sleep(self):
-        """Free weights and KV cache while the trainer works; without sleeping=True, nothing."""
+        """Free weights and KV cache while the trainer works; without Limits.sleeping, nothing."""
         if self.sleeping:
             self.llm.sleep(level=2)
 

@@ -1,35 +1,36 @@
 """
 grpo.py: PARA-GRPO on top of an SFT checkpoint, with a rollout engine inside every rank.
 
-  R_i      = R_acc + w_fmt R_fmt + w_tool R_tool       one per rollout i of a group of G: rewards.py
-  sigma    = std of R in the group; where it is 0 the group is skipped and counted
+  R_i      = R_acc + w_tool R_tool + w_fmt R_fmt       of rollout i in a group of G: rewards.score
+  sigma    = std of R in the group; if it is 0 the group is skipped and counted
   A_task_i = ((R_acc + w_tool R_tool)_i - mean) / sigma      w_tool: --tool-reward
-  A_fmt_i  = w_fmt (R_fmt_i - mean) / sigma
+  A_fmt_i  = w_fmt (R_fmt_i - mean) / sigma                  w_fmt: --format-weight
   A_it     = A_task_i + A_fmt_i [t in struct(o_i)]     struct: tag tokens and the end of each turn
   rho_t    = exp(logp_t - old_t)                       old: this trainer before the step
-  w_t      = min(exp(old_t - rollout_t), 5)            the engine is not quite the trainer
+  w_t      = min(exp(old_t - sampler_t), 5)            sampler: the engine, which rounds otherwise
   L        = -(1/N) sum_t [ w_t min(rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t) - beta k3_t ]
-  k3_t     = exp(ref_t - logp_t) - (ref_t - logp_t) - 1
+  k3_t     = exp(ref_t - logp_t) - (ref_t - logp_t) - 1      ref: the checkpoint of --ckpt
              N = sampled tokens of the whole batch, over ALL ranks
 
 Three parts of PARA-GRPO, each with its flag: Exploration Anchoring (--think-prefix forces
 `<think>\\n`, --answer-suffix pays for a final answer block, --anchor and --gamma pay for closed
 thoughts), Selective Anchoring (--format-credit struct), nFrames Gating (--frames gated: K ~
-U{4,8,16,32,64} per prompt, the same for its whole group). --vanilla turns them off: plain GRPO, as
-released. With --format-credit sequence, A_task + A_fmt is exactly GRPO's advantage of the summed
-reward.
+U{4,8,16,32,64} per prompt, the same for its whole group). --vanilla turns them off, which gives
+plain GRPO as the authors released it. With --format-credit sequence, A_task + A_fmt is exactly
+GRPO's advantage of the summed reward.
 
-Departs from upstream: KL is in the loss, not mixed into rewards; advantages are normalised once;
-one optimizer step per batch, so old = logp and needs no forward of its own. The log-prob gap
-between engine and trainer is measured on every sampled token of every step, and too large a gap
-stops the run: stale weights fail silently everywhere else. f_tau in the log is R_fmt by the paper
-preset's terms whatever a run is paid for: one ruler for all runs. `fmt` is what it is paid.
+Departs from upstream: the KL is in the loss, not mixed into rewards. Advantages are normalised
+once. A batch takes one optimizer step, so old = logp and needs no forward of its own. Each step
+measures the log-prob gap between engine and trainer on every sampled token and stops the run if
+the gap is too large, because stale weights show nowhere else. f_tau in the log is R_fmt by the
+paper's terms, a common ruler for all runs; `fmt` is the term that this run pays for.
 
-Reads:  --ckpt, --data (task JSONL), or --rollouts (rollout JSONL: one update from it, no engine).
+Reads:  --ckpt, --data (task JSONL), or --rollouts: rollout JSONL, which is scored anew by the flags
+        of this run and gives one update without an engine.
 Writes: --out/step_NNNNNN/ (checkpoint + train_state/), --out/last, --out/log.jsonl,
         --out/args.json, --out/rollouts/*.jsonl
-The same command again goes on from the newest whole checkpoint: tasks, K and sampling seeds are
-functions of (seed, step).
+The same command again goes on from the newest whole checkpoint: tasks, K and sampling seeds depend
+on (seed, step) alone.
 
 CPU toy:  torchrun --nproc_per_node 2 grpo.py --preset toy --ckpt sft_out --data toy/rl.jsonl
 1 GPU:    python grpo.py --ckpt sft_out --data rl.jsonl --out grpo_out
@@ -43,6 +44,7 @@ import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 
 import chat
 import checkpoint
@@ -56,33 +58,34 @@ import rollout
 
 
 def group_by_prompt(episodes):
-    """Episodes -> lists that share one prompt, samples in order; what was never sampled is left
-    out."""
+    """Episodes -> groups that share one prompt, samples in order, without episodes in which no
+    token was sampled."""
     groups = {}
-    # In order of samples, not of completion: sums of floats then come out the same in every run.
+    # Sort by sample, not by time of completion: sums of floats are then the same in every run.
     for episode in sorted(episodes, key=lambda e: e.sample):
         if episode.context is not None and episode.spans:
             groups.setdefault(episode.group, []).append(episode)
     return list(groups.values())
 
 
-def set_advantages(group, args):
-    """Episode.advantage = {"task", "fmt", "sigma"}. From the unweighted terms, so that a
-    recorded rollout can be replayed under other weights."""
-    task = [e.reward["acc"] + args.tool_reward * e.reward["tool"] for e in group]  # [G]
-    fmt = [e.reward["fmt"] for e in group]  # [G]
-    a_task, a_fmt, sigma = rewards.group_advantages(task, fmt, args.format_weight)
+def set_advantages(group):
+    """Sets Episode.advantage = {"task", "fmt", "sigma"} from the two parts that rewards.score
+    paid."""
+    task = [e.reward["paid_task"] for e in group]  # [G]
+    fmt = [e.reward["paid_fmt"] for e in group]  # [G]
+    a_task, a_fmt, sigma = rewards.group_advantages(task, fmt)
     for e, t, f in zip(group, a_task, a_fmt):
         e.advantage = {"task": t, "fmt": f, "sigma": sigma}
 
 
 def token_advantages(episode, codec, credit):
-    """-> list over context.ids: A_task + A_fmt where the format is credited; 0 where nobody
-    sampled."""
+    """-> list over context.ids: A_task, plus A_fmt at tokens that carry format credit; 0 at tokens
+    that the policy did not sample. credit: --format-credit."""
     task, fmt = episode.advantage["task"], episode.advantage["fmt"]
     out = [0.0] * len(episode.context.ids)
     for start, end in episode.spans:
-        if credit == "struct":  # Selective Anchoring: a tag is found in bytes, not in ids
+        # Selective Anchoring. Tags are searched in bytes: `<answer>` spans several tokens.
+        if credit == "struct":
             pieces = chat.pieces_of(codec, episode.context.ids[start:end])
             credited = rewards.structural_mask(pieces)
         else:
@@ -91,36 +94,42 @@ def token_advantages(episode, codec, credit):
     return out
 
 
-def group_tree(group, codec, credit):
-    """One group -> [shared prompt | o^1 | .. | o^G] with advantages and the engine's log-probs."""
-    cut = group[0].spans[0][0]  # first sampled token: what stands before is the whole group's
+def group_tree(group, codec, credit, first=0):
+    """One group -> [shared prompt | o^1 | .. | o^G]. Each token carries its advantage, the engine's
+    log-prob, and the number of its rollout, counted from `first`."""
+    cut = group[0].spans[0][0]  # first sampled token: the whole group shares the ids before it
     prompt = group[0].context.ids[:cut]
     branches = []
-    for e in group:
+    for number, e in enumerate(group, first):
         c = e.context
         if c.ids[:cut] != prompt:
             raise ValueError(f"{e.group}: the prompts of one group differ")
         advantage = token_advantages(e, codec, credit)
-        # Turns, glue and tool responses alike: mask says which of them were sampled.
-        values = {"advantage": advantage[cut:], "rollout": c.logps[cut:]}
+        # All ids after the prompt: turns, glue and tool responses. The mask marks the sampled ones.
+        values = {"advantage": advantage[cut:], "sampler": c.logps[cut:],
+                  "rollout": [number] * (len(c.ids) - cut)}
         branches.append(model.Span(c.ids[cut:], c.mask[cut:], values))
-    nothing = {"advantage": [0.0] * cut, "rollout": [0.0] * cut}  # mask 0: never looked at
+    nothing = dict.fromkeys(("advantage", "sampler", "rollout"), [0.0] * cut)  # mask 0: not read
     return model.Tree(model.Span(prompt, [0] * cut, nothing), group[0].context.items, branches)
 
 
 def training_trees(groups, codec, args):
-    """Groups of this rank, advantages set -> (trees of groups with signal, sampled tokens of ALL
-    groups, skipped groups). A skipped group counts in N, as advantage zero."""
+    """Groups of this rank, with advantages -> (trees of the groups with a signal, sampled tokens of
+    ALL groups, number of skipped groups). The tokens of a skipped group count in N: they have
+    advantage 0."""
     trees = []
     tokens = 0
     skipped = 0
+    rollouts = 0
     for group in groups:
         tokens += sum(sum(e.context.mask) for e in group)
-        # Else forward and backward add nothing. Not by sigma: equal rewards may leave it at 1e-16.
+        # A group whose advantages are all 0 adds nothing to the gradient. Test the advantages, not
+        # sigma: rounding can leave sigma at 1e-16.
         if any(e.advantage["task"] or e.advantage["fmt"] for e in group):
-            trees.append(group_tree(group, codec, args.format_credit))
+            trees.append(group_tree(group, codec, args.format_credit, rollouts))
         else:
             skipped += 1
+        rollouts += len(group)
     return trees, tokens, skipped
 
 
@@ -128,66 +137,73 @@ def training_trees(groups, codec, args):
 # Loss and update
 
 
-def policy_loss(logp, old, rollout_logp, ref, advantage, clip_eps, kl, tis_cap=5.0):
-    """Per-token loss of the header, before the division by N. All inputs [n]; ref None = no KL.
+def policy_loss(logp, old, sampler, ref, advantage, clip_eps, kl, tis_cap=5.0):
+    """
+    Per-token loss of the header, before the division by N.
 
-    -> (loss [n], {"clipped", "truncated", "kl": [n]}). Example: with logp = old = rollout_logp,
-    loss = -advantage and its gradient with respect to logp is -advantage.
+    logp, old, sampler, ref: log-prob [n] of each token under the policy now, the policy before this
+    batch, the engine, the reference (None: no KL). advantage [n].
+    -> (loss [n], {"clipped", "truncated", "kl": [n]})
+
+    Example: with logp = old = sampler, loss = -advantage, and its gradient with respect to logp is
+    -advantage.
     """
     import torch
 
     ratio = torch.exp(logp - old)  # rho [n]
-    distance = torch.exp(old - rollout_logp)  # [n] no gradient: old is a constant
+    # Truncated importance weight: corrects for an engine that samples from almost this policy.
+    weight = torch.exp(old - sampler)  # w_t before its cap [n]; a constant, no gradient flows
     clipped = ratio.clamp(1 - clip_eps, 1 + clip_eps)
-    # The minimum is pessimistic: what has moved too far in the good direction gets no gradient.
-    loss = -distance.clamp(max=tis_cap) * torch.minimum(ratio * advantage, clipped * advantage)
+    # The minimum is pessimistic: a token that moved too far in the good direction has no gradient.
+    loss = -weight.clamp(max=tis_cap) * torch.minimum(ratio * advantage, clipped * advantage)
     stats = {"clipped": ((ratio - 1).abs() > clip_eps).float(),
-             "truncated": (distance > tis_cap).float(),
+             "truncated": (weight > tis_cap).float(),
              "kl": torch.zeros_like(logp.detach())}
     if ref is not None:
         gap = ref - logp  # [n]
-        k3 = torch.exp(gap) - gap - 1  # unbiased for KL(policy || reference), never below 0
+        k3 = torch.exp(gap) - gap - 1  # an unbiased estimate of KL(policy || reference), >= 0
         loss = loss + kl * k3
         stats["kl"] = k3.detach()
     return loss, stats
 
 
-def update(policy, reference, vision, optimizer, trees, tokens, codec, args, world, device):
-    """Train on one batch: --minibatches optimizer steps -> means over its sampled tokens, all
-    ranks.
+def update(policy, reference, optimizer, trees, tokens, args):
+    """
+    Trains on one batch in --minibatches optimizer steps -> means over the sampled tokens of all
+    ranks: {"loss", "gap", "entropy", "kl", ..}.
 
     trees: this rank's groups as [prompt | o^1 | .. | o^G]. tokens: sampled tokens of this rank,
-    those of groups without signal included. Collective: every rank calls it, and runs equally many
-    forwards.
+    with those of groups without a signal. Collective: all ranks run equally many forwards.
     """
     import torch
     import torch.distributed as dist
 
-    # N of the header, over ALL ranks and before any backward: the gradient then does not depend on
-    # how many ranks or packs share the batch. On the host, so that nobody waits for a GPU.
+    world, device = dist.get_world_size(), next(policy.parameters()).device
+    # N of the header, counted over ALL ranks before any backward: then the gradient does not depend
+    # on the number of ranks or packs. Summed in host memory, so the host does not wait for a GPU.
     total = torch.tensor([tokens, len(trees)], dtype=torch.float64)
     dist.all_reduce(total)
     sampled_everywhere, trees_everywhere = total.tolist()
     names = ("loss", "tokens", "gap", "entropy", "kl", "clipped", "truncated")
-    if trees_everywhere == 0:  # no group of any rank has a signal: there is nothing to learn
+    if trees_everywhere == 0:  # no group of any rank has a signal, so the weights stay
         return {**dict.fromkeys(names, 0.0), "grad_norm": 0.0, "gap_max": 0.0, "skipped_update": 1,
                 "bad_updates": 0}
     n = max(1.0, sampled_everywhere / args.minibatches)
 
-    # [[(pack, real)]]: spare packs make all ranks run equally many forwards.
-    minibatches = []
+    # Spare packs (real = False) make all ranks run equally many forwards.
+    minibatches = []  # [[(pack, real)]]
     for i in range(args.minibatches):
         filled = model.fill_packs(trees[i::args.minibatches], args.pack_tokens)
-        packs = [model.pack_trees(codec, members) for members in filled]
-        minibatches.append(model.even_packs(codec, packs))
+        packs = [model.pack_trees(policy.codec, members) for members in filled]
+        minibatches.append(model.even_packs(policy.codec, packs))
 
-    # old_t: the policy as it was before the FIRST step of this batch. The first minibatch needs no
-    # forward for it (there old = logp); later ones are scored by a policy that has already moved.
+    # old_t: the policy before the FIRST step of this batch. With one step old = logp. With more,
+    # later minibatches meet a policy that has moved, so all of them are scored beforehand.
     old_logps = {}
     if args.minibatches > 1:
         with torch.no_grad():
             for pack in (pack for packs in minibatches for pack, _ in packs):
-                old_logps[id(pack)] = policy(pack, vision, args.temperature)[0]
+                old_logps[id(pack)] = policy(pack, args.temperature)[0]
 
     sums = torch.zeros(len(names), device=device, dtype=torch.float64)
     worst_gap = torch.zeros((), device=device, dtype=torch.float64)
@@ -197,28 +213,29 @@ def update(policy, reference, vision, optimizer, trees, tokens, codec, args, wor
             ref = None
             if reference is not None:
                 with torch.no_grad():
-                    ref, _ = reference(pack, vision, args.temperature)  # [n]
-            logp, entropy = policy(pack, vision, args.temperature)  # [n] each
+                    ref, _ = reference(pack, args.temperature)  # [n]
+            logp, entropy = policy(pack, args.temperature)  # [n] each
             old = old_logps.get(id(pack), logp.detach())  # [n] a constant
             if real:
                 advantage = model.to_device(pack.values["advantage"], device)  # [n]
-                sampler = model.to_device(pack.values["rollout"], device)  # [n]
-            else:  # a spare pack: no advantage, and an engine that agrees
+                sampler = model.to_device(pack.values["sampler"], device)  # [n]
+            else:  # a spare pack: advantage 0, and an engine that agrees with the trainer
                 advantage, sampler = torch.zeros_like(old), old
             loss, stats = policy_loss(logp, old, sampler, ref, advantage, args.clip_eps, args.kl)
 
-            # FSDP takes the MEAN over ranks; each holds a part of the sum over N: times world.
+            # FSDP averages gradients over ranks. Each rank holds a part of the sum over N, so it
+            # multiplies by the number of ranks.
             (real * world * loss.sum() / n).backward()
 
             if real:
-                gap = (old - sampler).abs()  # [n] engine against trainer: rounding only
+                gap = (old - sampler).abs()  # [n] engine against trainer: only rounding is allowed
                 seen = (loss.detach(), torch.ones_like(gap), gap, entropy,
                         stats["kl"], stats["clipped"], stats["truncated"])  # fmt: skip
                 sums += torch.stack([values.double().sum() for values in seen])
                 worst_gap = torch.maximum(worst_gap, gap.max().double())
 
         norms.append(model.clip_gradients(policy, args.clip))
-        # The norm is of all ranks' gradients, so all of them step or none does.
+        # The norm covers the gradients of all ranks, so all of them step or none does.
         if math.isfinite(norms[-1]):
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -261,26 +278,22 @@ def sample_batch(engine, tasks, agent, codec, source, step, args, rank, world):
     """Rollouts of this rank -> (episodes in batch order, seconds the engine waited for frames). No
     collective in here: ranks finish at different times and meet at the update."""
     mine, order = share(tasks, step, args, rank, world)
-    scoring = {"answer_suffix": args.answer_suffix, "anchor": args.anchor, "gamma": args.gamma,
-               "w_format": args.format_weight, "tool_weight": args.tool_reward,
-               "answer_from": args.answer_from}  # fmt: skip
-    waited = {}
-    episodes = list(rollout.run(engine, mine, agent, codec, source, args.frames, args.group, step,
-                                version=step, scoring=scoring, clock=waited))
+    sampler = rollout.Sampler(engine, codec, source, agent, pay_of(args))
+    episodes = list(rollout.run(sampler, mine, args.frames, args.group, step))
     for e in episodes:
         if e.status in ("video_error", "label_error") and e.sample == 0:
             print(launch.printable(f"skipped task {e.task['id']}: {e.error}"), flush=True)
     episodes.sort(key=lambda e: (order[e.group], e.sample))
     if rank == 0 and episodes and args.show_every and step % args.show_every == 0:
         print(rollout.show(episodes[0], codec, sys.stdout.isatty()), flush=True)
-    return episodes, waited.get("decode_s", 0.0)
+    return episodes, sampler.pump.idle_s
 
 
 def main():
     args = parse_args()
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
     tasks = rollout.read_tasks(args.data) if args.data else []
-    recorded = read_rollouts(args.rollouts or [])
+    recorded = read_rollouts(args.rollouts or [], pay_of(args))
     agent, source = rollout.agent_settings(args, args.data or args.rollouts[0])
     launch.make_out(os.path.join(args.out, "rollouts"))
     folder, state = checkpoint.resume_point(args.out, args, args.resume)
@@ -295,8 +308,7 @@ def main():
     codec = chat.load_codec(ckpt, args.channel)
     if tasks:
         rollout.check_context(codec, tasks, agent, source, args.frames)
-    policy, reference, optimizer, engine = set_up(args, ckpt, codec, device, folder)
-    vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
+    policy, reference, optimizer, engine = set_up(args, ckpt, codec, source, device, folder)
     wire = model.compute_dtype(device)  # what the engine computes in
     log = open_run(args, policy, start, rank, world)
     ahead = ThreadPoolExecutor(4, thread_name_prefix="ahead")
@@ -315,7 +327,7 @@ def main():
                                             world)
             groups = group_by_prompt(episodes)
         for group in groups:
-            set_advantages(group, args)
+            set_advantages(group)
         rollout_s = time.monotonic() - clock
         launch.beat(args.patience)
 
@@ -327,8 +339,7 @@ def main():
         if step + 1 < steps and not args.rollouts:
             look_ahead(ahead, source, share(tasks, step + 1, args, rank, world)[0], step + 1, args)
         trees, tokens, skipped = training_trees(groups, codec, args)
-        stats = update(policy, reference, vision, optimizer, trees, tokens, codec, args, world,
-                       device)
+        stats = update(policy, reference, optimizer, trees, tokens, args)
         # What a run cannot go on with, found on all ranks alike: NaN, an engine that has drifted.
         bad = bad + 1 if stats["bad_updates"] else 0
         checkpoint.check_run(step, bad, args.out)
@@ -373,7 +384,7 @@ def gap_tolerance(dtype, engine=True):
     return 1e-3 if engine and dtype.itemsize == 4 else 0.1
 
 
-def set_up(args, ckpt, codec, device, folder):
+def set_up(args, ckpt, codec, source, device, folder):
     """-> (policy, reference or None, optimizer, engine or None). folder: the checkpoint that the
     run goes on from, or None. Collective. Raises UserError where prompts cannot be shared out."""
     import torch.distributed as dist
@@ -381,13 +392,17 @@ def set_up(args, ckpt, codec, device, folder):
     world = dist.get_world_size()
     if not args.rollouts and args.prompts % world:
         raise launch.UserError(f"--prompts {args.prompts} is not a multiple of the {world} ranks")
-    policy = checkpoint.load_sharded(ckpt, codec, device, args.recompute, args.replicas, lora=args.lora)
+    policy = checkpoint.load_sharded(ckpt, codec, device, args.recompute, args.replicas,
+                                     lora=args.lora)
+    policy.features = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
     optimizer = model.adamw(model.trained_parameters(policy), args.lr, 0.999, device)
     reference = engine = None
     if args.kl > 0 and args.lora:
         reference = checkpoint.WithoutAdapters(policy)
     elif args.kl > 0:
-        reference = checkpoint.load_sharded(ckpt, codec, device, replicas=args.replicas, frozen=True)
+        reference = checkpoint.load_sharded(ckpt, codec, device, replicas=args.replicas,
+                                            frozen=True)
+        reference.features = policy.features  # one tower, whose features both are given
     if folder:
         checkpoint.load_train_state(policy, optimizer, folder)
     if not args.rollouts:
@@ -406,8 +421,8 @@ def check_gap(step, gap, tolerance):
 
 
 def open_run(args, policy, start, rank, world):
-    """Rank 0: settings beside the outputs, the arithmetic on the terminal -> Log; None on
-    others."""
+    """On rank 0: writes the settings beside the outputs, prints the size of the run -> Log. None on
+    other ranks."""
     if rank:
         return None
     launch.write_atomic(os.path.join(args.out, "args.json"), json.dumps(vars(args), indent=1))
@@ -423,11 +438,19 @@ def open_run(args, policy, start, rank, world):
 # What each number means: docs/metrics.md.
 
 
-def read_rollouts(paths):
-    """Rollout JSONL files -> Episodes."""
+def pay_of(args):
+    """Flags -> rewards.Pay, whose fields they are."""
+    return rewards.Pay(**{f.name: getattr(args, f.name) for f in fields(rewards.Pay)})
+
+
+def read_rollouts(paths, pay):
+    """Rollout JSONL files -> Episodes, scored anew by what this run pays for."""
     keys = rollout.Episode(None, None, 0, 0, 0).to_json()
     rows = [row for path in paths for row in launch.read_jsonl(path, required=keys)]
-    return [rollout.from_json(row) for row in rows]
+    episodes = [rollout.from_json(row) for row in rows]
+    for e in episodes:
+        e.reward = rollout.scored(e, pay)
+    return episodes
 
 
 def write_rollouts(out, step, rank, episodes):
@@ -535,10 +558,8 @@ def step_counts(rows, counts):
 
 
 def build_parser():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    add, yes_no = parser.add_argument, argparse.BooleanOptionalAction
-    # what to read and write
+    parser, yes_no = launch.parser(__doc__), argparse.BooleanOptionalAction
+    add = parser.add_argument_group("what to read and write").add_argument
     add("--ckpt", required=True, help="checkpoint to start from; also the reference of the KL")
     add("--data", default=None, help="task JSONL")
     add("--rollouts", nargs="+", default=None,
@@ -550,7 +571,7 @@ def build_parser():
         help="the release's plain GRPO: no prefix, no suffix, no anchor, no gating")
     add("--resume", action=yes_no, default=None,
         help="go on from --out; default: if it is of the same settings; no: begin anew")
-    # batch
+    add = parser.add_argument_group("batch").add_argument
     add("--steps", type=int, default=300, help="batches of rollouts")
     add("--prompts", type=int, default=32, help="prompts per step, over all ranks")
     add("--group", type=int, default=8, help="rollouts per prompt (G)")
@@ -559,7 +580,7 @@ def build_parser():
     add("--minibatches", type=int, default=1,
         help="optimiser steps per batch; above 1 costs one more forward")
     add("--pack-tokens", type=int, default=32768, help="tokens per pack (one forward)")
-    # reward and credit
+    add = parser.add_argument_group("reward and credit").add_argument
     add("--format-weight", type=float, default=1.0, help="w_fmt")
     add("--format-credit", choices=["struct", "sequence", "none"], default="struct",
         help="sampled tokens that the format advantage reaches")
@@ -567,10 +588,11 @@ def build_parser():
         help="pay 0.3 + 0.2 for an <answer> block; off: 0.2 + 0.1, and more for thought")
     add("--anchor", type=float, default=0.5, help="lambda: weight of the anchor term; 0 = off")
     add("--gamma", type=float, default=0.3, help="penalty of a thought never closed; 0 = off")
-    add("--tool-reward", type=float, default=1.0, help="factor on R_tool; 0 = off")
+    add("--tool-reward", dest="tool_weight", type=float, default=1.0,
+        help="w_tool, factor on R_tool; 0 = off")
     add("--answer-from", choices=["tag", "line"], default="tag",
         help="R_acc reads <answer> alone; or also the last line, as the authors' release")
-    # loss and optimiser
+    add = parser.add_argument_group("loss and optimiser").add_argument
     add("--clip-eps", type=float, default=0.2, help="eps of the clipped surrogate")
     add("--kl", type=float, default=0.01, help="beta; 0 = no reference model is loaded")
     add("--lora", type=int, default=0, help="rank of adapters, the rest is frozen; 0 = off")
@@ -580,7 +602,7 @@ def build_parser():
     add("--replicas", type=int, default=1,
         help="groups of ranks that each hold the whole model in shards (HSDP): one per node; "
              "0 = every rank holds the whole (toy)")
-    # looking and saving
+    add = parser.add_argument_group("looking and saving").add_argument
     add("--save-every", type=int, default=50, help="steps between checkpoints; 0 = at the end")
     add("--show-every", type=int, default=20, help="steps between printed rollouts; 0 = never")
     add("--wandb", nargs="?", const="paravt", default=None, metavar="PROJECT",

@@ -1,6 +1,13 @@
 """
-launch.py: what every stage does the same way: start, fail, log, read its data in order. No torch at the top.
+launch.py: the parts that all stages share: errors, ranks, signals, data rows and their order, the
+log of a run. No torch at the top, so that a tool that only reads JSONL starts at once.
+
+  batch of step s = rows s B .. (s + 1) B - 1 of an endless stream of shuffled epochs, which is a
+  function of (s, seed) alone: a resumed run and every rank draw the same rows
+
+Reads JSONL files; writes log.jsonl and small text files, each whole or not at all.
 """
+import argparse
 import contextlib
 import functools
 import json
@@ -19,23 +26,24 @@ class UserError(Exception):
 
 
 class RankError(UserError):
-    """Bad input that one rank alone has met (a chat of its own share): that rank says it."""
+    """Bad input that only one rank has met, for example a chat of its own share. That rank prints
+    the line."""
 
 
 class RunError(Exception):
-    """A run that cannot go on, met by all ranks alike (full disk, no finite gradient): exit code
-    1."""
+    """A run that cannot go on, found by all ranks alike (full disk, no finite gradient): one line
+    on stderr, exit code 1."""
 
 
 def run_main(main):
-    """Run a script's main(). Bad user input becomes one line on stderr and exit code 2, a run that
-    cannot go on one line and exit code 1."""
+    """Runs a script's main(). Bad user input becomes one line on stderr and exit code 2. A run that
+    cannot go on becomes one line and exit code 1."""
     import traceback
 
     try:
         main()
     except (UserError, RunError) as e:
-        # Under torchrun all ranks see most faults: one of them says it.
+        # Under torchrun all ranks meet most faults, so rank 0 alone prints them.
         if os.environ.get("RANK", "0") == "0" or isinstance(e, RankError):
             name = os.path.basename(sys.argv[0])
             print(f"{name}: {printable(e)}", file=sys.stderr, flush=True)
@@ -49,15 +57,30 @@ def run_main(main):
     except Exception:
         if int(os.environ.get("WORLD_SIZE", 1)) == 1:
             raise
-        # The other ranks wait in a collective, and our threads for them: leave at once, so that
-        # torchrun sees it and ends them all.
+        # The other ranks wait in a collective, and the threads of this rank wait for them. Leave at
+        # once: torchrun then sees the exit code and ends all ranks.
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
 
 
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter,
+                    argparse.RawDescriptionHelpFormatter):
+    """Help with defaults, and the description as it was written."""
+
+    def _get_help_string(self, action):
+        return super()._get_help_string(action) if action.default is not None else action.help
+
+
+def parser(description):
+    """A stage's ArgumentParser. A flag is spelled out: an abbreviation could mean another one in
+    the next version."""
+    return argparse.ArgumentParser(description=description, formatter_class=HelpFormatter,
+                                   allow_abbrev=False)
+
+
 def printable(text):
-    """Nothing a model or a data file wrote may steer the terminal."""
+    """Text of a model or a data file -> the same without characters that steer a terminal."""
     bad = "\N{REPLACEMENT CHARACTER}"
     return "".join(c if c.isprintable() or c == "\n" else bad for c in str(text))
 
@@ -67,11 +90,11 @@ def printable(text):
 
 
 def import_shim():
-    """Make `import transformers` and `import vllm` safe beside a CPU build of torch.
+    """Makes `import transformers` and `import vllm` safe beside a CPU build of torch.
 
-    The package index's torchvision, torchaudio and torchcodec are CUDA builds: next to a CPU torch
-    their libraries do not load, and torchvision's import then fails on two operators it expects to
-    find. We never call either. A no-op everywhere else.
+    The package index offers CUDA builds of torchvision, torchaudio and torchcodec. Their libraries
+    do not load beside a CPU torch, and the import of torchvision then fails because two operators
+    are missing. We never call these. Does nothing beside a GPU build.
     """
     import glob
     import importlib.util
@@ -81,10 +104,10 @@ def import_shim():
 
     if torch.version.cuda or torch.version.hip or hasattr(import_shim, "library"):
         return
-    # vLLM warns that there is no Triton before its own logging stands: Python would print it.
+    # vLLM warns about a missing Triton before its own logging is set up, so Python would print it.
     logging.getLogger("vllm").addHandler(logging.NullHandler())
     for name in ("torchcodec", "torchaudio"):
-        sys.modules.setdefault(name, None)  # importing it is an ImportError: "not there"
+        sys.modules.setdefault(name, None)  # importing it now raises ImportError
     spec = importlib.util.find_spec("torchvision")
     if spec is None:
         return
@@ -102,19 +125,19 @@ def import_shim():
 
 
 def quiet_libraries():
-    """Keep the terminal for the run's own lines."""
+    """Keeps messages of libraries off the terminal, which belongs to the lines of the run."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning)
-    # Said of every checkpoint that a process alone saves.
+    # torch says this of every checkpoint that a single process saves.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 def start_process_group(patience=1800.0):
-    """Join the torchrun process group, or make one of a single process. -> (rank, world, device).
-    patience: see beat; a collective waits a minute longer, so that beat's stacks come first."""
+    """Joins torchrun's process group, or makes one of a single process -> (rank, world, device).
+    patience: see beat. A collective waits a minute longer, so that beat prints its stacks first."""
     from datetime import timedelta
 
     import torch
@@ -142,7 +165,7 @@ def start_process_group(patience=1800.0):
 
 
 def end_process_group():
-    """Leave the process group; closing vLLM may have ended it already."""
+    """Leaves the process group, unless closing vLLM has ended it already."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -150,8 +173,8 @@ def end_process_group():
 
 
 def beat(patience):
-    """A phase has ended: the next may take `patience` seconds (0 = for ever). A rank that takes
-    longer prints the stacks of its threads and exits; torchrun then ends the others."""
+    """Marks the end of a phase: the next one may take `patience` seconds (0 = for ever). A rank
+    that takes longer prints the stacks of its threads and exits, and torchrun ends the others."""
     import faulthandler
 
     if patience:
@@ -159,7 +182,7 @@ def beat(patience):
 
 
 def stop_on_sigterm():
-    """-> an Event that is set once SIGTERM has come, a scheduler's warning. A second one ends the
+    """-> an Event that SIGTERM sets: schedulers send it as a warning. A second SIGTERM ends the
     process at once."""
     import signal
     import threading
@@ -177,7 +200,7 @@ def stop_on_sigterm():
 
 
 def any_rank(flag):
-    """Whether `flag` holds on any rank. Collective, in host memory: no GPU is waited for."""
+    """Whether `flag` holds on any rank. Collective, in host memory: no GPU has to finish first."""
     import torch
     import torch.distributed as dist
 
@@ -204,8 +227,8 @@ def broadcast(values):
 
 
 def give_back_memory():
-    """Freed memory back to the system: glibc keeps it, in an arena per thread, and after some
-    hundred steps that is hundreds of MiB."""
+    """Gives freed memory back to the system. glibc keeps it in an arena per thread: hundreds of MiB
+    after some hundred steps."""
     import ctypes
 
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
@@ -214,7 +237,7 @@ def give_back_memory():
 
 
 def say(text):
-    """One line on stdout, of rank 0 alone: what is being done while nothing else shows it."""
+    """Prints one line, on rank 0 alone, before work that shows no progress of its own."""
     if os.environ.get("RANK", "0") == "0":
         print(text, flush=True)
 
@@ -224,8 +247,8 @@ def say(text):
 
 
 def read_jsonl(path, required=(), fault=None):
-    """JSONL file -> list of dicts. fault: of a row, None or what is wrong with it. Raises UserError
-    naming file and line."""
+    """JSONL file -> list of dicts. required: keys that every row has. fault: function of a row ->
+    None, or the reason why it cannot be used. Raises UserError naming file and line."""
     try:
         with open(path, encoding="utf-8-sig") as f:  # some editors put a byte order mark first
             lines = f.read().split("\n")
@@ -255,7 +278,7 @@ def read_jsonl(path, required=(), fault=None):
 
 
 def has_surrogate(value):
-    """Whether a text in a JSON value cannot be encoded: "\\ud800" alone is valid JSON, and no
+    """Whether a JSON value holds text that cannot be encoded: "\\ud800" alone is valid JSON, but no
     tokenizer takes it."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
@@ -275,17 +298,17 @@ def epoch_order(epoch, rows, seed):
 
 
 def batch_indices(step, batch_size, rows, seed):
-    """Rows of one global batch: a window of the endless stream of reshuffled epochs. A function of
-    (step, seed) alone, so every rank and every resumed run draws the same."""
+    """Rows of one global batch: a window of the endless stream of shuffled epochs. It depends on
+    (step, seed) alone, so every rank and every resumed run draws the same rows."""
     positions = range(step * batch_size, (step + 1) * batch_size)
     return [epoch_order(i // rows, rows, seed)[i % rows] for i in positions]
 
 
 def deal(items, cost, rank, world):
-    """This rank's part of a batch: dealt out by falling cost, back and forth, so that all ranks
-    work alike. Equally many each, where their number divides by that of the ranks."""
+    """This rank's part of a batch. Items are dealt out by falling cost, back and forth, so that all
+    ranks have about the same work, and equally many items if the numbers allow it."""
     ordered = sorted(items, key=cost, reverse=True)
-    # 0 1 2 2 1 0 0 1 2 ..: who got the longest of a round gets the shortest of the next.
+    # 0 1 2 2 1 0 0 1 2 ..: the rank with the costliest item of a round gets the cheapest next.
     there_and_back = [*range(world), *reversed(range(world))]
     return [x for i, x in enumerate(ordered) if there_and_back[i % (2 * world)] == rank]
 
@@ -295,7 +318,7 @@ def deal(items, cost, rank, world):
 
 
 def make_out(path):
-    """Create an output folder and prove that it can be written, before any long work. run_main
+    """Creates an output folder and proves that it can be written, before any long work. run_main
     removes an empty one again if the run is refused."""
     head = os.path.abspath(path)
     while not os.path.exists(head):
@@ -309,8 +332,11 @@ def make_out(path):
         raise UserError(f"output folder {path}: {e.strerror}") from None
 
 
+make_out.made = []  # folders that were not there before
+
+
 def write_atomic(path, text):
-    """Write a small text file under its final name only when it is whole."""
+    """Writes a small text file: its final name appears once the file is whole on the disk."""
     temp = f"{path}.tmp{os.getpid()}"
     try:
         with open(temp, "w", encoding="utf-8") as f:
@@ -327,7 +353,7 @@ def write_atomic(path, text):
 def at_least(least, args, *names):
     """Raises UserError naming the first of these flags that is below `least`."""
     for name in names:
-        if not getattr(args, name) >= least:  # written so that NaN is refused as well
+        if not getattr(args, name) >= least:  # NaN fails this comparison too
             flag = name.replace("_", "-")
             raise UserError(f"--{flag} must be at least {least}, got {getattr(args, name)}")
 
@@ -337,10 +363,10 @@ def at_least(least, args, *names):
 
 
 class Log:
-    """Rank 0's numbers: log.jsonl, a line on the terminal, and --wandb; the same everywhere."""
+    """Rank 0's numbers of each step: the same to log.jsonl, to the terminal and to --wandb."""
 
     def __init__(self, out, start, args):
-        """start: the step behind which the run goes on. A torn last line and lines of later steps
+        """start: the step after which the run goes on. Lines of later steps and a torn last line
         are dropped."""
         path = os.path.join(out, "log.jsonl")
         self.out, self.start, self.began = out, start, time.monotonic()
@@ -353,7 +379,7 @@ class Log:
 
             import wandb
 
-            name = os.path.abspath(out)  # the same run again, wherever it goes on
+            name = os.path.abspath(out)  # a run that goes on has the same id as before
             identity = hashlib.sha256(name.encode()).hexdigest()[:16]
             self.wandb = wandb.init(project=args.wandb, name=os.path.basename(name), id=identity,
                                     resume="allow", config=vars(args), dir=out)
@@ -366,11 +392,11 @@ class Log:
             self.wandb.log(record, step=record["step"])
 
     def eta(self, step, steps):
-        """Seconds that the steps behind `step` will take at the pace so far."""
+        """Seconds until step `steps` at the pace so far."""
         return (time.monotonic() - self.began) / (step - self.start) * (steps - step)
 
     def close(self, step, steps):
-        """Say how the run ended."""
+        """Prints how the run ended."""
         minutes = (time.monotonic() - self.began) / 60
         end = f"done: {steps - self.start} steps in {minutes:.1f} min -> {self.out}/last"
         if step < steps:
@@ -383,8 +409,7 @@ class Log:
 
 
 def check_wandb(args):
-    """Raises UserError where --wandb is asked for and not installed: before the models are
-    loaded."""
+    """Raises UserError if --wandb is given and its package is missing: before models are loaded."""
     import importlib.util
 
     if args.wandb and importlib.util.find_spec("wandb") is None:
@@ -392,7 +417,7 @@ def check_wandb(args):
 
 
 def whole_rows(path):
-    """Rows of a log; a line that a crash cut off is left out."""
+    """Rows of a log, without a line that a crash cut off."""
     rows = []
     if os.path.exists(path):
         with open(path, encoding="utf-8") as f:

@@ -1,32 +1,21 @@
 """
-model.py: the policy. Chat to token ids, frames to features, packing, exact log-probs; below the
-line: loading in shards, checkpoints, starting up.
+model.py: the policy. Frames to features, trees to packs, attention, exact log-probs.
 
-What this file computes, for a context c (prompt ids with vision tokens) and the tokens o_1 .. o_R
-sampled after it:
+For a context c (prompt ids with vision tokens) and the tokens o_1 .. o_R sampled after it:
 
-  logp_t = log softmax((W h_{t-1} + b) / T)[o_t]      T = sampling temperature
-  H_t    = entropy of that same distribution          b = -100 at ids nobody may sample, else 0
+  logp_t = log softmax((W h_{t-1} + b) / T)[o_t]      T: sampling temperature
+  H_t    = entropy of that same distribution          b: -100 at ids that are never sampled, else 0
 
 Samples that share a context are packed as ONE tree  [ c | o^1 | o^2 | .. | o^G ]. A token of o^i
-attends to c and to its own branch, and has the positions it would have had alone, so log-probs and
-gradients are those of G separate sequences while c (thousands of vision tokens) is computed once.
-Several trees fill one pack; trees do not see each other.
+attends to c and to its own branch, and has the position that it would have alone. So log-probs and
+gradients are those of G separate sequences, while c (thousands of vision tokens) is computed once.
+Several trees fill one pack; a tree does not see another.
 
-One construction of ids serves SFT, RL and evaluation: prompt = template(messages before the first
-assistant turn) with a generation prompt; then turn ids; then glue (end of turn, tool responses,
-next generation prompt), where the glue is cut out of the template rendered on a dummy chat. Ids
-only ever grow: nothing sampled is decoded and encoded again.
-
-Departs from the paper: the vision tower is frozen in every stage, so its features are computed once
+Departs from the paper: the vision tower is frozen in every stage. Its features are computed once
 per distinct frame set and kept.
 
-With --lora RANK (LoRA, arXiv 2106.09685) the decoder's matrices are W + 2 B A, W frozen.
-
-Legend: L tokens of a pack, N trained, V of vision; D deepstack levels, H hidden size, T frames.
-Reads and writes: checkpoint directories (`from_pretrained` layout, or peft's for adapters),
-`train_state/` beside them. No code that a checkpoint brings is run.
-  python model.py --merge DIR --out DIR       adapters and their base -> one whole checkpoint
+Letters in shapes: L tokens of a pack, N trained tokens, V vision tokens, D deepstack levels, H
+hidden size, T frames. Reads and writes no file: checkpoint.py loads and saves the policy.
 """
 import os
 import sys
@@ -35,27 +24,24 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-if sys.stderr.isatty() and os.environ.get("LOCAL_RANK", "0") == "0":  # somebody waits: seconds
+# Importing torch takes seconds: tell a person who waits at a terminal.
+if sys.stderr.isatty() and os.environ.get("LOCAL_RANK", "0") == "0":
     print(f"{os.path.basename(sys.argv[0])}: loading torch", file=sys.stderr, flush=True)
 import torch
 import torch.nn.functional as F
 
 import chat
-import launch
 
 # ------------------------------------------------------------------------------------------------
-# 1. Chat -> token ids
+# 1. Frames -> vision features
 
 
-# ------------------------------------------------------------------------------------------------
-# 2. Frames -> vision features
-
-
-def patchify(codec, images):
+def patchify(codec: chat.Codec, images: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
     """uint8 frames [T, H, W, 3] -> (patches [T' gh gw, 3 temporal patch^2] fp32, grid [1, 3]).
 
-    The order of patches is the processor's: merge x merge neighbours are consecutive. Images are
-    one grid here, where the processor has one each: the tower loops over grids, on the host.
+    The order of patches is the processor's: merge x merge neighbours are consecutive. All frames
+    form one grid here. The processor makes one grid per image, and the tower loops over grids on
+    the host.
     """
     t, height, width, _ = images.shape
     x = torch.from_numpy(np.array(images)).permute(0, 3, 1, 2).float() / 255.0  # [T, 3, H, W]
@@ -74,11 +60,11 @@ def patchify(codec, images):
 
 
 class VisionFeatures:
-    """Features of the frozen tower, once per distinct frame set, bounded by bytes (least recently
-    used goes first)."""
+    """Features of the frozen tower, computed once per distinct frame set. The least recently used
+    sets are dropped if all together exceed max_bytes."""
 
     def __init__(self, visual, codec, load, max_bytes=2**30):
-        """load: VisionItem spec -> video.Frames, called only when the features are not here."""
+        """load: a VisionItem's spec -> video.Frames; called only if the features are not kept."""
         self.visual = visual
         self.codec = codec
         self.load = load
@@ -89,8 +75,8 @@ class VisionFeatures:
 
     @torch.no_grad()
     def __call__(self, item):
-        """VisionItem -> [vision tokens, 1 + D, H]: the tower's output, then its deepstack
-        levels."""
+        """VisionItem -> [V, 1 + D, H]: the tower's output, then its D deepstack levels. Raises
+        ValueError if the file changed after the prompt was built from it."""
         if item.key in self.cache:
             self.cache.move_to_end(item.key)
             return self.cache[item.key]
@@ -99,6 +85,7 @@ class VisionFeatures:
         if not same_size or list(frames.seconds) != list(item.seconds):
             raise ValueError(f"{item.spec['video']}: the file changed since its prompt was built")
         weight = next(self.visual.parameters())
+        # A tower call costs tens of milliseconds, so a group of 8 rollouts pays for one.
         patches, grid = patchify(self.codec, frames.images)
         out = self.visual(patches.to(weight.device, weight.dtype), grid_thw=grid.to(weight.device))
         features = torch.stack([out.pooler_output, *out.deepstack_features], 1)
@@ -111,12 +98,13 @@ class VisionFeatures:
 
 
 # ------------------------------------------------------------------------------------------------
-# 3. Packing
+# 2. Packing
 
 
 @dataclass
 class Span:
-    """A run of ids; mask 1 = trained; values: named per-token numbers, used where mask is 1."""
+    """A run of ids. mask 1: the token is trained. values: numbers per token by name (advantage,
+    sampler, ..), which are read if the mask is 1."""
 
     ids: list
     mask: list
@@ -125,10 +113,10 @@ class Span:
 
 @dataclass
 class Tree:
-    """A context and the responses that continue it. Without branches: a plain sequence."""
+    """A context and the responses that continue it. A tree without branches is one sequence."""
 
     prefix: Span
-    vision: list = field(default_factory=list)
+    items: list = field(default_factory=list)  # [chat.VisionItem] of the prefix
     branches: list = field(default_factory=list)
 
     def __len__(self):
@@ -137,29 +125,34 @@ class Tree:
 
 @dataclass
 class Pack:
+    """Trees as the tensors of one forward, in host memory."""
+
     ids: torch.Tensor  # [L]
     positions: torch.Tensor  # [4, 1, L] text position, then time/height/width (interleaved mrope)
     tree: torch.Tensor  # [L] which tree a token belongs to
     branch: torch.Tensor  # [L] 0 in the prefix, 1.. in branches
-    source: torch.Tensor  # [N] position whose hidden state predicts the trained token
+    predictor: torch.Tensor  # [N] position whose hidden state predicts the trained token
     target: torch.Tensor  # [N] id of the trained token
     values: dict  # name -> [N]
-    vision: list  # [VisionItem] in the order of the placeholders
+    items: list  # [chat.VisionItem] in the order of the placeholders
     layout: list  # [(start, prefix length, [branch lengths])]
 
 
 def rope_positions(codec, ids, items):
-    """Expanded ids -> (positions [3, L], the next free position). Qwen3-VL's rule: text advances
-    all three axes by one; a frame of rows x columns tokens keeps one time step and advances by
-    max(rows, columns)."""
+    """Expanded ids [L] -> (positions [3, L] in time, height, width; the next free position).
+
+    Qwen3-VL's rule: a text token advances all three axes by one. A frame of rows x columns tokens
+    stays at one time step and advances by max(rows, columns). Raises ValueError if placeholders and
+    frames do not match.
+    """
     ids = np.asarray(ids)
     positions = np.empty((3, len(ids)), np.int64)
     side = codec.patch * codec.merge
     sizes = [(i.height // side, i.width // side) for i in items for _ in chat.frame_times(codec, i)]
     at = np.flatnonzero(ids == codec.pad)  # places of all vision tokens
-    cursor = 0  # tokens that have their positions
+    cursor = 0  # tokens that have their positions so far
     current = 0  # the next free position
-    hits = 0  # vision tokens that have theirs
+    hits = 0  # vision tokens that have their positions so far
     for rows, columns in sizes:
         start = at[hits]
         text = start - cursor
@@ -180,35 +173,45 @@ def rope_positions(codec, ids, items):
     return positions, current + len(ids) - cursor
 
 
-def pack_trees(codec, trees):
-    """Trees -> one Pack."""
-    columns = {name: [] for name in ("ids", "text", "tree", "branch", "source", "target")}
+def pack_trees(codec: chat.Codec, trees: list[Tree]) -> Pack:
+    """
+    Trees -> one Pack.
+
+    Example: a prompt [7, 8] with the answers [5, 9] and [6], all of them trained, is packed as
+
+      place      0  1 | 2  3 | 4
+      ids        7  8 | 5  9 | 6
+      position   0  1 | 2  3 | 2     as if each answer stood alone after the prompt
+      branch     0  0 | 1  1 | 2
+      target             5  9   6
+      predictor          1  2   1    token 6 is predicted at place 1, the prompt's end, not at 3
+    """
+    columns = {name: [] for name in ("ids", "text", "tree", "branch", "predictor", "target")}
     positions = []
     values = {}
-    vision = []
+    items = []
     layout = []
     start = 0  # pack position where the tree begins
     for index, tree in enumerate(trees):
         p = len(tree.prefix.ids)
         if tree.prefix.mask and tree.prefix.mask[0]:
             raise ValueError("the first token of a context has no predecessor to be predicted from")
-        grid, following = rope_positions(codec, tree.prefix.ids, tree.vision)
+        grid, following = rope_positions(codec, tree.prefix.ids, tree.items)
         positions.append(grid)  # [3, p]
         last_of_prefix = start + p - 1
-        cursor = start
+        cursor = start  # pack position where the next span begins
         for number, span in enumerate([tree.prefix, *tree.branches]):
             n = len(span.ids)
             ids = np.asarray(span.ids, np.int64)
             trained = np.flatnonzero(span.mask)  # [n'] places in this span
-            # Token t is predicted by the state BEFORE it in its own sequence. For a branch's first
-            # token that is the prefix's last one, not its left neighbour, which ends another
-            # branch.
+            # The state BEFORE a token, in its own sequence, predicts it. For the first token of a
+            # branch that is the end of the prefix. Its left neighbour belongs to another branch.
             predictor = np.where(trained == 0, last_of_prefix, cursor + trained - 1)
             columns["ids"].append(ids)
             columns["text"].append(np.arange(n) + (p if number else 0))  # as if it were alone
             columns["tree"].append(np.full(n, index))
             columns["branch"].append(np.full(n, number))
-            columns["source"].append(predictor)
+            columns["predictor"].append(predictor)
             columns["target"].append(ids[trained])
             for name, numbers in span.values.items():
                 values.setdefault(name, []).append(np.asarray(numbers, np.float32)[trained])
@@ -216,30 +219,30 @@ def pack_trees(codec, trees):
                 positions.append(np.broadcast_to(following + np.arange(n), (3, n)))
             cursor += n
         layout.append((start, p, [len(b.ids) for b in tree.branches]))
-        vision += tree.vision
+        items += tree.items
         start = cursor
     joined = {name: torch.from_numpy(np.concatenate(x)) for name, x in columns.items()}
     text = joined.pop("text")[None]  # [1, L]
     grid = torch.cat([text, torch.from_numpy(np.concatenate(positions, 1))])[:, None]  # [4, 1, L]
     values = {name: torch.from_numpy(np.concatenate(x)) for name, x in values.items()}
-    return Pack(positions=grid, values=values, vision=vision, layout=layout, **joined)
+    return Pack(positions=grid, values=values, items=items, layout=layout, **joined)
 
 
-def fill_packs(trees, budget):
-    """First-fit-decreasing packing of trees into lists of at most `budget` tokens.
+def fill_packs(trees: list[Tree], budget: int) -> list[list[Tree]]:
+    """Trees -> lists of at most `budget` tokens, each a pack: first fit, longest first.
 
-    A tree over the budget is split by branches (its prefix is then computed more than once); a
-    single sequence over the budget gets a pack of its own.
+    A tree over the budget is split by branches, and each part computes the prefix again. A single
+    sequence over the budget gets a pack of its own.
     """
-    pieces = []
+    pieces = []  # trees that fit
     for t in trees:
-        piece = Tree(t.prefix, t.vision, [])
+        piece = Tree(t.prefix, t.items, [])
         for b in t.branches:
             if piece.branches and len(piece) + len(b.ids) > budget:
                 pieces.append(piece)
                 # The prefix's own trained tokens, if any, count in the first piece only.
                 silent = Span(t.prefix.ids, [0] * len(t.prefix.ids), t.prefix.values)
-                piece = Tree(silent, t.vision, [])
+                piece = Tree(silent, t.items, [])
             piece.branches.append(b)
         pieces.append(piece)
     packs = []
@@ -259,11 +262,11 @@ def even_packs(codec, packs):
     """This rank's packs as (pack, True), then spare ones as (pack, False), until all ranks have
     equally many. Collective.
 
-    Every forward under FSDP is a chain of collectives: a rank that runs fewer hangs all others.
+    A forward under FSDP is a chain of collectives: a rank that runs fewer forwards hangs the rest.
     """
     import torch.distributed as dist
 
-    most = torch.tensor(len(packs))  # in host memory: no GPU is waited for
+    most = torch.tensor(len(packs))  # in host memory, so the host does not wait for a GPU
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     spare = pack_trees(codec, [Tree(Span([codec.eos, codec.eos], [0, 1]))])
     spares = [(spare, False)] * (int(most.item()) - len(packs))
@@ -271,22 +274,22 @@ def even_packs(codec, packs):
 
 
 def to_device(tensor, device):
-    """A tensor in host memory -> on device. To a GPU from pinned memory: the host does not wait for
-    what the GPU has still to do."""
+    """Copies a tensor from host memory to the device. Pinned memory lets the host go on while the
+    GPU still works."""
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
 
 # ------------------------------------------------------------------------------------------------
-# 4. Attention over a pack
+# 3. Attention over a pack
 
 
 @dataclass
 class AttentionPlan:
-    """What every layer of one forward shares, built once per pack."""
+    """All that the layers of one forward share, built once per pack."""
 
-    kind: str  # "flash": plain sequences, flash-attn; "flex": anything, GPU; "parts": anything, CPU
+    kind: str  # "flash": no branches, flash-attn; "flex": any pack, GPU; "parts": any pack, CPU
     layout: list  # Pack's
     mask: object = None  # FlexAttention's BlockMask
     ends: torch.Tensor = None  # [sequences + 1] int32: where plain sequences end
@@ -294,14 +297,14 @@ class AttentionPlan:
 
 
 def attention_plan(pack, device):
-    """-> AttentionPlan. GPU: flash-attn for packs without branches where it is installed, else
-    FlexAttention. CPU: PartsAttention."""
+    """Pack -> AttentionPlan. On a GPU: flash-attn for packs without branches if it is installed,
+    else FlexAttention. On a CPU: PartsAttention."""
     import importlib.util
 
     if device.type == "cpu":
         return AttentionPlan("parts", pack.layout)
     plain = not any(branches for _, _, branches in pack.layout)
-    # The kernels themselves: a folder named flash_attn may be anything.
+    # Look for the compiled kernels: a folder named flash_attn may be anything.
     if plain and importlib.util.find_spec("flash_attn_2_cuda"):
         lengths = [p for _, p, _ in pack.layout]
         ends = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
@@ -311,7 +314,7 @@ def attention_plan(pack, device):
 
 
 def packed_attention(module, query, key, value, attention_mask=None, scaling=None, plan=None, **_):
-    """What transformers calls in every decoder layer. query [1, heads, L, d], key and value
+    """transformers calls this in every decoder layer. query [1, heads, L, d], key and value
     [1, key heads, L, d] -> ([1, L, heads, d], None)."""
     shared = query.shape[1] // key.shape[1]  # query heads that share a key head
     if plan.kind == "flex":
@@ -325,36 +328,39 @@ def packed_attention(module, query, key, value, attention_mask=None, scaling=Non
         out = flash_attn_varlen_func(q, k, v, plan.ends, plan.ends, plan.longest, plan.longest,
                                      softmax_scale=scaling, causal=True)
         return out[None], None
-    if shared > 1:  # CPU's kernel knows no shared heads
+    if shared > 1:  # the CPU kernel has no shared key heads
         key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
     return PartsAttention.apply(query, key, value, plan.layout, scaling).transpose(1, 2), None
 
 
 def block_mask(pack, device, size=128):
-    """Pack -> FlexAttention's BlockMask, counted from the layout: torch's create_block_mask makes
-    [L, L] masks to count in, some GB at 32k tokens. size: tokens of a block, the kernel's own."""
+    """Pack -> FlexAttention's BlockMask. size: tokens of a block, fixed by the kernel.
+
+    Counted from the layout, because torch's create_block_mask builds [L, L] masks, which are
+    gigabytes at 32k tokens.
+    """
     from torch.nn.attention.flex_attention import BlockMask
 
     tree, branch = to_device(pack.tree, device), to_device(pack.branch, device)  # [L]
 
-    def visible(_batch, _head, q, k):  # asked inside blocks that are seen in part
+    def visible(_batch, _head, q, k):  # the kernel asks this inside partly visible blocks
         same = (branch[k] == 0) | (branch[k] == branch[q])
         return (q >= k) & (tree[q] == tree[k]) & same
 
     pairs = visible_pairs(pack.layout, len(pack.ids), size)  # [blocks, blocks]
-    full = pairs == size * size  # a ragged last block never is
+    full = pairs == size * size  # never true of a ragged last block
     lists = []
     for kind in ((pairs > 0) & ~full, full):  # blocks seen in part, blocks seen whole
-        number = kind.sum(1)  # [blocks] how many a row
-        which = np.argsort(~kind, 1, kind="stable")  # [blocks, blocks] theirs first
+        number = kind.sum(1)  # [blocks] blocks of this kind in each row
+        which = np.argsort(~kind, 1, kind="stable")  # [blocks, blocks] their columns come first
         for x in (number, which):
             lists.append(to_device(torch.from_numpy(x.astype(np.int32))[None, None], device))
     return BlockMask.from_kv_blocks(*lists, size, visible, (len(tree), len(tree)))
 
 
 def visible_pairs(layout, tokens, size):
-    """Pack.layout -> [blocks, blocks] int: how many (query, key) pairs of two blocks see each
-    other."""
+    """Pack.layout -> [blocks, blocks] int: the number of (query, key) pairs between two blocks in
+    which the query sees the key."""
     blocks = -(-tokens // size)
     edges = np.arange(blocks + 1) * size
 
@@ -367,7 +373,7 @@ def visible_pairs(layout, tokens, size):
         bounds = np.cumsum([start, p, *branches])
         for number, (begin, end) in enumerate(zip(bounds, bounds[1:])):
             own = inside(begin, end)
-            # Causal with itself: whole blocks before, a triangle in the same one.
+            # Causal with itself: all pairs of earlier blocks, a triangle within the same block.
             pairs += np.tril(np.outer(own, own), -1) + np.diag(own * (own + 1) // 2)
             if number:  # a branch sees its whole prefix
                 pairs += np.outer(own, prefix)
@@ -375,48 +381,49 @@ def visible_pairs(layout, tokens, size):
 
 
 # ------------------------------------------------------------------------------------------------
-# 5. Log-probs
+# 4. Log-probs
 
 
 class Policy(torch.nn.Module):
-    """A Qwen3-VL and the forward of all training stages: pack in, log-probs of its trained tokens
-    out."""
+    """A Qwen3-VL with the one forward of all training stages: a pack goes in, log-probs of its
+    trained tokens come out."""
 
     def __init__(self, hf, codec):
         super().__init__()
         self.hf = hf
-        self.banned = codec.banned
-        self.pads = (codec.image_pad, codec.video_pad)
+        self.codec = codec
+        self.features = None  # VisionFeatures; a stage sets it, because it knows the videos
 
-    def forward(self, pack, vision, temperature=1.0, chunk=1024):
-        """pack: Pack; vision: VisionFeatures -> (logp [N], entropy [N]) of pack.target, fp32.
+    def forward(self, pack, temperature=1.0, chunk=1024):
+        """Pack -> (logp [N], entropy [N]) of pack.target, fp32.
 
-        The host waits for the GPU where frames are new (the tower reads their sizes), and once a
-        deepstack level: transformers asks for the positions of a boolean mask.
+        The host waits for the GPU in two places: the tower reads the sizes of new frames, and
+        transformers turns a boolean mask into positions once per deepstack level.
         """
         text = self.hf.model.language_model
         device = text.embed_tokens.weight.device
         ids, positions = to_device(pack.ids, device), to_device(pack.positions, device)
-        source, target = to_device(pack.source, device), to_device(pack.target, device)
+        predictor, target = to_device(pack.predictor, device), to_device(pack.target, device)
         features = None
-        if pack.vision:
-            features = torch.cat([vision(item) for item in pack.vision])  # [V, 1 + D, H]
-        seen = self.placeholders(pack.ids, features)  # [L], counted in host memory
+        if pack.items:
+            features = torch.cat([self.features(item) for item in pack.items])  # [V, 1 + D, H]
+        seen = self.placeholders(pack.ids, features)  # [L], in host memory
         seen = None if seen is None else to_device(seen, device)
         embeds, levels = self.embed(ids, seen, features)  # [L, H], D x [V, H]
         hidden = text(
             inputs_embeds=embeds[None], position_ids=positions, use_cache=False,
             visual_pos_masks=None if seen is None else seen[None], deepstack_visual_embeds=levels,
             plan=attention_plan(pack, device)).last_hidden_state[0]  # [L, H]
-        return token_logprobs(hidden[source], self.hf.lm_head.weight, target, self.banned,
-                              temperature, chunk)
+        # Only states that predict a trained token meet the vocabulary: N of L.
+        return token_logprobs(hidden[predictor], self.hf.lm_head.weight, target,
+                              self.codec.banned, temperature, chunk)
 
     def placeholders(self, ids, features):
         """ids in host memory, features [V, 1 + D, H] or None -> mask of the ids that stand for
-        vision tokens, or None. Raises ValueError when they are not V."""
+        vision tokens, or None. Raises ValueError if their number is not V."""
         if features is None:
             return None
-        seen = (ids == self.pads[0]) | (ids == self.pads[1])
+        seen = (ids == self.codec.image_pad) | (ids == self.codec.video_pad)
         found = int(seen.sum())
         if found != len(features):
             raise ValueError(f"{found} vision placeholders for {len(features)} vision tokens")
@@ -434,14 +441,14 @@ class Policy(torch.nn.Module):
 
 
 def token_logprobs(hidden, weight, target, banned=(), temperature=1.0, chunk=1024):
-    """Vocabulary projection in chunks, recomputed in backward: never a [tokens, 151936] fp32
-    tensor.
+    """hidden [N, H], weight [vocab, H], target [N] -> (logp [N], entropy [N]) fp32.
 
-    hidden [N, H], weight [vocab, H], target [N] -> (logp [N], entropy [N]) fp32.
+    Projects to the vocabulary in chunks that backward recomputes, so no [N, 151936] fp32 tensor
+    exists at any time.
     """
     from torch.utils.checkpoint import checkpoint
 
-    # The same bias the engine samples under.
+    # The engine samples under the same bias, so the two distributions are one.
     bias = torch.zeros(weight.shape[0], device=hidden.device)
     never = to_device(torch.tensor(list(banned), dtype=torch.long), hidden.device)
     bias.index_fill_(0, never, -100.0)
@@ -457,8 +464,7 @@ def token_logprobs(hidden, weight, target, banned=(), temperature=1.0, chunk=102
 
 
 def chunk_logprobs(hidden, weight, target, bias, temperature):
-    """hidden [n, H] -> (log-prob of target [n], entropy [n]), both of the distribution that is
-    sampled from, fp32."""
+    """hidden [n, H] -> (log-prob of target [n], entropy [n]) of the sampled distribution, fp32."""
     logits = (F.linear(hidden, weight).float() + bias) / temperature  # [n, vocab]
     norm = logits.logsumexp(-1)  # [n]
     logp = logits.gather(1, target[:, None])[:, 0] - norm
@@ -468,7 +474,7 @@ def chunk_logprobs(hidden, weight, target, bias, temperature):
     return logp, entropy
 
 
-# ---- below: SFT chats, loading, checkpoints, start-up (a reader of the step may stop here) -------
+# ---- below: kernels, optimizer (a reader of the step may stop here) -----------------------------
 
 
 # ------------------------------------------------------------------------------------------------
@@ -476,14 +482,14 @@ def chunk_logprobs(hidden, weight, target, bias, temperature):
 
 
 class PartsAttention(torch.autograd.Function):
-    """Attention of trees on CPU without masks and without copies of the prefix: all branches ask
-    the prefix at once, then each itself.
+    """Attention of trees on a CPU, without masks and without copies of the prefix: all branches
+    attend to the prefix in one kernel call, then each branch to itself.
 
       o = w o_prefix + (1 - w) o_own,   w = exp(lse_prefix - lse)     lse: log of the softmax's sum
       lse = log(exp(lse_prefix) + exp(lse_own))
 
-    Backward asks the same kernel with the whole o and lse: its formula then gives each part's share
-    of the gradient (as in ring attention). query, key, value [1, heads, L, d] -> [1, heads, L, d].
+    Backward hands the whole o and lse to the same kernel. Its formula then gives the share of each
+    part in the gradient, as in ring attention. query, key, value [1, heads, L, d] -> the same.
     """
 
     @staticmethod
@@ -535,7 +541,7 @@ class PartsAttention(torch.autograd.Function):
 
 
 def compiled_flex():
-    """FlexAttention is only fast, and only memory-safe, compiled; compiled once per process."""
+    """FlexAttention, compiled once per process: uncompiled it is slow and builds [L, L] scores."""
     if not hasattr(compiled_flex, "function"):
         from torch.nn.attention.flex_attention import flex_attention
 
@@ -548,8 +554,8 @@ def frames_attention(module, query, key, value, attention_mask=None, scaling=Non
     """The tower's attention: each frame attends to itself. query [1, heads, L, d] -> ([1, L, heads,
     d], None).
 
-    The frames of one item have one size: a batch for one sdpa call, where transformers' own path is
-    a loop over frames in every layer.
+    The frames of one item have one size, so they are one batch for one sdpa call. transformers' own
+    path loops over the frames in every layer.
     """
     frames = len(cu_seq_lens_q) - 1
     if frames * int(max_length_q) != query.shape[2]:
@@ -560,27 +566,23 @@ def frames_attention(module, query, key, value, attention_mask=None, scaling=Non
 
 
 # ------------------------------------------------------------------------------------------------
-# Chats with assistant turns (SFT)
+# From transformers' model to ours
 
 
-# ------------------------------------------------------------------------------------------------
-# Opening a checkpoint
-
-
-def compute_dtype(device):
-    """bf16 on GPU; fp32 on CPU, where bf16 gains nothing."""
+def compute_dtype(device: torch.device) -> torch.dtype:
+    """bf16 on a GPU; fp32 on a CPU, because bf16 gains nothing there."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def as_policy(hf, codec, device, recompute):
-    """transformers' model -> Policy: our attention, tower frozen, decoder layers recomputed in
-    backward as asked."""
+def as_policy(hf, codec: chat.Codec, device: torch.device, recompute: str) -> Policy:
+    """transformers' model -> Policy with our attention and a frozen tower. recompute: "full" =
+    backward computes the decoder layers again instead of keeping their activations, or "none"."""
     from transformers import AttentionInterface
 
     AttentionInterface.register("packed", packed_attention)
     AttentionInterface.register("frames_as_flash", frames_attention)
     hf.model.language_model.config._attn_implementation = "packed"
-    # transformers hands over all frames at once only to a name with "flash" in it.
+    # transformers hands over all frames at once only if the name has "flash" in it.
     hf.model.visual.config._attn_implementation = "frames_as_flash"
     hf.model.visual.requires_grad_(False)
     hf.model.visual.to(compute_dtype(device))
@@ -593,21 +595,15 @@ def as_policy(hf, codec, device, recompute):
 
 
 # ------------------------------------------------------------------------------------------------
-# Adapters (--lora)
-#
-#   y = x W' + 2 (x A') B'      W [out, in] frozen, A [r, in], B [out, r] trained; alpha = 2 r
-#
-# LoRA, arXiv 2106.09685, on the matrices of the decoder layers. Not peft: it wraps modules, and
-# under its names neither the shards of a checkpoint nor the engine's weights would be found. Files
-# have peft's layout, so that its tools read them.
+# Training
 
 
-def trained_parameters(policy):
+def trained_parameters(policy: Policy) -> list:
     return [p for p in policy.parameters() if p.requires_grad]
 
 
 def adamw(parameters, lr, beta2, device, weight_decay=0.01):
-    """AdamW with beta1 0.9; weight decay on matrices, none on norms."""
+    """AdamW with beta1 0.9. Weight decay applies to matrices, not to norms and biases."""
     matrices = [p for p in parameters if p.ndim > 1]
     vectors = [p for p in parameters if p.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": weight_decay},
@@ -616,23 +612,7 @@ def adamw(parameters, lr, beta2, device, weight_decay=0.01):
 
 
 def clip_gradients(policy, limit):
-    """Clip to `limit` (0: not) -> the norm before, of all ranks' gradients: the same on each."""
+    """Clips the gradients to the norm `limit` (0: no clipping). -> the norm before clipping, taken
+    over the gradients of all ranks, so every rank gets the same number. Collective."""
     norm = torch.nn.utils.clip_grad_norm_(trained_parameters(policy), limit or float("inf"))
     return (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
-
-
-# ------------------------------------------------------------------------------------------------
-# Saving and going on
-
-
-# ------------------------------------------------------------------------------------------------
-# Numbers of a run
-
-
-# ------------------------------------------------------------------------------------------------
-# Starting up, and small things every stage does the same way
-
-
-launch.make_out.made = []  # folders that were not there before
-
-

@@ -1,12 +1,12 @@
 """
 rewards.py: from the text a policy wrote to its reward, and to the tokens that carry it.
 
-  R      = R_acc + w_format * R_fmt + tool_weight * R_tool  one scalar per episode  score
+  R      = R_acc + w_tool R_tool + w_fmt R_fmt              one number per rollout  score
   R_acc  = [letter == gold] | IoU of times | F1 | share     from <answer> alone     accuracy
-  R_fmt  = clip(R_base + anchor * R_anchor, 0, 1)           <= 0.5, tags misused    format_reward
-  R_tool = 0 | 0.1 parseable | 0.3 executed | +0.5 if executed and R_acc > 0        tool_reward
-  A_task = (R_acc + tool_weight * R_tool - mean) / sigma    every sampled token     group_advantages
-  A_fmt  = w_format * (R_fmt - mean) / sigma                tokens in struct(o)     structural_mask
+  R_fmt  = clip(R_base + lambda R_anchor, 0, 1)             <= 0.5, tags misused    format_reward
+  R_tool = 0 | 0.1 parseable | 0.3 executed | +0.5 if executed and R_acc > 0        tool_term
+  A_task = (R_acc + w_tool R_tool - mean) / sigma           every sampled token     group_advantages
+  A_fmt  = w_fmt (R_fmt - mean) / sigma                     tokens in struct(o)     structural_mask
   sigma  = population std of R over the rollouts of one prompt
 
 Where this departs from the ParaVT paper and its code, and why:
@@ -24,7 +24,8 @@ Above the ruled line: what a training step passes through. Below it: how calls, 
 and times are read. Standard library only, reads and writes no file; no text makes it raise.
 
     >>> turns = ["Look.</think><tool_call>{}</tool_call>", "A dog.</think><answer>B</answer>"]
-    >>> result = score(turns, "mcq", "B", options=["cat", "dog"], num_parseable=0, num_executed=0)
+    >>> task = {"type": "mcq", "answer": "B", "options": ["cat", "dog"]}
+    >>> result = score(turns, task, calls=[])
     >>> [round(result[key], 2) for key in ("acc", "fmt", "tool", "total")]
     [1.0, 0.95, 0.0, 1.95]
 """
@@ -40,21 +41,46 @@ from dataclasses import dataclass
 # Rewards of one episode
 
 
-def score(turns, task_type, gold, options=None, num_parseable=0, num_executed=0, think_prefix=True,
-          answer_suffix=True, anchor=0.5, gamma=0.3, w_format=1.0, tool_weight=1.0,
-          answer_from="tag"):  # fmt: skip
-    """All reward terms of one episode: {"acc", "fmt", "tool", "total"}. turns: the
-    sampled text of each main-agent turn, special tokens removed. think_prefix: every turn began
-    inside a thought that is not in its text. task_type, gold, options: see accuracy.
-    answer_suffix, anchor, gamma: see format_reward. num_parseable, num_executed: calls without an
-    error, and calls that were run. answer_from: "tag" | "line" (see stated_answer)."""
-    read = {"tag": final_answer, "line": stated_answer}[answer_from]
-    acc = accuracy(read(turns, think_prefix), task_type, gold, options)
-    fmt = format_reward(turns, think_prefix, answer_suffix, anchor, gamma)["total"]
-    tool = tool_reward(num_parseable, num_executed, acc)
-    # The terms stay unweighted in the record: a rollout can be replayed under other weights.
-    total = acc + w_format * fmt + tool_weight * tool
-    return {"acc": acc, "fmt": fmt, "tool": tool, "total": total}
+@dataclass(frozen=True)
+class Pay:
+    """What a rollout is paid for. Defaults: the paper's recipe. The fields are flags of grpo.py."""
+
+    answer_suffix: bool = True  # R_base pays 0.3 + 0.2 for an <answer> block; else 0.2 + 0.1
+    anchor: float = 0.5  # lambda: weight of R_anchor in R_fmt
+    gamma: float = 0.3  # penalty inside R_anchor of a thought that never closes
+    format_weight: float = 1.0  # w_fmt
+    tool_weight: float = 1.0  # w_tool, flag --tool-reward
+    answer_from: str = "tag"  # R_acc reads <answer> alone; "line": see stated_answer
+
+
+def score(turns: list[str], task: dict, calls=(), think_open: bool = True, pay: Pay | None = None,
+          tokens: int = 0) -> dict:
+    """
+    All reward terms of one rollout. THE place where R is composed: what is logged is trained.
+
+    turns: sampled text of each main turn, special tokens removed. task: {"type", "answer",
+    "options"?}, see accuracy. calls: the episode's records of calls, in which "parseable" and
+    "status" count. think_open: every turn began inside a thought that is not in its text. tokens:
+    sampled tokens of the main agent; no term uses them, a length penalty would.
+
+    -> {"acc", "fmt", "tool": R_acc, R_fmt, R_tool; "paid_task", "paid_fmt": the two parts as they
+    are weighted, from which the advantages are made; "total": R, their sum}
+    """
+    pay = pay or Pay()
+    read = {"tag": final_answer, "line": stated_answer}[pay.answer_from]
+    answer = read(turns, think_open)
+    acc = accuracy(answer, task["type"], task["answer"], task.get("options"))
+    fmt = format_reward(turns, think_open, pay)["total"]
+    # What the episode ran, not what was written: a model can write <tool_response> itself.
+    parseable = sum(call["parseable"] for call in calls)
+    executed = sum(call["status"] == "ok" for call in calls)
+    tool = tool_term(parseable, executed, acc)
+    # A term added here reaches the log and the gradient alike. The task part is credited at every
+    # sampled token, the format part at the tokens that --format-credit names.
+    paid_task = acc + pay.tool_weight * tool
+    paid_fmt = pay.format_weight * fmt
+    return {"acc": acc, "fmt": fmt, "tool": tool, "paid_task": paid_task, "paid_fmt": paid_fmt,
+            "total": paid_task + paid_fmt}
 
 
 def accuracy(response, task_type, gold, options=None):
@@ -74,21 +100,21 @@ def accuracy(response, task_type, gold, options=None):
     return token_f1(response, gold)  # pays for a part of the answer: a slope to climb
 
 
-def tool_reward(num_parseable, num_executed, acc):
+def tool_term(parseable: int, executed: int, acc: float) -> float:
     """R_tool: 0 without a parseable call, 0.1 with one, 0.3 if one was run, 0.8 if also acc > 0."""
-    if num_parseable <= 0:
+    if parseable <= 0:
         return 0.0
-    # What the episode ran, not what was written: a call that only looks right is not worth 0.6.
-    if num_executed <= 0:
+    # A call that only looks right is worth 0.1, also beside a right answer.
+    if executed <= 0:
         return 0.1
     return 0.8 if acc > 0 else 0.3
 
 
-def format_reward(turns, think_prefix=True, answer_suffix=True, anchor=0.5, gamma=0.3):
+def format_reward(turns: list[str], think_open: bool = True, pay: Pay | None = None) -> dict:
     """
     R_fmt of one episode, its parts and the conditions they came from.
 
-    turns, think_prefix: see score. anchor: weight of R_anchor. gamma: penalty inside it.
+    turns, think_open, pay: see score.
 
     R_base: with the Answer Suffix, without it
       think             last turn's thought, closed, >= 10 characters beside tags     0.2   0.3
@@ -101,21 +127,22 @@ def format_reward(turns, think_prefix=True, answer_suffix=True, anchor=0.5, gamm
       flow              think_closed, and the last turn is think, answer, in order    0.3
       never_closed      a turn ends inside a thought                                  -gamma
 
-    total = clip(R_base + anchor * R_anchor, 0, 1), at most 0.5 when `capped`: a tag unbalanced,
+    total = clip(R_base + pay.anchor * R_anchor, 0, 1), at most 0.5 when `capped`: a tag unbalanced,
     nested or opened again, or a tool response written by the model. "anchor" in the result is
     R_anchor before its weight; `well_formed`: the flow holds and nothing is capped.
     """
-    texts = [whole(turn, think_prefix) for turn in turns]
+    pay = pay or Pay()
+    texts = [whole(turn, think_open) for turn in turns]
     thoughts = [closed_thought(text) for text in texts]
-    body, closed = last_answer(turns[-1], think_prefix) if turns else (None, False)
+    body, is_closed = last_answer(turns[-1], think_open) if turns else (None, False)
     on = {
         "think": bool(turns) and len(thoughts[-1]) >= 10,
         "answer_opened": body is not None,
-        "answer_closed": closed,
-        "think_before_call": any(thinks_before_call(turn, think_prefix) for turn in turns),
+        "answer_closed": is_closed,
+        "think_before_call": any(thinks_before_call(turn, think_open) for turn in turns),
         "balanced": all(is_balanced(text) for text in texts),
         "think_closed": bool(turns) and all(thoughts),
-        "never_closed": any(never_closed(turn, think_prefix) for turn in turns),
+        "never_closed": any(never_closed(turn, think_open) for turn in turns),
     }
     # The flow is strict about the order of the tags and lenient about text between them.
     ordered = bool(turns) and tag_order(texts[-1]) == "<think></think><answer></answer>"
@@ -126,18 +153,18 @@ def format_reward(turns, think_prefix=True, answer_suffix=True, anchor=0.5, gamm
     on["well_formed"] = on["flow"] and not on["capped"]
 
     # Without the Answer Suffix, as the authors' plain GRPO, thinking earns more than answering.
-    think, opened, closed = (0.2, 0.3, 0.2) if answer_suffix else (0.3, 0.2, 0.1)
-    base = think * on["think"] + opened * on["answer_opened"] + closed * on["answer_closed"]
+    think, opened, ended = (0.2, 0.3, 0.2) if pay.answer_suffix else (0.3, 0.2, 0.1)
+    base = think * on["think"] + opened * on["answer_opened"] + ended * on["answer_closed"]
     base += 0.3 * on["think_before_call"]
     base += 0.1 * (on["balanced"] and base > 0)  # no credit for having no tags at all
-    pull = 0.4 * on["think_closed"] + 0.3 * on["flow"] - gamma * on["never_closed"]
-    total = min(max(base + anchor * pull, 0.0), 0.5 if on["capped"] else 1.0)
+    pull = 0.4 * on["think_closed"] + 0.3 * on["flow"] - pay.gamma * on["never_closed"]
+    total = min(max(base + pay.anchor * pull, 0.0), 0.5 if on["capped"] else 1.0)
     return {"base": base, "anchor": pull, "total": total, **on}
 
 
-def closure_counts(turns, think_prefix=True):
+def closure_counts(turns, think_open=True):
     """{kind: [opened, closed]} over all turns; a stray closing tag counts as nothing."""
-    texts = [whole(turn, think_prefix) for turn in turns]
+    texts = [whole(turn, think_open) for turn in turns]
     counts = {}
     for kind in KINDS:
         # Each kind on its own, nesting ignored. The newline keeps a pair within its turn.
@@ -184,9 +211,9 @@ def has_word(text):
     return any(char.isalnum() for char in ANY_TAG.sub("", text))
 
 
-def whole(turn, think_prefix):
+def whole(turn, think_open):
     """A turn with the forced <think> put back, so that it counts as opened."""
-    return "<think>\n" + turn if think_prefix else turn
+    return "<think>\n" + turn if think_open else turn
 
 
 def tag_order(text):
@@ -209,13 +236,13 @@ def closed_thought(text):
     return ANY_TAG.sub("", body).strip() if closed and has_word(body) else ""
 
 
-def thinks_before_call(turn, think_prefix):
+def thinks_before_call(turn, think_open):
     """Whether a turn holds a valid call, and a thought with a word in it was closed before any."""
     # Any call tag before the end of the thought, even a draft in it: thinking did not come first.
     before = turn.partition("</think>")[0]
     draft = any(f"<{kind}>" in before for kind in CALLS)
-    valid = any(call.error is None for call in parse_tool_calls(turn, think_prefix))
-    return valid and not draft and closed_thought(whole(turn, think_prefix)) != ""
+    valid = any(call.error is None for call in parse_tool_calls(turn, think_open))
+    return valid and not draft and closed_thought(whole(turn, think_open)) != ""
 
 
 def bodies(text, kinds):
@@ -283,20 +310,23 @@ def structural_mask(pieces):
     return mask
 
 
-def group_advantages(acc_tool, fmt, w_format=1.0):
-    """(A_task, A_fmt, sigma) of the rollouts of a prompt; A_task + A_fmt is GRPO's advantage of R.
-    acc_tool: R_acc + R_tool of each rollout; fmt: R_fmt. sigma: population std of the composed
-    reward; below 1e-6 all zeros, no signal. Raises ValueError when the lengths differ."""
-    reward = [task + w_format * form for task, form in zip(acc_tool, fmt, strict=True)]
+def group_advantages(task: list[float], fmt: list[float]) -> tuple:
+    """
+    The two paid parts of each rollout of a prompt -> (A_task, A_fmt, sigma), in the same order.
+
+    A_task + A_fmt is GRPO's advantage of R = task + fmt. sigma: population std of R; below 1e-6 all
+    advantages are 0, since the group has no signal. Raises ValueError if the lengths differ.
+    """
+    reward = [t + f for t, f in zip(task, fmt, strict=True)]  # R of each rollout
     size = len(reward) or 1  # an empty group has no signal either
-    # Means of the parts add up to the mean of the sum, hence the two advantages add up to GRPO's.
-    # Both parts share sigma, so that neither is blown up when it alone hardly varies.
-    mean, mean_task, mean_fmt = (math.fsum(values) / size for values in (reward, acc_tool, fmt))
+    # Means of the parts add up to the mean of the sum, so the two advantages add up to GRPO's.
+    # Both parts share sigma: neither is blown up because it alone hardly varies.
+    mean, mean_task, mean_fmt = (math.fsum(values) / size for values in (reward, task, fmt))
     sigma = math.sqrt(math.fsum((value - mean) ** 2 for value in reward) / size)
     if sigma < 1e-6:
         return [0.0] * len(reward), [0.0] * len(reward), sigma
-    a_task = [(value - mean_task) / sigma for value in acc_tool]
-    a_fmt = [w_format * (value - mean_fmt) / sigma for value in fmt]
+    a_task = [(value - mean_task) / sigma for value in task]
+    a_fmt = [(value - mean_fmt) / sigma for value in fmt]
     return a_task, a_fmt, sigma
 
 

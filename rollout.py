@@ -1,6 +1,6 @@
 """
-rollout.py: the agent. Prompts, episodes, the pump, the engine: the one loop that RL, evaluation and
-this CLI share.
+rollout.py: the agent. Prompts, one episode, fan-out and gather: the one loop that RL, evaluation of
+our agent and this CLI share.
 
 One episode, for a task with overview budget K:
   main agent   <system><K frames><question> -> turn 1
@@ -11,13 +11,14 @@ One episode, for a task with overview budget K:
 Every main turn starts with a forced `<think>\\n` (--think-prefix). Ids only grow:
 next prompt = previous ids + sampled ids + glue; nothing sampled is decoded and encoded again.
 
-An episode is a coroutine that awaits its frames and its samples. The pump feeds all episodes into
-one engine, so a fan-out starts the moment its turn ends. K is a draw per prompt (--frames gated)
-from a digest of (seed, step, task id).
+An episode is a coroutine that awaits its frames and its samples. The pump (engine.py) feeds all
+episodes into one engine, so a fan-out starts the moment its turn ends. K is a draw per prompt
+(--frames gated) from a digest of (seed, step, task id).
 
-Departs from the paper: a sub-agent is told the question (--no-sub-question: it is not); calls that
-a model writes in its last turn are not run. Calls inside a thought that never closes are run; with
---open-thought drop they are not, as where a serving stack's reasoning parser precedes the tools.
+Departs from the paper: a sub-agent is told the question (--set sub_question=false: it is not);
+calls that a model writes in its last turn are not run. Calls inside a thought that never closes are
+run; --set open_thought=drop drops them, as a serving stack does whose reasoning parser comes before
+its tools.
 
 Reads:  a checkpoint folder, task JSONL.
 Writes: rollout JSONL, one episode a line, enough to train on without the engine.
@@ -29,22 +30,21 @@ CPU toy:  python rollout.py --preset toy --ckpt sft_out --data toy/rl.jsonl --gr
 """
 import argparse
 import asyncio
-import bisect
 import hashlib
 import itertools
 import json
 import os
 import re
+import string
 import sys
 import time
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 
 import chat
-import checkpoint
 import launch
 import rewards
 import video
-from engine import Pump, Request, VllmEngine, in_flight
+from engine import Limits, Pump, Request, VllmEngine, in_flight
 
 # ------------------------------------------------------------------------------------------------
 # Prompts: the one home of every word put before the model. SFT data, RL and evaluation build here.
@@ -95,7 +95,7 @@ def question_text(task):
     """Task -> the text after the frames: question, options, how to answer."""
     options = bare_options(task.get("options") or [])
     lines = [task["question"]]
-    lines += [f"{letter}. {option}" for letter, option in zip(letters(), options)]
+    lines += [f"{letter}. {option}" for letter, option in zip(string.ascii_uppercase, options)]
     lines.append(answer_style(task["type"]))
     return "\n" + "\n".join(lines)
 
@@ -154,7 +154,7 @@ def request_seed(*parts):
 
 @dataclass
 class Agent:
-    """The rules of an episode. Field names are the flags of the CLIs."""
+    """The rules of an episode. Every field is a flag of the CLIs, or one of `settings`."""
 
     temperature: float = 0.7
     max_new_tokens: int = 2048  # per main-agent turn
@@ -162,7 +162,7 @@ class Agent:
     context: int = 32768  # tokens of one context, answer included
     max_turns: int = 3  # tool turns; one more turn always follows, which must answer
     max_parallel: int = 5  # calls run per turn; further ones get a response that says so
-    dispatch: str = "parallel"  # or "sequential", or "turns": one call a turn, the rest is cut off
+    dispatch: str = "parallel"  # or "sequential"; "turns": evaluation/systems.py alone
     tools: bool = True
     think_prefix: bool = True
     open_thought: str = "run"  # calls in a thought that never closes; "drop": they are only thought
@@ -231,7 +231,6 @@ class Context:
     logps: list = field(default_factory=list)  # of the distribution sampled from; 0 where mask is 0
     items: list = field(default_factory=list)  # [model.VisionItem]
     frames: list = field(default_factory=list)  # [video.Frames], one per item
-    messages: list = field(default_factory=list)  # the same as a chat, for endpoints without ids
 
     def insert(self, ids, compact=None):
         """Tokens nobody sampled: headers, tool responses. compact: where frames are among them."""
@@ -246,21 +245,18 @@ class Context:
         self.mask += [1] * len(ids)
         self.logps += logps
 
+    def request(self, name, **settings):
+        """The context as it is now; it grows on while the request waits, so lists are copied."""
+        return Request(name, list(self.compact), list(self.ids), list(self.items),
+                       list(self.frames), **settings)
+
 
 def open_context(codec, messages, specs, frames, tools=None):
-    """Messages whose frames are decoded -> Context. codec None (an endpoint that takes no ids):
-    messages only."""
-    context = Context(frames=list(frames), messages=list(messages))
-    if codec is not None:
-        context.items = [chat.vision_item(spec, f) for spec, f in zip(specs, frames)]
-        context.insert(*chat.encode_prompt(codec, messages, context.items, tools))
+    """Messages whose frames are decoded -> Context."""
+    context = Context(frames=list(frames))
+    context.items = [chat.vision_item(spec, f) for spec, f in zip(specs, frames)]
+    context.insert(*chat.encode_prompt(codec, messages, context.items, tools))
     return context
-
-
-def request_of(context, name, **settings):
-    """The context as it is now; it grows on while the request waits, so lists are copied."""
-    return Request(name, list(context.compact), list(context.ids), list(context.items),
-                   list(context.frames), context.messages, **settings)
 
 
 @dataclass
@@ -271,7 +267,7 @@ class Episode:
     group: str
     sample: int
     frame_budget: int
-    version: int
+    version: int  # of the weights: the step
     status: str = "ok"  # ok | video_error | label_error | context | engine_error
     error: str = None
     context: Context = None
@@ -287,171 +283,168 @@ class Episode:
     duration: float = None  # seconds of the video
     notes: dict = field(default_factory=dict)  # what a protocol remembers between turns; not saved
 
+    def fail(self, status, error):
+        self.status, self.error = status, error
+
     def executed(self):
         return sum(c["status"] == "ok" for c in self.calls)
 
     def parseable(self):
         return sum(c["parseable"] for c in self.calls)
 
+    @staticmethod
+    def kept():
+        """Fields that a record holds under their own names."""
+        return ("task", "group", "sample", "version", "status", "error", "think_open", "turns",
+                "pieces", "spans", "finish", "calls", "reward", "advantage", "timing")  # fmt: skip
+
     def to_json(self):
         c = self.context or Context()
-        return {
-            "task": self.task, "group": self.group, "sample": self.sample, "K": self.frame_budget,
-            "version": self.version, "status": self.status, "error": self.error,
-            "ids": c.ids, "mask": c.mask, "logps": c.logps,
-            "vision": [vars(item) for item in c.items],
-            "think_open": self.think_open, "turns": self.turns, "pieces": self.pieces,
-            "spans": self.spans, "finish": self.finish, "calls": self.calls,
-            "reward": self.reward, "advantage": self.advantage, "timing": self.timing,
-        }
+        return {**{name: getattr(self, name) for name in self.kept()}, "K": self.frame_budget,
+                "ids": c.ids, "mask": c.mask, "logps": c.logps,
+                "vision": [vars(item) for item in c.items]}  # fmt: skip
 
 
 @dataclass
-class Shared:
-    """What all episodes of one call of `run` have in common."""
+class Sampler:
+    """All that turns tasks into episodes. One `run` at a time."""
 
-    agent: Agent
-    codec: chat.Codec  # None: an endpoint that takes no ids
+    engine: object  # submit(Request), poll() -> [Completion], max_seqs: its batch
+    codec: chat.Codec
     source: Source
-    pump: object
-    step: int  # enters every seed and every draw of K
-    protocol: object  # Protocol
+    agent: Agent
+    pay: rewards.Pay = rewards.Pay()  # what a rollout is paid for
+    threads: int = 4  # that decode
+    max_live: int = None  # episodes at once; None = twice the engine's batch
+    open_context: callable = open_context  # evaluation/systems.py keeps the chat beside the ids
+    pump: Pump = None  # of the latest run; its idle_s: seconds the engine only waited for frames
 
 
 # ------------------------------------------------------------------------------------------------
 # The episode
 
 
-async def run_episode(episode, shared):
+async def run_episode(episode, sampler):
     """The main agent: overview, then turns that look closer, then one that answers -> Episode.
 
     Nothing that the model writes can raise out of it: bad calls, broken videos, full contexts and
     failed requests are counted outcomes in the record.
     """
-    agent, codec, pump, protocol = shared.agent, shared.codec, shared.pump, shared.protocol
-    task, began = episode.task, time.monotonic()
-    spec = shared.source.overview_spec(task, episode.frame_budget)
-    try:
-        frames, episode.duration, spoken = await pump.load(shared.source.load_overview, spec, task)
-    except (video.VideoError, ValueError) as error:
-        episode.status, episode.error = "video_error", str(error)
+    agent, codec, task, began = sampler.agent, sampler.codec, episode.task, time.monotonic()
+    shown = await load_overview(episode, sampler)
+    if shown is None:
         return episode
-    finally:
-        episode.timing["decode_s"] = time.monotonic() - began
-    episode.timing["video_s"] = episode.duration
-    if shared.source.own_labels and (wrong := label_fault(task, episode.duration)):
-        episode.status, episode.error = "label_error", wrong
-        return episode
-
-    messages = protocol.opening(task, episode.frame_budget, agent, spoken, episode.duration)
-    tools = protocol.schema() if agent.tools and protocol.schema else None
+    spec, frames, spoken = shown
+    messages = main_messages(task, episode.frame_budget, agent.tools, spoken)
+    tools = tool_schema() if agent.tools else None
     context = episode.context = open_context(codec, messages, [spec], [frames], tools)
     episode.notes.update(opening=messages, seconds=frames.seconds)
-
-    prefill = protocol.prefill or ("<think>\n" if agent.think_prefix else "")
-    opened = codec is not None and codec.opens_thought
-    episode.think_open = rewards.never_closed(prefill, opened)
+    episode.think_open = agent.think_prefix or codec.opens_thought
 
     tool_turns = agent.max_turns if agent.tools else 0
     for turn in range(tool_turns + 1):  # the last one must answer: its calls come too late
-        last = turn == tool_turns
-
         # Forced, not sampled: mask 0, neither gradient nor credit.
-        prefix = forced_ids(codec, context, prefill)
+        prefix = chat.think_prefix_ids(codec, context.ids) if agent.think_prefix else []
         room = agent.context - len(context.ids) - len(prefix)
         if room < 1:
-            full = f"{len(context.ids)} tokens leave no room in a context of {agent.context}"
-            episode.status, episode.error = "context", full
+            episode.fail("context", f"{len(context.ids)} tokens leave no room in a context of "
+                         f"{agent.context}")
             break
         context.insert(prefix)
-
-        limit = agent.max_new_tokens
-        if last and tool_turns and protocol.force_tokens:
-            limit = protocol.force_tokens(task)
-        said = await pump.sample(request_of(
-            context, f"{episode.group}/{episode.sample}/{turn}", max_tokens=min(limit, room),
-            temperature=agent.temperature, prefill=prefill, tools=tools, stop=protocol.stop,
-            seed=request_seed(agent.seed, shared.step, task["id"], episode.sample, turn)))
+        said = await sampler.pump.sample(context.request(
+            f"{episode.group}/{episode.sample}/{turn}", max_tokens=min(agent.max_new_tokens, room),
+            temperature=agent.temperature, seed=turn_seed(episode, agent, turn)))
         if said.error:
-            episode.status, episode.error = "engine_error", said.error
+            episode.fail("engine_error", said.error)
             break
-        ended = said.ended
-        said = cut_turn(said, agent, protocol, codec)
-        if said.ids is not None:
-            episode.spans.append([len(context.ids), len(context.ids) + len(said.ids)])
-            context.sampled(said.ids, said.logps)  # mask 1: trained
-            episode.pieces.append(chat.text_pieces(codec, said.ids))
-        episode.turns.append(said.text)
-        episode.finish.append("stop" if said.ended else "call" if ended else "length")
-
-        unclosed = rewards.never_closed(said.text, episode.think_open)
-        unseen = not agent.tools or (agent.open_thought == "drop" and unclosed)
-        calls = [] if unseen else protocol.parse(said.text, episode.think_open)
-        records = [call_record(call, turn) for call in calls]
-        episode.calls += records
-        if last or not calls:
+        record_turn(episode, codec, said, "stop" if said.ended else "length")
+        calls, records = record_calls(episode, agent, said.text, turn)
+        if turn == tool_turns or not calls:
             for record in records:
                 record.update(status="not_run", summary="")
             break
 
         # Fan-out: one sub-agent per window, all at once; they join the engine's running batch.
-        reply = await protocol.answer(records, calls, episode, shared, turn)
-        if protocol.force and turn == tool_turns - 1:
-            reply.messages.append({"role": "user", "content": protocol.force(task)})
-        if reply.fresh:
-            context = open_context(codec, reply.messages, reply.specs, reply.frames, tools)
-            episode.context = context
-            episode.spans.clear()  # of the last context alone
-            continue
+        await serve(records, calls, episode, sampler, turn)
 
         # Gather: ONE user turn, in call order, then ONE generation prompt.
-        spoken_turn = {"role": "assistant", "content": prefill + said.text}
-        context.messages = [*context.messages, spoken_turn, *reply.messages]
-        context.frames += reply.frames
-        if codec is not None:
-            items = [chat.vision_item(s, f) for s, f in zip(reply.specs, reply.frames)]
-            compact = chat.glue_ids(codec, reply.messages, said.ended, items)
-            glue = chat.expand(codec, compact, items)
-            if len(context.ids) + len(glue) + len(prefix) >= agent.context:
-                # An episode never ends on a tool response: what does not fit is left out whole.
-                full = f"the responses do not fit into a context of {agent.context}"
-                episode.status, episode.error = "context", full
-                break
-            context.insert(glue, compact)
-            context.items += items
+        replies = [{"role": "tool", "content": record["summary"]} for record in records]
+        glue = chat.glue_ids(codec, replies, said.ended)
+        if not fits(episode, agent, len(glue) + len(prefix)):
+            break
+        context.insert(glue)
     episode.timing["total_s"] = time.monotonic() - began
     return episode
 
 
-def opening(task, num_frames, agent, subtitles, duration):
-    """ParaVT's first messages, as Protocol.opening."""
-    return main_messages(task, num_frames, agent.tools, subtitles)
+async def load_overview(episode, sampler):
+    """-> (spec, Frames, subtitles) of the overview. None if the video or the task's label is to
+    blame; the episode then says so."""
+    source, began = sampler.source, time.monotonic()
+    spec = source.overview_spec(episode.task, episode.frame_budget)
+    try:
+        frames, episode.duration, spoken = await sampler.pump.load(
+            source.load_overview, spec, episode.task)
+    except (video.VideoError, ValueError) as error:
+        episode.fail("video_error", str(error))
+        return None
+    finally:
+        episode.timing["decode_s"] = time.monotonic() - began
+    episode.timing["video_s"] = episode.duration
+    if source.own_labels and (wrong := label_fault(episode.task, episode.duration)):
+        episode.fail("label_error", wrong)
+        return None
+    return spec, frames, spoken
 
 
-def forced_ids(codec, context, prefill):
-    """Ids of the forced start of a turn; [] for endpoints, and where the template wrote it."""
-    if codec is None:
-        return []
-    if not chat.think_prefix_ids(codec, context.ids):  # the template has opened the thought
-        prefill = prefill.removeprefix("<think>\n")
-    return chat.encode(codec, prefill)
+def turn_seed(episode, agent, *turn):
+    """Seed of a main turn (its number), or of a sub-agent of it (both numbers)."""
+    return request_seed(agent.seed, episode.version, episode.task["id"], episode.sample, *turn)
 
 
-async def summaries(records, calls, episode, shared, turn):
-    """ParaVT's Protocol.answer: a sub-agent for every call, one tool message each, in order."""
-    await serve(records, calls, episode, shared, turn)
-    return Reply([{"role": "tool", "content": record["summary"]} for record in records])
+def record_turn(episode, codec, said, finish):
+    """A sampled turn -> the episode's context and record. finish: why it ended, see Episode."""
+    start = len(episode.context.ids)
+    episode.context.sampled(said.ids, said.logps)  # mask 1: trained
+    episode.spans.append([start, start + len(said.ids)])
+    episode.pieces.append(chat.text_pieces(codec, said.ids))
+    episode.turns.append(said.text)
+    episode.finish.append(finish)
 
 
-async def serve(records, calls, episode, shared, turn):
+def record_calls(episode, agent, text, turn, parse=rewards.parse_tool_calls):
+    """Text of a turn -> (its calls, their records, which are the episode's, too)."""
+    unclosed = rewards.never_closed(text, episode.think_open)
+    unseen = not agent.tools or (agent.open_thought == "drop" and unclosed)
+    calls = [] if unseen else parse(text, episode.think_open)
+    records = [{
+        "turn": turn, "name": call.name, "start": call.start, "end": call.end,
+        "num_frames": call.num_frames, "parseable": call.error is None,
+        "status": "error" if call.error else "pending",
+        "summary": f"error: {call.error}" if call.error else "", "sub_tokens": 0}
+        for call in calls]  # fmt: skip
+    episode.calls += records
+    return calls, records
+
+
+def fits(episode, agent, more):
+    """Whether `more` tokens leave room for a turn. An episode never ends on a tool response: what
+    does not fit is left out whole."""
+    if len(episode.context.ids) + more < agent.context:
+        return True
+    episode.fail("context", f"the responses do not fit into a context of {agent.context}")
+    return False
+
+
+async def serve(records, calls, episode, sampler, turn):
     """Run the good calls of one turn on sub-agents and fill their records; every call gets exactly
     one response."""
-    run = admitted(records, calls, shared.agent.max_parallel)
-    specs = [window_spec(calls[i], episode.task, shared.agent) for i in run]
-    decoded = await decoding(specs, shared)
-    jobs = [sub_agent(records[i], specs[n], episode, shared, turn, n, decoded[n])
+    run = admitted(records, calls, sampler.agent.max_parallel)
+    specs = [window_spec(calls[i], episode.task, sampler.agent) for i in run]
+    decoded = await decoding(specs, sampler)
+    jobs = [sub_agent(records[i], specs[n], episode, sampler, turn, n, decoded[n])
             for n, i in enumerate(run)]
-    if shared.agent.dispatch == "parallel":
+    if sampler.agent.dispatch == "parallel":
         # Their decoding and their tokens share the machine with everybody else's.
         jobs = [asyncio.gather(*jobs)]
     for job in jobs:
@@ -464,34 +457,29 @@ def window_spec(call, task, agent):
             "num_frames": call.num_frames or None, "max_frames": agent.sub_frames}
 
 
-async def sub_agent(record, spec, episode, shared, turn, number, decoded):
+async def sub_agent(record, spec, episode, sampler, turn, number, decoded):
     """The same weights in a fresh context that holds one window. Fills `record`; never raises on
     what a model wrote. decoded: awaited before its frames are asked for."""
-    agent, codec, task = shared.agent, shared.codec, episode.task
+    agent, codec, task = sampler.agent, sampler.codec, episode.task
     began = time.monotonic()
     try:
         await decoded
-        spec, frames = await shared.pump.load(shared.source.load_window, spec)
-    except video.VideoError as error:
-        why = f"error: the window could not be read ({error.why})"
-        record.update(status="video_error", summary=why)
-        return
-    except ValueError as error:  # a window that holds nothing of the video
-        record.update(status="error", summary=f"error: {error}")
-        return
+        spec, frames = await sampler.pump.load(sampler.source.load_window, spec)
+    except (video.VideoError, ValueError) as error:
+        return refuse_window(record, error)
     record.update(start=spec["start"], end=spec["end"])
 
     window = {name: value for name, value in spec.items() if name != "video"}
     messages = sub_messages(task, window, agent.sub_question)
-    context = open_context(codec, messages, [spec], [frames])
+    context = sampler.open_context(codec, messages, [spec], [frames])
     room = agent.context - len(context.ids)
     if room < 1:
         record.update(status="error", summary="error: the window does not fit into the context")
         return
-    seed = request_seed(agent.seed, shared.step, task["id"], episode.sample, turn, number)
-    said = await shared.pump.sample(request_of(
-        context, f"{episode.group}/{episode.sample}/{turn}/{number}", seed=seed,
-        max_tokens=min(agent.sub_max_new_tokens, room), temperature=agent.temperature))
+    said = await sampler.pump.sample(context.request(
+        f"{episode.group}/{episode.sample}/{turn}/{number}",
+        max_tokens=min(agent.sub_max_new_tokens, room), temperature=agent.temperature,
+        seed=turn_seed(episode, agent, turn, number)))
     if said.error:
         record.update(status="engine_error", summary="error: the window could not be looked at")
         return
@@ -499,20 +487,22 @@ async def sub_agent(record, spec, episode, shared, turn, number, decoded):
     # A thought that never closes holds no summary: a Thinking checkpoint opens one by itself.
     thought = rewards.never_closed(said.text, codec is not None and codec.opens_thought)
     summary = "" if thought else said.text.rpartition("</think>")[2].strip()
+    context.sampled(said.ids, said.logps)
     record.update(status="ok", summary=summary or empty_summary(),
-                  seconds=time.monotonic() - began, frames_seen=len(frames.seconds))
-    if said.ids is not None:
-        context.sampled(said.ids, said.logps)
-        kept = {"ids": context.ids, "mask": context.mask, "logps": context.logps,
-                "vision": [vars(item) for item in context.items]}
-        record.update(sub_tokens=len(said.ids), sub=kept)
+                  seconds=time.monotonic() - began, frames_seen=len(frames.seconds),
+                  sub_tokens=sum(context.mask),
+                  sub={"ids": context.ids, "mask": context.mask, "logps": context.logps,
+                       "vision": [vars(item) for item in context.items]})
 
 
-def call_record(call, turn):
-    """A parsed call -> its entry in Episode.calls."""
-    return {"turn": turn, "start": call.start, "end": call.end, "num_frames": call.num_frames,
-            "parseable": call.error is None, "status": "error" if call.error else "pending",
-            "summary": f"error: {call.error}" if call.error else "", "sub_tokens": 0}
+def refuse_window(record, error):
+    """Why a window could not be loaded -> the call's record. error: VideoError, or ValueError if it
+    holds nothing of the video."""
+    if isinstance(error, video.VideoError):
+        why = f"error: the window could not be read ({error.why})"
+        record.update(status="video_error", summary=why)
+    else:
+        record.update(status="error", summary=f"error: {error}")
 
 
 def admitted(records, calls, max_parallel):
@@ -524,139 +514,73 @@ def admitted(records, calls, max_parallel):
     return good[:max_parallel]
 
 
+async def decoding(specs, sampler):
+    """Begin to decode the windows of one turn -> {place in specs: Future}, the same one for those
+    that are decoded in one go."""
+    found = {}
+    for near in await sampler.pump.load(sampler.source.clusters, specs):
+        done = sampler.pump.load(sampler.source.preload, [specs[n] for n in near])
+        found.update(dict.fromkeys(near, done))
+    return found
+
+
 # ------------------------------------------------------------------------------------------------
-# The pump
+# All episodes of a batch
 
 
-def run(engine, tasks, agent, codec, source, frames=64, group=1, step=0, version=0, scoring=None,
-        threads=4, max_live=None, clock=None, protocol=None):  # fmt: skip
+def run(sampler, tasks, frames=64, group=1, step=0, play=run_episode):
     """THE agent loop: RL, evaluation and the CLI all call this. -> iterator of scored Episodes, as
     they finish.
 
     frames: overview frames K, or "gated" (K drawn per prompt, the same for its whole group). group:
-    rollouts per task. step: enters every seed and every draw of K. scoring: keyword arguments of
-    rewards.score. threads: that decode. max_live: episodes at once; None = twice the engine's
-    batch. clock: a dict whose "decode_s" becomes the seconds in which the engine only waited.
+    rollouts per task. step: enters every seed and every draw of K, and is the version of the
+    weights in a record. play: coroutine function (Episode, Sampler) -> Episode.
     """
-    pump = Pump(engine, threads)
-    shared = Shared(agent, codec, source, pump, step, protocol or Protocol())
+    pump = sampler.pump = Pump(sampler.engine, sampler.threads)
     # A few more episodes than the engine's batch keep it full while others decode.
-    live = max_live or 2 * engine.max_seqs
-    works = (run_episode(episode, shared) for episode in
-             new_episodes(tasks, agent, frames, group, step, version))
+    live = sampler.max_live or 2 * sampler.engine.max_seqs
+    works = (play(episode, sampler)
+             for episode in new_episodes(tasks, sampler.agent.seed, frames, group, step))
     loop = asyncio.new_event_loop()
     finished = in_flight(pump, works, live)
     try:
         while episode := loop.run_until_complete(anext(finished, None)):
-            if clock is not None:
-                clock["decode_s"] = pump.idle_s
-            task = episode.task
-            episode.reward = rewards.score(
-                episode.turns, task["type"], task["answer"], task.get("options"),
-                episode.parseable(), episode.executed(), think_prefix=episode.think_open,
-                **(scoring or {}))
+            episode.reward = scored(episode, sampler.pay)
             yield episode
     finally:
         loop.run_until_complete(finished.aclose())
         loop.close()
 
 
-def new_episodes(tasks, agent, frames, group, step, version):
+def scored(episode, pay=None):
+    """Episode -> its reward, see rewards.score."""
+    tokens = sum(episode.context.mask) if episode.context else 0  # sampled by the main agent
+    return rewards.score(episode.turns, episode.task, episode.calls, episode.think_open, pay,
+                         tokens)
+
+
+def new_episodes(tasks, seed, frames, group, step):
     """Tasks -> Episodes that have not begun, `group` of each."""
     seen = {}  # a batch across two epochs may hold a task twice: one larger group, other seeds
     for task in tasks:
-        k = overview_frames(frames, agent.seed, step, task["id"])
+        k = overview_frames(frames, seed, step, task["id"])
         first = seen.get(task["id"], 0)
         seen[task["id"]] = first + group
         for sample in range(first, first + group):
-            yield Episode(task, f"{step}/{task['id']}", sample, k, version)
+            yield Episode(task, f"{step}/{task['id']}", sample, k, step)
 
 
-# ------------------------------------------------------------------------------------------------
-# The engine
-
-
-# ---- below: other systems, looking at episodes, checks, the command line (may be skipped) -------
-
-
-def letters():
-    return "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+# ---- below: looking at episodes, checks, the command line (may be skipped) ----------------------
 
 
 def bare_options(options):
     """Options without labels ("A. ", "(A) ", "A) ", "A: "), which go only where every option has
     its own letter: "B. B. King" alone is no label."""
-    patterns = [rf"\s*(?:\({letter}\)|{letter}[.):])\s+" for letter in letters()]
+    patterns = [rf"\s*(?:\({letter}\)|{letter}[.):])\s+" for letter in string.ascii_uppercase]
     labels = [re.match(pattern, text) for pattern, text in zip(patterns, options)]
     if not all(labels):
         return [text.strip() for text in options]
     return [text[label.end():].strip() for text, label in zip(options, labels)]
-
-
-async def decoding(specs, shared):
-    """Begin to decode the windows of one turn -> {place in specs: Future}, the same one for those
-    that are decoded in one go."""
-    found = {}
-    for near in await shared.pump.load(shared.source.clusters, specs):
-        done = shared.pump.load(shared.source.preload, [specs[n] for n in near])
-        found.update(dict.fromkeys(near, done))
-    return found
-
-
-@dataclass
-class Reply:
-    """What the calls of a turn are answered with: messages, and the specs and Frames of the videos
-    in them, in order."""
-
-    messages: list
-    specs: list = field(default_factory=list)
-    frames: list = field(default_factory=list)
-    fresh: bool = False  # the messages are a new conversation, not the next turn of this one
-
-
-@dataclass
-class Protocol:
-    """What differs between systems that look at videos in turns. The defaults are ParaVT's; other
-    systems' are in bench/systems.py. The loop, run_episode, is one and the same."""
-
-    opening: callable = opening  # (task, K, agent, subtitles, duration) -> first messages
-    parse: callable = rewards.parse_tool_calls  # (text, it began inside a thought) -> calls
-    answer: callable = summaries  # async (records, calls, episode, shared, turn) -> Reply
-    force: callable = None  # (task) -> text put before the last turn
-    force_tokens: callable = None  # (task) -> tokens of that turn
-    schema: callable = tool_schema  # () -> what is declared to the chat template; None: nothing
-    prefill: str = ""  # forced start of every turn, instead of --think-prefix
-    stop: tuple = ()  # strings that end a turn
-
-
-def cut_turn(said, agent, protocol, codec):
-    """A turn as the rules end it: behind a protocol's stop strings; with --dispatch turns behind
-    its first call, since an agent that may ask for one window a turn would have stopped there."""
-    if agent.dispatch == "turns":
-        said = cut_behind(codec, said, ("</tool_call>", "</tool_code>"), after="</think>")
-    return cut_behind(codec, said, protocol.stop) if protocol.stop else said
-
-
-def cut_behind(codec, said, tags, after=None):
-    """A Completion cut behind the first of `tags`, searched behind the first `after`; as it is
-    where there is none."""
-    # In bytes: a turn may hold half a character, and ids are cut where the tag is whole.
-    if said.ids is None:  # an endpoint that returns text
-        pieces = [character.encode() for character in said.text]
-    else:
-        pieces = chat.pieces_of(codec, said.ids)
-    text = b"".join(pieces)
-    since = max(0, text.find(after.encode())) if after else 0
-    ends = [at + len(tag) for tag in map(str.encode, tags) if (at := text.find(tag, since)) >= 0]
-    if not ends:
-        return said
-    lengths = list(itertools.accumulate(map(len, pieces)))
-    cut = bisect.bisect_left(lengths, min(ends)) + 1  # the token that completes the tag stays
-    if said.ids is None:
-        return replace(said, text=said.text[:cut])
-    ids = said.ids[:cut]
-    text = chat.decode(codec, ids)
-    return replace(said, ids=ids, logps=said.logps[:cut], text=text, ended=False)
 
 
 def show(episode, codec, colour=True):
@@ -750,17 +674,43 @@ def from_json(row):
     context = None
     if row["ids"]:
         context = Context(ids=row["ids"], mask=row["mask"], logps=row["logps"], items=items)
-    same = ("task", "group", "sample", "version", "status", "error", "think_open", "turns",
-            "pieces", "spans", "finish", "calls", "reward", "advantage", "timing")  # fmt: skip
-    kept = {name: row[name] for name in same}
+    kept = {name: row[name] for name in Episode.kept()}
     return Episode(frame_budget=row["K"], context=context, **kept)
 
 
-def add_agent_arguments(parser, tools=True):
+def settings():
+    """Agent fields that few runs change, given by --set. name -> the values that it takes, the
+    default first; a number alone: any number."""
+    return {"dispatch": ("parallel", "sequential"), "open_thought": ("run", "drop"),
+            "sub_question": (True, False), "sub_fps": (Agent.sub_fps,),
+            "sub_frames": (Agent.sub_frames,)}
+
+
+class Set(argparse.Action):
+    """--set NAME=VALUE ..: the attribute NAME of the parsed flags. const: as `settings`."""
+
+    def __call__(self, parser, namespace, texts, option_string=None):
+        for text in texts:
+            name, _, said = text.partition("=")
+            values = self.const.get(name)
+            if values is None:
+                raise launch.UserError(f"--set {text}: no such setting; there are "
+                                       + ", ".join(self.const))
+            known = {str(value).lower(): value for value in values}
+            try:
+                value = known[said] if len(values) > 1 else type(values[0])(said)
+            except (KeyError, ValueError):
+                wanted = ", ".join(known) if len(values) > 1 else "a number"
+                raise launch.UserError(f"--set {text}: {name} takes {wanted}") from None
+            setattr(namespace, name, value)
+
+
+def add_agent_arguments(parser, tools=True, more=()):
     """Flags of the agent loop, the same in rollout.py, grpo.py and eval.py; field for field the
-    Agent and the Source. tools=False leaves --tools to the caller (eval.py runs both modes)."""
-    add = parser.add_argument
-    yes_no = argparse.BooleanOptionalAction
+    Agent and the Source. tools=False leaves --tools to the caller (eval.py runs both modes). more:
+    settings of the caller's own, see `settings`."""
+    table = {**settings(), **dict(more)}
+    add, yes_no = parser.add_argument_group("agent").add_argument, argparse.BooleanOptionalAction
     add("--temperature", type=float, default=Agent.temperature, help="of sampling; 0 = greedy")
     add("--max-new-tokens", type=int, default=Agent.max_new_tokens, help="tokens per main turn")
     add("--sub-max-new-tokens", type=int, default=Agent.sub_max_new_tokens,
@@ -769,22 +719,22 @@ def add_agent_arguments(parser, tools=True):
     add("--max-turns", type=int, default=Agent.max_turns,
         help="tool turns; one answer turn always follows; 0 = no tool turn")
     add("--max-parallel", type=int, default=Agent.max_parallel, help="calls run per turn")
-    add("--dispatch", choices=["parallel", "sequential", "turns"], default=Agent.dispatch,
-        help="windows of a turn all at once, one by one, or one call a turn")
     if tools:
         add("--tools", action=yes_no, default=True, help="offer crop_video")
-    add("--think-prefix", action=yes_no, default=True, help="force <think>\\n in every main turn")
-    add("--open-thought", choices=["run", "drop"], default=Agent.open_thought,
-        help="calls inside a thought that never closes: run or drop them")
-    add("--sub-frames", type=int, default=Agent.sub_frames, help="frames of a window at most")
-    add("--sub-fps", type=float, default=Agent.sub_fps, help="frames per second of a window")
-    add("--sub-question", action=yes_no, default=True, help="tell a sub-agent the question")
+    add("--think-prefix", action=yes_no, default=True, help="force <think>\n in every main turn")
     add("--seed", type=int, default=0, help="of sampling, of the draws of K, of the order of tasks")
+    parser.set_defaults(**{name: values[0] for name, values in table.items()})
+    shown = [f"{name}={'|'.join(map(str, values)).lower()}" for name, values in table.items()]
+    add("--set", action=Set, const=table, nargs="+", default=argparse.SUPPRESS,
+        metavar="NAME=VALUE", help="what few runs change, its default first: " + ", ".join(shown))
+
+    add = parser.add_argument_group("frames and engine").add_argument
     add("--channel", choices=["image", "video"], default="image",
         help="frames as `<t seconds>` + images, or one video item")
     add("--video-root", default=None,
         help="folder videos are relative to and may not leave; default: the JSONL's folder")
-    add("--max-pixels", type=int, default=50176, help="pixels of a frame after resizing, at most")
+    add("--max-pixels", type=int, default=Source.max_pixels,
+        help="pixels of a frame after resizing, at most")
     add("--snap", choices=["off", "keyframe"], default="off",
         help="overviews take the key frame nearest to a look, where its segment has one: fast in "
         "files of hours")
@@ -802,25 +752,25 @@ def agent_settings(args, data_path):
     """Parsed flags -> (Agent, Source). Raises UserError naming the flag."""
     agent = Agent(**{f.name: getattr(args, f.name) for f in fields(Agent)})
     launch.at_least(1, args, "max_new_tokens", "sub_max_new_tokens", "context", "max_parallel",
-                   "sub_frames", "max_seqs")
+                    "max_seqs")
     launch.at_least(0, args, "max_turns")
     if not 0 <= args.temperature <= 2:  # vLLM's own bounds; not NaN
         raise launch.UserError(f"--temperature must lie between 0 and 2, got {args.temperature}")
     if not 0 < args.engine_share < 1:
         raise launch.UserError(f"--engine-share must lie between 0 and 1, got {args.engine_share}")
-    if not agent.sub_fps > 0:
-        raise launch.UserError(f"--sub-fps must be above 0, got {agent.sub_fps}")
+    if not (agent.sub_fps > 0 and agent.sub_frames > 0):
+        raise launch.UserError("--set: sub_fps and sub_frames must be above 0")
     least = getattr(args, "min_pixels", Source.min_pixels)  # eval.py's alone
     launch.at_least(least, args, "max_pixels")
     root = args.video_root or os.path.dirname(os.path.abspath(data_path))
     if not os.path.isdir(root):
         raise launch.UserError(f"--video-root {root}: no such folder")
-    cache = video.frame_cache(args)
     crop = getattr(args, "crop_pixels", 0)  # eval.py's alone, too
     if crop and crop < least:
-        raise launch.UserError(f"--crop-pixels must be at least {least}, or 0, got {crop}")
-    return agent, Source(root, cache, least, args.max_pixels, min(crop, args.max_pixels),
-                         snap=args.snap == "keyframe", own_labels=bool(data_path))
+        raise launch.UserError(f"--set crop_pixels must be at least {least}, or 0, got {crop}")
+    return agent, Source(root, video.frame_cache(args), least, args.max_pixels,
+                         min(crop, args.max_pixels), snap=args.snap == "keyframe",
+                         own_labels=bool(data_path))
 
 
 def check_context(codec, tasks, agent, source, frames):
@@ -858,26 +808,26 @@ def frames_argument(text):
     return int(text)
 
 
-def make_engine(ckpt, codec, args, sleeping=False):
+def make_engine(ckpt, codec, args, sleeping=False, windows=(0, 0)):
     """The engine of the flags. sleeping: give memory back between rollouts (GPU). Collective.
 
-    args.windows, where it is there: how many crops one context may hold beside the overview, and
-    the frames of each.
+    windows: how many crops one context may hold beside the overview, and the frames of each.
     """
     import importlib.util
 
     if importlib.util.find_spec("vllm") is None:
         raise launch.UserError("vllm is not installed: pip install -r requirements.txt "
-                              "(without a GPU: requirements-cpu.txt)")
+                               "(without a GPU: requirements-cpu.txt)")
+    import checkpoint  # brings torch
+
     frames = args.frames if isinstance(args.frames, int) else max(gated_budgets())
-    windows, each = getattr(args, "windows", (0, 0))
-    largest = max(frames, args.sub_frames, each)  # frames of one video item
-    videos = 1 + windows
+    crops, each = windows
+    largest, videos = max(frames, args.sub_frames, each), 1 + crops  # frames of one video item
     if codec.channel == "image":  # every frame is an item of its own
-        largest, videos = max(largest, frames + windows * each), 1
+        largest, videos = max(largest, frames + crops * each), 1
     base = checkpoint.lineage(ckpt)[0]
-    engine = VllmEngine(base, codec, args.context, largest, args.max_pixels, args.max_seqs,
-                        args.engine_share, sleeping, max_videos=videos)
+    engine = VllmEngine(base, codec, Limits(
+        args.context, largest, args.max_pixels, args.max_seqs, args.engine_share, sleeping, videos))
     if base != ckpt:  # adapters, added to the weights as they stream
         engine.sync(checkpoint.merged_weights(ckpt))
     return engine
@@ -889,9 +839,8 @@ def toy_lengths():
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
+    parser = launch.parser(__doc__)
+    add = parser.add_argument_group("what to run").add_argument
     add("--ckpt", required=True, help="checkpoint folder")
     add("--data", required=True, help="task JSONL")
     add("--out", default=None, help="rollout JSONL to write; none = only look")
@@ -918,6 +867,8 @@ def main():
     args = parse_args()
     from tqdm import tqdm
 
+    import checkpoint
+
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
     tasks = read_tasks(args.data)[: args.limit or None]
     agent, source = agent_settings(args, args.data)
@@ -926,11 +877,11 @@ def main():
     launch.say(f"{args.ckpt}: loading the tokenizer, then the engine")
     codec = chat.load_codec(ckpt, args.channel)
     check_context(codec, tasks, agent, source, args.frames)
-    engine = make_engine(ckpt, codec, args)
+    sampler = Sampler(make_engine(ckpt, codec, args), codec, source, agent)
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     rows = []
     began = time.monotonic()
-    episodes = run(engine, tasks, agent, codec, source, args.frames, args.group, args.step)
+    episodes = run(sampler, tasks, args.frames, args.group, args.step)
     for episode in tqdm(episodes, total=len(tasks) * args.group, desc="rollouts", disable=None):
         launch.beat(args.patience)
         rows.append(episode.to_json())

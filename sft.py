@@ -44,10 +44,8 @@ import video
 
 
 def build_parser():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    # what to read and write
+    parser = launch.parser(__doc__)
+    add = parser.add_argument_group("what to read and write").add_argument
     add("--ckpt", required=True, help="checkpoint folder to start from")
     add("--data", required=True, help="SFT JSONL")
     add("--val", default=None, help="held-out SFT JSONL; none = no held-out loss, no `best`")
@@ -58,7 +56,7 @@ def build_parser():
         help="toy: numbers that suit the world of toy.py")
     add("--resume", action=argparse.BooleanOptionalAction, default=None,
         help="go on from --out; default: if it is of the same settings; no: begin anew")
-    # data
+    add = parser.add_argument_group("data").add_argument
     add("--channel", choices=["image", "video"], default="image",
         help="frames as `<t seconds>` + images, or one video item")
     add("--max-len", type=int, default=32768, help="tokens; a longer chat is an error, never cut")
@@ -68,7 +66,7 @@ def build_parser():
         help="folder of decoded frames for later runs and all ranks of a node; default: none")
     add("--frame-cache-dir-gb", type=float, default=50.0, help="GiB of all that is kept there")
     add("--seed", type=int, default=0, help="order of the data")
-    # optimisation
+    add = parser.add_argument_group("optimisation").add_argument
     add("--epochs", type=float, default=1.0, help="passes over the data; may be a fraction")
     add("--steps", type=int, default=0, help="optimiser steps; 0 = from --epochs")
     add("--batch-size", type=int, default=64, help="chats per optimiser step, over all ranks")
@@ -87,7 +85,7 @@ def build_parser():
     add("--replicas", type=int, default=1,
         help="groups of ranks that each hold the whole model in shards (HSDP): one per node; "
              "0 = every rank holds the whole (toy)")
-    # looking and saving
+    add = parser.add_argument_group("looking and saving").add_argument
     add("--eval-every", type=int, default=200, help="steps between held-out losses; 0 = at the end")
     add("--save-every", type=int, default=500, help="steps between checkpoints; 0 = at the end")
     add("--wandb", nargs="?", const="paravt", default=None, metavar="PROJECT",
@@ -121,12 +119,12 @@ def parse_args():
 
 
 class Chats:
-    """Rows of an SFT JSONL as token sequences; each row is encoded once, its frames are decoded
-    once, as far as the caches reach."""
+    """Rows of an SFT JSONL as token sequences. Each row is encoded once and its frames are decoded
+    once, unless a cache had to drop them."""
 
     def __init__(self, path, codec, args, cache, max_tokens=2**22):
-        """max_tokens: of all encoded rows that are kept, least recently used go first; 4 M are
-        about 100 MB. Raises UserError naming file and line."""
+        """max_tokens: encoded tokens to keep, 4 M are about 100 MB; the least recently used rows
+        are dropped first. Raises UserError naming file and line."""
         self.path = path
         self.codec = codec
         self.args = args
@@ -136,14 +134,14 @@ class Chats:
         self.rows = launch.read_jsonl(path, ("id", "messages"),
                                      lambda row: chat_fault(row["messages"]))
         self.encoded = OrderedDict()  # row -> model.Sequence
-        self.tokens = 0  # in them
-        self.broken = set()  # rows whose video cannot be read: counted, never trained on
+        self.tokens = 0  # in the encoded rows
+        self.broken = set()  # rows whose video cannot be read: counted, and never trained on
 
     def frames(self, spec):
         return video.load(spec, self.root, self.cache, max_pixels=self.args.max_pixels)
 
     def __getitem__(self, index):
-        """-> model.Sequence, or None where the chat's video is broken."""
+        """Row -> chat.Sequence, or None if a video of the chat is broken."""
         if index in self.broken:
             return None
         if index in self.encoded:
@@ -168,7 +166,7 @@ class Chats:
         return sequence
 
     def cost(self, index):
-        """Rough frames of a row, known without decoding: balances the ranks."""
+        """About how many frames a row has, known without decoding: it balances the ranks."""
         videos = chat.videos_in(self.rows[index]["messages"])
         return sum(p.get("frames") or p.get("max_frames") or 16 for p in videos) + 1
 
@@ -218,8 +216,8 @@ def piece_fault(piece):
 
 
 def open_data(args, codec, cache):
-    """-> (training Chats, held-out Chats or None). Raises UserError where no video can be read."""
-    # Every row's shape is checked here, its frames and tokens when a batch asks for them.
+    """-> (training Chats, held-out Chats or None). Raises UserError if no video can be read."""
+    # This checks the shape of every row. Frames and tokens are checked when a batch needs them.
     train = Chats(args.data, codec, args, cache)
     held = Chats(args.val, codec, args, cache) if args.val else None
     if all(train[i] is None for i in range(min(8, len(train.rows)))):
@@ -229,17 +227,17 @@ def open_data(args, codec, cache):
 
 
 def batch_packs(chats, step, codec, args, rank, world):
-    """This rank's Packs of the batch of a step: drawn from (seed, step), so that a run that goes on
-    sees what it would have seen, and dealt out by cost: no rank waits for another's long videos."""
+    """This rank's Packs of the batch of a step. (seed, step) draws the chats, so a resumed run sees
+    the same ones. They are dealt out by cost, so no rank waits for the long videos of another."""
     picked = launch.batch_indices(step, args.batch_size, len(chats.rows), args.seed)
     mine = launch.deal(picked, chats.cost, rank, world)
     return make_packs(chats, mine, codec, args.pack_tokens)
 
 
 def make_packs(chats, indices, codec, pack_tokens):
-    """Chats -> Packs. A chat is a tree without branches; one whose video is broken is left out."""
+    """Chats -> Packs. A chat is a tree without branches. Chats with a broken video are left out."""
     sequences = [s for s in (chats[i] for i in indices) if s is not None]
-    trees = [model.Tree(model.Span(s.ids, s.mask), s.vision) for s in sequences]
+    trees = [model.Tree(model.Span(s.ids, s.mask), s.items) for s in sequences]
     return [model.pack_trees(codec, members) for members in model.fill_packs(trees, pack_tokens)]
 
 
@@ -257,16 +255,16 @@ def schedule(step, steps, warmup, floor):
 
 
 def build_optimizers(policy, args, device):
-    """-> [AdamW], or [AdamW, Muon], where Muon takes the matrices inside the decoder layers.
+    """-> [AdamW], or [AdamW, Muon] with Muon for the matrices inside the decoder layers.
 
-    Muon's update is the momentum's nearest semi-orthogonal matrix, as large as AdamW's would be; a
-    tiny model learns two to three times faster per token than under AdamW, hence the toy's cold
-    start. It gathers whole matrices: for large checkpoints use AdamW.
+    Muon's update is the semi-orthogonal matrix nearest to the momentum, scaled to the size of an
+    AdamW update. A tiny model learns two to three times faster per token with it, so the toy uses
+    it. Muon gathers whole matrices: use AdamW for large checkpoints.
     """
     import torch
 
     layers = []
-    if args.optimizer == "muon":  # matrices alone: "nearest semi-orthogonal" means nothing to norms
+    if args.optimizer == "muon":  # only matrices can be semi-orthogonal; norms stay with AdamW
         layers = [p for p in policy.hf.model.language_model.layers.parameters() if p.ndim == 2]
     taken = {id(p) for p in layers}
     rest = [p for p in model.trained_parameters(policy) if id(p) not in taken]
@@ -277,38 +275,44 @@ def build_optimizers(policy, args, device):
     return optimizers
 
 
-def backward(policy, vision, packs, codec, world, device):
-    """Forward, and backward where gradients are on, over this rank's packs -> (mean loss in nats
-    per token, N), both over all ranks. Collective."""
+def backward(policy, packs):
+    """Forward over this rank's packs, and backward if gradients are on -> (mean loss in nats per
+    token, N trained tokens), both over all ranks. Collective."""
     import torch
     import torch.distributed as dist
 
-    # In host memory: no GPU is waited for.
+    world, device = dist.get_world_size(), next(policy.parameters()).device
+    # Summed in host memory, so the host does not wait for a GPU.
     count = torch.tensor(float(sum(len(p.target) for p in packs)), dtype=torch.float64)
     dist.all_reduce(count)
     n = max(1.0, count.item())  # a batch of broken videos has no token: 0 / 1, not NaN
     loss = torch.zeros((), device=device, dtype=torch.float64)
-    for pack, real in model.even_packs(codec, packs):
-        logp, _ = policy(pack, vision)  # [trained tokens of the pack] nats
-        # A spare pack runs for its collectives alone: times False, it adds nothing.
+    for pack, real in model.even_packs(policy.codec, packs):
+        logp, _ = policy(pack)  # [trained tokens of the pack] nats
+        # A spare pack (real = False) runs for its collectives alone and adds nothing to the loss.
         part = -real * logp.sum() / n
         if torch.is_grad_enabled():
-            # FSDP takes the MEAN over ranks; each holds a part of the sum over N: times world.
+            # FSDP averages gradients over ranks. Each rank holds a part of the sum over N, so it
+            # multiplies by the number of ranks.
             (part * world).backward()
         loss += part.detach().double()
     dist.all_reduce(loss)
     return loss.item(), int(n)
 
 
-def held_out_loss(policy, vision, chats, args, codec, rank, world, device):
+def held_out_loss(policy, chats, args, rank, world):
     """Nats per token of the held-out chats. Collective."""
     import torch
 
+    # The held-out videos may lie in another folder than those of the training chats.
+    train_frames, policy.features.load = policy.features.load, chats.frames
     policy.eval()
     with torch.no_grad():
-        packs = make_packs(chats, range(rank, len(chats.rows), world), codec, args.pack_tokens)
-        loss, _ = backward(policy, vision, packs, codec, world, device)
+        mine = range(rank, len(chats.rows), world)
+        packs = make_packs(chats, mine, policy.codec, args.pack_tokens)
+        loss, _ = backward(policy, packs)
     policy.train()
+    policy.features.load = train_frames
     return loss
 
 
@@ -334,19 +338,18 @@ def main():
         launch.end_process_group()
         return
 
-    policy = checkpoint.load_sharded(ckpt, codec, device, args.recompute, args.replicas, lora=args.lora)
-    # Frozen: a frame set goes through the tower once, then its features are kept.
-    tower = policy.hf.model.visual
-    vision = model.VisionFeatures(tower, codec, train.frames)
-    held_vision = model.VisionFeatures(tower, codec, held.frames) if held else None
+    policy = checkpoint.load_sharded(ckpt, codec, device, args.recompute, args.replicas,
+                                     lora=args.lora)
+    # The tower is frozen: a frame set goes through it once, then its features are kept.
+    policy.features = model.VisionFeatures(policy.hf.model.visual, codec, train.frames)
     optimizers = build_optimizers(policy, args, device)
-    # The schedule is a factor on each group's own peak: Muon's is not AdamW's.
+    # The schedule multiplies the peak rate of each group, since Muon and AdamW have different ones.
     peaks = [[group["lr"] for group in o.param_groups] for o in optimizers]
     if folder:
         checkpoint.load_train_state(policy, optimizers, folder)
     log = open_run(args, policy, train, start, steps, rank, world)
 
-    # The next batch is decoded, tokenised and packed by a thread while this one trains.
+    # A thread decodes, tokenises and packs the next batch while this one trains.
     prefetch = ThreadPoolExecutor(1)
     future = prefetch.submit(batch_packs, train, start, codec, args, rank, world)
     asked = launch.stop_on_sigterm()
@@ -358,15 +361,15 @@ def main():
         if step + 1 < steps:
             future = prefetch.submit(batch_packs, train, step + 1, codec, args, rank, world)
 
-        # One optimiser step. Collective, from the first forward to the norm.
+        # 1. One optimizer step. Collective, from the first forward to the norm.
         fraction = schedule(step, steps, args.warmup, args.min_lr)
         for o, peak in zip(optimizers, peaks):
             for group, lr in zip(o.param_groups, peak):
                 group["lr"] = lr * fraction
-        loss, tokens = backward(policy, vision, packs, codec, world, device)
+        loss, tokens = backward(policy, packs)
         norm = model.clip_gradients(policy, args.clip)
-        # The norm is of all ranks' gradients: all of them step, or none does. A step that is left
-        # out costs a batch; one with NaN in it would cost the run.
+        # The norm covers the gradients of all ranks, so all of them step or none does. A skipped
+        # step costs a batch. A step with NaN in it would cost the run.
         bad = 0 if math.isfinite(norm) else bad + 1
         for o in optimizers:
             if not bad:
@@ -374,10 +377,10 @@ def main():
             o.zero_grad(set_to_none=True)
         checkpoint.check_run(step, bad, args.out)
 
-        # Numbers.
+        # 2. Numbers, to the terminal and to log.jsonl.
         seconds = time.monotonic() - clock
         lengths = launch.gather_rows([sum(len(pack.ids) for pack in packs)])
-        broken = set(launch.gather_rows(sorted(train.broken)))  # two ranks may have met the same one
+        broken = set(launch.gather_rows(sorted(train.broken)))  # two ranks may meet the same chat
         if rank == 0:
             record = {"step": step + 1, "loss": loss, "lr": args.lr * fraction, "grad_norm": norm,
                       "trained_tokens": tokens, "tokens": sum(lengths),
@@ -386,15 +389,15 @@ def main():
             log.write(record, step_line(record, steps, log.eta(step + 1, steps)))
         launch.beat(args.patience)
 
-        # Look and save.
+        # 3. The held-out loss, and a checkpoint.
         last = step + 1 == steps
         links = ["last"]
         if held and (last or (args.eval_every and (step + 1) % args.eval_every == 0)):
-            value = held_out_loss(policy, held_vision, held, args, codec, rank, world, device)
+            value = held_out_loss(policy, held, args, rank, world)
             if rank == 0:
                 line = f"step {step + 1:04d} | held-out loss {value:.4f} nats/token"
                 log.write({"step": step + 1, "val_loss": value}, line)
-            if value < best:  # the same number on every rank, so all of them save or none
+            if value < best:  # every rank has the same number, so all of them save or none
                 best, links = value, ["last", "best"]
             launch.beat(args.patience)
         stopping = launch.any_rank(asked.is_set())
@@ -413,8 +416,8 @@ def main():
 
 
 def open_run(args, policy, train, start, steps, rank, world):
-    """Rank 0: settings beside the outputs, the arithmetic on the terminal -> Log; None on
-    others."""
+    """On rank 0: writes the settings beside the outputs, prints the size of the run -> Log. None on
+    other ranks."""
     if rank:
         return None
     launch.write_atomic(os.path.join(args.out, "args.json"), json.dumps(vars(args), indent=1))

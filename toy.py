@@ -39,7 +39,6 @@ Then: torchrun --nproc_per_node 2 sft.py --preset toy --ckpt toy/init \\
         --val toy/sft_val.jsonl --out sft_out
 Fast: python toy.py --out toy --prior tidy, then the first of the two is all of SFT.
 """
-import argparse
 import json
 import os
 import random
@@ -390,8 +389,7 @@ def save_base(policy, processor, folder):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = launch.parser(__doc__)
     add = parser.add_argument
     add("--out", default="toy", help="folder to write")
     add("--seed", type=int, default=0, help="everything is drawn from this one number")

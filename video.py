@@ -27,7 +27,6 @@ Reads one video file, writes nothing but what a FrameCache keeps in its folder, 
   python video.py FILE --frames 8 --start 12 --end 20      no window: the overview of the whole file
 """
 
-import argparse
 import contextlib
 import io
 import math
@@ -845,7 +844,7 @@ def frame_cache(args):
 def main():
     if sys.argv[1:2] == ["--serve"]:
         return _serve(int(sys.argv[2]))  # started by a ChildDecoder: the number of its pipe
-    parser = argparse.ArgumentParser(description="What a video file holds, and frames of it.")
+    parser = launch.parser("What a video file holds, and frames of it.")
     parser.add_argument("file", help="video file")
     parser.add_argument("--frames", type=int, help="how many (default: 8, or 1 fps of a window)")
     parser.add_argument("--snap", action="store_true", help="of the overview: key frames nearby")

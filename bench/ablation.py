@@ -24,7 +24,6 @@ is not run again), --results.md.
 CPU: python bench/ablation.py                    all rows, one job per core
      python bench/ablation.py --rows para acc --seeds 10 11
 """
-import argparse
 import hashlib
 import json
 import math
@@ -40,12 +39,12 @@ import numpy as np
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
-import eval as evaluation  # noqa: E402
 import launch  # noqa: E402
 import rewards  # noqa: E402
 import rollout  # noqa: E402
 import toy  # noqa: E402
 import video  # noqa: E402
+from evaluation import folders  # noqa: E402
 
 BUDGETS = rollout.gated_budgets()
 
@@ -69,7 +68,7 @@ def rows():
         "no-gamma": ("full - gamma", "sft-strong", 5, "--gamma 0", ""),
         "whole": ("full, credit on the whole sequence", "sft-strong", 5,
                   "--format-credit sequence", ""),
-        "turns": ("full, one call a turn", "para", 5, None, "--dispatch turns --max-turns 3"),
+        "turns": ("full, one call a turn", "para", 5, None, "--set dispatch=turns --max-turns 3"),
         "weak-base": ("weak-prior base", "base-weak", 5, None, ""),
         "weak-sft": ("weak prior + SFT", "sft-weak", 5, None, ""),
         "weak-vanilla": ("weak prior + SFT + GRPO as released", "sft-weak", 5, "--vanilla", plain),
@@ -87,8 +86,8 @@ def commands(name, args, seed):
     """-> (jobs it needs, commands): how one checkpoint, world or row of one seed is made, as lists
     of words."""
     here, table = os.path.join(args.out, f"seed{seed}"), rows()
-    common = ["--preset", "toy", "--temperature", "0.7", "--open-thought", "drop", "--sub-fps",
-              "0.375", "--seed", str(seed)]
+    common = ["--preset", "toy", "--temperature", "0.7", "--set", "open_thought=drop",
+              "sub_fps=0.375", "--seed", str(seed)]
 
     def path(*parts):
         return os.path.join(here, *parts)
@@ -323,7 +322,7 @@ def numbers(folder):
         out[name] = {mode: {str(r["K"]): {m: r[m] for m in ("acc", "f_tau", "kappa")}
                             for r in results if r["tools"] == mode}
                      for mode in {r["tools"] for r in results}}
-        records = [r for r in evaluation.read_records(path).values() if r["tools"] == "on"]
+        records = [r for r in folders.read_records(path).values() if r["tools"] == "on"]
         if name == "sampled":
             out["f_released"] = mean(rewards.released_format(r["turns"]) for r in records)
         else:
@@ -677,8 +676,7 @@ def as_json(judged, results):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = launch.parser(__doc__)
     parser.add_argument("--out", default="out/ablation",
                         help="folder of worlds, checkpoints and logs")
     parser.add_argument("--results", default=os.path.join("bench", "ablation"),

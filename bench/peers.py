@@ -39,7 +39,6 @@ import venv
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import numpy as np
@@ -52,7 +51,7 @@ import launch
 import model
 import rollout
 import video
-from engine import VllmEngine
+from engine import Limits, VllmEngine
 from tools import gpu_check, plan
 
 
@@ -171,34 +170,34 @@ class Stills(rollout.Source):
 def our_step(args):
     """-> function of the step's number: generation, update and weight sync of one group, with the
     same numbers as TRL's."""
-    _, world, device = launch.start_process_group()
+    _, _, device = launch.start_process_group()
     codec = chat.load_codec(args.ckpt)
     codec = replace(codec, banned=(*codec.banned, codec.eos))  # every response has its full length
     seconds = np.arange(args.images, dtype=float)
     keys = [f"still{i}" for i in range(args.images)]
     source = Stills(video.Frames(pictures(args.images), seconds, "stills", keys), None)
     policy = checkpoint.load_sharded(args.ckpt, codec, device, lora=args.lora)
-    vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
+    policy.features = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
     optimizer = model.adamw(model.trained_parameters(policy), 1e-6, 0.999, device)
     context = args.prompt + args.response + 64
-    engine = VllmEngine(args.ckpt, codec, context, args.images, max_seqs=args.group)
+    engine = VllmEngine(args.ckpt, codec, Limits(context, args.images, max_seqs=args.group))
     agent = rollout.Agent(temperature=1.0, max_new_tokens=args.response, context=context,
                           tools=False, think_prefix=False)
+    sampler = rollout.Sampler(engine, codec, source, agent)
     task = {"id": "t", "video": "stills", "question": args.filler, "answer": "x", "type": "open"}
-    settings = SimpleNamespace(minibatches=1, pack_tokens=10**6, temperature=1.0, clip_eps=0.2,
-                               kl=0.0, clip=1.0)
+    flags = "--ckpt none --temperature 1 --kl 0 --pack-tokens 1000000"
+    settings = grpo.build_parser().parse_args(flags.split())
 
     def step(number):
         clock = [time.perf_counter()]
-        episodes = list(rollout.run(engine, [task], agent, codec, source, args.images, args.group,
-                                    number))
+        episodes = list(rollout.run(sampler, [task], args.images, args.group, number))
         clock.append(time.perf_counter())
         for i, episode in enumerate(episodes):
             episode.advantage = {"task": float(i % 3) - 1.0, "fmt": 0.0}
         tree = grpo.group_tree(episodes, codec, "none")
         tokens = sum(sum(episode.context.mask) for episode in episodes)
-        vision.cache.clear()  # a new prompt every step, as in training
-        grpo.update(policy, None, vision, optimizer, [tree], tokens, codec, settings, world, device)
+        policy.features.cache.clear()  # a new prompt every step, as in training
+        grpo.update(policy, None, optimizer, [tree], tokens, settings)
         clock.append(time.perf_counter())
         engine.wake(checkpoint.full_weights(policy))  # TRL's generate has them already
         clock.append(time.perf_counter())
@@ -383,8 +382,7 @@ def compare_looks(path, kind, args):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = launch.parser(__doc__)
     add = parser.add_argument
     add("--ckpt", help="toy checkpoint; not for --only video")
     add("--peers", default="peers_out", help="folder of the peers' environment, made when missing")

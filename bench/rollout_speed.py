@@ -4,8 +4,8 @@ rollout_speed.py: two ratios of the rollout loop, with vLLM on a toy checkpoint.
   pump      all episodes of a batch on rollout.Pump, against lock-step: every frame that is asked
             for, then every generation to its end, then everybody goes on. The same episodes, the
             same requests, the same engine; only the waiting differs
-  dispatch  episodes one at a time, three windows called in their first turn: --dispatch parallel
-            against sequential
+  dispatch  episodes one at a time, three windows called in their first turn: Agent.dispatch
+            "parallel" against "sequential"
 
 Lengths are those that real agents have, whatever the checkpoint would write: a main turn runs for a
 log-normal number of tokens, 90% of them from --shortest to --longest and the rest moved to those
@@ -15,7 +15,6 @@ anew on both sides. Sides alternate; medians. Prints one line of JSON.
 
   python bench/rollout_speed.py --ckpt sft_out --data toy/rl.jsonl
 """
-import argparse
 import asyncio
 import json
 import math
@@ -35,7 +34,7 @@ import checkpoint
 import launch
 import rollout
 import video
-from engine import Pump, VllmEngine
+from engine import Limits, Pump, VllmEngine
 
 
 class LockStep(Pump):
@@ -116,10 +115,10 @@ def measure(engine, pump, root, tasks, agent, codec, group, repeat, live):
     source = rollout.Source(root, video.FrameCache())
     engine.tokens = 0
     began = time.perf_counter()
+    sampler = rollout.Sampler(engine, codec, source, agent, max_live=live)
     with mock.patch.object(rollout, "Pump", pump):
         # The repeat enters the ids: no side profits from lengths that the other has seen.
-        episodes = list(rollout.run(engine, tasks, agent, codec, source, 16, group, step=repeat,
-                                    max_live=live))
+        episodes = list(rollout.run(sampler, tasks, 16, group, step=repeat))
     seconds = time.perf_counter() - began
     # Unequal work could not be compared. What a last turn writes of its own is not run.
     called = [sum(call["turn"] == 0 for call in e.calls) for e in episodes]
@@ -140,8 +139,7 @@ def compare(sides, repeats):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = launch.parser(__doc__)
     add = parser.add_argument
     add("--ckpt", required=True, help="toy checkpoint")
     add("--data", required=True, help="task JSONL of the same toy world")
@@ -163,7 +161,7 @@ def main():
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
     codec = chat.load_codec(ckpt)
     codec = replace(codec, banned=(*codec.banned, codec.eos))  # no request ends before its length
-    vllm = VllmEngine(ckpt, codec, 4096, max_seqs=args.max_seqs)
+    vllm = VllmEngine(ckpt, codec, Limits(4096, max_seqs=args.max_seqs))
     engine = ScriptedEngine(vllm, codec, args.shortest, args.longest, args.windows)
     tasks = rollout.read_tasks(args.data)[:args.prompts]
     agent = rollout.Agent(temperature=1.0, context=4096, max_turns=1)

@@ -23,7 +23,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from types import SimpleNamespace
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(1, os.path.join(sys.path[0], "tests"))  # where the reference engine is
@@ -51,7 +50,7 @@ def axes():
 
 def update_work(ckpt, frames, text, group, response=100):
     """An update of one group behind a prompt of `frames` frames and `text` tokens."""
-    _, world, device = launch.start_process_group()
+    _, _, device = launch.start_process_group()
     codec = chat.load_codec(ckpt)
     policy = checkpoint.load_sharded(ckpt, codec, device)
     optimizer = model.adamw(model.trained_parameters(policy), 1e-6, 0.999, device)
@@ -59,25 +58,24 @@ def update_work(ckpt, frames, text, group, response=100):
     stills = still_frames(frames, 224)  # 49 tokens each
     items = []
     ids = rng.integers(0, 256, text).tolist()
-    vision = model.VisionFeatures(policy.hf.model.visual, codec, lambda spec: stills)
+    policy.features = model.VisionFeatures(policy.hf.model.visual, codec, lambda spec: stills)
     if frames:  # placeholders, one a vision token; then the text
         items = [chat.vision_item({"video": "stills"}, stills)]
         ids = [codec.image_pad] * (frames * chat.tokens_per_item(codec, items[0])) + ids
     branches = []
     for i in range(group):
-        values = {"advantage": [(-1.0) ** i] * response, "rollout": [-6.0] * response}
+        values = {"advantage": [(-1.0) ** i] * response, "sampler": [-6.0] * response}
         said = rng.integers(0, 256, response).tolist()
         branches.append(model.Span(said, [1] * response, values))
     nothing = [0.0] * len(ids)
-    prompt = model.Span(ids, [0] * len(ids), {"advantage": nothing, "rollout": nothing})
+    prompt = model.Span(ids, [0] * len(ids), {"advantage": nothing, "sampler": nothing})
     tree = model.Tree(prompt, items, branches)
-    settings = SimpleNamespace(minibatches=1, pack_tokens=10**6, temperature=1.0, clip_eps=0.2,
-                               kl=0.0, clip=1.0)
+    flags = "--ckpt none --temperature 1 --kl 0 --pack-tokens 1000000"
+    settings = grpo.build_parser().parse_args(flags.split())
 
     def work():
-        vision.cache.clear()  # a new prompt every step
-        grpo.update(policy, None, vision, optimizer, [tree], group * response, codec, settings,
-                    world, device)
+        policy.features.cache.clear()  # a new prompt every step
+        grpo.update(policy, None, optimizer, [tree], group * response, settings)
 
     return work
 
@@ -117,8 +115,7 @@ def windows_work(ckpt, count):
     def work():
         for n in range(count):
             context = rollout.open_context(codec, messages, [spec], [stills])
-            engine.submit(rollout.request_of(context, f"{n:03d}", max_tokens=16, temperature=1.0,
-                                             seed=n))
+            engine.submit(context.request(f"{n:03d}", max_tokens=16, temperature=1.0, seed=n))
         finished = 0
         while finished < count:
             finished += len(engine.poll())
@@ -225,8 +222,7 @@ def table(axis, rows):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = launch.parser(__doc__)
     add = parser.add_argument
     add("--ckpt", required=True, help="toy checkpoint")
     add("--data", required=True, help="toy SFT JSONL")

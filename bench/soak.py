@@ -94,7 +94,8 @@ def growth(name, points, steps):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+                                     formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
     add = parser.add_argument
     add("--ckpt", required=True, help="toy checkpoint")
     add("--data", required=True, help="toy task JSONL, beside its videos")

@@ -12,7 +12,6 @@ JSON.
 
   python bench/train.py --ckpt toy/init [--prompt 4000 --response 800 --group 8]
 """
-import argparse
 import json
 import os
 import statistics
@@ -49,11 +48,11 @@ def prompt_of(codec, rng, frames, text):
 def group_trees(codec, rng, prompt, response, group):
     """-> (one shared tree, the same responses as sequences of their own). Lengths in tokens; three
     quarters of the prompt are frames."""
-    ids, vision = prompt_of(codec, rng, prompt * 3 // 4, prompt - prompt * 3 // 4)
+    ids, items = prompt_of(codec, rng, prompt * 3 // 4, prompt - prompt * 3 // 4)
     branches = [model.Span(rng.integers(0, 256, response).tolist(), [1] * response)
                 for _ in range(group)]  # mask 1: every token is trained
-    plain = [model.Tree(model.Span(ids + b.ids, [0] * prompt + b.mask), vision) for b in branches]
-    return model.Tree(model.Span(ids, [0] * prompt), vision, branches), plain
+    plain = [model.Tree(model.Span(ids + b.ids, [0] * prompt + b.mask), items) for b in branches]
+    return model.Tree(model.Span(ids, [0] * prompt), items, branches), plain
 
 
 def chat_trees(codec, rng):
@@ -65,14 +64,14 @@ def chat_trees(codec, rng):
     return trees
 
 
-def packed_backward(policy, vision, packs):
+def packed_backward(policy, packs):
     for pack in packs:
-        (-policy(pack, vision)[0].sum()).backward()
+        (-policy(pack)[0].sum()).backward()
 
 
-def padded_backward(policy, codec, vision, trees):
+def padded_backward(policy, trees):
     """One right-padded batch through plain transformers: what a trainer without packing does."""
-    longest = max(len(tree) for tree in trees)
+    codec, longest = policy.codec, max(len(tree) for tree in trees)
     ids = torch.full((len(trees), longest), codec.eos)  # [B, L], as are the masks
     attention = torch.zeros_like(ids)
     trained = torch.zeros_like(ids, dtype=torch.bool)
@@ -83,9 +82,9 @@ def padded_backward(policy, codec, vision, trees):
         attention[row, :n] = 1
         trained[row, :n] = torch.tensor(tree.prefix.mask).bool()
         positions[0, row, :n] = torch.arange(n)
-        grid, _ = model.rope_positions(codec, tree.prefix.ids, tree.vision)
+        grid, _ = model.rope_positions(codec, tree.prefix.ids, tree.items)
         positions[1:, row, :n] = torch.from_numpy(grid)
-    features = torch.cat([vision(item) for tree in trees for item in tree.vision])  # [V, 1 + D, H]
+    features = torch.cat([policy.features(item) for tree in trees for item in tree.items])
     seen = ids == codec.image_pad
     embeds, levels = policy.embed(ids, seen, features)  # [B, L, H]
     text = policy.hf.model.language_model
@@ -122,8 +121,7 @@ def compare(sides, parameters, repeats):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = launch.parser(__doc__)
     add = parser.add_argument
     add("--ckpt", required=True, help="toy checkpoint; its weights do not matter")
     add("--prompt", type=int, default=4000, help="tokens of the shared prompt")
@@ -138,17 +136,17 @@ def main():
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
     codec = chat.load_codec(ckpt)
     policy = load_policy(ckpt, codec)
-    vision = model.VisionFeatures(policy.hf.model.visual, codec, noise)  # kept, as in training
+    policy.features = model.VisionFeatures(policy.hf.model.visual, codec, noise)  # kept
     parameters, rng = model.trained_parameters(policy), np.random.default_rng(0)
 
     shared, plain = group_trees(codec, rng, args.prompt, args.response, args.group)
     chats = chat_trees(codec, rng)
-    sides = {"shared": (packed_backward, policy, vision, [model.pack_trees(codec, [shared])]),
-             "plain": (packed_backward, policy, vision,
+    sides = {"shared": (packed_backward, policy, [model.pack_trees(codec, [shared])]),
+             "plain": (packed_backward, policy,
                        [model.pack_trees(codec, [tree]) for tree in plain])}
     seconds = compare(sides, parameters, args.repeats)
-    sides = {"packed": (packed_backward, policy, vision, [model.pack_trees(codec, chats)]),
-             "padded": (padded_backward, policy, codec, vision, chats)}
+    sides = {"packed": (packed_backward, policy, [model.pack_trees(codec, chats)]),
+             "padded": (padded_backward, policy, chats)}
     seconds.update(compare(sides, parameters, args.repeats))
 
     in_group, in_chats = sum(map(len, plain)), sum(map(len, chats))

@@ -1,5 +1,5 @@
 """
-bench/answers.py: whether a free answer says the gold text.
+evaluation/answers.py: whether a free answer says the gold text.
 
 Training pays token F1 (rewards.py), which a part of an answer earns; a benchmark asks for the
 answer itself. Every pattern sees bounded text, nothing is read or written, no text makes it raise.

@@ -1,5 +1,5 @@
 """
-bench/benchmarks.py: benchmarks as their publishers ship them -> tasks, and what was published.
+evaluation/benchmarks.py: benchmarks as their publishers ship them -> tasks, and what was published.
 
 A new benchmark is an entry of `splits` and a function that turns one published row into tasks; its
 column of the paper's Table 1, if it has one, goes into `paper_table`.
@@ -16,6 +16,7 @@ import glob
 import json
 import os
 import re
+import string
 from collections import Counter
 from dataclasses import dataclass, replace
 
@@ -194,7 +195,7 @@ def longvideobench_tasks(row, path):
         "video": row["video_path"],
         "question": row["question"],
         "options": [given[i] for i in kept],
-        "answer": rollout.letters()[kept.index(right)] if right in kept else "",
+        "answer": string.ascii_uppercase[kept.index(right)] if right in kept else "",
         "subtitles": row.get("subtitle_path"),
         # Second of the subtitle file at which the video begins.
         "subtitle_start": row.get("starting_timestamp_for_subtitles") or 0.0,
@@ -476,7 +477,7 @@ def split_inline(question):
     for line in question.split("\n"):
         label = re.match(r"\s*\(?([A-Z])[.):]\s+(.*)", line)
         # Only the next letter in order begins an option: "I. Newton" inside one does not.
-        if label and label[1] == rollout.letters()[len(options)]:
+        if label and label[1] == string.ascii_uppercase[len(options)]:
             options.append(label[2].strip())
         elif options:
             options[-1] = f"{options[-1]} {line.strip()}".strip()  # an option of several lines
@@ -490,7 +491,7 @@ def split_inline(question):
 def answer_letter(answer, options):
     """Gold letter from a letter, a label or an option's text (the first with it), "" for none."""
     answer = str(answer).strip()
-    letters = rollout.letters()[: len(options)]
+    letters = string.ascii_uppercase[: len(options)]
     # A letter first: an option may itself be the text "A".
     label = re.fullmatch(r"\(?([A-Za-z])\)?[.:]?", answer)
     if label and label[1].upper() in letters:

@@ -1,6 +1,6 @@
 """
-bench/costs.py: what an answer costs, so that accuracy can stand against it; how the work of a run
-is dealt out; what a run will take.
+evaluation/costs.py: what an answer costs, so that accuracy can stand against it; how the work of a
+run is dealt out; what a run will take.
 
   tokens  = tokens that had to be computed: a context's prompt once, however many turns go on from
             it (their servers keep the prefix), and all that was sampled
@@ -36,14 +36,15 @@ class Meter:
 
     def __init__(self, engine):
         self.engine = engine
-        self.under_way = {}  # request id -> (prompt tokens, messages)
-        self.taken = {}  # request id -> (prompt tokens, sampled tokens, messages)
+        self.under_way = {}  # request id -> (prompt tokens, chat)
+        self.taken = {}  # request id -> (prompt tokens, sampled tokens, chat)
 
     def __getattr__(self, name):
         return getattr(self.engine, name)
 
     def submit(self, request):
-        self.under_way[request.id] = len(request.expanded), request.messages
+        # Without a chat a turn goes on from the one before.
+        self.under_way[request.id] = len(request.expanded), getattr(request, "messages", [])
         self.engine.submit(request)
 
     def poll(self):
@@ -229,8 +230,8 @@ def expected(suite, k, mode, todo, codec, protocol, args):
 
     def played(calls):
         meter = Meter(Mute(codec, agent, calls))
-        ran = rollout.run(meter, tasks, agent, codec, source, frames=k, threads=1, max_live=1,
-                          protocol=protocol)
+        sampler = rollout.Sampler(meter, codec, source, agent, threads=1, max_live=1)
+        ran = systems.run(sampler, tasks, protocol, frames=k)
         ran = [(e, of(e, meter.taken)) for e in ran if "total_s" in e.timing]
         full = [e.error for e, _ in ran if e.status == "context" and not calls]
         if full:  # not one of its prompts would be answered

@@ -1,5 +1,5 @@
 """
-bench/scores.py: records of an evaluation -> numbers, and their tables.
+evaluation/scores.py: records of an evaluation -> numbers, and their tables.
 
   headline  = mean over items | the mean of its parts' means (MLVU) | one part alone (MMVU)
   interval  = 2.5 and 97.5 percentiles of the headline over 2000 draws of VIDEOS with replacement

@@ -1,9 +1,11 @@
 """
-bench/systems.py: how the other systems of the paper's Table 1 are spoken to, and the client of the
-endpoints that serve them.
+evaluation/systems.py: how the other systems of the paper's Table 1 are spoken to, and the client of
+the endpoints that serve them.
 
 A protocol is a system's prompt, its calls, what comes back, and when it must answer: an entry of
-`protocols` and the functions it names. rollout.run_episode is the one loop of all.
+`protocols` and the functions it names. `play` is the one episode loop of all of them, on the
+engine, pump, frames and records of rollout.py; ParaVT as it is trained goes through rollout.py's
+own loop, of which a test says that it gives the same records.
 
 Departs from the publishers' code in wording: the prompts here are ours. Their own are read from
 their releases with --prompt-file, in the order of `files`; what is read is never run.
@@ -15,6 +17,7 @@ Reads prompt files; asks endpoints; writes the verdicts of a judge. Used by eval
 import argparse
 import ast
 import asyncio
+import bisect
 import hashlib
 import itertools
 import json
@@ -25,7 +28,7 @@ import string
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import chat
@@ -44,6 +47,196 @@ THINK = (
 )
 
 # ------------------------------------------------------------------------------------------------
+# The episode of a protocol
+
+
+@dataclass
+class ChatRequest(Request):
+    """A Request and the same as a chat, for endpoints without ids."""
+
+    messages: list = None
+    prefill: str = ""  # forced start of the turn, already part of ids
+    tools: list = None  # schema, already part of ids
+    stop: tuple = ()  # strings that end the turn and stay in it
+
+
+@dataclass
+class Chat(rollout.Context):
+    """A Context and the same as a chat; of an endpoint, which takes no ids, the chat alone."""
+
+    messages: list = field(default_factory=list)
+
+    def sampled(self, ids, logps):
+        if ids is not None:
+            super().sampled(ids, logps)
+
+    def request(self, name, **settings):
+        return ChatRequest(name, list(self.compact), list(self.ids), list(self.items),
+                           list(self.frames), messages=self.messages, **settings)
+
+
+def open_chat(codec, messages, specs, frames, tools=None):
+    """rollout.open_context -> Chat. codec: None for an endpoint."""
+    context = rollout.open_context(codec, messages, specs, frames, tools) if codec else None
+    return Chat(**vars(context) if context else {"frames": list(frames)}, messages=list(messages))
+
+
+@dataclass
+class Reply:
+    """What the calls of a turn are answered with: messages, and the specs and Frames of the videos
+    in them, in order."""
+
+    messages: list
+    specs: list = field(default_factory=list)
+    frames: list = field(default_factory=list)
+    fresh: bool = False  # the messages are a new conversation, not the next turn of this one
+
+
+def trained_opening(task, num_frames, agent, subtitles, duration):
+    """ParaVT's first messages, as Protocol.opening."""
+    return rollout.main_messages(task, num_frames, agent.tools, subtitles)
+
+
+async def summaries_answer(records, calls, episode, sampler, turn):
+    """ParaVT's Protocol.answer: a sub-agent for every call, one tool message each, in order."""
+    await rollout.serve(records, calls, episode, sampler, turn)
+    return Reply([{"role": "tool", "content": record["summary"]} for record in records])
+
+
+@dataclass
+class Protocol:
+    """What differs between systems that look at videos in turns. The defaults are ParaVT's."""
+
+    opening: callable = trained_opening  # (task, K, agent, subtitles, duration) -> first messages
+    parse: callable = rewards.parse_tool_calls  # (text, it began inside a thought) -> calls
+    answer: callable = summaries_answer  # async (records, calls, episode, sampler, turn) -> Reply
+    force: callable = None  # (task) -> text put before the last turn
+    force_tokens: callable = None  # (task) -> tokens of that turn
+    schema: callable = rollout.tool_schema  # () -> what the chat template declares; None: nothing
+    prefill: str = ""  # forced start of every turn, instead of --think-prefix
+    stop: tuple = ()  # strings that end a turn
+
+
+def run(sampler, tasks, protocol, frames=64, group=1):
+    """rollout.run of a protocol. ParaVT as it is trained, by an engine that takes ids, is played by
+    training's own loop."""
+    trained = protocol == Protocol() and sampler.agent.dispatch != "turns"
+    if sampler.codec and trained:
+        return rollout.run(sampler, tasks, frames, group)
+    return rollout.run(replace(sampler, open_context=open_chat), tasks, frames, group,
+                       play=partial(play, protocol=protocol))
+
+
+async def play(episode, sampler, protocol):
+    """rollout.run_episode for any protocol, with ids or without -> Episode."""
+    agent, codec, task, began = sampler.agent, sampler.codec, episode.task, time.monotonic()
+    shown = await rollout.load_overview(episode, sampler)
+    if shown is None:
+        return episode
+    spec, frames, spoken = shown
+    messages = protocol.opening(task, episode.frame_budget, agent, spoken, episode.duration)
+    tools = protocol.schema() if agent.tools and protocol.schema else None
+    context = episode.context = open_chat(codec, messages, [spec], [frames], tools)
+    episode.notes.update(opening=messages, seconds=frames.seconds)
+    prefill = protocol.prefill or ("<think>\n" if agent.think_prefix else "")
+    episode.think_open = rewards.never_closed(prefill, codec is not None and codec.opens_thought)
+
+    tool_turns = agent.max_turns if agent.tools else 0
+    for turn in range(tool_turns + 1):  # the last one must answer: its calls come too late
+        last = turn == tool_turns
+        prefix = forced_ids(codec, context.ids, prefill)
+        room = agent.context - len(context.ids) - len(prefix)
+        if room < 1:
+            episode.fail("context", f"{len(context.ids)} tokens leave no room in a context of "
+                         f"{agent.context}")
+            break
+        context.insert(prefix)
+        limit = agent.max_new_tokens
+        if last and tool_turns and protocol.force_tokens:
+            limit = protocol.force_tokens(task)
+        said = await sampler.pump.sample(context.request(
+            f"{episode.group}/{episode.sample}/{turn}", max_tokens=min(limit, room),
+            temperature=agent.temperature, seed=rollout.turn_seed(episode, agent, turn),
+            prefill=prefill, tools=tools, stop=protocol.stop))
+        if said.error:
+            episode.fail("engine_error", said.error)
+            break
+        ended, said = said.ended, cut_turn(said, agent, protocol, codec)
+        finish = "stop" if said.ended else "call" if ended else "length"
+        if said.ids is not None:
+            rollout.record_turn(episode, codec, said, finish)
+        else:  # from an endpoint
+            episode.turns.append(said.text)
+            episode.finish.append(finish)
+        calls, records = rollout.record_calls(episode, agent, said.text, turn, protocol.parse)
+        if last or not calls:
+            for record in records:
+                record.update(status="not_run", summary="")
+            break
+
+        reply = await protocol.answer(records, calls, episode, sampler, turn)
+        if protocol.force and turn == tool_turns - 1:
+            reply.messages.append({"role": "user", "content": protocol.force(task)})
+        if reply.fresh:
+            context = open_chat(codec, reply.messages, reply.specs, reply.frames, tools)
+            episode.context = context
+            episode.spans.clear()  # of the last context alone
+            continue
+        spoken_turn = {"role": "assistant", "content": prefill + said.text}
+        context.messages = [*context.messages, spoken_turn, *reply.messages]
+        context.frames += reply.frames
+        if codec is not None:
+            items = [chat.vision_item(s, f) for s, f in zip(reply.specs, reply.frames)]
+            compact = chat.glue_ids(codec, reply.messages, said.ended, items)
+            glue = chat.expand(codec, compact, items)
+            if not rollout.fits(episode, agent, len(glue) + len(prefix)):
+                break
+            context.insert(glue, compact)
+            context.items += items
+    episode.timing["total_s"] = time.monotonic() - began
+    return episode
+
+
+def forced_ids(codec, ids, prefill):
+    """Ids of the forced start of a turn that follows `ids`; [] for endpoints, and if the template
+    wrote it."""
+    if codec is None:
+        return []
+    if not chat.think_prefix_ids(codec, ids):  # the template has opened the thought
+        prefill = prefill.removeprefix("<think>\n")
+    return chat.encode(codec, prefill)
+
+
+def cut_turn(said, agent, protocol, codec):
+    """A turn as the rules end it: after a protocol's stop strings; with dispatch=turns after its
+    first call, since an agent that may ask for one window a turn would have stopped there."""
+    if agent.dispatch == "turns":
+        said = cut_after(codec, said, ("</tool_call>", "</tool_code>"), since="</think>")
+    return cut_after(codec, said, protocol.stop) if protocol.stop else said
+
+
+def cut_after(codec, said, tags, since=None):
+    """A Completion cut after the first of `tags`, searched after the first `since`; unchanged if
+    there is none."""
+    # In bytes: a turn may hold half a character, and ids are cut where the tag is whole.
+    if said.ids is None:  # an endpoint that returns text
+        pieces = [character.encode() for character in said.text]
+    else:
+        pieces = chat.pieces_of(codec, said.ids)
+    text = b"".join(pieces)
+    start = max(0, text.find(since.encode())) if since else 0
+    ends = [at + len(tag) for tag in map(str.encode, tags) if (at := text.find(tag, start)) >= 0]
+    if not ends:
+        return said
+    lengths = list(itertools.accumulate(map(len, pieces)))
+    cut = bisect.bisect_left(lengths, min(ends)) + 1  # the token that completes the tag stays
+    if said.ids is None:
+        return replace(said, text=said.text[:cut])
+    ids = said.ids[:cut]
+    return replace(said, ids=ids, logps=said.logps[:cut], text=chat.decode(codec, ids), ended=False)
+
+
+# ------------------------------------------------------------------------------------------------
 # The systems
 
 
@@ -57,7 +250,7 @@ class System:
 
     files: str  # what --prompt-file takes of the publisher's release
     texts: list  # our wording of the same, in the same order
-    make: callable  # (texts, args) -> rollout.Protocol
+    make: callable  # (texts, args) -> Protocol
     native: dict  # flags of its own recipe: the defaults of a run
     final: callable = rewards.answer_or_tail  # (turns, think_open) -> what is graded, or None
     held: callable = nothing_held  # args -> (windows beside the overview, frames of each)
@@ -188,18 +381,6 @@ def add_arguments(parser):
         help="the publisher's own prompt texts (docs/evaluation.md); default: our wording")
     add("--user-file", metavar="FILE[.py:NAME]",
         help="the user turn, where --prompt-file takes the system text (places: --protocols)")
-    add("--crop-reply", choices=["summary", "frames"], default="summary",
-        help="paravt: a sub-agent's summary, or the frames of the window themselves")
-    add("--overview-fps", type=float, default=0.0,
-        help="overview frames per second of video, at most --frames; 0 = always --frames")
-    add("--total-pixels", type=int, default=0,
-        help="pixels of the overview's frames together, each within its own bounds; 0 = no bound")
-    add("--crop-pixels", type=int, default=0,
-        help="pixels of a window's frame at most; 0 = as --max-pixels")
-    add("--stamps", action=yes_no, default=True,
-        help="a frame's time before it; protocols with stamps of their own keep them")
-    add("--force-answer", action=yes_no, default=False,
-        help="paravt: demand the answer in few tokens after the last round of calls")
 
     add = parser.add_argument_group("endpoint: --engine openai").add_argument
     add("--base-url", nargs="+", metavar="URL",
@@ -222,6 +403,22 @@ def add_arguments(parser):
     add("--judge-url", help="chat endpoint, asked where the rule says wrong; default: no judge")
     add("--judge-model", help="its name; with --rescore alone its earlier verdicts count")
     add("--judge-key-env", help="environment variable that holds the judge's key")
+
+
+def rare_settings():
+    """Settings of protocols for --set, see rollout.settings."""
+    return {
+        # paravt: a sub-agent's summary, or the frames of the window themselves
+        "crop_reply": ("summary", "frames"),
+        "force_answer": (False, True),  # paravt: demanded in few tokens after the last calls
+        # A frame's time before it; protocols with stamps of their own keep them.
+        "stamps": (True, False),
+        "overview_fps": (0.0,),  # frames per second of video, at most --frames; 0 = always --frames
+        # Pixels of a frame at least; of a window's frame at most, 0 = as --max-pixels; of the
+        # overview's frames together, each within its own bounds, 0 = no bound.
+        "min_pixels": (rollout.Source.min_pixels,), "crop_pixels": (0,), "total_pixels": (0,),
+        "dispatch": ("parallel", "sequential", "turns"),  # turns: one call a turn, the rest is cut
+    }
 
 
 def describe_all(flags):
@@ -272,7 +469,7 @@ def faults(args):
     return [
         (args.image_cap < 0, "--image-cap may not be negative"),
         (not args.overview_fps >= 0 or args.total_pixels < 0,
-         "--overview-fps and --total-pixels may not be negative"),
+         "--set: overview_fps and total_pixels may not be negative"),
         (args.engine == "openai" and not (args.base_url and args.model),
          "--engine openai needs --base-url and --model"),
         (args.workers < 1 or args.retries < 0 or not args.request_timeout > 0,
@@ -281,7 +478,7 @@ def faults(args):
 
 
 def make_protocol(args):
-    """Flags -> (rollout.Protocol, hash of its prompt texts)."""
+    """Flags -> (Protocol, hash of its prompt texts)."""
     system = protocols()[args.protocol]
     texts = read_prompts(args.prompt_file) if args.prompt_file else system.texts
     # Too few would fail in the middle of a run, too many be left out in silence.
@@ -368,7 +565,7 @@ def filled(text, task, duration=0.0, subtitles="", label="{}.", between="\n"):
     "({})"; between: two of them. duration: seconds.
     """
     options = task.get("options") or []
-    labels = map(label.format, rollout.letters())
+    labels = map(label.format, string.ascii_uppercase)
     lines = [f"{label} {option}" for label, option in zip(labels, options)]
     values = {
         "question": task["question"],
@@ -434,12 +631,12 @@ def opening(task, num_frames, agent, subtitles, duration,
 
 def prompt_as_system(texts, args):
     first = partial(opening, system=texts[0], stamp=stamp_kind(args))
-    return rollout.Protocol(opening=first, schema=None)
+    return Protocol(opening=first, schema=None)
 
 
 def prompt_as_user(texts, args):
     first = partial(opening, user=texts[0], stamp=stamp_kind(args))
-    return rollout.Protocol(opening=first, schema=None)
+    return Protocol(opening=first, schema=None)
 
 
 def wrapped_files(name):
@@ -456,7 +653,7 @@ def wrapped_texts():
 def wrapped_protocol(texts, args, header=""):
     """No system text; {Question} is the question with its options, behind a header or not."""
     first = partial(wrapped_opening, texts=texts, header=header, stamp=stamp_kind(args))
-    return rollout.Protocol(opening=first, schema=None)
+    return Protocol(opening=first, schema=None)
 
 
 def wrapped_opening(task, num_frames, agent, subtitles, duration, texts, header, stamp):
@@ -475,7 +672,7 @@ def videochat_protocol(texts, args):
     for place, name in places.items():
         texts = [text.replace(place, name) for text in texts]
     first = partial(videochat_opening, texts=texts, stamp=stamp_kind(args))
-    return rollout.Protocol(opening=first, schema=None)
+    return Protocol(opening=first, schema=None)
 
 
 def videochat_opening(task, num_frames, agent, subtitles, duration, texts, stamp):
@@ -488,7 +685,7 @@ def time_r1_protocol(texts, args):
     """Its answer begins behind an empty thought."""
     first = partial(opening, user=texts[0], system="You are a helpful assistant.",
                     stamp=stamp_kind(args), label="({})")
-    return rollout.Protocol(opening=first, prefill="<think>\n\n</think>\n\n", schema=None)
+    return Protocol(opening=first, prefill="<think>\n\n</think>\n\n", schema=None)
 
 
 def rewatch_text():
@@ -503,29 +700,29 @@ def rewatch_text():
 # What calls are answered with.
 #
 # Only `windows` and the functions `*_answer` wait for something, and they do little else. Each is a
-# Protocol.answer, (records, calls, episode, shared, turn) -> rollout.Reply.
+# Protocol.answer, (records, calls, episode, sampler, turn) -> Reply.
 
 
-async def windows(records, calls, episode, shared, spec_of=None):
+async def windows(records, calls, episode, sampler, spec_of=None):
     """
     Load the windows of the calls that are run -> [(spec, Frames), or (None, None)] of all calls;
     every record says what became of it. spec_of: (call, task, agent) -> spec of video.load.
     """
-    agent = shared.agent
+    agent = sampler.agent
     wanted = rollout.admitted(records, calls, agent.max_parallel)  # indices of calls
     specs = [(spec_of or rollout.window_spec)(calls[i], episode.task, agent) for i in wanted]
     found = [(None, None)] * len(calls)
-    await asyncio.gather(*(await rollout.decoding(specs, shared)).values())
-    for i, spec, frames in zip(wanted, specs, await load_all(shared, specs)):
+    await asyncio.gather(*(await rollout.decoding(specs, sampler)).values())
+    for i, spec, frames in zip(wanted, specs, await load_all(sampler, specs)):
         if note_frames(records[i], frames):
             found[i] = spec, frames
     return found
 
 
-async def load_all(shared, specs):
+async def load_all(sampler, specs):
     """Load all at once, in the decode threads -> Frames, or the error as a value where a video or a
     window is to blame."""
-    jobs = [shared.pump.load(shared.source.load, spec) for spec in specs]
+    jobs = [sampler.pump.load(sampler.source.load, spec) for spec in specs]
     results = await asyncio.gather(*jobs, return_exceptions=True)
     for result in results:
         expected = isinstance(result, (video.VideoError, ValueError))
@@ -536,16 +733,12 @@ async def load_all(shared, specs):
 
 def note_frames(record, frames):
     """What loading gave, Frames or an error, goes into a call's record -> whether it is Frames."""
-    if isinstance(frames, video.VideoError):
-        why = f"error: the window could not be read ({frames.why})"
-        record.update(status="video_error", summary=why)
-    elif isinstance(frames, ValueError):  # a window that holds nothing
-        record.update(status="error", summary=f"error: {frames}")
-    else:
-        seconds = [round(float(second), 3) for second in frames.seconds]
-        record.update(status="ok", frames_seen=len(seconds), seconds_seen=seconds)
-        return True
-    return False
+    if isinstance(frames, Exception):
+        rollout.refuse_window(record, frames)
+        return False
+    seconds = [round(float(second), 3) for second in frames.seconds]
+    record.update(status="ok", frames_seen=len(seconds), seconds_seen=seconds)
+    return True
 
 
 def add_video(reply, spec, frames, stamp):
@@ -564,15 +757,15 @@ def tagged(text):
     ]
 
 
-async def frames_answer(records, calls, episode, shared, turn, stamp):
+async def frames_answer(records, calls, episode, sampler, turn, stamp):
     """A user message for every call: the frames of its window, or why there are none."""
-    found = await windows(records, calls, episode, shared)
+    found = await windows(records, calls, episode, sampler)
     return user_replies(records, found, stamp_for(episode.task, stamp))
 
 
 def user_replies(records, found, stamp):
     """The frames, then what they are in tool response tags, as the paper's authors evaluate."""
-    reply = rollout.Reply([])
+    reply = Reply([])
     for record, (spec, frames) in zip(records, found):
         content = []
         if frames is not None:
@@ -588,21 +781,22 @@ def user_replies(records, found, stamp):
 
 
 def paravt_protocol(texts, args):
-    """As it is trained (sub-agents return summaries), or as its authors evaluate it (--crop-reply
-    frames, --no-stamps, --force-answer; under --protocol-set paper a call names the video)."""
+    """As it is trained (sub-agents return summaries), or as its authors evaluate it (--set
+    crop_reply=frames stamps=false force_answer=true; under --protocol-set paper a call names the
+    video)."""
     own, paper = not args.prompt_file, args.protocol_set == "paper"
     summaries = args.crop_reply == "summary"
     if own and summaries and args.stamps and not args.force_answer and not paper:
-        return rollout.Protocol()  # the very prompts of training
+        return Protocol()  # the very prompts of training
     stamp = stamp_kind(args)
     # A text that holds the schema itself declares it; twice would be one block too many.
     inside = not own and "{tool_schema}" in texts[0]
     schema = partial(crop_schema, frames=not summaries, path=paper or inside)
     system = None if own else texts[0].replace("{tool_schema}", json.dumps(schema()[0]))
-    protocol = rollout.Protocol(
+    protocol = Protocol(
         opening=partial(paravt_opening, system=system, stamp=stamp, frames=not summaries,
                         path=paper or inside),
-        answer=rollout.summaries if summaries else partial(frames_answer, stamp=stamp),
+        answer=summaries_answer if summaries else partial(frames_answer, stamp=stamp),
         schema=None if inside else schema)
     if args.force_answer:
         protocol = replace(protocol, force=force_text, force_tokens=force_tokens)
@@ -689,13 +883,13 @@ def longvt_protocol(texts, args):
     tail = f" {texts[0]} {NAMED_PATH}"
     first = partial(opening, tail=tail, stamp=stamp)
     schema = partial(crop_schema, frames=True, path=True)
-    return rollout.Protocol(opening=first, answer=partial(longvt_answer, stamp=stamp),
+    return Protocol(opening=first, answer=partial(longvt_answer, stamp=stamp),
                             schema=schema)
 
 
-async def longvt_answer(records, calls, episode, shared, turn, stamp):
+async def longvt_answer(records, calls, episode, sampler, turn, stamp):
     refuse_beyond(records, calls, episode.duration)
-    found = await windows(records, calls, episode, shared)
+    found = await windows(records, calls, episode, sampler)
     return tool_replies(records, found, stamp_for(episode.task, stamp))
 
 
@@ -718,7 +912,7 @@ def refuse_beyond(records, calls, duration):
 
 def tool_replies(records, found, stamp):
     """A tool message for every call: frames and a sentence, or the reason as text."""
-    reply = rollout.Reply([])
+    reply = Reply([])
     for record, (spec, frames) in zip(records, found):
         content = record["summary"]
         if frames is not None:
@@ -747,7 +941,7 @@ def videozoomer_text():
 def videozoomer_protocol(texts, args):
     first = partial(opening, system=texts[0], stamp="frame")
     # What it would write behind a call, it has not seen: the turn ends with the call.
-    return rollout.Protocol(opening=first, parse=parse_zoom, answer=videozoomer_answer,
+    return Protocol(opening=first, parse=parse_zoom, answer=videozoomer_answer,
                             schema=None, stop=("</video_zoom>",))
 
 
@@ -793,14 +987,14 @@ def zoom_spec(call, task, agent):
             "num_frames": call.num_frames, "max_frames": 16}
 
 
-async def videozoomer_answer(records, calls, episode, shared, turn):
-    ((spec, frames),) = await windows(records, calls, episode, shared, zoom_spec)
-    return zoom_reply(records[0], spec, frames, last=turn == shared.agent.max_turns - 1)
+async def videozoomer_answer(records, calls, episode, sampler, turn):
+    ((spec, frames),) = await windows(records, calls, episode, sampler, zoom_spec)
+    return zoom_reply(records[0], spec, frames, last=turn == sampler.agent.max_turns - 1)
 
 
 def zoom_reply(record, spec, frames, last):
     """One user message: the frames inside tool response tags, or what went wrong."""
-    reply = rollout.Reply([])
+    reply = Reply([])
     if frames is None:
         wrong = {"type": "text", "text": "\nThink about what went wrong, then go on."}
         content = [*tagged(record["summary"]), wrong]
@@ -844,7 +1038,7 @@ def conan_texts():
 def conan_protocol(texts, args):
     first = partial(conan_opening, texts=texts)
     answer = partial(conan_answer, texts=texts)
-    return rollout.Protocol(opening=first, parse=parse_clips, answer=answer, schema=None)
+    return Protocol(opening=first, parse=parse_clips, answer=answer, schema=None)
 
 
 def conan_rounds(texts, task):
@@ -877,21 +1071,21 @@ def parse_clips(text, think_open=False):
     return calls
 
 
-async def conan_answer(records, calls, episode, shared, turn, texts):
-    last = turn == shared.agent.max_turns - 1
+async def conan_answer(records, calls, episode, sampler, turn, texts):
+    last = turn == sampler.agent.max_turns - 1
     rounds = conan_rounds(texts, episode.task)
     text = filled(rounds[2] if last else rounds[1], episode.task, between=", ")
     path = {"video": episode.task["video"]}
-    starts = await shared.pump.load(frame_starts, shared.source, path)
+    starts = await sampler.pump.load(frame_starts, sampler.source, path)
     wanted = conan_times(records, calls, episode, starts)
     frames = None  # where all frames have been seen, or the video breaks off: words alone
     if wanted:
         spec = {**path, "times": wanted}
-        (frames,) = await load_all(shared, [spec])
+        (frames,) = await load_all(sampler, [spec])
     if frames is None or isinstance(frames, (video.VideoError, ValueError)):
-        return rollout.Reply([{"role": "user", "content": text}])
+        return Reply([{"role": "user", "content": text}])
     episode.notes["seen"].update(wanted)
-    reply = rollout.Reply([])
+    reply = Reply([])
     content = [add_video(reply, spec, frames, "clock"), {"type": "text", "text": "\n" + text}]
     reply.messages.append({"role": "user", "content": content})
     return reply
@@ -1011,7 +1205,7 @@ def sage_protocol(texts, args):
     first = partial(opening, system=start, stamp=stamp_kind(args), label="({})",
                     tail="\n" + SAGE_VIDEO)
     answer = partial(sage_answer, system=system, message=texts[2])
-    return rollout.Protocol(opening=first, parse=parse_sage, answer=answer, schema=None)
+    return Protocol(opening=first, parse=parse_sage, answer=answer, schema=None)
 
 
 def sage_object(text):
@@ -1086,7 +1280,7 @@ def parse_sage(text, think_open=False):
     return [call]
 
 
-async def sage_answer(records, calls, episode, shared, turn, system, message):
+async def sage_answer(records, calls, episode, sampler, turn, system, message):
     call, record = calls[0], records[0]
     # Path -> (start, end) seconds: the video's own, and those that we make up.
     whole = {os.path.basename(episode.task["video"]): (0.0, episode.duration)}
@@ -1096,7 +1290,7 @@ async def sage_answer(records, calls, episode, shared, turn, system, message):
         record.update(start=call.start, end=call.end)
         # A sub-agent is told the task's question: here, the tool's.
         asking = replace(episode, task={**episode.task, "question": question})
-        await rollout.serve([record], [call], asking, shared, turn)
+        await rollout.serve([record], [call], asking, sampler, turn)
     return sage_reply(call, record, episode, system, message)
 
 
@@ -1154,7 +1348,7 @@ def sage_reply(call, record, episode, system, message):
         video_info=info.replace("{duration}", clock(episode.duration)),
         previous_tool_call=f"{call.name} with arguments {given}" if call.name else "-")
     messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
-    return rollout.Reply(messages, fresh=True)
+    return Reply(messages, fresh=True)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1466,7 +1660,7 @@ def ask_judge(records, args):
                 f"Given answer: {record['extracted']}\nDoes the given answer say the same as the "
                 "reference answer? Reply with yes or no.")
         messages = [{"role": "user", "content": text}]
-        engine.submit(Request(str(number), [], [], [], [], messages, 16, 0.0, 0))
+        engine.submit(ChatRequest(str(number), [], [], [], [], 16, 0.0, 0, messages))
     left = len(records)
     with tqdm(total=left, desc="judge", disable=args.quiet or None) as bar:
         while left:

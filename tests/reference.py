@@ -34,6 +34,12 @@ def load_policy(ckpt, codec, device=None, recompute="none"):
     return model.as_policy(hf.to(device), codec, device, recompute)
 
 
+def forward(policy, pack, features, **more):
+    """policy(pack) with these features -> (logp [N], entropy [N])."""
+    policy.features = features
+    return policy(pack, **more)
+
+
 @torch.no_grad()
 def generate(policy, codec, vision, prompts, limits, temperatures, seeds):
     """prompts: list of (expanded ids, [VisionItem]); one token limit, temperature (0 = greedy) and
@@ -149,7 +155,7 @@ class ReferenceEngine:
         pass
 
 
-def make_engine(ckpt, codec, args, sleeping=False):
+def make_engine(ckpt, codec, args, sleeping=False, windows=(0, 0)):
     """In the place of rollout.make_engine."""
     base = checkpoint.lineage(ckpt)[0]
     engine = ReferenceEngine(base, codec, max_seqs=args.max_seqs)

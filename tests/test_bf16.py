@@ -39,7 +39,8 @@ def gpu_precisions():
     import torch.distributed.fsdp as fsdp
 
     launch.import_shim()
-    real_policy, real_dtype, real_save = model.as_policy, model.compute_dtype, checkpoint.save_checkpoint
+    real_policy, real_dtype = model.as_policy, model.compute_dtype
+    real_save = checkpoint.save_checkpoint
     policies = []
 
     def as_policy(*args):

@@ -353,7 +353,7 @@ def test_converted_frames_are_those_of_the_window(tmp_path, codec, toy):
 
     settings = SimpleNamespace(video_root=str(toy), max_pixels=50176, max_len=4096)
     sequence = sft.Chats(str(tmp_path / "out.jsonl"), codec, settings, video.FrameCache())[0]
-    assert [item.seconds for item in sequence.vision] == [[8.0, 24.0, 40.0, 56.0],
+    assert [item.seconds for item in sequence.items] == [[8.0, 24.0, 40.0, 56.0],
                                                          [8.0, 9.0, 10.0, 11.0]]
     text = chat.decode(codec, sequence.ids, keep_special=True)
     response = text.split("<tool_response>")[1].split("</tool_response>")[0]

@@ -19,7 +19,7 @@ import launch
 import rewards
 import rollout
 from engine import Completion
-from evaluation import costs, scores, systems
+from evaluation import costs, folders, scores, systems
 
 CALL = ('<tool_call>{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 8}}'
         "</tool_call>")
@@ -339,7 +339,7 @@ def test_frames_that_come_back_count_for_the_agent_that_sees_them(world):
     def say(request):
         return "L\n</think>\n" + CALL if request.id.endswith("/0") else answer("red")
 
-    done = world("--crop-reply", "frames", "--context", 4096, rows=ROWS[:1], say=say)
+    done = world("--set", "crop_reply=frames", "--context", 4096, rows=ROWS[:1], say=say)
     (kept,) = records(done.folder)
     assert (kept["cost"]["frames"], kept["cost"]["sub_frames"]) == (12, 0)
 
@@ -430,9 +430,9 @@ def test_videos_of_an_estimate_are_spread_by_size(flag, asked, world, toy, tmp_p
         (tmp_path / f"{i}.mp4").write_bytes(whole + bytes(1000 * i))
     real, seen = rollout.run, []
 
-    def run(engine, tasks, *args, **more):
+    def run(sampler, tasks, *args, **more):
         seen.append([task["id"] for task in tasks])
-        return real(engine, tasks, *args, **more)
+        return real(sampler, tasks, *args, **more)
 
     monkeypatch.setattr(rollout, "run", run)
     rows = [row(f"q{i}", video=f"{i % 10}.mp4") for i in (6, 3, 1, 2, 5, 4, 7, 11, 16)]
@@ -500,12 +500,12 @@ def episode(*turns, task=ROWS[0], status="ok", think_open=True):
     ([], True, 0.0),
 ])  # fmt: skip
 def test_the_last_answer_or_the_text_after_the_thought_is_graded(turns, think_open, score):
-    assert evaluation.grade(episode(*turns, think_open=think_open))["score"] == score
+    assert folders.grade(episode(*turns, think_open=think_open))["score"] == score
 
 
 @pytest.mark.parametrize("status", ["video_error", "context", "engine_error"])
 def test_an_episode_that_did_not_finish_scores_nothing(status):
-    assert evaluation.grade(episode(answer("red"), status=status))["score"] == 0.0
+    assert folders.grade(episode(answer("red"), status=status))["score"] == 0.0
 
 
 @pytest.mark.parametrize("text", ["A. The answer is B, or option C", "I think so",
@@ -514,15 +514,15 @@ def test_extraction_does_not_depend_on_the_gold_answer(text):
     """At most one gold letter can be right for one and the same text."""
     options = ["a", "b", "c", "d", "e"]
     tasks = [row("x", type="mcq", options=options, answer=gold) for gold in "ABCDE"]
-    scores = [evaluation.grade(episode(answer(text), task=task))["score"] for task in tasks]
+    scores = [folders.grade(episode(answer(text), task=task))["score"] for task in tasks]
     assert sum(scores) <= 1
 
 
 def test_open_answers_are_matched_and_not_scored_by_overlap():
     """Token F1 is a training reward; a benchmark asks for the answer."""
     task = row("x", answer="red, blue")
-    assert evaluation.grade(episode(answer("red, blue"), task=task))["score"] == 1.0
-    graded = evaluation.grade(episode(answer("red, green"), task=task))
+    assert folders.grade(episode(answer("red, blue"), task=task))["score"] == 1.0
+    graded = folders.grade(episode(answer("red, green"), task=task))
     assert graded["score"] == 0.0 < rewards.accuracy("red, green", "open", "red, blue")
 
 
@@ -531,7 +531,7 @@ def test_open_answers_are_matched_and_not_scored_by_overlap():
 def test_a_list_counts_whole_and_in_order(said, score):
     """Training pays for the places that are right."""
     task = row("x", type="list", answer="16 red, 40 blue")
-    assert evaluation.grade(episode(answer(said), task=task))["score"] == score
+    assert folders.grade(episode(answer(said), task=task))["score"] == score
 
 
 # ------------------------------------------------------------------------------------------------
@@ -591,7 +591,7 @@ def test_adding_a_mode_or_a_budget_runs_only_that(world):
 
 @pytest.mark.parametrize("flags", [("--temperature", 0.5), ("--no-think-prefix",),
                                    ("--max-turns", 2), ("--seed", 1), ("--max-pixels", 4096),
-                                   ("--sub-frames", 8), ("--max-new-tokens", 64)])
+                                   ("--set", "sub_frames=8"), ("--max-new-tokens", 64)])
 def test_records_of_other_settings_are_refused(flags, world):
     """Numbers of two settings in one table are numbers of neither."""
     assert world(rows=ROWS[:1]).code == 0
@@ -743,7 +743,7 @@ SLOW_RANK = """
 import os, sys, time
 sys.path[:0] = [{root!r}, {root!r} + "/tests"]
 import torch.distributed as dist
-import eval as evaluation, model, checkpoint, launch, rollout, test_eval
+import chat, eval as evaluation, launch, rollout, test_eval
 chat.load_codec({ckpt!r})  # slow imports are no part of the run
 deadlines, join = [], dist.init_process_group
 def init(*args, timeout=None, **more):
@@ -812,8 +812,7 @@ def test_benchmarks_are_evaluated_from_their_folders(world, videomme, tmp_path):
     assert done.results[0]["by"]["duration"] == {
         "short": {"n": 1, "acc": 1.0}, "long": {"n": 3, "acc": pytest.approx(1 / 3)}}
     assert "4 items, 2700 published, 1 no video, 1 no subtitles" in done.out
-    texts = {name: [m["content"][1]["text"] for r in done.engine.asked for m in r.messages[1:2]
-                    if (n in r.id)] for name, n in (("all", "1-"),)}["all"]
+    texts = [chat.decode(done.engine.codec, r.ids, keep_special=True) for r in done.engine.asked]
     # aligned, in the split with subtitles
     assert sum("Hello there" in text for text in texts) == 3
     assert not any("Goodbye" in text for text in texts)
@@ -851,9 +850,8 @@ def test_subtitles_are_a_choice(world, videomme, tmp_path):
     def spoken(*flags, bench="videomme_wsub"):
         done = world("--bench", bench, "--root", videomme, *flags, drop=("--data",),
                      say=lambda r: answer("B"), out=tmp_path / "-".join(("o", bench, *flags)))
-        return {next((word for word in ("Goodbye", "Hello")
-                      if word in r.messages[1]["content"][1]["text"]), "")
-                for r in done.engine.asked}
+        texts = [chat.decode(done.engine.codec, r.ids) for r in done.engine.asked]
+        return {next((word for word in ("Goodbye", "Hello") if word in text), "") for text in texts}
 
     assert spoken() == {"Hello"} and spoken("--subtitles", "full") == {"Goodbye"}
     # the paper's evaluation shows all lines, and none in the split without
@@ -1041,6 +1039,9 @@ def test_the_judge_decides_open_answers_and_never_in_silence(world, monkeypatch)
     (("--engine", "openai", "--base-url", "nonsense", "--model", "m"), (), "no server answers"),
     (("--protocol", "none"), (), "invalid choice"),
     (("--prompt-file", "/no/such.txt"), (), "--prompt-file"),
+    (("--set", "overview_fps=-1"), (), "overview_fps"),
+    (("--set", "crop_pixels=x"), (), "crop_pixels takes a number"),
+    (("--set", "no_such=1"), (), "no such setting"), (("--samp", 2), (), "unrecognized"),
     (("--image-cap", -1), (), "--image-cap"), (("--tokens-field", "x"), (), "invalid choice"),
     (("--prepare", "x.jsonl"), (), "--bench"), (("--workers", 0), (), "--workers"),
     (("--retries", -1), (), "--retries"),
@@ -1091,7 +1092,7 @@ def test_windows_that_come_back_as_frames_fit_into_a_real_engine(toy, tmp_path, 
     monkeypatch.setattr(rollout, "make_engine", make_engine)
     out = tmp_path / "out"
     given = ["--ckpt", toy / "init", "--data", toy / "eval.jsonl", "--out", out, "--limit", 1,
-             "--protocol-set", "paper", "--frames", 8, "--sub-frames", 8, "--max-turns", 2,
+             "--protocol-set", "paper", "--frames", 8, "--set", "sub_frames=8", "--max-turns", 2,
              "--max-parallel", 2, "--max-pixels", 4096, "--context", 2048, "--max-new-tokens", 8,
              "--max-seqs", 2, "--quiet"]
     monkeypatch.setattr(sys, "argv", ["eval.py", *map(str, given)])

@@ -212,14 +212,14 @@ def test_batches_that_teach_nothing_and_gradients_that_are_none_are_counted(run,
         real_run, real_score, step = rollout.run, rewards.score, [0]
         real_clip = torch.nn.utils.clip_grad_norm_
 
-        def run(engine, tasks, agent, codec, source, *given, **named):
+        def run(sampler, *given, **named):
             step[0] += 1
             if step[0] == 2 or (step[0] == 1 and rank == 1):
                 class Broken(rollout.Source):
                     def load(self, spec):
                         raise video.VideoError(spec["video"], "is broken")
-                source = Broken(source.root, source.cache)
-            return real_run(engine, tasks, agent, codec, source, *given, **named)
+                sampler.source = Broken(sampler.source.root, sampler.source.cache)
+            return real_run(sampler, *given, **named)
 
         def score(turns, *given, **named):
             fmt = 0.5 if step[0] == 3 else random.Random(turns[0] if turns else 0).random()

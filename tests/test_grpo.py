@@ -74,7 +74,8 @@ def make_episode(codec, source, task, sample, turns, summaries=(), step=0, frame
 
 
 def reward(acc, fmt, tool, weight=1.0):
-    return {"acc": acc, "fmt": fmt, "tool": tool, "total": acc + weight * fmt + tool}
+    return {"acc": acc, "fmt": fmt, "tool": tool, "paid_task": acc + tool, "paid_fmt": weight * fmt,
+            "total": acc + weight * fmt + tool}
 
 
 @pytest.fixture(scope="module")
@@ -243,24 +244,27 @@ class Recorder:
 
 
 def settings(**changes):
-    values = dict(format_weight=1.0, tool_reward=1.0, format_credit="struct", minibatches=1,
-                  pack_tokens=4096, temperature=1.0, clip_eps=0.2, kl=0.0, clip=0.0)
-    return SimpleNamespace(**{**values, **changes})
+    """The flags of grpo.py, at their defaults where the oracle's formulas have no other number."""
+    defaults = {action.dest: action.default for action in grpo.build_parser()._actions}
+    ours = dict(pack_tokens=4096, temperature=1.0, kl=0.0, clip=0.0)
+    return SimpleNamespace(**{**defaults, **ours, **changes})
 
 
-def credited(groups, args):
+def credited(groups):
     """Groups with their advantages, as the loop of grpo.py sets them."""
     for group in groups:
-        grpo.set_advantages(group, args)
+        grpo.set_advantages(group)
     return groups
 
 
 def run_update(policy, vision, codec, groups, args, reference=None, lr=0.0):
     """-> (gradients of each optimiser step, stats)"""
     recorder = Recorder(policy, lr)
-    trees, tokens, _ = grpo.training_trees(credited(groups, args), codec, args)
-    stats = grpo.update(policy, reference, vision, recorder, trees, tokens, codec, args, 1,
-                        torch.device("cpu"))
+    trees, tokens, _ = grpo.training_trees(credited(groups), codec, args)
+    policy.features = vision
+    if reference is not None:
+        reference.features = vision
+    stats = grpo.update(policy, reference, recorder, trees, tokens, args)
     return recorder.grads, stats
 
 
@@ -292,7 +296,7 @@ def perturb(hf, scale=0.3):
 def test_credit_everywhere_is_plain_grpo_on_the_summed_reward(codec, groups):
     """The property that makes every ablation of the format credit comparable with GRPO."""
     for group in groups:
-        credited([group], settings())
+        credited([group])
         totals = [e.reward["total"] for e in group]
         for e in group:
             found = grpo.token_advantages(e, codec, "sequence")
@@ -306,8 +310,8 @@ def test_credit_everywhere_is_plain_grpo_on_the_summed_reward(codec, groups):
 def test_format_credit_reaches_exactly_the_tokens_it_names(codec, groups, credit, weight):
     for group in groups:
         for e in group:
-            e.reward["total"] = e.reward["acc"] + e.reward["tool"] + weight * e.reward["fmt"]
-        credited([group], settings(format_weight=weight))
+            e.reward = reward(*(e.reward[name] for name in ("acc", "fmt", "tool")), weight)
+        credited([group])
         for e, wanted in zip(group, plain_advantages(codec, group, weight, credit)):
             found = grpo.token_advantages(e, codec, credit)
             assert {t: found[t] for t in wanted} == pytest.approx(wanted, abs=1e-9)
@@ -325,7 +329,7 @@ def test_struct_holds_tags_and_turn_ends_and_leaves_most_tokens_out(codec, group
 
 def test_the_forced_prefix_and_tool_responses_earn_no_credit(codec, groups):
     e = groups[0][0]
-    credited(groups[:1], settings())
+    credited(groups[:1])
     advantage = grpo.token_advantages(e, codec, "sequence")
     forced = e.spans[0][0]
     assert chat.decode(codec, e.context.ids[:forced]).endswith("<think>\n")
@@ -336,7 +340,7 @@ def test_the_forced_prefix_and_tool_responses_earn_no_credit(codec, groups):
 def test_a_group_with_different_prompts_is_refused(codec, source, tasks):
     """Sharing a prompt that is not shared would train on another video's frames without a sign."""
     mixed = make_group(codec, source, tasks[0])[:1] + make_group(codec, source, tasks[1])[1:2]
-    credited([mixed], settings())
+    credited([mixed])
     with pytest.raises(ValueError, match="prompts of one group differ"):
         grpo.group_tree(mixed, codec, "struct")
 
@@ -380,19 +384,19 @@ def test_kl_term_is_k3_with_its_own_gradient():
     assert logp.grad.tolist() == pytest.approx([0.1 * (1 - 2), 0.0])
 
 
-@pytest.mark.parametrize("case", ["plain", "kl", "capped", "warm", "sequence"])
+@pytest.mark.parametrize("case", ["plain", "kl", "warm kl", "capped", "warm", "sequence"])
 def test_gradient_of_an_update_is_that_of_separate_sequences(
         process_group, codec, source, groups, policy, vision, plain, toy, case, monkeypatch):
     """Packing, shared prompts, vision tokens, chunked log-probs and the loss, all at once, against
     the oracle."""
-    temperature = 0.7 if case == "warm" else 1.0
-    cap, beta = (1.05 if case == "capped" else 5.0), (0.3 if case == "kl" else 0.0)
+    temperature = 0.7 if "warm" in case else 1.0
+    cap, beta = (1.05 if case == "capped" else 5.0), (0.3 if "kl" in case else 0.0)
     credit = "sequence" if case == "sequence" else "struct"
     shift = ((lambda n: -0.3 if n % 3 == 0 else 0.1) if case == "capped"
              else (lambda n: 0.02 * (n % 5 - 2)))
     record_logps(plain, codec, source, [e for g in groups for e in g], temperature, shift)
     reference = other = None
-    if case == "kl":  # a reference that is not the policy, else its gradient would be zero
+    if "kl" in case:  # a reference that is not the policy, else its gradient would be zero
         from transformers import Qwen3VLForConditionalGeneration
 
         reference = load_policy(str(toy / "init"), codec).requires_grad_(True)
@@ -416,7 +420,7 @@ def test_gradient_of_an_update_is_that_of_separate_sequences(
     assert stats["tokens"] == n and clipped == 0 and stats["skipped_update"] == 0
     assert stats["truncated"] == pytest.approx(truncated / n)
     assert (truncated > 0) == (case == "capped")
-    assert (stats["kl"] > 1e-4) == (case == "kl")
+    assert (stats["kl"] > 1e-4) == ("kl" in case)
     norm = math.sqrt(sum((g**2).sum().item() for g in wanted.values()))
     assert stats["grad_norm"] == pytest.approx(norm, rel=1e-4)
 
@@ -458,7 +462,7 @@ def test_the_budget_of_a_pack_does_not_change_the_gradient(process_group, codec,
     count."""
     record_logps(plain, codec, source, [e for g in groups for e in g])
     (one,), _ = run_update(policy, vision, codec, groups, settings())
-    trees, _, _ = grpo.training_trees(credited(groups, settings()), codec, settings())
+    trees, _, _ = grpo.training_trees(credited(groups), codec, settings())
     assert len(model.fill_packs(trees, pack_tokens)) > len(model.fill_packs(trees, 4096))
     (many,), _ = run_update(policy, vision, codec, groups, settings(pack_tokens=pack_tokens))
     assert distance(many, one) < 1e-5
@@ -480,7 +484,7 @@ def test_a_group_of_equal_rewards_only_enlarges_the_count(process_group, codec, 
     mine, all_of_them = (sum(sum(e.context.mask) for g in part for e in g)
                          for part in (groups[:1], groups))
     assert distance({n: g * (all_of_them / mine) for n, g in both.items()}, alone) < 1e-5
-    assert grpo.training_trees(credited(groups, settings()), codec,
+    assert grpo.training_trees(credited(groups), codec,
                                settings())[1:] == (all_of_them, 1)
     assert stats["tokens"] == mine  # the means of the log are over tokens that were trained
 
@@ -489,7 +493,7 @@ def test_rewards_that_differ_by_rounding_alone_are_no_signal(codec, groups):
     """1.0 + 0.9 and 1.1 + 0.8: sigma is 1e-16, and every advantage 0."""
     for n, e in enumerate(groups[0]):
         e.reward = reward(*((1.0, 0.9, 0.0), (1.1, 0.8, 0.0))[n % 2])
-    credited(groups[:1], settings())
+    credited(groups[:1])
     assert groups[0][0].advantage["sigma"] > 0
     assert grpo.training_trees(groups[:1], codec, settings())[::2] == ([], 1)
 
@@ -500,10 +504,9 @@ def test_without_any_signal_the_weights_stay_bit_identical(process_group, codec,
         e.reward = reward(0.5, 0.4, 0.0)
     before = copy.deepcopy(policy.state_dict())
     optimizer = torch.optim.AdamW(model.trained_parameters(policy), lr=1.0, weight_decay=1.0)
-    trees, tokens, skipped = grpo.training_trees(credited(groups[:1], settings()), codec,
+    trees, tokens, skipped = grpo.training_trees(credited(groups[:1]), codec,
                                                  settings())
-    stats = grpo.update(policy, None, vision, optimizer, trees, tokens, codec, settings(), 1,
-                        torch.device("cpu"))
+    stats = grpo.update(policy, None, optimizer, trees, tokens, settings())
     assert (stats["skipped_update"], skipped, trees) == (1, 1, [])
     assert all(torch.equal(before[n], v) for n, v in policy.state_dict().items())
 
@@ -722,7 +725,7 @@ def test_log_probs_that_are_no_numbers_stop_the_run(run_grpo, recorded, tmp_path
 def test_groups_without_signal_leave_the_checkpoint_as_it_was(run_grpo, recorded, tmp_path, base):
     rows = [json.loads(line) for line in recorded.read_text().splitlines()]
     for r in rows:
-        r["reward"] = rows[0]["reward"]
+        r.update(turns=rows[0]["turns"], calls=rows[0]["calls"])  # a replay is scored anew
     flat = tmp_path / "flat.jsonl"
     flat.write_text("".join(json.dumps(r) + "\n" for r in rows))
     weights, m, _ = run_grpo("--rollouts", flat)
@@ -749,15 +752,15 @@ def given_rollouts(monkeypatch, codec, source, tasks, any_gap):
     calls of rollout.run."""
     seen = []
 
-    def fake_run(engine, batch, agent, codec_, source_, frames, group, step, version, scoring,
-                 **_):
+    def fake_run(sampler, batch, frames, group, step):
+        agent, pay = sampler.agent, sampler.pay
+        sampler.pump = SimpleNamespace(idle_s=0.0)
         seen.append({"agent": agent, "frames": frames, "group": group, "step": step,
-                     "scoring": scoring, "tasks": [t["id"] for t in batch]})
+                     "pay": pay, "tasks": [t["id"] for t in batch]})
         for task in batch:
             for e in make_group(codec, source, task, step):
-                e.reward = rewards.score(e.turns, task["type"], task["answer"], None, e.parseable(),
-                                         e.executed(),
-                                         think_prefix=agent.think_prefix, **scoring)
+                e.think_open = agent.think_prefix
+                e.reward = rollout.scored(e, pay)
                 yield e
 
     monkeypatch.setattr(rollout, "run", fake_run)
@@ -797,7 +800,7 @@ def test_answer_from_line_pays_an_answer_without_its_tag(run_grpo, given_rollout
     common = ("--data", hard_tasks, "--steps", 1, "--prompts", 1, "--group", 4, "--lr", 0)
     for name, flags in (("tag", ()), ("line", ("--answer-from", "line"))):
         run_grpo(*common, *flags, out=name)
-    assert [call["scoring"]["answer_from"] for call in given_rollouts] == ["tag", "line"]
+    assert [call["pay"].answer_from for call in given_rollouts] == ["tag", "line"]
 
 
 def test_f_tau_is_one_ruler_for_runs_that_are_paid_differently(
@@ -814,9 +817,8 @@ def test_f_tau_is_one_ruler_for_runs_that_are_paid_differently(
 
 def test_agent_flags_reach_the_rollouts(run_grpo, given_rollouts, hard_tasks):
     common = ("--data", hard_tasks, "--steps", 2, "--prompts", 1)
-    run_grpo(*common, "--group", 4, "--frames", 16, "--temperature", 0.5, "--sub-fps", 0.25,
-             "--no-think-prefix", "--seed", 9,
-             "--max-parallel", 2, "--dispatch", "sequential")
+    run_grpo(*common, "--group", 4, "--frames", 16, "--temperature", 0.5, "--no-think-prefix",
+             "--seed", 9, "--max-parallel", 2, "--set", "sub_fps=0.25", "dispatch=sequential")
     first, second = given_rollouts
     agent = first["agent"]
     assert (agent.temperature, agent.sub_fps) == (0.5, 0.25)
@@ -852,11 +854,12 @@ def test_log_row_and_log_line_carry_what_is_promised(run_grpo, given_rollouts, h
 def test_a_step_of_broken_videos_only_is_logged_and_changes_nothing(
         run_grpo, given_rollouts, monkeypatch, hard_tasks, base):
     """Nothing was sampled: no group, no update, no crash."""
-    def broken(engine, batch, agent, codec, source, frames, group, step, version, scoring, **_):
+    def broken(sampler, batch, frames, group, step):
+        sampler.pump = SimpleNamespace(idle_s=0.0)
         for task in batch:
             e = rollout.Episode(task, f"{step}/{task['id']}", 0, 4, step, status="video_error",
                                 error="gone")
-            e.reward = rewards.score([], task["type"], task["answer"], None, 0, 0, **scoring)
+            e.reward = rollout.scored(e, sampler.pay)
             yield e
 
     monkeypatch.setattr(rollout, "run", broken)
@@ -929,16 +932,17 @@ def test_the_next_steps_overviews_are_decoded_while_this_one_trains(
     """When the rollouts of a step begin, its overviews are in the cache."""
     real_run, real_update, sources, misses = rollout.run, grpo.update, [], []
 
-    def run(engine, mine, agent, codec, source, budget, *given, **named):
+    def run(sampler, mine, budget, group, step):
+        source = sampler.source
         sources.append(source)
         if len(sources) > 1:
             specs = [{"video": t["video"], "frames": budget if isinstance(budget, int)
-                      else rollout.frame_budget(0, given[1], t["id"])} for t in mine]
+                      else rollout.frame_budget(0, step, t["id"])} for t in mine]
             before = source.cache.decodes
             for spec in specs:
                 source.load(spec)
             misses.append(source.cache.decodes - before)
-        return real_run(engine, mine, agent, codec, source, budget, *given, **named)
+        return real_run(sampler, mine, budget, group, step)
 
     def update(*given):
         time.sleep(0.5)  # long enough for two videos of a minute at one frame a second
@@ -1004,7 +1008,7 @@ def test_vanilla_sets_exactly_its_flags_and_explicit_flags_win(monkeypatch):
                   "--format-credit", "none")
     assert (mixed["think_prefix"], mixed["frames"]) == (True, "gated")
     assert (mixed["anchor"], mixed["format_credit"]) == (0.5, "none")
-    assert mixed["tool_reward"] == 1.0  # every released recipe pays for calls
+    assert mixed["tool_weight"] == 1.0  # every released recipe pays for calls
 
 
 def test_defaults_are_the_recipe_and_the_toy_preset_yields_to_flags(monkeypatch):
@@ -1126,12 +1130,52 @@ def test_two_ranks_with_vllm_end_to_end(toy, tmp_path):
     assert hf.config.model_type == "qwen3_vl"
 
 
-def test_a_replay_composes_rewards_from_their_terms_under_its_own_weights():
-    """The recorded total was made with the weights of its own run; subtracting another
-    --format-weight from it would be wrong."""
-    group = [SimpleNamespace(reward={"total": 99.0 * i, "acc": float(i), "fmt": 0.5,
-                                     "tool": 0.8 * (1 - i)}) for i in range(2)]
-    for weight, wanted in ((0.0, [-1.0, 1.0]), (2.0, [1.0, -1.0])):
-        grpo.set_advantages(group, settings(format_weight=2.0, tool_reward=weight))
-        assert [e.advantage["task"] for e in group] == pytest.approx(wanted)
-        assert [e.advantage["fmt"] for e in group] == [0.0, 0.0]
+def test_a_replay_is_scored_anew_by_what_its_own_run_pays_for(codec, source, tasks, tmp_path):
+    """The recorded reward was composed under the weights of the run that recorded it."""
+    group = make_group(codec, source, tasks[0])
+    for e in group:
+        e.reward = {"total": 99.0, "paid_task": 99.0, "paid_fmt": 0.0}
+    path = tmp_path / "r.jsonl"
+    path.write_text("".join(json.dumps(e.to_json()) + "\n" for e in group))
+    for pay in (rewards.Pay(), rewards.Pay(tool_weight=0.0, format_weight=2.0)):
+        for e, again in zip(group, grpo.read_rollouts([path], pay)):
+            assert again.reward == rewards.score(e.turns, e.task, e.calls, True, pay)
+
+
+def test_one_place_composes_the_reward_that_is_logged_and_the_one_that_is_trained(
+        process_group, codec, source, tasks, policy, vision, plain, monkeypatch):
+    """A term put where R is composed, here a price on length, moves R and the gradient alike."""
+    group = make_group(codec, source, tasks[0])
+    record_logps(plain, codec, source, group)
+    paid = rewards.score
+    found = []
+    for price in (0.0, 0.05):
+        def score(turns, task, calls, think_open, pay, tokens, price=price):
+            r = paid(turns, task, calls, think_open, pay, tokens)
+            task_part = r["paid_task"] - price * tokens
+            return {**r, "paid_task": task_part, "total": task_part + r["paid_fmt"]}
+
+        monkeypatch.setattr(rewards, "score", score)
+        for e in group:
+            e.reward = rollout.scored(e, rewards.Pay())
+        (gradient,), _ = run_update(policy, vision, codec, [group], settings())
+        found.append(([e.reward["total"] for e in group], gradient))
+        for e in group:  # the advantages are those of the logged numbers, to the digit
+            totals = [other.reward["total"] for other in group]
+            wanted = (e.reward["total"] - statistics.mean(totals)) / statistics.pstdev(totals)
+            assert e.advantage["task"] + e.advantage["fmt"] == pytest.approx(wanted, abs=1e-9)
+    (totals, gradient), (cheaper, moved_by) = found
+    assert all(b < a for a, b in zip(totals, cheaper))
+    assert distance(moved_by, gradient) > 0.05
+
+
+def test_every_trained_token_knows_its_rollout(codec, groups):
+    """A ratio of whole sequences (GSPO) needs the sum over the tokens of a rollout."""
+    trees, _, _ = grpo.training_trees(credited(groups), codec, settings())
+    pack = model.pack_trees(codec, trees)
+    number = pack.values["rollout"].long()
+    episodes = [e for group in groups for e in group]
+    assert sorted(set(number.tolist())) == list(range(len(episodes)))
+    for n, e in enumerate(episodes):
+        sampled = [e.context.ids[t] for t in sampled_positions(e.context.mask)]
+        assert pack.target[number == n].tolist() == sampled

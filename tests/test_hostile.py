@@ -25,7 +25,7 @@ import eval as evaluation
 import rollout
 import video
 from engine import Completion
-from evaluation import benchmarks, systems
+from evaluation import benchmarks, folders, systems
 
 CALL = ('<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 8, "end_time": 16}}\n'
         '</tool_call>')
@@ -122,10 +122,11 @@ def test_ten_thousand_completions_break_nothing(seed, toy, source):
                           open_thought=("run", "drop")[seed // 2])
     step = 0
     while said["texts"] < 2500:
-        for episode in rollout.run(Talker(say), tasks, agent, None, source, 4, group=40, step=step):
+        sampler = rollout.Sampler(Talker(say), None, source, replace(agent, seed=step))
+        for episode in systems.run(sampler, tasks, systems.Protocol(), 4, group=40):
             check(episode, agent)
             said[min(len(episode.calls), 3)] += 1
-            record = evaluation.grade({"status": "ok", "turns": episode.turns,
+            record = folders.grade({"status": "ok", "turns": episode.turns,
                                        "think_open": episode.think_open, "task": episode.task})
             assert 0 <= record["score"] <= 1
         step += 1
@@ -154,8 +155,8 @@ def test_no_text_breaks_another_systems_protocol(protocol, toy, source, monkeypa
         return "".join(rng.choice((mutated(rng)[:300], rng.choice(pieces)))
                        for _ in range(rng.randrange(4)))
 
-    for episode in rollout.run(Talker(say), [task], agent, None, source, 4, group=300,
-                               protocol=systems.make_protocol(args)[0]):
+    sampler = rollout.Sampler(Talker(say), None, source, agent)
+    for episode in systems.run(sampler, [task], systems.make_protocol(args)[0], 4, group=300):
         assert episode.status == "ok" and len(episode.turns) <= 3
         evaluation.record_of(episode, "d", 4, "on", args)
 
@@ -341,6 +342,6 @@ def test_subtitles_outside_the_folder_are_not_read(tmp_path, path):
 def test_a_broken_subtitle_file_is_a_counted_outcome(toy, source, codec):
     task = {**rollout.read_tasks(str(toy / "rl.jsonl"))[0], "subtitles": "rl.jsonl"}
     source.subtitles = partial(benchmarks.task_subtitles, root=source.root, which="full")
-    (episode,) = rollout.run(Talker(lambda: "x"), [{**task, "subtitles": "none.srt"}],
-                             rollout.Agent(), None, source, 4)
+    sampler = rollout.Sampler(Talker(lambda: "x"), None, source, rollout.Agent())
+    (episode,) = systems.run(sampler, [{**task, "subtitles": "none.srt"}], systems.Protocol(), 4)
     assert episode.status == "video_error" and "none.srt: unreadable subtitles" in episode.error

@@ -65,7 +65,7 @@ def merged_dense(policy, ckpt, codec):
 def test_fresh_adapters_change_nothing_and_alone_are_trained(adapted, toy, codec):
     pack, whole = pack_of(codec), load_policy(str(toy / "init"), codec)
     with torch.no_grad():
-        assert torch.equal(adapted(pack, None)[0], whole(pack, None)[0])
+        assert torch.equal(adapted(pack)[0], whole(pack)[0])
     names = [n for n, p in adapted.named_parameters() if p.requires_grad]
     matrices = [m for m in whole.hf.model.language_model.layers.modules()
                 if isinstance(m, torch.nn.Linear)]
@@ -78,11 +78,11 @@ def test_fresh_adapters_change_nothing_and_alone_are_trained(adapted, toy, codec
 def test_without_adapters_the_policy_is_its_base_and_back(adapted, toy, codec):
     pack = pack_of(codec)
     with torch.no_grad():
-        base = adapted(pack, None)[0]
-        own = moved(adapted)(pack, None)[0]
+        base = adapted(pack)[0]
+        own = moved(adapted)(pack)[0]
         assert (own - base).abs().max() > 1e-3
-        assert torch.equal(checkpoint.WithoutAdapters(adapted)(pack, None)[0], base)
-        assert torch.equal(adapted(pack, None)[0], own)
+        assert torch.equal(checkpoint.WithoutAdapters(adapted)(pack)[0], base)
+        assert torch.equal(adapted(pack)[0], own)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -93,8 +93,8 @@ def test_gradients_are_those_of_the_dense_model_of_the_same_matrices(toy, codec,
     policy = moved(checkpoint.load_sharded(str(toy / "init"), codec, CPU, recompute, lora=RANK))
     dense, pack = merged_dense(policy, str(toy / "init"), codec), pack_of(codec)
     with torch.no_grad():
-        checkpoint.WithoutAdapters(policy)(pack, None)
-    found, wanted = policy(pack, None)[0], dense(pack, None)[0]
+        checkpoint.WithoutAdapters(policy)(pack)
+    found, wanted = policy(pack)[0], dense(pack)[0]
     assert (found - wanted).abs().max() < 1e-5
     found.square().sum().backward()
     wanted.square().sum().backward()
@@ -190,7 +190,7 @@ def test_merged_it_is_a_checkpoint_of_whole_weights(saved, adapted, codec, tmp_p
     checkpoint.main()
     pack = pack_of(codec)
     with torch.no_grad():
-        off = load_policy(str(out), codec)(pack, None)[0] - adapted(pack, None)[0]
+        off = load_policy(str(out), codec)(pack)[0] - adapted(pack)[0]
     assert off.abs().max() < 1e-5
     assert chat.small_files(out) == chat.small_files(saved) == codec.files
     assert "1 stage" in capsys.readouterr().out
@@ -202,10 +202,10 @@ def test_adapters_given_as_checkpoint_are_part_of_the_weights(saved, adapted, co
     """Trained whole, and below new adapters, whose base they then are."""
     pack = pack_of(codec)
     with torch.no_grad():
-        want = adapted(pack, None)[0]
+        want = adapted(pack)[0]
         for lora in (0, 2):
             next_stage = checkpoint.load_sharded(str(saved), codec, CPU, lora=lora)
-            assert (next_stage(pack, None)[0] - want).abs().max() < 1e-5
+            assert (next_stage(pack)[0] - want).abs().max() < 1e-5
 
 
 # ------------------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ def run(monkeypatch, toy, tmp_path):
     monkeypatch.setattr(launch, "stop_on_sigterm", threading.Event)
     real = rewards.score  # a random checkpoint earns nothing: let the reward vary
     monkeypatch.setattr(rewards, "score", lambda turns, *a, **k: {
-        **real(turns, *a, **k), "fmt": random.Random(turns[0]).random()})
+        **real(turns, *a, **k), "paid_fmt": random.Random(turns[0]).random()})
 
     def run(script, *flags, out="run", ckpt=None):
         common = {"grpo": ("--data", toy / "rl.jsonl", "--frames", 4, "--show-every", 0,

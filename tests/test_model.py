@@ -23,7 +23,7 @@ import torch
 from conftest import ROOT, run_script
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import generate, load_policy
+from reference import forward, generate, load_policy
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import chat
@@ -33,7 +33,7 @@ import model
 import rollout
 import sft
 import video
-from engine import Request, VllmEngine
+from engine import Limits, Request, VllmEngine
 from model import Span, Tree
 
 CPU = torch.device("cpu")
@@ -120,7 +120,7 @@ def branched_tree(ids, items, answers):
 
 def logprobs(policy, codec, vision, trees, **options):
     with torch.no_grad():
-        return policy(model.pack_trees(codec, trees), vision, **options)[0]
+        return forward(policy, model.pack_trees(codec, trees), vision, **options)[0]
 
 
 def gradients(policy, loss):
@@ -141,10 +141,10 @@ def all_logprobs(policy, codec, vision, ids, items):
     """Log-probs of every token of the vocabulary after ids."""
     pack = model.pack_trees(codec, [plain_tree(ids, items, [0])])
     vocab = policy.hf.lm_head.weight.shape[0]
-    pack = dataclasses.replace(pack, source=torch.full((vocab,), len(ids) - 1),
+    pack = dataclasses.replace(pack, predictor=torch.full((vocab,), len(ids) - 1),
                                target=torch.arange(vocab))
     with torch.no_grad():
-        return policy(pack, vision)[0]
+        return forward(policy, pack, vision)[0]
 
 
 def separate_and_packed(codec, album):
@@ -203,6 +203,56 @@ def sft_chats(toy, codec, source, take):
 
 
 # ------------------------------------------------------------------------------------------------
+# Who sees whom
+
+
+def dense_mask(layout):
+    """Pack.layout -> [L, L] bool, from the rule alone: a token sees earlier tokens of its own tree
+    that stand in the prefix or in its own branch."""
+    place = [(number, branch) for number, (_, p, branches) in enumerate(layout)
+             for branch, n in enumerate([p, *branches]) for _ in range(n)]
+    return np.array([[j <= i and place[i][0] == place[j][0] and place[j][1] in (0, place[i][1])
+                      for j in range(len(place))] for i in range(len(place))])
+
+
+layouts = st.lists(st.tuples(st.integers(1, 20), st.lists(st.integers(1, 12), max_size=4)),
+                   min_size=1, max_size=4)
+
+
+@given(layouts, st.sampled_from([1, 3, 4, 8, 16]))
+@settings(max_examples=80, deadline=None)
+def test_block_masks_show_exactly_the_pairs_of_the_dense_mask(lengths, size):
+    """FlexAttention computes whole blocks without asking and parts of others: a block in the wrong
+    list would show a branch to its neighbour, or hide a prompt, on a GPU alone."""
+    trees = [Tree(Span([5] * p, [0] * p), [], [Span([6] * n, [1] * n) for n in branches])
+             for p, branches in lengths]
+    pack = model.pack_trees(SimpleNamespace(pad=-1, patch=16, merge=2), trees)
+    wanted = dense_mask(pack.layout)
+    tokens = len(wanted)
+    blocks = -(-tokens // size)
+    padded = np.zeros((blocks * size, blocks * size), bool)
+    padded[:tokens, :tokens] = wanted
+    counts = padded.reshape(blocks, size, blocks, size).sum((1, 3))
+    assert (model.visible_pairs(pack.layout, tokens, size) == counts).all()
+
+    mask = model.block_mask(pack, torch.device("cpu"), size)
+    shown = np.zeros_like(padded)
+    at = torch.arange(tokens)
+    asked = mask.mask_mod(0, 0, at[:, None], at[None, :]).numpy()  # [L, L]
+    lists = [(mask.kv_num_blocks, mask.kv_indices, False),
+             (mask.full_kv_num_blocks, mask.full_kv_indices, True)]
+    for number, which, whole in lists:
+        for row in range(blocks):
+            for column in which[0, 0, row, :number[0, 0, row]].tolist():
+                block = np.s_[row * size:(row + 1) * size, column * size:(column + 1) * size]
+                assert not shown[block].any()  # no block is listed twice
+                part = np.zeros_like(padded)
+                part[:tokens, :tokens] = asked
+                shown[block] = True if whole else part[block]
+    assert (shown[:tokens, :tokens] == wanted).all()
+
+
+# ------------------------------------------------------------------------------------------------
 # One forward, many sequences
 
 
@@ -214,11 +264,12 @@ def test_packed_sequences_and_shared_prefix_trees_equal_separate_sequences(
     vision = album.features(lively, each_codec)
     separate, trees = separate_and_packed(each_codec, album)
     weights = torch.linspace(-1, 2, sum(sum(t.prefix.mask) for t in separate))
-    alone = torch.cat([lively(model.pack_trees(each_codec, [t]), vision)[0] for t in separate])
+    alone = torch.cat([forward(lively, model.pack_trees(each_codec, [t]), vision)[0]
+                       for t in separate])
     wanted = gradients(lively, (alone * weights).sum())
     assert alone.std() > 0.5  # not the flat distribution of a fresh model
     for packing in (separate, trees):
-        together, _ = lively(model.pack_trees(each_codec, packing), vision)
+        together, _ = forward(lively, model.pack_trees(each_codec, packing), vision)
         assert (together - alone).abs().max() < 1e-5
         assert relative(gradients(lively, (together * weights).sum()), wanted) < 1e-5
 
@@ -234,11 +285,12 @@ def test_grouped_queries_and_checkpointed_layers_do_not_change_a_tree(codec, toy
     policy = model.as_policy(Qwen3VLForConditionalGeneration(config), codec, CPU, "none")
     vision = album.features(policy, codec)
     separate, trees = separate_and_packed(codec, album)
-    alone = torch.cat([policy(model.pack_trees(codec, [t]), vision)[0] for t in separate])
+    alone = torch.cat([forward(policy, model.pack_trees(codec, [t]), vision)[0]
+                       for t in separate])
     wanted = gradients(policy, alone.square().sum())
     policy.hf.gradient_checkpointing_enable({"use_reentrant": False})
     policy.train()
-    together, _ = policy(model.pack_trees(codec, trees), vision)
+    together, _ = forward(policy, model.pack_trees(codec, trees), vision)
     assert (together - alone).abs().max() < 1e-5
     assert relative(gradients(policy, together.square().sum()), wanted) < 1e-5
 
@@ -369,12 +421,14 @@ def one_update(toy, pack_tokens, replicas=1):
               if p.requires_grad}
     mine = launch.deal([0, 1, 2, 3, 4, 5, 15], chats.cost, rank, world)
     packs = sft.make_packs(chats, mine, codec, pack_tokens)
-    loss, count = sft.backward(policy, vision, packs, codec, world, device)
-    grads = {n: checkpoint.whole_tensor(p.grad) for n, p in policy.named_parameters() if p.requires_grad}
+    policy.features = vision
+    loss, count = sft.backward(policy, packs)
+    grads = {n: checkpoint.whole_tensor(p.grad) for n, p in policy.named_parameters()
+             if p.requires_grad}
     for optimizer in sft.build_optimizers(policy, LEARNING, device):
         optimizer.step()
-    moved = {n: checkpoint.whole_tensor(p.detach()) - before[n] for n, p in policy.named_parameters()
-             if p.requires_grad}
+    moved = {n: checkpoint.whole_tensor(p.detach()) - before[n]
+             for n, p in policy.named_parameters() if p.requires_grad}
     return {"loss": loss, "count": count, "packs": len(packs), "grads": grads, "moved": moved}
 
 
@@ -593,7 +647,7 @@ def test_a_chat_built_in_pieces_equals_the_template_rendered_at_once(toy, codec,
     end = len(codec.tokenizer("\n")["input_ids"])
     assert ours.ids == ids[:-end] and ours.mask == mask[:-end]
     assert ours.ids[-1] == codec.eos and ours.mask[-1] == 1
-    assert ours.mask.count(1) > 2 and len(ours.vision) == 1
+    assert ours.mask.count(1) > 2 and len(ours.items) == 1
     turns = sum(m["role"] == "assistant" for m in row["messages"])
     ends = sum(i == codec.eos for i, m in zip(ours.ids, ours.mask) if m)
     assert ends == turns == (2 if kind == "call-4" else 1)
@@ -614,7 +668,7 @@ def test_frames_in_a_tool_response_stand_where_the_template_puts_them(lively, ea
                 for m, g in zip(talk, chat.render(each_codec, talk, items))]
     whole = chat.encode(each_codec, chat.template(each_codec, rendered, None, False))
     end = len(each_codec.tokenizer("\n")["input_ids"])
-    assert ours.ids == chat.expand(each_codec, whole, items)[:-end] and ours.vision == items
+    assert ours.ids == chat.expand(each_codec, whole, items)[:-end] and ours.items == items
     text = chat.decode(each_codec, ours.ids, keep_special=True)
     assert text.count("<tool_response>") == 2 and text.count("<|im_start|>user") == 2
     with pytest.raises(ValueError, match="more frame sets"):
@@ -757,8 +811,8 @@ def test_a_tree_over_the_budget_is_split_by_branches_without_changing_its_loss(
     parts = [model.pack_trees(codec, members) for members in packs]
     vision = album.features(lively, codec)
     with torch.no_grad():
-        once = (lively(whole, vision)[0] * whole.values["advantage"]).sum()
-        split = sum((lively(p, vision)[0] * p.values["advantage"]).sum() for p in parts)
+        once = (forward(lively, whole, vision)[0] * whole.values["advantage"]).sum()
+        split = sum((forward(lively, p, vision)[0] * p.values["advantage"]).sum() for p in parts)
     assert sum(len(p.target) for p in parts) == len(whole.target) == 26
     assert split.item() == pytest.approx(once.item(), rel=1e-5)
 
@@ -770,7 +824,7 @@ def test_the_first_token_of_a_context_cannot_be_trained_on(codec):
 
 def test_packs_without_trained_tokens_still_run_backward(policy, codec):
     """A rank can draw such a pack; it must take part in every collective like any other."""
-    logp, entropy = policy(model.pack_trees(codec, [Tree(Span([5, 6], [0, 0]))]), None)
+    logp, entropy = policy(model.pack_trees(codec, [Tree(Span([5, 6], [0, 0]))]))
     assert logp.shape == entropy.shape == (0,)
     logp.sum().backward()
 
@@ -910,8 +964,8 @@ def test_a_saved_checkpoint_is_the_same_model_in_plain_transformers(saved, codec
 @pytest.fixture(scope="module")
 def engine(saved, codec):
     pytest.importorskip("vllm", reason="vLLM is not installed")
-    engine = VllmEngine(str(saved[1]), codec, context=1024, max_frames=16, max_pixels=8192,
-                                max_seqs=8)
+    limits = Limits(context=1024, max_frames=16, max_pixels=8192, max_seqs=8)
+    engine = VllmEngine(str(saved[1]), codec, limits)
     yield engine
     engine.close()
 
@@ -1200,7 +1254,7 @@ def test_every_epoch_covers_every_row_once(rows, batch, seed):
 
 def test_the_order_is_a_function_of_step_and_seed_alone():
     """A resumed run and another rank are other processes, with other hash seeds."""
-    code = "import model, checkpoint, launch; print([launch.batch_indices(s, 6, 40, 3) for s in (9, 0, 5)])"
+    code = "import launch; print([launch.batch_indices(s, 6, 40, 3) for s in (9, 0, 5)])"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT,
                            env={**os.environ, "PYTHONHASHSEED": "77"})
     assert other.stdout.strip() == str([launch.batch_indices(s, 6, 40, 3)
@@ -1227,7 +1281,8 @@ SHARDS = """
     for replicas in (1, 2, 0):  # 0: as many as ranks
         parts = checkpoint.load_sharded(sys.argv[1], codec, device, replicas=replicas)
         for dtype in (None, torch.bfloat16):
-            pairs = zip(checkpoint.full_weights(whole), checkpoint.full_weights(parts, dtype), strict=True)
+            pairs = zip(checkpoint.full_weights(whole), checkpoint.full_weights(parts, dtype),
+                        strict=True)
             for (name, a), (other, b) in pairs:
                 assert name == other and torch.equal(a.to(dtype or a.dtype), b), name
         for a, b in zip(whole.hf.buffers(), parts.hf.buffers(), strict=True):
@@ -1281,8 +1336,9 @@ def test_a_frozen_copy_has_the_same_log_probs_and_no_gradients(toy, codec, proce
                       for frozen in (False, True))
     trees = separate_and_packed(codec, album)[1]
     pack, vision = model.pack_trees(codec, trees), album.features(policy, codec)
-    assert torch.equal(policy(pack, vision)[0], frozen(pack, vision)[0])
-    assert not model.trained_parameters(frozen) and not frozen(pack, vision)[0].requires_grad
+    assert torch.equal(forward(policy, pack, vision)[0], forward(frozen, pack, vision)[0])
+    assert not model.trained_parameters(frozen)
+    assert not forward(frozen, pack, vision)[0].requires_grad
 
 
 def test_replicas_have_to_divide_the_ranks(toy, codec, process_group):

@@ -173,6 +173,14 @@ def test_who_wrote_what_and_its_credit(made):
     assert all(credit is None for turn in plain["turns"] for _, _, credit in turn)
 
 
+def test_a_call_says_which_tool_it_was(made):
+    """Records from before calls had names are shown without one."""
+    named = {**episode()["calls"][0], "name": "zoom_region"}
+    for calls, name in (([named], "zoom_region"), (episode()["calls"], "")):
+        (shown,) = data_of(made([episode(calls=calls)]))["episodes"]
+        assert shown["calls"][0]["name"] == name
+
+
 def test_a_token_has_one_credit_whole(made):
     """As grpo.py trains it: `>B` is a token of answer and tag, and carries no format credit."""
     pieces = [["So.", "</think>", "<", "answer", ">B", "</", "answer", ">", ""]]

@@ -71,7 +71,7 @@ def kept_for_backward(config, tokens, dtype, recompute):
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        policy(pack, None)
+        policy(pack)
     return sum(t.untyped_storage().nbytes() for t in kept.values())
 
 
@@ -94,10 +94,10 @@ def held_after_forward(config, tokens, recompute):
 
     policy = model.as_policy(Qwen3VLForConditionalGeneration(config), Codec, CPU, recompute)
     pack = flat_pack(tokens)
-    policy(pack, None)  # what is allocated once
+    policy(pack)  # what is allocated once
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU],
                                 profile_memory=True) as seen:
-        out = policy(pack, None)
+        out = policy(pack)
     assert out[0].requires_grad
     return sum(e.self_cpu_memory_usage for e in seen.key_averages())
 
@@ -209,7 +209,7 @@ def test_counted_operations_are_those_that_torch_counts():
                                    "none"), config.text_config
     policy.hf.model.language_model.config._attn_implementation = "eager"
     with FlopCounterMode(display=False) as counter:
-        policy(flat_pack(tokens), None)[0].sum().backward()
+        policy(flat_pack(tokens))[0].sum().backward()
     wanted = gpu_check.training_flops(text, plan.parameter_counts(config)["layers"], tokens, 8,
                                       tokens**2)
     # norms are weights, but no products

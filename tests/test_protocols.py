@@ -1,12 +1,15 @@
 """
-Tests of bench/systems.py: python -m pytest tests/test_protocols.py -q
+Tests of evaluation/systems.py: python -m pytest tests/test_protocols.py -q
 
 Each system of the paper's table is played by a script: what it is shown, how its calls are read,
 what it gets back, when it has to answer, what is graded. With ids (the engines of this project) and
 without (an endpoint that takes messages).
 """
 import json
+import random
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -63,7 +66,7 @@ def play(toy, source, codec, monkeypatch):
     """play(flags, *script) -> episode, requests, graded record."""
     def play(flags, *script, task=TASK, ids=False, files=()):
         given = ["eval.py", "--data", str(toy / "eval.jsonl"), "--ckpt", "x", "--max-pixels",
-                 "4096", "--min-pixels", "1024", *flags.split()]
+                 "4096", "--set", "min_pixels=1024", *flags.split()]
         given += ["--prompt-file", *files] if files else []  # a name may hold a space
         monkeypatch.setattr(sys, "argv", given)
         args = evaluation.parse_args()
@@ -73,9 +76,8 @@ def play(toy, source, codec, monkeypatch):
         source.min_pixels, source.max_pixels = args.min_pixels, args.max_pixels
         protocol, digest = systems.make_protocol(args)
         engine = Chat(codec if ids else None, *script)
-        paced = systems.source_of(source, args)
-        (episode,) = rollout.run(engine, [task], agent, codec if ids else None, paced,
-                                 args.frames[0], protocol=protocol)
+        sampler = rollout.Sampler(engine, engine.codec, systems.source_of(source, args), agent)
+        (episode,) = systems.run(sampler, [task], protocol, args.frames[0])
         record = evaluation.record_of(episode, "d", args.frames[0], "on", args)
         return episode, engine.asked, record
 
@@ -135,8 +137,8 @@ def test_an_endpoint_is_sent_what_is_stored(name, toy, source, monkeypatch):
         agent.tools = args.tools == ["on"]
         protocol, _ = systems.make_protocol(args)
         engine = systems.make_engine(args, protocol)
-        (episode,) = rollout.run(engine, [TASK], agent, None, systems.source_of(source, args), 2,
-                                 protocol=protocol)
+        sampler = rollout.Sampler(engine, None, systems.source_of(source, args), agent)
+        (episode,) = systems.run(sampler, [TASK], protocol, 2)
         engine.close()
         sent = [readable(body) for body in server.asked]
     assert evaluation.record_of(episode, "d", 2, "on", args)["score"] == 1.0
@@ -179,6 +181,119 @@ def test_a_user_turn_may_be_the_publishers_own(play, tmp_path):
     assert len(hashes) == 4
     with pytest.raises(launch.UserError, match="--user-file"):
         play(f"--protocol video-r1 --user-file {tmp_path}/user.txt", "B")
+
+
+# ------------------------------------------------------------------------------------------------
+# Two loops
+
+
+class Babble:
+    """Draws its answers from the names and seeds of its requests: calls of every kind, thoughts
+    that stay open, answers, failures."""
+
+    max_seqs = 8
+
+    def __init__(self, codec):
+        self.codec, self.waiting = codec, []
+
+    def submit(self, request):
+        self.waiting.append(request)
+
+    def poll(self):
+        done, self.waiting = self.waiting, []
+        return [self.complete(request) for request in done]
+
+    def complete(self, request):
+        draw = random.Random(f"{request.id} {request.seed} {len(request.expanded)}")
+        if draw.random() < 0.05:
+            return Completion(request.id, error="down")
+        if request.id.count("/") == 4:
+            text = draw.choice(["a red square", "", "<think>open", "so</think> blue"])
+        else:
+            text = draw.choice(["x</think>", "x", "y</think> z"])
+            for _ in range(draw.randrange(4)):
+                start = draw.randrange(70)
+                text += CROP % (start, start + draw.randrange(-1, 9))
+            text += draw.choice(["", "<answer>red</answer>"])
+        ids = [*chat.encode(self.codec, text), self.codec.eos][: request.max_tokens]
+        logps = [-draw.random() for _ in ids]
+        return Completion(request.id, ids, logps, chat.decode(self.codec, ids),
+                          ids[-1] == self.codec.eos)
+
+
+@pytest.mark.parametrize("more", [
+    {}, {"max_turns": 1, "think_prefix": False}, {"tools": False},
+    {"context": 200, "max_new_tokens": 24},
+    {"max_parallel": 1, "dispatch": "sequential", "open_thought": "drop", "sub_question": False}])
+def test_both_loops_leave_the_same_records(more, toy, codec, source):
+    """48 episodes of each kind. ParaVT as it is trained, by training's own loop and as a protocol:
+    ids, masks, log-probs, calls, summaries, rewards and what went wrong."""
+    tasks = rollout.read_tasks(str(toy / "rl.jsonl"))
+    agent = rollout.Agent(**{"context": 1024, "max_new_tokens": 128, "sub_max_new_tokens": 24,
+                             "max_turns": 2, **more})
+
+    def records(sampler, **how):
+        found = []
+        for frames in (4, 8):
+            for episode in rollout.run(sampler, tasks, frames, 4, 3, **how):
+                row = {**episode.to_json(), "timing": sorted(episode.timing)}
+                row["calls"] = [{**call, "seconds": "seconds" in call} for call in row["calls"]]
+                found.append((row, episode.notes["opening"]))
+        return sorted(found, key=lambda pair: (pair[0]["K"], pair[0]["group"], pair[0]["sample"]))
+
+    sampler = rollout.Sampler(Babble(codec), codec, source, agent)
+    trained = records(sampler)
+    played = records(replace(sampler, open_context=systems.open_chat),
+                     play=partial(systems.play, protocol=systems.Protocol()))
+    assert len(trained) == 48 and trained == played
+    found = set()  # all of it came up
+    for row, _ in trained:
+        found |= {row["status"], *row["finish"], *(call["status"] for call in row["calls"])}
+    if not more:
+        assert found >= {"ok", "engine_error", "error", "not_run", "stop"}
+    if "context" in more:
+        assert found >= {"context", "length"}
+
+
+def test_paravt_as_it_is_trained_is_played_by_trainings_own_loop(codec, source, monkeypatch):
+    """With ids. An endpoint, another protocol and one call a turn go through `systems.play`."""
+    plays = []
+    monkeypatch.setattr(rollout, "run", lambda *given, play=None: plays.append(play is None))
+    sampler = rollout.Sampler(None, codec, source, rollout.Agent())
+    turns = replace(sampler, agent=rollout.Agent(dispatch="turns"))
+    for some, protocol in ((sampler, systems.Protocol()), (turns, systems.Protocol()),
+                           (replace(sampler, codec=None), systems.Protocol()),
+                           (sampler, systems.Protocol(stop=("x",)))):
+        systems.run(some, [], protocol)
+    assert plays == [True, False, False, False]
+
+
+def test_one_call_a_turn_cuts_a_turn_after_its_first_call(play, codec):
+    """--set dispatch=turns: the same policy as a sequential agent. Its second call is not seen; it
+    may ask again in its next turn."""
+    calls = ['<tool_call>{"name": "crop_video", "arguments": '
+             f'{{"start_time": {a}, "end_time": {a + 8}}}}}</tool_call>' for a in (8, 32)]
+    script = ["two</think>" + "\n".join(calls), "more</think>" + calls[1] + " and prose",
+              "ok</think><answer>red</answer>"]
+    e, _, _ = play("--frames 4 --set dispatch=turns", *script, ids=True)
+    assert e.turns == ["two</think>" + calls[0], "more</think>" + calls[1], script[2]]
+    assert [(c["turn"], c["start"], c["status"]) for c in e.calls] == [
+        (0, 8.0, "ok"), (1, 32.0, "ok")]
+    assert e.finish == ["call", "call", "stop"]  # cut by the rule, not by --max-new-tokens
+    for (start, end), text in zip(e.spans, e.turns):
+        said = chat.decode(codec, e.context.ids[start:end], keep_special=True)
+        assert said.removesuffix("<|im_end|>") == text
+        assert all(e.context.mask[start:end])
+    whole = chat.decode(codec, e.context.ids, keep_special=True)
+    assert whole.count("<tool_response>") == 2
+    assert whole.count("</tool_call><|im_end|>\n") == 2
+    text = Completion("x", text="é</think>" + "\n".join(calls))  # an endpoint without ids
+    assert systems.cut_after(codec, text, ("</tool_call>",),
+                             "</think>").text == "é</think>" + calls[0]
+    assert systems.cut_after(codec, replace(text, text="no call"),
+                             ("</tool_call>",)).text == "no call"
+    script = ["all at once</think>" + "\n".join(calls), "ok</think><answer>red</answer>"]
+    assert [c["turn"] for c in play("--frames 4", *script, ids=True)[0].calls] == [0, 0]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -229,7 +344,7 @@ def test_native_and_uniform_settings_differ_and_yield_to_flags(monkeypatch):
     assert (uniform.frames, uniform.temperature, uniform.max_new_tokens, uniform.max_turns,
             uniform.crop_reply) == ([64], 0.0, 2048, 3, "frames")
     assert parsed("--protocol", "conan", "--frames", "8").frames == [8]
-    assert parsed("--protocol-set", "paper", "--stamps").stamps
+    assert parsed("--protocol-set", "paper", "--set", "stamps=true").stamps
     assert parsed("--protocol", "direct", "--protocol-set", "paper").tools == ["off"]
     assert parsed().tools == ["on"]
     for name in systems.protocols():
@@ -243,7 +358,7 @@ def test_native_and_uniform_settings_differ_and_yield_to_flags(monkeypatch):
     ("direct", 31.0, 64), ("videorft", 31.0, 32), ("video-r1", 31.0, 64),
     ("videochat-r1", 31.0, 62), ("videochat-r1", 4000.0, 768), ("qwen3-vl", 31.0, 62),
     ("qwen3-vl", 4000.0, 512), ("longvt --protocol-set paper", 31.0, 64),
-    ("longvt --overview-fps 0", 31.0, 512), ("longvt --frames 8", 31.0, 8)])
+    ("longvt --set overview_fps=0", 31.0, 512), ("longvt --frames 8", 31.0, 8)])
 def test_an_overview_is_as_long_as_its_video(name, seconds, frames, source, monkeypatch):
     monkeypatch.setattr(sys, "argv", f"eval.py --data d --ckpt c --protocol {name}".split())
     args = evaluation.parse_args()
@@ -269,6 +384,23 @@ def test_many_frames_are_small_ones(source, monkeypatch):
         few.duration = lambda spec, seconds=seconds: seconds
         few.load({"video": "v", "frames": 768})
     assert bounds == [(12544, 602112), (12544, 2 * 3584 * 784 // 128), (12544, 13171)]
+
+
+def test_pixels_of_frames_are_settings(toy, monkeypatch):
+    """--set min_pixels, total_pixels: of a frame at least, of all together at most."""
+    def bounds(*flags):
+        given = ["eval.py", "--data", str(toy / "eval.jsonl"), "--ckpt", "c", *flags]
+        monkeypatch.setattr(sys, "argv", given)
+        args = evaluation.parse_args()
+        _, source = rollout.agent_settings(args, args.data)
+        found = []
+        monkeypatch.setattr(rollout.video, "load", lambda *given: found.append(given[3:]))
+        systems.source_of(source, args).load({"video": "v", "frames": 64})
+        return found[0]
+
+    assert bounds() == (1024, 50176)
+    assert bounds("--set", "min_pixels=4096") == (4096, 50176)
+    assert bounds("--set", "total_pixels=320000", "min_pixels=2048") == (2048, 10000)
 
 
 def test_publishers_question_templates_wrap_the_question(play, tmp_path):
@@ -368,7 +500,7 @@ def test_under_the_papers_settings_the_prompt_promises_what_comes_back(play):
                                                                     "end_time"]
     assert "summary" not in json.dumps(schema)
     # frames on their own: stamped, so times are promised; the file's name is no business of a call
-    _, asked, _ = play("--crop-reply frames --frames 4", crops((0, 8)), "x</think>B")
+    _, asked, _ = play("--set crop_reply=frames --frames 4", crops((0, 8)), "x</think>B")
     system = asked[0].messages[0]["content"]
     assert "returns frames" in system and "each after its time" in system
     assert "video_path" not in json.dumps(asked[0].tools)
@@ -382,7 +514,7 @@ def test_under_the_papers_settings_the_prompt_promises_what_comes_back(play):
 
 def test_a_call_gets_as_many_frames_as_it_asks_for(play):
     first = "x</think>" + (CROP % (0, 8)).replace("}}", ', "num_frames": 3}}')
-    _, asked, _ = play("--crop-reply frames --frames 4", first, "x</think>B")
+    _, asked, _ = play("--set crop_reply=frames --frames 4", first, "x</think>B")
     assert [len(f.images) for f in asked[1].frames] == [4, 3]
 
 
@@ -397,8 +529,8 @@ def test_frames_of_windows_have_a_bound_of_their_own(toy, monkeypatch):
     source.load({"video": "v", "frames": 4})
     source.load({"video": "v", "start": 0, "end": 4})
     assert sizes == [(3136, 602112), (3136, 50176)]
-    monkeypatch.setattr(sys, "argv", [*given, "--crop-pixels", "9"])
-    with pytest.raises(launch.UserError, match="--crop-pixels"):
+    monkeypatch.setattr(sys, "argv", [*given, "--set", "crop_pixels=9"])
+    with pytest.raises(launch.UserError, match="--set crop_pixels"):
         rollout.agent_settings(evaluation.parse_args(), str(toy / "eval.jsonl"))
 
 
@@ -411,14 +543,14 @@ def test_times_reach_the_model_where_it_is_asked_for_times(play):
         assert ("after its time" in asked[0].messages[0]["content"]) == (stamp is None)
     _, asked, _ = play("--protocol reasoning --protocol-set paper --frames 4", "B", task=SPAN)
     assert asked[0].messages[1]["content"][0]["stamp"] is None
-    _, asked, _ = play("--no-stamps --frames 4", "x</think>B", task=SPAN)
+    _, asked, _ = play("--set stamps=false --frames 4", "x</think>B", task=SPAN)
     assert asked[0].messages[1]["content"][0]["stamp"] == "none"  # asked for, and meant
 
 
 @pytest.mark.parametrize("flags, images, videos", [
     ("", 64, 1), ("--protocol-set paper", 304, 16), ("--protocol-set paper --tools off", 64, 1),
     ("--protocol-set paper --frames gated", 304, 16),
-    ("--crop-reply frames --max-turns 1 --max-parallel 2 --sub-frames 4 --frames 8", 16, 3),
+    ("--set crop_reply=frames sub_frames=4 --max-turns 1 --max-parallel 2 --frames 8", 16, 3),
     ("--frames 8", 16, 1), ("--protocol longvt", 512 + 25 * 128, 26),
     ("--protocol videozoomer --frames 64", 64 + 4 * 16, 5), ("--protocol conan", 32, 3)])
 def test_the_engine_allows_the_images_that_an_episode_may_hold(flags, images, videos, monkeypatch):
@@ -426,8 +558,8 @@ def test_the_engine_allows_the_images_that_an_episode_may_hold(flags, images, vi
     at its first crop."""
     made = []
 
-    def engine(*given, max_videos=1):
-        made.append((given[3], max_videos))
+    def engine(ckpt, codec, limits):
+        made.append((limits.max_frames, limits.max_videos))
 
     monkeypatch.setattr(rollout, "VllmEngine", engine)
     for channel in ("image", "video"):
@@ -453,11 +585,11 @@ def test_frames_or_summaries_stamps_or_none_are_choices(play):
     assert [m["role"] for m in asked[-1].messages][-1] == "tool"
     assert asked[-1].messages[-1]["content"] == "seen at 00:00:10"
     assert "stamp" not in asked[0].messages[1]["content"][0] and asked[0].prefill == "<think>\n"
-    _, asked, _ = play("--frames 4 --crop-reply frames --no-stamps", crops((0, 8)),
+    _, asked, _ = play("--frames 4 --set crop_reply=frames stamps=false", crops((0, 8)),
                        "x</think><answer>B</answer>")
     assert kinds(asked[-1].messages[-1]) == ["video", "text", "text", "text"]
     assert asked[0].messages[1]["content"][0]["stamp"] == "none"
-    _, asked, _ = play("--frames 4 --force-answer --max-turns 1", crops((0, 8)), "B")
+    _, asked, _ = play("--frames 4 --set force_answer=true --max-turns 1", crops((0, 8)), "B")
     assert [m["role"] for m in asked[-1].messages][-2:] == ["tool", "user"]
     assert asked[-1].max_tokens == 64
 

@@ -27,7 +27,7 @@ import torch
 from conftest import ROOT, Overheard
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from reference import ReferenceEngine
+from reference import ReferenceEngine, forward
 
 import chat
 import checkpoint
@@ -40,6 +40,7 @@ import sft
 import toy
 import video
 from engine import Completion
+from evaluation import systems
 
 CPU = torch.device("cpu")
 KINDS = {"instruct": (True, False), "thinking": (False, True)}  # tied, thinking
@@ -183,8 +184,8 @@ AGENT = rollout.Agent(context=4096, max_new_tokens=512, sub_max_new_tokens=64)
 
 
 def played(codec, tasks, source, engine=None, agent=AGENT):
-    return next(iter(rollout.run(engine or Speaker(codec, said), tasks[:1], agent, codec, source,
-                                 4)))
+    sampler = rollout.Sampler(engine or Speaker(codec, said), codec, source, agent)
+    return next(iter(rollout.run(sampler, tasks[:1], 4)))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -408,11 +409,10 @@ def test_a_forced_start_never_opens_a_thought_twice(codec, kind):
     """An empty thought, as a protocol may force: behind a template that has opened one, only its
     end is left."""
     prompt = chat.encode_prompt(codec, [{"role": "user", "content": "Q"}])[0]
-    whole = prompt + rollout.forced_ids(codec, rollout.Context(ids=prompt),
-                                        "<think>\n\n</think>\n\n")
+    whole = prompt + systems.forced_ids(codec, prompt, "<think>\n\n</think>\n\n")
     assert chat.decode(codec, whole, True).endswith("assistant\n<think>\n\n</think>\n\n")
     assert whole.count(THINK) == 1
-    forced = rollout.forced_ids(codec, rollout.Context(ids=prompt), "<think>\n")
+    forced = systems.forced_ids(codec, prompt, "<think>\n")
     assert forced == ([] if kind == "thinking" else [THINK, 198])
 
 
@@ -499,8 +499,8 @@ def test_masters_and_moments_are_fp32_and_a_small_step_reaches_every_weight(
     before = [checkpoint.whole_tensor(p.detach()).clone() for p in trained]
     pack, load = chat_pack(codec, world)
     optimizer = model.adamw(trained, 2e-6, 0.999, CPU, weight_decay=0.0)
-    loss, count = sft.backward(policy, model.VisionFeatures(policy.hf.model.visual, codec, load),
-                               [pack], codec, 1, CPU)
+    policy.features = model.VisionFeatures(policy.hf.model.visual, codec, load)
+    loss, count = sft.backward(policy, [pack])
     grads = [checkpoint.whole_tensor(p.grad) for p in trained]
     optimizer.step()
     kinds = {x.dtype for group in (before, grads,
@@ -533,10 +533,11 @@ def test_the_trainer_the_reference_and_plain_transformers_agree(
                                      {"role": "assistant", "content": RIGHT}], [item])
     policy, reference = (checkpoint.load_sharded(ckpt, codec, CPU, frozen=frozen)
                          for frozen in (False, True))
-    pack = model.pack_trees(codec, [model.Tree(model.Span(talk.ids, talk.mask), talk.vision)])
+    pack = model.pack_trees(codec, [model.Tree(model.Span(talk.ids, talk.mask), talk.items)])
     vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
     with torch.no_grad():
-        ours, theirs = (p(pack, vision)[0] for p in (policy, reference))
+        ours, theirs = (forward(p, pack, vision)[0]
+                        for p in (policy, reference))
         hf = Qwen3VLForConditionalGeneration.from_pretrained(ckpt, dtype=torch.float32)
         frames = [Image.fromarray(x) for x in source.load(spec).images]
         images = codec.processor.image_processor(images=frames, do_resize=False,
@@ -624,13 +625,14 @@ def check_ends(engine, codec, ckpt, tasks, source):
     best. Hot: never a banned id, and a turn ends in <|im_end|> or not at all."""
     plain = ReferenceEngine(str(ckpt), codec)
     agent = rollout.Agent(temperature=0.0, context=2048, max_new_tokens=12, tools=False)
-    one, two = (next(rollout.run(e, tasks, agent, codec, source, 4)).context
+    one, two = (next(rollout.run(rollout.Sampler(e, codec, source, agent), tasks, 4)).context
                 for e in (engine, plain))
     assert one.ids == two.ids and sum(one.mask) == 12
     assert np.abs(np.subtract(one.logps, two.logps)).max() < 1e-3
     agent = rollout.Agent(temperature=1.5, context=2048, max_new_tokens=16, tools=False)
     for episode in [e for some in (engine, plain)
-                    for e in rollout.run(some, tasks, agent, codec, source, 4, group=2)]:
+                    for e in rollout.run(rollout.Sampler(some, codec, source, agent), tasks, 4,
+                                         group=2)]:
         assert len(sampled_ids(codec, vars(episode.context))) == 16 or episode.finish == ["stop"]
 
 

@@ -29,18 +29,29 @@ from rewards import (
     extract_letter,
     extract_span,
     final_answer,
-    format_reward,
     group_advantages,
     never_closed,
     normalise,
     parse_tool_calls,
-    score,
     stated_answer,
     structural_mask,
     temporal_iou,
     token_f1,
-    tool_reward,
+    tool_term,
 )
+
+
+def score(turns, kind, gold, options=None, num_parseable=0, num_executed=0, think_open=True, **pay):
+    """rewards.score of a task and of so many calls, the fields of Pay by name."""
+    task = {"type": kind, "answer": gold, "options": options}
+    calls = [{"parseable": i < num_parseable, "status": "ok" if i < num_executed else "error"}
+             for i in range(max(num_parseable, num_executed))]
+    return rewards.score(turns, task, calls, think_open, rewards.Pay(**pay))
+
+
+def format_reward(turns, think_open=True, **pay):
+    return rewards.format_reward(turns, think_open, rewards.Pay(**pay))
+
 
 CALL = ('<tool_call>{"name": "crop_video", "arguments": {"start_time": 1, "end_time": 2}}'
         '</tool_call>')
@@ -62,7 +73,7 @@ def the_call(text, **kwargs):
 
 
 def test_docstring_example_runs():
-    assert doctest.testmod(rewards).failed == 0 and doctest.testmod(rewards).attempted == 3
+    assert doctest.testmod(rewards).failed == 0 and doctest.testmod(rewards).attempted == 4
 
 
 # ------------------------------------------------------------------------------------------------
@@ -726,7 +737,7 @@ def test_nothing_earns_nothing():
     for turns in ([], [""], ["<think>hi"], [empty], [empty, empty], ["<answer></answer>" * 20],
                   ["</think>" * 9]):
         assert format_reward(turns)["total"] == 0.0
-        assert format_reward(turns, think_prefix=False)["total"] == 0.0
+        assert format_reward(turns, think_open=False)["total"] == 0.0
 
 
 def test_a_thought_made_of_tags_is_not_substantive():
@@ -830,11 +841,11 @@ def test_think_prefix_decides_whether_the_thought_was_opened():
     closed = [f"{THOUGHT}</think><answer>B</answer>"]
     assert format_reward(closed)["total"] == 1.0
     # a stray </think>: .5 for the answer
-    assert format_reward(closed, think_prefix=False)["total"] == approx(0.5)
+    assert format_reward(closed, think_open=False)["total"] == approx(0.5)
     written = [f"<think>{THOUGHT}</think><answer>B</answer>"]
-    assert format_reward(written, think_prefix=False)["total"] == 1.0
+    assert format_reward(written, think_open=False)["total"] == 1.0
     # .5 + .1
-    assert format_reward(["<answer>B</answer>"], think_prefix=False)["total"] == approx(0.6)
+    assert format_reward(["<answer>B</answer>"], think_open=False)["total"] == approx(0.6)
 
 
 def test_anchor_and_gamma_weigh_the_anchor_term():
@@ -851,10 +862,10 @@ def test_anchor_and_gamma_weigh_the_anchor_term():
 
 
 def test_tool_reward_equals_hand_computed_values():
-    assert [tool_reward(0, 0, 1.0), tool_reward(1, 0, 0.0),
-            tool_reward(1, 0, 1.0)] == [0.0, 0.1, 0.1]
-    assert [tool_reward(2, 1, 0.0), tool_reward(1, 1, 0.2),
-            tool_reward(0, 3, 1.0)] == [0.3, 0.8, 0.0]
+    assert [tool_term(0, 0, 1.0), tool_term(1, 0, 0.0),
+            tool_term(1, 0, 1.0)] == [0.0, 0.1, 0.1]
+    assert [tool_term(2, 1, 0.0), tool_term(1, 1, 0.2),
+            tool_term(0, 3, 1.0)] == [0.3, 0.8, 0.0]
 
 
 def test_score_sums_its_weighted_terms():
@@ -863,7 +874,7 @@ def test_score_sums_its_weighted_terms():
     got = score(turns, "mcq", "B", PETS, num_parseable=1, num_executed=1, anchor=0.0)
     assert (got["acc"], got["fmt"], got["tool"], got["total"]) == (1.0, approx(0.9), 0.8,
                                                                    approx(2.7))
-    half = score(turns, "mcq", "B", PETS, 1, 1, anchor=0.0, w_format=0.5, tool_weight=0.0)
+    half = score(turns, "mcq", "B", PETS, 1, 1, anchor=0.0, format_weight=0.5, tool_weight=0.0)
     # terms come unweighted
     assert (half["total"], half["fmt"], half["tool"]) == (approx(1.45), approx(0.9), 0.8)
 
@@ -876,11 +887,11 @@ def test_score_passes_every_setting_on():
     assert score(left, "open", "blue car", anchor=0.0)["fmt"] == approx(0.5)
     # .2 + .1 for the answer, -.15 for the thought left open
     assert score(left, "open", "blue car", answer_suffix=False)["fmt"] == approx(0.15)
-    assert score(left, "open", "blue car", think_prefix=False)["fmt"] == approx(0.6)
+    assert score(left, "open", "blue car", think_open=False)["fmt"] == approx(0.6)
     # a draft in the forced thought
     assert score(["<answer>1</answer><think>x</think>"], "open", "1")["acc"] == 0.0
     assert score(["<answer>1</answer><think>x</think>"], "open", "1",
-                 think_prefix=False)["acc"] == 1.0
+                 think_open=False)["acc"] == 1.0
 
 
 def test_closure_counts_opened_and_closed_tags():
@@ -1015,16 +1026,16 @@ def test_any_json_value_anywhere_in_a_call_gives_one_entry(value, key):
 @given(st.lists(anything, max_size=3), st.booleans(), st.booleans(),
        st.sampled_from(rewards.task_types()))
 @settings(deadline=None, max_examples=300)
-def test_scores_never_raise_and_stay_in_bounds(turns, think_prefix, answer_suffix, task_type):
+def test_scores_never_raise_and_stay_in_bounds(turns, think_open, answer_suffix, task_type):
     gold = {"mcq": "A", "open": "red car", "list": "1 red, 2 blue", "grounding": (1.0, 5.0)}[
         task_type]
-    got = score(turns, task_type, gold, PETS, 1, 1, think_prefix=think_prefix,
+    got = score(turns, task_type, gold, PETS, 1, 1, think_open=think_open,
                 answer_suffix=answer_suffix)
     assert 0.0 <= got["acc"] <= 1.0 and 0.0 <= got["fmt"] <= 1.0 and 0.0 <= got["tool"] <= 0.8
     assert got["total"] == approx(got["acc"] + got["fmt"] + got["tool"])
     assert all(0 <= closed <= opened for opened, closed in rewards.closure_counts(
-        turns, think_prefix).values())
-    detail = format_reward(turns, think_prefix, answer_suffix)
+        turns, think_open).values())
+    detail = format_reward(turns, think_open, answer_suffix=answer_suffix)
     assert not detail["capped"] or detail["total"] <= 0.5
 
 
@@ -1123,19 +1134,19 @@ unit = st.floats(0, 1)
 
 
 def test_advantages_equal_hand_computed_values():
-    # rewards 1 + .5 * 1 = 1.5 and 0 + 0 = 0: mean .75, sigma .75
-    a_task, a_fmt, sigma = group_advantages([1.0, 0.0], [1.0, 0.0], w_format=0.5)
+    # rewards 1 + .5 = 1.5 and 0 + 0 = 0: mean .75, sigma .75
+    a_task, a_fmt, sigma = group_advantages([1.0, 0.0], [0.5, 0.0])
     assert sigma == approx(0.75) and a_task == approx([2 / 3, -2 / 3])
     assert a_fmt == approx([1 / 3, -1 / 3])
-    assert group_advantages([1.0, 0.0], [1.0, 0.0], w_format=0.0)[:2] == ([1.0, -1.0], [0.0, 0.0])
+    assert group_advantages([1.0, 0.0], [0.0, 0.0])[:2] == ([1.0, -1.0], [0.0, 0.0])
 
 
 @given(st.lists(st.tuples(st.floats(0, 2), unit), min_size=2, max_size=8), st.floats(0, 2))
 @settings(deadline=None, max_examples=200)
-def test_the_two_advantages_sum_to_vanilla_grpo(group, w_format):
-    acc_tool, fmt = [a for a, _ in group], [f for _, f in group]
-    reward = [a + w_format * f for a, f in group]
-    a_task, a_fmt, sigma = group_advantages(acc_tool, fmt, w_format)
+def test_the_two_advantages_sum_to_vanilla_grpo(group, format_weight):
+    task, fmt = [a for a, _ in group], [format_weight * f for _, f in group]
+    reward = [a + f for a, f in zip(task, fmt)]
+    a_task, a_fmt, sigma = group_advantages(task, fmt)
     assert sigma == approx(statistics.pstdev(reward), abs=1e-9)
     if sigma < 1e-6:
         assert a_task == a_fmt == [0.0] * len(group)

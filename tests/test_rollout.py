@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from dataclasses import replace
+from dataclasses import fields, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
@@ -34,9 +34,19 @@ import chat
 import engine as engine_module
 import launch
 import model
+import rewards
 import rollout
 import video
-from engine import Completion, Pump, Request, VllmEngine, engine_prompt, in_flight, zero_deepstack
+from engine import (
+    Completion,
+    Limits,
+    Pump,
+    Request,
+    VllmEngine,
+    engine_prompt,
+    in_flight,
+    zero_deepstack,
+)
 from evaluation import costs, systems
 
 ANSWER = "I saw red.\n</think>\n<answer>red</answer>"
@@ -167,10 +177,15 @@ def frames_of(toy):
     return rollout.Source(str(toy), video.FrameCache())
 
 
-def play(engine, tasks, source, agent=AGENT, frames=4, **more):
-    """All episodes, in the order of tasks and samples."""
+def play(engine, tasks, source, agent=AGENT, frames=4, group=1, step=0, **more):
+    """All episodes, in the order of tasks and samples; of an endpoint, which has no codec, by the
+    loop of the other systems. more: of the Sampler."""
     order = {task["id"]: n for n, task in enumerate(tasks)}
-    done = list(rollout.run(engine, tasks, agent, engine.codec, source, frames, **more))
+    sampler = rollout.Sampler(engine, engine.codec, source, agent, **more)
+    if engine.codec:
+        done = list(rollout.run(sampler, tasks, frames, group, step))
+    else:
+        done = list(systems.run(sampler, tasks, systems.Protocol(), frames, group))
     return sorted(done, key=lambda e: (order[e.task["id"]], e.sample))
 
 
@@ -392,8 +407,10 @@ def test_every_call_gets_its_own_response_in_call_order_in_one_user_turn(codec, 
     clamped = next(r for r in engine.subs() if window_of(r)[0] == 60)
     assert clamped.items[0].seconds[0] >= 60 and clamped.items[0].seconds[-1] < 64
     # what the sub-agent reads is what it sees, not what was asked for
-    assert "Window: 60 to 64 seconds" in clamped.messages[1]["content"][1]["text"]
+    assert "Window: 60 to 64 seconds" in text_of(codec, clamped.ids)
     assert (60.0, 64.0) in [(c["start"], c["end"]) for c in episode.calls]
+    # by its name another tool's call is told apart; one that cannot be read has none
+    assert [c["name"] for c in episode.calls] == ["crop_video", "", "zoom"] + 7 * ["crop_video"]
 
 
 def test_what_a_response_says_can_not_come_from_the_path_of_the_file(codec, tasks, toy):
@@ -613,8 +630,8 @@ def test_a_task_that_comes_twice_in_a_batch_gets_more_samples_not_the_same_ones(
     """A batch that spans two epochs may hold a task twice; its requests must not share names or
     seeds."""
     engine = Scripted(codec, [ANSWER])
-    episodes = list(rollout.run(engine, [tasks[0], tasks[1], tasks[0]], AGENT, codec, frames_of, 4,
-                                group=2))
+    sampler = rollout.Sampler(engine, codec, frames_of, AGENT)
+    episodes = list(rollout.run(sampler, [tasks[0], tasks[1], tasks[0]], 4, group=2))
     assert sorted((e.task["id"], e.sample) for e in episodes) == [
         ("rl-0000", 0), ("rl-0000", 1), ("rl-0000", 2), ("rl-0000", 3),
         ("rl-0001", 0), ("rl-0001", 1)]
@@ -633,32 +650,6 @@ def test_a_call_in_a_thought_that_never_closes_is_run_or_dropped(
                  tasks, source, replace(AGENT, open_thought=rule)) for end in ("", "</think>"))
     assert (open_.executed(), len(open_.turns), open_.status) == (executed, 1 + executed, "ok")
     assert closed.executed() == 1 and len(open_.calls) == executed
-
-
-def test_one_call_a_turn_cuts_a_turn_behind_its_first_call(codec, tasks, source):
-    """The same policy as a sequential agent: its second call is not seen; it may ask again in its
-    next turn."""
-    calls = ['<tool_call>{"name": "crop_video", "arguments": '
-             f'{{"start_time": {a}, "end_time": {a + 8}}}}}</tool_call>' for a in (8, 32)]
-    script = ["two</think>" + "\n".join(calls), "more</think>" + calls[1] + " and prose",
-              "ok</think><answer>red</answer>"]
-    e = play_one(Scripted(codec, script), tasks, source, replace(AGENT, dispatch="turns"))
-    assert e.turns == ["two</think>" + calls[0], "more</think>" + calls[1], script[2]]
-    assert [(c["turn"], c["start"], c["status"]) for c in e.calls] == [
-        (0, 8.0, "ok"), (1, 32.0, "ok")]
-    assert e.finish == ["call", "call", "stop"]  # cut by the rule, not by --max-new-tokens
-    for (start, end), text in zip(e.spans, e.turns):
-        assert text_of(codec, e.context.ids[start:end]).removesuffix("<|im_end|>") == text
-        assert all(e.context.mask[start:end])
-    assert text_of(codec, e.context.ids).count("<tool_response>") == 2
-    assert text_of(codec, e.context.ids).count("</tool_call><|im_end|>\n") == 2
-    text = Completion("x", text="é</think>" + "\n".join(calls))  # an endpoint without ids
-    assert rollout.cut_behind(codec, text, ("</tool_call>",),
-                              "</think>").text == "é</think>" + calls[0]
-    assert rollout.cut_behind(codec, replace(text, text="no call"),
-                              ("</tool_call>",)).text == "no call"
-    script = ["all at once</think>" + "\n".join(calls), "ok</think><answer>red</answer>"]
-    assert [c["turn"] for c in play_one(Scripted(codec, script), tasks, source).calls] == [0, 0]
 
 
 def test_a_sub_agent_is_told_the_question_or_not(codec, tasks, source):
@@ -700,7 +691,7 @@ def test_no_episode_waits_for_another(codec, tasks, frames_of):
     fast = f"0/{tasks[1]['id']}/0"
     engine = Scripted(codec, [calls((0, 8), (8, 16)), ANSWER],
                       hold=lambda r: tasks[0]["id"] in r.id and f"{fast}/1" not in engine.answered)
-    done = list(rollout.run(engine, tasks[:2], AGENT, codec, frames_of, 4))
+    done = list(rollout.run(rollout.Sampler(engine, codec, frames_of, AGENT), tasks[:2], 4))
     assert [e.task["id"] for e in done] == [tasks[1]["id"], tasks[0]["id"]]
     slow = engine.log.index(("answer", f"0/{tasks[0]['id']}/0/0"))
     begun = engine.log.index(("submit", f"0/{tasks[0]['id']}/0/0"))
@@ -734,7 +725,7 @@ def test_no_more_than_max_live_episodes_are_open(limit, codec):
         opened += 1
         most = max(most, opened)
         first = await pump.load(lambda: n)
-        done = await pump.sample(Request(f"0/t/{n}/0", [], [], [], [], [], 10, 0.0, 0))
+        done = await pump.sample(Request(f"0/t/{n}/0", [], [], [], [], 10, 0.0, 0))
         opened -= 1
         return first, done.text
 
@@ -798,9 +789,8 @@ FIELDS = {
     "tools": (False, lambda e: (len(e.requests),
                                 "crop_video" in text_of(e.codec, e.requests[0].ids)), (13, True),
               (1, False)),
-    "think_prefix": (False, lambda e: {(r.prefill, text_of(e.codec, r.ids).endswith("<think>\n"))
-                                       for r in e.mains()}, {("<think>\n", True)},
-                     {("", False)}),
+    "think_prefix": (False, lambda e: {text_of(e.codec, r.ids).endswith("<think>\n")
+                                       for r in e.mains()}, {True}, {False}),
     "sub_frames": (3, lambda e: {r.items[0].frames for r in e.subs()}, {8}, {3}),
     "sub_fps": (0.5, lambda e: {r.items[0].frames for r in e.subs()}, {8}, {4}),
 }
@@ -833,34 +823,36 @@ def test_seeds_differ_by_request_and_repeat_by_seed_and_step(codec, tasks, frame
 
 def test_every_flag_of_the_command_line_is_a_field_of_the_agent():
     """A field without a flag could not be set, and agent_settings would fail on it."""
-    import argparse
-
     parser = argparse.ArgumentParser()
     rollout.add_agent_arguments(parser)
-    args = parser.parse_args(["--max-parallel", "2", "--no-tools", "--sub-fps", "0.5"])
+    args = parser.parse_args([
+        "--max-parallel", "2", "--no-tools", "--set", "sub_fps=0.5", "dispatch=sequential",
+        "--set", "open_thought=drop", "sub_question=false", "sub_frames=3"])
     agent, source = rollout.agent_settings(args, __file__)
-    assert agent == rollout.Agent(max_parallel=2, tools=False, sub_fps=0.5)
+    assert agent == rollout.Agent(max_parallel=2, tools=False, sub_fps=0.5, dispatch="sequential",
+                                  open_thought="drop", sub_question=False, sub_frames=3)
     assert source.root == os.path.dirname(__file__)
+    assert rollout.agent_settings(parser.parse_args([]), __file__)[0] == rollout.Agent()
+    flags = {action.dest for action in parser._actions} | set(rollout.settings())
+    assert flags >= {field.name for field in fields(rollout.Agent)}
 
 
 def test_flags_of_the_engine_and_the_cache_reach_them(monkeypatch):
-    import argparse
-
     parser = argparse.ArgumentParser()
     rollout.add_agent_arguments(parser)
     args = parser.parse_args(["--engine-share", "0.4", "--max-seqs", "9", "--context", "777",
                               "--frame-cache-gb", "0.5", "--frame-cache-dir", "kept",
                               "--frame-cache-dir-gb", "0.25"])
     args.frames, made = 16, []
-    monkeypatch.setattr(rollout, "VllmEngine", lambda *given, **named: made.append((given, named)))
+    monkeypatch.setattr(rollout, "VllmEngine", lambda *given: made.append(given))
     codec = SimpleNamespace(channel="image")
     rollout.make_engine("ckpt", codec, args, sleeping=True)
-    assert made == [(("ckpt", codec, 777, 16, 50176, 9, 0.4, True), {"max_videos": 1})]
+    assert made == [("ckpt", codec, Limits(context=777, max_frames=16, max_pixels=50176,
+                                           max_seqs=9, gpu_memory=0.4, sleeping=True))]
     # Room for what an episode may hold: images one by one, videos each as one item.
-    args.windows = (3, 20)
-    rollout.make_engine("ckpt", codec, args)
-    rollout.make_engine("ckpt", SimpleNamespace(channel="video"), args)
-    sized = [(given[3], named["max_videos"]) for given, named in made]
+    rollout.make_engine("ckpt", codec, args, windows=(3, 20))
+    rollout.make_engine("ckpt", SimpleNamespace(channel="video"), args, windows=(3, 20))
+    sized = [(limits.max_frames, limits.max_videos) for _, _, limits in made]
     assert sized == [(16, 1), (16 + 3 * 20, 1), (20, 4)]
     _, source = rollout.agent_settings(args, __file__)
     assert source.cache.max_bytes == 2**29
@@ -900,8 +892,8 @@ def test_waking_clears_what_sleep_has_lost(monkeypatch):
 def test_a_record_survives_json_text_exactly(codec, tasks, frames_of):
     """Floats too: a log-prob that lost digits would be a ratio that is not one."""
     engine = Scripted(codec, [calls((0, 8), (9, 5)), ANSWER])
-    for episode in play(engine, tasks[:2], frames_of, group=2, version=7,
-                        scoring={"w_format": 0.3}):
+    for episode in play(engine, tasks[:2], frames_of, group=2, step=7,
+                        pay=rewards.Pay(format_weight=0.3)):
         row = episode.to_json()
         again = rollout.from_json(json.loads(json.dumps(row, allow_nan=False)))
         assert again.to_json() == row and row["version"] == 7 and row["K"] == 4
@@ -1005,7 +997,7 @@ def vllm_engines(base, codecs):
 
     def get(channel):
         if channel not in made:
-            made[channel] = VllmEngine(base, codecs[channel], 1024, 64, 50176, max_seqs=16)
+            made[channel] = VllmEngine(base, codecs[channel], Limits(1024, max_seqs=16))
         return made[channel]
 
     yield get
@@ -1015,9 +1007,9 @@ def vllm_engines(base, codecs):
 
 def test_one_sequence_may_fill_a_context_of_odd_length(base, codecs):
     """Room for keys and values comes in blocks, one of which vLLM keeps to itself."""
-    engine = VllmEngine(base, codecs["image"], 1000, max_seqs=1)
+    engine = VllmEngine(base, codecs["image"], Limits(1000, max_seqs=1))
     ids = [*range(300, 400)] * 9 + [*range(300, 390)]
-    engine.submit(Request("0/0/0/0", ids, ids, [], [], [], 10, 1.0, 0))
+    engine.submit(Request("0/0/0/0", ids, ids, [], [], 10, 1.0, 0))
     done = []
     while not done:
         done = engine.poll()
@@ -1485,14 +1477,20 @@ def command(toy, tmp_path, monkeypatch, capsys):
     (("--context", "60", "--frames", "64"), "--context 60 is too small"),
     (("--temperature", "-1"), "temperature"),
     (("--temperature", "nan"), "temperature"), (("--max-turns", "-1"), "max-turns"),
-    (("--sub-fps", "0"), "--sub-fps"), (("--sub-frames", "0"), "--sub-frames"),
+    (("--set", "sub_fps=0"), "sub_fps"), (("--set", "sub_frames=0"), "sub_frames"),
+    (("--set", "sub_fps=nan"), "sub_fps"), (("--set", "sub_frames=x"), "sub_frames takes a number"),
+    (("--set", "speed=9"), "no such setting; there are dispatch, open_thought,"),
+    (("--set", "dispatch"), "dispatch takes parallel, sequential"),
+    (("--set", "dispatch=turns"), "dispatch takes parallel, sequential"),
+    (("--set", "sub_question=maybe"), "sub_question takes true, false"),
+    (("--max-new", "9"), "unrecognized arguments: --max-new"),
     (("--max-pixels", "9"), "--max-pixels"),
     (("--frame-cache-dir-gb", "0"), "--frame-cache-dir-gb"),
     (("--frame-cache-dir-gb", "nan"), "--frame-cache-dir-gb"),
     (("--group", "0"), "--group"), (("--max-new-tokens", "0"), "--max-new-tokens"),
     (("--video-root", "/no/such/place"), "no such folder"),
     (("--out", "/proc/nothing/r.jsonl"), "output folder"), (("--out", "/tmp"), "folder"),
-    (("--dispatch", "chaotic"), "invalid choice"), (("--limit", "-1"), "--limit"),
+    (("--limit", "-1"), "--limit"),
 ])  # fmt: skip
 def test_bad_flags_are_one_line_and_exit_code_2(flags, why, command):
     code, err = command(*flags)

@@ -16,7 +16,6 @@ from conftest import ROOT, run_script
 
 import chat
 import rollout
-from engine import Request
 from evaluation import systems
 
 
@@ -28,7 +27,7 @@ def server(toy, tmp_path_factory):
     # The server starts processes of its own: each needs the shim that makes vllm importable beside
     # a CPU torch.
     (folder / "sitecustomize.py").write_text(
-        f"import sys\nsys.path.insert(0, {ROOT!r})\nimport model, checkpoint, launch\nlaunch.import_shim()\n")
+        f"import sys\nsys.path.insert(0, {ROOT!r})\nimport launch\nlaunch.import_shim()\n")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -82,8 +81,8 @@ def test_the_server_reads_the_very_prompt_that_a_policy_is_trained_on(server, to
         spec = {"video": task["video"], "frames": 4}
         frames, messages = source.load(spec), rollout.main_messages(task, 4)
         context = rollout.open_context(codec, messages, [spec], [frames], rollout.tool_schema())
-        request = Request("0", [], [], [], [frames], messages, 4, 0.0, 0, "<think>\n",
-                                  rollout.tool_schema())
+        request = systems.ChatRequest("0", [], [], [], [frames], 4, 0.0, 0, messages, "<think>\n",
+                                      rollout.tool_schema())
         assert asked_ids(server, engine, request) == context.ids + chat.think_prefix_ids(
             codec, context.ids)
 
@@ -99,8 +98,8 @@ def test_the_server_reads_an_overview_as_one_video(number, server, toy, source):
     spec = {"video": task["video"], "frames": number}
     frames, messages = source.load(spec), rollout.main_messages(task, number)
     context = rollout.open_context(codec, messages, [spec], [frames], rollout.tool_schema())
-    request = Request("0", [], [], [], [frames], messages, 4, 0.0, 0, "<think>\n",
-                              rollout.tool_schema())
+    request = systems.ChatRequest("0", [], [], [], [frames], 4, 0.0, 0, messages, "<think>\n",
+                                  rollout.tool_schema())
     ids = context.ids + chat.think_prefix_ids(codec, context.ids)
     clock = chat.encode(codec, chat.stamp_text((frames.seconds[0] + frames.seconds[1]) / 2, 0))
     first = ids.index(codec.vision_start) - len(clock)  # of the first stamp

@@ -193,15 +193,15 @@ def steps_of(folder):
 def test_grpo_stops_when_asked_and_goes_on_as_if_it_had_not(run, monkeypatch, capsys):
     """SIGTERM in the middle of the second step's rollouts: the step is finished and saved."""
     straight = run("grpo", "--steps", 3, out="straight")
-    real, times = rollout.run_episode, []
+    real, times = rollout.load_overview, []
 
-    async def asked_to_stop(episode, shared):
-        if shared.step == 1 and not times:
+    async def asked_to_stop(episode, sampler):
+        if episode.version == 1 and not times:
             times.append(time.time())
             os.kill(os.getpid(), signal.SIGTERM)
-        return await real(episode, shared)
+        return await real(episode, sampler)
 
-    monkeypatch.setattr(rollout, "run_episode", asked_to_stop)
+    monkeypatch.setattr(rollout, "load_overview", asked_to_stop)
     parts = run("grpo", "--steps", 3, out="parts")
     assert times and "stopped by SIGTERM after step 2 of 3" in capsys.readouterr().out
     assert steps_of(parts) == [1, 2] and os.readlink(parts / "last") == "step_000002"

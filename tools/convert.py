@@ -16,7 +16,6 @@ Reads:  parquet (needs pyarrow), JSON or JSONL.    Writes: --out, one JSONL.
   python tools/convert.py paravt_sft_tvg_6k3.parquet --out sft.jsonl
   python tools/convert.py paravt_rl_diverse_4k4.parquet --out rl.jsonl
 """
-import argparse
 import json
 import os
 import re
@@ -444,8 +443,7 @@ def shows_frames(row):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = launch.parser(__doc__)
     parser.add_argument("files", nargs="+", metavar="FILE", help="parquet, JSON or JSONL")
     parser.add_argument("--out", required=True, help="JSONL to write")
     parser.add_argument("--frames", type=int, default=64, help="overview frames K of chats")

@@ -17,7 +17,6 @@ the CPU rows run and the others say so. Exit code 1 when a check fails.
 
   python tools/gpu_check.py [--out result.json]
 """
-import argparse
 import gc
 import importlib.util
 import json
@@ -31,7 +30,6 @@ import time
 import traceback
 import warnings
 from dataclasses import replace
-from types import SimpleNamespace
 from unittest import mock
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -48,7 +46,7 @@ import rollout
 import sft
 import toy
 import video
-from engine import VllmEngine
+from engine import Limits, VllmEngine
 from tools import plan
 
 # (nats, mean over tokens; relative L2 distance of the gradient)
@@ -156,7 +154,7 @@ def make_trees(codec, tasks, source):
 def untrained(ids):
     """A prompt's Span: mask 0, no advantage, no sampler."""
     nothing = [0.0] * len(ids)
-    return model.Span(ids, [0] * len(ids), {"advantage": nothing, "rollout": nothing})
+    return model.Span(ids, [0] * len(ids), {"advantage": nothing, "sampler": nothing})
 
 
 def alone(trees):
@@ -168,16 +166,16 @@ def alone(trees):
             # The sampler's log-probs come later, and to the branches alone.
             values = {name: prompt.values[name] + of for name, of in branch.values.items()}
             span = model.Span(prompt.ids + branch.ids, prompt.mask + branch.mask, values)
-            out.append(model.Tree(span, tree.vision))
+            out.append(model.Tree(span, tree.items))
     return out
 
 
-def measure(policy, vision, packs, chunk=1024):
+def measure(policy, packs, chunk=1024):
     """Packs -> (log-probs of all trained tokens [N], gradient of their advantage-weighted sum
     [P]), fp64 in host memory."""
     logps = []
     for pack in packs:  # gradients add up over packs
-        logp, _ = policy(pack, vision, chunk=chunk)  # [n]
+        logp, _ = policy(pack, chunk=chunk)  # [n]
         advantage = model.to_device(pack.values["advantage"], logp.device)  # [n]
         (-(logp * advantage).sum()).backward()
         logps.append(logp.detach().double().cpu())
@@ -200,27 +198,27 @@ def compare(table, what, found, wanted, bounds):
     table.add(f"{what}: gradient", distance.item(), bounds[1], "relative")
 
 
-def check_forms(table, name, policy, vision, codec, trees, wanted, bounds):
+def check_forms(table, name, policy, trees, wanted, bounds):
     """Packed, shared-prefix and chunked forms of the same sequences."""
-    plain = model.pack_trees(codec, alone(trees))
-    shared = model.pack_trees(codec, trees)
-    compare(table, f"{name} packed", measure(policy, vision, [plain]), wanted, bounds)
-    compare(table, f"{name} shared prefix", measure(policy, vision, [shared]), wanted, bounds)
-    chunked = measure(policy, vision, [shared], chunk=7)  # the last chunk is ragged
+    plain = model.pack_trees(policy.codec, alone(trees))
+    shared = model.pack_trees(policy.codec, trees)
+    compare(table, f"{name} packed", measure(policy, [plain]), wanted, bounds)
+    compare(table, f"{name} shared prefix", measure(policy, [shared]), wanted, bounds)
+    chunked = measure(policy, [shared], chunk=7)  # the last chunk is ragged
     compare(table, f"{name} vocabulary in chunks of 7", chunked, wanted, bounds)
 
 
 def check_forwards(table, ckpt, codec, trees, source, gpu):
     # The oracle: fp32, and nothing of the packing's, one forward a sequence.
     policy = checkpoint.load_sharded(ckpt, codec, torch.device("cpu"))
-    vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
-    wanted = measure(policy, vision, [model.pack_trees(codec, [tree]) for tree in alone(trees)])
-    check_forms(table, "CPU fp32", policy, vision, codec, trees, wanted, FP32)
+    policy.features = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
+    wanted = measure(policy, [model.pack_trees(codec, [tree]) for tree in alone(trees)])
+    check_forms(table, "CPU fp32", policy, trees, wanted, FP32)
 
     # A check that cannot fail is none: other frames must move the log-probs far beyond the bound.
-    other = model.VisionFeatures(policy.hf.model.visual, codec,
-                                 lambda spec: backwards(source.load(spec)))
-    found = measure(policy, other, [model.pack_trees(codec, trees)])
+    policy.features = model.VisionFeatures(policy.hf.model.visual, codec,
+                                           lambda spec: backwards(source.load(spec)))
+    found = measure(policy, [model.pack_trees(codec, trees)])
     moved = (found[0] - wanted[0]).abs().mean().item()
     table.add("CPU fp32 sensitivity: bound / effect of other frames", FP32[0] / max(moved, 1e-12),
               0.1, f"{moved:.4f} nats")
@@ -229,11 +227,11 @@ def check_forwards(table, ckpt, codec, trees, source, gpu):
         table.skip("GPU attention kernels (flex, flash)", "no GPU on this machine")
         return
     policy = checkpoint.load_sharded(ckpt, codec, torch.device("cuda", 0))  # computes in bf16
-    vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
+    policy.features = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
     with mock.patch.object(model, "attention_plan", flex_plan):
-        check_forms(table, "GPU bf16 flex", policy, vision, codec, trees, wanted, BF16)
+        check_forms(table, "GPU bf16 flex", policy, trees, wanted, BF16)
     if importlib.util.find_spec("flash_attn_2_cuda"):  # then it is what plain packs take
-        found = measure(policy, vision, [model.pack_trees(codec, alone(trees))])
+        found = measure(policy, [model.pack_trees(codec, alone(trees))])
         compare(table, "GPU bf16 flash packed", found, wanted, BF16)
     else:
         table.skip("GPU bf16 flash packed", "flash-attn is not installed")
@@ -253,19 +251,19 @@ def flex_plan(pack, device):
 
 
 def update_settings(pack_tokens=32768):
-    return SimpleNamespace(minibatches=1, pack_tokens=pack_tokens, temperature=1.0, clip_eps=0.2,
-                           kl=0.0, clip=1.0)
+    flags = f"--ckpt none --temperature 1 --kl 0 --pack-tokens {pack_tokens}"
+    return grpo.build_parser().parse_args(flags.split())
 
 
 def check_steps(table, ckpt, codec, trees, source, device):
     """SFT steps and a GRPO update through FSDP2, as sft.py and grpo.py take them."""
     policy = checkpoint.load_sharded(ckpt, codec, device, recompute="full")
-    vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
+    policy.features = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
     optimizer = model.adamw(model.trained_parameters(policy), 1e-3, 0.999, device)
     packs = [model.pack_trees(codec, alone(trees))]
     losses = []
     for _ in range(3):  # the same batch: the loss must fall
-        losses.append(sft.backward(policy, vision, packs, codec, 1, device)[0])
+        losses.append(sft.backward(policy, packs)[0])
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     table.add(f"{place(device)} SFT: loss after two steps / before", losses[-1] / losses[0], 0.999,
@@ -275,14 +273,13 @@ def check_steps(table, ckpt, codec, trees, source, device):
     before = flat(model.trained_parameters(policy))  # [P]
     # The sampler's log-probs are the trainer's own: the importance weight is 1, the gap 0.
     with torch.no_grad():
-        logp, _ = policy(model.pack_trees(codec, trees), vision)
+        logp, _ = policy(model.pack_trees(codec, trees))
     logp = iter(logp.tolist())  # in the order of trees, branches, tokens
     branches = [branch for tree in trees for branch in tree.branches]
     for branch in branches:
-        branch.values["rollout"] = [next(logp) for _ in branch.ids]
+        branch.values["sampler"] = [next(logp) for _ in branch.ids]
     tokens = sum(len(branch.ids) for branch in branches)
-    stats = grpo.update(policy, None, vision, optimizer, trees, tokens, codec, update_settings(),
-                        1, device)
+    stats = grpo.update(policy, None, optimizer, trees, tokens, update_settings())
     after = flat(model.trained_parameters(policy))
     table.add(f"{place(device)} GRPO: log-prob gap of a trainer with itself", stats["gap"],
               0.01 if device.type == "cuda" else 1e-5, "nats, mean")
@@ -301,51 +298,52 @@ def check_rollouts(table, ckpt, codec, tasks, source, device):
         table.skip("GPU rollouts with vLLM", "no GPU on this machine; the reference engine runs")
         engine, bound = ReferenceEngine(ckpt, codec), 1e-4
     elif importlib.util.find_spec("vllm"):
-        engine, bound = VllmEngine(ckpt, codec, context=1024, max_frames=16, gpu_memory=0.3,
-                                           sleeping=True), 0.05
+        limits = Limits(context=1024, max_frames=16, gpu_memory=0.3, sleeping=True)
+        engine, bound = VllmEngine(ckpt, codec, limits), 0.05
     else:
         table.skip("GPU rollouts with vLLM", "vllm is not installed")
         return
     name = f"{place(device)} rollouts ({type(engine).__name__})"
     agent = rollout.Agent(**{**rollout.toy_lengths(), "max_new_tokens": 48, "temperature": 1.0})
     policy = checkpoint.load_sharded(ckpt, codec, device)
-    vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
+    policy.features = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
 
-    list(rollout.run(engine, tasks[:1], agent, codec, source, 8, step=99))  # compiles, allocates
+    sampler = rollout.Sampler(engine, codec, source, agent)
+    list(rollout.run(sampler, tasks[:1], 8, step=99))  # compiles, allocates
     began = time.time()
-    episodes = list(rollout.run(engine, tasks, agent, codec, source, 8, group=8))
+    episodes = list(rollout.run(sampler, tasks, 8, group=8))
     seconds = time.time() - began
     sampled = sum(sum(e.context.mask) + sum(c["sub_tokens"] for c in e.calls) for e in episodes)
     table.add(f"{name}: sampled tokens/s", sampled / seconds, None, f"{len(episodes)} episodes")
     table.add(f"{name}: failed episodes", sum(e.status != "ok" for e in episodes), 0)
-    table.add(f"{name}: log-prob gap", gap(policy, vision, codec, episodes), bound, "nats, mean")
+    table.add(f"{name}: log-prob gap", gap(policy, episodes), bound, "nats, mean")
 
     engine.sleep()
     with torch.no_grad():  # as a step would, but farther; layers alone are in shards now
         for p in policy.hf.model.language_model.layers.parameters():
             p.mul_(1.5)
-    moved = gap(policy, vision, codec, episodes)
+    moved = gap(policy, episodes)
     table.add(f"{name}: bound / gap of other weights", bound / max(moved, 1e-12), 0.5,
               "the check could fail")
     began = time.time()
     engine.wake(checkpoint.full_weights(policy, model.compute_dtype(device)))
     table.add(f"{name}: seconds of wake and sync", time.time() - began)
     # Another step: other seeds, and no prefix that an engine with stale caches would still hold.
-    episodes = list(rollout.run(engine, tasks, agent, codec, source, 8, group=8, step=1))
-    table.add(f"{name}: gap after new weights", gap(policy, vision, codec, episodes), bound,
+    episodes = list(rollout.run(sampler, tasks, 8, group=8, step=1))
+    table.add(f"{name}: gap after new weights", gap(policy, episodes), bound,
               "nats, mean")
     engine.close()
 
 
 @torch.no_grad()
-def gap(policy, vision, codec, episodes):
+def gap(policy, episodes):
     """Mean |log-prob of the engine - of the trainer| over the very ids that were sampled, nats."""
     trees = []
     for c in (e.context for e in episodes):
-        trees.append(model.Tree(model.Span(c.ids, c.mask, {"rollout": c.logps}), c.items))
-    pack = model.pack_trees(codec, trees)
-    logp, _ = policy(pack, vision)  # [n]
-    return (logp.cpu() - pack.values["rollout"]).abs().mean().item()
+        trees.append(model.Tree(model.Span(c.ids, c.mask, {"sampler": c.logps}), c.items))
+    pack = model.pack_trees(policy.codec, trees)
+    logp, _ = policy(pack)  # [n]
+    return (logp.cpu() - pack.values["sampler"]).abs().mean().item()
 
 
 # ------------------------------------------------------------------------------------------------
@@ -407,7 +405,7 @@ def random_group(prompt, response, group, rng):
     """A tree of random tokens; lengths in tokens."""
     branches = []
     for i in range(group):
-        values = {"advantage": [(-1.0) ** i] * response, "rollout": [-12.0] * response}
+        values = {"advantage": [(-1.0) ** i] * response, "sampler": [-12.0] * response}
         branches.append(model.Span(words(response, rng), [1] * response, values))
     return model.Tree(untrained(words(prompt, rng)), [], branches)
 
@@ -434,7 +432,7 @@ def check_geometry(table, name, config, codec, device, top, chats=8, length=4096
     packs = [model.pack_trees(codec, sequences)]
 
     def sft_step():
-        sft.backward(policy, None, packs, codec, 1, device)
+        sft.backward(policy, packs)
         model.clip_gradients(policy, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -448,7 +446,7 @@ def check_geometry(table, name, config, codec, device, top, chats=8, length=4096
     settings = update_settings(pack_tokens=chats * length)  # all groups in one pack
 
     def grpo_step():
-        grpo.update(policy, None, None, optimizer, trees, sampled, codec, settings, 1, device)
+        grpo.update(policy, None, optimizer, trees, sampled, settings)
 
     tokens, pairs = groups * prompt + sampled, groups * tree_pairs(prompt, [response] * group)
     flops = training_flops(text, layers, tokens, sampled, pairs)
@@ -473,8 +471,7 @@ def time_step(table, what, step, tokens, ideal, device):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = launch.parser(__doc__)
     parser.add_argument("--out", default=None, help="write the JSON line here as well")
     args = parser.parse_args()
     began, table = time.time(), Table()

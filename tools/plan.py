@@ -7,7 +7,6 @@ A calculation from the configuration alone, held against traced peaks by tests/t
 (within 10%, at the widths of 8B and 2B); not yet against a GPU. Exit code 1 where something does
 not fit.
 """
-import argparse
 import bisect
 import os
 import sys
@@ -209,8 +208,7 @@ def table_row(head, cells):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = launch.parser(__doc__)
     add = parser.add_argument
     add("size", metavar="SIZE", help="2B, 4B, 8B, 32B or a checkpoint folder")
     add("--gpus", type=int, default=8, help="ranks, all nodes together")

@@ -15,7 +15,6 @@ Writes: --out, whole or not at all.
   python tools/view.py grpo_out --out page.html
   python tools/view.py grpo_a grpo_b eval_out --names struct sequence eval --out page.html
 """
-import argparse
 import base64
 import bisect
 import glob
@@ -26,13 +25,11 @@ import re
 import sys
 from collections import Counter, defaultdict
 
-from PIL import Image
-from tqdm import tqdm
-
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import launch
 import rewards
 import video
+from evaluation import benchmarks
 
 # ---- what the other scripts wrote --------------------------------------------------------------
 
@@ -179,6 +176,7 @@ def shown_turns(row, calls, format_credit):
 def shown_call(call):
     """A recorded call -> what the page needs of it."""
     return {
+        "name": str(call.get("name") or "")[:40],  # of the tool; not in records of old
         "turn": int(call.get("turn", 0)),  # the turn that wrote it, from 0
         "start": number(call.get("start")), "end": number(call.get("end")),  # s of the video
         "status": str(call.get("status")), "summary": str(call.get("summary") or "")[:2000],
@@ -252,6 +250,8 @@ def wanted_frames(episode):
 
 def jpeg(image):
     """uint8 [H, W, 3] -> JPEG in base64, as a page embeds it."""
+    from PIL import Image
+
     buffer = io.BytesIO()
     Image.fromarray(image).save(buffer, "JPEG", quality=70)
     return base64.b64encode(buffer.getvalue()).decode()
@@ -264,6 +264,8 @@ def add_thumbnails(episodes, sources, root, pixels, budget, troubles):
     place: in that list; None where the video could not be read, "full" where `budget`, the
     characters of all JPEGs, was spent. pixels: of a frame at most.
     """
+    from tqdm import tqdm
+
     by_video = defaultdict(list)  # a video is opened once, for all its episodes
     for episode in episodes:
         folder = root or sources[episode["source"]]["root"]
@@ -375,8 +377,6 @@ def tables_of(sources, tables):
 
 def paper_tables(sources):
     """-> [the table of benchmark results and of the paper's Table 1], [] without results."""
-    from evaluation import benchmarks  # not above: it brings torch
-
     benches = list(benchmarks.splits())  # in the order of the paper's columns
     systems = {}  # name -> {benchmark: percent, as text}
     for source in sources:
@@ -438,8 +438,7 @@ def build(paths, names, out, episodes, max_mb, root, pixels):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = launch.parser(__doc__)
     add = parser.add_argument
     add("paths", nargs="+", metavar="RUN_OR_JSONL", help="folders of runs or evaluations, or JSONL")
     add("--out", default="page.html", help="HTML file to write")

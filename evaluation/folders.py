@@ -1,0 +1,280 @@
+"""
+evaluation/folders.py: records of an evaluation in their folders, how they are graded, and all that
+works on finished folders without a model.
+
+A record is one line an item, appended as it finishes. An item is (task id, K, tools, sample). A
+leaf is a folder of records: an --out of --data, or a folder in an --out of --bench.
+
+Reads and writes: records.*.jsonl, tasks.jsonl, args.json, judge.jsonl, summary.json. Used by
+eval.py: --rescore, --compare, --table, --prepare.
+"""
+
+import argparse
+import glob
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import time
+
+import launch
+import rewards
+from evaluation import answers, benchmarks, scores, systems
+
+# ------------------------------------------------------------------------------------------------
+# Records
+
+
+def settings_digest(args, weights, subtitles, tasks, prompts):
+    """What must be equal for records to belong together: tasks, prompts, weights (their digest),
+    and every flag but those that say where, which part, how fast, and who judges."""
+    # Where: what is found there (tasks, prompts, weights) counts, its path does not.
+    free = {"ckpt", "data", "bench", "root", "video_root", "out", "prompt_file",
+            "user_file"}
+    # Which part: every item carries its own K, mode and sample. `subtitles` is the resolved flag.
+    free |= {"limit", "shard", "frames", "tools", "samples", "subtitles"}
+    # How fast, over which address, and what happens to records that are there already.
+    free |= {"live", "workers", "retries", "request_timeout", "api_key_env", "base_url"}
+    free |= {"max_seqs", "frame_cache_gb", "frame_cache_dir", "frame_cache_dir_gb"}
+    free |= {"engine_share", "patience", "decode_timeout", "quiet"}
+    free |= {"judge_url", "judge_model", "judge_key_env", "allow_errors", "estimate"}
+    kept = {name: value for name, value in sorted(vars(args).items()) if name not in free}
+    settings = json.dumps([kept, prompts, subtitles, weights, tasks])
+    return hashlib.sha256(settings.encode()).hexdigest()[:16]
+
+
+def read_records(out, digest=None):
+    """
+    Finished records of a folder -> {item: record}. A torn last line is dropped; of an item that was
+    asked again after an engine error, the error loses.
+
+    Raises UserError where records are of other settings than `digest`, or of two settings.
+    """
+    done = {}
+    for path in sorted(glob.glob(os.path.join(glob.escape(out), "records.*.jsonl"))):
+        with open(path, encoding="utf-8") as f:
+            lines = f.read().split("\n")
+        # A whole line ends in a newline, so the last piece is empty or torn.
+        for number, line in enumerate(lines[:-1], 1):
+            try:
+                record = json.loads(line)
+            except ValueError:
+                why = "not JSON; delete the line or the file"
+                raise launch.UserError(f"{path}:{number}: {why}") from None
+            digest = digest or record["digest"]  # of the first one, where none is asked for
+            if record["digest"] != digest:
+                why = "holds records of another checkpoint or other settings; choose another --out"
+                raise launch.UserError(f"{out} {why}")
+            item = record["task"]["id"], record["budget"], record["tools"], record["sample"]
+            # Files of several ranks come in any order: the error may be read last.
+            if not (item in done and record["status"] == "engine_error"):
+                done[item] = record
+    return done
+
+
+def append_to(path):
+    """-> file to read and append to. A last line that was interrupted is cut off: what is appended
+    would become part of it."""
+    with open(path, "ab+") as f:
+        f.seek(0)
+        f.truncate(f.read().rfind(b"\n") + 1)
+    return open(path, "a+", encoding="utf-8")
+
+
+# ------------------------------------------------------------------------------------------------
+# Grading
+
+
+def grade(record, protocol="paravt"):
+    """One record -> {"said", "extracted", "score"}, the score in [0, 1]."""
+    if record["status"] != "ok":  # whatever was said before it broke is no answer
+        return {"said": None, "extracted": None, "score": 0.0}
+    task = record["task"]
+    kind, options = task["type"], task.get("options")
+    said = systems.protocols()[protocol].final(record["turns"], record["think_open"])
+    # What is extracted never depends on the gold answer, which is looked at only afterwards.
+    extracted = None
+    if said is not None and kind == "mcq":
+        extracted = rewards.extract_letter(said, options)
+    elif said is not None and kind == "grounding":
+        extracted = rewards.extract_span(said)
+    elif said is not None:
+        extracted = rewards.region(said) or None
+    if kind == "open" and said is not None:
+        # Token F1 pays for the way to an answer, a benchmark asks for the answer.
+        score = float(answers.match_open(said, task["answer"]))
+    else:
+        score = rewards.accuracy(said, kind, task["answer"], options)
+        score = float(score == 1.0) if kind == "list" else score  # the whole list, likewise
+    return {"said": said, "extracted": extracted, "score": score}
+
+
+def graded(folder, judge):
+    """Records of a folder, graded as the code grades now, and by a judge where one is named
+    -> {item: record}. judge: flags, see systems.judge."""
+    kept = read_json(folder, "args.json")
+    records = read_records(folder)
+    # An older grader may have written them: its score is not believed.
+    for record in records.values():
+        record.update(grade(record, kept["protocol"]))
+    if judge.judge_model:
+        with append_to(os.path.join(folder, "judge.jsonl")) as verdicts:
+            systems.judge(records.values(), verdicts, judge)
+    return records
+
+
+# ------------------------------------------------------------------------------------------------
+# Finished folders
+
+
+def leaf_of(out, bench):
+    return os.path.join(out, bench) if bench else out
+
+
+def leaves(folder):
+    """-> [(benchmark or None, leaf)] of an --out. Raises UserError where there is none."""
+    found = [(bench, leaf_of(folder, bench)) for bench in [*benchmarks.splits(), None]]
+    found = [pair for pair in found if os.path.exists(os.path.join(pair[1], "tasks.jsonl"))]
+    if not found:
+        raise launch.UserError(f"{folder}: no tasks.jsonl and records here")
+    # A folder that was used for both: benchmarks alone, as one table cannot hold them beside data.
+    return [pair for pair in found if pair[0]] or found
+
+
+def read_json(*path):
+    with open(os.path.join(*path), encoding="utf-8") as f:
+        return json.load(f)
+
+
+def write_json(value, *path):
+    launch.write_atomic(os.path.join(*path), json.dumps(value, indent=1))
+
+
+def write_tasks(tasks, path):
+    launch.write_atomic(path, "".join(json.dumps(task) + "\n" for task in tasks))
+
+
+def read_summary(folder):
+    """-> (the folder's last name, its summary). Raises UserError where it has none."""
+    try:
+        return os.path.basename(os.path.normpath(folder)), read_json(folder, "summary.json")
+    except (OSError, ValueError) as error:
+        why = f"{error}; finish this evaluation first"
+        raise launch.UserError(f"{folder}/summary.json: {why}") from None
+
+
+def finished(folder):
+    """-> what scores.compare takes of one folder."""
+    name, summary = read_summary(folder)
+    # The verdicts that it was judged by count; nobody is asked again.
+    judge = argparse.Namespace(judge_url=None, judge_model=summary.get("judge_model"))
+    here = {}  # (benchmark, K, tools) -> {(task id, sample): record}
+    for bench, leaf in leaves(folder):
+        for (task, k, mode, sample), record in graded(leaf, judge).items():
+            here.setdefault((bench, k, mode), {})[task, sample] = record
+    return name, summary, here
+
+
+def finish(out, found, args, checkpoint, parts=None):
+    """
+    Records of the leaves `found` -> summary.json of each and of the whole, tables: the end of an
+    evaluation and of --rescore.
+
+    parts: {leaf: tasks} of leaves that hold more than was asked for: shown, and nothing written.
+    """
+    results, missing, parts = [], 0, parts or {}
+    for bench, leaf in found:
+        tasks = parts.get(leaf) or launch.read_jsonl(os.path.join(leaf, "tasks.jsonl"))
+        kept = read_json(leaf, "args.json")  # of the run, which may differ from ours
+        if leaf in parts:
+            kept |= vars(args)
+        done = graded(leaf, args)
+        # What was asked for, not what is there: a run that was cut short has no summary.
+        ids = [(task["id"], sample) for task in tasks for sample in range(kept["samples"])]
+        for k, mode in itertools.product(kept["frames"], kept["tools"]):
+            items = [(task, str(k), mode, sample) for task, sample in ids]
+            records = [done[item] for item in items if item in done]
+            missing += len(items) - len(records)
+            row = {"bench": bench} if bench else {}
+            row.update(K=k, tools=mode)
+            if records:
+                row.update(scores.summarise(records, bench, judged=bool(args.judge_model)))
+                results.append(row)
+    if missing:
+        why = "run the same command (or the other shards) first, then --rescore"
+        raise launch.UserError(f"{out}: {missing} items have no record yet; {why} {out}")
+    refused = scores.refuse(results, args.allow_errors)
+    summary = {"checkpoint": checkpoint}
+    if args.judge_model:
+        summary["judge_model"] = args.judge_model
+    told = ("protocol", "protocol_set", "prompt_hash", "prompt_file", "served")
+    summary |= {name: kept[name] for name in told if name in kept}  # served: by an endpoint alone
+    summary["time"] = time.strftime("%Y-%m-%d %H:%M:%S")
+    for bench, leaf in found:
+        own = [row for row in results if row.get("bench") == bench]
+        if leaf not in parts:
+            write_json({**summary, "results": own}, leaf, "summary.json")
+    if not parts:
+        write_json({**summary, "results": results}, out, "summary.json")
+    print(launch.printable(scores.table(results)))
+    acc = {}  # the last line is for scripts: "[bench/]K/tools" -> accuracy
+    for row in results:
+        place = [row["bench"]] if "bench" in row else []
+        acc["/".join([*place, str(row["K"]), row["tools"]])] = round(row["acc"], 4)
+    if parts:
+        print(f"{out} holds more tasks than these: its summary stays as it is")
+    print(json.dumps({"summary": None if parts else os.path.join(out, "summary.json"),
+                      "acc": acc}))
+    if refused:  # last, so that the table and the summary are there: exit code 2
+        why = "no headline above 1% failed items (--allow-errors prints it): "
+        raise launch.UserError(why + "; ".join(refused))
+
+
+def rescore(folders, args):
+    """Grade finished records again; those of several folders (shards) become parts of one run."""
+    sources = [(number, pair) for number, folder in enumerate(folders) for pair in leaves(folder)]
+    # Copied, so that the merged folder can be graded again and compared like any other.
+    for number, (bench, leaf) in sources if len(folders) > 1 else []:
+        target = leaf_of(args.out, bench)
+        launch.make_out(target)
+        if os.path.samefile(leaf, target):  # --out is one of them
+            continue
+        # Before anything is copied: --out would hold records of two settings.
+        known = [*read_records(leaf).values(), *read_records(target).values()]
+        if len({record["digest"] for record in known}) > 1:
+            why = "its records are of another checkpoint or other settings than those of"
+            raise launch.UserError(f"--rescore {folders[number]}: {why} {folders[0]}")
+        for path in glob.glob(os.path.join(glob.escape(leaf), "records.*")):
+            name = os.path.basename(path).replace("records.", f"records.part{number}.", 1)
+            shutil.copyfile(path, os.path.join(target, name))
+        for name in ("tasks.jsonl", "args.json"):
+            shutil.copyfile(os.path.join(leaf, name), os.path.join(target, name))
+    out = args.out if len(folders) > 1 else folders[0]
+    kept = read_json(leaves(out)[0][1], "args.json")
+    finish(out, leaves(out), args, kept["ckpt"] or kept["model"])
+
+
+def compare(paths, out):
+    """--compare: one table from finished folders, and summary.json in `out`."""
+    compared = scores.compare([finished(path) for path in paths])
+    launch.make_out(out)
+    write_json(compared, out, "summary.json")
+    print(launch.printable(scores.comparison(compared)))
+
+
+def table(paths):
+    """--table: Markdown of benchmark folders, beside the paper's numbers."""
+    summaries = [read_summary(path) for path in paths]
+    print(launch.printable(benchmarks.markdown_table(summaries)))
+
+
+def prepare(bench, root, path):
+    """--prepare: the tasks of a benchmark as task JSONL."""
+    tasks, notes = benchmarks.read_split(bench, root)
+    write_tasks(tasks, path)
+    print_notes(path, notes)
+
+
+def print_notes(name, notes):
+    print(f"{name}: " + ", ".join(f"{count} {what}" for what, count in notes.items()), flush=True)

@@ -1,0 +1,72 @@
+"""
+lint.py: how large the scripts are, beside the aims of this project.
+
+A script stays easy to read and to change while it fits in one sitting. The limits are aims for
+those who maintain this repository: `make lint` prints them and fails above one, the tests do not
+look at them, so that a change of your own breaks no test by its length.
+
+Counts lines that hold code: no blank lines, comments or docstrings. Reads the scripts of the
+folder above, writes nothing.
+
+  python tools/lint.py
+"""
+import ast
+import io
+import os
+import sys
+import tokenize
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+LIMITS = {"launch": 260, "rewards": 500, "video": 550, "chat": 270, "model": 420, "engine": 230,
+          "checkpoint": 410, "rollout": 560, "sft": 300, "grpo": 400, "eval": 270, "toy": 320}
+STEP = ("grpo", "rollout", "engine", "video", "rewards", "chat", "model")  # one GRPO step
+STEP_LINES = 1600  # code lines of these, each above its ruled line
+
+
+def read(name: str) -> str:
+    with open(os.path.join(ROOT, name), encoding="utf-8") as file:
+        return file.read()
+
+
+def code_lines(source: str) -> list[int]:
+    """Numbers of the lines that hold code."""
+    skipped = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            if ast.get_docstring(node) is not None:
+                skipped |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    lines = enumerate(source.splitlines(), 1)
+    return [n for n, line in lines
+            if n not in skipped and line.strip() and not line.strip().startswith("#")]
+
+
+def comment_lines(source: str) -> int:
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return len({token.start[0] for token in tokens if token.type == tokenize.COMMENT})
+
+
+def main() -> None:
+    too_long = []
+    step = 0
+    for name, limit in LIMITS.items():
+        source = read(f"{name}.py")
+        code = code_lines(source)
+        lines = source.splitlines()
+        # A reader of the training step may stop at the ruled line.
+        ruled = next((n for n, line in enumerate(lines) if line.startswith("# ---- below")),
+                     len(lines))
+        step += sum(n <= ruled for n in code) if name in STEP else 0
+        density = comment_lines(source) / len(code)
+        print(f"{name + '.py':15} {len(code):4} code lines, at most {limit:3} | "
+              f"{density:.2f} comments per code line")
+        if len(code) > limit:
+            too_long.append(f"{name}.py")
+    print(f"one GRPO step, above the ruled lines: {step}, at most {STEP_LINES}")
+    if step > STEP_LINES:
+        too_long.append("one GRPO step")
+    if too_long:
+        sys.exit(f"too long: {', '.join(too_long)}")
+
+
+if __name__ == "__main__":
+    main()
