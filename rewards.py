@@ -517,6 +517,7 @@ BLOCKS = ("tool_call", "tool_code", "tool_response", "action", "observation", "s
 MAX_ANSWER_CHARS = 50_000  # longer is no answer: bounds the work below; NFKC may grow a text 18x
 EXPONENT = re.compile("(?<=[0-9])[⁻⁰¹²³⁴-⁹ⁿ]+")  # of a number
 BOXED = re.compile(r"\\boxed ?\{([^{}]*)\}")
+STYLED = re.compile(r"\\(?:text|textbf|mathrm|mathbf) ?\{([^{}]*)\}")
 
 
 def answer_or_tail(turns, think_open=False):
@@ -549,19 +550,21 @@ def stated_answer(turns, think_open=False):
 
 def plain(text):
     """NFKC: full-width characters to ASCII; but 10² becomes 10^2, where NFKC would make it 102."""
-    return unicodedata.normalize("NFKC", EXPONENT.sub(r"^\g<0>", text))
+    return unicodedata.normalize("NFKC", EXPONENT.sub(r"^\g<0>", text)).replace("。", ". ")
 
 
-def answer_lines(response):
-    """Lines of what to grade of a response: an answer body whole, a turn less its thought."""
+def answer_lines(response, blank=False):
+    """Lines of what to grade of a response: an answer body whole, a turn less its thought. blank:
+    with the empty ones."""
     text = answer_or_tail([response]) or ""
     if len(text) > MAX_ANSWER_CHARS:
         return []
-    boxed = BOXED.findall(text)  # a LaTeX box declares the answer; the last one counts
+    # A LaTeX box declares the answer; the last one counts.
+    boxed = BOXED.findall(STYLED.sub(r"\1", text))
     text = plain(boxed[-1] if boxed else text)
     # Single spaces also keep the patterns below from backtracking over long blanks.
-    lines = [" ".join(line.split()) for line in text.split("\n")]
-    return [line for line in lines if line]
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    return [line for line in lines if line or blank]
 
 
 def region(response):
@@ -576,12 +579,11 @@ ARTICLES = ("a", "an", "the")
 UNITS = ("zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
          "fifteen sixteen seventeen eighteen nineteen").split()  # fmt: skip
 TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
-SPELLED = dict(zip(UNITS, range(20))) | dict(zip(TENS, range(20, 100, 10)))
+SPELLED = dict(zip(UNITS, range(20))) | dict(zip(TENS, range(20, 100, 10))) | {"%": "percent"}
 # A number with its sign and point, where it stands alone; percent; a run of letters and digits.
 WORD = re.compile(
     r"(?<![^\W_])-?(?:[0-9]+\.[0-9]+|\.[0-9]+)(?![^\W_])|(?<![^\W_])-[0-9]+|%|[^\W_]+[+#]*")
 NUMERAL = re.compile(r"-?[0-9]*(?:\.[0-9]+)?")  # no two repeats share digits: that is quadratic
-HEDGES = "maybe perhaps possibly probably likely might may could or either unsure guess".split()
 NEGATIONS = ("not no never neither nor cannot cant isnt wasnt arent dont doesnt didnt except wrong "
              "incorrect").split()  # fmt: skip
 
@@ -599,12 +601,8 @@ def normalise(text):
     for word in WORD.findall(text):
         completes = tens and word in UNITS[1:10]
         tens = word in TENS
-        if completes:
-            word = str(int(tokens.pop()) + SPELLED[word])
-        elif word in SPELLED:
-            word = str(SPELLED[word])
-        elif word == "%":
-            word = "percent"
+        if word in SPELLED:
+            word = str(int(tokens.pop()) + SPELLED[word] if completes else SPELLED[word])
         elif NUMERAL.fullmatch(word):
             # 05 -> 5, 5.0 -> 5, .5 -> 0.5. As text: int() refuses thousands of digits.
             sign = word[: word[0] == "-"]
@@ -639,47 +637,72 @@ def list_share(response, gold):
 # ------------------------------------------------------------------------------------------------
 # Option letters
 
-# Each sees one line with single spaces and has no two open-ended repeats in a row: linear.
-LABEL = re.compile(r"[(\[\"']*([A-Za-z])(?:[)\]:]+|\.(?=\s|$))[.:]?(?: |$)")  # "B. ", "(B) ", "B: "
-ALONE = re.compile(r"(?:(?i:option|choice|letter) )?[(\[\"' ]*([A-Za-z])[)\]\"'.:, ]*")
-ITEM = re.compile(r" [(\[]?([A-Z])[)\].:]+ ")  # a further option of a list on one line
-LINE_LABEL = re.compile(r"^[ \t(\[]*([A-Za-z])[)\].:]+[ \t]", re.MULTILINE)
-OPTION = r"(?:option |choice |letter )?[(\[\"']*"
-END = r"(?![-'’]?\w)"  # the letter stands alone: not Apples, not A's, not B-roll
-DECLARED = re.compile(
-    r"(?i)\banswer(?: choice| option)?(?: is| was| would be| should be| must be| will be)? ?[:=]? ?"
-    rf"(?:clearly |definitely |probably |likely |most likely )?{OPTION}([a-z]){END}")
-CHOSEN = re.compile(
-    r"(?i)\b(?:option|choice|choose|chose|select|selected|pick|picked|go with|going with)"
-    rf"(?: is)? ?[:=]? ?{OPTION}([a-z]){END}")
-# "or C" right behind a declared answer. Capitals only, so that "or a" stays an article.
-ALTERNATIVE = re.compile(rf"[)\]\"'.]*,? ?(?:or|and|/|&) ?{OPTION}([A-Z]){END}")
-CAPITAL = re.compile(rf"(?<![\w'’])(?<![\w]-)([A-Z]){END}")
+# Each sees single spaces and newlines, and has no two open-ended repeats in a row: linear.
+OPTION = r"(?:option |choice |letter )?[(\[{']*"
+END = r"(?![-'’]?\w|\+\+|[#@]|\.\w\.)"  # alone: not Apples, A's, B-roll, C++, A.M.
+IS = r"(?: (?:is|was|seems|appears|(?:would|should|must|will) be)(?: (?:most )?\w{1,9}ly)?)"
+DECLARED = re.compile(  # "answer: B", "correct option is B", "it's B", "I choose B", "B is correct"
+    rf"(?i)\b(?:answer(?: choice| option| letter)?|(?:option|choice|letter)(?={IS}| ?[:=])|it['’]s|"
+    rf"it(?= is)|I(?:['’]d|['’]ll| would| will)? (?:choose|chose|select|pick|go with)){IS}?"
+    rf"[ \n:=>→–—'(\[{{-]{{0,8}}{OPTION}([a-z]){END}|(?<![\w'’-])([a-z])[)\]']*(?: option| choice)?"
+    rf"{IS}(?: the)?(?: best)? (?:correct|right(?! \w)|answer|option|choice)\b")
+LEADING = re.compile(
+    rf"(?i)\A(?:[-•>#] )?{OPTION}([a-z]){END}(?![)\]']* (?:is|seems|appears|looks|has|does)\b)")
+CAPITAL = re.compile(rf"(?<![\w'’.°@])(?<!\w-)([A-Z]|(?<=ption )[a-z]){END}")
+LABEL = re.compile(r"[(\[{' ]*([A-Za-z])(?:[)\]}':.]+(?: |$)|[ )\]}'.:,;!]*$)")  # "B. ", "(B)"
+STARTER = re.compile(  # of a line: "- ", "Option ", "The correct answer is: "
+    r"(?i)(?:[-•>#]+ )?(?:(?:the |my )?(?:\w{4,7} )?(?:answer|option|choice)(?: is)?:? )?")
+# "or C" after a stated letter; after a comma or a space only if nothing is said of C.
+ALTERNATIVE = re.compile(
+    r"(?i)(?:[)\]'.]*,? (?:or|and|&) |[)\]']*,? ?[/&+] ?|((?:[)\]']*,)? (?=(?:option )?"
+    rf"[(\[]?[A-Z][)\]]?(?:[,.;\n]|$| or | and )))){OPTION}([A-Z]){END}")
+JOINT = re.compile(r"[)\]']*,? ?(?:and|n?or|[/&+])? ?[(\[]?")  # from "A" to "B" in "A and B"
 NOT_BEFORE = re.compile(
-    r"(?i)(?:\bnot|n't|\bnever|\bneither|\bnor|\brather than|\binstead of|\bexcept|\bno)"
-    r"(?: the| an?| option| choice| answer| letter| is| choose| pick| select)*[ (\[\"']*$")
-NOT_AFTER = re.compile(
-    r"(?i)[)\]\"']* (?:(?:is|was|are|can|could|does|seems) ?(?:not\b|n't|wrong|incorrect|false|"
-    r"ruled out)|isn't|wasn't|cannot|can't|doesn't|is clearly wrong)")
+    r"(?i)(?:\b(?:not|never|neither|nor|none of|rather than|instead of|except|no)|n't)(?: the| an?|"
+    r" option| choice| answer| letter| it| is| be| choose| pick| select| think| believe| that|"
+    r" from| between| at| in| during| range| (?:[A-Z]|[0-9][0-9.: s–-]{0,16}),? n?or)*[ (\['’]*$")
+NOT_AFTER = re.compile(  # "is wrong", "and B are wrong"
+    r"(?i)[)\]']*(?:(?:,? (?:and )?[(\[]?[A-Z][)\]]?)+(?= are| were))? (?:(?:is|was|are|were|can|"
+    r"could|does|do|seems) ?(?:not\b|n't|wrong|incorrect|false|ruled out)|(?:is|was|does|ca)n't|"
+    r"cannot|is clearly wrong)")
 # The words around a letter in a Chinese reply. Longer ones first: "is wrong" before "not".
-CHINESE = {"不正确": "is wrong", "正确": "is right", "不对": "is wrong", "不": "not",
-           "错": "wrong", "答案": "answer", "选项": "option", "选择": "answer is",
-           "选": "answer is", "因为": "because", "为": "is", "是": "is",
-           "应该": "", "应": "", "或者": "or", "或": "or", "和": "and"}  # fmt: skip
-# Words that cannot follow an article, so that "A because .." is the letter and "A man .." is not.
-AFTER_LETTER = ("because since as or and is was which based due given but not rather instead that "
-                "where when if from for").split()  # fmt: skip
+CHINESE = {"不正确": "is wrong", "正确": "is right", "不对": "is wrong", "不": "not", "错": "wrong",
+           "答案": "answer", "选项": "option", "选择": "answer is", "选": "answer is",
+           "因为": "because", "所以": "so", "为": "is", "是": "is", "应该": "", "应": "",
+           "或者": "or", "或": "or", "和": "and"}  # fmt: skip
+# An option is named after punctuation or one of these words: "so C", but not "vitamin C".
+BEFORE = re.compile(
+    r"(?i)(?:[^\w ]|\b(?:(options?|choices?|letter)|answer|choo?se|select(?:ed)?|pick|with|is|be|"
+    r"was|are|by|for|s|seems|so|but|as|then|thus|hence|therefore|from|to|say|guess|believe|think|"
+    r"matches|supports|just|not|and|\w{1,9}ly|n?or|neither)) ?[(\[{']*$")
+# The next word makes an article or a stray letter of it ("A man", "I think"), but for words before
+# which no article stands: "A because", "A The", "A Reason:", "A B", a Chinese word.
+STRAY = re.compile(
+    r" (?!(?i:because|since|as|n?or|and|is|which|due|but|not|instead|that|where|when|if|from|in|"
+    r"for|this|these|those|the|its?|s?he|they|we|you|there|on|an?|at|by|to|of|with|option|seems|"
+    r"appears|looks|matches|fits|shows|describes|has|does|are|best|[A-Z])\b(?!['’-])|"
+    "\\w{1,20}:|[\u2e80-\u9fff])\\w")
 
 
 def is_letter(text, at):
-    """Whether text[at] names an option there: it is no article, pronoun or stray letter."""
-    after = re.match(r" (\w+)", text[at + 1 : at + 20])  # the next word
-    # No article stands before a Chinese word.
-    if not after or after[1] > "\u2e80" or (at > 0 and text[at - 1] in "([\"'"):
-        return True
-    if text[at].islower() or text[at] == "I":  # "the answer is a dog", "I think"
-        return False
-    return text[at] != "A" or after[1].lower() in AFTER_LETTER
+    """Whether text[at] names an option there: it is no article, pronoun, initial or name. One rule
+    for all letters, so that none is easier to state than another."""
+    before = BEFORE.search("\n" + text[:at] if at < 16 else text[at - 16 : at])
+    # "option A depicts .." is no article, whichever word follows.
+    return bool(before[1] or not STRAY.match(text, at + 1)) if before else False
+
+
+def denied(text, start, end):
+    """Whether a letter or a range at text[start:end] is said not to be the answer."""
+    # Windows, not the whole text: each look around a match stays of constant cost.
+    before, after = text[max(0, start - 40) : start], text[end : end + 30]
+    return bool(NOT_BEFORE.search(before) or NOT_AFTER.match(after))
+
+
+def tidied(text):
+    """A text without Markdown and double quotes, with a space wherever a Chinese word begins."""
+    text = re.sub(r"[*_`$\"“”【】「」]", "", text)
+    return re.sub("(?<=[!-~])(?=[\u2e80-\u9fff])|(?<=[\u2e80-\u9fff])(?=[!-~])", " ", text)
 
 
 def in_english(text):
@@ -687,137 +710,117 @@ def in_english(text):
     return " ".join(re.sub("|".join(CHINESE), lambda word: f" {CHINESE[word[0]]} ", text).split())
 
 
-def named_letters(pattern, text, letters):
-    """{letter: index behind it} of the options that a pattern names in text, denied ones left out;
-    in the order of their last mention."""
-    named = {}
-    for match in pattern.finditer(text):
-        start, end = match.span()
-        # Windows, not the whole text: each look around a match stays of constant cost.
-        denied = NOT_BEFORE.search(text[max(0, start - 40) : start])
-        denied = denied or NOT_AFTER.match(text[end : end + 30])
-        if match[1].upper() in letters and is_letter(text, match.start(1)) and not denied:
-            named.pop(match[1].upper(), None)
-            named[match[1].upper()] = end
-    return named
-
-
 def lists_on(text, letter, texts):
-    """Whether `text`, which stands behind the label of an option, goes on as the list of options
+    """Whether `text`, which stands after the label of an option, goes on as the list of options
     does: its own text, the next label and text, and another label or the end. texts: normalised,
     [] where not known."""
-    at = ord(letter) - ord("A")
-    following = [chr(ord(letter) + step) for step in (1, 2)]
-    if not texts:  # a label may be part of a sentence; A, B and C in order are a list
-        return letter == "A" and ITEM.findall(text[:2000])[:2] == following
+    at, following = ord(letter) - ord("A"), [chr(ord(letter) + step) for step in (1, 2)]
+    if not texts:  # a label may be part of a sentence; A, B and C in order on a line are a list
+        labels = re.findall(r" [(\[]?([A-Z])[)\].:]+ ", text[:2000].partition("\n")[0])
+        return letter == "A" and labels[:2] == following
     if at + 1 >= len(texts):
         return False
     # Normalised in one piece, as the option and the reply are.
     listed = normalise(f"{texts[at]} {following[0]} {texts[at + 1]}")
-    window = text[: 2 * len(" ".join(listed)) + 100]  # room for articles, punctuation, a label
-    said = normalise(window)
+    said = normalise(text[: 2 * len(" ".join(listed)) + 100])  # room for articles, punctuation
     # "A. cat. B. dog is wrong" is no list.
     after = said[len(listed) : len(listed) + 1]
     return said[: len(listed)] == listed and after in ([], [following[1].lower()])
 
 
+def named_letters(pattern, text, texts):
+    """{letter: index after it} of the letters that a pattern names in text, in the order of their
+    last mention; without the denied ones, and without one that begins a list of the options."""
+    named, good, end = {}, True, 0
+    for match in pattern.finditer(text):
+        at = match.start(match.lastindex)
+        # "labels A and C" names neither.
+        good = is_letter(text, at) and (good or not JOINT.fullmatch(text, end, at))
+        end = match.end()
+        if good and not denied(text, *match.span()):
+            named.pop(text[at].upper(), None)
+            named[text[at].upper()] = end
+    # "Answer: A. cat B. dog C. hot dog" repeats the question.
+    single = {at: end for at, end in named.items() if not lists_on(text[end:], at, texts)}
+    return single if pattern is not CAPITAL or single == named else {}
+
+
+def stated_letter(pattern, text, texts):
+    """{the last letter that a pattern states}, {} without one, both if it says "B or C"."""
+    # The last one counts: "The answer is A. No, wait: the answer is C."
+    for letter, end in reversed(named_letters(pattern, text, texts).items()):
+        other = ALTERNATIVE.match(text, end)
+        two = other and (other[1] or is_letter(text, other.start(2)))
+        return {letter, other[2].upper()} if two and not denied(text, *other.span(2)) else {letter}
+    return set()
+
+
 def letters_by_text(said, texts, letters):
     """The letters of the options whose text is said and not denied. All arguments normalised."""
-    inside = [text for text in texts if text and f" {text} " in f" {said} "]
-    # "dog" is not named where "hot dog" is. So an option that is said whole is the only one.
-    shorter = [a for a in inside for b in inside if a != b and f" {a} " in f" {b} "]
-    longest = [text for text in inside if text not in shorter]
-    if len(longest) == 1:  # an option itself may hold a "not": what counts stands beside it
-        beside = f" {said} ".replace(f" {longest[0]} ", " ").split()
-        if any(word in NEGATIONS for word in beside):
-            return set()
-    return {letter for letter, text in zip(letters, texts) if text in longest}
+    # Longer texts first: "dog" is not named where "hot dog" is. A lone letter is a label.
+    names = {text for text in texts if text.upper() not in {"", *letters}}
+    any_name = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+    found = names & {*re.findall(f"(?<= )(?:{any_name})(?= )", f" {said} ")}
+    if len(found) == 1:  # an option itself may hold a "not": what counts stands beside it
+        beside = f" {said} ".replace(f" {[*found][0]} ", " ").split()
+        found = found if set(NEGATIONS).isdisjoint(beside) else set()
+    return {letter for letter, text in zip(letters, texts) if text in found}
 
 
 def own_line(line, letters, texts):
-    """The letter that a line gives and nothing else, or None: "B", "Option B.", "(B) dog"."""
-    label = ALONE.fullmatch(line) or LABEL.match(line)
-    letter = label[1].upper() if label else None
-    if letter is None or letter not in letters:
-        return None
-    rest = " ".join(normalise(line[label.end() :]))
-    return letter if not rest or rest in texts[letters.index(letter) :][:1] else None
-
-
-def declared_letter(text, letters, texts):
-    """{the letter of the last "answer is X"}, {} without one, None where it says "B or C"."""
-    named = named_letters(DECLARED, text, letters)
-    if not named:
-        return set()
-    # The last one counts: "The answer is A. No, wait: the answer is C."
-    letter, end = list(named.items())[-1]
-    other = ALTERNATIVE.match(text[end : end + 40])
-    if other and other[1] in letters and other[1] != letter:
-        return None
-    # "Answer: A. cat B. dog C. hot dog" repeats the question.
-    return set() if lists_on(text[end:], letter, texts) else {letter}
+    """The letter that a line gives and nothing else, "?" if its label and its text contradict each
+    other, or None: "B", "Option B.", "(B) dog", "Answer: dog"."""
+    line = STARTER.sub("", line, count=1)
+    label = LABEL.match(line)
+    letter = label[1].upper() if label else ""
+    said = " ".join(normalise(line[label.end() if label else 0 :]))
+    whole = f"{letter.lower()} {said}".strip()
+    named, wholly = ([at for at, text in zip(letters, texts) if text == form]
+                     for form in (said, whole))  # fmt: skip
+    if letter and (named or not said):
+        return letter if letter in (named if said else letters) else "?"
+    return wholly[0] if len(wholly) == 1 else None  # no label: an option begins so: "B. B. King"
 
 
 def extract_letter(response, options):
     """The option letter a response settles on, or None. Never sees the gold answer. options: texts,
     labelled ("A. ..", "(A) ..") or bare; without them A to J are allowed. First that applies: the
-    letter alone, also on a first line; a leading label; the last "answer is X"; one "option X" or
-    "choose X"; the text of one option; the only standalone capital left. Two letters at the same
-    step, or a label that contradicts what follows it, are no answer; nor is a list of options."""
+    last "answer is X"; a letter or an option alone on a line, or a letter that leads; the only
+    capital that stands as a letter; the text of one option. Two letters at the same step, a letter
+    no option has, or a label that contradicts its text are no answer; nor is a list of options."""
     letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[: len(options) if options else 10]
-    lines = [re.sub(r"[*_`$]", "", line) for line in answer_lines(response)]
-    text = " ".join(lines)
-    # The letter and nothing else; lower case is fine here, since no word stands beside it.
-    alone = ALONE.fullmatch(text)
-    if alone:
-        return alone[1].upper() if alone[1].upper() in letters else None
+    lines = [tidied(line) for line in answer_lines(response)] or [""]
+    # Lines stay lines: joined by spaces, "A" and "The oven .." would read as an article.
+    english = "\n".join(map(in_english, lines))  # for what stands around a letter
     # Compared as normalised text, so that "3" and "three" name one option. Only a label that fits
     # the option's place is taken off: "B. B. King" may be the text of option A.
-    texts = [" ".join(normalise(re.sub(rf"^\s*\(?{letter}[).:]+\s+", "", str(option))))
+    texts = [" ".join(normalise(re.sub(rf"^\s*\(?{letter}[).:]+\s+", "", tidied(str(option)))))
              for letter, option in zip(letters, options or [])]  # fmt: skip
-    said = " ".join(normalise(text))
-    english = in_english(text)  # for what stands around a letter; the options may be Chinese
-
-    declared = declared_letter(english, letters, texts)
-    if declared is None:
-        return None
-    # Two labelled lines are the options repeated.
-    labels = LINE_LABEL.findall(answer_or_tail([response]) or "")
-    listing = len({label.upper() for label in labels} & set(letters)) > 1
-    # An explanation may name any option, but no second letter on a line of its own.
-    first, *further = (own_line(line, letters, texts) for line in lines or [""])
-    lone = first and (not listing or ALONE.fullmatch(lines[0]))
-    if lone and len(lines) > 1 and {first, *filter(None, further)} | declared == {first}:
-        return first
-    chosen = {letter for letter, end in named_letters(CHOSEN, english, letters).items()
-              if not lists_on(english[end:], letter, texts)}  # fmt: skip
-    capitals = set(named_letters(CAPITAL, english, letters))
-    label = LABEL.match(text)
-    letter = label[1].upper() if label else None
-    if letter and letter in letters and not listing:
-        rest = " ".join(normalise(text[label.end() :]))
-        if rest and rest in texts:
-            return letter if texts[letters.index(letter)] == rest else None  # "A. dog": dog is B
-        if lists_on(text[label.end() :], letter, texts):
-            texts = []  # a list says every text of it
-        elif said not in texts:  # else it is no label but how an option begins: "B. B. King"
-            return letter if (declared or chosen) <= {letter} else None
+    declared = stated_letter(DECLARED, english, texts)
+    # Two labelled lines are the options repeated: then only a bare letter is an answer.
+    listing = len({label[1].upper() for label in map(LABEL.match, lines) if label}) > 1
+    texts = [] if listing else texts
+    own = [own_line(line, letters, texts) for line in lines]
+    leading = set() if listing or own[0] else stated_letter(LEADING, english, texts)
+    if declared and len(lines) == len(leading) == 1:
+        declared |= leading  # "A. The answer is B" contradicts itself
+    said = " ".join(normalise(" ".join(lines)))
+    steps = (declared, {*filter(None, own)} | leading, named_letters(CAPITAL, english, texts),
+             letters_by_text(said, texts, letters))  # fmt: skip
     # The first step that names a letter decides; a later one never breaks its tie.
-    for named in (declared, chosen, letters_by_text(said, texts, letters), capitals):
-        if named:
-            return named.pop() if len(named) == 1 else None
-    return None
+    named = [*next(filter(None, steps), "?")]
+    return named[0] if len(named) == 1 and named[0] in letters else None
 
 
 # ------------------------------------------------------------------------------------------------
 # Time spans
 
 TIME = r"((?:[0-9]{1,9}:){0,2}[0-9]{1,9}(?:\.[0-9]{1,9})?)(?![0-9:%]|\.[0-9])"  # not 1.2.3, not 5%
-SECONDS = r"( ?(?:seconds|second|secs|sec|s)\b)?"
+SECONDS = r"( ?s(?:ec(?:ond)?s?)?\b)?"
 ABOUT = r"(?:about |around |approximately )?"
 PAIR = re.compile(
-    rf"(?i)([\[(] ?)?(?<![\w.:-]){TIME}{SECONDS} ?(-|–|—|−|~|to|until|till|and|,) ?"
-    rf"{ABOUT}{TIME}{SECONDS}")
+    rf"(?i)([\[(] ?)?(?<![\w.:-]){TIME}{SECONDS} ?([-–—−~,]|to|until|till|and) ?{ABOUT}{TIME}"
+    f"{SECONDS}")
 # "start_time": 1, "Start time: 1", "**Start time (s):** 1", "starts at about 1"
 AT = rf"[a-z_]{{0,8}}(?: time| timestamp)?(?: \(s\)| \(seconds\))?[\"'* :=]{{0,6}}" \
      rf"(?:at |from |is )?{ABOUT}{TIME}"
@@ -825,24 +828,31 @@ NAMED = re.compile(rf"(?i)\b(?:start|begin){AT}[^0-9]{{0,60}}?\b(?:end|finish|st
 STAMP = re.compile(r"<([0-9][^<>]*)>")
 # Just before or behind a pair that is no time, the pair itself left out as a newline.
 COUNTED = re.compile(r"(?i)\bframes? ?(?:from )?\n|\n (?:frames?|percent)\b")
-TRUST = "(?:confidence|certainty|probability)"
-TRUSTED = re.compile(rf"(?i)\b{TRUST}\b[^0-9\n]{{0,20}}\n|\n {TRUST}")
+TRUSTED = re.compile(r"(?i)\b(?:confidence|certainty|probability)\b[^0-9\n]{0,20}\n"
+                     r"|\n (?:confidence|certainty|probability)")  # fmt: skip
+# A reply that opens as an error line does says no time: "[API error: ..", "Error code: 429 - ..",
+# "500 Internal Server Error". But "Error 404 is shown from 10 to 20" does.
+ERROR = re.compile(
+    r"(?i)\A\W{0,5}(?:(?:[\w.:]{1,30} ){0,3}(?:error|exception|http|status)(?: code)?\W{0,3}"
+    r"[45][0-9]{2} ?(?:[^\w ]|$)|(?:(?:api|http|server|internal|request|connection) ){0,2}(?:error|"
+    r"\w{1,30}(?-i:Error)) ?[:\]]|[45][0-9]{2} (?:- [45][0-9]{2} )?(?:\w{6,8} ){1,2}error).*")
 SHARED_MINUTES = re.compile(r"(?<![\w.:])([0-9]{1,4}) ?(?:-|–|to) ?(?=[0-9]{1,4} ?min)")
 MINUTES = re.compile(
-    r"(?<![\w.:])([0-9]{1,4}(?:\.[0-9]{1,3})?) ?(?:minutes|minute|mins|min)\b"
-    r"(?:,? (?:and )?([0-9]{1,2}(?:\.[0-9]{1,3})?) ?(?:seconds|second|secs|sec|s)\b)?")
+    r"(?<![\w.:])([0-9]{1,4}(?:\.[0-9]{1,3})?) ?min(?:ute)?s?\b"
+    r"(?:,? (?:and )?([0-9]{1,2}(?:\.[0-9]{1,3})?) ?s(?:ec(?:ond)?s?)?\b)?")
 
 
 def extract_span(response):
     """(start, end) in seconds of the last time range in a response, or None. A range is two times
     (12.5, MM:SS, H:MM:SS, "1 minute 5 seconds") joined by a dash, "to", "until" or "and", or given
     as start and end; by a comma only in brackets, with a unit, or alone. A reversed last range is a
-    wrong answer, not one to repair: None. Frame numbers and confidences are no times."""
-    text = STAMP.sub(r"\1", region(response))  # "<12.5 seconds> - <20.0 seconds>"
+    wrong answer, not one to repair: None. Frame numbers, confidences, an error line and a range
+    that is denied ("not 3 - 5") are no answer."""
+    text = STAMP.sub(r"\1", ERROR.sub("", region(response)))  # "<12.5 seconds> - <20.0 seconds>"
     # Minutes ("2 to 3 minutes") become seconds first, so that one pattern reads every range.
     text = SHARED_MINUTES.sub(r"\1 min to ", text)
     text = MINUTES.sub(lambda part: f"{60 * float(part[1]) + float(part[2] or 0):.3f}s", text)
-    found = [(match.start(), match[1], match[2]) for match in NAMED.finditer(text)]
+    found = [(match.span(), match[1], match[2]) for match in NAMED.finditer(text)]
     alone = text.strip(" .\"'")
     for match in PAIR.finditer(text):
         bracket, start, unit, joint, end, _ = match.groups()
@@ -854,9 +864,10 @@ def extract_span(response):
         share = TRUSTED.search(around) and (to_seconds(end) or 0.0) <= 1.0
         # "frames 10-20", but "frames <12.5 seconds> - <20.0 seconds>" are times.
         if not share and (unit or not COUNTED.search(around)):
-            found.append((first, start, end))
+            found.append((match.span(), start, end))
     # The last range written, whichever way: an echoed example or a first guess stands before it.
-    start, end = (to_seconds(time) for time in max(found, default=(0, None, None))[1:])
+    stated = [(place, *times) for place, *times in found if not denied(text, *place)]
+    start, end = (to_seconds(time) for time in max(stated, default=(0, None, None))[1:])
     return (start, end) if start is not None and end is not None and start < end else None
 
 

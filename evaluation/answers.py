@@ -10,7 +10,7 @@ answer itself. Every pattern sees bounded text, nothing is read or written, no t
 
 import re
 
-from rewards import HEDGES, NEGATIONS, answer_lines, normalise
+from rewards import NEGATIONS, answer_lines, normalise
 
 PREDICATE = re.compile(r"(?i)\b(?:is|are|was|were|it['’]s|that['’]s) (?:(?:an?|the) )?(.+)")
 # "Therefore, the final answer is: X", the last of them; whatever was reasoned before it.
@@ -21,9 +21,14 @@ BECAUSE = re.compile(r"(?is)(.+?),? ((?:because|since) .+)")
 # A reason has one of these words. What only says "is", or what happens, may be a second answer.
 REASONS = ("because since while when where which who shows show shown showing seen see sees "
            "visible used using indicates indicating").split()  # fmt: skip
+HEDGES = "maybe perhaps possibly probably likely might may could or either unsure guess".split()
 # What has one of these, a hedge or a negation is no reason but another answer.
 TURNS = ("actually wait instead rather however but also alternatively correction sorry answer "
          "another possible").split()  # fmt: skip
+# "It is a pan", "The technique is a pan": another answer, but "The array is sorted .." explains.
+CLAIM = re.compile(r"(?i)(?:(?:it|this|that)(?:['’]s| is| was)|the \w+ (?:is|was) (?:an?|the)) ")
+# An explanation of many sentences may hold a "not", but none of these.
+RETRACTIONS = "actually wait correction sorry answer alternatively".split()
 SMALL_WORDS = ("of", "the", "and", "in", "for", "a", "an", "on", "to")
 
 
@@ -54,16 +59,30 @@ def same_form(given, gold):
     return tokens != [] and (acronym or tokens == normalise(gold))
 
 
+def explains(text):
+    """Whether what follows a blank line explains the line above it: it is longer than an answer,
+    and neither takes that line back nor gives another answer."""
+    words = normalise(text[:5000])
+    first = normalise(re.split(r"[.!?;\n]", text[:1000])[0])
+    other = CLAIM.match(text) and set(REASONS).isdisjoint(first)
+    doubts = {*HEDGES, *NEGATIONS, *TURNS} & set(first) or set(RETRACTIONS) & set(words)
+    return len(words) > 8 and not other and not doubts
+
+
 def statements(text):
     """The texts that a reply may come down to: itself, what it declares as its answer, and that
-    without the one sentence of reason behind it."""
+    without the reason after it: one sentence, or all that follows a first line and a blank one."""
     doubt = {*HEDGES, *NEGATIONS, "possible", "another"}
     declared = ANSWER_IS.fullmatch(text)
     # "I doubt that the answer is X": only the clause that declares it, since reasoning may doubt.
     clause = re.split(r"[.;!?\n]", declared[1][-100:])[-1] if declared else ""
     if declared and doubt.isdisjoint(normalise(clause)):
         text = declared[2]
+    head, _, reason = text.strip().partition("\n\n")
+    text = re.sub("\n+", "\n", text).strip()
     found = [text]
+    if "\n" not in head and explains(reason.strip()):
+        found.append(head)
     for pattern in (LAST_SENTENCE, BECAUSE):
         parts = pattern.fullmatch(text)
         words = normalise(parts[2][:1000]) if parts else []
@@ -76,17 +95,16 @@ def statements(text):
 def match_open(response, gold):
     """Whether a free answer says the gold text: equal once normalised, its acronym or what that
     stands for, or the predicate of one short sentence that does not hedge or negate; declared as
-    the answer or not, with one sentence of reason or none. Empty never matches, and no part of a
-    text does."""
+    the answer or not, with one sentence of reason, or an explanation after a blank line, or none.
+    Empty never matches, and no part of a text does."""
     lines = "\n".join(answer_lines(response))
     given = answer_forms(lines.replace("\n", " "))
-    for said in statements(lines):
-        said = said.replace("\n", " ")
-        given += answer_forms(said)
+    for said in statements("\n".join(answer_lines(response, blank=True))):
+        given += answer_forms(said.replace("\n", " "))
         # Past 2,000 characters it is no short sentence.
         tokens = normalise(said[:2000])
         predicate = PREDICATE.search(said)
-        unsure = set(tokens) & {*HEDGES, *NEGATIONS} or re.search(r"[.;!?] +\w", said)
+        unsure = set(tokens) & {*HEDGES, *NEGATIONS} or re.search(r"[.;!?] +\w|\n", said)
         if predicate and len(said) < 2000 and len(tokens) <= 20 and not unsure:
             given.append(predicate[1])
     return any(same_form(form, wanted) for form in given for wanted in answer_forms(gold))

@@ -401,6 +401,137 @@ def test_a_list_of_options_is_no_answer_where_only_the_question_holds_them():
     assert extract_letter("A. 选择题", ["是", "选择题"]) is None
 
 
+WAYS = [  # to state letter {L}, {l} in lower case, {F} in full width, whose option reads {t}
+    "{L}", "{l}", "({L})", "{L}.", "**{L}**", "`{L}`", "[{L}]", "- {L}", "{L}:", "{L}。", "{F}",
+    "（{L}）", "【{L}】", '"{L}"', "{L}. {t}", "{L}) {t}", "({L}) {t}", "{L}: {t}",
+    "**{L}. {t}**", "Option {L}", "Option {L}: {t}", "Answer: {L}", "answer: {l}",
+    "**Answer:** {L}", "Answer - {L}", "Answer = {L}", "Answer → {L}", "Answer: {L}. {t}",
+    "Answer: ({L}) {t}", "### Answer\n{L}", "Final Answer: **{L}**", "The answer is {L}",
+    "The answer is ({L}).", "The correct answer is **{L}. {t}**", "It's {L}.",
+    "the correct option is {L}: {t}", "Correct choice: {L}", "My final answer is {L}",
+    "I pick {L}.", "I choose {L}", "I would go with option {L}.", "{L} is correct.",
+    "Option {L} is the best answer.", "Based on the video, {L}.", "<answer>{L}</answer>",
+    "\\boxed{{{L}}}", "\\boxed{{\\text{{{L}}}}}", '{{"answer": "{L}"}}',
+    '{{\n  "answer": "{L}. {t}"\n}}', "答案是{L}", "答案：{F}", "选{L}。",
+    "正确答案是（{L}）。"]  # fmt: skip
+EXPLANATIONS = [
+    "Explanation: A blue bus is seen later.", "The oven is on from the start.",
+    "It is plain to see.", "A man walks in and sits down.", "An old lorry drives past.",
+    "I think this is near the end.", "In the video, the B-roll comes first.",
+    "Then Plan B follows, with vitamin C.", "因为视频中有它。", "4 people are seen at 0:14.",
+    "Reason: it comes first.", "Because the sign shows it at 14 s.",
+    "**Reasoning**: I can see it.", "Two people shake hands.", "Person A greets the crowd.",
+    "Option {M} is not shown, since nothing like that is seen."]  # fmt: skip
+GAPS = ["\n", "\n\n", "\r\n\r\n", "  \n", ". ", " - ", "; "]
+OPTION_SETS = {
+    "words": "cat dog horse bird cow sheep mouse fish crow goat".split(),
+    "numbers": "1 3 7 12 25 40 56 77 81 99".split(), "letters": [*"DCBAFEHGJI"],
+    "sentences": ["A man opens the door.", "The woman sits down.", "A child runs off.", "They eat.",
+                  "It starts to rain.", "An old car stops.", "He reads a book.", "She paints.",
+                  "I see nothing at all.", "Nobody moves."],
+    "names": ["Vitamin A", "Plan B", "Type C", "Team D", "Class E", "Group F", "Point G", "Level H",
+              "World War I", "Room J"],
+    "articles": ["A cat", "The dog", "An owl", "A B-roll clip", "a horse", "The letter A",
+                 "A plan B", "an I-beam", "The end", "A"],
+    "chinese": "一只猫 一只狗 两只鸟 没有 三个人 一辆车 吃饭 跑步 红色 蓝色".split(),
+}  # fmt: skip
+
+
+@given(st.sampled_from(WAYS), st.sampled_from([None, *EXPLANATIONS]), st.sampled_from(GAPS),
+       st.booleans(), st.sampled_from([None, *OPTION_SETS]), st.booleans(), st.integers(2, 10))
+@settings(deadline=None, max_examples=400)
+def test_every_letter_can_be_stated_in_every_way(way, why, gap, first, kind, labelled, count):
+    """Option A is no harder to choose than B, whatever explains it: no article is made of a letter.
+    Nor is I, the ninth, a pronoun."""
+    letters = "ABCDEFGHIJ"[:count]
+    options = OPTION_SETS[kind][:count] if kind else None
+    if labelled and options:
+        options = [f"{letter}. {text}" for letter, text in zip(letters, options, strict=True)]
+    for at, letter in enumerate(letters):
+        said = way.format(L=letter, l=letter.lower(), F=chr(ord(letter) + 0xFEE0),
+                          t=OPTION_SETS[kind][at] if kind else "the red one")  # fmt: skip
+        other = (why or "").format(M=letters[at - 1])
+        if why and not first:
+            said = said.rstrip(".") + gap + other if gap in (". ", "; ") else said + gap + other
+        elif why:  # the explanation stands before the answer, on lines of its own
+            said = other + "\n\n" + said
+        assert extract_letter(said, options) == letter, said
+
+
+TWO_LETTERS = [
+    "{L} or {M}", "{L} and {M}", "{L}, {M}", "{L}/{M}", "{L} {M}", "({L}) or ({M})", "{L}\n{M}",
+    "Answer: {L} or {M}", "Answer: {L}, {M}", "Answer: {L}/{M}.", "Answer: {l} or {m}",
+    "选{L}或{M}",
+    "The answer is {L} and {M}.", "The answer is either {L} or {M}.", "Both {L} and {M} are right.",
+    "I choose {L} or {M}", "Option {L} or option {M}", "The clip shows labels {L} and {M}.",
+    "neither {L} nor {M}", "It is not {L} or {M}.", "Answer: not {L}", "I do not think it is {L}.",
+    "The answer isn't {L}.", "not {L}, not {M}", "{L} is wrong.", "Options {L} and {M} are wrong.",
+    "{L}. The answer is {M}", "Team {L} meets team {M}", "Vitamin {L}", "plan {l}", "{L}-roll",
+    "{L}'s turn", "{L} man walks in.", "{L} think so.", "{L}lso", "{L}.{M}. news", "30°{L}",
+    "The answer is {L} man"]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", TWO_LETTERS)
+def test_two_letters_and_none_are_no_answer_whichever_they_are(form):
+    animals = OPTION_SETS["words"]
+    pairs = [(a, b) for a in "ABCDI" for b in "ABCDI" if a != b]
+    said = [form.format(L=a, M=b, l=a.lower(), m=b.lower()) for a, b in pairs]
+    assert [text for text in said for options in (animals, None) if extract_letter(text, options)
+            ] == []  # fmt: skip
+    listed = " ".join(f"{letter}. {text}" for letter, text in zip("ABCDEFGHIJ", animals))
+    for text in (listed, "Options: " + listed, listed.replace(". ", ") "), "Answer: " + listed):
+        assert extract_letter(text, animals) is None and extract_letter(text, None) is None
+
+
+BITS = ["{L}", "{L}", "{M}", "Answer: ", "option ", "choose ", " is ", " man", " the", "not ",
+        " or ", " and", "because ", "\n", ". ", ", ", " ", "(", ")", ": ", " wrong", "vitamin ",
+        "It's ", "-"]  # fmt: skip
+
+
+@given(st.lists(st.sampled_from(BITS), max_size=8).map("".join), st.permutations("ABCDEFGHIJ"))
+@settings(deadline=None, max_examples=300)
+def test_other_letters_in_their_places_give_the_other_letter(form, letters):
+    def outcome(one, two):
+        got = extract_letter(form.format(L=one, M=two), OPTION_SETS["words"])
+        return {one: "L", two: "M"}.get(got, got)
+
+    # A list of the options has an order, hence both pairs have the same.
+    (one, two), (three, four) = sorted(letters[:2]), sorted(letters[2:4])
+    assert outcome(one, two) == outcome(three, four)
+
+
+STATED = [  # on the first four animals: cat, dog, horse, bird
+    ("Answer: A\nExplanation: A blue bus is seen later.", "A"),
+    ("The correct answer is A\n\nThe oven ..", "A"), ("Answer: A The oven is on.", "A"),
+    ("Answer: A A blue bus is seen.", "A"), ("A The oven is on.", "A"), ("A\tIt barks.", "A"),
+    ("Answer: A I think it purrs.", "A"), ("Answer: A 狗", "A"), ("A一只", "A"),
+    ("A.The oven", "A"),
+    ("A)cat", "A"), ("a, since it purrs", "A"), ("a because it purrs", "A"), ("a is correct", "A"),
+    ("the answer is b since it barks", "B"), ("I choose c because it runs.", "C"),
+    ("A seems correct.", "A"), ("D, since vitamin C is shown", "D"), ("A (not B)", "A"),
+    ("He takes vitamin C, so B", "B"), ("The dog barks at the door.\n\nA", "A"),
+    ("Option B has no dog.\nOption C has no horse.\n\n**D**", "D"), ("Answer: B and not C.", "B"),
+    ("A. First guess.\nOn a second look, the answer is C.", "C"), ("So A, not B", "A"),
+    ("I choose A. No: the answer is B.", "B"), ("A or B? No, I choose C.", "C"),
+    ("A and B are wrong, so C.", "C"), ("It is not A or B, so C.", "C"), ("A is right", "A"),
+    ("Answer: dog\nA is no dog", "B"),
+    ("A. cat\nB. dog\nC. horse\nD. bird\n\nB", "B"), ("C is wrong. The answer is A.", "A"),
+    ("A best describes it.", "A"), ("I would say this matches A", "A"), ("B it is", "B"),
+    ("A is better than B", "A"), ("Going with D.", "D"), ("Ans. C", "C"), ("Hence B", "B"),
+    ("A Chinese man is running", None), ("A rather large bus", None), ("A given frame", None),
+    ("I based this on it", None), ("The answer is E", None), ("I pick B. Final answer: E", None),
+    ("B came first. The answer is Z.", None), ("Answer: A, B, C", None),
+    ("A. dog\nIt barks.", None),
+    ("A. a kitten\nB. a puppy\nC. a foal", None), ("The choices are A. cat B. dog C. horse", None),
+    ("Model B was not found", None), ("图A中有人", None), ("write to b@home.org", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("response, want", STATED)
+def test_an_article_a_name_or_a_second_thought_is_told_from_a_letter(response, want):
+    assert extract_letter(response, OPTION_SETS["words"][:4]) == want
+
+
 def test_labels_in_the_options_and_their_number_matter():
     labelled = [f"{letter}. {text}" for letter, text in zip("ABCDE", PETS, strict=True)]
     bracketed = [f"({letter}) {text}" for letter, text in zip("ABCDE", PETS, strict=True)]
@@ -486,6 +617,34 @@ def test_the_forms_in_which_models_write_spans_are_read(response):
 ])  # fmt: skip
 def test_what_looks_like_such_a_span_and_is_none(response, want):
     assert extract_span(response) == want
+
+
+@pytest.mark.parametrize("response", [
+    "12.5 - 20.0, not 3 - 5", "12.5 - 20.0 rather than 3 - 5", "12.5 - 20.0 instead of 3 - 5",
+    "12.5s - 20s, not 3s - 5s or 7s - 9s", "12.5 to 20 seconds, not from 3 to 5",
+    "It is not 3 - 5 but 12.5 - 20",
+    "12.5 - 20; 3 - 5 is wrong", "[12.5, 20], never [3, 5]", "Instead of 3 - 5, it is 12.5 - 20.0",
+    "I'm not sure, 12.5 - 20.0", "12.5 - 20.0 (not 0:03 - 0:05)",
+    "12.5 - 20, neither 3 - 5 nor 6 - 7",
+    "It does not start at 3 and end at 5. It starts at 12.5 and ends at 20.",
+    "Error 404 is shown from 12.5 to 20 s", "The error: 12.5 - 20.0", "Terror: 12.5 - 20",
+    "The error message appears from 12.5 to 20 seconds.", "HTTP error page, 12.5 - 20",
+])  # fmt: skip
+def test_a_denied_range_never_wins_over_the_stated_one(response):
+    assert extract_span(response) == (12.5, 20)
+
+
+@pytest.mark.parametrize("response", [
+    "not 3 - 5", "It isn't between 3 and 5.", "Error 429 - 500", "HTTP 429 - 500 Internal",
+    "[API error: 429 - 500]", "[API error: timed out after 10 - 20 s]", "Error: retry in 10 - 20 s",
+    "Error code: 429 - {'error': {'message': 'wait 10 - 20 seconds'}}", "ConnectionError: 10 - 20",
+    "openai.RateLimitError: Error code: 429 - 10 - 20 s", "429 Client Error: wait 10 - 20 s",
+    "500 Internal Server Error: retry in 10 - 20 s", "429 - 500 Internal Server Error",
+    "Request failed with status code 503 - 10 - 20 s", "HTTP Error 503: 10 - 20",
+])  # fmt: skip
+def test_a_denied_range_alone_and_an_error_line_are_no_span(response):
+    assert extract_span(response) is None
+    assert extract_span("429 - 500") == extract_span("from 429 to 500, error shown") == (429, 500)
 
 
 @pytest.mark.parametrize("body", ["<>", "<b>", "</b>", "<b></b>", "< b 12 >", "<-5>", "<<<>>>"])
@@ -577,6 +736,12 @@ OPEN = [  # (reply, gold) as models write them
     ("Answer: dolly zoom. The background grows while the face keeps its size.", "dolly zoom"),
     ("U.S. Congress. The video shows members who vote.", "U.S. Congress"),
     ("Five\nThere are five people visible in the room.", "5"),
+    ("Bubble Sort\n\nThe array is passed many times, and neighbours swap places.", "bubble sort"),
+    ("**Bubble Sort**\r\n\r\nThe array is passed again and again. It is not cut in two.\n\nIt ends "
+     "sorted.", "bubble sort"),
+    ("Answer: Bubble Sort\n\nThe array is passed many times, and neighbours swap places.",
+     "bubble sort"),
+    ("5\n\nThere are five people in the room before the door opens.", "five"),
 ]  # fmt: skip
 OPEN_NOT = [
     ("Answer: not a dolly zoom", "dolly zoom"), ("Answer: maybe a dolly zoom", "dolly zoom"),
@@ -593,6 +758,12 @@ OPEN_NOT = [
     ("The camera moves because dolly zoom", "dolly zoom"), ("O(n^2)", "O(n^3)"),
     ("O(n^2)", "O(2n)"), ("10^2", "102"), ("10²", "102"), ("10^3", "103"), ("m/s", "m/s^2"),
     ("x^-2", "x^2"), ("10^-3", "10^3"), ("10⁻³", "10^3"), ("2ⁿ", "2n"),
+    ("Dolly zoom\n\nPan", "dolly zoom"),
+    ("Pan\nDolly zoom\n\nThe face keeps its size while the street grows behind.", "dolly zoom"),
+    ("Dolly zoom\n\nIt is a pan along the street, from one end to the other.", "dolly zoom"),
+    ("Dolly zoom\n\nThe move is a pan along the street, from one end to the other.", "dolly zoom"),
+    ("Dolly zoom\n\nIt might also pan along the street, from end to end.", "dolly zoom"),
+    ("Dolly zoom\n\nThe camera moves along the street. Wait, this is a pan.", "dolly zoom"),
 ]  # fmt: skip
 
 
@@ -619,7 +790,8 @@ ONE_ANSWER = ["{a}", "<answer>{a}</answer>", "Answer: {a}", "**Answer:** {a}.", 
               "Therefore, the final answer is: {a}", "\\boxed{{{a}}}",
               "{a}\nThe video shows it while he speaks.", "{a} because the video shows it.",
               "We look at it. It could be both.\n\nFinal answer: {a}"]  # fmt: skip
-TWO_ANSWERS = ["{a}. {b}.", "{a}\n{b}", "{a}, {b}", "{a} or {b}", "It is {a}. It is {b}.",
+TWO_ANSWERS = ["{a}. {b}.", "{a}\n{b}", "{a}\n\n{b}", "{a}\n\nIt is {b}.", "{a}, {b}",
+               "{a} or {b}", "It is {a}. It is {b}.", "{a}\nIt is {b}.",
                "{a}. It is {b}.", "It is {a}, not {b}", "Not {b}. {a}",
                "{a}. The technique is {b}.", "Answer: {a}. It is {b}",
                "Answer: {a}\nNo: {b}", "{a} ({b})"]  # fmt: skip
