@@ -658,9 +658,9 @@ ALTERNATIVE = re.compile(
     rf"[(\[]?[A-Z][)\]]?(?:[,.;\n]|$| or | and )))){OPTION}([A-Z]){END}")
 JOINT = re.compile(r"[)\]']*,? ?(?:and|n?or|[/&+])? ?[(\[]?")  # from "A" to "B" in "A and B"
 NOT_BEFORE = re.compile(
-    r"(?i)(?:\b(?:not|never|neither|nor|none of|rather than|instead of|except|no)|n't)(?: the| an?|"
-    r" option| choice| answer| letter| it| is| be| choose| pick| select| think| believe| that|"
-    r" from| between| at| in| during| range| (?:[A-Z]|[0-9][0-9.: s–-]{0,16}),? n?or)*[ (\['’]*$")
+    r"(?i)(?:\b(?:not|never|neither|nor|none of|rather than|instead of|except|no)|n't)(?: the|"
+    r"(?-i: an?)| option| choice| answer| letter| it| is| be| choose| pick| select| think| believe|"
+    r" that| from| at| in| between| (?:[A-Z]|[0-9][0-9.: s–-]{0,16}),? n?or)*[ (\['’]*$")
 NOT_AFTER = re.compile(  # "is wrong", "and B are wrong"
     r"(?i)[)\]']*(?:(?:,? (?:and )?[(\[]?[A-Z][)\]]?)+(?= are| were))? (?:(?:is|was|are|were|can|"
     r"could|does|do|seems) ?(?:not\b|n't|wrong|incorrect|false|ruled out)|(?:is|was|does|ca)n't|"

@@ -518,6 +518,7 @@ STATED = [  # on the first four animals: cat, dog, horse, bird
     ("A. cat\nB. dog\nC. horse\nD. bird\n\nB", "B"), ("C is wrong. The answer is A.", "A"),
     ("A best describes it.", "A"), ("I would say this matches A", "A"), ("B it is", "B"),
     ("A is better than B", "A"), ("Going with D.", "D"), ("Ans. C", "C"), ("Hence B", "B"),
+    ("not A(A", "A"), ("not C(C", "C"),  # nonsense, but the same for both
     ("A Chinese man is running", None), ("A rather large bus", None), ("A given frame", None),
     ("I based this on it", None), ("The answer is E", None), ("I pick B. Final answer: E", None),
     ("B came first. The answer is Z.", None), ("Answer: A, B, C", None),
