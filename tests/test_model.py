@@ -677,7 +677,7 @@ def test_frames_in_a_tool_response_stand_where_the_template_puts_them(lively, ea
     features = album.features(lively, each_codec)
     pack = model.pack_trees(each_codec, [Tree(Span(ours.ids, ours.mask), items)])
     with torch.no_grad():
-        packed = lively(pack, features)[0]
+        packed = forward(lively, pack, features)[0]
         pixels, grids = zip(*(model.patchify(each_codec, album.load(i.spec).images)
                               for i in items))
         grids = torch.cat(grids)
