@@ -360,26 +360,27 @@ def find_config(path):
     folders = [path, os.path.join(path, "last")]
     folder = next((f for f in folders if os.path.isfile(os.path.join(f, "config.json"))), None)
     if folder is None:
-        raise launch.UserError(f"checkpoint {path}: no config.json here nor in {path}/last; give a folder "
-                        "saved by sft.py or grpo.py, or a whole download of Qwen3-VL with "
-                        "safetensors (no GGUF, no adapters of another tool)")
+        raise launch.UserError(f"checkpoint {path}: no config.json here nor in {path}/last; give a "
+                               "folder saved by sft.py or grpo.py, or a whole download of "
+                               "Qwen3-VL with safetensors (no GGUF, no adapters of another tool)")
     config = read_object(os.path.join(folder, "config.json"))
     kind = config.get("model_type")
     if kind != "qwen3_vl":
-        raise launch.UserError(f"checkpoint {folder}: model_type is {kind!r}, this code trains qwen3_vl "
-                        "(dense Qwen3-VL: 2B, 4B, 8B, 32B; README.md says why)")
+        raise launch.UserError(f"checkpoint {folder}: model_type is {kind!r}, this code trains "
+                               "qwen3_vl (dense Qwen3-VL: 2B, 4B, 8B, 32B; README.md says why)")
     parts = [part for part in (config, *config.values()) if isinstance(part, dict)]
     if any(part.get("quantization_config") is not None for part in parts):
-        raise launch.UserError(f"checkpoint {folder}: quantization_config in config.json: quantized "
-                        "weights cannot be trained; give the BF16 checkpoint it was made from")
+        raise launch.UserError(f"checkpoint {folder}: quantization_config in config.json: "
+                               "quantized weights cannot be trained; give the BF16 checkpoint it "
+                               "was made from")
     # Files that may ask for Python code of the checkpoint's own, which is never run.
     for kind in ("", "tokenizer_", "processor_", "preprocessor_", "video_preprocessor_",
                  "generation_"):
         path = os.path.join(folder, name := f"{kind}config.json")
         if os.path.isfile(path) and asks_for_code(read_object(path)):
-            raise launch.UserError(f"checkpoint {folder}: {name} asks for code of its own (auto_map), "
-                            "which is never run; Qwen3-VL needs none: remove auto_map, or use the "
-                            "published checkpoint")
+            raise launch.UserError(f"checkpoint {folder}: {name} asks for code of its own "
+                                   "(auto_map), which is never run; Qwen3-VL needs none: remove "
+                                   "auto_map, or use the published checkpoint")
     return folder
 
 
@@ -397,7 +398,8 @@ def read_object(path):
     except (OSError, ValueError, RecursionError) as e:
         raise launch.UserError(f"{path} is not JSON ({e}); copy it again") from None
     if not isinstance(content, dict):
-        raise launch.UserError(f"{path} holds {type(content).__name__}, no JSON object; copy it again")
+        raise launch.UserError(f"{path} holds {type(content).__name__}, no JSON object; copy it "
+                               "again")
     return content
 
 
@@ -408,8 +410,8 @@ def reading(ckpt, part):
         yield
     except Exception as e:  # tokenizers raises Exception itself, jinja2 and others their own
         why = " ".join(f"{type(e).__name__}: {e}".split())[:300]
-        raise launch.UserError(f"checkpoint {ckpt}: its {part} cannot be used ({why}); copy the files "
-                        "beside the weights again") from e
+        raise launch.UserError(f"checkpoint {ckpt}: its {part} cannot be used ({why}); copy the "
+                               "files beside the weights again") from e
 
 
 def load_config(ckpt):
@@ -453,18 +455,20 @@ def load_codec(ckpt, channel="image"):
                                               images.temporal_patch_size)
     if not (processor.chat_template or tokenizer.chat_template):
         raise launch.UserError(f"checkpoint {ckpt}: no chat template; copy chat_template.json or "
-                        "chat_template.jinja from the checkpoint that this one was made from")
+                               "chat_template.jinja from the checkpoint that this one was made "
+                               "from")
     tower = config.vision_config
     wanted = (tower.patch_size, tower.spatial_merge_size, tower.temporal_patch_size)
     if cut != wanted:
-        raise launch.UserError(f"checkpoint {ckpt}: its image processor cuts patches (pixels, merged, "
-                        f"frames) {cut}, its vision tower takes {wanted}; copy "
-                        "preprocessor_config.json again")
+        raise launch.UserError(f"checkpoint {ckpt}: its image processor cuts patches (pixels, "
+                               f"merged, frames) {cut}, its vision tower takes {wanted}; copy "
+                               "preprocessor_config.json again")
     same = (list(videos.image_mean), list(videos.image_std)) == (
         list(images.image_mean), list(images.image_std))  # fmt: skip
     if channel == "video" and not same:
-        raise launch.UserError(f"checkpoint {ckpt}: image and video processor normalise differently, and "
-                        "vLLM applies the image processor's to both; use --channel image")
+        raise launch.UserError(f"checkpoint {ckpt}: image and video processor normalise "
+                               "differently, and vLLM applies the image processor's to both; use "
+                               "--channel image")
     # Published checkpoints end on two ids, and vLLM stops at either. A turn here ends in <|im_end|>
     # alone: the other id, if sampled, would stand in the turn as text.
     never = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>",

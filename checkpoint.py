@@ -31,12 +31,14 @@ def resolve_checkpoint(path):
     for names in needed:
         if not any(os.path.isfile(os.path.join(folder, name)) for name in names):
             raise launch.UserError(f"checkpoint {folder}: {names[0]} is missing; copy it from the "
-                            "checkpoint that this one was made from")
+                                   "checkpoint that this one was made from")
     chat.read_object(os.path.join(folder, "tokenizer.json"))  # cut off, some readers still take it
-    base, *adapters = lineage(folder, check=True)
-    check_weights(base, dict(meta_model(base).named_parameters()))
-    for adapter in adapters:
-        stored_weights(adapter)
+    base = base_of(folder, check=True)
+    names = dict(meta_model(base).named_parameters())
+    check_weights(base, names)
+    if strange := sorted(set(read_adapters(folder)) - set(names)):
+        raise launch.UserError(f"checkpoint {folder}: its adapters are for {strange[0]}, which the "
+                               "base does not have")
     return os.path.realpath(folder)
 
 
@@ -64,11 +66,12 @@ def stored_weights(folder):
         if not isinstance(listed, dict):
             raise launch.UserError(f"{index} has no weight_map; copy it again")
         if missing := sorted(set(map(str, listed.values())) - set(names)):
-            raise launch.UserError(f"checkpoint {folder}: {missing[0]} is missing, which the index names; "
-                            "download it again")
+            raise launch.UserError(f"checkpoint {folder}: {missing[0]} is missing, which the index "
+                                   "names; download it again")
     if not names:
-        raise launch.UserError(f"checkpoint {folder}: no .safetensors file; only safetensors are loaded, "
-                        "no .bin, no GGUF: take or save the checkpoint in that format")
+        raise launch.UserError(f"checkpoint {folder}: no .safetensors file; only safetensors are "
+                               "loaded, no .bin, no GGUF: take or save the checkpoint in that "
+                               "format")
     found, where = {}, {}
     for name in names:
         try:
@@ -76,16 +79,16 @@ def stored_weights(folder):
                 slices = {key: f.get_slice(key) for key in f.keys()}
                 headers = {k: (list(s.get_shape()), s.get_dtype()) for k, s in slices.items()}
         except (SafetensorError, OSError) as e:
-            raise launch.UserError(f"checkpoint {folder}: {name} cannot be read ({e}); "
-                            "copy it again") from None
+            raise launch.UserError(f"checkpoint {folder}: {name} cannot be read ({e}); copy it "
+                                   "again") from None
         for key, (_, dtype) in headers.items():
             if key in where:  # which one is loaded would be the loader's choice
-                raise launch.UserError(f"checkpoint {folder}: {key} is in {where[key]} and in {name}; "
-                                "delete the file that does not belong here")
+                raise launch.UserError(f"checkpoint {folder}: {key} is in {where[key]} and in "
+                                       f"{name}; delete the file that does not belong here")
             if dtype not in ("BF16", "F16", "F32"):
-                raise launch.UserError(f"checkpoint {folder}: {key} in {name} is stored as {dtype}, and "
-                                "quantized weights cannot be trained; give a checkpoint in BF16, "
-                                "F16 or F32")
+                raise launch.UserError(f"checkpoint {folder}: {key} in {name} is stored as "
+                                       f"{dtype}, and quantized weights cannot be trained; give a "
+                                       "checkpoint in BF16, F16 or F32")
             where[key] = name
         found.update({k: v for k, v in headers.items() if listed is None or listed.get(k) == name})
     return found
@@ -96,13 +99,13 @@ def check_weights(ckpt, weights):
     stored = stored_weights(ckpt)
     missing = sorted(set(weights) - set(stored))
     if missing:
-        raise launch.UserError(f"checkpoint {ckpt}: {len(missing)} weights are missing, for example "
-                        f"{missing[0]}; download it again")
+        raise launch.UserError(f"checkpoint {ckpt}: {len(missing)} weights are missing, for "
+                               f"example {missing[0]}; download it again")
     for name, weight in weights.items():
         if stored[name][0] != list(weight.shape):
             raise launch.UserError(f"checkpoint {ckpt}: {name} has shape {stored[name][0]}, the "
-                            f"configuration says {list(weight.shape)}; the two are not of one "
-                            "checkpoint, copy it again")
+                                   f"configuration says {list(weight.shape)}; the two are not of "
+                                   "one checkpoint, copy it again")
     return "/".join(sorted({stored[name][1] for name in weights}))
 
 
@@ -142,10 +145,12 @@ def load_sharded(ckpt, codec, device, recompute="none", replicas=1, frozen=False
     Built on the meta device, then every rank reads its own rows from the safetensors files. Trained
     weights are fp32 whatever the files hold. replicas: see shard. frozen: a reference without
     gradients; its shards are in the precision it computes in, and it has no tower: it is given
-    features. lora: rank of new adapters, the rest is frozen; 0 = all weights are trained.
+    features. lora: rank of the adapters, all else is frozen; 0: all weights are trained. Of a
+    checkpoint of adapters it is their own rank, see adapter_rank.
     """
     import torch.distributed.checkpoint as dcp
 
+    assert lora or adapter_config(ckpt) is None, f"{ckpt} holds adapters: pass their rank"
     hf = meta_model(ckpt)
     # Published configurations say bf16, in which a step of 2e-6 rounds to nothing.
     hf.float()
@@ -169,14 +174,12 @@ def load_sharded(ckpt, codec, device, recompute="none", replicas=1, frozen=False
         old = getattr(owner, name)
         setattr(owner, name, type(old)(old.config).to(device))
     weights = {name: p.detach() for name, p in hf.named_parameters() if ".lora_" not in name}
-    base, *adapters = lineage(ckpt)
-    policy.ckpt, policy.stored_as = ckpt, check_weights(base, weights)
-    policy.digest = content_digest(ckpt) if lora else None  # of the base that adapters will name
-    dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(base))
-    for name, parts in read_adapters(adapters).items():  # of stages before: part of the weights
-        whole = own_rows(weights[name], adapters_sum(parts).to(device))
-        weights[name].copy_(weights[name].float() + whole)
-    start_adapters(hf)
+    policy.base = base_of(ckpt)
+    policy.stored_as = check_weights(policy.base, weights)
+    policy.digest = content_digest(policy.base) if lora else None  # adapters are saved with it
+    dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(policy.base))
+    if lora:
+        start_adapters(hf, read_adapters(ckpt))
     wrong = [n for n, p in hf.named_parameters() if p.requires_grad and p.dtype != torch.float32]
     assert not wrong, f"trained weights that are not fp32: {wrong[:3]}"
     return policy
@@ -197,7 +200,8 @@ def shard(policy, device, replicas=1):
     world = dist.get_world_size()
     replicas = replicas or world
     if world % replicas:
-        raise launch.UserError(f"--replicas {replicas}: {world} ranks cannot be divided into so many")
+        raise launch.UserError(f"--replicas {replicas}: {world} ranks cannot be divided into so "
+                               "many")
     if world == 1 and model.compute_dtype(device) == torch.float32:
         return policy  # nothing to divide, no precision to mix: only hooks, a third of a toy's step
     if replicas == 1:
@@ -216,21 +220,24 @@ def shard(policy, device, replicas=1):
 
 
 # ------------------------------------------------------------------------------------------------
-# Adapters
+# Adapters (--lora)
+#
+#   y = x W' + 2 (x A') B'      W [out, in] frozen, A [r, in], B [out, r] trained; alpha = 2 r
+#
+# LoRA, arXiv 2106.09685, on the matrices of the decoder layers. Not by the library peft, because it
+# renames the modules: then neither the shards of a checkpoint nor the weights of the engine are
+# found. The files have the layout of peft, so that other tools read them. Adapters stand on whole
+# weights, never on other adapters: a stage that is given adapters goes on training them.
 
 
 class LoraLinear(torch.nn.Linear):
-    adapted = True  # False: W alone, which is the reference of the KL
-
     def forward(self, x):
         y = F.linear(x, self.weight, self.bias)
-        if self.adapted:
-            y = torch.add(y, F.linear(F.linear(x, self.lora_A), self.lora_B), alpha=2)
-        return y
+        return torch.add(y, F.linear(F.linear(x, self.lora_A), self.lora_B), alpha=2)
 
 
-def add_adapters(hf, rank):
-    """Adapters in fp32 for a frozen model on the meta device."""
+def add_adapters(hf, rank: int) -> None:
+    """Adds adapters in fp32 to a frozen model on the meta device."""
     for module in hf.model.language_model.layers.modules():
         if isinstance(module, torch.nn.Linear):
             module.__class__ = LoraLinear
@@ -240,24 +247,30 @@ def add_adapters(hf, rank):
                 module.register_parameter(name, torch.nn.Parameter(weight))
 
 
-def start_adapters(hf):
-    """A small and random, the same for every --seed; B zero: the adapted model begins as the
-    base."""
+def start_adapters(hf, saved: dict) -> None:
+    """Gives the adapters their first values. saved: {weight name: (A, B)} of a checkpoint, or {}:
+    then A is small and random, the same for every --seed, and B is zero, so that the adapted model
+    begins as its base."""
     import hashlib
 
     for name, p in hf.named_parameters():
-        if name.endswith(".lora_A"):  # seeded by its name: the same on any number of ranks
+        stem, _, letter = name.partition("lora_")
+        if not letter:
+            continue
+        if saved:
+            value = saved[stem + "weight"][letter == "B"]
+        elif letter == "B":
+            value = torch.zeros(p.shape)
+        else:  # seeded by its name, so that any number of ranks draws the same
             seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
             bound = p.shape[1] ** -0.5
-            draw = torch.empty(p.shape).uniform_(-bound, bound,
-                                                 generator=torch.Generator().manual_seed(seed))
-            p.detach().copy_(own_rows(p, draw.to(p.device)))
-        elif name.endswith(".lora_B"):
-            p.detach().zero_()
+            value = torch.empty(p.shape).uniform_(-bound, bound,
+                                                  generator=torch.Generator().manual_seed(seed))
+        p.detach().copy_(own_rows(p, value.to(p.device)))
 
 
-def own_rows(weight, whole):
-    """This rank's part of a whole tensor, split as `weight` is."""
+def own_rows(weight, whole: torch.Tensor):
+    """This rank's part of a whole tensor, split in the way that `weight` is split."""
     from torch.distributed.tensor import distribute_tensor
 
     if not hasattr(weight, "device_mesh"):
@@ -265,101 +278,131 @@ def own_rows(weight, whole):
     return distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None)
 
 
-class WithoutAdapters:
-    """The policy with its adapters off, called as it is: the reference of the KL, no second
-    copy."""
+class AdapterReference:
+    """The KL reference of a run with adapters: the policy with the adapters it started from. The
+    copy of the adapters takes megabytes; the frozen weights are shared."""
 
     def __init__(self, policy):
         self.policy = policy
+        self.start = [p.detach().clone() for p in model.trained_parameters(policy)]
 
     def __call__(self, *args):
-        layers = [m for m in self.policy.modules() if isinstance(m, LoraLinear)]
-        for layer in layers:
-            layer.adapted = False
+        now = [p.detach().clone() for p in model.trained_parameters(self.policy)]
+        self.put(self.start)
         try:
             return self.policy(*args)
         finally:
-            for layer in layers:
-                layer.adapted = True
+            self.put(now)
+
+    @torch.no_grad()
+    def put(self, values):
+        for p, value in zip(model.trained_parameters(self.policy), values):
+            p.copy_(value)
 
 
-def lineage(ckpt, check=False):
-    """Checkpoint folder -> [folder of whole weights, adapters on it, adapters on those, ..]. Raises
-    UserError where a base is not there; check, which reads some of every MiB and is asked for once,
-    by resolve_checkpoint: or is not the one that the adapters were trained on."""
-    settings = os.path.join(ckpt, "adapter_config.json")
-    if not os.path.isfile(settings):
-        return [ckpt]
-    config = chat.read_object(settings)
+def adapter_config(ckpt: str) -> dict | None:
+    """The settings of a folder of adapters; None for a folder of whole weights, and for none.
+    Raises UserError if sft.py or grpo.py did not save the adapters."""
+    path = os.path.join(ckpt, "adapter_config.json")
+    if not os.path.isfile(path):
+        return None
+    config = chat.read_object(path)
     if "base_digest" not in config:
-        raise launch.UserError(f"checkpoint {ckpt}: its adapters were not saved by sft.py or grpo.py; "
-                        "merge them with the tool that made them")
+        raise launch.UserError(f"checkpoint {ckpt}: its adapters were not saved by sft.py or "
+                               "grpo.py; merge them with the tool that made them")
+    return config
+
+
+def adapter_rank(ckpt: str, asked: int) -> int:
+    """--ckpt, --lora -> the rank of the adapters that a stage trains; 0: it trains whole weights.
+    Raises UserError if the checkpoint holds adapters of another rank."""
+    found = [adapter_config(folder) for folder in (ckpt, os.path.join(ckpt, "last"))]
+    config = found[0] or found[1]
+    if config is None:
+        return asked
+    if asked not in (0, config["r"]):
+        raise launch.UserError(f"--lora {asked}: {ckpt} holds adapters of rank {config['r']}, and "
+                               "a stage goes on training them: leave --lora out, or merge them "
+                               "first (tools/merge.py)")
+    return config["r"]
+
+
+def base_of(ckpt: str, check: bool = False) -> str:
+    """Checkpoint folder -> the folder of its whole weights: the folder itself, or the base of its
+    adapters. check: read some of every MiB of the base and compare with the base that the adapters
+    were trained on. Raises UserError if the base is missing or another one."""
+    config = adapter_config(ckpt)
+    if config is None:
+        return ckpt
     base = str(config.get("base_model_name_or_path"))
     if not os.path.isdir(base):
-        raise launch.UserError(f"checkpoint {ckpt}: its base {base} is not there; where it lies now goes "
-                        "into base_model_name_or_path of adapter_config.json")
+        raise launch.UserError(f"checkpoint {ckpt}: its base {base} is missing; write where the "
+                               "base lies now into base_model_name_or_path of adapter_config.json")
+    if adapter_config(base) is not None:
+        raise launch.UserError(f"checkpoint {ckpt}: its base {base} holds adapters itself; merge "
+                               "the base first (tools/merge.py)")
     if check and config["base_digest"] != content_digest(base):
-        raise launch.UserError(f"checkpoint {ckpt}: {base} is not the checkpoint that these adapters were "
-                        "trained on (its content differs)")
-    return [*lineage(base, check), ckpt]
+        raise launch.UserError(f"checkpoint {ckpt}: {base} is not the checkpoint that these "
+                               "adapters were trained on (its content differs)")
+    return base
 
 
-def read_adapters(folders):
-    """Adapter folders -> {name of a weight: [(factor, A, B), ..]}."""
+def read_adapters(ckpt: str) -> dict:
+    """Folder of adapters -> {weight name: (A, B)} fp32 in host memory; {} for whole weights. Raises
+    UserError if the file is damaged or does not hold pairs of this rank."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    config = adapter_config(ckpt)
+    if config is None:
+        return {}
+    path = os.path.join(ckpt, "adapter_model.safetensors")
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, OSError) as e:
+        raise launch.UserError(f"{path} cannot be read ({e}); copy it again") from None
     found = {}
-    for folder in folders:
-        with open(os.path.join(folder, "adapter_config.json")) as f:
-            config = json.load(f)
-        tensors = load_file(os.path.join(folder, "adapter_model.safetensors"))
-        for key, a in tensors.items():
+    for key, a in tensors.items():
+        if ".lora_A." in key:
+            b = tensors.get(key.replace(".lora_A.", ".lora_B."))
             name = key.removeprefix("base_model.model.").replace(".lora_A.", ".")
-            if ".lora_A." in key:
-                b = tensors[key.replace(".lora_A.", ".lora_B.")]
-                part = (config["lora_alpha"] / config["r"], a.float(), b.float())
-                found.setdefault(name, []).append(part)
+            if b is None or not config["r"] == len(a) == b.shape[1]:
+                raise launch.UserError(f"{path}: {name} has no A and B of rank {config['r']}; "
+                                       "copy the folder again")
+            found[name] = a.float(), b.float()
     return found
 
 
-def adapters_sum(parts):
-    """[(factor, A, B), ..] -> what they add to a weight, [out, in] fp32."""
-    return sum(factor * (b @ a) for factor, a, b in parts)
-
-
-def merged_weights(ckpt):
-    """Iterator of (name, tensor) of a checkpoint in host memory, adapters added."""
+def merged_weights(ckpt: str):
+    """Iterator of (name, tensor) of a checkpoint in host memory, with its adapters added."""
     from safetensors import safe_open
 
-    base, *adapters = lineage(ckpt)
-    added = read_adapters(adapters)
+    base, adapters = base_of(ckpt), read_adapters(ckpt)
     for name in sorted(n for n in os.listdir(base) if n.endswith(".safetensors")):
         with safe_open(os.path.join(base, name), "pt") as f:
             for key in f.keys():
                 tensor = f.get_tensor(key)
-                if key in added:
-                    tensor = (tensor.float() + adapters_sum(added[key])).to(tensor.dtype)
+                if key in adapters:
+                    a, b = adapters[key]
+                    tensor = (tensor.float() + 2 * (b @ a)).to(tensor.dtype)
                 yield key, tensor
 
 
-def check_adapters(policy, path):
-    """Raises UserError unless the run saved at `path` trained what `policy` trains: everything, or
-    adapters of this rank on this base."""
+def check_adapters(policy, path: str) -> None:
+    """Raises UserError unless the run saved at `path` trained the weights that `policy` trains: all
+    of them, or adapters of this rank on this base."""
     a = next((p for name, p in policy.named_parameters() if name.endswith(".lora_A")), None)
-    config = {}
-    if os.path.isfile(settings := os.path.join(path, "adapter_config.json")):
-        with open(settings) as f:
-            config = json.load(f)
+    config = adapter_config(path) or {}
     rank, then = len(a) if a is not None else 0, config.get("r", 0)
     if rank != then:
         raise launch.UserError(f"{path} was trained with --lora {then}, not {rank}")
     if rank and config["base_digest"] != policy.digest:
-        raise launch.UserError(f"{path} holds adapters on another base than {policy.ckpt}")
+        raise launch.UserError(f"{path} holds adapters on another base than {policy.base}")
 
 
-def save_adapters(policy, files, folder, weights):
-    """Write peft's two files, adapter_config.json and adapter_model.safetensors: adapters on the
-    checkpoint that the policy was loaded from. Its small files go beside them."""
+def save_adapters(policy, files: dict, folder: str, weights: dict) -> None:
+    """Writes the two files of peft, adapter_config.json and adapter_model.safetensors, and beside
+    them the small files of the base."""
     from safetensors.torch import save_file
 
     named = {"base_model.model." + re.sub(r"\.lora_([AB])$", r".lora_\1.weight", name): tensor
@@ -369,7 +412,7 @@ def save_adapters(policy, files, folder, weights):
     targets = sorted({name.split(".")[-2] for name in weights})
     config = {"peft_type": "LORA", "task_type": None, "r": rank, "lora_alpha": 2 * rank,
               "lora_dropout": 0.0, "bias": "none", "target_modules": targets,
-              "inference_mode": True, "base_model_name_or_path": policy.ckpt,
+              "inference_mode": True, "base_model_name_or_path": policy.base,
               "base_digest": policy.digest}
     launch.write_atomic(os.path.join(folder, "adapter_config.json"), json.dumps(config, indent=1))
     save_files(files, folder)
@@ -391,7 +434,7 @@ def full_weights(policy, dtype=None):
         whole = whole_tensor(tensor.detach().to(dtype or tensor.dtype))  # cast before it travels
         if (stem := name.removesuffix("weight")) + "lora_A" in state:  # adapters: added in fp32
             a, b = (whole_tensor(state[f"{stem}lora_{letter}"].detach()) for letter in "AB")
-            whole = (whole.float() + adapters_sum([(2, a, b)])).to(whole.dtype)
+            whole = (whole.float() + 2 * (b @ a)).to(whole.dtype)
         yield name, whole
 
 
@@ -608,9 +651,9 @@ def resume_point(out, args, resume):
     if folder is None:
         torn = sorted(name for name in os.listdir(out) if name.startswith("step_"))
         if torn and resume is not False:  # damaged later: not ours to delete unasked
-            raise launch.UserError(f"{out}: {torn[-1]} is not whole, and nothing else here is (a file is "
-                            "missing or of another size than state.json says); --no-resume begins "
-                            "anew and deletes it")
+            raise launch.UserError(f"{out}: {torn[-1]} is not whole, and nothing else here is (a "
+                                   "file is missing or of another size than state.json says); "
+                                   "--no-resume begins anew and deletes it")
         return None, {}
     with open(os.path.join(folder, "state.json")) as f:
         state = json.load(f)
@@ -622,9 +665,9 @@ def resume_point(out, args, resume):
     other = sorted(k for k in then if k in now and k not in free and then[k] != now[k])
     if resume is None and other:
         flags = [f"--{k.replace('_', '-')} {then[k]} (now {now[k]})" for k in other[:3]]
-        raise launch.UserError(f"--out {out} holds a run of other settings: {', '.join(flags)}; choose "
-                        "another --out, or --resume to go on with the new ones, or --no-resume to "
-                        "delete it")
+        raise launch.UserError(f"--out {out} holds a run of other settings: {', '.join(flags)}; "
+                               "choose another --out, or --resume to go on with the new ones, or "
+                               "--no-resume to delete it")
     return (None, {}) if resume is False else (folder, state)
 
 
@@ -661,29 +704,11 @@ def check_run(step, bad, out, patience=3):
     """Raise RunError, on all ranks alike, where no gradient was finite for `patience` steps in a
     row."""
     if bad >= patience:
-        raise launch.RunError(f"step {step + 1}: no finite gradient for {bad} steps in a row; the newest "
-                       f"checkpoint is {newest_checkpoint(out)}")
+        raise launch.RunError(f"step {step + 1}: no finite gradient for {bad} steps in a row; the "
+                              f"newest checkpoint is {newest_checkpoint(out)}")
 
 
 def weights_line(policy):
     """What was loaded: how many weights, in which precision they are kept and were stored."""
     n = sum(p.numel() for p in model.trained_parameters(policy))
     return f"{n / 1e6:.2f} M trained parameters in fp32 (read from {policy.stored_as})"
-
-
-def main():
-    parser = launch.parser("Adapters and their base -> one whole checkpoint.")
-    parser.add_argument("--merge", metavar="DIR", required=True, help="checkpoint of adapters")
-    parser.add_argument("--out", required=True, help="folder to write")
-    args = parser.parse_args()
-    ckpt = resolve_checkpoint(args.merge)
-    if os.path.exists(args.out):
-        raise launch.UserError(f"--out {args.out} exists")
-    with atomic_folder(args.out) as folder:
-        save_whole(chat.small_files(ckpt), folder, dict(merged_weights(ckpt)))
-    base, *adapters = lineage(ckpt)
-    print(f"{args.out}: {base} with the adapters of {len(adapters)} stages")
-
-
-if __name__ == "__main__":
-    launch.run_main(main)

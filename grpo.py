@@ -398,7 +398,7 @@ def set_up(args, ckpt, codec, source, device, folder):
     optimizer = model.adamw(model.trained_parameters(policy), args.lr, 0.999, device)
     reference = engine = None
     if args.kl > 0 and args.lora:
-        reference = checkpoint.WithoutAdapters(policy)
+        reference = checkpoint.AdapterReference(policy)
     elif args.kl > 0:
         reference = checkpoint.load_sharded(ckpt, codec, device, replicas=args.replicas,
                                             frozen=True)
@@ -621,6 +621,7 @@ def parse_args():
         parser.set_defaults(think_prefix=False, answer_suffix=False, format_credit="sequence",
                             anchor=0.0, gamma=0.0, frames=64)
     args = parser.parse_args()
+    args.lora = checkpoint.adapter_rank(args.ckpt, args.lora)
     if args.lr is None:  # adapters start at nothing and take larger steps
         args.lr = {"paper": (2e-6, 2e-5), "toy": (2e-4, 2e-3)}[args.preset][args.lora > 0]
     launch.at_least(1, args, "prompts", "group", "steps", "minibatches", "pack_tokens")

@@ -825,7 +825,7 @@ def make_engine(ckpt, codec, args, sleeping=False, windows=(0, 0)):
     largest, videos = max(frames, args.sub_frames, each), 1 + crops  # frames of one video item
     if codec.channel == "image":  # every frame is an item of its own
         largest, videos = max(largest, frames + crops * each), 1
-    base = checkpoint.lineage(ckpt)[0]
+    base = checkpoint.base_of(ckpt)
     engine = VllmEngine(base, codec, Limits(
         args.context, largest, args.max_pixels, args.max_seqs, args.engine_share, sleeping, videos))
     if base != ckpt:  # adapters, added to the weights as they stream

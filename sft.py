@@ -98,12 +98,14 @@ def build_parser():
 def parse_args():
     parser = build_parser()
     early = parser.parse_known_args()[0]
+    lora = checkpoint.adapter_rank(early.ckpt, early.lora)
     if early.preset == "toy":
-        parser.set_defaults(optimizer="adamw" if early.lora else "muon", batch_size=24,
+        parser.set_defaults(optimizer="adamw" if lora else "muon", batch_size=24,
                             pack_tokens=2048, max_len=2048, epochs=1.75, beta2=0.98,
                             min_lr=0.02, warmup=0.1, eval_every=100, save_every=0, recompute="none",
                             replicas=0)
     args = parser.parse_args()
+    args.lora = lora
     if args.lr is None:  # adapters start at nothing and take larger steps
         args.lr = {"paper": (1e-5, 1e-4), "toy": (2e-3, 2e-3)}[args.preset][args.lora > 0]
     launch.at_least(0, args, "lora", "replicas")
@@ -158,7 +160,7 @@ class Chats:
         sequence = chat.encode_chat(self.codec, row["messages"], items, row.get("tools"))
         if len(sequence.ids) > self.args.max_len:
             raise launch.RankError(f"{self.path}: chat {row['id']} has {len(sequence.ids)} tokens, "
-                                  f"--max-len is {self.args.max_len}")
+                                   f"--max-len is {self.args.max_len}")
         self.encoded[index] = sequence
         self.tokens += len(sequence.ids)
         while self.tokens > self.max_tokens and len(self.encoded) > 1:
@@ -221,8 +223,8 @@ def open_data(args, codec, cache):
     train = Chats(args.data, codec, args, cache)
     held = Chats(args.val, codec, args, cache) if args.val else None
     if all(train[i] is None for i in range(min(8, len(train.rows)))):
-        raise launch.UserError(f"{args.data}: none of the first videos can be read; "
-                              "is --video-root right?")
+        raise launch.UserError(f"{args.data}: none of the first videos can be read; is "
+                               "--video-root right?")
     return train, held
 
 
