@@ -11,6 +11,7 @@ import random
 import shutil
 import sys
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ import model
 import rewards
 import rollout
 import sft
+from engine import Limits, VllmEngine
 from tools import merge
 
 CPU = torch.device("cpu")
@@ -352,3 +354,31 @@ def test_the_learning_rate_follows(monkeypatch, script, dense, adapted):
         words = ["x.py", "--ckpt", "c", "--data", "d", *flags]
         monkeypatch.setattr(sys, "argv", words)
         assert script.parse_args().lr == lr
+
+
+def test_vllm_reads_it_as_the_same_model(toy, codec, adapted, tmp_path, process_group):
+    """vLLM's own reader of adapters, on our base, against our forward."""
+    vllm = pytest.importorskip("vllm", reason="vllm is not installed")
+    from vllm.lora.request import LoRARequest
+
+    folder = tmp_path / "adapters"
+    checkpoint.save_checkpoint(moved(adapted), codec, str(folder), {"step": 1})
+    ids = list(range(20, 60))
+    tree = model.Tree(model.Span(ids, [0] + [1] * (len(ids) - 1)))
+    with torch.no_grad():
+        ours = adapted(model.pack_trees(codec, [tree]))[0]
+    real = vllm.LLM
+    with mock.patch.object(vllm, "LLM", lambda *given, **named: real(
+            *given, **named, enable_lora=True, max_lora_rank=8)):
+        engine = VllmEngine(str(toy / "init"), codec, Limits(context=256, max_frames=4, max_seqs=2))
+    asked = vllm.SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    found = []
+    for adapter in (None, LoRARequest("ours", 1, str(folder))):
+        (out,) = engine.llm.generate([{"prompt_token_ids": ids}], asked, use_tqdm=False,
+                                     lora_request=adapter)
+        found.append(torch.tensor([entry[i].logprob for i, entry in
+                                   zip(ids[1:], out.prompt_logprobs[1:])]))
+    engine.close()
+    base, theirs = found
+    # vLLM computes the adapters' part in bf16; the adapters move log-probs by some nats.
+    assert (theirs - ours).abs().max() < 0.1 < (base - ours).abs().max() / 5
