@@ -1,5 +1,19 @@
 """
-checkpoint.py: checkpoint folders. Open, check, load in shards, adapters, save, go on.
+checkpoint.py: checkpoint folders: open and check them, load them in shards, train adapters on them,
+save runs and go on with them.
+
+  a checkpoint   the small files of its base, byte for byte but for the dtype; and whole weights in
+                 safetensors, or adapters in the layout of peft on whole weights (--lora)
+  a run          out/step_NNNNNN/ = a checkpoint, train_state/ and state.json, which is written last
+                 and lists every other file with its bytes; out/last and out/best link to them
+
+A checkpoint that cannot be used is refused in one line before any long work. Nothing in a
+checkpoint is ever run. A folder appears under its final name only when it is whole on the disk.
+
+Departs from transformers' save_pretrained: it rewrites configuration and tokenizer in its own
+dialect, which older versions cannot read.
+
+Reads and writes checkpoint folders; sft.py, grpo.py, rollout.py, eval.py and toy.py call it.
 """
 import contextlib
 import json
@@ -21,18 +35,18 @@ import model
 
 def resolve_checkpoint(path):
     """A checkpoint folder, or the run folder that holds one under `last` -> the folder that
-    `from_pretrained` opens. Checks its files and those of its bases, and runs no code in them.
+    `from_pretrained` opens. Checks its files and those of its base, and runs no code in them.
     Raises UserError that names the fault and the remedy."""
     folder = chat.find_config(path)
-    # The tokenizer's class is in tokenizer_config.json: another one splits other ids, silently.
-    # transformers 5 saves the image processor inside processor_config.json.
+    # Without tokenizer_config.json transformers guesses the tokenizer's class, and another class
+    # gives other ids. transformers 5 saves the image processor inside processor_config.json.
     needed = [("tokenizer.json",), ("tokenizer_config.json",),
               ("preprocessor_config.json", "processor_config.json")]
     for names in needed:
         if not any(os.path.isfile(os.path.join(folder, name)) for name in names):
             raise launch.UserError(f"checkpoint {folder}: {names[0]} is missing; copy it from the "
                                    "checkpoint that this one was made from")
-    chat.read_object(os.path.join(folder, "tokenizer.json"))  # cut off, some readers still take it
+    chat.read_object(os.path.join(folder, "tokenizer.json"))  # some readers take a cut-off file
     base = base_of(folder, check=True)
     names = dict(meta_model(base).named_parameters())
     check_weights(base, names)
@@ -43,7 +57,7 @@ def resolve_checkpoint(path):
 
 
 def meta_model(ckpt):
-    """Checkpoint folder -> transformers' model on the meta device: names and shapes."""
+    """Checkpoint folder -> transformers' model on the meta device: names and shapes, no memory."""
     config = chat.load_config(ckpt)
     from transformers import Qwen3VLForConditionalGeneration
 
@@ -54,8 +68,9 @@ def meta_model(ckpt):
 
 
 def stored_weights(folder):
-    """Every safetensors header of a checkpoint -> {weight: (shape, dtype)}. A missing shard or a
-    truncated file is found now, not after the models are built: UserError."""
+    """Every safetensors header of a checkpoint -> {weight: (shape, dtype)}. Raises UserError for a
+    missing shard, a truncated file, a weight that is stored twice, and quantized weights: now, not
+    after the models are built."""
     from safetensors import SafetensorError, safe_open
 
     names = sorted(n for n in os.listdir(folder) if n.endswith(".safetensors"))
@@ -82,7 +97,7 @@ def stored_weights(folder):
             raise launch.UserError(f"checkpoint {folder}: {name} cannot be read ({e}); copy it "
                                    "again") from None
         for key, (_, dtype) in headers.items():
-            if key in where:  # which one is loaded would be the loader's choice
+            if key in where:  # loaders differ in which of the two they take
                 raise launch.UserError(f"checkpoint {folder}: {key} is in {where[key]} and in "
                                        f"{name}; delete the file that does not belong here")
             if dtype not in ("BF16", "F16", "F32"):
@@ -95,7 +110,8 @@ def stored_weights(folder):
 
 
 def check_weights(ckpt, weights):
-    """-> dtypes the checkpoint holds them in. Raises UserError unless it has each in its shape."""
+    """-> the dtypes in which the checkpoint stores these weights. Raises UserError unless it holds
+    each of them in its shape."""
     stored = stored_weights(ckpt)
     missing = sorted(set(weights) - set(stored))
     if missing:
@@ -110,8 +126,8 @@ def check_weights(ckpt, weights):
 
 
 def content_digest(ckpt):
-    """Digest of what a checkpoint folder holds, wherever it lies: its small files whole, of weights
-    4 KiB in every MiB, since 16 GB would take minutes to read."""
+    """Digest of the content of a checkpoint folder, wherever the folder lies. Small files count
+    whole, weights with 4 KiB of every MiB, because 16 GB would take minutes to read."""
     import hashlib
 
     digest = hashlib.sha256()
@@ -120,13 +136,13 @@ def content_digest(ckpt):
         if not weights and not name.endswith((".json", ".jinja", ".txt")) or name == "state.json":
             continue  # a README, an optimizer, the state of its training
         path = os.path.join(ckpt, name)
-        if name == "adapter_config.json":  # holds its base's digest; where that lies is no content
+        if name == "adapter_config.json":  # counts with its base's digest, not with the base's path
             config = chat.read_object(path)
             config.pop("base_model_name_or_path", None)
             digest.update(json.dumps(config, sort_keys=True).encode())
             continue
         size = os.path.getsize(path)
-        stride = 2**20 if weights and size > 2**26 else 2**12  # bytes; small files: all of them
+        stride = 2**20 if weights and size > 2**26 else 2**12  # bytes; 2**12 reads all of a file
         digest.update(f"{name} {size}".encode())
         with open(path, "rb") as f:
             for at in range(0, size, stride):
@@ -140,19 +156,18 @@ def content_digest(ckpt):
 
 
 def load_sharded(ckpt, codec, device, recompute="none", replicas=1, frozen=False, lora=0):
-    """Checkpoint directory -> sharded Policy. Collective; no rank ever holds a whole copy.
+    """Checkpoint folder -> sharded Policy. Collective; no rank ever holds a whole copy.
 
-    Built on the meta device, then every rank reads its own rows from the safetensors files. Trained
-    weights are fp32 whatever the files hold. replicas: see shard. frozen: a reference without
-    gradients; its shards are in the precision it computes in, and it has no tower: it is given
-    features. lora: rank of the adapters, all else is frozen; 0: all weights are trained. Of a
+    The model is built on the meta device, then every rank reads its own rows from the safetensors
+    files. Trained weights are fp32 whatever the files hold. replicas: see shard. frozen: a
+    reference without gradients, in its compute dtype and without a tower: it receives features. lora: rank of the adapters, all else is frozen; 0: all weights are trained. Of a
     checkpoint of adapters it is their own rank, see adapter_rank.
     """
     import torch.distributed.checkpoint as dcp
 
     assert lora or adapter_config(ckpt) is None, f"{ckpt} holds adapters: pass their rank"
     hf = meta_model(ckpt)
-    # Published configurations say bf16, in which a step of 2e-6 rounds to nothing.
+    # Published configurations say bf16. A step of 2e-6 would round to nothing in bf16.
     hf.float()
     if frozen or lora:
         hf.requires_grad_(False)
@@ -163,11 +178,11 @@ def load_sharded(ckpt, codec, device, recompute="none", replicas=1, frozen=False
     if frozen:
         hf.model.visual = None
         if hasattr(policy, "set_reshard_after_forward"):
-            # The root stays whole after a forward, for a backward that never comes.
+            # FSDP keeps the root whole after a forward, for a backward that never comes here.
             policy.set_reshard_after_forward(True, recurse=False)
     policy.to_empty(device=device)
-    hf.tie_weights()  # the line above unties what is not in shards
-    # Rotary tables are buffers that are computed, not stored.
+    hf.tie_weights()  # to_empty unties weights that are not in shards
+    # Rotary tables are computed, not stored, so they are made anew on the device.
     rotary = [(hf.model.language_model, "rotary_emb")]
     rotary += [] if frozen else [(hf.model.visual, "rotary_pos_emb")]
     for owner, name in rotary:
@@ -189,9 +204,9 @@ def shard(policy, device, replicas=1):
     """FSDP2: one group per decoder layer, one for the rest (embeddings, head, norm). The frozen
     tower stays replicated.
 
-    GPU: fp32 shards, bf16 compute, fp32 gradient reduction. replicas: groups of ranks that each
-    hold the whole model in shards (HSDP); with one per node, weights are gathered inside a node and
-    only gradients cross between nodes. 0: as many as ranks.
+    On a GPU: fp32 shards, bf16 compute, fp32 gradient reduction. replicas: groups of ranks that
+    each hold the whole model in shards (HSDP). With one group per node, weights are gathered inside
+    a node and only gradients cross between nodes. 0: as many groups as ranks.
     """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -203,7 +218,7 @@ def shard(policy, device, replicas=1):
         raise launch.UserError(f"--replicas {replicas}: {world} ranks cannot be divided into so "
                                "many")
     if world == 1 and model.compute_dtype(device) == torch.float32:
-        return policy  # nothing to divide, no precision to mix: only hooks, a third of a toy's step
+        return policy  # one fp32 rank needs no shards; FSDP's hooks cost a third of a toy step
     if replicas == 1:
         mesh = init_device_mesh(device.type, (world,))
     else:
@@ -423,15 +438,16 @@ def save_adapters(policy, files: dict, folder: str, weights: dict) -> None:
 
 
 def full_weights(policy, dtype=None):
-    """Iterator of (checkpoint name, full tensor) in `dtype` (None: its own), in the same order on
-    every rank: gathering is a collective, so all of them have to run it to its end. This is what
-    vLLM's `reload_weights` takes; a tied lm_head is left out, as in the checkpoint file."""
+    """Iterator of (checkpoint name, full tensor) in `dtype` (None: its own), with adapters added.
+    vLLM's `reload_weights` takes it. Collective: every rank has to run it to its end. A tied
+    lm_head is left out, as in the checkpoint file."""
     tied = policy.hf.config.tie_word_embeddings
     state = policy.hf.state_dict()
     for name, tensor in state.items():
         if (tied and name == "lm_head.weight") or ".lora_" in name:
             continue
-        whole = whole_tensor(tensor.detach().to(dtype or tensor.dtype))  # cast before it travels
+        # Cast before the gather: bf16 is half the traffic.
+        whole = whole_tensor(tensor.detach().to(dtype or tensor.dtype))
         if (stem := name.removesuffix("weight")) + "lora_A" in state:  # adapters: added in fp32
             a, b = (whole_tensor(state[f"{stem}lora_{letter}"].detach()) for letter in "AB")
             whole = (whole.float() + 2 * (b @ a)).to(whole.dtype)
@@ -439,14 +455,15 @@ def full_weights(policy, dtype=None):
 
 
 def whole_tensor(tensor):
-    """A sharded tensor's whole on every rank. Collective; any other tensor is returned as it is."""
+    """A sharded tensor -> the whole tensor on every rank. Collective. Other tensors stay as they
+    are."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def trained_state(policy):
-    """{name: weight} of what is trained, a tied matrix once: the tower is in the checkpoint."""
-    # A forward without a backward leaves the root whole, and frees that memory at the next chance:
-    # FSDP's hook of state_dict brings the shards back.
+    """{name: weight} of the trained weights, a tied matrix once, without the frozen tower."""
+    # After a forward without backward, FSDP keeps the root unsharded. state_dict() triggers the
+    # hook that reshards it.
     policy.state_dict()
     return {name: p.detach() for name, p in policy.named_parameters() if p.requires_grad}
 
@@ -456,9 +473,9 @@ def trained_state(policy):
 
 
 def save_run(policy, codec, optimizer, out, step, state, links=("last",), keep=2):
-    """Save a run as out/step_NNNNNN with `links` to it; the newest `keep` stay besides those with a
-    link. Collective: training waits, since a save takes seconds and comes every some dozen steps.
-    state: JSON-able loop state. Raises RunError where it could not be written."""
+    """Saves a run as out/step_NNNNNN with `links` to it, and deletes all but the newest `keep` and
+    those with a link. Collective; training waits, because a save takes seconds every some dozen
+    steps. state: loop state for state.json. Raises RunError if the run cannot be written."""
     import torch.distributed as dist
 
     path = os.path.join(out, f"step_{step:06d}")
@@ -470,12 +487,12 @@ def save_run(policy, codec, optimizer, out, step, state, links=("last",), keep=2
 
 
 def save_checkpoint(policy, codec, path, state, optimizer=None):
-    """Write, atomically, a directory that `from_pretrained` and vLLM load; with an optimizer (or a
-    list of them) `train_state/` beside the weights: fp32 shards of weights and moments in torch's
-    distributed format, which another number of ranks can load.
+    """Writes, atomically, a folder that `from_pretrained` and vLLM load. With an optimizer (or a
+    list of them) also `train_state/`: fp32 shards of weights and moments in torch's distributed
+    format, which another number of ranks can load.
 
-    Collective. Raises RunError, on every rank, when any of them cannot write; nothing is left under
-    the final name then.
+    Collective. Raises RunError on every rank if one of them cannot write; then the final name does
+    not appear.
     """
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
@@ -489,7 +506,7 @@ def save_checkpoint(policy, codec, path, state, optimizer=None):
         gathered = ((name.removeprefix("hf."), whole_tensor(p)) for name, p in state_dict.items())
     else:
         gathered = full_weights(policy, model.compute_dtype(next(policy.parameters()).device))
-    # Every rank runs it to its end, since gathering is a collective; one keeps what comes.
+    # Gathering is a collective, so every rank runs it to its end. Rank 0 keeps the tensors.
     weights = {name: tensor.cpu() for name, tensor in gathered if first}
     try:
         with contextlib.ExitStack() as opened:
@@ -503,14 +520,14 @@ def save_checkpoint(policy, codec, path, state, optimizer=None):
                         save_whole(codec.files, folder, weights)
                 except (OSError, SafetensorError) as error:
                     why = f"{type(error).__name__}: {error}"
-            # All ranks have to hear of a full disk before they meet again.
+            # All ranks must learn of a full disk before their next collective.
             folder, why = launch.broadcast([folder, why])
             if why:
                 raise OSError(why)
             if optimizer is not None:
                 moments = get_optimizer_state_dict(policy, optimizer)
-                # Alone without collectives: gloo's thread would copy in a pool of threads of its
-                # own, and with more threads than cores OpenMP's are slow from then on, by half.
+                # With one rank, save without collectives: gloo would start its own thread pool,
+                # the cores would be oversubscribed, and every later step would take half longer.
                 dcp.save({"model": state_dict, "optimizer": moments},
                          checkpoint_id=os.path.join(folder, "train_state"),
                          no_dist=dist.get_world_size() == 1)
@@ -518,7 +535,7 @@ def save_checkpoint(policy, codec, path, state, optimizer=None):
                 mark_complete(folder, state)
     except OSError as error:
         why = str(error)
-    except dcp.CheckpointException as error:  # the same on every rank, whichever could not write
+    except dcp.CheckpointException as error:  # every rank gets it, whichever could not write
         why = str(next(iter(error.failures.values()))[0])
     (why,) = launch.broadcast([why])
     if why:
@@ -529,8 +546,8 @@ def save_checkpoint(policy, codec, path, state, optimizer=None):
 
 
 def save_whole(files, folder, weights):
-    """Write a checkpoint of whole weights: safetensors (above 5 GB several files and an index) and
-    the small files."""
+    """Writes a checkpoint of whole weights: safetensors (above 5 GB several files and an index) and
+    the small files of its base."""
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
 
@@ -547,9 +564,9 @@ def save_whole(files, folder, weights):
 
 
 def save_files(files, folder, dtype=None):
-    """Write small_files byte for byte, since each library reads its own dialect of them: saved by
-    transformers 5 they would not load in transformers 4. dtype: of the weights beside them; each
-    dtype or torch_dtype in config.json becomes it."""
+    """Writes the small files byte for byte, because transformers 5 would write them in a dialect
+    that transformers 4 cannot read. dtype: of the weights beside them; config.json then names it
+    wherever it names a dtype or torch_dtype."""
     for name, content in files.items():
         if name == "config.json" and dtype:
             spelled = str(dtype).removeprefix("torch.").encode()
@@ -559,7 +576,7 @@ def save_files(files, folder, dtype=None):
 
 
 def edit_json(path, parts, values):
-    """Set values in a JSON file, at its top and in its named parts."""
+    """Sets values in a JSON file, at its top and in its named parts."""
     with open(path) as f:
         config = json.load(f)
     for owner in (config, *(config[part] for part in parts)):
@@ -568,8 +585,8 @@ def edit_json(path, parts, values):
 
 
 def load_train_state(policy, optimizer, path):
-    """Restore weights and optimizer (or a list of them) from `path`/train_state, saved by any
-    number of ranks. Collective. The loop state is resume_point's."""
+    """Restores weights and optimizer (or a list of them) from `path`/train_state, which any number
+    of ranks saved. Collective. resume_point restores the loop state."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import state_dict as states
@@ -584,8 +601,8 @@ def load_train_state(policy, optimizer, path):
 
 @contextlib.contextmanager
 def atomic_folder(path):
-    """A temporary folder that becomes `path` when the block ends without an error; else nothing is
-    left of it. An older folder of that name goes just before."""
+    """Yields a temporary folder, which becomes `path` if the block ends without an error and is
+    deleted otherwise. It replaces an older folder of that name."""
     parent = os.path.dirname(os.path.abspath(path))
     os.makedirs(parent, exist_ok=True)
     temp = tempfile.mkdtemp(prefix=f".{os.path.basename(path)}.", dir=parent)
@@ -594,7 +611,7 @@ def atomic_folder(path):
         for folder, _, names in os.walk(temp):
             for name in names:
                 with open(os.path.join(folder, name), "rb") as f:
-                    os.fchmod(f.fileno(), 0o644)  # safetensors lets nobody else read
+                    os.fchmod(f.fileno(), 0o644)  # safetensors makes files that others cannot read
                     os.fsync(f.fileno())
         os.chmod(temp, 0o755)
         shutil.rmtree(path, ignore_errors=True)
@@ -608,7 +625,7 @@ def atomic_folder(path):
 
 
 def symlink(link, target):
-    """Make `link` a relative link to the folder `target` beside it, atomically."""
+    """Makes `link` a relative link to the folder `target` beside it, atomically."""
     temp = f"{link}.tmp{os.getpid()}"
     with contextlib.suppress(FileNotFoundError):
         os.remove(temp)
@@ -617,7 +634,7 @@ def symlink(link, target):
 
 
 def mark_complete(folder, state):
-    """state.json, written last: loop state, and every other file with its bytes."""
+    """Writes state.json, the last file: the loop state, and every other file with its bytes."""
     paths = [os.path.join(where, name) for where, _, names in os.walk(folder) for name in names]
     files = {os.path.relpath(path, folder): os.path.getsize(path) for path in paths}
     marker = json.dumps({**state, "files": files}, indent=1)
@@ -625,7 +642,7 @@ def mark_complete(folder, state):
 
 
 def is_complete(folder):
-    """Whether a checkpoint is whole: state.json is there and all files are as long as it says."""
+    """Whether a checkpoint is whole: all files are as long as its state.json says."""
     try:
         with open(os.path.join(folder, "state.json")) as f:
             files = json.load(f)["files"].items()
@@ -635,7 +652,7 @@ def is_complete(folder):
 
 
 def newest_checkpoint(out):
-    """The newest complete step_* folder of a run, or None. A torn one is passed over."""
+    """The newest complete step_* folder of a run, or None. Torn folders are skipped."""
     names = os.listdir(out) if os.path.isdir(out) else []
     folders = [os.path.join(out, n) for n in sorted(names, reverse=True) if n.startswith("step_")]
     return next((folder for folder in folders if is_complete(folder)), None)
@@ -644,20 +661,20 @@ def newest_checkpoint(out):
 def resume_point(out, args, resume):
     """Where a run goes on -> (folder, its loop state), or (None, {}) to begin.
 
-    resume None: go on when --out holds a run of the same settings. True: go on whatever they were.
-    False: begin anew; older checkpoints are deleted. Raises UserError for a run of other settings.
+    resume None: go on if --out holds a run of the same settings, and raise UserError if it holds a
+    run of others. True: go on with the new settings. False: begin anew and delete that run.
     """
     folder = newest_checkpoint(out)
     if folder is None:
         torn = sorted(name for name in os.listdir(out) if name.startswith("step_"))
-        if torn and resume is not False:  # damaged later: not ours to delete unasked
+        if torn and resume is not False:  # damaged after it was saved: the user decides
             raise launch.UserError(f"{out}: {torn[-1]} is not whole, and nothing else here is (a "
                                    "file is missing or of another size than state.json says); "
                                    "--no-resume begins anew and deletes it")
         return None, {}
     with open(os.path.join(folder, "state.json")) as f:
         state = json.load(f)
-    # How far, how fast, to whom: these may differ between two parts of one run.
+    # Two parts of one run may differ in these: how far, how fast, and who is told.
     free = {"steps", "epochs", "resume", "out", "save_every", "eval_every", "show_every",
             "max_seqs", "frame_cache_gb", "frame_cache_dir", "frame_cache_dir_gb", "engine_share",
             "patience", "replicas", "wandb"}  # fmt: skip
@@ -672,11 +689,11 @@ def resume_point(out, args, resume):
 
 
 def clean_run(out, start):
-    """Rank 0, before the first step: drop what killed runs left half-written and, where a run
-    begins anew, its older checkpoints."""
+    """On rank 0, before the first step: deletes files that killed runs left half-written and, if a
+    run begins anew, its older checkpoints."""
     for folder in (out, os.path.join(out, "rollouts")):
         for name in os.listdir(folder) if os.path.isdir(folder) else []:
-            if re.search(r"\.tmp\d+$", name):  # write_atomic's, and symlink's
+            if re.search(r"\.tmp\d+$", name):  # of write_atomic and symlink
                 os.remove(os.path.join(folder, name))
     for name in os.listdir(out):
         path = os.path.join(out, name)
@@ -687,28 +704,28 @@ def clean_run(out, start):
 
 
 def prune_checkpoints(out, keep):
-    """Keep the newest `keep` complete step_* folders of a run, and what `last` and `best` point
-    to."""
+    """Deletes the complete step_* folders of a run, but for the newest `keep` and those that `last`
+    and `best` link to."""
     names = [n for n in os.listdir(out) if n.startswith("step_")]
     whole = sorted(n for n in names if is_complete(os.path.join(out, n)))
     links = [os.path.realpath(os.path.join(out, link)) for link in ("last", "best")]
     spared = {os.path.basename(target) for target in links}
     for name in set(whole[:-keep]) - spared:
-        # Half deleted it would be no checkpoint, and nobody's to delete; so clean_run finds it.
+        # Rename first: clean_run then finds a folder that a kill left half deleted.
         doomed = os.path.join(out, f".{name}.pruned")
         os.rename(os.path.join(out, name), doomed)
         shutil.rmtree(doomed)
 
 
-def check_run(step, bad, out, patience=3):
-    """Raise RunError, on all ranks alike, where no gradient was finite for `patience` steps in a
-    row."""
-    if bad >= patience:
+def check_run(step, bad, out, limit=3):
+    """Raises RunError, on all ranks alike, after `limit` steps in a row without a finite
+    gradient."""
+    if bad >= limit:
         raise launch.RunError(f"step {step + 1}: no finite gradient for {bad} steps in a row; the "
                               f"newest checkpoint is {newest_checkpoint(out)}")
 
 
 def weights_line(policy):
-    """What was loaded: how many weights, in which precision they are kept and were stored."""
+    """For the terminal: how many weights are trained, and the dtypes in which they were stored."""
     n = sum(p.numel() for p in model.trained_parameters(policy))
     return f"{n / 1e6:.2f} M trained parameters in fp32 (read from {policy.stored_as})"
