@@ -1,6 +1,6 @@
 # make venv   the environment, in .venv           make test   all tests (ARGS="--shuffle 7": in a random order)
 # make test-fast   the edit loop: a minute or two, without engines and processes
-# make lint   ruff, and the sizes of the scripts beside their limits
+# make lint   ruff, and the sizes of the scripts beside their aims
 # make demo   toy world -> SFT -> PARA-GRPO -> evaluation of both -> one table, one page (LORA=8: PARA-GRPO by adapters; SEED=1)
 # make test-page   the tests of view.py's page in a real browser (installs Debian's Chromium); `make test` runs them where there is one
 # make test-compat   a saved checkpoint in transformers 4.57 (installed beside, in .venv/transformers-4.57; `make test` then does it too)

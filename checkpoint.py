@@ -160,8 +160,9 @@ def load_sharded(ckpt, codec, device, recompute="none", replicas=1, frozen=False
 
     The model is built on the meta device, then every rank reads its own rows from the safetensors
     files. Trained weights are fp32 whatever the files hold. replicas: see shard. frozen: a
-    reference without gradients, in its compute dtype and without a tower: it receives features. lora: rank of the adapters, all else is frozen; 0: all weights are trained. Of a
-    checkpoint of adapters it is their own rank, see adapter_rank.
+    reference without gradients, in its compute dtype and without a tower: it receives features.
+    lora: rank of the adapters, all else is frozen; 0: all weights are trained. For a checkpoint of
+    adapters pass their own rank, see adapter_rank.
     """
     import torch.distributed.checkpoint as dcp
 
