@@ -272,6 +272,9 @@ def text_pieces(codec, ids):
     return pieces
 
 
+# ---- below: SFT chats, reading a checkpoint (a reader of the step may stop here) ----------------
+
+
 # ------------------------------------------------------------------------------------------------
 # Chats with assistant turns (SFT)
 
