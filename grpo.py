@@ -507,8 +507,8 @@ def average(rows, name):
 
 def call_minus_skip(rows):
     """How much R_acc a call was worth, compared within prompts: mean of the rollouts that called
-    minus mean of those that did not. R_tool is left out, because it pays for calling. Rollouts whose
-    calls were written but not run count on neither side. None if no prompt has both sides."""
+    minus mean of those that did not. R_tool is left out, because it pays for calling. A rollout
+    whose calls were written but not run counts on neither side. None if no prompt has both."""
     groups = {}
     for row in rows:
         written = sum(row["closure"][kind][0] for kind in rewards.CALLS)

@@ -135,11 +135,12 @@ class Chats:
         self.root = args.video_root or os.path.dirname(os.path.abspath(path))
         self.rows = launch.read_jsonl(path, ("id", "messages"),
                                      lambda row: chat_fault(row["messages"]))
-        self.encoded = OrderedDict()  # row -> model.Sequence
+        self.encoded = OrderedDict()  # row -> chat.Sequence, least recently used first
         self.tokens = 0  # in the encoded rows
         self.broken = set()  # rows whose video cannot be read: counted, and never trained on
 
     def frames(self, spec):
+        """A video item of a chat -> video.Frames."""
         return video.load(spec, self.root, self.cache, max_pixels=self.args.max_pixels)
 
     def __getitem__(self, index):
@@ -153,11 +154,13 @@ class Chats:
         try:
             items = [chat.vision_item(spec, self.frames(spec))
                      for spec in chat.videos_in(row["messages"])]
-        except (video.VideoError, ValueError) as error:  # ValueError: a window beyond the video
+        # A broken video costs its chat, not the run. ValueError: a window beyond the video.
+        except (video.VideoError, ValueError) as error:
             print(launch.printable(f"skipped {row['id']}: {error}"), flush=True)
             self.broken.add(index)
             return None
         sequence = chat.encode_chat(self.codec, row["messages"], items, row.get("tools"))
+        # A chat that is cut would teach an answer without its question, so it ends the run.
         if len(sequence.ids) > self.args.max_len:
             raise launch.RankError(f"{self.path}: chat {row['id']} has {len(sequence.ids)} tokens, "
                                    f"--max-len is {self.args.max_len}")
@@ -170,6 +173,7 @@ class Chats:
     def cost(self, index):
         """About how many frames a row has, known without decoding: it balances the ranks."""
         videos = chat.videos_in(self.rows[index]["messages"])
+        # A crop without max_frames shows 16; one more for the text of the chat.
         return sum(p.get("frames") or p.get("max_frames") or 16 for p in videos) + 1
 
 
@@ -249,7 +253,7 @@ def make_packs(chats, indices, codec, pack_tokens):
 
 def schedule(step, steps, warmup, floor):
     """Fraction of the peak learning rate at this step: linear warm-up, then a cosine to `floor`."""
-    warm = max(1, round(warmup * steps))
+    warm = max(1, round(warmup * steps))  # steps; at least 1, so the first step is not 0
     if step < warm:
         return (step + 1) / warm
     done = (step - warm) / max(1, steps - warm)
@@ -323,6 +327,7 @@ def held_out_loss(policy, chats, args, rank, world):
 
 
 def main():
+    # 0. Everything that can be refused is refused before the model is built.
     args = parse_args()
     cache = video.frame_cache(args)
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
@@ -334,6 +339,7 @@ def main():
     launch.beat(args.patience)
     codec = chat.load_codec(ckpt, args.channel)
     train, held = open_data(args, codec, cache)
+    # --steps 0 derives the steps from --epochs, which may be a fraction.
     steps = args.steps or max(1, round(args.epochs * len(train.rows) / args.batch_size))
     if start >= steps:
         launch.say(f"nothing to do: {args.out} has {start} steps of {steps}")
@@ -347,7 +353,7 @@ def main():
     optimizers = build_optimizers(policy, args, device)
     # The schedule multiplies the peak rate of each group, since Muon and AdamW have different ones.
     peaks = [[group["lr"] for group in o.param_groups] for o in optimizers]
-    if folder:
+    if folder:  # a resumed run: fp32 weights and moments, not the bf16 weights of the folder
         checkpoint.load_train_state(policy, optimizers, folder)
     log = open_run(args, policy, train, start, steps, rank, world)
 
@@ -358,8 +364,8 @@ def main():
     bad = 0  # steps in a row without a finite gradient
     for step in range(start, steps):
         clock = time.monotonic()
-        packs = future.result()
-        waited = time.monotonic() - clock
+        packs = future.result()  # raises what the thread raised
+        waited = time.monotonic() - clock  # near 0 if decoding keeps up with training
         if step + 1 < steps:
             future = prefetch.submit(batch_packs, train, step + 1, codec, args, rank, world)
 
@@ -380,6 +386,7 @@ def main():
         checkpoint.check_run(step, bad, args.out)
 
         # 2. Numbers, to the terminal and to log.jsonl.
+        # gather_rows is collective, so all ranks call it, and rank 0 alone writes.
         seconds = time.monotonic() - clock
         lengths = launch.gather_rows([sum(len(pack.ids) for pack in packs)])
         broken = set(launch.gather_rows(sorted(train.broken)))  # two ranks may meet the same chat
@@ -392,6 +399,7 @@ def main():
         launch.beat(args.patience)
 
         # 3. The held-out loss, and a checkpoint.
+        # `best` links to the checkpoint with the lowest held-out loss so far.
         last = step + 1 == steps
         links = ["last"]
         if held and (last or (args.eval_every and (step + 1) % args.eval_every == 0)):
@@ -402,6 +410,7 @@ def main():
             if value < best:  # every rank has the same number, so all of them save or none
                 best, links = value, ["last", "best"]
             launch.beat(args.patience)
+        # SIGTERM on any rank stops all of them, after a checkpoint.
         stopping = launch.any_rank(asked.is_set())
         due = last or (args.save_every and (step + 1) % args.save_every == 0)
         if stopping or due or "best" in links:
