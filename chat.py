@@ -382,15 +382,19 @@ def find_config(path):
         path = os.path.join(folder, name := f"{kind}config.json")
         if os.path.isfile(path) and asks_for_code(read_object(path)):
             raise launch.UserError(f"checkpoint {folder}: {name} asks for code of its own "
-                                   "(auto_map), which is never run; Qwen3-VL needs none: remove "
-                                   "auto_map, or use the published checkpoint")
+                                   "(auto_map, or attn_implementation), which is never run; "
+                                   "Qwen3-VL needs none: remove it, or use the published one")
     return folder
 
 
 def asks_for_code(part):
-    """Whether a part of a configuration has an auto_map, at any depth."""
+    """Whether a configuration asks for code, at any depth: an auto_map, or an attention kernel from
+    a hub, which transformers would fetch."""
     inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
-    return (isinstance(part, dict) and "auto_map" in part) or any(map(asks_for_code, inner))
+    kernel = isinstance(part, dict) and any(
+        name.endswith("attn_implementation") and "/" in str(value) for name, value in part.items())
+    own = isinstance(part, dict) and "auto_map" in part
+    return own or kernel or any(map(asks_for_code, inner))
 
 
 def read_object(path):
@@ -453,9 +457,19 @@ def load_codec(ckpt, channel="image"):
     with reading(ckpt, "tokenizer or processor"):
         processor = AutoProcessor.from_pretrained(ckpt, trust_remote_code=False)
         tokenizer, images = processor.tokenizer, processor.image_processor
-        videos, vocabulary = processor.video_processor, tokenizer.get_vocab()
-        eos, cut = vocabulary["<|im_end|>"], (images.patch_size, images.merge_size,
-                                              images.temporal_patch_size)
+        vocabulary, eos = (words := tokenizer.get_vocab()), words["<|im_end|>"]
+        cut = images.patch_size, images.merge_size, images.temporal_patch_size
+        norms = [(tuple(p.image_mean), tuple(p.image_std))
+                 for p in (images, processor.video_processor)]
+    # A tokenizer of another checkpoint has other ids: prompts would hold no frames.
+    pads = {"<|image_pad|>": config.image_token_id, "<|video_pad|>": config.video_token_id,
+            "<|vision_start|>": config.vision_start_token_id,
+            "<|vision_end|>": config.vision_end_token_id}
+    for word, i in pads.items():
+        if vocabulary.get(word) != i:
+            raise launch.UserError(f"checkpoint {ckpt}: {word} is id {vocabulary.get(word)} in the "
+                                   f"tokenizer and {i} in config.json; copy the tokenizer's files "
+                                   "again")
     if not (processor.chat_template or tokenizer.chat_template):
         raise launch.UserError(f"checkpoint {ckpt}: no chat template; copy chat_template.json or "
                                "chat_template.jinja from the checkpoint that this one was made "
@@ -466,9 +480,7 @@ def load_codec(ckpt, channel="image"):
         raise launch.UserError(f"checkpoint {ckpt}: its image processor cuts patches (pixels, "
                                f"merged, frames) {cut}, its vision tower takes {wanted}; copy "
                                "preprocessor_config.json again")
-    same = (list(videos.image_mean), list(videos.image_std)) == (
-        list(images.image_mean), list(images.image_std))  # fmt: skip
-    if channel == "video" and not same:
+    if channel == "video" and norms[0] != norms[1]:
         raise launch.UserError(f"checkpoint {ckpt}: image and video processor normalise "
                                "differently, and vLLM applies the image processor's to both; use "
                                "--channel image")
@@ -483,7 +495,7 @@ def load_codec(ckpt, channel="image"):
         image_pad=config.image_token_id, video_pad=config.video_token_id,
         vision_start=config.vision_start_token_id, vision_end=config.vision_end_token_id, eos=eos,
         patch=cut[0], merge=cut[1], temporal=cut[2],
-        mean=tuple(images.image_mean), std=tuple(images.image_std),
+        mean=norms[0][0], std=norms[0][1],
         markup=tuple(sorted(added, key=len, reverse=True)),  # longest first: one may hold another
         banned=tuple(sorted(banned)), opens_thought=False, pieces=token_bytes(tokenizer),
         files=small_files(ckpt))

@@ -22,12 +22,12 @@ import re
 import shutil
 import tempfile
 
+import model  # isort: skip  (before torch: model.py tells a terminal that torch is loading)
 import torch
 import torch.nn.functional as F
 
 import chat
 import launch
-import model
 
 # ------------------------------------------------------------------------------------------------
 # Opening a checkpoint
@@ -48,12 +48,30 @@ def resolve_checkpoint(path):
                                    "checkpoint that this one was made from")
     chat.read_object(os.path.join(folder, "tokenizer.json"))  # some readers take a cut-off file
     base = base_of(folder, check=True)
-    names = dict(meta_model(base).named_parameters())
+    check_layers(base)
+    hf = meta_model(base)
+    names = dict(hf.named_parameters())
     check_weights(base, names)
+    # A tied head may be stored beside the embeddings; any other weight would be left out silently.
+    if unused := sorted(set(stored_weights(base)) - set(hf.state_dict())):
+        raise launch.UserError(f"checkpoint {base}: {unused[0]} is stored, but config.json "
+                               "describes a model without it; copy config.json again")
     if strange := sorted(set(read_adapters(folder)) - set(names)):
         raise launch.UserError(f"checkpoint {folder}: its adapters are for {strange[0]}, which the "
                                "base does not have")
     return os.path.realpath(folder)
+
+
+def check_layers(ckpt: str) -> None:
+    """Raises UserError unless config.json names as many decoder layers as are stored. This comes
+    before the model is built, because a wrong number may build for minutes."""
+    layers = {int(name.split(".layers.")[1].split(".")[0]) for name in stored_weights(ckpt)
+              if re.search(r"\.language_model\.layers\.[0-9]+\.", name)}
+    text = chat.read_object(os.path.join(ckpt, "config.json")).get("text_config")
+    named = text.get("num_hidden_layers") if isinstance(text, dict) else None
+    if layers and named is not None and named != len(layers):
+        raise launch.UserError(f"checkpoint {ckpt}: {len(layers)} decoder layers are stored, "
+                               f"config.json names {named}; copy config.json again")
 
 
 def meta_model(ckpt):
@@ -136,6 +154,8 @@ def content_digest(ckpt):
         if not weights and not name.endswith((".json", ".jinja", ".txt")) or name == "state.json":
             continue  # a README, an optimizer, the state of its training
         path = os.path.join(ckpt, name)
+        if not os.path.isfile(path):  # a folder of that name, or a link to a file that is gone
+            continue
         if name == "adapter_config.json":  # counts with its base's digest, not with the base's path
             config = chat.read_object(path)
             config.pop("base_model_name_or_path", None)
@@ -332,8 +352,9 @@ def adapter_config(ckpt: str) -> dict | None:
 def adapter_rank(ckpt: str, asked: int) -> int:
     """--ckpt, --lora -> the rank of the adapters that a stage trains; 0: it trains whole weights.
     Raises UserError if the checkpoint holds adapters of another rank."""
-    found = [adapter_config(folder) for folder in (ckpt, os.path.join(ckpt, "last"))]
-    config = found[0] or found[1]
+    folders = [ckpt, os.path.join(ckpt, "last")]
+    folder = next((f for f in folders if os.path.isfile(os.path.join(f, "config.json"))), None)
+    config = adapter_config(folder) if folder else None  # None: resolve_checkpoint refuses it
     if config is None:
         return asked
     if asked not in (0, config["r"]):
