@@ -1027,7 +1027,7 @@ def trainer_logps(policy, codec, source, ids, mask, items, temperature=1.0):
     pack = model.pack_trees(codec, [model.Tree(model.Span(ids, mask), items)])
     with torch.no_grad():
         policy.features = features
-    return policy(pack, temperature)[0].detach().numpy()
+        return policy(pack, temperature)[0].numpy()
 
 
 @pytest.mark.parametrize("channel", ["image", "video"])
