@@ -473,7 +473,7 @@ def episode_row(e):
     """What the log needs of one episode, small enough to send to rank 0."""
     ruler = rewards.format_reward(e.turns, e.think_open)  # whatever this run is paid for
     return {
-        "K": e.frame_budget, "group": e.group, "status": e.status,
+        "K": e.num_frames, "group": e.group, "status": e.status,
         "f_tau": ruler["total"], "well_formed": ruler["well_formed"],
         "f_released": rewards.released_format(e.turns),
         **{name: e.reward[name] for name in ("total", "acc", "fmt", "tool")},

@@ -224,7 +224,7 @@ def pretraining_rows(task, events, prior, rng):
     """What the base has seen: every skill at every K. strong: also calls, all of it in loose style.
     weak: tidy, and never a call. tidy: calls too, in the protocol's own style: base and cold start
     in one."""
-    every = rollout.gated_budgets()
+    every = rollout.gated_choices()
     calls = [] if prior == "weak" else every
     return chats(task, events, {"direct": every, "call": calls, "plain": rng.sample(every, 2)}, rng,
                  loose=prior == "strong")
@@ -233,7 +233,7 @@ def pretraining_rows(task, events, prior, rng):
 def cold_start_rows(task, events, rng):
     """The cold start teaches calling, as the paper's does: calls at every K, direct answers at
     one."""
-    every = rollout.gated_budgets()
+    every = rollout.gated_choices()
     return chats(task, events, {"direct": [rng.choice(every)], "call": every,
                                 "plain": [rng.choice(every)]}, rng)
 

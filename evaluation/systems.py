@@ -134,7 +134,7 @@ async def play(episode, sampler, protocol):
     if shown is None:
         return episode
     spec, frames, spoken = shown
-    messages = protocol.opening(task, episode.frame_budget, agent, spoken, episode.duration)
+    messages = protocol.opening(task, episode.num_frames, agent, spoken, episode.duration)
     tools = protocol.schema() if agent.tools and protocol.schema else None
     context = episode.context = open_chat(codec, messages, [spec], [frames], tools)
     episode.notes.update(opening=messages, seconds=frames.seconds)
