@@ -1,5 +1,16 @@
 """
-engine.py: requests in, completions out. The pump, vLLM in this process.
+engine.py: continuations of contexts, sampled by vLLM inside the trainer's own process.
+
+  request      ids of a context, with decoded frames -> completion: sampled ids and log-probs
+  pump         lets many coroutines await one engine, which batches all requests that wait
+  new weights  sleep() frees memory for a training step, wake(weights) loads the trainer's tensors
+
+Departs from the usual server beside the trainer: no copy of the weights on disk, no network. The
+engine's log-probs are those of the distribution that was sampled from: temperature and banned ids
+applied, no top-p and no top-k.
+
+Reads a checkpoint folder, writes nothing. Used by rollout.py and evaluation/; copy Pump for any
+engine that has submit(request) and poll().
 """
 import asyncio
 import os
@@ -16,26 +27,28 @@ import launch
 
 @dataclass
 class Request:
-    """One generation: everything any engine needs to continue one context."""
+    """One generation: everything that an engine needs to continue one context."""
 
-    id: str
-    ids: list  # compact ids; the engine expands them
-    expanded: list  # what the trainer will see: the engine's prompt must come out as exactly this
-    items: list  # [model.VisionItem]
+    id: str  # unique among the requests in flight
+    ids: list  # compact: one placeholder per frame, which the engine expands
+    expanded: list  # as the trainer sees the context; the engine must expand `ids` to exactly these
+    items: list  # [chat.VisionItem]
     frames: list  # [video.Frames], one per item
-    max_tokens: int
+    max_tokens: int  # to sample
     temperature: float
     seed: int
 
 
 @dataclass
 class Completion:
-    id: str
-    ids: list = None  # sampled, with the end of turn where it was sampled; None from endpoints
-    logps: list = None  # of the distribution sampled from
-    text: str = ""
+    """The answer to a Request."""
+
+    id: str  # of the request
+    ids: list = None  # sampled ids, with the end of turn if the model wrote one; None: an endpoint
+    logps: list = None  # one per sampled id, of the distribution sampled from
+    text: str = ""  # without the end of turn
     ended: bool = False  # False: cut off by max_tokens
-    error: str = None
+    error: str = None  # why the request failed; then the other fields are empty
 
 
 # ------------------------------------------------------------------------------------------------
@@ -45,26 +58,28 @@ class Completion:
 class Pump:
     """Lets coroutines await an engine that only knows submit(request) and poll().
 
-    One thread owns the engine. Each turn of `steps`: everybody goes on who can, then the engine
-    works a little on all that waits. There is no barrier: a fan-out starts the moment its turn
-    ends, whatever the other episodes are doing.
+    One thread owns the engine. In each turn of `steps`, every episode that can goes on; then the
+    engine takes one step on all requests that wait. There is no barrier: a fan-out starts the
+    moment the turn before ends, at whatever point the other episodes are.
     """
 
-    def __init__(self, engine, threads):
+    def __init__(self, engine, threads: int):
+        """threads: videos that are decoded at once."""
         self.engine = engine
         self.waiting = {}  # request id -> Future of its Completion
         self.loading = 0  # videos being decoded
         self.idle_s = 0.0  # seconds in which the engine could only wait for frames
         self.pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
 
-    async def sample(self, request):
-        """-> Completion."""
+    async def sample(self, request: Request) -> Completion:
+        # The future exists before the engine knows the request, so no completion can miss it.
         self.waiting[request.id] = asyncio.get_running_loop().create_future()
         self.engine.submit(request)
         return await self.waiting[request.id]
 
     def load(self, function, *args):
-        """function(*args) in a thread, from now on -> Future; raises what it raised."""
+        """Starts function(*args) in a thread -> Future. Awaiting the Future raises the function's
+        error, if there was one."""
         self.loading += 1
         future = asyncio.get_running_loop().run_in_executor(self.pool, function, *args)
         future.add_done_callback(self.loaded)
@@ -74,24 +89,29 @@ class Pump:
         self.loading -= 1
 
     async def steps(self):
-        # The reference sampler of the tests batches whatever waits: to repeat itself to the bit it
-        # must not poll before all frames are there, however long each of them took.
+        """Runs the engine until this coroutine is cancelled."""
+        # The tests' reference engine batches all requests that wait. The same batches come again
+        # only if the engine is polled after all pending decodes have finished.
         patient = getattr(self.engine, "patient", False)
         while True:
-            for _ in range(4):  # a completion wakes its episode, which wakes its sub-agents, ..
+            # A completion wakes an episode, which starts sub-agents, which submit requests: one
+            # round of the loop each. Polling after the first round would miss those requests.
+            for _ in range(4):
                 await asyncio.sleep(0)
             if self.waiting and not (patient and self.loading):
                 for done in self.engine.poll():
                     self.waiting.pop(done.id).set_result(done)
             else:
                 began = time.monotonic()
-                await asyncio.sleep(0.001)
+                await asyncio.sleep(0.001)  # lets finished decodes wake their episodes
                 self.idle_s += time.monotonic() - began
 
 
-async def in_flight(pump, episodes, live):
-    """Run coroutines on the pump, at most `live` at once -> async iterator of what they return."""
-    engine = asyncio.create_task(pump.steps())
+async def in_flight(pump: Pump, episodes, live: int):
+    """Runs coroutines (an iterator) on the pump, at most `live` at once -> async iterator of their
+    results, in the order in which they finish. Raises the first error of a coroutine or of the
+    engine."""
+    steps = asyncio.create_task(pump.steps())
     running = []
     try:
         while True:
@@ -99,16 +119,18 @@ async def in_flight(pump, episodes, live):
                 running.append(asyncio.create_task(work))
             if not running:
                 return
-            done, _ = await asyncio.wait({engine, *running}, return_when=asyncio.FIRST_COMPLETED)
-            if engine in done:
-                engine.result()  # raises what the engine raised; else nobody would ever wake
+            done, _ = await asyncio.wait({steps, *running}, return_when=asyncio.FIRST_COMPLETED)
+            if steps in done:
+                steps.result()  # raises the engine's error; the episodes would wait for ever
+            # In the order in which they began, because `done` is a set without an order.
             for task in [task for task in running if task in done]:
                 running.remove(task)
                 yield task.result()
     finally:
-        for task in (engine, *running):
+        # Also if the caller stops early: no coroutine and no thread outlives the iterator.
+        for task in (steps, *running):
             task.cancel()
-        await asyncio.gather(engine, *running, return_exceptions=True)
+        await asyncio.gather(steps, *running, return_exceptions=True)
         pump.pool.shutdown(cancel_futures=True)
 
 
@@ -118,12 +140,12 @@ async def in_flight(pump, episodes, live):
 
 @dataclass
 class Limits:
-    """The largest requests that an engine is made for, and the memory it may take."""
+    """The largest requests that an engine can serve, and the memory that the engine may take."""
 
     context: int  # tokens
-    max_frames: int = 64  # images in one context, or frames of one of its videos
+    max_frames: int = 64  # images in one context, or frames of one video
     max_pixels: int = 50176  # of a frame
-    max_seqs: int = 64  # requests in its batch
+    max_seqs: int = 64  # requests in a batch
     gpu_memory: float = 0.5  # fraction of the card
     sleeping: bool = False  # give memory back while the trainer works (GPU)
     max_videos: int = 1  # in one context
@@ -132,10 +154,12 @@ class Limits:
 class VllmEngine:
     """vLLM inside this process, on CPU or GPU. Requests join its continuous batch while others run.
 
-    In process, since its worker shares our shim, our ranks and our weights.
+    In this process because the worker then shares the shim, the ranks and the trainer's tensors.
     """
 
-    def __init__(self, ckpt, codec, limits):
+    def __init__(self, ckpt: str, codec: chat.Codec, limits: Limits):
+        """ckpt: folder of a whole checkpoint, not of adapters. Collective under torchrun on GPUs.
+        """
         import atexit
         import gc
 
@@ -143,12 +167,12 @@ class VllmEngine:
 
         launch.import_shim()
         gpu = torch.cuda.is_available()
-        # vLLM reads its own switches from the environment; ours never do.
+        # vLLM takes these switches from the environment alone.
         os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1",
                           VLLM_NO_USAGE_STATS="1")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         if not gpu:
-            # Bound threads of several ranks land on one core.
+            # vLLM would bind threads to cores, and the threads of all ranks to the same core.
             os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind")
         threads = torch.get_num_threads()
         from transformers import AutoConfig
@@ -161,53 +185,54 @@ class VllmEngine:
             if "RANK" in os.environ:  # one engine per rank, TP 1; building it is collective
                 options["distributed_executor_backend"] = "external_launcher"
         else:
-            # It counts ranks in a function that each process would compile for seconds.
+            # vLLM compiles a small function that counts ranks, in every process, for seconds.
             torch.compiler.set_stance("force_eager")
             # vLLM would inspect the class in a subprocess, which has no shim.
             ModelRegistry.register_model("Qwen3VLForConditionalGeneration", Inside)
-            # Room for keys and values is filled with zeros at once, a GiB in one to three seconds.
+            # vLLM fills the KV cache with zeros at start, 1 to 3 s per GiB, so ask for little.
             text = AutoConfig.from_pretrained(ckpt, trust_remote_code=False).text_config
             heads = text.num_hidden_layers * text.num_key_value_heads
             room = limits.context * heads * text.head_dim * 2 * 4  # bytes of one context
-            # A prompt prefilled in chunks rewinds its seeded generator, which CPU's cannot do.
+            # Chunked prefill rewinds a request's seeded generator, which CPU generators cannot do.
             options = dict(dtype="float32", enforce_eager=True, enable_chunked_prefill=False,
                            kv_cache_memory_bytes=max(2 * room,
                                                      min(limits.max_seqs * room, 2**27)),
                            max_num_batched_tokens=max(limits.context, 8192))
         gc.collect()
-        gc.freeze()  # vLLM collects eight times while it starts: not through all that was imported
-        atexit.register(gc.unfreeze)  # what is frozen at the end is reported as leaked, on 30 lines
-        # The processor bounds an image by itself but a video by all of its frames together.
+        # vLLM runs gc.collect() eight times at start; objects that are frozen now are not searched.
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # else the interpreter ends on 30 lines of leak warnings
+        # The processor bounds the pixels of one image, but of a video all frames together.
         images = limits.max_frames if codec.channel == "image" else 0
         longest = limits.max_pixels * (1 if images else limits.max_frames)
-        # Frames arrive at their final size: these bounds keep the processor from resizing again.
-        # The upper one must be honest: vLLM sizes its encoder for the largest image it allows. It
-        # computes a video's size in any case: below two smallest frames it divides by zero.
+        # Frames arrive at their final size, and these bounds keep the processor from resizing them
+        # again. Do not inflate the upper bound: vLLM allocates the encoder for that size. Do not go
+        # below two minimal frames: vLLM also computes a video's size, and would divide by zero.
         least = (codec.patch * codec.merge) ** 2
         size = {"shortest_edge": least, "longest_edge": max(longest, 2 * least)}
         self.llm = LLM(
             ckpt, max_model_len=limits.context, max_num_seqs=limits.max_seqs,
             trust_remote_code=False,
-            generation_config="vllm",  # no top-p or top-k of the checkpoint's own
+            generation_config="vllm",  # ignore top-p and top-k of the checkpoint
             limit_mm_per_prompt={"image": images, "video": limits.max_videos},
-            logprobs_mode="processed_logprobs",  # after temperature: what was sampled from
+            logprobs_mode="processed_logprobs",  # after temperature and bias
             mm_processor_kwargs={"size": size}, disable_log_stats=True, use_tqdm_on_load=False,
             **options)  # fmt: skip
-        torch.set_num_threads(threads)  # on CPU vLLM lowers it for the whole process
+        torch.set_num_threads(threads)  # on CPU vLLM lowers the number for the whole process
         self.engine = self.llm.llm_engine
         self.codec = codec
         self.max_seqs = limits.max_seqs
         self.running = {}  # request id -> Request
-        self.prompts = {}  # the latest ones, see engine_prompt
+        self.prompts = {}  # the latest prompts, see engine_prompt
         self.tied_on_cpu = not gpu and self.engine.model_config.hf_config.tie_word_embeddings
         self.sleeping = gpu and limits.sleeping
 
-    def submit(self, request):
+    def submit(self, request: Request) -> None:
         from vllm import SamplingParams
 
         prompt = engine_prompt(request, self.codec, self.llm.renderer, self.prompts)
-        # No top-p, top-k or min-p: the trainer's log-probs are of the full softmax at this
-        # temperature, under this bias.
+        # No top-p, top-k or min-p, because the trainer's log-probs are those of the full softmax at
+        # this temperature, under this bias.
         params = SamplingParams(
             temperature=request.temperature, max_tokens=request.max_tokens, seed=request.seed,
             logprobs=0, detokenize=False, stop_token_ids=[self.codec.eos],
@@ -215,8 +240,9 @@ class VllmEngine:
         self.running[request.id] = request
         self.engine.add_request(request.id, prompt, params)
 
-    def poll(self):
-        """One step of the engine -> [Completion] of what it finished."""
+    def poll(self) -> list[Completion]:
+        """One step of the engine -> the requests that it finished. Raises RuntimeError if the
+        engine saw other ids than the trainer will."""
         finished = []
         for output in self.engine.step() if self.running else ():
             if not output.finished:
@@ -233,14 +259,14 @@ class VllmEngine:
             finished.append(Completion(request.id, ids, logps, text, ended))
         return finished
 
-    def sleep(self):
-        """Free weights and KV cache while the trainer works; without Limits.sleeping, nothing."""
+    def sleep(self) -> None:
+        """Frees weights and KV cache while the trainer works, if Limits.sleeping is set."""
         if self.sleeping:
             self.llm.sleep(level=2)
 
-    def wake(self, weights):
-        """Load new weights. Order matters: weights get memory, are loaded, and only then does the
-        KV cache come back."""
+    def wake(self, weights) -> None:
+        """Takes memory again and loads new weights, see `sync`."""
+        # The KV cache comes last: loading needs the memory that the cache then takes.
         if self.sleeping:
             self.llm.wake_up(tags=["weights"])
             self.llm.apply_model(zero_deepstack)
@@ -248,10 +274,10 @@ class VllmEngine:
         if self.sleeping:
             self.llm.wake_up(tags=["kv_cache"])
 
-    def sync(self, weights):
-        """weights: iterator of (name, full tensor). Loads them, then drops every cache made with
-        the old ones."""
-        # Without an iterator reload_weights would read the base checkpoint from disk, silently.
+    def sync(self, weights) -> None:
+        """Loads new weights and drops every cache that the old ones made. weights: iterator of
+        (name, full tensor)."""
+        # Without an iterator reload_weights reads the base checkpoint from disk, without a warning.
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if self.tied_on_cpu:
             self.llm.apply_model(repack_head)
@@ -259,15 +285,19 @@ class VllmEngine:
         self.engine.reset_encoder_cache()
         self.engine.reset_prefix_cache()
 
-    def close(self):
-        """Stop the engine while the process group lives: its own exit hook would come too late."""
+    def close(self) -> None:
+        """Stops the engine. Call this while the process group lives: vLLM's own hook at exit comes
+        too late."""
         self.engine.engine_core.shutdown()
 
 
 def engine_prompt(request, codec, renderer, made, most=32):
-    """A request's prompt as the engine takes it: pixels normalised and cut into patches, hashes,
-    places. Samples of a group share prompts, and so do their sub-agents; a later turn is the first
-    one's and more text. `made` holds the latest `most` of them."""
+    """A request -> the prompt that vLLM takes: pixels normalised and cut into patches, hashes, the
+    places of the placeholders. made: {keys of the frames: (ids, prompt)}, the latest `most`.
+
+    The samples of a group share one prompt, and a later turn is the prompt of the first turn with
+    more text, so the work on pixels is done once.
+    """
     key = tuple(f.key for f in request.frames)
     ids, prompt = made.pop(key, ([], None))
     if prompt is None or request.ids[:len(ids)] != ids:
@@ -277,19 +307,19 @@ def engine_prompt(request, codec, renderer, made, most=32):
             expanded, data, keys = vision_input(codec, request)
             text = {"prompt_token_ids": expanded, "multi_modal_data": data,
                     "multi_modal_uuids": keys}
-        # With its pixels: by default what vLLM's cache knows is left out, and the engine, asked
-        # for it by a prompt that is kept here, may have dropped it.
+        # Keep the pixels in the prompt. By default vLLM omits images that its cache has seen, but
+        # the cache may have evicted them by the time this prompt is used again.
         (prompt,) = renderer.render_cmpl([text], skip_mm_cache=True)
-    made[key] = ids, prompt  # to the end: used last
+    made[key] = ids, prompt  # at the end of the dict: used last
     if len(made) > most:
-        del made[next(iter(made))]
-    more = request.ids[len(ids):]  # what was sampled and answered since: text, as frames are equal
+        del made[next(iter(made))]  # used longest ago
+    more = request.ids[len(ids):]  # later turns and responses: text alone, as the frames are equal
     return {**prompt, "prompt_token_ids": prompt["prompt_token_ids"] + more} if more else prompt
 
 
 def vision_input(codec, request):
-    """-> (prompt ids, multi_modal_data, multi_modal_uuids) of a request, as vLLM takes them. The
-    keys let a group share what the vision encoder made of its frames."""
+    """-> (prompt ids, multi_modal_data, multi_modal_uuids) of a request, as vLLM takes them."""
+    # The uuids are the keys of the frames, so a group shares the outputs of the vision encoder.
     ids = list(request.ids)
     if codec.channel == "image":
         from PIL import Image
@@ -300,30 +330,30 @@ def vision_input(codec, request):
     clips = []
     for f in request.frames:
         images, seconds = f.images, f.seconds
-        if len(images) == 1:  # the processor refuses one frame: the pair is what patchify makes too
+        if len(images) == 1:  # the processor refuses one frame; patchify makes a pair as well
             images, seconds = images.repeat(2, 0), seconds.repeat(2)
-        # frames_indices / fps is how the processor gets seconds: with fps 1, indices are seconds.
+        # The processor computes seconds as frames_indices / fps: with fps 1 an index is a second.
         clips.append((images, dict(
             fps=1.0, frames_indices=[float(s) for s in seconds], do_sample_frames=False,
             total_num_frames=len(images), duration=float(seconds[-1]) + 1.0)))
-    # vLLM expands the bare placeholder only and would leave the template's markers around all of
-    # its frames, a form Qwen3-VL was not trained on: every frame pair brings markers of its own.
+    # vLLM expands the placeholder alone, with markers around every pair of frames. The template's
+    # markers around the whole video would stay, a form that Qwen3-VL was not trained on.
     for at in reversed([n for n, i in enumerate(ids) if i == codec.video_pad]):
         ids[at - 1:at + 2] = [codec.video_pad]
     return ids, {"video": clips}, {"video": [f.key for f in request.frames]}
 
 
 def zero_deepstack(engine_model):
-    """vLLM keeps the deepstack features of a prefill in a plain list of tensors. A level-2 sleep
-    discards their memory and restores buffers alone: a text-only prefill would then add to its
-    hidden states whatever lies there."""
+    """Clears the deepstack features after a level-2 sleep. vLLM keeps them in a plain list, and the
+    sleep restores buffers alone, so the list then holds arbitrary bytes. A text-only prefill would
+    add those to the hidden states."""
     for level in getattr(engine_model, "deepstack_input_embeds", None) or ():
         level.zero_()
 
 
 def repack_head(engine_model):
-    """On CPU vLLM multiplies by a packed copy of each matrix. Reloading repacks every layer that
-    the iterator names, but a tied lm_head is not named: it would go on with the old embeddings, and
-    the log-prob gap would grow step by step."""
+    """Packs a tied lm_head again. On CPU vLLM multiplies by a packed copy of each matrix. A reload
+    packs every layer that the iterator names, but not a tied lm_head, which has no name of its own.
+    The head would stay old, and the log-prob gap would grow step by step."""
     head = engine_model.language_model.lm_head
     head.quant_method.process_weights_after_loading(head)

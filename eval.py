@@ -1,22 +1,25 @@
 """
-eval.py: benchmarks and task JSONL through the agent loop of training, greedy, into scored records.
+eval.py: runs benchmarks and task JSONL through the agent loop of training and scores the answers.
 
   score     = [letter == gold] | [text matches gold] | temporal IoU   of the final answer; a broken
               video, a full context or a failed request scores 0 and stays in the denominator
-  headline  = mean over items | MLVU: mean of its seven tasks' means | MMVU: multiple choice alone |
-              Charades-STA: mean IoU
+  headline  = mean over items | MLVU: mean of the means of seven tasks | Charades-STA: mean IoU |
+              MMVU: multiple choice alone
   f_tau     = mean R_fmt    kappa = executed crop_video calls per episode    both as in training
 
-The answer is the last <answer> block or, where there is none, the text after the thought: an
-evaluation asks what the model said, training (rewards.py) pays only for the tag. Departs from the
-authors' evaluation: benchmarks are read as their publishers ship them (evaluation/benchmarks.py),
-sub-agents answer calls as in training (--set crop_reply=frames: the frames themselves, as theirs),
-errors are never graded as text. --protocol speaks to other systems (evaluation/systems.py); grading
-and finished folders are in evaluation/folders.py, intervals and tables in evaluation/scores.py.
+Sampling is greedy. The answer is the last <answer> block, or the text after the thought if there is
+no block: an evaluation asks for the model's answer, while training (rewards.py) pays only for the
+tag. Departs from the authors' evaluation: benchmarks are read as their publishers ship them
+(evaluation/benchmarks.py), sub-agents answer calls as in training (--set crop_reply=frames shows
+the frames themselves, as the authors do), and an error is never graded as text.
+
+--protocol evaluates other systems (evaluation/systems.py). evaluation/folders.py grades records and
+works on finished folders, evaluation/scores.py computes intervals and tables.
 
 Reads:  --ckpt (or an OpenAI-compatible endpoint), --data or --bench with --root.
-Writes: --out[/bench]/records.*.jsonl (one episode a line, appended as they finish: run again to go
-        on), tasks.jsonl, args.json, judge.jsonl, summary.json; --out/summary.json
+Writes: --out[/bench]/records.*.jsonl (one episode a line, appended as episodes finish; the same
+        command again goes on), tasks.jsonl, args.json, judge.jsonl, summary.json
+        --out/summary.json
 
 CPU toy:  torchrun --nproc_per_node 2 eval.py --preset toy --ckpt grpo_out --data toy/eval.jsonl
 1 GPU:    python eval.py --ckpt grpo_out --bench videomme --root Video-MME --out eval_out
@@ -48,53 +51,52 @@ def build_parser():
     parser = launch.parser(__doc__)
 
     add = parser.add_argument_group("what to run").add_argument
-    add("--engine", choices=["vllm", "openai"], default="vllm", help="who samples")
+    add("--engine", choices=["vllm", "openai"], default="vllm", help="openai: ask an endpoint")
     add("--ckpt", help="checkpoint folder; not needed with --engine openai")
     add("--data", help="task JSONL")
     add("--bench", nargs="+", choices=list(benchmarks.splits()), default=[],
-        help="benchmarks, as their publishers ship them; several: one table")
+        help="benchmarks as their publishers ship them; several give one table")
     add("--root", nargs="+", default=[], metavar="DIR",
-        help="a folder per benchmark; or one that holds a folder of each name")
-    add("--out", default="eval_out", help="an earlier run of the same settings is continued here")
+        help="one folder per benchmark, or one that holds a folder of each name")
+    add("--out", default="eval_out", help="folder; an earlier run of the same settings goes on")
     add("--preset", choices=["paper", "toy"], default="paper", help="toy: lengths for toy.py")
-    # Every K with every mode of --tools: as many evaluations, in one table.
+    # Every K with every mode of --tools is an evaluation of its own. All share one table.
     add("--frames", type=rollout.frames_argument, nargs="+", default=[64],
-        help="overview frames K, one evaluation each; 'gated' draws K per task")
-    add("--tools", nargs="+", choices=["on", "off"], default=["on"],
-        help="offer crop_video, or answer from the overview alone; or both")
+        help="overview frames K, one evaluation each; gated: K is drawn per task")
+    add("--tools", nargs="+", choices=["on", "off"], default=["on"], help="offer crop_video")
     add("--subtitles", choices=["aligned", "full", "none"],
-        help="lines at the frames' times, all, none; default: what --bench asks for, else none")
+        help="lines at the frames' times, all, or none; default: as --bench asks, else none")
     add("--samples", type=int, default=1, help="episodes per task; above 1 needs --temperature")
     add("--limit", type=int, default=0, help="tasks; 0 = all")
     add("--shard", type=shard_argument, default=(0, 1), metavar="I/N",
-        help="part I of N, whole videos together; --rescore merges")
-    add("--allow-errors", action="store_true",
-        help="print a headline even where more than 1%% of the items failed")
+        help="run part I of N; the tasks of a video stay together; --rescore merges the parts")
+    add("--allow-errors", action="store_true", help="print a headline above 1%% of failed items")
     add("--estimate", type=int, nargs="?", const=3, default=0, metavar="VIDEOS",
-        help="print what the run takes, measured on so many videos of each benchmark, and end")
+        help="print the costs of the run, measured on so many videos of each benchmark, and end")
 
     systems.add_arguments(parser)  # protocol, endpoint, judge
 
-    add = parser.add_argument_group("finished folders: no evaluation, no model").add_argument
+    add = parser.add_argument_group("finished folders, no model").add_argument
     add("--rescore", nargs="+", metavar="DIR", help="grade again; several are merged into --out")
     add("--compare", nargs="+", metavar="DIR", help="one table from these --out folders")
     add("--table", nargs="+", metavar="DIR", help="Markdown of --bench folders, beside the paper's")
     add("--prepare", metavar="JSONL", help="write the tasks of --bench (videos relative to --root)")
 
-    add = parser.add_argument_group("speed").add_argument  # none of these changes an answer
-    add("--live", type=int, default=0,
-        help="episodes at once; 0 = twice --max-seqs; 1 measures an episode by itself")
+    # No flag of this group changes an answer, so settings_digest leaves them out.
+    add = parser.add_argument_group("speed").add_argument
+    add("--live", type=int, default=0, help="episodes at once; 0 = twice --max-seqs")
     add("--quiet", action="store_true", help="no progress bar; the tables stay")
     add("--decode-timeout", type=float, default=60.0,
-        help="seconds that up to 64 frames of a video may take; more frames, in proportion")
+        help="seconds that 64 frames of a video may take; more frames may take more, in proportion")
 
     rollout.add_agent_arguments(parser, tools=False, more=systems.rare_settings())
-    # Training's are 0.7, and 0.5 of a card that it shares with the trainer.
+    # Training samples at 0.7, and its engine shares the card with the trainer.
     parser.set_defaults(temperature=0.0, engine_share=0.9)
     return parser
 
 
-def shard_argument(text):
+def shard_argument(text: str) -> tuple[int, int]:
+    """--shard: "I/N" -> (I, N), counted from 0."""
     part, _, parts = text.partition("/")
     if not (part.isdigit() and parts.isdigit() and int(part) < int(parts)):
         why = "expected I/N with 0 <= I < N, for example 0/4"
@@ -102,10 +104,10 @@ def shard_argument(text):
     return int(part), int(parts)
 
 
-def parse_args(protocol=None):
-    """protocol: as if it were --protocol."""
+def parse_args(protocol: str | None = None):
+    """The flags, checked. protocol: replaces --protocol. Raises UserError."""
     parser = build_parser()
-    # A protocol and a preset set defaults, which yield to flags: they have to be known first.
+    # A protocol and a preset change defaults, which yield to flags. So both must be known first.
     early, _ = parser.parse_known_args()
     name = protocol or early.protocol
     parser.set_defaults(**systems.settings(name, early.protocol_set))
@@ -116,18 +118,19 @@ def parse_args(protocol=None):
     for wrong, why in faults(args):
         if wrong:
             raise launch.UserError(why)
-    if len(args.bench) > len(args.root):  # one folder of folders; both Video-MMEs share theirs
+    if len(args.bench) > len(args.root):
+        # One folder of folders. Video-MME with and without subtitles are one folder.
         names = [name.removesuffix("_wsub") for name in args.bench]
         args.root = [os.path.join(args.root[0], name) for name in names]
     return args
 
 
 def faults(args):
-    """[(whether the flags cannot be meant, why)]: told before anything is read or loaded."""
+    """-> [(whether the flags contradict each other, why)], before any file is read."""
     benches, roots = len(args.bench), len(args.root)
     found = [(args.judge_url and not args.judge_model, "--judge-url needs --judge-model")]
     if args.compare or args.table or args.rescore or args.protocols:
-        return found  # all else comes from the folders
+        return found  # all other settings come from the folders
     found += [
         (not (args.data or benches), "give --data (task JSONL), --bench with --root, or --compare "
          "with finished evaluations"),
@@ -154,22 +157,25 @@ def faults(args):
 
 @dataclass
 class Suite:
-    """One benchmark, or --data: what is run and where its records go."""
+    """One benchmark or --data: the tasks to run, and the folder of their records."""
 
     bench: str | None
     tasks: list  # the first --limit
     agent: rollout.Agent
-    source: rollout.Source  # of its videos and subtitles
-    out: str  # its leaf
+    source: rollout.Source  # of the videos and subtitles
+    out: str  # leaf folder of the records
     digest: str  # see folders.settings_digest
-    done: dict  # item with a record that stands -> seconds of its episode
-    part: bool  # its folder holds more tasks: their summary stays
+    done: dict  # item with a finished record -> seconds of that episode
+    part: bool  # the folder holds more tasks than these; their summary is then left alone
 
 
-def load_suites(args, weights, prompts):
+def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
+    """One Suite per --bench, or one of --data. weights, prompts: digests, for records to carry.
+    Raises UserError for a file that cannot be used and for records of other settings."""
     suites = []
     for bench, root in zip(args.bench or [None], args.root or [None]):
-        flags = argparse.Namespace(**{**vars(args), "tools": True})  # the mode is each job's
+        # agent_settings takes one mode of --tools. run_jobs sets each job's own.
+        flags = argparse.Namespace(**{**vars(args), "tools": True})
         shown = args.subtitles or "none"
         if bench:
             tasks, notes = benchmarks.read_split(bench, root)
@@ -177,7 +183,7 @@ def load_suites(args, weights, prompts):
             flags.video_root = args.video_root or root
             shown = args.subtitles or benchmarks.splits()[bench].shown
             if args.protocol_set == "paper" and shown == "aligned" and not args.subtitles:
-                shown = "full"  # as its authors' evaluation shows them
+                shown = "full"  # as the paper's evaluation shows them
         else:
             tasks = rollout.read_tasks(args.data)
         agent, source = rollout.agent_settings(flags, args.data)
@@ -185,17 +191,19 @@ def load_suites(args, weights, prompts):
         source.cache.timeout = args.decode_timeout or None
         if shown != "none":
             source.subtitles = partial(benchmarks.task_subtitles, root=source.root, which=shown)
+        # Refused now, or a wrong folder would cost hours of counted video errors.
         benchmarks.check_videos(bench or args.data, tasks, source.root)
         out = folders.leaf_of(args.out, bench)
         if not args.estimate:
             launch.make_out(out)
-        # Of all tasks, not of the first --limit: a short run is part of a long one.
+        # Of all tasks, not of the first --limit, so that a long run continues a short one.
         digest = folders.settings_digest(args, weights, shown, tasks, prompts)
         records = folders.read_records(out, digest)
-        # A broken video stays broken; an endpoint that was down is asked again.
+        # A broken video stays broken. A request that failed is asked again.
         done = {item: r["timing"].get("total_s") for item, r in records.items()
                 if r["status"] != "engine_error"}
         tasks = tasks[: args.limit or None]
+        # A run with --limit in the folder of a longer one must not replace the longer summary.
         kept = os.path.join(out, "tasks.jsonl")
         part = bool(records) and len(launch.read_jsonl(kept)) > len(tasks)
         suites.append(Suite(bench, tasks, agent, source, out, digest, done, part))
@@ -203,22 +211,23 @@ def load_suites(args, weights, prompts):
 
 
 def whole_checkpoint(args):
-    """-> (folder of --ckpt, checked; digest of its weights), or None twice for endpoints."""
+    """-> (folder of --ckpt, checked; digest of the weights), or None twice for endpoints."""
     if not args.ckpt:
         return None, None
-    import checkpoint  # brings torch, of which an endpoint needs nothing
+    import checkpoint  # imports torch, which an endpoint does not need
 
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
     return ckpt, checkpoint.content_digest(ckpt)
 
 
-def unfinished(suites, args):
-    """-> [(suite, K, mode, tasks)], a job each. A task whose items are not all done is asked with
-    all its samples: they are drawn as a group."""
+def unfinished(suites: list[Suite], args) -> list[tuple]:
+    """-> [(suite, K, mode, tasks)], one job each. A task with an unfinished item is asked with all
+    samples again, because they are drawn as one group."""
+    # A shard is a share of the videos, so that only one machine decodes each of them.
     part, parts = args.shard
     jobs = []
     for suite in suites:
-        # Of all tasks: the other shards do not know what is done here.
+        # Dealt before finished tasks are left out: the other shards do not see these records.
         mine = costs.deal([(suite.source.root, task) for task in suite.tasks], parts)[part]
         for k, mode in itertools.product(args.frames, args.tools):
             todo = []
@@ -231,35 +240,37 @@ def unfinished(suites, args):
 
 
 def evaluate(args):
-    """Run what has no record yet, on every rank; rank 0 writes the summary."""
+    """Runs every task that has no record yet, on all ranks. Rank 0 writes the summary."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     part, parts = args.shard
     launch.beat(args.patience)
-    if args.judge_url:  # hours of episodes later would be late to find out
+    if args.judge_url:  # a judge that does not answer is found before hours of episodes
         systems.OpenAIEngine(args.judge_url, args.judge_model).knock()
     ckpt, weights = whole_checkpoint(args)
     protocol, prompts = systems.make_protocol(args)
     suites = load_suites(args, weights, prompts)
     if world > 1:
-        # No deadline: ranks end hours apart. One that hangs is ended by its own beat.
+        # No deadline for collectives, as ranks end hours apart. launch.beat ends a rank that hangs.
         launch.start_process_group(patience=0)
-        launch.any_rank(False)  # every rank has read the records before any appends to them
-    launch.beat(args.patience)
+        launch.any_rank(False)  # a barrier: all ranks have read the records before any rank appends
+    launch.beat(args.patience)  # reading benchmarks and hashing weights may have taken minutes
     jobs = unfinished(suites, args)
     needed = any(todo for *_, todo in jobs)
+    # shares: for each rank and job the places of the tasks that the rank asks
     shares = costs.split(jobs, world) if rank == 0 else [None] * world
-    if world > 1:  # from one rank: a task that two ranks see differently would be asked by neither
+    if world > 1:
+        # Shares of one rank for all: if two ranks saw a folder differently, a task could be missed.
         shares = launch.broadcast(shares)
-        needed = launch.any_rank(needed)  # building vLLM is collective: all ranks build, or none
+        needed = launch.any_rank(needed)  # building vLLM is collective, so all ranks build or none
     engine = None
     if needed:
-        if sys.stdout.isatty():  # else the table alone
+        if sys.stdout.isatty():  # a script that reads stdout gets the table alone
             launch.say(f"{args.ckpt or args.engine} -> {args.out}: loading")
-        # Without a checkpoint there are no ids: prompts stay messages, answers text.
+        # Without a checkpoint there are no ids: prompts stay messages, and answers stay text.
         codec = chat.load_codec(ckpt, args.channel) if ckpt else None
         engine = make_engine(suites, args, ckpt, codec, protocol)
-    # What --rescore and --compare read; once for all ranks. After the engine has taken the
-    # checkpoint: a run that is refused leaves nothing.
+    # Rank 0 writes the files that --rescore and --compare read. Only now that the engine has taken
+    # the checkpoint, so that a refused run leaves no files.
     kept = {**vars(args), "prompt_hash": prompts}
     for suite in suites if rank == 0 else []:
         if not suite.part:
@@ -267,22 +278,23 @@ def evaluate(args):
             folders.write_json(kept, suite.out, "args.json")
     if needed:
         shard = f"shard{part}of{parts}." if parts > 1 else ""
-        name = f"records.{shard}rank{rank}.jsonl"  # a file per rank: nobody waits for a lock
+        name = f"records.{shard}rank{rank}.jsonl"  # a file per rank needs no lock
+        # This rank's tasks of every job.
         own = [(*job[:3], [job[3][i] for i in some]) for job, some in zip(jobs, shares[rank])]
         run_jobs(own, engine, codec, protocol, args, name, quiet=rank > 0 or args.quiet)
-    faulthandler.cancel_dump_traceback_later()  # what is left is to wait, and to grade
+    faulthandler.cancel_dump_traceback_later()  # no more beats: waiting and grading take long
     if world > 1:
-        launch.any_rank(False)  # all records are there
+        launch.any_rank(False)  # a barrier: all records are written
     if engine and args.engine == "openai" and rank == 0:
-        for suite in suites:  # the name asked for may stand for another model next month
+        # Record which model answered: the same name may stand for another model next month.
+        for suite in suites:
             if not suite.part:
-                served = {**kept, "served": sorted(engine.served)}
-                folders.write_json(served, suite.out, "args.json")
+                folders.write_json(kept | {"served": sorted(engine.served)}, suite.out, "args.json")
     if engine:
         engine.close()
     if world > 1:  # closing vLLM may have ended the group
         launch.end_process_group()
-    if rank == 0 and parts > 1:  # no summary: a part would pass for the whole
+    if rank == 0 and parts > 1:  # no summary, because a reader would take the part for the whole
         then = f"python eval.py --rescore {args.out} (or the folder of every shard, with --out)"
         print(f"shard {part} of {parts} is done; when all are: {then}")
     elif rank == 0:
@@ -291,37 +303,39 @@ def evaluate(args):
 
 
 def estimate(args):
-    """Print what evaluate(args) will take, before anything is built or written."""
+    """Prints the costs of evaluate(args). Builds no engine and writes no file."""
     ckpt, weights = whole_checkpoint(args)
     protocol, prompts = systems.make_protocol(args)
-    codec = chat.load_codec(ckpt, args.channel) if ckpt else None
+    codec = chat.load_codec(ckpt, args.channel) if ckpt else None  # to count prompt tokens
     jobs = unfinished(load_suites(args, weights, prompts), args)
     shares = costs.split(jobs, int(os.environ.get("WORLD_SIZE", 1)))
     print(costs.estimate(jobs, shares, codec, protocol, args))
 
 
 def make_engine(suites, args, ckpt, codec, protocol):
-    """The engine that samples, made for the largest K of the run."""
-    largest = max(64 if k == "gated" else k for k in args.frames)  # gated draws up to 64
-    # A context that is too small for the first prompt is told now, not by every episode.
+    """The engine that samples, made for the largest K of the run. Raises UserError if the context
+    is too small."""
+    largest = max(map(rollout.most_frames, args.frames))
+    # Checked now, or every episode would end with status "context".
     for suite in suites if codec else []:
         rollout.check_context(codec, suite.tasks, suite.agent, suite.source, largest)
     if args.engine == "openai":
         return systems.make_engine(args, protocol)
     # With --set crop_reply=frames all windows of an episode end up in one context.
     windows = systems.protocols()[args.protocol].held(args) if "on" in args.tools else (0, 0)
+    # rollout's --frames is one K, ours is a list of them.
     flags = argparse.Namespace(**{**vars(args), "frames": largest})
     return rollout.make_engine(ckpt, codec, flags, windows=windows)
 
 
 def run_jobs(jobs, engine, codec, protocol, args, name, quiet):
-    """Every episode becomes a line of its suite's file `name` as it finishes."""
+    """Writes every episode, as soon as it ends, as a line of the file `name` of its suite."""
     from tqdm import tqdm
 
     total = sum(len(todo) for *_, todo in jobs) * args.samples
-    meter = costs.Meter(engine)
+    meter = costs.Meter(engine)  # counts the tokens of every request
     with tqdm(total=total, desc="episodes", disable=quiet or None) as bar:
-        for suite, k, mode, todo in jobs:  # one after the other: the agent differs
+        for suite, k, mode, todo in jobs:  # one after the other, because their agents differ
             agent = replace(suite.agent, tools=mode == "on")
             sampler = rollout.Sampler(meter, codec, suite.source, agent, max_live=args.live or None)
             episodes = systems.run(sampler, todo, protocol, frames=k, group=args.samples)
@@ -329,22 +343,23 @@ def run_jobs(jobs, engine, codec, protocol, args, name, quiet):
                 for episode in episodes:
                     record = record_of(episode, suite.digest, k, mode, args, meter.taken)
                     f.write(json.dumps(record) + "\n")
-                    f.flush()  # a crash loses the episodes under way, no more
+                    f.flush()  # a crash then loses only the episodes under way
                     bar.update()
                     launch.beat(args.patience)
 
 
-def record_of(episode, digest, budget, mode, args, taken=None):
-    """Episode -> its record: the text of every turn and all that was decided, without token ids.
-    taken: what its requests took, see costs.Meter."""
-    # What only training needs; it is most of an episode's bytes.
+def record_of(episode, digest, k, mode, args, taken=None) -> dict:
+    """Episode -> record: the text of every turn, calls, rewards, costs and grade, without token
+    ids. k: as in --frames. taken: tokens of the requests, see costs.Meter."""
+    # Only training needs these fields, and they are most of an episode's bytes.
     left = {"ids", "mask", "logps", "vision", "spans", "advantage", "version"}
     record = {name: value for name, value in episode.to_json().items() if name not in left}
-    # "sub" holds the ids of a sub-agent.
+    # "sub" holds the ids of a sub-agent, left out too.
     calls = [{name: value for name, value in c.items() if name != "sub"} for c in episode.calls]
     times = [round(float(second), 3) for second in episode.notes.get("seconds", [])]
+    # A hash of the opening messages shows which wording a record was asked with.
     prompt = json.dumps(episode.notes.get("opening")).encode()  # None for a broken video
-    record.update(calls=calls, digest=digest, budget=str(budget), tools=mode, frame_times=times,
+    record.update(calls=calls, digest=digest, budget=str(k), tools=mode, frame_times=times,
                   prompt_hash=hashlib.sha256(prompt).hexdigest()[:16],
                   cost=costs.of(episode, taken or {}))
     return {**record, **folders.grade(record, args.protocol)}
@@ -365,7 +380,7 @@ def main():
         folders.compare(args.compare, args.out)
     elif not args.estimate:
         evaluate(args)
-    elif os.environ.get("RANK", "0") == "0":  # one of torchrun's ranks speaks for all
+    elif os.environ.get("RANK", "0") == "0":  # under torchrun rank 0 alone prints
         estimate(args)
 
 

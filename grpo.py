@@ -483,7 +483,7 @@ def episode_row(e):
     # f_tau uses the paper's terms, whatever this run pays for: one ruler for all runs.
     ruler = rewards.format_reward(e.turns, e.think_open)
     return {
-        "K": e.frame_budget, "group": e.group, "status": e.status,
+        "K": e.num_frames, "group": e.group, "status": e.status,
         "f_tau": ruler["total"], "well_formed": ruler["well_formed"],
         "f_released": rewards.released_format(e.turns),
         **{name: e.reward[name] for name in ("total", "acc", "fmt", "tool")},

@@ -1,24 +1,23 @@
 """
-rollout.py: the agent. Prompts, one episode, fan-out and gather: the one loop that RL, evaluation of
-our agent and this CLI share.
+rollout.py: the agent loop that RL, evaluation and the command line below share.
 
-One episode, for a task with overview budget K:
+One episode, for a task with K overview frames:
   main agent   <system><K frames><question> -> turn 1
   fan-out      turn 1 holds n crop_video calls: n sub-agents, the same weights, each in a fresh
                context with the frames of one window; each returns a short summary
   gather       ALL n responses, in call order, become ONE user turn with ONE generation prompt
   main agent   turn 2, ..: at most --max-turns tool turns, then one turn that must answer
 Every main turn starts with a forced `<think>\\n` (--think-prefix). Ids only grow:
-next prompt = previous ids + sampled ids + glue; nothing sampled is decoded and encoded again.
+next prompt = previous ids + sampled ids + glue. A sampled id is never decoded and encoded again.
 
-An episode is a coroutine that awaits its frames and its samples. The pump (engine.py) feeds all
-episodes into one engine, so a fan-out starts the moment its turn ends. K is a draw per prompt
-(--frames gated) from a digest of (seed, step, task id).
+An episode is a coroutine that awaits frames and samples. The pump (engine.py) feeds all episodes
+into one engine, so a fan-out starts the moment the turn ends. With --frames gated, K is drawn once
+per prompt from a digest of (seed, step, task id).
 
-Departs from the paper: a sub-agent is told the question (--set sub_question=false: it is not);
-calls that a model writes in its last turn are not run. Calls inside a thought that never closes are
-run; --set open_thought=drop drops them, as a serving stack does whose reasoning parser comes before
-its tools.
+Departs from the paper: a sub-agent is told the question (--set sub_question=false turns this off).
+Calls that a model writes in its last turn are not run, because no turn follows that could read the
+responses. Calls inside a thought that never closes are run. --set open_thought=drop drops them, as
+a server does if it removes the thought before it looks for calls.
 
 Reads:  a checkpoint folder, task JSONL.
 Writes: rollout JSONL, one episode a line, enough to train on without the engine.
@@ -26,7 +25,7 @@ Writes: rollout JSONL, one episode a line, enough to train on without the engine
 CPU toy:  python rollout.py --preset toy --ckpt sft_out --data toy/rl.jsonl --group 4 --limit 8 \\
             --show 2 --out r.jsonl
 1 GPU:    python rollout.py --ckpt sft_out --data rl.jsonl --group 8 --out r.jsonl
-8 GPUs:   one process per GPU, each with its own --data part; grpo.py has one engine per rank
+8 GPUs:   one process per GPU, each with a part of --data; grpo.py has one engine per rank
 """
 import argparse
 import asyncio
@@ -47,10 +46,11 @@ import video
 from engine import Limits, Pump, Request, VllmEngine, in_flight
 
 # ------------------------------------------------------------------------------------------------
-# Prompts: the one home of every word put before the model. SFT data, RL and evaluation build here.
+# Prompts. SFT data, RL and evaluation all build their prompts here: a model that was trained on one
+# wording and asked in another loses accuracy without any error.
 
 
-def main_prompt(tools=True):
+def main_prompt(tools: bool = True) -> str:
     calls = ("If the frames do not show what you need, call crop_video once for each window you "
              "want to see closely; several calls in one turn run at the same time. Every call "
              "returns a short summary of its window.\n")
@@ -60,30 +60,33 @@ def main_prompt(tools=True):
             + "When you know the answer, write it between <answer> and </answer>.")
 
 
-def sub_prompt():
+def sub_prompt() -> str:
     return ("You watch one short window of a longer video. Say in a few words what happens in it "
             "that helps to answer the question. Times are those of the whole video.")
 
 
-def empty_summary():
-    """The response of a window in which its sub-agent found nothing to say."""
+def empty_summary() -> str:
+    """The response to a call if the sub-agent wrote no summary."""
     return "(nothing to report)"
 
 
-def tool_schema():
+def tool_schema() -> list[dict]:
+    """Declaration of crop_video for the chat template."""
     start = "start of the window in seconds from the start of the video"
     frames = "frames to look at; default: one per second, at most 16"
-    does = ("Look closely at one window of the video. "
-            "Returns a short text summary of what happens there.")
+    # num_frames is optional: a window is shown at 1 fps unless the model gives a number.
     arguments = {"type": "object", "required": ["start_time", "end_time"], "properties": {
         "start_time": {"type": "number", "description": start},
         "end_time": {"type": "number", "description": "end of the window in seconds"},
         "num_frames": {"type": "integer", "description": frames}}}
-    function = {"name": "crop_video", "description": does, "parameters": arguments}
-    return [{"type": "function", "function": function}]
+    does = ("Look closely at one window of the video. "
+            "Returns a short text summary of what happens there.")
+    return [{"type": "function", "function": {"name": "crop_video", "description": does,
+                                              "parameters": arguments}}]
 
 
-def answer_style(task_type):
+def answer_style(task_type: str) -> str:
+    # Asks for the form that rewards.py can read, since an answer in another form earns nothing.
     return {"mcq": "Answer with the letter of one option.",
             "open": "Answer with a few words.",
             "list": "Answer with a list, in order, separated by commas.",
@@ -91,18 +94,18 @@ def answer_style(task_type):
             }[task_type]
 
 
-def question_text(task):
+def question_text(task: dict) -> str:
     """Task -> the text after the frames: question, options, how to answer."""
-    options = bare_options(task.get("options") or [])
-    lines = [task["question"]]
-    lines += [f"{letter}. {option}" for letter, option in zip(string.ascii_uppercase, options)]
-    lines.append(answer_style(task["type"]))
-    return "\n" + "\n".join(lines)
+    # Publishers label options in several ways; here every option gets the same kind of label.
+    options = zip(string.ascii_uppercase, bare_options(task.get("options") or []))
+    lines = [task["question"], *(f"{letter}. {option}" for letter, option in options)]
+    return "\n" + "\n".join([*lines, answer_style(task["type"])])
 
 
-def main_messages(task, num_frames, tools=True, subtitles=""):
-    """The main agent's first context: K overview frames, subtitles where there are any,
+def main_messages(task: dict, num_frames: int, tools: bool = True, subtitles: str = "") -> list:
+    """The main agent's first messages: system, overview of num_frames, subtitles if there are any,
     question."""
+    # Frames come first: all rollouts of a group, and questions of one video, share that prefix.
     spoken = f"\nSubtitles:\n{subtitles}\n" if subtitles else ""
     overview = {"type": "video", "video": task["video"], "frames": num_frames}
     asked = {"type": "text", "text": spoken + question_text(task)}
@@ -110,163 +113,177 @@ def main_messages(task, num_frames, tools=True, subtitles=""):
             {"role": "user", "content": [overview, asked]}]
 
 
-def sub_messages(task, window, question=True):
-    """A sub-agent's context: the frames of one window (as video.load reads it), its times, the
-    question."""
-    text = f"\nWindow: {window['start']:g} to {window['end']:g} seconds."
-    if question:
-        text += f"\nQuestion: {task['question']}"
+def sub_messages(task: dict, window: dict, question: bool = True) -> list:
+    """A sub-agent's messages: the frames of one window, the window's times, the question.
+    window: {"start", "end", ..} in seconds, as video.load reads it."""
+    times = f"\nWindow: {window['start']:g} to {window['end']:g} seconds."
+    asked = f"\nQuestion: {task['question']}" if question else ""
     seen = {"type": "video", "video": task["video"], **window}
     return [{"role": "system", "content": sub_prompt()},
-            {"role": "user", "content": [seen, {"type": "text", "text": text}]}]
+            {"role": "user", "content": [seen, {"type": "text", "text": times + asked}]}]
 
 
 # ------------------------------------------------------------------------------------------------
-# Draws. Digests, since Python's hash() of a string differs from process to process.
+# Draws. Python's hash() of a string differs from process to process, so draws come from digests.
 
 
-def gated_budgets():
-    """The overview frames K that nFrames gating draws from (paper)."""
+def gated_choices() -> tuple[int, ...]:
+    """The numbers of overview frames that nFrames gating draws from (paper)."""
     return (4, 8, 16, 32, 64)
 
 
-def frame_budget(seed, step, task_id):
-    """nFrames gating: K ~ Uniform, one draw per prompt and step, the same on every rank."""
-    digest = hashlib.sha256(f"K/{seed}/{step}/{task_id}".encode()).digest()
-    choices = gated_budgets()
-    return choices[int.from_bytes(digest[:8], "big") % len(choices)]
-
-
-def overview_frames(frames, seed, step, task_id):
-    """--frames -> K of a task in a step: drawn where it is "gated"."""
-    return frame_budget(seed, step, task_id) if frames == "gated" else int(frames)
-
-
-def request_seed(*parts):
-    """Stable 31-bit seed of one generation from (seed, step, task, sample, turn, ...)."""
+def stable_number(*parts) -> int:
+    """A 64-bit number that depends on the parts alone, on every rank and in every process."""
     digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
-    return int.from_bytes(digest[:4], "big") & 0x7FFFFFFF
+    return int.from_bytes(digest[:8], "big")
+
+
+def gated_frames(seed: int, step: int, task_id: str | int) -> int:
+    """nFrames gating: K ~ Uniform, one draw per prompt and step, so a whole group shares K."""
+    number = stable_number("K", seed, step, task_id)  # "K": not the digest of a sampling seed
+    return gated_choices()[number % len(gated_choices())]
+
+
+def overview_frames(frames: int | str, seed: int, step: int, task_id: str | int) -> int:
+    """--frames (a number, or "gated") -> K of a task in a step."""
+    return gated_frames(seed, step, task_id) if frames == "gated" else int(frames)
+
+
+def most_frames(frames: int | str) -> int:
+    """--frames -> the largest K that a run can ask for."""
+    return max(gated_choices()) if frames == "gated" else int(frames)
 
 
 # ------------------------------------------------------------------------------------------------
-# What an episode is made of
+# Parts of an episode
 
 
 @dataclass
 class Agent:
-    """The rules of an episode. Every field is a flag of the CLIs, or one of `settings`."""
+    """The rules of an episode. Every field is a flag of the command lines, or one of `settings`."""
 
     temperature: float = 0.7
     max_new_tokens: int = 2048  # per main-agent turn
-    sub_max_new_tokens: int = 512
+    sub_max_new_tokens: int = 512  # per summary
     context: int = 32768  # tokens of one context, answer included
-    max_turns: int = 3  # tool turns; one more turn always follows, which must answer
-    max_parallel: int = 5  # calls run per turn; further ones get a response that says so
-    dispatch: str = "parallel"  # or "sequential"; "turns": evaluation/systems.py alone
+    max_turns: int = 3  # tool turns; one more turn always follows and must answer
+    max_parallel: int = 5  # calls run per turn; the a further call is answered with a refusal
+    dispatch: str = "parallel"  # or "sequential"; "turns" exists in evaluation/systems.py alone
     tools: bool = True
     think_prefix: bool = True
-    open_thought: str = "run"  # calls in a thought that never closes; "drop": they are only thought
-    sub_frames: int = 16
-    sub_fps: float = 1.0
+    open_thought: str = "run"  # calls in a thought that never closes; "drop": they are not calls
+    sub_frames: int = 16  # frames of a window, at most
+    sub_fps: float = 1.0  # frames per second of a window
     sub_question: bool = True  # a sub-agent is told the question
     seed: int = 0
 
 
 @dataclass
 class Source:
-    """Where frames come from: root folder, size bounds, the cache of this stage."""
+    """Where frames come from: the root folder, size bounds, the cache of this stage."""
 
     root: str
     cache: video.FrameCache
-    min_pixels: int = 1024
+    min_pixels: int = 1024  # of a frame after resizing
     max_pixels: int = 50176
-    crop_pixels: int = 0  # of a window's frames, at most; 0 = max_pixels
+    crop_pixels: int = 0  # of a window's frame, at most; 0 = max_pixels
     subtitles: object = None  # (task, seconds of the frames [K]) -> text shown with the question
-    snap: bool = False  # overviews: key frames where they are near, see video.py
-    own_labels: bool = False  # tasks of a user's file, whose labels are checked; no benchmark's
+    snap: bool = False  # overviews take nearby key frames, see video.py
+    own_labels: bool = False  # labels of a user's file are checked, those of a benchmark are not
 
     def overview_spec(self, task, num_frames):
-        """The overview of a task as `load` reads it, and as a rollout records it."""
-        spec = {"video": task["video"], "frames": num_frames}
-        return {**spec, "snap": True} if self.snap else spec
+        """The overview of a task, as `load` reads it and as a rollout records it."""
+        # Only if set: records of runs without --snap have no such field.
+        snap = {"snap": True} if self.snap else {}
+        return {"video": task["video"], "frames": num_frames, **snap}
 
-    def load(self, spec):
-        """{"video", "frames"} or {"video", "start", "end", ..} -> Frames."""
+    def load(self, spec: dict) -> video.Frames:
+        """{"video", "frames"} or {"video", "start", "end", ..} -> Frames. Raises VideoError, or
+        ValueError if a window holds no part of the video."""
         most = self.max_pixels if "frames" in spec else self.crop_pixels or self.max_pixels
         return video.load(spec, self.root, self.cache, self.min_pixels, most)
 
     def load_overview(self, spec, task):
-        """-> (Frames, seconds of the video, text of its subtitles)."""
+        """-> (Frames, seconds of the video, text of the subtitles)."""
+        # One call for all three, because each reads the disk and this runs in a decoder's thread.
         frames = self.load(spec)
         spoken = self.subtitles(task, frames.seconds) if self.subtitles else ""
         return frames, self.duration(spec), spoken
 
     def load_window(self, spec):
-        """A crop as the model asked for it -> (the same, clamped to the video; its Frames). Raises
-        ValueError beyond the end."""
+        """A crop as the model asked for -> (the same clamped to the video, Frames). Raises as
+        `load` does."""
         frames = self.load(spec)
+        # A model may ask for -5 s or for a second after the end. The message to the sub-agent and
+        # the record name the part that was shown.
         start, end = max(0.0, spec["start"]), min(spec["end"], self.duration(spec))
         return {**spec, "start": start, "end": end}, frames
 
     def clusters(self, specs):
-        """Windows of one turn -> lists of their places: those that are decoded in one go."""
+        """Windows of one turn -> lists of their places: windows of one list are decoded in one go,
+        because their frames follow the same key frame."""
         return video.clusters(specs, self.root, self.cache)
 
     def preload(self, specs):
-        """Windows of a cluster -> the cache."""
+        """Decodes the windows of one cluster into the cache."""
         most = self.crop_pixels or self.max_pixels
         video.preload(specs, self.root, self.cache, self.min_pixels, most)
 
     def duration(self, spec):
+        """Seconds of the video."""
         return video.probe(video.resolve(spec["video"], self.root), self.cache).duration
 
 
 @dataclass
 class Context:
-    """Ids, mask and log-probs of one agent context; they only ever grow, and together."""
+    """Ids, mask and log-probs of one agent context. The three lists only grow, and together."""
 
     ids: list = field(default_factory=list)  # expanded: one placeholder per vision token
-    compact: list = field(default_factory=list)  # one placeholder per frame: what engines take
+    compact: list = field(default_factory=list)  # one placeholder per frame, as engines take them
     mask: list = field(default_factory=list)  # 1 = sampled by this policy, and trained
-    logps: list = field(default_factory=list)  # of the distribution sampled from; 0 where mask is 0
-    items: list = field(default_factory=list)  # [model.VisionItem]
+    logps: list = field(default_factory=list)  # of the distribution sampled from; 0 if mask is 0
+    items: list = field(default_factory=list)  # [chat.VisionItem]
     frames: list = field(default_factory=list)  # [video.Frames], one per item
 
-    def insert(self, ids, compact=None):
-        """Tokens nobody sampled: headers, tool responses. compact: where frames are among them."""
+    def insert(self, ids: list[int], compact: list[int] | None = None) -> None:
+        """Adds tokens that no model sampled: prompts, forced starts, tool responses. compact: the
+        same ids with one placeholder per frame, if there are frames among them."""
         self.ids += ids
         self.compact += ids if compact is None else compact
-        self.mask += [0] * len(ids)
+        self.mask += [0] * len(ids)  # neither loss nor credit
         self.logps += [0.0] * len(ids)
 
-    def sampled(self, ids, logps):
+    def sampled(self, ids: list[int], logps: list[float]) -> None:
+        """Adds tokens that the policy sampled."""
+        # The sampled ids themselves: text that is encoded again may give other ids.
         self.ids += ids
         self.compact += ids
-        self.mask += [1] * len(ids)
+        self.mask += [1] * len(ids)  # trained
         self.logps += logps
 
     def request(self, name, **settings):
-        """The context as it is now; it grows on while the request waits, so lists are copied."""
+        """The context as a Request. Lists are copied, because the context grows on meanwhile."""
         return Request(name, list(self.compact), list(self.ids), list(self.items),
                        list(self.frames), **settings)
 
 
-def open_context(codec, messages, specs, frames, tools=None):
-    """Messages whose frames are decoded -> Context."""
-    context = Context(frames=list(frames))
-    context.items = [chat.vision_item(spec, f) for spec, f in zip(specs, frames)]
+def open_context(codec, messages, specs, frames, tools=None) -> Context:
+    """Messages, with the spec and the decoded Frames of each of their videos -> Context."""
+    items = [chat.vision_item(spec, f) for spec, f in zip(specs, frames)]
+    context = Context(items=items, frames=list(frames))
+    # encode_prompt returns both forms of the ids: expanded and compact.
     context.insert(*chat.encode_prompt(codec, messages, context.items, tools))
     return context
 
 
 @dataclass
 class Episode:
-    """One rollout; `to_json` is a line of the rollout JSONL."""
+    """One rollout. `to_json` is a line of the rollout JSONL."""
 
     task: dict
-    group: str
-    sample: int
-    frame_budget: int
+    group: str  # "step/task id": the rollouts of one prompt
+    sample: int  # number within the group
+    num_frames: int  # K, "K" in the record
     version: int  # of the weights: the step
     status: str = "ok"  # ok | video_error | label_error | context | engine_error
     error: str = None
@@ -279,9 +296,9 @@ class Episode:
     calls: list = field(default_factory=list)  # dicts, in the order they were written
     reward: dict = field(default_factory=dict)
     advantage: dict = field(default_factory=dict)
-    timing: dict = field(default_factory=dict)
+    timing: dict = field(default_factory=dict)  # seconds
     duration: float = None  # seconds of the video
-    notes: dict = field(default_factory=dict)  # what a protocol remembers between turns; not saved
+    notes: dict = field(default_factory=dict)  # memory of a protocol between turns; not saved
 
     def fail(self, status, error):
         self.status, self.error = status, error
@@ -298,59 +315,62 @@ class Episode:
         return ("task", "group", "sample", "version", "status", "error", "think_open", "turns",
                 "pieces", "spans", "finish", "calls", "reward", "advantage", "timing")  # fmt: skip
 
-    def to_json(self):
-        c = self.context or Context()
-        return {**{name: getattr(self, name) for name in self.kept()}, "K": self.frame_budget,
+    def to_json(self) -> dict:
+        c = self.context or Context()  # a broken video has none
+        return {**{name: getattr(self, name) for name in self.kept()}, "K": self.num_frames,
                 "ids": c.ids, "mask": c.mask, "logps": c.logps,
                 "vision": [vars(item) for item in c.items]}  # fmt: skip
 
 
 @dataclass
 class Sampler:
-    """All that turns tasks into episodes. One `run` at a time."""
+    """Everything that turns tasks into episodes. A Sampler serves one `run` at a time."""
 
-    engine: object  # submit(Request), poll() -> [Completion], max_seqs: its batch
+    engine: object  # submit(Request), poll() -> [Completion], max_seqs: the size of the batch
     codec: chat.Codec
     source: Source
     agent: Agent
-    pay: rewards.Pay = rewards.Pay()  # what a rollout is paid for
+    pay: rewards.Pay = rewards.Pay()  # the weights of the reward's terms
     threads: int = 4  # that decode
     max_live: int = None  # episodes at once; None = twice the engine's batch
     open_context: callable = open_context  # evaluation/systems.py keeps the chat beside the ids
-    pump: Pump = None  # of the latest run; its idle_s: seconds the engine only waited for frames
+    pump: Pump = None  # of the latest run
 
 
 # ------------------------------------------------------------------------------------------------
 # The episode
 
 
-async def run_episode(episode, sampler):
-    """The main agent: overview, then turns that look closer, then one that answers -> Episode.
+async def run_episode(episode: Episode, sampler: Sampler) -> Episode:
+    """The main agent: overview, then turns that look closer, then a turn that answers.
 
-    Nothing that the model writes can raise out of it: bad calls, broken videos, full contexts and
+    No text that the model writes can make this raise: bad calls, broken videos, full contexts and
     failed requests are counted outcomes in the record.
     """
     agent, codec, task, began = sampler.agent, sampler.codec, episode.task, time.monotonic()
     shown = await load_overview(episode, sampler)
     if shown is None:
-        return episode
+        return episode  # episode.status says why
     spec, frames, spoken = shown
-    messages = main_messages(task, episode.frame_budget, agent.tools, spoken)
+    messages = main_messages(task, episode.num_frames, agent.tools, spoken)
     tools = tool_schema() if agent.tools else None
     context = episode.context = open_context(codec, messages, [spec], [frames], tools)
     episode.notes.update(opening=messages, seconds=frames.seconds)
     episode.think_open = agent.think_prefix or codec.opens_thought
 
+    # One more turn than tool turns, so no episode ends on tool responses that were never read.
     tool_turns = agent.max_turns if agent.tools else 0
-    for turn in range(tool_turns + 1):  # the last one must answer: its calls come too late
-        # Forced, not sampled: mask 0, neither gradient nor credit.
+    for turn in range(tool_turns + 1):  # the last turn must answer
+        # The forced start is not sampled, so mask 0: neither gradient nor credit. No ids if the
+        # template has just opened a thought.
         prefix = chat.think_prefix_ids(codec, context.ids) if agent.think_prefix else []
-        room = agent.context - len(context.ids) - len(prefix)
+        room = agent.context - len(context.ids) - len(prefix)  # tokens left for this turn
         if room < 1:
             episode.fail("context", f"{len(context.ids)} tokens leave no room in a context of "
                          f"{agent.context}")
             break
         context.insert(prefix)
+        # The name is unique within a run. evaluation/costs.py finds an episode's requests by name.
         said = await sampler.pump.sample(context.request(
             f"{episode.group}/{episode.sample}/{turn}", max_tokens=min(agent.max_new_tokens, room),
             temperature=agent.temperature, seed=turn_seed(episode, agent, turn)))
@@ -360,17 +380,19 @@ async def run_episode(episode, sampler):
         record_turn(episode, codec, said, "stop" if said.ended else "length")
         calls, records = record_calls(episode, agent, said.text, turn)
         if turn == tool_turns or not calls:
+            # Calls in the last turn come too late: they are recorded and not run.
             for record in records:
                 record.update(status="not_run", summary="")
             break
 
-        # Fan-out: one sub-agent per window, all at once; they join the engine's running batch.
+        # Fan-out: one sub-agent per window, all at once. They join the engine's running batch.
         await serve(records, calls, episode, sampler, turn)
 
         # Gather: ONE user turn, in call order, then ONE generation prompt.
         replies = [{"role": "tool", "content": record["summary"]} for record in records]
+        # A turn that was cut off at max_new_tokens has no end of turn yet; the glue adds one.
         glue = chat.glue_ids(codec, replies, said.ended)
-        if not fits(episode, agent, len(glue) + len(prefix)):
+        if not fits(episode, agent, len(glue) + len(prefix)):  # the next turn starts with prefix
             break
         context.insert(glue)
     episode.timing["total_s"] = time.monotonic() - began
@@ -378,19 +400,21 @@ async def run_episode(episode, sampler):
 
 
 async def load_overview(episode, sampler):
-    """-> (spec, Frames, subtitles) of the overview. None if the video or the task's label is to
-    blame; the episode then says so."""
+    """-> (spec, Frames, subtitles) of the overview, or None after a failure, which the episode then
+    records: an unreadable video, or a label beyond the end."""
     source, began = sampler.source, time.monotonic()
-    spec = source.overview_spec(episode.task, episode.frame_budget)
+    spec = source.overview_spec(episode.task, episode.num_frames)
     try:
+        # In a thread of the pump: decoding takes seconds, and other episodes go on meanwhile.
         frames, episode.duration, spoken = await sampler.pump.load(
             source.load_overview, spec, episode.task)
-    except (video.VideoError, ValueError) as error:
+    except (video.VideoError, ValueError) as error:  # ValueError: unreadable subtitles
         episode.fail("video_error", str(error))
         return None
     finally:
-        episode.timing["decode_s"] = time.monotonic() - began
+        episode.timing["decode_s"] = time.monotonic() - began  # waiting for a thread included
     episode.timing["video_s"] = episode.duration
+    # Only now is the length known. Nothing has been sampled yet for a label that cannot be met.
     if source.own_labels and (wrong := label_fault(episode.task, episode.duration)):
         episode.fail("label_error", wrong)
         return None
@@ -398,29 +422,33 @@ async def load_overview(episode, sampler):
 
 
 def turn_seed(episode, agent, *turn):
-    """Seed of a main turn (its number), or of a sub-agent of it (both numbers)."""
-    return request_seed(agent.seed, episode.version, episode.task["id"], episode.sample, *turn)
+    """31-bit seed of a main turn (one number), or of a sub-agent (turn, number of the call)."""
+    # The seed depends on the request alone: the order in which episodes finish changes no sample.
+    parts = agent.seed, episode.version, episode.task["id"], episode.sample, *turn
+    return stable_number(*parts) >> 32 & 0x7FFFFFFF
 
 
 def record_turn(episode, codec, said, finish):
-    """A sampled turn -> the episode's context and record. finish: why it ended, see Episode."""
+    """Adds a sampled turn to the episode's context and record. finish: see Episode."""
     start = len(episode.context.ids)
-    episode.context.sampled(said.ids, said.logps)  # mask 1: trained
+    episode.context.sampled(said.ids, said.logps)
     episode.spans.append([start, start + len(said.ids)])
+    # Rewards and credit are computed from these bytes: a tag may span several tokens.
     episode.pieces.append(chat.text_pieces(codec, said.ids))
     episode.turns.append(said.text)
     episode.finish.append(finish)
 
 
 def record_calls(episode, agent, text, turn, parse=rewards.parse_tool_calls):
-    """Text of a turn -> (its calls, their records, which are the episode's, too)."""
-    unclosed = rewards.never_closed(text, episode.think_open)
-    unseen = not agent.tools or (agent.open_thought == "drop" and unclosed)
-    calls = [] if unseen else parse(text, episode.think_open)
+    """Text of a turn -> (calls, their records). The episode holds the same records."""
+    dropped = agent.open_thought == "drop" and rewards.never_closed(text, episode.think_open)
+    # Every call gets a record, also a bad one: each must be answered, in the order of the text.
+    # Without tools a model may still write calls; they are text then, and no turn follows.
+    calls = parse(text, episode.think_open) if agent.tools and not dropped else []
     records = [{
         "turn": turn, "name": call.name, "start": call.start, "end": call.end,
         "num_frames": call.num_frames, "parseable": call.error is None,
-        "status": "error" if call.error else "pending",
+        "status": "error" if call.error else "pending",  # serve or run_episode replaces "pending"
         "summary": f"error: {call.error}" if call.error else "", "sub_tokens": 0}
         for call in calls]  # fmt: skip
     episode.calls += records
@@ -428,8 +456,8 @@ def record_calls(episode, agent, text, turn, parse=rewards.parse_tool_calls):
 
 
 def fits(episode, agent, more):
-    """Whether `more` tokens leave room for a turn. An episode never ends on a tool response: what
-    does not fit is left out whole."""
+    """Whether `more` tokens leave room for a turn. If not, the episode fails without them: an
+    episode never ends on a tool response."""
     if len(episode.context.ids) + more < agent.context:
         return True
     episode.fail("context", f"the responses do not fit into a context of {agent.context}")
@@ -437,41 +465,43 @@ def fits(episode, agent, more):
 
 
 async def serve(records, calls, episode, sampler, turn):
-    """Run the good calls of one turn on sub-agents and fill their records; every call gets exactly
-    one response."""
-    run = admitted(records, calls, sampler.agent.max_parallel)
-    specs = [window_spec(calls[i], episode.task, sampler.agent) for i in run]
+    """Runs the good calls of one turn on sub-agents and fills their records, so that every call has
+    exactly one response."""
+    run = admitted(records, calls, sampler.agent.max_parallel)  # indices of calls
+    specs = [window_spec(calls[i], episode.task, sampler.agent) for i in run]  # one per window
     decoded = await decoding(specs, sampler)
     jobs = [sub_agent(records[i], specs[n], episode, sampler, turn, n, decoded[n])
             for n, i in enumerate(run)]
     if sampler.agent.dispatch == "parallel":
-        # Their decoding and their tokens share the machine with everybody else's.
+        # All at once: their decoding and their tokens share the machine with every other episode.
         jobs = [asyncio.gather(*jobs)]
     for job in jobs:
         await job
 
 
 def window_spec(call, task, agent):
-    """The window of a call, as video.load reads it."""
+    """The window of a call, as video.load reads it. The model chooses times and the number of
+    frames, never the video."""
     return {"video": task["video"], "start": call.start, "end": call.end, "fps": agent.sub_fps,
             "num_frames": call.num_frames or None, "max_frames": agent.sub_frames}
 
 
 async def sub_agent(record, spec, episode, sampler, turn, number, decoded):
-    """The same weights in a fresh context that holds one window. Fills `record`; never raises on
-    what a model wrote. decoded: awaited before its frames are asked for."""
-    agent, codec, task = sampler.agent, sampler.codec, episode.task
-    began = time.monotonic()
+    """Asks the same weights in a fresh context that holds one window, and fills `record`.
+
+    A bad window, a full context and a failed request become the call's response, as in run_episode.
+    number: of the call within its turn. decoded: Future of the window, see `decoding`.
+    """
+    agent, codec, task, began = sampler.agent, sampler.codec, episode.task, time.monotonic()
     try:
-        await decoded
+        await decoded  # the frames are then in the cache
         spec, frames = await sampler.pump.load(sampler.source.load_window, spec)
     except (video.VideoError, ValueError) as error:
         return refuse_window(record, error)
-    record.update(start=spec["start"], end=spec["end"])
+    record.update(start=spec["start"], end=spec["end"])  # clamped to the video
 
-    window = {name: value for name, value in spec.items() if name != "video"}
-    messages = sub_messages(task, window, agent.sub_question)
-    context = sampler.open_context(codec, messages, [spec], [frames])
+    messages = sub_messages(task, spec, agent.sub_question)
+    context = sampler.open_context(codec, messages, [spec], [frames])  # a sub-agent has no tools
     room = agent.context - len(context.ids)
     if room < 1:
         record.update(status="error", summary="error: the window does not fit into the context")
@@ -481,33 +511,36 @@ async def sub_agent(record, spec, episode, sampler, turn, number, decoded):
         max_tokens=min(agent.sub_max_new_tokens, room), temperature=agent.temperature,
         seed=turn_seed(episode, agent, turn, number)))
     if said.error:
+        # The model does not see the error, which is about machines and not about the video.
         record.update(status="engine_error", summary="error: the window could not be looked at")
         return
 
-    # A thought that never closes holds no summary: a Thinking checkpoint opens one by itself.
+    # Only the text after the thought is returned: the main agent's context stays small.
+    # A thought that never closes holds no summary. A Thinking checkpoint's template opens one.
     thought = rewards.never_closed(said.text, codec is not None and codec.opens_thought)
     summary = "" if thought else said.text.rpartition("</think>")[2].strip()
     context.sampled(said.ids, said.logps)
     record.update(status="ok", summary=summary or empty_summary(),
                   seconds=time.monotonic() - began, frames_seen=len(frames.seconds),
                   sub_tokens=sum(context.mask),
+                  # Sub-agents are not trained. Their ids are kept so that a record is complete.
                   sub={"ids": context.ids, "mask": context.mask, "logps": context.logps,
                        "vision": [vars(item) for item in context.items]})
 
 
 def refuse_window(record, error):
-    """Why a window could not be loaded -> the call's record. error: VideoError, or ValueError if it
-    holds nothing of the video."""
-    if isinstance(error, video.VideoError):
-        why = f"error: the window could not be read ({error.why})"
-        record.update(status="video_error", summary=why)
-    else:
-        record.update(status="error", summary=f"error: {error}")
+    """Writes why a window could not be loaded into the call's record. error: VideoError, or
+    ValueError if the window holds no part of the video."""
+    broken = isinstance(error, video.VideoError)
+    # Of a VideoError only the reason, since its text also holds the path on this machine.
+    why = f"the window could not be read ({error.why})" if broken else str(error)
+    record.update(status="video_error" if broken else "error", summary=f"error: {why}")
 
 
 def admitted(records, calls, max_parallel):
-    """Which calls of a turn are run -> their indices; the records of the others say why not."""
+    """-> indices of the calls of a turn that are run. The records of the others say why not."""
     good = [i for i, call in enumerate(calls) if call.error is None]
+    # A bad call takes no place among the first max_parallel: it costs no sub-agent.
     for i in good[max_parallel:]:
         why = f"not run: at most {max_parallel} calls per turn"
         records[i].update(status="not_run", summary=why)
@@ -515,8 +548,9 @@ def admitted(records, calls, max_parallel):
 
 
 async def decoding(specs, sampler):
-    """Begin to decode the windows of one turn -> {place in specs: Future}, the same one for those
-    that are decoded in one go."""
+    """Begins to decode the windows of one turn -> {place in specs: Future}. Windows that are
+    decoded in one go share a Future."""
+    # Crops of one turn often overlap. Decoding a run of frames once for all of them saves time.
     found = {}
     for near in await sampler.pump.load(sampler.source.clusters, specs):
         done = sampler.pump.load(sampler.source.preload, [specs[n] for n in near])
@@ -528,19 +562,21 @@ async def decoding(specs, sampler):
 # All episodes of a batch
 
 
-def run(sampler, tasks, frames=64, group=1, step=0, play=run_episode):
-    """THE agent loop: RL, evaluation and the CLI all call this. -> iterator of scored Episodes, as
-    they finish.
+def run(sampler: Sampler, tasks: list, frames=64, group=1, step=0, play=run_episode):
+    """THE agent loop: RL, evaluation and the command line all call this function. -> iterator of
+    scored Episodes, in the order in which they finish.
 
-    frames: overview frames K, or "gated" (K drawn per prompt, the same for its whole group). group:
-    rollouts per task. step: enters every seed and every draw of K, and is the version of the
-    weights in a record. play: coroutine function (Episode, Sampler) -> Episode.
+    frames: K, or "gated" (K drawn per prompt, the same for the whole group). group: rollouts per
+    task. step: enters every seed and every draw of K, and is the version of the weights in a
+    record. play: coroutine function (Episode, Sampler) -> Episode.
     """
     pump = sampler.pump = Pump(sampler.engine, sampler.threads)
-    # A few more episodes than the engine's batch keep it full while others decode.
+    # More episodes than the engine's batch keep the batch full while some of them decode.
     live = sampler.max_live or 2 * sampler.engine.max_seqs
+    # A generator: an Episode and its coroutine exist only once there is room for them.
     works = (play(episode, sampler)
              for episode in new_episodes(tasks, sampler.agent.seed, frames, group, step))
+    # A loop of its own: this is a plain generator, which any script can iterate over.
     loop = asyncio.new_event_loop()
     finished = in_flight(pump, works, live)
     try:
@@ -548,12 +584,13 @@ def run(sampler, tasks, frames=64, group=1, step=0, play=run_episode):
             episode.reward = scored(episode, sampler.pay)
             yield episode
     finally:
+        # Also if the caller stops early: episodes under way are cancelled, threads end.
         loop.run_until_complete(finished.aclose())
         loop.close()
 
 
-def scored(episode, pay=None):
-    """Episode -> its reward, see rewards.score."""
+def scored(episode: Episode, pay: rewards.Pay | None = None) -> dict:
+    """Episode -> reward terms, see rewards.score."""
     tokens = sum(episode.context.mask) if episode.context else 0  # sampled by the main agent
     return rewards.score(episode.turns, episode.task, episode.calls, episode.think_open, pay,
                          tokens)
@@ -561,92 +598,94 @@ def scored(episode, pay=None):
 
 def new_episodes(tasks, seed, frames, group, step):
     """Tasks -> Episodes that have not begun, `group` of each."""
-    seen = {}  # a batch across two epochs may hold a task twice: one larger group, other seeds
+    # A batch across two epochs may hold a task twice. The rollouts then form one larger group, and
+    # their numbers go on, so that their seeds differ.
+    seen = {}  # task id -> rollouts so far
     for task in tasks:
-        k = overview_frames(frames, seed, step, task["id"])
+        num_frames = overview_frames(frames, seed, step, task["id"])
         first = seen.get(task["id"], 0)
         seen[task["id"]] = first + group
         for sample in range(first, first + group):
-            yield Episode(task, f"{step}/{task['id']}", sample, k, step)
+            yield Episode(task, f"{step}/{task['id']}", sample, num_frames, step)
 
 
 # ---- below: looking at episodes, checks, the command line (may be skipped) ----------------------
 
 
-def bare_options(options):
-    """Options without labels ("A. ", "(A) ", "A) ", "A: "), which go only where every option has
-    its own letter: "B. B. King" alone is no label."""
+def bare_options(options: list[str]) -> list[str]:
+    """Options without their labels ("A. ", "(A) ", "A) ", "A: ")."""
     patterns = [rf"\s*(?:\({letter}\)|{letter}[.):])\s+" for letter in string.ascii_uppercase]
     labels = [re.match(pattern, text) for pattern, text in zip(patterns, options)]
+    # Labels are removed only if every option has its own letter: the text "B. B. King" as the one
+    # option with a letter in front is a name.
     if not all(labels):
         return [text.strip() for text in options]
     return [text[label.end():].strip() for text, label in zip(options, labels)]
 
 
-def show(episode, codec, colour=True):
-    """One episode as text: sampled tokens in one colour, inserted ones in another, structural ones
-    marked."""
+def show(episode: Episode, codec: chat.Codec, colour: bool = True) -> str:
+    """One episode as text. Sampled, inserted and structural tokens have a colour each, or marks if
+    there are no colours."""
     marks = {"inserted": ("\033[2m", "\033[0m"), "sampled": ("\033[32m", "\033[0m"),
              "struct": ("\033[1;33m", "\033[0m")}  # fmt: skip
     if not colour:
         marks = {"inserted": ("", ""), "sampled": ("«", "»"), "struct": ("«*", "*»")}
-    context = episode.context or Context()
-    kinds = ["sampled" if m else "inserted" for m in context.mask]
+    ids = episode.context.ids if episode.context else []
+    kinds = ["inserted"] * len(ids)
     for start, end in episode.spans:
-        pieces = chat.pieces_of(codec, context.ids[start:end])
-        mask = rewards.structural_mask(pieces)
+        # The very tokens that selective anchoring credits.
+        mask = rewards.structural_mask(chat.pieces_of(codec, ids[start:end]))
         kinds[start:end] = ["struct" if flag else "sampled" for flag in mask]
     pads = {codec.image_pad, codec.video_pad}
     text = []
-    at = 0  # first token of the run of one kind
-    for kind, members in itertools.groupby(kinds):
-        n = len(list(members))
-        # One placeholder stands for a whole run of them.
-        run = [i for place, i in enumerate(context.ids[at:at + n], at)
-               if i not in pads or context.ids[place - 1] != i]
+    for kind, places in itertools.groupby(range(len(ids)), kinds.__getitem__):
+        # Of a run of placeholders only the first is shown: a frame has dozens.
+        run = [ids[i] for i in places if ids[i] not in pads or ids[i - 1] != ids[i]]
         on, off = marks[kind]
+        # Characters that steer a terminal are replaced: a model may write any.
         text.append(on + launch.printable(chat.decode(codec, run, True)) + off)
-        at += n
     r = episode.reward
     terms = " ".join(f"{k} {r[k]:.2f}" for k in ("total", "acc", "fmt", "tool")) if r else ""
-    head = (f"== {episode.task['id']} sample {episode.sample} | K {episode.frame_budget} | "
+    head = (f"== {episode.task['id']} sample {episode.sample} | K {episode.num_frames} | "
             f"{episode.status} | {terms} | gold {episode.task['answer']}")
     calls = [f"   call {c['start']}-{c['end']}: {c['status']} -> {c['summary']}"
              for c in episode.calls]
     return "\n".join([launch.printable(head), "".join(text), *map(launch.printable, calls)])
 
 
-def read_tasks(path):
+def read_tasks(path: str) -> list[dict]:
     """Task JSONL -> rows, checked before any long work. Raises UserError naming file and line."""
     rows = launch.read_jsonl(path, ("id", "video", "question", "answer", "type"), task_fault)
+    # Ids name groups, seeds and records: two tasks of one id would be mixed up.
     if len({row["id"] for row in rows}) < len(rows):
         raise launch.UserError(f"{path}: task ids are not unique")
     return rows
 
 
-def task_fault(row):
-    """-> None, or what is wrong with a task."""
+def task_fault(row: dict) -> str | None:
+    """-> None, or why a task cannot be used."""
     options = row.get("options") or []
     if not (isinstance(row["id"], (str, int)) and isinstance(row["question"], str)):
         return "id and question must be text"
     if not (isinstance(options, list) and all(isinstance(option, str) for option in options)):
         return "options must be a list of strings, or null"
+    # The type chooses the reward, so a misspelt one must not pass.
     if row["type"] not in rewards.task_types():
         return f"type is {row['type']!r}; expected {', '.join(rewards.task_types())}"
     if row["type"] == "mcq" and not options:
         return "an mcq task needs 'options'"
-    answer = row["answer"]
+    answer = said = row["answer"]
     if row["type"] == "grounding":
-        span = [rewards.to_seconds(second) for second in answer if not isinstance(second, str)
-                ] if isinstance(answer, list) else []
-        if len(span) != 2 or len(answer) != 2 or None in span:
+        # Numbers, not texts: to_seconds would read "1:30" too. It returns None for NaN.
+        numbers = isinstance(answer, list) and not any(isinstance(s, str) for s in answer)
+        span = [rewards.to_seconds(second) for second in answer] if numbers else []
+        if len(span) != 2 or None in span:
             return "the answer of a grounding task is [start, end] in seconds"
         said = f"{span[0]:.6f} - {span[1]:.6f}"
     elif not (isinstance(answer, str) and answer.strip()):
         return "the answer is a text; of a list task: its items in order, commas between"
-    else:
-        said = answer
-    # A label that earns less than 1 when the model gives it can only mislead the training.
+    # A label that earns less than 1 when the model writes that very label misleads training.
+    # Graded by the very functions that pay a rollout.
     given = rewards.final_answer([f"<answer>{said}</answer>"])
     if rewards.accuracy(given, row["type"], answer, options or None) < 0.999:
         wanted = {"mcq": "it must be the letter of one of the options",
@@ -656,185 +695,191 @@ def task_fault(row):
     return None
 
 
-def label_fault(task, duration):
-    """-> None, or that the answer of a grounding task lies beyond the video's end (seconds), by
-    more than a half: annotators round, and end a span a little late."""
+def label_fault(task: dict, duration: float) -> str | None:
+    """-> None, or why the answer of a grounding task lies beyond the end of the video. duration:
+    seconds."""
     if task["type"] != "grounding":
         return None
     start, end = task["answer"]
+    # Half of the span may lie beyond: annotators round, and end a span a little late.
     if min(end, duration) - start >= (end - start) / 2:
         return None
     return (f"the answer, {start:g} to {end:g} s, lies beyond the end of the video, which has "
             f"{duration:g} s")
 
 
-def from_json(row):
-    """A line of a rollout JSONL -> Episode (without decoded frames)."""
+def from_json(row: dict) -> Episode:
+    """A line of a rollout JSONL -> Episode, without decoded frames."""
     items = [chat.VisionItem(**v) for v in row["vision"]]
-    context = None
-    if row["ids"]:
-        context = Context(ids=row["ids"], mask=row["mask"], logps=row["logps"], items=items)
+    # No compact ids: no engine is asked to go on from a record.
+    ids, mask, logps = row["ids"], row["mask"], row["logps"]
+    context = Context(ids=ids, mask=mask, logps=logps, items=items) if ids else None
     kept = {name: row[name] for name in Episode.kept()}
-    return Episode(frame_budget=row["K"], context=context, **kept)
+    return Episode(num_frames=row["K"], context=context, **kept)
 
 
-def settings():
-    """Agent fields that few runs change, given by --set. name -> the values that it takes, the
-    default first; a number alone: any number."""
+def settings() -> dict[str, tuple]:
+    """Agent fields that few runs change, given by --set. name -> the values that the setting takes,
+    the default first. One number alone means that any number is taken."""
     return {"dispatch": ("parallel", "sequential"), "open_thought": ("run", "drop"),
             "sub_question": (True, False), "sub_fps": (Agent.sub_fps,),
             "sub_frames": (Agent.sub_frames,)}
 
 
 class Set(argparse.Action):
-    """--set NAME=VALUE ..: the attribute NAME of the parsed flags. const: as `settings`."""
+    """--set NAME=VALUE ..: sets the attribute NAME of the parsed flags. const: see `settings`."""
 
     def __call__(self, parser, namespace, texts, option_string=None):
         for text in texts:
             name, _, said = text.partition("=")
-            values = self.const.get(name)
-            if values is None:
+            if name not in self.const:
                 raise launch.UserError(f"--set {text}: no such setting; there are "
                                        + ", ".join(self.const))
+            values = self.const[name]
+            # Values as a user types them: true, false, parallel, ..
             known = {str(value).lower(): value for value in values}
+            number = len(values) == 1  # of the default's type: a whole number stays whole
             try:
-                value = known[said] if len(values) > 1 else type(values[0])(said)
+                value = type(values[0])(said) if number else known[said]
             except (KeyError, ValueError):
-                wanted = ", ".join(known) if len(values) > 1 else "a number"
+                wanted = "a number" if number else ", ".join(known)
                 raise launch.UserError(f"--set {text}: {name} takes {wanted}") from None
             setattr(namespace, name, value)
 
 
-def add_agent_arguments(parser, tools=True, more=()):
-    """Flags of the agent loop, the same in rollout.py, grpo.py and eval.py; field for field the
-    Agent and the Source. tools=False leaves --tools to the caller (eval.py runs both modes). more:
-    settings of the caller's own, see `settings`."""
+def add_agent_arguments(parser, tools: bool = True, more=()) -> None:
+    """Flags of the agent loop, the same in rollout.py, grpo.py and eval.py: the fields of Agent and
+    Source. tools=False leaves --tools to the caller (eval.py runs both modes). more: settings that
+    only the caller has, see `settings`."""
     table = {**settings(), **dict(more)}
     add, yes_no = parser.add_argument_group("agent").add_argument, argparse.BooleanOptionalAction
     add("--temperature", type=float, default=Agent.temperature, help="of sampling; 0 = greedy")
     add("--max-new-tokens", type=int, default=Agent.max_new_tokens, help="tokens per main turn")
-    add("--sub-max-new-tokens", type=int, default=Agent.sub_max_new_tokens,
-        help="tokens per sub-agent summary")
+    add("--sub-max-new-tokens", type=int, default=Agent.sub_max_new_tokens, help="per summary")
     add("--context", type=int, default=Agent.context, help="tokens of one context with its answer")
-    add("--max-turns", type=int, default=Agent.max_turns,
-        help="tool turns; one answer turn always follows; 0 = no tool turn")
+    add("--max-turns", type=int, default=Agent.max_turns, help="tool turns before the answer turn")
     add("--max-parallel", type=int, default=Agent.max_parallel, help="calls run per turn")
     if tools:
         add("--tools", action=yes_no, default=True, help="offer crop_video")
     add("--think-prefix", action=yes_no, default=True, help="force <think>\n in every main turn")
     add("--seed", type=int, default=0, help="of sampling, of the draws of K, of the order of tasks")
+    # One flag for all settings: a page of help for flags that few runs change would hide the rest.
+    # Their defaults are set here, because a value of --set is only checked if it is given.
     parser.set_defaults(**{name: values[0] for name, values in table.items()})
     shown = [f"{name}={'|'.join(map(str, values)).lower()}" for name, values in table.items()]
     add("--set", action=Set, const=table, nargs="+", default=argparse.SUPPRESS,
-        metavar="NAME=VALUE", help="what few runs change, its default first: " + ", ".join(shown))
+        metavar="NAME=VALUE", help="few runs change these; defaults first: " + ", ".join(shown))
 
+    # Frames must be the same in SFT, RL and evaluation: sft.py has the same names and defaults.
     add = parser.add_argument_group("frames and engine").add_argument
     add("--channel", choices=["image", "video"], default="image",
         help="frames as `<t seconds>` + images, or one video item")
-    add("--video-root", default=None,
-        help="folder videos are relative to and may not leave; default: the JSONL's folder")
-    add("--max-pixels", type=int, default=Source.max_pixels,
-        help="pixels of a frame after resizing, at most")
+    # A path in a data file must not reach other files of the machine.
+    add("--video-root", help="folder that videos are relative to and may not leave; default: the "
+        "JSONL's folder")
+    add("--max-pixels", type=int, default=Source.max_pixels, help="of a frame after resizing")
     add("--snap", choices=["off", "keyframe"], default="off",
-        help="overviews take the key frame nearest to a look, where its segment has one: fast in "
-        "files of hours")
+        help="keyframe: overviews take the key frame nearest to each time; fast in files of hours")
     add("--frame-cache-gb", type=float, default=4.0, help="GiB of decoded frames kept per rank")
-    add("--frame-cache-dir", default=None,
-        help="folder of decoded frames for later runs and all ranks of a node; default: none")
-    add("--frame-cache-dir-gb", type=float, default=50.0, help="GiB of all that is kept there")
+    add("--frame-cache-dir", help="folder of decoded frames for later runs and all ranks of a "
+        "node; default: none")
+    add("--frame-cache-dir-gb", type=float, default=50.0, help="GiB kept in that folder")
     add("--patience", type=float, default=1800.0,
-        help="seconds a phase may take; beyond, the run ends with its stacks; 0 = for ever")
-    add("--engine-share", type=float, default=0.5, help="vLLM's part of the GPU while it is awake")
+        help="seconds a phase may take before the run ends and prints its stacks; 0 = for ever")
+    add("--engine-share", type=float, default=0.5, help="vLLM's part of the GPU while awake")
     add("--max-seqs", type=int, default=64, help="sequences in the engine's batch")
 
 
-def agent_settings(args, data_path):
-    """Parsed flags -> (Agent, Source). Raises UserError naming the flag."""
+def agent_settings(args, data_path: str | None) -> tuple[Agent, Source]:
+    """Parsed flags -> (Agent, Source). data_path: of the task file, None for a benchmark. Raises
+    UserError naming the flag."""
     agent = Agent(**{f.name: getattr(args, f.name) for f in fields(Agent)})
     launch.at_least(1, args, "max_new_tokens", "sub_max_new_tokens", "context", "max_parallel",
                     "max_seqs")
     launch.at_least(0, args, "max_turns")
-    if not 0 <= args.temperature <= 2:  # vLLM's own bounds; not NaN
+    # Chained comparisons, because they refuse NaN too. 2 is vLLM's own bound.
+    if not 0 <= args.temperature <= 2:
         raise launch.UserError(f"--temperature must lie between 0 and 2, got {args.temperature}")
     if not 0 < args.engine_share < 1:
         raise launch.UserError(f"--engine-share must lie between 0 and 1, got {args.engine_share}")
     if not (agent.sub_fps > 0 and agent.sub_frames > 0):
         raise launch.UserError("--set: sub_fps and sub_frames must be above 0")
-    least = getattr(args, "min_pixels", Source.min_pixels)  # eval.py's alone
+    # Only eval.py has min_pixels and crop_pixels.
+    least = getattr(args, "min_pixels", Source.min_pixels)
+    crop = getattr(args, "crop_pixels", 0)
     launch.at_least(least, args, "max_pixels")
-    root = args.video_root or os.path.dirname(os.path.abspath(data_path))
-    if not os.path.isdir(root):
-        raise launch.UserError(f"--video-root {root}: no such folder")
-    crop = getattr(args, "crop_pixels", 0)  # eval.py's alone, too
     if crop and crop < least:
         raise launch.UserError(f"--set crop_pixels must be at least {least}, or 0, got {crop}")
+    root = args.video_root or os.path.dirname(os.path.abspath(data_path))
+    # A wrong root would only show as one counted video_error per task.
+    if not os.path.isdir(root):
+        raise launch.UserError(f"--video-root {root}: no such folder")
     return agent, Source(root, video.frame_cache(args), least, args.max_pixels,
                          min(crop, args.max_pixels), snap=args.snap == "keyframe",
                          own_labels=bool(data_path))
 
 
-def check_context(codec, tasks, agent, source, frames):
-    """Refuse, before anything is loaded, a context that cannot hold the largest prompt of the first
-    readable task."""
-    budget = frames if isinstance(frames, int) else max(gated_budgets())
+def check_context(codec, tasks, agent, source, frames) -> None:
+    """Raises UserError if the context cannot hold the largest prompt of the first readable task, or
+    if none of the first videos can be read. Called before any weights are loaded."""
+    # Overview prompts differ little in length, so the first readable task stands for all.
     tools = tool_schema() if agent.tools else None
-    first = None  # what was wrong with the first video
+    first = None  # error of the first video
     for task in tasks[:8]:
-        spec = source.overview_spec(task, budget)
+        spec = source.overview_spec(task, most_frames(frames))
         try:
-            item = chat.vision_item(spec, source.load(spec))
+            seen = source.load(spec)
         except video.VideoError as error:
             first = first or error
-            continue  # counted when its episode comes
-        messages = main_messages(task, budget, agent.tools)
-        ids, _ = chat.encode_prompt(codec, messages, [item], tools)
-        if len(ids) + 32 > agent.context:  # 32: a thought and an answer that could be scored
+            continue  # counted as video_error when the episode of this task comes
+        messages = main_messages(task, most_frames(frames), agent.tools)
+        tokens = len(open_context(codec, messages, [spec], [seen], tools).ids)
+        if tokens + 32 > agent.context:  # 32: the shortest thought and answer worth sampling
             raise launch.UserError(
-                f"--context {agent.context} is too small: task {task['id']} with {item.frames} "
-                f"frames takes {len(ids)} tokens; raise --context, or lower --frames or "
-                "--max-pixels")
+                f"--context {agent.context} is too small: task {task['id']} with "
+                f"{len(seen.seconds)} frames takes {tokens} tokens; raise --context, or lower "
+                "--frames or --max-pixels")
         return
     raise launch.UserError(f"none of the first {len(tasks[:8])} videos can be read; "
-                          f"is --video-root right? {first}")
+                           f"is --video-root right? {first}")
 
 
-def frames_argument(text):
+def frames_argument(text: str) -> int | str:
     """--frames: a number of overview frames, or "gated"."""
-    if text == "gated":
-        return text
-    if not (text.isdigit() and int(text) > 0):
-        why = f"{text!r}: expected a positive number of frames or 'gated'"
-        raise argparse.ArgumentTypeError(why)
-    return int(text)
+    if text != "gated" and not (text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a positive number or 'gated'")
+    return text if text == "gated" else int(text)
 
 
-def make_engine(ckpt, codec, args, sleeping=False, windows=(0, 0)):
-    """The engine of the flags. sleeping: give memory back between rollouts (GPU). Collective.
+def make_engine(ckpt, codec, args, sleeping=False, windows=(0, 0)) -> VllmEngine:
+    """The engine of the flags. Collective, and raises UserError if vLLM is missing.
 
-    windows: how many crops one context may hold beside the overview, and the frames of each.
+    sleeping: give memory back between rollouts (GPU). windows: (crops that one context may hold
+    beside the overview, frames of each).
     """
     import importlib.util
 
+    # Found without an import, which would take seconds.
     if importlib.util.find_spec("vllm") is None:
         raise launch.UserError("vllm is not installed: pip install -r requirements.txt "
                                "(without a GPU: requirements-cpu.txt)")
-    import checkpoint  # brings torch
+    import checkpoint  # imports torch, so not at the top
 
-    frames = args.frames if isinstance(args.frames, int) else max(gated_budgets())
-    crops, each = windows
-    largest, videos = max(frames, args.sub_frames, each), 1 + crops  # frames of one video item
+    # The engine reserves memory for the largest context: all frames that one may hold.
+    num_frames, (crops, each) = most_frames(args.frames), windows
+    largest, videos = max(num_frames, args.sub_frames, each), 1 + crops  # frames of a video item
     if codec.channel == "image":  # every frame is an item of its own
-        largest, videos = max(largest, frames + crops * each), 1
+        largest, videos = max(largest, num_frames + crops * each), 1
     base = checkpoint.base_of(ckpt)
     engine = VllmEngine(base, codec, Limits(
         args.context, largest, args.max_pixels, args.max_seqs, args.engine_share, sleeping, videos))
-    if base != ckpt:  # adapters, added to the weights as they stream
+    if base != ckpt:  # the engine loads the base; weights with merged adapters replace it
         engine.sync(checkpoint.merged_weights(ckpt))
     return engine
 
 
-def toy_lengths():
-    """Lengths of the toy world: its contexts are a few hundred tokens, its windows 8 frames."""
+def toy_lengths() -> dict[str, int]:
+    """Lengths of the toy world: a context is a few hundred tokens, a window 8 frames."""
     return dict(context=1024, max_new_tokens=128, sub_max_new_tokens=24, max_turns=1)
 
 
@@ -843,16 +888,15 @@ def parse_args():
     add = parser.add_argument_group("what to run").add_argument
     add("--ckpt", required=True, help="checkpoint folder")
     add("--data", required=True, help="task JSONL")
-    add("--out", default=None, help="rollout JSONL to write; none = only look")
-    add("--preset", choices=["paper", "toy"], default="paper",
-        help="toy: lengths that suit the world of toy.py")
-    add("--frames", type=frames_argument, default="gated",
-        help="overview frames K, or 'gated': K ~ U{4,8,16,32,64}")
+    add("--out", help="rollout JSONL to write; default: none is written")
+    add("--preset", choices=["paper", "toy"], default="paper", help="toy: lengths for toy.py")
+    add("--frames", type=frames_argument, default="gated", help="K, or gated: K ~ U{4,8,16,32,64}")
     add("--group", type=int, default=1, help="rollouts per task")
     add("--limit", type=int, default=0, help="tasks; 0 = all")
     add("--step", type=int, default=0, help="enters seeds and draws of K, as in training")
     add("--show", type=int, default=0, help="print so many episodes, coloured by who wrote what")
     add_agent_arguments(parser)
+    # A preset changes defaults, which yield to flags. So the preset must be known first.
     if parser.parse_known_args()[0].preset == "toy":
         parser.set_defaults(**toy_lengths())
     args = parser.parse_args()
@@ -864,11 +908,12 @@ def parse_args():
 
 
 def main():
-    args = parse_args()
+    args = parse_args()  # before the imports below, which take seconds: --help answers at once
     from tqdm import tqdm
 
     import checkpoint
 
+    # Everything that can be wrong with the input is checked before the engine is loaded.
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
     tasks = read_tasks(args.data)[: args.limit or None]
     agent, source = agent_settings(args, args.data)
@@ -878,16 +923,17 @@ def main():
     codec = chat.load_codec(ckpt, args.channel)
     check_context(codec, tasks, agent, source, args.frames)
     sampler = Sampler(make_engine(ckpt, codec, args), codec, source, agent)
+    # Colours on a terminal alone, and none if the user has set NO_COLOR (no-color.org).
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    rows = []
-    began = time.monotonic()
+    rows, began = [], time.monotonic()
     episodes = run(sampler, tasks, args.frames, args.group, args.step)
     for episode in tqdm(episodes, total=len(tasks) * args.group, desc="rollouts", disable=None):
-        launch.beat(args.patience)
+        launch.beat(args.patience)  # an engine that hangs ends the run, with its stacks
         rows.append(episode.to_json())
         if len(rows) <= args.show:
             print(show(episode, codec, colour), flush=True)
     if args.out:
+        # Episodes finish in any order; the file does not depend on that order.
         rows.sort(key=lambda row: (row["group"], row["sample"]))
         launch.write_atomic(args.out, "".join(json.dumps(row) + "\n" for row in rows))
     print(summary_line(rows, time.monotonic() - began) + (f" -> {args.out}" if args.out else ""))
@@ -895,6 +941,7 @@ def main():
 
 def summary_line(rows, seconds):
     n = len(rows)
+    # Failed episodes stay in every denominator: leaving them out would flatter a run.
     mean = {k: sum(row["reward"][k] for row in rows) / n for k in ("total", "acc", "fmt", "tool")}
     kappa = sum(c["status"] == "ok" for row in rows for c in row["calls"]) / n
     failed = sum(row["status"] != "ok" for row in rows)

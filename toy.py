@@ -1,31 +1,30 @@
 """
-toy.py: the embedded default. A world small enough that a video agent learns in it on two CPU cores
-in minutes.
+toy.py: writes a world so small that a video agent learns in it within minutes on two CPU cores.
 
 The world. A 64-second video, one frame a second, 32 x 32 pixels (ONE vision token a frame): grey
-noise, and 1 to 3 coloured squares, each on screen for 2 seconds inside a 8-second slot of its own.
-The question names the slots, the answer lists the colours in order, each behind its time: what is
-looked up by its time, in frames as in summaries, keeps its place.
+noise, and 1 to 3 coloured squares, each on screen for 2 seconds within a separate 8-second slot.
+The question names slots. The answer lists "time colour" pairs in order, so a colour is always
+looked up by a time, in frames and in summaries alike.
     Which colours appear between 16 and 24, 40 and 48?      ->  16 red, 40 blue
-An overview of K frames at the centres of K equal segments shows an event of 2 seconds always at K =
-64 and 32, three times in five at 16, twice in five at 8, never at 4. A crop of the slot always
-shows it. That contrast is the one that PARA-GRPO is about.
+An overview has K frames at the centres of K equal segments. It shows an event of 2 seconds always
+at K = 64 and 32, three times in five at 16, twice in five at 8, never at 4. A crop of the slot
+always shows the event. PARA-GRPO is about this contrast.
 
 Three stages of data. `pretrain.jsonl` makes the base: every skill (calling, gathering, answering
-from the overview, watching a window) at every K, long enough to be learned, in the style of a
-`--prior`:
+from the overview, watching a window) at every K, with enough samples to be learned, in the style
+that `--prior` names:
     strong   calls half of the time; thoughts left open or opened again, `<tool_code>` calls,
              unclosed JSON, prose, answers without tags
     weak     tidy thoughts and answers, and never a call
     tidy     calls half of the time, everything in the protocol's style: base and cold start in one,
              which learns fastest (`make demo`)
-`sft.jsonl` is the cold start: strict style, mostly calls. Learned for a short while it gives what
-the paper starts from: a model that is well-formed when greedy and falls back into its old habits
-when sampled. RL decides.
+`sft.jsonl` is the cold start: strict style, mostly calls. A short training on that split gives the
+model that the paper starts from: well-formed when greedy, and back in old habits when sampled. RL
+then decides which habits stay.
 
 The files. `init/`: a random Qwen3-VL with its tokenizer and processor; `videos/*.mp4`;
-`pretrain.jsonl`, `sft.jsonl`, `sft_val.jsonl`, `rl.jsonl`, `eval.jsonl` (no video in two of the
-splits). The prior changes `pretrain.jsonl` and nothing else.
+`pretrain.jsonl`, `sft.jsonl`, `sft_val.jsonl`, `rl.jsonl`, `eval.jsonl` (no two splits share a
+video). The prior changes `pretrain.jsonl` alone.
 
 The tokenizer. Byte-level BPE with Qwen's control and tag tokens, whole numbers as single tokens,
 and each sentence of the fixed prompts as one token, so that the short context is spent on frames.
@@ -65,8 +64,8 @@ def make_timeline(rng, seconds=64, slot=8, visible=2):
     """-> list of events {"start", "end", "colour", "window": (a, b)}, ordered, one per slot, 1 to 3
     of them."""
     count = rng.randint(1, 3)
-    # One event a slot at most, so that a window names one answer; each in a colour of its own, so
-    # that a wrong order is a wrong answer.
+    # At most one event per slot, so that a window has one answer. Every event has another colour,
+    # so that a wrong order is a wrong answer.
     slots, names = rng.sample(range(seconds // slot), count), rng.sample(list(colours()), count)
     events = []
     for s, name in zip(sorted(slots), names):
@@ -81,7 +80,7 @@ def draw_frames(events, noise, seconds=64, size=32):
     frames = 128 + noise.normal(0, 6, (seconds, size, size, 3))
     for event in events:
         for t in range(event["start"], event["end"]):
-            # No two squares alike: the colour is to be learned, not a picture.
+            # Place, size and grain vary, so that a model learns the colour and not a picture.
             y, x = size // 2 + noise.integers(-3, 4, 2)  # centre, pixels
             r = noise.integers(8, 11)  # half a side
             square = (slice(y - r, y + r + 1), slice(x - r, x + r + 1))
@@ -91,12 +90,12 @@ def draw_frames(events, noise, seconds=64, size=32):
 
 
 def write_video(path, frames, fps=1):
-    """uint8 [T, H, W, 3] -> H.264 mp4. One thread and no wall clock in the file: the bytes depend
-    on the frames alone."""
+    """uint8 [T, H, W, 3] -> H.264 mp4. The bytes depend on the frames alone: one thread, no wall
+    clock in the file."""
     import av
 
     with av.open(path, "w", format="mp4", options={"fflags": "+bitexact"}) as container:
-        # Without mbtree: on frames this small it makes one file in 150 differ from run to run.
+        # mbtree makes one file in 150 differ from run to run on frames this small.
         options = {"threads": "1", "crf": "18", "preset": "veryfast", "x264-params": "mbtree=0"}
         stream = container.add_stream("libx264", rate=fps, options=options)
         stream.width, stream.height, stream.pix_fmt = frames.shape[2], frames.shape[1], "yuv420p"
@@ -110,8 +109,8 @@ def write_video(path, frames, fps=1):
 
 
 def seen_text(events, seen=None):
-    """Each colour behind the start of its slot: "16 red, 40 blue". seen: the events that were seen,
-    None = all; the others are "nothing"."""
+    """The start of every slot, then the colour: "16 red, 40 blue". seen: the events that were seen,
+    None = all. The colour of an unseen event is the word "nothing"."""
     return ", ".join(f"{e['window'][0]} {e['colour'] if seen is None or e in seen else 'nothing'}"
                      for e in events)
 
@@ -122,7 +121,7 @@ def make_task(name, events):
             "question": f"Which colours appear between {windows}?", "options": None,
             "answer": seen_text(events), "type": "list", "subtitles": None,
             "category": f"{len(events)} event{'s' if len(events) > 1 else ''}",
-            "events": events}  # no agent reads them: bench/ablation.py sees what a crop could show
+            "events": events}  # for bench/ablation.py alone; no prompt contains them
 
 
 def call_text(a, b):
@@ -131,8 +130,8 @@ def call_text(a, b):
 
 
 def thought(text, rng, loose):
-    """A thought that rambles a little, as thoughts do: tokens with some entropy between the tags.
-    loose: mostly left open at its end, or opened again."""
+    """A thought with at most one random remark, so that the tokens between the tags have some
+    entropy. loose: mostly left open at the end, or opened again."""
     remarks = ["Let me see.", "Hm, not sure.", "It is quick.", "Wait, look again.",
                "One more time.", "Go step by step."]
     text = " ".join([*(rng.choice(remarks) for _ in range(rng.randint(0, 1))), text])
@@ -142,7 +141,7 @@ def thought(text, rng, loose):
 
 
 def answer_turn(answer, rng, loose=False):
-    """Thought and answer block; loose: the answer mostly stands there without its tags."""
+    """Thought and answer block. loose: mostly an answer without tags."""
     body = f"<answer>{answer}</answer>"
     if loose:
         body = rng.choices([body, f"<answer>{answer}", answer], [0.3, 0.15, 0.55])[0]
@@ -150,8 +149,8 @@ def answer_turn(answer, rng, loose=False):
 
 
 def call_turn(events, rng, loose=False):
-    """Thought and one call per window; loose: three dialects, mostly the Python-like one, at times
-    with prose around."""
+    """Thought and one call per window. loose: three dialects, mostly the Python-like one, sometimes
+    with a sentence before the calls."""
     windows = [e["window"] for e in events]
     head = thought("I need a closer look.", rng, loose)
     dialect = rng.choices(["json", "code", "open"], [0.25, 0.6, 0.15])[0] if loose else "json"
@@ -170,14 +169,14 @@ def shown(events, looks):
 
 
 def summary(window, events, fps=1.0):
-    """What a sub-agent should say of a window: its start, then the colour that its frames show, or
-    nothing."""
+    """The right summary of a window: slot and colour if the frames show an event, else
+    rollout.empty_summary. window: (start, end) in seconds."""
     seen = shown(events, video.crop_indices(np.arange(64.0), 64.0, *window, fps=fps))
     return seen_text(seen) if seen else rollout.empty_summary()
 
 
 def sub_chat(name, task, window, events, fps=1.0):
-    """One sub-agent's chat: what it is shown, and says."""
+    """One sub-agent's chat: prompt and summary. fps: frames per second of the window."""
     spec = {"start": float(window[0]), "end": float(window[1]), "fps": fps, "max_frames": 16}
     return {"id": name, "messages": [*rollout.sub_messages(task, spec),
                                      {"role": "assistant",
@@ -185,22 +184,25 @@ def sub_chat(name, task, window, events, fps=1.0):
 
 
 def chats(task, events, budgets, rng, loose=False):
-    """All samples of one video: main agent direct, main agent with calls and gather, the same
-    without tools, one sub-agent per window. budgets: {way: [K, ..]}. loose: the base's native
-    style, drawn turn by turn, instead of the protocol's. Some summaries have seen nothing, at times
-    all of a turn: then the overview is all there is. An answer says what was seen, in frames or
-    summaries, and "nothing" for the rest: every word of it can be learned."""
+    """All samples of one video: the main agent answers directly, calls and gathers, or answers
+    without tools; and one sub-agent per window. budgets: {way: [K, ..]}. loose: the base's native
+    style, drawn turn by turn, instead of the protocol's.
+
+    Some summaries are empty, sometimes all of a turn, so that the model learns to use the overview
+    too. An answer holds only events that frames or summaries showed, and the word "nothing" for the
+    others, so every word of an answer can be learned.
+    """
     rows, tools = [], rollout.tool_schema()
 
     def said(text):
         return {"role": "assistant", "content": text}
 
-    # Prompts come from rollout.py, as in RL: a word of difference would be another task.
+    # Prompts come from rollout.py as in RL, because another wording would be another task.
     samples = [(way, k) for way in ("direct", "call", "plain") for k in budgets[way]]
     for way, k in samples:
         messages = rollout.main_messages(task, k, tools=way != "plain")
         seen = shown(events, video.overview_indices(np.arange(64.0), 64.0, k))
-        if way == "call":  # a call for each window, their summaries as tool responses
+        if way == "call":  # one call per window, then the summaries as tool responses
             messages.append(said(call_turn(events, rng, loose)))
             missed = rng.choices([0.0, 0.5, 1.0], [0.7, 0.15, 0.15])[0]
             told = [e for e in events if rng.random() >= missed]
@@ -211,8 +213,8 @@ def chats(task, events, budgets, rng, loose=False):
         if way == "plain":
             del row["tools"]
         rows.append(row)
-    # Sub-agents look closely and, with 3 frames in 8 seconds, past one event in five; one looks
-    # where nothing happens.
+    # Sub-agents at 1 fps see every event; with 3 frames in 8 seconds they miss one event in five.
+    # One more sub-agent gets an empty slot.
     taken = [e["window"] for e in events]
     empty = rng.choice([(a, a + 8) for a in range(0, 64, 8) if (a, a + 8) not in taken])
     looks = [(w, fps) for w in taken for fps in (1.0, 0.375)] + [(empty, rng.choice([1.0, 0.375]))]
@@ -221,19 +223,17 @@ def chats(task, events, budgets, rng, loose=False):
 
 
 def pretraining_rows(task, events, prior, rng):
-    """What the base has seen: every skill at every K. strong: also calls, all of it in loose style.
-    weak: tidy, and never a call. tidy: calls too, in the protocol's own style: base and cold start
-    in one."""
-    every = rollout.gated_budgets()
+    """Samples that train the base: every skill at every K, in the style of --prior (see above)."""
+    every = rollout.gated_choices()
     calls = [] if prior == "weak" else every
     return chats(task, events, {"direct": every, "call": calls, "plain": rng.sample(every, 2)}, rng,
                  loose=prior == "strong")
 
 
 def cold_start_rows(task, events, rng):
-    """The cold start teaches calling, as the paper's does: calls at every K, direct answers at
-    one."""
-    every = rollout.gated_budgets()
+    """Samples of the cold start, which teaches calling as in the paper: calls at every K, direct
+    answers at one K."""
+    every = rollout.gated_choices()
     return chats(task, events, {"direct": [rng.choice(every)], "call": every,
                                 "plain": [rng.choice(every)]}, rng)
 
@@ -266,8 +266,8 @@ def chat_template():
 
 
 def fixed_phrases(tokenizer_template):
-    """Every text that never varies in this world: the lines of both prompts, the tool list, JSON
-    boilerplate."""
+    """The texts that are the same in every sample: the lines of both prompts, the tool list, JSON
+    around the arguments of a call."""
     rendered = tokenizer_template([{"role": "system", "content": rollout.main_prompt()}],
                                   rollout.tool_schema())
     lines = rendered.replace("<|im_start|>system\n", "").replace("<|im_end|>", "").split("\n")
@@ -293,7 +293,7 @@ def build_tokenizer(rng, vocab_size=640):
     tags = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>",
             "</think>"]
     phrases = fixed_phrases(render_template)
-    # Times and numbers often enough to become tokens of their own.
+    # Times and numbers are repeated until each becomes one token.
     corpus = [f"<{t}.0 seconds>" for t in range(64)] * 30 + [f" {t}" for t in range(65)] * 30
     for _ in range(300):
         events = make_timeline(rng)
@@ -303,11 +303,11 @@ def build_tokenizer(rng, vocab_size=640):
             text = render_template([m if isinstance(m["content"], str)
                                     else {**m, "content": m["content"][1]["text"]}
                                     for m in row["messages"]])
-            for literal in phrases + control + tags:  # they are whole tokens already
+            for literal in phrases + control + tags:  # whole tokens already
                 text = text.replace(literal, "\n")
             corpus.append(text)
     core = Tokenizer(models.BPE())
-    # Whole numbers and whole time stamps stay in one piece; a word keeps its leading space.
+    # Whole numbers and whole time stamps stay in one piece; a word keeps the space before it.
     split = Regex(r"<\d+\.\d seconds>| ?[A-Za-z_]+|\d+|[^\sA-Za-z0-9<]+|\s|<")
     core.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(split, "isolated"),
@@ -316,8 +316,8 @@ def build_tokenizer(rng, vocab_size=640):
     core.train_from_iterator(corpus, trainers.BpeTrainer(
         vocab_size=vocab_size, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         special_tokens=["<|endoftext|>"], show_progress=False))
-    # transformers rebuilds the stock pre-tokenizer for class Qwen2Tokenizer: this one must be
-    # PreTrainedTokenizerFast.
+    # PreTrainedTokenizerFast, because transformers rebuilds the stock pre-tokenizer of a
+    # Qwen2Tokenizer and drops ours.
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>",
                                         pad_token="<|endoftext|>")
     tokenizer.add_special_tokens({"additional_special_tokens": control})
@@ -327,7 +327,7 @@ def build_tokenizer(rng, vocab_size=640):
 
 
 def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384):
-    """Write a random Qwen3-VL checkpoint of about a million parameters."""
+    """Writes a random Qwen3-VL checkpoint -> number of parameters, about a million."""
     launch.import_shim()
     import torch
     from transformers import (
@@ -358,13 +358,13 @@ def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384):
                            eos_token_id=one("<|im_end|>"), pad_token_id=one("<|endoftext|>"))
     torch.manual_seed(seed)
     policy = Qwen3VLForConditionalGeneration(config)
-    # Rows of length 1: at transformers' 0.02 what a token says drowns in what the first layers add,
-    # and the toy needs twice the steps.
+    # Rows of length 1. With transformers' 0.02 the first layers drown the embeddings, and the toy
+    # needs twice the steps.
     torch.nn.init.normal_(policy.get_input_embeddings().weight, std=hidden ** -0.5)
     policy.generation_config.eos_token_id = one("<|im_end|>")
     policy.generation_config.pad_token_id = one("<|endoftext|>")
-    # The video processor's own mean and std: vLLM normalises both channels with the image
-    # processor's.
+    # The same mean and std for images as for videos, because vLLM normalises both with those of the
+    # image processor.
     half = [0.5, 0.5, 0.5]
     images = Qwen2VLImageProcessor(patch_size=16, merge_size=2, min_pixels=1024, max_pixels=50176,
                                    image_mean=half, image_std=half)
@@ -377,30 +377,29 @@ def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384):
 
 
 def save_base(policy, processor, folder):
-    """Write a checkpoint as transformers does, but for one wrong field each. (What is trained from
-    it copies its small files.)"""
+    """Writes a checkpoint the way transformers does, and fixes one wrong field. Checkpoints trained
+    from this one copy the small files."""
     policy.save_pretrained(folder)
     processor.save_pretrained(folder)
-    # transformers 5 rebuilds the stock pre-tokenizer for Qwen2Tokenizer on load: a tokenizer with
-    # its own must stay PreTrainedTokenizerFast, or every id after the first number changes
-    # silently.
+    # transformers 5 rebuilds the stock pre-tokenizer when a Qwen2Tokenizer is loaded. Under that
+    # name every id after the first number would change without an error.
     checkpoint.edit_json(os.path.join(folder, "tokenizer_config.json"), [],
-                    {"tokenizer_class": "PreTrainedTokenizerFast"})
+                         {"tokenizer_class": "PreTrainedTokenizerFast"})
 
 
 def main():
     parser = launch.parser(__doc__)
     add = parser.add_argument
     add("--out", default="toy", help="folder to write")
-    add("--seed", type=int, default=0, help="everything is drawn from this one number")
+    add("--seed", type=int, default=0, help="of videos, texts and weights")
     add("--prior", choices=["strong", "weak", "tidy"], default="strong",
-        help="what the base learns before the cold start; see above")
+        help="style of the base's pretraining split, see above")
     add("--base-videos", type=int, default=480, help="videos of the base's pretraining split")
     add("--sft-videos", type=int, default=96, help="videos of the cold-start split")
     add("--rl-videos", type=int, default=160, help="videos of the RL split, one task each")
     add("--eval-videos", type=int, default=64, help="videos of the held-out split, one task each")
     add("--layers", type=int, default=4, help="decoder layers of the base checkpoint")
-    add("--hidden", type=int, default=128, help="hidden size of it, a multiple of 128")
+    add("--hidden", type=int, default=128, help="hidden size, a multiple of 128")
     args = parser.parse_args()
     if args.hidden < 128 or args.hidden % 128:
         raise launch.UserError(f"--hidden must be a multiple of 128, got {args.hidden}")
@@ -409,10 +408,10 @@ def main():
             raise launch.UserError(f"--{name.replace('_', '-')} must be at least 1")
     from tqdm import tqdm
 
-    launch.make_out(args.out)
+    launch.make_out(args.out)  # proves that the folder can be written
     os.makedirs(os.path.join(args.out, "videos"), exist_ok=True)
     rng, noise = random.Random(args.seed), np.random.default_rng(args.seed)
-    # A generator of its own: the prior changes pretrain.jsonl and nothing else.
+    # The style has a generator of its own, so that the prior changes pretrain.jsonl alone.
     style = random.Random(f"style/{args.seed}")
     counts = {"base": args.base_videos, "sft": args.sft_videos, "val": 24, "rl": args.rl_videos,
               "eval": args.eval_videos}
@@ -420,6 +419,7 @@ def main():
     with tqdm(total=sum(counts.values()), desc="videos", disable=None) as bar:
         for split, count in counts.items():
             for i in range(count):
+                # Every split draws its own videos, so that none is seen in two of them.
                 events = make_timeline(rng)
                 task = make_task(f"{split}-{i:04d}", events)
                 write_video(os.path.join(args.out, task["video"]), draw_frames(events, noise))

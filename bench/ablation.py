@@ -46,7 +46,7 @@ import toy  # noqa: E402
 import video  # noqa: E402
 from evaluation import folders  # noqa: E402
 
-BUDGETS = rollout.gated_budgets()
+BUDGETS = rollout.gated_choices()
 
 
 def rows():

@@ -1,8 +1,9 @@
 """
 evaluation/answers.py: whether a free answer says the gold text.
 
-Training pays token F1 (rewards.py), which a part of an answer earns; a benchmark asks for the
-answer itself. Every pattern sees bounded text, nothing is read or written, no text makes it raise.
+Training pays token F1 (rewards.py), which a part of an answer earns. A benchmark asks for the whole
+answer. Patterns see only texts of bounded length, and no text can make them raise. Reads and writes
+no file.
 
     >>> match_open("Answer: O(n^2), because it shows two loops.", "O(n²)")
     True
@@ -13,16 +14,16 @@ import re
 from rewards import NEGATIONS, answer_lines, normalise
 
 PREDICATE = re.compile(r"(?i)\b(?:is|are|was|were|it['’]s|that['’]s) (?:(?:an?|the) )?(.+)")
-# "Therefore, the final answer is: X", the last of them; whatever was reasoned before it.
+# "Therefore, the final answer is: X". The last one counts, after any amount of reasoning.
 ANSWER_IS = re.compile(r"(?is)(.*)\banswer[*_ ]*(?:is\b[*_ ]*:?|:)[*_\s]*(.+)")
-# "X. The lens zooms in.", but not the item "1. The lens zooms in."; "X because the lens zooms in".
+# "X. The lens zooms in.", but not the list item "1. The lens zooms in."
 LAST_SENTENCE = re.compile(r"(?s)(.+)(?:\n|(?<![0-9])[.!] )([^\n]+)")
 BECAUSE = re.compile(r"(?is)(.+?),? ((?:because|since) .+)")
-# A reason has one of these words. What only says "is", or what happens, may be a second answer.
+# A reason has one of these words. A sentence without them ("It is X") may be a second answer.
 REASONS = ("because since while when where which who shows show shown showing seen see sees "
            "visible used using indicates indicating").split()  # fmt: skip
 HEDGES = "maybe perhaps possibly probably likely might may could or either unsure guess".split()
-# What has one of these, a hedge or a negation is no reason but another answer.
+# A sentence with one of these words, a hedge or a negation is another answer, not a reason.
 TURNS = ("actually wait instead rather however but also alternatively correction sorry answer "
          "another possible").split()  # fmt: skip
 # "It is a pan", "The technique is a pan": another answer, but "The array is sorted .." explains.
@@ -43,8 +44,8 @@ def is_acronym(short, text):
 
 
 def answer_forms(text):
-    """The texts an answer may be given as: itself, and either part of "Long Name (LN)"."""
-    # Bounded: what is longer is a sentence, not a name with its acronym.
+    """The forms of an answer: the text, and either part of "Long Name (LN)"."""
+    # At most 200 characters a part: a longer text is a sentence, not a name with an acronym.
     both = re.fullmatch(r"([^()]{1,200}?) ?\(([^()]{1,200})\)[. ]*", text.strip())
     if both and (is_acronym(both[1], both[2]) or is_acronym(both[2], both[1])):
         return [text, both[1], both[2]]
@@ -60,8 +61,8 @@ def same_form(given, gold):
 
 
 def explains(text):
-    """Whether what follows a blank line explains the line above it: it is longer than an answer,
-    and neither takes that line back nor gives another answer."""
+    """Whether the text after a blank line explains the line above: longer than an answer, without
+    taking that line back and without another answer."""
     words = normalise(text[:5000])
     first = normalise(re.split(r"[.!?;\n]", text[:1000])[0])
     other = CLAIM.match(text) and set(REASONS).isdisjoint(first)
@@ -70,11 +71,13 @@ def explains(text):
 
 
 def statements(text):
-    """The texts that a reply may come down to: itself, what it declares as its answer, and that
-    without the reason after it: one sentence, or all that follows a first line and a blank one."""
+    """The texts that a reply may come down to: the reply, the answer that it declares, and that
+    answer without the reason after it. A reason is one sentence, or all text after a first line and
+    a blank line."""
     doubt = {*HEDGES, *NEGATIONS, "possible", "another"}
     declared = ANSWER_IS.fullmatch(text)
-    # "I doubt that the answer is X": only the clause that declares it, since reasoning may doubt.
+    # "I doubt that the answer is X" declares no answer. Only the declaring clause is searched for
+    # doubt, because the reasoning before may doubt other answers.
     clause = re.split(r"[.;!?\n]", declared[1][-100:])[-1] if declared else ""
     if declared and doubt.isdisjoint(normalise(clause)):
         text = declared[2]
@@ -93,15 +96,15 @@ def statements(text):
 
 
 def match_open(response, gold):
-    """Whether a free answer says the gold text: equal once normalised, its acronym or what that
-    stands for, or the predicate of one short sentence that does not hedge or negate; declared as
-    the answer or not, with one sentence of reason, or an explanation after a blank line, or none.
-    Empty never matches, and no part of a text does."""
+    """Whether a free answer says the gold text: equal after normalising, the acronym or the long
+    form of the gold text, or the predicate of one short sentence that does not hedge or negate. The
+    answer may be declared as such and may have a reason, see `statements`. An empty answer never
+    matches, nor does a part of a text."""
     lines = "\n".join(answer_lines(response))
     given = answer_forms(lines.replace("\n", " "))
     for said in statements("\n".join(answer_lines(response, blank=True))):
         given += answer_forms(said.replace("\n", " "))
-        # Past 2,000 characters it is no short sentence.
+        # A text of more than 2,000 characters is no short sentence.
         tokens = normalise(said[:2000])
         predicate = PREDICATE.search(said)
         unsure = set(tokens) & {*HEDGES, *NEGATIONS} or re.search(r"[.;!?] +\w|\n", said)

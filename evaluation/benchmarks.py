@@ -1,15 +1,16 @@
 """
-evaluation/benchmarks.py: benchmarks as their publishers ship them -> tasks, and what was published.
+evaluation/benchmarks.py: turns benchmarks, as their publishers ship them, into tasks; and holds the
+paper's published results.
 
-A new benchmark is an entry of `splits` and a function that turns one published row into tasks; its
-column of the paper's Table 1, if it has one, goes into `paper_table`.
+A new benchmark is an entry of `splits` and a function that turns one published row into tasks. The
+column of the paper's Table 1, if there is one, goes into `paper_table`.
 
-Departs from the authors' evaluation, which misreads MLVU's letters and MMVU's open questions: here
-every published row becomes a task, and one whose video is not there, or whose answer is none of its
-options, counts as wrong.
+Departs from the authors' evaluation, which misreads MLVU's letters and MMVU's open questions. Here
+every published row becomes a task. A task whose video is missing, or whose published answer is none
+of the options, counts as wrong.
 
-Reads a benchmark's folder: rows (parquet, JSON, JSONL, text), where its videos lie, subtitle files.
-Writes nothing; `python eval.py --bench mlvu --root MLVU_dev --prepare mlvu.jsonl` does.
+Reads a benchmark's folder: rows (parquet, JSON, JSONL, text), places of videos, subtitle files.
+Writes no file; `python eval.py --bench mlvu --root MLVU_dev --prepare mlvu.jsonl` writes the tasks.
 """
 
 import glob
@@ -30,25 +31,28 @@ import video
 
 
 def whole(record):
-    """A headline is the mean of its parts' means; this one has one part."""
+    """Split.part of a headline with one part, the mean over all items."""
     return ""
 
 
 @dataclass
 class Split:
-    """One benchmark: where it lies below its root folder, how it is read, what its headline is."""
+    """One benchmark: places of files below the root folder, how rows are read, the headline.
 
-    hub: str  # the data set it is published as
+    The headline is the mean over parts of the mean over the items of a part.
+    """
+
+    hub: str  # name of the published data set
     items: int  # as published
-    rows: tuple  # patterns of its row files, without ending; the first that matches is taken
+    rows: tuple  # patterns of row files, without ending; the first that matches is taken
     needs: tuple  # columns that every row must have
-    read: callable  # (row, path of its file) -> iterator of tasks
-    videos: tuple  # folders that may hold its videos; "" is the root
-    subtitles: tuple = ()  # folders that may hold its subtitles; none where it has none
-    shown: str = "none"  # subtitles shown where --subtitles does not say
-    metric: str = "accuracy"  # what the headline is called
-    part: callable = whole  # record -> the part of the headline it is in, None = in none
-    marked: str = ""  # a file that has this column in no row is of another kind: left out, counted
+    read: callable  # (row, path of the file) -> iterator of tasks
+    videos: tuple  # folders that may hold videos; "" is the root
+    subtitles: tuple = ()  # folders that may hold subtitles; () = the benchmark has none
+    shown: str = "none"  # --subtitles, unless the flag is given
+    metric: str = "accuracy"  # name of the headline
+    part: callable = whole  # record -> part of the headline; None = the item is in no part
+    marked: str = ""  # a file without this column in any row is another task: left out, counted
 
 
 def splits():
@@ -64,12 +68,12 @@ def splits():
         "videomme_wsub": replace(videomme, shown="aligned"),
         "longvideobench": Split(
             hub="longvideobench/LongVideoBench", items=1337, read=longvideobench_tasks,
-            rows=("lvb_val", "validation-*"),  # its test rows are published without answers
+            rows=("lvb_val", "validation-*"),  # test rows are published without answers
             needs=("id", "video_path", "question", "correct_choice"),
             videos=("videos", ""), subtitles=("subtitles", "")),
         "lvbench": Split(
             hub="lmms-lab/LVBench", items=1549, read=lvbench_tasks,
-            rows=("train-*", "video_info.meta"),  # the only split it has is called train
+            rows=("train-*", "video_info.meta"),  # the only split is called train
             needs=("key", "type"), videos=("", "videos", "all_videos")),
         "mlvu": Split(
             hub="sy1998/MLVU_dev", items=2174, read=mlvu_tasks,
@@ -91,15 +95,15 @@ def splits():
 
 
 def headline(name):
-    """Name of a benchmark (None: no benchmark) -> (what its headline is called, Split.part)."""
+    """Name of a benchmark (None: no benchmark) -> (name of the headline, Split.part)."""
     if name is None:
         return "accuracy", whole
     return splits()[name].metric, splits()[name].part
 
 
 def paper_table():
-    """system -> {split: percent}: Table 1 of the paper (arXiv 2605.20342), its Charades-STA column
-    mIoU. A split that it gives no number for, or does not have, is not in the row."""
+    """system -> {split: percent}: Table 1 of the paper (arXiv 2605.20342). The Charades-STA column
+    is mIoU. A split without a number in the paper is not in the row."""
     return {
         "GPT-4o": {"videomme": 71.9, "videomme_wsub": 77.2, "longvideobench": 66.7,
             "lvbench": 34.7, "mlvu": 64.6, "mmvu": 66.7},
@@ -135,7 +139,7 @@ def paper_table():
 
 
 def paper_rows():
-    """paper_table as it is shown beside what was measured: labelled, percent as text."""
+    """paper_table as shown beside measured rows: labelled, percent as text."""
     return {f"{system} (the paper's)": {name: f"{percent:.1f}" for name, percent in row.items()}
             for system, row in paper_table().items()}
 
@@ -159,7 +163,7 @@ def markdown_table(summaries):
 
 
 def measured(row):
-    """Headline of a result, percent with its interval."""
+    """Headline of a result in percent, with the interval."""
     if row["headline"] is None:
         return "refused"
     low, high = row["interval"]
@@ -167,7 +171,7 @@ def measured(row):
 
 
 # ------------------------------------------------------------------------------------------------
-# One row -> tasks. `complete` adds what they share: type mcq, bare options, the gold letter, paths.
+# One row -> tasks. `complete` adds the common fields: type mcq, bare options, gold letter, paths.
 
 
 def videomme_tasks(row, path):
@@ -184,9 +188,9 @@ def videomme_tasks(row, path):
 
 
 def longvideobench_tasks(row, path):
-    # `candidates` in the JSON; in the parquet option0 to option4, padded with "N/A" or nothing.
+    # The JSON has `candidates`; the parquet has option0 to option4, padded with "N/A" or "".
     given = row.get("candidates") or [row.get(f"option{i}") for i in range(5)]
-    # A pad is left out wherever it stands, so the published index is looked up among those kept.
+    # Pads may stand anywhere, so the published index is looked up among the options that are kept.
     kept = [i for i, text in enumerate(given) if text not in (None, "", "N/A")]
     right = row["correct_choice"]
     tags = ("duration_group", "question_category", "topic_category")
@@ -204,7 +208,7 @@ def longvideobench_tasks(row, path):
 
 
 def lvbench_tasks(row, path):
-    # Flat rows, or one line a video with its questions under `qa`.
+    # Flat rows, or one line per video with the questions under `qa`.
     for asked in row.get("qa") or [row]:
         for name in ("uid", "question", "answer", "question_type"):
             if name not in asked:
@@ -224,7 +228,7 @@ def lvbench_tasks(row, path):
 def mlvu_tasks(row, path):
     kind = row.get("task_type") or row.get("question_type")
     kind = "needle" if kind == "findNeedle" else kind  # one task, two spellings
-    # The first release, without ids: json/2_needle.json has its videos in 2_needle.
+    # The first release has no ids, and the videos of json/2_needle.json lie in 2_needle.
     first = os.path.basename(os.path.dirname(path)) == "json"
     folder = os.path.splitext(os.path.basename(path))[0] if first else ""
     yield {
@@ -238,17 +242,17 @@ def mlvu_tasks(row, path):
 
 
 def mlvu_part(record):
-    """M-Avg is the mean of its seven tasks' means, however many items each has."""
+    """M-Avg is the mean of the means of seven tasks, not the mean over items."""
     return record["task"]["tags"].get("task", "")
 
 
 def mmvu_tasks(row, path):
-    # The file's address on the Hub: the path below the root is what follows /main/.
+    # The column holds an address on the Hub. The path below the root follows /main/.
     video_path = row["video"].partition("/main/")[2] or row["video"]
     subject = os.path.basename(os.path.dirname(video_path))
     choices = [text for _, text in sorted((row["choices"] or {}).items()) if text]
     mcq = row["question_type"] == "multiple-choice"  # open questions have five empty choices
-    # The subject is the folder of the video: no column of the row names it.
+    # No column names the subject; the folder of the video does.
     discipline = mmvu_disciplines().get(subject)
     yield {
         "id": row["id"],
@@ -262,7 +266,7 @@ def mmvu_tasks(row, path):
 
 
 def mmvu_part(record):
-    """The paper's column is multiple choice alone; open answers stand beside it."""
+    """The paper's column is multiple choice alone. Open answers stand beside the headline."""
     return "mc" if record["task"]["type"] == "mcq" else None
 
 
@@ -302,8 +306,8 @@ def read_split(name, root):
     A benchmark's folder -> (tasks, {note: count}). Every published row becomes at least one task.
 
     Notes: items, published, no video, no subtitles, no usable answer; files left out, if any.
-    Raises UserError, one line that says what was expected where, for a folder, a file or a column
-    that is not there, and for a row that cannot be read.
+    Raises UserError for a missing folder, file or column, and for a row that cannot be read. The
+    message names the place and the expected contents.
     """
     split = splits()[name]
     if not os.path.isdir(root):
@@ -315,8 +319,8 @@ def read_split(name, root):
         raise launch.UserError(f"--root {root}: no rows of {name}; {expected}")
     counted = ("items", "published", "no video", "no subtitles", "no usable answer")
     tasks, seen, notes = [], Counter(), dict.fromkeys(counted, 0)
-    # One pass over all rows; any that is not as expected ends it, since a benchmark that is read in
-    # part passes for the whole.
+    # One pass over all rows. A row that is not as expected ends the pass, because a reader would
+    # take a benchmark that was read in part for the whole.
     for path in files:
         rows = charades_lines(path) if path.endswith(".txt") else read_rows(path)
         if split.marked and not any(row.get(split.marked) for row in rows):
@@ -336,7 +340,7 @@ def read_split(name, root):
     if not tasks:
         having = f" that have {split.marked!r}" if split.marked else ""
         raise launch.UserError(f"{', '.join(files)}: no rows of {name}{having}")
-    # A few answers are misprinted. Most of them unusable: letters are not what the column holds.
+    # A few published answers are misprinted. If most are unusable, the column holds other data.
     if 2 * notes["no usable answer"] > len(tasks):
         unusable = f"{notes['no usable answer']} of {len(tasks)} answers"
         raise launch.UserError(f"{', '.join(files)}: {unusable} are none of their options")
@@ -345,8 +349,8 @@ def read_split(name, root):
 
 
 def row_tasks(split, row, where, path, root, notes):
-    """Tasks of one row, complete. Raises UserError naming `where` for a value that is not of the
-    kind its column should hold: a task read in half would be asked and graded like any other."""
+    """Tasks of one row, complete. Raises UserError naming `where` for a value of the wrong kind,
+    because a half-read task would be asked and graded like any other."""
     try:
         tasks = [complete(task, split, root, notes) for task in split.read(row, path)]
     except (TypeError, AttributeError, ValueError, KeyError, IndexError) as error:
@@ -374,7 +378,7 @@ def complete(task, split, root, notes):
         answer = answer_letter(task["answer"], options)
         task.update(question=question, options=options, answer=answer)
     notes["no usable answer"] += task["answer"] == ""
-    # A missing video keeps the path it should have: its episode ends in a counted error.
+    # A missing video keeps the expected path, and the episode ends in a counted error.
     found = locate(root, split.videos, task["video"])
     notes["no video"] += found is None
     task["video"] = found or os.path.join(split.videos[0], task["video"])
@@ -386,7 +390,7 @@ def complete(task, split, root, notes):
 
 
 def check_videos(name, tasks, root):
-    """Refuse a root below which not one video lies, before hours of counted errors."""
+    """Raises UserError if no video lies below the root, before hours of counted errors."""
     paths = dict.fromkeys(str(task["video"]) for task in tasks)
     if not any("\0" not in path and os.path.isfile(os.path.join(root, path)) for path in paths):
         why = f"none of its {len(paths)} videos lies below {root}, as {next(iter(paths))} should"
@@ -394,7 +398,7 @@ def check_videos(name, tasks, root):
 
 
 def row_files(root, patterns):
-    """Files of the first pattern that matches something, in the root or one folder below it."""
+    """Files of the first pattern that matches any file, in the root or one folder below."""
     for pattern in patterns:
         found = []
         for folder in ("", "*"):
@@ -406,7 +410,7 @@ def row_files(root, patterns):
 
 
 def whole_shards(files):
-    """The files; UserError where "..-00000-of-00003" is there without its other parts."""
+    """The files. Raises UserError if "..-00000-of-00003" is there without the other parts."""
     for path in files:
         shard = re.fullmatch(r"(.*-)\d{5}(-of-(\d{5})\.\w+)", path, re.DOTALL)
         for index in range(int(shard[3]) if shard else 0):
@@ -417,7 +421,7 @@ def whole_shards(files):
 
 
 def locate(root, folders, name):
-    """Path below the root of a video or a subtitle file, None where there is none."""
+    """Path below the root of a video or a subtitle file, None if there is none."""
     stem, ending = os.path.splitext(name)
     endings = [ending]
     if ending not in (".srt", ".json"):  # videos are shipped re-encoded, or in another spelling
@@ -431,7 +435,7 @@ def locate(root, folders, name):
 
 
 def read_rows(path):
-    """Rows of a parquet, JSON (a list) or JSONL file, as dicts. Raises UserError naming it."""
+    """Rows of a parquet, JSON (a list) or JSONL file, as dicts. Raises UserError with the path."""
     try:
         if path.endswith(".jsonl"):
             rows = launch.read_jsonl(path)
@@ -456,7 +460,7 @@ def read_rows(path):
 
 
 def charades_lines(path):
-    """Rows of Charades-STA's text file, `VIDEO START END##SENTENCE`. Raises UserError naming it."""
+    """Rows of Charades-STA's text file, `VIDEO START END##SENTENCE`. Raises UserError."""
     rows = []
     with open(path, encoding="utf-8-sig") as f:
         for line in filter(None, map(str.strip, f)):
@@ -476,7 +480,7 @@ def split_inline(question):
     stem, options = [], []
     for line in question.split("\n"):
         label = re.match(r"\s*\(?([A-Z])[.):]\s+(.*)", line)
-        # Only the next letter in order begins an option: "I. Newton" inside one does not.
+        # Only the next letter in order begins an option, so "I. Newton" in the text does not.
         if label and label[1] == string.ascii_uppercase[len(options)]:
             options.append(label[2].strip())
         elif options:
@@ -505,7 +509,7 @@ def answer_letter(answer, options):
 
 def task_subtitles(task, seconds, root, which):
     """
-    Text of a task's subtitles; "" where it has none.
+    Text of a task's subtitles, "" if there are none.
 
     seconds: times of the frames that are shown [K]. which: "aligned" (lines spoken at those times)
     or "full". Raises VideoError for a path that leaves the root, ValueError for an unreadable file.
@@ -537,7 +541,7 @@ def read_subtitles(path, offset=0.0):
         with open(path, encoding="utf-8-sig", errors="replace") as f:
             text = f.read()
         lines = json_lines(text) if path.endswith(".json") else srt_lines(text)
-        # Without a time or a text there is nothing to show.
+        # A line without a time or a text cannot be shown.
         lines = [line for line in lines if line[0] is not None and line[2]]
         lines.sort(key=lambda line: line[0])
         out = []
@@ -568,7 +572,7 @@ def json_lines(text):
 def srt_lines(text):
     """SRT -> [(start, end, text)] in seconds of the file, in the order of the file."""
     stamp = r"((?:\d+:)?\d+:\d+[,.]\d+)"  # 00:01:02,345; hours and the comma vary
-    # A block ends at an empty line: its text may have several.
+    # A block ends at an empty line. The text may have several lines.
     block = rf"{stamp} *--> *{stamp}[^\n]*\n(.*?)(?=\n[ \t]*\n|\Z)"
     out = []
     for found in re.finditer(block, text.replace("\r\n", "\n"), re.DOTALL):

@@ -1,15 +1,15 @@
 """
-evaluation/costs.py: what an answer costs, so that accuracy can stand against it; how the work of a
-run is dealt out; what a run will take.
+evaluation/costs.py: counts the costs of an answer, deals out the work of a run, and estimates the
+costs of a run beforehand.
 
-  tokens  = tokens that had to be computed: a context's prompt once, however many turns go on from
-            it (their servers keep the prefix), and all that was sampled
-  frames  = shown to the main agent, overview and windows; those of sub-agents apart
+  tokens  = tokens that had to be computed: the prompt of a context once, even if many turns follow
+            (servers keep the prefix), and all sampled tokens
+  frames  = shown to the main agent, overview and windows; frames of sub-agents are counted apart
   rounds  = turns of the main agent
-  seconds = of the episode, beside whatever else ran
+  seconds = of the episode, while other episodes ran too
 
-Tokens come from the engine: ids where it has them, else what the endpoint says; None where neither
-is known. An estimate reads videos; nothing is written.
+Tokens are counted from ids if the engine has ids, else taken from the endpoint's own counts, else
+None. An estimate reads videos. Writes no file.
 """
 
 import itertools
@@ -27,12 +27,11 @@ from engine import Completion
 from evaluation import systems
 
 # ------------------------------------------------------------------------------------------------
-# What was asked
+# Counting
 
 
 class Meter:
-    """An engine that notes what every request took. What it does not know it leaves to the
-    engine."""
+    """An engine around an engine, which notes the tokens of every request."""
 
     def __init__(self, engine):
         self.engine = engine
@@ -43,7 +42,8 @@ class Meter:
         return getattr(self.engine, name)
 
     def submit(self, request):
-        # Without a chat a turn goes on from the one before.
+        # Endpoints have a chat, which shows whether a turn goes on from the turn before. A request
+        # with ids always does.
         self.under_way[request.id] = len(request.expanded), getattr(request, "messages", [])
         self.engine.submit(request)
 
@@ -55,16 +55,16 @@ class Meter:
             if said.ids is not None:
                 counts = prompt, len(said.ids)
             elif said.error:
-                counts = 0, 0  # it gave nothing; what it cost the server nobody knows
+                counts = 0, 0  # the server's own cost of a failed request is unknown
             self.taken[said.id] = (*counts, messages)
         return finished
 
 
 def of(episode, taken):
     """
-    Episode -> its costs; its requests are taken out of `taken`, see Meter.
+    Episode -> costs. Removes the episode's requests from `taken`, see Meter.taken.
 
-    Tokens are None where one of its requests has no count.
+    Tokens are None if one of the requests has no count.
     """
     name = f"{episode.group}/{episode.sample}"
     main, sub = [], []  # (prompt tokens, sampled tokens)
@@ -75,16 +75,16 @@ def of(episode, taken):
             break
         main.append(fresh(request, before))
         before = request
-        # A call whose window could not be loaded asked nothing: there are gaps.
+        # A call whose window could not be loaded made no request, so numbers may be missing.
         asked = [taken.pop(f"{name}/{turn}/{n}", None) for n in range(len(episode.calls))]
         sub += [request[:2] for request in asked if request]
     shown = sum(len(f.seconds) for f in episode.context.frames) if episode.context else 0
-    # Where each step is a new context, only the first one has the overview.
+    # If each step is a new context (SAGE), only the first one has the overview.
     overview = len(episode.notes.get("seconds", []))
     seen = [call for call in episode.calls if "frames_seen" in call]
     return {
         "frames": max(shown, overview),
-        # `seconds_seen`: shown to the main agent itself, and so counted above.
+        # A call with `seconds_seen` showed frames to the main agent, which are counted above.
         "sub_frames": sum(call["frames_seen"] for call in seen if "seconds_seen" not in call),
         "prompt_tokens": total(main, 0), "sampled_tokens": total(main, 1),
         "sub_prompt_tokens": total(sub, 0), "sub_sampled_tokens": total(sub, 1),
@@ -98,19 +98,19 @@ def fresh(request, before):
     prompt, sampled, messages = request
     if before is None or None in (prompt, *before[:2]):
         return prompt, sampled
-    goes_on = messages[: len(before[2])] == before[2]  # else a new conversation: all of it is new
+    goes_on = messages[: len(before[2])] == before[2]  # else a new conversation, new as a whole
     return (max(0, prompt - sum(before[:2])) if goes_on else prompt), sampled
 
 
 def total(counts, place):
-    """Sum over requests, None where one is unknown."""
+    """Sum over requests, None if one is unknown."""
     some = [count[place] for count in counts]
     return None if None in some else sum(some)
 
 
 def mean(records):
-    """Records -> mean of every cost but seconds, and "tokens", all together; a cost that is not
-    known of all is None, and so is everything where a record is older than costs are."""
+    """Records -> mean of every cost but seconds, and "tokens", the sum of all tokens. A cost that
+    any record lacks is None. Records written before costs existed make every cost None."""
     costs = [record["cost"] for record in records if "cost" in record]
     if len(costs) < len(records):
         return None
@@ -123,11 +123,11 @@ def mean(records):
 
 
 # ------------------------------------------------------------------------------------------------
-# Who asks what
+# Dealing out tasks
 
 
 def split(jobs, ranks):
-    """Jobs -> for every rank, of every job, the numbers of the tasks that it asks, in order."""
+    """Jobs -> [ranks][jobs]: the places of the tasks that a rank asks, in order."""
     work = [(n, i) for n, (*_, todo) in enumerate(jobs) for i in range(len(todo))]
     places = [(jobs[n][0].source.root, jobs[n][3][i]) for n, i in work]
     shares = []
@@ -142,11 +142,11 @@ def split(jobs, ranks):
 
 def deal(places, parts, sizes=False):
     """
-    [(root, task)] -> for each of `parts` the indices of its own, the longest work first.
+    [(root, task)] -> the indices of each of `parts`, the longest work first.
 
-    The questions of a video stay together, so that one rank decodes it once, unless they are more
-    than a part's fair share. sizes: long files weigh more; they must be the same wherever this is
-    asked.
+    The questions of a video stay together, so that one rank decodes the video once, unless they are
+    more than a fair share. sizes: long files weigh more. Callers on several machines must then see
+    the same files.
     """
     videos = {}  # path -> indices
     for index, (root, task) in enumerate(places):
@@ -158,7 +158,7 @@ def deal(places, parts, sizes=False):
     for path, indices in videos.items():
         for at in range(0, len(indices), fair):
             some = indices[at : at + fair]
-            # Half of the work is to answer, half to decode: a guess, and it only has to be near.
+            # A guess that only has to be near: half of the work is answering, half is decoding.
             cost = len(some) / len(places) + weight[path] / total
             chunks.append((cost, path, some))
     dealt, loads = [[] for _ in range(parts)], [0.0] * parts
@@ -170,7 +170,7 @@ def deal(places, parts, sizes=False):
 
 
 def file_size(path):
-    """Bytes; 0 where nothing can be read, which the task's own episode will tell."""
+    """Bytes, or 0 if the file cannot be read, which the task's own episode will report."""
     try:
         return os.path.getsize(path)
     except (OSError, ValueError):
@@ -178,12 +178,12 @@ def file_size(path):
 
 
 # ------------------------------------------------------------------------------------------------
-# What a run will take. Some of its tasks go through the very loop of the run, with an engine that
-# has no model: frames are decoded and prompts encoded as they will be.
+# Estimates. Some of the tasks go through the loop of the run with an engine that has no model, so
+# frames are decoded and prompts encoded as in the run.
 
 
 class Mute:
-    """An engine that says nothing, or in every turn makes all the calls that it may."""
+    """An engine without a model: every turn is empty, or makes as many calls as are allowed."""
 
     max_seqs = 1
 
@@ -201,7 +201,8 @@ class Mute:
         return done
 
     def crops(self, request):
-        """The longest windows there may be; other ones in every turn: kept frames cost nothing."""
+        """A turn with the longest windows that are allowed, others in every turn, because frames in
+        the cache would cost no time."""
         agent, last = self.agent, float(request.frames[0].seconds[-1])  # s, near the video's end
         length = min(last, agent.sub_frames / agent.sub_fps)
         turn = int(request.id.rpartition("/")[2])
@@ -216,16 +217,16 @@ class Mute:
 
 def expected(suite, k, mode, todo, codec, protocol, args):
     """
-    Tasks of one (suite, K, mode) -> six numbers: seconds in which a video is decoded, tokens of an
-    answer's prompts, sampled ones at most, all without a call; then with every call: the seconds
-    that an answer decodes besides, and both tokens. NaN: not known.
+    Tasks of one (suite, K, mode) -> six numbers. Without a call: seconds to decode a video's
+    overview, prompt tokens of an answer, sampled tokens at most. With every call: seconds to decode
+    an answer's windows, prompt tokens, sampled tokens at most. NaN: not known.
     """
     agent = replace(suite.agent, tools=mode == "on")
     first = {str(task["video"]): task for task in reversed(todo)}
     sizes = {path: file_size(os.path.join(suite.source.root, path)) for path in first}
     there = sorted(filter(sizes.get, sizes), key=sizes.get)
     tasks = [first[path] for path in systems.evenly(there, args.estimate)]
-    # Its own: frames that another K or mode left would cost nothing.
+    # A new cache, because frames that another K or mode left there would cost no time.
     source = replace(suite.source, cache=video.FrameCache(timeout=args.decode_timeout or None))
 
     def played(calls):
@@ -234,7 +235,7 @@ def expected(suite, k, mode, todo, codec, protocol, args):
         ran = systems.run(sampler, tasks, protocol, frames=k)
         ran = [(e, of(e, meter.taken)) for e in ran if "total_s" in e.timing]
         full = [e.error for e, _ in ran if e.status == "context" and not calls]
-        if full:  # not one of its prompts would be answered
+        if full:  # no prompt of this suite fits
             raise launch.UserError(f"--estimate: {full[0]}")
         if not ran:
             raise launch.UserError(f"--estimate: no video below {source.root} could be read")
@@ -260,9 +261,10 @@ def expected(suite, k, mode, todo, codec, protocol, args):
 
 def estimate(jobs, shares, codec, protocol, args):
     """
-    What is left of a run -> text. How fast an engine is, is told where it was measured.
+    The unfinished part of a run -> text with its costs. Hours are given only if finished records
+    show the speed of the engine.
 
-    jobs: [(suite, K, mode, tasks)]; shares: of every rank, of every job, the numbers of its tasks.
+    jobs: [(suite, K, mode, tasks)]. shares: see `split`.
     """
     row = ("{:<15} {:>6} {:>5} {:>6} {:>6}" + " {:>8}" * 6).format
     lines = [f"{'':43}{'without a call':^26} {'with every call':^26}",
@@ -299,7 +301,7 @@ def counts(tasks, args):
 
 
 def cells(six, time, tokens):
-    """What `expected` returns -> texts, in these units."""
+    """Result of `expected` -> texts, in these units."""
     units = [time, tokens, tokens] * 2
     texts = [f"{value:.3f}{unit}" if unit else f"{value:.0f}" for value, unit in zip(six, units)]
     return ["-" if "nan" in text else text for text in texts]

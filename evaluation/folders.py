@@ -1,9 +1,9 @@
 """
-evaluation/folders.py: records of an evaluation in their folders, how they are graded, and all that
-works on finished folders without a model.
+evaluation/folders.py: reads and grades the records of an evaluation, and compares finished folders
+without a model.
 
-A record is one line an item, appended as it finishes. An item is (task id, K, tools, sample). A
-leaf is a folder of records: an --out of --data, or a folder in an --out of --bench.
+A record is one line per item, appended when the episode ends. An item is (task id, K, tools,
+sample). A leaf is a folder of records: the --out of --data, or a folder in the --out of --bench.
 
 Reads and writes: records.*.jsonl, tasks.jsonl, args.json, judge.jsonl, summary.json. Used by
 eval.py: --rescore, --compare, --table, --prepare.
@@ -27,14 +27,14 @@ from evaluation import answers, benchmarks, scores, systems
 
 
 def settings_digest(args, weights, subtitles, tasks, prompts):
-    """What must be equal for records to belong together: tasks, prompts, weights (their digest),
-    and every flag but those that say where, which part, how fast, and who judges."""
-    # Where: what is found there (tasks, prompts, weights) counts, its path does not.
+    """-> digest of all that must be equal for records to belong together: tasks, prompts, weights
+    (a digest), and every flag except those for paths, parts, speed and judges."""
+    # Paths: the digest covers the contents of the files (tasks, prompts, weights).
     free = {"ckpt", "data", "bench", "root", "video_root", "out", "prompt_file",
             "user_file"}
-    # Which part: every item carries its own K, mode and sample. `subtitles` is the resolved flag.
+    # Parts: every record names K, mode and sample. The argument `subtitles` is the resolved flag.
     free |= {"limit", "shard", "frames", "tools", "samples", "subtitles"}
-    # How fast, over which address, and what happens to records that are there already.
+    # Speed, addresses, and the treatment of finished records.
     free |= {"live", "workers", "retries", "request_timeout", "api_key_env", "base_url"}
     free |= {"max_seqs", "frame_cache_gb", "frame_cache_dir", "frame_cache_dir_gb"}
     free |= {"engine_share", "patience", "decode_timeout", "quiet"}
@@ -46,10 +46,10 @@ def settings_digest(args, weights, subtitles, tasks, prompts):
 
 def read_records(out, digest=None):
     """
-    Finished records of a folder -> {item: record}. A torn last line is dropped; of an item that was
-    asked again after an engine error, the error loses.
+    Finished records of a folder -> {item: record}. A torn last line is dropped. If an item was
+    asked again after an engine error, the error is dropped.
 
-    Raises UserError where records are of other settings than `digest`, or of two settings.
+    Raises UserError if records are of other settings than `digest`, or of two settings.
     """
     done = {}
     for path in sorted(glob.glob(os.path.join(glob.escape(out), "records.*.jsonl"))):
@@ -62,20 +62,20 @@ def read_records(out, digest=None):
             except ValueError:
                 why = "not JSON; delete the line or the file"
                 raise launch.UserError(f"{path}:{number}: {why}") from None
-            digest = digest or record["digest"]  # of the first one, where none is asked for
+            digest = digest or record["digest"]  # None: of the first record
             if record["digest"] != digest:
                 why = "holds records of another checkpoint or other settings; choose another --out"
                 raise launch.UserError(f"{out} {why}")
             item = record["task"]["id"], record["budget"], record["tools"], record["sample"]
-            # Files of several ranks come in any order: the error may be read last.
+            # Files of several ranks come in any order, so the error may be read last.
             if not (item in done and record["status"] == "engine_error"):
                 done[item] = record
     return done
 
 
 def append_to(path):
-    """-> file to read and append to. A last line that was interrupted is cut off: what is appended
-    would become part of it."""
+    """-> file to read and append to. A torn last line is cut off first, because the next line would
+    become a part of that line."""
     with open(path, "ab+") as f:
         f.seek(0)
         f.truncate(f.read().rfind(b"\n") + 1)
@@ -88,12 +88,12 @@ def append_to(path):
 
 def grade(record, protocol="paravt"):
     """One record -> {"said", "extracted", "score"}, the score in [0, 1]."""
-    if record["status"] != "ok":  # whatever was said before it broke is no answer
+    if record["status"] != "ok":  # text from before the failure is no answer
         return {"said": None, "extracted": None, "score": 0.0}
     task = record["task"]
     kind, options = task["type"], task.get("options")
     said = systems.protocols()[protocol].final(record["turns"], record["think_open"])
-    # What is extracted never depends on the gold answer, which is looked at only afterwards.
+    # Extraction never sees the gold answer.
     extracted = None
     if said is not None and kind == "mcq":
         extracted = rewards.extract_letter(said, options)
@@ -102,20 +102,20 @@ def grade(record, protocol="paravt"):
     elif said is not None:
         extracted = rewards.region(said) or None
     if kind == "open" and said is not None:
-        # Token F1 pays for the way to an answer, a benchmark asks for the answer.
+        # Training pays token F1 for a part of an answer. A benchmark asks for the whole answer.
         score = float(answers.match_open(said, task["answer"]))
     else:
         score = rewards.accuracy(said, kind, task["answer"], options)
-        score = float(score == 1.0) if kind == "list" else score  # the whole list, likewise
+        score = float(score == 1.0) if kind == "list" else score  # the whole list too
     return {"said": said, "extracted": extracted, "score": score}
 
 
 def graded(folder, judge):
-    """Records of a folder, graded as the code grades now, and by a judge where one is named
-    -> {item: record}. judge: flags, see systems.judge."""
+    """Folder -> {item: record}, graded by the present code, and by a judge if the flags name one.
+    judge: flags, see systems.judge."""
     kept = read_json(folder, "args.json")
     records = read_records(folder)
-    # An older grader may have written them: its score is not believed.
+    # An older version of the grader may have written the scores, so all records are graded again.
     for record in records.values():
         record.update(grade(record, kept["protocol"]))
     if judge.judge_model:
@@ -133,12 +133,12 @@ def leaf_of(out, bench):
 
 
 def leaves(folder):
-    """-> [(benchmark or None, leaf)] of an --out. Raises UserError where there is none."""
+    """-> [(benchmark or None, leaf)] of an --out. Raises UserError if there is none."""
     found = [(bench, leaf_of(folder, bench)) for bench in [*benchmarks.splits(), None]]
     found = [pair for pair in found if os.path.exists(os.path.join(pair[1], "tasks.jsonl"))]
     if not found:
         raise launch.UserError(f"{folder}: no tasks.jsonl and records here")
-    # A folder that was used for both: benchmarks alone, as one table cannot hold them beside data.
+    # If --out was used for both, only the benchmarks, because one table cannot hold both.
     return [pair for pair in found if pair[0]] or found
 
 
@@ -156,7 +156,7 @@ def write_tasks(tasks, path):
 
 
 def read_summary(folder):
-    """-> (the folder's last name, its summary). Raises UserError where it has none."""
+    """-> (last name of the folder, summary). Raises UserError if there is no summary."""
     try:
         return os.path.basename(os.path.normpath(folder)), read_json(folder, "summary.json")
     except (OSError, ValueError) as error:
@@ -165,9 +165,9 @@ def read_summary(folder):
 
 
 def finished(folder):
-    """-> what scores.compare takes of one folder."""
+    """Folder -> the triple that scores.compare takes."""
     name, summary = read_summary(folder)
-    # The verdicts that it was judged by count; nobody is asked again.
+    # Without an address the judge is not asked again: the verdicts in the folder count.
     judge = argparse.Namespace(judge_url=None, judge_model=summary.get("judge_model"))
     here = {}  # (benchmark, K, tools) -> {(task id, sample): record}
     for bench, leaf in leaves(folder):
@@ -176,21 +176,23 @@ def finished(folder):
     return name, summary, here
 
 
-def finish(out, found, args, checkpoint, parts=None):
+def finish(out, found, args, policy, parts=None):
     """
-    Records of the leaves `found` -> summary.json of each and of the whole, tables: the end of an
-    evaluation and of --rescore.
+    Writes summary.json of every leaf in `found` and of the whole, and prints the tables: the end of
+    an evaluation and of --rescore. Raises UserError if a record is missing, or if too many items
+    failed.
 
-    parts: {leaf: tasks} of leaves that hold more than was asked for: shown, and nothing written.
+    policy: the checkpoint, or the model of an endpoint. parts: {leaf: tasks} of leaves that hold
+    more tasks than this run asked: these are printed, not written.
     """
     results, missing, parts = [], 0, parts or {}
     for bench, leaf in found:
         tasks = parts.get(leaf) or launch.read_jsonl(os.path.join(leaf, "tasks.jsonl"))
-        kept = read_json(leaf, "args.json")  # of the run, which may differ from ours
+        kept = read_json(leaf, "args.json")  # flags of the run, which --rescore does not have
         if leaf in parts:
             kept |= vars(args)
         done = graded(leaf, args)
-        # What was asked for, not what is there: a run that was cut short has no summary.
+        # All items that the run was to ask: a run that was cut short has no summary.
         ids = [(task["id"], sample) for task in tasks for sample in range(kept["samples"])]
         for k, mode in itertools.product(kept["frames"], kept["tools"]):
             items = [(task, str(k), mode, sample) for task, sample in ids]
@@ -205,11 +207,11 @@ def finish(out, found, args, checkpoint, parts=None):
         why = "run the same command (or the other shards) first, then --rescore"
         raise launch.UserError(f"{out}: {missing} items have no record yet; {why} {out}")
     refused = scores.refuse(results, args.allow_errors)
-    summary = {"checkpoint": checkpoint}
+    summary = {"checkpoint": policy}
     if args.judge_model:
         summary["judge_model"] = args.judge_model
     told = ("protocol", "protocol_set", "prompt_hash", "prompt_file", "served")
-    summary |= {name: kept[name] for name in told if name in kept}  # served: by an endpoint alone
+    summary |= {name: kept[name] for name in told if name in kept}  # only endpoints have "served"
     summary["time"] = time.strftime("%Y-%m-%d %H:%M:%S")
     for bench, leaf in found:
         own = [row for row in results if row.get("bench") == bench]
@@ -218,7 +220,7 @@ def finish(out, found, args, checkpoint, parts=None):
     if not parts:
         write_json({**summary, "results": results}, out, "summary.json")
     print(launch.printable(scores.table(results)))
-    acc = {}  # the last line is for scripts: "[bench/]K/tools" -> accuracy
+    acc = {}  # printed last, for scripts: "[bench/]K/tools" -> accuracy
     for row in results:
         place = [row["bench"]] if "bench" in row else []
         acc["/".join([*place, str(row["K"]), row["tools"]])] = round(row["acc"], 4)
@@ -232,15 +234,15 @@ def finish(out, found, args, checkpoint, parts=None):
 
 
 def rescore(folders, args):
-    """Grade finished records again; those of several folders (shards) become parts of one run."""
+    """--rescore: grades finished records again, and merges those of several folders (shards)."""
     sources = [(number, pair) for number, folder in enumerate(folders) for pair in leaves(folder)]
     # Copied, so that the merged folder can be graded again and compared like any other.
     for number, (bench, leaf) in sources if len(folders) > 1 else []:
         target = leaf_of(args.out, bench)
         launch.make_out(target)
-        if os.path.samefile(leaf, target):  # --out is one of them
+        if os.path.samefile(leaf, target):  # --out is one of the folders
             continue
-        # Before anything is copied: --out would hold records of two settings.
+        # Checked before any file is copied, or --out would hold records of two settings.
         known = [*read_records(leaf).values(), *read_records(target).values()]
         if len({record["digest"] for record in known}) > 1:
             why = "its records are of another checkpoint or other settings than those of"

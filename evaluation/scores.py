@@ -1,12 +1,12 @@
 """
-evaluation/scores.py: records of an evaluation -> numbers, and their tables.
+evaluation/scores.py: turns the records of an evaluation into numbers and tables.
 
-  headline  = mean over items | the mean of its parts' means (MLVU) | one part alone (MMVU)
+  headline  = mean over items | mean of the means of parts (MLVU) | one part alone (MMVU)
   interval  = 2.5 and 97.5 percentiles of the headline over 2000 draws of VIDEOS with replacement
-  pass@n    = mean over tasks of the best of its n samples
+  pass@n    = mean over tasks of the best of n samples
 
-A record is a line of an evaluation's records.*.jsonl, read and graded by eval.py. Reads and writes
-nothing.
+A record is a line of records.*.jsonl, read and graded by evaluation/folders.py. Reads and writes no
+file.
 """
 
 import time
@@ -21,10 +21,11 @@ from evaluation import benchmarks, costs
 
 def resampled(records, bench, draws=2000):
     """
-    -> (headline, draws of it [draws]): None and [] without any of its items, fewer where a draw
-    holds none. Videos are drawn with replacement, not items: questions of one video err together.
+    -> (headline, bootstrap draws of the headline [draws]). Without any item of the headline: None
+    and []. A draw that holds no such item is left out.
 
-    The draws depend on the set of videos alone: two systems on the same items are drawn alike, and
+    Videos are drawn with replacement, not items, because answers about one video err together. The
+    draws depend on the set of videos alone. So two systems on the same items are drawn alike, and
     the difference of their draws is paired.
     """
     _, part_of = benchmarks.headline(bench)
@@ -32,7 +33,7 @@ def resampled(records, bench, draws=2000):
     names = sorted({part for part in parts if part is not None})
     if not names:
         return None, np.zeros(0)
-    # All videos have a line, also those without an item of the headline.
+    # Every video has a line, also one without an item of the headline.
     videos, lines = np.unique([r["task"]["video"] for r in records], return_inverse=True)
     sums = np.zeros((len(videos), len(names)))  # of scores, [videos, parts]
     counts = np.zeros((len(videos), len(names)))  # of items
@@ -47,7 +48,7 @@ def resampled(records, bench, draws=2000):
     there = items > 0  # a draw may miss a part, or all of them
     means = np.divide(times @ sums, items, out=np.zeros(items.shape), where=there)
     some = there.any(1)  # [draws]
-    # Mean over parts of the mean over a part's items; of a draw, over the parts it holds.
+    # Mean over parts of the mean over a part's items. A draw counts only the parts that it holds.
     headline = float((sums.sum(0) / counts.sum(0)).mean())
     return headline, means.sum(1)[some] / there.sum(1)[some]
 
@@ -67,7 +68,7 @@ def mean_scores(pairs):
 
 
 def breakdowns(records):
-    """-> {name: {label: n and accuracy}}; an item with several labels counts under each."""
+    """-> {name: {label: n and accuracy}}. An item with several labels counts under each label."""
     pairs = {}
     for record in records:
         task = record["task"]
@@ -89,11 +90,11 @@ def summarise(records, bench=None, judged=False):
         "metric": benchmarks.headline(bench)[0],
         "headline": value,
         "interval": interval(draws),
-        "acc": sum(r["score"] for r in records) / n,  # whatever the headline is
+        "acc": sum(r["score"] for r in records) / n,  # the mean over all items
         "f_tau": sum(r["reward"]["fmt"] for r in records) / n,
         "kappa": sum(call["status"] == "ok" for r in records for call in r["calls"]) / n,
         "errors": {cause: sum(r["status"] == cause for r in records) for cause in causes},
-        "no_answer": sum(r["extracted"] is None for r in fine),  # ended well, and none was found
+        "no_answer": sum(r["extracted"] is None for r in fine),  # of episodes that ended well
         "truncated": sum(r["finish"][-1:] == ["length"] for r in fine),  # in the last turn
         "seconds_per_episode": sum(r["timing"].get("total_s", 0.0) for r in records) / n,
     }
@@ -102,7 +103,7 @@ def summarise(records, bench=None, judged=False):
         out["cost"] = spent  # per answer
     if judged:
         verdicts = [r["judge"] and r["judge"]["verdict"] for r in records if "judge" in r]
-        failed = verdicts.count(None)  # asked in vain, or neither yes nor no
+        failed = verdicts.count(None)  # the request failed, or the reply was neither yes nor no
         out["judge"] = {"asked": len(verdicts), "yes": verdicts.count(True), "failed": failed}
         if failed:  # counts towards the 1% above which the headline is refused
             out["errors"]["judge_error"] = failed
@@ -122,7 +123,7 @@ def summarise(records, bench=None, judged=False):
 
 
 def refuse(results, allow_errors):
-    """Take the headline of results with more than 1% failed items away -> lines that say why."""
+    """Removes the headline of every result with more than 1% failed items -> lines that say why."""
     said = []
     for row in results:
         failed = sum(row["errors"].values())
@@ -145,8 +146,8 @@ def shown_interval(row):
 
 
 def table(results, labels=12):
-    """Results -> aligned text: a row per benchmark, K and mode, then its breakdowns; those with one
-    label, or more than `labels`, are in the summary alone."""
+    """Results -> aligned text: a row per benchmark, K and mode, then the breakdowns. One with a
+    single label, or with more than `labels`, are in summary.json alone."""
     named = any(row.get("bench") for row in results)
     head = f"{'bench':<15} " if named else ""  # no column that would be empty
     lines = [f"{head}{'K':>6} {'tools':>5} {'n':>5} {'headline [95%]':>22} {'acc':>6} {'f_tau':>6} "
@@ -158,7 +159,7 @@ def table(results, labels=12):
                      f"{shown_interval(row):>22} {row['acc']:>6.3f} {row['f_tau']:>6.3f} "
                      f"{row['kappa']:>6.2f} {sum(row['errors'].values()):>6} "
                      f"{row['no_answer']:>9} {row['truncated']:>7}")
-        # What only some results have goes below, in one line.
+        # Numbers that only some results have go below the row, in one line.
         more = [f"{row['metric']} is the headline"] if row["metric"] != "accuracy" else []
         for name in ("pass@n", "R@0.3", "R@0.5", "R@0.7"):
             more += [f"{name} {row[name]:.3f}"] if name in row else []
@@ -175,9 +176,9 @@ def table(results, labels=12):
 
 def compare(found):
     """
-    Finished evaluations -> {"time", "rows", "costs", "differences"}: a row per checkpoint,
-    benchmark and K, with tools and without; accuracy and cost of each of those runs; the difference
-    of every folder to the first, paired by item.
+    Finished evaluations -> {"time", "rows", "costs", "differences"}. rows: one per checkpoint,
+    benchmark and K, with tools and without. costs: accuracy and cost of each of those runs.
+    differences: of every folder to the first, paired by item.
 
     found: [(name, summary.json, {(benchmark, K, tools): {(task id, sample): graded record}})].
     """
@@ -202,7 +203,7 @@ def compare(found):
     for place, own in first.items():
         for name, _, here in others:
             other = here.get(place, {})
-            # The same items alone: what one of them did not run says nothing about the other.
+            # Only items that both folders have.
             same = sorted(set(own) & set(other), key=str)
             a, drawn_a = resampled([own[item] for item in same], place[0])
             b, drawn_b = resampled([other[item] for item in same], place[0])
@@ -215,7 +216,7 @@ def compare(found):
 
 
 def comparison(compared):
-    """What `compare` found -> aligned text."""
+    """Result of `compare` -> aligned text."""
     lines = [f"{'checkpoint':<12} {'K':>6} {'n':>5} {'with tools [95%]':>22} {'tokens':>7} "
              f"{'no tools':>9} {'tokens':>7} {'f_tau':>6} {'kappa':>6}"]
     for row in compared["rows"]:

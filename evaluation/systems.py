@@ -1,14 +1,14 @@
 """
-evaluation/systems.py: how the other systems of the paper's Table 1 are spoken to, and the client of
-the endpoints that serve them.
+evaluation/systems.py: plays episodes by the protocols of the other systems in the paper's Table 1,
+and asks the endpoints that serve those systems.
 
-A protocol is a system's prompt, its calls, what comes back, and when it must answer: an entry of
-`protocols` and the functions it names. `play` is the one episode loop of all of them, on the
-engine, pump, frames and records of rollout.py; ParaVT as it is trained goes through rollout.py's
-own loop, of which a test says that it gives the same records.
+A protocol is a system's prompt, the form of calls, the responses to calls, and when the system must
+answer: an entry of `protocols` and the functions that the entry names. `play` is the episode loop
+of all protocols, on the engine, pump, frames and records of rollout.py. ParaVT as trained goes
+through rollout.py's own loop; a test asserts that both loops give the same records.
 
-Departs from the publishers' code in wording: the prompts here are ours. Their own are read from
-their releases with --prompt-file, in the order of `files`; what is read is never run.
+Departs from the publishers' code in wording, because the prompts here are ours. --prompt-file reads
+the publishers' own from their releases, in the order of `files`, and never runs that code.
 
 Reads prompt files; asks endpoints; writes the verdicts of a judge. Used by eval.py:
     python eval.py --engine openai --base-url http://127.0.0.1:8000/v1 --model M --protocol sage ..
@@ -52,7 +52,7 @@ THINK = (
 
 @dataclass
 class ChatRequest(Request):
-    """A Request and the same as a chat, for endpoints without ids."""
+    """A Request with the same contents as a chat, for endpoints without ids."""
 
     messages: list = None
     prefill: str = ""  # forced start of the turn, already part of ids
@@ -62,7 +62,7 @@ class ChatRequest(Request):
 
 @dataclass
 class Chat(rollout.Context):
-    """A Context and the same as a chat; of an endpoint, which takes no ids, the chat alone."""
+    """A Context with the same contents as a chat. Endpoints take no ids: then the chat alone."""
 
     messages: list = field(default_factory=list)
 
@@ -83,8 +83,8 @@ def open_chat(codec, messages, specs, frames, tools=None):
 
 @dataclass
 class Reply:
-    """What the calls of a turn are answered with: messages, and the specs and Frames of the videos
-    in them, in order."""
+    """The answer to the calls of a turn: messages, and the specs and Frames of their videos, in
+    order."""
 
     messages: list
     specs: list = field(default_factory=list)
@@ -105,21 +105,21 @@ async def summaries_answer(records, calls, episode, sampler, turn):
 
 @dataclass
 class Protocol:
-    """What differs between systems that look at videos in turns. The defaults are ParaVT's."""
+    """The differences between systems that look at videos in turns. The defaults are ParaVT's."""
 
     opening: callable = trained_opening  # (task, K, agent, subtitles, duration) -> first messages
-    parse: callable = rewards.parse_tool_calls  # (text, it began inside a thought) -> calls
+    parse: callable = rewards.parse_tool_calls  # (text, whether it began in a thought) -> calls
     answer: callable = summaries_answer  # async (records, calls, episode, sampler, turn) -> Reply
     force: callable = None  # (task) -> text put before the last turn
     force_tokens: callable = None  # (task) -> tokens of that turn
-    schema: callable = rollout.tool_schema  # () -> what the chat template declares; None: nothing
+    schema: callable = rollout.tool_schema  # () -> tools for the chat template; None: no tools
     prefill: str = ""  # forced start of every turn, instead of --think-prefix
     stop: tuple = ()  # strings that end a turn
 
 
 def run(sampler, tasks, protocol, frames=64, group=1):
-    """rollout.run of a protocol. ParaVT as it is trained, by an engine that takes ids, is played by
-    training's own loop."""
+    """rollout.run of a protocol. Training's own loop plays ParaVT as trained, if the engine takes
+    ids."""
     trained = protocol == Protocol() and sampler.agent.dispatch != "turns"
     if sampler.codec and trained:
         return rollout.run(sampler, tasks, frames, group)
@@ -134,7 +134,7 @@ async def play(episode, sampler, protocol):
     if shown is None:
         return episode
     spec, frames, spoken = shown
-    messages = protocol.opening(task, episode.frame_budget, agent, spoken, episode.duration)
+    messages = protocol.opening(task, episode.num_frames, agent, spoken, episode.duration)
     tools = protocol.schema() if agent.tools and protocol.schema else None
     context = episode.context = open_chat(codec, messages, [spec], [frames], tools)
     episode.notes.update(opening=messages, seconds=frames.seconds)
@@ -142,7 +142,7 @@ async def play(episode, sampler, protocol):
     episode.think_open = rewards.never_closed(prefill, codec is not None and codec.opens_thought)
 
     tool_turns = agent.max_turns if agent.tools else 0
-    for turn in range(tool_turns + 1):  # the last one must answer: its calls come too late
+    for turn in range(tool_turns + 1):  # the last turn must answer
         last = turn == tool_turns
         prefix = forced_ids(codec, context.ids, prefill)
         room = agent.context - len(context.ids) - len(prefix)
@@ -246,13 +246,13 @@ def nothing_held(args):
 
 @dataclass
 class System:
-    """How one system is spoken to."""
+    """One system: prompts, protocol, flags, and the answer that is graded."""
 
     files: str  # what --prompt-file takes of the publisher's release
     texts: list  # our wording of the same, in the same order
     make: callable  # (texts, args) -> Protocol
-    native: dict  # flags of its own recipe: the defaults of a run
-    final: callable = rewards.answer_or_tail  # (turns, think_open) -> what is graded, or None
+    native: dict  # flags of the publisher's recipe: the defaults of a run
+    final: callable = rewards.answer_or_tail  # (turns, think_open) -> answer to grade, or None
     held: callable = nothing_held  # args -> (windows beside the overview, frames of each)
 
 
@@ -260,7 +260,7 @@ def protocols():
     """name -> System."""
     single = {"max_turns": 0, "think_prefix": False, "tools": ["off"]}
     rounds = {"think_prefix": False, "max_parallel": 1}
-    # Their total of 3584 x 28 x 28 pixels, shared by 64 frames.
+    # The publisher's total of 3584 x 28 x 28 pixels, shared by 64 frames.
     few = {"min_pixels": 16 * 784, "max_pixels": 3584 * 784 // 64}
     # Temperature 0.1 at top-p 0.001, which is greedy.
     reasoning = {**single, "max_pixels": 256 * 784, "max_new_tokens": 1024}
@@ -276,7 +276,7 @@ def protocols():
                          [rollout.main_prompt()], paravt_protocol, {}, held=paravt_held),
         # Qwen2.5-VL-7B, GPT-4o, Gemini 1.5 Pro
         "direct": System(f"{driver}:DIRECT_SYSTEM", [ANSWER], prompt_as_system, single),
-        # Qwen3-VL-8B as its own evaluation runs it: no tools, no system text
+        # Qwen3-VL-8B as in the publisher's evaluation: no tools, no system text
         "qwen3-vl": System("a text of the user turn", [QUESTION], prompt_as_user,
                            {**single, **paced(2.0, 512), "temperature": 0.7, "context": 65536}),
         "video-r1": System(wrapped_files("Video-R1"), wrapped_texts(),
@@ -284,7 +284,7 @@ def protocols():
                            {**reasoning, "frames": [64]}),
         "videorft": System(wrapped_files("VideoRFT"), wrapped_texts(), wrapped_protocol,
                            {**reasoning, "frames": [32]}),
-        # Video-Thinker-7B, whose code is not to be had; and all of them in the paper's runs
+        # Video-Thinker-7B, whose code is not published; and all of these in the paper's runs
         "reasoning": System(f"{driver}:REASONING_SYSTEM", [THINK], prompt_as_system, reasoning),
         "videochat-r1": System("src_eval/eval_prompts.py:QA_THINK and :GROUND_TEMPLATE_THINK, "
                                "filled at [QUESTION], [OPTION] and [EVENT]",
@@ -324,7 +324,7 @@ def paced(fps, most):
 
 @dataclass
 class Source(rollout.Source):
-    """A Source whose overview has as many frames as its video is long, K at most."""
+    """A Source whose overview grows with the length of the video, to K frames at most."""
 
     overview_fps: float = 0.0  # frames per second; 0 = always K
     total_pixels: int = 0  # of the overview, all frames together; 0 = no bound
@@ -339,8 +339,8 @@ class Source(rollout.Source):
             shown = max(1, min(wanted, shown))
         most = self.max_pixels
         if self.total_pixels:
-            # Two frames make one grid of patches: the publishers' reader counts them once. It
-            # leaves a twentieth above the least, so that a frame's shape still fits between.
+            # Two frames make one grid of patches, which the publishers' reader counts once. The
+            # reader leaves 5% above the least, so that a shape still fits between both bounds.
             most = min(most, max(2 * self.total_pixels // shown, int(1.05 * self.min_pixels)))
         asked = {**spec, "frames": shown}
         return video.load(asked, self.root, self.cache, self.min_pixels, most)
@@ -356,7 +356,7 @@ def settings(name, which):
     native = protocols()[name].native
     if which == "native":
         return native
-    # What the paper's evaluation ran every open model with, whatever its own recipe.
+    # The paper's evaluation ran every open model with these flags.
     uniform = dict(
         frames=[64], min_pixels=4 * 784, max_pixels=768 * 784, crop_pixels=50176, stamps=False,
         temperature=0.0, max_new_tokens=2048, context=65536, think_prefix=False,
@@ -370,38 +370,38 @@ def add_arguments(parser):
     """Flags of protocols, endpoints and the judge."""
     yes_no = argparse.BooleanOptionalAction
 
-    add = parser.add_argument_group("protocol: how the system is spoken to").add_argument
+    add = parser.add_argument_group("protocol of the system").add_argument
     add("--protocol", choices=list(protocols()), default="paravt",
-        help="its own frames, lengths and rounds become the defaults")
+        help="the system's own frames, lengths and rounds become the defaults")
     add("--protocols", action="store_true",
-        help="print what each protocol sends and which texts it takes, and end")
+        help="print the prompts of each protocol and the texts that it takes, and end")
     add("--protocol-set", choices=["native", "paper"], default="native",
         help="paper: the paper's uniform frames, lengths and rounds instead")
     add("--prompt-file", nargs="+", default=[], metavar="FILE[.py:NAME]",
         help="the publisher's own prompt texts (docs/evaluation.md); default: our wording")
     add("--user-file", metavar="FILE[.py:NAME]",
-        help="the user turn, where --prompt-file takes the system text (places: --protocols)")
+        help="the user turn, if --prompt-file is the system text (places: --protocols)")
 
     add = parser.add_argument_group("endpoint: --engine openai").add_argument
     add("--base-url", nargs="+", metavar="URL",
-        help="for example http://127.0.0.1:8000/v1; of several, the least busy is asked")
+        help="for example http://127.0.0.1:8000/v1; several: the least busy is asked")
     add("--model", help="name of the model")
     add("--api-key-env", help="environment variable that holds the key")
     add("--image-cap", type=int, default=0, help="images of a request, evenly kept; 0 = no cap")
     add("--video-item", action=yes_no, default=False,
         help="the overview as one video (vLLM; docs/evaluation.md), not as images")
     add("--tokens-field", choices=["max_tokens", "max_completion_tokens"], default="max_tokens",
-        help="what the endpoint calls the limit")
-    add("--send-temperature", action=yes_no, default=True, help="some take none, and no seed")
-    add("--request-timeout", type=float, default=300.0, help="seconds; of the judge, too")
+        help="name of the limit at this endpoint")
+    add("--send-temperature", action=yes_no, default=True, help="some endpoints take none, and no seed")
+    add("--request-timeout", type=float, default=300.0, help="seconds; for the judge too")
     add("--retries", type=int, default=3,
-        help="after 429, 5xx or a timeout, 1, 2, 4, .. seconds later; of the judge, too")
+        help="after 429, 5xx or a timeout, 1, 2, 4, .. seconds later; for the judge too")
     add("--workers", type=int, default=8,
-        help="requests at once, of each endpoint; of the judge, too")
+        help="requests at once to each endpoint; for the judge too")
 
     add = parser.add_argument_group("judge of open answers").add_argument
-    add("--judge-url", help="chat endpoint, asked where the rule says wrong; default: no judge")
-    add("--judge-model", help="its name; with --rescore alone its earlier verdicts count")
+    add("--judge-url", help="chat endpoint, asked if the rule says wrong; default: none")
+    add("--judge-model", help="its name; with --rescore alone, earlier verdicts count")
     add("--judge-key-env", help="environment variable that holds the judge's key")
 
 
@@ -410,19 +410,19 @@ def rare_settings():
     return {
         # paravt: a sub-agent's summary, or the frames of the window themselves
         "crop_reply": ("summary", "frames"),
-        "force_answer": (False, True),  # paravt: demanded in few tokens after the last calls
-        # A frame's time before it; protocols with stamps of their own keep them.
+        "force_answer": (False, True),  # paravt: an answer in few tokens after the last calls
+        # Whether a frame follows its time. Protocols with other stamps keep theirs.
         "stamps": (True, False),
         "overview_fps": (0.0,),  # frames per second of video, at most --frames; 0 = always --frames
         # Pixels of a frame at least; of a window's frame at most, 0 = as --max-pixels; of the
         # overview's frames together, each within its own bounds, 0 = no bound.
         "min_pixels": (rollout.Source.min_pixels,), "crop_pixels": (0,), "total_pixels": (0,),
-        "dispatch": ("parallel", "sequential", "turns"),  # turns: one call a turn, the rest is cut
+        "dispatch": ("parallel", "sequential", "turns"),  # turns: a turn is cut after one call
     }
 
 
 def describe_all(flags):
-    """Flags of protocols, one after the other -> what each of them sends, as text."""
+    """Flags of protocols -> text for --protocols: all that each protocol sends."""
     places = " ".join(f"{{{name}}}" for name in filled_places())
     head = (f"A text of the user turn is filled at {places}. Other braces stay; a publisher's own "
             "places are listed with its texts.")
@@ -430,10 +430,10 @@ def describe_all(flags):
 
 
 def describe(args):
-    """What the protocol of these flags sends, as text."""
+    """Flags -> text: the prompts, frames and limits of their protocol."""
     system, (protocol, _) = protocols()[args.protocol], make_protocol(args)
     texts = read_prompts(args.prompt_file) if args.prompt_file else system.texts
-    # A task whose parts are the names of the places that they fill.
+    # A task that fills every place of a template with the name of the place.
     task = {"video": "{video}", "question": "{question}", "options": ["{option}"], "type": "mcq"}
     agent = rollout.Agent(tools=args.tools == ["on"])
     messages = protocol.opening(task, args.frames[0], agent, "", 60.0)
@@ -465,7 +465,7 @@ def describe(args):
 
 
 def faults(args):
-    """[(whether an endpoint's flags cannot be meant, why)]."""
+    """-> [(whether the flags of an endpoint contradict each other, why)]."""
     return [
         (args.image_cap < 0, "--image-cap may not be negative"),
         (not args.overview_fps >= 0 or args.total_pixels < 0,
@@ -481,7 +481,7 @@ def make_protocol(args):
     """Flags -> (Protocol, hash of its prompt texts)."""
     system = protocols()[args.protocol]
     texts = read_prompts(args.prompt_file) if args.prompt_file else system.texts
-    # Too few would fail in the middle of a run, too many be left out in silence.
+    # Too few texts would fail in the middle of a run, and spare ones would be left out silently.
     if len(texts) != len(system.texts):
         takes = f"--protocol {args.protocol} takes {len(system.texts)}: {system.files}"
         raise launch.UserError(f"--prompt-file: {takes}")
@@ -495,16 +495,15 @@ def make_protocol(args):
 
 def with_user(protocol, text, name):
     """A protocol with another user turn."""
-    if getattr(protocol.opening, "func", None) is not opening:  # it is made of several texts
+    if getattr(protocol.opening, "func", None) is not opening:  # made of several texts
         raise launch.UserError(f"--user-file: the user turn of --protocol {name} has parts of its "
                               "own; see --protocols")
     return replace(protocol, opening=partial(protocol.opening, user=text))
 
 
 def read_prompts(sources):
-    """--prompt-file values -> texts. FILE is a text; FILE.py:NAME the string that NAME is set to in
-    that file, a str.format template or not; FILE.py:NAME[key] of a dictionary NAME. Raises
-    UserError naming the value."""
+    """--prompt-file values -> texts. FILE is a text. FILE.py:NAME is the string that the file sets
+    NAME to, FILE.py:NAME[key] one of a dictionary. Raises UserError naming the value."""
     texts = []
     for source in sources:
         path, _, name = source.partition(".py:")  # a plain text may have any name
@@ -523,15 +522,15 @@ def read_prompts(sources):
 
 
 def assigned_string(code, name):
-    """The string that Python source sets `name` to, or `name[key]` of a dictionary; None where it
-    sets none. Parsed, never run."""
+    """The string that Python source assigns to `name`, or to `name[key]` of a dictionary, or None.
+    The source is parsed, never run."""
     name, _, key = name.removesuffix("]").partition("[")
     value = None
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Assign):
             if any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
-                value = node.value  # the last assignment counts, as it would when run
-    # Only a literal: what is computed raises ValueError.
+                value = node.value  # the last assignment counts, as in a run
+    # Only a literal: an expression raises ValueError.
     text = ast.literal_eval(value) if value is not None else None
     if key:
         text = text.get(key) if isinstance(text, dict) else None
@@ -539,8 +538,8 @@ def assigned_string(code, name):
 
 
 def single_braces(text):
-    """A str.format template -> what format makes of its doubled braces; its fields stay. A text
-    that is none, such as one with JSON in plain braces, stays as it is."""
+    """Undoubles the braces of a str.format template; fields stay. Any other text stays unchanged,
+    for example one with JSON in plain braces."""
     try:
         fields = [field for _, field, *_ in string.Formatter().parse(text or "")]
     except ValueError:  # a brace alone
@@ -562,7 +561,7 @@ def filled_places():
 def filled(text, task, duration=0.0, subtitles="", label="{}.", between="\n"):
     """
     Template -> text, filled at filled_places; other braces stay. label: of an option, "{}." or
-    "({})"; between: two of them. duration: seconds.
+    "({})". between: separates options. duration: seconds.
     """
     options = task.get("options") or []
     labels = map(label.format, string.ascii_uppercase)
@@ -572,11 +571,11 @@ def filled(text, task, duration=0.0, subtitles="", label="{}.", between="\n"):
         "options": between.join(lines),
         "style": rollout.answer_style(task["type"]),
         "duration": clock(duration),  # HH:MM:SS
-        "length": clock(duration)[3:] if duration < 3600 else clock(duration),  # MM:SS where it can
+        "length": clock(duration)[3:] if duration < 3600 else clock(duration),  # MM:SS if possible
         "video": os.path.basename(task["video"]),
         "subtitles": f"Subtitles:\n{subtitles}\n\n" if subtitles else "",
     }
-    # In one pass: a question may itself hold "{options}".
+    # In one pass, because a question may contain "{options}".
     place = r"\{(" + "|".join(filled_places()) + r")\}"
     text = re.sub(place, lambda found: values[found[1]], text)
     return text if lines else re.sub(r"\n\n+", "\n", text)  # without options no line is left empty
@@ -587,15 +586,15 @@ def clock(seconds):
 
 
 def stamp_kind(args):
-    """What stands before a frame, as model.stamp_text has it; or "grounding", see stamp_for."""
+    """The stamp before a frame: a kind of chat.stamp_text, or "grounding", see stamp_for."""
     if args.stamps:
         return None
     return "grounding" if args.protocol_set == "paper" else "none"
 
 
 def stamp_for(task, stamp):
-    """The stamp of a task's frames. "grounding": times where a task asks for times, none elsewhere;
-    the paper's evaluation sends a video there, which carries them."""
+    """The stamp of a task's frames. "grounding": times if the task asks for times, else none. The
+    paper's evaluation sends grounding tasks as a video, which carries times."""
     if stamp != "grounding":
         return stamp
     return None if task["type"] == "grounding" else "none"
@@ -607,9 +606,9 @@ def opening(task, num_frames, agent, subtitles, duration,
     """
     Protocol.opening of most systems: a system text, then one user turn of frames and text.
 
-    user: template, see filled. tail: follows it as it is, but for {video} and {duration}.
+    user: template, see filled. tail: follows unchanged, except {video} and {duration}.
     """
-    if "{subtitles}" not in user:  # a publisher's text knows of none
+    if "{subtitles}" not in user:  # publishers' texts have no place for them
         user = "{subtitles}" + user
     tail = tail.replace("{video}", os.path.basename(task["video"]))
     tail = tail.replace("{duration}", clock(duration))
@@ -645,13 +644,14 @@ def wrapped_files(name):
 
 
 def wrapped_texts():
-    """What stands around the question, and what follows it for a letter and for words."""
+    """The text around the question, and the text after that for a letter and for words."""
     return [f"{{Question}}\n{THINK}", " The final answer is the letter of one option.",
             " The final answer is a text."]
 
 
 def wrapped_protocol(texts, args, header=""):
-    """No system text; {Question} is the question with its options, behind a header or not."""
+    """No system text. {Question} is the question with the options, after a header if there is one.
+    """
     first = partial(wrapped_opening, texts=texts, header=header, stamp=stamp_kind(args))
     return Protocol(opening=first, schema=None)
 
@@ -659,15 +659,15 @@ def wrapped_protocol(texts, args, header=""):
 def wrapped_opening(task, num_frames, agent, subtitles, duration, texts, header, stamp):
     around, letter, words = texts
     question = "{question}\n" + (header + "{options}\n" if task.get("options") else "")
-    # Their texts have nothing for times: how to write them is said in our words.
+    # The publishers' texts do not say how to write times, so ours do.
     ends = {"mcq": letter, "open": words, "list": " {style}", "grounding": " {style}"}
     user = around.replace("{Question}", question) + ends[task["type"]]
     return opening(task, num_frames, agent, subtitles, duration, user=user, stamp=stamp)
 
 
 def videochat_protocol(texts, args):
-    """The text stands before the video; one for questions, another for the times of an event."""
-    # Its own code replaces these, which are no fields of str.format.
+    """The text stands before the video: one text for questions, another for times of an event."""
+    # The publisher's code replaces these places, which are no fields of str.format.
     places = {"[QUESTION]": "{question}", "[EVENT]": "{question}", "[OPTION]": "{options}"}
     for place, name in places.items():
         texts = [text.replace(place, name) for text in texts]
@@ -682,7 +682,7 @@ def videochat_opening(task, num_frames, agent, subtitles, duration, texts, stamp
 
 
 def time_r1_protocol(texts, args):
-    """Its answer begins behind an empty thought."""
+    """The answer begins after an empty thought."""
     first = partial(opening, user=texts[0], system="You are a helpful assistant.",
                     stamp=stamp_kind(args), label="({})")
     return Protocol(opening=first, prefill="<think>\n\n</think>\n\n", schema=None)
@@ -697,16 +697,14 @@ def rewatch_text():
 
 
 # ------------------------------------------------------------------------------------------------
-# What calls are answered with.
-#
-# Only `windows` and the functions `*_answer` wait for something, and they do little else. Each is a
-# Protocol.answer, (records, calls, episode, sampler, turn) -> Reply.
+# Answers to calls. Only `windows`, `load_all` and the functions `*_answer` wait for frames. Each
+# `*_answer` is a Protocol.answer, (records, calls, episode, sampler, turn) -> Reply.
 
 
 async def windows(records, calls, episode, sampler, spec_of=None):
     """
-    Load the windows of the calls that are run -> [(spec, Frames), or (None, None)] of all calls;
-    every record says what became of it. spec_of: (call, task, agent) -> spec of video.load.
+    Loads the windows of the calls that are run -> (spec, Frames) or (None, None) for every call.
+    Fills the records. spec_of: (call, task, agent) -> spec of video.load.
     """
     agent = sampler.agent
     wanted = rollout.admitted(records, calls, agent.max_parallel)  # indices of calls
@@ -720,8 +718,8 @@ async def windows(records, calls, episode, sampler, spec_of=None):
 
 
 async def load_all(sampler, specs):
-    """Load all at once, in the decode threads -> Frames, or the error as a value where a video or a
-    window is to blame."""
+    """Loads all specs at once, in the decode threads -> Frames of each, or the VideoError or
+    ValueError as a value."""
     jobs = [sampler.pump.load(sampler.source.load, spec) for spec in specs]
     results = await asyncio.gather(*jobs, return_exceptions=True)
     for result in results:
@@ -732,7 +730,7 @@ async def load_all(sampler, specs):
 
 
 def note_frames(record, frames):
-    """What loading gave, Frames or an error, goes into a call's record -> whether it is Frames."""
+    """Notes Frames or an error in a call's record -> whether there are Frames."""
     if isinstance(frames, Exception):
         rollout.refuse_window(record, frames)
         return False
@@ -742,14 +740,15 @@ def note_frames(record, frames):
 
 
 def add_video(reply, spec, frames, stamp):
-    """Put frames into a reply -> the item of a message's content that stands for them."""
+    """Adds frames to a reply -> the content item that stands for the frames."""
     reply.specs.append(spec)
     reply.frames.append(frames)
     return {"type": "video", "video": spec["video"], "stamp": stamp}
 
 
 def tagged(text):
-    """Text in tool response tags. They are ours and become the real tokens; the text is data."""
+    """Text in tool response tags. The tags are trusted and become special tokens; the text is not.
+    """
     return [
         {"type": "text", "text": "<tool_response>\n", "trusted": True},
         {"type": "text", "text": text},
@@ -758,13 +757,13 @@ def tagged(text):
 
 
 async def frames_answer(records, calls, episode, sampler, turn, stamp):
-    """A user message for every call: the frames of its window, or why there are none."""
+    """A user message for every call: the frames of the window, or why there are none."""
     found = await windows(records, calls, episode, sampler)
     return user_replies(records, found, stamp_for(episode.task, stamp))
 
 
 def user_replies(records, found, stamp):
-    """The frames, then what they are in tool response tags, as the paper's authors evaluate."""
+    """The frames, then their description in tool response tags, as the paper's authors evaluate."""
     reply = Reply([])
     for record, (spec, frames) in zip(records, found):
         content = []
@@ -781,15 +780,15 @@ def user_replies(records, found, stamp):
 
 
 def paravt_protocol(texts, args):
-    """As it is trained (sub-agents return summaries), or as its authors evaluate it (--set
-    crop_reply=frames stamps=false force_answer=true; under --protocol-set paper a call names the
+    """ParaVT as trained (sub-agents return summaries), or as the authors evaluate (--set
+    crop_reply=frames stamps=false force_answer=true; with --protocol-set paper a call names the
     video)."""
     own, paper = not args.prompt_file, args.protocol_set == "paper"
     summaries = args.crop_reply == "summary"
     if own and summaries and args.stamps and not args.force_answer and not paper:
         return Protocol()  # the very prompts of training
     stamp = stamp_kind(args)
-    # A text that holds the schema itself declares it; twice would be one block too many.
+    # A text that contains the schema declares the tool, so the template must not declare it again.
     inside = not own and "{tool_schema}" in texts[0]
     schema = partial(crop_schema, frames=not summaries, path=paper or inside)
     system = None if own else texts[0].replace("{tool_schema}", json.dumps(schema()[0]))
@@ -804,8 +803,8 @@ def paravt_protocol(texts, args):
 
 
 def paravt_opening(task, num_frames, agent, subtitles, duration, system, stamp, frames, path):
-    """Training's first messages with another system text (None: the same, as far as it is true
-    here) and stamp. frames: calls are answered with frames; path: the video's name is told."""
+    """Training's first messages with another stamp and system text (None: training's, adapted).
+    frames: calls are answered with frames. path: the video's name is told."""
     stamp = stamp_for(task, stamp)
     messages = rollout.main_messages(task, num_frames, agent.tools, subtitles)
     if system is None:
@@ -819,7 +818,7 @@ def paravt_opening(task, num_frames, agent, subtitles, duration, system, stamp, 
 
 
 def paravt_text(tools, frames, timed):
-    """Training's system text without what is not so here: times, and summaries."""
+    """Training's system text, without times if not timed, and with frames instead of summaries."""
     text = rollout.main_prompt(tools)
     if not timed:
         text = text.replace(", each after its time", "")
@@ -829,13 +828,13 @@ def paravt_text(tools, frames, timed):
 
 
 def crop_schema(frames, path):
-    """Training's schema with what really comes back and, where a call names the video, its path."""
+    """Training's schema. frames: calls return frames. path: a call names the video."""
     schema = rollout.tool_schema()
     function = schema[0]["function"]
     arguments = function["parameters"]
     if frames:
         function["description"] = "Look closely at one window of the video. Returns frames of it."
-    if path:  # the authors' three arguments; how many frames come back is not the model's to say
+    if path:  # the authors' three arguments; the model does not choose the number of frames
         named = {"type": "string", "description": "path of the video"}
         times = {name: arguments["properties"][name] for name in ("start_time", "end_time")}
         arguments.update(properties={"video_path": named, **times},
@@ -848,12 +847,13 @@ def paravt_held(args):
 
 
 def crops_held(args):
-    """Every call of every turn may bring a window."""
+    """Every call of every turn may add a window to the context."""
     return args.max_turns * args.max_parallel, args.sub_frames
 
 
 def force_text(task):
-    """What the authors' evaluation demands after the last round of calls, in our words."""
+    """The request for an answer after the last round of calls, as the authors evaluate, in our
+    words."""
     if task["type"] == "grounding":
         return "Answer now, in this form: The event happens in 10.0 - 20.0 seconds."
     if task["type"] == "mcq":
@@ -862,7 +862,7 @@ def force_text(task):
 
 
 def force_tokens(task):
-    """Tokens of that answer, as the authors' evaluation has them."""
+    """Tokens of that answer in the authors' evaluation."""
     return 128 if task["type"] == "grounding" else 64
 
 
@@ -879,7 +879,7 @@ def longvt_text():
 
 def longvt_protocol(texts, args):
     stamp = stamp_kind(args)
-    # Its prompt is no template: it follows the question as it is.
+    # The publisher's prompt is no template. The text follows the question unchanged.
     tail = f" {texts[0]} {NAMED_PATH}"
     first = partial(opening, tail=tail, stamp=stamp)
     schema = partial(crop_schema, frames=True, path=True)
@@ -894,7 +894,7 @@ async def longvt_answer(records, calls, episode, sampler, turn, stamp):
 
 
 def refuse_beyond(records, calls, duration):
-    """A window that leaves the video (seconds) becomes an error; elsewhere it would be clamped."""
+    """Makes a window that leaves the video (seconds) an error. Other protocols clamp it."""
     for call, record in zip(calls, records):
         if call.error is not None:
             continue
@@ -906,8 +906,8 @@ def refuse_beyond(records, calls, duration):
             why = f"end_time lies behind the end of the video, {duration:.1f}s"
         else:
             continue
-        call.error = why  # keeps it from being run
-        record.update(status="error", summary=f"error: {why}")  # what the model is told
+        call.error = why  # so the call is not run
+        record.update(status="error", summary=f"error: {why}")  # told to the model
 
 
 def tool_replies(records, found, stamp):
@@ -940,7 +940,7 @@ def videozoomer_text():
 
 def videozoomer_protocol(texts, args):
     first = partial(opening, system=texts[0], stamp="frame")
-    # What it would write behind a call, it has not seen: the turn ends with the call.
+    # A turn ends with the call: text after the call would be about frames not yet seen.
     return Protocol(opening=first, parse=parse_zoom, answer=videozoomer_answer,
                             schema=None, stop=("</video_zoom>",))
 
@@ -950,26 +950,26 @@ def videozoomer_held(args):
 
 
 def last_block(text, tag):
-    """What the last closed <tag> of a text holds, or None. Linear, whatever was written."""
+    """Contents of the last closed <tag> of a text, or None. Linear time for any text."""
     end = text.rfind(f"</{tag}>")
     start = text.rfind(f"<{tag}>", 0, max(end, 0))
     return text[start + len(tag) + 2 : end] if start >= 0 else None
 
 
 def parse_zoom(text, think_open=False):
-    """Last <video_zoom> of a turn -> [one call] or []. num_frames is what its fps comes to."""
+    """Last <video_zoom> of a turn -> [one call] or []. num_frames is fps times seconds."""
     body = last_block(rewards.visible(text, think_open), "video_zoom")
     if body is None:
         return []
     start = end = frames = None
     try:
-        call = json.loads(body[:1000])  # bounded, whatever was written
+        call = json.loads(body[:1000])  # bounded: a model may write any length
         start, end = (rewards.to_seconds(second) for second in call["segment"])
         fps = rewards.to_seconds(call.get("fps", 1))
         if None in (start, end, fps) or not start < end or fps <= 0:
             error = "segment must be [start, end] in seconds with start < end, and fps above 0"
         else:
-            frames = int(fps * (end - start))  # OverflowError where the product is infinite
+            frames = int(fps * (end - start))  # OverflowError if the product is infinite
             error = zoom_error(frames)
     except (ValueError, TypeError, KeyError, RecursionError, AttributeError, OverflowError):
         error = 'expected {"segment": [start, end], "fps": n}'
@@ -1014,7 +1014,7 @@ def zoom_reply(record, spec, frames, last):
 
 
 # ------------------------------------------------------------------------------------------------
-# Conan: eight new frames a round, from the clips it names
+# Conan: eight new frames a round, from the clips that the model names
 
 
 def conan_texts():
@@ -1056,8 +1056,8 @@ def conan_held(args):
 
 
 def parse_clips(text, think_open=False):
-    """First <clip> of a turn -> a call for every HH:MM:SS-HH:MM:SS in it that runs forward. None,
-    which ends the episode, where there is none: plain seconds are not its form."""
+    """First <clip> of a turn -> a call for every HH:MM:SS-HH:MM:SS that runs forward. Plain seconds
+    are not Conan's form. A turn without a call ends the episode."""
     body = text.partition("<clip>")[2].partition("</clip>")
     if not body[1]:  # never closed
         return []
@@ -1078,7 +1078,7 @@ async def conan_answer(records, calls, episode, sampler, turn, texts):
     path = {"video": episode.task["video"]}
     starts = await sampler.pump.load(frame_starts, sampler.source, path)
     wanted = conan_times(records, calls, episode, starts)
-    frames = None  # where all frames have been seen, or the video breaks off: words alone
+    frames = None  # if all frames have been seen, or the video breaks off: text alone
     if wanted:
         spec = {**path, "times": wanted}
         (frames,) = await load_all(sampler, [spec])
@@ -1092,7 +1092,7 @@ async def conan_answer(records, calls, episode, sampler, turn, texts):
 
 
 def frame_starts(source, spec):
-    """-> seconds at which the frames of a video come on display; none of a broken one."""
+    """-> seconds at which the frames of a video come on display; [] for a broken video."""
     try:
         starts, info = source.cache.index(video.resolve(spec["video"], source.root))
     except video.VideoError:
@@ -1102,12 +1102,12 @@ def frame_starts(source, spec):
 
 def conan_times(records, calls, episode, starts):
     """
-    Seconds of the next frames, 8 wherever the video has 8 more, in order.
+    Seconds of the next frames in order: 8, or all that are left. Fills the records.
 
-    At the video's own rate: one of every clip, the rest by how many unseen frames each has, both
-    ends among them; from the whole video where the clips have too few. Fills the records. Departs
-    from its code in what is seen: the frames that were shown, not those at their rounded times, and
-    a video with too few frames shows none of them twice.
+    Every clip gives one frame, and the rest in proportion to its unseen frames, both ends among
+    them. If the clips have too few, the whole video gives the rest. Departs from the publisher's
+    code: "seen" are the frames that were shown, not those at their rounded times, and a video with
+    too few frames shows no frame twice.
     """
     overview = {float(second) for second in episode.context.frames[0].seconds}
     seen = episode.notes.setdefault("seen", overview)
@@ -1117,7 +1117,7 @@ def conan_times(records, calls, episode, starts):
     total, spare = sum(map(len, clips)), max(0, 8 - len(clips))
     shares = [spare * len(clip) // total if total else 0 for clip in clips]
     largest = sorted(range(len(clips)), key=lambda i: -len(clips[i]))
-    for i in range(spare - sum(shares) if total else 0):  # what rounding left over
+    for i in range(spare - sum(shares) if total else 0):  # the remainder after rounding
         shares[largest[i % len(clips)]] += 1
     wanted = set()
     for record, clip, share in zip(records, clips, shares):
@@ -1131,7 +1131,7 @@ def conan_times(records, calls, episode, starts):
 
 
 def ends_and_between(items, n):
-    """n of the items, the first and the last among them; all where there are fewer."""
+    """n of the items, the first and the last among them; all if there are fewer."""
     if not 1 < n < len(items):
         return items[: max(n, 0)]
     step = (len(items) - 1) / (n - 1)
@@ -1139,23 +1139,23 @@ def ends_and_between(items, n):
 
 
 def evenly(items, n):
-    """n of the items, evenly spread; all where there are fewer."""
+    """n of the items, evenly spread; all if there are fewer."""
     if not 0 < n < len(items):
         return items[: max(n, 0)]
     return [items[int((i + 0.5) * len(items) / n)] for i in range(n)]
 
 
 # ------------------------------------------------------------------------------------------------
-# SAGE: step 1 sees the frames; every further step is a new text-only conversation of context, query
-# and the latest ten results. Tools that look are served by the same model on the window's frames;
-# web and speech tools are not there and say so.
+# SAGE: step 1 sees the frames. Every further step is a new conversation of text alone: context,
+# query and the latest ten results. The same model serves tools that look, on the frames of the
+# window. Web and speech tools do not exist here, and their responses say so.
 
 
 SAGE_VIDEO = "Video Path: {video} of duration {duration}."
 
 
 def sage_tools():
-    """-> its tools as JSON lines, in our words, for <<<tools>>>."""
+    """-> SAGE's tools as JSON lines, in our words, for <<<tools>>>."""
     window = {"timestamp_start": "string", "timestamp_end": "string"}
     of_video = {"video_path": "string", **window}
     takes = {
@@ -1179,7 +1179,7 @@ def sage_tools():
 
 
 def sage_texts():
-    """System text of the first step and of every further one, and the message of a further one."""
+    """System text of the first step, system text of later steps, user text of later steps."""
     offer = "These tools may be called, one at a time, with times as HH:MM:SS:\n<<<tools>>>\n"
     wanted = (
         '"final_answer": text or null, "recommended_tools": {"needed": true or false, '
@@ -1196,7 +1196,7 @@ def sage_texts():
 
 
 def placed(text, **values):
-    """Fill <<<name>>> as its publisher's code does; in one pass, since a result may hold one."""
+    """Fills <<<name>>> as the publisher's code does; in one pass, as results may contain places."""
     return re.sub(r"<<<(\w+)>>>", lambda found: values.get(found[1], found[0]), text)
 
 
@@ -1210,7 +1210,7 @@ def sage_protocol(texts, args):
 
 def sage_object(text):
     """JSON object of a SAGE turn, in <json> tags, ``` fences or bare, or None. Trailing commas are
-    repaired; what follows the object is not read."""
+    repaired. Text after the object is ignored."""
     text = text[:100_000]
     for fence in ("<json>", "```json", "```", ""):  # the last one that opens, closed or not
         if fence not in text:
@@ -1239,7 +1239,7 @@ def sage_final(turns, think_open=False):
 
 
 def as_text(value):
-    """Anything that was read as JSON -> JSON. What could just be read may lie too deep to write."""
+    """A value that was read as JSON -> JSON. A value may be just too deep to be written again."""
     try:
         return json.dumps(value)
     except RecursionError:
@@ -1247,11 +1247,11 @@ def as_text(value):
 
 
 def parse_sage(text, think_open=False):
-    """A SAGE turn -> [its first tool call], [] with a final answer. A turn that holds neither is a
-    call with an error: the model is told and asked again.
+    """A SAGE turn -> [the first tool call], or [] after a final answer. A turn with neither is a
+    call with an error, so the model is told and asked again.
 
-    A final answer ends the first step unless tools are needed too, and a further step only where
-    its verdict is that the query can be answered: it may hold a guess beside a call.
+    A final answer ends the first step unless tools are needed too. It ends a later step only if the
+    verdict is that the query can be answered, because such a step may hold a guess beside a call.
     """
     found = sage_object(text)
     if found is None:
@@ -1259,7 +1259,7 @@ def parse_sage(text, think_open=False):
     recommended = found.get("recommended_tools")
     calls = recommended.get("tool_calls") if isinstance(recommended, dict) else None
     if found.get("final_answer") not in (None, "", "null"):
-        verdict = found.get("answerable")  # of a further step alone
+        verdict = found.get("answerable")  # later steps alone have one
         if isinstance(verdict, dict):
             ends = bool(verdict.get("verdict"))
         else:
@@ -1274,29 +1274,29 @@ def parse_sage(text, think_open=False):
         return [rewards.ToolCall("", None, None, None, error)]
     start = rewards.to_seconds(arguments.get("timestamp_start"))
     end = rewards.to_seconds(arguments.get("timestamp_end"))
-    # Its name goes into a record and into the next prompt: cut and printable.
+    # The name goes into a record and into the next prompt, so cut and printable.
     call = rewards.ToolCall(rewards.shown(name), start, end, None, None)
-    call.arguments = arguments  # of tools that have more than a window
+    call.arguments = arguments  # some tools have more than a window
     return [call]
 
 
 async def sage_answer(records, calls, episode, sampler, turn, system, message):
     call, record = calls[0], records[0]
-    # Path -> (start, end) seconds: the video's own, and those that we make up.
+    # Path -> (start, end) seconds: the video's own path, and names that we make up.
     whole = {os.path.basename(episode.task["video"]): (0.0, episode.duration)}
     media = episode.notes.setdefault("media", whole)
     question = sage_serve(call, record, media)
     if question is not None:
         record.update(start=call.start, end=call.end)
-        # A sub-agent is told the task's question: here, the tool's.
+        # A sub-agent is told the question of its task, which is here the question to the tool.
         asking = replace(episode, task={**episode.task, "question": question})
         await rollout.serve([record], [call], asking, sampler, turn)
     return sage_reply(call, record, episode, system, message)
 
 
 def sage_serve(call, record, media):
-    """Fill the record of a call that needs no model; -> the question where it needs one, else None.
-    A call with media_paths gets the window they stand for."""
+    """Fills the record of a call that needs no model -> None; else -> the question to the model.
+    A call with media_paths gets their window."""
     if call.error:
         return None
     if call.name in ("unified_web_search", "parse_web_data", "verbal_transcript"):
@@ -1304,10 +1304,10 @@ def sage_serve(call, record, media):
         return None
     limits = {"identify_timestamps_visually": 600, "extract_parts_from_timestamp": 300}  # seconds
     asked = str(call.arguments.get("event") or call.arguments.get("query") or "")[:2000]
-    if call.name == "perform_reasoning":  # on the last part it names that exists
+    if call.name == "perform_reasoning":  # on the last named part that exists
         paths = call.arguments.get("media_paths")
         paths = paths if isinstance(paths, list) else []
-        # By its last name: models put folders before it, and so does its own code.
+        # Only the last name counts: models put folders before it, as the publisher's code does.
         names = [os.path.basename(path) for path in paths if isinstance(path, str)]
         known = [media[name] for name in names if name in media]
         if not known:
@@ -1334,7 +1334,7 @@ def sage_serve(call, record, media):
 
 
 def sage_reply(call, record, episode, system, message):
-    """The next step's conversation, with the result of this one."""
+    """The conversation of the next step, with the result of this step."""
     notes, task = episode.notes, episode.task
     said = sage_object(episode.turns[-1]) or {}
     context = notes.setdefault("context", str(said.get("video_context", ""))[:4000])  # of step 1
@@ -1357,10 +1357,10 @@ def sage_reply(call, record, episode, system, message):
 
 @dataclass
 class OpenAIEngine:
-    """Any OpenAI-compatible chat endpoint, as an engine of rollout.py. For evaluation only: it
-    returns text without ids or log-probs, so nothing it says can be trained on."""
+    """Any OpenAI-compatible chat endpoint, as an engine of rollout.py. For evaluation only, because
+    endpoints return text without ids and log-probs."""
 
-    base_url: object  # for example http://127.0.0.1:8000/v1; or a list: the least busy is asked
+    base_url: object  # http://127.0.0.1:8000/v1, or a list: the least busy is asked
     model_name: str
     key_variable: str = None  # environment variable of the key, which is never printed or stored
     workers: int = 8  # requests at once, of each endpoint
@@ -1369,7 +1369,7 @@ class OpenAIEngine:
     prefill: bool = False  # a turn's forced start goes as a begun turn (vLLM and SGLang take it)
     image_cap: int = 0  # images of one request at most, evenly kept; 0 = no cap
     video_item: bool = False  # the overview as one video_url, which vLLM takes
-    # What hosted endpoints differ in: the name of the limit, and whether they take a temperature.
+    # Hosted endpoints differ in the name of the limit, and some take no temperature.
     tokens_field: str = "max_tokens"
     send_temperature: bool = True
 
@@ -1386,8 +1386,8 @@ class OpenAIEngine:
         self.done = queue.SimpleQueue()  # futures of Completions
 
     def knock(self):
-        """Raise UserError when nothing listens at one of them: told at once, and not by every
-        episode after its retries."""
+        """Raises UserError if a server does not answer, before every episode fails after its
+        retries."""
         import socket
         from urllib.parse import urlsplit
 
@@ -1401,11 +1401,11 @@ class OpenAIEngine:
                 raise launch.UserError(f"no server answers at {url} {why}") from None
 
     def submit(self, request):
-        # A thread waits for the answer; the loop goes on with other episodes.
+        # A thread waits for the answer. The loop goes on with other episodes.
         self.pool.submit(self.call, request).add_done_callback(self.done.put)
 
     def poll(self):
-        """-> Completions that have come; waits a moment for the first, so that nobody spins."""
+        """-> Completions that have arrived. Waits 20 ms for the first, so that no core spins."""
         try:
             finished = [self.done.get(timeout=0.02).result()]
         except queue.Empty:
@@ -1418,13 +1418,13 @@ class OpenAIEngine:
         self.pool.shutdown()
 
     def body(self, request):
-        """Request -> what is posted."""
+        """Request -> JSON to post."""
         body = {"model": self.model_name, "messages": self.wire(request)}
         body[self.tokens_field] = request.max_tokens
         if self.send_temperature:
             body.update(temperature=request.temperature, seed=request.seed)
         if request.tools:
-            # For the template alone: calls are read from the text, by the parser of all engines.
+            # For the template alone: our own parser reads calls from the text.
             body.update(tools=request.tools, tool_choice="none")
         if request.stop:
             body.update(stop=list(request.stop), include_stop_str_in_output=True)
@@ -1437,8 +1437,8 @@ class OpenAIEngine:
         return body
 
     def take(self):
-        """-> the endpoint with the fewest requests under way. One that has just failed is passed
-        over for half a minute: nothing is less busy than a server that is down."""
+        """-> the endpoint with the fewest requests under way. An endpoint that has failed rests for
+        30 seconds, because a server that is down would always be the least busy."""
         with self.lock:
             now = time.monotonic()
             awake = [url for url in self.busy if self.rests[url] <= now] or list(self.busy)
@@ -1452,8 +1452,8 @@ class OpenAIEngine:
             self.rests[url] = time.monotonic() + 30 if failed else 0.0
 
     def call(self, request):
-        """Post a request, again after 1, 2, 4, .. seconds where that may help -> Completion. What
-        fails is the Completion's error, never its text: an error text would be graded."""
+        """Posts a request, again after 1, 2, 4, .. seconds if that may help -> Completion. A
+        failure becomes the Completion's error, never its text, which would be graded."""
         body = json.dumps(self.body(request)).encode()
         for attempt in range(self.retries + 1):
             url = self.take()
@@ -1464,7 +1464,7 @@ class OpenAIEngine:
             time.sleep(2.0**attempt)
 
     def post(self, url, request, body):
-        """-> (Completion, whether its error may pass)."""
+        """-> (Completion, whether another try may succeed)."""
         import http.client
         import urllib.error
         import urllib.request
@@ -1480,7 +1480,7 @@ class OpenAIEngine:
             choice = answer["choices"][0]
             # A hosted name may stand for another model tomorrow.
             self.served.add(str(answer.get("model")))
-            # Some endpoints repeat the begun turn, some do not.
+            # Some endpoints repeat the begun turn.
             text = (choice["message"].get("content") or "").removeprefix(request.prefill)
             ended = choice.get("finish_reason") == "stop"
             self.note_usage(request.id, answer.get("usage"))
@@ -1496,25 +1496,25 @@ class OpenAIEngine:
             return Completion(request.id, error=why), False
 
     def note_usage(self, name, usage):
-        """Keep what an endpoint says that a request took; not all of them say it."""
+        """Keeps the token counts of a request, if the endpoint reports them."""
         usage = usage if isinstance(usage, dict) else {}
         counts = usage.get("prompt_tokens"), usage.get("completion_tokens")
         if all(type(count) is int for count in counts):
             self.usage[name] = counts
 
     def joined(self, request):
-        """-> Frames of the overview where they go as one video, else None. Windows stay images:
-        the times of a request are of one video alone. So do frames with a protocol's own times."""
+        """-> Frames of the overview if they go as one video, else None. Windows stay images,
+        because a request carries the times of one video alone. So do frames with other stamps."""
         contents = [m["content"] for m in request.messages if isinstance(m["content"], list)]
         videos = [item for content in contents for item in content if item["type"] == "video"]
         if not self.video_item or not videos or videos[0].get("stamp") not in (None, "none"):
             return None
         clip = request.frames[0]
-        return clip if len(clip.images) > 1 else None  # the processors refuse a video of one
+        return clip if len(clip.images) > 1 else None  # processors refuse a video of one frame
 
     def wire(self, request):
-        """Request -> chat messages with frames as JPEGs after their times; consecutive tool
-        messages become one user turn, as the chat template of the policy has it."""
+        """Request -> chat messages with frames as JPEGs after their times. Consecutive tool
+        messages become one user turn, as in the chat template of the policy."""
         clip = self.joined(request)
         total = sum(len(frames.images) for frames in request.frames if frames is not clip)
         kept = set(evenly(range(total), self.image_cap or total))  # numbers of images
@@ -1531,7 +1531,7 @@ class OpenAIEngine:
             if not follows:
                 turns.append(["user", [], True])
             turns[-1][1] += [text_part(head), *parts, text_part("\n</tool_response>")]
-        # What holds no image goes as a plain string: not every endpoint takes parts in every role.
+        # A message without images is a plain string: some endpoints take no parts.
         messages = []
         for role, parts, _ in turns:
             if all(part["type"] == "text" for part in parts):
@@ -1541,7 +1541,7 @@ class OpenAIEngine:
 
 
 def make_engine(args, protocol):
-    """Flags -> OpenAIEngine. Raises UserError where no server answers."""
+    """Flags -> OpenAIEngine. Raises UserError if no server answers."""
     engine = OpenAIEngine(
         args.base_url, args.model, key_variable=args.api_key_env, workers=args.workers,
         timeout=args.request_timeout, retries=args.retries, image_cap=args.image_cap,
@@ -1560,8 +1560,8 @@ def content_parts(content, frames, numbers, kept, clip=None):
     """
     A message's content -> parts of an OpenAI message.
 
-    frames: iterator of video.Frames, taken from for each video. numbers: count of the request's
-    images so far; those in `kept` are sent. clip: the Frames that go as one video.
+    frames: iterator of video.Frames, one for each video. numbers: iterator of the numbers of the
+    request's images; images in `kept` are sent. clip: the Frames that go as one video.
     """
     if isinstance(content, str):
         return [text_part(content)]
@@ -1577,7 +1577,7 @@ def content_parts(content, frames, numbers, kept, clip=None):
             parts.append({"type": "video_url", "video_url": {"url": url}})
             continue
         for place, (image, seconds) in enumerate(zip(shown.images, shown.seconds)):
-            if next(numbers) not in kept:  # its time goes with it
+            if next(numbers) not in kept:  # without its time too
                 continue
             stamp = chat.stamp_text(seconds, place, item.get("stamp"))
             if stamp:
@@ -1587,8 +1587,8 @@ def content_parts(content, frames, numbers, kept, clip=None):
 
 
 def clip_times(clip):
-    """Frames -> how vLLM is told that all of them count (it would take its first 32) and when they
-    were seen: whole indices at 1000 a second are milliseconds."""
+    """Frames -> media_io_kwargs, so that vLLM takes all frames (by default 32) and their times:
+    indices at 1000 frames a second are milliseconds."""
     times = [round(1000 * float(second)) for second in clip.seconds]
     # As long as the video: from the first to the last, and half a gap on either side.
     total = round((times[-1] - times[0]) * len(times) / (len(times) - 1))
@@ -1615,23 +1615,23 @@ def jpeg_url(image):
 
 def judge(records, verdicts, args):
     """
-    Let a chat endpoint decide open answers that the rule calls wrong; a yes makes the score 1.
+    Lets a chat endpoint decide open answers that the rule calls wrong. A yes makes the score 1.
 
-    verdicts: file that keeps them, read and appended to; what failed is asked again. records get
-    "judge": a verdict, or None where there is none; then the rule's score stays. args: the judge's
-    flags; without judge_url nobody is asked. Raises UserError where no server answers.
+    verdicts: file, read and appended to; failed requests are asked again. records get "judge": a
+    verdict, or None, and then the rule's score stays. args: the judge's flags; without judge_url
+    only known verdicts count. Raises UserError if no server answers.
     """
-    doubtful = []  # what the rule knows to be right is right, and silence is no answer
+    doubtful = []  # answers that the rule calls wrong; a record without an answer stays wrong
     for record in records:
         if record["task"]["type"] == "open" and record["score"] == 0:
             if record["extracted"] is not None:
                 doubtful.append(record)
-    known = {}  # (task id, what was said, judge) -> verdict
-    verdicts.seek(0)  # it is open for appending
+    known = {}  # (task id, answer, judge) -> verdict
+    verdicts.seek(0)  # the file is open for appending
     for verdict in map(json.loads, verdicts):
         if verdict["verdict"] is not None:
             known[verdict["id"], verdict["said"], verdict["model"]] = verdict
-    todo = {}  # samples that said the same are asked about once
+    todo = {}  # equal answers of several samples are judged once
     for record in doubtful if args.judge_url else []:
         name = record["task"]["id"], record["said"], args.judge_model
         if name not in known:
@@ -1639,7 +1639,7 @@ def judge(records, verdicts, args):
     for verdict in ask_judge(list(todo.values()), args) if todo else []:
         known[verdict["id"], verdict["said"], verdict["model"]] = verdict
         verdicts.write(json.dumps(verdict) + "\n")
-        verdicts.flush()  # a crash loses none that was paid for
+        verdicts.flush()  # a crash loses no verdict that was paid for
     for record in doubtful:
         record["judge"] = known.get((record["task"]["id"], record["said"], args.judge_model))
         if record["judge"] and record["judge"]["verdict"]:
@@ -1647,8 +1647,8 @@ def judge(records, verdicts, args):
 
 
 def ask_judge(records, args):
-    """Records -> iterator of {"id", "said", "model", "text", "error", "verdict"} as they come;
-    verdict True, False, or None where the judge failed or said neither yes nor no."""
+    """Records -> iterator of {"id", "said", "model", "text", "error", "verdict"} as they come.
+    verdict: True, False, or None if the request failed or the reply was neither yes nor no."""
     from tqdm import tqdm
 
     engine = OpenAIEngine(args.judge_url, args.judge_model, key_variable=args.judge_key_env,

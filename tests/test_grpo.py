@@ -571,11 +571,11 @@ def test_what_cannot_be_compared_is_none_and_not_zero():
 # K
 
 
-def test_frame_budget_is_a_function_of_seed_step_and_task_in_any_process():
+def test_gated_frames_is_a_function_of_seed_step_and_task_in_any_process():
     """Python's own hash of a string would differ from process to process."""
     keys = [(seed, step, f"task-{i}") for seed in (0, 1) for step in (0, 1, 2) for i in range(20)]
-    here = [rollout.frame_budget(*key) for key in keys]
-    code = f"import rollout, json; print(json.dumps([rollout.frame_budget(*k) for k in {keys!r}]))"
+    here = [rollout.gated_frames(*key) for key in keys]
+    code = f"import rollout, json; print(json.dumps([rollout.gated_frames(*k) for k in {keys!r}]))"
     environment = {**os.environ, "PYTHONHASHSEED": "12345"}
     there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT,
                            env=environment, timeout=120)
@@ -599,7 +599,7 @@ def test_ranks_share_prompts_and_frames_about_evenly(world):
         everybody = [f"{step}/{task['id']}" for mine, _ in shares for task in mine]
         assert sorted(everybody) == sorted(shares[0][1]) and len(set(everybody)) == 16
         assert all(order == shares[0][1] and len(mine) == 16 // world for mine, order in shares)
-        frames = [sum(rollout.frame_budget(0, step, task["id"]) for task in mine)
+        frames = [sum(rollout.gated_frames(0, step, task["id"]) for task in mine)
                   for mine, _ in shares]
         assert max(frames) - min(frames) <= 60
 
@@ -915,7 +915,7 @@ def test_gated_frames_reach_the_decoder_and_the_prompt(run_grpo, toy, codec, mon
     rows = read_rollouts(folder)
     budgets = {}
     for r in rows:
-        assert r["K"] == rollout.frame_budget(0, r["version"], r["task"]["id"])
+        assert r["K"] == rollout.gated_frames(0, r["version"], r["task"]["id"])
         assert [v["frames"] for v in r["vision"][:1]] == [r["K"]]
         assert r["ids"].count(codec.image_pad) == r["K"]
         budgets.setdefault(r["group"], set()).add(r["K"])
@@ -937,7 +937,7 @@ def test_the_next_steps_overviews_are_decoded_while_this_one_trains(
         sources.append(source)
         if len(sources) > 1:
             specs = [{"video": t["video"], "frames": budget if isinstance(budget, int)
-                      else rollout.frame_budget(0, step, t["id"])} for t in mine]
+                      else rollout.gated_frames(0, step, t["id"])} for t in mine]
             before = source.cache.decodes
             for spec in specs:
                 source.load(spec)

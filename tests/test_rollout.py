@@ -584,13 +584,13 @@ def test_a_group_shares_budget_frames_and_prompt(codec, tasks, toy):
     source = rollout.Source(str(toy), video.FrameCache())
     engine = Scripted(codec, [calls((0, 8)), ANSWER])
     episodes = play(engine, tasks, source, frames="gated", group=4, step=3)
-    assert len(episodes) == 4 * len(tasks) and len({e.frame_budget for e in episodes}) > 1
+    assert len(episodes) == 4 * len(tasks) and len({e.num_frames for e in episodes}) > 1
     for i in range(0, len(episodes), 4):
         group = episodes[i:i + 4]
         first = group[0].context
-        k = rollout.frame_budget(0, 3, group[0].task["id"])
+        k = rollout.gated_frames(0, 3, group[0].task["id"])
         prompt = first.ids[: group[0].spans[0][0]]
-        assert [e.frame_budget for e in group] == [k] * 4
+        assert [e.num_frames for e in group] == [k] * 4
         assert [e.sample for e in group] == [0, 1, 2, 3]
         assert len({e.group for e in group}) == 1
         assert all(e.context.ids[: e.spans[0][0]] == prompt
@@ -600,7 +600,7 @@ def test_a_group_shares_budget_frames_and_prompt(codec, tasks, toy):
         assert k == len(first.items[0].seconds) == len(first.frames[0].images)
     assert len({e.group for e in episodes}) == len(tasks)
     # one overview and one window per task, whatever the size of the group; 64 hold any window's
-    budgets = {e.group: e.frame_budget for e in episodes}
+    budgets = {e.group: e.num_frames for e in episodes}
     assert source.cache.decodes == sum(1 if k == 64 else 2 for k in budgets.values())
     # members differ by their seeds alone
     assert len({r.seed for r in engine.requests}) == len(engine.requests)
@@ -662,21 +662,21 @@ def test_a_sub_agent_is_told_the_question_or_not(codec, tasks, source):
         assert (tasks[0]["question"] in text_of(codec, sub.expanded)) is told
 
 
-def test_frame_budget_is_the_same_in_every_process():
+def test_gated_frames_is_the_same_in_every_process():
     """Python's own hash of a string is salted per process: ranks would disagree about K."""
-    code = ("import rollout; print([rollout.frame_budget(7, s, f'task-{i}') "
+    code = ("import rollout; print([rollout.gated_frames(7, s, f'task-{i}') "
             "for s in range(3) for i in range(40)])")
     outs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT,
                            env={**os.environ, "PYTHONHASHSEED": salt})
             for salt in ("1", "2")]
-    here = [rollout.frame_budget(7, s, f"task-{i}") for s in range(3) for i in range(40)]
+    here = [rollout.gated_frames(7, s, f"task-{i}") for s in range(3) for i in range(40)]
     assert [json.loads(o.stdout) for o in outs] == [here, here], outs[0].stderr
 
 
-def test_frame_budget_is_uniform_and_drawn_anew_for_each_step_seed_and_task():
-    draws = Counter(rollout.frame_budget(0, 5, f"task-{i}") for i in range(5000))
+def test_gated_frames_is_uniform_and_drawn_anew_for_each_step_seed_and_task():
+    draws = Counter(rollout.gated_frames(0, 5, f"task-{i}") for i in range(5000))
     assert set(draws) == {4, 8, 16, 32, 64} and all(900 < n < 1100 for n in draws.values())
-    steps, seeds = ({rollout.frame_budget(*key, "task") for key in keys}
+    steps, seeds = ({rollout.gated_frames(*key, "task") for key in keys}
                     for keys in ([(0, s) for s in range(60)], [(s, 0) for s in range(60)]))
     assert steps == seeds == {4, 8, 16, 32, 64}
 
