@@ -13,15 +13,20 @@ Frames are resized once, here, to multiples of 32 (patch 16 x merge 2), and by n
 PyAV decodes. Frames that were not requested and that no other frame needs are skipped. Frames and
 times are ffmpeg's: edit lists hide frames, display matrices turn and mirror them. s_0 = 0 even if
 sound begins earlier. Of several frames with one time, the last in the file's order is shown.
+Some files do not state when each frame is displayed, or state it wrongly: AVI, ASF and MPEG-PS with
+B-frames, copies made of them, MPEG-TS with a frame that lacks its time. ffmpeg guesses the times
+while it decodes; the same rule is applied here. Such a file is decoded from its first frame on,
+without skipping, when it is opened and again for every look. Long ones take minutes. If an answer
+takes longer than FrameCache.timeout, the file is refused: encode it anew, or allow more time.
 
-Refused with a VideoError: playlists and text (FORMATS lists what is read); raw streams and others
-without times, such as H.264 in fields in MPEG-TS; a clock that jumps, as in files joined with cat;
+Refused with a VideoError: playlists, text and raw streams (FORMATS lists the rest); a clock that
+jumps, as in files joined with cat, or that stands still for 9 frames, as in copies of such files;
 MPEG-TS, MPEG-PS and Ogg with 10 s without a frame, which ffmpeg takes for a jump; frames turned by
 another angle than 90, 180 or 270 degrees, or above MAX_PIXELS. A decoder process may use MAX_MEMORY
 (an hour of 4K HEVC took 0.5 GiB); without a timeout this process decodes, which has no such bound.
-Not handled: non-square pixels; cover art (a video of one frame); one frame of 50 without a time (it
-is left out); H.264 with B-frames in AVI and ASF, which state no times of display (neighbours may be
-swapped); of MP4 and FLV files joined with cat, only the first is seen.
+Not handled: non-square pixels; cover art (a video of one frame); times that are wrong though all
+are there and in order for the first 8 frames; of MP4 and FLV files joined with cat, only the first
+is seen.
 
 Reads one video file, writes nothing but what a FrameCache keeps in its folder, if it has one.
   python video.py FILE --frames 8 --start 12 --end 20      no window: the overview of the whole file
@@ -50,6 +55,7 @@ import launch
 FORMATS = ("mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,rm,dv,mxf,nut,ivf,gif,apng,yuv4mpegpipe,"
            "image2,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe")
 AVFMT_TS_DISCONT = 0x200  # of a format: its clock may jump
+READER = 2  # grows if files are read otherwise: frames kept on disk before are not used
 MAX_PIXELS = 2**26  # of a frame; twice those of 8K
 MAX_MEMORY = 8 * 2**30  # bytes of a decoder process, frames that it hands over included
 
@@ -267,7 +273,7 @@ def _window(spec, root, cache):
 
 
 def _identity(path):
-    """Path -> (real path, bytes, mtime in ns): changes as the file does. VideoError: no file."""
+    """Path -> (real path, bytes, mtime in ns, READER), new if the file is. VideoError: no file."""
     try:
         status = os.stat(path)
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
@@ -277,7 +283,7 @@ def _identity(path):
         raise VideoError(path, "is a folder" if os.path.isdir(path) else "is not a regular file")
     if status.st_size == 0:
         raise VideoError(path, "is empty (0 bytes)")
-    return os.path.realpath(path), status.st_size, status.st_mtime_ns
+    return os.path.realpath(path), status.st_size, status.st_mtime_ns, READER
 
 
 def _promised_end(file, size):
@@ -413,22 +419,21 @@ def _tick(item, reorders):
 def _show(path):
     """Path -> (time of each frame as the decoder hands them out, end of the last), in ticks.
 
-    By ffmpeg's rule: the stated time of display, unless these went back more often than the times
-    of decoding; then the latter; if there is neither, the end of the frame before.
+    ffmpeg's rule: the stated time of display (pts), unless these went back more often than the
+    times of decoding (dts); then the latter; if there is neither, the end of the frame before.
     """
     times, length = [], 0
-    wrong, latest = [0, 0], [-math.inf, -math.inf]  # of times of display, of decoding
+    wrong, latest = [0, 0], [-math.inf, -math.inf]  # of pts, of dts
     with _stream(path) as (container, stream):
         for frame in container.decode(stream):
             known = frame.pts, frame.dts
             for i, tick in enumerate(known):
-                wrong[i] += tick is not None and tick <= latest[i]
-                tick = known[1 - i] if tick is None else tick
-                latest[i] = latest[i] if tick is None else tick
-            stated = known[1] is None or known[0] is not None and wrong[0] <= wrong[1]
-            tick = known[0 if stated else 1]
-            if tick is None:
-                tick = times[-1] + length if times else 0
+                if tick is not None:
+                    wrong[i] += tick <= latest[i]
+                latest[i] = next(t for t in (tick, known[1 - i], latest[i]) if t is not None)
+            end = times[-1] + length if times else 0
+            order = known if wrong[0] <= wrong[1] else known[::-1]
+            tick = next(t for t in (*order, end) if t is not None)
             step = tick - times[-1] if times else 0
             # A length of 1 may be a guess of the container.
             length = frame.duration if frame.duration > 1 or step <= 2 else step
@@ -512,8 +517,7 @@ def _images(path, ticks, key_ticks):
     """Path, ticks [T] and key_ticks of `_open` -> iterator of images [H, W, 3] uint8."""
     left = ticks.tolist()  # not handed out yet
     found = {}  # tick -> image that waits for its turn
-    numbered = not len(key_ticks)
-    seeks = not numbered
+    seeks = len(key_ticks) > 0
     with contextlib.ExitStack() as opened:
         container, stream = opened.enter_context(_stream(path))
         drop, reorders = _drops_safely(stream.codec_context), stream.codec_context.has_b_frames
@@ -525,22 +529,23 @@ def _images(path, ticks, key_ticks):
                     run = left[: np.searchsorted(left, key_ticks[after])]
                 if after > 1 or after and len(left) < len(ticks):  # else it stands there already
                     container.seek(int(key_ticks[after - 1]), stream=stream)
-            frames = (container.decode(stream) if numbered
-                      else _decode(container, stream, set(run), drop and seeks))
-            for n, frame in enumerate(frames):
-                tick = n if numbered else _tick(frame, reorders)
+            if len(key_ticks):
+                frames = ((_tick(frame, reorders), frame)
+                          for frame in _decode(container, stream, set(run), drop and seeks))
+            else:
+                frames = enumerate(container.decode(stream))
+            for tick, frame in frames:
                 if tick in run:
                     found[tick] = _upright(path, frame)
-                while left and left[0] in found and left[0] != tick:
-                    yield found.pop(left.pop(0))  # of frames of one time it is the last
-                if numbered and n == max(run):
-                    break
-            while left and left[0] in found:
-                yield found.pop(left.pop(0))
-            if left and left[0] in run:  # it did not come
+                while left and left[0] in found:
+                    yield found.pop(left.pop(0))
+                if not left:
+                    return
+            if left[0] in run:  # it did not come
                 if not seeks:
-                    place = f"the frame at {float(left[0] * stream.time_base):g} s of its own clock"
-                    raise VideoError(path, f"PyAV: {place} does not decode")
+                    place = (f"at {float(left[0] * stream.time_base):g} s of its own clock"
+                             if len(key_ticks) else f"number {left[0]}")
+                    raise VideoError(path, f"PyAV: the frame {place} does not decode")
                 opened.close()  # seeks land too late without an index (MPEG-TS): from the start
                 container, stream = opened.enter_context(_stream(path))
                 seeks = False
