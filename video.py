@@ -398,8 +398,10 @@ def _open(path):
     # that were cut; they are made from frames that are gone, do not decode and do not count.
     front = untimed and untimed[0] > 0 and untimed[-1] <= len(untimed)
     key_ticks = np.unique(pts[keys > 0])
+    # Clips joined by times that overlap: a frame before a key frame is displayed after it.
+    overlap = np.minimum.accumulate(pts[::-1])[::-1][1:] < np.maximum.accumulate(pts)[:-1]
     if (None in came or came != sorted(came) or untimed and not front or not len(key_ticks)
-            or len(ticks) < shown.sum()):
+            or len(ticks) < shown.sum() or (overlap & (keys[1:] > 0)).any()):
         times, end = _show(path)
         last = {tick: n for n, tick in enumerate(times)}  # of frames of one time
         starts, key_ticks = np.array(sorted(last)), key_ticks[:0]  # [N], none

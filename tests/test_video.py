@@ -597,6 +597,13 @@ def test_every_frame_is_that_of_a_full_decode_to_the_bit(coded, name):
         assert all(np.array_equal(image, whole[i]) for i, image in zip(wanted, got)), wanted
 
 
+@pytest.mark.parametrize("name", CODINGS)
+def test_only_files_without_times_of_display_are_decoded_from_their_first_frame(coded, name):
+    """Others know their key frames, for seeks."""
+    key_ticks = video._open(coded(name))[5]
+    assert len(key_ticks) == 0 if name.endswith("avi") else len(key_ticks) > 0
+
+
 @pytest.mark.parametrize("name", [name for name in CODINGS if name not in NOT_AS_DECORD])
 def test_every_frame_is_that_of_decord_to_the_bit(coded, name):
     """Read in order: where it seeks, decord gives other frames of open GOPs, without a word."""
@@ -847,6 +854,17 @@ def test_copies_that_lost_their_times_of_display_are_read_as_by_ffmpeg(tmp_path,
     whole = list(images(path, range(60)))  # two groups of pictures and a part of the next
     for i in range(48, 58):
         assert np.array_equal(next(images(path, [i])), whole[i])
+
+
+@pytest.mark.parametrize("ending", ["mp4", "ts"])
+def test_clips_joined_by_times_that_overlap_are_read_as_by_ffmpeg(tmp_path, film, ffmpeg, ending):
+    """By ffmpeg's concat: the second clip begins before the last frame of the first is shown."""
+    for n, cut in enumerate(("-ss 1.3 -t 2", "-ss 0.7 -t 2.1", "-t 3")):
+        ffmpeg(*cut.split(), "-i", film("long"), "-c", "copy", tmp_path / f"{n}.mp4")
+    (tmp_path / "list").write_text("".join(f"file {n}.mp4\n" for n in range(3)))
+    path = tmp_path / f"v.{ending}"
+    ffmpeg("-f", "concat", "-i", tmp_path / "list", "-c", "copy", path)
+    assert_as_shown_by(ffmpeg, path)
 
 
 @pytest.mark.parametrize("ending", ["webm", "mkv"])
