@@ -14,13 +14,15 @@ PyAV decodes. Frames that were not requested and that no other frame needs are s
 times are ffmpeg's: edit lists hide frames, display matrices turn and mirror them. s_0 = 0 even if
 sound begins earlier. Of several frames with one time, the last in the file's order is shown.
 Some files do not state when each frame is displayed, or state it wrongly: AVI, ASF and MPEG-PS with
-B-frames, copies made of them, MPEG-TS with a frame that lacks its time. ffmpeg guesses the times
-while it decodes; the same rule is applied here. Such a file is decoded from its first frame on,
-without skipping, when it is opened and again for every look. Long ones take minutes. If an answer
-takes longer than FrameCache.timeout, the file is refused: encode it anew, or allow more time.
+B-frames, copies made of them, clips joined by times that overlap, MPEG-TS with a frame that lacks
+its time. ffmpeg guesses the times while it decodes, and so does this file, by the same rule. Such a
+video is decoded from its first frame on, without skipping, when it is opened and again for every
+look. A long one takes minutes. If an answer takes longer than FrameCache.timeout, the video is
+refused: encode it anew, or allow more time.
 
 Refused with a VideoError: playlists, text and raw streams (FORMATS lists the rest); a clock that
 jumps, as in files joined with cat, or that stands still for 9 frames, as in copies of such files;
+first frames without any time, as in Matroska written with -avoid_negative_ts disabled;
 MPEG-TS, MPEG-PS and Ogg with 10 s without a frame, which ffmpeg takes for a jump; frames turned by
 another angle than 90, 180 or 270 degrees, or above MAX_PIXELS. A decoder process may use MAX_MEMORY
 (an hour of 4K HEVC took 0.5 GiB); without a timeout this process decodes, which has no such bound.
@@ -430,13 +432,14 @@ def _show(path):
         for frame in container.decode(stream):
             known = frame.pts, frame.dts
             for i, tick in enumerate(known):
-                if tick is not None:
-                    wrong[i] += tick <= latest[i]
+                wrong[i] += tick is not None and tick <= latest[i]
                 latest[i] = next(t for t in (tick, known[1 - i], latest[i]) if t is not None)
-            end = times[-1] + length if times else 0
+            if not times and known == (None, None):
+                raise VideoError(path, "its first frames carry no times: encode it anew")
             order = known if wrong[0] <= wrong[1] else known[::-1]
-            tick = next(t for t in (*order, end) if t is not None)
-            step = tick - times[-1] if times else 0
+            before = times[-1] if times else 0
+            tick = next(t for t in (*order, before + length) if t is not None)
+            step = tick - before if times else 0
             # A length of 1 may be a guess of the container.
             length = frame.duration if frame.duration > 1 or step <= 2 else step
             times.append(tick)

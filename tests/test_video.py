@@ -707,6 +707,15 @@ def test_matroska_clips_keep_what_decodes(tmp_path, film, ffmpeg, name):
     assert_as_shown_by(ffmpeg, clip)
 
 
+def test_a_matroska_clip_that_begins_without_times_is_refused(tmp_path, film, ffmpeg):
+    """Its frames are displayed before zero; ffmpeg gives them times of others."""
+    clip = tmp_path / "clip.mkv"
+    ffmpeg("-ss", 0.5, "-i", film("long"), "-t", 6, "-c", "copy", "-avoid_negative_ts", "disabled",
+           clip)
+    with pytest.raises(VideoError, match="its first frames carry no times: encode it anew"):
+        video.probe(clip)
+
+
 def test_a_hidden_key_frame_is_a_place_to_begin_and_no_frame(tmp_path, film, ffmpeg):
     clip, cache = tmp_path / "clip.mp4", FrameCache()
     ffmpeg("-ss", 3.3, "-i", film("plain"), "-t", 6, "-c", "copy", clip)
