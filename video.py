@@ -300,8 +300,8 @@ def _promised_end(file, size):
         length = int.from_bytes(head[at : at + used], "big") & unknown
         return "Segment", at + used + length % unknown
     boxes = b"ftyp moov mdat moof free skip wide uuid styp sidx mfra udta".split()  # of mp4
-    part, end = "", 0  # no claim: MPEG-TS and others state no length, and simply get shorter
-    at = 0  # first byte of a box
+    # No claim: MPEG-TS and others state no length, and simply get shorter.
+    part, end, at = "", 0, 0  # the last: first byte of a box
     while at < size:
         file.seek(at)
         length = int.from_bytes(file.read(4), "big")  # bytes, this header included
@@ -605,7 +605,8 @@ class ChildDecoder:
         try:
             self.pipe.send(request)
             if not self.pipe.poll(patience):
-                raise VideoError(request[0], f"no answer within {patience:g} s")
+                why = f"no answer within {patience:g} s: encode it anew, or allow more time"
+                raise VideoError(request[0], why)
             return self.pipe.recv()
         except BaseException as error:  # Ctrl-C too: a late answer must never serve the next one
             self.close()
