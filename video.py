@@ -13,15 +13,22 @@ Frames are resized once, here, to multiples of 32 (patch 16 x merge 2), and by n
 PyAV decodes. Frames that were not requested and that no other frame needs are skipped. Frames and
 times are ffmpeg's: edit lists hide frames, display matrices turn and mirror them. s_0 = 0 even if
 sound begins earlier. Of several frames with one time, the last in the file's order is shown.
+Some files do not state when each frame is displayed, or state it wrongly: AVI, ASF and MPEG-PS with
+B-frames, copies made of them, clips joined by times that overlap, MPEG-TS with a frame that lacks
+its time. ffmpeg guesses the times while it decodes, and so does this file, by the same rule. Such a
+video is decoded from its first frame on, without skipping, when it is opened and again for every
+look. A long one takes minutes. If an answer takes longer than FrameCache.timeout, the video is
+refused: encode it anew, or allow more time.
 
-Refused with a VideoError: playlists and text (FORMATS lists what is read); raw streams and others
-without times, such as H.264 in fields in MPEG-TS; a clock that jumps, as in files joined with cat;
+Refused with a VideoError: playlists, text and raw streams (FORMATS lists the rest); a clock that
+jumps, as in files joined with cat, or that stands still for 9 frames, as in copies of such files;
+first frames without any time, as in Matroska written with -avoid_negative_ts disabled;
 MPEG-TS, MPEG-PS and Ogg with 10 s without a frame, which ffmpeg takes for a jump; frames turned by
 another angle than 90, 180 or 270 degrees, or above MAX_PIXELS. A decoder process may use MAX_MEMORY
 (an hour of 4K HEVC took 0.5 GiB); without a timeout this process decodes, which has no such bound.
-Not handled: non-square pixels; cover art (a video of one frame); one frame of 50 without a time (it
-is left out); H.264 with B-frames in AVI and ASF, which state no times of display (neighbours may be
-swapped); of MP4 and FLV files joined with cat, only the first is seen.
+Not handled: non-square pixels; cover art (a video of one frame); times that are wrong though all
+are there and in order for the first 8 frames; of MP4 and FLV files joined with cat, only the first
+is seen.
 
 Reads one video file, writes nothing but what a FrameCache keeps in its folder, if it has one.
   python video.py FILE --frames 8 --start 12 --end 20      no window: the overview of the whole file
@@ -50,6 +57,7 @@ import launch
 FORMATS = ("mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,rm,dv,mxf,nut,ivf,gif,apng,yuv4mpegpipe,"
            "image2,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe")
 AVFMT_TS_DISCONT = 0x200  # of a format: its clock may jump
+READER = 2  # grows if files are read otherwise: frames kept on disk before are not used
 MAX_PIXELS = 2**26  # of a frame; twice those of 8K
 MAX_MEMORY = 8 * 2**30  # bytes of a decoder process, frames that it hands over included
 
@@ -267,7 +275,7 @@ def _window(spec, root, cache):
 
 
 def _identity(path):
-    """Path -> (real path, bytes, mtime in ns): changes as the file does. VideoError: no file."""
+    """Path -> (real path, bytes, mtime in ns, READER), new if the file is. VideoError: no file."""
     try:
         status = os.stat(path)
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
@@ -277,7 +285,7 @@ def _identity(path):
         raise VideoError(path, "is a folder" if os.path.isdir(path) else "is not a regular file")
     if status.st_size == 0:
         raise VideoError(path, "is empty (0 bytes)")
-    return os.path.realpath(path), status.st_size, status.st_mtime_ns
+    return os.path.realpath(path), status.st_size, status.st_mtime_ns, READER
 
 
 def _promised_end(file, size):
@@ -292,8 +300,8 @@ def _promised_end(file, size):
         length = int.from_bytes(head[at : at + used], "big") & unknown
         return "Segment", at + used + length % unknown
     boxes = b"ftyp moov mdat moof free skip wide uuid styp sidx mfra udta".split()  # of mp4
-    part, end = "", 0  # no claim: MPEG-TS and others state no length, and simply get shorter
-    at = 0  # first byte of a box
+    # No claim: MPEG-TS and others state no length, and simply get shorter.
+    part, end, at = "", 0, 0  # the last: first byte of a box
     while at < size:
         file.seek(at)
         length = int.from_bytes(file.read(4), "big")  # bytes, this header included
@@ -334,6 +342,8 @@ def _stream(path):
             if stream.width * stream.height > MAX_PIXELS:
                 raise VideoError(path, f"{stream.width}x{stream.height} pixels are too many")
             stream.codec_context.thread_count = 1  # unset: every core, per open file
+            # PyAV asks libavformat to invent missing times of display. ffmpeg does not.
+            container.flags &= ~av.container.Flags.gen_pts.value
             yield container, stream
     except (av.FFmpegError, OSError, RuntimeError, IndexError) as error:  # the last: cut MPEG-TS
         why = getattr(error, "strerror", None) or error
@@ -358,36 +368,82 @@ def _open(path):
     if end > size:  # PyAV does not tell: an mp4 with its index in front opens at any length
         why = f"is truncated: its {part} ends at byte {end}, the file at byte {size}"
         raise VideoError(path, why)
-    first, packets = None, []
+    early, packets = [], []
     with _stream(path) as (container, stream):
         unit = float(stream.time_base)  # seconds per tick
         leaps = container.format.flags & AVFMT_TS_DISCONT
+        reorders = stream.codec_context.has_b_frames
         for packet in container.demux(stream):
-            if first is None:  # the first that decodes: a cut may have left others before it
-                first = next((frame for frame in packet.decode() if frame.pts is not None), None)
+            if len(early) < (8 if reorders else 1):
+                early += packet.decode()
             if packet.size:  # else the flush at the end
-                packets.append((packet.pts, packet.pts if packet.dts is None else packet.dts,
+                pts = _tick(packet, reorders)
+                packets.append((pts, pts if packet.dts is None else packet.dts,
                                 packet.duration or 0, packet.is_keyframe, packet.is_discard))
+    if not early:
+        raise VideoError(path, "PyAV: holds no video frames")
     untimed = [n for n, (pts, *_) in enumerate(packets) if pts is None]
     # In decoding order: times of display and of decoding and lengths, [P] ticks each, two flags.
     pts, dts, lengths, keys, hidden = np.array(
         [row for row in packets if row[0] is not None], np.int64).reshape(-1, 5).T
-    shown = (hidden == 0) & (pts >= (math.inf if first is None else first.pts))
-    # Matroska has no times below zero. Frames of such times follow the first key frame in files
-    # that were cut; they are made from frames that are gone, do not decode and do not count.
-    front = untimed and untimed[-1] <= len(untimed)
-    if not shown.any() or not front and 50 * len(untimed) > len(packets):
-        lost = f"{len(untimed)} of its {len(packets)} packets carry no times"
-        raise VideoError(path, f"PyAV: {lost if untimed else 'holds no video frames'}")
-    ticks = np.unique(pts[shown])  # two packets of one time are one frame
+    came = [_tick(frame, reorders) for frame in early]
+    # Frames before the first that decodes were left by a cut and do not count.
+    shown = (hidden == 0) & (came[0] is not None and pts >= came[0])
+    ticks, counts = np.unique(pts[shown], return_counts=True)
     jump = _jump(path, pts * unit, dts * unit, keys, leaps)
+    if counts.max(initial=0) > 8:  # the clock of a joined file, held back when it was copied
+        jump = (ticks[counts.argmax()] - ticks[0]) * unit
     # An edit list of several parts steps back, too: no harm, unless frames of two parts meet.
     if jump is not None and not (hidden.any() and len(ticks) == shown.sum()):
         raise VideoError(path, f"the clock jumps at {jump:g} s: remux it, or encode it anew")
-    starts = np.round((ticks - ticks[0]) * unit, 4)  # [N]
-    duration = _duration(starts, starts[-1] + lengths[shown][pts[shown].argmax()] * unit)
-    height, width = _upright(path, first).shape[:2]  # the header may lie
-    return starts, duration, height, width, ticks, np.unique(pts[keys > 0])
+    # Matroska has no times below zero. Frames of such times follow the first key frame in files
+    # that were cut; they are made from frames that are gone, do not decode and do not count.
+    front = untimed and untimed[0] > 0 and untimed[-1] <= len(untimed)
+    key_ticks = np.unique(pts[keys > 0])
+    # Clips joined by times that overlap: a frame before a key frame is displayed after it.
+    overlap = np.minimum.accumulate(pts[::-1])[::-1][1:] < np.maximum.accumulate(pts)[:-1]
+    if (None in came or came != sorted(came) or untimed and not front or not len(key_ticks)
+            or len(ticks) < shown.sum() or (overlap & (keys[1:] > 0)).any()):
+        times, end = _show(path)
+        last = {tick: n for n, tick in enumerate(times)}  # of frames of one time
+        starts, key_ticks = np.array(sorted(last)), key_ticks[:0]  # [N], none
+        ticks = np.array([last[tick] for tick in starts])  # [N] numbers of frames
+    else:
+        starts, end = ticks, ticks[-1] + lengths[shown][pts[shown].argmax()]
+    end, starts = (end - starts[0]) * unit, np.round((starts - starts[0]) * unit, 4)
+    height, width = _upright(path, early[0]).shape[:2]  # the header may lie
+    return starts, _duration(starts, end), height, width, ticks, key_ticks
+
+
+def _tick(item, reorders):
+    """Packet or frame, whether its stream reorders frames -> its time of display, None: unknown."""
+    return item.dts if item.pts is None and not reorders else item.pts
+
+
+def _show(path):
+    """Path -> (time of each frame as the decoder hands them out, end of the last), in ticks.
+
+    ffmpeg's rule: the stated time of display (pts), unless these went back more often than the
+    times of decoding (dts); then the latter; if there is neither, the end of the frame before.
+    """
+    times, length = [], 0
+    wrong, latest = [0, 0], [-math.inf, -math.inf]  # of pts, of dts
+    with _stream(path) as (container, stream):
+        for frame in container.decode(stream):
+            known = frame.pts, frame.dts
+            for i, tick in enumerate(known):
+                wrong[i] += tick is not None and tick <= latest[i]
+                latest[i] = next(t for t in (tick, known[1 - i], latest[i]) if t is not None)
+            if not times and known == (None, None):
+                raise VideoError(path, "its first frames carry no times: encode it anew")
+            order = known if wrong[0] <= wrong[1] else known[::-1]
+            before = times[-1] if times else 0
+            tick = next(t for t in (*order, before + length) if t is not None)
+            step = tick - before if times else 0
+            # A length of 1 may be a guess of the container.
+            length = frame.duration if frame.duration > 1 or step <= 2 else step
+            times.append(tick)
+    return times, times[-1] + length
 
 
 def _jump(path, pts, dts, keys, leaps):
@@ -447,27 +503,29 @@ def _decode(container, stream, wanted, drop):
     `drop`: frames that are not wanted and that no other frame needs are not decoded.
     """
     codec = stream.codec_context
+    reorders = codec.has_b_frames
     missing = set(wanted)  # not in the decoder yet
     for packet in container.demux(stream):
-        # Without a time: the flush at the end of the file. A hidden frame may have another's time.
-        mine = packet.pts is None or packet.pts in wanted and not packet.is_discard
+        # Without bytes: the flush at the end of the file. A hidden frame may have another's time.
+        tick = _tick(packet, reorders)
+        mine = not packet.size or tick in wanted and not packet.is_discard
         if not missing and not mine:  # not at once: the fields of a frame may come one by one
             yield from codec.decode(None)  # what it holds back for its order
             return
         codec.skip_frame = "NONREF" if drop and not mine else "DEFAULT"
         yield from packet.decode()  # never a hidden frame
         if mine:
-            missing.discard(packet.pts)
+            missing.discard(tick)
 
 
 def _images(path, ticks, key_ticks):
-    """Path, ascending ticks [T], its key frames -> iterator of images [H, W, 3] uint8."""
+    """Path, ticks [T] and key_ticks of `_open` -> iterator of images [H, W, 3] uint8."""
     left = ticks.tolist()  # not handed out yet
-    found = {}  # tick -> image that waits for its turn: times may be out of order (AVI)
-    seeks = True
+    found = {}  # tick -> image that waits for its turn
+    seeks = len(key_ticks) > 0
     with contextlib.ExitStack() as opened:
         container, stream = opened.enter_context(_stream(path))
-        drop = _drops_safely(stream.codec_context)
+        drop, reorders = _drops_safely(stream.codec_context), stream.codec_context.has_b_frames
         while left:
             run = left[:]  # decoded in one go: from a key frame on, what lies before the next
             if seeks:
@@ -476,17 +534,23 @@ def _images(path, ticks, key_ticks):
                     run = left[: np.searchsorted(left, key_ticks[after])]
                 if after > 1 or after and len(left) < len(ticks):  # else it stands there already
                     container.seek(int(key_ticks[after - 1]), stream=stream)
-            for frame in _decode(container, stream, set(run), drop and seeks):
-                if frame.pts in run:
-                    found[frame.pts] = _upright(path, frame)
-                while left and left[0] in found and left[0] != frame.pts:
-                    yield found.pop(left.pop(0))  # of frames of one time it is the last
-            while left and left[0] in found:
-                yield found.pop(left.pop(0))
-            if left and left[0] <= run[-1]:  # it did not come
+            if len(key_ticks):
+                frames = ((_tick(frame, reorders), frame)
+                          for frame in _decode(container, stream, set(run), drop and seeks))
+            else:
+                frames = enumerate(container.decode(stream))
+            for tick, frame in frames:
+                if tick in run:
+                    found[tick] = _upright(path, frame)
+                while left and left[0] in found:
+                    yield found.pop(left.pop(0))
+                if not left:
+                    return
+            if left[0] in run:  # it did not come
                 if not seeks:
-                    place = f"the frame at {float(left[0] * stream.time_base):g} s of its own clock"
-                    raise VideoError(path, f"PyAV: {place} does not decode")
+                    place = (f"at {float(left[0] * stream.time_base):g} s of its own clock"
+                             if len(key_ticks) else f"number {left[0]}")
+                    raise VideoError(path, f"PyAV: the frame {place} does not decode")
                 opened.close()  # seeks land too late without an index (MPEG-TS): from the start
                 container, stream = opened.enter_context(_stream(path))
                 seeks = False
@@ -541,7 +605,8 @@ class ChildDecoder:
         try:
             self.pipe.send(request)
             if not self.pipe.poll(patience):
-                raise VideoError(request[0], f"no answer within {patience:g} s")
+                why = f"no answer within {patience:g} s: encode it anew, or allow more time"
+                raise VideoError(request[0], why)
             return self.pipe.recv()
         except BaseException as error:  # Ctrl-C too: a late answer must never serve the next one
             self.close()
