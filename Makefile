@@ -1,5 +1,6 @@
 # make venv   the environment, in .venv           make test   all tests (ARGS="--shuffle 7": in a random order)
 # make test-fast   the edit loop: a minute or two, without engines and processes
+# make lint   ruff, and the sizes of the scripts beside their aims
 # make demo   toy world -> SFT -> PARA-GRPO -> evaluation of both -> one table, one page (LORA=8: PARA-GRPO by adapters; SEED=1)
 # make test-page   the tests of view.py's page in a real browser (installs Debian's Chromium); `make test` runs them where there is one
 # make test-compat   a saved checkpoint in transformers 4.57 (installed beside, in .venv/transformers-4.57; `make test` then does it too)
@@ -35,7 +36,7 @@ install = $(BIN)/uv pip install -q --python $(BIN)/python --index-strategy unsaf
 export PYTHONDONTWRITEBYTECODE :=
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: venv demo ablation test test-fast test-page test-compat clean
+.PHONY: venv demo ablation lint test test-fast test-page test-compat clean
 
 venv: .venv/ready
 
@@ -61,6 +62,10 @@ test: venv
 test-fast: venv
 	$(BIN)/ruff check -q .
 	$(BIN)/python -m pytest -n 2 --dist loadfile --fast $(ARGS)
+
+lint: venv
+	$(BIN)/ruff check -q .
+	$(BIN)/python tools/lint.py
 
 test-page: venv
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { apt-get update -q && apt-get install -y -q chromium chromium-driver; }

@@ -272,6 +272,9 @@ def text_pieces(codec, ids):
     return pieces
 
 
+# ---- below: SFT chats, reading a checkpoint (a reader of the step may stop here) ----------------
+
+
 # ------------------------------------------------------------------------------------------------
 # Chats with assistant turns (SFT)
 
@@ -360,33 +363,38 @@ def find_config(path):
     folders = [path, os.path.join(path, "last")]
     folder = next((f for f in folders if os.path.isfile(os.path.join(f, "config.json"))), None)
     if folder is None:
-        raise launch.UserError(f"checkpoint {path}: no config.json here nor in {path}/last; give a folder "
-                        "saved by sft.py or grpo.py, or a whole download of Qwen3-VL with "
-                        "safetensors (no GGUF, no adapters of another tool)")
+        raise launch.UserError(f"checkpoint {path}: no config.json here nor in {path}/last; give a "
+                               "folder saved by sft.py or grpo.py, or a whole download of "
+                               "Qwen3-VL with safetensors (no GGUF, no adapters of another tool)")
     config = read_object(os.path.join(folder, "config.json"))
     kind = config.get("model_type")
     if kind != "qwen3_vl":
-        raise launch.UserError(f"checkpoint {folder}: model_type is {kind!r}, this code trains qwen3_vl "
-                        "(dense Qwen3-VL: 2B, 4B, 8B, 32B; README.md says why)")
+        raise launch.UserError(f"checkpoint {folder}: model_type is {kind!r}, this code trains "
+                               "qwen3_vl (dense Qwen3-VL: 2B, 4B, 8B, 32B; README.md says why)")
     parts = [part for part in (config, *config.values()) if isinstance(part, dict)]
     if any(part.get("quantization_config") is not None for part in parts):
-        raise launch.UserError(f"checkpoint {folder}: quantization_config in config.json: quantized "
-                        "weights cannot be trained; give the BF16 checkpoint it was made from")
+        raise launch.UserError(f"checkpoint {folder}: quantization_config in config.json: "
+                               "quantized weights cannot be trained; give the BF16 checkpoint it "
+                               "was made from")
     # Files that may ask for Python code of the checkpoint's own, which is never run.
     for kind in ("", "tokenizer_", "processor_", "preprocessor_", "video_preprocessor_",
                  "generation_"):
         path = os.path.join(folder, name := f"{kind}config.json")
         if os.path.isfile(path) and asks_for_code(read_object(path)):
-            raise launch.UserError(f"checkpoint {folder}: {name} asks for code of its own (auto_map), "
-                            "which is never run; Qwen3-VL needs none: remove auto_map, or use the "
-                            "published checkpoint")
+            raise launch.UserError(f"checkpoint {folder}: {name} asks for code of its own "
+                                   "(auto_map, or attn_implementation), which is never run; "
+                                   "Qwen3-VL needs none: remove it, or use the published one")
     return folder
 
 
 def asks_for_code(part):
-    """Whether a part of a configuration has an auto_map, at any depth."""
+    """Whether a configuration asks for code, at any depth: an auto_map, or an attention kernel from
+    a hub, which transformers would fetch."""
     inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
-    return (isinstance(part, dict) and "auto_map" in part) or any(map(asks_for_code, inner))
+    kernel = isinstance(part, dict) and any(
+        name.endswith("attn_implementation") and "/" in str(value) for name, value in part.items())
+    own = isinstance(part, dict) and "auto_map" in part
+    return own or kernel or any(map(asks_for_code, inner))
 
 
 def read_object(path):
@@ -397,7 +405,8 @@ def read_object(path):
     except (OSError, ValueError, RecursionError) as e:
         raise launch.UserError(f"{path} is not JSON ({e}); copy it again") from None
     if not isinstance(content, dict):
-        raise launch.UserError(f"{path} holds {type(content).__name__}, no JSON object; copy it again")
+        raise launch.UserError(f"{path} holds {type(content).__name__}, no JSON object; copy it "
+                               "again")
     return content
 
 
@@ -408,8 +417,8 @@ def reading(ckpt, part):
         yield
     except Exception as e:  # tokenizers raises Exception itself, jinja2 and others their own
         why = " ".join(f"{type(e).__name__}: {e}".split())[:300]
-        raise launch.UserError(f"checkpoint {ckpt}: its {part} cannot be used ({why}); copy the files "
-                        "beside the weights again") from e
+        raise launch.UserError(f"checkpoint {ckpt}: its {part} cannot be used ({why}); copy the "
+                               "files beside the weights again") from e
 
 
 def load_config(ckpt):
@@ -448,23 +457,33 @@ def load_codec(ckpt, channel="image"):
     with reading(ckpt, "tokenizer or processor"):
         processor = AutoProcessor.from_pretrained(ckpt, trust_remote_code=False)
         tokenizer, images = processor.tokenizer, processor.image_processor
-        videos, vocabulary = processor.video_processor, tokenizer.get_vocab()
-        eos, cut = vocabulary["<|im_end|>"], (images.patch_size, images.merge_size,
-                                              images.temporal_patch_size)
+        vocabulary, eos = (words := tokenizer.get_vocab()), words["<|im_end|>"]
+        cut = images.patch_size, images.merge_size, images.temporal_patch_size
+        norms = [(tuple(p.image_mean), tuple(p.image_std))
+                 for p in (images, processor.video_processor)]
+    # A tokenizer of another checkpoint has other ids: prompts would hold no frames.
+    pads = {"<|image_pad|>": config.image_token_id, "<|video_pad|>": config.video_token_id,
+            "<|vision_start|>": config.vision_start_token_id,
+            "<|vision_end|>": config.vision_end_token_id}
+    for word, i in pads.items():
+        if vocabulary.get(word) != i:
+            raise launch.UserError(f"checkpoint {ckpt}: {word} is id {vocabulary.get(word)} in the "
+                                   f"tokenizer and {i} in config.json; copy the tokenizer's files "
+                                   "again")
     if not (processor.chat_template or tokenizer.chat_template):
         raise launch.UserError(f"checkpoint {ckpt}: no chat template; copy chat_template.json or "
-                        "chat_template.jinja from the checkpoint that this one was made from")
+                               "chat_template.jinja from the checkpoint that this one was made "
+                               "from")
     tower = config.vision_config
     wanted = (tower.patch_size, tower.spatial_merge_size, tower.temporal_patch_size)
     if cut != wanted:
-        raise launch.UserError(f"checkpoint {ckpt}: its image processor cuts patches (pixels, merged, "
-                        f"frames) {cut}, its vision tower takes {wanted}; copy "
-                        "preprocessor_config.json again")
-    same = (list(videos.image_mean), list(videos.image_std)) == (
-        list(images.image_mean), list(images.image_std))  # fmt: skip
-    if channel == "video" and not same:
-        raise launch.UserError(f"checkpoint {ckpt}: image and video processor normalise differently, and "
-                        "vLLM applies the image processor's to both; use --channel image")
+        raise launch.UserError(f"checkpoint {ckpt}: its image processor cuts patches (pixels, "
+                               f"merged, frames) {cut}, its vision tower takes {wanted}; copy "
+                               "preprocessor_config.json again")
+    if channel == "video" and norms[0] != norms[1]:
+        raise launch.UserError(f"checkpoint {ckpt}: image and video processor normalise "
+                               "differently, and vLLM applies the image processor's to both; use "
+                               "--channel image")
     # Published checkpoints end on two ids, and vLLM stops at either. A turn here ends in <|im_end|>
     # alone: the other id, if sampled, would stand in the turn as text.
     never = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>",
@@ -476,7 +495,7 @@ def load_codec(ckpt, channel="image"):
         image_pad=config.image_token_id, video_pad=config.video_token_id,
         vision_start=config.vision_start_token_id, vision_end=config.vision_end_token_id, eos=eos,
         patch=cut[0], merge=cut[1], temporal=cut[2],
-        mean=tuple(images.image_mean), std=tuple(images.image_std),
+        mean=norms[0][0], std=norms[0][1],
         markup=tuple(sorted(added, key=len, reverse=True)),  # longest first: one may hold another
         banned=tuple(sorted(banned)), opens_thought=False, pieces=token_bytes(tokenizer),
         files=small_files(ckpt))

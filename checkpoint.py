@@ -1,5 +1,19 @@
 """
-checkpoint.py: checkpoint folders. Open, check, load in shards, adapters, save, go on.
+checkpoint.py: checkpoint folders: open and check them, load them in shards, train adapters on them,
+save runs and go on with them.
+
+  a checkpoint   the small files of its base, byte for byte but for the dtype; and whole weights in
+                 safetensors, or adapters in the layout of peft on whole weights (--lora)
+  a run          out/step_NNNNNN/ = a checkpoint, train_state/ and state.json, which is written last
+                 and lists every other file with its bytes; out/last and out/best link to them
+
+A checkpoint that cannot be used is refused in one line before any long work. Nothing in a
+checkpoint is ever run. A folder appears under its final name only when it is whole on the disk.
+
+Departs from transformers' save_pretrained: it rewrites configuration and tokenizer in its own
+dialect, which older versions cannot read.
+
+Reads and writes checkpoint folders; sft.py, grpo.py, rollout.py, eval.py and toy.py call it.
 """
 import contextlib
 import json
@@ -8,12 +22,12 @@ import re
 import shutil
 import tempfile
 
+import model  # isort: skip  (before torch: model.py tells a terminal that torch is loading)
 import torch
 import torch.nn.functional as F
 
 import chat
 import launch
-import model
 
 # ------------------------------------------------------------------------------------------------
 # Opening a checkpoint
@@ -21,27 +35,47 @@ import model
 
 def resolve_checkpoint(path):
     """A checkpoint folder, or the run folder that holds one under `last` -> the folder that
-    `from_pretrained` opens. Checks its files and those of its bases, and runs no code in them.
+    `from_pretrained` opens. Checks its files and those of its base, and runs no code in them.
     Raises UserError that names the fault and the remedy."""
     folder = chat.find_config(path)
-    # The tokenizer's class is in tokenizer_config.json: another one splits other ids, silently.
-    # transformers 5 saves the image processor inside processor_config.json.
+    # Without tokenizer_config.json transformers guesses the tokenizer's class, and another class
+    # gives other ids. transformers 5 saves the image processor inside processor_config.json.
     needed = [("tokenizer.json",), ("tokenizer_config.json",),
               ("preprocessor_config.json", "processor_config.json")]
     for names in needed:
         if not any(os.path.isfile(os.path.join(folder, name)) for name in names):
             raise launch.UserError(f"checkpoint {folder}: {names[0]} is missing; copy it from the "
-                            "checkpoint that this one was made from")
-    chat.read_object(os.path.join(folder, "tokenizer.json"))  # cut off, some readers still take it
-    base, *adapters = lineage(folder, check=True)
-    check_weights(base, dict(meta_model(base).named_parameters()))
-    for adapter in adapters:
-        stored_weights(adapter)
+                                   "checkpoint that this one was made from")
+    chat.read_object(os.path.join(folder, "tokenizer.json"))  # some readers take a cut-off file
+    base = base_of(folder, check=True)
+    check_layers(base)
+    hf = meta_model(base)
+    names = dict(hf.named_parameters())
+    check_weights(base, names)
+    # A tied head may be stored beside the embeddings; any other weight would be left out silently.
+    if unused := sorted(set(stored_weights(base)) - set(hf.state_dict())):
+        raise launch.UserError(f"checkpoint {base}: {unused[0]} is stored, but config.json "
+                               "describes a model without it; copy config.json again")
+    if strange := sorted(set(read_adapters(folder)) - set(names)):
+        raise launch.UserError(f"checkpoint {folder}: its adapters are for {strange[0]}, which the "
+                               "base does not have")
     return os.path.realpath(folder)
 
 
+def check_layers(ckpt: str) -> None:
+    """Raises UserError unless config.json names as many decoder layers as are stored. This comes
+    before the model is built, because a wrong number may build for minutes."""
+    layers = {int(name.split(".layers.")[1].split(".")[0]) for name in stored_weights(ckpt)
+              if re.search(r"\.language_model\.layers\.[0-9]+\.", name)}
+    text = chat.read_object(os.path.join(ckpt, "config.json")).get("text_config")
+    named = text.get("num_hidden_layers") if isinstance(text, dict) else None
+    if layers and named is not None and named != len(layers):
+        raise launch.UserError(f"checkpoint {ckpt}: {len(layers)} decoder layers are stored, "
+                               f"config.json names {named}; copy config.json again")
+
+
 def meta_model(ckpt):
-    """Checkpoint folder -> transformers' model on the meta device: names and shapes."""
+    """Checkpoint folder -> transformers' model on the meta device: names and shapes, no memory."""
     config = chat.load_config(ckpt)
     from transformers import Qwen3VLForConditionalGeneration
 
@@ -52,8 +86,9 @@ def meta_model(ckpt):
 
 
 def stored_weights(folder):
-    """Every safetensors header of a checkpoint -> {weight: (shape, dtype)}. A missing shard or a
-    truncated file is found now, not after the models are built: UserError."""
+    """Every safetensors header of a checkpoint -> {weight: (shape, dtype)}. Raises UserError for a
+    missing shard, a truncated file, a weight that is stored twice, and quantized weights: now, not
+    after the models are built."""
     from safetensors import SafetensorError, safe_open
 
     names = sorted(n for n in os.listdir(folder) if n.endswith(".safetensors"))
@@ -64,11 +99,12 @@ def stored_weights(folder):
         if not isinstance(listed, dict):
             raise launch.UserError(f"{index} has no weight_map; copy it again")
         if missing := sorted(set(map(str, listed.values())) - set(names)):
-            raise launch.UserError(f"checkpoint {folder}: {missing[0]} is missing, which the index names; "
-                            "download it again")
+            raise launch.UserError(f"checkpoint {folder}: {missing[0]} is missing, which the index "
+                                   "names; download it again")
     if not names:
-        raise launch.UserError(f"checkpoint {folder}: no .safetensors file; only safetensors are loaded, "
-                        "no .bin, no GGUF: take or save the checkpoint in that format")
+        raise launch.UserError(f"checkpoint {folder}: no .safetensors file; only safetensors are "
+                               "loaded, no .bin, no GGUF: take or save the checkpoint in that "
+                               "format")
     found, where = {}, {}
     for name in names:
         try:
@@ -76,39 +112,40 @@ def stored_weights(folder):
                 slices = {key: f.get_slice(key) for key in f.keys()}
                 headers = {k: (list(s.get_shape()), s.get_dtype()) for k, s in slices.items()}
         except (SafetensorError, OSError) as e:
-            raise launch.UserError(f"checkpoint {folder}: {name} cannot be read ({e}); "
-                            "copy it again") from None
+            raise launch.UserError(f"checkpoint {folder}: {name} cannot be read ({e}); copy it "
+                                   "again") from None
         for key, (_, dtype) in headers.items():
-            if key in where:  # which one is loaded would be the loader's choice
-                raise launch.UserError(f"checkpoint {folder}: {key} is in {where[key]} and in {name}; "
-                                "delete the file that does not belong here")
+            if key in where:  # loaders differ in which of the two they take
+                raise launch.UserError(f"checkpoint {folder}: {key} is in {where[key]} and in "
+                                       f"{name}; delete the file that does not belong here")
             if dtype not in ("BF16", "F16", "F32"):
-                raise launch.UserError(f"checkpoint {folder}: {key} in {name} is stored as {dtype}, and "
-                                "quantized weights cannot be trained; give a checkpoint in BF16, "
-                                "F16 or F32")
+                raise launch.UserError(f"checkpoint {folder}: {key} in {name} is stored as "
+                                       f"{dtype}, and quantized weights cannot be trained; give a "
+                                       "checkpoint in BF16, F16 or F32")
             where[key] = name
         found.update({k: v for k, v in headers.items() if listed is None or listed.get(k) == name})
     return found
 
 
 def check_weights(ckpt, weights):
-    """-> dtypes the checkpoint holds them in. Raises UserError unless it has each in its shape."""
+    """-> the dtypes in which the checkpoint stores these weights. Raises UserError unless it holds
+    each of them in its shape."""
     stored = stored_weights(ckpt)
     missing = sorted(set(weights) - set(stored))
     if missing:
-        raise launch.UserError(f"checkpoint {ckpt}: {len(missing)} weights are missing, for example "
-                        f"{missing[0]}; download it again")
+        raise launch.UserError(f"checkpoint {ckpt}: {len(missing)} weights are missing, for "
+                               f"example {missing[0]}; download it again")
     for name, weight in weights.items():
         if stored[name][0] != list(weight.shape):
             raise launch.UserError(f"checkpoint {ckpt}: {name} has shape {stored[name][0]}, the "
-                            f"configuration says {list(weight.shape)}; the two are not of one "
-                            "checkpoint, copy it again")
+                                   f"configuration says {list(weight.shape)}; the two are not of "
+                                   "one checkpoint, copy it again")
     return "/".join(sorted({stored[name][1] for name in weights}))
 
 
 def content_digest(ckpt):
-    """Digest of what a checkpoint folder holds, wherever it lies: its small files whole, of weights
-    4 KiB in every MiB, since 16 GB would take minutes to read."""
+    """Digest of the content of a checkpoint folder, wherever the folder lies. Small files count
+    whole, weights with 4 KiB of every MiB, because 16 GB would take minutes to read."""
     import hashlib
 
     digest = hashlib.sha256()
@@ -117,13 +154,15 @@ def content_digest(ckpt):
         if not weights and not name.endswith((".json", ".jinja", ".txt")) or name == "state.json":
             continue  # a README, an optimizer, the state of its training
         path = os.path.join(ckpt, name)
-        if name == "adapter_config.json":  # holds its base's digest; where that lies is no content
+        if not os.path.isfile(path):  # a folder of that name, or a link to a file that is gone
+            continue
+        if name == "adapter_config.json":  # counts with its base's digest, not with the base's path
             config = chat.read_object(path)
             config.pop("base_model_name_or_path", None)
             digest.update(json.dumps(config, sort_keys=True).encode())
             continue
         size = os.path.getsize(path)
-        stride = 2**20 if weights and size > 2**26 else 2**12  # bytes; small files: all of them
+        stride = 2**20 if weights and size > 2**26 else 2**12  # bytes; 2**12 reads all of a file
         digest.update(f"{name} {size}".encode())
         with open(path, "rb") as f:
             for at in range(0, size, stride):
@@ -137,17 +176,19 @@ def content_digest(ckpt):
 
 
 def load_sharded(ckpt, codec, device, recompute="none", replicas=1, frozen=False, lora=0):
-    """Checkpoint directory -> sharded Policy. Collective; no rank ever holds a whole copy.
+    """Checkpoint folder -> sharded Policy. Collective; no rank ever holds a whole copy.
 
-    Built on the meta device, then every rank reads its own rows from the safetensors files. Trained
-    weights are fp32 whatever the files hold. replicas: see shard. frozen: a reference without
-    gradients; its shards are in the precision it computes in, and it has no tower: it is given
-    features. lora: rank of new adapters, the rest is frozen; 0 = all weights are trained.
+    The model is built on the meta device, then every rank reads its own rows from the safetensors
+    files. Trained weights are fp32 whatever the files hold. replicas: see shard. frozen: a
+    reference without gradients, in its compute dtype and without a tower: it receives features.
+    lora: rank of the adapters, all else is frozen; 0: all weights are trained. For a checkpoint of
+    adapters pass their own rank, see adapter_rank.
     """
     import torch.distributed.checkpoint as dcp
 
+    assert lora or adapter_config(ckpt) is None, f"{ckpt} holds adapters: pass their rank"
     hf = meta_model(ckpt)
-    # Published configurations say bf16, in which a step of 2e-6 rounds to nothing.
+    # Published configurations say bf16. A step of 2e-6 would round to nothing in bf16.
     hf.float()
     if frozen or lora:
         hf.requires_grad_(False)
@@ -158,25 +199,23 @@ def load_sharded(ckpt, codec, device, recompute="none", replicas=1, frozen=False
     if frozen:
         hf.model.visual = None
         if hasattr(policy, "set_reshard_after_forward"):
-            # The root stays whole after a forward, for a backward that never comes.
+            # FSDP keeps the root whole after a forward, for a backward that never comes here.
             policy.set_reshard_after_forward(True, recurse=False)
     policy.to_empty(device=device)
-    hf.tie_weights()  # the line above unties what is not in shards
-    # Rotary tables are buffers that are computed, not stored.
+    hf.tie_weights()  # to_empty unties weights that are not in shards
+    # Rotary tables are computed, not stored, so they are made anew on the device.
     rotary = [(hf.model.language_model, "rotary_emb")]
     rotary += [] if frozen else [(hf.model.visual, "rotary_pos_emb")]
     for owner, name in rotary:
         old = getattr(owner, name)
         setattr(owner, name, type(old)(old.config).to(device))
     weights = {name: p.detach() for name, p in hf.named_parameters() if ".lora_" not in name}
-    base, *adapters = lineage(ckpt)
-    policy.ckpt, policy.stored_as = ckpt, check_weights(base, weights)
-    policy.digest = content_digest(ckpt) if lora else None  # of the base that adapters will name
-    dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(base))
-    for name, parts in read_adapters(adapters).items():  # of stages before: part of the weights
-        whole = own_rows(weights[name], adapters_sum(parts).to(device))
-        weights[name].copy_(weights[name].float() + whole)
-    start_adapters(hf)
+    policy.base = base_of(ckpt)
+    policy.stored_as = check_weights(policy.base, weights)
+    policy.digest = content_digest(policy.base) if lora else None  # adapters are saved with it
+    dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(policy.base))
+    if lora:
+        start_adapters(hf, read_adapters(ckpt))
     wrong = [n for n, p in hf.named_parameters() if p.requires_grad and p.dtype != torch.float32]
     assert not wrong, f"trained weights that are not fp32: {wrong[:3]}"
     return policy
@@ -186,9 +225,9 @@ def shard(policy, device, replicas=1):
     """FSDP2: one group per decoder layer, one for the rest (embeddings, head, norm). The frozen
     tower stays replicated.
 
-    GPU: fp32 shards, bf16 compute, fp32 gradient reduction. replicas: groups of ranks that each
-    hold the whole model in shards (HSDP); with one per node, weights are gathered inside a node and
-    only gradients cross between nodes. 0: as many as ranks.
+    On a GPU: fp32 shards, bf16 compute, fp32 gradient reduction. replicas: groups of ranks that
+    each hold the whole model in shards (HSDP). With one group per node, weights are gathered inside
+    a node and only gradients cross between nodes. 0: as many groups as ranks.
     """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -197,9 +236,10 @@ def shard(policy, device, replicas=1):
     world = dist.get_world_size()
     replicas = replicas or world
     if world % replicas:
-        raise launch.UserError(f"--replicas {replicas}: {world} ranks cannot be divided into so many")
+        raise launch.UserError(f"--replicas {replicas}: {world} ranks cannot be divided into so "
+                               "many")
     if world == 1 and model.compute_dtype(device) == torch.float32:
-        return policy  # nothing to divide, no precision to mix: only hooks, a third of a toy's step
+        return policy  # one fp32 rank needs no shards; FSDP's hooks cost a third of a toy step
     if replicas == 1:
         mesh = init_device_mesh(device.type, (world,))
     else:
@@ -216,21 +256,24 @@ def shard(policy, device, replicas=1):
 
 
 # ------------------------------------------------------------------------------------------------
-# Adapters
+# Adapters (--lora)
+#
+#   y = x W' + 2 (x A') B'      W [out, in] frozen, A [r, in], B [out, r] trained; alpha = 2 r
+#
+# LoRA, arXiv 2106.09685, on the matrices of the decoder layers. Not by the library peft, because it
+# renames the modules: then neither the shards of a checkpoint nor the weights of the engine are
+# found. The files have the layout of peft, so that other tools read them. Adapters stand on whole
+# weights, never on other adapters: a stage that is given adapters goes on training them.
 
 
 class LoraLinear(torch.nn.Linear):
-    adapted = True  # False: W alone, which is the reference of the KL
-
     def forward(self, x):
         y = F.linear(x, self.weight, self.bias)
-        if self.adapted:
-            y = torch.add(y, F.linear(F.linear(x, self.lora_A), self.lora_B), alpha=2)
-        return y
+        return torch.add(y, F.linear(F.linear(x, self.lora_A), self.lora_B), alpha=2)
 
 
-def add_adapters(hf, rank):
-    """Adapters in fp32 for a frozen model on the meta device."""
+def add_adapters(hf, rank: int) -> None:
+    """Adds adapters in fp32 to a frozen model on the meta device."""
     for module in hf.model.language_model.layers.modules():
         if isinstance(module, torch.nn.Linear):
             module.__class__ = LoraLinear
@@ -240,24 +283,30 @@ def add_adapters(hf, rank):
                 module.register_parameter(name, torch.nn.Parameter(weight))
 
 
-def start_adapters(hf):
-    """A small and random, the same for every --seed; B zero: the adapted model begins as the
-    base."""
+def start_adapters(hf, saved: dict) -> None:
+    """Gives the adapters their first values. saved: {weight name: (A, B)} of a checkpoint, or {}:
+    then A is small and random, the same for every --seed, and B is zero, so that the adapted model
+    begins as its base."""
     import hashlib
 
     for name, p in hf.named_parameters():
-        if name.endswith(".lora_A"):  # seeded by its name: the same on any number of ranks
+        stem, _, letter = name.partition("lora_")
+        if not letter:
+            continue
+        if saved:
+            value = saved[stem + "weight"][letter == "B"]
+        elif letter == "B":
+            value = torch.zeros(p.shape)
+        else:  # seeded by its name, so that any number of ranks draws the same
             seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
             bound = p.shape[1] ** -0.5
-            draw = torch.empty(p.shape).uniform_(-bound, bound,
-                                                 generator=torch.Generator().manual_seed(seed))
-            p.detach().copy_(own_rows(p, draw.to(p.device)))
-        elif name.endswith(".lora_B"):
-            p.detach().zero_()
+            value = torch.empty(p.shape).uniform_(-bound, bound,
+                                                  generator=torch.Generator().manual_seed(seed))
+        p.detach().copy_(own_rows(p, value.to(p.device)))
 
 
-def own_rows(weight, whole):
-    """This rank's part of a whole tensor, split as `weight` is."""
+def own_rows(weight, whole: torch.Tensor):
+    """This rank's part of a whole tensor, split in the way that `weight` is split."""
     from torch.distributed.tensor import distribute_tensor
 
     if not hasattr(weight, "device_mesh"):
@@ -265,101 +314,132 @@ def own_rows(weight, whole):
     return distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None)
 
 
-class WithoutAdapters:
-    """The policy with its adapters off, called as it is: the reference of the KL, no second
-    copy."""
+class AdapterReference:
+    """The KL reference of a run with adapters: the policy with the adapters it started from. The
+    copy of the adapters takes megabytes; the frozen weights are shared."""
 
     def __init__(self, policy):
         self.policy = policy
+        self.start = [p.detach().clone() for p in model.trained_parameters(policy)]
 
     def __call__(self, *args):
-        layers = [m for m in self.policy.modules() if isinstance(m, LoraLinear)]
-        for layer in layers:
-            layer.adapted = False
+        now = [p.detach().clone() for p in model.trained_parameters(self.policy)]
+        self.put(self.start)
         try:
             return self.policy(*args)
         finally:
-            for layer in layers:
-                layer.adapted = True
+            self.put(now)
+
+    @torch.no_grad()
+    def put(self, values):
+        for p, value in zip(model.trained_parameters(self.policy), values):
+            p.copy_(value)
 
 
-def lineage(ckpt, check=False):
-    """Checkpoint folder -> [folder of whole weights, adapters on it, adapters on those, ..]. Raises
-    UserError where a base is not there; check, which reads some of every MiB and is asked for once,
-    by resolve_checkpoint: or is not the one that the adapters were trained on."""
-    settings = os.path.join(ckpt, "adapter_config.json")
-    if not os.path.isfile(settings):
-        return [ckpt]
-    config = chat.read_object(settings)
+def adapter_config(ckpt: str) -> dict | None:
+    """The settings of a folder of adapters; None for a folder of whole weights, and for none.
+    Raises UserError if sft.py or grpo.py did not save the adapters."""
+    path = os.path.join(ckpt, "adapter_config.json")
+    if not os.path.isfile(path):
+        return None
+    config = chat.read_object(path)
     if "base_digest" not in config:
-        raise launch.UserError(f"checkpoint {ckpt}: its adapters were not saved by sft.py or grpo.py; "
-                        "merge them with the tool that made them")
+        raise launch.UserError(f"checkpoint {ckpt}: its adapters were not saved by sft.py or "
+                               "grpo.py; merge them with the tool that made them")
+    return config
+
+
+def adapter_rank(ckpt: str, asked: int) -> int:
+    """--ckpt, --lora -> the rank of the adapters that a stage trains; 0: it trains whole weights.
+    Raises UserError if the checkpoint holds adapters of another rank."""
+    folders = [ckpt, os.path.join(ckpt, "last")]
+    folder = next((f for f in folders if os.path.isfile(os.path.join(f, "config.json"))), None)
+    config = adapter_config(folder) if folder else None  # None: resolve_checkpoint refuses it
+    if config is None:
+        return asked
+    if asked not in (0, config["r"]):
+        raise launch.UserError(f"--lora {asked}: {ckpt} holds adapters of rank {config['r']}, and "
+                               "a stage goes on training them: leave --lora out, or merge them "
+                               "first (tools/merge.py)")
+    return config["r"]
+
+
+def base_of(ckpt: str, check: bool = False) -> str:
+    """Checkpoint folder -> the folder of its whole weights: the folder itself, or the base of its
+    adapters. check: read some of every MiB of the base and compare with the base that the adapters
+    were trained on. Raises UserError if the base is missing or another one."""
+    config = adapter_config(ckpt)
+    if config is None:
+        return ckpt
     base = str(config.get("base_model_name_or_path"))
     if not os.path.isdir(base):
-        raise launch.UserError(f"checkpoint {ckpt}: its base {base} is not there; where it lies now goes "
-                        "into base_model_name_or_path of adapter_config.json")
+        raise launch.UserError(f"checkpoint {ckpt}: its base {base} is missing; write where the "
+                               "base lies now into base_model_name_or_path of adapter_config.json")
+    if adapter_config(base) is not None:
+        raise launch.UserError(f"checkpoint {ckpt}: its base {base} holds adapters itself; merge "
+                               "the base first (tools/merge.py)")
     if check and config["base_digest"] != content_digest(base):
-        raise launch.UserError(f"checkpoint {ckpt}: {base} is not the checkpoint that these adapters were "
-                        "trained on (its content differs)")
-    return [*lineage(base, check), ckpt]
+        raise launch.UserError(f"checkpoint {ckpt}: {base} is not the checkpoint that these "
+                               "adapters were trained on (its content differs)")
+    return base
 
 
-def read_adapters(folders):
-    """Adapter folders -> {name of a weight: [(factor, A, B), ..]}."""
+def read_adapters(ckpt: str) -> dict:
+    """Folder of adapters -> {weight name: (A, B)} fp32 in host memory; {} for whole weights. Raises
+    UserError if the file is damaged or does not hold pairs of this rank."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    config = adapter_config(ckpt)
+    if config is None:
+        return {}
+    path = os.path.join(ckpt, "adapter_model.safetensors")
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, OSError) as e:
+        raise launch.UserError(f"{path} cannot be read ({e}); copy it again") from None
     found = {}
-    for folder in folders:
-        with open(os.path.join(folder, "adapter_config.json")) as f:
-            config = json.load(f)
-        tensors = load_file(os.path.join(folder, "adapter_model.safetensors"))
-        for key, a in tensors.items():
+    for key, a in tensors.items():
+        if ".lora_A." in key:
+            b = tensors.get(key.replace(".lora_A.", ".lora_B."))
             name = key.removeprefix("base_model.model.").replace(".lora_A.", ".")
-            if ".lora_A." in key:
-                b = tensors[key.replace(".lora_A.", ".lora_B.")]
-                part = (config["lora_alpha"] / config["r"], a.float(), b.float())
-                found.setdefault(name, []).append(part)
+            if b is None or not config["r"] == len(a) == b.shape[1]:
+                raise launch.UserError(f"{path}: {name} has no A and B of rank {config['r']}; "
+                                       "copy the folder again")
+            found[name] = a.float(), b.float()
     return found
 
 
-def adapters_sum(parts):
-    """[(factor, A, B), ..] -> what they add to a weight, [out, in] fp32."""
-    return sum(factor * (b @ a) for factor, a, b in parts)
-
-
-def merged_weights(ckpt):
-    """Iterator of (name, tensor) of a checkpoint in host memory, adapters added."""
+def merged_weights(ckpt: str):
+    """Iterator of (name, tensor) of a checkpoint in host memory, with its adapters added."""
     from safetensors import safe_open
 
-    base, *adapters = lineage(ckpt)
-    added = read_adapters(adapters)
+    base, adapters = base_of(ckpt), read_adapters(ckpt)
     for name in sorted(n for n in os.listdir(base) if n.endswith(".safetensors")):
         with safe_open(os.path.join(base, name), "pt") as f:
             for key in f.keys():
                 tensor = f.get_tensor(key)
-                if key in added:
-                    tensor = (tensor.float() + adapters_sum(added[key])).to(tensor.dtype)
+                if key in adapters:
+                    a, b = adapters[key]
+                    tensor = (tensor.float() + 2 * (b @ a)).to(tensor.dtype)
                 yield key, tensor
 
 
-def check_adapters(policy, path):
-    """Raises UserError unless the run saved at `path` trained what `policy` trains: everything, or
-    adapters of this rank on this base."""
+def check_adapters(policy, path: str) -> None:
+    """Raises UserError unless the run saved at `path` trained the weights that `policy` trains: all
+    of them, or adapters of this rank on this base."""
     a = next((p for name, p in policy.named_parameters() if name.endswith(".lora_A")), None)
-    config = {}
-    if os.path.isfile(settings := os.path.join(path, "adapter_config.json")):
-        with open(settings) as f:
-            config = json.load(f)
+    config = adapter_config(path) or {}
     rank, then = len(a) if a is not None else 0, config.get("r", 0)
     if rank != then:
         raise launch.UserError(f"{path} was trained with --lora {then}, not {rank}")
     if rank and config["base_digest"] != policy.digest:
-        raise launch.UserError(f"{path} holds adapters on another base than {policy.ckpt}")
+        raise launch.UserError(f"{path} holds adapters on another base than {policy.base}")
 
 
-def save_adapters(policy, files, folder, weights):
-    """Write peft's two files, adapter_config.json and adapter_model.safetensors: adapters on the
-    checkpoint that the policy was loaded from. Its small files go beside them."""
+def save_adapters(policy, files: dict, folder: str, weights: dict) -> None:
+    """Writes the two files of peft, adapter_config.json and adapter_model.safetensors, and beside
+    them the small files of the base."""
     from safetensors.torch import save_file
 
     named = {"base_model.model." + re.sub(r"\.lora_([AB])$", r".lora_\1.weight", name): tensor
@@ -369,7 +449,7 @@ def save_adapters(policy, files, folder, weights):
     targets = sorted({name.split(".")[-2] for name in weights})
     config = {"peft_type": "LORA", "task_type": None, "r": rank, "lora_alpha": 2 * rank,
               "lora_dropout": 0.0, "bias": "none", "target_modules": targets,
-              "inference_mode": True, "base_model_name_or_path": policy.ckpt,
+              "inference_mode": True, "base_model_name_or_path": policy.base,
               "base_digest": policy.digest}
     launch.write_atomic(os.path.join(folder, "adapter_config.json"), json.dumps(config, indent=1))
     save_files(files, folder)
@@ -380,30 +460,32 @@ def save_adapters(policy, files, folder, weights):
 
 
 def full_weights(policy, dtype=None):
-    """Iterator of (checkpoint name, full tensor) in `dtype` (None: its own), in the same order on
-    every rank: gathering is a collective, so all of them have to run it to its end. This is what
-    vLLM's `reload_weights` takes; a tied lm_head is left out, as in the checkpoint file."""
+    """Iterator of (checkpoint name, full tensor) in `dtype` (None: its own), with adapters added.
+    vLLM's `reload_weights` takes it. Collective: every rank has to run it to its end. A tied
+    lm_head is left out, as in the checkpoint file."""
     tied = policy.hf.config.tie_word_embeddings
     state = policy.hf.state_dict()
     for name, tensor in state.items():
         if (tied and name == "lm_head.weight") or ".lora_" in name:
             continue
-        whole = whole_tensor(tensor.detach().to(dtype or tensor.dtype))  # cast before it travels
+        # Cast before the gather: bf16 is half the traffic.
+        whole = whole_tensor(tensor.detach().to(dtype or tensor.dtype))
         if (stem := name.removesuffix("weight")) + "lora_A" in state:  # adapters: added in fp32
             a, b = (whole_tensor(state[f"{stem}lora_{letter}"].detach()) for letter in "AB")
-            whole = (whole.float() + adapters_sum([(2, a, b)])).to(whole.dtype)
+            whole = (whole.float() + 2 * (b @ a)).to(whole.dtype)
         yield name, whole
 
 
 def whole_tensor(tensor):
-    """A sharded tensor's whole on every rank. Collective; any other tensor is returned as it is."""
+    """A sharded tensor -> the whole tensor on every rank. Collective. Other tensors stay as they
+    are."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def trained_state(policy):
-    """{name: weight} of what is trained, a tied matrix once: the tower is in the checkpoint."""
-    # A forward without a backward leaves the root whole, and frees that memory at the next chance:
-    # FSDP's hook of state_dict brings the shards back.
+    """{name: weight} of the trained weights, a tied matrix once, without the frozen tower."""
+    # After a forward without backward, FSDP keeps the root unsharded. state_dict() triggers the
+    # hook that reshards it.
     policy.state_dict()
     return {name: p.detach() for name, p in policy.named_parameters() if p.requires_grad}
 
@@ -413,9 +495,9 @@ def trained_state(policy):
 
 
 def save_run(policy, codec, optimizer, out, step, state, links=("last",), keep=2):
-    """Save a run as out/step_NNNNNN with `links` to it; the newest `keep` stay besides those with a
-    link. Collective: training waits, since a save takes seconds and comes every some dozen steps.
-    state: JSON-able loop state. Raises RunError where it could not be written."""
+    """Saves a run as out/step_NNNNNN with `links` to it, and deletes all but the newest `keep` and
+    those with a link. Collective; training waits, because a save takes seconds every some dozen
+    steps. state: loop state for state.json. Raises RunError if the run cannot be written."""
     import torch.distributed as dist
 
     path = os.path.join(out, f"step_{step:06d}")
@@ -427,12 +509,12 @@ def save_run(policy, codec, optimizer, out, step, state, links=("last",), keep=2
 
 
 def save_checkpoint(policy, codec, path, state, optimizer=None):
-    """Write, atomically, a directory that `from_pretrained` and vLLM load; with an optimizer (or a
-    list of them) `train_state/` beside the weights: fp32 shards of weights and moments in torch's
-    distributed format, which another number of ranks can load.
+    """Writes, atomically, a folder that `from_pretrained` and vLLM load. With an optimizer (or a
+    list of them) also `train_state/`: fp32 shards of weights and moments in torch's distributed
+    format, which another number of ranks can load.
 
-    Collective. Raises RunError, on every rank, when any of them cannot write; nothing is left under
-    the final name then.
+    Collective. Raises RunError on every rank if one of them cannot write; then the final name does
+    not appear.
     """
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
@@ -446,7 +528,7 @@ def save_checkpoint(policy, codec, path, state, optimizer=None):
         gathered = ((name.removeprefix("hf."), whole_tensor(p)) for name, p in state_dict.items())
     else:
         gathered = full_weights(policy, model.compute_dtype(next(policy.parameters()).device))
-    # Every rank runs it to its end, since gathering is a collective; one keeps what comes.
+    # Gathering is a collective, so every rank runs it to its end. Rank 0 keeps the tensors.
     weights = {name: tensor.cpu() for name, tensor in gathered if first}
     try:
         with contextlib.ExitStack() as opened:
@@ -460,14 +542,14 @@ def save_checkpoint(policy, codec, path, state, optimizer=None):
                         save_whole(codec.files, folder, weights)
                 except (OSError, SafetensorError) as error:
                     why = f"{type(error).__name__}: {error}"
-            # All ranks have to hear of a full disk before they meet again.
+            # All ranks must learn of a full disk before their next collective.
             folder, why = launch.broadcast([folder, why])
             if why:
                 raise OSError(why)
             if optimizer is not None:
                 moments = get_optimizer_state_dict(policy, optimizer)
-                # Alone without collectives: gloo's thread would copy in a pool of threads of its
-                # own, and with more threads than cores OpenMP's are slow from then on, by half.
+                # With one rank, save without collectives: gloo would start its own thread pool,
+                # the cores would be oversubscribed, and every later step would take half longer.
                 dcp.save({"model": state_dict, "optimizer": moments},
                          checkpoint_id=os.path.join(folder, "train_state"),
                          no_dist=dist.get_world_size() == 1)
@@ -475,7 +557,7 @@ def save_checkpoint(policy, codec, path, state, optimizer=None):
                 mark_complete(folder, state)
     except OSError as error:
         why = str(error)
-    except dcp.CheckpointException as error:  # the same on every rank, whichever could not write
+    except dcp.CheckpointException as error:  # every rank gets it, whichever could not write
         why = str(next(iter(error.failures.values()))[0])
     (why,) = launch.broadcast([why])
     if why:
@@ -486,8 +568,8 @@ def save_checkpoint(policy, codec, path, state, optimizer=None):
 
 
 def save_whole(files, folder, weights):
-    """Write a checkpoint of whole weights: safetensors (above 5 GB several files and an index) and
-    the small files."""
+    """Writes a checkpoint of whole weights: safetensors (above 5 GB several files and an index) and
+    the small files of its base."""
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
 
@@ -504,9 +586,9 @@ def save_whole(files, folder, weights):
 
 
 def save_files(files, folder, dtype=None):
-    """Write small_files byte for byte, since each library reads its own dialect of them: saved by
-    transformers 5 they would not load in transformers 4. dtype: of the weights beside them; each
-    dtype or torch_dtype in config.json becomes it."""
+    """Writes the small files byte for byte, because transformers 5 would write them in a dialect
+    that transformers 4 cannot read. dtype: of the weights beside them; config.json then names it
+    wherever it names a dtype or torch_dtype."""
     for name, content in files.items():
         if name == "config.json" and dtype:
             spelled = str(dtype).removeprefix("torch.").encode()
@@ -516,7 +598,7 @@ def save_files(files, folder, dtype=None):
 
 
 def edit_json(path, parts, values):
-    """Set values in a JSON file, at its top and in its named parts."""
+    """Sets values in a JSON file, at its top and in its named parts."""
     with open(path) as f:
         config = json.load(f)
     for owner in (config, *(config[part] for part in parts)):
@@ -525,8 +607,8 @@ def edit_json(path, parts, values):
 
 
 def load_train_state(policy, optimizer, path):
-    """Restore weights and optimizer (or a list of them) from `path`/train_state, saved by any
-    number of ranks. Collective. The loop state is resume_point's."""
+    """Restores weights and optimizer (or a list of them) from `path`/train_state, which any number
+    of ranks saved. Collective. resume_point restores the loop state."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import state_dict as states
@@ -541,8 +623,8 @@ def load_train_state(policy, optimizer, path):
 
 @contextlib.contextmanager
 def atomic_folder(path):
-    """A temporary folder that becomes `path` when the block ends without an error; else nothing is
-    left of it. An older folder of that name goes just before."""
+    """Yields a temporary folder, which becomes `path` if the block ends without an error and is
+    deleted otherwise. It replaces an older folder of that name."""
     parent = os.path.dirname(os.path.abspath(path))
     os.makedirs(parent, exist_ok=True)
     temp = tempfile.mkdtemp(prefix=f".{os.path.basename(path)}.", dir=parent)
@@ -551,7 +633,7 @@ def atomic_folder(path):
         for folder, _, names in os.walk(temp):
             for name in names:
                 with open(os.path.join(folder, name), "rb") as f:
-                    os.fchmod(f.fileno(), 0o644)  # safetensors lets nobody else read
+                    os.fchmod(f.fileno(), 0o644)  # safetensors makes files that others cannot read
                     os.fsync(f.fileno())
         os.chmod(temp, 0o755)
         shutil.rmtree(path, ignore_errors=True)
@@ -565,7 +647,7 @@ def atomic_folder(path):
 
 
 def symlink(link, target):
-    """Make `link` a relative link to the folder `target` beside it, atomically."""
+    """Makes `link` a relative link to the folder `target` beside it, atomically."""
     temp = f"{link}.tmp{os.getpid()}"
     with contextlib.suppress(FileNotFoundError):
         os.remove(temp)
@@ -574,7 +656,7 @@ def symlink(link, target):
 
 
 def mark_complete(folder, state):
-    """state.json, written last: loop state, and every other file with its bytes."""
+    """Writes state.json, the last file: the loop state, and every other file with its bytes."""
     paths = [os.path.join(where, name) for where, _, names in os.walk(folder) for name in names]
     files = {os.path.relpath(path, folder): os.path.getsize(path) for path in paths}
     marker = json.dumps({**state, "files": files}, indent=1)
@@ -582,7 +664,7 @@ def mark_complete(folder, state):
 
 
 def is_complete(folder):
-    """Whether a checkpoint is whole: state.json is there and all files are as long as it says."""
+    """Whether a checkpoint is whole: all files are as long as its state.json says."""
     try:
         with open(os.path.join(folder, "state.json")) as f:
             files = json.load(f)["files"].items()
@@ -592,7 +674,7 @@ def is_complete(folder):
 
 
 def newest_checkpoint(out):
-    """The newest complete step_* folder of a run, or None. A torn one is passed over."""
+    """The newest complete step_* folder of a run, or None. Torn folders are skipped."""
     names = os.listdir(out) if os.path.isdir(out) else []
     folders = [os.path.join(out, n) for n in sorted(names, reverse=True) if n.startswith("step_")]
     return next((folder for folder in folders if is_complete(folder)), None)
@@ -601,20 +683,20 @@ def newest_checkpoint(out):
 def resume_point(out, args, resume):
     """Where a run goes on -> (folder, its loop state), or (None, {}) to begin.
 
-    resume None: go on when --out holds a run of the same settings. True: go on whatever they were.
-    False: begin anew; older checkpoints are deleted. Raises UserError for a run of other settings.
+    resume None: go on if --out holds a run of the same settings, and raise UserError if it holds a
+    run of others. True: go on with the new settings. False: begin anew and delete that run.
     """
     folder = newest_checkpoint(out)
     if folder is None:
         torn = sorted(name for name in os.listdir(out) if name.startswith("step_"))
-        if torn and resume is not False:  # damaged later: not ours to delete unasked
-            raise launch.UserError(f"{out}: {torn[-1]} is not whole, and nothing else here is (a file is "
-                            "missing or of another size than state.json says); --no-resume begins "
-                            "anew and deletes it")
+        if torn and resume is not False:  # damaged after it was saved: the user decides
+            raise launch.UserError(f"{out}: {torn[-1]} is not whole, and nothing else here is (a "
+                                   "file is missing or of another size than state.json says); "
+                                   "--no-resume begins anew and deletes it")
         return None, {}
     with open(os.path.join(folder, "state.json")) as f:
         state = json.load(f)
-    # How far, how fast, to whom: these may differ between two parts of one run.
+    # Two parts of one run may differ in these: how far, how fast, and who is told.
     free = {"steps", "epochs", "resume", "out", "save_every", "eval_every", "show_every",
             "max_seqs", "frame_cache_gb", "frame_cache_dir", "frame_cache_dir_gb", "engine_share",
             "patience", "replicas", "wandb"}  # fmt: skip
@@ -622,18 +704,18 @@ def resume_point(out, args, resume):
     other = sorted(k for k in then if k in now and k not in free and then[k] != now[k])
     if resume is None and other:
         flags = [f"--{k.replace('_', '-')} {then[k]} (now {now[k]})" for k in other[:3]]
-        raise launch.UserError(f"--out {out} holds a run of other settings: {', '.join(flags)}; choose "
-                        "another --out, or --resume to go on with the new ones, or --no-resume to "
-                        "delete it")
+        raise launch.UserError(f"--out {out} holds a run of other settings: {', '.join(flags)}; "
+                               "choose another --out, or --resume to go on with the new ones, or "
+                               "--no-resume to delete it")
     return (None, {}) if resume is False else (folder, state)
 
 
 def clean_run(out, start):
-    """Rank 0, before the first step: drop what killed runs left half-written and, where a run
-    begins anew, its older checkpoints."""
+    """On rank 0, before the first step: deletes files that killed runs left half-written and, if a
+    run begins anew, its older checkpoints."""
     for folder in (out, os.path.join(out, "rollouts")):
         for name in os.listdir(folder) if os.path.isdir(folder) else []:
-            if re.search(r"\.tmp\d+$", name):  # write_atomic's, and symlink's
+            if re.search(r"\.tmp\d+$", name):  # of write_atomic and symlink
                 os.remove(os.path.join(folder, name))
     for name in os.listdir(out):
         path = os.path.join(out, name)
@@ -644,46 +726,28 @@ def clean_run(out, start):
 
 
 def prune_checkpoints(out, keep):
-    """Keep the newest `keep` complete step_* folders of a run, and what `last` and `best` point
-    to."""
+    """Deletes the complete step_* folders of a run, but for the newest `keep` and those that `last`
+    and `best` link to."""
     names = [n for n in os.listdir(out) if n.startswith("step_")]
     whole = sorted(n for n in names if is_complete(os.path.join(out, n)))
     links = [os.path.realpath(os.path.join(out, link)) for link in ("last", "best")]
     spared = {os.path.basename(target) for target in links}
     for name in set(whole[:-keep]) - spared:
-        # Half deleted it would be no checkpoint, and nobody's to delete; so clean_run finds it.
+        # Rename first: clean_run then finds a folder that a kill left half deleted.
         doomed = os.path.join(out, f".{name}.pruned")
         os.rename(os.path.join(out, name), doomed)
         shutil.rmtree(doomed)
 
 
-def check_run(step, bad, out, patience=3):
-    """Raise RunError, on all ranks alike, where no gradient was finite for `patience` steps in a
-    row."""
-    if bad >= patience:
-        raise launch.RunError(f"step {step + 1}: no finite gradient for {bad} steps in a row; the newest "
-                       f"checkpoint is {newest_checkpoint(out)}")
+def check_run(step, bad, out, limit=3):
+    """Raises RunError, on all ranks alike, after `limit` steps in a row without a finite
+    gradient."""
+    if bad >= limit:
+        raise launch.RunError(f"step {step + 1}: no finite gradient for {bad} steps in a row; the "
+                              f"newest checkpoint is {newest_checkpoint(out)}")
 
 
 def weights_line(policy):
-    """What was loaded: how many weights, in which precision they are kept and were stored."""
+    """For the terminal: how many weights are trained, and the dtypes in which they were stored."""
     n = sum(p.numel() for p in model.trained_parameters(policy))
     return f"{n / 1e6:.2f} M trained parameters in fp32 (read from {policy.stored_as})"
-
-
-def main():
-    parser = launch.parser("Adapters and their base -> one whole checkpoint.")
-    parser.add_argument("--merge", metavar="DIR", required=True, help="checkpoint of adapters")
-    parser.add_argument("--out", required=True, help="folder to write")
-    args = parser.parse_args()
-    ckpt = resolve_checkpoint(args.merge)
-    if os.path.exists(args.out):
-        raise launch.UserError(f"--out {args.out} exists")
-    with atomic_folder(args.out) as folder:
-        save_whole(chat.small_files(ckpt), folder, dict(merged_weights(ckpt)))
-    base, *adapters = lineage(ckpt)
-    print(f"{args.out}: {base} with the adapters of {len(adapters)} stages")
-
-
-if __name__ == "__main__":
-    launch.run_main(main)

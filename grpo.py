@@ -253,36 +253,40 @@ def update(policy, reference, optimizer, trees, tokens, args):
 
 
 def share(tasks, step, args, rank, world):
-    """-> (tasks of this rank, {group: place in the batch}). A task that the seam of two epochs
-    brings twice is one larger group."""
-    picked = launch.batch_indices(step, args.prompts, len(tasks), args.seed)  # the same everywhere
+    """-> (tasks of this rank, {group: place in the batch}). If a batch spans two epochs it may hold
+    a task twice; the two are one larger group."""
+    # Every rank draws the same batch and then takes its own part of it.
+    picked = launch.batch_indices(step, args.prompts, len(tasks), args.seed)
     batch = [tasks[i] for i in picked]
     order, frames = {}, {}
     for task in batch:
         name = f"{step}/{task['id']}"
         order.setdefault(name, len(order))
         frames[name] = rollout.overview_frames(args.frames, args.seed, step, task["id"])
-    mine = launch.deal(order, frames.get, rank, world)  # K is what is known of a group's cost
+    # Balance ranks by K, the only cost of a group that is known before sampling.
+    mine = launch.deal(order, frames.get, rank, world)
     return [t for t in batch if f"{step}/{t['id']}" in mine], order
 
 
 def look_ahead(pool, source, tasks, step, args):
-    """Decode, in the threads of `pool`, the overviews that step `step` will ask for. What is broken
-    is counted when its episode comes: nobody reads these futures."""
+    """Decodes, in the threads of `pool`, the overviews that step `step` will need. The futures are
+    not read: a broken video is counted when its episode comes."""
     for task in tasks:
         k = rollout.overview_frames(args.frames, args.seed, step, task["id"])
         pool.submit(source.load, source.overview_spec(task, k))
 
 
 def sample_batch(engine, tasks, agent, codec, source, step, args, rank, world):
-    """Rollouts of this rank -> (episodes in batch order, seconds the engine waited for frames). No
-    collective in here: ranks finish at different times and meet at the update."""
+    """Rollouts of this rank -> (episodes in batch order, seconds the engine waited for frames).
+    Without a collective: ranks finish at different times and meet at the update."""
     mine, order = share(tasks, step, args, rank, world)
     sampler = rollout.Sampler(engine, codec, source, agent, pay_of(args))
     episodes = list(rollout.run(sampler, mine, args.frames, args.group, step))
     for e in episodes:
+        # One line per task, not one per sample of its group.
         if e.status in ("video_error", "label_error") and e.sample == 0:
             print(launch.printable(f"skipped task {e.task['id']}: {e.error}"), flush=True)
+    # Episodes come as they finish. Sums and files must not depend on that order.
     episodes.sort(key=lambda e: (order[e.group], e.sample))
     if rank == 0 and episodes and args.show_every and step % args.show_every == 0:
         print(rollout.show(episodes[0], codec, sys.stdout.isatty()), flush=True)
@@ -290,6 +294,7 @@ def sample_batch(engine, tasks, agent, codec, source, step, args, rank, world):
 
 
 def main():
+    # 0. Everything that can be refused is refused here, before a model is built.
     args = parse_args()
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
     tasks = rollout.read_tasks(args.data) if args.data else []
@@ -309,18 +314,20 @@ def main():
     if tasks:
         rollout.check_context(codec, tasks, agent, source, args.frames)
     policy, reference, optimizer, engine = set_up(args, ckpt, codec, source, device, folder)
-    wire = model.compute_dtype(device)  # what the engine computes in
+    wire = model.compute_dtype(device)  # dtype in which weights travel to the engine
     log = open_run(args, policy, start, rank, world)
     ahead = ThreadPoolExecutor(4, thread_name_prefix="ahead")
     asked = launch.stop_on_sigterm()
     bad = 0  # steps in a row without a finite gradient
 
+    # beat() after each phase: a rank that hangs longer than --patience prints its stacks and exits.
     for step in range(start, steps):
-        # 1. Rollouts, groups, advantages. The engine holds this step's weights, so what it samples
-        # is on policy but for rounding.
+        # 1. Rollouts, groups, advantages. The engine holds the weights of this step, so its samples
+        # are on policy, but for rounding.
         clock, waited = time.monotonic(), 0.0
         if args.rollouts:
-            groups = group_by_prompt(recorded)[rank::world]  # whole groups: sigma needs them
+            # A rank takes whole groups, because sigma needs all rollouts of a group.
+            groups = group_by_prompt(recorded)[rank::world]
             episodes = [e for group in groups for e in group]
         else:
             episodes, waited = sample_batch(engine, tasks, agent, codec, source, step, args, rank,
@@ -331,8 +338,8 @@ def main():
         rollout_s = time.monotonic() - clock
         launch.beat(args.patience)
 
-        # 2. Update: the trees hold every sampled token once, and every prompt once per group. The
-        # engine sleeps meanwhile, and the next step's overviews are decoded.
+        # 2. Update. The trees hold every sampled token once and every prompt once per group. The
+        # engine sleeps meanwhile, so the trainer has its memory; threads decode the next overviews.
         clock = time.monotonic()
         if engine:
             engine.sleep()
@@ -340,21 +347,21 @@ def main():
             look_ahead(ahead, source, share(tasks, step + 1, args, rank, world)[0], step + 1, args)
         trees, tokens, skipped = training_trees(groups, codec, args)
         stats = update(policy, reference, optimizer, trees, tokens, args)
-        # What a run cannot go on with, found on all ranks alike: NaN, an engine that has drifted.
+        # Two faults end the run, on all ranks alike: NaN, and an engine that is another policy.
         bad = bad + 1 if stats["bad_updates"] else 0
         checkpoint.check_run(step, bad, args.out)
         check_gap(step, stats["gap"], gap_tolerance(wire, engine))
         train_s = time.monotonic() - clock
         launch.beat(args.patience)
 
-        # 3. New weights into the engine; prefixes and features cached with the old ones go.
+        # 3. New weights into the engine, which drops all prefixes and features of the old ones.
         clock = time.monotonic()
         if engine and step + 1 < steps:
             engine.wake(checkpoint.full_weights(policy, wire))
         sync_s = time.monotonic() - clock
         launch.beat(args.patience)
 
-        # 4. Record, save, go on.
+        # 4. Record, save, go on. SIGTERM on any rank saves and stops all of them.
         if not args.rollouts:
             write_rollouts(args.out, step, rank, episodes)
         log_step(log, step, steps, episodes, stats, {
@@ -365,7 +372,7 @@ def main():
         if stopping or due or step + 1 == steps:
             checkpoint.save_run(policy, codec, optimizer, args.out, step + 1, {"args": vars(args)})
             launch.beat(args.patience)
-        if step % 10 == 9:
+        if step % 10 == 9:  # decoding leaves freed memory in the arenas of its threads
             launch.give_back_memory()
         if stopping:
             break
@@ -379,14 +386,14 @@ def main():
 
 
 def gap_tolerance(dtype, engine=True):
-    """Mean nats between engine and trainer that are rounding alone, far below what stale weights
-    cause. Without an engine rollouts were recorded, in a precision that nobody knows."""
+    """The largest mean gap in nats that rounding explains, far below the gap of stale weights.
+    Recorded rollouts (engine None) may come from an engine of any precision."""
     return 1e-3 if engine and dtype.itemsize == 4 else 0.1
 
 
 def set_up(args, ckpt, codec, source, device, folder):
-    """-> (policy, reference or None, optimizer, engine or None). folder: the checkpoint that the
-    run goes on from, or None. Collective. Raises UserError where prompts cannot be shared out."""
+    """-> (policy, reference or None, optimizer, engine or None). folder: the checkpoint from which
+    the run goes on, or None. Collective. Raises UserError if the ranks cannot share the prompts."""
     import torch.distributed as dist
 
     world = dist.get_world_size()
@@ -396,25 +403,26 @@ def set_up(args, ckpt, codec, source, device, folder):
                                      lora=args.lora)
     policy.features = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
     optimizer = model.adamw(model.trained_parameters(policy), args.lr, 0.999, device)
+    # The reference is made before a resumed run loads its weights: it is the model of --ckpt.
     reference = engine = None
     if args.kl > 0 and args.lora:
-        reference = checkpoint.WithoutAdapters(policy)
+        reference = checkpoint.AdapterReference(policy)
     elif args.kl > 0:
         reference = checkpoint.load_sharded(ckpt, codec, device, replicas=args.replicas,
                                             frozen=True)
-        reference.features = policy.features  # one tower, whose features both are given
+        reference.features = policy.features  # both read the features of one tower
     if folder:
         checkpoint.load_train_state(policy, optimizer, folder)
     if not args.rollouts:
         engine = rollout.make_engine(ckpt, codec, args, sleeping=True)
-        if folder:  # the engine has read --ckpt; the resumed weights are newer
+        if folder:  # the engine has read --ckpt, but the resumed weights are newer
             engine.sync(checkpoint.full_weights(policy, model.compute_dtype(device)))
     return policy, reference, optimizer, engine
 
 
 def check_gap(step, gap, tolerance):
-    """Raise RunError, on all ranks alike, where engine and trainer are not the same policy."""
-    if not gap <= tolerance:  # written so that NaN stops the run as well
+    """Raises RunError, on all ranks alike, if engine and trainer are not the same policy."""
+    if not gap <= tolerance:  # NaN fails this comparison too
         raise launch.RunError(
             f"step {step}: mean |log-prob gap| between engine and trainer is {gap:.3f} nats, "
             f"tolerance {tolerance}: the engine samples from other weights or other inputs")
@@ -454,14 +462,15 @@ def read_rollouts(paths, pay):
 
 
 def write_rollouts(out, step, rank, episodes):
-    """What this rank sampled in a step, enough to train on again: --rollouts."""
+    """Writes the rollouts of this rank and step, enough to train on them again (--rollouts)."""
     lines = "".join(json.dumps(e.to_json()) + "\n" for e in episodes)
     name = f"step_{step:06d}.rank{rank}.jsonl"
     launch.write_atomic(os.path.join(out, "rollouts", name), lines)
 
 
 def log_step(log, step, steps, episodes, stats, counts):
-    """Write the metrics of a step. episodes, counts: this rank's; stats: all ranks'. Collective."""
+    """Writes the metrics of a step. episodes, counts: of this rank; stats: of all ranks.
+    Collective."""
     rows = launch.gather_rows([episode_row(e) for e in episodes])
     counts = launch.gather_rows([counts])
     if log:
@@ -470,8 +479,9 @@ def log_step(log, step, steps, episodes, stats, counts):
 
 
 def episode_row(e):
-    """What the log needs of one episode, small enough to send to rank 0."""
-    ruler = rewards.format_reward(e.turns, e.think_open)  # whatever this run is paid for
+    """The numbers of one episode for the log, small enough to send to rank 0."""
+    # f_tau uses the paper's terms, whatever this run pays for: one ruler for all runs.
+    ruler = rewards.format_reward(e.turns, e.think_open)
     return {
         "K": e.num_frames, "group": e.group, "status": e.status,
         "f_tau": ruler["total"], "well_formed": ruler["well_formed"],
@@ -496,9 +506,9 @@ def average(rows, name):
 
 
 def call_minus_skip(rows):
-    """What a call was worth against not calling, in R_acc, within prompts: R_tool, which pays for
-    calling, is no part of it. A call that was written and not run is neither. None where no prompt
-    has both."""
+    """How much R_acc a call was worth, compared within prompts: mean of the rollouts that called
+    minus mean of those that did not. R_tool is left out, because it pays for calling. A rollout
+    whose calls were written but not run counts on neither side. None if no prompt has both."""
     groups = {}
     for row in rows:
         written = sum(row["closure"][kind][0] for kind in rewards.CALLS)
@@ -534,7 +544,7 @@ def summarise(rows):
 
 
 def step_line(m, steps, eta):
-    """The few numbers one watches, on one terminal line; the rest is in log.jsonl. eta: s."""
+    """The numbers to watch, on one line of the terminal. log.jsonl has all. eta: seconds."""
     return (f"step {m['step']:04d}/{steps:04d} | R {m['total']:.2f} acc {m['acc']:.2f} "
             f"f_tau {m['f_tau']:.2f} kappa {m['kappa']:.2f} | gap {m['gap']:.0e} "
             f"gn {m['grad_norm']:.2f} zero {m['zero_variance']}/{m['groups']} | "
@@ -542,7 +552,8 @@ def step_line(m, steps, eta):
 
 
 def step_counts(rows, counts):
-    """What is summed over ranks, not averaged over rollouts, and speeds by rank 0's clock."""
+    """Numbers that are summed over ranks instead of averaged over rollouts, and speeds by the clock
+    of rank 0."""
     times = {name: counts[0][name] for name in ("rollout_s", "train_s", "sync_s")}
     packed = sum(c["packed"] for c in counts)
     sampled = sum(row["length"] + row["sub_tokens"] for row in rows)
@@ -621,6 +632,7 @@ def parse_args():
         parser.set_defaults(think_prefix=False, answer_suffix=False, format_credit="sequence",
                             anchor=0.0, gamma=0.0, frames=64)
     args = parser.parse_args()
+    args.lora = checkpoint.adapter_rank(args.ckpt, args.lora)
     if args.lr is None:  # adapters start at nothing and take larger steps
         args.lr = {"paper": (2e-6, 2e-5), "toy": (2e-4, 2e-3)}[args.preset][args.lora > 0]
     launch.at_least(1, args, "prompts", "group", "steps", "minibatches", "pack_tokens")

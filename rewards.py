@@ -658,13 +658,13 @@ ALTERNATIVE = re.compile(
     rf"[(\[]?[A-Z][)\]]?(?:[,.;\n]|$| or | and )))){OPTION}([A-Z]){END}")
 JOINT = re.compile(r"[)\]']*,? ?(?:and|n?or|[/&+])? ?[(\[]?")  # from "A" to "B" in "A and B"
 NOT_BEFORE = re.compile(
-    r"(?i)(?:\b(?:not|never|neither|nor|none of|rather than|instead of|except|no)|n't)(?: the|"
-    r"(?-i: an?)| option| choice| answer| letter| it| is| be| choose| pick| select| think| believe|"
-    r" that| from| at| in| between| (?:[A-Z]|[0-9][0-9.: s–-]{0,16}),? n?or)*[ (\['’]*$")
+    r"(?i)(?:\b(?:not|never|neither|nor|none of|rather than|instead of|except|no|ruled out)|n't)"
+    r"(?: the|(?-i: an?)| option| choice| answer| letter| it| is| be| choose| pick| select| think|"
+    r" believe| that| from| at| in| between| (?:[A-Z]|[0-9][0-9.: s–-]{0,16}),? n?or)*[ (\['’]*$")
 NOT_AFTER = re.compile(  # "is wrong", "and B are wrong"
     r"(?i)[)\]']*(?:(?:,? (?:and )?[(\[]?[A-Z][)\]]?)+(?= are| were))? (?:(?:is|was|are|were|can|"
-    r"could|does|do|seems) ?(?:not\b|n't|wrong|incorrect|false|ruled out)|(?:is|was|does|ca)n't|"
-    r"cannot|is clearly wrong)")
+    r"could|does|do|seems)(?: be)? ?(?:not\b|n't|wrong|incorrect|false|ruled out|excluded)|"
+    r"(?:is|was|does|ca)n't|cannot|is clearly wrong)")
 # The words around a letter in a Chinese reply. Longer ones first: "is wrong" before "not".
 CHINESE = {"不正确": "is wrong", "正确": "is right", "不对": "is wrong", "不": "not", "错": "wrong",
            "答案": "answer", "选项": "option", "选择": "answer is", "选": "answer is",
@@ -674,13 +674,13 @@ CHINESE = {"不正确": "is wrong", "正确": "is right", "不对": "is wrong", 
 BEFORE = re.compile(
     r"(?i)(?:[^\w ]|\b(?:(options?|choices?|letter)|answer|choo?se|select(?:ed)?|pick|with|is|be|"
     r"was|are|by|for|s|seems|so|but|as|then|thus|hence|therefore|from|to|say|guess|believe|think|"
-    r"matches|supports|just|not|and|\w{1,9}ly|n?or|neither)) ?[(\[{']*$")
+    r"matches|supports|just|not|and|towards?|like|leaving|\w{1,9}ly|n?or|neither)) ?[(\[{']*$")
 # The next word makes an article or a stray letter of it ("A man", "I think"), but for words before
 # which no article stands: "A because", "A The", "A Reason:", "A B", a Chinese word.
 STRAY = re.compile(
-    r" (?!(?i:because|since|as|n?or|and|is|which|due|but|not|instead|that|where|when|if|from|in|"
-    r"for|this|these|those|the|its?|s?he|they|we|you|there|on|an?|at|by|to|of|with|option|seems|"
-    r"appears|looks|matches|fits|shows|describes|has|does|are|best|[A-Z])\b(?!['’-])|"
+    r" (?!(?i:because|since|as|n?or|and|is|which|due|but|not|instead|rather than|that|where|when|"
+    r"if|from|in|for|this|these|those|the|its?|s?he|they|we|you|there|on|an?|at|by|to|of|with|"
+    r"option|seems|appears|looks|matches|fits|shows|describes|has|does|are|best|[A-Z])\b(?!['’-])|"
     "\\w{1,20}:|[\u2e80-\u9fff])\\w")
 
 

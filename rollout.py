@@ -868,7 +868,7 @@ def make_engine(ckpt, codec, args, sleeping=False, windows=(0, 0)) -> VllmEngine
     largest, videos = max(num_frames, args.sub_frames, each), 1 + crops  # frames of a video item
     if codec.channel == "image":  # every frame is an item, and all crops add to the overview
         largest, videos = max(largest, num_frames + crops * each), 1
-    base = checkpoint.lineage(ckpt)[0]
+    base = checkpoint.base_of(ckpt)
     engine = VllmEngine(base, codec, Limits(
         args.context, largest, args.max_pixels, args.max_seqs, args.engine_share, sleeping, videos))
     if base != ckpt:  # the engine loads the base; weights with merged adapters replace it

@@ -98,12 +98,14 @@ def build_parser():
 def parse_args():
     parser = build_parser()
     early = parser.parse_known_args()[0]
+    lora = checkpoint.adapter_rank(early.ckpt, early.lora)
     if early.preset == "toy":
-        parser.set_defaults(optimizer="adamw" if early.lora else "muon", batch_size=24,
+        parser.set_defaults(optimizer="adamw" if lora else "muon", batch_size=24,
                             pack_tokens=2048, max_len=2048, epochs=1.75, beta2=0.98,
                             min_lr=0.02, warmup=0.1, eval_every=100, save_every=0, recompute="none",
                             replicas=0)
     args = parser.parse_args()
+    args.lora = lora
     if args.lr is None:  # adapters start at nothing and take larger steps
         args.lr = {"paper": (1e-5, 1e-4), "toy": (2e-3, 2e-3)}[args.preset][args.lora > 0]
     launch.at_least(0, args, "lora", "replicas")
@@ -133,11 +135,12 @@ class Chats:
         self.root = args.video_root or os.path.dirname(os.path.abspath(path))
         self.rows = launch.read_jsonl(path, ("id", "messages"),
                                      lambda row: chat_fault(row["messages"]))
-        self.encoded = OrderedDict()  # row -> model.Sequence
+        self.encoded = OrderedDict()  # row -> chat.Sequence, least recently used first
         self.tokens = 0  # in the encoded rows
         self.broken = set()  # rows whose video cannot be read: counted, and never trained on
 
     def frames(self, spec):
+        """A video item of a chat -> video.Frames."""
         return video.load(spec, self.root, self.cache, max_pixels=self.args.max_pixels)
 
     def __getitem__(self, index):
@@ -151,14 +154,16 @@ class Chats:
         try:
             items = [chat.vision_item(spec, self.frames(spec))
                      for spec in chat.videos_in(row["messages"])]
-        except (video.VideoError, ValueError) as error:  # ValueError: a window beyond the video
+        # A broken video costs its chat, not the run. ValueError: a window beyond the video.
+        except (video.VideoError, ValueError) as error:
             print(launch.printable(f"skipped {row['id']}: {error}"), flush=True)
             self.broken.add(index)
             return None
         sequence = chat.encode_chat(self.codec, row["messages"], items, row.get("tools"))
+        # A chat that is cut would teach an answer without its question, so it ends the run.
         if len(sequence.ids) > self.args.max_len:
             raise launch.RankError(f"{self.path}: chat {row['id']} has {len(sequence.ids)} tokens, "
-                                  f"--max-len is {self.args.max_len}")
+                                   f"--max-len is {self.args.max_len}")
         self.encoded[index] = sequence
         self.tokens += len(sequence.ids)
         while self.tokens > self.max_tokens and len(self.encoded) > 1:
@@ -168,6 +173,7 @@ class Chats:
     def cost(self, index):
         """About how many frames a row has, known without decoding: it balances the ranks."""
         videos = chat.videos_in(self.rows[index]["messages"])
+        # A crop without max_frames shows 16; one more for the text of the chat.
         return sum(p.get("frames") or p.get("max_frames") or 16 for p in videos) + 1
 
 
@@ -221,8 +227,8 @@ def open_data(args, codec, cache):
     train = Chats(args.data, codec, args, cache)
     held = Chats(args.val, codec, args, cache) if args.val else None
     if all(train[i] is None for i in range(min(8, len(train.rows)))):
-        raise launch.UserError(f"{args.data}: none of the first videos can be read; "
-                              "is --video-root right?")
+        raise launch.UserError(f"{args.data}: none of the first videos can be read; is "
+                               "--video-root right?")
     return train, held
 
 
@@ -247,7 +253,7 @@ def make_packs(chats, indices, codec, pack_tokens):
 
 def schedule(step, steps, warmup, floor):
     """Fraction of the peak learning rate at this step: linear warm-up, then a cosine to `floor`."""
-    warm = max(1, round(warmup * steps))
+    warm = max(1, round(warmup * steps))  # steps; at least 1, so the first step is not 0
     if step < warm:
         return (step + 1) / warm
     done = (step - warm) / max(1, steps - warm)
@@ -321,6 +327,7 @@ def held_out_loss(policy, chats, args, rank, world):
 
 
 def main():
+    # 0. Everything that can be refused is refused before the model is built.
     args = parse_args()
     cache = video.frame_cache(args)
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
@@ -332,6 +339,7 @@ def main():
     launch.beat(args.patience)
     codec = chat.load_codec(ckpt, args.channel)
     train, held = open_data(args, codec, cache)
+    # --steps 0 derives the steps from --epochs, which may be a fraction.
     steps = args.steps or max(1, round(args.epochs * len(train.rows) / args.batch_size))
     if start >= steps:
         launch.say(f"nothing to do: {args.out} has {start} steps of {steps}")
@@ -345,7 +353,7 @@ def main():
     optimizers = build_optimizers(policy, args, device)
     # The schedule multiplies the peak rate of each group, since Muon and AdamW have different ones.
     peaks = [[group["lr"] for group in o.param_groups] for o in optimizers]
-    if folder:
+    if folder:  # a resumed run: fp32 weights and moments, not the bf16 weights of the folder
         checkpoint.load_train_state(policy, optimizers, folder)
     log = open_run(args, policy, train, start, steps, rank, world)
 
@@ -356,8 +364,8 @@ def main():
     bad = 0  # steps in a row without a finite gradient
     for step in range(start, steps):
         clock = time.monotonic()
-        packs = future.result()
-        waited = time.monotonic() - clock
+        packs = future.result()  # raises what the thread raised
+        waited = time.monotonic() - clock  # near 0 if decoding keeps up with training
         if step + 1 < steps:
             future = prefetch.submit(batch_packs, train, step + 1, codec, args, rank, world)
 
@@ -378,6 +386,7 @@ def main():
         checkpoint.check_run(step, bad, args.out)
 
         # 2. Numbers, to the terminal and to log.jsonl.
+        # gather_rows is collective, so all ranks call it, and rank 0 alone writes.
         seconds = time.monotonic() - clock
         lengths = launch.gather_rows([sum(len(pack.ids) for pack in packs)])
         broken = set(launch.gather_rows(sorted(train.broken)))  # two ranks may meet the same chat
@@ -390,6 +399,7 @@ def main():
         launch.beat(args.patience)
 
         # 3. The held-out loss, and a checkpoint.
+        # `best` links to the checkpoint with the lowest held-out loss so far.
         last = step + 1 == steps
         links = ["last"]
         if held and (last or (args.eval_every and (step + 1) % args.eval_every == 0)):
@@ -400,6 +410,7 @@ def main():
             if value < best:  # every rank has the same number, so all of them save or none
                 best, links = value, ["last", "best"]
             launch.beat(args.patience)
+        # SIGTERM on any rank stops all of them, after a checkpoint.
         stopping = launch.any_rank(asked.is_set())
         due = last or (args.save_every and (step + 1) % args.save_every == 0)
         if stopping or due or "best" in links:

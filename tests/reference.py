@@ -157,7 +157,7 @@ class ReferenceEngine:
 
 def make_engine(ckpt, codec, args, sleeping=False, windows=(0, 0)):
     """In the place of rollout.make_engine."""
-    base = checkpoint.lineage(ckpt)[0]
+    base = checkpoint.base_of(ckpt)
     engine = ReferenceEngine(base, codec, max_seqs=args.max_seqs)
     if base != ckpt:
         engine.sync(checkpoint.merged_weights(ckpt))

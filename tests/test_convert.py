@@ -40,9 +40,12 @@ def responses(*texts, role="user"):
 
 
 def paravt(*middle, system=TOOLS, video="file:///data/x/longvt_source/a/b.mp4", question="What?"):
+    # One call for each response.
+    calls = sum(json.dumps(m).count("</tool_response>") or m["role"] == "tool" for m in middle) or 1
+    said = CALL + CALL.split("</think>")[1] * (calls - 1)
     messages = [{"role": "user", "content": [piece("video_url", url=video),
                                              piece("text", question)]},
-                {"role": "assistant", "content": [piece("text", CALL)]},
+                {"role": "assistant", "content": [piece("text", said)]},
                 *(middle or [responses("ok")]),
                 {"role": "assistant", "content": [piece("text", ANSWER)]}]
     return [*([{"role": "system", "content": [piece("text", system)]}] if system else []),
@@ -66,7 +69,8 @@ def test_a_paravt_chat_keeps_its_words_and_gets_tool_messages(tmp_path, codec, t
     assert system == {"role": "system", "content": TOOLS}
     assert user["content"] == [{"type": "video", "video": "longvt_source/a/b.mp4", "frames": 8},
                                {"type": "text", "text": "What?"}]
-    assert (first["content"], last["content"]) == (CALL, ANSWER)  # byte for byte
+    said = CALL + CALL.split("</think>")[1]
+    assert (first["content"], last["content"]) == (said, ANSWER)  # byte for byte
     assert tools == [{"role": "tool", "content": "a red square"},
                      {"role": "tool", "content": "nothing"}]
     item = chat.VisionItem({}, "k", 2, 32, 32, [1.0, 2.0])
@@ -165,6 +169,7 @@ def test_a_longvt_rl_row(tmp_path):
 
 def test_rl_rows_that_cannot_be_used_are_named(tmp_path, capsys):
     bad = [(rl("C", kind="mcq"), "none of the options"),
+           (rl("B. one", kind="mcq"), "none of the options"),
            (rl("A", "<video>Which?", "mcq"), "options cannot be read"),
            (rl("soon", "<video>When?", "tvg"), "no [start, end]"),
            (rl([9, 2], "<video>When?"), "no [start, end]"), (rl("B", videos=()), "0 videos"),
@@ -369,7 +374,15 @@ def test_converted_frames_are_those_of_the_window(tmp_path, codec, toy):
 
 LETTERS = "Which?\n(A) one\n(B) two\n(C) three\n(D) four"
 FORMS = {"mcq": (LETTERS, "D", "D"), "text": (LETTERS, "D. four", "four"),
-         "oe": ("What is it?", "A dog.", "a dog"), "tvg": ("When?", "[8.6, 13.2]", [8.6, 13.2])}
+         "its text": (LETTERS, "four", "four"), "brackets": (LETTERS, "(D)", "D. four"),
+         "blank lines": (LETTERS.replace("\n", "\n\n"), "(D) four", "(D)"),
+         "heading": (LETTERS.replace("?", "?\nOptions:"), "D.", "D"),
+         "oe": ("What is it?", "A dog.", "a dog"), "tvg": ("When?", "[8.6, 13.2]", [8.6, 13.2]),
+         "to": ("Find the segment.", "8.6 to 13.2", [8.6, 13.2]),
+         "score": ("What is the score?", "3 - 5", "3 - 5"),
+         "from": ("When?", "From 8.6s to 13.2s.", "8.6 - 13.2")}
+KINDS = {"text": "mcq", "its text": "mcq", "brackets": "mcq", "blank lines": None, "heading": None,
+         "to": None, "score": None, "from": "tvg"}
 
 
 @pytest.mark.parametrize("kind", FORMS)
@@ -384,7 +397,7 @@ def test_a_chat_and_a_task_of_one_question_begin_with_the_same_ids(tmp_path, cod
     talk = longvt(turn(asks(8, 12)), shown("<tool_response>red</tool_response>"),
                   said=f"<think>x</think><answer>{said}</answer>", question=question + tail,
                   path="selfqa/b.mp4")
-    extra = {"answer": gold, "question_type": {"text": "mcq"}.get(kind, kind)}
+    extra = {"answer": gold, "question_type": KINDS.get(kind, kind)}
     task = {"prompt": [{"role": "system", "content": TOOLS},
                        {"role": "user", "content": "<video>" + question + tail}],
             "videos": [{"video": "selfqa/b.mp4"}], "extra_info": extra}
@@ -425,6 +438,153 @@ def test_instructions_of_the_release_do_not_end_up_in_an_option(tmp_path, capsys
     assert [t["options"] for t in tasks] == [["one", "two", "three", "four"]] * 3
     assert {t["question"] for t in tasks} == {"Which?"}
     assert "left out: 2 rows, the question still holds instructions" in capsys.readouterr().out
+
+
+# Sentences that publishers put after a question, from their own code.
+R1 = ("Please think about this question as if you were a human pondering deeply. Engage in an "
+      "internal dialogue using expressions such as 'let me think', 'wait', 'Hmm', 'oh, I see', "
+      "'let's break it down', etc, or other natural language thought expressions It's encouraged "
+      "to include self-reflection or verification in the reasoning process. Provide your detailed "
+      "reasoning between the <think> and </think> tags, and then give your final answer between "
+      "the <answer> and </answer> tags. Please provide only the single option letter (e.g., A, B, "
+      "C, D, etc.) within the <answer> </answer> tags.")
+EASY = ("You FIRST think about the reasoning process as an internal monologue and then provide the "
+        "final answer. The reasoning process MUST BE enclosed within <think> </think> tags. The "
+        "final answer MUST BE put in <answer> </answer> tags.")
+KNOWN = ["Answer with the option letter only.", R1, EASY, STRICT, R1.split("process. ")[0] +
+         "process.", EASY.split(". ")[0] + ".", "Please provide your text answer within the "
+         "<answer> </answer> tags.", "Answer with the option's letter from the given choices "
+         "directly.", "The Video path for this video is: a clip.v2.mp4",
+         f"{STRICT} The Video path for this video is: b.mp4\nAnswer with the option letter only."]
+# Each tells the model how to answer, and none is taken out: the row is left out instead.
+UNKNOWN = ["Please provide only the single option letter (e.g., A or B).", "Answer in one word.",
+           "Your answer should be a single letter.", "Think step by step, then answer.",
+           "Answer in [start, end].", "Please think first, then answer with a letter.",
+           "You must answer with a letter.", "Respond with only the letter (A, B, C or D).",
+           "Put it in \\boxed{}.", "Best option: (", "Call crop_video.", "Give only the letter.",
+           "Think first, call **crop_video** later.", "The final answer must be a letter.",
+           "The video path for this video is: a.mp4. See b.mp4 too. Why?"]
+
+
+@pytest.mark.parametrize("end", ["\n", " ", "\n\n"])
+@pytest.mark.parametrize("question", [LETTERS, "Which one is it?"])
+@pytest.mark.parametrize("sentence", KNOWN + UNKNOWN)
+def test_an_instruction_after_a_question_is_taken_out_or_the_row_is_left_out(
+        sentence, question, end):
+    """In tasks and in chats, after an option and after a question, on its line or on the next."""
+    mcq = question == LETTERS
+    text = question + end + sentence
+    task = rl("D" if mcq else "red", f"<video>{text}", "mcq" if mcq else "oe")
+    talk = longvt(said=f"<think>x</think><answer>{'D' if mcq else 'red'}</answer>", question=text)
+    if sentence in UNKNOWN:
+        for make in (lambda: conversion.to_task(task),
+                     lambda: conversion.to_chat(talk, 4, 4, "ours")):
+            with pytest.raises(ValueError, match="holds instructions|between or after the options"):
+                make()
+        return
+    made = conversion.to_task(task)
+    assert made["question"] == question.split("\n")[0]
+    assert made["options"] == (["one", "two", "three", "four"] if mcq else None)
+    asked = conversion.to_chat(talk, 4, 4, "ours")["messages"][1]["content"][1]["text"]
+    assert asked == rollout.question_text(made)
+
+
+def test_an_option_is_one_line():
+    kept = {"Which?\nOptions:\nA. one\n\nB. two\n": ("Which?", ["one", "two"]),
+            "Which? Answer with the option letter only.\nA. one\nB. two": (
+                "Which?", ["one", "two"]),
+            "Which?\nA. Reply to the letter\nB. Answer the phone only": (
+                "Which?", ["Reply to the letter", "Answer the phone only"]),
+            "A man.\n\nWhich?\n (A) one\n (B) two": ("A man.\n\nWhich?", ["one", "two"])}
+    for text, wanted in kept.items():
+        asked, *found = conversion.question_of([text])
+        assert tuple(found) == wanted
+        assert asked.split() == text.replace(" Answer with the option letter only.", "").replace(
+            "Options:", "").split()
+    for text in ("Which?\nA. one\nand more\nB. two", "Which?\nA. one\nB. two\nHurry up.",
+                 "A. Smith runs.\nWhich?\nA. one\nB. two", "Which?\nA. one\nB. two\nA. three"):
+        with pytest.raises(ValueError, match="between or after the options"):
+            conversion.question_of([text])
+    # Labels that are no options for us: as an open question, the letter would be learned as a text.
+    for text in ("Which? A. one B. two", "Which?\nA.one\nB.two", "Which? (A) one (B) two"):
+        with pytest.raises(ValueError, match="options that cannot be read"):
+            conversion.question_of([text])
+
+
+def test_a_question_is_never_cut():
+    """An instruction inside a quotation, or before the question, is no instruction at its end."""
+    for text in ("Why did he say 'Think first, call **crop_video** later'?",
+                 f"Why did he say '{STRICT}'?", f"{STRICT} Who is it?", f"He wrote \"{STRICT}\"",
+                 "Answer with the option letter only. Which?\nA. one\nB. two"):
+        with pytest.raises(ValueError, match="holds instructions"):
+            conversion.question_of([text])
+    for text in ("What does the answer on the board say?", "Who gives the letter to whom?",
+                 "How does he think about it?", "What should you do first?", "Give the start."):
+        assert conversion.question_of([text]) == (text, text, [])
+    for text in ("", "<video>", STRICT):
+        with pytest.raises(ValueError, match="no question"):
+            conversion.question_of([text])
+
+
+words = st.lists(st.sampled_from(["red", "Who?", "a", "letter", "Think", "answer.", "3", "'so'"]),
+                 min_size=1, max_size=4).map(" ".join)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_words_of_a_question_are_kept_apart_and_in_order(data):
+    """Texts, marks and instructions in any order: each word of a question that is kept is there,
+    none joined to the next; only instructions at the end are gone."""
+    parts = data.draw(st.lists(words, min_size=1, max_size=4))
+    held = [piece("text", part) for part in parts]
+    held.insert(data.draw(st.integers(0, len(held))), SAME)
+    tail = data.draw(st.lists(st.sampled_from(KNOWN), max_size=2))
+    held += [piece("text", data.draw(st.sampled_from([" ", "\n", ""])) + one) for one in tail]
+    talk = longvt()
+    talk["messages"][1]["content"] = held
+    try:
+        made = conversion.to_chat(talk, 4, 4, "ours")["messages"][1]["content"][1]["text"]
+    except ValueError as error:
+        assert "instructions" in str(error) or "no question" in str(error)
+        return
+    style = rollout.answer_style("open").split()
+    assert made.split() == " ".join(parts).split() + style
+
+
+def test_text_on_two_sides_of_a_video_is_not_glued():
+    talk = longvt()
+    for held in ([piece("text", "Before"), SAME, piece("text", "after what?")],
+                 [piece("text", "Before<video>after what?")]):
+        talk["messages"][1]["content"] = held
+        talk["videos"] = ["selfqa/b.mp4"] if len(held) == 1 else None
+        made = conversion.to_chat(talk, 4, 4, "ours")
+        assert made["messages"][1]["content"][1]["text"].startswith("\nBefore\nafter what?\n")
+    for more in ({}, {"question": "Before<video>after what?"}):
+        task = rl("red", "Before<video>after what?")
+        task["extra_info"] = {"answer": "red", **more}
+        assert conversion.to_task(task)["question"] == "Before\nafter what?"
+
+
+@pytest.mark.parametrize("prompts", ["ours", "release"])
+def test_calls_and_responses_pair_up_or_the_chat_is_left_out(prompts):
+    one, two = asks(8, 12), asks(8, 12) + asks(1, 2).split("</think>")[1]
+    said, broken = responses("red"), "<tool_call>{</tool_call>"
+    for middle in ([turn(one), said], [turn(two), responses("red", "blue")],
+                   [turn(two), said, responses("blue", role="tool")], [],
+                   [turn(broken), responses("not valid JSON")],
+                   [turn("Which part?"), shown("The start."), turn(one), said]):
+        conversion.to_chat(longvt(*middle), 4, 4, prompts)
+    for middle in ([turn(two), said], [turn(one), responses("red", "blue")],
+                   [turn(one), shown("go on")], [turn("x"), said], [turn(broken), shown("go on")]):
+        with pytest.raises(ValueError, match="do not pair up"):
+            conversion.to_chat(longvt(*middle), 4, 4, prompts)
+    answered = f"<think>x</think>{one}<answer>red</answer>"
+    with pytest.raises(ValueError, match="do not pair up"):
+        conversion.to_chat(longvt(turn(one), said, said=answered), 4, 4, prompts)
+    row = longvt()
+    row["messages"].append(shown("Thank you."))
+    with pytest.raises(ValueError, match="the last message is none of the assistant"):
+        conversion.to_chat(row, 4, 4, prompts)
 
 
 def test_labels_without_a_reward_and_lost_parts_of_tasks_are_left_out(tmp_path, capsys):

@@ -409,7 +409,7 @@ def trace(memory, stage, size, ranks, layers, lora):
     policy, optimizer = load(lora)
     reference = None
     if stage == "grpo":
-        reference = checkpoint.WithoutAdapters(policy) if lora else load_reference()
+        reference = checkpoint.AdapterReference(policy) if lora else load_reference()
     memory.peak = memory.now
     waits.clear()
     tokens = (grpo_step(policy, reference, optimizer, config, ranks) if reference

@@ -223,7 +223,7 @@ def test_batches_that_teach_nothing_and_gradients_that_are_none_are_counted(run,
 
         def score(turns, *given, **named):
             fmt = 0.5 if step[0] == 3 else random.Random(turns[0] if turns else 0).random()
-            return {**real_score(turns, *given, **named), "fmt": fmt}
+            return {**real_score(turns, *given, **named), "paid_fmt": fmt}
 
         def clip(parameters, limit):
             parameters = list(parameters)

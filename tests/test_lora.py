@@ -2,7 +2,8 @@
 Tests of adapters (--lora): python -m pytest tests/test_lora.py -q
 
 Against the dense model: the same function at the start, the gradients of W + 2 B A, the same
-log-probs once merged. Through both scripts: files, going on, a second stage on the first.
+log-probs once merged; peft reads the files as the same model. Through both scripts: files, going
+on, a second stage that goes on with the adapters of the first.
 """
 import json
 import os
@@ -10,12 +11,13 @@ import random
 import shutil
 import sys
 import threading
+from unittest import mock
 
 import pytest
 import torch
 from conftest import run_script
 from reference import load_policy, make_engine
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import chat
 import checkpoint
@@ -25,6 +27,8 @@ import model
 import rewards
 import rollout
 import sft
+from engine import Limits, VllmEngine
+from tools import merge
 
 CPU = torch.device("cpu")
 RANK = 3
@@ -75,25 +79,31 @@ def test_fresh_adapters_change_nothing_and_alone_are_trained(adapted, toy, codec
         sum(m.weight.shape) for m in matrices)
 
 
-def test_without_adapters_the_policy_is_its_base_and_back(adapted, toy, codec):
+def test_the_reference_is_the_policy_as_it_started_and_leaves_it_as_it_is(adapted, toy, codec):
     pack = pack_of(codec)
+    reference = checkpoint.AdapterReference(adapted)
     with torch.no_grad():
         base = adapted(pack)[0]
         own = moved(adapted)(pack)[0]
         assert (own - base).abs().max() > 1e-3
-        assert torch.equal(checkpoint.WithoutAdapters(adapted)(pack)[0], base)
+        assert torch.equal(reference(pack)[0], base)
         assert torch.equal(adapted(pack)[0], own)
+        later = checkpoint.AdapterReference(adapted)  # of a stage that was given adapters
+        moved(adapted, 0.9)
+        assert torch.equal(later(pack)[0], own)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_gradients_are_those_of_the_dense_model_of_the_same_matrices(toy, codec, process_group,
                                                                      recompute):
-    """L(W + 2 B A): dL/dB = 2 dL/dW A', dL/dA = 2 B' dL/dW. A forward without adapters stands
-    before, as the reference's does."""
-    policy = moved(checkpoint.load_sharded(str(toy / "init"), codec, CPU, recompute, lora=RANK))
+    """L(W + 2 B A): dL/dB = 2 dL/dW A', dL/dA = 2 B' dL/dW. A forward of the reference stands
+    before."""
+    policy = checkpoint.load_sharded(str(toy / "init"), codec, CPU, recompute, lora=RANK)
+    reference = checkpoint.AdapterReference(policy)
+    moved(policy)
     dense, pack = merged_dense(policy, str(toy / "init"), codec), pack_of(codec)
     with torch.no_grad():
-        checkpoint.WithoutAdapters(policy)(pack)
+        reference(pack)
     found, wanted = policy(pack)[0], dense(pack)[0]
     assert (found - wanted).abs().max() < 1e-5
     found.square().sum().backward()
@@ -146,20 +156,21 @@ def test_peft_reads_it_as_the_same_model(saved, toy, codec, adapted):
 
 
 def test_the_base_trained_on_is_the_base_used(saved, toy, tmp_path):
-    assert checkpoint.lineage(str(saved)) == [str(toy / "init"), str(saved)]
+    assert checkpoint.base_of(str(saved)) == str(toy / "init")
     settings = saved / "adapter_config.json"
     config = json.loads(settings.read_text())
-    for base, why in (("nowhere", "base nowhere is not there"), (str(saved), "content differs")):
+    other = tmp_path / "other"
+    shutil.copytree(toy / "init", other)
+    (other / "more.json").write_text("{}")
+    for base, why in (("nowhere", "base nowhere is missing"), (str(other), "content differs"),
+                      (str(saved), "holds adapters itself")):
         settings.write_text(json.dumps({**config, "base_model_name_or_path": base}))
         with pytest.raises(launch.UserError, match=why):
             checkpoint.resolve_checkpoint(str(saved))
 
 
-def test_a_base_may_move_below_stages_that_stand_on_it(saved, codec, toy, tmp_path):
+def test_a_base_may_move(saved, toy, tmp_path):
     """Where a base lies is no content: only the folder that names it has to be told."""
-    second = tmp_path / "second"
-    policy = checkpoint.load_sharded(str(saved), codec, CPU, lora=2)
-    checkpoint.save_checkpoint(policy, codec, str(second), {"step": 1})
     before = checkpoint.content_digest(str(saved))
     shutil.copytree(toy / "init", tmp_path / "elsewhere")
     settings = saved / "adapter_config.json"
@@ -167,9 +178,29 @@ def test_a_base_may_move_below_stages_that_stand_on_it(saved, codec, toy, tmp_pa
     moved = {**config, "base_model_name_or_path": str(tmp_path / "elsewhere")}
     settings.write_text(json.dumps(moved))
     assert checkpoint.content_digest(str(saved)) == before
-    assert checkpoint.lineage(str(second))[0] == str(tmp_path / "elsewhere")
+    assert checkpoint.resolve_checkpoint(str(saved)) == os.path.realpath(saved)
     settings.write_text(json.dumps({**moved, "r": 1}))
     assert checkpoint.content_digest(str(saved)) != before
+
+
+@pytest.mark.parametrize("damage", ["cut", "no B", "another rank", "another model"])
+def test_damaged_adapters_are_refused_in_one_line(saved, damage):
+    path = saved / "adapter_model.safetensors"
+    tensors = load_file(path)
+    first = next(name for name in tensors if ".lora_B." in name)
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[:-9])
+    else:
+        tensor = tensors.pop(first)
+        if damage == "another rank":
+            tensors[first] = tensor[:, 1:].contiguous()
+        if damage == "another model":
+            tensors[first.replace("layers.0", "layers.9")] = tensor
+            stem = first.replace(".lora_B.", ".lora_A.")
+            tensors[stem.replace("layers.0", "layers.9")] = tensors.pop(stem)
+        save_file(tensors, path)
+    with pytest.raises(launch.UserError, match=str(saved)):
+        checkpoint.resolve_checkpoint(str(saved))
 
 
 def test_a_folder_of_adapters_ends_where_its_base_does(saved, toy):
@@ -183,29 +214,41 @@ def test_a_folder_of_adapters_ends_where_its_base_does(saved, toy):
         checkpoint.resolve_checkpoint(str(saved))
 
 
-def test_merged_it_is_a_checkpoint_of_whole_weights(saved, adapted, codec, tmp_path, monkeypatch,
-                                                    capsys):
+def test_merged_it_is_a_checkpoint_of_whole_weights(saved, adapted, codec, toy, tmp_path,
+                                                    monkeypatch, capsys):
     out = tmp_path / "merged"
-    monkeypatch.setattr(sys, "argv", ["model.py", "--merge", str(saved), "--out", str(out)])
-    checkpoint.main()
+    monkeypatch.setattr(sys, "argv", ["merge.py", str(saved), "--out", str(out)])
+    merge.main()
     pack = pack_of(codec)
     with torch.no_grad():
         off = load_policy(str(out), codec)(pack)[0] - adapted(pack)[0]
     assert off.abs().max() < 1e-5
-    assert chat.small_files(out) == chat.small_files(saved) == codec.files
-    assert "1 stage" in capsys.readouterr().out
+    assert str(toy / "init") in capsys.readouterr().out
     with pytest.raises(launch.UserError, match="exists"):
-        checkpoint.main()
+        merge.main()
+    monkeypatch.setattr(sys, "argv", ["merge.py", str(out), "--out", str(tmp_path / "again")])
+    with pytest.raises(launch.UserError, match="holds whole weights already"):
+        merge.main()
 
 
-def test_adapters_given_as_checkpoint_are_part_of_the_weights(saved, adapted, codec, process_group):
-    """Trained whole, and below new adapters, whose base they then are."""
+def test_a_stage_goes_on_with_the_adapters_it_is_given(saved, adapted, codec, toy, process_group,
+                                                       tmp_path):
+    """The same weights are trained on, and saved again on the same base: no chain."""
     pack = pack_of(codec)
+    assert checkpoint.adapter_rank(str(saved), 0) == RANK == checkpoint.adapter_rank(
+        str(saved), RANK)
+    with pytest.raises(launch.UserError, match="holds adapters of rank 3"):
+        checkpoint.adapter_rank(str(saved), 2)
+    policy = checkpoint.load_sharded(str(saved), codec, CPU, lora=RANK)
     with torch.no_grad():
-        want = adapted(pack)[0]
-        for lora in (0, 2):
-            next_stage = checkpoint.load_sharded(str(saved), codec, CPU, lora=lora)
-            assert (next_stage(pack)[0] - want).abs().max() < 1e-5
+        assert torch.equal(policy(pack)[0], adapted(pack)[0])
+    for a, b in zip(model.trained_parameters(policy), model.trained_parameters(adapted)):
+        assert torch.equal(a, b)
+    second = tmp_path / "second"
+    checkpoint.save_checkpoint(policy, codec, str(second), {"step": 1})
+    assert checkpoint.base_of(str(second)) == str(toy / "init")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (second / name).read_bytes() == (saved / name).read_bytes()
 
 
 # ------------------------------------------------------------------------------------------------
@@ -261,22 +304,28 @@ def test_going_on_with_something_else_is_refused(run, toy):
                        (("--lora", 2), "trained with --lora 3, not 2")):
         with pytest.raises(launch.UserError, match=why):
             run("sft", *other, "--steps", 2, "--lr", 1e-2, "--resume")
-    second = run("sft", "--lora", RANK, *flags, out="second", ckpt=folder)
+    other = toy.parent / "other base"
+    shutil.copytree(toy / "init", other, dirs_exist_ok=True)
+    (other / "more.json").write_text("{}")
     with pytest.raises(launch.UserError, match="adapters on another base"):
-        run("sft", "--lora", RANK, "--steps", 2, "--lr", 1e-2, "--resume", out="second")
-    assert len(checkpoint.lineage(checkpoint.resolve_checkpoint(str(second)))) == 3
+        run("sft", "--lora", RANK, "--steps", 2, "--lr", 1e-2, "--resume", ckpt=other)
+    with pytest.raises(launch.UserError, match="holds adapters of rank 3"):
+        run("grpo", "--lora", 2, *flags, out="second", ckpt=folder)
 
 
 def test_both_stages_by_adapters_alone(run, codec, toy):
-    """The second begins where the first ended: its engine and its trainer agree, and its reference
-    is the first stage's model."""
+    """The second begins where the first ended, without a word about adapters: its engine and its
+    trainer agree, and its reference is the first stage's model."""
     first = run("sft", "--lora", RANK, "--steps", 2, "--lr", 1e-2, out="first")
-    second = run("grpo", "--lora", 2, "--steps", 2, "--lr", 1e-2, out="second", ckpt=first)
+    second = run("grpo", "--steps", 2, "--lr", 1e-2, out="second", ckpt=first)
     log = [json.loads(line) for line in (second / "log.jsonl").read_text().splitlines()]
     assert all(row["gap"] < 1e-5 for row in log)
-    assert log[0]["kl"] == 0 and log[1]["kl"] > 0  # of fresh adapters, of moved ones
-    base, *more = checkpoint.lineage(checkpoint.resolve_checkpoint(str(second)))
-    assert base == os.path.realpath(toy / "init") and len(more) == 2
+    assert log[0]["kl"] == 0 and log[1]["kl"] > 0  # at the start, then of moved adapters
+    assert not equal(adapters(first), adapters(second))
+    ckpt = checkpoint.resolve_checkpoint(str(second))
+    assert checkpoint.base_of(ckpt) == os.path.realpath(toy / "init")
+    rows = json.loads((second / "args.json").read_text())
+    assert rows["lora"] == RANK
 
 
 def test_two_ranks_train_the_adapters_that_one_trains(toy, tmp_path):
@@ -305,3 +354,31 @@ def test_the_learning_rate_follows(monkeypatch, script, dense, adapted):
         words = ["x.py", "--ckpt", "c", "--data", "d", *flags]
         monkeypatch.setattr(sys, "argv", words)
         assert script.parse_args().lr == lr
+
+
+def test_vllm_reads_it_as_the_same_model(toy, codec, adapted, tmp_path, process_group):
+    """vLLM's own reader of adapters, on our base, against our forward."""
+    vllm = pytest.importorskip("vllm", reason="vllm is not installed")
+    from vllm.lora.request import LoRARequest
+
+    folder = tmp_path / "adapters"
+    checkpoint.save_checkpoint(moved(adapted), codec, str(folder), {"step": 1})
+    ids = list(range(20, 60))
+    tree = model.Tree(model.Span(ids, [0] + [1] * (len(ids) - 1)))
+    with torch.no_grad():
+        ours = adapted(model.pack_trees(codec, [tree]))[0]
+    real = vllm.LLM
+    with mock.patch.object(vllm, "LLM", lambda *given, **named: real(
+            *given, **named, enable_lora=True, max_lora_rank=8)):
+        engine = VllmEngine(str(toy / "init"), codec, Limits(context=256, max_frames=4, max_seqs=2))
+    asked = vllm.SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    found = []
+    for adapter in (None, LoRARequest("ours", 1, str(folder))):
+        (out,) = engine.llm.generate([{"prompt_token_ids": ids}], asked, use_tqdm=False,
+                                     lora_request=adapter)
+        found.append(torch.tensor([entry[i].logprob for i, entry in
+                                   zip(ids[1:], out.prompt_logprobs[1:])]))
+    engine.close()
+    base, theirs = found
+    # vLLM computes the adapters' part in bf16; the adapters move log-probs by some nats.
+    assert (theirs - ours).abs().max() < 0.1 < (base - ours).abs().max() / 5

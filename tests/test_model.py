@@ -981,8 +981,7 @@ def engine_gap(engine, policy, codec, source, seed):
         context = rollout.open_context(codec, messages, [spec], [source.load(spec)],
                                        rollout.tool_schema())
         requests.append(Request(f"r{seed}-{n}", context.compact, context.ids, context.items,
-                                        context.frames, messages, 24, 0.8,
-                                        seed + n))
+                                context.frames, 24, 0.8, seed + n))
         engine.submit(requests[-1])
     finished = {}
     while len(finished) < len(requests):
@@ -1273,7 +1272,7 @@ SHARDS = """
     sys.path[:0] = [{root!r}, {root!r} + "/tests"]
     import torch
     import torch.distributed as dist
-    import model, checkpoint, launch
+    import chat, checkpoint, launch, model
     from reference import load_policy
     rank, world, device = launch.start_process_group()
     codec = chat.load_codec(sys.argv[1])

@@ -208,7 +208,7 @@ def test_credit_is_that_of_the_run(tmp_path):
     for mode in ("struct", "sequence", "none"):
         arguments = {"format_credit": mode, "think_prefix": True}
         (tmp_path / "args.json").write_text(json.dumps(arguments))
-        view.build([str(tmp_path)], None, str(tmp_path / "out.html"), 10, 20.0, None, 6144)
+        view.build([str(tmp_path)], None, str(tmp_path / "page.html"), 10, 20.0, None, 6144)
         turn = data_of(tmp_path / "page.html")["episodes"][0]["turns"][1]
         found[mode] = [credit for kind, _, credit in turn if kind in "ste"]
     assert found["sequence"] == [0.75] * len(found["sequence"])
@@ -297,7 +297,7 @@ def test_a_torn_log_is_drawn_as_far_as_it_goes(tmp_path):
     (tmp_path / "log.jsonl").write_text(
         '{"step": 1, "total": 0.5, "by_K": {"4": {"acc": 1.0}}}\n'
         '{"step": 2, "total": NaN, "by_K": 3}\n{"step": 3, "total": 0.7, "by')
-    view.build([str(tmp_path)], ["torn"], str(tmp_path / "out.html"), 10, 20.0, None, 6144)
+    view.build([str(tmp_path)], ["torn"], str(tmp_path / "page.html"), 10, 20.0, None, 6144)
     data = data_of(tmp_path / "page.html")
     reward = next(c for c in data["curves"] if c["title"] == "Reward")
     assert reward["series"] == [{"name": "torn", "run": 0, "points": [[1, 0.5]]}]
@@ -312,7 +312,7 @@ def test_the_papers_figures_stand_beside_measured_benchmarks(tmp_path):
               "errors": {"decode": 2, "engine": 1}, "no_answer": 0, "truncated": 0,
               "metric": "M-Avg", "by": {}}
     (tmp_path / "summary.json").write_text(json.dumps({"results": [result]}))
-    view.build([str(tmp_path)], ["ours"], str(tmp_path / "out.html"), 10, 20.0, None, 6144)
+    view.build([str(tmp_path)], ["ours"], str(tmp_path / "page.html"), 10, 20.0, None, 6144)
     first, table = data_of(tmp_path / "page.html")["tables"]
     assert first["title"] == "ours" and "0.500 [0.400, 0.600]" in first["rows"][0]
     assert dict(zip(first["head"], first["rows"][0]))["errors"] == "3"
@@ -332,7 +332,7 @@ def test_a_comparison_is_tabulated(tmp_path):
         "differences": [{"name": "sft", "minus": "init", "bench": None, "K": 4, "tools": "on",
                          "n": 9, "difference": 0.0625, "interval": [-0.5, 0.5]}]}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
-    view.build([str(tmp_path)], ["ours"], str(tmp_path / "out.html"), 10, 20.0, None, 6144)
+    view.build([str(tmp_path)], ["ours"], str(tmp_path / "page.html"), 10, 20.0, None, 6144)
     rows, costs, differences = data_of(tmp_path / "page.html")["tables"]
     assert costs["title"] == "ours: accuracy against what an answer costs"
     assert costs["rows"] == [["sft", "-", "4", "on", "0.250", "90.000", "50.000", "10.000",

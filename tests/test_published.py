@@ -545,7 +545,7 @@ def test_the_trainer_the_reference_and_plain_transformers_agree(
         row = torch.tensor([talk.ids])
         logits = hf(input_ids=row, pixel_values=images["pixel_values"],
                     image_grid_thw=images["image_grid_thw"],
-                    mm_token_type_ids=(row == codec.image_pad).int()).logits[0, pack.source]
+                    mm_token_type_ids=(row == codec.image_pad).int()).logits[0, pack.predictor]
     free = logits.log_softmax(-1)
     assert (free[:, END] > -0.1).all()  # left to itself, the model would end every text here
     logits[:, list(codec.banned)] -= 100.0
@@ -755,7 +755,7 @@ def test_transformers_4_loads_what_is_saved_as_the_same_model(
     vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
     with torch.no_grad():
         ours = policy(pack, vision)[0]
-    logits = found["logits"][pack.source]
+    logits = found["logits"][pack.predictor]
     logits[:, list(codec.banned)] -= 100.0
     theirs = logits.log_softmax(-1).gather(1, pack.target[:, None])[:, 0]
     assert len(theirs) == len(ids) - 1 and theirs.std() > 1

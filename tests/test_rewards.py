@@ -401,6 +401,15 @@ def test_a_list_of_options_is_no_answer_where_only_the_question_holds_them():
     assert extract_letter("A. 选择题", ["是", "选择题"]) is None
 
 
+@pytest.mark.parametrize("text", ["{M} can be ruled out, leaving {L}.", "{L}. I ruled out {M}.",
+                                  "I ruled out {M}, so it is {L}.", "{M} can be excluded. {L}.",
+                                  "{L} rather than {M}"])
+def test_a_letter_that_is_ruled_out_is_no_answer(text):
+    for letter, other in zip("ABCDEFGHIJ", "DEFGHIJABC"):
+        assert extract_letter(text.format(L=letter, M=other), None) == letter
+    assert extract_letter("I ruled out A.", ["cat", "dog"]) is None
+
+
 WAYS = [  # to state letter {L}, {l} in lower case, {F} in full width, whose option reads {t}
     "{L}", "{l}", "({L})", "{L}.", "**{L}**", "`{L}`", "[{L}]", "- {L}", "{L}:", "{L}。", "{F}",
     "（{L}）", "【{L}】", '"{L}"', "{L}. {t}", "{L}) {t}", "({L}) {t}", "{L}: {t}",
@@ -411,6 +420,8 @@ WAYS = [  # to state letter {L}, {l} in lower case, {F} in full width, whose opt
     "the correct option is {L}: {t}", "Correct choice: {L}", "My final answer is {L}",
     "I pick {L}.", "I choose {L}", "I would go with option {L}.", "{L} is correct.",
     "Option {L} is the best answer.", "Based on the video, {L}.", "<answer>{L}</answer>",
+    "{L} rather than any other.", "It looks like {L}.", "I lean towards {L}.",
+    "The others are out, leaving {L}.",
     "\\boxed{{{L}}}", "\\boxed{{\\text{{{L}}}}}", '{{"answer": "{L}"}}',
     '{{\n  "answer": "{L}. {t}"\n}}', "答案是{L}", "答案：{F}", "选{L}。",
     "正确答案是（{L}）。"]  # fmt: skip
@@ -623,7 +634,8 @@ def test_what_looks_like_such_a_span_and_is_none(response, want):
 @pytest.mark.parametrize("response", [
     "12.5 - 20.0, not 3 - 5", "12.5 - 20.0 rather than 3 - 5", "12.5 - 20.0 instead of 3 - 5",
     "12.5s - 20s, not 3s - 5s or 7s - 9s", "12.5 to 20 seconds, not from 3 to 5",
-    "It is not 3 - 5 but 12.5 - 20",
+    "It is not 3 - 5 but 12.5 - 20", "12.5 - 20.0. I ruled out 3 - 5.",
+    "12.5 - 20.0, since 3 - 5 can be excluded",
     "12.5 - 20; 3 - 5 is wrong", "[12.5, 20], never [3, 5]", "Instead of 3 - 5, it is 12.5 - 20.0",
     "I'm not sure, 12.5 - 20.0", "12.5 - 20.0 (not 0:03 - 0:05)",
     "12.5 - 20, neither 3 - 5 nor 6 - 7",

@@ -1026,7 +1026,8 @@ def trainer_logps(policy, codec, source, ids, mask, items, temperature=1.0):
     features = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
     pack = model.pack_trees(codec, [model.Tree(model.Span(ids, mask), items)])
     with torch.no_grad():
-        return policy(pack, features, temperature)[0].numpy()
+        policy.features = features
+        return policy(pack, temperature)[0].numpy()
 
 
 @pytest.mark.parametrize("channel", ["image", "video"])

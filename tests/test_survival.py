@@ -310,7 +310,7 @@ def test_an_update_without_a_finite_gradient_is_skipped_and_counted(run, monkeyp
     if script == "grpo":  # a random checkpoint earns nothing: let the reward vary
         real_score = grpo.rewards.score
         monkeypatch.setattr(grpo.rewards, "score", lambda turns, *a, **k: {
-            **real_score(turns, *a, **k), "fmt": random.Random(turns[0]).random()})
+            **real_score(turns, *a, **k), "paid_fmt": random.Random(turns[0]).random()})
     folder = run(script, "--steps", 3)
     log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()
            if "loss" in line]
@@ -343,7 +343,7 @@ def swapped(engine, weights, real):
 def test_stale_and_wrongly_mapped_weights_stop_the_run(run, monkeypatch, sync):
     real, real_score = ReferenceEngine.sync, grpo.rewards.score
     monkeypatch.setattr(grpo.rewards, "score", lambda turns, *a, **k: {
-        **real_score(turns, *a, **k), "fmt": random.Random(turns[0]).random()})
+        **real_score(turns, *a, **k), "paid_fmt": random.Random(turns[0]).random()})
     words = ("--steps", 2, "--lr", 1e-2)
     if sync is None:  # in order: the gap stays within the tolerance
         assert steps_of(run("grpo", *words)) == [1, 2]

@@ -251,10 +251,24 @@ def our_messages(row, frames, most):
         raise ValueError("an empty message")
     if any(m["role"] == "system" for m in (head + rest)[1:]):
         raise ValueError("a system message after the first message")
-    problem = sft.chat_fault(head + rest)
+    problem = sft.chat_fault(head + rest) or unpaired(rest)
     if problem:
         raise ValueError(problem)
     return head, rest
+
+
+def unpaired(rest):
+    """-> None, or which call or response of a chat has no counterpart. An episode answers each call
+    once, in the same round, and ends on a turn of the agent."""
+    waiting = 0
+    for message in [*rest, {"role": "assistant", "content": ""}]:
+        if message["role"] == "tool":
+            waiting -= 1
+        elif message["role"] == "assistant" and waiting:
+            return "calls and tool responses that do not pair up"
+        elif message["role"] == "assistant":
+            waiting = len(rewards.parse_tool_calls(message["content"]))
+    return None if rest[-1]["role"] == "assistant" else "the last message is none of the assistant"
 
 
 def to_chat(row, frames, most, prompts):
@@ -279,15 +293,19 @@ def our_prompt(head, rest, frames):
     answer = rewards.final_answer([m["content"] for m in rest if m["role"] == "assistant"])
     if answer is None:
         raise ValueError("no <answer> in the last turn, which our prompt asks for")
-    asked = question_of("\n".join(joined(m["content"]) for m in head if m["role"] == "user"))
-    question, options = benchmarks.split_inline(asked)
+    asked, question, options = question_of([m["content"] for m in head if m["role"] == "user"])
     task = {"video": videos[0]["video"], "question": asked, "type": "open"}
     # The answer shows the type: a letter, or a span and nothing else.
     time = r"\d[\d.:]* ?(?:s|seconds)?"
     span = rf"(?:from )?{time} ?(?:-|–|to) ?{time}\.?|[\[(]{time}, ?{time}[\])]"
-    if options and re.match(r"\(?[A-Z](?:[).:]|$)", answer):
+    # "3 - 5" may be a score: a span has brackets, a unit or a point, or the question asks for it.
+    timed = re.search(r"[\[(:]|\d\.\d|\d ?s", answer) or re.search(
+        r"(?i)\b(?:when|time\w*|seconds?|moments?|period|segment|interval|clip|starts?)\b", asked)
+    if options and letter_of(answer, options):
         task.update(question=question, options=options, type="mcq")
-    elif rewards.extract_span(answer) and re.fullmatch(span, answer, re.IGNORECASE):
+    elif options and re.match(r"\(?[A-Z](?:[).:]|$)", answer):
+        raise ValueError("the answer is none of the options")
+    elif timed and rewards.extract_span(answer) and re.fullmatch(span, answer, re.IGNORECASE):
         task["type"] = "grounding"
     return rollout.main_messages(task, frames)
 
@@ -318,20 +336,82 @@ def without_path(text):
     return re.sub(r"(<tool_call>\s*)(.*?)(\s*</tool_call>)", shorter, text, flags=re.DOTALL)
 
 
-def question_of(text):
-    """The text of a published prompt without marks and instructions, which ours replace. Raises
-    ValueError if some are left: they would stand in the question or in its last option."""
-    text = text.replace("<video>", "")
-    path = r"(?:[^\n]*?\.(?:mp4|mkv|webm|avi|mov)\b|\S+)?\.?"
-    for instruction in (
-            rf"\s*The video path for this video is\b:? ?{path}",
-            r"\s*You FIRST think about the reasoning process[^.\n]*\.(?=\s*Think first)",
-            r"\s*Think first, call \**crop_video\**[^.\n]*\.?"
-            r"(?:\s*Format strictly as:.{0,300}?</answer>\.?)?"):
-        text = re.sub(instruction, "", text, flags=re.IGNORECASE | re.DOTALL)
-    if re.search("</?(?:think|answer|tool_call)>|crop_video", text):
+# The sentences of ParaVT, LongVT, Video-R1 and EasyR1 that say how to answer, and our prompt's own
+# heading of options. Each is taken off the end of a text, whole; {PATH} may hold spaces.
+PATH = r"(?:(?:(?!\.(?:mp4|mkv|webm|avi|mov)\b)[^\n?!])*\.(?:mp4|mkv|webm|avi|mov)|\S*)\.?"
+TAGS = "<{0}> ?(?:and )?</{0}> tags"
+INSTRUCTIONS = re.compile(r"(?i)(?:\A|\s+)(?:" + "|".join((
+    rf"The video path for this video is\b:? ?{PATH}",
+    r"Think first, call \**crop_video\** if needed, then answer\.?",
+    r"Format strictly as:\s*<think>\.{3}</think>\s*<tool_call>\.{3}</tool_call>\s*"
+    r"\(if (?:tools )?needed\)\s*<answer>\.{3}</answer>\.?",
+    r"You FIRST think about the reasoning process as an internal monologue and then provide the "
+    r"final answer\.",
+    rf"The reasoning process MUST BE enclosed within {TAGS.format('think')}\.",
+    rf"The final answer MUST BE (?:put in|enclosed within) {TAGS.format('answer')}\.?",
+    r"Please think about this question as if you were a human pondering deeply\. Engage in an "
+    r"internal dialogue [^\n<]{1,200}? It's encouraged to include self-reflection or verification "
+    r"in the reasoning process\.",
+    rf"Provide your detailed reasoning between the {TAGS.format('think')}, and then give your "
+    rf"final answer between the {TAGS.format('answer')}\.",
+    rf"Please (?:provide|transcribe) [^\n<]{{1,90}} within the {TAGS.format('answer')}\.",
+    r"Answer with the option(?:['’]s)? letter (?:from the given choices directly|only)\.?",
+    r"(?:Options|Choices):")) + r")\s*\Z")
+# What else tells the model how to answer. Such a row is left out: our prompt would contradict it.
+FORM = r"\b(?:letter|tags?|format|reasoning|only)\b|[\[<]"
+STEERING = re.compile(
+    r"</?(?:think|answer|tool_call)>|\\boxed|(?i:crop_video|video path for this video|"
+    r"\[start\w*, ?end|\byou (?:first|must|should|need to|have to) (?:first )?"
+    r"(?:think|reason|answer|respond|output|provide)\b|"
+    r"\b(?:your|the)(?: final)? answer (?:should|must|has to|needs to)\b|"
+    r"\b(?:answer|option)(?: is)? ?[:(][:( ]*\Z)|"
+    r"(?<![\w'’-])(?:Answer|Respond|Reply|Think|Reason|Output|Return|Enclose|[Pp]lease (?:first )?"
+    r"(?:answer|respond|reply|think|reason|output|return))\b[^.?!\n]{0,80}?"
+    rf"(?:{FORM}|\b(?:option|choices?|answer|steps?|words?|phrase)\b)|"
+    r"(?<![\w'’-])(?:Provide|Give|Write|Select|Choose|Pick|Use|Put|State|[Pp]lease (?:provide|"
+    rf"give|write|select|choose|pick|use|put))\b[^.?!\n]{{0,80}}?(?:{FORM})")
+
+
+def bare(text):
+    """A text without the known instructions at its end. Nothing else is cut: one that stands
+    elsewhere, or inside a quotation, stays for `question_of` to find."""
+    shorter = INSTRUCTIONS.sub("", text.strip())
+    while shorter != text:
+        text, shorter = shorter, INSTRUCTIONS.sub("", shorter)
+    return text
+
+
+def question_of(contents):
+    """User messages (texts with <video> marks, or pieces) -> (question with its options, question,
+    options), without marks and instructions, which ours replace. Raises ValueError if instructions
+    are left, or text that is neither question nor option."""
+    texts = ["<video>".join([p["text"] for p in content if p["type"] == "text"])
+             if isinstance(content, list) else content for content in contents]
+    # Words on two sides of a video stay two words.
+    text = re.sub(r"(?<=\S)(?:<video>)+(?=\S)", "\n", "\n".join(texts)).replace("<video>", "")
+    asked = bare(text)
+    whole, options = benchmarks.split_inline(asked)
+    written = [line for line in asked.split("\n") if line.strip()]
+    # An option is one line. A further line would be read as part of the option before it.
+    if options and len(written) != len(options) + sum(map(bool, map(str.strip, whole.split("\n")))):
+        raise ValueError("text between or after the options")
+    question = bare(whole)
+    asked = question + asked[len(whole):]
+    # No option begins with an instruction: "Reply to the letter" may be one.
+    if STEERING.search(question) or any(STEERING.search(option, 1) for option in options):
         raise ValueError("the question still holds instructions of the release")
-    return text.strip()
+    if not rewards.has_word(question):
+        raise ValueError("no question")
+    if not options and re.search(r"(?s)(?:\A|[\s(])A[.):].+?[\s(]B[.):]", asked):
+        raise ValueError("options that cannot be read: each belongs on a line of its own")
+    return asked, question, options
+
+
+def letter_of(answer, options):
+    """The letter of a published answer, "" for none: "B", "(B)", "B. two" or the option's text."""
+    label = re.match(r"\(?[A-Z][).:]\s", str(answer))
+    letter = benchmarks.answer_letter(answer, options)
+    return letter or (label and rewards.extract_letter(answer, options)) or ""
 
 
 def to_task(row):
@@ -355,11 +435,11 @@ def to_task(row):
     spoken = [content_pieces(m, marks) for m in prompt if m["role"] == "user"]
     if next(media["image"], None) or any(p["type"] == "image" for held in spoken for p in held):
         raise ValueError("still images are not read")
-    asked = question_of(extra.get("question") or "\n".join(map(joined, spoken)))
-    question, options = benchmarks.split_inline(asked)
+    given = extra.get("question")
+    asked, question, options = question_of([given] if given else spoken)
     kind = {"mcq": "mcq", "oe": "open", "tvg": "grounding"}.get(extra.get("question_type"))
     span = span_of(loosely(answer), kind)  # "[1.5, 7]"
-    letter = benchmarks.answer_letter(answer, options) if options else ""
+    letter = letter_of(answer, options) if options else ""
     if kind is None:
         kind = "grounding" if span is not None else "mcq" if letter else "open"
     task = {"video": videos[0]["video"], "question": asked, "options": None,

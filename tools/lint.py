@@ -1,9 +1,9 @@
 """
 lint.py: how large the scripts are, beside the aims of this project.
 
-A script stays easy to read and to change while it fits in one sitting. The limits are aims for
-those who maintain this repository: `make lint` prints them and fails above one, the tests do not
-look at them, so that a change of your own breaks no test by its length.
+A script stays easy to read and to change while it fits in one sitting. The aims are for those who
+maintain this repository. This tool prints them and marks the scripts that are above; no test looks
+at them, so a change of your own breaks no test by its length.
 
 Counts lines that hold code: no blank lines, comments or docstrings. Reads the scripts of the
 folder above, writes nothing.
@@ -13,14 +13,13 @@ folder above, writes nothing.
 import ast
 import io
 import os
-import sys
 import tokenize
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-LIMITS = {"launch": 260, "rewards": 500, "video": 550, "chat": 270, "model": 420, "engine": 230,
+AIMS = {"launch": 260, "rewards": 500, "video": 550, "chat": 270, "model": 420, "engine": 230,
           "checkpoint": 410, "rollout": 560, "sft": 300, "grpo": 400, "eval": 270, "toy": 320}
 STEP = ("grpo", "rollout", "engine", "video", "rewards", "chat", "model")  # one GRPO step
-STEP_LINES = 1600  # code lines of these, each above its ruled line
+STEP_AIM = 1600  # code lines of these, each above its ruled line
 
 
 def read(name: str) -> str:
@@ -46,9 +45,8 @@ def comment_lines(source: str) -> int:
 
 
 def main() -> None:
-    too_long = []
     step = 0
-    for name, limit in LIMITS.items():
+    for name, aim in AIMS.items():
         source = read(f"{name}.py")
         code = code_lines(source)
         lines = source.splitlines()
@@ -57,15 +55,10 @@ def main() -> None:
                      len(lines))
         step += sum(n <= ruled for n in code) if name in STEP else 0
         density = comment_lines(source) / len(code)
-        print(f"{name + '.py':15} {len(code):4} code lines, at most {limit:3} | "
-              f"{density:.2f} comments per code line")
-        if len(code) > limit:
-            too_long.append(f"{name}.py")
-    print(f"one GRPO step, above the ruled lines: {step}, at most {STEP_LINES}")
-    if step > STEP_LINES:
-        too_long.append("one GRPO step")
-    if too_long:
-        sys.exit(f"too long: {', '.join(too_long)}")
+        over = f" | {len(code) - aim} above" if len(code) > aim else ""
+        print(f"{name + '.py':15} {len(code):4} code lines, aim {aim:3} | "
+              f"{density:.2f} comments per code line{over}")
+    print(f"one GRPO step, above the ruled lines: {step} code lines, aim {STEP_AIM}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,40 @@
+"""
+merge.py: adapters and their base -> one checkpoint of whole weights.
+
+  W + 2 B A in fp32, stored in the dtype of W
+
+sft.py, grpo.py, rollout.py and eval.py take a folder of adapters as it is. Merge it for a tool that
+does not, or to train all weights after adapters.
+
+Reads a checkpoint folder that sft.py or grpo.py saved with --lora, and its base. Writes --out,
+whole or not at all.
+
+  python tools/merge.py grpo_out --out whole
+"""
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import chat
+import checkpoint
+import launch
+
+
+def main():
+    parser = launch.parser(__doc__)
+    parser.add_argument("ckpt", help="checkpoint of adapters, or a run folder")
+    parser.add_argument("--out", required=True, help="folder to write")
+    args = parser.parse_args()
+    ckpt = checkpoint.resolve_checkpoint(args.ckpt)
+    if checkpoint.adapter_config(ckpt) is None:
+        raise launch.UserError(f"{args.ckpt} holds whole weights already")
+    if os.path.exists(args.out):
+        raise launch.UserError(f"--out {args.out} exists")
+    with checkpoint.atomic_folder(args.out) as folder:
+        weights = dict(checkpoint.merged_weights(ckpt))
+        checkpoint.save_whole(chat.small_files(ckpt), folder, weights)
+    print(f"{args.out}: {checkpoint.base_of(ckpt)} with the adapters of {args.ckpt}")
+
+
+if __name__ == "__main__":
+    launch.run_main(main)
