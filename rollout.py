@@ -537,14 +537,13 @@ def refuse_window(record, error):
     record.update(status="video_error" if broken else "error", summary=f"error: {why}")
 
 
-def admitted(records, calls, max_parallel):
+def admitted(records, calls, most):
     """-> indices of the calls of a turn that are run. The records of the others say why not."""
     good = [i for i, call in enumerate(calls) if call.error is None]
-    # A bad call takes no place among the first max_parallel: it costs no sub-agent.
-    for i in good[max_parallel:]:
-        why = f"not run: at most {max_parallel} calls per turn"
-        records[i].update(status="not_run", summary=why)
-    return good[:max_parallel]
+    # A bad call does not count towards `most`, because no sub-agent runs for that call.
+    for i in good[most:]:
+        records[i].update(status="not_run", summary=f"not run: at most {most} calls per turn")
+    return good[:most]
 
 
 async def decoding(specs, sampler):
@@ -835,10 +834,9 @@ def check_context(codec, tasks, agent, source, frames) -> None:
         messages = main_messages(task, most_frames(frames), agent.tools)
         tokens = len(open_context(codec, messages, [spec], [seen], tools).ids)
         if tokens + 32 > agent.context:  # 32: the shortest thought and answer worth sampling
-            raise launch.UserError(
-                f"--context {agent.context} is too small: task {task['id']} with "
-                f"{len(seen.seconds)} frames takes {tokens} tokens; raise --context, or lower "
-                "--frames or --max-pixels")
+            why = f"task {task['id']} with {len(seen.seconds)} frames takes {tokens} tokens"
+            raise launch.UserError(f"--context {agent.context} is too small: {why}; raise "
+                                   "--context, or lower --frames or --max-pixels")
         return
     raise launch.UserError(f"none of the first {len(tasks[:8])} videos can be read; "
                            f"is --video-root right? {first}")
@@ -868,7 +866,7 @@ def make_engine(ckpt, codec, args, sleeping=False, windows=(0, 0)) -> VllmEngine
     # The engine reserves memory for the largest context: all frames that one may hold.
     num_frames, (crops, each) = most_frames(args.frames), windows
     largest, videos = max(num_frames, args.sub_frames, each), 1 + crops  # frames of a video item
-    if codec.channel == "image":  # every frame is an item of its own
+    if codec.channel == "image":  # every frame is an item, and all crops add to the overview
         largest, videos = max(largest, num_frames + crops * each), 1
     base = checkpoint.base_of(ckpt)
     engine = VllmEngine(base, codec, Limits(

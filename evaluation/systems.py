@@ -392,7 +392,7 @@ def add_arguments(parser):
         help="the overview as one video (vLLM; docs/evaluation.md), not as images")
     add("--tokens-field", choices=["max_tokens", "max_completion_tokens"], default="max_tokens",
         help="name of the limit at this endpoint")
-    add("--send-temperature", action=yes_no, default=True, help="some endpoints take none, and no seed")
+    add("--send-temperature", action=yes_no, default=True, help="some take neither this nor a seed")
     add("--request-timeout", type=float, default=300.0, help="seconds; for the judge too")
     add("--retries", type=int, default=3,
         help="after 429, 5xx or a timeout, 1, 2, 4, .. seconds later; for the judge too")
