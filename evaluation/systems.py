@@ -509,7 +509,7 @@ def read_prompts(sources):
         path, _, name = source.partition(".py:")  # a plain text may have any name
         path += ".py" if name else ""
         try:
-            with open(path, encoding="utf-8") as f:
+            with open(path, encoding="utf-8-sig") as f:
                 text = f.read()
             if name:
                 text = single_braces(assigned_string(text, name))

@@ -463,6 +463,7 @@ UNKNOWN = ["Please provide only the single option letter (e.g., A or B).", "Answ
            "You must answer with a letter.", "Respond with only the letter (A, B, C or D).",
            "Put it in \\boxed{}.", "Best option: (", "Call crop_video.", "Give only the letter.",
            "Think first, call **crop_video** later.", "The final answer must be a letter.",
+           "Let's think step by step.", "Use a single word.", "(Answer with one word)",
            "The video path for this video is: a.mp4. See b.mp4 too. Why?"]
 
 
@@ -506,7 +507,9 @@ def test_an_option_is_one_line():
         with pytest.raises(ValueError, match="between or after the options"):
             conversion.question_of([text])
     # Labels that are no options for us: as an open question, the letter would be learned as a text.
-    for text in ("Which? A. one B. two", "Which?\nA.one\nB.two", "Which? (A) one (B) two"):
+    for text in ("Which? A. one B. two", "Which?\nA.one\nB.two", "Which? (A) one (B) two",
+                 "Which?\na. one\nb. two", "Which?\n- **A.** one\n- **B.** two",
+                 "Which?\nA.\none\nB.\ntwo"):
         with pytest.raises(ValueError, match="options that cannot be read"):
             conversion.question_of([text])
 
@@ -518,10 +521,12 @@ def test_a_question_is_never_cut():
                  "Answer with the option letter only. Which?\nA. one\nB. two"):
         with pytest.raises(ValueError, match="holds instructions"):
             conversion.question_of([text])
-    for text in ("What does the answer on the board say?", "Who gives the letter to whom?",
+    for text in ("What does he answer in a single word?", "What does the answer on the board say?",
+                 "Who fries the fish step by step?", "Select the one who sings. Who is it?",
+                 "Who gives the letter to whom?",
                  "How does he think about it?", "What should you do first?", "Give the start."):
         assert conversion.question_of([text]) == (text, text, [])
-    for text in ("", "<video>", STRICT):
+    for text in ("", "<video>", STRICT, "A. one\nB. two", "Which?\nA. \nB. two"):
         with pytest.raises(ValueError, match="no question"):
             conversion.question_of([text])
 

@@ -429,6 +429,13 @@ def test_publishers_question_templates_wrap_the_question(play, tmp_path):
         systems.read_prompts([f"{tmp_path}/bench.py:T[regression]"])
 
 
+def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path):
+    (tmp_path / "mine.txt").write_text("Look. {question}", encoding="utf-8-sig")
+    (tmp_path / "mine.py").write_text('T = "Look."', encoding="utf-8-sig")
+    read = systems.read_prompts([f"{tmp_path}/mine.txt", f"{tmp_path}/mine.py:T"])
+    assert read == ["Look. {question}", "Look."]
+
+
 def test_a_text_that_knows_no_subtitles_gets_them_first(play, tmp_path, source):
     (tmp_path / "user.txt").write_text("Q: {question}")
     source.subtitles = lambda task, seconds: "hello"

@@ -358,13 +358,15 @@ INSTRUCTIONS = re.compile(r"(?i)(?:\A|\s+)(?:" + "|".join((
     r"Answer with the option(?:['’]s)? letter (?:from the given choices directly|only)\.?",
     r"(?:Options|Choices):")) + r")\s*\Z")
 # What else tells the model how to answer. Such a row is left out: our prompt would contradict it.
-FORM = r"\b(?:letter|tags?|format|reasoning|only)\b|[\[<]"
+FORM = r"\b(?:letter|tags?|format|reasoning|only|single word)\b|[\[<]"
 STEERING = re.compile(
     r"</?(?:think|answer|tool_call)>|\\boxed|(?i:crop_video|video path for this video|"
     r"\[start\w*, ?end|\byou (?:first|must|should|need to|have to) (?:first )?"
     r"(?:think|reason|answer|respond|output|provide)\b|"
     r"\b(?:your|the)(?: final)? answer (?:should|must|has to|needs to)\b|"
-    r"\b(?:answer|option)(?: is)? ?[:(][:( ]*\Z)|"
+    r"\b(?:answer|option)(?: is)? ?[:(][:( ]*\Z|"
+    r"\b(?:think|reason|work)\b[^.?!\n]{0,40} step[ -]by[ -]step)|"
+    r"(?:(?<=[.?!] )|(?<=\n))(?:answer|respond|reply)\b|"
     r"(?<![\w'’-])(?:Answer|Respond|Reply|Think|Reason|Output|Return|Enclose|[Pp]lease (?:first )?"
     r"(?:answer|respond|reply|think|reason|output|return))\b[^.?!\n]{0,80}?"
     rf"(?:{FORM}|\b(?:option|choices?|answer|steps?|words?|phrase)\b)|"
@@ -400,9 +402,10 @@ def question_of(contents):
     # No option begins with an instruction: "Reply to the letter" may be one.
     if STEERING.search(question) or any(STEERING.search(option, 1) for option in options):
         raise ValueError("the question still holds instructions of the release")
-    if not rewards.has_word(question):
-        raise ValueError("no question")
-    if not options and re.search(r"(?s)(?:\A|[\s(])A[.):].+?[\s(]B[.):]", asked):
+    if not rewards.has_word(question) or not all(options):
+        raise ValueError("no question, or an option without a text")
+    if not options and re.search(
+            r"(?ms)(?:^|[\s(*])A[.):].+?[\s(*]B[.):]|^\W*a[.):].+?^\W*b[.):]", asked):
         raise ValueError("options that cannot be read: each belongs on a line of its own")
     return asked, question, options
 
