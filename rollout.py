@@ -167,7 +167,7 @@ class Agent:
     sub_max_new_tokens: int = 512  # per summary
     context: int = 32768  # tokens of one context, answer included
     max_turns: int = 3  # tool turns; one more turn always follows and must answer
-    max_parallel: int = 5  # calls run per turn; the a further call is answered with a refusal
+    max_parallel: int = 5  # calls run per turn; a further call is answered with a refusal
     dispatch: str = "parallel"  # or "sequential"; "turns" exists in evaluation/systems.py alone
     tools: bool = True
     think_prefix: bool = True
@@ -760,7 +760,7 @@ def add_agent_arguments(parser, tools: bool = True, more=()) -> None:
     add("--max-parallel", type=int, default=Agent.max_parallel, help="calls run per turn")
     if tools:
         add("--tools", action=yes_no, default=True, help="offer crop_video")
-    add("--think-prefix", action=yes_no, default=True, help="force <think>\n in every main turn")
+    add("--think-prefix", action=yes_no, default=True, help="force <think>\\n in every main turn")
     add("--seed", type=int, default=0, help="of sampling, of the draws of K, of the order of tasks")
     # One flag for all settings: a page of help for flags that few runs change would hide the rest.
     # Their defaults are set here, because a value of --set is only checked if it is given.
