@@ -338,7 +338,8 @@ def without_path(text):
 
 # The sentences of ParaVT, LongVT, Video-R1 and EasyR1 that say how to answer, and our prompt's own
 # heading of options. Each is taken off the end of a text, whole; {PATH} may hold spaces.
-PATH = r"(?:(?:(?!\.(?:mp4|mkv|webm|avi|mov)\b)[^\n?!])*\.(?:mp4|mkv|webm|avi|mov)|\S*)\.?"
+PATH = r"(?:(?:(?!\.(?:mp4|mkv|webm|avi|mov)\b)[^\n?!]){0,300}\.(?:mp4|mkv|webm|avi|mov)|"\
+       r"\S{0,300})\.?"
 TAGS = "<{0}> ?(?:and )?</{0}> tags"
 INSTRUCTIONS = re.compile(r"(?i)(?:\A|\s+)(?:" + "|".join((
     rf"The video path for this video is\b:? ?{PATH}",
