@@ -654,17 +654,19 @@ STARTER = re.compile(  # of a line: "- ", "Option ", "The correct answer is: "
     r"(?i)(?:[-•>#]+ )?(?:(?:the |my )?(?:\w{4,7} )?(?:answer|option|choice)(?: is)?:? )?")
 # "or C" after a stated letter; after a comma or a space only if nothing is said of C.
 ALTERNATIVE = re.compile(
-    r"(?i)(?:[)\]'.]*,? (?:or|and|&) |[)\]']*,? ?[/&+] ?|((?:[)\]']*,)? (?=(?:option )?"
+    r"(?i)(?:[)\]'.]*,? \(?(?:or|and|&|as well as|along with)(?: possibly| also)? |[)\]']*,? ?[/&+]"
+    r" ?|((?:[)\]']*,)? (?=(?:option )?"
     rf"[(\[]?[A-Z][)\]]?(?:[,.;\n]|$| or | and )))){OPTION}([A-Z]){END}")
 JOINT = re.compile(r"[)\]']*,? ?(?:and|n?or|[/&+])? ?[(\[]?")  # from "A" to "B" in "A and B"
 NOT_BEFORE = re.compile(
-    r"(?i)(?:\b(?:not|never|neither|nor|none of|rather than|instead of|except|no|ruled out)|n't)"
-    r"(?: the|(?-i: an?)| option| choice| answer| letter| it| is| be| choose| pick| select| think|"
-    r" believe| that| from| at| in| between| (?:[A-Z]|[0-9][0-9.: s–-]{0,16}),? n?or)*[ (\['’]*$")
-NOT_AFTER = re.compile(  # "is wrong", "and B are wrong"
+    r"(?i)(?:\b(?:not|never|neither|nor|none of|rather than|instead of|except|no|ruled out|doubt|"
+    r"anything but|unlikely)|n't)(?: the|(?-i: an?)| option| choice| answer| letter| it| is| be|"
+    r" choose| pick| select| think| believe| that| it['’]s| to| happen| occur| from| at| in|"
+    r" between| (?:[A-Z]|[0-9][0-9.: s–-]{0,16}),? n?or)*[ (\['’]*$")
+NOT_AFTER = re.compile(  # "is wrong", "and B are wrong", "has been eliminated"
     r"(?i)[)\]']*(?:(?:,? (?:and )?[(\[]?[A-Z][)\]]?)+(?= are| were))? (?:(?:is|was|are|were|can|"
-    r"could|does|do|seems)(?: be)? ?(?:not\b|n't|wrong|incorrect|false|ruled out|excluded)|"
-    r"(?:is|was|does|ca)n't|cannot|is clearly wrong)")
+    r"could|does|do|seems|has been)(?: be)? ?(?:not\b|n't|(?:\w{1,9}ly )?(?:wrong|incorrect|false|"
+    r"ruled out|excluded|eliminated|unlikely))|(?:is|was|does|ca)n't|cannot)")
 # The words around a letter in a Chinese reply. Longer ones first: "is wrong" before "not".
 CHINESE = {"不正确": "is wrong", "正确": "is right", "不对": "is wrong", "不": "not", "错": "wrong",
            "答案": "answer", "选项": "option", "选择": "answer is", "选": "answer is",
@@ -816,11 +818,11 @@ def extract_letter(response, options):
 # Time spans
 
 TIME = r"((?:[0-9]{1,9}:){0,2}[0-9]{1,9}(?:\.[0-9]{1,9})?)(?![0-9:%]|\.[0-9])"  # not 1.2.3, not 5%
-SECONDS = r"( ?s(?:ec(?:ond)?s?)?\b)?"
-ABOUT = r"(?:about |around |approximately )?"
+SECONDS = r"( ?s(?:ec(?:ond)?s?)?\b\.?)?"
+ABOUT = r"(?:about |around |approximately |second |t ?= ?)?"
 PAIR = re.compile(
-    rf"(?i)([\[(] ?)?(?<![\w.:-]){TIME}{SECONDS} ?([-–—−~,]|to|until|till|and) ?{ABOUT}{TIME}"
-    f"{SECONDS}")
+    rf"(?i)([\[(] ?)?(?<![\w.:-]){TIME}{SECONDS} ?([-–—−~,→]|-->|(?:up )?to|through|until|till|"
+    rf"and) ?{ABOUT}{TIME}{SECONDS}")
 # "start_time": 1, "Start time: 1", "**Start time (s):** 1", "starts at about 1"
 AT = rf"[a-z_]{{0,8}}(?: time| timestamp)?(?: \(s\)| \(seconds\))?[\"'* :=]{{0,6}}" \
      rf"(?:at |from |is )?{ABOUT}{TIME}"
@@ -838,8 +840,8 @@ ERROR = re.compile(
     r"\w{1,30}(?-i:Error)) ?[:\]]|[45][0-9]{2} (?:- [45][0-9]{2} )?(?:\w{6,8} ){1,2}error).*")
 SHARED_MINUTES = re.compile(r"(?<![\w.:])([0-9]{1,4}) ?(?:-|–|to) ?(?=[0-9]{1,4} ?min)")
 MINUTES = re.compile(
-    r"(?<![\w.:])([0-9]{1,4}(?:\.[0-9]{1,3})?) ?min(?:ute)?s?\b"
-    r"(?:,? (?:and )?([0-9]{1,2}(?:\.[0-9]{1,3})?) ?s(?:ec(?:ond)?s?)?\b)?")
+    r"(?<![\w.:])([0-9]{1,4}(?:\.[0-9]{1,3})?) ?(?:min(?:ute)?s?\b|m(?= ?[0-9.]{1,6} ?s))"
+    r"(?:,? ?(?:and )?([0-9]{1,2}(?:\.[0-9]{1,3})?) ?s(?:ec(?:ond)?s?)?\b)?")
 
 
 def extract_span(response):
@@ -849,6 +851,7 @@ def extract_span(response):
     wrong answer, not one to repair: None. Frame numbers, confidences, an error line and a range
     that is denied ("not 3 - 5") are no answer."""
     text = STAMP.sub(r"\1", ERROR.sub("", region(response)))  # "<12.5 seconds> - <20.0 seconds>"
+    text = re.sub(r"[*`]|(?<=:[0-9][0-9]) ?min\b", "", text)  # "**10** - **20**", "1:05 min"
     # Minutes ("2 to 3 minutes") become seconds first, so that one pattern reads every range.
     text = SHARED_MINUTES.sub(r"\1 min to ", text)
     text = MINUTES.sub(lambda part: f"{60 * float(part[1]) + float(part[2] or 0):.3f}s", text)

@@ -1351,3 +1351,28 @@ def test_groups_without_variance_give_no_signal():
 def test_lists_of_unequal_length_are_refused():
     with pytest.raises(ValueError, match="zip"):
         group_advantages([1.0, 2.0], [1.0])
+
+
+@pytest.mark.parametrize("text", [
+    "I doubt it is B.", "The answer is anything but B.", "The answer is unlikely to be B.",
+    "B has been eliminated.", "B is probably wrong.", "B is unlikely.",
+    "I do not believe it's B.", "A as well as B", "B (or D)", "B and possibly D"])
+def test_letters_that_are_doubted_or_doubled_are_no_answer(text):
+    turned = str.maketrans("ABCD", "BCDA")  # the same whichever letters are meant
+    options = ["cat", "dog", "hot dog", "bird"]
+    for _ in range(4):
+        assert extract_letter(text, options) is None, text
+        text = re.sub(r"\b[A-D]\b(?! )|\b[A-D]\b(?= (?:as|and|has|is|\())",
+                      lambda letter: letter[0].translate(turned), text)
+
+
+
+@pytest.mark.parametrize("text, span", [
+    ("**10.0** - **20.0**", (10, 20)), ("00:00:10.500 --> 00:00:20", (10.5, 20)),
+    ("10 s → 20 s", (10, 20)), ("10 through 20", (10, 20)), ("from 10 up to 20", (10, 20)),
+    ("1m5s to 1m20s", (65, 80)), ("1m 5s - 1m 20s", (65, 80)),
+    ("1:05 min to 1:20 min", (65, 80)), ("second 10 to second 20", (10, 20)),
+    ("t=10s to t=20s", (10, 20)), ("10 sec. to 20 sec.", (10, 20)),
+    ("It does not happen from 10 to 20", None)])
+def test_other_ways_to_write_a_range(text, span):
+    assert extract_span(text) == span
