@@ -61,13 +61,14 @@ def same_form(given, gold):
 
 
 def explains(text):
-    """Whether the text after a blank line explains the line above: longer than an answer, without
-    taking that line back and without another answer."""
+    """Whether the text after a blank line explains the line above: a sentence, longer than an answer
+    would be, which neither takes that line back nor gives another answer."""
     words = normalise(text[:5000])
     first = normalise(re.split(r"[.!?;\n]", text[:1000])[0])
     other = CLAIM.match(text) and set(REASONS).isdisjoint(first)
     doubts = {*HEDGES, *NEGATIONS, *TURNS} & set(first) or set(RETRACTIONS) & set(words)
-    return len(words) > 8 and not other and not doubts
+    # Five words with a full stop, or nine: "Pan along the street" may be a second answer.
+    return len(words) > (4 if re.search(r"[.!?]\s*$", text) else 8) and not other and not doubts
 
 
 def statements(text):

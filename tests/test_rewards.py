@@ -754,6 +754,7 @@ OPEN = [  # (reply, gold) as models write them
      "sorted.", "bubble sort"),
     ("Answer: Bubble Sort\n\nThe array is passed many times, and neighbours swap places.",
      "bubble sort"),
+    ("Bubble Sort\n\nThe array is sorted by swaps.", "bubble sort"),
     ("5\n\nThere are five people in the room before the door opens.", "five"),
 ]  # fmt: skip
 OPEN_NOT = [
@@ -771,7 +772,7 @@ OPEN_NOT = [
     ("The camera moves because dolly zoom", "dolly zoom"), ("O(n^2)", "O(n^3)"),
     ("O(n^2)", "O(2n)"), ("10^2", "102"), ("10²", "102"), ("10^3", "103"), ("m/s", "m/s^2"),
     ("x^-2", "x^2"), ("10^-3", "10^3"), ("10⁻³", "10^3"), ("2ⁿ", "2n"),
-    ("Dolly zoom\n\nPan", "dolly zoom"),
+    ("Dolly zoom\n\nPan", "dolly zoom"), ("Dolly zoom\n\nA pan along the street.", "dolly zoom"),
     ("Pan\nDolly zoom\n\nThe face keeps its size while the street grows behind.", "dolly zoom"),
     ("Dolly zoom\n\nIt is a pan along the street, from one end to the other.", "dolly zoom"),
     ("Dolly zoom\n\nThe move is a pan along the street, from one end to the other.", "dolly zoom"),
