@@ -61,8 +61,8 @@ def same_form(given, gold):
 
 
 def explains(text):
-    """Whether the text after a blank line explains the line above: a sentence, longer than an answer
-    would be, which neither takes that line back nor gives another answer."""
+    """Whether the text after a blank line explains the line above: a sentence, longer than an
+    answer would be, which neither takes that line back nor gives another answer."""
     words = normalise(text[:5000])
     first = normalise(re.split(r"[.!?;\n]", text[:1000])[0])
     other = CLAIM.match(text) and set(REASONS).isdisjoint(first)
