@@ -754,7 +754,7 @@ def test_transformers_4_loads_what_is_saved_as_the_same_model(
     pack = model.pack_trees(codec, [tree])
     vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
     with torch.no_grad():
-        ours = policy(pack, vision)[0]
+        ours = forward(policy, pack, vision)[0]
     logits = found["logits"][pack.predictor]
     logits[:, list(codec.banned)] -= 100.0
     theirs = logits.log_softmax(-1).gather(1, pack.target[:, None])[:, 0]
