@@ -356,12 +356,18 @@ def turn_ids(codec, text, prompt_ids):
 # Reading the codec of a checkpoint
 
 
+def with_config(path: str) -> str | None:
+    """A checkpoint folder, or the run folder that holds one under `last` -> the folder that has a
+    config.json, None if neither has."""
+    folders = [path, os.path.join(path, "last")]
+    return next((f for f in folders if os.path.isfile(os.path.join(f, "config.json"))), None)
+
+
 def find_config(path):
     """A checkpoint folder, or the run folder that holds one under `last` -> the folder with the
     config.json, if that is the configuration of a model that this code trains: the one check for
     all scripts, and for tools/plan.py. Raises UserError."""
-    folders = [path, os.path.join(path, "last")]
-    folder = next((f for f in folders if os.path.isfile(os.path.join(f, "config.json"))), None)
+    folder = with_config(path)
     if folder is None:
         raise launch.UserError(f"checkpoint {path}: no config.json here nor in {path}/last; give a "
                                "folder saved by sft.py or grpo.py, or a whole download of "

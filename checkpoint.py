@@ -48,12 +48,13 @@ def resolve_checkpoint(path):
                                    "checkpoint that this one was made from")
     chat.read_object(os.path.join(folder, "tokenizer.json"))  # some readers take a cut-off file
     base = base_of(folder, check=True)
-    check_layers(base)
+    stored = stored_weights(base)  # once: a large checkpoint has a dozen files of headers
+    check_layers(base, stored)
     hf = meta_model(base)
     names = dict(hf.named_parameters())
-    check_weights(base, names)
+    check_weights(base, names, stored)
     # A tied head may be stored beside the embeddings; any other weight would be left out silently.
-    if unused := sorted(set(stored_weights(base)) - set(hf.state_dict())):
+    if unused := sorted(set(stored) - set(hf.state_dict())):
         raise launch.UserError(f"checkpoint {base}: {unused[0]} is stored, but config.json "
                                "describes a model without it; copy config.json again")
     if strange := sorted(set(read_adapters(folder)) - set(names)):
@@ -62,10 +63,10 @@ def resolve_checkpoint(path):
     return os.path.realpath(folder)
 
 
-def check_layers(ckpt: str) -> None:
+def check_layers(ckpt: str, stored: dict) -> None:
     """Raises UserError unless config.json names as many decoder layers as are stored. This comes
     before the model is built, because a wrong number may build for minutes."""
-    layers = {int(name.split(".layers.")[1].split(".")[0]) for name in stored_weights(ckpt)
+    layers = {int(name.split(".layers.")[1].split(".")[0]) for name in stored
               if re.search(r"\.language_model\.layers\.[0-9]+\.", name)}
     text = chat.read_object(os.path.join(ckpt, "config.json")).get("text_config")
     named = text.get("num_hidden_layers") if isinstance(text, dict) else None
@@ -127,10 +128,9 @@ def stored_weights(folder):
     return found
 
 
-def check_weights(ckpt, weights):
+def check_weights(ckpt: str, weights: dict, stored: dict) -> str:
     """-> the dtypes in which the checkpoint stores these weights. Raises UserError unless it holds
-    each of them in its shape."""
-    stored = stored_weights(ckpt)
+    each of them in its shape. stored: see stored_weights."""
     missing = sorted(set(weights) - set(stored))
     if missing:
         raise launch.UserError(f"checkpoint {ckpt}: {len(missing)} weights are missing, for "
@@ -211,7 +211,7 @@ def load_sharded(ckpt, codec, device, recompute="none", replicas=1, frozen=False
         setattr(owner, name, type(old)(old.config).to(device))
     weights = {name: p.detach() for name, p in hf.named_parameters() if ".lora_" not in name}
     policy.base = base_of(ckpt)
-    policy.stored_as = check_weights(policy.base, weights)
+    policy.stored_as = check_weights(policy.base, weights, stored_weights(policy.base))
     policy.digest = content_digest(policy.base) if lora else None  # adapters are saved with it
     dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(policy.base))
     if lora:
@@ -352,8 +352,7 @@ def adapter_config(ckpt: str) -> dict | None:
 def adapter_rank(ckpt: str, asked: int) -> int:
     """--ckpt, --lora -> the rank of the adapters that a stage trains; 0: it trains whole weights.
     Raises UserError if the checkpoint holds adapters of another rank."""
-    folders = [ckpt, os.path.join(ckpt, "last")]
-    folder = next((f for f in folders if os.path.isfile(os.path.join(f, "config.json"))), None)
+    folder = chat.with_config(ckpt)
     config = adapter_config(folder) if folder else None  # None: resolve_checkpoint refuses it
     if config is None:
         return asked
