@@ -579,7 +579,7 @@ def save_whole(files, folder, weights):
     if shards.is_sharded:
         index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
         launch.write_atomic(os.path.join(folder, "model.safetensors.index.json"),
-                     json.dumps(index, indent=2))
+                           json.dumps(index, indent=2))
     dtypes = {tensor.dtype for tensor in weights.values()}
     save_files(files, folder, dtypes.pop() if len(dtypes) == 1 else None)
 

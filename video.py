@@ -902,8 +902,8 @@ def frame_cache(args):
         raise launch.UserError(f"--frame-cache-dir-gb must be a number above 0, got {got}")
     # In a child process: a decoder that hangs or crashes costs one video.
     return FrameCache(int(args.frame_cache_gb * 2**30), timeout=60.0,
-                            folder=args.frame_cache_dir,
-                            folder_bytes=int(args.frame_cache_dir_gb * 2**30))
+                      folder=args.frame_cache_dir,
+                      folder_bytes=int(args.frame_cache_dir_gb * 2**30))
 
 
 def main():
