@@ -485,7 +485,6 @@ def episode_row(e):
     return {
         "K": e.num_frames, "group": e.group, "status": e.status,
         "f_tau": ruler["total"], "well_formed": ruler["well_formed"],
-        "f_released": rewards.released_format(e.turns),
         **{name: e.reward[name] for name in ("total", "acc", "fmt", "tool")},
         "closure": rewards.closure_counts(e.turns, e.think_open),
         "written": len(e.calls), "parseable": e.parseable(), "executed": e.executed(),
@@ -521,7 +520,7 @@ def call_minus_skip(rows):
 def summarise(rows):
     """Episode rows of all ranks -> the step's metrics."""
     out = {name: average(rows, name) for name in ("total", "acc", "fmt", "tool", "length", "turns",
-                                            "f_tau", "f_released", "well_formed", "sub_tokens")}
+                                            "f_tau", "well_formed", "sub_tokens")}
     out["kappa"] = average(rows, "executed")
     out["written_calls"] = average(rows, "written")
     out["valid_calls"] = average(rows, "parseable")

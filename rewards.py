@@ -486,31 +486,6 @@ def parse_code_calls(body):
 
 
 # ------------------------------------------------------------------------------------------------
-# Another ruler
-
-
-def released_format(turns):
-    """R_fmt by the PARA-GRPO recipe of the authors' release, to compare with its figures: over the
-    sampled text of all turns at once. The forced <think> is no part of it: a flawless rollout gets
-    0.5, one that opens a second thought in every turn 1.0. No cap."""
-    text = "\n".join(turns)
-    thought, closing, _ = text.partition("<think>")[2].partition("</think>")
-    if not closing:  # an open one lasts to the next tag
-        thought = re.split("<tool_|<answer>", thought)[0]
-    think = len(thought.strip()) >= 10
-    closed = think and "</think>" in text
-    # Cut at each closing tag, not searched for lazily: that is quadratic on "<answer>" * 1e5.
-    answered = any(piece.partition("<answer>")[2].strip() for piece in text.split("</answer>")[:-1])
-    before = re.split("|".join(f"<{kind}>" for kind in CALLS), text)[0]
-    called = before != text and any(call.error is None for call in parse_tool_calls(text))
-    score = 0.2 * think + 0.5 * answered + 0.3 * (think and called and "<think>" in before)
-    lost = "<think>" in text and "</think>" not in text
-    score += 0.5 * (0.4 * closed + 0.3 * (closed and answered) - 0.3 * lost)
-    even = all(text.count(f"<{kind}>") == text.count(f"</{kind}>") for kind in KINDS)
-    return min(score + 0.1 * (even and score > 0), 1.0)
-
-
-# ------------------------------------------------------------------------------------------------
 # Answers
 
 BLOCKS = ("tool_call", "tool_code", "tool_response", "action", "observation", "score", "clip")

@@ -24,10 +24,12 @@ is not run again), --results.md.
 CPU: python bench/ablation.py                    all rows, one job per core
      python bench/ablation.py --rows para acc --seeds 10 11
 """
+import glob
 import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -296,6 +298,36 @@ def limits(records, sub_fps):
     return count
 
 
+def released_format(turns):
+    """R_fmt by the PARA-GRPO recipe of the authors' release, to compare with its figures: over the
+    sampled text of all turns at once. The forced <think> is no part of it: a flawless rollout gets
+    0.5, one that opens a second thought in every turn 1.0. No cap."""
+    text = "\n".join(turns)
+    thought, closing, _ = text.partition("<think>")[2].partition("</think>")
+    if not closing:  # an open one lasts to the next tag
+        thought = re.split("<tool_|<answer>", thought)[0]
+    think = len(thought.strip()) >= 10
+    closed = think and "</think>" in text
+    # Cut at each closing tag, not searched for lazily: that is quadratic on "<answer>" * 1e5.
+    answered = any(piece.partition("<answer>")[2].strip() for piece in text.split("</answer>")[:-1])
+    before = re.split("|".join(f"<{kind}>" for kind in rewards.CALLS), text)[0]
+    called = before != text and any(call.error is None for call in rewards.parse_tool_calls(text))
+    score = 0.2 * think + 0.5 * answered + 0.3 * (think and called and "<think>" in before)
+    lost = "<think>" in text and "</think>" not in text
+    score += 0.5 * (0.4 * closed + 0.3 * (closed and answered) - 0.3 * lost)
+    even = all(text.count(f"<{kind}>") == text.count(f"</{kind}>") for kind in rewards.KINDS)
+    return min(score + 0.1 * (even and score > 0), 1.0)
+
+
+def turns_of_steps(folder):
+    """The sampled turns of all rollouts of a run, one list a step, in the order of steps."""
+    found = {}  # number of the step, as the file name has it -> turns of each rollout
+    for path in sorted(glob.glob(os.path.join(folder, "run", "rollouts", "step_*.jsonl"))):
+        rows = launch.read_jsonl(path, required=("turns",))
+        found.setdefault(os.path.basename(path).split(".")[0], []).extend(r["turns"] for r in rows)
+    return list(found.values())
+
+
 def numbers(folder):
     """What the tables need of one finished row: {"train", "sampled", "eval", "limits", "curves"},
     each where it exists."""
@@ -306,6 +338,9 @@ def numbers(folder):
             steps = [json.loads(line) for line in f]
         quarter = max(1, len(steps) // 4)
         parts = {"mean": steps, "first": steps[:quarter], "last": steps[-quarter:]}
+        # The log does not have the release's format reward. The rollouts of each step give it.
+        for step, turns in zip(steps, turns_of_steps(folder), strict=True):
+            step["f_released"] = mean(map(released_format, turns))
         out["train"] = {m: {part: mean(s[m] for s in some) for part, some in parts.items()}
                         for m in ("f_tau", "f_released", "well_formed", "kappa", "acc")}
         out["train"].update(by_K=pool_by_budget(steps), by_K_last=pool_by_budget(parts["last"]),
@@ -324,7 +359,7 @@ def numbers(folder):
                      for mode in {r["tools"] for r in results}}
         records = [r for r in folders.read_records(path).values() if r["tools"] == "on"]
         if name == "sampled":
-            out["f_released"] = mean(rewards.released_format(r["turns"]) for r in records)
+            out["f_released"] = mean(released_format(r["turns"]) for r in records)
         else:
             with open(os.path.join(path, "args.json")) as f:
                 out["limits"] = limits(records, json.load(f)["sub_fps"])

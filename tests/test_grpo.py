@@ -517,7 +517,7 @@ def test_without_any_signal_the_weights_stay_bit_identical(process_group, codec,
 
 def row(k, acc, executed, group="p", **changes):
     base = {"K": k, "group": f"{group}/{k}", "status": "ok", "total": acc + 0.5,
-            "acc": acc, "fmt": 0.5, "tool": 0.0, "f_tau": 0.6, "f_released": 0.4,
+            "acc": acc, "fmt": 0.5, "tool": 0.0, "f_tau": 0.6,
             "well_formed": executed > 0,
             "closure": {t: [0, 0] for t in rewards.KINDS},
             "written": executed, "parseable": executed, "executed": executed,
@@ -541,7 +541,6 @@ def test_summary_by_hand():
     assert m["acc"] == 0.625 and m["total"] == 1.125 and m["fmt"] == 0.5 and m["f_tau"] == 0.6
     assert m["well_formed"] == 0.5 and m["sub_tokens"] == 2
     assert m["closure"] == closure(pytest.approx(2 / 3), 1.0, 0.5, 0.5)
-    assert m["f_released"] == pytest.approx(0.4)
     assert m["cut_turns"] == pytest.approx(1 / 5) and m["not_ok"] == 1
     assert m["call_minus_skip"] == pytest.approx((1.0 - 0.5) / 2)
     assert m["by_K"]["4"] == {"n": 2, "acc": 0.5, "f_tau": 0.6, "well_formed": 0.5, "kappa": 1.0,
