@@ -129,8 +129,8 @@ def format_reward(turns: list[str], think_open: bool = True, pay: Pay | None = N
       never_closed      a turn ends inside a thought                                  -gamma
 
     total = clip(R_base + pay.anchor * R_anchor, 0, 1), at most 0.5 if `capped`: a tag is
-    unbalanced, nested or opened again, or the model wrote a tool response. "anchor" in the result is R_anchor
-    before the weight. `well_formed`: the flow holds and the reward is not capped.
+    unbalanced, nested or opened again, or the model wrote a tool response. "anchor" in the result:
+    R_anchor before the weight. `well_formed`: the flow holds and the reward is not capped.
     """
     pay = pay or Pay()
     texts = [whole(turn, think_open) for turn in turns]
