@@ -13,10 +13,10 @@ grpo.py: PARA-GRPO on top of an SFT checkpoint, with a rollout engine inside eve
              N = sampled tokens of the whole batch, over ALL ranks
 
 Three parts of PARA-GRPO, each with its flag: Exploration Anchoring (--think-prefix forces
-`<think>\\n`, --answer-suffix pays for a final answer block, --anchor and --gamma pay for closed
-thoughts), Selective Anchoring (--format-credit struct), nFrames Gating (--frames gated: K ~
-U{4,8,16,32,64} per prompt, the same for its whole group). --vanilla turns them off, which gives
-plain GRPO as the authors released it. With --format-credit sequence, A_task + A_fmt is exactly
+`<think>\\n`, --answer-suffix pays for a final answer block, --anchor pays for closed thoughts),
+Selective Anchoring (--format-credit struct), nFrames Gating (--frames gated: K ~ U{4,8,16,32,64}
+per prompt, the same for the whole group). --vanilla turns all three off: the plain GRPO that the
+authors released. With --format-credit sequence, A_task + A_fmt is exactly
 GRPO's advantage of the summed reward.
 
 Departs from upstream: the KL is in the loss, not mixed into rewards. Advantages are normalised
@@ -71,8 +71,9 @@ def group_by_prompt(episodes):
 def set_advantages(group):
     """Sets Episode.advantage = {"task", "fmt", "sigma"} from the two parts that rewards.score
     paid."""
-    task = [e.reward["paid_task"] for e in group]  # [G]
-    fmt = [e.reward["paid_fmt"] for e in group]  # [G]
+    # R is composed in rewards.score alone. A term that is added there arrives here by itself.
+    task = [e.reward["paid_task"] for e in group]  # [G] credited at every sampled token
+    fmt = [e.reward["paid_fmt"] for e in group]  # [G] credited at the tags
     a_task, a_fmt, sigma = rewards.group_advantages(task, fmt)
     for e, t, f in zip(group, a_task, a_fmt):
         e.advantage = {"task": t, "fmt": f, "sigma": sigma}
@@ -82,13 +83,15 @@ def token_advantages(episode, codec, credit):
     """-> list over context.ids: A_task, plus A_fmt at tokens that carry format credit; 0 at tokens
     that the policy did not sample. credit: --format-credit."""
     task, fmt = episode.advantage["task"], episode.advantage["fmt"]
+    # Prompt, tool responses and forced tokens keep 0. Their mask is 0 too, so no loss reads them.
     out = [0.0] * len(episode.context.ids)
-    for start, end in episode.spans:
+    for start, end in episode.spans:  # one turn of the main agent each
         # Selective Anchoring. Tags are searched in bytes: `<answer>` spans several tokens.
         if credit == "struct":
             pieces = chat.pieces_of(codec, episode.context.ids[start:end])
             credited = rewards.structural_mask(pieces)
         else:
+            # "sequence": plain GRPO, every token. "none": the format reward trains no token.
             credited = [credit == "sequence"] * (end - start)
         out[start:end] = [task + fmt * c for c in credited]  # A_it of the header
     return out
@@ -102,6 +105,8 @@ def group_tree(group, codec, credit, first=0):
     branches = []
     for number, e in enumerate(group, first):
         c = e.context
+        # One wrong id in a shared prompt would train all G rollouts on a prompt that none of them
+        # saw, so this is checked although one function built all of them.
         if c.ids[:cut] != prompt:
             raise ValueError(f"{e.group}: the prompts of one group differ")
         advantage = token_advantages(e, codec, credit)
@@ -120,7 +125,7 @@ def training_trees(groups, codec, args):
     trees = []
     tokens = 0
     skipped = 0
-    rollouts = 0
+    rollouts = 0  # numbered through all groups of the rank, see group_tree
     for group in groups:
         tokens += sum(sum(e.context.mask) for e in group)
         # A group whose advantages are all 0 adds nothing to the gradient. Test the advantages, not
@@ -150,6 +155,7 @@ def policy_loss(logp, old, sampler, ref, advantage, clip_eps, kl, tis_cap=5.0):
     """
     import torch
 
+    # n is the number of sampled tokens in a pack, flat. There is no padding, so there is no mask.
     ratio = torch.exp(logp - old)  # rho [n]
     # Truncated importance weight: corrects for an engine that samples from almost this policy.
     weight = torch.exp(old - sampler)  # w_t before its cap [n]; a constant, no gradient flows
@@ -160,6 +166,7 @@ def policy_loss(logp, old, sampler, ref, advantage, clip_eps, kl, tis_cap=5.0):
              "truncated": (weight > tis_cap).float(),
              "kl": torch.zeros_like(logp.detach())}
     if ref is not None:
+        # The KL is a term of the loss, per token. The reward does not contain it.
         gap = ref - logp  # [n]
         k3 = torch.exp(gap) - gap - 1  # an unbiased estimate of KL(policy || reference), >= 0
         loss = loss + kl * k3
@@ -169,7 +176,7 @@ def policy_loss(logp, old, sampler, ref, advantage, clip_eps, kl, tis_cap=5.0):
 
 def update(policy, reference, optimizer, trees, tokens, args):
     """
-    Trains on one batch in --minibatches optimizer steps -> means over the sampled tokens of all
+    Trains on one batch in args.minibatches optimizer steps -> means over the sampled tokens of all
     ranks: {"loss", "gap", "entropy", "kl", ..}.
 
     trees: this rank's groups as [prompt | o^1 | .. | o^G]. tokens: sampled tokens of this rank,
@@ -188,9 +195,12 @@ def update(policy, reference, optimizer, trees, tokens, args):
     if trees_everywhere == 0:  # no group of any rank has a signal, so the weights stay
         return {**dict.fromkeys(names, 0.0), "grad_norm": 0.0, "gap_max": 0.0, "skipped_update": 1,
                 "bad_updates": 0}
+    # With several minibatches each of them divides by its even part of N.
     n = max(1.0, sampled_everywhere / args.minibatches)
 
-    # Spare packs (real = False) make all ranks run equally many forwards.
+    # A pack holds as many trees as fit into --pack-tokens, and takes one forward. Ranks may have
+    # different numbers of packs, but FSDP gathers weights in every forward, with all ranks. So
+    # ranks with fewer packs add spare ones (real = False) that carry no gradient.
     minibatches = []  # [[(pack, real)]]
     for i in range(args.minibatches):
         filled = model.fill_packs(trees[i::args.minibatches], args.pack_tokens)
@@ -205,6 +215,7 @@ def update(policy, reference, optimizer, trees, tokens, args):
             for pack in (pack for packs in minibatches for pack, _ in packs):
                 old_logps[id(pack)] = policy(pack, args.temperature)[0]
 
+    # Sums stay on the device until the end, so that no pack waits for a copy to the host.
     sums = torch.zeros(len(names), device=device, dtype=torch.float64)
     worst_gap = torch.zeros((), device=device, dtype=torch.float64)
     norms = []
@@ -214,6 +225,7 @@ def update(policy, reference, optimizer, trees, tokens, args):
             if reference is not None:
                 with torch.no_grad():
                     ref, _ = reference(pack, args.temperature)  # [n]
+            # All log-probs are at the sampling temperature: the engine's are, too.
             logp, entropy = policy(pack, args.temperature)  # [n] each
             old = old_logps.get(id(pack), logp.detach())  # [n] a constant
             if real:
@@ -227,6 +239,7 @@ def update(policy, reference, optimizer, trees, tokens, args):
             # multiplies by the number of ranks.
             (real * world * loss.sum() / n).backward()
 
+            # Numbers for the log. Spare packs do not count.
             if real:
                 gap = (old - sampler).abs()  # [n] engine against trainer: only rounding is allowed
                 seen = (loss.detach(), torch.ones_like(gap), gap, entropy,
@@ -240,6 +253,7 @@ def update(policy, reference, optimizer, trees, tokens, args):
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
+    # Every rank gets the same means, so every rank comes to the same decision on check_gap.
     dist.all_reduce(sums)
     dist.all_reduce(worst_gap, op=dist.ReduceOp.MAX)
     means = dict(zip(names, (sums / sums[1].clamp(min=1)).tolist()))
@@ -260,6 +274,7 @@ def share(tasks, step, args, rank, world):
     batch = [tasks[i] for i in picked]
     order, frames = {}, {}
     for task in batch:
+        # The step is part of the name: a task that comes again later is another group.
         name = f"{step}/{task['id']}"
         order.setdefault(name, len(order))
         frames[name] = rollout.overview_frames(args.frames, args.seed, step, task["id"])
@@ -279,6 +294,7 @@ def look_ahead(pool, source, tasks, step, args):
 def sample_batch(engine, tasks, agent, codec, source, step, args, rank, world):
     """Rollouts of this rank -> (episodes in batch order, seconds the engine waited for frames).
     Without a collective: ranks finish at different times and meet at the update."""
+    # Each rank samples whole groups with its own engine, and fans out to sub-agents by itself.
     mine, order = share(tasks, step, args, rank, world)
     sampler = rollout.Sampler(engine, codec, source, agent, pay_of(args))
     episodes = list(rollout.run(sampler, mine, args.frames, args.group, step))
@@ -296,11 +312,13 @@ def sample_batch(engine, tasks, agent, codec, source, step, args, rank, world):
 def main():
     # 0. Everything that can be refused is refused here, before a model is built.
     args = parse_args()
+    # A hub snapshot, a run folder or a checkpoint folder: from here on a folder with weights.
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
     tasks = rollout.read_tasks(args.data) if args.data else []
     recorded = read_rollouts(args.rollouts or [], pay_of(args))
     agent, source = rollout.agent_settings(args, args.data or args.rollouts[0])
     launch.make_out(os.path.join(args.out, "rollouts"))
+    # The same command again goes on from the newest whole checkpoint in --out.
     folder, state = checkpoint.resume_point(args.out, args, args.resume)
     start, steps = state.get("step", 0), 1 if args.rollouts else args.steps
     if start >= steps:
@@ -311,12 +329,13 @@ def main():
     rank, world, device = launch.start_process_group(args.patience)
     launch.beat(args.patience)
     codec = chat.load_codec(ckpt, args.channel)
+    # The largest prompt must fit, and some video must open. Both show before weights are loaded.
     if tasks:
         rollout.check_context(codec, tasks, agent, source, args.frames)
     policy, reference, optimizer, engine = set_up(args, ckpt, codec, source, device, folder)
     wire = model.compute_dtype(device)  # dtype in which weights travel to the engine
     log = open_run(args, policy, start, rank, world)
-    ahead = ThreadPoolExecutor(4, thread_name_prefix="ahead")
+    ahead = ThreadPoolExecutor(4, thread_name_prefix="ahead")  # decodes frames of the next step
     asked = launch.stop_on_sigterm()
     bad = 0  # steps in a row without a finite gradient
 
@@ -333,6 +352,7 @@ def main():
             episodes, waited = sample_batch(engine, tasks, agent, codec, source, step, args, rank,
                                             world)
             groups = group_by_prompt(episodes)
+        # A group lies on one rank, so advantages need no exchange between ranks.
         for group in groups:
             set_advantages(group)
         rollout_s = time.monotonic() - clock
@@ -348,6 +368,7 @@ def main():
         trees, tokens, skipped = training_trees(groups, codec, args)
         stats = update(policy, reference, optimizer, trees, tokens, args)
         # Two faults end the run, on all ranks alike: NaN, and an engine that is another policy.
+        # A single step without a finite gradient is skipped; three in a row end the run.
         bad = bad + 1 if stats["bad_updates"] else 0
         checkpoint.check_run(step, bad, args.out)
         check_gap(step, stats["gap"], gap_tolerance(wire, engine))
@@ -367,6 +388,7 @@ def main():
         log_step(log, step, steps, episodes, stats, {
             "skipped": skipped, "groups": len(groups), "packed": sum(map(len, trees)),
             "decode_s": waited, "rollout_s": rollout_s, "train_s": train_s, "sync_s": sync_s})
+        # Ranks may get SIGTERM at different times, and must not leave the loop at different steps.
         stopping = launch.any_rank(asked.is_set())
         due = args.save_every and (step + 1) % args.save_every == 0
         if stopping or due or step + 1 == steps:
@@ -399,12 +421,15 @@ def set_up(args, ckpt, codec, source, device, folder):
     world = dist.get_world_size()
     if not args.rollouts and args.prompts % world:
         raise launch.UserError(f"--prompts {args.prompts} is not a multiple of the {world} ranks")
+    # fp32 master weights in shards; computed in bf16 on a GPU, in fp32 on a CPU.
     policy = checkpoint.load_sharded(ckpt, codec, device, args.recompute, args.replicas,
                                      lora=args.lora)
+    # The vision tower is frozen. Features of a frame are computed once and read by all forwards.
     policy.features = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
     optimizer = model.adamw(model.trained_parameters(policy), args.lr, 0.999, device)
     # The reference is made before a resumed run loads its weights: it is the model of --ckpt.
     reference = engine = None
+    # With adapters a second copy of the adapters is enough: the base is frozen.
     if args.kl > 0 and args.lora:
         reference = checkpoint.AdapterReference(policy)
     elif args.kl > 0:
@@ -413,6 +438,7 @@ def set_up(args, ckpt, codec, source, device, folder):
         reference.features = policy.features  # both read the features of one tower
     if folder:
         checkpoint.load_train_state(policy, optimizer, folder)
+    # On a GPU the engine shares the device with the trainer, so it starts asleep.
     if not args.rollouts:
         engine = rollout.make_engine(ckpt, codec, args, sleeping=True)
         if folder:  # the engine has read --ckpt, but the resumed weights are newer
@@ -434,6 +460,7 @@ def open_run(args, policy, start, rank, world):
     if rank:
         return None
     launch.write_atomic(os.path.join(args.out, "args.json"), json.dumps(vars(args), indent=1))
+    # Deletes files that a killed run left half-written and, in a new run, older checkpoints.
     checkpoint.clean_run(args.out, start)
     device = next(policy.parameters()).device.type
     print(f"{args.prompts} prompts x {args.group} rollouts = {args.prompts * args.group} a step on "
@@ -480,7 +507,7 @@ def log_step(log, step, steps, episodes, stats, counts):
 
 def episode_row(e):
     """The numbers of one episode for the log, small enough to send to rank 0."""
-    # f_tau uses the paper's terms, whatever this run pays for: one ruler for all runs.
+    # f_tau uses the paper's terms in every run, so that runs with other terms can be compared.
     ruler = rewards.format_reward(e.turns, e.think_open)
     return {
         "K": e.num_frames, "group": e.group, "status": e.status,
@@ -528,10 +555,12 @@ def summarise(rows):
     out["cut_turns"] = sum(row["cut"] for row in rows) / max(1, sum(row["turns"] for row in rows))
     out["not_ok"] = sum(row["status"] != "ok" for row in rows)
     out["call_minus_skip"] = call_minus_skip(rows)
+    # Closed / opened over all turns of the step. None: no such tag was opened.
     out["closure"] = {}
     for tag in rewards.KINDS:
         opened, closed = (sum(row["closure"][tag][i] for row in rows) for i in (0, 1))
         out["closure"][tag] = closed / opened if opened else None
+    # The Tool Necessity Gap shows per K only: with 64 frames a call is worth little.
     out["by_K"] = {}
     for k in sorted({row["K"] for row in rows}):
         of = [row for row in rows if row["K"] == k]
@@ -587,8 +616,6 @@ def build_parser():
     add("--group", type=int, default=8, help="rollouts per prompt (G)")
     add("--frames", type=rollout.frames_argument, default="gated",
         help="overview frames K; 'gated': K ~ U{4,8,16,32,64}")
-    add("--minibatches", type=int, default=1,
-        help="optimiser steps per batch; above 1 costs one more forward")
     add("--pack-tokens", type=int, default=32768, help="tokens per pack (one forward)")
     add = parser.add_argument_group("reward and credit").add_argument
     add("--format-weight", type=float, default=1.0, help="w_fmt")
@@ -597,11 +624,8 @@ def build_parser():
     add("--answer-suffix", action=yes_no, default=True,
         help="pay 0.3 + 0.2 for an <answer> block; off: 0.2 + 0.1, and more for thought")
     add("--anchor", type=float, default=0.5, help="lambda: weight of the anchor term; 0 = off")
-    add("--gamma", type=float, default=0.3, help="penalty of a thought never closed; 0 = off")
     add("--tool-reward", dest="tool_weight", type=float, default=1.0,
         help="w_tool, factor on R_tool; 0 = off")
-    add("--answer-from", choices=["tag", "line"], default="tag",
-        help="R_acc reads <answer> alone; or also the last line, as the authors' release")
     add = parser.add_argument_group("loss and optimiser").add_argument
     add("--clip-eps", type=float, default=0.2, help="eps of the clipped surrogate")
     add("--kl", type=float, default=0.01, help="beta; 0 = no reference model is loaded")
@@ -617,12 +641,16 @@ def build_parser():
     add("--show-every", type=int, default=20, help="steps between printed rollouts; 0 = never")
     add("--wandb", nargs="?", const="paravt", default=None, metavar="PROJECT",
         help="send the numbers of log.jsonl there too; needs wandb")
-    rollout.add_agent_arguments(parser)
+    rollout.add_agent_arguments(parser, more={
+        "gamma": (0.3,),  # penalty of a thought that never closes, see rewards.format_reward
+        "answer_from": ("tag", "line"),  # line: R_acc also reads the last line, as the release does
+        "minibatches": (1,)})  # optimizer steps per batch; above 1 costs one more forward
     return parser
 
 
 def parse_args():
     parser = build_parser()
+    # Presets change defaults, and flags override defaults. So presets must be known first.
     early = parser.parse_known_args()[0]
     if early.preset == "toy":
         parser.set_defaults(prompts=16, steps=40, pack_tokens=4096, save_every=0, kl=0.0,
@@ -631,11 +659,14 @@ def parse_args():
         parser.set_defaults(think_prefix=False, answer_suffix=False, format_credit="sequence",
                             anchor=0.0, gamma=0.0, frames=64)
     args = parser.parse_args()
+    # A folder of adapters goes on training these adapters, with their rank.
     args.lora = checkpoint.adapter_rank(args.ckpt, args.lora)
     if args.lr is None:  # adapters start at nothing and take larger steps
         args.lr = {"paper": (2e-6, 2e-5), "toy": (2e-4, 2e-3)}[args.preset][args.lora > 0]
-    launch.at_least(1, args, "prompts", "group", "steps", "minibatches", "pack_tokens")
+    launch.at_least(1, args, "prompts", "group", "steps", "pack_tokens")
     launch.at_least(0, args, "lr", "clip", "clip_eps", "kl", "lora", "replicas")
+    if args.minibatches < 1:
+        raise launch.UserError(f"--set minibatches={args.minibatches}: must be at least 1")
     if not args.data and not args.rollouts:
         raise launch.UserError("give --data (task JSONL) or --rollouts (rollout JSONL)")
     if args.temperature <= 0:

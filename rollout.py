@@ -722,7 +722,7 @@ def settings() -> dict[str, tuple]:
     the default first. One number alone means that any number is taken."""
     return {"dispatch": ("parallel", "sequential"), "open_thought": ("run", "drop"),
             "sub_question": (True, False), "sub_fps": (Agent.sub_fps,),
-            "sub_frames": (Agent.sub_frames,)}
+            "sub_frames": (Agent.sub_frames,), "sub_max_new_tokens": (Agent.sub_max_new_tokens,)}
 
 
 class Set(argparse.Action):
@@ -754,7 +754,6 @@ def add_agent_arguments(parser, tools: bool = True, more=()) -> None:
     add, yes_no = parser.add_argument_group("agent").add_argument, argparse.BooleanOptionalAction
     add("--temperature", type=float, default=Agent.temperature, help="of sampling; 0 = greedy")
     add("--max-new-tokens", type=int, default=Agent.max_new_tokens, help="tokens per main turn")
-    add("--sub-max-new-tokens", type=int, default=Agent.sub_max_new_tokens, help="per summary")
     add("--context", type=int, default=Agent.context, help="tokens of one context with its answer")
     add("--max-turns", type=int, default=Agent.max_turns, help="tool turns before the answer turn")
     add("--max-parallel", type=int, default=Agent.max_parallel, help="calls run per turn")
@@ -793,16 +792,16 @@ def agent_settings(args, data_path: str | None) -> tuple[Agent, Source]:
     """Parsed flags -> (Agent, Source). data_path: of the task file, None for a benchmark. Raises
     UserError naming the flag."""
     agent = Agent(**{f.name: getattr(args, f.name) for f in fields(Agent)})
-    launch.at_least(1, args, "max_new_tokens", "sub_max_new_tokens", "context", "max_parallel",
-                    "max_seqs")
+    launch.at_least(1, args, "max_new_tokens", "context", "max_parallel", "max_seqs")
     launch.at_least(0, args, "max_turns")
     # Chained comparisons, because they refuse NaN too. 2 is vLLM's own bound.
     if not 0 <= args.temperature <= 2:
         raise launch.UserError(f"--temperature must lie between 0 and 2, got {args.temperature}")
     if not 0 < args.engine_share < 1:
         raise launch.UserError(f"--engine-share must lie between 0 and 1, got {args.engine_share}")
-    if not (agent.sub_fps > 0 and agent.sub_frames > 0):
-        raise launch.UserError("--set: sub_fps and sub_frames must be above 0")
+    # NaN fails this comparison too.
+    if not min(agent.sub_fps, agent.sub_frames, agent.sub_max_new_tokens) > 0:
+        raise launch.UserError("--set: sub_fps, sub_frames, sub_max_new_tokens must be above 0")
     # Only eval.py has min_pixels and crop_pixels.
     least = getattr(args, "min_pixels", Source.min_pixels)
     crop = getattr(args, "crop_pixels", 0)

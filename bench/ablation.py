@@ -67,7 +67,7 @@ def rows():
         "gating": ("GRPO as released, K gated", "sft-strong", 5, "--vanilla --frames gated", plain),
         "anchoring": ("full at K = 64", "sft-strong", 5, "--frames 64", ""),
         "no-tool": ("full - R_tool", "sft-strong", 8, "--tool-reward 0", ""),
-        "no-gamma": ("full - gamma", "sft-strong", 5, "--gamma 0", ""),
+        "no-gamma": ("full - gamma", "sft-strong", 5, "--set gamma=0", ""),
         "whole": ("full, credit on the whole sequence", "sft-strong", 5,
                   "--format-credit sequence", ""),
         "turns": ("full, one call a turn", "para", 5, None, "--set dispatch=turns --max-turns 3"),
@@ -728,7 +728,7 @@ def main():
                         help="flags of sft.py in the cold start: short, so that format stays "
                         "fragile")
     parser.add_argument("--rl-flags", default="--prompts 8 --steps 30 --lr 3e-4 "
-                        "--answer-from line --show-every 0", help="flags of every grpo.py run")
+                        "--set answer_from=line --show-every 0", help="flags of every grpo.py run")
     args = parser.parse_args()
     args.out, args.results, args.picture = map(os.path.abspath,
                                                (args.out, args.results, args.picture))

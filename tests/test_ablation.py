@@ -34,7 +34,8 @@ def args(tmp_path):
                               seeds=list(range(8)), rows=None,
                               base_flags="--steps 400",
                               sft_flags="--steps 14 --muon-lr 4e-4 --lr 1.5e-4",
-                              rl_flags="--prompts 8 --steps 30 --answer-from line --show-every 0")
+                              rl_flags="--prompts 8 --steps 30 --set answer_from=line "
+                                       "--show-every 0")
 
 
 def test_every_command_is_one_that_its_script_takes(ablation, args, monkeypatch):

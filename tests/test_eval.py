@@ -390,7 +390,7 @@ FOUR = [row(f"q{i}", video=f"videos/eval-000{i % 4}.mp4", question="Which? " * (
 
 def test_an_estimate_counts_the_prompts_of_the_run(world, tmp_path):
     """Without a call, and with all calls that an episode may make, to the token."""
-    lengths = ("--tools", "on", "off", "--max-new-tokens", 400, "--sub-max-new-tokens", 300,
+    lengths = ("--tools", "on", "off", "--max-new-tokens", 400, "--set", "sub_max_new_tokens=300",
                "--context", 4096)
     rows, said = estimated(world(*lengths, "--estimate", 4, rows=FOUR))
     assert [r[:5] for r in rows[:2]] == [["-", "4", "on", "4", "4"], ["-", "4", "off", "4", "4"]]

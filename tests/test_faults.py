@@ -31,7 +31,7 @@ HEAD = """
     rollout.make_engine = reference.make_engine
     rank = int(os.environ.get("RANK", 0))
 """
-LIVE = ("--prompts", 2, "--group", 3, "--max-new-tokens", 6, "--sub-max-new-tokens", 4,
+LIVE = ("--prompts", 2, "--group", 3, "--max-new-tokens", 6, "--set", "sub_max_new_tokens=4",
         "--temperature", 1.0, "--frames", 4, "--show-every", 0)
 
 

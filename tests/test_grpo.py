@@ -1,6 +1,7 @@
 """Tests of grpo.py. The oracle of the loss is a second implementation below: one plain transformers
 forward per sequence, the formulas of the docstring written out, autograd. Run: pytest
 tests/test_grpo.py"""
+import concurrent.futures
 import copy
 import functools
 import importlib.util
@@ -10,7 +11,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -245,7 +245,7 @@ class Recorder:
 
 def settings(**changes):
     """The flags of grpo.py, at their defaults where the oracle's formulas have no other number."""
-    defaults = {action.dest: action.default for action in grpo.build_parser()._actions}
+    defaults = vars(grpo.build_parser().parse_args(["--ckpt", "c"]))
     ours = dict(pack_tokens=4096, temperature=1.0, kl=0.0, clip=0.0)
     return SimpleNamespace(**{**defaults, **ours, **changes})
 
@@ -427,7 +427,7 @@ def test_gradient_of_an_update_is_that_of_separate_sequences(
 
 def test_second_minibatch_is_clipped_against_the_policy_before_the_step(
         process_group, codec, source, groups, policy, vision, plain):
-    """--minibatches 2: the ratio's old log-probs are those from before the first step, and some
+    """Two minibatches: the ratio's old log-probs are those from before the first step, and some
     ratios leave the clip range."""
     lr = 2.0  # at some rates a token lies on the edge of the clip range: either side is right
     record_logps(plain, codec, source, [e for g in groups for e in g])
@@ -669,8 +669,8 @@ def base(toy):
 @pytest.mark.parametrize("flag", [
     ("--lr", 1e-4), ("--clip", 1e-3), ("--temperature", 0.5), ("--format-credit", "sequence"),
     ("--format-credit", "none"),
-    ("--minibatches", 2), ("--kl", 5.0, "--minibatches", 2, "--lr", 1e-2),
-    ("--clip-eps", 1e-4, "--minibatches", 2)],
+    ("--set", "minibatches=2"), ("--kl", 5.0, "--set", "minibatches=2", "--lr", 1e-2),
+    ("--clip-eps", 1e-4, "--set", "minibatches=2")],
                          ids=lambda f: " ".join(map(str, f)))
 def test_every_flag_of_the_update_changes_the_update(run_grpo, any_gap, recorded, base, flag):
     """A knob that does nothing, quietly, is the worst kind; one run with it against one without."""
@@ -777,7 +777,7 @@ def hard_tasks(tasks, tmp_path):
 
 @pytest.mark.parametrize("flags,term,sample,change", [
     (("--no-answer-suffix",), "fmt", 2, -0.2), (("--anchor", 0), "fmt", 1, -0.2),
-    (("--gamma", 0), "fmt", 2, 0.15),
+    (("--set", "gamma=0"), "fmt", 2, 0.15),
     (("--tool-reward", 0), "total", 0, -0.8), (("--format-weight", 0.5), "total", 1, -0.5)],
     ids=lambda x: " ".join(map(str, x)) if isinstance(x, tuple) else "")
 def test_every_flag_of_the_reward_changes_its_term(run_grpo, given_rollouts, hard_tasks, flags,
@@ -797,7 +797,7 @@ def test_every_flag_of_the_reward_changes_its_term(run_grpo, given_rollouts, har
 def test_answer_from_line_pays_an_answer_without_its_tag(run_grpo, given_rollouts, hard_tasks):
     """The hand-made sample 2 says the answer and never closes its thought or opens an answer."""
     common = ("--data", hard_tasks, "--steps", 1, "--prompts", 1, "--group", 4, "--lr", 0)
-    for name, flags in (("tag", ()), ("line", ("--answer-from", "line"))):
+    for name, flags in (("tag", ()), ("line", ("--set", "answer_from=line"))):
         run_grpo(*common, *flags, out=name)
     assert [call["pay"].answer_from for call in given_rollouts] == ["tag", "line"]
 
@@ -807,7 +807,7 @@ def test_f_tau_is_one_ruler_for_runs_that_are_paid_differently(
     """Without suffix and anchor the reward is smaller; the compliance that it is reported with is
     not."""
     common = ("--data", hard_tasks, "--steps", 1, "--prompts", 1, "--group", 4, "--lr", 0)
-    less = ("--no-answer-suffix", "--anchor", 0, "--gamma", 0)
+    less = ("--no-answer-suffix", "--anchor", 0, "--set", "gamma=0")
     full, plain = (run_grpo(*common, *flags, out=name)[1]
                    for name, flags in (("a", ()), ("b", less)))
     assert full["f_tau"] == full["fmt"] == plain["f_tau"] and plain["fmt"] < full["fmt"]
@@ -943,10 +943,18 @@ def test_the_next_steps_overviews_are_decoded_while_this_one_trains(
             misses.append(source.cache.decodes - before)
         return real_run(sampler, mine, budget, group, step)
 
+    class Pool(grpo.ThreadPoolExecutor):
+        def submit(self, *given):
+            futures.append(super().submit(*given))
+            return futures[-1]
+
     def update(*given):
-        time.sleep(0.5)  # long enough for two videos of a minute at one frame a second
+        # As if the update took long: all decodes that were asked for before it are over.
+        concurrent.futures.wait(futures, timeout=60)
         return real_update(*given)
 
+    futures = []
+    monkeypatch.setattr(grpo, "ThreadPoolExecutor", Pool)
     monkeypatch.setattr(rollout, "run", run)
     monkeypatch.setattr(grpo, "update", update)
     # six tasks: three steps see each once
@@ -1025,7 +1033,7 @@ def test_defaults_are_the_recipe_and_the_toy_preset_yields_to_flags(monkeypatch)
 
 @pytest.mark.parametrize("flags,word", [
     (("--prompts", 0), "--prompts"), (("--group", 0), "--group"), (("--steps", 0), "--steps"),
-    (("--minibatches", 0), "--minibatches"),
+    (("--set", "minibatches=0"), "minibatches"),
     (("--pack-tokens", 0), "--pack-tokens"), (("--temperature", 0), "--temperature"),
     (("--frames", 0), "--frames"), (("--frames", "many"), "--frames"),
     (("--lr", -1), "--lr"), (("--kl", -1), "--kl"), (("--clip", -1), "--clip"),

@@ -151,7 +151,7 @@ def test_sizes_of_all_files_are_in_the_marker(policy, codec, process_group, tmp_
 # Asked to stop
 
 
-LIVE = ("--prompts", 2, "--group", 3, "--max-new-tokens", 6, "--sub-max-new-tokens", 4,
+LIVE = ("--prompts", 2, "--group", 3, "--max-new-tokens", 6, "--set", "sub_max_new_tokens=4",
         "--temperature", 1.0)
 
 
