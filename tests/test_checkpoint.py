@@ -141,9 +141,6 @@ def test_weights_are_named_as_in_the_checkpoint_file(saved):
 
 def test_every_tensor_enters_the_digest_of_a_checkpoint(tmp_path):
     """An adapter that was merged into one matrix leaves all others as they were."""
-    import torch
-    from safetensors.torch import save_file
-
     tensors = {f"layer{i}": torch.full((64, 256), float(i)) for i in range(5)}
     (tmp_path / "config.json").write_text("{}")
     found = set()
@@ -198,8 +195,6 @@ def test_every_rank_reads_its_own_part_of_the_checkpoint(toy, tmp_path):
 
 
 def test_a_checkpoint_in_several_files_or_with_other_shapes(toy, codec, process_group, tmp_path):
-    from safetensors.torch import load_file, save_file
-
     folder = tmp_path / "many"
     shutil.copytree(toy / "init", folder)
     weights = load_file(folder / "model.safetensors")

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from album import logprobs, plain_tree
+from conftest import Overheard
 from reference import ReferenceEngine, load_policy
 from safetensors.torch import load_file
 from scripted import ANSWER, Scripted, call, calls, is_sub, play, play_one
@@ -34,25 +35,16 @@ HOT = rollout.Agent(temperature=1.0, context=1024, max_new_tokens=16, sub_max_ne
 TALK = [calls((0, 8), (16, 24), (40, 48)), calls((3, 10.5)), ANSWER]
 
 
-class Saying:
-    """A real engine whose main agent is overheard saying something else: the ids stay as sampled,
-    only the text that is parsed comes from the script. Without it a random checkpoint would never
-    call the tool."""
+class Saying(Overheard):
+    """Its main agent is taken to say these texts, turn by turn. Keeps what it was asked."""
 
     def __init__(self, engine, texts):
-        self.engine, self.texts, self.max_seqs, self.requests = engine, texts, engine.max_seqs, []
+        super().__init__(engine, lambda sample, turn: texts[min(turn, len(texts) - 1)])
+        self.requests = []
 
     def submit(self, request):
         self.requests.append(request)
         self.engine.submit(request)
-
-    def poll(self):
-        done = self.engine.poll()
-        for completion in done:
-            parts = completion.id.split("/")
-            if len(parts) == 4:
-                completion.text = self.texts[min(int(parts[3]), len(self.texts) - 1)]
-        return done
 
 
 @pytest.fixture(scope="module")
@@ -67,13 +59,15 @@ def plain(base, codec):
 
 @pytest.fixture(scope="module")
 def vllm_engines(base, codecs):
-    """One engine a channel in this process; the second start is quick."""
+    """get(channel, ..) -> an engine in this process, one of each kind, since the second start is
+    quick. All are closed at the end of the file: closing one ends the groups that others need."""
     made = {}
 
-    def get(channel):
-        if channel not in made:
-            made[channel] = VllmEngine(base, codecs[channel], Limits(1024, max_seqs=16))
-        return made[channel]
+    def get(channel, context=1024, max_seqs=16):
+        kind = channel, context, max_seqs
+        if kind not in made:
+            made[kind] = VllmEngine(base, codecs[channel], Limits(context, max_seqs=max_seqs))
+        return made[kind]
 
     yield get
     for engine in made.values():
@@ -82,15 +76,12 @@ def vllm_engines(base, codecs):
 
 def trainer_logps(policy, codec, source, ids, mask, items, temperature=1.0):
     features = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
-    pack = model.pack_trees(codec, [model.Tree(model.Span(ids, mask), items)])
-    with torch.no_grad():
-        policy.features = features
-        return policy(pack, temperature)[0].numpy()
+    tree = model.Tree(model.Span(ids, mask), items)
+    return logprobs(policy, codec, features, [tree], temperature=temperature).numpy()
 
 
 def sample(engine, tasks, source, agent=HOT, **more):
     engine = Saying(engine, TALK)
-    engine.codec = engine.engine.codec
     return {(e.task["id"], e.sample): (e.context.ids, e.context.logps)
             for e in play(engine, tasks, source, agent, 8, **more)}
 
@@ -289,16 +280,15 @@ def test_banned_ids_are_never_sampled(kind, codec, base, tasks, frames_of, reque
 # Requests, sleep
 
 
-def test_one_sequence_may_fill_a_context_of_odd_length(base, codecs):
+def test_one_sequence_may_fill_a_context_of_odd_length(vllm_engines, codec):
     """Room for keys and values comes in blocks, one of which vLLM keeps to itself."""
-    engine = VllmEngine(base, codecs["image"], Limits(1000, max_seqs=1))
+    engine = vllm_engines("image", 1000, max_seqs=1)
     ids = [*range(300, 400)] * 9 + [*range(300, 390)]
     engine.submit(Request("0/0/0/0", ids, ids, [], [], 10, 1.0, 0))
     done = []
     while not done:
         done = engine.poll()
-    engine.close()
-    assert len(done[0].ids) == 10 or done[0].ids[-1] == codecs["image"].eos
+    assert len(done[0].ids) == 10 or done[0].ids[-1] == codec.eos
 
 
 def test_the_same_seed_gives_the_same_samples(vllm_engines, tasks, frames_of):
