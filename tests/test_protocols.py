@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from test_rollout import Server
+from scripted import Server
 
 import chat
 import eval as evaluation
