@@ -41,10 +41,11 @@ import argparse
 import json
 import math
 import os
+import statistics
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import chat
 import checkpoint
@@ -193,8 +194,9 @@ def update(policy, reference, optimizer, trees, tokens, args):
     sampled_everywhere, trees_everywhere = total.tolist()
     names = ("loss", "tokens", "gap", "entropy", "kl", "clipped", "truncated")
     if trees_everywhere == 0:  # no group of any rank has a signal, so the weights stay
-        return {**dict.fromkeys(names, 0.0), "grad_norm": 0.0, "gap_max": 0.0, "skipped_update": 1,
-                "bad_updates": 0}
+        # None: no forward ran, so there is no gap, entropy or norm to report.
+        return {**dict.fromkeys((*names, "grad_norm", "gap_max")), "tokens": sampled_everywhere,
+                "skipped_update": 1, "bad_updates": 0}
     # With several minibatches each of them divides by its even part of N.
     n = max(1.0, sampled_everywhere / args.minibatches)
 
@@ -315,12 +317,14 @@ def main():
     # A hub snapshot, a run folder or a checkpoint folder: from here on a folder with weights.
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
     tasks = rollout.read_tasks(args.data) if args.data else []
+    held = rollout.read_tasks(args.val) if args.val else []
     recorded = read_rollouts(args.rollouts or [], pay_of(args))
     agent, source = rollout.agent_settings(args, args.data or args.rollouts[0])
     launch.make_out(os.path.join(args.out, "rollouts"))
     # The same command again goes on from the newest whole checkpoint in --out.
     folder, state = checkpoint.resume_point(args.out, args, args.resume)
     start, steps = state.get("step", 0), 1 if args.rollouts else args.steps
+    best = state.get("best", -1.0)  # held-out accuracy; -1: none yet
     if start >= steps:
         launch.say(f"nothing to do: {args.out} has {start} steps of {steps}")
         return
@@ -335,12 +339,19 @@ def main():
     policy, reference, optimizer, engine = set_up(args, ckpt, codec, source, device, folder)
     wire = model.compute_dtype(device)  # dtype in which weights travel to the engine
     log = open_run(args, policy, start, rank, world)
+    labels = labels_by_type(tasks)
+    # Videos of --val lie beside that file, unless --video-root says otherwise.
+    beside = args.video_root or os.path.dirname(os.path.abspath(args.val or ""))
+    held_source = replace(source, root=beside)
     ahead = ThreadPoolExecutor(4, thread_name_prefix="ahead")  # decodes frames of the next step
     asked = launch.stop_on_sigterm()
     bad = 0  # steps in a row without a finite gradient
+    if held and start == 0:  # the accuracy that training starts from
+        evaluate(log, engine, held, agent, codec, held_source, 0, args, rank, world)
 
     # beat() after each phase: a rank that hangs longer than --patience prints its stacks and exits.
     for step in range(start, steps):
+        last = step + 1 == steps
         # 1. Rollouts, groups, advantages. The engine holds the weights of this step, so its samples
         # are on policy, but for rounding.
         clock, waited = time.monotonic(), 0.0
@@ -363,7 +374,7 @@ def main():
         clock = time.monotonic()
         if engine:
             engine.sleep()
-        if step + 1 < steps and not args.rollouts:
+        if not (last or args.rollouts):
             look_ahead(ahead, source, share(tasks, step + 1, args, rank, world)[0], step + 1, args)
         trees, tokens, skipped = training_trees(groups, codec, args)
         stats = update(policy, reference, optimizer, trees, tokens, args)
@@ -377,7 +388,8 @@ def main():
 
         # 3. New weights into the engine, which drops all prefixes and features of the old ones.
         clock = time.monotonic()
-        if engine and step + 1 < steps:
+        look = held and (last or (args.eval_every and (step + 1) % args.eval_every == 0))
+        if engine and (look or not last):
             engine.wake(checkpoint.full_weights(policy, wire))
         sync_s = time.monotonic() - clock
         launch.beat(args.patience)
@@ -385,14 +397,23 @@ def main():
         # 4. Record, save, go on. SIGTERM on any rank saves and stops all of them.
         if not args.rollouts:
             write_rollouts(args.out, step, rank, episodes)
-        log_step(log, step, steps, episodes, stats, {
+        log_step(log, step, steps, episodes, labels, stats, {
             "skipped": skipped, "groups": len(groups), "packed": sum(map(len, trees)),
             "decode_s": waited, "rollout_s": rollout_s, "train_s": train_s, "sync_s": sync_s})
+        # `best` links to the checkpoint with the highest held-out accuracy so far. Every rank has
+        # the same number, so all of them save or none.
+        links = ["last"]
+        if look:
+            acc = evaluate(log, engine, held, agent, codec, held_source, step + 1, args, rank,
+                           world)
+            if acc > best:
+                best, links = acc, ["last", "best"]
         # Ranks may get SIGTERM at different times, and must not leave the loop at different steps.
         stopping = launch.any_rank(asked.is_set())
-        due = args.save_every and (step + 1) % args.save_every == 0
-        if stopping or due or step + 1 == steps:
-            checkpoint.save_run(policy, codec, optimizer, args.out, step + 1, {"args": vars(args)})
+        due = last or (args.save_every and (step + 1) % args.save_every == 0)
+        if stopping or due or "best" in links:
+            state = {"best": best, "args": vars(args)}
+            checkpoint.save_run(policy, codec, optimizer, args.out, step + 1, state, links)
             launch.beat(args.patience)
         if step % 10 == 9:  # decoding leaves freed memory in the arenas of its threads
             launch.give_back_memory()
@@ -448,7 +469,7 @@ def set_up(args, ckpt, codec, source, device, folder):
 
 def check_gap(step, gap, tolerance):
     """Raises RunError, on all ranks alike, if engine and trainer are not the same policy."""
-    if not gap <= tolerance:  # NaN fails this comparison too
+    if gap is not None and not gap <= tolerance:  # NaN fails this comparison too
         raise launch.RunError(
             f"step {step}: mean |log-prob gap| between engine and trainer is {gap:.3f} nats, "
             f"tolerance {tolerance}: the engine samples from other weights or other inputs")
@@ -495,22 +516,78 @@ def write_rollouts(out, step, rank, episodes):
     launch.write_atomic(os.path.join(out, "rollouts", name), lines)
 
 
-def log_step(log, step, steps, episodes, stats, counts):
-    """Writes the metrics of a step. episodes, counts: of this rank; stats: of all ranks.
-    Collective."""
-    rows = launch.gather_rows([episode_row(e) for e in episodes])
+def log_step(log, step, steps, episodes, labels, stats, counts):
+    """Writes the metrics of a step, and warns of signs that the run learns nothing. episodes,
+    counts: of this rank; stats: of all ranks. labels: see by_chance. Collective."""
+    rows = launch.gather_rows([episode_row(e, labels) for e in episodes])
     counts = launch.gather_rows([counts])
     if log:
         m = {**summarise(rows), **stats, **step_counts(rows, counts), "step": step + 1}
         log.write(m, step_line(m, steps, log.eta(step + 1, steps)))
+        for name, line in signs(log.rows).items():
+            if name not in log.warned:  # once per run
+                log.warned.add(name)
+                print(f"WARNING step {step + 1}: {line}", flush=True)
 
 
-def episode_row(e):
+def evaluate(log, engine, held, agent, codec, source, step, args, rank, world):
+    """Held-out accuracy with tools, after writing it, with and without tools, per K and type.
+    The K, the seeds and so the noise of a task are the same in every evaluation. Collective."""
+    rows = []
+    for tools in (True, False):
+        # Step 0 enters seeds and draws of K. The weights are those of `step`.
+        sampler = rollout.Sampler(engine, codec, source, replace(agent, tools=tools), pay_of(args))
+        for e in rollout.run(sampler, held[rank::world], args.frames, 1, 0):
+            launch.beat(args.patience)
+            rows.append({"tools": tools, "status": e.status, "acc": e.reward["acc"],
+                         "K": e.num_frames, "type": e.task["type"]})
+    # A broken video says nothing of the policy. A context that overflowed counts as a wrong answer.
+    rows = launch.gather_rows(rows)
+    good = [row for row in rows if row["status"] in ("ok", "context")]
+
+    def cell(some):
+        with_tools, without = ([row for row in some if row["tools"] is on] for on in (True, False))
+        return {"n": len(with_tools), "acc": average(with_tools, "acc"),
+                "acc_no_tools": average(without, "acc")}
+
+    val = {**cell(good), "not_ok": len(rows) - len(good)}
+    for name in ("K", "type"):
+        val[f"by_{name}"] = {str(value): cell([row for row in good if row[name] == value])
+                             for value in sorted({row[name] for row in good})}
+    if log:
+        failed = f" | not ok {val['not_ok']}" if val["not_ok"] else ""
+        log.write({"step": step, "val": val}, f"step {step:04d} | held-out acc "
+                  f"{number(val['acc'])} no tools {number(val['acc_no_tools'])}{failed}")
+    return -1.0 if val["acc"] is None else val["acc"]
+
+
+def labels_by_type(tasks):
+    """Tasks -> {type: [(id, answer)]}, for by_chance."""
+    labels = {}
+    for task in tasks:
+        labels.setdefault(task["type"], []).append((task["id"], task["answer"]))
+    return labels
+
+
+def by_chance(e, labels):
+    """R_acc that the answer of `e` earns against the label of another task of the same type. Right
+    answers earn more against their own labels. None if there is no other task."""
+    known = labels.get(e.task["type"], [])
+    at = rollout.stable_number("label", e.group, e.sample) % max(1, len(known))
+    # The task itself may be drawn. Its neighbour is another one, because ids are unique.
+    others = [answer for name, answer in (known[at:] + known[:at])[:2] if name != e.task["id"]]
+    answer = rewards.final_answer(e.turns, e.think_open)
+    options = e.task.get("options")
+    return rewards.accuracy(answer, e.task["type"], others[0], options) if others else None
+
+
+def episode_row(e, labels):
     """The numbers of one episode for the log, small enough to send to rank 0."""
     # f_tau uses the paper's terms in every run, so that runs with other terms can be compared.
     ruler = rewards.format_reward(e.turns, e.think_open)
     return {
-        "K": e.num_frames, "group": e.group, "status": e.status,
+        "K": e.num_frames, "type": e.task["type"], "group": e.group, "status": e.status,
+        "chance": by_chance(e, labels),
         "f_tau": ruler["total"], "well_formed": ruler["well_formed"],
         **{name: e.reward[name] for name in ("total", "acc", "fmt", "tool")},
         "closure": rewards.closure_counts(e.turns, e.think_open),
@@ -528,7 +605,7 @@ def mean(values):
 
 
 def average(rows, name):
-    return mean(float(row[name]) for row in rows)
+    return mean(float(row[name]) for row in rows if row[name] is not None)
 
 
 def call_minus_skip(rows):
@@ -545,37 +622,94 @@ def call_minus_skip(rows):
 
 
 def summarise(rows):
-    """Episode rows of all ranks -> the step's metrics."""
+    """Episode rows of all ranks -> the step's metrics: means over the rollouts that are ok. A
+    broken video has no accuracy and no format, so zeros for it would blame the policy."""
+    failed = sum(row["status"] != "ok" for row in rows)
+    rows = [row for row in rows if row["status"] == "ok"]
     out = {name: average(rows, name) for name in ("total", "acc", "fmt", "tool", "length", "turns",
-                                            "f_tau", "well_formed", "sub_tokens")}
+                                            "f_tau", "well_formed", "sub_tokens",
+                                            "chance")}
     out["kappa"] = average(rows, "executed")
     out["written_calls"] = average(rows, "written")
     out["valid_calls"] = average(rows, "parseable")
     out["called"] = mean(float(row["executed"] > 0) for row in rows)
-    out["cut_turns"] = sum(row["cut"] for row in rows) / max(1, sum(row["turns"] for row in rows))
-    out["not_ok"] = sum(row["status"] != "ok" for row in rows)
+    turns = sum(row["turns"] for row in rows)
+    out["cut_turns"] = sum(row["cut"] for row in rows) / turns if turns else None
+    out["not_ok"] = failed
     out["call_minus_skip"] = call_minus_skip(rows)
     # Closed / opened over all turns of the step. None: no such tag was opened.
     out["closure"] = {}
     for tag in rewards.KINDS:
         opened, closed = (sum(row["closure"][tag][i] for row in rows) for i in (0, 1))
         out["closure"][tag] = closed / opened if opened else None
-    # The Tool Necessity Gap shows per K only: with 64 frames a call is worth little.
-    out["by_K"] = {}
-    for k in sorted({row["K"] for row in rows}):
-        of = [row for row in rows if row["K"] == k]
-        out["by_K"][str(k)] = {
-            "n": len(of), "acc": average(of, "acc"), "f_tau": average(of, "f_tau"),
-            "well_formed": average(of, "well_formed"), "kappa": average(of, "executed"),
-            "call_minus_skip": call_minus_skip(of)}  # fmt: skip
+    # The Tool Necessity Gap shows per K only: with 64 frames a call is worth little. A dead task
+    # type among several shows per type only.
+    for name in ("K", "type"):
+        out[f"by_{name}"] = {}
+        for value in sorted({row[name] for row in rows}):
+            of = [row for row in rows if row[name] == value]
+            out[f"by_{name}"][str(value)] = {
+                "n": len(of), "acc": average(of, "acc"), "f_tau": average(of, "f_tau"),
+                "well_formed": average(of, "well_formed"), "kappa": average(of, "executed"),
+                "call_minus_skip": call_minus_skip(of), "chance": average(of, "chance")}
     return out
+
+
+def signs(history):
+    """Rows of the log -> {name: line}: signs that a run learns nothing, with the likely cause. The
+    thresholds are wide, so that healthy runs show none."""
+    found = {}
+    history = [row for row in history if "by_type" in row]  # the others hold held-out accuracy
+    m, three = history[-1], history[-3:]
+
+    def lasting(test, rows):
+        return len(rows) == 3 and all(map(test, rows))
+
+    for kind, cell in m["by_type"].items():
+        cells = [row["by_type"][kind] for row in history if kind in row["by_type"]]
+        if lasting(lambda cell: cell["acc"] == 0, cells[-3:]):
+            found[f"type {kind}"] = (
+                f"no rollout of a task of type {kind} has earned accuracy for 3 steps: see whether "
+                "the labels are right and in the form that the answers have (--show-every 1)")
+        # Rollouts of one step vary together, so the spread over steps is the measure of noise.
+        apart = [c["acc"] - c["chance"] for c in cells[-5:] if c["chance"] is not None]
+        if cell["acc"] and len(apart) == 5:
+            if mean(apart) <= 2 * statistics.stdev(apart) / math.sqrt(5):
+                found[f"chance {kind}"] = (
+                    f"answers to tasks of type {kind} fit their own labels no better than the "
+                    "labels of other tasks, for 5 steps: see whether labels are mixed up between "
+                    "rows, or the checkpoint cannot do the task yet")
+    if lasting(lambda row: row["groups"] and row["zero_variance"] == row["groups"], three):
+        found["signal"] = ("no group has had a signal for 3 steps, because all rollouts of a prompt"
+                           " earn the same: tasks too hard or too easy, --temperature or --group "
+                           "too low, or a broken policy")
+    for name in ("f_tau", "entropy"):
+        values = [row[name] for row in history[-6:] if row[name] is not None]
+        if len(values) > 1 and max(values) > 0.1 and values[-1] < max(values) / 2:
+            found[name] = (f"{name} fell from {max(values):.2f} to {values[-1]:.2f} within "
+                           f"{len(values) - 1} steps: --lr is probably too high")
+    if (m["cut_turns"] or 0) > 0.5:
+        found["cut"] = (f"{m['cut_turns']:.0%} of all turns were cut off: --max-new-tokens is too "
+                        "small, or the policy does not end its turns")
+    for kind in rewards.KINDS:
+        shares = [row["closure"][kind] for row in three]
+        if lasting(lambda share: share is not None and share < 0.5, shares):
+            found[f"open {kind}"] = (f"most <{kind}> tags were never closed for 3 steps: the cold "
+                                     "start did not teach the format, or --lr is too high")
+    return found
+
+
+def number(value, form=".2f"):
+    return "-" if value is None else format(value, form)
 
 
 def step_line(m, steps, eta):
     """The numbers to watch, on one line of the terminal. log.jsonl has all. eta: seconds."""
-    return (f"step {m['step']:04d}/{steps:04d} | R {m['total']:.2f} acc {m['acc']:.2f} "
-            f"f_tau {m['f_tau']:.2f} kappa {m['kappa']:.2f} | gap {m['gap']:.0e} "
-            f"gn {m['grad_norm']:.2f} zero {m['zero_variance']}/{m['groups']} | "
+    failed = f"not ok {m['not_ok']} | " if m["not_ok"] else ""
+    return (f"step {m['step']:04d}/{steps:04d} | R {number(m['total'])} acc {number(m['acc'])} "
+            f"f_tau {number(m['f_tau'])} kappa {number(m['kappa'])} | {failed}"
+            f"gap {number(m['gap'], '.0e')} gn {number(m['grad_norm'])} "
+            f"zero {m['zero_variance']}/{m['groups']} | "
             f"roll {m['rollout_s']:.1f}s train {m['train_s']:.1f}s | eta {eta / 60:.1f}m")
 
 
@@ -639,6 +773,8 @@ def build_parser():
     add = parser.add_argument_group("looking and saving").add_argument
     add("--save-every", type=int, default=50, help="steps between checkpoints; 0 = at the end")
     add("--show-every", type=int, default=20, help="steps between printed rollouts; 0 = never")
+    add("--val", help="held-out task JSONL: accuracy with and without tools, and `best`")
+    add("--eval-every", type=int, default=50, help="steps between them; 0 = at the end")
     add("--wandb", nargs="?", const="paravt", default=None, metavar="PROJECT",
         help="send the numbers of log.jsonl there too; needs wandb")
     rollout.add_agent_arguments(parser, more={
@@ -664,7 +800,9 @@ def parse_args():
     if args.lr is None:  # adapters start at nothing and take larger steps
         args.lr = {"paper": (2e-6, 2e-5), "toy": (2e-4, 2e-3)}[args.preset][args.lora > 0]
     launch.at_least(1, args, "prompts", "group", "steps", "pack_tokens")
-    launch.at_least(0, args, "lr", "clip", "clip_eps", "kl", "lora", "replicas")
+    launch.at_least(0, args, "lr", "clip", "clip_eps", "kl", "lora", "replicas", "eval_every")
+    if args.val and not args.data:
+        raise launch.UserError("--val needs --data: with --rollouts there is no engine")
     if args.minibatches < 1:
         raise launch.UserError(f"--set minibatches={args.minibatches}: must be at least 1")
     if not args.data and not args.rollouts:

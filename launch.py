@@ -370,6 +370,7 @@ class Log:
         are dropped."""
         path = os.path.join(out, "log.jsonl")
         self.out, self.start, self.began = out, start, time.monotonic()
+        self.rows, self.warned = [], set()  # written by this process; warnings already given
         kept = [row for row in whole_rows(path) if row["step"] <= start] if start else []
         write_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
         self.file = open(path, "a", encoding="utf-8")
@@ -385,6 +386,7 @@ class Log:
                                     resume="allow", config=vars(args), dir=out)
 
     def write(self, record, line):
+        self.rows.append(record)
         self.file.write(json.dumps(record) + "\n")
         self.file.flush()
         print(line, flush=True)
