@@ -107,8 +107,9 @@ def pytest_collection_modifyitems(config, items):
         items.sort(key=order.get)
         return
     long = [f"test_{name}.py" for name in (
-        "faults", "survival", "grpo", "eval", "published", "rollout", "sft", "fake_gpu", "server",
-        "video", "toy", "model", "rewards", "page", "lora", "plan", "bf16", "hostile")]
+        "faults", "survival", "grpo", "engine", "eval", "published", "rollout", "sft", "fake_gpu",
+        "server", "video", "toy", "model", "rewards", "page", "checkpoint", "lora", "plan", "bf16",
+        "hostile")]
     items.sort(key=lambda item: long.index(item.path.name) if item.path.name in long else len(long))
 
 
@@ -216,6 +217,33 @@ def video_codec(codecs):
 def each_codec(request, codecs):
     """The codec of both channels, one after the other."""
     return codecs[request.param]
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """The video files that this process opened from now on: one entry for the times of a file, one
+    for each set of frames that was decoded."""
+    av = pytest.importorskip("av")
+    names, real = [], av.open
+
+    def spy(file, mode=None, **more):
+        if mode is None:
+            names.append(str(file))
+        return real(file, mode, **more)
+
+    monkeypatch.setattr(av, "open", spy)
+    return names
+
+
+@pytest.fixture
+def decoders(monkeypatch):
+    """The decoders in processes of their own, started from now on."""
+    import video
+
+    started, real = [], video.ChildDecoder
+    monkeypatch.setattr(video, "ChildDecoder",
+                        lambda *given: started.append(real(*given)) or started[-1])
+    return started
 
 
 @pytest.fixture

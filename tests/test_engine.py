@@ -147,37 +147,85 @@ def test_no_more_than_max_live_episodes_are_open(limit, codec):
 
 
 # ------------------------------------------------------------------------------------------------
+# Requests, sleep
+
+
+def test_waking_clears_what_sleep_has_lost(monkeypatch):
+    """vLLM's deepstack features are no buffers: behind a level-2 sleep they are whatever lies
+    there. In order: memory, zeros, weights, cache."""
+    calls, levels = [], [torch.full((3, 2), 7.0), torch.full((3, 2), float("nan"))]
+
+    class Llm:
+        def wake_up(self, tags):
+            calls.extend(tags)
+
+        def apply_model(self, function):
+            function(SimpleNamespace(deepstack_input_embeds=levels))
+            calls.append(function.__name__)
+
+    engine = object.__new__(VllmEngine)
+    engine.llm, engine.sleeping = Llm(), True
+    monkeypatch.setattr(VllmEngine, "sync", lambda self, weights: calls.append("sync"))
+    engine.wake([])
+    assert calls == ["weights", "zero_deepstack", "sync", "kv_cache"]
+    assert all(not level.any() for level in levels)
+    zero_deepstack(SimpleNamespace())  # a tower without deepstack levels
+
+
+def test_one_sequence_may_fill_a_context_of_odd_length(vllm_engines, codec):
+    """Room for keys and values comes in blocks, one of which vLLM keeps to itself."""
+    engine = vllm_engines("image", 1000, max_seqs=1)
+    ids = [*range(300, 400)] * 9 + [*range(300, 390)]
+    engine.submit(Request("0/0/0/0", ids, ids, [], [], 10, 1.0, 0))
+    done = []
+    while not done:
+        done = engine.poll()
+    assert len(done[0].ids) == 10 or done[0].ids[-1] == codec.eos
+
+
+def test_the_same_seed_gives_the_same_samples(vllm_engines, tasks, frames_of):
+    engine = vllm_engines("image")
+    first, again = (sample(engine, tasks[:3], frames_of, group=2) for _ in range(2))
+    other = sample(engine, tasks[:3], frames_of, replace(HOT, seed=1), group=2)
+    assert {k: v[0] for k, v in first.items()} == {k: v[0] for k, v in again.items()}
+    assert all(first[k][0] != other[k][0] for k in first)
+    assert len({tuple(v[0]) for v in first.values()}) == 6  # members of a group differ
+
+
+def test_a_prompt_that_a_group_shares_is_made_ready_once(
+        vllm_engines, base, tasks, frames_of, monkeypatch):
+    """Three samples share the first prompt and four windows; what they say behind it is text.
+    Sampled is what is sampled where each prompt is made anew."""
+    engine, made = vllm_engines("image"), []
+    real, ready = engine.llm.renderer.render_cmpl, engine_prompt
+    monkeypatch.setattr(engine.llm.renderer, "render_cmpl",
+                        lambda p, **more: made.append(p) or real(p, **more))
+    for _ in range(2):  # the second time vLLM knows every frame
+        engine.prompts.clear()
+        shared = sample(engine, tasks[:1], frames_of, group=3)
+    assert len(made) == 2 * (1 + 4) and len(engine.prompts) == 5
+    engine.sync(load_file(os.path.join(base, "model.safetensors")).items())  # knows none any more
+    assert sample(engine, tasks[:1], frames_of, group=3) == shared and len(made) == 10
+    engine.prompts.clear()
+    monkeypatch.setattr(engine_module, "engine_prompt", functools.partial(ready, most=0))
+    assert sample(engine, tasks[:1], frames_of, group=3) == shared
+    assert len(made) == 10 + 3 * (3 + 4) and engine.prompts == {}
+
+
+def test_a_request_that_joins_a_running_batch_gets_what_it_would_get_alone(
+        vllm_engines, tasks, frames_of):
+    engine = vllm_engines("image")
+    alone = {}
+    for task in tasks[:4]:
+        alone.update(sample(engine, [task], frames_of))
+    together = sample(engine, tasks[:4], frames_of, threads=1)
+    for key, (ids, logps) in alone.items():
+        assert together[key][0] == ids
+        assert np.abs(np.subtract(together[key][1], logps)).max() < 1e-4
+
+
+# ------------------------------------------------------------------------------------------------
 # vLLM beside the trainer
-
-
-def test_vllm_loads_the_checkpoint_and_agrees_before_and_after_a_sync(
-        saved, engine, codec, source, toy):
-    """Stale weights fail silently everywhere else. All weights change, embeddings too: a tied head
-    must follow them."""
-    policy, _ = saved
-    assert engine_gap(engine, policy, codec, source, 1) < 1e-3
-    new = load_policy(str(toy / "init"), codec)
-    new.load_state_dict(policy.state_dict())
-    torch.manual_seed(6)
-    with torch.no_grad():
-        for p in new.hf.model.language_model.parameters():
-            p.add_(0.2 * p.std() * torch.randn_like(p) if p.ndim > 1
-                   else 0.05 * torch.randn_like(p))
-    # the engine still has the old ones: the probe can tell
-    assert engine_gap(engine, new, codec, source, 3) > 0.1
-    engine.sync(checkpoint.full_weights(new))
-    assert engine_gap(engine, new, codec, source, 5) < 1e-3
-    with torch.no_grad():  # only the embeddings, which are the head
-        new.hf.model.language_model.embed_tokens.weight.mul_(1.3)
-    engine.sync(checkpoint.full_weights(new))
-    assert engine_gap(engine, new, codec, source, 7) < 1e-3
-
-
-def test_vllm_agrees_on_native_video_items(saved, engine, video_codec, source, monkeypatch):
-    """Frame pairs, their times, their positions and how their pixels are normalised."""
-    monkeypatch.setattr(engine, "codec", video_codec)
-    engine.sync(checkpoint.full_weights(saved[0]))
-    assert engine_gap(engine, saved[0], video_codec, source, 9) < 1e-3
 
 
 @pytest.mark.parametrize("channel", ["image", "video"])
@@ -210,6 +258,20 @@ def test_engine_and_trainer_agree_on_multi_turn_episodes(channel, temperature, v
     assert {r.items[0].frames for r in engine.requests if is_sub(r)} >= {1, 8}
 
 
+def test_an_engine_prompt_that_differs_from_the_trainers_is_refused(
+        vllm_engines, codec, tasks, frames_of):
+    """Frames that were resized once more would train on other pixels than were sampled from,
+    silently."""
+    engine = vllm_engines("image")
+    scripted = Scripted(codec, [ANSWER])
+    play_one(scripted, tasks, frames_of)
+    (request,) = scripted.requests
+    engine.submit(replace(request, id="odd", expanded=request.expanded + [codec.eos], max_tokens=2))
+    with pytest.raises(RuntimeError, match="odd: the engine's prompt ids differ"):
+        while True:
+            engine.poll()
+
+
 def test_frames_above_a_token_a_side_agree_too(vllm_engines, base, codecs, policy, tasks, toy):
     """Larger frames become several tokens each: placeholder counts and two-dimensional positions
     must match. Together these exceed the bound of one image, which the processor of native video
@@ -226,31 +288,6 @@ def test_frames_above_a_token_a_side_agree_too(vllm_engines, base, codecs, polic
         got = trainer_logps(policy, codec, big, context.ids, context.mask, context.items)
         want = [lp for lp, flag in zip(context.logps, context.mask) if flag]
         assert np.abs(got - want).max() < 1e-4
-
-
-def test_an_engine_prompt_that_differs_from_the_trainers_is_refused(
-        vllm_engines, codec, tasks, frames_of):
-    """Frames that were resized once more would train on other pixels than were sampled from,
-    silently."""
-    engine = vllm_engines("image")
-    scripted = Scripted(codec, [ANSWER])
-    play_one(scripted, tasks, frames_of)
-    (request,) = scripted.requests
-    engine.submit(replace(request, id="odd", expanded=request.expanded + [codec.eos], max_tokens=2))
-    with pytest.raises(RuntimeError, match="odd: the engine's prompt ids differ"):
-        while True:
-            engine.poll()
-
-
-def test_both_engines_agree_when_greedy(vllm_engines, plain, codec, tasks, frames_of):
-    """The reference sampler and vLLM: same ids, same log-probs, so either may serve the same
-    checkpoint."""
-    agent = replace(HOT, temperature=0.0)
-    one, two = (sample(engine, tasks[:3], frames_of, agent)
-                for engine in (vllm_engines("image"), plain))
-    for key in one:
-        assert one[key][0] == two[key][0]
-        assert np.abs(np.subtract(one[key][1], two[key][1])).max() < 1e-4
 
 
 @pytest.mark.parametrize("kind", ["vllm", "reference"])
@@ -276,80 +313,42 @@ def test_banned_ids_are_never_sampled(kind, codec, base, tasks, frames_of, reque
     assert sum(seen.values()) > 300 and len(seen) > 150 and not set(seen) & set(codec.banned)
 
 
-# ------------------------------------------------------------------------------------------------
-# Requests, sleep
+def test_both_engines_agree_when_greedy(vllm_engines, plain, codec, tasks, frames_of):
+    """The reference sampler and vLLM: same ids, same log-probs, so either may serve the same
+    checkpoint."""
+    agent = replace(HOT, temperature=0.0)
+    one, two = (sample(engine, tasks[:3], frames_of, agent)
+                for engine in (vllm_engines("image"), plain))
+    for key in one:
+        assert one[key][0] == two[key][0]
+        assert np.abs(np.subtract(one[key][1], two[key][1])).max() < 1e-4
 
 
-def test_one_sequence_may_fill_a_context_of_odd_length(vllm_engines, codec):
-    """Room for keys and values comes in blocks, one of which vLLM keeps to itself."""
-    engine = vllm_engines("image", 1000, max_seqs=1)
-    ids = [*range(300, 400)] * 9 + [*range(300, 390)]
-    engine.submit(Request("0/0/0/0", ids, ids, [], [], 10, 1.0, 0))
-    done = []
-    while not done:
-        done = engine.poll()
-    assert len(done[0].ids) == 10 or done[0].ids[-1] == codec.eos
+def test_vllm_loads_the_checkpoint_and_agrees_before_and_after_a_sync(
+        saved, engine, codec, source, toy):
+    """Stale weights fail silently everywhere else. All weights change, embeddings too: a tied head
+    must follow them."""
+    policy, _ = saved
+    assert engine_gap(engine, policy, codec, source, 1) < 1e-3
+    new = load_policy(str(toy / "init"), codec)
+    new.load_state_dict(policy.state_dict())
+    torch.manual_seed(6)
+    with torch.no_grad():
+        for p in new.hf.model.language_model.parameters():
+            p.add_(0.2 * p.std() * torch.randn_like(p) if p.ndim > 1
+                   else 0.05 * torch.randn_like(p))
+    # the engine still has the old ones: the probe can tell
+    assert engine_gap(engine, new, codec, source, 3) > 0.1
+    engine.sync(checkpoint.full_weights(new))
+    assert engine_gap(engine, new, codec, source, 5) < 1e-3
+    with torch.no_grad():  # only the embeddings, which are the head
+        new.hf.model.language_model.embed_tokens.weight.mul_(1.3)
+    engine.sync(checkpoint.full_weights(new))
+    assert engine_gap(engine, new, codec, source, 7) < 1e-3
 
 
-def test_the_same_seed_gives_the_same_samples(vllm_engines, tasks, frames_of):
-    engine = vllm_engines("image")
-    first, again = (sample(engine, tasks[:3], frames_of, group=2) for _ in range(2))
-    other = sample(engine, tasks[:3], frames_of, replace(HOT, seed=1), group=2)
-    assert {k: v[0] for k, v in first.items()} == {k: v[0] for k, v in again.items()}
-    assert all(first[k][0] != other[k][0] for k in first)
-    assert len({tuple(v[0]) for v in first.values()}) == 6  # members of a group differ
-
-
-def test_a_prompt_that_a_group_shares_is_made_ready_once(
-        vllm_engines, base, tasks, frames_of, monkeypatch):
-    """Three samples share the first prompt and four windows; what they say behind it is text.
-    Sampled is what is sampled where each prompt is made anew."""
-
-    engine, made = vllm_engines("image"), []
-    real, ready = engine.llm.renderer.render_cmpl, engine_prompt
-    monkeypatch.setattr(engine.llm.renderer, "render_cmpl",
-                        lambda p, **more: made.append(p) or real(p, **more))
-    for _ in range(2):  # the second time vLLM knows every frame
-        engine.prompts.clear()
-        shared = sample(engine, tasks[:1], frames_of, group=3)
-    assert len(made) == 2 * (1 + 4) and len(engine.prompts) == 5
-    engine.sync(load_file(os.path.join(base, "model.safetensors")).items())  # knows none any more
-    assert sample(engine, tasks[:1], frames_of, group=3) == shared and len(made) == 10
-    engine.prompts.clear()
-    monkeypatch.setattr(engine_module, "engine_prompt", functools.partial(ready, most=0))
-    assert sample(engine, tasks[:1], frames_of, group=3) == shared
-    assert len(made) == 10 + 3 * (3 + 4) and engine.prompts == {}
-
-
-def test_a_request_that_joins_a_running_batch_gets_what_it_would_get_alone(
-        vllm_engines, tasks, frames_of):
-    engine = vllm_engines("image")
-    alone = {}
-    for task in tasks[:4]:
-        alone.update(sample(engine, [task], frames_of))
-    together = sample(engine, tasks[:4], frames_of, threads=1)
-    for key, (ids, logps) in alone.items():
-        assert together[key][0] == ids
-        assert np.abs(np.subtract(together[key][1], logps)).max() < 1e-4
-
-
-def test_waking_clears_what_sleep_has_lost(monkeypatch):
-    """vLLM's deepstack features are no buffers: behind a level-2 sleep they are whatever lies
-    there. In order: memory, zeros, weights, cache."""
-    calls, levels = [], [torch.full((3, 2), 7.0), torch.full((3, 2), float("nan"))]
-
-    class Llm:
-        def wake_up(self, tags):
-            calls.extend(tags)
-
-        def apply_model(self, function):
-            function(SimpleNamespace(deepstack_input_embeds=levels))
-            calls.append(function.__name__)
-
-    engine = object.__new__(VllmEngine)
-    engine.llm, engine.sleeping = Llm(), True
-    monkeypatch.setattr(VllmEngine, "sync", lambda self, weights: calls.append("sync"))
-    engine.wake([])
-    assert calls == ["weights", "zero_deepstack", "sync", "kv_cache"]
-    assert all(not level.any() for level in levels)
-    zero_deepstack(SimpleNamespace())  # a tower without deepstack levels
+def test_vllm_agrees_on_native_video_items(saved, engine, video_codec, source, monkeypatch):
+    """Frame pairs, their times, their positions and how their pixels are normalised."""
+    monkeypatch.setattr(engine, "codec", video_codec)
+    engine.sync(checkpoint.full_weights(saved[0]))
+    assert engine_gap(engine, saved[0], video_codec, source, 9) < 1e-3

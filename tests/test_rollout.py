@@ -428,7 +428,7 @@ def test_special_tokens_written_by_a_sub_agent_or_a_task_stay_text(codec, tasks,
 # K
 
 
-def test_a_group_shares_budget_frames_and_prompt(codec, tasks, toy):
+def test_a_group_shares_budget_frames_and_prompt(codec, tasks, toy, opened):
     source = rollout.Source(str(toy), video.FrameCache())
     engine = Scripted(codec, [calls((0, 8)), ANSWER])
     episodes = play(engine, tasks, source, frames="gated", group=4, step=3)
@@ -447,25 +447,24 @@ def test_a_group_shares_budget_frames_and_prompt(codec, tasks, toy):
         assert prompt.count(codec.image_pad) == k
         assert k == len(first.items[0].seconds) == len(first.frames[0].images)
     assert len({e.group for e in episodes}) == len(tasks)
-    # one overview and one window per task, whatever the size of the group; 64 hold any window's
+    # times, one overview and one window per task, whatever the size of the group; 64 frames hold
+    # any window's
     budgets = {e.group: e.num_frames for e in episodes}
-    assert source.cache.decodes == sum(1 if k == 64 else 2 for k in budgets.values())
+    assert len(opened) == sum(2 if k == 64 else 3 for k in budgets.values())
     # members differ by their seeds alone
     assert len({r.seed for r in engine.requests}) == len(engine.requests)
 
 
 @pytest.mark.parametrize("dispatch", ["parallel", "sequential"])
 def test_windows_of_a_turn_that_lie_close_together_are_decoded_in_one_go(
-        dispatch, codec, tasks, toy, monkeypatch):
+        dispatch, codec, tasks, toy, opened):
     """Every sub-agent sees its own window's frames, whoever decoded them, and no thread waits for
     another one: a single one serves them all."""
-    asked, real = [], video._answer
-    monkeypatch.setattr(video, "_answer", lambda request: asked.append(request) or real(request))
     source = rollout.Source(str(toy), video.FrameCache())
     engine = Scripted(codec, [calls((0, 8), (4, 12), (0, 4), (4, 12)), ANSWER])
     episode = play_one(engine, tasks, source, replace(AGENT, dispatch=dispatch), threads=1)
     assert [c["status"] for c in episode.calls] == ["ok"] * 4
-    assert sum(len(request) > 2 for request in asked) == 2  # the overview; the windows' union
+    assert len(opened) == 3  # for its times, for the overview, for the windows' union
     for request in engine.subs():
         start, end = window_of(request)
         alone = video.crop(str(toy / tasks[0]["video"]), start, end, fps=AGENT.sub_fps)
