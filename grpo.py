@@ -627,8 +627,7 @@ def summarise(rows):
     failed = sum(row["status"] != "ok" for row in rows)
     rows = [row for row in rows if row["status"] == "ok"]
     out = {name: average(rows, name) for name in ("total", "acc", "fmt", "tool", "length", "turns",
-                                            "f_tau", "well_formed", "sub_tokens",
-                                            "chance")}
+                                            "f_tau", "well_formed", "sub_tokens")}
     out["kappa"] = average(rows, "executed")
     out["written_calls"] = average(rows, "written")
     out["valid_calls"] = average(rows, "parseable")
@@ -651,7 +650,9 @@ def summarise(rows):
             out[f"by_{name}"][str(value)] = {
                 "n": len(of), "acc": average(of, "acc"), "f_tau": average(of, "f_tau"),
                 "well_formed": average(of, "well_formed"), "kappa": average(of, "executed"),
-                "call_minus_skip": call_minus_skip(of), "chance": average(of, "chance")}
+                "call_minus_skip": call_minus_skip(of)}
+    for kind, cell in out["by_type"].items():
+        cell["chance"] = average((row for row in rows if row["type"] == kind), "chance")
     return out
 
 

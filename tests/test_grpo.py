@@ -518,6 +518,7 @@ def test_without_any_signal_the_weights_stay_bit_identical(process_group, codec,
 
 def row(k, acc, executed, group="p", **changes):
     base = {"K": k, "group": f"{group}/{k}", "status": "ok", "total": acc + 0.5,
+            "type": "mcq", "chance": None,
             "acc": acc, "fmt": 0.5, "tool": 0.0, "f_tau": 0.6,
             "well_formed": executed > 0,
             "closure": {t: [0, 0] for t in rewards.KINDS},
@@ -535,18 +536,91 @@ def test_summary_by_hand():
     rows = [row(4, 1.0, 2, closure=closure([2, 1], [2, 2], [2, 1], [1, 1]), written=3, turns=2,
                 cut=1),
             row(4, 0.0, 0, closure=closure([1, 1], [0, 0], [0, 0], [1, 0])),
-            row(64, 0.5, 1, status="context", sub_tokens=8), row(64, 1.0, 0)]
+            row(64, 0.5, 1, type="open", chance=0.25, sub_tokens=8),
+            row(64, 1.0, 0, type="open", chance=0.5)]
     m = grpo.summarise(rows)
     assert m["kappa"] == 0.75 and m["valid_calls"] == 0.75 and m["written_calls"] == 1.0
     assert m["called"] == 0.5
     assert m["acc"] == 0.625 and m["total"] == 1.125 and m["fmt"] == 0.5 and m["f_tau"] == 0.6
     assert m["well_formed"] == 0.5 and m["sub_tokens"] == 2
     assert m["closure"] == closure(pytest.approx(2 / 3), 1.0, 0.5, 0.5)
-    assert m["cut_turns"] == pytest.approx(1 / 5) and m["not_ok"] == 1
+    assert m["cut_turns"] == pytest.approx(1 / 5) and m["not_ok"] == 0
     assert m["call_minus_skip"] == pytest.approx((1.0 - 0.5) / 2)
     assert m["by_K"]["4"] == {"n": 2, "acc": 0.5, "f_tau": 0.6, "well_formed": 0.5, "kappa": 1.0,
                               "call_minus_skip": 1.0}
     assert m["by_K"]["64"]["call_minus_skip"] == -0.5 and list(m["by_K"]) == ["4", "64"]
+    assert m["by_type"]["open"] == {**m["by_K"]["64"], "chance": 0.375}
+    assert m["by_type"]["mcq"] == {**m["by_K"]["4"], "chance": None}
+    # Rollouts that failed have no accuracy, no format and no calls. They are counted, not averaged.
+    failed = [row(4, 0.0, 0, status=status, f_tau=0.0, turns=0)
+              for status in ("video_error", "engine_error")]
+    assert grpo.summarise(rows + failed) == {**m, "not_ok": 2}
+
+
+def test_a_step_line_says_how_many_failed_and_shows_no_number_that_was_not_measured():
+    m = {**grpo.summarise([row(4, 0.0, 0, status="video_error")] * 10), "step": 3, "gap": None,
+         "grad_norm": None, "zero_variance": 0, "groups": 0, "rollout_s": 1.0, "train_s": 0.0}
+    line = grpo.step_line(m, 9, 60.0)
+    assert "| not ok 10 |" in line and "R - acc - f_tau - kappa -" in line
+    assert "gap - gn - zero 0/0" in line
+    fine = {**m, **grpo.summarise([row(4, 1.0, 1)]), "gap": 2e-4, "grad_norm": 0.5, "groups": 1}
+    line = grpo.step_line(fine, 9, 60.0)
+    assert "not ok" not in line and "gap 2e-04 gn 0.50" in line
+
+
+# ------------------------------------------------------------------------------------------------
+# Signs of a dead run
+
+
+def logged(steps, **changes):
+    """Rows of the log of a healthy run, changed: a list gives one value a step."""
+    rows = []
+    for i in range(steps):
+        now = {name: value[i] if isinstance(value, list) else value
+               for name, value in changes.items()}
+        kinds = now.pop("kinds", {"list": (0.5 + 0.02 * (i % 3), 0.1)})
+        by_type = {kind: {"n": 8, "acc": acc, "chance": chance}
+                   for kind, (acc, chance) in kinds.items()}
+        rows.append({"step": i + 1, "f_tau": 0.8 + 0.01 * i, "entropy": 1.0, "cut_turns": 0.02,
+                     "groups": 8, "zero_variance": 3, "closure": dict.fromkeys(rewards.KINDS, 0.9),
+                     "by_type": by_type, **now})
+        rows.append({"step": i + 1, "val": {"acc": 0.5}})  # held-out accuracy, a row of its own
+    return rows[:-1]
+
+
+def test_a_healthy_run_shows_no_sign_of_death():
+    for steps in range(1, 12):
+        assert grpo.signs(logged(steps)) == {}
+    # A type that comes in few steps, a step that failed whole, a tag that nothing opened.
+    rare = [{"list": (0.5, 0.1), "mcq": (0.0, 0.2)} if i == 4 else {"list": (0.5, 0.1)}
+            for i in range(9)]
+    closure = {**dict.fromkeys(rewards.KINDS, 0.9), "tool_code": None}
+    assert grpo.signs(logged(9, kinds=rare, closure=closure)) == {}
+    gone = [0.9] * 8 + [None]
+    assert grpo.signs(logged(9, f_tau=gone, entropy=gone, cut_turns=gone, groups=[8] * 8 + [0],
+                             zero_variance=[0] * 9)) == {}
+
+
+@pytest.mark.parametrize("name, word, changes, since", [
+    # A learning rate x 100: all zeros after one update.
+    ("f_tau", "--lr", {"f_tau": [0.9] + [0.0] * 8}, 2),
+    ("entropy", "--lr", {"entropy": [1.0] * 5 + [0.4] * 4}, 6),
+    ("signal", "all rollouts of a prompt earn the same", {"zero_variance": [3] + [8] * 8}, 4),
+    # Answers that are always wrong, of one type among two.
+    ("type mcq", "type mcq", {"kinds": {"list": (0.5, 0.1), "mcq": (0.0, 0.0)}}, 3),
+    # Labels shuffled between rows: an answer fits any label as well as its own.
+    ("chance list", "mixed up between rows",
+     {"kinds": [{"list": (0.2 + 0.02 * (i % 2), 0.21)} for i in range(9)]}, 5),
+    # Tags that never close.
+    ("open think", "<think>", {"closure": {**dict.fromkeys(rewards.KINDS, 0.9), "think": 0.1}}, 3),
+    ("cut", "--max-new-tokens", {"cut_turns": [0.1, 0.6] + [0.7] * 7}, 2),
+], ids=lambda value: value if isinstance(value, str) else "")
+def test_each_way_to_die_is_named_from_the_step_on_at_which_it_shows(name, word, changes, since):
+    rows = logged(9, **changes)
+    found = [grpo.signs(rows[:2 * step - 1]) for step in range(1, 10)]
+    assert set().union(*found) == {name}  # and nothing else is blamed
+    assert next(step for step, signs in enumerate(found, 1) if signs) == since
+    assert word in found[since - 1][name]
 
 
 def test_what_a_call_is_worth_is_measured_within_prompts():
