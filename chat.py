@@ -50,7 +50,7 @@ class Codec:
     temporal: int  # frames a patch spans (2); an image is repeated to fill a patch
     mean: tuple  # [3] red, green, blue in 0..1; model.patchify subtracts them
     std: tuple  # [3] of the same; model.patchify divides by them
-    markup: tuple  # literals of added tokens ("<|im_end|>", "<tool_call>", ..)
+    markup: tuple  # literals of added tokens that begin with "<": "<|im_end|>", "<tool_call>", ..
     banned: tuple  # ids that are never sampled: placeholders, turn starts, every end but <|im_end|>
     opens_thought: bool  # the generation prompt ends in `<think>\n`, as in Thinking checkpoints
     pieces: list  # [vocab] bytes of every token
