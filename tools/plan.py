@@ -104,8 +104,8 @@ def ledger(config, gpus, pack_tokens, recompute="full", replicas=1, reference=Tr
 
     gpus: ranks. engine_gb: GB that vLLM takes while awake (None: no engine). width: bytes of a
     number in compute (CPU: 4). counts: parameter_counts, if the caller has them. lora: rank of
-    adapters. The other weights are then frozen, stored in the compute dtype and without gradients,
-    and the reference is the model without the adapters.
+    adapters. The other weights are then frozen, stored in the compute dtype and without gradients.
+    The reference shares them and needs only a small copy of the adapters, which is not counted.
     """
     text, n = config.text_config, counts or parameter_counts(config)
     shards, hidden = gpus // replicas, text.hidden_size
