@@ -14,9 +14,9 @@ is one RL run from that cold start, followed by greedy evaluation at every K wit
                quarter of the steps. For rows without RL: over the sampled rollouts of an evaluation
                at 0.7
   gap        = R_acc of rollouts that called minus R_acc of those that did not, within prompts
-  margin     = how far a claim is on its right side, one number per seed
+  margin     = how far a claim is on the right side, one number per seed
   p          = of the two-sided paired t-test that the mean margin is 0, Holm-adjusted over all
-               claims. If p < 0.05 a claim holds or does not hold; otherwise it is not decided
+               claims. If p < 0.05 a claim holds or does not hold; otherwise the claim is undecided
 
 Reads and writes: --out (worlds, checkpoints, logs; may be deleted), --picture, --results.json,
 --results.md. The JSON holds every finished row and seed with the commands that made it. A row is

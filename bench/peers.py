@@ -9,7 +9,7 @@ Each row names their side | our side:
             with vLLM, grpo.update, and the sync of weights to the engine
   rollouts  the generation alone
   video     64 overview frames of a file, five crops spread over the file, five crops that overlap:
-            fetch_video with its default reader, one crop after the other | video.py on all cores,
+            fetch_video with the default reader, one crop after the other | video.py on all cores,
             with all crops at once, as rollout.py asks for them. Both sides return equally many
             frames of equal size, but their rules choose different times (ours: centres of
             segments). snapped: our side takes key frames

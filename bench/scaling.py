@@ -10,8 +10,8 @@ scaling.py: how time and memory of one step grow, with a toy model of random wei
 
   exponent = slope of log(seconds) over log(value) on the upper half of the values: 1 is linear
 
-Every point runs in its own process. Its memory is the peak of the process minus the memory in use
-before the work. The script writes bench/scaling.md and prints one line of JSON.
+Every point runs in a separate process. The memory of a point is the peak of that process minus the
+memory in use before the work. The script writes bench/scaling.md and prints one line of JSON.
 
   python bench/scaling.py --ckpt out/demo/toy/init --data out/demo/toy/sft.jsonl
 """

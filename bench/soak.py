@@ -6,7 +6,8 @@ soak.py: runs hundreds of GRPO steps in the toy world. Do memory, open files or 
   growth of step time  median of the last quarter / median of the second quarter
 
 The script runs grpo.py under torchrun on a few tasks, with caches so small that they fill at once.
-Once a second it reads every process of the run through /proc. It prints one line of JSON.
+Once a second the script reads every process of the run through /proc. At the end one line of JSON
+is printed.
 
   python bench/soak.py --ckpt out/demo/sft --data out/demo/toy/rl.jsonl --steps 400
 """

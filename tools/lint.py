@@ -1,9 +1,9 @@
 """
 lint.py: prints the size of each script beside the aim of this project.
 
-A script stays easy to read and to change if a person can read it in one sitting. The aims are for
-the maintainers of this repository. This tool prints the aims and marks the scripts above them. No
-test checks the aims, so your own change breaks no test by its length.
+A short script is easy to read and to change. The aims are for the maintainers of this repository.
+This tool prints the aims and marks the scripts above them. No test checks the aims, so the length
+of your change breaks no test.
 
 Only lines of code count: no blank lines, comments or docstrings. The tool reads the scripts of the
 folder above and writes no file.
