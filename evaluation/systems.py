@@ -387,14 +387,12 @@ def add_arguments(parser):
         help="for example http://127.0.0.1:8000/v1; several: the least busy is asked")
     add("--model", help="name of the model")
     add("--api-key-env", help="environment variable that holds the key")
-    add("--image-cap", type=int, default=0,
-        help="most images of a request, evenly chosen; 0 = no cap")
+    add("--image-cap", type=int, default=0, help="most images of a request; 0 = no cap")
     add("--video-item", action=yes_no, default=False,
         help="the overview as one video (vLLM; docs/evaluation.md), not as images")
     add("--tokens-field", choices=["max_tokens", "max_completion_tokens"], default="max_tokens",
         help="name of the limit at this endpoint")
-    add("--send-temperature", action=yes_no, default=True,
-        help="some endpoints take no temperature and no seed")
+    add("--send-temperature", action=yes_no, default=True, help="off: sends no temperature or seed")
     add("--request-timeout", type=float, default=300.0, help="seconds; for the judge too")
     add("--retries", type=int, default=3,
         help="after 429, 5xx or a timeout, 1, 2, 4, .. seconds later; for the judge too")
