@@ -1,6 +1,6 @@
 """
 bench/ablation.py: the paper's Table 2 in the toy world, row by row and seed by seed, with a verdict
-on each of its orderings.
+on each ordering there.
 
 This script calls toy.py, sft.py, grpo.py and eval.py with flags (`rows` below is the whole
 experiment), reads their log.jsonl, summary.json and records, and writes tables. Each seed has a
@@ -20,7 +20,7 @@ is one RL run from that cold start, followed by greedy evaluation at every K wit
 
 Reads and writes: --out (worlds, checkpoints, logs; may be deleted), --picture, --results.json,
 --results.md. The JSON holds every finished row and seed with the commands that made it. A row is
-run again only if its commands or toy.py have changed.
+run again only if the commands or toy.py have changed.
 
 CPU: python bench/ablation.py                    all rows, one job per core
      python bench/ablation.py --rows para acc --seeds 10 11
@@ -174,7 +174,7 @@ def plan(args, results):
     order = []
 
     def need(name, seed, row=False):
-        # a row that is not in the tables runs, even if its folder is finished
+        # a row that is not in the tables runs, even if the folder is finished
         if (seed, name) in order or (finished(name, args, seed) and not row):
             return
         for other in commands(name, args, seed)[0]:
@@ -250,8 +250,8 @@ def rounded(value):
 
 
 def pool_by_budget(steps):
-    """by_K of several steps -> by_K, each step weighted by its rollouts. gap: the mean over the
-    steps that have a gap."""
+    """by_K of several steps -> by_K, each step weighted by the number of rollouts. gap: the mean
+    over the steps that have a gap."""
     out = {}
     for k in map(str, BUDGETS):
         cells = [s["by_K"][k] for s in steps if k in s["by_K"]]

@@ -18,10 +18,9 @@ Each row names their side | our side:
 
 Both sides train the same checkpoint on one prompt of --images pictures (32 x 32 pixels, one vision
 token each) and --prompt tokens. A group has --group responses of exactly --response sampled tokens,
-because the end of turn is forbidden. Both use AdamW, no KL, fp32 and all cores. TRL runs in its own
-environment, which this script makes (--peers DIR, kept for the next run). Before each step TRL
-waits for a line of input, so that the sides alternate. The script prints medians as one line of
-JSON.
+because the end of turn is forbidden. Both use AdamW, no KL, fp32 and all cores. This script makes
+a separate environment for TRL (--peers DIR, kept for the next run). Before each step TRL waits for
+a line of input, so that the sides alternate. The script prints medians as one line of JSON.
 
 --lora RANK: both sides train only adapters, on the same matrices; TRL uses peft.
 
@@ -64,7 +63,7 @@ def pictures(count):
 
 
 # ------------------------------------------------------------------------------------------------
-# TRL's side, in its own process
+# TRL's side, in a separate process
 
 
 def train_trl(args):
@@ -175,7 +174,7 @@ def our_step(args):
     with the same settings as TRL."""
     _, _, device = launch.start_process_group()
     codec = chat.load_codec(args.ckpt)
-    codec = replace(codec, banned=(*codec.banned, codec.eos))  # every response has its full length
+    codec = replace(codec, banned=(*codec.banned, codec.eos))  # every response has the full length
     seconds = np.arange(args.images, dtype=float)
     keys = [f"still{i}" for i in range(args.images)]
     source = Stills(video.Frames(pictures(args.images), seconds, "stills", keys), None)
@@ -261,7 +260,7 @@ def make_checkpoint(ckpt, folder):
 
 def filler(ckpt, prompt, images):
     """-> words that fill a prompt with so many pictures up to about `prompt` tokens. The lengths of
-    a word and of a picture with its time are counted with this checkpoint's tokenizer."""
+    a word and of a picture with a time are counted with this checkpoint's tokenizer."""
     codec = chat.load_codec(ckpt)
     word = len(chat.encode(codec, "frame " * 400)) / 400  # tokens
     picture = len(chat.encode(codec, "<12.0 seconds>")) + 3
@@ -274,7 +273,7 @@ def filler(ckpt, prompt, images):
 
 def make_clip(path, codec, width, height):
     """Encodes 20 seconds that are as hard to decode as a film: a camera pans over a picture with
-    the spectrum of natural pictures, and every frame has its own grain. 24 frames a second, a key
+    the spectrum of natural pictures, and every frame has other grain. 24 frames a second, a key
     frame every ten seconds, preset `medium`."""
     import av
 
@@ -317,7 +316,7 @@ def make_video(path, clip, seconds):
 
 
 def windows(kind, seconds):
-    """Five crops of ten seconds: spread over a film, or around its middle, as if a model asked
+    """Five crops of ten seconds: spread over a film, or around the middle, as if a model asked
     again."""
     first, last = (5, seconds - 15) if kind == "crops" else (seconds / 2 - 8, seconds / 2 + 8)
     return [(start, start + 10.0) for start in np.linspace(first, last, 5)]

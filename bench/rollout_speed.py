@@ -2,7 +2,7 @@
 rollout_speed.py: two ratios of the rollout loop, with vLLM on a toy checkpoint.
 
   pump      all episodes of a batch on engine.Pump, against lock-step: load all requested frames,
-            then run all generations to their end, then continue all episodes. Episodes, requests
+            then run all generations to the end, then continue all episodes. Episodes, requests
             and engine are the same; only the order of waiting differs
   dispatch  episodes one at a time, with three windows called in the first turn: Agent.dispatch
             "parallel" against "sequential"
@@ -10,9 +10,9 @@ rollout_speed.py: two ratios of the rollout loop, with vLLM on a toy checkpoint.
 The script sets the lengths, because a toy checkpoint would write shorter turns than real agents. A
 main turn has a log-normal number of tokens: 90% of the draws lie between --shortest and --longest,
 and the rest are moved to these ends. A summary has half of such a number. The end of turn is
-forbidden. After the generation of a first turn its text is replaced by a script: calls of 0 to
---windows windows, evenly drawn. Both sides decode all frames anew. The sides alternate. The script
-prints medians as one line of JSON.
+forbidden. After a first turn is generated, this script replaces the text by calls of 0 to --windows
+windows, evenly drawn. Both sides decode all frames anew. The sides alternate. The result is one
+line of JSON with medians.
 
   python bench/rollout_speed.py --ckpt sft_out --data toy/rl.jsonl
 """
@@ -43,13 +43,13 @@ class LockStep(Pump):
 
     async def steps(self):
         while True:
-            for _ in range(4):  # as in Pump: every episode makes its next request
+            for _ in range(4):  # as in Pump: every episode makes the next request
                 await asyncio.sleep(0)
             if self.loading or not self.waiting:  # load every frame first; the engine idles
                 await asyncio.sleep(0.001)
                 continue
             finished = []
-            while len(finished) < len(self.waiting):  # then one batch to its end
+            while len(finished) < len(self.waiting):  # then run one batch to the end
                 finished += self.engine.poll()
             for done in finished:
                 self.waiting.pop(done.id).set_result(done)
@@ -74,7 +74,7 @@ class ScriptedEngine:
         self.engine.submit(request)
 
     def length(self, name):
-        """Tokens of a request, drawn from its name, so that both sides have the same."""
+        """Tokens of a request, drawn from the name, so that both sides have the same."""
         summary = name.count("/") > 3
         if self.fixed:
             return self.fixed[summary]
@@ -162,7 +162,7 @@ def main():
     torch.set_num_threads(args.threads)  # the engine keeps these settings
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
     codec = chat.load_codec(ckpt)
-    codec = replace(codec, banned=(*codec.banned, codec.eos))  # no request ends before its length
+    codec = replace(codec, banned=(*codec.banned, codec.eos))  # requests run to full length
     vllm = VllmEngine(ckpt, codec, Limits(4096, max_seqs=args.max_seqs))
     engine = ScriptedEngine(vllm, codec, args.shortest, args.longest, args.windows)
     tasks = rollout.read_tasks(args.data)[:args.prompts]

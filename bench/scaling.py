@@ -149,7 +149,7 @@ def resident(name):
 
 
 def point(args, axis, value):
-    """One measurement in this process -> median seconds, and MiB above the memory before it."""
+    """One measurement in this process -> median seconds, and MiB above the memory before."""
     if axis == "ranks":
         return {"seconds": sft_seconds(args, value), "mib": None}
     if axis == "frames":
@@ -172,7 +172,7 @@ def point(args, axis, value):
 
 
 def measure(args, axis, value, folder):
-    """Runs `point` in its own process."""
+    """Runs `point` in a separate process."""
     words = [sys.executable, os.path.abspath(__file__), "--ckpt", args.ckpt, "--data", args.data,
              "--repeats", args.repeats, "--folder", folder, "--point", axis, value]
     done = subprocess.run(list(map(str, words)), capture_output=True, text=True)
@@ -196,7 +196,7 @@ def square_share(values, seconds, at):
 
 
 def reading(axis, values, seconds):
-    """-> a remark on an axis, with its own numbers."""
+    """-> a remark on an axis, with the measured numbers."""
     if axis == "frames":
         shares = [f"{square_share(values, seconds, k):.0%}" for k in (64, 256)]
         return (" Above 1, because the tokens of one prompt attend to each other: of a K + b K^2 "

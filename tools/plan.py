@@ -41,7 +41,7 @@ def public_sizes():
 
 
 def read_config(name):
-    """A public size ("8B") or a checkpoint folder -> its configuration."""
+    """A public size ("8B") or a checkpoint folder -> the configuration."""
     launch.import_shim()
     launch.quiet_libraries()
     from transformers import Qwen3VLConfig
@@ -89,7 +89,7 @@ def layer_activation_bytes(text, width, repeated=False):
     rotated = (heads + shared) * d * (2 * width if width == 4 else 4 + width)
     attention = (5 * heads if repeated else 2 * heads + 2 * shared) * d * width
     statistics = 4 * (2 + 2 * heads + shared)
-    mlp = 4 * inner * width  # gate, its activation, up, their product
+    mlp = 4 * inner * width  # gate, activated gate, up, their product
     return norms + rotated + attention + mlp + statistics
 
 
@@ -125,7 +125,7 @@ def ledger(config, gpus, pack_tokens, recompute="full", replicas=1, reference=Tr
     if engine_gb is not None:
         awake = {**resting, "vLLM": engine_gb * 1e9}
         phases = {"rollout": awake, "sync": {**awake, "one weight whole, and cast": 2 * head}}
-    # The part of one layer that is computed again, with its largest gradients. Before the backward
+    # The part of one layer that is computed again, with the largest gradients. Before the backward
     # of the first layer, the logits stand in the same place.
     one = pack_tokens * (inside - kept + width * (3 * text.intermediate_size + 5 * hidden))
     logits = chunk * text.vocab_size * (8 + width)
