@@ -58,7 +58,7 @@ def build_parser():
         help="benchmarks as their publishers ship them; several give one table")
     add("--root", nargs="+", default=[], metavar="DIR",
         help="one folder per benchmark, or one that holds a folder of each name")
-    add("--out", default="eval_out", help="folder; an earlier run of the same settings goes on")
+    add("--out", default="eval_out", help="folder to write; a run of the same settings goes on")
     add("--preset", choices=["paper", "toy"], default="paper", help="toy: lengths for toy.py")
     # Every K with every mode of --tools is an evaluation of its own. All share one table.
     add("--frames", type=rollout.frames_argument, nargs="+", default=[64],
@@ -70,14 +70,14 @@ def build_parser():
     add("--limit", type=int, default=0, help="tasks; 0 = all")
     add("--shard", type=shard_argument, default=(0, 1), metavar="I/N",
         help="run part I of N; the tasks of a video stay together; --rescore merges the parts")
-    add("--allow-errors", action="store_true", help="print a headline above 1%% of failed items")
+    add("--allow-errors", action="store_true", help="print a headline with over 1%% failed items")
     add("--estimate", type=int, nargs="?", const=3, default=0, metavar="VIDEOS",
-        help="print the costs of the run, measured on so many videos of each benchmark, and end")
+        help="only print the costs of the run, measured on so many videos of each benchmark")
 
     systems.add_arguments(parser)  # protocol, endpoint, judge
 
     add = parser.add_argument_group("finished folders, no model").add_argument
-    add("--rescore", nargs="+", metavar="DIR", help="grade again; several are merged into --out")
+    add("--rescore", nargs="+", metavar="DIR", help="grade again; several merge into --out")
     add("--compare", nargs="+", metavar="DIR", help="one table from these --out folders")
     add("--table", nargs="+", metavar="DIR", help="Markdown of --bench folders, beside the paper's")
     add("--prepare", metavar="JSONL", help="write the tasks of --bench (videos relative to --root)")

@@ -62,7 +62,7 @@ class ChatRequest(Request):
 
 @dataclass
 class Chat(rollout.Context):
-    """A Context with the same contents as a chat. Endpoints take no ids: then the chat alone."""
+    """A Context with the same contents as a chat. Endpoints take no ids, only the chat."""
 
     messages: list = field(default_factory=list)
 
@@ -209,7 +209,7 @@ def forced_ids(codec, ids, prefill):
 
 def cut_turn(said, agent, protocol, codec):
     """A turn as the rules end it: after a protocol's stop strings; with dispatch=turns after its
-    first call, since an agent that may ask for one window a turn would have stopped there."""
+    first call, because an agent with one window a turn would have stopped there."""
     if agent.dispatch == "turns":
         said = cut_after(codec, said, ("</tool_call>", "</tool_code>"), since="</think>")
     return cut_after(codec, said, protocol.stop) if protocol.stop else said
@@ -248,7 +248,7 @@ def nothing_held(args):
 class System:
     """One system: prompts, protocol, flags, and the answer that is graded."""
 
-    files: str  # what --prompt-file takes of the publisher's release
+    files: str  # files of the publisher's release, for --prompt-file
     texts: list  # our wording of the same, in the same order
     make: callable  # (texts, args) -> Protocol
     native: dict  # flags of the publisher's recipe: the defaults of a run
@@ -387,21 +387,21 @@ def add_arguments(parser):
         help="for example http://127.0.0.1:8000/v1; several: the least busy is asked")
     add("--model", help="name of the model")
     add("--api-key-env", help="environment variable that holds the key")
-    add("--image-cap", type=int, default=0, help="images of a request, evenly kept; 0 = no cap")
+    add("--image-cap", type=int, default=0, help="most images of a request; 0 = no cap")
     add("--video-item", action=yes_no, default=False,
         help="the overview as one video (vLLM; docs/evaluation.md), not as images")
     add("--tokens-field", choices=["max_tokens", "max_completion_tokens"], default="max_tokens",
         help="name of the limit at this endpoint")
-    add("--send-temperature", action=yes_no, default=True, help="some take neither this nor a seed")
+    add("--send-temperature", action=yes_no, default=True, help="off: sends no temperature or seed")
     add("--request-timeout", type=float, default=300.0, help="seconds; for the judge too")
     add("--retries", type=int, default=3,
         help="after 429, 5xx or a timeout, 1, 2, 4, .. seconds later; for the judge too")
     add("--workers", type=int, default=8,
-        help="requests at once to each endpoint; for the judge too")
+        help="parallel requests to each endpoint; for the judge too")
 
     add = parser.add_argument_group("judge of open answers").add_argument
     add("--judge-url", help="chat endpoint, asked if the rule says wrong; default: none")
-    add("--judge-model", help="its name; with --rescore alone, earlier verdicts count")
+    add("--judge-model", help="the judge's name; without --judge-url earlier verdicts count")
     add("--judge-key-env", help="environment variable that holds the judge's key")
 
 
@@ -422,7 +422,7 @@ def rare_settings():
 
 
 def describe_all(flags):
-    """Flags of protocols -> text for --protocols: all that each protocol sends."""
+    """Flags of protocols -> text for --protocols: prompts, frames and limits of each."""
     places = " ".join(f"{{{name}}}" for name in filled_places())
     head = (f"A text of the user turn is filled at {places}. Other braces stay; a publisher's own "
             "places are listed with its texts.")
@@ -993,7 +993,7 @@ async def videozoomer_answer(records, calls, episode, sampler, turn):
 
 
 def zoom_reply(record, spec, frames, last):
-    """One user message: the frames inside tool response tags, or what went wrong."""
+    """One user message: the frames inside tool response tags, or the error."""
     reply = Reply([])
     if frames is None:
         wrong = {"type": "text", "text": "\nThink about what went wrong, then go on."}
