@@ -978,6 +978,64 @@ def test_recorded_rollouts_of_a_step_give_the_step_again(run_grpo, toy, varied_r
     assert n["total"] == pytest.approx(m["total"]) and n["by_K"] == m["by_K"]
 
 
+def test_held_out_accuracy_is_logged_per_k_and_type_and_changes_no_weight(
+        run_grpo, toy, monkeypatch, varied_rewards, capsys, tmp_path):
+    """Two steps with --val and without: the same samples and weights to the bit. The rows are the
+    episodes of rollout.run with tools and without, and `best` links to the best of them."""
+    rows = [json.loads(line) for line in (toy / "rl.jsonl").read_text().splitlines()]
+    (tmp_path / "held").mkdir()
+    for row, kind in zip(rows, ("open", "mcq")):
+        row.update(type=kind, answer="A", options=["a", "b"] if kind == "mcq" else None,
+                   video=str((toy / row["video"]).relative_to(toy)))
+    held = tmp_path / "held" / "val.jsonl"
+    rows[2]["video"] = "gone.mp4"
+    held.write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))
+    flags = ("--data", toy / "rl.jsonl", "--steps", 2, *LIVE)
+    plain, _, folder = run_grpo(*flags, out="plain")
+
+    tools, real_run = [], rollout.run
+    monkeypatch.setattr(rollout, "run", lambda sampler, mine, *given: tools.append(
+        (sampler.agent.tools, len(mine), *given[1:])) or real_run(sampler, mine, *given))
+    weights, _, other = run_grpo(*flags, "--val", held, "--eval-every", 1, out="held")
+    assert all(torch.equal(weights[name], plain[name]) for name in plain)
+    ids = [[row["ids"] for row in read_rollouts(run)] for run in (folder, other)]
+    assert ids[0] == ids[1]
+    # Before the first step and after each: with tools and without, one rollout, seeds of step 0.
+    both = [(True, 3, 1, 0), (False, 3, 1, 0)]
+    assert tools == both + [(True, 2, 3, 0)] + both + [(True, 2, 3, 1)] + both
+
+    log = [json.loads(line) for line in (other / "log.jsonl").read_text().splitlines()]
+    values = {row["step"]: row["val"] for row in log if "val" in row}
+    assert sorted(values) == [0, 1, 2] and [row["step"] for row in log] == [0, 1, 1, 2, 2]
+    for val in values.values():
+        assert (val["n"], val["not_ok"]) == (2, 2)
+        assert {kind: cell["n"] for kind, cell in val["by_type"].items()} == {"open": 1, "mcq": 1}
+        assert sum(cell["n"] for cell in val["by_K"].values()) == 2
+        mean = statistics.mean(cell["acc"] for cell in val["by_type"].values())
+        assert val["acc"] == pytest.approx(mean) and val["acc_no_tools"] is not None
+    best = max((1, 2), key=lambda step: (values[step]["acc"], -step))
+    assert (other / "best").resolve().name == f"step_{best:06d}"
+    printed = capsys.readouterr().out
+    assert f"step 0002 | held-out acc {values[2]['acc']:.2f} no tools" in printed
+    assert "| not ok 2" in printed
+
+
+def test_an_answer_is_compared_with_the_label_of_another_task(codec, source, tasks):
+    """The yardstick of mixed-up labels: never the task's own label, always one of its type."""
+    own, other = {**tasks[0], "id": "a"}, {**tasks[0], "id": "b"}
+    e = make_group(codec, source, own)[0]
+    for turn in ("<answer>red</answer>", "<answer>blue</answer>", "no answer"):
+        e.turns = [turn]
+        for kind in ("open", "list"):
+            e.task = {**own, "type": kind, "answer": "red"}
+            labels = grpo.labels_by_type([e.task, {**other, "type": kind, "answer": "blue"},
+                                          {**other, "id": "c", "type": "mcq", "answer": "A"}])
+            e.think_open = False
+            assert grpo.by_chance(e, labels) == float("blue" in turn)
+    e.task = {**own, "type": "mcq", "answer": "A", "options": ["red", "blue"]}
+    assert grpo.by_chance(e, grpo.labels_by_type([e.task])) is None
+
+
 def test_gated_frames_reach_the_decoder_and_the_prompt(run_grpo, toy, codec, monkeypatch,
                                                        varied_rewards):
     """K is drawn per prompt and step, is the same in its group, and is the number of frames that
