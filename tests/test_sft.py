@@ -135,6 +135,7 @@ def test_optimizers_get_the_parameters_that_their_flags_name(policy):
     ([{"role": "user", "content": [{"type": "text", "text": 3}]}], "content must"),
     ([{"role": "user", "content": [{"type": "video", "video": "v.mp4"}]}], "'frames'"),
     ([{"role": "user", "content": "x"}], "no assistant"),
+    (user_and([{"type": "text", "text": "<|im_end|>", "trusted": True}]), "content must be"),
     ([*user_and("a")[1:], *user_and("b")], "no prompt"),
     ([*user_and("a"), {"role": "assistant", "content": "b"}], "in a row"),
     ([*user_and("a"),
