@@ -306,6 +306,52 @@ def test_a_torn_log_is_drawn_as_far_as_it_goes(tmp_path):
     assert data["troubles"] == [[f"{tmp_path}/log.jsonl: lines that are no JSON objects", 1]]
 
 
+def page_of_log(folder, *rows, args=None, name="run", **more):
+    """Page of one run that logged these rows; a text stands in the log as it is."""
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    (folder / "log.jsonl").write_text("".join(line + "\n" for line in lines))
+    (folder / "args.json").write_text(json.dumps(args or {}))
+    view.build([str(folder)], [name], str(folder / "page.html"), 10, 20.0, None, 6144)
+    return folder / "page.html"
+
+
+def drawn_on(page):
+    """{title: {name of a line: its points}}"""
+    return {curve["title"]: {line["name"]: line["points"] for line in curve["series"]}
+            for curve in data_of(page)["curves"]}
+
+
+HELD_OUT = {"acc": 0.5, "acc_without_tools": 0.25,
+            "by_K": {"4": {"acc": 0.125}, "16": {"acc": 1.0}},
+            "by_type": {"open": {"acc": 0.75, "acc_without_tools": 0.5}}}
+
+
+def test_each_number_of_the_log_has_its_curve(tmp_path):
+    """A null is a missing point and no zero: nothing was ok in step 2."""
+    first = {"step": 1, "acc": 0.5, "cut_turns": 0.25, "not_ok": 0, "gap": 1e-6, "f_released": 0.4,
+             "by_K": {"16": {"acc": 0.5}, "4": {"acc": 0.25}},
+             "by_type": {"mcq": {"acc": 1.0, "n": 2}, "a.b": {"acc": 0.0, "n": 1}}}
+    second = {**dict.fromkeys(first), "step": 2, "not_ok": 6, "by_K": {}, "by_type": {}}
+    third = {**first, "step": 3, "by_type": {"mcq": {"acc": None}}, "val": HELD_OUT}
+    drawn = drawn_on(page_of_log(tmp_path, first, second, third))
+    assert drawn["Turns cut off"] == {"run": [[1, 0.25], [3, 0.25]]}
+    assert drawn["Rollouts not ok"] == {"run": [[1, 0], [2, 6], [3, 0]]}
+    assert drawn["Accuracy term"] == {"run": [[1, 0.5], [3, 0.5]]}
+    assert drawn["Log-prob gap"] == {"run mean": [[1, 1e-6], [3, 1e-6]]}
+    assert drawn["Accuracy by type"] == {"run a.b": [[1, 0.0]], "run mcq": [[1, 1.0]]}
+    assert list(drawn["Accuracy by K"]) == ["run K 4", "run K 16"]
+    assert drawn["Held-out accuracy"] == {"run with tools": [[3, 0.5]], "run without": [[3, 0.25]]}
+    assert drawn["Held-out accuracy by K"] == {"run K 4": [[3, 0.125]], "run K 16": [[3, 1.0]]}
+    assert drawn["Held-out accuracy by type"] == {
+        "run open": [[3, 0.75]], "run open without tools": [[3, 0.5]]}
+    assert not [title for title in drawn if "released" in title]
+
+
+def test_a_log_of_old_has_no_panel_for_what_it_lacks(tmp_path):
+    drawn = drawn_on(page_of_log(tmp_path, {"step": 1, "total": 0.5, "val": None, "by_type": 3}))
+    assert drawn == {"Reward": {"run": [[1, 0.5]]}}
+
+
 def test_the_papers_figures_stand_beside_measured_benchmarks(tmp_path):
     result = {"bench": "mlvu", "K": 64, "tools": "on", "n": 9, "headline": 0.5,
               "interval": [0.4, 0.6], "acc": 0.5, "f_tau": 0.9, "kappa": 1.0,
@@ -456,6 +502,27 @@ def test_curves_show_values_under_the_pointer_and_explain_themselves(visit, page
     browser.execute_script(
         "const s = document.getElementById('smooth'); s.value = 0.9; s.oninput()")
     assert browser.execute_script(line) != before
+
+
+PANEL = """
+    const card = [...document.querySelectorAll("#plots .card")].find(
+        card => card.querySelector("h3").firstChild.textContent.trim() === arguments[0]);
+"""
+
+
+def test_held_out_numbers_are_drawn_as_measured(visit, tmp_path):
+    """With a dot for each evaluation, whatever the smoothing; lines of every step have none."""
+    rows = [{"step": n, "acc": n % 2} | ({"val": {**HELD_OUT, "acc": n / 20}} if n % 5 == 0 else {})
+            for n in range(1, 11)]
+    browser = visit(page_of_log(tmp_path, *rows))
+    dots = PANEL + """return [...card.querySelectorAll("circle")].map(
+        dot => [+dot.getAttribute("cx"), +dot.getAttribute("cy")]);"""
+    low, high, *without = browser.execute_script(dots, "Held-out accuracy")
+    assert high[0] - low[0] > 300 and high[1] < low[1] and len(without) == 2
+    browser.execute_script(
+        "const s = document.getElementById('smooth'); s.value = 0.95; s.oninput()")
+    assert browser.execute_script(dots, "Held-out accuracy") == [low, high, *without]
+    assert browser.execute_script(dots, "Accuracy term") == []
 
 
 def test_the_curve_of_costs_is_drawn(visit, tmp_path):

@@ -300,35 +300,55 @@ def add_thumbnails(episodes, sources, root, pixels, budget, troubles):
 
 # ---- curves and tables: which ones, page.html says ----------------------------------------
 
+def value_at(row, keys):
+    """Follow the keys down a row -> what is there, None if one of them is missing."""
+    for key in keys:
+        row = row.get(key) if isinstance(row, dict) else None
+    return row
+
+
 def points_of(log, keys):
-    """A log and the keys that lead to a number in its rows -> [[step, number]], gaps left out."""
+    """A log and the keys that lead to a number in its rows -> [[step, number]]. A row without that
+    number, or with null, is no point."""
     points = []
     for row in log:
-        value = row
-        for key in keys:  # one level down each
-            value = value.get(key) if isinstance(value, dict) else None
-        point = [number(row.get("step")), number(value, 8)]  # 8: a learning rate is 2e-6
+        point = [number(row.get("step")), number(value_at(row, keys), 8)]  # 8: a rate is 2e-6
         points += [point] if None not in point else []
     return points
 
 
+def lines_in(log, path):
+    """A log and a key as page.html has it -> [(name for the star, keys)]: a line for each name that
+    any row has at the star, one line if the key has no star."""
+    keys = path.split(".")
+    if "*" not in keys:
+        return [("", keys)]
+    star = keys.index("*")
+    found = [value_at(row, keys[:star]) for row in log]
+    names = set().union(*(value for value in found if isinstance(value, dict)))
+    # The star is replaced after the split: a name is any text, with dots too. JSON's keys are
+    # texts: by length "4" stands before "16".
+    return [(name, [*keys[:star], name, *keys[star + 1 :]])
+            for name in sorted(names, key=lambda name: (len(name), name))]
+
+
 def curves_of(sources, plots):
-    """-> [{"title", "series": [{"name", "run", "points"}]}] of the plots that have any."""
-    curves = {title: [] for title, _, _, _ in plots}
-    for run, source in enumerate(sources):
-        by_budget = [row["by_K"] for row in source["log"] if isinstance(row.get("by_K"), dict)]
-        # JSON's keys are texts: by length "4" stands before "16".
-        budgets = sorted(set().union(*by_budget), key=lambda budget: (len(budget), budget))
-        for title, _, lines, _ in plots:
+    """-> [{"title", "series": [{"name", "run", "points"}]}] of the plots that have any. A line of
+    held-out numbers, which only some steps have, is marked with "held_out": True."""
+    curves = []
+    for title, _, lines, _ in plots:
+        series = []
+        for run, source in enumerate(sources):
             for label, path in lines.items():
-                for budget in budgets if "*" in path else [""]:
-                    # The star is replaced after the split: a budget is any text, with dots too.
-                    keys = [budget if key == "*" else key for key in path.split(".")]
+                for star, keys in lines_in(source["log"], path):
+                    name = f"{source['name']} {label.replace('*', star)}".strip()
                     points = points_of(source["log"], keys)
-                    name = f"{source['name']} {label.replace('*', budget)}".strip()
+                    mark = {"held_out": True} if path.startswith("val") else {}
                     if points:
-                        curves[title].append({"name": name, "run": run, "points": points})
-    return [{"title": title, "series": series} for title, series in curves.items() if series]
+                        series.append({"name": name, "run": run, "points": points, **mark})
+        if series:
+            curves.append({"title": title, "series": series})
+    return curves
 
 
 def cell(value, sign=""):
