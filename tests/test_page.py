@@ -352,6 +352,26 @@ def test_a_log_of_old_has_no_panel_for_what_it_lacks(tmp_path):
     assert drawn == {"Reward": {"run": [[1, 0.5]]}}
 
 
+def test_each_stage_has_panels_of_its_own(page, small_run):
+    """A loss of SFT and one of GRPO share no axis, and SFT has no empty panel of GRPO."""
+    sft = {"Loss", "Learning rate", "Gradient norm", "Tokens", "Speed", "Step time", "Left out"}
+    curves = data_of(page)["curves"]
+    assert {c["title"] for c in curves if c["stage"] == "sft"} == sft
+    for curve in curves:
+        assert {line["run"] for line in curve["series"]} == {["grpo", "sft"].index(curve["stage"])}
+    lines = (small_run / "sft" / "log.jsonl").read_text().splitlines()
+    (loss,) = [c for c in curves if c["title"] == "Loss"]
+    assert [point[1] for point in loss["series"][0]["points"]] == pytest.approx(
+        [json.loads(line)["loss"] for line in lines])
+
+
+def test_the_held_out_loss_stands_beside_the_loss_of_sft(tmp_path):
+    drawn = drawn_on(page_of_log(tmp_path, {"step": 1, "loss": 2.0, "trained_tokens": 5},
+                                 {"step": 1, "val_loss": 3.0}))
+    assert drawn == {"Loss": {"run": [[1, 2.0]], "run held out": [[1, 3.0]]},
+                     "Tokens": {"run trained": [[1, 5]]}}
+
+
 def test_the_papers_figures_stand_beside_measured_benchmarks(tmp_path):
     result = {"bench": "mlvu", "K": 64, "tools": "on", "n": 9, "headline": 0.5,
               "interval": [0.4, 0.6], "acc": 0.5, "f_tau": 0.9, "kappa": 1.0,
@@ -502,6 +522,13 @@ def test_curves_show_values_under_the_pointer_and_explain_themselves(visit, page
     browser.execute_script(
         "const s = document.getElementById('smooth'); s.value = 0.9; s.oninput()")
     assert browser.execute_script(line) != before
+
+
+def test_stages_have_a_heading_if_there_are_two(visit, page, tmp_path):
+    assert texts(visit(page), "#plots h2") == ["PARA-GRPO", "SFT"]
+    lone = page_of_log(tmp_path, {"step": 1, "loss": 2.0, "trained_tokens": 5})
+    browser = visit(lone)
+    assert texts(browser, "#plots h2") == [] and len(texts(browser, "#plots svg")) == 2
 
 
 PANEL = """

@@ -66,7 +66,7 @@ def find(path):
 
 
 def load_source(path, name, troubles):
-    """A folder, or JSONL -> {"kind", "name", "args", "root", "log", "rows", "tables"}."""
+    """A folder, or JSONL -> {"kind", "stage", "name", "args", "root", "log", "rows", "tables"}."""
     # Below a lone file there is nothing: no arguments, no log. {} stands in for what is missing.
     args = [*read_objects(f"{path}/args.json", troubles), {}][0]
     summary = [*read_objects(f"{path}/summary.json", troubles), {}][0]
@@ -82,8 +82,9 @@ def load_source(path, name, troubles):
     if isinstance(args.get("data"), str):
         root = os.path.dirname(os.path.abspath(args["data"]))  # as the scripts themselves do
     rows = [row for file in files for row in read_objects(file, troubles)]  # not yet checked
-    return {"kind": "run" if log else "eval", "name": name, "args": args, "log": log, "rows": rows,
-            "tables": tables, "root": args.get("video_root") or root}
+    stage = "sft" if any("trained_tokens" in row for row in log) else "grpo"
+    return {"kind": "run" if log else "eval", "stage": stage, "name": name, "args": args,
+            "log": log, "rows": rows, "tables": tables, "root": args.get("video_root") or root}
 
 
 def load_sources(paths, names, troubles):
@@ -333,13 +334,14 @@ def lines_in(log, path):
 
 
 def curves_of(sources, plots):
-    """-> [{"title", "series": [{"name", "run", "points"}]}] of the plots that have any. A line of
-    held-out numbers, which only some steps have, is marked with "held_out": True."""
+    """Sources, and {stage: plots} -> [{"stage", "title", "series": [{"name", "run", "points"}]}] of
+    the plots that have any. A line of held-out numbers, which only some steps have, is marked with
+    "held_out": True."""
     curves = []
-    for title, _, lines, _ in plots:
+    for stage, (title, _, lines, _) in [(key, plot) for key in plots for plot in plots[key]]:
         series = []
         for run, source in enumerate(sources):
-            for label, path in lines.items():
+            for label, path in lines.items() if source["stage"] == stage else ():
                 for star, keys in lines_in(source["log"], path):
                     name = f"{source['name']} {label.replace('*', star)}".strip()
                     points = points_of(source["log"], keys)
@@ -347,7 +349,7 @@ def curves_of(sources, plots):
                     if points:
                         series.append({"name": name, "run": run, "points": points, **mark})
         if series:
-            curves.append({"title": title, "series": series})
+            curves.append({"stage": stage, "title": title, "series": series})
     return curves
 
 
