@@ -537,10 +537,19 @@ PANEL = """
 """
 
 
+AXIS = PANEL + """
+    const labels = [...card.querySelectorAll("text[text-anchor=end]")];
+    const path = card.querySelector("path[stroke-width]").getAttribute("d");
+    return [labels.map(label => [label.textContent, +label.getAttribute("y")]),
+            path.match(/[0-9.]+ [0-9.]+/g).map(pair => +pair.split(" ")[1])];
+"""
+
+
 def test_held_out_numbers_are_drawn_as_measured(visit, tmp_path):
     """With a dot for each evaluation, whatever the smoothing; lines of every step have none."""
-    rows = [{"step": n, "acc": n % 2} | ({"val": {**HELD_OUT, "acc": n / 20}} if n % 5 == 0 else {})
-            for n in range(1, 11)]
+    rows = [{"step": n, "acc": n % 2, "not_ok": n // 10} for n in range(1, 11)]
+    for row in rows[4::5]:
+        row["val"] = {**HELD_OUT, "acc": row["step"] / 20}
     browser = visit(page_of_log(tmp_path, *rows))
     dots = PANEL + """return [...card.querySelectorAll("circle")].map(
         dot => [+dot.getAttribute("cx"), +dot.getAttribute("cy")]);"""
@@ -549,7 +558,41 @@ def test_held_out_numbers_are_drawn_as_measured(visit, tmp_path):
     browser.execute_script(
         "const s = document.getElementById('smooth'); s.value = 0.95; s.oninput()")
     assert browser.execute_script(dots, "Held-out accuracy") == [low, high, *without]
+    count = browser.execute_script(AXIS, "Rollouts not ok")[1]  # nor is a count
+    assert len(set(count[:9])) == 1 and count[8] - count[9] > 100
     assert browser.execute_script(dots, "Accuracy term") == []
+
+
+@pytest.mark.parametrize("key, title, values, least", [
+    ("closure", "Closure of think", [0.996, 1.0], 0.1), ("acc", "Accuracy term", [0.0, 0.0], 0.1),
+    ("acc", "Accuracy term", [0.25, 0.26], 0.1), ("total", "Reward", [-0.3, -0.3], 0.2),
+    ("kappa", "kappa", [1.9, 1.95], 0.5), ("not_ok", "Rollouts not ok", [0, 0], 1),
+    ("gap", "Log-prob gap", [1.2e-6, 1.21e-6], 1e-7), ("entropy", "Entropy", [0.0, 0.0], 0.05),
+    ("train_tokens_per_s", "Speed", [12345.0, 12346.0], 1000),
+    ("train_tokens_per_s", "Speed", [123.0, 1.5e7], 1e7)])
+def test_an_axis_does_not_blow_up_noise_and_says_its_numbers(
+        visit, tmp_path, key, title, values, least):
+    """Its ticks are apart and true, it is long enough, and holds no impossible value."""
+    rows = [{"step": n, key: {"think": value} if key == "closure" else value}
+            for n, value in enumerate(values, 1)]
+    labels, drawn = visit(page_of_log(tmp_path, *rows)).execute_script(
+        "document.getElementById('smooth').value = 0; document.getElementById('smooth').oninput();"
+        + AXIS, title)
+    sizes = {"k": 1e3, "M": 1e6, "G": 1e9}
+    ticks = [float(said.rstrip("kMG")) * sizes.get(said[-1], 1) for said, _ in labels]
+    assert 3 <= len({said for said, _ in labels}) == len(labels) <= 8
+    assert max(len(said) for said, _ in labels) <= 7
+    (y0, y1), unit = (labels[0][1], labels[-1][1]), ticks[-1] - ticks[0]
+    # Where the labels say a value lies, the line is; 4: a label stands on its baseline.
+    for value, y in zip(values, drawn):
+        said = ticks[0] + (y - (y0 - 4)) / (y1 - y0) * unit
+        assert said == pytest.approx(value, abs=unit / 100)
+    height = 170 * unit / (y0 - y1)
+    assert height >= least
+    low, high = ticks[0] - (200 - 22 - y0 + 4) * unit / (y0 - y1), 0
+    high = low + height
+    assert low >= -1e-6 * unit or min(values) < 0
+    assert high <= 1 + 1e-6 or least != 0.1
 
 
 def test_the_curve_of_costs_is_drawn(visit, tmp_path):

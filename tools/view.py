@@ -338,7 +338,7 @@ def curves_of(sources, plots):
     the plots that have any. A line of held-out numbers, which only some steps have, is marked with
     "held_out": True."""
     curves = []
-    for stage, (title, _, lines, _) in [(key, plot) for key in plots for plot in plots[key]]:
+    for stage, (title, _, _, lines, _) in [(key, plot) for key in plots for plot in plots[key]]:
         series = []
         for run, source in enumerate(sources):
             for label, path in lines.items() if source["stage"] == stage else ():
