@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import sys
+from collections import Counter
 
 import pytest
 from conftest import ROOT, run_script
@@ -303,7 +304,36 @@ def test_a_torn_log_is_drawn_as_far_as_it_goes(tmp_path):
     assert reward["series"] == [{"name": "torn", "run": 0, "points": [[1, 0.5]]}]
     by_budget = next(c for c in data["curves"] if c["title"] == "Accuracy by K")
     assert by_budget["series"] == [{"name": "torn K 4", "run": 0, "points": [[1, 1.0]]}]
-    assert data["troubles"] == [[f"{tmp_path}/log.jsonl: lines that are no JSON objects", 1]]
+    assert data["troubles"] == [[f"{tmp_path}/log.jsonl: the last line is cut off", 1]]
+
+
+@pytest.mark.parametrize("place, steps, why", [
+    (None, [1, 2, 3], None), (5, [2, 3], "the first is line 1"), (75, [1, 2], "cut off"),
+    (45, [1, 3], "the first is line 2")])
+def test_a_bad_byte_costs_its_line_alone_and_the_line_is_named(tmp_path, place, steps, why):
+    """A byte order mark costs none. place: of a byte of 0xFF in the text, None: no such byte."""
+    text = "".join(f'{{"step": {n}, "x": "é", "total": 0.5}}\n' for n in (1, 2, 3)).encode()[:-1]
+    at = len(text) if place is None else place
+    bad = b"" if place is None else b"\xff"
+    (tmp_path / "log.jsonl").write_bytes(b"\xef\xbb\xbf" + text[:at] + bad + text[at:])
+    view.build([str(tmp_path)], ["run"], str(tmp_path / "page.html"), 10, 20.0, None, 6144)
+    assert drawn_on(tmp_path / "page.html") == {"Reward": {"run": [[n, 0.5] for n in steps]}}
+    troubles = data_of(tmp_path / "page.html")["troubles"]
+    assert [count for _, count in troubles] == [1] * (why is not None)
+    assert not why or why in troubles[0][0] and "log.jsonl" in troubles[0][0]
+
+
+def test_any_byte_of_a_log_may_break_and_the_page_is_made(tmp_path):
+    """Each single byte of a run's small files, one after the other."""
+    good = b'{"step": 1, "total": 0.5, "by_K": {"4": {"acc": 1.0}}}\n{"step": 2, "val": {"acc": 1}}'
+    for name in ("log.jsonl", "summary.json", "args.json"):
+        for place in (n for n, byte in enumerate(good) if byte != ord("\n")):
+            (tmp_path / "log.jsonl").write_bytes(good)
+            (tmp_path / name).write_bytes(good[:place] + b"\xff" + good[place + 1 :])
+            troubles = Counter()
+            (source,) = view.load_sources([str(tmp_path)], ["run"], troubles)
+            assert sum(troubles.values()) == 1 and len(source["log"]) == 2 - (name == "log.jsonl")
+        (tmp_path / name).unlink()
 
 
 def page_of_log(folder, *rows, args=None, name="run", **more):

@@ -34,21 +34,32 @@ from evaluation import benchmarks
 # ---- what the other scripts wrote --------------------------------------------------------------
 
 def read_objects(path, troubles):
-    """JSONL, or a .json of one object -> list of dicts; [] where there is no such file."""
-    if not os.path.exists(path):
+    """JSONL, or a .json of one object -> list of dicts; [] if there is no such file. A line that is
+    no JSON object, or no UTF-8, is counted in `troubles`, which names the first such line."""
+    try:
+        with open(path, "rb") as file:
+            text = file.read().removeprefix(b"\xef\xbb\xbf")  # some editors put a byte order mark
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    with open(path, encoding="utf-8", errors="replace") as file:  # a bad byte costs no file
-        texts = [file.read()] if path.endswith(".json") else file.readlines()
-    rows = []
-    for text in texts:
+    except OSError as error:
+        raise launch.UserError(f"{path}: {error.strerror}") from None
+    lines = [text] if path.endswith(".json") else text.split(b"\n")
+    rows, bad = [], []
+    for n, line in enumerate(lines, 1):
         try:
-            row = json.loads(text)
+            row = json.loads(line.decode("utf-8"))
         except (ValueError, RecursionError):  # RecursionError: thousands of nested brackets
             row = None
         if isinstance(row, dict):  # "null" is JSON too
             rows.append(row)
-        elif text.strip():  # a crash tears the last line
-            troubles[f"{path}: lines that are no JSON objects"] += 1
+        elif line.strip():
+            bad.append(n)
+    # A crash cuts the last line off, and a run at work has not finished it.
+    if bad and bad[-1] == len(lines) > 1:
+        troubles[f"{path}: the last line is cut off"] += 1
+        bad.pop()
+    if bad:
+        troubles[f"{path}: lines that are no JSON objects, the first is line {bad[0]}"] += len(bad)
     return rows
 
 
