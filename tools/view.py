@@ -28,8 +28,6 @@ from collections import Counter, defaultdict
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import launch
 import rewards
-import video
-from evaluation import benchmarks
 
 # ---- what the other scripts wrote --------------------------------------------------------------
 
@@ -278,6 +276,8 @@ def add_thumbnails(episodes, sources, root, pixels, budget, troubles):
     """
     from tqdm import tqdm
 
+    import video
+
     by_video = defaultdict(list)  # a video is opened once, for all its episodes
     for episode in episodes:
         folder = root or sources[episode["source"]]["root"]
@@ -410,6 +410,8 @@ def tables_of(sources, tables):
 
 def paper_tables(sources):
     """-> [the table of benchmark results and of the paper's Table 1], [] without results."""
+    from evaluation import benchmarks  # imports numpy
+
     benches = list(benchmarks.splits())  # in the order of the paper's columns
     systems = {}  # name -> {benchmark: percent, as text}
     for source in sources:
