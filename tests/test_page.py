@@ -691,6 +691,56 @@ def test_filters_and_keys_move_through_the_episodes(visit, page):
     assert browser.execute_script("return !document.getElementById('tab-tables').hidden")
 
 
+def test_each_episode_has_a_link_that_opens_it(visit, browser, made):
+    """The same one after the page was made anew from more records."""
+    records = [episode(f"task {n}/é", s, n) for n in range(40) for s in range(2)]
+    page = made(records[20:])
+    links = [e["link"] for e in data_of(page)["episodes"]]
+    assert len(set(links)) == len(links) == 60
+    link = "r.jsonl/step31/task%2030/%C3%A9/K4/1"
+    assert link in links
+    visit(page, link)
+    for _ in range(2):
+        assert texts(browser, "#one h3")[0].startswith("task 30/é")
+        assert "step 31" in texts(browser, "#one h3")[0]
+        assert "sample 1" in texts(browser, "#one h3")[0]
+        assert len(texts(browser, ".row.on")) == 1  # in view, in the list
+        links = browser.execute_script(
+            "return [...document.querySelectorAll('#one h3 a, .row.on a')].map(a => a.hash)")
+        assert links.count("#" + link) == 3 and len(links) == 4  # its own, its row's, its group's
+        visit(made(records), link)
+    address = "return decodeURI(location.hash)"
+    assert browser.execute_script(address) == "#r.jsonl/step31/task 30/é/K4/1"
+    choose(browser, "text", "task 7/")
+    assert browser.execute_script(address) == "#r.jsonl/step8/task 7/é/K4/0"
+    browser.execute_script("location.hash = arguments[0]", link)  # which the filter hides
+    browser.execute_async_script("setTimeout(arguments[0], 50)")
+    assert texts(browser, "#matching")[0].startswith("80 episodes")
+    assert "step 31" in texts(browser, "#one h3")[0]
+    press(browser, "k")
+    assert browser.execute_script(address) == "#r.jsonl/step31/task 30/é/K4/0"
+    browser.execute_script("document.querySelectorAll('.group .card a')[1].click()")
+    browser.execute_async_script("setTimeout(arguments[0], 50)")
+    assert "sample 1" in texts(browser, "#one h3")[0]
+    press(browser, "j")
+    wanted = browser.execute_script("""
+        const link = document.querySelector(".row a");
+        link.click();
+        return link.hash;
+    """)
+    browser.execute_async_script("setTimeout(arguments[0], 50)")
+    opened = browser.execute_script(
+        "return [location.hash, document.querySelector('#one h3 a').hash]")
+    assert opened == [wanted, wanted] and wanted != "#" + link
+
+
+def test_a_link_to_no_episode_says_so(visit, made):
+    for hash in ("r.jsonl/step9/none/K4/0", "%", "r/%E9"):
+        browser = visit(made([episode()]), hash)
+        assert texts(browser, "#one h3")[0].startswith("t0")
+        assert ("not on this page" in texts(browser, "#counts")[0]) == ("/" in hash)
+
+
 def test_troubles_and_calls_are_filtered(visit, made):
     call = {**episode()["calls"][0], "status": "reversed"}
     browser = visit(made([

@@ -24,6 +24,7 @@ import os
 import re
 import sys
 from collections import Counter, defaultdict
+from urllib.parse import quote
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import launch
@@ -205,12 +206,18 @@ def shown_episode(row, source, place):
     times = row.get("frame_times") or looked["seconds"]  # of an evaluation, of a rollout
     times = [round(float(second), 2) for second in times if number(second) is not None]
     last = max([*times, *(call["end"] or 0.0 for call in calls), 1.0])
+    step = int(row["version"]) + 1 if "version" in row else None  # version 0 made step 1
+    budget = str(row.get("budget", row["K"]))  # "gated" has one K for each item
+    tools = None if row.get("tools") is None else str(row["tools"])  # of an evaluation
+    # Its link says what it is, not where it stands: a page made anew keeps it.
+    link = "/".join([
+        source["name"], *([] if step is None else [f"step{step}"]), str(task["id"]), f"K{budget}",
+        *([] if tools is None else [f"tools-{tools}"]), str(int(row["sample"]))])  # fmt: skip
     # Types are forced and texts cut: a damaged record neither stops the page nor fills it.
     return {
         "source": place, "group": str(row["group"]), "sample": int(row["sample"]),
-        "step": int(row["version"]) + 1 if "version" in row else None,  # version 0 made step 1
-        "K": str(row.get("budget", row["K"])),  # "gated" has one K for each item
-        "tools": None if row.get("tools") is None else str(row["tools"]),  # of an evaluation
+        "step": step, "K": budget, "tools": tools,
+        "link": quote(link, errors="replace"),
         "id": str(task["id"]), "video": str(task["video"]), "gold": str(task["answer"]),
         "question": str(task["question"])[:4000],
         "options": [str(option) for option in task.get("options") or []],
