@@ -548,7 +548,7 @@ def evaluate(log, engine, held, agent, codec, source, step, args, rank, world):
     def cell(some):
         with_tools, without = ([row for row in some if row["tools"] is on] for on in (True, False))
         return {"n": len(with_tools), "acc": average(with_tools, "acc"),
-                "acc_no_tools": average(without, "acc")}
+                "acc_without_tools": average(without, "acc")}
 
     val = {**cell(good), "not_ok": len(rows) - len(good)}
     for name in ("K", "type"):
@@ -557,7 +557,7 @@ def evaluate(log, engine, held, agent, codec, source, step, args, rank, world):
     if log:
         failed = f" | not ok {val['not_ok']}" if val["not_ok"] else ""
         log.write({"step": step, "val": val}, f"step {step:04d} | held-out acc "
-                  f"{number(val['acc'])} no tools {number(val['acc_no_tools'])}{failed}")
+                  f"{number(val['acc'])} no tools {number(val['acc_without_tools'])}{failed}")
     return -1.0 if val["acc"] is None else val["acc"]
 
 

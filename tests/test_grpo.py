@@ -1012,7 +1012,7 @@ def test_held_out_accuracy_is_logged_per_k_and_type_and_changes_no_weight(
         assert {kind: cell["n"] for kind, cell in val["by_type"].items()} == {"open": 1, "mcq": 1}
         assert sum(cell["n"] for cell in val["by_K"].values()) == 2
         mean = statistics.mean(cell["acc"] for cell in val["by_type"].values())
-        assert val["acc"] == pytest.approx(mean) and val["acc_no_tools"] is not None
+        assert val["acc"] == pytest.approx(mean) and val["acc_without_tools"] is not None
     best = max((1, 2), key=lambda step: (values[step]["acc"], -step))
     assert (other / "best").resolve().name == f"step_{best:06d}"
     printed = capsys.readouterr().out

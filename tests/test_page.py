@@ -14,7 +14,10 @@ import math
 import os
 import re
 import shutil
+import signal
+import subprocess
 import sys
+from collections import Counter
 
 import pytest
 from conftest import ROOT, run_script
@@ -303,7 +306,102 @@ def test_a_torn_log_is_drawn_as_far_as_it_goes(tmp_path):
     assert reward["series"] == [{"name": "torn", "run": 0, "points": [[1, 0.5]]}]
     by_budget = next(c for c in data["curves"] if c["title"] == "Accuracy by K")
     assert by_budget["series"] == [{"name": "torn K 4", "run": 0, "points": [[1, 1.0]]}]
-    assert data["troubles"] == [[f"{tmp_path}/log.jsonl: lines that are no JSON objects", 1]]
+    assert data["troubles"] == [[f"{tmp_path}/log.jsonl: the last line is cut off", 1]]
+
+
+@pytest.mark.parametrize("place, steps, why", [
+    (None, [1, 2, 3], None), (5, [2, 3], "the first is line 1"), (75, [1, 2], "cut off"),
+    (45, [1, 3], "the first is line 2")])
+def test_a_bad_byte_costs_its_line_alone_and_the_line_is_named(tmp_path, place, steps, why):
+    """A byte order mark costs none. place: of a byte of 0xFF in the text, None: no such byte."""
+    text = "".join(f'{{"step": {n}, "x": "é", "total": 0.5}}\n' for n in (1, 2, 3)).encode()[:-1]
+    at = len(text) if place is None else place
+    bad = b"" if place is None else b"\xff"
+    (tmp_path / "log.jsonl").write_bytes(b"\xef\xbb\xbf" + text[:at] + bad + text[at:])
+    view.build([str(tmp_path)], ["run"], str(tmp_path / "page.html"), 10, 20.0, None, 6144)
+    assert drawn_on(tmp_path / "page.html") == {"Reward": {"run": [[n, 0.5] for n in steps]}}
+    troubles = data_of(tmp_path / "page.html")["troubles"]
+    assert [count for _, count in troubles] == [1] * (why is not None)
+    assert not why or why in troubles[0][0] and "log.jsonl" in troubles[0][0]
+
+
+def test_any_byte_of_a_log_may_break_and_the_page_is_made(tmp_path):
+    """Each single byte of a run's small files, one after the other."""
+    good = b'{"step": 1, "total": 0.5, "by_K": {"4": {"acc": 1.0}}}\n{"step": 2, "val": {"acc": 1}}'
+    for name in ("log.jsonl", "summary.json", "args.json"):
+        for place in (n for n, byte in enumerate(good) if byte != ord("\n")):
+            (tmp_path / "log.jsonl").write_bytes(good)
+            (tmp_path / name).write_bytes(good[:place] + b"\xff" + good[place + 1 :])
+            troubles = Counter()
+            (source,) = view.load_sources([str(tmp_path)], ["run"], troubles, {})
+            assert sum(troubles.values()) == 1 and len(source["log"]) == 2 - (name == "log.jsonl")
+        (tmp_path / name).unlink()
+
+
+def page_of_log(folder, *rows, args=None, name="run", **more):
+    """Page of one run that logged these rows; a text stands in the log as it is."""
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    (folder / "log.jsonl").write_text("".join(line + "\n" for line in lines))
+    (folder / "args.json").write_text(json.dumps(args or {}))
+    view.build([str(folder)], [name], str(folder / "page.html"), 10, 20.0, None, 6144)
+    return folder / "page.html"
+
+
+def drawn_on(page):
+    """{title: {name of a line: its points}}"""
+    return {curve["title"]: {line["name"]: line["points"] for line in curve["series"]}
+            for curve in data_of(page)["curves"]}
+
+
+HELD_OUT = {"acc": 0.5, "acc_without_tools": 0.25,
+            "by_K": {"4": {"acc": 0.125}, "16": {"acc": 1.0}},
+            "by_type": {"open": {"acc": 0.75, "acc_without_tools": 0.5}}}
+
+
+def test_each_number_of_the_log_has_its_curve(tmp_path):
+    """A null is a missing point and no zero: nothing was ok in step 2."""
+    first = {"step": 1, "acc": 0.5, "cut_turns": 0.25, "not_ok": 0, "gap": 1e-6, "f_released": 0.4,
+             "by_K": {"16": {"acc": 0.5}, "4": {"acc": 0.25}},
+             "by_type": {"mcq": {"acc": 1.0, "n": 2}, "a.b": {"acc": 0.0, "n": 1}}}
+    second = {**dict.fromkeys(first), "step": 2, "not_ok": 6, "by_K": {}, "by_type": {}}
+    third = {**first, "step": 3, "by_type": {"mcq": {"acc": None}}, "val": HELD_OUT}
+    drawn = drawn_on(page_of_log(tmp_path, first, second, third))
+    assert drawn["Turns cut off"] == {"run": [[1, 0.25], [3, 0.25]]}
+    assert drawn["Rollouts not ok"] == {"run": [[1, 0], [2, 6], [3, 0]]}
+    assert drawn["Accuracy term"] == {"run": [[1, 0.5], [3, 0.5]]}
+    assert drawn["Log-prob gap"] == {"run mean": [[1, 1e-6], [3, 1e-6]]}
+    assert drawn["Accuracy by type"] == {"run a.b": [[1, 0.0]], "run mcq": [[1, 1.0]]}
+    assert list(drawn["Accuracy by K"]) == ["run K 4", "run K 16"]
+    assert drawn["Held-out accuracy"] == {"run with tools": [[3, 0.5]], "run without": [[3, 0.25]]}
+    assert drawn["Held-out accuracy by K"] == {"run K 4": [[3, 0.125]], "run K 16": [[3, 1.0]]}
+    assert drawn["Held-out accuracy by type"] == {
+        "run open": [[3, 0.75]], "run open without tools": [[3, 0.5]]}
+    assert not [title for title in drawn if "released" in title]
+
+
+def test_a_log_of_old_has_no_panel_for_what_it_lacks(tmp_path):
+    drawn = drawn_on(page_of_log(tmp_path, {"step": 1, "total": 0.5, "val": None, "by_type": 3}))
+    assert drawn == {"Reward": {"run": [[1, 0.5]]}}
+
+
+def test_each_stage_has_panels_of_its_own(page, small_run):
+    """A loss of SFT and one of GRPO share no axis, and SFT has no empty panel of GRPO."""
+    sft = {"Loss", "Learning rate", "Gradient norm", "Tokens", "Speed", "Step time", "Left out"}
+    curves = data_of(page)["curves"]
+    assert {c["title"] for c in curves if c["stage"] == "sft"} == sft
+    for curve in curves:
+        assert {line["run"] for line in curve["series"]} == {["grpo", "sft"].index(curve["stage"])}
+    lines = (small_run / "sft" / "log.jsonl").read_text().splitlines()
+    (loss,) = [c for c in curves if c["title"] == "Loss"]
+    assert [point[1] for point in loss["series"][0]["points"]] == pytest.approx(
+        [json.loads(line)["loss"] for line in lines])
+
+
+def test_the_held_out_loss_stands_beside_the_loss_of_sft(tmp_path):
+    drawn = drawn_on(page_of_log(tmp_path, {"step": 1, "loss": 2.0, "trained_tokens": 5},
+                                 {"step": 1, "val_loss": 3.0}))
+    assert drawn == {"Loss": {"run": [[1, 2.0]], "run held out": [[1, 3.0]]},
+                     "Tokens": {"run trained": [[1, 5]]}}
 
 
 def test_the_papers_figures_stand_beside_measured_benchmarks(tmp_path):
@@ -413,6 +511,133 @@ def test_command_line(small_run, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------
+# While a run goes on
+
+
+def log_steps(folder, first, last, steps=40):
+    """Add steps to a run's folder as grpo.py does: the rollouts, then the row."""
+    (folder / "rollouts").mkdir(parents=True, exist_ok=True)
+    (folder / "args.json").write_text(json.dumps({"steps": steps}))
+    for n in range(first, last + 1):
+        records = [episode(f"task-{n}", sample, n - 1) for sample in range(4)]
+        launch.write_atomic(folder / "rollouts" / f"step_{n - 1:06d}.rank0.jsonl",
+                            "".join(json.dumps(record) + "\n" for record in records))
+        with open(folder / "log.jsonl", "a") as file:
+            more = dict.fromkeys(("acc", "fmt", "tool", "kappa", "called", "entropy", "loss",
+                                  "grad_norm", "length", "f_tau", "cut_turns", "gap"), 0.5)
+            file.write(json.dumps({"step": n, "total": n / 10, **more}) + "\n")
+
+
+def watched(folder, *steps):
+    """A watch of a folder, whose pauses are these steps: a function each, and Ctrl-C in the end."""
+    left = iter(steps)
+
+    def sleep(seconds):
+        assert seconds == 5.0
+        step = next(left, None)
+        if step is None:
+            raise KeyboardInterrupt
+        step()
+
+    options = {"paths": [str(folder)], "names": None, "out": str(folder / "page.html"),
+               "episodes": 2000, "max_mb": 20.0, "root": None, "pixels": 6144}
+    return options, sleep
+
+
+def test_a_watch_follows_the_run_and_ends_on_ctrl_c(tmp_path, monkeypatch, capsys):
+    """Its last page loads itself no more. A page that nothing changed is not written again."""
+    seen = []
+
+    def look():
+        data = data_of(tmp_path / "page.html")
+        seen.append((data["every"], len(data["episodes"]), len(data["curves"][0]["series"][0][
+            "points"]), (tmp_path / "page.html").stat().st_ino))
+
+    def go_on():
+        look()
+        log_steps(tmp_path, 3, 4)
+
+    log_steps(tmp_path, 1, 2)
+    options, sleep = watched(tmp_path, go_on, look, look)
+    monkeypatch.setattr(view.time, "sleep", sleep)
+    view.watch(options, 5.0)
+    look()
+    assert [facts[:3] for facts in seen] == [(5.0, 8, 2), (5.0, 16, 4), (5.0, 16, 4), (None, 16, 4)]
+    inodes = [facts[3] for facts in seen]
+    assert inodes[0] != inodes[1] == inodes[2] != inodes[3]  # written whole, under another name
+    assert "stopped" in capsys.readouterr().out
+    assert not [name for name in os.listdir(tmp_path) if ".tmp" in name]
+
+
+def test_a_watch_ends_when_the_run_is_finished(tmp_path, monkeypatch, capsys):
+    log_steps(tmp_path, 1, 2, steps=3)
+    options, sleep = watched(tmp_path, lambda: log_steps(tmp_path, 3, 3, steps=3))
+    monkeypatch.setattr(view.time, "sleep", sleep)
+    view.watch(options, 5.0)
+    assert data_of(tmp_path / "page.html")["every"] is None
+    assert capsys.readouterr().out.splitlines()[-1] == "finished: the page is complete"
+
+
+@pytest.mark.parametrize("finished, stage, args, last", [
+    (True, "grpo", {"steps": 3}, {"step": 3}), (False, "grpo", {"steps": 4}, {"step": 3}),
+    (False, "grpo", {}, {"step": 3}), (False, "grpo", {"steps": "x"}, {"step": None}),
+    (True, "grpo", {"steps": 300, "rollouts": ["r.jsonl"]}, {"step": 1}),
+    (False, "sft", {"steps": 0}, {"step": 3}),
+    (True, "sft", {"steps": 3, "val": None}, {"step": 3}),
+    (False, "sft", {"steps": 3, "val": "v.jsonl"}, {"step": 3}),
+    (True, "sft", {"steps": 3, "val": "v.jsonl"}, {"step": 3, "val_loss": 0.5})])
+def test_a_run_is_finished_if_its_files_say_so(finished, stage, args, last):
+    source = {"log": [{"step": 1}, last], "args": args, "stage": stage, "tables": {}}
+    assert view.is_finished(source) == finished
+
+
+def test_what_a_watch_has_read_and_decoded_it_keeps(small_run, tmp_path, monkeypatch):
+    """The page is the one that would be made without it."""
+    kept, opened = {}, []
+    options = ([str(small_run)], None, str(tmp_path / "page.html"), 2000, 20.0, None, 6144)
+    first = view.build(*options, kept=kept)
+    import video
+
+    def spy(module, name):
+        true = getattr(module, name)
+
+        def called(path, *rest):
+            opened.append((name, path))
+            return true(path, *rest)
+
+        monkeypatch.setattr(module, name, called)
+
+    spy(video, "at")
+    spy(view, "read_objects")
+    assert view.build(*options, kept=kept) == first and first["pictures"]
+    again = {os.path.basename(path) for _, path in opened}
+    assert again == {"args.json", "summary.json", "log.jsonl"}
+    assert {name for name, _ in opened} == {"read_objects"}
+    assert view.build(*options) == first
+
+
+def test_a_growing_run_drops_few_of_the_groups_that_were_shown():
+    """And they stay spread over the steps."""
+    rows = [{"group": f"{n}/t", "K": 4} for n in range(400) for _ in range(4)]
+    before = {row["group"] for row in view.thinned(rows[:800], 400)}
+    after = {row["group"] for row in view.thinned(rows[:880], 400)}
+    assert len(before) == len(after) == 100 and len(before & after) >= 85
+    steps = sorted(int(row["group"].split("/")[0]) for row in view.thinned(rows, 400))
+    assert max(b - a for a, b in zip(steps, steps[4:])) <= 8
+
+
+def test_ctrl_c_ends_the_command_with_0(tmp_path):
+    log_steps(tmp_path, 1, 2)
+    command = [sys.executable, os.path.join(ROOT, "tools", "view.py"), str(tmp_path), "--out",
+               str(tmp_path / "page.html"), "--watch", "--every", "60"]
+    done = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert "8 of 8 episodes" in done.stdout.readline()
+    done.send_signal(signal.SIGINT)
+    out, err = done.communicate(timeout=60)
+    assert done.returncode == 0 and "Traceback" not in err and out.startswith("stopped")
+
+
+# ------------------------------------------------------------------------------------------------
 # In a browser
 
 
@@ -456,6 +681,77 @@ def test_curves_show_values_under_the_pointer_and_explain_themselves(visit, page
     browser.execute_script(
         "const s = document.getElementById('smooth'); s.value = 0.9; s.oninput()")
     assert browser.execute_script(line) != before
+
+
+def test_stages_have_a_heading_if_there_are_two(visit, page, tmp_path):
+    assert texts(visit(page), "#plots h2") == ["PARA-GRPO", "SFT"]
+    lone = page_of_log(tmp_path, {"step": 1, "loss": 2.0, "trained_tokens": 5})
+    browser = visit(lone)
+    assert texts(browser, "#plots h2") == [] and len(texts(browser, "#plots svg")) == 2
+
+
+PANEL = """
+    const card = [...document.querySelectorAll("#plots .card")].find(
+        card => card.querySelector("h3").firstChild.textContent.trim() === arguments[0]);
+"""
+
+
+AXIS = PANEL + """
+    const labels = [...card.querySelectorAll("text[text-anchor=end]")];
+    const path = card.querySelector("path[stroke-width]").getAttribute("d");
+    return [labels.map(label => [label.textContent, +label.getAttribute("y")]),
+            path.match(/[0-9.]+ [0-9.]+/g).map(pair => +pair.split(" ")[1])];
+"""
+
+
+def test_held_out_numbers_are_drawn_as_measured(visit, tmp_path):
+    """With a dot for each evaluation, whatever the smoothing; lines of every step have none."""
+    rows = [{"step": n, "acc": n % 2, "not_ok": n // 10} for n in range(1, 11)]
+    for row in rows[4::5]:
+        row["val"] = {**HELD_OUT, "acc": row["step"] / 20}
+    browser = visit(page_of_log(tmp_path, *rows))
+    dots = PANEL + """return [...card.querySelectorAll("circle")].map(
+        dot => [+dot.getAttribute("cx"), +dot.getAttribute("cy")]);"""
+    low, high, *without = browser.execute_script(dots, "Held-out accuracy")
+    assert high[0] - low[0] > 300 and high[1] < low[1] and len(without) == 2
+    browser.execute_script(
+        "const s = document.getElementById('smooth'); s.value = 0.95; s.oninput()")
+    assert browser.execute_script(dots, "Held-out accuracy") == [low, high, *without]
+    count = browser.execute_script(AXIS, "Rollouts not ok")[1]  # nor is a count
+    assert len(set(count[:9])) == 1 and count[8] - count[9] > 100
+    assert browser.execute_script(dots, "Accuracy term") == []
+
+
+@pytest.mark.parametrize("key, title, values, least", [
+    ("closure", "Closure of think", [0.996, 1.0], 0.1), ("acc", "Accuracy term", [0.0, 0.0], 0.1),
+    ("acc", "Accuracy term", [0.25, 0.26], 0.1), ("total", "Reward", [-0.3, -0.3], 0.2),
+    ("kappa", "kappa", [1.9, 1.95], 0.5), ("not_ok", "Rollouts not ok", [0, 0], 1),
+    ("gap", "Log-prob gap", [1.2e-6, 1.21e-6], 1e-7), ("entropy", "Entropy", [0.0, 0.0], 0.05),
+    ("train_tokens_per_s", "Speed", [12345.0, 12346.0], 1000),
+    ("train_tokens_per_s", "Speed", [123.0, 1.5e7], 1e7)])
+def test_an_axis_does_not_blow_up_noise_and_says_its_numbers(
+        visit, tmp_path, key, title, values, least):
+    """Its ticks are apart and true, it is long enough, and holds no impossible value."""
+    rows = [{"step": n, key: {"think": value} if key == "closure" else value}
+            for n, value in enumerate(values, 1)]
+    labels, drawn = visit(page_of_log(tmp_path, *rows)).execute_script(
+        "document.getElementById('smooth').value = 0; document.getElementById('smooth').oninput();"
+        + AXIS, title)
+    sizes = {"k": 1e3, "M": 1e6, "G": 1e9}
+    ticks = [float(said.rstrip("kMG")) * sizes.get(said[-1], 1) for said, _ in labels]
+    assert 3 <= len({said for said, _ in labels}) == len(labels) <= 8
+    assert max(len(said) for said, _ in labels) <= 7
+    (y0, y1), unit = (labels[0][1], labels[-1][1]), ticks[-1] - ticks[0]
+    # Where the labels say a value lies, the line is; 4: a label stands on its baseline.
+    for value, y in zip(values, drawn):
+        said = ticks[0] + (y - (y0 - 4)) / (y1 - y0) * unit
+        assert said == pytest.approx(value, abs=unit / 100)
+    height = 170 * unit / (y0 - y1)
+    assert height >= least
+    low, high = ticks[0] - (200 - 22 - y0 + 4) * unit / (y0 - y1), 0
+    high = low + height
+    assert low >= -1e-6 * unit or min(values) < 0
+    assert high <= 1 + 1e-6 or least != 0.1
 
 
 def test_the_curve_of_costs_is_drawn(visit, tmp_path):
@@ -522,6 +818,143 @@ def test_filters_and_keys_move_through_the_episodes(visit, page):
     assert texts(browser, ".row.on")[0].startswith("✗") and current() != start + 1
     press(browser, "3")
     assert browser.execute_script("return !document.getElementById('tab-tables').hidden")
+
+
+def test_each_episode_has_a_link_that_opens_it(visit, browser, made):
+    """The same one after the page was made anew from more records."""
+    records = [episode(f"task {n}/é", s, n) for n in range(40) for s in range(2)]
+    page = made(records[20:])
+    links = [e["link"] for e in data_of(page)["episodes"]]
+    assert len(set(links)) == len(links) == 60
+    link = "r.jsonl/step31/task%2030/%C3%A9/K4/1"
+    assert link in links
+    visit(page, link)
+    for _ in range(2):
+        assert texts(browser, "#one h3")[0].startswith("task 30/é")
+        assert "step 31" in texts(browser, "#one h3")[0]
+        assert "sample 1" in texts(browser, "#one h3")[0]
+        assert len(texts(browser, ".row.on")) == 1  # in view, in the list
+        links = browser.execute_script(
+            "return [...document.querySelectorAll('#one h3 a, .row.on a')].map(a => a.hash)")
+        assert links.count("#" + link) == 3 and len(links) == 4  # its own, its row's, its group's
+        visit(made(records), link)
+    address = "return decodeURI(location.hash)"
+    assert browser.execute_script(address) == "#r.jsonl/step31/task 30/é/K4/1"
+    choose(browser, "text", "task 7/")
+    assert browser.execute_script(address) == "#r.jsonl/step8/task 7/é/K4/0"
+    browser.execute_script("location.hash = arguments[0]", link)  # which the filter hides
+    browser.execute_async_script("setTimeout(arguments[0], 50)")
+    assert texts(browser, "#matching")[0].startswith("80 episodes")
+    assert "step 31" in texts(browser, "#one h3")[0]
+    press(browser, "k")
+    assert browser.execute_script(address) == "#r.jsonl/step31/task 30/é/K4/0"
+    browser.execute_script("document.querySelectorAll('.group .card a')[1].click()")
+    browser.execute_async_script("setTimeout(arguments[0], 50)")
+    assert "sample 1" in texts(browser, "#one h3")[0]
+    press(browser, "j")
+    wanted = browser.execute_script("""
+        const link = document.querySelector(".row a");
+        link.click();
+        return link.hash;
+    """)
+    browser.execute_async_script("setTimeout(arguments[0], 50)")
+    opened = browser.execute_script(
+        "return [location.hash, document.querySelector('#one h3 a').hash]")
+    assert opened == [wanted, wanted] and wanted != "#" + link
+
+
+def test_a_link_to_no_episode_says_so(visit, made):
+    for hash in ("r.jsonl/step9/none/K4/0", "%", "r/%E9"):
+        browser = visit(made([episode()]), hash)
+        assert texts(browser, "#one h3")[0].startswith("t0")
+        assert ("not on this page" in texts(browser, "#counts")[0]) == ("/" in hash)
+
+
+def renewed(browser, script="renew()"):
+    """Let the page load itself again, and wait for the new one."""
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    browser.execute_script("window.mark = 'old';" + script)
+    WebDriverWait(browser, 20).until(lambda _: browser.execute_script(
+        "return document.readyState === 'complete' && !window.mark"))
+
+
+def test_an_open_page_loads_itself_again_and_the_reader_loses_nothing(visit, tmp_path):
+    def write(first, last, every):
+        log_steps(tmp_path, first, last)
+        view.build([str(tmp_path)], ["run"], str(tmp_path / "page.html"), 2000, 20.0, None, 6144,
+                   every=every)
+
+    state = """
+        const group = document.querySelector(".group");
+        return [location.hash, scrollY, byId("list").scrollTop, group.scrollLeft,
+                document.querySelector("#one h3").textContent, byId("f-right").value,
+                byId("f-text").value, document.activeElement.id, byId("smooth").value,
+                document.documentElement.dataset.theme, byId("tab-episodes").hidden,
+                document.querySelectorAll(".definition:not([hidden])").length];
+    """
+    write(1, 20, 1000.0)
+    browser = visit(tmp_path / "page.html", "run/step9/task-9/K4/1")
+    browser.execute_script("""
+        toggleTheme();
+        document.querySelector("#plots h3 button").click();
+        byId("smooth").value = 0.9;
+        byId("smooth").oninput();
+    """)
+    choose(browser, "right", "1")
+    choose(browser, "text", "task-")
+    browser.execute_script("""
+        byId("f-text").focus();
+        byId("list").scrollTop = 200;
+        document.querySelector(".group").scrollLeft = 130;
+        scrollTo(0, 90);
+    """)
+    before = browser.execute_script(state)
+    assert before[:4] == ["#run/step9/task-9/K4/1", 90, 200, 130]
+    assert before[5:] == ["1", "task-", "f-text", "0.9", before[9], False, 1]
+    assert texts(browser, "#matching")[0].startswith("80 episodes")
+    write(21, 22, 1000.0)
+    renewed(browser)
+    assert texts(browser, "#matching")[0].startswith("88 episodes")
+    assert browser.execute_script(state) == before
+    # The other tab keeps its place too, and the episode that is selected.
+    press(browser, "\ue00c")  # Escape leaves the field
+    press(browser, "1")
+    browser.execute_script("scrollTo(0, 20)")
+    write(23, 23, None)  # the last page
+    renewed(browser)
+    found = browser.execute_script("return [location.hash, scrollY, data.every]")
+    assert found == ["#curves", 20, None]
+    press(browser, "2")
+    assert browser.execute_script("return location.hash") == "#run/step9/task-9/K4/1"
+
+
+def test_an_open_page_loads_itself_by_its_clock_but_not_under_a_marked_text(visit, tmp_path):
+    log_steps(tmp_path, 1, 2)
+    options = ([str(tmp_path)], ["run"], str(tmp_path / "page.html"), 9, 20.0, None, 6144)
+    view.build(*options, every=0.2)
+    browser = visit(tmp_path / "page.html")
+    view.build(*options)
+    renewed(browser, "")
+    assert browser.execute_script("return data.every") is None
+    view.build(*options, every=1000.0)
+    browser.execute_script("location.reload()")
+    still = browser.execute_script("""
+        getSelection().selectAllChildren(document.querySelector("h3"));
+        renew();
+        return [history.state, getSelection().isCollapsed];
+    """)
+    assert still == [None, False]
+
+
+def test_an_episode_that_a_new_page_has_not_is_named(visit, tmp_path):
+    log_steps(tmp_path, 1, 2)
+    options = ([str(tmp_path)], ["run"], str(tmp_path / "page.html"))
+    view.build(*options, 2000, 20.0, None, 6144, every=1000.0)
+    browser = visit(tmp_path / "page.html", "run/step2/task-2/K4/1")
+    view.build(*options, 4, 20.0, None, 6144)
+    renewed(browser)
+    assert "not on this page: run/step2/task-2/K4/1" in texts(browser, "#counts")[0]
 
 
 def test_troubles_and_calls_are_filtered(visit, made):

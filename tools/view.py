@@ -10,45 +10,77 @@ tool responses) is dimmed. "Correct" is an R_acc, or an evaluation's score, of 0
 
 Reads:  folders of sft.py, grpo.py and eval.py (also of --compare), or of such; rollout JSONL.
         Lines and records that cannot be read are counted on the page, never fatal.
-Writes: --out, whole or not at all.
+Writes: --out, whole or not at all. With --watch anew after each change of these files, until the
+        run is finished or on Ctrl-C; the open page loads itself again meanwhile.
 
   python tools/view.py grpo_out --out page.html
+  python tools/view.py grpo_out --out page.html --watch --every 30
   python tools/view.py grpo_a grpo_b eval_out --names struct sequence eval --out page.html
 """
 import base64
 import bisect
+import contextlib
 import glob
 import io
 import json
 import os
 import re
 import sys
+import time
 from collections import Counter, defaultdict
+from urllib.parse import quote
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import launch
 import rewards
-import video
-from evaluation import benchmarks
 
 # ---- what the other scripts wrote --------------------------------------------------------------
 
 def read_objects(path, troubles):
-    """JSONL, or a .json of one object -> list of dicts; [] where there is no such file."""
-    if not os.path.exists(path):
+    """JSONL, or a .json of one object -> list of dicts; [] if there is no such file. A line that is
+    no JSON object, or no UTF-8, is counted in `troubles`, which names the first such line."""
+    try:
+        with open(path, "rb") as file:
+            text = file.read().removeprefix(b"\xef\xbb\xbf")  # some editors put a byte order mark
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    with open(path, encoding="utf-8", errors="replace") as file:  # a bad byte costs no file
-        texts = [file.read()] if path.endswith(".json") else file.readlines()
-    rows = []
-    for text in texts:
+    except OSError as error:
+        raise launch.UserError(f"{path}: {error.strerror}") from None
+    lines = [text] if path.endswith(".json") else text.split(b"\n")
+    rows, bad = [], []
+    for n, line in enumerate(lines, 1):
         try:
-            row = json.loads(text)
+            row = json.loads(line.decode("utf-8"))
         except (ValueError, RecursionError):  # RecursionError: thousands of nested brackets
             row = None
         if isinstance(row, dict):  # "null" is JSON too
             rows.append(row)
-        elif text.strip():  # a crash tears the last line
-            troubles[f"{path}: lines that are no JSON objects"] += 1
+        elif line.strip():
+            bad.append(n)
+    # A crash cuts the last line off, and a run at work has not finished it.
+    if bad and bad[-1] == len(lines) > 1:
+        troubles[f"{path}: the last line is cut off"] += 1
+        bad.pop()
+    if bad:
+        troubles[f"{path}: lines that are no JSON objects, the first is line {bad[0]}"] += len(bad)
+    return rows
+
+
+def stamp_of(path):
+    """-> (time of the last change in ns, bytes) of a file; None if there is no such file."""
+    with contextlib.suppress(OSError):
+        status = os.stat(path)
+        return status.st_mtime_ns, status.st_size
+
+
+def read_kept(path, troubles, kept):
+    """Like read_objects, but a file that has not changed since the last page is not read again."""
+    stamp = stamp_of(path)
+    if kept.get(path, [None])[0] != stamp:
+        found = Counter()
+        kept[path] = stamp, read_objects(path, found), found
+    _, rows, found = kept[path]
+    troubles.update(found)
     return rows
 
 
@@ -65,29 +97,50 @@ def find(path):
     return found
 
 
-def load_source(path, name, troubles):
-    """A folder, or JSONL -> {"kind", "name", "args", "root", "log", "rows", "tables"}."""
+def record_files(path):
+    """A folder, or JSONL -> its files of rollouts, by step, then rank, and of an evaluation."""
+    if os.path.isfile(path):
+        return [path]
+    return [file for pattern in ("rollouts/*.jsonl", "records.*jsonl")
+            for file in sorted(glob.glob(f"{glob.escape(path)}/{pattern}"))]
+
+
+def load_source(path, name, troubles, kept):
+    """A folder, or JSONL -> {"kind", "stage", "name", "args", "root", "log", "rows", "tables"}."""
     # Below a lone file there is nothing: no arguments, no log. {} stands in for what is missing.
     args = [*read_objects(f"{path}/args.json", troubles), {}][0]
     summary = [*read_objects(f"{path}/summary.json", troubles), {}][0]
     tables = {key: [row for row in rows if isinstance(row, dict)]  # of an evaluation
               for key, rows in summary.items() if isinstance(rows, list)}
     log = read_objects(f"{path}/log.jsonl", troubles)  # a row for each step
-    files = sorted(glob.glob(f"{glob.escape(path)}/rollouts/*.jsonl"))  # by step, then rank
-    files += sorted(glob.glob(f"{glob.escape(path)}/records.*jsonl"))  # of an evaluation
-    root = path  # what videos are relative to
-    if os.path.isfile(path):
-        files = [path]
-        root = os.path.dirname(os.path.abspath(path))
+    # Videos are relative to it.
+    root = os.path.dirname(os.path.abspath(path)) if os.path.isfile(path) else path
     if isinstance(args.get("data"), str):
         root = os.path.dirname(os.path.abspath(args["data"]))  # as the scripts themselves do
-    rows = [row for file in files for row in read_objects(file, troubles)]  # not yet checked
-    return {"kind": "run" if log else "eval", "name": name, "args": args, "log": log, "rows": rows,
-            "tables": tables, "root": args.get("video_root") or root}
+    # Not yet checked.
+    rows = [row for file in record_files(path) for row in read_kept(file, troubles, kept)]
+    stage = "sft" if any("trained_tokens" in row for row in log) else "grpo"
+    return {"kind": "run" if log else "eval", "stage": stage, "name": name, "args": args,
+            "log": log, "rows": rows, "tables": tables, "root": args.get("video_root") or root}
 
 
-def load_sources(paths, names, troubles):
-    """The command line's paths, and their names or None -> list of sources."""
+def is_finished(source):
+    """Whether a run or an evaluation is at its end, if its files say so."""
+    log, steps = source["log"], source["args"].get("steps")
+    if not log:
+        return bool(source["tables"])  # an evaluation ends with its summary
+    if source["args"].get("rollouts"):
+        steps = 1
+    # sft.py writes the last held-out loss in a row after that of the last step. Its --steps 0
+    # stands for a number that only the run knows.
+    held_out = source["stage"] == "sft" and source["args"].get("val")
+    return bool(number(steps)) and any(
+        (number(row.get("step")) or 0) >= steps and ("val_loss" in row or not held_out)
+        for row in log)
+
+
+def load_sources(paths, names, troubles, kept):
+    """The command line's paths, and their names or None -> list of sources. kept: see build."""
     sources = []
     for n, path in enumerate(paths):
         if not os.path.exists(path):
@@ -101,7 +154,7 @@ def load_sources(paths, names, troubles):
         for place in found:
             below = os.path.relpath(place, path)
             name = given if below == "." else prefix + below
-            sources.append(load_source(place, name, troubles))
+            sources.append(load_source(place, name, troubles, kept))
     # Runs first, those with episodes before SFT: their curves are looked for.
     return sorted(sources, key=lambda source: (not source["log"], not source["rows"]))
 
@@ -112,18 +165,18 @@ def centres(count):
 
 
 def thinned(rows, most):
-    """At most `most` episodes: whole groups, evenly spread over the steps."""
+    """At most `most` episodes: whole groups, evenly spread over the steps. If a run grows, groups
+    leave one by one: the choice is by the place's bits read backwards (van der Corput)."""
     by_prompt = defaultdict(list)
     for row in rows:  # an evaluation asks a prompt at several K, with tools and without
         by_prompt[str(row.get("group")), str(row.get("K")), str(row.get("tools"))].append(row)
     groups = list(by_prompt.values())  # in the order of the files: by step
     few = max(1, round(most * len(groups) / len(rows))) if rows else 0
-    wanted = min(few, len(groups))
-    kept = []
-    for share in centres(wanted):
-        group = groups[int(share * len(groups))]
-        kept += group if len(kept) + len(group) <= most else []  # groups differ in size
-    return kept
+    places = sorted(range(len(groups)), key=lambda n: f"{n:032b}"[::-1])[:few]
+    chosen = []
+    for group in (groups[n] for n in sorted(places)):
+        chosen += group if len(chosen) + len(group) <= most else []  # groups differ in size
+    return chosen
 
 
 # ---- episodes, as the page shows them ----------------------------------------------------------
@@ -195,12 +248,18 @@ def shown_episode(row, source, place):
     times = row.get("frame_times") or looked["seconds"]  # of an evaluation, of a rollout
     times = [round(float(second), 2) for second in times if number(second) is not None]
     last = max([*times, *(call["end"] or 0.0 for call in calls), 1.0])
+    step = int(row["version"]) + 1 if "version" in row else None  # version 0 made step 1
+    budget = str(row.get("budget", row["K"]))  # "gated" has one K for each item
+    tools = None if row.get("tools") is None else str(row["tools"])  # of an evaluation
+    # Its link says what it is, not where it stands: a page made anew keeps it.
+    link = "/".join([
+        source["name"], *([] if step is None else [f"step{step}"]), str(task["id"]), f"K{budget}",
+        *([] if tools is None else [f"tools-{tools}"]), str(int(row["sample"]))])  # fmt: skip
     # Types are forced and texts cut: a damaged record neither stops the page nor fills it.
     return {
         "source": place, "group": str(row["group"]), "sample": int(row["sample"]),
-        "step": int(row["version"]) + 1 if "version" in row else None,  # version 0 made step 1
-        "K": str(row.get("budget", row["K"])),  # "gated" has one K for each item
-        "tools": None if row.get("tools") is None else str(row["tools"]),  # of an evaluation
+        "step": step, "K": budget, "tools": tools,
+        "link": quote(link, errors="replace"),
         "id": str(task["id"]), "video": str(task["video"]), "gold": str(task["answer"]),
         "question": str(task["question"])[:4000],
         "options": [str(option) for option in task.get("options") or []],
@@ -257,14 +316,16 @@ def jpeg(image):
     return base64.b64encode(buffer.getvalue()).decode()
 
 
-def add_thumbnails(episodes, sources, root, pixels, budget, troubles):
+def add_thumbnails(episodes, sources, root, pixels, budget, troubles, kept):
     """
     Fill the thumbs of episodes and calls with [second, place] -> list of JPEGs in base64.
 
     place: in that list; None where the video could not be read, "full" where `budget`, the
-    characters of all JPEGs, was spent. pixels: of a frame at most.
+    characters of all JPEGs, was spent. pixels: of a frame at most. kept: see build.
     """
     from tqdm import tqdm
+
+    import video
 
     by_video = defaultdict(list)  # a video is opened once, for all its episodes
     for episode in episodes:
@@ -274,25 +335,25 @@ def add_thumbnails(episodes, sources, root, pixels, budget, troubles):
     pictures = []  # in base64
     stored = {}  # key of a frame -> its place in pictures: a frame is stored once
     for (folder, name), wants in tqdm(by_video.items(), desc="thumbnails", disable=None):
-        frames = None
+        known = kept.setdefault((folder, name), {})  # second -> (key of its frame, JPEG)
+        missing = sorted({round(second, 2) for second, _ in wants} - known.keys())
         try:
-            if wants and budget > 0:  # a page that is full opens no more videos
+            if missing and budget > 0:  # a page that is full opens no more videos
                 path = video.resolve(name, folder)  # raises where it leaves the folder
-                seconds = sorted({round(second, 2) for second, _ in wants})
-                frames = video.at(path, seconds, 1024, pixels, cache)
+                frames = video.at(path, missing, 1024, pixels, cache)
+                for second in missing:
+                    # The frame on display then; 0.02 s forgive the rounding of seconds.
+                    at = max(0, bisect.bisect(frames.seconds, second + 0.02) - 1)
+                    known[second] = frames.frame_keys[at], jpeg(frames.images[at])
         except (video.VideoError, ValueError) as error:  # ValueError: no second lies within it
             troubles[str(error)] += 1
         for second, thumbs in wants:
-            place = None if budget > 0 else "full"
-            if frames is not None:
-                # The frame on display then; 0.02 s forgive the rounding of seconds.
-                at = max(0, bisect.bisect(frames.seconds, second + 0.02) - 1)
-                key = frames.frame_keys[at]
-                if key not in stored and budget > 0:  # the last one may go beyond
-                    stored[key] = len(pictures)
-                    pictures.append(jpeg(frames.images[at]))
-                    budget -= len(pictures[-1])
-                place = stored.get(key, "full")
+            key, picture = known.get(round(second, 2), (None, ""))
+            if key and key not in stored and budget > 0:  # the last one may go beyond
+                stored[key] = len(pictures)
+                pictures.append(picture)
+                budget -= len(picture)
+            place = stored.get(key, None if budget > 0 and not key else "full")
             thumbs.append([round(second, 2), place])
     cache.close()
     return pictures
@@ -300,35 +361,56 @@ def add_thumbnails(episodes, sources, root, pixels, budget, troubles):
 
 # ---- curves and tables: which ones, page.html says ----------------------------------------
 
+def value_at(row, keys):
+    """Follow the keys down a row -> what is there, None if one of them is missing."""
+    for key in keys:
+        row = row.get(key) if isinstance(row, dict) else None
+    return row
+
+
 def points_of(log, keys):
-    """A log and the keys that lead to a number in its rows -> [[step, number]], gaps left out."""
+    """A log and the keys that lead to a number in its rows -> [[step, number]]. A row without that
+    number, or with null, is no point."""
     points = []
     for row in log:
-        value = row
-        for key in keys:  # one level down each
-            value = value.get(key) if isinstance(value, dict) else None
-        point = [number(row.get("step")), number(value, 8)]  # 8: a learning rate is 2e-6
+        point = [number(row.get("step")), number(value_at(row, keys), 8)]  # 8: a rate is 2e-6
         points += [point] if None not in point else []
     return points
 
 
+def lines_in(log, path):
+    """A log and a key as page.html has it -> [(name for the star, keys)]: a line for each name that
+    any row has at the star, one line if the key has no star."""
+    keys = path.split(".")
+    if "*" not in keys:
+        return [("", keys)]
+    star = keys.index("*")
+    found = [value_at(row, keys[:star]) for row in log]
+    names = set().union(*(value for value in found if isinstance(value, dict)))
+    # The star is replaced after the split: a name is any text, with dots too. JSON's keys are
+    # texts: by length "4" stands before "16".
+    return [(name, [*keys[:star], name, *keys[star + 1 :]])
+            for name in sorted(names, key=lambda name: (len(name), name))]
+
+
 def curves_of(sources, plots):
-    """-> [{"title", "series": [{"name", "run", "points"}]}] of the plots that have any."""
-    curves = {title: [] for title, _, _, _ in plots}
-    for run, source in enumerate(sources):
-        by_budget = [row["by_K"] for row in source["log"] if isinstance(row.get("by_K"), dict)]
-        # JSON's keys are texts: by length "4" stands before "16".
-        budgets = sorted(set().union(*by_budget), key=lambda budget: (len(budget), budget))
-        for title, _, lines, _ in plots:
-            for label, path in lines.items():
-                for budget in budgets if "*" in path else [""]:
-                    # The star is replaced after the split: a budget is any text, with dots too.
-                    keys = [budget if key == "*" else key for key in path.split(".")]
+    """Sources, and {stage: plots} -> [{"stage", "title", "series": [{"name", "run", "points"}]}] of
+    the plots that have any. A line of held-out numbers, which only some steps have, is marked with
+    "held_out": True."""
+    curves = []
+    for stage, (title, _, _, lines, _) in [(key, plot) for key in plots for plot in plots[key]]:
+        series = []
+        for run, source in enumerate(sources):
+            for label, path in lines.items() if source["stage"] == stage else ():
+                for star, keys in lines_in(source["log"], path):
+                    name = f"{source['name']} {label.replace('*', star)}".strip()
                     points = points_of(source["log"], keys)
-                    name = f"{source['name']} {label.replace('*', budget)}".strip()
+                    mark = {"held_out": True} if path.startswith("val") else {}
                     if points:
-                        curves[title].append({"name": name, "run": run, "points": points})
-    return [{"title": title, "series": series} for title, series in curves.items() if series]
+                        series.append({"name": name, "run": run, "points": points, **mark})
+        if series:
+            curves.append({"stage": stage, "title": title, "series": series})
+    return curves
 
 
 def cell(value, sign=""):
@@ -377,6 +459,8 @@ def tables_of(sources, tables):
 
 def paper_tables(sources):
     """-> [the table of benchmark results and of the paper's Table 1], [] without results."""
+    from evaluation import benchmarks  # imports numpy
+
     benches = list(benchmarks.splits())  # in the order of the paper's columns
     systems = {}  # name -> {benchmark: percent, as text}
     for source in sources:
@@ -414,13 +498,21 @@ def embedded(value):
     return json.dumps(value, allow_nan=False).replace("<", "\\u003c").replace("&", "\\u0026")
 
 
-def build(paths, names, out, episodes, max_mb, root, pixels):
-    """Write the page `out` -> (its bytes, episodes on it, episodes found, thumbnails)."""
+def build(paths, names, out, episodes, max_mb, root, pixels, every=None, kept=None):
+    """
+    Write the page `out` -> its data, of which page.html says more.
+
+    every: seconds after which the open page loads itself again, until the runs are finished; None:
+    never. kept: {} that is given to each call of a watch. It holds rows by file and thumbnails by
+    video, so that a new page costs no more than what is new.
+    """
+    kept = {} if kept is None else kept
     before, after, contents = page_template()  # first: decoding frames may take minutes
     troubles = Counter()  # what could not be read -> how often
-    sources = load_sources(paths, names, troubles)
+    sources = load_sources(paths, names, troubles, kept)
     chosen = episodes_of(sources, episodes, troubles)
     data = {
+        "every": None if all(map(is_finished, sources)) else every,
         "sources": [{"name": source["name"], "kind": source["kind"]} for source in sources],
         "curves": curves_of(sources, contents["plots"]),
         "tables": tables_of(sources, contents["tables"]) + paper_tables(sources),
@@ -430,11 +522,52 @@ def build(paths, names, out, episodes, max_mb, root, pixels):
     # Thumbnails get what is left; places of an episode's own take some 200 bytes.
     budget = int(max_mb * 2**20) - len(before + embedded(data) + after) - 200 * len(chosen)
     # It also fills the thumbs of the episodes that are in `data` already.
-    data["pictures"] = add_thumbnails(chosen, sources, root, pixels, budget, troubles)
+    data["pictures"] = add_thumbnails(chosen, sources, root, pixels, budget, troubles, kept)
     data["troubles"] = troubles.most_common(50)  # [[why, how often]]
-    page = before + embedded(data) + after
-    launch.write_atomic(out, page)
-    return len(page), len(chosen), data["found"], len(data["pictures"])
+    write_page(out, data)
+    return data
+
+
+def write_page(out, data):
+    before, after, _ = page_template()
+    launch.write_atomic(out, before + embedded(data) + after)
+
+
+def line_of(out, data):
+    """What was written, for the terminal."""
+    unread = sum(count for _, count in data["troubles"])
+    return (f"{out}: {os.path.getsize(out) / 2**20:.1f} MiB, {len(data['episodes'])} of "
+            f"{data['found']} episodes, {len(data['pictures'])} thumbnails; "
+            + (f"could not be read: {unread}, listed on the page; " if unread else "")
+            + "open it in a browser")
+
+
+def stamps(paths):
+    """{file: its stamp} of all that a page of these paths is made from."""
+    places = [place for path in paths for place in ([path] if os.path.isfile(path) else find(path))]
+    names = ("args.json", "log.jsonl", "summary.json")
+    files = [file for place in places
+             for file in (*(f"{place}/{name}" for name in names), *record_files(place))]
+    return {file: stamp_of(file) for file in files}
+
+
+def watch(options, every):
+    """Write the page after each change, looked for every `every` seconds, until Ctrl-C or the end
+    of the runs. The last page loads itself no more. options: of build."""
+    data, seen, kept = None, None, {}
+    try:
+        while data is None or data["every"]:
+            now = stamps(options["paths"])  # first: what changes during build is seen next time
+            if now != seen:
+                data, seen = build(**options, every=every, kept=kept), now
+                print(line_of(options["out"], data), flush=True)
+            if data["every"]:
+                time.sleep(every)
+        print("finished: the page is complete")
+    except KeyboardInterrupt:
+        if data:
+            write_page(options["out"], {**data, "every": None})
+        print("stopped; the page stays as it is" if data else "stopped before there was a page")
 
 
 def main():
@@ -447,16 +580,24 @@ def main():
     add("--max-mb", type=float, default=20.0, help="MiB; thumbnails beyond are left out and marked")
     add("--thumb-pixels", dest="pixels", type=int, default=6144, help="of a thumbnail, at most")
     add("--video-root", dest="root", help="folder of the videos; default: what the run was given")
-    args = parser.parse_args()
-    if args.names and len(args.names) != len(args.paths):
-        raise launch.UserError(f"--names: {len(args.names)} for {len(args.paths)} paths")
-    if args.episodes < 0 or not args.max_mb > 0 or args.pixels < 1024:
+    add("--watch", action="store_true", help="write the page again while a run goes on")
+    add("--every", type=float, default=10.0, metavar="SECONDS", help="how often --watch looks")
+    options = vars(parser.parse_args())
+    watching, every = options.pop("watch"), options.pop("every")
+    if options["names"] and len(options["names"]) != len(options["paths"]):
+        raise launch.UserError(
+            f"--names: {len(options['names'])} for {len(options['paths'])} paths")
+    if options["episodes"] < 0 or not options["max_mb"] > 0 or options["pixels"] < 1024:
         raise launch.UserError("--episodes may not be negative, --max-mb must be above 0, "
                               "--thumb-pixels at least 1024")
-    launch.make_out(os.path.dirname(os.path.abspath(args.out)))  # before the frames are decoded
-    size, shown, found, pictures = build(**vars(args))
-    print(f"{args.out}: {size / 2**20:.1f} MiB, {shown} of {found} episodes, "
-          f"{pictures} thumbnails; open it in a browser")
+    if not 0.1 <= every < 1e6:
+        raise launch.UserError(f"--every must be at least 0.1 seconds, got {every}")
+    # Before the frames are decoded.
+    launch.make_out(os.path.dirname(os.path.abspath(options["out"])))
+    if watching:
+        watch(options, every)
+    else:
+        print(line_of(options["out"], build(**options)))
 
 
 if __name__ == "__main__":
