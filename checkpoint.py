@@ -18,6 +18,7 @@ Reads and writes checkpoint folders; sft.py, grpo.py, rollout.py, eval.py and to
 import contextlib
 import json
 import os
+import pathlib
 import re
 import shutil
 import tempfile
@@ -687,6 +688,7 @@ def resume_point(out, args, resume):
     """
     folder = newest_checkpoint(out)
     if folder is None:
+        check_apart(args.ckpt, out, {})
         torn = sorted(name for name in os.listdir(out) if name.startswith("step_"))
         if torn and resume is not False:  # damaged after it was saved: the user decides
             raise launch.UserError(f"{out}: {torn[-1]} is not whole, and nothing else here is (a "
@@ -695,6 +697,7 @@ def resume_point(out, args, resume):
         return None, {}
     with open(os.path.join(folder, "state.json")) as f:
         state = json.load(f)
+    check_apart(args.ckpt, out, {} if resume is False else state.get("args", {}))
     # Two parts of one run may differ in these: how far, how fast, and who is told.
     free = {"steps", "epochs", "resume", "out", "save_every", "eval_every", "show_every",
             "max_seqs", "frame_cache_gb", "frame_cache_dir", "frame_cache_dir_gb", "engine_share",
@@ -707,6 +710,20 @@ def resume_point(out, args, resume):
                                "choose another --out, or --resume to go on with the new ones, or "
                                "--no-resume to delete it")
     return (None, {}) if resume is False else (folder, state)
+
+
+def check_apart(ckpt, out, then):
+    """Raises UserError if --ckpt, or the base of its adapters, lies in --out, where a run deletes
+    old checkpoints. then: the arguments of the run that goes on; --ckpt may be as it was there."""
+    start = chat.with_config(ckpt)
+    if start is None or then.get("ckpt") == ckpt:
+        return
+    for folder in (start, base_of(start)):
+        above = pathlib.Path(folder).resolve()
+        if any(os.path.samefile(out, place) for place in (above, *above.parents)):
+            raise launch.UserError(f"--ckpt {ckpt}: {folder} lies in --out {out}, where a run "
+                                   "deletes old checkpoints; choose another --out (the run there "
+                                   "goes on with the --ckpt that it began from)")
 
 
 def clean_run(out, start):
