@@ -301,10 +301,12 @@ def main():
     recorded = read_rollouts(args.rollouts or [], pay_of(args))
     agent, source = rollout.agent_settings(args, args.data or args.rollouts[0])
     launch.make_out(os.path.join(args.out, "rollouts"))
+    launch.lock(args.out)
     folder, state = checkpoint.resume_point(args.out, args, args.resume)
     start, steps = state.get("step", 0), 1 if args.rollouts else args.steps
     if start >= steps:
         launch.say(f"nothing to do: {args.out} has {start} steps of {steps}")
+        launch.unlock()
         return
     launch.say(f"{args.ckpt} -> {args.out}: loading the checkpoint, then the engine")
 

@@ -50,6 +50,9 @@ def run_main(main):
         code = 1 if isinstance(e, RunError) else 2
         for folder in sorted(make_out.made, key=len, reverse=True) if code == 2 else ():
             with contextlib.suppress(OSError):  # not empty, or another rank was faster
+                inside = [os.path.join(folder, name) for name in os.listdir(folder)]
+                for path in inside if all(path.endswith("lock") for path in inside) else ():
+                    os.remove(path)
                 os.rmdir(folder)
         if isinstance(e, RankError) and int(os.environ.get("WORLD_SIZE", 1)) > 1:
             os._exit(code)
@@ -165,9 +168,10 @@ def start_process_group(patience=1800.0):
 
 
 def end_process_group():
-    """Leaves the process group, unless closing vLLM has ended it already."""
+    """Ends a run: leaves --out and the process group, unless closing vLLM has ended the group."""
     import torch.distributed as dist
 
+    unlock()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -333,6 +337,44 @@ def make_out(path):
 
 
 make_out.made = []  # folders that were not there before
+
+
+def lock(out, name=".lock"):
+    """Keeps the folder `out` for this run, until unlock() or the end of the process. Raises
+    UserError that names the run which holds it. Rank 0 holds it for all ranks."""
+    import fcntl
+    import socket
+
+    path = os.path.join(os.path.realpath(out), name)
+    if os.environ.get("RANK", "0") != "0" or (os.getpid(), path) in lock.held:
+        return
+    try:
+        file = open(path, "a+")
+        # A POSIX lock belongs to the process. One of flock would live on in forked children. It
+        # ends if this process closes any handle of the file, so the file is opened only once.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        time.sleep(0.1)  # the other run may have begun just now: let it write its name
+        with open(path) as file:
+            raise RankError(f"--out {out}: another run writes there ({file.read().strip()}); wait "
+                            "for its end, or choose another --out") from None
+    except OSError as e:
+        print(f"{path}: no locks here ({e.strerror}); do not start a second run with this --out",
+              file=sys.stderr, flush=True)
+        return
+    file.truncate(0)
+    began = time.strftime("%Y-%m-%d %H:%M:%S")
+    print(f"pid {os.getpid()} on {socket.gethostname()} since {began}", file=file, flush=True)
+    lock.held[os.getpid(), path] = file
+
+
+lock.held = {}  # (pid, path) -> open file
+
+
+def unlock():
+    """Lets go of the folders that this process has locked."""
+    for key in [key for key in lock.held if key[0] == os.getpid()]:
+        lock.held.pop(key).close()
 
 
 def write_atomic(path, text):

@@ -916,7 +916,9 @@ def main():
     tasks = read_tasks(args.data)[: args.limit or None]
     agent, source = agent_settings(args, args.data)
     if args.out:
-        launch.make_out(os.path.dirname(os.path.abspath(args.out)))
+        folder, name = os.path.split(os.path.abspath(args.out))
+        launch.make_out(folder)
+        launch.lock(folder, f".{name}.lock")
     launch.say(f"{args.ckpt}: loading the tokenizer, then the engine")
     codec = chat.load_codec(ckpt, args.channel)
     check_context(codec, tasks, agent, source, args.frames)

@@ -332,6 +332,7 @@ def main():
     cache = video.frame_cache(args)
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
     launch.make_out(args.out)
+    launch.lock(args.out)
     folder, state = checkpoint.resume_point(args.out, args, args.resume)
     start, best = state.get("step", 0), state.get("best", math.inf)
     launch.say(f"{args.ckpt} -> {args.out}: loading the checkpoint and {args.data}")

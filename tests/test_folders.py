@@ -4,13 +4,18 @@ Tests of run folders: python -m pytest tests/test_folders.py -q
 Nothing is overwritten: the checkpoint that a run starts from, a folder that another run writes to,
 a checkpoint with damaged bytes, a filesystem that lacks links, modes or locks.
 """
+import errno
+import fcntl
 import json
 import os
 import shutil
+import signal
+import socket
+import subprocess
 import sys
 
 import pytest
-from conftest import run_script
+from conftest import ROOT, run_script
 
 import checkpoint
 import grpo
@@ -93,3 +98,100 @@ def test_a_run_that_began_from_its_own_folder_goes_on(toy, tmp_path):
     assert "done: 1 steps" in done.stdout
     again = run_script(*command("sft", toy, inside, tmp_path / "run", "--no-resume"))
     assert again.returncode == 2 and again.stderr.count("\n") == 1 and os.path.isdir(inside)
+
+
+# ------------------------------------------------------------------------------------------------
+# A folder that another run writes to
+
+
+HOLDER = """
+import os, sys, time
+import launch
+launch.lock({out!r})
+if os.fork() == 0:  # as a decode worker or an engine is: it outlives the run
+    os.close(1)
+    time.sleep(60)
+    os._exit(0)
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """-> the process of a run that holds tmp_path/run; its forked child outlives it."""
+    (tmp_path / "run").mkdir()
+    process = subprocess.Popen([sys.executable, "-c", HOLDER.format(out=str(tmp_path / "run"))],
+                               stdout=subprocess.PIPE, text=True, cwd=ROOT, process_group=0)
+    assert process.stdout.readline() == "held\n"
+    yield process
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@pytest.mark.parametrize("script", ["grpo", "sft"])
+def test_a_second_run_in_one_folder_is_refused_and_told_who_is_there(
+        holder, toy, tmp_path, script, ranks=2):
+    words = command(script, toy, toy / "init", tmp_path / "run")
+    done = run_script(*words, ranks=ranks, timeout=60)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert f"pid {holder.pid} on {socket.gethostname()} since 20" in done.stderr
+    assert "step_000001" not in os.listdir(tmp_path / "run")
+    holder.kill()
+    holder.wait()
+    if script == "sft":  # it works with two ranks, and the lock ends with the run
+        for resume in ("--resume", "--no-resume"):
+            done = run_script(*words, resume, ranks=ranks)
+            assert done.returncode == 0, done.stderr
+
+
+def test_the_lock_ends_with_its_run_and_not_with_the_children(holder, tmp_path):
+    with pytest.raises(launch.UserError, match="another run writes there"):
+        launch.lock(str(tmp_path / "run"))
+    holder.kill()  # SIGKILL; the forked child still lives
+    holder.wait()
+    launch.lock(str(tmp_path / "run"))
+    launch.lock(str(tmp_path / "run"))  # a second main() of one process
+    again = [sys.executable, "-c", f"import launch; launch.lock({str(tmp_path / 'run')!r})"]
+    assert subprocess.run(again, cwd=ROOT, capture_output=True).returncode == 1
+    launch.unlock()
+    assert subprocess.run(again, cwd=ROOT, capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_filesystem_without_locks_is_said_once(tmp_path, monkeypatch, capsys, number):
+    def none(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "lockf", none)
+    launch.lock(str(tmp_path))
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1 and "no locks" in said.err and not said.out
+
+
+def test_a_refused_run_leaves_no_folder_and_no_lock(toy, tmp_path):
+    words = command("grpo", toy, toy / "init", tmp_path / "a" / "run", "--context", 40)
+    done = run_script(*words)
+    assert done.returncode == 2 and "--context 40 is too small" in done.stderr
+    assert os.listdir(tmp_path) == []
+
+
+def test_two_rollouts_or_evaluations_of_one_name_are_refused(toy, tmp_path):
+    """Other names in the folder, and other shards of an evaluation, are other runs."""
+    held = subprocess.Popen(
+        [sys.executable, "-c", HOLDER.format(out=str(tmp_path)).replace(
+            ")\nif", ", '.r.jsonl.lock'); launch.lock(" + repr(str(tmp_path)) + ")\nif", 1)],
+        stdout=subprocess.PIPE, text=True, cwd=ROOT, process_group=0)
+    assert held.stdout.readline() == "held\n"
+    common = ("--preset", "toy", "--ckpt", toy / "init", "--data", toy / "eval.jsonl", "--limit", 1,
+              "--frames", 4)
+    for script, *flags in (("rollout.py", "--out", tmp_path / "r.jsonl"),
+                           ("eval.py", "--out", tmp_path, "--quiet")):
+        done = run_script(script, *common, *flags, reference=True)
+        assert done.returncode == 2 and "another run writes there" in done.stderr, done.stderr
+    done = run_script("rollout.py", *common, "--out", tmp_path / "s.jsonl", reference=True)
+    assert done.returncode == 0, done.stderr
+    done = run_script("eval.py", *common, "--out", tmp_path, "--shard", "0/2", reference=True)
+    assert done.returncode == 0, done.stderr
+    os.killpg(held.pid, signal.SIGKILL)
+    held.wait()
