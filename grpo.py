@@ -302,16 +302,15 @@ def main():
     agent, source = rollout.agent_settings(args, args.data or args.rollouts[0])
     launch.make_out(os.path.join(args.out, "rollouts"))
     launch.lock(args.out)
+    rank, world, device = launch.start_process_group(args.patience)
+    launch.beat(args.patience)
     folder, state = checkpoint.resume_point(args.out, args, args.resume)
     start, steps = state.get("step", 0), 1 if args.rollouts else args.steps
     if start >= steps:
         launch.say(f"nothing to do: {args.out} has {start} steps of {steps}")
-        launch.unlock()
+        launch.end_process_group()
         return
     launch.say(f"{args.ckpt} -> {args.out}: loading the checkpoint, then the engine")
-
-    rank, world, device = launch.start_process_group(args.patience)
-    launch.beat(args.patience)
     codec = chat.load_codec(ckpt, args.channel)
     if tasks:
         rollout.check_context(codec, tasks, agent, source, args.frames)

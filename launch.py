@@ -213,12 +213,20 @@ def any_rank(flag):
     return bool(value.item())
 
 
+def rank_and_world():
+    """-> (rank, ranks) of the process group; (0, 1) before it is joined."""
+    import torch.distributed as dist
+
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
 def gather_rows(rows):
     """Lists of every rank -> one list, on every rank. Collective."""
     import torch.distributed as dist
 
-    gathered = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, rows)
+    gathered = [rows] * rank_and_world()[1]
+    if len(gathered) > 1:
+        dist.all_gather_object(gathered, rows)
     return [row for part in gathered for row in part]
 
 
@@ -226,7 +234,8 @@ def broadcast(values):
     """Rank 0's list of plain objects, on every rank. Collective."""
     import torch.distributed as dist
 
-    dist.broadcast_object_list(values)
+    if rank_and_world()[1] > 1:
+        dist.broadcast_object_list(values)
     return values
 
 

@@ -333,11 +333,11 @@ def main():
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
     launch.make_out(args.out)
     launch.lock(args.out)
+    rank, world, device = launch.start_process_group(args.patience)
+    launch.beat(args.patience)
     folder, state = checkpoint.resume_point(args.out, args, args.resume)
     start, best = state.get("step", 0), state.get("best", math.inf)
     launch.say(f"{args.ckpt} -> {args.out}: loading the checkpoint and {args.data}")
-    rank, world, device = launch.start_process_group(args.patience)
-    launch.beat(args.patience)
     codec = chat.load_codec(ckpt, args.channel)
     train, held = open_data(args, codec, cache)
     # --steps 0 derives the steps from --epochs, which may be a fraction.

@@ -4,6 +4,7 @@ Tests of run folders: python -m pytest tests/test_folders.py -q
 Nothing is overwritten: the checkpoint that a run starts from, a folder that another run writes to,
 a checkpoint with damaged bytes, a filesystem that lacks links, modes or locks.
 """
+import argparse
 import errno
 import fcntl
 import json
@@ -50,7 +51,8 @@ def begun(toy, out, **args):
     """A run folder with a whole checkpoint in it, as a stage leaves it."""
     folder = out / "step_000001"
     shutil.copytree(toy / "init", folder)
-    checkpoint.mark_complete(str(folder), {"step": 1, "args": args})
+    sums = checkpoint.checksums(str(folder), checkpoint.files_in(folder))
+    checkpoint.mark_complete(str(folder), {"step": 1, "args": args}, sums)
     checkpoint.symlink(str(out / "last"), str(folder))
     return folder
 
@@ -71,7 +73,8 @@ def test_a_run_does_not_delete_the_checkpoint_it_starts_from(
     assert "--ckpt" in why and "lies in --out" in why and "another --out" in why
     assert "--no-resume" not in why and "\n" not in why
     assert checkpoint.is_complete(str(folder))
-    assert {"last", "step_000001"} == set(os.listdir(folder.parent)) - {"rollouts"}
+    left = set(os.listdir(folder.parent)) - {"rollouts", ".lock"}
+    assert left == {"last", "step_000001"}
 
 
 def test_neither_the_base_of_adapters_nor_a_bare_checkpoint_is_written_to(refused, toy, tmp_path):
@@ -195,3 +198,63 @@ def test_two_rollouts_or_evaluations_of_one_name_are_refused(toy, tmp_path):
     assert done.returncode == 0, done.stderr
     os.killpg(held.pid, signal.SIGKILL)
     held.wait()
+
+
+# ------------------------------------------------------------------------------------------------
+# A checkpoint with damaged bytes
+
+
+def flip(path):
+    """Flips one bit in the middle of a file, whose size stays."""
+    with open(path, "r+b") as f:
+        f.seek(os.path.getsize(path) // 2)
+        byte = f.read(1)
+        f.seek(-1, os.SEEK_CUR)
+        f.write(bytes([byte[0] ^ 1]))
+
+
+def resumed(out, ckpt="c"):
+    args = argparse.Namespace(ckpt=ckpt, steps=9)
+    return checkpoint.resume_point(str(out), args, None)
+
+
+def test_a_checkpoint_with_a_flipped_bit_is_passed_over(toy, tmp_path, capsys):
+    """Every file of a checkpoint that two ranks have saved, the list of files itself included."""
+    words = command("sft", toy, toy / "init", tmp_path / "run", "--steps", 2, "--optimizer",
+                    "adamw", "--replicas", 1)
+    done = run_script(*words, ranks=2)
+    assert done.returncode == 0, done.stderr
+    older, newer = (tmp_path / "run" / f"step_{n:06d}" for n in (1, 2))
+    listed = json.loads((newer / "state.json").read_text())
+    assert set(listed["crc32"]) == set(listed["files"]) and len(listed["files"]) > 8
+    for name, number in listed["crc32"].items():  # gzip's own sum is the oracle
+        packed = subprocess.run(["gzip", "-c"], input=(newer / name).read_bytes(),
+                                capture_output=True).stdout
+        assert int.from_bytes(packed[-8:-4], "little") == number, name
+    ckpt = listed["args"]["ckpt"]
+    assert resumed(tmp_path / "run", ckpt)[0] == str(newer) and not capsys.readouterr().out
+    for name in (*listed["files"], "state.json"):
+        whole = (newer / name).read_bytes()
+        flip(newer / name)
+        assert resumed(tmp_path / "run", ckpt)[0] == str(older), name
+        said = capsys.readouterr().out
+        assert name == "state.json" or (said.count("\n") == 1 and f"{newer}: {name}" in said)
+        (newer / name).write_bytes(whole)
+    flip(newer / "model.safetensors")
+    done = run_script(*words, ranks=2)
+    assert done.returncode == 0 and "done: 1 steps" in done.stdout, done.stderr
+    assert done.stdout.count("step_000002: model.safetensors") == 1
+    for folder in (older, newer):
+        flip(folder / "train_state" / ".metadata")
+    with pytest.raises(launch.UserError, match="nothing else here is"):
+        resumed(tmp_path / "run", ckpt)
+
+
+def test_a_checkpoint_without_checksums_goes_on(toy, tmp_path):
+    """As older versions wrote it."""
+    folder = begun(toy, tmp_path / "run", ckpt="c")
+    state = json.loads((folder / "state.json").read_text())
+    for added in ("crc32", "own_crc32"):
+        del state[added]
+    (folder / "state.json").write_text(json.dumps(state, indent=1))
+    assert resumed(tmp_path / "run")[0] == str(folder)
