@@ -822,6 +822,13 @@ def check_context(codec, tasks, agent, source, frames) -> None:
     """Raises UserError if the context cannot hold the largest prompt of the first readable task, or
     if none of the first videos can be read. Called before any weights are loaded."""
     # Overview prompts differ little in length, so the first readable task stands for all.
+    text = json.loads(codec.files["config.json"])["text_config"]
+    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    places = text.get("max_position_embeddings", agent.context)
+    # Positions that are stretched (yarn) may be more than max_position_embeddings.
+    if rope.get("rope_type", "default") == "default" and agent.context > places:
+        raise launch.UserError(f"--context {agent.context}: the checkpoint has {places} positions; "
+                               "lower --context (for a checkpoint of toy.py: --preset toy)")
     tools = tool_schema() if agent.tools else None
     first = None  # error of the first video
     for task in tasks[:8]:
