@@ -703,7 +703,7 @@ def is_complete(folder):
     """Whether a checkpoint is whole: all files are as long as its state.json says."""
     try:
         with open(os.path.join(folder, "state.json")) as f:
-            files = json.load(f)["files"].items()
+            files = launch.parse_json(f.read())["files"].items()
         return all(os.path.getsize(os.path.join(folder, name)) == size for name, size in files)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False

@@ -312,6 +312,7 @@ def main():
         return
     launch.say(f"{args.ckpt} -> {args.out}: loading the checkpoint, then the engine")
     codec = chat.load_codec(ckpt, args.channel)
+    check_frames(recorded, codec)
     if tasks:
         rollout.check_context(codec, tasks, agent, source, args.frames)
     policy, reference, optimizer, engine = set_up(args, ckpt, codec, source, device, folder)
@@ -455,11 +456,21 @@ def pay_of(args):
 def read_rollouts(paths, pay):
     """Rollout JSONL files -> Episodes, scored anew by what this run pays for."""
     keys = rollout.Episode(None, None, 0, 0, 0).to_json()
-    rows = [row for path in paths for row in launch.read_jsonl(path, required=keys)]
+    rows = [row for path in paths for row in launch.read_jsonl(path, keys, rollout.record_fault)]
     episodes = [rollout.from_json(row) for row in rows]
     for e in episodes:
         e.reward = rollout.scored(e, pay)
     return episodes
+
+
+def check_frames(episodes, codec):
+    """Raises UserError if the frames of a recorded episode are not those of its ids."""
+    for e in episodes:
+        try:
+            model.rope_positions(codec, e.context.ids, e.context.items) if e.context else None
+        except (ValueError, IndexError):
+            raise launch.UserError(f"--rollouts: {e.group}, sample {e.sample}: its vision field "
+                                   "names other frames than its ids hold") from None
 
 
 def write_rollouts(out, step, rank, episodes):

@@ -274,7 +274,7 @@ def read_jsonl(path, required=(), fault=None):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError as e:
             raise UserError(f"{path}:{number}: not JSON ({e})") from None
         missing = [k for k in required if not isinstance(row, dict) or k not in row]
@@ -288,6 +288,21 @@ def read_jsonl(path, required=(), fault=None):
     if not rows:
         raise UserError(f"{path}: no rows")
     return rows
+
+
+def parse_json(text):
+    """json.loads, whose errors are ValueErrors also if the text is nested too deep."""
+    try:
+        value = json.loads(text)
+        # Writers go deeper than this reader, from deeper in the program: 500 levels are to spare.
+        if text.count("[") + text.count("{") > 400:
+            spare = value
+            for _ in range(500):
+                spare = [spare]
+            json.dumps(spare)
+        return value
+    except RecursionError:
+        raise ValueError("nested too deep") from None
 
 
 def has_surrogate(value):
@@ -471,10 +486,11 @@ def whole_rows(path):
     """Rows of a log, without a line that a crash cut off."""
     rows = []
     if os.path.exists(path):
-        with open(path, encoding="utf-8") as f:
+        with open(path, encoding="utf-8", errors="replace") as f:
             for line in f:
                 with contextlib.suppress(ValueError):
-                    row = json.loads(line)
-                    if isinstance(row, dict) and "step" in row and line.endswith("\n"):
+                    row = parse_json(line)
+                    numbered = isinstance(row, dict) and isinstance(row.get("step"), int)
+                    if numbered and line.endswith("\n"):
                         rows.append(row)
     return rows

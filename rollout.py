@@ -717,6 +717,19 @@ def from_json(row: dict) -> Episode:
     return Episode(num_frames=row["K"], context=context, **kept)
 
 
+def record_fault(row: dict) -> str | None:
+    """-> None, or why the vision field of a line of a rollout JSONL cannot be used."""
+    try:
+        items = [chat.VisionItem(**item) for item in row["vision"]]
+        sizes = [n for item in items for n in (item.frames, item.height, item.width)]
+        whole = all(type(n) is int and n > 0 for n in sizes) and all(
+            isinstance(item.spec["video"], str) and len(item.seconds) == item.frames
+            for item in items)
+    except (TypeError, KeyError):
+        whole = False
+    return None if whole else "'vision' must list the frames of the context, as rollout.py does"
+
+
 def settings() -> dict[str, tuple]:
     """Agent fields that few runs change, given by --set. name -> the values that the setting takes,
     the default first. One number alone means that any number is taken."""

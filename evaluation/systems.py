@@ -515,7 +515,7 @@ def read_prompts(sources):
                 text = f.read()
             if name:
                 text = single_braces(assigned_string(text, name))
-        except (OSError, SyntaxError, ValueError) as error:
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise launch.UserError(f"--prompt-file {source}: {error}") from None
         if text is None:
             raise launch.UserError(f"--prompt-file {source}: {path} sets no string {name}")
