@@ -249,6 +249,9 @@ def evaluate(args):
     ckpt, weights = whole_checkpoint(args)
     protocol, prompts = systems.make_protocol(args)
     suites = load_suites(args, weights, prompts)
+    shard = f"shard{part}of{parts}." if parts > 1 else ""
+    for suite in suites:
+        launch.lock(suite.out, f".{shard}lock")
     if world > 1:
         # No deadline for collectives, as ranks end hours apart. launch.beat ends a rank that hangs.
         launch.start_process_group(patience=0)
@@ -277,7 +280,6 @@ def evaluate(args):
             folders.write_tasks(suite.tasks, os.path.join(suite.out, "tasks.jsonl"))
             folders.write_json(kept, suite.out, "args.json")
     if needed:
-        shard = f"shard{part}of{parts}." if parts > 1 else ""
         name = f"records.{shard}rank{rank}.jsonl"  # a file per rank needs no lock
         # This rank's tasks of every job.
         own = [(*job[:3], [job[3][i] for i in some]) for job, some in zip(jobs, shares[rank])]
@@ -300,6 +302,7 @@ def evaluate(args):
     elif rank == 0:
         folders.finish(args.out, [(s.bench, s.out) for s in suites], args, args.ckpt or args.model,
                {s.out: s.tasks for s in suites if s.part})
+    launch.unlock()
 
 
 def estimate(args):

@@ -321,18 +321,20 @@ def main():
     recorded = read_rollouts(args.rollouts or [], pay_of(args))
     agent, source = rollout.agent_settings(args, args.data or args.rollouts[0])
     launch.make_out(os.path.join(args.out, "rollouts"))
+    launch.lock(args.out)  # until this process ends: two runs would delete each other's files
+    rank, world, device = launch.start_process_group(args.patience)
+    launch.beat(args.patience)
     # The same command again goes on from the newest whole checkpoint in --out.
     folder, state = checkpoint.resume_point(args.out, args, args.resume)
     start, steps = state.get("step", 0), 1 if args.rollouts else args.steps
     best = state.get("best", -1.0)  # held-out accuracy; -1: none yet
     if start >= steps:
         launch.say(f"nothing to do: {args.out} has {start} steps of {steps}")
+        launch.end_process_group()
         return
     launch.say(f"{args.ckpt} -> {args.out}: loading the checkpoint, then the engine")
-
-    rank, world, device = launch.start_process_group(args.patience)
-    launch.beat(args.patience)
     codec = chat.load_codec(ckpt, args.channel)
+    check_frames(recorded, codec)
     # The largest prompt must fit, and some video must open. Both show before weights are loaded.
     if tasks:
         rollout.check_context(codec, tasks, agent, source, args.frames)
@@ -502,11 +504,21 @@ def pay_of(args):
 def read_rollouts(paths, pay):
     """Rollout JSONL files -> Episodes, scored anew by what this run pays for."""
     keys = rollout.Episode(None, None, 0, 0, 0).to_json()
-    rows = [row for path in paths for row in launch.read_jsonl(path, required=keys)]
+    rows = [row for path in paths for row in launch.read_jsonl(path, keys, rollout.record_fault)]
     episodes = [rollout.from_json(row) for row in rows]
     for e in episodes:
         e.reward = rollout.scored(e, pay)
     return episodes
+
+
+def check_frames(episodes, codec):
+    """Raises UserError if the frames of a recorded episode are not those of its ids."""
+    for e in episodes:
+        try:
+            model.rope_positions(codec, e.context.ids, e.context.items) if e.context else None
+        except (ValueError, IndexError):
+            raise launch.UserError(f"--rollouts: {e.group}, sample {e.sample}: its vision field "
+                                   "names other frames than its ids hold") from None
 
 
 def write_rollouts(out, step, rank, episodes):

@@ -717,6 +717,19 @@ def from_json(row: dict) -> Episode:
     return Episode(num_frames=row["K"], context=context, **kept)
 
 
+def record_fault(row: dict) -> str | None:
+    """-> None, or why the vision field of a line of a rollout JSONL cannot be used."""
+    try:
+        items = [chat.VisionItem(**item) for item in row["vision"]]
+        sizes = [n for item in items for n in (item.frames, item.height, item.width)]
+        whole = all(type(n) is int and n > 0 for n in sizes) and all(
+            isinstance(item.spec["video"], str) and len(item.seconds) == item.frames
+            for item in items)
+    except (TypeError, KeyError):
+        whole = False
+    return None if whole else "'vision' must list the frames of the context, as rollout.py does"
+
+
 def settings() -> dict[str, tuple]:
     """Agent fields that few runs change, given by --set. name -> the values that the setting takes,
     the default first. One number alone means that any number is taken."""
@@ -821,6 +834,13 @@ def check_context(codec, tasks, agent, source, frames) -> None:
     """Raises UserError if the context cannot hold the largest prompt of the first readable task, or
     if none of the first videos can be read. Called before any weights are loaded."""
     # Overview prompts differ little in length, so the first readable task stands for all.
+    text = json.loads(codec.files["config.json"])["text_config"]
+    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    places = text.get("max_position_embeddings", agent.context)
+    # Positions that are stretched (yarn) may be more than max_position_embeddings.
+    if rope.get("rope_type", "default") == "default" and agent.context > places:
+        raise launch.UserError(f"--context {agent.context}: the checkpoint has {places} positions; "
+                               "lower --context (for a checkpoint of toy.py: --preset toy)")
     tools = tool_schema() if agent.tools else None
     first = None  # error of the first video
     for task in tasks[:8]:
@@ -915,7 +935,9 @@ def main():
     tasks = read_tasks(args.data)[: args.limit or None]
     agent, source = agent_settings(args, args.data)
     if args.out:
-        launch.make_out(os.path.dirname(os.path.abspath(args.out)))
+        folder, name = os.path.split(os.path.abspath(args.out))
+        launch.make_out(folder)
+        launch.lock(folder, f".{name}.lock")
     launch.say(f"{args.ckpt}: loading the tokenizer, then the engine")
     codec = chat.load_codec(ckpt, args.channel)
     check_context(codec, tasks, agent, source, args.frames)

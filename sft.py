@@ -344,12 +344,13 @@ def main():
     cache = video.frame_cache(args)
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
     launch.make_out(args.out)
+    launch.lock(args.out)  # until this process ends: two runs would delete each other's files
+    rank, world, device = launch.start_process_group(args.patience)
+    launch.beat(args.patience)  # from here on a phase that hangs ends the run
     # folder: the newest whole checkpoint of --out, if this run goes on from one.
     folder, state = checkpoint.resume_point(args.out, args, args.resume)
     start, best = state.get("step", 0), state.get("best", math.inf)
     launch.say(f"{args.ckpt} -> {args.out}: loading the checkpoint and {args.data}")
-    rank, world, device = launch.start_process_group(args.patience)
-    launch.beat(args.patience)  # from here on a phase that hangs ends the run
     codec = chat.load_codec(ckpt, args.channel)
     train, held = open_data(args, codec, cache)
     # Broken chats count here, since no rank has opened all videos. Their places stay empty.

@@ -340,7 +340,7 @@ def test_a_process_killed_while_it_prunes_leaves_no_torn_checkpoint(tmp_path, mo
 
 
 def arguments(**flags):
-    return argparse.Namespace(**{"lr": 1.0, "steps": 4, "resume": None, "out": "o",
+    return argparse.Namespace(**{"lr": 1.0, "steps": 4, "resume": None, "out": "o", "ckpt": "c",
                                  "frame_cache_dir": None, "frame_cache_dir_gb": 50.0,
                                  "replicas": 1, **flags})
 
