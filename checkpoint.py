@@ -503,7 +503,8 @@ def save_run(policy, codec, optimizer, out, step, state, links=("last",), keep=2
     import torch.distributed as dist
 
     path = os.path.join(out, f"step_{step:06d}")
-    save_checkpoint(policy, codec, path, {"step": step, **state}, optimizer)
+    state = {"step": step, "code": launch.code_digests(), **state}
+    save_checkpoint(policy, codec, path, state, optimizer)
     if dist.get_rank() == 0:
         for link in links:
             symlink(os.path.join(out, link), path)
@@ -765,6 +766,10 @@ def resume_point(out, args, resume):
         raise launch.UserError(f"--out {out} holds a run of other settings: {', '.join(flags)}; "
                                "choose another --out, or --resume to go on with the new ones, or "
                                "--no-resume to delete it")
+    # Not refused: people mend a script and go on. But the record must not hide it.
+    code, then = launch.code_digests(), state.get("code")
+    if then and (changed := sorted(k for k in code.keys() | then if code.get(k) != then.get(k))):
+        launch.say(f"{folder} was saved by other code: {', '.join(changed)} changed since")
     return folder, state
 
 

@@ -482,7 +482,7 @@ def open_run(args, policy, start, rank, world):
     other ranks."""
     if rank:
         return None
-    launch.write_atomic(os.path.join(args.out, "args.json"), json.dumps(vars(args), indent=1))
+    launch.write_args(args.out, args)
     # Deletes files that a killed run left half-written and, in a new run, older checkpoints.
     checkpoint.clean_run(args.out, start)
     device = next(policy.parameters()).device.type

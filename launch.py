@@ -401,6 +401,27 @@ def unlock():
         lock.held.pop(key).close()
 
 
+@functools.cache  # a script that is edited while the run goes on is not the code that runs
+def code_digests():
+    """{script: digest} of the scripts beside this one. args.json and state.json hold them, so that
+    a result can be traced to the code that made it."""
+    import hashlib
+
+    folder = os.path.dirname(os.path.abspath(__file__))
+    digests = {}
+    for name in sorted(os.listdir(folder)):
+        if name.endswith(".py"):
+            with open(os.path.join(folder, name), "rb") as f:
+                digests[name] = hashlib.sha256(f.read()).hexdigest()[:12]
+    return digests
+
+
+def write_args(out, args):
+    """Writes the settings of a run, and digests of its scripts, to args.json."""
+    text = json.dumps({**vars(args), "code": code_digests()}, indent=1)
+    write_atomic(os.path.join(out, "args.json"), text)
+
+
 def write_atomic(path, text):
     """Writes a small text file: its final name appears once the file is whole on the disk."""
     temp = f"{path}.tmp{os.getpid()}"

@@ -29,7 +29,6 @@ CPU toy:  torchrun --nproc_per_node 2 sft.py --preset toy --ckpt base --data toy
 Adapters: with --lora 64 the 8B trains on one GPU of 80 GB
 """
 import argparse
-import json
 import math
 import os
 import time
@@ -452,7 +451,7 @@ def open_run(args, policy, train, start, steps, rank, world):
     if rank:
         return None
     # args.json before the first step: a run that dies early still says how it was started.
-    launch.write_atomic(os.path.join(args.out, "args.json"), json.dumps(vars(args), indent=1))
+    launch.write_args(args.out, args)
     checkpoint.clean_run(args.out, start)
     # --steps and --batch-size decide, so the passes over the data may be no whole number.
     epochs = steps * args.batch_size / len(train.rows)

@@ -9,6 +9,7 @@ and a run that is refused leaves no folder.
 import argparse
 import builtins
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -361,6 +362,25 @@ def test_a_run_goes_on_by_itself_only_where_its_settings_are_the_same(tmp_path):
         with pytest.raises(launch.UserError, match="step_000002 is not whole.*--no-resume"):
             checkpoint.resume_point(str(tmp_path), arguments(), resume)
     assert checkpoint.resume_point(str(tmp_path), arguments(), False) == (None, {})
+
+
+def test_a_run_that_goes_on_with_other_code_says_which_scripts_changed(tmp_path, capsys,
+                                                                        monkeypatch):
+    """Kept by file, and printed: "it got better after the restart" must not be a puzzle."""
+    now = launch.code_digests()
+    assert {"grpo.py", "rewards.py", "launch.py"} <= set(now) and "tests" not in now
+    digest = hashlib.sha256((Path(ROOT) / "rewards.py").read_bytes()).hexdigest()
+    assert digest.startswith(now["rewards.py"]) and len(now["rewards.py"]) == 12
+    folder = saved_at(tmp_path, "step_000002", args=vars(arguments()), code=now)
+    checkpoint.resume_point(str(tmp_path), arguments(), None)
+    assert "other code" not in capsys.readouterr().out
+    saved_at(tmp_path, "step_000003", args=vars(arguments()),
+             code={**now, "rewards.py": "0" * 12, "gone.py": "1"})
+    assert checkpoint.resume_point(str(tmp_path), arguments(), None)[0] != str(folder)
+    line = capsys.readouterr().out.strip().splitlines()[-1]
+    assert line.endswith("saved by other code: gone.py, rewards.py changed since")
+    launch.write_args(str(tmp_path), arguments())
+    assert json.loads((tmp_path / "args.json").read_text())["code"] == now
 
 
 def test_beginning_anew_deletes_what_was_there(tmp_path):
