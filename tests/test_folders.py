@@ -23,7 +23,7 @@ import grpo
 import launch
 import sft
 
-LIVE = ("--prompts", 2, "--group", 2, "--max-new-tokens", 6, "--sub-max-new-tokens", 4,
+LIVE = ("--prompts", 2, "--group", 2, "--max-new-tokens", 6, "--set", "sub_max_new_tokens=4",
         "--frames", 4, "--show-every", 0)
 
 
