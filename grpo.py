@@ -302,6 +302,7 @@ def main():
     agent, source = rollout.agent_settings(args, args.data or args.rollouts[0])
     launch.make_out(os.path.join(args.out, "rollouts"))
     launch.lock(args.out)
+    checkpoint.try_save(args.out)
     rank, world, device = launch.start_process_group(args.patience)
     launch.beat(args.patience)
     folder, state = checkpoint.resume_point(args.out, args, args.resume)

@@ -333,6 +333,7 @@ def main():
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
     launch.make_out(args.out)
     launch.lock(args.out)
+    checkpoint.try_save(args.out)
     rank, world, device = launch.start_process_group(args.patience)
     launch.beat(args.patience)
     folder, state = checkpoint.resume_point(args.out, args, args.resume)

@@ -14,7 +14,6 @@ Writes no file; `python eval.py --bench mlvu --root MLVU_dev --prepare mlvu.json
 """
 
 import glob
-import json
 import os
 import re
 import string
