@@ -601,15 +601,6 @@ def save_files(files, folder, dtype=None):
             f.write(content)
 
 
-def edit_json(path, parts, values):
-    """Sets values in a JSON file, at its top and in its named parts."""
-    with open(path) as f:
-        config = json.load(f)
-    for owner in (config, *(config[part] for part in parts)):
-        owner.update(values)
-    launch.write_atomic(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
-
-
 def load_train_state(policy, optimizer, path):
     """Restores weights and optimizer (or a list of them) from `path`/train_state, which any number
     of ranks saved. Collective. resume_point restores the loop state."""
