@@ -16,12 +16,12 @@ dialect, which older versions cannot read.
 Reads and writes checkpoint folders; sft.py, grpo.py, rollout.py, eval.py and toy.py call it.
 """
 import contextlib
+import errno
 import json
 import os
 import pathlib
 import re
 import shutil
-import tempfile
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 
@@ -602,15 +602,6 @@ def save_files(files, folder, dtype=None):
             f.write(content)
 
 
-def edit_json(path, parts, values):
-    """Sets values in a JSON file, at its top and in its named parts."""
-    with open(path) as f:
-        config = json.load(f)
-    for owner in (config, *(config[part] for part in parts)):
-        owner.update(values)
-    launch.write_atomic(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
-
-
 def load_train_state(policy, optimizer, path):
     """Restores weights and optimizer (or a list of them) from `path`/train_state, which any number
     of ranks saved. Collective. resume_point restores the loop state."""
@@ -632,31 +623,66 @@ def atomic_folder(path):
     deleted otherwise. It replaces an older folder of that name."""
     parent = os.path.dirname(os.path.abspath(path))
     os.makedirs(parent, exist_ok=True)
-    temp = tempfile.mkdtemp(prefix=f".{os.path.basename(path)}.", dir=parent)
+    temp = os.path.join(parent, f".{os.path.basename(path)}.{os.urandom(4).hex()}")
+    os.mkdir(temp)  # with the mode of the umask; mkdtemp's is for the owner alone
     try:
         yield temp
+        mode = os.stat(temp).st_mode & 0o666
         for name in files_in(temp):
             with open(os.path.join(temp, name), "rb") as f:
-                os.fchmod(f.fileno(), 0o644)  # safetensors makes files that others cannot read
+                with unless_missing():
+                    os.fchmod(f.fileno(), mode)  # safetensors makes files that others cannot read
                 os.fsync(f.fileno())
-        os.chmod(temp, 0o755)
         shutil.rmtree(path, ignore_errors=True)
         os.rename(temp, path)
         handle = os.open(parent, os.O_RDONLY)  # the new name itself has to reach the disk
-        os.fsync(handle)
+        with unless_missing():
+            os.fsync(handle)
         os.close(handle)
     except BaseException:
         shutil.rmtree(temp, ignore_errors=True)
         raise
 
 
+@contextlib.contextmanager
+def unless_missing():
+    """Passes over an operation that the filesystem lacks, as exFAT, SMB and some FUSE do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+
+
 def symlink(link, target):
-    """Makes `link` a relative link to the folder `target` beside it, atomically."""
-    temp = f"{link}.tmp{os.getpid()}"
+    """Makes `link` a relative link to the folder `target` beside it, atomically. Without links: a
+    file with the name of the folder, see chat.followed."""
+    temp, name = f"{link}.tmp{os.getpid()}", os.path.basename(target)
     with contextlib.suppress(FileNotFoundError):
         os.remove(temp)
-    os.symlink(os.path.basename(target), temp)
+    with unless_missing():
+        os.symlink(name, temp)
+    if not os.path.islink(temp):
+        launch.write_atomic(temp, name + "\n")
     os.replace(temp, link)
+
+
+def try_save(out):
+    """On rank 0: one empty save with a link, so that a folder which cannot hold a run is refused
+    before any long work. Raises UserError."""
+    probe = os.path.join(out, ".step_probe")
+    if os.environ.get("RANK", "0") != "0":
+        return
+    try:
+        with atomic_folder(probe) as folder:
+            launch.write_atomic(os.path.join(folder, "state.json"), "{}")
+        symlink(f"{probe}.link", probe)
+        os.remove(f"{probe}.link")
+    except OSError as error:
+        raise launch.RankError(f"output folder {out}: a checkpoint cannot be saved here "
+                               f"({error.strerror})") from None
+    finally:
+        shutil.rmtree(probe, ignore_errors=True)
 
 
 def files_in(folder):
@@ -798,8 +824,9 @@ def clean_run(out, start):
         path = os.path.join(out, name)
         if name.startswith(".step_") or (start == 0 and name.startswith("step_")):
             shutil.rmtree(path, ignore_errors=True)
-        if start == 0 and name in ("last", "best") and os.path.islink(path):
-            os.remove(path)
+        if start == 0 and name in ("last", "best"):
+            with contextlib.suppress(IsADirectoryError, PermissionError):  # a folder: not ours
+                os.remove(path)
 
 
 def prune_checkpoints(out, keep):
@@ -807,7 +834,7 @@ def prune_checkpoints(out, keep):
     and `best` link to."""
     names = [n for n in os.listdir(out) if n.startswith("step_")]
     whole = sorted(n for n in names if is_complete(os.path.join(out, n)))
-    links = [os.path.realpath(os.path.join(out, link)) for link in ("last", "best")]
+    links = [os.path.realpath(chat.followed(os.path.join(out, n))) for n in ("last", "best")]
     spared = {os.path.basename(target) for target in links}
     for name in set(whole[:-keep]) - spared:
         # Rename first: clean_run then finds a folder that a kill left half deleted.

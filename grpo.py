@@ -322,6 +322,7 @@ def main():
     agent, source = rollout.agent_settings(args, args.data or args.rollouts[0])
     launch.make_out(os.path.join(args.out, "rollouts"))
     launch.lock(args.out)  # until this process ends: two runs would delete each other's files
+    checkpoint.try_save(args.out)  # an empty checkpoint: a disk that cannot hold one shows now
     rank, world, device = launch.start_process_group(args.patience)
     launch.beat(args.patience)
     # The same command again goes on from the newest whole checkpoint in --out.

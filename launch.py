@@ -154,7 +154,9 @@ def start_process_group(patience=1800.0):
         torch.cuda.set_device(device)
     else:
         # Two spinning thread pools on shared cores cost a factor of ten: divide the cores.
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world))
+        # macOS has no sched_getaffinity, which counts the cores that this process may use.
+        allowed = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))
+        torch.set_num_threads(max(1, len(allowed(0)) // world))
         torch.set_flush_denormal(True)  # tiny models make denormals, which run in microcode
         warnings.filterwarnings("ignore", message="The value of the smallest subnormal")
     if not dist.is_initialized():

@@ -344,6 +344,7 @@ def main():
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
     launch.make_out(args.out)
     launch.lock(args.out)  # until this process ends: two runs would delete each other's files
+    checkpoint.try_save(args.out)  # an empty checkpoint: a disk that cannot hold one shows now
     rank, world, device = launch.start_process_group(args.patience)
     launch.beat(args.patience)  # from here on a phase that hangs ends the run
     # folder: the newest whole checkpoint of --out, if this run goes on from one.

@@ -383,8 +383,10 @@ def save_base(policy, processor, folder):
     processor.save_pretrained(folder)
     # transformers 5 rebuilds the stock pre-tokenizer when a Qwen2Tokenizer is loaded. Under that
     # name every id after the first number would change without an error.
-    checkpoint.edit_json(os.path.join(folder, "tokenizer_config.json"), [],
-                         {"tokenizer_class": "PreTrainedTokenizerFast"})
+    path = os.path.join(folder, "tokenizer_config.json")
+    with open(path) as f:
+        config = json.load(f) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    launch.write_atomic(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
 def main():

@@ -253,8 +253,12 @@ def floor_seconds(ckpt, prompt, response, group):
 def make_checkpoint(ckpt, folder):
     """A copy with room for long contexts -> its folder."""
     copy = shutil.copytree(checkpoint.resolve_checkpoint(ckpt), os.path.join(folder, "ckpt"))
-    longest = {"max_position_embeddings": 32768}
-    checkpoint.edit_json(os.path.join(copy, "config.json"), ["text_config"], longest)
+    path = os.path.join(copy, "config.json")
+    with open(path) as f:
+        config = json.load(f)
+    for part in (config, config["text_config"]):
+        part["max_position_embeddings"] = 32768
+    launch.write_atomic(path, json.dumps(config, indent=2))
     return copy
 
 

@@ -118,3 +118,13 @@ def test_a_wrong_vision_field_of_rollouts_is_refused(toy, tmp_path, monkeypatch,
     with pytest.raises(launch.UserError, match="vision"):
         grpo.main()
     launch.end_process_group()
+
+
+def test_cores_are_counted_without_an_affinity(monkeypatch, process_group):
+    """macOS has no os.sched_getaffinity."""
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    counts = []
+    monkeypatch.setattr("torch.set_num_threads", counts.append)
+    launch.start_process_group()
+    assert counts == [3]

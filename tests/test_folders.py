@@ -12,8 +12,10 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
+import tempfile
 
 import pytest
 from conftest import ROOT, run_script
@@ -258,3 +260,81 @@ def test_a_checkpoint_without_checksums_goes_on(toy, tmp_path):
         del state[added]
     (folder / "state.json").write_text(json.dumps(state, indent=1))
     assert resumed(tmp_path / "run")[0] == str(folder)
+
+
+# ------------------------------------------------------------------------------------------------
+# Filesystems that lack links, modes, or the fsync of a folder
+
+
+@pytest.fixture(params=[errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP], ids=errno.errorcode.get)
+def poor(request, monkeypatch):
+    """As exFAT, SMB and some FUSE answer."""
+    def refuse(*_, **__):
+        raise OSError(request.param, os.strerror(request.param))
+
+    real = os.fsync
+    monkeypatch.setattr(os, "symlink", refuse)
+    monkeypatch.setattr(os, "chmod", refuse)
+    monkeypatch.setattr(os, "fchmod", refuse)
+    monkeypatch.setattr(os, "fsync", lambda fd: refuse() if stat.S_ISDIR(os.fstat(fd).st_mode)
+                        else real(fd))
+
+
+def test_a_run_saves_and_goes_on_without_links_and_modes(poor, monkeypatch, toy, tmp_path, capsys):
+    before = signal.getsignal(signal.SIGTERM)
+    out = tmp_path / "run"
+    for steps in (3, 4):
+        words = command("sft", toy, toy / "init", out, "--val", toy / "sft_val.jsonl",
+                        "--eval-every", 1, "--lr", 0, "--muon-lr", 0, "--steps", steps)
+        monkeypatch.setattr(sys, "argv", list(map(str, words)))
+        sft.main()
+    signal.signal(signal.SIGTERM, before)
+    assert "done: 1 steps" in capsys.readouterr().out
+    # At a rate of 0 the first loss stays the best one.
+    assert (out / "best").read_text() == "step_000001\n"
+    assert (out / "last").read_text() == "step_000004\n"
+    kept = {"step_000001", "step_000003", "step_000004"}
+    assert kept | {"best", "last"} <= set(os.listdir(out)) and "step_000002" not in os.listdir(out)
+    for given, name in (("", 4), ("last", 4), ("best", 1), ("step_000003", 3)):
+        found = checkpoint.resolve_checkpoint(os.path.join(out, given))
+        assert found == str(out / f"step_{name:06d}")
+    with pytest.raises(launch.UserError, match="lies in --out"):
+        resumed(out, str(out / "best"))
+    checkpoint.clean_run(str(out), 0)
+    assert not {"best", "last"} & set(os.listdir(out))
+
+
+@pytest.mark.parametrize("call", ["symlink", "fchmod", "rename"])
+def test_a_folder_that_cannot_hold_a_checkpoint_is_refused_at_the_start(
+        refused, toy, tmp_path, monkeypatch, call):
+    """Another error is none of a missing operation: EROFS, EIO, EDQUOT."""
+    def refuse(*_, **__):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, call, refuse)
+    assert "output folder" in refused("sft", toy / "init", tmp_path / "run")
+    assert set(os.listdir(tmp_path / "run")) <= {".lock"}
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o002, 0o077], ids=oct)
+def test_files_of_a_checkpoint_have_the_modes_of_the_umask(tmp_path, mask):
+    before = os.umask(mask)
+    try:
+        with checkpoint.atomic_folder(str(tmp_path / "c")) as folder:
+            handle, _ = tempfile.mkstemp(dir=folder)  # 0600, as safetensors writes
+            os.close(handle)
+            os.mkdir(os.path.join(folder, "train_state"))
+            open(os.path.join(folder, "train_state", "x"), "w").close()
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "c", *(tmp_path / "c").rglob("*")):
+        wanted = (0o777 if path.is_dir() else 0o666) & ~mask
+        assert stat.S_IMODE(path.stat().st_mode) == wanted, path
+
+
+@pytest.mark.parametrize("content", [b"step_000009", b"../x", b"\x00\xff", b"", b"x" * 999])
+def test_a_file_that_names_no_checkpoint_is_none(tmp_path, content):
+    (tmp_path / "last").write_bytes(content)
+    for path in (tmp_path, tmp_path / "last"):
+        with pytest.raises(launch.UserError, match="no config.json"):
+            checkpoint.resolve_checkpoint(str(path))
