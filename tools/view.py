@@ -105,6 +105,13 @@ def record_files(path):
             for file in sorted(glob.glob(f"{glob.escape(path)}/{pattern}"))]
 
 
+def places_of(path):
+    """A path of the command line -> the folders in it that hold something to show, or the file."""
+    if not os.path.exists(path):
+        raise launch.UserError(f"{path}: no such file or folder")
+    return [path] if os.path.isfile(path) else find(path)
+
+
 def load_source(path, name, troubles, kept):
     """A folder, or JSONL -> {"kind", "stage", "name", "args", "root", "log", "rows", "tables"}."""
     # Below a lone file there is nothing: no arguments, no log. {} stands in for what is missing.
@@ -143,9 +150,7 @@ def load_sources(paths, names, troubles, kept):
     """The command line's paths, and their names or None -> list of sources. kept: see build."""
     sources = []
     for n, path in enumerate(paths):
-        if not os.path.exists(path):
-            raise launch.UserError(f"{path}: no such file or folder")
-        found = [path] if os.path.isfile(path) else find(path)
+        found = places_of(path)
         if not found:
             raise launch.UserError(
                 f"{path}: neither log.jsonl nor records nor summary.json is in it or below it")
@@ -543,10 +548,13 @@ def line_of(out, data):
 
 
 def stamps(paths):
-    """{file: its stamp} of all that a page of these paths is made from."""
-    places = [place for path in paths for place in ([path] if os.path.isfile(path) else find(path))]
+    """{file: its stamp} of all that a page of these paths is made from; {} while one of the paths
+    has nothing to show yet."""
+    places = [places_of(path) for path in paths]
+    if not all(places):
+        return {}
     names = ("args.json", "log.jsonl", "summary.json")
-    files = [file for place in places
+    files = [file for place in sum(places, [])
              for file in (*(f"{place}/{name}" for name in names), *record_files(place))]
     return {file: stamp_of(file) for file in files}
 
@@ -558,10 +566,13 @@ def watch(options, every):
     try:
         while data is None or data["every"]:
             now = stamps(options["paths"])  # first: what changes during build is seen next time
-            if now != seen:
-                data, seen = build(**options, every=every, kept=kept), now
+            if now and now != seen:
+                data = build(**options, every=every, kept=kept)
                 print(line_of(options["out"], data), flush=True)
-            if data["every"]:
+            elif seen is None:
+                print("waiting: there is nothing to show yet", flush=True)
+            seen = now
+            if data is None or data["every"]:
                 time.sleep(every)
         print("finished: the page is complete")
     except KeyboardInterrupt:
