@@ -592,16 +592,16 @@ def test_a_watch_waits_for_a_run_that_has_not_begun(tmp_path, monkeypatch, capsy
         view.watch({**options, "paths": [str(tmp_path / "typo")]}, 5.0)
 
 
-@pytest.mark.parametrize("finished, stage, args, last", [
-    (True, "grpo", {"steps": 3}, {"step": 3}), (False, "grpo", {"steps": 4}, {"step": 3}),
-    (False, "grpo", {}, {"step": 3}), (False, "grpo", {"steps": "x"}, {"step": None}),
-    (True, "grpo", {"steps": 300, "rollouts": ["r.jsonl"]}, {"step": 1}),
-    (False, "sft", {"steps": 0}, {"step": 3}),
-    (True, "sft", {"steps": 3, "val": None}, {"step": 3}),
-    (False, "sft", {"steps": 3, "val": "v.jsonl"}, {"step": 3}),
-    (True, "sft", {"steps": 3, "val": "v.jsonl"}, {"step": 3, "val_loss": 0.5})])
-def test_a_run_is_finished_if_its_files_say_so(finished, stage, args, last):
-    source = {"log": [{"step": 1}, last], "args": args, "stage": stage, "tables": {}}
+@pytest.mark.parametrize("finished, args, last", [
+    (True, {"steps": 3}, {"step": 3}), (False, {"steps": 4}, {"step": 3}),
+    (False, {}, {"step": 3}), (False, {"steps": "x"}, {"step": None}),
+    (True, {"steps": 300, "rollouts": ["r.jsonl"]}, {"step": 1}),
+    (False, {"steps": 0}, {"step": 3}), (True, {"steps": 3, "val": None}, {"step": 3}),
+    (False, {"steps": 3, "val": "v.jsonl"}, {"step": 3}),
+    (True, {"steps": 3, "val": "v.jsonl"}, {"step": 3, "val": {"acc": 0.5}}),
+    (True, {"steps": 3, "val": "v.jsonl"}, {"step": 3, "val_loss": 0.5})])
+def test_a_run_is_finished_if_its_files_say_so(finished, args, last):
+    source = {"log": [{"step": 1}, last], "args": args, "tables": {}}
     assert view.is_finished(source) == finished
 
 

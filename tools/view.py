@@ -140,12 +140,11 @@ def is_finished(source):
         return bool(source["tables"])  # an evaluation ends with its summary
     if source["args"].get("rollouts"):
         steps = 1
-    # sft.py writes the last held-out loss in a row after that of the last step. Its --steps 0
-    # stands for a number that only the run knows.
-    held_out = source["stage"] == "sft" and source["args"].get("val")
+    # With --val, the last held-out numbers stand in a row after that of the last step. --steps 0 of
+    # sft.py stands for a number that only the run knows.
+    wanted = {"val", "val_loss"} if source["args"].get("val") else {"step"}
     return bool(number(steps)) and any(
-        (number(row.get("step")) or 0) >= steps and ("val_loss" in row or not held_out)
-        for row in log)
+        (number(row.get("step")) or 0) >= steps and wanted & set(row) for row in log)
 
 
 def load_sources(paths, names, troubles, kept):
