@@ -1,20 +1,20 @@
 """
-chat.py: chats to token ids and back, through the checkpoint's own template. No torch.
+chat.py: chats to token ids and back, through the checkpoint's own template.
 
 One construction of ids serves SFT, RL and evaluation:
 
-  prompt = template(messages before the first assistant turn), with a generation prompt at its end
-  turn   = a forced `<think>\\n`, then the ids that were sampled, or that data holds
+  prompt = template(messages before the first assistant turn), with a generation prompt at the end
+  turn   = a forced `<think>\\n`, then the ids that were sampled, or the ids of a text from data
   glue   = end of turn, all tool responses, the next generation prompt: cut out of the template,
            which is rendered on a dummy chat
   ids    = prompt + turn + glue + turn + ..
 
 Ids only grow: a sampled id is never decoded and encoded again. Text is for parsing and logs.
 
-Departs from the release: a frame's time stands before its <|vision_start|> in every stage, and text
-from data or from a model never becomes a special token (see `guard`).
+Departs from the release: a frame's time stands before <|vision_start|> in every stage, and the text
+of a question or of a tool response never becomes a special token (see `guard`).
 
-Reads the tokenizer, the processor and two small JSON files of a checkpoint folder; writes nothing.
+Reads the tokenizer, the processor and the other small files of a checkpoint folder; writes nothing.
 """
 import codecs
 import contextlib
@@ -25,7 +25,8 @@ from dataclasses import dataclass, field
 
 import launch
 
-GUARD = "\ue000"  # private-use character: splits a literal that must not become a special token
+# Two private-use characters of Unicode. `guard` removes both from text that is not ours.
+GUARD = "\ue000"  # splits a literal that must not become a special token
 TURN = "\ue001"  # stands for an assistant turn while the template is rendered on a dummy chat
 
 # ------------------------------------------------------------------------------------------------
@@ -34,7 +35,7 @@ TURN = "\ue001"  # stands for an assistant turn while the template is rendered o
 
 @dataclass
 class Codec:
-    """Everything that turns chats and frames into ids and patches. load_codec reads it."""
+    """Everything that turns chats and frames into ids and patches. See load_codec."""
 
     tokenizer: object
     processor: object
@@ -46,14 +47,14 @@ class Codec:
     eos: int  # <|im_end|>: ends every turn, is sampled and therefore trained
     patch: int  # pixels a side of a vision patch
     merge: int  # patches a side that become one token
-    temporal: int  # frames a patch spans (2); an image is repeated to fill it
-    mean: tuple
-    std: tuple
-    markup: tuple  # literals of added tokens ("<|im_end|>", "<tool_call>", ..)
+    temporal: int  # frames a patch spans (2); an image is repeated to fill a patch
+    mean: tuple  # [3] red, green, blue in 0..1; model.patchify subtracts them
+    std: tuple  # [3] of the same; model.patchify divides by them
+    markup: tuple  # literals of added tokens that begin with "<": "<|im_end|>", "<tool_call>", ..
     banned: tuple  # ids that are never sampled: placeholders, turn starts, every end but <|im_end|>
     opens_thought: bool  # the generation prompt ends in `<think>\n`, as in Thinking checkpoints
     pieces: list  # [vocab] bytes of every token
-    files: dict  # of the checkpoint, see small_files: what is saved holds them as they are
+    files: dict  # name -> bytes, see small_files: every checkpoint we save holds them unchanged
 
     @property
     def pad(self):
@@ -66,31 +67,31 @@ class VisionItem:
     """The frames of one video item in a context: enough to load them again and to find their
     features."""
 
-    spec: dict  # {"video", "frames"} or {"video", "start", "end", ..}: what video.load reads
+    spec: dict  # {"video", "frames"} or {"video", "start", "end", ..}, as video.load takes them
     key: str  # identity of the frame set
     frames: int  # T
     height: int  # pixels
     width: int
-    seconds: list  # [T]
+    seconds: list  # [T] time of each frame, on the clock of the whole video
 
 
 def vision_item(spec: dict, frames) -> VisionItem:
-    """A video item as data has it, and its decoded video.Frames -> VisionItem."""
+    """A video item of the data and the decoded video.Frames -> VisionItem."""
     t, height, width, _ = frames.images.shape  # [T, H, W, 3]
     return VisionItem(dict(spec), frames.key, t, height, width, frames.seconds.tolist())
 
 
 def tokens_per_item(codec, item):
     """Vision tokens of one frame (channel image) or of one pair of frames (channel video)."""
-    side = codec.patch * codec.merge
+    side = codec.patch * codec.merge  # pixels a side of the square that one token stands for
     return (item.height // side) * (item.width // side)
 
 
 def frame_times(codec, item):
-    """Seconds that stand before each run of placeholders: a frame's own, or the mean of a pair."""
+    """Seconds that stand before each run of placeholders: of one frame, or the mean of a pair."""
     step = 1 if codec.channel == "image" else codec.temporal  # frames in a run of placeholders
     seconds = list(item.seconds)
-    # The processor repeats the last frame of an odd count, so its time counts twice.
+    # Qwen3-VL's processor repeats the last frame of an odd count, so that time counts twice.
     seconds += [seconds[-1]] * (-len(seconds) % step)
     return [(seconds[i] + seconds[i + step - 1]) / 2 for i in range(0, len(seconds), step)]
 
@@ -103,6 +104,7 @@ def pieces_of(codec, ids):
 def decode(codec: Codec, ids: list[int], keep_special: bool = False) -> str:
     """Sampled ids -> text for parsing and logs. Drops the end of turn unless keep_special."""
     ids = [i for i in ids if keep_special or i != codec.eos]
+    # Join before decoding: one character may be spread over several tokens.
     return b"".join(pieces_of(codec, ids)).decode("utf-8", errors="replace")
 
 
@@ -110,9 +112,10 @@ def guard(codec, text, literals=None):
     """Splits every literal of a special token in untrusted text, so `encode` makes plain tokens.
 
     A question that contains "<|im_end|>" must not end the turn. `encode` splits the text at the
-    mark and drops it, so the ids decode to the very text that was given. literals: None = those of
-    all special tokens.
+    mark and drops the mark, so the ids decode to the very text that was given. literals: None =
+    those of all special tokens.
     """
+    # First of all: a literal that a mark cuts in two is whole again without that mark.
     text = text.replace(GUARD, "").replace(TURN, "")
     for literal in codec.markup if literals is None else literals:
         text = text.replace(literal, literal[0] + GUARD + literal[1:])
@@ -122,13 +125,15 @@ def guard(codec, text, literals=None):
 def encode(codec: Codec, text: str) -> list[int]:
     """Template text -> ids, split at guard marks. No BOS, no truncation."""
     ids = []
+    # The tokenizer never sees the two halves of a guarded literal side by side.
     for piece in text.split(GUARD):
         ids += codec.tokenizer(piece, add_special_tokens=False)["input_ids"]
     return ids
 
 
 def template(codec, messages, tools=None, generation=True):
-    """Messages whose contents are strings -> text, by the checkpoint's own chat template."""
+    """Messages as `render` returns them -> text, by the checkpoint's own chat template."""
+    # The template lies in a file of the processor's, or in tokenizer_config.json.
     owner = codec.processor if codec.processor.chat_template else codec.tokenizer
     return owner.apply_chat_template(messages, tools=tools, tokenize=False,
                                      add_generation_prompt=generation)
@@ -145,6 +150,17 @@ def stamp_text(seconds, number, kind=None):
     return "" if kind == "none" else f"<{seconds:.1f} seconds>"
 
 
+def content_of(message: dict) -> list[dict]:
+    """Content of a message as a list of pieces; a string becomes one piece."""
+    content = message["content"]
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def videos_in(messages) -> list[dict]:
+    """The video pieces of messages, in order."""
+    return [piece for m in messages for piece in content_of(m) if piece["type"] == "video"]
+
+
 def render(codec, messages, items=()):
     """Messages -> messages for the template: text is guarded, frames become times and placeholders.
     items: the VisionItems of their videos, in order."""
@@ -152,6 +168,7 @@ def render(codec, messages, items=()):
     rendered = []
     for message in messages:
         content = content_parts(codec, message, items)
+        # Text alone is given as one string: some templates take no lists.
         if all(part["type"] == "text" for part in content):
             content = "".join(part["text"] for part in content)
         rendered.append({"role": message["role"], "content": content})
@@ -159,48 +176,38 @@ def render(codec, messages, items=()):
 
 
 def content_parts(codec, message, items):
-    """Content of one message -> parts for the template."""
-    # Our own system prompt may name the tags. All other text is data.
-    own = message["role"] == "system"
-    content = message["content"]
-    if isinstance(content, str):
-        return [text_part(codec, content, own)]
+    """Content of one message -> parts for the template. Takes one VisionItem per video from the
+    iterator `items`."""
+
+    def kind(piece):
+        # Two texts may name the tags: our own system prompt, and tags that our code puts around
+        # data. All other text is data.
+        return piece["type"], message["role"] == "system" or bool(piece.get("trusted"))
+
     parts = []
-    raw = None  # text of the part before, if that part is data
-    for piece in content:
-        if piece["type"] == "text" and piece.get("trusted"):  # tags that our code puts around data
-            parts.append(text_part(codec, piece["text"], True))
-            raw = None
-        elif piece["type"] == "text":
-            # Guard it together with the data before it: a literal may span two pieces.
-            if raw is not None:
-                parts.pop()
-            raw = (raw or "") + piece["text"]
-            parts.append(text_part(codec, raw, own))
-        else:
-            raw = None
+    for (name, trusted), run in itertools.groupby(content_of(message), kind):
+        if name == "text":
+            # Neighbours are guarded as one text, because a literal may span two pieces.
+            text = "".join(piece["text"] for piece in run)
+            parts.append({"type": "text", "text": text if trusted else guard(codec, text)})
+            continue
+        for piece in run:
             item = next(items)
             if codec.channel == "video":
-                parts.append({"type": "video"})
+                parts.append({"type": "video"})  # `expand` writes the times
                 continue
             # The time stands before <|vision_start|>, where vLLM and transformers put it.
             for number, seconds in enumerate(frame_times(codec, item)):
                 stamp = stamp_text(seconds, number, piece.get("stamp"))
-                if stamp:
-                    parts.append({"type": "text", "text": stamp})
-                parts.append({"type": "image"})
+                parts += [{"type": "text", "text": stamp}, {"type": "image"}]
     return parts
-
-
-def text_part(codec, text, trusted):
-    return {"type": "text", "text": text if trusted else guard(codec, text)}
 
 
 def encode_prompt(codec: Codec, messages: list[dict], items=(), tools=None) -> tuple:
     """Messages before the first assistant turn -> (expanded ids, compact ids).
 
     Expanded ids hold one placeholder per vision token: the trainer sees these. Compact ids hold one
-    per frame or video: an engine is given these, and expands them to the very same.
+    per frame or video: an engine is given these, and expands them to the same ids.
     """
     compact = encode(codec, template(codec, render(codec, messages, items), tools))
     return expand(codec, compact, items), compact
@@ -209,39 +216,35 @@ def encode_prompt(codec: Codec, messages: list[dict], items=(), tools=None) -> t
 def expand(codec, compact, items):
     """Ids with one placeholder per frame (or video) -> ids with one per vision token. Raises
     ValueError if the placeholders do not match the items."""
+    runs = []  # ids that take the place of each placeholder
+    for item in items:
+        tokens = [codec.pad] * tokens_per_item(codec, item)
+        if codec.channel == "image":
+            runs += [tokens] * item.frames
+            continue
+        # A video becomes `<t seconds>` and a marked run of its own for each pair of frames.
+        run = []
+        for seconds in frame_times(codec, item):
+            run += encode(codec, stamp_text(seconds, 0))
+            run += [codec.vision_start, *tokens, codec.vision_end]
+        runs.append(run)
+    places = [n for n, i in enumerate(compact) if i == codec.pad]
+    if len(places) != len(runs):
+        kind = "frames" if codec.channel == "image" else "videos"
+        raise ValueError(f"{len(places)} vision placeholders in the prompt for {len(runs)} {kind}")
+    # The template writes one pair of markers around a whole video: they go with the placeholder.
+    beside = 0 if codec.channel == "image" else 1  # ids on each side
     out = []
-    found = compact.count(codec.pad)
-    if codec.channel == "image":
-        sizes = iter([tokens_per_item(codec, item) for item in items for _ in range(item.frames)])
-        for i in compact:
-            out += [i] * next(sizes, 0) if i == codec.image_pad else [i]
-        wanted = sum(item.frames for item in items)
-    else:
-        # <|vision_start|><|video_pad|><|vision_end|> becomes `<t seconds>` and a triple of its own
-        # for each pair of frames.
-        triple = [codec.vision_start, codec.video_pad, codec.vision_end]
-        queue = iter(items)
-        wanted = len(items)
-        position = 0
-        while position < len(compact):
-            if compact[position:position + 3] != triple:
-                out.append(compact[position])
-                position += 1
-                continue
-            item = next(queue, None)
-            for seconds in frame_times(codec, item) if item else ():
-                out += encode(codec, f"<{seconds:.1f} seconds>") + [codec.vision_start]
-                out += [codec.video_pad] * tokens_per_item(codec, item) + [codec.vision_end]
-            position += 3
-    if found != wanted:
-        what = "frames" if codec.channel == "image" else "videos"
-        raise ValueError(f"{found} vision placeholders in the prompt for {wanted} {what}")
-    return out
+    cursor = 0  # ids of `compact` that are in `out` by now, or replaced
+    for place, run in zip(places, runs):
+        out += compact[cursor:place - beside] + run
+        cursor = place + 1 + beside
+    return out + compact[cursor:]
 
 
 def think_prefix_ids(codec, prompt_ids):
     """Ids of the forced `<think>\\n`; none if the generation prompt has opened the thought."""
-    prefix = encode(codec, "<think>\n")
+    prefix = encode(codec, "<think>\n")  # [<think>, newline] in Qwen3's vocabulary
     return [] if prompt_ids[-len(prefix):] == prefix else prefix
 
 
@@ -251,25 +254,26 @@ def glue_ids(codec, messages, ended, items=()):
 
     messages: the tool (or user) messages after this turn; items: the VisionItems of their frames.
     ended: the turn's last sampled id was the end of turn. If the turn was cut off instead, the end
-    is inserted here. The model did not sample that id, so it is not trained.
+    is inserted here. The model did not sample that id, so that id is not trained.
     """
+    # TURN stands for the sampled turn, whose own ids are kept. The text after TURN is the glue.
     dummy = [{"role": "user", "content": "x"}, {"role": "assistant", "content": TURN}]
     text = template(codec, dummy + render(codec, messages, items)).split(TURN, 1)[1]
     ids = encode(codec, text)
+    # The engine stops a turn at this id alone, so the glue must begin with this id.
     if ids[0] != codec.eos:
         raise launch.UserError("the chat template does not end an assistant turn with <|im_end|>")
+    # A turn that ended holds the end already, as its last sampled id.
     return ids[1:] if ended else ids
 
 
 def text_pieces(codec, ids):
     """Sampled ids -> the text that each of them completes; joined, these are `decode` of the ids. A
-    token that ends inside a character has no text: the next one completes it."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    token that ends inside a character completes no text."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # holds back half a character
     written = [b"" if i == codec.eos else piece for i, piece in zip(ids, pieces_of(codec, ids))]
-    pieces = [decoder.decode(piece) for piece in written]
-    if pieces:
-        pieces[-1] += decoder.decode(b"", True)
-    return pieces
+    # A character that the last token leaves unfinished becomes U+FFFD, as in `decode`.
+    return [decoder.decode(piece, n == len(ids)) for n, piece in enumerate(written, 1)]
 
 
 # ---- below: SFT chats, reading a checkpoint (a reader of the step may stop here) ----------------
@@ -284,62 +288,44 @@ class Sequence:
     """One agent context: expanded ids, a mask of the trained ones, the frames."""
 
     ids: list
-    mask: list
-    items: list = field(default_factory=list)  # [VisionItem] of its frames
+    mask: list  # 1: an assistant turn or the end of one; 0: all other ids
+    items: list = field(default_factory=list)  # [VisionItem], in the order of the placeholders
 
 
 def encode_chat(codec: Codec, messages: list[dict], items=(), tools=None) -> Sequence:
     """A whole conversation -> Sequence. Assistant tokens and their ends of turn have mask 1.
 
-    It consists of the pieces of a rollout (prompt, turns, glue), so SFT teaches the very ids that
-    RL sees later.
+    The ids are built from the pieces of a rollout (prompt, turns, glue), so SFT teaches the very
+    ids that RL sees later.
     """
-    roles = [m["role"] for m in messages]
-    first = roles.index("assistant") if "assistant" in roles else len(messages)
+    ids = []
+    mask = []
     rest = iter(items)  # of the videos that are still to come, in order
-
-    def shown(part):
-        return list(itertools.islice(rest, len(videos_in(part))))
-
-    ids, _ = encode_prompt(codec, messages[:first], shown(messages[:first]), tools)
-    mask = [0] * len(ids)
-    position = first
-    while position < len(messages):
-        turn = turn_ids(codec, content_text(messages[position]), ids)
-        ids += turn
-        mask += [1] * len(turn)
-        position += 1
-        replies = []  # all that stands before the next assistant turn: ONE glue
-        while position < len(messages) and roles[position] != "assistant":
-            replies.append(messages[position])
-            position += 1
-        if replies:
-            seen = shown(replies)
-            glue = expand(codec, glue_ids(codec, replies, True, seen), seen)
-            ids += glue
-            mask += [0] * len(glue)
+    for assistant, run in itertools.groupby(messages, lambda m: m["role"] == "assistant"):
+        run = list(run)
+        seen = list(itertools.islice(rest, len(videos_in(run))))
+        if assistant:
+            (message,) = run  # sft.chat_fault refuses two turns in a row
+            text = "".join(piece["text"] for piece in content_of(message))
+            new = turn_ids(codec, text, ids)
+        elif ids:
+            # All messages before the next turn make ONE glue, as in a rollout.
+            new = expand(codec, glue_ids(codec, run, True, seen), seen)
+        else:
+            new, _ = encode_prompt(codec, run, seen, tools)
+        ids += new
+        mask += [int(assistant)] * len(new)
     if next(rest, None):
         raise ValueError("more frame sets than videos in the chat")
     return Sequence(ids, mask, list(items))
 
 
-def videos_in(messages):
-    """The video pieces of messages, in order."""
-    lists = [m["content"] for m in messages if not isinstance(m["content"], str)]
-    return [piece for content in lists for piece in content if piece["type"] == "video"]
-
-
-def content_text(message):
-    content = message["content"]
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
-
-
 def turn_ids(codec, text, prompt_ids):
     """Text of an assistant turn -> the ids that a rollout would hold after `prompt_ids`.
 
-    A rollout forces `<think>\\n`, which has ids of its own. So `<think>` is encoded apart, with or
-    without a newline after it or blanks before it. If the template opens a thought and the turn
-    holds none, the turn closes it first. Control tokens spelled in the text stay text.
+    A rollout forces `<think>\\n` as ids of their own. So a leading `<think>` is encoded apart, with
+    or without blanks before and a newline after. Control tokens spelled in the text stay text;
+    tags (`</think>`, `<tool_call>`) become special tokens, as a model samples them.
     """
     ids = []
     bare = text.lstrip()
@@ -347,7 +333,9 @@ def turn_ids(codec, text, prompt_ids):
         ids = think_prefix_ids(codec, prompt_ids)
         text = bare.removeprefix("<think>").removeprefix("\n")
     elif codec.opens_thought:
+        # The generation prompt has opened a thought and the turn holds none: the turn closes that.
         text = "</think>\n\n" + text
+    # In data, <|im_end|> inside a turn is a mistake: as a token, the turn would end there.
     control = [codec.tokenizer.convert_ids_to_tokens(i) for i in (*codec.banned, codec.eos)]
     return ids + encode(codec, guard(codec, text, control)) + [codec.eos]
 
@@ -359,6 +347,7 @@ def turn_ids(codec, text, prompt_ids):
 def with_config(path: str) -> str | None:
     """A checkpoint folder, or the run folder that holds one under `last` -> the folder that has a
     config.json, None if neither has."""
+    # sft.py and grpo.py link `last` to the newest checkpoint of their run.
     folders = [path, os.path.join(path, "last")]
     return next((f for f in folders if os.path.isfile(os.path.join(f, "config.json"))), None)
 
@@ -377,30 +366,36 @@ def find_config(path):
     if kind != "qwen3_vl":
         raise launch.UserError(f"checkpoint {folder}: model_type is {kind!r}, this code trains "
                                "qwen3_vl (dense Qwen3-VL: 2B, 4B, 8B, 32B; README.md says why)")
+    # Quantizers write their settings at the top of the file or into a section.
     parts = [part for part in (config, *config.values()) if isinstance(part, dict)]
     if any(part.get("quantization_config") is not None for part in parts):
         raise launch.UserError(f"checkpoint {folder}: quantization_config in config.json: "
-                               "quantized weights cannot be trained; give the BF16 checkpoint it "
-                               "was made from")
+                               "quantized weights cannot be trained; give the BF16 checkpoint "
+                               "that these were made from")
     # Files that may ask for Python code of the checkpoint's own, which is never run.
-    for kind in ("", "tokenizer_", "processor_", "preprocessor_", "video_preprocessor_",
-                 "generation_"):
-        path = os.path.join(folder, name := f"{kind}config.json")
-        if os.path.isfile(path) and asks_for_code(read_object(path)):
+    for prefix in ("", "tokenizer_", "processor_", "preprocessor_", "video_preprocessor_",
+                   "generation_"):
+        name = f"{prefix}config.json"
+        file = os.path.join(folder, name)
+        if os.path.isfile(file) and asks_for_code(read_object(file)):
             raise launch.UserError(f"checkpoint {folder}: {name} asks for code of its own "
                                    "(auto_map, or attn_implementation), which is never run; "
-                                   "Qwen3-VL needs none: remove it, or use the published one")
+                                   "Qwen3-VL needs none: remove that entry, or use the published "
+                                   "file")
     return folder
 
 
 def asks_for_code(part):
     """Whether a configuration asks for code, at any depth: an auto_map, or an attention kernel from
     a hub, which transformers would fetch."""
-    inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
-    kernel = isinstance(part, dict) and any(
-        name.endswith("attn_implementation") and "/" in str(value) for name, value in part.items())
-    own = isinstance(part, dict) and "auto_map" in part
-    return own or kernel or any(map(asks_for_code, inner))
+    if isinstance(part, list):
+        return any(map(asks_for_code, part))
+    if not isinstance(part, dict):
+        return False
+    # "sdpa" is a name that transformers knows; "owner/name" is a repository of a hub.
+    kernel = any(name.endswith("attn_implementation") and "/" in str(value)
+                 for name, value in part.items())
+    return kernel or "auto_map" in part or any(map(asks_for_code, part.values()))
 
 
 def read_object(path):
@@ -421,7 +416,9 @@ def reading(ckpt, part):
     """An error that a library raises inside, for a file of a checkpoint, becomes a UserError."""
     try:
         yield
-    except Exception as e:  # tokenizers raises Exception itself, jinja2 and others their own
+    # A broken file makes tokenizers raise Exception itself, jinja2 and huggingface_hub classes of
+    # their own, and transformers TypeError or KeyError. No narrower class covers all of these.
+    except Exception as e:
         why = " ".join(f"{type(e).__name__}: {e}".split())[:300]
         raise launch.UserError(f"checkpoint {ckpt}: its {part} cannot be used ({why}); copy the "
                                "files beside the weights again") from e
@@ -434,21 +431,23 @@ def load_config(ckpt):
     from transformers import AutoConfig
 
     with reading(ckpt, "config.json"):
+        # No code of a checkpoint is ever run; find_config refuses a folder that asks for that.
         return AutoConfig.from_pretrained(ckpt, trust_remote_code=False)
 
 
 def small_files(folder):
     """-> {name: bytes} of the files that training does not change: configuration, tokenizer,
-    processor, chat template. The rule: every *.json, *.jinja, *.txt and *.model of the folder
-    itself, up to 64 MiB, but for those that describe the weights beside them (an index, adapters,
-    our state.json). So no code, no weights, no README, no optimizer."""
-    kinds, own = (".json", ".jinja", ".txt", ".model"), ("adapter_config.json", "state.json")
+    processor, chat template. No code, no weights, no README, no optimizer."""
+    kinds = (".json", ".jinja", ".txt", ".model")
+    # These two and an index describe the weights beside them, so other weights get no copy.
+    own = ("adapter_config.json", "state.json")
     found = {}
     for name in sorted(os.listdir(folder)):
         path = os.path.join(folder, name)
         if not name.endswith(kinds) or name.endswith(".index.json") or name in own:
             continue
-        if os.path.isfile(path) and os.path.getsize(path) <= 2**26:  # through links: a cache's
+        # 64 MiB; Qwen3's tokenizer.json has 11. A download cache holds links: isfile follows them.
+        if os.path.isfile(path) and os.path.getsize(path) <= 2**26:
             with open(path, "rb") as f:
                 found[name] = f.read()
     return found
@@ -463,48 +462,50 @@ def load_codec(ckpt, channel="image"):
     with reading(ckpt, "tokenizer or processor"):
         processor = AutoProcessor.from_pretrained(ckpt, trust_remote_code=False)
         tokenizer, images = processor.tokenizer, processor.image_processor
-        vocabulary, eos = (words := tokenizer.get_vocab()), words["<|im_end|>"]
+        vocabulary = tokenizer.get_vocab()  # token -> id, with the added tokens
+        eos = vocabulary["<|im_end|>"]
         cut = images.patch_size, images.merge_size, images.temporal_patch_size
         norms = [(tuple(p.image_mean), tuple(p.image_std))
                  for p in (images, processor.video_processor)]
     # A tokenizer of another checkpoint has other ids: prompts would hold no frames.
-    pads = {"<|image_pad|>": config.image_token_id, "<|video_pad|>": config.video_token_id,
-            "<|vision_start|>": config.vision_start_token_id,
-            "<|vision_end|>": config.vision_end_token_id}
-    for word, i in pads.items():
-        if vocabulary.get(word) != i:
-            raise launch.UserError(f"checkpoint {ckpt}: {word} is id {vocabulary.get(word)} in the "
-                                   f"tokenizer and {i} in config.json; copy the tokenizer's files "
-                                   "again")
+    marks = {"image_pad": config.image_token_id, "video_pad": config.video_token_id,
+             "vision_start": config.vision_start_token_id,
+             "vision_end": config.vision_end_token_id}
+    for name, i in marks.items():
+        found = vocabulary.get(f"<|{name}|>")
+        if found != i:
+            raise launch.UserError(f"checkpoint {ckpt}: <|{name}|> is id {found} in the tokenizer "
+                                   f"and {i} in config.json; copy the tokenizer's files again")
     if not (processor.chat_template or tokenizer.chat_template):
         raise launch.UserError(f"checkpoint {ckpt}: no chat template; copy chat_template.json or "
                                "chat_template.jinja from the checkpoint that this one was made "
                                "from")
+    # Patches of another size would have other features, or crash deep inside the tower.
     tower = config.vision_config
-    wanted = (tower.patch_size, tower.spatial_merge_size, tower.temporal_patch_size)
+    wanted = tower.patch_size, tower.spatial_merge_size, tower.temporal_patch_size
     if cut != wanted:
-        raise launch.UserError(f"checkpoint {ckpt}: its image processor cuts patches (pixels, "
-                               f"merged, frames) {cut}, its vision tower takes {wanted}; copy "
+        raise launch.UserError(f"checkpoint {ckpt}: the image processor cuts patches (pixels, "
+                               f"merged, frames) {cut}, the vision tower takes {wanted}; copy "
                                "preprocessor_config.json again")
+    # patchify uses one mean and std for both, as vLLM does.
     if channel == "video" and norms[0] != norms[1]:
         raise launch.UserError(f"checkpoint {ckpt}: image and video processor normalise "
                                "differently, and vLLM applies the image processor's to both; use "
                                "--channel image")
     # Published checkpoints end on two ids, and vLLM stops at either. A turn here ends in <|im_end|>
     # alone: the other id, if sampled, would stand in the turn as text.
-    never = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>",
-             "<|im_start|>", "<|endoftext|>")  # fmt: skip
-    banned = {vocabulary[t] for t in never if t in vocabulary} | (end_ids(ckpt) - {eos})
+    never = [vocabulary.get(f"<|{name}|>") for name in (*marks, "im_start", "endoftext")]
+    banned = ({*never} | end_ids(ckpt)) - {eos, None}  # None: not in this vocabulary
+    # Control tokens and tags. The toy adds whole phrases as well, which are harmless in a question.
     added = [t for t in tokenizer.get_added_vocab() if t.startswith("<")]
     codec = Codec(
-        tokenizer=tokenizer, processor=processor, channel=channel,
-        image_pad=config.image_token_id, video_pad=config.video_token_id,
-        vision_start=config.vision_start_token_id, vision_end=config.vision_end_token_id, eos=eos,
+        tokenizer=tokenizer, processor=processor, channel=channel, eos=eos, **marks,
         patch=cut[0], merge=cut[1], temporal=cut[2],
         mean=norms[0][0], std=norms[0][1],
         markup=tuple(sorted(added, key=len, reverse=True)),  # longest first: one may hold another
         banned=tuple(sorted(banned)), opens_thought=False, pieces=token_bytes(tokenizer),
         files=small_files(ckpt))
+    # Instruct templates end the generation prompt in "assistant\n", Thinking ones in "<think>\n".
     with reading(ckpt, "chat template"):
         prompt = template(codec, [{"role": "user", "content": "x"}])
     codec.opens_thought = prompt.endswith("<think>\n")
@@ -516,7 +517,7 @@ def end_ids(ckpt):
     path = os.path.join(ckpt, "generation_config.json")
     if not os.path.isfile(path):
         return set()
-    ends = read_object(path).get("eos_token_id")
+    ends = read_object(path).get("eos_token_id")  # one id, a list of ids, or null
     ends = [end for end in (ends if isinstance(ends, list) else [ends]) if end is not None]
     if not all(isinstance(end, int) for end in ends):
         raise launch.UserError(f"{path}: eos_token_id must be an id or a list of ids, got {ends}")
@@ -526,17 +527,15 @@ def end_ids(ckpt):
 def token_bytes(tokenizer):
     """Byte-level BPE tokenizer -> [vocab] the bytes of each token, b"" for unused ids. Tags are
     searched in bytes, because a token may hold half a character or a third of `<answer>`."""
-    # GPT-2's table: these bytes stand for themselves, the others for characters from 256 on.
+    # GPT-2's table writes every byte as a visible character: these 188 bytes as themselves, the
+    # other 68 (blanks, control characters, ..) as the characters from 256 on.
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [b for b in range(256) if b not in visible]
-    char_to_byte = {chr(b): b for b in visible}
-    char_to_byte.update({chr(256 + n): b for n, b in enumerate(hidden)})
-    added = tokenizer.get_added_vocab()
+    char_to_byte = {chr(b): b for b in visible} | {chr(256 + n): b for n, b in enumerate(hidden)}
+    added = tokenizer.get_added_vocab()  # written as they are, not by the table
     vocabulary = tokenizer.get_vocab()
     pieces = [b""] * (max(vocabulary.values()) + 1)
     for token, i in vocabulary.items():
-        if token in added or any(c not in char_to_byte for c in token):
-            pieces[i] = token.encode("utf-8")
-        else:
-            pieces[i] = bytes(char_to_byte[c] for c in token)
+        plain = token in added or not all(c in char_to_byte for c in token)
+        pieces[i] = token.encode() if plain else bytes(char_to_byte[c] for c in token)
     return pieces

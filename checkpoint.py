@@ -5,7 +5,7 @@ save runs and go on with them.
   a checkpoint   the small files of its base, byte for byte but for the dtype; and whole weights in
                  safetensors, or adapters in the layout of peft on whole weights (--lora)
   a run          out/step_NNNNNN/ = a checkpoint, train_state/ and state.json, which is written last
-                 and lists every other file with its bytes; out/last and out/best link to them
+                 and lists size and CRC-32 of every other file; out/last and out/best link to them
 
 A checkpoint that cannot be used is refused in one line before any long work. Nothing in a
 checkpoint is ever run. A folder appears under its final name only when it is whole on the disk.
@@ -18,9 +18,12 @@ Reads and writes checkpoint folders; sft.py, grpo.py, rollout.py, eval.py and to
 import contextlib
 import json
 import os
+import pathlib
 import re
 import shutil
 import tempfile
+import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import model  # isort: skip  (before torch: model.py tells a terminal that torch is loading)
 import torch
@@ -500,7 +503,8 @@ def save_run(policy, codec, optimizer, out, step, state, links=("last",), keep=2
     import torch.distributed as dist
 
     path = os.path.join(out, f"step_{step:06d}")
-    save_checkpoint(policy, codec, path, {"step": step, **state}, optimizer)
+    state = {"step": step, "code": launch.code_digests(), **state}
+    save_checkpoint(policy, codec, path, state, optimizer)
     if dist.get_rank() == 0:
         for link in links:
             symlink(os.path.join(out, link), path)
@@ -552,8 +556,10 @@ def save_checkpoint(policy, codec, path, state, optimizer=None):
                 dcp.save({"model": state_dict, "optimizer": moments},
                          checkpoint_id=os.path.join(folder, "train_state"),
                          no_dist=dist.get_world_size() == 1)
+            (names,) = launch.broadcast([files_in(folder) if first else None])
+            sums = checksums(folder, names)
             if first:
-                mark_complete(folder, state)
+                mark_complete(folder, state, sums)
     except OSError as error:
         why = str(error)
     except dcp.CheckpointException as error:  # every rank gets it, whichever could not write
@@ -629,11 +635,10 @@ def atomic_folder(path):
     temp = tempfile.mkdtemp(prefix=f".{os.path.basename(path)}.", dir=parent)
     try:
         yield temp
-        for folder, _, names in os.walk(temp):
-            for name in names:
-                with open(os.path.join(folder, name), "rb") as f:
-                    os.fchmod(f.fileno(), 0o644)  # safetensors makes files that others cannot read
-                    os.fsync(f.fileno())
+        for name in files_in(temp):
+            with open(os.path.join(temp, name), "rb") as f:
+                os.fchmod(f.fileno(), 0o644)  # safetensors makes files that others cannot read
+                os.fsync(f.fileno())
         os.chmod(temp, 0o755)
         shutil.rmtree(path, ignore_errors=True)
         os.rename(temp, path)
@@ -654,11 +659,44 @@ def symlink(link, target):
     os.replace(temp, link)
 
 
-def mark_complete(folder, state):
-    """Writes state.json, the last file: the loop state, and every other file with its bytes."""
+def files_in(folder):
+    """Sorted names of all files in a folder, relative to the folder."""
     paths = [os.path.join(where, name) for where, _, names in os.walk(folder) for name in names]
-    files = {os.path.relpath(path, folder): os.path.getsize(path) for path in paths}
-    marker = json.dumps({**state, "files": files}, indent=1)
+    return sorted(os.path.relpath(path, folder) for path in paths)
+
+
+def checksums(folder, names):
+    """-> {name: CRC-32} of files; None for a file that cannot be read. Collective: every rank reads
+    its share."""
+    rank, world = launch.rank_and_world()
+
+    def crc32(name):
+        number, buffer = 0, memoryview(bytearray(2**20))
+        try:
+            with open(os.path.join(folder, name), "rb", buffering=0) as f:
+                while size := f.readinto(buffer):
+                    number = zlib.crc32(buffer[:size], number)
+        except OSError:
+            return None
+        return number
+
+    mine = names[rank::world]
+    with ThreadPoolExecutor(4) as pool:  # zlib lets other threads run meanwhile
+        return dict(launch.gather_rows(list(zip(mine, pool.map(crc32, mine)))))
+
+
+def own_sum(state):
+    """CRC-32 of the content of a state.json but for this sum."""
+    return zlib.crc32(json.dumps({**state, "own_crc32": None}, sort_keys=True).encode())
+
+
+def mark_complete(folder, state, sums):
+    """Writes state.json, the last file: the loop state, and size and CRC-32 of all other files."""
+    if unread := [name for name, number in sums.items() if number is None]:
+        raise OSError(f"{unread[0]} cannot be read back")
+    files = {name: os.path.getsize(os.path.join(folder, name)) for name in sums}
+    state = {**state, "files": files, "crc32": sums}
+    marker = json.dumps({**state, "own_crc32": own_sum(state)}, indent=1)
     launch.write_atomic(os.path.join(folder, "state.json"), marker)
 
 
@@ -666,17 +704,40 @@ def is_complete(folder):
     """Whether a checkpoint is whole: all files are as long as its state.json says."""
     try:
         with open(os.path.join(folder, "state.json")) as f:
-            files = json.load(f)["files"].items()
+            files = launch.parse_json(f.read())["files"].items()
         return all(os.path.getsize(os.path.join(folder, name)) == size for name, size in files)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 
-def newest_checkpoint(out):
-    """The newest complete step_* folder of a run, or None. Torn folders are skipped."""
+def complete_checkpoints(out):
+    """The complete step_* folders of a run, the newest first. Torn folders are left out."""
     names = os.listdir(out) if os.path.isdir(out) else []
     folders = [os.path.join(out, n) for n in sorted(names, reverse=True) if n.startswith("step_")]
-    return next((folder for folder in folders if is_complete(folder)), None)
+    return [folder for folder in folders if is_complete(folder)]
+
+
+def newest_checkpoint(out):
+    """The newest complete step_* folder of a run, or None."""
+    return next(iter(complete_checkpoints(out)), None)
+
+
+def undamaged_checkpoint(out):
+    """-> (the newest checkpoint whose bytes are those that were saved, its state.json), or
+    (None, {}). Collective: reads every file once, a share on each rank."""
+    for folder in launch.broadcast([complete_checkpoints(out)])[0]:
+        with open(os.path.join(folder, "state.json")) as f:
+            state = json.load(f)
+        saved = state.get("crc32", {})  # older versions wrote no sums
+        found = checksums(folder, sorted(saved))
+        damaged = [name for name in saved if found[name] != saved[name]]
+        if state.get("own_crc32") not in (None, own_sum(state)):
+            damaged.append("state.json")
+        if not damaged:
+            return folder, state
+        launch.say(f"{folder}: {damaged[0]} has other bytes than were saved; going on from an "
+                   "older checkpoint")
+    return None, {}
 
 
 def resume_point(out, args, resume):
@@ -685,16 +746,15 @@ def resume_point(out, args, resume):
     resume None: go on if --out holds a run of the same settings, and raise UserError if it holds a
     run of others. True: go on with the new settings. False: begin anew and delete that run.
     """
-    folder = newest_checkpoint(out)
+    folder, state = (None, {}) if resume is False else undamaged_checkpoint(out)
+    check_apart(args.ckpt, out, state.get("args", {}))
     if folder is None:
         torn = sorted(name for name in os.listdir(out) if name.startswith("step_"))
         if torn and resume is not False:  # damaged after it was saved: the user decides
             raise launch.UserError(f"{out}: {torn[-1]} is not whole, and nothing else here is (a "
-                                   "file is missing or of another size than state.json says); "
-                                   "--no-resume begins anew and deletes it")
+                                   "file is missing, or its size or bytes are not those in "
+                                   "state.json); --no-resume begins anew and deletes it")
         return None, {}
-    with open(os.path.join(folder, "state.json")) as f:
-        state = json.load(f)
     # Two parts of one run may differ in these: how far, how fast, and who is told.
     free = {"steps", "epochs", "resume", "out", "save_every", "eval_every", "show_every",
             "max_seqs", "frame_cache_gb", "frame_cache_dir", "frame_cache_dir_gb", "engine_share",
@@ -706,7 +766,25 @@ def resume_point(out, args, resume):
         raise launch.UserError(f"--out {out} holds a run of other settings: {', '.join(flags)}; "
                                "choose another --out, or --resume to go on with the new ones, or "
                                "--no-resume to delete it")
-    return (None, {}) if resume is False else (folder, state)
+    # Not refused: people mend a script and go on. But the record must not hide it.
+    code, then = launch.code_digests(), state.get("code")
+    if then and (changed := sorted(k for k in code.keys() | then if code.get(k) != then.get(k))):
+        launch.say(f"{folder} was saved by other code: {', '.join(changed)} changed since")
+    return folder, state
+
+
+def check_apart(ckpt, out, then):
+    """Raises UserError if --ckpt, or the base of its adapters, lies in --out, where a run deletes
+    old checkpoints. then: the arguments of the run that goes on; --ckpt may be as it was there."""
+    start = chat.with_config(ckpt)
+    if start is None or then.get("ckpt") == ckpt:
+        return
+    for folder in (start, base_of(start)):
+        above = pathlib.Path(folder).resolve()
+        if any(os.path.samefile(out, place) for place in (above, *above.parents)):
+            raise launch.UserError(f"--ckpt {ckpt}: {folder} lies in --out {out}, where a run "
+                                   "deletes old checkpoints; choose another --out (the run there "
+                                   "goes on with the --ckpt that it began from)")
 
 
 def clean_run(out, start):

@@ -58,7 +58,7 @@ def build_parser():
         help="benchmarks as their publishers ship them; several give one table")
     add("--root", nargs="+", default=[], metavar="DIR",
         help="one folder per benchmark, or one that holds a folder of each name")
-    add("--out", default="eval_out", help="folder; an earlier run of the same settings goes on")
+    add("--out", default="eval_out", help="folder to write; a run of the same settings goes on")
     add("--preset", choices=["paper", "toy"], default="paper", help="toy: lengths for toy.py")
     # Every K with every mode of --tools is an evaluation of its own. All share one table.
     add("--frames", type=rollout.frames_argument, nargs="+", default=[64],
@@ -70,14 +70,14 @@ def build_parser():
     add("--limit", type=int, default=0, help="tasks; 0 = all")
     add("--shard", type=shard_argument, default=(0, 1), metavar="I/N",
         help="run part I of N; the tasks of a video stay together; --rescore merges the parts")
-    add("--allow-errors", action="store_true", help="print a headline above 1%% of failed items")
+    add("--allow-errors", action="store_true", help="print a headline with over 1%% failed items")
     add("--estimate", type=int, nargs="?", const=3, default=0, metavar="VIDEOS",
-        help="print the costs of the run, measured on so many videos of each benchmark, and end")
+        help="only print the costs of the run, measured on so many videos of each benchmark")
 
     systems.add_arguments(parser)  # protocol, endpoint, judge
 
     add = parser.add_argument_group("finished folders, no model").add_argument
-    add("--rescore", nargs="+", metavar="DIR", help="grade again; several are merged into --out")
+    add("--rescore", nargs="+", metavar="DIR", help="grade again; several merge into --out")
     add("--compare", nargs="+", metavar="DIR", help="one table from these --out folders")
     add("--table", nargs="+", metavar="DIR", help="Markdown of --bench folders, beside the paper's")
     add("--prepare", metavar="JSONL", help="write the tasks of --bench (videos relative to --root)")
@@ -249,6 +249,9 @@ def evaluate(args):
     ckpt, weights = whole_checkpoint(args)
     protocol, prompts = systems.make_protocol(args)
     suites = load_suites(args, weights, prompts)
+    shard = f"shard{part}of{parts}." if parts > 1 else ""
+    for suite in suites:
+        launch.lock(suite.out, f".{shard}lock")
     if world > 1:
         # No deadline for collectives, as ranks end hours apart. launch.beat ends a rank that hangs.
         launch.start_process_group(patience=0)
@@ -277,7 +280,6 @@ def evaluate(args):
             folders.write_tasks(suite.tasks, os.path.join(suite.out, "tasks.jsonl"))
             folders.write_json(kept, suite.out, "args.json")
     if needed:
-        shard = f"shard{part}of{parts}." if parts > 1 else ""
         name = f"records.{shard}rank{rank}.jsonl"  # a file per rank needs no lock
         # This rank's tasks of every job.
         own = [(*job[:3], [job[3][i] for i in some]) for job, some in zip(jobs, shares[rank])]
@@ -300,6 +302,7 @@ def evaluate(args):
     elif rank == 0:
         folders.finish(args.out, [(s.bench, s.out) for s in suites], args, args.ckpt or args.model,
                {s.out: s.tasks for s in suites if s.part})
+    launch.unlock()
 
 
 def estimate(args):

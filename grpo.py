@@ -13,10 +13,10 @@ grpo.py: PARA-GRPO on top of an SFT checkpoint, with a rollout engine inside eve
              N = sampled tokens of the whole batch, over ALL ranks
 
 Three parts of PARA-GRPO, each with its flag: Exploration Anchoring (--think-prefix forces
-`<think>\\n`, --answer-suffix pays for a final answer block, --anchor and --gamma pay for closed
-thoughts), Selective Anchoring (--format-credit struct), nFrames Gating (--frames gated: K ~
-U{4,8,16,32,64} per prompt, the same for its whole group). --vanilla turns them off, which gives
-plain GRPO as the authors released it. With --format-credit sequence, A_task + A_fmt is exactly
+`<think>\\n`, --answer-suffix pays for a final answer block, --anchor pays for closed thoughts),
+Selective Anchoring (--format-credit struct), nFrames Gating (--frames gated: K ~ U{4,8,16,32,64}
+per prompt, the same for the whole group). --vanilla turns all three off: the plain GRPO that the
+authors released. With --format-credit sequence, A_task + A_fmt is exactly
 GRPO's advantage of the summed reward.
 
 Departs from upstream: the KL is in the loss, not mixed into rewards. Advantages are normalised
@@ -41,10 +41,11 @@ import argparse
 import json
 import math
 import os
+import statistics
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import chat
 import checkpoint
@@ -71,8 +72,9 @@ def group_by_prompt(episodes):
 def set_advantages(group):
     """Sets Episode.advantage = {"task", "fmt", "sigma"} from the two parts that rewards.score
     paid."""
-    task = [e.reward["paid_task"] for e in group]  # [G]
-    fmt = [e.reward["paid_fmt"] for e in group]  # [G]
+    # R is composed in rewards.score alone. A term that is added there arrives here by itself.
+    task = [e.reward["paid_task"] for e in group]  # [G] credited at every sampled token
+    fmt = [e.reward["paid_fmt"] for e in group]  # [G] credited at the tags
     a_task, a_fmt, sigma = rewards.group_advantages(task, fmt)
     for e, t, f in zip(group, a_task, a_fmt):
         e.advantage = {"task": t, "fmt": f, "sigma": sigma}
@@ -82,13 +84,15 @@ def token_advantages(episode, codec, credit):
     """-> list over context.ids: A_task, plus A_fmt at tokens that carry format credit; 0 at tokens
     that the policy did not sample. credit: --format-credit."""
     task, fmt = episode.advantage["task"], episode.advantage["fmt"]
+    # Prompt, tool responses and forced tokens keep 0. Their mask is 0 too, so no loss reads them.
     out = [0.0] * len(episode.context.ids)
-    for start, end in episode.spans:
+    for start, end in episode.spans:  # one turn of the main agent each
         # Selective Anchoring. Tags are searched in bytes: `<answer>` spans several tokens.
         if credit == "struct":
             pieces = chat.pieces_of(codec, episode.context.ids[start:end])
             credited = rewards.structural_mask(pieces)
         else:
+            # "sequence": plain GRPO, every token. "none": the format reward trains no token.
             credited = [credit == "sequence"] * (end - start)
         out[start:end] = [task + fmt * c for c in credited]  # A_it of the header
     return out
@@ -102,6 +106,8 @@ def group_tree(group, codec, credit, first=0):
     branches = []
     for number, e in enumerate(group, first):
         c = e.context
+        # One wrong id in a shared prompt would train all G rollouts on a prompt that none of them
+        # saw, so this is checked although one function built all of them.
         if c.ids[:cut] != prompt:
             raise ValueError(f"{e.group}: the prompts of one group differ")
         advantage = token_advantages(e, codec, credit)
@@ -120,7 +126,7 @@ def training_trees(groups, codec, args):
     trees = []
     tokens = 0
     skipped = 0
-    rollouts = 0
+    rollouts = 0  # numbered through all groups of the rank, see group_tree
     for group in groups:
         tokens += sum(sum(e.context.mask) for e in group)
         # A group whose advantages are all 0 adds nothing to the gradient. Test the advantages, not
@@ -150,6 +156,7 @@ def policy_loss(logp, old, sampler, ref, advantage, clip_eps, kl, tis_cap=5.0):
     """
     import torch
 
+    # n is the number of sampled tokens in a pack, flat. There is no padding, so there is no mask.
     ratio = torch.exp(logp - old)  # rho [n]
     # Truncated importance weight: corrects for an engine that samples from almost this policy.
     weight = torch.exp(old - sampler)  # w_t before its cap [n]; a constant, no gradient flows
@@ -160,6 +167,7 @@ def policy_loss(logp, old, sampler, ref, advantage, clip_eps, kl, tis_cap=5.0):
              "truncated": (weight > tis_cap).float(),
              "kl": torch.zeros_like(logp.detach())}
     if ref is not None:
+        # The KL is a term of the loss, per token. The reward does not contain it.
         gap = ref - logp  # [n]
         k3 = torch.exp(gap) - gap - 1  # an unbiased estimate of KL(policy || reference), >= 0
         loss = loss + kl * k3
@@ -169,7 +177,7 @@ def policy_loss(logp, old, sampler, ref, advantage, clip_eps, kl, tis_cap=5.0):
 
 def update(policy, reference, optimizer, trees, tokens, args):
     """
-    Trains on one batch in --minibatches optimizer steps -> means over the sampled tokens of all
+    Trains on one batch in args.minibatches optimizer steps -> means over the sampled tokens of all
     ranks: {"loss", "gap", "entropy", "kl", ..}.
 
     trees: this rank's groups as [prompt | o^1 | .. | o^G]. tokens: sampled tokens of this rank,
@@ -186,11 +194,15 @@ def update(policy, reference, optimizer, trees, tokens, args):
     sampled_everywhere, trees_everywhere = total.tolist()
     names = ("loss", "tokens", "gap", "entropy", "kl", "clipped", "truncated")
     if trees_everywhere == 0:  # no group of any rank has a signal, so the weights stay
-        return {**dict.fromkeys(names, 0.0), "grad_norm": 0.0, "gap_max": 0.0, "skipped_update": 1,
-                "bad_updates": 0}
+        # None: no forward ran, so there is no gap, entropy or norm to report.
+        return {**dict.fromkeys((*names, "grad_norm", "gap_max")), "tokens": sampled_everywhere,
+                "skipped_update": 1, "bad_updates": 0}
+    # With several minibatches each of them divides by its even part of N.
     n = max(1.0, sampled_everywhere / args.minibatches)
 
-    # Spare packs (real = False) make all ranks run equally many forwards.
+    # A pack holds as many trees as fit into --pack-tokens, and takes one forward. Ranks may have
+    # different numbers of packs, but FSDP gathers weights in every forward, with all ranks. So
+    # ranks with fewer packs add spare ones (real = False) that carry no gradient.
     minibatches = []  # [[(pack, real)]]
     for i in range(args.minibatches):
         filled = model.fill_packs(trees[i::args.minibatches], args.pack_tokens)
@@ -205,6 +217,7 @@ def update(policy, reference, optimizer, trees, tokens, args):
             for pack in (pack for packs in minibatches for pack, _ in packs):
                 old_logps[id(pack)] = policy(pack, args.temperature)[0]
 
+    # Sums stay on the device until the end, so that no pack waits for a copy to the host.
     sums = torch.zeros(len(names), device=device, dtype=torch.float64)
     worst_gap = torch.zeros((), device=device, dtype=torch.float64)
     norms = []
@@ -214,6 +227,7 @@ def update(policy, reference, optimizer, trees, tokens, args):
             if reference is not None:
                 with torch.no_grad():
                     ref, _ = reference(pack, args.temperature)  # [n]
+            # All log-probs are at the sampling temperature: the engine's are, too.
             logp, entropy = policy(pack, args.temperature)  # [n] each
             old = old_logps.get(id(pack), logp.detach())  # [n] a constant
             if real:
@@ -227,6 +241,7 @@ def update(policy, reference, optimizer, trees, tokens, args):
             # multiplies by the number of ranks.
             (real * world * loss.sum() / n).backward()
 
+            # Numbers for the log. Spare packs do not count.
             if real:
                 gap = (old - sampler).abs()  # [n] engine against trainer: only rounding is allowed
                 seen = (loss.detach(), torch.ones_like(gap), gap, entropy,
@@ -240,6 +255,7 @@ def update(policy, reference, optimizer, trees, tokens, args):
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
+    # Every rank gets the same means, so every rank comes to the same decision on check_gap.
     dist.all_reduce(sums)
     dist.all_reduce(worst_gap, op=dist.ReduceOp.MAX)
     means = dict(zip(names, (sums / sums[1].clamp(min=1)).tolist()))
@@ -260,6 +276,7 @@ def share(tasks, step, args, rank, world):
     batch = [tasks[i] for i in picked]
     order, frames = {}, {}
     for task in batch:
+        # The step is part of the name: a task that comes again later is another group.
         name = f"{step}/{task['id']}"
         order.setdefault(name, len(order))
         frames[name] = rollout.overview_frames(args.frames, args.seed, step, task["id"])
@@ -279,6 +296,7 @@ def look_ahead(pool, source, tasks, step, args):
 def sample_batch(engine, tasks, agent, codec, source, step, args, rank, world):
     """Rollouts of this rank -> (episodes in batch order, seconds the engine waited for frames).
     Without a collective: ranks finish at different times and meet at the update."""
+    # Each rank samples whole groups with its own engine, and fans out to sub-agents by itself.
     mine, order = share(tasks, step, args, rank, world)
     sampler = rollout.Sampler(engine, codec, source, agent, pay_of(args))
     episodes = list(rollout.run(sampler, mine, args.frames, args.group, step))
@@ -296,32 +314,46 @@ def sample_batch(engine, tasks, agent, codec, source, step, args, rank, world):
 def main():
     # 0. Everything that can be refused is refused here, before a model is built.
     args = parse_args()
+    # A hub snapshot, a run folder or a checkpoint folder: from here on a folder with weights.
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
     tasks = rollout.read_tasks(args.data) if args.data else []
+    held = rollout.read_tasks(args.val) if args.val else []
     recorded = read_rollouts(args.rollouts or [], pay_of(args))
     agent, source = rollout.agent_settings(args, args.data or args.rollouts[0])
     launch.make_out(os.path.join(args.out, "rollouts"))
-    folder, state = checkpoint.resume_point(args.out, args, args.resume)
-    start, steps = state.get("step", 0), 1 if args.rollouts else args.steps
-    if start >= steps:
-        launch.say(f"nothing to do: {args.out} has {start} steps of {steps}")
-        return
-    launch.say(f"{args.ckpt} -> {args.out}: loading the checkpoint, then the engine")
-
+    launch.lock(args.out)  # until this process ends: two runs would delete each other's files
     rank, world, device = launch.start_process_group(args.patience)
     launch.beat(args.patience)
+    # The same command again goes on from the newest whole checkpoint in --out.
+    folder, state = checkpoint.resume_point(args.out, args, args.resume)
+    start, steps = state.get("step", 0), 1 if args.rollouts else args.steps
+    best = state.get("best", -1.0)  # held-out accuracy; -1: none yet
+    if start >= steps:
+        launch.say(f"nothing to do: {args.out} has {start} steps of {steps}")
+        launch.end_process_group()
+        return
+    launch.say(f"{args.ckpt} -> {args.out}: loading the checkpoint, then the engine")
     codec = chat.load_codec(ckpt, args.channel)
+    check_frames(recorded, codec)
+    # The largest prompt must fit, and some video must open. Both show before weights are loaded.
     if tasks:
         rollout.check_context(codec, tasks, agent, source, args.frames)
     policy, reference, optimizer, engine = set_up(args, ckpt, codec, source, device, folder)
     wire = model.compute_dtype(device)  # dtype in which weights travel to the engine
     log = open_run(args, policy, start, rank, world)
-    ahead = ThreadPoolExecutor(4, thread_name_prefix="ahead")
+    labels = labels_by_type(tasks)
+    # Videos of --val lie beside that file, unless --video-root says otherwise.
+    beside = args.video_root or os.path.dirname(os.path.abspath(args.val or ""))
+    held_source = replace(source, root=beside)
+    ahead = ThreadPoolExecutor(4, thread_name_prefix="ahead")  # decodes frames of the next step
     asked = launch.stop_on_sigterm()
     bad = 0  # steps in a row without a finite gradient
+    if held and start == 0:  # the accuracy that training starts from
+        evaluate(log, engine, held, agent, codec, held_source, 0, args, rank, world)
 
     # beat() after each phase: a rank that hangs longer than --patience prints its stacks and exits.
     for step in range(start, steps):
+        last = step + 1 == steps
         # 1. Rollouts, groups, advantages. The engine holds the weights of this step, so its samples
         # are on policy, but for rounding.
         clock, waited = time.monotonic(), 0.0
@@ -333,6 +365,7 @@ def main():
             episodes, waited = sample_batch(engine, tasks, agent, codec, source, step, args, rank,
                                             world)
             groups = group_by_prompt(episodes)
+        # A group lies on one rank, so advantages need no exchange between ranks.
         for group in groups:
             set_advantages(group)
         rollout_s = time.monotonic() - clock
@@ -343,11 +376,12 @@ def main():
         clock = time.monotonic()
         if engine:
             engine.sleep()
-        if step + 1 < steps and not args.rollouts:
+        if not (last or args.rollouts):
             look_ahead(ahead, source, share(tasks, step + 1, args, rank, world)[0], step + 1, args)
         trees, tokens, skipped = training_trees(groups, codec, args)
         stats = update(policy, reference, optimizer, trees, tokens, args)
         # Two faults end the run, on all ranks alike: NaN, and an engine that is another policy.
+        # A single step without a finite gradient is skipped; three in a row end the run.
         bad = bad + 1 if stats["bad_updates"] else 0
         checkpoint.check_run(step, bad, args.out)
         check_gap(step, stats["gap"], gap_tolerance(wire, engine))
@@ -356,7 +390,8 @@ def main():
 
         # 3. New weights into the engine, which drops all prefixes and features of the old ones.
         clock = time.monotonic()
-        if engine and step + 1 < steps:
+        look = held and (last or (args.eval_every and (step + 1) % args.eval_every == 0))
+        if engine and (look or not last):
             engine.wake(checkpoint.full_weights(policy, wire))
         sync_s = time.monotonic() - clock
         launch.beat(args.patience)
@@ -364,13 +399,23 @@ def main():
         # 4. Record, save, go on. SIGTERM on any rank saves and stops all of them.
         if not args.rollouts:
             write_rollouts(args.out, step, rank, episodes)
-        log_step(log, step, steps, episodes, stats, {
+        log_step(log, step, steps, episodes, labels, stats, {
             "skipped": skipped, "groups": len(groups), "packed": sum(map(len, trees)),
             "decode_s": waited, "rollout_s": rollout_s, "train_s": train_s, "sync_s": sync_s})
+        # `best` links to the checkpoint with the highest held-out accuracy so far. Every rank has
+        # the same number, so all of them save or none.
+        links = ["last"]
+        if look:
+            acc = evaluate(log, engine, held, agent, codec, held_source, step + 1, args, rank,
+                           world)
+            if acc > best:
+                best, links = acc, ["last", "best"]
+        # Ranks may get SIGTERM at different times, and must not leave the loop at different steps.
         stopping = launch.any_rank(asked.is_set())
-        due = args.save_every and (step + 1) % args.save_every == 0
-        if stopping or due or step + 1 == steps:
-            checkpoint.save_run(policy, codec, optimizer, args.out, step + 1, {"args": vars(args)})
+        due = last or (args.save_every and (step + 1) % args.save_every == 0)
+        if stopping or due or "best" in links:
+            state = {"best": best, "args": vars(args)}
+            checkpoint.save_run(policy, codec, optimizer, args.out, step + 1, state, links)
             launch.beat(args.patience)
         if step % 10 == 9:  # decoding leaves freed memory in the arenas of its threads
             launch.give_back_memory()
@@ -399,12 +444,15 @@ def set_up(args, ckpt, codec, source, device, folder):
     world = dist.get_world_size()
     if not args.rollouts and args.prompts % world:
         raise launch.UserError(f"--prompts {args.prompts} is not a multiple of the {world} ranks")
+    # fp32 master weights in shards; computed in bf16 on a GPU, in fp32 on a CPU.
     policy = checkpoint.load_sharded(ckpt, codec, device, args.recompute, args.replicas,
                                      lora=args.lora)
+    # The vision tower is frozen. Features of a frame are computed once and read by all forwards.
     policy.features = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
     optimizer = model.adamw(model.trained_parameters(policy), args.lr, 0.999, device)
     # The reference is made before a resumed run loads its weights: it is the model of --ckpt.
     reference = engine = None
+    # With adapters a second copy of the adapters is enough: the base is frozen.
     if args.kl > 0 and args.lora:
         reference = checkpoint.AdapterReference(policy)
     elif args.kl > 0:
@@ -413,6 +461,7 @@ def set_up(args, ckpt, codec, source, device, folder):
         reference.features = policy.features  # both read the features of one tower
     if folder:
         checkpoint.load_train_state(policy, optimizer, folder)
+    # On a GPU the engine shares the device with the trainer, so it starts asleep.
     if not args.rollouts:
         engine = rollout.make_engine(ckpt, codec, args, sleeping=True)
         if folder:  # the engine has read --ckpt, but the resumed weights are newer
@@ -422,7 +471,7 @@ def set_up(args, ckpt, codec, source, device, folder):
 
 def check_gap(step, gap, tolerance):
     """Raises RunError, on all ranks alike, if engine and trainer are not the same policy."""
-    if not gap <= tolerance:  # NaN fails this comparison too
+    if gap is not None and not gap <= tolerance:  # NaN fails this comparison too
         raise launch.RunError(
             f"step {step}: mean |log-prob gap| between engine and trainer is {gap:.3f} nats, "
             f"tolerance {tolerance}: the engine samples from other weights or other inputs")
@@ -433,7 +482,8 @@ def open_run(args, policy, start, rank, world):
     other ranks."""
     if rank:
         return None
-    launch.write_atomic(os.path.join(args.out, "args.json"), json.dumps(vars(args), indent=1))
+    launch.write_args(args.out, args)
+    # Deletes files that a killed run left half-written and, in a new run, older checkpoints.
     checkpoint.clean_run(args.out, start)
     device = next(policy.parameters()).device.type
     print(f"{args.prompts} prompts x {args.group} rollouts = {args.prompts * args.group} a step on "
@@ -454,11 +504,21 @@ def pay_of(args):
 def read_rollouts(paths, pay):
     """Rollout JSONL files -> Episodes, scored anew by what this run pays for."""
     keys = rollout.Episode(None, None, 0, 0, 0).to_json()
-    rows = [row for path in paths for row in launch.read_jsonl(path, required=keys)]
+    rows = [row for path in paths for row in launch.read_jsonl(path, keys, rollout.record_fault)]
     episodes = [rollout.from_json(row) for row in rows]
     for e in episodes:
         e.reward = rollout.scored(e, pay)
     return episodes
+
+
+def check_frames(episodes, codec):
+    """Raises UserError if the frames of a recorded episode are not those of its ids."""
+    for e in episodes:
+        try:
+            model.rope_positions(codec, e.context.ids, e.context.items) if e.context else None
+        except (ValueError, IndexError):
+            raise launch.UserError(f"--rollouts: {e.group}, sample {e.sample}: its vision field "
+                                   "names other frames than its ids hold") from None
 
 
 def write_rollouts(out, step, rank, episodes):
@@ -468,24 +528,79 @@ def write_rollouts(out, step, rank, episodes):
     launch.write_atomic(os.path.join(out, "rollouts", name), lines)
 
 
-def log_step(log, step, steps, episodes, stats, counts):
-    """Writes the metrics of a step. episodes, counts: of this rank; stats: of all ranks.
-    Collective."""
-    rows = launch.gather_rows([episode_row(e) for e in episodes])
+def log_step(log, step, steps, episodes, labels, stats, counts):
+    """Writes the metrics of a step, and warns of signs that the run learns nothing. episodes,
+    counts: of this rank; stats: of all ranks. labels: see by_chance. Collective."""
+    rows = launch.gather_rows([episode_row(e, labels) for e in episodes])
     counts = launch.gather_rows([counts])
     if log:
         m = {**summarise(rows), **stats, **step_counts(rows, counts), "step": step + 1}
         log.write(m, step_line(m, steps, log.eta(step + 1, steps)))
+        for name, line in signs(log.rows).items():
+            if name not in log.warned:  # once per run
+                log.warned.add(name)
+                print(f"WARNING step {step + 1}: {line}", flush=True)
 
 
-def episode_row(e):
+def evaluate(log, engine, held, agent, codec, source, step, args, rank, world):
+    """Held-out accuracy with tools, after writing it, with and without tools, per K and type.
+    The K, the seeds and so the noise of a task are the same in every evaluation. Collective."""
+    rows = []
+    for tools in (True, False):
+        # Step 0 enters seeds and draws of K. The weights are those of `step`.
+        sampler = rollout.Sampler(engine, codec, source, replace(agent, tools=tools), pay_of(args))
+        for e in rollout.run(sampler, held[rank::world], args.frames, 1, 0):
+            launch.beat(args.patience)
+            rows.append({"tools": tools, "status": e.status, "acc": e.reward["acc"],
+                         "K": e.num_frames, "type": e.task["type"]})
+    # A broken video says nothing of the policy. A context that overflowed counts as a wrong answer.
+    rows = launch.gather_rows(rows)
+    good = [row for row in rows if row["status"] in ("ok", "context")]
+
+    def cell(some):
+        with_tools, without = ([row for row in some if row["tools"] is on] for on in (True, False))
+        return {"n": len(with_tools), "acc": average(with_tools, "acc"),
+                "acc_without_tools": average(without, "acc")}
+
+    val = {**cell(good), "not_ok": len(rows) - len(good)}
+    for name in ("K", "type"):
+        val[f"by_{name}"] = {str(value): cell([row for row in good if row[name] == value])
+                             for value in sorted({row[name] for row in good})}
+    if log:
+        failed = f" | not ok {val['not_ok']}" if val["not_ok"] else ""
+        log.write({"step": step, "val": val}, f"step {step:04d} | held-out acc "
+                  f"{number(val['acc'])} no tools {number(val['acc_without_tools'])}{failed}")
+    return -1.0 if val["acc"] is None else val["acc"]
+
+
+def labels_by_type(tasks):
+    """Tasks -> {type: [(id, answer)]}, for by_chance."""
+    labels = {}
+    for task in tasks:
+        labels.setdefault(task["type"], []).append((task["id"], task["answer"]))
+    return labels
+
+
+def by_chance(e, labels):
+    """R_acc that the answer of `e` earns against the label of another task of the same type. Right
+    answers earn more against their own labels. None if there is no other task."""
+    known = labels.get(e.task["type"], [])
+    at = rollout.stable_number("label", e.group, e.sample) % max(1, len(known))
+    # The task itself may be drawn. Its neighbour is another one, because ids are unique.
+    others = [answer for name, answer in (known[at:] + known[:at])[:2] if name != e.task["id"]]
+    answer = rewards.final_answer(e.turns, e.think_open)
+    options = e.task.get("options")
+    return rewards.accuracy(answer, e.task["type"], others[0], options) if others else None
+
+
+def episode_row(e, labels):
     """The numbers of one episode for the log, small enough to send to rank 0."""
-    # f_tau uses the paper's terms, whatever this run pays for: one ruler for all runs.
+    # f_tau uses the paper's terms in every run, so that runs with other terms can be compared.
     ruler = rewards.format_reward(e.turns, e.think_open)
     return {
-        "K": e.num_frames, "group": e.group, "status": e.status,
+        "K": e.num_frames, "type": e.task["type"], "group": e.group, "status": e.status,
+        "chance": by_chance(e, labels),
         "f_tau": ruler["total"], "well_formed": ruler["well_formed"],
-        "f_released": rewards.released_format(e.turns),
         **{name: e.reward[name] for name in ("total", "acc", "fmt", "tool")},
         "closure": rewards.closure_counts(e.turns, e.think_open),
         "written": len(e.calls), "parseable": e.parseable(), "executed": e.executed(),
@@ -502,7 +617,7 @@ def mean(values):
 
 
 def average(rows, name):
-    return mean(float(row[name]) for row in rows)
+    return mean(float(row[name]) for row in rows if row[name] is not None)
 
 
 def call_minus_skip(rows):
@@ -519,35 +634,95 @@ def call_minus_skip(rows):
 
 
 def summarise(rows):
-    """Episode rows of all ranks -> the step's metrics."""
+    """Episode rows of all ranks -> the step's metrics: means over the rollouts that are ok. A
+    broken video has no accuracy and no format, so zeros for it would blame the policy."""
+    failed = sum(row["status"] != "ok" for row in rows)
+    rows = [row for row in rows if row["status"] == "ok"]
     out = {name: average(rows, name) for name in ("total", "acc", "fmt", "tool", "length", "turns",
-                                            "f_tau", "f_released", "well_formed", "sub_tokens")}
+                                            "f_tau", "well_formed", "sub_tokens")}
     out["kappa"] = average(rows, "executed")
     out["written_calls"] = average(rows, "written")
     out["valid_calls"] = average(rows, "parseable")
     out["called"] = mean(float(row["executed"] > 0) for row in rows)
-    out["cut_turns"] = sum(row["cut"] for row in rows) / max(1, sum(row["turns"] for row in rows))
-    out["not_ok"] = sum(row["status"] != "ok" for row in rows)
+    turns = sum(row["turns"] for row in rows)
+    out["cut_turns"] = sum(row["cut"] for row in rows) / turns if turns else None
+    out["not_ok"] = failed
     out["call_minus_skip"] = call_minus_skip(rows)
+    # Closed / opened over all turns of the step. None: no such tag was opened.
     out["closure"] = {}
     for tag in rewards.KINDS:
         opened, closed = (sum(row["closure"][tag][i] for row in rows) for i in (0, 1))
         out["closure"][tag] = closed / opened if opened else None
-    out["by_K"] = {}
-    for k in sorted({row["K"] for row in rows}):
-        of = [row for row in rows if row["K"] == k]
-        out["by_K"][str(k)] = {
-            "n": len(of), "acc": average(of, "acc"), "f_tau": average(of, "f_tau"),
-            "well_formed": average(of, "well_formed"), "kappa": average(of, "executed"),
-            "call_minus_skip": call_minus_skip(of)}  # fmt: skip
+    # The Tool Necessity Gap shows per K only: with 64 frames a call is worth little. A dead task
+    # type among several shows per type only.
+    for name in ("K", "type"):
+        out[f"by_{name}"] = {}
+        for value in sorted({row[name] for row in rows}):
+            of = [row for row in rows if row[name] == value]
+            out[f"by_{name}"][str(value)] = {
+                "n": len(of), "acc": average(of, "acc"), "f_tau": average(of, "f_tau"),
+                "well_formed": average(of, "well_formed"), "kappa": average(of, "executed"),
+                "call_minus_skip": call_minus_skip(of)}
+    for kind, cell in out["by_type"].items():
+        cell["chance"] = average((row for row in rows if row["type"] == kind), "chance")
     return out
+
+
+def signs(history):
+    """Rows of the log -> {name: line}: signs that a run learns nothing, with the likely cause. The
+    thresholds are wide, so that healthy runs show none."""
+    found = {}
+    history = [row for row in history if "by_type" in row]  # the others hold held-out accuracy
+    m, three = history[-1], history[-3:]
+
+    def lasting(test, rows):
+        return len(rows) == 3 and all(map(test, rows))
+
+    for kind, cell in m["by_type"].items():
+        cells = [row["by_type"][kind] for row in history if kind in row["by_type"]]
+        if lasting(lambda cell: cell["acc"] == 0, cells[-3:]):
+            found[f"type {kind}"] = (
+                f"no rollout of a task of type {kind} has earned accuracy for 3 steps: see whether "
+                "the labels are right and in the form that the answers have (--show-every 1)")
+        # Rollouts of one step vary together, so the spread over steps is the measure of noise.
+        apart = [c["acc"] - c["chance"] for c in cells[-5:] if c["chance"] is not None]
+        if cell["acc"] and len(apart) == 5:
+            if mean(apart) <= 2 * statistics.stdev(apart) / math.sqrt(5):
+                found[f"chance {kind}"] = (
+                    f"answers to tasks of type {kind} fit their own labels no better than the "
+                    "labels of other tasks, for 5 steps: see whether labels are mixed up between "
+                    "rows, or the checkpoint cannot do the task yet")
+    if lasting(lambda row: row["groups"] and row["zero_variance"] == row["groups"], three):
+        found["signal"] = ("no group has had a signal for 3 steps, because all rollouts of a prompt"
+                           " earn the same: tasks too hard or too easy, --temperature or --group "
+                           "too low, or a broken policy")
+    for name in ("f_tau", "entropy"):
+        values = [row[name] for row in history[-6:] if row[name] is not None]
+        if len(values) > 1 and max(values) > 0.1 and values[-1] < max(values) / 2:
+            found[name] = (f"{name} fell from {max(values):.2f} to {values[-1]:.2f} within "
+                           f"{len(values) - 1} steps: --lr is probably too high")
+    if (m["cut_turns"] or 0) > 0.5:
+        found["cut"] = (f"{m['cut_turns']:.0%} of all turns were cut off: --max-new-tokens is too "
+                        "small, or the policy does not end its turns")
+    for kind in rewards.KINDS:
+        shares = [row["closure"][kind] for row in three]
+        if lasting(lambda share: share is not None and share < 0.5, shares):
+            found[f"open {kind}"] = (f"most <{kind}> tags were never closed for 3 steps: the cold "
+                                     "start did not teach the format, or --lr is too high")
+    return found
+
+
+def number(value, form=".2f"):
+    return "-" if value is None else format(value, form)
 
 
 def step_line(m, steps, eta):
     """The numbers to watch, on one line of the terminal. log.jsonl has all. eta: seconds."""
-    return (f"step {m['step']:04d}/{steps:04d} | R {m['total']:.2f} acc {m['acc']:.2f} "
-            f"f_tau {m['f_tau']:.2f} kappa {m['kappa']:.2f} | gap {m['gap']:.0e} "
-            f"gn {m['grad_norm']:.2f} zero {m['zero_variance']}/{m['groups']} | "
+    failed = f"not ok {m['not_ok']} | " if m["not_ok"] else ""
+    return (f"step {m['step']:04d}/{steps:04d} | R {number(m['total'])} acc {number(m['acc'])} "
+            f"f_tau {number(m['f_tau'])} kappa {number(m['kappa'])} | {failed}"
+            f"gap {number(m['gap'], '.0e')} gn {number(m['grad_norm'])} "
+            f"zero {m['zero_variance']}/{m['groups']} | "
             f"roll {m['rollout_s']:.1f}s train {m['train_s']:.1f}s | eta {eta / 60:.1f}m")
 
 
@@ -588,8 +763,6 @@ def build_parser():
     add("--group", type=int, default=8, help="rollouts per prompt (G)")
     add("--frames", type=rollout.frames_argument, default="gated",
         help="overview frames K; 'gated': K ~ U{4,8,16,32,64}")
-    add("--minibatches", type=int, default=1,
-        help="optimiser steps per batch; above 1 costs one more forward")
     add("--pack-tokens", type=int, default=32768, help="tokens per pack (one forward)")
     add = parser.add_argument_group("reward and credit").add_argument
     add("--format-weight", type=float, default=1.0, help="w_fmt")
@@ -598,11 +771,8 @@ def build_parser():
     add("--answer-suffix", action=yes_no, default=True,
         help="pay 0.3 + 0.2 for an <answer> block; off: 0.2 + 0.1, and more for thought")
     add("--anchor", type=float, default=0.5, help="lambda: weight of the anchor term; 0 = off")
-    add("--gamma", type=float, default=0.3, help="penalty of a thought never closed; 0 = off")
     add("--tool-reward", dest="tool_weight", type=float, default=1.0,
         help="w_tool, factor on R_tool; 0 = off")
-    add("--answer-from", choices=["tag", "line"], default="tag",
-        help="R_acc reads <answer> alone; or also the last line, as the authors' release")
     add = parser.add_argument_group("loss and optimiser").add_argument
     add("--clip-eps", type=float, default=0.2, help="eps of the clipped surrogate")
     add("--kl", type=float, default=0.01, help="beta; 0 = no reference model is loaded")
@@ -616,14 +786,20 @@ def build_parser():
     add = parser.add_argument_group("looking and saving").add_argument
     add("--save-every", type=int, default=50, help="steps between checkpoints; 0 = at the end")
     add("--show-every", type=int, default=20, help="steps between printed rollouts; 0 = never")
+    add("--val", help="held-out task JSONL: accuracy with and without tools, and `best`")
+    add("--eval-every", type=int, default=50, help="steps between them; 0 = at the end")
     add("--wandb", nargs="?", const="paravt", default=None, metavar="PROJECT",
         help="send the numbers of log.jsonl there too; needs wandb")
-    rollout.add_agent_arguments(parser)
+    rollout.add_agent_arguments(parser, more={
+        "gamma": (0.3,),  # penalty of a thought that never closes, see rewards.format_reward
+        "answer_from": ("tag", "line"),  # line: R_acc also reads the last line, as the release does
+        "minibatches": (1,)})  # optimizer steps per batch; above 1 costs one more forward
     return parser
 
 
 def parse_args():
     parser = build_parser()
+    # Presets change defaults, and flags override defaults. So presets must be known first.
     early = parser.parse_known_args()[0]
     if early.preset == "toy":
         parser.set_defaults(prompts=16, steps=40, pack_tokens=4096, save_every=0, kl=0.0,
@@ -632,11 +808,16 @@ def parse_args():
         parser.set_defaults(think_prefix=False, answer_suffix=False, format_credit="sequence",
                             anchor=0.0, gamma=0.0, frames=64)
     args = parser.parse_args()
+    # A folder of adapters goes on training these adapters, with their rank.
     args.lora = checkpoint.adapter_rank(args.ckpt, args.lora)
     if args.lr is None:  # adapters start at nothing and take larger steps
         args.lr = {"paper": (2e-6, 2e-5), "toy": (2e-4, 2e-3)}[args.preset][args.lora > 0]
-    launch.at_least(1, args, "prompts", "group", "steps", "minibatches", "pack_tokens")
-    launch.at_least(0, args, "lr", "clip", "clip_eps", "kl", "lora", "replicas")
+    launch.at_least(1, args, "prompts", "group", "steps", "pack_tokens")
+    launch.at_least(0, args, "lr", "clip", "clip_eps", "kl", "lora", "replicas", "eval_every")
+    if args.val and not args.data:
+        raise launch.UserError("--val needs --data: with --rollouts there is no engine")
+    if args.minibatches < 1:
+        raise launch.UserError(f"--set minibatches={args.minibatches}: must be at least 1")
     if not args.data and not args.rollouts:
         raise launch.UserError("give --data (task JSONL) or --rollouts (rollout JSONL)")
     if args.temperature <= 0:

@@ -50,6 +50,9 @@ def run_main(main):
         code = 1 if isinstance(e, RunError) else 2
         for folder in sorted(make_out.made, key=len, reverse=True) if code == 2 else ():
             with contextlib.suppress(OSError):  # not empty, or another rank was faster
+                inside = [os.path.join(folder, name) for name in os.listdir(folder)]
+                for path in inside if all(path.endswith("lock") for path in inside) else ():
+                    os.remove(path)
                 os.rmdir(folder)
         if isinstance(e, RankError) and int(os.environ.get("WORLD_SIZE", 1)) > 1:
             os._exit(code)
@@ -165,9 +168,10 @@ def start_process_group(patience=1800.0):
 
 
 def end_process_group():
-    """Leaves the process group, unless closing vLLM has ended it already."""
+    """Ends a run: leaves --out and the process group, unless closing vLLM has ended the group."""
     import torch.distributed as dist
 
+    unlock()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -209,12 +213,20 @@ def any_rank(flag):
     return bool(value.item())
 
 
+def rank_and_world():
+    """-> (rank, ranks) of the process group; (0, 1) before it is joined."""
+    import torch.distributed as dist
+
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
 def gather_rows(rows):
     """Lists of every rank -> one list, on every rank. Collective."""
     import torch.distributed as dist
 
-    gathered = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, rows)
+    gathered = [rows] * rank_and_world()[1]
+    if len(gathered) > 1:
+        dist.all_gather_object(gathered, rows)
     return [row for part in gathered for row in part]
 
 
@@ -222,7 +234,8 @@ def broadcast(values):
     """Rank 0's list of plain objects, on every rank. Collective."""
     import torch.distributed as dist
 
-    dist.broadcast_object_list(values)
+    if rank_and_world()[1] > 1:
+        dist.broadcast_object_list(values)
     return values
 
 
@@ -261,7 +274,7 @@ def read_jsonl(path, required=(), fault=None):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError as e:
             raise UserError(f"{path}:{number}: not JSON ({e})") from None
         missing = [k for k in required if not isinstance(row, dict) or k not in row]
@@ -275,6 +288,21 @@ def read_jsonl(path, required=(), fault=None):
     if not rows:
         raise UserError(f"{path}: no rows")
     return rows
+
+
+def parse_json(text):
+    """json.loads, whose errors are ValueErrors also if the text is nested too deep."""
+    try:
+        value = json.loads(text)
+        # Writers go deeper than this reader, from deeper in the program: 500 levels are to spare.
+        if text.count("[") + text.count("{") > 400:
+            spare = value
+            for _ in range(500):
+                spare = [spare]
+            json.dumps(spare)
+        return value
+    except RecursionError:
+        raise ValueError("nested too deep") from None
 
 
 def has_surrogate(value):
@@ -335,6 +363,65 @@ def make_out(path):
 make_out.made = []  # folders that were not there before
 
 
+def lock(out, name=".lock"):
+    """Keeps the folder `out` for this run, until unlock() or the end of the process. Raises
+    UserError that names the run which holds it. Rank 0 holds it for all ranks."""
+    import fcntl
+    import socket
+
+    path = os.path.join(os.path.realpath(out), name)
+    if os.environ.get("RANK", "0") != "0" or (os.getpid(), path) in lock.held:
+        return
+    try:
+        file = open(path, "a+")
+        # A POSIX lock belongs to the process. One of flock would live on in forked children. It
+        # ends if this process closes any handle of the file, so the file is opened only once.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        time.sleep(0.1)  # the other run may have begun just now: let it write its name
+        with open(path) as file:
+            raise RankError(f"--out {out}: another run writes there ({file.read().strip()}); wait "
+                            "for its end, or choose another --out") from None
+    except OSError as e:
+        print(f"{path}: no locks here ({e.strerror}); do not start a second run with this --out",
+              file=sys.stderr, flush=True)
+        return
+    file.truncate(0)
+    began = time.strftime("%Y-%m-%d %H:%M:%S")
+    print(f"pid {os.getpid()} on {socket.gethostname()} since {began}", file=file, flush=True)
+    lock.held[os.getpid(), path] = file
+
+
+lock.held = {}  # (pid, path) -> open file
+
+
+def unlock():
+    """Lets go of the folders that this process has locked."""
+    for key in [key for key in lock.held if key[0] == os.getpid()]:
+        lock.held.pop(key).close()
+
+
+@functools.cache  # a script that is edited while the run goes on is not the code that runs
+def code_digests():
+    """{script: digest} of the scripts beside this one. args.json and state.json hold them, so that
+    a result can be traced to the code that made it."""
+    import hashlib
+
+    folder = os.path.dirname(os.path.abspath(__file__))
+    digests = {}
+    for name in sorted(os.listdir(folder)):
+        if name.endswith(".py"):
+            with open(os.path.join(folder, name), "rb") as f:
+                digests[name] = hashlib.sha256(f.read()).hexdigest()[:12]
+    return digests
+
+
+def write_args(out, args):
+    """Writes the settings of a run, and digests of its scripts, to args.json."""
+    text = json.dumps({**vars(args), "code": code_digests()}, indent=1)
+    write_atomic(os.path.join(out, "args.json"), text)
+
+
 def write_atomic(path, text):
     """Writes a small text file: its final name appears once the file is whole on the disk."""
     temp = f"{path}.tmp{os.getpid()}"
@@ -370,6 +457,7 @@ class Log:
         are dropped."""
         path = os.path.join(out, "log.jsonl")
         self.out, self.start, self.began = out, start, time.monotonic()
+        self.rows, self.warned = [], set()  # written by this process; warnings already given
         kept = [row for row in whole_rows(path) if row["step"] <= start] if start else []
         write_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
         self.file = open(path, "a", encoding="utf-8")
@@ -385,6 +473,7 @@ class Log:
                                     resume="allow", config=vars(args), dir=out)
 
     def write(self, record, line):
+        self.rows.append(record)
         self.file.write(json.dumps(record) + "\n")
         self.file.flush()
         print(line, flush=True)
@@ -420,10 +509,11 @@ def whole_rows(path):
     """Rows of a log, without a line that a crash cut off."""
     rows = []
     if os.path.exists(path):
-        with open(path, encoding="utf-8") as f:
+        with open(path, encoding="utf-8", errors="replace") as f:
             for line in f:
                 with contextlib.suppress(ValueError):
-                    row = json.loads(line)
-                    if isinstance(row, dict) and "step" in row and line.endswith("\n"):
+                    row = parse_json(line)
+                    numbered = isinstance(row, dict) and isinstance(row.get("step"), int)
+                    if numbered and line.endswith("\n"):
                         rows.append(row)
     return rows

@@ -1,21 +1,23 @@
 """
 model.py: the policy. Frames to features, trees to packs, attention, exact log-probs.
 
-For a context c (prompt ids with vision tokens) and the tokens o_1 .. o_R sampled after it:
+For a context c (prompt ids with vision tokens) and the tokens o_1 .. o_R sampled after c:
 
   logp_t = log softmax((W h_{t-1} + b) / T)[o_t]      T: sampling temperature
   H_t    = entropy of that same distribution          b: -100 at ids that are never sampled, else 0
 
 Samples that share a context are packed as ONE tree  [ c | o^1 | o^2 | .. | o^G ]. A token of o^i
-attends to c and to its own branch, and has the position that it would have alone. So log-probs and
-gradients are those of G separate sequences, while c (thousands of vision tokens) is computed once.
-Several trees fill one pack; a tree does not see another.
+attends to c and to the earlier tokens of o^i, and has the position of a sequence [ c | o^i ] alone.
+So log-probs and gradients are those of G separate sequences, while c (thousands of vision tokens)
+is computed once. Several trees fill one pack; a tree does not see another.
 
-Departs from the paper: the vision tower is frozen in every stage. Its features are computed once
-per distinct frame set and kept.
+Departs from the paper: the vision tower is frozen in every stage, so features are computed once per
+distinct frame set and kept.
 
 Letters in shapes: L tokens of a pack, N trained tokens, V vision tokens, D deepstack levels, H
-hidden size, T frames. Reads and writes no file: checkpoint.py loads and saves the policy.
+hidden size; [T, H, W, 3] are T frames of H x W pixels.
+
+Reads and writes no file: checkpoint.py loads and saves the policy.
 """
 import os
 import sys
@@ -43,17 +45,20 @@ def patchify(codec: chat.Codec, images: np.ndarray) -> tuple[torch.Tensor, torch
     form one grid here. The processor makes one grid per image, and the tower loops over grids on
     the host.
     """
-    t, height, width, _ = images.shape
+    t, height, width, _ = images.shape  # [T, H, W, 3]
     x = torch.from_numpy(np.array(images)).permute(0, 3, 1, 2).float() / 255.0  # [T, 3, H, W]
     x = (x - torch.tensor(codec.mean)[:, None, None]) / torch.tensor(codec.std)[:, None, None]
     if codec.channel == "image":
         # An image fills the temporal patch by repetition.
-        x = x[:, None].expand(t, codec.temporal, 3, height, width)
+        x = x[:, None].expand(t, codec.temporal, 3, height, width)  # [T' = T, temporal, 3, H, W]
     else:
+        # An odd count of frames repeats the last one, as the processor does.
         x = torch.cat([x, x[-1:].expand(-t % codec.temporal, 3, height, width)])
         x = x.reshape(-1, codec.temporal, 3, height, width)  # [T', temporal, 3, H, W]
     n, p, m = x.shape[0], codec.patch, codec.merge
-    gh, gw = height // p, width // p
+    gh, gw = height // p, width // p  # patches in a column, in a row
+    # Split both sides into (squares, patches in a square, pixels in a patch). Then the order of the
+    # rows is (time, square, patch in the square) and of a row's numbers (colour, time, pixels).
     x = x.reshape(n, codec.temporal, 3, gh // m, m, p, gw // m, m, p)
     x = x.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(n * gh * gw, -1)
     return x, torch.tensor([[n, gh, gw]])
@@ -75,23 +80,25 @@ class VisionFeatures:
 
     @torch.no_grad()
     def __call__(self, item):
-        """VisionItem -> [V, 1 + D, H]: the tower's output, then its D deepstack levels. Raises
+        """VisionItem -> [V, 1 + D, H]: the tower's output, then the D deepstack levels. Raises
         ValueError if the file changed after the prompt was built from it."""
         if item.key in self.cache:
-            self.cache.move_to_end(item.key)
+            self.cache.move_to_end(item.key)  # used last
             return self.cache[item.key]
         frames = self.load(item.spec)
+        # The ids hold times and one placeholder per token, so other frames do not fit them.
         same_size = frames.images.shape[:3] == (item.frames, item.height, item.width)
         if not same_size or list(frames.seconds) != list(item.seconds):
             raise ValueError(f"{item.spec['video']}: the file changed since its prompt was built")
-        weight = next(self.visual.parameters())
+        weight = next(self.visual.parameters())  # tells the tower's device and dtype
         # A tower call costs tens of milliseconds, so a group of 8 rollouts pays for one.
         patches, grid = patchify(self.codec, frames.images)
         out = self.visual(patches.to(weight.device, weight.dtype), grid_thw=grid.to(weight.device))
-        features = torch.stack([out.pooler_output, *out.deepstack_features], 1)
+        features = torch.stack([out.pooler_output, *out.deepstack_features], 1)  # [V, 1 + D, H]
         self.cache[item.key] = features
         self.computed += 1
         self.bytes += features.nbytes
+        # The newest set stays, even if that set alone is over the limit.
         while self.bytes > self.max_bytes and len(self.cache) > 1:
             self.bytes -= self.cache.popitem(last=False)[1].nbytes
         return features
@@ -145,22 +152,24 @@ def rope_positions(codec, ids, items):
     stays at one time step and advances by max(rows, columns). Raises ValueError if placeholders and
     frames do not match.
     """
-    ids = np.asarray(ids)
+    ids = np.asarray(ids)  # [L]
     positions = np.empty((3, len(ids)), np.int64)
+    # A frame, or a pair of frames (channel video), is one grid: the times between them are text.
     side = codec.patch * codec.merge
     sizes = [(i.height // side, i.width // side) for i in items for _ in chat.frame_times(codec, i)]
-    at = np.flatnonzero(ids == codec.pad)  # places of all vision tokens
+    at = np.flatnonzero(ids == codec.pad)  # [V] places of all vision tokens
     cursor = 0  # tokens that have their positions so far
     current = 0  # the next free position
     hits = 0  # vision tokens that have their positions so far
     for rows, columns in sizes:
         start = at[hits]
         text = start - cursor
-        positions[:, cursor:start] = current + np.arange(text)
+        positions[:, cursor:start] = current + np.arange(text)  # text before the frame
         current += text
         n = rows * columns
         if not (ids[start:start + n] == codec.pad).all():
             raise ValueError("vision placeholders do not match the frames of this context")
+        # Row by row: the time stands still, the row repeats, the column runs.
         positions[0, start:start + n] = current
         positions[1, start:start + n] = current + np.repeat(np.arange(rows), columns)
         positions[2, start:start + n] = current + np.tile(np.arange(columns), rows)
@@ -169,7 +178,7 @@ def rope_positions(codec, ids, items):
         hits += n
     if hits != len(at):
         raise ValueError(f"{len(at)} vision placeholders, {hits} vision tokens")
-    positions[:, cursor:] = current + np.arange(len(ids) - cursor)
+    positions[:, cursor:] = current + np.arange(len(ids) - cursor)  # text after the last frame
     return positions, current + len(ids) - cursor
 
 
@@ -187,7 +196,7 @@ def pack_trees(codec: chat.Codec, trees: list[Tree]) -> Pack:
       predictor          1  2   1    token 6 is predicted at place 1, the prompt's end, not at 3
     """
     columns = {name: [] for name in ("ids", "text", "tree", "branch", "predictor", "target")}
-    positions = []
+    axes = []  # [3, n] time, height, width of each span
     values = {}
     items = []
     layout = []
@@ -196,8 +205,8 @@ def pack_trees(codec: chat.Codec, trees: list[Tree]) -> Pack:
         p = len(tree.prefix.ids)
         if tree.prefix.mask and tree.prefix.mask[0]:
             raise ValueError("the first token of a context has no predecessor to be predicted from")
-        grid, following = rope_positions(codec, tree.prefix.ids, tree.items)
-        positions.append(grid)  # [3, p]
+        own, following = rope_positions(codec, tree.prefix.ids, tree.items)  # [3, p]
+        axes.append(own)
         last_of_prefix = start + p - 1
         cursor = start  # pack position where the next span begins
         for number, span in enumerate([tree.prefix, *tree.branches]):
@@ -208,31 +217,32 @@ def pack_trees(codec: chat.Codec, trees: list[Tree]) -> Pack:
             # branch that is the end of the prefix. Its left neighbour belongs to another branch.
             predictor = np.where(trained == 0, last_of_prefix, cursor + trained - 1)
             columns["ids"].append(ids)
-            columns["text"].append(np.arange(n) + (p if number else 0))  # as if it were alone
+            columns["text"].append(np.arange(n) + (p if number else 0))  # as if alone
             columns["tree"].append(np.full(n, index))
             columns["branch"].append(np.full(n, number))
             columns["predictor"].append(predictor)
             columns["target"].append(ids[trained])
             for name, numbers in span.values.items():
                 values.setdefault(name, []).append(np.asarray(numbers, np.float32)[trained])
-            if number:
-                positions.append(np.broadcast_to(following + np.arange(n), (3, n)))
+            if number:  # a branch is text: the three axes advance together
+                axes.append(np.broadcast_to(following + np.arange(n), (3, n)))
             cursor += n
         layout.append((start, p, [len(b.ids) for b in tree.branches]))
         items += tree.items
         start = cursor
     joined = {name: torch.from_numpy(np.concatenate(x)) for name, x in columns.items()}
     text = joined.pop("text")[None]  # [1, L]
-    grid = torch.cat([text, torch.from_numpy(np.concatenate(positions, 1))])[:, None]  # [4, 1, L]
+    # transformers takes four rows: the plain position, then the three axes. [4, 1, L]
+    positions = torch.cat([text, torch.from_numpy(np.concatenate(axes, 1))])[:, None]
     values = {name: torch.from_numpy(np.concatenate(x)) for name, x in values.items()}
-    return Pack(positions=grid, values=values, items=items, layout=layout, **joined)
+    return Pack(positions=positions, values=values, items=items, layout=layout, **joined)
 
 
 def fill_packs(trees: list[Tree], budget: int) -> list[list[Tree]]:
     """Trees -> lists of at most `budget` tokens, each a pack: first fit, longest first.
 
     A tree over the budget is split by branches, and each part computes the prefix again. A single
-    sequence over the budget gets a pack of its own.
+    sequence over the budget fills a pack alone.
     """
     pieces = []  # trees that fit
     for t in trees:
@@ -262,20 +272,22 @@ def even_packs(codec, packs):
     """This rank's packs as (pack, True), then spare ones as (pack, False), until all ranks have
     equally many. Collective.
 
-    A forward under FSDP is a chain of collectives: a rank that runs fewer forwards hangs the rest.
+    A forward under FSDP is a chain of collectives: if one rank runs fewer forwards, the others wait
+    for ever.
     """
     import torch.distributed as dist
 
     most = torch.tensor(len(packs))  # in host memory, so the host does not wait for a GPU
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    # Two ids, the second one trained: the smallest pack with a loss to go backward from.
     spare = pack_trees(codec, [Tree(Span([codec.eos, codec.eos], [0, 1]))])
     spares = [(spare, False)] * (int(most.item()) - len(packs))
     return [(pack, True) for pack in packs] + spares
 
 
 def to_device(tensor, device):
-    """Copies a tensor from host memory to the device. Pinned memory lets the host go on while the
-    GPU still works."""
+    """Copies a tensor from host memory to the device."""
+    # From pinned memory the copy waits in the GPU's queue, and the host goes on at once.
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
@@ -292,23 +304,23 @@ class AttentionPlan:
     kind: str  # "flash": no branches, flash-attn; "flex": any pack, GPU; "parts": any pack, CPU
     layout: list  # Pack's
     mask: object = None  # FlexAttention's BlockMask
-    ends: torch.Tensor = None  # [sequences + 1] int32: where plain sequences end
-    longest: int = 0
+    ends: torch.Tensor = None  # [sequences + 1] int32: 0 and the ends of plain sequences
+    longest: int = 0  # tokens of the longest plain sequence
 
 
 def attention_plan(pack, device):
-    """Pack -> AttentionPlan. On a GPU: flash-attn for packs without branches if it is installed,
-    else FlexAttention. On a CPU: PartsAttention."""
+    """Pack -> AttentionPlan. On a GPU: flash-attn, if installed, for packs without branches, else
+    FlexAttention. On a CPU: PartsAttention."""
     import importlib.util
 
     if device.type == "cpu":
         return AttentionPlan("parts", pack.layout)
+    # flash-attn knows causal sequences, not trees. Chats of SFT are sequences.
     plain = not any(branches for _, _, branches in pack.layout)
     # Look for the compiled kernels: a folder named flash_attn may be anything.
     if plain and importlib.util.find_spec("flash_attn_2_cuda"):
         lengths = [p for _, p, _ in pack.layout]
-        ends = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
-        ends = to_device(ends, device)
+        ends = to_device(torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32), device)
         return AttentionPlan("flash", pack.layout, ends=ends, longest=max(lengths))
     return AttentionPlan("flex", pack.layout, mask=block_mask(pack, device))
 
@@ -350,9 +362,10 @@ def block_mask(pack, device, size=128):
     pairs = visible_pairs(pack.layout, len(pack.ids), size)  # [blocks, blocks]
     full = pairs == size * size  # never true of a ragged last block
     lists = []
-    for kind in ((pairs > 0) & ~full, full):  # blocks seen in part, blocks seen whole
+    # The kernel calls `visible` in blocks seen in part. It skips that in blocks seen whole.
+    for kind in ((pairs > 0) & ~full, full):
         number = kind.sum(1)  # [blocks] blocks of this kind in each row
-        which = np.argsort(~kind, 1, kind="stable")  # [blocks, blocks] their columns come first
+        which = np.argsort(~kind, 1, kind="stable")  # [blocks, blocks] columns of this kind first
         for x in (number, which):
             lists.append(to_device(torch.from_numpy(x.astype(np.int32))[None, None], device))
     return BlockMask.from_kv_blocks(*lists, size, visible, (len(tree), len(tree)))
@@ -362,7 +375,7 @@ def visible_pairs(layout, tokens, size):
     """Pack.layout -> [blocks, blocks] int: the number of (query, key) pairs between two blocks in
     which the query sees the key."""
     blocks = -(-tokens // size)
-    edges = np.arange(blocks + 1) * size
+    edges = np.arange(blocks + 1) * size  # [blocks + 1] first token of each block, and the end
 
     def inside(start, end):  # [blocks] tokens of start..end in each block
         return np.clip(np.minimum(end, edges[1:]) - np.maximum(start, edges[:-1]), 0, None)
@@ -370,12 +383,12 @@ def visible_pairs(layout, tokens, size):
     pairs = np.zeros((blocks, blocks), np.int64)
     for start, p, branches in layout:
         prefix = inside(start, start + p)
-        bounds = np.cumsum([start, p, *branches])
+        bounds = np.cumsum([start, p, *branches])  # begin of the prefix and of each branch, end
         for number, (begin, end) in enumerate(zip(bounds, bounds[1:])):
             own = inside(begin, end)
             # Causal with itself: all pairs of earlier blocks, a triangle within the same block.
             pairs += np.tril(np.outer(own, own), -1) + np.diag(own * (own + 1) // 2)
-            if number:  # a branch sees its whole prefix
+            if number:  # a branch sees the whole prefix
                 pairs += np.outer(own, prefix)
     return pairs
 
@@ -392,13 +405,13 @@ class Policy(torch.nn.Module):
         super().__init__()
         self.hf = hf
         self.codec = codec
-        self.features = None  # VisionFeatures; a stage sets it, because it knows the videos
+        self.features = None  # VisionFeatures; set by each stage, which knows the videos
 
     def forward(self, pack, temperature=1.0, chunk=1024):
         """Pack -> (logp [N], entropy [N]) of pack.target, fp32.
 
         The host waits for the GPU in two places: the tower reads the sizes of new frames, and
-        transformers turns a boolean mask into positions once per deepstack level.
+        transformers turns a boolean mask into positions twice per deepstack level.
         """
         text = self.hf.model.language_model
         device = text.embed_tokens.weight.device
@@ -414,7 +427,7 @@ class Policy(torch.nn.Module):
             inputs_embeds=embeds[None], position_ids=positions, use_cache=False,
             visual_pos_masks=None if seen is None else seen[None], deepstack_visual_embeds=levels,
             plan=attention_plan(pack, device)).last_hidden_state[0]  # [L, H]
-        # Only states that predict a trained token meet the vocabulary: N of L.
+        # Only states that predict a trained token meet the vocabulary: [N, H] of [L, H].
         return token_logprobs(hidden[predictor], self.hf.lm_head.weight, target,
                               self.codec.banned, temperature, chunk)
 
@@ -423,6 +436,7 @@ class Policy(torch.nn.Module):
         vision tokens, or None. Raises ValueError if their number is not V."""
         if features is None:
             return None
+        # Counted on the host: masked_scatter would take too many features without a word.
         seen = (ids == self.codec.image_pad) | (ids == self.codec.video_pad)
         found = int(seen.sum())
         if found != len(features):
@@ -443,19 +457,19 @@ class Policy(torch.nn.Module):
 def token_logprobs(hidden, weight, target, banned=(), temperature=1.0, chunk=1024):
     """hidden [N, H], weight [vocab, H], target [N] -> (logp [N], entropy [N]) fp32.
 
-    Projects to the vocabulary in chunks that backward recomputes, so no [N, 151936] fp32 tensor
-    exists at any time.
+    Projects to the vocabulary in chunks that backward recomputes: Qwen3-VL has 151936 ids, and all
+    N rows of fp32 logits never exist at once. chunk: rows of one projection.
     """
     from torch.utils.checkpoint import checkpoint
 
-    # The engine samples under the same bias, so the two distributions are one.
+    # b of the header. The engine samples under the same bias, so the two distributions are one.
     bias = torch.zeros(weight.shape[0], device=hidden.device)
     never = to_device(torch.tensor(list(banned), dtype=torch.long), hidden.device)
     bias.index_fill_(0, never, -100.0)
     out = []
     for h, y in zip(hidden.split(chunk), target.split(chunk)):
         inputs = (h, weight, y, bias, temperature)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled():  # keep h, not the logits
             out.append(checkpoint(chunk_logprobs, *inputs, use_reentrant=False))
         else:
             out.append(chunk_logprobs(*inputs))
@@ -541,7 +555,8 @@ class PartsAttention(torch.autograd.Function):
 
 
 def compiled_flex():
-    """FlexAttention, compiled once per process: uncompiled it is slow and builds [L, L] scores."""
+    """FlexAttention, compiled once per process. Without compilation FlexAttention is slow and
+    builds [L, L] scores."""
     if not hasattr(compiled_flex, "function"):
         from torch.nn.attention.flex_attention import flex_attention
 
@@ -582,7 +597,7 @@ def as_policy(hf, codec: chat.Codec, device: torch.device, recompute: str) -> Po
     AttentionInterface.register("packed", packed_attention)
     AttentionInterface.register("frames_as_flash", frames_attention)
     hf.model.language_model.config._attn_implementation = "packed"
-    # transformers hands over all frames at once only if the name has "flash" in it.
+    # Only to a name that holds "flash" does transformers hand over all frames at once.
     hf.model.visual.config._attn_implementation = "frames_as_flash"
     hf.model.visual.requires_grad_(False)
     hf.model.visual.to(compute_dtype(device))

@@ -1,5 +1,5 @@
 """
-rewards.py: from the text a policy wrote to its reward, and to the tokens that carry it.
+rewards.py: from the text that a policy wrote to the reward, and to the tokens that carry credit.
 
   R      = R_acc + w_tool R_tool + w_fmt R_fmt              one number per rollout  score
   R_acc  = [letter == gold] | IoU of times | F1 | share     from <answer> alone     accuracy
@@ -9,19 +9,20 @@ rewards.py: from the text a policy wrote to its reward, and to the tokens that c
   A_fmt  = w_fmt (R_fmt - mean) / sigma                     tokens in struct(o)     structural_mask
   sigma  = population std of R over the rollouts of one prompt
 
-Where this departs from the ParaVT paper and its code, and why:
-  - The forced "<think>\\n" counts as present when a turn is scored; else closing the thought would
-    earn nothing and writing a second <think> would.
-  - Misused tags cap R_fmt, R_fmt never leaves [0, 1], and an empty tag pair earns nothing:
-    otherwise garbage is free.
-  - "Executed" is counted by the episode, never read: a model can write <tool_response> itself.
-  - The bonus for a correct answer needs an executed call; a call that only parses is no key to it.
-  - Only the last non-empty <answer> of the last turn, outside thought, is graded: no draft and no
-    stray letter counts (answer_from="line" also reads the last line, as the authors' release does).
-  - Letters and spans are extracted without seeing the gold answer; what is ambiguous is no answer.
+Departures from the ParaVT paper and the authors' code, and why:
+  - The forced "<think>\\n" counts as part of a turn when the turn is scored. Otherwise closing the
+    thought would earn nothing, and writing a second <think> would pay.
+  - Misused tags cap R_fmt, R_fmt stays in [0, 1], and an empty tag pair earns nothing. Otherwise
+    garbage would cost nothing.
+  - The episode counts executed calls. They are never read from the text, because a model can write
+    <tool_response> by itself.
+  - The bonus for a right answer needs an executed call. A call that only parses is not enough.
+  - Only the last non-empty <answer> of the last turn, outside thought, is graded. Drafts and stray
+    letters do not count (answer_from="line" also reads the last line, as the release does).
+  - Letters and spans are extracted without seeing the gold answer. An ambiguous answer is none.
 
-Above the ruled line: what a training step passes through. Below it: how calls, answers, letters
-and times are read. Standard library only, reads and writes no file; no text makes it raise.
+A training step passes through the part above the ruled line. The part below reads calls, answers,
+letters and times. Standard library only; no file is read or written; no text raises an error.
 
     >>> turns = ["Look.</think><tool_call>{}</tool_call>", "A dog.</think><answer>B</answer>"]
     >>> task = {"type": "mcq", "answer": "B", "options": ["cat", "dog"]}
@@ -43,7 +44,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Pay:
-    """What a rollout is paid for. Defaults: the paper's recipe. The fields are flags of grpo.py."""
+    """The terms that a rollout is paid by. Defaults: the paper's. Fields: flags of grpo.py."""
 
     answer_suffix: bool = True  # R_base pays 0.3 + 0.2 for an <answer> block; else 0.2 + 0.1
     anchor: float = 0.5  # lambda: weight of R_anchor in R_fmt
@@ -56,22 +57,22 @@ class Pay:
 def score(turns: list[str], task: dict, calls=(), think_open: bool = True, pay: Pay | None = None,
           tokens: int = 0) -> dict:
     """
-    All reward terms of one rollout. THE place where R is composed: what is logged is trained.
+    All reward terms of one rollout. R is composed HERE and only here, for the log and the gradient.
 
     turns: sampled text of each main turn, special tokens removed. task: {"type", "answer",
     "options"?}, see accuracy. calls: the episode's records of calls, in which "parseable" and
-    "status" count. think_open: every turn began inside a thought that is not in its text. tokens:
-    sampled tokens of the main agent; no term uses them, a length penalty would.
+    "status" count. think_open: every turn began inside a thought whose <think> is not in the text.
+    tokens: sampled tokens of the main agent. No term uses them, but a length penalty would.
 
-    -> {"acc", "fmt", "tool": R_acc, R_fmt, R_tool; "paid_task", "paid_fmt": the two parts as they
-    are weighted, from which the advantages are made; "total": R, their sum}
+    -> {"acc", "fmt", "tool": R_acc, R_fmt, R_tool; "paid_task", "paid_fmt": the two weighted parts,
+    from which the advantages are made; "total": R, the sum of the two}
     """
     pay = pay or Pay()
     read = {"tag": final_answer, "line": stated_answer}[pay.answer_from]
     answer = read(turns, think_open)
     acc = accuracy(answer, task["type"], task["answer"], task.get("options"))
     fmt = format_reward(turns, think_open, pay)["total"]
-    # What the episode ran, not what was written: a model can write <tool_response> itself.
+    # Count the calls that the episode ran. A model can write <tool_response> by itself.
     parseable = sum(call["parseable"] for call in calls)
     executed = sum(call["status"] == "ok" for call in calls)
     tool = tool_term(parseable, executed, acc)
@@ -97,14 +98,14 @@ def accuracy(response, task_type, gold, options=None):
         return temporal_iou(extract_span(response), gold)
     if task_type == "list":
         return list_share(response, gold)
-    return token_f1(response, gold)  # pays for a part of the answer: a slope to climb
+    return token_f1(response, gold)  # a part of the answer earns a part: a slope to climb
 
 
 def tool_term(parseable: int, executed: int, acc: float) -> float:
     """R_tool: 0 without a parseable call, 0.1 with one, 0.3 if one was run, 0.8 if also acc > 0."""
     if parseable <= 0:
         return 0.0
-    # A call that only looks right is worth 0.1, also beside a right answer.
+    # A call that parses but did not run is worth 0.1, even if the answer is right.
     if executed <= 0:
         return 0.1
     return 0.8 if acc > 0 else 0.3
@@ -112,7 +113,7 @@ def tool_term(parseable: int, executed: int, acc: float) -> float:
 
 def format_reward(turns: list[str], think_open: bool = True, pay: Pay | None = None) -> dict:
     """
-    R_fmt of one episode, its parts and the conditions they came from.
+    R_fmt of one episode, with its parts and the conditions for them.
 
     turns, think_open, pay: see score.
 
@@ -127,9 +128,9 @@ def format_reward(turns: list[str], think_open: bool = True, pay: Pay | None = N
       flow              think_closed, and the last turn is think, answer, in order    0.3
       never_closed      a turn ends inside a thought                                  -gamma
 
-    total = clip(R_base + pay.anchor * R_anchor, 0, 1), at most 0.5 when `capped`: a tag unbalanced,
-    nested or opened again, or a tool response written by the model. "anchor" in the result is
-    R_anchor before its weight; `well_formed`: the flow holds and nothing is capped.
+    total = clip(R_base + pay.anchor * R_anchor, 0, 1), at most 0.5 if `capped`: a tag is
+    unbalanced, nested or opened again, or the model wrote a tool response. "anchor" in the result:
+    R_anchor before the weight. `well_formed`: the flow holds and the reward is not capped.
     """
     pay = pay or Pay()
     texts = [whole(turn, think_open) for turn in turns]
@@ -144,15 +145,15 @@ def format_reward(turns: list[str], think_open: bool = True, pay: Pay | None = N
         "think_closed": bool(turns) and all(thoughts),
         "never_closed": any(never_closed(turn, think_open) for turn in turns),
     }
-    # The flow is strict about the order of the tags and lenient about text between them.
+    # The flow is strict about the order of the tags, and any text may stand between them.
     ordered = bool(turns) and tag_order(texts[-1]) == "<think></think><answer></answer>"
     on["flow"] = on["think_closed"] and on["answer_closed"] and ordered
-    # A response that the model wrote itself: paid, it would learn to answer its own calls.
+    # If this were paid, the model would learn to answer its own calls.
     on["tool_response"] = any(re.search("</?tool_response>", turn) for turn in turns)
     on["capped"] = on["tool_response"] or not on["balanced"]
     on["well_formed"] = on["flow"] and not on["capped"]
 
-    # Without the Answer Suffix, as the authors' plain GRPO, thinking earns more than answering.
+    # Without the Answer Suffix (the authors' plain GRPO) a thought earns more than an answer.
     think, opened, ended = (0.2, 0.3, 0.2) if pay.answer_suffix else (0.3, 0.2, 0.1)
     base = think * on["think"] + opened * on["answer_opened"] + ended * on["answer_closed"]
     base += 0.3 * on["think_before_call"]
@@ -163,11 +164,11 @@ def format_reward(turns: list[str], think_open: bool = True, pay: Pay | None = N
 
 
 def closure_counts(turns, think_open=True):
-    """{kind: [opened, closed]} over all turns; a stray closing tag counts as nothing."""
+    """{kind: [opened, closed]} over all turns. A stray closing tag is not counted."""
     texts = [whole(turn, think_open) for turn in turns]
     counts = {}
     for kind in KINDS:
-        # Each kind on its own, nesting ignored. The newline keeps a pair within its turn.
+        # Each kind alone, nesting ignored. The newline keeps a pair from spanning two turns.
         tags = "\n".join("".join(re.findall(f"</?{kind}>", text)) for text in texts)
         counts[kind] = [tags.count(f"<{kind}>"), tags.count(f"<{kind}></{kind}>")]
     return counts
@@ -176,43 +177,43 @@ def closure_counts(turns, think_open=True):
 # ------------------------------------------------------------------------------------------------
 # Tags and thoughts
 
-# The structural pairs, a call in either dialect; other angle brackets are text. What is balanced,
-# closed, parsed and credited all follow from these three lines.
+# The structural tag pairs; a call has two dialects. All other angle brackets are text. Balance,
+# closure, parsing and credit all follow from the next three lines.
 CALLS = ("tool_call", "tool_code")
 KINDS = ("think", *CALLS, "answer")
-TAG = re.compile(rf"<(/?)({'|'.join(KINDS)})>")  # lower case, no attributes: as it is taught
-ANY_TAG = re.compile(r"<(?![0-9])[^<>]*>")  # "<12.5 seconds>" is how frames are stamped: text
-THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)  # ends at the first </think>, nested or not
+TAG = re.compile(rf"<(/?)({'|'.join(KINDS)})>")  # lower case, no attributes: as SFT teaches
+ANY_TAG = re.compile(r"<(?![0-9])[^<>]*>")  # but "<12.5 seconds>", a frame's stamp, is text
+THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)  # a thought ends at the first </think>
 
 
 def visible(text, think_open=False):
-    """The text of one turn with every closed thought replaced by a newline. A thought that never
-    closes hides nothing: its calls were written and must be answered, its <answer> is read (the
-    format reward punishes it instead). think_open: the turn began inside a thought; a turn whose
-    first think tag is a closing one is taken to have done so too."""
+    """The text of one turn with every closed thought replaced by a newline. An unclosed thought is
+    not removed: its calls are answered and its <answer> is graded. The format reward punishes it
+    instead. think_open: the turn began inside a thought. A turn whose first think tag is a closing
+    one is treated the same."""
     head, closing, tail = text.rpartition("</think>")
     if not closing:
         return text
     if think_open or "</think>" in text.partition("<think>")[0]:
         head = "<think>" + head
-    # The tail is not searched: an opening tag without its closing one would make this quadratic.
-    # A newline, not "", so that "<ans<think>x</think>wer>" cannot become a tag.
+    # The tail is not searched, because an unclosed opening tag would make the search quadratic.
+    # A newline, because with "" the text "<ans<think>x</think>wer>" would become a tag.
     return THOUGHT.sub("\n", head + closing) + tail
 
 
 def never_closed(text, think_open=False):
-    """Whether a turn ends inside a thought. think_open: it began inside one."""
+    """Whether a turn ends inside a thought. think_open: the turn began inside a thought."""
     reopened = text.rfind("</think>") < text.rfind("<think>")
     return reopened or (think_open and "</think>" not in text)
 
 
 def has_word(text):
-    """Whether a letter or digit is left once tags are out: <answer><b></b></answer> is empty."""
+    """Whether a letter or digit is left without the tags: <answer><b></b></answer> is empty."""
     return any(char.isalnum() for char in ANY_TAG.sub("", text))
 
 
 def whole(turn, think_open):
-    """A turn with the forced <think> put back, so that it counts as opened."""
+    """A turn with the forced <think> put back, so that the thought counts as opened."""
     return "<think>\n" + turn if think_open else turn
 
 
@@ -229,7 +230,7 @@ def is_balanced(text):
 
 
 def closed_thought(text):
-    """The text of a turn's one thought; "" unless it opens once, closes once and holds a word."""
+    """The text of a turn's only thought; "" unless one opens, closes and holds a word."""
     if text.count("<think>") != 1 or text.count("</think>") != 1:
         return ""
     body, closed, _ = text.partition("<think>")[2].partition("</think>")
@@ -237,8 +238,8 @@ def closed_thought(text):
 
 
 def thinks_before_call(turn, think_open):
-    """Whether a turn holds a valid call, and a thought with a word in it was closed before any."""
-    # Any call tag before the end of the thought, even a draft in it: thinking did not come first.
+    """Whether a turn has a valid call, and a thought with a word in it closed before any call."""
+    # A call tag before the end of the thought, even in a draft, means the thought was not first.
     before = turn.partition("</think>")[0]
     draft = any(f"<{kind}>" in before for kind in CALLS)
     valid = any(call.error is None for call in parse_tool_calls(turn, think_open))
@@ -247,7 +248,7 @@ def thinks_before_call(turn, think_open):
 
 def bodies(text, kinds):
     """[(kind, body, closed)] of every opening tag of these kinds; the next tag ends a body."""
-    # One scan for all tags: a search for each closing tag would be quadratic on "<answer>" * 1e5.
+    # One scan for all tags. A search for each closing tag is quadratic on "<answer>" * 1e5.
     tags = list(re.finditer(rf"<(/?)({kinds})>", text))
     found = []
     for tag, after in zip(tags, [*tags[1:], None]):
@@ -266,7 +267,7 @@ def last_answer(text, think_open=False):
 
 
 def final_answer(turns, think_open=False):
-    """The answer that training grades: last_answer of the last turn. No tag, no credit: None."""
+    """The answer that training grades: last_answer of the last turn, None without an <answer>."""
     return last_answer(turns[-1], think_open)[0] if turns else None
 
 
@@ -281,25 +282,25 @@ def structural_mask(pieces):
     """
     struct(o) of ONE turn: which sampled tokens carry format credit.
 
-    pieces: the bytes of each sampled token; may be empty, may cut a tag or a UTF-8 character
-    anywhere. A token is in if a byte of it lies in a literal tag (think, tool_call, tool_code,
-    answer; opening or closing), or if it is the last one of the turn: ending there is where a
-    missing tag was decided.
+    pieces: the bytes of each sampled token; a piece may be empty and may cut a tag or a UTF-8
+    character anywhere. A token is in if one of its bytes lies in a literal tag (think, tool_call,
+    tool_code, answer; opening or closing). The last token of the turn is in too: if a tag is
+    missing, ending there was the decision.
 
     A token that also holds a letter or a digit outside the tag is not in. In Qwen's vocabulary
-    "<answer>B" ends in the one token ">B": credited, a lost tag (A_fmt = -1) would cancel what the
-    right letter earned (A_task = +1). The tag keeps the credit of its other tokens.
+    "<answer>B" ends in the single token ">B". If ">B" were credited, a lost tag (A_fmt = -1) would
+    cancel the reward of the right letter (A_task = +1). The other tokens of the tag keep credit.
 
         [b"hm", b"</think>", b" <an", b"swer>", b"B", b"<|im_end|>"] -> [F, T, T, T, F, T]
         [b"<", b"answer", b">B", b"</", b"answer", b">", b"<|im_end|>"] -> [T, T, F, T, T, T, T]
     """
     # Bytes, not ids or decoded text: <think> is one token in Qwen3, <answer> is several.
     joined = b"".join(pieces)
-    in_tag = bytearray(len(joined))  # 1 where a byte belongs to a tag
+    in_tag = bytearray(len(joined))  # 1: the byte belongs to a tag
     for tag in TAG_BYTES.finditer(joined):
         in_tag[tag.start() : tag.end()] = b"\x01" * (tag.end() - tag.start())
     mask = []
-    at = 0  # byte where the token begins
+    at = 0  # offset in bytes of the next token
     for piece in pieces:
         inside = in_tag[at : at + len(piece)]
         outside = bytes(byte for byte, tag in zip(piece, inside) if not tag)
@@ -315,12 +316,12 @@ def group_advantages(task: list[float], fmt: list[float]) -> tuple:
     The two paid parts of each rollout of a prompt -> (A_task, A_fmt, sigma), in the same order.
 
     A_task + A_fmt is GRPO's advantage of R = task + fmt. sigma: population std of R; below 1e-6 all
-    advantages are 0, since the group has no signal. Raises ValueError if the lengths differ.
+    advantages are 0, because the group has no signal. Raises ValueError if the lengths differ.
     """
     reward = [t + f for t, f in zip(task, fmt, strict=True)]  # R of each rollout
     size = len(reward) or 1  # an empty group has no signal either
     # Means of the parts add up to the mean of the sum, so the two advantages add up to GRPO's.
-    # Both parts share sigma: neither is blown up because it alone hardly varies.
+    # Both parts share sigma. With a sigma of its own, a part that hardly varies would be blown up.
     mean, mean_task, mean_fmt = (math.fsum(values) / size for values in (reward, task, fmt))
     sigma = math.sqrt(math.fsum((value - mean) ** 2 for value in reward) / size)
     if sigma < 1e-6:
@@ -338,7 +339,7 @@ MAX_CALLS = 64  # calls of one turn that are parsed; the rest get an error witho
 
 @dataclass
 class ToolCall:
-    """One call as written. start, end in seconds, None if unreadable; error None: it may be run."""
+    """One call as written. start, end: seconds, None if unreadable. error None: it may run."""
     name: str
     start: float | None
     end: float | None
@@ -348,9 +349,9 @@ class ToolCall:
 
 def parse_tool_calls(text, think_open=False):
     """Every tool call of one turn, good or bad, in the order written; linear time. think_open: the
-    turn began inside a thought. A call inside a closed thought is a thought and is left out; inside
-    one that never closes it counts. Dialects: JSON in <tool_call>, Python-like calls in <tool_code>
-    (never evaluated). Aliases: start, end. video_path and unknown arguments are ignored."""
+    turn began inside a thought. A call inside a closed thought is left out, inside an unclosed one
+    it counts. Dialects: JSON in <tool_call>, Python-like calls in <tool_code> (never evaluated).
+    Aliases: start, end. video_path and unknown arguments are ignored."""
     calls = []
     for kind, body, closed in bodies(visible(text, think_open), "|".join(CALLS)):
         if len(calls) >= MAX_CALLS:
@@ -365,8 +366,8 @@ def parse_tool_calls(text, think_open=False):
 # ---- below: how text is read (a reader of the training step may stop here) ----------------------
 # Calls
 
-MAX_CALL_CHARS = 4000  # a sane call has 100; keeps hostile nesting away from the JSON parser
-# [[H:]MM:]SS[.f]. [0-9] and not \d, which takes digits of other scripts too.
+MAX_CALL_CHARS = 4000  # a usual call has 100; JSON nested deeper than this allows would raise
+# [[H:]MM:]SS[.f]. [0-9] instead of \d, which matches digits of other scripts too.
 CLOCK = re.compile(r"(?:(?:([0-9]{1,9}):)?([0-9]{1,9}):)?([0-9]{1,9}(?:\.[0-9]{0,9})?)")
 NUMBER = re.compile(r"[+-]?(?:[0-9]{1,9}(?:\.[0-9]{0,20})?|\.[0-9]{1,20})")
 # Quoted text, punctuation, a bare word, or a quote that is never closed.
@@ -374,9 +375,9 @@ CODE_TOKEN = re.compile(r""""[^"\n]*"|'[^'\n]*'|[(),=]|[^\s"'(),=]+|["']""")
 
 
 def to_seconds(value):
-    """Seconds as float from a number, "12.5", "MM:SS" or "H:MM:SS(.f)"; None for anything else."""
+    """Seconds as float from a number, "12.5", "MM:SS" or "H:MM:SS(.f)"; else None."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        return None  # bool is an int in Python: true would be second 1
+        return None  # bool is an int in Python, so true would be second 1
     if not isinstance(value, str):
         return float(value) if abs(value) < 1e9 else None  # no NaN; float(10**400) raises
     value = value.strip()
@@ -398,12 +399,12 @@ def to_count(value):
 
 
 def shown(name):
-    """A name the model wrote: printable ASCII, <= 40 characters, no < or > to smuggle a tag in."""
+    """A name that the model wrote: printable ASCII, <= 40 characters, no < or >, thus no tag."""
     return re.sub(r"[^ -;=?-~]", "", name[:400])[:40]
 
 
 def bad_call(error, name=""):
-    """The ToolCall that stands for a call nobody can run."""
+    """The ToolCall of a call that cannot be run."""
     return ToolCall(name, start=None, end=None, num_frames=None, error=error)
 
 
@@ -425,7 +426,7 @@ def check_call(name, arguments):
             present = key in arguments or key.removesuffix("_time") in arguments
             fault = "is not a time" if present else "is missing"
             error = f'{key} {fault}, expected seconds or "MM:SS"'
-    # A negative start is no error here: only the episode knows the clock and clamps to the video.
+    # A negative start is no error here, because the episode clamps windows to the video.
     if error is None and end <= start:
         error = "the window is empty or reversed, end_time must be greater than start_time"
     if error is None and frames is not None and count is None:
@@ -434,11 +435,11 @@ def check_call(name, arguments):
 
 
 def parse_json_call(body, closed):
-    """The ToolCall of one <tool_call> body. closed: its closing tag was written."""
+    """The ToolCall of one <tool_call> body. closed: the closing tag was written."""
     if len(body) > MAX_CALL_CHARS:
         return bad_call("the call is too long, expected one short JSON object")
     try:
-        # Closed, the body is one object and nothing else. Cut off, what follows it is ignored.
+        # A closed body must be one object alone. In an unclosed one, the rest is ignored.
         call = json.loads(body) if closed else json.JSONDecoder().raw_decode(body.lstrip())[0]
         if isinstance(call, dict) and isinstance(call.get("arguments"), str):
             call["arguments"] = json.loads(call["arguments"])  # quoted twice by some templates
@@ -455,14 +456,14 @@ def parse_code_calls(body):
     if len(body) > MAX_CALL_CHARS:
         return [bad_call("the call is too long, expected crop_video(start_time=1, end_time=2)")]
     calls = []
-    name = key = None  # of the call being read; of the argument whose "=" was seen
+    name = key = None  # of the call being read; of the argument after whose "=" we are
     word = None  # the value or name just seen
     for token in CODE_TOKEN.findall(body):
         if token not in "(=,)":
             word = token if word is None else f"{word} {token}"  # two words are no number: "1 2"
             continue
         if token == "(":
-            # An inner call replaces the wrapper it stands in, as in print(crop_video(..)).
+            # An inner call replaces its wrapper, as in print(crop_video(..)).
             name = (word or "?").split()[-1]
             named, positional = {}, []
         elif token in ",)" and name is not None:
@@ -470,7 +471,7 @@ def parse_code_calls(body):
             if word is not None and key is not None:
                 named[key] = value
             elif word and (positional or word[0] not in "\"'" or to_seconds(value) is not None):
-                positional.append(value)  # else it is the path that stands first
+                positional.append(value)  # else: the path, which stands first
             if token == ")":
                 by_place = dict(zip(("start_time", "end_time", "num_frames"), positional))
                 call = check_call(name, by_place | named)
@@ -486,51 +487,26 @@ def parse_code_calls(body):
 
 
 # ------------------------------------------------------------------------------------------------
-# Another ruler
-
-
-def released_format(turns):
-    """R_fmt by the PARA-GRPO recipe of the authors' release, to compare with its figures: over the
-    sampled text of all turns at once. The forced <think> is no part of it: a flawless rollout gets
-    0.5, one that opens a second thought in every turn 1.0. No cap."""
-    text = "\n".join(turns)
-    thought, closing, _ = text.partition("<think>")[2].partition("</think>")
-    if not closing:  # an open one lasts to the next tag
-        thought = re.split("<tool_|<answer>", thought)[0]
-    think = len(thought.strip()) >= 10
-    closed = think and "</think>" in text
-    # Cut at each closing tag, not searched for lazily: that is quadratic on "<answer>" * 1e5.
-    answered = any(piece.partition("<answer>")[2].strip() for piece in text.split("</answer>")[:-1])
-    before = re.split("|".join(f"<{kind}>" for kind in CALLS), text)[0]
-    called = before != text and any(call.error is None for call in parse_tool_calls(text))
-    score = 0.2 * think + 0.5 * answered + 0.3 * (think and called and "<think>" in before)
-    lost = "<think>" in text and "</think>" not in text
-    score += 0.5 * (0.4 * closed + 0.3 * (closed and answered) - 0.3 * lost)
-    even = all(text.count(f"<{kind}>") == text.count(f"</{kind}>") for kind in KINDS)
-    return min(score + 0.1 * (even and score > 0), 1.0)
-
-
-# ------------------------------------------------------------------------------------------------
 # Answers
 
 BLOCKS = ("tool_call", "tool_code", "tool_response", "action", "observation", "score", "clip")
-MAX_ANSWER_CHARS = 50_000  # longer is no answer: bounds the work below; NFKC may grow a text 18x
+MAX_ANSWER_CHARS = 50_000  # longer is no answer. Bounds the work below: NFKC may grow a text 18x
 EXPONENT = re.compile("(?<=[0-9])[⁻⁰¹²³⁴-⁹ⁿ]+")  # of a number
 BOXED = re.compile(r"\\boxed ?\{([^{}]*)\}")
 STYLED = re.compile(r"\\(?:text|textbf|mathrm|mathbf) ?\{([^{}]*)\}")
 
 
 def answer_or_tail(turns, think_open=False):
-    """What evaluation grades: the final answer, else the last turn after its thought, else None."""
+    """The text that evaluation grades: the final answer, else the last turn after the thought."""
     answer = final_answer(turns, think_open)
     if answer is not None or not turns:
         return answer
-    # A thought that never closes has no tail: guessing from reasoning would grade drafts.
+    # An unclosed thought has no tail. Reading an answer out of reasoning would grade drafts.
     if never_closed(turns[-1], think_open):
         return None
     text = turns[-1].rpartition("</think>")[2]
-    for kind in BLOCKS:  # never an answer, and the numbers in them no span
-        # Split, no lazy regex: that would rescan to the end for each block that is never closed.
+    for kind in BLOCKS:  # no answer, and the numbers in a block are no span
+        # A lazy regex would scan to the end once for each block that never closes.
         head, *rest = text.split(f"<{kind}>")
         ended = [piece.partition(f"</{kind}>") for piece in rest]
         text = "\n".join([head, *(tail for _, closing, tail in ended if closing)])
@@ -538,8 +514,8 @@ def answer_or_tail(turns, think_open=False):
 
 
 def stated_answer(turns, think_open=False):
-    """What the authors' release pays R_acc for: the final answer, else the last line with a word,
-    after the thought or in an open one. Then nothing but R_fmt asks for the tags."""
+    """The text that the authors' release pays R_acc for: the final answer, else the last line with
+    a word, after the thought or in an open one. With this, only R_fmt asks for the tags."""
     answer = final_answer(turns, think_open)
     if answer is not None or not turns:
         return answer
@@ -549,17 +525,17 @@ def stated_answer(turns, think_open=False):
 
 
 def plain(text):
-    """NFKC: full-width characters to ASCII; but 10² becomes 10^2, where NFKC would make it 102."""
+    """NFKC: full-width characters to ASCII. But 10² becomes 10^2, which NFKC would make 102."""
     return unicodedata.normalize("NFKC", EXPONENT.sub(r"^\g<0>", text)).replace("。", ". ")
 
 
 def answer_lines(response, blank=False):
-    """Lines of what to grade of a response: an answer body whole, a turn less its thought. blank:
-    with the empty ones."""
+    """The lines of a response that are graded: of an answer body all, of a turn those after the
+    thought. blank: keep empty lines."""
     text = answer_or_tail([response]) or ""
     if len(text) > MAX_ANSWER_CHARS:
         return []
-    # A LaTeX box declares the answer; the last one counts.
+    # A LaTeX box declares the answer. The last box counts.
     boxed = BOXED.findall(STYLED.sub(r"\1", text))
     text = plain(boxed[-1] if boxed else text)
     # Single spaces also keep the patterns below from backtracking over long blanks.
@@ -568,7 +544,7 @@ def answer_lines(response, blank=False):
 
 
 def region(response):
-    """What to grade of a response, on one line."""
+    """The part of a response that is graded, on one line."""
     return " ".join(answer_lines(response))
 
 
@@ -580,7 +556,7 @@ UNITS = ("zero one two three four five six seven eight nine ten eleven twelve th
          "fifteen sixteen seventeen eighteen nineteen").split()  # fmt: skip
 TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
 SPELLED = dict(zip(UNITS, range(20))) | dict(zip(TENS, range(20, 100, 10))) | {"%": "percent"}
-# A number with its sign and point, where it stands alone; percent; a run of letters and digits.
+# A number that stands alone, with sign and point; percent; a run of letters and digits.
 WORD = re.compile(
     r"(?<![^\W_])-?(?:[0-9]+\.[0-9]+|\.[0-9]+)(?![^\W_])|(?<![^\W_])-[0-9]+|%|[^\W_]+[+#]*")
 NUMERAL = re.compile(r"-?[0-9]*(?:\.[0-9]+)?")  # no two repeats share digits: that is quadratic
@@ -589,9 +565,9 @@ NEGATIONS = ("not no never neither nor cannot cant isnt wasnt arent dont doesnt 
 
 
 def normalise(text):
-    """The list of tokens that open answers are compared by. Case, articles, punctuation, hyphens
-    and thousands commas go; the exponent of a letter joins it, number words become digits. A minus
-    sign, a decimal point, % and C++ stay: they change what is said."""
+    """The tokens by which open answers are compared. Case, articles, punctuation, hyphens and
+    thousands commas are removed. The exponent of a letter joins the letter, number words become
+    digits. A minus sign, a decimal point, % and C++ stay, because they change the meaning."""
     text = plain(text).casefold()
     text = re.sub(r"(?<=[^\W\d_])\^\{?(?=[0-9])", "", text)  # n^2, n^{2} -> n2, as NFKC has n²
     text = re.sub(r"['’`]", "", text).replace("−", "-")  # don't -> dont
@@ -609,7 +585,7 @@ def normalise(text):
             whole, _, part = word.lstrip("-").partition(".")
             word = f"{sign}{whole.lstrip('0') or '0'}.{part.rstrip('0')}".rstrip(".")
         tokens.append(word)
-    # Dropping articles must not empty an answer: else gold "A" would equal "the", and both ".".
+    # If only articles are left, keep them. Otherwise gold "A" would equal "the", and both ".".
     return [token for token in tokens if token not in ARTICLES] or tokens
 
 
@@ -622,13 +598,13 @@ def token_f1(response, gold):
 
 
 def task_types():
-    """What a task's "type" may be."""
+    """The values that a task's "type" may take."""
     return ("mcq", "open", "list", "grounding")
 
 
 def list_share(response, gold):
-    """Share in [0, 1] of the places of the longer list that hold the same item in both: an order
-    that is wrong is not paid, which token F1 would do. What has no word is no item."""
+    """Share in [0, 1] of the places of the longer list that hold the same item in both lists.
+    Unlike token F1, this pays nothing for a wrong order. A piece without a word is no item."""
     said, wanted = ([" ".join(normalise(item)) for item in text.split(",") if has_word(item)]
                     for text in (region(response), gold))
     return sum(a == b for a, b in zip(said, wanted)) / max(len(said), len(wanted), 1)
@@ -637,7 +613,8 @@ def list_share(response, gold):
 # ------------------------------------------------------------------------------------------------
 # Option letters
 
-# Each sees single spaces and newlines, and has no two open-ended repeats in a row: linear.
+# Each pattern sees single spaces and newlines. None has two open-ended repeats in a row, so all
+# take linear time.
 OPTION = r"(?:option |choice |letter )?[(\[{']*"
 END = r"(?![-'’]?\w|\+\+|[#@]|\.\w\.)"  # alone: not Apples, A's, B-roll, C++, A.M.
 IS = r"(?: (?:is|was|seems|appears|(?:would|should|must|will) be)(?: (?:most )?\w{1,9}ly)?)"
@@ -652,7 +629,7 @@ CAPITAL = re.compile(rf"(?<![\w'’.°@])(?<!\w-)([A-Z]|(?<=ption )[a-z]){END}")
 LABEL = re.compile(r"[(\[{' ]*([A-Za-z])(?:[)\]}':.]+(?: |$)|[ )\]}'.:,;!]*$)")  # "B. ", "(B)"
 STARTER = re.compile(  # of a line: "- ", "Option ", "The correct answer is: "
     r"(?i)(?:[-•>#]+ )?(?:(?:the |my )?(?:\w{4,7} )?(?:answer|option|choice)(?: is)?:? )?")
-# "or C" after a stated letter; after a comma or a space only if nothing is said of C.
+# "or C" after a stated letter; after a comma or a space only if the text says no more of C.
 ALTERNATIVE = re.compile(
     r"(?i)(?:[)\]'.]*,? \(?(?:or|and|&|as well as|along with)(?: possibly| also)? |[)\]']*,? ?[/&+]"
     r" ?|((?:[)\]']*,)? (?=(?:option )?"
@@ -677,8 +654,8 @@ BEFORE = re.compile(
     r"(?i)(?:[^\w ]|\b(?:(options?|choices?|letter)|answer|choo?se|select(?:ed)?|pick|with|is|be|"
     r"was|are|by|for|s|seems|so|but|as|then|thus|hence|therefore|from|to|say|guess|believe|think|"
     r"matches|supports|just|not|and|towards?|like|leaving|\w{1,9}ly|n?or|neither)) ?[(\[{']*$")
-# The next word makes an article or a stray letter of it ("A man", "I think"), but for words before
-# which no article stands: "A because", "A The", "A Reason:", "A B", a Chinese word.
+# A letter before a word is an article or a stray letter ("A man", "I think"). Exceptions are words
+# that no article precedes: "A because", "A The", "A Reason:", "A B", a Chinese word.
 STRAY = re.compile(
     r" (?!(?i:because|since|as|n?or|and|is|which|due|but|not|instead|rather than|that|where|when|"
     r"if|from|in|for|this|these|those|the|its?|s?he|they|we|you|there|on|an?|at|by|to|of|with|"
@@ -687,16 +664,16 @@ STRAY = re.compile(
 
 
 def is_letter(text, at):
-    """Whether text[at] names an option there: it is no article, pronoun, initial or name. One rule
-    for all letters, so that none is easier to state than another."""
+    """Whether text[at] names an option, so is no article, pronoun, initial or name. One rule serves
+    all letters, so that no letter is easier to state than another."""
     before = BEFORE.search("\n" + text[:at] if at < 16 else text[at - 16 : at])
-    # "option A depicts .." is no article, whichever word follows.
+    # The A of "option A depicts .." is no article, whichever word follows.
     return bool(before[1] or not STRAY.match(text, at + 1)) if before else False
 
 
 def denied(text, start, end):
     """Whether a letter or a range at text[start:end] is said not to be the answer."""
-    # Windows, not the whole text: each look around a match stays of constant cost.
+    # Short windows of the text, so that each look around a match has a constant cost.
     before, after = text[max(0, start - 40) : start], text[end : end + 30]
     return bool(NOT_BEFORE.search(before) or NOT_AFTER.match(after))
 
@@ -713,16 +690,16 @@ def in_english(text):
 
 
 def lists_on(text, letter, texts):
-    """Whether `text`, which stands after the label of an option, goes on as the list of options
-    does: its own text, the next label and text, and another label or the end. texts: normalised,
-    [] where not known."""
+    """Whether `text`, which follows the label of an option, goes on as the list of options does:
+    the option's text, the next label and text, and another label or the end. texts: normalised,
+    [] if not known."""
     at, following = ord(letter) - ord("A"), [chr(ord(letter) + step) for step in (1, 2)]
-    if not texts:  # a label may be part of a sentence; A, B and C in order on a line are a list
+    if not texts:  # one label may be part of a sentence; A, B and C on one line are a list
         labels = re.findall(r" [(\[]?([A-Z])[)\].:]+ ", text[:2000].partition("\n")[0])
         return letter == "A" and labels[:2] == following
     if at + 1 >= len(texts):
         return False
-    # Normalised in one piece, as the option and the reply are.
+    # Normalised as one text, because the reply is one text too.
     listed = normalise(f"{texts[at]} {following[0]} {texts[at + 1]}")
     said = normalise(text[: 2 * len(" ".join(listed)) + 100])  # room for articles, punctuation
     # "A. cat. B. dog is wrong" is no list.
@@ -731,8 +708,8 @@ def lists_on(text, letter, texts):
 
 
 def named_letters(pattern, text, texts):
-    """{letter: index after it} of the letters that a pattern names in text, in the order of their
-    last mention; without the denied ones, and without one that begins a list of the options."""
+    """{letter: index after the letter} of all letters that a pattern names in text, by last
+    mention. Denied letters are left out, and so is a letter that begins a list of the options."""
     named, good, end = {}, True, 0
     for match in pattern.finditer(text):
         at = match.start(match.lastindex)
@@ -748,7 +725,7 @@ def named_letters(pattern, text, texts):
 
 
 def stated_letter(pattern, text, texts):
-    """{the last letter that a pattern states}, {} without one, both if it says "B or C"."""
+    """{the last letter that a pattern states}, {} if there is none, both letters of "B or C"."""
     # The last one counts: "The answer is A. No, wait: the answer is C."
     for letter, end in reversed(named_letters(pattern, text, texts).items()):
         other = ALTERNATIVE.match(text, end)
@@ -759,19 +736,19 @@ def stated_letter(pattern, text, texts):
 
 def letters_by_text(said, texts, letters):
     """The letters of the options whose text is said and not denied. All arguments normalised."""
-    # Longer texts first: "dog" is not named where "hot dog" is. A lone letter is a label.
+    # Longer texts first, so that "hot dog" does not name "dog". A lone letter is a label.
     names = {text for text in texts if text.upper() not in {"", *letters}}
     any_name = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
     found = names & {*re.findall(f"(?<= )(?:{any_name})(?= )", f" {said} ")}
-    if len(found) == 1:  # an option itself may hold a "not": what counts stands beside it
+    if len(found) == 1:  # an option's text may hold a "not", so look beside it
         beside = f" {said} ".replace(f" {[*found][0]} ", " ").split()
         found = found if set(NEGATIONS).isdisjoint(beside) else set()
     return {letter for letter, text in zip(letters, texts) if text in found}
 
 
 def own_line(line, letters, texts):
-    """The letter that a line gives and nothing else, "?" if its label and its text contradict each
-    other, or None: "B", "Option B.", "(B) dog", "Answer: dog"."""
+    """The letter of a line that holds only an answer: "B", "Option B.", "(B) dog", "Answer: dog".
+    "?" if label and text contradict each other. Else None."""
     line = STARTER.sub("", line, count=1)
     label = LABEL.match(line)
     letter = label[1].upper() if label else ""
@@ -785,21 +762,22 @@ def own_line(line, letters, texts):
 
 
 def extract_letter(response, options):
-    """The option letter a response settles on, or None. Never sees the gold answer. options: texts,
-    labelled ("A. ..", "(A) ..") or bare; without them A to J are allowed. First that applies: the
-    last "answer is X"; a letter or an option alone on a line, or a letter that leads; the only
-    capital that stands as a letter; the text of one option. Two letters at the same step, a letter
-    no option has, or a label that contradicts its text are no answer; nor is a list of options."""
+    """The option letter that a response settles on, or None. Never sees the gold answer. options:
+    texts, labelled ("A. ..", "(A) ..") or bare; without options A to J are allowed. The first step
+    that names a letter decides: the last "answer is X"; a letter or an option alone on a line, or a
+    letter that leads; the only capital that stands as a letter; the text of one option. No answer:
+    two letters in one step, a letter that no option has, a label that contradicts its text, a list
+    of the options."""
     letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[: len(options) if options else 10]
     lines = [tidied(line) for line in answer_lines(response)] or [""]
-    # Lines stay lines: joined by spaces, "A" and "The oven .." would read as an article.
-    english = "\n".join(map(in_english, lines))  # for what stands around a letter
+    # Keep the line breaks: joined by spaces, the A before "The oven .." would read as an article.
+    english = "\n".join(map(in_english, lines))  # for the words around a letter
     # Compared as normalised text, so that "3" and "three" name one option. Only a label that fits
     # the option's place is taken off: "B. B. King" may be the text of option A.
     texts = [" ".join(normalise(re.sub(rf"^\s*\(?{letter}[).:]+\s+", "", tidied(str(option)))))
              for letter, option in zip(letters, options or [])]  # fmt: skip
     declared = stated_letter(DECLARED, english, texts)
-    # Two labelled lines are the options repeated: then only a bare letter is an answer.
+    # Two labelled lines repeat the options. Then only a bare letter is an answer.
     listing = len({label[1].upper() for label in map(LABEL.match, lines) if label}) > 1
     texts = [] if listing else texts
     own = [own_line(line, letters, texts) for line in lines]
@@ -809,7 +787,7 @@ def extract_letter(response, options):
     said = " ".join(normalise(" ".join(lines)))
     steps = (declared, {*filter(None, own)} | leading, named_letters(CAPITAL, english, texts),
              letters_by_text(said, texts, letters))  # fmt: skip
-    # The first step that names a letter decides; a later one never breaks its tie.
+    # The first step that names a letter decides. A later step never breaks a tie.
     named = [*next(filter(None, steps), "?")]
     return named[0] if len(named) == 1 and named[0] in letters else None
 
@@ -828,11 +806,11 @@ AT = rf"[a-z_]{{0,8}}(?: time| timestamp)?(?: \(s\)| \(seconds\))?[\"'* :=]{{0,6
      rf"(?:at |from |is )?{ABOUT}{TIME}"
 NAMED = re.compile(rf"(?i)\b(?:start|begin){AT}[^0-9]{{0,60}}?\b(?:end|finish|stop){AT}")
 STAMP = re.compile(r"<([0-9][^<>]*)>")
-# Just before or behind a pair that is no time, the pair itself left out as a newline.
+# Words just before or after a pair of numbers that is no time. A newline stands for the pair.
 COUNTED = re.compile(r"(?i)\bframes? ?(?:from )?\n|\n (?:frames?|percent)\b")
 TRUSTED = re.compile(r"(?i)\b(?:confidence|certainty|probability)\b[^0-9\n]{0,20}\n"
                      r"|\n (?:confidence|certainty|probability)")  # fmt: skip
-# A reply that opens as an error line does says no time: "[API error: ..", "Error code: 429 - ..",
+# A reply that opens like an error line states no time: "[API error: ..", "Error code: 429 - ..",
 # "500 Internal Server Error". But "Error 404 is shown from 10 to 20" does.
 ERROR = re.compile(
     r"(?i)\A\W{0,5}(?:(?:[\w.:]{1,30} ){0,3}(?:error|exception|http|status)(?: code)?\W{0,3}"
@@ -847,12 +825,12 @@ MINUTES = re.compile(
 def extract_span(response):
     """(start, end) in seconds of the last time range in a response, or None. A range is two times
     (12.5, MM:SS, H:MM:SS, "1 minute 5 seconds") joined by a dash, "to", "until" or "and", or given
-    as start and end; by a comma only in brackets, with a unit, or alone. A reversed last range is a
-    wrong answer, not one to repair: None. Frame numbers, confidences, an error line and a range
-    that is denied ("not 3 - 5") are no answer."""
+    as start and end; by a comma only in brackets, with a unit, or alone. A reversed last range is
+    wrong and gives None. Frame numbers, confidences, an error line and a denied range ("not 3 - 5")
+    are no answer."""
     text = STAMP.sub(r"\1", ERROR.sub("", region(response)))  # "<12.5 seconds> - <20.0 seconds>"
     text = re.sub(r"[*`]|(?<=:[0-9][0-9]) ?min\b", "", text)  # "**10** - **20**", "1:05 min"
-    # Minutes ("2 to 3 minutes") become seconds first, so that one pattern reads every range.
+    # Minutes ("2 to 3 minutes") become seconds first. Then one pattern reads every range.
     text = SHARED_MINUTES.sub(r"\1 min to ", text)
     text = MINUTES.sub(lambda part: f"{60 * float(part[1]) + float(part[2] or 0):.3f}s", text)
     found = [(match.span(), match[1], match[2]) for match in NAMED.finditer(text)]
@@ -868,7 +846,7 @@ def extract_span(response):
         # "frames 10-20", but "frames <12.5 seconds> - <20.0 seconds>" are times.
         if not share and (unit or not COUNTED.search(around)):
             found.append((match.span(), start, end))
-    # The last range written, whichever way: an echoed example or a first guess stands before it.
+    # The last range counts, because an echoed example or a first guess stands before the answer.
     stated = [(place, *times) for place, *times in found if not denied(text, *place)]
     start, end = (to_seconds(time) for time in max(stated, default=(0, None, None))[1:])
     return (start, end) if start is not None and end is not None and start < end else None

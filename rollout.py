@@ -717,12 +717,25 @@ def from_json(row: dict) -> Episode:
     return Episode(num_frames=row["K"], context=context, **kept)
 
 
+def record_fault(row: dict) -> str | None:
+    """-> None, or why the vision field of a line of a rollout JSONL cannot be used."""
+    try:
+        items = [chat.VisionItem(**item) for item in row["vision"]]
+        sizes = [n for item in items for n in (item.frames, item.height, item.width)]
+        whole = all(type(n) is int and n > 0 for n in sizes) and all(
+            isinstance(item.spec["video"], str) and len(item.seconds) == item.frames
+            for item in items)
+    except (TypeError, KeyError):
+        whole = False
+    return None if whole else "'vision' must list the frames of the context, as rollout.py does"
+
+
 def settings() -> dict[str, tuple]:
     """Agent fields that few runs change, given by --set. name -> the values that the setting takes,
     the default first. One number alone means that any number is taken."""
     return {"dispatch": ("parallel", "sequential"), "open_thought": ("run", "drop"),
             "sub_question": (True, False), "sub_fps": (Agent.sub_fps,),
-            "sub_frames": (Agent.sub_frames,)}
+            "sub_frames": (Agent.sub_frames,), "sub_max_new_tokens": (Agent.sub_max_new_tokens,)}
 
 
 class Set(argparse.Action):
@@ -754,7 +767,6 @@ def add_agent_arguments(parser, tools: bool = True, more=()) -> None:
     add, yes_no = parser.add_argument_group("agent").add_argument, argparse.BooleanOptionalAction
     add("--temperature", type=float, default=Agent.temperature, help="of sampling; 0 = greedy")
     add("--max-new-tokens", type=int, default=Agent.max_new_tokens, help="tokens per main turn")
-    add("--sub-max-new-tokens", type=int, default=Agent.sub_max_new_tokens, help="per summary")
     add("--context", type=int, default=Agent.context, help="tokens of one context with its answer")
     add("--max-turns", type=int, default=Agent.max_turns, help="tool turns before the answer turn")
     add("--max-parallel", type=int, default=Agent.max_parallel, help="calls run per turn")
@@ -793,16 +805,16 @@ def agent_settings(args, data_path: str | None) -> tuple[Agent, Source]:
     """Parsed flags -> (Agent, Source). data_path: of the task file, None for a benchmark. Raises
     UserError naming the flag."""
     agent = Agent(**{f.name: getattr(args, f.name) for f in fields(Agent)})
-    launch.at_least(1, args, "max_new_tokens", "sub_max_new_tokens", "context", "max_parallel",
-                    "max_seqs")
+    launch.at_least(1, args, "max_new_tokens", "context", "max_parallel", "max_seqs")
     launch.at_least(0, args, "max_turns")
     # Chained comparisons, because they refuse NaN too. 2 is vLLM's own bound.
     if not 0 <= args.temperature <= 2:
         raise launch.UserError(f"--temperature must lie between 0 and 2, got {args.temperature}")
     if not 0 < args.engine_share < 1:
         raise launch.UserError(f"--engine-share must lie between 0 and 1, got {args.engine_share}")
-    if not (agent.sub_fps > 0 and agent.sub_frames > 0):
-        raise launch.UserError("--set: sub_fps and sub_frames must be above 0")
+    # NaN fails this comparison too.
+    if not min(agent.sub_fps, agent.sub_frames, agent.sub_max_new_tokens) > 0:
+        raise launch.UserError("--set: sub_fps, sub_frames, sub_max_new_tokens must be above 0")
     # Only eval.py has min_pixels and crop_pixels.
     least = getattr(args, "min_pixels", Source.min_pixels)
     crop = getattr(args, "crop_pixels", 0)
@@ -822,6 +834,13 @@ def check_context(codec, tasks, agent, source, frames) -> None:
     """Raises UserError if the context cannot hold the largest prompt of the first readable task, or
     if none of the first videos can be read. Called before any weights are loaded."""
     # Overview prompts differ little in length, so the first readable task stands for all.
+    text = json.loads(codec.files["config.json"])["text_config"]
+    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    places = text.get("max_position_embeddings", agent.context)
+    # Positions that are stretched (yarn) may be more than max_position_embeddings.
+    if rope.get("rope_type", "default") == "default" and agent.context > places:
+        raise launch.UserError(f"--context {agent.context}: the checkpoint has {places} positions; "
+                               "lower --context (for a checkpoint of toy.py: --preset toy)")
     tools = tool_schema() if agent.tools else None
     first = None  # error of the first video
     for task in tasks[:8]:
@@ -916,7 +935,9 @@ def main():
     tasks = read_tasks(args.data)[: args.limit or None]
     agent, source = agent_settings(args, args.data)
     if args.out:
-        launch.make_out(os.path.dirname(os.path.abspath(args.out)))
+        folder, name = os.path.split(os.path.abspath(args.out))
+        launch.make_out(folder)
+        launch.lock(folder, f".{name}.lock")
     launch.say(f"{args.ckpt}: loading the tokenizer, then the engine")
     codec = chat.load_codec(ckpt, args.channel)
     check_context(codec, tasks, agent, source, args.frames)

@@ -1,23 +1,23 @@
 """
 sft.py: cold-start supervised fine-tuning of main agent, gather turn and sub-agent, in one pass.
 
-  L = -(1/N) sum_t log p(o_t | everything before it in its own chat)
+  L = -(1/N) sum_t log p(o_t | everything before o_t in the same chat)       p: see model.py, T = 1
       t over assistant tokens with their <|im_end|>, N = their number over ALL ranks and packs
   lr(s) = lr * (s + 1) / w                                    for s < w  (warm-up), s from 0
-          m + (lr - m) * (1 + cos(pi (s - w) / (S - w))) / 2  after      m = min_lr * lr, S = steps
+          m + (lr - m) * (1 + cos(pi (s - w) / (S - w))) / 2  after
+      S = steps, w = warmup * S (at least 1), m = min_lr * lr
 
 One chat is one agent context: a main-agent chat holds the calls, the tool responses as one user
-turn, and the answer; a sub-agent chat is a sample of its own. Chats are packed to --pack-tokens
+turn, and the answer; every sub-agent chat is a sample too. Chats are packed to --pack-tokens
 without seeing each other. One count N for the whole batch is taken before backward, so 1 rank or 8,
 one pack or ten, give the same gradient.
 
-Departs from the paper: nothing is trained in the vision tower (its features are computed once per
-frame set).
+Departs from the paper: the vision tower is frozen, so its features are computed once per frame set.
 
 Reads:  --ckpt, --data (SFT JSONL: {"id", "messages", "tools"?}), videos relative to the JSONL.
-        tools/convert.py makes it from published training data.
+        tools/convert.py writes such files from published training data.
 Writes: --out/step_NNNNNN/ (checkpoint + train_state/), --out/last and --out/best (links),
-        --out/log.jsonl, --out/args.json
+        --out/log.jsonl, --out/args.json; decoded frames in --frame-cache-dir
 The same command again goes on from the newest whole checkpoint: the order of the data is a function
 of (seed, step).
 
@@ -29,7 +29,6 @@ CPU toy:  torchrun --nproc_per_node 2 sft.py --preset toy --ckpt base --data toy
 Adapters: with --lora 64 the 8B trains on one GPU of 80 GB
 """
 import argparse
-import json
 import math
 import os
 import time
@@ -45,7 +44,7 @@ import video
 
 def build_parser():
     parser = launch.parser(__doc__)
-    add = parser.add_argument_group("what to read and write").add_argument
+    add = parser.add_argument_group("input and output").add_argument
     add("--ckpt", required=True, help="checkpoint folder to start from")
     add("--data", required=True, help="SFT JSONL")
     add("--val", default=None, help="held-out SFT JSONL; none = no held-out loss, no `best`")
@@ -60,6 +59,7 @@ def build_parser():
     add("--channel", choices=["image", "video"], default="image",
         help="frames as `<t seconds>` + images, or one video item")
     add("--max-len", type=int, default=32768, help="tokens; a longer chat is an error, never cut")
+    # 50176 = 224 x 224, at most 49 vision tokens: a token stands for 32 x 32 pixels.
     add("--max-pixels", type=int, default=50176, help="pixels of a frame after resizing, at most")
     add("--frame-cache-gb", type=float, default=4.0, help="GiB of decoded frames kept per rank")
     add("--frame-cache-dir", default=None,
@@ -67,6 +67,7 @@ def build_parser():
     add("--frame-cache-dir-gb", type=float, default=50.0, help="GiB of all that is kept there")
     add("--seed", type=int, default=0, help="order of the data")
     add = parser.add_argument_group("optimisation").add_argument
+    # --steps wins over --epochs. With a checkpoint to go on from, the steps count from the start.
     add("--epochs", type=float, default=1.0, help="passes over the data; may be a fraction")
     add("--steps", type=int, default=0, help="optimiser steps; 0 = from --epochs")
     add("--batch-size", type=int, default=64, help="chats per optimiser step, over all ranks")
@@ -97,16 +98,19 @@ def build_parser():
 
 def parse_args():
     parser = build_parser()
+    # Read twice: --preset, --ckpt and --lora decide on defaults, which any flag still overrides.
     early = parser.parse_known_args()[0]
     lora = checkpoint.adapter_rank(early.ckpt, early.lora)
     if early.preset == "toy":
+        # A model of a million parameters from random weights: large steps, few of them, and less
+        # memory of past gradients.
         parser.set_defaults(optimizer="adamw" if lora else "muon", batch_size=24,
                             pack_tokens=2048, max_len=2048, epochs=1.75, beta2=0.98,
                             min_lr=0.02, warmup=0.1, eval_every=100, save_every=0, recompute="none",
                             replicas=0)
     args = parser.parse_args()
-    args.lora = lora
-    if args.lr is None:  # adapters start at nothing and take larger steps
+    args.lora = lora  # the rank of the adapters in --ckpt, if there are any
+    if args.lr is None:  # adapters start at zero and take larger steps
         args.lr = {"paper": (1e-5, 1e-4), "toy": (2e-3, 2e-3)}[args.preset][args.lora > 0]
     launch.at_least(0, args, "lora", "replicas")
     launch.at_least(1, args, "batch_size", "pack_tokens", "max_len")
@@ -121,7 +125,7 @@ def parse_args():
 
 
 class Chats:
-    """Rows of an SFT JSONL as token sequences. Each row is encoded once and its frames are decoded
+    """Rows of an SFT JSONL as token sequences. Each row is encoded once and each frame is decoded
     once, unless a cache had to drop them."""
 
     def __init__(self, path, codec, args, cache, max_tokens=2**22):
@@ -140,7 +144,7 @@ class Chats:
         self.broken = set()  # rows whose video cannot be read: counted, and never trained on
 
     def frames(self, spec):
-        """A video item of a chat -> video.Frames."""
+        """A video item of a chat -> video.Frames. Also called by VisionFeatures."""
         return video.load(spec, self.root, self.cache, max_pixels=self.args.max_pixels)
 
     def __getitem__(self, index):
@@ -148,57 +152,56 @@ class Chats:
         if index in self.broken:
             return None
         if index in self.encoded:
-            self.encoded.move_to_end(index)
+            self.encoded.move_to_end(index)  # used last
             return self.encoded[index]
         row = self.rows[index]
         try:
             items = [chat.vision_item(spec, self.frames(spec))
                      for spec in chat.videos_in(row["messages"])]
-        # A broken video costs its chat, not the run. ValueError: a window beyond the video.
+        # A broken video costs one chat, not the run. ValueError: a window beyond the video.
         except (video.VideoError, ValueError) as error:
             print(launch.printable(f"skipped {row['id']}: {error}"), flush=True)
             self.broken.add(index)
             return None
         sequence = chat.encode_chat(self.codec, row["messages"], items, row.get("tools"))
-        # A chat that is cut would teach an answer without its question, so it ends the run.
+        # A chat that is cut would teach an answer without the question: better to end the run. Only
+        # this rank has met the chat, so RankError prints here, not on rank 0.
         if len(sequence.ids) > self.args.max_len:
             raise launch.RankError(f"{self.path}: chat {row['id']} has {len(sequence.ids)} tokens, "
                                    f"--max-len is {self.args.max_len}")
         self.encoded[index] = sequence
         self.tokens += len(sequence.ids)
+        # The newest row stays, even if that row alone is over the limit.
         while self.tokens > self.max_tokens and len(self.encoded) > 1:
             self.tokens -= len(self.encoded.popitem(last=False)[1].ids)
         return sequence
 
     def cost(self, index):
-        """About how many frames a row has, known without decoding: it balances the ranks."""
+        """About how many frames a row has, known without decoding; launch.deal balances by this."""
         videos = chat.videos_in(self.rows[index]["messages"])
         # A crop without max_frames shows 16; one more for the text of the chat.
         return sum(p.get("frames") or p.get("max_frames") or 16 for p in videos) + 1
 
 
-def content_of(message):
-    """Content of a message as a list of pieces."""
-    content = message["content"]
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
 def chat_fault(messages):
-    """-> None, or what is wrong with the shape of a chat."""
+    """-> None, or the reason why a chat of these messages cannot be trained on."""
     if not isinstance(messages, list) or not messages:
         return "'messages' must be a list with at least one message"
     for m in messages:
         known = isinstance(m, dict) and m.get("role") in ("system", "user", "assistant", "tool")
         if not known or "content" not in m:
-            return ("every message needs a 'role' (system, user, assistant, tool) and a 'content'")
-        content = content_of(m)
-        for p in content if isinstance(content, list) and content else [None]:
-            problem = piece_fault(p)
-            if problem:
-                return problem
+            return "every message needs a 'role' (system, user, assistant, tool) and a 'content'"
+        content = chat.content_of(m)
+        # No list, or an empty one, has the fault of a piece that is no dict.
+        for piece in content if isinstance(content, list) and content else [None]:
+            if fault := piece_fault(piece):
+                return fault
+    # The pieces are good. Now their order: chat.encode_chat builds prompt, turn, glue, turn, ..
     roles = [m["role"] for m in messages]
     if "assistant" not in roles:
         return "no assistant message: nothing to learn"
+    if roles[0] == "assistant":
+        return "the first message is the assistant's: no prompt stands before that turn"
     if ("assistant", "assistant") in zip(roles, roles[1:]):
         return "two assistant messages in a row: nothing stands between them to end the first"
     later = messages[roles.index("assistant"):]
@@ -210,11 +213,13 @@ def chat_fault(messages):
 
 
 def piece_fault(piece):
-    """-> None, or what is wrong with one piece of a message."""
+    """-> None, or the reason why one piece of a message cannot be used."""
     kind = piece.get("type") if isinstance(piece, dict) else None
-    if kind == "text" and isinstance(piece.get("text"), str):
+    # "trusted" marks a program's own text, which may hold special tokens. Data may not.
+    if kind == "text" and isinstance(piece.get("text"), str) and "trusted" not in piece:
         return None
     if kind == "video" and isinstance(piece.get("video"), str):
+        # K frames of the whole video, or a window in seconds. video.load checks the numbers.
         whole = "frames" in piece or ("start" in piece and "end" in piece)
         return None if whole else "a video needs 'frames', or 'start' and 'end'"
     return ("content must be a text, or a list of {'type': 'text', 'text'} and "
@@ -223,9 +228,10 @@ def piece_fault(piece):
 
 def open_data(args, codec, cache):
     """-> (training Chats, held-out Chats or None). Raises UserError if no video can be read."""
-    # This checks the shape of every row. Frames and tokens are checked when a batch needs them.
+    # Chats checks the shape of every row now, and frames and tokens when a batch needs them.
     train = Chats(args.data, codec, args, cache)
     held = Chats(args.val, codec, args, cache) if args.val else None
+    # A wrong --video-root ends the run here, not after an epoch of skipped chats.
     if all(train[i] is None for i in range(min(8, len(train.rows)))):
         raise launch.UserError(f"{args.data}: none of the first videos can be read; is "
                                "--video-root right?")
@@ -242,6 +248,7 @@ def batch_packs(chats, step, codec, args, rank, world):
 
 def make_packs(chats, indices, codec, pack_tokens):
     """Chats -> Packs. A chat is a tree without branches. Chats with a broken video are left out."""
+    # None: a chat with a broken video. A rank may be left with no pack at all; see backward.
     sequences = [s for s in (chats[i] for i in indices) if s is not None]
     trees = [model.Tree(model.Span(s.ids, s.mask), s.items) for s in sequences]
     return [model.pack_trees(codec, members) for members in model.fill_packs(trees, pack_tokens)]
@@ -252,11 +259,12 @@ def make_packs(chats, indices, codec, pack_tokens):
 
 
 def schedule(step, steps, warmup, floor):
-    """Fraction of the peak learning rate at this step: linear warm-up, then a cosine to `floor`."""
+    """Fraction of the peak learning rate at this step: linear warm-up, then a cosine to `floor`.
+    warmup: fraction of the steps."""
     warm = max(1, round(warmup * steps))  # steps; at least 1, so the first step is not 0
     if step < warm:
         return (step + 1) / warm
-    done = (step - warm) / max(1, steps - warm)
+    done = (step - warm) / max(1, steps - warm)  # 0 at the peak, nearly 1 at the last step
     return floor + (1 - floor) * (1 + math.cos(math.pi * done)) / 2
 
 
@@ -264,18 +272,20 @@ def build_optimizers(policy, args, device):
     """-> [AdamW], or [AdamW, Muon] with Muon for the matrices inside the decoder layers.
 
     Muon's update is the semi-orthogonal matrix nearest to the momentum, scaled to the size of an
-    AdamW update. A tiny model learns two to three times faster per token with it, so the toy uses
-    it. Muon gathers whole matrices: use AdamW for large checkpoints.
+    AdamW update. A tiny model learns two to three times faster per token with Muon than with AdamW
+    alone, so that is the toy's default. Muon gathers whole matrices: use AdamW for large
+    checkpoints.
     """
     import torch
 
     layers = []
     if args.optimizer == "muon":  # only matrices can be semi-orthogonal; norms stay with AdamW
         layers = [p for p in policy.hf.model.language_model.layers.parameters() if p.ndim == 2]
-    taken = {id(p) for p in layers}
+    taken = {id(p) for p in layers}  # tensors compare by value, so compare ids
     rest = [p for p in model.trained_parameters(policy) if id(p) not in taken]
     optimizers = [model.adamw(rest, args.lr, args.beta2, device)]
     if layers:
+        # match_rms_adamw gives updates of AdamW's size, whatever the shape of the matrix.
         optimizers.append(torch.optim.Muon(layers, lr=args.muon_lr, momentum=0.95, weight_decay=0.0,
                                            adjust_lr_fn="match_rms_adamw"))
     return optimizers
@@ -291,17 +301,19 @@ def backward(policy, packs):
     # Summed in host memory, so the host does not wait for a GPU.
     count = torch.tensor(float(sum(len(p.target) for p in packs)), dtype=torch.float64)
     dist.all_reduce(count)
+    # Known before backward: a sum over all packs is divided by N, not each pack by its own number.
     n = max(1.0, count.item())  # a batch of broken videos has no token: 0 / 1, not NaN
-    loss = torch.zeros((), device=device, dtype=torch.float64)
+    loss = torch.zeros((), device=device, dtype=torch.float64)  # nats per token, this rank's part
     for pack, real in model.even_packs(policy.codec, packs):
         logp, _ = policy(pack)  # [trained tokens of the pack] nats
         # A spare pack (real = False) runs for its collectives alone and adds nothing to the loss.
         part = -real * logp.sum() / n
         if torch.is_grad_enabled():
-            # FSDP averages gradients over ranks. Each rank holds a part of the sum over N, so it
-            # multiplies by the number of ranks.
+            # FSDP averages gradients over ranks. Each rank holds a part of the sum over N, so the
+            # part is multiplied by the number of ranks.
             (part * world).backward()
         loss += part.detach().double()
+    # Parts of one mean over N tokens: their sum is that mean, so no rank weighs more per token.
     dist.all_reduce(loss)
     return loss.item(), int(n)
 
@@ -312,12 +324,11 @@ def held_out_loss(policy, chats, args, rank, world):
 
     # The held-out videos may lie in another folder than those of the training chats.
     train_frames, policy.features.load = policy.features.load, chats.frames
-    policy.eval()
+    # No policy.eval(): our attention has no dropout, so both modes compute the same.
     with torch.no_grad():
         mine = range(rank, len(chats.rows), world)
         packs = make_packs(chats, mine, policy.codec, args.pack_tokens)
         loss, _ = backward(policy, packs)
-    policy.train()
     policy.features.load = train_frames
     return loss
 
@@ -332,15 +343,18 @@ def main():
     cache = video.frame_cache(args)
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
     launch.make_out(args.out)
+    launch.lock(args.out)  # until this process ends: two runs would delete each other's files
+    rank, world, device = launch.start_process_group(args.patience)
+    launch.beat(args.patience)  # from here on a phase that hangs ends the run
+    # folder: the newest whole checkpoint of --out, if this run goes on from one.
     folder, state = checkpoint.resume_point(args.out, args, args.resume)
     start, best = state.get("step", 0), state.get("best", math.inf)
     launch.say(f"{args.ckpt} -> {args.out}: loading the checkpoint and {args.data}")
-    rank, world, device = launch.start_process_group(args.patience)
-    launch.beat(args.patience)
     codec = chat.load_codec(ckpt, args.channel)
     train, held = open_data(args, codec, cache)
-    # --steps 0 derives the steps from --epochs, which may be a fraction.
+    # Broken chats count here, since no rank has opened all videos. Their places stay empty.
     steps = args.steps or max(1, round(args.epochs * len(train.rows) / args.batch_size))
+    # Every rank reads the same state.json, so all of them end here or none.
     if start >= steps:
         launch.say(f"nothing to do: {args.out} has {start} steps of {steps}")
         launch.end_process_group()
@@ -348,23 +362,25 @@ def main():
 
     policy = checkpoint.load_sharded(ckpt, codec, device, args.recompute, args.replicas,
                                      lora=args.lora)
-    # The tower is frozen: a frame set goes through it once, then its features are kept.
+    # The tower is frozen: a frame set goes through once, then the features are kept.
     policy.features = model.VisionFeatures(policy.hf.model.visual, codec, train.frames)
     optimizers = build_optimizers(policy, args, device)
     # The schedule multiplies the peak rate of each group, since Muon and AdamW have different ones.
+    # Taken before load_train_state, which restores the rates of the last step.
     peaks = [[group["lr"] for group in o.param_groups] for o in optimizers]
     if folder:  # a resumed run: fp32 weights and moments, not the bf16 weights of the folder
         checkpoint.load_train_state(policy, optimizers, folder)
     log = open_run(args, policy, train, start, steps, rank, world)
 
-    # A thread decodes, tokenises and packs the next batch while this one trains.
+    # A thread decodes, tokenises and packs the next batch while this one trains. One thread: the
+    # batches come in order, and no two threads change the same Chats.
     prefetch = ThreadPoolExecutor(1)
     future = prefetch.submit(batch_packs, train, start, codec, args, rank, world)
     asked = launch.stop_on_sigterm()
-    bad = 0  # steps in a row without a finite gradient
+    bad = 0  # steps in a row without a finite gradient; check_run ends the run after a few
     for step in range(start, steps):
         clock = time.monotonic()
-        packs = future.result()  # raises what the thread raised
+        packs = future.result()  # raises the error of the thread, if there was one
         waited = time.monotonic() - clock  # near 0 if decoding keeps up with training
         if step + 1 < steps:
             future = prefetch.submit(batch_packs, train, step + 1, codec, args, rank, world)
@@ -382,15 +398,16 @@ def main():
         for o in optimizers:
             if not bad:
                 o.step()
-            o.zero_grad(set_to_none=True)
+            o.zero_grad(set_to_none=True)  # frees the memory until the next backward
         checkpoint.check_run(step, bad, args.out)
 
         # 2. Numbers, to the terminal and to log.jsonl.
-        # gather_rows is collective, so all ranks call it, and rank 0 alone writes.
+        # gather_rows is collective, so all ranks call it. Rank 0 alone writes.
         seconds = time.monotonic() - clock
-        lengths = launch.gather_rows([sum(len(pack.ids) for pack in packs)])
+        lengths = launch.gather_rows([sum(len(pack.ids) for pack in packs)])  # tokens of each rank
         broken = set(launch.gather_rows(sorted(train.broken)))  # two ranks may meet the same chat
         if rank == 0:
+            # lr is AdamW's rate; Muon's has the same fraction of another peak.
             record = {"step": step + 1, "loss": loss, "lr": args.lr * fraction, "grad_norm": norm,
                       "trained_tokens": tokens, "tokens": sum(lengths),
                       "tokens_per_s": sum(lengths) / seconds, "wait_s": waited, "step_s": seconds,
@@ -399,9 +416,10 @@ def main():
         launch.beat(args.patience)
 
         # 3. The held-out loss, and a checkpoint.
-        # `best` links to the checkpoint with the lowest held-out loss so far.
+        # `last` links to the newest checkpoint, `best` to the one with the lowest held-out loss.
         last = step + 1 == steps
         links = ["last"]
+        # held is None without --val: then no `best`, and checkpoints by --save-every alone.
         if held and (last or (args.eval_every and (step + 1) % args.eval_every == 0)):
             value = held_out_loss(policy, held, args, rank, world)
             if rank == 0:
@@ -414,6 +432,7 @@ def main():
         stopping = launch.any_rank(asked.is_set())
         due = last or (args.save_every and (step + 1) % args.save_every == 0)
         if stopping or due or "best" in links:
+            # resume_point reads both again and compares the settings.
             state = {"best": best, "args": vars(args)}
             checkpoint.save_run(policy, codec, optimizers, args.out, step + 1, state, links)
             launch.beat(args.patience)
@@ -422,7 +441,7 @@ def main():
 
     if rank == 0:
         log.close(step + 1, steps)
-    prefetch.shutdown(cancel_futures=True)
+    prefetch.shutdown(cancel_futures=True)  # after SIGTERM a batch may still be in the making
     launch.end_process_group()
 
 
@@ -431,8 +450,10 @@ def open_run(args, policy, train, start, steps, rank, world):
     other ranks."""
     if rank:
         return None
-    launch.write_atomic(os.path.join(args.out, "args.json"), json.dumps(vars(args), indent=1))
+    # args.json before the first step: a run that dies early still says how it was started.
+    launch.write_args(args.out, args)
     checkpoint.clean_run(args.out, start)
+    # --steps and --batch-size decide, so the passes over the data may be no whole number.
     epochs = steps * args.batch_size / len(train.rows)
     print(f"{len(train.rows)} chats x {epochs:.2f} epochs = {steps} steps of {args.batch_size} "
           f"chats on {world} rank{'s' if world > 1 else ''} | {checkpoint.weights_line(policy)}",
@@ -441,6 +462,8 @@ def open_run(args, policy, train, start, steps, rank, world):
 
 
 def step_line(r, steps, eta):
+    """A record of log.jsonl -> the line for the terminal."""
+    # tok: trained tokens of all tokens, over all ranks. wait: seconds for the next batch.
     return (f"step {r['step']:04d}/{steps:04d} | loss {r['loss']:.4f} | lr {r['lr']:.2e} | "
             f"gn {r['grad_norm']:.2f} | {r['trained_tokens']} of {r['tokens']} tok | "
             f"{r['tokens_per_s']:.0f} tok/s | wait {r['wait_s']:.2f}s step {r['step_s']:.2f}s | "

@@ -8,7 +8,7 @@ looked up by a time, in frames and in summaries alike.
     Which colours appear between 16 and 24, 40 and 48?      ->  16 red, 40 blue
 An overview has K frames at the centres of K equal segments. It shows an event of 2 seconds always
 at K = 64 and 32, three times in five at 16, twice in five at 8, never at 4. A crop of the slot
-always shows the event. PARA-GRPO is about this contrast.
+always shows the event. PARA-GRPO works on this contrast.
 
 Three stages of data. `pretrain.jsonl` makes the base: every skill (calling, gathering, answering
 from the overview, watching a window) at every K, with enough samples to be learned, in the style

@@ -1,11 +1,11 @@
 """video.py: a video file -> frames with timestamps, for overviews and crops, cached.
 
 T frames of H x W pixels; s_i = start of frame i in seconds, s_0 = 0; D = duration.
-  frame on display at t   = the last i with s_i <= t; its time is s_i, not t
+  frame on display at t   = the last i with s_i <= t; the frame's time is s_i, not t
   overview(K)             = frames on display at (k + 0.5) D / K, k = 0..K-1
   crop(a, b)              = frames on display at a + (k + 0.5)(b - a) / n, k = 0..n-1, with
                             a, b clamped to [0, D] and n = clip(round((b - a) fps), 1, max_frames)
-  overview(K, snap)       = each the nearest key frame instead, where one starts within D / 2K
+  overview(K, snap)       = the same, but the nearest key frame if one starts within D / 2K
 All drop repeats. 64 frames at 1 fps: overview(4) -> 8, 24, 40, 56; crop(16, 19) -> 16, 17, 18.
 
 Departures: s_i is the container's clock, never i / fps, which is wrong as soon as the rate varies.
@@ -13,24 +13,23 @@ Frames are resized once, here, to multiples of 32 (patch 16 x merge 2), and by n
 PyAV decodes. Frames that were not requested and that no other frame needs are skipped. Frames and
 times are ffmpeg's: edit lists hide frames, display matrices turn and mirror them. s_0 = 0 even if
 sound begins earlier. Of several frames with one time, the last in the file's order is shown.
-Some files do not state when each frame is displayed, or state it wrongly: AVI, ASF and MPEG-PS with
-B-frames, copies made of them, clips joined by times that overlap, MPEG-TS with a frame that lacks
-its time. ffmpeg guesses the times while it decodes, and so does this file, by the same rule. Such a
-video is decoded from its first frame on, without skipping, when it is opened and again for every
-look. A long one takes minutes. If an answer takes longer than FrameCache.timeout, the video is
-refused: encode it anew, or allow more time.
+Some files do not state when each frame is displayed, or state wrong times: AVI, ASF and MPEG-PS
+with B-frames, copies made of them, clips joined by times that overlap, MPEG-TS if a frame has no
+time. ffmpeg guesses the times while decoding, and this file follows the same rule. Such a video is
+decoded from the first frame on, without skipping, when the file is opened and again for every look.
+A long video takes minutes. If an answer takes longer than FrameCache.timeout, the video is refused:
+encode the file anew, or allow more time.
 
 Refused with a VideoError: playlists, text and raw streams (FORMATS lists the rest); a clock that
 jumps, as in files joined with cat, or that stands still for 9 frames, as in copies of such files;
 first frames without any time, as in Matroska written with -avoid_negative_ts disabled;
 MPEG-TS, MPEG-PS and Ogg with 10 s without a frame, which ffmpeg takes for a jump; frames turned by
 another angle than 90, 180 or 270 degrees, or above MAX_PIXELS. A decoder process may use MAX_MEMORY
-(an hour of 4K HEVC took 0.5 GiB); without a timeout this process decodes, which has no such bound.
-Not handled: non-square pixels; cover art (a video of one frame); times that are wrong though all
-are there and in order for the first 8 frames; of MP4 and FLV files joined with cat, only the first
-is seen.
+(an hour of 4K HEVC took 0.5 GiB). Without a timeout this process decodes, and has no such bound.
+Not handled: non-square pixels; cover art (a video of one frame); wrong times, if none is missing
+and the first 8 frames are in order; of MP4 and FLV files joined with cat, only the first is seen.
 
-Reads one video file, writes nothing but what a FrameCache keeps in its folder, if it has one.
+Reads one video file. Writes only the folder of a FrameCache, if the cache has one.
   python video.py FILE --frames 8 --start 12 --end 20      no window: the overview of the whole file
 """
 
@@ -49,24 +48,24 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from multiprocessing.connection import Connection, Pipe
 
-import numpy as np  # av and PIL are imported where they are used: what samples needs none
+import numpy as np  # av and PIL are imported in the functions that decode; sampling needs neither
 
 import launch
 
-# Of one file each, whose frames have times; the last line: stills, which are videos of one frame.
+# Formats of a single file whose frames have times. Last line: stills, videos of one frame.
 FORMATS = ("mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,rm,dv,mxf,nut,ivf,gif,apng,yuv4mpegpipe,"
            "image2,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe")
-AVFMT_TS_DISCONT = 0x200  # of a format: its clock may jump
-READER = 2  # grows if files are read otherwise: frames kept on disk before are not used
-MAX_PIXELS = 2**26  # of a frame; twice those of 8K
-MAX_MEMORY = 8 * 2**30  # bytes of a decoder process, frames that it hands over included
+AVFMT_TS_DISCONT = 0x200  # flag of a format whose clock may jump
+READER = 2  # raise this if reading changes: older frames on disk are then not used
+MAX_PIXELS = 2**26  # of a frame; two frames of 8K
+MAX_MEMORY = 8 * 2**30  # bytes of a decoder process, decoded frames included
 
 
 class VideoError(launch.UserError):
     """This file cannot be used: `.path` says which, `.why` what is wrong; str() is "path: why"."""
 
     def __init__(self, path, why):
-        super().__init__(str(path), why)  # both as they came: exceptions are pickled by arguments
+        super().__init__(str(path), why)  # unchanged: exceptions are pickled by these
         self.path, self.why = self.args
 
     def __str__(self):
@@ -84,8 +83,8 @@ class VideoInfo:
 
 @dataclass
 class Frames:
-    images: np.ndarray  # [T, H, W, 3] uint8 RGB; read-only, since a cache shares it: copy to write
-    seconds: np.ndarray  # [T] float64, start of each frame on the video's clock; read-only too
+    images: np.ndarray  # [T, H, W, 3] uint8 RGB; read-only because a cache shares them
+    seconds: np.ndarray  # [T] float64, start of each frame on the video's clock; read-only
     key: str  # names this set of frames: same file, same frames, same size <=> same key
     frame_keys: list[str]  # [T] equal in every set that holds this frame at this size
 
@@ -94,23 +93,24 @@ def smart_size(height, width, min_pixels, max_pixels, multiple=32):
     """(height, width) in pixels -> (h, w) to resize to, whole multiples of `multiple`.
 
     Of all pairs with min_pixels <= h * w <= max_pixels: the one nearest, in log h and log w, to
-    the exact rescaling, so shape and area are kept. None there: the lower bound is given up, and
-    the upper one for (multiple, multiple). Raises ValueError: a side < 1, min_pixels > max_pixels.
+    the exact rescaling, so shape and area are kept. If there is no such pair, the lower bound is
+    given up; (multiple, multiple) may exceed the upper bound too. Raises ValueError: a side < 1,
+    min_pixels > max_pixels.
     """
     if min(height, width, multiple) < 1 or min_pixels > max_pixels:
         budget = f"{min_pixels}..{max_pixels} pixels by {multiple}"
         raise ValueError(f"cannot fit {height}x{width} into {budget}")
-    area = min(max(height * width, min_pixels), max_pixels)  # as filmed, or the budget's near end
+    area = min(max(height * width, min_pixels), max_pixels)  # own area, moved into the bounds
     tall = math.sqrt(area * height / width) / multiple  # the exact answer, in cells of `multiple`
     wide = math.sqrt(area * width / height) / multiple
     most = max_pixels // multiple**2  # cells, rounded down
     least = -(-min_pixels // multiple**2)  # cells, rounded up
     if least > most:
-        least = 1  # 13.2 to 13.8 cells, say: no whole number of them keeps both bounds
+        least = 1  # no whole number lies between 13.2 and 13.8 cells
     best = (math.inf, 1, 1)  # (distance, cells down, cells across)
     for a in range(1, most + 1):
         if a > tall and math.log(a / tall) > best[0]:
-            break  # only worse from here on: a budget of 10^9 pixels would loop a million times
+            break  # only worse from here on
         low = max(1, -(-least // a))  # low <= b <= high keeps a * b between least and most
         high = most // a
         if low > high:
@@ -118,7 +118,7 @@ def smart_size(height, width, min_pixels, max_pixels, multiple=32):
         for side in (math.floor(wide), math.ceil(wide)):
             b = min(max(side, low), high)
             distance = abs(math.log(a / tall)) + abs(math.log(b / wide))
-            # Rounded, so that ties compare equal: then the smaller a wins on every machine.
+            # Rounded, so that ties compare equal and the smaller a wins on every machine.
             best = min(best, (round(distance, 9), a, b))
     return best[1] * multiple, best[2] * multiple
 
@@ -133,8 +133,8 @@ def _on_display(starts, looks):
 def overview_indices(starts, duration, num_frames, keys=()):
     """Frame starts [N] in seconds -> indices of at most `num_frames` frames of the whole video.
 
-    `keys`: indices of key frames; one that starts in a look's own segment is taken in its place,
-    the nearest, since a decoder reaches it without any frame before it.
+    `keys`: indices of key frames. If key frames start in a look's own segment, the nearest one is
+    taken, because a decoder reaches a key frame without the frames before.
     """
     if num_frames < 1:
         raise ValueError(f"num_frames must be at least 1, not {num_frames}")
@@ -152,11 +152,11 @@ def crop_indices(starts, duration, start, end, num_frames=None, fps=1.0, max_fra
     """Frame starts [N] -> indices of the frames seen in the window [start, end], all in seconds.
 
     `fps` looks a second, or `num_frames` in all; at least 1 and at most `max_frames`. ValueError:
-    fps or max_frames <= 0; nothing left of the window in [0, duration] (reversed, beyond, NaN).
+    fps or max_frames <= 0; no part of the window lies in [0, duration] (reversed, beyond, NaN).
     """
     if not fps > 0 or max_frames < 1:
         raise ValueError(f"fps and max_frames must be positive, not {fps} and {max_frames}")
-    low, high = np.clip([start, end], 0.0, duration)  # NaN stays NaN and fails the next line
+    low, high = np.clip([start, end], 0.0, duration)  # NaN stays NaN and fails the next test
     if not low < high:
         whole = f"the video, which runs from 0 to {duration:g} s"
         raise ValueError(f"window {start:g}-{end:g} s holds nothing of {whole}")
@@ -167,10 +167,10 @@ def crop_indices(starts, duration, start, end, num_frames=None, fps=1.0, max_fra
 
 
 def resolve(video, root=None):
-    """Path as a data file writes it -> real path; with `root`: relative to it and inside it.
+    """Path in a data file -> real path; with `root`: relative to root and inside root.
 
-    Raises VideoError for a path whose text leaves root, absolute or by `..`. Links are followed:
-    root's owner put them there, and a hub snapshot is made of them. Existence is not checked.
+    Raises VideoError for a path whose text leaves root, absolute or by `..`. Links are followed,
+    because root's owner made them and a hub snapshot consists of links. Existence is not checked.
     """
     if not isinstance(video, (str, os.PathLike)) or "\0" in os.fspath(video):
         raise VideoError(repr(video), "is not a path")
@@ -189,8 +189,8 @@ def probe(path, cache=None):
 
 
 def overview(path, num_frames, min_pixels=1024, max_pixels=50176, cache=None, snap=False):
-    """Path -> Frames, at most `num_frames`; snap: key frames where they are near enough, which is
-    fast in long files. Raises VideoError, ValueError for num_frames < 1."""
+    """Path -> Frames, at most `num_frames`. snap: take key frames if they are near enough; fast in
+    long files. Raises VideoError, ValueError for num_frames < 1."""
     cache = cache or FrameCache(0)
     starts, info = cache.index(path)  # [N] seconds
     keys = cache.key_frames(path) if snap else ()
@@ -202,7 +202,8 @@ def crop(path, start, end, num_frames=None, fps=1.0, max_frames=16,
          min_pixels=1024, max_pixels=50176, cache=None):
     """Path, window in seconds -> Frames, timed on the whole video's clock; see `crop_indices`.
 
-    The first one may start before `start`: it is on display there. Raises VideoError also.
+    The first frame may start before `start`, because it is on display at that time. Raises
+    VideoError also.
     """
     cache = cache or FrameCache(0)
     starts, info = cache.index(path)  # [N] seconds
@@ -211,10 +212,10 @@ def crop(path, start, end, num_frames=None, fps=1.0, max_frames=16,
 
 
 def at(path, times, min_pixels=1024, max_pixels=50176, cache=None):
-    """Path, times in seconds -> Frames on display then. ValueError: no time is in the video."""
+    """Path, times in seconds -> Frames on display at these times. ValueError: all lie outside."""
     cache = cache or FrameCache(0)
     starts, info = cache.index(path)  # [N] seconds
-    inside = [t for t in times if 0 <= t < info.duration]  # seconds; the others are left out
+    inside = [t for t in times if 0 <= t < info.duration]  # seconds; other times are left out
     if not inside:
         whole = f"the video, which runs from 0 to {info.duration:g} s"
         raise ValueError(f"none of the {len(times)} times lies within {whole}")
@@ -222,7 +223,7 @@ def at(path, times, min_pixels=1024, max_pixels=50176, cache=None):
 
 
 def load(spec, root=None, cache=None, min_pixels=1024, max_pixels=50176):
-    """A message's video item -> Frames; its path goes through `resolve`. Raises as these do:
+    """A message's video item -> Frames. The path goes through `resolve`. Raises like these:
 
     {"video", "frames": K, "snap"?}: overview. {"video", "times": [..]}: at. {"video", "start",
     "end", "fps"?, "max_frames"?, "num_frames"?}: crop; null: not given. Others raise KeyError.
@@ -237,7 +238,7 @@ def load(spec, root=None, cache=None, min_pixels=1024, max_pixels=50176):
 
 
 def _knobs(spec):
-    """A window's item -> what it says of its number of frames; what it leaves open is left out."""
+    """A window's item -> the given ones of num_frames, fps and max_frames."""
     names = ("num_frames", "fps", "max_frames")
     return {name: spec[name] for name in names if spec.get(name) is not None}
 
@@ -246,12 +247,12 @@ def _knobs(spec):
 
 
 def clusters(specs, root, cache):
-    """Windows' items of one video -> lists of their places in specs: those that begin behind the
-    same key frame, which `preload` decodes in one go, and those that cannot be read."""
+    """Items of windows of one video -> lists of their places in specs. Windows that begin after the
+    same key frame form a list, which `preload` decodes in one go; unreadable ones form another."""
     runs = {}  # number of the key frame -> places
     for n, spec in enumerate(specs):
         run = None
-        with contextlib.suppress(VideoError, ValueError):  # `load` will say so
+        with contextlib.suppress(VideoError, ValueError):  # `load` will report the fault
             path, indices = _window(spec, root, cache)
             run = cache.run(path, indices[0])
         runs.setdefault(run, []).append(n)
@@ -259,8 +260,8 @@ def clusters(specs, root, cache):
 
 
 def preload(specs, root, cache, min_pixels=1024, max_pixels=50176):
-    """Decode a cluster of windows, each frame once, so that `load` finds them in the cache."""
-    if len(specs) < 2:  # `load` decodes one as fast
+    """Decodes a cluster of windows, each frame once, so that `load` finds them in the cache."""
+    if len(specs) < 2:  # `load` decodes a single window as fast
         return
     with contextlib.suppress(VideoError, ValueError):
         found = [_window(spec, root, cache) for spec in specs]
@@ -275,13 +276,13 @@ def _window(spec, root, cache):
 
 
 def _identity(path):
-    """Path -> (real path, bytes, mtime in ns, READER), new if the file is. VideoError: no file."""
+    """Path -> (real path, bytes, mtime in ns, READER), which changes with the file. VideoError."""
     try:
         status = os.stat(path)
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         missing = isinstance(error, FileNotFoundError)
         raise VideoError(path, "no such file" if missing else str(error)) from error
-    if not os.path.isfile(path):  # opening a pipe would wait for ever
+    if not os.path.isfile(path):  # opening a pipe would wait for a writer
         raise VideoError(path, "is a folder" if os.path.isdir(path) else "is not a regular file")
     if status.st_size == 0:
         raise VideoError(path, "is empty (0 bytes)")
@@ -289,19 +290,19 @@ def _identity(path):
 
 
 def _promised_end(file, size):
-    """Open file -> (part of the container, byte where its header says that this part ends)."""
+    """Open file -> (part of the container, byte at which the header says that it ends)."""
     head = file.read(64)  # bytes; holds the lengths of AVI and Matroska
     if head[:4] == b"RIFF" and head[8:12] == b"AVI ":
-        return "RIFF", 8 + int.from_bytes(head[4:8], "little")  # + 0 in files never finished
-    at = head.find(b"\x18\x53\x80\x67") + 4  # Matroska: behind its mark, a Segment's length
+        return "RIFF", 8 + int.from_bytes(head[4:8], "little")  # + 0 if never finished
+    at = head.find(b"\x18\x53\x80\x67") + 4  # Matroska: a Segment's length follows this mark
     if head[:4] == b"\x1aE\xdf\xa3" and 4 <= at <= len(head) - 8 and head[at]:
         used = 9 - head[at].bit_length()  # bytes of the number: the zero bits in front, plus one
-        unknown = (1 << 7 * used) - 1  # all ones: the file was streamed
+        unknown = (1 << 7 * used) - 1  # all ones mean: streamed, length unknown
         length = int.from_bytes(head[at : at + used], "big") & unknown
         return "Segment", at + used + length % unknown
     boxes = b"ftyp moov mdat moof free skip wide uuid styp sidx mfra udta".split()  # of mp4
-    # No claim: MPEG-TS and others state no length, and simply get shorter.
-    part, end, at = "", 0, 0  # the last: first byte of a box
+    # MPEG-TS and others state no length. A truncated file is just a shorter video.
+    part, end, at = "", 0, 0  # at: first byte of a box
     while at < size:
         file.seek(at)
         length = int.from_bytes(file.read(4), "big")  # bytes, this header included
@@ -318,7 +319,7 @@ def _promised_end(file, size):
 
 def _duration(starts, end):
     """Starts [N], end of the last frame in seconds -> duration; without an end, one frame more."""
-    if end > starts[-1]:  # not so in FLV and fragmented mp4
+    if end > starts[-1]:  # FLV and fragmented mp4 do not state an end
         return round(float(end), 4)
     usual = float(np.median(np.diff(starts))) if len(starts) > 1 else 1.0  # a still: one second
     return round(float(starts[-1]) + usual, 4)
@@ -326,10 +327,10 @@ def _duration(starts, end):
 
 @contextlib.contextmanager
 def _stream(path):
-    """Path -> (container, first video stream), closed at the end. VideoError for PyAV's errors."""
+    """Path -> (container, first video stream), closed at exit. VideoError for PyAV's errors."""
     import av
     try:
-        # Other formats name further files, which lie anywhere (playlists), or draw text (tty).
+        # Other formats name further files, anywhere on the disk (playlists), or draw text (tty).
         options = {"format_whitelist": FORMATS, "protocol_whitelist": "file",
                    "pattern_type": "none"}  # of stills: %d in a name means no other files
         # Tags need not be UTF-8.
@@ -347,7 +348,7 @@ def _stream(path):
             yield container, stream
     except (av.FFmpegError, OSError, RuntimeError, IndexError) as error:  # the last: cut MPEG-TS
         why = getattr(error, "strerror", None) or error
-        if isinstance(error, av.ArgumentError):  # all that av.open says of what FORMATS leaves out
+        if isinstance(error, av.ArgumentError):  # the error of av.open for other formats too
             why = "damaged, or in no format that is read here"
         raise VideoError(path, f"PyAV: {why}") from error
 
@@ -355,9 +356,9 @@ def _stream(path):
 def _open(path):
     """Path -> its table: starts [N] seconds, duration, height, width, ticks [N], key_ticks.
 
-    Starts are strictly increasing, the first is 0.0. Ticks are the same in the stream's own unit
-    and clock, key_ticks those of the key frames, where a seek can land: also those of key frames
-    that an edit list hides, which are no frames here. Raises VideoError.
+    Starts are strictly increasing, the first is 0.0. Ticks are the same times in the stream's own
+    unit and clock. key_ticks are those of the key frames, at which a seek can land, with key frames
+    that an edit list hides from the starts. Raises VideoError.
     """
     size = _identity(path)[1]  # bytes
     try:
@@ -365,7 +366,7 @@ def _open(path):
             part, end = _promised_end(file, size)
     except OSError as error:
         raise VideoError(path, str(error)) from error
-    if end > size:  # PyAV does not tell: an mp4 with its index in front opens at any length
+    if end > size:  # PyAV does not notice: an mp4 with the index in front opens at any length
         why = f"is truncated: its {part} ends at byte {end}, the file at byte {size}"
         raise VideoError(path, why)
     early, packets = [], []
@@ -376,38 +377,39 @@ def _open(path):
         for packet in container.demux(stream):
             if len(early) < (8 if reorders else 1):
                 early += packet.decode()
-            if packet.size:  # else the flush at the end
+            if packet.size:  # else: the flush at the end
                 pts = _tick(packet, reorders)
                 packets.append((pts, pts if packet.dts is None else packet.dts,
                                 packet.duration or 0, packet.is_keyframe, packet.is_discard))
     if not early:
         raise VideoError(path, "PyAV: holds no video frames")
     untimed = [n for n, (pts, *_) in enumerate(packets) if pts is None]
-    # In decoding order: times of display and of decoding and lengths, [P] ticks each, two flags.
+    # In decoding order: time of display, time of decoding, length [P] in ticks; two flags.
     pts, dts, lengths, keys, hidden = np.array(
         [row for row in packets if row[0] is not None], np.int64).reshape(-1, 5).T
     came = [_tick(frame, reorders) for frame in early]
-    # Frames before the first that decodes were left by a cut and do not count.
+    # Frames before the first frame that decodes are left over from a cut and do not count.
     shown = (hidden == 0) & (came[0] is not None and pts >= came[0])
     ticks, counts = np.unique(pts[shown], return_counts=True)
     jump = _jump(path, pts * unit, dts * unit, keys, leaps)
-    if counts.max(initial=0) > 8:  # the clock of a joined file, held back when it was copied
+    if counts.max(initial=0) > 8:  # a joined file's clock, which a copy held back
         jump = (ticks[counts.argmax()] - ticks[0]) * unit
-    # An edit list of several parts steps back, too: no harm, unless frames of two parts meet.
+    # An edit list of several parts steps back too. That is harmless, unless frames of two parts
+    # share a time.
     if jump is not None and not (hidden.any() and len(ticks) == shown.sum()):
         raise VideoError(path, f"the clock jumps at {jump:g} s: remux it, or encode it anew")
-    # Matroska has no times below zero. Frames of such times follow the first key frame in files
-    # that were cut; they are made from frames that are gone, do not decode and do not count.
+    # Matroska has no times below zero. In files that were cut, frames of such times follow the
+    # first key frame. They depend on frames that are gone, so they neither decode nor count.
     front = untimed and untimed[0] > 0 and untimed[-1] <= len(untimed)
     key_ticks = np.unique(pts[keys > 0])
-    # Clips joined by times that overlap: a frame before a key frame is displayed after it.
+    # Clips joined by times that overlap: a frame in front of a key frame is displayed later.
     overlap = np.minimum.accumulate(pts[::-1])[::-1][1:] < np.maximum.accumulate(pts)[:-1]
     if (None in came or came != sorted(came) or untimed and not front or not len(key_ticks)
             or len(ticks) < shown.sum() or (overlap & (keys[1:] > 0)).any()):
         times, end = _show(path)
-        last = {tick: n for n, tick in enumerate(times)}  # of frames of one time
+        last = {tick: n for n, tick in enumerate(times)}  # the last of frames with one time
         starts, key_ticks = np.array(sorted(last)), key_ticks[:0]  # [N], none
-        ticks = np.array([last[tick] for tick in starts])  # [N] numbers of frames
+        ticks = np.array([last[tick] for tick in starts])  # [N] numbers of frames in decoding order
     else:
         starts, end = ticks, ticks[-1] + lengths[shown][pts[shown].argmax()]
     end, starts = (end - starts[0]) * unit, np.round((starts - starts[0]) * unit, 4)
@@ -416,15 +418,15 @@ def _open(path):
 
 
 def _tick(item, reorders):
-    """Packet or frame, whether its stream reorders frames -> its time of display, None: unknown."""
+    """Packet or frame, whether the stream reorders frames -> time of display, None: unknown."""
     return item.dts if item.pts is None and not reorders else item.pts
 
 
 def _show(path):
-    """Path -> (time of each frame as the decoder hands them out, end of the last), in ticks.
+    """Path -> (time of each frame in the decoder's order, end of the last), in ticks.
 
-    ffmpeg's rule: the stated time of display (pts), unless these went back more often than the
-    times of decoding (dts); then the latter; if there is neither, the end of the frame before.
+    ffmpeg's rule: the stated time of display (pts). If the pts so far went back more often than the
+    times of decoding (dts), the dts. If a frame has neither, the end of the frame before.
     """
     times, length = [], 0
     wrong, latest = [0, 0], [-math.inf, -math.inf]  # of pts, of dts
@@ -440,7 +442,7 @@ def _show(path):
             before = times[-1] if times else 0
             tick = next(t for t in (*order, before + length) if t is not None)
             step = tick - before if times else 0
-            # A length of 1 may be a guess of the container.
+            # A length of 1 tick may be the container's guess.
             length = frame.duration if frame.duration > 1 or step <= 2 else step
             times.append(tick)
     return times, times[-1] + length
@@ -449,12 +451,12 @@ def _show(path):
 def _jump(path, pts, dts, keys, leaps):
     """Path, packets' times in seconds, key flags [P] -> seconds to a jump of the clock, or None.
 
-    Back: a key frame comes before what was there, by both times, since Matroska states no dts and
-    some files call all their frames key frames. On: 10 s, if leaps says that the format's clock
-    may do so, or if files were joined. Both bounds are ffmpeg's, which mends such a clock.
+    A jump back: a key frame is earlier than frames before, by both times, because Matroska states
+    no dts and some files call all frames key frames. A jump ahead: 10 s, if leaps (the format's
+    clock may jump) or if files were joined. Both bounds are ffmpeg's, which mends such a clock.
     """
-    behind = [np.maximum.accumulate(times)[:-1] - times[1:] for times in (pts, dts)]  # [P - 1]
-    jumps = (keys[1:] > 0) & (np.minimum(*behind) > 0.1)
+    back = [np.maximum.accumulate(times)[:-1] - times[1:] for times in (pts, dts)]  # [P - 1]
+    jumps = (keys[1:] > 0) & (np.minimum(*back) > 0.1)
     far = np.diff(dts) > 10
     if far.any() and (leaps or _joined(path)):
         jumps |= far
@@ -462,7 +464,7 @@ def _jump(path, pts, dts, keys, leaps):
 
 
 def _joined(path):
-    """Path -> whether a second Matroska header follows in it, as after cat."""
+    """Path -> whether the file holds a second Matroska header, as after cat."""
     header = re.compile(rb"(?s)\x1aE\xdf\xa3.{,60}(webm|matroska)")
     with contextlib.suppress(OSError), open(path, "rb") as file:
         with mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
@@ -487,10 +489,11 @@ def _upright(path, frame):
 
 
 def _drops_safely(codec):
-    """Codec context -> whether NONREF drops only frames that no other frame is made from.
+    """Codec context -> whether NONREF drops only frames that no other frame depends on.
 
-    H.264 says so of a frame by itself. HEVC says it of its temporal layer alone: a frame of a
-    layer above may need it, so only files of one layer will do. Others were not looked into.
+    An H.264 frame states this for the whole stream. An HEVC frame states this for one temporal
+    layer, and a frame of a higher layer may depend on it, so only files of one layer qualify. Other
+    codecs were not examined.
     """
     head = codec.extradata or b""  # of HEVC in mp4 and Matroska: an hvcC record
     one_layer = len(head) > 21 and head[0] == 1 and head[21] >> 3 & 7 == 1  # numTemporalLayers
@@ -498,7 +501,7 @@ def _drops_safely(codec):
 
 
 def _decode(container, stream, wanted, drop):
-    """Set of ticks -> iterator of the frames from here on, up to the last wanted one.
+    """Set of ticks -> iterator of the frames from here on, up to the last wanted frame.
 
     `drop`: frames that are not wanted and that no other frame needs are not decoded.
     """
@@ -506,11 +509,11 @@ def _decode(container, stream, wanted, drop):
     reorders = codec.has_b_frames
     missing = set(wanted)  # not in the decoder yet
     for packet in container.demux(stream):
-        # Without bytes: the flush at the end of the file. A hidden frame may have another's time.
+        # A packet without bytes is the flush at the end. A hidden frame may share a time.
         tick = _tick(packet, reorders)
         mine = not packet.size or tick in wanted and not packet.is_discard
-        if not missing and not mine:  # not at once: the fields of a frame may come one by one
-            yield from codec.decode(None)  # what it holds back for its order
+        if not missing and not mine:  # only now, because the fields of a frame may come one by one
+            yield from codec.decode(None)  # frames held back to reorder them
             return
         codec.skip_frame = "NONREF" if drop and not mine else "DEFAULT"
         yield from packet.decode()  # never a hidden frame
@@ -521,18 +524,18 @@ def _decode(container, stream, wanted, drop):
 def _images(path, ticks, key_ticks):
     """Path, ticks [T] and key_ticks of `_open` -> iterator of images [H, W, 3] uint8."""
     left = ticks.tolist()  # not handed out yet
-    found = {}  # tick -> image that waits for its turn
+    found = {}  # tick -> image that waits for earlier ones
     seeks = len(key_ticks) > 0
     with contextlib.ExitStack() as opened:
         container, stream = opened.enter_context(_stream(path))
         drop, reorders = _drops_safely(stream.codec_context), stream.codec_context.has_b_frames
         while left:
-            run = left[:]  # decoded in one go: from a key frame on, what lies before the next
+            run = left[:]  # decoded in one go: all before the next key frame
             if seeks:
-                after = np.searchsorted(key_ticks, left[0], side="right")  # index of the next one
+                after = np.searchsorted(key_ticks, left[0], side="right")  # index of the next
                 if after < len(key_ticks):
                     run = left[: np.searchsorted(left, key_ticks[after])]
-                if after > 1 or after and len(left) < len(ticks):  # else it stands there already
+                if after > 1 or after and len(left) < len(ticks):  # else the container stands there
                     container.seek(int(key_ticks[after - 1]), stream=stream)
             if len(key_ticks):
                 frames = ((_tick(frame, reorders), frame)
@@ -546,86 +549,86 @@ def _images(path, ticks, key_ticks):
                     yield found.pop(left.pop(0))
                 if not left:
                     return
-            if left[0] in run:  # it did not come
+            if left[0] in run:  # this frame did not come
                 if not seeks:
                     place = (f"at {float(left[0] * stream.time_base):g} s of its own clock"
                              if len(key_ticks) else f"number {left[0]}")
                     raise VideoError(path, f"PyAV: the frame {place} does not decode")
-                opened.close()  # seeks land too late without an index (MPEG-TS): from the start
+                opened.close()  # without an index (MPEG-TS) seeks land too late
                 container, stream = opened.enter_context(_stream(path))
                 seeks = False
 
 
 def _read(path, ticks, key_ticks, height, width):
-    """As _images -> [T, height, width, 3] uint8. Raises VideoError."""
+    """Arguments of _images, and a size -> [T, height, width, 3] uint8. Raises VideoError."""
     from PIL import Image
 
     images = np.empty((len(ticks), height, width, 3), np.uint8)  # [T, H, W, 3]
     full_size = _images(path, ticks, key_ticks)
-    for n, image in enumerate(full_size):  # one by one: 4K frames fill gigabytes
-        if image.shape[:2] != (height, width):  # bicubic at the same size would change nothing
-            full = Image.fromarray(np.ascontiguousarray(image))  # rotated ones are strided views
+    for n, image in enumerate(full_size):  # one by one, because 4K frames fill gigabytes
+        if image.shape[:2] != (height, width):  # at the same size there is no work
+            full = Image.fromarray(np.ascontiguousarray(image))  # rotated images are strided views
             image = full.resize((width, height), Image.Resampling.BICUBIC)
         images[n] = image
     return images
 
 
 def _answer(request):
-    """What _open or, if there are more, _read takes -> what it returns."""
+    """Arguments of _open (one) or of _read (several) -> their result."""
     return (_open if len(request) == 1 else _read)(*request)
 
 
 @dataclass(eq=False)
 class ChildDecoder:
-    """Answers in a child process: a file that hangs or crashes it costs a VideoError."""
+    """A decoder in a child process. A file that hangs or crashes the child costs a VideoError."""
 
-    timeout: float  # seconds to wait for an answer of up to 64 frames; of more, in proportion
+    timeout: float  # seconds to wait for up to 64 frames; for more frames in proportion
     process: subprocess.Popen | None = None  # None: the next request starts one
     pipe: Connection | None = None
 
     def ask(self, request):
-        """As _answer. VideoError also where two children died, or one stayed silent."""
-        answer = self._try(request) or self._try(request)  # one death may be a user's doing
+        """Like _answer. VideoError also if two children died, or if one stayed silent."""
+        answer = self._try(request) or self._try(request)  # a user may have killed the first
         error, value = answer or ("the decoder process died, twice", None)
-        if error is not None:  # in good order: the child lives on
+        if error is not None:  # the child lives on
             raise VideoError(request[0], error) if isinstance(error, str) else error
         return value
 
     def _try(self, request):
-        """Request -> (error or None, answer) from the child, None when it died."""
+        """Request -> (error or None, answer) from the child, None if the child died."""
         if self.process is None:
-            # Not multiprocessing: it would import the caller's script, with torch, in each child.
+            # multiprocessing would import the caller's script, with torch, in each child.
             self.pipe, theirs = Pipe()
             fd = theirs.fileno()
             command = [sys.executable, os.path.abspath(__file__), "--serve", str(fd)]
             self.process = subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL)
-            theirs.close()  # the child's is the last, so its death is seen as an end of file
-        frames = len(request[1]) if len(request) > 1 else 0  # their ticks; opening asks for none
-        patience = self.timeout * max(1.0, frames / 64)  # each may be a seek in a file of hours
+            theirs.close()  # then the child's death is an end of file here
+        frames = len(request[1]) if len(request) > 1 else 0  # opening a file asks for none
+        patience = self.timeout * max(1.0, frames / 64)  # each frame may need a seek
         try:
             self.pipe.send(request)
             if not self.pipe.poll(patience):
                 why = f"no answer within {patience:g} s: encode it anew, or allow more time"
                 raise VideoError(request[0], why)
             return self.pipe.recv()
-        except BaseException as error:  # Ctrl-C too: a late answer must never serve the next one
+        except BaseException as error:  # Ctrl-C too: a late answer must not serve the next request
             self.close()
-            if not isinstance(error, (EOFError, OSError)):  # else it died
+            if not isinstance(error, (EOFError, OSError)):  # else the child died
                 raise
 
     def close(self):
         if self.process is not None:
-            self.process.kill()  # not terminate: a decoder stuck in C never gets to a handler
-            self.process.wait()  # or it stays a zombie until this process ends
+            self.process.kill()  # terminate would need a handler, and C code never runs one
+            self.process.wait()  # or the child stays a zombie until this process ends
             self.pipe.close()
             self.process = None  # the next request starts another
 
 
 def _serve(fd):
-    """The child's life: answers requests until the parent closes the pipe."""
+    """The child's main loop: answers requests until the parent closes the pipe."""
     import resource
 
-    with contextlib.suppress(ValueError, OSError):  # a lower one is in force; macOS has none
+    with contextlib.suppress(ValueError, OSError):  # a lower limit is set; macOS has none
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     pipe = Connection(fd)
     with contextlib.suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
@@ -633,7 +636,7 @@ def _serve(fd):
             request = pipe.recv()
             try:
                 pipe.send((None, _answer(request)))
-            except VideoError as error:  # as text: here its class is __main__'s, there it is not
+            except VideoError as error:  # as text, because here the class belongs to __main__
                 pipe.send((error.why, None))
             except MemoryError:
                 pipe.send((f"needs more than {MAX_MEMORY >> 30} GiB of memory", None))
@@ -642,70 +645,70 @@ def _serve(fd):
 
 
 def _digests(file, indices, height, width):
-    """`_identity` of a file, indices [T], size -> (key of the set, of each frame [T]), hex."""
+    """`_identity` of a file, indices [T], size -> (key of the set, keys of the frames [T]), hex."""
     names = [repr((file, int(i), height, width)) for i in indices]  # no file opened yet
     frame_keys = [sha256(name.encode()).hexdigest()[:32] for name in names]  # hash() is salted
     return sha256("".join(frame_keys).encode()).hexdigest()[:32], frame_keys
 
 
 def _load(path):
-    """File of a cache's folder -> [arrays and numbers], None where it is missing or damaged."""
-    with contextlib.suppress(OSError):  # no such file, or one of somebody else
-        os.utime(path)  # used last
-    with contextlib.suppress(OSError):  # gone by now: another process made room
+    """File of a cache's folder -> [arrays and numbers], None if missing or damaged."""
+    with contextlib.suppress(OSError):  # no such file, or another user's
+        os.utime(path)  # marks the file as used now
+    with contextlib.suppress(OSError):  # another process may have made room
         with open(path, "rb") as file:
             check, data = file.read(4), file.read()
-        if check == zlib.crc32(data, 1).to_bytes(4, "big"):  # 1: that of nothing must not be 0
+        if check == zlib.crc32(data, 1).to_bytes(4, "big"):  # 1, so that no empty file passes
             arrays = np.load(io.BytesIO(data)).values()  # refuses pickles, which could run code
             return [array if array.ndim else array.item() for array in arrays]
         os.unlink(path)
 
 
 def _make_room(folder, most):
-    """Deletes what was not used for longest, until `most` bytes are left."""
+    """Deletes the least recently used files until `most` bytes are left."""
     found = []  # (mtime in ns, bytes, path)
     for entry in os.scandir(folder):
         with contextlib.suppress(FileNotFoundError):  # another process makes room too
-            if entry.name.endswith(".frames") and len(entry.name) == 39:  # else not a cache's
+            if entry.name.endswith(".frames") and len(entry.name) == 39:  # else: not of a cache
                 found.append((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path))
     excess = sum(size for _, size, _ in found) - most
     for _, size, path in sorted(found):
         if excess > 0:
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)  # whoever reads it has it open
+                os.unlink(path)  # a reader keeps an open file
             excess -= size
 
 
 @dataclass(eq=False, repr=False)
 class FrameCache:
-    """Frames and tables of times already read, shared by threads; the least recently used go.
+    """Decoded frames and tables of times, shared by threads; the least recently used are dropped.
 
-    Threads that want the same thing at the same time wait for the first of them. If it fails all
-    get its error, which is then forgotten: the file may be mended when it is asked for again.
+    Threads that ask for the same thing at the same time wait for the first of them. If that thread
+    fails, all get the error. The error is not kept, because the file may be mended later.
     """
 
-    max_bytes: int = 4 * 2**30  # of what is kept; a larger entry is returned and not kept
-    timeout: float | None = None  # None: decodes here; seconds: in a child per asking thread
-    workers: int = 1  # decoders that share a look, 8 frames or more each; 1 suits many files
-    folder: str | None = None  # kept here too, for later runs and other processes; None: nowhere
-    folder_bytes: int = 50 * 2**30  # of all in it; beyond 8 processes each may add 1/64
-    bytes: int = 0  # kept now
+    max_bytes: int = 4 * 2**30  # kept in memory; a larger entry is returned and not kept
+    timeout: float | None = None  # seconds, in one child per thread; None: this process decodes
+    workers: int = 1  # decoders per set of frames, at least 8 frames each
+    folder: str | None = None  # of frames for later runs and other processes; None: none
+    folder_bytes: int = 50 * 2**30  # of all files in it; beyond 8 processes each may add 1/64
+    bytes: int = 0  # kept in memory now
     decodes: int = 0  # sets of frames decoded
     hits: int = 0  # sets of frames found in memory
     indexed: int = 0  # files opened for their table of times
-    _unseen: float = math.inf  # bytes written since the folder was last looked through
+    _unseen: float = math.inf  # bytes written since the last look through the folder
     _writing: threading.Lock = field(default_factory=threading.Lock)  # one thread at a time
-    _lock: threading.Lock = field(default_factory=threading.Lock)  # for the counters and these:
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # for counters and these:
     _entries: dict = field(default_factory=dict)  # key -> Future of (value, bytes), oldest first
-    _idle: list = field(default_factory=list)  # children nobody is using, most recent last
-    _rows: dict = field(default_factory=dict)  # key of a frame -> (images of a set kept, its row)
+    _idle: list = field(default_factory=list)  # unused children, most recent last
+    _rows: dict = field(default_factory=dict)  # of a frame -> (images of a kept set, row)
 
     def index(self, path):
         """Path -> (starts [N] float64 seconds, VideoInfo), read once per state of the file."""
         return self._table(path)[:2]
 
     def key_frames(self, path):
-        """Path -> indices of its key frames, where a decoder can begin."""
+        """Path -> indices of the key frames, at which a decoder can begin."""
         _, _, ticks, key_ticks = self._table(path)
         return np.flatnonzero(np.isin(ticks, key_ticks))
 
@@ -717,22 +720,22 @@ class FrameCache:
         def read():
             table, asked = self._through(name, file, lambda: self._ask((file[0],)))
             starts, duration, height, width, *ticks = table  # [N] each
-            starts.flags.writeable = False  # every caller gets the same array
+            starts.flags.writeable = False  # all callers share this array
             info = VideoInfo(duration, len(starts), len(starts) / duration, width, height)
             return (starts, info, *ticks), sum(array.nbytes for array in (starts, *ticks)), asked
 
         return self._once(file, read, look=False)
 
     def run(self, path, index):
-        """Path, frame -> number of the key frame that it is decoded from."""
+        """Path, frame -> number of the key frame from which decoding must begin."""
         _, _, ticks, key_ticks = self._table(path)
         return int(np.searchsorted(key_ticks, ticks[index], side="right"))
 
     def preload(self, path, sets, min_pixels, max_pixels):
-        """Path, ascending indices of each set -> None: the sets that nobody has yet are decoded in
-        one go, where that is worth it and all of them can be kept. Raises VideoError."""
+        """Path, ascending indices of each set -> None. Decodes all sets that are not kept yet in
+        one go, if there are two or more and all can be kept. Raises VideoError."""
         opened = file, _, height, width = self._opened(path, min_pixels, max_pixels)
-        fresh = {}  # key of a set -> its indices
+        fresh = {}  # key of a set -> indices
         for indices in sets:
             key, _ = _digests(file, indices, height, width)
             kept = self.folder and os.path.exists(os.path.join(self.folder, key + ".frames"))
@@ -761,12 +764,12 @@ class FrameCache:
         return self._frames(opened, indices, lambda: self._decode(opened, indices))
 
     def _opened(self, path, min_pixels, max_pixels):
-        """-> (`_identity` of the file, its `_table`, height, width of its frames when read)."""
+        """-> (`_identity` of the file, `_table` of the file, height, width after resizing)."""
         file, table = _identity(path), self._table(path)
         return file, table, *smart_size(table[1].height, table[1].width, min_pixels, max_pixels)
 
     def _frames(self, opened, indices, decode):
-        """-> Frames, kept or of decode(), [T, H, W, 3]."""
+        """-> Frames: the kept ones, else those of decode() -> [T, H, W, 3]."""
         file, (starts, *_), height, width = opened
         key, frame_keys = _digests(file, indices, height, width)
 
@@ -775,7 +778,7 @@ class FrameCache:
             (images,), asked = self._through(
                 key, file, lambda: [decode() if known is None else known])
             seconds = starts[indices]  # [T]
-            images.flags.writeable = seconds.flags.writeable = False  # every caller gets the same
+            images.flags.writeable = seconds.flags.writeable = False  # all callers share them
             with self._lock:
                 self._rows.update((name, (images, n)) for n, name in enumerate(frame_keys))
             frames = Frames(images, seconds, key, frame_keys)
@@ -784,7 +787,7 @@ class FrameCache:
         return self._once(key, read)
 
     def _known(self, frame_keys):
-        """-> [T, H, W, 3], where each frame is in some set that is kept; else None."""
+        """-> [T, H, W, 3] if each frame is in some set that is kept, else None."""
         with self._lock:
             found = [self._rows.get(name) for name in frame_keys]
         return None if None in found else np.stack([images[n] for images, n in found])
@@ -797,46 +800,46 @@ class FrameCache:
         requests = [(file[0], part, *how) for part in parts]
         if len(parts) == 1:
             return self._ask(requests[0])
-        with ThreadPoolExecutor(len(parts)) as pool:  # each has a stretch to itself
+        with ThreadPoolExecutor(len(parts)) as pool:  # each decodes one stretch
             return np.concatenate(list(pool.map(self._ask, requests)))  # map keeps the order
 
     def close(self):
         """Ends the children. The cache stays usable."""
         with self._lock:
             idle, self._idle = self._idle, []
-        for child in idle:  # one in use stays, and is idle later
+        for child in idle:  # a child in use stays and is idle later
             child.close()
 
     def _through(self, name, file, read):
-        """-> (what read() gives, whether it was asked), by way of the folder if there is one."""
+        """-> (the values of read(), whether read ran). Looks in the folder first, if any."""
         path = self.folder and os.path.join(self.folder, name + ".frames")
         kept = _load(path) if path else None
         if kept is not None:
             return kept, False
         values = read()  # arrays and numbers
-        if path and _identity(file[0]) == file:  # else it changed: they may be of the new one
+        if path and _identity(file[0]) == file:  # else the file changed while it was read
             self._store(path, values)
         return values, True
 
     def _store(self, path, values):
-        """Whole or not at all: renamed when it is complete. On an error it goes on without."""
+        """Writes a whole file or none. After an error, reading goes on without the folder."""
         stream = io.BytesIO()
         np.savez(stream, *values)
         data = zlib.crc32(stream.getbuffer(), 1).to_bytes(4, "big") + stream.getbuffer()
-        part = os.path.join(self.folder, os.urandom(16).hex() + ".frames")  # nobody looks for it
+        part = os.path.join(self.folder, os.urandom(16).hex() + ".frames")  # not a name to look up
         with self._writing:
-            most = self.folder_bytes * 7 // 8  # the rest is for what others write meanwhile
+            most = self.folder_bytes * 7 // 8  # the rest is for files that others write meanwhile
             if len(data) > most:
                 return
             try:
                 os.makedirs(self.folder, exist_ok=True)
                 self._unseen += len(data)
-                if self._unseen > self.folder_bytes / 64:  # looking through thousands takes 0.1 s
+                if self._unseen > self.folder_bytes / 64:  # thousands of files take 0.1 s
                     _make_room(self.folder, most - len(data))
                     self._unseen = 0
                 with open(part, "xb") as file:
                     file.write(data)
-                with contextlib.suppress(FileNotFoundError):  # another process needed its room
+                with contextlib.suppress(FileNotFoundError):  # another process needed the room
                     os.replace(part, path)
             except OSError as error:
                 print(f"frames are no longer kept on disk: {error}", file=sys.stderr, flush=True)
@@ -845,7 +848,7 @@ class FrameCache:
                     os.unlink(part)
 
     def _ask(self, request):
-        """Has an idle child answer, or a new one; without a timeout, this thread does."""
+        """The answer of an idle or a new child; without a timeout, of this thread."""
         if self.timeout is None:
             return _answer(request)
         with self._lock:
@@ -854,34 +857,34 @@ class FrameCache:
             return child.ask(request)  # outside the lock: other threads decode meanwhile
         finally:
             with self._lock:
-                self._idle.append(child)  # after an error too: it can be asked again
+                self._idle.append(child)  # also after an error: it can be asked again
 
     def _once(self, key, read, look=True):
-        """Value of `key`: kept, read by another thread, or read() -> (it, bytes, decoded?) now."""
+        """Value of `key`: kept, or read by another thread, or read() -> (value, bytes, fresh?)."""
         with self._lock:
             future = self._entries.pop(key, None)
             mine = future is None
             if mine:
                 future = Future()
-            self._entries[key] = future  # to the end: used last
+            self._entries[key] = future  # last in order: used now
             self.hits += look and not mine
-        if not mine:  # outside the lock, which the reading thread needs to finish
-            return future.result()[0]  # or raises what the other thread raised
+        if not mine:  # outside the lock, which the reading thread needs
+            return future.result()[0]  # or raises the error of the other thread
         try:
-            value, size, decoded = read()  # outside the lock too: it may take seconds
-        except BaseException as error:  # of every kind: whoever waits must not wait for ever
+            value, size, decoded = read()  # outside the lock, because this may take seconds
+        except BaseException as error:  # of every kind, or the waiting threads wait for ever
             with self._lock:
                 del self._entries[key]  # a later call tries again
             future.set_exception(error)
             raise
         with self._lock:
-            future.set_result((value, size))  # wakes those that wait
+            future.set_result((value, size))  # wakes the waiting threads
             self.decodes += look and decoded
             self.indexed += not look and decoded
             self.bytes += size
             while self.bytes > self.max_bytes:
-                # The oldest, mostly: a list of all of them would be made at every read. A table
-                # just read stays: the look that needs it comes next.
+                # Usually the first entry, so no list of all entries is made. A table that was just
+                # read stays, because a look that needs the table comes next.
                 oldest = next((name for name, entry in self._entries.items()
                                if entry.done() and (look or name != key)), None)
                 if oldest is None:
@@ -908,8 +911,8 @@ def frame_cache(args):
 
 def main():
     if sys.argv[1:2] == ["--serve"]:
-        return _serve(int(sys.argv[2]))  # started by a ChildDecoder: the number of its pipe
-    parser = launch.parser("What a video file holds, and frames of it.")
+        return _serve(int(sys.argv[2]))  # a ChildDecoder gives the number of the pipe
+    parser = launch.parser("Prints the size and length of a video file, and decodes frames.")
     parser.add_argument("file", help="video file")
     parser.add_argument("--frames", type=int, help="how many (default: 8, or 1 fps of a window)")
     parser.add_argument("--snap", action="store_true", help="of the overview: key frames nearby")

@@ -1,33 +1,36 @@
 """
 bench/ablation.py: the paper's Table 2 in the toy world, row by row and seed by seed, with a verdict
-on each of its orderings.
+on each ordering there.
 
-It only calls toy.py, sft.py, grpo.py and eval.py with flags (`rows` below is the whole experiment),
-reads their log.jsonl, summary.json and records, and writes tables. For every seed: a world and a
-base for each prior (pretraining in the prior's style), a short cold start, then each row's RL run
-from that cold start, then greedy evaluation at every K with tools and without.
+This script calls toy.py, sft.py, grpo.py and eval.py with flags (`rows` below is the whole
+experiment), reads their log.jsonl, summary.json and records, and writes tables. Each seed has a
+world and a base for each prior (pretraining in the prior's style) and a short cold start. Each row
+is one RL run from that cold start, followed by greedy evaluation at every K with and without tools.
 
-  f_tau    = R_fmt by the paper preset's terms, whatever the row was paid for; f_released = as the
-             release computes it, over sampled tokens alone; kappa = executed calls per rollout
-  mean     = over all rollouts of training, sampled at 0.7; first, last = over the first and last
-             quarter of the steps
-             rows that are not trained by RL: over the sampled rollouts of an evaluation at 0.7
-  gap      = R_acc of rollouts that called minus R_acc of those that did not, within prompts
-  margin   = how far a claim is on its right side, one number a seed
-  p        = of the two-sided paired t-test that the mean margin is 0, Holm-adjusted over all
-             claims; a claim holds, or does not, where p < 0.05, and is not decided otherwise
+  f_tau      = R_fmt by the paper preset's terms, for every row, also if a row is paid by others
+  f_released = the same as the release computes it, over sampled tokens alone
+  kappa      = executed calls per rollout
+  mean       = over all rollouts of training, sampled at 0.7; first, last = over the first and last
+               quarter of the steps. For rows without RL: over the sampled rollouts of an evaluation
+               at 0.7
+  gap        = R_acc of rollouts that called minus R_acc of those that did not, within prompts
+  margin     = how far a claim is on the right side, one number per seed
+  p          = of the two-sided paired t-test that the mean margin is 0, Holm-adjusted over all
+               claims. If p < 0.05 a claim holds or does not hold; otherwise the claim is undecided
 
-Reads and writes: --out (worlds, checkpoints, logs; may be deleted), --picture, --results.json
-(every finished row and seed with the commands that made it: a row whose commands have not changed
-is not run again), --results.md.
+Reads and writes: --out (worlds, checkpoints, logs; may be deleted), --picture, --results.json,
+--results.md. The JSON holds every finished row and seed with the commands that made it. A row is
+run again only if the commands or toy.py have changed.
 
 CPU: python bench/ablation.py                    all rows, one job per core
      python bench/ablation.py --rows para acc --seeds 10 11
 """
+import glob
 import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -51,8 +54,8 @@ BUDGETS = rollout.gated_choices()
 
 def rows():
     """name -> (title, start, seeds, flags of grpo.py (None = not trained by RL), flags of both
-    grpo.py and eval.py). seeds: how many of --seeds, the first ones; 5 decide calls and
-    format, accuracy needs them all."""
+    grpo.py and eval.py). seeds: a row uses so many of --seeds, from the first. Five decide claims
+    on calls and format; claims on accuracy need all."""
     plain, reward = "--no-think-prefix", "--vanilla --format-weight 0 --tool-reward 0"
     return {
         "base": ("base", "base-strong", 5, None, ""),
@@ -65,7 +68,7 @@ def rows():
         "gating": ("GRPO as released, K gated", "sft-strong", 5, "--vanilla --frames gated", plain),
         "anchoring": ("full at K = 64", "sft-strong", 5, "--frames 64", ""),
         "no-tool": ("full - R_tool", "sft-strong", 8, "--tool-reward 0", ""),
-        "no-gamma": ("full - gamma", "sft-strong", 5, "--gamma 0", ""),
+        "no-gamma": ("full - gamma", "sft-strong", 5, "--set gamma=0", ""),
         "whole": ("full, credit on the whole sequence", "sft-strong", 5,
                   "--format-credit sequence", ""),
         "turns": ("full, one call a turn", "para", 5, None, "--set dispatch=turns --max-turns 3"),
@@ -83,8 +86,8 @@ def paper():
 
 
 def commands(name, args, seed):
-    """-> (jobs it needs, commands): how one checkpoint, world or row of one seed is made, as lists
-    of words."""
+    """-> (needed jobs, commands): the commands that make one checkpoint, world or row of one seed,
+    as lists of words."""
     here, table = os.path.join(args.out, f"seed{seed}"), rows()
     common = ["--preset", "toy", "--temperature", "0.7", "--set", "open_thought=drop",
               "sub_fps=0.375", "--seed", str(seed)]
@@ -126,8 +129,8 @@ def commands(name, args, seed):
 
 
 def history(name, args, seed):
-    """Every command behind a thing, oldest first, behind a digest of toy.py: what a cached result
-    depends on. Folders are left out."""
+    """A digest of toy.py, then every command that leads to a result, oldest first. A cached result
+    depends on these. Folders are left out."""
     needs, lines = commands(name, args, seed)
     before = [line for need in needs for line in history(need, args, seed)]
     if not needs:
@@ -138,7 +141,7 @@ def history(name, args, seed):
 
 
 def finished(name, args, seed):
-    """Whether the folder of a job holds what the present commands would make."""
+    """Whether the folder of a job holds the results of the present commands."""
     try:
         with open(os.path.join(args.out, f"seed{seed}", name, "done.json")) as f:
             return json.load(f) == history(name, args, seed)
@@ -147,8 +150,8 @@ def finished(name, args, seed):
 
 
 def work(name, args, seed, cores):
-    """Run one job's commands on one core -> seconds. One core each: two jobs with two threads each
-    would spin against each other."""
+    """Runs the commands of one job on one core -> seconds. Two jobs with two threads each would
+    spin against each other."""
     folder = os.path.join(args.out, f"seed{seed}", name)
     shutil.rmtree(folder, ignore_errors=True)
     os.makedirs(folder)
@@ -169,11 +172,11 @@ def work(name, args, seed, cores):
 
 
 def plan(args, results):
-    """-> [(seed, job)] that still has to run, needs before users; seed by seed."""
+    """-> [(seed, job)] that still have to run, seed by seed, each after the jobs that it needs."""
     order = []
 
     def need(name, seed, row=False):
-        # a row that is not in the tables runs, whatever its folder holds
+        # a row that is not in the tables runs, even if the folder is finished
         if (seed, name) in order or (finished(name, args, seed) and not row):
             return
         for other in commands(name, args, seed)[0]:
@@ -204,8 +207,8 @@ def where_measured(results):
 
 
 def run_all(args, results, save):
-    """Every missing job, as many at once as there are cores; each finished row goes into `results`
-    at once."""
+    """Runs every missing job, as many at a time as there are cores. Each finished row goes into
+    `results` immediately."""
     order, cores, live = plan(args, results), sorted(os.sched_getaffinity(0)), {}
     total, at_once, began = len(order), len(cores), time.time()  # `cores`: the free ones
     print(f"{total} jobs on {at_once} cores", flush=True)
@@ -249,8 +252,8 @@ def rounded(value):
 
 
 def pool_by_budget(steps):
-    """by_K of several steps -> by_K, each step weighted by its rollouts; gap: the mean over the
-    steps that have one."""
+    """by_K of several steps -> by_K, each step weighted by the number of rollouts. gap: the mean
+    over the steps that have a gap."""
     out = {}
     for k in map(str, BUDGETS):
         cells = [s["by_K"][k] for s in steps if k in s["by_K"]]
@@ -263,10 +266,11 @@ def pool_by_budget(steps):
 
 
 def limits(records, sub_fps):
-    """Greedy records with tools -> {step of an episode: [right, of]}: what limits accuracy.
-    windows: calls that are a window of the question; seen, unseen: summaries of such, right where
-    the event is in a frame, honest where it is not; gather 1, 2, 3: answers to so many events where
-    every window and every summary was right."""
+    """Greedy records with tools -> {step of an episode: [right, of]}, which shows the step that
+    limits accuracy. windows: calls that are a window of the question. seen: summaries of these
+    windows that name the event, if a frame shows it. unseen: summaries that name no colour, if no
+    frame shows the event. gather 1, 2, 3: answers to so many events, if every window and every
+    summary was right."""
     count = {}
 
     def add(name, right):
@@ -296,9 +300,39 @@ def limits(records, sub_fps):
     return count
 
 
+def released_format(turns):
+    """R_fmt by the PARA-GRPO recipe of the authors' release, to compare with its figures: over the
+    sampled text of all turns at once. The forced <think> is no part of it: a flawless rollout gets
+    0.5, one that opens a second thought in every turn 1.0. No cap."""
+    text = "\n".join(turns)
+    thought, closing, _ = text.partition("<think>")[2].partition("</think>")
+    if not closing:  # an open one lasts to the next tag
+        thought = re.split("<tool_|<answer>", thought)[0]
+    think = len(thought.strip()) >= 10
+    closed = think and "</think>" in text
+    # Cut at each closing tag, not searched for lazily: that is quadratic on "<answer>" * 1e5.
+    answered = any(piece.partition("<answer>")[2].strip() for piece in text.split("</answer>")[:-1])
+    before = re.split("|".join(f"<{kind}>" for kind in rewards.CALLS), text)[0]
+    called = before != text and any(call.error is None for call in rewards.parse_tool_calls(text))
+    score = 0.2 * think + 0.5 * answered + 0.3 * (think and called and "<think>" in before)
+    lost = "<think>" in text and "</think>" not in text
+    score += 0.5 * (0.4 * closed + 0.3 * (closed and answered) - 0.3 * lost)
+    even = all(text.count(f"<{kind}>") == text.count(f"</{kind}>") for kind in rewards.KINDS)
+    return min(score + 0.1 * (even and score > 0), 1.0)
+
+
+def turns_of_steps(folder):
+    """The sampled turns of all rollouts of a run, one list a step, in the order of steps."""
+    found = {}  # number of the step, as the file name has it -> turns of each rollout
+    for path in sorted(glob.glob(os.path.join(folder, "run", "rollouts", "step_*.jsonl"))):
+        rows = launch.read_jsonl(path, required=("turns",))
+        found.setdefault(os.path.basename(path).split(".")[0], []).extend(r["turns"] for r in rows)
+    return list(found.values())
+
+
 def numbers(folder):
-    """What the tables need of one finished row: {"train", "sampled", "eval", "limits", "curves"},
-    each where it exists."""
+    """The numbers of one finished row for the tables: {"train", "sampled", "eval", "limits",
+    "curves"}, without those that the row does not have."""
     out = {}
     log = os.path.join(folder, "run", "log.jsonl")
     if os.path.exists(log):
@@ -306,6 +340,9 @@ def numbers(folder):
             steps = [json.loads(line) for line in f]
         quarter = max(1, len(steps) // 4)
         parts = {"mean": steps, "first": steps[:quarter], "last": steps[-quarter:]}
+        # The log does not have the release's format reward. The rollouts of each step give it.
+        for step, turns in zip(steps, turns_of_steps(folder), strict=True):
+            step["f_released"] = mean(map(released_format, turns))
         out["train"] = {m: {part: mean(s[m] for s in some) for part, some in parts.items()}
                         for m in ("f_tau", "f_released", "well_formed", "kappa", "acc")}
         out["train"].update(by_K=pool_by_budget(steps), by_K_last=pool_by_budget(parts["last"]),
@@ -324,7 +361,7 @@ def numbers(folder):
                      for mode in {r["tools"] for r in results}}
         records = [r for r in folders.read_records(path).values() if r["tools"] == "on"]
         if name == "sampled":
-            out["f_released"] = mean(rewards.released_format(r["turns"]) for r in records)
+            out["f_released"] = mean(released_format(r["turns"]) for r in records)
         else:
             with open(os.path.join(path, "args.json")) as f:
                 out["limits"] = limits(records, json.load(f)["sub_fps"])
@@ -349,7 +386,7 @@ def accuracy(row, tools="on"):
 
 
 def by_budget(row, metric, *budgets, part="by_K_last"):
-    """Mean over some K of a metric of the rollouts of training."""
+    """Mean over some K of one metric of training rollouts."""
     return mean(row["train"][part].get(str(k), {}).get(metric) for k in budgets)
 
 
@@ -358,8 +395,8 @@ def by_budget(row, metric, *budgets, part="by_K_last"):
 
 
 def claims():
-    """[(text, rows it needs, margin(rows of one seed) -> float, above 0 where the claim is right,
-    the numbers that decide)]"""
+    """[(text, needed rows, margin(rows of one seed) -> float, above 0 if the claim is right, the
+    numbers that decide)]"""
     def f(row, k=None):
         return f_and_kappa(row, k)[0]
 
@@ -441,8 +478,8 @@ def claims():
 
 
 def t_test(values):
-    """Two-sided p of the one-sample t-test that the mean is 0; of paired differences, the paired
-    test. Exact for whole degrees of freedom (Abramowitz and Stegun 26.7.3, 26.7.4)."""
+    """Two-sided p of the one-sample t-test that the mean is 0. On paired differences this is the
+    paired test. Exact for whole degrees of freedom (Abramowitz and Stegun 26.7.3, 26.7.4)."""
     freedom, spread = len(values) - 1, statistics.stdev(values)
     if spread == 0:
         return float(statistics.mean(values) == 0)
@@ -458,7 +495,8 @@ def t_test(values):
 
 
 def holm(ps):
-    """p values -> the same, adjusted so that any false verdict at all has the stated chance."""
+    """p values -> adjusted p values: the chance of even one false verdict stays below the stated
+    one."""
     out, least = [None] * len(ps), 0.0
     for rank, i in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
         least = max(least, min(1.0, ps[i] * (len(ps) - rank)))
@@ -470,7 +508,7 @@ def judge(results):
     """-> [{"claim", "verdict", "p", "seeds", "margin", "spread", "numbers"}]"""
     out = []
     for text, needs, margin, shown in claims():
-        # a seed in which the numbers of a claim exist: a K may never be drawn
+        # only seeds that have all numbers of the claim, because a K may never be drawn
         seeds = [r for r in results.values() if all(n in r for n in needs)
                  and None not in shown(r).values()]
         margins = [margin(r) for r in seeds]
@@ -501,7 +539,7 @@ def cell(values, digits=2):
 
 
 def measures():
-    """[(title, function of one row)]: what rows are compared on."""
+    """[(title, function of one row)]: the measures on which rows are compared."""
     return [("f_tau, last quarter", lambda r: r["train"]["f_tau"]["last"]),
             ("kappa at K 4, last quarter", lambda r: by_budget(r, "kappa", 4)),
             ("kappa at K 64, last quarter", lambda r: by_budget(r, "kappa", 64)),
@@ -510,20 +548,20 @@ def measures():
 
 
 def difference(results, name, value):
-    """A row minus the full method, paired by seed -> "+mean ±standard deviation (n, p)"; p is of
-    this one comparison, not adjusted."""
+    """A row minus the full method, paired by seed -> "+mean ±standard deviation (n, p)". p belongs
+    to this comparison alone and is not adjusted."""
     pairs = [(value(r[name]), value(r["para"])) for r in results.values()
              if name in r and "para" in r]
     gaps = [ours - full for ours, full in pairs if ours is not None and full is not None]
     if len(gaps) < 2:
         return "-"
-    # + 0.0: no "-0.00"
+    # + 0.0 turns "-0.00" into "+0.00"
     return (f"{round(statistics.mean(gaps), 2) + 0.0:+.2f} ±{statistics.stdev(gaps):.2f} "
             f"({len(gaps)}, {t_test(gaps):.3f})")
 
 
 def shares(some, name):
-    """limits of several seeds -> "share (of n)"."""
+    """`limits` of several seeds -> "share (of n)"."""
     pairs = [r["limits"].get(name, [0, 0]) for r in some]
     right, of = (sum(pair[i] for pair in pairs) for i in (0, 1))
     return f"{right / of:.2f} ({of})" if of else "-"
@@ -606,9 +644,9 @@ def markdown(results, judged):
 
 
 def picture(results, path):
-    """Calls and format over the steps of training, calls at each K at its end, greedy accuracy at
-    each K afterwards, for SFT and five ways to train it -> PNG. Lines are means over seeds, bands
-    the range."""
+    """Writes a PNG with four panels, for SFT and five ways to train from it: calls and format over
+    the steps, calls at each K in the last quarter, greedy accuracy at each K afterwards. Lines are
+    means over seeds, bands the range."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -660,12 +698,12 @@ def picture(results, path):
 
 
 def smooth(values, width=3):
-    """Running mean over the last `width` steps: one step is 64 rollouts."""
+    """Running mean over the last `width` steps of 64 rollouts each."""
     return [mean(values[max(0, i - width + 1): i + 1]) for i in range(len(values))]
 
 
 def as_json(judged, results):
-    """{"claims", "results"} as text, a line for each claim and each row of a seed."""
+    """{"claims", "results"} as text, one line for each claim and each row of a seed."""
     def lines(items, pair="{}"):
         return pair[0] + "\n" + ",\n".join(items) + "\n" + pair[1]
 
@@ -686,14 +724,14 @@ def main():
     parser.add_argument("--seeds", type=int, nargs="+", default=[*range(11, 17), 19, 20],
                         help="each seed is a world, a base, a cold start and all runs")
     parser.add_argument("--rows", nargs="+", default=None, metavar="NAME",
-                        help="these rows only, on all of --seeds")
+                        help="only these rows, on all of --seeds")
     parser.add_argument("--base-flags", default="--batch-size 12",
                         help="flags of sft.py in pretraining")
     parser.add_argument("--sft-flags", default="--steps 14 --muon-lr 4e-4 --lr 1.5e-4",
                         help="flags of sft.py in the cold start: short, so that format stays "
                         "fragile")
     parser.add_argument("--rl-flags", default="--prompts 8 --steps 30 --lr 3e-4 "
-                        "--answer-from line --show-every 0", help="flags of every grpo.py run")
+                        "--set answer_from=line --show-every 0", help="flags of every grpo.py run")
     args = parser.parse_args()
     args.out, args.results, args.picture = map(os.path.abspath,
                                                (args.out, args.results, args.picture))
@@ -705,7 +743,7 @@ def main():
     if os.path.exists(args.results + ".json"):
         with open(args.results + ".json") as f:
             stored = json.load(f)["results"]
-        # Of another world or other flags: not to be shown beside today's.
+        # Results of another world or other flags must not stand beside today's.
         results = {seed: {name: row for name, row in found.items() if name in rows()
                           and row["commands"] == history(name, args, int(seed))}
                    for seed, found in stored.items()}

@@ -1,26 +1,28 @@
 """
-peers.py: what people would use instead, side by side in one run: TRL's GRPOTrainer, and
+peers.py: compares our code in one run with the usual alternatives, TRL's GRPOTrainer and
 qwen-vl-utils' fetch_video.
 
-  update    one optimiser step over one group: TRL's training_step behind its generation |
+Each row names their side | our side:
+  update    one optimiser step over one group: TRL's training_step after its generation |
             grpo.update on the shared-prefix tree
   step      generation of the group and that update: TRL with transformers' generate | rollout.py
-            with vLLM, grpo.update, the weights' way to the engine
+            with vLLM, grpo.update, and the sync of weights to the engine
   rollouts  the generation alone
-  video     64 overview frames of a file, five crops all over it, five that overlap: fetch_video
-            with the reader it chooses by itself, one after the other | video.py, all cores, the
-            crops at once as rollout.py asks for them. As many frames of the same size; which ones
-            differs by rule (centres of segments here). snapped: our side takes key frames
+  video     64 overview frames of a file, five crops spread over the file, five crops that overlap:
+            fetch_video with the default reader, one crop after the other | video.py on all cores,
+            with all crops at once, as rollout.py asks for them. Both sides return equally many
+            frames of equal size, but their rules choose different times (ours: centres of
+            segments). snapped: our side takes key frames
   floor     the matrix products alone of a plain forward and backward over that group, each token
             once, without the vision tower, at the rate of a large matrix product on this machine
 
-Both train the same checkpoint on one prompt of --images pictures (32 x 32 pixels, a vision token
-each) and --prompt tokens, a group of --group, exactly --response sampled tokens each (the end of
-turn is forbidden), with AdamW, no KL, fp32, all cores. TRL runs in an environment of its own, which
-this script makes (--peers DIR, kept for the next run), and waits at each step for a word, so that
-the sides alternate. Medians. Prints one line of JSON.
+Both sides train the same checkpoint on one prompt of --images pictures (32 x 32 pixels, one vision
+token each) and --prompt tokens. A group has --group responses of exactly --response sampled tokens,
+because the end of turn is forbidden. Both use AdamW, no KL, fp32 and all cores. This script makes
+a separate environment for TRL (--peers DIR, kept for the next run). Before each step TRL waits for
+a line of input, so that the sides alternate. The script prints medians as one line of JSON.
 
---lora RANK: both train adapters alone, on the same matrices; TRL by peft.
+--lora RANK: both sides train only adapters, on the same matrices; TRL uses peft.
 
 Peers: trl 1.16.0 (with accelerate 1.15.0, datasets 5.2.0, peft 0.21.2), qwen-vl-utils 0.0.14.
 
@@ -61,12 +63,12 @@ def pictures(count):
 
 
 # ------------------------------------------------------------------------------------------------
-# TRL's side, in its own process
+# TRL's side, in a separate process
 
 
 def train_trl(args):
-    """Train with TRL, one step for every line on standard input; a JSON line each: seconds of the
-    generation, of the update, of the whole step."""
+    """Trains with TRL, one step for every line on standard input. Prints a JSON line per step:
+    seconds of the generation, of the update, of the whole step."""
     launch.import_shim()
     from datasets import Dataset
     from PIL import Image
@@ -78,8 +80,8 @@ def train_trl(args):
     for i in range(args.images):
         content += [{"type": "text", "text": f"<{i}.0 seconds>"}, {"type": "image"}]
     content.append({"type": "text", "text": args.filler})
-    row = {"prompt": [{"role": "user", "content": content}], "images": images}  # every step's
-    seen = {}  # numbers of the step that runs
+    row = {"prompt": [{"role": "user", "content": content}], "images": images}  # in every step
+    seen = {}  # numbers of the current step
 
     class Waiting(GRPOTrainer):
         def _generate_and_score_completions(self, *given, **named):
@@ -97,7 +99,7 @@ def train_trl(args):
             seen["step_s"] = time.perf_counter() - began
             return out
 
-    class Clock(TrainerCallback):  # the optimiser's step comes behind training_step
+    class Clock(TrainerCallback):  # the optimiser steps after training_step
         def on_pre_optimizer_step(self, *_, **__):
             self.began = time.perf_counter()
 
@@ -130,7 +132,7 @@ def train_trl(args):
 
 
 def make_peers(folder):
-    """An environment that sees this one's packages and has the peers besides -> its python."""
+    """Makes an environment that sees the packages of this one and adds the peers -> its python."""
     python = os.path.join(folder, "bin", "python")
     ready = os.path.join(folder, "ready")
     if not os.path.exists(ready):
@@ -139,7 +141,7 @@ def make_peers(folder):
         venv.create(folder, with_pip=True)
         with open(os.path.join(packages(folder), "ours.pth"), "w") as f:
             f.write(site.getsitepackages()[0] + "\n")
-        # --no-deps: torch and transformers are to be those of this environment.
+        # --no-deps keeps torch and transformers of this environment.
         wanted = ["trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0", "qwen-vl-utils==0.0.14",
                   "peft==0.21.2", "dill", "multiprocess", "xxhash", "pandas", "python-dateutil",
                   "pytz", "tzdata", "six", "aiohttp", "pyarrow", "psutil", "httpx"]
@@ -168,11 +170,11 @@ class Stills(rollout.Source):
 
 
 def our_step(args):
-    """-> function of the step's number: generation, update and weight sync of one group, with the
-    same numbers as TRL's."""
+    """-> a function of the step's number that runs generation, update and weight sync of one group
+    with the same settings as TRL."""
     _, _, device = launch.start_process_group()
     codec = chat.load_codec(args.ckpt)
-    codec = replace(codec, banned=(*codec.banned, codec.eos))  # every response has its full length
+    codec = replace(codec, banned=(*codec.banned, codec.eos))  # every response has the full length
     seconds = np.arange(args.images, dtype=float)
     keys = [f"still{i}" for i in range(args.images)]
     source = Stills(video.Frames(pictures(args.images), seconds, "stills", keys), None)
@@ -214,7 +216,7 @@ def compare_trainers(args):
     for name in ("ckpt", "filler", "images", "prompt", "response", "group", "repeats", "lora"):
         words += [f"--{name}", str(getattr(args, name))]
     step = our_step(args)
-    # Its start-up shares the cores with our first round, which is dropped.
+    # TRL's start-up shares the cores with our first round, which is dropped.
     trl = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     rows = {"trl": [], "ours": []}
     for repeat in range(args.repeats + 1):
@@ -257,8 +259,8 @@ def make_checkpoint(ckpt, folder):
 
 
 def filler(ckpt, prompt, images):
-    """Words that fill a prompt of so many pictures up to about `prompt` tokens. How many tokens a
-    word, or a picture with its time, takes differs between tokenizers: this one is asked."""
+    """-> words that fill a prompt with so many pictures up to about `prompt` tokens. The lengths of
+    a word and of a picture with a time are counted with this checkpoint's tokenizer."""
     codec = chat.load_codec(ckpt)
     word = len(chat.encode(codec, "frame " * 400)) / 400  # tokens
     picture = len(chat.encode(codec, "<12.0 seconds>")) + 3
@@ -270,9 +272,9 @@ def filler(ckpt, prompt, images):
 
 
 def make_clip(path, codec, width, height):
-    """20 seconds as a film looks to a decoder: a camera that pans over a picture with the spectrum
-    of natural ones, grain that no two frames share, 24 frames a second, a key frame every ten
-    seconds, preset `medium`."""
+    """Encodes 20 seconds that are as hard to decode as a film: a camera pans over a picture with
+    the spectrum of natural pictures, and every frame has other grain. 24 frames a second, a key
+    frame every ten seconds, preset `medium`."""
     import av
 
     rng = np.random.default_rng(0)
@@ -297,7 +299,7 @@ def make_clip(path, codec, width, height):
 
 
 def make_video(path, clip, seconds):
-    """The packets of a clip of 20 seconds over and over: encoding an hour would take hours."""
+    """Repeats the packets of a clip of 20 seconds, because to encode an hour would take hours."""
     import av
 
     with av.open(clip) as source, av.open(path, "w") as target:
@@ -314,13 +316,14 @@ def make_video(path, clip, seconds):
 
 
 def windows(kind, seconds):
-    """Five crops of ten seconds: all over a film, or around its middle, as a model asks again."""
+    """Five crops of ten seconds: spread over a film, or around the middle, as if a model asked
+    again."""
     first, last = (5, seconds - 15) if kind == "crops" else (seconds / 2 - 8, seconds / 2 + 8)
     return [(start, start + 10.0) for start in np.linspace(first, last, 5)]
 
 
 def fetch(path, kind, seconds):
-    """qwen-vl-utils' side -> [frames [T, 3, H, W]], one a look."""
+    """qwen-vl-utils' side -> [frames [T, 3, H, W]], one entry per look."""
     from qwen_vl_utils.vision_process import fetch_video
 
     looks = [{"nframes": 64}]
@@ -332,8 +335,8 @@ def fetch(path, kind, seconds):
 
 
 def read(path, kind, seconds):
-    """Our side -> [frames [T, H, W, 3]], one a look."""
-    # A new one: nothing is known of the file. All cores decode, as decord takes them.
+    """Our side -> [frames [T, H, W, 3]], one entry per look."""
+    # A new cache knows no frame of the file. All cores decode, as with decord.
     cache = video.FrameCache(workers=len(os.sched_getaffinity(0)))
     if kind in ("overview", "snapped"):
         return [video.overview(path, 64, cache=cache, snap=kind == "snapped").images]
@@ -345,7 +348,7 @@ def read(path, kind, seconds):
 
 
 def compare_videos(args):
-    """fetch_video and video.py in turns on each kind of film -> {film: {kind: ratio, ...}}."""
+    """Runs fetch_video and video.py in turns on each kind of film -> {film: {kind: ratio, ...}}."""
     make_peers(args.peers)
     sys.path.append(packages(args.peers))
     launch.import_shim()
@@ -368,7 +371,7 @@ def compare_videos(args):
 
 
 def compare_looks(path, kind, args):
-    """One file, one kind of look -> ratio of medians, medians, frames and sizes of both sides."""
+    """One file and kind of look -> ratio of medians, medians, frames and sizes of both sides."""
     seconds, shapes = {fetch: [], read: []}, {}
     for repeat in range(args.repeats + 1):  # the first round warms up
         for side in (fetch, read)[:: 1 if repeat % 2 else -1]:
@@ -385,10 +388,10 @@ def main():
     parser = launch.parser(__doc__)
     add = parser.add_argument
     add("--ckpt", help="toy checkpoint; not for --only video")
-    add("--peers", default="peers_out", help="folder of the peers' environment, made when missing")
+    add("--peers", default="peers_out", help="folder of the peers' environment, made if missing")
     add("--only", choices=["trainer", "video"], default=None, help="one part; default: both")
     add("--images", type=int, default=64, help="pictures of the prompt")
-    add("--prompt", type=int, default=4000, help="tokens of the prompt, about")
+    add("--prompt", type=int, default=4000, help="approximate tokens of the prompt")
     add("--response", type=int, default=800, help="sampled tokens of each response")
     add("--group", type=int, default=8, help="responses")
     add("--lora", type=int, default=0, help="rank of adapters on both sides; 0 = whole models")

@@ -1,17 +1,18 @@
 """
 rollout_speed.py: two ratios of the rollout loop, with vLLM on a toy checkpoint.
 
-  pump      all episodes of a batch on rollout.Pump, against lock-step: every frame that is asked
-            for, then every generation to its end, then everybody goes on. The same episodes, the
-            same requests, the same engine; only the waiting differs
-  dispatch  episodes one at a time, three windows called in their first turn: Agent.dispatch
+  pump      all episodes of a batch on engine.Pump, against lock-step: load all requested frames,
+            then run all generations to the end, then continue all episodes. Episodes, requests
+            and engine are the same; only the order of waiting differs
+  dispatch  episodes one at a time, with three windows called in the first turn: Agent.dispatch
             "parallel" against "sequential"
 
-Lengths are those that real agents have, whatever the checkpoint would write: a main turn runs for a
-log-normal number of tokens, 90% of them from --shortest to --longest and the rest moved to those
-ends, a summary for half of such a number, the end of turn forbidden. What a first turn says is
-scripted behind its generation: calls of no to --windows windows, evenly drawn. Frames are decoded
-anew on both sides. Sides alternate; medians. Prints one line of JSON.
+The script sets the lengths, because a toy checkpoint would write shorter turns than real agents. A
+main turn has a log-normal number of tokens: 90% of the draws lie between --shortest and --longest,
+and the rest are moved to these ends. A summary has half of such a number. The end of turn is
+forbidden. After a first turn is generated, this script replaces the text by calls of 0 to --windows
+windows, evenly drawn. Both sides decode all frames anew. The sides alternate. The result is one
+line of JSON with medians.
 
   python bench/rollout_speed.py --ckpt sft_out --data toy/rl.jsonl
 """
@@ -38,24 +39,24 @@ from engine import Limits, Pump, VllmEngine
 
 
 class LockStep(Pump):
-    """The baseline: a barrier behind every stage."""
+    """The baseline: a barrier after every stage."""
 
     async def steps(self):
         while True:
-            for _ in range(4):  # as in Pump: everybody asks for what is next
+            for _ in range(4):  # as in Pump: every episode makes the next request
                 await asyncio.sleep(0)
-            if self.loading or not self.waiting:  # every frame first, while the engine idles
+            if self.loading or not self.waiting:  # load every frame first; the engine idles
                 await asyncio.sleep(0.001)
                 continue
             finished = []
-            while len(finished) < len(self.waiting):  # then one batch, until its last is finished
+            while len(finished) < len(self.waiting):  # then run one batch to the end
                 finished += self.engine.poll()
             for done in finished:
                 self.waiting.pop(done.id).set_result(done)
 
 
 class ScriptedEngine:
-    """vLLM, but how long a request runs and what a first turn says is decided here."""
+    """vLLM, except that this class sets the length of each request and the text of a first turn."""
 
     def __init__(self, engine, codec, shortest, longest, windows):
         self.engine = engine
@@ -68,17 +69,17 @@ class ScriptedEngine:
         self.tokens = 0  # sampled so far
 
     def submit(self, request):
-        # Ids are step/task/sample/turn, and one part more for a sub-agent.
+        # Ids are step/task/sample/turn; those of sub-agents have one more part.
         request.max_tokens = self.length(request.id)
         self.engine.submit(request)
 
     def length(self, name):
-        """From the name: the same on both sides."""
+        """Tokens of a request, drawn from the name, so that both sides have the same."""
         summary = name.count("/") > 3
         if self.fixed:
             return self.fixed[summary]
         low, high = math.log(self.shortest), math.log(self.longest)
-        # 1.645 standard deviations to each side of the middle hold 90%
+        # 1.645 standard deviations on each side of the middle hold 90%
         draw = random.Random(name).normalvariate((low + high) / 2, (high - low) / 3.29)
         return round(math.exp(min(max(draw, low), high)) / (2 if summary else 1))
 
@@ -96,7 +97,8 @@ class ScriptedEngine:
 
 
 def script(windows):
-    """A first turn as the toy's cold start teaches it, of windows far apart; an answer without."""
+    """A first turn in the style of the toy's cold start, with calls of windows far apart. Without
+    windows the turn answers."""
     calls = []
     for n in range(windows):
         window = {"start_time": 16 * n, "end_time": 16 * n + 8}
@@ -108,7 +110,7 @@ def script(windows):
 
 def measure(engine, pump, root, tasks, agent, codec, group, repeat, live):
     """-> (seconds, tokens/s) of all episodes, `live` of them at once."""
-    # No frames, no encoder outputs, no prefixes left over from the other side.
+    # Clear frames, encoder outputs and prefixes that the other side has left.
     engine.engine.llm.reset_mm_cache()
     engine.engine.engine.reset_encoder_cache()
     engine.engine.engine.reset_prefix_cache()
@@ -117,10 +119,10 @@ def measure(engine, pump, root, tasks, agent, codec, group, repeat, live):
     began = time.perf_counter()
     sampler = rollout.Sampler(engine, codec, source, agent, max_live=live)
     with mock.patch.object(rollout, "Pump", pump):
-        # The repeat enters the ids: no side profits from lengths that the other has seen.
+        # The repeat is part of the ids, so each repeat draws other lengths.
         episodes = list(rollout.run(sampler, tasks, 16, group, step=repeat))
     seconds = time.perf_counter() - began
-    # Unequal work could not be compared. What a last turn writes of its own is not run.
+    # Unequal work could not be compared. Calls that a last turn writes are not run.
     called = [sum(call["turn"] == 0 for call in e.calls) for e in episodes]
     if any(e.executed() != n or len(e.turns) != 1 + (n > 0) for e, n in zip(episodes, called)):
         raise RuntimeError("an episode did not make its calls")
@@ -128,8 +130,8 @@ def measure(engine, pump, root, tasks, agent, codec, group, repeat, live):
 
 
 def compare(sides, repeats):
-    """{name: arguments of measure but the repeat} -> {name: medians of seconds and tokens/s}; sides
-    alternate, and so does which of them goes first."""
+    """{name: arguments of `measure` except the repeat} -> {name: medians of seconds and tokens/s}.
+    The sides alternate, and take turns to go first."""
     found = {name: [] for name in sides}
     for repeat in range(repeats + 1):  # the first round warms up
         for name in list(sides)[:: 1 if repeat % 2 else -1]:
@@ -147,7 +149,7 @@ def main():
     add("--group", type=int, default=4, help="rollouts per prompt")
     add("--shortest", type=int, default=50, help="tokens of the shortest main turn")
     add("--longest", type=int, default=800, help="tokens of the longest main turn")
-    add("--windows", type=int, choices=range(5), default=4, help="of a first turn at most")
+    add("--windows", type=int, choices=range(5), default=4, help="most windows of a first turn")
     add("--turn", type=int, default=64, help="tokens of a main turn, dispatch")
     add("--summary", type=int, default=128, help="tokens of a summary, dispatch")
     add("--episodes", type=int, default=6, help="episodes per measurement, dispatch")
@@ -157,10 +159,10 @@ def main():
         help="torch threads; on shared cores two spinning ones cost a factor of ten")
     args = parser.parse_args()
 
-    torch.set_num_threads(args.threads)  # the engine keeps what it finds
+    torch.set_num_threads(args.threads)  # the engine keeps these settings
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
     codec = chat.load_codec(ckpt)
-    codec = replace(codec, banned=(*codec.banned, codec.eos))  # no request ends before its length
+    codec = replace(codec, banned=(*codec.banned, codec.eos))  # requests run to full length
     vllm = VllmEngine(ckpt, codec, Limits(4096, max_seqs=args.max_seqs))
     engine = ScriptedEngine(vllm, codec, args.shortest, args.longest, args.windows)
     tasks = rollout.read_tasks(args.data)[:args.prompts]
@@ -174,7 +176,7 @@ def main():
     side.update(tasks=tasks[:args.episodes], group=1, live=1)
     sequential = {**side, "agent": replace(agent, dispatch="sequential")}
     dispatch = compare({"parallel": side, "sequential": sequential}, args.repeats)
-    # Decoding steps one behind the other: the ratio if a step cost the same for one and for three.
+    # Decoding steps one after the other: the ratio if a step cost the same for one and for three.
     bound = (2 * args.turn + 3 * args.summary) / (2 * args.turn + args.summary)
     print(json.dumps({
         "bench": "rollout_speed",

@@ -1,17 +1,17 @@
 """
-scaling.py: how time and memory of one step grow; toy model, random weights.
+scaling.py: how time and memory of one step grow, with a toy model of random weights.
 
-  frames   an update of a group of 8 x 100 tokens behind a prompt of K frames of 224 x 224 (49
-           tokens each); tower included, as features of a new prompt are
-  group    an update of G x 100 tokens behind a prompt of 1000 tokens
+  frames   an update of a group of 8 x 100 tokens after a prompt of K frames of 224 x 224 (49
+           tokens each), with the vision tower, because a new prompt needs new features
+  group    an update of G x 100 tokens after a prompt of 1000 tokens
   minutes  64 overview frames of a file of that length, 24 frames a second, opened anew
   windows  n sub-agents of 8 frames, 16 tokens each, in the reference engine of the tests
   ranks    a step of sft.py on 24 chats, one core and one thread a rank
 
   exponent = slope of log(seconds) over log(value) on the upper half of the values: 1 is linear
 
-Every point runs in a process of its own; its memory is the process's peak, less what stood before
-the work. Writes bench/scaling.md, prints one line of JSON.
+Every point runs in a separate process. The memory of a point is the peak of that process minus the
+memory in use before the work. The script writes bench/scaling.md and prints one line of JSON.
 
   python bench/scaling.py --ckpt out/demo/toy/init --data out/demo/toy/sft.jsonl
 """
@@ -25,7 +25,7 @@ import tempfile
 import time
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-sys.path.insert(1, os.path.join(sys.path[0], "tests"))  # where the reference engine is
+sys.path.insert(1, os.path.join(sys.path[0], "tests"))  # for the reference engine
 import numpy as np
 
 import chat
@@ -45,11 +45,11 @@ def axes():
 
 
 # ------------------------------------------------------------------------------------------------
-# The work of one point: what is prepared, and a function that is timed
+# The work of one point: preparation, and a function that is timed
 
 
 def update_work(ckpt, frames, text, group, response=100):
-    """An update of one group behind a prompt of `frames` frames and `text` tokens."""
+    """-> a function: an update of one group after a prompt of `frames` frames and `text` tokens."""
     _, _, device = launch.start_process_group()
     codec = chat.load_codec(ckpt)
     policy = checkpoint.load_sharded(ckpt, codec, device)
@@ -59,7 +59,7 @@ def update_work(ckpt, frames, text, group, response=100):
     items = []
     ids = rng.integers(0, 256, text).tolist()
     policy.features = model.VisionFeatures(policy.hf.model.visual, codec, lambda spec: stills)
-    if frames:  # placeholders, one a vision token; then the text
+    if frames:  # one placeholder per vision token, then the text
         items = [chat.vision_item({"video": "stills"}, stills)]
         ids = [codec.image_pad] * (frames * chat.tokens_per_item(codec, items[0])) + ids
     branches = []
@@ -81,14 +81,14 @@ def update_work(ckpt, frames, text, group, response=100):
 
 
 def still_frames(count, size):
-    """Noise, one frame a second."""
+    """-> `count` frames of noise, one per second."""
     images = np.random.default_rng(0).integers(0, 256, (count, size, size, 3), dtype=np.uint8)
     keys = [f"still{i}" for i in range(count)]
     return video.Frames(images, np.arange(count, dtype=float), "stills", keys)
 
 
 def overview_work(path, minutes):
-    """64 frames of a file of so many minutes."""
+    """-> a function that takes 64 overview frames of a file of so many minutes."""
     import av
 
     picture = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
@@ -100,11 +100,11 @@ def overview_work(path, minutes):
             image = np.roll(picture, i // 24, 1) if i % 24 == 0 else picture
             container.mux(stream.encode(av.VideoFrame.from_ndarray(image, format="rgb24")))
         container.mux(stream.encode())
-    return lambda: video.overview(path, 64, cache=video.FrameCache(0))  # 0: nothing is kept
+    return lambda: video.overview(path, 64, cache=video.FrameCache(0))  # 0: keeps no frames
 
 
 def windows_work(ckpt, count):
-    """So many sub-agents at once."""
+    """-> a function that runs `count` sub-agents at once."""
     from reference import ReferenceEngine
 
     codec = chat.load_codec(ckpt)
@@ -124,9 +124,9 @@ def windows_work(ckpt, count):
 
 
 def sft_seconds(args, ranks):
-    """Median seconds of a step under so many ranks."""
+    """Median seconds of a step with so many ranks."""
     out = os.path.join(args.folder, f"ranks{ranks}")
-    # As many cores as ranks: what is compared is ranks, not threads.
+    # As many cores as ranks, so that ranks are compared, not threads.
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:ranks]))
     words = ["taskset", "-c", cores, sys.executable, "-m", "torch.distributed.run", "--standalone",
              "--nproc_per_node", str(ranks), os.path.join(ROOT, "sft.py"), "--preset", "toy",
@@ -143,13 +143,13 @@ def sft_seconds(args, ranks):
 
 
 def resident(name):
-    """A line of this process's status, in KiB."""
+    """The value of one line of this process's status, in KiB."""
     with open("/proc/self/status") as f:
         return next(int(line.split()[1]) for line in f if line.startswith(name))
 
 
 def point(args, axis, value):
-    """One measurement in this process -> median seconds, and MiB above what stood before."""
+    """One measurement in this process -> median seconds, and MiB above the memory before."""
     if axis == "ranks":
         return {"seconds": sft_seconds(args, value), "mib": None}
     if axis == "frames":
@@ -161,7 +161,7 @@ def point(args, axis, value):
     else:
         work = windows_work(args.ckpt, value)
     with open("/proc/self/clear_refs", "w") as f:
-        f.write("5")  # the peak begins anew: preparing may have taken more than the work
+        f.write("5")  # resets the peak, because the preparation may need more than the work
     before = resident("VmRSS")
     took = []
     for _ in range(args.repeats + 1):  # the first warms up
@@ -172,7 +172,7 @@ def point(args, axis, value):
 
 
 def measure(args, axis, value, folder):
-    """`point` in a process of its own."""
+    """Runs `point` in a separate process."""
     words = [sys.executable, os.path.abspath(__file__), "--ckpt", args.ckpt, "--data", args.data,
              "--repeats", args.repeats, "--folder", folder, "--point", axis, value]
     done = subprocess.run(list(map(str, words)), capture_output=True, text=True)
@@ -196,7 +196,7 @@ def square_share(values, seconds, at):
 
 
 def reading(axis, values, seconds):
-    """What to know about an axis, with its own numbers."""
+    """-> a remark on an axis, with the measured numbers."""
     if axis == "frames":
         shares = [f"{square_share(values, seconds, k):.0%}" for k in (64, 256)]
         return (" Above 1, because the tokens of one prompt attend to each other: of a K + b K^2 "

@@ -1,12 +1,13 @@
 """
-soak.py: hundreds of GRPO steps in the toy world; does anything grow?
+soak.py: runs hundreds of GRPO steps in the toy world. Do memory, open files or step times grow?
 
-  slope of a process   least squares over (step, resident MiB) behind the first quarter of the
+  slope of a process   least squares over (step, resident MiB) after the first quarter of the
                        steps, in MiB per 100 steps
   growth of step time  median of the last quarter / median of the second quarter
 
-Runs grpo.py under torchrun on a few tasks, with caches so small that they fill at once, and looks
-at every process of the run once a second through /proc. Prints one line of JSON.
+The script runs grpo.py under torchrun on a few tasks, with caches so small that they fill at once.
+Once a second the script reads every process of the run through /proc. At the end one line of JSON
+is printed.
 
   python bench/soak.py --ckpt out/demo/sft --data out/demo/toy/rl.jsonl --steps 400
 """
@@ -24,14 +25,14 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def look(root):
-    """Process id -> {pid: (name, resident MiB, open files)} of it and all that descend from it:
-    torchrun's ranks have sessions of their own."""
-    parents, found = {}, {}  # parents: pid -> pid, of all processes there are
+    """Process id -> {pid: (name, resident MiB, open files)} of that process and its descendants.
+    The ranks of torchrun have their own sessions, so a session would not find them."""
+    parents, found = {}, {}  # parents: pid -> pid, of all processes of the machine
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         try:
             with open(f"/proc/{pid}/stat") as f:
                 parents[pid] = int(f.read().rsplit(")", 1)[1].split()[1])  # a name may hold spaces
-        except (FileNotFoundError, ProcessLookupError):  # it ended while we looked
+        except (FileNotFoundError, ProcessLookupError):  # the process has just ended
             continue
     for pid in parents:
         ancestor = pid
@@ -53,8 +54,8 @@ def look(root):
 
 
 def command(args, out):
-    """grpo.py under torchrun, on the first tasks alone: the features of all fill the trainer's
-    cache, which no flag bounds, long before the first quarter is over."""
+    """The command: grpo.py under torchrun on the first tasks alone. No flag bounds the trainer's
+    feature cache. With few tasks that cache is full long before the first quarter is over."""
     few = os.path.join(out, "few.jsonl")
     with open(args.data) as source, open(few, "w") as target:
         target.writelines(list(source)[:4 * args.ranks])
@@ -67,7 +68,8 @@ def command(args, out):
 
 
 def watch(run, log):
-    """-> {(pid, name): [(step, resident MiB, open files)]}, a point a second until the run ends."""
+    """-> {(pid, name): [(step, resident MiB, open files)]}, one point per second until the run
+    ends."""
     series = {}
     while run.poll() is None:
         time.sleep(1.0)
@@ -78,12 +80,12 @@ def watch(run, log):
 
 
 def growth(name, points, steps):
-    """-> what became of one process; None of one that did not last a quarter of the steps."""
-    # Warm-up and the end left out.
+    """-> the growth of one process, or None if the process did not last a quarter of the steps."""
+    # Leave out the warm-up and the end.
     later = np.array([p for p in points if steps // 4 <= p[0] < steps])  # [n, 3]
     if len(later) < 10 or later[-1, 0] - later[0, 0] < steps / 4:
         return None
-    half = later[len(later) // 2:]  # growth that ends has a smaller slope here
+    half = later[len(later) // 2:]  # growth that ends has a smaller slope in this half
     slopes = [100 * np.polyfit(part[:, 0], part[:, 1], 1)[0] for part in (later, half)]
     return {"name": name, "mib": round(later[-1, 1], 1),
             "mib_per_100_steps": round(slopes[0], 2),

@@ -2,13 +2,13 @@
 train.py: two ratios of the trainer's forward + backward, at the toy's geometry.
 
   shared  a GRPO group as one tree [prompt | o1 | .. | oG], against the same responses packed
-          plainly, each behind a copy of the prompt, one a forward (the kinder way on a CPU)
+          plainly, each after a copy of the prompt, one per forward (the faster way on a CPU)
   packed  SFT chats of mixed lengths packed end to end, against one padded batch through plain
           transformers
 
-Both sides compute the same gradient, which is checked. Tokens/s count every token of every
-sequence, a shared prompt once a sequence, padding not. Sides alternate; medians. Prints one line of
-JSON.
+The script checks that both sides compute the same gradient. Tokens/s count every token of every
+sequence. A shared prompt counts once per sequence, and padding does not count. The sides alternate.
+The script prints medians as one line of JSON.
 
   python bench/train.py --ckpt toy/init [--prompt 4000 --response 800 --group 8]
 """
@@ -22,7 +22,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(1, os.path.join(sys.path[0], "tests"))
 import numpy as np
 import torch
-from reference import load_policy  # whole on this rank: the padded side runs it without our forward
+from reference import load_policy  # not sharded: the padded side skips our forward
 
 import chat
 import checkpoint
@@ -32,7 +32,7 @@ import video
 
 
 def noise(spec):
-    """In the place of a file: 32 x 32 pixels, one vision token a frame."""
+    """Frames in place of a file: 32 x 32 pixels, one vision token per frame."""
     rng = np.random.default_rng(spec["frames"])
     images = rng.integers(0, 256, (spec["frames"], 32, 32, 3), dtype=np.uint8)  # [T, 32, 32, 3]
     return video.Frames(images, np.arange(spec["frames"], dtype=float), str(spec["frames"]), [])
@@ -46,7 +46,7 @@ def prompt_of(codec, rng, frames, text):
 
 
 def group_trees(codec, rng, prompt, response, group):
-    """-> (one shared tree, the same responses as sequences of their own). Lengths in tokens; three
+    """-> (one shared tree, the same responses as separate sequences). Lengths in tokens; three
     quarters of the prompt are frames."""
     ids, items = prompt_of(codec, rng, prompt * 3 // 4, prompt - prompt * 3 // 4)
     branches = [model.Span(rng.integers(0, 256, response).tolist(), [1] * response)
@@ -56,7 +56,7 @@ def group_trees(codec, rng, prompt, response, group):
 
 
 def chat_trees(codec, rng):
-    """Overviews of 4 to 64 frames, some long texts, some short, 30 trained tokens each."""
+    """Chats with overviews of 4 to 64 frames, long or short texts, and 30 trained tokens each."""
     trees = []
     for frames in (4, 8, 16, 32, 64) * 4:
         ids, items = prompt_of(codec, rng, frames, int(rng.integers(40, 400)))
@@ -70,7 +70,7 @@ def packed_backward(policy, packs):
 
 
 def padded_backward(policy, trees):
-    """One right-padded batch through plain transformers: what a trainer without packing does."""
+    """One right-padded batch through plain transformers, as in a trainer without packing."""
     codec, longest = policy.codec, max(len(tree) for tree in trees)
     ids = torch.full((len(trees), longest), codec.eos)  # [B, L], as are the masks
     attention = torch.zeros_like(ids)
@@ -88,24 +88,24 @@ def padded_backward(policy, trees):
     seen = ids == codec.image_pad
     embeds, levels = policy.embed(ids, seen, features)  # [B, L, H]
     text = policy.hf.model.language_model
-    # Its own attention: ours knows packs, no padding.
+    # Use transformers' attention, because ours handles packs but no padding.
     ours, text.config._attn_implementation = text.config._attn_implementation, "sdpa"
     hidden = text(inputs_embeds=embeds, position_ids=positions, attention_mask=attention,
                   use_cache=False, visual_pos_masks=seen, deepstack_visual_embeds=levels)
     text.config._attn_implementation = ours
     logits = policy.hf.lm_head(hidden.last_hidden_state[:, :-1])  # [B, L - 1, vocab], with padding
-    logits[..., list(codec.banned)] -= 100.0  # as in our distribution
+    logits[..., list(codec.banned)] -= 100.0  # as our policy bans these ids
     losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(),
                                                reduction="none")
     (losses * trained[:, 1:].flatten()).sum().backward()
 
 
 def compare(sides, parameters, repeats):
-    """{name: (function, *arguments)} -> {name: median seconds}. Raises RuntimeError where the sides
+    """{name: (function, *arguments)} -> {name: median seconds}. Raises RuntimeError if the sides
     leave different gradients."""
     seconds, norms = {name: [] for name in sides}, {}
     for repeat in range(repeats + 1):  # the first round warms up
-        for name in list(sides)[:: 1 if repeat % 2 else -1]:  # who goes first alternates
+        for name in list(sides)[:: 1 if repeat % 2 else -1]:  # take turns to go first
             for p in parameters:
                 p.grad = None
             function, *arguments = sides[name]
@@ -136,7 +136,7 @@ def main():
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
     codec = chat.load_codec(ckpt)
     policy = load_policy(ckpt, codec)
-    policy.features = model.VisionFeatures(policy.hf.model.visual, codec, noise)  # kept
+    policy.features = model.VisionFeatures(policy.hf.model.visual, codec, noise)  # cached
     parameters, rng = model.trained_parameters(policy), np.random.default_rng(0)
 
     shared, plain = group_trees(codec, rng, args.prompt, args.response, args.group)

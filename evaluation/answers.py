@@ -26,7 +26,7 @@ HEDGES = "maybe perhaps possibly probably likely might may could or either unsur
 # A sentence with one of these words, a hedge or a negation is another answer, not a reason.
 TURNS = ("actually wait instead rather however but also alternatively correction sorry answer "
          "another possible").split()  # fmt: skip
-# "It is a pan", "The technique is a pan": another answer, but "The array is sorted .." explains.
+# "It is a pan" and "The technique is a pan" answer again, but "The array is sorted .." explains.
 CLAIM = re.compile(r"(?i)(?:(?:it|this|that)(?:['’]s| is| was)|the \w+ (?:is|was) (?:an?|the)) ")
 # An explanation of many sentences may hold a "not", but none of these.
 RETRACTIONS = "actually wait correction sorry answer alternatively".split()

@@ -14,7 +14,6 @@ Writes no file; `python eval.py --bench mlvu --root MLVU_dev --prepare mlvu.json
 """
 
 import glob
-import json
 import os
 import re
 import string
@@ -445,7 +444,7 @@ def read_rows(path):
             rows = pyarrow.parquet.ParquetFile(path).read().to_pylist()
         else:
             with open(path, encoding="utf-8-sig") as f:
-                rows = json.load(f)
+                rows = launch.parse_json(f.read())
     except ImportError:
         why = "reading parquet needs pyarrow: pip install pyarrow"
         raise launch.UserError(f"{path}: {why}") from None
@@ -537,6 +536,8 @@ def read_subtitles(path, offset=0.0):
     at which the video begins. Raises ValueError naming the file.
     """
     try:
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise OSError("a pipe, which may never end, or a folder")
         # Many begin with a byte order mark, some are not quite UTF-8.
         with open(path, encoding="utf-8-sig", errors="replace") as f:
             text = f.read()
@@ -561,7 +562,7 @@ def read_subtitles(path, offset=0.0):
 def json_lines(text):
     """LongVideoBench's two forms -> [(start, end or None, text)] in seconds of the file."""
     out = []
-    for row in json.loads(text):
+    for row in launch.parse_json(text):
         # {"timestamp": [start, end or null], "text"}, or {"start", "end", "line"}.
         start, end = row["timestamp"] if "timestamp" in row else (row["start"], row["end"])
         said = row.get("text", row.get("line"))

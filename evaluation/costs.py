@@ -158,7 +158,7 @@ def deal(places, parts, sizes=False):
     for path, indices in videos.items():
         for at in range(0, len(indices), fair):
             some = indices[at : at + fair]
-            # A guess that only has to be near: half of the work is answering, half is decoding.
+            # A rough guess is enough: half of the work is answering, half is decoding.
             cost = len(some) / len(places) + weight[path] / total
             chunks.append((cost, path, some))
     dealt, loads = [[] for _ in range(parts)], [0.0] * parts
@@ -270,7 +270,7 @@ def estimate(jobs, shares, codec, protocol, args):
     lines = [f"{'':43}{'without a call':^26} {'with every call':^26}",
              row("benchmark", "K", "tools", "items", "videos", "decode", "prompt", "sample",
                  "+decode", "prompt", "sample")]
-    ranks = [[0.0] * 9 for _ in shares]  # items, videos, the six, hours by what was run before
+    ranks = [[0.0] * 9 for _ in shares]  # items, videos, six costs, hours at the measured speed
     live = args.live or 2 * (len(args.base_url) * args.workers if args.base_url else args.max_seqs)
     for n, (suite, k, mode, todo) in enumerate(jobs):
         if not todo:

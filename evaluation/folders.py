@@ -58,7 +58,7 @@ def read_records(out, digest=None):
         # A whole line ends in a newline, so the last piece is empty or torn.
         for number, line in enumerate(lines[:-1], 1):
             try:
-                record = json.loads(line)
+                record = launch.parse_json(line)
             except ValueError:
                 why = "not JSON; delete the line or the file"
                 raise launch.UserError(f"{path}:{number}: {why}") from None
@@ -143,8 +143,14 @@ def leaves(folder):
 
 
 def read_json(*path):
-    with open(os.path.join(*path), encoding="utf-8") as f:
-        return json.load(f)
+    """A JSON file of a finished folder. Raises UserError."""
+    path = os.path.join(*path)
+    try:
+        with open(path, encoding="utf-8") as f:
+            return launch.parse_json(f.read())
+    except (OSError, ValueError) as error:
+        why = f"{error}; finish this evaluation first"
+        raise launch.UserError(f"{path}: {why}") from None
 
 
 def write_json(value, *path):
@@ -157,11 +163,7 @@ def write_tasks(tasks, path):
 
 def read_summary(folder):
     """-> (last name of the folder, summary). Raises UserError if there is no summary."""
-    try:
-        return os.path.basename(os.path.normpath(folder)), read_json(folder, "summary.json")
-    except (OSError, ValueError) as error:
-        why = f"{error}; finish this evaluation first"
-        raise launch.UserError(f"{folder}/summary.json: {why}") from None
+    return os.path.basename(os.path.normpath(folder)), read_json(folder, "summary.json")
 
 
 def finished(folder):

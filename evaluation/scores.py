@@ -194,7 +194,7 @@ def compare(found):
                 row.update(kappa=r["kappa"], interval=r["interval"])
             else:
                 row.update(acc_no_tools=r["headline"], tokens_no_tools=tokens)
-            if r.get("cost"):  # not of runs from before costs were kept
+            if r.get("cost"):  # runs from before costs were kept have none
                 told = {key: r[key] for key in ("K", "tools", "headline")}
                 told |= {**r["cost"], "seconds": r["seconds_per_episode"]}
                 spent.append({"name": name, "bench": r.get("bench"), **told})
@@ -250,7 +250,7 @@ def cost_lines(rows):
              f"{'prompt':>14} {'sampled':>12} {'frames':>11} {'rounds':>6} {'seconds':>7}"]
     for row in rows:
         headline = "refused" if row["headline"] is None else f"{row['headline']:.3f}"
-        tokens = "-" if row["tokens"] is None else f"{row['tokens']:.0f}"  # the endpoint told none
+        tokens = "-" if row["tokens"] is None else f"{row['tokens']:.0f}"  # "-": not counted
         line = f"{row['name']:<12} {row['K']!s:>6} {row['tools']:>5} {headline:>8} {tokens:>8}"
         for name, width in (("prompt_tokens", 14), ("sampled_tokens", 12), ("frames", 11)):
             pair = [row[name], row[f"sub_{name}"]]

@@ -18,6 +18,7 @@ import argparse
 import ast
 import asyncio
 import bisect
+import contextlib
 import hashlib
 import itertools
 import json
@@ -62,7 +63,7 @@ class ChatRequest(Request):
 
 @dataclass
 class Chat(rollout.Context):
-    """A Context with the same contents as a chat. Endpoints take no ids: then the chat alone."""
+    """A Context with the same contents as a chat. Endpoints take no ids, only the chat."""
 
     messages: list = field(default_factory=list)
 
@@ -209,7 +210,7 @@ def forced_ids(codec, ids, prefill):
 
 def cut_turn(said, agent, protocol, codec):
     """A turn as the rules end it: after a protocol's stop strings; with dispatch=turns after its
-    first call, since an agent that may ask for one window a turn would have stopped there."""
+    first call, because an agent with one window a turn would have stopped there."""
     if agent.dispatch == "turns":
         said = cut_after(codec, said, ("</tool_call>", "</tool_code>"), since="</think>")
     return cut_after(codec, said, protocol.stop) if protocol.stop else said
@@ -248,7 +249,7 @@ def nothing_held(args):
 class System:
     """One system: prompts, protocol, flags, and the answer that is graded."""
 
-    files: str  # what --prompt-file takes of the publisher's release
+    files: str  # files of the publisher's release, for --prompt-file
     texts: list  # our wording of the same, in the same order
     make: callable  # (texts, args) -> Protocol
     native: dict  # flags of the publisher's recipe: the defaults of a run
@@ -387,21 +388,22 @@ def add_arguments(parser):
         help="for example http://127.0.0.1:8000/v1; several: the least busy is asked")
     add("--model", help="name of the model")
     add("--api-key-env", help="environment variable that holds the key")
-    add("--image-cap", type=int, default=0, help="images of a request, evenly kept; 0 = no cap")
+    add("--image-cap", type=int, default=0, help="most images of a request; 0 = no cap")
     add("--video-item", action=yes_no, default=False,
         help="the overview as one video (vLLM; docs/evaluation.md), not as images")
     add("--tokens-field", choices=["max_tokens", "max_completion_tokens"], default="max_tokens",
         help="name of the limit at this endpoint")
-    add("--send-temperature", action=yes_no, default=True, help="some take neither this nor a seed")
-    add("--request-timeout", type=float, default=300.0, help="seconds; for the judge too")
+    add("--send-temperature", action=yes_no, default=True, help="off: sends no temperature or seed")
+    add("--request-timeout", type=float, default=300.0,
+        help="seconds of a whole request; for the judge too")
     add("--retries", type=int, default=3,
         help="after 429, 5xx or a timeout, 1, 2, 4, .. seconds later; for the judge too")
     add("--workers", type=int, default=8,
-        help="requests at once to each endpoint; for the judge too")
+        help="parallel requests to each endpoint; for the judge too")
 
     add = parser.add_argument_group("judge of open answers").add_argument
     add("--judge-url", help="chat endpoint, asked if the rule says wrong; default: none")
-    add("--judge-model", help="its name; with --rescore alone, earlier verdicts count")
+    add("--judge-model", help="the judge's name; without --judge-url earlier verdicts count")
     add("--judge-key-env", help="environment variable that holds the judge's key")
 
 
@@ -422,7 +424,7 @@ def rare_settings():
 
 
 def describe_all(flags):
-    """Flags of protocols -> text for --protocols: all that each protocol sends."""
+    """Flags of protocols -> text for --protocols: prompts, frames and limits of each."""
     places = " ".join(f"{{{name}}}" for name in filled_places())
     head = (f"A text of the user turn is filled at {places}. Other braces stay; a publisher's own "
             "places are listed with its texts.")
@@ -513,7 +515,7 @@ def read_prompts(sources):
                 text = f.read()
             if name:
                 text = single_braces(assigned_string(text, name))
-        except (OSError, SyntaxError, ValueError) as error:
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise launch.UserError(f"--prompt-file {source}: {error}") from None
         if text is None:
             raise launch.UserError(f"--prompt-file {source}: {path} sets no string {name}")
@@ -993,7 +995,7 @@ async def videozoomer_answer(records, calls, episode, sampler, turn):
 
 
 def zoom_reply(record, spec, frames, last):
-    """One user message: the frames inside tool response tags, or what went wrong."""
+    """One user message: the frames inside tool response tags, or the error."""
     reply = Reply([])
     if frames is None:
         wrong = {"type": "text", "text": "\nThink about what went wrong, then go on."}
@@ -1389,14 +1391,11 @@ class OpenAIEngine:
         """Raises UserError if a server does not answer, before every episode fails after its
         retries."""
         import socket
-        from urllib.parse import urlsplit
 
         for url in self.busy:
             try:
-                place = urlsplit(url)
-                port = place.port or (443 if place.scheme == "https" else 80)
-                socket.create_connection((place.hostname, port), min(10.0, self.timeout)).close()
-            except (OSError, ValueError, TypeError) as error:
+                socket.create_connection(address(url)[:2], min(10.0, self.timeout)).close()
+            except (OSError, ValueError) as error:
                 why = f"({error}); expected an OpenAI-compatible endpoint"
                 raise launch.UserError(f"no server answers at {url} {why}") from None
 
@@ -1466,17 +1465,18 @@ class OpenAIEngine:
     def post(self, url, request, body):
         """-> (Completion, whether another try may succeed)."""
         import http.client
-        import urllib.error
-        import urllib.request
 
         headers = {"Content-Type": "application/json"}
         key = os.environ.get(self.key_variable, "") if self.key_variable else ""
         if key:
             headers["Authorization"] = f"Bearer {key}"
+        began = time.monotonic()
         try:
-            call = urllib.request.Request(url, body, headers)
-            with urllib.request.urlopen(call, timeout=self.timeout) as stream:
-                answer = json.load(stream)
+            status, content = fetch(url, body, headers, self.timeout)
+            if not 200 <= status < 300:  # a redirect too, as the key goes to no other host
+                passing = status == 429 or status >= 500
+                return Completion(request.id, error=f"HTTP {status}"), passing
+            answer = json.loads(content)
             choice = answer["choices"][0]
             # A hosted name may stand for another model tomorrow.
             self.served.add(str(answer.get("model")))
@@ -1485,13 +1485,13 @@ class OpenAIEngine:
             ended = choice.get("finish_reason") == "stop"
             self.note_usage(request.id, answer.get("usage"))
             return Completion(request.id, text=text, ended=ended), False
-        except urllib.error.HTTPError as error:
-            passing = error.code == 429 or error.code >= 500
-            return Completion(request.id, error=f"HTTP {error.code}"), passing
-        except (OSError, http.client.HTTPException) as error:  # refused, timed out, cut off halfway
-            why = f"{type(error).__name__}: {getattr(error, 'reason', error)}"
-            return Completion(request.id, error=why), True
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError,
+                AttributeError, RecursionError) as error:
+            if time.monotonic() - began >= self.timeout:
+                why = f"no whole answer within {self.timeout:g} s"
+                return Completion(request.id, error=why), True
+            if isinstance(error, (OSError, http.client.HTTPException)):  # refused, cut off halfway
+                return Completion(request.id, error=f"{type(error).__name__}: {error}"), True
             why = f"bad answer: {type(error).__name__}"  # not the promised JSON
             return Completion(request.id, error=why), False
 
@@ -1538,6 +1538,54 @@ class OpenAIEngine:
                 parts = "".join(part["text"] for part in parts)
             messages.append({"role": role, "content": parts})
         return messages
+
+
+def address(url):
+    """-> (host, port, path, whether over TLS). Raises ValueError."""
+    from urllib.parse import urlsplit
+
+    place = urlsplit(url)
+    secure = place.scheme == "https"
+    if not place.hostname or not (secure or place.scheme == "http"):
+        raise ValueError("an address begins with http:// or https:// and a host")
+    path = place.path + (f"?{place.query}" if place.query else "")
+    return place.hostname, place.port or (443 if secure else 80), path, secure
+
+
+def fetch(url, body, headers, seconds):
+    """POSTs to this host alone: no redirect and no proxy may carry the key elsewhere. -> (status,
+    content). Raises OSError or HTTPException; both if the whole takes longer than `seconds`."""
+    import http.client
+    import socket
+    import ssl
+
+    host, port, path, secure = address(url)
+    # The time-out of a socket bounds each read alone, so a server that drips would never meet it.
+    # The timer shuts the connection, by a second handle, since TLS takes over the first.
+    sock = socket.create_connection((host, port), seconds)
+    with sock.dup() as handle:
+        timer = threading.Timer(seconds, shut, [handle])
+        timer.start()
+        try:
+            if secure:
+                sock = ssl.create_default_context().wrap_socket(sock, server_hostname=host)
+            kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+            connection = kind(host, port)
+            connection.sock = sock
+            connection.request("POST", path, body, headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        finally:
+            timer.cancel()
+            sock.close()
+
+
+def shut(sock):
+    """Ends every read and write on a connection, in whatever thread."""
+    import socket
+
+    with contextlib.suppress(OSError):  # the server has left
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 def make_engine(args, protocol):

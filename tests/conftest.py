@@ -107,8 +107,9 @@ def pytest_collection_modifyitems(config, items):
         items.sort(key=order.get)
         return
     long = [f"test_{name}.py" for name in (
-        "faults", "survival", "grpo", "eval", "published", "rollout", "sft", "fake_gpu", "server",
-        "video", "toy", "model", "rewards", "page", "lora", "plan", "bf16", "hostile")]
+        "faults", "survival", "grpo", "engine", "eval", "published", "rollout", "sft", "fake_gpu",
+        "server", "video", "toy", "model", "rewards", "page", "checkpoint", "lora", "plan", "bf16",
+        "hostile")]
     items.sort(key=lambda item: long.index(item.path.name) if item.path.name in long else len(long))
 
 
@@ -118,12 +119,22 @@ def fresh_process():
     transformers, no process group, and what torch.compile does."""
     import torch
 
-
     launch.import_shim()
     yield
     torch.compiler.set_stance("default")  # vLLM's engine on CPU turns it off
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Spinning threads of torch and of an engine on shared cores cost a factor of ten."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)
@@ -189,15 +200,56 @@ def published(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def codec(toy):
-
     return chat.load_codec(str(toy / "init"))
+
+
+@pytest.fixture(scope="session")
+def codecs(toy, codec):
+    return {"image": codec, "video": chat.load_codec(str(toy / "init"), "video")}
+
+
+@pytest.fixture
+def video_codec(codecs):
+    return codecs["video"]
+
+
+@pytest.fixture
+def each_codec(request, codecs):
+    """The codec of both channels, one after the other."""
+    return codecs[request.param]
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """The video files that this process opened from now on: one entry for the times of a file, one
+    for each set of frames that was decoded."""
+    av = pytest.importorskip("av")
+    names, real = [], av.open
+
+    def spy(file, mode=None, **more):
+        if mode is None:
+            names.append(str(file))
+        return real(file, mode, **more)
+
+    monkeypatch.setattr(av, "open", spy)
+    return names
+
+
+@pytest.fixture
+def decoders(monkeypatch):
+    """The decoders in processes of their own, started from now on."""
+    import video
+
+    started, real = [], video.ChildDecoder
+    monkeypatch.setattr(video, "ChildDecoder",
+                        lambda *given: started.append(real(*given)) or started[-1])
+    return started
 
 
 @pytest.fixture
 def process_group():
     """A process group of one, which FSDP and the lockstep helpers need. Made where there is none:
     closing a vLLM engine ends it."""
-
     launch.start_process_group()
 
 
@@ -206,6 +258,62 @@ def policy(toy, codec):
     from reference import load_policy
 
     return load_policy(str(toy / "init"), codec)
+
+
+@pytest.fixture
+def lively(policy):
+    """The random policy with larger weights: fresh ones give a flat distribution, in which little
+    can go wrong."""
+    import torch
+
+    with torch.no_grad():
+        for name, p in policy.hf.model.language_model.named_parameters():
+            if p.ndim > 1:
+                p.mul_(10 if "embed_tokens" in name else 3)
+    return policy
+
+
+@pytest.fixture(scope="module")
+def saved(toy, codec, tmp_path_factory):
+    """A changed policy and the checkpoint it was saved to."""
+    import torch
+    from reference import load_policy
+
+    import checkpoint
+
+    launch.start_process_group()
+    policy = load_policy(str(toy / "init"), codec)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for name, p in policy.hf.model.language_model.named_parameters():
+            p.mul_(1 if p.ndim < 2 else 10 if "embed" in name
+                   else 3).add_(0.01 * torch.randn_like(p))
+    folder = tmp_path_factory.mktemp("saved") / "step_000001"
+    checkpoint.save_checkpoint(policy, codec, str(folder), {"step": 1})
+    return policy.eval(), folder
+
+
+@pytest.fixture
+def album():
+    from album import Album
+
+    return Album()
+
+
+@pytest.fixture(scope="module")
+def tasks(toy):
+    import rollout
+
+    return rollout.read_tasks(str(toy / "rl.jsonl"))
+
+
+@pytest.fixture(scope="module")
+def frames_of(toy):
+    """A source that the tests of a file share, so that each frame set is decoded once."""
+    import rollout
+    import video
+
+    return rollout.Source(str(toy), video.FrameCache())
 
 
 @pytest.fixture

@@ -34,7 +34,8 @@ def args(tmp_path):
                               seeds=list(range(8)), rows=None,
                               base_flags="--steps 400",
                               sft_flags="--steps 14 --muon-lr 4e-4 --lr 1.5e-4",
-                              rl_flags="--prompts 8 --steps 30 --answer-from line --show-every 0")
+                              rl_flags="--prompts 8 --steps 30 --set answer_from=line "
+                                       "--show-every 0")
 
 
 def test_every_command_is_one_that_its_script_takes(ablation, args, monkeypatch):
@@ -237,7 +238,7 @@ def test_many_claims_make_each_verdict_harder(ablation):
 
 
 def test_numbers_are_those_of_the_log_the_summary_and_the_records(ablation, tmp_path):
-    steps = [{"f_tau": 0.1 * i, "f_released": 0.05 * i, "well_formed": 0.0, "kappa": i, "acc": 0.5,
+    steps = [{"f_tau": 0.1 * i, "well_formed": 0.0, "kappa": i, "acc": 0.5,
               "rollout_s": 2.0, "train_s": 1.0, "zero_variance": 1, "groups": 8,
               "closure": {"think": 0.5, "tool_call": None, "tool_code": 0.0, "answer": 1.0},
               "by_K": {"4" if i % 2 else "64": {"n": 8 * (1 + i), "acc": 0.5, "f_tau": 0.1 * i,
@@ -246,6 +247,14 @@ def test_numbers_are_those_of_the_log_the_summary_and_the_records(ablation, tmp_
              for i in range(8)]
     os.makedirs(tmp_path / "run")
     (tmp_path / "run" / "log.jsonl").write_text("".join(json.dumps(s) + "\n" for s in steps))
+    # The release pays 0.5 for a flawless rollout whose <think> was forced, and 0 for "B". The
+    # second rank writes "B" in the first half of the run.
+    flawless = ["x</think><answer>B</answer>"]
+    os.makedirs(tmp_path / "run" / "rollouts")
+    for i in range(8):
+        for rank, turns in enumerate((flawless, ["B"] if i < 4 else flawless)):
+            path = tmp_path / "run" / "rollouts" / f"step_{i:06d}.rank{rank}.jsonl"
+            path.write_text(json.dumps({"turns": turns}) + "\n")
     for name in ("eval", "sampled"):
         os.makedirs(tmp_path / name)
         result = {"K": 4, "tools": "on", "acc": 0.25, "f_tau": 0.5, "kappa": 2.0}
@@ -257,6 +266,7 @@ def test_numbers_are_those_of_the_log_the_summary_and_the_records(ablation, tmp_
         (tmp_path / name / "records.0.jsonl").write_text(json.dumps(record) + "\n")
     got = ablation.numbers(str(tmp_path))
     assert got["train"]["kappa"] == {"mean": 3.5, "first": 0.5, "last": 6.5}
+    assert got["train"]["f_released"] == {"mean": 0.375, "first": 0.25, "last": 0.5}
     assert got["train"]["closure"] == {"think": 0.5, "tool_call": None, "tool_code": 0.0,
                                        "answer": 1.0}
     wanted = (0 * 8 + 2 * 24 + 4 * 40 + 6 * 56) / 128
@@ -319,3 +329,31 @@ def test_tables_show_every_row_and_the_picture_is_drawn(ablation, tmp_path):
     assert "0.55 ±0.07" in text and "| 0.75 (8) | - | - | 1.00 (2) |" in text
     ablation.picture(results, str(tmp_path / "docs" / "p.png"))
     assert (tmp_path / "docs" / "p.png").read_bytes()[:4] == b"\x89PNG"
+
+
+CALL = ('<tool_call>{"name": "crop_video", "arguments": {"start_time": 1, "end_time": 2}}'
+        '</tool_call>')
+THOUGHT = "I should look at the middle."
+
+
+RELEASED = [  # the sampled text of each turn, without the forced <think>; score by the release
+    # flawless, as our prefix makes it: the answer alone is seen, its tags do not balance
+    ([f"{THOUGHT}</think>{CALL}", f"{THOUGHT}</think><answer>B</answer>"], 0.5),
+    ([f"{THOUGHT}</think><answer>B</answer>"], 0.5),
+    # a second thought opened in every turn: paid in full
+    ([f"<think>{THOUGHT}</think>{CALL}", f"<think>{THOUGHT}</think><answer>B</answer>"], 1.0),
+    ([f"<think>{THOUGHT}</think><answer>B</answer>"], 1.0),
+    (["<think>hi"], -0.15), ([""], 0.0), ([], 0.0),
+    # .2 + .5 answer + .5 * .7, clipped: garbage after it costs .1, which the clip hides
+    ([f"<think>{THOUGHT}</think><answer>B</answer></answer></think>"], 1.0),
+    # an open thought of ten characters is one; -.15 for leaving it open
+    ([f"<think>{THOUGHT}<answer>B</answer>"], 0.2 + 0.5 - 0.15),
+    ([f"<think>{THOUGHT}{CALL}"], 0.2 + 0.3 - 0.15),
+    ([f"<think>{THOUGHT}</think><tool_code>crop_video(1, 2)"], 0.2 + 0.2 + 0.3),
+    (["<answer> </answer>"], 0.0), (["<answer>B"], 0.0),
+]
+
+
+@pytest.mark.parametrize("turns, wanted", RELEASED)
+def test_the_released_ruler_sees_sampled_tokens_alone(ablation, turns, wanted):
+    assert ablation.released_format(turns) == pytest.approx(wanted)

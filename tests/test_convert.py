@@ -171,8 +171,8 @@ def test_rl_rows_that_cannot_be_used_are_named(tmp_path, capsys):
     bad = [(rl("C", kind="mcq"), "none of the options"),
            (rl("B. one", kind="mcq"), "none of the options"),
            (rl("A", "<video>Which?", "mcq"), "options cannot be read"),
-           (rl("soon", "<video>When?", "tvg"), "no [start, end]"),
-           (rl([9, 2], "<video>When?"), "no [start, end]"), (rl("B", videos=()), "0 videos"),
+           (rl("soon", "<video>When?", "tvg"), "not [start, end]"),
+           (rl([9, 2], "<video>When?"), "not [start, end]"), (rl("B", videos=()), "0 videos"),
            (rl("B", videos=("a", "b")), "2 videos"), (rl(""), "no answer")]
     assert len(convert(tmp_path, [row for row, _ in bad] + [rl("B")])) == 1
     printed = capsys.readouterr().out
@@ -588,14 +588,14 @@ def test_calls_and_responses_pair_up_or_the_chat_is_left_out(prompts):
         conversion.to_chat(longvt(turn(one), said, said=answered), 4, 4, prompts)
     row = longvt()
     row["messages"].append(shown("Thank you."))
-    with pytest.raises(ValueError, match="the last message is none of the assistant"):
+    with pytest.raises(ValueError, match="the last message is not the assistant"):
         conversion.to_chat(row, 4, 4, prompts)
 
 
 def test_labels_without_a_reward_and_lost_parts_of_tasks_are_left_out(tmp_path, capsys):
     bad = [(rl("%%%", "<video>What?", "oe"), "no full reward"),
            (rl([-3, 5], "<video>When?", "tvg"), "no full reward"),
-           (rl(["a", "b"], "<video>What?", "oe"), "the answer is no text"),
+           (rl(["a", "b"], "<video>What?", "oe"), "the answer is not a text"),
            (rl("B", prompt=[{"role": "user", "content": LETTERS},
                             {"role": "assistant", "content": "x"}]), "turns of an assistant"),
            (rl("B", images=["a.jpg"]), "still images"),

@@ -13,7 +13,6 @@ import pytest
 from conftest import ROOT, Overheard, run_script
 
 import chat
-import checkpoint
 import eval as evaluation
 import launch
 import rewards
@@ -390,7 +389,7 @@ FOUR = [row(f"q{i}", video=f"videos/eval-000{i % 4}.mp4", question="Which? " * (
 
 def test_an_estimate_counts_the_prompts_of_the_run(world, tmp_path):
     """Without a call, and with all calls that an episode may make, to the token."""
-    lengths = ("--tools", "on", "off", "--max-new-tokens", 400, "--sub-max-new-tokens", 300,
+    lengths = ("--tools", "on", "off", "--max-new-tokens", 400, "--set", "sub_max_new_tokens=300",
                "--context", 4096)
     rows, said = estimated(world(*lengths, "--estimate", 4, rows=FOUR))
     assert [r[:5] for r in rows[:2]] == [["-", "4", "on", "4", "4"], ["-", "4", "off", "4", "4"]]
@@ -617,23 +616,6 @@ def test_records_belong_to_what_a_checkpoint_holds_not_to_where_it_lies(world, t
     weights.write_bytes(b"no weights")
     broken = world("--ckpt", tmp_path / "copy", rows=ROWS[:1])
     assert broken.code == 2 and "copy it again" in broken.err
-
-
-def test_every_tensor_enters_the_digest_of_a_checkpoint(tmp_path):
-    """An adapter that was merged into one matrix leaves all others as they were."""
-    import torch
-    from safetensors.torch import save_file
-
-    tensors = {f"layer{i}": torch.full((64, 256), float(i)) for i in range(5)}
-    (tmp_path / "config.json").write_text("{}")
-    found = set()
-    for name in [None, *tensors]:
-        changed = {k: v + 1 if k == name else v for k, v in tensors.items()}
-        save_file(changed, tmp_path / "model.safetensors")
-        found.add(checkpoint.content_digest(str(tmp_path)))
-    assert len(found) == 6
-    (tmp_path / "config.json").write_text("{ }")
-    assert checkpoint.content_digest(str(tmp_path)) not in found
 
 
 def test_a_part_of_a_finished_folder_leaves_its_summary(world):

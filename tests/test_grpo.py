@@ -1,6 +1,7 @@
 """Tests of grpo.py. The oracle of the loss is a second implementation below: one plain transformers
 forward per sequence, the formulas of the docstring written out, autograd. Run: pytest
 tests/test_grpo.py"""
+import concurrent.futures
 import copy
 import functools
 import importlib.util
@@ -10,7 +11,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +25,7 @@ import launch
 import model
 import rewards
 import rollout
+import video
 
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_code>", "</tool_code>",
         "<answer>", "</answer>")
@@ -245,7 +246,7 @@ class Recorder:
 
 def settings(**changes):
     """The flags of grpo.py, at their defaults where the oracle's formulas have no other number."""
-    defaults = {action.dest: action.default for action in grpo.build_parser()._actions}
+    defaults = vars(grpo.build_parser().parse_args(["--ckpt", "c"]))
     ours = dict(pack_tokens=4096, temperature=1.0, kl=0.0, clip=0.0)
     return SimpleNamespace(**{**defaults, **ours, **changes})
 
@@ -427,7 +428,7 @@ def test_gradient_of_an_update_is_that_of_separate_sequences(
 
 def test_second_minibatch_is_clipped_against_the_policy_before_the_step(
         process_group, codec, source, groups, policy, vision, plain):
-    """--minibatches 2: the ratio's old log-probs are those from before the first step, and some
+    """Two minibatches: the ratio's old log-probs are those from before the first step, and some
     ratios leave the clip range."""
     lr = 2.0  # at some rates a token lies on the edge of the clip range: either side is right
     record_logps(plain, codec, source, [e for g in groups for e in g])
@@ -517,7 +518,8 @@ def test_without_any_signal_the_weights_stay_bit_identical(process_group, codec,
 
 def row(k, acc, executed, group="p", **changes):
     base = {"K": k, "group": f"{group}/{k}", "status": "ok", "total": acc + 0.5,
-            "acc": acc, "fmt": 0.5, "tool": 0.0, "f_tau": 0.6, "f_released": 0.4,
+            "type": "mcq", "chance": None,
+            "acc": acc, "fmt": 0.5, "tool": 0.0, "f_tau": 0.6,
             "well_formed": executed > 0,
             "closure": {t: [0, 0] for t in rewards.KINDS},
             "written": executed, "parseable": executed, "executed": executed,
@@ -534,19 +536,91 @@ def test_summary_by_hand():
     rows = [row(4, 1.0, 2, closure=closure([2, 1], [2, 2], [2, 1], [1, 1]), written=3, turns=2,
                 cut=1),
             row(4, 0.0, 0, closure=closure([1, 1], [0, 0], [0, 0], [1, 0])),
-            row(64, 0.5, 1, status="context", sub_tokens=8), row(64, 1.0, 0)]
+            row(64, 0.5, 1, type="open", chance=0.25, sub_tokens=8),
+            row(64, 1.0, 0, type="open", chance=0.5)]
     m = grpo.summarise(rows)
     assert m["kappa"] == 0.75 and m["valid_calls"] == 0.75 and m["written_calls"] == 1.0
     assert m["called"] == 0.5
     assert m["acc"] == 0.625 and m["total"] == 1.125 and m["fmt"] == 0.5 and m["f_tau"] == 0.6
     assert m["well_formed"] == 0.5 and m["sub_tokens"] == 2
     assert m["closure"] == closure(pytest.approx(2 / 3), 1.0, 0.5, 0.5)
-    assert m["f_released"] == pytest.approx(0.4)
-    assert m["cut_turns"] == pytest.approx(1 / 5) and m["not_ok"] == 1
+    assert m["cut_turns"] == pytest.approx(1 / 5) and m["not_ok"] == 0
     assert m["call_minus_skip"] == pytest.approx((1.0 - 0.5) / 2)
     assert m["by_K"]["4"] == {"n": 2, "acc": 0.5, "f_tau": 0.6, "well_formed": 0.5, "kappa": 1.0,
                               "call_minus_skip": 1.0}
     assert m["by_K"]["64"]["call_minus_skip"] == -0.5 and list(m["by_K"]) == ["4", "64"]
+    assert m["by_type"]["open"] == {**m["by_K"]["64"], "chance": 0.375}
+    assert m["by_type"]["mcq"] == {**m["by_K"]["4"], "chance": None}
+    # Rollouts that failed have no accuracy, no format and no calls. They are counted, not averaged.
+    failed = [row(4, 0.0, 0, status=status, f_tau=0.0, turns=0)
+              for status in ("video_error", "engine_error")]
+    assert grpo.summarise(rows + failed) == {**m, "not_ok": 2}
+
+
+def test_a_step_line_says_how_many_failed_and_shows_no_number_that_was_not_measured():
+    m = {**grpo.summarise([row(4, 0.0, 0, status="video_error")] * 10), "step": 3, "gap": None,
+         "grad_norm": None, "zero_variance": 0, "groups": 0, "rollout_s": 1.0, "train_s": 0.0}
+    line = grpo.step_line(m, 9, 60.0)
+    assert "| not ok 10 |" in line and "R - acc - f_tau - kappa -" in line
+    assert "gap - gn - zero 0/0" in line
+    fine = {**m, **grpo.summarise([row(4, 1.0, 1)]), "gap": 2e-4, "grad_norm": 0.5, "groups": 1}
+    line = grpo.step_line(fine, 9, 60.0)
+    assert "not ok" not in line and "gap 2e-04 gn 0.50" in line
+
+
+# ------------------------------------------------------------------------------------------------
+# Signs of a dead run
+
+
+def logged(steps, **changes):
+    """Rows of the log of a healthy run, changed: a list gives one value a step."""
+    rows = []
+    for i in range(steps):
+        now = {name: value[i] if isinstance(value, list) else value
+               for name, value in changes.items()}
+        kinds = now.pop("kinds", {"list": (0.5 + 0.02 * (i % 3), 0.1)})
+        by_type = {kind: {"n": 8, "acc": acc, "chance": chance}
+                   for kind, (acc, chance) in kinds.items()}
+        rows.append({"step": i + 1, "f_tau": 0.8 + 0.01 * i, "entropy": 1.0, "cut_turns": 0.02,
+                     "groups": 8, "zero_variance": 3, "closure": dict.fromkeys(rewards.KINDS, 0.9),
+                     "by_type": by_type, **now})
+        rows.append({"step": i + 1, "val": {"acc": 0.5}})  # held-out accuracy, a row of its own
+    return rows[:-1]
+
+
+def test_a_healthy_run_shows_no_sign_of_death():
+    for steps in range(1, 12):
+        assert grpo.signs(logged(steps)) == {}
+    # A type that comes in few steps, a step that failed whole, a tag that nothing opened.
+    rare = [{"list": (0.5, 0.1), "mcq": (0.0, 0.2)} if i == 4 else {"list": (0.5, 0.1)}
+            for i in range(9)]
+    closure = {**dict.fromkeys(rewards.KINDS, 0.9), "tool_code": None}
+    assert grpo.signs(logged(9, kinds=rare, closure=closure)) == {}
+    gone = [0.9] * 8 + [None]
+    assert grpo.signs(logged(9, f_tau=gone, entropy=gone, cut_turns=gone, groups=[8] * 8 + [0],
+                             zero_variance=[0] * 9)) == {}
+
+
+@pytest.mark.parametrize("name, word, changes, since", [
+    # A learning rate x 100: all zeros after one update.
+    ("f_tau", "--lr", {"f_tau": [0.9] + [0.0] * 8}, 2),
+    ("entropy", "--lr", {"entropy": [1.0] * 5 + [0.4] * 4}, 6),
+    ("signal", "all rollouts of a prompt earn the same", {"zero_variance": [3] + [8] * 8}, 4),
+    # Answers that are always wrong, of one type among two.
+    ("type mcq", "type mcq", {"kinds": {"list": (0.5, 0.1), "mcq": (0.0, 0.0)}}, 3),
+    # Labels shuffled between rows: an answer fits any label as well as its own.
+    ("chance list", "mixed up between rows",
+     {"kinds": [{"list": (0.2 + 0.02 * (i % 2), 0.21)} for i in range(9)]}, 5),
+    # Tags that never close.
+    ("open think", "<think>", {"closure": {**dict.fromkeys(rewards.KINDS, 0.9), "think": 0.1}}, 3),
+    ("cut", "--max-new-tokens", {"cut_turns": [0.1, 0.6] + [0.7] * 7}, 2),
+], ids=lambda value: value if isinstance(value, str) else "")
+def test_each_way_to_die_is_named_from_the_step_on_at_which_it_shows(name, word, changes, since):
+    rows = logged(9, **changes)
+    found = [grpo.signs(rows[:2 * step - 1]) for step in range(1, 10)]
+    assert set().union(*found) == {name}  # and nothing else is blamed
+    assert next(step for step, signs in enumerate(found, 1) if signs) == since
+    assert word in found[since - 1][name]
 
 
 def test_what_a_call_is_worth_is_measured_within_prompts():
@@ -670,8 +744,8 @@ def base(toy):
 @pytest.mark.parametrize("flag", [
     ("--lr", 1e-4), ("--clip", 1e-3), ("--temperature", 0.5), ("--format-credit", "sequence"),
     ("--format-credit", "none"),
-    ("--minibatches", 2), ("--kl", 5.0, "--minibatches", 2, "--lr", 1e-2),
-    ("--clip-eps", 1e-4, "--minibatches", 2)],
+    ("--set", "minibatches=2"), ("--kl", 5.0, "--set", "minibatches=2", "--lr", 1e-2),
+    ("--clip-eps", 1e-4, "--set", "minibatches=2")],
                          ids=lambda f: " ".join(map(str, f)))
 def test_every_flag_of_the_update_changes_the_update(run_grpo, any_gap, recorded, base, flag):
     """A knob that does nothing, quietly, is the worst kind; one run with it against one without."""
@@ -778,7 +852,7 @@ def hard_tasks(tasks, tmp_path):
 
 @pytest.mark.parametrize("flags,term,sample,change", [
     (("--no-answer-suffix",), "fmt", 2, -0.2), (("--anchor", 0), "fmt", 1, -0.2),
-    (("--gamma", 0), "fmt", 2, 0.15),
+    (("--set", "gamma=0"), "fmt", 2, 0.15),
     (("--tool-reward", 0), "total", 0, -0.8), (("--format-weight", 0.5), "total", 1, -0.5)],
     ids=lambda x: " ".join(map(str, x)) if isinstance(x, tuple) else "")
 def test_every_flag_of_the_reward_changes_its_term(run_grpo, given_rollouts, hard_tasks, flags,
@@ -798,7 +872,7 @@ def test_every_flag_of_the_reward_changes_its_term(run_grpo, given_rollouts, har
 def test_answer_from_line_pays_an_answer_without_its_tag(run_grpo, given_rollouts, hard_tasks):
     """The hand-made sample 2 says the answer and never closes its thought or opens an answer."""
     common = ("--data", hard_tasks, "--steps", 1, "--prompts", 1, "--group", 4, "--lr", 0)
-    for name, flags in (("tag", ()), ("line", ("--answer-from", "line"))):
+    for name, flags in (("tag", ()), ("line", ("--set", "answer_from=line"))):
         run_grpo(*common, *flags, out=name)
     assert [call["pay"].answer_from for call in given_rollouts] == ["tag", "line"]
 
@@ -808,7 +882,7 @@ def test_f_tau_is_one_ruler_for_runs_that_are_paid_differently(
     """Without suffix and anchor the reward is smaller; the compliance that it is reported with is
     not."""
     common = ("--data", hard_tasks, "--steps", 1, "--prompts", 1, "--group", 4, "--lr", 0)
-    less = ("--no-answer-suffix", "--anchor", 0, "--gamma", 0)
+    less = ("--no-answer-suffix", "--anchor", 0, "--set", "gamma=0")
     full, plain = (run_grpo(*common, *flags, out=name)[1]
                    for name, flags in (("a", ()), ("b", less)))
     assert full["f_tau"] == full["fmt"] == plain["f_tau"] and plain["fmt"] < full["fmt"]
@@ -904,6 +978,64 @@ def test_recorded_rollouts_of_a_step_give_the_step_again(run_grpo, toy, varied_r
     assert n["total"] == pytest.approx(m["total"]) and n["by_K"] == m["by_K"]
 
 
+def test_held_out_accuracy_is_logged_per_k_and_type_and_changes_no_weight(
+        run_grpo, toy, monkeypatch, varied_rewards, capsys, tmp_path):
+    """Two steps with --val and without: the same samples and weights to the bit. The rows are the
+    episodes of rollout.run with tools and without, and `best` links to the best of them."""
+    rows = [json.loads(line) for line in (toy / "rl.jsonl").read_text().splitlines()]
+    (tmp_path / "held").mkdir()
+    for row, kind in zip(rows, ("open", "mcq")):
+        row.update(type=kind, answer="A", options=["a", "b"] if kind == "mcq" else None,
+                   video=str((toy / row["video"]).relative_to(toy)))
+    held = tmp_path / "held" / "val.jsonl"
+    rows[2]["video"] = "gone.mp4"
+    held.write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))
+    flags = ("--data", toy / "rl.jsonl", "--steps", 2, *LIVE)
+    plain, _, folder = run_grpo(*flags, out="plain")
+
+    tools, real_run = [], rollout.run
+    monkeypatch.setattr(rollout, "run", lambda sampler, mine, *given: tools.append(
+        (sampler.agent.tools, len(mine), *given[1:])) or real_run(sampler, mine, *given))
+    weights, _, other = run_grpo(*flags, "--val", held, "--eval-every", 1, out="held")
+    assert all(torch.equal(weights[name], plain[name]) for name in plain)
+    ids = [[row["ids"] for row in read_rollouts(run)] for run in (folder, other)]
+    assert ids[0] == ids[1]
+    # Before the first step and after each: with tools and without, one rollout, seeds of step 0.
+    both = [(True, 3, 1, 0), (False, 3, 1, 0)]
+    assert tools == both + [(True, 2, 3, 0)] + both + [(True, 2, 3, 1)] + both
+
+    log = [json.loads(line) for line in (other / "log.jsonl").read_text().splitlines()]
+    values = {row["step"]: row["val"] for row in log if "val" in row}
+    assert sorted(values) == [0, 1, 2] and [row["step"] for row in log] == [0, 1, 1, 2, 2]
+    for val in values.values():
+        assert (val["n"], val["not_ok"]) == (2, 2)
+        assert {kind: cell["n"] for kind, cell in val["by_type"].items()} == {"open": 1, "mcq": 1}
+        assert sum(cell["n"] for cell in val["by_K"].values()) == 2
+        mean = statistics.mean(cell["acc"] for cell in val["by_type"].values())
+        assert val["acc"] == pytest.approx(mean) and val["acc_without_tools"] is not None
+    best = max((1, 2), key=lambda step: (values[step]["acc"], -step))
+    assert (other / "best").resolve().name == f"step_{best:06d}"
+    printed = capsys.readouterr().out
+    assert f"step 0002 | held-out acc {values[2]['acc']:.2f} no tools" in printed
+    assert "| not ok 2" in printed
+
+
+def test_an_answer_is_compared_with_the_label_of_another_task(codec, source, tasks):
+    """The yardstick of mixed-up labels: never the task's own label, always one of its type."""
+    own, other = {**tasks[0], "id": "a"}, {**tasks[0], "id": "b"}
+    e = make_group(codec, source, own)[0]
+    for turn in ("<answer>red</answer>", "<answer>blue</answer>", "no answer"):
+        e.turns = [turn]
+        for kind in ("open", "list"):
+            e.task = {**own, "type": kind, "answer": "red"}
+            labels = grpo.labels_by_type([e.task, {**other, "type": kind, "answer": "blue"},
+                                          {**other, "id": "c", "type": "mcq", "answer": "A"}])
+            e.think_open = False
+            assert grpo.by_chance(e, labels) == float("blue" in turn)
+    e.task = {**own, "type": "mcq", "answer": "A", "options": ["red", "blue"]}
+    assert grpo.by_chance(e, grpo.labels_by_type([e.task])) is None
+
+
 def test_gated_frames_reach_the_decoder_and_the_prompt(run_grpo, toy, codec, monkeypatch,
                                                        varied_rewards):
     """K is drawn per prompt and step, is the same in its group, and is the number of frames that
@@ -931,6 +1063,9 @@ def test_the_next_steps_overviews_are_decoded_while_this_one_trains(
         run_grpo, toy, monkeypatch, varied_rewards, frames):
     """When the rollouts of a step begin, its overviews are in the cache."""
     real_run, real_update, sources, misses = rollout.run, grpo.update, [], []
+    asked, real_ask = [], video.ChildDecoder.ask
+    monkeypatch.setattr(video.ChildDecoder, "ask", lambda decoder, request: asked.append(request)
+                        or real_ask(decoder, request))
 
     def run(sampler, mine, budget, group, step):
         source = sampler.source
@@ -938,22 +1073,30 @@ def test_the_next_steps_overviews_are_decoded_while_this_one_trains(
         if len(sources) > 1:
             specs = [{"video": t["video"], "frames": budget if isinstance(budget, int)
                       else rollout.gated_frames(0, step, t["id"])} for t in mine]
-            before = source.cache.decodes
+            before = len(asked)
             for spec in specs:
                 source.load(spec)
-            misses.append(source.cache.decodes - before)
+            misses.append(len(asked) - before)
         return real_run(sampler, mine, budget, group, step)
 
+    class Pool(grpo.ThreadPoolExecutor):
+        def submit(self, *given):
+            futures.append(super().submit(*given))
+            return futures[-1]
+
     def update(*given):
-        time.sleep(0.5)  # long enough for two videos of a minute at one frame a second
+        # As if the update took long: all decodes that were asked for before it are over.
+        concurrent.futures.wait(futures, timeout=60)
         return real_update(*given)
 
+    futures = []
+    monkeypatch.setattr(grpo, "ThreadPoolExecutor", Pool)
     monkeypatch.setattr(rollout, "run", run)
     monkeypatch.setattr(grpo, "update", update)
     # six tasks: three steps see each once
     run_grpo("--data", toy / "rl.jsonl", "--steps", 3, "--frames", frames, *LIVE,
              "--max-new-tokens", 2)
-    assert misses == [0, 0]
+    assert misses == [0, 0] and asked
 
 
 def test_a_resumed_run_samples_and_learns_what_the_straight_one_does(run_grpo, toy, varied_rewards):
@@ -1026,7 +1169,7 @@ def test_defaults_are_the_recipe_and_the_toy_preset_yields_to_flags(monkeypatch)
 
 @pytest.mark.parametrize("flags,word", [
     (("--prompts", 0), "--prompts"), (("--group", 0), "--group"), (("--steps", 0), "--steps"),
-    (("--minibatches", 0), "--minibatches"),
+    (("--set", "minibatches=0"), "minibatches"),
     (("--pack-tokens", 0), "--pack-tokens"), (("--temperature", 0), "--temperature"),
     (("--frames", 0), "--frames"), (("--frames", "many"), "--frames"),
     (("--lr", -1), "--lr"), (("--kl", -1), "--kl"), (("--clip", -1), "--clip"),

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 from PIL import Image
 from test_video import paint, seen, write
 
@@ -210,7 +211,7 @@ def damaged(folder, rng):
                        data[:place] + value + data[place + len(value):])
 
 
-def test_hundreds_of_damaged_videos_give_frames_or_a_video_error(tmp_path):
+def test_hundreds_of_damaged_videos_give_frames_or_a_video_error(tmp_path, decoders):
     """Each within the deadline, in one child that neither dies nor grows."""
     cache, seen, sizes, children = video.FrameCache(0, timeout=20), Counter(), [], set()
     for name, data in damaged(tmp_path, random.Random(0)):
@@ -225,7 +226,7 @@ def test_hundreds_of_damaged_videos_give_frames_or_a_video_error(tmp_path):
         except video.VideoError as error:
             assert "died" not in error.why and "no answer" not in error.why, (name, error)
             seen["error"] += 1
-        (decoder,) = cache._idle
+        (decoder,) = decoders
         if decoder.process:
             children.add(decoder.process.pid)
             with open(f"/proc/{decoder.process.pid}/statm") as f:
@@ -286,24 +287,24 @@ def test_a_huge_picture_is_refused_and_the_run_goes_on(tmp_path, timeout):
 @pytest.mark.parametrize("shortage", [
     "video.MAX_MEMORY = 450 << 20",  # in ffmpeg
     "video.np.ascontiguousarray = lambda x: bytearray(1 << 60) if x.size > 1e8 else x"])
-def test_a_decoder_process_has_a_bound_on_its_memory(tmp_path, monkeypatch, shortage):
+def test_a_decoder_process_has_a_bound_on_its_memory(tmp_path, monkeypatch, decoders, shortage):
     """Wherever the memory ends, in ffmpeg or in NumPy, the process stays."""
     Image.new("RGB", (8000, 8000)).save(tmp_path / "large.png")  # 183 MiB as RGB
     small, cache = write(tmp_path / "small.mp4", 8), video.FrameCache(0, timeout=20)
     assert len(video.overview(tmp_path / "large.png", 4, cache=cache).images) == 1
-    limits = Path(f"/proc/{cache._idle[0].process.pid}/limits").read_text()
+    limits = Path(f"/proc/{decoders[0].process.pid}/limits").read_text()
     assert re.search(rf"Max address space +{video.MAX_MEMORY} ", limits)
     cache.close()
-    lower = f"import sys, video; {shortage}; video._serve(int(sys.argv[1]))"
+    lower = f"import video; {shortage}; video.main()"
     started = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda command, **options: started(
-        [sys.executable, "-c", lower, command[-1]], cwd=os.path.dirname(video.__file__), **options))
+        [sys.executable, "-c", lower, *command[-2:]], cwd=ROOT, **options))
     for _ in range(2):
         with pytest.raises(video.VideoError, match="memory"):
             video.overview(tmp_path / "large.png", 4, cache=cache)
-        child = cache._idle[0].process.pid
+        child = decoders[-1].process.pid
         assert len(video.overview(small, 4, cache=cache).images) == 4
-        assert cache._idle[0].process.pid == child
+        assert decoders[-1].process.pid == child
     cache.close()
 
 

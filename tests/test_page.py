@@ -72,7 +72,7 @@ def small_run(toy, tmp_path_factory):
     """Folder with a run of grpo.py, of sft.py and an evaluation, all of two steps or tasks."""
     out = tmp_path_factory.mktemp("runs")
     start = ("--preset", "toy", "--ckpt", toy / "init")
-    agent = ("--max-new-tokens", 40, "--sub-max-new-tokens", 6)
+    agent = ("--max-new-tokens", 40, "--set", "sub_max_new_tokens=6")
     sft = ("--data", toy / "sft.jsonl", "--steps", 3, "--batch-size", 4)
     grpo = ("--data", toy / "rl.jsonl", "--steps", 3, "--prompts", 2, "--group", 3,
             "--show-every", 0, *agent)

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from test_rollout import Server
+from scripted import Server
 
 import chat
 import eval as evaluation
@@ -620,14 +620,12 @@ def test_longvt_refuses_windows_beyond_the_video(play):
     assert "Returns frames" in schema["function"]["description"]
 
 
-def test_windows_of_a_turn_are_decoded_in_one_go(play, source, monkeypatch):
-    asked, real = [], video._answer
-    monkeypatch.setattr(video, "_answer", lambda request: asked.append(request) or real(request))
+def test_windows_of_a_turn_are_decoded_in_one_go(play, source, opened, monkeypatch):
     monkeypatch.setattr(source, "cache", video.FrameCache())
     episode, _, _ = play("--protocol longvt --frames 4", "<think>x</think>" + CROP % (0, 8)
                          + CROP % (4, 12), "<think>so</think><answer>B</answer>")
     assert [c["status"] for c in episode.calls] == ["ok", "ok"]
-    assert sum(len(request) > 1 for request in asked) == 2  # the overview; both windows
+    assert len(opened) == 3  # for its times, for the overview, for both windows
 
 
 @pytest.mark.parametrize("name", ["longvt", "videozoomer"])

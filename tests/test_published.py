@@ -589,7 +589,7 @@ def run_script_here(monkeypatch, script, *flags):
 
 SFT = ("--steps", 1, "--batch-size", 2, "--max-len", 4096, "--recompute", "full")
 GRPO = ("--prompts", 1, "--group", 2, "--frames", 4, "--context", 2048, "--max-new-tokens", 12,
-        "--sub-max-new-tokens", 6,
+        "--set", "sub_max_new_tokens=6",
         "--max-turns", 1, "--show-every", 0, "--temperature", 1.0, "--lr",
         1e-3, "--max-pixels", 1024)
 

@@ -1000,29 +1000,6 @@ def test_a_list_is_paid_by_the_places_that_are_right(said, share):
     assert rewards.accuracy("", "list", "") == 0.0
 
 
-RELEASED = [  # the sampled text of each turn, without the forced <think>; score by the release
-    # flawless, as our prefix makes it: the answer alone is seen, its tags do not balance
-    ([f"{THOUGHT}</think>{CALL}", f"{THOUGHT}</think><answer>B</answer>"], 0.5),
-    ([f"{THOUGHT}</think><answer>B</answer>"], 0.5),
-    # a second thought opened in every turn: paid in full
-    ([f"<think>{THOUGHT}</think>{CALL}", f"<think>{THOUGHT}</think><answer>B</answer>"], 1.0),
-    ([f"<think>{THOUGHT}</think><answer>B</answer>"], 1.0),
-    (["<think>hi"], -0.15), ([""], 0.0), ([], 0.0),
-    # .2 + .5 answer + .5 * .7, clipped: garbage behind it costs the .1 that nobody misses
-    ([f"<think>{THOUGHT}</think><answer>B</answer></answer></think>"], 1.0),
-    # an open thought of ten characters is one; -.15 for leaving it open
-    ([f"<think>{THOUGHT}<answer>B</answer>"], 0.2 + 0.5 - 0.15),
-    ([f"<think>{THOUGHT}{CALL}"], 0.2 + 0.3 - 0.15),
-    ([f"<think>{THOUGHT}</think><tool_code>crop_video(1, 2)"], 0.2 + 0.2 + 0.3),
-    (["<answer> </answer>"], 0.0), (["<answer>B"], 0.0),
-]
-
-
-@pytest.mark.parametrize("turns, wanted", RELEASED)
-def test_the_released_ruler_sees_sampled_tokens_alone(turns, wanted):
-    assert rewards.released_format(turns) == approx(wanted)
-
-
 def test_think_prefix_decides_whether_the_thought_was_opened():
     closed = [f"{THOUGHT}</think><answer>B</answer>"]
     assert format_reward(closed)["total"] == 1.0

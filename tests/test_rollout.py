@@ -1,201 +1,49 @@
 """
 Tests of rollout.py: python -m pytest tests/test_rollout.py -q
 
-Most episodes run against a scripted engine: it answers each request with a text that the test
-chose, so that the protocol is tested without a model. The second half runs real engines on the
-random toy checkpoint.
+Episodes run against a scripted engine: it answers each request with a text that the test chose, so
+that the protocol is tested without a model. Real engines are in test_engine.py, endpoints in
+test_endpoint.py.
 """
 import argparse
-import asyncio
-import base64
-import functools
-import io
 import json
 import os
 import re
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from dataclasses import fields, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from conftest import ROOT, run_script
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference import ReferenceEngine, make_engine
+from scripted import (
+    AGENT,
+    ANSWER,
+    Scripted,
+    call,
+    calls,
+    is_sub,
+    play,
+    play_one,
+    text_of,
+    turn_of,
+    window_of,  # fmt: skip
+)
 
 import chat
-import engine as engine_module
 import launch
-import model
 import rewards
 import rollout
 import video
-from engine import (
-    Completion,
-    Limits,
-    Pump,
-    Request,
-    VllmEngine,
-    engine_prompt,
-    in_flight,
-    zero_deepstack,
-)
-from evaluation import costs, systems
+from engine import Completion, Limits
 
-ANSWER = "I saw red.\n</think>\n<answer>red</answer>"
-
-
-def call(start, end, **more):
-    arguments = {"start_time": start, "end_time": end, **more}
-    body = json.dumps({"name": "crop_video", "arguments": arguments})
-    return f"<tool_call>\n{body}\n</tool_call>"
-
-
-def calls(*windows):
-    return "I need a closer look.\n</think>\n" + "\n".join(call(*w) for w in windows)
-
-
-def is_sub(request):
-    """Ids of requests are step/task/sample/turn, and one part more for a sub-agent."""
-    return request.id.count("/") == 4
-
-
-def turn_of(request):
-    return int(request.id.split("/")[3])
-
-
-def window_of(request):
-    """Window of a sub-agent's request, from what it was told."""
-    return request.items[0].spec["start"], request.items[0].spec["end"]
-
-
-class Scripted:
-    """An engine that speaks from a script, one answer a poll. main: texts by turn, or a function of
-    the request; sub: one text or a function. A function may return a Completion to answer with as
-    it is. hold(request): not to be answered yet."""
-
-    max_seqs = 8
-
-    def __init__(self, codec, main, sub="a red square", hold=None, newest_first=False):
-        self.codec, self.newest_first = codec, newest_first
-        self.hold = hold or (lambda request: False)
-        self.main = main if callable(main) else (
-            lambda request: main[min(turn_of(request), len(main) - 1)])
-        self.sub = sub if callable(sub) else lambda request: sub
-        self.requests, self.answered, self.log, self.waiting, self.idle = [], set(), [], [], 0
-
-    def submit(self, request):
-        self.requests.append(request)
-        self.waiting.append(request)
-        self.log.append(("submit", request.id))
-
-    def poll(self):
-        ready = [r for r in self.waiting if not self.hold(r)]
-        if not ready:
-            self.idle += 1
-            assert self.idle < 20_000, "stalled: " + ", ".join(r.id for r in self.waiting)
-            time.sleep(0.001)
-            return []
-        request = ready[-1 if self.newest_first else 0]
-        self.waiting.remove(request)
-        self.answered.add(request.id)
-        self.log.append(("answer", request.id))
-        said = (self.sub if is_sub(request) else self.main)(request)
-        return [said if isinstance(said, Completion) else self.complete(request, said)]
-
-    def complete(self, request, text):
-        """Text as a model would have sampled it: never a banned id, nothing after the end of the
-        turn, at most max_tokens."""
-        ids = [i for i in chat.encode(self.codec, text) if i not in self.codec.banned]
-        spoken = ids[: ids.index(self.codec.eos)] if self.codec.eos in ids else ids
-        ids = spoken + [self.codec.eos]
-        ids = ids[: request.max_tokens]
-        return Completion(request.id, ids, [-(n + 1) / 7 for n in range(len(ids))],
-                                  chat.decode(self.codec, ids),
-                                  ids[-1] == self.codec.eos)
-
-    def mains(self):
-        return [r for r in self.requests if not is_sub(r)]
-
-    def subs(self):
-        return [r for r in self.requests if is_sub(r)]
-
-
-class Saying:
-    """A real engine whose main agent is overheard saying something else: the ids stay as sampled,
-    only the text that is parsed comes from the script. Without it a random checkpoint would never
-    call the tool."""
-
-    def __init__(self, engine, texts):
-        self.engine, self.texts, self.max_seqs, self.requests = engine, texts, engine.max_seqs, []
-
-    def submit(self, request):
-        self.requests.append(request)
-        self.engine.submit(request)
-
-    def poll(self):
-        done = self.engine.poll()
-        for completion in done:
-            parts = completion.id.split("/")
-            if len(parts) == 4:
-                completion.text = self.texts[min(int(parts[3]), len(self.texts) - 1)]
-        return done
-
-
-AGENT = rollout.Agent(context=4096, max_new_tokens=512, sub_max_new_tokens=64)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Spinning threads of torch and of an engine on shared cores cost a factor of ten."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def tasks(toy):
-    return rollout.read_tasks(str(toy / "rl.jsonl"))
-
-
-@pytest.fixture(scope="module")
-def codecs(toy, codec):
-    return {"image": codec, "video": chat.load_codec(str(toy / "init"), "video")}
-
-
-@pytest.fixture(scope="module")
-def frames_of(toy):
-    """A source that the tests of this module share, so that each frame set is decoded once."""
-    return rollout.Source(str(toy), video.FrameCache())
-
-
-def play(engine, tasks, source, agent=AGENT, frames=4, group=1, step=0, **more):
-    """All episodes, in the order of tasks and samples; of an endpoint, which has no codec, by the
-    loop of the other systems. more: of the Sampler."""
-    order = {task["id"]: n for n, task in enumerate(tasks)}
-    sampler = rollout.Sampler(engine, engine.codec, source, agent, **more)
-    if engine.codec:
-        done = list(rollout.run(sampler, tasks, frames, group, step))
-    else:
-        done = list(systems.run(sampler, tasks, systems.Protocol(), frames, group))
-    return sorted(done, key=lambda e: (order[e.task["id"]], e.sample))
-
-
-def play_one(engine, tasks, source, agent=AGENT, frames=4, **more):
-    (episode,) = play(engine, tasks[:1], source, agent, frames, **more)
-    return episode
-
-
-def text_of(codec, ids):
-    return chat.decode(codec, ids, keep_special=True)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def runs(flags):
@@ -580,7 +428,7 @@ def test_special_tokens_written_by_a_sub_agent_or_a_task_stay_text(codec, tasks,
 # K
 
 
-def test_a_group_shares_budget_frames_and_prompt(codec, tasks, toy):
+def test_a_group_shares_budget_frames_and_prompt(codec, tasks, toy, opened):
     source = rollout.Source(str(toy), video.FrameCache())
     engine = Scripted(codec, [calls((0, 8)), ANSWER])
     episodes = play(engine, tasks, source, frames="gated", group=4, step=3)
@@ -599,25 +447,24 @@ def test_a_group_shares_budget_frames_and_prompt(codec, tasks, toy):
         assert prompt.count(codec.image_pad) == k
         assert k == len(first.items[0].seconds) == len(first.frames[0].images)
     assert len({e.group for e in episodes}) == len(tasks)
-    # one overview and one window per task, whatever the size of the group; 64 hold any window's
+    # times, one overview and one window per task, whatever the size of the group; 64 frames hold
+    # any window's
     budgets = {e.group: e.num_frames for e in episodes}
-    assert source.cache.decodes == sum(1 if k == 64 else 2 for k in budgets.values())
+    assert len(opened) == sum(2 if k == 64 else 3 for k in budgets.values())
     # members differ by their seeds alone
     assert len({r.seed for r in engine.requests}) == len(engine.requests)
 
 
 @pytest.mark.parametrize("dispatch", ["parallel", "sequential"])
 def test_windows_of_a_turn_that_lie_close_together_are_decoded_in_one_go(
-        dispatch, codec, tasks, toy, monkeypatch):
+        dispatch, codec, tasks, toy, opened):
     """Every sub-agent sees its own window's frames, whoever decoded them, and no thread waits for
     another one: a single one serves them all."""
-    asked, real = [], video._answer
-    monkeypatch.setattr(video, "_answer", lambda request: asked.append(request) or real(request))
     source = rollout.Source(str(toy), video.FrameCache())
     engine = Scripted(codec, [calls((0, 8), (4, 12), (0, 4), (4, 12)), ANSWER])
     episode = play_one(engine, tasks, source, replace(AGENT, dispatch=dispatch), threads=1)
     assert [c["status"] for c in episode.calls] == ["ok"] * 4
-    assert sum(len(request) > 2 for request in asked) == 2  # the overview; the windows' union
+    assert len(opened) == 3  # for its times, for the overview, for the windows' union
     for request in engine.subs():
         start, end = window_of(request)
         alone = video.crop(str(toy / tasks[0]["video"]), start, end, fps=AGENT.sub_fps)
@@ -716,28 +563,6 @@ def test_sequential_dispatch_submits_a_window_when_the_one_before_is_answered(
     assert episode.executed() == 3
 
 
-@pytest.mark.parametrize("limit", [1, 3])
-def test_no_more_than_max_live_episodes_are_open(limit, codec):
-    opened, most, finished = 0, 0, []
-
-    async def work(pump, n):
-        nonlocal opened, most
-        opened += 1
-        most = max(most, opened)
-        first = await pump.load(lambda: n)
-        done = await pump.sample(Request(f"0/t/{n}/0", [], [], [], [], 10, 0.0, 0))
-        opened -= 1
-        return first, done.text
-
-    async def all_of_them():
-        pump = Pump(Scripted(codec, ["red"]), 2)
-        async for value in in_flight(pump, (work(pump, n) for n in range(8)), limit):
-            finished.append(value)
-
-    asyncio.run(all_of_them())
-    assert most == limit and sorted(finished) == [(n, "red") for n in range(8)]
-
-
 def test_a_bug_in_decoding_surfaces(codec, tasks, toy):
     """Only what is wrong with a file or a window is an episode's business; a KeyError is ours and
     must be seen."""
@@ -766,6 +591,35 @@ def test_a_broken_video_costs_its_own_episode_only(name, why, codec, tasks, tmp_
     assert bad[0].reward["total"] == 0.0 and json.dumps(bad[0].to_json())
     assert rollout.from_json(bad[0].to_json()).context is None
     assert "broken" in rollout.show(bad[0], codec)
+
+
+class Passing(Scripted):
+    """Main turns from the script, sub-agents by a real engine."""
+
+    def __init__(self, codec, main, engine):
+        super().__init__(codec, main)
+        self.engine = engine
+
+    def submit(self, request):
+        if is_sub(request):
+            self.requests.append(request)
+            self.engine.submit(request)
+        else:
+            super().submit(request)
+
+    def poll(self):
+        return self.engine.poll() + (super().poll() if self.waiting else [])
+
+
+def test_parallel_and_sequential_dispatch_give_the_same_summaries(codec, toy, tasks, frames_of):
+    """Only the order of work differs: a sub-agent sees its own window and nothing of the others."""
+    found, plain = [], ReferenceEngine(str(toy / "init"), codec, max_seqs=4)
+    for dispatch in ("parallel", "sequential"):
+        agent = replace(AGENT, temperature=0.0, sub_max_new_tokens=12, dispatch=dispatch)
+        engine = Passing(codec, [calls((0, 8), (16, 24), (40, 48)), ANSWER], plain)
+        (episode,) = play(engine, tasks[:1], frames_of, agent)
+        found.append([(c["status"], c["summary"], c["sub"]["ids"]) for c in episode.calls])
+    assert found[0] == found[1] and [c[0] for c in found[0]] == ["ok"] * 3
 
 
 # ------------------------------------------------------------------------------------------------
@@ -863,26 +717,22 @@ def test_flags_of_the_engine_and_the_cache_reach_them(monkeypatch):
         rollout.agent_settings(args, __file__)
 
 
-def test_waking_clears_what_sleep_has_lost(monkeypatch):
-    """vLLM's deepstack features are no buffers: behind a level-2 sleep they are whatever lies
-    there. In order: memory, zeros, weights, cache."""
-    calls, levels = [], [torch.full((3, 2), 7.0), torch.full((3, 2), float("nan"))]
-
-    class Llm:
-        def wake_up(self, tags):
-            calls.extend(tags)
-
-        def apply_model(self, function):
-            function(SimpleNamespace(deepstack_input_embeds=levels))
-            calls.append(function.__name__)
-
-    engine = object.__new__(VllmEngine)
-    engine.llm, engine.sleeping = Llm(), True
-    monkeypatch.setattr(VllmEngine, "sync", lambda self, weights: calls.append("sync"))
-    engine.wake([])
-    assert calls == ["weights", "zero_deepstack", "sync", "kv_cache"]
-    assert all(not level.any() for level in levels)
-    zero_deepstack(SimpleNamespace())  # a tower without deepstack levels
+def test_a_snapped_overview_is_said_and_recorded(codec, tasks, toy):
+    """--snap keyframe: the prompt says the times of the key frames, and a rollout read from its
+    record finds the same frames, whatever the reader's own flags."""
+    parser = argparse.ArgumentParser()
+    rollout.add_agent_arguments(parser)
+    args = parser.parse_args(["--snap", "keyframe"])
+    _, snapping = rollout.agent_settings(args, str(toy / "rl.jsonl"))
+    episode = play_one(Scripted(codec, [ANSWER]), tasks, snapping, frames=2)
+    path = str(toy / tasks[0]["video"])
+    frames = video.overview(path, 2, snap=True)
+    assert frames.seconds.tolist() != video.overview(path, 2).seconds.tolist()
+    said = text_of(codec, episode.context.ids)
+    assert re.findall(r"<([\d.]+) seconds>", said) == [f"{s:.1f}" for s in frames.seconds]
+    again = rollout.from_json(json.loads(json.dumps(episode.to_json()))).context.items[0]
+    plain = rollout.Source(str(toy), video.FrameCache())
+    assert plain.load(again.spec).key == again.key == frames.key
 
 
 # ------------------------------------------------------------------------------------------------
@@ -945,477 +795,6 @@ def test_show_marks_who_wrote_what_and_escapes_control_characters(codec, tasks, 
     assert "\033[32ma\N{REPLACEMENT CHARACTER}[2Jb" in coloured
     bare = coloured.replace("\033[2m", "").replace("\033[32m", "")
     assert bare.replace("\033[1;33m", "").replace("\033[0m", "").count("\033") == 0
-
-
-# ------------------------------------------------------------------------------------------------
-# Engines on the random checkpoint
-
-
-@pytest.fixture(scope="module")
-def base(toy):
-    return str(toy / "init")
-
-
-@pytest.fixture(scope="module")
-def plain(base, codec):
-    return ReferenceEngine(base, codec, max_seqs=4)
-
-
-class Passing(Scripted):
-    """Main turns from the script, sub-agents by a real engine."""
-
-    def __init__(self, codec, main, engine):
-        super().__init__(codec, main)
-        self.engine = engine
-
-    def submit(self, request):
-        if is_sub(request):
-            self.requests.append(request)
-            self.engine.submit(request)
-        else:
-            super().submit(request)
-
-    def poll(self):
-        return self.engine.poll() + (super().poll() if self.waiting else [])
-
-
-def test_parallel_and_sequential_dispatch_give_the_same_summaries(codec, plain, tasks, frames_of):
-    """Only the order of work differs: a sub-agent sees its own window and nothing of the others."""
-    found = []
-    for dispatch in ("parallel", "sequential"):
-        agent = replace(AGENT, temperature=0.0, sub_max_new_tokens=12, dispatch=dispatch)
-        engine = Passing(codec, [calls((0, 8), (16, 24), (40, 48)), ANSWER], plain)
-        (episode,) = play(engine, tasks[:1], frames_of, agent)
-        found.append([(c["status"], c["summary"], c["sub"]["ids"]) for c in episode.calls])
-    assert found[0] == found[1] and [c[0] for c in found[0]] == ["ok"] * 3
-
-
-@pytest.fixture(scope="module")
-def vllm_engines(base, codecs):
-    """One engine a channel in this process; the second start is quick."""
-    made = {}
-
-    def get(channel):
-        if channel not in made:
-            made[channel] = VllmEngine(base, codecs[channel], Limits(1024, max_seqs=16))
-        return made[channel]
-
-    yield get
-    for engine in made.values():
-        engine.close()
-
-
-def test_one_sequence_may_fill_a_context_of_odd_length(base, codecs):
-    """Room for keys and values comes in blocks, one of which vLLM keeps to itself."""
-    engine = VllmEngine(base, codecs["image"], Limits(1000, max_seqs=1))
-    ids = [*range(300, 400)] * 9 + [*range(300, 390)]
-    engine.submit(Request("0/0/0/0", ids, ids, [], [], 10, 1.0, 0))
-    done = []
-    while not done:
-        done = engine.poll()
-    engine.close()
-    assert len(done[0].ids) == 10 or done[0].ids[-1] == codecs["image"].eos
-
-
-HOT = rollout.Agent(temperature=1.0, context=1024, max_new_tokens=16, sub_max_new_tokens=8,
-                    max_turns=2)
-TALK = [calls((0, 8), (16, 24), (40, 48)), calls((3, 10.5)), ANSWER]
-
-
-def trainer_logps(policy, codec, source, ids, mask, items, temperature=1.0):
-    features = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
-    pack = model.pack_trees(codec, [model.Tree(model.Span(ids, mask), items)])
-    with torch.no_grad():
-        policy.features = features
-        return policy(pack, temperature)[0].numpy()
-
-
-@pytest.mark.parametrize("channel", ["image", "video"])
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_engine_and_trainer_agree_on_multi_turn_episodes(channel, temperature, vllm_engines, codecs,
-                                                         policy, tasks, frames_of):
-    """Prompt ids (the engine's poll compares them), frames, positions, temperature: one difference
-    and log-probs drift. Odd numbers of frames and windows of one frame are there, since native
-    video pairs its frames."""
-    codec = codecs[channel]
-    engine = Saying(vllm_engines(channel), TALK[:1] + [calls((3, 10.5)) + call(5, 5.5)] + TALK[2:])
-    engine.codec = codec
-    agent, checked = replace(HOT, temperature=temperature), 0
-    for k, some in ((5, tasks[:1]), ("gated", tasks[:4])):
-        for episode in play(engine, some, frames_of, agent, k, group=2):
-            assert episode.status == "ok" and episode.executed() == 5 and len(episode.spans) == 3
-            row = json.loads(json.dumps(episode.to_json()))
-            for part in [row] + [c["sub"] for c in row["calls"]]:
-                items = [chat.VisionItem(**v) for v in part["vision"]]
-                got = trainer_logps(policy, codec, frames_of, part["ids"], part["mask"], items,
-                                    temperature)
-                want = [logp for logp, flag in zip(part["logps"], part["mask"]) if flag]
-                assert np.abs(got - want).max() < 1e-4
-                checked += len(want)
-    assert checked > 300
-    # the comparison would see a difference: pixels matter even to random weights
-    dark = replace(codec, mean=(0.4, 0.4, 0.4))
-    other = trainer_logps(policy, dark, frames_of, part["ids"], part["mask"], items, temperature)
-    assert np.abs(other - want).max() > 1e-3
-    assert {r.items[0].frames for r in engine.requests if is_sub(r)} >= {1, 8}
-
-
-def sample(engine, tasks, source, agent=HOT, **more):
-    engine = Saying(engine, TALK)
-    engine.codec = engine.engine.codec
-    return {(e.task["id"], e.sample): (e.context.ids, e.context.logps)
-            for e in play(engine, tasks, source, agent, 8, **more)}
-
-
-def test_the_same_seed_gives_the_same_samples(vllm_engines, tasks, frames_of):
-    engine = vllm_engines("image")
-    first, again = (sample(engine, tasks[:3], frames_of, group=2) for _ in range(2))
-    other = sample(engine, tasks[:3], frames_of, replace(HOT, seed=1), group=2)
-    assert {k: v[0] for k, v in first.items()} == {k: v[0] for k, v in again.items()}
-    assert all(first[k][0] != other[k][0] for k in first)
-    assert len({tuple(v[0]) for v in first.values()}) == 6  # members of a group differ
-
-
-def test_a_prompt_that_a_group_shares_is_made_ready_once(
-        vllm_engines, base, tasks, frames_of, monkeypatch):
-    """Three samples share the first prompt and four windows; what they say behind it is text.
-    Sampled is what is sampled where each prompt is made anew."""
-    from safetensors.torch import load_file
-
-    engine, made = vllm_engines("image"), []
-    real, ready = engine.llm.renderer.render_cmpl, engine_prompt
-    monkeypatch.setattr(engine.llm.renderer, "render_cmpl",
-                        lambda p, **more: made.append(p) or real(p, **more))
-    for _ in range(2):  # the second time vLLM knows every frame
-        engine.prompts.clear()
-        shared = sample(engine, tasks[:1], frames_of, group=3)
-    assert len(made) == 2 * (1 + 4) and len(engine.prompts) == 5
-    engine.sync(load_file(os.path.join(base, "model.safetensors")).items())  # knows none any more
-    assert sample(engine, tasks[:1], frames_of, group=3) == shared and len(made) == 10
-    engine.prompts.clear()
-    monkeypatch.setattr(engine_module, "engine_prompt", functools.partial(ready, most=0))
-    assert sample(engine, tasks[:1], frames_of, group=3) == shared
-    assert len(made) == 10 + 3 * (3 + 4) and engine.prompts == {}
-
-
-def test_a_request_that_joins_a_running_batch_gets_what_it_would_get_alone(
-        vllm_engines, tasks, frames_of):
-    engine = vllm_engines("image")
-    alone = {}
-    for task in tasks[:4]:
-        alone.update(sample(engine, [task], frames_of))
-    together = sample(engine, tasks[:4], frames_of, threads=1)
-    for key, (ids, logps) in alone.items():
-        assert together[key][0] == ids
-        assert np.abs(np.subtract(together[key][1], logps)).max() < 1e-4
-
-
-def test_an_engine_prompt_that_differs_from_the_trainers_is_refused(
-        vllm_engines, codec, tasks, frames_of):
-    """Frames that were resized once more would train on other pixels than were sampled from,
-    silently."""
-    engine = vllm_engines("image")
-    scripted = Scripted(codec, [ANSWER])
-    play_one(scripted, tasks, frames_of)
-    (request,) = scripted.requests
-    engine.submit(replace(request, id="odd", expanded=request.expanded + [codec.eos], max_tokens=2))
-    with pytest.raises(RuntimeError, match="odd: the engine's prompt ids differ"):
-        while True:
-            engine.poll()
-
-
-def test_a_snapped_overview_is_said_and_recorded(codec, tasks, toy):
-    """--snap keyframe: the prompt says the times of the key frames, and a rollout read from its
-    record finds the same frames, whatever the reader's own flags."""
-    parser = argparse.ArgumentParser()
-    rollout.add_agent_arguments(parser)
-    args = parser.parse_args(["--snap", "keyframe"])
-    _, snapping = rollout.agent_settings(args, str(toy / "rl.jsonl"))
-    episode = play_one(Scripted(codec, [ANSWER]), tasks, snapping, frames=2)
-    path = str(toy / tasks[0]["video"])
-    frames = video.overview(path, 2, snap=True)
-    assert frames.seconds.tolist() != video.overview(path, 2).seconds.tolist()
-    said = text_of(codec, episode.context.ids)
-    assert re.findall(r"<([\d.]+) seconds>", said) == [f"{s:.1f}" for s in frames.seconds]
-    again = rollout.from_json(json.loads(json.dumps(episode.to_json()))).context.items[0]
-    plain = rollout.Source(str(toy), video.FrameCache())
-    assert plain.load(again.spec).key == again.key == frames.key
-
-
-def test_frames_above_a_token_a_side_agree_too(vllm_engines, base, codecs, policy, tasks, toy):
-    """Larger frames become several tokens each: placeholder counts and two-dimensional positions
-    must match. Together these exceed the bound of one image, which the processor of native video
-    would apply to all of them."""
-    big = rollout.Source(str(toy), video.FrameCache(), min_pixels=64 * 64, max_pixels=96 * 96)
-    for channel in ("image", "video"):
-        codec = codecs[channel]
-        engine = Saying(vllm_engines(channel), TALK)
-        engine.codec = codec
-        (episode,) = play(engine, tasks[:1], big, HOT, 20)
-        context = episode.context
-        assert context.items[0].height == context.items[0].width == 64
-        assert context.ids.count(codec.pad) == 4 * (20 if channel == "image" else 10)
-        got = trainer_logps(policy, codec, big, context.ids, context.mask, context.items)
-        want = [lp for lp, flag in zip(context.logps, context.mask) if flag]
-        assert np.abs(got - want).max() < 1e-4
-
-
-@pytest.mark.parametrize("kind", ["vllm", "reference"])
-def test_banned_ids_are_never_sampled(kind, codec, base, tasks, frames_of, request):
-    """A sampled vision placeholder would ask the trainer for a frame that does not exist."""
-    engine = (request.getfixturevalue("vllm_engines")("image") if kind == "vllm"
-              else request.getfixturevalue("plain"))
-    scripted = Scripted(codec, [ANSWER])
-    play_one(scripted, tasks, frames_of)
-    (asked,) = scripted.requests
-    seen = Counter()
-    for n in range(12):
-        engine.submit(replace(asked, id=f"hot{n}", temperature=2.0, max_tokens=64, seed=n))
-    done = []
-    while len(done) < 12:
-        done += engine.poll()
-    for completion in done:
-        seen.update(completion.ids)
-        assert completion.ended == (completion.ids[-1] == codec.eos)
-        assert codec.eos not in completion.ids[:-1]
-        assert len(completion.ids) == 64 or completion.ended
-        assert completion.text == chat.decode(codec, completion.ids) and max(completion.logps) < 0
-    assert sum(seen.values()) > 300 and len(seen) > 150 and not set(seen) & set(codec.banned)
-
-
-def test_both_engines_agree_when_greedy(vllm_engines, plain, codec, tasks, frames_of):
-    """The reference sampler and vLLM: same ids, same log-probs, so either may serve the same
-    checkpoint."""
-    agent = replace(HOT, temperature=0.0)
-    one, two = (sample(engine, tasks[:3], frames_of, agent)
-                for engine in (vllm_engines("image"), plain))
-    for key in one:
-        assert one[key][0] == two[key][0]
-        assert np.abs(np.subtract(one[key][1], two[key][1])).max() < 1e-4
-
-
-# ------------------------------------------------------------------------------------------------
-# Endpoints
-
-
-class Server:
-    """An OpenAI-compatible endpoint on this machine. replies: what to answer, in order (the last
-    one for ever): a text, an HTTP status, or bytes to send as they are. Keeps what it was asked."""
-
-    def __init__(self, *replies):
-        self.asked, self.headers, outer = [], [], self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self):
-                outer.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-                outer.headers.append((self.path, dict(self.headers)))
-                reply = replies[min(len(outer.asked), len(replies)) - 1]
-                reply = reply(outer.asked[-1]) if callable(reply) else reply
-                if isinstance(reply, int):
-                    self.send_error(reply)
-                    return
-                if isinstance(reply, str):
-                    choice = {"message": {"content": reply}, "finish_reason": "stop"}
-                    reply = json.dumps({"choices": [choice]}).encode()
-                self.send_response(200)
-                self.send_header("Content-Length",
-                                 str(len(reply) if not reply.endswith(b"CUT") else 10**6))
-                self.end_headers()
-                self.wfile.write(reply)
-
-            def log_message(self, *_):
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.http.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.http.server_address[1]}/v1"
-        threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01},
-                         daemon=True).start()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.http.shutdown()
-        self.http.server_close()
-
-
-@pytest.fixture
-def no_pause(monkeypatch):
-    pauses = []
-    monkeypatch.setattr(systems.time, "sleep", pauses.append)
-    return pauses
-
-
-def ask(server, tasks, source, agent=AGENT, **more):
-    engine = systems.OpenAIEngine(server.url, "some-model", **more)
-    engine.codec = None
-    try:
-        return play_one(engine, tasks, source, agent)
-    finally:
-        engine.close()
-
-
-def test_endpoint_gets_frames_after_their_times_and_one_user_turn_of_responses(tasks, frames_of):
-    def reply(body):
-        if "short window" in body["messages"][0]["content"]:
-            return "a red square"
-        return "<think>\n" + (calls((0, 8), (9, 5), (8, 16)) if len(body["messages"]) < 4
-                              else ANSWER)
-
-    with Server(reply) as server:
-        episode = ask(server, tasks, frames_of, prefill=True)
-    assert episode.status == "ok" and episode.executed() == 2 and episode.context.ids == []
-    assert episode.reward["fmt"] == 1.0
-    # without the prefix, which was forced
-    assert episode.turns == [calls((0, 8), (9, 5), (8, 16)), ANSWER]
-    first, last = server.asked[0], server.asked[-1]
-    assert (first["model"], first["max_tokens"], first["temperature"]) == ("some-model", 512, 0.7)
-    parts = first["messages"][1]["content"]
-    assert [p["type"] for p in parts] == ["text", "image_url"] * 4 + ["text"]
-    assert [p["text"] for p in parts[:8:2]] == [
-        "<8.0 seconds>", "<24.0 seconds>", "<40.0 seconds>", "<56.0 seconds>"]
-    from PIL import Image
-
-    head, data = parts[1]["image_url"]["url"].split(",")
-    image = np.asarray(Image.open(io.BytesIO(base64.b64decode(data))), float)
-    exact = video.load({"video": tasks[0]["video"], "frames": 4}, frames_of.root).images[0]
-    assert head == "data:image/jpeg;base64" and np.abs(image - exact).mean() < 8
-    # The forced start of the thought goes as the begun assistant turn, and the server is told to
-    # continue it.
-    assert first["messages"][2:] == [{"role": "assistant", "content": "<think>\n"}]
-    assert first["continue_final_message"] is True and first["add_generation_prompt"] is False
-    assert [m["role"] for m in last["messages"]] == [
-        "system", "user", "assistant", "user", "assistant"]
-    assert last["messages"][2]["content"] == "<think>\n" + calls((0, 8), (9, 5), (8, 16))
-    answers = last["messages"][3]["content"].split("\n</tool_response>\n<tool_response>\n")
-    assert len(answers) == 3 and answers[0] == "<tool_response>\na red square"
-    assert "reversed" in answers[1]
-    sub = next(body for body in server.asked if "short window" in body["messages"][0]["content"])
-    assert "continue_final_message" not in sub and len(sub["messages"]) == 2
-
-
-def test_what_endpoints_differ_in_is_a_flag(tasks, frames_of):
-    """Images are capped evenly over the whole request, times with them; the limit's name and the
-    temperature are settable."""
-    with Server(ANSWER) as server:
-        ask(server, tasks, frames_of, replace(AGENT, think_prefix=False), image_cap=2,
-            tokens_field="max_completion_tokens", send_temperature=False)
-        ask(server, tasks, frames_of, replace(AGENT, think_prefix=False, tools=False))
-    capped, plain = server.asked
-    assert [p["text"] for p in capped["messages"][1]["content"]
-            if p["type"] == "text"][:2] == ["<24.0 seconds>", "<56.0 seconds>"]
-    assert sum(p["type"] == "image_url" for p in capped["messages"][1]["content"]) == 2
-    assert capped["max_completion_tokens"] == 512
-    assert not {"max_tokens", "temperature", "seed"} & set(capped)
-    assert capped["tools"] == rollout.tool_schema() and capped["tool_choice"] == "none"
-    assert "tools" not in plain
-    assert plain["max_tokens"] == 512 and plain["temperature"] == 0.7
-    assert sum(p["type"] == "image_url" for p in plain["messages"][1]["content"]) == 4
-
-
-def test_of_several_endpoints_the_least_busy_is_asked(tasks, frames_of, no_pause):
-    """Two at once go to two servers; one that is down is passed over, and named at the start."""
-    both = threading.Barrier(2, timeout=20)  # broken where one server gets both requests
-
-    def reply(body):
-        both.wait()
-        return ANSWER
-
-    with Server(reply) as one, Server(reply) as two:
-        engine = systems.OpenAIEngine([one.url, two.url + "/"], "m", workers=2)
-        engine.codec = None
-        engine.knock()
-        assert engine.max_seqs == 4
-        agent = replace(AGENT, think_prefix=False, tools=False)
-        found = play(engine, tasks[:1], frames_of, agent, group=2)
-        assert [e.status for e in found] == ["ok"] * 2
-        assert (len(one.asked), len(two.asked)) == (1, 1)
-        assert set(engine.busy.values()) == {0}
-    with Server(ANSWER) as one:
-        pass
-    with Server(ANSWER) as two:
-        engine = systems.OpenAIEngine([one.url, two.url], "m", retries=1)
-        engine.codec = None
-        found = play(engine, tasks[:1], frames_of, agent, group=6)
-        assert [e.status for e in found] == ["ok"] * 6 and len(two.asked) == 6
-        with pytest.raises(launch.UserError, match="no server answers"):
-            engine.knock()
-
-
-def test_what_an_endpoint_counts_is_kept(tasks, frames_of):
-    def reply(body):
-        return json.dumps({"choices": [{"message": {"content": ANSWER}, "finish_reason": "stop"}],
-                           "usage": {"prompt_tokens": 700, "completion_tokens": 9}}).encode()
-
-    agent = replace(AGENT, think_prefix=False)
-    for answer, counts in ((reply, (700, 9)), (ANSWER, (None, None))):
-        with Server(answer) as server:
-            meter = costs.Meter(systems.OpenAIEngine(server.url, "m"))
-            meter.engine.codec = None
-            episode = play_one(meter, tasks, frames_of, agent)
-        cost = costs.of(episode, meter.taken)
-        assert (cost["prompt_tokens"], cost["sampled_tokens"]) == counts and not meter.taken
-        assert cost["frames"] == 4 and cost["sub_prompt_tokens"] == 0
-
-
-def test_a_slow_endpoint_is_given_up_after_its_timeout(tasks, frames_of, no_pause):
-    with Server(lambda body: threading.Event().wait(1.0) or ANSWER) as server:
-        assert ask(server, tasks, frames_of, timeout=0.2, retries=1).status == "engine_error"
-        assert no_pause == [1.0]
-        assert ask(server, tasks, frames_of, timeout=30).status == "ok"
-
-
-def test_endpoint_without_prefill_gets_no_begun_turn(tasks, frames_of):
-    with Server(ANSWER) as server:
-        ask(server, tasks, frames_of, replace(AGENT, think_prefix=False))
-    assert server.asked[0]["messages"][-1]["role"] == "user"
-    assert "continue_final_message" not in server.asked[0]
-
-
-@pytest.mark.parametrize("status", [429, 500, 503])
-def test_endpoint_errors_that_may_pass_are_tried_again(status, tasks, frames_of, no_pause):
-    with Server(status, status, ANSWER) as server:
-        episode = ask(server, tasks, frames_of)
-    assert episode.status == "ok" and len(server.asked) == 3 and no_pause == [1.0, 2.0]
-
-
-@pytest.mark.parametrize("reply, times, why", [
-    (400, 1, "HTTP 400"), (401, 1, "HTTP 401"), (500, 3, "HTTP 500"),
-    (b"not json", 1, "bad answer"), (b'{"choices": []}', 1, "bad answer"),
-    (b'{"choices": [{"message": null}]}', 1, "bad answer"),
-    (b'{"choices": [{"message": {"content": [1]}}]}', 1, "bad answer"),
-    (b"[]", 1, "bad answer"),
-    (b'{"choices": CUT', 3, "IncompleteRead"),
-])  # fmt: skip
-def test_endpoint_errors_end_the_episode_and_never_count_as_an_answer(
-        reply, times, why, tasks, frames_of, no_pause):
-    """An error text that was graded could be a correct letter."""
-    with Server(reply) as server:
-        episode = ask(server, tasks, frames_of, retries=2)
-    assert episode.status == "engine_error" and why in episode.error and len(server.asked) == times
-    assert not episode.turns and episode.reward["acc"] == 0.0
-
-
-def test_an_endpoint_that_is_not_there_is_an_engine_error(tasks, frames_of, no_pause):
-    with Server(ANSWER) as server:
-        pass
-    assert ask(server, tasks, frames_of, retries=1).status == "engine_error" and no_pause == [1.0]
-
-
-def test_the_key_comes_from_the_named_variable_and_goes_nowhere_else(
-        tasks, frames_of, monkeypatch, no_pause):
-    monkeypatch.setenv("SOME_KEY", "s3cret-value")
-    monkeypatch.setenv("OPENAI_API_KEY", "not-this-one")
-    with Server(ANSWER) as server:
-        good = ask(server, tasks, frames_of, key_variable="SOME_KEY")
-        ask(server, tasks, frames_of)
-    assert server.headers[0][1]["Authorization"] == "Bearer s3cret-value"
-    assert "Authorization" not in server.headers[1][1]
-    assert server.headers[0][0] == "/v1/chat/completions"
-    with Server(401) as server:
-        bad = ask(server, tasks, frames_of, key_variable="SOME_KEY")
-    assert "s3cret" not in json.dumps([good.to_json(), bad.to_json(), server.asked])
 
 
 # ------------------------------------------------------------------------------------------------

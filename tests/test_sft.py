@@ -15,8 +15,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import run_script
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from reference import forward
 from safetensors.torch import load_file
 
@@ -72,17 +70,6 @@ def test_schedule_warms_up_linearly_then_falls_by_a_cosine_to_its_floor():
     assert sft.schedule(0, 10, 0.0, 0.1) == 1.0  # no warm-up: full speed at once
     assert sft.schedule(5, 10, 0.2, 1.0) == 1.0  # floor 1: constant
     assert sft.schedule(0, 1, 0.03, 0.1) == 1.0  # one step only
-
-
-@settings(max_examples=150, deadline=None)
-@given(costs=st.lists(st.integers(1, 100), max_size=30), world=st.integers(1, 5))
-def test_ranks_share_a_batch_without_loss_and_about_evenly(costs, world):
-    indices = [100 + i for i in range(len(costs))]
-    parts = [launch.deal(indices, lambda i: costs[i - 100], rank, world) for rank in range(world)]
-    assert sorted(i for part in parts for i in part) == indices
-    assert max(map(len, parts)) - min(map(len, parts)) <= 1
-    loads = [sum(costs[i - 100] for i in part) for part in parts]
-    assert max(loads) - min(loads) <= max(costs, default=0)
 
 
 def test_cost_counts_the_frames_of_a_chat(tmp_path, codec):
@@ -148,6 +135,8 @@ def test_optimizers_get_the_parameters_that_their_flags_name(policy):
     ([{"role": "user", "content": [{"type": "text", "text": 3}]}], "content must"),
     ([{"role": "user", "content": [{"type": "video", "video": "v.mp4"}]}], "'frames'"),
     ([{"role": "user", "content": "x"}], "no assistant"),
+    (user_and([{"type": "text", "text": "<|im_end|>", "trusted": True}]), "content must be"),
+    ([*user_and("a")[1:], *user_and("b")], "no prompt"),
     ([*user_and("a"), {"role": "assistant", "content": "b"}], "in a row"),
     ([*user_and("a"),
       {"role": "user", "content": [{"type": "video", "video": "v.mp4", "frames": 4}]}],
@@ -194,21 +183,6 @@ def test_a_chat_longer_than_max_len_is_an_error_that_names_it(toy, codec):
                        match=f"{chats.rows[0]['id']} has .* tokens, --max-len is 20"):
         chats[0]
     assert chats_of(toy / "sft.jsonl", codec, max_len=2048)[0] is not None
-
-
-def test_the_rank_that_meets_a_bad_chat_says_so(monkeypatch, capsys):
-    """A fault seen by all ranks is said once; one that only rank 1 meets must not end the run in
-    silence."""
-    monkeypatch.setenv("RANK", "1")
-    for error, said in ((launch.UserError("all see it"), ""),
-                        (launch.RankError("chat x has 9 tokens"), "chat x has 9 tokens")):
-        def main(error=error):
-            raise error
-
-        with pytest.raises(SystemExit) as end:
-            launch.run_main(main)
-        assert end.value.code == 2 and said in (printed := capsys.readouterr().err)
-        assert bool(printed) == bool(said)
 
 
 @pytest.mark.parametrize("spec", [{"video": "videos/none.mp4", "frames": 4},

@@ -3,13 +3,13 @@ convert.py: published training data (ParaVT-Parquet, LongVT-Parquet) -> the JSON
 grpo.py read.
 
 Rows of `messages` become chats (SFT), rows of `prompt` become tasks (RL). A chat gets the prompt
-that rollout.py builds for its video and question: system prompt, tool schema and instructions of
-the release are replaced, and calls lose their `video_path` (--prompts release keeps all of these).
-Everything else keeps its words. A row that cannot be converted whole is left out, counted and
-named.
+that rollout.py builds for the same video and question. This replaces the system prompt, the tool
+schema and the instructions of the release; calls lose their `video_path` (--prompts release keeps
+these). All other text keeps its words. A row that cannot be converted whole is left out, counted
+and named.
 
-A tool response keeps its frames. Stills, or the chat's own video, stand for the window of the call
-and are decoded from the video again, one frame a second; another file is shown whole.
+A tool response keeps its frames. If they are stills, or the chat's own video, the window of the
+call is decoded from the video again, one frame a second. Another file is shown whole.
 
 Reads:  parquet (needs pyarrow), JSON or JSONL.    Writes: --out, one JSONL.
 
@@ -31,11 +31,11 @@ from evaluation import benchmarks
 
 
 def relative(path):
-    """A path of published data -> relative to the folder its archives are unpacked in. Raises
-    ValueError for one that has no such part."""
+    """A path of published data -> the path relative to the folder of the unpacked archives. Raises
+    ValueError if no part of the path is known."""
     path = path.removeprefix("file://")
     if os.path.isabs(path):
-        # Made absolute on the publisher's machine: what follows is the archive's own tree.
+        # The publisher's machine made the path absolute. The archive's own tree begins here.
         at = [path.find(f"/{top}/") for top in ("longvt_source", "museg", "selfqa")]
         if max(at) < 0:
             raise ValueError("an absolute path outside the published folders")
@@ -44,14 +44,14 @@ def relative(path):
 
 
 def decoded(value):
-    """JSON text -> what it says; anything else as it is."""
+    """JSON text -> its value; any other value unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         return json.loads(value)
     return value
 
 
 def loosely(value):
-    """As `decoded`, but a text that only looks like JSON stays a text: "[unclear]"."""
+    """Like `decoded`, but a text that only looks like JSON, as "[unclear]", stays a text."""
     try:
         return decoded(value)
     except ValueError:
@@ -66,8 +66,8 @@ def media_of(row):
 
 
 def video_piece(given):
-    """A published video, a path or an object -> {"type", "video"}, and {"start", "end"} of a part.
-    Raises ValueError with the reason why not."""
+    """A published video, a path or an object -> {"type", "video"}, and "start" and "end" of a part.
+    Raises ValueError with the reason if the entry cannot be read."""
     given = given if isinstance(given, dict) else {"video": given}
     path = given.get("url") or given.get("video")
     if not path:
@@ -99,7 +99,7 @@ def in_place(text, media):
 
 def content_pieces(message, media):
     """Content of a published message -> pieces: texts, videos, images. Raises ValueError with the
-    reason why not."""
+    reason if a part cannot be read."""
     unread = [key for key, value in message.items()
               if value and key not in ("role", "content", "id", "name", "tool_call_id")]
     if unread:
@@ -126,7 +126,7 @@ def content_pieces(message, media):
 
 
 def pieces_in(text):
-    """A content string -> pieces: it may be the JSON of a list of them, or plain text."""
+    """A content string, either plain text or the JSON of a list of pieces -> pieces."""
     found = loosely(text)
     if isinstance(found, list) and all(isinstance(p, dict) and "type" in p for p in found):
         return found
@@ -139,8 +139,8 @@ def joined(pieces):
 
 def parts_of(role, pieces):
     """A user or tool message -> [(role, pieces)]. Each pair of tool response tags becomes a tool
-    message, since the template writes the same tags and never lets those of a user through; text
-    around it becomes a user message. Raises ValueError for tags that do not pair up."""
+    message, because the template writes these tags itself and never passes on those of a user. Text
+    around a pair becomes a user message. Raises ValueError for tags that do not pair up."""
     if role not in ("user", "tool") or "tool_response>" not in joined(pieces):
         return [(role, pieces)]
     parts = [("user", [])]
@@ -155,14 +155,14 @@ def parts_of(role, pieces):
                 parts.append(("tool" if opening else "user", []))
     if parts[-1][0] == "tool":
         raise ValueError("tags of tool responses that do not pair up")
-    # Frames that stand alone before or after the only response belong to it.
+    # Frames without text, before or after the only response, belong to that response.
     tools = [held for kind, held in parts if kind == "tool"]
     for at, (kind, held) in enumerate(parts):
         if kind == "user" and not joined(held).strip() and len(tools) == 1:
             frames = [piece for piece in held if piece["type"] != "text"]
             tools[0][:] = frames + tools[0] if at == 0 else tools[0] + frames
             held.clear()
-    for held in tools:  # the template has line breaks of its own inside the tags
+    for held in tools:  # the template writes the line breaks inside the tags
         if held and "text" in held[0]:
             held[0]["text"] = held[0]["text"].removeprefix("\n")
         if held and "text" in held[-1]:
@@ -174,8 +174,8 @@ def parts_of(role, pieces):
 def response(pieces, call, overviews, most):
     """Pieces of a tool response -> the content of a tool message, frames as our video pieces.
 
-    call: the rewards.ToolCall that it answers, or None; overviews: the videos of the prompt; most:
-    frames of a window. Raises ValueError with the reason why not.
+    call: the rewards.ToolCall that is answered, or None. overviews: the videos of the prompt. most:
+    frames of a window. Raises ValueError with the reason if the response cannot be converted.
     """
     shown = []
     for piece in pieces:
@@ -183,21 +183,22 @@ def response(pieces, call, overviews, most):
         if piece["type"] == "text":
             shown.append(piece)
         elif still and any(p.get("stills") for p in shown):
-            continue  # the first one stands for the whole window
+            continue  # the first still stands for the whole window
         elif "start" in piece:
             shown.append({**piece, "fps": 1.0, "max_frames": most})
         else:
             if call is None or call.error:
                 raise ValueError("frames in a tool response whose call cannot be read")
             if still and len(overviews) != 1:
-                raise ValueError("stills in a tool response, of no one video")
+                raise ValueError("stills in a tool response, of no single video")
             path = overviews[0] if still else piece["video"]
             window = {"start": call.start, "end": call.end, "fps": 1.0, "max_frames": most}
-            if path not in overviews:  # a clip of its own, which holds the window and no more
+            if path not in overviews:  # a separate clip, which holds exactly the window
                 window = {"frames": min(max(round(call.end - call.start), 1), most)}
             shown.append({"type": "video", "video": path, "stills": still, **window})
     windows = [piece for piece in shown if piece["type"] == "video"]
-    # The release's sentence before frames: alone, the next turn would be seen to make things up.
+    # The release writes this sentence before frames. Without the frames the next turn would have
+    # no source for the things it describes.
     sentence = r"(?i)the tool executed successfully|here are the processed results?|" \
                r"\(processed video here\)"
     if not windows and not rewards.has_word(re.sub(sentence, "", joined(shown))):
@@ -209,7 +210,8 @@ def response(pieces, call, overviews, most):
 
 def our_messages(row, frames, most):
     """A published SFT row -> (messages before the first assistant turn, those from there on).
-    frames: of an overview; most: of a window. Raises ValueError with the reason why not."""
+    frames: of an overview; most: of a window. Raises ValueError with the reason if the row cannot
+    be converted."""
     given = decoded(row["messages"])
     media = media_of(row)
     head, rest, calls = [], [], iter(())
@@ -236,7 +238,7 @@ def our_messages(row, frames, most):
                 rest.append({"role": kind, "content": joined(held)})
     left = list(media["video"])
     asked = next((m for m in head if m["role"] == "user"), None)
-    if asked and not chat.videos_in(head) and len(left) == 1:  # no mark: the one video goes first
+    if asked and not chat.videos_in(head) and len(left) == 1:  # without a mark the video goes first
         asked["content"].insert(0, left.pop())
     if left or next(media["image"], None):
         raise ValueError("more videos than <video> marks" if left else
@@ -258,7 +260,7 @@ def our_messages(row, frames, most):
 
 
 def unpaired(rest):
-    """-> None, or which call or response of a chat has no counterpart. An episode answers each call
+    """-> None, or the reason if a call or response has no counterpart. An episode answers each call
     once, in the same round, and ends on a turn of the agent."""
     waiting = 0
     for message in [*rest, {"role": "assistant", "content": ""}]:
@@ -268,11 +270,12 @@ def unpaired(rest):
             return "calls and tool responses that do not pair up"
         elif message["role"] == "assistant":
             waiting = len(rewards.parse_tool_calls(message["content"]))
-    return None if rest[-1]["role"] == "assistant" else "the last message is none of the assistant"
+    return None if rest[-1]["role"] == "assistant" else "the last message is not the assistant's"
 
 
 def to_chat(row, frames, most, prompts):
-    """A published SFT row -> {"messages", "tools"?}. Raises ValueError with the reason why not."""
+    """A published SFT row -> {"messages", "tools"?}. Raises ValueError with the reason if the row
+    cannot be converted."""
     head, rest = our_messages(row, frames, most)
     if prompts == "ours":
         tools = rollout.tool_schema()
@@ -286,7 +289,7 @@ def to_chat(row, frames, most, prompts):
 
 def our_prompt(head, rest, frames):
     """The prompt that rollout.py builds for the video and the question of a chat -> messages.
-    Raises ValueError with the reason if the chat does not go with it."""
+    Raises ValueError with the reason if the chat does not fit this prompt."""
     videos = chat.videos_in(head)
     if len(videos) != 1 or "start" in videos[0]:
         raise ValueError(f"{len(videos)} videos before the first turn; our prompt shows one, whole")
@@ -295,10 +298,10 @@ def our_prompt(head, rest, frames):
         raise ValueError("no <answer> in the last turn, which our prompt asks for")
     asked, question, options = question_of([m["content"] for m in head if m["role"] == "user"])
     task = {"video": videos[0]["video"], "question": asked, "type": "open"}
-    # The answer shows the type: a letter, or a span and nothing else.
+    # The answer shows the type: a letter, a span without other words, or else an open text.
     time = r"\d[\d.:]* ?(?:s|seconds)?"
     span = rf"(?:from )?{time} ?(?:-|–|to) ?{time}\.?|[\[(]{time}, ?{time}[\])]"
-    # "3 - 5" may be a score: a span has brackets, a unit or a point, or the question asks for it.
+    # "3 - 5" may be a score. A span has brackets, a unit or a point, or the question asks for time.
     timed = re.search(r"[\[(:]|\d\.\d|\d ?s", answer) or re.search(
         r"(?i)\b(?:when|time\w*|seconds?|moments?|period|segment|interval|clip|starts?)\b", asked)
     if options and letter_of(answer, options):
@@ -312,7 +315,7 @@ def our_prompt(head, rest, frames):
 
 def released_prompt(head):
     """The prompt as published -> (messages, schema or None). A system text that declares tools
-    stays and is the only declaration; else ours is put, with the schema."""
+    stays, as the only declaration. Otherwise our system text and our schema are used."""
     own = head[0]["role"] == "system" if head else False
     first = joined(head[0]["content"]) if own else ""
     asked = [{**m, "content": m["content"] if chat.videos_in([m]) else joined(m["content"])}
@@ -323,8 +326,8 @@ def released_prompt(head):
 
 
 def without_path(text):
-    """An assistant turn without the video_path of its calls, which our tool does not take. A call
-    that has none, or is no JSON, stays as it is."""
+    """An assistant turn -> the same without the video_path of calls, which our tool does not take.
+    A call without a video_path, or that is not JSON, does not change."""
     def shorter(found):
         try:
             call = json.loads(found[2])
@@ -336,8 +339,9 @@ def without_path(text):
     return re.sub(r"(<tool_call>\s*)(.*?)(\s*</tool_call>)", shorter, text, flags=re.DOTALL)
 
 
-# The sentences of ParaVT, LongVT, Video-R1 and EasyR1 that say how to answer, and our prompt's own
-# heading of options. Each is taken off the end of a text, whole; {PATH} may hold spaces.
+# The sentences of ParaVT, LongVT, Video-R1 and EasyR1 that tell the model how to answer, and our
+# prompt's own heading of options. Each is removed whole from the end of a text. {PATH} may hold
+# spaces.
 PATH = r"(?:(?:(?!\.(?:mp4|mkv|webm|avi|mov)\b)[^\n?!]){0,300}\.(?:mp4|mkv|webm|avi|mov)|"\
        r"\S{0,300})\.?"
 TAGS = "<{0}> ?(?:and )?</{0}> tags"
@@ -358,7 +362,8 @@ INSTRUCTIONS = re.compile(r"(?i)(?:\A|\s+)(?:" + "|".join((
     rf"Please (?:provide|transcribe) [^\n<]{{1,90}} within the {TAGS.format('answer')}\.",
     r"Answer with the option(?:['’]s)? letter (?:from the given choices directly|only)\.?",
     r"(?:Options|Choices):")) + r")\s*\Z")
-# What else tells the model how to answer. Such a row is left out: our prompt would contradict it.
+# Other words that tell the model how to answer. Such a row is left out, because our prompt would
+# contradict these words.
 FORM = r"\b(?:letter|tags?|format|reasoning|only|single word)\b|[\[<]"
 STEERING = re.compile(
     r"</?(?:think|answer|tool_call)>|\\boxed|(?i:crop_video|video path for this video|"
@@ -376,8 +381,8 @@ STEERING = re.compile(
 
 
 def bare(text):
-    """A text without the known instructions at its end. Nothing else is cut: one that stands
-    elsewhere, or inside a quotation, stays for `question_of` to find."""
+    """A text -> the text without the known instructions at the end. `question_of` finds those that
+    stay: in another place, or inside a quotation."""
     shorter = INSTRUCTIONS.sub("", text.strip())
     while shorter != text:
         text, shorter = shorter, INSTRUCTIONS.sub("", shorter)
@@ -385,12 +390,12 @@ def bare(text):
 
 
 def question_of(contents):
-    """User messages (texts with <video> marks, or pieces) -> (question with its options, question,
-    options), without marks and instructions, which ours replace. Raises ValueError if instructions
-    are left, or text that is neither question nor option."""
+    """User messages (texts with <video> marks, or pieces) -> (question with options, question,
+    options), without marks and instructions, which our prompt replaces. Raises ValueError if
+    instructions are left, or text that is neither question nor option."""
     texts = ["<video>".join([p["text"] for p in content if p["type"] == "text"])
              if isinstance(content, list) else content for content in contents]
-    # Words on two sides of a video stay two words.
+    # Two words with a video between them stay two words.
     text = re.sub(r"(?<=\S)(?:<video>)+(?=\S)", "\n", "\n".join(texts)).replace("<video>", "")
     asked = bare(text)
     whole, options = benchmarks.split_inline(asked)
@@ -427,9 +432,9 @@ def to_task(row):
     media = media_of(row)
     videos = list(media["video"])
     if len(videos) != 1:
-        raise ValueError(f"{len(videos)} videos, one is wanted")
+        raise ValueError(f"{len(videos)} videos; a task shows one")
     if "start" in videos[0]:
-        raise ValueError("a part of a video; a task shows a whole one")
+        raise ValueError("a part of a video; a task shows a whole video")
     if answer in (None, ""):
         raise ValueError("no answer")
     prompt = decoded(row["prompt"])
@@ -451,10 +456,10 @@ def to_task(row):
     if kind == "grounding":
         span = [rewards.to_seconds(t) for t in span or []]
         if len(span) != 2 or None in span or not span[0] < span[1]:
-            raise ValueError("the answer is no [start, end]")
+            raise ValueError("the answer is not [start, end]")
         task["answer"] = span
     elif isinstance(answer, (list, dict)):
-        raise ValueError("the answer is no text")
+        raise ValueError("the answer is not a text")
     if kind == "mcq":
         if not options:
             raise ValueError("a choice whose options cannot be read")
@@ -468,8 +473,8 @@ def to_task(row):
 
 
 def span_of(answer, kind):
-    """[start, end] of a published answer: a list, a nested one, {"start", "end"}, or, where the row
-    says it is one, a text."""
+    """A published answer -> [start, end]. The answer may be a list, a nested list, an object with
+    these keys, or, if the row declares a span, a text."""
     if isinstance(answer, dict):
         answer = [answer.get("start"), answer.get("end")]
     if not isinstance(answer, list):
@@ -478,7 +483,7 @@ def span_of(answer, kind):
 
 
 def convert(paths, out, frames, most=64, prompts="ours"):
-    """Published files -> one JSONL. Says how many rows were left out, and why. frames: of an
+    """Published files -> one JSONL. Prints how many rows were left out, and why. frames: of an
     overview; most: of a window in a tool response; prompts: "ours" or "release"."""
     rows = []
     rejected = {}  # reason -> rows
@@ -495,7 +500,7 @@ def convert(paths, out, frames, most=64, prompts="ours"):
                 made = (to_task(row) if kind == "prompt" else
                         to_chat(row, frames, most, prompts))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                # Published rows are data: a bad one is left out and named.
+                # Published rows are data: a bad row is left out and named.
                 malformed = f"malformed ({type(error).__name__})"
                 why = str(error) if type(error) is ValueError else malformed
                 rejected.setdefault(why, []).append(f"{name}/{number}")
@@ -532,9 +537,9 @@ def main():
     parser.add_argument("--out", required=True, help="JSONL to write")
     parser.add_argument("--frames", type=int, default=64, help="overview frames K of chats")
     parser.add_argument("--window-frames", type=int, default=64,
-                        help="frames of a window in a tool response, at most; one a second")
+                        help="most frames of a window in a tool response, at one per second")
     parser.add_argument("--prompts", choices=["ours", "release"], default="ours",
-                        help="of chats: those that rollout.py builds, or as published")
+                        help="prompts of chats: as rollout.py builds them, or as published")
     args = parser.parse_args()
     if not args.out.endswith(".jsonl"):
         raise launch.UserError(f"--out {args.out} should end in .jsonl")

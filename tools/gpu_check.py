@@ -1,19 +1,20 @@
 """
-gpu_check.py: does the trainer compute on this machine's GPU what it computes on CPU in fp32?
+gpu_check.py: does the trainer compute the same on this machine's GPU as on CPU in fp32?
 
-A toy checkpoint, toy frames drawn in memory (no video file, no decoder), and:
-  forwards    log-probs and gradients of packed, shared-prefix and chunked forwards, against one
-              forward a sequence on CPU in fp32: on CPU; on the GPU in bf16 by FlexAttention, and
-              by flash-attn where it is installed
-  steps       SFT steps and a GRPO update, as the scripts take them: finite, and the loss falls
-  rollouts    the engine's log-probs against the trainer's, once more after sleep, new weights and
-              wake: vLLM on the GPU, the reference engine of the tests on CPU
-  geometries  packed SFT and a GRPO update at the sizes of 2B and 4B, random weights: tokens/s,
-              MFU (of the card's own measured matrix product), waits of the host for the GPU, peak
-              memory against tools/plan.py. On CPU at the toy's size, to see that it runs
+The checks use a toy checkpoint and toy frames drawn in memory (no video file, no decoder):
+  forwards    Log-probs and gradients of packed, shared-prefix and chunked forwards, compared with
+              one forward per sequence on CPU in fp32. They run on CPU, on the GPU in bf16 by
+              FlexAttention, and by flash-attn if installed.
+  steps       SFT steps and a GRPO update, as the scripts take them. The loss must fall, the weights
+              must be finite and must move.
+  rollouts    The engine's log-probs against the trainer's, and again after sleep, new weights and
+              wake: vLLM on the GPU, the reference engine of the tests on CPU.
+  geometries  Packed SFT and a GRPO update at the sizes of 2B and 4B, random weights: tokens/s,
+              MFU (relative to the card's own measured matrix product), waits of the host for the
+              GPU, peak memory against tools/plan.py. On CPU one toy size runs, to try the code.
 
-A row is what was measured, the number, its bound, and ok, FAIL or why it was skipped. Without a GPU
-the CPU rows run and the others say so. Exit code 1 when a check fails.
+Each row has a name, the measured number, its bound, and ok, FAIL or the reason why the check was
+skipped. Without a GPU only the CPU rows run. The exit code is 1 if a check fails.
 
   python tools/gpu_check.py [--out result.json]
 """
@@ -33,7 +34,7 @@ from dataclasses import replace
 from unittest import mock
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-sys.path.insert(1, os.path.join(sys.path[0], "tests"))  # where the reference engine is
+sys.path.insert(1, os.path.join(sys.path[0], "tests"))  # for the reference engine
 import numpy as np
 import torch
 
@@ -64,7 +65,7 @@ class Drawn(rollout.Source):
         return [range(len(specs))]
 
     def preload(self, specs):
-        """Nothing is decoded."""
+        """Does not decode: all frames are in memory."""
 
     def load(self, spec):
         images = self.root[spec["video"]]  # [T, H, W, 3]
@@ -79,7 +80,7 @@ class Drawn(rollout.Source):
 
 
 def make_world(folder, seed=0):
-    """Write a random toy checkpoint to `folder` -> (four tasks, Drawn)."""
+    """Writes a random toy checkpoint to `folder` -> (four tasks, Drawn)."""
     rng, noise = random.Random(seed), np.random.default_rng(seed)
     tasks, videos = [], {}  # videos: name -> uint8 [64, 32, 32, 3]
     for i in range(4):
@@ -97,10 +98,10 @@ class Table:
         self.rows = []
 
     def add(self, what, value, bound=None, note=""):
-        """A check passes when value <= bound; without a bound it is a measurement."""
+        """A check passes if value <= bound; a row without a bound is a measurement."""
         verdict = ""
         if bound is not None:
-            verdict = "ok" if value <= bound else "FAIL"  # NaN is <= nothing
+            verdict = "ok" if value <= bound else "FAIL"  # NaN fails
         self.row(what, value, bound, verdict, note)
 
     def skip(self, what, why):
@@ -114,7 +115,7 @@ class Table:
         print(f"{what:58s} {number:>10s} {limit:>10s} {verdict:8s}{note}", flush=True)
 
     def run(self, check, *args):
-        """check(self, *args); where it raises, that is one failed row, and the others still run."""
+        """Runs check(self, *args). An error becomes one failed row; the other checks still run."""
         try:
             check(self, *args)
         except Exception as error:
@@ -131,11 +132,11 @@ def place(device):
 
 
 def make_trees(codec, tasks, source):
-    """One GRPO group a task: a prompt of 8 or 16 frames, four responses of different lengths."""
+    """One GRPO group per task: a prompt of 8 or 16 frames, four responses of different lengths."""
     texts = ("<think>\nI saw red.\n</think>\n<answer>red, blue</answer>",
              "<think>\nHm.\n</think>\n<answer>white</answer>",
              "<think>\nI need a closer look.\n</think>\n" + toy.call_text(0, 8),
-             "<think>\nI saw")  # cut off, as at a limit of tokens
+             "<think>\nI saw")  # cut off, as by a limit of tokens
     trees = []
     for n, task in enumerate(tasks):
         spec = {"video": task["video"], "frames": 8 * (1 + n % 2)}  # trees of two sizes in a pack
@@ -158,12 +159,12 @@ def untrained(ids):
 
 
 def alone(trees):
-    """The same sequences without sharing: a tree of one sequence each, in branch order."""
+    """The same sequences without shared prompts: one tree per sequence, in branch order."""
     out = []
     for tree in trees:
         prompt = tree.prefix
         for branch in tree.branches:
-            # The sampler's log-probs come later, and to the branches alone.
+            # Only the branches get the sampler's log-probs, later.
             values = {name: prompt.values[name] + of for name, of in branch.values.items()}
             span = model.Span(prompt.ids + branch.ids, prompt.mask + branch.mask, values)
             out.append(model.Tree(span, tree.items))
@@ -171,8 +172,8 @@ def alone(trees):
 
 
 def measure(policy, packs, chunk=1024):
-    """Packs -> (log-probs of all trained tokens [N], gradient of their advantage-weighted sum
-    [P]), fp64 in host memory."""
+    """Packs -> (log-probs of all trained tokens [N], gradient of their advantage-weighted sum [P]),
+    fp64 in host memory."""
     logps = []
     for pack in packs:  # gradients add up over packs
         logp, _ = policy(pack, chunk=chunk)  # [n]
@@ -209,13 +210,14 @@ def check_forms(table, name, policy, trees, wanted, bounds):
 
 
 def check_forwards(table, ckpt, codec, trees, source, gpu):
-    # The oracle: fp32, and nothing of the packing's, one forward a sequence.
+    # The oracle runs in fp32 without packing: one forward per sequence.
     policy = checkpoint.load_sharded(ckpt, codec, torch.device("cpu"))
     policy.features = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
     wanted = measure(policy, [model.pack_trees(codec, [tree]) for tree in alone(trees)])
     check_forms(table, "CPU fp32", policy, trees, wanted, FP32)
 
-    # A check that cannot fail is none: other frames must move the log-probs far beyond the bound.
+    # The checks above must be able to fail: other frames must move the log-probs far beyond the
+    # bound.
     policy.features = model.VisionFeatures(policy.hf.model.visual, codec,
                                            lambda spec: backwards(source.load(spec)))
     found = measure(policy, [model.pack_trees(codec, trees)])
@@ -230,7 +232,7 @@ def check_forwards(table, ckpt, codec, trees, source, gpu):
     policy.features = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
     with mock.patch.object(model, "attention_plan", flex_plan):
         check_forms(table, "GPU bf16 flex", policy, trees, wanted, BF16)
-    if importlib.util.find_spec("flash_attn_2_cuda"):  # then it is what plain packs take
+    if importlib.util.find_spec("flash_attn_2_cuda"):  # then plain packs use flash-attn
         found = measure(policy, [model.pack_trees(codec, alone(trees))])
         compare(table, "GPU bf16 flash packed", found, wanted, BF16)
     else:
@@ -242,7 +244,7 @@ def backwards(frames):
 
 
 def flex_plan(pack, device):
-    """model.attention_plan, whatever is installed."""
+    """model.attention_plan that chooses FlexAttention even if flash-attn is installed."""
     return model.AttentionPlan("flex", pack.layout, mask=model.block_mask(pack, device))
 
 
@@ -269,9 +271,10 @@ def check_steps(table, ckpt, codec, trees, source, device):
     table.add(f"{place(device)} SFT: loss after two steps / before", losses[-1] / losses[0], 0.999,
               f"{losses[0]:.3f} -> {losses[-1]:.3f} nats")
 
-    # Before the forward: FSDP leaves the root whole behind one that no backward follows.
+    # Read the weights before the forward: after a forward without backward FSDP leaves the root
+    # whole.
     before = flat(model.trained_parameters(policy))  # [P]
-    # The sampler's log-probs are the trainer's own: the importance weight is 1, the gap 0.
+    # The trainer's own log-probs serve as the sampler's: the importance weight is 1, the gap 0.
     with torch.no_grad():
         logp, _ = policy(model.pack_trees(codec, trees))
     logp = iter(logp.tolist())  # in the order of trees, branches, tokens
@@ -291,7 +294,7 @@ def check_steps(table, ckpt, codec, trees, source, device):
 
 
 def check_rollouts(table, ckpt, codec, tasks, source, device):
-    """Episodes whose log-probs the trainer computes again."""
+    """Samples episodes and lets the trainer compute their log-probs again."""
     if device.type == "cpu":
         from reference import ReferenceEngine
 
@@ -319,7 +322,8 @@ def check_rollouts(table, ckpt, codec, tasks, source, device):
     table.add(f"{name}: log-prob gap", gap(policy, episodes), bound, "nats, mean")
 
     engine.sleep()
-    with torch.no_grad():  # as a step would, but farther; layers alone are in shards now
+    # Move the weights farther than a step would. After the forward only the layers are in shards.
+    with torch.no_grad():
         for p in policy.hf.model.language_model.layers.parameters():
             p.mul_(1.5)
     moved = gap(policy, episodes)
@@ -328,7 +332,7 @@ def check_rollouts(table, ckpt, codec, tasks, source, device):
     began = time.time()
     engine.wake(checkpoint.full_weights(policy, model.compute_dtype(device)))
     table.add(f"{name}: seconds of wake and sync", time.time() - began)
-    # Another step: other seeds, and no prefix that an engine with stale caches would still hold.
+    # Sample as another step, with other seeds. Stale weights or caches would show in the gap.
     episodes = list(rollout.run(sampler, tasks, 8, group=8, step=1))
     table.add(f"{name}: gap after new weights", gap(policy, episodes), bound,
               "nats, mean")
@@ -337,7 +341,7 @@ def check_rollouts(table, ckpt, codec, tasks, source, device):
 
 @torch.no_grad()
 def gap(policy, episodes):
-    """Mean |log-prob of the engine - of the trainer| over the very ids that were sampled, nats."""
+    """Mean |log-prob of the engine - of the trainer| over the sampled ids, in nats."""
     trees = []
     for c in (e.context for e in episodes):
         trees.append(model.Tree(model.Span(c.ids, c.mask, {"sampler": c.logps}), c.items))
@@ -351,10 +355,10 @@ def gap(policy, episodes):
 
 
 def seconds_of(function, device, repeats):
-    """Median seconds of a call, after two that warm up."""
+    """Median seconds of a call, after two calls that warm up."""
     took = []
     for _ in range(repeats + 2):
-        if device.type == "cuda":  # else the clock measures launches
+        if device.type == "cuda":  # without this the clock measures launches alone
             torch.cuda.synchronize()
         began = time.perf_counter()
         function()
@@ -367,13 +371,13 @@ def seconds_of(function, device, repeats):
 def ceiling(device):
     """FLOP/s of a large matrix product: bf16 on a GPU, fp32 on CPU."""
     size = 8192 if device.type == "cuda" else 1024
-    # As wide as a real layer's, so that launches do not count.
+    # As wide as in a real layer, so that the time of launches does not show.
     a = torch.randn(size, size, device=device, dtype=model.compute_dtype(device))
     return 2 * size**3 / seconds_of(lambda: a @ a, device, 20)
 
 
 def waits(function):
-    """How often the host waits for the GPU in a call, as torch's own debug mode sees it."""
+    """How often the host waits for the GPU during a call, by torch's own debug mode."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -383,17 +387,17 @@ def waits(function):
 
 
 def training_flops(text, layers, tokens, trained, pairs):
-    """FLOPs of forward and backward: 6 a weight of the layers (`layers` of them) and token, 6 a
-    weight of the head and trained token, 12 a visible (query, key) pair, head dimension and layer.
-    What recomputation does again does not count, nor a shared prompt twice."""
+    """FLOPs of forward and backward: 6 per token and weight of the layers (`layers` weights), 6 per
+    trained token and weight of the head, 12 per visible (query, key) pair, head dimension and
+    layer. Recomputed work does not count, and a shared prompt counts once."""
     weights = layers * tokens + text.vocab_size * text.hidden_size * trained
-    # 12: two products forward (scores, values), four backward, 2 FLOPs a multiply-add.
+    # 12: two products forward (scores, values), four backward, 2 FLOPs per multiply-add.
     width = text.num_attention_heads * text.head_dim * text.num_hidden_layers
     return 6 * weights + 12 * pairs * width
 
 
 def tree_pairs(prompt, responses=()):
-    """Visible (query, key) pairs of one tree, lengths in tokens."""
+    """Number of visible (query, key) pairs of one tree; lengths in tokens."""
     return prompt * (prompt + 1) // 2 + sum(r * prompt + r * (r + 1) // 2 for r in responses)
 
 
@@ -412,20 +416,21 @@ def random_group(prompt, response, group, rng):
 
 def check_geometry(table, name, config, codec, device, top, chats=8, length=4096, groups=3,
                    prompt=4000, response=800, group=8):  # fmt: skip
-    """Steps of a model of random weights. chats, each of `length` tokens, an eighth of them
-    trained; groups of `group` responses of `response` tokens; top: FLOP/s that count as 1."""
+    """Times steps of a model with random weights: packed SFT of `chats` chats of `length` tokens,
+    an eighth of them trained, and a GRPO update of `groups` groups. top: FLOP/s at which MFU is
+    1."""
     from transformers import Qwen3VLForConditionalGeneration
 
-    gc.collect()  # the model before this one is a knot of hooks
+    gc.collect()  # hooks tie the previous model into reference cycles
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     layers, text = plan.parameter_counts(config)["layers"], config.text_config
-    with device:  # in fp32, where it is to be: no copy in host memory
+    with device:  # fp32, made on the device, so that host memory holds no copy
         hf = Qwen3VLForConditionalGeneration(config)
     policy = checkpoint.shard(model.as_policy(hf, codec, device, "full"), device)
     optimizer = model.adamw(model.trained_parameters(policy), 1e-6, 0.999, device)
-    rng = random.Random(0)  # text alone: no frames, no tower
+    rng = random.Random(0)  # the sequences are text: no frames, no tower
 
     mask = [0] * (length - length // 8) + [1] * (length // 8)
     sequences = [model.Tree(model.Span(words(length, rng), mask)) for _ in range(chats)]
@@ -461,7 +466,7 @@ def check_geometry(table, name, config, codec, device, top, chats=8, length=4096
 
 
 def time_step(table, what, step, tokens, ideal, device):
-    """ideal: seconds at the measured ceiling."""
+    """Adds the speed of `step`. ideal: seconds that the step would take at the measured ceiling."""
     seconds = seconds_of(step, device, 5)
     table.add(f"{place(device)} {what}: tokens/s", tokens / seconds, None,
               f"{tokens} tokens, {seconds:.2f} s")
@@ -472,7 +477,7 @@ def time_step(table, what, step, tokens, ideal, device):
 
 def main():
     parser = launch.parser(__doc__)
-    parser.add_argument("--out", default=None, help="write the JSON line here as well")
+    parser.add_argument("--out", default=None, help="also write the JSON line to this file")
     args = parser.parse_args()
     began, table = time.time(), Table()
     _, _, device = launch.start_process_group()
@@ -488,7 +493,7 @@ def main():
         table.run(check_steps, ckpt, codec, trees, source, device)
         table.run(check_rollouts, ckpt, codec, tasks, source, device)
 
-        launch.start_process_group()  # vLLM has ended the whole process's when it was closed
+        launch.start_process_group()  # closing vLLM has ended the process group
         top = ceiling(device)
         table.add(f"{place(device)} matrix product: TFLOP/s, where MFU is 1", top / 1e12)
         if gpu:

@@ -1,12 +1,12 @@
 """
-lint.py: how large the scripts are, beside the aims of this project.
+lint.py: prints the size of each script beside the aim of this project.
 
-A script stays easy to read and to change while it fits in one sitting. The aims are for those who
-maintain this repository. This tool prints them and marks the scripts that are above; no test looks
-at them, so a change of your own breaks no test by its length.
+A short script is easy to read and to change. The aims are for the maintainers of this repository.
+This tool prints the aims and marks the scripts above them. No test checks the aims, so the length
+of your change breaks no test.
 
-Counts lines that hold code: no blank lines, comments or docstrings. Reads the scripts of the
-folder above, writes nothing.
+Only lines of code count: no blank lines, comments or docstrings. The tool reads the scripts of the
+folder above and writes no file.
 
   python tools/lint.py
 """
@@ -19,7 +19,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 AIMS = {"launch": 260, "rewards": 500, "video": 550, "chat": 270, "model": 420, "engine": 230,
           "checkpoint": 410, "rollout": 560, "sft": 300, "grpo": 400, "eval": 270, "toy": 320}
 STEP = ("grpo", "rollout", "engine", "video", "rewards", "chat", "model")  # one GRPO step
-STEP_AIM = 1600  # code lines of these, each above its ruled line
+STEP_AIM = 1600  # code lines of these scripts, each above its ruled line
 
 
 def read(name: str) -> str:

@@ -3,11 +3,11 @@ merge.py: adapters and their base -> one checkpoint of whole weights.
 
   W + 2 B A in fp32, stored in the dtype of W
 
-sft.py, grpo.py, rollout.py and eval.py take a folder of adapters as it is. Merge it for a tool that
-does not, or to train all weights after adapters.
+sft.py, grpo.py, rollout.py and eval.py load a folder of adapters without this step. Merge the
+adapters for a tool that cannot load them, or to train all weights afterwards.
 
-Reads a checkpoint folder that sft.py or grpo.py saved with --lora, and its base. Writes --out,
-whole or not at all.
+Reads a checkpoint folder that sft.py or grpo.py saved with --lora, and the base named there. Writes
+--out, whole or not at all.
 
   python tools/merge.py grpo_out --out whole
 """

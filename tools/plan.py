@@ -1,11 +1,11 @@
 """
-plan.py: what a size takes in memory, per GPU and per node, before it is rented.
+plan.py: the memory that a model size takes, per GPU and per node, before you rent the machine.
 
   python tools/plan.py 8B --gpus 8 --gpu-gb 80 --context 32768
 
-A calculation from the configuration alone, held against traced peaks by tests/test_fake_gpu.py
-(within 10%, at the widths of 8B and 2B); not yet against a GPU. Exit code 1 where something does
-not fit.
+The numbers are calculated from the configuration alone. tests/test_fake_gpu.py compares them with
+traced peaks (within 10%, at the widths of 8B and 2B). They have not been compared with a GPU. The
+exit code is 1 if a phase or the engine does not fit.
 """
 import bisect
 import os
@@ -21,7 +21,7 @@ PHASE = 11  # columns of a number in the table
 
 
 def public_size(hidden, layers, heads, intermediate, tied, depth, width, inner, levels):
-    """config.json of a public dense checkpoint, Qwen/Qwen3-VL-*-Instruct, as far as sizes go."""
+    """The sizes in config.json of a public dense checkpoint, Qwen/Qwen3-VL-*-Instruct."""
     rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]}
     text = {"vocab_size": 151936, "hidden_size": hidden, "num_hidden_layers": layers,
             "num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128,
@@ -41,7 +41,7 @@ def public_sizes():
 
 
 def read_config(name):
-    """A public size ("8B") or a checkpoint folder -> its configuration."""
+    """A public size ("8B") or a checkpoint folder -> the configuration."""
     launch.import_shim()
     launch.quiet_libraries()
     from transformers import Qwen3VLConfig
@@ -56,8 +56,9 @@ def read_config(name):
 
 def parameter_counts(config):
     """-> {"layer", "layers", "root", "tower", "trained", "sides"}: parameters of one decoder layer,
-    of all, of embeddings, head and last norm, of the tower, of all that is trained; rows + columns
-    of all matrices in the layers, which times its rank are an adapter. Nothing is allocated."""
+    of all layers, of embeddings, head and last norm, of the tower, and of all trained weights;
+    "sides": rows + columns of all matrices in the layers. Times the rank, that is the size of an
+    adapter. No memory is allocated."""
     import torch
     from transformers import Qwen3VLForConditionalGeneration
 
@@ -76,18 +77,19 @@ def parameter_counts(config):
 
 
 def layer_activation_bytes(text, width, repeated=False):
-    """Bytes a token that autograd keeps inside one decoder layer when nothing is recomputed. width:
+    """Bytes per token that autograd keeps inside one decoder layer without recomputation. width:
     bytes of a number in compute (2: bf16, whose norms keep fp32 copies). repeated: keys and values
     are repeated for every head, as on CPU."""
     hidden, inner, d = text.hidden_size, text.intermediate_size, text.head_dim
     heads, shared = text.num_attention_heads, text.num_key_value_heads
-    # Inputs in fp32, normalised, scaled; twice. The same of queries and keys, whose last form
-    # attention keeps. Queries, keys, values, output. Statistics of norms and softmax.
+    # Two norms per layer keep their input in fp32, normalised, and scaled. The norms of queries and
+    # keys keep the same, but attention holds the last form. Then: queries, keys, values and output
+    # of attention; statistics of norms and softmax.
     norms = 2 * hidden * (3 * width if width == 4 else 4 + 2 * width)
     rotated = (heads + shared) * d * (2 * width if width == 4 else 4 + width)
     attention = (5 * heads if repeated else 2 * heads + 2 * shared) * d * width
     statistics = 4 * (2 + 2 * heads + shared)
-    mlp = 4 * inner * width  # gate, its activation, up, their product
+    mlp = 4 * inner * width  # gate, activated gate, up, their product
     return norms + rotated + attention + mlp + statistics
 
 
@@ -95,14 +97,15 @@ def ledger(config, gpus, pack_tokens, recompute="full", replicas=1, reference=Tr
            width=2, chunk=1024, repeated=False, feature_cache_gb=1.0, counts=None,
            lora=0):  # fmt: skip
     """Bytes per GPU -> {phase: {item: bytes}}: "rollout" and "sync" (only with an engine), then
-    three moments of a backward. "top layer" still has all activations, "low layer" the other
-    layers' gradients instead, "embeddings" no layer whole, but its own gradients twice. An update
-    takes the largest of the three, not their sum.
+    three moments of a backward. In "top layer" all activations are still there. In "low layer" they
+    are gone, and the gradients of the other layers are there. In "embeddings" no layer is whole,
+    but the root's gradients are there twice. An update takes the largest of the three, not their
+    sum.
 
-    gpus: ranks; engine_gb: GB that vLLM takes while it is awake (None: no engine); width: bytes of
-    a number in compute (CPU: 4); counts: parameter_counts, where they are known. lora: rank of
-    adapters: all else is frozen, kept as it computes and without gradients; the reference is the
-    model without them.
+    gpus: ranks. engine_gb: GB that vLLM takes while awake (None: no engine). width: bytes of a
+    number in compute (CPU: 4). counts: parameter_counts, if the caller has them. lora: rank of
+    adapters. The other weights are then frozen, stored in the compute dtype and without gradients.
+    The reference shares them and needs only a small copy of the adapters, which is not counted.
     """
     text, n = config.text_config, counts or parameter_counts(config)
     shards, hidden = gpus // replicas, text.hidden_size
@@ -122,8 +125,8 @@ def ledger(config, gpus, pack_tokens, recompute="full", replicas=1, reference=Tr
     if engine_gb is not None:
         awake = {**resting, "vLLM": engine_gb * 1e9}
         phases = {"rollout": awake, "sync": {**awake, "one weight whole, and cast": 2 * head}}
-    # One layer's inside, as far as it is computed again, with its largest gradients; before the
-    # first layer, logits.
+    # The part of one layer that is computed again, with the largest gradients. Before the backward
+    # of the first layer, the logits stand in the same place.
     one = pack_tokens * (inside - kept + width * (3 * text.intermediate_size + 5 * hidden))
     logits = chunk * text.vocab_size * (8 + width)
     layer = {**resting,
@@ -144,8 +147,8 @@ def peak(phases):
 
 
 def largest_pack(config, gpu_gb, **options):
-    """Tokens of the largest pack whose update fits into gpu_gb GB; 0 where not even its weights
-    do."""
+    """Tokens of the largest pack whose update fits into gpu_gb GB; 0 if the weights alone do not
+    fit."""
     options.setdefault("counts", parameter_counts(config))
 
     def too_large(tokens):
@@ -155,7 +158,7 @@ def largest_pack(config, gpu_gb, **options):
 
 
 def host_memory(n, ranks, frame_cache_gb, width=2, lora=0):
-    """Bytes of host memory on the node of rank 0, while a checkpoint is written -> {item: bytes}.
+    """Bytes of host memory on the node of rank 0 while it writes a checkpoint -> {item: bytes}.
     n: parameter_counts; ranks: of the node. Shards go to the disk tensor by tensor."""
     whole = 4 * lora * n["sides"] if lora else width * (n["trained"] + n["tower"])
     return {"whole weights on rank 0": whole,
@@ -164,12 +167,12 @@ def host_memory(n, ranks, frame_cache_gb, width=2, lora=0):
 
 def plan_text(config, gpus, gpu_gb, context, pack_tokens, engine_share=0.5, frame_cache_gb=4.0,
               **options):  # fmt: skip
-    """The ledger as a table, and what fits -> (text, whether all fits)."""
+    """The ledger as a table, with a verdict -> (text, whether all phases and the engine fit)."""
     n = options["counts"] = parameter_counts(config)
     text = config.text_config
     engine_gb = engine_share * gpu_gb if engine_share else None
     phases = ledger(config, gpus, pack_tokens, engine_gb=engine_gb, **options)
-    limit = 0.94 * gpu_gb  # the rest: CUDA, NCCL, fragments
+    limit = 0.94 * gpu_gb  # CUDA, NCCL and fragments take the rest
     trained = options.get("lora", 0) * n["sides"] or n["trained"]
     lines = [f"{trained / 1e9:.2f} B trained parameters, {n['tower'] / 1e9:.2f} B in the "
              f"frozen tower; GB per GPU, of {gpus} with {gpu_gb:g} each",
@@ -189,8 +192,8 @@ def plan_text(config, gpus, gpu_gb, context, pack_tokens, engine_share=0.5, fram
     parts = ", ".join(f"{size / 1e9:.0f} {item}" for item, size in host.items())
     lines.append(f"host memory of a node of {ranks} ranks while it saves: "
                  f"{sum(host.values()) / 1e9:.0f} GB ({parts})")
-    lines.append("  and what is not counted: processes and their libraries, the engine, decoders, "
-                 "files that the system keeps in memory")
+    lines.append("  not counted: processes and their libraries, the engine, decoders, and files "
+                 "that the system keeps in memory")
     if engine_share:
         weights = 2 * (n["trained"] + n["tower"])
         per_token = 4 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim  # K, V
@@ -215,12 +218,12 @@ def main():
     add("--gpu-gb", type=float, default=80.0, help="GB of one GPU")
     add("--context", type=int, default=32768, help="tokens of one context")
     add("--pack-tokens", type=int, default=32768, help="tokens per pack (one forward)")
-    add("--recompute", choices=["full", "none"], default="full", help="as grpo.py has it")
-    add("--replicas", type=int, default=1, help="as grpo.py has it")
+    add("--recompute", choices=["full", "none"], default="full", help="as in grpo.py")
+    add("--replicas", type=int, default=1, help="as in grpo.py")
     add("--kl", type=float, default=0.01, help="0 = no reference model")
-    add("--lora", type=int, default=0, help="rank of adapters, as grpo.py has it; 0 = off")
-    add("--engine-share", type=float, default=0.5, help="as grpo.py has it; 0 = no engine (sft.py)")
-    add("--frame-cache-gb", type=float, default=4.0, help="as grpo.py has it: GiB per rank")
+    add("--lora", type=int, default=0, help="rank of adapters, as in grpo.py; 0 = off")
+    add("--engine-share", type=float, default=0.5, help="as in grpo.py; 0 = no engine (sft.py)")
+    add("--frame-cache-gb", type=float, default=4.0, help="as in grpo.py: GiB per rank")
     args = parser.parse_args()
     whole = min(args.gpus, args.context, args.pack_tokens, args.replicas) >= 1
     if not whole or args.gpus % args.replicas or not args.gpu_gb > 0:

@@ -1,0 +1,155 @@
+"""
+scripted.py: an engine and an endpoint that speak from a script, and episodes against them. So the
+protocol is tested without a model.
+"""
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import chat
+import rollout
+from engine import Completion
+from evaluation import systems
+
+ANSWER = "I saw red.\n</think>\n<answer>red</answer>"
+AGENT = rollout.Agent(context=4096, max_new_tokens=512, sub_max_new_tokens=64)
+
+
+def call(start, end, **more):
+    arguments = {"start_time": start, "end_time": end, **more}
+    body = json.dumps({"name": "crop_video", "arguments": arguments})
+    return f"<tool_call>\n{body}\n</tool_call>"
+
+
+def calls(*windows):
+    return "I need a closer look.\n</think>\n" + "\n".join(call(*w) for w in windows)
+
+
+def is_sub(request):
+    """Ids of requests are step/task/sample/turn, and one part more for a sub-agent."""
+    return request.id.count("/") == 4
+
+
+def turn_of(request):
+    return int(request.id.split("/")[3])
+
+
+def window_of(request):
+    """Window of a sub-agent's request, from what it was told."""
+    return request.items[0].spec["start"], request.items[0].spec["end"]
+
+
+class Scripted:
+    """An engine that speaks from a script, one answer a poll. main: texts by turn, or a function of
+    the request; sub: one text or a function. A function may return a Completion to answer with as
+    it is. hold(request): not to be answered yet."""
+
+    max_seqs = 8
+
+    def __init__(self, codec, main, sub="a red square", hold=None, newest_first=False):
+        self.codec, self.newest_first = codec, newest_first
+        self.hold = hold or (lambda request: False)
+        self.main = main if callable(main) else (
+            lambda request: main[min(turn_of(request), len(main) - 1)])
+        self.sub = sub if callable(sub) else lambda request: sub
+        self.requests, self.answered, self.log, self.waiting, self.idle = [], set(), [], [], 0
+
+    def submit(self, request):
+        self.requests.append(request)
+        self.waiting.append(request)
+        self.log.append(("submit", request.id))
+
+    def poll(self):
+        ready = [r for r in self.waiting if not self.hold(r)]
+        if not ready:
+            self.idle += 1
+            assert self.idle < 20_000, "stalled: " + ", ".join(r.id for r in self.waiting)
+            time.sleep(0.001)
+            return []
+        request = ready[-1 if self.newest_first else 0]
+        self.waiting.remove(request)
+        self.answered.add(request.id)
+        self.log.append(("answer", request.id))
+        said = (self.sub if is_sub(request) else self.main)(request)
+        return [said if isinstance(said, Completion) else self.complete(request, said)]
+
+    def complete(self, request, text):
+        """Text as a model would have sampled it: never a banned id, nothing after the end of the
+        turn, at most max_tokens."""
+        ids = [i for i in chat.encode(self.codec, text) if i not in self.codec.banned]
+        spoken = ids[: ids.index(self.codec.eos)] if self.codec.eos in ids else ids
+        ids = spoken + [self.codec.eos]
+        ids = ids[: request.max_tokens]
+        return Completion(request.id, ids, [-(n + 1) / 7 for n in range(len(ids))],
+                                  chat.decode(self.codec, ids),
+                                  ids[-1] == self.codec.eos)
+
+    def mains(self):
+        return [r for r in self.requests if not is_sub(r)]
+
+    def subs(self):
+        return [r for r in self.requests if is_sub(r)]
+
+
+class Server:
+    """An OpenAI-compatible endpoint on this machine. replies: what to answer, in order (the last
+    one for ever): a text, an HTTP status, or bytes to send as they are. Keeps what it was asked."""
+
+    def __init__(self, *replies):
+        self.asked, self.headers, outer = [], [], self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                outer.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                outer.headers.append((self.path, dict(self.headers)))
+                reply = replies[min(len(outer.asked), len(replies)) - 1]
+                reply = reply(outer.asked[-1]) if callable(reply) else reply
+                if isinstance(reply, int):
+                    self.send_error(reply)
+                    return
+                if isinstance(reply, str):
+                    choice = {"message": {"content": reply}, "finish_reason": "stop"}
+                    reply = json.dumps({"choices": [choice]}).encode()
+                self.send_response(200)
+                self.send_header("Content-Length",
+                                 str(len(reply) if not reply.endswith(b"CUT") else 10**6))
+                self.end_headers()
+                self.wfile.write(reply)
+
+            def log_message(self, *_):
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.http.server_address[1]}/v1"
+        threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01},
+                         daemon=True).start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.http.shutdown()
+        self.http.server_close()
+
+
+def play(engine, tasks, source, agent=AGENT, frames=4, group=1, step=0, **more):
+    """All episodes, in the order of tasks and samples; of an endpoint, which has no codec, by the
+    loop of the other systems. more: of the Sampler."""
+    order = {task["id"]: n for n, task in enumerate(tasks)}
+    sampler = rollout.Sampler(engine, engine.codec, source, agent, **more)
+    if engine.codec:
+        done = list(rollout.run(sampler, tasks, frames, group, step))
+    else:
+        done = list(systems.run(sampler, tasks, systems.Protocol(), frames, group))
+    return sorted(done, key=lambda e: (order[e.task["id"]], e.sample))
+
+
+def play_one(engine, tasks, source, agent=AGENT, frames=4, **more):
+    (episode,) = play(engine, tasks[:1], source, agent, frames, **more)
+    return episode
+
+
+def text_of(codec, ids):
+    return chat.decode(codec, ids, keep_special=True)

@@ -1,0 +1,753 @@
+"""
+Tests of checkpoint.py: python -m pytest tests/test_checkpoint.py -q
+
+What is saved is loaded again by plain transformers; what several ranks load is what from_pretrained
+loads. Then folders as they lie about: torn downloads, other formats, other architectures, damaged
+files, code of their own. Each is one line on stderr with exit code 2, by every script, or it works;
+and a run that is refused leaves no folder.
+"""
+import argparse
+import builtins
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from album import logprobs, response, separate_and_packed
+from conftest import ROOT, run_script
+from reference import forward
+from safetensors.torch import load_file, save_file
+
+import chat
+import checkpoint
+import eval as evaluation
+import grpo
+import launch
+import model
+import rollout
+import sft
+from engine import Limits, VllmEngine
+from model import Span, Tree
+from tools import plan
+
+CPU = torch.device("cpu")
+SCRIPTS = {"sft": sft, "grpo": grpo, "rollout": rollout, "eval": evaluation}
+
+
+# ------------------------------------------------------------------------------------------------
+# Saving
+
+
+def test_a_saved_checkpoint_is_the_same_model_in_plain_transformers(saved, codec, source):
+    """Weights, tied head, processor and tokenizer survive; other stages open the folder with
+    from_pretrained alone."""
+    from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
+
+    policy, folder = saved
+    hf = Qwen3VLForConditionalGeneration.from_pretrained(str(folder), dtype=torch.float32)
+    assert torch.equal(hf.lm_head.weight, policy.hf.lm_head.weight)
+    assert hf.lm_head.weight is hf.model.language_model.embed_tokens.weight
+    ids = torch.tensor([response(1, 20)])
+    with torch.no_grad():
+        logits = hf(input_ids=ids).logits[0, :-1]
+    logits[:, list(codec.banned)] -= 100
+    wanted = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    ours = logprobs(policy, codec, None, [Tree(Span(ids[0].tolist(), [0] + [1] * 19))])
+    assert (ours - wanted).abs().max() < 1e-5
+    text = ("Which colours appear between 16 and 24?<|im_end|>\n"
+            "<answer>red</answer> 日本 <12.0 seconds>")
+    again = AutoProcessor.from_pretrained(str(folder))
+    assert again.tokenizer(text)["input_ids"] == codec.tokenizer(text)["input_ids"]
+    assert again.chat_template == codec.processor.chat_template
+    assert json.loads((folder / "state.json").read_text())["step"] == 1
+    assert checkpoint.is_complete(str(folder))
+    assert sorted(os.listdir(folder.parent)) == ["step_000001"]  # no temporary folder is left
+
+
+def test_small_files_are_those_of_the_base_byte_for_byte(toy, process_group, tmp_path):
+    """Of a base that is deleted while its weights are trained; odd spaces, a template in two
+    places, a stale field. Its code, its weights, its index and other tools' files stay behind."""
+    base = shutil.copytree(toy / "init", tmp_path / "base")
+    text = (base / "config.json").read_text()
+    (base / "config.json").write_text(text.replace('"dtype": "float32"',
+                                                   '"torch_dtype" :  "float16", "x": 1e-06'))
+    for name in ("vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json"):
+        (base / name).write_bytes(b'{ }\r\n')
+    kept = {f.name: f.read_bytes() for f in base.iterdir() if f.suffix != ".safetensors"}
+    for name in ("code.py", "README.md", ".gitattributes", "state.json", "training_args.bin",
+                 "pytorch_model.bin.index.json"):
+        (base / name).write_text("{}")
+    (base / "onnx").mkdir()
+    (base / "onnx" / "config.json").write_text("{}")
+    with open(base / "huge.json", "w") as f:
+        f.truncate(2**26 + 1)
+    codec = chat.load_codec(str(base))
+    policy = checkpoint.load_sharded(str(base), codec, CPU)
+    shutil.rmtree(base)
+    checkpoint.save_checkpoint(policy, codec, str(tmp_path / "one"), {"step": 1})
+    kept["config.json"] = kept["config.json"].replace(b'"float16"', b'"float32"')
+    again = chat.load_codec(str(tmp_path / "one"))
+    policy = checkpoint.load_sharded(str(tmp_path / "one"), again, CPU, lora=2)
+    checkpoint.save_checkpoint(policy, again, str(tmp_path / "two"), {"step": 1})
+    for folder, own in (("one", {"model.safetensors"}),
+                        ("two", {"adapter_model.safetensors", "adapter_config.json"})):
+        found = {f.name: f.read_bytes() for f in (tmp_path / folder).iterdir()}
+        assert found.keys() - kept.keys() == own | {"state.json"}
+        assert {name: found[name] for name in kept} == kept
+
+
+def test_a_dtype_is_said_where_the_base_says_it(tmp_path):
+    """Of the top, of a part, under its old and its new name; none is added."""
+    config = b'{"torch_dtype":"float32", "text_config": {"dtype" : "bfloat16", "n": 1}, "v": {}}'
+    checkpoint.save_files({"config.json": config, "a.json": config}, tmp_path, torch.bfloat16)
+    assert (tmp_path / "config.json").read_bytes() == config.replace(b"float32", b"bfloat16")
+    checkpoint.save_files({"config.json": config}, tmp_path)
+    assert (tmp_path / "config.json").read_bytes() == (tmp_path / "a.json").read_bytes() == config
+
+
+def test_large_checkpoints_are_several_files_and_an_index(toy, monkeypatch, process_group, codec,
+                                                          tmp_path):
+    """5 GB each in earnest. transformers finds every weight again."""
+    import huggingface_hub
+    from transformers import Qwen3VLForConditionalGeneration
+
+    real = huggingface_hub.split_torch_state_dict_into_shards
+    monkeypatch.setattr(huggingface_hub, "split_torch_state_dict_into_shards",
+                        lambda weights: real(weights, max_shard_size="1MB"))
+    policy = checkpoint.load_sharded(str(toy / "init"), codec, CPU)
+    checkpoint.save_checkpoint(policy, codec, str(tmp_path / "many"), {"step": 1})
+    assert len(list((tmp_path / "many").glob("model-*.safetensors"))) > 2
+    assert checkpoint.resolve_checkpoint(str(tmp_path / "many")) == str(tmp_path / "many")
+    hf, found = Qwen3VLForConditionalGeneration.from_pretrained(
+        str(tmp_path / "many"), dtype=torch.float32, output_loading_info=True)
+    own = hf.state_dict()
+    assert not found["missing_keys"] and not found["unexpected_keys"]
+    assert all(torch.equal(own[name], w) for name, w in checkpoint.full_weights(policy))
+
+
+def test_weights_are_named_as_in_the_checkpoint_file(saved):
+    """The engine is fed these names; a tied head is in neither."""
+    from safetensors import safe_open
+
+    policy, folder = saved
+    with safe_open(folder / "model.safetensors", "pt") as f:
+        assert sorted(f.keys()) == sorted(name for name, _ in checkpoint.full_weights(policy))
+
+
+def test_every_tensor_enters_the_digest_of_a_checkpoint(tmp_path):
+    """An adapter that was merged into one matrix leaves all others as they were."""
+    tensors = {f"layer{i}": torch.full((64, 256), float(i)) for i in range(5)}
+    (tmp_path / "config.json").write_text("{}")
+    found = set()
+    for name in [None, *tensors]:
+        changed = {k: v + 1 if k == name else v for k, v in tensors.items()}
+        save_file(changed, tmp_path / "model.safetensors")
+        found.add(checkpoint.content_digest(str(tmp_path)))
+    assert len(found) == 6
+    (tmp_path / "config.json").write_text("{ }")
+    assert checkpoint.content_digest(str(tmp_path)) not in found
+
+
+# ------------------------------------------------------------------------------------------------
+# Loading in shards, several replicas
+
+
+SHARDS = """
+    import sys
+    sys.path[:0] = [{root!r}, {root!r} + "/tests"]
+    import torch
+    import torch.distributed as dist
+    import chat, checkpoint, launch, model
+    from reference import load_policy
+    rank, world, device = launch.start_process_group()
+    codec = chat.load_codec(sys.argv[1])
+    whole = load_policy(sys.argv[1], codec)
+    for replicas in (1, 2, 0):  # 0: as many as ranks
+        parts = checkpoint.load_sharded(sys.argv[1], codec, device, replicas=replicas)
+        for dtype in (None, torch.bfloat16):
+            pairs = zip(checkpoint.full_weights(whole), checkpoint.full_weights(parts, dtype),
+                        strict=True)
+            for (name, a), (other, b) in pairs:
+                assert name == other and torch.equal(a.to(dtype or a.dtype), b), name
+        for a, b in zip(whole.hf.buffers(), parts.hf.buffers(), strict=True):
+            assert torch.equal(a, b)
+        trained = model.trained_parameters(parts)
+        mine = sum(p.to_local().numel() for p in trained)
+        assert mine < 1.1 * (replicas or world) / world * sum(p.numel() for p in trained)
+    dist.barrier()
+    if rank == 0:
+        print("same")
+    dist.destroy_process_group()
+"""
+
+
+def test_every_rank_reads_its_own_part_of_the_checkpoint(toy, tmp_path):
+    """Four ranks, parts that are not of one size, one group and two that each hold all: what is
+    gathered is what from_pretrained loads."""
+    (tmp_path / "shards.py").write_text(textwrap.dedent(SHARDS.format(root=ROOT)))
+    done = run_script(tmp_path / "shards.py", toy / "init", ranks=4)
+    assert done.returncode == 0 and "same" in done.stdout, done.stderr[-2000:]
+
+
+def test_a_checkpoint_in_several_files_or_with_other_shapes(toy, codec, process_group, tmp_path):
+    folder = tmp_path / "many"
+    shutil.copytree(toy / "init", folder)
+    weights = load_file(folder / "model.safetensors")
+    names = sorted(weights)
+    (folder / "model.safetensors").unlink()
+    where = {name: f"model-0000{1 + n % 2}-of-00002.safetensors" for n, name in enumerate(names)}
+    for file in set(where.values()):
+        save_file({n: weights[n] for n in names if where[n] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    policy = checkpoint.load_sharded(str(folder), codec, CPU)
+    assert all(torch.equal(w, weights[n]) for n, w in checkpoint.full_weights(policy))
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    lost = index["weight_map"].pop(names[0])
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(launch.UserError, match="1 weights are missing"):
+        checkpoint.load_sharded(str(folder), codec, CPU)
+    save_file({**{n: weights[n] for n in names if where[n] == lost}, names[0]: torch.zeros(3)},
+              folder / lost)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    with pytest.raises(launch.UserError, match="has shape"):
+        checkpoint.load_sharded(str(folder), codec, CPU)
+
+
+def test_a_frozen_copy_has_the_same_log_probs_and_no_gradients(toy, codec, process_group, album):
+    policy, frozen = (checkpoint.load_sharded(str(toy / "init"), codec, CPU, frozen=frozen)
+                      for frozen in (False, True))
+    trees = separate_and_packed(codec, album)[1]
+    pack, vision = model.pack_trees(codec, trees), album.features(policy, codec)
+    assert torch.equal(forward(policy, pack, vision)[0], forward(frozen, pack, vision)[0])
+    assert not model.trained_parameters(frozen)
+    assert not forward(frozen, pack, vision)[0].requires_grad
+
+
+def test_replicas_have_to_divide_the_ranks(toy, codec, process_group):
+    with pytest.raises(launch.UserError, match="--replicas 3: 1 ranks"):
+        checkpoint.load_sharded(str(toy / "init"), codec, CPU, replicas=3)
+
+
+# ------------------------------------------------------------------------------------------------
+# Folders of a run
+
+
+def test_an_atomic_folder_appears_whole_or_not_at_all(tmp_path):
+    target = tmp_path / "ckpt"
+    with pytest.raises(RuntimeError), checkpoint.atomic_folder(str(target)) as temp:
+        Path(temp, "half").write_text("x")
+        raise RuntimeError
+    assert os.listdir(tmp_path) == []
+    for text in ("old", "new"):
+        with checkpoint.atomic_folder(str(target)) as temp:
+            # the old one stands until the new one is whole
+            assert not target.exists() or (target / "w").read_text() == "old"
+            Path(temp, "w").write_text(text)
+            if text == "new":
+                Path(temp, "more").write_text("x")
+    assert os.listdir(tmp_path) == ["ckpt"] and sorted(os.listdir(target)) == ["more", "w"]
+    assert (target / "w").read_text() == "new"
+    with pytest.raises(KeyboardInterrupt), checkpoint.atomic_folder(str(target)) as temp:
+        raise KeyboardInterrupt
+    assert os.listdir(tmp_path) == ["ckpt"] and (target / "w").read_text() == "new"
+
+
+def test_small_files_and_links_are_replaced_in_one_step(tmp_path):
+    path = tmp_path / "args.json"
+    launch.write_atomic(str(path), "1")
+    launch.write_atomic(str(path), "2")
+    for name in ("step_000001", "step_000002"):
+        (tmp_path / name).mkdir()
+        checkpoint.symlink(str(tmp_path / "last"), str(tmp_path / name))
+        assert os.readlink(tmp_path / "last") == name  # relative: the run folder can be moved
+    assert path.read_text() == "2"
+    assert sorted(os.listdir(tmp_path)) == ["args.json", "last", "step_000001", "step_000002"]
+
+
+def test_pruning_spares_what_last_and_best_point_to(tmp_path):
+    for n in range(1, 6):
+        (tmp_path / f"step_{n:06d}").mkdir()
+        (tmp_path / f"step_{n:06d}" / "state.json").write_text('{"files": {}}')
+    checkpoint.symlink(str(tmp_path / "best"), str(tmp_path / "step_000002"))
+    checkpoint.symlink(str(tmp_path / "last"), str(tmp_path / "step_000005"))
+    checkpoint.prune_checkpoints(str(tmp_path), 0)
+    assert len(os.listdir(tmp_path)) == 7  # 0 keeps all
+    checkpoint.prune_checkpoints(str(tmp_path), 2)
+    kept = ["step_000002", "step_000004", "step_000005"]
+    assert sorted(n for n in os.listdir(tmp_path) if n.startswith("step")) == kept
+    checkpoint.symlink(str(tmp_path / "last"), str(tmp_path / "step_000004"))
+    checkpoint.prune_checkpoints(str(tmp_path), 1)
+    assert sorted(n for n in os.listdir(tmp_path) if n.startswith("step")) == kept
+
+
+def saved_at(out, name, weights="w" * 10, **state):
+    folder = out / name
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_text(weights)
+    content = {"step": int(name[5:11]), **state, "files": {"model.safetensors": 10}}
+    (folder / "state.json").write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize("damage", [
+    lambda f: (f / "model.safetensors").write_text("w" * 9),
+    lambda f: (f / "model.safetensors").unlink(), lambda f: (f / "state.json").unlink(),
+    lambda f: (f / "state.json").write_text('{"step": 2, "fil'),
+    lambda f: (f / "state.json").write_text("[]"), lambda f: (f / "state.json").write_text("")])
+def test_a_torn_checkpoint_is_passed_over(tmp_path, damage):
+    first, second = saved_at(tmp_path, "step_000001"), saved_at(tmp_path, "step_000002")
+    assert checkpoint.newest_checkpoint(str(tmp_path)) == str(second)
+    damage(second)
+    assert not checkpoint.is_complete(str(second))
+    assert checkpoint.newest_checkpoint(str(tmp_path)) == str(first)
+    damage(first)
+    assert checkpoint.newest_checkpoint(str(tmp_path)) is None
+
+
+def test_what_killed_runs_left_half_written_is_dropped(tmp_path):
+    saved_at(tmp_path, "step_000003")
+    (tmp_path / ".step_000004.abc").mkdir()
+    (tmp_path / "rollouts").mkdir()
+    for name in ("args.json.tmp123", "rollouts/step_000004.rank0.jsonl.tmp77",
+                 "rollouts/step_000003.rank0.jsonl"):
+        (tmp_path / name).write_text("{")
+    checkpoint.clean_run(str(tmp_path), start=3)
+    assert sorted(os.listdir(tmp_path)) == ["rollouts", "step_000003"]
+    assert os.listdir(tmp_path / "rollouts") == ["step_000003.rank0.jsonl"]
+
+
+def test_a_process_killed_while_it_prunes_leaves_no_torn_checkpoint(tmp_path, monkeypatch):
+    for n in (1, 2, 3):
+        saved_at(tmp_path, f"step_00000{n}")
+
+    def killed(path, **_):
+        os.remove(os.path.join(path, "model.safetensors"))
+        raise SystemError("killed here")
+
+    with monkeypatch.context() as patched, pytest.raises(SystemError):
+        patched.setattr(checkpoint.shutil, "rmtree", killed)
+        checkpoint.prune_checkpoints(str(tmp_path), 1)
+    left = [name for name in os.listdir(tmp_path) if name.startswith("step_")]
+    assert len(left) == 2 and "step_000003" in left  # whichever of the two old ones came first
+    checkpoint.clean_run(str(tmp_path), start=3)
+    checkpoint.prune_checkpoints(str(tmp_path), 1)
+    assert os.listdir(tmp_path) == ["step_000003"]
+
+
+def arguments(**flags):
+    return argparse.Namespace(**{"lr": 1.0, "steps": 4, "resume": None, "out": "o", "ckpt": "c",
+                                 "frame_cache_dir": None, "frame_cache_dir_gb": 50.0,
+                                 "replicas": 1, **flags})
+
+
+def test_a_run_goes_on_by_itself_only_where_its_settings_are_the_same(tmp_path):
+    assert checkpoint.resume_point(str(tmp_path), arguments(), None) == (None, {})
+    assert checkpoint.resume_point(str(tmp_path), arguments(), True) == (None, {})
+    folder = saved_at(tmp_path, "step_000002", args=vars(arguments()))
+    for changed in ({}, {"steps": 9}, {"out": "elsewhere"}, {"frame_cache_dir": "kept"},
+                    {"frame_cache_dir_gb": 1.0}, {"replicas": 0}):
+        assert checkpoint.resume_point(str(tmp_path), arguments(**changed), None)[0] == str(folder)
+    with pytest.raises(launch.UserError, match=r"other settings: --lr 1.0 \(now 2.0\)"):
+        checkpoint.resume_point(str(tmp_path), arguments(lr=2.0), None)
+    assert checkpoint.resume_point(str(tmp_path), arguments(lr=2.0), True)[1]["step"] == 2
+    assert checkpoint.resume_point(str(tmp_path), arguments(lr=2.0), False) == (None, {})
+    (folder / "state.json").unlink()
+    for resume in (True, None):  # damaged later, perhaps, and not ours to delete unasked
+        with pytest.raises(launch.UserError, match="step_000002 is not whole.*--no-resume"):
+            checkpoint.resume_point(str(tmp_path), arguments(), resume)
+    assert checkpoint.resume_point(str(tmp_path), arguments(), False) == (None, {})
+
+
+def test_a_run_that_goes_on_with_other_code_says_which_scripts_changed(tmp_path, capsys,
+                                                                        monkeypatch):
+    """Kept by file, and printed: "it got better after the restart" must not be a puzzle."""
+    now = launch.code_digests()
+    assert {"grpo.py", "rewards.py", "launch.py"} <= set(now) and "tests" not in now
+    digest = hashlib.sha256((Path(ROOT) / "rewards.py").read_bytes()).hexdigest()
+    assert digest.startswith(now["rewards.py"]) and len(now["rewards.py"]) == 12
+    folder = saved_at(tmp_path, "step_000002", args=vars(arguments()), code=now)
+    checkpoint.resume_point(str(tmp_path), arguments(), None)
+    assert "other code" not in capsys.readouterr().out
+    saved_at(tmp_path, "step_000003", args=vars(arguments()),
+             code={**now, "rewards.py": "0" * 12, "gone.py": "1"})
+    assert checkpoint.resume_point(str(tmp_path), arguments(), None)[0] != str(folder)
+    line = capsys.readouterr().out.strip().splitlines()[-1]
+    assert line.endswith("saved by other code: gone.py, rewards.py changed since")
+    launch.write_args(str(tmp_path), arguments())
+    assert json.loads((tmp_path / "args.json").read_text())["code"] == now
+
+
+def test_beginning_anew_deletes_what_was_there(tmp_path):
+    folder = saved_at(tmp_path, "step_000002")
+    checkpoint.symlink(str(tmp_path / "last"), str(folder))
+    (tmp_path / "log.jsonl").write_text('{"step": 1}\n')
+    checkpoint.clean_run(str(tmp_path), start=0)
+    assert os.listdir(tmp_path) == ["log.jsonl"]
+    launch.Log(str(tmp_path), 0, argparse.Namespace(wandb=None)).close(0, 0)
+    assert (tmp_path / "log.jsonl").read_text() == ""
+
+
+def test_sizes_of_all_files_are_in_the_marker(policy, codec, process_group, tmp_path):
+    checkpoint.shard(policy, torch.device("cpu"))
+    optimizer = model.adamw(model.trained_parameters(policy), 1e-3, 0.99, torch.device("cpu"))
+    folder = str(tmp_path / "step_000001")
+    checkpoint.save_checkpoint(policy, codec, folder, {"step": 1}, optimizer)
+    files = json.loads((tmp_path / "step_000001" / "state.json").read_text())["files"]
+    assert checkpoint.is_complete(str(tmp_path / "step_000001"))
+    assert {"model.safetensors", "config.json", "train_state/.metadata"} <= set(files)
+    for name in files:
+        whole = (tmp_path / "step_000001" / name).read_bytes()
+        (tmp_path / "step_000001" / name).write_bytes(whole[:-1])
+        assert not checkpoint.is_complete(str(tmp_path / "step_000001")), name
+        (tmp_path / "step_000001" / name).write_bytes(whole)
+
+
+def copied_checkpoint(toy, folder):
+    """The toy's, with the image processor in the file that transformers 4 has for it."""
+    shutil.copytree(toy / "init", folder)
+    (folder / "processor_config.json").rename(folder / "preprocessor_config.json")
+    return folder
+
+
+def test_a_run_folder_stands_for_its_last_checkpoint(toy, tmp_path):
+    whole = copied_checkpoint(toy, tmp_path / "run" / "step_000003")
+    checkpoint.symlink(str(tmp_path / "run" / "last"), str(whole))
+    assert checkpoint.resolve_checkpoint(str(whole)) == str(whole)
+    assert checkpoint.resolve_checkpoint(str(tmp_path / "run")) == str(whole)
+    (whole / "preprocessor_config.json").rename(whole / "processor_config.json")  # transformers 5
+    assert checkpoint.resolve_checkpoint(str(whole)) == str(whole)
+
+
+@pytest.mark.parametrize("name, text", [("config.json", None), ("config.json", "{broken"),
+                                        ("tokenizer.json", None),
+                                        ("preprocessor_config.json", None),
+                                        ("model.safetensors", None), ("model.safetensors", "cut")])
+def test_an_incomplete_checkpoint_is_named_with_what_it_lacks(toy, tmp_path, name, text):
+    folder = copied_checkpoint(toy, tmp_path / "ckpt")
+    (folder / name).unlink() if text is None else (folder / name).write_text(text)
+    wanted = ".safetensors" if name.endswith("safetensors") else name
+    with pytest.raises(launch.UserError, match=wanted) as e:
+        checkpoint.resolve_checkpoint(str(folder))
+    assert str(folder) in str(e.value)
+
+
+# ------------------------------------------------------------------------------------------------
+# Folders as they lie about
+
+
+@pytest.fixture
+def ckpt(toy, tmp_path):
+    """A checkpoint to damage."""
+    return shutil.copytree(toy / "init", tmp_path / "ckpt")
+
+
+@pytest.fixture
+def refuse(monkeypatch, capsys, toy, tmp_path):
+    """refuse(script, folder) -> the one line that the script says; no --out is left."""
+
+    def refuse(script, ckpt):
+        data = {"sft": "sft", "eval": "eval"}.get(script, "rl")
+        out = tmp_path / "runs" / "out"
+        target = out / "r.jsonl" if script == "rollout" else out
+        flags = ("--preset", "toy", "--ckpt", ckpt, "--data", toy / f"{data}.jsonl", "--video-root",
+                 toy, "--out", target)
+        words = (ckpt,) if script == "plan" else flags
+        monkeypatch.setattr(sys, "argv", [f"{script}.py", *map(str, words)])
+        with pytest.raises(SystemExit) as stop:
+            launch.run_main((plan if script == "plan" else SCRIPTS[script]).main)
+        assert stop.value.code == 2 and not out.parent.exists()
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"{script}.py: ")
+        return line
+
+    return refuse
+
+
+def change(folder, name, part=None, **values):
+    """Set values in a JSON file of a checkpoint, in a part of it."""
+    content = json.loads((folder / name).read_text())
+    (content[part] if part else content).update(values)
+    (folder / name).write_text(json.dumps(content))
+
+
+def emptied(folder):
+    for path in folder.iterdir():
+        path.unlink()
+
+
+def replaced(folder, content):
+    shutil.rmtree(folder)
+    folder.write_bytes(content)
+
+
+def other_adapters(folder, whole=True):
+    if not whole:
+        emptied(folder)
+    config = {"peft_type": "LORA", "r": 8, "base_model_name_or_path": "Qwen/Qwen3-VL-8B-Instruct"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def quantized(**config):
+    return lambda folder: change(folder, "config.json", **config)
+
+
+def text(name, content):
+    def write(folder):
+        (folder / name).write_bytes(content)
+    return write
+
+
+# What a folder's configuration says: every script refuses it, and tools/plan.py as well.
+CONFIGS = {
+    "moe": (quantized(model_type="qwen3_vl_moe"), "model_type is 'qwen3_vl_moe'"),
+    "qwen2.5": (quantized(model_type="qwen2_5_vl"), "model_type is 'qwen2_5_vl'"),
+    "unknown": (quantized(model_type="nonsense"), "model_type is 'nonsense'"),
+    "odd type": (quantized(model_type=["qwen3_vl"]), "model_type is ['qwen3_vl']"),
+    "no type": (text("config.json", b"{}"), "model_type is None"),
+    "a list": (text("config.json", b"[1]"), "config.json holds list"),
+    "a number": (text("config.json", b"7"), "config.json holds int"),
+    "cut": (text("config.json", b'{"model_type": "qwen3_vl",'), "config.json is not JSON"),
+    "empty file": (text("config.json", b""), "config.json is not JSON"),
+    "latin-1": (text("config.json", b'{"model_type": "qwen3_vl\xe9"}'), "config.json is not JSON"),
+    "nested": (text("config.json", b"[" * 100_000), "config.json is not JSON"),
+    "odd value": (lambda f: change(f, "config.json", "text_config", hidden_size="big"),
+                  "config.json cannot be used"),
+    "negative": (lambda f: change(f, "config.json", "text_config", hidden_size=-5),
+                 "config.json cannot be used"),
+    "fp8": (quantized(quantization_config={"quant_method": "fp8"}), "quantization_config"),
+    "text fp8": (lambda f: change(f, "config.json", "text_config", quantization_config={}),
+                 "quantization_config"),
+    "code": (quantized(auto_map={"AutoConfig": "evil.Evil"}), "config.json asks for code"),
+    "inner code": (lambda f: change(f, "processor_config.json", "image_processor",
+                                    auto_map={"AutoImageProcessor": "evil.Evil"}),
+                   "processor_config.json asks for code"),
+    "empty": (emptied, "no config.json"),
+    "adapters alone": (lambda f: other_adapters(f, whole=False), "no config.json"),
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_every_script_refuses_what_no_script_trains(ckpt, refuse, kind):
+    damage, why = CONFIGS[kind]
+    damage(ckpt)
+    for script in (*SCRIPTS, "plan"):
+        line = refuse(script, ckpt)
+        assert why in line and str(ckpt) in line
+
+
+def sharded(folder):
+    """As large checkpoints are stored -> names of its files."""
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    files = {name: f"model-0000{1 + n % 2}-of-00002.safetensors"
+             for n, name in enumerate(sorted(weights))}
+    for file in set(files.values()):
+        save_file({n: weights[n] for n in weights if files[n] == file}, folder / file)
+    index = {"metadata": {}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return sorted(set(files.values()))
+
+
+def torn(content, index=True):
+    """A shard that is cut to so many bytes, or not there at all; with or without its index."""
+    def damage(folder):
+        last = folder / sharded(folder)[-1]
+        if content is None:
+            last.unlink()
+        else:
+            last.write_bytes(last.read_bytes()[:content])
+        if not index:
+            (folder / "model.safetensors.index.json").unlink()
+    return damage
+
+
+def stale(folder):
+    """An older download beside the shards: which of the two is loaded would be anyone's guess."""
+    old = shutil.copy(folder / "model.safetensors", folder / "old")
+    sharded(folder)
+    shutil.move(old, folder / "model.safetensors")
+
+
+def broken_index(content):
+    def damage(folder):
+        sharded(folder)
+        (folder / "model.safetensors.index.json").write_bytes(content)
+    return damage
+
+
+def pickled(folder):
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def gguf(folder):
+    (folder / "model.safetensors").rename(folder / "model-Q4_K_M.gguf")
+
+
+def stored_as(dtype, only="q_proj"):
+    def damage(folder):
+        weights = load_file(folder / "model.safetensors")
+        weights = {n: w.to(dtype) if only in n else w for n, w in weights.items()}
+        save_file(weights, folder / "model.safetensors")
+    return damage
+
+
+def gone(name):
+    return lambda folder: (folder / name).unlink()
+
+
+# What lies beside it.
+def another_weight(folder):
+    path = folder / "model.safetensors"
+    save_file({**load_file(path), "model.language_model.extra.weight": torch.zeros(2)}, path,
+              metadata={"format": "pt"})
+
+
+FILES = {
+    "shard missing": (torn(None), "model-00002-of-00002.safetensors is missing"),
+    "shard missing, no index": (torn(None, index=False), "weights are missing"),
+    "shard empty": (torn(0), "model-00002-of-00002.safetensors cannot be read"),
+    "shard cut": (torn(100_000), "model-00002-of-00002.safetensors cannot be read"),
+    "index cut": (broken_index(b"{"), "index.json is not JSON"),
+    "index of nothing": (broken_index(b"{}"), "no weight_map"),
+    "index, odd": (broken_index(b'{"weight_map": {"a": 3}}'), "3 is missing"),
+    "two downloads": (stale, "is in model-0000"),
+    "pickles": (pickled, "no .safetensors file"),
+    "gguf": (gguf, "no .safetensors file"),
+    "fp8 unsaid": (stored_as(torch.float8_e4m3fn), "is stored as F8_E4M3"),
+    "int8": (stored_as(torch.int8), "is stored as I8"),
+    "fp64": (stored_as(torch.float64, ""), "is stored as F64"),
+    "another size": (lambda f: change(f, "config.json", "text_config", intermediate_size=128),
+                     "has shape"),
+    "deeper": (lambda f: change(f, "config.json", "text_config", num_hidden_layers=9),
+               "4 decoder layers are stored, config.json names 9"),
+    "shallower": (lambda f: change(f, "config.json", "text_config", num_hidden_layers=1),
+                  "4 decoder layers are stored, config.json names 1"),
+    "absurdly deep": (lambda f: change(f, "config.json", "text_config", num_hidden_layers=10**6),
+                      "config.json names 1000000"),
+    "more than its model": (another_weight, "is stored, but config.json describes a model without"),
+    "a kernel of a hub": (quantized(attn_implementation="kernels-community/flash-attn3"),
+                          "config.json asks for code"),
+    "no tokenizer": (gone("tokenizer.json"), "tokenizer.json is missing"),
+    "no class of it": (gone("tokenizer_config.json"), "tokenizer_config.json is missing"),
+    "tokenizer cut": (text("tokenizer.json", b'{"version": "1.0",'), "tokenizer.json is not JSON"),
+    "tokenizer of nothing": (text("tokenizer.json", b"{}"), "tokenizer or processor cannot be"),
+    "tokenizer list": (text("tokenizer_config.json", b"[]"), "tokenizer_config.json holds list"),
+    "no template": (gone("chat_template.jinja"), "no chat template"),
+    "odd template": (text("chat_template.jinja", b"{% if %}"), "chat template cannot be used"),
+    "no processor": (gone("processor_config.json"), "preprocessor_config.json is missing"),
+    "other processor": (lambda f: change(f, "processor_config.json", "image_processor",
+                                         patch_size=14), "image processor cuts patches"),
+    "no mean": (lambda f: change(f, "processor_config.json", "image_processor", image_mean=None),
+                "tokenizer or processor cannot be used"),
+    "other ids": (lambda f: change(f, "config.json", image_token_id=7), "<|image_pad|> is id"),
+    "processor cut": (text("processor_config.json", b"{"), "processor_config.json is not JSON"),
+    "generation cut": (text("generation_config.json", b"{"), "generation_config.json is not JSON"),
+    "odd ends": (lambda f: change(f, "generation_config.json", eos_token_id=["x"]), "eos_token_id"),
+    "other adapters": (other_adapters, "were not saved by sft.py or grpo.py"),
+    "adapters cut": (text("adapter_config.json", b"{"), "adapter_config.json is not JSON"),
+    "a file": (lambda f: replaced(f, b"x"), "no config.json"),
+    "a gguf file": (lambda f: replaced(f, b"GGUF"), "no config.json"),
+    "nothing": (shutil.rmtree, "no config.json"),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_every_script_refuses_what_it_cannot_load(ckpt, refuse, kind):
+    damage, why = FILES[kind]
+    damage(ckpt)
+    for script in SCRIPTS:
+        line = refuse(script, ckpt)
+        assert why in line and str(ckpt) in line
+
+
+def test_links_to_nothing_and_folders_named_like_files_do_no_harm(ckpt):
+    """Hub caches leave dangling links behind."""
+    (ckpt / "notes.txt").symlink_to(ckpt / "gone")
+    (ckpt / "old.json").mkdir()
+    assert checkpoint.resolve_checkpoint(str(ckpt)) == str(ckpt)
+    assert checkpoint.content_digest(str(ckpt)) and "notes.txt" not in chat.small_files(str(ckpt))
+
+
+def test_a_refused_run_leaves_an_older_folder_as_it_is(ckpt, refuse, tmp_path, monkeypatch):
+    """Empty ones too, since the run did not make them."""
+    other = tmp_path / "mine"
+    other.mkdir()
+    launch.make_out(str(other))
+    launch.make_out(str(other / "a" / "b"))
+    (other / "a" / "kept").write_text("x")
+    emptied(ckpt)
+    refuse("sft", ckpt)
+    assert [path.name for path in other.rglob("*")] == ["a", "kept"]
+
+
+@pytest.mark.parametrize("damage", [
+    sharded, stored_as(torch.float16, ""), stored_as(torch.bfloat16), quantized(dtype="bfloat16"),
+    quantized(torch_dtype="float16"), quantized(quantization_config=None),
+    torn(10**9, index=False)])
+def test_what_is_whole_is_taken_however_it_is_stored(ckpt, damage):
+    damage(ckpt)
+    assert checkpoint.resolve_checkpoint(str(ckpt)) == str(ckpt)
+    assert plan.read_config(str(ckpt)).text_config.hidden_size == 128
+
+
+# ------------------------------------------------------------------------------------------------
+# Code that a checkpoint brings
+
+
+@pytest.fixture
+def evil(ckpt, tmp_path, monkeypatch):
+    """A checkpoint that asks in every file for its own code -> (folder, the file that this code, or
+    a question on the terminal, would make)."""
+    trace = tmp_path / "trace"
+    code = f"open({str(trace)!r}, 'w').close()\nclass Evil:\n    pass\n"
+    (ckpt / "evil.py").write_text(code)
+    change(ckpt, "config.json", auto_map={"AutoConfig": "evil.Evil", "AutoModel": "evil.Evil"})
+    change(ckpt, "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.Evil", None]})
+    change(ckpt, "processor_config.json", auto_map={"AutoProcessor": "evil.Evil"})
+
+    monkeypatch.setattr(builtins, "input", lambda *_: trace.write_text("asked") and "n")
+    return ckpt, trace
+
+
+def test_code_of_a_checkpoint_is_refused_and_not_run(evil, refuse):
+    folder, trace = evil
+    for script in (*SCRIPTS, "plan"):
+        assert "asks for code of its own (auto_map" in refuse(script, folder)
+    assert not trace.exists()
+
+
+def test_nor_is_it_run_by_a_loader_alone(evil, process_group, monkeypatch):
+    """Without the check: every call of transformers and vLLM says so itself."""
+    vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
+    folder, trace = evil
+    monkeypatch.setattr(chat, "asks_for_code", lambda _: False)
+    codec = chat.load_codec(str(folder))
+    checkpoint.load_sharded(str(folder), codec, torch.device("cpu"))
+    said = {}
+
+    class Stop(Exception):
+        pass
+
+    def engine(ckpt, **options):
+        said.update(options)
+        raise Stop
+
+    monkeypatch.setattr(vllm, "LLM", engine)
+    with pytest.raises(Stop):
+        VllmEngine(str(folder), codec, Limits(context=1024))
+    assert said["trust_remote_code"] is False
+    # A tokenizer and a model that transformers does not know: it would ask.
+    change(folder, "tokenizer_config.json", tokenizer_class="Evil")
+    with contextlib.suppress(launch.UserError):
+        chat.load_codec(str(folder))
+    change(folder, "config.json", model_type="evil")
+    with pytest.raises(launch.UserError, match="config.json cannot be used"):
+        chat.load_config(str(folder))
+    assert not trace.exists()

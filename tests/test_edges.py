@@ -1,0 +1,120 @@
+"""
+Tests of inputs that no reader expects: python -m pytest tests/test_edges.py -q
+
+Each ends in one line and exit code 2, or is a counted outcome: no traceback, and nothing waits.
+"""
+import argparse
+import json
+import os
+
+import pytest
+from conftest import run_script
+
+import checkpoint
+import grpo
+import launch
+import rewards
+from evaluation import benchmarks, folders
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+def one_line(done):
+    """The line on stderr that a refused run ends with."""
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr[-2000:]
+    return done.stderr
+
+
+@pytest.mark.parametrize("script", ["rollout", "eval", "grpo"])
+def test_a_context_beyond_the_positions_of_the_checkpoint_is_refused(toy, tmp_path, script):
+    """The paper's --context on the toy's checkpoint: --preset toy was forgotten. vLLM would say so
+    in 35 lines, after it has loaded."""
+    data = {"rollout": "eval", "eval": "eval", "grpo": "rl"}[script]
+    flags = ("--ckpt", toy / "init", "--data", toy / f"{data}.jsonl", "--out", tmp_path / "out")
+    said = one_line(run_script(f"{script}.py", *flags, timeout=100))
+    assert "--context 32768" in said and "4096 positions" in said and "--preset toy" in said
+
+
+@pytest.mark.parametrize("text", [DEEP, "[" * 100_000, '{"a":' * 100_000, "[" * 600 + "]" * 600],
+                         ids=["deep", "open", "objects", "600"])
+def test_json_that_is_nested_too_deep_is_refused_by_every_reader(tmp_path, text):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"id": 1}\n{"id": ' + text + "}\n")
+    with pytest.raises(launch.UserError, match=r"rows.jsonl:2: not JSON \(nested too deep"):
+        launch.read_jsonl(str(path), ("id",))
+    (tmp_path / "rows.json").write_text(text)
+    with pytest.raises(launch.UserError, match="rows.json: "):
+        benchmarks.read_rows(str(tmp_path / "rows.json"))
+    with pytest.raises(ValueError, match="unreadable subtitles"):
+        benchmarks.read_subtitles(str(tmp_path / "rows.json"))
+    for name in ("config.json", "summary.json", "args.json"):
+        (tmp_path / name).write_text(text)
+    with pytest.raises(launch.UserError):
+        checkpoint.resolve_checkpoint(str(tmp_path))
+    with pytest.raises(launch.UserError, match="summary.json"):
+        folders.read_summary(str(tmp_path))
+    (tmp_path / "tasks.jsonl").write_text('{"id": 1}\n')
+    (tmp_path / "records.rank0.jsonl").write_text(text + "\n")
+    with pytest.raises(launch.UserError, match="records.rank0.jsonl:1: not JSON"):
+        folders.read_records(str(tmp_path))
+    with pytest.raises(launch.UserError, match="args.json"):
+        folders.rescore([str(tmp_path)], argparse.Namespace(out=str(tmp_path)))
+    step = tmp_path / "run" / "step_000001"
+    step.mkdir(parents=True)
+    (step / "state.json").write_text(text)
+    assert checkpoint.newest_checkpoint(str(tmp_path / "run")) is None
+
+
+@pytest.mark.parametrize("body", [DEEP, '{"name": "crop_video", "arguments": ' + DEEP + "}",
+                                  json.dumps({"name": "crop_video", "arguments": DEEP})],
+                         ids=["whole", "arguments", "quoted"])
+def test_a_call_that_is_nested_too_deep_is_a_bad_call(body):
+    for text in (f"<tool_call>{body}</tool_call>", f"<tool_call>{body}",
+                 f"<tool_call>{body[:1500]}</tool_call>"):
+        assert all(call.error for call in rewards.parse_tool_calls(text, False))
+
+
+def test_one_invalid_byte_or_odd_line_in_the_log_loses_that_line(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2, "loss\xff": 1}\n{"step": "two"}\n[[\n'
+                     + DEEP.encode() + b'\n{"step": 3}\n')
+    assert [row["step"] for row in launch.whole_rows(str(path))] == [1, 2, 3]
+    launch.Log(str(tmp_path), 2, argparse.Namespace(wandb=None)).close(2, 2)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
+
+
+def test_a_subtitle_file_that_is_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "words.srt")
+    with pytest.raises(ValueError, match="words.srt: unreadable subtitles"):
+        benchmarks.read_subtitles(str(tmp_path / "words.srt"))
+
+
+@pytest.fixture(scope="module")
+def recorded(toy, tmp_path_factory):
+    """Rows of a rollout JSONL of two episodes."""
+    path = tmp_path_factory.mktemp("recorded") / "r.jsonl"
+    done = run_script("rollout.py", "--preset", "toy", "--ckpt", toy / "init", "--data",
+                      toy / "rl.jsonl", "--frames", 4, "--group", 2, "--limit", 1, "--out", path,
+                      reference=True)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("wrong", [
+    5, "x", [5], [{}], [[1]], {"spec": 1}, "more", "height", "text height", "no video", "seconds",
+    [], None], ids=str)
+def test_a_wrong_vision_field_of_rollouts_is_refused(toy, tmp_path, monkeypatch, recorded, wrong):
+    (item,) = recorded[1]["vision"]
+    said = {"more": {**item, "extra": 1}, "height": {**item, "height": item["height"] * 2},
+            "text height": {**item, "height": "64"}, "no video": {**item, "spec": {"frames": 4}},
+            "seconds": {**item, "seconds": item["seconds"][1:]}}
+    rows = [recorded[0], {**recorded[1], "vision":
+                          [said[wrong]] if isinstance(wrong, str) and wrong in said else wrong}]
+    path = tmp_path / "r.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr("sys.argv", ["grpo.py", "--preset", "toy", "--ckpt", str(toy / "init"),
+                                     "--rollouts", str(path), "--video-root", str(toy),
+                                     "--out", str(tmp_path / "out")])
+    with pytest.raises(launch.UserError, match="vision"):
+        grpo.main()
+    launch.end_process_group()

@@ -1,0 +1,200 @@
+"""
+Tests of the endpoint client, OpenAIEngine in evaluation/systems.py: python -m pytest
+tests/test_endpoint.py -q
+
+Against an endpoint that speaks from a script; test_server.py asks a real server.
+"""
+import base64
+import io
+import json
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from scripted import AGENT, ANSWER, Server, calls, play, play_one
+
+import launch
+import rollout
+import video
+from evaluation import costs, systems
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def no_pause(monkeypatch):
+    pauses = []
+    monkeypatch.setattr(systems.time, "sleep", pauses.append)
+    return pauses
+
+
+def ask(server, tasks, source, agent=AGENT, **more):
+    engine = systems.OpenAIEngine(server.url, "some-model", **more)
+    engine.codec = None
+    try:
+        return play_one(engine, tasks, source, agent)
+    finally:
+        engine.close()
+
+
+def test_endpoint_gets_frames_after_their_times_and_one_user_turn_of_responses(tasks, frames_of):
+    def reply(body):
+        if "short window" in body["messages"][0]["content"]:
+            return "a red square"
+        return "<think>\n" + (calls((0, 8), (9, 5), (8, 16)) if len(body["messages"]) < 4
+                              else ANSWER)
+
+    with Server(reply) as server:
+        episode = ask(server, tasks, frames_of, prefill=True)
+    assert episode.status == "ok" and episode.executed() == 2 and episode.context.ids == []
+    assert episode.reward["fmt"] == 1.0
+    # without the prefix, which was forced
+    assert episode.turns == [calls((0, 8), (9, 5), (8, 16)), ANSWER]
+    first, last = server.asked[0], server.asked[-1]
+    assert (first["model"], first["max_tokens"], first["temperature"]) == ("some-model", 512, 0.7)
+    parts = first["messages"][1]["content"]
+    assert [p["type"] for p in parts] == ["text", "image_url"] * 4 + ["text"]
+    assert [p["text"] for p in parts[:8:2]] == [
+        "<8.0 seconds>", "<24.0 seconds>", "<40.0 seconds>", "<56.0 seconds>"]
+    from PIL import Image
+
+    head, data = parts[1]["image_url"]["url"].split(",")
+    image = np.asarray(Image.open(io.BytesIO(base64.b64decode(data))), float)
+    exact = video.load({"video": tasks[0]["video"], "frames": 4}, frames_of.root).images[0]
+    assert head == "data:image/jpeg;base64" and np.abs(image - exact).mean() < 8
+    # The forced start of the thought goes as the begun assistant turn, and the server is told to
+    # continue it.
+    assert first["messages"][2:] == [{"role": "assistant", "content": "<think>\n"}]
+    assert first["continue_final_message"] is True and first["add_generation_prompt"] is False
+    assert [m["role"] for m in last["messages"]] == [
+        "system", "user", "assistant", "user", "assistant"]
+    assert last["messages"][2]["content"] == "<think>\n" + calls((0, 8), (9, 5), (8, 16))
+    answers = last["messages"][3]["content"].split("\n</tool_response>\n<tool_response>\n")
+    assert len(answers) == 3 and answers[0] == "<tool_response>\na red square"
+    assert "reversed" in answers[1]
+    sub = next(body for body in server.asked if "short window" in body["messages"][0]["content"])
+    assert "continue_final_message" not in sub and len(sub["messages"]) == 2
+
+
+def test_what_endpoints_differ_in_is_a_flag(tasks, frames_of):
+    """Images are capped evenly over the whole request, times with them; the limit's name and the
+    temperature are settable."""
+    with Server(ANSWER) as server:
+        ask(server, tasks, frames_of, replace(AGENT, think_prefix=False), image_cap=2,
+            tokens_field="max_completion_tokens", send_temperature=False)
+        ask(server, tasks, frames_of, replace(AGENT, think_prefix=False, tools=False))
+    capped, plain = server.asked
+    assert [p["text"] for p in capped["messages"][1]["content"]
+            if p["type"] == "text"][:2] == ["<24.0 seconds>", "<56.0 seconds>"]
+    assert sum(p["type"] == "image_url" for p in capped["messages"][1]["content"]) == 2
+    assert capped["max_completion_tokens"] == 512
+    assert not {"max_tokens", "temperature", "seed"} & set(capped)
+    assert capped["tools"] == rollout.tool_schema() and capped["tool_choice"] == "none"
+    assert "tools" not in plain
+    assert plain["max_tokens"] == 512 and plain["temperature"] == 0.7
+    assert sum(p["type"] == "image_url" for p in plain["messages"][1]["content"]) == 4
+
+
+def test_of_several_endpoints_the_least_busy_is_asked(tasks, frames_of, no_pause):
+    """Two at once go to two servers; one that is down is passed over, and named at the start."""
+    both = threading.Barrier(2, timeout=20)  # broken where one server gets both requests
+
+    def reply(body):
+        both.wait()
+        return ANSWER
+
+    with Server(reply) as one, Server(reply) as two:
+        engine = systems.OpenAIEngine([one.url, two.url + "/"], "m", workers=2)
+        engine.codec = None
+        engine.knock()
+        assert engine.max_seqs == 4
+        agent = replace(AGENT, think_prefix=False, tools=False)
+        found = play(engine, tasks[:1], frames_of, agent, group=2)
+        assert [e.status for e in found] == ["ok"] * 2
+        assert (len(one.asked), len(two.asked)) == (1, 1)
+        assert set(engine.busy.values()) == {0}
+    with Server(ANSWER) as one:
+        pass
+    with Server(ANSWER) as two:
+        engine = systems.OpenAIEngine([one.url, two.url], "m", retries=1)
+        engine.codec = None
+        found = play(engine, tasks[:1], frames_of, agent, group=6)
+        assert [e.status for e in found] == ["ok"] * 6 and len(two.asked) == 6
+        with pytest.raises(launch.UserError, match="no server answers"):
+            engine.knock()
+
+
+def test_what_an_endpoint_counts_is_kept(tasks, frames_of):
+    def reply(body):
+        return json.dumps({"choices": [{"message": {"content": ANSWER}, "finish_reason": "stop"}],
+                           "usage": {"prompt_tokens": 700, "completion_tokens": 9}}).encode()
+
+    agent = replace(AGENT, think_prefix=False)
+    for answer, counts in ((reply, (700, 9)), (ANSWER, (None, None))):
+        with Server(answer) as server:
+            meter = costs.Meter(systems.OpenAIEngine(server.url, "m"))
+            meter.engine.codec = None
+            episode = play_one(meter, tasks, frames_of, agent)
+        cost = costs.of(episode, meter.taken)
+        assert (cost["prompt_tokens"], cost["sampled_tokens"]) == counts and not meter.taken
+        assert cost["frames"] == 4 and cost["sub_prompt_tokens"] == 0
+
+
+def test_a_slow_endpoint_is_given_up_after_its_timeout(tasks, frames_of, no_pause):
+    with Server(lambda body: threading.Event().wait(1.0) or ANSWER) as server:
+        assert ask(server, tasks, frames_of, timeout=0.2, retries=1).status == "engine_error"
+        assert no_pause == [1.0]
+        assert ask(server, tasks, frames_of, timeout=30).status == "ok"
+
+
+def test_endpoint_without_prefill_gets_no_begun_turn(tasks, frames_of):
+    with Server(ANSWER) as server:
+        ask(server, tasks, frames_of, replace(AGENT, think_prefix=False))
+    assert server.asked[0]["messages"][-1]["role"] == "user"
+    assert "continue_final_message" not in server.asked[0]
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_endpoint_errors_that_may_pass_are_tried_again(status, tasks, frames_of, no_pause):
+    with Server(status, status, ANSWER) as server:
+        episode = ask(server, tasks, frames_of)
+    assert episode.status == "ok" and len(server.asked) == 3 and no_pause == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("reply, times, why", [
+    (400, 1, "HTTP 400"), (401, 1, "HTTP 401"), (500, 3, "HTTP 500"),
+    (b"not json", 1, "bad answer"), (b'{"choices": []}', 1, "bad answer"),
+    (b'{"choices": [{"message": null}]}', 1, "bad answer"),
+    (b'{"choices": [{"message": {"content": [1]}}]}', 1, "bad answer"),
+    (b"[]", 1, "bad answer"),
+    (b'{"choices": CUT', 3, "IncompleteRead"),
+])  # fmt: skip
+def test_endpoint_errors_end_the_episode_and_never_count_as_an_answer(
+        reply, times, why, tasks, frames_of, no_pause):
+    """An error text that was graded could be a correct letter."""
+    with Server(reply) as server:
+        episode = ask(server, tasks, frames_of, retries=2)
+    assert episode.status == "engine_error" and why in episode.error and len(server.asked) == times
+    assert not episode.turns and episode.reward["acc"] == 0.0
+
+
+def test_an_endpoint_that_is_not_there_is_an_engine_error(tasks, frames_of, no_pause):
+    with Server(ANSWER) as server:
+        pass
+    assert ask(server, tasks, frames_of, retries=1).status == "engine_error" and no_pause == [1.0]
+
+
+def test_the_key_comes_from_the_named_variable_and_goes_nowhere_else(
+        tasks, frames_of, monkeypatch, no_pause):
+    monkeypatch.setenv("SOME_KEY", "s3cret-value")
+    monkeypatch.setenv("OPENAI_API_KEY", "not-this-one")
+    with Server(ANSWER) as server:
+        good = ask(server, tasks, frames_of, key_variable="SOME_KEY")
+        ask(server, tasks, frames_of)
+    assert server.headers[0][1]["Authorization"] == "Bearer s3cret-value"
+    assert "Authorization" not in server.headers[1][1]
+    assert server.headers[0][0] == "/v1/chat/completions"
+    with Server(401) as server:
+        bad = ask(server, tasks, frames_of, key_variable="SOME_KEY")
+    assert "s3cret" not in json.dumps([good.to_json(), bad.to_json(), server.asked])

@@ -1,0 +1,166 @@
+"""
+Tests of the client of OpenAI-compatible endpoints against servers that misbehave:
+python -m pytest tests/test_endpoint_faults.py -q
+"""
+import http.server
+import json
+import shutil
+import ssl
+import subprocess
+import threading
+import time
+
+import pytest
+
+import launch
+from evaluation import systems
+
+ANSWER = json.dumps({"model": "m", "choices": [{"finish_reason": "stop",
+                                                "message": {"content": "<answer>A</answer>"}}]})
+
+
+@pytest.fixture
+def serve():
+    """serve(reply, tls=None) -> url of a server; reply(handler) writes the answer to a POST. Its
+    list .seen holds the headers of all requests."""
+    running = []
+
+    def serve(reply, tls=None):
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self):
+                self.body = self.rfile.read(int(self.headers["Content-Length"]))
+                server.seen.append(dict(self.headers))
+                try:
+                    reply(self)
+                except OSError:  # the client has left
+                    pass
+
+            do_GET = do_POST
+
+            def log_message(self, *_):
+                pass
+
+        class Server(http.server.ThreadingHTTPServer):
+            def handle_error(self, *_):  # a client that leaves in the handshake
+                pass
+
+        server = Server(("127.0.0.1", 0), Handler)
+        server.seen = []
+        if tls:
+            server.socket = tls.wrap_socket(server.socket, server_side=True,
+                                            do_handshake_on_connect=False)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        server.url = f"http{'s' if tls else ''}://localhost:{server.server_port}/v1"
+        running.append(server)
+        return server
+
+    yield serve
+    for server in running:
+        server.shutdown()
+        server.server_close()
+
+
+def whole(handler, content=None):
+    content = ANSWER.encode() if content is None else content
+    handler.send_response(200)
+    handler.send_header("Content-Length", str(len(content)))
+    handler.end_headers()
+    handler.wfile.write(content)
+
+
+def drip(part):
+    """-> a reply that stops after the head, or in it, and goes on with a byte every 50 ms."""
+    def reply(handler):
+        head = b"HTTP/1.0 200 OK\r\n"
+        if part == "body":
+            head += b"\r\n"
+        handler.wfile.write(head)
+        while True:
+            handler.wfile.write(b" " if part == "body" else b"x")
+            time.sleep(0.05)
+    return reply
+
+
+def ask(url, monkeypatch, **more):
+    monkeypatch.setenv("SOME_KEY", "secret-of-the-user")
+    engine = systems.OpenAIEngine(url, "m", key_variable="SOME_KEY", retries=0, **more)
+    engine.submit(systems.ChatRequest("1", [], [], [], [], 16, 0.0, 0,
+                                      [{"role": "user", "content": "?"}]))
+    until = time.monotonic() + 20
+    found = []
+    while not found and time.monotonic() < until:
+        found = engine.poll()
+    assert found, "no completion within 20 s"
+    engine.close()
+    return found[0]
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_the_key_follows_no_redirect(serve, monkeypatch, status):
+    thief = serve(whole)
+
+    def away(handler):
+        handler.send_response(status)
+        handler.send_header("Location", f"{thief.url}/chat/completions")
+        handler.send_header("Content-Length", "0")
+        handler.end_headers()
+
+    server = serve(away)
+    done = ask(server.url, monkeypatch)
+    assert done.error == f"HTTP {status}" and not thief.seen
+    assert server.seen[0]["Authorization"] == "Bearer secret-of-the-user"
+
+
+def test_the_key_does_not_go_through_a_proxy_of_the_environment(serve, monkeypatch):
+    thief, server = serve(whole), serve(whole)
+    monkeypatch.setenv("http_proxy", thief.url.removesuffix("/v1"))
+    monkeypatch.delenv("no_proxy", raising=False)
+    done = ask(server.url, monkeypatch)
+    assert done.text == "<answer>A</answer>" and not done.error
+    assert not thief.seen and len(server.seen) == 1
+
+
+@pytest.mark.parametrize("part", ["head", "body"])
+def test_a_server_that_drips_is_left_when_the_time_of_the_request_is_over(
+        serve, monkeypatch, part):
+    began = time.monotonic()
+    done = ask(serve(drip(part)).url, monkeypatch, timeout=1.0)
+    assert "no whole answer within 1 s" in done.error and time.monotonic() - began < 15
+
+
+@pytest.fixture
+def certificate(tmp_path):
+    if not shutil.which("openssl"):
+        pytest.skip("openssl is missing")
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key,
+                    "-out", cert, "-days", "2", "-subj", "/CN=localhost", "-addext",
+                    "subjectAltName=DNS:localhost"], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+    return context, cert
+
+
+@pytest.mark.parametrize("trusted, reply, wanted", [
+    (True, whole, None), (True, drip("body"), "no whole answer"),
+    (False, whole, "CERTIFICATE_VERIFY_FAILED")])
+def test_over_tls_the_certificate_is_checked_and_a_drip_ends(
+        serve, monkeypatch, certificate, trusted, reply, wanted):
+    context, cert = certificate
+    if trusted:
+        monkeypatch.setenv("SSL_CERT_FILE", str(cert))
+    done = ask(serve(reply, context).url, monkeypatch, timeout=1.5)
+    assert wanted in done.error if wanted else done.text == "<answer>A</answer>"
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b"{\"a\":" * 100_000, b"null", b"[]",
+                                     ANSWER.encode()[:-1], b"\xff"])
+def test_an_answer_that_is_not_the_promised_json_is_counted(serve, monkeypatch, content):
+    done = ask(serve(lambda handler: whole(handler, content)).url, monkeypatch)
+    assert done.error.startswith("bad answer: ") and not done.text
+
+
+@pytest.mark.parametrize("url", ["localhost:8000/v1", "ftp://localhost/v1", "http:///v1", "x"])
+def test_an_address_without_scheme_or_host_is_refused(url):
+    with pytest.raises(launch.UserError, match="begins with http"):
+        systems.OpenAIEngine(url, "m").knock()

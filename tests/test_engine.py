@@ -1,0 +1,354 @@
+"""
+Tests of engine.py: python -m pytest tests/test_engine.py -q
+
+vLLM on the random toy checkpoint: its ids and log-probs beside those of the trainer and of the
+reference engine, before and after a sync of weights.
+"""
+import asyncio
+import functools
+import json
+import os
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from album import logprobs, plain_tree
+from conftest import Overheard
+from reference import ReferenceEngine, load_policy
+from safetensors.torch import load_file
+from scripted import ANSWER, Scripted, call, calls, is_sub, play, play_one
+
+import chat
+import checkpoint
+import engine as engine_module
+import model
+import rollout
+import video
+from engine import Limits, Pump, Request, VllmEngine, engine_prompt, in_flight, zero_deepstack
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+HOT = rollout.Agent(temperature=1.0, context=1024, max_new_tokens=16, sub_max_new_tokens=8,
+                    max_turns=2)
+TALK = [calls((0, 8), (16, 24), (40, 48)), calls((3, 10.5)), ANSWER]
+
+
+class Saying(Overheard):
+    """Its main agent is taken to say these texts, turn by turn. Keeps what it was asked."""
+
+    def __init__(self, engine, texts):
+        super().__init__(engine, lambda sample, turn: texts[min(turn, len(texts) - 1)])
+        self.requests = []
+
+    def submit(self, request):
+        self.requests.append(request)
+        self.engine.submit(request)
+
+
+@pytest.fixture(scope="module")
+def base(toy):
+    return str(toy / "init")
+
+
+@pytest.fixture(scope="module")
+def plain(base, codec):
+    return ReferenceEngine(base, codec, max_seqs=4)
+
+
+@pytest.fixture(scope="module")
+def vllm_engines(base, codecs):
+    """get(channel, ..) -> an engine in this process, one of each kind, since the second start is
+    quick. All are closed at the end of the file: closing one ends the groups that others need."""
+    made = {}
+
+    def get(channel, context=1024, max_seqs=16):
+        kind = channel, context, max_seqs
+        if kind not in made:
+            made[kind] = VllmEngine(base, codecs[channel], Limits(context, max_seqs=max_seqs))
+        return made[kind]
+
+    yield get
+    for engine in made.values():
+        engine.close()
+
+
+def trainer_logps(policy, codec, source, ids, mask, items, temperature=1.0):
+    features = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
+    tree = model.Tree(model.Span(ids, mask), items)
+    return logprobs(policy, codec, features, [tree], temperature=temperature).numpy()
+
+
+def sample(engine, tasks, source, agent=HOT, **more):
+    engine = Saying(engine, TALK)
+    return {(e.task["id"], e.sample): (e.context.ids, e.context.logps)
+            for e in play(engine, tasks, source, agent, 8, **more)}
+
+
+@pytest.fixture(scope="module")
+def engine(saved, codec):
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    limits = Limits(context=1024, max_frames=16, max_pixels=8192, max_seqs=8)
+    engine = VllmEngine(str(saved[1]), codec, limits)
+    yield engine
+    engine.close()
+
+
+def engine_gap(engine, policy, codec, source, seed):
+    """Sample from the engine -> largest difference between its log-probs and the trainer's."""
+    requests = []
+    for n, frames in enumerate((4, 8)):
+        task = {"video": "videos/rl-0000.mp4",
+                "question": "Which colours appear between 16 and 24?", "type": "open"}
+        messages = rollout.main_messages(task, frames)
+        spec = messages[1]["content"][0]
+        context = rollout.open_context(codec, messages, [spec], [source.load(spec)],
+                                       rollout.tool_schema())
+        requests.append(Request(f"r{seed}-{n}", context.compact, context.ids, context.items,
+                                context.frames, 24, 0.8, seed + n))
+        engine.submit(requests[-1])
+    finished = {}
+    while len(finished) < len(requests):
+        finished.update({c.id: c for c in engine.poll()})
+    vision, gap = model.VisionFeatures(policy.hf.model.visual, codec, source.load), 0.0
+    for r in requests:
+        done = finished[r.id]
+        ours = logprobs(policy, codec, vision, [plain_tree(r.expanded, r.items, done.ids)],
+                        temperature=0.8)
+        gap = max(gap, (ours - torch.tensor(done.logps)).abs().max().item())
+    return gap
+
+
+# ------------------------------------------------------------------------------------------------
+# Many episodes, one engine
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+def test_no_more_than_max_live_episodes_are_open(limit, codec):
+    opened, most, finished = 0, 0, []
+
+    async def work(pump, n):
+        nonlocal opened, most
+        opened += 1
+        most = max(most, opened)
+        first = await pump.load(lambda: n)
+        done = await pump.sample(Request(f"0/t/{n}/0", [], [], [], [], 10, 0.0, 0))
+        opened -= 1
+        return first, done.text
+
+    async def all_of_them():
+        pump = Pump(Scripted(codec, ["red"]), 2)
+        async for value in in_flight(pump, (work(pump, n) for n in range(8)), limit):
+            finished.append(value)
+
+    asyncio.run(all_of_them())
+    assert most == limit and sorted(finished) == [(n, "red") for n in range(8)]
+
+
+# ------------------------------------------------------------------------------------------------
+# Requests, sleep
+
+
+def test_waking_clears_what_sleep_has_lost(monkeypatch):
+    """vLLM's deepstack features are no buffers: behind a level-2 sleep they are whatever lies
+    there. In order: memory, zeros, weights, cache."""
+    calls, levels = [], [torch.full((3, 2), 7.0), torch.full((3, 2), float("nan"))]
+
+    class Llm:
+        def wake_up(self, tags):
+            calls.extend(tags)
+
+        def apply_model(self, function):
+            function(SimpleNamespace(deepstack_input_embeds=levels))
+            calls.append(function.__name__)
+
+    engine = object.__new__(VllmEngine)
+    engine.llm, engine.sleeping = Llm(), True
+    monkeypatch.setattr(VllmEngine, "sync", lambda self, weights: calls.append("sync"))
+    engine.wake([])
+    assert calls == ["weights", "zero_deepstack", "sync", "kv_cache"]
+    assert all(not level.any() for level in levels)
+    zero_deepstack(SimpleNamespace())  # a tower without deepstack levels
+
+
+def test_one_sequence_may_fill_a_context_of_odd_length(vllm_engines, codec):
+    """Room for keys and values comes in blocks, one of which vLLM keeps to itself."""
+    engine = vllm_engines("image", 1000, max_seqs=1)
+    ids = [*range(300, 400)] * 9 + [*range(300, 390)]
+    engine.submit(Request("0/0/0/0", ids, ids, [], [], 10, 1.0, 0))
+    done = []
+    while not done:
+        done = engine.poll()
+    assert len(done[0].ids) == 10 or done[0].ids[-1] == codec.eos
+
+
+def test_the_same_seed_gives_the_same_samples(vllm_engines, tasks, frames_of):
+    engine = vllm_engines("image")
+    first, again = (sample(engine, tasks[:3], frames_of, group=2) for _ in range(2))
+    other = sample(engine, tasks[:3], frames_of, replace(HOT, seed=1), group=2)
+    assert {k: v[0] for k, v in first.items()} == {k: v[0] for k, v in again.items()}
+    assert all(first[k][0] != other[k][0] for k in first)
+    assert len({tuple(v[0]) for v in first.values()}) == 6  # members of a group differ
+
+
+def test_a_prompt_that_a_group_shares_is_made_ready_once(
+        vllm_engines, base, tasks, frames_of, monkeypatch):
+    """Three samples share the first prompt and four windows; what they say behind it is text.
+    Sampled is what is sampled where each prompt is made anew."""
+    engine, made = vllm_engines("image"), []
+    real, ready = engine.llm.renderer.render_cmpl, engine_prompt
+    monkeypatch.setattr(engine.llm.renderer, "render_cmpl",
+                        lambda p, **more: made.append(p) or real(p, **more))
+    for _ in range(2):  # the second time vLLM knows every frame
+        engine.prompts.clear()
+        shared = sample(engine, tasks[:1], frames_of, group=3)
+    assert len(made) == 2 * (1 + 4) and len(engine.prompts) == 5
+    engine.sync(load_file(os.path.join(base, "model.safetensors")).items())  # knows none any more
+    assert sample(engine, tasks[:1], frames_of, group=3) == shared and len(made) == 10
+    engine.prompts.clear()
+    monkeypatch.setattr(engine_module, "engine_prompt", functools.partial(ready, most=0))
+    assert sample(engine, tasks[:1], frames_of, group=3) == shared
+    assert len(made) == 10 + 3 * (3 + 4) and engine.prompts == {}
+
+
+def test_a_request_that_joins_a_running_batch_gets_what_it_would_get_alone(
+        vllm_engines, tasks, frames_of):
+    engine = vllm_engines("image")
+    alone = {}
+    for task in tasks[:4]:
+        alone.update(sample(engine, [task], frames_of))
+    together = sample(engine, tasks[:4], frames_of, threads=1)
+    for key, (ids, logps) in alone.items():
+        assert together[key][0] == ids
+        assert np.abs(np.subtract(together[key][1], logps)).max() < 1e-4
+
+
+# ------------------------------------------------------------------------------------------------
+# vLLM beside the trainer
+
+
+@pytest.mark.parametrize("channel", ["image", "video"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_engine_and_trainer_agree_on_multi_turn_episodes(channel, temperature, vllm_engines, codecs,
+                                                         policy, tasks, frames_of):
+    """Prompt ids (the engine's poll compares them), frames, positions, temperature: one difference
+    and log-probs drift. Odd numbers of frames and windows of one frame are there, since native
+    video pairs its frames."""
+    codec = codecs[channel]
+    engine = Saying(vllm_engines(channel), TALK[:1] + [calls((3, 10.5)) + call(5, 5.5)] + TALK[2:])
+    engine.codec = codec
+    agent, checked = replace(HOT, temperature=temperature), 0
+    for k, some in ((5, tasks[:1]), ("gated", tasks[:4])):
+        for episode in play(engine, some, frames_of, agent, k, group=2):
+            assert episode.status == "ok" and episode.executed() == 5 and len(episode.spans) == 3
+            row = json.loads(json.dumps(episode.to_json()))
+            for part in [row] + [c["sub"] for c in row["calls"]]:
+                items = [chat.VisionItem(**v) for v in part["vision"]]
+                got = trainer_logps(policy, codec, frames_of, part["ids"], part["mask"], items,
+                                    temperature)
+                want = [logp for logp, flag in zip(part["logps"], part["mask"]) if flag]
+                assert np.abs(got - want).max() < 1e-4
+                checked += len(want)
+    assert checked > 300
+    # the comparison would see a difference: pixels matter even to random weights
+    dark = replace(codec, mean=(0.4, 0.4, 0.4))
+    other = trainer_logps(policy, dark, frames_of, part["ids"], part["mask"], items, temperature)
+    assert np.abs(other - want).max() > 1e-3
+    assert {r.items[0].frames for r in engine.requests if is_sub(r)} >= {1, 8}
+
+
+def test_an_engine_prompt_that_differs_from_the_trainers_is_refused(
+        vllm_engines, codec, tasks, frames_of):
+    """Frames that were resized once more would train on other pixels than were sampled from,
+    silently."""
+    engine = vllm_engines("image")
+    scripted = Scripted(codec, [ANSWER])
+    play_one(scripted, tasks, frames_of)
+    (request,) = scripted.requests
+    engine.submit(replace(request, id="odd", expanded=request.expanded + [codec.eos], max_tokens=2))
+    with pytest.raises(RuntimeError, match="odd: the engine's prompt ids differ"):
+        while True:
+            engine.poll()
+
+
+def test_frames_above_a_token_a_side_agree_too(vllm_engines, base, codecs, policy, tasks, toy):
+    """Larger frames become several tokens each: placeholder counts and two-dimensional positions
+    must match. Together these exceed the bound of one image, which the processor of native video
+    would apply to all of them."""
+    big = rollout.Source(str(toy), video.FrameCache(), min_pixels=64 * 64, max_pixels=96 * 96)
+    for channel in ("image", "video"):
+        codec = codecs[channel]
+        engine = Saying(vllm_engines(channel), TALK)
+        engine.codec = codec
+        (episode,) = play(engine, tasks[:1], big, HOT, 20)
+        context = episode.context
+        assert context.items[0].height == context.items[0].width == 64
+        assert context.ids.count(codec.pad) == 4 * (20 if channel == "image" else 10)
+        got = trainer_logps(policy, codec, big, context.ids, context.mask, context.items)
+        want = [lp for lp, flag in zip(context.logps, context.mask) if flag]
+        assert np.abs(got - want).max() < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["vllm", "reference"])
+def test_banned_ids_are_never_sampled(kind, codec, base, tasks, frames_of, request):
+    """A sampled vision placeholder would ask the trainer for a frame that does not exist."""
+    engine = (request.getfixturevalue("vllm_engines")("image") if kind == "vllm"
+              else request.getfixturevalue("plain"))
+    scripted = Scripted(codec, [ANSWER])
+    play_one(scripted, tasks, frames_of)
+    (asked,) = scripted.requests
+    seen = Counter()
+    for n in range(12):
+        engine.submit(replace(asked, id=f"hot{n}", temperature=2.0, max_tokens=64, seed=n))
+    done = []
+    while len(done) < 12:
+        done += engine.poll()
+    for completion in done:
+        seen.update(completion.ids)
+        assert completion.ended == (completion.ids[-1] == codec.eos)
+        assert codec.eos not in completion.ids[:-1]
+        assert len(completion.ids) == 64 or completion.ended
+        assert completion.text == chat.decode(codec, completion.ids) and max(completion.logps) < 0
+    assert sum(seen.values()) > 300 and len(seen) > 150 and not set(seen) & set(codec.banned)
+
+
+def test_both_engines_agree_when_greedy(vllm_engines, plain, codec, tasks, frames_of):
+    """The reference sampler and vLLM: same ids, same log-probs, so either may serve the same
+    checkpoint."""
+    agent = replace(HOT, temperature=0.0)
+    one, two = (sample(engine, tasks[:3], frames_of, agent)
+                for engine in (vllm_engines("image"), plain))
+    for key in one:
+        assert one[key][0] == two[key][0]
+        assert np.abs(np.subtract(one[key][1], two[key][1])).max() < 1e-4
+
+
+def test_vllm_loads_the_checkpoint_and_agrees_before_and_after_a_sync(
+        saved, engine, codec, source, toy):
+    """Stale weights fail silently everywhere else. All weights change, embeddings too: a tied head
+    must follow them."""
+    policy, _ = saved
+    assert engine_gap(engine, policy, codec, source, 1) < 1e-3
+    new = load_policy(str(toy / "init"), codec)
+    new.load_state_dict(policy.state_dict())
+    torch.manual_seed(6)
+    with torch.no_grad():
+        for p in new.hf.model.language_model.parameters():
+            p.add_(0.2 * p.std() * torch.randn_like(p) if p.ndim > 1
+                   else 0.05 * torch.randn_like(p))
+    # the engine still has the old ones: the probe can tell
+    assert engine_gap(engine, new, codec, source, 3) > 0.1
+    engine.sync(checkpoint.full_weights(new))
+    assert engine_gap(engine, new, codec, source, 5) < 1e-3
+    with torch.no_grad():  # only the embeddings, which are the head
+        new.hf.model.language_model.embed_tokens.weight.mul_(1.3)
+    engine.sync(checkpoint.full_weights(new))
+    assert engine_gap(engine, new, codec, source, 7) < 1e-3
+
+
+def test_vllm_agrees_on_native_video_items(saved, engine, video_codec, source, monkeypatch):
+    """Frame pairs, their times, their positions and how their pixels are normalised."""
+    monkeypatch.setattr(engine, "codec", video_codec)
+    engine.sync(checkpoint.full_weights(saved[0]))
+    assert engine_gap(engine, saved[0], video_codec, source, 9) < 1e-3

@@ -1,0 +1,260 @@
+"""
+Tests of run folders: python -m pytest tests/test_folders.py -q
+
+Nothing is overwritten: the checkpoint that a run starts from, a folder that another run writes to,
+a checkpoint with damaged bytes, a filesystem that lacks links, modes or locks.
+"""
+import argparse
+import errno
+import fcntl
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, run_script
+
+import checkpoint
+import grpo
+import launch
+import sft
+
+LIVE = ("--prompts", 2, "--group", 2, "--max-new-tokens", 6, "--sub-max-new-tokens", 4,
+        "--frames", 4, "--show-every", 0)
+
+
+def command(script, toy, ckpt, out, *flags):
+    """Words of a short run on the toy world."""
+    data = {"grpo": ("--data", toy / "rl.jsonl", *LIVE),
+            "sft": ("--data", toy / "sft.jsonl", "--batch-size", 4)}[script]
+    return [f"{script}.py", "--preset", "toy", "--ckpt", ckpt, "--out", out, "--video-root", toy,
+            "--save-every", 1, "--steps", 1, *data, *flags]
+
+
+@pytest.fixture
+def refused(monkeypatch, toy):
+    """refused(script, ckpt, out, *flags) -> the line that main() ends with."""
+    def refused(script, *given):
+        monkeypatch.setattr(sys, "argv", list(map(str, command(script, toy, *given))))
+        with pytest.raises(launch.UserError) as error:
+            {"grpo": grpo, "sft": sft}[script].main()
+        return str(error.value)
+
+    return refused
+
+
+def begun(toy, out, **args):
+    """A run folder with a whole checkpoint in it, as a stage leaves it."""
+    folder = out / "step_000001"
+    shutil.copytree(toy / "init", folder)
+    sums = checkpoint.checksums(str(folder), checkpoint.files_in(folder))
+    checkpoint.mark_complete(str(folder), {"step": 1, "args": args}, sums)
+    checkpoint.symlink(str(out / "last"), str(folder))
+    return folder
+
+
+# ------------------------------------------------------------------------------------------------
+# The checkpoint that a run starts from
+
+
+@pytest.mark.parametrize("script", ["grpo", "sft"])
+@pytest.mark.parametrize("given, resume", [
+    ("", ()), ("", ("--resume",)), ("", ("--no-resume",)), ("last", ("--no-resume",)),
+    ("step_000001", ("--resume",)), ("../alias", ("--no-resume",)), ("../alias/last", ())], ids=str)
+def test_a_run_does_not_delete_the_checkpoint_it_starts_from(
+        refused, toy, tmp_path, script, given, resume):
+    folder = begun(toy, tmp_path / "run", ckpt="elsewhere")
+    (tmp_path / "alias").symlink_to("run")
+    why = refused(script, os.path.join(tmp_path, "run", given), tmp_path / "run", *resume)
+    assert "--ckpt" in why and "lies in --out" in why and "another --out" in why
+    assert "--no-resume" not in why and "\n" not in why
+    assert checkpoint.is_complete(str(folder))
+    left = set(os.listdir(folder.parent)) - {"rollouts", ".lock"}
+    assert left == {"last", "step_000001"}
+
+
+def test_neither_the_base_of_adapters_nor_a_bare_checkpoint_is_written_to(refused, toy, tmp_path):
+    folder = begun(toy, tmp_path / "base_run")
+    adapters = tmp_path / "adapters"
+    done = run_script(*command("sft", toy, folder, adapters, "--lora", 2))
+    assert done.returncode == 0, done.stderr
+    assert "lies in --out" in refused("grpo", adapters, tmp_path / "base_run", "--no-resume")
+    bare = shutil.copytree(toy / "init", tmp_path / "bare")
+    assert "lies in --out" in refused("sft", bare, bare)
+    assert "args.json" not in os.listdir(bare)
+
+
+def test_a_run_that_began_from_its_own_folder_goes_on(toy, tmp_path):
+    """An older version let a run begin there: the same command must not lose it."""
+    start = begun(toy, tmp_path / "begun")
+    words = command("sft", toy, start, tmp_path / "run")
+    assert run_script(*words).returncode == 0
+    inside = shutil.move(start, tmp_path / "run" / "init")
+    state = tmp_path / "run" / "last" / "state.json"
+    state.write_text(state.read_text().replace(json.dumps(str(start)), json.dumps(str(inside))))
+    done = run_script(*command("sft", toy, inside, tmp_path / "run", "--steps", 2))
+    assert done.returncode == 0, done.stderr
+    assert "done: 1 steps" in done.stdout
+    again = run_script(*command("sft", toy, inside, tmp_path / "run", "--no-resume"))
+    assert again.returncode == 2 and again.stderr.count("\n") == 1 and os.path.isdir(inside)
+
+
+# ------------------------------------------------------------------------------------------------
+# A folder that another run writes to
+
+
+HOLDER = """
+import os, sys, time
+import launch
+launch.lock({out!r})
+if os.fork() == 0:  # as a decode worker or an engine is: it outlives the run
+    os.close(1)
+    time.sleep(60)
+    os._exit(0)
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """-> the process of a run that holds tmp_path/run; its forked child outlives it."""
+    (tmp_path / "run").mkdir()
+    process = subprocess.Popen([sys.executable, "-c", HOLDER.format(out=str(tmp_path / "run"))],
+                               stdout=subprocess.PIPE, text=True, cwd=ROOT, process_group=0)
+    assert process.stdout.readline() == "held\n"
+    yield process
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@pytest.mark.parametrize("script", ["grpo", "sft"])
+def test_a_second_run_in_one_folder_is_refused_and_told_who_is_there(
+        holder, toy, tmp_path, script, ranks=2):
+    words = command(script, toy, toy / "init", tmp_path / "run")
+    done = run_script(*words, ranks=ranks, timeout=60)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert f"pid {holder.pid} on {socket.gethostname()} since 20" in done.stderr
+    assert "step_000001" not in os.listdir(tmp_path / "run")
+    holder.kill()
+    holder.wait()
+    if script == "sft":  # it works with two ranks, and the lock ends with the run
+        for resume in ("--resume", "--no-resume"):
+            done = run_script(*words, resume, ranks=ranks)
+            assert done.returncode == 0, done.stderr
+
+
+def test_the_lock_ends_with_its_run_and_not_with_the_children(holder, tmp_path):
+    with pytest.raises(launch.UserError, match="another run writes there"):
+        launch.lock(str(tmp_path / "run"))
+    holder.kill()  # SIGKILL; the forked child still lives
+    holder.wait()
+    launch.lock(str(tmp_path / "run"))
+    launch.lock(str(tmp_path / "run"))  # a second main() of one process
+    again = [sys.executable, "-c", f"import launch; launch.lock({str(tmp_path / 'run')!r})"]
+    assert subprocess.run(again, cwd=ROOT, capture_output=True).returncode == 1
+    launch.unlock()
+    assert subprocess.run(again, cwd=ROOT, capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_filesystem_without_locks_is_said_once(tmp_path, monkeypatch, capsys, number):
+    def none(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "lockf", none)
+    launch.lock(str(tmp_path))
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1 and "no locks" in said.err and not said.out
+
+
+def test_a_refused_run_leaves_no_folder_and_no_lock(toy, tmp_path):
+    words = command("grpo", toy, toy / "init", tmp_path / "a" / "run", "--context", 40)
+    done = run_script(*words)
+    assert done.returncode == 2 and "--context 40 is too small" in done.stderr
+    assert os.listdir(tmp_path) == []
+
+
+def test_two_rollouts_or_evaluations_of_one_name_are_refused(toy, tmp_path):
+    """Other names in the folder, and other shards of an evaluation, are other runs."""
+    held = subprocess.Popen(
+        [sys.executable, "-c", HOLDER.format(out=str(tmp_path)).replace(
+            ")\nif", ", '.r.jsonl.lock'); launch.lock(" + repr(str(tmp_path)) + ")\nif", 1)],
+        stdout=subprocess.PIPE, text=True, cwd=ROOT, process_group=0)
+    assert held.stdout.readline() == "held\n"
+    common = ("--preset", "toy", "--ckpt", toy / "init", "--data", toy / "eval.jsonl", "--limit", 1,
+              "--frames", 4)
+    for script, *flags in (("rollout.py", "--out", tmp_path / "r.jsonl"),
+                           ("eval.py", "--out", tmp_path, "--quiet")):
+        done = run_script(script, *common, *flags, reference=True)
+        assert done.returncode == 2 and "another run writes there" in done.stderr, done.stderr
+    done = run_script("rollout.py", *common, "--out", tmp_path / "s.jsonl", reference=True)
+    assert done.returncode == 0, done.stderr
+    done = run_script("eval.py", *common, "--out", tmp_path, "--shard", "0/2", reference=True)
+    assert done.returncode == 0, done.stderr
+    os.killpg(held.pid, signal.SIGKILL)
+    held.wait()
+
+
+# ------------------------------------------------------------------------------------------------
+# A checkpoint with damaged bytes
+
+
+def flip(path):
+    """Flips one bit in the middle of a file, whose size stays."""
+    with open(path, "r+b") as f:
+        f.seek(os.path.getsize(path) // 2)
+        byte = f.read(1)
+        f.seek(-1, os.SEEK_CUR)
+        f.write(bytes([byte[0] ^ 1]))
+
+
+def resumed(out, ckpt="c"):
+    args = argparse.Namespace(ckpt=ckpt, steps=9)
+    return checkpoint.resume_point(str(out), args, None)
+
+
+def test_a_checkpoint_with_a_flipped_bit_is_passed_over(toy, tmp_path, capsys):
+    """Every file of a checkpoint that two ranks have saved, the list of files itself included."""
+    words = command("sft", toy, toy / "init", tmp_path / "run", "--steps", 2, "--optimizer",
+                    "adamw", "--replicas", 1)
+    done = run_script(*words, ranks=2)
+    assert done.returncode == 0, done.stderr
+    older, newer = (tmp_path / "run" / f"step_{n:06d}" for n in (1, 2))
+    listed = json.loads((newer / "state.json").read_text())
+    assert set(listed["crc32"]) == set(listed["files"]) and len(listed["files"]) > 8
+    for name, number in listed["crc32"].items():  # gzip's own sum is the oracle
+        packed = subprocess.run(["gzip", "-c"], input=(newer / name).read_bytes(),
+                                capture_output=True).stdout
+        assert int.from_bytes(packed[-8:-4], "little") == number, name
+    ckpt = listed["args"]["ckpt"]
+    assert resumed(tmp_path / "run", ckpt)[0] == str(newer) and not capsys.readouterr().out
+    for name in (*listed["files"], "state.json"):
+        whole = (newer / name).read_bytes()
+        flip(newer / name)
+        assert resumed(tmp_path / "run", ckpt)[0] == str(older), name
+        said = capsys.readouterr().out
+        assert name == "state.json" or (said.count("\n") == 1 and f"{newer}: {name}" in said)
+        (newer / name).write_bytes(whole)
+    flip(newer / "model.safetensors")
+    done = run_script(*words, ranks=2)
+    assert done.returncode == 0 and "done: 1 steps" in done.stdout, done.stderr
+    assert done.stdout.count("step_000002: model.safetensors") == 1
+    for folder in (older, newer):
+        flip(folder / "train_state" / ".metadata")
+    with pytest.raises(launch.UserError, match="nothing else here is"):
+        resumed(tmp_path / "run", ckpt)
+
+
+def test_a_checkpoint_without_checksums_goes_on(toy, tmp_path):
+    """As older versions wrote it."""
+    folder = begun(toy, tmp_path / "run", ckpt="c")
+    state = json.loads((folder / "state.json").read_text())
+    for added in ("crc32", "own_crc32"):
+        del state[added]
+    (folder / "state.json").write_text(json.dumps(state, indent=1))
+    assert resumed(tmp_path / "run")[0] == str(folder)
