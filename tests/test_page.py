@@ -484,7 +484,8 @@ def test_an_evaluation_has_its_line_too(page, small_run):
 
 @pytest.mark.parametrize("flags, why", [
     (["/no/such"], "no such file"), (["{tmp}"], "neither log.jsonl"),
-    (["{tmp}", "--names", "a", "b"], "--names"), (["{tmp}", "--max-mb", "0"], "--max-mb")])
+    (["{tmp}", "--names", "a", "b"], "--names"), (["{tmp}", "--max-mb", "0"], "--max-mb"),
+    (["{tmp}", "--watch", "--every", "0"], "--every"), (["/no/such", "--watch"], "no such file")])
 def test_bad_input_is_one_line(tmp_path, flags, why):
     flags = [flag.format(tmp=tmp_path) for flag in flags]
     done = run_script("tools/view.py", *flags, "--out", tmp_path / "page.html")
@@ -578,16 +579,29 @@ def test_a_watch_ends_when_the_run_is_finished(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == "finished: the page is complete"
 
 
-@pytest.mark.parametrize("finished, stage, args, last", [
-    (True, "grpo", {"steps": 3}, {"step": 3}), (False, "grpo", {"steps": 4}, {"step": 3}),
-    (False, "grpo", {}, {"step": 3}), (False, "grpo", {"steps": "x"}, {"step": None}),
-    (True, "grpo", {"steps": 300, "rollouts": ["r.jsonl"]}, {"step": 1}),
-    (False, "sft", {"steps": 0}, {"step": 3}),
-    (True, "sft", {"steps": 3, "val": None}, {"step": 3}),
-    (False, "sft", {"steps": 3, "val": "v.jsonl"}, {"step": 3}),
-    (True, "sft", {"steps": 3, "val": "v.jsonl"}, {"step": 3, "val_loss": 0.5})])
-def test_a_run_is_finished_if_its_files_say_so(finished, stage, args, last):
-    source = {"log": [{"step": 1}, last], "args": args, "stage": stage, "tables": {}}
+def test_a_watch_waits_for_a_run_that_has_not_begun(tmp_path, monkeypatch, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    options, sleep = watched(run, lambda: None, lambda: log_steps(run, 1, 1, steps=1))
+    monkeypatch.setattr(view.time, "sleep", sleep)
+    view.watch(options, 5.0)
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("waiting") and said[1].startswith(str(run / "page.html"))
+    assert len(said) == 3 and len(data_of(run / "page.html")["episodes"]) == 4
+    with pytest.raises(launch.UserError, match="no such file"):
+        view.watch({**options, "paths": [str(tmp_path / "typo")]}, 5.0)
+
+
+@pytest.mark.parametrize("finished, args, last", [
+    (True, {"steps": 3}, {"step": 3}), (False, {"steps": 4}, {"step": 3}),
+    (False, {}, {"step": 3}), (False, {"steps": "x"}, {"step": None}),
+    (True, {"steps": 300, "rollouts": ["r.jsonl"]}, {"step": 1}),
+    (False, {"steps": 0}, {"step": 3}), (True, {"steps": 3, "val": None}, {"step": 3}),
+    (False, {"steps": 3, "val": "v.jsonl"}, {"step": 3}),
+    (True, {"steps": 3, "val": "v.jsonl"}, {"step": 3, "val": {"acc": 0.5}}),
+    (True, {"steps": 3, "val": "v.jsonl"}, {"step": 3, "val_loss": 0.5})])
+def test_a_run_is_finished_if_its_files_say_so(finished, args, last):
+    source = {"log": [{"step": 1}, last], "args": args, "tables": {}}
     assert view.is_finished(source) == finished
 
 

@@ -1,17 +1,18 @@
 """
 view.py: runs, rollouts and evaluations -> ONE HTML file: curves, episodes with frames, tables.
 
-It opens from disk and fetches nothing: data and thumbnails (JPEGs, within --max-mb) go into
-page.html, which holds styles, script and what is drawn. Copy it along with this script.
+The file opens from disk and fetches nothing. This script puts data and thumbnails (JPEGs, within
+--max-mb) into a copy of page.html, which holds styles, script and the list of curves and tables. If
+you copy this script, copy page.html too.
 
-A token's colour is its credit as grpo.py gave it, A_task + A_fmt [t in struct(o)]; struct(o) is
-found again in the text of the sampled tokens, without a tokenizer. Inserted text (a forced <think>,
-tool responses) is dimmed. "Correct" is an R_acc, or an evaluation's score, of 0.5 or more.
+A token's colour is the credit that grpo.py gave it, A_task + A_fmt [t in struct(o)]. struct(o) is
+computed again from the text of the sampled tokens, without a tokenizer. Inserted text (a forced
+<think>, tool responses) is dim. "Correct" means an R_acc, or an evaluation's score, of 0.5 or more.
 
-Reads:  folders of sft.py, grpo.py and eval.py (also of --compare), or of such; rollout JSONL.
-        Lines and records that cannot be read are counted on the page, never fatal.
-Writes: --out, whole or not at all. With --watch anew after each change of these files, until the
-        run is finished or on Ctrl-C; the open page loads itself again meanwhile.
+Reads:  folders of sft.py, grpo.py and eval.py (also of --compare), folders that hold such folders,
+        and rollout JSONL. The page counts lines and records that cannot be read.
+Writes: --out, whole or not at all. --watch writes again after each change of these files, until the
+        run is finished or you press Ctrl-C. The open page loads itself again meanwhile.
 
   python tools/view.py grpo_out --out page.html
   python tools/view.py grpo_out --out page.html --watch --every 30
@@ -34,7 +35,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import launch
 import rewards
 
-# ---- what the other scripts wrote --------------------------------------------------------------
+# ---- files of the other scripts ----------------------------------------------------------------
 
 def read_objects(path, troubles):
     """JSONL, or a .json of one object -> list of dicts; [] if there is no such file. A line that is
@@ -85,10 +86,11 @@ def read_kept(path, troubles, kept):
 
 
 def find(path):
-    """Folders at and below a path that hold something to show -> list, from the top down."""
+    """Path -> list of the folders, at it and below it, that hold something to show; top down."""
     found = []
     for folder, below, files in os.walk(path):  # follows no links: they may lead in a circle
-        # Checkpoints and a run's rollouts are no runs. In place: the walk goes on from this list.
+        # Leave out checkpoints and a run's rollouts. os.walk goes on from this list, so it is
+        # changed in place.
         below[:] = [name for name in sorted(below)
                     if name != "rollouts" and not name.startswith((".", "step_"))]
         # A run, a comparison or a finished evaluation, an evaluation under way.
@@ -105,9 +107,16 @@ def record_files(path):
             for file in sorted(glob.glob(f"{glob.escape(path)}/{pattern}"))]
 
 
+def places_of(path):
+    """A path of the command line -> the folders in it that hold something to show, or the file."""
+    if not os.path.exists(path):
+        raise launch.UserError(f"{path}: no such file or folder")
+    return [path] if os.path.isfile(path) else find(path)
+
+
 def load_source(path, name, troubles, kept):
     """A folder, or JSONL -> {"kind", "stage", "name", "args", "root", "log", "rows", "tables"}."""
-    # Below a lone file there is nothing: no arguments, no log. {} stands in for what is missing.
+    # A lone JSONL has no arguments and no log. {} stands for a missing file.
     args = [*read_objects(f"{path}/args.json", troubles), {}][0]
     summary = [*read_objects(f"{path}/summary.json", troubles), {}][0]
     tables = {key: [row for row in rows if isinstance(row, dict)]  # of an evaluation
@@ -131,21 +140,18 @@ def is_finished(source):
         return bool(source["tables"])  # an evaluation ends with its summary
     if source["args"].get("rollouts"):
         steps = 1
-    # sft.py writes the last held-out loss in a row after that of the last step. Its --steps 0
-    # stands for a number that only the run knows.
-    held_out = source["stage"] == "sft" and source["args"].get("val")
+    # With --val, the last held-out numbers stand in a row after that of the last step. --steps 0 of
+    # sft.py stands for a number that only the run knows.
+    wanted = {"val", "val_loss"} if source["args"].get("val") else {"step"}
     return bool(number(steps)) and any(
-        (number(row.get("step")) or 0) >= steps and ("val_loss" in row or not held_out)
-        for row in log)
+        (number(row.get("step")) or 0) >= steps and wanted & set(row) for row in log)
 
 
 def load_sources(paths, names, troubles, kept):
     """The command line's paths, and their names or None -> list of sources. kept: see build."""
     sources = []
     for n, path in enumerate(paths):
-        if not os.path.exists(path):
-            raise launch.UserError(f"{path}: no such file or folder")
-        found = [path] if os.path.isfile(path) else find(path)
+        found = places_of(path)
         if not found:
             raise launch.UserError(
                 f"{path}: neither log.jsonl nor records nor summary.json is in it or below it")
@@ -155,7 +161,7 @@ def load_sources(paths, names, troubles, kept):
             below = os.path.relpath(place, path)
             name = given if below == "." else prefix + below
             sources.append(load_source(place, name, troubles, kept))
-    # Runs first, those with episodes before SFT: their curves are looked for.
+    # Runs come first, and those with episodes come before SFT.
     return sorted(sources, key=lambda source: (not source["log"], not source["rows"]))
 
 
@@ -190,7 +196,7 @@ def number(value, digits=4):
 def segments(pieces, ended, format_credit, advantage):
     """The sampled tokens of a turn, as texts -> [[kind, text, credit]], neighbours joined."""
     structural = rewards.structural_mask([piece.encode("utf-8", "replace") for piece in pieces])
-    task = number(advantage.get("task"))  # None where no advantage was recorded
+    task = number(advantage.get("task"))  # None if no advantage was recorded
     fmt = number(advantage.get("fmt")) or 0.0
     parts = []
     for n, (piece, tag) in enumerate(zip(pieces, structural)):
@@ -212,7 +218,7 @@ def shown_turns(row, calls, format_credit):
     shown = []
     for n, text in enumerate(row["turns"]):
         ended = finish[n : n + 1] == ["stop"]
-        # An endpoint returns no tokens: then characters, and "" for the end as tokens have it.
+        # An endpoint returns no tokens: then take characters, and "" for the end of a turn.
         tokens = row["pieces"][n] if row["pieces"] else [*str(text), *[""] * ended]
         pieces = [str(piece) for piece in tokens[:20_000]]  # a page must stay a page
         parts = [["i", "<think>\n", None]] if row["think_open"] else []
@@ -227,7 +233,7 @@ def shown_turns(row, calls, format_credit):
 
 
 def shown_call(call):
-    """A recorded call -> what the page needs of it."""
+    """A recorded call -> the part of it that the page shows."""
     return {
         "name": str(call.get("name") or "")[:40],  # of the tool; not in records of old
         "turn": int(call.get("turn", 0)),  # the turn that wrote it, from 0
@@ -239,7 +245,7 @@ def shown_call(call):
 
 
 def shown_episode(row, source, place):
-    """A record of a source -> the page's episode. What is no record raises: see episodes_of."""
+    """A record of a source -> the page's episode. Other objects raise: see episodes_of."""
     task = row["task"]
     reward = row.get("reward") or {}
     advantage = row.get("advantage") or {}
@@ -251,11 +257,11 @@ def shown_episode(row, source, place):
     step = int(row["version"]) + 1 if "version" in row else None  # version 0 made step 1
     budget = str(row.get("budget", row["K"]))  # "gated" has one K for each item
     tools = None if row.get("tools") is None else str(row["tools"])  # of an evaluation
-    # Its link says what it is, not where it stands: a page made anew keeps it.
+    # The link names the episode instead of its place, so the next page has the same link.
     link = "/".join([
         source["name"], *([] if step is None else [f"step{step}"]), str(task["id"]), f"K{budget}",
         *([] if tools is None else [f"tools-{tools}"]), str(int(row["sample"]))])  # fmt: skip
-    # Types are forced and texts cut: a damaged record neither stops the page nor fills it.
+    # Types are forced and texts are cut, so that a damaged record neither stops nor fills the page.
     return {
         "source": place, "group": str(row["group"]), "sample": int(row["sample"]),
         "step": step, "K": budget, "tools": tools,
@@ -286,7 +292,7 @@ def episodes_of(sources, most, troubles):
                     RecursionError) as error:  # int() of an infinity, str() of a deep list
                 why = f"records that are not episodes ({type(error).__name__})"
                 troubles[f"{source['name']}: {why}"] += 1
-    # Groups together, a step's K by size with "gated" behind the numbers.
+    # Groups stay together; a step's K are sorted by size, and "gated" comes after the numbers.
     episodes.sort(key=lambda e: (e["source"], e["step"] or 0, e["group"], len(e["K"]), e["K"],
                                  str(e["tools"]), e["sample"]))
     return episodes
@@ -320,8 +326,8 @@ def add_thumbnails(episodes, sources, root, pixels, budget, troubles, kept):
     """
     Fill the thumbs of episodes and calls with [second, place] -> list of JPEGs in base64.
 
-    place: in that list; None where the video could not be read, "full" where `budget`, the
-    characters of all JPEGs, was spent. pixels: of a frame at most. kept: see build.
+    place: in that list; None if the video could not be read, "full" if `budget`, the characters
+    of all JPEGs, was spent. pixels: of a frame at most. kept: see build.
     """
     from tqdm import tqdm
 
@@ -339,7 +345,7 @@ def add_thumbnails(episodes, sources, root, pixels, budget, troubles, kept):
         missing = sorted({round(second, 2) for second, _ in wants} - known.keys())
         try:
             if missing and budget > 0:  # a page that is full opens no more videos
-                path = video.resolve(name, folder)  # raises where it leaves the folder
+                path = video.resolve(name, folder)  # raises if the name leads out of the folder
                 frames = video.at(path, missing, 1024, pixels, cache)
                 for second in missing:
                     # The frame on display then; 0.02 s forgive the rounding of seconds.
@@ -414,7 +420,7 @@ def curves_of(sources, plots):
 
 
 def cell(value, sign=""):
-    """Whatever a summary holds -> text; sign "+" writes a number with its sign."""
+    """A value of a summary, of any type -> text; sign "+" writes a number with its sign."""
     if isinstance(value, dict):  # errors by kind
         value = sum(count for count in value.values() if isinstance(count, int))
     if isinstance(value, list):  # an interval
@@ -448,7 +454,7 @@ def tables_of(sources, tables):
             for row in found:
                 texts = {name: cell(value, sign) for name, value in row.items()}
                 texts = defaultdict(lambda: "-", texts)  # for what the row lacks
-                # The templates are ours; what the data says is only put into them.
+                # The templates are ours; texts of the data are only put into them.
                 rows.append([template.format_map(texts) for template in columns.values()])
             if rows:
                 title = source["name"] + words
@@ -504,11 +510,11 @@ def build(paths, names, out, episodes, max_mb, root, pixels, every=None, kept=No
 
     every: seconds after which the open page loads itself again, until the runs are finished; None:
     never. kept: {} that is given to each call of a watch. It holds rows by file and thumbnails by
-    video, so that a new page costs no more than what is new.
+    video, so that a new page costs only the new files and frames.
     """
     kept = {} if kept is None else kept
     before, after, contents = page_template()  # first: decoding frames may take minutes
-    troubles = Counter()  # what could not be read -> how often
+    troubles = Counter()  # reason why something could not be read -> how often
     sources = load_sources(paths, names, troubles, kept)
     chosen = episodes_of(sources, episodes, troubles)
     data = {
@@ -519,9 +525,9 @@ def build(paths, names, out, episodes, max_mb, root, pixels, every=None, kept=No
         "episodes": chosen,
         "found": sum(len(source["rows"]) for source in sources),  # before groups were left out
     }
-    # Thumbnails get what is left; places of an episode's own take some 200 bytes.
+    # Thumbnails get the bytes that are left. The places of an episode's thumbnails take some 200.
     budget = int(max_mb * 2**20) - len(before + embedded(data) + after) - 200 * len(chosen)
-    # It also fills the thumbs of the episodes that are in `data` already.
+    # This also fills the thumbs of the episodes that are in `data` already.
     data["pictures"] = add_thumbnails(chosen, sources, root, pixels, budget, troubles, kept)
     data["troubles"] = troubles.most_common(50)  # [[why, how often]]
     write_page(out, data)
@@ -534,7 +540,7 @@ def write_page(out, data):
 
 
 def line_of(out, data):
-    """What was written, for the terminal."""
+    """A page and its data -> the line that the terminal shows."""
     unread = sum(count for _, count in data["troubles"])
     return (f"{out}: {os.path.getsize(out) / 2**20:.1f} MiB, {len(data['episodes'])} of "
             f"{data['found']} episodes, {len(data['pictures'])} thumbnails; "
@@ -543,25 +549,32 @@ def line_of(out, data):
 
 
 def stamps(paths):
-    """{file: its stamp} of all that a page of these paths is made from."""
-    places = [place for path in paths for place in ([path] if os.path.isfile(path) else find(path))]
+    """{file: its stamp} of all that a page of these paths is made from; {} while one of the paths
+    has nothing to show yet."""
+    places = [places_of(path) for path in paths]
+    if not all(places):
+        return {}
     names = ("args.json", "log.jsonl", "summary.json")
-    files = [file for place in places
+    files = [file for place in sum(places, [])
              for file in (*(f"{place}/{name}" for name in names), *record_files(place))]
     return {file: stamp_of(file) for file in files}
 
 
 def watch(options, every):
-    """Write the page after each change, looked for every `every` seconds, until Ctrl-C or the end
-    of the runs. The last page loads itself no more. options: of build."""
+    """Write the page after each change of its files, until Ctrl-C or the end of the runs. every:
+    seconds between two looks at the files. The last page no longer loads itself again. options: of
+    build."""
     data, seen, kept = None, None, {}
     try:
         while data is None or data["every"]:
-            now = stamps(options["paths"])  # first: what changes during build is seen next time
-            if now != seen:
-                data, seen = build(**options, every=every, kept=kept), now
+            now = stamps(options["paths"])  # before build, so that no later change is missed
+            if now and now != seen:
+                data = build(**options, every=every, kept=kept)
                 print(line_of(options["out"], data), flush=True)
-            if data["every"]:
+            elif seen is None:
+                print("waiting: there is nothing to show yet", flush=True)
+            seen = now
+            if data is None or data["every"]:
                 time.sleep(every)
         print("finished: the page is complete")
     except KeyboardInterrupt:
