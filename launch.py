@@ -293,8 +293,9 @@ def read_jsonl(path, required=(), fault=None):
 
 
 def parse_json(text):
-    """json.loads, whose errors are ValueErrors also if the text is nested too deep."""
+    """json.loads of text or UTF-8 bytes. Every error is a ValueError: nested too deep, too."""
     try:
+        text = text.decode() if isinstance(text, bytes) else text
         value = json.loads(text)
         # Writers go deeper than this reader, from deeper in the program: 500 levels are to spare.
         if text.count("[") + text.count("{") > 400:

@@ -53,20 +53,20 @@ def read_records(out, digest=None):
     """
     done = {}
     for path in sorted(glob.glob(os.path.join(glob.escape(out), "records.*.jsonl"))):
-        with open(path, encoding="utf-8") as f:
-            lines = f.read().split("\n")
+        with open(path, "rb") as f:
+            lines = f.read().split(b"\n")
         # A whole line ends in a newline, so the last piece is empty or torn.
         for number, line in enumerate(lines[:-1], 1):
             try:
                 record = launch.parse_json(line)
-            except ValueError:
-                why = "not JSON; delete the line or the file"
+                item = record["task"]["id"], record["budget"], record["tools"], record["sample"]
+                digest = digest or record["digest"]  # None: of the first record
+            except (ValueError, KeyError, TypeError):
+                why = "not JSON, or no record; delete the line or the file"
                 raise launch.UserError(f"{path}:{number}: {why}") from None
-            digest = digest or record["digest"]  # None: of the first record
             if record["digest"] != digest:
                 why = "holds records of another checkpoint or other settings; choose another --out"
                 raise launch.UserError(f"{out} {why}")
-            item = record["task"]["id"], record["budget"], record["tools"], record["sample"]
             # Files of several ranks come in any order, so the error may be read last.
             if not (item in done and record["status"] == "engine_error"):
                 done[item] = record
@@ -79,7 +79,7 @@ def append_to(path):
     with open(path, "ab+") as f:
         f.seek(0)
         f.truncate(f.read().rfind(b"\n") + 1)
-    return open(path, "a+", encoding="utf-8")
+    return open(path, "a+", encoding="utf-8", errors="replace")
 
 
 # ------------------------------------------------------------------------------------------------

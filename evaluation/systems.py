@@ -1676,9 +1676,15 @@ def judge(records, verdicts, args):
                 doubtful.append(record)
     known = {}  # (task id, answer, judge) -> verdict
     verdicts.seek(0)  # the file is open for appending
-    for verdict in map(json.loads, verdicts):
-        if verdict["verdict"] is not None:
-            known[verdict["id"], verdict["said"], verdict["model"]] = verdict
+    for number, line in enumerate(verdicts, 1):
+        try:
+            verdict = launch.parse_json(line)
+            name = verdict["id"], verdict["said"], verdict["model"]
+            if verdict["verdict"] is not None:
+                known[name] = verdict
+        except (ValueError, KeyError, TypeError):
+            raise launch.UserError(f"{verdicts.name}:{number}: not JSON, or no verdict; delete the "
+                                   "line") from None
     todo = {}  # equal answers of several samples are judged once
     for record in doubtful if args.judge_url else []:
         name = record["task"]["id"], record["said"], args.judge_model

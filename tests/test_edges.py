@@ -14,7 +14,7 @@ import checkpoint
 import grpo
 import launch
 import rewards
-from evaluation import benchmarks, folders
+from evaluation import benchmarks, folders, systems
 
 DEEP = "[" * 100_000 + "]" * 100_000
 
@@ -128,3 +128,15 @@ def test_cores_are_counted_without_an_affinity(monkeypatch, process_group):
     monkeypatch.setattr("torch.set_num_threads", counts.append)
     launch.start_process_group()
     assert counts == [3]
+
+
+@pytest.mark.parametrize("line", [b"\xff", b"5", b"{}", b'{"task": {"id": 1}}', b"[[", b"null"])
+def test_a_line_that_is_no_record_and_no_verdict_is_named(tmp_path, line):
+    (tmp_path / "records.rank0.jsonl").write_bytes(line + b"\n")
+    with pytest.raises(launch.UserError, match="records.rank0.jsonl:1: not JSON, or no record"):
+        folders.read_records(str(tmp_path))
+    (tmp_path / "judge.jsonl").write_bytes(line + b"\n")
+    judge = argparse.Namespace(judge_url=None, judge_model="m")
+    with folders.append_to(str(tmp_path / "judge.jsonl")) as verdicts:
+        with pytest.raises(launch.UserError, match="judge.jsonl:1: not JSON, or no verdict"):
+            systems.judge([], verdicts, judge)
