@@ -830,17 +830,15 @@ def clean_run(out, start):
 
 
 def prune_checkpoints(out, keep):
-    """Deletes the complete step_* folders of a run, but for the newest `keep` and those that `last`
-    and `best` link to."""
-    names = [n for n in os.listdir(out) if n.startswith("step_")]
-    whole = sorted(n for n in names if is_complete(os.path.join(out, n)))
-    links = [os.path.realpath(chat.followed(os.path.join(out, n))) for n in ("last", "best")]
-    spared = {os.path.basename(target) for target in links}
-    for name in set(whole[:-keep]) - spared:
-        # Rename first: clean_run then finds a folder that a kill left half deleted.
-        doomed = os.path.join(out, f".{name}.pruned")
-        os.rename(os.path.join(out, name), doomed)
-        shutil.rmtree(doomed)
+    """Deletes the complete step_* folders of a run, but for the newest `keep` (0: all are kept) and
+    those that `last` and `best` stand for."""
+    linked = [os.path.realpath(chat.followed(os.path.join(out, n))) for n in ("last", "best")]
+    for folder in complete_checkpoints(out)[keep:] if keep else ():
+        if os.path.realpath(folder) not in linked:
+            # Rename first: clean_run then finds a folder that a kill left half deleted.
+            doomed = os.path.join(out, f".{os.path.basename(folder)}.pruned")
+            os.rename(folder, doomed)
+            shutil.rmtree(doomed)
 
 
 def check_run(step, bad, out, limit=3):

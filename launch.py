@@ -47,12 +47,10 @@ def run_main(main):
         if os.environ.get("RANK", "0") == "0" or isinstance(e, RankError):
             name = os.path.basename(sys.argv[0])
             print(f"{name}: {printable(e)}", file=sys.stderr, flush=True)
+        unlock()
         code = 1 if isinstance(e, RunError) else 2
         for folder in sorted(make_out.made, key=len, reverse=True) if code == 2 else ():
             with contextlib.suppress(OSError):  # not empty, or another rank was faster
-                inside = [os.path.join(folder, name) for name in os.listdir(folder)]
-                for path in inside if all(path.endswith("lock") for path in inside) else ():
-                    os.remove(path)
                 os.rmdir(folder)
         if isinstance(e, RankError) and int(os.environ.get("WORLD_SIZE", 1)) > 1:
             os._exit(code)
@@ -382,13 +380,17 @@ def lock(out, name=".lock"):
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         time.sleep(0.1)  # the other run may have begun just now: let it write its name
-        with open(path) as file:
-            raise RankError(f"--out {out}: another run writes there ({file.read().strip()}); wait "
-                            "for its end, or choose another --out") from None
+        file.seek(0)
+        raise RankError(f"--out {out}: another run writes there ({file.read().strip()}); wait for "
+                        "its end, or choose another --out") from None
     except OSError as e:
         print(f"{path}: no locks here ({e.strerror}); do not start a second run with this --out",
               file=sys.stderr, flush=True)
         return
+    # The run before may have removed the file between our open and our lock.
+    if os.fstat(file.fileno()).st_nlink == 0:
+        file.close()
+        return lock(out, name)
     file.truncate(0)
     began = time.strftime("%Y-%m-%d %H:%M:%S")
     print(f"pid {os.getpid()} on {socket.gethostname()} since {began}", file=file, flush=True)
@@ -400,8 +402,11 @@ lock.held = {}  # (pid, path) -> open file
 
 def unlock():
     """Lets go of the folders that this process has locked."""
-    for key in [key for key in lock.held if key[0] == os.getpid()]:
-        lock.held.pop(key).close()
+    for pid, path in list(lock.held):
+        if pid == os.getpid():  # else a parent's, before a fork
+            with contextlib.suppress(OSError):
+                os.remove(path)  # while it is locked, so that no other run's file is removed
+            lock.held.pop((pid, path)).close()
 
 
 @functools.cache  # a script that is edited while the run goes on is not the code that runs

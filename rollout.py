@@ -955,6 +955,7 @@ def main():
         # Episodes finish in any order; the file does not depend on that order.
         rows.sort(key=lambda row: (row["group"], row["sample"]))
         launch.write_atomic(args.out, "".join(json.dumps(row) + "\n" for row in rows))
+    launch.unlock()
     print(summary_line(rows, time.monotonic() - began) + (f" -> {args.out}" if args.out else ""))
 
 

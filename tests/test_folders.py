@@ -176,6 +176,32 @@ def test_a_filesystem_without_locks_is_said_once(tmp_path, monkeypatch, capsys, 
     assert said.err.count("\n") == 1 and "no locks" in said.err and not said.out
 
 
+def test_runs_that_come_and_go_never_hold_a_folder_together(tmp_path):
+    """The file is removed at the end of a run: a run that had opened it must not hold a ghost."""
+    script = f"""
+import os, launch
+launch.time.sleep = print
+held = 0
+while held < 60:
+    try:
+        launch.lock({str(tmp_path)!r})
+    except launch.UserError:
+        continue
+    # Fails if another run is inside.
+    inside = os.open({str(tmp_path / "inside")!r}, os.O_CREAT | os.O_EXCL)
+    os.close(inside)
+    os.remove({str(tmp_path / 'inside')!r})
+    launch.unlock()
+    held += 1
+"""
+    running = [subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.PIPE,
+                                stdout=subprocess.DEVNULL, text=True) for _ in range(3)]
+    for process in running:
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_refused_run_leaves_no_folder_and_no_lock(toy, tmp_path):
     words = command("grpo", toy, toy / "init", tmp_path / "a" / "run", "--context", 40)
     done = run_script(*words)
@@ -197,7 +223,7 @@ def test_two_rollouts_or_evaluations_of_one_name_are_refused(toy, tmp_path):
         done = run_script(script, *common, *flags, reference=True)
         assert done.returncode == 2 and "another run writes there" in done.stderr, done.stderr
     done = run_script("rollout.py", *common, "--out", tmp_path / "s.jsonl", reference=True)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and ".s.jsonl.lock" not in os.listdir(tmp_path), done.stderr
     done = run_script("eval.py", *common, "--out", tmp_path, "--shard", "0/2", reference=True)
     assert done.returncode == 0, done.stderr
     os.killpg(held.pid, signal.SIGKILL)
