@@ -15,7 +15,7 @@ LORA ?= 0
 SEED ?= 0
 TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(RANKS)
 # without a GPU one process learns the toy fastest: no shards, no exchange
-COLD := $(if $(filter-out 0,$(GPUS)),$(TORCHRUN),$(BIN)/python)
+COLD := $(if $(filter-out 0,$(GPUS)),$(TORCHRUN),OMP_NUM_THREADS=1 $(BIN)/python)
 # as it samples in training: greedy answers hide how often an agent calls, and what RL changed
 EVAL = eval.py --preset toy --data $(DEMO)/toy/eval.jsonl --frames 4 8 16 32 64 --tools on off --temperature 1
 EVAL_SFT = $(EVAL) --ckpt $(DEMO)/sft --out $(DEMO)/eval/sft

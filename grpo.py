@@ -693,6 +693,9 @@ def signs(history):
                     f"answers to tasks of type {kind} fit their own labels no better than the "
                     "labels of other tasks, for 5 steps: see whether labels are mixed up between "
                     "rows, or the checkpoint cannot do the task yet")
+    if lasting(lambda row: row["not_ok"] and row["acc"] is None, three):
+        found["failed"] = ("no rollout has been ok for 3 steps: see the lines of skipped tasks; is "
+                           "--video-root right?")
     if lasting(lambda row: row["groups"] and row["zero_variance"] == row["groups"], three):
         found["signal"] = ("no group has had a signal for 3 steps, because all rollouts of a prompt"
                            " earn the same: tasks too hard or too easy, --temperature or --group "

@@ -582,8 +582,8 @@ def logged(steps, **changes):
         by_type = {kind: {"n": 8, "acc": acc, "chance": chance}
                    for kind, (acc, chance) in kinds.items()}
         rows.append({"step": i + 1, "f_tau": 0.8 + 0.01 * i, "entropy": 1.0, "cut_turns": 0.02,
-                     "groups": 8, "zero_variance": 3, "closure": dict.fromkeys(rewards.KINDS, 0.9),
-                     "by_type": by_type, **now})
+                     "acc": 0.5, "not_ok": 0, "groups": 8, "zero_variance": 3,
+                     "closure": dict.fromkeys(rewards.KINDS, 0.9), "by_type": by_type, **now})
         rows.append({"step": i + 1, "val": {"acc": 0.5}})  # held-out accuracy, a row of its own
     return rows[:-1]
 
@@ -613,6 +613,10 @@ def test_a_healthy_run_shows_no_sign_of_death():
      {"kinds": [{"list": (0.2 + 0.02 * (i % 2), 0.21)} for i in range(9)]}, 5),
     # Tags that never close.
     ("open think", "<think>", {"closure": {**dict.fromkeys(rewards.KINDS, 0.9), "think": 0.1}}, 3),
+    # Every video is gone: there is nothing to average.
+    ("failed", "--video-root", {"not_ok": 64, "groups": 0, "zero_variance": 0, "kinds": {},
+                                "f_tau": None, "entropy": None, "cut_turns": None, "acc": None,
+                                "closure": dict.fromkeys(rewards.KINDS)}, 3),
     ("cut", "--max-new-tokens", {"cut_turns": [0.1, 0.6] + [0.7] * 7}, 2),
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_each_way_to_die_is_named_from_the_step_on_at_which_it_shows(name, word, changes, since):
