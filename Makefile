@@ -45,14 +45,14 @@ venv: .venv/ready
 	$(PYTHON) -m venv .venv
 	@$(BIN)/pip install -q uv==0.13.9 2>/dev/null || $(BIN)/pip install -q -U pip || true  # else by today's pip, twice as fast as that of Python 3.11
 	@if nvidia-smi >/dev/null 2>&1; then \
-		$(call install,-r requirements.txt -c requirements-lock.txt); \
+		{ $(call install,torch==2.13.0); } && { $(call install,-r requirements.txt -c requirements-lock.txt); }; \
 	else \
 		{ $(call install,torch==2.13.0+cpu); } 2>/dev/null || { \
 			echo "pip's configured index has no torch 2.13.0+cpu: adding PyTorch's own CPU index, $(CPU_INDEX)"; \
 			$(call install,--extra-index-url $(CPU_INDEX) torch==2.13.0+cpu); \
 		} && { $(call install,-r requirements-cpu.txt -c requirements-cpu-lock.txt); }; \
 	fi
-	@$(call install,--no-deps dashscope==2.0.2)  # for the tests: the file qwen.tiktoken in it is Qwen's vocabulary; nothing of it is imported
+	@$(call install,--no-deps dashscope==2.0.2 -c requirements-cpu-lock.txt)  # for the tests: the file qwen.tiktoken in it is Qwen's vocabulary; nothing of it is imported
 	@touch $@
 
 test: venv
