@@ -31,7 +31,10 @@ stage = @echo "== $(1)"; began=$$(date +%s); $(2) && echo "== $(1): $$(($$(date 
 # cannot be had or does not manage, pip installs
 INDEXES = $$($(BIN)/pip config list 2>/dev/null | sed -nE "s/\\\\n/ /g; s/^[^=]*\.((extra-)?index-url|find-links)='(.*)'$$/\1 \3/p" | sort -u | \
 	while read -r name urls; do printf -- "--$$name %s " $$urls; done)
-install = $(BIN)/uv pip install -q --python $(BIN)/python --index-strategy unsafe-best-match $(INDEXES) $(1) 2>/dev/null || $(BIN)/pip install -q --no-compile $(1)
+UV = $(BIN)/uv pip install -q --python $(BIN)/python --index-strategy unsafe-best-match $(INDEXES)
+install = $(UV) $(1) 2>/dev/null || $(BIN)/pip install -q --no-compile $(1)
+# every file must have the SHA-256 of the lock file; pip wants the whole list for that
+locked = $(UV) -r $(1).txt -c $(1)-lock.txt 2>/dev/null || $(BIN)/pip install -q --no-compile --no-deps -r $(1)-lock.txt
 # pip compiles nothing: of thousands of modules few are ever imported, and those are compiled then, once, whatever the shell says
 export PYTHONDONTWRITEBYTECODE :=
 CPU_INDEX := https://download.pytorch.org/whl/cpu
@@ -45,14 +48,14 @@ venv: .venv/ready
 	$(PYTHON) -m venv .venv
 	@$(BIN)/pip install -q uv==0.13.9 2>/dev/null || $(BIN)/pip install -q -U pip || true  # else by today's pip, twice as fast as that of Python 3.11
 	@if nvidia-smi >/dev/null 2>&1; then \
-		{ $(call install,torch==2.13.0); } && { $(call install,-r requirements.txt -c requirements-lock.txt); }; \
+		{ $(call install,torch==2.13.0); } && { $(call locked,requirements); }; \
 	else \
 		{ $(call install,torch==2.13.0+cpu); } 2>/dev/null || { \
 			echo "pip's configured index has no torch 2.13.0+cpu: adding PyTorch's own CPU index, $(CPU_INDEX)"; \
 			$(call install,--extra-index-url $(CPU_INDEX) torch==2.13.0+cpu); \
-		} && { $(call install,-r requirements-cpu.txt -c requirements-cpu-lock.txt); }; \
+		} && { $(call locked,requirements-cpu); }; \
 	fi
-	@$(call install,--no-deps dashscope==2.0.2 -c requirements-cpu-lock.txt)  # for the tests: the file qwen.tiktoken in it is Qwen's vocabulary; nothing of it is imported
+	@$(call install,--no-deps dashscope==2.0.2)  # for the tests: the file qwen.tiktoken in it is Qwen's vocabulary; nothing of it is imported
 	@touch $@
 
 test: venv
