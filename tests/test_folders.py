@@ -230,6 +230,16 @@ def test_two_rollouts_or_evaluations_of_one_name_are_refused(toy, tmp_path):
     held.wait()
 
 
+def test_rollouts_do_not_replace_the_tasks_that_they_answer(toy, tmp_path):
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_bytes((toy / "eval.jsonl").read_bytes())
+    (tmp_path / "alias.jsonl").symlink_to(tasks)
+    done = run_script("rollout.py", "--preset", "toy", "--ckpt", toy / "init", "--data", tasks,
+                      "--out", tmp_path / "alias.jsonl", "--video-root", toy, reference=True)
+    assert done.returncode == 2 and "is the file of --data" in done.stderr
+    assert tasks.read_bytes() == (toy / "eval.jsonl").read_bytes()
+
+
 # ------------------------------------------------------------------------------------------------
 # A checkpoint with damaged bytes
 
