@@ -302,9 +302,11 @@ def charades_tasks(row, path):
 
 def read_split(name, root):
     """
-    A benchmark's folder -> (tasks, {note: count}). Every published row becomes at least one task.
+    A benchmark's folder -> (tasks, {note: count}). Every published row becomes at least one
+    task, unless it is empty.
 
-    Notes: items, published, no video, no subtitles, no usable answer; files left out, if any.
+    Notes: items, published, no video, no subtitles, no usable answer; files and empty rows that
+    were left out, if any.
     Raises UserError for a missing folder, file or column, and for a row that cannot be read. The
     message names the place and the expected contents.
     """
@@ -351,7 +353,9 @@ def row_tasks(split, row, where, path, root, notes):
     """Tasks of one row, complete. Raises UserError naming `where` for a value of the wrong kind,
     because a half-read task would be asked and graded like any other."""
     try:
-        tasks = [complete(task, split, root, notes) for task in split.read(row, path)]
+        # MLVU's first release has a row in which only the video is filled in.
+        tasks = [complete(task, split, root, notes) for task in split.read(row, path)
+                 if not left_empty(task, notes)]
     except (TypeError, AttributeError, ValueError, KeyError, IndexError) as error:
         raise launch.UserError(f"{where}: not as expected ({error!r})") from None
     for task in tasks:
@@ -360,6 +364,15 @@ def row_tasks(split, row, where, path, root, notes):
         if task["type"] == "mcq" and len(task["options"]) < 2:
             raise launch.UserError(f"{where}: {task['id']} has no options to choose from")
     return tasks
+
+
+def left_empty(task, notes):
+    """Whether a published task has no question, no answer and no option; counts these."""
+    texts = [task["question"], task["answer"], *(task["options"] or [])]
+    empty = all(text is None or isinstance(text, str) and not text.strip() for text in texts)
+    if empty:
+        notes["empty rows left out"] = notes.get("empty rows left out", 0) + 1
+    return empty
 
 
 def complete(task, split, root, notes):

@@ -200,6 +200,9 @@ def test_mlvu_as_first_released(tmp_path):
     put(tmp_path, "json/6_anomaly_reco.json", [
         {"video": "a.mp4", "duration": 9, "question": "What?",
          "candidates": ["Fire", "Arson", "Arson"], "answer": "Arson",
+         "question_type": "anomaly_reco"},
+        # As row 27 of its 7_topic_reasoning.json: nothing but a video.
+        {"video": "b.mp4", "duration": 9, "question": "", "candidates": ["", ""], "answer": "",
          "question_type": "anomaly_reco"}])
     put(tmp_path, "video/2_needle/needle_1.mp4")
     tasks, notes = read("mlvu", tmp_path)
@@ -208,6 +211,7 @@ def test_mlvu_as_first_released(tmp_path):
     assert first["video"] == "video/2_needle/needle_1.mp4" and first["answer"] == "B"
     assert first["tags"] == {"task": "needle"}
     assert tasks["anomaly_reco-a.mp4"]["answer"] == "B" and len(tasks) == 3
+    assert notes["empty rows left out"] == 1 and notes["items"] == 3
     assert notes["no usable answer"] == 1 and notes["no video"] == 1
 
 
