@@ -113,8 +113,8 @@ def guard(codec, text, literals=None):
     """Splits every literal of a special token in untrusted text, so `encode` makes plain tokens.
 
     A question that contains "<|im_end|>" must not end the turn. `encode` splits the text at the
-    mark and drops the mark, so the ids decode to the very text that was given. literals: None =
-    those of all special tokens.
+    mark and drops the mark, so the ids decode to the text that was given, without marks. literals:
+    None = those of all special tokens.
     """
     # First of all: a literal that a mark cuts in two is whole again without that mark.
     text = text.replace(GUARD, "").replace(TURN, "")

@@ -168,8 +168,7 @@ class VllmEngine:
         launch.import_shim()
         gpu = torch.cuda.is_available()
         # vLLM takes these switches from the environment alone.
-        os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1",
-                          VLLM_NO_USAGE_STATS="1")
+        os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         if not gpu:
             # vLLM would bind threads to cores, and the threads of all ranks to the same core.

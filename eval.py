@@ -7,11 +7,12 @@ eval.py: runs benchmarks and task JSONL through the agent loop of training and s
               MMVU: multiple choice alone
   f_tau     = mean R_fmt    kappa = executed crop_video calls per episode    both as in training
 
-Sampling is greedy. The answer is the last <answer> block, or the text after the thought if there is
-no block: an evaluation asks for the model's answer, while training (rewards.py) pays only for the
-tag. Departs from the authors' evaluation: benchmarks are read as their publishers ship them
-(evaluation/benchmarks.py), sub-agents answer calls as in training (--set crop_reply=frames shows
-the frames themselves, as the authors do), and an error is never graded as text.
+Sampling is greedy, unless --temperature or the protocol says otherwise. The answer is the last
+<answer> block, or the text after the thought if there is no block. An evaluation asks for the
+model's answer, while training (rewards.py) pays only for the tag. Departs from the authors'
+evaluation: benchmarks are read as their publishers ship them (evaluation/benchmarks.py), sub-agents
+answer calls as in training (--set crop_reply=frames shows the frames themselves, as the authors
+do), and an error is never graded as text.
 
 --protocol evaluates other systems (evaluation/systems.py). evaluation/folders.py grades records and
 works on finished folders, evaluation/scores.py computes intervals and tables.
@@ -108,7 +109,7 @@ def parse_args(protocol: str | None = None):
     """The flags, checked. protocol: replaces --protocol. Raises UserError."""
     parser = build_parser()
     # A protocol and a preset change defaults, which yield to flags. So both must be known first.
-    early, _ = parser.parse_known_args()
+    early = launch.peek(parser)
     name = protocol or early.protocol
     parser.set_defaults(**systems.settings(name, early.protocol_set))
     if early.preset == "toy":
@@ -251,6 +252,7 @@ def evaluate(args):
     suites = load_suites(args, weights, prompts)
     shard = f"shard{part}of{parts}." if parts > 1 else ""
     for suite in suites:
+        systems.check_prompts(protocol, suite.tasks, suite.agent, 1)
         launch.lock(suite.out, f".{shard}lock")
     if world > 1:
         # No deadline for collectives, as ranks end hours apart. launch.beat ends a rank that hangs.

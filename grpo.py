@@ -21,9 +21,9 @@ GRPO's advantage of the summed reward.
 
 Departs from upstream: the KL is in the loss, not mixed into rewards. Advantages are normalised
 once. A batch takes one optimizer step, so old = logp and needs no forward of its own. Each step
-measures the log-prob gap between engine and trainer on every sampled token and stops the run if
-the gap is too large, because stale weights show nowhere else. f_tau in the log is R_fmt by the
-paper's terms, a common ruler for all runs; `fmt` is the term that this run pays for.
+measures the log-prob gap between engine and trainer on the sampled tokens of groups with a signal,
+and stops the run if the gap is too large, because stale weights show nowhere else. f_tau in the log
+is R_fmt by the paper's terms, a common ruler; `fmt` is the term that this run pays for.
 
 Reads:  --ckpt, --data (task JSONL), or --rollouts: rollout JSONL, which is scored anew by the flags
         of this run and gives one update without an engine.
@@ -178,7 +178,7 @@ def policy_loss(logp, old, sampler, ref, advantage, clip_eps, kl, tis_cap=5.0):
 def update(policy, reference, optimizer, trees, tokens, args):
     """
     Trains on one batch in args.minibatches optimizer steps -> means over the sampled tokens of all
-    ranks: {"loss", "gap", "entropy", "kl", ..}.
+    groups with a signal, on all ranks: {"loss", "gap", ..}; "tokens": the number of these tokens.
 
     trees: this rank's groups as [prompt | o^1 | .. | o^G]. tokens: sampled tokens of this rank,
     with those of groups without a signal. Collective: all ranks run equally many forwards.
@@ -195,7 +195,7 @@ def update(policy, reference, optimizer, trees, tokens, args):
     names = ("loss", "tokens", "gap", "entropy", "kl", "clipped", "truncated")
     if trees_everywhere == 0:  # no group of any rank has a signal, so the weights stay
         # None: no forward ran, so there is no gap, entropy or norm to report.
-        return {**dict.fromkeys((*names, "grad_norm", "gap_max")), "tokens": sampled_everywhere,
+        return {**dict.fromkeys((*names, "grad_norm", "gap_max")), "tokens": 0,
                 "skipped_update": 1, "bad_updates": 0}
     # With several minibatches each of them divides by its even part of N.
     n = max(1.0, sampled_everywhere / args.minibatches)
@@ -333,7 +333,8 @@ def main():
         launch.say(f"nothing to do: {args.out} has {start} steps of {steps}")
         launch.end_process_group()
         return
-    launch.say(f"{args.ckpt} -> {args.out}: loading the checkpoint, then the engine")
+    then = "" if args.rollouts else ", then the engine"
+    launch.say(f"{args.ckpt} -> {args.out}: loading the checkpoint{then}")
     codec = chat.load_codec(ckpt, args.channel)
     check_frames(recorded, codec)
     # The largest prompt must fit, and some video must open. Both show before weights are loaded.
@@ -475,7 +476,8 @@ def check_gap(step, gap, tolerance):
     if gap is not None and not gap <= tolerance:  # NaN fails this comparison too
         raise launch.RunError(
             f"step {step}: mean |log-prob gap| between engine and trainer is {gap:.3f} nats, "
-            f"tolerance {tolerance}: the engine samples from other weights or other inputs")
+            f"tolerance {tolerance}: the engine samples from other weights or other inputs, or "
+            "(with --rollouts) at another --temperature")
 
 
 def open_run(args, policy, start, rank, world):
@@ -487,8 +489,11 @@ def open_run(args, policy, start, rank, world):
     # Deletes files that a killed run left half-written and, in a new run, older checkpoints.
     checkpoint.clean_run(args.out, start)
     device = next(policy.parameters()).device.type
-    print(f"{args.prompts} prompts x {args.group} rollouts = {args.prompts * args.group} a step on "
-          f"{world} rank{'s' if world > 1 else ''} ({device}) | K {args.frames} | format credit "
+    size = (f"{args.prompts} prompts x {args.group} rollouts = {args.prompts * args.group} a step, "
+            f"K {args.frames}")
+    if args.rollouts:
+        size = f"one update from the rollouts of {len(args.rollouts)} files"
+    print(f"{size} | {world} rank{'s' if world > 1 else ''} ({device}) | format credit "
           f"{args.format_credit} | {checkpoint.weights_line(policy)}", flush=True)
     return launch.Log(args.out, start, args)
 
@@ -703,8 +708,8 @@ def signs(history):
     for name in ("f_tau", "entropy"):
         values = [row[name] for row in history[-6:] if row[name] is not None]
         if len(values) > 1 and max(values) > 0.1 and values[-1] < max(values) / 2:
-            found[name] = (f"{name} fell from {max(values):.2f} to {values[-1]:.2f} within "
-                           f"{len(values) - 1} steps: --lr is probably too high")
+            found[name] = (f"{name} fell from {max(values):.2f} to {values[-1]:.2f} within five "
+                           "steps: --lr is probably too high")
     if (m["cut_turns"] or 0) > 0.5:
         found["cut"] = (f"{m['cut_turns']:.0%} of all turns were cut off: --max-new-tokens is too "
                         "small, or the policy does not end its turns")
@@ -804,7 +809,7 @@ def build_parser():
 def parse_args():
     parser = build_parser()
     # Presets change defaults, and flags override defaults. So presets must be known first.
-    early = parser.parse_known_args()[0]
+    early = launch.peek(parser)
     if early.preset == "toy":
         parser.set_defaults(prompts=16, steps=40, pack_tokens=4096, save_every=0, kl=0.0,
                             recompute="none", replicas=0, temperature=1.0, **rollout.toy_lengths())
@@ -817,7 +822,8 @@ def parse_args():
     if args.lr is None:  # adapters start at nothing and take larger steps
         args.lr = {"paper": (2e-6, 2e-5), "toy": (2e-4, 2e-3)}[args.preset][args.lora > 0]
     launch.at_least(1, args, "prompts", "group", "steps", "pack_tokens")
-    launch.at_least(0, args, "lr", "clip", "clip_eps", "kl", "lora", "replicas", "eval_every")
+    launch.at_least(0, args, "lr", "clip", "clip_eps", "kl", "lora", "replicas", "eval_every",
+                    "save_every", "show_every", "anchor", "gamma", "format_weight", "tool_weight")
     if args.val and not args.data:
         raise launch.UserError("--val needs --data: with --rollouts there is no engine")
     if args.minibatches < 1:

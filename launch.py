@@ -80,6 +80,11 @@ def parser(description):
                                    allow_abbrev=False)
 
 
+def peek(parser):
+    """The flags so far, for presets: they change defaults, which --help then shows."""
+    return parser.parse_known_args([a for a in sys.argv[1:] if a not in ("-h", "--help")])[0]
+
+
 def printable(text):
     """Text of a model or a data file -> the same without characters that steer a terminal."""
     bad = "\N{REPLACEMENT CHARACTER}"
@@ -375,8 +380,8 @@ def lock(out, name=".lock"):
         return
     try:
         file = open(path, "a+")
-        # A POSIX lock belongs to the process. One of flock would live on in forked children. It
-        # ends if this process closes any handle of the file, so the file is opened only once.
+        # A lock of flock would live on in forked children. A POSIX lock belongs to the process, but
+        # ends as soon as the process closes any handle of the file, so there is only one handle.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         time.sleep(0.1)  # the other run may have begun just now: let it write its name
@@ -446,9 +451,9 @@ def write_atomic(path, text):
 
 
 def at_least(least, args, *names):
-    """Raises UserError naming the first of these flags that is below `least`."""
+    """Raises UserError naming the first of these flags that is below `least` or infinite."""
     for name in names:
-        if not getattr(args, name) >= least:  # NaN fails this comparison too
+        if not least <= getattr(args, name) < float("inf"):  # NaN fails this comparison too
             flag = name.replace("_", "-")
             raise UserError(f"--{flag} must be at least {least}, got {getattr(args, name)}")
 

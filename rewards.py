@@ -44,7 +44,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Pay:
-    """The terms that a rollout is paid by. Defaults: the paper's. Fields: flags of grpo.py."""
+    """The terms that a rollout is paid by, set by flags of grpo.py. Defaults: the paper's."""
 
     answer_suffix: bool = True  # R_base pays 0.3 + 0.2 for an <answer> block; else 0.2 + 0.1
     anchor: float = 0.5  # lambda: weight of R_anchor in R_fmt

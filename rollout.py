@@ -298,7 +298,7 @@ class Episode:
     advantage: dict = field(default_factory=dict)
     timing: dict = field(default_factory=dict)  # seconds
     duration: float = None  # seconds of the video
-    notes: dict = field(default_factory=dict)  # memory of a protocol between turns; not saved
+    notes: dict = field(default_factory=dict)  # for evaluation/: first messages, memory; not saved
 
     def fail(self, status, error):
         self.status, self.error = status, error
@@ -330,10 +330,10 @@ class Sampler:
     codec: chat.Codec
     source: Source
     agent: Agent
-    pay: rewards.Pay = rewards.Pay()  # the weights of the reward's terms
+    pay: rewards.Pay = rewards.Pay()  # the terms of the reward and their weights
     threads: int = 4  # that decode
     max_live: int = None  # episodes at once; None = twice the engine's batch
-    open_context: callable = open_context  # evaluation/systems.py keeps the chat beside the ids
+    open_context: callable = open_context  # of sub-agents; evaluation/systems.py has another
     pump: Pump = None  # of the latest run
 
 
@@ -433,7 +433,7 @@ def record_turn(episode, codec, said, finish):
     start = len(episode.context.ids)
     episode.context.sampled(said.ids, said.logps)
     episode.spans.append([start, start + len(said.ids)])
-    # Rewards and credit are computed from these bytes: a tag may span several tokens.
+    # For the page, which draws token by token. Rewards read `turns`, credit the bytes of the ids.
     episode.pieces.append(chat.text_pieces(codec, said.ids))
     episode.turns.append(said.text)
     episode.finish.append(finish)
@@ -467,11 +467,11 @@ def fits(episode, agent, more):
 async def serve(records, calls, episode, sampler, turn):
     """Runs the good calls of one turn on sub-agents and fills their records, so that every call has
     exactly one response."""
-    run = admitted(records, calls, sampler.agent.max_parallel)  # indices of calls
-    specs = [window_spec(calls[i], episode.task, sampler.agent) for i in run]  # one per window
+    places = admitted(records, calls, sampler.agent.max_parallel)  # indices of calls
+    specs = [window_spec(calls[i], episode.task, sampler.agent) for i in places]  # one per window
     decoded = await decoding(specs, sampler)
     jobs = [sub_agent(records[i], specs[n], episode, sampler, turn, n, decoded[n])
-            for n, i in enumerate(run)]
+            for n, i in enumerate(places)]
     if sampler.agent.dispatch == "parallel":
         # All at once: their decoding and their tokens share the machine with every other episode.
         jobs = [asyncio.gather(*jobs)]
@@ -490,7 +490,8 @@ async def sub_agent(record, spec, episode, sampler, turn, number, decoded):
     """Asks the same weights in a fresh context that holds one window, and fills `record`.
 
     A bad window, a full context and a failed request become the call's response, as in run_episode.
-    number: of the call within its turn. decoded: Future of the window, see `decoding`.
+    number: of the call among those of its turn that run. decoded: Future of the window, see
+    `decoding`.
     """
     agent, codec, task, began = sampler.agent, sampler.codec, episode.task, time.monotonic()
     try:
@@ -754,7 +755,8 @@ class Set(argparse.Action):
             try:
                 value = type(values[0])(said) if number else known[said]
             except (KeyError, ValueError):
-                wanted = "a number" if number else ", ".join(known)
+                whole = "a whole number" if isinstance(values[0], int) else "a number"
+                wanted = whole if number else ", ".join(known)
                 raise launch.UserError(f"--set {text}: {name} takes {wanted}") from None
             setattr(namespace, name, value)
 
@@ -781,7 +783,7 @@ def add_agent_arguments(parser, tools: bool = True, more=()) -> None:
     add("--set", action=Set, const=table, nargs="+", default=argparse.SUPPRESS,
         metavar="NAME=VALUE", help="few runs change these; defaults first: " + ", ".join(shown))
 
-    # Frames must be the same in SFT, RL and evaluation: sft.py has the same names and defaults.
+    # Frames must be the same in SFT, RL and evaluation: sft.py has these flags too, except --snap.
     add = parser.add_argument_group("frames and engine").add_argument
     add("--channel", choices=["image", "video"], default="image",
         help="frames as `<t seconds>` + images, or one video item")
@@ -813,7 +815,8 @@ def agent_settings(args, data_path: str | None) -> tuple[Agent, Source]:
     if not 0 < args.engine_share < 1:
         raise launch.UserError(f"--engine-share must lie between 0 and 1, got {args.engine_share}")
     # NaN fails this comparison too.
-    if not min(agent.sub_fps, agent.sub_frames, agent.sub_max_new_tokens) > 0:
+    least = min(agent.sub_fps, agent.sub_frames, agent.sub_max_new_tokens)
+    if not least > 0 or agent.sub_fps == float("inf"):
         raise launch.UserError("--set: sub_fps, sub_frames, sub_max_new_tokens must be above 0")
     # Only eval.py has min_pixels and crop_pixels.
     least = getattr(args, "min_pixels", Source.min_pixels)
@@ -914,8 +917,8 @@ def parse_args():
     add("--show", type=int, default=0, help="print so many episodes, coloured by who wrote what")
     add_agent_arguments(parser)
     # A preset changes defaults, which yield to flags. So the preset must be known first.
-    if parser.parse_known_args()[0].preset == "toy":
-        parser.set_defaults(**toy_lengths())
+    if launch.peek(parser).preset == "toy":
+        parser.set_defaults(temperature=1.0, **toy_lengths())  # as grpo.py samples the toy
     args = parser.parse_args()
     launch.at_least(1, args, "group")
     launch.at_least(0, args, "limit")

@@ -99,7 +99,7 @@ def build_parser():
 def parse_args():
     parser = build_parser()
     # Read twice: --preset, --ckpt and --lora decide on defaults, which any flag still overrides.
-    early = parser.parse_known_args()[0]
+    early = launch.peek(parser)
     lora = checkpoint.adapter_rank(early.ckpt, early.lora)
     if early.preset == "toy":
         # A model of a million parameters from random weights: large steps, few of them, and less

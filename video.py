@@ -161,7 +161,8 @@ def crop_indices(starts, duration, start, end, num_frames=None, fps=1.0, max_fra
         whole = f"the video, which runs from 0 to {duration:g} s"
         raise ValueError(f"window {start:g}-{end:g} s holds nothing of {whole}")
     wanted = (high - low) * fps if num_frames is None else num_frames  # looks
-    n = int(min(max(math.floor(wanted + 0.5), 1), max_frames))  # round() would send 2.5 to 2
+    # round() would send 2.5 to 2. The minimum comes first, because a huge fps has no whole number.
+    n = max(math.floor(min(wanted, max_frames) + 0.5), 1)
     looks = low + (np.arange(n) + 0.5) * (high - low) / n  # [n] seconds, as in an overview
     return _on_display(starts, looks)
 

@@ -122,7 +122,8 @@ def run(sampler, tasks, protocol, frames=64, group=1):
     """rollout.run of a protocol. Training's own loop plays ParaVT as trained, if the engine takes
     ids."""
     trained = protocol == Protocol() and sampler.agent.dispatch != "turns"
-    if sampler.codec and trained:
+    # An endpoint answers messages with text, also if a checkpoint's tokenizer counts the tokens.
+    if sampler.codec and trained and not getattr(sampler.engine, "takes_messages", False):
         return rollout.run(sampler, tasks, frames, group)
     return rollout.run(replace(sampler, open_context=open_chat), tasks, frames, group,
                        play=partial(play, protocol=protocol))
@@ -411,7 +412,7 @@ def rare_settings():
     """Settings of protocols for --set, see rollout.settings."""
     return {
         # paravt: a sub-agent's summary, or the frames of the window themselves
-        "crop_reply": ("summary", "frames"),
+        "crop_reply": ("summary", "frames"),  # paravt: the answer to a call
         "force_answer": (False, True),  # paravt: an answer in few tokens after the last calls
         # Whether a frame follows its time. Protocols with other stamps keep theirs.
         "stamps": (True, False),
@@ -470,8 +471,8 @@ def faults(args):
     """-> [(whether the flags of an endpoint contradict each other, why)]."""
     return [
         (args.image_cap < 0, "--image-cap may not be negative"),
-        (not args.overview_fps >= 0 or args.total_pixels < 0,
-         "--set: overview_fps and total_pixels may not be negative"),
+        (not 0 <= args.overview_fps < float("inf") or args.total_pixels < 0,
+         "--set: overview_fps and total_pixels must be numbers of at least 0"),
         (args.engine == "openai" and not (args.base_url and args.model),
          "--engine openai needs --base-url and --model"),
         (args.workers < 1 or args.retries < 0 or not args.request_timeout > 0,
@@ -550,6 +551,28 @@ def single_braces(text):
     if not fields or not all(field.isidentifier() for field in fields):
         return text
     return text.replace("{{", "{").replace("}}", "}")
+
+
+def check_prompts(protocol, tasks, agent, num_frames):
+    """Raises UserError if the first messages of a task lack the question or an option, or hold a
+    place that is not filled. A publisher's text in another form would be sent without the question,
+    and its answers would be graded like any others."""
+    kinds = {(task["type"], bool(task.get("options"))): task for task in reversed(tasks)}
+    for task in kinds.values():  # the first task of each kind stands for all
+        messages = protocol.opening(task, num_frames, agent, "", 60.0)
+        contents = [m["content"] if isinstance(m["content"], list) else [{"text": m["content"]}]
+                    for m in messages]
+        said = "\n".join(part.get("text", "") for content in contents for part in content)
+        for text in [task["question"], *(task.get("options") or [])]:
+            if text not in said:
+                raise launch.UserError(f"the first prompt of task {task['id']} does not hold "
+                                       f"{text[:60]!r}; --protocols lists the places that are "
+                                       "filled in a text of --prompt-file or --user-file")
+            said = said.replace(text, "")  # a task's own text may hold braces
+        # \boxed{answer} is no place.
+        if place := re.search(r"(?<!\w)\{[A-Za-z_]\w*\}", said):
+            raise launch.UserError(f"the first prompt of task {task['id']} ({task['type']}) holds "
+                                   f"{place[0]}, which no part of the task fills")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -831,7 +854,7 @@ def paravt_text(tools, frames, timed):
 
 def crop_schema(frames, path):
     """Training's schema. frames: calls return frames. path: a call names the video."""
-    schema = rollout.tool_schema()
+    schema = rollout.tool_schema()[:1]  # crop_video, whichever tools training adds
     function = schema[0]["function"]
     arguments = function["parameters"]
     if frames:
@@ -1362,6 +1385,7 @@ class OpenAIEngine:
     """Any OpenAI-compatible chat endpoint, as an engine of rollout.py. For evaluation only, because
     endpoints return text without ids and log-probs."""
 
+    takes_messages = True  # a request needs messages, ids are not sent
     base_url: object  # http://127.0.0.1:8000/v1, or a list: the least busy is asked
     model_name: str
     key_variable: str = None  # environment variable of the key, which is never printed or stored

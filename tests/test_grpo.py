@@ -969,13 +969,17 @@ def read_rollouts(folder):
     return [json.loads(line) for name in names for line in name.read_text().splitlines()]
 
 
-def test_recorded_rollouts_of_a_step_give_the_step_again(run_grpo, toy, varied_rewards, base):
+def test_recorded_rollouts_of_a_step_give_the_step_again(run_grpo, toy, varied_rewards, base,
+                                                         capsys):
     """The JSONL is enough to train on: engine, frames and rewards are not needed again."""
     live, m, folder = run_grpo("--data", toy / "rl.jsonl", "--steps", 1, "--frames", 4, *LIVE,
                                out="live")
     assert m["skipped_update"] == 0 and m["gap"] < 1e-4 and m["grad_norm"] > 0
     files = sorted((folder / "rollouts").iterdir())
+    capsys.readouterr()
     again, n, _ = run_grpo("--rollouts", *files, out="again")
+    printed = capsys.readouterr().out
+    assert "one update from the rollouts of 1 files |" in printed and "engine" not in printed
     assert moved(live, base).abs().max() > 1e-4
     assert (moved(live, base) - moved(again, base)).abs().max() < 1e-6
     assert (n["grad_norm"], n["tokens"]) == (pytest.approx(m["grad_norm"], rel=1e-5), m["tokens"])
@@ -1158,6 +1162,14 @@ def test_vanilla_sets_exactly_its_flags_and_explicit_flags_win(monkeypatch):
     assert mixed["tool_weight"] == 1.0  # every released recipe pays for calls
 
 
+def test_help_shows_the_defaults_of_the_preset(monkeypatch, capsys):
+    for flags, wanted in (((), "(default: 32)"), (("--preset", "toy"), "(default: 16)")):
+        with pytest.raises(SystemExit):
+            parse(monkeypatch, *flags, "--help")
+        shown = " ".join(capsys.readouterr().out.split())
+        assert f"prompts per step, over all ranks {wanted}" in shown
+
+
 def test_defaults_are_the_recipe_and_the_toy_preset_yields_to_flags(monkeypatch):
     p = parse(monkeypatch)
     wanted = dict(group=8, clip_eps=0.2, kl=0.01, lr=2e-6, clip=1.0, temperature=0.7,
@@ -1178,6 +1190,10 @@ def test_defaults_are_the_recipe_and_the_toy_preset_yields_to_flags(monkeypatch)
     (("--frames", 0), "--frames"), (("--frames", "many"), "--frames"),
     (("--lr", -1), "--lr"), (("--kl", -1), "--kl"), (("--clip", -1), "--clip"),
     (("--clip-eps", -1), "--clip-eps"),
+    (("--anchor", "nan"), "--anchor"), (("--tool-reward", "nan"), "--tool"),
+    (("--format-weight", "inf"), "--format-weight"), (("--set", "gamma=nan"), "gamma"),
+    (("--set", "sub_fps=inf"), "sub_fps"), (("--save-every", -1), "--save-every"),
+    (("--eval-every", -1), "--eval-every"), (("--val", "gone.jsonl"), "gone.jsonl"),
     (("--format-credit", "some"), "--format-credit"), (("--ckpt", "nowhere"), "nowhere"),
     (("--data", "nothing.jsonl"), "nothing.jsonl"), (("--rollouts", "none.jsonl"), "none.jsonl"),
     (("--video-root", "nofolder"), "nofolder"),

@@ -6,6 +6,7 @@ what it gets back, when it has to answer, what is graded. With ids (the engines 
 without (an endpoint that takes messages).
 """
 import json
+import os
 import random
 import sys
 from dataclasses import replace
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from conftest import run_script
 from scripted import Server
 
 import chat
@@ -167,6 +169,46 @@ def test_protocols_are_told(monkeypatch, capsys, tmp_path):
     evaluation.main()
     told = capsys.readouterr().out
     assert "Mine." in told and "the publisher's" in told and told.count("\n== ") == 1
+
+
+def test_an_endpoint_beside_a_checkpoint_is_sent_messages(toy, tmp_path):
+    """--ckpt only counts tokens there: the endpoint has no use for ids."""
+    with Server("<answer>B</answer>") as server:
+        done = run_script("eval.py", "--preset", "toy", "--engine", "openai", "--base-url",
+                          server.url, "--model", "m", "--ckpt", toy / "init", "--data",
+                          toy / "eval.jsonl", "--limit", 1, "--frames", 2, "--tools", "on",
+                          "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert server.asked and server.asked[0]["messages"][0]["role"] == "system"
+
+
+def test_a_tool_that_training_adds_is_not_offered_to_other_systems(monkeypatch):
+    tools = rollout.tool_schema()
+    monkeypatch.setattr(rollout, "tool_schema", lambda: json.loads(json.dumps([*tools, *tools])))
+    assert len(systems.crop_schema(True, True)) == 1
+
+
+@pytest.mark.parametrize("file, text, wanted", [
+    ("time.py:PROMPT[r1]", "PROMPT = {'r1': 'Question: {}\\n{}'}", "does not hold 'What"),
+    ("t.txt", "Question: {question}", "does not hold"),  # no options
+    ("t.txt", "{question} {options} Answer {type_fix}.", "holds {type_fix}"),
+    ("t.txt", "{question} {options} Put it in \\boxed{answer}, as {\"a\": {}}.", None)])
+def test_a_publishers_text_without_the_question_is_refused(toy, tmp_path, file, text, wanted):
+    """Sent, it would get answers to no question, and a headline."""
+    (tmp_path / file.partition(":")[0]).write_text(text)
+    task = {"id": "q", "video": "videos/" + os.listdir(toy / "videos")[0], "type": "mcq",
+            "question": "What {place} is it?", "options": ["Fire", "Rain"], "answer": "B"}
+    (tmp_path / "d.jsonl").write_text(json.dumps(task) + "\n")
+    with Server("<answer>B</answer>") as server:
+        done = run_script("eval.py", "--engine", "openai", "--base-url", server.url, "--model", "m",
+                          "--data", tmp_path / "d.jsonl", "--video-root", toy, "--frames", 2,
+                          "--protocol", "time-r1", "--prompt-file", tmp_path / file,
+                          "--out", tmp_path / "out")
+    if wanted:
+        assert done.returncode == 2 and wanted in done.stderr and not server.asked
+        assert done.stderr.count("\n") == 1
+    else:
+        assert done.returncode == 0 and "Rain" in json.dumps(server.asked), done.stderr
 
 
 def test_a_user_turn_may_be_the_publishers_own(play, tmp_path):

@@ -264,6 +264,7 @@ def test_each_knob_changes_what_it_names():
 
     assert [count(), count(fps=2), count(fps=0.5)] == [8, 16, 4]
     assert [count(fps=8, max_frames=n) for n in (1, 5, 64)] == [1, 5, 64]
+    assert [count(fps=fps, max_frames=5) for fps in (1e308, float("inf"))] == [5, 5]
     # still capped by max_frames
     assert [count(num_frames=n) for n in (-1, 0, 1, 3, 16, 99)] == [1, 1, 1, 3, 16, 16]
     for wrong in ({"fps": 0}, {"fps": math.nan}, {"max_frames": 0}):
