@@ -365,9 +365,9 @@ def followed(path: str) -> str:
 
 
 def find_config(path):
-    """A checkpoint folder, or the run folder that holds one under `last` -> the folder with the
-    config.json, if that is the configuration of a model that this code trains: the one check for
-    all scripts, and for tools/plan.py. Raises UserError."""
+    """A checkpoint folder, or the run folder that holds one under `last` -> the folder that holds
+    config.json. Raises UserError for a model that this code does not train. All scripts and
+    tools/plan.py use this check."""
     folder = with_config(path)
     if folder is None:
         raise launch.UserError(f"checkpoint {path}: no config.json here nor in {path}/last; give a "

@@ -690,9 +690,9 @@ def in_english(text):
 
 
 def lists_on(text, letter, texts):
-    """Whether `text`, which follows the label of an option, goes on as the list of options does:
-    the option's text, the next label and text, and another label or the end. texts: normalised,
-    [] if not known."""
+    """`text` follows the label of an option. -> whether the list of options goes on in it: the
+    option's text, the next label and text, and another label or the end. texts: normalised, [] if
+    not known."""
     at, following = ord(letter) - ord("A"), [chr(ord(letter) + step) for step in (1, 2)]
     if not texts:  # one label may be part of a sentence; A, B and C on one line are a list
         labels = re.findall(r" [(\[]?([A-Z])[)\].:]+ ", text[:2000].partition("\n")[0])
@@ -764,10 +764,10 @@ def own_line(line, letters, texts):
 def extract_letter(response, options):
     """The option letter that a response settles on, or None. Never sees the gold answer. options:
     texts, labelled ("A. ..", "(A) ..") or bare; without options A to J are allowed. The first step
-    that names a letter decides: the last "answer is X"; a letter or an option alone on a line, or a
-    letter that leads; the only capital that stands as a letter; the text of one option. No answer:
-    two letters in one step, a letter that no option has, a label that contradicts its text, a list
-    of the options."""
+    that names a letter decides: 1. the last "answer is X"; 2. a letter or an option alone on a
+    line, or a letter that leads; 3. the only capital that stands as a letter; 4. the text of one
+    option. No answer: two letters in one step, a letter that no option has, a label that
+    contradicts its text, a list of the options."""
     letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[: len(options) if options else 10]
     lines = [tidied(line) for line in answer_lines(response)] or [""]
     # Keep the line breaks: joined by spaces, the A before "The oven .." would read as an article.

@@ -21,10 +21,10 @@ A long video takes minutes. If an answer takes longer than FrameCache.timeout, t
 encode the file anew, or allow more time.
 
 Refused with a VideoError: playlists, text and raw streams (FORMATS lists the rest); a clock that
-jumps, as in files joined with cat, or that stands still for 9 frames, as in copies of such files;
-first frames without any time, as in Matroska written with -avoid_negative_ts disabled;
-MPEG-TS, MPEG-PS and Ogg with 10 s without a frame, which ffmpeg takes for a jump; frames turned by
-another angle than 90, 180 or 270 degrees, or above MAX_PIXELS. A decoder process may use MAX_MEMORY
+jumps (files joined with cat), or that stands still for 9 frames (copies of such files); first
+frames without any time (Matroska written with -avoid_negative_ts disabled); MPEG-TS, MPEG-PS and
+Ogg with 10 s without a frame, which ffmpeg takes for a jump; frames turned by another angle than
+90, 180 or 270 degrees, or above MAX_PIXELS. A decoder process may use MAX_MEMORY
 (an hour of 4K HEVC took 0.5 GiB). Without a timeout this process decodes, and has no such bound.
 Not handled: non-square pixels; cover art (a video of one frame); wrong times, if none is missing
 and the first 8 frames are in order; of MP4 and FLV files joined with cat, only the first is seen.
@@ -358,8 +358,8 @@ def _open(path):
     """Path -> its table: starts [N] seconds, duration, height, width, ticks [N], key_ticks.
 
     Starts are strictly increasing, the first is 0.0. Ticks are the same times in the stream's own
-    unit and clock. key_ticks are those of the key frames, at which a seek can land, with key frames
-    that an edit list hides from the starts. Raises VideoError.
+    unit and clock. key_ticks are those of the key frames, at which a seek can land. They include
+    key frames that an edit list hides; starts do not. Raises VideoError.
     """
     size = _identity(path)[1]  # bytes
     try:
