@@ -618,11 +618,13 @@ def episode_row(e, labels):
 
 
 def mean(values):
+    """Mean of numbers, None if there are none."""
     values = list(values)
     return sum(values) / len(values) if values else None
 
 
 def average(rows, name):
+    """Mean of a column over the rows that have a value, None if none has."""
     return mean(float(row[name]) for row in rows if row[name] is not None)
 
 
@@ -722,6 +724,7 @@ def signs(history):
 
 
 def number(value, form=".2f"):
+    """A number for the terminal, "-" for None."""
     return "-" if value is None else format(value, form)
 
 

@@ -486,6 +486,7 @@ class Log:
                                     resume="allow", config=vars(args), dir=out)
 
     def write(self, record, line):
+        """Adds a row to log.jsonl and to --wandb, and prints `line`."""
         self.rows.append(record)
         self.file.write(json.dumps(record) + "\n")
         self.file.flush()

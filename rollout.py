@@ -301,12 +301,15 @@ class Episode:
     notes: dict = field(default_factory=dict)  # for evaluation/: first messages, memory; not saved
 
     def fail(self, status, error):
+        """Records how the episode ended, if not well."""
         self.status, self.error = status, error
 
     def executed(self):
+        """Number of calls that were run."""
         return sum(c["status"] == "ok" for c in self.calls)
 
     def parseable(self):
+        """Number of calls that could be read."""
         return sum(c["parseable"] for c in self.calls)
 
     @staticmethod
@@ -965,6 +968,7 @@ def main():
 
 
 def summary_line(rows, seconds):
+    """Records, seconds that they took -> one line for the terminal."""
     n = len(rows)
     # Failed episodes stay in every denominator: leaving them out would flatter a run.
     mean = {k: sum(row["reward"][k] for row in rows) / n for k in ("total", "acc", "fmt", "tool")}

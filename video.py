@@ -618,6 +618,7 @@ class ChildDecoder:
                 raise
 
     def close(self):
+        """Ends the child. The next request starts another."""
         if self.process is not None:
             self.process.kill()  # terminate would need a handler, and C code never runs one
             self.process.wait()  # or the child stays a zombie until this process ends
