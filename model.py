@@ -564,6 +564,14 @@ def compiled_flex():
     return compiled_flex.function
 
 
+class PatchEmbedding(torch.nn.Conv3d):
+    """The tower's patch embedding as a matrix product. Kernel and stride are one whole patch, so
+    the convolution is a linear layer. Some GPUs have no fast kernel for it in bf16."""
+
+    def forward(self, patches):  # [n, 3, temporal, patch, patch] -> [n, width]
+        return F.linear(patches.flatten(1), self.weight.flatten(1), self.bias)
+
+
 def frames_attention(module, query, key, value, attention_mask=None, scaling=None,
                      cu_seq_lens_q=None, max_length_q=None, **_):  # fmt: skip
     """The tower's attention: each frame attends to itself. query [1, heads, L, d] -> ([1, L, heads,
@@ -599,6 +607,7 @@ def as_policy(hf, codec: chat.Codec, device: torch.device, recompute: str) -> Po
     hf.model.language_model.config._attn_implementation = "packed"
     # Only to a name that holds "flash" does transformers hand over all frames at once.
     hf.model.visual.config._attn_implementation = "frames_as_flash"
+    hf.model.visual.patch_embed.proj.__class__ = PatchEmbedding  # names and shapes stay
     hf.model.visual.requires_grad_(False)
     hf.model.visual.to(compute_dtype(device))
     if recompute == "full":

@@ -9,6 +9,7 @@ this file is the worker of the two-rank tests.
 import dataclasses
 import os
 import sys
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -218,6 +219,24 @@ def test_frames_of_several_sizes_are_no_batch_for_the_tower(policy, codec, album
     with pytest.raises(ValueError, match="one size"):
         policy.hf.model.visual(torch.cat([p for p, _ in pieces]),
                                grid_thw=torch.cat([g for _, g in pieces]))
+
+
+def test_the_patch_embedding_is_a_linear_layer(policy, codec, album):
+    """The tower's output is transformers' own, and no convolution runs."""
+    ours = policy.hf.model.visual
+    theirs = deepcopy(ours)
+    theirs.patch_embed.proj.__class__ = torch.nn.Conv3d
+    patches, grid = model.patchify(codec, album.load(album.item(1).spec).images)
+    found = []
+    for tower in (ours, theirs):
+        with torch.no_grad(), torch.profiler.profile() as seen:
+            out = tower(patches, grid_thw=grid)
+        found.append(torch.cat([out.pooler_output, *out.deepstack_features], 1))
+        convolves = any(e.key == "aten::conv3d" for e in seen.key_averages())
+        assert convolves == (tower is theirs)
+    assert (found[0] - found[1]).abs().max() < 1e-5 < found[0].abs().max()
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    assert ours.patch_embed.proj.weight.shape == (ours.config.hidden_size, 3, 2, 16, 16)
 
 
 @pytest.mark.parametrize("each_codec", ["image", "video"], indirect=True)
