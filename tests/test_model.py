@@ -25,6 +25,7 @@ from reference import forward, generate
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import chat
 import checkpoint
+import grpo
 import launch
 import model
 import sft
@@ -560,6 +561,22 @@ def test_sampling_never_writes_vision_or_turn_starts_and_stops_at_the_turn_end(p
         weight[codec.banned[0]], weight[codec.eos] = 0.2, 0.1
     ((sampled, logps),) = generate(policy, codec, None, [(ids, [])], [5], [0.0], [0])
     assert sampled == [codec.eos] and logps[0] > -0.1
+
+
+@pytest.mark.parametrize("prompt, response, at_one_context", [
+    (31420, 600, 3.6), (31420, 1348, 6.2), (24576, 3000, 2.5)])
+def test_a_group_with_a_long_prompt_is_one_pack(prompt, response, at_one_context):
+    """By the default of --pack-tokens. At one context, parts of the group compute the prompt
+    again."""
+    tree = Tree(Span(range(prompt), []), [], [Span(range(response), [])] * 8)
+    flags = grpo.build_parser().parse_args(["--ckpt", "c"])
+    assert prompt + response <= flags.context < len(tree)
+
+    def packed(budget):
+        return sum(len(t) for pack in model.fill_packs([tree], budget) for t in pack) / len(tree)
+
+    assert packed(flags.pack_tokens) == 1.0
+    assert packed(flags.context) == pytest.approx(at_one_context, abs=0.05)
 
 
 # ------------------------------------------------------------------------------------------------
