@@ -775,7 +775,8 @@ def build_parser():
     add("--group", type=int, default=8, help="rollouts per prompt (G)")
     add("--frames", type=rollout.frames_argument, default="gated",
         help="overview frames K; 'gated': K ~ U{4,8,16,32,64}")
-    add("--pack-tokens", type=int, default=32768, help="tokens per pack (one forward)")
+    # Above one context: else a group with a long prompt is split, and each part computes it again.
+    add("--pack-tokens", type=int, default=49152, help="tokens per pack (one forward)")
     add = parser.add_argument_group("reward and credit").add_argument
     add("--format-weight", type=float, default=1.0, help="w_fmt")
     add("--format-credit", choices=["struct", "sequence", "none"], default="struct",

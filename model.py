@@ -38,29 +38,31 @@ import chat
 # 1. Frames -> vision features
 
 
-def patchify(codec: chat.Codec, images: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """uint8 frames [T, H, W, 3] -> (patches [T' gh gw, 3 temporal patch^2] fp32, grid [1, 3]).
+def patchify(codec: chat.Codec, images: np.ndarray,
+             device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+    """uint8 frames [T, H, W, 3] -> (patches [T' gh gw, 3 temporal patch^2] fp32 on the device, grid
+    [1, 3] in host memory).
 
     The order of patches is the processor's: merge x merge neighbours are consecutive. All frames
     form one grid here. The processor makes one grid per image, and the tower loops over grids on
     the host.
     """
-    t, height, width, _ = images.shape  # [T, H, W, 3]
-    x = torch.from_numpy(np.array(images)).permute(0, 3, 1, 2).float() / 255.0  # [T, 3, H, W]
-    x = (x - torch.tensor(codec.mean)[:, None, None]) / torch.tensor(codec.std)[:, None, None]
-    if codec.channel == "image":
-        # An image fills the temporal patch by repetition.
-        x = x[:, None].expand(t, codec.temporal, 3, height, width)  # [T' = T, temporal, 3, H, W]
-    else:
-        # An odd count of frames repeats the last one, as the processor does.
-        x = torch.cat([x, x[-1:].expand(-t % codec.temporal, 3, height, width)])
-        x = x.reshape(-1, codec.temporal, 3, height, width)  # [T', temporal, 3, H, W]
-    n, p, m = x.shape[0], codec.patch, codec.merge
-    gh, gw = height // p, width // p  # patches in a column, in a row
+    pair = 1 if codec.channel == "image" else codec.temporal  # frames that a patch spans
+    # The bytes travel: they are a quarter of the fp32 numbers, and cutting them is the GPU's work.
+    x = to_device(torch.from_numpy(np.array(images)), device)
+    # An odd count of frames repeats the last one, as the processor does.
+    x = torch.cat([x, x[-1:].expand(-len(x) % pair, -1, -1, -1)])  # [T' pair, H, W, 3]
+    p, m = codec.patch, codec.merge
+    # patches over time, in a column, in a row
+    n, gh, gw = len(x) // pair, x.shape[1] // p, x.shape[2] // p
     # Split both sides into (squares, patches in a square, pixels in a patch). Then the order of the
     # rows is (time, square, patch in the square) and of a row's numbers (colour, time, pixels).
-    x = x.reshape(n, codec.temporal, 3, gh // m, m, p, gw // m, m, p)
-    x = x.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(n * gh * gw, -1)
+    x = x.reshape(n, pair, gh // m, m, p, gw // m, m, p, 3).permute(0, 2, 5, 3, 6, 8, 1, 4, 7)
+    x = x.reshape(n * gh * gw, 3, pair * p * p).float()
+    mean, std = (to_device(torch.tensor(v)[:, None], device) for v in (codec.mean, codec.std))
+    x = x.div_(255.0).sub_(mean).div_(std)
+    # An image fills the temporal patch by repetition.
+    x = x.unflatten(2, (pair, -1)).expand(-1, -1, codec.temporal, -1).flatten(1)
     return x, torch.tensor([[n, gh, gw]])
 
 
@@ -92,8 +94,8 @@ class VisionFeatures:
             raise ValueError(f"{item.spec['video']}: the file changed since its prompt was built")
         weight = next(self.visual.parameters())  # tells the tower's device and dtype
         # A tower call costs tens of milliseconds, so a group of 8 rollouts pays for one.
-        patches, grid = patchify(self.codec, frames.images)
-        out = self.visual(patches.to(weight.device, weight.dtype), grid_thw=grid.to(weight.device))
+        patches, grid = patchify(self.codec, frames.images, weight.device)
+        out = self.visual(patches.to(weight.dtype), grid_thw=to_device(grid, weight.device))
         features = torch.stack([out.pooler_output, *out.deepstack_features], 1)  # [V, 1 + D, H]
         self.cache[item.key] = features
         self.computed += 1
@@ -288,7 +290,7 @@ def even_packs(codec, packs):
 def to_device(tensor, device):
     """Copies a tensor from host memory to the device."""
     # From pinned memory the copy waits in the GPU's queue, and the host goes on at once.
-    if device.type == "cuda":
+    if torch.device(device).type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
@@ -564,6 +566,14 @@ def compiled_flex():
     return compiled_flex.function
 
 
+class PatchEmbedding(torch.nn.Conv3d):
+    """The tower's patch embedding as a matrix product. Kernel and stride are one whole patch, so
+    the convolution is a linear layer. Some GPUs have no fast kernel for it in bf16."""
+
+    def forward(self, patches):  # [n, 3, temporal, patch, patch] -> [n, width]
+        return F.linear(patches.flatten(1), self.weight.flatten(1), self.bias)
+
+
 def frames_attention(module, query, key, value, attention_mask=None, scaling=None,
                      cu_seq_lens_q=None, max_length_q=None, **_):  # fmt: skip
     """The tower's attention: each frame attends to itself. query [1, heads, L, d] -> ([1, L, heads,
@@ -599,6 +609,7 @@ def as_policy(hf, codec: chat.Codec, device: torch.device, recompute: str) -> Po
     hf.model.language_model.config._attn_implementation = "packed"
     # Only to a name that holds "flash" does transformers hand over all frames at once.
     hf.model.visual.config._attn_implementation = "frames_as_flash"
+    hf.model.visual.patch_embed.proj.__class__ = PatchEmbedding  # names and shapes stay
     hf.model.visual.requires_grad_(False)
     hf.model.visual.to(compute_dtype(device))
     if recompute == "full":

@@ -9,6 +9,7 @@ this file is the worker of the two-rank tests.
 import dataclasses
 import os
 import sys
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ from reference import forward, generate
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import chat
 import checkpoint
+import grpo
 import launch
 import model
 import sft
@@ -220,6 +222,24 @@ def test_frames_of_several_sizes_are_no_batch_for_the_tower(policy, codec, album
                                grid_thw=torch.cat([g for _, g in pieces]))
 
 
+def test_the_patch_embedding_is_a_linear_layer(policy, codec, album):
+    """The tower's output is transformers' own, and no convolution runs."""
+    ours = policy.hf.model.visual
+    theirs = deepcopy(ours)
+    theirs.patch_embed.proj.__class__ = torch.nn.Conv3d
+    patches, grid = model.patchify(codec, album.load(album.item(1).spec).images)
+    found = []
+    for tower in (ours, theirs):
+        with torch.no_grad(), torch.profiler.profile() as seen:
+            out = tower(patches, grid_thw=grid)
+        found.append(torch.cat([out.pooler_output, *out.deepstack_features], 1))
+        convolves = any(e.key == "aten::conv3d" for e in seen.key_averages())
+        assert convolves == (tower is theirs)
+    assert (found[0] - found[1]).abs().max() < 1e-5 < found[0].abs().max()
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    assert ours.patch_embed.proj.weight.shape == (ours.config.hidden_size, 3, 2, 16, 16)
+
+
 @pytest.mark.parametrize("each_codec", ["image", "video"], indirect=True)
 def test_plain_transformers_gives_the_same_log_probs(lively, each_codec, album):
     """The outside oracle: ids, pixels, positions and forward are all transformers' own, called as
@@ -405,7 +425,7 @@ def test_patches_equal_the_processors_pixel_values(codec, video_codec, album, fr
         images=[torch.from_numpy(x).permute(2, 0, 1) for x in images], return_tensors="pt")
     n, *sides = grid[0].tolist()  # one grid of n images
     assert [[1, *sides]] * n == theirs["image_grid_thw"].tolist()
-    assert torch.allclose(ours, theirs["pixel_values"], atol=1e-5)
+    assert torch.allclose(ours, theirs["pixel_values"], rtol=0, atol=1e-6)
     ours, grid = model.patchify(video_codec, images)
     theirs = codec.processor.video_processor(
         videos=[torch.from_numpy(images).permute(0, 3, 1, 2)],
@@ -413,7 +433,7 @@ def test_patches_equal_the_processors_pixel_values(codec, video_codec, album, fr
         image_mean=codec.mean, image_std=codec.std,  # one pair of numbers for both
         return_tensors="pt")
     assert grid.tolist() == theirs["video_grid_thw"].tolist()
-    assert torch.allclose(ours, theirs["pixel_values_videos"], atol=1e-5)
+    assert torch.allclose(ours, theirs["pixel_values_videos"], rtol=0, atol=1e-6)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -541,6 +561,22 @@ def test_sampling_never_writes_vision_or_turn_starts_and_stops_at_the_turn_end(p
         weight[codec.banned[0]], weight[codec.eos] = 0.2, 0.1
     ((sampled, logps),) = generate(policy, codec, None, [(ids, [])], [5], [0.0], [0])
     assert sampled == [codec.eos] and logps[0] > -0.1
+
+
+@pytest.mark.parametrize("prompt, response, at_one_context", [
+    (31420, 600, 3.6), (31420, 1348, 6.2), (24576, 3000, 2.5)])
+def test_a_group_with_a_long_prompt_is_one_pack(prompt, response, at_one_context):
+    """By the default of --pack-tokens. At one context, parts of the group compute the prompt
+    again."""
+    tree = Tree(Span(range(prompt), []), [], [Span(range(response), [])] * 8)
+    flags = grpo.build_parser().parse_args(["--ckpt", "c"])
+    assert prompt + response <= flags.context < len(tree)
+
+    def packed(budget):
+        return sum(len(t) for pack in model.fill_packs([tree], budget) for t in pack) / len(tree)
+
+    assert packed(flags.pack_tokens) == 1.0
+    assert packed(flags.context) == pytest.approx(at_one_context, abs=0.05)
 
 
 # ------------------------------------------------------------------------------------------------

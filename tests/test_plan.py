@@ -13,6 +13,7 @@ import torch
 from conftest import ROOT, run_script
 
 import checkpoint
+import grpo
 import launch
 import model
 from tools import plan
@@ -160,8 +161,10 @@ def test_the_largest_pack_is_the_largest_that_fits():
 
 
 def test_the_papers_node_holds_the_8b_recipe():
-    """8 x 80 GB, 32k context, packs of 32k: what the README's multi-GPU lines assume."""
-    text, fits = plan.plan_text(plan.read_config("8B"), 8, 80.0, 32768, 32768)
+    """8 x 80 GB, 32k context, packs of 48k: what the README's multi-GPU lines assume."""
+    pack = grpo.build_parser().parse_args(["--ckpt", "c"]).pack_tokens
+    text, fits = plan.plan_text(plan.read_config("8B"), 8, 80.0, 32768, pack)
+    assert f"(--pack-tokens {pack})" in text
     assert fits and "\nfits (limit" in text and "8.19 B trained" in text
     assert not plan.plan_text(plan.read_config("32B"), 8, 80.0, 32768, 32768)[1]
 
@@ -170,7 +173,8 @@ def test_the_papers_node_holds_the_8b_recipe():
     ((), "fits (limit 75.2"), (("--gpu-gb", 40), "does not fit while"),
     (("--gpus", 1), "does not fit while"),
     (("--pack-tokens", 100_000), "does not fit while: top layer"),
-    (("--context", 200_000), "NOT ONE"), (("--recompute", "none"), "does not fit while: top layer"),
+    (("--context", 200_000), "NOT ONE"), (("--context", 100_000), "does not fit while: top layer"),
+    (("--recompute", "none"), "does not fit while: top layer"),
     (("--replicas", 8), "does not fit while"), (("--engine-share", 0), "fits"),
     (("--engine-share", 0.2), "NOT ONE"),
     (("--gpus", 2, "--kl", 0, "--recompute", "full"), "does not fit"),
@@ -183,6 +187,22 @@ def test_command_line_says_what_fits_and_each_flag_counts(monkeypatch, capsys, f
     assert says in out
     assert stop.value.code == (0 if "does not" not in says and "NOT" not in says else 1)
     assert ("vLLM" in out) == (flags != ("--engine-share", 0))
+
+
+@pytest.mark.parametrize("card, gpu_gb", [("NVIDIA H100", 80), ("NVIDIA RTX 4090", 24)])
+def test_the_step_of_the_engine_is_vllms_default(monkeypatch, card, gpu_gb):
+    """vLLM sets aside the activations of one full step, so fewer tokens fit into the KV cache."""
+    launch.import_shim()
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+    from vllm.usage.usage_lib import UsageContext
+
+    kind = type(current_platform)
+    monkeypatch.setattr(kind, "get_device_total_memory", lambda *_: gpu_gb * 10**9)
+    monkeypatch.setattr(kind, "get_device_name", lambda *_: card)
+    monkeypatch.setattr(kind, "is_cpu", lambda _: False)
+    steps, _ = EngineArgs.get_batch_defaults(1)
+    assert steps[UsageContext.LLM_CLASS] == plan.engine_batch(gpu_gb)
 
 
 def test_the_readme_shows_what_the_command_prints(monkeypatch, capsys):
