@@ -141,6 +141,9 @@ def start_process_group(patience=1800.0):
     patience: see beat. A collective waits a minute longer, so that beat prints its stacks first."""
     from datetime import timedelta
 
+    # Segments that grow fragment less, since packs differ in length. torch reads this at its first
+    # allocation. vLLM 0.32 turns the option off around its own pool, which cannot use it.
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     import torch
     import torch.distributed as dist
 
