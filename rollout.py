@@ -331,7 +331,7 @@ class Sampler:
     source: Source
     agent: Agent
     pay: rewards.Pay = rewards.Pay()  # the weights of the reward's terms
-    threads: int = 4  # that decode
+    threads: int = field(default_factory=video.decode_threads)  # that decode
     max_live: int = None  # episodes at once; None = twice the engine's batch
     open_context: callable = open_context  # evaluation/systems.py keeps the chat beside the ids
     pump: Pump = None  # of the latest run

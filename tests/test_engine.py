@@ -9,7 +9,10 @@ import ctypes
 import functools
 import json
 import os
+import threading
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -25,6 +28,7 @@ from scripted import ANSWER, Scripted, call, calls, is_sub, play, play_one
 import chat
 import checkpoint
 import engine as engine_module
+import grpo
 import model
 import rollout
 import video
@@ -145,6 +149,70 @@ def test_no_more_than_max_live_episodes_are_open(limit, codec):
 
     asyncio.run(all_of_them())
     assert most == limit and sorted(finished) == [(n, "red") for n in range(8)]
+
+
+# ------------------------------------------------------------------------------------------------
+# Decoders
+
+
+@pytest.mark.parametrize("cores, ranks, wanted", [
+    (2, 1, 2), (2, 8, 2), (16, 1, 15), (16, 8, 2), (64, 1, 32), (64, 8, 7), (192, 1, 32),
+    (192, 8, 23)])
+def test_a_rank_decodes_on_its_share_of_the_cores(monkeypatch, codec, cores, ranks, wanted):
+    """A constant would starve large machines, and flood small ones that many ranks share."""
+    monkeypatch.setenv("WORLD_SIZE", str(2 * ranks))  # on two such machines
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    flags = SimpleNamespace(frame_cache_gb=1, frame_cache_dir=None, frame_cache_dir_gb=1)
+    assert video.frame_cache(flags).workers == wanted
+    assert rollout.Sampler(None, codec, None, HOT).threads == wanted
+
+
+def test_a_set_of_frames_takes_the_decoders_that_are_idle(toy, monkeypatch):
+    """Many decoders for one look, one each for many looks: frames are the same."""
+    path = str(toy / "videos" / "rl-0000.mp4")
+    plain, cache = video.FrameCache(), video.FrameCache(workers=6)
+    real, asked, gate = cache._ask, [], threading.Event()
+
+    def ask(request):
+        if len(request) > 1:  # not the table of times
+            asked.append(request)
+            assert gate.wait(20)
+        return real(request)
+
+    monkeypatch.setattr(cache, "_ask", ask)
+    cache.index(path)
+    with ThreadPoolExecutor(3) as pool:
+        looks = {}
+        for k, busy in ((32, 4), (40, 6), (24, 7)):  # 4 of 6 decoders, the other 2, one too many
+            looks[k] = pool.submit(video.overview, path, k, cache=cache)
+            while cache._busy < busy:
+                time.sleep(0.001)
+        gate.set()
+        for k, look in looks.items():
+            wanted = video.overview(path, k, cache=plain)
+            assert np.array_equal(look.result(20).images, wanted.images)
+    assert len(asked) == 7 and cache._busy == 0
+
+
+def test_the_next_overviews_are_decoded_while_no_decode_of_this_step_waits():
+    args = SimpleNamespace(frames=4, seed=0)
+    source = SimpleNamespace(overview_spec=lambda task, k: (task["id"], k), load=None)
+    for begin in ("idle", "over"):
+        loaded, over = [], threading.Event()
+        source.load = loaded.append
+        sampler = SimpleNamespace(pump=None)  # the run has not begun
+        with ThreadPoolExecutor(2) as pool:
+            grpo.look_ahead(pool, source, [{"id": n} for n in range(3)], 5, args, sampler, over)
+            time.sleep(0.1)
+            sampler.pump = SimpleNamespace(loading=1)
+            time.sleep(0.1)
+            assert not loaded
+            if begin == "idle":
+                sampler.pump.loading = 0
+            else:  # also if an error has left pending decodes
+                over.set()
+        assert sorted(loaded) == [(0, 4), (1, 4), (2, 4)]
 
 
 # ------------------------------------------------------------------------------------------------
