@@ -268,10 +268,11 @@ class VllmEngine:
         # The KV cache comes last: loading needs the memory that the cache then takes.
         if self.sleeping:
             self.llm.wake_up(tags=["weights"])
-            self.llm.apply_model(zero_deepstack)
+            self.llm.collective_rpc(zero_discarded, args=(("weights", "workspace"),))
         self.sync(weights)
         if self.sleeping:
             self.llm.wake_up(tags=["kv_cache"])
+            self.llm.collective_rpc(zero_discarded, args=(("kv_cache",),))
 
     def sync(self, weights) -> None:
         """Loads new weights and drops every cache that the old ones made. weights: iterator of
@@ -287,6 +288,9 @@ class VllmEngine:
     def close(self) -> None:
         """Stops the engine. Call this while the process group lives: vLLM's own hook at exit comes
         too late."""
+        # Freeing memory that is not mapped prints "CUDA Error: invalid argument" per segment.
+        if self.sleeping and self.engine.is_sleeping():
+            self.llm.wake_up()
         self.engine.engine_core.shutdown()
 
 
@@ -342,12 +346,27 @@ def vision_input(codec, request):
     return ids, {"video": clips}, {"video": [f.key for f in request.frames]}
 
 
-def zero_deepstack(engine_model):
-    """Clears the deepstack features after a level-2 sleep. vLLM keeps them in a plain list, and the
-    sleep restores buffers alone, so the list then holds arbitrary bytes. A text-only prefill would
-    add those to the hidden states."""
-    for level in getattr(engine_model, "deepstack_input_embeds", None) or ():
-        level.zero_()
+def zero_discarded(worker, tags):
+    """Zeroes the memory of vLLM's pool under these tags, after a level-2 sleep has discarded it.
+    Runs inside the worker.
+
+    vLLM restores the buffers of the model alone. Its Model Runner V2 (the default on GPUs) builds
+    more inside the pool of the weights: rotary positions, input embeddings and the sampler's state,
+    whose padding CUDA graphs read, and the model has deepstack features, which a text-only prefill
+    adds to the hidden states. torch.zeros makes all of them, so zeros are their first state. A
+    level-1 sleep would keep them, but would copy all weights to host memory and back in each step.
+    """
+    import torch
+    from vllm.device_allocator import cumem
+
+    with torch.inference_mode():  # some buffers are inference tensors
+        restored = [(buffer, buffer.clone()) for buffer in worker.model_runner.model.buffers()]
+        for address, data in cumem.CuMemAllocator.get_instance().pointer_to_data.items():
+            if data.tag in tags:
+                cumem.libcudart.cudaMemset(address, 0, data.handle[1])  # bytes
+        worker.synchronize_device()  # torch may use another stream than cudaMemset
+        for buffer, values in restored:
+            buffer.copy_(values)
 
 
 def repack_head(engine_model):

@@ -43,6 +43,7 @@ import math
 import os
 import statistics
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
@@ -53,6 +54,7 @@ import launch
 import model
 import rewards
 import rollout
+import video
 
 # ------------------------------------------------------------------------------------------------
 # Advantages and trees
@@ -285,21 +287,35 @@ def share(tasks, step, args, rank, world):
     return [t for t in batch if f"{step}/{t['id']}" in mine], order
 
 
-def look_ahead(pool, source, tasks, step, args):
-    """Decodes, in the threads of `pool`, the overviews that step `step` will need. The futures are
+def look_ahead(pool, source, tasks, step, args, sampler, over):
+    """Decodes, in the threads of `pool`, the overviews that step `step` will need. Until the Event
+    `over`, each begins at a moment at which no decode of `sampler` waits or runs. The futures are
     not read: a broken video is counted when its episode comes."""
+    def decode(spec):
+        while not over.wait(0.02) and (sampler.pump is None or sampler.pump.loading):
+            pass
+        source.load(spec)
+
     for task in tasks:
         k = rollout.overview_frames(args.frames, args.seed, step, task["id"])
-        pool.submit(source.load, source.overview_spec(task, k))
+        pool.submit(decode, source.overview_spec(task, k))
 
 
-def sample_batch(engine, tasks, agent, codec, source, step, args, rank, world):
+def sample_batch(engine, tasks, agent, codec, source, step, args, rank, world, ahead=None):
     """Rollouts of this rank -> (episodes in batch order, seconds the engine waited for frames).
-    Without a collective: ranks finish at different times and meet at the update."""
+    Without a collective: ranks finish at different times and meet at the update. ahead: pool of
+    threads that decode the overviews of the next step meanwhile and during the update."""
     # Each rank samples whole groups with its own engine, and fans out to sub-agents by itself.
     mine, order = share(tasks, step, args, rank, world)
     sampler = rollout.Sampler(engine, codec, source, agent, pay_of(args))
-    episodes = list(rollout.run(sampler, mine, args.frames, args.group, step))
+    over = threading.Event()
+    if ahead:
+        look_ahead(ahead, source, share(tasks, step + 1, args, rank, world)[0], step + 1, args,
+                   sampler, over)
+    try:
+        episodes = list(rollout.run(sampler, mine, args.frames, args.group, step))
+    finally:
+        over.set()  # else the threads of `ahead` would outlive an error
     for e in episodes:
         # One line per task, not one per sample of its group.
         if e.status in ("video_error", "label_error") and e.sample == 0:
@@ -347,7 +363,8 @@ def main():
     # Videos of --val lie beside that file, unless --video-root says otherwise.
     beside = args.video_root or os.path.dirname(os.path.abspath(args.val or ""))
     held_source = replace(source, root=beside)
-    ahead = ThreadPoolExecutor(4, thread_name_prefix="ahead")  # decodes frames of the next step
+    # Decodes frames of the next step, during the rollouts on half of the decoders.
+    ahead = ThreadPoolExecutor(max(2, video.decode_threads() // 2), thread_name_prefix="ahead")
     asked = launch.stop_on_sigterm()
     bad = 0  # steps in a row without a finite gradient
     if held and start == 0:  # the accuracy that training starts from
@@ -365,7 +382,7 @@ def main():
             episodes = [e for group in groups for e in group]
         else:
             episodes, waited = sample_batch(engine, tasks, agent, codec, source, step, args, rank,
-                                            world)
+                                            world, None if last else ahead)
             groups = group_by_prompt(episodes)
         # A group lies on one rank, so advantages need no exchange between ranks.
         for group in groups:
@@ -374,12 +391,10 @@ def main():
         launch.beat(args.patience)
 
         # 2. Update. The trees hold every sampled token once and every prompt once per group. The
-        # engine sleeps meanwhile, so the trainer has its memory; threads decode the next overviews.
+        # engine sleeps meanwhile, so the trainer has its memory.
         clock = time.monotonic()
         if engine:
             engine.sleep()
-        if not (last or args.rollouts):
-            look_ahead(ahead, source, share(tasks, step + 1, args, rank, world)[0], step + 1, args)
         trees, tokens, skipped = training_trees(groups, codec, args)
         stats = update(policy, reference, optimizer, trees, tokens, args)
         # Two faults end the run, on all ranks alike: NaN, and an engine that is another policy.

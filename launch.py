@@ -141,11 +141,23 @@ def quiet_libraries():
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
+def cores():
+    """Cores for this rank: its share of those that this process may use."""
+    # macOS has no sched_getaffinity.
+    allowed = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))
+    # torchrun says how many ranks this machine has; other launchers may not.
+    ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE", 1)
+    return max(1, len(allowed(0)) // int(ranks))
+
+
 def start_process_group(patience=1800.0):
     """Joins torchrun's process group, or makes one of a single process -> (rank, world, device).
     patience: see beat. A collective waits a minute longer, so that beat prints its stacks first."""
     from datetime import timedelta
 
+    # Segments that grow fragment less, since packs differ in length. torch reads this at its first
+    # allocation. vLLM 0.32 turns the option off around its own pool, which cannot use it.
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     import torch
     import torch.distributed as dist
 
@@ -157,9 +169,7 @@ def start_process_group(patience=1800.0):
         torch.cuda.set_device(device)
     else:
         # Two spinning thread pools on shared cores cost a factor of ten: divide the cores.
-        # macOS has no sched_getaffinity, which counts the cores that this process may use.
-        allowed = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))
-        torch.set_num_threads(max(1, len(allowed(0)) // world))
+        torch.set_num_threads(cores())
         torch.set_flush_denormal(True)  # tiny models make denormals, which run in microcode
         warnings.filterwarnings("ignore", message="The value of the smallest subnormal")
     if not dist.is_initialized():

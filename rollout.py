@@ -334,7 +334,7 @@ class Sampler:
     source: Source
     agent: Agent
     pay: rewards.Pay = rewards.Pay()  # the terms of the reward and their weights
-    threads: int = 4  # that decode
+    threads: int = field(default_factory=video.decode_threads)  # that decode
     max_live: int = None  # episodes at once; None = twice the engine's batch
     open_context: callable = open_context  # of sub-agents; evaluation/systems.py has another
     pump: Pump = None  # of the latest run

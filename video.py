@@ -691,13 +691,14 @@ class FrameCache:
 
     max_bytes: int = 4 * 2**30  # kept in memory; a larger entry is returned and not kept
     timeout: float | None = None  # seconds, in one child per thread; None: this process decodes
-    workers: int = 1  # decoders per set of frames, at least 8 frames each
+    workers: int = 1  # decoders; a set of frames takes the idle ones, for at least 8 frames each
     folder: str | None = None  # of frames for later runs and other processes; None: none
     folder_bytes: int = 50 * 2**30  # of all files in it; beyond 8 processes each may add 1/64
     bytes: int = 0  # kept in memory now
     decodes: int = 0  # sets of frames decoded
     hits: int = 0  # sets of frames found in memory
     indexed: int = 0  # files opened for their table of times
+    _busy: int = 0  # decoders at work
     _unseen: float = math.inf  # bytes written since the last look through the folder
     _writing: threading.Lock = field(default_factory=threading.Lock)  # one thread at a time
     _lock: threading.Lock = field(default_factory=threading.Lock)  # for counters and these:
@@ -797,13 +798,19 @@ class FrameCache:
     def _decode(self, opened, indices):
         """-> [T, H, W, 3] uint8."""
         file, (_, _, ticks, key_ticks), height, width = opened
-        parts = np.array_split(ticks[indices], min(self.workers, max(1, len(indices) // 8)))
+        with self._lock:  # not more: parts that begin after one key frame decode some frames twice
+            count = max(1, min(self.workers - self._busy, len(indices) // 8))
+            self._busy += count
         how = (key_ticks, height, width)
-        requests = [(file[0], part, *how) for part in parts]
-        if len(parts) == 1:
-            return self._ask(requests[0])
-        with ThreadPoolExecutor(len(parts)) as pool:  # each decodes one stretch
-            return np.concatenate(list(pool.map(self._ask, requests)))  # map keeps the order
+        requests = [(file[0], part, *how) for part in np.array_split(ticks[indices], count)]
+        try:
+            if count == 1:
+                return self._ask(requests[0])
+            with ThreadPoolExecutor(count) as pool:  # each decodes one stretch
+                return np.concatenate(list(pool.map(self._ask, requests)))  # map keeps the order
+        finally:
+            with self._lock:
+                self._busy -= count
 
     def close(self):
         """Ends the children. The cache stays usable."""
@@ -899,6 +906,12 @@ class FrameCache:
         return value
 
 
+def decode_threads():
+    """How many videos a rank decodes at once: one per core, but for one core that feeds the GPU."""
+    # At least two: a short window must not wait for a film. At most 32, each of which is a process.
+    return min(32, max(2, launch.cores() - 1))
+
+
 def frame_cache(args):
     """--frame-cache-gb, --frame-cache-dir, --frame-cache-dir-gb -> the decoded frames of a stage.
     Raises UserError naming the flag."""
@@ -906,7 +919,7 @@ def frame_cache(args):
         got = args.frame_cache_dir_gb
         raise launch.UserError(f"--frame-cache-dir-gb must be a number above 0, got {got}")
     # In a child process: a decoder that hangs or crashes costs one video.
-    return FrameCache(int(args.frame_cache_gb * 2**30), timeout=60.0,
+    return FrameCache(int(args.frame_cache_gb * 2**30), timeout=60.0, workers=decode_threads(),
                       folder=args.frame_cache_dir,
                       folder_bytes=int(args.frame_cache_dir_gb * 2**30))
 

