@@ -82,7 +82,13 @@ def parser(description):
 
 def peek(parser):
     """The flags so far, for presets: they change defaults, which --help then shows."""
-    return parser.parse_known_args([a for a in sys.argv[1:] if a not in ("-h", "--help")])[0]
+    needed = [action for action in parser._actions if action.required]
+    for action in needed:  # a missing flag is told of later, and --help needs none
+        action.required = False
+    flags, _ = parser.parse_known_args([a for a in sys.argv[1:] if a not in ("-h", "--help")])
+    for action in needed:
+        action.required = True
+    return flags
 
 
 def printable(text):

@@ -1022,7 +1022,7 @@ def test_the_judge_decides_open_answers_and_never_in_silence(world, monkeypatch)
     (("--protocol", "none"), (), "invalid choice"),
     (("--prompt-file", "/no/such.txt"), (), "--prompt-file"),
     (("--set", "overview_fps=-1"), (), "overview_fps"),
-    (("--set", "crop_pixels=x"), (), "crop_pixels takes a number"),
+    (("--set", "crop_pixels=x"), (), "crop_pixels takes a whole number"),
     (("--set", "no_such=1"), (), "no such setting"), (("--samp", 2), (), "unrecognized"),
     (("--image-cap", -1), (), "--image-cap"), (("--tokens-field", "x"), (), "invalid choice"),
     (("--prepare", "x.jsonl"), (), "--bench"), (("--workers", 0), (), "--workers"),

@@ -646,7 +646,9 @@ def test_ctrl_c_ends_the_command_with_0(tmp_path):
     log_steps(tmp_path, 1, 2)
     command = [sys.executable, os.path.join(ROOT, "tools", "view.py"), str(tmp_path), "--out",
                str(tmp_path / "page.html"), "--watch", "--every", "60"]
-    done = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # A shell starts its background jobs without SIGINT, and these tests may be one.
+    done = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     assert "8 of 8 episodes" in done.stdout.readline()
     done.send_signal(signal.SIGINT)
     out, err = done.communicate(timeout=60)
