@@ -5,7 +5,7 @@ Tests of tools/view.py and its page.html: python -m pytest tests/test_page.py -q
 The page is made from a small run of the real scripts, from 2,000 episodes, and from damaged and
 hostile records; a headless Chromium opens it.
 
-  python tests/test_page.py PAGE.html FOLDER      the pictures in docs/, from a page of the demo
+  PYTHONPATH=. python tests/test_page.py PAGE.html docs      the pictures, from a page of the demo
 """
 import base64
 import io
@@ -1114,10 +1114,12 @@ def take_pictures(page, folder):
         browser.get("about:blank")
         browser.get(f"file://{os.path.abspath(page)}#{tab}")
         browser.execute_script("theme(arguments[0])", dark)
-        if tab == "episodes":  # a late, correct rollout that called
+        if tab == "episodes":  # the last correct rollout with two calls and some credit
             for name, value in (("called", "1"), ("right", "1"), ("source", "0"), ("K", "8")):
                 choose(browser, name, value)
-            browser.execute_script("select(shown.length - 1)")
+            browser.execute_script("""
+                select(shown.findLastIndex(n => data.episodes[n].calls.length > 1
+                                           && data.episodes[n].advantage.task > 0))""")
         picture = Image.open(io.BytesIO(browser.get_screenshot_as_png())).convert("RGB")
         # 128 colours keep the file small.
         picture.quantize(128).save(os.path.join(folder, f"page-{tab}.png"), optimize=True)
