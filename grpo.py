@@ -524,6 +524,7 @@ def pay_of(args):
 
 def read_rollouts(paths, pay):
     """Rollout JSONL files -> Episodes, scored anew by what this run pays for."""
+    # An empty episode names the columns that a record must have.
     keys = rollout.Episode(None, None, 0, 0, 0).to_json()
     rows = [row for path in paths for row in launch.read_jsonl(path, keys, rollout.record_fault)]
     episodes = [rollout.from_json(row) for row in rows]
@@ -535,6 +536,7 @@ def read_rollouts(paths, pay):
 def check_frames(episodes, codec):
     """Raises UserError if the frames of a recorded episode are not those of its ids."""
     for e in episodes:
+        # Positions need frames and ids that fit, so an error here means that they do not.
         try:
             model.rope_positions(codec, e.context.ids, e.context.items) if e.context else None
         except (ValueError, IndexError):
@@ -545,6 +547,7 @@ def check_frames(episodes, codec):
 def write_rollouts(out, step, rank, episodes):
     """Writes the rollouts of this rank and step, enough to train on them again (--rollouts)."""
     lines = "".join(json.dumps(e.to_json()) + "\n" for e in episodes)
+    # One file per rank, because ranks share no file handle.
     name = f"step_{step:06d}.rank{rank}.jsonl"
     launch.write_atomic(os.path.join(out, "rollouts", name), lines)
 
@@ -554,7 +557,7 @@ def log_step(log, step, steps, episodes, labels, stats, counts):
     counts: of this rank; stats: of all ranks. labels: see by_chance. Collective."""
     rows = launch.gather_rows([episode_row(e, labels) for e in episodes])
     counts = launch.gather_rows([counts])
-    if log:
+    if log:  # rank 0
         m = {**summarise(rows), **stats, **step_counts(rows, counts), "step": step + 1}
         log.write(m, step_line(m, steps, log.eta(step + 1, steps)))
         for name, line in signs(log.rows).items():
@@ -567,10 +570,13 @@ def evaluate(log, engine, held, agent, codec, source, step, args, rank, world):
     """Held-out accuracy with tools, after writing it, with and without tools, per K and type.
     The K, the seeds and so the noise of a task are the same in every evaluation. Collective."""
     rows = []
+    # Without tools too: the difference is the worth of calling. A policy that calls although no
+    # tool is offered shows here.
     for tools in (True, False):
         # Step 0 enters seeds and draws of K. The weights are those of `step`.
         sampler = rollout.Sampler(engine, codec, source, replace(agent, tools=tools), pay_of(args))
         for e in rollout.run(sampler, held[rank::world], args.frames, 1, 0):
+            # The whole evaluation may take longer than --patience, one episode may not.
             launch.beat(args.patience)
             rows.append({"tools": tools, "status": e.status, "acc": e.reward["acc"],
                          "K": e.num_frames, "type": e.task["type"]})
@@ -583,6 +589,7 @@ def evaluate(log, engine, held, agent, codec, source, step, args, rank, world):
         return {"n": len(with_tools), "acc": average(with_tools, "acc"),
                 "acc_without_tools": average(without, "acc")}
 
+    # A K or a type may be worse while the mean is better.
     val = {**cell(good), "not_ok": len(rows) - len(good)}
     for name in ("K", "type"):
         val[f"by_{name}"] = {str(value): cell([row for row in good if row[name] == value])
@@ -606,6 +613,7 @@ def by_chance(e, labels):
     """R_acc that the answer of `e` earns against the label of another task of the same type. Right
     answers earn more against their own labels. None if there is no other task."""
     known = labels.get(e.task["type"], [])
+    # A digest, so that the same rollout is compared with the same label in every run.
     at = rollout.stable_number("label", e.group, e.sample) % max(1, len(known))
     # The task itself may be drawn. Its neighbour is another one, because ids are unique.
     others = [answer for name, answer in (known[at:] + known[:at])[:2] if name != e.task["id"]]
@@ -623,6 +631,7 @@ def episode_row(e, labels):
         "chance": by_chance(e, labels),
         "f_tau": ruler["total"], "well_formed": ruler["well_formed"],
         **{name: e.reward[name] for name in ("total", "acc", "fmt", "tool")},
+        # Counts, not shares: shares of rollouts with few tags would weigh as much as those of many.
         "closure": rewards.closure_counts(e.turns, e.think_open),
         "written": len(e.calls), "parseable": e.parseable(), "executed": e.executed(),
         "turns": len(e.turns),
@@ -647,6 +656,7 @@ def call_minus_skip(rows):
     """How much R_acc a call was worth, compared within prompts: mean of the rollouts that called
     minus mean of those that did not. R_tool is left out, because it pays for calling. A rollout
     whose calls were written but not run counts on neither side. None if no prompt has both."""
+    # Within prompts, because easy prompts are called less and answered better.
     groups = {}
     for row in rows:
         written = sum(row["closure"][kind][0] for kind in rewards.CALLS)
@@ -660,6 +670,7 @@ def summarise(rows):
     """Episode rows of all ranks -> the step's metrics: means over the rollouts that are ok. A
     broken video has no accuracy and no format, so zeros for it would blame the policy."""
     failed = sum(row["status"] != "ok" for row in rows)
+    # From here on only rollouts that are ok. None stands for a mean over nothing.
     rows = [row for row in rows if row["status"] == "ok"]
     out = {name: average(rows, name) for name in ("total", "acc", "fmt", "tool", "length", "turns",
                                             "f_tau", "well_formed", "sub_tokens")}
@@ -667,6 +678,7 @@ def summarise(rows):
     out["written_calls"] = average(rows, "written")
     out["valid_calls"] = average(rows, "parseable")
     out["called"] = mean(float(row["executed"] > 0) for row in rows)
+    # Of all turns of the step, a rollout of three turns counts three times.
     turns = sum(row["turns"] for row in rows)
     out["cut_turns"] = sum(row["cut"] for row in rows) / turns if turns else None
     out["not_ok"] = failed
@@ -715,21 +727,26 @@ def signs(history):
                     f"answers to tasks of type {kind} fit their own labels no better than the "
                     "labels of other tasks, for 5 steps: see whether labels are mixed up between "
                     "rows, or the checkpoint cannot do the task yet")
+    # Nothing was sampled, so no other number moves.
     if lasting(lambda row: row["not_ok"] and row["acc"] is None, three):
         found["failed"] = ("no rollout has been ok for 3 steps: see the lines of skipped tasks; is "
                            "--video-root right?")
+    # Without a signal no weight moves, so the next steps look the same.
     if lasting(lambda row: row["groups"] and row["zero_variance"] == row["groups"], three):
         found["signal"] = ("no group has had a signal for 3 steps, because all rollouts of a prompt"
                            " earn the same: tasks too hard or too easy, --temperature or --group "
                            "too low, or a broken policy")
+    # Both fall slowly in a healthy run. A step that is too long breaks them at once.
     for name in ("f_tau", "entropy"):
         values = [row[name] for row in history[-6:] if row[name] is not None]
         if len(values) > 1 and max(values) > 0.1 and values[-1] < max(values) / 2:
             found[name] = (f"{name} fell from {max(values):.2f} to {values[-1]:.2f} within five "
                            "steps: --lr is probably too high")
+    # A turn that is cut has no answer and no closing tag.
     if (m["cut_turns"] or 0) > 0.5:
         found["cut"] = (f"{m['cut_turns']:.0%} of all turns were cut off: --max-new-tokens is too "
                         "small, or the policy does not end its turns")
+    # A tag that nothing opens has no share.
     for kind in rewards.KINDS:
         shares = [row["closure"][kind] for row in three]
         if lasting(lambda share: share is not None and share < 0.5, shares):
@@ -745,6 +762,7 @@ def number(value, form=".2f"):
 
 def step_line(m, steps, eta):
     """The numbers to watch, on one line of the terminal. log.jsonl has all. eta: seconds."""
+    # Only if some failed: a column of zeros would hide the one that matters.
     failed = f"not ok {m['not_ok']} | " if m["not_ok"] else ""
     return (f"step {m['step']:04d}/{steps:04d} | R {number(m['total'])} acc {number(m['acc'])} "
             f"f_tau {number(m['f_tau'])} kappa {number(m['kappa'])} | {failed}"
@@ -756,6 +774,7 @@ def step_line(m, steps, eta):
 def step_counts(rows, counts):
     """Numbers that are summed over ranks instead of averaged over rollouts, and speeds by the clock
     of rank 0."""
+    # Seconds are rank 0's, because ranks wait for each other at the update.
     times = {name: counts[0][name] for name in ("rollout_s", "train_s", "sync_s")}
     packed = sum(c["packed"] for c in counts)
     sampled = sum(row["length"] + row["sub_tokens"] for row in rows)
@@ -801,6 +820,7 @@ def build_parser():
     add("--anchor", type=float, default=0.5, help="lambda: weight of the anchor term; 0 = off")
     add("--tool-reward", dest="tool_weight", type=float, default=1.0,
         help="w_tool, factor on R_tool; 0 = off")
+    # The rates differ by stage and by --lora, so None stands for "see parse_args".
     add = parser.add_argument_group("loss and optimiser").add_argument
     add("--clip-eps", type=float, default=0.2, help="eps of the clipped surrogate")
     add("--kl", type=float, default=0.01, help="beta; 0 = no reference model is loaded")
