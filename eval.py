@@ -136,6 +136,8 @@ def faults(args):
         (not (args.data or benches), "give --data (task JSONL), --bench with --root, or --compare "
          "with finished evaluations"),
         (args.prepare and benches != 1, "--prepare takes one --bench"),
+        (os.path.exists(os.path.join(args.out, "log.jsonl")),
+         f"--out {args.out} holds a training run; choose another folder"),
         (benches and (args.data or not roots), "--bench needs --root, and no --data"),
         (benches and roots not in (1, benches), f"--root: {roots} folders for {benches} "
          "benchmarks; give one each, or one that holds all"),
@@ -248,6 +250,7 @@ def evaluate(args):
     if args.judge_url:  # a judge that does not answer is found before hours of episodes
         systems.OpenAIEngine(args.judge_url, args.judge_model).knock()
     ckpt, weights = whole_checkpoint(args)
+    launch.keep_inputs([os.path.join(args.out, "tasks.jsonl")], [args.data])
     protocol, prompts = systems.make_protocol(args)
     suites = load_suites(args, weights, prompts)
     shard = f"shard{part}of{parts}." if parts > 1 else ""
@@ -376,12 +379,15 @@ def main():
         names = [args.protocol] if args.prompt_file else systems.protocols()
         print(systems.describe_all(map(parse_args, names)))
     elif args.prepare:
+        if os.path.exists(args.prepare):  # it may be a file of the publisher
+            raise launch.UserError(f"--prepare {args.prepare}: there is such a file already")
         folders.prepare(args.bench[0], args.root[0], args.prepare)
     elif args.table:
         folders.table(args.table)
     elif args.rescore:
         folders.rescore(args.rescore, args)
     elif args.compare:
+        launch.keep_inputs([args.out], args.compare)
         folders.compare(args.compare, args.out)
     elif not args.estimate:
         evaluate(args)

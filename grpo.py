@@ -336,6 +336,8 @@ def main():
     held = rollout.read_tasks(args.val) if args.val else []
     recorded = read_rollouts(args.rollouts or [], pay_of(args))
     agent, source = rollout.agent_settings(args, args.data or args.rollouts[0])
+    launch.keep_inputs([os.path.join(args.out, name) for name in ("log.jsonl", "args.json")],
+                       [args.data, args.val, *(args.rollouts or [])])
     launch.make_out(os.path.join(args.out, "rollouts"))
     launch.lock(args.out)  # until this process ends: two runs would delete each other's files
     checkpoint.try_save(args.out)  # an empty checkpoint: a disk that cannot hold one shows now
@@ -344,7 +346,8 @@ def main():
     # The same command again goes on from the newest whole checkpoint in --out.
     folder, state = checkpoint.resume_point(args.out, args, args.resume)
     start, steps = state.get("step", 0), 1 if args.rollouts else args.steps
-    best = state.get("best", -1.0)  # held-out accuracy; -1: none yet
+    # Held-out accuracy, -1: none yet. Accuracies on other tasks cannot be compared.
+    best = state.get("best", -1.0) if state.get("args", {}).get("val") == args.val else -1.0
     if start >= steps:
         launch.say(f"nothing to do: {args.out} has {start} steps of {steps}")
         launch.end_process_group()
@@ -560,10 +563,12 @@ def log_step(log, step, steps, episodes, labels, stats, counts):
     if log:  # rank 0
         m = {**summarise(rows), **stats, **step_counts(rows, counts), "step": step + 1}
         log.write(m, step_line(m, steps, log.eta(step + 1, steps)))
-        for name, line in signs(log.rows).items():
-            if name not in log.warned:  # once per run
-                log.warned.add(name)
-                print(f"WARNING step {step + 1}: {line}", flush=True)
+        found = {name: line for name, line in signs(log.rows).items() if name not in log.warned}
+        # Once per run, and one line per step: the first sign is the cause, others follow from it.
+        # After a collapse of the whole run every other number looks bad too.
+        if found and not log.warned & {"f_tau", "entropy", "failed"}:
+            print(f"WARNING step {step + 1}: {next(iter(found.values()))}", flush=True)
+        log.warned |= found.keys()
 
 
 def evaluate(log, engine, held, agent, codec, source, step, args, rank, world):
@@ -578,6 +583,8 @@ def evaluate(log, engine, held, agent, codec, source, step, args, rank, world):
         for e in rollout.run(sampler, held[rank::world], args.frames, 1, 0):
             # The whole evaluation may take longer than --patience, one episode may not.
             launch.beat(args.patience)
+            if e.error and tools and step == 0:
+                print(launch.printable(f"held-out task {e.task['id']}: {e.error}"), flush=True)
             rows.append({"tools": tools, "status": e.status, "acc": e.reward["acc"],
                          "K": e.num_frames, "type": e.task["type"]})
     # A broken video says nothing of the policy. A context that overflowed counts as a wrong answer.
@@ -713,29 +720,6 @@ def signs(history):
     def lasting(test, rows):
         return len(rows) == 3 and all(map(test, rows))
 
-    for kind, cell in m["by_type"].items():
-        cells = [row["by_type"][kind] for row in history if kind in row["by_type"]]
-        if lasting(lambda cell: cell["acc"] == 0, cells[-3:]):
-            found[f"type {kind}"] = (
-                f"no rollout of a task of type {kind} has earned accuracy for 3 steps: see whether "
-                "the labels are right and in the form that the answers have (--show-every 1)")
-        # Rollouts of one step vary together, so the spread over steps is the measure of noise.
-        apart = [c["acc"] - c["chance"] for c in cells[-5:] if c["chance"] is not None]
-        if cell["acc"] and len(apart) == 5:
-            if mean(apart) <= 2 * statistics.stdev(apart) / math.sqrt(5):
-                found[f"chance {kind}"] = (
-                    f"answers to tasks of type {kind} fit their own labels no better than the "
-                    "labels of other tasks, for 5 steps: see whether labels are mixed up between "
-                    "rows, or the checkpoint cannot do the task yet")
-    # Nothing was sampled, so no other number moves.
-    if lasting(lambda row: row["not_ok"] and row["acc"] is None, three):
-        found["failed"] = ("no rollout has been ok for 3 steps: see the lines of skipped tasks; is "
-                           "--video-root right?")
-    # Without a signal no weight moves, so the next steps look the same.
-    if lasting(lambda row: row["groups"] and row["zero_variance"] == row["groups"], three):
-        found["signal"] = ("no group has had a signal for 3 steps, because all rollouts of a prompt"
-                           " earn the same: tasks too hard or too easy, --temperature or --group "
-                           "too low, or a broken policy")
     # Both fall slowly in a healthy run. A step that is too long breaks them at once.
     for name in ("f_tau", "entropy"):
         values = [row[name] for row in history[-6:] if row[name] is not None]
@@ -746,12 +730,38 @@ def signs(history):
     if (m["cut_turns"] or 0) > 0.5:
         found["cut"] = (f"{m['cut_turns']:.0%} of all turns were cut off: --max-new-tokens is too "
                         "small, or the policy does not end its turns")
+    # Nothing was sampled, so no other number moves.
+    if lasting(lambda row: row["not_ok"] and row["acc"] is None, three):
+        found["failed"] = ("no rollout has been ok for 3 steps: see the lines of skipped tasks; is "
+                           "--video-root right?")
     # A tag that nothing opens has no share.
     for kind in rewards.KINDS:
         shares = [row["closure"][kind] for row in three]
         if lasting(lambda share: share is not None and share < 0.5, shares):
             found[f"open {kind}"] = (f"most <{kind}> tags were never closed for 3 steps: the cold "
                                      "start did not teach the format, or --lr is too high")
+    for kind, cell in m["by_type"].items():
+        cells = [row["by_type"][kind] for row in history if kind in row["by_type"]]
+        if lasting(lambda cell: cell["acc"] == 0, cells[-3:]):
+            found[f"type {kind}"] = (
+                f"no rollout of a task of type {kind} has earned accuracy for 3 steps: see whether "
+                "the labels are right and in the form that the answers have (--show-every 1)")
+        # Rollouts of one step vary together, so the spread over steps is the measure of noise.
+        apart = [c["acc"] - c["chance"] for c in cells[-5:] if c["chance"] is not None]
+        if cell["acc"] and len(apart) == 5:
+            # Not "no better than noise": few prompts are noisy. Surely hardly better.
+            if mean(apart) + 2 * statistics.stdev(apart) / math.sqrt(5) < 0.05:
+                found[f"chance {kind}"] = (
+                    f"answers to tasks of type {kind} fit their own labels no better than the "
+                    "labels of other tasks, for 5 steps: see whether labels are mixed up between "
+                    "rows, or the checkpoint cannot do the task yet")
+    # Without a signal no weight moves, so the next steps look the same. A few groups may be equal
+    # by chance.
+    equal = lasting(lambda row: row["groups"] and row["zero_variance"] == row["groups"], three)
+    if equal and sum(row["groups"] for row in three) >= 24:
+        found["signal"] = ("no group has had a signal for 3 steps, because all rollouts of a prompt"
+                           " earn the same: tasks too hard or too easy, --temperature or --group "
+                           "too low, or a broken policy")
     return found
 
 

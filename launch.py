@@ -283,6 +283,8 @@ def say(text):
 def read_jsonl(path, required=(), fault=None):
     """JSONL file -> list of dicts. required: keys that every row has. fault: function of a row ->
     None, or the reason why it cannot be used. Raises UserError naming file and line."""
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe could wait for ever
+        raise UserError(f"{path}: is not a regular file")
     try:
         with open(path, encoding="utf-8-sig") as f:  # some editors put a byte order mark first
             lines = f.read().split("\n")
@@ -428,6 +430,14 @@ def unlock():
             with contextlib.suppress(OSError):
                 os.remove(path)  # while it is locked, so that no other run's file is removed
             lock.held.pop((pid, path)).close()
+
+
+def keep_inputs(outputs, inputs):
+    """Raises UserError if a file that will be written is one that is read, also through a link."""
+    read = {os.path.realpath(path) for path in inputs if path}
+    for path in outputs:
+        if os.path.realpath(path) in read:
+            raise UserError(f"{path} would be replaced, but it is an input; choose another --out")
 
 
 @functools.cache  # a script that is edited while the run goes on is not the code that runs

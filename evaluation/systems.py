@@ -475,7 +475,7 @@ def faults(args):
          "--set: overview_fps and total_pixels must be numbers of at least 0"),
         (args.engine == "openai" and not (args.base_url and args.model),
          "--engine openai needs --base-url and --model"),
-        (args.workers < 1 or args.retries < 0 or not args.request_timeout > 0,
+        (args.workers < 1 or args.retries < 0 or not 0 < args.request_timeout < 1e6,
          "--workers and --request-timeout must be above 0, --retries may not be negative"),
     ]
 
@@ -511,6 +511,8 @@ def read_prompts(sources):
     for source in sources:
         path, _, name = source.partition(".py:")  # a plain text may have any name
         path += ".py" if name else ""
+        if os.path.exists(path) and not os.path.isfile(path):  # a pipe could wait for ever
+            raise launch.UserError(f"--prompt-file {source}: is not a regular file")
         try:
             with open(path, encoding="utf-8-sig") as f:
                 text = f.read()
@@ -559,6 +561,9 @@ def check_prompts(protocol, tasks, agent, num_frames):
     and its answers would be graded like any others."""
     kinds = {(task["type"], bool(task.get("options"))): task for task in reversed(tasks)}
     for task in kinds.values():  # the first task of each kind stands for all
+        # Marked, because "yes" and "no" may stand in any prompt.
+        options = [f"{option} 5f3a{n}" for n, option in enumerate(task.get("options") or [])]
+        task = {**task, "question": task["question"] + " 5f3a", "options": options or None}
         messages = protocol.opening(task, num_frames, agent, "", 60.0)
         contents = [m["content"] if isinstance(m["content"], list) else [{"text": m["content"]}]
                     for m in messages]
@@ -570,7 +575,7 @@ def check_prompts(protocol, tasks, agent, num_frames):
                                        "filled in a text of --prompt-file or --user-file")
             said = said.replace(text, "")  # a task's own text may hold braces
         # \boxed{answer} is no place.
-        if place := re.search(r"(?<!\w)\{[A-Za-z_]\w*\}", said):
+        if place := re.search(r"(?<!\w)\{ ?[A-Za-z_0-9]\w*(![rs])?(:[^{}\"']*)? ?\}", said):
             raise launch.UserError(f"the first prompt of task {task['id']} ({task['type']}) holds "
                                    f"{place[0]}, which no part of the task fills")
 

@@ -236,8 +236,39 @@ def test_rollouts_do_not_replace_the_tasks_that_they_answer(toy, tmp_path):
     (tmp_path / "alias.jsonl").symlink_to(tasks)
     done = run_script("rollout.py", "--preset", "toy", "--ckpt", toy / "init", "--data", tasks,
                       "--out", tmp_path / "alias.jsonl", "--video-root", toy, reference=True)
-    assert done.returncode == 2 and "is the file of --data" in done.stderr
+    assert done.returncode == 2 and "it is an input" in done.stderr
     assert tasks.read_bytes() == (toy / "eval.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("script, out, words", [
+    ("grpo.py", "log.jsonl", ("--data", "log.jsonl", "--out", ".")),
+    ("grpo.py", "log.jsonl", ("--data", "other.jsonl", "--val", "log.jsonl", "--out", ".")),
+    ("sft.py", "log.jsonl", ("--data", "log.jsonl", "--out", ".")),
+    ("eval.py", "tasks.jsonl", ("--data", "tasks.jsonl", "--out", ".")),
+    ("eval.py", "log.jsonl", ("--data", "other.jsonl", "--out", ".")),
+    ("rollout.py", "config.json", ("--data", "other.jsonl", "--out", "config.json")),
+    ("tools/view.py", "r.jsonl", ("r.jsonl", "--out", "r.jsonl"))])
+def test_no_script_replaces_a_file_that_it_reads(toy, tmp_path, script, out, words):
+    for name in {out, "other.jsonl"}:
+        (tmp_path / name).write_bytes((toy / ("sft" if script == "sft.py" else "eval")).with_suffix(
+            ".jsonl").read_bytes())
+    before = (tmp_path / out).read_bytes()
+    words = [tmp_path / word if word[0] not in "-" else word for word in words]
+    common = () if "view" in script else ("--preset", "toy", "--ckpt", toy / "init",
+                                          "--video-root", toy)
+    if script == "eval.py":
+        common = (*common, "--frames", 2)
+    done = run_script(script, *words, *common, reference=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert (tmp_path / out).read_bytes() == before
+
+
+@pytest.mark.parametrize("script", ["grpo.py", "sft.py", "rollout.py", "eval.py"])
+def test_a_pipe_as_data_is_refused_and_not_waited_for(toy, tmp_path, script):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    done = run_script(script, "--preset", "toy", "--ckpt", toy / "init", "--data",
+                      tmp_path / "pipe.jsonl", "--out", tmp_path / "out.jsonl")
+    assert done.returncode == 2 and "is not a regular file" in done.stderr
 
 
 # ------------------------------------------------------------------------------------------------

@@ -627,6 +627,24 @@ def test_each_way_to_die_is_named_from_the_step_on_at_which_it_shows(name, word,
     assert word in found[since - 1][name]
 
 
+def test_noise_of_few_prompts_is_no_sign():
+    """Two options and few prompts: right answers beat other labels by little, and unsteadily."""
+    apart = [0.3, -0.05, 0.25, 0.1, -0.1, 0.2, 0.3, 0.0, 0.15]
+    rows = logged(9, kinds=[{"mcq": (0.5 + gap, 0.5)} for gap in apart], groups=2,
+                  zero_variance=[2, 2, 2, 2, 1, 2, 2, 2, 2])
+    assert [grpo.signs(rows[:2 * step - 1]) for step in range(1, 10)] == [{}] * 9
+
+
+def test_a_collapsed_run_is_warned_of_once(run_grpo, given_rollouts, hard_tasks, monkeypatch,
+                                           capsys):
+    """Further signs follow from the first one, and would name other causes."""
+    signs = iter([{}, {"f_tau": "fell", "cut": "cut"}, {"cut": "cut", "type list": "wrong"}])
+    monkeypatch.setattr(grpo, "signs", lambda _: next(signs))
+    run_grpo("--data", hard_tasks, "--steps", 3, "--prompts", 2, "--group", 4)
+    printed = [line for line in capsys.readouterr().out.splitlines() if "WARNING" in line]
+    assert printed == ["WARNING step 2: fell"]
+
+
 def test_what_a_call_is_worth_is_measured_within_prompts():
     """An easy prompt where all skipped and a hard one where all called say nothing of calling."""
     rows = [row(8, 1.0, 0, "easy"), row(8, 1.0, 0, "easy"), row(8, 0.0, 1, "hard"),

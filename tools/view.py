@@ -605,6 +605,11 @@ def main():
                               "--thumb-pixels at least 1024")
     if not 0.1 <= every < 1e6:
         raise launch.UserError(f"--every must be at least 0.1 seconds, got {every}")
+    if os.path.exists(options["out"]):
+        with open(options["out"], "rb") as file:
+            if not file.read(15).lower().startswith(b"<!doctype html"):
+                raise launch.UserError(f"--out {options['out']} is there and is no page; give "
+                                       "another name")
     # Before the frames are decoded.
     launch.make_out(os.path.dirname(os.path.abspath(options["out"])))
     if watching:
