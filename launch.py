@@ -283,7 +283,8 @@ def say(text):
 def read_jsonl(path, required=(), fault=None):
     """JSONL file -> list of dicts. required: keys that every row has. fault: function of a row ->
     None, or the reason why it cannot be used. Raises UserError naming file and line."""
-    if os.path.exists(path) and not os.path.isfile(path):  # a pipe could wait for ever
+    # A pipe could wait for ever. A folder is told of below.
+    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
         raise UserError(f"{path}: is not a regular file")
     try:
         with open(path, encoding="utf-8-sig") as f:  # some editors put a byte order mark first

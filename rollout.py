@@ -925,12 +925,12 @@ def parse_args():
     args = parser.parse_args()
     launch.at_least(1, args, "group")
     launch.at_least(0, args, "limit")
+    if args.out and os.path.isdir(args.out):
+        raise launch.UserError(f"--out {args.out} is a folder; give the name of a file")
     if args.out:
         launch.keep_inputs([args.out], [args.data])
         if not args.out.endswith(".jsonl"):  # a file of a checkpoint, say
             raise launch.UserError(f"--out {args.out}: the name of a rollout file ends in .jsonl")
-    if args.out and os.path.isdir(args.out):
-        raise launch.UserError(f"--out {args.out} is a folder; give the name of a file")
     return args
 
 
