@@ -30,7 +30,8 @@ def test_a_context_beyond_the_positions_of_the_checkpoint_is_refused(toy, tmp_pa
     """The paper's --context on the toy's checkpoint: --preset toy was forgotten. vLLM would say so
     in 35 lines, after it has loaded."""
     data = {"rollout": "eval", "eval": "eval", "grpo": "rl"}[script]
-    flags = ("--ckpt", toy / "init", "--data", toy / f"{data}.jsonl", "--out", tmp_path / "out.jsonl")
+    flags = ("--ckpt", toy / "init", "--data", toy / f"{data}.jsonl",
+             "--out", tmp_path / "out.jsonl")
     said = one_line(run_script(f"{script}.py", *flags, timeout=100))
     assert "--context 32768" in said and "4096 positions" in said and "--preset toy" in said
 
