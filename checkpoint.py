@@ -668,6 +668,14 @@ def symlink(link, target):
     os.replace(temp, link)
 
 
+def claim_run(out, inputs):
+    """Makes the folder of a training run this run's own, or raises UserError before any long work:
+    no log replaces an input, no other run writes there, and a checkpoint can be saved."""
+    launch.keep_inputs([os.path.join(out, name) for name in ("log.jsonl", "args.json")], inputs)
+    launch.lock(out)  # until this process ends: two runs would delete each other's files
+    try_save(out)
+
+
 def try_save(out):
     """On rank 0: one empty save with a link, so that a folder which cannot hold a run is refused
     before any long work. Raises UserError."""

@@ -336,11 +336,8 @@ def main():
     held = rollout.read_tasks(args.val) if args.val else []
     recorded = read_rollouts(args.rollouts or [], pay_of(args))
     agent, source = rollout.agent_settings(args, args.data or args.rollouts[0])
-    launch.keep_inputs([os.path.join(args.out, name) for name in ("log.jsonl", "args.json")],
-                       [args.data, args.val, *(args.rollouts or [])])
     launch.make_out(os.path.join(args.out, "rollouts"))
-    launch.lock(args.out)  # until this process ends: two runs would delete each other's files
-    checkpoint.try_save(args.out)  # an empty checkpoint: a disk that cannot hold one shows now
+    checkpoint.claim_run(args.out, [args.data, args.val, *(args.rollouts or [])])
     rank, world, device = launch.start_process_group(args.patience)
     launch.beat(args.patience)
     # The same command again goes on from the newest whole checkpoint in --out.
@@ -363,15 +360,12 @@ def main():
     wire = model.compute_dtype(device)  # dtype in which weights travel to the engine
     log = open_run(args, policy, start, rank, world)
     labels = labels_by_type(tasks)
-    # Videos of --val lie beside that file, unless --video-root says otherwise.
-    beside = args.video_root or os.path.dirname(os.path.abspath(args.val or ""))
-    held_source = replace(source, root=beside)
     # Decodes frames of the next step, during the rollouts on half of the decoders.
     ahead = ThreadPoolExecutor(max(2, video.decode_threads() // 2), thread_name_prefix="ahead")
     asked = launch.stop_on_sigterm()
     bad = 0  # steps in a row without a finite gradient
     if held and start == 0:  # the accuracy that training starts from
-        evaluate(log, engine, held, agent, codec, held_source, 0, args, rank, world)
+        evaluate(log, engine, held, agent, codec, source, 0, args, rank, world)
 
     # beat() after each phase: a rank that hangs longer than --patience prints its stacks and exits.
     for step in range(start, steps):
@@ -426,8 +420,7 @@ def main():
         # the same number, so all of them save or none.
         links = ["last"]
         if look:
-            acc = evaluate(log, engine, held, agent, codec, held_source, step + 1, args, rank,
-                           world)
+            acc = evaluate(log, engine, held, agent, codec, source, step + 1, args, rank, world)
             if acc > best:
                 best, links = acc, ["last", "best"]
         # Ranks may get SIGTERM at different times, and must not leave the loop at different steps.
@@ -539,9 +532,11 @@ def read_rollouts(paths, pay):
 def check_frames(episodes, codec):
     """Raises UserError if the frames of a recorded episode are not those of its ids."""
     for e in episodes:
+        if e.context is None:
+            continue
         # Positions need frames and ids that fit, so an error here means that they do not.
         try:
-            model.rope_positions(codec, e.context.ids, e.context.items) if e.context else None
+            model.rope_positions(codec, e.context.ids, e.context.items)
         except (ValueError, IndexError):
             raise launch.UserError(f"--rollouts: {e.group}, sample {e.sample}: its vision field "
                                    "names other frames than its ids hold") from None
@@ -572,8 +567,11 @@ def log_step(log, step, steps, episodes, labels, stats, counts):
 
 
 def evaluate(log, engine, held, agent, codec, source, step, args, rank, world):
-    """Held-out accuracy with tools, after writing it, with and without tools, per K and type.
-    The K, the seeds and so the noise of a task are the same in every evaluation. Collective."""
+    """Logs the held-out accuracy with and without tools, per K and type -> that with tools. The K,
+    the seeds and so the noise of a task are the same in every evaluation. Collective."""
+    # Videos of --val lie beside that file, unless --video-root says otherwise.
+    root = args.video_root or os.path.dirname(os.path.abspath(args.val))
+    source = replace(source, root=root)
     rows = []
     # Without tools too: the difference is the worth of calling. A policy that calls although no
     # tool is offered shows here.
@@ -597,10 +595,8 @@ def evaluate(log, engine, held, agent, codec, source, step, args, rank, world):
                 "acc_without_tools": average(without, "acc")}
 
     # A K or a type may be worse while the mean is better.
-    val = {**cell(good), "not_ok": len(rows) - len(good)}
-    for name in ("K", "type"):
-        val[f"by_{name}"] = {str(value): cell([row for row in good if row[name] == value])
-                             for value in sorted({row[name] for row in good})}
+    val = {**cell(good), "not_ok": len(rows) - len(good),
+           "by_K": by_value(good, "K", cell), "by_type": by_value(good, "type", cell)}
     if log:
         failed = f" | not ok {val['not_ok']}" if val["not_ok"] else ""
         log.write({"step": step, "val": val}, f"step {step:04d} | held-out acc "
@@ -659,6 +655,12 @@ def average(rows, name):
     return mean(float(row[name]) for row in rows if row[name] is not None)
 
 
+def by_value(rows, name, cell):
+    """{value of a column: cell(rows that have this value)}."""
+    return {str(value): cell([row for row in rows if row[name] == value])
+            for value in sorted({row[name] for row in rows})}
+
+
 def call_minus_skip(rows):
     """How much R_acc a call was worth, compared within prompts: mean of the rollouts that called
     minus mean of those that did not. R_tool is left out, because it pays for calling. A rollout
@@ -697,16 +699,14 @@ def summarise(rows):
         out["closure"][tag] = closed / opened if opened else None
     # The Tool Necessity Gap shows per K only: with 64 frames a call is worth little. A dead task
     # type among several shows per type only.
-    for name in ("K", "type"):
-        out[f"by_{name}"] = {}
-        for value in sorted({row[name] for row in rows}):
-            of = [row for row in rows if row[name] == value]
-            out[f"by_{name}"][str(value)] = {
-                "n": len(of), "acc": average(of, "acc"), "f_tau": average(of, "f_tau"),
-                "well_formed": average(of, "well_formed"), "kappa": average(of, "executed"),
-                "call_minus_skip": call_minus_skip(of)}
-    for kind, cell in out["by_type"].items():
-        cell["chance"] = average((row for row in rows if row["type"] == kind), "chance")
+    def cell(some):
+        return {"n": len(some), "acc": average(some, "acc"), "f_tau": average(some, "f_tau"),
+                "well_formed": average(some, "well_formed"), "kappa": average(some, "executed"),
+                "call_minus_skip": call_minus_skip(some)}
+
+    out["by_K"] = by_value(rows, "K", cell)
+    out["by_type"] = by_value(rows, "type",
+                              lambda some: {**cell(some), "chance": average(some, "chance")})
     return out
 
 

@@ -342,11 +342,8 @@ def main():
     args = parse_args()
     cache = video.frame_cache(args)
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
-    launch.keep_inputs([os.path.join(args.out, name) for name in ("log.jsonl", "args.json")],
-                       [args.data, args.val])
     launch.make_out(args.out)
-    launch.lock(args.out)  # until this process ends: two runs would delete each other's files
-    checkpoint.try_save(args.out)  # an empty checkpoint: a disk that cannot hold one shows now
+    checkpoint.claim_run(args.out, [args.data, args.val])
     rank, world, device = launch.start_process_group(args.patience)
     launch.beat(args.patience)  # from here on a phase that hangs ends the run
     # folder: the newest whole checkpoint of --out, if this run goes on from one.

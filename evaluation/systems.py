@@ -565,9 +565,8 @@ def check_prompts(protocol, tasks, agent, num_frames):
         options = [f"{option} 5f3a{n}" for n, option in enumerate(task.get("options") or [])]
         task = {**task, "question": task["question"] + " 5f3a", "options": options or None}
         messages = protocol.opening(task, num_frames, agent, "", 60.0)
-        contents = [m["content"] if isinstance(m["content"], list) else [{"text": m["content"]}]
-                    for m in messages]
-        said = "\n".join(part.get("text", "") for content in contents for part in content)
+        pieces = [piece for message in messages for piece in chat.content_of(message)]
+        said = "\n".join(piece.get("text", "") for piece in pieces)
         for text in [task["question"], *(task.get("options") or [])]:
             if text not in said:
                 raise launch.UserError(f"the first prompt of task {task['id']} does not hold "
