@@ -14,8 +14,9 @@ evaluation: benchmarks are read as their publishers ship them (evaluation/benchm
 answer calls as in training (--set crop_reply=frames shows the frames themselves, as the authors
 do), and an error is never graded as text.
 
---protocol evaluates other systems (evaluation/systems.py). evaluation/folders.py grades records and
-works on finished folders, evaluation/scores.py computes intervals and tables.
+--protocol evaluates other systems (evaluation/systems.py), also behind an endpoint
+(evaluation/endpoint.py). evaluation/folders.py grades records and works on finished folders,
+evaluation/scores.py computes intervals and tables.
 
 Reads:  --ckpt (or an OpenAI-compatible endpoint), --data or --bench with --root.
 Writes: --out[/bench]/records.*.jsonl (one episode a line, appended as episodes finish; the same
@@ -42,7 +43,7 @@ from functools import partial
 import chat
 import launch
 import rollout
-from evaluation import benchmarks, costs, folders, systems
+from evaluation import benchmarks, costs, endpoint, folders, systems
 
 # ------------------------------------------------------------------------------------------------
 # Arguments
@@ -75,7 +76,8 @@ def build_parser():
     add("--estimate", type=int, nargs="?", const=3, default=0, metavar="VIDEOS",
         help="only print the costs of the run, measured on so many videos of each benchmark")
 
-    systems.add_arguments(parser)  # protocol, endpoint, judge
+    systems.add_arguments(parser)
+    endpoint.add_arguments(parser)
 
     add = parser.add_argument_group("finished folders, no model").add_argument
     add("--rescore", nargs="+", metavar="DIR", help="grade again; several merge into --out")
@@ -144,7 +146,7 @@ def faults(args):
     ]
     if args.prepare:
         return found  # nothing is sampled
-    return found + systems.faults(args) + [
+    return found + systems.faults(args) + endpoint.faults(args) + [
         (not args.ckpt and args.engine != "openai",
          "give --ckpt, or --engine openai with --base-url and --model"),
         (min(args.limit, args.live, args.estimate) < 0,
@@ -248,7 +250,7 @@ def evaluate(args):
     part, parts = args.shard
     launch.beat(args.patience)
     if args.judge_url:  # a judge that does not answer is found before hours of episodes
-        systems.OpenAIEngine(args.judge_url, args.judge_model).knock()
+        endpoint.OpenAIEngine(args.judge_url, args.judge_model).knock()
     ckpt, weights = whole_checkpoint(args)
     launch.keep_inputs([os.path.join(args.out, "tasks.jsonl")], [args.data])
     protocol, prompts = systems.make_protocol(args)
@@ -328,7 +330,7 @@ def make_engine(suites, args, ckpt, codec, protocol):
     for suite in suites if codec else []:
         rollout.check_context(codec, suite.tasks, suite.agent, suite.source, largest)
     if args.engine == "openai":
-        return systems.make_engine(args, protocol)
+        return endpoint.make_engine(args, bool(protocol.prefill))
     # With --set crop_reply=frames all windows of an episode end up in one context.
     windows = systems.protocols()[args.protocol].held(args) if "on" in args.tools else (0, 0)
     # rollout's --frames is one K, ours is a list of them.

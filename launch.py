@@ -175,7 +175,7 @@ def start_process_group(patience=1800.0):
         torch.cuda.set_device(device)
     else:
         # Two spinning thread pools on shared cores cost a factor of ten: divide the cores.
-        torch.set_num_threads(cores())
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or cores()))
         torch.set_flush_denormal(True)  # tiny models make denormals, which run in microcode
         warnings.filterwarnings("ignore", message="The value of the smallest subnormal")
     if not dist.is_initialized():

@@ -285,10 +285,26 @@ def build_optimizers(policy, args, device):
     rest = [p for p in model.trained_parameters(policy) if id(p) not in taken]
     optimizers = [model.adamw(rest, args.lr, args.beta2, device)]
     if layers:
+        if device.type == "cpu":
+            # torch's own iterations run in bf16. A CPU without bf16 instructions multiplies that a
+            # hundred times slower than fp32.
+            torch.optim._muon._zeropower_via_newtonschulz = semi_orthogonal
         # match_rms_adamw gives updates of AdamW's size, whatever the shape of the matrix.
         optimizers.append(torch.optim.Muon(layers, lr=args.muon_lr, momentum=0.95, weight_decay=0.0,
                                            adjust_lr_fn="match_rms_adamw"))
     return optimizers
+
+
+def semi_orthogonal(matrix, coefficients, steps, eps):
+    """The semi-orthogonal matrix near to `matrix`, by Newton-Schulz iterations as in torch.optim
+    (torch 2.13), but in the dtype of the matrix."""
+    a, b, c = coefficients
+    wide = matrix.T if matrix.size(0) > matrix.size(1) else matrix
+    x = wide / wide.norm().clamp(min=eps)  # the largest singular value is then at most 1
+    for _ in range(steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if wide is not matrix else x
 
 
 def backward(policy, packs):

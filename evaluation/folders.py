@@ -20,7 +20,7 @@ import time
 
 import launch
 import rewards
-from evaluation import answers, benchmarks, scores, systems
+from evaluation import answers, benchmarks, endpoint, scores, systems
 
 # ------------------------------------------------------------------------------------------------
 # Records
@@ -112,7 +112,7 @@ def grade(record, protocol="paravt"):
 
 def graded(folder, judge):
     """Folder -> {item: record}, graded by the present code, and by a judge if the flags name one.
-    judge: flags, see systems.judge."""
+    judge: flags, see endpoint.judge."""
     kept = read_json(folder, "args.json")
     records = read_records(folder)
     # An older version of the grader may have written the scores, so all records are graded again.
@@ -120,7 +120,7 @@ def graded(folder, judge):
         record.update(grade(record, kept["protocol"]))
     if judge.judge_model:
         with append_to(os.path.join(folder, "judge.jsonl")) as verdicts:
-            systems.judge(records.values(), verdicts, judge)
+            endpoint.judge(records.values(), verdicts, judge)
     return records
 
 

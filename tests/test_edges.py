@@ -14,7 +14,7 @@ import checkpoint
 import grpo
 import launch
 import rewards
-from evaluation import benchmarks, folders, systems
+from evaluation import benchmarks, endpoint, folders
 
 DEEP = "[" * 100_000 + "]" * 100_000
 
@@ -127,8 +127,11 @@ def test_cores_are_counted_without_an_affinity(monkeypatch, process_group):
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     counts = []
     monkeypatch.setattr("torch.set_num_threads", counts.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     launch.start_process_group()
-    assert counts == [3]
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    launch.start_process_group()
+    assert counts == [3, 2]
 
 
 @pytest.mark.parametrize("line", [b"\xff", b"5", b"{}", b'{"task": {"id": 1}}', b"[[", b"null"])
@@ -140,4 +143,4 @@ def test_a_line_that_is_no_record_and_no_verdict_is_named(tmp_path, line):
     judge = argparse.Namespace(judge_url=None, judge_model="m")
     with folders.append_to(str(tmp_path / "judge.jsonl")) as verdicts:
         with pytest.raises(launch.UserError, match="judge.jsonl:1: not JSON, or no verdict"):
-            systems.judge([], verdicts, judge)
+            endpoint.judge([], verdicts, judge)

@@ -1,5 +1,5 @@
 """
-Tests of the endpoint client, OpenAIEngine in evaluation/systems.py: python -m pytest
+Tests of the endpoint client, OpenAIEngine in evaluation/endpoint.py: python -m pytest
 tests/test_endpoint.py -q
 
 Against an endpoint that speaks from a script; test_server.py asks a real server.
@@ -17,7 +17,7 @@ from scripted import AGENT, ANSWER, Server, calls, play, play_one
 import launch
 import rollout
 import video
-from evaluation import costs, systems
+from evaluation import costs, endpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -25,12 +25,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture
 def no_pause(monkeypatch):
     pauses = []
-    monkeypatch.setattr(systems.time, "sleep", pauses.append)
+    monkeypatch.setattr(endpoint.time, "sleep", pauses.append)
     return pauses
 
 
 def ask(server, tasks, source, agent=AGENT, **more):
-    engine = systems.OpenAIEngine(server.url, "some-model", **more)
+    engine = endpoint.OpenAIEngine(server.url, "some-model", **more)
     engine.codec = None
     try:
         return play_one(engine, tasks, source, agent)
@@ -105,7 +105,7 @@ def test_of_several_endpoints_the_least_busy_is_asked(tasks, frames_of, no_pause
         return ANSWER
 
     with Server(reply) as one, Server(reply) as two:
-        engine = systems.OpenAIEngine([one.url, two.url + "/"], "m", workers=2)
+        engine = endpoint.OpenAIEngine([one.url, two.url + "/"], "m", workers=2)
         engine.codec = None
         engine.knock()
         assert engine.max_seqs == 4
@@ -117,7 +117,7 @@ def test_of_several_endpoints_the_least_busy_is_asked(tasks, frames_of, no_pause
     with Server(ANSWER) as one:
         pass
     with Server(ANSWER) as two:
-        engine = systems.OpenAIEngine([one.url, two.url], "m", retries=1)
+        engine = endpoint.OpenAIEngine([one.url, two.url], "m", retries=1)
         engine.codec = None
         found = play(engine, tasks[:1], frames_of, agent, group=6)
         assert [e.status for e in found] == ["ok"] * 6 and len(two.asked) == 6
@@ -133,7 +133,7 @@ def test_what_an_endpoint_counts_is_kept(tasks, frames_of):
     agent = replace(AGENT, think_prefix=False)
     for answer, counts in ((reply, (700, 9)), (ANSWER, (None, None))):
         with Server(answer) as server:
-            meter = costs.Meter(systems.OpenAIEngine(server.url, "m"))
+            meter = costs.Meter(endpoint.OpenAIEngine(server.url, "m"))
             meter.engine.codec = None
             episode = play_one(meter, tasks, frames_of, agent)
         cost = costs.of(episode, meter.taken)

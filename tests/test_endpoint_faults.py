@@ -13,7 +13,7 @@ import time
 import pytest
 
 import launch
-from evaluation import systems
+from evaluation import endpoint
 
 ANSWER = json.dumps({"model": "m", "choices": [{"finish_reason": "stop",
                                                 "message": {"content": "<answer>A</answer>"}}]})
@@ -83,8 +83,8 @@ def drip(part):
 
 def ask(url, monkeypatch, **more):
     monkeypatch.setenv("SOME_KEY", "secret-of-the-user")
-    engine = systems.OpenAIEngine(url, "m", key_variable="SOME_KEY", retries=0, **more)
-    engine.submit(systems.ChatRequest("1", [], [], [], [], 16, 0.0, 0,
+    engine = endpoint.OpenAIEngine(url, "m", key_variable="SOME_KEY", retries=0, **more)
+    engine.submit(endpoint.ChatRequest("1", [], [], [], [], 16, 0.0, 0,
                                       [{"role": "user", "content": "?"}]))
     until = time.monotonic() + 20
     found = []
@@ -163,4 +163,4 @@ def test_an_answer_that_is_not_the_promised_json_is_counted(serve, monkeypatch, 
 @pytest.mark.parametrize("url", ["localhost:8000/v1", "ftp://localhost/v1", "http:///v1", "x"])
 def test_an_address_without_scheme_or_host_is_refused(url):
     with pytest.raises(launch.UserError, match="begins with http"):
-        systems.OpenAIEngine(url, "m").knock()
+        endpoint.OpenAIEngine(url, "m").knock()

@@ -18,7 +18,7 @@ import launch
 import rewards
 import rollout
 from engine import Completion
-from evaluation import costs, folders, scores, systems
+from evaluation import costs, endpoint, folders, scores
 
 CALL = ('<tool_call>{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 8}}'
         "</tool_call>")
@@ -467,8 +467,8 @@ def test_an_estimate_is_of_what_a_rank_gets(world, monkeypatch):
 
 def test_an_estimate_says_what_it_does_not_know(world):
     """An endpoint's prompts have no ids here, calls of another form are not played."""
-    endpoint = ("--engine", "openai", "--base-url", "http://127.0.0.1:9/v1", "--model", "m")
-    rows, _ = estimated(world(*endpoint, "--estimate", 1, rows=FOUR, drop=("--ckpt",)))
+    server = ("--engine", "openai", "--base-url", "http://127.0.0.1:9/v1", "--model", "m")
+    rows, _ = estimated(world(*server, "--estimate", 1, rows=FOUR, drop=("--ckpt",)))
     assert (rows[0][6], rows[0][9]) == ("-", "-") and rows[0][8] != "-"
     rows, _ = estimated(world("--protocol", "videozoomer", "--estimate", 1, "--context", 8192,
                               rows=FOUR))
@@ -956,7 +956,7 @@ def test_the_judge_decides_open_answers_and_never_in_silence(world, monkeypatch)
         made.append((base_url, model_name, *more.values()))
         return judge
 
-    monkeypatch.setattr(systems, "OpenAIEngine", engine)
+    monkeypatch.setattr(endpoint, "OpenAIEngine", engine)
     flags = ("--judge-url", "http://127.0.0.1:9/v1", "--judge-model", "j", "--judge-key-env",
              "JUDGE_KEY", "--workers", 3, "--retries", 2, "--request-timeout", 9)
 

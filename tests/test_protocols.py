@@ -25,7 +25,7 @@ import rewards
 import rollout
 import video
 from engine import Completion
-from evaluation import systems
+from evaluation import endpoint, systems
 
 STORED = Path(__file__).with_name("protocols.json")
 TASK = {"id": "q", "video": "videos/eval-0000.mp4", "question": "Which {colour} is first?",
@@ -138,7 +138,7 @@ def test_an_endpoint_is_sent_what_is_stored(name, toy, source, monkeypatch):
         agent, _ = rollout.agent_settings(args, str(toy / "eval.jsonl"))
         agent.tools = args.tools == ["on"]
         protocol, _ = systems.make_protocol(args)
-        engine = systems.make_engine(args, protocol)
+        engine = endpoint.make_engine(args, bool(protocol.prefill))
         sampler = rollout.Sampler(engine, None, systems.source_of(source, args), agent)
         (episode,) = systems.run(sampler, [TASK], protocol, 2)
         engine.close()
@@ -678,7 +678,7 @@ def test_long_thoughts_have_their_tokens(play, name):
 def test_an_endpoint_sends_frames_in_a_tool_message_as_parts_of_one_user_turn(play):
     _, asked, _ = play("--protocol longvt --frames 4",
                        "<think>x</think>" + CROP % (0, 2) + CROP % (5, 3), "<answer>B</answer>")
-    wire = systems.OpenAIEngine("http://127.0.0.1:9", "m").wire(asked[1])
+    wire = endpoint.OpenAIEngine("http://127.0.0.1:9", "m").wire(asked[1])
     assert [m["role"] for m in wire] == ["user", "assistant", "user"]
     parts = wire[-1]["content"]
     assert parts[0] == {"type": "text", "text": "<tool_response>\n"}
@@ -690,7 +690,7 @@ def test_an_endpoint_sends_frames_in_a_tool_message_as_parts_of_one_user_turn(pl
 def test_an_endpoint_may_get_the_overview_as_one_video(play):
     """vLLM's own reader makes of it the frames that we sent, at their times; windows and times in a
     protocol's own form stay images."""
-    engine = systems.OpenAIEngine("http://127.0.0.1:9", "m", video_item=True, image_cap=1)
+    engine = endpoint.OpenAIEngine("http://127.0.0.1:9", "m", video_item=True, image_cap=1)
     _, asked, _ = play("--protocol longvt --frames 40", CROP % (0, 2), "<answer>B</answer>")
     body = engine.body(asked[1])
     url, *rest = [part[part["type"]]["url"] for m in body["messages"] for part in m["content"]
@@ -707,7 +707,7 @@ def test_an_endpoint_may_get_the_overview_as_one_video(play):
     for flags in ("videozoomer --frames 4", "longvt --frames 1"):
         _, asked, _ = play(f"--protocol {flags}", "<answer>B</answer>")
         assert "media_io_kwargs" not in engine.body(asked[0])
-        assert engine.body(asked[0])["messages"] == systems.OpenAIEngine(
+        assert engine.body(asked[0])["messages"] == endpoint.OpenAIEngine(
             "http://127.0.0.1:9", "m", image_cap=1).wire(asked[0])
 
 
