@@ -209,7 +209,7 @@ def plan_text(config, gpus, gpu_gb, context, pack_tokens, engine_share=0.5, fram
     totals = {name: sum(items.values()) / 1e9 for name, items in phases.items()}
     lines.append(table_row("sum", [f"{total:.1f}" for total in totals.values()]))
     over = [name for name, total in totals.items() if total > limit]
-    verdict = f"does not fit while: {', '.join(over)}" if over else "fits"
+    verdict = f"does not fit while: {', '.join(over)}" if over else "each phase fits"
     lines.append(f"{verdict} (limit {limit:.1f} GB)")
     most = largest_pack(config, limit, gpus=gpus, **options)
     lines.append(f"largest pack: {most} tokens (--pack-tokens {pack_tokens})")
