@@ -24,6 +24,7 @@ Writes: rollout JSONL, one episode a line, enough to train on without the engine
 
 CPU toy:  python rollout.py --preset toy --ckpt sft_out --data toy/rl.jsonl --group 4 --limit 8 \\
             --show 2 --out r.jsonl
+A film:   python rollout.py --ckpt C --video film.mp4 --question "Who opens the door?"
 1 GPU:    python rollout.py --ckpt sft_out --data rl.jsonl --group 8 --out r.jsonl
 8 GPUs:   one process per GPU, each with a part of --data; grpo.py has one engine per rank
 """
@@ -593,7 +594,9 @@ def run(sampler: Sampler, tasks: list, frames=64, group=1, step=0, play=run_epis
 
 
 def scored(episode: Episode, pay: rewards.Pay | None = None) -> dict:
-    """Episode -> reward terms, see rewards.score."""
+    """Episode -> reward terms, see rewards.score; {} for a question without a known answer."""
+    if episode.task["answer"] is None:
+        return {}
     tokens = sum(episode.context.mask) if episode.context else 0  # sampled by the main agent
     return rewards.score(episode.turns, episode.task, episode.calls, episode.think_open, pay,
                          tokens)
@@ -906,67 +909,194 @@ def toy_lengths() -> dict[str, int]:
     return dict(context=1024, max_new_tokens=128, sub_max_new_tokens=24, max_turns=1)
 
 
+# ------------------------------------------------------------------------------------------------
+# Questions about one film
+
+
+def questions(args):
+    """-> iterator of tasks about --video: --question alone, or lines from the terminal or a pipe
+    until an empty line. Options follow a question after bars."""
+    given, number = [[args.question, *(args.options or [])]], 0
+    while given:
+        line = given.pop() if args.question else typed_question()
+        if not line:
+            return
+        number += 1
+        yield {"id": f"question-{number}", "video": os.path.basename(args.video),
+               "question": line[0], "options": line[1:] or None, "answer": None,
+               "type": "mcq" if line[1:] else "open"}
+        given += [] if args.question else [None]
+
+
+def typed_question() -> list[str] | None:
+    """One line of standard input -> [question, option, ..], or None at the end."""
+    prompt = "question (| before each option; an empty line ends): "
+    try:
+        line = input(prompt if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return None
+    return [part.strip() for part in line.split("|")] if line else None
+
+
+async def narrated(episode: Episode, sampler: Sampler) -> Episode:
+    """run_episode, which also prints turns, calls and summaries as they come, each with the seconds
+    that it took."""
+    last, turns, told = time.monotonic(), 0, set()  # told: numbers of calls
+
+    def took():
+        nonlocal last
+        before, last = last, time.monotonic()
+        return last - before
+
+    def tell_calls(before):
+        """The calls of turns below `before` that have been answered."""
+        for number, call in enumerate(episode.calls):
+            if number in told or call["status"] == "pending" or call["turn"] >= before:
+                continue
+            told.add(number)
+            seconds = f", {call['seconds']:.1f} s" if "seconds" in call else ""
+            window = f"{call['start']} to {call['end']} s" if call["parseable"] else "no window"
+            print(f"  [call {number + 1}, {window}: {call['status']}{seconds}] "
+                  f"{launch.printable(call['summary'])}", flush=True)
+            took()
+
+    work = asyncio.create_task(run_episode(episode, sampler))
+    try:
+        while not work.done():
+            await asyncio.wait([work], timeout=0.05)
+            for text in episode.turns[turns:]:
+                tell_calls(turns)  # a fast engine may be two turns further
+                turns += 1
+                print(f"[turn {turns}, {took():.1f} s] {launch.printable(text.strip())}",
+                      flush=True)
+            tell_calls(turns)
+        return work.result()
+    finally:
+        work.cancel()  # if the run ends early
+
+
+def ask(sampler: Sampler, tasks, frames) -> list[dict]:
+    """Asks one question after the other and prints how the agent comes to its answers -> records.
+    Frames and prompts stay in the caches, so a second question about a film is faster."""
+    rows = []
+    for task in tasks:
+        # Another seed for each question; the step has no other meaning here.
+        (episode,) = run(sampler, [task], frames, step=len(rows), play=narrated)
+        print(answer_line(episode), flush=True)
+        rows.append(episode.to_json())
+    return rows
+
+
+def answer_line(episode: Episode) -> str:
+    """The end of an episode -> one line: the answer, the frames shown, the seconds."""
+    options = episode.task["options"]
+    said = rewards.answer_or_tail(episode.turns, episode.think_open)
+    letter = rewards.extract_letter(said, options) if said and options else None
+    if episode.status != "ok":
+        said = f"none ({episode.status}: {episode.error})"
+    elif letter:
+        said = f"{letter}. {bare_options(options)[string.ascii_uppercase.index(letter)]}"
+    frames = len(episode.notes.get("seconds", []))
+    return (f"answer: {launch.printable(said or 'none')}   ({frames} frames, "
+            f"{episode.executed()} windows, {episode.timing.get('total_s', 0.0):.1f} s)")
+
+
+# ------------------------------------------------------------------------------------------------
+# The command line
+
+
 def parse_args():
     parser = launch.parser(__doc__)
     add = parser.add_argument_group("what to run").add_argument
     add("--ckpt", required=True, help="checkpoint folder")
-    add("--data", required=True, help="task JSONL")
+    add("--data", help="task JSONL")
+    add("--video", help="instead of --data: a film to ask about")
+    add("--question", help="about --video; default: questions are read from the terminal")
+    add("--options", nargs="+", metavar="TEXT", help="of that question; default: an open answer")
     add("--out", help="rollout JSONL to write; default: none is written")
     add("--preset", choices=["paper", "toy"], default="paper", help="toy: lengths for toy.py")
-    add("--frames", type=frames_argument, default="gated", help="K, or gated: K ~ U{4,8,16,32,64}")
+    add("--frames", type=frames_argument, help="K, or gated: K ~ U{4,8,16,32,64}; default: gated, "
+        "and 64 for --video")
     add("--group", type=int, default=1, help="rollouts per task")
     add("--limit", type=int, default=0, help="tasks; 0 = all")
     add("--step", type=int, default=0, help="enters seeds and draws of K, as in training")
     add("--show", type=int, default=0, help="print so many episodes, coloured by who wrote what")
     add_agent_arguments(parser)
     # A preset changes defaults, which yield to flags. So the preset must be known first.
-    if launch.peek(parser).preset == "toy":
+    early = launch.peek(parser)
+    if early.preset == "toy":
         parser.set_defaults(temperature=1.0, **toy_lengths())  # as grpo.py samples the toy
+    if early.video:  # one answer, the same each time
+        parser.set_defaults(temperature=0.0, frames=64)
     args = parser.parse_args()
+    args.frames = args.frames or "gated"
+    if bool(args.data) == bool(args.video):
+        raise launch.UserError("give --data (task JSONL), or --video with a film to ask about")
+    if (args.question or args.options) and not (args.video and args.question):
+        raise launch.UserError("--question belongs to --video, and --options to --question")
+    if args.video:
+        args.video = os.path.realpath(args.video)  # a link may lead out of its folder
+        if not os.path.exists(args.video):
+            raise launch.UserError(f"--video {args.video}: no such file")
     launch.at_least(1, args, "group")
     launch.at_least(0, args, "limit")
     if args.out and os.path.isdir(args.out):
         raise launch.UserError(f"--out {args.out} is a folder; give the name of a file")
     if args.out:
-        launch.keep_inputs([args.out], [args.data])
+        launch.keep_inputs([args.out], [args.data or args.video])
         if not args.out.endswith(".jsonl"):  # a file of a checkpoint, say
             raise launch.UserError(f"--out {args.out}: the name of a rollout file ends in .jsonl")
     return args
 
 
-def main():
-    args = parse_args()  # before the imports below, which take seconds: --help answers at once
+def sampled(sampler: Sampler, tasks: list[dict], args) -> list[dict]:
+    """Samples all tasks, with a progress bar -> records."""
     from tqdm import tqdm
 
+    # Colours on a terminal alone, and none if the user has set NO_COLOR (no-color.org).
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    rows = []
+    episodes = run(sampler, tasks, args.frames, args.group, args.step)
+    for episode in tqdm(episodes, total=len(tasks) * args.group, desc="rollouts", disable=None):
+        launch.beat(args.patience)  # an engine that hangs ends the run, with its stacks
+        rows.append(episode.to_json())
+        if len(rows) <= args.show:
+            print(show(episode, sampler.codec, colour), flush=True)
+    # Episodes finish in any order; the file does not depend on that order.
+    return sorted(rows, key=lambda row: (row["group"], row["sample"]))
+
+
+def main():
+    args = parse_args()  # before the import below, which takes seconds: --help answers at once
     import checkpoint
 
     # Everything that can be wrong with the input is checked before the engine is loaded.
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
-    tasks = read_tasks(args.data)[: args.limit or None]
-    agent, source = agent_settings(args, args.data)
+    tasks = read_tasks(args.data)[: args.limit or None] if args.data else []
+    agent, source = agent_settings(args, args.data or args.video)
     if args.out:
         folder, name = os.path.split(os.path.abspath(args.out))
         launch.make_out(folder)
         launch.lock(folder, f".{name}.lock")
     launch.say(f"{args.ckpt}: loading the tokenizer, then the engine")
     codec = chat.load_codec(ckpt, args.channel)
-    check_context(codec, tasks, agent, source, args.frames)
+    film = {"id": "film", "video": os.path.basename(args.video or ""), "options": None,
+            "question": args.question or "", "type": "open"}
+    check_context(codec, tasks or [film], agent, source, args.frames)
     sampler = Sampler(make_engine(ckpt, codec, args), codec, source, agent)
-    # Colours on a terminal alone, and none if the user has set NO_COLOR (no-color.org).
-    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    rows, began = [], time.monotonic()
-    episodes = run(sampler, tasks, args.frames, args.group, args.step)
-    for episode in tqdm(episodes, total=len(tasks) * args.group, desc="rollouts", disable=None):
-        launch.beat(args.patience)  # an engine that hangs ends the run, with its stacks
-        rows.append(episode.to_json())
-        if len(rows) <= args.show:
-            print(show(episode, codec, colour), flush=True)
+    began = time.monotonic()
+    if args.video:
+        rows = ask(sampler, questions(args), args.frames)
+    else:
+        rows = sampled(sampler, tasks, args)
     if args.out:
-        # Episodes finish in any order; the file does not depend on that order.
-        rows.sort(key=lambda row: (row["group"], row["sample"]))
         launch.write_atomic(args.out, "".join(json.dumps(row) + "\n" for row in rows))
     launch.unlock()
-    print(summary_line(rows, time.monotonic() - began) + (f" -> {args.out}" if args.out else ""))
+    where = f" -> {args.out}" if args.out else ""
+    if args.data:
+        print(summary_line(rows, time.monotonic() - began) + where)
+    elif where:
+        print(f"{len(rows)} answers{where}")
 
 
 def summary_line(rows, seconds):

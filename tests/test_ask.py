@@ -1,0 +1,151 @@
+"""
+Tests of questions about one film, rollout.py --video: python -m pytest tests/test_ask.py -q
+"""
+import io
+import json
+import re
+import sys
+
+import pytest
+from conftest import run_script
+from scripted import AGENT, Scripted, calls
+
+import rollout
+import video
+from engine import Completion
+
+FILM = {"id": "q", "video": "videos/rl-0000.mp4", "question": "Which?", "options": None,
+        "answer": None, "type": "open"}
+
+
+def sampler(codec, toy, *main, **more):
+    engine = Scripted(codec, list(main), **more)
+    return rollout.Sampler(engine, codec, rollout.Source(str(toy), video.FrameCache()), AGENT)
+
+
+def flags(monkeypatch, *given):
+    monkeypatch.setattr(sys, "argv", ["rollout.py", "--ckpt", "c", *given])
+    return rollout.parse_args()
+
+
+def test_turns_calls_summaries_and_the_answer_are_printed_in_order(codec, toy, capsys):
+    asked = sampler(codec, toy, calls((0, 8), (90, 80), (16, 24)), "Done.\n</think>\n"
+                    "<answer>red</answer>", sub=lambda request: f"saw {request.items[0].frames}")
+    (row,) = rollout.ask(asked, [FILM], 4)
+    said = capsys.readouterr().out
+    steps = [r"\[turn 1, \d+\.\d s\]", "crop_video", r"  \[call \d, .*: error\] error: ",
+             r"  \[call \d, 0\.0 to 8\.0 s: ok, \d+\.\d s\] saw 8", r"\[turn 2, ",
+             r"answer: red   \(4 frames, 2 windows, \d+\.\d s\)"]
+    places = [re.search(step, said) for step in steps]
+    assert all(places), said
+    # A call that cannot be read is told before those that take time, so only these are in order.
+    order = [places[i].start() for i in (0, 1, 3, 4, 5)]
+    assert order == sorted(order)
+    assert row["reward"] == {} and row["turns"] and len(row["calls"]) == 3
+
+
+def test_a_summary_is_printed_before_the_next_turn_is_sampled(codec, toy, capsys):
+    """The terminal shows a step when it ends, not when the episode ends."""
+    heard = []
+
+    def main(request):
+        heard.append(capsys.readouterr().out)
+        return calls((0, 8)) if len(heard) == 1 else "</think><answer>red</answer>"
+
+    asked = sampler(codec, toy)
+    asked.engine.main = main
+    waited = {}  # polls of a request before it is answered
+    asked.engine.hold = lambda r: waited.setdefault(r.id, 0) < 200 and not waited.update(
+        {r.id: waited[r.id] + 1})
+    rollout.ask(asked, [FILM], 4)
+    assert "turn 1" not in heard[0] and "turn 1" in heard[1] and "a red square" in heard[1]
+
+
+def test_a_letter_is_printed_with_its_option(codec, toy, capsys):
+    task = {**FILM, "options": ["A. red", "B. blue"], "type": "mcq"}
+    rollout.ask(sampler(codec, toy, "</think><answer>B</answer>"), [task], 4)
+    assert "answer: B. blue   (4 frames, 0 windows," in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("said, why", [
+    ("no tags, cut", "answer: none"),
+    (Completion("x", error="server died"), "answer: none (engine_error: server died)")])
+def test_an_episode_without_an_answer_says_why(codec, toy, capsys, said, why):
+    asked = sampler(codec, toy)
+    asked.engine.main = lambda r: said if isinstance(said, str) else Completion(
+        r.id, error=said.error)
+    rollout.ask(asked, [FILM], 4)
+    assert why in capsys.readouterr().out
+
+
+def test_two_questions_decode_the_film_once(codec, toy, monkeypatch):
+    decoded = []
+    whole = video.FrameCache._decode
+    monkeypatch.setattr(video.FrameCache, "_decode", lambda self, path, indices, *rest: (
+        decoded.extend(indices), whole(self, path, indices, *rest))[1])
+    asked = sampler(codec, toy, "</think><answer>red</answer>")
+    rollout.ask(asked, [FILM, {**FILM, "id": "r", "question": "Who?"}], 4)
+    assert len(decoded) == 4
+    first, second = asked.engine.requests
+    assert first.ids != second.ids and first.seed != second.seed
+
+
+def test_the_model_cannot_steer_the_terminal(codec, toy, capsys):
+    rollout.ask(sampler(codec, toy, "</think>\x1b[2J<answer>r\x1bed</answer>"), [FILM], 4)
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_lines_of_standard_input_are_questions(monkeypatch, tmp_path):
+    film = tmp_path / "film.mp4"
+    film.write_bytes(b"x")
+    args = flags(monkeypatch, "--video", str(film))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Who? | Ann | Bob\n  What?\n\nnever asked\n"))
+    first, second = rollout.questions(args)
+    assert (first["question"], first["options"], first["type"]) == ("Who?", ["Ann", "Bob"], "mcq")
+    assert (second["question"], second["options"], second["type"]) == ("What?", None, "open")
+    assert first["id"] != second["id"] and first["video"] == "film.mp4"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("What?"))  # a file without a last newline
+    assert len(list(rollout.questions(args))) == 1
+
+
+def test_flags_of_a_film(monkeypatch, tmp_path):
+    film = tmp_path / "film.mp4"
+    film.write_bytes(b"x")
+    args = flags(monkeypatch, "--video", str(film), "--question", "Who?", "--options", "A", "B")
+    assert (args.frames, args.temperature) == (64, 0.0)
+    (task,) = rollout.questions(args)
+    assert task["options"] == ["A", "B"] and task["answer"] is None
+    assert flags(monkeypatch, "--data", "d").frames == "gated"
+    assert flags(monkeypatch, "--video", str(film), "--frames", "8").frames == 8
+    link = tmp_path / "link.mp4"
+    link.symlink_to(film)
+    assert flags(monkeypatch, "--video", str(link)).video == str(film)
+
+
+@pytest.mark.parametrize("given, why", [
+    ((), "give --data"), (("--data", "d", "--video", "v"), "give --data"),
+    (("--data", "d", "--question", "q"), "--question belongs to --video"),
+    (("--video", "gone.mp4", "--question", "q"), "gone.mp4: no such file"),
+    (("--video", ".", "--options", "a", "b"), "--options to --question")])
+def test_flags_that_do_not_fit_together(monkeypatch, given, why):
+    with pytest.raises(rollout.launch.UserError, match=re.escape(why)):
+        flags(monkeypatch, *given)
+
+
+def test_the_command_asks_a_film_and_writes_the_episode(toy, tmp_path):
+    out = tmp_path / "asked.jsonl"
+    film = toy / "videos" / "rl-0000.mp4"
+    done = run_script("rollout.py", "--preset", "toy", "--ckpt", toy / "init", "--video", film,
+                      "--question", "Which?", "--frames", 4, "--out", out, reference=True)
+    assert done.returncode == 0, done.stderr
+    assert "[turn 1, " in done.stdout and "answer: " in done.stdout
+    assert done.stdout.strip().endswith(f"1 answers -> {out}")
+    (row,) = map(json.loads, out.read_text().splitlines())
+    assert row["task"]["video"] == "rl-0000.mp4" and row["reward"] == {}
+    page = tmp_path / "page.html"
+    done = run_script("tools/view.py", out, "--video-root", film.parent, "--out", page)
+    assert done.returncode == 0, done.stderr
+    # An answer that nobody knows cannot be trained on.
+    done = run_script("grpo.py", "--preset", "toy", "--ckpt", toy / "init", "--rollouts", out,
+                      "--video-root", film.parent, "--out", tmp_path / "trained")
+    assert done.returncode == 2 and "answer" in done.stderr, done.stderr
