@@ -1,0 +1,114 @@
+"""
+Tests of tools/pick.py: python -m pytest tests/test_pick.py -q
+"""
+import json
+from types import SimpleNamespace
+
+import pytest
+from conftest import run_script
+from scripted import Scripted, calls, play
+
+import rollout
+import sft
+import video
+from tools import pick
+
+TASKS = [{"id": name, "video": f"videos/rl-000{n}.mp4", "question": "Which?", "options": None,
+          "answer": "0 red", "type": "list"} for n, name in enumerate(("a", "b", "c"))]
+GOOD, BAD = "I saw it.\n</think>\n<answer>0 red</answer>", "No.\n</think>\n<answer>8 blue</answer>"
+
+
+@pytest.fixture(scope="module")
+def recorded(codec, toy, tmp_path_factory):
+    """Four rollouts of three tasks: half good, none good, all good with one cut off."""
+    def main(request):
+        _, name, sample, turn = request.id.split("/")
+        if name == "a" and sample == "1" and turn == "0":
+            return calls((0, 8), (90, 80), (16, 24))
+        return {"a": GOOD if sample in "12" else BAD, "b": BAD, "c": GOOD}[name]
+
+    source = rollout.Source(str(toy), video.FrameCache())
+    episodes = play(Scripted(codec, main, sub="0 red"), TASKS, source, group=4)
+    path = tmp_path_factory.mktemp("rollouts") / "r.jsonl"
+    path.write_text("".join(json.dumps(e.to_json()) + "\n" for e in episodes))
+    return path
+
+
+def test_a_chat_holds_the_ids_that_were_sampled(recorded, codec, toy, tmp_path):
+    """sft.py's own reader encodes each chat; the main agent's and the sub-agents' ids, masks and
+    frames are those of the rollout."""
+    (group, *_) = pick.groups([recorded])
+    episode = pick.best(group)
+    assert episode.sample == 1 and len(episode.calls) == 3
+    rows = pick.chats(episode)
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    args = SimpleNamespace(video_root=str(toy), min_pixels=1024, max_pixels=50176,
+                           max_len=4096)
+    chats = sft.Chats(str(path), codec, args, video.FrameCache())
+    subs = [call["sub"] for call in episode.calls if "sub" in call]
+    contexts = [(episode.context.ids, episode.context.mask)] + [(s["ids"], s["mask"]) for s in subs]
+    assert len(rows) == len(contexts) == 3
+    for number, (ids, mask) in enumerate(contexts):
+        chat = chats[number]
+        assert list(chat.ids) == ids
+        # A forced <think> is trained by SFT and not by RL.
+        assert all(ours >= theirs for ours, theirs in zip(chat.mask, mask))
+        assert sum(chat.mask) - sum(mask) == (2 * 2 if number == 0 else 0)
+
+
+def test_the_best_is_the_highest_reward_then_the_fewest_calls(recorded):
+    a, b, c = pick.groups([recorded])
+    assert pick.best(b) is None and pick.best(b, least=0.0) is not None
+    assert not pick.best(c).calls
+    c[0].finish, c[0].reward["total"] = ["length"], 9.0
+    assert pick.best(c) is not c[0]
+    c[1].status, c[1].reward["total"] = "context", 9.0
+    assert pick.best(c) not in c[:2]
+    tokens = [sum(e.context.mask) for e in c[2:]]
+    assert tokens[0] == tokens[1]
+    c[3].context.mask = c[3].context.mask[:-1]
+    assert pick.best(c) is c[3]
+
+
+def test_the_band_takes_tasks_whose_rollouts_disagree(recorded, tmp_path):
+    for band, wanted in (((0.2, 0.8), ["a"]), ((0, 0), ["b"]), ((0.5, 1), ["a", "c"])):
+        out = tmp_path / "tasks.jsonl"
+        done = run_script("tools/pick.py", recorded, "--band", *band, out)
+        assert done.returncode == 0, done.stderr
+        rows = rollout.read_tasks(str(out))
+        assert [row["id"] for row in rows] == wanted
+        assert rows == [task for task in TASKS if task["id"] in wanted]
+
+
+def test_the_command_and_its_flags(recorded, tmp_path):
+    out = tmp_path / "chats.jsonl"
+    done = run_script("tools/pick.py", recorded, "--best", out)
+    assert done.returncode == 0, done.stderr
+    assert "2 of 3 tasks have a good rollout: 4 chats, 2 of main agents" in done.stdout
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert "Question:" in rows[1]["messages"][1]["content"][1]["text"] and "tools" in rows[0]
+    run_script("tools/pick.py", recorded, "--best", out, "--no-sub-question", "--no-tools",
+               "--least", 0)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) == 5 and "tools" not in rows[0]
+    assert "Question:" not in rows[1]["messages"][1]["content"][1]["text"]
+    assert "crop_video" not in rows[0]["messages"][0]["content"]
+
+
+@pytest.mark.parametrize("flags, why", [
+    ((), "give --best"), (("--band", "x", "1", "t"), "two numbers"),
+    (("--band", "0.9", "0.1", "t"), "LOW <= HIGH"), (("--best", "SAME"), "it is an input")])
+def test_bad_flags_are_told(recorded, flags, why):
+    flags = [recorded if flag == "SAME" else flag for flag in flags]
+    done = run_script("tools/pick.py", recorded, *flags)
+    assert done.returncode == 2 and why in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_a_question_without_an_answer_is_refused(recorded, tmp_path):
+    row = json.loads(recorded.read_text().splitlines()[0])
+    row["task"]["answer"] = None
+    path = tmp_path / "asked.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    done = run_script("tools/pick.py", path, "--best", tmp_path / "x.jsonl")
+    assert done.returncode == 2 and "has no answer" in done.stderr

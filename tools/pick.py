@@ -1,0 +1,131 @@
+"""
+pick.py: turns rollouts back into data: the best rollout of each prompt as SFT chats, and the tasks
+whose rollouts disagree.
+
+  python tools/pick.py r.jsonl --best chats.jsonl --band 0.2 0.8 tasks.jsonl
+
+--best writes for each prompt the rollout of the highest total reward that ended well, has an R_acc
+of at least --least and no turn that was cut off. A tie goes to fewer calls, then to fewer tokens.
+The main agent's context is one chat, and every sub-agent whose summary the main agent read is
+another, as sft.py reads them. If the policy writes text in the canonical tokens, sft.py trains on
+the ids that were sampled.
+
+--band LOW HIGH FILE writes the tasks whose mean R_acc over their rollouts lies in this range. From
+a group without variance GRPO learns nothing.
+
+Reads:  rollout JSONL (rollout.py, or the rollouts/ of grpo.py).
+Writes: chats and tasks as JSONL. Videos stay relative to the folder that they were relative to:
+        give that folder to sft.py and grpo.py as --video-root.
+
+(This file is not called select.py, because Python would then import it for its own `select`.)
+"""
+import argparse
+import json
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import launch
+import rollout
+
+
+def groups(paths: list[str]) -> list[list]:
+    """Rollout JSONL files -> Episodes, those of one task together, in the order of their tasks.
+    Raises UserError naming file and line, and for a task without an answer."""
+    keys = rollout.Episode(None, None, 0, 0, 0).to_json()
+    found = {}  # task id -> Episodes
+    for path in paths:
+        for row in launch.read_jsonl(path, keys, rollout.record_fault):
+            if row["task"]["answer"] is None:
+                raise launch.UserError(f"{path}: task {row['task']['id']} has no answer, so no "
+                                       "rollout of it can be called good")
+            found.setdefault(row["task"]["id"], []).append(rollout.from_json(row))
+    for group in found.values():
+        for episode in group:  # by the present code, whatever version wrote them
+            episode.reward = rollout.scored(episode)
+    return list(found.values())
+
+
+def best(group: list, least: float = 0.5):
+    """Rollouts of one task -> the one to learn from, or None."""
+    good = [e for e in group if e.status == "ok" and e.reward["acc"] >= least
+            and "length" not in e.finish]
+    return max(good, default=None,
+               key=lambda e: (e.reward["total"], -len(e.calls), -sum(e.context.mask)))
+
+
+def chats(episode, tools: bool = True, sub_question: bool = True) -> list[dict]:
+    """An Episode -> SFT chats: one of the main agent, one of each sub-agent that was run.
+    tools, sub_question: as in the rollouts, because a record does not hold them."""
+    task, prefix = episode.task, "<think>\n" if episode.think_open else ""
+    messages = rollout.main_messages(task, episode.num_frames, tools)
+    name = f"{task['id']}-{episode.version}-{episode.sample}"
+    rows = [{"id": name, "messages": messages}]
+    if tools:
+        rows[0]["tools"] = rollout.tool_schema()
+    for turn, text in enumerate(episode.turns):
+        messages.append({"role": "assistant", "content": prefix + text})
+        for number, call in enumerate(c for c in episode.calls if c["turn"] == turn):
+            if turn + 1 < len(episode.turns):  # calls of the last turn were never answered
+                messages.append({"role": "tool", "content": call["summary"]})
+            if "sub" in call:
+                spec = call["sub"]["vision"][0]["spec"]  # of the window as it was shown
+                spec = {key: value for key, value in spec.items() if value is not None}
+                said = {"role": "assistant", "content": call["summary"]}
+                rows.append({"id": f"{name}-{turn}-{number}",
+                             "messages": [*rollout.sub_messages(task, spec, sub_question), said]})
+    return rows
+
+
+def mean_accuracy(group: list) -> float:
+    """Mean R_acc of a group. Failed rollouts count as 0."""
+    return sum(e.reward["acc"] for e in group) / len(group)
+
+
+def write(path: str, rows: list[dict]) -> None:
+    launch.write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def main():
+    parser = launch.parser(__doc__)
+    add = parser.add_argument
+    add("rollouts", nargs="+", metavar="JSONL", help="rollouts")
+    add("--best", metavar="CHATS", help="SFT chats to write; default: none are written")
+    add("--least", type=float, default=0.5, help="R_acc that the best rollout needs, 0 to 1")
+    yes_no = argparse.BooleanOptionalAction
+    add("--tools", action=yes_no, default=True, help="crop_video was offered, as in rollout.py")
+    add("--sub-question", action=yes_no, default=True,
+        help="sub-agents were told the question, as by --set sub_question")
+    add("--band", nargs=3, metavar=("LOW", "HIGH", "TASKS"), help="tasks to write, and the range "
+        "of their mean R_acc; default: none are written")
+    args = parser.parse_args()
+    if not (args.best or args.band):
+        raise launch.UserError("give --best, --band or both: nothing would be written")
+    outputs = [args.best] if args.best else []
+    if args.band:
+        try:
+            low, high = float(args.band[0]), float(args.band[1])
+        except ValueError:
+            raise launch.UserError(f"--band {args.band[0]} {args.band[1]}: two numbers come "
+                                   "first") from None
+        if not 0 <= low <= high <= 1:
+            raise launch.UserError(f"--band {low:g} {high:g}: expected 0 <= LOW <= HIGH <= 1")
+        outputs.append(args.band[2])
+    launch.keep_inputs(outputs, args.rollouts)
+    found = groups(args.rollouts)
+    if args.best:
+        picked = [episode for group in found if (episode := best(group, args.least))]
+        rows = [row for episode in picked
+                for row in chats(episode, args.tools, args.sub_question)]
+        write(args.best, rows)
+        print(f"{len(picked)} of {len(found)} tasks have a good rollout: {len(rows)} chats, "
+              f"{len(picked)} of main agents -> {args.best}")
+    if args.band:
+        tasks = [group[0].task for group in found if low <= mean_accuracy(group) <= high]
+        write(args.band[2], tasks)
+        print(f"{len(tasks)} of {len(found)} tasks have a mean R_acc of {low:g} to {high:g} "
+              f"-> {args.band[2]}")
+
+
+if __name__ == "__main__":
+    launch.run_main(main)
