@@ -791,7 +791,7 @@ def resume_point(out, args, resume):
                                    "state.json); --no-resume begins anew and deletes it")
         return None, {}
     # Two parts of one run may differ in these: how far, how fast, and who is told.
-    free = {"steps", "epochs", "resume", "out", "save_every", "eval_every", "show_every",
+    free = {"steps", "epochs", "resume", "check", "out", "save_every", "eval_every", "show_every",
             "max_seqs", "frame_cache_gb", "frame_cache_dir", "frame_cache_dir_gb", "engine_share",
             "patience", "replicas", "wandb"}  # fmt: skip
     now, then = json.loads(json.dumps(vars(args))), state.get("args", {})

@@ -336,6 +336,8 @@ def main():
     held = rollout.read_tasks(args.val) if args.val else []
     recorded = read_rollouts(args.rollouts or [], pay_of(args))
     agent, source = rollout.agent_settings(args, args.data or args.rollouts[0])
+    if args.check:
+        return check(args, chat.load_codec(ckpt, args.channel), tasks + held, agent, source)
     launch.make_out(os.path.join(args.out, "rollouts"))
     checkpoint.claim_run(args.out, [args.data, args.val, *(args.rollouts or [])])
     rank, world, device = launch.start_process_group(args.patience)
@@ -447,6 +449,16 @@ def gap_tolerance(dtype, engine=True):
     """The largest mean gap in nats that rounding explains, far below the gap of stale weights.
     Recorded rollouts (engine None) may come from an engine of any precision."""
     return 1e-3 if engine and dtype.itemsize == 4 else 0.1
+
+
+def check(args, codec, tasks, agent, source):
+    """--check: looks at all data and ends. Raises UserError if there is a fault."""
+    if os.environ.get("RANK", "0") != "0":  # under torchrun rank 0 alone looks
+        return
+    if not tasks:
+        raise launch.UserError("--check looks at tasks: give --data")
+    faults = rollout.preflight(codec, tasks, agent, source, args.frames)
+    launch.report_check(faults, " and ".join(filter(None, [args.data, args.val])))
 
 
 def set_up(args, ckpt, codec, source, device, folder):
@@ -809,6 +821,8 @@ def build_parser():
     add("--rollouts", nargs="+", default=None,
         help="rollout JSONL files: take one update from them, without an engine")
     add("--out", default="grpo_out", help="run folder")
+    add("--check", action="store_true",
+        help="only look at the data: labels, videos, tokens; builds no model, writes nothing")
     add("--preset", choices=["paper", "toy"], default="paper",
         help="toy: numbers for the world of toy.py")
     add("--vanilla", action="store_true",

@@ -441,6 +441,15 @@ def keep_inputs(outputs, inputs):
             raise UserError(f"{path} would be replaced, but it is an input; choose another --out")
 
 
+def report_check(faults, of):
+    """Ends --check: prints each fault; raises UserError if there is one. of: what was checked."""
+    for fault in faults:
+        print(printable(fault))
+    if faults:
+        raise UserError(f"--check: {len(faults)} faults in {of}")
+    print(f"no fault in {of}")
+
+
 @functools.cache  # a script that is edited while the run goes on is not the code that runs
 def code_digests():
     """{script: digest} of the scripts beside this one. args.json and state.json hold them, so that

@@ -870,6 +870,51 @@ def check_context(codec, tasks, agent, source, frames) -> None:
                            f"is --video-root right? {first}")
 
 
+def preflight(codec, tasks, agent, source, frames) -> list[str]:
+    """Opens every video and counts the tokens of every first prompt; prints the counts. -> faults,
+    a line each. Labels have been checked by read_tasks. Builds no model."""
+    from collections import Counter
+    from concurrent.futures import ThreadPoolExecutor
+
+    import numpy as np
+    from tqdm import tqdm
+
+    fewest, most = (min(gated_choices()) if frames == "gated" else frames), most_frames(frames)
+    tools = tool_schema() if agent.tools else None
+
+    def look(task):
+        """-> (fault or None, tokens of the prompt with `most` frames)."""
+        spec = source.overview_spec(task, fewest)
+        try:
+            seen = source.load(spec)  # decodes the fewest frames, from all over the film
+            wrong = label_fault(task, source.duration(spec))
+        except video.VideoError as error:
+            return f"task {task['id']}: {error}", 0
+        # Only sizes and times enter the ids, so one picture stands for all of the largest prompt.
+        starts = source.cache.index(video.resolve(spec["video"], source.root))[0]
+        times = starts[((np.arange(most) + 0.5) * len(starts) / most).astype(int)]
+        seen = video.Frames(np.broadcast_to(seen.images[:1], (most, *seen.images.shape[1:])),
+                            times, seen.key, seen.frame_keys[:1] * most)
+        messages = main_messages(task, most, agent.tools)
+        tokens = len(open_context(codec, messages, [spec], [seen], tools).ids)
+        if not wrong and tokens + 32 > agent.context:
+            wrong = (f"{tokens} tokens with {most} frames do not fit into --context "
+                     f"{agent.context}")
+        return wrong and f"task {task['id']}: {wrong}", tokens
+
+    # Threads, because most of the time goes into decoders.
+    with ThreadPoolExecutor(video.decode_threads()) as pool:
+        looked = list(tqdm(pool.map(look, tasks), total=len(tasks), desc="videos", disable=None))
+    kinds = Counter(task["type"] for task in tasks)
+    drawn = Counter(overview_frames(frames, agent.seed, 0, task["id"]) for task in tasks)
+    print(f"{len(tasks)} tasks: " + ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items())))
+    print("K of a first pass: " + ", ".join(f"{n} at {k}" for k, n in sorted(drawn.items())))
+    print(f"{len({task['video'] for task in tasks})} videos; the largest prompt has "
+          f"{max(tokens for _, tokens in looked)} tokens with {most} frames, of --context "
+          f"{agent.context}")
+    return [fault for fault, _ in looked if fault]
+
+
 def frames_argument(text: str) -> int | str:
     """--frames: a number of overview frames, or "gated"."""
     if text != "gated" and not (text.isdigit() and int(text) > 0):

@@ -49,6 +49,8 @@ def build_parser():
     add("--data", required=True, help="SFT JSONL")
     add("--val", default=None, help="held-out SFT JSONL; none = no held-out loss, no `best`")
     add("--out", default="sft_out", help="run folder")
+    add("--check", action="store_true",
+        help="only look at the data: videos, tokens; builds no model, writes nothing")
     add("--video-root", default=None,
         help="folder videos are relative to and may not leave; default: the JSONL's folder")
     add("--preset", choices=["paper", "toy"], default="paper",
@@ -238,6 +240,32 @@ def open_data(args, codec, cache):
     return train, held
 
 
+def check(args, codec, cache):
+    """--check: encodes every chat, prints counts, and ends. Raises UserError if there is a fault.
+    """
+    from tqdm import tqdm
+
+    if os.environ.get("RANK", "0") != "0":  # under torchrun rank 0 alone looks
+        return
+    faults = []
+    for path in filter(None, [args.data, args.val]):
+        chats, longest, trained = Chats(path, codec, args, cache), 0, 0
+        for index, row in enumerate(tqdm(chats.rows, desc=path, disable=None)):
+            try:
+                sequence = chats[index]
+            except launch.RankError as error:  # too long
+                faults.append(str(error))
+                continue
+            if sequence is None:  # its video cannot be read; Chats has printed why
+                faults.append(f"{path}: chat {row['id']} would be skipped")
+                continue
+            longest = max(longest, len(sequence.ids))
+            trained += sum(sequence.mask)
+        print(f"{path}: {len(chats.rows)} chats, the longest has {longest} tokens, of --max-len "
+              f"{args.max_len}; {trained} trained tokens")
+    launch.report_check(faults, " and ".join(filter(None, [args.data, args.val])))
+
+
 def batch_packs(chats, step, codec, args, rank, world):
     """This rank's Packs of the batch of a step. (seed, step) draws the chats, so a resumed run sees
     the same ones. They are dealt out by cost, so no rank waits for the long videos of another."""
@@ -358,6 +386,8 @@ def main():
     args = parse_args()
     cache = video.frame_cache(args)
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
+    if args.check:
+        return check(args, chat.load_codec(ckpt, args.channel), cache)
     launch.make_out(args.out)
     checkpoint.claim_run(args.out, [args.data, args.val])
     rank, world, device = launch.start_process_group(args.patience)
