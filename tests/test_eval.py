@@ -252,9 +252,9 @@ def test_compare_puts_finished_folders_side_by_side(world, tmp_path):
                             "0.417", tokens[1]]
     assert lines[2][:4] == ["two", "4", "2", "1.000"] and lines[2][7:9] == ["-", "-"]
     # The two items that both have: red is right in both, blue only in the second. They share a
-    # video: one cluster, no spread.
-    assert lines[-1] == ["two", "-", "one", "4", "tools", "on", "+0.500", "[+0.500,", "+0.500]",
-                         "2", "items"]
+    # video, and one video gives no interval.
+    assert lines[-1] == ["two", "-", "one", "4", "on", "+0.500", "[-]", "-", "-", "1", "2", "-",
+                         "-"]
     kept = json.loads((tmp_path / "both" / "summary.json").read_text())
     assert kept["differences"][0]["difference"] == 0.5 and kept["differences"][0]["n"] == 2
 
@@ -802,8 +802,8 @@ def test_benchmarks_are_evaluated_from_their_folders(world, videomme, tmp_path):
     (own,) = json.loads((tmp_path / "out" / "videomme" / "summary.json").read_text())["results"]
     assert own["acc"] == 0.5
     table = world("--table", tmp_path / "out", drop=("--data", "--ckpt")).out.splitlines()
-    assert table[0].startswith("| system | videomme |") and "(measured) | 50.0 [" in table[2]
-    assert table[2].count("| - ") == 5
+    assert table[0].startswith("| system | videomme |") and "(measured) | 50.0 [" in table[-1]
+    assert table[-1].count("| - ") == 5 and table[-1].count("n 4 (4 of 2700 items)") == 2
     assert any(line.startswith("| ParaVT-8B (the paper's) | 62.1 | 69.4 |") for line in table)
 
 
