@@ -250,7 +250,7 @@ def test_compare_puts_finished_folders_side_by_side(world, tmp_path):
     tokens = [f"{r['cost']['tokens']:.0f}" for r in one.results]  # with tools, without
     assert lines[1][:9] == ["one", "4", "6", "0.417", f"[{low:.3f},", f"{high:.3f}]", tokens[0],
                             "0.417", tokens[1]]
-    assert lines[2][:4] == ["two", "4", "2", "1.000"] and lines[2][7:9] == ["-", "-"]
+    assert lines[2][:5] == ["two", "4", "2", "1.000", "[-]"] and lines[2][6:8] == ["-", "-"]
     # The two items that both have: red is right in both, blue only in the second. They share a
     # video, and one video gives no interval.
     assert lines[-1] == ["two", "-", "one", "4", "on", "+0.500", "[-]", "-", "-", "1", "2", "-",
@@ -367,7 +367,7 @@ def test_compare_shows_accuracy_against_cost(world, tmp_path):
                 drop=("--data", "--ckpt"))
     kept = json.loads((tmp_path / "old" / "summary.json").read_text())["costs"]
     assert old.code == 0 and len(kept) == 1
-    assert old.out.splitlines()[1].split()[6:9] == ["-", "0.500", "-"]
+    assert old.out.splitlines()[1].split()[5:8] == ["-", "0.500", "-"]
 
 
 # ------------------------------------------------------------------------------------------------
