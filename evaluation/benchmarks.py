@@ -141,7 +141,7 @@ def paper_groups():
     """Title -> the systems under it, in the order of the paper's Table 1."""
     return {
         "proprietary, from official reports": ["GPT-4o", "Gemini 1.5 Pro"],
-        "direct answer": ["Qwen2.5-VL-7B"],
+        "instruct, direct answer": ["Qwen2.5-VL-7B"],
         "reasoning": ["Video-R1-7B", "VideoChat-R1-7B", "VideoRFT-7B", "Time-R1-7B",
             "ReWatch-R1-7B", "Video-Thinker-7B"],
         "agentic": ["Qwen3-VL-8B", "Conan-7B", "LongVT-RFT-7B", "SAGE-7B", "VideoZoomer-7B",

@@ -424,7 +424,8 @@ def difference_lines(compared):
     if not rows:
         return []
     wanted = f"{compared['points']:g} points need"
-    told = f"p by sign flips of videos, Holm's over {len(rows)}; sample for power 0.8"
+    tests = sum(row["p"] is not None for row in rows)
+    told = f"p by sign flips of videos, Holm's over {tests}; sample for power 0.8"
     lines = ["", f"difference of the same items; {told}",
              f"{'':<18} {'':>6} {'':>5} {'':>23} {'':>6} {'':>6} {'':>13} {wanted:>13}",
              f"{'pair':<18} {'K':>6} {'tools':>5} {'difference [95%]':>23} {'p':>6} {'Holm':>6} "
@@ -535,7 +536,7 @@ def is_whole(cell):
 
 
 def shown_cell(cell):
-    """Cell -> "66.7 [60.1, 72.3] n 30 (30 of 2700 items)"; the paper's have the number alone."""
+    """Cell -> "66.7 [60.1, 72.3] n 30 of 2700"; the paper's cells have the number alone."""
     if cell is None:
         return "-"
     if cell["percent"] is None:
@@ -544,8 +545,9 @@ def shown_cell(cell):
     if "n" in cell:
         text += " [-]" if cell["low"] is None else f" [{cell['low']:.1f}, {cell['high']:.1f}]"
         text += f" n {cell['n']}"
-        if not is_whole(cell):
-            text += f" ({cell['items']} of {cell['published']} items)"
+        if not is_whole(cell):  # MMVU's headline leaves items out, which a whole run has, too
+            part = f"{cell['items']} of {cell['published']}"
+            text += f" of {cell['published']}" if cell["n"] == cell["items"] else f" ({part} items)"
         if cell["seeds"]:
             runs = len(cell["seeds"])
             text += f", sd {spread(cell['seeds'], 1)} of {runs} runs"
@@ -577,23 +579,25 @@ def category_table(found, by, form):
 
     Raises UserError naming the tags that there are, if no record has this one.
     """
-    columns, cells, known = [], {}, set()  # cells: benchmark -> label -> column -> text
-    for name, summary, here in found:
+    columns, cells, known = {}, {}, set()  # cells: benchmark -> label -> column -> text
+    for number, (name, summary, here) in enumerate(found):
         for row in summary["results"]:
-            columns.append(f"{name}, K {row['K']}, tools {row['tools']}")
+            # Two folders may have one name, so a column's key is the folder's place.
+            column = number, row["K"], row["tools"]
+            columns[column] = f"{name}, K {row['K']}, tools {row['tools']}"
             tags = breakdowns(here[place_of(row)].values())
             known |= set(tags)
             for label, cell in tags.get(by, {}).items():
                 text = f"{100 * cell['acc']:.1f} n {cell['n']}"
                 text = "refused" if row["headline"] is None else text
                 labels = cells.setdefault(row.get("bench"), {})
-                labels.setdefault(label, {})[len(columns) - 1] = text
+                labels.setdefault(label, {})[column] = text
     if not cells:
         have = ", ".join(sorted(known)) or "none"
         raise launch.UserError(f"--by {by}: no record has this tag; there are: {have}")
-    rows = [[bench or "data", label, *(found.get(i, "-") for i in range(len(columns)))]
-            for bench, labels in cells.items() for label, found in sorted(labels.items())]
-    return rendered(["benchmark", by, *columns], rows, form)
+    rows = [[bench or "data", label, *(texts.get(column, "-") for column in columns)]
+            for bench, labels in cells.items() for label, texts in sorted(labels.items())]
+    return rendered(["benchmark", by, *columns.values()], rows, form)
 
 
 def rendered(head, rows, form, bold=(), notes=()):

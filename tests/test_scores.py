@@ -8,6 +8,7 @@ is the oracle of the p-values.
 import csv
 import json
 import re
+import shutil
 import sys
 from dataclasses import replace
 
@@ -118,7 +119,7 @@ def test_one_video_or_none_gives_no_interval(made, command, tmp_path):
     assert kept["differences"][0]["interval"] is kept["differences"][0]["p_holm"] is None
     rows, _ = table(command, one)
     cell = rows["one, K 64, tools on (measured)"][4]
-    assert cell == "66.7 [-] n 3 (3 of 2174 items)"
+    assert cell == "66.7 [-] n 3 of 2174"
 
 
 def worlds(rng, videos, bench=None, effect=0.0, spread=0.3):
@@ -325,7 +326,7 @@ def test_a_pooled_run_says_its_spread_in_the_table(made, command):
     two = made("two", [1, 1, 0, 0], bench="lvbench")
     rows, _ = table(command, "ours=", one, two)
     cell = rows["ours, K 64, tools on (measured)"][3]
-    assert cell.startswith("37.5 [") and cell.endswith("n 4 (4 of 1549 items), sd 17.7 of 2 runs")
+    assert cell.startswith("37.5 [") and cell.endswith("n 4 of 1549, sd 17.7 of 2 runs")
 
 
 def test_wrong_groups_are_one_line(made, command, tmp_path):
@@ -364,7 +365,7 @@ def test_a_part_of_a_benchmark_is_marked_and_never_the_best(made, command, monke
     known = benchmarks.splits()
     rows, _ = table(command, part)
     assert rows["part, K 64, tools on (measured)"][3] == (
-        "100.0 [100.0, 100.0] n 3 (3 of 1549 items)")
+        "100.0 [100.0, 100.0] n 3 of 1549")
     assert rows["ParaVT-8B (the paper's)"][3] == "**39.8**"
     assert rows["Gemini 1.5 Pro (the paper's)"][0] == "**75.0**"
     small = {**known, "lvbench": replace(known["lvbench"], items=3)}
@@ -486,6 +487,14 @@ def test_categories_stand_side_by_side(form, made, command):
         ["lvbench", "short", "50.0 n 2", "100.0 n 2"]]
     assert cells("skill")[1:] == [["lvbench", "count", "50.0 n 2", "100.0 n 1"],
                                   ["lvbench", "order", "100.0 n 1", "-"]]
+    # Two benchmarks of a folder share its column.
+    both = made("both", [1, 0], bench="lvbench", tags=tags[:2])
+    shutil.copytree(both / "lvbench", both / "mlvu")
+    assert command("--rescore", both)[0] == 0
+    _, out, _ = command("--table", both, "--by", "duration", "--format", "csv")
+    assert list(csv.reader(out.splitlines()))[1:] == [
+        [bench, label, cell] for bench in ("lvbench", "mlvu")
+        for label, cell in (("long", "100.0 n 1"), ("short", "0.0 n 1"))]
     code, _, err = command("--table", one, "--by", "nope")
     assert code == 2 and "there are: duration, skill" in err
 
