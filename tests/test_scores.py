@@ -188,9 +188,8 @@ def test_exact_p_values_by_hand():
     assert scores.sign_flip_p(three, None) == 0.25
     assert scores.sign_flip_p([*three, record("d", 0.0)], None) == 0.25
     assert scores.sign_flip_p([record("a", 0.0), record("b", 0.0)], None) == 1.0
-    # Shares 0.1 + 0.2 and 0.3 meet only up to rounding.
-    tied = [record(0, 0.1), record(1, 0.2), record(2, -0.3)]
-    assert scores.sign_flip_p(tied, None) == 1.0
+    # Ten shares of 0.1 are 1, added in one order, and 0.9999999999999999 in another.
+    assert scores.sign_flip_p([record(i, 1.0) for i in range(10)], None) == 2 / 2**10
     assert scores.sign_flip_p([record(i, 1.0) for i in range(20)], None) == 2 / 2**20
     many = scores.sign_flip_p([record(i, 1.0) for i in range(21)], None)
     assert many == 1 / 20001  # at random: of 20,000 none, and the observed one
@@ -237,6 +236,12 @@ def test_sample_sizes_by_hand():
     records = [record(i, 1.0 - 2 * (i % 2)) for i in range(1000)]
     assert scores.videos_needed(records, None, 2) == pytest.approx(7.849 / 0.0004 * 1.001, rel=1e-3)
     assert scores.videos_needed(records, None, 4) == pytest.approx(7.849 / 0.0016 * 1.001, rel=2e-3)
+    # The spread is around the mean: 1 and 0 have a quarter of the variance.
+    records = [record(i, float(i % 2)) for i in range(1000)]
+    assert scores.videos_needed(records, None, 2) == pytest.approx(7.849 / 0.0016 * 1.001, rel=2e-3)
+    # A video with three items is no error if every item differs alike.
+    uneven = [record(f"{v}/{i}", 0.5, video=v) for v in range(9) for i in range(1 + v % 3)]
+    assert scores.videos_needed(uneven, None, 2) is None
     # Five videos can never reach 0.05: 2 / 2^5 = 0.0625.
     assert scores.videos_needed(records, None, 100) >= 6
     tiny = [record(i, 0.001 * (i % 2)) for i in range(10)]
