@@ -635,7 +635,7 @@ def rendered(head, rows, form, bold=(), notes=()):
         # LaTeX reads "[" and "*" after the line break before as an argument of the break.
         lines.append(("{}" if line[:1] in "[*" else "") + line + r" \\")
     lines += ["\\hline", "\\end{tabular}"]
-    return "\n".join(lines + [rf"\par\footnotesize {note}" for note in notes])
+    return "\n".join(lines + [rf"{{\par\footnotesize {note}\par}}" for note in notes])
 
 
 def escaped(text, form):

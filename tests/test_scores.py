@@ -408,7 +408,7 @@ def test_departures_are_numbered_footnotes(made, command):
     assert "two, K 64, tools on (measured) [2]" in rows
     assert below == ["1. own prompts", "2. 50% \\| JPEG"]
     _, latex, _ = command("--table", one, two, "--format", "latex")
-    assert latex.rstrip().endswith(r"\par\footnotesize 2. 50\% \textbar{} JPEG")
+    assert latex.rstrip().endswith(r"{\par\footnotesize 2. 50\% \textbar{} JPEG\par}")
     _, text, _ = command("--table", one, two, "--format", "csv")
     assert [row[-1] for row in csv.reader(text.splitlines())][-2:] == [
         "own prompts; 50% | JPEG", "50% | JPEG"]
