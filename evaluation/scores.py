@@ -366,22 +366,28 @@ def compare(found, points=2.0):
             if "seeds" in r:
                 seeds.append({"name": name, **place, "tools": r["tools"], "headlines": r["seeds"]})
         rows += pairs.values()
-    (minus, _, first), *others = found
+    (minus, base, first), *others = found
     for place, own in first.items():
         bench, k, mode = place
-        for name, _, here in others:
+        for name, summary, here in others:
             records = paired(own, here.get(place, {}))
             difference, draws = resampled(records, bench)
             if difference is None:  # no item in common
                 continue
             _, counts = by_video(records, bench)
             videos, items = int(counts.any(1).sum()), int(counts.sum())
-            needed = videos_needed(records, bench, points)
-            differences.append({
-                "bench": bench, "K": k, "tools": mode, "n": items, "videos": videos,
-                "name": name, "minus": minus, "difference": difference, "interval": interval(draws),
-                "p": sign_flip_p(records, bench), "videos_needed": needed,
-                "items_needed": needed and math.ceil(needed * items / videos)})
+            row = {"name": name, "minus": minus, "bench": bench, "K": k, "tools": mode, "n": items,
+                   "videos": videos}
+            results = [*base["results"], *summary["results"]]
+            if any(r["headline"] is None for r in results if place_of(r) == place):
+                names = ("difference", "interval", "p", "videos_needed", "items_needed")
+                row |= dict.fromkeys(names)  # too many items failed in one of the two
+            else:
+                needed = videos_needed(records, bench, points)
+                row.update(difference=difference, interval=interval(draws),
+                           p=sign_flip_p(records, bench), videos_needed=needed,
+                           items_needed=needed and math.ceil(needed * items / videos))
+            differences.append(row)
     for row, p in zip(differences, holm([row["p"] for row in differences])):
         row["p_holm"] = p
     when = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -432,8 +438,11 @@ def difference_lines(compared):
              f"{'videos':>6} {'items':>6} {'videos':>6} {'items':>6}"]
     for row in rows:
         low_high = "[{:+.3f}, {:+.3f}]".format(*row["interval"]) if row["interval"] else "[-]"
+        shown = "refused: errors"
+        if row["difference"] is not None:
+            shown = f"{row['difference']:+.3f} {low_high:>16}"
         line = f"{row['name']} - {row['minus']}".ljust(18)
-        line += f" {row['K']:>6} {row['tools']:>5} {row['difference']:+.3f} {low_high:>16}"
+        line += f" {row['K']:>6} {row['tools']:>5} {shown:>23}"
         line += f" {shown_p(row['p']):>6} {shown_p(row['p_holm']):>6}"
         for name in ("videos", "n", "videos_needed", "items_needed"):
             line += f" {'-' if row[name] is None else row[name]:>6}"

@@ -420,6 +420,11 @@ def test_refused_headlines_stay_refused(made, command, tmp_path):
     assert rows["bad, K 64, tools on (measured)"][4] == "refused"
     rows, _ = table(command, "x=", out)
     assert rows["x, K 64, tools on (measured)"][4] == "refused"
+    good = made("good", [1, 0, 1], bench="mlvu")
+    for words in ((out, good), (good, out)):
+        lines, kept = compared(command, tmp_path, *words)
+        assert lines[-1].split()[5:11] == ["refused:", "errors", "-", "-", "3", "3"]
+        assert kept["differences"][0]["difference"] is kept["differences"][0]["p_holm"] is None
     assert table(command, made("tagged", [1], tags=[{"duration": "s"}], fail=[0]), "--by",
                  "duration")[0]["data"] == ["s", "refused"]
 
