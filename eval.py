@@ -81,8 +81,14 @@ def build_parser():
 
     add = parser.add_argument_group("finished folders, no model").add_argument
     add("--rescore", nargs="+", metavar="DIR", help="grade again; several merge into --out")
-    add("--compare", nargs="+", metavar="DIR", help="one table from these --out folders")
-    add("--table", nargs="+", metavar="DIR", help="Markdown of --bench folders, beside the paper's")
+    add("--compare", nargs="+", metavar="DIR",
+        help="one table from these --out folders; NAME= DIR DIR ..: pooled runs of one system")
+    add("--points", type=float, default=2.0, metavar="X",
+        help="--compare: also say how many videos a difference of X percent needs")
+    add("--table", nargs="+", metavar="DIR",
+        help="--bench folders beside the paper's rows; NAME= as in --compare")
+    add("--by", metavar="NAME", help="--table: accuracy per label of this tag (duration, ..)")
+    add("--format", choices=["markdown", "latex", "csv"], default="markdown", help="of --table")
     add("--prepare", metavar="JSONL", help="write the tasks of --bench (videos relative to --root)")
 
     # No flag of this group changes an answer, so settings_digest leaves them out.
@@ -131,7 +137,10 @@ def parse_args(protocol: str | None = None):
 def faults(args):
     """-> [(whether the flags contradict each other, why)], before any file is read."""
     benches, roots = len(args.bench), len(args.root)
-    found = [(args.judge_url and not args.judge_model, "--judge-url needs --judge-model")]
+    found = [(args.judge_url and not args.judge_model, "--judge-url needs --judge-model"),
+             ((args.by or args.format != "markdown") and not args.table,
+              "--by and --format need --table"),
+             (not 0 < args.points <= 100, "--points must be above 0, and 100 at most")]
     if args.compare or args.table or args.rescore or args.protocols:
         return found  # all other settings come from the folders
     found += [
@@ -385,12 +394,12 @@ def main():
             raise launch.UserError(f"--prepare {args.prepare}: there is such a file already")
         folders.prepare(args.bench[0], args.root[0], args.prepare)
     elif args.table:
-        folders.table(args.table)
+        folders.table(args.table, args.by, args.format)
     elif args.rescore:
         folders.rescore(args.rescore, args)
     elif args.compare:
         launch.keep_inputs([args.out], args.compare)
-        folders.compare(args.compare, args.out)
+        folders.compare(args.compare, args.out, args.points)
     elif not args.estimate:
         evaluate(args)
     elif os.environ.get("RANK", "0") == "0":  # under torchrun rank 0 alone prints

@@ -137,36 +137,22 @@ def paper_table():
     }
 
 
+def paper_groups():
+    """Title -> the systems under it, in the order of the paper's Table 1."""
+    return {
+        "proprietary, from official reports": ["GPT-4o", "Gemini 1.5 Pro"],
+        "instruct, direct answer": ["Qwen2.5-VL-7B"],
+        "reasoning": ["Video-R1-7B", "VideoChat-R1-7B", "VideoRFT-7B", "Time-R1-7B",
+            "ReWatch-R1-7B", "Video-Thinker-7B"],
+        "agentic": ["Qwen3-VL-8B", "Conan-7B", "LongVT-RFT-7B", "SAGE-7B", "VideoZoomer-7B",
+            "ParaVT-8B"],
+    }
+
+
 def paper_rows():
     """paper_table as shown beside measured rows: labelled, percent as text."""
     return {f"{system} (the paper's)": {name: f"{percent:.1f}" for name, percent in row.items()}
             for system, row in paper_table().items()}
-
-
-def markdown_table(summaries):
-    """[(name, summary.json of an evaluation)] -> Markdown: ours in percent with intervals, then the
-    paper's rows, labelled."""
-    names = list(splits())
-    lines = [["system", *names]]
-    for system, summary in summaries:
-        results = summary["results"]
-        for k, mode in dict.fromkeys((row["K"], row["tools"]) for row in results):
-            rows = [row for row in results if (row["K"], row["tools"]) == (k, mode)]
-            cells = {row.get("bench"): measured(row) for row in rows}
-            head = f"{system}, K {k}, tools {mode} (measured)"
-            lines.append([head, *(cells.get(name, "-") for name in names)])
-    for head, row in paper_rows().items():
-        lines.append([head, *(row.get(name, "-") for name in names)])
-    head, *rows = [f"| {' | '.join(cells)} |" for cells in lines]
-    return "\n".join([head, "|---" * (len(names) + 1) + "|", *rows])
-
-
-def measured(row):
-    """Headline of a result in percent, with the interval."""
-    if row["headline"] is None:
-        return "refused"
-    low, high = row["interval"]
-    return f"{100 * row['headline']:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
 
 
 # ------------------------------------------------------------------------------------------------

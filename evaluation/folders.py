@@ -39,6 +39,7 @@ def settings_digest(args, weights, subtitles, tasks, prompts):
     free |= {"max_seqs", "frame_cache_gb", "frame_cache_dir", "frame_cache_dir_gb"}
     free |= {"engine_share", "patience", "decode_timeout", "quiet"}
     free |= {"judge_url", "judge_model", "judge_key_env", "allow_errors", "estimate"}
+    free |= {"points", "by", "format"}
     kept = {name: value for name, value in sorted(vars(args).items()) if name not in free}
     settings = json.dumps([kept, prompts, subtitles, weights, tasks])
     return hashlib.sha256(settings.encode()).hexdigest()[:16]
@@ -167,7 +168,12 @@ def read_summary(folder):
 
 
 def finished(folder):
-    """Folder -> the triple that scores.compare takes."""
+    """
+    Folder -> the triple that scores.compare takes. Headlines and intervals of the summary are
+    computed again from the records, as graded by the present code; a refused one stays refused.
+
+    Raises UserError if a summary is of other records than the folder holds.
+    """
     name, summary = read_summary(folder)
     # Without an address the judge is not asked again: the verdicts in the folder count.
     judge = argparse.Namespace(judge_url=None, judge_model=summary.get("judge_model"))
@@ -175,7 +181,45 @@ def finished(folder):
     for bench, leaf in leaves(folder):
         for (task, k, mode, sample), record in graded(leaf, judge).items():
             here.setdefault((bench, k, mode), {})[task, sample] = record
+    for row in summary["results"]:
+        records = here.get(scores.place_of(row), {}).values()
+        if len(records) != row["n"]:
+            why = f"its summary.json is of {row['n']} records, and there are {len(records)}"
+            raise launch.UserError(f"{folder}: {why}; finish the run, then --rescore {folder}")
+        refused = row["headline"] is None
+        row.update(scores.counted(records, row.get("bench")))
+        if refused:
+            row["headline"] = row["interval"] = None
     return name, summary, here
+
+
+def gathered(words):
+    """
+    Words of --compare and --table -> finished evaluations, in order. A word NAME= begins a group:
+    the folders after it are runs of one system, pooled under that name. A folder whose own name
+    ends in "=" is written with a slash after it.
+
+    Raises UserError for a group without folders, a group's name given twice, a folder twice in it.
+    """
+    alone, groups = [], {}
+    name = None
+    for word in words:
+        if word.endswith("="):
+            name = word[:-1]
+            if not name or name in groups:
+                raise launch.UserError(f"{word}: a group needs a name of its own")
+            groups[name] = []
+        elif name is None:
+            alone.append(finished(word))
+        else:
+            groups[name].append(word)
+    for name, folders in groups.items():
+        if not folders:
+            raise launch.UserError(f"{name}=: name the folders of its runs after it")
+        if len({os.path.realpath(folder) for folder in folders}) < len(folders):
+            raise launch.UserError(f"{name}=: a folder stands twice among its runs")
+    return alone + [scores.pool(name, [finished(folder) for folder in folders])
+                    for name, folders in groups.items()]
 
 
 def finish(out, found, args, policy, parts=None):
@@ -259,18 +303,20 @@ def rescore(folders, args):
     finish(out, leaves(out), args, kept["ckpt"] or kept["model"])
 
 
-def compare(paths, out):
+def compare(words, out, points):
     """--compare: one table from finished folders, and summary.json in `out`."""
-    compared = scores.compare([finished(path) for path in paths])
+    compared = scores.compare(gathered(words), points)
     launch.make_out(out)
     write_json(compared, out, "summary.json")
     print(launch.printable(scores.comparison(compared)))
 
 
-def table(paths):
-    """--table: Markdown of benchmark folders, beside the paper's numbers."""
-    summaries = [read_summary(path) for path in paths]
-    print(launch.printable(benchmarks.markdown_table(summaries)))
+def table(words, by, form):
+    """--table: benchmark folders beside the paper's numbers, or with --by, accuracies by the labels
+    of a tag. form: markdown, latex or csv."""
+    found = gathered(words)
+    shown = scores.category_table(found, by, form) if by else scores.paper_layout(found, form)
+    print(launch.printable(shown))
 
 
 def prepare(bench, root, path):

@@ -1,55 +1,72 @@
 """
 evaluation/scores.py: turns the records of an evaluation into numbers and tables.
 
-  headline  = mean over items | mean of the means of parts (MLVU) | one part alone (MMVU)
-  interval  = 2.5 and 97.5 percentiles of the headline over 2000 draws of VIDEOS with replacement
-  pass@n    = mean over tasks of the best of n samples
+  headline   = mean over items | mean of the means of parts (MLVU) | one part alone (MMVU)
+  interval   = 2.5 and 97.5 percentiles of the headline over 2000 draws of VIDEOS with replacement
+  difference = headline of (score of B - score of A) of the same items
+  p          = how often |difference| is as large, if A and B change places in random VIDEOS
+  pass@n     = mean over tasks of the best of n samples
 
 A record is a line of records.*.jsonl, read and graded by evaluation/folders.py. Reads and writes no
 file.
 """
 
+import csv
+import io
+import math
+import statistics
 import time
 
 import numpy as np
 
+import launch
 from evaluation import benchmarks, costs
 
 # ------------------------------------------------------------------------------------------------
 # Scores
 
 
+def by_video(records, bench):
+    """-> (sums of scores, counts of items), both [videos, parts of the headline]. Every video has a
+    line, also one without an item of the headline. Without any part, no column."""
+    _, part_of = benchmarks.headline(bench)
+    parts = [part_of(record) for record in records]  # None: in no part
+    names = sorted({part for part in parts if part is not None})
+    videos, lines = np.unique([r["task"]["video"] for r in records], return_inverse=True)
+    sums = np.zeros((len(videos), len(names)))
+    counts = np.zeros((len(videos), len(names)))
+    for record, line, part in zip(records, lines, parts):
+        if part is not None:
+            sums[line, names.index(part)] += record["score"]
+            counts[line, names.index(part)] += 1
+    return sums, counts
+
+
 def resampled(records, bench, draws=2000):
     """
     -> (headline, bootstrap draws of the headline [draws]). Without any item of the headline: None
-    and []. A draw that holds no such item is left out.
+    and []. With items of one video alone there are no draws, because they would all be equal. A
+    draw that holds no item of the headline is left out.
 
     Videos are drawn with replacement, not items, because answers about one video err together. The
     draws depend on the set of videos alone. So two systems on the same items are drawn alike, and
     the difference of their draws is paired.
     """
-    _, part_of = benchmarks.headline(bench)
-    parts = [part_of(record) for record in records]  # None: in no part
-    names = sorted({part for part in parts if part is not None})
-    if not names:
+    sums, counts = by_video(records, bench)
+    if not sums.size:
         return None, np.zeros(0)
-    # Every video has a line, also one without an item of the headline.
-    videos, lines = np.unique([r["task"]["video"] for r in records], return_inverse=True)
-    sums = np.zeros((len(videos), len(names)))  # of scores, [videos, parts]
-    counts = np.zeros((len(videos), len(names)))  # of items
-    for record, line, part in zip(records, lines, parts):
-        if part is not None:
-            sums[line, names.index(part)] += record["score"]
-            counts[line, names.index(part)] += 1
+    # Mean over parts of the mean over a part's items.
+    headline = float((sums.sum(0) / counts.sum(0)).mean())
+    if counts.any(1).sum() < 2:
+        return headline, np.zeros(0)
     # How often a draw holds each video: [draws, videos].
-    chances = np.full(len(videos), 1 / len(videos))
-    times = np.random.default_rng(0).multinomial(len(videos), chances, size=draws).astype(float)
+    chances = np.full(len(sums), 1 / len(sums))
+    times = np.random.default_rng(0).multinomial(len(sums), chances, size=draws).astype(float)
     items = times @ counts  # [draws, parts]
     there = items > 0  # a draw may miss a part, or all of them
     means = np.divide(times @ sums, items, out=np.zeros(items.shape), where=there)
     some = there.any(1)  # [draws]
-    # Mean over parts of the mean over a part's items. A draw counts only the parts that it holds.
-    headline = float((sums.sum(0) / counts.sum(0)).mean())
+    # A draw counts only the parts that it holds.
     return headline, means.sum(1)[some] / there.sum(1)[some]
 
 
@@ -136,12 +153,158 @@ def refuse(results, allow_errors):
 
 
 # ------------------------------------------------------------------------------------------------
+# Differences
+
+
+def paired(own, other):
+    """
+    {item: record} of two systems -> records of the items that both have, with the score other -
+    own. A headline is a mean of means, so the headline of these records is the difference of the
+    headlines, and `resampled` draws it paired.
+    """
+    same = sorted(set(own) & set(other), key=str)
+    return [{**own[item], "score": other[item]["score"] - own[item]["score"]} for item in same]
+
+
+def sign_flip_p(records, bench, draws=20000):
+    """
+    Two-sided p-value of the headline of `paired` records, None below two videos.
+
+    If the systems do not differ, their names could as well be exchanged in any video, which turns
+    the sign of that video's share of the difference. Up to 20 videos with a share are exact: all
+    sign patterns. More are drawn at random, always from the same seed.
+    """
+    sums, counts = by_video(records, bench)
+    if counts.any(1).sum() < 2:
+        return None
+    # The items are the same for both systems, so the headline is a sum over videos.
+    shares = (sums / counts.sum(0)).mean(1)  # [videos]
+    bound = abs(shares.sum()) - 1e-9 * np.abs(shares).sum()  # equal sums may differ by rounding
+    shares = shares[shares != 0]  # a turned 0 stays 0
+    if len(shares) <= 20:
+        flipped = np.zeros(1)
+        for share in shares:
+            flipped = np.concatenate([flipped + share, flipped - share])
+        return float((np.abs(flipped) >= bound).mean())
+    rng, as_large = np.random.default_rng(0), 0
+    for _ in range(0, draws, 1000):  # in pieces, or thousands of videos would take gigabytes
+        signs = 2 * rng.integers(0, 2, (1000, len(shares)), dtype=np.int8) - 1
+        as_large += int((np.abs(signs @ shares) >= bound).sum())
+    return (1 + as_large) / (1 + draws)  # the observed signs are one of the patterns
+
+
+def holm(values):
+    """p-values -> p-values after Holm's correction, in the same order. None stays None and does not
+    count."""
+    known = sorted((p, i) for i, p in enumerate(values) if p is not None)
+    out, largest = [None] * len(values), 0.0
+    for rank, (p, i) in enumerate(known):
+        # Never below the one before, or a larger p could be rejected before a smaller one.
+        largest = max(largest, min(1.0, p * (len(known) - rank)))
+        out[i] = largest
+    return out
+
+
+def videos_needed(records, bench, points, alpha=0.05, power=0.8):
+    """
+    `paired` records -> number of videos that show a difference of `points` (percent) at this power
+    and two-sided alpha, if they spread as these do. None below two videos, or without any spread.
+
+    Also right for MLVU's mean of means and for videos with unequal numbers of items: the spread is
+    that of a video's share of the error of the headline.
+    """
+    sums, counts = by_video(records, bench)
+    asked = counts.any(1)  # videos with an item of the headline
+    sums, counts = sums[asked], counts[asked]
+    videos = len(sums)
+    if videos < 2:
+        return None
+    means = sums.sum(0) / counts.sum(0)  # [parts]
+    errors = ((sums - means * counts) / counts.sum(0)).mean(1)  # [videos], their sum is 0
+    variance = videos**2 / (videos - 1) * (errors**2).sum()  # of the headline, times videos
+    if variance < 1e-12:
+        return None
+    z, z_power = (statistics.NormalDist().inv_cdf(q) for q in (1 - alpha / 2, power))
+    # The last term is for few videos, whose spread is itself uncertain.
+    needed = variance * ((z + z_power) / (points / 100)) ** 2 + z**2 / 2
+    fewest = math.ceil(1 - math.log2(alpha))  # all signs alike: p = 2 / 2^videos, 6 for 0.05
+    return max(fewest, math.ceil(needed))
+
+
+# ------------------------------------------------------------------------------------------------
+# Several runs of one system
+
+
+def place_of(row):
+    """Row of a summary -> (benchmark or None, K as text, tools), the key of its records."""
+    return row.get("bench"), str(row["K"]), row["tools"]
+
+
+def pool(name, runs):
+    """
+    Runs of one system under several seeds, each as `compare` takes it -> one such triple. The score
+    of an item is its mean over the runs, and only items that all runs have count. All other numbers
+    are means of the runs' numbers. A row also has "seeds": the headline of every run.
+
+    Raises UserError if a run lacks a benchmark, K or mode that another has.
+    """
+    results, pooled = [], {}
+    places = {place_of(row): None for _, summary, _ in runs for row in summary["results"]}
+    for place in places:
+        each = [here.get(place, {}) for *_, here in runs]
+        rows = [row for _, summary, _ in runs for row in summary["results"]
+                if place_of(row) == place]
+        same = set(each[0]).intersection(*each[1:])
+        if len(rows) < len(runs) or not same:
+            where = f"{place[0] or 'data'} at K {place[1]}, tools {place[2]}"
+            why = f"its folders are no runs of the same items: {where} is not in all of them"
+            raise launch.UserError(f"{name}: {why}")
+        records = {}
+        for item in sorted(same, key=str):
+            scores = [run[item]["score"] for run in each]
+            records[item] = {**each[0][item], "score": sum(scores) / len(scores)}
+        row = {"bench": place[0], "K": rows[0]["K"], "tools": place[2]}
+        row.update(counted(records.values(), place[0]))
+        for key in ("f_tau", "kappa", "seconds_per_episode"):
+            row[key] = mean_or_none([r[key] for r in rows])
+        if any(r["headline"] is None for r in rows):
+            row["headline"] = row["interval"] = None  # refused in one run
+        spent = [r.get("cost") for r in rows]
+        if None not in spent:
+            row["cost"] = {key: mean_or_none([cost[key] for cost in spent]) for key in spent[0]}
+        # On the items that all have, so that the runs differ by their seeds alone.
+        row["seeds"] = [resampled([run[item] for item in records], place[0], draws=1)[0]
+                        for run in each]
+        results.append(row)
+        pooled[place] = records
+    departures = [text for _, summary, _ in runs for text in summary.get("departures", [])]
+    return name, {"results": results, "departures": list(dict.fromkeys(departures))}, pooled
+
+
+def mean_or_none(values):
+    return None if None in values else sum(values) / len(values)
+
+
+def counted(records, bench):
+    """Records of one (benchmark, K, tools) -> the part of a row that depends on grades: headline,
+    interval, n, items (tasks of the benchmark), items_headline (those that the headline counts)."""
+    _, part_of = benchmarks.headline(bench)
+    value, draws = resampled(list(records), bench)
+    within = {r["task"]["id"] for r in records if part_of(r) is not None}
+    items = {r["task"]["id"] for r in records}
+    return {"n": len(records), "headline": value, "interval": interval(draws),
+            "items": len(items), "items_headline": len(within)}
+
+
+# ------------------------------------------------------------------------------------------------
 # Tables
 
 
 def shown_interval(row):
     if row.get("headline") is None:
         return "refused: errors"
+    if row["interval"] is None:  # of one video
+        return f"{row['headline']:.3f} [-]"
     return "{:.3f} [{:.3f}, {:.3f}]".format(row["headline"], *row["interval"])
 
 
@@ -174,15 +337,17 @@ def table(results, labels=12):
     return "\n".join(lines)
 
 
-def compare(found):
+def compare(found, points=2.0):
     """
-    Finished evaluations -> {"time", "rows", "costs", "differences"}. rows: one per checkpoint,
-    benchmark and K, with tools and without. costs: accuracy and cost of each of those runs.
-    differences: of every folder to the first, paired by item.
+    Finished evaluations -> {"time", "points", "rows", "seeds", "costs", "differences"}. rows: one
+    per checkpoint, benchmark and K, with tools and without. seeds: headlines of the runs of a
+    pooled system. costs: accuracy and cost of each of those runs. differences: of every folder to
+    the first, paired by item, with the p-value, Holm's over all of them, and the videos and items
+    that `points` percent would need.
 
     found: [(name, summary.json, {(benchmark, K, tools): {(task id, sample): graded record}})].
     """
-    rows, spent, differences = [], [], []
+    rows, seeds, spent, differences = [], [], [], []
     for name, summary, _ in found:
         pairs = {}  # (benchmark, K) -> one row of both modes
         for r in summary["results"]:
@@ -198,21 +363,36 @@ def compare(found):
                 told = {key: r[key] for key in ("K", "tools", "headline")}
                 told |= {**r["cost"], "seconds": r["seconds_per_episode"]}
                 spent.append({"name": name, "bench": r.get("bench"), **told})
+            if "seeds" in r:
+                seeds.append({"name": name, **place, "tools": r["tools"], "headlines": r["seeds"]})
         rows += pairs.values()
-    (minus, _, first), *others = found
+    (minus, base, first), *others = found
     for place, own in first.items():
-        for name, _, here in others:
-            other = here.get(place, {})
-            # Only items that both folders have.
-            same = sorted(set(own) & set(other), key=str)
-            a, drawn_a = resampled([own[item] for item in same], place[0])
-            b, drawn_b = resampled([other[item] for item in same], place[0])
-            if a is not None:
-                row = dict(zip(("bench", "K", "tools"), place))
-                row.update(n=len(same), name=name, minus=minus, difference=b - a)
-                differences.append({**row, "interval": interval(drawn_b - drawn_a)})
+        bench, k, mode = place
+        for name, summary, here in others:
+            records = paired(own, here.get(place, {}))
+            difference, draws = resampled(records, bench)
+            if difference is None:  # no item in common
+                continue
+            _, counts = by_video(records, bench)
+            videos, items = int(counts.any(1).sum()), int(counts.sum())
+            row = {"name": name, "minus": minus, "bench": bench, "K": k, "tools": mode, "n": items,
+                   "videos": videos}
+            results = [*base["results"], *summary["results"]]
+            if any(r["headline"] is None for r in results if place_of(r) == place):
+                names = ("difference", "interval", "p", "videos_needed", "items_needed")
+                row |= dict.fromkeys(names)  # too many items failed in one of the two
+            else:
+                needed = videos_needed(records, bench, points)
+                row.update(difference=difference, interval=interval(draws),
+                           p=sign_flip_p(records, bench), videos_needed=needed,
+                           items_needed=needed and math.ceil(needed * items / videos))
+            differences.append(row)
+    for row, p in zip(differences, holm([row["p"] for row in differences])):
+        row["p_holm"] = p
     when = time.strftime("%Y-%m-%d %H:%M:%S")
-    return {"time": when, "rows": rows, "costs": spent, "differences": differences}
+    return {"time": when, "points": points, "rows": rows, "seeds": seeds, "costs": spent,
+            "differences": differences}
 
 
 def comparison(compared):
@@ -229,16 +409,51 @@ def comparison(compared):
             cell = "-" if row.get(name) is None else f"{row[name]:.{digits}f}"
             line += f" {cell:>{width}}"
         lines.append(line + (f"  {row['bench']}" if row["bench"] else ""))
+    if compared["seeds"]:
+        lines += ["", "spread between the runs of a system (sd) and the headline of every run"]
+    for row in compared["seeds"]:
+        each = " ".join(f"{value:.3f}" for value in row["headlines"])
+        line = f"{row['name']:<12} {row['K']!s:>6} {row['tools']:>5} {spread(row['headlines'])}"
+        lines.append(f"{line}: {each}" + (f"  {row['bench']}" if row["bench"] else ""))
     lines += cost_lines(compared["costs"])
-    if compared["differences"]:
-        lines += ["", "difference of the same items [95%]"]
-    for row in compared["differences"]:
-        line = f"{row['name']} - {row['minus']}".ljust(28)
-        low, high = row["interval"]
-        line += f" {row['K']:>6} tools {row['tools']:<3} {row['difference']:+.3f} "
-        line += f"[{low:+.3f}, {high:+.3f}] {row['n']} items"
+    return "\n".join(lines + difference_lines(compared))
+
+
+def spread(headlines, digits=3):
+    """Headlines of several runs -> their standard deviation as text, "-" of one run."""
+    return f"{statistics.stdev(headlines):.{digits}f}" if len(headlines) > 1 else "-"
+
+
+def difference_lines(compared):
+    """The differences of `compare`, one line each."""
+    rows = compared["differences"]
+    if not rows:
+        return []
+    wanted = f"{compared['points']:g} points need"
+    tests = sum(row["p"] is not None for row in rows)
+    told = f"p by sign flips of videos, Holm's over {tests}; sample for power 0.8"
+    lines = ["", f"difference of the same items; {told}",
+             f"{'':<18} {'':>6} {'':>5} {'':>23} {'':>6} {'':>6} {'':>13} {wanted:>13}",
+             f"{'pair':<18} {'K':>6} {'tools':>5} {'difference [95%]':>23} {'p':>6} {'Holm':>6} "
+             f"{'videos':>6} {'items':>6} {'videos':>6} {'items':>6}"]
+    for row in rows:
+        low_high = "[{:+.3f}, {:+.3f}]".format(*row["interval"]) if row["interval"] else "[-]"
+        shown = "refused: errors"
+        if row["difference"] is not None:
+            shown = f"{row['difference']:+.3f} {low_high:>16}"
+        line = f"{row['name']} - {row['minus']}".ljust(18)
+        line += f" {row['K']:>6} {row['tools']:>5} {shown:>23}"
+        line += f" {shown_p(row['p']):>6} {shown_p(row['p_holm']):>6}"
+        for name in ("videos", "n", "videos_needed", "items_needed"):
+            line += f" {'-' if row[name] is None else row[name]:>6}"
         lines.append(line + (f"  {row['bench']}" if row["bench"] else ""))
-    return "\n".join(lines)
+    return lines
+
+
+def shown_p(p):
+    if p is None:
+        return "-"
+    return "<.0001" if p < 0.0001 else f"{p:.4f}"
 
 
 def cost_lines(rows):
@@ -259,3 +474,186 @@ def cost_lines(rows):
         line += f" {row['rounds']:>6.1f} {row['seconds']:>7.1f}"
         lines.append(line + (f"  {row['bench']}" if row["bench"] else ""))
     return lines
+
+
+# ------------------------------------------------------------------------------------------------
+# Tables for papers
+
+
+def paper_layout(found, form):
+    """
+    Finished evaluations, as `compare` takes them -> the paper's Table 1 with a group of our rows at
+    the end. form: markdown, latex or csv, which has a column for every number.
+
+    The best of every column is bold. A run of a part of a benchmark is never the best.
+    """
+    names = list(benchmarks.splits())
+    paper, labels = benchmarks.paper_table(), list(benchmarks.paper_rows())
+    group_of = {system: group for group, systems in benchmarks.paper_groups().items()
+                for system in systems}
+    systems = [{"group": group_of[system], "label": label, "departures": [],
+                "cells": {name: {"percent": percent} for name, percent in row.items()}}
+               for (system, row), label in zip(paper.items(), labels)]
+    for name, summary, _ in found:
+        results = summary["results"]
+        for k, mode in dict.fromkeys((row["K"], row["tools"]) for row in results):
+            cells = {row["bench"]: measured(row) for row in results
+                     if (row["K"], row["tools"]) == (k, mode) and row.get("bench") in names}
+            systems.append({"group": "measured here", "cells": cells,
+                            "label": f"{name}, K {k}, tools {mode} (measured)",
+                            "departures": summary.get("departures", [])})
+    if form == "csv":
+        return long_table(systems, names)
+    notes = list(dict.fromkeys(text for system in systems for text in system["departures"]))
+    best = {}  # benchmark -> percent as printed, so that a tie is a tie
+    for name in names:
+        known = [system["cells"][name]["percent"] for system in systems
+                 if is_whole(system["cells"].get(name))]
+        best[name] = f"{max(known):.1f}" if known else None
+    rows, bold = [], set()
+    for before, system in zip([{"group": None}, *systems], systems):
+        if system["group"] != before["group"]:
+            rows.append([system["group"]])
+        marks = ", ".join(str(notes.index(text) + 1) for text in system["departures"])
+        row = [system["label"] + (f" [{marks}]" if marks else "")]
+        for column, name in enumerate(names, 1):
+            cell = system["cells"].get(name)
+            row.append(shown_cell(cell))
+            if is_whole(cell) and f"{cell['percent']:.1f}" == best[name]:
+                bold.add((len(rows), column))
+        rows.append(row)
+    return rendered(["system", *names], rows, form, bold, notes)
+
+
+def measured(row):
+    """Row of a summary -> a cell of `paper_layout`, numbers in percent; percent None: refused."""
+    def percent(value):
+        return None if value is None else 100 * value
+
+    low, high = row["interval"] or (None, None)
+    return {"percent": percent(row["headline"]), "low": percent(low), "high": percent(high),
+            "n": row["items_headline"], "items": row["items"],
+            "published": benchmarks.splits()[row["bench"]].items,
+            "seeds": [percent(value) for value in row.get("seeds", [])]}
+
+
+def is_whole(cell):
+    """Whether a cell holds a number of all items that the benchmark has."""
+    if cell is None or cell["percent"] is None:
+        return False
+    return cell.get("items", 0) >= cell.get("published", 0)  # the paper's cells have neither
+
+
+def shown_cell(cell):
+    """Cell -> "66.7 [60.1, 72.3] n 30 of 2700"; the paper's cells have the number alone."""
+    if cell is None:
+        return "-"
+    if cell["percent"] is None:
+        return "refused"
+    text = f"{cell['percent']:.1f}"
+    if "n" in cell:
+        text += " [-]" if cell["low"] is None else f" [{cell['low']:.1f}, {cell['high']:.1f}]"
+        text += f" n {cell['n']}"
+        if not is_whole(cell):  # MMVU's headline leaves items out, which a whole run has, too
+            part = f"{cell['items']} of {cell['published']}"
+            text += f" of {cell['published']}" if cell["n"] == cell["items"] else f" ({part} items)"
+        if cell["seeds"]:
+            runs = len(cell["seeds"])
+            text += f", sd {spread(cell['seeds'], 1)} of {runs} runs"
+    return text
+
+
+def long_table(systems, names):
+    """CSV of `paper_layout`: every number in a column of its own, empty where there is none."""
+    parts = ("percent", "low", "high", "n", "items", "published")
+    head = ["group", "system"]
+    for name in names:
+        head += [name, *(f"{name} {part}" for part in parts[1:]), f"{name} sd"]
+    rows = []
+    for system in systems:
+        row = [system["group"], system["label"]]
+        for name in names:
+            cell = system["cells"].get(name, {})
+            values = [cell.get(part) for part in parts]
+            row += [f"{value:.1f}" if isinstance(value, float) else value for value in values]
+            row.append(spread(cell["seeds"], 1) if len(cell.get("seeds", [])) > 1 else None)
+        rows.append([*row, "; ".join(system["departures"])])
+    return rendered([*head, "departures"], rows, "csv")
+
+
+def category_table(found, by, form):
+    """
+    Finished evaluations, as `compare` takes them -> accuracy (mean over items, percent) and items
+    per label of the tag `by`, a column for every folder, K and mode.
+
+    Raises UserError naming the tags that there are, if no record has this one.
+    """
+    columns, cells, known = {}, {}, set()  # cells: benchmark -> label -> column -> text
+    for number, (name, summary, here) in enumerate(found):
+        for row in summary["results"]:
+            # Two folders may have one name, so a column's key is the folder's place.
+            column = number, row["K"], row["tools"]
+            columns[column] = f"{name}, K {row['K']}, tools {row['tools']}"
+            tags = breakdowns(here[place_of(row)].values())
+            known |= set(tags)
+            for label, cell in tags.get(by, {}).items():
+                text = f"{100 * cell['acc']:.1f} n {cell['n']}"
+                text = "refused" if row["headline"] is None else text
+                labels = cells.setdefault(row.get("bench"), {})
+                labels.setdefault(label, {})[column] = text
+    if not cells:
+        have = ", ".join(sorted(known)) or "none"
+        raise launch.UserError(f"--by {by}: no record has this tag; there are: {have}")
+    rows = [[bench or "data", label, *(texts.get(column, "-") for column in columns)]
+            for bench, labels in cells.items() for label, texts in sorted(labels.items())]
+    return rendered(["benchmark", by, *columns.values()], rows, form)
+
+
+def rendered(head, rows, form, bold=(), notes=()):
+    """
+    Texts of a table -> Markdown, LaTeX (no package needed) or CSV.
+
+    rows: a row of one text is the title of a group. bold: {(row, column)}. notes: footnotes,
+    numbered from 1. CSV has neither titles, bold nor notes.
+    """
+    if form == "csv":
+        file = io.StringIO()
+        csv.writer(file, lineterminator="\n").writerows([head, *rows])
+        return file.getvalue().rstrip("\n")
+    strong, slanted = {"markdown": ("**{}**", "*{}*"),
+                       "latex": ("\\textbf{{{}}}", "\\textit{{{}}}")}[form]
+    shown = []
+    for number, row in enumerate(rows):
+        cells = [escaped(text, form) for text in row]
+        cells = [strong.format(text) if (number, column) in bold else text
+                 for column, text in enumerate(cells)]
+        shown.append(cells if len(cells) > 1 else [slanted.format(cells[0])])
+    head = [escaped(text, form) for text in head]
+    notes = [f"{number}. {escaped(text, form)}" for number, text in enumerate(notes, 1)]
+    if form == "markdown":
+        filled = [cells + [""] * (len(head) - len(cells)) for cells in shown]
+        lines = [f"| {' | '.join(cells)} |" for cells in [head, *filled]]
+        lines.insert(1, "|---" * len(head) + "|")
+        return "\n".join(lines + ([""] if notes else []) + notes)
+    lines = [f"\\begin{{tabular}}{{l{'c' * (len(head) - 1)}}}", "\\hline",
+             " & ".join(head) + r" \\", "\\hline"]
+    for cells in shown:
+        line = " & ".join(cells)
+        if len(cells) == 1:
+            line = f"\\multicolumn{{{len(head)}}}{{l}}{{{line}}}"
+        # LaTeX reads "[" and "*" after the line break before as an argument of the break.
+        lines.append(("{}" if line[:1] in "[*" else "") + line + r" \\")
+    lines += ["\\hline", "\\end{tabular}"]
+    return "\n".join(lines + [rf"{{\par\footnotesize {note}\par}}" for note in notes])
+
+
+def escaped(text, form):
+    """Text on one line, with the characters escaped that Markdown's cells or LaTeX would read."""
+    text = " ".join(str(text).split())
+    special = {"\\": "\\\\", "|": "\\|"}
+    if form == "latex":
+        special = {c: f"\\{c}" for c in "&%$#_{}"}
+        special |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}",
+                    "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
+                    "|": r"\textbar{}"}
+    return text.translate(str.maketrans(special))

@@ -12,7 +12,7 @@ import pytest
 import eval as evaluation
 import launch
 import rollout
-from evaluation import benchmarks
+from evaluation import benchmarks, scores
 
 NO_PYARROW = "pyarrow is not installed (requirements-cpu.txt brings it)"
 
@@ -377,10 +377,10 @@ def test_a_new_benchmark_is_one_entry_and_leaves_the_papers_rows_as_they_are(mon
     known = benchmarks.splits()
     monkeypatch.setattr(benchmarks, "splits", lambda: {"new": known["mlvu"], **known})
     head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")]
-                      for line in benchmarks.markdown_table([]).split("\n")]
+                      for line in scores.paper_layout([], "markdown").split("\n")]
     shown = {row[0]: dict(zip(head, row, strict=True)) for row in rows}
     assert shown["ParaVT-8B (the paper's)"]["mlvu"] == "65.0"
-    assert {row["new"] for row in shown.values()} == {"-"}
+    assert {row["new"] for row in shown.values()} == {"-", ""}  # "": titles of groups
     table = benchmarks.paper_table()
     assert "charades" not in table["GPT-4o"] and "lvbench" not in table["Video-Thinker-7B"]
     assert all(isinstance(percent, float) for row in table.values() for percent in row.values())

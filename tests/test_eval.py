@@ -250,11 +250,11 @@ def test_compare_puts_finished_folders_side_by_side(world, tmp_path):
     tokens = [f"{r['cost']['tokens']:.0f}" for r in one.results]  # with tools, without
     assert lines[1][:9] == ["one", "4", "6", "0.417", f"[{low:.3f},", f"{high:.3f}]", tokens[0],
                             "0.417", tokens[1]]
-    assert lines[2][:4] == ["two", "4", "2", "1.000"] and lines[2][7:9] == ["-", "-"]
+    assert lines[2][:5] == ["two", "4", "2", "1.000", "[-]"] and lines[2][6:8] == ["-", "-"]
     # The two items that both have: red is right in both, blue only in the second. They share a
-    # video: one cluster, no spread.
-    assert lines[-1] == ["two", "-", "one", "4", "tools", "on", "+0.500", "[+0.500,", "+0.500]",
-                         "2", "items"]
+    # video, and one video gives no interval.
+    assert lines[-1] == ["two", "-", "one", "4", "on", "+0.500", "[-]", "-", "-", "1", "2", "-",
+                         "-"]
     kept = json.loads((tmp_path / "both" / "summary.json").read_text())
     assert kept["differences"][0]["difference"] == 0.5 and kept["differences"][0]["n"] == 2
 
@@ -367,7 +367,7 @@ def test_compare_shows_accuracy_against_cost(world, tmp_path):
                 drop=("--data", "--ckpt"))
     kept = json.loads((tmp_path / "old" / "summary.json").read_text())["costs"]
     assert old.code == 0 and len(kept) == 1
-    assert old.out.splitlines()[1].split()[6:9] == ["-", "0.500", "-"]
+    assert old.out.splitlines()[1].split()[5:8] == ["-", "0.500", "-"]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -636,7 +636,7 @@ def test_a_part_of_a_finished_folder_leaves_its_summary(world):
 
 @pytest.mark.parametrize("flags", [("--max-seqs", 2), ("--engine-share", 0.5),
                                    ("--frame-cache-dir", "/dev/null"),  # no folder: it goes on
-                                   ("--frame-cache-dir-gb", 9),
+                                   ("--frame-cache-dir-gb", 9), ("--points", 5),
                                    ("--base-url", "http://127.0.0.1:9/v1")])
 def test_how_fast_and_where_it_runs_does_not_make_it_another_run(flags, world):
     assert world(rows=ROWS[:1]).code == 0
@@ -802,8 +802,8 @@ def test_benchmarks_are_evaluated_from_their_folders(world, videomme, tmp_path):
     (own,) = json.loads((tmp_path / "out" / "videomme" / "summary.json").read_text())["results"]
     assert own["acc"] == 0.5
     table = world("--table", tmp_path / "out", drop=("--data", "--ckpt")).out.splitlines()
-    assert table[0].startswith("| system | videomme |") and "(measured) | 50.0 [" in table[2]
-    assert table[2].count("| - ") == 5
+    assert table[0].startswith("| system | videomme |") and "(measured) | 50.0 [" in table[-1]
+    assert table[-1].count("| - ") == 5 and table[-1].count("n 4 of 2700") == 2
     assert any(line.startswith("| ParaVT-8B (the paper's) | 62.1 | 69.4 |") for line in table)
 
 
