@@ -78,6 +78,7 @@ def build_parser():
 
     systems.add_arguments(parser)
     endpoint.add_arguments(parser)
+    endpoint.add_sampling_arguments(parser)
 
     add = parser.add_argument_group("finished folders, no model").add_argument
     add("--rescore", nargs="+", metavar="DIR", help="grade again; several merge into --out")
@@ -335,7 +336,9 @@ def make_engine(suites, args, ckpt, codec, protocol):
     windows = systems.protocols()[args.protocol].held(args) if "on" in args.tools else (0, 0)
     # rollout's --frames is one K, ours is a list of them.
     flags = argparse.Namespace(**{**vars(args), "frames": largest})
-    return rollout.make_engine(ckpt, codec, flags, windows=windows)
+    engine = rollout.make_engine(ckpt, codec, flags, windows=windows)
+    engine.sampling = endpoint.sampling_settings(args)
+    return engine
 
 
 def run_jobs(jobs, engine, codec, protocol, args, name, quiet):

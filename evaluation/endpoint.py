@@ -57,9 +57,30 @@ def add_arguments(parser):
     add("--judge-key-env", help="environment variable that holds the judge's key")
 
 
+def add_sampling_arguments(parser):
+    """Flags of sampling, for the engine in this process and for endpoints."""
+    add = parser.add_argument_group("sampling; endpoints get the fields that are set").add_argument
+    add("--top-p", type=float, help="tokens of this much probability; 1 = all")
+    add("--top-k", type=int, help="the k likeliest tokens; 0 = all; endpoints: vLLM and SGLang")
+    add("--presence-penalty", type=float, help="taken off the logit of tokens said before; 0 = off")
+
+
+def sampling_settings(args):
+    """-> {field: value} of the flags that are set: names of vLLM's SamplingParams, and of the
+    fields of a request."""
+    names = ("top_p", "top_k", "presence_penalty")
+    # An unset flag is no field: a hosted endpoint may not know top_k.
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+
+
 def faults(args):
-    """-> [(whether the flags of an endpoint contradict each other, why)]."""
+    """-> [(whether the flags of an endpoint or of sampling contradict each other, why)]."""
     return [
+        # Chained comparisons, because they refuse NaN too.
+        (args.top_p is not None and not 0 < args.top_p <= 1, "--top-p must be above 0, at most 1"),
+        (args.top_k is not None and args.top_k < 0, "--top-k may not be negative; 0 = all tokens"),
+        (args.presence_penalty is not None and not -2 <= args.presence_penalty <= 2,
+         "--presence-penalty must lie between -2 and 2"),
         (args.image_cap < 0, "--image-cap may not be negative"),
         (args.engine == "openai" and not (args.base_url and args.model),
          "--engine openai needs --base-url and --model"),
@@ -99,6 +120,7 @@ class OpenAIEngine:
     # Hosted endpoints differ in the name of the limit, and some take no temperature.
     tokens_field: str = "max_tokens"
     send_temperature: bool = True
+    sampling: dict = None  # more fields of every request: top_p, .. (see sampling_settings)
 
     def __post_init__(self):
         given = [self.base_url] if isinstance(self.base_url, str) else self.base_url
@@ -147,6 +169,7 @@ class OpenAIEngine:
         body[self.tokens_field] = request.max_tokens
         if self.send_temperature:
             body.update(temperature=request.temperature, seed=request.seed)
+        body.update(self.sampling or {})
         if request.tools:
             # For the template alone: our own parser reads calls from the text.
             body.update(tools=request.tools, tool_choice="none")
@@ -321,7 +344,8 @@ def make_engine(args, prefill):
         timeout=args.request_timeout, retries=args.retries, image_cap=args.image_cap,
         video_item=args.video_item,
         prefill=args.think_prefix or prefill,
-        tokens_field=args.tokens_field, send_temperature=args.send_temperature)
+        tokens_field=args.tokens_field, send_temperature=args.send_temperature,
+        sampling=sampling_settings(args))
     engine.knock()
     return engine
 

@@ -202,6 +202,10 @@ def test_evaluation_is_greedy_unless_told_otherwise(world, tmp_path):
     assert {r.temperature for r in world(rows=ROWS[:1]).engine.asked} == {0.0}
     warm = world("--temperature", 0.5, rows=ROWS[:1], out=tmp_path / "other")
     assert {r.temperature for r in warm.engine.asked} == {0.5}
+    assert warm.engine.sampling == {}
+    narrow = world("--top-p", 0.8, "--top-k", 20, "--presence-penalty", 1.5, rows=ROWS[:1],
+                   out=tmp_path / "narrow")
+    assert narrow.engine.sampling == {"top_p": 0.8, "top_k": 20, "presence_penalty": 1.5}
 
 
 def test_table_and_summary_say_the_same(world):
@@ -590,6 +594,7 @@ def test_adding_a_mode_or_a_budget_runs_only_that(world):
 
 @pytest.mark.parametrize("flags", [("--temperature", 0.5), ("--no-think-prefix",),
                                    ("--max-turns", 2), ("--seed", 1), ("--max-pixels", 4096),
+                                   ("--top-p", 0.8), ("--top-k", 20), ("--presence-penalty", 1),
                                    ("--set", "sub_frames=8"), ("--max-new-tokens", 64)])
 def test_records_of_other_settings_are_refused(flags, world):
     """Numbers of two settings in one table are numbers of neither."""
@@ -1026,7 +1031,9 @@ def test_the_judge_decides_open_answers_and_never_in_silence(world, monkeypatch)
     (("--set", "no_such=1"), (), "no such setting"), (("--samp", 2), (), "unrecognized"),
     (("--image-cap", -1), (), "--image-cap"), (("--tokens-field", "x"), (), "invalid choice"),
     (("--prepare", "x.jsonl"), (), "--bench"), (("--workers", 0), (), "--workers"),
-    (("--retries", -1), (), "--retries"),
+    (("--retries", -1), (), "--retries"), (("--top-p", 0), (), "--top-p"),
+    (("--top-p", "nan"), (), "--top-p"), (("--top-k", -1), (), "--top-k"),
+    (("--presence-penalty", 3), (), "--presence-penalty"),
     (("--request-timeout", 0), (), "--request-timeout"),
 ])  # fmt: skip
 def test_bad_input_is_one_line_and_exit_code_2(flags, drop, why, world):
