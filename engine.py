@@ -48,6 +48,7 @@ class Completion:
     logps: list = None  # one per sampled id, of the distribution sampled from
     text: str = ""  # without the end of turn
     ended: bool = False  # False: cut off by max_tokens
+    reasoning: str = ""  # an endpoint's text apart from the turn; kept, but never graded
     error: str = None  # why the request failed; then the other fields are empty
 
 

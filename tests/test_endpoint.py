@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture
 def no_pause(monkeypatch):
     pauses = []
-    monkeypatch.setattr(endpoint.time, "sleep", pauses.append)
+    monkeypatch.setattr(endpoint.OpenAIEngine, "pause", lambda self, s: pauses.append(s))
     return pauses
 
 
