@@ -294,7 +294,8 @@ class OpenAIEngine:
         until = time.monotonic() + self.server_wait
         said = False
         for attempt in itertools.count():
-            self.pause(min(pause, max(0.0, until - time.monotonic())))
+            if pause:
+                self.pause(min(pause, max(0.0, until - time.monotonic())))
             if self.over.is_set():
                 return self.awake.set()
             for url in self.busy:
@@ -441,6 +442,8 @@ def message_of(content, key):
             if isinstance(found, dict) and found.get(name):
                 found = found[name]
         text = found if isinstance(found, str) else json.dumps(found)
+    if text.lstrip().startswith("<"):  # the page of a proxy
+        text = re.sub(r"<[^>]*>", " ", text)
     text = text.replace(key, "***") if key else text
     return launch.printable(" ".join(text.split()))[:200]
 

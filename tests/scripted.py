@@ -94,7 +94,8 @@ class Scripted:
 
 class Server:
     """An OpenAI-compatible endpoint on this machine. replies: what to answer, in order (the last
-    one for ever): a text, an HTTP status, or bytes to send as they are. Keeps what it was asked.
+    one for ever): a text, None for no content, an HTTP status, (status, JSON or text, headers), or
+    bytes to send as they are. Keeps what it was asked.
     probe: the answer to a probe, the same for ever; probes are counted apart."""
 
     def __init__(self, *replies, probe="yes"):
@@ -114,7 +115,16 @@ class Server:
                 if isinstance(reply, int):
                     self.send_error(reply)
                     return
-                if isinstance(reply, str):
+                if isinstance(reply, tuple):
+                    status, content, headers = reply
+                    content = content if isinstance(content, str) else json.dumps(content)
+                    self.send_response(status)
+                    for name, value in headers.items():
+                        self.send_header(name, value)
+                    self.end_headers()
+                    self.wfile.write(content.encode())
+                    return
+                if isinstance(reply, str | None):
                     choice = {"message": {"content": reply}, "finish_reason": "stop"}
                     reply = json.dumps({"choices": [choice]}).encode()
                 self.send_response(200)
