@@ -202,14 +202,14 @@ class OpenAIEngine:
     def poll(self):
         """-> Completions that have arrived. Waits 20 ms for the first, so that no core spins.
         Raises UserError if no server answers any more, or if one refuses the key or the model."""
-        if self.over.is_set():
-            raise launch.UserError(self.ending)
-        try:
-            finished = [self.done.get(timeout=0.02).result()]
-        except queue.Empty:
-            return []
+        finished = []
+        with contextlib.suppress(queue.Empty):
+            finished.append(self.done.get(timeout=0.02).result())
         while not self.done.empty():
             finished.append(self.done.get().result())
+        # Looked at last: requests that end with the run would be records of failed items.
+        if self.over.is_set():
+            raise launch.UserError(self.ending)
         return finished
 
     def close(self):
