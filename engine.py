@@ -7,7 +7,7 @@ engine.py: continuations of contexts, sampled by vLLM inside the trainer's own p
 
 Departs from the usual server beside the trainer: no copy of the weights on disk, no network. The
 engine's log-probs are those of the distribution that was sampled from: temperature and banned ids
-applied, no top-p and no top-k.
+applied, no top-p and no top-k (eval.py alone may set these).
 
 Reads a checkpoint folder, writes nothing. Used by rollout.py and evaluation/; copy Pump for any
 engine that has submit(request) and poll().
@@ -48,6 +48,7 @@ class Completion:
     logps: list = None  # one per sampled id, of the distribution sampled from
     text: str = ""  # without the end of turn
     ended: bool = False  # False: cut off by max_tokens
+    reasoning: str = ""  # an endpoint's text apart from the turn; kept, but never graded
     error: str = None  # why the request failed; then the other fields are empty
 
 
@@ -225,17 +226,18 @@ class VllmEngine:
         self.prompts = {}  # the latest prompts, see engine_prompt
         self.tied_on_cpu = not gpu and self.engine.model_config.hf_config.tie_word_embeddings
         self.sleeping = gpu and limits.sleeping
+        self.sampling = {}  # more SamplingParams (top_p, ..), set by eval.py alone
 
     def submit(self, request: Request) -> None:
         from vllm import SamplingParams
 
         prompt = engine_prompt(request, self.codec, self.llm.renderer, self.prompts)
-        # No top-p, top-k or min-p, because the trainer's log-probs are those of the full softmax at
-        # this temperature, under this bias.
+        # Training sets no top-p, top-k or penalty, because the trainer's log-probs are those of the
+        # full softmax at this temperature, under this bias.
         params = SamplingParams(
             temperature=request.temperature, max_tokens=request.max_tokens, seed=request.seed,
             logprobs=0, detokenize=False, stop_token_ids=[self.codec.eos],
-            logit_bias={i: -100.0 for i in self.codec.banned})  # fmt: skip
+            logit_bias={i: -100.0 for i in self.codec.banned}, **self.sampling)  # fmt: skip
         self.running[request.id] = request
         self.engine.add_request(request.id, prompt, params)
 

@@ -78,6 +78,7 @@ def build_parser():
 
     systems.add_arguments(parser)
     endpoint.add_arguments(parser)
+    endpoint.add_sampling_arguments(parser)
 
     add = parser.add_argument_group("finished folders, no model").add_argument
     add("--rescore", nargs="+", metavar="DIR", help="grade again; several merge into --out")
@@ -259,7 +260,7 @@ def evaluate(args):
     part, parts = args.shard
     launch.beat(args.patience)
     if args.judge_url:  # a judge that does not answer is found before hours of episodes
-        endpoint.OpenAIEngine(args.judge_url, args.judge_model).knock()
+        endpoint.judge_engine(args).knock()
     ckpt, weights = whole_checkpoint(args)
     launch.keep_inputs([os.path.join(args.out, "tasks.jsonl")], [args.data])
     protocol, prompts = systems.make_protocol(args)
@@ -334,17 +335,21 @@ def estimate(args):
 def make_engine(suites, args, ckpt, codec, protocol):
     """The engine that samples, made for the largest K of the run. Raises UserError if the context
     is too small."""
+    if args.engine == "openai":  # asked first: a wrong key is then found before any decoding
+        engine = endpoint.make_engine(args, bool(protocol.prefill))
     largest = max(map(rollout.most_frames, args.frames))
     # Checked now, or every episode would end with status "context".
     for suite in suites if codec else []:
         rollout.check_context(codec, suite.tasks, suite.agent, suite.source, largest)
     if args.engine == "openai":
-        return endpoint.make_engine(args, bool(protocol.prefill))
+        return engine
     # With --set crop_reply=frames all windows of an episode end up in one context.
     windows = systems.protocols()[args.protocol].held(args) if "on" in args.tools else (0, 0)
     # rollout's --frames is one K, ours is a list of them.
     flags = argparse.Namespace(**{**vars(args), "frames": largest})
-    return rollout.make_engine(ckpt, codec, flags, windows=windows)
+    engine = rollout.make_engine(ckpt, codec, flags, windows=windows)
+    engine.sampling = endpoint.sampling_settings(args)
+    return engine
 
 
 def run_jobs(jobs, engine, codec, protocol, args, name, quiet):
@@ -378,6 +383,8 @@ def record_of(episode, digest, k, mode, args, taken=None) -> dict:
     times = [round(float(second), 3) for second in episode.notes.get("seconds", [])]
     # A hash of the opening messages shows which wording a record was asked with.
     prompt = json.dumps(episode.notes.get("opening")).encode()  # None for a broken video
+    if any(episode.notes.get("reasoning", [])):  # texts that an endpoint kept apart, one per turn
+        record["reasoning"] = episode.notes["reasoning"]
     record.update(calls=calls, digest=digest, budget=str(k), tools=mode, frame_times=times,
                   prompt_hash=hashlib.sha256(prompt).hexdigest()[:16],
                   cost=costs.of(episode, taken or {}))

@@ -16,6 +16,7 @@ import json
 import os
 import queue
 import re
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -50,6 +51,11 @@ def add_arguments(parser):
         help="after 429, 5xx or a timeout, 1, 2, 4, .. seconds later; for the judge too")
     add("--workers", type=int, default=8,
         help="parallel requests to each endpoint; for the judge too")
+    add("--give-up", type=int, default=3, metavar="N",
+        help="failed tries in a row, over all endpoints, after which the run waits for a server; "
+        "0 = never; for the judge too")
+    add("--server-wait", type=float, default=120.0,
+        help="seconds of that wait, and of a server's Retry-After, at most; then the run ends")
 
     add = parser.add_argument_group("judge of open answers").add_argument
     add("--judge-url", help="chat endpoint, asked if the rule says wrong; default: none")
@@ -57,14 +63,37 @@ def add_arguments(parser):
     add("--judge-key-env", help="environment variable that holds the judge's key")
 
 
+def add_sampling_arguments(parser):
+    """Flags of sampling, for the engine in this process and for endpoints."""
+    add = parser.add_argument_group("sampling; endpoints get the fields that are set").add_argument
+    add("--top-p", type=float, help="tokens of this much probability; 1 = all")
+    add("--top-k", type=int, help="the k likeliest tokens; 0 = all; endpoints: vLLM and SGLang")
+    add("--presence-penalty", type=float, help="taken off the logit of tokens said before; 0 = off")
+
+
+def sampling_settings(args):
+    """-> {field: value} of the flags that are set: names of vLLM's SamplingParams, and of the
+    fields of a request."""
+    names = ("top_p", "top_k", "presence_penalty")
+    # An unset flag is no field: a hosted endpoint may not know top_k.
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+
+
 def faults(args):
-    """-> [(whether the flags of an endpoint contradict each other, why)]."""
+    """-> [(whether the flags of an endpoint or of sampling contradict each other, why)]."""
     return [
+        # Chained comparisons, because they refuse NaN too.
+        (args.top_p is not None and not 0 < args.top_p <= 1, "--top-p must be above 0, at most 1"),
+        (args.top_k is not None and args.top_k < 0, "--top-k may not be negative; 0 = all tokens"),
+        (args.presence_penalty is not None and not -2 <= args.presence_penalty <= 2,
+         "--presence-penalty must lie between -2 and 2"),
         (args.image_cap < 0, "--image-cap may not be negative"),
         (args.engine == "openai" and not (args.base_url and args.model),
          "--engine openai needs --base-url and --model"),
         (args.workers < 1 or args.retries < 0 or not 0 < args.request_timeout < 1e6,
          "--workers and --request-timeout must be above 0, --retries may not be negative"),
+        (args.give_up < 0 or not 0 <= args.server_wait < 1e6,
+         "--give-up and --server-wait may not be negative"),
     ]
 
 # ------------------------------------------------------------------------------------------------
@@ -99,6 +128,10 @@ class OpenAIEngine:
     # Hosted endpoints differ in the name of the limit, and some take no temperature.
     tokens_field: str = "max_tokens"
     send_temperature: bool = True
+    sampling: dict = None  # more fields of every request: top_p, .. (see sampling_settings)
+    give_up: int = 3  # failed tries in a row, after which all requests wait; 0 = never
+    server_wait: float = 120.0  # seconds of that wait, and of Retry-After, at most
+    is_judge: bool = False  # error lines then name the flags of the judge
 
     def __post_init__(self):
         given = [self.base_url] if isinstance(self.base_url, str) else self.base_url
@@ -106,36 +139,77 @@ class OpenAIEngine:
         self.busy = dict.fromkeys(urls, 0)  # url -> requests under way
         self.rests = dict.fromkeys(urls, 0.0)  # url -> when it is asked again after an error
         self.lock = threading.Lock()
+        self.failed = 0  # tries in a row that no server answered
+        self.awake = threading.Event()  # cleared while all requests wait for a server
+        self.awake.set()
+        self.over = threading.Event()  # set when the run must end, for the reason in `ending`
+        self.ending = None
+        self.handles = set()  # of open connections
         self.max_seqs = self.workers * len(self.busy)
         self.served = set()  # names of the models that answered
         self.usage = {}  # request id -> (prompt tokens, sampled tokens), as the endpoint counts
         self.pool = ThreadPoolExecutor(self.max_seqs)
         self.done = queue.SimpleQueue()  # futures of Completions
 
-    def knock(self):
-        """Raises UserError if a server does not answer, before every episode fails after its
-        retries."""
-        import socket
+    def key(self):
+        """The key, or an empty text."""
+        # A file that was read into the variable often ends in a newline.
+        return os.environ.get(self.key_variable, "").strip() if self.key_variable else ""
 
+    def probe(self, url, seconds):
+        """Asks one server for a few tokens of text -> (Completion, status, seconds to wait), as
+        `post` does."""
+        request = ChatRequest("probe", [], [], [], [], 16, 0.0, 0, probe_messages())
+        return self.post(url, request, json.dumps(self.body(request)).encode(), seconds)
+
+    def knock(self):
+        """Asks every server for a few tokens. Raises UserError if one does not answer or refuses,
+        before any video is decoded and every episode fails after its retries."""
         for url in self.busy:
             try:
-                socket.create_connection(address(url)[:2], min(10.0, self.timeout)).close()
-            except (OSError, ValueError) as error:
-                why = f"({error}); expected an OpenAI-compatible endpoint"
-                raise launch.UserError(f"no server answers at {url} {why}") from None
+                address(url)
+            except ValueError as error:
+                raise launch.UserError(self.no_server(url, error)) from None
+            for attempt in range(self.retries + 1):
+                done, status, after = self.probe(url, self.timeout)
+                # A server that is busy or still loading is asked again. An address without a
+                # server is more often a mistake.
+                if not done.error or not passing(status) or status == 0 or attempt == self.retries:
+                    break
+                self.pause(max(2.0**attempt, after))
+            if done.error:
+                raise launch.UserError(self.no_server(url, done.error) if status == 0
+                                       else self.refusal(url, done.error, status))
+
+    def no_server(self, url, error):
+        return f"no server answers at {url} ({error}); expected an OpenAI-compatible endpoint"
+
+    def refusal(self, url, error, status):
+        """The line for a server that answers, but not with a completion."""
+        judge = "judge-" if self.is_judge else ""
+        key = f"--{judge}key-env" if judge else "--api-key-env"
+        # Servers answer 404 for an unknown model, too.
+        advice = {401: f"is the key in {key} right?", 403: f"may the key in {key} ask this model?",
+                  402: "is the account of this key empty?",
+                  404: f"is --{judge}model {self.model_name} right, and does the address end in "
+                       "/v1?"}.get(status, "see the server's log, or other flags of the endpoint")
+        return f"{url} refuses a request ({error}); {advice}"
 
     def submit(self, request):
         # A thread waits for the answer. The loop goes on with other episodes.
         self.pool.submit(self.call, request).add_done_callback(self.done.put)
 
     def poll(self):
-        """-> Completions that have arrived. Waits 20 ms for the first, so that no core spins."""
-        try:
-            finished = [self.done.get(timeout=0.02).result()]
-        except queue.Empty:
-            return []
+        """-> Completions that have arrived. Waits 20 ms for the first, so that no core spins.
+        Raises UserError if no server answers any more, or if one refuses the key or the model."""
+        finished = []
+        with contextlib.suppress(queue.Empty):
+            finished.append(self.done.get(timeout=0.02).result())
         while not self.done.empty():
             finished.append(self.done.get().result())
+        # Looked at last: requests that end with the run would be records of failed items.
+        if self.over.is_set():
+            raise launch.UserError(self.ending)
         return finished
 
     def close(self):
@@ -147,6 +221,7 @@ class OpenAIEngine:
         body[self.tokens_field] = request.max_tokens
         if self.send_temperature:
             body.update(temperature=request.temperature, seed=request.seed)
+        body.update(self.sampling or {})
         if request.tools:
             # For the template alone: our own parser reads calls from the text.
             body.update(tools=request.tools, tool_choice="none")
@@ -176,49 +251,120 @@ class OpenAIEngine:
             self.rests[url] = time.monotonic() + 30 if failed else 0.0
 
     def call(self, request):
-        """Posts a request, again after 1, 2, 4, .. seconds if that may help -> Completion. A
-        failure becomes the Completion's error, never its text, which would be graded."""
+        """Posts a request, again after 1, 2, 4, .. seconds or as the server says, if that may help
+        -> Completion. A failure becomes the Completion's error, never its text, which would be
+        graded."""
         body = json.dumps(self.body(request)).encode()
         for attempt in range(self.retries + 1):
+            self.awake.wait()
+            if self.over.is_set():
+                return Completion(request.id, error=self.ending)
             url = self.take()
-            done, passing = self.post(url, request, body)
-            self.give_back(url, failed=passing)
-            if not done.error or not passing or attempt == self.retries:
+            done, status, after = self.post(url, request, body, self.timeout)
+            fails = done.error is not None and passing(status)
+            self.give_back(url, failed=fails)
+            if status in (401, 402, 403, 404):
+                self.check_refusal(url)
+            self.count(fails, after)
+            if not fails or attempt == self.retries:
                 return done
-            time.sleep(2.0**attempt)
+            self.pause(max(2.0**attempt, after))
 
-    def post(self, url, request, body):
-        """-> (Completion, whether another try may succeed)."""
+    def check_refusal(self, url):
+        """Ends the run if the server refuses a plain request, too: a wrong key would fail every
+        item. Some endpoints answer 403 for one text alone."""
+        done, status, _ = self.probe(url, self.timeout)
+        if status in (401, 402, 403, 404):
+            self.end(self.refusal(url, done.error, status))
+
+    def count(self, fails, after):
+        """Counts failed tries in a row. After `give_up` of them all requests wait for a server."""
+        with self.lock:
+            self.failed = self.failed + 1 if fails else 0
+            waits = 0 < self.give_up <= self.failed and self.awake.is_set()
+            waits = waits and not self.over.is_set()
+            if waits:
+                self.awake.clear()
+        if waits:
+            self.wait_for_server(after)
+
+    def wait_for_server(self, pause):
+        """Probes all servers, with growing pauses, until one answers. Ends the run if none has
+        answered after `server_wait` seconds. pause: seconds before the first probe."""
+        until = time.monotonic() + self.server_wait
+        said = False
+        for attempt in itertools.count():
+            if pause:
+                self.pause(min(pause, max(0.0, until - time.monotonic())))
+            if self.over.is_set():
+                return self.awake.set()
+            for url in self.busy:
+                done, status, after = self.probe(url, min(30.0, self.timeout))
+                if not passing(status):  # an answer, also if it is no text
+                    with self.lock:
+                        self.failed, self.rests[url] = 0, 0.0
+                    self.awake.set()
+                    return
+            if time.monotonic() >= until:
+                return self.end(f"no server has answered for {self.server_wait:g} s, at last {url} "
+                                f"({done.error})")
+            if not said:  # once: a pause without a word looks like a hang
+                said = True
+                print(f"\n{url}: {launch.printable(done.error)}; waiting at most "
+                      f"{self.server_wait:g} s for a server", file=sys.stderr, flush=True)
+            pause = max(min(2.0**attempt, 15.0), after)
+
+    def end(self, why):
+        """Lets poll() raise UserError, and ends every wait and every open connection."""
+        with self.lock:
+            self.ending = self.ending or f"{why}. Finished records are kept: start the server or " \
+                "give the right flags, and go on with the same command"
+        self.over.set()
+        self.awake.set()
+        for handle in list(self.handles):
+            shut(handle)
+
+    def pause(self, seconds):
+        self.over.wait(seconds)
+
+    def post(self, url, request, body, seconds):
+        """-> (Completion, HTTP status or 0 without a whole answer, seconds that the server asks to
+        wait)."""
         import http.client
 
         headers = {"Content-Type": "application/json"}
-        key = os.environ.get(self.key_variable, "") if self.key_variable else ""
-        if key:
-            headers["Authorization"] = f"Bearer {key}"
+        if self.key():
+            headers["Authorization"] = f"Bearer {self.key()}"
         began = time.monotonic()
+        status = 0
         try:
-            status, content = fetch(url, body, headers, self.timeout)
+            status, content, after = fetch(url, body, headers, seconds, self.handles)
             if not 200 <= status < 300:  # a redirect too, as the key goes to no other host
-                passing = status == 429 or status >= 500
-                return Completion(request.id, error=f"HTTP {status}"), passing
+                said = message_of(content, self.key())
+                error = f"HTTP {status}" + (f": {said}" if said else "")
+                wait = min(waiting_time(after), self.server_wait) if passing(status) else 0.0
+                return Completion(request.id, error=error), status, wait
             answer = json.loads(content)
             choice = answer["choices"][0]
             # A hosted name may stand for another model tomorrow.
             self.served.add(str(answer.get("model")))
+            said = choice["message"]
             # Some endpoints repeat the begun turn.
-            text = (choice["message"].get("content") or "").removeprefix(request.prefill)
+            text = (said.get("content") or "").removeprefix(request.prefill)
+            # A server with a reasoning parser takes the thought out of the content.
+            thought = said.get("reasoning_content") or said.get("reasoning") or ""
             ended = choice.get("finish_reason") == "stop"
             self.note_usage(request.id, answer.get("usage"))
-            return Completion(request.id, text=text, ended=ended), False
+            return Completion(request.id, text=text, ended=ended, reasoning=str(thought)), status, 0
         except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError,
                 AttributeError, RecursionError) as error:
-            if time.monotonic() - began >= self.timeout:
-                why = f"no whole answer within {self.timeout:g} s"
-                return Completion(request.id, error=why), True
+            if time.monotonic() - began >= seconds:
+                why = f"no whole answer within {seconds:g} s"
+                return Completion(request.id, error=why), 0, 0
             if isinstance(error, (OSError, http.client.HTTPException)):  # refused, cut off halfway
-                return Completion(request.id, error=f"{type(error).__name__}: {error}"), True
+                return Completion(request.id, error=f"{type(error).__name__}: {error}"), 0, 0
             why = f"bad answer: {type(error).__name__}"  # not the promised JSON
-            return Completion(request.id, error=why), False
+            return Completion(request.id, error=why), status or 200, 0
 
     def note_usage(self, name, usage):
         """Keeps the token counts of a request, if the endpoint reports them."""
@@ -277,20 +423,68 @@ def address(url):
     return place.hostname, place.port or (443 if secure else 80), path, secure
 
 
-def fetch(url, body, headers, seconds):
+def passing(status):
+    """Whether another try may succeed. status: as in OpenAIEngine.post."""
+    return status in (0, 429) or status >= 500
+
+
+def probe_messages():
+    return [{"role": "user", "content": "Reply with yes."}]
+
+
+def message_of(content, key):
+    """The body of an error -> its message in one line, 200 characters at most, without the key."""
+    text = content.decode(errors="replace")
+    with contextlib.suppress(ValueError, RecursionError):  # not JSON: the text itself
+        found = json.loads(text)
+        # {"error": {"message": ..}} or {"error": ..}, and {"detail": ..} of some frameworks
+        for name in ("error", "message", "detail"):
+            if isinstance(found, dict) and found.get(name):
+                found = found[name]
+        text = found if isinstance(found, str) else json.dumps(found)
+    if text.lstrip().startswith("<"):  # the page of a proxy
+        text = re.sub(r"<[^>]*>", " ", text)
+    text = text.replace(key, "***") if key else text
+    return launch.printable(" ".join(text.split()))[:200]
+
+
+def waiting_time(after):
+    """The header Retry-After, seconds or an HTTP date -> seconds from now; 0 without a number."""
+    import datetime
+    import email.utils
+
+    try:
+        if after.strip().isdigit():
+            return float(after)
+        then = email.utils.parsedate_to_datetime(after)
+        # A date without a zone is in UTC.
+        then = then if then.tzinfo else then.replace(tzinfo=datetime.UTC)
+        return max(0.0, then.timestamp() - time.time())
+    except (ValueError, TypeError, OverflowError):  # no such header, or neither of the two
+        return 0.0
+
+
+def fetch(url, body, headers, seconds, handles):
     """POSTs to this host alone: no redirect and no proxy may carry the key elsewhere. -> (status,
-    content). Raises OSError or HTTPException; both if the whole takes longer than `seconds`."""
+    content, Retry-After or ""). Raises OSError or HTTPException; both if the whole takes longer
+    than `seconds`. handles: set that holds a handle of the connection while it is open."""
     import http.client
     import socket
     import ssl
 
     host, port, path, secure = address(url)
+    until = time.monotonic() + seconds
+    # A host that is there takes a connection at once, if it takes one at all.
+    sock = socket.create_connection((host, port), min(30.0, seconds))
     # The time-out of a socket bounds each read alone, so a server that drips would never meet it.
     # The timer shuts the connection, by a second handle, since TLS takes over the first.
-    sock = socket.create_connection((host, port), seconds)
+    left = max(0.001, until - time.monotonic())
+    sock.settimeout(left)
     with sock.dup() as handle:
-        timer = threading.Timer(seconds, shut, [handle])
+        timer = threading.Timer(left, shut, [handle])
+        timer.daemon = True
         timer.start()
+        handles.add(handle)
         try:
             if secure:
                 sock = ssl.create_default_context().wrap_socket(sock, server_hostname=host)
@@ -299,8 +493,13 @@ def fetch(url, body, headers, seconds):
             connection.sock = sock
             connection.request("POST", path, body, headers)
             answer = connection.getresponse()
-            return answer.status, answer.read()
+            content = answer.read()
+            # A body without a length ends where the timer shuts it, and might pass for whole.
+            if time.monotonic() >= until:
+                raise TimeoutError("timed out")
+            return answer.status, content, answer.getheader("Retry-After", "")
         finally:
+            handles.discard(handle)
             timer.cancel()
             sock.close()
 
@@ -314,14 +513,15 @@ def shut(sock):
 
 
 def make_engine(args, prefill):
-    """Flags -> OpenAIEngine. Raises UserError if no server answers.
+    """Flags -> OpenAIEngine. Raises UserError if a server does not answer, or refuses.
     prefill: the protocol forces the start of every turn."""
     engine = OpenAIEngine(
         args.base_url, args.model, key_variable=args.api_key_env, workers=args.workers,
         timeout=args.request_timeout, retries=args.retries, image_cap=args.image_cap,
         video_item=args.video_item,
         prefill=args.think_prefix or prefill,
-        tokens_field=args.tokens_field, send_temperature=args.send_temperature)
+        tokens_field=args.tokens_field, send_temperature=args.send_temperature,
+        sampling=sampling_settings(args), give_up=args.give_up, server_wait=args.server_wait)
     engine.knock()
     return engine
 
@@ -400,7 +600,7 @@ def judge(records, verdicts, args):
 
     verdicts: file, read and appended to; failed requests are asked again. records get "judge": a
     verdict, or None, and then the rule's score stays. args: the judge's flags; without judge_url
-    only known verdicts count. Raises UserError if no server answers.
+    only known verdicts count. Raises UserError if no server answers, or if it refuses.
     """
     doubtful = []  # answers that the rule calls wrong; a record without an answer stays wrong
     for record in records:
@@ -433,13 +633,19 @@ def judge(records, verdicts, args):
             record["score"] = 1.0
 
 
+def judge_engine(args):
+    """Flags -> OpenAIEngine of the judge."""
+    return OpenAIEngine(args.judge_url, args.judge_model, key_variable=args.judge_key_env,
+                        workers=args.workers, timeout=args.request_timeout, retries=args.retries,
+                        give_up=args.give_up, server_wait=args.server_wait, is_judge=True)
+
+
 def ask_judge(records, args):
     """Records -> iterator of {"id", "said", "model", "text", "error", "verdict"} as they come.
     verdict: True, False, or None if the request failed or the reply was neither yes nor no."""
     from tqdm import tqdm
 
-    engine = OpenAIEngine(args.judge_url, args.judge_model, key_variable=args.judge_key_env,
-                          workers=args.workers, timeout=args.request_timeout, retries=args.retries)
+    engine = judge_engine(args)
     engine.knock()
     for number, record in enumerate(records):
         task = record["task"]

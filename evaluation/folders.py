@@ -10,6 +10,7 @@ eval.py: --rescore, --compare, --table, --prepare.
 """
 
 import argparse
+import collections
 import glob
 import hashlib
 import itertools
@@ -36,6 +37,7 @@ def settings_digest(args, weights, subtitles, tasks, prompts):
     free |= {"limit", "shard", "frames", "tools", "samples", "subtitles"}
     # Speed, addresses, and the treatment of finished records.
     free |= {"live", "workers", "retries", "request_timeout", "api_key_env", "base_url"}
+    free |= {"give_up", "server_wait"}
     free |= {"max_seqs", "frame_cache_gb", "frame_cache_dir", "frame_cache_dir_gb"}
     free |= {"engine_share", "patience", "decode_timeout", "quiet"}
     free |= {"judge_url", "judge_model", "judge_key_env", "allow_errors", "estimate"}
@@ -232,6 +234,7 @@ def finish(out, found, args, policy, parts=None):
     more tasks than this run asked: these are printed, not written.
     """
     results, missing, parts = [], 0, parts or {}
+    errors = collections.Counter()  # messages of failed items and of a failed judge
     for bench, leaf in found:
         tasks = parts.get(leaf) or launch.read_jsonl(os.path.join(leaf, "tasks.jsonl"))
         kept = read_json(leaf, "args.json")  # flags of the run, which --rescore does not have
@@ -248,11 +251,14 @@ def finish(out, found, args, policy, parts=None):
             row.update(K=k, tools=mode)
             if records:
                 row.update(scores.summarise(records, bench, judged=bool(args.judge_model)))
+                row["silent"] = sum(not any(text.strip() for text in r["turns"]) for r in records
+                                    if r["status"] == "ok")
                 results.append(row)
+            errors.update(message for r in records if (message := error_of(r)))
     if missing:
         why = "run the same command (or the other shards) first, then --rescore"
         raise launch.UserError(f"{out}: {missing} items have no record yet; {why} {out}")
-    refused = scores.refuse(results, args.allow_errors)
+    refused = scores.refuse(results, args.allow_errors) + silent(results, args.allow_errors)
     summary = {"checkpoint": policy}
     if args.judge_model:
         summary["judge_model"] = args.judge_model
@@ -276,7 +282,32 @@ def finish(out, found, args, policy, parts=None):
                       "acc": acc}))
     if refused:  # last, so that the table and the summary are there: exit code 2
         why = "no headline above 1% failed items (--allow-errors prints it): "
+        for message, count in errors.most_common(1):
+            refused.append(f"the most frequent error, {count} times: {message[:300]}")
         raise launch.UserError(why + "; ".join(refused))
+
+
+def error_of(record):
+    """Why an item failed, or why the judge did; None if both are fine."""
+    if record["status"] != "ok":
+        return record.get("error")
+    return (record.get("judge") or {}).get("error")
+
+
+def silent(results, allow_errors):
+    """Removes the headline of every result whose episodes hold no text at all, although none failed
+    -> lines that say why."""
+    said = []
+    for row in results:
+        ended = row["n"] - sum(count for cause, count in row["errors"].items()
+                               if cause != "judge_error")
+        if ended and row["silent"] == ended and not allow_errors:
+            row["headline"] = row["interval"] = None
+            place = f"{row.get('bench') or 'data'} at K {row['K']}, tools {row['tools']}"
+            said.append(f"{place}: none of {ended} answers holds any text (the server may move it "
+                        "to reasoning_content: start it without --reasoning-parser, or raise "
+                        "--max-new-tokens)")
+    return said
 
 
 def rescore(folders, args):

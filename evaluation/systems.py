@@ -154,6 +154,7 @@ async def play(episode, sampler, protocol):
         else:  # from an endpoint
             episode.turns.append(said.text)
             episode.finish.append(finish)
+            episode.notes.setdefault("reasoning", []).append(said.reasoning)
         calls, records = rollout.record_calls(episode, agent, said.text, turn, protocol.parse)
         if last or not calls:
             for record in records:

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import chat
 import rollout
 from engine import Completion
-from evaluation import systems
+from evaluation import endpoint, systems
 
 ANSWER = "I saw red.\n</think>\n<answer>red</answer>"
 AGENT = rollout.Agent(context=4096, max_new_tokens=512, sub_max_new_tokens=64)
@@ -94,21 +94,37 @@ class Scripted:
 
 class Server:
     """An OpenAI-compatible endpoint on this machine. replies: what to answer, in order (the last
-    one for ever): a text, an HTTP status, or bytes to send as they are. Keeps what it was asked."""
+    one for ever): a text, None for no content, an HTTP status, (status, JSON or text, headers), or
+    bytes to send as they are. Keeps what it was asked.
+    probe: the answer to a probe, the same for ever; probes are counted apart."""
 
-    def __init__(self, *replies):
-        self.asked, self.headers, outer = [], [], self
+    def __init__(self, *replies, probe="yes"):
+        self.asked, self.headers, self.probes, outer = [], [], 0, self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self):
-                outer.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-                outer.headers.append((self.path, dict(self.headers)))
-                reply = replies[min(len(outer.asked), len(replies)) - 1]
-                reply = reply(outer.asked[-1]) if callable(reply) else reply
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if body["messages"] == endpoint.probe_messages():
+                    outer.probes += 1
+                    reply = probe
+                else:
+                    outer.asked.append(body)
+                    outer.headers.append((self.path, dict(self.headers)))
+                    reply = replies[min(len(outer.asked), len(replies)) - 1]
+                reply = reply(body) if callable(reply) else reply
                 if isinstance(reply, int):
                     self.send_error(reply)
                     return
-                if isinstance(reply, str):
+                if isinstance(reply, tuple):
+                    status, content, headers = reply
+                    content = content if isinstance(content, str) else json.dumps(content)
+                    self.send_response(status)
+                    for name, value in headers.items():
+                        self.send_header(name, value)
+                    self.end_headers()
+                    self.wfile.write(content.encode())
+                    return
+                if isinstance(reply, str | None):
                     choice = {"message": {"content": reply}, "finish_reason": "stop"}
                     reply = json.dumps({"choices": [choice]}).encode()
                 self.send_response(200)

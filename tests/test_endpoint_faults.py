@@ -128,6 +128,16 @@ def test_a_server_that_drips_is_left_when_the_time_of_the_request_is_over(
     assert "no whole answer within 1 s" in done.error and time.monotonic() - began < 15
 
 
+def test_a_body_without_a_length_that_ends_with_the_time_is_no_answer(serve, monkeypatch):
+    """The client itself ends the connection: the text that had come may be a part."""
+    def late(handler):
+        handler.wfile.write(b"HTTP/1.0 200 OK\r\n\r\n" + ANSWER.encode())
+        time.sleep(3)
+
+    done = ask(serve(late).url, monkeypatch, timeout=1.0)
+    assert done.error == "no whole answer within 1 s" and not done.text
+
+
 @pytest.fixture
 def certificate(tmp_path):
     if not shutil.which("openssl"):

@@ -480,6 +480,29 @@ def test_banned_ids_are_never_sampled(kind, codec, base, tasks, frames_of, reque
     assert sum(seen.values()) > 300 and len(seen) > 150 and not set(seen) & set(codec.banned)
 
 
+def test_evaluation_narrows_the_distribution_and_training_does_not(
+        vllm_engines, tasks, frames_of, monkeypatch):
+    """eval.py sets the engine's `sampling`. One token to choose from is greedy at any temperature.
+    """
+    engine = vllm_engines("image")
+    asked, add = [], engine.engine.add_request
+    monkeypatch.setattr(engine.engine, "add_request",
+                        lambda *given: asked.append(given[2]) or add(*given))
+
+    def ids(sampling, temperature=1.5):
+        monkeypatch.setattr(engine, "sampling", sampling)
+        found = sample(engine, tasks[:2], frames_of, replace(HOT, temperature=temperature))
+        return {key: spoken for key, (spoken, _) in found.items()}
+
+    greedy = ids({}, temperature=0.0)
+    assert engine.sampling == {} and ids({}) != greedy
+    assert ids({"top_k": 1}) == ids({"top_p": 1e-6}) == greedy
+    for given in ({}, {"top_p": 0.8, "top_k": 20, "presence_penalty": 1.5}):
+        ids(given)
+        wanted = {"top_p": 1.0, "top_k": 0, "presence_penalty": 0.0, **given}
+        assert {name: getattr(asked[-1], name) for name in wanted} == wanted
+
+
 def test_both_engines_agree_when_greedy(vllm_engines, plain, codec, tasks, frames_of):
     """The reference sampler and vLLM: same ids, same log-probs, so either may serve the same
     checkpoint."""

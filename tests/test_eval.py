@@ -202,6 +202,10 @@ def test_evaluation_is_greedy_unless_told_otherwise(world, tmp_path):
     assert {r.temperature for r in world(rows=ROWS[:1]).engine.asked} == {0.0}
     warm = world("--temperature", 0.5, rows=ROWS[:1], out=tmp_path / "other")
     assert {r.temperature for r in warm.engine.asked} == {0.5}
+    assert warm.engine.sampling == {}
+    narrow = world("--top-p", 0.8, "--top-k", 20, "--presence-penalty", 1.5, rows=ROWS[:1],
+                   out=tmp_path / "narrow")
+    assert narrow.engine.sampling == {"top_p": 0.8, "top_k": 20, "presence_penalty": 1.5}
 
 
 def test_table_and_summary_say_the_same(world):
@@ -590,6 +594,7 @@ def test_adding_a_mode_or_a_budget_runs_only_that(world):
 
 @pytest.mark.parametrize("flags", [("--temperature", 0.5), ("--no-think-prefix",),
                                    ("--max-turns", 2), ("--seed", 1), ("--max-pixels", 4096),
+                                   ("--top-p", 0.8), ("--top-k", 20), ("--presence-penalty", 1),
                                    ("--set", "sub_frames=8"), ("--max-new-tokens", 64)])
 def test_records_of_other_settings_are_refused(flags, world):
     """Numbers of two settings in one table are numbers of neither."""
@@ -958,7 +963,8 @@ def test_the_judge_decides_open_answers_and_never_in_silence(world, monkeypatch)
 
     monkeypatch.setattr(endpoint, "OpenAIEngine", engine)
     flags = ("--judge-url", "http://127.0.0.1:9/v1", "--judge-model", "j", "--judge-key-env",
-             "JUDGE_KEY", "--workers", 3, "--retries", 2, "--request-timeout", 9)
+             "JUDGE_KEY", "--workers", 3, "--retries", 2, "--request-timeout", 9, "--give-up", 5,
+             "--server-wait", 7)
 
     def say(request):
         return f"x\n</think>\n<answer>{said[task_of(request)]}</answer>"
@@ -968,7 +974,7 @@ def test_the_judge_decides_open_answers_and_never_in_silence(world, monkeypatch)
     assert "judge" not in plain.results[0]
     done = world(*flags, rows=rows, say=say)
     assert done.engine is None  # nothing is sampled again: the judge is no setting of the episodes
-    assert made[1] == ("http://127.0.0.1:9/v1", "j", "JUDGE_KEY", 3, 9.0, 2)
+    assert made[1] == ("http://127.0.0.1:9/v1", "j", "JUDGE_KEY", 3, 9.0, 2, 5, 7.0, True)
     (result,) = done.results
     assert result["acc"] == pytest.approx(2 / 7)
     assert result["judge"] == {"asked": 4, "yes": 1, "failed": 2}
@@ -990,6 +996,34 @@ def test_the_judge_decides_open_answers_and_never_in_silence(world, monkeypatch)
     refused = world("--rescore", done.folder, "--judge-model", "j", drop=("--data", "--ckpt"),
                     allow=False)
     assert refused.code == 2 and "judge_error" in refused.err
+    assert "the most frequent error, 1 times: HTTP 500" in refused.err
+
+
+def test_a_headline_of_silence_is_refused(world):
+    """A server may move all text out of the content; zeros would look like a bad model."""
+    def say(request):
+        return "\n" if task_of(request) != "blue" or silent else answer("blue")
+
+    silent = True
+    none = world(rows=ROWS[:2], say=say, allow=False)
+    assert none.code == 2 and none.results[0]["headline"] is None
+    assert "none of 2 answers holds any text" in none.err and "--reasoning-parser" in none.err
+    again = ("--rescore", none.folder)
+    assert world(*again, drop=("--data", "--ckpt")).results[0]["headline"] == 0.0  # --allow-errors
+    assert world(*again, drop=("--data", "--ckpt"), allow=False).code == 2
+    silent = False
+    one = world("--seed", 1, rows=ROWS[:2], say=say, allow=False, out=none.folder.parent / "one")
+    assert one.code == 0 and one.results[0]["headline"] == 0.5 and one.results[0]["silent"] == 1
+
+
+def test_the_last_line_says_the_most_frequent_error(world):
+    def say(request):
+        why = "HTTP 404: no model m" if task_of(request) != "red" else "HTTP 500"
+        return Completion(request.id, error=why)
+
+    done = world(rows=ROWS[:2] + ROWS[3:], say=say, allow=False)
+    assert done.code == 2
+    assert done.err.rstrip().endswith("the most frequent error, 4 times: HTTP 404: no model m")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1026,7 +1060,9 @@ def test_the_judge_decides_open_answers_and_never_in_silence(world, monkeypatch)
     (("--set", "no_such=1"), (), "no such setting"), (("--samp", 2), (), "unrecognized"),
     (("--image-cap", -1), (), "--image-cap"), (("--tokens-field", "x"), (), "invalid choice"),
     (("--prepare", "x.jsonl"), (), "--bench"), (("--workers", 0), (), "--workers"),
-    (("--retries", -1), (), "--retries"),
+    (("--retries", -1), (), "--retries"), (("--top-p", 0), (), "--top-p"),
+    (("--top-p", "nan"), (), "--top-p"), (("--top-k", -1), (), "--top-k"),
+    (("--presence-penalty", 3), (), "--presence-penalty"),
     (("--request-timeout", 0), (), "--request-timeout"),
 ])  # fmt: skip
 def test_bad_input_is_one_line_and_exit_code_2(flags, drop, why, world):
