@@ -45,6 +45,9 @@ class Scripted:
             if text is None:
                 out.append(Completion(request.id, error="HTTP 500"))
                 continue
+            if isinstance(text, Completion):
+                out.append(text)
+                continue
             ids = (chat.encode(self.codec, text) + [self.codec.eos])[: request.max_tokens]
             out.append(Completion(request.id, ids, [-1.0] * len(ids),
                                           chat.decode(self.codec, ids), ids[-1] == self.codec.eos))
@@ -996,7 +999,8 @@ def test_the_judge_decides_open_answers_and_never_in_silence(world, monkeypatch)
     refused = world("--rescore", done.folder, "--judge-model", "j", drop=("--data", "--ckpt"),
                     allow=False)
     assert refused.code == 2 and "judge_error" in refused.err
-    assert "the most frequent error, 1 times: HTTP 500" in refused.err
+    asked = world(*flags, rows=rows, say=say, allow=False)
+    assert "the most frequent error, 1 times: HTTP 500" in asked.err
 
 
 def test_a_headline_of_silence_is_refused(world):

@@ -141,9 +141,11 @@ def test_a_run_whose_overviews_are_video_items(server, toy, tmp_path):
     assert result["cost"]["prompt_tokens"] < other["cost"]["prompt_tokens"]
 
 
-def test_a_model_the_server_does_not_have_is_an_engine_error(server, toy, tmp_path):
+def test_a_model_the_server_does_not_have_is_refused_before_the_run(server, toy, tmp_path):
     done = run_script("eval.py", "--preset", "toy", "--engine", "openai", "--base-url", server,
                       "--model", "other", "--data", toy / "eval.jsonl", "--frames", 4,
                       "--limit", 1, "--retries", 0, "--out", tmp_path / "out")
-    assert done.returncode == 2 and "1 of 1 items failed (1 engine_error)" in done.stderr
-    assert "HTTP 404" in (tmp_path / "out" / "records.rank0.jsonl").read_text()
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "HTTP 404: The model `other` does not exist" in done.stderr
+    assert "is --model other right" in done.stderr and server in done.stderr
+    assert not (tmp_path / "out").exists()
