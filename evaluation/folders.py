@@ -258,7 +258,9 @@ def finish(out, found, args, policy, parts=None):
     if missing:
         why = "run the same command (or the other shards) first, then --rescore"
         raise launch.UserError(f"{out}: {missing} items have no record yet; {why} {out}")
-    refused = scores.refuse(results, args.allow_errors) + silent(results, args.allow_errors)
+    refused = scores.refuse(results, args.allow_errors)
+    if kept["engine"] == "openai":  # our own engine hides no text: there an empty answer is wrong
+        refused += silent(results, args.allow_errors)
     summary = {"checkpoint": policy}
     if args.judge_model:
         summary["judge_model"] = args.judge_model
