@@ -1012,7 +1012,8 @@ def test_a_headline_of_silence_is_refused(world):
     def served(done):  # as if an endpoint had answered
         kept = json.loads((done.folder / "args.json").read_text())
         (done.folder / "args.json").write_text(json.dumps({**kept, "engine": "openai"}))
-        return world("--rescore", done.folder, drop=("--data", "--ckpt"), allow=False)
+        return world("--rescore", done.folder, drop=("--data", "--ckpt"), allow=False,
+                     out=done.folder)
 
     silent = True
     ours = world(rows=ROWS[:2], say=say, allow=False)
