@@ -277,6 +277,7 @@ def charades_tasks(row, path):
         "options": None,
         "type": "grounding",
         "question": f"When does this happen in the video: {row['caption'].strip()}",
+        "event": row["caption"].strip(),  # for prompts that ask about an event in their own words
         "answer": [start, end],
         "tags": {},
     }

@@ -266,6 +266,9 @@ def finish(out, found, args, policy, parts=None):
         summary["judge_model"] = args.judge_model
     told = ("protocol", "protocol_set", "prompt_hash", "prompt_file", "served")
     summary |= {name: kept[name] for name in told if name in kept}  # only endpoints have "served"
+    departures = systems.protocols()[kept["protocol"]].departures
+    if departures and kept.get("protocol_set") == "native":
+        summary["departures"] = list(departures)
     summary["time"] = time.strftime("%Y-%m-%d %H:%M:%S")
     for bench, leaf in found:
         own = [row for row in results if row.get("bench") == bench]

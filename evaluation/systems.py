@@ -241,21 +241,30 @@ class System:
     native: dict  # flags of the publisher's recipe: the defaults of a run
     final: callable = rewards.answer_or_tail  # (turns, think_open) -> answer to grade, or None
     held: callable = nothing_held  # args -> (windows beside the overview, frames of each)
+    departures: tuple = ()  # known differences from the publisher's own evaluation, in words
 
 
 def protocols():
     """name -> System."""
     single = {"max_turns": 0, "think_prefix": False, "tools": ["off"]}
     rounds = {"think_prefix": False, "max_parallel": 1}
-    # The publisher's total of 3584 x 28 x 28 pixels, shared by 64 frames.
-    few = {"min_pixels": 16 * 784, "max_pixels": 3584 * 784 // 64}
+    # 2 frames a second, 768 at most, with 3584 x 28 x 28 pixels in all.
+    many = {**paced(2.0, 768), "min_pixels": 16 * 784, "max_pixels": 768 * 784,
+            "total_pixels": 3584 * 784}
     # Temperature 0.1 at top-p 0.001, which is greedy.
     reasoning = {**single, "max_pixels": 256 * 784, "max_new_tokens": 1024}
     conan = {**rounds, "max_turns": 2, "frames": [16], "max_pixels": 448 * 448}
     longvt = {**rounds, "max_turns": 5, **paced(1.0, 512),
-              "max_pixels": 50176, "max_new_tokens": 4096}
-    zoomer = {**rounds, "max_turns": 4, **paced(0.5, 64), "max_new_tokens": 4096,
-              "min_pixels": 25088, "max_pixels": 100352}
+              "max_pixels": 50176, "max_new_tokens": 49152, "context": 131072}
+    zoomer = {**rounds, "max_turns": 4, **paced(0.5, 64), "overview_grid": "start",
+              "max_new_tokens": 4096, "min_pixels": 25088, "max_pixels": 100352}
+    qwen3 = {**single, **paced(2.0, 512), "overview_grid": "ends", "min_pixels": 3584,
+             "max_pixels": 401408, "total_pixels": 19267584, "max_new_tokens": 32768,
+             "temperature": 0.7, "top_p": 0.8, "top_k": 20, "presence_penalty": 1.5,
+             "context": 98304}
+    centres = "frames lie at the centres of equal segments, theirs include the first and the last"
+    stamps = "each frame is an image after its time, theirs are one video"
+    replies = "the answers to calls are in our words"
     driver = "paravt/eval/driver.py"
     return {
         # ParaVT-8B; Qwen3-VL-8B and Conan-7B in the paper's runs
@@ -264,43 +273,57 @@ def protocols():
         # Qwen2.5-VL-7B, GPT-4o, Gemini 1.5 Pro
         "direct": System(f"{driver}:DIRECT_SYSTEM", [ANSWER], prompt_as_system, single),
         # Qwen3-VL-8B as in the publisher's evaluation: no tools, no system text
-        "qwen3-vl": System("a text of the user turn", [QUESTION], prompt_as_user,
-                           {**single, **paced(2.0, 512), "temperature": 0.7, "context": 65536}),
+        "qwen3-vl": System("a text made from the user turn of evaluation/VideoMME/dataset_utils.py",
+                           [qwen3_text()], prompt_as_user, qwen3, departures=(
+                               stamps, "4 frames at least there, 1 here",
+                               "their judge model reads the answer, here a rule")),
         "video-r1": System(wrapped_files("Video-R1"), wrapped_texts(),
                            partial(wrapped_protocol, header="Options:\n"),
-                           {**reasoning, "frames": [64]}),
+                           {**reasoning, "frames": [64]}, departures=(centres, stamps)),
         "videorft": System(wrapped_files("VideoRFT"), wrapped_texts(), wrapped_protocol,
-                           {**reasoning, "frames": [32]}),
+                           {**reasoning, "frames": [32]}, departures=(centres, stamps)),
         # Video-Thinker-7B, whose code is not published; and all of these in the paper's runs
         "reasoning": System(f"{driver}:REASONING_SYSTEM", [THINK], prompt_as_system, reasoning),
         "videochat-r1": System("src_eval/eval_prompts.py:QA_THINK and :GROUND_TEMPLATE_THINK, "
                                "filled at [QUESTION], [OPTION] and [EVENT]",
                                [f"{QUESTION}\n{THINK}", f"{QUESTION}\n{THINK}"],
-                               videochat_protocol,
-                               {**single, **paced(2.0, 768), "min_pixels": 16 * 784,
-                                "max_pixels": 768 * 784, "total_pixels": 3584 * 784}),
-        "time-r1": System("a text made from src/vllm_inference/data/config.py",
-                          [f"{QUESTION}\n{ANSWER}"],
-                          time_r1_protocol, {**single, **few, "max_new_tokens": 1024}),
+                               videochat_protocol, {**single, **many},
+                               departures=(centres, stamps)),
+        "time-r1": System("src/vllm_inference/data/config.py:DEFAULT_MCQ_PROMPT[r1] and "
+                          ":DEFAULT_TG_PROMPT[r1], filled at {}",
+                          [f"{QUESTION}\n{ANSWER}",
+                           f'{{subtitles}}When in the video is the event "{{event}}"? {{style}} '
+                           f"{ANSWER}"],
+                          time_r1_protocol, {**single, **many, "max_new_tokens": 1024},
+                          departures=(centres, stamps)),
         "rewatch-r1": System("a text made from the model card's prompt", [rewatch_text()],
                              prompt_as_user,
-                             {**single, **paced(2.0, 192), "max_pixels": 128 * 784}),
+                             {**single, **paced(2.0, 192), "max_pixels": 128 * 784},
+                             departures=(centres, stamps)),
         "conan": System("texts made from Conan-Eval/prompt_temp.py: first round, further round, "
                         "last round with options; the same three without", conan_texts(),
                         conan_protocol, {**conan, "temperature": 1.0, "max_new_tokens": 4000},
-                        held=conan_held),
+                        held=conan_held, departures=(
+                            centres, "frames that were shown are known exactly, theirs by rounded "
+                            "times", "no frame is shown twice if a video has too few")),
         # LongVT-RFT-7B
         "longvt": System("TOOL_PROMPT of lmms_eval_tasks/*/utils.py, as a text", [longvt_text()],
                          longvt_protocol, {**longvt, "sub_frames": 128, "max_parallel": 5},
-                         held=crops_held),
+                         held=crops_held, departures=(centres, stamps, replies)),
         "videozoomer": System("a text made from data.system_prompt of scripts/eval_video.sh",
                               [videozoomer_text()], videozoomer_protocol, zoomer,
-                              held=videozoomer_held),
+                              held=videozoomer_held, departures=(replies,)),
         "sage": System("context_vlm.txt, iterative_reasoner.txt and iterative_reasoner_msg.txt of "
                        "sage/prompts/sage",
                        sage_texts(), sage_protocol,
-                       # ten steps: the first, and nine that follow a call
-                       {**rounds, "max_turns": 9, **paced(1.0, 128)}, sage_final),
+                       # eleven steps: the first, and ten that follow a call
+                       {**rounds, "max_turns": 10, **paced(1.0, 128), "max_pixels": 48 * 784,
+                        "max_new_tokens": 32768}, sage_final, departures=(
+                            centres, stamps, replies, "the same model serves the tools that look, "
+                            "theirs may be a larger one", "web and speech tools answer that they "
+                            "are not available", "a reply that cannot be read is told to the "
+                            "model, theirs is sampled again", "without an answer at the end none "
+                            "is graded, theirs grades a sentence that says so")),
     }
 
 
@@ -315,6 +338,8 @@ class Source(rollout.Source):
 
     overview_fps: float = 0.0  # frames per second; 0 = always K
     total_pixels: int = 0  # of the overview, all frames together; 0 = no bound
+    overview_grid: str = "centres"  # of equal segments; "ends": the first and the last frame, and
+    # evenly between; "start": from the first on, 1 / overview_fps apart, and as "ends" beyond K
 
     def load(self, spec):
         if "frames" not in spec:
@@ -330,12 +355,28 @@ class Source(rollout.Source):
             # reader leaves 5% above the least, so that a shape still fits between both bounds.
             most = min(most, max(2 * self.total_pixels // shown, int(1.05 * self.min_pixels)))
         asked = {**spec, "frames": shown}
+        if self.overview_grid != "centres":
+            asked = {"video": spec["video"], "times": self.grid(spec, shown)}
         return video.load(asked, self.root, self.cache, self.min_pixels, most)
+
+    def grid(self, spec, shown):
+        """-> seconds of `shown` frames at most, on the grid of the publishers."""
+        starts, info = self.cache.index(video.resolve(spec["video"], self.root))
+        places = [i * (len(starts) - 1) / max(1, shown - 1) for i in range(shown)]
+        # VideoZoomer cuts fractions of frame numbers, Qwen rounds them.
+        places = map(int if self.overview_grid == "start" else round, places)
+        if self.overview_grid == "start" and self.overview_fps:
+            step = max(1, round(len(starts) / info.duration / self.overview_fps))  # in frames
+            if len(starts) <= step * spec["frames"]:
+                places = range(0, len(starts), step)
+        # A video with fewer frames shows no frame twice.
+        return [float(starts[place]) for place in dict.fromkeys(places)]
 
 
 def source_of(source, args):
     """rollout.Source -> the same with the flags of an overview."""
-    return Source(**vars(source), overview_fps=args.overview_fps, total_pixels=args.total_pixels)
+    return Source(**vars(source), overview_fps=args.overview_fps, total_pixels=args.total_pixels,
+                  overview_grid=args.overview_grid)
 
 
 def settings(name, which):
@@ -377,6 +418,7 @@ def rare_settings():
         "force_answer": (False, True),  # paravt: an answer in few tokens after the last calls
         # Whether a frame follows its time. Protocols with other stamps keep theirs.
         "stamps": (True, False),
+        "overview_grid": ("centres", "ends", "start"),  # where the frames lie, see Source
         "overview_fps": (0.0,),  # frames per second of video, at most --frames; 0 = always --frames
         # Pixels of a frame at least; of a window's frame at most, 0 = as --max-pixels; of the
         # overview's frames together, each within its own bounds, 0 = no bound.
@@ -417,6 +459,7 @@ def describe(args):
             arguments = ", ".join(tool["function"]["parameters"]["properties"])
             lines.append(f"tool    {tool['function']['name']}({arguments})")
     source = "the publisher's" if args.prompt_file else "ours"
+    lines += [f"departs {text}" for text in system.departures]
     lines.append(f"texts   {source}; --prompt-file takes {len(system.texts)}: {system.files}")
     for message in messages:
         said = message["content"]
@@ -520,10 +563,15 @@ def check_prompts(protocol, tasks, agent, num_frames):
         # Marked, because "yes" and "no" may stand in any prompt.
         options = [f"{option} 5f3a{n}" for n, option in enumerate(task.get("options") or [])]
         task = {**task, "question": task["question"] + " 5f3a", "options": options or None}
+        if "event" in task:
+            task["event"] += " 5f3ae"
         messages = protocol.opening(task, num_frames, agent, "", 60.0)
         pieces = [piece for message in messages for piece in chat.content_of(message)]
         said = "\n".join(piece.get("text", "") for piece in pieces)
-        for text in [task["question"], *(task.get("options") or [])]:
+        event = task.get("event", task["question"])
+        asked = event if event in said else task["question"]
+        for text in [asked, *(task.get("options") or [])]:
+            text = text if text in said else repr(text)[1:-1]  # in a list that Python printed
             if text not in said:
                 raise launch.UserError(f"the first prompt of task {task['id']} does not hold "
                                        f"{text[:60]!r}; --protocols lists the places that are "
@@ -540,7 +588,8 @@ def check_prompts(protocol, tasks, agent, num_frames):
 
 
 def filled_places():
-    return ("question", "options", "style", "duration", "length", "video", "subtitles")
+    return ("question", "event", "options", "option_list", "style", "duration", "length", "video",
+            "subtitles")
 
 
 def filled(text, task, duration=0.0, subtitles="", label="{}.", between="\n"):
@@ -553,7 +602,9 @@ def filled(text, task, duration=0.0, subtitles="", label="{}.", between="\n"):
     lines = [f"{label} {option}" for label, option in zip(labels, options)]
     values = {
         "question": task["question"],
+        "event": task.get("event") or task["question"],  # of Charades-STA: the bare caption
         "options": between.join(lines),
+        "option_list": str(lines),  # as Python prints a list
         "style": rollout.answer_style(task["type"]),
         "duration": clock(duration),  # HH:MM:SS
         "length": clock(duration)[3:] if duration < 3600 else clock(duration),  # MM:SS if possible
@@ -653,7 +704,7 @@ def wrapped_opening(task, num_frames, agent, subtitles, duration, texts, header,
 def videochat_protocol(texts, args):
     """The text stands before the video: one text for questions, another for times of an event."""
     # The publisher's code replaces these places, which are no fields of str.format.
-    places = {"[QUESTION]": "{question}", "[EVENT]": "{question}", "[OPTION]": "{options}"}
+    places = {"[QUESTION]": "{question}", "[EVENT]": "{event}", "[OPTION]": "{option_list}"}
     for place, name in places.items():
         texts = [text.replace(place, name) for text in texts]
     first = partial(videochat_opening, texts=texts, stamp=stamp_kind(args))
@@ -666,11 +717,25 @@ def videochat_opening(task, num_frames, agent, subtitles, duration, texts, stamp
                    user=user, stamp=stamp, text_first=True)
 
 
+def qwen3_text():
+    return "{subtitles}{style}\nQuestion: {question}\n{options}\nAnswer:"
+
+
 def time_r1_protocol(texts, args):
-    """The answer begins after an empty thought."""
-    first = partial(opening, user=texts[0], system="You are a helpful assistant.",
-                    stamp=stamp_kind(args), label="({})")
-    return Protocol(opening=first, prefill="<think>\n\n</think>\n\n", schema=None)
+    """One text for questions, another for times of an event. The answer begins after an empty
+    thought."""
+    asked, timed = texts
+    # The publisher's code fills {} in order; our texts have named places.
+    asked = asked.replace("{}", "{question}", 1).replace("{}", "{options}", 1)
+    texts = [asked, timed.replace("{}", "{event}")]
+    first = partial(time_r1_opening, texts=texts, stamp=stamp_kind(args))
+    return Protocol(opening=first, prefill="<think>\n</think>\n", schema=None)
+
+
+def time_r1_opening(task, num_frames, agent, subtitles, duration, texts, stamp):
+    return opening(task, num_frames, agent, subtitles, duration,
+                   user=texts[task["type"] == "grounding"], stamp=stamp, label="({})",
+                   system="You are a helpful assistant.")
 
 
 def rewatch_text():

@@ -290,7 +290,7 @@ def test_charades_as_text_and_as_half_precision(tmp_path):
         assert tasks[f"{name}/24.3-30.4"] == {
             "id": f"{name}/24.3-30.4", "video": "Charades_v1_480/3MSZA.mp4", "type": "grounding",
             "options": None, "question": question, "answer": [24.3, 30.4], "subtitles": None,
-            "tags": {}}
+            "event": "person turn a light on.", "tags": {}}
         assert tasks[f"{name}/24.3-30.4#2"]["answer"] == [24.3, 30.4]
 
 

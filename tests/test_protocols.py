@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from conftest import run_script
 from scripted import Server
@@ -114,7 +115,8 @@ def scripts():
 
 def readable(body):
     """What an endpoint was sent -> what a protocol decides of it; frames as "[image]"."""
-    out = {name: body[name] for name in ("max_tokens", "temperature", "stop") if name in body}
+    told = ("max_tokens", "temperature", "top_p", "top_k", "presence_penalty", "stop")
+    out = {name: body[name] for name in told if name in body}
     tools = [tool["function"] for tool in body.get("tools", [])]
     if tools:
         out["tools"] = {tool["name"]: list(tool["parameters"]["properties"]) for tool in tools}
@@ -156,7 +158,7 @@ def test_protocols_are_told(monkeypatch, capsys, tmp_path):
     evaluation.main()
     told = dict(zip(systems.protocols(), capsys.readouterr().out.split("\n== ")[1:]))
     assert all(told[name].startswith(name + "\n") for name in systems.protocols())
-    for name, part in (("longvt", "1 a second, 1 to 512"), ("longvt", "4096 tokens"),
+    for name, part in (("longvt", "1 a second, 1 to 512"), ("longvt", "49152 tokens"),
                        ("longvt", "crop_video(video_path, start_time, end_time)"),
                        ("videozoomer", "stops   at </video_zoom>"), ("conan", "text 6:"),
                        ("sage", "<<<tools_so_far>>>"), ("videochat-r1", "2809856 in all"),
@@ -202,7 +204,7 @@ def test_a_publishers_text_without_the_question_is_refused(toy, tmp_path, file, 
     with Server("<answer>B</answer>") as server:
         done = run_script("eval.py", "--engine", "openai", "--base-url", server.url, "--model", "m",
                           "--data", tmp_path / "d.jsonl", "--video-root", toy, "--frames", 2,
-                          "--protocol", "time-r1", "--prompt-file", tmp_path / file,
+                          "--protocol", "rewatch-r1", "--prompt-file", tmp_path / file,
                           "--out", tmp_path / "out")
     if wanted:
         assert done.returncode == 2 and wanted in done.stderr and not server.asked
@@ -214,7 +216,7 @@ def test_a_publishers_text_without_the_question_is_refused(toy, tmp_path, file, 
 def test_a_user_turn_may_be_the_publishers_own(play, tmp_path):
     (tmp_path / "user.txt").write_text("Q {question} of {video}, {duration}?")
     hashes = set()
-    for name in ("direct", "videozoomer", "longvt", "time-r1"):
+    for name in ("direct", "videozoomer", "longvt", "rewatch-r1"):
         flags = f"--protocol {name} --frames 2 --user-file {tmp_path}/user.txt"
         _, asked, _ = play(flags, "<answer>B</answer>")
         text = "Q Which {colour} is first? of eval-0000.mp4, 00:01:04?"
@@ -369,9 +371,9 @@ def test_systems_of_one_generation(play, name, system, said):
 
 def test_time_r1_begins_its_answer_behind_an_empty_thought(play, codec):
     _, asked, _ = play("--protocol time-r1 --frames 4", "<answer>(B)</answer>", ids=True)
-    assert asked[0].prefill == "<think>\n\n</think>\n\n"
+    assert asked[0].prefill == "<think>\n</think>\n"
     text = chat.decode(codec, asked[0].ids, keep_special=True)
-    assert text.endswith("assistant\n<think>\n\n</think>\n\n")
+    assert text.endswith("assistant\n<think>\n</think>\n")
 
 
 def test_native_and_uniform_settings_differ_and_yield_to_flags(monkeypatch):
@@ -406,11 +408,70 @@ def test_an_overview_is_as_long_as_its_video(name, seconds, frames, source, monk
     args = evaluation.parse_args()
     paced = systems.source_of(source, args)
     paced.duration = lambda spec: seconds
+    table = np.arange(0, seconds, 0.1), SimpleNamespace(duration=seconds)  # 10 frames a second
+    monkeypatch.setattr(paced, "cache", SimpleNamespace(index=lambda path: table))
+    monkeypatch.setattr(rollout.video, "resolve", lambda *_: "v")
     loaded = []
     monkeypatch.setattr(rollout.video, "load", lambda spec, *_: loaded.append(spec))
     paced.load({"video": "v", "frames": args.frames[0]})
     paced.load({"video": "v", "start": 0, "end": 4})  # a window has its own rule
-    assert [spec.get("frames") for spec in loaded] == [frames, None]
+    asked, window = loaded
+    shown = min(frames, len(table[0])) if "times" in asked else frames
+    assert asked.get("frames") or len(asked["times"]) == shown
+    assert asked.get("frames", frames) == frames
+    assert window == {"video": "v", "start": 0, "end": 4}
+
+
+@pytest.mark.parametrize("name, seconds, wanted", [
+    # VideoZoomer: range(0, n, round(fps / 0.5)), beyond 64 np.linspace(0, n - 1, 64, dtype=int)
+    ("videozoomer", 7.0, [0, 2, 4, 6]), ("videozoomer", 0.5, [0]),
+    ("videozoomer", 400.0, list(np.linspace(0, 3999, 64, dtype=int) / 10)),
+    # Qwen3-VL: linspace(0, n - 1, 2 a second).round()
+    ("qwen3-vl", 2.0, list(np.linspace(0, 19, 4).round() / 10)),
+    ("qwen3-vl --frames 3", 2.0, [0, 1.0, 1.9])])
+def test_frames_lie_where_the_publishers_code_takes_them(name, seconds, wanted, source,
+                                                         monkeypatch):
+    """By the publishers' own expressions, on a video of 10 frames a second."""
+    monkeypatch.setattr(sys, "argv", f"eval.py --data d --ckpt c --protocol {name}".split())
+    args = evaluation.parse_args()
+    paced = systems.source_of(source, args)
+    paced.duration = lambda spec: seconds
+    table = np.arange(round(seconds * 10)) / 10, SimpleNamespace(duration=seconds)
+    monkeypatch.setattr(paced, "cache", SimpleNamespace(index=lambda path: table))
+    monkeypatch.setattr(rollout.video, "resolve", lambda *_: "v")
+    loaded = []
+    monkeypatch.setattr(rollout.video, "load", lambda spec, *_: loaded.append(spec))
+    paced.load({"video": "v", "frames": args.frames[0]})
+    assert loaded[0]["times"] == pytest.approx(wanted)
+
+
+def test_qwens_own_sampling_is_the_default_of_its_protocol(play, monkeypatch):
+    """As evaluation/VideoMME/infer_instruct.sh of the publisher sets it."""
+    monkeypatch.setattr(sys, "argv", "eval.py --data d --ckpt c --protocol qwen3-vl".split())
+    args = evaluation.parse_args()
+    assert (args.top_p, args.top_k, args.presence_penalty, args.temperature) == (0.8, 20, 1.5, 0.7)
+    assert (args.min_pixels, args.max_pixels, args.total_pixels) == (3584, 401408, 19267584)
+
+
+def test_time_r1_fills_the_places_of_its_publisher(play, tmp_path):
+    (tmp_path / "config.py").write_text(
+        "M = {'r1': 'Choose.\\n\\nQuestion: {}\\n{}'}\nG = {'r1': 'Pinpoint \"{}\" now.'}")
+    files = [f"{tmp_path}/config.py:M[r1]", f"{tmp_path}/config.py:G[r1]"]
+    for task, meant in ((TASK, "Choose.\n\nQuestion: Which {colour} is first?\n(A) red\n(B) blue"),
+                        (SPAN, 'Pinpoint "When is it red?" now.'),
+                        ({**SPAN, "event": "it is red"}, 'Pinpoint "it is red" now.')):
+        _, asked, _ = play("--protocol time-r1 --frames 2", "<answer>B</answer>", task=task,
+                           files=files)
+        assert texts(asked[0].messages[-1]).strip() == meant
+
+
+def test_departures_are_told_and_kept(monkeypatch):
+    """By --protocols; eval.py also writes them into the summary, for the table's footnotes."""
+    for name, system in systems.protocols().items():
+        monkeypatch.setattr(sys, "argv", f"eval.py --data d --ckpt c --protocol {name}".split())
+        told = systems.describe(evaluation.parse_args())
+        assert told.count("\ndeparts ") == len(system.departures)
+        assert all(f"departs {text}\n" in told for text in system.departures)
 
 
 def test_many_frames_are_small_ones(source, monkeypatch):
@@ -458,7 +519,9 @@ def test_publishers_question_templates_wrap_the_question(play, tmp_path):
             ("video-r1", TASK, "Which {colour} is first?\nOptions:\nA. red\nB. blue\n\nThink. A"),
             ("videorft", TASK, "Which {colour} is first?\nA. red\nB. blue\n\nThink. A letter."),
             ("videorft", open_task, "Which {colour} is first?\nThink. Say."),
-            ("videochat-r1", TASK, 'Answer "Which {colour} is first?" from :A. red\nB. blue.'),
+            ("videochat-r1", TASK, 'Answer "Which {colour} is first?" from '
+             ":['A. red', 'B. blue']."),
+            ("videochat-r1", {**SPAN, "event": "it is red"}, 'Find "it is red".'),
             ("videochat-r1", SPAN, 'Find "When is it red?".')):
         files = [f"{tmp_path}/chat.py:QA", f"{tmp_path}/chat.py:G"]
         if name != "videochat-r1":
@@ -609,6 +672,7 @@ def test_the_engine_allows_the_images_that_an_episode_may_hold(flags, images, vi
 
     def engine(ckpt, codec, limits):
         made.append((limits.max_frames, limits.max_videos))
+        return SimpleNamespace()
 
     monkeypatch.setattr(rollout, "VllmEngine", engine)
     for channel in ("image", "video"):
@@ -670,9 +734,13 @@ def test_windows_of_a_turn_are_decoded_in_one_go(play, source, opened, monkeypat
     assert len(opened) == 3  # for its times, for the overview, for both windows
 
 
-@pytest.mark.parametrize("name", ["longvt", "videozoomer"])
-def test_long_thoughts_have_their_tokens(play, name):
-    assert play(f"--protocol {name} --frames 2", "B")[1][0].max_tokens == 4096
+@pytest.mark.parametrize("name, tokens", [("longvt", 49152), ("videozoomer", 4096),
+                                          ("sage", 32768), ("qwen3-vl", 32768)])
+def test_long_thoughts_have_their_tokens(monkeypatch, name, tokens):
+    """And the context holds them beside the frames."""
+    monkeypatch.setattr(sys, "argv", f"eval.py --data d --ckpt c --protocol {name}".split())
+    args = evaluation.parse_args()
+    assert args.max_new_tokens == tokens <= args.context
 
 
 def test_an_endpoint_sends_frames_in_a_tool_message_as_parts_of_one_user_turn(play):
@@ -810,7 +878,7 @@ def test_videozoomer_zooms_once_a_turn(play, codec, said, status, why, ids):
     assert (status == "ok" or "went wrong" in reply)
     if ids:
         text = chat.decode(codec, asked[0].ids, keep_special=True)
-        assert "<frame0_time" in text and "<frame3_time56.00s>" in text
+        assert "<frame0_time" in text and "<frame3_time63.00s>" in text
 
 
 def sage(**fields):
