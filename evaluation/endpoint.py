@@ -96,6 +96,7 @@ def faults(args):
          "--give-up and --server-wait may not be negative"),
     ]
 
+
 # ------------------------------------------------------------------------------------------------
 # Endpoints
 
