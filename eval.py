@@ -63,8 +63,14 @@ def build_parser():
     add("--out", default="eval_out", help="folder to write; a run of the same settings goes on")
     add("--preset", choices=["paper", "toy"], default="paper", help="toy: lengths for toy.py")
     # Every K with every mode of --tools is an evaluation of its own. All share one table.
-    add("--frames", type=rollout.frames_argument, nargs="+", default=[64],
-        help="overview frames K, one evaluation each; gated: K is drawn per task")
+    add("--frames", type=frames_argument, nargs="+", default=[64],
+        help="overview frames K, one evaluation each; gated: K is drawn per task; 0: text alone, "
+        "for --tools off")
+    # Does the answer need the video, the order of its frames, the place of the right option?
+    add("--show", choices=["real", "blank", "shuffled"], default="real",
+        help="blank: grey frames, windows too; shuffled: frames of the overview, times in order")
+    add("--shuffle-options", action="store_true",
+        help="options of multiple choice in another order, drawn from the task's id")
     add("--tools", nargs="+", choices=["on", "off"], default=["on"], help="offer crop_video")
     add("--subtitles", choices=["aligned", "full", "none"],
         help="lines at the frames' times, all, or none; default: as --bench asks, else none")
@@ -103,6 +109,11 @@ def build_parser():
     # Training samples at 0.7, and its engine shares the card with the trainer.
     parser.set_defaults(temperature=0.0, engine_share=0.9)
     return parser
+
+
+def frames_argument(text: str) -> int | str:
+    """--frames: as in rollout.py, or 0."""
+    return 0 if text == "0" else rollout.frames_argument(text)
 
 
 def shard_argument(text: str) -> tuple[int, int]:
@@ -159,6 +170,9 @@ def faults(args):
     return found + systems.faults(args) + endpoint.faults(args) + [
         (not args.ckpt and args.engine != "openai",
          "give --ckpt, or --engine openai with --base-url and --model"),
+        (0 in args.frames and "on" in args.tools,
+         "--frames 0 shows no video, but --tools on lets the agent look: give --tools off"),
+        (0 in args.frames and args.estimate, "--estimate needs --frames above 0"),
         (min(args.limit, args.live, args.estimate) < 0,
          "--limit, --live and --estimate may not be negative"),
         (args.samples < 1 or (args.samples > 1 and args.temperature == 0), "--samples must be at "
@@ -201,6 +215,8 @@ def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
                 shown = "full"  # as the paper's evaluation shows them
         else:
             tasks = rollout.read_tasks(args.data)
+        if args.shuffle_options:
+            tasks = [systems.reordered(task) for task in tasks]
         agent, source = rollout.agent_settings(flags, args.data)
         source = systems.source_of(source, args)
         source.cache.timeout = args.decode_timeout or None
@@ -337,7 +353,7 @@ def make_engine(suites, args, ckpt, codec, protocol):
     is too small."""
     if args.engine == "openai":  # asked first: a wrong key is then found before any decoding
         engine = endpoint.make_engine(args, bool(protocol.prefill))
-    largest = max(map(rollout.most_frames, args.frames))
+    largest = max(1, *map(rollout.most_frames, args.frames))
     # Checked now, or every episode would end with status "context".
     for suite in suites if codec else []:
         rollout.check_context(codec, suite.tasks, suite.agent, suite.source, largest)

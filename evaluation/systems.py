@@ -26,6 +26,8 @@ import time
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import numpy as np
+
 import chat
 import launch
 import rewards
@@ -105,7 +107,7 @@ class Protocol:
 def run(sampler, tasks, protocol, frames=64, group=1):
     """rollout.run of a protocol. Training's own loop plays ParaVT as trained, if the engine takes
     ids."""
-    trained = protocol == Protocol() and sampler.agent.dispatch != "turns"
+    trained = protocol == Protocol() and sampler.agent.dispatch != "turns" and frames != 0
     # An endpoint answers messages with text, also if a checkpoint's tokenizer counts the tokens.
     if sampler.codec and trained and not getattr(sampler.engine, "takes_messages", False):
         return rollout.run(sampler, tasks, frames, group)
@@ -116,14 +118,17 @@ def run(sampler, tasks, protocol, frames=64, group=1):
 async def play(episode, sampler, protocol):
     """rollout.run_episode for any protocol, with ids or without -> Episode."""
     agent, codec, task, began = sampler.agent, sampler.codec, episode.task, time.monotonic()
-    shown = await rollout.load_overview(episode, sampler)
+    blind = episode.num_frames == 0
+    shown = await (load_nothing if blind else rollout.load_overview)(episode, sampler)
     if shown is None:
         return episode
     spec, frames, spoken = shown
     messages = protocol.opening(task, episode.num_frames, agent, spoken, episode.duration)
+    messages = [without_video(message) for message in messages] if blind else messages
     tools = protocol.schema() if agent.tools and protocol.schema else None
-    context = episode.context = open_chat(codec, messages, [spec], [frames], tools)
-    episode.notes.update(opening=messages, seconds=frames.seconds)
+    context = episode.context = open_chat(codec, messages, [] if blind else [spec],
+                                          [] if blind else [frames], tools)
+    episode.notes.update(opening=messages, seconds=[] if blind else frames.seconds)
     prefill = protocol.prefill or ("<think>\n" if agent.think_prefix else "")
     episode.think_open = rewards.never_closed(prefill, codec is not None and codec.opens_thought)
 
@@ -182,6 +187,37 @@ async def play(episode, sampler, protocol):
             context.items += items
     episode.timing["total_s"] = time.monotonic() - began
     return episode
+
+
+async def load_nothing(episode, sampler):
+    """rollout.load_overview of --frames 0: the video is opened for its length alone, which some
+    prompts tell, and an item whose video is broken stays a failure at every K."""
+    try:
+        episode.duration = await sampler.pump.load(sampler.source.duration, episode.task)
+    except video.VideoError as error:
+        episode.fail("video_error", str(error))
+        return None
+    episode.timing["video_s"] = episode.duration
+    return None, None, ""
+
+
+def without_video(message):
+    """A message without its frames."""
+    if isinstance(message["content"], str):
+        return message
+    return {**message, "content": [item for item in message["content"] if item["type"] != "video"]}
+
+
+def reordered(task):
+    """A task with its options in an order drawn from its id, and the letter of the answer after
+    them. "order": the places in the publisher's order."""
+    if task["type"] != "mcq":
+        return task
+    options = rollout.bare_options(task["options"])
+    order = sorted(range(len(options)), key=lambda i: rollout.stable_number("order", task["id"], i))
+    answer = order.index(string.ascii_uppercase.index(task["answer"]))
+    return {**task, "options": [options[i] for i in order], "order": order,
+            "answer": string.ascii_uppercase[answer]}
 
 
 def forced_ids(codec, ids, prefill):
@@ -340,10 +376,11 @@ class Source(rollout.Source):
     total_pixels: int = 0  # of the overview, all frames together; 0 = no bound
     overview_grid: str = "centres"  # of equal segments; "ends": the first and the last frame, and
     # evenly between; "start": from the first on, 1 / overview_fps apart, and as "ends" beyond K
+    show: str = "real"  # "blank", "shuffled": see changed
 
     def load(self, spec):
         if "frames" not in spec:
-            return super().load(spec)
+            return self.changed(super().load(spec), spec)
         shown = spec["frames"]
         if self.overview_fps:
             # Half a frame counts as one, and a video of half a second still shows one.
@@ -357,7 +394,24 @@ class Source(rollout.Source):
         asked = {**spec, "frames": shown}
         if self.overview_grid != "centres":
             asked = {"video": spec["video"], "times": self.grid(spec, shown)}
-        return video.load(asked, self.root, self.cache, self.min_pixels, most)
+        return self.changed(video.load(asked, self.root, self.cache, self.min_pixels, most), spec)
+
+    def changed(self, frames, spec):
+        """Frames as --show wants them. Times stay, so a prompt has the same tokens."""
+        order = np.arange(len(frames.seconds))
+        images = frames.images
+        if self.show == "blank":
+            images = np.broadcast_to(np.uint8(127), images.shape)
+        elif self.show == "shuffled" and "frames" in spec:
+            draws = [rollout.stable_number("show", spec["video"], len(frames.seconds), i)
+                     for i in range(len(frames.seconds))]
+            order = np.argsort(draws)
+            images = images[order]
+        else:
+            return frames
+        # Keys name pictures: caches of the engine must not take these for the real ones.
+        keys = [f"{self.show}{frames.frame_keys[i]}" for i in order]
+        return replace(frames, images=images, key=f"{self.show}{frames.key}", frame_keys=keys)
 
     def grid(self, spec, shown):
         """-> seconds of `shown` frames at most, on the grid of the publishers."""
@@ -376,7 +430,7 @@ class Source(rollout.Source):
 def source_of(source, args):
     """rollout.Source -> the same with the flags of an overview."""
     return Source(**vars(source), overview_fps=args.overview_fps, total_pixels=args.total_pixels,
-                  overview_grid=args.overview_grid)
+                  overview_grid=args.overview_grid, show=args.show)
 
 
 def settings(name, which):
