@@ -33,7 +33,6 @@ Endpoint: python eval.py --engine openai --base-url http://127.0.0.1:8000/v1 --m
 import argparse
 import faulthandler
 import hashlib
-import itertools
 import json
 import os
 import sys
@@ -43,7 +42,7 @@ from functools import partial
 import chat
 import launch
 import rollout
-from evaluation import benchmarks, costs, endpoint, folders, systems
+from evaluation import benchmarks, costs, endpoint, folders, scores, systems
 
 # ------------------------------------------------------------------------------------------------
 # Arguments
@@ -65,12 +64,11 @@ def build_parser():
     # Every K with every mode of --tools is an evaluation of its own. All share one table.
     add("--frames", type=frames_argument, nargs="+", default=[64],
         help="overview frames K, one evaluation each; gated: K is drawn per task; 0: text alone, "
-        "for --tools off")
+        "with --tools off only")
     # Does the answer need the video, the order of its frames, the place of the right option?
-    add("--show", choices=["real", "blank", "shuffled"], default="real",
-        help="blank: grey frames, windows too; shuffled: frames of the overview, times in order")
-    add("--shuffle-options", action="store_true",
-        help="options of multiple choice in another order, drawn from the task's id")
+    add("--show", nargs="+", choices=["real", "blank", "shuffled", "options"], default=["real"],
+        help="one evaluation each; blank: grey frames, windows too; shuffled: frames of the "
+        "overview, times in order; options: of multiple choice, in another order")
     add("--tools", nargs="+", choices=["on", "off"], default=["on"], help="offer crop_video")
     add("--subtitles", choices=["aligned", "full", "none"],
         help="lines at the frames' times, all, or none; default: as --bench asks, else none")
@@ -170,9 +168,10 @@ def faults(args):
     return found + systems.faults(args) + endpoint.faults(args) + [
         (not args.ckpt and args.engine != "openai",
          "give --ckpt, or --engine openai with --base-url and --model"),
-        (0 in args.frames and "on" in args.tools,
+        (0 in args.frames and "off" not in args.tools,
          "--frames 0 shows no video, but --tools on lets the agent look: give --tools off"),
         (0 in args.frames and args.estimate, "--estimate needs --frames above 0"),
+        (not folders.cells(vars(args)), "--frames 0 has no frames for --show to change"),
         (min(args.limit, args.live, args.estimate) < 0,
          "--limit, --live and --estimate may not be negative"),
         (args.samples < 1 or (args.samples > 1 and args.temperature == 0), "--samples must be at "
@@ -215,8 +214,6 @@ def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
                 shown = "full"  # as the paper's evaluation shows them
         else:
             tasks = rollout.read_tasks(args.data)
-        if args.shuffle_options:
-            tasks = [systems.reordered(task) for task in tasks]
         agent, source = rollout.agent_settings(flags, args.data)
         source = systems.source_of(source, args)
         source.cache.timeout = args.decode_timeout or None
@@ -260,7 +257,7 @@ def unfinished(suites: list[Suite], args) -> list[tuple]:
     for suite in suites:
         # Dealt before finished tasks are left out: the other shards do not see these records.
         mine = costs.deal([(suite.source.root, task) for task in suite.tasks], parts)[part]
-        for k, mode in itertools.product(args.frames, args.tools):
+        for k, mode in folders.cells(vars(args)):
             todo = []
             for task in [suite.tasks[i] for i in sorted(mine)]:
                 items = {(task["id"], str(k), mode, sample) for sample in range(args.samples)}
@@ -376,8 +373,12 @@ def run_jobs(jobs, engine, codec, protocol, args, name, quiet):
     meter = costs.Meter(engine)  # counts the tokens of every request
     with tqdm(total=total, desc="episodes", disable=quiet or None) as bar:
         for suite, k, mode, todo in jobs:  # one after the other, because their agents differ
-            agent = replace(suite.agent, tools=mode == "on")
-            sampler = rollout.Sampler(meter, codec, suite.source, agent, max_live=args.live or None)
+            tools, show = scores.parts_of(mode)
+            agent = replace(suite.agent, tools=tools == "on")
+            source = replace(suite.source, show=show)
+            sampler = rollout.Sampler(meter, codec, source, agent, max_live=args.live or None)
+            if show == "options":
+                todo = [systems.reordered(task) for task in todo]
             episodes = systems.run(sampler, todo, protocol, frames=k, group=args.samples)
             with folders.append_to(os.path.join(suite.out, name)) as f:
                 for episode in episodes:
@@ -390,7 +391,8 @@ def run_jobs(jobs, engine, codec, protocol, args, name, quiet):
 
 def record_of(episode, digest, k, mode, args, taken=None) -> dict:
     """Episode -> record: the text of every turn, calls, rewards, costs and grade, without token
-    ids. k: as in --frames. taken: tokens of the requests, see costs.Meter."""
+    ids. k: as in --frames. mode: see scores.mode_of. taken: tokens of the requests, see
+    costs.Meter."""
     # Only training needs these fields, and they are most of an episode's bytes.
     left = {"ids", "mask", "logps", "vision", "spans", "advantage", "version"}
     record = {name: value for name, value in episode.to_json().items() if name not in left}
@@ -401,8 +403,9 @@ def record_of(episode, digest, k, mode, args, taken=None) -> dict:
     prompt = json.dumps(episode.notes.get("opening")).encode()  # None for a broken video
     if any(episode.notes.get("reasoning", [])):  # texts that an endpoint kept apart, one per turn
         record["reasoning"] = episode.notes["reasoning"]
-    record.update(calls=calls, digest=digest, budget=str(k), tools=mode, frame_times=times,
-                  prompt_hash=hashlib.sha256(prompt).hexdigest()[:16],
+    tools, show = scores.parts_of(mode)
+    record.update(calls=calls, digest=digest, budget=str(k), tools=tools, show=show,
+                  frame_times=times, prompt_hash=hashlib.sha256(prompt).hexdigest()[:16],
                   cost=costs.of(episode, taken or {}))
     return {**record, **folders.grade(record, args.protocol)}
 

@@ -221,7 +221,7 @@ def expected(suite, k, mode, todo, codec, protocol, args):
     overview, prompt tokens of an answer, sampled tokens at most. With every call: seconds to decode
     an answer's windows, prompt tokens, sampled tokens at most. NaN: not known.
     """
-    agent = replace(suite.agent, tools=mode == "on")
+    agent = replace(suite.agent, tools=mode.startswith("on"))
     first = {str(task["video"]): task for task in reversed(todo)}
     sizes = {path: file_size(os.path.join(suite.source.root, path)) for path in first}
     there = sorted(filter(sizes.get, sizes), key=sizes.get)

@@ -2,8 +2,9 @@
 evaluation/folders.py: reads and grades the records of an evaluation, and compares finished folders
 without a model.
 
-A record is one line per item, appended when the episode ends. An item is (task id, K, tools,
-sample). A leaf is a folder of records: the --out of --data, or a folder in the --out of --bench.
+A record is one line per item, appended when the episode ends. An item is (task id, K, mode,
+sample), see scores.mode_of. A leaf is a folder of records: the --out of --data, or a folder in the
+--out of --bench.
 
 Reads and writes: records.*.jsonl, tasks.jsonl, args.json, judge.jsonl, summary.json. Used by
 eval.py: --rescore, --compare, --table, --prepare.
@@ -33,8 +34,8 @@ def settings_digest(args, weights, subtitles, tasks, prompts):
     # Paths: the digest covers the contents of the files (tasks, prompts, weights).
     free = {"ckpt", "data", "bench", "root", "video_root", "out", "prompt_file",
             "user_file"}
-    # Parts: every record names K, mode and sample. The argument `subtitles` is the resolved flag.
-    free |= {"limit", "shard", "frames", "tools", "samples", "subtitles"}
+    # Parts: a record names K, mode and sample. The argument `subtitles` is the resolved flag.
+    free |= {"limit", "shard", "frames", "tools", "show", "samples", "subtitles"}
     # Speed, addresses, and the treatment of finished records.
     free |= {"live", "workers", "retries", "request_timeout", "api_key_env", "base_url"}
     free |= {"give_up", "server_wait"}
@@ -62,7 +63,8 @@ def read_records(out, digest=None):
         for number, line in enumerate(lines[:-1], 1):
             try:
                 record = launch.parse_json(line)
-                item = record["task"]["id"], record["budget"], record["tools"], record["sample"]
+                mode = scores.mode_of(record)
+                item = record["task"]["id"], record["budget"], mode, record["sample"]
                 digest = digest or record["digest"]  # None: of the first record
             except (ValueError, KeyError, TypeError):
                 why = "not JSON, or no record; delete the line or the file"
@@ -74,6 +76,17 @@ def read_records(out, digest=None):
             if not (item in done and record["status"] == "engine_error"):
                 done[item] = record
     return done
+
+
+def cells(kept):
+    """Flags of a run, as a dict -> its (K, mode). Without frames there is nothing to look at and
+    nothing to blank or shuffle."""
+    shows = kept.get("show") or ["real"]  # runs from before the flag
+    found = []
+    for k, tools, show in itertools.product(kept["frames"], kept["tools"], shows):
+        if k != 0 or (tools == "off" and show in ("real", "options")):
+            found.append((k, scores.mode_of({"tools": tools, "show": show})))
+    return found
 
 
 def append_to(path):
@@ -179,7 +192,7 @@ def finished(folder):
     name, summary = read_summary(folder)
     # Without an address the judge is not asked again: the verdicts in the folder count.
     judge = argparse.Namespace(judge_url=None, judge_model=summary.get("judge_model"))
-    here = {}  # (benchmark, K, tools) -> {(task id, sample): record}
+    here = {}  # (benchmark, K, mode) -> {(task id, sample): record}
     for bench, leaf in leaves(folder):
         for (task, k, mode, sample), record in graded(leaf, judge).items():
             here.setdefault((bench, k, mode), {})[task, sample] = record
@@ -233,7 +246,7 @@ def finish(out, found, args, policy, parts=None):
     policy: the checkpoint, or the model of an endpoint. parts: {leaf: tasks} of leaves that hold
     more tasks than this run asked: these are printed, not written.
     """
-    results, missing, parts = [], 0, parts or {}
+    results, missing, here, parts = [], 0, {}, parts or {}
     errors = collections.Counter()  # messages of failed items and of a failed judge
     for bench, leaf in found:
         tasks = parts.get(leaf) or launch.read_jsonl(os.path.join(leaf, "tasks.jsonl"))
@@ -243,17 +256,18 @@ def finish(out, found, args, policy, parts=None):
         done = graded(leaf, args)
         # All items that the run was to ask: a run that was cut short has no summary.
         ids = [(task["id"], sample) for task in tasks for sample in range(kept["samples"])]
-        for k, mode in itertools.product(kept["frames"], kept["tools"]):
+        for k, mode in cells(kept):
             items = [(task, str(k), mode, sample) for task, sample in ids]
             records = [done[item] for item in items if item in done]
             missing += len(items) - len(records)
             row = {"bench": bench} if bench else {}
-            row.update(K=k, tools=mode)
+            row.update(zip(("K", "tools", "show"), (k, *scores.parts_of(mode))))
             if records:
                 row.update(scores.summarise(records, bench, judged=bool(args.judge_model)))
-                row["silent"] = sum(not any(text.strip() for text in r["turns"]) for r in records
+                row["silent"] = sum(not any(r["turns"]) for r in records
                                     if r["status"] == "ok")
                 results.append(row)
+                here[scores.place_of(row)] = {(r["task"]["id"], r["sample"]): r for r in records}
             errors.update(message for r in records if (message := error_of(r)))
     if missing:
         why = "run the same command (or the other shards) first, then --rescore"
@@ -274,13 +288,18 @@ def finish(out, found, args, policy, parts=None):
         own = [row for row in results if row.get("bench") == bench]
         if leaf not in parts:
             write_json({**summary, "results": own}, leaf, "summary.json")
+    needs = scores.needs(results, here)
+    if needs:
+        summary["needs"] = needs
     if not parts:
         write_json({**summary, "results": results}, out, "summary.json")
     print(launch.printable(scores.table(results)))
-    acc = {}  # printed last, for scripts: "[bench/]K/tools" -> accuracy
+    if needs:
+        print(f"\n{launch.printable(scores.needs_table([('', needs)]))}")
+    acc = {}  # printed last, for scripts: "[bench/]K/mode" -> accuracy
     for row in results:
         place = [row["bench"]] if "bench" in row else []
-        acc["/".join([*place, str(row["K"]), row["tools"]])] = round(row["acc"], 4)
+        acc["/".join([*place, str(row["K"]), scores.mode_of(row)])] = round(row["acc"], 4)
     if parts:
         print(f"{out} holds more tasks than these: its summary stays as it is")
     print(json.dumps({"summary": None if parts else os.path.join(out, "summary.json"),
@@ -308,7 +327,7 @@ def silent(results, allow_errors):
                                if cause != "judge_error")
         if ended and row["silent"] == ended and not allow_errors:
             row["headline"] = row["interval"] = None
-            place = f"{row.get('bench') or 'data'} at K {row['K']}, tools {row['tools']}"
+            place = scores.where(row)
             said.append(f"{place}: none of {ended} answers holds any text (the server may move it "
                         "to reasoning_content: start it without --reasoning-parser, or raise "
                         "--max-new-tokens)")
@@ -352,6 +371,10 @@ def table(words, by, form):
     of a tag. form: markdown, latex or csv."""
     found = gathered(words)
     shown = scores.category_table(found, by, form) if by else scores.paper_layout(found, form)
+    needs = [(name, scores.needs(summary["results"], here)) for name, summary, here in found]
+    # CSV is one table, which has these runs as rows of their own.
+    if not by and form != "csv" and any(rows for _, rows in needs):
+        shown += f"\n\n{scores.needs_table(needs, form)}"
     print(launch.printable(shown))
 
 

@@ -97,7 +97,7 @@ def breakdowns(records):
 
 
 def summarise(records, bench=None, judged=False):
-    """Records of one (benchmark, K, tools) -> dict of numbers. Errors are in every denominator."""
+    """Records of one (benchmark, K, mode) -> dict of numbers. Errors are in every denominator."""
     n = len(records)
     value, draws = resampled(records, bench)
     fine = [r for r in records if r["status"] == "ok"]
@@ -147,7 +147,7 @@ def refuse(results, allow_errors):
         if failed > 0.01 * row["n"] and not allow_errors:
             row["headline"] = row["interval"] = None
             causes = ", ".join(f"{count} {cause}" for cause, count in row["errors"].items())
-            place = f"{row.get('bench') or 'data'} at K {row['K']}, tools {row['tools']}"
+            place = where(row)
             said.append(f"{place}: {failed} of {row['n']} items failed ({causes})")
     return said
 
@@ -235,9 +235,27 @@ def videos_needed(records, bench, points, alpha=0.05, power=0.8):
 # Several runs of one system
 
 
+def mode_of(row):
+    """Row of a summary, or record -> "on" or "off" (tools), with what --show changed: "off blank".
+    """
+    show = row.get("show") or "real"
+    return row["tools"] if show == "real" else f"{row['tools']} {show}"
+
+
+def parts_of(mode):
+    """Mode -> (tools, show)."""
+    tools, _, show = mode.partition(" ")
+    return tools, show or "real"
+
+
 def place_of(row):
-    """Row of a summary -> (benchmark or None, K as text, tools), the key of its records."""
-    return row.get("bench"), str(row["K"]), row["tools"]
+    """Row of a summary -> (benchmark or None, K as text, mode), the key of its records."""
+    return row.get("bench"), str(row["K"]), mode_of(row)
+
+
+def where(row):
+    """Row of a summary -> words for a message."""
+    return f"{row.get('bench') or 'data'} at K {row['K']}, tools {mode_of(row)}"
 
 
 def pool(name, runs):
@@ -256,14 +274,15 @@ def pool(name, runs):
                 if place_of(row) == place]
         same = set(each[0]).intersection(*each[1:])
         if len(rows) < len(runs) or not same:
-            where = f"{place[0] or 'data'} at K {place[1]}, tools {place[2]}"
-            why = f"its folders are no runs of the same items: {where} is not in all of them"
+            words = f"{place[0] or 'data'} at K {place[1]}, tools {place[2]}"
+            why = f"its folders are no runs of the same items: {words} is not in all of them"
             raise launch.UserError(f"{name}: {why}")
         records = {}
         for item in sorted(same, key=str):
             scores = [run[item]["score"] for run in each]
             records[item] = {**each[0][item], "score": sum(scores) / len(scores)}
-        row = {"bench": place[0], "K": rows[0]["K"], "tools": place[2]}
+        row = {"bench": place[0], "K": rows[0]["K"]}
+        row["tools"], row["show"] = parts_of(place[2])
         row.update(counted(records.values(), place[0]))
         for key in ("f_tau", "kappa", "seconds_per_episode"):
             row[key] = mean_or_none([r[key] for r in rows])
@@ -286,7 +305,7 @@ def mean_or_none(values):
 
 
 def counted(records, bench):
-    """Records of one (benchmark, K, tools) -> the part of a row that depends on grades: headline,
+    """Records of one (benchmark, K, mode) -> the part of a row that depends on grades: headline,
     interval, n, items (tasks of the benchmark), items_headline (those that the headline counts)."""
     _, part_of = benchmarks.headline(bench)
     value, draws = resampled(list(records), bench)
@@ -313,12 +332,13 @@ def table(results, labels=12):
     single label, or with more than `labels`, are in summary.json alone."""
     named = any(row.get("bench") for row in results)
     head = f"{'bench':<15} " if named else ""  # no column that would be empty
-    lines = [f"{head}{'K':>6} {'tools':>5} {'n':>5} {'headline [95%]':>22} {'acc':>6} {'f_tau':>6} "
-             f"{'kappa':>6} {'errors':>6} {'no answer':>9} {'cut off':>7}"]
+    wide = max(5, *(len(mode_of(row)) for row in results))
+    lines = [f"{head}{'K':>6} {'tools':>{wide}} {'n':>5} {'headline [95%]':>22} {'acc':>6} "
+             f"{'f_tau':>6} {'kappa':>6} {'errors':>6} {'no answer':>9} {'cut off':>7}"]
     for row in results:
         head = f"{row.get('bench') or '-':<15} " if named else ""
         indent = " " * len(head)
-        lines.append(f"{head}{row['K']!s:>6} {row['tools']:>5} {row['n']:>5} "
+        lines.append(f"{head}{row['K']!s:>6} {mode_of(row):>{wide}} {row['n']:>5} "
                      f"{shown_interval(row):>22} {row['acc']:>6.3f} {row['f_tau']:>6.3f} "
                      f"{row['kappa']:>6.2f} {sum(row['errors'].values()):>6} "
                      f"{row['no_answer']:>9} {row['truncated']:>7}")
@@ -349,9 +369,9 @@ def compare(found, points=2.0):
     """
     rows, seeds, spent, differences = [], [], [], []
     for name, summary, _ in found:
-        pairs = {}  # (benchmark, K) -> one row of both modes
+        pairs = {}  # (benchmark, K, show) -> one row of both modes of --tools
         for r in summary["results"]:
-            place = {"bench": r.get("bench"), "K": r["K"]}
+            place = {"bench": r.get("bench"), "K": r["K"], "show": r.get("show") or "real"}
             row = pairs.setdefault(tuple(place.values()), {"name": name, **place, "n": r["n"]})
             tokens = (r.get("cost") or {}).get("tokens")
             if r["tools"] == "on":
@@ -360,11 +380,11 @@ def compare(found, points=2.0):
             else:
                 row.update(acc_no_tools=r["headline"], tokens_no_tools=tokens)
             if r.get("cost"):  # runs from before costs were kept have none
-                told = {key: r[key] for key in ("K", "tools", "headline")}
+                told = {"K": r["K"], "tools": mode_of(r), "headline": r["headline"]}
                 told |= {**r["cost"], "seconds": r["seconds_per_episode"]}
                 spent.append({"name": name, "bench": r.get("bench"), **told})
             if "seeds" in r:
-                seeds.append({"name": name, **place, "tools": r["tools"], "headlines": r["seeds"]})
+                seeds.append({"name": name, **place, "tools": mode_of(r), "headlines": r["seeds"]})
         rows += pairs.values()
     (minus, base, first), *others = found
     for place, own in first.items():
@@ -408,7 +428,9 @@ def comparison(compared):
                                     ("tokens_no_tools", 7, 0), ("f_tau", 6, 3), ("kappa", 6, 2)):
             cell = "-" if row.get(name) is None else f"{row[name]:.{digits}f}"
             line += f" {cell:>{width}}"
-        lines.append(line + (f"  {row['bench']}" if row["bench"] else ""))
+        named = [row["bench"]] if row["bench"] else []
+        named += [row["show"]] if row["show"] != "real" else []
+        lines.append("  ".join([line, *named]))
     if compared["seeds"]:
         lines += ["", "spread between the runs of a system (sd) and the headline of every run"]
     for row in compared["seeds"]:
@@ -496,9 +518,11 @@ def paper_layout(found, form):
                for (system, row), label in zip(paper.items(), labels)]
     for name, summary, _ in found:
         results = summary["results"]
-        for k, mode in dict.fromkeys((row["K"], row["tools"]) for row in results):
+        for k, mode in dict.fromkeys((row["K"], mode_of(row)) for row in results):
+            if form != "csv" and is_control(k, mode):  # see needs_table
+                continue
             cells = {row["bench"]: measured(row) for row in results
-                     if (row["K"], row["tools"]) == (k, mode) and row.get("bench") in names}
+                     if (row["K"], mode_of(row)) == (k, mode) and row.get("bench") in names}
             systems.append({"group": "measured here", "cells": cells,
                             "label": f"{name}, K {k}, tools {mode} (measured)",
                             "departures": summary.get("departures", [])})
@@ -581,6 +605,71 @@ def long_table(systems, names):
     return rendered([*head, "departures"], rows, "csv")
 
 
+def is_control(k, mode):
+    """Whether a run was shown something else than the question and real frames."""
+    return str(k) == "0" or parts_of(mode)[1] != "real"
+
+
+def needs(results, here):
+    """
+    Does the answer need the video? Rows of a summary, and their records -> a row for every control:
+    its headline, the difference to the real frames at the same K and tools, p, and Holm's over all
+    rows. Text alone (K 0) is compared with the most frames without tools. chance: accuracy of a
+    guess, if every item is multiple choice.
+
+    here: {(benchmark, K, mode): {(task id, sample): graded record}}.
+    """
+    rows = []
+    for row in results:
+        bench, k, mode = place_of(row)
+        if not is_control(k, mode):
+            continue
+        tools, show = parts_of(mode)
+        against = k
+        if k == "0" and show == "real":
+            there = [key for name, key, other in here if (name, other) == (bench, "off")]
+            against = max(there, key=lambda key: int(key) if key.isdigit() else 0)
+        own, real = here[bench, k, mode], here.get((bench, against, tools), {})
+        choices = [len(r["task"]["options"]) if r["task"]["type"] == "mcq" else 0
+                   for r in own.values()]
+        out = {"bench": bench, "K": row["K"], "tools": tools, "n": row["n"],
+               "shown": "text alone" if (k, show) == ("0", "real") else show,
+               "headline": row["headline"], "against": against, "difference": None,
+               "interval": None, "p": None,
+               "chance": sum(1 / n for n in choices) / len(choices) if all(choices) else None}
+        refused = {place_of(r) for r in results if r["headline"] is None}
+        records = [] if real is own else paired(real, own)
+        if records and not refused & {(bench, k, mode), (bench, against, tools)}:
+            out["difference"], draws = resampled(records, bench)
+            out.update(interval=interval(draws), p=sign_flip_p(records, bench))
+        rows.append(out)
+    for row, p in zip(rows, holm([row["p"] for row in rows])):
+        row["p_holm"] = p
+    return rows
+
+
+def needs_table(named, form="text"):
+    """[(system, rows of `needs`)] -> "Does the answer need the video?" as a table."""
+    rows = []
+    for name, found in named:
+        for row in found:
+            shown = {key: "-" if row[key] is None else f"{100 * row[key]:.1f}"
+                     for key in ("headline", "chance")}
+            difference = "-"
+            if row["difference"] is not None:
+                difference = f"{100 * row['difference']:+.1f} [-]"  # of one video: no interval
+                if row["interval"]:
+                    low, high = row["interval"]
+                    difference = difference[:-3] + f"[{100 * low:+.1f}, {100 * high:+.1f}]"
+            rows.append([*([name] if name else []), row["bench"] or "data", f"{row['K']}",
+                         row["tools"], row["shown"], f"{row['n']}", shown["headline"],
+                         shown["chance"], difference, shown_p(row["p"]), shown_p(row["p_holm"])])
+    head = ["benchmark", "K", "tools", "shown", "n", "headline", "chance", "minus real frames", "p",
+            "Holm"]
+    title = [["does the answer need the video? (percent)"]]
+    return rendered([*(["system"] if named[0][0] else []), *head], title + rows, form)
+
+
 def category_table(found, by, form):
     """
     Finished evaluations, as `compare` takes them -> accuracy (mean over items, percent) and items
@@ -592,8 +681,8 @@ def category_table(found, by, form):
     for number, (name, summary, here) in enumerate(found):
         for row in summary["results"]:
             # Two folders may have one name, so a column's key is the folder's place.
-            column = number, row["K"], row["tools"]
-            columns[column] = f"{name}, K {row['K']}, tools {row['tools']}"
+            column = number, row["K"], mode_of(row)
+            columns[column] = f"{name}, K {row['K']}, tools {mode_of(row)}"
             tags = breakdowns(here[place_of(row)].values())
             known |= set(tags)
             for label, cell in tags.get(by, {}).items():
@@ -611,7 +700,7 @@ def category_table(found, by, form):
 
 def rendered(head, rows, form, bold=(), notes=()):
     """
-    Texts of a table -> Markdown, LaTeX (no package needed) or CSV.
+    Texts of a table -> aligned text, Markdown, LaTeX (no package needed) or CSV.
 
     rows: a row of one text is the title of a group. bold: {(row, column)}. notes: footnotes,
     numbered from 1. CSV has neither titles, bold nor notes.
@@ -620,6 +709,11 @@ def rendered(head, rows, form, bold=(), notes=()):
         file = io.StringIO()
         csv.writer(file, lineterminator="\n").writerows([head, *rows])
         return file.getvalue().rstrip("\n")
+    if form == "text":  # the titles of groups first
+        whole = [head, *(row for row in rows if len(row) > 1)]
+        wide = [max(map(len, column)) for column in zip(*whole)]
+        lines = ["  ".join(map(str.ljust, row, wide)).rstrip() for row in whole]
+        return "\n".join([row[0] for row in rows if len(row) == 1] + lines)
     strong, slanted = {"markdown": ("**{}**", "*{}*"),
                        "latex": ("\\textbf{{{}}}", "\\textit{{{}}}")}[form]
     shown = []

@@ -119,7 +119,7 @@ async def play(episode, sampler, protocol):
     """rollout.run_episode for any protocol, with ids or without -> Episode."""
     agent, codec, task, began = sampler.agent, sampler.codec, episode.task, time.monotonic()
     blind = episode.num_frames == 0
-    shown = await (load_nothing if blind else rollout.load_overview)(episode, sampler)
+    shown = await rollout.load_overview(episode, sampler)
     if shown is None:
         return episode
     spec, frames, spoken = shown
@@ -189,18 +189,6 @@ async def play(episode, sampler, protocol):
     return episode
 
 
-async def load_nothing(episode, sampler):
-    """rollout.load_overview of --frames 0: the video is opened for its length alone, which some
-    prompts tell, and an item whose video is broken stays a failure at every K."""
-    try:
-        episode.duration = await sampler.pump.load(sampler.source.duration, episode.task)
-    except video.VideoError as error:
-        episode.fail("video_error", str(error))
-        return None
-    episode.timing["video_s"] = episode.duration
-    return None, None, ""
-
-
 def without_video(message):
     """A message without its frames."""
     if isinstance(message["content"], str):
@@ -210,14 +198,21 @@ def without_video(message):
 
 def reordered(task):
     """A task with its options in an order drawn from its id, and the letter of the answer after
-    them. "order": the places in the publisher's order."""
-    if task["type"] != "mcq":
+    them. "order": the places in the publisher's order. A task of another type, or with an option
+    that speaks of other options ("all of the above"), stays as it is."""
+    options = rollout.bare_options(task.get("options") or [])
+    if task["type"] != "mcq" or any(map(names_others, options)):
         return task
-    options = rollout.bare_options(task["options"])
     order = sorted(range(len(options)), key=lambda i: rollout.stable_number("order", task["id"], i))
     answer = order.index(string.ascii_uppercase.index(task["answer"]))
     return {**task, "options": [options[i] for i in order], "order": order,
             "answer": string.ascii_uppercase[answer]}
+
+
+def names_others(option):
+    """Whether an option speaks of others by their places or letters, so that it must not move."""
+    return re.search(r"\b(all|none|both|neither|either|any) (of )?(the )?(above|below|these|those|"
+                     r"other|previous|preceding)|\b[A-H]\b,? (and|or|&) [A-H]\b", option, re.I)
 
 
 def forced_ids(codec, ids, prefill):
@@ -376,12 +371,14 @@ class Source(rollout.Source):
     total_pixels: int = 0  # of the overview, all frames together; 0 = no bound
     overview_grid: str = "centres"  # of equal segments; "ends": the first and the last frame, and
     # evenly between; "start": from the first on, 1 / overview_fps apart, and as "ends" beyond K
-    show: str = "real"  # "blank", "shuffled": see changed
+    show: str = "real"  # "blank", "shuffled": see changed; others change no frame
 
     def load(self, spec):
         if "frames" not in spec:
             return self.changed(super().load(spec), spec)
         shown = spec["frames"]
+        if shown == 0:  # text alone; the video must open nevertheless, because prompts tell lengths
+            return video.Frames(np.zeros((0, 1, 1, 3), np.uint8), np.zeros(0), "none", [])
         if self.overview_fps:
             # Half a frame counts as one, and a video of half a second still shows one.
             wanted = int(self.duration(spec) * self.overview_fps + 0.5)
@@ -398,15 +395,14 @@ class Source(rollout.Source):
 
     def changed(self, frames, spec):
         """Frames as --show wants them. Times stay, so a prompt has the same tokens."""
-        order = np.arange(len(frames.seconds))
-        images = frames.images
         if self.show == "blank":
-            images = np.broadcast_to(np.uint8(127), images.shape)
+            order = np.arange(len(frames.seconds))
+            images = np.broadcast_to(np.uint8(127), frames.images.shape)
         elif self.show == "shuffled" and "frames" in spec:
             draws = [rollout.stable_number("show", spec["video"], len(frames.seconds), i)
                      for i in range(len(frames.seconds))]
             order = np.argsort(draws)
-            images = images[order]
+            images = frames.images[order]
         else:
             return frames
         # Keys name pictures: caches of the engine must not take these for the real ones.
@@ -430,7 +426,7 @@ class Source(rollout.Source):
 def source_of(source, args):
     """rollout.Source -> the same with the flags of an overview."""
     return Source(**vars(source), overview_fps=args.overview_fps, total_pixels=args.total_pixels,
-                  overview_grid=args.overview_grid, show=args.show)
+                  overview_grid=args.overview_grid)
 
 
 def settings(name, which):

@@ -1,5 +1,5 @@
 """
-Tests of --frames 0, --show and --shuffle-options of eval.py: python -m pytest tests/test_blind.py
+Tests of --frames 0 and --show of eval.py: python -m pytest tests/test_blind.py
 """
 import json
 import string
@@ -105,38 +105,113 @@ def test_an_endpoint_gets_text_alone(toy, tmp_path, name):
     assert (row["K"], row["acc"], row["cost"]["frames"]) == (0, 1.0, 0)
 
 
-def test_modes_have_folders_of_their_own_and_are_compared_in_pairs(toy, tmp_path):
-    """Records of two modes never mix; --compare pairs them by item."""
-    data = tmp_path / "d.jsonl"
-    data.write_text("".join(json.dumps({**TASK, "id": f"q{n}", "video": f"videos/eval-000{n}.mp4"})
-                            + "\n" for n in range(4)))
-    modes = {"real": (), "blank": ("--show", "blank"), "shuffled": ("--show", "shuffled"),
-             "options": ("--shuffle-options",)}
-    with Server("<answer>B</answer>") as server:
-        def run(out, *flags):
-            return run_script("eval.py", "--engine", "openai", "--base-url", server.url, "--model",
-                              "m", "--data", data, "--video-root", toy, "--frames", 4, "--tools",
-                              "off", "--protocol", "direct", "--out", tmp_path / out, *flags)
+def ask(server, out, *flags, data=None, toy=None):
+    """eval.py against `server`, in folder `out`."""
+    return run_script("eval.py", "--engine", "openai", "--base-url", server.url, "--model", "m",
+                      "--data", data, "--video-root", toy, "--protocol", "direct", "--out", out,
+                      *flags)
 
-        for name, flags in modes.items():
-            done = run(name, *flags)
+
+@pytest.fixture
+def data(tmp_path):
+    """Twelve questions about four videos; the third of every video names the other options."""
+    rows = []
+    for n in range(12):
+        options = ["red", "blue", "all of the above"] if n >= 8 else TASK["options"]
+        rows.append({**TASK, "id": f"q{n}", "options": options,
+                     "video": f"videos/eval-000{n % 4}.mp4"})
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path / "d.jsonl"
+
+
+def test_what_the_video_gives_is_a_block_of_the_table(toy, data, tmp_path):
+    """A server that reads the question alone answers as well blind; it follows letters, so moved
+    options cost it what they should."""
+    flags = ("--frames", 0, 2, 4, "--tools", "off", "--show", "real", "blank", "shuffled",
+             "options")
+    with Server("<answer>B</answer>") as server:
+        part = ask(server, tmp_path / "out", *flags, "--limit", 5, data=data, toy=toy)
+        assert part.returncode == 0, part.stderr
+        asked = len(server.asked)
+        done = ask(server, tmp_path / "out", *flags, data=data, toy=toy)
+        assert done.returncode == 0, done.stderr
+        # 2 K with 4 modes, and text alone with 2; the probe of each run comes on top
+        assert len(server.asked) == 12 * (2 * 4 + 2) + (asked - 5 * (2 * 4 + 2)) * 2
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    modes = [(row["K"], row["show"]) for row in summary["results"]]
+    assert modes == [(0, "real"), (0, "options")] + [
+        (k, show) for k in (2, 4) for show in ("real", "blank", "shuffled", "options")]
+    tasks = [json.loads(line) for line in data.read_text().splitlines()]
+    still = sum(systems.reordered(task)["answer"] == "B" for task in tasks) / 12
+    assert 0 < still < 1
+    found = {(row["K"], row["shown"]): row for row in summary["needs"]}
+    assert {place: row["headline"] for place, row in found.items()} == {
+        (0, "text alone"): 1.0, (0, "options"): still,
+        **{(k, shown): still if shown == "options" else 1.0
+           for k in (2, 4) for shown in ("blank", "shuffled", "options")}}
+    assert found[0, "text alone"]["against"] == "4" and found[2, "blank"]["against"] == "2"
+    for (_, shown), row in found.items():
+        moved = shown == "options"
+        assert row["difference"] == pytest.approx(still - 1 if moved else 0.0)
+        assert (row["p"] < 1) == moved and row["chance"] == pytest.approx(1 / 3)
+    assert done.stdout.count("does the answer need the video?") == 1
+    # graded again, and in the paper's layout
+    again = run_script("eval.py", "--rescore", tmp_path / "out")
+    assert again.returncode == 0 and "text alone" in again.stdout, again.stderr
+    after = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert after["needs"] == summary["needs"]
+    for form in ("markdown", "latex"):
+        table = run_script("eval.py", "--table", tmp_path / "out", "--format", form)
+        assert table.returncode == 0 and "text alone" in table.stdout, table.stderr
+    compared = run_script("eval.py", "--compare", tmp_path / "out", "--out", tmp_path / "c")
+    assert compared.returncode == 0 and compared.stdout.count("blank") >= 2
+
+
+def test_moved_options_are_in_the_record(toy, data, tmp_path):
+    with Server("<answer>B</answer>") as server:
+        done = ask(server, tmp_path / "out", "--frames", 0, "--tools", "off", "--show", "options",
+                   data=data, toy=toy)
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "out" / "records.rank0.jsonl").read_text().splitlines()
+    moved = 0
+    for record in map(json.loads, lines):
+        task, order = record["task"], record["task"].get("order")
+        if order is None:  # "all of the above" stays the last
+            assert task["options"][2] == "all of the above"
+            continue
+        moved += order != [0, 1, 2]
+        assert task["options"] == [TASK["options"][i] for i in order]
+        assert record["score"] == (task["answer"] == "B") and record["show"] == "options"
+    assert moved
+
+
+def test_subtitles_of_the_whole_video_stay_without_frames(toy, tmp_path):
+    """Lines aligned to frames go with the frames."""
+    (tmp_path / "s.srt").write_text("1\n00:00:01,000 --> 00:00:02,000\nspoken words\n")
+    task = {**TASK, "video": str(toy / TASK["video"]), "subtitles": str(tmp_path / "s.srt")}
+    (tmp_path / "d.jsonl").write_text(json.dumps(task) + "\n")
+    told = {}
+    for which in ("full", "aligned", "none"):
+        with Server("<answer>B</answer>") as server:
+            done = ask(server, tmp_path / which, "--frames", 0, "--tools", "off", "--subtitles",
+                       which, data=tmp_path / "d.jsonl", toy="/")
             assert done.returncode == 0, done.stderr
-        mixed = run("real", "--show", "blank")
-        assert mixed.returncode == 2 and "other settings" in mixed.stderr
-    acc = {name: json.loads((tmp_path / name / "summary.json").read_text())["results"][0]["acc"]
-           for name in modes}
-    right = [systems.reordered({**TASK, "id": f"q{n}"})["answer"] == "B" for n in range(4)]
-    assert acc == {"real": 1.0, "blank": 1.0, "shuffled": 1.0, "options": sum(right) / 4}
-    done = run_script("eval.py", "--compare", *(tmp_path / name for name in modes), "--out",
-                      tmp_path / "compared")
-    assert done.returncode == 0 and "options - real" in done.stdout, done.stderr
-    record = json.loads((tmp_path / "options" / "records.rank0.jsonl").read_text().splitlines()[0])
-    assert record["task"]["options"] == [TASK["options"][i] for i in record["task"]["order"]]
+            told[which] = "spoken words" in json.dumps(server.asked)
+    assert told == {"full": True, "aligned": False, "none": False}
+
+
+def test_options_that_speak_of_others_stay():
+    for text in ("All of the above", "none of these", "Both A and B", "A, and C", "both the above",
+                 "any of the other options"):
+        assert systems.names_others(text), text
+    for text in ("a red car and a bus", "both hands", "above the door", "Vitamin B", "all blue"):
+        assert not systems.names_others(text), text
 
 
 @pytest.mark.parametrize("flags, why", [
     (("--frames", "0"), "give --tools off"),
-    (("--frames", "0", "--tools", "off", "--estimate"), "--estimate needs")])
+    (("--frames", "0", "--tools", "off", "--estimate"), "--estimate needs"),
+    (("--frames", "0", "--tools", "off", "--show", "blank"), "no frames for --show")])
 def test_flags_that_do_not_fit_together(monkeypatch, flags, why):
     monkeypatch.setattr(sys, "argv", ["eval.py", "--data", "d", "--ckpt", "c", *flags])
     with pytest.raises(evaluation.launch.UserError, match=why):

@@ -1044,7 +1044,7 @@ def test_the_last_line_says_the_most_frequent_error(world):
 
 @pytest.mark.parametrize("flags, drop, why", [
     ((), ("--ckpt",), "--ckpt"), ((), ("--data",), "--data"),
-    (("--engine", "openai"), (), "--base-url"), (("--frames", 0), (), "positive"),
+    (("--engine", "openai"), (), "--base-url"), (("--frames", -1), (), "positive"),
     (("--ckpt", "/no/such"), (), "no config.json"), (("--data", "/no/such"), (), "No such file"),
     (("--tools", "maybe"), (), "invalid choice"),
     (("--context", 60), (), "too small"), (("--compare", "/no/such"), (), "summary.json"),

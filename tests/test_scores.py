@@ -59,7 +59,8 @@ def made(tmp_path, command):
                 "status": "engine_error" if i in fail else "ok", "turns": [said],
                 "think_open": True, "finish": ["stop"], "calls": [], "reward": {"fmt": 1.0},
                 "timing": {"total_s": 1.0}, "score": 0.5})  # an older grader's score
-        args = {"frames": [64], "tools": ["on"], "samples": 1, "protocol": "paravt", "ckpt": "c"}
+        args = {"frames": [64], "tools": ["on"], "samples": 1, "protocol": "paravt", "ckpt": "c",
+                "engine": "vllm"}
         (leaf / "args.json").write_text(json.dumps(args))
         for file, lines in (("tasks", [r["task"] for r in rows]), ("records.rank0", rows)):
             (leaf / f"{file}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))

@@ -170,12 +170,19 @@ def centres(count):
     return [(n + 0.5) / count for n in range(count)]
 
 
+def mode_of(row):
+    """Record or result of an evaluation -> "on" or "off" (tools), with what eval.py --show changed:
+    "off blank". None for training."""
+    show = row.get("show") or "real"
+    return row.get("tools") if show == "real" else f"{row.get('tools')} {show}"
+
+
 def thinned(rows, most):
     """At most `most` episodes: whole groups, evenly spread over the steps. If a run grows, groups
     leave one by one: the choice is by the place's bits read backwards (van der Corput)."""
     by_prompt = defaultdict(list)
     for row in rows:  # an evaluation asks a prompt at several K, with tools and without
-        by_prompt[str(row.get("group")), str(row.get("K")), str(row.get("tools"))].append(row)
+        by_prompt[str(row.get("group")), str(row.get("K")), str(mode_of(row))].append(row)
     groups = list(by_prompt.values())  # in the order of the files: by step
     few = max(1, round(most * len(groups) / len(rows))) if rows else 0
     places = sorted(range(len(groups)), key=lambda n: f"{n:032b}"[::-1])[:few]
@@ -256,7 +263,7 @@ def shown_episode(row, source, place):
     last = max([*times, *(call["end"] or 0.0 for call in calls), 1.0])
     step = int(row["version"]) + 1 if "version" in row else None  # version 0 made step 1
     budget = str(row.get("budget", row["K"]))  # "gated" has one K for each item
-    tools = None if row.get("tools") is None else str(row["tools"])  # of an evaluation
+    tools = None if row.get("tools") is None else str(mode_of(row))  # of an evaluation
     # The link names the episode instead of its place, so the next page has the same link.
     link = "/".join([
         source["name"], *([] if step is None else [f"step{step}"]), str(task["id"]), f"K{budget}",
@@ -439,7 +446,7 @@ def lines_of(rows):
         point = [number(spent.get("tokens")), number(row.get("headline"))]
         if None not in point:
             name = " ".join(str(row[key]) for key in ("name", "bench") if row.get(key))
-            lines[name, str(row.get("tools"))].append([*point, str(row.get("K"))])
+            lines[name, str(mode_of(row))].append([*point, str(row.get("K"))])
     return [{"name": name, "mode": mode, "points": sorted(points)}
             for (name, mode), points in lines.items()]
 
@@ -472,7 +479,7 @@ def paper_tables(sources):
     for source in sources:
         for result in source["tables"].get("results", []):
             if result.get("bench") in benches:
-                setting = f"K {result.get('K')}, tools {result.get('tools')}"
+                setting = f"K {result.get('K')}, tools {mode_of(result)}"
                 headline = number(result.get("headline"), 9)  # None: refused, for its errors
                 percents = systems.setdefault(f"{source['name']}, {setting} (measured)", {})
                 percents[result["bench"]] = "-" if headline is None else f"{100 * headline:.1f}"
