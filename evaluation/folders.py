@@ -264,7 +264,7 @@ def finish(out, found, args, policy, parts=None):
             row.update(zip(("K", "tools", "show"), (k, *scores.parts_of(mode))))
             if records:
                 row.update(scores.summarise(records, bench, judged=bool(args.judge_model)))
-                row["silent"] = sum(not any(r["turns"]) for r in records
+                row["silent"] = sum(not any(text.strip() for text in r["turns"]) for r in records
                                     if r["status"] == "ok")
                 results.append(row)
                 here[scores.place_of(row)] = {(r["task"]["id"], r["sample"]): r for r in records}
