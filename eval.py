@@ -55,11 +55,13 @@ def build_parser():
     add("--engine", choices=["vllm", "openai"], default="vllm", help="openai: ask an endpoint")
     add("--ckpt", help="checkpoint folder; not needed with --engine openai")
     add("--data", help="task JSONL")
+    rollout.add_film_arguments(add)
     add("--bench", nargs="+", choices=list(benchmarks.splits()), default=[],
         help="benchmarks as their publishers ship them; several give one table")
     add("--root", nargs="+", default=[], metavar="DIR",
         help="one folder per benchmark, or one that holds a folder of each name")
-    add("--out", default="eval_out", help="folder to write; a run of the same settings goes on")
+    add("--out", default="eval_out", help="folder to write; a run of the same settings goes on; "
+        "with --video the rollout JSONL, by default none")
     add("--preset", choices=["paper", "toy"], default="paper", help="toy: lengths for toy.py")
     # Every K with every mode of --tools is an evaluation of its own. All share one table.
     add("--frames", type=frames_argument, nargs="+", default=[64],
@@ -132,11 +134,16 @@ def parse_args(protocol: str | None = None):
     parser.set_defaults(**systems.settings(name, early.protocol_set))
     if early.preset == "toy":
         parser.set_defaults(**rollout.toy_lengths())
+    if early.video:
+        parser.set_defaults(out=None)
     args = parser.parse_args()
     args.protocol = name
     for wrong, why in faults(args):
         if wrong:
             raise launch.UserError(why)
+    rollout.check_film(args)
+    if args.video:
+        rollout.check_rollout_file(args)
     if len(args.bench) > len(args.root):
         # One folder of folders. Video-MME with and without subtitles are one folder.
         names = [name.removesuffix("_wsub") for name in args.bench]
@@ -154,10 +161,11 @@ def faults(args):
     if args.compare or args.table or args.rescore or args.protocols:
         return found  # all other settings come from the folders
     found += [
-        (not (args.data or benches), "give --data (task JSONL), --bench with --root, or --compare "
-         "with finished evaluations"),
+        (not (args.data or benches or args.video), "give --data (task JSONL), --bench with --root, "
+         "--video with a film to ask about, or --compare with finished evaluations"),
+        (args.video and (args.data or benches), "--video takes no --data and no --bench"),
         (args.prepare and benches != 1, "--prepare takes one --bench"),
-        (os.path.exists(os.path.join(args.out, "log.jsonl")),
+        (args.out and os.path.exists(os.path.join(args.out, "log.jsonl")),
          f"--out {args.out} holds a training run; choose another folder"),
         (benches and (args.data or not roots), "--bench needs --root, and no --data"),
         (benches and roots not in (1, benches), f"--root: {roots} folders for {benches} "
@@ -335,6 +343,26 @@ def evaluate(args):
     launch.unlock()
 
 
+def ask(args):
+    """Questions about --video to any system, as rollout.py asks its own agent."""
+    ckpt, _ = whole_checkpoint(args)
+    protocol, _ = systems.make_protocol(args)
+    flags = argparse.Namespace(**{**vars(args), "tools": "on" in args.tools})
+    agent, source = rollout.agent_settings(flags, args.video)
+    film = rollout.film_task(args, 0, args.question or "", args.options)
+    suite = Suite(None, [film], agent, systems.source_of(source, args), "", "", {}, False)
+    systems.check_prompts(protocol, suite.tasks, agent, 1)
+    codec = chat.load_codec(ckpt, args.channel) if ckpt else None
+    engine = make_engine([suite], args, ckpt, codec, protocol)
+    sampler = rollout.Sampler(engine, codec, suite.source, agent)
+    sampler, play = systems.player(sampler, protocol, args.frames[0])
+    final = systems.protocols()[args.protocol].final
+    rows = rollout.ask(sampler, rollout.questions(args), args.frames[0], play, final)
+    if args.out:
+        launch.write_atomic(args.out, "".join(json.dumps(row) + "\n" for row in rows))
+        print(f"{len(rows)} answers -> {args.out}")
+
+
 def estimate(args):
     """Prints the costs of evaluate(args). Builds no engine and writes no file."""
     ckpt, weights = whole_checkpoint(args)
@@ -426,6 +454,8 @@ def main():
     elif args.compare:
         launch.keep_inputs([args.out], args.compare)
         folders.compare(args.compare, args.out, args.points)
+    elif args.video:
+        ask(args)
     elif not args.estimate:
         evaluate(args)
     elif os.environ.get("RANK", "0") == "0":  # under torchrun rank 0 alone prints

@@ -39,6 +39,7 @@ import string
 import sys
 import time
 from dataclasses import dataclass, field, fields
+from functools import partial
 
 import chat
 import launch
@@ -958,6 +959,40 @@ def toy_lengths() -> dict[str, int]:
 # Questions about one film
 
 
+def add_film_arguments(add) -> None:
+    """Flags of a question about one film. add: add_argument of a parser."""
+    add("--video", help="instead of --data: a film to ask about")
+    add("--question", help="about --video; default: questions are read from the terminal")
+    add("--options", nargs="+", metavar="TEXT", help="of that question; default: an open answer")
+
+
+def check_film(args) -> None:
+    """Makes the path of --video absolute. Raises UserError for flags that lack another one."""
+    if (args.question or args.options) and not (args.video and args.question):
+        raise launch.UserError("--question belongs to --video, and --options to --question")
+    if args.video:
+        args.video = os.path.realpath(args.video)  # a link may lead out of its folder
+        if not os.path.exists(args.video):
+            raise launch.UserError(f"--video {args.video}: no such file")
+
+
+def check_rollout_file(args) -> None:
+    """Raises UserError if --out cannot be the name of a rollout file."""
+    if args.out and os.path.isdir(args.out):
+        raise launch.UserError(f"--out {args.out} is a folder; give the name of a file")
+    if args.out:
+        launch.keep_inputs([args.out], [args.data or args.video])
+        if not args.out.endswith(".jsonl"):  # a file of a checkpoint, say
+            raise launch.UserError(f"--out {args.out}: the name of a rollout file ends in .jsonl")
+
+
+def film_task(args, number=0, question="", options=None) -> dict:
+    """A question about --video as a task without a gold answer."""
+    return {"id": f"question-{number}", "video": os.path.basename(args.video),
+            "question": question, "options": options or None, "answer": None,
+            "type": "mcq" if options else "open"}
+
+
 def questions(args):
     """-> iterator of tasks about --video: --question alone, or lines from the terminal or a pipe
     until an empty line. Options follow a question after bars."""
@@ -967,9 +1002,7 @@ def questions(args):
         if not line:
             return
         number += 1
-        yield {"id": f"question-{number}", "video": os.path.basename(args.video),
-               "question": line[0], "options": line[1:] or None, "answer": None,
-               "type": "mcq" if line[1:] else "open"}
+        yield film_task(args, number, line[0], line[1:])
         given += [] if args.question else [None]
 
 
@@ -983,9 +1016,9 @@ def typed_question() -> list[str] | None:
     return [part.strip() for part in line.split("|")] if line else None
 
 
-async def narrated(episode: Episode, sampler: Sampler) -> Episode:
-    """run_episode, which also prints turns, calls and summaries as they come, each with the seconds
-    that it took."""
+async def narrated(episode: Episode, sampler: Sampler, play=run_episode) -> Episode:
+    """`play`, which also prints turns, calls and summaries as they come, each with the seconds that
+    it took."""
     last, turns, told = time.monotonic(), 0, set()  # told: numbers of calls
 
     def took():
@@ -1005,7 +1038,7 @@ async def narrated(episode: Episode, sampler: Sampler) -> Episode:
                   f"{launch.printable(call['summary'])}", flush=True)
             took()
 
-    work = asyncio.create_task(run_episode(episode, sampler))
+    work = asyncio.create_task(play(episode, sampler))
     try:
         while not work.done():
             await asyncio.wait([work], timeout=0.05)
@@ -1020,22 +1053,27 @@ async def narrated(episode: Episode, sampler: Sampler) -> Episode:
         work.cancel()  # if the run ends early
 
 
-def ask(sampler: Sampler, tasks, frames) -> list[dict]:
-    """Asks one question after the other and prints how the agent comes to its answers -> records.
-    Frames and prompts stay in the caches, so a second question about a film is faster."""
+def ask(sampler: Sampler, tasks, frames, play=run_episode, final=None) -> list[dict]:
+    """
+    Asks one question after the other and prints how the agent comes to its answers -> records.
+    Frames and prompts stay in the caches, so a second question about a film is faster.
+
+    play: the episode loop. final: (turns, think_open) -> answer or None; default: as in training.
+    """
     rows = []
     for task in tasks:
         # Another seed for each question; the step has no other meaning here.
-        (episode,) = run(sampler, [task], frames, step=len(rows), play=narrated)
-        print(answer_line(episode), flush=True)
+        (episode,) = run(sampler, [task], frames, step=len(rows),
+                         play=partial(narrated, play=play))
+        print(answer_line(episode, final or rewards.answer_or_tail), flush=True)
         rows.append(episode.to_json())
     return rows
 
 
-def answer_line(episode: Episode) -> str:
+def answer_line(episode: Episode, final) -> str:
     """The end of an episode -> one line: the answer, the frames shown, the seconds."""
     options = episode.task["options"]
-    said = rewards.answer_or_tail(episode.turns, episode.think_open)
+    said = final(episode.turns, episode.think_open)
     letter = rewards.extract_letter(said, options) if said and options else None
     if episode.status != "ok":
         said = f"none ({episode.status}: {episode.error})"
@@ -1055,9 +1093,7 @@ def parse_args():
     add = parser.add_argument_group("what to run").add_argument
     add("--ckpt", required=True, help="checkpoint folder")
     add("--data", help="task JSONL")
-    add("--video", help="instead of --data: a film to ask about")
-    add("--question", help="about --video; default: questions are read from the terminal")
-    add("--options", nargs="+", metavar="TEXT", help="of that question; default: an open answer")
+    add_film_arguments(add)
     add("--out", help="rollout JSONL to write; default: none is written")
     add("--preset", choices=["paper", "toy"], default="paper", help="toy: lengths for toy.py")
     add("--frames", type=frames_argument, help="K, or gated: K ~ U{4,8,16,32,64}; default: gated, "
@@ -1077,20 +1113,10 @@ def parse_args():
     args.frames = args.frames or "gated"
     if bool(args.data) == bool(args.video):
         raise launch.UserError("give --data (task JSONL), or --video with a film to ask about")
-    if (args.question or args.options) and not (args.video and args.question):
-        raise launch.UserError("--question belongs to --video, and --options to --question")
-    if args.video:
-        args.video = os.path.realpath(args.video)  # a link may lead out of its folder
-        if not os.path.exists(args.video):
-            raise launch.UserError(f"--video {args.video}: no such file")
+    check_film(args)
     launch.at_least(1, args, "group")
     launch.at_least(0, args, "limit")
-    if args.out and os.path.isdir(args.out):
-        raise launch.UserError(f"--out {args.out} is a folder; give the name of a file")
-    if args.out:
-        launch.keep_inputs([args.out], [args.data or args.video])
-        if not args.out.endswith(".jsonl"):  # a file of a checkpoint, say
-            raise launch.UserError(f"--out {args.out}: the name of a rollout file ends in .jsonl")
+    check_rollout_file(args)
     return args
 
 
@@ -1125,9 +1151,8 @@ def main():
         launch.lock(folder, f".{name}.lock")
     launch.say(f"{args.ckpt}: loading the tokenizer, then the engine")
     codec = chat.load_codec(ckpt, args.channel)
-    film = {"id": "film", "video": os.path.basename(args.video or ""), "options": None,
-            "question": args.question or "", "type": "open"}
-    check_context(codec, tasks or [film], agent, source, args.frames)
+    tasks_or_film = tasks or [film_task(args, 0, args.question or "", args.options)]
+    check_context(codec, tasks_or_film, agent, source, args.frames)
     sampler = Sampler(make_engine(ckpt, codec, args), codec, source, agent)
     began = time.monotonic()
     if args.video:

@@ -42,7 +42,7 @@ def settings_digest(args, weights, subtitles, tasks, prompts):
     free |= {"max_seqs", "frame_cache_gb", "frame_cache_dir", "frame_cache_dir_gb"}
     free |= {"engine_share", "patience", "decode_timeout", "quiet"}
     free |= {"judge_url", "judge_model", "judge_key_env", "allow_errors", "estimate"}
-    free |= {"points", "by", "format"}
+    free |= {"points", "by", "format", "video", "question", "options"}
     kept = {name: value for name, value in sorted(vars(args).items()) if name not in free}
     settings = json.dumps([kept, prompts, subtitles, weights, tasks])
     return hashlib.sha256(settings.encode()).hexdigest()[:16]

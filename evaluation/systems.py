@@ -105,14 +105,19 @@ class Protocol:
 
 
 def run(sampler, tasks, protocol, frames=64, group=1):
-    """rollout.run of a protocol. Training's own loop plays ParaVT as trained, if the engine takes
-    ids."""
+    """rollout.run of a protocol."""
+    sampler, own = player(sampler, protocol, frames)
+    return rollout.run(sampler, tasks, frames, group, play=own)
+
+
+def player(sampler, protocol, frames):
+    """-> (sampler, episode loop) of a protocol: training's own for ParaVT as trained, if the engine
+    takes ids."""
     trained = protocol == Protocol() and sampler.agent.dispatch != "turns" and frames != 0
     # An endpoint answers messages with text, also if a checkpoint's tokenizer counts the tokens.
     if sampler.codec and trained and not getattr(sampler.engine, "takes_messages", False):
-        return rollout.run(sampler, tasks, frames, group)
-    return rollout.run(replace(sampler, open_context=open_chat), tasks, frames, group,
-                       play=partial(play, protocol=protocol))
+        return sampler, rollout.run_episode
+    return replace(sampler, open_context=open_chat), partial(play, protocol=protocol)
 
 
 async def play(episode, sampler, protocol):

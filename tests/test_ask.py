@@ -8,8 +8,9 @@ import sys
 
 import pytest
 from conftest import run_script
-from scripted import AGENT, Scripted, calls
+from scripted import AGENT, Scripted, Server, calls
 
+import eval as evaluation
 import rollout
 import video
 from engine import Completion
@@ -149,3 +150,39 @@ def test_the_command_asks_a_film_and_writes_the_episode(toy, tmp_path):
     done = run_script("grpo.py", "--preset", "toy", "--ckpt", toy / "init", "--rollouts", out,
                       "--video-root", film.parent, "--out", tmp_path / "trained")
     assert done.returncode == 2 and "answer" in done.stderr, done.stderr
+
+
+def test_another_system_is_asked_by_eval(toy, tmp_path):
+    """With its own prompt and the schema of the paper's evaluation, here behind an endpoint."""
+    film = toy / "videos" / "rl-0000.mp4"
+    prompt = tmp_path / "system.txt"
+    prompt.write_text("Made-up system text. Tools: {tool_schema}\n")
+    call = ('<tool_call>{"name": "crop_video", "arguments": {"video_path": "rl-0000.mp4", '
+            '"start_time": 0, "end_time": 8}}</tool_call>')
+
+    def run(*more):
+        return run_script("eval.py", "--engine", "openai", "--base-url", server.url, "--model", "m",
+                          "--video", film, "--question", "Which is first?", "--frames", 4,
+                          "--protocol-set", "paper", "--prompt-file", prompt, *more)
+
+    with Server(call, "<answer>A</answer>") as server:
+        done = run("--options", "red", "blue", "--out", tmp_path / "asked.jsonl")
+        assert done.returncode == 0, done.stderr
+        asked = json.dumps(server.asked)
+    assert "Made-up system text" in asked and "video_path" in asked
+    (row,) = map(json.loads, (tmp_path / "asked.jsonl").read_text().splitlines())
+    assert row["task"]["question"] == "Which is first?" and len(row["calls"]) == 1
+    assert "0.0 to 8.0 s: ok" in done.stdout
+    assert "answer: A. red" in done.stdout
+
+
+@pytest.mark.parametrize("flags, why", [
+    (("--question", "Which?"), "--question belongs to --video"),
+    (("--video", "/no/such.mp4"), "no such file"),
+    (("--video", __file__, "--data", "d.jsonl"), "takes no --data"),
+    (("--video", __file__, "--out", "x.txt"), "ends in .jsonl")])
+def test_eval_refuses_questions_that_lack_something(monkeypatch, flags, why):
+    monkeypatch.setattr(sys, "argv", ["eval.py", "--ckpt", "c", *(
+        ["--data", "d"] if "--video" not in flags else []), *flags])
+    with pytest.raises(evaluation.launch.UserError, match=why):
+        evaluation.parse_args()
