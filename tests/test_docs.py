@@ -1,0 +1,55 @@
+"""
+Tests of what the pages in docs/ tell a reader to run: python -m pytest tests/test_docs.py -q
+"""
+import collections
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+import rollout
+import video
+
+
+def block(page, holds):
+    """The one Python block of a page that holds this text."""
+    with open(os.path.join(ROOT, "docs", page)) as file:
+        blocks = re.findall(r"^```python\n(.*?)^```", file.read(), re.M | re.S)
+    (found,) = [text for text in blocks if holds in text]
+    return found
+
+
+def test_the_ten_films_are_tasks_that_can_be_trained_on(tmp_path, codec):
+    done = subprocess.run([sys.executable, "-c", block("your-own-data.md", "films/")],
+                          cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    tasks = rollout.read_tasks(str(tmp_path / "tasks.jsonl"))
+    assert collections.Counter(task["type"] for task in tasks) == {
+        "mcq": 10, "open": 10, "grounding": 10}
+    source = rollout.Source(str(tmp_path), video.FrameCache())
+    agent = rollout.Agent(**{**rollout.toy_lengths(), "context": 4096})
+    assert rollout.preflight(codec, tasks, agent, source, "gated") == []
+    if not shutil.which("ffprobe"):
+        pytest.skip("ffprobe is not installed: the films' lengths are not compared with its own")
+    lengths = {subprocess.run(["ffprobe", "-v", "error", "-show_entries", "format=duration", "-of",
+                               "csv=p=0", tmp_path / "films" / f"{n}.mp4"], capture_output=True,
+                              text=True).stdout for n in range(10)}
+    assert lengths == {"64.000000\n"}
+
+
+def test_the_question_from_python_is_answered(toy, tmp_path, monkeypatch, capsys):
+    """As written, but for the folders of the demo."""
+    text = block("hacking.md", "import checkpoint, chat, rollout, video")
+    assert len(text.splitlines()) < 15
+    text = text.replace("out/demo/grpo", str(toy / "init")).replace("out/demo/toy", str(toy))
+    names = {}
+    exec(compile(text.replace("engine.close()", ""), "hacking.md", "exec"), names)
+    try:
+        assert names["episode"].status == "ok" and names["episode"].turns
+        assert capsys.readouterr().out.startswith("[")
+    finally:
+        names["engine"].close()
