@@ -13,6 +13,7 @@ import pytest
 from test_scores import command, table  # noqa: F401  fixture
 
 from evaluation import graders
+from tools import view
 
 # "b" is right here, and so is any reply with the letter in it; a ! raises, a ? never ends.
 VIDEOMME = """
@@ -223,6 +224,29 @@ def test_spans_are_scores_between_0_and_1(made, command, lmms, paravt):  # noqa:
     found = verdicts(out, bench="charades")
     assert found["q0"]["score"] == 0.5 and found["q1"]["error"] == "ValueError: the score is 2.0"
     assert verdicts(out, "paper", "charades")["q1"]["score"] == 0.25
+
+
+def test_the_page_has_the_scores_of_other_graders(made, command, lmms, tmp_path):  # noqa: F811
+    out = made(["B", "so it is B", "!", None])
+    rescored(command, out, "--allow-errors", "--grader", "lmms-eval", "--checkout", lmms)
+
+    def scores():
+        shown = view.build([str(out)], None, str(tmp_path / "page.html"), 10, 1.0, None, 6144)
+        return [(e["id"], e["acc"], e["graders"]) for e in shown["episodes"]]
+
+    path = out / "videomme" / "records.rank0.jsonl"
+    rows = [json.loads(line) | {"K": 64, "group": f"q{i}", "score": float(i < 2), "pieces": []}
+            for i, line in enumerate(path.read_text().splitlines())]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert scores() == [("q0", 1.0, {"lmms-eval": 1.0}), ("q1", 1.0, {"lmms-eval": 0.0}),
+                        ("q2", 0.0, {"lmms-eval": 0.0}), ("q3", 0.0, {})]
+    path.write_text(path.read_text().replace('["B"]', '["A"]', 1))
+    assert scores()[0] == ("q0", 1.0, {"lmms-eval": None})  # the verdict is of an older reply
+    text = (tmp_path / "page.html").read_text()
+    assert 'menu("disputed"' in text and "episode.graders" in text
+    # A page of a folder without verdicts has the field, empty: its script reads it everywhere.
+    (out / "videomme" / "graders.jsonl").unlink()
+    assert {json.dumps(given) for *_, given in scores()} == {"{}"}
 
 
 # ------------------------------------------------------------------------------------------------
