@@ -75,7 +75,8 @@ def published_row(bench, task):
     elif bench == "lvbench":
         row.update(uid=task["id"], video_path=name)
     elif bench == "mlvu":
-        row.update(candidates=options, video_name=name, task_type=task["tags"].get("task"))
+        row.update(candidates=options, video_name=name, task_type=task["tags"].get("task"),
+                   question_id=task["id"])
     elif bench == "mmvu":
         place = f"videos/{task['tags'].get('subject')}/{name}"
         row.update(id=task["id"], video=place, video_path=place,
@@ -132,7 +133,7 @@ def asked(grader, checkout, bench, items, seconds):
     child = os.path.join(os.path.dirname(os.path.abspath(__file__)), "publishers.py")
     words = [sys.executable, "-I", "-B", child, grader, bench,
              os.path.abspath(checkout), str(seconds)]
-    lines = "".join(json.dumps(item) + "\n" for item in items)
+    given = "".join(json.dumps(item) + "\n" for item in items)
     where = f"--checkout {checkout}"
     with tempfile.TemporaryDirectory() as empty:
         # Neither keys nor folders of the user: a grader must not ask a paid judge or download.
@@ -142,7 +143,7 @@ def asked(grader, checkout, bench, items, seconds):
                 "PARAVT_MMVU_VIDEO_DIR": empty}
         try:
             # The child ends itself if a reply takes too long. This limit is behind that one.
-            done = subprocess.run(words, input=lines, capture_output=True, text=True, cwd=empty,
+            done = subprocess.run(words, input=given, capture_output=True, text=True, cwd=empty,
                                   env=env, timeout=600 + (seconds + 10) * len(items),
                                   errors="replace")
         except subprocess.TimeoutExpired:
@@ -152,7 +153,9 @@ def asked(grader, checkout, bench, items, seconds):
         raise launch.UserError(f"{where}: {said[-1]['fault']}; expected a checkout of "
                                f"{CODE[grader]} whose grader of {bench} is as we know it")
     if not said or not {"none", "files"} & set(said[-1]):
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1][:200]
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        # A child that its own watchdog ends prints this, and then its stack.
+        last = next((line for line in lines if line.startswith("Timeout (")), lines[-1])[:200]
         raise launch.UserError(f"{where}: its grader of {bench} ended at reply {len(said) + 1} of "
                                f"{len(items)} with exit code {done.returncode}: {last}")
     return said

@@ -12,7 +12,8 @@ import textwrap
 import pytest
 from test_scores import command, table  # noqa: F401  fixture
 
-from evaluation import graders
+from bench import replies
+from evaluation import benchmarks, graders
 from tools import view
 
 # "b" is right here, and so is any reply with the letter in it; a ! raises, a ? never ends.
@@ -247,6 +248,32 @@ def test_the_page_has_the_scores_of_other_graders(made, command, lmms, tmp_path)
     # A page of a folder without verdicts has the field, empty: its script reads it everywhere.
     (out / "videomme" / "graders.jsonl").unlink()
     assert {json.dumps(given) for *_, given in scores()} == {"{}"}
+
+
+@pytest.mark.parametrize("bench", ["videomme", "longvideobench", "lvbench", "mlvu", "mmvu",
+                                   "charades"])
+def test_a_task_goes_back_into_its_published_row(bench, tmp_path):
+    """The publishers' functions read these fields. LVBench's question loses its inline options."""
+    gold = [2.0, 8.0] if bench == "charades" else "D"
+    row = replies.row_of(bench, 7, gold)
+    name = {"longvideobench": "lvb_val", "charades": "test-0", "mmvu": "validation",
+            "lvbench": "video_info.meta"}.get(bench, "test-0")
+    (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    (task,), _ = benchmarks.read_split(bench, str(tmp_path))
+    back = graders.published_row(bench, task)
+    if bench == "longvideobench":
+        given = row.pop("candidates")
+        row |= {f"option{i}": text for i, text in enumerate([*given, "N/A"])}
+    if bench == "lvbench":
+        row = {"uid": "7", "video_path": "v7.mp4", "answer": "D", "question": "What is shown?"}
+    assert {key: back[key] for key in row} == row
+
+
+def test_replies_have_a_form_once_and_golds_that_tell_a_guess_from_an_answer():
+    found = replies.cases("mmvu")
+    right = [text for text, _, score in found if score == 1 and text in replies.LETTERS]
+    assert sorted(right) == sorted(text for text, letter in replies.LETTERS.items() if letter)
+    assert {score for *_, score in replies.cases("charades")} == {0.0, 1.0, 4 / 6}
 
 
 # ------------------------------------------------------------------------------------------------
