@@ -189,7 +189,7 @@ def finished(folder, grader=None):
         if grader:
             records, version, note = graders.regraded(leaf, records, grader)
             versions += [version] if records else []
-            notes += [f"{bench}: {note}"] if records else []
+            notes += [f"{bench}: {note} ({version})"] if records else []
         for (task, k, mode, sample), record in records.items():
             here.setdefault((bench, k, mode), {})[task, sample] = record
     if grader:

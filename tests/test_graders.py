@@ -143,17 +143,20 @@ def test_three_graders_stand_side_by_side(made, command, lmms, paravt):  # noqa:
     assert first == "out, K 64, tools on (measured)" and rows[first][0].startswith("60.0 ")
     assert second.startswith("out, graded by lmms-eval files ") and rows[second][0][:4] == "40.0"
     assert third.startswith("out, graded by paper files ") and rows[third][0].startswith("40.0 ")
-    assert notes == ["1. videomme: lmms-eval and ours differ on 3 of 4 replies",
-                     "2. videomme: paper and ours differ on 1 of 4 replies"]
+    versions = [verdicts(out, name)["q0"]["version"] for name in ("lmms-eval", "paper")]
+    assert notes == [f"1. videomme: lmms-eval and ours differ on 3 of 4 replies ({versions[0]})",
+                     f"2. videomme: paper and ours differ on 1 of 4 replies ({versions[1]})"]
 
 
-@pytest.mark.parametrize("form, wanted", [("latex", "graded by lmms-eval"),
-                                          ("csv", "graded by lmms-eval")])
-def test_other_forms_have_the_graders_too(form, wanted, made, command, lmms):  # noqa: F811
+@pytest.mark.parametrize("form", ["latex", "csv"])
+def test_other_forms_have_the_graders_too(form, made, command, lmms):  # noqa: F811
+    wanted = "graded by lmms-eval"
     out = made(["B", "A"])
     rescored(command, out, "--grader", "lmms-eval", "--checkout", lmms)
     code, said, err = command("--table", out, "--format", form)
     assert code == 0 and wanted in said and "differ on 0 of 2 replies" in said, err
+    code, said, err = command("--table", out, "--format", form, "--by", "category")
+    assert code == 0 and said.count("50.0 n 2") == 2 and wanted in said, err
 
 
 def test_runs_of_one_system_are_pooled_per_grader(made, command, lmms):  # noqa: F811
