@@ -73,6 +73,9 @@ def put(root, **files):
 
 @pytest.fixture
 def lmms(tmp_path):
+    (tmp_path / "lmms/lmms_eval/tasks").mkdir(parents=True)
+    for package in ("lmms_eval", "lmms_eval/tasks"):  # which import the whole harness
+        (tmp_path / "lmms" / package / "__init__.py").write_text("raise MemoryError")
     return put(tmp_path / "lmms", lmms_eval__tasks__videomme__utils=VIDEOMME,
                lmms_eval__tasks___task_utils__letters=LETTERS, lmms_eval__api__reasoning=STRIP)
 
