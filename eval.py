@@ -42,7 +42,7 @@ from functools import partial
 import chat
 import launch
 import rollout
-from evaluation import benchmarks, costs, endpoint, folders, scores, systems
+from evaluation import benchmarks, costs, endpoint, folders, graders, scores, systems
 
 # ------------------------------------------------------------------------------------------------
 # Arguments
@@ -88,6 +88,11 @@ def build_parser():
 
     add = parser.add_argument_group("finished folders, no model").add_argument
     add("--rescore", nargs="+", metavar="DIR", help="grade again; several merge into --out")
+    add("--grader", nargs="+", choices=graders.NAMES, default=["ours"], metavar="NAME",
+        help="--rescore: also grade as a publisher does: ours, lmms-eval, paper")
+    add("--checkout", nargs="+", default=[], metavar="DIR",
+        help="the source of every --grader but ours, in their order; runs in a child process")
+    add("--grader-timeout", type=float, default=10.0, metavar="SECONDS", help="for one reply")
     add("--compare", nargs="+", metavar="DIR",
         help="one table from these --out folders; NAME= DIR DIR ..: pooled runs of one system")
     add("--points", type=float, default=2.0, metavar="X",
@@ -157,6 +162,7 @@ def faults(args):
     found = [(args.judge_url and not args.judge_model, "--judge-url needs --judge-model"),
              ((args.by or args.format != "markdown") and not args.table,
               "--by and --format need --table"),
+             *graders.faults(args),
              (not 0 < args.points <= 100, "--points must be above 0, and 100 at most")]
     if args.compare or args.table or args.rescore or args.protocols:
         return found  # all other settings come from the folders

@@ -175,7 +175,9 @@ def start_process_group(patience=1800.0):
         torch.cuda.set_device(device)
     else:
         # Two spinning thread pools on shared cores cost a factor of ten: divide the cores.
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or cores()))
+        # A user's number counts; OpenMP also takes a list, one number for each level of nesting.
+        asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+        torch.set_num_threads(int(asked) if asked.isdigit() and 0 < int(asked) < 1025 else cores())
         torch.set_flush_denormal(True)  # tiny models make denormals, which run in microcode
         warnings.filterwarnings("ignore", message="The value of the smallest subnormal")
     if not dist.is_initialized():

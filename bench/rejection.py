@@ -46,7 +46,7 @@ def grown(demo, args):
         picked += launch.read_jsonl(best)
     chats = os.path.join(out, "chats.jsonl")
     launch.write_atomic(chats, "".join(json.dumps(row) + "\n" for row in picked))
-    if not os.path.exists(os.path.join(out, "sft")):
+    if not os.path.exists(os.path.join(out, "sft", "last")):
         # A quarter of the rates at which the cold start learned from random weights.
         script("sft.py", "--preset", "toy", "--ckpt", os.path.join(demo, "sft"), "--data", chats,
                "--video-root", toy, "--batch-size", 12, "--epochs", args.epochs, "--lr", 5e-4,

@@ -6,8 +6,8 @@ A record is one line per item, appended when the episode ends. An item is (task 
 sample), see scores.mode_of. A leaf is a folder of records: the --out of --data, or a folder in the
 --out of --bench.
 
-Reads and writes: records.*.jsonl, tasks.jsonl, args.json, judge.jsonl, summary.json. Used by
-eval.py: --rescore, --compare, --table, --prepare.
+Reads and writes: records.*.jsonl, tasks.jsonl, args.json, judge.jsonl, graders.jsonl, summary.json.
+Used by eval.py: --rescore, --compare, --table, --prepare.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import time
 
 import launch
 import rewards
-from evaluation import answers, benchmarks, endpoint, scores, systems
+from evaluation import answers, benchmarks, endpoint, graders, scores, systems
 
 # ------------------------------------------------------------------------------------------------
 # Records
@@ -43,6 +43,7 @@ def settings_digest(args, weights, subtitles, tasks, prompts):
     free |= {"engine_share", "patience", "decode_timeout", "quiet"}
     free |= {"judge_url", "judge_model", "judge_key_env", "allow_errors", "estimate"}
     free |= {"points", "by", "format", "video", "question", "options"}
+    free |= {"grader", "checkout", "grader_timeout"}
     kept = {name: value for name, value in sorted(vars(args).items()) if name not in free}
     settings = json.dumps([kept, prompts, subtitles, weights, tasks])
     return hashlib.sha256(settings.encode()).hexdigest()[:16]
@@ -182,20 +183,33 @@ def read_summary(folder):
     return os.path.basename(os.path.normpath(folder)), read_json(folder, "summary.json")
 
 
-def finished(folder):
+def finished(folder, grader=None):
     """
     Folder -> the triple that scores.compare takes. Headlines and intervals of the summary are
     computed again from the records, as graded by the present code; a refused one stays refused.
 
-    Raises UserError if a summary is of other records than the folder holds.
+    grader: one of graders.jsonl, whose scores then stand in place of ours. Benchmarks that it does
+    not grade are left out.
+    Raises UserError if a summary, or a grader's verdicts, are of other records than the folder
+    holds.
     """
     name, summary = read_summary(folder)
     # Without an address the judge is not asked again: the verdicts in the folder count.
     judge = argparse.Namespace(judge_url=None, judge_model=summary.get("judge_model"))
     here = {}  # (benchmark, K, mode) -> {(task id, sample): record}
+    versions, notes = [], []
     for bench, leaf in leaves(folder):
-        for (task, k, mode, sample), record in graded(leaf, judge).items():
+        records = graded(leaf, judge)
+        if grader:
+            records, version, note = graders.regraded(leaf, records, grader)
+            versions += [version] if records else []
+            notes += [f"{bench}: {note} ({version})"] if records else []
+        for (task, k, mode, sample), record in records.items():
             here.setdefault((bench, k, mode), {})[task, sample] = record
+    if grader:
+        name += f", graded by {grader} {graders.joined(versions)}"
+        summary["results"] = [row for row in summary["results"] if scores.place_of(row) in here]
+        summary["departures"] = [*summary.get("departures", []), *notes]
     for row in summary["results"]:
         records = here.get(scores.place_of(row), {}).values()
         if len(records) != row["n"]:
@@ -208,11 +222,12 @@ def finished(folder):
     return name, summary, here
 
 
-def gathered(words):
+def gathered(words, others=False):
     """
     Words of --compare and --table -> finished evaluations, in order. A word NAME= begins a group:
     the folders after it are runs of one system, pooled under that name. A folder whose own name
-    ends in "=" is written with a slash after it.
+    ends in "=" is written with a slash after it. others: each also as every other grader that all
+    of its folders have grades it.
 
     Raises UserError for a group without folders, a group's name given twice, a folder twice in it.
     """
@@ -225,7 +240,7 @@ def gathered(words):
                 raise launch.UserError(f"{word}: a group needs a name of its own")
             groups[name] = []
         elif name is None:
-            alone.append(finished(word))
+            alone += [finished(word, grader) for grader in graders_of([word], others)]
         else:
             groups[name].append(word)
     for name, folders in groups.items():
@@ -233,8 +248,18 @@ def gathered(words):
             raise launch.UserError(f"{name}=: name the folders of its runs after it")
         if len({os.path.realpath(folder) for folder in folders}) < len(folders):
             raise launch.UserError(f"{name}=: a folder stands twice among its runs")
-    return alone + [scores.pool(name, [finished(folder) for folder in folders])
-                    for name, folders in groups.items()]
+    for name, folders in groups.items():
+        for grader in graders_of(folders, others):
+            label = f"{name}, graded by {grader}" if grader else name
+            alone.append(scores.pool(label, [finished(folder, grader) for folder in folders]))
+    return alone
+
+
+def graders_of(folders, others):
+    """-> [None (ours), every other grader that all folders have verdicts of]."""
+    found = [{name for _, leaf in leaves(folder) for name in graders.present(leaf)}
+             for folder in folders if others]
+    return [None, *(name for name in graders.NAMES if found and name in set.intersection(*found))]
 
 
 def finish(out, found, args, policy, parts=None):
@@ -273,7 +298,7 @@ def finish(out, found, args, policy, parts=None):
         why = "run the same command (or the other shards) first, then --rescore"
         raise launch.UserError(f"{out}: {missing} items have no record yet; {why} {out}")
     refused = scores.refuse(results, args.allow_errors)
-    if kept["engine"] == "openai":  # our own engine hides no text: there an empty answer is wrong
+    if kept.get("engine") == "openai":  # ours hides no text: there an empty answer is wrong
         refused += silent(results, args.allow_errors)
     summary = {"checkpoint": policy}
     if args.judge_model:
@@ -354,6 +379,12 @@ def rescore(folders, args):
         for name in ("tasks.jsonl", "args.json"):
             shutil.copyfile(os.path.join(leaf, name), os.path.join(target, name))
     out = args.out if len(folders) > 1 else folders[0]
+    checkouts = graders.checkouts(args)
+    for bench, leaf in leaves(out) if checkouts else []:
+        records = graded(leaf, args)
+        for grader, checkout in checkouts.items():
+            note = graders.run(grader, checkout, bench, leaf, records, args.grader_timeout)
+            print(launch.printable(note), flush=True)
     kept = read_json(leaves(out)[0][1], "args.json")
     finish(out, leaves(out), args, kept["ckpt"] or kept["model"])
 
@@ -369,7 +400,7 @@ def compare(words, out, points):
 def table(words, by, form):
     """--table: benchmark folders beside the paper's numbers, or with --by, accuracies by the labels
     of a tag. form: markdown, latex or csv."""
-    found = gathered(words)
+    found = gathered(words, others=True)
     shown = scores.category_table(found, by, form) if by else scores.paper_layout(found, form)
     needs = [(name, scores.needs(summary["results"], here)) for name, summary, here in found]
     # CSV is one table, which has these runs as rows of their own.
