@@ -502,7 +502,8 @@ class OpenAIEngine:
             finished.append(self.done.get().result())
         # Looked at last: requests that end with the run would be records of failed items.
         if self.over.is_set():
-            raise launch.UserError(self.ending)
+            raise launch.UserError(f"{self.ending}. Finished records are kept: start the server or "
+                                   "give the right flags, and go on with the same command")
         return finished
 
     def close(self):
@@ -610,8 +611,7 @@ class OpenAIEngine:
     def end(self, why):
         """Lets poll() raise UserError, and ends every wait and every open connection."""
         with self.lock:
-            self.ending = self.ending or f"{why}. Finished records are kept: start the server or " \
-                "give the right flags, and go on with the same command"
+            self.ending = self.ending or why
         self.over.set()
         self.awake.set()
         for handle in list(self.handles):
@@ -961,6 +961,7 @@ class Judge:
             f.write(line)  # a full disk loses what is kept, not the verdict
 
     def close(self):
+        self.engine.end("the run is over")  # no thread waits for a server any longer
         self.engine.pool.shutdown(wait=False, cancel_futures=True)
 
 

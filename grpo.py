@@ -756,6 +756,10 @@ def signs(history):
     if (m["cut_turns"] or 0) > 0.5:
         found["cut"] = (f"{m['cut_turns']:.0%} of all turns were cut off: --max-new-tokens is too "
                         "small, or the policy does not end its turns")
+    # Such a run is paid by another reward than it was started with.
+    if m.get("judge_failed", 0) > m.get("judged", 0) / 2:
+        found["judge"] = (f"the judge failed on {m['judge_failed']} of {m['judged']} answers, and "
+                          "token F1 paid them instead: is its server up?")
     # Nothing was sampled, so no other number moves.
     if lasting(lambda row: row["not_ok"] and row["acc"] is None, three):
         found["failed"] = ("no rollout has been ok for 3 steps: see the lines of skipped tasks; is "
