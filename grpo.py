@@ -885,8 +885,7 @@ def build_parser():
     add("--show-every", type=int, default=20, help="steps between printed rollouts; 0 = never")
     add("--val", help="held-out task JSONL: accuracy with and without tools, and `best`")
     add("--eval-every", type=int, default=50, help="steps between them; 0 = at the end")
-    add("--wandb", nargs="?", const="paravt", default=None, metavar="PROJECT",
-        help="send the numbers of log.jsonl there too; needs wandb")
+    launch.add_track_arguments(add)
     rollout.add_agent_arguments(parser, more={
         "gamma": (0.3,),  # penalty of a thought that never closes, see rewards.format_reward
         "answer_from": ("tag", "line"),  # line: R_acc also reads the last line, as the release does
@@ -922,7 +921,7 @@ def parse_args():
         raise launch.UserError("give --data (task JSONL) or --rollouts (rollout JSONL)")
     if args.temperature <= 0:
         raise launch.UserError("--temperature must be above 0: greedy samples have no gradient")
-    launch.check_wandb(args)
+    launch.check_tracker(args)
     return args
 
 
