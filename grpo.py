@@ -28,7 +28,7 @@ is R_fmt by the paper's terms, a common ruler; `fmt` is the term that this run p
 Reads:  --ckpt, --data (task JSONL), or --rollouts: rollout JSONL, which is scored anew by the flags
         of this run and gives one update without an engine.
 Writes: --out/step_NNNNNN/ (checkpoint + train_state/), --out/last, --out/log.jsonl,
-        --out/args.json, --out/rollouts/*.jsonl
+        --out/args.json, --out/rollouts/*.jsonl, --out/judge.jsonl (--judge-url)
 The same command again goes on from the newest whole checkpoint: tasks, K and sampling seeds depend
 on (seed, step) alone.
 
@@ -803,11 +803,11 @@ def number(value, form=".2f"):
 def step_line(m, steps, eta):
     """The numbers to watch, on one line of the terminal. log.jsonl has all. eta: seconds."""
     # Only if some failed: a column of zeros would hide the one that matters.
-    failed = f"not ok {m['not_ok']} | " if m["not_ok"] else ""
+    more = f"not ok {m['not_ok']} | " if m["not_ok"] else ""
     if "judged" in m:
-        failed += f"judged {m['judged']} failed {m['judge_failed']} cached {m['judge_cached']} | "
+        more += f"judged {m['judged']} failed {m['judge_failed']} cached {m['judge_cached']} | "
     return (f"step {m['step']:04d}/{steps:04d} | R {number(m['total'])} acc {number(m['acc'])} "
-            f"f_tau {number(m['f_tau'])} kappa {number(m['kappa'])} | {failed}"
+            f"f_tau {number(m['f_tau'])} kappa {number(m['kappa'])} | {more}"
             f"gap {number(m['gap'], '.0e')} gn {number(m['grad_norm'])} "
             f"zero {m['zero_variance']}/{m['groups']} | "
             f"roll {m['rollout_s']:.1f}s train {m['train_s']:.1f}s | eta {eta / 60:.1f}m")

@@ -510,7 +510,7 @@ class Log:
         kept = [row for row in whole_rows(path) if row["step"] <= start] if start else []
         write_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
         self.file = open(path, "a", encoding="utf-8")
-        self.tracker, self.lost = start_tracker(out, start, args), 0
+        self.tracker = start_tracker(out, start, args)
 
     def write(self, record, line):
         """Adds a row to log.jsonl and to --track, and prints `line`."""
@@ -518,19 +518,19 @@ class Log:
         self.file.write(json.dumps(record) + "\n")
         self.file.flush()
         print(line, flush=True)
-        numbers = flat({name: value for name, value in record.items() if name != "step"})
-        self.track("log", numbers, step=record["step"])
+        numbers = flat(record)
+        self.track("log", numbers, step=numbers.pop("step"))
 
     def track(self, call, *given, **named):
-        """Calls a function of --track. Its errors are counted and end no run."""
+        """Calls a function of --track. Errors are printed once, and end no run."""
         try:
             if self.tracker:
                 getattr(self.tracker, call)(*given, **named)
         except Exception as error:  # of whatever kind: log.jsonl has the numbers
-            if not self.lost:
+            if "track" not in self.warned:
                 print(f"--track: {type(error).__name__}: {printable(error)}; the run goes on, "
                       "log.jsonl has all numbers", file=sys.stderr, flush=True)
-            self.lost += 1
+            self.warned.add("track")
 
     def eta(self, step, steps):
         """Seconds until step `steps` at the pace so far."""
@@ -546,8 +546,6 @@ class Log:
         print(end, flush=True)
         self.file.close()
         self.track("finish")
-        if self.lost:
-            print(f"--track: {self.lost} calls failed", file=sys.stderr, flush=True)
 
 
 def add_track_arguments(add):
@@ -561,9 +559,8 @@ def check_tracker(args):
     """Raises UserError if the package of --track is missing: before models are loaded."""
     import importlib.util
 
-    spec = importlib.util.find_spec(args.track) if args.track else None
-    # A folder wandb/ of earlier runs is a package without an origin.
-    if args.track and (spec is None or spec.origin is None):
+    # A folder wandb/ of earlier runs is found too, as a package without an origin.
+    if args.track and not getattr(importlib.util.find_spec(args.track), "origin", None):
         raise UserError(f"--track {args.track}: the package is not installed: "
                         f"pip install {args.track}")
 
@@ -575,7 +572,7 @@ def start_tracker(out, start, args):
         return None
     import importlib
 
-    path = os.path.join(out, "track.id")
+    path = os.path.join(out, "track.id")  # a run that is begun anew here is another one
     if not start or not os.path.exists(path):
         write_atomic(path, os.urandom(16).hex()[:21])
     with open(path, encoding="utf-8") as f:
@@ -586,23 +583,20 @@ def start_tracker(out, start, args):
              "swanlab": {"id": identity, "log_dir": os.path.join(out, "swanlog")}}[args.track]
     try:
         tracker = importlib.import_module(args.track)
-        tracker.init(project=args.project, name=name, config={**vars(args)}, resume="allow",
-                     **place)
+        tracker.init(project=args.project, name=name, config={**vars(args)},  # trackio adds to it
+                     resume="allow", **place)
     except Exception as error:  # no login, no network: every tracker has errors of its own
         why = " ".join(str(error).split())
         raise RankError(f"--track {args.track}: {type(error).__name__}: {why}") from None
     return tracker
 
 
-def flat(record, head=""):
+def flat(value, name=""):
     """A row of the log -> its numbers, {"by_K/4/acc": 0.5, ..}: trackers draw no text, no None."""
-    found = {}
-    for name, value in record.items():
-        if isinstance(value, dict):
-            found |= flat(value, f"{head}{name}/")
-        elif isinstance(value, (int, float)):
-            found[head + name] = value
-    return found
+    if isinstance(value, dict):
+        parts = [flat(part, f"{name}/{key}") for key, part in value.items()]
+        return {key: number for part in parts for key, number in part.items()}
+    return {name[1:]: value} if isinstance(value, (int, float)) else {}
 
 
 def whole_rows(path):

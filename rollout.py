@@ -20,7 +20,8 @@ responses. Calls inside a thought that never closes are run. --set open_thought=
 a server does if it removes the thought before it looks for calls.
 
 Reads:  a checkpoint folder, task JSONL.
-Writes: rollout JSONL, one episode a line, enough to train on without the engine.
+Writes: rollout JSONL, one episode a line, enough to train on without the engine; with --judge-url
+        the judge's verdicts, judge.jsonl beside it.
 
 CPU toy:  python rollout.py --preset toy --ckpt sft_out --data toy/rl.jsonl --group 4 --limit 8 \\
             --show 2 --out r.jsonl

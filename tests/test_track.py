@@ -84,11 +84,10 @@ def test_the_numbers_of_the_log_are_sent_and_a_run_goes_on(tracker, tmp_path):
 
 def test_a_tracker_that_fails_stops_no_run_and_is_told_of_once(tracker, tmp_path, capsys):
     tracker.broken |= {"log", "finish"}
-    numbers = log(tmp_path / "run", 0, 1, 2, 3, name=tracker.__name__)
+    log(tmp_path / "run", 0, 1, 2, 3, name=tracker.__name__)
     said = capsys.readouterr()
-    assert said.err.count("--track: OSError: no network; the run goes on") == 1
-    assert said.err.endswith("--track: 4 calls failed\n") and said.err.count("\n") == 2
-    assert said.out.count("line of step") == 3 and numbers.lost == 4
+    assert said.err.startswith("--track: OSError: no network; the run goes on")
+    assert said.err.count("\n") == 1 and said.out.count("line of step") == 3
     assert len((tmp_path / "run" / "log.jsonl").read_text().splitlines()) == 3
 
 
@@ -133,7 +132,7 @@ for start, steps in ((0, (1, 2)), (2, (3,))):
     for step in steps:
         log.write({"step": step, "acc": step / 8, "by_K": {"4": {"acc": 0.5}}, "val": None}, "")
     log.close(3, 3)
-    assert not log.lost
+    assert not log.warned
 if name == "trackio":
     from trackio.sqlite_storage import SQLiteStorage
     (run,) = SQLiteStorage.get_runs("mine")
