@@ -904,7 +904,8 @@ class Judge:
         self.args, self.path = args, path
         self.told = False  # of a failure
         self.begin()
-        self.engine.knock()
+        if os.environ.get("RANK", "0") == "0":  # for all ranks: one probe, one line if it fails
+            self.engine.knock()
         self.known = {}  # (question, reference answer, given answer) -> Future of its verdict
         content = b""
         if path and os.path.exists(path):

@@ -342,7 +342,7 @@ def main():
         return check(args, chat.load_codec(ckpt, args.channel), tasks + held, agent, source)
     launch.make_out(os.path.join(args.out, "rollouts"))
     checkpoint.claim_run(args.out, [args.data, args.val, *(args.rollouts or [])])
-    # Each rank asks about its own rollouts, and reads what all ranks have been told before.
+    # Each rank asks about its own rollouts. All append to one file, and read it when they begin.
     judge = open_judge(args, os.path.join(args.out, "judge.jsonl"))
     rank, world, device = launch.start_process_group(args.patience)
     launch.beat(args.patience)

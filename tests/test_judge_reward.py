@@ -331,6 +331,10 @@ def test_recorded_rollouts_are_scored_by_the_judge_of_their_own_run(run, tmp_pat
         (row,) = rows_of(tmp_path / "out" / "log.jsonl")
         assert row["acc"] == 0.25 and row["judged"] == 6 and row["judge_cached"] == 3
         assert len(server.asked) == 6
+    run("grpo", "--out", tmp_path / "plain", "--rollouts", tmp_path / "r.jsonl")
+    one, two = ((tmp_path / name / "last" / "model.safetensors").read_bytes()
+                for name in ("out", "plain"))
+    assert one != two  # other verdicts, other gradients
 
 
 def test_a_judge_that_refuses_ends_the_run_before_it_begins(run, tmp_path, monkeypatch, capsys):
