@@ -22,6 +22,7 @@ import launch
 import rewards
 import rollout
 from evaluation import endpoint
+from tools import pick
 from video import FrameCache
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -331,6 +332,8 @@ def test_recorded_rollouts_are_scored_by_the_judge_of_their_own_run(run, tmp_pat
         (row,) = rows_of(tmp_path / "out" / "log.jsonl")
         assert row["acc"] == 0.25 and row["judged"] == 6 and row["judge_cached"] == 3
         assert len(server.asked) == 6
+    ((first, *_), _) = pick.groups([str(tmp_path / "r.jsonl")])
+    assert first.reward["acc"] == 0.0  # by the verdict in the record, which F1 contradicts
     run("grpo", "--out", tmp_path / "plain", "--rollouts", tmp_path / "r.jsonl")
     one, two = ((tmp_path / name / "last" / "model.safetensors").read_bytes()
                 for name in ("out", "plain"))
