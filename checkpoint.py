@@ -793,7 +793,7 @@ def resume_point(out, args, resume):
     # Two parts of one run may differ in these: how far, how fast, and who is told.
     free = {"steps", "epochs", "resume", "check", "out", "save_every", "eval_every", "show_every",
             "max_seqs", "frame_cache_gb", "frame_cache_dir", "frame_cache_dir_gb", "engine_share",
-            "patience", "replicas", "wandb"}  # fmt: skip
+            "patience", "replicas", "track", "project", "judge_url", "judge_key_env"}  # fmt: skip
     now, then = json.loads(json.dumps(vars(args))), state.get("args", {})
     other = sorted(k for k in then if k in now and k not in free and then[k] != now[k])
     if resume is None and other:

@@ -28,7 +28,7 @@ is R_fmt by the paper's terms, a common ruler; `fmt` is the term that this run p
 Reads:  --ckpt, --data (task JSONL), or --rollouts: rollout JSONL, which is scored anew by the flags
         of this run and gives one update without an engine.
 Writes: --out/step_NNNNNN/ (checkpoint + train_state/), --out/last, --out/log.jsonl,
-        --out/args.json, --out/rollouts/*.jsonl
+        --out/args.json, --out/rollouts/*.jsonl, --out/judge.jsonl (--judge-url)
 The same command again goes on from the newest whole checkpoint: tasks, K and sampling seeds depend
 on (seed, step) alone.
 
@@ -55,6 +55,7 @@ import model
 import rewards
 import rollout
 import video
+from engine import add_judge_arguments, open_judge
 
 # ------------------------------------------------------------------------------------------------
 # Advantages and trees
@@ -301,13 +302,14 @@ def look_ahead(pool, source, tasks, step, args, sampler, over):
         pool.submit(decode, source.overview_spec(task, k))
 
 
-def sample_batch(engine, tasks, agent, codec, source, step, args, rank, world, ahead=None):
+def sample_batch(engine, tasks, agent, codec, source, step, args, rank, world, ahead=None,
+                 judge=None):
     """Rollouts of this rank -> (episodes in batch order, seconds the engine waited for frames).
     Without a collective: ranks finish at different times and meet at the update. ahead: pool of
     threads that decode the overviews of the next step meanwhile and during the update."""
     # Each rank samples whole groups with its own engine, and fans out to sub-agents by itself.
     mine, order = share(tasks, step, args, rank, world)
-    sampler = rollout.Sampler(engine, codec, source, agent, pay_of(args))
+    sampler = rollout.Sampler(engine, codec, source, agent, pay_of(args), judge)
     over = threading.Event()
     if ahead:
         look_ahead(ahead, source, share(tasks, step + 1, args, rank, world)[0], step + 1, args,
@@ -340,6 +342,8 @@ def main():
         return check(args, chat.load_codec(ckpt, args.channel), tasks + held, agent, source)
     launch.make_out(os.path.join(args.out, "rollouts"))
     checkpoint.claim_run(args.out, [args.data, args.val, *(args.rollouts or [])])
+    # Each rank asks about its own rollouts. All append to one file, and read it when they begin.
+    judge = open_judge(args, os.path.join(args.out, "judge.jsonl"))
     rank, world, device = launch.start_process_group(args.patience)
     launch.beat(args.patience)
     # The same command again goes on from the newest whole checkpoint in --out.
@@ -367,7 +371,7 @@ def main():
     asked = launch.stop_on_sigterm()
     bad = 0  # steps in a row without a finite gradient
     if held and start == 0:  # the accuracy that training starts from
-        evaluate(log, engine, held, agent, codec, source, 0, args, rank, world)
+        evaluate(log, engine, held, agent, codec, source, 0, args, rank, world, judge)
 
     # beat() after each phase: a rank that hangs longer than --patience prints its stacks and exits.
     for step in range(start, steps):
@@ -379,9 +383,11 @@ def main():
             # A rank takes whole groups, because sigma needs all rollouts of a group.
             groups = group_by_prompt(recorded)[rank::world]
             episodes = [e for group in groups for e in group]
+            if judge:
+                list(rollout.paid(episodes, pay_of(args), judge))
         else:
             episodes, waited = sample_batch(engine, tasks, agent, codec, source, step, args, rank,
-                                            world, None if last else ahead)
+                                            world, None if last else ahead, judge)
             groups = group_by_prompt(episodes)
         # A group lies on one rank, so advantages need no exchange between ranks.
         for group in groups:
@@ -417,12 +423,14 @@ def main():
             write_rollouts(args.out, step, rank, episodes)
         log_step(log, step, steps, episodes, labels, stats, {
             "skipped": skipped, "groups": len(groups), "packed": sum(map(len, trees)),
+            "judge": judge is not None,
             "decode_s": waited, "rollout_s": rollout_s, "train_s": train_s, "sync_s": sync_s})
         # `best` links to the checkpoint with the highest held-out accuracy so far. Every rank has
         # the same number, so all of them save or none.
         links = ["last"]
         if look:
-            acc = evaluate(log, engine, held, agent, codec, source, step + 1, args, rank, world)
+            acc = evaluate(log, engine, held, agent, codec, source, step + 1, args, rank, world,
+                           judge)
             if acc > best:
                 best, links = acc, ["last", "best"]
         # Ranks may get SIGTERM at different times, and must not leave the loop at different steps.
@@ -442,6 +450,8 @@ def main():
     ahead.shutdown(cancel_futures=True)
     if engine:
         engine.close()
+    if judge:
+        judge.close()
     launch.end_process_group()
 
 
@@ -580,7 +590,7 @@ def log_step(log, step, steps, episodes, labels, stats, counts):
         log.warned |= found.keys()
 
 
-def evaluate(log, engine, held, agent, codec, source, step, args, rank, world):
+def evaluate(log, engine, held, agent, codec, source, step, args, rank, world, judge=None):
     """Logs the held-out accuracy with and without tools, per K and type -> that with tools. The K,
     the seeds and so the noise of a task are the same in every evaluation. Collective."""
     # Videos of --val lie beside that file, unless --video-root says otherwise.
@@ -591,7 +601,8 @@ def evaluate(log, engine, held, agent, codec, source, step, args, rank, world):
     # tool is offered shows here.
     for tools in (True, False):
         # Step 0 enters seeds and draws of K. The weights are those of `step`.
-        sampler = rollout.Sampler(engine, codec, source, replace(agent, tools=tools), pay_of(args))
+        sampler = rollout.Sampler(engine, codec, source, replace(agent, tools=tools), pay_of(args),
+                                  judge)
         for e in rollout.run(sampler, held[rank::world], args.frames, 1, 0):
             # The whole evaluation may take longer than --patience, one episode may not.
             launch.beat(args.patience)
@@ -655,6 +666,7 @@ def episode_row(e, labels):
         "length": sum(e.context.mask) if e.context else 0,
         "cut": sum(reason == "length" for reason in e.finish),
         "sub_tokens": sum(call["sub_tokens"] for call in e.calls),
+        "judge": e.reward.get("judge"), "judge_cached": e.notes.get("judge_cached", False),
     }
 
 
@@ -744,6 +756,10 @@ def signs(history):
     if (m["cut_turns"] or 0) > 0.5:
         found["cut"] = (f"{m['cut_turns']:.0%} of all turns were cut off: --max-new-tokens is too "
                         "small, or the policy does not end its turns")
+    # Such a run is paid by another reward than it was started with.
+    if m.get("judge_failed", 0) > m.get("judged", 0) / 2:
+        found["judge"] = (f"the judge failed on {m['judge_failed']} of {m['judged']} answers, and "
+                          "token F1 paid them instead: is its server up?")
     # Nothing was sampled, so no other number moves.
     if lasting(lambda row: row["not_ok"] and row["acc"] is None, three):
         found["failed"] = ("no rollout has been ok for 3 steps: see the lines of skipped tasks; is "
@@ -787,9 +803,11 @@ def number(value, form=".2f"):
 def step_line(m, steps, eta):
     """The numbers to watch, on one line of the terminal. log.jsonl has all. eta: seconds."""
     # Only if some failed: a column of zeros would hide the one that matters.
-    failed = f"not ok {m['not_ok']} | " if m["not_ok"] else ""
+    more = f"not ok {m['not_ok']} | " if m["not_ok"] else ""
+    if "judged" in m:
+        more += f"judged {m['judged']} failed {m['judge_failed']} cached {m['judge_cached']} | "
     return (f"step {m['step']:04d}/{steps:04d} | R {number(m['total'])} acc {number(m['acc'])} "
-            f"f_tau {number(m['f_tau'])} kappa {number(m['kappa'])} | {failed}"
+            f"f_tau {number(m['f_tau'])} kappa {number(m['kappa'])} | {more}"
             f"gap {number(m['gap'], '.0e')} gn {number(m['grad_norm'])} "
             f"zero {m['zero_variance']}/{m['groups']} | "
             f"roll {m['rollout_s']:.1f}s train {m['train_s']:.1f}s | eta {eta / 60:.1f}m")
@@ -802,7 +820,12 @@ def step_counts(rows, counts):
     times = {name: counts[0][name] for name in ("rollout_s", "train_s", "sync_s")}
     packed = sum(c["packed"] for c in counts)
     sampled = sum(row["length"] + row["sub_tokens"] for row in rows)
-    return {**times, "zero_variance": sum(c["skipped"] for c in counts),
+    judged = [row for row in rows if row["judge"] is not None]
+    verdicts = [row for row in judged if row["judge"] != "fallback"]
+    judge = {"judged": len(judged), "judge_failed": len(judged) - len(verdicts),
+             "judge_cached": sum(row["judge_cached"] for row in verdicts)}
+    return {**times, **(judge if counts[0]["judge"] else {}),
+            "zero_variance": sum(c["skipped"] for c in counts),
             "groups": sum(c["groups"] for c in counts), "packed_tokens": packed,
             "decode_s": max(c["decode_s"] for c in counts),
             "rollout_tokens_per_s": sampled / max(times["rollout_s"], 1e-9),
@@ -862,12 +885,13 @@ def build_parser():
     add("--show-every", type=int, default=20, help="steps between printed rollouts; 0 = never")
     add("--val", help="held-out task JSONL: accuracy with and without tools, and `best`")
     add("--eval-every", type=int, default=50, help="steps between them; 0 = at the end")
-    add("--wandb", nargs="?", const="paravt", default=None, metavar="PROJECT",
-        help="send the numbers of log.jsonl there too; needs wandb")
+    launch.add_track_arguments(add)
     rollout.add_agent_arguments(parser, more={
         "gamma": (0.3,),  # penalty of a thought that never closes, see rewards.format_reward
         "answer_from": ("tag", "line"),  # line: R_acc also reads the last line, as the release does
         "minibatches": (1,)})  # optimizer steps per batch; above 1 costs one more forward
+    add_judge_arguments(parser, "whether an open answer says what the label says; R_acc is then 1 "
+                        "or 0, and token F1 if it fails")
     return parser
 
 
@@ -897,7 +921,7 @@ def parse_args():
         raise launch.UserError("give --data (task JSONL) or --rollouts (rollout JSONL)")
     if args.temperature <= 0:
         raise launch.UserError("--temperature must be above 0: greedy samples have no gradient")
-    launch.check_wandb(args)
+    launch.check_tracker(args)
     return args
 
 

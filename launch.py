@@ -501,7 +501,7 @@ def at_least(least, args, *names):
 
 
 class Log:
-    """Rank 0's numbers of each step: the same to log.jsonl, to the terminal and to --wandb."""
+    """Rank 0's numbers of each step: the same to log.jsonl, to the terminal and to --track."""
 
     def __init__(self, out, start, args):
         """start: the step after which the run goes on. Lines of later steps and a torn last line
@@ -512,25 +512,27 @@ class Log:
         kept = [row for row in whole_rows(path) if row["step"] <= start] if start else []
         write_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
         self.file = open(path, "a", encoding="utf-8")
-        self.wandb = None
-        if args.wandb:
-            import hashlib
-
-            import wandb
-
-            name = os.path.abspath(out)  # a run that goes on has the same id as before
-            identity = hashlib.sha256(name.encode()).hexdigest()[:16]
-            self.wandb = wandb.init(project=args.wandb, name=os.path.basename(name), id=identity,
-                                    resume="allow", config=vars(args), dir=out)
+        self.tracker = start_tracker(out, start, args)
 
     def write(self, record, line):
-        """Adds a row to log.jsonl and to --wandb, and prints `line`."""
+        """Adds a row to log.jsonl and to --track, and prints `line`."""
         self.rows.append(record)
         self.file.write(json.dumps(record) + "\n")
         self.file.flush()
         print(line, flush=True)
-        if self.wandb:
-            self.wandb.log(record, step=record["step"])
+        numbers = flat(record)
+        self.track("log", numbers, step=numbers.pop("step"))
+
+    def track(self, call, *given, **named):
+        """Calls a function of --track. Errors are printed once, and end no run."""
+        try:
+            if self.tracker:
+                getattr(self.tracker, call)(*given, **named)
+        except Exception as error:  # of whatever kind: log.jsonl has the numbers
+            if "track" not in self.warned:
+                print(f"--track: {type(error).__name__}: {printable(error)}; the run goes on, "
+                      "log.jsonl has all numbers", file=sys.stderr, flush=True)
+            self.warned.add("track")
 
     def eta(self, step, steps):
         """Seconds until step `steps` at the pace so far."""
@@ -545,16 +547,58 @@ class Log:
                    f"from {self.out}")
         print(end, flush=True)
         self.file.close()
-        if self.wandb:
-            self.wandb.finish()
+        self.track("finish")
 
 
-def check_wandb(args):
-    """Raises UserError if --wandb is given and its package is missing: before models are loaded."""
+def add_track_arguments(add):
+    """Flags of a tracker. add: add_argument of a parser's group."""
+    add("--track", choices=["trackio", "wandb", "swanlab"],
+        help="send the numbers of log.jsonl there too; needs the package of this name")
+    add("--project", default="paravt", help="of --track")
+
+
+def check_tracker(args):
+    """Raises UserError if the package of --track is missing: before models are loaded."""
     import importlib.util
 
-    if args.wandb and importlib.util.find_spec("wandb") is None:
-        raise UserError("--wandb: the package is not installed: pip install wandb")
+    # A folder wandb/ of earlier runs is found too, as a package without an origin.
+    if args.track and not getattr(importlib.util.find_spec(args.track), "origin", None):
+        raise UserError(f"--track {args.track}: the package is not installed: "
+                        f"pip install {args.track}")
+
+
+def start_tracker(out, start, args):
+    """-> the module of --track, in which a run has begun, or goes on if start > 0. None without
+    --track. Raises RankError if the tracker refuses."""
+    if not args.track:
+        return None
+    import importlib
+
+    path = os.path.join(out, "track.id")  # a run that is begun anew here is another one
+    if not start or not os.path.exists(path):
+        write_atomic(path, os.urandom(16).hex()[:21])
+    with open(path, encoding="utf-8") as f:
+        identity = f.read()
+    # trackio knows a run by its name, so the name must be its own.
+    name = f"{os.path.basename(os.path.abspath(out))}-{identity[:6]}"
+    place = {"trackio": {}, "wandb": {"id": identity, "dir": out},
+             "swanlab": {"id": identity, "log_dir": os.path.join(out, "swanlog")}}[args.track]
+    try:
+        tracker = importlib.import_module(args.track)
+        tracker.init(project=args.project, name=name, config={**vars(args)},  # trackio adds to it
+                     resume="allow", **place)
+    except Exception as error:  # no login, no network: every tracker has errors of its own
+        why = " ".join(str(error).split())
+        raise RankError(f"--track {args.track}: {type(error).__name__}: {why}") from None
+    return tracker
+
+
+def flat(value, name=""):
+    """A row of the log -> its numbers, {"by_K/4/acc": 0.5, ..}: trackers draw no text, no None."""
+    if isinstance(value, dict):
+        parts = [flat(part, f"{name}/{key}") for key, part in value.items()]
+        return {key: number for part in parts for key, number in part.items()}
+    return {name[1:]: value} if isinstance(value, (int, float)) else {}
 
 
 def whole_rows(path):

@@ -55,7 +55,7 @@ class Pay:
 
 
 def score(turns: list[str], task: dict, calls=(), think_open: bool = True, pay: Pay | None = None,
-          tokens: int = 0) -> dict:
+          tokens: int = 0, verdict: bool | None = None) -> dict:
     """
     All reward terms of one rollout. R is composed HERE and only here, for the log and the gradient.
 
@@ -63,14 +63,15 @@ def score(turns: list[str], task: dict, calls=(), think_open: bool = True, pay: 
     "options"?}, see accuracy. calls: the episode's records of calls, in which "parseable" and
     "status" count. think_open: every turn began inside a thought whose <think> is not in the text.
     tokens: sampled tokens of the main agent. No term uses them, but a length penalty would.
+    verdict: of a judge on the answer, which R_acc then is; None: R_acc is `accuracy`.
 
     -> {"acc", "fmt", "tool": R_acc, R_fmt, R_tool; "paid_task", "paid_fmt": the two weighted parts,
     from which the advantages are made; "total": R, the sum of the two}
     """
     pay = pay or Pay()
-    read = {"tag": final_answer, "line": stated_answer}[pay.answer_from]
-    answer = read(turns, think_open)
+    answer = paid_answer(turns, think_open, pay)
     acc = accuracy(answer, task["type"], task["answer"], task.get("options"))
+    acc = acc if verdict is None else float(verdict)
     fmt = format_reward(turns, think_open, pay)["total"]
     # Count the calls that the episode ran. A model can write <tool_response> by itself.
     parseable = sum(call["parseable"] for call in calls)
@@ -82,6 +83,12 @@ def score(turns: list[str], task: dict, calls=(), think_open: bool = True, pay: 
     paid_fmt = pay.format_weight * fmt
     return {"acc": acc, "fmt": fmt, "tool": tool, "paid_task": paid_task, "paid_fmt": paid_fmt,
             "total": paid_task + paid_fmt}
+
+
+def paid_answer(turns, think_open=True, pay=None):
+    """The text that R_acc reads, None without an answer."""
+    read = {"tag": final_answer, "line": stated_answer}[(pay or Pay()).answer_from]
+    return read(turns, think_open)
 
 
 def accuracy(response, task_type, gold, options=None):

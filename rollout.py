@@ -20,7 +20,8 @@ responses. Calls inside a thought that never closes are run. --set open_thought=
 a server does if it removes the thought before it looks for calls.
 
 Reads:  a checkpoint folder, task JSONL.
-Writes: rollout JSONL, one episode a line, enough to train on without the engine.
+Writes: rollout JSONL, one episode a line, enough to train on without the engine; with --judge-url
+        the judge's verdicts, judge.jsonl beside it.
 
 CPU toy:  python rollout.py --preset toy --ckpt sft_out --data toy/rl.jsonl --group 4 --limit 8 \\
             --show 2 --out r.jsonl
@@ -30,6 +31,7 @@ A film:   python rollout.py --ckpt C --video film.mp4 --question "Who opens the 
 """
 import argparse
 import asyncio
+import collections
 import hashlib
 import itertools
 import json
@@ -45,7 +47,7 @@ import chat
 import launch
 import rewards
 import video
-from engine import Limits, Pump, Request, VllmEngine, in_flight
+from engine import Limits, Pump, Request, VllmEngine, add_judge_arguments, in_flight, open_judge
 
 # ------------------------------------------------------------------------------------------------
 # Prompts. SFT data, RL and evaluation all build their prompts here: a model that was trained on one
@@ -336,6 +338,7 @@ class Sampler:
     source: Source
     agent: Agent
     pay: rewards.Pay = rewards.Pay()  # the terms of the reward and their weights
+    judge: object = None  # engine.Judge, whose verdicts pay open answers; None: token F1
     threads: int = field(default_factory=video.decode_threads)  # that decode
     max_live: int = None  # episodes at once; None = twice the engine's batch
     open_context: callable = open_context  # of sub-agents; evaluation/systems.py has another
@@ -585,22 +588,51 @@ def run(sampler: Sampler, tasks: list, frames=64, group=1, step=0, play=run_epis
     loop = asyncio.new_event_loop()
     finished = in_flight(pump, works, live)
     try:
-        while episode := loop.run_until_complete(anext(finished, None)):
-            episode.reward = scored(episode, sampler.pay)
-            yield episode
+        played = iter(lambda: loop.run_until_complete(anext(finished, None)), None)
+        yield from paid(played, sampler.pay, sampler.judge)
     finally:
         # Also if the caller stops early: episodes under way are cancelled, threads end.
         loop.run_until_complete(finished.aclose())
         loop.close()
 
 
-def scored(episode: Episode, pay: rewards.Pay | None = None) -> dict:
+def paid(episodes, pay: rewards.Pay | None = None, judge=None, most=256):
+    """Iterator of Episodes -> the same, scored, in the same order. An open answer is scored by the
+    judge (engine.Judge or None): up to `most` of them wait for it while the next are sampled."""
+    waiting = collections.deque()  # (Episode, None or what Judge.ask returns)
+    for episode in itertools.chain(episodes, [None]):
+        if episode is not None:
+            waiting.append((episode, ask_judge(episode, pay, judge)))
+        while waiting:
+            first, asked = waiting[0]
+            if asked and episode is not None and len(waiting) <= most and not asked[0].done():
+                break  # let the engine go on
+            verdict = asked[0].result() if asked else None
+            first.reward = scored(first, pay, verdict)
+            if asked:  # the record says who scored
+                first.reward["judge"] = "fallback" if verdict is None else verdict
+                first.notes["judge_cached"] = asked[1]
+            waiting.popleft()
+            yield first
+
+
+def ask_judge(episode, pay, judge):
+    """-> what Judge.ask returns; None if no judge reads this episode. Letters, lists, spans and
+    missing answers are graded by rule."""
+    task = episode.task
+    answer = rewards.paid_answer(episode.turns, episode.think_open, pay)
+    if judge is None or task["type"] != "open" or None in (task["answer"], answer):
+        return None
+    return judge.ask(task["question"], task["answer"], answer)
+
+
+def scored(episode: Episode, pay: rewards.Pay | None = None, verdict: bool | None = None) -> dict:
     """Episode -> reward terms, see rewards.score; {} for a question without a known answer."""
     if episode.task["answer"] is None:
         return {}
     tokens = sum(episode.context.mask) if episode.context else 0  # sampled by the main agent
     return rewards.score(episode.turns, episode.task, episode.calls, episode.think_open, pay,
-                         tokens)
+                         tokens, verdict)
 
 
 def new_episodes(tasks, seed, frames, group, step):
@@ -981,7 +1013,7 @@ def check_rollout_file(args) -> None:
     if args.out and os.path.isdir(args.out):
         raise launch.UserError(f"--out {args.out} is a folder; give the name of a file")
     if args.out:
-        launch.keep_inputs([args.out], [args.data or args.video])
+        launch.keep_inputs([args.out], [args.data or args.video, verdicts_beside(args.out)])
         if not args.out.endswith(".jsonl"):  # a file of a checkpoint, say
             raise launch.UserError(f"--out {args.out}: the name of a rollout file ends in .jsonl")
 
@@ -1103,6 +1135,7 @@ def parse_args():
     add("--step", type=int, default=0, help="enters seeds and draws of K, as in training")
     add("--show", type=int, default=0, help="print so many episodes, coloured by who wrote what")
     add_agent_arguments(parser)
+    add_judge_arguments(parser, "whether an open answer says what the label says")
     # A preset changes defaults, which yield to flags. So the preset must be known first.
     early = launch.peek(parser)
     if early.preset == "toy":
@@ -1153,7 +1186,8 @@ def main():
     codec = chat.load_codec(ckpt, args.channel)
     tasks_or_film = tasks or [film_task(args, 0, args.question or "", args.options)]
     check_context(codec, tasks_or_film, agent, source, args.frames)
-    sampler = Sampler(make_engine(ckpt, codec, args), codec, source, agent)
+    judge = open_judge(args, args.out and verdicts_beside(args.out))
+    sampler = Sampler(make_engine(ckpt, codec, args), codec, source, agent, judge=judge)
     began = time.monotonic()
     if args.video:
         rows = ask(sampler, questions(args), args.frames)
@@ -1169,6 +1203,11 @@ def main():
         print(f"{len(rows)} answers{where}")
 
 
+def verdicts_beside(out):
+    """The file of a judge's verdicts for rollouts that are written to `out`."""
+    return os.path.join(os.path.dirname(os.path.abspath(out)), "judge.jsonl")
+
+
 def summary_line(rows, seconds):
     """Records, seconds that they took -> one line for the terminal."""
     n = len(rows)
@@ -1176,9 +1215,11 @@ def summary_line(rows, seconds):
     mean = {k: sum(row["reward"][k] for row in rows) / n for k in ("total", "acc", "fmt", "tool")}
     kappa = sum(c["status"] == "ok" for row in rows for c in row["calls"]) / n
     failed = sum(row["status"] != "ok" for row in rows)
+    judged = [row["reward"]["judge"] for row in rows if "judge" in row["reward"]]
+    judge = f" | judged {len(judged)}, {judged.count('fallback')} failed" if judged else ""
     return (f"{n} rollouts in {seconds:.1f} s ({n / seconds:.1f}/s) | R {mean['total']:.3f} "
             f"(acc {mean['acc']:.3f} fmt {mean['fmt']:.3f} tool {mean['tool']:.3f}) | "
-            f"kappa {kappa:.2f} calls/rollout | {failed} not ok")
+            f"kappa {kappa:.2f} calls/rollout | {failed} not ok{judge}")
 
 
 if __name__ == "__main__":

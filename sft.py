@@ -91,8 +91,7 @@ def build_parser():
     add = parser.add_argument_group("looking and saving").add_argument
     add("--eval-every", type=int, default=200, help="steps between held-out losses; 0 = at the end")
     add("--save-every", type=int, default=500, help="steps between checkpoints; 0 = at the end")
-    add("--wandb", nargs="?", const="paravt", default=None, metavar="PROJECT",
-        help="send the numbers of log.jsonl there too; needs wandb")
+    launch.add_track_arguments(add)
     add("--patience", type=float, default=1800.0,
         help="seconds a phase may take; beyond, the run ends with its stacks; 0 = for ever")
     return parser
@@ -118,7 +117,7 @@ def parse_args():
     launch.at_least(1, args, "batch_size", "pack_tokens", "max_len")
     if args.lora and args.optimizer == "muon":
         raise launch.UserError("--lora goes with --optimizer adamw: Muon steps whole matrices")
-    launch.check_wandb(args)
+    launch.check_tracker(args)
     return args
 
 

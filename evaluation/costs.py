@@ -23,8 +23,8 @@ import launch
 import rewards
 import rollout
 import video
-from engine import Completion
-from evaluation import endpoint, systems
+from engine import Completion, evenly
+from evaluation import systems
 
 # ------------------------------------------------------------------------------------------------
 # Counting
@@ -225,7 +225,7 @@ def expected(suite, k, mode, todo, codec, protocol, args):
     first = {str(task["video"]): task for task in reversed(todo)}
     sizes = {path: file_size(os.path.join(suite.source.root, path)) for path in first}
     there = sorted(filter(sizes.get, sizes), key=sizes.get)
-    tasks = [first[path] for path in endpoint.evenly(there, args.estimate)]
+    tasks = [first[path] for path in evenly(there, args.estimate)]
     # A new cache, because frames that another K or mode left there would cost no time.
     source = replace(suite.source, cache=video.FrameCache(timeout=args.decode_timeout or None))
 

@@ -33,7 +33,7 @@ import launch
 import rewards
 import rollout
 import video
-from evaluation import endpoint
+from engine import ChatRequest
 
 QUESTION = "{subtitles}{question}\n{options}\n{style}"
 NAMED_PATH = "The video path for this video is: {video}"
@@ -58,7 +58,7 @@ class Chat(rollout.Context):
             super().sampled(ids, logps)
 
     def request(self, name, **settings):
-        return endpoint.ChatRequest(name, list(self.compact), list(self.ids), list(self.items),
+        return ChatRequest(name, list(self.compact), list(self.ids), list(self.items),
                            list(self.frames), messages=self.messages, **settings)
 
 

@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import chat
 import rollout
-from engine import Completion
-from evaluation import endpoint, systems
+from engine import Completion, probe_messages
+from evaluation import systems
 
 ANSWER = "I saw red.\n</think>\n<answer>red</answer>"
 AGENT = rollout.Agent(context=4096, max_new_tokens=512, sub_max_new_tokens=64)
@@ -104,7 +104,7 @@ class Server:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                if body["messages"] == endpoint.probe_messages():
+                if body["messages"] == probe_messages():
                     outer.probes += 1
                     reply = probe
                 else:

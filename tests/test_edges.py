@@ -80,7 +80,7 @@ def test_one_invalid_byte_or_odd_line_in_the_log_loses_that_line(tmp_path):
     path.write_bytes(b'{"step": 1}\n{"step": 2, "loss\xff": 1}\n{"step": "two"}\n[[\n'
                      + DEEP.encode() + b'\n{"step": 3}\n')
     assert [row["step"] for row in launch.whole_rows(str(path))] == [1, 2, 3]
-    launch.Log(str(tmp_path), 2, argparse.Namespace(wandb=None)).close(2, 2)
+    launch.Log(str(tmp_path), 2, argparse.Namespace(track=None)).close(2, 2)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
 
 

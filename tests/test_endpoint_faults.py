@@ -13,6 +13,7 @@ import time
 import pytest
 
 import launch
+from engine import ChatRequest
 from evaluation import endpoint
 
 ANSWER = json.dumps({"model": "m", "choices": [{"finish_reason": "stop",
@@ -84,8 +85,8 @@ def drip(part):
 def ask(url, monkeypatch, **more):
     monkeypatch.setenv("SOME_KEY", "secret-of-the-user")
     engine = endpoint.OpenAIEngine(url, "m", key_variable="SOME_KEY", retries=0, **more)
-    engine.submit(endpoint.ChatRequest("1", [], [], [], [], 16, 0.0, 0,
-                                      [{"role": "user", "content": "?"}]))
+    engine.submit(ChatRequest("1", [], [], [], [], 16, 0.0, 0,
+                              [{"role": "user", "content": "?"}]))
     until = time.monotonic() + 20
     found = []
     while not found and time.monotonic() < until:

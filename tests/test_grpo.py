@@ -1331,8 +1331,8 @@ def test_one_place_composes_the_reward_that_is_logged_and_the_one_that_is_traine
     paid = rewards.score
     found = []
     for price in (0.0, 0.05):
-        def score(turns, task, calls, think_open, pay, tokens, price=price):
-            r = paid(turns, task, calls, think_open, pay, tokens)
+        def score(turns, task, calls, think_open, pay, tokens, verdict, price=price):
+            r = paid(turns, task, calls, think_open, pay, tokens, verdict)
             task_part = r["paid_task"] - price * tokens
             return {**r, "paid_task": task_part, "total": task_part + r["paid_fmt"]}
 

@@ -16,7 +16,7 @@ from conftest import ROOT, run_script
 
 import chat
 import rollout
-from evaluation import endpoint
+from engine import ChatRequest, OpenAIEngine
 
 
 @pytest.fixture(scope="module")
@@ -76,13 +76,13 @@ def asked_ids(server, engine, request):
 def test_the_server_reads_the_very_prompt_that_a_policy_is_trained_on(server, toy, codec, source):
     """Frames, times, tool schema and forced start of the thought, over the wire: the same ids as
     rollout.py gives its own engines."""
-    engine = endpoint.OpenAIEngine(server, "toy", prefill=True)
+    engine = OpenAIEngine(server, "toy", prefill=True)
     for task in rollout.read_tasks(str(toy / "eval.jsonl"))[:2]:
         spec = {"video": task["video"], "frames": 4}
         frames, messages = source.load(spec), rollout.main_messages(task, 4)
         context = rollout.open_context(codec, messages, [spec], [frames], rollout.tool_schema())
-        request = endpoint.ChatRequest("0", [], [], [], [frames], 4, 0.0, 0, messages, "<think>\n",
-                                      rollout.tool_schema())
+        request = ChatRequest("0", [], [], [], [frames], 4, 0.0, 0, messages, "<think>\n",
+                              rollout.tool_schema())
         assert asked_ids(server, engine, request) == context.ids + chat.think_prefix_ids(
             codec, context.ids)
 
@@ -93,13 +93,13 @@ def test_the_server_reads_an_overview_as_one_video(number, server, toy, source):
     the time at which they were seen, as a codec with native video writes them; inside a pair of
     markers of the template's own, which vLLM leaves there."""
     codec = chat.load_codec(str(toy / "init"), "video")
-    engine = endpoint.OpenAIEngine(server, "toy", prefill=True, video_item=True)
+    engine = OpenAIEngine(server, "toy", prefill=True, video_item=True)
     task = rollout.read_tasks(str(toy / "eval.jsonl"))[0]
     spec = {"video": task["video"], "frames": number}
     frames, messages = source.load(spec), rollout.main_messages(task, number)
     context = rollout.open_context(codec, messages, [spec], [frames], rollout.tool_schema())
-    request = endpoint.ChatRequest("0", [], [], [], [frames], 4, 0.0, 0, messages, "<think>\n",
-                                  rollout.tool_schema())
+    request = ChatRequest("0", [], [], [], [frames], 4, 0.0, 0, messages, "<think>\n",
+                          rollout.tool_schema())
     ids = context.ids + chat.think_prefix_ids(codec, context.ids)
     clock = chat.encode(codec, chat.stamp_text((frames.seconds[0] + frames.seconds[1]) / 2, 0))
     first = ids.index(codec.vision_start) - len(clock)  # of the first stamp

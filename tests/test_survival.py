@@ -4,7 +4,6 @@ Tests of stopping and going on: python -m pytest tests/test_survival.py -q
 Runs that are asked to stop, runs that are killed where it hurts most, gradients that are not
 finite. Torn checkpoints are in test_checkpoint.py.
 """
-import importlib.util
 import json
 import math
 import os
@@ -135,28 +134,18 @@ def test_a_clock_that_jumps_changes_no_number(run, monkeypatch, script):
 
 
 @pytest.mark.parametrize("script", ["grpo", "sft"])
-def test_the_same_numbers_go_to_wandb(run, monkeypatch, script):
+def test_the_same_numbers_go_to_a_tracker(run, monkeypatch, script):
     """The package is stood in for: what it is given is what log.jsonl holds."""
     sent, started = [], []
-    room = types.SimpleNamespace(log=lambda numbers, step: sent.append((step, numbers)),
-                                 finish=lambda: sent.append("finished"))
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(
-        init=lambda **given: started.append(given) or room, __spec__=1))
+    monkeypatch.setitem(sys.modules, "trackio", types.SimpleNamespace(
+        init=lambda **given: started.append(given), __spec__=types.SimpleNamespace(origin="here"),
+        log=lambda numbers, step: sent.append((step, numbers)), finish=lambda: sent.append("end")))
     for steps in (1, 2):
-        folder = run(script, "--steps", steps, "--wandb", "mine")
+        folder = run(script, "--steps", steps, "--track", "trackio", "--project", "mine")
     rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    assert sent == [(1, rows[0]), "finished", (2, rows[1]), "finished"]
-    assert {s["project"] for s in started} == {"mine"} and len({s["id"] for s in started}) == 1
-
-
-def test_a_missing_package_is_said_before_anything_is_loaded(run, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda n, *more: None if n == "wandb"
-                        else real(n, *more))
-    with pytest.raises(launch.UserError,
-                       match="--wandb: the package is not installed: pip install wandb"):
-        run("sft", "--steps", 1, "--wandb")
+    numbers = [launch.flat({**row, "step": None}) for row in rows]
+    assert sent == [(1, numbers[0]), "end", (2, numbers[1]), "end"] and len(numbers[0]) > 4
+    assert {s["project"] for s in started} == {"mine"} and len({s["name"] for s in started}) == 1
 
 
 # ------------------------------------------------------------------------------------------------

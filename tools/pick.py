@@ -42,7 +42,9 @@ def groups(paths: list[str]) -> list[list]:
             found.setdefault(row["task"]["id"], []).append(rollout.from_json(row))
     for group in found.values():
         for episode in group:  # by the present code, whatever version wrote them
-            episode.reward = rollout.scored(episode)
+            verdict = episode.reward.get("judge")  # but for a judge, who is not asked again
+            episode.reward = rollout.scored(
+                episode, verdict=verdict if isinstance(verdict, bool) else None)
     return list(found.values())
 
 

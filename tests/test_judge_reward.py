@@ -1,0 +1,388 @@
+"""
+Tests of the judge as a reward, --judge-url of grpo.py and rollout.py: python -m pytest
+tests/test_judge_reward.py -q
+
+Against an endpoint that speaks from a script. The judge of evaluations, which has the same prompt,
+is tested in test_eval.py.
+"""
+import argparse
+import functools
+import json
+import re
+import sys
+import threading
+import time
+
+import pytest
+from scripted import Scripted, Server, play
+
+import engine
+import grpo
+import launch
+import rewards
+import rollout
+from evaluation import endpoint
+from tools import pick
+from video import FrameCache
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def task(name="t", kind="open", answer="red", **more):
+    return {"id": name, "video": "v.mp4", "question": "Which colour?", "options": None,
+            "answer": answer, "type": kind, **more}
+
+
+def said(words, sample=0, **more):
+    """An episode that ended with this answer; None: without one. more: of its task."""
+    text = "I saw it.\n</think>\n" + ("" if words is None else f"<answer>{words}</answer>")
+    return rollout.Episode(task(**more), "0/t", sample, 4, 0, turns=[text], think_open=True)
+
+
+def given(body):
+    return re.search(r"Given answer: (.*)\nDoes", body["messages"][0]["content"])[1]
+
+
+def table(replies):
+    """-> a reply of the Server by the given answer: "no" if the table has none."""
+    return lambda body: replies.get(given(body), "no")
+
+
+def flags(server, **more):
+    url = server if isinstance(server, str) else server.url
+    given = {"judge_url": url, "judge_model": "j", "judge_key_env": None}
+    return argparse.Namespace(**{**given, **more})
+
+
+def pay(judge, *episodes):
+    return [e.reward for e in rollout.paid(episodes, rewards.Pay(), judge)]
+
+
+@pytest.fixture
+def no_pause(monkeypatch):
+    monkeypatch.setattr(engine.OpenAIEngine, "pause", lambda self, seconds: None)
+
+
+@pytest.fixture
+def judge(tmp_path):
+    """judge(server, **flags) -> Judge with its file in tmp_path; closed at the end."""
+    made = []
+
+    def judge(server, **more):
+        made.append(engine.open_judge(flags(server, **more), str(tmp_path / "judge.jsonl")))
+        return made[-1]
+
+    yield judge
+    for one in made:
+        one.close()
+
+
+def test_the_verdict_is_the_reward_of_an_open_answer(judge):
+    call = {"parseable": True, "status": "ok"}
+    right, wrong, called = said("scarlet"), said("red", 1), said("crimson", 2)
+    called.calls = [call]
+    with Server(table({"scarlet": "Yes.", "crimson": "**yes**"})) as server:
+        yes, no, tool = pay(judge(server), right, wrong, called)
+    by_rule = [rollout.scored(e) for e in (right, wrong, called)]
+    assert [r["acc"] for r in by_rule] == [0.0, 1.0, 0.0] and "judge" not in by_rule[0]
+    assert (yes["acc"], no["acc"]) == (1.0, 0.0) and (yes["judge"], no["judge"]) == (True, False)
+    assert yes["total"] == by_rule[0]["total"] + 1 and yes["paid_task"] == 1.0
+    # R_tool pays 0.5 more for a right answer, and the judge says what is right.
+    assert tool["tool"] == by_rule[2]["tool"] + 0.5 == 0.8 and tool["paid_task"] == 1.8
+    # Records tell who scored.
+    assert json.loads(json.dumps(right.to_json()))["reward"]["judge"] is True
+
+
+def test_only_open_answers_are_sent(judge):
+    others = [said("A", kind="mcq", answer="A", options=["red", "blue"]),
+              said("1 - 2", kind="grounding", answer=[1.0, 2.0]),
+              said("red, blue", kind="list", answer="red, blue"),
+              said(None), said("  "), said("red", answer=None)]
+    with Server("yes") as server:
+        found = pay(judge(server), *others)
+        assert not server.asked
+        pay(judge(server), said("red"))
+        assert len(server.asked) == 1
+    assert all("judge" not in reward for reward in found)
+    assert [r.get("acc") for r in found] == [1.0, 1.0, 1.0, 0.0, 0.0, None]
+
+
+def test_training_and_evaluation_ask_the_same(judge):
+    """One prompt and one reading of the reply."""
+    record = {"task": task(), "said": "", "extracted": "scarlet"}
+    with Server("Yes, it does.") as server:
+        pay(judge(server), said("scarlet"))
+        args = flags(server, workers=1, request_timeout=9, retries=0, give_up=0, server_wait=0,
+                     quiet=True)
+        (verdict,) = endpoint.ask_judge([record], args)
+        assert verdict["verdict"] is True and server.asked[0] == server.asked[1]
+    readings = {"yes": True, " **No**, it": False, "yesterday": None, "": None, None: None,
+                "It is yes": None}
+    assert {text: engine.read_verdict(text) for text in readings} == readings
+
+
+def test_a_text_is_asked_about_once_and_a_run_that_goes_on_reads_the_file(judge, tmp_path):
+    with Server(table({"scarlet": "yes"})) as server:
+        one = judge(server)
+        group = [said("scarlet", n) for n in range(8)] + [said("blue", 8)]
+        assert [r["acc"] for r in pay(one, *group)] == [1.0] * 8 + [0.0]
+        assert sorted(map(given, server.asked)) == ["blue", "scarlet"]
+        assert sorted(e.notes["judge_cached"] for e in group) == [False] * 2 + [True] * 7
+        (again,) = pay(one, said("scarlet"))  # the next step
+        assert again["judge"] is True and len(server.asked) == 2
+        # A kill in the middle of a line: what was read stays, and the next line is whole.
+        file = tmp_path / "judge.jsonl"
+        lines = file.read_bytes().splitlines(keepends=True)
+        file.write_bytes(lines[0] + b"[]\n\xff\n" + lines[1][:-9])
+        kept = json.loads(lines[0])["answer"]
+        two = judge(server)
+        pay(two, said(kept))
+        assert len(server.asked) == 2
+        pay(two, said("scarlet"), said("blue"), said("green"))
+        assert len(server.asked) == 4
+        pay(judge(server), said("scarlet"), said("blue"), said("green"))
+        assert len(server.asked) == 4
+        # Another judge, question or reference answer: another verdict.
+        pay(judge(server, judge_model="k"), said("scarlet"))
+        pay(one, said("scarlet", answer="blood red"))
+        assert [body["model"] for body in server.asked[4:]] == ["k", "j"]
+    rows = [json.loads(line) for line in file.read_bytes().splitlines()[4:] if line]
+    assert {"question": "Which colour?", "gold": "blood red", "answer": "scarlet", "model": "j",
+            "verdict": True} in rows
+
+
+@pytest.mark.parametrize("reply, times", [(500, 3), ("perhaps", 1), (b"not json", 1), (None, 1)])
+def test_a_failed_verdict_is_paid_by_token_f1_and_tried_again(
+        reply, times, judge, tmp_path, no_pause, capsys):
+    with Server(*[reply] * times, "no") as server:
+        one = judge(server)
+        (first,) = pay(one, said("dark red"))
+        assert len(server.asked) == times and not (tmp_path / "judge.jsonl").exists()
+        (second,) = pay(one, said("dark red"))
+    assert first["judge"] == "fallback" and first["acc"] == rewards.token_f1("dark red", "red") > 0
+    assert second["judge"] is False and second["acc"] == 0.0
+    assert capsys.readouterr().err.count("no verdict of the judge (") == 1
+
+
+def test_a_judge_that_goes_away_stops_no_run_and_is_asked_when_it_is_back(
+        judge, monkeypatch, no_pause, capsys):
+    """No server within the wait: the answers that are left fall back at once. The next step looks
+    again."""
+    up, begin = {"up": True}, engine.Judge.begin
+
+    def impatient(self):
+        begin(self)
+        self.engine.server_wait = 0.2
+
+    monkeypatch.setattr(engine.Judge, "begin", impatient)
+
+    def reply(body):
+        return "yes" if up["up"] else 503
+
+    with Server(reply, probe=reply) as server:
+        one = judge(server)
+        up["up"] = False
+        down = pay(one, *[said(f"{n} red", n) for n in range(9)])
+        assert [r["judge"] for r in down] == ["fallback"] * 9 and len(server.asked) < 27
+        up["up"] = True
+        assert [r["judge"] for r in pay(one, said("0 red"))] == [True]
+    assert capsys.readouterr().err.count("no verdict of the judge (") == 1
+
+
+def test_episodes_go_on_while_the_judge_thinks_and_keep_their_order(judge):
+    """The judge answers only after the last episode has been played."""
+    over = threading.Event()
+
+    def episodes():
+        for n in range(5):
+            yield said(f"colour {n}", n)
+        yield said("A", 5, kind="mcq", answer="A", options=["red", "blue"])
+        over.set()
+
+    with Server(lambda body: "yes" if over.wait(20) else 500) as server:
+        found = list(rollout.paid(episodes(), None, judge(server)))
+    assert [e.sample for e in found] == list(range(6))
+    assert [e.reward.get("judge") for e in found] == [True] * 5 + [None]
+
+
+def test_no_more_episodes_wait_than_there_may(judge):
+    """Each holds its frames."""
+    played, held = [], threading.Event()
+
+    def episodes():
+        for n in range(5):
+            played.append(n)
+            if n == 3:  # a third one waits: the first must be paid now
+                assert held.is_set()
+            yield said(f"colour {n}", n)
+
+    def reply(body):
+        if given(body) == "colour 0":
+            threading.Timer(0.05, held.set).start()
+            held.wait(20)
+        return "yes"
+
+    with Server(reply) as server:
+        found = rollout.paid(episodes(), None, judge(server), most=2)
+        assert next(found).sample == 0 and played == [0, 1, 2]
+        assert [e.sample for e in found] == [1, 2, 3, 4]
+
+
+# ------------------------------------------------------------------------------------------------
+# The scripts
+
+
+def test_flags_of_the_judge_belong_together(tmp_path):
+    for more in ({"judge_model": None}, {"judge_url": None}):
+        with pytest.raises(launch.UserError, match="--judge-url and --judge-model belong together"):
+            engine.open_judge(flags("http://127.0.0.1:9/v1", **more))
+    assert engine.open_judge(flags("x", judge_url=None, judge_model=None)) is None
+
+
+@pytest.fixture
+def open_tasks(toy, tmp_path):
+    rows = [json.loads(line) for line in (toy / "rl.jsonl").read_text().splitlines()[:2]]
+    path = tmp_path / "open.jsonl"
+    same = {"type": "open", "question": "Which colour?", "answer": "deep red"}
+    path.write_text("".join(json.dumps({**row, **same}) + "\n" for row in rows))
+    return path
+
+
+def say(request):
+    """Four answers of a group: the judge likes the second, token F1 likes the first."""
+    answers = ["deep red", "crimson", "blue", None]
+    answer = answers[int(request.id.split("/")[2]) % 4]
+    return "I saw it.\n</think>\n" + (f"<answer>{answer}</answer>" if answer else "")
+
+
+@pytest.fixture
+def run(monkeypatch, toy, tmp_path, open_tasks, codec):
+    """run(script, *flags) -> main() of grpo.py or rollout.py on tasks with scripted answers."""
+    class Engine(Scripted):
+        def close(self, *_):
+            pass
+
+        sleep = wake = sync = close
+
+    monkeypatch.setattr(rollout, "make_engine", lambda ckpt, codec, *_, **__: Engine(codec, say))
+    monkeypatch.setattr(grpo, "gap_tolerance", lambda *_: 99)
+
+    def run(script, *more):
+        words = [f"{script}.py", "--preset", "toy", "--ckpt", toy / "init", "--data", open_tasks,
+                 "--video-root", toy, "--frames", 4, "--group", 4, *more]
+        if script == "grpo":
+            words += ["--prompts", 2, "--show-every", 0]
+        monkeypatch.setattr(sys, "argv", [str(word) for word in words])
+        {"grpo": grpo, "rollout": rollout}[script].main()
+
+    return run
+
+
+def judged_by(server):
+    return "--judge-url", server.url, "--judge-model", "j"
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_run_is_trained_by_its_verdicts_and_counts_them(run, tmp_path, capsys):
+    """What is logged is what the advantages are made of. A run that goes on asks nothing again,
+    even if the judge has moved."""
+    out = tmp_path / "out"
+    with Server(table({"crimson": "yes", "blue": "hm"})) as server:
+        run("grpo", "--out", out, "--steps", 1, *judged_by(server))
+        asked = sorted(map(given, server.asked))
+    # Both tasks have the same question and label. Only failures may be asked about again.
+    assert asked.count("crimson") == asked.count("deep red") == 1 and 1 <= asked.count("blue") <= 2
+    with Server("no") as server:
+        run("grpo", "--out", out, "--steps", 2, *judged_by(server))
+        assert set(map(given, server.asked)) == {"blue"}
+    assert "judged 6 failed 2 cached 2" in capsys.readouterr().out
+    first, second = rows_of(out / "log.jsonl")
+    assert (first["judged"], first["judge_failed"], first["judge_cached"]) == (6, 2, 2)
+    assert (second["judged"], second["judge_failed"], second["judge_cached"]) == (6, 0, 5)
+    assert first["acc"] == second["acc"] == 0.25
+    run("grpo", "--out", tmp_path / "plain", "--steps", 1)
+    (plain,) = rows_of(tmp_path / "plain" / "log.jsonl")
+    assert plain["acc"] == 0.25 and "judged" not in plain
+    with_judge, without = (rows_of(tmp_path / name / "rollouts" / "step_000000.rank0.jsonl")
+                           for name in ("out", "plain"))
+    assert [r["reward"].get("judge") for r in with_judge] == [False, True, "fallback", None] * 2
+    assert [r["reward"]["acc"] for r in with_judge] == [0.0, 1.0, 0.0, 0.0] * 2
+    assert [r["reward"]["acc"] for r in without] == [1.0, 0.0, 0.0, 0.0] * 2
+    for rows, best in ((with_judge, 1), (without, 0)):
+        task_part = [row["advantage"]["task"] for row in rows[:4]]
+        assert max(task_part) == task_part[best] > 0 and task_part.count(max(task_part)) == 1
+
+
+def test_recorded_rollouts_are_scored_by_the_judge_of_their_own_run(run, tmp_path):
+    """rollout.py --out, then grpo.py --rollouts: the same rewards with the same judge."""
+    replies = table({"crimson": "yes"})
+    with Server(replies) as server:
+        run("rollout", "--out", tmp_path / "r.jsonl", *judged_by(server))
+        rows = rows_of(tmp_path / "r.jsonl")
+        assert [r["reward"].get("judge") for r in rows] == [False, True, False, None] * 2
+        assert len(server.asked) == 3 == len(rows_of(tmp_path / "judge.jsonl"))
+        plain = argparse.Namespace(judge_url=None, judge_model=None)
+        assert [e.reward["acc"] for e in grpo.read_rollouts([tmp_path / "r.jsonl"], rewards.Pay())
+                ] == [1.0, 0.0, 0.0, 0.0] * 2 and engine.open_judge(plain) is None
+        run("grpo", "--out", tmp_path / "out", "--rollouts", tmp_path / "r.jsonl",
+            *judged_by(server))
+        (row,) = rows_of(tmp_path / "out" / "log.jsonl")
+        assert row["acc"] == 0.25 and row["judged"] == 6 and row["judge_cached"] == 3
+        assert len(server.asked) == 6
+    ((first, *_), _) = pick.groups([str(tmp_path / "r.jsonl")])
+    assert first.reward["acc"] == 0.0  # by the verdict in the record, which F1 contradicts
+    run("grpo", "--out", tmp_path / "plain", "--rollouts", tmp_path / "r.jsonl")
+    one, two = ((tmp_path / name / "last" / "model.safetensors").read_bytes()
+                for name in ("out", "plain"))
+    assert one != two  # other verdicts, other gradients
+
+
+def test_a_judge_that_refuses_ends_the_run_before_it_begins(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SOME_KEY", "s3cret-value")
+    monkeypatch.setattr(rollout, "make_engine", None)  # never reached
+    with Server("yes", probe=401) as server:
+        for script, out in (("grpo", tmp_path / "new"), ("rollout", tmp_path / "new" / "r.jsonl")):
+            with pytest.raises(SystemExit) as ended:
+                launch.run_main(functools.partial(run, script, "--out", out, *judged_by(server),
+                                                  "--judge-key-env", "SOME_KEY"))
+            said = capsys.readouterr().err
+            assert ended.value.code == 2 and said.count("\n") == 1 and "--judge-key-env" in said
+            assert "401" in said and "s3cret" not in said and not (tmp_path / "new").exists()
+        assert server.probes == 2 and not server.asked
+
+
+def test_most_verdicts_that_fail_are_warned_of():
+    row = {"cut_turns": 0.0, "not_ok": 0, "acc": 0.5, "f_tau": 0.5, "entropy": 0.5, "groups": 0,
+           "zero_variance": 0, "closure": dict.fromkeys(rewards.KINDS), "by_type": {}}
+    for failed, warned in ((4, False), (5, True)):
+        found = grpo.signs([{**row, "judged": 8, "judge_failed": failed}])
+        assert ("judge" in found) == warned
+    assert not grpo.signs([row])
+
+
+def test_the_held_out_accuracy_is_the_judges(run, tmp_path, open_tasks):
+    with Server(table({"deep red": "no"})) as server:
+        run("grpo", "--out", tmp_path / "out", "--steps", 1, "--val", open_tasks, "--group", 1,
+            *judged_by(server))
+    first = rows_of(tmp_path / "out" / "log.jsonl")[0]
+    assert first["val"]["acc"] == 0.0 and first["val"]["n"] == 2
+
+
+def test_the_engine_samples_on_while_the_judge_reads(codec, toy, open_tasks, judge):
+    """rollout.run: no verdict comes before the whole batch is sampled."""
+    tasks, source = rollout.read_tasks(str(open_tasks)), rollout.Source(str(toy), FrameCache())
+    scripted = Scripted(codec, say)
+
+    def reply(body):
+        for _ in range(4000):
+            if len(scripted.answered) == 8:
+                return "yes"
+            time.sleep(0.005)
+        return 400
+
+    with Server(reply) as server:
+        found = play(scripted, tasks, source, group=4, judge=judge(server))
+    assert [e.reward.get("judge") for e in found] == [True, True, True, None] * 2
