@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-ORDER = ["launch", "rewards", "video", "chat", "model", "engine", "checkpoint", "rollout", "sft",
-         "grpo", "evaluation.answers", "evaluation.benchmarks", "evaluation.endpoint",
+ORDER = ["launch", "rewards", "video", "subtitles", "chat", "model", "engine", "checkpoint",
+         "rollout", "sft", "grpo", "evaluation.answers", "evaluation.benchmarks", "evaluation.endpoint",
          "evaluation.systems", "evaluation.costs", "evaluation.scores", "evaluation.folders",
          "eval", "toy", "tools.plan", "tools", "bench"]  # fmt: skip
 FILES = sorted([*Path(ROOT).glob("*.py"), *Path(ROOT).glob("evaluation/*.py"),
