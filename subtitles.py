@@ -41,7 +41,7 @@ def check_subtitles(tasks: list[dict], root: str) -> None:
             # A silent film may have an empty file, or one with the header WEBVTT alone.
             if path and not read_subtitles(path, start or 0.0) and os.path.getsize(path) > 16:
                 raise ValueError(f"{path}: holds no line with times, as SRT, WebVTT or JSON")
-        except ValueError as error:
+        except (ValueError, video.VideoError) as error:
             raise launch.UserError(str(error) + mend) from None
 
 

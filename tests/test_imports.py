@@ -13,9 +13,9 @@ import pytest
 from conftest import ROOT
 
 ORDER = ["launch", "rewards", "video", "subtitles", "chat", "model", "engine", "checkpoint",
-         "rollout", "sft", "grpo", "evaluation.answers", "evaluation.benchmarks", "evaluation.endpoint",
-         "evaluation.systems", "evaluation.costs", "evaluation.scores", "evaluation.folders",
-         "eval", "toy", "tools.plan", "tools", "bench"]  # fmt: skip
+         "rollout", "sft", "grpo", "evaluation.answers", "evaluation.benchmarks",
+         "evaluation.endpoint", "evaluation.systems", "evaluation.costs", "evaluation.scores",
+         "evaluation.folders", "eval", "toy", "tools.plan", "tools", "bench"]  # fmt: skip
 FILES = sorted([*Path(ROOT).glob("*.py"), *Path(ROOT).glob("evaluation/*.py"),
                 *Path(ROOT).glob("tools/*.py"), *Path(ROOT).glob("bench/*.py")])
 
