@@ -358,6 +358,8 @@ def table(words, by, form):
 def prepare(bench, root, path):
     """--prepare: the tasks of a benchmark as task JSONL."""
     tasks, notes = benchmarks.read_split(bench, root)
+    if benchmarks.splits()[bench].shown == "none":  # --data shows the files that tasks name
+        tasks = [{**task, "subtitles": None} for task in tasks]
     write_tasks(tasks, path)
     print_notes(path, notes)
 
