@@ -791,9 +791,9 @@ class FrameCache:
         _, _, ticks, key_ticks = self._table(path)
         return np.flatnonzero(np.isin(ticks, key_ticks))
 
-    def _table(self, path):
-        """Path -> (starts [N], VideoInfo, ticks [N], key_ticks), see `_open`."""
-        file = _identity(path)
+    def _table(self, path, file=None):
+        """Path, its `_identity` -> (starts [N], VideoInfo, ticks [N], key_ticks), see `_open`."""
+        file = file or _identity(path)
         name = sha256(repr(file).encode()).hexdigest()[:32]
 
         def read():
@@ -844,7 +844,8 @@ class FrameCache:
 
     def _opened(self, path, min_pixels, max_pixels):
         """-> (`_identity` of the file, `_table` of the file, height, width after resizing)."""
-        file, table = _identity(path), self._table(path)
+        file = _identity(path)
+        table = self._table(path, file)
         return file, table, *smart_size(table[1].height, table[1].width, min_pixels, max_pixels)
 
     def _frames(self, opened, indices, decode):
