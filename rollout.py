@@ -1072,7 +1072,7 @@ def parse_args():
     add = parser.add_argument_group("what to run").add_argument
     add("--ckpt", required=True, help="checkpoint folder")
     add("--data", help="task JSONL")
-    add("--video", help="instead of --data: a film to ask about")
+    add("--video", help="instead of --data: a film to ask about, a file or a folder of frames")
     add("--question", help="about --video; default: questions are read from the terminal")
     add("--options", nargs="+", metavar="TEXT", help="of that question; default: an open answer")
     add("--out", help="rollout JSONL to write; default: none is written")

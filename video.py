@@ -1001,7 +1001,7 @@ def main():
     if sys.argv[1:2] == ["--serve"]:
         return _serve(int(sys.argv[2]))  # a ChildDecoder gives the number of the pipe
     parser = launch.parser("Prints the size and length of a video file, and decodes frames.")
-    parser.add_argument("file", help="video file")
+    parser.add_argument("file", help="video file, or a folder of frames")
     parser.add_argument("--frames", type=int, help="how many (default: 8, or 1 fps of a window)")
     parser.add_argument("--snap", action="store_true", help="of the overview: key frames nearby")
     parser.add_argument("--start", type=float, help="seconds; start of a window")
