@@ -37,7 +37,6 @@ import json
 import os
 import sys
 from dataclasses import dataclass, replace
-from functools import partial
 
 import chat
 import launch
@@ -72,8 +71,6 @@ def build_parser():
         help="one evaluation each; blank: grey frames, windows too; shuffled: frames of the "
         "overview, times in order; options: of multiple choice, in another order")
     add("--tools", nargs="+", choices=["on", "off"], default=["on"], help="offer crop_video")
-    add("--subtitles", choices=["aligned", "full", "none"],
-        help="lines at the frames' times, all, or none; default: as --bench asks, else none")
     add("--samples", type=int, default=1, help="episodes per task; above 1 needs --temperature")
     add("--limit", type=int, default=0, help="tasks; 0 = all")
     add("--shard", type=shard_argument, default=(0, 1), metavar="I/N",
@@ -112,7 +109,7 @@ def build_parser():
 
     rollout.add_agent_arguments(parser, tools=False, more=systems.rare_settings())
     # Training samples at 0.7, and its engine shares the card with the trainer.
-    parser.set_defaults(temperature=0.0, engine_share=0.9)
+    parser.set_defaults(temperature=0.0, engine_share=0.9, subtitles=None)  # None: see --bench
     return parser
 
 
@@ -218,7 +215,6 @@ def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
     for bench, root in zip(args.bench or [None], args.root or [None]):
         # agent_settings takes one mode of --tools. run_jobs sets each job's own.
         flags = argparse.Namespace(**{**vars(args), "tools": True})
-        shown = args.subtitles or "none"
         if bench:
             tasks, notes = benchmarks.read_split(bench, root)
             folders.print_notes(bench, notes)
@@ -228,11 +224,12 @@ def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
                 shown = "full"  # as the paper's evaluation shows them
         else:
             tasks = rollout.read_tasks(args.data)
+            named = any(task.get("subtitles") for task in tasks)
+            shown = args.subtitles or ("aligned" if named else "none")  # as in training
+        flags.subtitles = shown
         agent, source = rollout.agent_settings(flags, args.data)
         source = systems.source_of(source, args)
         source.cache.timeout = args.decode_timeout or None
-        if shown != "none":
-            source.subtitles = partial(benchmarks.task_subtitles, root=source.root, which=shown)
         # Refused now, or a wrong folder would cost hours of counted video errors.
         benchmarks.check_videos(bench or args.data, tasks, source.root)
         out = folders.leaf_of(args.out, bench)
@@ -428,7 +425,7 @@ def record_of(episode, digest, k, mode, args, taken=None) -> dict:
     ids. k: as in --frames. mode: see scores.mode_of. taken: tokens of the requests, see
     costs.Meter."""
     # Only training needs these fields, and they are most of an episode's bytes.
-    left = {"ids", "mask", "logps", "vision", "spans", "advantage", "version"}
+    left = {"ids", "mask", "logps", "vision", "spans", "advantage", "version", "subtitles"}
     record = {name: value for name, value in episode.to_json().items() if name not in left}
     # "sub" holds the ids of a sub-agent, left out too.
     calls = [{name: value for name, value in c.items() if name != "sub"} for c in episode.calls]

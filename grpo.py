@@ -361,7 +361,7 @@ def main():
     check_frames(recorded, codec)
     # The largest prompt must fit, and some video must open. Both show before weights are loaded.
     if tasks:
-        rollout.check_context(codec, tasks, agent, source, args.frames)
+        rollout.check_context(codec, tasks + held, agent, source, args.frames)
     policy, reference, optimizer, engine = set_up(args, ckpt, codec, source, device, folder)
     wire = model.compute_dtype(device)  # dtype in which weights travel to the engine
     log = open_run(args, policy, start, rank, world)

@@ -48,6 +48,7 @@ import launch
 import rewards
 import video
 from engine import Limits, Pump, Request, VllmEngine, add_judge_arguments, in_flight, open_judge
+from video import check_subtitles, task_subtitles
 
 # ------------------------------------------------------------------------------------------------
 # Prompts. SFT data, RL and evaluation all build their prompts here: a model that was trained on one
@@ -302,6 +303,7 @@ class Episode:
     advantage: dict = field(default_factory=dict)
     timing: dict = field(default_factory=dict)  # seconds
     duration: float = None  # seconds of the video
+    spoken: str = ""  # text of the subtitles in the prompt; "subtitles" in the record, if any
     notes: dict = field(default_factory=dict)  # for evaluation/: first messages, memory; not saved
 
     def fail(self, status, error):
@@ -324,8 +326,9 @@ class Episode:
 
     def to_json(self) -> dict:
         c = self.context or Context()  # a broken video has none
-        return {**{name: getattr(self, name) for name in self.kept()}, "K": self.num_frames,
-                "ids": c.ids, "mask": c.mask, "logps": c.logps,
+        spoken = {"subtitles": self.spoken} if self.spoken else {}
+        return {**{name: getattr(self, name) for name in self.kept()}, **spoken,
+                "K": self.num_frames, "ids": c.ids, "mask": c.mask, "logps": c.logps,
                 "vision": [vars(item) for item in c.items]}  # fmt: skip
 
 
@@ -421,7 +424,7 @@ async def load_overview(episode, sampler):
         return None
     finally:
         episode.timing["decode_s"] = time.monotonic() - began  # waiting for a thread included
-    episode.timing["video_s"] = episode.duration
+    episode.timing["video_s"], episode.spoken = episode.duration, spoken
     # Only now is the length known. Nothing has been sampled yet for a label that cannot be met.
     if source.own_labels and (wrong := label_fault(episode.task, episode.duration)):
         episode.fail("label_error", wrong)
@@ -708,6 +711,8 @@ def task_fault(row: dict) -> str | None:
         return "id and question must be text"
     if not (isinstance(options, list) and all(isinstance(option, str) for option in options)):
         return "options must be a list of strings, or null"
+    if not isinstance(row.get("subtitles") or "", str):
+        return "subtitles must be the path of a file, or null"
     # The type chooses the reward, so a misspelt one must not pass.
     if row["type"] not in rewards.task_types():
         return f"type is {row['type']!r}; expected {', '.join(rewards.task_types())}"
@@ -754,7 +759,7 @@ def from_json(row: dict) -> Episode:
     ids, mask, logps = row["ids"], row["mask"], row["logps"]
     context = Context(ids=ids, mask=mask, logps=logps, items=items) if ids else None
     kept = {name: row[name] for name in Episode.kept()}
-    return Episode(num_frames=row["K"], context=context, **kept)
+    return Episode(num_frames=row["K"], context=context, spoken=row.get("subtitles", ""), **kept)
 
 
 def record_fault(row: dict) -> str | None:
@@ -813,6 +818,9 @@ def add_agent_arguments(parser, tools: bool = True, more=()) -> None:
     add("--max-parallel", type=int, default=Agent.max_parallel, help="calls run per turn")
     if tools:
         add("--tools", action=yes_no, default=True, help="offer crop_video")
+    add("--subtitles", choices=["aligned", "full", "none"], default="aligned", help="of tasks that "
+        "name a file: lines spoken while a frame of the overview is shown, all lines, or none; "
+        "default of eval.py --bench: as the benchmark asks")
     add("--think-prefix", action=yes_no, default=True, help="force <think>\\n in every main turn")
     add("--seed", type=int, default=0, help="of sampling, of the draws of K, of the order of tasks")
     # One flag for all settings: a page of help for flags that few runs change would hide the rest.
@@ -867,15 +875,20 @@ def agent_settings(args, data_path: str | None) -> tuple[Agent, Source]:
     # A wrong root would only show as one counted video_error per task.
     if not os.path.isdir(root):
         raise launch.UserError(f"--video-root {root}: no such folder")
+    spoken = partial(task_subtitles, root=root, which=args.subtitles)
     return agent, Source(root, video.frame_cache(args), least, args.max_pixels,
-                         min(crop, args.max_pixels), snap=args.snap == "keyframe",
-                         own_labels=bool(data_path))
+                         min(crop, args.max_pixels), spoken if args.subtitles != "none" else None,
+                         args.snap == "keyframe", own_labels=bool(data_path))
 
 
 def check_context(codec, tasks, agent, source, frames) -> None:
     """Raises UserError if the context cannot hold the largest prompt of the first readable task, or
-    if none of the first videos can be read. Called before any weights are loaded."""
-    # Overview prompts differ little in length, so the first readable task stands for all.
+    if none of the first videos can be read, or if a file of subtitles cannot be. Called before any
+    weights are loaded."""
+    if source.subtitles:
+        check_subtitles(tasks, source.root)
+    # Overview prompts differ little in length, but for subtitles, so the first readable task stands
+    # for all. --check looks at all.
     text = json.loads(codec.files["config.json"])["text_config"]
     rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
     places = text.get("max_position_embeddings", agent.context)
@@ -888,11 +901,11 @@ def check_context(codec, tasks, agent, source, frames) -> None:
     for task in tasks[:8]:
         spec = source.overview_spec(task, most_frames(frames))
         try:
-            seen = source.load(spec)
+            seen, _, spoken = source.load_overview(spec, task)
         except video.VideoError as error:
             first = first or error
             continue  # counted as video_error when the episode of this task comes
-        messages = main_messages(task, most_frames(frames), agent.tools)
+        messages = main_messages(task, most_frames(frames), agent.tools, spoken)
         tokens = len(open_context(codec, messages, [spec], [seen], tools).ids)
         if tokens + 32 > agent.context:  # 32: the shortest thought and answer worth sampling
             why = f"task {task['id']} with {len(seen.seconds)} frames takes {tokens} tokens"
@@ -921,14 +934,17 @@ def preflight(codec, tasks, agent, source, frames) -> list[str]:
         try:
             seen = source.load(spec)  # decodes the fewest frames, from all over the film
             wrong = label_fault(task, source.duration(spec))
-        except video.VideoError as error:
+            if source.subtitles:
+                check_subtitles([task], source.root)
+        except launch.UserError as error:  # a VideoError is one
             return f"task {task['id']}: {error}", 0
         # Only sizes and times enter the ids, so one picture stands for all of the largest prompt.
-        starts = source.cache.index(video.resolve(spec["video"], source.root))[0]
-        times = starts[((np.arange(most) + 0.5) * len(starts) / most).astype(int)]
-        seen = video.Frames(np.broadcast_to(seen.images[:1], (most, *seen.images.shape[1:])),
-                            times, seen.key, seen.frame_keys[:1] * most)
-        messages = main_messages(task, most, agent.tools)
+        starts, info = source.cache.index(video.resolve(spec["video"], source.root))
+        times = starts[video.overview_indices(starts, info.duration, most)]  # [<= most]
+        seen = video.Frames(np.broadcast_to(seen.images[:1], (len(times), *seen.images.shape[1:])),
+                            times, seen.key, seen.frame_keys[:1] * len(times))
+        spoken = source.subtitles(task, times) if source.subtitles else ""
+        messages = main_messages(task, most, agent.tools, spoken)
         tokens = len(open_context(codec, messages, [spec], [seen], tools).ids)
         if not wrong and tokens + 32 > agent.context:
             wrong = (f"{tokens} tokens with {most} frames do not fit into --context "
@@ -993,7 +1009,7 @@ def toy_lengths() -> dict[str, int]:
 
 def add_film_arguments(add) -> None:
     """Flags of a question about one film. add: add_argument of a parser."""
-    add("--video", help="instead of --data: a film to ask about")
+    add("--video", help="instead of --data: a film to ask about, a file or a folder of frames")
     add("--question", help="about --video; default: questions are read from the terminal")
     add("--options", nargs="+", metavar="TEXT", help="of that question; default: an open answer")
 

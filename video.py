@@ -1,4 +1,4 @@
-"""video.py: a video file -> frames with timestamps, for overviews and crops, cached.
+"""video.py: a video, a file or a folder of frames -> frames with timestamps, cached.
 
 T frames of H x W pixels; s_i = start of frame i in seconds, s_0 = 0; D = duration.
   frame on display at t   = the last i with s_i <= t; the frame's time is s_i, not t
@@ -26,14 +26,23 @@ frames without any time (Matroska written with -avoid_negative_ts disabled); MPE
 Ogg with 10 s without a frame, which ffmpeg takes for a jump; frames turned by another angle than
 90, 180 or 270 degrees, or above MAX_PIXELS. A decoder process may use MAX_MEMORY
 (an hour of 4K HEVC took 0.5 GiB). Without a timeout this process decodes, and has no such bound.
+A folder of frames is a video too. It holds images 1.jpg, 2.jpg, .. (jpeg, png, webp; zeros or one
+text for all may stand before the number) and one clock. Either `fps` is a text file of one number:
+image n is displayed from n / fps on, D = images / fps. Or `times.txt` has one time in seconds for
+each image, ascending: s_i = time_i - time_0, D = s_N-1 + the median distance of two times. Each
+image is a key frame, upright as its EXIF says, in RGB without alpha. Images of another size are
+scaled to that of the first, as frames of a film are. Other files in the folder do not count.
+
 Not handled: non-square pixels; cover art (a video of one frame); wrong times, if none is missing
 and the first 8 frames are in order; of MP4 and FLV files joined with cat, only the first is seen.
 
-Reads one video file. Writes only the folder of a FrameCache, if the cache has one.
+Reads one video. Writes only the folder of a FrameCache, if the cache has one.
   python video.py FILE --frames 8 --start 12 --end 20      no window: the overview of the whole file
 """
 
 import contextlib
+import glob
+import html
 import io
 import math
 import mmap
@@ -277,14 +286,20 @@ def _window(spec, root, cache):
 
 
 def _identity(path):
-    """Path -> (real path, bytes, mtime in ns, READER), which changes with the file. VideoError."""
+    """Path -> (real path, bytes, mtime in ns, READER), which changes with the file. VideoError.
+    Of a folder: a digest of these of all its files in place of the mtime."""
     try:
         status = os.stat(path)
+        if os.path.isdir(path):
+            files = sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns)
+                           for entry in os.scandir(path) if entry.is_file())
+            digest = sha256(repr(files).encode("utf-8", "surrogateescape")).hexdigest()
+            return os.path.realpath(path), sum(size for _, size, _ in files), digest, READER
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         missing = isinstance(error, FileNotFoundError)
         raise VideoError(path, "no such file" if missing else str(error)) from error
     if not os.path.isfile(path):  # opening a pipe would wait for a writer
-        raise VideoError(path, "is a folder" if os.path.isdir(path) else "is not a regular file")
+        raise VideoError(path, "is not a regular file")
     if status.st_size == 0:
         raise VideoError(path, "is empty (0 bytes)")
     return os.path.realpath(path), status.st_size, status.st_mtime_ns, READER
@@ -326,6 +341,63 @@ def _duration(starts, end):
     return round(float(starts[-1]) + usual, 4)
 
 
+def _pictures(folder):
+    """Folder of frames -> numbers [N] of its images, ascending, and their names. VideoError."""
+    names = glob.glob("*", root_dir=folder)  # no hidden files
+    parts = [re.fullmatch(r"(?i)(.*?)([0-9]*)[.](?:jpe?g|png|webp)", name) for name in names]
+    found = sorted((part[1], int(part[2] or -1), part[0]) for part in parts if part)
+    texts, numbers, names = zip(*found) if found else ((), (), ())
+    if len(set(texts)) > 1 or len(set(numbers)) < len(numbers):
+        raise VideoError(folder, f"its images, {names[0]} to {names[-1]}, are not named alike: "
+                         "each needs a number of its own, after the same text")
+    return numbers, names
+
+
+def _open_folder(path):
+    """Folder of frames -> its table, as of `_open`. Ticks count the images from 0."""
+    numbers, names = _pictures(path)
+    clock = [name for name in ("fps", "times.txt") if os.path.isfile(os.path.join(path, name))]
+    if not names or len(clock) != 1:
+        has = " and ".join(clock) or "neither fps nor times.txt" if names else "no images"
+        raise VideoError(path, f"this folder has {has}: add images 000001.jpg, .. and either fps, "
+                         "a text file of one number, or times.txt, one time in seconds a line")
+    try:
+        with open(os.path.join(path, clock[0]), encoding="utf-8-sig") as file:
+            times, end = np.array(file.read().split(), float), 0.0  # 0: the end is unknown
+    except (OSError, ValueError) as error:
+        raise VideoError(path, f"{clock[0]}: {error}") from error
+    gaps, count = np.diff(numbers), len(names)
+    if clock == ["fps"]:
+        if len(times) != 1 or not 1e-6 < times[0] <= 1000:
+            raise VideoError(path, "fps must hold one number, above 0 and at most 1000")
+        if len(set(gaps)) > 1:  # a lost image would move all that follow
+            raise VideoError(path, f"images are missing after {names[gaps.argmax()]}; with fps, "
+                             "their numbers must be evenly spaced")
+        times, end = np.arange(count) / times[0], count / times[0]
+    if len(times) != count:
+        raise VideoError(path, f"times.txt has {len(times)} times for {count} images")
+    starts = np.round(times - times[0], 4)
+    if not (later := np.diff(starts) > 0).all():  # NaN is never later
+        raise VideoError(path, f"times.txt: time {later.argmin() + 2} is not later than the last")
+    ticks, (height, width) = np.arange(count), _picture(path, names[0]).shape[:2]
+    return starts, _duration(starts, end), height, width, ticks, ticks  # all are key frames
+
+
+def _picture(folder, name):
+    """Image of a folder -> [H, W, 3] uint8 RGB, upright as its EXIF says. VideoError."""
+    from PIL import Image, ImageOps
+    try:
+        with Image.open(os.path.join(folder, name), formats=["JPEG", "PNG", "WEBP"]) as image:
+            if image.width * image.height > MAX_PIXELS:
+                raise ValueError(f"{image.width}x{image.height} pixels are too many")
+            image = ImageOps.exif_transpose(image)
+            if image.mode.startswith("I"):  # 16 bits of grey, which convert would cut off at 255
+                image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+            return np.asarray(image.convert("RGB"))
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise VideoError(folder, f"{name}: {error}") from error
+
+
 @contextlib.contextmanager
 def _stream(path):
     """Path -> (container, first video stream), closed at exit. VideoError for PyAV's errors."""
@@ -361,6 +433,8 @@ def _open(path):
     unit and clock. key_ticks are those of the key frames, at which a seek can land. They include
     key frames that an edit list hides; starts do not. Raises VideoError.
     """
+    if os.path.isdir(path):
+        return _open_folder(path)
     size = _identity(path)[1]  # bytes
     try:
         with open(path, "rb") as file:
@@ -524,6 +598,12 @@ def _decode(container, stream, wanted, drop):
 
 def _images(path, ticks, key_ticks):
     """Path, ticks [T] and key_ticks of `_open` -> iterator of images [H, W, 3] uint8."""
+    if os.path.isdir(path):
+        _, names = _pictures(path)
+        if ticks[-1] >= len(names):
+            raise VideoError(path, "lost images since it was opened")
+        yield from (_picture(path, names[tick]) for tick in ticks)
+        return
     left = ticks.tolist()  # not handed out yet
     found = {}  # tick -> image that waits for earlier ones
     seeks = len(key_ticks) > 0
@@ -695,9 +775,6 @@ class FrameCache:
     folder: str | None = None  # of frames for later runs and other processes; None: none
     folder_bytes: int = 50 * 2**30  # of all files in it; beyond 8 processes each may add 1/64
     bytes: int = 0  # kept in memory now
-    decodes: int = 0  # sets of frames decoded
-    hits: int = 0  # sets of frames found in memory
-    indexed: int = 0  # files opened for their table of times
     _busy: int = 0  # decoders at work
     _unseen: float = math.inf  # bytes written since the last look through the folder
     _writing: threading.Lock = field(default_factory=threading.Lock)  # one thread at a time
@@ -715,17 +792,17 @@ class FrameCache:
         _, _, ticks, key_ticks = self._table(path)
         return np.flatnonzero(np.isin(ticks, key_ticks))
 
-    def _table(self, path):
-        """Path -> (starts [N], VideoInfo, ticks [N], key_ticks), see `_open`."""
-        file = _identity(path)
+    def _table(self, path, file=None):
+        """Path, its `_identity` -> (starts [N], VideoInfo, ticks [N], key_ticks), see `_open`."""
+        file = file or _identity(path)
         name = sha256(repr(file).encode()).hexdigest()[:32]
 
         def read():
-            table, asked = self._through(name, file, lambda: self._ask((file[0],)))
+            table = self._through(name, file, lambda: self._ask((file[0],)))
             starts, duration, height, width, *ticks = table  # [N] each
             starts.flags.writeable = False  # all callers share this array
             info = VideoInfo(duration, len(starts), len(starts) / duration, width, height)
-            return (starts, info, *ticks), sum(array.nbytes for array in (starts, *ticks)), asked
+            return (starts, info, *ticks), sum(array.nbytes for array in (starts, *ticks))
 
         return self._once(file, read, look=False)
 
@@ -754,7 +831,7 @@ class FrameCache:
             for indices in fresh.values():
                 own = images[union.searchsorted(indices)]  # [T, H, W, 3]
                 self._frames(opened, indices, lambda own=own: own)
-            return None, 0, False
+            return None, 0
 
         name = "together", *fresh  # several episodes of a group may want the same windows at once
         self._once(name, read, look=False)
@@ -768,7 +845,8 @@ class FrameCache:
 
     def _opened(self, path, min_pixels, max_pixels):
         """-> (`_identity` of the file, `_table` of the file, height, width after resizing)."""
-        file, table = _identity(path), self._table(path)
+        file = _identity(path)
+        table = self._table(path, file)
         return file, table, *smart_size(table[1].height, table[1].width, min_pixels, max_pixels)
 
     def _frames(self, opened, indices, decode):
@@ -778,14 +856,13 @@ class FrameCache:
 
         def read():
             known = self._known(frame_keys)
-            (images,), asked = self._through(
+            (images,) = self._through(
                 key, file, lambda: [decode() if known is None else known])
             seconds = starts[indices]  # [T]
             images.flags.writeable = seconds.flags.writeable = False  # all callers share them
             with self._lock:
                 self._rows.update((name, (images, n)) for n, name in enumerate(frame_keys))
-            frames = Frames(images, seconds, key, frame_keys)
-            return frames, images.nbytes, asked and known is None
+            return Frames(images, seconds, key, frame_keys), images.nbytes
 
         return self._once(key, read)
 
@@ -820,15 +897,15 @@ class FrameCache:
             child.close()
 
     def _through(self, name, file, read):
-        """-> (the values of read(), whether read ran). Looks in the folder first, if any."""
+        """-> the values of read(). Looks in the folder first, if any."""
         path = self.folder and os.path.join(self.folder, name + ".frames")
         kept = _load(path) if path else None
         if kept is not None:
-            return kept, False
+            return kept
         values = read()  # arrays and numbers
         if path and _identity(file[0]) == file:  # else the file changed while it was read
             self._store(path, values)
-        return values, True
+        return values
 
     def _store(self, path, values):
         """Writes a whole file or none. After an error, reading goes on without the folder."""
@@ -869,18 +946,17 @@ class FrameCache:
                 self._idle.append(child)  # also after an error: it can be asked again
 
     def _once(self, key, read, look=True):
-        """Value of `key`: kept, or read by another thread, or read() -> (value, bytes, fresh?)."""
+        """Value of `key`: kept, or read by another thread, or read() -> (value, bytes)."""
         with self._lock:
             future = self._entries.pop(key, None)
             mine = future is None
             if mine:
                 future = Future()
             self._entries[key] = future  # last in order: used now
-            self.hits += look and not mine
         if not mine:  # outside the lock, which the reading thread needs
             return future.result()[0]  # or raises the error of the other thread
         try:
-            value, size, decoded = read()  # outside the lock, because this may take seconds
+            value, size = read()  # outside the lock, because this may take seconds
         except BaseException as error:  # of every kind, or the waiting threads wait for ever
             with self._lock:
                 del self._entries[key]  # a later call tries again
@@ -888,8 +964,6 @@ class FrameCache:
             raise
         with self._lock:
             future.set_result((value, size))  # wakes the waiting threads
-            self.decodes += look and decoded
-            self.indexed += not look and decoded
             self.bytes += size
             while self.bytes > self.max_bytes:
                 # Usually the first entry, so no list of all entries is made. A table that was just
@@ -924,11 +998,112 @@ def frame_cache(args):
                       folder_bytes=int(args.frame_cache_dir_gb * 2**30))
 
 
+# ------------------------------------------------------------------------------------------------
+# Subtitles. A task may name a file in "subtitles": SRT, WebVTT, or JSON as LongVideoBench ships it.
+# The path is relative to the folder of the videos. "subtitle_start" is the second of the file at
+# which the video begins. Sub-agents, which see one window, get no subtitles.
+
+
+def task_subtitles(task: dict, seconds, root: str, which: str) -> str:
+    """
+    Text of a task's subtitles, "" if there are none.
+
+    seconds: times of the frames that are shown [K]. which: "aligned" (lines spoken at those times)
+    or "full". Raises VideoError for a path that leaves the root, ValueError for an unreadable file.
+    """
+    if not task.get("subtitles"):
+        return ""
+    path = resolve(task["subtitles"], root)
+    lines = read_subtitles(path, task.get("subtitle_start") or 0.0)
+    return subtitle_text(lines, seconds if which == "aligned" else None)
+
+
+def check_subtitles(tasks: list[dict], root: str) -> None:
+    """Reads each subtitle file of the tasks once. Raises UserError for a file that is missing or
+    broken, or that holds no line with a time."""
+    for name, start in {(task.get("subtitles"), task.get("subtitle_start")): 0 for task in tasks}:
+        mend = "; mend it, or set subtitles to null in its tasks, or give --subtitles none"
+        try:
+            path = resolve(name, root) if name else None
+            # A silent film may have an empty file, or one with the header WEBVTT alone.
+            if path and not read_subtitles(path, start or 0.0) and os.path.getsize(path) > 16:
+                raise ValueError(f"{path}: holds no line with times, as SRT, WebVTT or JSON")
+        except (ValueError, VideoError) as error:
+            raise launch.UserError(str(error) + mend) from None
+
+
+def subtitle_text(lines, seconds=None):
+    """Lines [(start, end, text)] -> those that overlap one of `seconds`, or all; a repeat once."""
+    shown = []
+    for start, end, text in lines:
+        seen = seconds is None or any(start <= second <= end for second in seconds)
+        if seen and text and text not in shown[-1:]:  # rolling captions say a line twice
+            shown.append(text)
+    return "\n".join(shown)
+
+
+def read_subtitles(path: str, offset: float = 0.0) -> list[tuple]:
+    """
+    SRT, WebVTT or JSON file -> [(start, end, text)] in seconds, in time order. offset: second of
+    the file at which the video begins. Raises ValueError naming the file.
+    """
+    try:
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise OSError("a pipe, which may never end, or a folder")
+        # Many begin with a byte order mark, some are not quite UTF-8.
+        with open(path, encoding="utf-8-sig", errors="replace") as f:
+            text = f.read()
+        lines = json_lines(text) if path.endswith(".json") else srt_lines(text)
+        # A line without a time or a text cannot be shown.
+        lines = [line for line in lines if line[0] is not None and line[2]]
+        lines.sort(key=lambda line: line[0])
+        out = []
+        for line, following in zip(lines, [*lines[1:], None]):
+            start, end, said = line
+            if end is None:  # open: until the next one begins
+                end = following[0] if following else start
+            # No tokenizer takes a lone surrogate. Formatting (<i>, <font ..>) and line breaks go.
+            said = said.encode("utf-8", "replace").decode()
+            said = re.sub(r"<[^<>]*>", "", said)
+            said = " ".join((html.unescape(said) if path.endswith(".vtt") else said).split())
+            out.append((start - offset, end - offset, said))
+        return out
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: unreadable subtitles ({type(error).__name__})") from None
+
+
+def json_lines(text):
+    """LongVideoBench's two forms -> [(start, end or None, text)] in seconds of the file."""
+    from rewards import to_seconds  # frames alone do not need it
+
+    out = []
+    for row in launch.parse_json(text):
+        # {"timestamp": [start, end or null], "text"}, or {"start", "end", "line"}.
+        start, end = row["timestamp"] if "timestamp" in row else (row["start"], row["end"])
+        said = row.get("text", row.get("line"))
+        out.append((to_seconds(start), to_seconds(end), said))
+    return out
+
+
+def srt_lines(text):
+    """SRT or WebVTT -> [(start, end, text)] in seconds of the file, in the order of the file."""
+    from rewards import to_seconds
+
+    stamp = r"((?:\d+:)?\d+:\d+[,.]\d+)"  # 00:01:02,345; hours and the comma vary
+    # A block ends at an empty line. The text may have several lines.
+    block = rf"{stamp} *--> *{stamp}[^\n]*\n(.*?)(?=\n[ \t]*\n|\Z)"
+    out = []
+    for found in re.finditer(block, text.replace("\r\n", "\n"), re.DOTALL):
+        start, end = (to_seconds(found[i].replace(",", ".")) for i in (1, 2))
+        out.append((start, end, found[3]))
+    return out
+
+
 def main():
     if sys.argv[1:2] == ["--serve"]:
         return _serve(int(sys.argv[2]))  # a ChildDecoder gives the number of the pipe
     parser = launch.parser("Prints the size and length of a video file, and decodes frames.")
-    parser.add_argument("file", help="video file")
+    parser.add_argument("file", help="video file, or a folder of frames")
     parser.add_argument("--frames", type=int, help="how many (default: 8, or 1 fps of a window)")
     parser.add_argument("--snap", action="store_true", help="of the overview: key frames nearby")
     parser.add_argument("--start", type=float, help="seconds; start of a window")

@@ -21,9 +21,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 import launch
-import rewards
 import rollout
-import video
 
 # ------------------------------------------------------------------------------------------------
 # The splits
@@ -391,7 +389,7 @@ def complete(task, split, root, notes):
 def check_videos(name, tasks, root):
     """Raises UserError if no video lies below the root, before hours of counted errors."""
     paths = dict.fromkeys(str(task["video"]) for task in tasks)
-    if not any("\0" not in path and os.path.isfile(os.path.join(root, path)) for path in paths):
+    if not any("\0" not in path and os.path.exists(os.path.join(root, path)) for path in paths):
         why = f"none of its {len(paths)} videos lies below {root}, as {next(iter(paths))} should"
         raise launch.UserError(f"{name}: {why}; is the folder one level too high?")
 
@@ -422,13 +420,14 @@ def whole_shards(files):
 def locate(root, folders, name):
     """Path below the root of a video or a subtitle file, None if there is none."""
     stem, ending = os.path.splitext(name)
-    endings = [ending]
+    endings, exists = [ending], os.path.isfile
     if ending not in (".srt", ".json"):  # videos are shipped re-encoded, or in another spelling
-        endings += [other for other in (".mp4", ".MP4", ".mkv", ".webm") if other != ending]
+        endings += [other for other in (".mp4", ".MP4", ".mkv", ".webm", "") if other != ending]
+        exists = os.path.exists  # a folder of frames is a video too
     for folder in folders:
         for ending in endings:
             path = os.path.join(folder, stem + ending)
-            if os.path.isfile(os.path.join(root, path)):
+            if exists(os.path.join(root, path)):
                 return path
     return None
 
@@ -500,83 +499,3 @@ def answer_letter(answer, options):
     if label and label[1].upper() in letters:
         return label[1].upper()
     return letters[options.index(answer)] if answer in options else ""
-
-
-# ------------------------------------------------------------------------------------------------
-# Subtitles
-
-
-def task_subtitles(task, seconds, root, which):
-    """
-    Text of a task's subtitles, "" if there are none.
-
-    seconds: times of the frames that are shown [K]. which: "aligned" (lines spoken at those times)
-    or "full". Raises VideoError for a path that leaves the root, ValueError for an unreadable file.
-    """
-    if not task.get("subtitles"):
-        return ""
-    path = video.resolve(task["subtitles"], root)
-    lines = read_subtitles(path, task.get("subtitle_start") or 0.0)
-    return subtitle_text(lines, seconds if which == "aligned" else None)
-
-
-def subtitle_text(lines, seconds=None):
-    """Lines [(start, end, text)] -> those that overlap one of `seconds`, or all; a repeat once."""
-    shown = []
-    for start, end, text in lines:
-        seen = seconds is None or any(start <= second <= end for second in seconds)
-        if seen and text and text not in shown[-1:]:  # rolling captions say a line twice
-            shown.append(text)
-    return "\n".join(shown)
-
-
-def read_subtitles(path, offset=0.0):
-    """
-    SRT or JSON file -> [(start, end, text)] in seconds, in time order. offset: second of the file
-    at which the video begins. Raises ValueError naming the file.
-    """
-    try:
-        if os.path.exists(path) and not os.path.isfile(path):
-            raise OSError("a pipe, which may never end, or a folder")
-        # Many begin with a byte order mark, some are not quite UTF-8.
-        with open(path, encoding="utf-8-sig", errors="replace") as f:
-            text = f.read()
-        lines = json_lines(text) if path.endswith(".json") else srt_lines(text)
-        # A line without a time or a text cannot be shown.
-        lines = [line for line in lines if line[0] is not None and line[2]]
-        lines.sort(key=lambda line: line[0])
-        out = []
-        for line, following in zip(lines, [*lines[1:], None]):
-            start, end, said = line
-            if end is None:  # open: until the next one begins
-                end = following[0] if following else start
-            # No tokenizer takes a lone surrogate. Formatting (<i>, <font ..>) and line breaks go.
-            said = said.encode("utf-8", "replace").decode()
-            said = " ".join(re.sub(r"<[^<>]*>", "", said).split())
-            out.append((start - offset, end - offset, said))
-        return out
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: unreadable subtitles ({type(error).__name__})") from None
-
-
-def json_lines(text):
-    """LongVideoBench's two forms -> [(start, end or None, text)] in seconds of the file."""
-    out = []
-    for row in launch.parse_json(text):
-        # {"timestamp": [start, end or null], "text"}, or {"start", "end", "line"}.
-        start, end = row["timestamp"] if "timestamp" in row else (row["start"], row["end"])
-        said = row.get("text", row.get("line"))
-        out.append((rewards.to_seconds(start), rewards.to_seconds(end), said))
-    return out
-
-
-def srt_lines(text):
-    """SRT -> [(start, end, text)] in seconds of the file, in the order of the file."""
-    stamp = r"((?:\d+:)?\d+:\d+[,.]\d+)"  # 00:01:02,345; hours and the comma vary
-    # A block ends at an empty line. The text may have several lines.
-    block = rf"{stamp} *--> *{stamp}[^\n]*\n(.*?)(?=\n[ \t]*\n|\Z)"
-    out = []
-    for found in re.finditer(block, text.replace("\r\n", "\n"), re.DOTALL):
-        start, end = (rewards.to_seconds(found[i].replace(",", ".")) for i in (1, 2))
-        out.append((start, end, found[3]))
-    return out

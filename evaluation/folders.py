@@ -64,8 +64,8 @@ def read_records(out, digest=None):
         for number, line in enumerate(lines[:-1], 1):
             try:
                 record = launch.parse_json(line)
-                mode = scores.mode_of(record)
-                item = record["task"]["id"], record["budget"], mode, record["sample"]
+                item = (record["task"]["id"], record["budget"], scores.mode_of(record),
+                        record["sample"])
                 digest = digest or record["digest"]  # None: of the first record
             except (ValueError, KeyError, TypeError):
                 why = "not JSON, or no record; delete the line or the file"
@@ -412,6 +412,8 @@ def table(words, by, form):
 def prepare(bench, root, path):
     """--prepare: the tasks of a benchmark as task JSONL."""
     tasks, notes = benchmarks.read_split(bench, root)
+    if benchmarks.splits()[bench].shown == "none":  # --data shows the files that tasks name
+        tasks = [{**task, "subtitles": None} for task in tasks]
     write_tasks(tasks, path)
     print_notes(path, notes)
 

@@ -26,7 +26,7 @@ import eval as evaluation
 import rollout
 import video
 from engine import Completion
-from evaluation import benchmarks, folders, systems
+from evaluation import folders, systems
 
 CALL = ('<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 8, "end_time": 16}}\n'
         '</tool_call>')
@@ -338,12 +338,12 @@ def test_subtitles_outside_the_folder_are_not_read(tmp_path, path):
     root = tmp_path / "root"
     root.mkdir()
     with pytest.raises(video.VideoError, match="outside"):
-        benchmarks.task_subtitles({"subtitles": path}, [0.0], str(root), "full")
+        video.task_subtitles({"subtitles": path}, [0.0], str(root), "full")
 
 
 def test_a_broken_subtitle_file_is_a_counted_outcome(toy, source, codec):
     task = {**rollout.read_tasks(str(toy / "rl.jsonl"))[0], "subtitles": "rl.jsonl"}
-    source.subtitles = partial(benchmarks.task_subtitles, root=source.root, which="full")
+    source.subtitles = partial(video.task_subtitles, root=source.root, which="full")
     sampler = rollout.Sampler(Talker(lambda: "x"), None, source, rollout.Agent())
     (episode,) = systems.run(sampler, [{**task, "subtitles": "none.srt"}], systems.Protocol(), 4)
     assert episode.status == "video_error" and "none.srt: unreadable subtitles" in episode.error

@@ -1514,7 +1514,7 @@ def broken(folder, kind):
     "kind, why",
     [
         ("missing", "no such file"),
-        ("folder", "is a folder"),
+        ("folder", "has no images"),
         ("pipe", "not a regular file"),
         ("empty", r"empty \(0 bytes\)"),
         ("text", "Invalid data"),

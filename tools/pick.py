@@ -60,7 +60,7 @@ def chats(episode, tools: bool = True, sub_question: bool = True) -> list[dict]:
     """An Episode -> SFT chats: one of the main agent, one of each sub-agent that was run.
     tools, sub_question: as in the rollouts, because a record does not hold them."""
     task, prefix = episode.task, "<think>\n" if episode.think_open else ""
-    messages = rollout.main_messages(task, episode.num_frames, tools)
+    messages = rollout.main_messages(task, episode.num_frames, tools, episode.spoken)
     name = f"{task['id']}-{episode.version}-{episode.sample}"
     rows = [{"id": name, "messages": messages}]
     if tools:

@@ -1,0 +1,154 @@
+"""
+Tests of subtitles in training and in evaluation: python -m pytest tests/test_subtitles.py -q
+"""
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import run_script
+from scripted import AGENT, Scripted, calls, is_sub
+
+import chat
+import eval as evaluation
+import grpo
+import launch
+import rollout
+import video
+from tools import pick
+
+ANSWER = "I saw it.\n</think>\n<answer>red</answer>"
+# The frames of an overview of 4 stand at 8, 24, 40 and 56 s.
+SRT = ("1\n00:00:07,000 --> 00:00:09,500\nHello <i>there</i>\n\n"
+       "2\n00:00:20,000 --> 00:00:22,000\nGoodbye\n\n3\n00:00:39,000 --> 00:00:41,000\nAgain\n")
+
+
+@pytest.fixture
+def data(toy, tmp_path):
+    """A data folder with films of the toy and one file of subtitles -> path of its tasks."""
+    (tmp_path / "videos").symlink_to(toy / "videos")
+    (tmp_path / "words.srt").write_text(SRT)
+    return write(tmp_path, subtitles="words.srt")
+
+
+def write(folder, **more):
+    row = {"id": "spoken", "video": "videos/rl-0000.mp4", "question": "Which?", "options": None,
+           "answer": "red", "type": "open", **more}
+    path = folder / "tasks.jsonl"
+    path.write_text(json.dumps(row) + "\n" + json.dumps({**row, "id": "mute", "subtitles": None}))
+    return path
+
+
+def settings(script, monkeypatch, toy, data, *flags):
+    """Flags of a script -> (args, tasks, Agent, Source)."""
+    monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", "--preset", "toy", "--ckpt",
+                                      str(toy / "init"), "--data", str(data), "--frames", "4",
+                                      *flags])
+    args = script.parse_args()
+    return args, rollout.read_tasks(args.data), *rollout.agent_settings(args, args.data)
+
+
+def prompts(engine):
+    """-> {task id: ids of its first prompt}"""
+    first = [r for r in engine.requests if not is_sub(r)]
+    return {r.id.split("/")[-3]: r.ids for r in first}
+
+
+@pytest.mark.parametrize("flags, words", [
+    ([], {"Hello there", "Again"}), (["--subtitles", "aligned"], {"Hello there", "Again"}),
+    (["--subtitles", "full"], {"Hello there", "Goodbye", "Again"}),
+    (["--subtitles", "none"], set())], ids=lambda value: "-".join(sorted(value)))
+def test_a_prompt_of_training_is_that_of_evaluation(toy, codec, data, tmp_path, monkeypatch, flags,
+                                                    words):
+    found = []
+    for script in (rollout, grpo):
+        args, tasks, agent, source = settings(script, monkeypatch, toy, data, *flags)
+        engine = Scripted(codec, [ANSWER])
+        assert len(list(rollout.run(rollout.Sampler(engine, codec, source, agent), tasks, 4))) == 2
+        found.append(prompts(engine))
+    engine = Scripted(codec, [ANSWER])
+    engine.close = lambda: None
+    monkeypatch.setattr(rollout, "make_engine", lambda *given, **more: engine)
+    settings(evaluation, monkeypatch, toy, data, "--out", str(tmp_path / "out"), *flags)
+    launch.run_main(evaluation.main)
+    assert found[0] == found[1] == prompts(engine)
+    said = chat.decode(codec, found[0]["spoken"])
+    assert {word for word in ("Hello there", "Goodbye", "Again") if word in said} == words
+    assert "Subtitles:" not in chat.decode(codec, found[0]["mute"])
+
+
+def test_a_sub_agent_gets_no_subtitles_and_a_chat_from_a_rollout_has_them(
+        toy, codec, data, monkeypatch):
+    _, tasks, agent, source = settings(rollout, monkeypatch, toy, data)
+    engine = Scripted(codec, [calls((4, 12)), ANSWER])
+    (episode,) = rollout.run(rollout.Sampler(engine, codec, source, agent), tasks[:1], 4)
+    subs = [r for r in engine.requests if is_sub(r)]
+    assert subs and all("Hello" not in chat.decode(codec, r.ids) for r in subs)
+    again = rollout.from_json(json.loads(json.dumps(episode.to_json())))
+    assert pick.chats(again)[0]["messages"][:2] == episode.notes["opening"]
+    assert "Hello there\nAgain" in json.dumps(episode.notes["opening"]).replace("\\n", "\n")
+
+
+def test_the_largest_prompt_counts_its_subtitles(toy, codec, data, monkeypatch, capsys):
+    _, tasks, agent, source = settings(rollout, monkeypatch, toy, data, "--subtitles", "full")
+    assert rollout.preflight(codec, tasks, agent, source, 4) == []
+    said = int(re.search(r"has (\d+) tokens", capsys.readouterr().out)[1])
+    engine = Scripted(codec, [ANSWER])
+    list(rollout.run(rollout.Sampler(engine, codec, source, agent), tasks, 4))
+    prefix = len(chat.think_prefix_ids(codec, []))
+    longest = {name: len(ids) - prefix for name, ids in prompts(engine).items()}
+    assert said == longest["spoken"] > longest["mute"]
+    # The context of a run must hold them too.
+    small = rollout.Agent(context=said + 31)
+    with pytest.raises(launch.UserError, match=f"takes {said} tokens"):
+        rollout.check_context(codec, tasks, small, source, 4)
+
+
+@pytest.mark.parametrize("name, text, why", [
+    ("gone.srt", None, "unreadable subtitles (FileNotFoundError)"),
+    ("words.json", "[{", "unreadable subtitles"), ("words.srt", "no times at all\n" * 9,
+                                                   "no line with times"),
+    ("../words.srt", None, "outside"), ("", None, None), ("words.vtt", "WEBVTT\n\n", None)])
+def test_a_bad_file_is_told_before_the_first_step(toy, codec, data, tmp_path, monkeypatch, name,
+                                                  text, why):
+    if text:
+        (tmp_path / name).write_text(text)
+    write(tmp_path, subtitles=name)
+    _, tasks, _, source = settings(grpo, monkeypatch, toy, data)
+    faults = rollout.preflight(codec, tasks, AGENT, source, 4)
+    if why is None:  # no file is named, or the file of a silent film
+        rollout.check_context(codec, tasks, AGENT, source, 4)
+        assert faults == []
+        return
+    with pytest.raises(launch.UserError, match=re.escape(why)) as caught:
+        rollout.check_context(codec, tasks, AGENT, source, 4)
+    assert len(faults) == 1 and why in faults[0] and faults[0].startswith("task spoken: ")
+    assert "--subtitles none" in str(caught.value) and "\n" not in str(caught.value)
+    _, _, _, source = settings(grpo, monkeypatch, toy, data, "--subtitles", "none")
+    rollout.check_context(codec, tasks, AGENT, source, 4)  # no file is read
+
+
+def test_a_run_ends_with_one_line(toy, data, tmp_path):
+    (tmp_path / "words.srt").unlink()
+    done = run_script("rollout.py", "--preset", "toy", "--ckpt", toy / "init", "--data", data)
+    assert done.returncode == 2 and "words.srt: unreadable" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    write(tmp_path, subtitles=["words.srt"])
+    with pytest.raises(launch.UserError, match="subtitles must be the path of a file, or null"):
+        rollout.read_tasks(str(data))
+
+
+def test_webvtt_says_what_ffmpeg_reads(tmp_path):
+    ffmpeg = pytest.importorskip("imageio_ffmpeg").get_ffmpeg_exe()
+    (tmp_path / "a.vtt").write_text(
+        "WEBVTT - a title\n\nNOTE a note\nof two lines\n\nSTYLE\n::cue { color: red }\n\n"
+        "intro\n00:01.500 --> 00:03.250 align:start position:0%\nTom &amp; <b>Jerry</b>\n\n"
+        "01:00:02.000 --> 01:00:04.125\n<v Ann>two\nlines &lt;here&gt;\n")
+    subprocess.run([ffmpeg, "-v", "error", "-i", tmp_path / "a.vtt", tmp_path / "a.srt"],
+                   check=True)
+    mine, theirs = (video.read_subtitles(str(tmp_path / name)) for name in ("a.vtt", "a.srt"))
+    assert [line[:2] for line in mine] == [line[:2] for line in theirs] == [
+        (1.5, 3.25), (3602.0, 3604.125)]
+    assert [line[2] for line in mine] == ["Tom & Jerry", "two lines <here>"]
+    assert theirs[0][2] == mine[0][2]
