@@ -43,7 +43,7 @@ from functools import partial
 import chat
 import launch
 import rollout
-from evaluation import benchmarks, costs, endpoint, folders, systems
+from evaluation import benchmarks, costs, endpoint, folders, systems, verify
 
 # ------------------------------------------------------------------------------------------------
 # Arguments
@@ -153,7 +153,7 @@ def faults(args):
              ((args.by or args.format != "markdown") and not args.table,
               "--by and --format need --table"),
              (not 0 < args.points <= 100, "--points must be above 0, and 100 at most")]
-    if args.compare or args.table or args.rescore or args.protocols:
+    if args.compare or args.table or args.rescore or args.protocols or args.verify:
         return found  # all other settings come from the folders
     found += [
         (not (args.data or benches), "give --data (task JSONL), --bench with --root, or --compare "
@@ -412,6 +412,8 @@ def main():
     if args.protocols:
         names = [args.protocol] if args.prompt_file else systems.protocols()
         print(systems.describe_all(map(parse_args, names)))
+    elif args.verify:
+        sys.exit(verify.verify(args, args.verify))
     elif args.prepare:
         if os.path.exists(args.prepare):  # it may be a file of the publisher
             raise launch.UserError(f"--prepare {args.prepare}: there is such a file already")

@@ -287,7 +287,6 @@ def protocols():
     # 2 frames a second, 768 at most, with 3584 x 28 x 28 pixels in all.
     many = {**paced(2.0, 768), "min_pixels": 16 * 784, "max_pixels": 768 * 784,
             "total_pixels": 3584 * 784}
-    # Temperature 0.1 at top-p 0.001, which is greedy.
     reasoning = {**single, "max_pixels": 256 * 784, "max_new_tokens": 1024}
     conan = {**rounds, "max_turns": 2, "frames": [16], "max_pixels": 448 * 448}
     longvt = {**rounds, "max_turns": 5, **paced(1.0, 512),
@@ -301,6 +300,8 @@ def protocols():
     centres = "frames lie at the centres of equal segments, theirs include the first and the last"
     stamps = "each frame is an image after its time, theirs are one video"
     replies = "the answers to calls are in our words"
+    greedy = "greedy here, theirs samples at temperature 0.1 with top-p 0.001"
+    raised = "frames and pixels are those of their README, their file holds those of training"
     driver = "paravt/eval/driver.py"
     return {
         # ParaVT-8B; Qwen3-VL-8B and Conan-7B in the paper's runs
@@ -315,9 +316,11 @@ def protocols():
                                "their judge model reads the answer, here a rule")),
         "video-r1": System(wrapped_files("Video-R1"), wrapped_texts(),
                            partial(wrapped_protocol, header="Options:\n"),
-                           {**reasoning, "frames": [64]}, departures=(centres, stamps)),
+                           {**reasoning, **paced(2.0, 64), "min_pixels": 128 * 784},
+                           departures=(centres, stamps, greedy, raised)),
         "videorft": System(wrapped_files("VideoRFT"), wrapped_texts(), wrapped_protocol,
-                           {**reasoning, "frames": [32]}, departures=(centres, stamps)),
+                           {**reasoning, "frames": [32], "min_pixels": 256 * 784},
+                           departures=(centres, stamps, greedy, raised)),
         # Video-Thinker-7B, whose code is not published; and all of these in the paper's runs
         "reasoning": System(f"{driver}:REASONING_SYSTEM", [THINK], prompt_as_system, reasoning),
         "videochat-r1": System("src_eval/eval_prompts.py:QA_THINK and :GROUND_TEMPLATE_THINK, "
@@ -398,15 +401,14 @@ class Source(rollout.Source):
 
     def changed(self, frames, spec):
         """Frames as --show wants them. Times stay, so a prompt has the same tokens."""
-        order = np.arange(len(frames.seconds))
-        images = frames.images
         if self.show == "blank":
-            images = np.broadcast_to(np.uint8(127), images.shape)
+            order = np.arange(len(frames.seconds))
+            images = np.broadcast_to(np.uint8(127), frames.images.shape)
         elif self.show == "shuffled" and "frames" in spec:
             draws = [rollout.stable_number("show", spec["video"], len(frames.seconds), i)
                      for i in range(len(frames.seconds))]
             order = np.argsort(draws)
-            images = images[order]
+            images = frames.images[order]
         else:
             return frames
         # Keys name pictures: caches of the engine must not take these for the real ones.
@@ -461,7 +463,8 @@ def add_arguments(parser):
         help="the publisher's own prompt texts (docs/evaluation.md); default: our wording")
     add("--user-file", metavar="FILE[.py:NAME]",
         help="the user turn, if --prompt-file is the system text (places: --protocols)")
-
+    add("--verify", metavar="CHECKOUT",
+        help="compare --protocol with the publisher's own source in this folder, and end")
 
 
 def rare_settings():
@@ -665,10 +668,11 @@ def filled(text, task, duration=0.0, subtitles="", label="{}.", between="\n"):
         "video": os.path.basename(task["video"]),
         "subtitles": f"Subtitles:\n{subtitles}\n\n" if subtitles else "",
     }
+    if not lines:  # no empty line for options; blank lines of a publisher's text stay
+        text = re.sub(r"\{options\}\n?", "", text)
     # In one pass, because a question may contain "{options}".
     place = r"\{(" + "|".join(filled_places()) + r")\}"
-    text = re.sub(place, lambda found: values[found[1]], text)
-    return text if lines else re.sub(r"\n\n+", "\n", text)  # without options no line is left empty
+    return re.sub(place, lambda found: values[found[1]], text)
 
 
 def clock(seconds):
@@ -709,7 +713,7 @@ def opening(task, num_frames, agent, subtitles, duration,
     if text_first:
         content = [{"type": "text", "text": text}, frames]
     else:
-        content = [frames, {"type": "text", "text": "\n" + text}]
+        content = [frames, {"type": "text", "text": text}]  # nothing between, as the publishers
     messages = [{"role": "system", "content": system}] if system else []
     return [*messages, {"role": "user", "content": content}]
 
@@ -739,16 +743,15 @@ def wrapped_texts():
             " The final answer is a text."]
 
 
-def wrapped_protocol(texts, args, header=""):
-    """No system text. {Question} is the question with the options, after a header if there is one.
-    """
+def wrapped_protocol(texts, args, header="\n"):
+    """No system text. {Question} is the question; with options: header, options, an empty line."""
     first = partial(wrapped_opening, texts=texts, header=header, stamp=stamp_kind(args))
     return Protocol(opening=first, schema=None)
 
 
 def wrapped_opening(task, num_frames, agent, subtitles, duration, texts, header, stamp):
     around, letter, words = texts
-    question = "{question}\n" + (header + "{options}\n" if task.get("options") else "")
+    question = "{question}" + (header + "{options}\n" if task.get("options") else "")
     # The publishers' texts do not say how to write times, so ours do.
     ends = {"mcq": letter, "open": words, "list": " {style}", "grounding": " {style}"}
     user = around.replace("{Question}", question) + ends[task["type"]]
@@ -768,7 +771,7 @@ def videochat_protocol(texts, args):
 def videochat_opening(task, num_frames, agent, subtitles, duration, texts, stamp):
     user = texts[task["type"] == "grounding"]
     return opening(task, num_frames, agent, subtitles, duration,
-                   user=user, stamp=stamp, text_first=True)
+                   user=user, stamp=stamp, text_first=True, label="({})")
 
 
 def qwen3_text():

@@ -1,0 +1,642 @@
+"""
+evaluation/verify.py: compares what a protocol sends with what its publisher's own code sends.
+
+eval.py --protocol X --verify CHECKOUT builds the publisher's messages for made-up tasks from the
+source in the folder CHECKOUT. The source is parsed and its formatting is evaluated by `value` and
+`execute` below, which know constants, names and the methods of strings and lists: nothing is
+imported and nothing is run. Our messages are the ones that an endpoint would get, with the texts of
+the same checkout. Two proofs exist, and the output names the one that was used:
+
+  built from the source                  their side was computed from their code
+  the source is the one that was read    the code is the one that a person compared with ours; only
+                                         a digest of its lines is kept here (`known_sources`)
+
+Differences that System.departures states are footnotes. Any other is printed as UNDECLARED, and
+the exit code is 1. A missing file or name ends with exit code 2.
+
+Reads the checkout. Writes nothing, or --out/verify.json if --out is given.
+"""
+
+import ast
+import difflib
+import hashlib
+import json
+import os
+import re
+import tempfile
+import textwrap
+from dataclasses import dataclass, field
+from functools import partial
+
+import launch
+import rollout
+from engine import Completion
+from evaluation import endpoint, systems
+
+BUILT = "built from the source"
+READ = "the source is the one that was read"
+VIDEO = "<video>"  # stands for all frames of a video, where the publisher sends one video
+IMAGE = "<image>"
+
+
+class Unreadable(Exception):
+    """A piece of source is not of the few kinds that are evaluated here."""
+
+
+@dataclass
+class Item:
+    """One comparison. Equal texts are the same; a departure is one of System.departures."""
+
+    name: str
+    theirs: object  # text or number
+    ours: object
+    proof: str = BUILT
+    departure: str = None
+
+
+# ------------------------------------------------------------------------------------------------
+# A few kinds of expressions and statements. No name leads to a module, so no code can reach a file.
+
+
+def value(node, names):
+    """Expression -> its value. names: name or dotted name -> value, function definition of the
+    source, or a function of ours. Raises Unreadable."""
+    go = partial(value, names=names)
+    match node:
+        case ast.Constant():
+            return node.value
+        case ast.Name() | ast.Attribute():
+            if (name := ast.unparse(node)) in names:
+                return names[name]
+        case ast.JoinedStr():
+            return "".join(map(go, node.values))
+        case ast.FormattedValue():
+            shown = {115: str, 114: repr}.get(node.conversion, lambda x: x)(go(node.value))
+            return format(shown, go(node.format_spec) if node.format_spec else "")
+        case ast.BinOp(left=left, right=right):
+            left, right = go(left), go(right)
+            if isinstance(node.op, ast.Add) and isinstance(left, (str, list, int, float)):
+                return left + right
+            if isinstance(left, (int, float)) and isinstance(right, (int, float)):
+                return {ast.Sub: lambda: left - right, ast.Mult: lambda: left * right,
+                        ast.Div: lambda: left / right, ast.FloorDiv: lambda: left // right,
+                        ast.Mod: lambda: left % right}.get(type(node.op), unknown(node))()
+        case ast.List() | ast.Tuple():
+            return [go(item) for item in node.elts]
+        case ast.Dict():
+            pairs = [(go(k), go(v)) if k else go(v) for k, v in zip(node.keys, node.values)]
+            return {k: v for pair in pairs
+                    for k, v in (pair.items() if isinstance(pair, dict) else [pair])}
+        case ast.Subscript():
+            return go(node.value)[go(node.slice)]
+        case ast.Slice():
+            return slice(*(go(end) if end else None for end in (node.lower, node.upper, node.step)))
+        case ast.UnaryOp(op=ast.Not()):
+            return not go(node.operand)
+        case ast.UnaryOp(op=ast.USub()):
+            return -go(node.operand)
+        case ast.BoolOp():
+            every = isinstance(node.op, ast.And)
+            for item in node.values:
+                if bool(found := go(item)) != every:
+                    break
+            return found
+        case ast.Compare(ops=[op], comparators=[right]):
+            left, right = go(node.left), go(right)
+            return {ast.Eq: lambda: left == right, ast.NotEq: lambda: left != right,
+                    ast.Lt: lambda: left < right, ast.Gt: lambda: left > right,
+                    ast.LtE: lambda: left <= right, ast.GtE: lambda: left >= right,
+                    ast.In: lambda: left in right, ast.NotIn: lambda: left not in right,
+                    ast.Is: lambda: left is right, ast.IsNot: lambda: left is not right,
+                    }.get(type(op), unknown(node))()
+        case ast.IfExp():
+            return go(node.body) if go(node.test) else go(node.orelse)
+        case (ast.ListComp(generators=[each]) | ast.GeneratorExp(generators=[each])
+              | ast.DictComp(generators=[each])):
+            found, pairs = [], isinstance(node, ast.DictComp)
+            for item in go(each.iter):
+                inner = dict(names)
+                assign(each.target, item, inner)
+                if all(value(test, inner) for test in each.ifs):
+                    parts = [node.key, node.value] if pairs else [node.elt]
+                    found.append([value(part, inner) for part in parts])
+            return dict(found) if pairs else [part for part, in found]
+        case ast.Call():
+            return called(node, names)
+    raise Unreadable(ast.unparse(node)[:80])
+
+
+def unknown(node):
+    def fail():
+        raise Unreadable(ast.unparse(node)[:80])
+    return fail
+
+
+def called(node, names):
+    """A call of a function in `names`, of a few builtins, or of a method of plain data."""
+    given = [value(item, names) for item in node.args]
+    named = {word.arg: value(word.value, names) for word in node.keywords}
+    name = ast.unparse(node.func)
+    plain = {"str": str, "len": len, "range": range, "enumerate": enumerate, "zip": zip, "chr": chr,
+             "ord": ord, "sorted": sorted, "list": list, "isinstance": isinstance, "min": min,
+             "max": max, "round": round, "int": int, "print": lambda *_, **__: None,
+             "json.dumps": json.dumps}
+    found = names.get(name, plain.get(name))
+    if isinstance(found, ast.FunctionDef):
+        return returned(found, given, named, names)
+    if found is None and isinstance(node.func, ast.Attribute):
+        owner = value(node.func.value, names)
+        methods = {str: ("format", "join", "replace", "strip", "lower", "split"),
+                   list: ("append", "extend", "insert"), dict: ("get", "items", "keys")}
+        if node.func.attr in methods.get(type(owner), ()):
+            found = getattr(owner, node.func.attr)
+    if found is None:
+        raise Unreadable(ast.unparse(node)[:80])
+    return found(*given, **named)
+
+
+def returned(function, given, named, names):
+    """What a function of the source returns."""
+    taken = [item.arg for item in function.args.args]
+    if taken[:1] == ["self"]:
+        given = [None, *given]
+    defaults = function.args.defaults
+    late = {name: value(node, names) for name, node in zip(taken[::-1], defaults[::-1])}
+    found = execute(function.body, {**names, **late, **dict(zip(taken, given)), **named})
+    return found[0] if found else None
+
+
+def assign(target, what, names):
+    if isinstance(target, ast.Name):
+        names[target.id] = what
+    elif isinstance(target, ast.Subscript):
+        value(target.value, names)[value(target.slice, names)] = what
+    elif isinstance(target, ast.Tuple):
+        for item, part in zip(target.elts, what, strict=True):
+            assign(item, part, names)
+    else:
+        raise Unreadable(ast.unparse(target))
+
+
+def execute(body, names):
+    """Statements -> [returned value] or None; `names` changes."""
+    for node in body:
+        found = None
+        match node:
+            case ast.Assign():
+                what = value(node.value, names)
+                for target in node.targets:
+                    assign(target, what, names)
+            case ast.AnnAssign(value=ast.expr()):
+                assign(node.target, value(node.value, names), names)
+            case ast.AugAssign(op=ast.Add()):
+                old = value(node.target, names)
+                assign(node.target, old + value(node.value, names), names)
+            case ast.Expr():
+                value(node.value, names)
+            case ast.Return():
+                return [value(node.value, names) if node.value else None]
+            case ast.If():
+                found = execute(node.body if value(node.test, names) else node.orelse, names)
+            case ast.For(orelse=[]):
+                for item in value(node.iter, names):
+                    assign(node.target, item, names)
+                    if found := execute(node.body, names):
+                        break
+            case ast.Assert() | ast.Import() | ast.ImportFrom() | ast.Pass():
+                pass
+            case _:
+                raise Unreadable(ast.unparse(node)[:80])
+        if found:
+            return found
+    return None
+
+
+# ------------------------------------------------------------------------------------------------
+# A checkout
+
+
+@dataclass
+class Source:
+    """One file of a checkout: its text, and its tree if it is Python."""
+
+    path: str
+    text: str
+    tree: object = None
+
+    def function(self, name):
+        """FunctionDef of `name` or `Class.name`. Raises UserError if there is none."""
+        node = self.tree
+        for part in name.split("."):
+            kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+            found = [n for n in ast.walk(node) if isinstance(n, kinds) and n.name == part]
+            if not found:
+                raise missing(self.path, f"the function {name}")
+            node = found[0]
+        return node
+
+    def assigned(self, name, inside=None, names=()):
+        """The value of the last assignment to `name`. names: values that it may use."""
+        nodes = [n.value for n in ast.walk(inside or self.tree) if isinstance(n, ast.Assign)
+                 and any(ast.unparse(target) == name for target in n.targets)]
+        if not nodes:
+            raise missing(self.path, f"an assignment to {name}")
+        return value(nodes[-1], dict(names))
+
+    def keyword(self, call, name):
+        """The value of keyword `name` in the first call of `call`."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == call:
+                for word in node.keywords:
+                    if word.arg == name:
+                        return value(word.value, {})
+        raise missing(self.path, f"{name} in a call of {call}")
+
+    def default(self, function, name):
+        """The default of an argument of a function, or of a flag (name: "--flag")."""
+        if name.startswith("--"):
+            for node in ast.walk(self.function(function) if function else self.tree):
+                if isinstance(node, ast.Call) and node.args and name == getattr(
+                        node.args[0], "value", None):
+                    for word in node.keywords:
+                        if word.arg == "default":
+                            return value(word.value, self.constants())
+            raise missing(self.path, f"a default of {name}")
+        node = self.function(function)
+        taken = [item.arg for item in node.args.args][::-1]
+        found = dict(zip(taken, node.args.defaults[::-1]))
+        if name not in found:
+            raise missing(self.path, f"a default of {name} in {function}")
+        return value(found[name], self.constants())
+
+    def entry(self, function, key):
+        """The value of `key` in a dictionary that a function writes out."""
+        for node in ast.walk(self.function(function)):
+            for name, found in zip(*(node.keys, node.values) if isinstance(node, ast.Dict)
+                                   else ((), ())):
+                if getattr(name, "value", None) == key:
+                    return value(found, self.constants())
+        raise missing(self.path, f"{key!r} in a dictionary of {function}")
+
+    def flag(self, name):
+        """The value that a shell script gives: `--name 3`, or `name=3`."""
+        found = re.search(rf"(?<![\w.]){re.escape(name)}[ =]([\w.+-]+)", self.text)
+        if not found:
+            raise missing(self.path, name)
+        return json.loads(found[1]) if re.fullmatch(r"-?[\d.]+", found[1]) else found[1]
+
+    def constants(self):
+        """Names that the top of the file sets to what can be evaluated, and its functions."""
+        names = {}
+        for node in self.tree.body:
+            if isinstance(node, ast.FunctionDef):
+                names[node.name] = node
+            elif isinstance(node, ast.Assign):
+                try:
+                    execute([node], names)
+                except (Unreadable, KeyError, TypeError, ValueError):
+                    continue  # for example a path from the environment
+        return names
+
+    def digest(self, name):
+        """Of the lines of a function, without comments and blank lines."""
+        code = ast.get_source_segment(self.text, self.function(name), padded=True)
+        lines = [line.rstrip() for line in textwrap.dedent(code).splitlines()]
+        kept = [line for line in lines if line and not line.lstrip().startswith("#")]
+        return hashlib.sha256("\n".join(kept).encode()).hexdigest()[:12]
+
+
+def missing(path, what):
+    return launch.UserError(f"--verify: {path} does not hold {what}")
+
+
+def opened(root, path):
+    """File of a checkout -> Source. Raises UserError if it is missing or cannot be parsed."""
+    whole = os.path.join(root, path)
+    if not os.path.isfile(whole):
+        raise launch.UserError(f"--verify {root}: no file {path}")
+    try:
+        with open(whole, encoding="utf-8-sig") as f:
+            text = f.read()
+        return Source(whole, text, ast.parse(text) if path.endswith(".py") else None)
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise launch.UserError(f"--verify: {whole}: {error}") from None
+
+
+def known_sources():
+    """Digests of functions that were read, see Source.digest."""
+    return {"extract_video_frames_with_timestamps": "186cb8ed9804"}
+
+
+def same_source(source, name):
+    """-> Item: a function is the one that was read and compared with ours by a person."""
+    found, known = source.digest(name), known_sources().get(name)
+    theirs = "as read" if found == known else f"source changed ({found}): cannot tell"
+    return Item(f"{name} of {os.path.basename(source.path)}", theirs, "as read", READ)
+
+
+# ------------------------------------------------------------------------------------------------
+# Our side
+
+
+def tasks():
+    """name -> made-up task: four options, five, an open question, an event."""
+    four = ["a red kite", "a blue {kite}", "no kite", "two kites"]
+    base = {"video": "made-up.mp4", "answer": "B", "type": "mcq"}
+    asked = "Which kite flies over the harbour?"
+    return {
+        "four options": {**base, "id": "4", "question": asked, "options": four},
+        "five options": {**base, "id": "5", "question": asked, "options": [*four, "no sky"]},
+        "open question": {**base, "id": "o", "question": asked, "options": None, "type": "open"},
+        "event": {**base, "id": "e", "question": "When does a kite fly?", "options": None,
+                  "event": "a kite flies", "answer": [8, 16], "type": "grounding"}}
+
+
+@dataclass
+class Listener:
+    """An engine that keeps the bodies that an endpoint would get and answers from a script."""
+
+    wire: endpoint.OpenAIEngine
+    script: list
+    bodies: list = field(default_factory=list)
+    waiting: list = field(default_factory=list)
+    max_seqs: int = 1
+
+    def submit(self, request):
+        self.waiting.append(request.id)
+        # A copy, because the messages of an episode go on.
+        self.bodies.append(json.loads(json.dumps(self.wire.body(request))))
+
+    def poll(self):
+        said = self.script[min(len(self.bodies), len(self.script)) - 1]
+        done = [Completion(name, text=said, ended=True) for name in self.waiting]
+        self.waiting = []
+        return done
+
+
+def ours(args, texts, task, *script):
+    """Bodies of the requests of an episode, with the publisher's texts, two frames of a video of 64
+    seconds (one frame a second), and a model that says what `script` says."""
+    import numpy as np
+
+    import toy
+
+    with tempfile.TemporaryDirectory() as root:
+        toy.write_video(os.path.join(root, task["video"]), np.zeros((64, 32, 32, 3), np.uint8))
+        args.video_root, modes, args.tools = root, args.tools, True
+        agent, source = rollout.agent_settings(args, None)
+        args.tools, agent.tools = modes, modes == ["on"]
+        args.prompt_file = ["CHECKOUT"]  # some protocols ask whether the texts are their own
+        protocol = systems.protocols()[args.protocol].make(texts, args)
+        wire = endpoint.OpenAIEngine("http://none", "none", sampling=endpoint.sampling_settings(
+            args), prefill=args.think_prefix or bool(protocol.prefill))
+        engine = Listener(wire, [*script, "<answer>B</answer>"])
+        sampler = rollout.Sampler(engine, None, systems.source_of(source, args), agent)
+        (episode,) = systems.run(sampler, [task], protocol, 2)
+        wire.close()
+    if episode.status != "ok":
+        raise launch.UserError(f"--verify: our own episode failed: {episode.error}")
+    return engine.bodies
+
+
+def shown(messages, joined=False):
+    """Messages of either side -> text: a line for every role, images as <image>. joined: frames
+    with times, and images in a row, are one <video>."""
+    lines = []
+    for message in messages:
+        content = message["content"]
+        if not isinstance(content, str):
+            content = "".join(picture_or_text(part) for part in content)
+        if joined:
+            content = re.sub(rf"((<\d+\.\d seconds>)?{IMAGE})+", VIDEO, content)
+        lines += [f"[{message['role']}]", *content.split("\n")]
+    return "\n".join(lines)
+
+
+def picture_or_text(part):
+    if part.get("type", "text") == "text" and "text" in part:
+        return part["text"]
+    if "video" in part or "video_url" in part:
+        return VIDEO
+    return IMAGE
+
+
+# ------------------------------------------------------------------------------------------------
+# The publishers: (root, args) -> Items
+
+
+def labelled(options, label="{}. {}"):
+    """Options as a publisher's data file holds them."""
+    return [label.format(chr(65 + n), text) for n, text in enumerate(options or [])]
+
+
+def first_messages(args, texts, built, **more):
+    """built: name of a task -> messages of the publisher -> Items of the first messages."""
+    # Only where System.departures says so, may images after their times stand for a video.
+    joined = any("theirs are one video" in text
+                 for text in systems.protocols()[args.protocol].departures)
+    return [Item(f"first message, {name}", shown(theirs),
+                 shown(ours(args, texts, tasks()[name])[0]["messages"], joined), **more)
+            for name, theirs in built.items()]
+
+
+def wrapped(root, args):
+    """Video-R1, VideoRFT."""
+    bench = opened(root, "src/eval_bench.py")
+    places = ("QUESTION_TEMPLATE", "TYPE_TEMPLATE[multiple choice]", "TYPE_TEMPLATE[free-form]")
+    texts = systems.read_prompts([f"{bench.path}:{place}" for place in places])
+    loops = [n for n in ast.walk(bench.tree) if isinstance(n, ast.For)
+             and (ast.unparse(n.target), ast.unparse(n.iter)) == ("x", "data")]
+    if not loops:
+        raise missing(bench.path, "the loop `for x in data`")
+    built = {}
+    for name in ("four options", "five options", "open question"):
+        task = tasks()[name]
+        row = {"problem": task["question"], "options": labelled(task["options"]), "path": "./v",
+               "problem_type": "multiple choice" if task["options"] else "free-form",
+               "data_type": "video"}
+        names = {place: bench.assigned(place) for place in ("QUESTION_TEMPLATE", "TYPE_TEMPLATE")}
+        names |= {"data": [row], "messages": [], "os.getcwd": lambda: "/"}
+        execute(loops[0:1], names)
+        built[name] = names["messages"][0]
+    reader = opened(root, "src/qwen-vl-utils/src/qwen_vl_utils/vision_process.py").constants()
+    greedy = "greedy here, theirs samples at temperature 0.1 with top-p 0.001"
+    raised = "frames and pixels are those of their README, their file holds those of training"
+    fps = reader["FPS"] if reader["FPS_MIN_FRAMES"] < reader["FPS_MAX_FRAMES"] else 0.0
+    return texts, [
+        *first_messages(args, texts, built),
+        Item("temperature", bench.keyword("SamplingParams", "temperature"), args.temperature,
+             departure=greedy),
+        Item("top-p", bench.keyword("SamplingParams", "top_p"), args.top_p, departure=greedy),
+        Item("new tokens", bench.keyword("SamplingParams", "max_tokens"), args.max_new_tokens),
+        Item("frames a second", fps, args.overview_fps),
+        Item("frames at most", reader["FPS_MAX_FRAMES"], args.frames[0], departure=raised),
+        Item("pixels at least", reader["VIDEO_MIN_PIXELS"], args.min_pixels, departure=raised),
+        Item("pixels at most", reader["VIDEO_MAX_PIXELS"], args.max_pixels, departure=raised),
+    ]
+
+
+def qwen3(root, args):
+    builder = opened(root, "evaluation/VideoMME/dataset_utils.py")
+    script = opened(root, "evaluation/VideoMME/infer_instruct.sh")
+    function = builder.function("build_videomme_prompt")
+    names = builder.constants() | {"os.path.join": lambda *parts: "/".join(parts),
+                                   "string.ascii_uppercase": "ABCDEFGHIJ"}
+
+    def built(question, options):
+        row = dict.fromkeys(("videoID", "duration", "domain", "sub_category", "question_id"), "x")
+        row |= {"question": question, "options": options, "answer": "B"}
+        return returned(function, [row, "videos"], {}, names)[0]
+
+    # The text that a user makes of the code: their own turn with places.
+    turn = built("{question}", ["A. {options}"])[-1]["content"][-1]["text"]
+    texts = [turn.replace("A. {options}", "{options}")]
+    rows = {name: tasks()[name] for name in ("four options", "five options")}
+    items = first_messages(args, texts, {name: built(task["question"], labelled(task["options"]))
+                                         for name, task in rows.items()})
+    for what, flag, mine in (
+            ("temperature", "temperature", args.temperature), ("top-p", "top-p", args.top_p),
+            ("top-k", "top-k", args.top_k), ("new tokens", "max-new-tokens", args.max_new_tokens),
+            ("presence penalty", "presence-penalty", args.presence_penalty),
+            ("frames a second", "fps", args.overview_fps),
+            ("frames at most", "max-frames", args.frames[0]),
+            ("pixels at least", "min-pixels", args.min_pixels),
+            ("pixels at most", "max-pixels", args.max_pixels),
+            ("pixels in all", "total-pixels", args.total_pixels)):
+        items.append(Item(what, script.flag(f"--{flag}"), mine))
+    return texts, [*items, Item("frames at least", script.flag("--min-frames"), 1,
+                                departure="4 frames at least there, 1 here"),
+                   same_source(builder, "extract_video_frames_with_timestamps")]
+
+
+def videochat(root, args):
+    prompts = opened(root, "src_eval/eval_prompts.py")
+    names = ("QA_THINK", "GROUND_TEMPLATE_THINK")
+    texts = systems.read_prompts([f"{prompts.path}:{name}" for name in names])
+    asking = opened(root, "src_eval/evaluate_qa.py")
+    timing = opened(root, "src_eval/evaluate_grounding.py")
+    reader = opened(root, "src_eval/my_qwen_utils.py").constants()
+    built, label = {}, option_label(root)
+    for name, task in tasks().items():
+        source = timing if name == "event" else asking
+        if name == "open question":
+            continue
+        names = {alias: prompts.assigned(of) for alias, of in imported(source, "eval_prompts")}
+        names |= {"item": {"problem": {"question": task["question"],
+                                       "options": labelled(task["options"], label)}},
+                  "ann": {"sentences": [task.get("event")]}, "sentence_idx": 0, "video_path": "v"}
+        body = source.function("process_work_items")
+        for step in ("example_prompt", "prompt"):
+            if step == "prompt" or name != "event":
+                names[step] = source.assigned(step, body, names)
+        built[name] = source.assigned("messages", source.function("inference"), names)
+    return texts, [
+        *first_messages(args, texts, built),
+        Item("new tokens", asking.default("inference", "max_new_tokens"), args.max_new_tokens),
+        Item("frames a second", reader["FPS"], args.overview_fps),
+        Item("frames at most", reader["FPS_MAX_FRAMES"], args.frames[0]),
+        Item("pixels at least", asking.entry("inference", "min_pixels"), args.min_pixels),
+        Item("pixels at most", reader["VIDEO_MAX_PIXELS"], args.max_pixels),
+        Item("pixels in all", asking.entry("inference", "total_pixels"), args.total_pixels),
+    ]
+
+
+def imported(source, module):
+    """-> [(alias, name)] of what a file imports from a module."""
+    return [(part.asname or part.name, part.name) for node in ast.walk(source.tree)
+            if isinstance(node, ast.ImportFrom) and node.module == module for part in node.names]
+
+
+def option_label(root):
+    """The label before an option in the data file of VideoChat-R1."""
+    path = opened(root, "Annotations/NextGQA/nextgqa_test.json")
+    option = json.loads(path.text)[0]["options"][0]
+    return re.match(r"\W*A\W*", option)[0].replace("A", "{}") + "{}"
+
+
+def time_r1(root, args):
+    folder = "src/vllm_inference/data/"
+    config, data = opened(root, folder + "config.py"), opened(root, folder + "__init__.py")
+    places = ("DEFAULT_MCQ_PROMPT[r1]", "DEFAULT_TG_PROMPT[r1]")
+    texts = systems.read_prompts([f"{config.path}:{place}" for place in places])
+    script = opened(root, "scripts/test.sh")
+    built = {}
+    for name, kind, text in (("four options", "MultipleChoiceQADataset", texts[0]),
+                             ("five options", "MultipleChoiceQADataset", texts[0]),
+                             ("event", "TemporalGroundingDataset", texts[1])):
+        task = tasks()[name]
+        names = {"self.default_ele": dict, "self.prompt": text, "itm": {
+            "video": "v", "question": task["question"], "options": task["options"],
+            "sentence": task.get("event")}}
+        names["self.sys_prompt"] = data.default("build_dataloader", "sys_prompt")
+        if name != "event":
+            for helper in ("_build_user_prompt", "_choice_id_to_letter"):
+                names[f"self.{helper}"] = data.function(f"{kind}.{helper}")
+        body = data.function(f"{kind}._preprocess").body
+        until = [n for n, node in enumerate(body) if ast.unparse(node).startswith("tmp =")]
+        execute(body[: until[0] if until else len(body)], names)
+        # The start of the answer that is forced, by the flag that their script gives.
+        start = data.function(f"vllm{kind}_nothink.__getitem__")
+        begun = data.assigned("inputs['text']", start, {"inputs": {"text": ""}})
+        begun = begun if re.search(r"^\s*--use_nothink", script.text, re.MULTILINE) else ""
+        built[name] = [*names["messages"], {"role": "assistant", "content": begun}]
+    reader = opened(root, "src/utils/vision_process.py").constants()
+    runs = opened(root, "src/vllm_inference/vllm_infer.py")
+    return texts, [
+        *first_messages(args, texts, built),
+        Item("temperature", runs.default("vllmWrapper.generate", "temperature"), args.temperature),
+        Item("new tokens", script.flag("--max_new_tokens"), args.max_new_tokens),
+        Item("frames a second", reader["FPS"], args.overview_fps),
+        Item("frames at most", reader["FPS_MAX_FRAMES"], args.frames[0]),
+        Item("pixels at least", data.default("build_dataloader", "min_pixels"), args.min_pixels),
+        Item("pixels at most", reader["VIDEO_MAX_PIXELS"], args.max_pixels),
+        Item("pixels in all", data.default("build_dataloader", "total_pixels"), args.total_pixels),
+    ]
+
+
+def publishers():
+    """Name of a protocol -> (root, args) -> (texts, Items)."""
+    return {"video-r1": wrapped, "videorft": wrapped, "qwen3-vl": qwen3, "videochat-r1": videochat,
+            "time-r1": time_r1}
+
+
+# ------------------------------------------------------------------------------------------------
+# The report
+
+
+def verify(args, root):
+    """Prints the comparison of --protocol with a checkout -> exit code: 1 if a difference is not
+    declared, else 0. Raises UserError if a file or a name of the checkout is missing."""
+    name = args.protocol
+    if name not in publishers():
+        raise launch.UserError(f"--verify: no code of the publisher of {name} is known")
+    if not os.path.isdir(root):
+        raise launch.UserError(f"--verify {root}: no such folder")
+    departures = systems.protocols()[name].departures
+    try:
+        texts, items = publishers()[name](root, args)
+    except (Unreadable, KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        print(f"UNDECLARED  the source changed, cannot tell: {error!r}")
+        return 1
+    digest = hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
+    print(f"{name}, texts of the checkout {digest}")
+    wrong, notes = 0, []
+    for item in items:
+        told = f"{item.name} ({item.proof})"
+        if item.theirs == item.ours:
+            print(f"same        {told}" + (f": {item.ours}" if "\n" not in str(item.ours) else ""))
+            continue
+        declared = item.departure in departures
+        wrong += not declared
+        if declared and item.departure not in notes:
+            notes.append(item.departure)
+        mark = f"declared [{notes.index(item.departure) + 1}]" if declared else "UNDECLARED "
+        print(f"{mark} {told}")
+        theirs, mine = str(item.theirs).split("\n"), str(item.ours).split("\n")
+        for line in difflib.unified_diff(theirs, mine, "theirs", "ours", lineterm="", n=1):
+            print(f"    {line}")
+    notes += [text for text in departures if text not in notes]
+    for number, text in enumerate(notes, 1):
+        print(f"[{number}] {text}")
+    print(f"{len(items)} compared, {wrong} undeclared")
+    return 1 if wrong else 0
