@@ -52,6 +52,7 @@ class Item:
     ours: object
     proof: str = BUILT
     departure: str = None
+    known: object = None  # their value that the departure was written for; None: any
 
 
 # ------------------------------------------------------------------------------------------------
@@ -146,7 +147,8 @@ def called(node, names):
         return returned(found, given, named, names)
     if found is None and isinstance(node.func, ast.Attribute):
         owner = value(node.func.value, names)
-        methods = {str: ("format", "join", "replace", "strip", "lower", "split"),
+        methods = {str: ("format", "join", "replace", "strip", "lower", "split",
+                         "startswith"),
                    list: ("append", "extend", "insert"), dict: ("get", "items", "keys")}
         if node.func.attr in methods.get(type(owner), ()):
             found = getattr(owner, node.func.attr)
@@ -325,14 +327,21 @@ def opened(root, path):
 
 def known_sources():
     """Digests of functions that were read, see Source.digest."""
-    return {"extract_video_frames_with_timestamps": "186cb8ed9804"}
+    return {"extract_video_frames_with_timestamps": "186cb8ed9804",
+            "uniform_sample_idx": "b5ff847846e8", "clips_to_frame_indices": "562a5edfc731",
+            "identify_replay": "6a39a017af1d", "process_video": "86add4c38200",
+            "extract_video_clip": "fa6b3e1ca869",
+            "prepare_tool_call_inputs_video": "32f478967805"}
 
 
-def same_source(source, name):
-    """-> Item: a function is the one that was read and compared with ours by a person."""
+def same_source(source, name, departure=None):
+    """-> Item: a function is the one that was read and compared with ours by a person. departure:
+    what that person found."""
     found, known = source.digest(name), known_sources().get(name)
     theirs = "as read" if found == known else f"source changed ({found}): cannot tell"
-    return Item(f"{name} of {os.path.basename(source.path)}", theirs, "as read", READ)
+    mine = "as read" if departure is None else "not the same"
+    return Item(f"{name} of {os.path.basename(source.path)}", theirs, mine, READ, departure,
+                "as read")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -374,9 +383,10 @@ class Listener:
         return done
 
 
-def ours(args, texts, task, *script):
+def ours(args, texts, task, *script, user=None):
     """Bodies of the requests of an episode, with the publisher's texts, two frames of a video of 64
-    seconds (one frame a second), and a model that says what `script` says."""
+    seconds (one frame a second), and a model that says what `script` says. user: the publisher's
+    user turn, as --user-file takes it."""
     import numpy as np
 
     import toy
@@ -388,6 +398,8 @@ def ours(args, texts, task, *script):
         args.tools, agent.tools = modes, modes == ["on"]
         args.prompt_file = ["CHECKOUT"]  # some protocols ask whether the texts are their own
         protocol = systems.protocols()[args.protocol].make(texts, args)
+        if user:
+            protocol = systems.with_user(protocol, user, args.protocol)
         wire = endpoint.OpenAIEngine("http://none", "none", sampling=endpoint.sampling_settings(
             args), prefill=args.think_prefix or bool(protocol.prefill))
         engine = Listener(wire, [*script, "<answer>B</answer>"])
@@ -433,8 +445,7 @@ def labelled(options, label="{}. {}"):
 def first_messages(args, texts, built, **more):
     """built: name of a task -> messages of the publisher -> Items of the first messages."""
     # Only where System.departures says so, may images after their times stand for a video.
-    joined = any("theirs are one video" in text
-                 for text in systems.protocols()[args.protocol].departures)
+    joined = by_name(args, "theirs are one video") is not None
     return [Item(f"first message, {name}", shown(theirs),
                  shown(ours(args, texts, tasks()[name])[0]["messages"], joined), **more)
             for name, theirs in built.items()]
@@ -466,13 +477,17 @@ def wrapped(root, args):
     return texts, [
         *first_messages(args, texts, built),
         Item("temperature", bench.keyword("SamplingParams", "temperature"), args.temperature,
-             departure=greedy),
-        Item("top-p", bench.keyword("SamplingParams", "top_p"), args.top_p, departure=greedy),
+             departure=greedy, known=0.1),
+        Item("top-p", bench.keyword("SamplingParams", "top_p"), args.top_p, departure=greedy,
+             known=0.001),
         Item("new tokens", bench.keyword("SamplingParams", "max_tokens"), args.max_new_tokens),
         Item("frames a second", fps, args.overview_fps),
-        Item("frames at most", reader["FPS_MAX_FRAMES"], args.frames[0], departure=raised),
-        Item("pixels at least", reader["VIDEO_MIN_PIXELS"], args.min_pixels, departure=raised),
-        Item("pixels at most", reader["VIDEO_MAX_PIXELS"], args.max_pixels, departure=raised),
+        Item("frames at most", reader["FPS_MAX_FRAMES"], args.frames[0], departure=raised,
+             known=16),
+        Item("pixels at least", reader["VIDEO_MIN_PIXELS"], args.min_pixels, departure=raised,
+             known=100352),
+        Item("pixels at most", reader["VIDEO_MAX_PIXELS"], args.max_pixels, departure=raised,
+             known=100352),
     ]
 
 
@@ -505,7 +520,7 @@ def qwen3(root, args):
             ("pixels in all", "total-pixels", args.total_pixels)):
         items.append(Item(what, script.flag(f"--{flag}"), mine))
     return texts, [*items, Item("frames at least", script.flag("--min-frames"), 1,
-                                departure="4 frames at least there, 1 here"),
+                                departure="4 frames at least there, 1 here", known=4),
                    same_source(builder, "extract_video_frames_with_timestamps")]
 
 
@@ -594,10 +609,348 @@ def time_r1(root, args):
     ]
 
 
+def frame_times(text, form):
+    """The times before frames of our messages, for the publisher's code to write in its way."""
+    return re.findall(form + IMAGE, text)
+
+
+def conan(root, args):
+    """The three rounds of a question with options. Their code for open questions never fills
+    {type_fix}, so it fails there; here the place gets their TYPE_TEMPLATE[free-form]."""
+    folder = "Conan-Eval/"
+    prompts, bench = opened(root, folder + "prompt_temp.py"), opened(root, folder + "videomme.py")
+    script, reader = opened(root, folder + "run.sh"), opened(root, folder + "video_io.py")
+    helpers = opened(root, folder + "utils.py")
+    places = [f"Prompt_temp_{part}_{kind}" for kind in ("mc", "gen")
+              for part in ("init", "round", "final")]
+    words = prompts.assigned("TYPE_TEMPLATE")["free-form"]
+    texts = [text.replace("{type_fix}", words)
+             for text in systems.read_prompts([f"{prompts.path}:{place}" for place in places])]
+    clip = "<clip>00:00:05-00:00:10</clip>"
+    names = prompts.constants() | bench.constants()
+    names |= {"video_io.load_video": lambda path: [[], 1.0], "video_path": "v", "max_frames": 2,
+              "video_io.uniform_sample_idx": lambda *_: [], "mode": "step",
+              "video_io.save_video_frames": lambda *_: []}
+    stamp = reader.function("idx_to_timestamp")
+    loops = [n for n in ast.walk(bench.function("evaluate_example")) if isinstance(n, ast.While)]
+    if not loops:
+        raise missing(bench.path, "the rounds of evaluate_example")
+    rows = bench.function("load_data")
+    items = []
+    for name in ("four options", "five options"):
+        task = tasks()[name]
+        names["item"] = {"options": labelled(task["options"]), "question": task["question"]}
+        names["options"] = value(dict_entry(rows, "options"), names)
+        names["question"] = value(dict_entry(rows, "question"), names)
+        mine = ours(args, texts, task, clip, clip)[-1]["messages"]
+        built = []
+        for step in range(3):
+            names |= {"step_idx": step, "history_frames": [0] * step}
+            execute([node for node in loops[0].body if isinstance(node, ast.If)][:1], names)
+            times = frame_times(shown(mine[2 * step : 2 * step + 1]), r"(\d\d:\d\d:\d\d)")
+            seconds = [sum(int(part) * 60**n for n, part in enumerate(text.split(":")[::-1]))
+                       for text in times]
+            stamps = [returned(stamp, [second, 1.0], {}, {}) for second in seconds]
+            built += returned(bench.function("construct_message"),
+                              [names["prompt"], [0] * len(stamps), stamps, True], {}, names)
+            built.append({"role": "assistant", "content": clip})
+        items.append(Item(f"three rounds, {name}", shown(built[:-1]), shown(mine)))
+    clips = [node for node in ast.walk(loops[0]) if isinstance(node, ast.Call)
+             and ast.unparse(node.func) == "clips_to_frame_indices"]
+    return texts, [
+        *items,
+        Item("temperature", script.flag("--temperature"), args.temperature),
+        Item("new tokens", script.flag("--max_new_tokens"), args.max_new_tokens),
+        Item("turns", script.flag("--max_steps"), args.max_turns + 1),
+        Item("frames", script.flag("--max_frames"), args.frames[0]),
+        Item("frames of a round", value(clips[0].args[2], {}), systems.conan_held(args)[1]),
+        Item("pixels at most", reader.default("save_video_frames", "max_len"), args.max_pixels,
+             departure=by_name(args, "longer side"), known=448),
+        same_source(reader, "uniform_sample_idx", by_name(args, "at their starts")),
+        same_source(helpers, "clips_to_frame_indices", by_name(args, "rounded times")),
+        same_source(helpers, "identify_replay"),
+    ]
+
+
+def dict_entry(function, key):
+    """The expression of `key` in a dictionary that a function writes out."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Dict):
+            for name, found in zip(node.keys, node.values):
+                if getattr(name, "value", None) == key:
+                    return found
+    raise Unreadable(f"no entry {key!r}")
+
+
+def videozoomer(root, args):
+    script = opened(root, "scripts/eval_video.sh")
+    data = opened(root, "verl/utils/dataset/multimodal_dataset.py")
+    folder = "verl/workers/rollout/vllm_rollout/"
+    loop = opened(root, folder + "vllm_rollout_spmd_video.py")
+    tools = opened(root, folder + "function_tools.py")
+    found = re.search(r"'data\.system_prompt=\"(.*?)\"'", script.text, re.DOTALL)
+    if not found:
+        raise missing(script.path, "data.system_prompt")
+    texts = [found[1].replace('\\"', '"')]
+    zoom = '<video_zoom>{"segment": [8, 10], "fps": 1}</video_zoom>'
+    task, form = tasks()["four options"], r"<frame\d+_time([\d.]+)s>"
+    sent = ours(args, texts, task, *[zoom] * args.max_turns)
+    first, asked = sent[0]["messages"], shown(sent[0]["messages"][-1:])
+    # Their user turn lies in their data. Ours goes through their code, in the place of theirs.
+    row = {"data_source": "x", "problem": "<image>" + asked.rpartition(IMAGE)[2]}
+    names = {"OPEN_ENDED_DATA_SOURCES": [], **data.constants()}
+    built = returned(data.function("make_conversation_multimodal"), [[row], texts[0]], {}, names)
+    names["prompt_with_chat_template"] = built[0]["prompt"][-1]["content"]
+    names |= {"frame_time": [float(time) for time in frame_times(asked, form)]}
+    names["frames"] = names["frame_time"]
+    stamped = [node.value for node in ast.walk(data.tree) if isinstance(node, ast.Assign)
+               and ast.unparse(node.targets[0]) == "raw_prompt" and "_time" in ast.unparse(node)]
+    vision = "<|vision_start|><|image_pad|><|vision_end|>"
+    built[0]["prompt"][-1]["content"] = value(stamped[0], names).replace(vision, IMAGE)
+    replies = [node for node in ast.walk(loop.tree) if isinstance(node, ast.If)
+               and ast.unparse(node.test) == "not isinstance(tool_call_result_, str)"]
+    items, answers = [Item("first message", shown(built[0]["prompt"]), shown(first))], []
+    for turn in range(args.max_turns):
+        mine = shown(sent[turn + 1]["messages"][-1:])
+        names = {"current_iteration": turn, "max_iterations": script.flag(
+            "actor_rollout_ref.rollout.max_generation_round"), "tool_call_result_": {
+                "frame_time": [float(time) for time in frame_times(mine, form)]}}
+        until = [n for n, node in enumerate(replies[0].body)
+                 if "next_turn_prompt_ids" in ast.unparse(node)]
+        execute(replies[0].body[: until[0]], names)
+        said = names["tool_call_prompt_message"].replace(vision, IMAGE)
+        said = said.replace("<|im_start|>user\n", "[user]\n").partition("<|im_end|>")[0]
+        items += [
+            Item(f"answer to call {turn + 1}", said, mine, departure=by_name(args, "answers")),
+            Item(f"answer to call {turn + 1}, frames and tags", tags(said), tags(mine))]
+        answers.append((said, mine))
+    # The answer to the last call says that no call may follow, so it is another one.
+    others = [[turn for turn in range(1, len(answers))
+               if answers[turn][side] != answers[turn - 1][side]] for side in (0, 1)]
+    items.append(Item("turns whose answer is another than before", *others))
+    return texts, [
+        *items,
+        Item("stop", loop.keyword("update_sampling_params", "stop"), sent[0]["stop"][0]),
+        Item("new tokens", script.flag("data.max_response_length"), args.max_new_tokens),
+        Item("turns", script.flag("actor_rollout_ref.rollout.max_generation_round"),
+             args.max_turns + 1),
+        Item("frames a second", script.flag("data.video_fps"), args.overview_fps),
+        Item("frames at most", script.flag("data.frames_upbound"), args.frames[0]),
+        Item("pixels at least", script.flag("data.min_pixels"), args.min_pixels),
+        Item("pixels at most", script.flag("data.max_pixels"), args.max_pixels),
+        Item("frames of a call", script.flag("actor_rollout_ref.rollout.tool_call_max_frames"),
+             systems.videozoomer_held(args)[1]),
+        same_source(data, "process_video"),
+        same_source(tools, "extract_video_clip", by_name(args, "frames of a call")),
+        same_source(tools, "prepare_tool_call_inputs_video"),
+    ]
+
+
+def declared(args):
+    """The known differences of a protocol from its publisher's evaluation."""
+    system = systems.protocols()[args.protocol]
+    return system.paper if args.protocol_set == "paper" else system.departures
+
+
+def tags(text):
+    """Frames and tool response tags of a text, in order."""
+    return " ".join(re.findall(rf"<frame[^>]*>|{IMAGE}|</?tool_response>", text))
+
+
+def by_name(args, start):
+    """The departure of the protocol that holds these words."""
+    found = [text for text in declared(args) if start in text]
+    return found[0] if found else None
+
+
+def crop_replies(item):
+    """A tool message as their chat template shows it: a user turn with response tags."""
+    return [{"role": "user", "content": [{"type": "text", "text": "<tool_response>\n"}, *item,
+                                         {"type": "text", "text": "\n</tool_response>"}]}]
+
+
+def schema_names(tool):
+    """A tool's name, and the name and type of each argument, without descriptions."""
+    function = tool["function"]
+    arguments = function["parameters"]["properties"].items()
+    return json.dumps([function["name"], [(name, given["type"]) for name, given in arguments],
+                       function["parameters"]["required"]])
+
+
+def longvt(root, args):
+    bench = opened(root, "lmms_eval_tasks/longvideobench/utils.py")
+    timing = opened(root, "lmms_eval_tasks/charades_sta/utils.py")
+    yaml = opened(root, "lmms_eval_tasks/charades_sta/charades_tool.yaml")
+    single = opened(root, "examples/eval/single_inference.py")
+    prompt = bench.assigned("TOOL_PROMPT")
+    run = single.function("run_inference")
+    around = {part: json.loads(re.search(rf"{part}: (\".*\")", yaml.text)[1])
+              for part in ("pre_prompt", "post_prompt")}
+
+    def asked(question, options, event=None):
+        """Their user turn before the tool prompt."""
+        row = {f"option{n}": options[n] if n < len(options) else "N/A" for n in range(5)}
+        row |= {"question": question, "caption": event}
+        source, name = (timing, "temporal_grounding") if event else (bench, "longvideobench")
+        more = around if event else {"pre_prompt": "", "post_prompt": ""}
+        names = source.constants()
+        names |= {f"{name}_doc_to_visual": lambda *_: ["v"],
+                  f"{name}_doc_to_visual_v": lambda *_: ["v"], "TOOL_PROMPT": "@"}
+        messages = returned(source.function(f"{name}_tool_doc_to_messages"), [row, more], {}, names)
+        return messages[0]["content"][-1]["text"].removesuffix(" @")
+
+    def whole(text):
+        """Their messages, with the sentence that names the video."""
+        names = {"video_contents": [{"video": "v"}], "question": text, "TOOL_PROMPT": prompt,
+                 "video_path": "made-up.mp4", "enable_tool": True}
+        names["user_content"] = single.assigned("user_content", run, names)
+        found = [n.value for n in ast.walk(run) if isinstance(n, ast.Assign)
+                 and ast.unparse(n.targets[0]) == "messages"]
+        return value(found[0], names)
+
+    items = []
+    call = '<tool_call>{"name": "crop_video", "arguments": {"start_time": 2, "end_time": 4}}'
+    call += "</tool_call>"
+    templates = {"mcq": asked("{question}", ["{options}"]).replace("A. {options}", "{options}"),
+                 "grounding": asked("", [], "{event}")}
+    for name in ("four options", "five options", "event"):
+        task = tasks()[name]
+        sent = ours(args, [prompt], task, call, user=templates[task["type"]])
+        theirs = whole(asked(task["question"], task["options"] or [], task.get("event")))
+        items.append(Item(f"first message, {name}", shown(theirs),
+                          shown(sent[0]["messages"], joined=True)))
+    count = shown(sent[1]["messages"][-1:]).count(IMAGE)
+    names = {"result_images": [{"type": "image_url"}] * count,
+             "func_args": {"start_time": 2.0, "end_time": 4.0}}
+    reply = crop_replies(single.assigned("tool_content", run, names))
+    mine = shown(sent[1]["messages"][-1:], joined=True)
+    crop, tool = "crop_video_local", single.assigned("CROP_VIDEO_TOOL")
+    return [prompt, *templates.values()], [
+        *items,
+        Item("answer to a call", shown(reply, joined=True), mine,
+             departure=by_name(args, "answers")),
+        Item("tool", schema_names(tool), schema_names(sent[0]["tools"][0])),
+        Item("tool's description", tool["function"]["description"],
+             sent[0]["tools"][0]["function"]["description"], departure=by_name(args, "the descr")),
+        Item("temperature", yaml.flag("temperature:"), args.temperature),
+        Item("new tokens", yaml.flag("max_new_tokens:"), args.max_new_tokens),
+        Item("rounds of calls", single.default("run_inference", "max_tool_rounds"), args.max_turns),
+        Item("frames a second", single.default("run_inference", "fps"), args.overview_fps),
+        Item("frames at most", single.default("run_inference", "max_frames"), args.frames[0]),
+        Item("pixels at least", single.entry("encode_video_frames", "min_pixels"),
+             args.min_pixels),
+        Item("pixels at most", single.default("run_inference", "max_pixels"), args.max_pixels),
+        Item("frames a second of a call", single.entry(crop, "fps"), args.sub_fps),
+        Item("frames of a call", single.entry(crop, "max_frames"), args.sub_frames),
+        Item("pixels of a call's frame", single.entry(crop, "max_pixels"),
+             args.crop_pixels or args.max_pixels),
+    ]
+
+
+def pick(what, *_):
+    return what
+
+
+def paravt(root, args):
+    """The driver of the paper's evaluation: paravt, direct and reasoning with --protocol-set
+    paper."""
+    driver = opened(root, "paravt/eval/driver.py")
+    tools = opened(root, "paravt/eval/utils.py")
+    modes = {"paravt": "agentic_general", "direct": "direct", "reasoning": "reasoning"}
+    mode, calls = modes[args.protocol], args.protocol == "paravt"
+    prompt = {"paravt": "GENERAL_AGENTIC_SYSTEM", "direct": "DIRECT_SYSTEM",
+              "reasoning": "REASONING_SYSTEM"}[args.protocol]
+    texts = systems.read_prompts([f"{driver.path}:{prompt}"])
+    names = driver.constants() | {
+        "os.path.basename": os.path.basename, "utils.get_frames": lambda *_, **__: [0, 0],
+        "utils.pil_to_b64": lambda image: "x", "utils.parse_time_val": float,
+        "prompt_mode": mode, "video_channel": "image_url", "nframes": 2, "turn": 0,
+        "vpath": "videos/made-up.mp4", "sample": {}}
+
+    def asked(question, options, event=None):
+        """Their user turn, by the loader of LongVideoBench or Charades-STA."""
+        row = {f"option{n}": options[n] if n < len(options) else "N/A" for n in range(5)}
+        row |= {"question": question, "caption": event, "timestamp": [8, 16], "video": "v",
+                "video_path": "v", "correct_choice": 1}
+        loader = {**tools.constants(), "hf_load": lambda *_, **__: [row], "float": float,
+                  "os.path.join": lambda *parts: "/".join(parts)}
+        which = "charades" if event else "longvideobench"
+        return returned(tools.function("load_samples"), [which, "data", mode], {},
+                        loader)[0]["question"]
+
+    body = [node for node in ast.walk(driver.function("eval_one")) if isinstance(node, ast.Try)]
+    steps = {ast.unparse(node).split("\n")[0]: n for n, node in enumerate(body[0].body)}
+    begin = [n for line, n in steps.items() if line.startswith("q_text =")]
+    end = [n for line, n in steps.items() if "'user'" in line and "append" in line]
+    templates = {"mcq": asked("{question}", ["{options}"]).replace("A. {options}", "{options}"),
+                 "grounding": asked("", [], "{event}")}
+    call = '<tool_call>{"name": "crop_video", "arguments": {"start_time": 2, "end_time": 4}}'
+    items, sent, tool = [], {}, systems.crop_schema(frames=True, path=True)[0]
+    for name in ("four options", "five options", "event"):
+        task = tasks()[name]
+        names["sample"] = {"question": asked(task["question"], task["options"] or [],
+                                             task.get("event"))}
+        # Their scripts send a video for events. Its stand-in here are frames after their times.
+        names["video_channel"] = "video_url" if name == "event" else "image_url"
+        names["os.path.abspath"] = os.path.abspath
+        execute(body[0].body[begin[0] : end[0] + 1], names)
+        sent[name] = ours(args, texts, task, *[call + "</tool_call>"] * args.max_turns,
+                          user=templates[task["type"]])
+        theirs, mine = (shown(messages, joined=name == "event") for messages in (
+            names["base_messages"], sent[name][0]["messages"]))
+        # The schema in the system text is compared by itself.
+        items.append(Item(f"first message, {name}", theirs.replace(names["TOOL_SCHEMA"], "SCHEMA"),
+                          mine.replace(json.dumps(tool), "SCHEMA")))
+    items += [
+        Item("temperature", driver.keyword("create", "temperature"), args.temperature),
+        Item("new tokens", driver.default(None, "--max_tokens"), args.max_new_tokens),
+        Item("frames", driver.default(None, "--main_nframes"), args.frames[0])]
+    if not calls:
+        return [*texts, *templates.values()], items
+    loop = [n for n in ast.walk(body[0]) if isinstance(n, ast.For)]
+    replies = [n for n in loop if ast.unparse(n.iter) == "tcs"][0]
+    force = [n for n in ast.walk(body[0]) if isinstance(n, ast.If)
+             and ast.unparse(n.test) == "turn == max_turns - 1"][0]
+    for name, conversation in sent.items():
+        mine = [shown(conversation[turn]["messages"]) for turn in range(1, args.max_turns + 1)]
+        cropped = [0] * mine[0].rpartition("[assistant]")[2].count(IMAGE)
+        names |= {"tool_calls": 0, "messages": [], "utils.crop_frames": partial(pick, cropped),
+                  "tcs": [{"name": "crop_video", "arguments": {"start_time": 2, "end_time": 4}}]}
+        execute([replies], names)
+        items.append(Item(f"answer to a call, {name}", shown(names["messages"]),
+                          shown(conversation[1]["messages"][-1:]),
+                          departure=by_name(args, "without times") if name == "event" else None))
+        names["sample"], names["final"] = {"is_mcq": name != "event"}, ""
+        execute([n for n in force.body if isinstance(n, ast.If)], names)
+        items += [
+            Item(f"request for an answer, {name}", names["force"],
+                 conversation[-1]["messages"][-1]["content"], departure=by_name(args, "the req")),
+            Item(f"tokens of that answer, {name}", names["force_max"],
+                 conversation[-1]["max_tokens"]),
+            Item(f"requests at most, {name}", driver.default(None, "--max_turns") + 1,
+                 len(conversation))]
+    names["utils.crop_frames"], names["messages"] = (lambda *_: []), []
+    execute([replies], names)
+    return [*texts, *templates.values()], [
+        *items,
+        Item("tool", schema_names(json.loads(names["TOOL_SCHEMA"])), schema_names(tool)),
+        Item("tool's description",
+             json.loads(names["TOOL_SCHEMA"])["function"]["description"],
+             tool["function"]["description"], departure=by_name(args, "the descr")),
+        Item("answer to a call that fails", shown(names["messages"]), "an error in our words",
+             departure=by_name(args, "answers")),
+        Item("calls a turn", driver.default(None, "--max_parallel"), args.max_parallel),
+        Item("frames a second of a call", tools.entry("crop_frames", "fps"), args.sub_fps),
+        Item("frames of a call", tools.default("crop_frames", "max_frames"), args.sub_frames),
+        Item("pixels of a call's frame", tools.entry("crop_frames", "max_pixels"),
+             args.crop_pixels)]
+
+
 def publishers():
     """Name of a protocol -> (root, args) -> (texts, Items)."""
-    return {"video-r1": wrapped, "videorft": wrapped, "qwen3-vl": qwen3, "videochat-r1": videochat,
-            "time-r1": time_r1}
+    return {"paravt": paravt, "direct": paravt, "reasoning": paravt, "qwen3-vl": qwen3,
+            "video-r1": wrapped, "videorft": wrapped, "videochat-r1": videochat,
+            "time-r1": time_r1, "conan": conan, "longvt": longvt, "videozoomer": videozoomer}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -612,7 +965,11 @@ def verify(args, root):
         raise launch.UserError(f"--verify: no code of the publisher of {name} is known")
     if not os.path.isdir(root):
         raise launch.UserError(f"--verify {root}: no such folder")
-    departures = systems.protocols()[name].departures
+    paper = name in ("paravt", "direct", "reasoning")  # of the driver of the paper's evaluation
+    if paper != (args.protocol_set == "paper"):
+        raise launch.UserError(f"--verify: --protocol {name} is compared with --protocol-set "
+                               f"{'paper' if paper else 'native'}")
+    departures = declared(args)
     try:
         texts, items = publishers()[name](root, args)
     except (Unreadable, KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
@@ -626,11 +983,11 @@ def verify(args, root):
         if item.theirs == item.ours:
             print(f"same        {told}" + (f": {item.ours}" if "\n" not in str(item.ours) else ""))
             continue
-        declared = item.departure in departures
-        wrong += not declared
-        if declared and item.departure not in notes:
+        known = item.departure in departures and item.known in (None, item.theirs)
+        wrong += not known
+        if known and item.departure not in notes:
             notes.append(item.departure)
-        mark = f"declared [{notes.index(item.departure) + 1}]" if declared else "UNDECLARED "
+        mark = f"declared [{notes.index(item.departure) + 1}]" if known else "UNDECLARED "
         print(f"{mark} {told}")
         theirs, mine = str(item.theirs).split("\n"), str(item.ours).split("\n")
         for line in difflib.unified_diff(theirs, mine, "theirs", "ours", lineterm="", n=1):
