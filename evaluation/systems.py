@@ -305,6 +305,7 @@ def protocols():
     raised = "frames and pixels are those of their README, their file holds those of training"
     timed = ("a grounding task has a time before each frame, theirs has one video and windows "
              "without times")
+    failed = "the answer to a call that fails is in our words"
     one = "Charades-STA has the system text of the others, their script gives it another"
     forced = "the request for an answer after the last calls is in our words"
     schema = "the description of the tool is in our words"
@@ -315,7 +316,7 @@ def protocols():
         # ParaVT-8B; Qwen3-VL-8B and Conan-7B in the paper's runs
         "paravt": System(f"{driver}:GENERAL_AGENTIC_SYSTEM",
                          [rollout.main_prompt()], paravt_protocol, {}, held=paravt_held,
-                         paper=(schema, timed, one, forced, replies)),
+                         paper=(schema, timed, one, forced, failed)),
         # Qwen2.5-VL-7B, GPT-4o, Gemini 1.5 Pro
         "direct": System(f"{driver}:DIRECT_SYSTEM", [ANSWER], prompt_as_system, single,
                          paper=(timed,)),

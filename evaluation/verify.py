@@ -14,7 +14,7 @@ the same checkout. Two proofs exist, and the output names the one that was used:
 Differences that System.departures states are footnotes. Any other is printed as UNDECLARED, and
 the exit code is 1. A missing file or name ends with exit code 2.
 
-Reads the checkout. Writes nothing, or --out/verify.json if --out is given.
+Reads the checkout. Writes nothing.
 """
 
 import ast
@@ -504,8 +504,8 @@ def qwen3(root, args):
         return returned(function, [row, "videos"], {}, names)[0]
 
     # The text that a user makes of the code: their own turn with places.
-    turn = built("{question}", ["A. {options}"])[-1]["content"][-1]["text"]
-    texts = [turn.replace("A. {options}", "{options}")]
+    turn = built("{question}", ["A. {options}"])[-1]["content"]
+    texts = [part["text"].replace("A. {options}", "{options}") for part in turn if "text" in part]
     rows = {name: tasks()[name] for name in ("four options", "five options")}
     items = first_messages(args, texts, {name: built(task["question"], labelled(task["options"]))
                                          for name, task in rows.items()})
@@ -929,16 +929,19 @@ def paravt(root, args):
                  conversation[-1]["max_tokens"]),
             Item(f"requests at most, {name}", driver.default(None, "--max_turns") + 1,
                  len(conversation))]
+    beyond = call.replace("2", "900").replace("4}", "910}") + "</tool_call>"
     names["utils.crop_frames"], names["messages"] = (lambda *_: []), []
+    names["tcs"] = [{"name": "crop_video", "arguments": {"start_time": 900, "end_time": 910}}]
     execute([replies], names)
+    failed = ours(args, texts, tasks()["four options"], beyond, user=templates["mcq"])
     return [*texts, *templates.values()], [
         *items,
         Item("tool", schema_names(json.loads(names["TOOL_SCHEMA"])), schema_names(tool)),
         Item("tool's description",
              json.loads(names["TOOL_SCHEMA"])["function"]["description"],
              tool["function"]["description"], departure=by_name(args, "the descr")),
-        Item("answer to a call that fails", shown(names["messages"]), "an error in our words",
-             departure=by_name(args, "answers")),
+        Item("answer to a call that fails", shown(names["messages"]),
+             shown(failed[1]["messages"][-1:]), departure=by_name(args, "that fails")),
         Item("calls a turn", driver.default(None, "--max_parallel"), args.max_parallel),
         Item("frames a second of a call", tools.entry("crop_frames", "fps"), args.sub_fps),
         Item("frames of a call", tools.default("crop_frames", "max_frames"), args.sub_frames),

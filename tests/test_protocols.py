@@ -223,6 +223,11 @@ def test_a_user_turn_may_be_the_publishers_own(play, tmp_path):
         assert texts(asked[0].messages[-1]).strip().startswith(text)
         hashes |= {systems.make_protocol(evaluation.parse_args())[1]}
     assert len(hashes) == 4
+    _, asked, _ = play("--protocol-set paper --frames 2 --user-file " + str(tmp_path / "user.txt"),
+                       "B")  # the driver of the paper's authors puts one blank before the path
+    assert texts(asked[0].messages[-1]).strip() == (
+        "Q Which {colour} is first? of eval-0000.mp4, 00:01:04? "
+        "The video path for this video is: eval-0000.mp4")
     with pytest.raises(launch.UserError, match="--user-file"):
         play(f"--protocol video-r1 --user-file {tmp_path}/user.txt", "B")
 
@@ -473,6 +478,9 @@ def test_departures_are_told_and_kept(monkeypatch):
         told = systems.describe(evaluation.parse_args())
         assert told.count("\ndeparts ") == len(system.departures)
         assert all(f"departs {text}\n" in told for text in system.departures)
+        sys.argv += ["--protocol-set", "paper"]  # compared with the driver of the paper's authors
+        told = systems.describe(evaluation.parse_args())
+        assert told.count("\ndeparts ") == len(system.paper)
 
 
 def test_many_frames_are_small_ones(source, monkeypatch):
@@ -721,7 +729,7 @@ def test_longvt_refuses_windows_beyond_the_video(play):
     assert "below 0" in replies[2]["content"] and "end_time lies behind" in replies[3]["content"]
     assert "start_time lies behind" in replies[4]["content"]
     assert asked[0].messages[0]["role"] == "user"
-    assert "video path for this video is: eval-0000.mp4" in texts(asked[0].messages[0])
+    assert "Video path for this video is: eval-0000.mp4" in texts(asked[0].messages[0])
     (schema,) = asked[0].tools
     assert schema["function"]["parameters"]["required"] == ["video_path", "start_time", "end_time"]
     assert "Returns frames" in schema["function"]["description"]
