@@ -300,6 +300,7 @@ def protocols():
              "context": 98304}
     centres = "frames lie at the centres of equal segments, theirs include the first and the last"
     stamps = "each frame is an image after its time, theirs are one video"
+    even = "an odd number of frames may be shown, theirs is even and 4 at least"
     replies = "the answers to calls are in our words"
     greedy = "greedy here, theirs samples at temperature 0.1 with top-p 0.001"
     raised = "frames and pixels are those of their README, their file holds those of training"
@@ -323,12 +324,12 @@ def protocols():
         # Qwen3-VL-8B as in the publisher's evaluation: no tools, no system text
         "qwen3-vl": System("a text made from the user turn of evaluation/VideoMME/dataset_utils.py",
                            [qwen3_text()], prompt_as_user, qwen3, departures=(
-                               stamps, "4 frames at least there, 1 here",
+                               stamps, even,
                                "their judge model reads the answer, here a rule")),
         "video-r1": System(wrapped_files("Video-R1"), wrapped_texts(),
                            partial(wrapped_protocol, header="Options:\n"),
                            {**reasoning, **paced(2.0, 64), "min_pixels": 128 * 784},
-                           departures=(centres, stamps, greedy, raised)),
+                           departures=(centres, stamps, even, greedy, raised)),
         "videorft": System(wrapped_files("VideoRFT"), wrapped_texts(), wrapped_protocol,
                            {**reasoning, "frames": [32], "min_pixels": 256 * 784},
                            departures=(centres, stamps, greedy, raised)),
@@ -339,14 +340,16 @@ def protocols():
                                "filled at [QUESTION], [OPTION] and [EVENT]",
                                [f"{QUESTION}\n{THINK}", f"{QUESTION}\n{THINK}"],
                                videochat_protocol, {**single, **many},
-                               departures=(centres, stamps)),
+                               departures=(centres, stamps, even)),
         "time-r1": System("src/vllm_inference/data/config.py:DEFAULT_MCQ_PROMPT[r1] and "
                           ":DEFAULT_TG_PROMPT[r1], filled at {}",
                           [f"{QUESTION}\n{ANSWER}",
                            f'{{subtitles}}When in the video is the event "{{event}}"? {{style}} '
                            f"{ANSWER}"],
                           time_r1_protocol, {**single, **many, "max_new_tokens": 1024},
-                          departures=(centres, stamps)),
+                          departures=(
+                              centres, stamps, even, "a letter is read from the answer, theirs is "
+                              "sampled once more after a forced start")),
         "rewatch-r1": System("a text made from the model card's prompt", [rewatch_text()],
                              prompt_as_user,
                              {**single, **paced(2.0, 192), "max_pixels": 128 * 784},
@@ -362,7 +365,9 @@ def protocols():
         # LongVT-RFT-7B
         "longvt": System("TOOL_PROMPT of lmms_eval_tasks/*/utils.py, as a text", [longvt_text()],
                          longvt_protocol, {**longvt, "sub_frames": 128, "max_parallel": 5},
-                         held=crops_held, departures=(centres, stamps, replies, schema)),
+                         held=crops_held, departures=(
+                             centres, stamps, replies, schema,
+                             "one limit of new tokens, theirs is 4096 on LongVideoBench")),
         "videozoomer": System("a text made from data.system_prompt of scripts/eval_video.sh",
                               [videozoomer_text()], videozoomer_protocol, zoomer,
                               held=videozoomer_held, departures=(worded, replies, zoomed)),
@@ -385,6 +390,11 @@ def paced(fps, most):
     return {"overview_fps": fps, "frames": [most]}
 
 
+def paced_frames(seconds, fps, most):
+    """Frames of a video: half a frame counts as one, and half a second still shows one."""
+    return max(1, min(int(seconds * fps + 0.5), most))
+
+
 @dataclass
 class Source(rollout.Source):
     """A Source whose overview grows with the length of the video, to K frames at most."""
@@ -400,9 +410,7 @@ class Source(rollout.Source):
             return self.changed(super().load(spec), spec)
         shown = spec["frames"]
         if self.overview_fps:
-            # Half a frame counts as one, and a video of half a second still shows one.
-            wanted = int(self.duration(spec) * self.overview_fps + 0.5)
-            shown = max(1, min(wanted, shown))
+            shown = paced_frames(self.duration(spec), self.overview_fps, shown)
         most = self.max_pixels
         if self.total_pixels:
             # Two frames make one grid of patches, which the publishers' reader counts once. The

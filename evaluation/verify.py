@@ -21,6 +21,7 @@ import ast
 import difflib
 import hashlib
 import json
+import math
 import os
 import re
 import tempfile
@@ -327,8 +328,7 @@ def opened(root, path):
 
 def known_sources():
     """Digests of functions that were read, see Source.digest."""
-    return {"extract_video_frames_with_timestamps": "186cb8ed9804",
-            "uniform_sample_idx": "b5ff847846e8", "clips_to_frame_indices": "562a5edfc731",
+    return {"uniform_sample_idx": "b5ff847846e8", "clips_to_frame_indices": "562a5edfc731",
             "identify_replay": "6a39a017af1d", "process_video": "86add4c38200",
             "extract_video_clip": "fa6b3e1ca869",
             "prepare_tool_call_inputs_video": "32f478967805"}
@@ -451,6 +451,26 @@ def first_messages(args, texts, built, **more):
             for name, theirs in built.items()]
 
 
+def frame_counts(reader, args):
+    """-> Items: numbers of frames by the publisher's reader and by ours, for videos of 25 frames a
+    second. Our bounds go into both, because some publishers set them by hand."""
+    most, counts = args.frames[0], []
+    names = reader.constants() | {"math.floor": math.floor, "math.ceil": math.ceil,
+                                  "logger.warning": lambda text: None, "FPS_MAX_FRAMES": most}
+    if not args.overview_fps:  # they set both bounds to one number
+        names["FPS_MIN_FRAMES"] = most
+    for seconds in (31.0, 4000.0, 31.7, 1.0):
+        total = round(25 * seconds)
+        if not args.overview_fps and total < most:
+            total = most  # their reader refuses a video with too few frames
+        theirs = returned(reader.function("smart_nframes"), [{}, total, 25.0], {}, names)
+        counts.append((theirs, systems.paced_frames(seconds, args.overview_fps, most)
+                       if args.overview_fps else most))
+    return [Item("frames of 31 s, 4000 s", *(list(side[:2]) for side in zip(*counts))),
+            Item("frames of 31.7 s, 1 s", *(list(side[2:]) for side in zip(*counts)),
+                 departure=by_name(args, "an odd number"), known=[62, 4])]
+
+
 def wrapped(root, args):
     """Video-R1, VideoRFT."""
     bench = opened(root, "src/eval_bench.py")
@@ -470,7 +490,8 @@ def wrapped(root, args):
         names |= {"data": [row], "messages": [], "os.getcwd": lambda: "/"}
         execute(loops[0:1], names)
         built[name] = names["messages"][0]
-    reader = opened(root, "src/qwen-vl-utils/src/qwen_vl_utils/vision_process.py").constants()
+    frames = opened(root, "src/qwen-vl-utils/src/qwen_vl_utils/vision_process.py")
+    reader = frames.constants()
     greedy = "greedy here, theirs samples at temperature 0.1 with top-p 0.001"
     raised = "frames and pixels are those of their README, their file holds those of training"
     fps = reader["FPS"] if reader["FPS_MIN_FRAMES"] < reader["FPS_MAX_FRAMES"] else 0.0
@@ -488,6 +509,7 @@ def wrapped(root, args):
              known=100352),
         Item("pixels at most", reader["VIDEO_MAX_PIXELS"], args.max_pixels, departure=raised,
              known=100352),
+        *frame_counts(frames, args),
     ]
 
 
@@ -519,9 +541,10 @@ def qwen3(root, args):
             ("pixels at most", "max-pixels", args.max_pixels),
             ("pixels in all", "total-pixels", args.total_pixels)):
         items.append(Item(what, script.flag(f"--{flag}"), mine))
+    frames = opened(root, "qwen-vl-utils/src/qwen_vl_utils/vision_process.py")
     return texts, [*items, Item("frames at least", script.flag("--min-frames"), 1,
-                                departure="4 frames at least there, 1 here", known=4),
-                   same_source(builder, "extract_video_frames_with_timestamps")]
+                                departure=by_name(args, "an odd number"), known=4),
+                   *frame_counts(frames, args)]
 
 
 def videochat(root, args):
@@ -530,7 +553,8 @@ def videochat(root, args):
     texts = systems.read_prompts([f"{prompts.path}:{name}" for name in names])
     asking = opened(root, "src_eval/evaluate_qa.py")
     timing = opened(root, "src_eval/evaluate_grounding.py")
-    reader = opened(root, "src_eval/my_qwen_utils.py").constants()
+    frames = opened(root, "src_eval/my_qwen_utils.py")
+    reader = frames.constants()
     built, label = {}, option_label(root)
     for name, task in tasks().items():
         source = timing if name == "event" else asking
@@ -553,6 +577,7 @@ def videochat(root, args):
         Item("pixels at least", asking.entry("inference", "min_pixels"), args.min_pixels),
         Item("pixels at most", reader["VIDEO_MAX_PIXELS"], args.max_pixels),
         Item("pixels in all", asking.entry("inference", "total_pixels"), args.total_pixels),
+        *frame_counts(frames, args),
     ]
 
 
@@ -595,17 +620,23 @@ def time_r1(root, args):
         begun = data.assigned("inputs['text']", start, {"inputs": {"text": ""}})
         begun = begun if re.search(r"^\s*--use_nothink", script.text, re.MULTILINE) else ""
         built[name] = [*names["messages"], {"role": "assistant", "content": begun}]
-    reader = opened(root, "src/utils/vision_process.py").constants()
-    runs = opened(root, "src/vllm_inference/vllm_infer.py")
+    frames = opened(root, "src/utils/vision_process.py")
+    reader = frames.constants()
+    runs, scores = opened(root, "src/vllm_inference/vllm_infer.py"), opened(root, "evaluate.py")
+    again = [word for node in ast.walk(scores.tree) if isinstance(node, ast.Call)
+             for word in node.keywords if word.arg == "answer_prompt"]
     return texts, [
         *first_messages(args, texts, built),
         Item("temperature", runs.default("vllmWrapper.generate", "temperature"), args.temperature),
         Item("new tokens", script.flag("--max_new_tokens"), args.max_new_tokens),
+        Item("answers of a question with options", 1 + bool(again), 1,
+             departure=by_name(args, "once more")),
         Item("frames a second", reader["FPS"], args.overview_fps),
         Item("frames at most", reader["FPS_MAX_FRAMES"], args.frames[0]),
         Item("pixels at least", data.default("build_dataloader", "min_pixels"), args.min_pixels),
         Item("pixels at most", reader["VIDEO_MAX_PIXELS"], args.max_pixels),
         Item("pixels in all", data.default("build_dataloader", "total_pixels"), args.total_pixels),
+        *frame_counts(frames, args),
     ]
 
 
@@ -781,6 +812,7 @@ def longvt(root, args):
     bench = opened(root, "lmms_eval_tasks/longvideobench/utils.py")
     timing = opened(root, "lmms_eval_tasks/charades_sta/utils.py")
     yaml = opened(root, "lmms_eval_tasks/charades_sta/charades_tool.yaml")
+    short = opened(root, "lmms_eval_tasks/longvideobench/longvideobench_val_v_tool.yaml")
     single = opened(root, "examples/eval/single_inference.py")
     prompt = bench.assigned("TOOL_PROMPT")
     run = single.function("run_inference")
@@ -834,6 +866,8 @@ def longvt(root, args):
              sent[0]["tools"][0]["function"]["description"], departure=by_name(args, "the descr")),
         Item("temperature", yaml.flag("temperature:"), args.temperature),
         Item("new tokens", yaml.flag("max_new_tokens:"), args.max_new_tokens),
+        Item("new tokens of LongVideoBench", short.flag("max_new_tokens:"), args.max_new_tokens,
+             departure=by_name(args, "one limit"), known=4096),
         Item("rounds of calls", single.default("run_inference", "max_tool_rounds"), args.max_turns),
         Item("frames a second", single.default("run_inference", "fps"), args.overview_fps),
         Item("frames at most", single.default("run_inference", "max_frames"), args.frames[0]),

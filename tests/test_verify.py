@@ -14,8 +14,24 @@ import eval as evaluation
 import launch
 from evaluation import verify
 
-READER = ("FPS = 2.0\nFPS_MIN_FRAMES = 4\nFPS_MAX_FRAMES = {frames}\nVIDEO_MIN_PIXELS = 128*28*28\n"
-          "VIDEO_MAX_PIXELS = {pixels}\nTOTAL = int(float(os.environ.get('X', 3)))\n")
+READER = '''
+FPS = 2.0
+FPS_MIN_FRAMES = 4
+FPS_MAX_FRAMES = {frames}
+VIDEO_MIN_PIXELS = 128 * 28 * 28
+VIDEO_MAX_PIXELS = {pixels}
+TOTAL = int(float(os.environ.get("X", 3)))
+FACTOR = 2
+
+def down(number, factor):
+    return math.floor(number / factor) * factor
+
+def smart_nframes(ele, total_frames, video_fps):
+    if "nframes" in ele:
+        raise ValueError("never")
+    most = min(FPS_MAX_FRAMES, total_frames)
+    return down(min(max(total_frames / video_fps * FPS, FPS_MIN_FRAMES), most), FACTOR)
+'''
 BENCH = '''
 import os
 os.abort()  # nothing of a checkout is run
@@ -39,11 +55,10 @@ for dataset_name in ["one"]:
 '''
 VIDEO_R1 = {"src/eval_bench.py": BENCH, "src/qwen-vl-utils/src/qwen_vl_utils/vision_process.py":
             READER.format(frames=16, pixels="128*28*28")}
+QWEN_READER = "qwen-vl-utils/src/qwen_vl_utils/vision_process.py"
 QWEN = {
+    QWEN_READER: READER.format(frames=768, pixels=1),
     "evaluation/VideoMME/dataset_utils.py": '''
-def extract_video_frames_with_timestamps(path):
-    return 1
-
 def build_videomme_prompt(data, data_dir, use_subtitle=False, sys_prompt=None):
     """A builder."""
     choices, answer = data["options"], data["answer"]
@@ -130,6 +145,7 @@ def build_dataloader(processor, sys_prompt="You are a helpful assistant.",
     "src/vllm_inference/vllm_infer.py":
     "class vllmWrapper:\n    def generate(self, inputs, temperature: float = 0.0):\n        pass\n",
     "src/utils/vision_process.py": READER.format(frames=768, pixels="768*28*28"),
+    "evaluate.py": "texts = model.generate(batch, answer_prompt=start)",
     "scripts/test.sh": "python evaluate.py \\\n  --max_new_tokens 1024 \\\n  --use_nothink &\n"}
 CONAN = {
     "Conan-Eval/prompt_temp.py": "".join(
@@ -264,6 +280,7 @@ LONGVT = {
         name="temporal_grounding", text='question = doc["caption"] + ". "'),
     "lmms_eval_tasks/charades_sta/charades_tool.yaml": 'max_new_tokens: 49152\n  temperature: 0\n'
     'pre_prompt: "Find: "\n    post_prompt: "When?"',
+    "lmms_eval_tasks/longvideobench/longvideobench_val_v_tool.yaml": "  max_new_tokens: 4096",
     "examples/eval/single_inference.py": f"CROP_VIDEO_TOOL = {SCHEMA}" + '''
 def crop_video_local(video_path, start, end):
     ele = {"fps": 1, "max_frames": 128, "max_pixels": 224 * 224}
@@ -445,7 +462,7 @@ def test_a_checkout_of_the_form_that_we_know_is_the_same(check, flags):
      "frames a second"),
     ("qwen3-vl", "evaluation/VideoMME/dataset_utils.py", '{"video": video_path}, {"text": prompt}',
      '{"text": prompt}, {"video": video_path}', "five options"),
-    ("qwen3-vl", "evaluation/VideoMME/dataset_utils.py", "return 1", "return 2", "read"),
+    ("qwen3-vl", QWEN_READER, "FACTOR = 2", "FACTOR = 4", "frames of 31 s"),
     ("qwen3-vl", "evaluation/VideoMME/infer_instruct.sh", "--top-k 20", "--top-k 40", "top-k"),
     ("videochat-r1", "Annotations/NextGQA/nextgqa_test.json", "(A) x", "A. x", "four options"),
     ("videochat-r1", "src_eval/evaluate_grounding.py", '{"type": "text", "text": prompt},', "",
@@ -453,6 +470,7 @@ def test_a_checkout_of_the_form_that_we_know_is_the_same(check, flags):
     ("time-r1", "src/vllm_inference/data/__init__.py", '"<think>\\n</think>\\n"', '"<think>"',
      "event"),
     ("time-r1", "scripts/test.sh", "--use_nothink", "# --use_nothink", "four options"),
+    ("time-r1", "src/vllm_inference/vllm_infer.py", "= 0.0", "= 0.5", "temperature"),
     ("conan", "Conan-Eval/videomme.py", "step_idx == 2", "step_idx == 1", "three rounds"),
     ("conan", "Conan-Eval/videomme.py", "', '.join", "'; '.join", "three rounds"),
     ("conan", "Conan-Eval/utils.py", "said", "say", "identify_replay"),
