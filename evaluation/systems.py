@@ -367,7 +367,8 @@ def protocols():
                          longvt_protocol, {**longvt, "sub_frames": 128, "max_parallel": 5},
                          held=crops_held, departures=(
                              centres, stamps, replies, schema,
-                             "one limit of new tokens, theirs is 4096 on LongVideoBench and LVBench")),
+                             "one limit of new tokens, theirs is 4096 on LVBench and "
+                             "LongVideoBench")),
         "videozoomer": System("a text made from data.system_prompt of scripts/eval_video.sh",
                               [videozoomer_text()], videozoomer_protocol, zoomer,
                               held=videozoomer_held, departures=(worded, replies, zoomed)),

@@ -77,8 +77,8 @@ def value(node, names):
             return format(shown, go(node.format_spec) if node.format_spec else "")
         case ast.BinOp(left=left, right=right):
             left, right = go(left), go(right)
-            if isinstance(node.op, ast.Add) and isinstance(left, (str, list, int, float)):
-                return left + right
+            if isinstance(node.op, ast.Add):
+                return plus(left, right)
             if isinstance(left, (int, float)) and isinstance(right, (int, float)):
                 return {ast.Sub: lambda: left - right, ast.Mult: lambda: left * right,
                         ast.Div: lambda: left / right, ast.FloorDiv: lambda: left // right,
@@ -128,6 +128,13 @@ def value(node, names):
     raise Unreadable(ast.unparse(node)[:80])
 
 
+def plus(left, right):
+    """left + right of plain data, which no loop of a checkout makes endless."""
+    if not isinstance(left, (str, list, int, float)) or len(str(left)) > 1_000_000:
+        raise Unreadable("a sum of something else than texts, lists and numbers, or a large one")
+    return left + right
+
+
 def unknown(node):
     def fail():
         raise Unreadable(ast.unparse(node)[:80])
@@ -139,8 +146,8 @@ def called(node, names):
     given = [value(item, names) for item in node.args]
     named = {word.arg: value(word.value, names) for word in node.keywords}
     name = ast.unparse(node.func)
-    plain = {"str": str, "len": len, "range": range, "enumerate": enumerate, "zip": zip, "chr": chr,
-             "ord": ord, "sorted": sorted, "list": list, "isinstance": isinstance, "min": min,
+    plain = {"str": str, "len": len, "range": short_range, "enumerate": enumerate, "zip": zip,
+             "chr": chr, "ord": ord, "sorted": sorted, "list": list, "isinstance": isinstance, "min": min,
              "max": max, "round": round, "int": int, "print": lambda *_, **__: None,
              "json.dumps": json.dumps}
     found = names.get(name, plain.get(name))
@@ -156,6 +163,10 @@ def called(node, names):
     if found is None:
         raise Unreadable(ast.unparse(node)[:80])
     return found(*given, **named)
+
+
+def short_range(*bounds):
+    return range(*bounds)[:10_000]
 
 
 def returned(function, given, named, names):
@@ -194,7 +205,7 @@ def execute(body, names):
                 assign(node.target, value(node.value, names), names)
             case ast.AugAssign(op=ast.Add()):
                 old = value(node.target, names)
-                assign(node.target, old + value(node.value, names), names)
+                assign(node.target, plus(old, value(node.value, names)), names)
             case ast.Expr():
                 value(node.value, names)
             case ast.Return():
@@ -272,13 +283,12 @@ class Source:
             raise missing(self.path, f"a default of {name} in {function}")
         return value(found[name], self.constants())
 
-    def entry(self, function, key):
+    def entry(self, function, key, names=None):
         """The value of `key` in a dictionary that a function writes out."""
         for node in ast.walk(self.function(function)):
-            for name, found in zip(*(node.keys, node.values) if isinstance(node, ast.Dict)
-                                   else ((), ())):
+            for name, found in zip(node.keys, node.values) if isinstance(node, ast.Dict) else ():
                 if getattr(name, "value", None) == key:
-                    return value(found, self.constants())
+                    return value(found, names or self.constants())
         raise missing(self.path, f"{key!r} in a dictionary of {function}")
 
     def flag(self, name):
@@ -329,8 +339,8 @@ def opened(root, path):
 def known_sources():
     """Digests of functions that were read, see Source.digest."""
     return {"uniform_sample_idx": "b5ff847846e8", "clips_to_frame_indices": "562a5edfc731",
-            "identify_replay": "6a39a017af1d", "process_video": "86add4c38200",
-            "extract_video_clip": "fa6b3e1ca869",
+            "identify_replay": "6a39a017af1d", "identify_clip": "5e3e7a8572d6",
+            "process_video": "86add4c38200", "extract_video_clip": "fa6b3e1ca869",
             "prepare_tool_call_inputs_video": "32f478967805"}
 
 
@@ -437,6 +447,18 @@ def picture_or_text(part):
 # The publishers: (root, args) -> Items
 
 
+def declared(args):
+    """The known differences of a protocol from its publisher's evaluation."""
+    system = systems.protocols()[args.protocol]
+    return system.paper if args.protocol_set == "paper" else system.departures
+
+
+def noted(args, words):
+    """The departure of the protocol that holds these words."""
+    found = [text for text in declared(args) if words in text]
+    return found[0] if found else None
+
+
 def labelled(options, label="{}. {}"):
     """Options as a publisher's data file holds them."""
     return [label.format(chr(65 + n), text) for n, text in enumerate(options or [])]
@@ -445,7 +467,7 @@ def labelled(options, label="{}. {}"):
 def first_messages(args, texts, built, **more):
     """built: name of a task -> messages of the publisher -> Items of the first messages."""
     # Only where System.departures says so, may images after their times stand for a video.
-    joined = by_name(args, "theirs are one video") is not None
+    joined = noted(args, "theirs are one video") is not None
     return [Item(f"first message, {name}", shown(theirs),
                  shown(ours(args, texts, tasks()[name])[0]["messages"], joined), **more)
             for name, theirs in built.items()]
@@ -468,7 +490,7 @@ def frame_counts(reader, args):
                        if args.overview_fps else most))
     return [Item("frames of 31 s, 4000 s", *(list(side[:2]) for side in zip(*counts))),
             Item("frames of 31.7 s, 1 s", *(list(side[2:]) for side in zip(*counts)),
-                 departure=by_name(args, "an odd number"), known=[62, 4])]
+                 departure=noted(args, "an odd number"), known=[62, 4])]
 
 
 def wrapped(root, args):
@@ -543,7 +565,7 @@ def qwen3(root, args):
         items.append(Item(what, script.flag(f"--{flag}"), mine))
     frames = opened(root, "qwen-vl-utils/src/qwen_vl_utils/vision_process.py")
     return texts, [*items, Item("frames at least", script.flag("--min-frames"), 1,
-                                departure=by_name(args, "an odd number"), known=4),
+                                departure=noted(args, "an odd number"), known=4),
                    *frame_counts(frames, args)]
 
 
@@ -630,7 +652,7 @@ def time_r1(root, args):
         Item("temperature", runs.default("vllmWrapper.generate", "temperature"), args.temperature),
         Item("new tokens", script.flag("--max_new_tokens"), args.max_new_tokens),
         Item("answers of a question with options", 1 + bool(again), 1,
-             departure=by_name(args, "once more")),
+             departure=noted(args, "once more")),
         Item("frames a second", reader["FPS"], args.overview_fps),
         Item("frames at most", reader["FPS_MAX_FRAMES"], args.frames[0]),
         Item("pixels at least", data.default("build_dataloader", "min_pixels"), args.min_pixels),
@@ -666,13 +688,12 @@ def conan(root, args):
     loops = [n for n in ast.walk(bench.function("evaluate_example")) if isinstance(n, ast.While)]
     if not loops:
         raise missing(bench.path, "the rounds of evaluate_example")
-    rows = bench.function("load_data")
     items = []
     for name in ("four options", "five options"):
         task = tasks()[name]
         names["item"] = {"options": labelled(task["options"]), "question": task["question"]}
-        names["options"] = value(dict_entry(rows, "options"), names)
-        names["question"] = value(dict_entry(rows, "question"), names)
+        for key in ("options", "question"):
+            names[key] = bench.entry("load_data", key, names)
         mine = ours(args, texts, task, clip, clip)[-1]["messages"]
         built = []
         for step in range(3):
@@ -696,21 +717,11 @@ def conan(root, args):
         Item("frames", script.flag("--max_frames"), args.frames[0]),
         Item("frames of a round", value(clips[0].args[2], {}), systems.conan_held(args)[1]),
         Item("pixels at most", reader.default("save_video_frames", "max_len"), args.max_pixels,
-             departure=by_name(args, "longer side"), known=448),
-        same_source(reader, "uniform_sample_idx", by_name(args, "at their starts")),
-        same_source(helpers, "clips_to_frame_indices", by_name(args, "rounded times")),
-        same_source(helpers, "identify_replay"),
+             departure=noted(args, "longer side"), known=448),
+        same_source(reader, "uniform_sample_idx", noted(args, "at their starts")),
+        same_source(helpers, "clips_to_frame_indices", noted(args, "rounded times")),
+        same_source(helpers, "identify_replay"), same_source(helpers, "identify_clip"),
     ]
-
-
-def dict_entry(function, key):
-    """The expression of `key` in a dictionary that a function writes out."""
-    for node in ast.walk(function):
-        if isinstance(node, ast.Dict):
-            for name, found in zip(node.keys, node.values):
-                if getattr(name, "value", None) == key:
-                    return found
-    raise Unreadable(f"no entry {key!r}")
 
 
 def videozoomer(root, args):
@@ -752,7 +763,7 @@ def videozoomer(root, args):
         said = names["tool_call_prompt_message"].replace(vision, IMAGE)
         said = said.replace("<|im_start|>user\n", "[user]\n").partition("<|im_end|>")[0]
         items += [
-            Item(f"answer to call {turn + 1}", said, mine, departure=by_name(args, "answers")),
+            Item(f"answer to call {turn + 1}", said, mine, departure=noted(args, "answers")),
             Item(f"answer to call {turn + 1}, frames and tags", tags(said), tags(mine))]
         answers.append((said, mine))
     # The answer to the last call says that no call may follow, so it is another one.
@@ -772,26 +783,14 @@ def videozoomer(root, args):
         Item("frames of a call", script.flag("actor_rollout_ref.rollout.tool_call_max_frames"),
              systems.videozoomer_held(args)[1]),
         same_source(data, "process_video"),
-        same_source(tools, "extract_video_clip", by_name(args, "frames of a call")),
+        same_source(tools, "extract_video_clip", noted(args, "frames of a call")),
         same_source(tools, "prepare_tool_call_inputs_video"),
     ]
-
-
-def declared(args):
-    """The known differences of a protocol from its publisher's evaluation."""
-    system = systems.protocols()[args.protocol]
-    return system.paper if args.protocol_set == "paper" else system.departures
 
 
 def tags(text):
     """Frames and tool response tags of a text, in order."""
     return " ".join(re.findall(rf"<frame[^>]*>|{IMAGE}|</?tool_response>", text))
-
-
-def by_name(args, start):
-    """The departure of the protocol that holds these words."""
-    found = [text for text in declared(args) if start in text]
-    return found[0] if found else None
 
 
 def crop_replies(item):
@@ -860,14 +859,14 @@ def longvt(root, args):
     return [prompt, *templates.values()], [
         *items,
         Item("answer to a call", shown(reply, joined=True), mine,
-             departure=by_name(args, "answers")),
+             departure=noted(args, "answers")),
         Item("tool", schema_names(tool), schema_names(sent[0]["tools"][0])),
         Item("tool's description", tool["function"]["description"],
-             sent[0]["tools"][0]["function"]["description"], departure=by_name(args, "the descr")),
+             sent[0]["tools"][0]["function"]["description"], departure=noted(args, "the descr")),
         Item("temperature", yaml.flag("temperature:"), args.temperature),
         Item("new tokens", yaml.flag("max_new_tokens:"), args.max_new_tokens),
         Item("new tokens of LongVideoBench", short.flag("max_new_tokens:"), args.max_new_tokens,
-             departure=by_name(args, "one limit"), known=4096),
+             departure=noted(args, "one limit"), known=4096),
         Item("rounds of calls", single.default("run_inference", "max_tool_rounds"), args.max_turns),
         Item("frames a second", single.default("run_inference", "fps"), args.overview_fps),
         Item("frames at most", single.default("run_inference", "max_frames"), args.frames[0]),
@@ -953,12 +952,12 @@ def paravt(root, args):
         execute([replies], names)
         items.append(Item(f"answer to a call, {name}", shown(names["messages"]),
                           shown(conversation[1]["messages"][-1:]),
-                          departure=by_name(args, "without times") if name == "event" else None))
+                          departure=noted(args, "without times") if name == "event" else None))
         names["sample"], names["final"] = {"is_mcq": name != "event"}, ""
         execute([n for n in force.body if isinstance(n, ast.If)], names)
         items += [
             Item(f"request for an answer, {name}", names["force"],
-                 conversation[-1]["messages"][-1]["content"], departure=by_name(args, "the req")),
+                 conversation[-1]["messages"][-1]["content"], departure=noted(args, "the req")),
             Item(f"tokens of that answer, {name}", names["force_max"],
                  conversation[-1]["max_tokens"]),
             Item(f"requests at most, {name}", driver.default(None, "--max_turns") + 1,
@@ -973,9 +972,9 @@ def paravt(root, args):
         Item("tool", schema_names(json.loads(names["TOOL_SCHEMA"])), schema_names(tool)),
         Item("tool's description",
              json.loads(names["TOOL_SCHEMA"])["function"]["description"],
-             tool["function"]["description"], departure=by_name(args, "the descr")),
+             tool["function"]["description"], departure=noted(args, "the descr")),
         Item("answer to a call that fails", shown(names["messages"]),
-             shown(failed[1]["messages"][-1:]), departure=by_name(args, "that fails")),
+             shown(failed[1]["messages"][-1:]), departure=noted(args, "that fails")),
         Item("calls a turn", driver.default(None, "--max_parallel"), args.max_parallel),
         Item("frames a second of a call", tools.entry("crop_frames", "fps"), args.sub_fps),
         Item("frames of a call", tools.default("crop_frames", "max_frames"), args.sub_frames),
@@ -1009,7 +1008,8 @@ def verify(args, root):
     departures = declared(args)
     try:
         texts, items = publishers()[name](root, args)
-    except (Unreadable, KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+    except (Unreadable, LookupError, TypeError, ValueError, AttributeError, ArithmeticError,
+            RecursionError) as error:
         print(f"UNDECLARED  the source changed, cannot tell: {error!r}")
         return 1
     digest = hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]

@@ -200,7 +200,7 @@ def save_video_frames(path, max_len: int = 448):
     pass
 ''',
     "Conan-Eval/utils.py": "def clips_to_frame_indices():\n    pass\n\n\ndef identify_replay(said):"
-    "\n    pass\n",
+    "\n    pass\n\n\ndef identify_clip():\n    pass\n",
     "Conan-Eval/run.sh": "python main.py --max_frames 16 --max_steps 3 --max_new_tokens 4000 "
     "--temperature 1.0"}
 ROLLOUT = "verl/workers/rollout/vllm_rollout/"
