@@ -147,8 +147,8 @@ def called(node, names):
     named = {word.arg: value(word.value, names) for word in node.keywords}
     name = ast.unparse(node.func)
     plain = {"str": str, "len": len, "range": short_range, "enumerate": enumerate, "zip": zip,
-             "chr": chr, "ord": ord, "sorted": sorted, "list": list, "isinstance": isinstance, "min": min,
-             "max": max, "round": round, "int": int, "print": lambda *_, **__: None,
+             "chr": chr, "ord": ord, "sorted": sorted, "list": list, "isinstance": isinstance,
+             "min": min, "max": max, "round": round, "int": int, "print": lambda *_, **__: None,
              "json.dumps": json.dumps}
     found = names.get(name, plain.get(name))
     if isinstance(found, ast.FunctionDef):
