@@ -393,16 +393,26 @@ class Listener:
         return done
 
 
+def write_black(path):
+    """An mp4 of 64 black frames, one a second."""
+    import av
+    import numpy as np
+
+    with av.open(path, "w", format="mp4") as container:
+        stream = container.add_stream("libx264", rate=1)
+        stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"
+        frame = np.zeros((32, 32, 3), np.uint8)
+        for _ in range(64):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())
+
+
 def ours(args, texts, task, *script, user=None):
     """Bodies of the requests of an episode, with the publisher's texts, two frames of a video of 64
     seconds (one frame a second), and a model that says what `script` says. user: the publisher's
     user turn, as --user-file takes it."""
-    import numpy as np
-
-    import toy
-
     with tempfile.TemporaryDirectory() as root:
-        toy.write_video(os.path.join(root, task["video"]), np.zeros((64, 32, 32, 3), np.uint8))
+        write_black(os.path.join(root, task["video"]))
         args.video_root, modes, args.tools = root, args.tools, True
         agent, source = rollout.agent_settings(args, None)
         args.tools, agent.tools = modes, modes == ["on"]
