@@ -41,7 +41,7 @@ from dataclasses import dataclass, replace
 import chat
 import launch
 import rollout
-from evaluation import benchmarks, costs, endpoint, folders, graders, scores, systems
+from evaluation import benchmarks, costs, endpoint, folders, graders, scores, systems, verify
 
 # ------------------------------------------------------------------------------------------------
 # Arguments
@@ -161,7 +161,7 @@ def faults(args):
               "--by and --format need --table"),
              *graders.faults(args),
              (not 0 < args.points <= 100, "--points must be above 0, and 100 at most")]
-    if args.compare or args.table or args.rescore or args.protocols:
+    if args.compare or args.table or args.rescore or args.protocols or args.verify:
         return found  # all other settings come from the folders
     found += [
         (not (args.data or benches or args.video), "give --data (task JSONL), --bench with --root, "
@@ -446,6 +446,8 @@ def main():
     if args.protocols:
         names = [args.protocol] if args.prompt_file else systems.protocols()
         print(systems.describe_all(map(parse_args, names)))
+    elif args.verify:
+        sys.exit(verify.verify(args, args.verify))
     elif args.prepare:
         if os.path.exists(args.prepare):  # it may be a file of the publisher
             raise launch.UserError(f"--prepare {args.prepare}: there is such a file already")

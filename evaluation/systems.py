@@ -278,6 +278,7 @@ class System:
     final: callable = rewards.answer_or_tail  # (turns, think_open) -> answer to grade, or None
     held: callable = nothing_held  # args -> (windows beside the overview, frames of each)
     departures: tuple = ()  # known differences from the publisher's own evaluation, in words
+    paper: tuple = ()  # the same for --protocol-set paper and the driver of the paper's authors
 
 
 def protocols():
@@ -287,10 +288,9 @@ def protocols():
     # 2 frames a second, 768 at most, with 3584 x 28 x 28 pixels in all.
     many = {**paced(2.0, 768), "min_pixels": 16 * 784, "max_pixels": 768 * 784,
             "total_pixels": 3584 * 784}
-    # Temperature 0.1 at top-p 0.001, which is greedy.
     reasoning = {**single, "max_pixels": 256 * 784, "max_new_tokens": 1024}
     conan = {**rounds, "max_turns": 2, "frames": [16], "max_pixels": 448 * 448}
-    longvt = {**rounds, "max_turns": 5, **paced(1.0, 512),
+    longvt = {**rounds, "max_turns": 5, **paced(1.0, 512), "min_pixels": 784,
               "max_pixels": 50176, "max_new_tokens": 49152, "context": 131072}
     zoomer = {**rounds, "max_turns": 4, **paced(0.5, 64), "overview_grid": "start",
               "max_new_tokens": 4096, "min_pixels": 25088, "max_pixels": 100352}
@@ -300,38 +300,56 @@ def protocols():
              "context": 98304}
     centres = "frames lie at the centres of equal segments, theirs include the first and the last"
     stamps = "each frame is an image after its time, theirs are one video"
+    even = "an odd number of frames may be shown, theirs is even and 4 at least"
     replies = "the answers to calls are in our words"
+    greedy = "greedy here, theirs samples at temperature 0.1 with top-p 0.001"
+    raised = "frames and pixels are those of their README, their file holds those of training"
+    timed = ("a grounding task has a time before each frame, theirs has one video and windows "
+             "without times")
+    failed = "the answer to a call that fails is in our words"
+    one = "Charades-STA has the system text of the others, their script gives it another"
+    forced = "the request for an answer after the last calls is in our words"
+    schema = "the description of the tool is in our words"
+    zoomed = "frames of a call lie at the centres of segments, theirs include first and last"
+    worded = "the words of the question lie in their data files, here they are ours"
     driver = "paravt/eval/driver.py"
     return {
         # ParaVT-8B; Qwen3-VL-8B and Conan-7B in the paper's runs
         "paravt": System(f"{driver}:GENERAL_AGENTIC_SYSTEM",
-                         [rollout.main_prompt()], paravt_protocol, {}, held=paravt_held),
+                         [rollout.main_prompt()], paravt_protocol, {}, held=paravt_held,
+                         paper=(schema, timed, one, forced, failed)),
         # Qwen2.5-VL-7B, GPT-4o, Gemini 1.5 Pro
-        "direct": System(f"{driver}:DIRECT_SYSTEM", [ANSWER], prompt_as_system, single),
+        "direct": System(f"{driver}:DIRECT_SYSTEM", [ANSWER], prompt_as_system, single,
+                         paper=(timed,)),
         # Qwen3-VL-8B as in the publisher's evaluation: no tools, no system text
         "qwen3-vl": System("a text made from the user turn of evaluation/VideoMME/dataset_utils.py",
                            [qwen3_text()], prompt_as_user, qwen3, departures=(
-                               stamps, "4 frames at least there, 1 here",
+                               stamps, even,
                                "their judge model reads the answer, here a rule")),
         "video-r1": System(wrapped_files("Video-R1"), wrapped_texts(),
                            partial(wrapped_protocol, header="Options:\n"),
-                           {**reasoning, "frames": [64]}, departures=(centres, stamps)),
+                           {**reasoning, **paced(2.0, 64), "min_pixels": 128 * 784},
+                           departures=(centres, stamps, even, greedy, raised)),
         "videorft": System(wrapped_files("VideoRFT"), wrapped_texts(), wrapped_protocol,
-                           {**reasoning, "frames": [32]}, departures=(centres, stamps)),
+                           {**reasoning, "frames": [32], "min_pixels": 256 * 784},
+                           departures=(centres, stamps, greedy, raised)),
         # Video-Thinker-7B, whose code is not published; and all of these in the paper's runs
-        "reasoning": System(f"{driver}:REASONING_SYSTEM", [THINK], prompt_as_system, reasoning),
+        "reasoning": System(f"{driver}:REASONING_SYSTEM", [THINK], prompt_as_system, reasoning,
+                            paper=(timed,)),
         "videochat-r1": System("src_eval/eval_prompts.py:QA_THINK and :GROUND_TEMPLATE_THINK, "
                                "filled at [QUESTION], [OPTION] and [EVENT]",
                                [f"{QUESTION}\n{THINK}", f"{QUESTION}\n{THINK}"],
                                videochat_protocol, {**single, **many},
-                               departures=(centres, stamps)),
+                               departures=(centres, stamps, even)),
         "time-r1": System("src/vllm_inference/data/config.py:DEFAULT_MCQ_PROMPT[r1] and "
                           ":DEFAULT_TG_PROMPT[r1], filled at {}",
                           [f"{QUESTION}\n{ANSWER}",
                            f'{{subtitles}}When in the video is the event "{{event}}"? {{style}} '
                            f"{ANSWER}"],
                           time_r1_protocol, {**single, **many, "max_new_tokens": 1024},
-                          departures=(centres, stamps)),
+                          departures=(
+                              centres, stamps, even, "a letter is read from the answer, theirs is "
+                              "sampled once more after a forced start")),
         "rewatch-r1": System("a text made from the model card's prompt", [rewatch_text()],
                              prompt_as_user,
                              {**single, **paced(2.0, 192), "max_pixels": 128 * 784},
@@ -340,15 +358,20 @@ def protocols():
                         "last round with options; the same three without", conan_texts(),
                         conan_protocol, {**conan, "temperature": 1.0, "max_new_tokens": 4000},
                         held=conan_held, departures=(
-                            centres, "frames that were shown are known exactly, theirs by rounded "
+                            "frames lie at the centres of equal segments, theirs at their starts",
+                            "frames have at most 448 x 448 pixels, theirs 448 on the longer side",
+                            "frames that were shown are known exactly, theirs by rounded "
                             "times", "no frame is shown twice if a video has too few")),
         # LongVT-RFT-7B
         "longvt": System("TOOL_PROMPT of lmms_eval_tasks/*/utils.py, as a text", [longvt_text()],
                          longvt_protocol, {**longvt, "sub_frames": 128, "max_parallel": 5},
-                         held=crops_held, departures=(centres, stamps, replies)),
+                         held=crops_held, departures=(
+                             centres, stamps, replies, schema,
+                             "one limit of new tokens, theirs is 4096 on LVBench and "
+                             "LongVideoBench")),
         "videozoomer": System("a text made from data.system_prompt of scripts/eval_video.sh",
                               [videozoomer_text()], videozoomer_protocol, zoomer,
-                              held=videozoomer_held, departures=(replies,)),
+                              held=videozoomer_held, departures=(worded, replies, zoomed)),
         "sage": System("context_vlm.txt, iterative_reasoner.txt and iterative_reasoner_msg.txt of "
                        "sage/prompts/sage",
                        sage_texts(), sage_protocol,
@@ -368,6 +391,11 @@ def paced(fps, most):
     return {"overview_fps": fps, "frames": [most]}
 
 
+def paced_frames(seconds, fps, most):
+    """Frames of a video: half a frame counts as one, and half a second still shows one."""
+    return max(1, min(int(seconds * fps + 0.5), most))
+
+
 @dataclass
 class Source(rollout.Source):
     """A Source whose overview grows with the length of the video, to K frames at most."""
@@ -385,9 +413,7 @@ class Source(rollout.Source):
         if shown == 0:  # text alone; the video must open nevertheless, because prompts tell lengths
             return video.Frames(np.zeros((0, 1, 1, 3), np.uint8), np.zeros(0), "none", [])
         if self.overview_fps:
-            # Half a frame counts as one, and a video of half a second still shows one.
-            wanted = int(self.duration(spec) * self.overview_fps + 0.5)
-            shown = max(1, min(wanted, shown))
+            shown = paced_frames(self.duration(spec), self.overview_fps, shown)
         most = self.max_pixels
         if self.total_pixels:
             # Two frames make one grid of patches, which the publishers' reader counts once. The
@@ -462,7 +488,8 @@ def add_arguments(parser):
         help="the publisher's own prompt texts (docs/evaluation.md); default: our wording")
     add("--user-file", metavar="FILE[.py:NAME]",
         help="the user turn, if --prompt-file is the system text (places: --protocols)")
-
+    add("--verify", metavar="CHECKOUT",
+        help="compare --protocol with the publisher's own source in this folder, and end")
 
 
 def rare_settings():
@@ -514,7 +541,8 @@ def describe(args):
             arguments = ", ".join(tool["function"]["parameters"]["properties"])
             lines.append(f"tool    {tool['function']['name']}({arguments})")
     source = "the publisher's" if args.prompt_file else "ours"
-    lines += [f"departs {text}" for text in system.departures]
+    departs = system.paper if args.protocol_set == "paper" else system.departures
+    lines += [f"departs {text}" for text in departs]
     lines.append(f"texts   {source}; --prompt-file takes {len(system.texts)}: {system.files}")
     for message in messages:
         said = message["content"]
@@ -552,7 +580,7 @@ def make_protocol(args):
 
 def with_user(protocol, text, name):
     """A protocol with another user turn."""
-    if getattr(protocol.opening, "func", None) is not opening:  # made of several texts
+    if getattr(protocol.opening, "func", None) not in (opening, paravt_opening):  # several texts
         raise launch.UserError(f"--user-file: the user turn of --protocol {name} has parts of its "
                               "own; see --protocols")
     return replace(protocol, opening=partial(protocol.opening, user=text))
@@ -666,10 +694,11 @@ def filled(text, task, duration=0.0, subtitles="", label="{}.", between="\n"):
         "video": os.path.basename(task["video"]),
         "subtitles": f"Subtitles:\n{subtitles}\n\n" if subtitles else "",
     }
+    if not lines:  # no empty line for options; blank lines of a publisher's text stay
+        text = re.sub(r"\{options\}\n?", "", text)
     # In one pass, because a question may contain "{options}".
     place = r"\{(" + "|".join(filled_places()) + r")\}"
-    text = re.sub(place, lambda found: values[found[1]], text)
-    return text if lines else re.sub(r"\n\n+", "\n", text)  # without options no line is left empty
+    return re.sub(place, lambda found: values[found[1]], text)
 
 
 def clock(seconds):
@@ -710,7 +739,7 @@ def opening(task, num_frames, agent, subtitles, duration,
     if text_first:
         content = [{"type": "text", "text": text}, frames]
     else:
-        content = [frames, {"type": "text", "text": "\n" + text}]
+        content = [frames, {"type": "text", "text": text}]  # nothing between, as the publishers
     messages = [{"role": "system", "content": system}] if system else []
     return [*messages, {"role": "user", "content": content}]
 
@@ -740,16 +769,15 @@ def wrapped_texts():
             " The final answer is a text."]
 
 
-def wrapped_protocol(texts, args, header=""):
-    """No system text. {Question} is the question with the options, after a header if there is one.
-    """
+def wrapped_protocol(texts, args, header="\n"):
+    """No system text. {Question} is the question; with options: header, options, an empty line."""
     first = partial(wrapped_opening, texts=texts, header=header, stamp=stamp_kind(args))
     return Protocol(opening=first, schema=None)
 
 
 def wrapped_opening(task, num_frames, agent, subtitles, duration, texts, header, stamp):
     around, letter, words = texts
-    question = "{question}\n" + (header + "{options}\n" if task.get("options") else "")
+    question = "{question}" + (header + "{options}\n" if task.get("options") else "")
     # The publishers' texts do not say how to write times, so ours do.
     ends = {"mcq": letter, "open": words, "list": " {style}", "grounding": " {style}"}
     user = around.replace("{Question}", question) + ends[task["type"]]
@@ -769,7 +797,7 @@ def videochat_protocol(texts, args):
 def videochat_opening(task, num_frames, agent, subtitles, duration, texts, stamp):
     user = texts[task["type"] == "grounding"]
     return opening(task, num_frames, agent, subtitles, duration,
-                   user=user, stamp=stamp, text_first=True)
+                   user=user, stamp=stamp, text_first=True, label="({})")
 
 
 def qwen3_text():
@@ -907,9 +935,10 @@ def paravt_protocol(texts, args):
     return protocol
 
 
-def paravt_opening(task, num_frames, agent, subtitles, duration, system, stamp, frames, path):
+def paravt_opening(task, num_frames, agent, subtitles, duration, system, stamp, frames, path,
+                   user=None):
     """Training's first messages with another stamp and system text (None: training's, adapted).
-    frames: calls are answered with frames. path: the video's name is told."""
+    frames: calls are answered with frames. path: the video's name is told. user: a template."""
     stamp = stamp_for(task, stamp)
     messages = rollout.main_messages(task, num_frames, agent.tools, subtitles)
     if system is None:
@@ -917,8 +946,12 @@ def paravt_opening(task, num_frames, agent, subtitles, duration, system, stamp, 
     messages[0]["content"] = system
     overview, asked = messages[1]["content"]
     overview["stamp"] = stamp
+    if user:
+        user = user if "{subtitles}" in user else "{subtitles}" + user
+        asked["text"] = filled(user, task, duration, subtitles)
     if path and agent.tools:
-        asked["text"] += "\n" + NAMED_PATH.replace("{video}", os.path.basename(task["video"]))
+        named = NAMED_PATH.replace("{video}", os.path.basename(task["video"]))
+        asked["text"] += (" " if user else "\n") + named
     return messages
 
 
@@ -985,7 +1018,7 @@ def longvt_text():
 def longvt_protocol(texts, args):
     stamp = stamp_kind(args)
     # The publisher's prompt is no template. The text follows the question unchanged.
-    tail = f" {texts[0]} {NAMED_PATH}"
+    tail = f" {texts[0]} {NAMED_PATH.replace('The video', 'The Video')}"
     first = partial(opening, tail=tail, stamp=stamp)
     schema = partial(crop_schema, frames=True, path=True)
     return Protocol(opening=first, answer=partial(longvt_answer, stamp=stamp),
@@ -1070,7 +1103,7 @@ def parse_zoom(text, think_open=False):
     try:
         call = json.loads(body[:1000])  # bounded: a model may write any length
         start, end = (rewards.to_seconds(second) for second in call["segment"])
-        fps = rewards.to_seconds(call.get("fps", 1))
+        fps = rewards.to_seconds(call["fps"])
         if None in (start, end, fps) or not start < end or fps <= 0:
             error = "segment must be [start, end] in seconds with start < end, and fps above 0"
         else:
@@ -1191,7 +1224,7 @@ async def conan_answer(records, calls, episode, sampler, turn, texts):
         return Reply([{"role": "user", "content": text}])
     episode.notes["seen"].update(wanted)
     reply = Reply([])
-    content = [add_video(reply, spec, frames, "clock"), {"type": "text", "text": "\n" + text}]
+    content = [add_video(reply, spec, frames, "clock"), {"type": "text", "text": text}]
     reply.messages.append({"role": "user", "content": content})
     return reply
 

@@ -15,7 +15,7 @@ from conftest import ROOT
 ORDER = ["launch", "rewards", "video", "chat", "model", "engine", "checkpoint", "rollout", "sft",
          "grpo", "evaluation.answers", "evaluation.benchmarks", "evaluation.endpoint",
          "evaluation.systems", "evaluation.costs", "evaluation.scores", "evaluation.publishers",
-         "evaluation.graders", "evaluation.folders",
+         "evaluation.graders", "evaluation.folders", "evaluation.verify",
          "eval", "toy", "tools.plan", "tools", "bench"]  # fmt: skip
 FILES = sorted([*Path(ROOT).glob("*.py"), *Path(ROOT).glob("evaluation/*.py"),
                 *Path(ROOT).glob("tools/*.py"), *Path(ROOT).glob("bench/*.py")])

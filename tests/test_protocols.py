@@ -223,6 +223,11 @@ def test_a_user_turn_may_be_the_publishers_own(play, tmp_path):
         assert texts(asked[0].messages[-1]).strip().startswith(text)
         hashes |= {systems.make_protocol(evaluation.parse_args())[1]}
     assert len(hashes) == 4
+    _, asked, _ = play("--protocol-set paper --frames 2 --user-file " + str(tmp_path / "user.txt"),
+                       "B")  # the driver of the paper's authors puts one blank before the path
+    assert texts(asked[0].messages[-1]).strip() == (
+        "Q Which {colour} is first? of eval-0000.mp4, 00:01:04? "
+        "The video path for this video is: eval-0000.mp4")
     with pytest.raises(launch.UserError, match="--user-file"):
         play(f"--protocol video-r1 --user-file {tmp_path}/user.txt", "B")
 
@@ -302,7 +307,7 @@ def test_both_loops_leave_the_same_records(more, toy, codec, source):
 def test_paravt_as_it_is_trained_is_played_by_trainings_own_loop(codec, source, monkeypatch):
     """With ids. An endpoint, another protocol and one call a turn go through `systems.play`."""
     plays = []
-    monkeypatch.setattr(rollout, "run", lambda *given, play=None: plays.append(play is None))
+    monkeypatch.setattr(rollout, "run", lambda *given, play: plays.append(play is rollout.run_episode))
     sampler = rollout.Sampler(None, codec, source, rollout.Agent())
     turns = replace(sampler, agent=rollout.Agent(dispatch="turns"))
     for some, protocol in ((sampler, systems.Protocol()), (turns, systems.Protocol()),
@@ -364,7 +369,8 @@ def test_systems_of_one_generation(play, name, system, said):
     assert (not system or system in messages[0]["content"])
     text = texts(messages[-1])
     assert "Which {colour} is first?" in text
-    assert ("(A) red\n(B) blue" if name == "time-r1" else "A. red\nB. blue") in text
+    brackets = name in ("time-r1", "videochat-r1")
+    assert ("(A) red\n(B) blue" if brackets else "A. red\nB. blue") in text
     assert kinds(messages[-1])[0] == ("text" if name == "videochat-r1" else "video")
     assert ("00:00 to 01:04" in text) == (name == "rewatch-r1")  # the toy video has 64 seconds
 
@@ -399,7 +405,7 @@ def test_native_and_uniform_settings_differ_and_yield_to_flags(monkeypatch):
     ("longvt", 31.0, 31), ("sage", 31.0, 31), ("videozoomer", 31.0, 16), ("rewatch-r1", 31.0, 62),
     ("longvt", 4000.0, 512), ("sage", 4000.0, 128), ("videozoomer", 4000.0, 64),
     ("rewatch-r1", 4000.0, 192), ("videozoomer", 0.4, 1), ("conan", 31.0, 16),
-    ("direct", 31.0, 64), ("videorft", 31.0, 32), ("video-r1", 31.0, 64),
+    ("direct", 31.0, 64), ("videorft", 31.0, 32), ("video-r1", 31.0, 62),
     ("videochat-r1", 31.0, 62), ("videochat-r1", 4000.0, 768), ("qwen3-vl", 31.0, 62),
     ("qwen3-vl", 4000.0, 512), ("longvt --protocol-set paper", 31.0, 64),
     ("longvt --set overview_fps=0", 31.0, 512), ("longvt --frames 8", 31.0, 8)])
@@ -472,6 +478,9 @@ def test_departures_are_told_and_kept(monkeypatch):
         told = systems.describe(evaluation.parse_args())
         assert told.count("\ndeparts ") == len(system.departures)
         assert all(f"departs {text}\n" in told for text in system.departures)
+        sys.argv += ["--protocol-set", "paper"]  # compared with the driver of the paper's authors
+        told = systems.describe(evaluation.parse_args())
+        assert told.count("\ndeparts ") == len(system.paper)
 
 
 def test_many_frames_are_small_ones(source, monkeypatch):
@@ -516,11 +525,11 @@ def test_publishers_question_templates_wrap_the_question(play, tmp_path):
         'QA = """Answer "[QUESTION]" from :[OPTION]."""\nG = """Find "[EVENT]"."""')
     open_task = {**TASK, "type": "open", "options": None, "answer": "blue"}
     for name, task, meant in (
-            ("video-r1", TASK, "Which {colour} is first?\nOptions:\nA. red\nB. blue\n\nThink. A"),
+            ("video-r1", TASK, "Which {colour} is first?Options:\nA. red\nB. blue\n\nThink. A"),
             ("videorft", TASK, "Which {colour} is first?\nA. red\nB. blue\n\nThink. A letter."),
             ("videorft", open_task, "Which {colour} is first?\nThink. Say."),
             ("videochat-r1", TASK, 'Answer "Which {colour} is first?" from '
-             ":['A. red', 'B. blue']."),
+             ":['(A) red', '(B) blue']."),
             ("videochat-r1", {**SPAN, "event": "it is red"}, 'Find "it is red".'),
             ("videochat-r1", SPAN, 'Find "When is it red?".')):
         files = [f"{tmp_path}/chat.py:QA", f"{tmp_path}/chat.py:G"]
@@ -545,7 +554,7 @@ def test_a_text_that_knows_no_subtitles_gets_them_first(play, tmp_path, source):
     (tmp_path / "user.txt").write_text("Q: {question}")
     source.subtitles = lambda task, seconds: "hello"
     _, asked, _ = play("--protocol qwen3-vl --frames 2", "B", files=[f"{tmp_path}/user.txt"])
-    assert texts(asked[0].messages[0]).startswith("\nSubtitles:\nhello\n\nQ: Which")
+    assert texts(asked[0].messages[0]).startswith("Subtitles:\nhello\n\nQ: Which")
 
 
 def test_a_record_says_how_many_frames_were_shown(play):
@@ -720,7 +729,7 @@ def test_longvt_refuses_windows_beyond_the_video(play):
     assert "below 0" in replies[2]["content"] and "end_time lies behind" in replies[3]["content"]
     assert "start_time lies behind" in replies[4]["content"]
     assert asked[0].messages[0]["role"] == "user"
-    assert "video path for this video is: eval-0000.mp4" in texts(asked[0].messages[0])
+    assert "Video path for this video is: eval-0000.mp4" in texts(asked[0].messages[0])
     (schema,) = asked[0].tools
     assert schema["function"]["parameters"]["required"] == ["video_path", "start_time", "end_time"]
     assert "Returns frames" in schema["function"]["description"]
