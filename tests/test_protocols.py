@@ -307,7 +307,8 @@ def test_both_loops_leave_the_same_records(more, toy, codec, source):
 def test_paravt_as_it_is_trained_is_played_by_trainings_own_loop(codec, source, monkeypatch):
     """With ids. An endpoint, another protocol and one call a turn go through `systems.play`."""
     plays = []
-    monkeypatch.setattr(rollout, "run", lambda *given, play: plays.append(play is rollout.run_episode))
+    monkeypatch.setattr(rollout, "run",
+                        lambda *given, play: plays.append(play is rollout.run_episode))
     sampler = rollout.Sampler(None, codec, source, rollout.Agent())
     turns = replace(sampler, agent=rollout.Agent(dispatch="turns"))
     for some, protocol in ((sampler, systems.Protocol()), (turns, systems.Protocol()),
