@@ -1058,7 +1058,7 @@ def test_the_last_line_says_the_most_frequent_error(world):
     (("--bench", "mlvu", "--root", "/x"), (), "no --data"),
     (("--bench", "mlvu", "--root", "/no/such"), ("--data",), "no such folder"),
     (("--bench", "mlvu", "lvbench", "--root", "a", "b", "c"), ("--data",), "--root"),
-    (("--rescore", "/no/such"), (), "tasks.jsonl"), (("--table", "/no/such"), (), "summary.json"),
+    (("--rescore", "/no/such"), (), "tasks.jsonl"), (("--table", "/no/such"), (), "tasks.jsonl"),
     (("--judge-url", "http://x"), (), "--judge-model"),
     (("--judge-url", "http://127.0.0.1:9/v1", "--judge-model", "j"), (),
      "no server answers at http://127.0.0.1:9"),
