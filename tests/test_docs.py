@@ -29,7 +29,7 @@ def test_the_ten_films_are_tasks_that_can_be_trained_on(tmp_path, codec):
     assert done.returncode == 0, done.stderr
     tasks = rollout.read_tasks(str(tmp_path / "tasks.jsonl"))
     assert collections.Counter(task["type"] for task in tasks) == {
-        "mcq": 10, "open": 10, "grounding": 10}
+        "mcq": 10, "list": 10, "grounding": 10}
     source = rollout.Source(str(tmp_path), video.FrameCache())
     agent = rollout.Agent(**{**rollout.toy_lengths(), "context": 4096})
     assert rollout.preflight(codec, tasks, agent, source, "gated") == []
