@@ -1,9 +1,9 @@
 """
 grpo.py: PARA-GRPO on top of an SFT checkpoint, with a rollout engine inside every rank.
 
-  R_i      = R_acc + w_tool R_tool + w_fmt R_fmt       of rollout i in a group of G: rewards.score
+  R_i      = R_acc + w_tool R_tool - c calls + w_fmt R_fmt      of rollout i of G: rewards.score
   sigma    = std of R in the group; if it is 0 the group is skipped and counted
-  A_task_i = ((R_acc + w_tool R_tool)_i - mean) / sigma      w_tool: --tool-reward
+  A_task_i = ((R_acc + w_tool R_tool - c calls)_i - mean) / sigma   --tool-reward, --call-cost
   A_fmt_i  = w_fmt (R_fmt_i - mean) / sigma                  w_fmt: --format-weight
   A_it     = A_task_i + A_fmt_i [t in struct(o_i)]     struct: tag tokens and the end of each turn
   rho_t    = exp(logp_t - old_t)                       old: this trainer before the step
@@ -667,7 +667,18 @@ def episode_row(e, labels):
         "cut": sum(reason == "length" for reason in e.finish),
         "sub_tokens": sum(call["sub_tokens"] for call in e.calls),
         "judge": e.reward.get("judge"), "judge_cached": e.notes.get("judge_cached", False),
+        "evidence": toy_evidence(e),
     }
+
+
+def toy_evidence(e):
+    """(slots that the first thought states as the overview shows them, slots that it states) of a
+    task of toy.py. None for other tasks: nobody knows what their frames show."""
+    if "events" not in e.task or not e.turns:
+        return None
+    import toy
+
+    return toy.stated_evidence(e.turns[0], e.task["events"], e.num_frames)
 
 
 def mean(values):
@@ -688,15 +699,15 @@ def by_value(rows, name, cell):
 
 
 def call_minus_skip(rows):
-    """How much R_acc a call was worth, compared within prompts: mean of the rollouts that called
-    minus mean of those that did not. R_tool is left out, because it pays for calling. A rollout
-    whose calls were written but not run counts on neither side. None if no prompt has both."""
+    """How much R_acc a call was worth, compared within prompts: mean of the rollouts that wrote a
+    call minus mean of those that did not. A call that was written and not run counts: the policy
+    decides to write, and what then gets lost is part of the price. R_tool is left out, because it
+    pays for calling. None if no prompt has both."""
     # Within prompts, because easy prompts are called less and answered better.
     groups = {}
     for row in rows:
-        written = sum(row["closure"][kind][0] for kind in rewards.CALLS)
-        if row["executed"] or not written:
-            groups.setdefault(row["group"], ([], []))[row["executed"] > 0].append(row["acc"])
+        wrote = row["written"] > 0 or any(row["closure"][kind][0] for kind in rewards.CALLS)
+        groups.setdefault(row["group"], ([], []))[wrote].append(row["acc"])
     return mean(mean(called) - mean(skipped) for skipped, called in groups.values()
                 if called and skipped)
 
@@ -723,6 +734,11 @@ def summarise(rows):
     for tag in rewards.KINDS:
         opened, closed = (sum(row["closure"][tag][i] for row in rows) for i in (0, 1))
         out["closure"][tag] = closed / opened if opened else None
+    # Rewards can teach a thought to lie about the frames while accuracy rises.
+    stated = [row["evidence"] for row in rows if row["evidence"]]
+    if stated:
+        right, slots = map(sum, zip(*stated))
+        out["evidence"] = right / slots if slots else None
     # The Tool Necessity Gap shows per K only: with 64 frames a call is worth little. A dead task
     # type among several shows per type only.
     def cell(some):
@@ -869,6 +885,8 @@ def build_parser():
     add("--anchor", type=float, default=0.5, help="lambda: weight of the anchor term; 0 = off")
     add("--tool-reward", dest="tool_weight", type=float, default=1.0,
         help="w_tool, factor on R_tool; 0 = off")
+    add("--call-cost", type=float, default=0.0,
+        help="c, price of each executed call; 0 = as in the paper")
     # The rates differ by stage and by --lora, so None stands for "see parse_args".
     add = parser.add_argument_group("loss and optimiser").add_argument
     add("--clip-eps", type=float, default=0.2, help="eps of the clipped surrogate")
@@ -912,7 +930,8 @@ def parse_args():
         args.lr = {"paper": (2e-6, 2e-5), "toy": (2e-4, 2e-3)}[args.preset][args.lora > 0]
     launch.at_least(1, args, "prompts", "group", "steps", "pack_tokens")
     launch.at_least(0, args, "lr", "clip", "clip_eps", "kl", "lora", "replicas", "eval_every",
-                    "save_every", "show_every", "anchor", "gamma", "format_weight", "tool_weight")
+                    "save_every", "show_every", "anchor", "gamma", "format_weight", "tool_weight",
+                    "call_cost")
     if args.val and not args.data:
         raise launch.UserError("--val needs --data: with --rollouts there is no engine")
     if args.minibatches < 1:

@@ -1,11 +1,11 @@
 """
 rewards.py: from the text that a policy wrote to the reward, and to the tokens that carry credit.
 
-  R      = R_acc + w_tool R_tool + w_fmt R_fmt              one number per rollout  score
+  R      = R_acc + w_tool R_tool - c calls + w_fmt R_fmt    one number per rollout  score
   R_acc  = [letter == gold] | IoU of times | F1 | share     from <answer> alone     accuracy
   R_fmt  = clip(R_base + lambda R_anchor, 0, 1)             <= 0.5, tags misused    format_reward
   R_tool = 0 | 0.1 parseable | 0.3 executed | +0.5 if executed and R_acc > 0        tool_term
-  A_task = (R_acc + w_tool R_tool - mean) / sigma           every sampled token     group_advantages
+  A_task = (R_acc + w_tool R_tool - c calls - mean) / sigma   every sampled token   group_advantages
   A_fmt  = w_fmt (R_fmt - mean) / sigma                     tokens in struct(o)     structural_mask
   sigma  = population std of R over the rollouts of one prompt
 
@@ -51,6 +51,7 @@ class Pay:
     gamma: float = 0.3  # penalty inside R_anchor of a thought that never closes
     format_weight: float = 1.0  # w_fmt
     tool_weight: float = 1.0  # w_tool, flag --tool-reward
+    call_cost: float = 0.0  # c: price of each executed call, taken from the task part
     answer_from: str = "tag"  # R_acc reads <answer> alone; "line": see stated_answer
 
 
@@ -79,7 +80,7 @@ def score(turns: list[str], task: dict, calls=(), think_open: bool = True, pay: 
     tool = tool_term(parseable, executed, acc)
     # A term added here reaches the log and the gradient alike. The task part is credited at every
     # sampled token, the format part at the tokens that --format-credit names.
-    paid_task = acc + pay.tool_weight * tool
+    paid_task = acc + pay.tool_weight * tool - pay.call_cost * executed
     paid_fmt = pay.format_weight * fmt
     return {"acc": acc, "fmt": fmt, "tool": tool, "paid_task": paid_task, "paid_fmt": paid_fmt,
             "total": paid_task + paid_fmt}

@@ -17,7 +17,10 @@ that `--prior` names:
              unclosed JSON, prose, answers without tags
     weak     tidy thoughts and answers, and never a call
     tidy     calls half of the time, everything in the protocol's style: base and cold start in one,
-             which learns fastest (`make demo`)
+             which learns fastest (`make demo`). Whether a sample calls does not depend on K
+    need     as tidy, but the thought first says what the frames show, and the calls are for the
+             slots that they do not show; no call if they show all
+    half     one sample in two as in need, the other as in tidy
 `sft.jsonl` is the cold start: strict style, mostly calls. A short training on that split gives the
 model that the paper starts from: well-formed when greedy, and back in old habits when sampled. RL
 then decides which habits stay.
@@ -41,6 +44,7 @@ Fast: python toy.py --out toy --prior tidy, then the first of the two is all of 
 import json
 import os
 import random
+import re
 
 import numpy as np
 
@@ -115,6 +119,16 @@ def seen_text(events, seen=None):
                      for e in events)
 
 
+def stated_evidence(turn, events, frame_budget):
+    """(slots of which a first turn's thought says what the overview shows: the colour, or "nothing"
+    if no frame shows the event; slots of the question that it speaks of)."""
+    claims = dict(re.findall(r"(\d+) ([a-z]+)", turn.split("</think>")[0].partition("I saw")[2]))
+    seen = shown(events, video.overview_indices(np.arange(64.0), 64.0, frame_budget))
+    said = [(claims[str(e["window"][0])], e["colour"] if e in seen else "nothing")
+            for e in events if str(e["window"][0]) in claims]
+    return sum(claim == truth for claim, truth in said), len(said)
+
+
 def make_task(name, events):
     windows = ", ".join(f"{a} and {b}" for a, b in (e["window"] for e in events))
     return {"id": name, "video": f"videos/{name}.mp4",
@@ -148,11 +162,11 @@ def answer_turn(answer, rng, loose=False):
     return thought(f"I saw {answer}.", rng, loose) + body
 
 
-def call_turn(events, rng, loose=False):
+def call_turn(events, rng, loose=False, evidence=""):
     """Thought and one call per window. loose: three dialects, mostly the Python-like one, sometimes
-    with a sentence before the calls."""
+    with a sentence before the calls. evidence: a sentence at the start of the thought."""
     windows = [e["window"] for e in events]
-    head = thought("I need a closer look.", rng, loose)
+    head = thought(f"{evidence}I need a closer look.", rng, loose)
     dialect = rng.choices(["json", "code", "open"], [0.25, 0.6, 0.15])[0] if loose else "json"
     if dialect == "code":
         calls = [f"<tool_code>\ncrop_video({a}, {b})\n</tool_code>" for a, b in windows]
@@ -198,18 +212,23 @@ def chats(task, events, budgets, rng, loose=False):
         return {"role": "assistant", "content": text}
 
     # Prompts come from rollout.py as in RL, because another wording would be another task.
-    samples = [(way, k) for way in ("direct", "call", "plain") for k in budgets[way]]
-    for way, k in samples:
+    ways = ("direct", "call", "need", "plain")
+    samples = [(way, k) for way in ways for k in budgets.get(way, ())]
+    for number, (way, k) in enumerate(samples):
         messages = rollout.main_messages(task, k, tools=way != "plain")
         seen = shown(events, video.overview_indices(np.arange(64.0), 64.0, k))
-        if way == "call":  # one call per window, then the summaries as tool responses
-            messages.append(said(call_turn(events, rng, loose)))
+        # call: every window, whatever the frames show. need: those that they do not show, if any.
+        asked = {"call": events, "need": [e for e in events if e not in seen]}.get(way)
+        if asked:  # one call per window, then the summaries as tool responses
+            evidence = f"I saw {seen_text(events, seen)}. " if way == "need" else ""
+            messages.append(said(call_turn(asked, rng, loose, evidence)))
             missed = rng.choices([0.0, 0.5, 1.0], [0.7, 0.15, 0.15])[0]
-            told = [e for e in events if rng.random() >= missed]
-            messages += [{"role": "tool", "content": summary(e["window"], told)} for e in events]
+            told = [e for e in asked if rng.random() >= missed]
+            messages += [{"role": "tool", "content": summary(e["window"], told)} for e in asked]
             seen += told
         messages.append(said(answer_turn(seen_text(events, seen), rng, loose)))
-        row = {"id": f"{task['id']}-{way}-{k}", "tools": tools, "messages": messages}
+        again = "b" if (way, k) in samples[:number] else ""  # need: two samples at every K
+        row = {"id": f"{task['id']}-{way}-{k}{again}", "tools": tools, "messages": messages}
         if way == "plain":
             del row["tools"]
         rows.append(row)
@@ -225,8 +244,12 @@ def chats(task, events, budgets, rng, loose=False):
 def pretraining_rows(task, events, prior, rng):
     """Samples that train the base: every skill at every K, in the style of --prior (see above)."""
     every = rollout.gated_choices()
-    calls = [] if prior == "weak" else every
-    return chats(task, events, {"direct": every, "call": calls, "plain": rng.sample(every, 2)}, rng,
+    ways = {"weak": {"direct": every}, "need": {"need": every * 2}}.get(
+        prior, {"direct": every, "call": every})
+    if prior == "half":  # need at every K, and the two ways of tidy at about half of them
+        direct = [k for k in every if rng.random() < 0.5]
+        ways = {"direct": direct, "call": [k for k in every if k not in direct], "need": every}
+    return chats(task, events, {**ways, "plain": rng.sample(every, 2)}, rng,
                  loose=prior == "strong")
 
 
@@ -394,7 +417,7 @@ def main():
     add = parser.add_argument
     add("--out", default="toy", help="folder to write")
     add("--seed", type=int, default=0, help="of videos, texts and weights")
-    add("--prior", choices=["strong", "weak", "tidy"], default="strong",
+    add("--prior", choices=["strong", "weak", "tidy", "need", "half"], default="strong",
         help="style of the base's pretraining split, see above")
     add("--base-videos", type=int, default=480, help="videos of the base's pretraining split")
     add("--sft-videos", type=int, default=96, help="videos of the cold-start split")

@@ -524,7 +524,7 @@ def row(k, acc, executed, group="p", **changes):
             "closure": {t: [0, 0] for t in rewards.KINDS},
             "written": executed, "parseable": executed, "executed": executed,
             "length": 10, "turns": 1, "cut": 0,
-            "sub_tokens": 0, "decode_s": 0.0}
+            "sub_tokens": 0, "decode_s": 0.0, "evidence": None}
     return {**base, **changes}
 
 
@@ -650,9 +650,26 @@ def test_what_a_call_is_worth_is_measured_within_prompts():
     rows = [row(8, 1.0, 0, "easy"), row(8, 1.0, 0, "easy"), row(8, 0.0, 1, "hard"),
             row(8, 0.0, 2, "hard")]
     assert grpo.call_minus_skip(rows) is None
-    dropped = row(8, 0.0, 0, "both", closure={**row(8, 0, 0)["closure"], "tool_code": [1, 0]})
-    both = [row(8, 1.0, 1, "both"), row(8, 0.5, 1, "both"), row(8, 0.25, 0, "both"), dropped]
+    both = [row(8, 1.0, 1, "both"), row(8, 0.5, 1, "both"), row(8, 0.25, 0, "both")]
     assert grpo.call_minus_skip(rows + both) == pytest.approx(0.5)
+    # A call that was written and then lost is a part of what calling costs.
+    lost = row(8, 0.0, 0, "both", closure={**row(8, 0, 0)["closure"], "tool_code": [1, 0]})
+    refused = row(8, 0.0, 0, "both", written=1)
+    assert grpo.call_minus_skip(rows + both + [lost]) == pytest.approx(0.25)
+    assert grpo.call_minus_skip(rows + both + [refused]) == pytest.approx(0.25)
+
+
+def test_stated_evidence_is_logged_for_the_toys_tasks_alone():
+    assert "evidence" not in grpo.summarise([row(8, 1.0, 1)])
+    stated = [row(8, 1.0, 1, evidence=(2, 3)), row(8, 1.0, 1, evidence=(0, 1)), row(8, 0.0, 0)]
+    assert grpo.summarise(stated)["evidence"] == 0.5
+    assert grpo.summarise([row(8, 1.0, 1, evidence=(0, 0))])["evidence"] is None
+    event = {"start": 9, "end": 11, "colour": "red", "window": (8, 16)}
+    episode = SimpleNamespace(task={"events": [event]}, num_frames=64,
+                              turns=["I saw 8 nothing.</think>", "I saw 8 red."])
+    assert grpo.toy_evidence(episode) == (0, 1)
+    episode.task = {}
+    assert grpo.toy_evidence(episode) is None
 
 
 def test_what_cannot_be_compared_is_none_and_not_zero():
@@ -875,7 +892,8 @@ def hard_tasks(tasks, tmp_path):
 @pytest.mark.parametrize("flags,term,sample,change", [
     (("--no-answer-suffix",), "fmt", 2, -0.2), (("--anchor", 0), "fmt", 1, -0.2),
     (("--set", "gamma=0"), "fmt", 2, 0.15),
-    (("--tool-reward", 0), "total", 0, -0.8), (("--format-weight", 0.5), "total", 1, -0.5)],
+    (("--tool-reward", 0), "total", 0, -0.8), (("--format-weight", 0.5), "total", 1, -0.5),
+    (("--call-cost", 0.25), "total", 0, -0.25)],
     ids=lambda x: " ".join(map(str, x)) if isinstance(x, tuple) else "")
 def test_every_flag_of_the_reward_changes_its_term(run_grpo, given_rollouts, hard_tasks, flags,
                                                    term, sample, change):

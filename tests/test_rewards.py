@@ -1040,6 +1040,9 @@ def test_score_sums_its_weighted_terms():
     half = score(turns, "mcq", "B", PETS, 1, 1, anchor=0.0, format_weight=0.5, tool_weight=0.0)
     # terms come unweighted
     assert (half["total"], half["fmt"], half["tool"]) == (approx(1.45), approx(0.9), 0.8)
+    # two of three calls ran: two are paid for, and the task part pays, not the format part
+    dear = score(turns, "mcq", "B", PETS, 3, 2, anchor=0.0, call_cost=0.05)
+    assert (dear["paid_task"], dear["paid_fmt"]) == (approx(1.7), got["paid_fmt"])
 
 
 def test_score_passes_every_setting_on():

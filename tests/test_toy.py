@@ -196,7 +196,7 @@ def test_tasks_are_what_the_agent_reads(toy):
 
 
 def kind_of(row):
-    return re.fullmatch(r"(\w+-\d{4})-(direct|call|plain|sub)-(\d+)", row["id"]).groups()
+    return re.fullmatch(r"(\w+-\d{4})-(direct|call|need|plain|sub)-(\d+)b?", row["id"]).groups()
 
 
 def test_the_cold_start_teaches_calling_at_every_budget(toy):
@@ -376,6 +376,55 @@ def test_the_weak_prior_is_tidy_never_calls_and_changes_nothing_else(twin, tmp_p
             if kind_of(row)[1] != "sub"]
     assert all(rewards.format_reward([text])["total"] == 1.0 for text in said)
     assert not any("crop_video" in text for text in said)
+
+
+def first_turns(rows, way):
+    """[(K, first turn, windows called)] of the samples of one way."""
+    found = []
+    for row in rows:
+        if kind_of(row)[1] == way:
+            text = row["messages"][2]["content"]
+            windows = re.findall(r'"start_time": (\d+), "end_time": (\d+)', text)
+            windows = [(int(a), int(b)) for a, b in windows]
+            found.append((int(kind_of(row)[2]), text, windows))
+    return found
+
+
+@pytest.mark.parametrize("prior, ways", [("need", {"need": 10}), ("half", {"need": 5, "other": 5})])
+def test_a_need_prior_says_what_it_sees_and_calls_for_the_rest(prior, ways):
+    """What a frame shows is worked out here from the world's own rule: K frames at the centres of K
+    equal segments of 64 frames, an event on two of them."""
+    rng = random.Random(1)
+    for number in range(30):
+        events = toy_world.make_timeline(rng)
+        task = toy_world.make_task(f"v-{number:04d}", events)
+        rows = toy_world.pretraining_rows(task, events, prior, rng)
+        assert len({row["id"] for row in rows}) == len(rows)
+        need = first_turns(rows, "need")
+        others = first_turns(rows, "direct") + first_turns(rows, "call")
+        assert {"need": len(need), **({"other": len(others)} if others else {})} == ways
+        for k, text, windows in need:
+            looks = {int((i + 0.5) * 64 / k) for i in range(k)}
+            unseen = [e for e in events if not looks & {e["start"], e["start"] + 1}]
+            assert windows == [tuple(e["window"]) for e in unseen]
+            says = ", ".join(f"{e['window'][0]} {'nothing' if e in unseen else e['colour']}"
+                             for e in events)
+            assert f"I saw {says}." in text and ("I need a closer look." in text) == bool(unseen)
+            assert toy_world.stated_evidence(text, events, k) == (len(events), len(events))
+        assert all(windows in ([], [tuple(e["window"]) for e in events]) for *_, windows in others)
+
+
+def test_stated_evidence_counts_lies_of_both_kinds_and_silence():
+    events = [{"start": 9, "end": 11, "colour": "red", "window": (8, 16)},
+              {"start": 33, "end": 35, "colour": "blue", "window": (32, 40)}]
+    # 4 frames, at 8, 24, 40 and 56 s, show neither; 64 show both
+    for k, text, wanted in [
+            (64, "I saw 8 red, 32 blue.</think>", (2, 2)),
+            (64, "I saw 8 red, 32 nothing. I need a closer look.</think>", (1, 2)),
+            (4, "I saw 8 nothing, 32 blue.</think>", (1, 2)),  # invented
+            (4, "Hm. I saw 32 nothing.</think> I saw 8 red", (1, 1)),
+            (4, "I need a closer look.</think><answer>8 red</answer>", (0, 0)), (4, "", (0, 0))]:
+        assert toy_world.stated_evidence(text, events, k) == wanted, (k, text)
 
 
 # ------------------------------------------------------------------------------------------------
