@@ -25,6 +25,7 @@ run again only if the commands or toy.py have changed.
 CPU: python bench/ablation.py                    all rows, one job per core
      python bench/ablation.py --rows para acc --seeds 10 11
 """
+import ast
 import glob
 import hashlib
 import json
@@ -47,35 +48,68 @@ import rewards  # noqa: E402
 import rollout  # noqa: E402
 import toy  # noqa: E402
 import video  # noqa: E402
+from bench import frontier  # noqa: E402
 from evaluation import folders  # noqa: E402
 
 BUDGETS = rollout.gated_choices()
 
 
-def rows():
-    """name -> (title, start, seeds, flags of grpo.py (None = not trained by RL), flags of both
-    grpo.py and eval.py). seeds: a row uses so many of --seeds, from the first. Five decide claims
-    on calls and format; claims on accuracy need all."""
+def table_rows():
+    """Rows beside the paper's Table 2: name -> (title, start, seeds, flags of grpo.py (None = not
+    trained by RL), flags of both grpo.py and eval.py). seeds: a row uses so many of --seeds, from
+    the first."""
     plain, reward = "--no-think-prefix", "--vanilla --format-weight 0 --tool-reward 0"
     return {
-        "base": ("base", "base-strong", 5, None, ""),
         "sft": ("+ SFT", "sft-strong", 8, None, ""),
         "para": ("+ SFT + PARA-GRPO (full)", "sft-strong", 8, "", ""),
-        "acc": ("GRPO, accuracy the only reward, K = 64", "sft-strong", 5, reward, plain),
-        "acc-gated": ("GRPO, accuracy the only reward, K gated", "sft-strong", 5,
+        "acc": ("GRPO, accuracy the only reward, K = 64", "sft-strong", 8, reward, plain),
+        "acc-gated": ("GRPO, accuracy the only reward, K gated", "sft-strong", 8,
                       reward + " --frames gated", plain),
-        "vanilla": ("GRPO as released, K = 64", "sft-strong", 5, "--vanilla", plain),
-        "gating": ("GRPO as released, K gated", "sft-strong", 5, "--vanilla --frames gated", plain),
+        "acc-drop": ("the same as the first of these, calls in open thoughts dropped",
+                     "sft-strong", 5, reward, plain + " --set open_thought=drop"),
+        "vanilla": ("GRPO as released, K = 64", "sft-strong", 8, "--vanilla", plain),
+        "gating": ("GRPO as released, K gated", "sft-strong", 8, "--vanilla --frames gated", plain),
+        "no-tool": ("full - R_tool", "sft-strong", 5, "--tool-reward 0", ""),
+        "base": ("base", "base-strong", 5, None, ""),
         "anchoring": ("full at K = 64", "sft-strong", 5, "--frames 64", ""),
-        "no-tool": ("full - R_tool", "sft-strong", 8, "--tool-reward 0", ""),
         "no-gamma": ("full - gamma", "sft-strong", 5, "--set gamma=0", ""),
         "whole": ("full, credit on the whole sequence", "sft-strong", 5,
                   "--format-credit sequence", ""),
-        "turns": ("full, one call a turn", "para", 5, None, "--set dispatch=turns --max-turns 3"),
-        "weak-base": ("weak-prior base", "base-weak", 5, None, ""),
-        "weak-sft": ("weak prior + SFT", "sft-weak", 5, None, ""),
-        "weak-vanilla": ("weak prior + SFT + GRPO as released", "sft-weak", 5, "--vanilla", plain),
     }
+
+
+def phase_rows():
+    """Rows of the phase diagram, accuracy the only other reward: the share q of calls that are
+    served, R_tool or not, K = 64 or gated."""
+    reward = "--vanilla --format-weight 0 --steps 16"
+    return {f"phase-{q}-{tool}-{k}": (f"q = {q}, {'with' if tool else 'without'} R_tool, K {k}",
+                                      "calls-strong", 6,
+                                      f"{reward} --tool-reward {tool} --frames {k}",
+                                      "--no-think-prefix")
+            for q in (0.4, 0.6, 0.8, 1.0) for tool in (0, 1) for k in ("64", "gated")}
+
+
+def need_rows():
+    """Rows on calls that follow need, at the demo's settings: what the demonstrations teach (habit:
+    --prior tidy, as in the demo) x what RL pays."""
+    paid = {"sft": ("SFT", None), "tool": ("PARA-GRPO", ""),
+            "acc": ("- R_tool", "--tool-reward 0"),
+            **{f"c{cost}": (f"- R_tool, {cost} a call", f"--tool-reward 0 --call-cost {cost}")
+               for cost in (0.02, 0.05, 0.1)}}
+    rows = {f"{start}-{name}": (f"{start}, {title}", f"taught-{start}", 3, flags, "")
+            for start in ("need", "half") for name, (title, flags) in paid.items()}
+    return {"habit-sft": ("habit, SFT", "taught-tidy", 3, None, ""),
+            "habit-tool": ("habit, PARA-GRPO", "taught-tidy", 3, "", ""), **rows}
+
+
+def kinds():
+    """{kind of rows: its rows}."""
+    return {"table": table_rows(), "phase": phase_rows(), "need": need_rows()}
+
+
+def rows():
+    """All rows of all kinds."""
+    return {name: row for some in kinds().values() for name, row in some.items()}
 
 
 def paper():
@@ -88,40 +122,49 @@ def paper():
 def commands(name, args, seed):
     """-> (needed jobs, commands): the commands that make one checkpoint, world or row of one seed,
     as lists of words."""
-    here, table = os.path.join(args.out, f"seed{seed}"), rows()
-    common = ["--preset", "toy", "--temperature", "0.7", "--set", "open_thought=drop",
-              "sub_fps=0.375", "--seed", str(seed)]
+    here = os.path.join(args.out, f"seed{seed}")
+    numbered = ["--seed", str(seed)]
 
     def path(*parts):
         return os.path.join(here, *parts)
 
+    def sft(start, data, flags):
+        return ["sft.py", "--preset", "toy", "--ckpt", start, "--data", data, "--out", path(name),
+                *numbered, *flags.split()]
+
     kind, _, prior = name.partition("-")
+    world = f"world-{prior}"
     if kind == "world":
-        return [], [["toy.py", "--out", path(name), "--prior", prior, "--seed", str(seed)]]
-    if kind == "base" and prior:
-        return [f"world-{prior}"], [["sft.py", "--preset", "toy", "--ckpt",
-                                     path(f"world-{prior}", "init"), "--data",
-                                     path(f"world-{prior}", "pretrain.jsonl"), "--out", path(name),
-                                     "--seed", str(seed), *args.base_flags.split()]]
-    if kind == "sft" and prior:
-        return [f"base-{prior}"], [["sft.py", "--preset", "toy", "--ckpt", path(f"base-{prior}"),
-                                    "--data", path(f"world-{prior}", "sft.jsonl"),
-                                    "--out", path(name), "--seed", str(seed),
-                                    *args.sft_flags.split()]]
-    _, start, _, flags, agent = table[name]
-    world = path("world-weak" if "weak" in start else "world-strong")
+        return [], [["toy.py", "--out", path(name), "--prior", prior, *numbered]]
+    if name in ("base-strong", "taught-tidy", "taught-need", "taught-half"):
+        flags = args.base_flags if kind == "base" else args.taught_flags
+        return [world], [sft(path(world, "init"), path(world, "pretrain.jsonl"), flags)]
+    if name in ("sft-strong", "calls-strong"):
+        flags = args.sft_flags if kind == "sft" else args.calls_flags
+        return ["base-strong"], [sft(path("base-strong"), path(world, "sft.jsonl"), flags)]
+
+    _, start, _, flags, agent = rows()[name]
+    world = path("world-" + start.partition("-")[2])
+    common = ["--preset", "toy", *numbered]
+    if name not in need_rows():  # the demo's settings are those of the preset
+        common += ["--temperature", "0.7", "--set", "sub_fps=0.375"]
     test = ["eval.py", *common, "--data", os.path.join(world, "eval.jsonl"), "--frames",
             *map(str, BUDGETS), *agent.split()]
-    greedy = [*test, "--temperature", "0", "--out", path(name, "eval")]
-    if start == "para":
-        return [start], [[*greedy, "--ckpt", path(start, "run")]]
+    greedy = [*test, "--temperature", "0", "--out", path(name, "eval"), "--tools", "on", "off"]
     if flags is None:
+        # sampled as in training: greedy answers hide how often an agent calls
         return [start], [[*test, "--ckpt", path(start), "--out", path(name, "sampled")],
-                         [*greedy, "--ckpt", path(start), "--tools", "on", "off"]]
-    run = ["grpo.py", *common, "--ckpt", path(start), "--data", os.path.join(world, "rl.jsonl"),
+                         [*greedy, "--ckpt", path(start)]]
+    script = ["grpo.py"]
+    if name in phase_rows():
+        script = [os.path.join("bench", "lossy.py"), name.split("-")[1]]
+    run = [*script, *common, "--ckpt", path(start), "--data", os.path.join(world, "rl.jsonl"),
            "--out", path(name, "run"),
-           *args.rl_flags.split(), *flags.split(), *agent.split()]
-    return [start], [run, [*greedy, "--ckpt", path(name, "run"), "--tools", "on", "off"]]
+           *(args.need_flags if name in need_rows() else args.rl_flags).split(), *flags.split(),
+           *agent.split()]
+    if name in phase_rows():
+        return [start], [run]  # read from its training rollouts
+    return [start], [run, [*greedy, "--ckpt", path(name, "run")]]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -129,22 +172,53 @@ def commands(name, args, seed):
 
 
 def history(name, args, seed):
-    """A digest of toy.py, then every command that leads to a result, oldest first. A cached result
-    depends on these. Folders are left out."""
+    """Every command that leads to a result, oldest first. Folders are left out."""
     needs, lines = commands(name, args, seed)
     before = [line for need in needs for line in history(need, args, seed)]
-    if not needs:
-        with open(toy.__file__, "rb") as f:
-            before = [f"toy.py {hashlib.sha256(f.read()).hexdigest()[:12]}"]
     return before + [" ".join(word.replace(args.out + os.sep, "") for word in line)
                      for line in lines]
 
 
+def code_digests():
+    """{script: digest of its code} of every script that a row may depend on. Comments, docstrings
+    and blank lines do not count."""
+    found = {}
+    for pattern in ("*.py", "evaluation/*.py", "bench/lossy.py"):
+        for path in sorted(glob.glob(os.path.join(ROOT, pattern))):
+            with open(path) as f:
+                tree = ast.parse(f.read())
+            for node in ast.walk(tree):
+                documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+                if isinstance(node, documented) and ast.get_docstring(node) is not None:
+                    node.body = node.body[1:]
+            name = os.path.relpath(path, ROOT)
+            found[name] = hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:12]
+    return found
+
+
+def version(digests):
+    """One digest of all scripts."""
+    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def made_by(name, args, seed):
+    """What a cached result must equal: its commands and the code that ran them."""
+    return {"commands": history(name, args, seed), "code": version(code_digests())}
+
+
+def current(found, name, args, seed):
+    """Whether a result ({"commands", "code"}) is of today's commands, and of today's code unless
+    --keep-old is given."""
+    today = made_by(name, args, seed)
+    return found.get("commands") == today["commands"] and (
+        args.keep_old or found.get("code") == today["code"])
+
+
 def finished(name, args, seed):
-    """Whether the folder of a job holds the results of the present commands."""
+    """Whether the folder of a job holds the results of the present commands and code."""
     try:
         with open(os.path.join(args.out, f"seed{seed}", name, "done.json")) as f:
-            return json.load(f) == history(name, args, seed)
+            return current(json.load(f), name, args, seed)
     except OSError:
         return False
 
@@ -167,7 +241,7 @@ def work(name, args, seed, cores):
             raise RuntimeError(f"seed {seed}, {name}: exit code {done.returncode} of "
                                f"{' '.join(line)}\n{tail}")
     cores.append(core)
-    launch.write_atomic(os.path.join(folder, "done.json"), json.dumps(history(name, args, seed)))
+    launch.write_atomic(os.path.join(folder, "done.json"), json.dumps(made_by(name, args, seed)))
     return time.time() - began
 
 
@@ -185,9 +259,10 @@ def plan(args, results):
 
     for number, seed in enumerate(args.seeds):
         for name, (_, _, seeds, *_) in rows().items():
-            known = results.get(str(seed), {}).get(name, {}).get("commands")
-            picked = name in args.rows if args.rows else number < seeds
-            if picked and known != history(name, args, seed):
+            known = results.get(str(seed), {}).get(name, {})
+            kind = next(kind for kind, some in kinds().items() if name in some)
+            picked = number < seeds if not args.rows or kind in args.rows else name in args.rows
+            if picked and not current(known, name, args, seed):
                 need(name, seed, row=True)
     return order
 
@@ -226,7 +301,7 @@ def run_all(args, results, save):
                 seconds = future.result()
                 if name in rows():
                     results.setdefault(str(seed), {})[name] = {
-                        "commands": history(name, args, seed), "seconds": round(seconds),
+                        **made_by(name, args, seed), "seconds": round(seconds),
                         "measured": here(),
                         **numbers(os.path.join(args.out, f"seed{seed}", name))}
                     save()
@@ -245,7 +320,7 @@ def mean(values):
 
 def rounded(value):
     if isinstance(value, dict):
-        return {k: rounded(v) for k, v in value.items()}
+        return {str(k): rounded(v) for k, v in value.items()}
     if isinstance(value, list):
         return [rounded(v) for v in value]
     return round(value, 4) if isinstance(value, float) else value
@@ -321,13 +396,25 @@ def released_format(turns):
     return min(score + 0.1 * (even and score > 0), 1.0)
 
 
-def turns_of_steps(folder):
-    """The sampled turns of all rollouts of a run, one list a step, in the order of steps."""
-    found = {}  # number of the step, as the file name has it -> turns of each rollout
+def rollouts_of_steps(folder):
+    """The rollouts of a run, one list a step, in the order of steps."""
+    found = {}  # number of the step, as the file name has it -> rollouts
     for path in sorted(glob.glob(os.path.join(folder, "run", "rollouts", "step_*.jsonl"))):
-        rows = launch.read_jsonl(path, required=("turns",))
-        found.setdefault(os.path.basename(path).split(".")[0], []).extend(r["turns"] for r in rows)
+        found.setdefault(os.path.basename(path).split(".")[0], []).extend(launch.read_jsonl(path))
     return list(found.values())
+
+
+def writing(rollouts):
+    """Rollouts -> what writing a call was worth in paid reward (R_acc and R_tool) within prompts,
+    lost calls included, the number of prompts with both kinds, and the share that wrote one."""
+    groups = {}
+    for r in rollouts:
+        wrote = any(f"<{kind}>" in turn for turn in r["turns"] for kind in rewards.CALLS)
+        groups.setdefault((r["group"], r["K"]), ([], []))[wrote].append(r["reward"]["paid_task"])
+    gaps = [mean(with_call) - mean(without) for without, with_call in groups.values()
+            if with_call and without]
+    return {"worth": mean(gaps), "prompts": len(gaps),
+            "wrote": sum(len(w) for _, w in groups.values()) / len(rollouts)}
 
 
 def numbers(folder):
@@ -340,9 +427,15 @@ def numbers(folder):
             steps = [json.loads(line) for line in f]
         quarter = max(1, len(steps) // 4)
         parts = {"mean": steps, "first": steps[:quarter], "last": steps[-quarter:]}
+        rolled = rollouts_of_steps(folder)
         # The log does not have the release's format reward. The rollouts of each step give it.
-        for step, turns in zip(steps, turns_of_steps(folder), strict=True):
-            step["f_released"] = mean(map(released_format, turns))
+        for step, some in zip(steps, rolled, strict=True):
+            step["f_released"] = mean(released_format(r["turns"]) for r in some)
+        # the first steps are close to the start: they predict, the last quarter shows
+        out["writing"] = {part: writing([r for some in rolled[where] for r in some])
+                          for part, where in (("first", slice(0, 3)),
+                                              ("last", slice(-quarter, None)))}
+        out["need"] = {"train": frontier.by_budget(frontier.read(os.path.join(folder, "run")))}
         out["train"] = {m: {part: mean(s[m] for s in some) for part, some in parts.items()}
                         for m in ("f_tau", "f_released", "well_formed", "kappa", "acc")}
         out["train"].update(by_K=pool_by_budget(steps), by_K_last=pool_by_budget(parts["last"]),
@@ -365,6 +458,7 @@ def numbers(folder):
         else:
             with open(os.path.join(path, "args.json")) as f:
                 out["limits"] = limits(records, json.load(f)["sub_fps"])
+            out.setdefault("need", {})["eval"] = frontier.by_budget(frontier.read(path))
     return rounded(out)
 
 
@@ -570,7 +664,7 @@ def shares(some, name):
 def markdown(results, judged):
     """All tables as one Markdown text."""
     table = {name: (title, [r[name] for r in results.values() if name in r])
-             for name, (title, *_) in rows().items()}
+             for name, (title, *_) in table_rows().items()}
     table = {name: pair for name, pair in table.items() if pair[1]}
 
     def block(head, line, names=None):
@@ -721,23 +815,34 @@ def main():
                         help="path of the tables, without .json and .md")
     parser.add_argument("--picture", default=os.path.join("docs", "ablation.png"),
                         help="curves of GRPO and PARA-GRPO; needs matplotlib")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[*range(11, 17), 19, 20],
-                        help="each seed is a world, a base, a cold start and all runs")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[*range(11, 16), 21, 22, 23],
+                        help="each seed is a world, a base, a cold start and all runs; 21 to 23 "
+                        "were never looked at while the worlds were made")
     parser.add_argument("--rows", nargs="+", default=None, metavar="NAME",
-                        help="only these rows, on all of --seeds")
+                        help="only these rows, on all of --seeds; table, phase and need are all "
+                        "rows of one kind on as many seeds as they have")
+    parser.add_argument("--keep-old", action="store_true",
+                        help="keep rows of other code; the tables name the scripts that changed")
     parser.add_argument("--base-flags", default="--batch-size 12",
                         help="flags of sft.py in pretraining")
     parser.add_argument("--sft-flags", default="--steps 14 --muon-lr 4e-4 --lr 1.5e-4",
                         help="flags of sft.py in the cold start: short, so that format stays "
                         "fragile")
+    parser.add_argument("--calls-flags", default="--steps 24 --muon-lr 4e-4 --lr 1.5e-4",
+                        help="the same for the phase diagram, whose start calls more often")
+    parser.add_argument("--taught-flags", default="--batch-size 12 --steps 1000 --eval-every 0",
+                        help="flags of sft.py, base and cold start in one, for rows on need")
     parser.add_argument("--rl-flags", default="--prompts 8 --steps 30 --lr 3e-4 "
                         "--set answer_from=line --show-every 0", help="flags of every grpo.py run")
+    parser.add_argument("--need-flags", default="--steps 24 --show-every 0",
+                        help="flags of grpo.py in rows on need: those of the demo")
     args = parser.parse_args()
     args.out, args.results, args.picture = map(os.path.abspath,
                                                (args.out, args.results, args.picture))
-    unknown = sorted(set(args.rows or []) - set(rows()))
+    unknown = sorted(set(args.rows or []) - {*rows(), *kinds()})
     if unknown:
-        raise launch.UserError(f"--rows {' '.join(unknown)}: known are {' '.join(rows())}")
+        raise launch.UserError(f"--rows {' '.join(unknown)}: known are {' '.join(kinds())}, or "
+                               f"{' '.join(rows())}")
     launch.make_out(args.out)
     results = {}
     if os.path.exists(args.results + ".json"):
@@ -745,7 +850,7 @@ def main():
             stored = json.load(f)["results"]
         # Results of another world or other flags must not stand beside today's.
         results = {seed: {name: row for name, row in found.items() if name in rows()
-                          and row["commands"] == history(name, args, int(seed))}
+                          and current(row, name, args, int(seed))}
                    for seed, found in stored.items()}
         results = {seed: found for seed, found in results.items() if found}
 
