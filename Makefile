@@ -90,6 +90,7 @@ demo: venv
 	$(call stage,PARA-GRPO,$(TORCHRUN) grpo.py --preset toy --ckpt $(DEMO)/sft --data $(DEMO)/toy/rl.jsonl --steps 24 --lora $(LORA) --seed $(SEED) --out $(DEMO)/grpo)
 	$(call stage,evaluation of both,$(BOTH))
 	$(BIN)/python eval.py --compare $(DEMO)/eval/sft $(DEMO)/eval/grpo --out $(DEMO)
+	$(BIN)/python bench/frontier.py $(DEMO)/eval/sft $(DEMO)/eval/grpo
 	$(BIN)/python tools/view.py $(DEMO) --out $(DEMO)/index.html
 
 ablation: venv

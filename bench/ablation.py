@@ -1,57 +1,51 @@
 """
-bench/ablation.py: the paper's Table 2 in the toy world, row by row and seed by seed, with a verdict
-on each ordering there.
+bench/ablation.py: three experiments in the toy world, seed by seed, with a verdict on each claim.
 
-This script calls toy.py, sft.py, grpo.py and eval.py with flags (`rows` below is the whole
-experiment), reads their log.jsonl, summary.json and records, and writes tables. Each seed has a
-world and a base for each prior (pretraining in the prior's style) and a short cold start. Each row
-is one RL run from that cold start, followed by greedy evaluation at every K with and without tools.
+  table  the rows of the paper's Table 2: what does each part of PARA-GRPO do to format and calls?
+  phase  if only a share q of the written calls is served, when does RL drop calls?
+  need   can an agent learn to call only if its frames do not show the event?
+
+This script calls toy.py, sft.py, grpo.py and eval.py with flags (`commands` below is the whole
+experiment), reads their logs, summaries and records, and hands numbers to bench/verdicts.py. Each
+seed has its own world, base and cold start. Each row is one RL run from that start, followed by
+greedy evaluation at every K with and without tools.
 
   f_tau      = R_fmt by the paper preset's terms, for every row, also if a row is paid by others
   f_released = the same as the release computes it, over sampled tokens alone
   kappa      = executed calls per rollout
-  mean       = over all rollouts of training, sampled at 0.7; first, last = over the first and last
-               quarter of the steps. For rows without RL: over the sampled rollouts of an evaluation
-               at 0.7
-  gap        = R_acc of rollouts that called minus R_acc of those that did not, within prompts
-  margin     = how far a claim is on the right side, one number per seed
-  p          = of the two-sided paired t-test that the mean margin is 0, Holm-adjusted over all
-               claims. If p < 0.05 a claim holds or does not hold; otherwise the claim is undecided
+  mean       = over all rollouts of training; first, last = over the first and last quarter of the
+               steps. For rows without RL: over the sampled rollouts of an evaluation
+
+Calls in a thought that never closes are run, as in the authors' release; one row drops them.
 
 Reads and writes: --out (worlds, checkpoints, logs; may be deleted), --picture, --results.json,
---results.md. The JSON holds every finished row and seed with the commands that made it. A row is
-run again only if the commands or toy.py have changed.
+--results.md. The JSON holds every finished row and seed with the commands that made it and a digest
+of the code that ran. A row is run again if either has changed; comments and docstrings do not count
+as code.
 
-CPU: python bench/ablation.py                    all rows, one job per core
+CPU: python bench/ablation.py                    all rows, one job per core, many hours
      python bench/ablation.py --rows para acc --seeds 10 11
+     python bench/ablation.py --rows need
 """
 import ast
+import functools
 import glob
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
-import statistics
 import subprocess
 import sys
 import time
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 
-import numpy as np
-
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 import launch  # noqa: E402
 import rewards  # noqa: E402
-import rollout  # noqa: E402
-import toy  # noqa: E402
-import video  # noqa: E402
-from bench import frontier  # noqa: E402
-from evaluation import folders  # noqa: E402
-
-BUDGETS = rollout.gated_choices()
+from bench import frontier, verdicts  # noqa: E402
+from bench.verdicts import BUDGETS, mean  # noqa: E402
 
 
 def table_rows():
@@ -103,13 +97,15 @@ def need_rows():
 
 
 def kinds():
-    """{kind of rows: its rows}."""
-    return {"table": table_rows(), "phase": phase_rows(), "need": need_rows()}
+    """{kind of rows: (its rows, its seeds)}. Seeds 21 and above were never looked at while the
+    worlds, the rewards and the settings were chosen."""
+    return {"table": (table_rows(), [*range(11, 16), 21, 22, 23]),
+            "phase": (phase_rows(), [*range(21, 27)]), "need": (need_rows(), [31, 32, 33])}
 
 
 def rows():
     """All rows of all kinds."""
-    return {name: row for some in kinds().values() for name, row in some.items()}
+    return {name: row for some, _ in kinds().values() for name, row in some.items()}
 
 
 def paper():
@@ -179,6 +175,7 @@ def history(name, args, seed):
                      for line in lines]
 
 
+@functools.cache  # parsing all scripts takes half a second
 def code_digests():
     """{script: digest of its code} of every script that a row may depend on. Comments, docstrings
     and blank lines do not count."""
@@ -257,13 +254,17 @@ def plan(args, results):
             need(other, seed)
         order.append((seed, name))
 
-    for number, seed in enumerate(args.seeds):
-        for name, (_, _, seeds, *_) in rows().items():
-            known = results.get(str(seed), {}).get(name, {})
-            kind = next(kind for kind, some in kinds().items() if name in some)
-            picked = number < seeds if not args.rows or kind in args.rows else name in args.rows
-            if picked and not current(known, name, args, seed):
-                need(name, seed, row=True)
+    for kind, (some, its) in kinds().items():
+        seeds = args.seeds or its
+        for seed in seeds:
+            for name, (_, _, few, *_) in some.items():
+                if args.rows:
+                    picked = name in args.rows or kind in args.rows
+                else:
+                    picked = seeds.index(seed) < few
+                if picked and not current(results.get(str(seed), {}).get(name, {}), name, args,
+                                          seed):
+                    need(name, seed, row=True)
     return order
 
 
@@ -313,19 +314,6 @@ def run_all(args, results, save):
 # Numbers
 
 
-def mean(values):
-    values = [v for v in values if v is not None]
-    return sum(values) / len(values) if values else None
-
-
-def rounded(value):
-    if isinstance(value, dict):
-        return {str(k): rounded(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [rounded(v) for v in value]
-    return round(value, 4) if isinstance(value, float) else value
-
-
 def pool_by_budget(steps):
     """by_K of several steps -> by_K, each step weighted by the number of rollouts. gap: the mean
     over the steps that have a gap."""
@@ -338,41 +326,6 @@ def pool_by_budget(steps):
                                  for m in ("acc", "f_tau", "well_formed", "kappa")},
                       "gap": mean(c["call_minus_skip"] for c in cells)}
     return out
-
-
-def limits(records, sub_fps):
-    """Greedy records with tools -> {step of an episode: [right, of]}, which shows the step that
-    limits accuracy. windows: calls that are a window of the question. seen: summaries of these
-    windows that name the event, if a frame shows it. unseen: summaries that name no colour, if no
-    frame shows the event. gather 1, 2, 3: answers to so many events, if every window and every
-    summary was right."""
-    count = {}
-
-    def add(name, right):
-        pair = count.setdefault(name, [0, 0])
-        count[name] = [pair[0] + right, pair[1] + 1]
-
-    clock = np.arange(64.0)  # starts of the world's frames, s
-    for record in records:
-        events, right = record["task"]["events"], set()
-        for call in record["calls"]:
-            if call["status"] != "ok":
-                continue
-            window = (call["start"], call["end"])
-            event = next((e for e in events if tuple(e["window"]) == window), None)
-            add("windows", event is not None)
-            if event is None:
-                continue
-            looks = video.crop_indices(clock, 64.0, *window, fps=sub_fps)
-            named = set(call["summary"].split()) & set(toy.colours())
-            if toy.shown([event], looks):
-                add("seen", named == {event["colour"]})
-                right |= {window} if named == {event["colour"]} else set()
-            else:
-                add("unseen", not named)
-        if len(right) == len(events) == sum(call["status"] == "ok" for call in record["calls"]):
-            add(f"gather {len(events)}", record["score"] == 1.0)
-    return count
 
 
 def released_format(turns):
@@ -418,8 +371,8 @@ def writing(rollouts):
 
 
 def numbers(folder):
-    """The numbers of one finished row for the tables: {"train", "sampled", "eval", "limits",
-    "curves"}, without those that the row does not have."""
+    """The numbers of one finished row for the tables: {"train", "writing", "need", "curves",
+    "sampled", "eval", "f_released"}, without those that the row does not have."""
     out = {}
     log = os.path.join(folder, "run", "log.jsonl")
     if os.path.exists(log):
@@ -439,9 +392,7 @@ def numbers(folder):
         out["train"] = {m: {part: mean(s[m] for s in some) for part, some in parts.items()}
                         for m in ("f_tau", "f_released", "well_formed", "kappa", "acc")}
         out["train"].update(by_K=pool_by_budget(steps), by_K_last=pool_by_budget(parts["last"]),
-                            steps=len(steps),
-                            closure={tag: mean(s["closure"][tag] for s in steps)
-                                     for tag in rewards.KINDS})
+                            steps=len(steps))
         out["curves"] = {m: [s[m] for s in steps] for m in ("f_tau", "kappa")}
     for name in ("sampled", "eval"):
         path = os.path.join(folder, name)
@@ -452,358 +403,24 @@ def numbers(folder):
         out[name] = {mode: {str(r["K"]): {m: r[m] for m in ("acc", "f_tau", "kappa")}
                             for r in results if r["tools"] == mode}
                      for mode in {r["tools"] for r in results}}
-        records = [r for r in folders.read_records(path).values() if r["tools"] == "on"]
+        records = frontier.read(path)
+        out.setdefault("need", {})[name] = frontier.by_budget(records)
         if name == "sampled":
             out["f_released"] = mean(released_format(r["turns"]) for r in records)
-        else:
-            with open(os.path.join(path, "args.json")) as f:
-                out["limits"] = limits(records, json.load(f)["sub_fps"])
-            out.setdefault("need", {})["eval"] = frontier.by_budget(frontier.read(path))
-    return rounded(out)
+    return verdicts.rounded(out)
 
 
-def f_and_kappa(row, budget=None):
-    """(f_tau, kappa) of a row's sampled rollouts, pooled or at one K."""
-    if "train" in row:
-        train = row["train"]
-        cell = (train["by_K"].get(str(budget)) if budget
-                else {m: train[m]["mean"] for m in ("f_tau", "kappa")})
-        return (cell["f_tau"], cell["kappa"]) if cell else (None, None)
-    cells = row.get("sampled", {}).get("on", {})
-    cells = [cells[str(budget)]] if budget else list(cells.values())
-    return mean(c["f_tau"] for c in cells), mean(c["kappa"] for c in cells)
-
-
-def accuracy(row, tools="on"):
-    """Greedy accuracy averaged over K."""
-    return mean(c["acc"] for c in row["eval"][tools].values())
-
-
-def by_budget(row, metric, *budgets, part="by_K_last"):
-    """Mean over some K of one metric of training rollouts."""
-    return mean(row["train"][part].get(str(k), {}).get(metric) for k in budgets)
-
-
-# ------------------------------------------------------------------------------------------------
-# Claims
-
-
-def claims():
-    """[(text, needed rows, margin(rows of one seed) -> float, above 0 if the claim is right, the
-    numbers that decide)]"""
-    def f(row, k=None):
-        return f_and_kappa(row, k)[0]
-
-    def kappa(row, k=None):
-        return f_and_kappa(row, k)[1]
-
-    def late(row):
-        return row["train"]["kappa"]["last"]
-
-    def mended(row):
-        return row["train"]["f_tau"]["last"]
-
-    def gap(r, *budgets):
-        return by_budget(r["acc-gated"], "gap", *budgets, part="by_K")
-
-    def dies(name):
-        return (lambda r: 0.25 * kappa(r["sft"], 64) - late(r[name]),
-                lambda r: {"last quarter": late(r[name]), "SFT at 64": kappa(r["sft"], 64)})
-
-    def lives(name):
-        return (lambda r: late(r[name]) - 0.5 * kappa(r["sft"]),
-                lambda r: {"last quarter": late(r[name]), "SFT": kappa(r["sft"])})
-
-    def broken(name):
-        return (lambda r: f(r["sft"], 64) + 0.1 - mended(r[name]),
-                lambda r: {"last quarter": mended(r[name]), "SFT at 64": f(r["sft"], 64)})
-
-    def above(high, low, by, value):
-        return (lambda r: value(r[high]) - value(r[low]) - by,
-                lambda r: {name: value(r[name]) for name in (high, low)})
-
-    return [
-        ("SFT transfers tool calls: its kappa is at least twice the base's", ("base", "sft"),
-         lambda r: kappa(r["sft"]) - 2 * kappa(r["base"]),
-         lambda r: {"base": kappa(r["base"]), "SFT": kappa(r["sft"])}),
-        ("SFT does not transfer format: sampled f_tau below 0.5", ("sft",),
-         lambda r: 0.5 - f(r["sft"]), lambda r: {"f_tau SFT": f(r["sft"])}),
-        ("Tool Necessity Gap: what a call is worth in R_acc within prompts (accuracy the only "
-         "reward, K gated) is at least 0.2 more at K of 4 to 16 than at 64", ("acc-gated",),
-         lambda r: gap(r, 4, 8, 16) - gap(r, 64) - 0.2,
-         lambda r: {"4 to 16": gap(r, 4, 8, 16), "64": gap(r, 64)}),
-        ("GRPO on accuracy alone kills calling at K = 64: kappa in the last quarter under a fourth "
-         "of SFT's", ("sft", "acc"), *dies("acc")),
-        ("and does not mend format: f_tau in the last quarter at most 0.1 above SFT's",
-         ("sft", "acc"), *broken("acc")),
-        ("gating keeps its calls: kappa in the last quarter at least half of SFT's",
-         ("sft", "acc-gated"), *lives("acc-gated")),
-        ("and does not mend its format", ("sft", "acc-gated"), *broken("acc-gated")),
-        ("GRPO as released kills calling, by the same measure", ("sft", "vanilla"),
-         *dies("vanilla")),
-        ("GRPO as released does not mend format, by the same measure", ("sft", "vanilla"),
-         *broken("vanilla")),
-        ("PARA-GRPO's mean f_tau is at least 0.2 above that of GRPO on accuracy alone",
-         ("para", "acc"), *above("para", "acc", 0.2, f)),
-        ("PARA-GRPO's mean f_tau is at least 0.2 above that of GRPO as released",
-         ("para", "vanilla"), *above("para", "vanilla", 0.2, f)),
-        ("the full method at K = 64 (Exploration Anchoring without gating) loses its calls, by the "
-         "same measure", ("sft", "anchoring"), *dies("anchoring")),
-        ("PARA-GRPO is more accurate than GRPO on accuracy alone at K = 64, averaged over K",
-         ("para", "acc"), *above("para", "acc", 0, accuracy)),
-        ("PARA-GRPO is more accurate than GRPO as released", ("para", "vanilla"),
-         *above("para", "vanilla", 0, accuracy)),
-        ("without R_tool calls are fewer: kappa in the last quarter at most half of the full "
-         "method's", ("para", "no-tool"),
-         lambda r: 0.5 * late(r["para"]) - late(r["no-tool"]),
-         lambda r: {"- R_tool": late(r["no-tool"]), "full": late(r["para"])}),
-        ("without gamma format is worse: mean f_tau below the full method's", ("para", "no-gamma"),
-         *above("para", "no-gamma", 0, f)),
-        ("structural credit brings format: mean f_tau above that of credit on the whole sequence",
-         ("para", "whole"), *above("para", "whole", 0, f)),
-        ("parallel calls are more accurate than one call a turn, same checkpoint",
-         ("para", "turns"), *above("para", "turns", 0, accuracy)),
-        ("a weak tool prior keeps its format under GRPO as released: mean f_tau above 0.9",
-         ("weak-vanilla",), lambda r: f(r["weak-vanilla"]) - 0.9,
-         lambda r: {"f_tau": f(r["weak-vanilla"])}),
-        ("and never calls: kappa in the last quarter below 0.1", ("weak-vanilla",),
-         lambda r: 0.1 - late(r["weak-vanilla"]), lambda r: {"kappa": late(r["weak-vanilla"])}),
-    ]
-
-
-def t_test(values):
-    """Two-sided p of the one-sample t-test that the mean is 0. On paired differences this is the
-    paired test. Exact for whole degrees of freedom (Abramowitz and Stegun 26.7.3, 26.7.4)."""
-    freedom, spread = len(values) - 1, statistics.stdev(values)
-    if spread == 0:
-        return float(statistics.mean(values) == 0)
-    angle = math.atan(abs(statistics.mean(values)) / (spread / math.sqrt(len(values)))
-                      / math.sqrt(freedom))
-    cosine, term, total = math.cos(angle), 1.0, 0.0
-    # even: 1 + 1/2 c^2 + 1*3/(2*4) c^4 ..; odd: c + 2/3 c^3 + 2*4/(3*5) c^5 ..
-    for n in range(freedom % 2, freedom - 1, 2):
-        total += term * cosine ** n
-        term *= (n + 1) / (n + 2)
-    inside = math.sin(angle) * total
-    return 1 - (2 / math.pi * (angle + inside) if freedom % 2 else inside)
-
-
-def holm(ps):
-    """p values -> adjusted p values: the chance of even one false verdict stays below the stated
-    one."""
-    out, least = [None] * len(ps), 0.0
-    for rank, i in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
-        least = max(least, min(1.0, ps[i] * (len(ps) - rank)))
-        out[i] = least
-    return out
-
-
-def judge(results):
-    """-> [{"claim", "verdict", "p", "seeds", "margin", "spread", "numbers"}]"""
-    out = []
-    for text, needs, margin, shown in claims():
-        # only seeds that have all numbers of the claim, because a K may never be drawn
-        seeds = [r for r in results.values() if all(n in r for n in needs)
-                 and None not in shown(r).values()]
-        margins = [margin(r) for r in seeds]
-        if len(margins) < 2:  # one seed decides nothing
-            continue
-        cells = [shown(r) for r in seeds]
-        out.append({"claim": text, "seeds": len(margins), "p_alone": t_test(margins),
-                    "margin": statistics.mean(margins), "spread": statistics.stdev(margins),
-                    "numbers": {name: mean(c[name] for c in cells) for name in cells[0]}})
-    for c, p in zip(out, holm([c["p_alone"] for c in out])):
-        c["p"] = p
-        c["verdict"] = ("not decided" if p >= 0.05 else "holds" if c["margin"] > 0
-                        else "does not hold")
-    return rounded(out)
-
-
-# ------------------------------------------------------------------------------------------------
-# Tables
-
-
-def cell(values, digits=2):
-    """Values of the seeds -> "mean ±standard deviation", or "-"."""
-    values = [v for v in values if v is not None]
-    if not values:
-        return "-"
-    spread = f" ±{statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.{digits}f}{spread}"
-
-
-def measures():
-    """[(title, function of one row)]: the measures on which rows are compared."""
-    return [("f_tau, last quarter", lambda r: r["train"]["f_tau"]["last"]),
-            ("kappa at K 4, last quarter", lambda r: by_budget(r, "kappa", 4)),
-            ("kappa at K 64, last quarter", lambda r: by_budget(r, "kappa", 64)),
-            ("accuracy with tools", accuracy),
-            ("accuracy without tools", lambda r: accuracy(r, "off"))]
-
-
-def difference(results, name, value):
-    """A row minus the full method, paired by seed -> "+mean ±standard deviation (n, p)". p belongs
-    to this comparison alone and is not adjusted."""
-    pairs = [(value(r[name]), value(r["para"])) for r in results.values()
-             if name in r and "para" in r]
-    gaps = [ours - full for ours, full in pairs if ours is not None and full is not None]
-    if len(gaps) < 2:
-        return "-"
-    # + 0.0 turns "-0.00" into "+0.00"
-    return (f"{round(statistics.mean(gaps), 2) + 0.0:+.2f} ±{statistics.stdev(gaps):.2f} "
-            f"({len(gaps)}, {t_test(gaps):.3f})")
-
-
-def shares(some, name):
-    """`limits` of several seeds -> "share (of n)"."""
-    pairs = [r["limits"].get(name, [0, 0]) for r in some]
-    right, of = (sum(pair[i] for pair in pairs) for i in (0, 1))
-    return f"{right / of:.2f} ({of})" if of else "-"
-
-
-def markdown(results, judged):
-    """All tables as one Markdown text."""
-    table = {name: (title, [r[name] for r in results.values() if name in r])
-             for name, (title, *_) in table_rows().items()}
-    table = {name: pair for name, pair in table.items() if pair[1]}
-
-    def block(head, line, names=None):
-        lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-        return lines + ["| " + " | ".join([title, *line(name, some)]) + " |"
-                        for name, (title, some) in table.items() if names is None or name in names]
-
-    trained = [name for name, (_, some) in table.items() if "train" in some[0]]
-    by_k = [f"K {k}" for k in BUDGETS]
-    out = ["# The Tool Prior Paradox in the toy world", "",
-           f"Made by `make ablation` (seeds {', '.join(results)}; {where_measured(results)}). "
-           "Mean ± standard deviation over seeds. "
-           "Definitions: the docstring of `bench/ablation.py`; "
-           "every command behind a number: `bench/ablation.json`. "
-           "The paper's figures come from an 8B model on real videos "
-           "and are shown for the order of the rows, not for their size.", "",
-           "## Claims", "", "| # | claim | verdict | p, Holm | margin ± sd | numbers |",
-           "|---|---|---|---|---|---|"]
-    for number, c in enumerate(judged, 1):
-        shown = ", ".join(f"{k} {v:.2f}" for k, v in c["numbers"].items())
-        out.append(f"| {number} | {c['claim']} | **{c['verdict']}** ({c['seeds']} seeds) | "
-                   f"{c['p']:.3f} | {c['margin']:+.3f} ± {c['spread']:.3f} | {shown} |")
-
-    out += ["", "## Format and calls while sampling at temperature 0.7", ""]
-
-    def sampled(name, some):
-        cells = [cell([f_and_kappa(r)[0] for r in some]),
-                 cell([r["train"]["f_released"]["mean"] if name in trained else r["f_released"]
-                       for r in some]), cell([f_and_kappa(r)[1] for r in some])]
-        for metric, part in (("f_tau", "last"), ("kappa", "last"), ("well_formed", "last")):
-            cells.append(cell([r["train"][metric][part] for r in some]) if name in trained else "-")
-        theirs = paper().get(name)
-        return [*cells, *(f"{x:.2f}" if theirs else "-" for x in theirs or (0, 0))]
-
-    sampling = [name for name, (_, some) in table.items() if name in trained
-                or "sampled" in some[0]]
-    out += block(["row", "f_tau", "f_released", "kappa", "f_tau last quarter", "kappa last",
-                  "whole rollouts last", "paper f_tau", "paper kappa"], sampled, sampling)
-    out += ["", "## Calls at each K, last quarter of training", ""]
-    out += block(["row", *by_k], lambda name, some: [
-        cell([by_budget(r, "kappa", k) for r in some]) for k in BUDGETS], trained)
-    out += ["", "## What a call is worth: gap at each K, all steps", ""]
-    out += block(["row", *by_k], lambda name, some: [
-        cell([by_budget(r, "gap", k, part="by_K") for r in some]) for k in BUDGETS], trained)
-    out += ["", "## Closure rate per tag, training mean", ""]
-    out += block(["row", *rewards.KINDS], lambda name, some: [
-        cell([r["train"]["closure"][t] for r in some]) for t in rewards.KINDS], trained)
-    for mode, title in (("on", "Greedy accuracy with tools"),
-                        ("off", "Greedy accuracy without tools")):
-        out += ["", f"## {title}", ""]
-        out += block(["row", *by_k, "mean over K"], lambda name, some, mode=mode: [
-            *(cell([r["eval"][mode][str(k)]["acc"] for r in some]) for k in BUDGETS),
-            cell([accuracy(r, mode) for r in some])],
-            [n for n in table if mode in table[n][1][0]["eval"]])
-    out += ["", "## What limits accuracy, greedy, with tools", "",
-            "Share right (of how many): calls that are a window of the question; summaries where "
-            "the event is in a frame; summaries that name nothing where it is not; answers to 1, 2 "
-            "and 3 events where every window and every summary was right.", ""]
-    parts = ("windows", "seen", "unseen", "gather 1", "gather 2", "gather 3")
-    out += block(["row", *parts], lambda name, some: [shares(some, part) for part in parts])
-    beside = [name for name in trained if name != "para" and not name.startswith("weak")]
-    out += ["", "## Each row against the full method, paired by seed", "",
-            "Mean difference ± standard deviation (seeds, p of this comparison alone).", ""]
-    out += block(["row", *(title for title, _ in measures())], lambda name, some: [
-        difference(results, name, value) for _, value in measures()], beside)
-    out += ["", "## Greedy calls per episode at each K, and what training took", ""]
-    out += block(["row", *by_k, "seconds"], lambda name, some: [
-        *(cell([r["eval"]["on"][str(k)]["kappa"] for r in some]) for k in BUDGETS),
-        cell([r["seconds"] for r in some], 0)])
-    return "\n".join(out) + "\n"
-
-
-def picture(results, path):
-    """Writes a PNG with four panels, for SFT and five ways to train from it: calls and format over
-    the steps, calls at each K in the last quarter, greedy accuracy at each K afterwards. Lines are
-    means over seeds, bands the range."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    lines = {"sft": ("SFT", "#8a8a8a"), "acc": ("accuracy alone, K = 64", "#c2571a"),
-             "acc-gated": ("accuracy alone, K gated", "#d9a514"),
-             "vanilla": ("GRPO as released", "#7a4fa3"), "para": ("PARA-GRPO", "#1b6ca8"),
-             "no-tool": ("full - R_tool", "#2a8c4a")}
-    some = {name: [r[name] for r in results.values() if name in r] for name in lines}
-    figure, axes = plt.subplots(1, 4, figsize=(13, 3.1))
-
-    def draw(axis, name, x, curves):
-        curves = [c for c in curves if None not in c]
-        if not curves:
-            return
-        label, colour = lines[name]
-        axis.plot(x, [statistics.mean(c) for c in zip(*curves)], color=colour, label=label,
-                  marker="o" if len(x) == len(BUDGETS) else None, ms=3.5)
-        axis.fill_between(x, [min(c) for c in zip(*curves)], [max(c) for c in zip(*curves)],
-                          color=colour, alpha=0.12, lw=0)
-
-    ticks = range(len(BUDGETS))
-    for name, found in some.items():
-        ran = [r for r in found if "train" in r]
-        for axis, metric in zip(axes, ("kappa", "f_tau")):
-            draw(axis, name, range(1, 1 + max((len(r["curves"][metric]) for r in ran), default=0)),
-                 [smooth(r["curves"][metric]) for r in ran])
-        draw(axes[2], name, ticks, [[by_budget(r, "kappa", k) for k in BUDGETS] for r in ran])
-        draw(axes[3], name, ticks, [[r["eval"]["on"][str(k)]["acc"] for k in BUDGETS]
-                                    for r in found])
-    axes[0].set(title="calls per rollout, training", xlabel="step")
-    axes[1].set(title="format (f_tau), training", xlabel="step", ylim=(0, 1.05))
-    axes[2].set(title="calls per rollout, last quarter")
-    axes[3].set(title="accuracy with tools, greedy", ylim=(-0.02, 1.05))
-    for axis in axes[2:]:
-        axis.set(xlabel="overview frames K", xticks=ticks)
-        axis.set_xticklabels(BUDGETS)
-    for axis in axes:
-        axis.title.set_fontsize(10)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(alpha=0.25)
-    figure.legend(*axes[3].get_legend_handles_labels(), loc="lower center", ncol=len(lines),
-                  fontsize=9, frameon=False)
-    figure.tight_layout(rect=(0, 0.08, 1, 1))  # above the legend
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    figure.savefig(path + ".tmp", dpi=110, format="png", metadata={"Software": None})
-    os.replace(path + ".tmp", path)
-
-
-def smooth(values, width=3):
-    """Running mean over the last `width` steps of 64 rollouts each."""
-    return [mean(values[max(0, i - width + 1): i + 1]) for i in range(len(values))]
-
-
-def as_json(judged, results):
-    """{"claims", "results"} as text, one line for each claim and each row of a seed."""
+def as_json(judged, results, codes):
+    """{"claims", "code", "results"} as text, one line for each claim, version of the code and row
+    of a seed. codes: {version: {script: digest}}."""
     def lines(items, pair="{}"):
         return pair[0] + "\n" + ",\n".join(items) + "\n" + pair[1]
 
     seeds = [f'"{seed}": ' + lines([f'"{name}": {json.dumps(row)}' for name, row in rows.items()])
              for seed, rows in results.items()]
-    return lines(['"claims": ' + lines(map(json.dumps, judged), "[]"),
+    used = {row["code"] for rows in results.values() for row in rows.values()}
+    code = [f'"{key}": {json.dumps(codes[key])}' for key in codes if key in used]
+    return lines(['"claims": ' + lines(map(json.dumps, judged), "[]"), '"code": ' + lines(code),
                   '"results": ' + lines(seeds)]) + "\n"
 
 
@@ -815,12 +432,12 @@ def main():
                         help="path of the tables, without .json and .md")
     parser.add_argument("--picture", default=os.path.join("docs", "ablation.png"),
                         help="curves of GRPO and PARA-GRPO; needs matplotlib")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[*range(11, 16), 21, 22, 23],
-                        help="each seed is a world, a base, a cold start and all runs; 21 to 23 "
-                        "were never looked at while the worlds were made")
+    parser.add_argument("--seeds", type=int, nargs="+", default=None,
+                        help="each seed is a world, a base, a cold start and all runs; default: "
+                        "those of each kind of rows")
     parser.add_argument("--rows", nargs="+", default=None, metavar="NAME",
-                        help="only these rows, on all of --seeds; table, phase and need are all "
-                        "rows of one kind on as many seeds as they have")
+                        help="only these rows, on all seeds of their kind; table, phase and need "
+                        "are all rows of one kind")
     parser.add_argument("--keep-old", action="store_true",
                         help="keep rows of other code; the tables name the scripts that changed")
     parser.add_argument("--base-flags", default="--batch-size 12",
@@ -844,27 +461,36 @@ def main():
         raise launch.UserError(f"--rows {' '.join(unknown)}: known are {' '.join(kinds())}, or "
                                f"{' '.join(rows())}")
     launch.make_out(args.out)
-    results = {}
+    results, codes = {}, {}
     if os.path.exists(args.results + ".json"):
         with open(args.results + ".json") as f:
-            stored = json.load(f)["results"]
-        # Results of another world or other flags must not stand beside today's.
+            stored = json.load(f)
+        # Results of other commands or other code must not stand beside today's unnoticed.
         results = {seed: {name: row for name, row in found.items() if name in rows()
                           and current(row, name, args, int(seed))}
-                   for seed, found in stored.items()}
+                   for seed, found in stored["results"].items()}
         results = {seed: found for seed, found in results.items() if found}
+        codes = stored.get("code", {})
+    today = code_digests()
+    codes = {key: codes[key] for key in codes if key != version(today)} | {version(today): today}
 
     def save():
-        judged = judge(results)
-        launch.write_atomic(args.results + ".json", as_json(judged, results))
-        launch.write_atomic(args.results + ".md", markdown(results, judged))
+        judged = verdicts.judge(results)
+        about = f"{where_measured(results)}. {verdicts.versions(results, codes)}"
+        titles = {kind: {name: row[0] for name, row in some.items()}
+                  for kind, (some, _) in kinds().items()}
+        launch.write_atomic(args.results + ".json", as_json(judged, results, codes))
+        launch.write_atomic(args.results + ".md",
+                            verdicts.markdown(results, judged, titles, paper(), about))
 
     run_all(args, results, save)
     if results:
         save()
     if any("para" in r for r in results.values()):
-        picture(results, args.picture)
-    for number, c in enumerate(judge(results), 1):
+        verdicts.picture(results, args.picture)
+    if any(name in r for r in results.values() for name in phase_rows()):
+        verdicts.phase_picture(results, phase_rows(), args.picture.replace(".png", "-phase.png"))
+    for number, c in enumerate(verdicts.judge(results), 1):
         print(f"{number:2d}. {c['verdict']:>13}: {c['claim']} "
               f"(margin {c['margin']:+.3f} ± {c['spread']:.3f}, p {c['p']:.3f})")
 

@@ -35,11 +35,12 @@ def losing(serve, success):
 
 def main():
     try:
-        success = float(sys.argv[1])
+        success = float(sys.argv.pop(1))
     except (IndexError, ValueError):
+        success = -1.0
+    if not 0 <= success <= 1:
         raise launch.UserError("bench/lossy.py Q FLAGS: Q is the probability that a written call "
-                               "is served, FLAGS are those of grpo.py") from None
-    del sys.argv[1]
+                               "is served, FLAGS are those of grpo.py")
     rollout.sub_agent = losing(rollout.sub_agent, success)
     grpo.main()
 

@@ -1,22 +1,29 @@
 """
-Tests of bench/ablation.py: python -m pytest tests/test_ablation.py -q
+Tests of bench/ablation.py, verdicts.py, frontier.py, lossy.py: python -m pytest
+tests/test_ablation.py -q
 
 The runs themselves take hours; here: its commands are ones the scripts take, nothing finished is
 run again, and its verdicts follow.
 """
 import argparse
+import asyncio
 import importlib.util
 import json
 import os
+import random
 import threading
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from conftest import ROOT
 
 import eval as evaluation
 import grpo
-import rewards
+import launch
 import sft
+import toy
+import video
 
 
 @pytest.fixture(scope="module")
@@ -31,55 +38,79 @@ def ablation():
 @pytest.fixture
 def args(tmp_path):
     return argparse.Namespace(out=str(tmp_path / "out"), results=str(tmp_path / "table"),
-                              seeds=list(range(8)), rows=None,
-                              base_flags="--steps 400",
+                              seeds=list(range(8)), rows=None, keep_old=False,
+                              base_flags="--steps 400", taught_flags="--steps 1000",
                               sft_flags="--steps 14 --muon-lr 4e-4 --lr 1.5e-4",
+                              calls_flags="--steps 24", need_flags="--steps 24",
                               rl_flags="--prompts 8 --steps 30 --set answer_from=line "
                                        "--show-every 0")
 
 
 def test_every_command_is_one_that_its_script_takes(ablation, args, monkeypatch):
     """And rows differ: two rows with the same flags would be one experiment under two names."""
-    seen = {}
-    for name in [*ablation.rows(), "world-strong", "base-weak", "sft-strong"]:
+    seen, kinds = {}, ablation.kinds()
+    for name in [*ablation.rows(), "world-strong", "base-strong", "taught-need", "sft-strong",
+                 "calls-strong"]:
         for script, *words in ablation.commands(name, args, 3)[1]:
+            lossy = script == os.path.join("bench", "lossy.py")
+            share = float(words.pop(0)) if lossy else None
+            assert lossy == (name in kinds["phase"][0])
             monkeypatch.setattr("sys.argv", [script, *words])
-            if script != "toy.py":
-                parsed = vars({"sft.py": sft, "grpo.py": grpo,
-                               "eval.py": evaluation}[script].parse_args())
-                assert parsed["seed"] == 3 and "toy" in parsed["preset"]
-                if script == "grpo.py":
-                    key = json.dumps({**parsed, "out": ""}, sort_keys=True)
-                    assert key not in seen, (name, seen.get(key))
-                    seen[key] = name
-                    assert parsed["temperature"] == 0.7 and parsed["open_thought"] == "drop"
+            if script == "toy.py":
+                continue
+            parsed = vars({"sft.py": sft, "eval.py": evaluation}.get(script, grpo).parse_args())
+            assert parsed["seed"] == 3 and "toy" in parsed["preset"]
+            if script == "grpo.py" or lossy:
+                key = json.dumps({**parsed, "out": "", "q": share}, sort_keys=True)
+                assert key not in seen, (name, seen.get(key))
+                seen[key] = name
+                # the release runs calls of open thoughts; one row does not
+                assert parsed["open_thought"] == ("drop" if name == "acc-drop" else "run")
+                if name in kinds["need"][0]:  # the demo's settings
+                    assert parsed["temperature"] == 1.0 and parsed["sub_fps"] == 1.0
+                    assert parsed["prompts"] == 16 and parsed["answer_from"] == "tag"
+                else:
+                    assert parsed["temperature"] == 0.7 and parsed["sub_fps"] == 0.375
                     assert parsed["answer_from"] == "line"
-                    trained = parsed
-                if script == "eval.py" and "--temperature 0 " in " ".join(words):
-                    assert parsed["temperature"] == 0 and parsed["open_thought"] == "drop"
-                    if ablation.rows()[name][3] is not None:  # evaluated as it was trained
-                        assert all(parsed[f] == trained[f]
-                                   for f in ("think_prefix", "sub_fps", "sub_question", "dispatch"))
+                trained = parsed
+            if script == "eval.py" and "--temperature 0 " in " ".join(words):
+                assert parsed["temperature"] == 0
+                if ablation.rows()[name][3] is not None:  # evaluated as it was trained
+                    assert all(parsed[f] == trained[f] for f in (
+                        "think_prefix", "sub_fps", "sub_question", "dispatch", "open_thought"))
     assert len(seen) == sum(row[3] is not None for row in ablation.rows().values())
+
+
+def test_rewards_of_rows_are_what_their_names_say(ablation, args, monkeypatch):
+    def paid(name):
+        script, *words = ablation.commands(name, args, 3)[1][0]
+        monkeypatch.setattr("sys.argv", [script, *words[script != "grpo.py":]])
+        found = grpo.parse_args()
+        return found.tool_weight, found.format_weight, found.call_cost, found.frames
+
+    assert paid("para") == (1.0, 1.0, 0.0, "gated") and paid("acc") == (0.0, 0.0, 0.0, 64)
+    assert paid("vanilla") == (1.0, 1.0, 0.0, 64) and paid("no-tool")[0] == 0.0
+    assert paid("phase-0.4-1-gated") == (1.0, 0.0, 0.0, "gated")
+    assert paid("phase-1.0-0-64") == (0.0, 0.0, 0.0, 64)
+    assert paid("need-tool") == paid("habit-tool") == (1.0, 1.0, 0.0, "gated")
+    assert paid("half-c0.05") == (0.0, 1.0, 0.05, "gated") and paid("need-acc")[0] == 0.0
 
 
 def test_plan_runs_what_is_needed_first_and_nothing_twice(ablation, args):
     jobs = ablation.plan(args, {})
-    # a world, a base and a cold start for each prior, and what each row asks for
-    few = {seed for _, _, seed, *_ in ablation.rows().values()}
-    assert few == {5, 8}
     assert len(jobs) == len(set(jobs))
-    for name, (_, _, seeds, *_) in ablation.rows().items():
-        assert [seed for seed, job in jobs if job == name] == list(range(seeds))
-    for prior, seeds in (("strong", 8), ("weak", 5)):
-        assert sum(job in (f"world-{prior}", f"base-{prior}", f"sft-{prior}")
-                   for _, job in jobs) == 3 * seeds
+    for rows, _ in ablation.kinds().values():
+        for name, (_, _, seeds, *_) in rows.items():
+            assert [seed for seed, job in jobs if job == name] == list(range(seeds))
+    # one world and one base for the rows of the first two kinds
+    for job in ("world-strong", "base-strong", "sft-strong"):
+        assert sum(job == name for _, name in jobs) == 8
+    assert sum(name == "world-need" for _, name in jobs) == 3
     for seed, name in jobs:
         assert all(jobs.index((seed, need)) < jobs.index((seed, name))
                    for need in ablation.commands(name, args, seed)[0])
-    args.rows = ["turns"]
-    assert [name for seed, name in ablation.plan(args, {}) if seed == 7] == [
-        "world-strong", "base-strong", "sft-strong", "para", "turns"]
+    args.rows, args.seeds = ["need"], None
+    assert {seed for seed, _ in ablation.plan(args, {})} == set(ablation.kinds()["need"][1])
 
 
 def test_rows_can_be_picked_by_name(ablation, args):
@@ -89,7 +120,7 @@ def test_rows_can_be_picked_by_name(ablation, args):
 
 
 def test_unknown_rows_are_one_line_and_exit_code_2(ablation, monkeypatch, capsys, tmp_path):
-    why, flags = "known are base sft", ("--rows", "nothing")
+    why, flags = "known are table phase need, or sft para", ("--rows", "nothing")
     monkeypatch.setattr("sys.argv", ["ablation.py", "--out", str(tmp_path / "out"), *flags])
     with pytest.raises(SystemExit) as stop:
         ablation.launch.run_main(ablation.main)
@@ -99,7 +130,7 @@ def test_unknown_rows_are_one_line_and_exit_code_2(ablation, monkeypatch, capsys
 
 def test_a_finished_row_is_kept_until_its_commands_change(ablation, args):
     args.rows, args.seeds = ["base", "sft", "para"], [0]
-    done = {"0": {name: {"commands": ablation.history(name, args, 0)} for name in args.rows}}
+    done = {"0": {name: ablation.made_by(name, args, 0) for name in args.rows}}
     assert ablation.plan(args, done) == []
     args.rl_flags += " --lr 1e-3"
     assert [name for _, name in ablation.plan(args, done)] == [
@@ -113,21 +144,40 @@ def test_a_finished_folder_is_kept_until_its_commands_change(ablation, args):
         folder = os.path.join(args.out, "seed0", name)
         os.makedirs(folder)
         with open(os.path.join(folder, "done.json"), "w") as f:
-            json.dump(ablation.history(name, args, 0), f)
+            json.dump(ablation.made_by(name, args, 0), f)
     assert [name for _, name in ablation.plan(args, {})] == [
-        "base", "sft-strong", "sft", "para"]
+        "sft-strong", "sft", "para", "base"]
     args.base_flags = "--steps 5"
-    assert [name for _, name in ablation.plan(args, {})][:2] == ["base-strong", "base"]
+    assert [name for _, name in ablation.plan(args, {})][:2] == ["base-strong", "sft-strong"]
 
 
-def test_a_row_of_another_world_is_made_again(ablation, args, monkeypatch, tmp_path):
+def test_a_row_of_other_code_is_made_again_unless_asked_to_keep_it(ablation, args, monkeypatch):
     args.rows, args.seeds = ["para"], [0]
-    done = {"0": {"para": {"commands": ablation.history("para", args, 0)}}}
+    done = {"0": {"para": ablation.made_by("para", args, 0)}}
     assert ablation.plan(args, done) == []
-    other = tmp_path / "toy.py"
-    other.write_text("another world")
-    monkeypatch.setattr(ablation.toy, "__file__", str(other))
+    today = ablation.code_digests()
+    assert {"toy.py", "rewards.py", "grpo.py", "eval.py", "evaluation/scores.py",
+            "bench/lossy.py"} <= set(today)
+    changed = {**today, "rewards.py": "another reward"}
+    monkeypatch.setattr(ablation, "code_digests", lambda: changed)
     assert ablation.plan(args, done)[-1] == (0, "para")
+    args.keep_old = True
+    assert ablation.plan(args, done) == []
+    results = {"0": {"para": done["0"]["para"]}}
+    codes = {ablation.version(today): today, ablation.version(changed): changed}
+    assert "changed in rewards.py." in ablation.verdicts.versions(results, codes)
+    fresh = {"0": {"para": {"code": ablation.version(changed)}}}
+    assert "today's code" in ablation.verdicts.versions(fresh, codes)
+
+
+def test_comments_and_docstrings_are_no_code(ablation, monkeypatch, tmp_path):
+    found = []
+    for text in ('"""One."""\ndef f():\n    """Two."""\n    return 1  # three\n',
+                 '"""Other."""\n\n\ndef f():\n    return 1\n', "def f():\n    return 2\n"):
+        (tmp_path / "rewards.py").write_text(text)
+        monkeypatch.setattr(ablation, "ROOT", str(tmp_path))
+        found.append(ablation.code_digests.__wrapped__())
+    assert found[0] == found[1] != found[2] and list(found[0]) == ["rewards.py"]
 
 
 def test_what_is_not_of_todays_commands_is_not_shown(ablation, monkeypatch, tmp_path):
@@ -179,12 +229,16 @@ def fake_row(f_tau, kappa, acc):
     parts = {m: dict.fromkeys(("mean", "first", "last"), v)
              for m, v in (("f_tau", f_tau), ("f_released", f_tau), ("kappa", kappa),
                           ("well_formed", f_tau), ("acc", acc))}
-    return {"train": {**parts, "by_K": by_k, "by_K_last": by_k, "steps": 4,
-                      "closure": dict.fromkeys(rewards.KINDS, 0.5)},
+    need = {str(k): {"acc": acc, "kappa": kappa, "needed": 0.8, "wasted": 0.1,
+                     "called_unseen": acc, "called_shown": f_tau, "evidence": acc}
+            for k in (4, 8, 16, 32, 64)}
+    writing = {"worth": 0.1, "prompts": 3, "wrote": 0.5}
+    return {"train": {**parts, "by_K": by_k, "by_K_last": by_k, "steps": 4},
+            "writing": {"first": writing, "last": {**writing, "wrote": 0.75}},
+            "need": {"eval": need, "train": need, "sampled": need},
             "eval": {"on": cells, "off": cells}, "f_released": f_tau,
-            "limits": {"windows": [3, 4], "gather 1": [1, 1]},
             "curves": {"f_tau": [f_tau] * 4, "kappa": [kappa] * 4}, "seconds": 9, "commands": [],
-            "measured": "today, here"}
+            "code": "v", "measured": "today, here"}
 
 
 @pytest.mark.parametrize("values, p", [
@@ -194,12 +248,13 @@ def fake_row(f_tau, kappa, acc):
     ([0.0, 0.0], 1.0), ([0.1, 0.1], 0.0)])
 def test_the_t_test_gives_the_tables_values(ablation, values, p):
     """Values of scipy.stats.ttest_1samp 1.17."""
-    assert ablation.t_test(values) == pytest.approx(p, abs=1e-5)
+    assert ablation.verdicts.t_test(values) == pytest.approx(p, abs=1e-5)
 
 
 def test_holm_adjusts_by_rank_and_never_falls(ablation):
-    assert ablation.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
-    assert ablation.holm([0.5, 0.9]) == pytest.approx([1.0, 1.0]) and ablation.holm([]) == []
+    assert ablation.verdicts.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert ablation.verdicts.holm([0.5, 0.9]) == pytest.approx([1.0, 1.0])
+    assert ablation.verdicts.holm([]) == []
 
 
 def test_a_verdict_needs_more_than_the_noise(ablation):
@@ -207,7 +262,8 @@ def test_a_verdict_needs_more_than_the_noise(ablation):
     def verdict(*pairs):
         results = {str(i): {"acc": fake_row(low, 0, 0), "para": fake_row(high, 0, 0)}
                    for i, (low, high) in enumerate(pairs)}
-        found = [c for c in ablation.judge(results) if c["claim"].startswith("PARA-GRPO's mean")]
+        found = [c for c in ablation.verdicts.judge(results)
+                 if c["claim"].startswith("PARA-GRPO's mean")]
         return found[0] if found else None
 
     one = verdict((0.5, 0.9), (0.5, 0.92), (0.5, 0.91))
@@ -232,15 +288,14 @@ def test_many_claims_make_each_verdict_harder(ablation):
             for i, r in few.items()}
 
     def p(results):
-        return next(c["p"] for c in ablation.judge(results) if "accuracy alone" in c["claim"]
-                    and c["claim"].startswith("PARA"))
+        return next(c["p"] for c in ablation.verdicts.judge(results)
+                    if c["claim"].startswith("PARA-GRPO's mean f_tau") and "alone" in c["claim"])
     assert p(few) < 0.05 < p(many)
 
 
 def test_numbers_are_those_of_the_log_the_summary_and_the_records(ablation, tmp_path):
     steps = [{"f_tau": 0.1 * i, "well_formed": 0.0, "kappa": i, "acc": 0.5,
               "rollout_s": 2.0, "train_s": 1.0, "zero_variance": 1, "groups": 8,
-              "closure": {"think": 0.5, "tool_call": None, "tool_code": 0.0, "answer": 1.0},
               "by_K": {"4" if i % 2 else "64": {"n": 8 * (1 + i), "acc": 0.5, "f_tau": 0.1 * i,
                                                 "well_formed": 0.0, "kappa": i,
                                                 "call_minus_skip": None if i % 2 else i}}}
@@ -254,7 +309,12 @@ def test_numbers_are_those_of_the_log_the_summary_and_the_records(ablation, tmp_
     for i in range(8):
         for rank, turns in enumerate((flawless, ["B"] if i < 4 else flawless)):
             path = tmp_path / "run" / "rollouts" / f"step_{i:06d}.rank{rank}.jsonl"
-            path.write_text(json.dumps({"turns": turns}) + "\n")
+            # from a third of the way on the second rollout of a prompt writes a call, which pays
+            wrote = rank and i >= 4
+            row = {"turns": turns if not wrote else ["x</think><tool_call>{}", *turns], "K": 64,
+                   "group": "p", "reward": {"acc": 1.0, "paid_task": 1.0 + 0.25 * wrote},
+                   "calls": [], "task": {"events": []}, "status": "ok"}
+            path.write_text(json.dumps(row) + "\n")
     for name in ("eval", "sampled"):
         os.makedirs(tmp_path / name)
         result = {"K": 4, "tools": "on", "acc": 0.25, "f_tau": 0.5, "kappa": 2.0}
@@ -266,69 +326,177 @@ def test_numbers_are_those_of_the_log_the_summary_and_the_records(ablation, tmp_
         (tmp_path / name / "records.0.jsonl").write_text(json.dumps(record) + "\n")
     got = ablation.numbers(str(tmp_path))
     assert got["train"]["kappa"] == {"mean": 3.5, "first": 0.5, "last": 6.5}
-    assert got["train"]["f_released"] == {"mean": 0.375, "first": 0.25, "last": 0.5}
-    assert got["train"]["closure"] == {"think": 0.5, "tool_call": None, "tool_code": 0.0,
-                                       "answer": 1.0}
+    assert got["train"]["f_released"]["first"] == 0.25
     wanted = (0 * 8 + 2 * 24 + 4 * 40 + 6 * 56) / 128
     assert got["train"]["by_K"]["64"]["kappa"] == pytest.approx(wanted)
     assert got["train"]["by_K"]["64"]["gap"] == pytest.approx(3.0)
     assert got["train"]["by_K"]["4"]["gap"] is None
+    assert got["writing"] == {"first": {"worth": None, "prompts": 0, "wrote": 0.0},
+                              "last": {"worth": 0.25, "prompts": 1, "wrote": 0.5}}
     assert got["eval"] == {"on": {"4": {"acc": 0.25, "f_tau": 0.5, "kappa": 2.0}}}
-    assert got["f_released"] == 0.5 and got["limits"] == {"gather 0": [1, 1]}
-    assert set(got) == {"train", "eval", "sampled", "limits", "f_released", "curves"}
+    assert got["f_released"] == 0.5 and set(got["need"]) == {"train", "eval", "sampled"}
+    assert set(got) == {"train", "writing", "need", "eval", "sampled", "f_released", "curves"}
     assert got["curves"]["kappa"] == list(range(8))
 
 
-def test_what_limits_accuracy_is_told_apart(ablation):
-    """A right window whose crop shows the event, one whose 2 frames miss it, one that nobody asked
-    about; and an answer that is judged only where all before it was right."""
-    events = [{"window": [8, 16], "start": 9, "end": 11, "colour": "red"},
-              {"window": [32, 40], "start": 37, "end": 39, "colour": "blue"}]
+# ------------------------------------------------------------------------------------------------
+# The frontier
 
-    def call(start, summary):
-        return {"start": start, "end": start + 8.0, "status": "ok", "summary": summary}
 
-    def record(*calls, score=1.0):
-        return {"task": {"events": events}, "calls": list(calls), "score": score}
+@pytest.mark.parametrize("fps", [1.0, 0.375])
+@pytest.mark.parametrize("k", [4, 8, 16, 32, 64])
+def test_ceilings_equal_a_count_over_drawn_timelines(ablation, k, fps):
+    """The expectation against 4,000 timelines of toy.py: three standard errors are 0.024."""
+    rng, clock = random.Random(k), np.arange(64.0)
+    looks = video.overview_indices(clock, 64.0, k).tolist()
+    never, all_seen, unseen = [], [], []
+    for _ in range(4000):
+        events = toy.make_timeline(rng)
+        seen = toy.shown(events, looks)
+        crops = [e for e in events
+                 if toy.shown([e], video.crop_indices(clock, 64.0, *e["window"], fps=fps))]
+        never.append(len(seen) == len(events))
+        all_seen.append(all(e in seen or e in crops for e in events))
+        unseen.append(len(events) - len(seen))
+    exact = ablation.frontier.ceilings(k, fps)
+    assert exact["never"] == pytest.approx(np.mean(never), abs=0.024)
+    assert exact["ceiling"] == pytest.approx(np.mean(all_seen), abs=0.024)
+    assert exact["needed"] == pytest.approx(np.mean(unseen), abs=0.05) and exact["always"] == 2
 
-    right = record(call(8.0, "8 red"), call(32.0, "32 blue"))
-    assert ablation.limits([right], 1.0) == {"windows": [2, 2], "seen": [2, 2], "gather 2": [1, 1]}
-    # at one frame in 4 seconds it looks at seconds 10, 14, 34 and 38
-    assert ablation.limits([right], 0.25)["seen"] == [2, 2]
-    # at one in 8, at seconds 12 and 36: both are missed, and both summaries were invented
-    assert ablation.limits([right], 0.125) == {"windows": [2, 2], "unseen": [0, 2]}
-    honest = record(call(8.0, "(nothing to report)"), call(32.0, "32 blue"), score=0.0)
-    assert ablation.limits([honest], 0.125) == {"windows": [2, 2], "unseen": [1, 2]}
-    lost = record(call(8.0, "8 blue"), call(50.0, "50 red"), {**call(32.0, ""), "status": "error"})
-    assert ablation.limits([lost], 1.0) == {"windows": [1, 2], "seen": [0, 1]}
-    wrong = record(call(8.0, "8 red"), call(32.0, "32 blue"), score=0.5)
-    assert ablation.limits([right, wrong], 1.0)["gather 2"] == [1, 2]
+
+def toy_rollout(k, called, turn="", acc=1.0):
+    """Events in slots 8 (on two frames of K = 64, none of 4) and 32."""
+    events = [{"start": 9, "end": 11, "colour": "red", "window": (8, 16)},
+              {"start": 33, "end": 35, "colour": "blue", "window": (32, 40)}]
+    calls = [{"start": float(a), "end": float(a + 8), "status": status} for a, status in called]
+    return {"task": {"events": events}, "K": k, "acc": acc, "calls": calls, "turns": [turn]}
+
+
+def test_needed_calls_are_counted_by_window_and_by_hand(ablation):
+    ok, lost = "ok", "error"
+    at_4 = ablation.frontier.need([
+        toy_rollout(4, [(8, ok), (32, ok)], "I saw 8 nothing, 32 nothing."),
+        toy_rollout(4, [(8, ok), (48, ok), (32, lost)], "I saw 8 red.", acc=0.0)])
+    assert at_4 == {"n": 2, "acc": 0.5, "kappa": 2.0, "needed": 2.0, "wasted": 0.5,
+                    "called_unseen": 0.75, "called_shown": None, "evidence": pytest.approx(2 / 3)}
+    at_64 = ablation.frontier.need([toy_rollout(64, [(8, ok)]), toy_rollout(64, [])])
+    assert at_64["called_unseen"] is None and at_64["called_shown"] == 0.25
+    assert (at_64["needed"], at_64["wasted"], at_64["evidence"]) == (0.0, 0.5, None)
+    cells = {4: at_4, 64: at_64}
+    assert ablation.frontier.verdict(cells).startswith("Calls hardly follow need: 75%")
+    assert "do not follow" in ablation.frontier.verdict({4: {**at_4, "called_shown": 0.7}})
+    table = ablation.frontier.table(cells, 1.0)
+    assert len(table.splitlines()) == 4 and table.splitlines()[-1].startswith("mean")
+
+
+def test_the_frontier_prints_ceilings_and_a_folder_and_refuses_others(ablation, monkeypatch,
+                                                                      capsys, tmp_path):
+    def run(*words):
+        monkeypatch.setattr("sys.argv", ["frontier.py", *map(str, words)])
+        launch.run_main(ablation.frontier.main)
+        return capsys.readouterr().out
+
+    assert "ceiling 0.860" in run("--sub-fps", 0.375) and "ceiling 1.000" in run()
+    os.makedirs(tmp_path / "rollouts")
+    for step in range(8):  # the last quarter are steps 6 and 7
+        row = toy_rollout(64, [(8, "ok")] if step < 6 else [])
+        row |= {"status": "ok", "reward": {"acc": 1.0}}
+        path = tmp_path / "rollouts" / f"step_{step:06d}.rank0.jsonl"
+        path.write_text(json.dumps(row) + "\n")
+    (tmp_path / "args.json").write_text(json.dumps({"sub_fps": 1.0}))
+    out = run(tmp_path)
+    assert "cannot tell" in out and "64" in out and "0.00" in out
+    with pytest.raises(SystemExit) as stop:
+        run(tmp_path / "nowhere")
+    assert stop.value.code == 2 and "no rollouts" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------
+# Lossy calls
+
+
+def test_a_share_of_the_written_calls_is_lost_and_the_same_ones_again(ablation):
+    from bench import lossy
+
+    async def serve(record, *rest):
+        record["status"] = "ok"
+
+    def served(success):
+        found = []
+        for sample in range(400):
+            episode = SimpleNamespace(version=0, task={"id": "t"}, sample=sample)
+            sampler = SimpleNamespace(agent=SimpleNamespace(seed=0))
+            record = {"status": "pending"}
+            asyncio.run(lossy.losing(serve, success)(record, {}, episode, sampler, 0, 0, None))
+            found.append(record["status"] == "ok")
+            assert record["status"] == "ok" or "could not be looked at" in record["summary"]
+        return found
+
+    some = served(0.6)
+    assert 0.53 < np.mean(some) < 0.67 and some == served(0.6)
+    assert all(served(1.0)) and not any(served(0.0))
+    assert all(b for a, b in zip(some, served(0.8)) if a)  # less loss loses fewer, of the same
+
+
+def test_lossy_needs_its_probability(monkeypatch, capsys):
+    from bench import lossy
+
+    for words in ([], ["--preset", "toy"], ["1.5"]):
+        monkeypatch.setattr("sys.argv", ["lossy.py", *words])
+        with pytest.raises(SystemExit) as stop:
+            launch.run_main(lossy.main)
+        assert stop.value.code == 2 and "Q is the probability" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------
+# Tables
 
 
 def test_rows_are_compared_with_the_full_method_seed_by_seed(ablation):
     results = {str(s): {"para": fake_row(0.5 + 0.2 * s, 1.0, 0.5),
                         "whole": fake_row(0.4 + 0.2 * s, 1.0, 0.6 - 0.2 * s)} for s in (0, 1)}
-    (_, f_tau), *_, (_, accuracy), _ = ablation.measures()
-    assert ablation.difference(results, "whole", f_tau) == "-0.10 ±0.00 (2, 0.000)"
-    assert ablation.difference(results, "whole", accuracy) == "+0.00 ±0.14 (2, 1.000)"
-    assert ablation.difference({"0": results["0"]}, "whole", f_tau) == "-"
+    (_, f_tau), *_, (_, accuracy), _ = ablation.verdicts.measures()
+    assert ablation.verdicts.difference(results, "whole", f_tau) == "-0.10 ±0.00 (2, 0.000)"
+    assert ablation.verdicts.difference(results, "whole", accuracy) == "+0.00 ±0.14 (2, 1.000)"
+    assert ablation.verdicts.difference({"0": results["0"]}, "whole", f_tau) == "-"
 
 
-def test_tables_show_every_row_and_the_picture_is_drawn(ablation, tmp_path):
+def test_tables_show_every_row_and_the_pictures_are_drawn(ablation, tmp_path):
     pytest.importorskip("matplotlib",
                         reason="the picture needs matplotlib, which `make ablation` installs")
+    verdicts = ablation.verdicts
     results = {str(s): {name: fake_row(0.5 + 0.1 * s, 1.0, 0.5) for name in ablation.rows()}
                for s in (0, 1)}
-    text = ablation.markdown(results, ablation.judge(results))
-    for name, (title, *_) in ablation.rows().items():
-        assert text.count(f"| {title} |") >= (2 if name == "turns" else 5), name
-    assert "(seeds 0, 1; today, here)" in text
-    results["1"]["turns"]["measured"] = "tomorrow, there"
-    moved = ablation.markdown(results, ablation.judge(results))
-    assert "(seeds 0, 1; today, here; tomorrow, there)" in moved
-    assert "0.55 ±0.07" in text and "| 0.75 (8) | - | - | 1.00 (2) |" in text
-    ablation.picture(results, str(tmp_path / "docs" / "p.png"))
-    assert (tmp_path / "docs" / "p.png").read_bytes()[:4] == b"\x89PNG"
+    titles = {kind: {name: row[0] for name, row in some.items()}
+              for kind, (some, _) in ablation.kinds().items()}
+    text = verdicts.markdown(results, verdicts.judge(results), titles, ablation.paper(), "Here.")
+    for kind, some in titles.items():
+        for title in some.values():
+            assert text.count(f"| {title} |") >= (5 if kind == "table" else 1), title
+    assert "(seeds 0, 1). Here." in text and "0.55 ±0.07" in text
+    assert "| a perfect reader | 0.65 | 0.65 | 1.00 | 1.00 | 1.00 | 0.86 |" in text
+    results["1"]["para"]["measured"] = "tomorrow, there"
+    assert ablation.where_measured(results) == "today, here; tomorrow, there"
+    verdicts.picture(results, str(tmp_path / "docs" / "p.png"))
+    verdicts.phase_picture(results, ablation.phase_rows(), str(tmp_path / "docs" / "q.png"))
+    for name in "pq":
+        assert (tmp_path / "docs" / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_each_claim_is_decided_by_the_rows_it_names_and_can_go_either_way(ablation):
+    """A claim whose margin has one sign for all numbers could not fail."""
+    rng = random.Random(0)
+    signs = {text: set() for text, *_ in ablation.verdicts.claims()}
+    for _ in range(200):
+        rows = {name: fake_row(rng.random(), 3 * rng.random(), rng.random())
+                for name in ablation.rows()}
+        for cell in rows["acc-gated"]["train"]["by_K"].values():
+            cell["gap"] = rng.random()
+        for text, needs, margin, shown in ablation.verdicts.claims():
+            some = {name: rows[name] for name in needs}  # a KeyError is another row
+            signs[text].add(margin(some) > 0)
+            assert None not in shown(some).values()
+    assert all(found == {True, False} for found in signs.values()), signs
 
 
 CALL = ('<tool_call>{"name": "crop_video", "arguments": {"start_time": 1, "end_time": 2}}'
