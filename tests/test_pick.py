@@ -71,6 +71,26 @@ def test_the_best_is_the_highest_reward_then_the_fewest_calls(recorded):
     assert pick.best(c) is c[3]
 
 
+def test_fewest_calls_takes_the_right_rollout_that_did_without(recorded, tmp_path):
+    """Samples 1 and 2 of task a are right. Sample 1 called, and R_tool paid for it."""
+    (a, *_) = pick.groups([recorded])
+    assert [e.reward["acc"] for e in a] == [0.0, 1.0, 1.0, 0.0]
+    assert pick.best(a).sample == 1 and pick.best(a, fewest_calls=True).sample == 2
+    # a better answer is worth its calls, and so are whole tags
+    a[2].reward["acc"] = 0.75
+    assert pick.best(a, fewest_calls=True).sample == 1
+    a[2].reward["acc"], a[2].turns = 1.0, ["<answer>0 red"]
+    assert pick.best(a, fewest_calls=True).sample == 1
+    found = {}
+    for flags in ((), ("--fewest-calls",)):
+        done = run_script("tools/pick.py", recorded, "--best", tmp_path / "c.jsonl", *flags)
+        assert done.returncode == 0, done.stderr
+        rows = [json.loads(line) for line in (tmp_path / "c.jsonl").read_text().splitlines()]
+        found[flags] = sum("crop_video" in m["content"] for row in rows for m in row["messages"]
+                           if m["role"] == "assistant")
+    assert found == {(): 1, ("--fewest-calls",): 0}
+
+
 def test_the_band_takes_tasks_whose_rollouts_disagree(recorded, tmp_path):
     for band, wanted in (((0.2, 0.8), ["a"]), ((0, 0), ["b"]), ((0.5, 1), ["a", "c"])):
         out = tmp_path / "tasks.jsonl"

@@ -8,7 +8,9 @@ whose rollouts disagree.
 of at least --least and no turn that was cut off. A tie goes to fewer calls, then to fewer tokens.
 The main agent's context is one chat, and every sub-agent whose summary the main agent read is
 another, as sft.py reads them. If the policy writes text in the canonical tokens, sft.py trains on
-the ids that were sampled.
+the ids that were sampled. R_tool, and R_fmt a little, pay for calls, needed or not. --fewest-calls
+ranks by R_acc, then by whether all tags are whole, then by fewer calls: the chats then call if
+calling helped.
 
 --band LOW HIGH FILE writes the tasks whose mean R_acc over their rollouts lies in this range. From
 a group without variance GRPO learns nothing.
@@ -26,6 +28,7 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import launch
+import rewards
 import rollout
 
 
@@ -48,12 +51,20 @@ def groups(paths: list[str]) -> list[list]:
     return list(found.values())
 
 
-def best(group: list, least: float = 0.5):
-    """Rollouts of one task -> the one to learn from, or None."""
+def best(group: list, least: float = 0.5, fewest_calls: bool = False):
+    """Rollouts of one task -> the one to learn from, or None. fewest_calls: no reward for
+    calling counts."""
     good = [e for e in group if e.status == "ok" and e.reward["acc"] >= least
             and "length" not in e.finish]
-    return max(good, default=None,
-               key=lambda e: (e.reward["total"], -len(e.calls), -sum(e.context.mask)))
+
+    def worth(e):
+        paid = (e.reward["total"],)
+        if fewest_calls:
+            whole = rewards.format_reward(e.turns, e.think_open)["well_formed"]
+            paid = (e.reward["acc"], whole)
+        return *paid, -len(e.calls), -sum(e.context.mask)
+
+    return max(good, default=None, key=worth)
 
 
 def chats(episode, tools: bool = True, sub_question: bool = True) -> list[dict]:
@@ -94,6 +105,8 @@ def main():
     add("rollouts", nargs="+", metavar="JSONL", help="rollouts")
     add("--best", metavar="CHATS", help="SFT chats to write; default: none are written")
     add("--least", type=float, default=0.5, help="R_acc that the best rollout needs, 0 to 1")
+    add("--fewest-calls", action="store_true",
+        help="rank by R_acc, whole tags, fewer calls; default: by the reward, which pays calls")
     yes_no = argparse.BooleanOptionalAction
     add("--tools", action=yes_no, default=True, help="crop_video was offered, as in rollout.py")
     add("--sub-question", action=yes_no, default=True,
@@ -116,7 +129,8 @@ def main():
     launch.keep_inputs(outputs, args.rollouts)
     found = groups(args.rollouts)
     if args.best:
-        picked = [episode for group in found if (episode := best(group, args.least))]
+        picked = [best(group, args.least, args.fewest_calls) for group in found]
+        picked = [episode for episode in picked if episode]
         rows = [row for episode in picked
                 for row in chats(episode, args.tools, args.sub_question)]
         write(args.best, rows)
