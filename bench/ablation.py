@@ -445,7 +445,7 @@ def main():
     parser.add_argument("--sft-flags", default="--steps 14 --muon-lr 4e-4 --lr 1.5e-4",
                         help="flags of sft.py in the cold start: short, so that format stays "
                         "fragile")
-    parser.add_argument("--calls-flags", default="--steps 24 --muon-lr 4e-4 --lr 1.5e-4",
+    parser.add_argument("--calls-flags", default="--steps 36 --muon-lr 4e-4 --lr 1.5e-4",
                         help="the same for the phase diagram, whose start calls more often")
     parser.add_argument("--taught-flags", default="--batch-size 12 --steps 1000 --eval-every 0",
                         help="flags of sft.py, base and cold start in one, for rows on need")
