@@ -267,12 +267,12 @@ def difference(results, name, value):
 
 def versions(results, codes):
     """Text: which scripts have changed since the rows were measured. codes: {version: {script:
-    digest}}; the last is today's."""
+    digest}}; the last has all of today's scripts."""
     *_, today = codes.values()
-    old = {row["code"] for found in results.values() for row in found.values()} - {[*codes][-1]}
-    changed = sorted({script for one in old for script, digest in codes.get(one, {}).items()
+    used = {row["code"] for found in results.values() for row in found.values()}
+    changed = sorted({script for one in used for script, digest in codes[one].items()
                       if today.get(script) != digest})
-    if not old:
+    if not changed:
         return "All rows were measured with today's code."
     return ("Some rows were measured before code changed in " + ", ".join(changed) + ".")
 
