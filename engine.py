@@ -368,8 +368,8 @@ def zero_discarded(worker, tags):
     Model Runner V2 (the default on GPUs) builds more inside the pool of the weights: rotary
     positions, input embeddings and the sampler's state, whose padding CUDA graphs read, and the
     model has deepstack features, which a text-only prefill adds to the hidden states. torch.zeros
-    makes all of them, so zeros are their first state. A
-    level-1 sleep would keep them, but would copy all weights to host memory and back in each step.
+    makes all of them, so zeros are their first state. A level-1 sleep would keep them, but would
+    copy all weights to host memory and back in each step.
     """
     import torch
     from vllm.device_allocator import cumem
