@@ -363,11 +363,13 @@ def zero_discarded(worker, tags):
     """Zeroes the memory of vLLM's pool under these tags, after a level-2 sleep has discarded it.
     Runs inside the worker.
 
-    vLLM restores the buffers of the model alone. Its Model Runner V2 (the default on GPUs) builds
-    more inside the pool of the weights: rotary positions, input embeddings and the sampler's state,
-    whose padding CUDA graphs read, and the model has deepstack features, which a text-only prefill
-    adds to the hidden states. torch.zeros makes all of them, so zeros are their first state. A
-    level-1 sleep would keep them, but would copy all weights to host memory and back in each step.
+    Of these tags vLLM restores the model's buffers alone, and it copies the tag `runtime` to host
+    memory and back. (Buffers of a draft model and preserved parameters, too: we have neither.) Its
+    Model Runner V2 (the default on GPUs) builds more inside the pool of the weights: rotary
+    positions, input embeddings and the sampler's state, whose padding CUDA graphs read, and the
+    model has deepstack features, which a text-only prefill adds to the hidden states. torch.zeros
+    makes all of them, so zeros are their first state. A level-1 sleep would keep them, but would
+    copy all weights to host memory and back in each step.
     """
     import torch
     from vllm.device_allocator import cumem

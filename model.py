@@ -599,17 +599,25 @@ def compute_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
+def with_our_kernels(tower):
+    """transformers' tower -> the same with our attention and patch embedding."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register("frames_as_flash", frames_attention)
+    # Only to a name that holds "flash" does transformers hand over all frames at once.
+    tower.config._attn_implementation = "frames_as_flash"
+    tower.patch_embed.proj.__class__ = PatchEmbedding  # names and shapes stay
+    return tower
+
+
 def as_policy(hf, codec: chat.Codec, device: torch.device, recompute: str) -> Policy:
     """transformers' model -> Policy with our attention and a frozen tower. recompute: "full" =
     backward computes the decoder layers again instead of keeping their activations, or "none"."""
     from transformers import AttentionInterface
 
     AttentionInterface.register("packed", packed_attention)
-    AttentionInterface.register("frames_as_flash", frames_attention)
     hf.model.language_model.config._attn_implementation = "packed"
-    # Only to a name that holds "flash" does transformers hand over all frames at once.
-    hf.model.visual.config._attn_implementation = "frames_as_flash"
-    hf.model.visual.patch_embed.proj.__class__ = PatchEmbedding  # names and shapes stay
+    with_our_kernels(hf.model.visual)
     hf.model.visual.requires_grad_(False)
     hf.model.visual.to(compute_dtype(device))
     if recompute == "full":

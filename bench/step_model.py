@@ -51,11 +51,13 @@ def step(config, args):
     response = sampled + args.kappa * args.summary  # with the summaries in between
 
     # The group's prompt is computed once, because the prefix cache keeps it.
-    patches = 4 * (prompts * (prompt - args.text) + calls * frame * args.window_frames)
+    of_frame = args.pixels / 256  # patches
+    patches = of_frame * (prompts * (prompt - args.text) / frame + calls * args.window_frames)
     prefill = forward_operations(
         config, n, prompts * prompt + calls * window, 0,
         prompts * gpu_check.tree_pairs(prompt) + calls * gpu_check.tree_pairs(window))
-    prefill = (prefill + 2 * n["tower"] * patches) / (peak * args.prefill_mfu)
+    prefill += gpu_check.tower_flops(config.vision_config, patches, of_frame)
+    prefill /= peak * args.prefill_mfu
     # One chain after the other: the longest first turn, the longest summary, the longest answer.
     steps = args.tail * sampled + (args.tail * args.summary if args.kappa else 0)
     held = rollouts * (prompt / args.group + response) / args.tail * cached  # bytes in use
@@ -86,12 +88,15 @@ def step(config, args):
 
 def split(config, args, samplers):
     """Seconds of a step if `samplers` of the GPUs sample and the others train, one step off policy:
-    both work at once, each for the whole batch. Memory is not looked at."""
+    both work at once, each for the whole batch. All videos of a step are decoded in its time, and
+    the samplers have all cores. Memory is not looked at."""
     share = {count: step(config, argparse.Namespace(**{**vars(args), "gpus": count}))
              for count in (samplers, args.gpus - samplers)}
     training = share[args.gpus - samplers]
     trained = training["update"] + training["optimizer"]
-    return max(share[samplers]["rollouts"], trained) + training["sync"]
+    sampling = share[samplers]
+    video = sampling["windows"] + sampling["overviews"]
+    return max(sampling["rollouts"], trained, video) + training["sync"]
 
 
 def variants():

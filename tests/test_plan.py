@@ -13,10 +13,13 @@ import pytest
 import torch
 from conftest import ROOT, run_script
 
+import chat
 import checkpoint
 import grpo
 import launch
 import model
+import rollout
+import sft
 from bench import step_model
 from tools import plan
 
@@ -243,6 +246,23 @@ def test_counted_operations_are_those_that_torch_counts():
     assert gpu_check.tree_pairs(3, [2, 1]) == (1 + 2 + 3) + (3 + 1 + 3 + 2) + (3 + 1)
 
 
+def test_the_towers_operations_are_those_that_torch_counts():
+    """Two frames through three blocks of the 8B's tower."""
+    launch.import_shim()
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+
+    from tools import gpu_check
+
+    vision = plan.read_config("8B").vision_config
+    vision.depth, vision.deepstack_visual_indexes = 3, [0, 1]
+    vision._attn_implementation = "eager"  # the counter knows products of matrices
+    tower, patches = Qwen3VLVisionModel(vision), torch.zeros(2 * 196, 3 * 2 * 16 * 16)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        tower(patches, grid_thw=torch.tensor([[2, 14, 14]]))
+    assert gpu_check.tower_flops(vision, 2 * 196, 196) == counter.get_total_flops()
+
+
 def test_without_a_reference_its_memory_is_free(monkeypatch, capsys):
     sums = []
     for flags in ((), ("--kl", 0)):
@@ -281,6 +301,58 @@ def test_the_gpu_script_runs_its_cpu_part(tmp_path):
         least, most = rows["decoding, all threads: frames/s"]["range"]
         assert 0 < least < most
     assert all(f"| {name.replace('|', '/')} |" in text for name in rows)
+
+
+@pytest.fixture
+def gpu_world(process_group, tmp_path):
+    from tools import gpu_check
+
+    ckpt = str(tmp_path / "init")
+    tasks, source = gpu_check.make_world(ckpt)
+    codec = chat.load_codec(ckpt)
+    return gpu_check, gpu_check.Table(), ckpt, codec, tasks, source
+
+
+def test_a_gap_that_is_no_number_is_not_ok(gpu_world, monkeypatch):
+    """In the last cycle alone: Python's max of 0 and NaN is 0. Nor are episodes that fail there."""
+    gpu_check, table, ckpt, codec, tasks, source = gpu_world
+    gaps = iter([0.0, 9.0, 0.0, 9.0, float("nan")])  # at first, then before and after each wake
+    monkeypatch.setattr(gpu_check, "gap", lambda policy, episodes: next(gaps))
+    run = rollout.run
+
+    def broken_later(*args, step=0, **more):
+        for episode in run(*args, step=step, **more):
+            if step == 2:
+                episode.status = "bad"
+            yield episode
+
+    monkeypatch.setattr(rollout, "run", broken_later)
+    table.run(gpu_check.check_rollouts, ckpt, codec, tasks, source, CPU, 1e9)
+    failed = [row["what"].split(": ")[1] for row in table.rows if row["verdict"] == "FAIL"]
+    assert failed == ["failed episodes after wakes", "largest gap of 2 sleeps and wakes"]
+
+
+def test_a_base_that_moves_under_its_adapters_is_not_ok(gpu_world, monkeypatch):
+    gpu_check, table, ckpt, codec, tasks, source = gpu_world
+    trees = gpu_check.make_trees(codec, tasks, source)
+
+    def backward(policy, packs, real=sft.backward):
+        with torch.no_grad():
+            policy.hf.model.language_model.norm.weight.add_(1e-6)
+        return real(policy, packs)
+
+    monkeypatch.setattr(sft, "backward", backward)
+    table.run(gpu_check.check_adapters, ckpt, codec, trees, source, CPU)
+    failed = [row["what"] for row in table.rows if row["verdict"] == "FAIL"]
+    assert failed == ["CPU adapters: weights of the base that moved"]
+
+
+def test_the_tower_that_is_timed_is_the_trainers(gpu_world):
+    gpu_check, table, ckpt, codec, _, _ = gpu_world
+    with torch.profiler.profile() as seen:
+        gpu_check.check_tower(table, plan.read_config(ckpt), codec, CPU, 2, 32)
+    assert table.rows[0]["value"] > 0
+    assert not any(e.key == "aten::conv3d" for e in seen.key_averages())
 
 
 def test_a_check_that_fails_on_one_rank_fails_the_page(monkeypatch):
@@ -359,3 +431,15 @@ def test_every_flag_of_the_step_model_changes_the_part_that_it_names():
     assert slow["waiting"] > 0 == base["waiting"]
     assert slow["step"] == pytest.approx(slow["rollouts"] + slow["update"] + slow["optimizer"]
                                          + slow["sync"] + slow["waiting"])
+
+
+def test_samplers_apart_from_trainers_wait_for_videos_too():
+    """Where decoding takes longest it sets the pace."""
+    flags = dict(gpus=8, cores=16, prompts=32, group=8, pixels=50176, text=600, prompt_tokens=0,
+                 kappa=1.4, window_frames=16, turn=300, answer=150, summary=100, tail=3.0,
+                 recompute="full", kl=0.01, engine_bits=16, overview_core_s=60.0,
+                 window_core_s=0.9, tflops=989.0, prefill_mfu=0.45, train_mfu=0.35, bandwidth=2.3,
+                 launch_ms=3.0, link=100.0)
+    apart = step_model.split(plan.read_config("8B"), argparse.Namespace(**flags), 4)
+    # 32 overviews on 4 ranks with 3 decoders each: 16 cores, one of four is the rank's own
+    assert apart > 32 / 4 * 60.0 / 3

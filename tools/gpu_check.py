@@ -376,13 +376,11 @@ def check_attention(table, codec, device, groups, prompt, response, heads=32, sh
 @torch.no_grad()
 def check_tower(table, config, codec, device, count, pixels):
     """Frames per second through the tower of `config`, random weights. pixels: of a side."""
-    from transformers import AttentionInterface
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
-    AttentionInterface.register("frames_as_flash", model.frames_attention)  # as in as_policy
     with device:
         tower = Qwen3VLVisionModel(config.vision_config).to(model.compute_dtype(device)).eval()
-    tower.config._attn_implementation = "frames_as_flash"
+    tower = model.with_our_kernels(tower)
     images = np.random.default_rng(0).integers(0, 256, (count, pixels, pixels, 3), dtype=np.uint8)
     patches, grid = model.patchify(codec, images)
     patches, grid = patches.to(device, model.compute_dtype(device)), grid.to(device)
@@ -449,13 +447,22 @@ def check_adapters(table, ckpt, codec, trees, source, device):
     table.add(f"{name}: log-probs beside their base", (logps[1] - logps[0]).abs().mean().item(),
               bound[0], "nats, mean")
     optimizer = model.adamw(model.trained_parameters(policy), 1e-3, 0.999, device)
-    losses = []
+    base, losses = base_weights(policy), []
     for _ in range(4):  # B begins at zero, so the first step moves B alone
         losses.append(sft.backward(policy, [pack])[0])
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     table.add(f"{name}: loss after three steps / before", losses[-1] / losses[0], 0.999,
               f"{losses[0]:.3f} -> {losses[-1]:.3f} nats")
+    now = base_weights(policy)
+    table.add(f"{name}: weights of the base that moved",
+              sum(not torch.equal(base[key], now[key]) for key in base), 0)
+
+
+def base_weights(policy):
+    """{name: copy of the whole weight}, without adapters. Collective."""
+    return {name: checkpoint.whole_tensor(p.detach()).clone()
+            for name, p in policy.state_dict().items() if ".lora_" not in name}
 
 
 def check_decoding(table):
@@ -517,7 +524,7 @@ def check_rollouts(table, ckpt, codec, tasks, source, device, top):
     count, length, sampled = (64, 2000, 256) if gpu else (4, 64, 16)
     sampling_speed(table, name, engine, policy, count, length, sampled, top, device)
 
-    gaps, blind, took, asleep = [], [], [], []
+    gaps, blind, took, asleep, failed = [], [], [], [], 0
     for n in range(cycles):
         engine.sleep()
         asleep.append(used(device))
@@ -532,9 +539,13 @@ def check_rollouts(table, ckpt, codec, tasks, source, device, top):
         took.append(time.time() - began)
         # Sample as another step, with other seeds. Stale weights or caches would show in the gap.
         episodes = list(rollout.run(sampler, tasks, 8, group=2, step=1 + n))
+        failed += sum(e.status != "ok" for e in episodes)
         gaps.append(gap(policy, episodes))
-    table.add(f"{name}: largest gap of {cycles} sleeps and wakes", max(gaps), bound, "nats, mean")
-    table.add(f"{name}: bound / gap of the weights before", bound / max(min(blind), 1e-12), 0.5,
+    # Tensors, because Python's max and min may pass over a NaN.
+    largest, least = torch.tensor(gaps).max().item(), torch.tensor(blind).min().item()
+    table.add(f"{name}: failed episodes after wakes", failed, 0)
+    table.add(f"{name}: largest gap of {cycles} sleeps and wakes", largest, bound, "nats, mean")
+    table.add(f"{name}: bound / gap of the weights before", bound / max(least, 1e-12), 0.5,
               "the check could fail")
     table.add(f"{name}: seconds of wake and sync", statistics.median(took))
     if gpu:
@@ -628,6 +639,17 @@ def training_flops(text, layers, tokens, trained, pairs):
     # 12: two products forward (scores, values), four backward, 2 FLOPs per multiply-add.
     width = text.num_attention_heads * text.head_dim * text.num_hidden_layers
     return 6 * weights + 12 * pairs * width
+
+
+def tower_flops(vision, patches, of_frame):
+    """FLOPs of a forward of the vision tower. of_frame: patches of a frame, which see each other.
+    The mergers run once per square of merge x merge patches. The table of places is no product."""
+    width, square = vision.hidden_size, vision.spatial_merge_size**2
+    embedding = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2 * width
+    block = 4 * width**2 + 2 * width * vision.intermediate_size + 2 * of_frame * width
+    merger = (square * width + vision.out_hidden_size) * width  # of a patch
+    mergers = 1 + len(vision.deepstack_visual_indexes)
+    return 2 * patches * (embedding + vision.depth * block + mergers * merger)
 
 
 def tree_pairs(prompt, responses=()):
