@@ -254,6 +254,7 @@ def main():
     add("--engine-share", type=float, default=0.5, help="as in grpo.py; 0 = no engine (sft.py)")
     add("--frame-cache-gb", type=float, default=4.0, help="as in grpo.py: GiB per rank")
     args = parser.parse_args()
+    args.replicas = args.replicas or args.gpus  # 0: every rank holds the whole
     whole = min(args.gpus, args.context, args.pack_tokens, args.replicas) >= 1
     if not whole or args.gpus % args.replicas or not args.gpu_gb > 0:
         raise launch.UserError("--gpus, --gpu-gb, --context, --pack-tokens and --replicas must be "
