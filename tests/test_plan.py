@@ -180,8 +180,8 @@ def test_the_papers_node_holds_the_8b_recipe():
     (("--pack-tokens", 100_000), "does not fit while: top layer"),
     (("--context", 200_000), "NOT ONE"), (("--context", 100_000), "does not fit while: top layer"),
     (("--recompute", "none"), "does not fit while: top layer"),
-    (("--replicas", 8), "does not fit while"), (("--replicas", 0), "does not fit while"), (("--engine-share", 0), "fits"),
-    (("--engine-share", 0.2), "NOT ONE"),
+    (("--replicas", 8), "does not fit while"), (("--replicas", 0), "does not fit while"),
+    (("--engine-share", 0), "fits"), (("--engine-share", 0.2), "NOT ONE"),
     (("--gpus", 2, "--kl", 0, "--recompute", "full"), "does not fit"),
     (("--gpus", 1, "--lora", 64), "fits (limit 75.2")])
 def test_command_line_says_what_fits_and_each_flag_counts(monkeypatch, capsys, flags, says):
