@@ -377,19 +377,19 @@ def markdown(results, judged, titles, paper, about):
 
 def picture(results, path):
     """Writes a PNG with four panels, for SFT and five ways to train from it: calls and format over
-    the steps, calls at each K in the last quarter, greedy accuracy at each K afterwards. Lines are
-    means over seeds, bands the range."""
+    the steps, calls at each K in the last quarter beside the needed ones, greedy accuracy at each K
+    beside the ceiling. Lines are means over seeds, bands the range."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     lines = {"sft": ("SFT", "#8a8a8a"), "acc": ("accuracy alone, K = 64", "#c2571a"),
+             "acc-drop": ("the same, calls in open thoughts dropped", "#e29a73"),
              "acc-gated": ("accuracy alone, K gated", "#d9a514"),
-             "vanilla": ("GRPO as released", "#7a4fa3"), "para": ("PARA-GRPO", "#1b6ca8"),
-             "no-tool": ("full - R_tool", "#2a8c4a")}
+             "vanilla": ("GRPO as released", "#7a4fa3"), "para": ("PARA-GRPO", "#1b6ca8")}
     some = {name: [r[name] for r in results.values() if name in r] for name in lines}
-    figure, axes = plt.subplots(1, 4, figsize=(13, 3.1))
+    figure, axes = plt.subplots(1, 4, figsize=(13, 3.4))
 
     def draw(axis, name, x, curves):
         curves = [c for c in curves if None not in c]
@@ -410,6 +410,10 @@ def picture(results, path):
         draw(axes[2], name, ticks, [[by_budget(r, "kappa", k) for k in BUDGETS] for r in ran])
         draw(axes[3], name, ticks, [[r["eval"]["on"][str(k)]["acc"] for k in BUDGETS]
                                     for r in found])
+    limits = [frontier.ceilings(k, 0.375) for k in BUDGETS]
+    for axis, measure in ((axes[2], "needed"), (axes[3], "ceiling")):
+        axis.plot(ticks, [cell[measure] for cell in limits], color="black", ls="--", lw=1.2,
+                  label="a perfect reader")
     axes[0].set(title="calls per rollout, training", xlabel="step")
     axes[1].set(title="format (f_tau), training", xlabel="step", ylim=(0, 1.05))
     axes[2].set(title="calls per rollout, last quarter")
@@ -421,9 +425,9 @@ def picture(results, path):
         axis.title.set_fontsize(10)
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.25)
-    figure.legend(*axes[3].get_legend_handles_labels(), loc="lower center", ncol=len(lines),
+    figure.legend(*axes[3].get_legend_handles_labels(), loc="lower center", ncol=4,
                   fontsize=9, frameon=False)
-    save(figure, path, rect=(0, 0.08, 1, 1))  # above the legend
+    save(figure, path, rect=(0, 0.14, 1, 1))  # above the legend
 
 
 def phase_picture(results, names, path):
