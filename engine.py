@@ -889,9 +889,11 @@ def judge_request(name, question, gold, answer):
 
 
 def read_verdict(text):
-    """A judge's reply -> True, False, or None if it is neither yes nor no."""
-    said = re.match(r"\W*(yes|no)\b", text or "", re.IGNORECASE)
-    return said[1].lower() == "yes" if said else None
+    """A judge's reply -> True, False, or None if it is neither yes nor no, or both."""
+    # The second word of "yes and no" counts if a sentence ends with it: "Yes, no doubt" is a yes.
+    said = re.match(r"\W*(yes|no)\b(?:\W+(?:(?:and|or|but)\W+)?(yes|no)(?=\s*(?:[^\w\s]|$)))?",
+                    (text or "").lower())
+    return said[1] == "yes" if said and said[2] in (None, said[1]) else None
 
 
 class Judge:

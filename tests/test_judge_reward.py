@@ -117,7 +117,8 @@ def test_training_and_evaluation_ask_the_same(judge):
         (verdict,) = endpoint.ask_judge([record], args)
         assert verdict["verdict"] is True and server.asked[0] == server.asked[1]
     readings = {"yes": True, " **No**, it": False, "yesterday": None, "": None, None: None,
-                "It is yes": None}
+                "It is yes": None, "Yes and no.": None, "Yes/No": None, "no, but yes": None,
+                "Yes, no doubt.": True, "No. Not yes": False, "Yes, yes.": True}
     assert {text: engine.read_verdict(text) for text in readings} == readings
 
 
