@@ -965,7 +965,8 @@ class Judge:
 
     def close(self):
         self.engine.end("the run is over")  # no thread waits for a server any longer
-        self.engine.pool.shutdown(wait=False, cancel_futures=True)
+        # Nothing is cancelled: what is queued fails at once, and its episodes read that.
+        self.engine.pool.shutdown(wait=False)
 
 
 def open_judge(args, path=None):
