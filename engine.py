@@ -891,9 +891,11 @@ def judge_request(name, question, gold, answer):
 
 
 def read_verdict(text):
-    """A judge's reply -> True, False, or None if it is neither yes nor no."""
-    said = re.match(r"\W*(yes|no)\b", text or "", re.IGNORECASE)
-    return said[1].lower() == "yes" if said else None
+    """A judge's reply -> True, False, or None if it is neither yes nor no, or both."""
+    # The second word of "yes and no" counts if a sentence ends with it: "Yes, no doubt" is a yes.
+    said = re.match(r"\W*(yes|no)\b(?:\W+(?:(?:and|or|but)\W+)?(yes|no)(?=\s*(?:[^\w\s]|$)))?",
+                    (text or "").lower())
+    return said[1] == "yes" if said and said[2] in (None, said[1]) else None
 
 
 class Judge:
@@ -965,7 +967,8 @@ class Judge:
 
     def close(self):
         self.engine.end("the run is over")  # no thread waits for a server any longer
-        self.engine.pool.shutdown(wait=False, cancel_futures=True)
+        # Nothing is cancelled: what is queued fails at once, and its episodes read that.
+        self.engine.pool.shutdown(wait=False)
 
 
 def open_judge(args, path=None):

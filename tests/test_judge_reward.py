@@ -117,7 +117,8 @@ def test_training_and_evaluation_ask_the_same(judge):
         (verdict,) = endpoint.ask_judge([record], args)
         assert verdict["verdict"] is True and server.asked[0] == server.asked[1]
     readings = {"yes": True, " **No**, it": False, "yesterday": None, "": None, None: None,
-                "It is yes": None}
+                "It is yes": None, "Yes and no.": None, "Yes/No": None, "no, but yes": None,
+                "Yes, no doubt.": True, "No. Not yes": False, "Yes, yes.": True}
     assert {text: engine.read_verdict(text) for text in readings} == readings
 
 
@@ -187,6 +188,24 @@ def test_a_judge_that_goes_away_stops_no_run_and_is_asked_when_it_is_back(
         up["up"] = True
         assert [r["judge"] for r in pay(one, said("0 red"))] == [True]
     assert capsys.readouterr().err.count("no verdict of the judge (") == 1
+
+
+def test_a_judge_that_refuses_while_answers_are_queued_stops_no_run(judge):
+    """Some answers wait for a free thread when the next one finds that the client has given up."""
+    gate = threading.Event()
+
+    def stuck(request):
+        gate.wait(20)
+        return engine.Completion(request.id, error="HTTP 401")
+
+    with Server("yes") as server:
+        one = judge(server)
+        one.engine.call = stuck
+        queued = [one.ask("Which colour?", "red", f"{n} red")[0] for n in range(20)]
+        one.engine.end("the key is revoked")
+        (back,) = pay(one, said("crimson"))
+        gate.set()
+        assert [future.result(20) for future in queued] == [None] * 20 and back["judge"] is True
 
 
 def test_episodes_go_on_while_the_judge_thinks_and_keep_their_order(judge):
