@@ -912,6 +912,8 @@ def check_context(codec, tasks, agent, source, frames) -> None:
             raise launch.UserError(f"--context {agent.context} is too small: {why}; raise "
                                    "--context, or lower --frames or --max-pixels")
         return
+    if len(tasks) == 1:  # a question about one film, say
+        raise launch.UserError(f"the video cannot be read: {first}")
     raise launch.UserError(f"none of the first {len(tasks[:8])} videos can be read; "
                            f"is --video-root right? {first}")
 

@@ -11,6 +11,7 @@ from conftest import run_script
 from scripted import AGENT, Scripted, Server, calls
 
 import eval as evaluation
+import launch
 import rollout
 import video
 from engine import Completion
@@ -89,6 +90,16 @@ def test_two_questions_decode_the_film_once(codec, toy, monkeypatch):
     assert len(decoded) == 4
     first, second = asked.engine.requests
     assert first.ids != second.ids and first.seed != second.seed
+
+
+def test_a_film_that_cannot_be_read_is_told_with_its_reason(codec, toy, tmp_path):
+    """One film: nothing about the first of many, and no advice on a flag that was not given."""
+    (tmp_path / "frames").mkdir()
+    source = rollout.Source(str(tmp_path), video.FrameCache())
+    with pytest.raises(launch.UserError) as told:
+        rollout.check_context(codec, [{**FILM, "video": "frames"}], AGENT, source, 4)
+    assert str(told.value).startswith(f"the video cannot be read: {tmp_path / 'frames'}: ")
+    assert "has no images" in str(told.value) and "--video-root" not in str(told.value)
 
 
 def test_the_model_cannot_steer_the_terminal(codec, toy, capsys):
