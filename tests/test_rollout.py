@@ -892,7 +892,7 @@ def test_bad_flags_are_one_line_and_exit_code_2(flags, why, command):
     ([{**GOOD, "type": "mcq", "options": [1, 2], "answer": "A"}], "options"),
     ([{**GOOD, "type": "mcq", "options": "ab", "answer": "A"}], "options"),
     ([{**GOOD, "type": "grounding", "answer": ["a", "b"]}], "[start, end]"),
-    ([{**GOOD, "video": "videos/none.mp4"}], "can be read"),
+    ([{**GOOD, "video": "videos/none.mp4"}], "cannot be read"),
 ])  # fmt: skip
 def test_bad_task_files_are_one_line_and_exit_code_2(rows, why, command):
     code, err = command(rows=rows)
