@@ -12,18 +12,18 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-ORDER = ["launch", "rewards", "video", "chat", "model", "engine", "checkpoint", "rollout", "sft",
-         "grpo", "evaluation.answers", "evaluation.benchmarks", "evaluation.endpoint",
+ORDER = ["launch", "rewards", "video", "chat", "model", "engine", "checkpoint", "rollout", "toy",
+         "sft", "grpo", "evaluation.answers", "evaluation.benchmarks", "evaluation.endpoint",
          "evaluation.systems", "evaluation.costs", "evaluation.scores", "evaluation.publishers",
          "evaluation.graders", "evaluation.folders", "evaluation.verify",
-         "eval", "toy", "tools.plan", "tools", "bench"]  # fmt: skip
+         "eval", "tools.plan", "tools", "bench.frontier", "bench.verdicts", "bench"]  # fmt: skip
 FILES = sorted([*Path(ROOT).glob("*.py"), *Path(ROOT).glob("evaluation/*.py"),
                 *Path(ROOT).glob("tools/*.py"), *Path(ROOT).glob("bench/*.py")])
 
 
 def place(name):
     """Dotted name -> its place in ORDER, None of what is not ours. Tools, and benches, are one
-    place each: none imports another but tools.plan."""
+    place each: none imports another but those that ORDER names."""
     folder = name.partition(".")[0]
     found = [n for n in (name, folder) if n in ORDER]
     return ORDER.index(found[0]) if found else None
