@@ -45,7 +45,6 @@ sys.path.insert(0, ROOT)
 import launch  # noqa: E402
 import rewards  # noqa: E402
 from bench import frontier, verdicts  # noqa: E402
-from bench.verdicts import BUDGETS, mean  # noqa: E402
 
 
 def table_rows():
@@ -145,7 +144,7 @@ def commands(name, args, seed):
     if name not in need_rows():  # the demo's settings are those of the preset
         common += ["--temperature", "0.7", "--set", "sub_fps=0.375"]
     test = ["eval.py", *common, "--data", os.path.join(world, "eval.jsonl"), "--frames",
-            *map(str, BUDGETS), *agent.split()]
+            *map(str, verdicts.BUDGETS), *agent.split()]
     greedy = [*test, "--temperature", "0", "--out", path(name, "eval"), "--tools", "on", "off"]
     if flags is None:
         # sampled as in training: greedy answers hide how often an agent calls
@@ -319,13 +318,13 @@ def pool_by_budget(steps):
     """by_K of several steps -> by_K, each step weighted by the number of rollouts. gap: the mean
     over the steps that have a gap."""
     out = {}
-    for k in map(str, BUDGETS):
+    for k in map(str, verdicts.BUDGETS):
         cells = [s["by_K"][k] for s in steps if k in s["by_K"]]
         n = sum(c["n"] for c in cells)
         if n:
             out[k] = {"n": n, **{m: sum(c[m] * c["n"] for c in cells) / n
                                  for m in ("acc", "f_tau", "well_formed", "kappa")},
-                      "gap": mean(c["call_minus_skip"] for c in cells)}
+                      "gap": frontier.mean(c["call_minus_skip"] for c in cells)}
     return out
 
 
@@ -365,9 +364,9 @@ def writing(rollouts):
     for r in rollouts:
         wrote = any(f"<{kind}>" in turn for turn in r["turns"] for kind in rewards.CALLS)
         groups.setdefault((r["group"], r["K"]), ([], []))[wrote].append(r["reward"]["paid_task"])
-    gaps = [mean(with_call) - mean(without) for without, with_call in groups.values()
-            if with_call and without]
-    return {"worth": mean(gaps), "prompts": len(gaps),
+    gaps = [frontier.mean(called) - frontier.mean(skipped) for skipped, called in groups.values()
+            if called and skipped]
+    return {"worth": frontier.mean(gaps), "prompts": len(gaps),
             "wrote": sum(len(w) for _, w in groups.values()) / len(rollouts)}
 
 
@@ -384,13 +383,13 @@ def numbers(folder):
         rolled = rollouts_of_steps(folder)
         # The log does not have the release's format reward. The rollouts of each step give it.
         for step, some in zip(steps, rolled, strict=True):
-            step["f_released"] = mean(released_format(r["turns"]) for r in some)
+            step["f_released"] = frontier.mean(released_format(r["turns"]) for r in some)
         # the first steps are close to the start: they predict, the last quarter shows
         out["writing"] = {part: writing([r for some in rolled[where] for r in some])
                           for part, where in (("first", slice(0, 3)),
                                               ("last", slice(-quarter, None)))}
         out["need"] = {"train": frontier.by_budget(frontier.read(os.path.join(folder, "run")))}
-        out["train"] = {m: {part: mean(s[m] for s in some) for part, some in parts.items()}
+        out["train"] = {m: {part: frontier.mean(s[m] for s in some) for part, some in parts.items()}
                         for m in ("f_tau", "f_released", "well_formed", "kappa", "acc")}
         out["train"].update(by_K=pool_by_budget(steps), by_K_last=pool_by_budget(parts["last"]),
                             steps=len(steps))
@@ -407,7 +406,7 @@ def numbers(folder):
         records = frontier.read(path)
         out.setdefault("need", {})[name] = frontier.by_budget(records)
         if name == "sampled":
-            out["f_released"] = mean(released_format(r["turns"]) for r in records)
+            out["f_released"] = frontier.mean(released_format(r["turns"]) for r in records)
     return verdicts.rounded(out)
 
 
