@@ -4,7 +4,7 @@
 # make demo   toy world -> SFT -> PARA-GRPO -> evaluation of both -> one table, one page (LORA=8: PARA-GRPO by adapters; SEED=1)
 # make test-page   the tests of view.py's page in a real browser (installs Debian's Chromium); `make test` runs them where there is one
 # make test-compat   a saved checkpoint in transformers 4.57 (installed beside, in .venv/transformers-4.57; `make test` then does it too)
-# make ablation   the paper's Table 2 in the toy world, 5 or 8 seeds -> bench/ablation.{json,md}, docs/ablation.png  (about 3 hours; finished rows are kept)
+# make ablation   three experiments in the toy world -> bench/ablation.{json,md}, docs/ablation*.png  (about 4 hours on two cores; finished rows are kept)
 PYTHON ?= python3
 # one rank a GPU (a power of two: the demo's 16 prompts are dealt out evenly), two where there is none
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c ^GPU)
