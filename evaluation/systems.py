@@ -660,8 +660,9 @@ def check_prompts(protocol, tasks, agent, num_frames):
                                        f"{text[:60]!r}; --protocols lists the places that are "
                                        "filled in a text of --prompt-file or --user-file")
             said = said.replace(text, "")  # a task's own text may hold braces
-        # \boxed{answer} is no place.
-        if place := re.search(r"(?<!\w)\{ ?[A-Za-z_0-9]\w*(![rs])?(:[^{}\"']*)? ?\}", said):
+        # \boxed{answer} is no place, {} after a key is JSON. The last two forms are publishers'.
+        braces = r"(?<!\w)(?<!\":)(?<!\": )\{ ?([A-Za-z_0-9][\w.\[\]]*)?(![rs])?(:[^{}\"']*)? ?\}"
+        if place := re.search(braces + r"|<<<\w+>>>|\[(QUESTION|OPTIONS?|EVENT)\]", said):
             raise launch.UserError(f"the first prompt of task {task['id']} ({task['type']}) holds "
                                    f"{place[0]}, which no part of the task fills")
 

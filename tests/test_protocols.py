@@ -213,6 +213,23 @@ def test_a_publishers_text_without_the_question_is_refused(toy, tmp_path, file, 
         assert done.returncode == 0 and "Rain" in json.dumps(server.asked), done.stderr
 
 
+@pytest.mark.parametrize("text, place", [
+    ("Answer {}", "{}"), ("Answer {q[0]}.", "{q[0]}"), ("Answer {q.x}.", "{q.x}"),
+    ("Q: [QUESTION]", "[QUESTION]"), ("[EVENT] starts", "[EVENT]"), ("<<<query>>>", "<<<query>>>"),
+    ("Put it in \\boxed{}.", None), ('{"arguments": {}}', None), ("Answer [A-D] or [B].", None)])
+def test_places_in_any_publishers_form_are_found_in_a_system_text(text, place):
+    """The user turn holds the question, so only the place itself tells."""
+    task = {"id": "t", "type": "mcq", "question": "What?", "options": ["a", "b"], "answer": "A",
+            "video": "v.mp4"}
+    opening = systems.partial(systems.opening, system=text, stamp=None)
+    protocol = systems.Protocol(opening=opening, schema=None)
+    if place is None:
+        return systems.check_prompts(protocol, [task], rollout.Agent(tools=False), 1)
+    with pytest.raises(launch.UserError) as told:
+        systems.check_prompts(protocol, [task], rollout.Agent(tools=False), 1)
+    assert f"holds {place}, which no part" in str(told.value)
+
+
 def test_a_user_turn_may_be_the_publishers_own(play, tmp_path):
     (tmp_path / "user.txt").write_text("Q {question} of {video}, {duration}?")
     hashes = set()
