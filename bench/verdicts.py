@@ -252,6 +252,20 @@ def measures():
             ("accuracy without tools", lambda r: accuracy(r, "off"))]
 
 
+def change(row):
+    """How much the share of rollouts that write a call grew, from the first three steps to the last
+    quarter."""
+    return row["writing"]["last"]["wrote"] - row["writing"]["first"]["wrote"]
+
+
+def same_signs(results, names):
+    """-> (runs of the phase diagram whose change has the sign of the worth, runs with a worth)."""
+    runs = [r[name] for r in results.values() for name in names if name in r]
+    signs = [r["writing"]["first"]["worth"] * change(r) > 0 for r in runs
+             if r["writing"]["first"]["worth"] is not None]
+    return sum(signs), len(signs)
+
+
 def difference(results, name, value):
     """A row minus the full method, paired by seed -> "+mean ±standard deviation (n, p)". p belongs
     to this comparison alone and is not adjusted."""
@@ -362,12 +376,15 @@ def markdown(results, judged, titles, paper, about):
         difference(results, name, value) for _, value in measures()], beside)
     out += ["", "## Phase diagram", "", "worth > 0 predicts that writing a call becomes more "
             "frequent, worth < 0 that it becomes rarer. Share of rollouts that write a call in the "
-            "first three steps and in the last quarter.", ""]
+            "first three steps and in the last quarter. p: that the change is not 0, of this row "
+            "alone. {} of {} runs change in the predicted direction.".format(
+                *same_signs(results, titles["phase"])), ""]
     out += block("phase", ["row", "worth", "wrote, first", "wrote, last", "change",
-                           "served calls, last"], lambda some, name: [
+                           "p", "served calls, last"], lambda some, name: [
         cell([r["writing"]["first"]["worth"] for r in some]),
         *(cell([r["writing"][part]["wrote"] for r in some]) for part in ("first", "last")),
-        cell([r["writing"]["last"]["wrote"] - r["writing"]["first"]["wrote"] for r in some]),
+        cell([change(r) for r in some]),
+        f"{t_test([change(r) for r in some]):.3f}" if len(some) > 1 else "-",
         cell([r["train"]["kappa"]["last"] for r in some])])
     out += ["", "## Calls that follow need, at the demo's settings", "",
             "Greedy, mean over K. A perfect reader needs 0.80 calls for an accuracy of 1.", ""]
@@ -442,10 +459,9 @@ def phase_picture(results, names, path):
     colours = {"0.4": "#c2571a", "0.6": "#d9a514", "0.8": "#7a4fa3", "1.0": "#1b6ca8"}
     for name in names:
         _, q, tool, k = name.split("-")
-        some = [r[name]["writing"] for r in results.values() if name in r]
-        some = [w for w in some if w["first"]["worth"] is not None]
-        axis.scatter([w["first"]["worth"] for w in some],
-                     [w["last"]["wrote"] - w["first"]["wrote"] for w in some], s=22,
+        some = [r[name] for r in results.values() if name in r]
+        some = [r for r in some if r["writing"]["first"]["worth"] is not None]
+        axis.scatter([r["writing"]["first"]["worth"] for r in some], [*map(change, some)], s=22,
                      marker="o" if k == "64" else "^", color=colours[q] if tool == "1" else "none",
                      edgecolor=colours[q],
                      label=f"q {q}" if (tool, k) == ("1", "64") else None)

@@ -461,6 +461,16 @@ def test_rows_are_compared_with_the_full_method_seed_by_seed(ablation):
     assert ablation.verdicts.difference({"0": results["0"]}, "whole", f_tau) == "-"
 
 
+def test_the_phase_diagram_counts_the_runs_that_change_as_predicted(ablation):
+    def run(worth, first, last):
+        return {"writing": {"first": {"worth": worth, "wrote": first}, "last": {"wrote": last}}}
+
+    results = {"0": {"a": run(0.2, 0.5, 0.7), "b": run(-0.2, 0.5, 0.7), "x": run(1, 0, 1)},
+               "1": {"a": run(-0.2, 0.5, 0.1), "b": run(None, 0.5, 0.7)}}
+    assert ablation.verdicts.same_signs(results, ["a", "b"]) == (2, 3)
+    assert ablation.verdicts.change(results["1"]["a"]) == -0.4
+
+
 def test_tables_show_every_row_and_the_pictures_are_drawn(ablation, tmp_path):
     pytest.importorskip("matplotlib",
                         reason="the picture needs matplotlib, which `make ablation` installs")
