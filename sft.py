@@ -101,7 +101,8 @@ def parse_args():
     parser = build_parser()
     # Read twice: --preset, --ckpt and --lora decide on defaults, which any flag still overrides.
     early = launch.peek(parser)
-    lora = checkpoint.adapter_rank(early.ckpt, early.lora)
+    # Without --ckpt, parse_args below prints the help or says what is missing.
+    lora = checkpoint.adapter_rank(early.ckpt, early.lora) if early.ckpt else early.lora
     if early.preset == "toy":
         # A model of a million parameters from random weights: large steps, few of them, and less
         # memory of past gradients.

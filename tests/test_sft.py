@@ -50,6 +50,15 @@ def parse(monkeypatch, *arguments):
     return sft.parse_args()
 
 
+def test_help_needs_no_checkpoint_and_a_missing_one_is_named(monkeypatch, capsys):
+    for flags, code, told in ((["--help"], 0, "(default: "), ([], 2, "required: --ckpt, --data")):
+        monkeypatch.setattr(sys, "argv", ["sft.py", *flags])
+        with pytest.raises(SystemExit) as stop:
+            sft.parse_args()
+        said = capsys.readouterr()
+        assert stop.value.code == code and told in said.out + said.err
+
+
 def user_and(answer, **video_item):
     parts = [{"type": "video", "video": "v.mp4", **video_item}, {"type": "text", "text": "Which?"}]
     content = parts if video_item else "Which?"
