@@ -1044,8 +1044,8 @@ def film_task(args, number=0, question="", options=None) -> dict:
 
 
 def questions(args):
-    """-> iterator of tasks about --video: --question alone, or lines from the terminal or a pipe
-    until an empty line. Options follow a question after bars."""
+    """-> iterator of tasks about --video: --question alone, or lines from the terminal or a
+    pipe. Options follow a question after bars."""
     given, number = [[args.question, *(args.options or [])]], 0
     while given:
         line = given.pop() if args.question else typed_question()
@@ -1057,13 +1057,18 @@ def questions(args):
 
 
 def typed_question() -> list[str] | None:
-    """One line of standard input -> [question, option, ..], or None at the end."""
-    prompt = "question (| before each option; an empty line ends): "
-    try:
-        line = input(prompt if sys.stdin.isatty() else "").strip()
-    except EOFError:
-        return None
-    return [part.strip() for part in line.split("|")] if line else None
+    """One line of standard input -> [question, option, ..], or None at the end: an empty line or
+    Ctrl-C at a terminal, the end of a pipe."""
+    terminal = sys.stdin.isatty()
+    line = ""
+    while not line:
+        try:
+            line = input("question (| before each option; an empty line ends): " * terminal).strip()
+        except (EOFError, KeyboardInterrupt):
+            return None
+        if terminal and not line:
+            return None
+    return [part.strip() for part in line.split("|")]
 
 
 async def narrated(episode: Episode, sampler: Sampler, play=run_episode) -> Episode:

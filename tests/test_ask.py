@@ -111,7 +111,7 @@ def test_lines_of_standard_input_are_questions(monkeypatch, tmp_path):
     film = tmp_path / "film.mp4"
     film.write_bytes(b"x")
     args = flags(monkeypatch, "--video", str(film))
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Who? | Ann | Bob\n  What?\n\nnever asked\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Who? | Ann | Bob\n  What?\n"))
     first, second = rollout.questions(args)
     assert (first["question"], first["options"], first["type"]) == ("Who?", ["Ann", "Bob"], "mcq")
     assert (second["question"], second["options"], second["type"]) == ("What?", None, "open")
@@ -197,3 +197,28 @@ def test_eval_refuses_questions_that_lack_something(monkeypatch, flags, why):
         ["--data", "d"] if "--video" not in flags else []), *flags])
     with pytest.raises(evaluation.launch.UserError, match=why):
         evaluation.parse_args()
+
+
+def test_blank_lines_of_a_pipe_are_passed_over_and_end_the_questions_of_a_terminal(monkeypatch):
+    from types import SimpleNamespace
+
+    def asked(lines, terminal):
+        """lines: what input() returns in turn, or the error that it raises."""
+        rest = iter([*lines, EOFError()])
+
+        def typed(prompt):
+            assert bool(prompt) == terminal
+            line = next(rest)
+            if isinstance(line, BaseException):
+                raise line
+            return line
+
+        monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: terminal))
+        monkeypatch.setattr("builtins.input", typed)
+        args = SimpleNamespace(video="v.mp4", question=None, options=None)
+        return [(t["question"], t["options"]) for t in rollout.questions(args)]
+
+    lines = ["Who? | A | B", " ", "", "When?"]
+    assert asked(lines, False) == [("Who?", ["A", "B"]), ("When?", None)]
+    assert asked(lines, True) == [("Who?", ["A", "B"])]
+    assert asked(["Who?", KeyboardInterrupt()], True) == [("Who?", None)]
