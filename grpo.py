@@ -334,12 +334,14 @@ def main():
     args = parse_args()
     # A hub snapshot, a run folder or a checkpoint folder: from here on a folder with weights.
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
-    tasks = rollout.read_tasks(args.data) if args.data else []
-    held = rollout.read_tasks(args.val) if args.val else []
+    faults = [] if args.check else None  # --check collects them all; a run stops at the first
+    tasks = rollout.read_tasks(args.data, faults) if args.data else []
+    held = rollout.read_tasks(args.val, faults) if args.val else []
     recorded = read_rollouts(args.rollouts or [], pay_of(args))
     agent, source = rollout.agent_settings(args, args.data or args.rollouts[0])
     if args.check:
-        return check(args, chat.load_codec(ckpt, args.channel), tasks + held, agent, source)
+        codec = chat.load_codec(ckpt, args.channel)
+        return check(args, codec, tasks + held, agent, source, faults)
     launch.make_out(os.path.join(args.out, "rollouts"))
     checkpoint.claim_run(args.out, [args.data, args.val, *(args.rollouts or [])])
     # Each rank asks about its own rollouts. All append to one file, and read it when they begin.
@@ -461,13 +463,14 @@ def gap_tolerance(dtype, engine=True):
     return 1e-3 if engine and dtype.itemsize == 4 else 0.1
 
 
-def check(args, codec, tasks, agent, source):
-    """--check: looks at all data and ends. Raises UserError if there is a fault."""
+def check(args, codec, tasks, agent, source, faults):
+    """--check: looks at all data and ends. Raises UserError if there is a fault. faults: lines of
+    the rows that are wrong in form, which are not in tasks."""
     if os.environ.get("RANK", "0") != "0":  # under torchrun rank 0 alone looks
         return
-    if not tasks:
+    if not (tasks or faults):
         raise launch.UserError("--check looks at tasks: give --data")
-    faults = rollout.preflight(codec, tasks, agent, source, args.frames)
+    faults = faults + rollout.preflight(codec, tasks, agent, source, args.frames)
     launch.report_check(faults, " and ".join(filter(None, [args.data, args.val])))
 
 

@@ -282,9 +282,10 @@ def say(text):
 # Data: rows, and their order
 
 
-def read_jsonl(path, required=(), fault=None):
+def read_jsonl(path, required=(), fault=None, faults=None):
     """JSONL file -> list of dicts. required: keys that every row has. fault: function of a row ->
-    None, or the reason why it cannot be used. Raises UserError naming file and line."""
+    None, or the reason why it cannot be used. Raises UserError naming file and line. faults: a list
+    that gets those lines instead (--check); such rows are left out."""
     # A pipe could wait for ever. A folder is told of below.
     if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
         raise UserError(f"{path}: is not a regular file")
@@ -299,21 +300,31 @@ def read_jsonl(path, required=(), fault=None):
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        try:
-            row = parse_json(line)
-        except ValueError as e:
-            raise UserError(f"{path}:{number}: not JSON ({e})") from None
-        missing = [k for k in required if not isinstance(row, dict) or k not in row]
-        if missing:
-            raise UserError(f"{path}:{number}: missing {', '.join(map(repr, missing))}")
-        if has_surrogate(row):
-            raise UserError(f"{path}:{number}: a lone surrogate (\\ud800 to \\udfff) is no text")
-        if wrong := fault and fault(row):
+        row, wrong = read_row(line, required, fault)
+        if not wrong:
+            rows.append(row)
+        elif faults is None:
             raise UserError(f"{path}:{number}: {wrong}")
-        rows.append(row)
-    if not rows:
+        else:
+            faults.append(f"{path}:{number}: {wrong}")
+    if not rows and not faults:
         raise UserError(f"{path}: no rows")
     return rows
+
+
+def read_row(line, required=(), fault=None):
+    """A line of JSONL -> (row, None), or (None, why it cannot be used). See read_jsonl."""
+    try:
+        row = parse_json(line)
+    except ValueError as e:
+        return None, f"not JSON ({e})"
+    missing = [k for k in required if not isinstance(row, dict) or k not in row]
+    if missing:
+        return None, f"missing {', '.join(map(repr, missing))}"
+    if has_surrogate(row):
+        return None, "a lone surrogate (\\ud800 to \\udfff) is no text"
+    wrong = fault and fault(row)
+    return (None, wrong) if wrong else (row, None)
 
 
 def parse_json(text):

@@ -695,12 +695,18 @@ def show(episode: Episode, codec: chat.Codec, colour: bool = True) -> str:
     return "\n".join([launch.printable(head), "".join(text), *map(launch.printable, calls)])
 
 
-def read_tasks(path: str) -> list[dict]:
-    """Task JSONL -> rows, checked before any long work. Raises UserError naming file and line."""
-    rows = launch.read_jsonl(path, ("id", "video", "question", "answer", "type"), task_fault)
+def read_tasks(path: str, faults: list | None = None) -> list[dict]:
+    """Task JSONL -> rows, checked before any long work. Raises UserError naming file and line; with
+    a list `faults` the line goes there, and the row is left out."""
+    needed = ("id", "video", "question", "answer", "type")
+    rows = launch.read_jsonl(path, needed, task_fault, faults)
     # Ids name groups, seeds and records: two tasks of one id would be mixed up.
-    if len({row["id"] for row in rows}) < len(rows):
-        raise launch.UserError(f"{path}: task ids are not unique")
+    counts = collections.Counter(row["id"] for row in rows)
+    if twice := [name for name, times in counts.items() if times > 1]:
+        fault = f"{path}: task ids are not unique: {twice[0]} is there {counts[twice[0]]} times"
+        if faults is None:
+            raise launch.UserError(fault)
+        faults.append(fault)
     return rows
 
 
@@ -961,7 +967,7 @@ def preflight(codec, tasks, agent, source, frames) -> list[str]:
     print(f"{len(tasks)} tasks: " + ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items())))
     print("K of a first pass: " + ", ".join(f"{n} at {k}" for k, n in sorted(drawn.items())))
     print(f"{len({task['video'] for task in tasks})} videos; the largest prompt has "
-          f"{max(tokens for _, tokens in looked)} tokens with {most} frames, of --context "
+          f"{max((tokens for _, tokens in looked), default=0)} tokens with {most} frames, of --context "
           f"{agent.context}")
     return [fault for fault, _ in looked if fault]
 

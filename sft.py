@@ -130,9 +130,10 @@ class Chats:
     """Rows of an SFT JSONL as token sequences. Each row is encoded once and each frame is decoded
     once, unless a cache had to drop them."""
 
-    def __init__(self, path, codec, args, cache, max_tokens=2**22):
+    def __init__(self, path, codec, args, cache, max_tokens=2**22, faults=None):
         """max_tokens: encoded tokens to keep, 4 M are about 100 MB; the least recently used rows
-        are dropped first. Raises UserError naming file and line."""
+        are dropped first. Raises UserError naming file and line; with a list `faults` the line goes
+        there, and the row is left out."""
         self.path = path
         self.codec = codec
         self.args = args
@@ -140,7 +141,7 @@ class Chats:
         self.max_tokens = max_tokens
         self.root = args.video_root or os.path.dirname(os.path.abspath(path))
         self.rows = launch.read_jsonl(path, ("id", "messages"),
-                                     lambda row: chat_fault(row["messages"]))
+                                     lambda row: chat_fault(row["messages"]), faults)
         self.encoded = OrderedDict()  # row -> chat.Sequence, least recently used first
         self.tokens = 0  # in the encoded rows
         self.broken = set()  # rows whose video cannot be read: counted, and never trained on
@@ -249,7 +250,7 @@ def check(args, codec, cache):
         return
     faults = []
     for path in filter(None, [args.data, args.val]):
-        chats, longest, trained = Chats(path, codec, args, cache), 0, 0
+        chats, longest, trained = Chats(path, codec, args, cache, faults=faults), 0, 0
         for index, row in enumerate(tqdm(chats.rows, desc=path, disable=None)):
             try:
                 sequence = chats[index]

@@ -86,3 +86,45 @@ def test_check_needs_tasks(toy, tmp_path):
     done = run_script("grpo.py", "--preset", "toy", "--check", "--ckpt", toy / "init",
                       "--rollouts", rollouts)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
+
+
+def test_rows_that_are_wrong_in_form_are_lines_too(toy, tmp_path):
+    """All of them, beside the faults of videos: who repairs a file wants to do it once."""
+    good, other, third, *_ = tasks_of(toy)
+    data = write(tmp_path / "tasks.jsonl", [
+        {**other, "answer": ""}, good, {**third, "type": "quiz"}, {**third, "video": "gone.mp4"},
+        {"id": "x"}, good])
+    with open(data, "a") as f:
+        f.write("{not json\n")
+    done = run_script("grpo.py", "--preset", "toy", "--check", "--ckpt", toy / "init", "--data",
+                      data)
+    assert done.returncode == 2 and "--check: 6 faults in" in done.stderr, done.stderr
+    where = [line for line in done.stdout.splitlines() if line.startswith((str(data), "task "))]
+    marks = [f"{data}:1: ", f"{data}:3: ", f"{data}:5: ", f"{data}:7: ", f"{data}: task ids",
+             f"task {third['id']}: "]
+    assert [line[:len(mark)] for line, mark in zip(where, marks, strict=True)] == marks
+    # A run stops at the first of them.
+    done = run_script("grpo.py", "--preset", "toy", "--ckpt", toy / "init", "--data", data, "--out",
+                      tmp_path / "run")
+    assert done.returncode == 2 and f"{data}:1: " in done.stderr
+
+
+def test_a_file_of_nothing_but_faults(toy, tmp_path):
+    data = write(tmp_path / "tasks.jsonl", [{"id": "x"}, {"id": "y"}])
+    done = run_script("grpo.py", "--preset", "toy", "--check", "--ckpt", toy / "init", "--data",
+                      data)
+    assert done.returncode == 2 and "--check: 2 faults in" in done.stderr, done.stderr
+
+
+def test_chats_that_are_wrong_in_form_are_lines_too(toy, tmp_path):
+    rows = [json.loads(line) for line in (toy / "sft.jsonl").read_text().splitlines()][:4]
+    rows[0]["messages"] = rows[0]["messages"][:1]
+    rows[2]["messages"][-1]["content"] = "word " * 3000
+    del rows[3]["id"]
+    data = write(tmp_path / "chats.jsonl", rows)
+    done = run_script("sft.py", "--preset", "toy", "--check", "--ckpt", toy / "init", "--data",
+                      data, "--video-root", toy)
+    assert done.returncode == 2 and "--check: 3 faults in" in done.stderr, done.stderr
+    for found in (f"{data}:1: no assistant message", f"{data}:4: missing 'id'",
+                  f"{data}: chat {rows[2]['id']} has"):
+        assert found in done.stdout
