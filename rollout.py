@@ -966,9 +966,9 @@ def preflight(codec, tasks, agent, source, frames) -> list[str]:
     drawn = Counter(overview_frames(frames, agent.seed, 0, task["id"]) for task in tasks)
     print(f"{len(tasks)} tasks: " + ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items())))
     print("K of a first pass: " + ", ".join(f"{n} at {k}" for k, n in sorted(drawn.items())))
-    print(f"{len({task['video'] for task in tasks})} videos; the largest prompt has "
-          f"{max((tokens for _, tokens in looked), default=0)} tokens with {most} frames, of --context "
-          f"{agent.context}")
+    largest = max((tokens for _, tokens in looked), default=0)
+    print(f"{len({task['video'] for task in tasks})} videos; the largest prompt has {largest} "
+          f"tokens with {most} frames, of --context {agent.context}")
     return [fault for fault, _ in looked if fault]
 
 
