@@ -54,8 +54,10 @@ class Codec:
     markup: tuple  # literals of added tokens that begin with "<": "<|im_end|>", "<tool_call>", ..
     banned: tuple  # ids that are never sampled: placeholders, turn starts, every end but <|im_end|>
     opens_thought: bool  # the generation prompt ends in `<think>\n`, as in Thinking checkpoints
+    dialect: str  # how the template asks for calls: "json", or "xml" as in Qwen3.5
     pieces: list  # [vocab] bytes of every token
     files: dict  # name -> bytes, see small_files: every checkpoint we save holds them unchanged
+    base: object  # Base of its model_type, see `bases`
 
     @property
     def pad(self):
@@ -336,13 +338,66 @@ def turn_ids(codec, text, prompt_ids):
     elif codec.opens_thought:
         # The generation prompt has opened a thought and the turn holds none: the turn closes that.
         text = "</think>\n\n" + text
+    text = in_dialect(codec, text)
     # In data, <|im_end|> inside a turn is a mistake: as a token, the turn would end there.
     control = [codec.tokenizer.convert_ids_to_tokens(i) for i in (*codec.banned, codec.eos)]
     return ids + encode(codec, guard(codec, text, control)) + [codec.eos]
 
 
+def in_dialect(codec, text):
+    """Text of an assistant turn -> the same with each whole JSON call in the template's dialect, so
+    that one file of chats trains bases of both dialects."""
+    def rewritten(match):
+        try:
+            call = launch.parse_json(match[1])
+            name, arguments = call["name"], call["arguments"]
+            return f"<tool_call>\n{xml_call(name, arguments)}\n</tool_call>"
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return match[0]  # a faulty call stays as it was written
+
+    if codec.dialect == "json" or "<tool_call>" not in text:
+        return text
+    return re.sub(r"<tool_call>\s*(\{[^<]*\})\s*</tool_call>", rewritten, text)
+
+
+def xml_call(name, arguments):
+    """A call as the templates of Qwen3.5 write it, between <tool_call> and </tool_call>."""
+    values = {key: value if isinstance(value, str) else json.dumps(value)
+              for key, value in arguments.items()}
+    lines = [f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items()]
+    return f"<function={name}>\n{''.join(lines)}</function>"
+
+
 # ------------------------------------------------------------------------------------------------
-# Reading the codec of a checkpoint
+# The bases, and reading the codec of a checkpoint
+
+
+@dataclass(frozen=True)
+class Base:
+    """What this code has to know of a family of models. All else is read from a checkpoint's own
+    files: sizes, kinds of layers, template, dialect of calls, ids."""
+
+    model_class: str  # in transformers, and in vLLM's module
+    engine_module: str  # vllm.model_executor.models.*
+    title: str  # for messages
+    recurrent: bool = False  # has gated-delta layers, whose states no cache of prefixes holds
+    cpu_dtype: str = "float32"  # in which vLLM runs on a CPU
+    exact: tuple = ()  # ends of the names of weights that stay fp32 in compute
+    unused: tuple = ()  # starts of the names of stored weights that are not part of the model
+
+
+def bases() -> dict:
+    """{model_type of config.json: Base}. Models with experts are not among them, README.md says
+    why."""
+    return {
+        "qwen3_vl": Base("Qwen3VLForConditionalGeneration", "qwen3_vl", "dense Qwen3-VL"),
+        # vLLM's gated-delta kernels for CPUs know bf16 alone. exp(A_log) is the rate of forgetting:
+        # an error of bf16 in it grows with the length of the sequence. mtp: heads that guess
+        # further tokens, which neither transformers nor a plain engine loads.
+        "qwen3_5": Base("Qwen3_5ForConditionalGeneration", "qwen3_5", "dense Qwen3.5", True,
+                        "bfloat16", (".A_log",), ("mtp.",)),
+    }
+
 
 
 def with_config(path: str) -> str | None:
@@ -372,12 +427,13 @@ def find_config(path):
     if folder is None:
         raise launch.UserError(f"checkpoint {path}: no config.json here nor in {path}/last; give a "
                                "folder saved by sft.py or grpo.py, or a whole download of "
-                               "Qwen3-VL with safetensors (no GGUF, no adapters of another tool)")
+                               "the base with safetensors (no GGUF, no adapters of another tool)")
     config = read_object(os.path.join(folder, "config.json"))
     kind = config.get("model_type")
-    if kind != "qwen3_vl":
+    if not isinstance(kind, str) or kind not in bases():
+        known = ", ".join(f"{name} ({base.title})" for name, base in bases().items())
         raise launch.UserError(f"checkpoint {folder}: model_type is {kind!r}, this code trains "
-                               "qwen3_vl (dense Qwen3-VL: 2B, 4B, 8B, 32B; README.md says why)")
+                               f"{known}; README.md says why")
     # Quantizers write their settings at the top of the file or into a section.
     parts = [part for part in (config, *config.values()) if isinstance(part, dict)]
     if any(part.get("quantization_config") is not None for part in parts):
@@ -392,8 +448,8 @@ def find_config(path):
         if os.path.isfile(file) and asks_for_code(read_object(file)):
             raise launch.UserError(f"checkpoint {folder}: {name} asks for code of its own "
                                    "(auto_map, or attn_implementation), which is never run; "
-                                   "Qwen3-VL needs none: remove that entry, or use the published "
-                                   "file")
+                                   "a published base needs none: remove that entry, or use the "
+                                   "published file")
     return folder
 
 
@@ -515,12 +571,16 @@ def load_codec(ckpt, channel="image"):
         patch=cut[0], merge=cut[1], temporal=cut[2],
         mean=norms[0][0], std=norms[0][1],
         markup=tuple(sorted(added, key=len, reverse=True)),  # longest first: one may hold another
-        banned=tuple(sorted(banned)), opens_thought=False, pieces=token_bytes(tokenizer),
-        files=small_files(ckpt))
+        banned=tuple(sorted(banned)), opens_thought=False, dialect="json",
+        pieces=token_bytes(tokenizer), files=small_files(ckpt), base=bases()[config.model_type])
     # Instruct templates end the generation prompt in "assistant\n", Thinking ones in "<think>\n".
+    tool = {"type": "function", "function": {"name": "f", "description": "x", "parameters": {
+        "type": "object", "properties": {}}}}
     with reading(ckpt, "chat template"):
-        prompt = template(codec, [{"role": "user", "content": "x"}])
+        prompt = template(codec, [{"role": "user", "content": "x"}], [tool])
     codec.opens_thought = prompt.endswith("<think>\n")
+    # A template that declares tools shows how to call one.
+    codec.dialect = "xml" if "<function=" in prompt else "json"
     return codec
 
 

@@ -57,7 +57,9 @@ def resolve_checkpoint(path):
     names = dict(hf.named_parameters())
     check_weights(base, names, stored)
     # A tied head may be stored beside the embeddings; any other weight would be left out silently.
-    if unused := sorted(set(stored) - set(hf.state_dict())):
+    known = chat.bases()[hf.config.model_type].unused  # but these, which no loader takes
+    strange = set(stored) - set(hf.state_dict())
+    if unused := sorted(name for name in strange if not name.startswith(known)):
         raise launch.UserError(f"checkpoint {base}: {unused[0]} is stored, but config.json "
                                "describes a model without it; copy config.json again")
     if strange := sorted(set(read_adapters(folder)) - set(names)):
@@ -81,12 +83,17 @@ def check_layers(ckpt: str, stored: dict) -> None:
 def meta_model(ckpt):
     """Checkpoint folder -> transformers' model on the meta device: names and shapes, no memory."""
     config = chat.load_config(ckpt)
-    from transformers import Qwen3VLForConditionalGeneration
-
     with chat.reading(ckpt, "config.json"), torch.device("meta"):
-        hf = Qwen3VLForConditionalGeneration(config)
+        hf = model_class(config)(config)
     hf.tie_weights()
     return hf
+
+
+def model_class(config):
+    """transformers' configuration -> transformers' class of the whole model."""
+    import transformers
+
+    return getattr(transformers, chat.bases()[config.model_type].model_class)
 
 
 def stored_weights(folder):
@@ -196,6 +203,9 @@ def load_sharded(ckpt, codec, device, recompute="none", replicas=1, frozen=False
     if frozen or lora:
         hf.requires_grad_(False)
         hf.to(model.compute_dtype(device))
+        for name, p in hf.named_parameters():
+            if name.endswith(codec.base.exact):
+                p.data = p.data.float()
     if lora:
         add_adapters(hf, lora)
     policy = shard(model.as_policy(hf, codec, device, recompute), device, replicas)
@@ -253,6 +263,13 @@ def shard(policy, device, replicas=1):
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     tower = set(policy.hf.model.visual.parameters())
     for layer in policy.hf.model.language_model.layers:
+        if hasattr(layer, "linear_attn"):
+            # Two more groups in a gated-delta layer: its matrices, and the rest, which computes in
+            # fp32. A group has one dtype, and A_log must not be rounded.
+            mixer = layer.linear_attn
+            matrices = [m for m in mixer.children() if isinstance(m, torch.nn.Linear)]
+            fully_shard(matrices, mesh=mesh, mp_policy=precision)
+            fully_shard(mixer, mesh=mesh)
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(policy, mesh=mesh, mp_policy=precision, ignored_params=tower)
     return policy
@@ -472,7 +489,8 @@ def full_weights(policy, dtype=None):
         if (tied and name == "lm_head.weight") or ".lora_" in name:
             continue
         # Cast before the gather: bf16 is half the traffic.
-        whole = whole_tensor(tensor.detach().to(dtype or tensor.dtype))
+        kept = dtype is None or name.endswith(policy.codec.base.exact)
+        whole = whole_tensor(tensor.detach().to(tensor.dtype if kept else dtype))
         if (stem := name.removesuffix("weight")) + "lora_A" in state:  # adapters: added in fp32
             a, b = (whole_tensor(state[f"{stem}lora_{letter}"].detach()) for letter in "AB")
             whole = (whole.float() + 2 * (b @ a)).to(whole.dtype)
@@ -587,7 +605,8 @@ def save_whole(files, folder, weights):
         index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
         launch.write_atomic(os.path.join(folder, "model.safetensors.index.json"),
                            json.dumps(index, indent=2))
-    dtypes = {tensor.dtype for tensor in weights.values()}
+    # Of the matrices: a few vectors may be exact (chat.Base).
+    dtypes = {tensor.dtype for tensor in weights.values() if tensor.ndim > 1}
     save_files(files, folder, dtypes.pop() if len(dtypes) == 1 else None)
 
 

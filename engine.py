@@ -18,6 +18,7 @@ for any engine that has submit(request) and poll().
 """
 import asyncio
 import contextlib
+import importlib
 import itertools
 import json
 import os
@@ -188,7 +189,6 @@ class VllmEngine:
         threads = torch.get_num_threads()
         from transformers import AutoConfig
         from vllm import LLM, ModelRegistry
-        from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration as Inside
 
         if gpu:
             options = dict(dtype="bfloat16", gpu_memory_utilization=limits.gpu_memory,
@@ -199,13 +199,22 @@ class VllmEngine:
             # vLLM compiles a small function that counts ranks, in every process, for seconds.
             torch.compiler.set_stance("force_eager")
             # vLLM would inspect the class in a subprocess, which has no shim.
-            ModelRegistry.register_model("Qwen3VLForConditionalGeneration", Inside)
+            inside = importlib.import_module(
+                f"vllm.model_executor.models.{codec.base.engine_module}")
+            ModelRegistry.register_model(codec.base.model_class,
+                                         getattr(inside, codec.base.model_class))
             # vLLM fills the KV cache with zeros at start, 1 to 3 s per GiB, so ask for little.
             text = AutoConfig.from_pretrained(ckpt, trust_remote_code=False).text_config
             heads = text.num_hidden_layers * text.num_key_value_heads
             room = limits.context * heads * text.head_dim * 2 * 4  # bytes of one context
+            if codec.base.recurrent:  # a page of keys and values is as large as a layer's state
+                state = text.linear_num_value_heads * text.linear_key_head_dim
+                room += text.num_hidden_layers * state * text.linear_value_head_dim * 4
             # Chunked prefill rewinds a request's seeded generator, which CPU generators cannot do.
-            options = dict(dtype="float32", enforce_eager=True, enable_chunked_prefill=False,
+            # And states of gated-delta layers are cached at the ends of chunks only.
+            options = dict(dtype=codec.base.cpu_dtype, enforce_eager=True,
+                           enable_chunked_prefill=False,
+                           enable_prefix_caching=not codec.base.recurrent,
                            kv_cache_memory_bytes=max(2 * room,
                                                      min(limits.max_seqs * room, 2**27)),
                            max_num_batched_tokens=max(limits.context, 8192))

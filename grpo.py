@@ -365,7 +365,7 @@ def main():
     if tasks:
         rollout.check_context(codec, tasks + held, agent, source, args.frames)
     policy, reference, optimizer, engine = set_up(args, ckpt, codec, source, device, folder)
-    wire = model.compute_dtype(device)  # dtype in which weights travel to the engine
+    wire = model.engine_dtype(codec, device)  # dtype in which weights travel to the engine
     log = open_run(args, policy, start, rank, world)
     labels = labels_by_type(tasks)
     # Decodes frames of the next step, during the rollouts on half of the decoders.
@@ -503,7 +503,7 @@ def set_up(args, ckpt, codec, source, device, folder):
     if not args.rollouts:
         engine = rollout.make_engine(ckpt, codec, args, sleeping=True)
         if folder:  # the engine has read --ckpt, but the resumed weights are newer
-            engine.sync(checkpoint.full_weights(policy, model.compute_dtype(device)))
+            engine.sync(checkpoint.full_weights(policy, model.engine_dtype(codec, device)))
     return policy, reference, optimizer, engine
 
 

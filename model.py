@@ -19,6 +19,7 @@ hidden size; [T, H, W, 3] are T frames of H x W pixels.
 
 Reads and writes no file: checkpoint.py loads and saves the policy.
 """
+import functools
 import os
 import sys
 from collections import OrderedDict
@@ -96,7 +97,8 @@ class VisionFeatures:
         # A tower call costs tens of milliseconds, so a group of 8 rollouts pays for one.
         patches, grid = patchify(self.codec, frames.images, weight.device)
         out = self.visual(patches.to(weight.dtype), grid_thw=to_device(grid, weight.device))
-        features = torch.stack([out.pooler_output, *out.deepstack_features], 1)  # [V, 1 + D, H]
+        levels = getattr(out, "deepstack_features", None) or ()  # Qwen3.5 has none: D = 0
+        features = torch.stack([out.pooler_output, *levels], 1)  # [V, 1 + D, H]
         self.cache[item.key] = features
         self.computed += 1
         self.bytes += features.nbytes
@@ -347,6 +349,56 @@ def packed_attention(module, query, key, value, attention_mask=None, scaling=Non
     return PartsAttention.apply(query, key, value, plan.layout, scaling).transpose(1, 2), None
 
 
+def packed_delta(layer, hidden_states, plan=None, **_):
+    """Stands in for the forward of a gated-delta layer (Qwen3.5). hidden_states [1, L, H] -> the
+    same.
+
+      S_t = S_{t-1} e^{g_t} (I - beta_t k_t k_t') + beta_t v_t k_t'      o_t = S_t q_t
+
+    q, k, v pass a causal convolution of C taps. The state S runs through a sequence. So a prefix is
+    computed once, and its last C - 1 inputs of the convolution and its state are where each branch
+    begins.
+    """
+    h = hidden_states[0]
+    qkv, z = layer.in_proj_qkv(h), layer.in_proj_z(h)  # [L, q and k and v], [L, value heads * d]
+    beta = layer.in_proj_b(h).sigmoid()  # [L, value heads]
+    gate = layer.in_proj_a(h).float() + layer.dt_bias.float()
+    decay = -layer.A_log.float().exp() * F.softplus(gate)  # [L, value heads] g, a log
+    before = layer.conv_kernel_size - 1
+    out = []
+    for start, p, branches in plan.layout:
+        cut = start + p
+        first = F.pad(qkv[start:cut].T, (before, 0))[None]  # zeros stand before a sequence
+        o, state = delta_rule(layer, first, decay[None, start:cut], beta[None, start:cut], None)
+        out.append(o[0])
+        if branches:
+            # One batch, padded at the end by decay 0 and beta 0, which change nothing before.
+            parts = (x[cut:cut + sum(branches)].split(branches) for x in (qkv, decay, beta))
+            x, g, b = (torch.nn.utils.rnn.pad_sequence(list(x), batch_first=True) for x in parts)
+            tail = first[:, :, first.shape[2] - before:].expand(len(branches), -1, -1)
+            x = torch.cat([tail, x.transpose(1, 2)], 2)  # [branches, q and k and v, C - 1 + n]
+            o, _ = delta_rule(layer, x, g, b, state.expand(len(branches), -1, -1, -1))
+            out += [row[:n] for row, n in zip(o, branches)]
+    core = torch.cat(out).reshape(-1, layer.head_v_dim)
+    core = layer.norm(core, z.reshape(-1, layer.head_v_dim)).to(z.dtype)
+    return layer.out_proj(core.reshape(len(h), -1))[None]
+
+
+def delta_rule(layer, qkv, decay, beta, state):
+    """qkv [B, q and k and v, C - 1 + n], the first C - 1 from before; decay, beta [B, n, heads];
+    state: None = zeros -> (out [B, n, heads, d], the state at the end)."""
+    from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule as rule
+
+    # The weight may be kept in fp32, see checkpoint.shard.
+    x = F.conv1d(qkv, layer.conv1d.weight.to(qkv.dtype), groups=qkv.shape[1])
+    q, k, v = F.silu(x).transpose(1, 2).split([layer.key_dim, layer.key_dim, layer.value_dim], -1)
+    q, k = (x.unflatten(-1, (-1, layer.head_k_dim)) for x in (q, k))
+    shared = layer.num_v_heads // layer.num_k_heads  # value heads that share a key head
+    return rule(q.repeat_interleave(shared, 2), k.repeat_interleave(shared, 2),
+                v.unflatten(-1, (-1, layer.head_v_dim)), g=decay, beta=beta, initial_state=state,
+                output_final_state=True, use_qk_l2norm_in_kernel=True)
+
+
 def block_mask(pack, device, size=128):
     """Pack -> FlexAttention's BlockMask. size: tokens of a block, fixed by the kernel.
 
@@ -400,7 +452,7 @@ def visible_pairs(layout, tokens, size):
 
 
 class Policy(torch.nn.Module):
-    """A Qwen3-VL with the one forward of all training stages: a pack goes in, log-probs of its
+    """A Qwen3-VL or Qwen3.5 with the one forward of all training stages: a pack goes in, log-probs of its
     trained tokens come out."""
 
     def __init__(self, hf, codec):
@@ -599,6 +651,12 @@ def compute_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
+def engine_dtype(codec: chat.Codec, device: torch.device) -> torch.dtype:
+    """The dtype in which vLLM computes, and takes weights."""
+    on_cpu = compute_dtype(device) == torch.float32
+    return getattr(torch, codec.base.cpu_dtype) if on_cpu else torch.bfloat16
+
+
 def with_our_kernels(tower):
     """transformers' tower -> the same with our attention and patch embedding."""
     from transformers import AttentionInterface
@@ -617,6 +675,9 @@ def as_policy(hf, codec: chat.Codec, device: torch.device, recompute: str) -> Po
 
     AttentionInterface.register("packed", packed_attention)
     hf.model.language_model.config._attn_implementation = "packed"
+    for layer in hf.model.language_model.layers:
+        if hasattr(layer, "linear_attn"):
+            layer.linear_attn.forward = functools.partial(packed_delta, layer.linear_attn)
     with_our_kernels(hf.model.visual)
     hf.model.visual.requires_grad_(False)
     hf.model.visual.to(compute_dtype(device))

@@ -358,12 +358,15 @@ class ToolCall:
 def parse_tool_calls(text, think_open=False):
     """Every tool call of one turn, good or bad, in the order written; linear time. think_open: the
     turn began inside a thought. A call inside a closed thought is left out, inside an unclosed one
-    it counts. Dialects: JSON in <tool_call>, Python-like calls in <tool_code> (never evaluated).
-    Aliases: start, end. video_path and unknown arguments are ignored."""
+    it counts. Dialects: JSON in <tool_call>, or `<function=..>` as in Qwen3.5; Python-like calls in
+    <tool_code> (never evaluated). Aliases: start, end. video_path and unknown arguments are
+    ignored."""
     calls = []
     for kind, body, closed in bodies(visible(text, think_open), "|".join(CALLS)):
         if len(calls) >= MAX_CALLS:
             calls.append(bad_call("too many calls in one turn"))
+        elif kind == "tool_call" and body.lstrip().startswith("<function="):
+            calls.append(parse_xml_call(body, closed))
         elif kind == "tool_call":
             calls.append(parse_json_call(body, closed))
         else:
@@ -456,6 +459,29 @@ def parse_json_call(body, closed):
     if not isinstance(call, dict):
         return bad_call("a call must be one JSON object with name and arguments")
     return check_call(call.get("name"), call.get("arguments"))
+
+
+def parse_xml_call(body, closed):
+    """The ToolCall of a <tool_call> body that holds <function=name>, one <parameter=name> value
+    </parameter> after another, </function>. closed: as in parse_json_call."""
+    if len(body) > MAX_CALL_CHARS:
+        return bad_call("the call is too long, expected one short function")
+    head, ended, rest = body.strip().partition("</function>")
+    name, opened, inside = head.removeprefix("<function=").partition(">")
+    arguments = {}
+    good = bool(opened and ended) and not (closed and rest.strip())
+    for part in inside.split("</parameter>") if good else ():
+        key, opened, value = part.strip().removeprefix("<parameter=").partition(">")
+        if part.strip():
+            # A value ends at the first closing tag, so an opening tag in it is an unclosed one.
+            good = good and bool(opened) and part.strip().startswith("<parameter=")
+            good = good and "<parameter=" not in value
+            arguments[key.strip()] = value.strip()
+    # What follows the last </parameter> is a parameter without an end.
+    if not good or inside.rpartition("</parameter>")[2].strip():
+        return bad_call("not a whole call, expected <function=crop_video> with "
+                        "<parameter=start_time> and <parameter=end_time>, each closed")
+    return check_call(name, arguments)
 
 
 def parse_code_calls(body):

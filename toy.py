@@ -265,8 +265,15 @@ def cold_start_rows(task, events, rng):
 # Checkpoint
 
 
-def chat_template():
-    """ChatML. Consecutive tool messages fold into one user turn, as in Qwen's own templates."""
+def chat_template(base="qwen3_vl"):
+    """ChatML. Consecutive tool messages fold into one user turn, as in Qwen's own templates. Those
+    of Qwen3.5 open a thought and ask for calls in XML."""
+    xml = base == "qwen3_5"
+    form = "JSON between <tool_call> and </tool_call>"
+    if xml:
+        form = ("XML: <tool_call>\n<function=NAME>\n<parameter=NAME>\nVALUE\n</parameter>\n"
+                "</function>\n</tool_call>")
+    start = "<|im_start|>assistant\n" + ("<think>\n" if xml else "")
     return (
         "{%- for m in messages %}"
         "{%- set tool = m.role == 'tool' %}"
@@ -278,35 +285,39 @@ def chat_template():
         "{%- elif c.type == 'video' %}{{- '<|vision_start|><|video_pad|><|vision_end|>' }}"
         "{%- else %}{{- c.text }}{%- endif %}{%- endfor %}{%- endif %}"
         "{%- if loop.first and tools %}"
-        "{{- '\n\nTools, called as JSON between <tool_call> and </tool_call>:' }}"
+        "{{- '\n\nTools, called as " + form + ":' }}"
         "{%- for t in tools %}{{- '\n' + (t | tojson) }}{%- endfor %}{%- endif %}"
         "{%- if tool %}{{- '\n</tool_response>' }}"
         "{%- if not loop.last and messages[loop.index0 + 1].role == 'tool' %}{{- '\n' }}"
         "{%- else %}{{- '<|im_end|>\n' }}{%- endif %}"
         "{%- else %}{{- '<|im_end|>\n' }}{%- endif %}"
         "{%- endfor %}"
-        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}")
+        "{%- if add_generation_prompt %}{{- '" + start + "' }}{%- endif %}")
 
 
-def fixed_phrases(tokenizer_template):
+def fixed_phrases(base):
     """The texts that are the same in every sample: the lines of both prompts, the tool list, JSON
-    around the arguments of a call."""
-    rendered = tokenizer_template([{"role": "system", "content": rollout.main_prompt()}],
-                                  rollout.tool_schema())
+    or XML around the arguments of a call."""
+    xml = base == "qwen3_5"
+    rendered = render_template([{"role": "system", "content": rollout.main_prompt()}],
+                               rollout.tool_schema(), base)
     lines = rendered.replace("<|im_start|>system\n", "").replace("<|im_end|>", "").split("\n")
     lines += [*rollout.sub_prompt().split("\n"), rollout.answer_style("list"),
               rollout.empty_summary()]
     call = ['{"name": "crop_video", "arguments": {"start_time": ', ', "end_time": ']
+    if xml:
+        call = ["<function=crop_video>\n<parameter=start_time>\n",
+                "\n</parameter>\n<parameter=end_time>\n", "\n</parameter>\n</function>"]
     return [line for line in lines if line] + call
 
 
-def render_template(messages, tools=None):
+def render_template(messages, tools=None, base="qwen3_vl"):
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    return render_jinja_template([messages], tools=tools, chat_template=chat_template())[0][0]
+    return render_jinja_template([messages], tools=tools, chat_template=chat_template(base))[0][0]
 
 
-def build_tokenizer(rng, vocab_size=640):
+def build_tokenizer(rng, vocab_size=640, base="qwen3_vl"):
     """Byte-level BPE trained on this world's own texts -> PreTrainedTokenizerFast."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -315,7 +326,7 @@ def build_tokenizer(rng, vocab_size=640):
                "<|video_pad|>"]
     tags = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>",
             "</think>"]
-    phrases = fixed_phrases(render_template)
+    phrases = fixed_phrases(base)
     # Times and numbers are repeated until each becomes one token.
     corpus = [f"<{t}.0 seconds>" for t in range(64)] * 30 + [f" {t}" for t in range(65)] * 30
     for _ in range(300):
@@ -325,7 +336,7 @@ def build_tokenizer(rng, vocab_size=640):
                     *cold_start_rows(task, events, rng)]:
             text = render_template([m if isinstance(m["content"], str)
                                     else {**m, "content": m["content"][1]["text"]}
-                                    for m in row["messages"]])
+                                    for m in row["messages"]], base=base)
             for literal in phrases + control + tags:  # whole tokens already
                 text = text.replace(literal, "\n")
             corpus.append(text)
@@ -349,19 +360,20 @@ def build_tokenizer(rng, vocab_size=640):
     return tokenizer
 
 
-def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384):
-    """Writes a random Qwen3-VL checkpoint -> number of parameters, about a million."""
+def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384, base="qwen3_vl"):
+    """Writes a random checkpoint of this model_type -> number of parameters, one or two millions.
+    """
     launch.import_shim()
     import torch
     from transformers import (
         Qwen2VLImageProcessor,
+        Qwen3_5Config,
         Qwen3VLConfig,
-        Qwen3VLForConditionalGeneration,
         Qwen3VLProcessor,
         Qwen3VLVideoProcessor,
     )
 
-    tokenizer = build_tokenizer(rng)
+    tokenizer = build_tokenizer(rng, base=base)
     one = tokenizer.convert_tokens_to_ids
     axis = hidden // heads // 2  # rotary pairs of a head, shared out over time, height, width
     text = dict(vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=mlp,
@@ -374,13 +386,26 @@ def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384):
     vision = dict(depth=1, hidden_size=64, num_heads=2, intermediate_size=128, patch_size=16,
                   spatial_merge_size=2, temporal_patch_size=2, out_hidden_size=hidden,
                   num_position_embeddings=16, deepstack_visual_indexes=[0])
-    config = Qwen3VLConfig(text_config=text, vision_config=vision,
-                           image_token_id=one("<|image_pad|>"), video_token_id=one("<|video_pad|>"),
-                           vision_start_token_id=one("<|vision_start|>"),
-                           vision_end_token_id=one("<|vision_end|>"), tie_word_embeddings=True,
-                           eos_token_id=one("<|im_end|>"), pad_token_id=one("<|endoftext|>"))
+    config_class = Qwen3VLConfig
+    if base == "qwen3_5":
+        config_class = Qwen3_5Config
+        del vision["deepstack_visual_indexes"], text["rope_scaling"], text["rope_theta"]
+        # A quarter of a head is rotated: 16 of 64 dimensions, 8 pairs. Three of four layers are
+        # gated-delta. vLLM's kernels for CPUs want heads of 128 there.
+        text |= dict(head_dim=2 * hidden // heads, rope_parameters={
+            "mrope_interleaved": True, "mrope_section": [4, 2, 2], "rope_type": "default",
+            "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+            linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=128,
+            linear_value_head_dim=128, linear_conv_kernel_dim=4,
+            layer_types=["full_attention" if (n + 1) % 4 == 0 else "linear_attention"
+                         for n in range(layers)])
+    config = config_class(text_config=text, vision_config=vision,
+                          image_token_id=one("<|image_pad|>"), video_token_id=one("<|video_pad|>"),
+                          vision_start_token_id=one("<|vision_start|>"),
+                          vision_end_token_id=one("<|vision_end|>"), tie_word_embeddings=True,
+                          eos_token_id=one("<|im_end|>"), pad_token_id=one("<|endoftext|>"))
     torch.manual_seed(seed)
-    policy = Qwen3VLForConditionalGeneration(config)
+    policy = checkpoint.model_class(config)(config)
     # Rows of length 1. With transformers' 0.02 the first layers drown the embeddings, and the toy
     # needs twice the steps.
     torch.nn.init.normal_(policy.get_input_embeddings().weight, std=hidden ** -0.5)
@@ -393,7 +418,7 @@ def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384):
                                    image_mean=half, image_std=half)
     videos = Qwen3VLVideoProcessor(patch_size=16, merge_size=2)
     processor = Qwen3VLProcessor(image_processor=images, tokenizer=tokenizer,
-                                 video_processor=videos, chat_template=chat_template())
+                                 video_processor=videos, chat_template=chat_template(base))
     with checkpoint.atomic_folder(folder) as temp:
         save_base(policy, processor, temp)
     return sum(p.numel() for p in policy.parameters())
@@ -423,9 +448,15 @@ def main():
     add("--sft-videos", type=int, default=96, help="videos of the cold-start split")
     add("--rl-videos", type=int, default=160, help="videos of the RL split, one task each")
     add("--eval-videos", type=int, default=64, help="videos of the held-out split, one task each")
+    add("--base", choices=["qwen3-vl", "qwen3.5"], default="qwen3-vl",
+        help="family of the base checkpoint; videos and rows are the same for both")
     add("--layers", type=int, default=4, help="decoder layers of the base checkpoint")
     add("--hidden", type=int, default=128, help="hidden size, a multiple of 128")
     args = parser.parse_args()
+    base = {"qwen3-vl": "qwen3_vl", "qwen3.5": "qwen3_5"}[args.base]
+    if base == "qwen3_5" and args.layers % 4:
+        raise launch.UserError(f"--layers must be a multiple of 4 with --base qwen3.5, got "
+                               f"{args.layers}")
     if args.hidden < 128 or args.hidden % 128:
         raise launch.UserError(f"--hidden must be a multiple of 128, got {args.hidden}")
     for name in ("base_videos", "sft_videos", "rl_videos", "eval_videos", "layers"):
@@ -458,7 +489,7 @@ def main():
         text = "".join(json.dumps(row) + "\n" for row in rows[split])
         launch.write_atomic(os.path.join(args.out, f"{name}.jsonl"), text)
     parameters = build_init(os.path.join(args.out, "init"), rng, args.seed, hidden=args.hidden,
-                            layers=args.layers)
+                            layers=args.layers, base=base)
     print(f"{args.out}: random checkpoint of {parameters / 1e6:.2f} M parameters, "
           f"{sum(counts.values())} videos, "
           + ", ".join(f"{len(r)} {s} rows" for s, r in rows.items()))

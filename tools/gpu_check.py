@@ -535,7 +535,7 @@ def check_rollouts(table, ckpt, codec, tasks, source, device, top):
                 p.mul_(1.5 if n % 2 == 0 else 1 / 1.4)
         blind.append(gap(policy, episodes))  # the old samples under the new weights
         began = time.time()
-        engine.wake(checkpoint.full_weights(policy, model.compute_dtype(device)))
+        engine.wake(checkpoint.full_weights(policy, model.engine_dtype(codec, device)))
         took.append(time.time() - began)
         # Sample as another step, with other seeds. Stale weights or caches would show in the gap.
         episodes = list(rollout.run(sampler, tasks, 8, group=2, step=1 + n))
