@@ -1,7 +1,7 @@
 # make venv   the environment, in .venv           make test   all tests (ARGS="--shuffle 7": in a random order)
 # make test-fast   the edit loop: a minute or two, without engines and processes
 # make lint   ruff, and the sizes of the scripts beside their aims
-# make demo   toy world -> SFT -> PARA-GRPO -> evaluation of both -> one table, one page (LORA=8: PARA-GRPO by adapters; SEED=1)
+# make demo   toy world -> SFT -> PARA-GRPO -> evaluation of both -> one table, one page (LORA=8: PARA-GRPO by adapters; SEED=1; BASE=qwen3.5: a quarter of an hour)
 # make test-page   the tests of view.py's page in a real browser (installs Debian's Chromium); `make test` runs them where there is one
 # make test-compat   a saved checkpoint in transformers 4.57 (installed beside, in .venv/transformers-4.57; `make test` then does it too)
 # make ablation   three experiments in the toy world -> bench/ablation.{json,md}, docs/ablation*.png  (about 4 hours on two cores; finished rows are kept)
@@ -13,6 +13,7 @@ BIN := .venv/bin
 DEMO := out/demo
 LORA ?= 0
 SEED ?= 0
+BASE ?= qwen3-vl
 TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(RANKS)
 # without a GPU one process learns the toy fastest: no shards, no exchange
 COLD := $(if $(filter-out 0,$(GPUS)),$(TORCHRUN),OMP_NUM_THREADS=1 $(BIN)/python)
@@ -85,7 +86,7 @@ test-compat: .venv/transformers-4.57
 demo: venv
 	rm -rf $(DEMO)
 	@$(WARM) &
-	$(call stage,toy world,$(BIN)/python toy.py --out $(DEMO)/toy --prior tidy --seed $(SEED))
+	$(call stage,toy world,$(BIN)/python toy.py --out $(DEMO)/toy --base $(BASE) --prior tidy --seed $(SEED))
 	$(call stage,cold start,$(COLD) sft.py --preset toy --ckpt $(DEMO)/toy/init --data $(DEMO)/toy/pretrain.jsonl --val $(DEMO)/toy/sft_val.jsonl --batch-size 12 --steps 560 --eval-every 0 --seed $(SEED) --out $(DEMO)/sft)
 	$(call stage,PARA-GRPO,$(TORCHRUN) grpo.py --preset toy --ckpt $(DEMO)/sft --data $(DEMO)/toy/rl.jsonl --steps 24 --lora $(LORA) --seed $(SEED) --out $(DEMO)/grpo)
 	$(call stage,evaluation of both,$(BOTH))

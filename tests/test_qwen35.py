@@ -1,0 +1,300 @@
+"""
+Tests of the second base, Qwen3.5: python -m pytest tests/test_qwen35.py -q
+
+The oracle is transformers' own model on each sequence alone, which knows nothing of packs.
+"""
+import json
+import random
+
+import pytest
+import torch
+from conftest import run_script
+
+import chat
+import checkpoint
+import model
+import rewards
+import toy as toy_script
+
+
+@pytest.fixture(scope="module")
+def world35(tmp_path_factory):
+    """A small toy world on a random Qwen3.5."""
+    out = tmp_path_factory.mktemp("qwen35") / "toy"
+    done = run_script("toy.py", "--base", "qwen3.5", "--prior", "tidy", "--out", out,
+                      "--base-videos", "4", "--sft-videos", "2", "--rl-videos", "3",
+                      "--eval-videos", "2")
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+@pytest.fixture(scope="module")
+def codec35(world35):
+    return chat.load_codec(str(world35 / "init"))
+
+
+def loaded(world, dtype=torch.float32):
+    """transformers' own model, with weights that are not those of a start: a decay of 1 and a gate
+    of 0 would hide faults."""
+    from transformers import AutoModelForImageTextToText
+
+    hf = AutoModelForImageTextToText.from_pretrained(world / "init", dtype=dtype)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, p in hf.named_parameters():
+            if ".linear_attn." in name:
+                p.add_(torch.randn_like(p) * (0.3 if p.ndim != 2 else 0.01))
+    return hf
+
+
+def random_trees(codec, seed, sizes):
+    """Trees of random text ids: [(prefix length, [branch lengths])]; all branch tokens trained."""
+    rng = random.Random(seed)
+
+    def ids(n):
+        return [rng.randrange(300, 500) for _ in range(n)]
+
+    return [model.Tree(model.Span(ids(p), [0] * p), [],
+                       [model.Span(ids(n), [1] * n) for n in branches]) for p, branches in sizes]
+
+
+def alone(hf, codec, trees, temperature=1.0):
+    """Log-probs of the trained tokens by transformers, each [prefix | branch] a sequence."""
+    bias = torch.zeros(hf.lm_head.weight.shape[0], dtype=hf.dtype)
+    bias[list(codec.banned)] = -100.0
+    found = []
+    for tree in trees:
+        for branch in tree.branches:
+            ids = torch.tensor([tree.prefix.ids + branch.ids])
+            logits = (hf(input_ids=ids).logits[0] + bias) / temperature
+            logp = logits.log_softmax(-1)[len(tree.prefix.ids) - 1:-1]
+            found.append(logp.gather(1, torch.tensor(branch.ids)[:, None])[:, 0])
+    return torch.cat(found)
+
+
+LAYOUTS = {
+    "one tree": [(9, [3, 1, 5])],
+    "shorter than the convolution": [(1, [1, 2]), (2, [1])],
+    "two trees": [(70, [3, 64, 65]), (5, [128, 2])],
+    "around a chunk": [(63, [1]), (64, [1, 64]), (65, [63, 63])],
+    "equal prefixes": [(20, [4, 4]), (20, [4]), (21, [])],
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_packs_equal_separate_sequences(world35, codec35, name):
+    """Log-probs and every gradient, in fp64 so that no rounding can hide a fault."""
+    trees = random_trees(codec35, name, LAYOUTS[name])
+    hf = loaded(world35, torch.float64)
+    expected = alone(hf, codec35, trees, temperature=0.7)
+    weight = torch.rand(len(expected), dtype=torch.float64)
+    (expected * weight).sum().backward()
+    gradients = {n: p.grad.clone() for n, p in hf.named_parameters() if p.grad is not None}
+    hf.zero_grad()
+    policy = model.as_policy(hf, codec35, torch.device("cpu"), "none")
+    logp, _ = policy(model.pack_trees(codec35, trees), 0.7)
+    # transformers' rule and our logits compute in fp32 inside, whatever the weights are.
+    assert (logp - expected).abs().max() < 2e-5
+    (logp * weight).sum().backward()
+    scale = max(g.abs().max() for g in gradients.values())
+    seen = 0
+    for n, p in policy.hf.named_parameters():
+        if n in gradients and "visual" not in n:
+            seen += 1
+            assert (p.grad - gradients[n]).abs().max() < 1e-4 * scale, n
+    assert seen > 40
+
+
+def test_random_layouts(world35, codec35):
+    hf = loaded(world35)
+    draws = []
+    for seed in range(12):
+        rng = random.Random(seed)
+        sizes = [(rng.randint(1, 150), [rng.randint(1, 90) for _ in range(rng.randint(1, 4))])
+                 for _ in range(rng.randint(1, 4))]
+        draws.append(random_trees(codec35, seed, sizes))
+    with torch.no_grad():
+        expected = [alone(hf, codec35, trees) for trees in draws]
+        policy = model.as_policy(hf, codec35, torch.device("cpu"), "none")
+        for trees, wanted in zip(draws, expected):
+            logp, _ = policy(model.pack_trees(codec35, trees))
+            assert (logp - wanted).abs().max() < 1e-4
+
+
+def test_a_naive_pack_would_be_wrong(world35, codec35):
+    """The test above can fail: a state that runs on from one branch into the next changes much."""
+    hf = loaded(world35)
+    trees = random_trees(codec35, 5, [(9, [6, 6])])
+    with torch.no_grad():
+        wanted = alone(hf, codec35, trees)[6:]
+        tree = trees[0]
+        ids = torch.tensor([[*tree.prefix.ids, *tree.branches[0].ids, *tree.branches[1].ids]])
+        logp = hf(input_ids=ids).logits[0].log_softmax(-1)
+        naive = logp[15:20].gather(1, torch.tensor(tree.branches[1].ids[1:])[:, None])[:, 0]
+    assert (naive - wanted[1:]).abs().max() > 0.01
+
+
+def test_frames_and_text_as_transformers_computes_them(world35, codec35):
+    """A prompt with frames: our ids, positions and features against transformers' processor."""
+    import numpy as np
+
+    import rollout
+    import video
+
+    hf = loaded(world35)
+    task = rollout.read_tasks(str(world35 / "rl.jsonl"))[0]
+    source = rollout.Source(str(world35), video.FrameCache())
+    spec = source.overview_spec(task, 5)
+    frames = source.load(spec)
+    context = rollout.open_context(codec35, rollout.main_messages(task, 5), [spec], [frames],
+                                   rollout.tool_schema())
+    answer = chat.encode(codec35, "I saw 8 red.\n</think>\n<answer>8 red</answer>") + [codec35.eos]
+    inputs = codec35.processor.image_processor(
+        images=list(frames.images), do_resize=False, return_tensors="pt")
+    ids = torch.tensor([context.ids + answer])
+    kinds = (ids == codec35.image_pad).long()
+    with torch.no_grad():
+        logits = hf(input_ids=ids, mm_token_type_ids=kinds, pixel_values=inputs["pixel_values"],
+                    image_grid_thw=inputs["image_grid_thw"]).logits[0]
+        logits[:, list(codec35.banned)] -= 100.0
+        wanted = logits.log_softmax(-1)[len(context.ids) - 1:-1]
+        wanted = wanted.gather(1, torch.tensor(answer)[:, None])[:, 0]
+        policy = model.as_policy(hf, codec35, torch.device("cpu"), "none")
+        policy.features = model.VisionFeatures(hf.model.visual, codec35, source.load)
+        tree = model.Tree(model.Span(context.ids, [0] * len(context.ids)), context.items,
+                          [model.Span(answer, [1] * len(answer))])
+        logp, _ = policy(model.pack_trees(codec35, [tree]))
+    assert np.isfinite(logp.numpy()).all()
+    assert (logp - wanted).abs().max() < 1e-4
+
+
+def test_bf16_compute_keeps_the_rates_of_forgetting(world35, codec35):
+    """A_log: a bf16 copy of it would differ; the weights for the engine and the disk hold fp32."""
+    hf = checkpoint.meta_model(str(world35 / "init"))
+    names = [n for n, _ in hf.named_parameters() if n.endswith(".A_log")]
+    assert len(names) == 3
+    hf = loaded(world35)
+    policy = model.as_policy(hf, codec35, torch.device("cpu"), "none")
+    weights = dict(checkpoint.full_weights(policy, torch.bfloat16))
+    for name in names:
+        assert weights[name].dtype == torch.float32
+        rounded = weights[name].bfloat16().float()
+        assert not torch.equal(rounded, weights[name]), "else this test says nothing"
+    assert weights["model.language_model.layers.0.mlp.up_proj.weight"].dtype == torch.bfloat16
+
+
+# ---- calls in XML ----
+
+CALL = ("<tool_call>\n<function=crop_video>\n<parameter=start_time>\n{}\n</parameter>\n"
+        "<parameter=end_time>\n{}\n</parameter>\n</function>\n</tool_call>")
+
+
+def test_the_dialect_is_read_from_the_template(codec, codec35):
+    assert (codec.dialect, codec.opens_thought) == ("json", False)
+    assert (codec35.dialect, codec35.opens_thought) == ("xml", True)
+
+
+def test_chats_in_json_are_taught_in_the_dialect_of_the_base(codec, codec35):
+    text = ('<think>\nLook.\n</think>\n<tool_call>\n{"name": "crop_video", "arguments": '
+            '{"start_time": 8, "end_time": 16.5, "num_frames": 4}}\n</tool_call>')
+    chatted = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": text}]
+
+    def taught(codec):
+        sequence = chat.encode_chat(codec, chatted)
+        return chat.decode(codec, [i for i, m in zip(sequence.ids, sequence.mask) if m])
+
+    assert taught(codec) == text
+    said = taught(codec35)
+    assert said.removeprefix("Look.\n</think>\n") == (
+        "<tool_call>\n<function=crop_video>\n<parameter=start_time>\n8\n</parameter>\n"
+        "<parameter=end_time>\n16.5\n</parameter>\n<parameter=num_frames>\n4\n</parameter>\n"
+        "</function>\n</tool_call>")
+    for form, think_open in ((text, False), (said, True)):
+        (call,) = rewards.parse_tool_calls(form, think_open)
+        assert (call.start, call.end, call.num_frames, call.error) == (8.0, 16.5, 4, None)
+    broken = '<tool_call>\n{"name": "crop_video", "arguments": [1]}\n</tool_call>'
+    assert chat.in_dialect(codec35, broken) == broken
+
+
+@pytest.mark.parametrize("body, wanted", [
+    (CALL.format(8, 16), (8.0, 16.0)),
+    (CALL.format("0:08", "1:00.5"), (8.0, 60.5)),
+    (CALL.format(8, 16).replace("\n", ""), (8.0, 16.0)),
+    (CALL.format(8, 16).removesuffix("\n</tool_call>"), (8.0, 16.0)),
+    (CALL.format(8, 16).replace("start_time", "start").replace("end_time", "end"), (8.0, 16.0)),
+])
+def test_calls_in_xml(body, wanted):
+    (call,) = rewards.parse_tool_calls("ok</think>\n" + body, True)
+    assert call.error is None and (call.start, call.end) == wanted
+
+
+@pytest.mark.parametrize("body", [
+    CALL.format(16, 8), CALL.format("soon", 8), CALL.format("", 8),
+    CALL.format(8, 16).replace("crop_video", "look"),
+    CALL.format(8, 16).replace("</function>", ""),
+    CALL.format(8, 16).replace("</parameter>\n<parameter=end_time>", "<parameter=end_time>"),
+    CALL.format(8, 16).replace("</parameter>\n</function>", "</function>"),
+    CALL.format(8, 16).replace("</function>", "</function> and more"),
+    CALL.format(8, 16).replace("<parameter=start_time>", "start_time="),
+    CALL.format(8, "16</parameter><parameter=end_time"),
+    "<tool_call><function=", "<tool_call><function=></function></tool_call>",
+    "<tool_call><function=crop_video></function></tool_call>",
+    "<tool_call>" + "<function=crop_video>" * 100_000,
+    "<tool_call><function=crop_video>" + "<parameter=a>" * 200 + "</function></tool_call>",
+])
+def test_faulty_calls_in_xml_are_one_error_each(body):
+    (call,) = rewards.parse_tool_calls("ok</think>\n" + body, True)
+    assert call.error and len(call.error) < 200
+
+
+def test_no_text_raises():
+    rng = random.Random(0)
+    parts = ["<tool_call>", "</tool_call>", "<function=crop_video>", "<function=", "</function>",
+             "<parameter=start_time>", "<parameter=end_time>", "</parameter>", "8", "\n", ">", "=",
+             "</think>", "<answer>", "{", "é"]
+    for _ in range(3000):
+        text = "".join(rng.choice(parts) for _ in range(rng.randint(1, 14)))
+        for call in rewards.parse_tool_calls(text, True):
+            assert call.error or call.end > call.start
+
+
+def test_tags_of_a_call_carry_credit(codec35):
+    text = "ok\n</think>\n" + CALL.format(8, 16)
+    ids = chat.encode(codec35, text) + [codec35.eos]
+    pieces = chat.pieces_of(codec35, ids)
+    marked = [p for p, m in zip(pieces, rewards.structural_mask(pieces)) if m]
+    assert marked == [b"</think>", b"<tool_call>", b"</tool_call>", b"<|im_end|>"]
+
+
+# ---- checkpoints ----
+
+
+def test_a_checkpoint_with_heads_for_further_tokens_is_taken(world35, tmp_path):
+    """Published folders hold `mtp.` weights, which are no part of the model."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "ckpt"
+    shutil.copytree(world35 / "init", folder)
+    weights = load_file(folder / "model.safetensors")
+    save_file({**weights, "mtp.fc.weight": torch.zeros(2, 2)}, folder / "model.safetensors",
+              {"format": "pt"})
+    assert checkpoint.resolve_checkpoint(str(folder)) == str(folder)
+
+
+def test_models_with_experts_are_refused(world35, tmp_path):
+    import shutil
+
+    folder = tmp_path / "ckpt"
+    shutil.copytree(world35 / "init", folder)
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "qwen3_5_moe"}
+    (folder / "config.json").write_text(json.dumps(config))
+    done = run_script("sft.py", "--preset", "toy", "--ckpt", folder, "--data",
+                      world35 / "sft.jsonl", "--out", tmp_path / "out")
+    assert done.returncode == 2 and "qwen3_5_moe" in done.stderr and "README" in done.stderr
+
+
+def test_the_videos_and_rows_do_not_depend_on_the_base(toy):
+    assert "<tool_call>\n{" in (toy / "sft.jsonl").read_text().replace("\\n", "\n")
+    assert toy_script.chat_template() != toy_script.chat_template("qwen3_5")
