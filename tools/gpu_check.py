@@ -648,7 +648,7 @@ def tower_flops(vision, patches, of_frame):
     embedding = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2 * width
     block = 4 * width**2 + 2 * width * vision.intermediate_size + 2 * of_frame * width
     merger = (square * width + vision.out_hidden_size) * width  # of a patch
-    mergers = 1 + len(vision.deepstack_visual_indexes)
+    mergers = 1 + len(getattr(vision, "deepstack_visual_indexes", ()))
     return 2 * patches * (embedding + vision.depth * block + mergers * merger)
 
 
@@ -675,15 +675,13 @@ def check_geometry(table, name, config, codec, device, top, chats=8, length=4096
     """Times steps of a model with random weights, on every rank: packed SFT of `chats` chats of
     `length` tokens, an eighth of them trained, and a GRPO update of `groups` groups. top: FLOP/s at
     which MFU is 1."""
-    from transformers import Qwen3VLForConditionalGeneration
-
     gc.collect()  # hooks tie the previous model into reference cycles
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     layers, text = plan.parameter_counts(config)["layers"], config.text_config
     with device:  # fp32, made on the device, so that host memory holds no copy
-        hf = Qwen3VLForConditionalGeneration(config)
+        hf = checkpoint.model_class(config)(config)
     policy = checkpoint.shard(model.as_policy(hf, codec, device, "full"), device)
     optimizer = model.adamw(model.trained_parameters(policy), 1e-6, 0.999, device)
     rng = random.Random(0)  # the sequences are text: no frames, no tower

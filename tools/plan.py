@@ -19,6 +19,7 @@ import checkpoint
 import launch
 
 PHASE = 11  # columns of a number in the table
+SEQUENCES = 64  # that the engine samples at once, the default of --max-seqs
 
 
 def public_size(hidden, layers, heads, intermediate, tied, depth, width, inner, levels):
@@ -45,42 +46,68 @@ def read_config(name):
     """A public size ("8B") or a checkpoint folder -> the configuration."""
     launch.import_shim()
     launch.quiet_libraries()
-    from transformers import Qwen3VLConfig
+    from transformers import Qwen3_5Config, Qwen3VLConfig
 
     if name in public_sizes():
         return Qwen3VLConfig(**public_sizes()[name])
+    if name == "3.5-9B":  # transformers' defaults are this size; the sizes of others are not there
+        return Qwen3_5Config(vision_config={"out_hidden_size": 4096})
     if not os.path.isdir(name):
-        known = ", ".join(public_sizes())
+        known = ", ".join([*public_sizes(), "3.5-9B"])
         raise launch.UserError(f"{name}: neither one of {known} nor a folder with a config.json")
     return checkpoint.meta_model(chat.find_config(name)).config
 
 
 def parameter_counts(config):
-    """-> {"layer", "layers", "root", "tower", "trained", "sides"}: parameters of one decoder layer,
-    of all layers, of embeddings, head and last norm, of the tower, and of all trained weights;
-    "sides": rows + columns of all matrices in the layers. Times the rank, that is the size of an
-    adapter. No memory is allocated."""
+    """-> {"layer", "layers", "root", "tower", "trained", "sides"}: parameters of the largest
+    decoder layer, of all layers, of embeddings, head and last norm, of the tower, and of all
+    trained weights; "sides": rows + columns of all matrices in the layers. Times the rank, that is
+    the size of an adapter. No memory is allocated."""
     import torch
-    from transformers import Qwen3VLForConditionalGeneration
 
     config = deepcopy(config)
     config.vision_config._attn_implementation = "sdpa"  # a running model's is our own
     with torch.device("meta"):
-        hf = Qwen3VLForConditionalGeneration(config)
+        hf = checkpoint.model_class(config)(config)
     hf.tie_weights()
     tower = sum(p.numel() for p in hf.model.visual.parameters())
     decoder = hf.model.language_model.layers
     layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder]
     trained = sum(p.numel() for p in hf.parameters()) - tower
     sides = sum(sum(p.shape) for p in decoder.parameters() if p.ndim == 2)
-    return {"layer": layers[0], "layers": sum(layers), "root": trained - sum(layers),
+    return {"layer": max(layers), "layers": sum(layers), "root": trained - sum(layers),
             "tower": tower, "trained": trained, "sides": sides}
 
 
-def layer_activation_bytes(text, width, repeated=False):
+def layer_kinds(text):
+    """Kinds of the decoder layers: "full_attention", or "linear_attention" (gated-delta)."""
+    return getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+
+
+def delta_sizes(text):
+    """-> (numbers of queries, keys and values of one token, of its values) in a gated-delta layer.
+    """
+    values = text.linear_num_value_heads * text.linear_value_head_dim
+    return 2 * text.linear_num_key_heads * text.linear_key_head_dim + values, values
+
+
+def delta_activation_bytes(text, width):
+    """As layer_activation_bytes, of a gated-delta layer with flash-linear-attention's kernels."""
+    mixed, values = delta_sizes(text)
+    heads = text.linear_num_value_heads
+    norms = 2 * text.hidden_size * (3 * width if width == 4 else 4 + 2 * width)
+    # Queries, keys and values as projected, padded, convolved and activated; queries and keys once
+    # per value head; the kernel's chunks of 64; output, its norm and gate.
+    inside = (4 * mixed + 3 * values) * width + heads * 64 * width + 4 * values * width
+    return norms + inside + 5 * 4 * heads + 4 * text.intermediate_size * width
+
+
+def layer_activation_bytes(text, width, repeated=False, kind="full_attention"):
     """Bytes per token that autograd keeps inside one decoder layer without recomputation. width:
     bytes of a number in compute (2: bf16, whose norms keep fp32 copies). repeated: keys and values
     are repeated for every head, as on CPU."""
+    if kind != "full_attention":
+        return delta_activation_bytes(text, width)
     hidden, inner, d = text.hidden_size, text.intermediate_size, text.head_dim
     heads, shared = text.num_attention_heads, text.num_key_value_heads
     # Two norms per layer keep their input in fp32, normalised, and scaled. The norms of queries and
@@ -90,6 +117,8 @@ def layer_activation_bytes(text, width, repeated=False):
     rotated = (heads + shared) * d * (2 * width if width == 4 else 4 + width)
     attention = (5 * heads if repeated else 2 * heads + 2 * shared) * d * width
     statistics = 4 * (2 + 2 * heads + shared)
+    if len(set(layer_kinds(text))) > 1:  # Qwen3.5 also gates the output of attention
+        attention += 3 * heads * d * width
     mlp = 4 * inner * width  # gate, activated gate, up, their product
     return norms + rotated + attention + mlp + statistics
 
@@ -110,8 +139,11 @@ def ledger(config, gpus, pack_tokens, recompute="full", replicas=1, reference=Tr
     """
     text, n = config.text_config, counts or parameter_counts(config)
     shards, hidden = gpus // replicas, text.hidden_size
-    inside = layer_activation_bytes(text, width, repeated)
-    kept = hidden * width if recompute == "full" else inside  # a token and layer
+    of_kind = {kind: layer_activation_bytes(text, width, repeated, kind)
+               for kind in layer_kinds(text)}
+    inside = max(of_kind.values())
+    # a token, all layers
+    kept = sum(hidden * width if recompute == "full" else of_kind[k] for k in layer_kinds(text))
     head = width * text.vocab_size * hidden  # the largest matrix
     trained = lora * n["sides"] if lora else n["trained"]
     resting = {"weights, fp32 shard": 4 * trained / shards,
@@ -128,7 +160,8 @@ def ledger(config, gpus, pack_tokens, recompute="full", replicas=1, reference=Tr
         phases = {"rollout": awake, "sync": {**awake, "one weight whole, and cast": 2 * head}}
     # The part of one layer that is computed again, with the largest gradients. Before the backward
     # of the first layer, the logits stand in the same place.
-    one = pack_tokens * (inside - kept + width * (3 * text.intermediate_size + 5 * hidden))
+    own = hidden * width if recompute == "full" else inside
+    one = pack_tokens * (inside - own + width * (3 * text.intermediate_size + 5 * hidden))
     logits = chunk * text.vocab_size * (8 + width)
     layer = {**resting,
              "root whole, gradient of its head": width * n["root"] + (0 if lora else head),
@@ -136,7 +169,7 @@ def ledger(config, gpus, pack_tokens, recompute="full", replicas=1, reference=Tr
              "one layer in backward, or logits": max(one, logits)}
     gradients = {"gradients of layers, fp32 shard": 4 * (trained if lora else n["layers"]) / shards}
     ends = hidden * (6 if width == 2 else 8) + 2 * text.head_dim * width  # embeddings, rotary table
-    activations = {"activations kept": (text.num_hidden_layers * kept + ends) * pack_tokens}
+    activations = {"activations kept": (kept + ends) * pack_tokens}
     root = {"root's gradients, as made and fp32": 0 if lora else n["root"] * (width + 4)}
     return {**phases, "top layer": {**layer, **activations}, "low layer": {**layer, **gradients},
             "embeddings": {**resting, **gradients, **root}}
@@ -172,6 +205,17 @@ def engine_batch(gpu_gb):
     return 16384 if gpu_gb * 1e9 >= 70 * 2**30 else 8192
 
 
+def engine_state(text):
+    """Bytes of the states of one sequence in vLLM: of each gated-delta layer the matrix of every
+    value head in fp32, and the last inputs of its convolution."""
+    layers = layer_kinds(text).count("linear_attention")
+    if not layers:
+        return 0
+    mixed, values = delta_sizes(text)
+    return layers * (4 * values * text.linear_key_head_dim
+                     + 2 * mixed * (text.linear_conv_kernel_dim - 1))
+
+
 def engine_profile(config, gpu_gb):
     """Bytes that vLLM 0.32 takes from its share beside weights and KV cache. An estimate, read from
     its source, never compared with a GPU.
@@ -181,7 +225,7 @@ def engine_profile(config, gpu_gb):
     """
     text, vision, tokens = config.text_config, config.vision_config, engine_batch(gpu_gb)
     # Embeddings and deepstack levels: the tower's output, and once more the decoder's buffers.
-    levels = 1 + len(vision.deepstack_visual_indexes)
+    levels = 1 + len(getattr(vision, "deepstack_visual_indexes", ()))
     features = 2 * tokens * text.hidden_size * levels
     # The largest moment of a layer is its MLP: residual, input, and the wide tensors.
     decoder = 2 * tokens * (2 * text.hidden_size + 3 * text.intermediate_size)
@@ -222,14 +266,19 @@ def plan_text(config, gpus, gpu_gb, context, pack_tokens, engine_share=0.5, fram
                  "that the system keeps in memory")
     if engine_share:
         weights = 2 * (n["trained"] + n["tower"])
-        per_token = 4 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim  # K, V
+        attending = layer_kinds(text).count("full_attention")
+        per_token = 4 * attending * text.num_key_value_heads * text.head_dim  # K, V
         profile = engine_profile(config, gpu_gb)
-        tokens = max(0, int((engine_gb * 1e9 - weights - profile) / per_token))
+        states = SEQUENCES * engine_state(text)
+        tokens = max(0, int((engine_gb * 1e9 - weights - profile - states) / per_token))
         enough = tokens >= context
         lines.append(f"vLLM: {weights / 1e9:.1f} GB of weights, about {profile / 1e9:.1f} of "
                      f"activations and CUDA graphs, KV cache for {tokens} tokens: "
                      f"{tokens / context:.1f} contexts of {context} at once"
                      + ("" if enough else "; NOT ONE: raise its share or lower --context"))
+        if states:
+            lines.append(f"  of which {states / 1e9:.1f} GB are kept for the states of gated-delta "
+                         f"layers, {SEQUENCES} sequences")
         over += [] if enough else ["vLLM"]
     return "\n".join(lines), not over
 
@@ -241,7 +290,7 @@ def table_row(head, cells):
 def main():
     parser = launch.parser(__doc__)
     add = parser.add_argument
-    add("size", metavar="SIZE", help="2B, 4B, 8B, 32B or a checkpoint folder")
+    add("size", metavar="SIZE", help="2B, 4B, 8B, 32B (Qwen3-VL), 3.5-9B or a checkpoint folder")
     add("--gpus", type=int, default=8, help="ranks, all nodes together")
     add("--gpu-gb", type=float, default=80.0, help="GB of one GPU")
     add("--context", type=int, default=32768, help="tokens of one context")
