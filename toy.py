@@ -396,7 +396,7 @@ def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384, base="
             "mrope_interleaved": True, "mrope_section": [4, 2, 2], "rope_type": "default",
             "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
             linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=128,
-            linear_value_head_dim=128, linear_conv_kernel_dim=4,
+            linear_value_head_dim=128, linear_conv_kernel_dim=4, mamba_ssm_dtype="float32",
             layer_types=["full_attention" if (n + 1) % 4 == 0 else "linear_attention"
                          for n in range(layers)])
     config = config_class(text_config=text, vision_config=vision,

@@ -100,7 +100,9 @@ C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", Hooks);
 # What is traced: (stage, size, ranks, layers, rank of adapters). None = all 36 layers: 0.2 s each.
 RUNS = {"8B sft": ("sft", "8B", 8, 8, 0), "8B grpo": ("grpo", "8B", 8, 8, 0),
         "2B grpo": ("grpo", "2B", 1, 4, 0), "8B sft --lora": ("sft", "8B", 1, 8, 64),
-        "8B grpo --lora": ("grpo", "8B", 2, 8, 64), "2B grpo --lora": ("grpo", "2B", 1, 4, 32)}
+        "8B grpo --lora": ("grpo", "8B", 2, 8, 64), "2B grpo --lora": ("grpo", "2B", 1, 4, 32),
+        "3.5-9B sft": ("sft", "3.5-9B", 8, 8, 0), "3.5-9B grpo": ("grpo", "3.5-9B", 8, 8, 0),
+        "3.5-9B grpo --lora": ("grpo", "3.5-9B", 2, 8, 64)}
 
 # Faults put into the code, one at a time (see `faults`), and the stage that must fail.
 FAULTS = {"sequence ends left on the host": "sft", "sequence ends in 64 bits": "sft",
@@ -185,7 +187,7 @@ def test_a_fault_is_found(found, fault):
 DEVICE, PAD, FRAMES, SIDE, FRAME_TOKENS = torch.device("cuda", 0), 151655, 64, 224, 49
 CODEC = SimpleNamespace(banned=(5, 6), image_pad=PAD, video_pad=151656, pad=PAD, eos=151645,
                         patch=16, merge=2, temporal=2, channel="image", mean=(0.5,) * 3,
-                        std=(0.5,) * 3)
+                        std=(0.5,) * 3, base=chat.bases()["qwen3_5"])  # the one with more fields
 waits = Counter()  # of the host for the GPU, by what it asked for
 reduced = set()  # dtypes in which gradients are summed over ranks
 travelled = Counter()  # dtype -> bytes of the largest tensor that went from the host to the GPU
@@ -212,9 +214,9 @@ def real(function):
     return run
 
 
-def pretend_cuda(qwen):
-    """Patch what a CUDA build of torch would answer, and what fake tensors cannot do. qwen:
-    transformers' module of the model."""
+def pretend_cuda(modules):
+    """Patch what a CUDA build of torch would answer, and what fake tensors cannot do. modules:
+    transformers' modules of the models."""
     torch.cuda.Stream = torch.cuda.Event = torch.cuda.current_stream = torch.Event = Anything
     torch.cuda.stream = lambda _: contextlib.nullcontext()
     torch.cuda.current_device, torch.cuda.is_initialized = lambda: 0, lambda: True
@@ -231,8 +233,9 @@ def pretend_cuda(qwen):
             return torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x.to(DEVICE), made)
         return run
 
-    for name in ("interpolation_indices_and_weights", "position_ids", "attention_seqlens"):
-        setattr(qwen, f"get_vision_{name}", of_the_grid(getattr(qwen, f"get_vision_{name}")))
+    for qwen in modules:
+        for name in ("interpolation_indices_and_weights", "position_ids", "attention_seqlens"):
+            setattr(qwen, f"get_vision_{name}", of_the_grid(getattr(qwen, f"get_vision_{name}")))
 
     plain_reduce = dist.all_reduce  # of counts in host memory: this rank's own will do
     dist.all_reduce = lambda t, *a, **k: (
@@ -366,6 +369,34 @@ def flex_attention(q, k, v, block_mask, scale, enable_gqa):
     return Kernel.apply(q, k, v, *(getattr(block_mask, name) for name in names))
 
 
+class DeltaKernel(torch.autograd.Function):
+    """What flash-linear-attention's rule in chunks of 64 asks for, and what it keeps for backward:
+    its inputs, the decays summed up, and a matrix of each chunk."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, decay, beta, state):
+        given = [x for x in (q, k, v, decay, beta, state) if x is not None]
+        assert {x.device for x in given} == {DEVICE}, "an argument was left on the host"
+        assert {x.dtype for x in (q, k, v, beta)} == {torch.bfloat16}
+        assert decay.dtype == torch.float32, "a decay in bf16 forgets at another rate"
+        chunks = q.new_empty(*beta.shape, 64)
+        ctx.save_for_backward(q, k, v, decay.clone(), beta, chunks, *given[5:])
+        end = torch.empty(len(v), v.shape[2], k.shape[3], v.shape[3], device=v.device)
+        assert state is None or state.shape == end.shape and state.dtype == torch.float32
+        return torch.empty_like(v), end
+
+    @staticmethod
+    def backward(ctx, grad, grad_end):
+        q, k, v, decay, beta, _, *state = ctx.saved_tensors
+        return (*map(torch.empty_like, (q, k, v, decay, beta)),
+                torch.empty_like(state[0]) if state else None)
+
+
+def delta_rule(q, k, v, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel):
+    assert output_final_state and use_qk_l2norm_in_kernel
+    return DeltaKernel.apply(q, k, v, g, beta, initial_state)
+
+
 # ------------------------------------------------------------------------------------------------
 # The child process: the steps
 
@@ -378,15 +409,18 @@ def stored(size, layers=None):
     """
     import transformers
 
-    config = plan.public_sizes()[size]
-    config["text_config"]["dtype"] = "bfloat16"  # as published ones say
+    config = plan.read_config(size)
+    text, vision = config.text_config, config.vision_config
+    text.dtype = torch.bfloat16  # as published ones say
     if layers:
-        config["text_config"]["num_hidden_layers"] = layers
-        config["vision_config"].update(depth=3, deepstack_visual_indexes=[0, 1, 2])
-    config = transformers.Qwen3VLConfig(**config)
+        text.num_hidden_layers, vision.depth = layers, 3
+        if hasattr(vision, "deepstack_visual_indexes"):
+            vision.deepstack_visual_indexes = [0, 1, 2]
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[:layers]
     with torch.device("meta"):
         shapes = {name: list(p.shape) for name, p in
-                  transformers.Qwen3VLForConditionalGeneration(config).named_parameters()}
+                  checkpoint.model_class(config)(config).named_parameters()}
 
     checkpoint.content_digest = lambda _: ""
     checkpoint.stored_weights = lambda _: {name: (shape, "BF16") for name, shape in shapes.items()}
@@ -483,7 +517,8 @@ def trace(memory, stage, size, ranks, layers, lora):
               "resting by the ledger": sum(planned["rollout"].values())}
     sent = {name: (list(t.shape), t.dtype, t.device)
             for name, t in checkpoint.full_weights(policy, torch.bfloat16)}
-    assert sent == {name: (shape, torch.bfloat16, DEVICE) for name, shape in shapes.items()}
+    exact = {name: torch.float32 if name.endswith(".A_log") else torch.bfloat16 for name in shapes}
+    assert sent == {name: (shape, exact[name], DEVICE) for name, shape in shapes.items()}
     return found
 
 
@@ -568,9 +603,10 @@ def outcome(owner, name, fault, stage):
 def main():
     launch.import_shim()
     # looks for flash-attn while it is imported: before the fake module is put in place
-    qwen = importlib.import_module("transformers.models.qwen3_vl.modeling_qwen3_vl")
-
-    pretend_cuda(qwen)
+    modules = [importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+               for name in ("qwen3_vl", "qwen3_5")]
+    pretend_cuda(modules)
+    modules[1].torch_chunk_gated_delta_rule = delta_rule
     kernels = types.ModuleType("flash_attn_2_cuda")  # what attention_plan looks for
     kernels.__spec__ = importlib.machinery.ModuleSpec("flash_attn_2_cuda", None)
     sys.modules["flash_attn_2_cuda"] = kernels

@@ -3,6 +3,7 @@ Tests of the second base, Qwen3.5: python -m pytest tests/test_qwen35.py -q
 
 The oracle is transformers' own model on each sequence alone, which knows nothing of packs.
 """
+import contextlib
 import json
 import random
 
@@ -12,6 +13,7 @@ from conftest import run_script
 
 import chat
 import checkpoint
+import launch
 import model
 import rewards
 import toy as toy_script
@@ -372,18 +374,49 @@ def test_in_bf16_only_the_rates_of_forgetting_are_fp32(world35, codec35, process
     assert all(g is not None and g.dtype == torch.float32 for g in grads)
 
 
-def test_grpo_with_vllm_end_to_end(world35, tmp_path):
-    """Two ranks with an engine each, two updates so large that stale weights would show: the gap of
-    the second step is rounding. The checkpoint opens in transformers."""
+@pytest.mark.parametrize("stale", [False, True])
+def test_grpo_with_vllm_end_to_end(world35, tmp_path, stale):
+    """Two updates with the engine in this process, so large that an engine with old weights is told
+    of (stale). With new ones the gap is rounding. The checkpoint opens in transformers."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
-    out = tmp_path / "out"
-    done = run_script("grpo.py", "--preset", "toy", "--ckpt", world35 / "init", "--data",
-                      world35 / "rl.jsonl", "--out", out, "--steps", 2, "--prompts", 2, "--group",
-                      2, "--max-new-tokens", 24, "--max-seqs", 8, "--lr", 3e-3, ranks=2)
-    assert done.returncode == 0, done.stderr[-3000:]
+    from unittest import mock
+
+    from conftest import Overheard
+    from test_bf16 import run, said
+
+    import grpo
+    import rollout
+    from engine import VllmEngine
+
+    out, engines, real = tmp_path / "out", [], rollout.make_engine
+    synced = VllmEngine.sync
+
+    def make_engine(*args, **more):
+        engines.append(Overheard(real(*args, **more), said))
+        return engines[0]
+
+    def sync(engine, weights):
+        if stale:
+            return [*weights] and None
+        return synced(engine, weights)
+
+    with (mock.patch.object(rollout, "make_engine", make_engine),
+          mock.patch.object(VllmEngine, "sync", sync)):
+        try:
+            run(grpo, out, "--preset", "toy", "--prompts", 2, "--group", 2, "--frames", 8, "--kl",
+                0.01, "--show-every", 0, "--max-new-tokens", 24, "--lr", 1e-2, "--steps", 2,
+                "--ckpt", world35 / "init", "--data", world35 / "rl.jsonl")
+        except launch.RunError as error:
+            assert stale and "gap" in str(error)
+            return
+        finally:
+            for engine in engines:
+                with contextlib.suppress(Exception):  # closed by the script, unless it failed
+                    engine.close()
+    assert not stale
     log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     assert [row["step"] for row in log] == [1, 2]
-    assert all(0 < row["gap"] < 0.05 for row in log), [row["gap"] for row in log]
+    assert all(0 < row["gap"] < 0.02 and row["kappa"] == 0.5 for row in log), log
     from transformers import AutoModelForImageTextToText
 
     _, loading = AutoModelForImageTextToText.from_pretrained(out / "last", output_loading_info=True)
