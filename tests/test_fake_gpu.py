@@ -355,7 +355,7 @@ class Kernel(torch.autograd.Function):
 
 
 def flash_attn_varlen_func(q, k, v, ends, ends_k, longest, longest_k, softmax_scale, causal):
-    assert type(longest) is type(longest_k) is int and causal and q.is_contiguous()
+    assert type(longest) is type(longest_k) is int and causal
     return Kernel.apply(q, k, v, ends, ends_k)
 
 

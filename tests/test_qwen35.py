@@ -104,7 +104,7 @@ def test_packs_equal_separate_sequences(world35, codec35, name):
         if n in gradients and "visual" not in n:
             seen += 1
             assert (p.grad - gradients[n]).abs().max() < 1e-4 * scale, n
-    assert seen > 40
+    assert seen > 35
 
 
 def test_random_layouts(world35, codec35):
@@ -174,7 +174,7 @@ def test_bf16_compute_keeps_the_rates_of_forgetting(world35, codec35):
     """A_log: a bf16 copy of it would differ; the weights for the engine and the disk hold fp32."""
     hf = checkpoint.meta_model(str(world35 / "init"))
     names = [n for n, _ in hf.named_parameters() if n.endswith(".A_log")]
-    assert len(names) == 3
+    assert len(names) == 2
     hf = loaded(world35)
     policy = model.as_policy(hf, codec35, torch.device("cpu"), "none")
     weights = dict(checkpoint.full_weights(policy, torch.bfloat16))
@@ -327,7 +327,7 @@ def test_two_ranks_train_what_one_trains(world35, tmp_path, flags):
     apart = torch.cat([(one[n] - two[n]).abs().flatten() for n in one])
     assert (apart > 1e-4).float().mean() < 0.01
     names = [n for n in one if ".linear_attn." in n and ".lora_A" not in n]
-    assert len(names) >= 15
+    assert len(names) >= 10
     for name in names:
         assert not torch.equal(one[name], start.get(name, torch.zeros_like(one[name]))), name
 
@@ -368,7 +368,7 @@ def test_in_bf16_only_the_rates_of_forgetting_are_fp32(world35, codec35, process
     assert seen["A_log"] == {torch.float32} and seen["computed"] == {torch.bfloat16}
     stored = trained_weights(world35 / "init")
     exact = {float(stored[f"model.language_model.layers.{n}.linear_attn.A_log"][0])
-             for n in range(3)}
+             for n in (0, 2)}
     assert seen["value"] == exact, "no digit was lost on the way"
     grads = [p.grad for n, p in policy.named_parameters() if p.requires_grad]
     assert all(g is not None and g.dtype == torch.float32 for g in grads)
