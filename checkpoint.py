@@ -17,6 +17,7 @@ Reads and writes checkpoint folders; sft.py, grpo.py, rollout.py, eval.py and to
 """
 import contextlib
 import errno
+import importlib.util
 import json
 import os
 import pathlib
@@ -198,6 +199,8 @@ def load_sharded(ckpt, codec, device, recompute="none", replicas=1, frozen=False
 
     assert lora or adapter_config(ckpt) is None, f"{ckpt} holds adapters: pass their rank"
     hf = meta_model(ckpt)
+    if device.type == "cuda" and codec.base.recurrent and not importlib.util.find_spec("fla"):
+        launch.say("flash-linear-attention is not installed: gated-delta layers will be slow")
     # Published configurations say bf16. A step of 2e-6 would round to nothing in bf16.
     hf.float()
     if frozen or lora:

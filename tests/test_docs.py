@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -53,3 +54,20 @@ def test_the_question_from_python_is_answered(toy, tmp_path, monkeypatch, capsys
         assert capsys.readouterr().out.startswith("[")
     finally:
         names["engine"].close()
+
+
+def test_the_changes_of_the_guide_fit_the_scripts():
+    """docs/hacking.md shows each change as a diff: every line that it takes away or keeps stands in
+    the script, in that order and together."""
+    text = (Path(ROOT) / "docs" / "hacking.md").read_text()
+    hunks = 0
+    for diff in re.findall(r"```diff\n(.*?)```", text, re.DOTALL):
+        for part in re.split(r"^(?=# \w+\.py$)", diff, flags=re.MULTILINE)[1:]:
+            name, _, rest = part.removeprefix("# ").partition("\n")
+            script = (Path(ROOT) / name).read_text()
+            for hunk in re.split(r"^@@.*\n", rest, flags=re.MULTILINE)[1:]:
+                old = "\n".join(line[1:] for line in hunk.strip("\n").split("\n")
+                                if not line.startswith("+"))
+                assert old in script, f"{name}:\n{old}"
+                hunks += 1
+    assert hunks >= 10
