@@ -327,6 +327,10 @@ def build_tokenizer(rng, vocab_size=640, base="qwen3_vl"):
     tags = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>",
             "</think>"]
     phrases = fixed_phrases(base)
+    if base == "qwen3_5":
+        # transformers loads every tokenizer of this model_type with Qwen3.5's own pre-tokenizer,
+        # which takes digits one by one. So the time stamps are added tokens, the numbers digits.
+        phrases += [f"<{t}.0 seconds>" for t in range(64)]
     # Times and numbers are repeated until each becomes one token.
     corpus = [f"<{t}.0 seconds>" for t in range(64)] * 30 + [f" {t}" for t in range(65)] * 30
     for _ in range(300):

@@ -185,6 +185,18 @@ def test_bf16_compute_keeps_the_rates_of_forgetting(world35, codec35):
     assert weights["model.language_model.layers.0.mlp.up_proj.weight"].dtype == torch.bfloat16
 
 
+def test_a_frame_takes_as_many_tokens_as_with_the_first_base(codec, codec35):
+    """The time, the pixels' place and two marks. transformers rebuilds the tokenizer of this base,
+    and the toy's contexts must stay short all the same."""
+    counts = []
+    for some in (codec, codec35):
+        items = [chat.VisionItem({"video": "x", "frames": 3}, "k", 3, 32, 32, [8.0, 24.0, 40.0])]
+        messages = [{"role": "user", "content": [{"type": "video", "video": "x", "frames": 3}]}]
+        counts.append(len(chat.encode_prompt(some, messages, items)[0])
+                      - len(chat.encode_prompt(some, [{"role": "user", "content": "a"}])[0]))
+    assert counts[0] == counts[1] == 3 * 4 - 1
+
+
 # ---- calls in XML ----
 
 CALL = ("<tool_call>\n<function=crop_video>\n<parameter=start_time>\n{}\n</parameter>\n"
