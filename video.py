@@ -1089,13 +1089,15 @@ def srt_lines(text):
     """SRT or WebVTT -> [(start, end, text)] in seconds of the file, in the order of the file."""
     from rewards import to_seconds
 
-    stamp = r"((?:\d+:)?\d+:\d+[,.]\d+)"  # 00:01:02,345; hours and the comma vary
-    # A block ends at an empty line. The text may have several lines.
-    block = rf"{stamp} *--> *{stamp}[^\n]*\n(.*?)(?=\n[ \t]*\n|\Z)"
+    stamp = r"(?:\d+:)?\d+:\d+[,.]\d+"  # 00:01:02,345; hours and the comma vary
+    # A block ends at an empty line, or where the next one begins, with or without a number before.
+    # The text may have several lines, or none.
+    ends = rf"(?=\n[ \t]*\n|\n(?:\d+\n)?{stamp} *-->|\Z)"
+    block = rf"({stamp}) *--> *({stamp})[^\n]*(.*?){ends}"
     out = []
     for found in re.finditer(block, text.replace("\r\n", "\n"), re.DOTALL):
         start, end = (to_seconds(found[i].replace(",", ".")) for i in (1, 2))
-        out.append((start, end, found[3]))
+        out.append((start, end, found[3].strip()))
     return out
 
 

@@ -152,3 +152,16 @@ def test_webvtt_says_what_ffmpeg_reads(tmp_path):
         (1.5, 3.25), (3602.0, 3604.125)]
     assert [line[2] for line in mine] == ["Tom & Jerry", "two lines <here>"]
     assert theirs[0][2] == mine[0][2]
+
+
+def test_a_cue_without_text_takes_no_text_of_the_next(tmp_path):
+    """And WebVTT lets a cue begin without an empty line before it."""
+    path = tmp_path / "c.vtt"
+    path.write_text("WEBVTT\n\n00:01.000 --> 00:02.000\na -> b\n\n00:03.000 --> 00:04.000\n\n"
+                    "00:05.000 --> 00:06.000\nc\n00:06.000 --> 00:07.000\nd\n")
+    assert video.read_subtitles(str(path)) == [(1.0, 2.0, "a -> b"), (5.0, 6.0, "c"),
+                                               (6.0, 7.0, "d")]
+    path = tmp_path / "c.srt"
+    path.write_text("1\n00:00:01,000 --> 00:00:02,000\nin 1999\n2\n00:00:03,000 --> 00:00:04,000\n"
+                    "7\nb\n")
+    assert video.read_subtitles(str(path)) == [(1.0, 2.0, "in 1999"), (3.0, 4.0, "7 b")]
