@@ -362,7 +362,8 @@ def packed_delta(layer, hidden_states, plan=None, **_):
     h = hidden_states[0]
     qkv, z = layer.in_proj_qkv(h), layer.in_proj_z(h)  # [L, q and k and v], [L, value heads * d]
     beta = layer.in_proj_b(h).sigmoid()  # [L, value heads]
-    gate = layer.in_proj_a(h).float() + layer.dt_bias.float()
+    # The engine holds this bias in its compute dtype, and A_log in fp32.
+    gate = layer.in_proj_a(h).float() + layer.dt_bias.to(h.dtype).float()
     decay = -layer.A_log.float().exp() * F.softplus(gate)  # [L, value heads] g, a log
     taps = layer.conv_kernel_size - 1  # earlier inputs that a convolution reads
     out = []
