@@ -15,6 +15,7 @@ dialect, which older versions cannot read.
 
 Reads and writes checkpoint folders; sft.py, grpo.py, rollout.py, eval.py and toy.py call it.
 """
+import argparse
 import contextlib
 import errno
 import importlib.util
@@ -795,6 +796,18 @@ def undamaged_checkpoint(out):
         launch.say(f"{folder}: {damaged[0]} has other bytes than were saved; going on from an "
                    "older checkpoint")
     return None, {}
+
+
+def add_arguments(add):
+    """Flags of a stage that trains a checkpoint."""
+    add("--lora", type=int, default=0, help="rank of adapters, the rest is frozen; 0 = off")
+    add("--clip", type=float, default=1.0, help="gradient norm; 0 = no clipping")
+    add("--recompute", choices=["full", "none"], default="full", help="decoder layers in backward")
+    add("--replicas", type=int, default=1,
+        help="groups of ranks that each hold the whole model in shards (HSDP): one per node; "
+             "0 = every rank holds the whole (toy)")
+    add("--resume", action=argparse.BooleanOptionalAction, default=None,
+        help="go on from --out; default: if it is of the same settings; no: begin anew")
 
 
 def resume_point(out, args, resume):

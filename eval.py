@@ -38,7 +38,9 @@ import os
 import sys
 from dataclasses import dataclass, replace
 
+import ask
 import chat
+import data
 import launch
 import rollout
 from evaluation import benchmarks, costs, endpoint, folders, graders, scores, systems, verify
@@ -54,7 +56,7 @@ def build_parser():
     add("--engine", choices=["vllm", "openai"], default="vllm", help="openai: ask an endpoint")
     add("--ckpt", help="checkpoint folder; not needed with --engine openai")
     add("--data", help="task JSONL")
-    rollout.add_film_arguments(add)
+    ask.add_film_arguments(add)
     add("--bench", nargs="+", choices=list(benchmarks.splits()), default=[],
         help="benchmarks as their publishers ship them; several give one table")
     add("--root", nargs="+", default=[], metavar="DIR",
@@ -143,9 +145,9 @@ def parse_args(protocol: str | None = None):
     for wrong, why in faults(args):
         if wrong:
             raise launch.UserError(why)
-    rollout.check_film(args)
+    ask.check_film(args)
     if args.video:
-        rollout.check_rollout_file(args)
+        rollout.check_rollout_file(args.out, args.data or args.video)
     if len(args.bench) > len(args.root):
         # One folder of folders. Video-MME with and without subtitles are one folder.
         names = [name.removesuffix("_wsub") for name in args.bench]
@@ -223,7 +225,7 @@ def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
             if args.protocol_set == "paper" and shown == "aligned" and not args.subtitles:
                 shown = "full"  # as the paper's evaluation shows them
         else:
-            tasks = rollout.read_tasks(args.data)
+            tasks = data.read_tasks(args.data)
             named = any(task.get("subtitles") for task in tasks)
             shown = args.subtitles or ("aligned" if named else "none")  # as in training
         flags.subtitles = shown
@@ -346,13 +348,13 @@ def evaluate(args):
     launch.unlock()
 
 
-def ask(args):
+def ask_film(args):
     """Questions about --video to any system, as rollout.py asks its own agent."""
     ckpt, _ = whole_checkpoint(args)
     protocol, _ = systems.make_protocol(args)
     flags = argparse.Namespace(**{**vars(args), "tools": "on" in args.tools})
     agent, source = rollout.agent_settings(flags, args.video)
-    film = rollout.film_task(args, 0, args.question or "", args.options)
+    film = ask.film_task(args, 0, args.question or "", args.options)
     suite = Suite(None, [film], agent, systems.source_of(source, args), "", "", {}, False)
     systems.check_prompts(protocol, suite.tasks, agent, 1)
     codec = chat.load_codec(ckpt, args.channel) if ckpt else None
@@ -360,7 +362,7 @@ def ask(args):
     sampler = rollout.Sampler(engine, codec, suite.source, agent)
     sampler, play = systems.player(sampler, protocol, args.frames[0])
     final = systems.protocols()[args.protocol].final
-    rows = rollout.ask(sampler, rollout.questions(args), args.frames[0], play, final)
+    rows = ask.ask(sampler, ask.questions(args), args.frames[0], play, final)
     if args.out:
         launch.write_atomic(args.out, "".join(json.dumps(row) + "\n" for row in rows))
         print(f"{len(rows)} answers -> {args.out}")
@@ -460,7 +462,7 @@ def main():
         launch.keep_inputs([args.out], args.compare)
         folders.compare(args.compare, args.out, args.points)
     elif args.video:
-        ask(args)
+        ask_film(args)
     elif not args.estimate:
         evaluate(args)
     elif os.environ.get("RANK", "0") == "0":  # under torchrun rank 0 alone prints

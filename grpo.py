@@ -41,7 +41,6 @@ import argparse
 import json
 import math
 import os
-import statistics
 import sys
 import threading
 import time
@@ -50,12 +49,14 @@ from dataclasses import fields, replace
 
 import chat
 import checkpoint
+import data
 import launch
+import metrics
 import model
 import rewards
 import rollout
 import video
-from engine import add_judge_arguments, open_judge
+from endpoint import add_judge_arguments, open_judge
 
 # ------------------------------------------------------------------------------------------------
 # Advantages and trees
@@ -288,32 +289,30 @@ def share(tasks, step, args, rank, world):
     return [t for t in batch if f"{step}/{t['id']}" in mine], order
 
 
-def look_ahead(pool, source, tasks, step, args, sampler, over):
+def look_ahead(pool, tasks, step, args, sampler, over):
     """Decodes, in the threads of `pool`, the overviews that step `step` will need. Until the Event
     `over`, each begins at a moment at which no decode of `sampler` waits or runs. The futures are
     not read: a broken video is counted when its episode comes."""
     def decode(spec):
         while not over.wait(0.02) and (sampler.pump is None or sampler.pump.loading):
             pass
-        source.load(spec)
+        sampler.source.load(spec)
 
     for task in tasks:
         k = rollout.overview_frames(args.frames, args.seed, step, task["id"])
-        pool.submit(decode, source.overview_spec(task, k))
+        pool.submit(decode, sampler.source.overview_spec(task, k))
 
 
-def sample_batch(engine, tasks, agent, codec, source, step, args, rank, world, ahead=None,
-                 judge=None):
+def sample_batch(sampler, tasks, step, args, ahead=None):
     """Rollouts of this rank -> (episodes in batch order, seconds the engine waited for frames).
     Without a collective: ranks finish at different times and meet at the update. ahead: pool of
     threads that decode the overviews of the next step meanwhile and during the update."""
+    ranks = launch.rank_and_world()
     # Each rank samples whole groups with its own engine, and fans out to sub-agents by itself.
-    mine, order = share(tasks, step, args, rank, world)
-    sampler = rollout.Sampler(engine, codec, source, agent, pay_of(args), judge)
+    mine, order = share(tasks, step, args, *ranks)
     over = threading.Event()
     if ahead:
-        look_ahead(ahead, source, share(tasks, step + 1, args, rank, world)[0], step + 1, args,
-                   sampler, over)
+        look_ahead(ahead, share(tasks, step + 1, args, *ranks)[0], step + 1, args, sampler, over)
     try:
         episodes = list(rollout.run(sampler, mine, args.frames, args.group, step))
     finally:
@@ -324,8 +323,8 @@ def sample_batch(engine, tasks, agent, codec, source, step, args, rank, world, a
             print(launch.printable(f"skipped task {e.task['id']}: {e.error}"), flush=True)
     # Episodes come as they finish. Sums and files must not depend on that order.
     episodes.sort(key=lambda e: (order[e.group], e.sample))
-    if rank == 0 and episodes and args.show_every and step % args.show_every == 0:
-        print(rollout.show(episodes[0], codec, sys.stdout.isatty()), flush=True)
+    if episodes and args.show_every and step % args.show_every == 0:
+        launch.say(rollout.show(episodes[0], sampler.codec, sys.stdout.isatty()))
     return episodes, sampler.pump.idle_s
 
 
@@ -335,8 +334,8 @@ def main():
     # A hub snapshot, a run folder or a checkpoint folder: from here on a folder with weights.
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
     faults = [] if args.check else None  # --check collects them all; a run stops at the first
-    tasks = rollout.read_tasks(args.data, faults) if args.data else []
-    held = rollout.read_tasks(args.val, faults) if args.val else []
+    tasks = data.read_tasks(args.data, faults) if args.data else []
+    held = data.read_tasks(args.val, faults) if args.val else []
     recorded = read_rollouts(args.rollouts or [], pay_of(args))
     agent, source = rollout.agent_settings(args, args.data or args.rollouts[0])
     if args.check:
@@ -365,15 +364,16 @@ def main():
     if tasks:
         rollout.check_context(codec, tasks + held, agent, source, args.frames)
     policy, reference, optimizer, engine = set_up(args, ckpt, codec, source, device, folder)
+    sampler = rollout.Sampler(engine, codec, source, agent, pay_of(args), judge)
     wire = model.engine_dtype(codec, device)  # dtype in which weights travel to the engine
     log = open_run(args, policy, start, rank, world)
-    labels = labels_by_type(tasks)
+    labels = metrics.labels_by_type(tasks)
     # Decodes frames of the next step, during the rollouts on half of the decoders.
     ahead = ThreadPoolExecutor(max(2, video.decode_threads() // 2), thread_name_prefix="ahead")
     asked = launch.stop_on_sigterm()
     bad = 0  # steps in a row without a finite gradient
     if held and start == 0:  # the accuracy that training starts from
-        evaluate(log, engine, held, agent, codec, source, 0, args, rank, world, judge)
+        evaluate(log, sampler, held, 0, args)
 
     # beat() after each phase: a rank that hangs longer than --patience prints its stacks and exits.
     for step in range(start, steps):
@@ -388,8 +388,7 @@ def main():
             if judge:
                 list(rollout.paid(episodes, pay_of(args), judge))
         else:
-            episodes, waited = sample_batch(engine, tasks, agent, codec, source, step, args, rank,
-                                            world, None if last else ahead, judge)
+            episodes, waited = sample_batch(sampler, tasks, step, args, None if last else ahead)
             groups = group_by_prompt(episodes)
         # A group lies on one rank, so advantages need no exchange between ranks.
         for group in groups:
@@ -423,7 +422,7 @@ def main():
         # 4. Record, save, go on. SIGTERM on any rank saves and stops all of them.
         if not args.rollouts:
             write_rollouts(args.out, step, rank, episodes)
-        log_step(log, step, steps, episodes, labels, stats, {
+        metrics.log_step(log, step, steps, episodes, labels, stats, {
             "skipped": skipped, "groups": len(groups), "packed": sum(map(len, trees)),
             "judge": judge is not None,
             "decode_s": waited, "rollout_s": rollout_s, "train_s": train_s, "sync_s": sync_s})
@@ -431,8 +430,7 @@ def main():
         # the same number, so all of them save or none.
         links = ["last"]
         if look:
-            acc = evaluate(log, engine, held, agent, codec, source, step + 1, args, rank, world,
-                           judge)
+            acc = evaluate(log, sampler, held, step + 1, args)
             if acc > best:
                 best, links = acc, ["last", "best"]
         # Ranks may get SIGTERM at different times, and must not leave the loop at different steps.
@@ -455,6 +453,9 @@ def main():
     if judge:
         judge.close()
     launch.end_process_group()
+
+
+# ---- below: set-up, held-out tasks, records, flags (a reader of the step may stop here) ------
 
 
 def gap_tolerance(dtype, engine=True):
@@ -531,11 +532,7 @@ def open_run(args, policy, start, rank, world):
         size = f"one update from the rollouts of {len(args.rollouts)} files"
     print(f"{size} | {world} rank{'s' if world > 1 else ''} ({device}) | format credit "
           f"{args.format_credit} | {checkpoint.weights_line(policy)}", flush=True)
-    return launch.Log(args.out, start, args)
-
-
-# ---- below: numbers of a step, the table of arguments (a reader of the step may stop here) ------
-# What each number means: docs/metrics.md.
+    return metrics.Log(args.out, start, args)
 
 
 def pay_of(args):
@@ -577,36 +574,20 @@ def write_rollouts(out, step, rank, episodes):
     launch.write_atomic(os.path.join(out, "rollouts", name), lines)
 
 
-def log_step(log, step, steps, episodes, labels, stats, counts):
-    """Writes the metrics of a step, and warns of signs that the run learns nothing. episodes,
-    counts: of this rank; stats: of all ranks. labels: see by_chance. Collective."""
-    rows = launch.gather_rows([episode_row(e, labels) for e in episodes])
-    counts = launch.gather_rows([counts])
-    if log:  # rank 0
-        m = {**summarise(rows), **stats, **step_counts(rows, counts), "step": step + 1}
-        log.write(m, step_line(m, steps, log.eta(step + 1, steps)))
-        found = {name: line for name, line in signs(log.rows).items() if name not in log.warned}
-        # Once per run, and one line per step: the first sign is the cause, others follow from it.
-        # After a collapse of the whole run every other number looks bad too.
-        if found and not log.warned & {"f_tau", "entropy", "failed"}:
-            print(f"WARNING step {step + 1}: {next(iter(found.values()))}", flush=True)
-        log.warned |= found.keys()
-
-
-def evaluate(log, engine, held, agent, codec, source, step, args, rank, world, judge=None):
+def evaluate(log, sampler, held, step, args):
     """Logs the held-out accuracy with and without tools, per K and type -> that with tools. The K,
     the seeds and so the noise of a task are the same in every evaluation. Collective."""
     # Videos of --val lie beside that file, unless --video-root says otherwise.
     root = args.video_root or os.path.dirname(os.path.abspath(args.val))
-    source = replace(source, root=root)
+    source = replace(sampler.source, root=root)
+    rank, world = launch.rank_and_world()
     rows = []
     # Without tools too: the difference is the worth of calling. A policy that calls although no
     # tool is offered shows here.
     for tools in (True, False):
         # Step 0 enters seeds and draws of K. The weights are those of `step`.
-        sampler = rollout.Sampler(engine, codec, source, replace(agent, tools=tools), pay_of(args),
-                                  judge)
-        for e in rollout.run(sampler, held[rank::world], args.frames, 1, 0):
+        asked = replace(sampler, source=source, agent=replace(sampler.agent, tools=tools))
+        for e in rollout.run(asked, held[rank::world], args.frames, 1, 0):
             # The whole evaluation may take longer than --patience, one episode may not.
             launch.beat(args.patience)
             if e.error and tools and step == 0:
@@ -619,236 +600,18 @@ def evaluate(log, engine, held, agent, codec, source, step, args, rank, world, j
 
     def cell(some):
         with_tools, without = ([row for row in some if row["tools"] is on] for on in (True, False))
-        return {"n": len(with_tools), "acc": average(with_tools, "acc"),
-                "acc_without_tools": average(without, "acc")}
+        accs = (metrics.average(some, "acc") for some in (with_tools, without))
+        return {"n": len(with_tools), **dict(zip(("acc", "acc_without_tools"), accs))}
 
     # A K or a type may be worse while the mean is better.
     val = {**cell(good), "not_ok": len(rows) - len(good),
-           "by_K": by_value(good, "K", cell), "by_type": by_value(good, "type", cell)}
+           **{f"by_{name}": metrics.by_value(good, name, cell) for name in ("K", "type")}}
     if log:
         failed = f" | not ok {val['not_ok']}" if val["not_ok"] else ""
-        log.write({"step": step, "val": val}, f"step {step:04d} | held-out acc "
-                  f"{number(val['acc'])} no tools {number(val['acc_without_tools'])}{failed}")
+        accs = [metrics.number(val[key]) for key in ("acc", "acc_without_tools")]
+        log.write({"step": step, "val": val},
+                  f"step {step:04d} | held-out acc {accs[0]} no tools {accs[1]}{failed}")
     return -1.0 if val["acc"] is None else val["acc"]
-
-
-def labels_by_type(tasks):
-    """Tasks -> {type: [(id, answer)]}, for by_chance."""
-    labels = {}
-    for task in tasks:
-        labels.setdefault(task["type"], []).append((task["id"], task["answer"]))
-    return labels
-
-
-def by_chance(e, labels):
-    """R_acc that the answer of `e` earns against the label of another task of the same type. Right
-    answers earn more against their own labels. None if there is no other task."""
-    known = labels.get(e.task["type"], [])
-    # A digest, so that the same rollout is compared with the same label in every run.
-    at = rollout.stable_number("label", e.group, e.sample) % max(1, len(known))
-    # The task itself may be drawn. Its neighbour is another one, because ids are unique.
-    others = [answer for name, answer in (known[at:] + known[:at])[:2] if name != e.task["id"]]
-    answer = rewards.final_answer(e.turns, e.think_open)
-    options = e.task.get("options")
-    return rewards.accuracy(answer, e.task["type"], others[0], options) if others else None
-
-
-def episode_row(e, labels):
-    """The numbers of one episode for the log, small enough to send to rank 0."""
-    # f_tau uses the paper's terms in every run, so that runs with other terms can be compared.
-    ruler = rewards.format_reward(e.turns, e.think_open)
-    return {
-        "K": e.num_frames, "type": e.task["type"], "group": e.group, "status": e.status,
-        "chance": by_chance(e, labels),
-        "f_tau": ruler["total"], "well_formed": ruler["well_formed"],
-        **{name: e.reward[name] for name in ("total", "acc", "fmt", "tool")},
-        # Counts, not shares: shares of rollouts with few tags would weigh as much as those of many.
-        "closure": rewards.closure_counts(e.turns, e.think_open),
-        "written": len(e.calls), "parseable": e.parseable(), "executed": e.executed(),
-        "turns": len(e.turns),
-        "length": sum(e.context.mask) if e.context else 0,
-        "cut": sum(reason == "length" for reason in e.finish),
-        "sub_tokens": sum(call["sub_tokens"] for call in e.calls),
-        "judge": e.reward.get("judge"), "judge_cached": e.notes.get("judge_cached", False),
-        "evidence": toy_evidence(e),
-    }
-
-
-def toy_evidence(e):
-    """(slots that the first thought states as the overview shows them, slots that it states) of a
-    task of toy.py. None for other tasks: nobody knows what their frames show."""
-    if "events" not in e.task or not e.turns:
-        return None
-    import toy
-
-    return toy.stated_evidence(e.turns[0], e.task["events"], e.num_frames)
-
-
-def mean(values):
-    """Mean of numbers, None if there are none."""
-    values = list(values)
-    return sum(values) / len(values) if values else None
-
-
-def average(rows, name):
-    """Mean of a column over the rows that have a value, None if none has."""
-    return mean(float(row[name]) for row in rows if row[name] is not None)
-
-
-def by_value(rows, name, cell):
-    """{value of a column: cell(rows that have this value)}."""
-    return {str(value): cell([row for row in rows if row[name] == value])
-            for value in sorted({row[name] for row in rows})}
-
-
-def call_minus_skip(rows):
-    """How much R_acc a call was worth, compared within prompts: mean of the rollouts that wrote a
-    call minus mean of those that did not. A call that was written and not run counts: the policy
-    decides to write, and what then gets lost is part of the price. R_tool is left out, because it
-    pays for calling. None if no prompt has both."""
-    # Within prompts, because easy prompts are called less and answered better.
-    groups = {}
-    for row in rows:
-        wrote = row["written"] > 0 or any(row["closure"][kind][0] for kind in rewards.CALLS)
-        groups.setdefault(row["group"], ([], []))[wrote].append(row["acc"])
-    return mean(mean(called) - mean(skipped) for skipped, called in groups.values()
-                if called and skipped)
-
-
-def summarise(rows):
-    """Episode rows of all ranks -> the step's metrics: means over the rollouts that are ok. A
-    broken video has no accuracy and no format, so zeros for it would blame the policy."""
-    failed = sum(row["status"] != "ok" for row in rows)
-    # From here on only rollouts that are ok. None stands for a mean over nothing.
-    rows = [row for row in rows if row["status"] == "ok"]
-    out = {name: average(rows, name) for name in ("total", "acc", "fmt", "tool", "length", "turns",
-                                            "f_tau", "well_formed", "sub_tokens")}
-    out["kappa"] = average(rows, "executed")
-    out["written_calls"] = average(rows, "written")
-    out["valid_calls"] = average(rows, "parseable")
-    out["called"] = mean(float(row["executed"] > 0) for row in rows)
-    # Of all turns of the step, a rollout of three turns counts three times.
-    turns = sum(row["turns"] for row in rows)
-    out["cut_turns"] = sum(row["cut"] for row in rows) / turns if turns else None
-    out["not_ok"] = failed
-    out["call_minus_skip"] = call_minus_skip(rows)
-    # Closed / opened over all turns of the step. None: no such tag was opened.
-    out["closure"] = {}
-    for tag in rewards.KINDS:
-        opened, closed = (sum(row["closure"][tag][i] for row in rows) for i in (0, 1))
-        out["closure"][tag] = closed / opened if opened else None
-    # Rewards can teach a thought to lie about the frames while accuracy rises.
-    stated = [row["evidence"] for row in rows if row["evidence"]]
-    if stated:
-        right, slots = map(sum, zip(*stated))
-        out["evidence"] = right / slots if slots else None
-    # The Tool Necessity Gap shows per K only: with 64 frames a call is worth little. A dead task
-    # type among several shows per type only.
-    def cell(some):
-        return {"n": len(some), "acc": average(some, "acc"), "f_tau": average(some, "f_tau"),
-                "well_formed": average(some, "well_formed"), "kappa": average(some, "executed"),
-                "call_minus_skip": call_minus_skip(some)}
-
-    out["by_K"] = by_value(rows, "K", cell)
-    out["by_type"] = by_value(rows, "type",
-                              lambda some: {**cell(some), "chance": average(some, "chance")})
-    return out
-
-
-def signs(history):
-    """Rows of the log -> {name: line}: signs that a run learns nothing, with the likely cause. The
-    thresholds are wide, so that healthy runs show none."""
-    found = {}
-    history = [row for row in history if "by_type" in row]  # the others hold held-out accuracy
-    m, three = history[-1], history[-3:]
-
-    def lasting(test, rows):
-        return len(rows) == 3 and all(map(test, rows))
-
-    # Both fall slowly in a healthy run. A step that is too long breaks them at once.
-    for name in ("f_tau", "entropy"):
-        values = [row[name] for row in history[-6:] if row[name] is not None]
-        if len(values) > 1 and max(values) > 0.1 and values[-1] < max(values) / 2:
-            found[name] = (f"{name} fell from {max(values):.2f} to {values[-1]:.2f} within five "
-                           "steps: --lr is probably too high")
-    # A turn that is cut has no answer and no closing tag.
-    if (m["cut_turns"] or 0) > 0.5:
-        found["cut"] = (f"{m['cut_turns']:.0%} of all turns were cut off: --max-new-tokens is too "
-                        "small, or the policy does not end its turns")
-    # Such a run is paid by another reward than it was started with.
-    if m.get("judge_failed", 0) > m.get("judged", 0) / 2:
-        found["judge"] = (f"the judge failed on {m['judge_failed']} of {m['judged']} answers, and "
-                          "token F1 paid them instead: is its server up?")
-    # Nothing was sampled, so no other number moves.
-    if lasting(lambda row: row["not_ok"] and row["acc"] is None, three):
-        found["failed"] = ("no rollout has been ok for 3 steps: see the lines of skipped tasks; is "
-                           "--video-root right?")
-    # A tag that nothing opens has no share.
-    for kind in rewards.KINDS:
-        shares = [row["closure"][kind] for row in three]
-        if lasting(lambda share: share is not None and share < 0.5, shares):
-            found[f"open {kind}"] = (f"most <{kind}> tags were never closed for 3 steps: the cold "
-                                     "start did not teach the format, or --lr is too high")
-    for kind, cell in m["by_type"].items():
-        cells = [row["by_type"][kind] for row in history if kind in row["by_type"]]
-        if lasting(lambda cell: cell["acc"] == 0, cells[-3:]):
-            found[f"type {kind}"] = (
-                f"no rollout of a task of type {kind} has earned accuracy for 3 steps: see whether "
-                "the labels are right and in the form that the answers have (--show-every 1)")
-        # Rollouts of one step vary together, so the spread over steps is the measure of noise.
-        apart = [c["acc"] - c["chance"] for c in cells[-5:] if c["chance"] is not None]
-        if cell["acc"] and len(apart) == 5:
-            # Not "no better than noise": few prompts are noisy. Surely hardly better.
-            if mean(apart) + 2 * statistics.stdev(apart) / math.sqrt(5) < 0.05:
-                found[f"chance {kind}"] = (
-                    f"answers to tasks of type {kind} fit their own labels no better than the "
-                    "labels of other tasks, for 5 steps: see whether labels are mixed up between "
-                    "rows, or the checkpoint cannot do the task yet")
-    # Without a signal no weight moves, so the next steps look the same. A few groups may be equal
-    # by chance.
-    equal = lasting(lambda row: row["groups"] and row["zero_variance"] == row["groups"], three)
-    if equal and sum(row["groups"] for row in three) >= 24:
-        found["signal"] = ("no group has had a signal for 3 steps, because all rollouts of a prompt"
-                           " earn the same: tasks too hard or too easy, --temperature or --group "
-                           "too low, or a broken policy")
-    return found
-
-
-def number(value, form=".2f"):
-    """A number for the terminal, "-" for None."""
-    return "-" if value is None else format(value, form)
-
-
-def step_line(m, steps, eta):
-    """The numbers to watch, on one line of the terminal. log.jsonl has all. eta: seconds."""
-    # Only if some failed: a column of zeros would hide the one that matters.
-    more = f"not ok {m['not_ok']} | " if m["not_ok"] else ""
-    if "judged" in m:
-        more += f"judged {m['judged']} failed {m['judge_failed']} cached {m['judge_cached']} | "
-    return (f"step {m['step']:04d}/{steps:04d} | R {number(m['total'])} acc {number(m['acc'])} "
-            f"f_tau {number(m['f_tau'])} kappa {number(m['kappa'])} | {more}"
-            f"gap {number(m['gap'], '.0e')} gn {number(m['grad_norm'])} "
-            f"zero {m['zero_variance']}/{m['groups']} | "
-            f"roll {m['rollout_s']:.1f}s train {m['train_s']:.1f}s | eta {eta / 60:.1f}m")
-
-
-def step_counts(rows, counts):
-    """Numbers that are summed over ranks instead of averaged over rollouts, and speeds by the clock
-    of rank 0."""
-    # Seconds are rank 0's, because ranks wait for each other at the update.
-    times = {name: counts[0][name] for name in ("rollout_s", "train_s", "sync_s")}
-    packed = sum(c["packed"] for c in counts)
-    sampled = sum(row["length"] + row["sub_tokens"] for row in rows)
-    judged = [row for row in rows if row["judge"] is not None]
-    verdicts = [row for row in judged if row["judge"] != "fallback"]
-    judge = {"judged": len(judged), "judge_failed": len(judged) - len(verdicts),
-             "judge_cached": sum(row["judge_cached"] for row in verdicts)}
-    return {**times, **(judge if counts[0]["judge"] else {}),
-            "zero_variance": sum(c["skipped"] for c in counts),
-            "groups": sum(c["groups"] for c in counts), "packed_tokens": packed,
-            "decode_s": max(c["decode_s"] for c in counts),
-            "rollout_tokens_per_s": sampled / max(times["rollout_s"], 1e-9),
-            "train_tokens_per_s": packed / max(times["train_s"], 1e-9)}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -869,8 +632,6 @@ def build_parser():
         help="toy: numbers for the world of toy.py")
     add("--vanilla", action="store_true",
         help="the release's plain GRPO: no prefix, no suffix, no anchor, no gating")
-    add("--resume", action=yes_no, default=None,
-        help="go on from --out; default: if it is of the same settings; no: begin anew")
     add = parser.add_argument_group("batch").add_argument
     add("--steps", type=int, default=300, help="batches of rollouts")
     add("--prompts", type=int, default=32, help="prompts per step, over all ranks")
@@ -894,19 +655,14 @@ def build_parser():
     add = parser.add_argument_group("loss and optimiser").add_argument
     add("--clip-eps", type=float, default=0.2, help="eps of the clipped surrogate")
     add("--kl", type=float, default=0.01, help="beta; 0 = no reference model is loaded")
-    add("--lora", type=int, default=0, help="rank of adapters, the rest is frozen; 0 = off")
     add("--lr", type=float, default=None, help="AdamW, constant; default 2e-6, with --lora 2e-5")
-    add("--clip", type=float, default=1.0, help="gradient norm; 0 = no clipping")
-    add("--recompute", choices=["full", "none"], default="full", help="decoder layers in backward")
-    add("--replicas", type=int, default=1,
-        help="groups of ranks that each hold the whole model in shards (HSDP): one per node; "
-             "0 = every rank holds the whole (toy)")
+    checkpoint.add_arguments(add)
     add = parser.add_argument_group("looking and saving").add_argument
     add("--save-every", type=int, default=50, help="steps between checkpoints; 0 = at the end")
     add("--show-every", type=int, default=20, help="steps between printed rollouts; 0 = never")
     add("--val", help="held-out task JSONL: accuracy with and without tools, and `best`")
     add("--eval-every", type=int, default=50, help="steps between them; 0 = at the end")
-    launch.add_track_arguments(add)
+    metrics.add_track_arguments(add)
     rollout.add_agent_arguments(parser, more={
         "gamma": (0.3,),  # penalty of a thought that never closes, see rewards.format_reward
         "answer_from": ("tag", "line"),  # line: R_acc also reads the last line, as the release does
@@ -943,7 +699,7 @@ def parse_args():
         raise launch.UserError("give --data (task JSONL) or --rollouts (rollout JSONL)")
     if args.temperature <= 0:
         raise launch.UserError("--temperature must be above 0: greedy samples have no gradient")
-    launch.check_tracker(args)
+    metrics.check_tracker(args)
     return args
 
 

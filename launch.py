@@ -10,6 +10,7 @@ Reads JSONL files; writes log.jsonl and small text files, each whole or not at a
 import argparse
 import contextlib
 import functools
+import hashlib
 import json
 import os
 import sys
@@ -511,116 +512,7 @@ def at_least(least, args, *names):
 # Numbers of a run
 
 
-class Log:
-    """Rank 0's numbers of each step: the same to log.jsonl, to the terminal and to --track."""
-
-    def __init__(self, out, start, args):
-        """start: the step after which the run goes on. Lines of later steps and a torn last line
-        are dropped."""
-        path = os.path.join(out, "log.jsonl")
-        self.out, self.start, self.began = out, start, time.monotonic()
-        self.rows, self.warned = [], set()  # written by this process; warnings already given
-        kept = [row for row in whole_rows(path) if row["step"] <= start] if start else []
-        write_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
-        self.file = open(path, "a", encoding="utf-8")
-        self.tracker = start_tracker(out, start, args)
-
-    def write(self, record, line):
-        """Adds a row to log.jsonl and to --track, and prints `line`."""
-        self.rows.append(record)
-        self.file.write(json.dumps(record) + "\n")
-        self.file.flush()
-        print(line, flush=True)
-        numbers = flat(record)
-        self.track("log", numbers, step=numbers.pop("step"))
-
-    def track(self, call, *given, **named):
-        """Calls a function of --track. Errors are printed once, and end no run."""
-        try:
-            if self.tracker:
-                getattr(self.tracker, call)(*given, **named)
-        except Exception as error:  # of whatever kind: log.jsonl has the numbers
-            if "track" not in self.warned:
-                print(f"--track: {type(error).__name__}: {printable(error)}; the run goes on, "
-                      "log.jsonl has all numbers", file=sys.stderr, flush=True)
-            self.warned.add("track")
-
-    def eta(self, step, steps):
-        """Seconds until step `steps` at the pace so far."""
-        return (time.monotonic() - self.began) / (step - self.start) * (steps - step)
-
-    def close(self, step, steps):
-        """Prints how the run ended."""
-        minutes = (time.monotonic() - self.began) / 60
-        end = f"done: {steps - self.start} steps in {minutes:.1f} min -> {self.out}/last"
-        if step < steps:
-            end = (f"stopped by SIGTERM after step {step} of {steps}; the same command goes on "
-                   f"from {self.out}")
-        print(end, flush=True)
-        self.file.close()
-        self.track("finish")
-
-
-def add_track_arguments(add):
-    """Flags of a tracker. add: add_argument of a parser's group."""
-    add("--track", choices=["trackio", "wandb", "swanlab"],
-        help="send the numbers of log.jsonl there too; needs the package of this name")
-    add("--project", default="paravt", help="of --track")
-
-
-def check_tracker(args):
-    """Raises UserError if the package of --track is missing: before models are loaded."""
-    import importlib.util
-
-    # A folder wandb/ of earlier runs is found too, as a package without an origin.
-    if args.track and not getattr(importlib.util.find_spec(args.track), "origin", None):
-        raise UserError(f"--track {args.track}: the package is not installed: "
-                        f"pip install {args.track}")
-
-
-def start_tracker(out, start, args):
-    """-> the module of --track, in which a run has begun, or goes on if start > 0. None without
-    --track. Raises RankError if the tracker refuses."""
-    if not args.track:
-        return None
-    import importlib
-
-    path = os.path.join(out, "track.id")  # a run that is begun anew here is another one
-    if not start or not os.path.exists(path):
-        write_atomic(path, os.urandom(16).hex()[:21])
-    with open(path, encoding="utf-8") as f:
-        identity = f.read()
-    # trackio knows a run by its name, so the name must be its own.
-    name = f"{os.path.basename(os.path.abspath(out))}-{identity[:6]}"
-    place = {"trackio": {}, "wandb": {"id": identity, "dir": out},
-             "swanlab": {"id": identity, "log_dir": os.path.join(out, "swanlog")}}[args.track]
-    try:
-        tracker = importlib.import_module(args.track)
-        tracker.init(project=args.project, name=name, config={**vars(args)},  # trackio adds to it
-                     resume="allow", **place)
-    except Exception as error:  # no login, no network: every tracker has errors of its own
-        why = " ".join(str(error).split())
-        raise RankError(f"--track {args.track}: {type(error).__name__}: {why}") from None
-    return tracker
-
-
-def flat(value, name=""):
-    """A row of the log -> its numbers, {"by_K/4/acc": 0.5, ..}: trackers draw no text, no None."""
-    if isinstance(value, dict):
-        parts = [flat(part, f"{name}/{key}") for key, part in value.items()]
-        return {key: number for part in parts for key, number in part.items()}
-    return {name[1:]: value} if isinstance(value, (int, float)) else {}
-
-
-def whole_rows(path):
-    """Rows of a log, without a line that a crash cut off."""
-    rows = []
-    if os.path.exists(path):
-        with open(path, encoding="utf-8", errors="replace") as f:
-            for line in f:
-                with contextlib.suppress(ValueError):
-                    row = parse_json(line)
-                    numbered = isinstance(row, dict) and isinstance(row.get("step"), int)
-                    if numbered and line.endswith("\n"):
-                        rows.append(row)
-    return rows
+def stable_number(*parts) -> int:
+    """A 64-bit number that depends on the parts alone, on every rank and in every process."""
+    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "big")

@@ -349,57 +349,6 @@ def packed_attention(module, query, key, value, attention_mask=None, scaling=Non
     return PartsAttention.apply(query, key, value, plan.layout, scaling).transpose(1, 2), None
 
 
-def packed_delta(layer, hidden_states, plan=None, **_):
-    """Stands in for the forward of a gated-delta layer (Qwen3.5). hidden_states [1, L, H] -> the
-    same.
-
-      S_t = e^{g_t} S_{t-1} (I - beta_t k_t k_t') + beta_t v_t k_t'      o_t = S_t q_t
-
-    q, k, v pass a causal convolution of C taps before. The state S runs through a sequence, so a
-    prefix is computed once: its last C - 1 inputs of the convolution and its state are where each
-    branch begins.
-    """
-    h = hidden_states[0]
-    qkv, z = layer.in_proj_qkv(h), layer.in_proj_z(h)  # [L, q and k and v], [L, value heads * d]
-    beta = layer.in_proj_b(h).sigmoid()  # [L, value heads]
-    # The engine holds this bias in its compute dtype, and A_log in fp32.
-    gate = layer.in_proj_a(h).float() + layer.dt_bias.to(h.dtype).float()
-    decay = -layer.A_log.float().exp() * F.softplus(gate)  # [L, value heads] g, a log
-    taps = layer.conv_kernel_size - 1  # earlier inputs that a convolution reads
-    out = []
-    for start, p, branches in plan.layout:
-        cut = start + p
-        first = F.pad(qkv[start:cut], (0, 0, taps, 0))[None]  # zeros stand before a sequence
-        o, state = delta_rule(layer, first, decay[None, start:cut], beta[None, start:cut], None)
-        out.append(o[0])
-        if branches:
-            # One batch, padded at the end by decay 0 and beta 0, which change nothing before.
-            parts = (v[cut:cut + sum(branches)].split(branches) for v in (qkv, decay, beta))
-            x, g, b = (torch.nn.utils.rnn.pad_sequence(v, batch_first=True) for v in parts)
-            before = first[:, first.shape[1] - taps:].expand(len(branches), -1, -1)
-            x = torch.cat([before, x], 1)  # [branches, taps + n, q and k and v]
-            o, _ = delta_rule(layer, x, g, b, state.expand(len(branches), -1, -1, -1))
-            out += [row[:n] for row, n in zip(o, branches)]
-    core = layer.norm(torch.cat(out).flatten(0, 1), z.reshape(-1, layer.head_v_dim))
-    return layer.out_proj(core.to(z.dtype).reshape(1, len(h), -1))
-
-
-def delta_rule(layer, x, decay, beta, state):
-    """x [B, C - 1 + n, q and k and v]; decay, beta [B, n, value heads]; state: None = zeros ->
-    (out [B, n, value heads, d], the state at the end [B, value heads, d, d])."""
-    from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule as rule
-
-    # The weight may be kept in fp32, see checkpoint.shard.
-    weight = layer.conv1d.weight.to(x.dtype)
-    x = F.silu(F.conv1d(x.transpose(1, 2), weight, groups=x.shape[2])).transpose(1, 2)
-    q, k, v = x.split([layer.key_dim, layer.key_dim, layer.value_dim], -1)
-    q, k = (x.unflatten(-1, (-1, layer.head_k_dim)) for x in (q, k))
-    shared = layer.num_v_heads // layer.num_k_heads  # value heads that share a key head
-    return rule(q.repeat_interleave(shared, 2), k.repeat_interleave(shared, 2),
-                v.unflatten(-1, (-1, layer.head_v_dim)), g=decay, beta=beta, initial_state=state,
-                output_final_state=True, use_qk_l2norm_in_kernel=True)
-
-
 def block_mask(pack, device, size=128):
     """Pack -> FlexAttention's BlockMask. size: tokens of a block, fixed by the kernel.
 
@@ -544,6 +493,61 @@ def chunk_logprobs(hidden, weight, target, bias, temperature):
 
 
 # ---- below: kernels, optimizer (a reader of the step may stop here) -----------------------------
+
+
+# ------------------------------------------------------------------------------------------------
+# Gated-delta layers (Qwen3.5)
+
+
+def packed_delta(layer, hidden_states, plan=None, **_):
+    """Stands in for the forward of a gated-delta layer (Qwen3.5). hidden_states [1, L, H] -> the
+    same.
+
+      S_t = e^{g_t} S_{t-1} (I - beta_t k_t k_t') + beta_t v_t k_t'      o_t = S_t q_t
+
+    q, k, v pass a causal convolution of C taps before. The state S runs through a sequence, so a
+    prefix is computed once: its last C - 1 inputs of the convolution and its state are where each
+    branch begins.
+    """
+    h = hidden_states[0]
+    qkv, z = layer.in_proj_qkv(h), layer.in_proj_z(h)  # [L, q and k and v], [L, value heads * d]
+    beta = layer.in_proj_b(h).sigmoid()  # [L, value heads]
+    # The engine holds this bias in its compute dtype, and A_log in fp32.
+    gate = layer.in_proj_a(h).float() + layer.dt_bias.to(h.dtype).float()
+    decay = -layer.A_log.float().exp() * F.softplus(gate)  # [L, value heads] g, a log
+    taps = layer.conv_kernel_size - 1  # earlier inputs that a convolution reads
+    out = []
+    for start, p, branches in plan.layout:
+        cut = start + p
+        first = F.pad(qkv[start:cut], (0, 0, taps, 0))[None]  # zeros stand before a sequence
+        o, state = delta_rule(layer, first, decay[None, start:cut], beta[None, start:cut], None)
+        out.append(o[0])
+        if branches:
+            # One batch, padded at the end by decay 0 and beta 0, which change nothing before.
+            parts = (v[cut:cut + sum(branches)].split(branches) for v in (qkv, decay, beta))
+            x, g, b = (torch.nn.utils.rnn.pad_sequence(v, batch_first=True) for v in parts)
+            before = first[:, first.shape[1] - taps:].expand(len(branches), -1, -1)
+            x = torch.cat([before, x], 1)  # [branches, taps + n, q and k and v]
+            o, _ = delta_rule(layer, x, g, b, state.expand(len(branches), -1, -1, -1))
+            out += [row[:n] for row, n in zip(o, branches)]
+    core = layer.norm(torch.cat(out).flatten(0, 1), z.reshape(-1, layer.head_v_dim))
+    return layer.out_proj(core.to(z.dtype).reshape(1, len(h), -1))
+
+
+def delta_rule(layer, x, decay, beta, state):
+    """x [B, C - 1 + n, q and k and v]; decay, beta [B, n, value heads]; state: None = zeros ->
+    (out [B, n, value heads, d], the state at the end [B, value heads, d, d])."""
+    from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule as rule
+
+    # The weight may be kept in fp32, see checkpoint.shard.
+    weight = layer.conv1d.weight.to(x.dtype)
+    x = F.silu(F.conv1d(x.transpose(1, 2), weight, groups=x.shape[2])).transpose(1, 2)
+    q, k, v = x.split([layer.key_dim, layer.key_dim, layer.value_dim], -1)
+    q, k = (x.unflatten(-1, (-1, layer.head_k_dim)) for x in (q, k))
+    shared = layer.num_v_heads // layer.num_k_heads  # value heads that share a key head
+    return rule(q.repeat_interleave(shared, 2), k.repeat_interleave(shared, 2),
+                v.unflatten(-1, (-1, layer.head_v_dim)), g=decay, beta=beta, initial_state=state,
+                output_final_state=True, use_qk_l2norm_in_kernel=True)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -25,18 +25,15 @@ Writes: rollout JSONL, one episode a line, enough to train on without the engine
 
 CPU toy:  python rollout.py --preset toy --ckpt sft_out --data toy/rl.jsonl --group 4 --limit 8 \\
             --show 2 --out r.jsonl
-A film:   python rollout.py --ckpt C --video film.mp4 --question "Who opens the door?"
 1 GPU:    python rollout.py --ckpt sft_out --data rl.jsonl --group 8 --out r.jsonl
 8 GPUs:   one process per GPU, each with a part of --data; grpo.py has one engine per rank
 """
 import argparse
 import asyncio
 import collections
-import hashlib
 import itertools
 import json
 import os
-import re
 import string
 import sys
 import time
@@ -44,11 +41,12 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 
 import chat
+import data
 import launch
 import rewards
 import video
-from engine import Limits, Pump, Request, VllmEngine, add_judge_arguments, in_flight, open_judge
-from video import check_subtitles, task_subtitles
+from endpoint import add_judge_arguments, open_judge
+from engine import Limits, Pump, Request, VllmEngine, in_flight
 
 # ------------------------------------------------------------------------------------------------
 # Prompts. SFT data, RL and evaluation all build their prompts here: a model that was trained on one
@@ -102,7 +100,7 @@ def answer_style(task_type: str) -> str:
 def question_text(task: dict) -> str:
     """Task -> the text after the frames: question, options, how to answer."""
     # Publishers label options in several ways; here every option gets the same kind of label.
-    options = zip(string.ascii_uppercase, bare_options(task.get("options") or []))
+    options = zip(string.ascii_uppercase, data.bare_options(task.get("options") or []))
     lines = [task["question"], *(f"{letter}. {option}" for letter, option in options)]
     return "\n" + "\n".join([*lines, answer_style(task["type"])])
 
@@ -137,15 +135,10 @@ def gated_choices() -> tuple[int, ...]:
     return (4, 8, 16, 32, 64)
 
 
-def stable_number(*parts) -> int:
-    """A 64-bit number that depends on the parts alone, on every rank and in every process."""
-    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
-    return int.from_bytes(digest[:8], "big")
-
-
 def gated_frames(seed: int, step: int, task_id: str | int) -> int:
     """nFrames gating: K ~ Uniform, one draw per prompt and step, so a whole group shares K."""
-    number = stable_number("K", seed, step, task_id)  # "K": not the digest of a sampling seed
+    # "K": not the digest of a sampling seed.
+    number = launch.stable_number("K", seed, step, task_id)
     return gated_choices()[number % len(gated_choices())]
 
 
@@ -223,16 +216,6 @@ class Source:
         # the record name the part that was shown.
         start, end = max(0.0, spec["start"]), min(spec["end"], self.duration(spec))
         return {**spec, "start": start, "end": end}, frames
-
-    def clusters(self, specs):
-        """Windows of one turn -> lists of their places: windows of one list are decoded in one go,
-        because their frames follow the same key frame."""
-        return video.clusters(specs, self.root, self.cache)
-
-    def preload(self, specs):
-        """Decodes the windows of one cluster into the cache."""
-        most = self.crop_pixels or self.max_pixels
-        video.preload(specs, self.root, self.cache, self.min_pixels, most)
 
     def duration(self, spec):
         """Seconds of the video."""
@@ -426,7 +409,7 @@ async def load_overview(episode, sampler):
         episode.timing["decode_s"] = time.monotonic() - began  # waiting for a thread included
     episode.timing["video_s"], episode.spoken = episode.duration, spoken
     # Only now is the length known. Nothing has been sampled yet for a label that cannot be met.
-    if source.own_labels and (wrong := label_fault(episode.task, episode.duration)):
+    if source.own_labels and (wrong := data.label_fault(episode.task, episode.duration)):
         episode.fail("label_error", wrong)
         return None
     return spec, frames, spoken
@@ -436,7 +419,7 @@ def turn_seed(episode, agent, *turn):
     """31-bit seed of a main turn (one number), or of a sub-agent (turn, number of the call)."""
     # The seed depends on the request alone: the order in which episodes finish changes no sample.
     parts = agent.seed, episode.version, episode.task["id"], episode.sample, *turn
-    return stable_number(*parts) >> 32 & 0x7FFFFFFF
+    return launch.stable_number(*parts) >> 32 & 0x7FFFFFFF
 
 
 def record_turn(episode, codec, said, finish):
@@ -480,8 +463,7 @@ async def serve(records, calls, episode, sampler, turn):
     exactly one response."""
     places = admitted(records, calls, sampler.agent.max_parallel)  # indices of calls
     specs = [window_spec(calls[i], episode.task, sampler.agent) for i in places]  # one per window
-    decoded = await decoding(specs, sampler)
-    jobs = [sub_agent(records[i], specs[n], episode, sampler, turn, n, decoded[n])
+    jobs = [sub_agent(records[i], specs[n], episode, sampler, turn, n)
             for n, i in enumerate(places)]
     if sampler.agent.dispatch == "parallel":
         # All at once: their decoding and their tokens share the machine with every other episode.
@@ -497,16 +479,14 @@ def window_spec(call, task, agent):
             "num_frames": call.num_frames or None, "max_frames": agent.sub_frames}
 
 
-async def sub_agent(record, spec, episode, sampler, turn, number, decoded):
+async def sub_agent(record, spec, episode, sampler, turn, number):
     """Asks the same weights in a fresh context that holds one window, and fills `record`.
 
     A bad window, a full context and a failed request become the call's response, as in run_episode.
-    number: of the call among those of its turn that run. decoded: Future of the window, see
-    `decoding`.
+    number: of the call among those of its turn that run.
     """
     agent, codec, task, began = sampler.agent, sampler.codec, episode.task, time.monotonic()
     try:
-        await decoded  # the frames are then in the cache
         spec, frames = await sampler.pump.load(sampler.source.load_window, spec)
     except (video.VideoError, ValueError) as error:
         return refuse_window(record, error)
@@ -556,17 +536,6 @@ def admitted(records, calls, most):
     for i in good[most:]:
         records[i].update(status="not_run", summary=f"not run: at most {most} calls per turn")
     return good[:most]
-
-
-async def decoding(specs, sampler):
-    """Begins to decode the windows of one turn -> {place in specs: Future}. Windows that are
-    decoded in one go share a Future."""
-    # Crops of one turn often overlap. Decoding a run of frames once for all of them saves time.
-    found = {}
-    for near in await sampler.pump.load(sampler.source.clusters, specs):
-        done = sampler.pump.load(sampler.source.preload, [specs[n] for n in near])
-        found.update(dict.fromkeys(near, done))
-    return found
 
 
 # ------------------------------------------------------------------------------------------------
@@ -654,17 +623,6 @@ def new_episodes(tasks, seed, frames, group, step):
 # ---- below: looking at episodes, checks, the command line (may be skipped) ----------------------
 
 
-def bare_options(options: list[str]) -> list[str]:
-    """Options without their labels ("A. ", "(A) ", "A) ", "A: ")."""
-    patterns = [rf"\s*(?:\({letter}\)|{letter}[.):])\s+" for letter in string.ascii_uppercase]
-    labels = [re.match(pattern, text) for pattern, text in zip(patterns, options)]
-    # Labels are removed only if every option has its own letter: the text "B. B. King" as the one
-    # option with a letter in front is a name.
-    if not all(labels):
-        return [text.strip() for text in options]
-    return [text[label.end():].strip() for text, label in zip(options, labels)]
-
-
 def show(episode: Episode, codec: chat.Codec, colour: bool = True) -> str:
     """One episode as text. Sampled, inserted and structural tokens have a colour each, or marks if
     there are no colours."""
@@ -693,69 +651,6 @@ def show(episode: Episode, codec: chat.Codec, colour: bool = True) -> str:
     calls = [f"   call {c['start']}-{c['end']}: {c['status']} -> {c['summary']}"
              for c in episode.calls]
     return "\n".join([launch.printable(head), "".join(text), *map(launch.printable, calls)])
-
-
-def read_tasks(path: str, faults: list | None = None) -> list[dict]:
-    """Task JSONL -> rows, checked before any long work. Raises UserError naming file and line; with
-    a list `faults` the line goes there, and the row is left out."""
-    needed = ("id", "video", "question", "answer", "type")
-    rows = launch.read_jsonl(path, needed, task_fault, faults)
-    # Ids name groups, seeds and records: two tasks of one id would be mixed up.
-    counts = collections.Counter(row["id"] for row in rows)
-    if twice := [name for name, times in counts.items() if times > 1]:
-        fault = f"{path}: task ids are not unique: {twice[0]} is there {counts[twice[0]]} times"
-        if faults is None:
-            raise launch.UserError(fault)
-        faults.append(fault)
-    return rows
-
-
-def task_fault(row: dict) -> str | None:
-    """-> None, or why a task cannot be used."""
-    options = row.get("options") or []
-    if not (isinstance(row["id"], (str, int)) and isinstance(row["question"], str)):
-        return "id and question must be text"
-    if not (isinstance(options, list) and all(isinstance(option, str) for option in options)):
-        return "options must be a list of strings, or null"
-    if not isinstance(row.get("subtitles") or "", str):
-        return "subtitles must be the path of a file, or null"
-    # The type chooses the reward, so a misspelt one must not pass.
-    if row["type"] not in rewards.task_types():
-        return f"type is {row['type']!r}; expected {', '.join(rewards.task_types())}"
-    if row["type"] == "mcq" and not options:
-        return "an mcq task needs 'options'"
-    answer = said = row["answer"]
-    if row["type"] == "grounding":
-        # Numbers, not texts: to_seconds would read "1:30" too. It returns None for NaN.
-        numbers = isinstance(answer, list) and not any(isinstance(s, str) for s in answer)
-        span = [rewards.to_seconds(second) for second in answer] if numbers else []
-        if len(span) != 2 or None in span:
-            return "the answer of a grounding task is [start, end] in seconds"
-        said = f"{span[0]:.6f} - {span[1]:.6f}"
-    elif not (isinstance(answer, str) and answer.strip()):
-        return "the answer is a text; of a list task: its items in order, commas between"
-    # A label that earns less than 1 when the model writes that very label misleads training.
-    # Graded by the very functions that pay a rollout.
-    given = rewards.final_answer([f"<answer>{said}</answer>"])
-    if rewards.accuracy(given, row["type"], answer, options or None) < 0.999:
-        wanted = {"mcq": "it must be the letter of one of the options",
-                  "grounding": "it must be [start, end], 0 <= start < end"}
-        why = wanted.get(row["type"], "it must hold a letter or a digit, and no tags")
-        return f"the answer earns no full reward when the model gives it: {why}"
-    return None
-
-
-def label_fault(task: dict, duration: float) -> str | None:
-    """-> None, or why the answer of a grounding task lies beyond the end of the video. duration:
-    seconds."""
-    if task["type"] != "grounding":
-        return None
-    start, end = task["answer"]
-    # Half of the span may lie beyond: annotators round, and end a span a little late.
-    if min(end, duration) - start >= (end - start) / 2:
-        return None
-    return (f"the answer, {start:g} to {end:g} s, lies beyond the end of the video, which has "
-            f"{duration:g} s")
 
 
 def from_json(row: dict) -> Episode:
@@ -836,20 +731,10 @@ def add_agent_arguments(parser, tools: bool = True, more=()) -> None:
     add("--set", action=Set, const=table, nargs="+", default=argparse.SUPPRESS,
         metavar="NAME=VALUE", help="few runs change these; defaults first: " + ", ".join(shown))
 
-    # Frames must be the same in SFT, RL and evaluation: sft.py has these flags too, except --snap.
     add = parser.add_argument_group("frames and engine").add_argument
-    add("--channel", choices=["image", "video"], default="image",
-        help="frames as `<t seconds>` + images, or one video item")
-    # A path in a data file must not reach other files of the machine.
-    add("--video-root", help="folder that videos are relative to and may not leave; default: the "
-        "JSONL's folder")
-    add("--max-pixels", type=int, default=Source.max_pixels, help="of a frame after resizing")
+    video.add_arguments(add)
     add("--snap", choices=["off", "keyframe"], default="off",
         help="keyframe: overviews take the key frame nearest to each time; fast in files of hours")
-    add("--frame-cache-gb", type=float, default=4.0, help="GiB of decoded frames kept per rank")
-    add("--frame-cache-dir", help="folder of decoded frames for later runs and all ranks of a "
-        "node; default: none")
-    add("--frame-cache-dir-gb", type=float, default=50.0, help="GiB kept in that folder")
     add("--patience", type=float, default=1800.0,
         help="seconds a phase may take before the run ends and prints its stacks; 0 = for ever")
     add("--engine-share", type=float, default=0.5, help="vLLM's part of the GPU while awake")
@@ -881,7 +766,7 @@ def agent_settings(args, data_path: str | None) -> tuple[Agent, Source]:
     # A wrong root would only show as one counted video_error per task.
     if not os.path.isdir(root):
         raise launch.UserError(f"--video-root {root}: no such folder")
-    spoken = partial(task_subtitles, root=root, which=args.subtitles)
+    spoken = partial(data.task_subtitles, root=root, which=args.subtitles)
     return agent, Source(root, video.frame_cache(args), least, args.max_pixels,
                          min(crop, args.max_pixels), spoken if args.subtitles != "none" else None,
                          args.snap == "keyframe", own_labels=bool(data_path))
@@ -892,7 +777,7 @@ def check_context(codec, tasks, agent, source, frames) -> None:
     if none of the first videos can be read, or if a file of subtitles cannot be. Called before any
     weights are loaded."""
     if source.subtitles:
-        check_subtitles(tasks, source.root)
+        data.check_subtitles(tasks, source.root)
     # Overview prompts differ little in length, but for subtitles, so the first readable task stands
     # for all. --check looks at all.
     text = json.loads(codec.files["config.json"])["text_config"]
@@ -941,9 +826,9 @@ def preflight(codec, tasks, agent, source, frames) -> list[str]:
         spec = source.overview_spec(task, fewest)
         try:
             seen = source.load(spec)  # decodes the fewest frames, from all over the film
-            wrong = label_fault(task, source.duration(spec))
+            wrong = data.label_fault(task, source.duration(spec))
             if source.subtitles:
-                check_subtitles([task], source.root)
+                data.check_subtitles([task], source.root)
         except launch.UserError as error:  # a VideoError is one
             return f"task {task['id']}: {error}", 0
         # Only sizes and times enter the ids, so one picture stands for all of the largest prompt.
@@ -1011,138 +896,14 @@ def toy_lengths() -> dict[str, int]:
     return dict(context=1024, max_new_tokens=128, sub_max_new_tokens=24, max_turns=1)
 
 
-# ------------------------------------------------------------------------------------------------
-# Questions about one film
-
-
-def add_film_arguments(add) -> None:
-    """Flags of a question about one film. add: add_argument of a parser."""
-    add("--video", help="instead of --data: a film to ask about, a file or a folder of frames")
-    add("--question", help="about --video; default: questions are read from the terminal")
-    add("--options", nargs="+", metavar="TEXT", help="of that question; default: an open answer")
-
-
-def check_film(args) -> None:
-    """Makes the path of --video absolute. Raises UserError for flags that lack another one."""
-    if (args.question or args.options) and not (args.video and args.question):
-        raise launch.UserError("--question belongs to --video, and --options to --question")
-    if args.video:
-        args.video = os.path.realpath(args.video)  # a link may lead out of its folder
-        if not os.path.exists(args.video):
-            raise launch.UserError(f"--video {args.video}: no such file")
-
-
-def check_rollout_file(args) -> None:
-    """Raises UserError if --out cannot be the name of a rollout file."""
-    if args.out and os.path.isdir(args.out):
-        raise launch.UserError(f"--out {args.out} is a folder; give the name of a file")
-    if args.out:
-        launch.keep_inputs([args.out], [args.data or args.video, verdicts_beside(args.out)])
-        if not args.out.endswith(".jsonl"):  # a file of a checkpoint, say
-            raise launch.UserError(f"--out {args.out}: the name of a rollout file ends in .jsonl")
-
-
-def film_task(args, number=0, question="", options=None) -> dict:
-    """A question about --video as a task without a gold answer."""
-    return {"id": f"question-{number}", "video": os.path.basename(args.video),
-            "question": question, "options": options or None, "answer": None,
-            "type": "mcq" if options else "open"}
-
-
-def questions(args):
-    """-> iterator of tasks about --video: --question alone, or lines from the terminal or a
-    pipe. Options follow a question after bars."""
-    given, number = [[args.question, *(args.options or [])]], 0
-    while given:
-        line = given.pop() if args.question else typed_question()
-        if not line:
-            return
-        number += 1
-        yield film_task(args, number, line[0], line[1:])
-        given += [] if args.question else [None]
-
-
-def typed_question() -> list[str] | None:
-    """One line of standard input -> [question, option, ..], or None at the end: an empty line or
-    Ctrl-C at a terminal, the end of a pipe."""
-    terminal = sys.stdin.isatty()
-    line = ""
-    while not line:
-        try:
-            line = input("question (| before each option; an empty line ends): " * terminal).strip()
-        except (EOFError, KeyboardInterrupt):
-            return None
-        if terminal and not line:
-            return None
-    return [part.strip() for part in line.split("|")]
-
-
-async def narrated(episode: Episode, sampler: Sampler, play=run_episode) -> Episode:
-    """`play`, which also prints turns, calls and summaries as they come, each with the seconds that
-    it took."""
-    last, turns, told = time.monotonic(), 0, set()  # told: numbers of calls
-
-    def took():
-        nonlocal last
-        before, last = last, time.monotonic()
-        return last - before
-
-    def tell_calls(before):
-        """The calls of turns below `before` that have been answered."""
-        for number, call in enumerate(episode.calls):
-            if number in told or call["status"] == "pending" or call["turn"] >= before:
-                continue
-            told.add(number)
-            seconds = f", {call['seconds']:.1f} s" if "seconds" in call else ""
-            window = f"{call['start']} to {call['end']} s" if call["parseable"] else "no window"
-            print(f"  [call {number + 1}, {window}: {call['status']}{seconds}] "
-                  f"{launch.printable(call['summary'])}", flush=True)
-            took()
-
-    work = asyncio.create_task(play(episode, sampler))
-    try:
-        while not work.done():
-            await asyncio.wait([work], timeout=0.05)
-            for text in episode.turns[turns:]:
-                tell_calls(turns)  # a fast engine may be two turns further
-                turns += 1
-                print(f"[turn {turns}, {took():.1f} s] {launch.printable(text.strip())}",
-                      flush=True)
-            tell_calls(turns)
-        return work.result()
-    finally:
-        work.cancel()  # if the run ends early
-
-
-def ask(sampler: Sampler, tasks, frames, play=run_episode, final=None) -> list[dict]:
-    """
-    Asks one question after the other and prints how the agent comes to its answers -> records.
-    Frames and prompts stay in the caches, so a second question about a film is faster.
-
-    play: the episode loop. final: (turns, think_open) -> answer or None; default: as in training.
-    """
-    rows = []
-    for task in tasks:
-        # Another seed for each question; the step has no other meaning here.
-        (episode,) = run(sampler, [task], frames, step=len(rows),
-                         play=partial(narrated, play=play))
-        print(answer_line(episode, final or rewards.answer_or_tail), flush=True)
-        rows.append(episode.to_json())
-    return rows
-
-
-def answer_line(episode: Episode, final) -> str:
-    """The end of an episode -> one line: the answer, the frames shown, the seconds."""
-    options = episode.task["options"]
-    said = final(episode.turns, episode.think_open)
-    letter = rewards.extract_letter(said, options) if said and options else None
-    if episode.status != "ok":
-        said = f"none ({episode.status}: {episode.error})"
-    elif letter:
-        said = f"{letter}. {bare_options(options)[string.ascii_uppercase.index(letter)]}"
-    frames = len(episode.notes.get("seconds", []))
-    return (f"answer: {launch.printable(said or 'none')}   ({frames} frames, "
-            f"{episode.executed()} windows, {episode.timing.get('total_s', 0.0):.1f} s)")
+def check_rollout_file(out: str | None, read: str) -> None:
+    """Raises UserError if --out cannot be the name of a rollout file. read: the input."""
+    if out and os.path.isdir(out):
+        raise launch.UserError(f"--out {out} is a folder; give the name of a file")
+    if out:
+        launch.keep_inputs([out], [read, verdicts_beside(out)])
+        if not out.endswith(".jsonl"):  # a file of a checkpoint, say
+            raise launch.UserError(f"--out {out}: the name of a rollout file ends in .jsonl")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1153,12 +914,10 @@ def parse_args():
     parser = launch.parser(__doc__)
     add = parser.add_argument_group("what to run").add_argument
     add("--ckpt", required=True, help="checkpoint folder")
-    add("--data", help="task JSONL")
-    add_film_arguments(add)
+    add("--data", required=True, help="task JSONL")
     add("--out", help="rollout JSONL to write; default: none is written")
     add("--preset", choices=["paper", "toy"], default="paper", help="toy: lengths for toy.py")
-    add("--frames", type=frames_argument, help="K, or gated: K ~ U{4,8,16,32,64}; default: gated, "
-        "and 64 for --video")
+    add("--frames", type=frames_argument, default="gated", help="K, or gated: K ~ U{4,8,16,32,64}")
     add("--group", type=int, default=1, help="rollouts per task")
     add("--limit", type=int, default=0, help="tasks; 0 = all")
     add("--step", type=int, default=0, help="enters seeds and draws of K, as in training")
@@ -1166,19 +925,12 @@ def parse_args():
     add_agent_arguments(parser)
     add_judge_arguments(parser, "whether an open answer says what the label says")
     # A preset changes defaults, which yield to flags. So the preset must be known first.
-    early = launch.peek(parser)
-    if early.preset == "toy":
+    if launch.peek(parser).preset == "toy":
         parser.set_defaults(temperature=1.0, **toy_lengths())  # as grpo.py samples the toy
-    if early.video:  # one answer, the same each time
-        parser.set_defaults(temperature=0.0, frames=64)
     args = parser.parse_args()
-    args.frames = args.frames or "gated"
-    if bool(args.data) == bool(args.video):
-        raise launch.UserError("give --data (task JSONL), or --video with a film to ask about")
-    check_film(args)
     launch.at_least(1, args, "group")
     launch.at_least(0, args, "limit")
-    check_rollout_file(args)
+    check_rollout_file(args.out, args.data)
     return args
 
 
@@ -1199,37 +951,39 @@ def sampled(sampler: Sampler, tasks: list[dict], args) -> list[dict]:
     return sorted(rows, key=lambda row: (row["group"], row["sample"]))
 
 
-def main():
-    args = parse_args()  # before the import below, which takes seconds: --help answers at once
-    import checkpoint
+def set_up(args, tasks, read, judge=None) -> Sampler:
+    """Flags -> Sampler. Everything that can be wrong with the input is checked before the engine is
+    loaded. read: the input that --video-root belongs to. judge: None, or path -> Judge."""
+    import checkpoint  # imports torch, which takes seconds: --help answers at once
 
-    # Everything that can be wrong with the input is checked before the engine is loaded.
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
-    tasks = read_tasks(args.data)[: args.limit or None] if args.data else []
-    agent, source = agent_settings(args, args.data or args.video)
+    agent, source = agent_settings(args, read)
     if args.out:
         folder, name = os.path.split(os.path.abspath(args.out))
         launch.make_out(folder)
         launch.lock(folder, f".{name}.lock")
     launch.say(f"{args.ckpt}: loading the tokenizer, then the engine")
     codec = chat.load_codec(ckpt, args.channel)
-    tasks_or_film = tasks or [film_task(args, 0, args.question or "", args.options)]
-    check_context(codec, tasks_or_film, agent, source, args.frames)
-    judge = open_judge(args, args.out and verdicts_beside(args.out))
-    sampler = Sampler(make_engine(ckpt, codec, args), codec, source, agent, judge=judge)
-    began = time.monotonic()
-    if args.video:
-        rows = ask(sampler, questions(args), args.frames)
-    else:
-        rows = sampled(sampler, tasks, args)
-    if args.out:
-        launch.write_atomic(args.out, "".join(json.dumps(row) + "\n" for row in rows))
+    check_context(codec, tasks, agent, source, args.frames)
+    judge = judge and judge(args, args.out and verdicts_beside(args.out))
+    return Sampler(make_engine(ckpt, codec, args), codec, source, agent, judge=judge)
+
+
+def write(rows, out) -> None:
+    """Writes records to --out, if it is given, and ends the run there."""
+    if out:
+        launch.write_atomic(out, "".join(json.dumps(row) + "\n" for row in rows))
     launch.unlock()
-    where = f" -> {args.out}" if args.out else ""
-    if args.data:
-        print(summary_line(rows, time.monotonic() - began) + where)
-    elif where:
-        print(f"{len(rows)} answers{where}")
+
+
+def main():
+    args = parse_args()
+    tasks = data.read_tasks(args.data)[: args.limit or None]
+    sampler = set_up(args, tasks, args.data, open_judge)
+    began = time.monotonic()
+    rows = sampled(sampler, tasks, args)
+    write(rows, args.out)
+    print(summary_line(rows, time.monotonic() - began) + (f" -> {args.out}" if args.out else ""))
 
 
 def verdicts_beside(out):

@@ -28,7 +28,6 @@ CPU toy:  torchrun --nproc_per_node 2 sft.py --preset toy --ckpt base --data toy
             --val val.jsonl --out sft_out
 Adapters: with --lora 64 the 8B trains on one GPU of 80 GB
 """
-import argparse
 import math
 import os
 import time
@@ -38,6 +37,7 @@ from concurrent.futures import ThreadPoolExecutor
 import chat
 import checkpoint
 import launch
+import metrics
 import model
 import video
 
@@ -51,22 +51,11 @@ def build_parser():
     add("--out", default="sft_out", help="run folder")
     add("--check", action="store_true",
         help="only look at the data: videos, tokens; builds no model, writes nothing")
-    add("--video-root", default=None,
-        help="folder videos are relative to and may not leave; default: the JSONL's folder")
     add("--preset", choices=["paper", "toy"], default="paper",
         help="toy: numbers that suit the world of toy.py")
-    add("--resume", action=argparse.BooleanOptionalAction, default=None,
-        help="go on from --out; default: if it is of the same settings; no: begin anew")
     add = parser.add_argument_group("data").add_argument
-    add("--channel", choices=["image", "video"], default="image",
-        help="frames as `<t seconds>` + images, or one video item")
+    video.add_arguments(add)
     add("--max-len", type=int, default=32768, help="tokens; a longer chat is an error, never cut")
-    # 50176 = 224 x 224, at most 49 vision tokens: a token stands for 32 x 32 pixels.
-    add("--max-pixels", type=int, default=50176, help="pixels of a frame after resizing, at most")
-    add("--frame-cache-gb", type=float, default=4.0, help="GiB of decoded frames kept per rank")
-    add("--frame-cache-dir", default=None,
-        help="folder of decoded frames for later runs and all ranks of a node; default: none")
-    add("--frame-cache-dir-gb", type=float, default=50.0, help="GiB of all that is kept there")
     add("--seed", type=int, default=0, help="order of the data")
     add = parser.add_argument_group("optimisation").add_argument
     # --steps wins over --epochs. With a checkpoint to go on from, the steps count from the start.
@@ -74,7 +63,6 @@ def build_parser():
     add("--steps", type=int, default=0, help="optimiser steps; 0 = from --epochs")
     add("--batch-size", type=int, default=64, help="chats per optimiser step, over all ranks")
     add("--pack-tokens", type=int, default=32768, help="tokens per pack (one forward)")
-    add("--lora", type=int, default=0, help="rank of adapters, the rest is frozen; 0 = off")
     add("--optimizer", choices=["adamw", "muon"], default="adamw",
         help="muon: for the decoder's matrices, adamw for the rest (toy)")
     add("--lr", type=float, default=None,
@@ -82,16 +70,12 @@ def build_parser():
     add("--muon-lr", type=float, default=6e-3, help="peak learning rate of Muon")
     add("--min-lr", type=float, default=0.1, help="final learning rate as a fraction of the peak")
     add("--warmup", type=float, default=0.03, help="fraction of the steps")
-    add("--clip", type=float, default=1.0, help="gradient norm; 0 = no clipping")
     add("--beta2", type=float, default=0.999, help="AdamW; beta1 is 0.9")
-    add("--recompute", choices=["full", "none"], default="full", help="decoder layers in backward")
-    add("--replicas", type=int, default=1,
-        help="groups of ranks that each hold the whole model in shards (HSDP): one per node; "
-             "0 = every rank holds the whole (toy)")
+    checkpoint.add_arguments(add)
     add = parser.add_argument_group("looking and saving").add_argument
     add("--eval-every", type=int, default=200, help="steps between held-out losses; 0 = at the end")
     add("--save-every", type=int, default=500, help="steps between checkpoints; 0 = at the end")
-    launch.add_track_arguments(add)
+    metrics.add_track_arguments(add)
     add("--patience", type=float, default=1800.0,
         help="seconds a phase may take; beyond, the run ends with its stacks; 0 = for ever")
     return parser
@@ -118,7 +102,7 @@ def parse_args():
     launch.at_least(1, args, "batch_size", "pack_tokens", "max_len")
     if args.lora and args.optimizer == "muon":
         raise launch.UserError("--lora goes with --optimizer adamw: Muon steps whole matrices")
-    launch.check_tracker(args)
+    metrics.check_tracker(args)
     return args
 
 
@@ -505,7 +489,7 @@ def open_run(args, policy, train, start, steps, rank, world):
     print(f"{len(train.rows)} chats x {epochs:.2f} epochs = {steps} steps of {args.batch_size} "
           f"chats on {world} rank{'s' if world > 1 else ''} | {checkpoint.weights_line(policy)}",
           flush=True)
-    return launch.Log(args.out, start, args)
+    return metrics.Log(args.out, start, args)
 
 
 def step_line(r, steps, eta):

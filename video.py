@@ -42,7 +42,6 @@ Reads one video. Writes only the folder of a FrameCache, if the cache has one.
 
 import contextlib
 import glob
-import html
 import io
 import math
 import mmap
@@ -254,35 +253,6 @@ def _knobs(spec):
 
 
 # ---- below: decoders, cache (a reader of the training step may stop here) ----
-
-
-def clusters(specs, root, cache):
-    """Items of windows of one video -> lists of their places in specs. Windows that begin after the
-    same key frame form a list, which `preload` decodes in one go; unreadable ones form another."""
-    runs = {}  # number of the key frame -> places
-    for n, spec in enumerate(specs):
-        run = None
-        with contextlib.suppress(VideoError, ValueError):  # `load` will report the fault
-            path, indices = _window(spec, root, cache)
-            run = cache.run(path, indices[0])
-        runs.setdefault(run, []).append(n)
-    return list(runs.values())
-
-
-def preload(specs, root, cache, min_pixels=1024, max_pixels=50176):
-    """Decodes a cluster of windows, each frame once, so that `load` finds them in the cache."""
-    if len(specs) < 2:  # `load` decodes a single window as fast
-        return
-    with contextlib.suppress(VideoError, ValueError):
-        found = [_window(spec, root, cache) for spec in specs]
-        cache.preload(found[0][0], [indices for _, indices in found], min_pixels, max_pixels)
-
-
-def _window(spec, root, cache):
-    """A window's item -> (path, indices [T]). Raises VideoError, ValueError."""
-    path = resolve(spec["video"], root)
-    starts, info = cache.index(path)
-    return path, crop_indices(starts, info.duration, spec["start"], spec["end"], **_knobs(spec))
 
 
 def _identity(path):
@@ -806,58 +776,18 @@ class FrameCache:
 
         return self._once(file, read, look=False)
 
-    def run(self, path, index):
-        """Path, frame -> number of the key frame from which decoding must begin."""
-        _, _, ticks, key_ticks = self._table(path)
-        return int(np.searchsorted(key_ticks, ticks[index], side="right"))
-
-    def preload(self, path, sets, min_pixels, max_pixels):
-        """Path, ascending indices of each set -> None. Decodes all sets that are not kept yet in
-        one go, if there are two or more and all can be kept. Raises VideoError."""
-        opened = file, _, height, width = self._opened(path, min_pixels, max_pixels)
-        fresh = {}  # key of a set -> indices
-        for indices in sets:
-            key, _ = _digests(file, indices, height, width)
-            kept = self.folder and os.path.exists(os.path.join(self.folder, key + ".frames"))
-            if key not in self._entries and not kept:
-                fresh[key] = indices
-        size = sum(map(len, fresh.values())) * height * width * 3  # bytes
-        if len(fresh) < 2 or size > self.max_bytes:
-            return
-
-        def read():
-            union = np.unique(np.concatenate(list(fresh.values())))
-            images = self._decode(opened, union)
-            for indices in fresh.values():
-                own = images[union.searchsorted(indices)]  # [T, H, W, 3]
-                self._frames(opened, indices, lambda own=own: own)
-            return None, 0
-
-        name = "together", *fresh  # several episodes of a group may want the same windows at once
-        self._once(name, read, look=False)
-        with self._lock:
-            self._entries.pop(name, None)
-
     def frames(self, path, indices, min_pixels, max_pixels):
         """Path, ascending indices [T] -> Frames, decoded once per (file, frames, size)."""
-        opened = self._opened(path, min_pixels, max_pixels)
-        return self._frames(opened, indices, lambda: self._decode(opened, indices))
-
-    def _opened(self, path, min_pixels, max_pixels):
-        """-> (`_identity` of the file, `_table` of the file, height, width after resizing)."""
         file = _identity(path)
-        table = self._table(path, file)
-        return file, table, *smart_size(table[1].height, table[1].width, min_pixels, max_pixels)
-
-    def _frames(self, opened, indices, decode):
-        """-> Frames: the kept ones, else those of decode() -> [T, H, W, 3]."""
-        file, (starts, *_), height, width = opened
+        table = starts, info, *_ = self._table(path, file)
+        height, width = smart_size(info.height, info.width, min_pixels, max_pixels)
         key, frame_keys = _digests(file, indices, height, width)
 
         def read():
             known = self._known(frame_keys)
             (images,) = self._through(
-                key, file, lambda: [decode() if known is None else known])
+                key, file, lambda: [self._decode(file[0], table, indices, height, width)
+                                    if known is None else known])
             seconds = starts[indices]  # [T]
             images.flags.writeable = seconds.flags.writeable = False  # all callers share them
             with self._lock:
@@ -872,14 +802,14 @@ class FrameCache:
             found = [self._rows.get(name) for name in frame_keys]
         return None if None in found else np.stack([images[n] for images, n in found])
 
-    def _decode(self, opened, indices):
+    def _decode(self, path, table, indices, height, width):
         """-> [T, H, W, 3] uint8."""
-        file, (_, _, ticks, key_ticks), height, width = opened
+        _, _, ticks, key_ticks = table
         with self._lock:  # not more: parts that begin after one key frame decode some frames twice
             count = max(1, min(self.workers - self._busy, len(indices) // 8))
             self._busy += count
         how = (key_ticks, height, width)
-        requests = [(file[0], part, *how) for part in np.array_split(ticks[indices], count)]
+        requests = [(path, part, *how) for part in np.array_split(ticks[indices], count)]
         try:
             if count == 1:
                 return self._ask(requests[0])
@@ -986,6 +916,21 @@ def decode_threads():
     return min(32, max(2, launch.cores() - 1))
 
 
+def add_arguments(add):
+    """Flags of the frames of a stage: they must be the same in SFT, RL and evaluation."""
+    add("--channel", choices=["image", "video"], default="image",
+        help="frames as `<t seconds>` + images, or one video item")
+    # A path in a data file must not reach other files of the machine.
+    add("--video-root", help="folder that videos are relative to and may not leave; default: the "
+        "JSONL's folder")
+    # 50176 = 224 x 224, at most 49 vision tokens: a token stands for 32 x 32 pixels.
+    add("--max-pixels", type=int, default=50176, help="of a frame after resizing")
+    add("--frame-cache-gb", type=float, default=4.0, help="GiB of decoded frames kept per rank")
+    add("--frame-cache-dir", help="folder of decoded frames for later runs and all ranks of a "
+        "node; default: none")
+    add("--frame-cache-dir-gb", type=float, default=50.0, help="GiB kept in that folder")
+
+
 def frame_cache(args):
     """--frame-cache-gb, --frame-cache-dir, --frame-cache-dir-gb -> the decoded frames of a stage.
     Raises UserError naming the flag."""
@@ -996,109 +941,6 @@ def frame_cache(args):
     return FrameCache(int(args.frame_cache_gb * 2**30), timeout=60.0, workers=decode_threads(),
                       folder=args.frame_cache_dir,
                       folder_bytes=int(args.frame_cache_dir_gb * 2**30))
-
-
-# ------------------------------------------------------------------------------------------------
-# Subtitles. A task may name a file in "subtitles": SRT, WebVTT, or JSON as LongVideoBench ships it.
-# The path is relative to the folder of the videos. "subtitle_start" is the second of the file at
-# which the video begins. Sub-agents, which see one window, get no subtitles.
-
-
-def task_subtitles(task: dict, seconds, root: str, which: str) -> str:
-    """
-    Text of a task's subtitles, "" if there are none.
-
-    seconds: times of the frames that are shown [K]. which: "aligned" (lines spoken at those times)
-    or "full". Raises VideoError for a path that leaves the root, ValueError for an unreadable file.
-    """
-    if not task.get("subtitles"):
-        return ""
-    path = resolve(task["subtitles"], root)
-    lines = read_subtitles(path, task.get("subtitle_start") or 0.0)
-    return subtitle_text(lines, seconds if which == "aligned" else None)
-
-
-def check_subtitles(tasks: list[dict], root: str) -> None:
-    """Reads each subtitle file of the tasks once. Raises UserError for a file that is missing or
-    broken, or that holds no line with a time."""
-    for name, start in {(task.get("subtitles"), task.get("subtitle_start")): 0 for task in tasks}:
-        mend = "; mend it, or set subtitles to null in its tasks, or give --subtitles none"
-        try:
-            path = resolve(name, root) if name else None
-            # A silent film may have an empty file, or one with the header WEBVTT alone.
-            if path and not read_subtitles(path, start or 0.0) and os.path.getsize(path) > 16:
-                raise ValueError(f"{path}: holds no line with times, as SRT, WebVTT or JSON")
-        except (ValueError, VideoError) as error:
-            raise launch.UserError(str(error) + mend) from None
-
-
-def subtitle_text(lines, seconds=None):
-    """Lines [(start, end, text)] -> those that overlap one of `seconds`, or all; a repeat once."""
-    shown = []
-    for start, end, text in lines:
-        seen = seconds is None or any(start <= second <= end for second in seconds)
-        if seen and text and text not in shown[-1:]:  # rolling captions say a line twice
-            shown.append(text)
-    return "\n".join(shown)
-
-
-def read_subtitles(path: str, offset: float = 0.0) -> list[tuple]:
-    """
-    SRT, WebVTT or JSON file -> [(start, end, text)] in seconds, in time order. offset: second of
-    the file at which the video begins. Raises ValueError naming the file.
-    """
-    try:
-        if os.path.exists(path) and not os.path.isfile(path):
-            raise OSError("a pipe, which may never end, or a folder")
-        # Many begin with a byte order mark, some are not quite UTF-8.
-        with open(path, encoding="utf-8-sig", errors="replace") as f:
-            text = f.read()
-        lines = json_lines(text) if path.endswith(".json") else srt_lines(text)
-        # A line without a time or a text cannot be shown.
-        lines = [line for line in lines if line[0] is not None and line[2]]
-        lines.sort(key=lambda line: line[0])
-        out = []
-        for line, following in zip(lines, [*lines[1:], None]):
-            start, end, said = line
-            if end is None:  # open: until the next one begins
-                end = following[0] if following else start
-            # No tokenizer takes a lone surrogate. Formatting (<i>, <font ..>) and line breaks go.
-            said = said.encode("utf-8", "replace").decode()
-            said = re.sub(r"<[^<>]*>", "", said)
-            said = " ".join((html.unescape(said) if path.endswith(".vtt") else said).split())
-            out.append((start - offset, end - offset, said))
-        return out
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: unreadable subtitles ({type(error).__name__})") from None
-
-
-def json_lines(text):
-    """LongVideoBench's two forms -> [(start, end or None, text)] in seconds of the file."""
-    from rewards import to_seconds  # frames alone do not need it
-
-    out = []
-    for row in launch.parse_json(text):
-        # {"timestamp": [start, end or null], "text"}, or {"start", "end", "line"}.
-        start, end = row["timestamp"] if "timestamp" in row else (row["start"], row["end"])
-        said = row.get("text", row.get("line"))
-        out.append((to_seconds(start), to_seconds(end), said))
-    return out
-
-
-def srt_lines(text):
-    """SRT or WebVTT -> [(start, end, text)] in seconds of the file, in the order of the file."""
-    from rewards import to_seconds
-
-    stamp = r"(?:\d+:)?\d+:\d+[,.]\d+"  # 00:01:02,345; hours and the comma vary
-    # A block ends at an empty line, or where the next one begins, with or without a number before.
-    # The text may have several lines, or none.
-    ends = rf"(?=\n[ \t]*\n|\n(?:\d+\n)?{stamp} *-->|\Z)"
-    block = rf"({stamp}) *--> *({stamp})[^\n]*(.*?){ends}"
-    out = []
-    for found in re.finditer(block, text.replace("\r\n", "\n"), re.DOTALL):
-        start, end = (to_seconds(found[i].replace(",", ".")) for i in (1, 2))
-        out.append((start, end, found[3].strip()))
-    return out
 
 
 def main():

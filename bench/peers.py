@@ -347,8 +347,6 @@ def read(path, kind, seconds):
         return [video.overview(path, 64, cache=cache, snap=kind == "snapped").images]
     specs = [{"video": path, "start": a, "end": b} for a, b in windows(kind, seconds)]
     with ThreadPoolExecutor(threads) as pool:  # as rollout.py asks for them
-        near = [[specs[n] for n in places] for places in video.clusters(specs, None, cache)]
-        list(pool.map(lambda some: video.preload(some, None, cache), near))
         return [frames.images for frames in pool.map(partial(video.load, cache=cache), specs)]
 
 

@@ -32,6 +32,7 @@ import torch
 
 import chat
 import checkpoint
+import data
 import launch
 import rollout
 import video
@@ -165,7 +166,7 @@ def main():
     codec = replace(codec, banned=(*codec.banned, codec.eos))  # requests run to full length
     vllm = VllmEngine(ckpt, codec, Limits(4096, max_seqs=args.max_seqs))
     engine = ScriptedEngine(vllm, codec, args.shortest, args.longest, args.windows)
-    tasks = rollout.read_tasks(args.data)[:args.prompts]
+    tasks = data.read_tasks(args.data)[:args.prompts]
     agent = rollout.Agent(temperature=1.0, context=4096, max_turns=1)
     side = {"engine": engine, "pump": Pump, "tasks": tasks, "agent": agent, "codec": codec,
             "root": os.path.dirname(os.path.abspath(args.data)), "group": args.group,

@@ -20,8 +20,8 @@ import string
 from collections import Counter
 from dataclasses import dataclass, replace
 
+import data
 import launch
-import rollout
 
 # ------------------------------------------------------------------------------------------------
 # The splits
@@ -371,7 +371,7 @@ def complete(task, split, root, notes):
         # A text would be read as its characters, a mapping as its labels.
         if task["options"] is not None and not isinstance(task["options"], list):
             raise TypeError("options are no list")
-        options = rollout.bare_options(task["options"] or inline)
+        options = data.bare_options(task["options"] or inline)
         answer = answer_letter(task["answer"], options)
         task.update(question=question, options=options, answer=answer)
     notes["no usable answer"] += task["answer"] == ""

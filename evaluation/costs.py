@@ -23,8 +23,9 @@ import launch
 import rewards
 import rollout
 import video
-from engine import Completion, evenly
+from engine import Completion
 from evaluation import systems
+from evaluation.endpoint import evenly
 
 # ------------------------------------------------------------------------------------------------
 # Counting

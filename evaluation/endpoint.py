@@ -9,10 +9,29 @@ Asks endpoints; writes the verdicts of a judge. Used by eval.py and evaluation/f
 """
 
 import argparse
+import asyncio
+import contextlib
+import itertools
 import json
+import queue
+import sys
+import time
+from dataclasses import dataclass
 
+import chat
 import launch
-from engine import OpenAIEngine, add_judge_arguments, judge_request, read_verdict
+from endpoint import (
+    Client,
+    Reply,
+    add_judge_arguments,
+    judge_messages,
+    no_server,
+    passing,
+    probe_messages,
+    read_verdict,
+    refusal,
+)
+from engine import Completion, Request
 
 # ------------------------------------------------------------------------------------------------
 # Flags
@@ -85,6 +104,320 @@ def faults(args):
 
 # ------------------------------------------------------------------------------------------------
 # Endpoints
+
+
+@dataclass
+class ChatRequest(Request):
+    """A Request with the same contents as a chat, for endpoints without ids."""
+
+    messages: list = None
+    prefill: str = ""  # forced start of the turn, already part of ids
+    tools: list = None  # schema, already part of ids
+    stop: tuple = ()  # strings that end the turn and stay in it
+
+
+@dataclass
+class OpenAIEngine(Client):
+    """Any OpenAI-compatible chat endpoint, as an engine of rollout.py. For evaluation and judges
+    only, because endpoints return text without ids and log-probs."""
+
+    takes_messages = True  # a request needs messages, ids are not sent
+    base_url: object  # http://127.0.0.1:8000/v1, or a list: the least busy is asked
+    model_name: str
+    key_variable: str = None  # environment variable of the key, which is never printed or stored
+    workers: int = 8  # requests at once, of each endpoint
+    timeout: float = 300.0  # seconds of one request
+    retries: int = 3
+    prefill: bool = False  # a turn's forced start goes as a begun turn (vLLM and SGLang take it)
+    image_cap: int = 0  # images of one request at most, evenly kept; 0 = no cap
+    video_item: bool = False  # the overview as one video_url, which vLLM takes
+    # Hosted endpoints differ in the name of the limit, and some take no temperature.
+    tokens_field: str = "max_tokens"
+    send_temperature: bool = True
+    sampling: dict = None  # more fields of every request: top_p, .. (see sampling_settings)
+    give_up: int = 3  # failed tries in a row, after which all requests wait; 0 = never
+    server_wait: float = 120.0  # seconds of that wait, and of Retry-After, at most
+    is_judge: bool = False  # error lines then name the flags of the judge
+
+    def __post_init__(self):
+        super().__init__(self.key_variable)
+        given = [self.base_url] if isinstance(self.base_url, str) else self.base_url
+        urls = [url.rstrip("/") + "/chat/completions" for url in given]
+        self.busy = dict.fromkeys(urls, 0)  # url -> requests under way
+        self.rests = dict.fromkeys(urls, 0.0)  # url -> when it is asked again after an error
+        self.failed = 0  # tries in a row that no server answered
+        self.awake = asyncio.Event()  # cleared while all requests wait for a server
+        self.awake.set()
+        self.max_seqs = self.workers * len(self.busy)
+        self.room = asyncio.Semaphore(self.max_seqs)
+        self.served = set()  # names of the models that answered
+        self.usage = {}  # request id -> (prompt tokens, sampled tokens), as the endpoint counts
+        self.done = queue.SimpleQueue()  # futures of Completions
+
+    def end_waits(self):
+        super().end_waits()
+        self.awake.set()
+
+    async def probe(self, url, seconds):
+        """Asks one server for a few tokens of text -> (Completion, status, seconds to wait), as
+        `post` does."""
+        request = ChatRequest("probe", [], [], [], [], 16, 0.0, 0, probe_messages())
+        return await self.said(url, request, json.dumps(self.body(request)).encode(), seconds)
+
+    def knock(self):
+        """Asks every server for a few tokens. Raises UserError if one does not answer or refuses,
+        before any video is decoded and every episode fails after its retries."""
+        self.run(self.knock_all()).result()
+
+    async def knock_all(self):
+        for url in self.busy:
+            for attempt in range(self.retries + 1):
+                done, status, after = await self.probe(url, self.timeout)
+                # A server that is busy or still loading is asked again. An address without a
+                # server is more often a mistake.
+                if not done.error or not passing(status) or status == 0 or attempt == self.retries:
+                    break
+                await self.pause(max(2.0**attempt, after))
+            if done.error:
+                reply = Reply(status, error=done.error)
+                raise launch.UserError(
+                    no_server(url, done.error) if status == 0
+                    else refusal(url, self.model_name, reply, "judge-" * self.is_judge))
+
+    def submit(self, request):
+        self.run(self.call(request)).add_done_callback(self.done.put)
+
+    def poll(self):
+        """-> Completions that have arrived. Waits 20 ms for the first, so that no core spins.
+        Raises UserError if no server answers any more, or if one refuses the key or the model."""
+        finished = []
+        with contextlib.suppress(queue.Empty):
+            finished.append(self.done.get(timeout=0.02).result())
+        while not self.done.empty():
+            finished.append(self.done.get().result())
+        # Looked at last: requests that end with the run would be records of failed items.
+        if self.ending:
+            raise launch.UserError(f"{self.ending}. Finished records are kept: start the server or "
+                                   "give the right flags, and go on with the same command")
+        return finished
+
+    def body(self, request):
+        """Request -> JSON to post."""
+        body = {"model": self.model_name, "messages": self.wire(request)}
+        body[self.tokens_field] = request.max_tokens
+        if self.send_temperature:
+            body.update(temperature=request.temperature, seed=request.seed)
+        body.update(self.sampling or {})
+        if request.tools:
+            # For the template alone: our own parser reads calls from the text.
+            body.update(tools=request.tools, tool_choice="none")
+        if request.stop:
+            body.update(stop=list(request.stop), include_stop_str_in_output=True)
+        clip = self.joined(request)
+        if clip:
+            body.update(media_io_kwargs={"video": clip_times(clip)})
+        if self.prefill and request.prefill:  # the server is told to go on with our turn
+            body["messages"].append({"role": "assistant", "content": request.prefill})
+            body.update(add_generation_prompt=False, continue_final_message=True)
+        return body
+
+    def take(self):
+        """-> the endpoint with the fewest requests under way. An endpoint that has failed rests for
+        30 seconds, because a server that is down would always be the least busy."""
+        now = time.monotonic()
+        awake = [url for url in self.busy if self.rests[url] <= now] or list(self.busy)
+        return min(awake, key=self.busy.get)
+
+    async def call(self, request):
+        """Posts a request, again after 1, 2, 4, .. seconds or as the server says, if that may help
+        -> Completion. A failure becomes the Completion's error, never its text, which would be
+        graded."""
+        async with self.room:
+            # In a thread: the JPEGs of a request take a tenth of a second.
+            body = await asyncio.to_thread(lambda: json.dumps(self.body(request)).encode())
+            for attempt in range(self.retries + 1):
+                await self.awake.wait()
+                if self.ending:
+                    return Completion(request.id, error=self.ending)
+                url = self.take()
+                self.busy[url] += 1
+                done, status, after = await self.said(url, request, body, self.timeout)
+                fails = done.error is not None and passing(status)
+                self.busy[url] -= 1
+                self.rests[url] = time.monotonic() + 30 if fails else 0.0
+                if status in (401, 402, 403, 404):
+                    await self.check_refusal(url)
+                self.failed = self.failed + 1 if fails else 0
+                # After `give_up` failed tries in a row all requests wait for a server.
+                if 0 < self.give_up <= self.failed and self.awake.is_set() and not self.ending:
+                    self.awake.clear()
+                    await self.wait_for_server(after)
+                if not fails or attempt == self.retries:
+                    return done
+                await self.pause(max(2.0**attempt, after))
+
+    async def check_refusal(self, url):
+        """Ends the run if the server refuses a plain request, too: a wrong key would fail every
+        item. Some endpoints answer 403 for one text alone."""
+        done, status, _ = await self.probe(url, self.timeout)
+        if status in (401, 402, 403, 404):
+            self.end(refusal(url, self.model_name, Reply(status, error=done.error),
+                                     "judge-" * self.is_judge))
+
+    async def wait_for_server(self, pause):
+        """Probes all servers, with growing pauses, until one answers. Ends the run if none has
+        answered after `server_wait` seconds. pause: seconds before the first probe."""
+        until = time.monotonic() + self.server_wait
+        for attempt in itertools.count():
+            if pause:
+                await self.pause(min(pause, max(0.0, until - time.monotonic())))
+            if self.ending:
+                return
+            for url in self.busy:
+                done, status, after = await self.probe(url, min(30.0, self.timeout))
+                if not passing(status):  # an answer, also if it is no text
+                    self.failed, self.rests[url] = 0, 0.0
+                    self.awake.set()
+                    return
+            if time.monotonic() >= until:
+                return self.end(f"no server has answered for {self.server_wait:g} s, at last {url} "
+                                f"({done.error})")
+            if not attempt:  # once: a pause without a word looks like a hang
+                print(f"\n{url}: {launch.printable(done.error)}; waiting at most "
+                      f"{self.server_wait:g} s for a server", file=sys.stderr, flush=True)
+            pause = max(min(2.0**attempt, 15.0), after)
+
+    async def said(self, url, request, body, seconds):
+        """-> (Completion, HTTP status or 0 without a whole answer, seconds that the server asks to
+        wait)."""
+        reply = await self.post(url, body, seconds)
+        wait = min(reply.wait, self.server_wait)
+        if reply.error:
+            return Completion(request.id, error=reply.error), reply.status, wait
+        try:
+            answer = reply.answer
+            choice = answer["choices"][0]
+            # A hosted name may stand for another model tomorrow.
+            self.served.add(str(answer.get("model")))
+            said = choice["message"]
+            # Some endpoints repeat the begun turn.
+            text = (said.get("content") or "").removeprefix(request.prefill)
+            # A server with a reasoning parser takes the thought out of the content.
+            thought = said.get("reasoning_content") or said.get("reasoning") or ""
+            ended = choice.get("finish_reason") == "stop"
+            self.note_usage(request.id, answer.get("usage"))
+            done = Completion(request.id, text=text, ended=ended, reasoning=str(thought))
+        except (LookupError, TypeError, AttributeError) as error:  # not the promised JSON
+            done = Completion(request.id, error=f"bad answer: {type(error).__name__}")
+        return done, reply.status, wait
+
+    def note_usage(self, name, usage):
+        """Keeps the token counts of a request, if the endpoint reports them."""
+        usage = usage if isinstance(usage, dict) else {}
+        counts = usage.get("prompt_tokens"), usage.get("completion_tokens")
+        if all(type(count) is int for count in counts):
+            self.usage[name] = counts
+
+    def joined(self, request):
+        """-> Frames of the overview if they go as one video, else None. Windows stay images,
+        because a request carries the times of one video alone. So do frames with other stamps."""
+        contents = [m["content"] for m in request.messages if isinstance(m["content"], list)]
+        videos = [item for content in contents for item in content if item["type"] == "video"]
+        if not self.video_item or not videos or videos[0].get("stamp") not in (None, "none"):
+            return None
+        clip = request.frames[0]
+        return clip if len(clip.images) > 1 else None  # processors refuse a video of one frame
+
+    def wire(self, request):
+        """Request -> chat messages with frames as JPEGs after their times. Consecutive tool
+        messages become one user turn, as in the chat template of the policy."""
+        clip = self.joined(request)
+        total = sum(len(frames.images) for frames in request.frames if frames is not clip)
+        kept = set(evenly(range(total), self.image_cap or total))  # numbers of images
+        numbers = itertools.count()
+        frames = iter(request.frames)  # in the order of the messages' videos
+        turns = []  # [role, parts, holds tool responses]
+        for message in request.messages:
+            parts = content_parts(message["content"], frames, numbers, kept, clip)
+            if message["role"] != "tool":
+                turns.append([message["role"], parts, False])
+                continue
+            follows = turns[-1][2]
+            head = "\n<tool_response>\n" if follows else "<tool_response>\n"
+            if not follows:
+                turns.append(["user", [], True])
+            turns[-1][1] += [text_part(head), *parts, text_part("\n</tool_response>")]
+        # A message without images is a plain string: some endpoints take no parts.
+        messages = []
+        for role, parts, _ in turns:
+            if all(part["type"] == "text" for part in parts):
+                parts = "".join(part["text"] for part in parts)
+            messages.append({"role": role, "content": parts})
+        return messages
+
+
+def text_part(text):
+    return {"type": "text", "text": text}
+
+
+def content_parts(content, frames, numbers, kept, clip=None):
+    """
+    A message's content -> parts of an OpenAI message.
+
+    frames: iterator of video.Frames, one for each video. numbers: iterator of the numbers of the
+    request's images; images in `kept` are sent. clip: the Frames that go as one video.
+    """
+    if isinstance(content, str):
+        return [text_part(content)]
+    parts = []
+    for item in content:
+        if item["type"] == "text":
+            parts.append(text_part(item["text"]))
+            continue
+        shown = next(frames)
+        if shown is clip:
+            pieces = [jpeg_url(image).partition(",")[2] for image in shown.images]
+            url = "data:video/jpeg;base64," + ",".join(pieces)
+            parts.append({"type": "video_url", "video_url": {"url": url}})
+            continue
+        for place, (image, seconds) in enumerate(zip(shown.images, shown.seconds)):
+            if next(numbers) not in kept:  # without its time too
+                continue
+            stamp = chat.stamp_text(seconds, place, item.get("stamp"))
+            if stamp:
+                parts.append(text_part(stamp))
+            parts.append({"type": "image_url", "image_url": {"url": jpeg_url(image)}})
+    return parts
+
+
+def clip_times(clip):
+    """Frames -> media_io_kwargs, so that vLLM takes all frames (by default 32) and their times:
+    indices at 1000 frames a second are milliseconds."""
+    times = [round(1000 * float(second)) for second in clip.seconds]
+    # As long as the video: from the first to the last, and half a gap on either side.
+    total = round((times[-1] - times[0]) * len(times) / (len(times) - 1))
+    total = max(total, times[-1] + 1)
+    return {"num_frames": -1, "fps": 1000.0, "frames_indices": times, "total_num_frames": total,
+            "duration": total / 1000.0}
+
+
+def evenly(items, n):
+    """n of the items, evenly spread; all if there are fewer."""
+    if not 0 < n < len(items):
+        return items[: max(n, 0)]
+    return [items[int((i + 0.5) * len(items) / n)] for i in range(n)]
+
+
+def jpeg_url(image):
+    """uint8 [H, W, 3] -> data URL."""
+    import base64
+    import io
+
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.fromarray(image).save(buffer, "JPEG", quality=90)
+    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
 def make_engine(args, prefill):
@@ -160,8 +493,8 @@ def ask_judge(records, args):
     engine.knock()
     for number, record in enumerate(records):
         task = record["task"]
-        engine.submit(judge_request(str(number), task["question"], task["answer"],
-                                    record["extracted"]))
+        asked = judge_messages(task["question"], task["answer"], record["extracted"])
+        engine.submit(ChatRequest(str(number), [], [], [], [], 16, 0.0, 0, asked))
     left = len(records)
     with tqdm(total=left, desc="judge", disable=args.quiet or None) as bar:
         while left:

@@ -29,11 +29,12 @@ from functools import partial
 import numpy as np
 
 import chat
+import data
 import launch
 import rewards
 import rollout
 import video
-from engine import ChatRequest
+from evaluation.endpoint import ChatRequest
 
 QUESTION = "{subtitles}{question}\n{options}\n{style}"
 NAMED_PATH = "The video path for this video is: {video}"
@@ -205,10 +206,10 @@ def reordered(task):
     """A task with its options in an order drawn from its id, and the letter of the answer after
     them. "order": the places in the publisher's order. A task of another type, or with an option
     that speaks of other options ("all of the above"), stays as it is."""
-    options = rollout.bare_options(task.get("options") or [])
+    options = data.bare_options(task.get("options") or [])
     if task["type"] != "mcq" or any(map(names_others, options)):
         return task
-    order = sorted(range(len(options)), key=lambda i: rollout.stable_number("order", task["id"], i))
+    order = sorted(range(len(options)), key=lambda i: launch.stable_number("order", task["id"], i))
     answer = order.index(string.ascii_uppercase.index(task["answer"]))
     return {**task, "options": [options[i] for i in order], "order": order,
             "answer": string.ascii_uppercase[answer]}
@@ -430,7 +431,7 @@ class Source(rollout.Source):
             order = np.arange(len(frames.seconds))
             images = np.broadcast_to(np.uint8(127), frames.images.shape)
         elif self.show == "shuffled" and "frames" in spec:
-            draws = [rollout.stable_number("show", spec["video"], len(frames.seconds), i)
+            draws = [launch.stable_number("show", spec["video"], len(frames.seconds), i)
                      for i in range(len(frames.seconds))]
             order = np.argsort(draws)
             images = frames.images[order]
@@ -844,7 +845,6 @@ async def windows(records, calls, episode, sampler, spec_of=None):
     wanted = rollout.admitted(records, calls, agent.max_parallel)  # indices of calls
     specs = [(spec_of or rollout.window_spec)(calls[i], episode.task, agent) for i in wanted]
     found = [(None, None)] * len(calls)
-    await asyncio.gather(*(await rollout.decoding(specs, sampler)).values())
     for i, spec, frames in zip(wanted, specs, await load_all(sampler, specs)):
         if note_frames(records[i], frames):
             found[i] = spec, frames

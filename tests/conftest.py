@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import chat
+import data
 import launch
 from engine import VllmEngine
 
@@ -302,9 +303,8 @@ def album():
 
 @pytest.fixture(scope="module")
 def tasks(toy):
-    import rollout
 
-    return rollout.read_tasks(str(toy / "rl.jsonl"))
+    return data.read_tasks(str(toy / "rl.jsonl"))
 
 
 @pytest.fixture(scope="module")

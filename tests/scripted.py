@@ -9,7 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import chat
 import rollout
-from engine import Completion, probe_messages
+from endpoint import probe_messages
+from engine import Completion
 from evaluation import systems
 
 ANSWER = "I saw red.\n</think>\n<answer>red</answer>"

@@ -1,5 +1,5 @@
 """
-Tests of questions about one film, rollout.py --video: python -m pytest tests/test_ask.py -q
+Tests of questions about one film, ask.py: python -m pytest tests/test_ask.py -q
 """
 import io
 import json
@@ -10,6 +10,7 @@ import pytest
 from conftest import run_script
 from scripted import AGENT, Scripted, Server, calls
 
+import ask
 import eval as evaluation
 import launch
 import rollout
@@ -26,14 +27,14 @@ def sampler(codec, toy, *main, **more):
 
 
 def flags(monkeypatch, *given):
-    monkeypatch.setattr(sys, "argv", ["rollout.py", "--ckpt", "c", *given])
-    return rollout.parse_args()
+    monkeypatch.setattr(sys, "argv", ["ask.py", "--ckpt", "c", *given])
+    return ask.parse_args()
 
 
 def test_turns_calls_summaries_and_the_answer_are_printed_in_order(codec, toy, capsys):
     asked = sampler(codec, toy, calls((0, 8), (90, 80), (16, 24)), "Done.\n</think>\n"
                     "<answer>red</answer>", sub=lambda request: f"saw {request.items[0].frames}")
-    (row,) = rollout.ask(asked, [FILM], 4)
+    (row,) = ask.ask(asked, [FILM], 4)
     said = capsys.readouterr().out
     steps = [r"\[turn 1, \d+\.\d s\]", "crop_video", r"  \[call \d, .*: error\] error: ",
              r"  \[call \d, 0\.0 to 8\.0 s: ok, \d+\.\d s\] saw 8", r"\[turn 2, ",
@@ -59,13 +60,13 @@ def test_a_summary_is_printed_before_the_next_turn_is_sampled(codec, toy, capsys
     waited = {}  # polls of a request before it is answered
     asked.engine.hold = lambda r: waited.setdefault(r.id, 0) < 200 and not waited.update(
         {r.id: waited[r.id] + 1})
-    rollout.ask(asked, [FILM], 4)
+    ask.ask(asked, [FILM], 4)
     assert "turn 1" not in heard[0] and "turn 1" in heard[1] and "a red square" in heard[1]
 
 
 def test_a_letter_is_printed_with_its_option(codec, toy, capsys):
     task = {**FILM, "options": ["A. red", "B. blue"], "type": "mcq"}
-    rollout.ask(sampler(codec, toy, "</think><answer>B</answer>"), [task], 4)
+    ask.ask(sampler(codec, toy, "</think><answer>B</answer>"), [task], 4)
     assert "answer: B. blue   (4 frames, 0 windows," in capsys.readouterr().out
 
 
@@ -76,7 +77,7 @@ def test_an_episode_without_an_answer_says_why(codec, toy, capsys, said, why):
     asked = sampler(codec, toy)
     asked.engine.main = lambda r: said if isinstance(said, str) else Completion(
         r.id, error=said.error)
-    rollout.ask(asked, [FILM], 4)
+    ask.ask(asked, [FILM], 4)
     assert why in capsys.readouterr().out
 
 
@@ -86,7 +87,7 @@ def test_two_questions_decode_the_film_once(codec, toy, monkeypatch):
     monkeypatch.setattr(video.FrameCache, "_decode", lambda self, path, indices, *rest: (
         decoded.extend(indices), whole(self, path, indices, *rest))[1])
     asked = sampler(codec, toy, "</think><answer>red</answer>")
-    rollout.ask(asked, [FILM, {**FILM, "id": "r", "question": "Who?"}], 4)
+    ask.ask(asked, [FILM, {**FILM, "id": "r", "question": "Who?"}], 4)
     assert len(decoded) == 4
     first, second = asked.engine.requests
     assert first.ids != second.ids and first.seed != second.seed
@@ -103,7 +104,7 @@ def test_a_film_that_cannot_be_read_is_told_with_its_reason(codec, toy, tmp_path
 
 
 def test_the_model_cannot_steer_the_terminal(codec, toy, capsys):
-    rollout.ask(sampler(codec, toy, "</think>\x1b[2J<answer>r\x1bed</answer>"), [FILM], 4)
+    ask.ask(sampler(codec, toy, "</think>\x1b[2J<answer>r\x1bed</answer>"), [FILM], 4)
     assert "\x1b" not in capsys.readouterr().out
 
 
@@ -112,12 +113,12 @@ def test_lines_of_standard_input_are_questions(monkeypatch, tmp_path):
     film.write_bytes(b"x")
     args = flags(monkeypatch, "--video", str(film))
     monkeypatch.setattr(sys, "stdin", io.StringIO("Who? | Ann | Bob\n  What?\n"))
-    first, second = rollout.questions(args)
+    first, second = ask.questions(args)
     assert (first["question"], first["options"], first["type"]) == ("Who?", ["Ann", "Bob"], "mcq")
     assert (second["question"], second["options"], second["type"]) == ("What?", None, "open")
     assert first["id"] != second["id"] and first["video"] == "film.mp4"
     monkeypatch.setattr(sys, "stdin", io.StringIO("What?"))  # a file without a last newline
-    assert len(list(rollout.questions(args))) == 1
+    assert len(list(ask.questions(args))) == 1
 
 
 def test_flags_of_a_film(monkeypatch, tmp_path):
@@ -125,9 +126,8 @@ def test_flags_of_a_film(monkeypatch, tmp_path):
     film.write_bytes(b"x")
     args = flags(monkeypatch, "--video", str(film), "--question", "Who?", "--options", "A", "B")
     assert (args.frames, args.temperature) == (64, 0.0)
-    (task,) = rollout.questions(args)
+    (task,) = ask.questions(args)
     assert task["options"] == ["A", "B"] and task["answer"] is None
-    assert flags(monkeypatch, "--data", "d").frames == "gated"
     assert flags(monkeypatch, "--video", str(film), "--frames", "8").frames == 8
     link = tmp_path / "link.mp4"
     link.symlink_to(film)
@@ -135,8 +135,7 @@ def test_flags_of_a_film(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("given, why", [
-    ((), "give --data"), (("--data", "d", "--video", "v"), "give --data"),
-    (("--data", "d", "--question", "q"), "--question belongs to --video"),
+    ((), "give --video"), (("--question", "q"), "--question belongs to --video"),
     (("--video", "gone.mp4", "--question", "q"), "gone.mp4: no such file"),
     (("--video", ".", "--options", "a", "b"), "--options to --question")])
 def test_flags_that_do_not_fit_together(monkeypatch, given, why):
@@ -147,7 +146,7 @@ def test_flags_that_do_not_fit_together(monkeypatch, given, why):
 def test_the_command_asks_a_film_and_writes_the_episode(toy, tmp_path):
     out = tmp_path / "asked.jsonl"
     film = toy / "videos" / "rl-0000.mp4"
-    done = run_script("rollout.py", "--preset", "toy", "--ckpt", toy / "init", "--video", film,
+    done = run_script("ask.py", "--preset", "toy", "--ckpt", toy / "init", "--video", film,
                       "--question", "Which?", "--frames", 4, "--out", out, reference=True)
     assert done.returncode == 0, done.stderr
     assert "[turn 1, " in done.stdout and "answer: " in done.stdout
@@ -216,7 +215,7 @@ def test_blank_lines_of_a_pipe_are_passed_over_and_end_the_questions_of_a_termin
         monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: terminal))
         monkeypatch.setattr("builtins.input", typed)
         args = SimpleNamespace(video="v.mp4", question=None, options=None)
-        return [(t["question"], t["options"]) for t in rollout.questions(args)]
+        return [(t["question"], t["options"]) for t in ask.questions(args)]
 
     lines = ["Who? | A | B", " ", "", "When?"]
     assert asked(lines, False) == [("Who?", ["A", "B"]), ("When?", None)]

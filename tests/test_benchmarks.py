@@ -9,10 +9,9 @@ import os
 
 import pytest
 
+import data
 import eval as evaluation
 import launch
-import rollout
-import video
 from evaluation import benchmarks, scores
 
 NO_PYARROW = "pyarrow is not installed (requirements-cpu.txt brings it)"
@@ -302,7 +301,7 @@ def test_charades_as_text_and_as_half_precision(tmp_path):
     (["B. x", "A. y"], ["B. x", "A. y"]), (["A.M.", "B.C."], ["A.M.", "B.C."]),
     ([" x ", "y"], ["x", "y"])])
 def test_labels_go_only_where_every_option_has_its_own(options, bare):
-    assert rollout.bare_options(options) == bare
+    assert data.bare_options(options) == bare
 
 
 @pytest.mark.parametrize("answer, letter", [("B", "B"), ("b", "B"), ("(B)", "B"), ("B.", "B"),
@@ -411,7 +410,7 @@ SRT = ("\ufeff1\r\n00:00:05,000 --> 00:00:07,500\r\n"
 def test_srt_is_read_in_time_order_without_formatting(tmp_path):
     (tmp_path / "a.srt").write_bytes(SRT.encode())
     lines = [(1.0, 2.0, "First one"), (5.0, 7.5, "Two lines"), (7.5, 3600.25, "Last")]
-    assert video.read_subtitles(str(tmp_path / "a.srt")) == lines
+    assert data.read_subtitles(str(tmp_path / "a.srt")) == lines
 
 
 def test_longvideobench_subtitles_come_in_two_forms_and_count_from_elsewhere(tmp_path):
@@ -419,10 +418,10 @@ def test_longvideobench_subtitles_come_in_two_forms_and_count_from_elsewhere(tmp
                              {"timestamp": [15.0, None], "text": "open"},
                              {"timestamp": [16.0, 17.0], "text": "end"}])
     put(tmp_path, "b.json", [{"start": "00:00:12.500", "end": "00:00:14.000", "line": "Hello"}])
-    assert video.read_subtitles(str(tmp_path / "a.json"),
+    assert data.read_subtitles(str(tmp_path / "a.json"),
                                      12.5) == [(0.0, 1.5, "Hello"), (2.5, 3.5, "open"),
                                                (3.5, 4.5, "end")]
-    assert video.read_subtitles(str(tmp_path / "b.json"), 12.5) == [(0.0, 1.5, "Hello")]
+    assert data.read_subtitles(str(tmp_path / "b.json"), 12.5) == [(0.0, 1.5, "Hello")]
 
 
 @pytest.mark.parametrize("name, text", [("a.json", "{broken"), ("a.json", '[{"x": 1}]'),
@@ -431,15 +430,15 @@ def test_unreadable_subtitles_are_named(tmp_path, name, text):
     if text is not None:
         (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=f"{name}: unreadable subtitles"):
-        video.read_subtitles(str(tmp_path / name))
+        data.read_subtitles(str(tmp_path / name))
 
 
 def test_aligned_lines_are_those_spoken_at_a_frame():
     lines = [(0.0, 1.0, "a"), (2.0, 3.0, "b"), (3.0, 4.0, "b"), (5.0, 6.0, "c"), (7.0, 7.5, ""),
              (8.0, 9.0, "b")]
-    assert video.subtitle_text(lines) == "a\nb\nc\nb"  # a line repeated at once is shown once
+    assert data.subtitle_text(lines) == "a\nb\nc\nb"  # a line repeated at once is shown once
     # ends count
-    assert video.subtitle_text(lines, [1.0, 2.5, 5.5, 8.1]) == "a\nb\nc\nb"
-    assert video.subtitle_text(lines, [2.0, 3.0]) == "b"
-    assert video.subtitle_text(lines, [1.5, 4.5]) == ""
-    assert video.subtitle_text([], None) == ""
+    assert data.subtitle_text(lines, [1.0, 2.5, 5.5, 8.1]) == "a\nb\nc\nb"
+    assert data.subtitle_text(lines, [2.0, 3.0]) == "b"
+    assert data.subtitle_text(lines, [1.5, 4.5]) == ""
+    assert data.subtitle_text([], None) == ""

@@ -7,6 +7,7 @@ import re
 from conftest import run_script
 from scripted import AGENT
 
+import data
 import rollout
 import video
 
@@ -38,7 +39,7 @@ def test_sound_data_has_no_fault(toy, tmp_path):
 def test_the_largest_prompt_is_counted_to_the_token(codec, toy, capsys):
     """The count stands for frames that were never decoded: it must equal the real prompt."""
     source = rollout.Source(str(toy), video.FrameCache())
-    tasks = rollout.read_tasks(str(toy / "rl.jsonl"))
+    tasks = data.read_tasks(str(toy / "rl.jsonl"))
     assert rollout.preflight(codec, tasks, AGENT, source, "gated") == []
     said = int(re.search(r"has (\d+) tokens with 64", capsys.readouterr().out)[1])
     real = []

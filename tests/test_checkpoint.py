@@ -29,6 +29,7 @@ import checkpoint
 import eval as evaluation
 import grpo
 import launch
+import metrics
 import model
 import rollout
 import sft
@@ -389,7 +390,7 @@ def test_beginning_anew_deletes_what_was_there(tmp_path):
     (tmp_path / "log.jsonl").write_text('{"step": 1}\n')
     checkpoint.clean_run(str(tmp_path), start=0)
     assert os.listdir(tmp_path) == ["log.jsonl"]
-    launch.Log(str(tmp_path), 0, argparse.Namespace(track=None)).close(0, 0)
+    metrics.Log(str(tmp_path), 0, argparse.Namespace(track=None)).close(0, 0)
     assert (tmp_path / "log.jsonl").read_text() == ""
 
 

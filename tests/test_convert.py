@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import chat
+import data
 import launch
 import rewards
 import rollout
@@ -149,7 +150,7 @@ def test_rl_rows_become_tasks(tmp_path):
     assert [(t["type"], t["answer"]) for t in tasks] == (
         [("mcq", "B")] * 3 + [("grounding", [1.5, 7.0])] * 4 + [("open", "a dog")] * 2)
     assert all(t["question"] == "When?" and t["options"] is None for t in tasks[3:7])
-    assert rollout.read_tasks(str(tmp_path / "out.jsonl")) == tasks
+    assert data.read_tasks(str(tmp_path / "out.jsonl")) == tasks
 
 
 def test_a_longvt_rl_row(tmp_path):
@@ -610,7 +611,7 @@ def test_labels_without_a_reward_and_lost_parts_of_tasks_are_left_out(tmp_path, 
     printed = capsys.readouterr().out
     for _, why in bad:
         assert why in printed, why
-    assert rollout.read_tasks(str(tmp_path / "out.jsonl")) == tasks
+    assert data.read_tasks(str(tmp_path / "out.jsonl")) == tasks
 
 
 # ------------------------------------------------------------------------------------------------

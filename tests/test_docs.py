@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
+import data
 import rollout
 import video
 
@@ -28,7 +29,7 @@ def test_the_ten_films_are_tasks_that_can_be_trained_on(tmp_path, codec):
     done = subprocess.run([sys.executable, "-c", block("your-own-data.md", "films/")],
                           cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    tasks = rollout.read_tasks(str(tmp_path / "tasks.jsonl"))
+    tasks = data.read_tasks(str(tmp_path / "tasks.jsonl"))
     assert collections.Counter(task["type"] for task in tasks) == {
         "mcq": 10, "list": 10, "grounding": 10}
     source = rollout.Source(str(tmp_path), video.FrameCache())

@@ -11,10 +11,11 @@ import pytest
 from conftest import run_script
 
 import checkpoint
+import data
 import grpo
 import launch
+import metrics
 import rewards
-import video
 from evaluation import benchmarks, endpoint, folders
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -48,7 +49,7 @@ def test_json_that_is_nested_too_deep_is_refused_by_every_reader(tmp_path, text)
     with pytest.raises(launch.UserError, match="rows.json: "):
         benchmarks.read_rows(str(tmp_path / "rows.json"))
     with pytest.raises(ValueError, match="unreadable subtitles"):
-        video.read_subtitles(str(tmp_path / "rows.json"))
+        data.read_subtitles(str(tmp_path / "rows.json"))
     for name in ("config.json", "summary.json", "args.json"):
         (tmp_path / name).write_text(text)
     with pytest.raises(launch.UserError):
@@ -81,15 +82,15 @@ def test_one_invalid_byte_or_odd_line_in_the_log_loses_that_line(tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2, "loss\xff": 1}\n{"step": "two"}\n[[\n'
                      + DEEP.encode() + b'\n{"step": 3}\n')
-    assert [row["step"] for row in launch.whole_rows(str(path))] == [1, 2, 3]
-    launch.Log(str(tmp_path), 2, argparse.Namespace(track=None)).close(2, 2)
+    assert [row["step"] for row in metrics.whole_rows(str(path))] == [1, 2, 3]
+    metrics.Log(str(tmp_path), 2, argparse.Namespace(track=None)).close(2, 2)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
 
 
 def test_a_subtitle_file_that_is_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "words.srt")
     with pytest.raises(ValueError, match="words.srt: unreadable subtitles"):
-        video.read_subtitles(str(tmp_path / "words.srt"))
+        data.read_subtitles(str(tmp_path / "words.srt"))
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ tests/test_endpoint.py -q
 Against an endpoint that speaks from a script; test_server.py asks a real server.
 """
 import argparse
+import asyncio
 import base64
 import io
 import json
@@ -29,7 +30,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture
 def no_pause(monkeypatch):
     pauses = []
-    monkeypatch.setattr(endpoint.OpenAIEngine, "pause", lambda self, s: pauses.append(s))
+
+    async def pause(self, seconds):
+        pauses.append(seconds)
+
+    monkeypatch.setattr(endpoint.OpenAIEngine, "pause", pause)
     return pauses
 
 
@@ -195,7 +200,7 @@ def test_endpoint_errors_that_may_pass_are_tried_again(status, tasks, frames_of,
     (b'{"choices": [{"message": null}]}', 1, "bad answer"),
     (b'{"choices": [{"message": {"content": [1]}}]}', 1, "bad answer"),
     (b"[]", 1, "bad answer"),
-    (b'{"choices": CUT', 3, "IncompleteRead"),
+    (b'{"choices": CUT', 3, "RemoteProtocolError"),
 ])  # fmt: skip
 def test_endpoint_errors_end_the_episode_and_never_count_as_an_answer(
         reply, times, why, tasks, frames_of, no_pause):
@@ -288,7 +293,7 @@ def failing_server(answers):
 def test_all_requests_wait_for_a_server_that_comes_back(tasks, frames_of, monkeypatch):
     """After --give-up failed tries nothing but probes is asked; no episode is lost."""
     answers = {"up": False}
-    monkeypatch.setattr(endpoint.OpenAIEngine, "pause", lambda self, s: time.sleep(0.02))
+    monkeypatch.setattr(endpoint.OpenAIEngine, "pause", lambda self, s: asyncio.sleep(0.02))
     with failing_server(answers) as server:
         engine = endpoint.OpenAIEngine(server.url, "m", workers=2, give_up=3, server_wait=60)
         engine.codec = None
@@ -302,7 +307,7 @@ def test_all_requests_wait_for_a_server_that_comes_back(tasks, frames_of, monkey
 
 @pytest.mark.parametrize("give_up", [0, 2, 5])
 def test_a_server_that_stays_away_ends_the_run(give_up, tasks, frames_of, monkeypatch, capsys):
-    monkeypatch.setattr(endpoint.OpenAIEngine, "pause", lambda self, s: time.sleep(0.02))
+    monkeypatch.setattr(endpoint.OpenAIEngine, "pause", lambda self, s: asyncio.sleep(0.02))
     with failing_server({"up": False}) as server:
         engine = endpoint.OpenAIEngine(server.url, "m", workers=1, give_up=give_up, server_wait=0.5)
         engine.codec = None

@@ -13,8 +13,8 @@ import time
 import pytest
 
 import launch
-from engine import ChatRequest
 from evaluation import endpoint
+from evaluation.endpoint import ChatRequest
 
 ANSWER = json.dumps({"model": "m", "choices": [{"finish_reason": "stop",
                                                 "message": {"content": "<answer>A</answer>"}}]})
@@ -173,5 +173,5 @@ def test_an_answer_that_is_not_the_promised_json_is_counted(serve, monkeypatch, 
 
 @pytest.mark.parametrize("url", ["localhost:8000/v1", "ftp://localhost/v1", "http:///v1", "x"])
 def test_an_address_without_scheme_or_host_is_refused(url):
-    with pytest.raises(launch.UserError, match="begins with http"):
+    with pytest.raises(launch.UserError, match="no server answers at"):
         endpoint.OpenAIEngine(url, "m").knock()

@@ -201,9 +201,9 @@ def test_the_next_overviews_are_decoded_while_no_decode_of_this_step_waits():
     for begin in ("idle", "over"):
         loaded, over = [], threading.Event()
         source.load = loaded.append
-        sampler = SimpleNamespace(pump=None)  # the run has not begun
+        sampler = SimpleNamespace(pump=None, source=source)  # the run has not begun
         with ThreadPoolExecutor(2) as pool:
-            grpo.look_ahead(pool, source, [{"id": n} for n in range(3)], 5, args, sampler, over)
+            grpo.look_ahead(pool, [{"id": n} for n in range(3)], 5, args, sampler, over)
             time.sleep(0.1)
             sampler.pump = SimpleNamespace(loading=1)
             time.sleep(0.1)

@@ -13,6 +13,7 @@ import pytest
 from conftest import ROOT, Overheard, run_script
 
 import chat
+import data
 import eval as evaluation
 import launch
 import rewards
@@ -857,7 +858,7 @@ def test_prepare_only_converts(world, videomme, tmp_path):
     done = world("--bench", "videomme", "--root", videomme, "--prepare", tmp_path / "v.jsonl",
                  drop=("--data", "--ckpt"))
     assert done.code == 0 and done.engine is None and not (tmp_path / "out").exists()
-    tasks = rollout.read_tasks(str(tmp_path / "v.jsonl"))
+    tasks = data.read_tasks(str(tmp_path / "v.jsonl"))
     assert [t["answer"] for t in tasks] == ["B", "A", "B", "A"]
     assert tasks[0]["video"] == "data/ab.mp4" and tasks[0]["options"] == ["red", "blue"]
 

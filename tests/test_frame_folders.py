@@ -10,6 +10,7 @@ from PIL import Image, ImageOps
 from scripted import AGENT
 from test_video import NATIVE, paint, seen, shown_by, write
 
+import ask
 import rollout
 import video
 from evaluation import benchmarks
@@ -194,8 +195,6 @@ def test_several_decoders_and_windows_decoded_together_give_the_same(tmp_path):
     shared = video.overview(path, 40, cache=cache, **NATIVE)
     assert np.array_equal(plain.images, shared.images) and shared.key == plain.key
     specs = [{"video": "film", "start": 3, "end": end} for end in (6, 9)]
-    assert video.clusters(specs, str(tmp_path), cache) == [[0, 1]]
-    video.preload(specs, str(tmp_path), cache, **NATIVE)
     assert [seen(video.load(s, str(tmp_path), cache, **NATIVE).images) for s in specs] == [
         [3, 4, 5], [3, 4, 5, 6, 7, 8]]
     cache.close()
@@ -215,8 +214,8 @@ def test_whoever_takes_a_video_takes_a_folder(toy, codec, tmp_path, monkeypatch,
     assert benchmarks.locate(str(root), ("videos", ""), "film") == "videos/film"
     assert benchmarks.locate(str(root), ("videos",), "film.srt") is None
     benchmarks.check_videos("b", [task], str(root))
-    monkeypatch.setattr("sys.argv", ["rollout.py", "--ckpt", "c", "--video",
+    monkeypatch.setattr("sys.argv", ["ask.py", "--ckpt", "c", "--video",
                                      str(root / "videos" / "film") + "/"])
-    args = rollout.parse_args()
+    args = ask.parse_args()
     _, source = rollout.agent_settings(args, args.video)
     assert seen(source.load({"video": os.path.basename(args.video), "frames": 2}).images) == [2, 6]

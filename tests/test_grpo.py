@@ -20,8 +20,10 @@ from reference import ReferenceEngine, load_policy
 
 import chat
 import checkpoint
+import data
 import grpo
 import launch
+import metrics
 import model
 import rewards
 import rollout
@@ -82,7 +84,7 @@ def reward(acc, fmt, tool, weight=1.0):
 @pytest.fixture(scope="module")
 def tasks(toy):
     """RL tasks with several colours first: naming one of them is neither right nor wrong."""
-    return sorted(rollout.read_tasks(str(toy / "rl.jsonl")),
+    return sorted(data.read_tasks(str(toy / "rl.jsonl")),
                   key=lambda t: -len(t["answer"].split()))
 
 
@@ -524,7 +526,7 @@ def row(k, acc, executed, group="p", **changes):
             "closure": {t: [0, 0] for t in rewards.KINDS},
             "written": executed, "parseable": executed, "executed": executed,
             "length": 10, "turns": 1, "cut": 0,
-            "sub_tokens": 0, "decode_s": 0.0, "evidence": None}
+            "sub_tokens": 0, "decode_s": 0.0}
     return {**base, **changes}
 
 
@@ -538,7 +540,7 @@ def test_summary_by_hand():
             row(4, 0.0, 0, closure=closure([1, 1], [0, 0], [0, 0], [1, 0])),
             row(64, 0.5, 1, type="open", chance=0.25, sub_tokens=8),
             row(64, 1.0, 0, type="open", chance=0.5)]
-    m = grpo.summarise(rows)
+    m = metrics.summarise(rows)
     assert m["kappa"] == 0.75 and m["valid_calls"] == 0.75 and m["written_calls"] == 1.0
     assert m["called"] == 0.5
     assert m["acc"] == 0.625 and m["total"] == 1.125 and m["fmt"] == 0.5 and m["f_tau"] == 0.6
@@ -554,17 +556,17 @@ def test_summary_by_hand():
     # Rollouts that failed have no accuracy, no format and no calls. They are counted, not averaged.
     failed = [row(4, 0.0, 0, status=status, f_tau=0.0, turns=0)
               for status in ("video_error", "engine_error")]
-    assert grpo.summarise(rows + failed) == {**m, "not_ok": 2}
+    assert metrics.summarise(rows + failed) == {**m, "not_ok": 2}
 
 
 def test_a_step_line_says_how_many_failed_and_shows_no_number_that_was_not_measured():
-    m = {**grpo.summarise([row(4, 0.0, 0, status="video_error")] * 10), "step": 3, "gap": None,
+    m = {**metrics.summarise([row(4, 0.0, 0, status="video_error")] * 10), "step": 3, "gap": None,
          "grad_norm": None, "zero_variance": 0, "groups": 0, "rollout_s": 1.0, "train_s": 0.0}
-    line = grpo.step_line(m, 9, 60.0)
+    line = metrics.step_line(m, 9, 60.0)
     assert "| not ok 10 |" in line and "R - acc - f_tau - kappa -" in line
     assert "gap - gn - zero 0/0" in line
-    fine = {**m, **grpo.summarise([row(4, 1.0, 1)]), "gap": 2e-4, "grad_norm": 0.5, "groups": 1}
-    line = grpo.step_line(fine, 9, 60.0)
+    fine = {**m, **metrics.summarise([row(4, 1.0, 1)]), "gap": 2e-4, "grad_norm": 0.5, "groups": 1}
+    line = metrics.step_line(fine, 9, 60.0)
     assert "not ok" not in line and "gap 2e-04 gn 0.50" in line
 
 
@@ -590,14 +592,14 @@ def logged(steps, **changes):
 
 def test_a_healthy_run_shows_no_sign_of_death():
     for steps in range(1, 12):
-        assert grpo.signs(logged(steps)) == {}
+        assert metrics.signs(logged(steps)) == {}
     # A type that comes in few steps, a step that failed whole, a tag that nothing opened.
     rare = [{"list": (0.5, 0.1), "mcq": (0.0, 0.2)} if i == 4 else {"list": (0.5, 0.1)}
             for i in range(9)]
     closure = {**dict.fromkeys(rewards.KINDS, 0.9), "tool_code": None}
-    assert grpo.signs(logged(9, kinds=rare, closure=closure)) == {}
+    assert metrics.signs(logged(9, kinds=rare, closure=closure)) == {}
     gone = [0.9] * 8 + [None]
-    assert grpo.signs(logged(9, f_tau=gone, entropy=gone, cut_turns=gone, groups=[8] * 8 + [0],
+    assert metrics.signs(logged(9, f_tau=gone, entropy=gone, cut_turns=gone, groups=[8] * 8 + [0],
                              zero_variance=[0] * 9)) == {}
 
 
@@ -621,7 +623,7 @@ def test_a_healthy_run_shows_no_sign_of_death():
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_each_way_to_die_is_named_from_the_step_on_at_which_it_shows(name, word, changes, since):
     rows = logged(9, **changes)
-    found = [grpo.signs(rows[:2 * step - 1]) for step in range(1, 10)]
+    found = [metrics.signs(rows[:2 * step - 1]) for step in range(1, 10)]
     assert set().union(*found) == {name}  # and nothing else is blamed
     assert next(step for step, signs in enumerate(found, 1) if signs) == since
     assert word in found[since - 1][name]
@@ -632,14 +634,14 @@ def test_noise_of_few_prompts_is_no_sign():
     apart = [0.3, -0.05, 0.25, 0.1, -0.1, 0.2, 0.3, 0.0, 0.15]
     rows = logged(9, kinds=[{"mcq": (0.5 + gap, 0.5)} for gap in apart], groups=2,
                   zero_variance=[2, 2, 2, 2, 1, 2, 2, 2, 2])
-    assert [grpo.signs(rows[:2 * step - 1]) for step in range(1, 10)] == [{}] * 9
+    assert [metrics.signs(rows[:2 * step - 1]) for step in range(1, 10)] == [{}] * 9
 
 
 def test_a_collapsed_run_is_warned_of_once(run_grpo, given_rollouts, hard_tasks, monkeypatch,
                                            capsys):
     """Further signs follow from the first one, and would name other causes."""
     signs = iter([{}, {"f_tau": "fell", "cut": "cut"}, {"cut": "cut", "type list": "wrong"}])
-    monkeypatch.setattr(grpo, "signs", lambda _: next(signs))
+    monkeypatch.setattr(metrics, "signs", lambda _: next(signs))
     run_grpo("--data", hard_tasks, "--steps", 3, "--prompts", 2, "--group", 4)
     printed = [line for line in capsys.readouterr().out.splitlines() if "WARNING" in line]
     assert printed == ["WARNING step 2: fell"]
@@ -649,33 +651,20 @@ def test_what_a_call_is_worth_is_measured_within_prompts():
     """An easy prompt where all skipped and a hard one where all called say nothing of calling."""
     rows = [row(8, 1.0, 0, "easy"), row(8, 1.0, 0, "easy"), row(8, 0.0, 1, "hard"),
             row(8, 0.0, 2, "hard")]
-    assert grpo.call_minus_skip(rows) is None
+    assert metrics.call_minus_skip(rows) is None
     both = [row(8, 1.0, 1, "both"), row(8, 0.5, 1, "both"), row(8, 0.25, 0, "both")]
-    assert grpo.call_minus_skip(rows + both) == pytest.approx(0.5)
+    assert metrics.call_minus_skip(rows + both) == pytest.approx(0.5)
     # A call that was written and then lost is a part of what calling costs.
     lost = row(8, 0.0, 0, "both", closure={**row(8, 0, 0)["closure"], "tool_code": [1, 0]})
     refused = row(8, 0.0, 0, "both", written=1)
-    assert grpo.call_minus_skip(rows + both + [lost]) == pytest.approx(0.25)
-    assert grpo.call_minus_skip(rows + both + [refused]) == pytest.approx(0.25)
-
-
-def test_stated_evidence_is_logged_for_the_toys_tasks_alone():
-    assert "evidence" not in grpo.summarise([row(8, 1.0, 1)])
-    stated = [row(8, 1.0, 1, evidence=(2, 3)), row(8, 1.0, 1, evidence=(0, 1)), row(8, 0.0, 0)]
-    assert grpo.summarise(stated)["evidence"] == 0.5
-    assert grpo.summarise([row(8, 1.0, 1, evidence=(0, 0))])["evidence"] is None
-    event = {"start": 9, "end": 11, "colour": "red", "window": (8, 16)}
-    episode = SimpleNamespace(task={"events": [event]}, num_frames=64,
-                              turns=["I saw 8 nothing.</think>", "I saw 8 red."])
-    assert grpo.toy_evidence(episode) == (0, 1)
-    episode.task = {}
-    assert grpo.toy_evidence(episode) is None
+    assert metrics.call_minus_skip(rows + both + [lost]) == pytest.approx(0.25)
+    assert metrics.call_minus_skip(rows + both + [refused]) == pytest.approx(0.25)
 
 
 def test_what_cannot_be_compared_is_none_and_not_zero():
     """All called or none: there is no other side, and a zero would read as "calling is worth
     nothing"."""
-    m = grpo.summarise([row(8, 1.0, 1), row(8, 0.0, 2)])
+    m = metrics.summarise([row(8, 1.0, 1), row(8, 0.0, 2)])
     assert m["call_minus_skip"] is None and m["by_K"]["8"]["call_minus_skip"] is None
     assert m["closure"]["answer"] is None
 
@@ -1072,12 +1061,12 @@ def test_an_answer_is_compared_with_the_label_of_another_task(codec, source, tas
         e.turns = [turn]
         for kind in ("open", "list"):
             e.task = {**own, "type": kind, "answer": "red"}
-            labels = grpo.labels_by_type([e.task, {**other, "type": kind, "answer": "blue"},
+            labels = metrics.labels_by_type([e.task, {**other, "type": kind, "answer": "blue"},
                                           {**other, "id": "c", "type": "mcq", "answer": "A"}])
             e.think_open = False
-            assert grpo.by_chance(e, labels) == float("blue" in turn)
+            assert metrics.by_chance(e, labels) == float("blue" in turn)
     e.task = {**own, "type": "mcq", "answer": "A", "options": ["red", "blue"]}
-    assert grpo.by_chance(e, grpo.labels_by_type([e.task])) is None
+    assert metrics.by_chance(e, metrics.labels_by_type([e.task])) is None
 
 
 def test_gated_frames_reach_the_decoder_and_the_prompt(run_grpo, toy, codec, monkeypatch,

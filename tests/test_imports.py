@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-ORDER = ["launch", "rewards", "video", "chat", "model", "engine", "checkpoint", "rollout", "toy",
-         "sft", "grpo", "evaluation.answers", "evaluation.benchmarks", "evaluation.endpoint",
+ORDER = ["launch", "rewards", "video", "data", "chat", "model", "engine", "endpoint", "checkpoint",
+         "rollout", "ask", "toy", "metrics", "sft", "grpo",
+         "evaluation.answers", "evaluation.benchmarks", "evaluation.endpoint",
          "evaluation.systems", "evaluation.costs", "evaluation.scores", "evaluation.publishers",
          "evaluation.graders", "evaluation.folders", "evaluation.verify",
          "eval", "tools.plan", "tools", "bench.frontier", "bench.verdicts", "bench"]  # fmt: skip

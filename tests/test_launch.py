@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import launch
+import metrics
 
 # ------------------------------------------------------------------------------------------------
 # How a script begins and ends
@@ -136,7 +137,7 @@ def test_the_log_holds_no_step_twice_and_no_torn_line(tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 2, "val_loss": 1}\nnot json\n'
                     '{"step": 3}\n{"step": 4, "lo')
-    log = launch.Log(str(tmp_path), 2, argparse.Namespace(track=None))
+    log = metrics.Log(str(tmp_path), 2, argparse.Namespace(track=None))
     log.write({"step": 3, "again": True}, "a line")
     log.close(3, 3)
     assert path.read_text() == ('{"step": 1}\n{"step": 2}\n{"step": 2, "val_loss": 1}\n'

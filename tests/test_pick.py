@@ -8,6 +8,7 @@ import pytest
 from conftest import run_script
 from scripted import Scripted, calls, play
 
+import data
 import rollout
 import sft
 import video
@@ -96,7 +97,7 @@ def test_the_band_takes_tasks_whose_rollouts_disagree(recorded, tmp_path):
         out = tmp_path / "tasks.jsonl"
         done = run_script("tools/pick.py", recorded, "--band", *band, out)
         assert done.returncode == 0, done.stderr
-        rows = rollout.read_tasks(str(out))
+        rows = data.read_tasks(str(out))
         assert [row["id"] for row in rows] == wanted
         assert rows == [task for task in TASKS if task["id"] in wanted]
 

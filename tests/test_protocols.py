@@ -20,6 +20,7 @@ from conftest import run_script
 from scripted import Server
 
 import chat
+import data
 import eval as evaluation
 import launch
 import rewards
@@ -294,7 +295,7 @@ class Babble:
 def test_both_loops_leave_the_same_records(more, toy, codec, source):
     """48 episodes of each kind. ParaVT as it is trained, by training's own loop and as a protocol:
     ids, masks, log-probs, calls, summaries, rewards and what went wrong."""
-    tasks = rollout.read_tasks(str(toy / "rl.jsonl"))
+    tasks = data.read_tasks(str(toy / "rl.jsonl"))
     agent = rollout.Agent(**{"context": 1024, "max_new_tokens": 128, "sub_max_new_tokens": 24,
                              "max_turns": 2, **more})
 

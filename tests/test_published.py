@@ -31,8 +31,10 @@ from reference import ReferenceEngine, forward
 
 import chat
 import checkpoint
+import data
 import grpo
 import launch
+import metrics
 import model
 import rewards
 import rollout
@@ -144,7 +146,7 @@ def source(world):
 
 @pytest.fixture(scope="module")
 def tasks(world):
-    return rollout.read_tasks(str(world / "rl.jsonl"))
+    return data.read_tasks(str(world / "rl.jsonl"))
 
 
 class Speaker:
@@ -433,7 +435,7 @@ def test_a_thought_that_the_template_opens_is_scored_as_a_forced_one(codec, kind
             "think"] == [2, 2]
     else:
         assert len(forced.context.ids) == len(free.context.ids) + 4
-    same = grpo.episode_row(free, {})["f_tau"] == grpo.episode_row(forced, {})["f_tau"]
+    same = metrics.episode_row(free, {})["f_tau"] == metrics.episode_row(forced, {})["f_tau"]
     assert same == (kind == "thinking")
 
 
@@ -464,10 +466,10 @@ def test_a_lone_surrogate_is_refused_by_its_line(world, tmp_path, field):
                          "answer": "B", field: value}).replace("X", f"x {emoji}")
     lines = [json.dumps(rows[0]), second]
     path.write_text("\n".join(lines))
-    assert "\U0001f600" in json.dumps(rollout.read_tasks(str(path))[1], ensure_ascii=False)
+    assert "\U0001f600" in json.dumps(data.read_tasks(str(path))[1], ensure_ascii=False)
     path.write_text("\n".join(lines).replace("\\ude00", ""))
     with pytest.raises(launch.UserError, match=f"{path}:2: .*surrogate"):
-        rollout.read_tasks(str(path))
+        data.read_tasks(str(path))
 
 
 def test_a_lone_surrogate_in_a_chat_is_refused_by_its_line(codecs, world, tmp_path):

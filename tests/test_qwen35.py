@@ -13,6 +13,7 @@ from conftest import run_script
 
 import chat
 import checkpoint
+import data
 import launch
 import model
 import rewards
@@ -144,7 +145,7 @@ def test_frames_and_text_as_transformers_computes_them(world35, codec35):
     import video
 
     hf = loaded(world35)
-    task = rollout.read_tasks(str(world35 / "rl.jsonl"))[0]
+    task = data.read_tasks(str(world35 / "rl.jsonl"))[0]
     source = rollout.Source(str(world35), video.FrameCache())
     spec = source.overview_spec(task, 5)
     frames = source.load(spec)

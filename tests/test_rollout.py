@@ -37,6 +37,7 @@ from scripted import (
 )
 
 import chat
+import data as data_py
 import launch
 import rewards
 import rollout
@@ -453,23 +454,6 @@ def test_a_group_shares_budget_frames_and_prompt(codec, tasks, toy, opened):
     assert len(opened) == sum(2 if k == 64 else 3 for k in budgets.values())
     # members differ by their seeds alone
     assert len({r.seed for r in engine.requests}) == len(engine.requests)
-
-
-@pytest.mark.parametrize("dispatch", ["parallel", "sequential"])
-def test_windows_of_a_turn_that_lie_close_together_are_decoded_in_one_go(
-        dispatch, codec, tasks, toy, opened):
-    """Every sub-agent sees its own window's frames, whoever decoded them, and no thread waits for
-    another one: a single one serves them all."""
-    source = rollout.Source(str(toy), video.FrameCache())
-    engine = Scripted(codec, [calls((0, 8), (4, 12), (0, 4), (4, 12)), ANSWER])
-    episode = play_one(engine, tasks, source, replace(AGENT, dispatch=dispatch), threads=1)
-    assert [c["status"] for c in episode.calls] == ["ok"] * 4
-    assert len(opened) == 3  # for its times, for the overview, for the windows' union
-    for request in engine.subs():
-        start, end = window_of(request)
-        alone = video.crop(str(toy / tasks[0]["video"]), start, end, fps=AGENT.sub_fps)
-        assert np.array_equal(request.frames[0].images, alone.images)
-        assert request.items[0].key == alone.key
 
 
 def test_a_task_that_comes_twice_in_a_batch_gets_more_samples_not_the_same_ones(
@@ -930,7 +914,7 @@ def test_a_label_that_can_never_be_paid_is_refused_by_its_line(tmp_path, task, w
     path.write_text(json.dumps(labelled("open", "fine")) + "\n"
                     + json.dumps({**task, "id": "u"}) + "\n")
     with pytest.raises(launch.UserError) as e:
-        rollout.read_tasks(str(path))
+        data_py.read_tasks(str(path))
     assert str(e.value).startswith(f"{path}:2: ") and wanted in str(e.value)
 
 
@@ -947,7 +931,7 @@ def test_a_label_that_can_never_be_paid_is_refused_by_its_line(tmp_path, task, w
 def test_labels_of_every_kind_are_read(tmp_path, task):
     path = tmp_path / "tasks.jsonl"
     path.write_text(json.dumps(task), encoding="utf-8-sig")
-    assert rollout.read_tasks(str(path)) == [task]
+    assert data_py.read_tasks(str(path)) == [task]
 
 
 @pytest.mark.parametrize("span, beyond", [

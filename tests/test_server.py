@@ -15,8 +15,9 @@ import pytest
 from conftest import ROOT, run_script
 
 import chat
+import data
 import rollout
-from engine import ChatRequest, OpenAIEngine
+from evaluation.endpoint import ChatRequest, OpenAIEngine
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ def test_the_server_reads_the_very_prompt_that_a_policy_is_trained_on(server, to
     """Frames, times, tool schema and forced start of the thought, over the wire: the same ids as
     rollout.py gives its own engines."""
     engine = OpenAIEngine(server, "toy", prefill=True)
-    for task in rollout.read_tasks(str(toy / "eval.jsonl"))[:2]:
+    for task in data.read_tasks(str(toy / "eval.jsonl"))[:2]:
         spec = {"video": task["video"], "frames": 4}
         frames, messages = source.load(spec), rollout.main_messages(task, 4)
         context = rollout.open_context(codec, messages, [spec], [frames], rollout.tool_schema())
@@ -94,7 +95,7 @@ def test_the_server_reads_an_overview_as_one_video(number, server, toy, source):
     markers of the template's own, which vLLM leaves there."""
     codec = chat.load_codec(str(toy / "init"), "video")
     engine = OpenAIEngine(server, "toy", prefill=True, video_item=True)
-    task = rollout.read_tasks(str(toy / "eval.jsonl"))[0]
+    task = data.read_tasks(str(toy / "eval.jsonl"))[0]
     spec = {"video": task["video"], "frames": number}
     frames, messages = source.load(spec), rollout.main_messages(task, number)
     context = rollout.open_context(codec, messages, [spec], [frames], rollout.tool_schema())

@@ -11,11 +11,11 @@ from conftest import run_script
 from scripted import AGENT, Scripted, calls, is_sub
 
 import chat
+import data as data_py
 import eval as evaluation
 import grpo
 import launch
 import rollout
-import video
 from tools import pick
 
 ANSWER = "I saw it.\n</think>\n<answer>red</answer>"
@@ -46,7 +46,7 @@ def settings(script, monkeypatch, toy, data, *flags):
                                       str(toy / "init"), "--data", str(data), "--frames", "4",
                                       *flags])
     args = script.parse_args()
-    return args, rollout.read_tasks(args.data), *rollout.agent_settings(args, args.data)
+    return args, data_py.read_tasks(args.data), *rollout.agent_settings(args, args.data)
 
 
 def prompts(engine):
@@ -136,7 +136,7 @@ def test_a_run_ends_with_one_line(toy, data, tmp_path):
     assert "Traceback" not in done.stderr
     write(tmp_path, subtitles=["words.srt"])
     with pytest.raises(launch.UserError, match="subtitles must be the path of a file, or null"):
-        rollout.read_tasks(str(data))
+        data_py.read_tasks(str(data))
 
 
 def test_webvtt_says_what_ffmpeg_reads(tmp_path):
@@ -147,7 +147,7 @@ def test_webvtt_says_what_ffmpeg_reads(tmp_path):
         "01:00:02.000 --> 01:00:04.125\n<v Ann>two\nlines &lt;here&gt;\n")
     subprocess.run([ffmpeg, "-v", "error", "-i", tmp_path / "a.vtt", tmp_path / "a.srt"],
                    check=True)
-    mine, theirs = (video.read_subtitles(str(tmp_path / name)) for name in ("a.vtt", "a.srt"))
+    mine, theirs = (data_py.read_subtitles(str(tmp_path / name)) for name in ("a.vtt", "a.srt"))
     assert [line[:2] for line in mine] == [line[:2] for line in theirs] == [
         (1.5, 3.25), (3602.0, 3604.125)]
     assert [line[2] for line in mine] == ["Tom & Jerry", "two lines <here>"]
@@ -159,9 +159,9 @@ def test_a_cue_without_text_takes_no_text_of_the_next(tmp_path):
     path = tmp_path / "c.vtt"
     path.write_text("WEBVTT\n\n00:01.000 --> 00:02.000\na -> b\n\n00:03.000 --> 00:04.000\n\n"
                     "00:05.000 --> 00:06.000\nc\n00:06.000 --> 00:07.000\nd\n")
-    assert video.read_subtitles(str(path)) == [(1.0, 2.0, "a -> b"), (5.0, 6.0, "c"),
+    assert data_py.read_subtitles(str(path)) == [(1.0, 2.0, "a -> b"), (5.0, 6.0, "c"),
                                                (6.0, 7.0, "d")]
     path = tmp_path / "c.srt"
     path.write_text("1\n00:00:01,000 --> 00:00:02,000\nin 1999\n2\n00:00:03,000 --> 00:00:04,000\n"
                     "7\nb\n")
-    assert video.read_subtitles(str(path)) == [(1.0, 2.0, "in 1999"), (3.0, 4.0, "7 b")]
+    assert data_py.read_subtitles(str(path)) == [(1.0, 2.0, "in 1999"), (3.0, 4.0, "7 b")]

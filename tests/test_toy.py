@@ -18,6 +18,7 @@ import pytest
 from conftest import run_script
 
 import chat
+import data
 import launch
 import rollout
 import toy as toy_world
@@ -188,7 +189,7 @@ def test_a_crop_always_shows_the_event_and_a_thin_overview_often_does_not():
 def test_tasks_are_what_the_agent_reads(toy):
     for name in ("rl.jsonl", "eval.jsonl"):
         assert all(os.path.isfile(toy / task["video"])
-                   for task in rollout.read_tasks(str(toy / name)))
+                   for task in data.read_tasks(str(toy / name)))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -495,7 +496,7 @@ def test_tags_are_split_as_in_qwen3(codec):
 def test_prompts_of_the_world_are_short(toy, codec):
     """The context is meant for frames: what stands around 64 of them stays below 60 tokens but for
     their own markers."""
-    task = rollout.read_tasks(str(toy / "rl.jsonl"))[0]
+    task = data.read_tasks(str(toy / "rl.jsonl"))[0]
     frames = video.overview(str(toy / task["video"]), 64)
     ids, _ = chat.encode_prompt(codec, rollout.main_messages(task, 64),
                                  [chat.vision_item({}, frames)], rollout.tool_schema())

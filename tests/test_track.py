@@ -15,6 +15,7 @@ import pytest
 from conftest import ROOT
 
 import launch
+import metrics
 
 TRACKERS = ["trackio", "wandb", "swanlab"]
 ROW = {"acc": 0.25, "n": 3, "val": None, "why": "text", "by_K": {"4": {"acc": 0.5, "tau": None}}}
@@ -55,7 +56,7 @@ def flags(name, **more):
 def log(out, start, *steps, name):
     out.mkdir(exist_ok=True)
     args = flags(name)
-    numbers = launch.Log(str(out), start, args)
+    numbers = metrics.Log(str(out), start, args)
     for step in steps:
         numbers.write({"step": step, **ROW}, f"line of step {step}")
     numbers.close(steps[-1], steps[-1])
@@ -65,7 +66,7 @@ def log(out, start, *steps, name):
 
 def test_the_numbers_of_the_log_are_sent_and_a_run_goes_on(tracker, tmp_path):
     out = tmp_path / "some run"
-    launch.check_tracker(flags(tracker.__name__))
+    metrics.check_tracker(flags(tracker.__name__))
     log(out, 0, 1, 2, name=tracker.__name__)
     log(out, 2, 3, name=tracker.__name__)
     (_, first), (_, second) = tracker.calls[0], tracker.calls[4]
@@ -111,8 +112,8 @@ def test_a_missing_package_is_one_line(name, folder, tmp_path, monkeypatch):
     importlib.invalidate_caches()
     with pytest.raises(launch.UserError, match=f"--track {name}: the package is not installed: pip "
                        f"install {name}"):
-        launch.check_tracker(flags(name))
-    launch.check_tracker(flags(None))
+        metrics.check_tracker(flags(name))
+    metrics.check_tracker(flags(None))
 
 
 def test_without_the_flag_nothing_is_sent_or_written(tmp_path):
@@ -128,7 +129,7 @@ import argparse, sys
 import launch
 name, out = sys.argv[1:]
 for start, steps in ((0, (1, 2)), (2, (3,))):
-    log = launch.Log(out, start, argparse.Namespace(track=name, project="mine", seed=3))
+    log = metrics.Log(out, start, argparse.Namespace(track=name, project="mine", seed=3))
     for step in steps:
         log.write({"step": step, "acc": step / 8, "by_K": {"4": {"acc": 0.5}}, "val": None}, "")
     log.close(3, 3)

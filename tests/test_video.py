@@ -14,7 +14,6 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -772,14 +771,8 @@ def test_a_hidden_key_frame_is_a_place_to_begin_and_no_frame(tmp_path, film, ffm
     assert info.num_frames == len(starts) == 150 and info.duration == pytest.approx(6, abs=0.05)
     keys = cache.key_frames(clip)  # 2.4 s of the film is hidden
     np.testing.assert_allclose(starts[keys], [1.52, 3.92], atol=0.05)
-    assert [cache.run(clip, i) for i in (0, *keys)] == [1, 2, 3]
     snapped = video.overview(clip, 3, snap=True, cache=cache)
     np.testing.assert_allclose(snapped.seconds[:2], starts[keys], atol=1e-9)
-    specs = [{"video": str(clip), "start": a, "end": b} for a, b in [(0.1, 1), (0.3, 2), (2, 3)]]
-    assert video.clusters(specs, None, cache) == [[0, 1], [2]]  # the first two: before both
-    alone = [video.load(spec) for spec in specs]
-    video.preload(specs[:2], None, cache)
-    assert all(same(video.load(spec, cache=cache), frames) for spec, frames in zip(specs, alone))
 
 
 def with_edits(source, path, *edits):
@@ -1058,84 +1051,6 @@ def test_decoded_once_by_eight_threads(long_gop, opened):
     [thread.join() for thread in threads]
     assert len(got) == 8 and all(frames is got[0] for frames in got)
     assert len(opened) == 2
-
-
-def test_windows_behind_one_key_frame_are_decoded_in_one_go(keyed, opened):
-    """Three windows begin behind the second key frame, of which one was asked for before, one
-    behind the first, one holds nothing."""
-    specs = [{"video": keyed, "start": a, "end": b}
-             for a, b in [(5, 8), (6, 9), (1, 6), (20, 30), (7, 8)]]
-    alone = [video.load(spec, **NATIVE) for spec in specs[:3]]
-    settings = {**NATIVE, "cache": FrameCache()}
-    video.load(specs[4], **settings)
-    assert video.clusters(specs, None, settings["cache"]) == [[0, 1, 4], [2], [3]]
-    opened.clear()
-    for near in ([0, 1, 4], [2]):
-        video.preload([specs[n] for n in near], None, **settings)
-    assert len(opened) == 1
-    for spec, wanted in zip(specs, alone):
-        frames = video.load(spec, **settings)
-        assert np.array_equal(frames.images, wanted.images) and frames.key == wanted.key
-        assert frames.seconds.tolist() == wanted.seconds.tolist()
-        assert frames.frame_keys == wanted.frame_keys and not frames.images.flags.writeable
-    assert len(opened) == 2  # and the third
-    assert settings["cache"].bytes == table_bytes(keyed) + 64 * 32 * 3 * (1 + 3 + 3 + 5)
-
-
-def test_windows_that_several_want_at_once_are_decoded_once(keyed, opened, monkeypatch):
-    specs = [{"video": keyed, "start": a, "end": b} for a, b in ((5, 8), (6, 9))]
-    cache, gate, real = FrameCache(), threading.Barrier(4), av.open
-
-    def slow(*given, **named):
-        threading.Event().wait(0.3)  # all four are waiting by then
-        return real(*given, **named)
-
-    def want(_):
-        gate.wait()
-        video.preload(specs, None, cache, **NATIVE)
-        return [video.load(spec, cache=cache, **NATIVE) for spec in specs]
-
-    monkeypatch.setattr(av, "open", slow)
-    with ThreadPoolExecutor(4) as pool:
-        got = list(pool.map(want, range(4)))
-    assert len(opened) == 2
-    assert all(pair[0] is got[0][0] and pair[1] is got[0][1] for pair in got)
-    assert cache.bytes == table_bytes(keyed) + 64 * 32 * 3 * (3 + 3)
-
-
-def test_windows_that_cannot_all_be_kept_are_not_decoded_twice(keyed, opened):
-    specs = [{"video": keyed, "start": a, "end": b} for a, b in ((5, 8), (6, 9))]
-    for most, times in ((2**20, 1), (64 * 32 * 3 * 5, 2)):
-        settings = {**NATIVE, "cache": FrameCache(most)}
-        settings["cache"].index(keyed)
-        opened.clear()
-        video.preload(specs, None, **settings)
-        for spec in specs:
-            video.load(spec, **settings)
-        assert len(opened) == times
-
-
-def test_preloading_what_cannot_be_read_says_nothing_yet(keyed, tmp_path, monkeypatch):
-    window = {"start": 0, "end": 4}
-    gone = [{"video": str(tmp_path / "no.mp4"), **window}] * 2
-    assert video.clusters(gone, None, FrameCache()) == [[0, 1]]
-    video.preload(gone, None, FrameCache())
-    # it goes while it is looked at
-    monkeypatch.setattr(FrameCache, "preload", raises(VideoError(keyed, "no such file")))
-    video.preload([{"video": keyed, **window}], None, FrameCache())
-
-
-def test_a_window_is_not_lost_to_a_broken_neighbour(keyed, monkeypatch):
-    specs = [{"video": keyed, "start": a, "end": b} for a, b in ((5, 8), (6, 9))]
-    settings = {**NATIVE, "cache": FrameCache()}
-    settings["cache"].index(keyed)
-    with av.open(keyed) as container:  # on display at 8.5 s
-        lost = [frame.pts for frame in container.decode(video=0)][212]
-    overhear(monkeypatch, [lost])
-    video.preload(specs, None, **settings)
-    assert seen(video.load(specs[0], **settings).images) == [137, 162, 187]
-    with pytest.raises(VideoError, match="the frame at 8.48 s .* does not decode"):
-        video.load(specs[1], **settings)
 
 
 @pytest.mark.parametrize("timeout", [None, 20])

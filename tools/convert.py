@@ -23,6 +23,7 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import chat
+import data
 import launch
 import rewards
 import rollout
@@ -466,7 +467,7 @@ def to_task(row):
         if not letter:
             raise ValueError("the answer is none of the options")
         task.update(question=question, options=options, answer=letter)
-    problem = rollout.task_fault({"id": "", **task})
+    problem = data.task_fault({"id": "", **task})
     if problem:
         raise ValueError(problem)
     return task

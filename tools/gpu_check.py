@@ -75,12 +75,6 @@ class Drawn(rollout.Source):
     def duration(self, spec):
         return float(len(self.root[spec["video"]]))
 
-    def clusters(self, specs):
-        return [range(len(specs))]
-
-    def preload(self, specs):
-        """Does not decode: all frames are in memory."""
-
     def load(self, spec):
         images = self.root[spec["video"]]  # [T, H, W, 3]
         starts = np.arange(len(images), dtype=float)  # [T] seconds

@@ -1,0 +1,194 @@
+"""
+data.py: rows of task JSONL and files of subtitles, checked before any long work.
+
+  task       {"id", "video", "question", "options", "answer", "type", "subtitles", ..}, one a line
+  fault      a label that earns less than 1 when the model writes that very label; an id twice; ..
+  subtitles  SRT, WebVTT, or JSON as LongVideoBench ships it -> the lines of the frames shown
+
+Reads task JSONL and subtitles; writes nothing. Used by rollout.py, grpo.py, eval.py and ask.py.
+"""
+import collections
+import html
+import os
+import re
+import string
+
+import launch
+import rewards
+import video
+
+# ------------------------------------------------------------------------------------------------
+# Tasks
+
+
+def bare_options(options: list[str]) -> list[str]:
+    """Options without their labels ("A. ", "(A) ", "A) ", "A: ")."""
+    patterns = [rf"\s*(?:\({letter}\)|{letter}[.):])\s+" for letter in string.ascii_uppercase]
+    labels = [re.match(pattern, text) for pattern, text in zip(patterns, options)]
+    # Labels are removed only if every option has its own letter: the text "B. B. King" as the one
+    # option with a letter in front is a name.
+    if not all(labels):
+        return [text.strip() for text in options]
+    return [text[label.end():].strip() for text, label in zip(options, labels)]
+
+
+def read_tasks(path: str, faults: list | None = None) -> list[dict]:
+    """Task JSONL -> rows, checked before any long work. Raises UserError naming file and line; with
+    a list `faults` the line goes there, and the row is left out."""
+    needed = ("id", "video", "question", "answer", "type")
+    rows = launch.read_jsonl(path, needed, task_fault, faults)
+    # Ids name groups, seeds and records: two tasks of one id would be mixed up.
+    counts = collections.Counter(row["id"] for row in rows)
+    if twice := [name for name, times in counts.items() if times > 1]:
+        fault = f"{path}: task ids are not unique: {twice[0]} is there {counts[twice[0]]} times"
+        if faults is None:
+            raise launch.UserError(fault)
+        faults.append(fault)
+    return rows
+
+
+def task_fault(row: dict) -> str | None:
+    """-> None, or why a task cannot be used."""
+    options = row.get("options") or []
+    if not (isinstance(row["id"], (str, int)) and isinstance(row["question"], str)):
+        return "id and question must be text"
+    if not (isinstance(options, list) and all(isinstance(option, str) for option in options)):
+        return "options must be a list of strings, or null"
+    if not isinstance(row.get("subtitles") or "", str):
+        return "subtitles must be the path of a file, or null"
+    # The type chooses the reward, so a misspelt one must not pass.
+    if row["type"] not in rewards.task_types():
+        return f"type is {row['type']!r}; expected {', '.join(rewards.task_types())}"
+    if row["type"] == "mcq" and not options:
+        return "an mcq task needs 'options'"
+    answer = said = row["answer"]
+    if row["type"] == "grounding":
+        # Numbers, not texts: to_seconds would read "1:30" too. It returns None for NaN.
+        numbers = isinstance(answer, list) and not any(isinstance(s, str) for s in answer)
+        span = [rewards.to_seconds(second) for second in answer] if numbers else []
+        if len(span) != 2 or None in span:
+            return "the answer of a grounding task is [start, end] in seconds"
+        said = f"{span[0]:.6f} - {span[1]:.6f}"
+    elif not (isinstance(answer, str) and answer.strip()):
+        return "the answer is a text; of a list task: its items in order, commas between"
+    # A label that earns less than 1 when the model writes that very label misleads training.
+    # Graded by the very functions that pay a rollout.
+    given = rewards.final_answer([f"<answer>{said}</answer>"])
+    if rewards.accuracy(given, row["type"], answer, options or None) < 0.999:
+        wanted = {"mcq": "it must be the letter of one of the options",
+                  "grounding": "it must be [start, end], 0 <= start < end"}
+        why = wanted.get(row["type"], "it must hold a letter or a digit, and no tags")
+        return f"the answer earns no full reward when the model gives it: {why}"
+    return None
+
+
+def label_fault(task: dict, duration: float) -> str | None:
+    """-> None, or why the answer of a grounding task lies beyond the end of the video. duration:
+    seconds."""
+    if task["type"] != "grounding":
+        return None
+    start, end = task["answer"]
+    # Half of the span may lie beyond: annotators round, and end a span a little late.
+    if min(end, duration) - start >= (end - start) / 2:
+        return None
+    return (f"the answer, {start:g} to {end:g} s, lies beyond the end of the video, which has "
+            f"{duration:g} s")
+
+
+# ------------------------------------------------------------------------------------------------
+# Subtitles. A task may name a file in "subtitles": SRT, WebVTT, or JSON as LongVideoBench ships it.
+# The path is relative to the folder of the videos. "subtitle_start" is the second of the file at
+# which the video begins. Sub-agents, which see one window, get no subtitles.
+
+
+def task_subtitles(task: dict, seconds, root: str, which: str) -> str:
+    """
+    Text of a task's subtitles, "" if there are none.
+
+    seconds: times of the frames that are shown [K]. which: "aligned" (lines spoken at those times)
+    or "full". Raises VideoError for a path that leaves the root, ValueError for an unreadable file.
+    """
+    if not task.get("subtitles"):
+        return ""
+    path = video.resolve(task["subtitles"], root)
+    lines = read_subtitles(path, task.get("subtitle_start") or 0.0)
+    return subtitle_text(lines, seconds if which == "aligned" else None)
+
+
+def check_subtitles(tasks: list[dict], root: str) -> None:
+    """Reads each subtitle file of the tasks once. Raises UserError for a file that is missing or
+    broken, or that holds no line with a time."""
+    for name, start in {(task.get("subtitles"), task.get("subtitle_start")): 0 for task in tasks}:
+        mend = "; mend it, or set subtitles to null in its tasks, or give --subtitles none"
+        try:
+            path = video.resolve(name, root) if name else None
+            # A silent film may have an empty file, or one with the header WEBVTT alone.
+            if path and not read_subtitles(path, start or 0.0) and os.path.getsize(path) > 16:
+                raise ValueError(f"{path}: holds no line with times, as SRT, WebVTT or JSON")
+        except (ValueError, video.VideoError) as error:
+            raise launch.UserError(str(error) + mend) from None
+
+
+def subtitle_text(lines, seconds=None):
+    """Lines [(start, end, text)] -> those that overlap one of `seconds`, or all; a repeat once."""
+    shown = []
+    for start, end, text in lines:
+        seen = seconds is None or any(start <= second <= end for second in seconds)
+        if seen and text and text not in shown[-1:]:  # rolling captions say a line twice
+            shown.append(text)
+    return "\n".join(shown)
+
+
+def read_subtitles(path: str, offset: float = 0.0) -> list[tuple]:
+    """
+    SRT, WebVTT or JSON file -> [(start, end, text)] in seconds, in time order. offset: second of
+    the file at which the video begins. Raises ValueError naming the file.
+    """
+    try:
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise OSError("a pipe, which may never end, or a folder")
+        # Many begin with a byte order mark, some are not quite UTF-8.
+        with open(path, encoding="utf-8-sig", errors="replace") as f:
+            text = f.read()
+        lines = json_lines(text) if path.endswith(".json") else srt_lines(text)
+        # A line without a time or a text cannot be shown.
+        lines = [line for line in lines if line[0] is not None and line[2]]
+        lines.sort(key=lambda line: line[0])
+        out = []
+        for line, following in zip(lines, [*lines[1:], None]):
+            start, end, said = line
+            if end is None:  # open: until the next one begins
+                end = following[0] if following else start
+            # No tokenizer takes a lone surrogate. Formatting (<i>, <font ..>) and line breaks go.
+            said = said.encode("utf-8", "replace").decode()
+            said = re.sub(r"<[^<>]*>", "", said)
+            said = " ".join((html.unescape(said) if path.endswith(".vtt") else said).split())
+            out.append((start - offset, end - offset, said))
+        return out
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: unreadable subtitles ({type(error).__name__})") from None
+
+
+def json_lines(text):
+    """LongVideoBench's two forms -> [(start, end or None, text)] in seconds of the file."""
+    out = []
+    for row in launch.parse_json(text):
+        # {"timestamp": [start, end or null], "text"}, or {"start", "end", "line"}.
+        start, end = row["timestamp"] if "timestamp" in row else (row["start"], row["end"])
+        said = row.get("text", row.get("line"))
+        out.append((rewards.to_seconds(start), rewards.to_seconds(end), said))
+    return out
+
+
+def srt_lines(text):
+    """SRT or WebVTT -> [(start, end, text)] in seconds of the file, in the order of the file."""
+    stamp = r"(?:\d+:)?\d+:\d+[,.]\d+"  # 00:01:02,345; hours and the comma vary
+    # A block ends at an empty line, or where the next one begins, with or without a number before.
+    # The text may have several lines, or none.
+    ends = rf"(?=\n[ \t]*\n|\n(?:\d+\n)?{stamp} *-->|\Z)"
+    block = rf"({stamp}) *--> *({stamp})[^\n]*(.*?){ends}"
+    out = []
+    for found in re.finditer(block, text.replace("\r\n", "\n"), re.DOTALL):
+        start, end = (rewards.to_seconds(found[i].replace(",", ".")) for i in (1, 2))
+        out.append((start, end, found[3].strip()))
+    return out

@@ -1,0 +1,301 @@
+"""
+endpoint.py: an OpenAI-compatible chat endpoint: one POST that never raises, and the judge of open
+answers.
+
+  post   JSON -> Reply: the answer, or why there is none
+  judge  question, reference answer, given answer -> yes, no, or no verdict; one prompt and one
+         parser for evaluation and for rewards
+
+Keys come from an environment variable and are never printed or stored; no redirect and no proxy
+carries them elsewhere. The judge keeps its verdicts in a file. Used by rollout.py, grpo.py and
+evaluation/endpoint.py, whose engine asks whole episodes.
+"""
+import asyncio
+import contextlib
+import json
+import os
+import re
+import ssl
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import launch
+
+
+@dataclass
+class Reply:
+    """What came back from a POST."""
+
+    status: int  # of HTTP; 0 without a whole answer
+    answer: object = None  # JSON, if the status is a success
+    error: str = None  # in one line
+    wait: float = 0.0  # seconds that the server asks to wait
+
+
+class Client:
+    """POSTs to chat endpoints. All requests wait in one thread of their own, so counters need no
+    lock."""
+
+    def __init__(self, key_variable=None):
+        """key_variable: environment variable of the key, which is never printed or stored."""
+        import httpx  # half a second, which --help need not wait for
+
+        self.key_variable = key_variable
+        self.ending = None  # why no request is sent any more
+        self.over = asyncio.Event()  # set with it: ends every pause
+        self.clocks = set()  # time-outs of the requests under way
+        self.loop = asyncio.new_event_loop()
+        # No time-out of httpx: that bounds each read alone, and a server that drips never meets it.
+        self.http = httpx.AsyncClient(trust_env=False, timeout=None, follow_redirects=False,
+                                      verify=ssl.create_default_context())
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+
+    def run(self, work):
+        """A coroutine -> Future of its result, from the thread of the requests."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def key(self):
+        """The key, or an empty text."""
+        # A file that was read into the variable often ends in a newline.
+        return os.environ.get(self.key_variable, "").strip() if self.key_variable else ""
+
+    async def post(self, url, body, seconds):
+        """bytes of JSON -> Reply, within `seconds` in all."""
+        import httpx
+
+        headers = {"Content-Type": "application/json"}
+        if self.key():
+            headers["Authorization"] = f"Bearer {self.key()}"
+        try:
+            async with asyncio.timeout(seconds) as clock:
+                self.clocks.add(clock)
+                try:
+                    reply = await self.http.post(url, content=body, headers=headers)
+                finally:
+                    self.clocks.discard(clock)
+        except TimeoutError:
+            return Reply(0, error=f"no whole answer within {seconds:g} s")
+        except (httpx.HTTPError, httpx.InvalidURL) as error:  # refused, cut off halfway, no address
+            return Reply(0, error=f"{type(error).__name__}: {error}")
+        if not reply.is_success:  # a redirect too, as the key goes to no other host
+            said = message_of(reply.content, self.key())
+            error = f"HTTP {reply.status_code}" + (f": {said}" if said else "")
+            wait = waiting_time(reply.headers.get("Retry-After", ""))
+            return Reply(reply.status_code, error=error,
+                         wait=wait if passing(reply.status_code) else 0.0)
+        try:
+            return Reply(reply.status_code, json.loads(reply.content))
+        except (ValueError, RecursionError) as error:
+            return Reply(reply.status_code, error=f"bad answer: {type(error).__name__}")
+
+    async def pause(self, seconds):
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.over.wait(), seconds)
+
+    def end(self, why):
+        """Ends every wait and every request. From any thread."""
+        self.ending = self.ending or why
+        self.loop.call_soon_threadsafe(self.end_waits)
+
+    def end_waits(self):
+        self.over.set()
+        for clock in self.clocks:
+            clock.reschedule(0.0)
+
+    def close(self):
+        """Returns at once. Requests that are left fail, and the thread ends after them."""
+        self.end("the run is over")
+        self.run(self.leave())
+
+    async def leave(self):
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*others, return_exceptions=True)
+        await self.http.aclose()
+        self.loop.stop()
+
+
+def passing(status):
+    """Whether another try may succeed. status: as in OpenAIEngine.post."""
+    return status in (0, 429) or status >= 500
+
+
+def probe_messages():
+    return [{"role": "user", "content": "Reply with yes."}]
+
+
+def message_of(content, key):
+    """The body of an error -> its message in one line, 200 characters at most, without the key."""
+    text = content.decode(errors="replace")
+    with contextlib.suppress(ValueError, RecursionError):  # not JSON: the text itself
+        found = json.loads(text)
+        # {"error": {"message": ..}} or {"error": ..}, and {"detail": ..} of some frameworks
+        for name in ("error", "message", "detail"):
+            if isinstance(found, dict) and found.get(name):
+                found = found[name]
+        text = found if isinstance(found, str) else json.dumps(found)
+    if text.lstrip().startswith("<"):  # the page of a proxy
+        text = re.sub(r"<[^>]*>", " ", text)
+    text = text.replace(key, "***") if key else text
+    return launch.printable(" ".join(text.split()))[:200]
+
+
+def waiting_time(after):
+    """The header Retry-After, seconds or an HTTP date -> seconds from now; 0 without a number."""
+    import datetime
+    import email.utils
+
+    try:
+        if after.strip().isdigit():
+            return float(after)
+        then = email.utils.parsedate_to_datetime(after)
+        # A date without a zone is in UTC.
+        then = then if then.tzinfo else then.replace(tzinfo=datetime.UTC)
+        return max(0.0, then.timestamp() - time.time())
+    except (ValueError, TypeError, OverflowError):  # no such header, or neither of the two
+        return 0.0
+
+
+def no_server(url, error):
+    return f"no server answers at {url} ({error}); expected an OpenAI-compatible endpoint"
+
+
+def refusal(url, model, reply, flag=""):
+    """The line for a server that answers, but not with a completion. flag: "judge-", or "api-".
+    """
+    key = f"--{flag or 'api-'}key-env"
+    # Servers answer 404 for an unknown model, too.
+    advice = {401: f"is the key in {key} right?", 403: f"may the key in {key} ask this model?",
+              402: "is the account of this key empty?",
+              404: f"is --{flag}model {model} right, and does the address end in /v1?"
+              }.get(reply.status, "see the server's log, or other flags of the endpoint")
+    return f"{url} refuses a request ({reply.error}); {advice}"
+
+
+# ------------------------------------------------------------------------------------------------
+# The judge of open answers
+
+
+def add_judge_arguments(parser, when, name="the judge's name"):
+    """Flags of the judge. when: what it is asked about. name: help of --judge-model."""
+    add = parser.add_argument_group("judge of open answers").add_argument
+    add("--judge-url", help=f"chat endpoint, asked {when}; default: none")
+    add("--judge-model", help=name)
+    add("--judge-key-env", help="environment variable that holds the judge's key")
+
+
+def judge_messages(question, gold, answer):
+    """A question, its reference answer and a given answer -> messages."""
+    text = (f"Question: {question}\nReference answer: {gold}\nGiven answer: {answer}\n"
+            "Does the given answer say the same as the reference answer? Reply with yes or no.")
+    return [{"role": "user", "content": text}]
+
+
+def read_verdict(text):
+    """A judge's reply -> True, False, or None if it is neither yes nor no, or both."""
+    # The second word of "yes and no" counts if a sentence ends with it: "Yes, no doubt" is a yes.
+    said = re.match(r"\W*(yes|no)\b(?:\W+(?:(?:and|or|but)\W+)?(yes|no)(?=\s*(?:[^\w\s]|$)))?",
+                    (text or "").lower())
+    return said[1] == "yes" if said and said[2] in (None, said[1]) else None
+
+
+class Judge:
+    """A chat endpoint that decides open answers while rollouts go on. Equal texts are asked about
+    once, and verdicts are kept in a file for a run that goes on."""
+
+    def __init__(self, args, path=None):
+        """args: the judge's flags. path: JSONL of verdicts, read and appended to; None: no file.
+        Raises UserError if no server answers, or if it refuses a plain request."""
+        self.path, self.model = path, args.judge_model
+        self.url = args.judge_url.rstrip("/") + "/chat/completions"
+        self.client = Client(args.judge_key_env)
+        self.room = asyncio.Semaphore(16)  # requests at once
+        self.waiting = self.failed = 0  # answers that wait; tries in a row that no server answered
+        self.told = False  # of a failure
+        if os.environ.get("RANK", "0") == "0":  # for all ranks: one probe, one line if it fails
+            reply = self.client.run(self.tries(probe_messages())).result()
+            if reply.error:
+                raise launch.UserError(
+                    refusal(self.url, self.model, reply, "judge-") if reply.status
+                    else no_server(self.url, reply.error))
+            self.failed = 0
+        self.known = {}  # (question, reference answer, given answer) -> Future of its verdict
+        content = b""
+        if path and os.path.exists(path):
+            with open(path, "rb") as f:
+                content = f.read()
+        for line in content.split(b"\n"):
+            # A kill may cut a line off. Its texts are then asked about again.
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                row = launch.parse_json(line)
+                if row["model"] == self.model and row["verdict"] in (True, False):
+                    texts = row["question"], row["gold"], row["answer"]
+                    self.known[texts] = Future()
+                    self.known[texts].set_result(row["verdict"])
+        if content and not content.endswith(b"\n"):
+            self.append(b"\n")  # else the next line would become a part of the torn one
+
+    def ask(self, question, gold, answer):
+        """-> (Future of True, False, or None after a failure; whether these texts were asked about
+        before). Returns at once. A failure is not kept: the next ask tries again."""
+        texts = question, gold, answer
+        before = self.known.get(texts)
+        if before is not None and not (before.done() and before.result() is None):
+            return before, True
+        self.known[texts] = self.client.run(self.decide(texts))
+        return self.known[texts], False
+
+    async def tries(self, messages):
+        """Posts up to five times, within about 15 s -> Reply."""
+        body = json.dumps({"model": self.model, "messages": messages, "max_tokens": 16,
+                           "temperature": 0.0, "seed": 0}).encode()
+        for attempt in range(5):
+            # A server that is away: the answers that wait are paid by rule, those of the next step
+            # are asked about again.
+            if self.client.ending or self.failed > 4:
+                return Reply(0, error="the judge is away")
+            reply = await self.client.post(self.url, body, 60.0)
+            self.failed = self.failed + 1 if reply.error and passing(reply.status) else 0
+            if not self.failed or attempt == 4:
+                return reply
+            await self.client.pause(max(2.0**attempt, min(reply.wait, 60.0)))
+
+    async def decide(self, texts):
+        """-> verdict, see ask."""
+        self.failed *= self.waiting > 0
+        self.waiting += 1
+        async with self.room:
+            reply = await self.tries(judge_messages(*texts))
+        self.waiting -= 1
+        verdict, text = None, ""
+        with contextlib.suppress(LookupError, TypeError, AttributeError):
+            text = reply.answer["choices"][0]["message"]["content"]
+            verdict = read_verdict(text)
+        if verdict is None and not self.told:
+            self.told = True  # once a run: judge_failed counts all of them
+            why = reply.error or f"neither yes nor no: {str(text)[:100]!r}"
+            print(launch.printable(f"no verdict of the judge ({why}); such answers are paid by "
+                                   "token F1"), file=sys.stderr, flush=True)
+        if verdict is not None and self.path:
+            row = dict(zip(("question", "gold", "answer"), texts), model=self.model,
+                       verdict=verdict)
+            self.append(json.dumps(row).encode() + b"\n")
+        return verdict
+
+    def append(self, line):
+        # One write to the end of the file, so lines of several threads and ranks stay apart.
+        with contextlib.suppress(OSError), open(self.path, "ab", buffering=0) as f:
+            f.write(line)  # a full disk loses what is kept, not the verdict
+
+    def close(self):
+        # Nothing is cancelled: what is queued fails at once, and its episodes read that.
+        self.client.close()
+
+
+def open_judge(args, path=None):
+    """Flags -> Judge, or None without --judge-url. Raises as Judge does. path: see Judge."""
+    if bool(args.judge_url) != bool(args.judge_model):
+        raise launch.UserError("--judge-url and --judge-model belong together")
+    return Judge(args, path) if args.judge_url else None

@@ -1,0 +1,355 @@
+"""
+metrics.py: numbers of a run, from episodes to log.jsonl, the terminal and a tracker.
+
+  row      = the numbers of one episode, small enough to send to rank 0
+  metrics  = means over the rows that are ok, sums over ranks, the same per K and per type
+  signs    = warnings that a run learns nothing, with the likely cause
+
+What each number means: docs/metrics.md. Reads and writes --out/log.jsonl. Used by sft.py and
+grpo.py.
+"""
+import contextlib
+import json
+import math
+import os
+import statistics
+import sys
+import time
+
+import launch
+import rewards
+
+
+def log_step(log, step, steps, episodes, labels, stats, counts):
+    """Writes the metrics of a step, and warns of signs that the run learns nothing. episodes,
+    counts: of this rank; stats: of all ranks. labels: see by_chance. Collective."""
+    rows = launch.gather_rows([episode_row(e, labels) for e in episodes])
+    counts = launch.gather_rows([counts])
+    if log:  # rank 0
+        m = {**summarise(rows), **stats, **step_counts(rows, counts), "step": step + 1}
+        log.write(m, step_line(m, steps, log.eta(step + 1, steps)))
+        found = {name: line for name, line in signs(log.rows).items() if name not in log.warned}
+        # Once per run, and one line per step: the first sign is the cause, others follow from it.
+        # After a collapse of the whole run every other number looks bad too.
+        if found and not log.warned & {"f_tau", "entropy", "failed"}:
+            print(f"WARNING step {step + 1}: {next(iter(found.values()))}", flush=True)
+        log.warned |= found.keys()
+
+
+def labels_by_type(tasks):
+    """Tasks -> {type: [(id, answer)]}, for by_chance."""
+    labels = {}
+    for task in tasks:
+        labels.setdefault(task["type"], []).append((task["id"], task["answer"]))
+    return labels
+
+
+def by_chance(e, labels):
+    """R_acc that the answer of `e` earns against the label of another task of the same type. Right
+    answers earn more against their own labels. None if there is no other task."""
+    known = labels.get(e.task["type"], [])
+    # A digest, so that the same rollout is compared with the same label in every run.
+    at = launch.stable_number("label", e.group, e.sample) % max(1, len(known))
+    # The task itself may be drawn. Its neighbour is another one, because ids are unique.
+    others = [answer for name, answer in (known[at:] + known[:at])[:2] if name != e.task["id"]]
+    answer = rewards.final_answer(e.turns, e.think_open)
+    options = e.task.get("options")
+    return rewards.accuracy(answer, e.task["type"], others[0], options) if others else None
+
+
+def episode_row(e, labels):
+    """The numbers of one episode for the log, small enough to send to rank 0."""
+    # f_tau uses the paper's terms in every run, so that runs with other terms can be compared.
+    ruler = rewards.format_reward(e.turns, e.think_open)
+    return {
+        "K": e.num_frames, "type": e.task["type"], "group": e.group, "status": e.status,
+        "chance": by_chance(e, labels),
+        "f_tau": ruler["total"], "well_formed": ruler["well_formed"],
+        **{name: e.reward[name] for name in ("total", "acc", "fmt", "tool")},
+        # Counts, not shares: shares of rollouts with few tags would weigh as much as those of many.
+        "closure": rewards.closure_counts(e.turns, e.think_open),
+        "written": len(e.calls), "parseable": e.parseable(), "executed": e.executed(),
+        "turns": len(e.turns),
+        "length": sum(e.context.mask) if e.context else 0,
+        "cut": sum(reason == "length" for reason in e.finish),
+        "sub_tokens": sum(call["sub_tokens"] for call in e.calls),
+        "judge": e.reward.get("judge"), "judge_cached": e.notes.get("judge_cached", False),
+    }
+
+
+def mean(values):
+    """Mean of numbers, None if there are none."""
+    values = list(values)
+    return sum(values) / len(values) if values else None
+
+
+def average(rows, name):
+    """Mean of a column over the rows that have a value, None if none has."""
+    return mean(float(row[name]) for row in rows if row[name] is not None)
+
+
+def by_value(rows, name, cell):
+    """{value of a column: cell(rows that have this value)}."""
+    return {str(value): cell([row for row in rows if row[name] == value])
+            for value in sorted({row[name] for row in rows})}
+
+
+def call_minus_skip(rows):
+    """How much R_acc a call was worth, compared within prompts: mean of the rollouts that wrote a
+    call minus mean of those that did not. A call that was written and not run counts: the policy
+    decides to write, and what then gets lost is part of the price. R_tool is left out, because it
+    pays for calling. None if no prompt has both."""
+    # Within prompts, because easy prompts are called less and answered better.
+    groups = {}
+    for row in rows:
+        wrote = row["written"] > 0 or any(row["closure"][kind][0] for kind in rewards.CALLS)
+        groups.setdefault(row["group"], ([], []))[wrote].append(row["acc"])
+    return mean(mean(called) - mean(skipped) for skipped, called in groups.values()
+                if called and skipped)
+
+
+def summarise(rows):
+    """Episode rows of all ranks -> the step's metrics: means over the rollouts that are ok. A
+    broken video has no accuracy and no format, so zeros for it would blame the policy."""
+    failed = sum(row["status"] != "ok" for row in rows)
+    # From here on only rollouts that are ok. None stands for a mean over nothing.
+    rows = [row for row in rows if row["status"] == "ok"]
+    out = {name: average(rows, name) for name in ("total", "acc", "fmt", "tool", "length", "turns",
+                                            "f_tau", "well_formed", "sub_tokens")}
+    out["kappa"] = average(rows, "executed")
+    out["written_calls"] = average(rows, "written")
+    out["valid_calls"] = average(rows, "parseable")
+    out["called"] = mean(float(row["executed"] > 0) for row in rows)
+    # Of all turns of the step, a rollout of three turns counts three times.
+    turns = sum(row["turns"] for row in rows)
+    out["cut_turns"] = sum(row["cut"] for row in rows) / turns if turns else None
+    out["not_ok"] = failed
+    out["call_minus_skip"] = call_minus_skip(rows)
+    # Closed / opened over all turns of the step. None: no such tag was opened.
+    out["closure"] = {}
+    for tag in rewards.KINDS:
+        opened, closed = (sum(row["closure"][tag][i] for row in rows) for i in (0, 1))
+        out["closure"][tag] = closed / opened if opened else None
+    # The Tool Necessity Gap shows per K only: with 64 frames a call is worth little. A dead task
+    # type among several shows per type only.
+    def cell(some):
+        return {"n": len(some), "acc": average(some, "acc"), "f_tau": average(some, "f_tau"),
+                "well_formed": average(some, "well_formed"), "kappa": average(some, "executed"),
+                "call_minus_skip": call_minus_skip(some)}
+
+    out["by_K"] = by_value(rows, "K", cell)
+    out["by_type"] = by_value(rows, "type",
+                              lambda some: {**cell(some), "chance": average(some, "chance")})
+    return out
+
+
+def signs(history):
+    """Rows of the log -> {name: line}: signs that a run learns nothing, with the likely cause. The
+    thresholds are wide, so that healthy runs show none."""
+    found = {}
+    history = [row for row in history if "by_type" in row]  # the others hold held-out accuracy
+    m, three = history[-1], history[-3:]
+
+    def lasting(test, rows):
+        return len(rows) == 3 and all(map(test, rows))
+
+    # Both fall slowly in a healthy run. A step that is too long breaks them at once.
+    for name in ("f_tau", "entropy"):
+        values = [row[name] for row in history[-6:] if row[name] is not None]
+        if len(values) > 1 and max(values) > 0.1 and values[-1] < max(values) / 2:
+            found[name] = (f"{name} fell from {max(values):.2f} to {values[-1]:.2f} within five "
+                           "steps: --lr is probably too high")
+    # A turn that is cut has no answer and no closing tag.
+    if (m["cut_turns"] or 0) > 0.5:
+        found["cut"] = (f"{m['cut_turns']:.0%} of all turns were cut off: --max-new-tokens is too "
+                        "small, or the policy does not end its turns")
+    # Such a run is paid by another reward than it was started with.
+    if m.get("judge_failed", 0) > m.get("judged", 0) / 2:
+        found["judge"] = (f"the judge failed on {m['judge_failed']} of {m['judged']} answers, and "
+                          "token F1 paid them instead: is its server up?")
+    # Nothing was sampled, so no other number moves.
+    if lasting(lambda row: row["not_ok"] and row["acc"] is None, three):
+        found["failed"] = ("no rollout has been ok for 3 steps: see the lines of skipped tasks; is "
+                           "--video-root right?")
+    # A tag that nothing opens has no share.
+    for kind in rewards.KINDS:
+        shares = [row["closure"][kind] for row in three]
+        if lasting(lambda share: share is not None and share < 0.5, shares):
+            found[f"open {kind}"] = (f"most <{kind}> tags were never closed for 3 steps: the cold "
+                                     "start did not teach the format, or --lr is too high")
+    for kind, cell in m["by_type"].items():
+        cells = [row["by_type"][kind] for row in history if kind in row["by_type"]]
+        if lasting(lambda cell: cell["acc"] == 0, cells[-3:]):
+            found[f"type {kind}"] = (
+                f"no rollout of a task of type {kind} has earned accuracy for 3 steps: see whether "
+                "the labels are right and in the form that the answers have (--show-every 1)")
+        # Rollouts of one step vary together, so the spread over steps is the measure of noise.
+        apart = [c["acc"] - c["chance"] for c in cells[-5:] if c["chance"] is not None]
+        if cell["acc"] and len(apart) == 5:
+            # Not "no better than noise": few prompts are noisy. Surely hardly better.
+            if mean(apart) + 2 * statistics.stdev(apart) / math.sqrt(5) < 0.05:
+                found[f"chance {kind}"] = (
+                    f"answers to tasks of type {kind} fit their own labels no better than the "
+                    "labels of other tasks, for 5 steps: see whether labels are mixed up between "
+                    "rows, or the checkpoint cannot do the task yet")
+    # Without a signal no weight moves, so the next steps look the same. A few groups may be equal
+    # by chance.
+    equal = lasting(lambda row: row["groups"] and row["zero_variance"] == row["groups"], three)
+    if equal and sum(row["groups"] for row in three) >= 24:
+        found["signal"] = ("no group has had a signal for 3 steps, because all rollouts of a prompt"
+                           " earn the same: tasks too hard or too easy, --temperature or --group "
+                           "too low, or a broken policy")
+    return found
+
+
+def number(value, form=".2f"):
+    """A number for the terminal, "-" for None."""
+    return "-" if value is None else format(value, form)
+
+
+def step_line(m, steps, eta):
+    """The numbers to watch, on one line of the terminal. log.jsonl has all. eta: seconds."""
+    # Only if some failed: a column of zeros would hide the one that matters.
+    more = f"not ok {m['not_ok']} | " if m["not_ok"] else ""
+    if "judged" in m:
+        more += f"judged {m['judged']} failed {m['judge_failed']} cached {m['judge_cached']} | "
+    return (f"step {m['step']:04d}/{steps:04d} | R {number(m['total'])} acc {number(m['acc'])} "
+            f"f_tau {number(m['f_tau'])} kappa {number(m['kappa'])} | {more}"
+            f"gap {number(m['gap'], '.0e')} gn {number(m['grad_norm'])} "
+            f"zero {m['zero_variance']}/{m['groups']} | "
+            f"roll {m['rollout_s']:.1f}s train {m['train_s']:.1f}s | eta {eta / 60:.1f}m")
+
+
+def step_counts(rows, counts):
+    """Numbers that are summed over ranks instead of averaged over rollouts, and speeds by the clock
+    of rank 0."""
+    # Seconds are rank 0's, because ranks wait for each other at the update.
+    times = {name: counts[0][name] for name in ("rollout_s", "train_s", "sync_s")}
+    packed = sum(c["packed"] for c in counts)
+    sampled = sum(row["length"] + row["sub_tokens"] for row in rows)
+    judged = [row for row in rows if row["judge"] is not None]
+    verdicts = [row for row in judged if row["judge"] != "fallback"]
+    judge = {"judged": len(judged), "judge_failed": len(judged) - len(verdicts),
+             "judge_cached": sum(row["judge_cached"] for row in verdicts)}
+    return {**times, **(judge if counts[0]["judge"] else {}),
+            "zero_variance": sum(c["skipped"] for c in counts),
+            "groups": sum(c["groups"] for c in counts), "packed_tokens": packed,
+            "decode_s": max(c["decode_s"] for c in counts),
+            "rollout_tokens_per_s": sampled / max(times["rollout_s"], 1e-9),
+            "train_tokens_per_s": packed / max(times["train_s"], 1e-9)}
+
+
+class Log:
+    """Rank 0's numbers of each step: the same to log.jsonl, to the terminal and to --track."""
+
+    def __init__(self, out, start, args):
+        """start: the step after which the run goes on. Lines of later steps and a torn last line
+        are dropped."""
+        path = os.path.join(out, "log.jsonl")
+        self.out, self.start, self.began = out, start, time.monotonic()
+        self.rows, self.warned = [], set()  # written by this process; warnings already given
+        kept = [row for row in whole_rows(path) if row["step"] <= start] if start else []
+        launch.write_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
+        self.file = open(path, "a", encoding="utf-8")
+        self.tracker = start_tracker(out, start, args)
+
+    def write(self, record, line):
+        """Adds a row to log.jsonl and to --track, and prints `line`."""
+        self.rows.append(record)
+        self.file.write(json.dumps(record) + "\n")
+        self.file.flush()
+        print(line, flush=True)
+        numbers = flat(record)
+        self.track("log", numbers, step=numbers.pop("step"))
+
+    def track(self, call, *given, **named):
+        """Calls a function of --track. Errors are printed once, and end no run."""
+        try:
+            if self.tracker:
+                getattr(self.tracker, call)(*given, **named)
+        except Exception as error:  # of whatever kind: log.jsonl has the numbers
+            if "track" not in self.warned:
+                why = f"{type(error).__name__}: {launch.printable(error)}"
+                print(f"--track: {why}; the run goes on, log.jsonl has all numbers",
+                      file=sys.stderr, flush=True)
+            self.warned.add("track")
+
+    def eta(self, step, steps):
+        """Seconds until step `steps` at the pace so far."""
+        return (time.monotonic() - self.began) / (step - self.start) * (steps - step)
+
+    def close(self, step, steps):
+        """Prints how the run ended."""
+        minutes = (time.monotonic() - self.began) / 60
+        end = f"done: {steps - self.start} steps in {minutes:.1f} min -> {self.out}/last"
+        if step < steps:
+            end = (f"stopped by SIGTERM after step {step} of {steps}; the same command goes on "
+                   f"from {self.out}")
+        print(end, flush=True)
+        self.file.close()
+        self.track("finish")
+
+
+def add_track_arguments(add):
+    """Flags of a tracker. add: add_argument of a parser's group."""
+    add("--track", choices=["trackio", "wandb", "swanlab"],
+        help="send the numbers of log.jsonl there too; needs the package of this name")
+    add("--project", default="paravt", help="of --track")
+
+
+def check_tracker(args):
+    """Raises UserError if the package of --track is missing: before models are loaded."""
+    import importlib.util
+
+    # A folder wandb/ of earlier runs is found too, as a package without an origin.
+    if args.track and not getattr(importlib.util.find_spec(args.track), "origin", None):
+        raise launch.UserError(f"--track {args.track}: the package is not installed: "
+                        f"pip install {args.track}")
+
+
+def start_tracker(out, start, args):
+    """-> the module of --track, in which a run has begun, or goes on if start > 0. None without
+    --track. Raises RankError if the tracker refuses."""
+    if not args.track:
+        return None
+    import importlib
+
+    path = os.path.join(out, "track.id")  # a run that is begun anew here is another one
+    if not start or not os.path.exists(path):
+        launch.write_atomic(path, os.urandom(16).hex()[:21])
+    with open(path, encoding="utf-8") as f:
+        identity = f.read()
+    # trackio knows a run by its name, so the name must be its own.
+    name = f"{os.path.basename(os.path.abspath(out))}-{identity[:6]}"
+    place = {"trackio": {}, "wandb": {"id": identity, "dir": out},
+             "swanlab": {"id": identity, "log_dir": os.path.join(out, "swanlog")}}[args.track]
+    try:
+        tracker = importlib.import_module(args.track)
+        tracker.init(project=args.project, name=name, config={**vars(args)},  # trackio adds to it
+                     resume="allow", **place)
+    except Exception as error:  # no login, no network: every tracker has errors of its own
+        why = " ".join(str(error).split())
+        raise launch.RankError(f"--track {args.track}: {type(error).__name__}: {why}") from None
+    return tracker
+
+
+def flat(value, name=""):
+    """A row of the log -> its numbers, {"by_K/4/acc": 0.5, ..}: trackers draw no text, no None."""
+    if isinstance(value, dict):
+        parts = [flat(part, f"{name}/{key}") for key, part in value.items()]
+        return {key: number for part in parts for key, number in part.items()}
+    return {name[1:]: value} if isinstance(value, (int, float)) else {}
+
+
+def whole_rows(path):
+    """Rows of a log, without a line that a crash cut off."""
+    rows = []
+    if os.path.exists(path):
+        with open(path, encoding="utf-8", errors="replace") as f:
+            for line in f:
+                with contextlib.suppress(ValueError):
+                    row = launch.parse_json(line)
+                    numbered = isinstance(row, dict) and isinstance(row.get("step"), int)
+                    if numbered and line.endswith("\n"):
+                        rows.append(row)
+    return rows
