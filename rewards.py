@@ -109,6 +109,29 @@ def accuracy(response, task_type, gold, options=None):
     return token_f1(response, gold)  # a part of the answer earns a part: a slope to climb
 
 
+def window_scores(windows, evidence) -> dict[str, float | None]:
+    """
+    How well windows meet the evidence, both lists of (start, end) in seconds. Only the unions
+    count, so copies of a window change nothing.
+
+    -> {"recall": share of the evidence that is looked at, "precision": share of the seconds looked
+    at that are evidence (None without windows), "iou": of the two unions, "hit": 1.0 if any window
+    meets the evidence}. All None if the evidence is empty.
+    """
+    cuts = sorted({t for span in (*windows, *evidence) for t in span})
+    looked = gold = both = 0.0  # seconds
+    for a, b in zip(cuts, cuts[1:]):  # no span starts or ends between two cuts
+        seen, right = (any(s <= a and b <= e for s, e in spans) for spans in (windows, evidence))
+        looked += (b - a) * seen
+        gold += (b - a) * right
+        both += (b - a) * (seen and right)
+    if not gold:
+        return dict.fromkeys(("recall", "precision", "iou", "hit"))
+    # Recall must not be paid: the whole film has recall 1.
+    return {"recall": both / gold, "precision": both / looked if looked else None,
+            "iou": both / (looked + gold - both), "hit": float(both > 0)}
+
+
 def tool_term(parseable: int, executed: int, acc: float) -> float:
     """R_tool: 0 without a parseable call, 0.1 with one, 0.3 if one was run, 0.8 if also acc > 0."""
     if parseable <= 0:

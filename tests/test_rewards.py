@@ -38,6 +38,7 @@ from rewards import (
     temporal_iou,
     token_f1,
     tool_term,
+    window_scores,
 )
 
 
@@ -1357,3 +1358,53 @@ def test_letters_that_are_doubted_or_doubled_are_no_answer(text):
     ("It does not happen from 10 to 20", None)])
 def test_other_ways_to_write_a_range(text, span):
     assert extract_span(text) == span
+
+
+# ------------------------------------------------------------------------------------------------
+# Scores of windows
+
+
+SECONDS = st.integers(0, 40)
+SPANS = st.lists(st.tuples(SECONDS, st.integers(1, 20)).map(lambda p: (p[0], p[0] + p[1])),
+                 max_size=5)
+
+
+@given(SPANS, SPANS)
+def test_window_scores_are_those_of_sets_of_seconds(windows, evidence):
+    """Counted second by second, which is exact for whole seconds."""
+    looked, gold = ({t for a, b in spans for t in range(a, b)} for spans in (windows, evidence))
+    found = window_scores(windows, evidence)
+    if not gold:
+        assert set(found.values()) == {None}
+        return
+    assert found == {"recall": approx(len(looked & gold) / len(gold)),
+                     "precision": approx(len(looked & gold) / len(looked)) if looked else None,
+                     "iou": approx(len(looked & gold) / len(looked | gold)),
+                     "hit": float(bool(looked & gold))}
+
+
+@given(SPANS, SPANS, st.randoms())
+def test_copies_and_the_order_of_windows_change_no_score(windows, evidence, rng):
+    again = [*windows, *rng.choices(windows, k=3)] if windows else []
+    rng.shuffle(again)
+    assert window_scores(again, evidence) == window_scores(windows, evidence)
+
+
+@given(SPANS.filter(bool), SPANS)
+def test_nothing_scores_a_higher_iou_than_the_evidence_itself(evidence, more):
+    assert window_scores(evidence, evidence) == dict.fromkeys(
+        ("recall", "precision", "iou", "hit"), 1.0)
+    assert window_scores([*evidence, *more], evidence)["iou"] <= 1.0
+    whole = window_scores([(0, 60)], evidence)  # all of the film finds all, at the lowest price
+    assert whole["recall"] == 1.0 and whole["iou"] == approx(whole["precision"])
+
+
+def test_windows_that_look_at_everything_or_at_all_scenes_earn_little():
+    scenes = [(0, 16), (16, 32), (32, 48), (48, 64)]
+    for evidence, whole in ((scenes[:1], 0.25), ([scenes[0], scenes[2]], 0.5)):
+        for windows in ([(0, 64)], scenes, [(0, 64)] * 5):
+            assert window_scores(windows, evidence)["iou"] == whole
+    assert window_scores([(0, 16)], [(5, 9)])["iou"] == 0.25  # a scene around a short flash
+    assert window_scores([], scenes[:1]) == {"recall": 0.0, "precision": None, "iou": 0.0,
+                                             "hit": 0.0}
+    assert window_scores([(16, 32)], scenes[:1])["hit"] == 0.0  # they only touch
