@@ -5,7 +5,7 @@ data.py: rows of task JSONL and files of subtitles, checked before any long work
   fault      a label that earns less than 1 when the model writes that very label; an id twice; ..
   subtitles  SRT, WebVTT, or JSON as LongVideoBench ships it -> the lines of the frames shown
 
-Reads task JSONL and subtitles; writes nothing. Used by rollout.py, grpo.py, eval.py and ask.py.
+Reads task JSONL and subtitles; writes nothing. Used by rollout.py, grpo.py and eval.py.
 """
 import collections
 import html

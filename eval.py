@@ -38,11 +38,11 @@ import os
 import sys
 from dataclasses import dataclass, replace
 
-import ask
 import chat
 import data
 import launch
 import rollout
+from endpoint import add_judge_arguments
 from evaluation import benchmarks, costs, endpoint, folders, graders, scores, systems, verify
 
 # ------------------------------------------------------------------------------------------------
@@ -56,13 +56,11 @@ def build_parser():
     add("--engine", choices=["vllm", "openai"], default="vllm", help="openai: ask an endpoint")
     add("--ckpt", help="checkpoint folder; not needed with --engine openai")
     add("--data", help="task JSONL")
-    ask.add_film_arguments(add)
     add("--bench", nargs="+", choices=list(benchmarks.splits()), default=[],
         help="benchmarks as their publishers ship them; several give one table")
     add("--root", nargs="+", default=[], metavar="DIR",
         help="one folder per benchmark, or one that holds a folder of each name")
-    add("--out", default="eval_out", help="folder to write; a run of the same settings goes on; "
-        "with --video the rollout JSONL, by default none")
+    add("--out", default="eval_out", help="folder to write; a run of the same settings goes on")
     add("--preset", choices=["paper", "toy"], default="paper", help="toy: lengths for toy.py")
     # Every K with every mode of --tools is an evaluation of its own. All share one table.
     add("--frames", type=frames_argument, nargs="+", default=[64],
@@ -83,6 +81,8 @@ def build_parser():
 
     systems.add_arguments(parser)
     endpoint.add_arguments(parser)
+    add_judge_arguments(parser, "if the rule says wrong",
+                        "the judge's name; without --judge-url earlier verdicts count")
     endpoint.add_sampling_arguments(parser)
 
     add = parser.add_argument_group("finished folders, no model").add_argument
@@ -138,16 +138,11 @@ def parse_args(protocol: str | None = None):
     parser.set_defaults(**systems.settings(name, early.protocol_set))
     if early.preset == "toy":
         parser.set_defaults(**rollout.toy_lengths())
-    if early.video:
-        parser.set_defaults(out=None)
     args = parser.parse_args()
     args.protocol = name
     for wrong, why in faults(args):
         if wrong:
             raise launch.UserError(why)
-    ask.check_film(args)
-    if args.video:
-        rollout.check_rollout_file(args.out, args.data or args.video)
     if len(args.bench) > len(args.root):
         # One folder of folders. Video-MME with and without subtitles are one folder.
         names = [name.removesuffix("_wsub") for name in args.bench]
@@ -166,9 +161,8 @@ def faults(args):
     if args.compare or args.table or args.rescore or args.protocols or args.verify:
         return found  # all other settings come from the folders
     found += [
-        (not (args.data or benches or args.video), "give --data (task JSONL), --bench with --root, "
-         "--video with a film to ask about, or --compare with finished evaluations"),
-        (args.video and (args.data or benches), "--video takes no --data and no --bench"),
+        (not (args.data or benches), "give --data (task JSONL), --bench with --root, or --compare "
+         "with finished evaluations (tools/ask.py asks about one film)"),
         (args.prepare and benches != 1, "--prepare takes one --bench"),
         (args.out and os.path.exists(os.path.join(args.out, "log.jsonl")),
          f"--out {args.out} holds a training run; choose another folder"),
@@ -178,17 +172,23 @@ def faults(args):
     ]
     if args.prepare:
         return found  # nothing is sampled
-    return found + systems.faults(args) + endpoint.faults(args) + [
-        (not args.ckpt and args.engine != "openai",
-         "give --ckpt, or --engine openai with --base-url and --model"),
-        (0 in args.frames and "off" not in args.tools,
-         "--frames 0 shows no video, but --tools on lets the agent look: give --tools off"),
+    return found + run_faults(args) + [
         (0 in args.frames and args.estimate, "--estimate needs --frames above 0"),
         (not folders.cells(vars(args)), "--frames 0 has no frames for --show to change"),
         (min(args.limit, args.live, args.estimate) < 0,
          "--limit, --live and --estimate may not be negative"),
         (args.samples < 1 or (args.samples > 1 and args.temperature == 0), "--samples must be at "
          "least 1, and above 1 needs --temperature above 0: greedy samples are all the same"),
+    ]
+
+
+def run_faults(args):
+    """Those faults of flags that tools/ask.py can meet too."""
+    return systems.faults(args) + endpoint.faults(args) + [
+        (not args.ckpt and args.engine != "openai",
+         "give --ckpt, or --engine openai with --base-url and --model"),
+        (0 in args.frames and "off" not in args.tools,
+         "--frames 0 shows no video, but --tools on lets the agent look: give --tools off"),
     ]
 
 
@@ -204,10 +204,10 @@ class Suite:
     tasks: list  # the first --limit
     agent: rollout.Agent
     source: rollout.Source  # of the videos and subtitles
-    out: str  # leaf folder of the records
-    digest: str  # see folders.settings_digest
-    done: dict  # item with a finished record -> seconds of that episode
-    part: bool  # the folder holds more tasks than these; their summary is then left alone
+    out: str = ""  # leaf folder of the records
+    digest: str = ""  # see folders.settings_digest
+    done: dict = None  # item with a finished record -> seconds of that episode
+    part: bool = False  # the folder holds more tasks than these; their summary is then left alone
 
 
 def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
@@ -348,26 +348,6 @@ def evaluate(args):
     launch.unlock()
 
 
-def ask_film(args):
-    """Questions about --video to any system, as rollout.py asks its own agent."""
-    ckpt, _ = whole_checkpoint(args)
-    protocol, _ = systems.make_protocol(args)
-    flags = argparse.Namespace(**{**vars(args), "tools": "on" in args.tools})
-    agent, source = rollout.agent_settings(flags, args.video)
-    film = ask.film_task(args, 0, args.question or "", args.options)
-    suite = Suite(None, [film], agent, systems.source_of(source, args), "", "", {}, False)
-    systems.check_prompts(protocol, suite.tasks, agent, 1)
-    codec = chat.load_codec(ckpt, args.channel) if ckpt else None
-    engine = make_engine([suite], args, ckpt, codec, protocol)
-    sampler = rollout.Sampler(engine, codec, suite.source, agent)
-    sampler, play = systems.player(sampler, protocol, args.frames[0])
-    final = systems.protocols()[args.protocol].final
-    rows = ask.ask(sampler, ask.questions(args), args.frames[0], play, final)
-    if args.out:
-        launch.write_atomic(args.out, "".join(json.dumps(row) + "\n" for row in rows))
-        print(f"{len(rows)} answers -> {args.out}")
-
-
 def estimate(args):
     """Prints the costs of evaluate(args). Builds no engine and writes no file."""
     ckpt, weights = whole_checkpoint(args)
@@ -461,8 +441,6 @@ def main():
     elif args.compare:
         launch.keep_inputs([args.out], args.compare)
         folders.compare(args.compare, args.out, args.points)
-    elif args.video:
-        ask_film(args)
     elif not args.estimate:
         evaluate(args)
     elif os.environ.get("RANK", "0") == "0":  # under torchrun rank 0 alone prints

@@ -548,7 +548,7 @@ def read_rollouts(paths, pay):
     episodes = [rollout.from_json(row) for row in rows]
     for e in episodes:
         e.reward = rollout.scored(e, pay)
-        if not e.reward:  # a question of rollout.py --video
+        if not e.reward:  # a question of tools/ask.py
             raise launch.UserError(f"--rollouts: task {e.task['id']} has no answer to learn from")
     return episodes
 

@@ -23,7 +23,6 @@ import launch
 from endpoint import (
     Client,
     Reply,
-    add_judge_arguments,
     judge_messages,
     no_server,
     passing,
@@ -38,7 +37,7 @@ from engine import Completion, Request
 
 
 def add_arguments(parser):
-    """Flags of endpoints and the judge."""
+    """Flags of endpoints."""
     yes_no = argparse.BooleanOptionalAction
 
     add = parser.add_argument_group("endpoint: --engine openai").add_argument
@@ -63,9 +62,6 @@ def add_arguments(parser):
         "0 = never; for the judge too")
     add("--server-wait", type=float, default=120.0,
         help="seconds of that wait, and of a server's Retry-After, at most; then the run ends")
-
-    add_judge_arguments(parser, "if the rule says wrong",
-                        "the judge's name; without --judge-url earlier verdicts count")
 
 
 def add_sampling_arguments(parser):

@@ -1,5 +1,5 @@
 """
-Tests of questions about one film, ask.py: python -m pytest tests/test_ask.py -q
+Tests of questions about one film, tools/ask.py: python -m pytest tests/test_ask.py -q
 """
 import io
 import json
@@ -8,14 +8,13 @@ import sys
 
 import pytest
 from conftest import run_script
-from scripted import AGENT, Scripted, Server, calls
+from scripted import AGENT, Scripted, Server, calls, turn_of
 
-import ask
-import eval as evaluation
 import launch
 import rollout
 import video
 from engine import Completion
+from tools import ask
 
 FILM = {"id": "q", "video": "videos/rl-0000.mp4", "question": "Which?", "options": None,
         "answer": None, "type": "open"}
@@ -27,7 +26,7 @@ def sampler(codec, toy, *main, **more):
 
 
 def flags(monkeypatch, *given):
-    monkeypatch.setattr(sys, "argv", ["ask.py", "--ckpt", "c", *given])
+    monkeypatch.setattr(sys, "argv", ["tools/ask.py", "--ckpt", "c", *given])
     return ask.parse_args()
 
 
@@ -37,12 +36,13 @@ def test_turns_calls_summaries_and_the_answer_are_printed_in_order(codec, toy, c
     (row,) = ask.ask(asked, [FILM], 4)
     said = capsys.readouterr().out
     steps = [r"\[turn 1, \d+\.\d s\]", "crop_video", r"  \[call \d, .*: error\] error: ",
-             r"  \[call \d, 0\.0 to 8\.0 s: ok, \d+\.\d s\] saw 8", r"\[turn 2, ",
+             r"  \[call 1 looks at 8 frames, 0\.0 to 8\.0 s\]",
+             r"  \[call 1, 0\.0 to 8\.0 s: ok, \d+\.\d s\] saw 8", r"\[turn 2, ",
              r"answer: red   \(4 frames, 2 windows, \d+\.\d s\)"]
     places = [re.search(step, said) for step in steps]
     assert all(places), said
     # A call that cannot be read is told before those that take time, so only these are in order.
-    order = [places[i].start() for i in (0, 1, 3, 4, 5)]
+    order = [places[i].start() for i in (0, 1, 3, 4, 5, 6)]
     assert order == sorted(order)
     assert row["reward"] == {} and row["turns"] and len(row["calls"]) == 3
 
@@ -125,28 +125,30 @@ def test_flags_of_a_film(monkeypatch, tmp_path):
     film = tmp_path / "film.mp4"
     film.write_bytes(b"x")
     args = flags(monkeypatch, "--video", str(film), "--question", "Who?", "--options", "A", "B")
-    assert (args.frames, args.temperature) == (64, 0.0)
+    assert (args.frames, args.temperature) == ([64], 0.0)
     (task,) = ask.questions(args)
     assert task["options"] == ["A", "B"] and task["answer"] is None
-    assert flags(monkeypatch, "--video", str(film), "--frames", "8").frames == 8
+    assert flags(monkeypatch, "--video", str(film), "--frames", "8").frames == [8]
     link = tmp_path / "link.mp4"
     link.symlink_to(film)
     assert flags(monkeypatch, "--video", str(link)).video == str(film)
 
 
 @pytest.mark.parametrize("given, why", [
-    ((), "give --video"), (("--question", "q"), "--question belongs to --video"),
     (("--video", "gone.mp4", "--question", "q"), "gone.mp4: no such file"),
-    (("--video", ".", "--options", "a", "b"), "--options to --question")])
+    (("--video", ".", "--subtitles", "gone.srt"), "gone.srt: no such file"),
+    (("--video", ".", "--options", "a", "b"), "--options belong to --question"),
+    (("--video", ".", "--frames", "0"), "give --tools off"),
+    (("--video", ".", "--engine", "openai"), "needs --base-url")])
 def test_flags_that_do_not_fit_together(monkeypatch, given, why):
-    with pytest.raises(rollout.launch.UserError, match=re.escape(why)):
+    with pytest.raises(launch.UserError, match=re.escape(why)):
         flags(monkeypatch, *given)
 
 
 def test_the_command_asks_a_film_and_writes_the_episode(toy, tmp_path):
     out = tmp_path / "asked.jsonl"
     film = toy / "videos" / "rl-0000.mp4"
-    done = run_script("ask.py", "--preset", "toy", "--ckpt", toy / "init", "--video", film,
+    done = run_script("tools/ask.py", "--preset", "toy", "--ckpt", toy / "init", "--video", film,
                       "--question", "Which?", "--frames", 4, "--out", out, reference=True)
     assert done.returncode == 0, done.stderr
     assert "[turn 1, " in done.stdout and "answer: " in done.stdout
@@ -162,7 +164,7 @@ def test_the_command_asks_a_film_and_writes_the_episode(toy, tmp_path):
     assert done.returncode == 2 and "answer" in done.stderr, done.stderr
 
 
-def test_another_system_is_asked_by_eval(toy, tmp_path):
+def test_another_system_is_asked_behind_an_endpoint(toy, tmp_path):
     """With its own prompt and the schema of the paper's evaluation, here behind an endpoint."""
     film = toy / "videos" / "rl-0000.mp4"
     prompt = tmp_path / "system.txt"
@@ -171,9 +173,9 @@ def test_another_system_is_asked_by_eval(toy, tmp_path):
             '"start_time": 0, "end_time": 8}}</tool_call>')
 
     def run(*more):
-        return run_script("eval.py", "--engine", "openai", "--base-url", server.url, "--model", "m",
-                          "--video", film, "--question", "Which is first?", "--frames", 4,
-                          "--protocol-set", "paper", "--prompt-file", prompt, *more)
+        return run_script("tools/ask.py", "--engine", "openai", "--base-url", server.url,
+                          "--model", "m", "--video", film, "--question", "Which is first?",
+                          "--frames", 4, "--protocol-set", "paper", "--prompt-file", prompt, *more)
 
     with Server(call, "<answer>A</answer>") as server:
         done = run("--options", "red", "blue", "--out", tmp_path / "asked.jsonl")
@@ -186,19 +188,7 @@ def test_another_system_is_asked_by_eval(toy, tmp_path):
     assert "answer: A. red" in done.stdout
 
 
-@pytest.mark.parametrize("flags, why", [
-    (("--question", "Which?"), "--question belongs to --video"),
-    (("--video", "/no/such.mp4"), "no such file"),
-    (("--video", __file__, "--data", "d.jsonl"), "takes no --data"),
-    (("--video", __file__, "--out", "x.txt"), "ends in .jsonl")])
-def test_eval_refuses_questions_that_lack_something(monkeypatch, flags, why):
-    monkeypatch.setattr(sys, "argv", ["eval.py", "--ckpt", "c", *(
-        ["--data", "d"] if "--video" not in flags else []), *flags])
-    with pytest.raises(evaluation.launch.UserError, match=why):
-        evaluation.parse_args()
-
-
-def test_blank_lines_of_a_pipe_are_passed_over_and_end_the_questions_of_a_terminal(monkeypatch):
+def test_empty_lines_are_passed_over(monkeypatch):
     from types import SimpleNamespace
 
     def asked(lines, terminal):
@@ -214,10 +204,67 @@ def test_blank_lines_of_a_pipe_are_passed_over_and_end_the_questions_of_a_termin
 
         monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: terminal))
         monkeypatch.setattr("builtins.input", typed)
-        args = SimpleNamespace(video="v.mp4", question=None, options=None)
+        args = SimpleNamespace(video="/a/v.mp4", video_root="/a", subtitle_file=None, question=None)
         return [(t["question"], t["options"]) for t in ask.questions(args)]
 
     lines = ["Who? | A | B", " ", "", "When?"]
-    assert asked(lines, False) == [("Who?", ["A", "B"]), ("When?", None)]
-    assert asked(lines, True) == [("Who?", ["A", "B"])]
+    for terminal in (False, True):  # a terminal ends with Ctrl-D, a pipe with its end
+        assert asked(lines, terminal) == [("Who?", ["A", "B"]), ("When?", None)]
     assert asked(["Who?", KeyboardInterrupt()], True) == [("Who?", None)]
+
+
+def test_subtitles_may_lie_beside_the_film_or_elsewhere(codec, monkeypatch, toy, tmp_path):
+    spoken = tmp_path / "words.srt"
+    spoken.write_text("1\n00:00:00,000 --> 00:10:00,000\nBeware of the dog\n")
+    for folder in (toy / "videos", tmp_path):
+        if folder == tmp_path:
+            (tmp_path / "rl-0000.mp4").write_bytes((toy / "videos" / "rl-0000.mp4").read_bytes())
+        args = flags(monkeypatch, "--video", str(folder / "rl-0000.mp4"), "--question", "Who?",
+                     "--subtitles", str(spoken))
+        (task,) = ask.questions(args)
+        args.tools = True
+        _, source = rollout.agent_settings(args, args.video)
+        engine = Scripted(codec, ["</think><answer>red</answer>"])
+        (row,) = ask.ask(rollout.Sampler(engine, codec, source, AGENT), [task], 4)
+        assert row["status"] == "ok" and row["subtitles"] == "Beware of the dog"
+
+
+def test_events_tell_an_episode_in_order(codec, toy):
+    """Every call has its window before its response, and the answer comes last."""
+    asked = sampler(codec, toy, calls((0, 8), (90, 80), (0, 8)),
+                    "Done.\n</think>\n<answer>red</answer>")
+    told = []
+
+    async def play(episode, sampler):
+        async for event in ask.events(episode, sampler):
+            told.append(event)
+        return episode
+
+    (episode,) = rollout.run(asked, [FILM], 4, play=play)
+    kinds = [(event["event"], event.get("number")) for event in told]
+    assert kinds[:4] == [("turn", 1), ("call", 1), ("call", 2), ("call", 3)]
+    assert kinds[-2:] == [("turn", 2), ("answer", None)] and len(kinds) == len(set(kinds)) == 11
+    for number in (1, 3):  # the same window twice
+        assert kinds.index(("window", number)) < kinds.index(("summary", number))
+    windows = [event["times"] for event in told if event["event"] == "window"]
+    assert [len(times) for times in windows] == [8, 8] and windows[0][-1] < 8
+    assert told[-1]["text"] == "red" and told[-1]["windows"] == episode.executed() == 2
+    times = [event["at"] for event in told]
+    assert times == sorted(times)
+
+
+def test_leaving_the_events_cancels_the_episode(codec, toy):
+    asked = sampler(codec, toy, calls((0, 8)), "</think><answer>red</answer>")
+    asked.engine.hold = lambda request: turn_of(request) == 1
+    left = []
+
+    async def play(episode, sampler):
+        told = ask.events(episode, sampler)
+        async for event in told:
+            if event["event"] == "summary":
+                await told.aclose()
+        left.append(episode)
+        return episode
+
+    (episode,) = rollout.run(asked, [FILM], 4, play=play)
+    assert left == [episode] and len(episode.turns) == 1

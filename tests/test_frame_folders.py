@@ -10,10 +10,10 @@ from PIL import Image, ImageOps
 from scripted import AGENT
 from test_video import NATIVE, paint, seen, shown_by, write
 
-import ask
 import rollout
 import video
 from evaluation import benchmarks
+from tools import ask
 from video import FrameCache, VideoError
 
 
@@ -214,8 +214,9 @@ def test_whoever_takes_a_video_takes_a_folder(toy, codec, tmp_path, monkeypatch,
     assert benchmarks.locate(str(root), ("videos", ""), "film") == "videos/film"
     assert benchmarks.locate(str(root), ("videos",), "film.srt") is None
     benchmarks.check_videos("b", [task], str(root))
-    monkeypatch.setattr("sys.argv", ["ask.py", "--ckpt", "c", "--video",
+    monkeypatch.setattr("sys.argv", ["tools/ask.py", "--ckpt", "c", "--video",
                                      str(root / "videos" / "film") + "/"])
     args = ask.parse_args()
     _, source = rollout.agent_settings(args, args.video)
-    assert seen(source.load({"video": os.path.basename(args.video), "frames": 2}).images) == [2, 6]
+    film = ask.film_task(args)["video"]
+    assert seen(source.load({"video": film, "frames": 2}).images) == [2, 6]

@@ -13,11 +13,12 @@ import pytest
 from conftest import ROOT
 
 ORDER = ["launch", "rewards", "video", "data", "chat", "model", "engine", "endpoint", "checkpoint",
-         "rollout", "ask", "toy", "metrics", "sft", "grpo",
+         "rollout", "toy", "metrics", "sft", "grpo",
          "evaluation.answers", "evaluation.benchmarks", "evaluation.endpoint",
          "evaluation.systems", "evaluation.costs", "evaluation.scores", "evaluation.publishers",
          "evaluation.graders", "evaluation.folders", "evaluation.verify",
-         "eval", "tools.plan", "tools", "bench.frontier", "bench.verdicts", "bench"]  # fmt: skip
+         "eval", "tools.plan", "tools.ask", "tools", "bench.frontier", "bench.verdicts",
+         "bench"]  # fmt: skip
 FILES = sorted([*Path(ROOT).glob("*.py"), *Path(ROOT).glob("evaluation/*.py"),
                 *Path(ROOT).glob("tools/*.py"), *Path(ROOT).glob("bench/*.py")])
 

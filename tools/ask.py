@@ -1,0 +1,273 @@
+"""
+ask.py: one film, your questions: how the agent looks at the film, and its answers.
+
+Prints turns, windows and summaries as they come, each with its seconds. Frames and prompts stay in
+the caches, so a second question about a film is faster. The episode is that of rollout.py; with
+--protocol or --engine openai another system is asked, as eval.py does. `events` is the core: it
+tells an episode step by step, and the terminal is one way to show the steps.
+
+Reads:  a checkpoint folder, a film: a file or a folder of frames; --subtitles of it. Questions come
+        from --question, from the terminal or from a pipe, one a line; options follow a question
+        after bars.
+Writes: --out, if given: rollout JSONL without rewards.
+
+  python tools/ask.py --ckpt C --video film.mp4 --question "Who opens the door?"
+  python tools/ask.py --engine openai --base-url http://127.0.0.1:8000/v1 --model M --protocol sage
+      --video film.mp4 --question "Who opens the door?" --options "the butler" "a guest"
+"""
+import argparse
+import asyncio
+import json
+import os
+import string
+import sys
+import time
+from dataclasses import replace
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import chat
+import data
+import eval as evaluation
+import launch
+import rewards
+import rollout
+from evaluation import endpoint, systems
+
+# ------------------------------------------------------------------------------------------------
+# An episode as events
+
+
+async def events(episode, sampler, play=rollout.run_episode, final=rewards.answer_or_tail):
+    """
+    Plays an episode -> asynchronous iterator of its steps, each a dict with "event" and "at", the
+    seconds since the episode began. Leaving the iterator cancels the episode.
+
+    turn     number, text: the main agent has written a turn
+    call     number, turn, start, end, parseable: the turn holds this call, numbers count on
+    window   number, start, end, times [T]: the frames of this call are decoded
+    summary  number, start, end, parseable, status, text, seconds or None: the response to this call
+    answer   text or None, letter or None, status, error, frames, windows: the episode has ended
+
+    play: the episode loop. final: (turns, think_open) -> answer or None; default: as in training.
+    """
+    began, told, seen = time.monotonic(), set(), []
+
+    def open_context(codec, messages, specs, frames, *rest):
+        seen.append((specs[0], frames[0].seconds))  # of a sub-agent, which has one window
+        return sampler.open_context(codec, messages, specs, frames, *rest)
+
+    work = asyncio.create_task(play(episode, replace(sampler, open_context=open_context)))
+    try:
+        ended = False
+        while not ended:
+            await asyncio.wait([work], timeout=0.05)
+            ended = work.done()
+            for step in happened(episode, seen):
+                if (step["event"], step["number"]) not in told:
+                    told.add((step["event"], step["number"]))
+                    yield {**step, "at": time.monotonic() - began}
+        work.result()  # raises if the loop has a bug
+        yield {**answer_event(episode, final), "at": time.monotonic() - began}
+    finally:
+        work.cancel()  # if the caller leaves early
+
+
+def happened(episode, seen):
+    """-> the steps of an episode so far, in the order in which a reader wants them: a turn, its
+    calls, then the windows and responses of these. seen: [(spec, times)] of sub-agents' windows."""
+    left = list(seen)
+    for number, text in enumerate(episode.turns, 1):
+        yield {"event": "turn", "number": number, "text": text}
+        calls = [(n, call) for n, call in enumerate(episode.calls, 1) if call["turn"] == number - 1]
+        named = ("start", "end", "parseable")
+        for n, call in calls:
+            yield {"event": "call", "number": n, "turn": number,
+                   **{name: call[name] for name in named}}
+        for n, call in calls:
+            times = call.get("seconds_seen")  # other systems are shown the frames themselves
+            window = call["start"], call["end"]
+            for entry in left if times is None else []:
+                if (entry[0]["start"], entry[0]["end"]) == window:
+                    times = entry[1]
+                    left.remove(entry)
+                    break
+            if times is not None:
+                yield {"event": "window", "number": n, "start": window[0], "end": window[1],
+                       "times": [float(second) for second in times]}
+            if call["status"] != "pending":
+                yield {"event": "summary", "number": n, "status": call["status"],
+                       "text": call["summary"], "seconds": call.get("seconds"),
+                       **{name: call[name] for name in named}}
+
+
+def answer_event(episode, final) -> dict:
+    """The end of an episode as an event."""
+    options = episode.task["options"]
+    said = final(episode.turns, episode.think_open) if episode.status == "ok" else None
+    return {"event": "answer", "text": said, "status": episode.status, "error": episode.error,
+            "letter": rewards.extract_letter(said, options) if said and options else None,
+            "frames": len(episode.notes.get("seconds", [])), "windows": episode.executed()}
+
+
+# ------------------------------------------------------------------------------------------------
+# The terminal
+
+
+def ask(sampler, tasks, frames, play=rollout.run_episode, final=rewards.answer_or_tail):
+    """Asks one question after the other and prints how the agent comes to its answers -> records.
+    play, final: see `events`."""
+
+    async def narrated(episode, sampler):
+        last = 0.0  # when the step before ended
+        async for event in events(episode, sampler, play, final):
+            if event["event"] != "call":  # the text of its turn shows a call
+                print(line_of(event, event["at"] - last, episode.task["options"]), flush=True)
+                last = event["at"]
+        return episode
+
+    rows = []
+    for task in tasks:
+        # Another seed for each question; the step has no other meaning here.
+        (episode,) = rollout.run(sampler, [task], frames, step=len(rows), play=narrated)
+        rows.append(episode.to_json())
+    return rows
+
+
+def line_of(event, took, options=None) -> str:
+    """An event -> text for the terminal. took: seconds since the event before."""
+    kind, number = event["event"], event.get("number")
+    if kind == "turn":
+        return f"[turn {number}, {took:.1f} s] {launch.printable(event['text'].strip())}"
+    if kind == "answer":
+        said = event["text"] or "none"
+        if event["status"] != "ok":
+            said = f"none ({event['status']}: {event['error']})"
+        elif event["letter"]:
+            place = string.ascii_uppercase.index(event["letter"])
+            said = f"{event['letter']}. {data.bare_options(options)[place]}"
+        return (f"answer: {launch.printable(said)}   ({event['frames']} frames, "
+                f"{event['windows']} windows, {event['at']:.1f} s)")
+    if kind == "window":
+        return (f"  [call {number} looks at {len(event['times'])} frames, "
+                f"{event['start']} to {event['end']} s]")
+    window = f"{event['start']} to {event['end']} s" if event["parseable"] else "no window"
+    seconds = "" if event["seconds"] is None else f", {event['seconds']:.1f} s"
+    return (f"  [call {number}, {window}: {event['status']}{seconds}] "
+            f"{launch.printable(event['text'])}")
+
+
+def questions(args):
+    """-> iterator of tasks about --video: --question alone, or the lines of the terminal or a
+    pipe."""
+    if args.question:
+        yield film_task(args, 1, args.question, args.options)
+        return
+    number = 0
+    while line := typed_question():
+        number += 1
+        yield film_task(args, number, line[0], line[1:])
+
+
+def typed_question() -> list[str] | None:
+    """The next line of standard input that is not empty -> [question, option, ..]; None at the end:
+    Ctrl-D or Ctrl-C at a terminal, the end of a pipe."""
+    line = ""
+    while not line:
+        try:
+            line = input("question (| before each option; Ctrl-D ends): " * sys.stdin.isatty())
+            line = line.strip()
+        except (EOFError, KeyboardInterrupt):
+            return None
+    return [part.strip() for part in line.split("|")]
+
+
+def film_task(args, number=0, question="", options=None) -> dict:
+    """A question about --video as a task without a gold answer."""
+    spoken = args.subtitle_file and os.path.relpath(args.subtitle_file, args.video_root)
+    return {"id": f"question-{number}", "video": os.path.relpath(args.video, args.video_root),
+            "question": question, "options": options or None, "answer": None,
+            "type": "mcq" if options else "open", **({"subtitles": spoken} if spoken else {})}
+
+
+# ------------------------------------------------------------------------------------------------
+# The command line
+
+
+def parse_args():
+    parser = launch.parser(__doc__)
+    parser.conflict_handler = "resolve"  # --subtitles is a file here
+    add = parser.add_argument_group("what to ask").add_argument
+    add("--engine", choices=["vllm", "openai"], default="vllm", help="openai: ask an endpoint")
+    add("--ckpt", help="checkpoint folder; not needed with --engine openai")
+    add("--video", required=True, help="a film: a file, or a folder of frames")
+    add("--question", help="default: questions are read from the terminal")
+    add("--options", nargs="+", metavar="TEXT", help="of that question; default: an open answer")
+    add("--out", help="rollout JSONL to write; default: none is written")
+    add("--preset", choices=["paper", "toy"], default="paper", help="toy: lengths for toy.py")
+    # Lists of one, because the flags of protocols are those of eval.py.
+    add("--frames", type=evaluation.frames_argument, nargs=1, default=[64],
+        help="overview frames K; 0: text alone, with --tools off only")
+    add("--tools", nargs=1, choices=["on", "off"], default=["on"], help="offer crop_video")
+    systems.add_arguments(parser)
+    endpoint.add_arguments(parser)
+    endpoint.add_sampling_arguments(parser)
+    rollout.add_agent_arguments(parser, tools=False, more=systems.rare_settings())
+    add("--subtitles", dest="subtitle_file", metavar="FILE",
+        help="of the film, SRT or WebVTT: lines spoken while a frame is shown")
+    # One answer, the same each time.
+    parser.set_defaults(temperature=0.0, engine_share=0.9)
+    # A protocol and a preset change defaults, which yield to flags. So both must be known first.
+    early = launch.peek(parser)
+    parser.set_defaults(**systems.settings(early.protocol, early.protocol_set))
+    if early.preset == "toy":
+        parser.set_defaults(**rollout.toy_lengths())
+    args = parser.parse_args()
+    for wrong, why in [(args.options and not args.question, "--options belong to --question"),
+                       (args.verify or args.protocols, "--verify and --protocols are of eval.py"),
+                       *evaluation.run_faults(args)]:
+        if wrong:
+            raise launch.UserError(why)
+    args.subtitles = "aligned"
+    args.video = os.path.realpath(args.video)  # a link may lead out of its folder
+    paths = [args.video]
+    if args.subtitle_file:
+        args.subtitle_file = os.path.realpath(args.subtitle_file)
+        paths.append(args.subtitle_file)
+    for path in paths:
+        if not os.path.exists(path):
+            raise launch.UserError(f"{path}: no such file")
+    args.video_root = args.video_root or os.path.commonpath([os.path.dirname(p) for p in paths])
+    rollout.check_rollout_file(args.out, args.video)
+    return args
+
+
+def set_up(args):
+    """Flags -> (Sampler, episode loop). Raises UserError before the engine is loaded."""
+    ckpt, _ = evaluation.whole_checkpoint(args)
+    protocol, _ = systems.make_protocol(args)
+    flags = argparse.Namespace(**{**vars(args), "tools": args.tools == ["on"]})
+    agent, source = rollout.agent_settings(flags, args.video)
+    film = film_task(args, 0, args.question or "", args.options)
+    suite = evaluation.Suite(None, [film], agent, systems.source_of(source, args))
+    systems.check_prompts(protocol, suite.tasks, agent, 1)
+    if args.out:
+        launch.make_out(os.path.dirname(os.path.abspath(args.out)))
+    launch.say(f"{args.ckpt or args.model}: loading")
+    codec = chat.load_codec(ckpt, args.channel) if ckpt else None
+    engine = evaluation.make_engine([suite], args, ckpt, codec, protocol)
+    sampler = rollout.Sampler(engine, codec, suite.source, agent)
+    return systems.player(sampler, protocol, args.frames[0])
+
+
+def main():
+    args = parse_args()
+    sampler, play = set_up(args)
+    final = systems.protocols()[args.protocol].final
+    rows = ask(sampler, questions(args), args.frames[0], play, final)
+    if args.out:
+        launch.write_atomic(args.out, "".join(json.dumps(row) + "\n" for row in rows))
+        print(f"{len(rows)} answers -> {args.out}")
+
+
+if __name__ == "__main__":
+    launch.run_main(main)
