@@ -25,10 +25,10 @@ measures the log-prob gap between engine and trainer on the sampled tokens of gr
 and stops the run if the gap is too large, because stale weights show nowhere else. f_tau in the log
 is R_fmt by the paper's terms, a common ruler; `fmt` is the term that this run pays for.
 
-Reads:  --ckpt, --data (task JSONL), or --rollouts: rollout JSONL, which is scored anew by the flags
-        of this run and gives one update without an engine.
+Reads:  --ckpt, --data (task JSONL), --val.
 Writes: --out/step_NNNNNN/ (checkpoint + train_state/), --out/last, --out/log.jsonl,
-        --out/args.json, --out/rollouts/*.jsonl, --out/judge.jsonl (--judge-url)
+        --out/args.json, --out/rollouts/*.jsonl (tools/replay.py trains on them again),
+        --out/judge.jsonl (--judge-url)
 The same command again goes on from the newest whole checkpoint: tasks, K and sampling seeds depend
 on (seed, step) alone.
 
@@ -334,39 +334,42 @@ def main():
     # A hub snapshot, a run folder or a checkpoint folder: from here on a folder with weights.
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
     faults = [] if args.check else None  # --check collects them all; a run stops at the first
-    tasks = data.read_tasks(args.data, faults) if args.data else []
+    tasks = data.read_tasks(args.data, faults)
     held = data.read_tasks(args.val, faults) if args.val else []
-    recorded = read_rollouts(args.rollouts or [], pay_of(args))
-    agent, source = rollout.agent_settings(args, args.data or args.rollouts[0])
+    agent, source = rollout.agent_settings(args, args.data)
     if args.check:
         codec = chat.load_codec(ckpt, args.channel)
         return check(args, codec, tasks + held, agent, source, faults)
     launch.make_out(os.path.join(args.out, "rollouts"))
-    checkpoint.claim_run(args.out, [args.data, args.val, *(args.rollouts or [])])
+    checkpoint.claim_run(args.out, [args.data, args.val])
     # Each rank asks about its own rollouts. All append to one file, and read it when they begin.
     judge = open_judge(args, os.path.join(args.out, "judge.jsonl"))
     rank, world, device = launch.start_process_group(args.patience)
     launch.beat(args.patience)
+    if args.prompts % world:
+        raise launch.UserError(f"--prompts {args.prompts} is not a multiple of the {world} ranks")
     # The same command again goes on from the newest whole checkpoint in --out.
     folder, state = checkpoint.resume_point(args.out, args, args.resume)
-    start, steps = state.get("step", 0), 1 if args.rollouts else args.steps
+    start, steps = state.get("step", 0), args.steps
     # Held-out accuracy, -1: none yet. Accuracies on other tasks cannot be compared.
     best = state.get("best", -1.0) if state.get("args", {}).get("val") == args.val else -1.0
     if start >= steps:
         launch.say(f"nothing to do: {args.out} has {start} steps of {steps}")
         launch.end_process_group()
         return
-    then = "" if args.rollouts else ", then the engine"
-    launch.say(f"{args.ckpt} -> {args.out}: loading the checkpoint{then}")
+    launch.say(f"{args.ckpt} -> {args.out}: loading the checkpoint, then the engine")
     codec = chat.load_codec(ckpt, args.channel)
-    check_frames(recorded, codec)
     # The largest prompt must fit, and some video must open. Both show before weights are loaded.
-    if tasks:
-        rollout.check_context(codec, tasks + held, agent, source, args.frames)
-    policy, reference, optimizer, engine = set_up(args, ckpt, codec, source, device, folder)
-    sampler = rollout.Sampler(engine, codec, source, agent, pay_of(args), judge)
+    rollout.check_context(codec, tasks + held, agent, source, args.frames)
+    policy, reference, optimizer = load_models(args, ckpt, codec, source, device, folder)
+    # On a GPU the engine shares the device with the trainer, so it starts asleep.
+    engine = rollout.make_engine(ckpt, codec, args, sleeping=True)
     wire = model.engine_dtype(codec, device)  # dtype in which weights travel to the engine
-    log = open_run(args, policy, start, rank, world)
+    if folder:  # the engine has read --ckpt, but the resumed weights are newer
+        engine.sync(checkpoint.full_weights(policy, wire))
+    sampler = rollout.Sampler(engine, codec, source, agent, pay_of(args), judge)
+    log = open_run(args, policy, start, f"{args.prompts} prompts x {args.group} rollouts = "
+                   f"{args.prompts * args.group} a step, K {args.frames}")
     labels = metrics.labels_by_type(tasks)
     # Decodes frames of the next step, during the rollouts on half of the decoders.
     ahead = ThreadPoolExecutor(max(2, video.decode_threads() // 2), thread_name_prefix="ahead")
@@ -380,17 +383,10 @@ def main():
         last = step + 1 == steps
         # 1. Rollouts, groups, advantages. The engine holds the weights of this step, so its samples
         # are on policy, but for rounding.
-        clock, waited = time.monotonic(), 0.0
-        if args.rollouts:
-            # A rank takes whole groups, because sigma needs all rollouts of a group.
-            groups = group_by_prompt(recorded)[rank::world]
-            episodes = [e for group in groups for e in group]
-            if judge:
-                list(rollout.paid(episodes, pay_of(args), judge))
-        else:
-            episodes, waited = sample_batch(sampler, tasks, step, args, None if last else ahead)
-            groups = group_by_prompt(episodes)
+        clock = time.monotonic()
+        episodes, waited = sample_batch(sampler, tasks, step, args, None if last else ahead)
         # A group lies on one rank, so advantages need no exchange between ranks.
+        groups = group_by_prompt(episodes)
         for group in groups:
             set_advantages(group)
         rollout_s = time.monotonic() - clock
@@ -399,29 +395,27 @@ def main():
         # 2. Update. The trees hold every sampled token once and every prompt once per group. The
         # engine sleeps meanwhile, so the trainer has its memory.
         clock = time.monotonic()
-        if engine:
-            engine.sleep()
+        engine.sleep()
         trees, tokens, skipped = training_trees(groups, codec, args)
         stats = update(policy, reference, optimizer, trees, tokens, args)
         # Two faults end the run, on all ranks alike: NaN, and an engine that is another policy.
         # A single step without a finite gradient is skipped; three in a row end the run.
         bad = bad + 1 if stats["bad_updates"] else 0
         checkpoint.check_run(step, bad, args.out)
-        check_gap(step, stats["gap"], gap_tolerance(wire, engine))
+        check_gap(step, stats["gap"], gap_tolerance(wire))
         train_s = time.monotonic() - clock
         launch.beat(args.patience)
 
         # 3. New weights into the engine, which drops all prefixes and features of the old ones.
         clock = time.monotonic()
         look = held and (last or (args.eval_every and (step + 1) % args.eval_every == 0))
-        if engine and (look or not last):
+        if look or not last:
             engine.wake(checkpoint.full_weights(policy, wire))
         sync_s = time.monotonic() - clock
         launch.beat(args.patience)
 
         # 4. Record, save, go on. SIGTERM on any rank saves and stops all of them.
-        if not args.rollouts:
-            write_rollouts(args.out, step, rank, episodes)
+        write_rollouts(args.out, step, rank, episodes)
         metrics.log_step(log, step, steps, episodes, labels, stats, {
             "skipped": skipped, "groups": len(groups), "packed": sum(map(len, trees)),
             "judge": judge is not None,
@@ -448,8 +442,7 @@ def main():
     if rank == 0:
         log.close(step + 1, steps)
     ahead.shutdown(cancel_futures=True)
-    if engine:
-        engine.close()
+    engine.close()
     if judge:
         judge.close()
     launch.end_process_group()
@@ -458,10 +451,10 @@ def main():
 # ---- below: set-up, held-out tasks, records, flags (a reader of the step may stop here) ------
 
 
-def gap_tolerance(dtype, engine=True):
+def gap_tolerance(dtype=None):
     """The largest mean gap in nats that rounding explains, far below the gap of stale weights.
-    Recorded rollouts (engine None) may come from an engine of any precision."""
-    return 1e-3 if engine and dtype.itemsize == 4 else 0.1
+    dtype: of the engine's weights; None: recorded rollouts, of an engine of any precision."""
+    return 1e-3 if dtype and dtype.itemsize == 4 else 0.1
 
 
 def check(args, codec, tasks, agent, source, faults):
@@ -469,20 +462,13 @@ def check(args, codec, tasks, agent, source, faults):
     the rows that are wrong in form, which are not in tasks."""
     if os.environ.get("RANK", "0") != "0":  # under torchrun rank 0 alone looks
         return
-    if not (tasks or faults):
-        raise launch.UserError("--check looks at tasks: give --data")
     faults = faults + rollout.preflight(codec, tasks, agent, source, args.frames)
     launch.report_check(faults, " and ".join(filter(None, [args.data, args.val])))
 
 
-def set_up(args, ckpt, codec, source, device, folder):
-    """-> (policy, reference or None, optimizer, engine or None). folder: the checkpoint from which
-    the run goes on, or None. Collective. Raises UserError if the ranks cannot share the prompts."""
-    import torch.distributed as dist
-
-    world = dist.get_world_size()
-    if not args.rollouts and args.prompts % world:
-        raise launch.UserError(f"--prompts {args.prompts} is not a multiple of the {world} ranks")
+def load_models(args, ckpt, codec, source, device, folder):
+    """-> (policy, reference or None, optimizer). folder: the checkpoint from which the run goes on,
+    or None. Collective."""
     # fp32 master weights in shards; computed in bf16 on a GPU, in fp32 on a CPU.
     policy = checkpoint.load_sharded(ckpt, codec, device, args.recompute, args.replicas,
                                      lora=args.lora)
@@ -490,7 +476,7 @@ def set_up(args, ckpt, codec, source, device, folder):
     policy.features = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
     optimizer = model.adamw(model.trained_parameters(policy), args.lr, 0.999, device)
     # The reference is made before a resumed run loads its weights: it is the model of --ckpt.
-    reference = engine = None
+    reference = None
     # With adapters a second copy of the adapters is enough: the base is frozen.
     if args.kl > 0 and args.lora:
         reference = checkpoint.AdapterReference(policy)
@@ -500,12 +486,7 @@ def set_up(args, ckpt, codec, source, device, folder):
         reference.features = policy.features  # both read the features of one tower
     if folder:
         checkpoint.load_train_state(policy, optimizer, folder)
-    # On a GPU the engine shares the device with the trainer, so it starts asleep.
-    if not args.rollouts:
-        engine = rollout.make_engine(ckpt, codec, args, sleeping=True)
-        if folder:  # the engine has read --ckpt, but the resumed weights are newer
-            engine.sync(checkpoint.full_weights(policy, model.engine_dtype(codec, device)))
-    return policy, reference, optimizer, engine
+    return policy, reference, optimizer
 
 
 def check_gap(step, gap, tolerance):
@@ -514,23 +495,20 @@ def check_gap(step, gap, tolerance):
         raise launch.RunError(
             f"step {step}: mean |log-prob gap| between engine and trainer is {gap:.3f} nats, "
             f"tolerance {tolerance}: the engine samples from other weights or other inputs, or "
-            "(with --rollouts) at another --temperature")
+            "at another --temperature")
 
 
-def open_run(args, policy, start, rank, world):
+def open_run(args, policy, start, work):
     """On rank 0: writes the settings beside the outputs, prints the size of the run -> Log. None on
-    other ranks."""
+    other ranks. work: of a step, for the terminal."""
+    rank, world = launch.rank_and_world()
     if rank:
         return None
     launch.write_args(args.out, args)
     # Deletes files that a killed run left half-written and, in a new run, older checkpoints.
     checkpoint.clean_run(args.out, start)
     device = next(policy.parameters()).device.type
-    size = (f"{args.prompts} prompts x {args.group} rollouts = {args.prompts * args.group} a step, "
-            f"K {args.frames}")
-    if args.rollouts:
-        size = f"one update from the rollouts of {len(args.rollouts)} files"
-    print(f"{size} | {world} rank{'s' if world > 1 else ''} ({device}) | format credit "
+    print(f"{work} | {world} rank{'s' if world > 1 else ''} ({device}) | format credit "
           f"{args.format_credit} | {checkpoint.weights_line(policy)}", flush=True)
     return metrics.Log(args.out, start, args)
 
@@ -540,34 +518,8 @@ def pay_of(args):
     return rewards.Pay(**{f.name: getattr(args, f.name) for f in fields(rewards.Pay)})
 
 
-def read_rollouts(paths, pay):
-    """Rollout JSONL files -> Episodes, scored anew by what this run pays for."""
-    # An empty episode names the columns that a record must have.
-    keys = rollout.Episode(None, None, 0, 0, 0).to_json()
-    rows = [row for path in paths for row in launch.read_jsonl(path, keys, rollout.record_fault)]
-    episodes = [rollout.from_json(row) for row in rows]
-    for e in episodes:
-        e.reward = rollout.scored(e, pay)
-        if not e.reward:  # a question of tools/ask.py
-            raise launch.UserError(f"--rollouts: task {e.task['id']} has no answer to learn from")
-    return episodes
-
-
-def check_frames(episodes, codec):
-    """Raises UserError if the frames of a recorded episode are not those of its ids."""
-    for e in episodes:
-        if e.context is None:
-            continue
-        # Positions need frames and ids that fit, so an error here means that they do not.
-        try:
-            model.rope_positions(codec, e.context.ids, e.context.items)
-        except (ValueError, IndexError):
-            raise launch.UserError(f"--rollouts: {e.group}, sample {e.sample}: its vision field "
-                                   "names other frames than its ids hold") from None
-
-
 def write_rollouts(out, step, rank, episodes):
-    """Writes the rollouts of this rank and step, enough to train on them again (--rollouts)."""
+    """Writes the rollouts of this rank and step; tools/replay.py trains on them again."""
     lines = "".join(json.dumps(e.to_json()) + "\n" for e in episodes)
     # One file per rank, because ranks share no file handle.
     name = f"step_{step:06d}.rank{rank}.jsonl"
@@ -618,28 +570,16 @@ def evaluate(log, sampler, held, step, args):
 # Arguments
 
 
-def build_parser():
-    parser, yes_no = launch.parser(__doc__), argparse.BooleanOptionalAction
-    add = parser.add_argument_group("what to read and write").add_argument
+def add_update_arguments(parser):
+    """Flags of an update, for grpo.py and tools/replay.py."""
+    yes_no = argparse.BooleanOptionalAction
+    add = parser.add_argument_group("what to start from and write").add_argument
     add("--ckpt", required=True, help="checkpoint to start from; also the reference of the KL")
-    add("--data", default=None, help="task JSONL")
-    add("--rollouts", nargs="+", default=None,
-        help="rollout JSONL files: take one update from them, without an engine")
     add("--out", default="grpo_out", help="run folder")
-    add("--check", action="store_true",
-        help="only look at the data: labels, videos, tokens; builds no model, writes nothing")
     add("--preset", choices=["paper", "toy"], default="paper",
         help="toy: numbers for the world of toy.py")
     add("--vanilla", action="store_true",
         help="the release's plain GRPO: no prefix, no suffix, no anchor, no gating")
-    add = parser.add_argument_group("batch").add_argument
-    add("--steps", type=int, default=300, help="batches of rollouts")
-    add("--prompts", type=int, default=32, help="prompts per step, over all ranks")
-    add("--group", type=int, default=8, help="rollouts per prompt (G)")
-    add("--frames", type=rollout.frames_argument, default="gated",
-        help="overview frames K; 'gated': K ~ U{4,8,16,32,64}")
-    # Above one context: else a group with a long prompt is split, and each part computes it again.
-    add("--pack-tokens", type=int, default=49152, help="tokens per pack (one forward)")
     add = parser.add_argument_group("reward and credit").add_argument
     add("--format-weight", type=float, default=1.0, help="w_fmt")
     add("--format-credit", choices=["struct", "sequence", "none"], default="struct",
@@ -651,29 +591,45 @@ def build_parser():
         help="w_tool, factor on R_tool; 0 = off")
     add("--call-cost", type=float, default=0.0,
         help="c, price of each executed call; 0 = as in the paper")
-    # The rates differ by stage and by --lora, so None stands for "see parse_args".
+    # The rates differ by stage and by --lora, so None stands for "see parse_flags".
     add = parser.add_argument_group("loss and optimiser").add_argument
     add("--clip-eps", type=float, default=0.2, help="eps of the clipped surrogate")
     add("--kl", type=float, default=0.01, help="beta; 0 = no reference model is loaded")
     add("--lr", type=float, default=None, help="AdamW, constant; default 2e-6, with --lora 2e-5")
+    # Above one context: else a group with a long prompt is split, and each part computes it again.
+    add("--pack-tokens", type=int, default=49152, help="tokens per pack (one forward)")
     checkpoint.add_arguments(add)
-    add = parser.add_argument_group("looking and saving").add_argument
-    add("--save-every", type=int, default=50, help="steps between checkpoints; 0 = at the end")
-    add("--show-every", type=int, default=20, help="steps between printed rollouts; 0 = never")
-    add("--val", help="held-out task JSONL: accuracy with and without tools, and `best`")
-    add("--eval-every", type=int, default=50, help="steps between them; 0 = at the end")
-    metrics.add_track_arguments(add)
+    metrics.add_track_arguments(parser.add_argument_group("tracker").add_argument)
     rollout.add_agent_arguments(parser, more={
         "gamma": (0.3,),  # penalty of a thought that never closes, see rewards.format_reward
         "answer_from": ("tag", "line"),  # line: R_acc also reads the last line, as the release does
         "minibatches": (1,)})  # optimizer steps per batch; above 1 costs one more forward
     add_judge_arguments(parser, "whether an open answer says what the label says; R_acc is then 1 "
                         "or 0, and token F1 if it fails")
+
+
+def build_parser():
+    parser = launch.parser(__doc__)
+    add_update_arguments(parser)
+    add = parser.add_argument_group("tasks and batches").add_argument
+    add("--data", required=True, help="task JSONL")
+    add("--check", action="store_true",
+        help="only look at the data: labels, videos, tokens; builds no model, writes nothing")
+    add("--steps", type=int, default=300, help="batches of rollouts")
+    add("--prompts", type=int, default=32, help="prompts per step, over all ranks")
+    add("--group", type=int, default=8, help="rollouts per prompt (G)")
+    add("--frames", type=rollout.frames_argument, default="gated",
+        help="overview frames K; 'gated': K ~ U{4,8,16,32,64}")
+    add = parser.add_argument_group("looking and saving").add_argument
+    add("--save-every", type=int, default=50, help="steps between checkpoints; 0 = at the end")
+    add("--show-every", type=int, default=20, help="steps between printed rollouts; 0 = never")
+    add("--val", help="held-out task JSONL: accuracy with and without tools, and `best`")
+    add("--eval-every", type=int, default=50, help="steps between them; 0 = at the end")
     return parser
 
 
-def parse_args():
-    parser = build_parser()
+def parse_flags(parser):
+    """Parser with the flags of an update -> flags, checked."""
     # Presets change defaults, and flags override defaults. So presets must be known first.
     early = launch.peek(parser)
     if early.preset == "toy":
@@ -687,19 +643,21 @@ def parse_args():
     args.lora = checkpoint.adapter_rank(args.ckpt, args.lora)
     if args.lr is None:  # adapters start at nothing and take larger steps
         args.lr = {"paper": (2e-6, 2e-5), "toy": (2e-4, 2e-3)}[args.preset][args.lora > 0]
-    launch.at_least(1, args, "prompts", "group", "steps", "pack_tokens")
-    launch.at_least(0, args, "lr", "clip", "clip_eps", "kl", "lora", "replicas", "eval_every",
-                    "save_every", "show_every", "anchor", "gamma", "format_weight", "tool_weight",
-                    "call_cost")
-    if args.val and not args.data:
-        raise launch.UserError("--val needs --data: with --rollouts there is no engine")
+    launch.at_least(1, args, "pack_tokens")
+    launch.at_least(0, args, "lr", "clip", "clip_eps", "kl", "lora", "replicas", "anchor", "gamma",
+                    "format_weight", "tool_weight", "call_cost")
     if args.minibatches < 1:
         raise launch.UserError(f"--set minibatches={args.minibatches}: must be at least 1")
-    if not args.data and not args.rollouts:
-        raise launch.UserError("give --data (task JSONL) or --rollouts (rollout JSONL)")
     if args.temperature <= 0:
         raise launch.UserError("--temperature must be above 0: greedy samples have no gradient")
     metrics.check_tracker(args)
+    return args
+
+
+def parse_args():
+    args = parse_flags(build_parser())
+    launch.at_least(1, args, "prompts", "group", "steps")
+    launch.at_least(0, args, "eval_every", "save_every", "show_every")
     return args
 
 

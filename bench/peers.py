@@ -187,7 +187,7 @@ def our_step(args):
                           tools=False, think_prefix=False)
     sampler = rollout.Sampler(engine, codec, source, agent)
     task = {"id": "t", "video": "stills", "question": args.filler, "answer": "x", "type": "open"}
-    flags = "--ckpt none --temperature 1 --kl 0 --pack-tokens 1000000"
+    flags = "--ckpt none --data none --temperature 1 --kl 0 --pack-tokens 1000000"
     settings = grpo.build_parser().parse_args(flags.split())
 
     def step(number):

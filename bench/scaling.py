@@ -70,7 +70,7 @@ def update_work(ckpt, frames, text, group, response=100):
     nothing = [0.0] * len(ids)
     prompt = model.Span(ids, [0] * len(ids), {"advantage": nothing, "sampler": nothing})
     tree = model.Tree(prompt, items, branches)
-    flags = "--ckpt none --temperature 1 --kl 0 --pack-tokens 1000000"
+    flags = "--ckpt none --data none --temperature 1 --kl 0 --pack-tokens 1000000"
     settings = grpo.build_parser().parse_args(flags.split())
 
     def work():

@@ -159,8 +159,8 @@ def test_the_command_asks_a_film_and_writes_the_episode(toy, tmp_path):
     done = run_script("tools/view.py", out, "--video-root", film.parent, "--out", page)
     assert done.returncode == 0, done.stderr
     # An answer that nobody knows cannot be trained on.
-    done = run_script("grpo.py", "--preset", "toy", "--ckpt", toy / "init", "--rollouts", out,
-                      "--video-root", film.parent, "--out", tmp_path / "trained")
+    done = run_script("tools/replay.py", "--preset", "toy", "--ckpt", toy / "init", "--rollouts",
+                      out, "--video-root", film.parent, "--out", tmp_path / "trained")
     assert done.returncode == 2 and "answer" in done.stderr, done.stderr
 
 

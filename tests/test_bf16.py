@@ -24,13 +24,14 @@ import launch
 import model
 import rollout
 import sft
+from tools import replay
 
 HALF = torch.bfloat16
 SFT = ("--preset", "toy", "--optimizer", "adamw", "--lr", 1e-4, "--steps", 1, "--batch-size", 8,
        "--warmup", 0)
-GRPO = ("--preset", "toy", "--prompts", 2, "--group", 2, "--frames", 8, "--kl", 0.01,
-        "--show-every", 0,
-        "--max-new-tokens", 24, "--lr", 1e-4)
+UPDATE = ("--preset", "toy", "--kl", 0.01, "--lr", 1e-4)
+GRPO = (*UPDATE, "--prompts", 2, "--group", 2, "--frames", 8, "--show-every", 0,
+        "--max-new-tokens", 24)
 
 
 @contextlib.contextmanager
@@ -78,8 +79,8 @@ def both_steps(toy, record, out):
     """One cold-start step and one update from recorded rollouts, each from the random
     checkpoint."""
     run(sft, out / "sft", *SFT, "--ckpt", toy / "init", "--data", toy / "sft.jsonl")
-    run(grpo, out / "grpo", *GRPO, "--ckpt", toy / "init", "--rollouts", record, "--video-root",
-        toy)
+    run(replay, out / "grpo", *UPDATE, "--ckpt", toy / "init", "--rollouts", record,
+        "--video-root", toy)
 
 
 def said(sample, turn):

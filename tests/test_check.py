@@ -82,13 +82,6 @@ def test_faults_of_chats(toy, tmp_path):
     assert f"chat {rows[2]['id']} has" in done.stdout and "--max-len is 2048" in done.stdout
 
 
-def test_check_needs_tasks(toy, tmp_path):
-    rollouts = write(tmp_path / "r.jsonl", [])
-    done = run_script("grpo.py", "--preset", "toy", "--check", "--ckpt", toy / "init",
-                      "--rollouts", rollouts)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-
-
 def test_rows_that_are_wrong_in_form_are_lines_too(toy, tmp_path):
     """All of them, beside the faults of videos: who repairs a file wants to do it once."""
     (tmp_path / "a.mp4").write_bytes((toy / "videos" / "rl-0000.mp4").read_bytes())

@@ -12,11 +12,11 @@ from conftest import run_script
 
 import checkpoint
 import data
-import grpo
 import launch
 import metrics
 import rewards
 from evaluation import benchmarks, endpoint, folders
+from tools import replay
 
 DEEP = "[" * 100_000 + "]" * 100_000
 
@@ -116,11 +116,11 @@ def test_a_wrong_vision_field_of_rollouts_is_refused(toy, tmp_path, monkeypatch,
                           [said[wrong]] if isinstance(wrong, str) and wrong in said else wrong}]
     path = tmp_path / "r.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.setattr("sys.argv", ["grpo.py", "--preset", "toy", "--ckpt", str(toy / "init"),
+    monkeypatch.setattr("sys.argv", ["replay.py", "--preset", "toy", "--ckpt", str(toy / "init"),
                                      "--rollouts", str(path), "--video-root", str(toy),
                                      "--out", str(tmp_path / "out")])
     with pytest.raises(launch.UserError, match="vision"):
-        grpo.main()
+        replay.main()
     launch.end_process_group()
 
 

@@ -28,6 +28,7 @@ import model
 import rewards
 import rollout
 import video
+from tools import replay
 
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_code>", "</tool_code>",
         "<answer>", "</answer>")
@@ -248,7 +249,7 @@ class Recorder:
 
 def settings(**changes):
     """The flags of grpo.py, at their defaults where the oracle's formulas have no other number."""
-    defaults = vars(grpo.build_parser().parse_args(["--ckpt", "c"]))
+    defaults = vars(grpo.build_parser().parse_args(["--ckpt", "c", "--data", "d"]))
     ours = dict(pack_tokens=4096, temperature=1.0, kl=0.0, clip=0.0)
     return SimpleNamespace(**{**defaults, **ours, **changes})
 
@@ -708,8 +709,8 @@ def test_ranks_share_prompts_and_frames_about_evenly(world):
 
 @pytest.fixture
 def run_grpo(monkeypatch, toy, tmp_path):
-    """-> function that runs grpo.main() with flags -> (weights, last row of log.jsonl, run
-    folder)."""
+    """-> function that runs grpo.main(), or replay.main() if it is given --rollouts -> (weights,
+    last row of log.jsonl, run folder)."""
     from safetensors.torch import load_file
 
     monkeypatch.setattr(rollout, "make_engine", lambda ckpt, codec, args, *_,
@@ -717,10 +718,12 @@ def run_grpo(monkeypatch, toy, tmp_path):
 
     def run(*flags, out="run"):
         folder = tmp_path / out
-        words = ["grpo.py", "--preset", "toy", "--ckpt", toy / "init", "--out", folder,
-                 "--video-root", toy, "--show-every", 0, *flags]
+        script = replay if "--rollouts" in flags else grpo
+        words = [f"{script.__name__}.py", "--preset", "toy", "--ckpt", toy / "init", "--out",
+                 folder, "--video-root", toy, *flags]
+        words += () if script is replay else ("--show-every", 0) * ("--show-every" not in flags)
         monkeypatch.setattr(sys, "argv", [str(w) for w in words])
-        grpo.main()
+        script.main()
         weights = load_file(folder / "last" / "model.safetensors")
         return weights, json.loads((folder / "log.jsonl").read_text().splitlines()[-1]), folder
 
@@ -1220,7 +1223,7 @@ def test_defaults_are_the_recipe_and_the_toy_preset_yields_to_flags(monkeypatch)
     (("--set", "sub_fps=inf"), "sub_fps"), (("--save-every", -1), "--save-every"),
     (("--eval-every", -1), "--eval-every"), (("--val", "gone.jsonl"), "gone.jsonl"),
     (("--format-credit", "some"), "--format-credit"), (("--ckpt", "nowhere"), "nowhere"),
-    (("--data", "nothing.jsonl"), "nothing.jsonl"), (("--rollouts", "none.jsonl"), "none.jsonl"),
+    (("--data", "nothing.jsonl"), "nothing.jsonl"), (("--rollouts", "none.jsonl"), "--rollouts"),
     (("--video-root", "nofolder"), "nofolder"),
     (("--max-new-tokens", 0), "--max-new-tokens"), (("--preset", "huge"), "--preset")],
     ids=lambda x: " ".join(map(str, x)) if isinstance(x, tuple) else "")
@@ -1249,12 +1252,12 @@ def test_a_damaged_rollout_file_is_one_line(monkeypatch, capsys, toy, recorded, 
     damage(rows[2])
     path = tmp_path / "damaged.jsonl"
     path.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    monkeypatch.setattr(sys, "argv", ["grpo.py", "--ckpt", str(toy / "init"), "--rollouts",
+    monkeypatch.setattr(sys, "argv", ["replay.py", "--ckpt", str(toy / "init"), "--rollouts",
                                       str(path), "--out", str(tmp_path / "o")])
     with pytest.raises(SystemExit) as stop:
-        launch.run_main(grpo.main)
+        launch.run_main(replay.main)
     assert stop.value.code == 2
-    assert capsys.readouterr().err.strip() == f"grpo.py: {path}:3: missing '{word}'"
+    assert capsys.readouterr().err.strip() == f"replay.py: {path}:3: missing '{word}'"
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1273,10 +1276,9 @@ def test_one_rank_and_two_make_the_same_update(toy, recorded, base, tmp_path):
     logs, found = [], []
     for ranks in (1, 2):
         out = tmp_path / f"ranks{ranks}"
-        done = run_script("grpo.py", "--preset", "toy", "--ckpt", toy / "init", "--rollouts",
-                          recorded, "--video-root", toy, "--out", out,
-                          "--pack-tokens", 600, "--prompts", 2, "--clip", 0, "--kl", 0.01,
-                          ranks=ranks)
+        done = run_script("tools/replay.py", "--preset", "toy", "--ckpt", toy / "init",
+                          "--rollouts", recorded, "--video-root", toy, "--out", out,
+                          "--pack-tokens", 600, "--clip", 0, "--kl", 0.01, ranks=ranks)
         assert done.returncode == 0, done.stderr
         logs.append(json.loads((out / "log.jsonl").read_text()))
         found.append(weights_of(out))
@@ -1326,7 +1328,7 @@ def test_a_replay_is_scored_anew_by_what_its_own_run_pays_for(codec, source, tas
     path = tmp_path / "r.jsonl"
     path.write_text("".join(json.dumps(e.to_json()) + "\n" for e in group))
     for pay in (rewards.Pay(), rewards.Pay(tool_weight=0.0, format_weight=2.0)):
-        for e, again in zip(group, grpo.read_rollouts([path], pay)):
+        for e, again in zip(group, replay.read_rollouts([path], pay)):
             assert again.reward == rewards.score(e.turns, e.task, e.calls, True, pay)
 
 

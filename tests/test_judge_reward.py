@@ -25,7 +25,7 @@ import metrics
 import rewards
 import rollout
 from evaluation import endpoint
-from tools import pick
+from tools import pick, replay
 from video import FrameCache
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -255,7 +255,7 @@ def say(request):
 
 @pytest.fixture
 def run(monkeypatch, toy, tmp_path, open_tasks, codec):
-    """run(script, *flags) -> main() of grpo.py or rollout.py on tasks with scripted answers."""
+    """run(script, *flags) -> main() of a script on tasks with scripted answers."""
     class Engine(Scripted):
         def close(self, *_):
             pass
@@ -266,12 +266,15 @@ def run(monkeypatch, toy, tmp_path, open_tasks, codec):
     monkeypatch.setattr(grpo, "gap_tolerance", lambda *_: 99)
 
     def run(script, *more):
-        words = [f"{script}.py", "--preset", "toy", "--ckpt", toy / "init", "--data", open_tasks,
-                 "--video-root", toy, "--frames", 4, "--group", 4, *more]
+        words = [f"{script}.py", "--preset", "toy", "--ckpt", toy / "init", "--video-root", toy,
+                 *more]
+        if script != "replay":
+            words += ["--data", open_tasks, "--frames", 4]
+            words += () if "--group" in more else ["--group", 4]
         if script == "grpo":
             words += ["--prompts", 2, "--show-every", 0]
         monkeypatch.setattr(sys, "argv", [str(word) for word in words])
-        {"grpo": grpo, "rollout": rollout}[script].main()
+        {"grpo": grpo, "rollout": rollout, "replay": replay}[script].main()
 
     return run
 
@@ -315,7 +318,7 @@ def test_a_run_is_trained_by_its_verdicts_and_counts_them(run, tmp_path, capsys)
 
 
 def test_recorded_rollouts_are_scored_by_the_judge_of_their_own_run(run, tmp_path):
-    """rollout.py --out, then grpo.py --rollouts: the same rewards with the same judge."""
+    """rollout.py --out, then replay.py: the same rewards with the same judge."""
     replies = table({"crimson": "yes"})
     with Server(replies) as server:
         run("rollout", "--out", tmp_path / "r.jsonl", *judged_by(server))
@@ -323,16 +326,16 @@ def test_recorded_rollouts_are_scored_by_the_judge_of_their_own_run(run, tmp_pat
         assert [r["reward"].get("judge") for r in rows] == [False, True, False, None] * 2
         assert len(server.asked) == 3 == len(rows_of(tmp_path / "judge.jsonl"))
         plain = argparse.Namespace(judge_url=None, judge_model=None)
-        assert [e.reward["acc"] for e in grpo.read_rollouts([tmp_path / "r.jsonl"], rewards.Pay())
+        assert [e.reward["acc"] for e in replay.read_rollouts([tmp_path / "r.jsonl"], rewards.Pay())
                 ] == [1.0, 0.0, 0.0, 0.0] * 2 and client.open_judge(plain) is None
-        run("grpo", "--out", tmp_path / "out", "--rollouts", tmp_path / "r.jsonl",
+        run("replay", "--out", tmp_path / "out", "--rollouts", tmp_path / "r.jsonl",
             *judged_by(server))
         (row,) = rows_of(tmp_path / "out" / "log.jsonl")
         assert row["acc"] == 0.25 and row["judged"] == 6 and row["judge_cached"] == 3
         assert len(server.asked) == 6
     ((first, *_), _) = pick.groups([str(tmp_path / "r.jsonl")])
     assert first.reward["acc"] == 0.0  # by the verdict in the record, which F1 contradicts
-    run("grpo", "--out", tmp_path / "plain", "--rollouts", tmp_path / "r.jsonl")
+    run("replay", "--out", tmp_path / "plain", "--rollouts", tmp_path / "r.jsonl")
     one, two = ((tmp_path / name / "last" / "model.safetensors").read_bytes()
                 for name in ("out", "plain"))
     assert one != two  # other verdicts, other gradients

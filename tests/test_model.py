@@ -569,7 +569,7 @@ def test_a_group_with_a_long_prompt_is_one_pack(prompt, response, at_one_context
     """By the default of --pack-tokens. At one context, parts of the group compute the prompt
     again."""
     tree = Tree(Span(range(prompt), []), [], [Span(range(response), [])] * 8)
-    flags = grpo.build_parser().parse_args(["--ckpt", "c"])
+    flags = grpo.build_parser().parse_args(["--ckpt", "c", "--data", "d"])
     assert prompt + response <= flags.context < len(tree)
 
     def packed(budget):

@@ -167,7 +167,7 @@ def test_the_largest_pack_is_the_largest_that_fits():
 
 def test_the_papers_node_holds_the_8b_recipe():
     """8 x 80 GB, 32k context, packs of 48k: what the README's multi-GPU lines assume."""
-    pack = grpo.build_parser().parse_args(["--ckpt", "c"]).pack_tokens
+    pack = grpo.build_parser().parse_args(["--ckpt", "c", "--data", "d"]).pack_tokens
     text, fits = plan.plan_text(plan.read_config("8B"), 8, 80.0, 32768, pack)
     assert f"(--pack-tokens {pack})" in text
     assert fits and "\neach phase fits (limit" in text and "8.19 B trained" in text

@@ -43,6 +43,7 @@ import toy
 import video
 from engine import Completion
 from evaluation import systems
+from tools import replay
 
 CPU = torch.device("cpu")
 KINDS = {"instruct": (True, False), "thinking": (False, True)}  # tied, thinking
@@ -590,10 +591,9 @@ def run_script_here(monkeypatch, script, *flags):
 
 
 SFT = ("--steps", 1, "--batch-size", 2, "--max-len", 4096, "--recompute", "full")
-GRPO = ("--prompts", 1, "--group", 2, "--frames", 4, "--context", 2048, "--max-new-tokens", 12,
-        "--set", "sub_max_new_tokens=6",
-        "--max-turns", 1, "--show-every", 0, "--temperature", 1.0, "--lr",
-        1e-3, "--max-pixels", 1024)
+UPDATE = ("--context", 2048, "--temperature", 1.0, "--lr", 1e-3, "--max-pixels", 1024)
+GRPO = ("--prompts", 1, "--group", 2, "--frames", 4, "--max-new-tokens", 12, "--set",
+        "sub_max_new_tokens=6", "--max-turns", 1, "--show-every", 0, *UPDATE)
 
 
 @pytest.fixture
@@ -676,7 +676,7 @@ def test_cold_start_rollouts_and_updates_of_a_published_checkpoint(
     for row in map(json.loads, record.read_text().splitlines()):
         for part in (row, *(c["sub"] for c in row["calls"])):
             sampled_ids(codec, part)
-    (row,) = run_script_here(monkeypatch, grpo, *GRPO, "--ckpt", cold, "--rollouts", record,
+    (row,) = run_script_here(monkeypatch, replay, *UPDATE, "--ckpt", cold, "--rollouts", record,
                              "--video-root", world, "--out", runs / "again")
     for name in ("gap", "loss", "grad_norm", "tokens"):
         assert row[name] == pytest.approx(rows[0][name], rel=1e-4, abs=1e-6)

@@ -388,7 +388,7 @@ def check_tower(table, config, codec, device, count, pixels):
 
 
 def update_settings(pack_tokens=32768):
-    flags = f"--ckpt none --temperature 1 --kl 0 --pack-tokens {pack_tokens}"
+    flags = f"--ckpt none --data none --temperature 1 --kl 0 --pack-tokens {pack_tokens}"
     return grpo.build_parser().parse_args(flags.split())
 
 

@@ -1,0 +1,111 @@
+"""
+replay.py: one PARA-GRPO update from rollouts that were recorded, without an engine.
+
+The rewards are composed anew by the flags of this update, so that two rewards, two kinds of credit
+or two learning rates can be compared on the same samples. All else is a step of grpo.py, whose
+functions it calls. The log-probs in the record must be those of --ckpt, at --temperature.
+
+Reads:  --ckpt, --rollouts: rollout JSONL of rollout.py, or of the rollouts/ of grpo.py.
+Writes: --out/step_000001/ (checkpoint), --out/last, --out/log.jsonl, --out/args.json,
+        --out/judge.jsonl (--judge-url)
+
+  python tools/replay.py --preset toy --ckpt sft_out --rollouts r.jsonl --video-root toy --out D
+  torchrun --nproc_per_node 8 tools/replay.py --ckpt C --rollouts grpo_out/rollouts/step_000007.* ..
+"""
+import os
+import sys
+import time
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import chat
+import checkpoint
+import grpo
+import launch
+import metrics
+import model
+import rewards
+import rollout
+from endpoint import open_judge
+
+
+def read_rollouts(paths: list[str], pay: rewards.Pay) -> list[rollout.Episode]:
+    """Rollout JSONL files -> Episodes, scored anew by `pay`. Raises UserError naming file and line,
+    and for a task without an answer."""
+    # An empty episode names the columns that a record must have.
+    keys = rollout.Episode(None, None, 0, 0, 0).to_json()
+    rows = [row for path in paths for row in launch.read_jsonl(path, keys, rollout.record_fault)]
+    episodes = [rollout.from_json(row) for row in rows]
+    for e in episodes:
+        e.reward = rollout.scored(e, pay)
+        if not e.reward:  # a question of tools/ask.py
+            raise launch.UserError(f"--rollouts: task {e.task['id']} has no answer to learn from")
+    return episodes
+
+
+def check_frames(episodes: list[rollout.Episode], codec: chat.Codec) -> None:
+    """Raises UserError if the frames of a recorded episode are not those of its ids."""
+    for e in episodes:
+        if e.context is None:
+            continue
+        # Positions need frames and ids that fit, so an error here means that they do not.
+        try:
+            model.rope_positions(codec, e.context.ids, e.context.items)
+        except (ValueError, IndexError):
+            raise launch.UserError(f"--rollouts: {e.group}, sample {e.sample}: its vision field "
+                                   "names other frames than its ids hold") from None
+
+
+def main():
+    parser = launch.parser(__doc__)
+    parser.add_argument("--rollouts", nargs="+", required=True, help="rollout JSONL files")
+    grpo.add_update_arguments(parser)
+    args = grpo.parse_flags(parser)
+    pay = grpo.pay_of(args)
+    ckpt = checkpoint.resolve_checkpoint(args.ckpt)
+    episodes = read_rollouts(args.rollouts, pay)
+    _, source = rollout.agent_settings(args, args.rollouts[0])
+    launch.make_out(args.out)
+    checkpoint.claim_run(args.out, args.rollouts)
+    judge = open_judge(args, os.path.join(args.out, "judge.jsonl"))
+    rank, world, device = launch.start_process_group(args.patience)
+    launch.beat(args.patience)
+    folder, _ = checkpoint.resume_point(args.out, args, args.resume)
+    if folder:
+        launch.say(f"nothing to do: {args.out} has the update")
+        return launch.end_process_group()
+    launch.say(f"{args.ckpt} -> {args.out}: loading the checkpoint")
+    codec = chat.load_codec(ckpt, args.channel)
+    check_frames(episodes, codec)
+    policy, reference, optimizer = grpo.load_models(args, ckpt, codec, source, device, None)
+    log = grpo.open_run(args, policy, 0,
+                        f"one update from the rollouts of {len(args.rollouts)} files")
+
+    # A rank takes whole groups, because sigma needs all rollouts of a group.
+    clock = time.monotonic()
+    groups = grpo.group_by_prompt(episodes)[rank::world]
+    episodes = [e for group in groups for e in group]
+    if judge:
+        list(rollout.paid(episodes, pay, judge))
+    for group in groups:
+        grpo.set_advantages(group)
+    rollout_s = time.monotonic() - clock
+    launch.beat(args.patience)
+
+    clock = time.monotonic()
+    trees, tokens, skipped = grpo.training_trees(groups, codec, args)
+    stats = grpo.update(policy, reference, optimizer, trees, tokens, args)
+    grpo.check_gap(0, stats["gap"], grpo.gap_tolerance())
+    metrics.log_step(log, 0, 1, episodes, {}, stats, {
+        "skipped": skipped, "groups": len(groups), "packed": sum(map(len, trees)),
+        "judge": judge is not None, "decode_s": 0.0, "rollout_s": rollout_s,
+        "train_s": time.monotonic() - clock, "sync_s": 0.0})
+    checkpoint.save_run(policy, codec, optimizer, args.out, 1, {"args": vars(args)})
+    if rank == 0:
+        log.close(1, 1)
+    if judge:
+        judge.close()
+    launch.end_process_group()
+
+
+if __name__ == "__main__":
+    launch.run_main(main)
