@@ -15,6 +15,7 @@ engine that has submit(request) and poll().
 import asyncio
 import importlib
 import os
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -70,6 +71,7 @@ class Pump:
         self.engine = engine
         self.waiting = {}  # request id -> Future of its Completion
         self.loading = 0  # videos being decoded
+        self.quiet = threading.Event()  # while no decode waits or runs; clear before the first
         self.idle_s = 0.0  # seconds in which the engine could only wait for frames
         self.pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
 
@@ -83,12 +85,15 @@ class Pump:
         """Starts function(*args) in a thread -> Future. Awaiting the Future raises the function's
         error, if there was one."""
         self.loading += 1
+        self.quiet.clear()
         future = asyncio.get_running_loop().run_in_executor(self.pool, function, *args)
         future.add_done_callback(self.loaded)
         return future
 
     def loaded(self, future):
         self.loading -= 1
+        if self.loading == 0:
+            self.quiet.set()
 
     async def steps(self):
         """Runs the engine until this coroutine is cancelled."""

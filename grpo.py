@@ -42,7 +42,6 @@ import json
 import math
 import os
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
@@ -57,6 +56,7 @@ import rewards
 import rollout
 import video
 from endpoint import add_judge_arguments, open_judge
+from engine import Pump
 
 # ------------------------------------------------------------------------------------------------
 # Advantages and trees
@@ -289,34 +289,34 @@ def share(tasks, step, args, rank, world):
     return [t for t in batch if f"{step}/{t['id']}" in mine], order
 
 
-def look_ahead(pool, tasks, step, args, sampler, over):
-    """Decodes, in the threads of `pool`, the overviews that step `step` will need. Until the Event
-    `over`, each begins at a moment at which no decode of `sampler` waits or runs. The futures are
-    not read: a broken video is counted when its episode comes."""
+def look_ahead(decoders, tasks, step, args, source, quiet):
+    """Decodes, in the threads `decoders`, the overviews that step `step` will need. Each begins at
+    a moment at which the Event `quiet` is set. The futures are not read: a broken video is counted
+    when its episode comes."""
     def decode(spec):
-        while not over.wait(0.02) and (sampler.pump is None or sampler.pump.loading):
-            pass
-        sampler.source.load(spec)
+        quiet.wait()
+        source.load(spec)
 
     for task in tasks:
         k = rollout.overview_frames(args.frames, args.seed, step, task["id"])
-        pool.submit(decode, sampler.source.overview_spec(task, k))
+        decoders.submit(decode, source.overview_spec(task, k))
 
 
-def sample_batch(sampler, tasks, step, args, ahead=None):
+def sample_batch(sampler, tasks, step, args, decoders=None):
     """Rollouts of this rank -> (episodes in batch order, seconds the engine waited for frames).
-    Without a collective: ranks finish at different times and meet at the update. ahead: pool of
-    threads that decode the overviews of the next step meanwhile and during the update."""
+    Without a collective: ranks finish at different times and meet at the update. decoders: threads
+    that decode the overviews of the next step meanwhile and during the update."""
     ranks = launch.rank_and_world()
     # Each rank samples whole groups with its own engine, and fans out to sub-agents by itself.
     mine, order = share(tasks, step, args, *ranks)
-    over = threading.Event()
-    if ahead:
-        look_ahead(ahead, share(tasks, step + 1, args, *ranks)[0], step + 1, args, sampler, over)
+    pump = Pump(sampler.engine, sampler.threads)
+    if decoders:  # they begin as soon as no decode of this step waits
+        following, _ = share(tasks, step + 1, args, *ranks)
+        look_ahead(decoders, following, step + 1, args, sampler.source, pump.quiet)
     try:
-        episodes = list(rollout.run(sampler, mine, args.frames, args.group, step))
+        episodes = list(rollout.run(sampler, mine, args.frames, args.group, step, pump=pump))
     finally:
-        over.set()  # else the threads of `ahead` would outlive an error
+        pump.quiet.set()  # else the threads of `decoders` would outlive an error
     for e in episodes:
         # One line per task, not one per sample of its group.
         if e.status in ("video_error", "label_error") and e.sample == 0:
@@ -325,7 +325,7 @@ def sample_batch(sampler, tasks, step, args, ahead=None):
     episodes.sort(key=lambda e: (order[e.group], e.sample))
     if episodes and args.show_every and step % args.show_every == 0:
         launch.say(rollout.show(episodes[0], sampler.codec, sys.stdout.isatty()))
-    return episodes, sampler.pump.idle_s
+    return episodes, pump.idle_s
 
 
 def main():
@@ -364,17 +364,17 @@ def main():
     policy, reference, optimizer = load_models(args, ckpt, codec, source, device, folder)
     # On a GPU the engine shares the device with the trainer, so it starts asleep.
     engine = rollout.make_engine(ckpt, codec, args, sleeping=True)
-    wire = model.engine_dtype(codec, device)  # dtype in which weights travel to the engine
+    engine_dtype = model.engine_dtype(codec, device)  # dtype in which weights travel to the engine
     if folder:  # the engine has read --ckpt, but the resumed weights are newer
-        engine.sync(checkpoint.full_weights(policy, wire))
+        engine.sync(checkpoint.full_weights(policy, engine_dtype))
     sampler = rollout.Sampler(engine, codec, source, agent, pay_of(args), judge)
     log = open_run(args, policy, start, f"{args.prompts} prompts x {args.group} rollouts = "
                    f"{args.prompts * args.group} a step, K {args.frames}")
     labels = metrics.labels_by_type(tasks)
     # Decodes frames of the next step, during the rollouts on half of the decoders.
-    ahead = ThreadPoolExecutor(max(2, video.decode_threads() // 2), thread_name_prefix="ahead")
-    asked = launch.stop_on_sigterm()
-    bad = 0  # steps in a row without a finite gradient
+    decoders = ThreadPoolExecutor(max(2, video.decode_threads() // 2), thread_name_prefix="ahead")
+    stop_asked = launch.stop_on_sigterm()
+    bad_steps = 0  # steps in a row without a finite gradient
     if held and start == 0:  # the accuracy that training starts from
         evaluate(log, sampler, held, 0, args)
 
@@ -384,7 +384,7 @@ def main():
         # 1. Rollouts, groups, advantages. The engine holds the weights of this step, so its samples
         # are on policy, but for rounding.
         clock = time.monotonic()
-        episodes, waited = sample_batch(sampler, tasks, step, args, None if last else ahead)
+        episodes, waited = sample_batch(sampler, tasks, step, args, None if last else decoders)
         # A group lies on one rank, so advantages need no exchange between ranks.
         groups = group_by_prompt(episodes)
         for group in groups:
@@ -400,17 +400,17 @@ def main():
         stats = update(policy, reference, optimizer, trees, tokens, args)
         # Two faults end the run, on all ranks alike: NaN, and an engine that is another policy.
         # A single step without a finite gradient is skipped; three in a row end the run.
-        bad = bad + 1 if stats["bad_updates"] else 0
-        checkpoint.check_run(step, bad, args.out)
-        check_gap(step, stats["gap"], gap_tolerance(wire))
+        bad_steps = bad_steps + 1 if stats["bad_updates"] else 0
+        checkpoint.check_run(step, bad_steps, args.out)
+        check_gap(step, stats["gap"], gap_tolerance(engine_dtype))
         train_s = time.monotonic() - clock
         launch.beat(args.patience)
 
         # 3. New weights into the engine, which drops all prefixes and features of the old ones.
         clock = time.monotonic()
-        look = held and (last or (args.eval_every and (step + 1) % args.eval_every == 0))
-        if look or not last:
-            engine.wake(checkpoint.full_weights(policy, wire))
+        eval_due = held and (last or (args.eval_every and (step + 1) % args.eval_every == 0))
+        if eval_due or not last:
+            engine.wake(checkpoint.full_weights(policy, engine_dtype))
         sync_s = time.monotonic() - clock
         launch.beat(args.patience)
 
@@ -423,14 +423,14 @@ def main():
         # `best` links to the checkpoint with the highest held-out accuracy so far. Every rank has
         # the same number, so all of them save or none.
         links = ["last"]
-        if look:
+        if eval_due:
             acc = evaluate(log, sampler, held, step + 1, args)
             if acc > best:
                 best, links = acc, ["last", "best"]
         # Ranks may get SIGTERM at different times, and must not leave the loop at different steps.
-        stopping = launch.any_rank(asked.is_set())
-        due = last or (args.save_every and (step + 1) % args.save_every == 0)
-        if stopping or due or "best" in links:
+        stopping = launch.any_rank(stop_asked.is_set())
+        save_due = last or (args.save_every and (step + 1) % args.save_every == 0)
+        if stopping or save_due or "best" in links:
             state = {"best": best, "args": vars(args)}
             checkpoint.save_run(policy, codec, optimizer, args.out, step + 1, state, links)
             launch.beat(args.patience)
@@ -441,7 +441,7 @@ def main():
 
     if rank == 0:
         log.close(step + 1, steps)
-    ahead.shutdown(cancel_futures=True)
+    decoders.shutdown(cancel_futures=True)
     engine.close()
     if judge:
         judge.close()
@@ -538,8 +538,8 @@ def evaluate(log, sampler, held, step, args):
     # tool is offered shows here.
     for tools in (True, False):
         # Step 0 enters seeds and draws of K. The weights are those of `step`.
-        asked = replace(sampler, source=source, agent=replace(sampler.agent, tools=tools))
-        for e in rollout.run(asked, held[rank::world], args.frames, 1, 0):
+        tester = replace(sampler, source=source, agent=replace(sampler.agent, tools=tools))
+        for e in rollout.run(tester, held[rank::world], args.frames, 1, 0):
             # The whole evaluation may take longer than --patience, one episode may not.
             launch.beat(args.patience)
             if e.error and tools and step == 0:

@@ -37,7 +37,7 @@ import os
 import string
 import sys
 import time
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 
 import chat
@@ -317,7 +317,7 @@ class Episode:
 
 @dataclass
 class Sampler:
-    """Everything that turns tasks into episodes. A Sampler serves one `run` at a time."""
+    """Everything that turns tasks into episodes."""
 
     engine: object  # submit(Request), poll() -> [Completion], max_seqs: the size of the batch
     codec: chat.Codec
@@ -328,7 +328,7 @@ class Sampler:
     threads: int = field(default_factory=video.decode_threads)  # that decode
     max_live: int = None  # episodes at once; None = twice the engine's batch
     open_context: callable = open_context  # of sub-agents; evaluation/systems.py has another
-    pump: Pump = None  # of the latest run
+    pump: Pump = None  # of the run, in the copy that the run's episodes are given
 
 
 # ------------------------------------------------------------------------------------------------
@@ -542,15 +542,17 @@ def admitted(records, calls, most):
 # All episodes of a batch
 
 
-def run(sampler: Sampler, tasks: list, frames=64, group=1, step=0, play=run_episode):
+def run(sampler: Sampler, tasks: list, frames=64, group=1, step=0, play=run_episode, pump=None):
     """THE agent loop: RL, evaluation and the command line all call this function. -> iterator of
     scored Episodes, in the order in which they finish.
 
     frames: K, or "gated" (K drawn per prompt, the same for the whole group). group: rollouts per
     task. step: enters every seed and every draw of K, and is the version of the weights in a
-    record. play: coroutine function (Episode, Sampler) -> Episode.
+    record. play: coroutine function (Episode, Sampler) -> Episode. pump: a new Pump, for a caller
+    that watches it.
     """
-    pump = sampler.pump = Pump(sampler.engine, sampler.threads)
+    pump = pump or Pump(sampler.engine, sampler.threads)
+    sampler = replace(sampler, pump=pump)
     # More episodes than the engine's batch keep the batch full while some of them decode.
     live = sampler.max_live or 2 * sampler.engine.max_seqs
     # A generator: an Episode and its coroutine exist only once there is room for them.

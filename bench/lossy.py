@@ -23,10 +23,10 @@ import rollout  # noqa: E402
 
 def losing(serve, success):
     """rollout.sub_agent -> the same, which serves a call with probability `success`."""
-    async def sub_agent(record, spec, episode, sampler, turn, number, decoded):
+    async def sub_agent(record, spec, episode, sampler, turn, number):
         draw = random.Random(f"lost/{rollout.turn_seed(episode, sampler.agent, turn, number)}")
         if draw.random() < success:
-            return await serve(record, spec, episode, sampler, turn, number, decoded)
+            return await serve(record, spec, episode, sampler, turn, number)
         # what rollout.py writes if the server of the sub-agent fails
         record.update(status="error", summary="error: the window could not be looked at")
 

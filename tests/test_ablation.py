@@ -427,7 +427,7 @@ def test_a_share_of_the_written_calls_is_lost_and_the_same_ones_again(ablation):
             episode = SimpleNamespace(version=0, task={"id": "t"}, sample=sample)
             sampler = SimpleNamespace(agent=SimpleNamespace(seed=0))
             record = {"status": "pending"}
-            asyncio.run(lossy.losing(serve, success)(record, {}, episode, sampler, 0, 0, None))
+            asyncio.run(lossy.losing(serve, success)(record, {}, episode, sampler, 0, 0))
             found.append(record["status"] == "ok")
             assert record["status"] == "ok" or "could not be looked at" in record["summary"]
         return found

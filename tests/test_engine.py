@@ -196,23 +196,24 @@ def test_a_set_of_frames_takes_the_decoders_that_are_idle(toy, monkeypatch):
 
 
 def test_the_next_overviews_are_decoded_while_no_decode_of_this_step_waits():
-    args = SimpleNamespace(frames=4, seed=0)
-    source = SimpleNamespace(overview_spec=lambda task, k: (task["id"], k), load=None)
-    for begin in ("idle", "over"):
-        loaded, over = [], threading.Event()
-        source.load = loaded.append
-        sampler = SimpleNamespace(pump=None, source=source)  # the run has not begun
-        with ThreadPoolExecutor(2) as pool:
-            grpo.look_ahead(pool, [{"id": n} for n in range(3)], 5, args, sampler, over)
-            time.sleep(0.1)
-            sampler.pump = SimpleNamespace(loading=1)
-            time.sleep(0.1)
+    args, loaded = SimpleNamespace(frames=4, seed=0), []
+    source = SimpleNamespace(overview_spec=lambda task, k: (task["id"], k), load=loaded.append)
+    pump, gates = Pump(None, 2), [threading.Event(), threading.Event()]
+
+    async def step():
+        decodes = [pump.load(gate.wait, 20) for gate in gates]
+        for gate, decode in zip(gates, decodes):
+            await asyncio.sleep(0.05)
             assert not loaded
-            if begin == "idle":
-                sampler.pump.loading = 0
-            else:  # also if an error has left pending decodes
-                over.set()
-        assert sorted(loaded) == [(0, 4), (1, 4), (2, 4)]
+            gate.set()
+            await decode
+
+    with ThreadPoolExecutor(2) as decoders:
+        grpo.look_ahead(decoders, [{"id": n} for n in range(3)], 5, args, source, pump.quiet)
+        time.sleep(0.05)
+        assert not loaded  # the run has not begun
+        asyncio.run(step())
+    assert sorted(loaded) == [(0, 4), (1, 4), (2, 4)]
 
 
 # ------------------------------------------------------------------------------------------------

@@ -191,7 +191,7 @@ def test_batches_that_teach_nothing_and_gradients_that_are_none_are_counted(run,
     """Step 1: rank 1 cannot read a video. Step 2: nobody can. Step 3: all rewards are equal on both
     ranks. Step 4: rank 1's gradient is not finite."""
     fault = """
-        import random
+        import dataclasses, random
         real_run, real_score, step = rollout.run, rewards.score, [0]
         real_clip = torch.nn.utils.clip_grad_norm_
 
@@ -201,7 +201,8 @@ def test_batches_that_teach_nothing_and_gradients_that_are_none_are_counted(run,
                 class Broken(rollout.Source):
                     def load(self, spec):
                         raise video.VideoError(spec["video"], "is broken")
-                sampler.source = Broken(sampler.source.root, sampler.source.cache)
+                broken = Broken(sampler.source.root, sampler.source.cache)
+                sampler = dataclasses.replace(sampler, source=broken)
             return real_run(sampler, *given, **named)
 
         def score(turns, *given, **named):

@@ -857,9 +857,8 @@ def given_rollouts(monkeypatch, codec, source, tasks, any_gap):
     calls of rollout.run."""
     seen = []
 
-    def fake_run(sampler, batch, frames, group, step):
+    def fake_run(sampler, batch, frames, group, step, pump):
         agent, pay = sampler.agent, sampler.pay
-        sampler.pump = SimpleNamespace(idle_s=0.0)
         seen.append({"agent": agent, "frames": frames, "group": group, "step": step,
                      "pay": pay, "tasks": [t["id"] for t in batch]})
         for task in batch:
@@ -960,8 +959,7 @@ def test_log_row_and_log_line_carry_what_is_promised(run_grpo, given_rollouts, h
 def test_a_step_of_broken_videos_only_is_logged_and_changes_nothing(
         run_grpo, given_rollouts, monkeypatch, hard_tasks, base):
     """Nothing was sampled: no group, no update, no crash."""
-    def broken(sampler, batch, frames, group, step):
-        sampler.pump = SimpleNamespace(idle_s=0.0)
+    def broken(sampler, batch, frames, group, step, pump):
         for task in batch:
             e = rollout.Episode(task, f"{step}/{task['id']}", 0, 4, step, status="video_error",
                                 error="gone")
@@ -1030,8 +1028,8 @@ def test_held_out_accuracy_is_logged_per_k_and_type_and_changes_no_weight(
     plain, _, folder = run_grpo(*flags, out="plain")
 
     tools, real_run = [], rollout.run
-    monkeypatch.setattr(rollout, "run", lambda sampler, mine, *given: tools.append(
-        (sampler.agent.tools, len(mine), *given[1:])) or real_run(sampler, mine, *given))
+    monkeypatch.setattr(rollout, "run", lambda sampler, mine, *given, **named: tools.append(
+        (sampler.agent.tools, len(mine), *given[1:])) or real_run(sampler, mine, *given, **named))
     weights, _, other = run_grpo(*flags, "--val", held, "--eval-every", 1, out="held")
     assert all(torch.equal(weights[name], plain[name]) for name in plain)
     ids = [[row["ids"] for row in read_rollouts(run)] for run in (folder, other)]
@@ -1103,7 +1101,7 @@ def test_the_next_steps_overviews_are_decoded_while_this_one_trains(
     monkeypatch.setattr(video.ChildDecoder, "ask", lambda decoder, request: asked.append(request)
                         or real_ask(decoder, request))
 
-    def run(sampler, mine, budget, group, step):
+    def run(sampler, mine, budget, group, step, pump):
         source = sampler.source
         sources.append(source)
         if len(sources) > 1:
@@ -1113,7 +1111,7 @@ def test_the_next_steps_overviews_are_decoded_while_this_one_trains(
             for spec in specs:
                 source.load(spec)
             misses.append(len(asked) - before)
-        return real_run(sampler, mine, budget, group, step)
+        return real_run(sampler, mine, budget, group, step, pump=pump)
 
     class Pool(grpo.ThreadPoolExecutor):
         def submit(self, *given):
