@@ -1,4 +1,5 @@
-# make venv   the environment, in .venv           make test   all tests (ARGS="--shuffle 7": in a random order)
+# make venv   the environment, in .venv (GPU=1, GPU=0: for GPUs or not, whatever this machine has)
+# make test   all tests (ARGS="--shuffle 7": in a random order)
 # make test-fast   the edit loop: a minute or two, without engines and processes
 # make lint   ruff, and the sizes of the scripts beside their aims
 # make demo   toy world -> SFT -> PARA-GRPO -> evaluation of both -> one table, one page (LORA=8: PARA-GRPO by adapters; SEED=1; BASE=qwen3.5: a quarter of an hour)
@@ -29,13 +30,13 @@ WARM = $(BIN)/python -c "import launch; launch.import_shim(); import vllm.entryp
 # $(call stage,name,command): the command, then what it took
 stage = @echo "== $(1)"; began=$$(date +%s); $(2) && echo "== $(1): $$(($$(date +%s) - began)) s"
 # uv installs in a quarter of pip's time, but reads nothing of pip's configuration: the indexes of that are handed over. Where uv
-# cannot be had or does not manage, pip installs
+# cannot be had or does not manage, pip installs. Both say why they failed
 INDEXES = $$($(BIN)/pip config list 2>/dev/null | sed -nE "s/\\\\n/ /g; s/^[^=]*\.((extra-)?index-url|find-links)='(.*)'$$/\1 \3/p" | sort -u | \
 	while read -r name urls; do printf -- "--$$name %s " $$urls; done)
-UV = $(BIN)/uv pip install -q --python $(BIN)/python --index-strategy unsafe-best-match $(INDEXES)
-install = $(UV) $(1) 2>/dev/null || $(BIN)/pip install -q --no-compile $(1)
+UV = [ -x $(BIN)/uv ] && $(BIN)/uv pip install -q --python $(BIN)/python --index-strategy unsafe-best-match $(INDEXES)
+install = { $(UV) $(1) || $(BIN)/pip install -q --no-compile $(1); }
 # every file must have the SHA-256 of the lock file; pip wants the whole list for that
-locked = $(UV) -r $(1).txt -c $(1)-lock.txt 2>/dev/null || $(BIN)/pip install -q --no-compile --no-deps -r $(1)-lock.txt
+locked = { $(UV) -r $(1).txt -c $(1)-lock.txt || $(BIN)/pip install -q --no-compile --no-deps -r $(1)-lock.txt; }
 # pip compiles nothing: of thousands of modules few are ever imported, and those are compiled then, once, whatever the shell says
 export PYTHONDONTWRITEBYTECODE :=
 CPU_INDEX := https://download.pytorch.org/whl/cpu
@@ -45,19 +46,27 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 venv: .venv/ready
 
 # On a GPU machine: requirements.txt. Elsewhere the CPU build of torch first (PyPI's default build brings gigabytes of CUDA).
+GPU ?= $(if $(or $(shell command -v nvidia-smi),$(wildcard /dev/nvidia0)),1,0)
+WANTED := requirements$(if $(filter 0,$(GPU)),-cpu)
+# whoever asks for one of the two gets it, in the place of the other if need be
+ifneq ($(origin GPU),file)
+ifneq ($(WANTED),$(shell cat .venv/ready 2>/dev/null))
+.PHONY: .venv/ready
+CLEAR := --clear
+endif
+endif
+
 .venv/ready: requirements.txt requirements-lock.txt requirements-cpu.txt requirements-cpu-lock.txt
-	$(PYTHON) -m venv .venv
-	@$(BIN)/pip install -q uv==0.13.9 2>/dev/null || $(BIN)/pip install -q -U pip || true  # else by today's pip, twice as fast as that of Python 3.11
-	@if nvidia-smi >/dev/null 2>&1; then \
-		{ $(call install,torch==2.13.0); } && { $(call locked,requirements); }; \
-	else \
-		{ $(call install,torch==2.13.0+cpu); } 2>/dev/null || { \
-			echo "pip's configured index has no torch 2.13.0+cpu: adding PyTorch's own CPU index, $(CPU_INDEX)"; \
-			$(call install,--extra-index-url $(CPU_INDEX) torch==2.13.0+cpu); \
-		} && { $(call locked,requirements-cpu); }; \
-	fi
+	$(PYTHON) -m venv $(CLEAR) .venv
+	@$(BIN)/pip install -q uv==0.13.9 || $(BIN)/pip install -q -U pip || true  # else by today's pip, twice as fast as that of Python 3.11
+	@[ $(WANTED) = requirements ] || $(call install,torch==2.13.0+cpu) 2>.venv/errors || { \
+		echo "pip's configured index has no torch 2.13.0+cpu: adding PyTorch's own CPU index, $(CPU_INDEX)"; \
+		$(call install,--extra-index-url $(CPU_INDEX) torch==2.13.0+cpu) || { cat .venv/errors >&2; false; }; \
+	}
+	@$(call locked,$(WANTED))
+	@$(BIN)/pip check
 	@$(call install,--no-deps dashscope==2.0.2)  # for the tests: the file qwen.tiktoken in it is Qwen's vocabulary; nothing of it is imported
-	@touch $@
+	@echo $(WANTED) >$@
 
 test: venv
 	$(BIN)/ruff check -q .
