@@ -65,7 +65,6 @@ endif
 	}
 	@$(call locked,$(WANTED))
 	@$(BIN)/pip check
-	@$(call install,--no-deps dashscope==2.0.2)  # for the tests: the file qwen.tiktoken in it is Qwen's vocabulary; nothing of it is imported
 	@echo $(WANTED) >$@
 
 test: venv

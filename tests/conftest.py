@@ -185,8 +185,7 @@ def published(tmp_path_factory):
     import published
 
     if not published.vocabulary_file():
-        pytest.skip("the published vocabulary is not installed: `make venv` does, "
-                    "with pip install --no-deps dashscope")
+        pytest.skip("the published vocabulary is not installed (dashscope)")
     folder = tmp_path_factory.mktemp("published")
     published.write_tokenizer(folder)
 
