@@ -12,6 +12,7 @@ import html
 import os
 import re
 import string
+from dataclasses import dataclass
 
 import launch
 import rewards
@@ -57,42 +58,88 @@ def task_fault(row: dict) -> str | None:
     if not isinstance(row.get("subtitles") or "", str):
         return "subtitles must be the path of a file, or null"
     # The type chooses the reward, so a misspelt one must not pass.
-    if row["type"] not in rewards.task_types():
+    if row["type"] not in [*rewards.task_types()]:  # a list, since JSON may hold any value
         return f"type is {row['type']!r}; expected {', '.join(rewards.task_types())}"
-    if row["type"] == "mcq" and not options:
-        return "an mcq task needs 'options'"
-    answer = said = row["answer"]
-    if row["type"] == "grounding":
-        # Numbers, not texts: to_seconds would read "1:30" too. It returns None for NaN.
-        numbers = isinstance(answer, list) and not any(isinstance(s, str) for s in answer)
-        span = [rewards.to_seconds(second) for second in answer] if numbers else []
-        if len(span) != 2 or None in span:
-            return "the answer of a grounding task is [start, end] in seconds"
-        said = f"{span[0]:.6f} - {span[1]:.6f}"
-    elif not (isinstance(answer, str) and answer.strip()):
-        return "the answer is a text; of a list task: its items in order, commas between"
     # A label that earns less than 1 when the model writes that very label misleads training.
     # Graded by the very functions that pay a rollout.
+    kind = rewards.task_types()[row["type"]]
+    said = kind.write(row["answer"], options)
     given = rewards.final_answer([f"<answer>{said}</answer>"])
-    if rewards.accuracy(given, row["type"], answer, options or None) < 0.999:
-        wanted = {"mcq": "it must be the letter of one of the options",
-                  "grounding": "it must be [start, end], 0 <= start < end"}
-        why = wanted.get(row["type"], "it must hold a letter or a digit, and no tags")
-        return f"the answer earns no full reward when the model gives it: {why}"
+    if said is None or rewards.accuracy(given, row["type"], row["answer"], options or None) < 0.999:
+        return (f"the answer {str(row['answer'])[:80]!r} earns no full reward when the model gives "
+                f"it: of type {row['type']} it must be {kind.form}")
     return None
 
 
 def label_fault(task: dict, duration: float) -> str | None:
-    """-> None, or why the answer of a grounding task lies beyond the end of the video. duration:
-    seconds."""
-    if task["type"] != "grounding":
+    """-> None, or why the video cannot show the answer. duration: seconds of the video."""
+    if rewards.task_types()[task["type"]].within(task["answer"], duration):
         return None
-    start, end = task["answer"]
-    # Half of the span may lie beyond: annotators round, and end a span a little late.
-    if min(end, duration) - start >= (end - start) / 2:
-        return None
-    return (f"the answer, {start:g} to {end:g} s, lies beyond the end of the video, which has "
+    return (f"the answer, {task['answer']} s, lies beyond the end of the video, which has "
             f"{duration:g} s")
+
+
+# ------------------------------------------------------------------------------------------------
+# Films of tasks
+
+
+@dataclass
+class Source:
+    """Where frames come from: the root folder, size bounds, the cache of this stage."""
+
+    root: str
+    cache: video.FrameCache
+    min_pixels: int = 1024  # of a frame after resizing
+    max_pixels: int = 50176
+    crop_pixels: int = 0  # of a window's frame, at most; 0 = max_pixels
+    subtitles: object = None  # (task, seconds of the frames [K]) -> text shown with the question
+    snap: bool = False  # overviews take nearby key frames, see video.py
+    own_labels: bool = False  # labels of a user's file are checked, those of a benchmark are not
+
+    def overview_spec(self, task, num_frames):
+        """The overview of a task, as `load` reads it and as a rollout records it."""
+        # Only if set: records of runs without --snap have no such field.
+        snap = {"snap": True} if self.snap else {}
+        return {"video": task["video"], "frames": num_frames, **snap}
+
+    def load(self, spec: dict) -> video.Frames:
+        """{"video", "frames"} or {"video", "start", "end", ..} -> Frames. Raises VideoError, or
+        ValueError if a window holds no part of the video."""
+        most = self.max_pixels if "frames" in spec else self.crop_pixels or self.max_pixels
+        return video.load(spec, self.root, self.cache, self.min_pixels, most)
+
+    def load_overview(self, spec, task):
+        """-> (Frames, seconds of the video, text of the subtitles)."""
+        # One call for all three, because each reads the disk and this runs in a decoder's thread.
+        frames = self.load(spec)
+        spoken = self.subtitles(task, frames.seconds) if self.subtitles else ""
+        return frames, self.duration(spec), spoken
+
+    def load_window(self, spec):
+        """A crop as the model asked for -> (the same clamped to the video, Frames). Raises as
+        `load` does."""
+        frames = self.load(spec)
+        # A model may ask for -5 s or for a second after the end. The message to the sub-agent and
+        # the record name the part that was shown.
+        start, end = max(0.0, spec["start"]), min(spec["end"], self.duration(spec))
+        return {**spec, "start": start, "end": end}, frames
+
+    def duration(self, spec):
+        """Seconds of the video."""
+        return video.probe(video.resolve(spec["video"], self.root), self.cache).duration
+
+
+def look_at_film(task: dict, source: Source, spec: dict, most: int) -> tuple:
+    """Reads the film and the subtitles of a task, for --check. spec: of an overview of few frames,
+    which is decoded -> (its Frames, times of an overview of `most` frames [<= most], which is not).
+    Raises UserError if one of them is broken, or if the label lies beyond the end."""
+    seen = source.load(spec)  # few frames, but from all over the film
+    if fault := label_fault(task, source.duration(spec)):
+        raise launch.UserError(fault)
+    if source.subtitles:
+        check_subtitles([task], source.root)
+    starts, info = source.cache.index(video.resolve(spec["video"], source.root))
+    return seen, starts[video.overview_indices(starts, info.duration, most)]
 
 
 # ------------------------------------------------------------------------------------------------

@@ -601,9 +601,9 @@ def add_update_arguments(parser):
     checkpoint.add_arguments(add)
     metrics.add_track_arguments(parser.add_argument_group("tracker").add_argument)
     rollout.add_agent_arguments(parser, more={
-        "gamma": (0.3,),  # penalty of a thought that never closes, see rewards.format_reward
+        "gamma": 0.3,  # penalty of a thought that never closes, see rewards.format_reward
         "answer_from": ("tag", "line"),  # line: R_acc also reads the last line, as the release does
-        "minibatches": (1,)})  # optimizer steps per batch; above 1 costs one more forward
+        "minibatches": 1})  # optimizer steps per batch; above 1 costs one more forward
     add_judge_arguments(parser, "whether an open answer says what the label says; R_acc is then 1 "
                         "or 0, and token F1 if it fails")
 

@@ -93,20 +93,12 @@ def paid_answer(turns, think_open=True, pay=None):
 
 
 def accuracy(response, task_type, gold, options=None):
-    """R_acc in [0, 1] of an answer body (None: no answer, 0.0). gold: a letter for "mcq", a text
-    for "open", items in order, by commas, for "list", (start, end) seconds for "grounding". Raises
-    ValueError for another task_type."""
+    """R_acc in [0, 1] of an answer body (None: no answer, 0.0). gold: the label, in the form that
+    `task_types` names. Raises ValueError for another task_type."""
     if task_type not in task_types():
         raise ValueError(f"task_type {task_type!r}: expected {', '.join(task_types())}")
-    if response is None:
-        return 0.0
-    if task_type == "mcq":
-        return float(extract_letter(response, options) == gold.strip().upper())
-    if task_type == "grounding":
-        return temporal_iou(extract_span(response), gold)
-    if task_type == "list":
-        return list_share(response, gold)
-    return token_f1(response, gold)  # a part of the answer earns a part: a slope to climb
+    kind = task_types()[task_type]
+    return 0.0 if response is None else kind.pay(kind.read(response, options), gold)
 
 
 def window_scores(windows, evidence) -> dict[str, float | None]:
@@ -544,6 +536,52 @@ def parse_code_calls(body):
 
 
 # ------------------------------------------------------------------------------------------------
+# Types of tasks
+
+
+@dataclass(frozen=True)
+class TaskType:
+    """How tasks of one type are asked, read and paid, and which labels they may have."""
+
+    ask: str  # the end of the question, which asks for a form that `read` can read
+    read: callable  # (answer body, options) -> what the answer says
+    pay: callable  # (what the answer says, label) -> R_acc in [0, 1]
+    write: callable  # (label, options) -> the answer that says it; None: no label of this type
+    form: str  # of a label, for messages
+    judged: bool = False  # a judge, if a run has one, pays instead
+    within: callable = lambda label, seconds: True  # whether a video of this length can show it
+
+
+def task_types():
+    """{"type" of a task: TaskType}. Another type is one more entry here."""
+    def text(label, options):
+        return label if isinstance(label, str) and label.strip() else None
+
+    def whole_answer(answer, options):
+        return region(answer)
+
+    return {
+        "mcq": TaskType(
+            "Answer with the letter of one option.", extract_letter,
+            lambda letter, gold: float(letter == gold.strip().upper()),
+            lambda label, options: text(label, None) if options else None,
+            "the letter of one of the task's options"),
+        "open": TaskType(
+            "Answer with a few words.", whole_answer, token_f1, text,
+            "a text with a letter or a digit, and no tags", judged=True),
+        "list": TaskType(
+            "Answer with a list, in order, separated by commas.", whole_answer, list_share, text,
+            "a text of items in order, commas between, with a letter or a digit, and no tags"),
+        "grounding": TaskType(
+            "Answer with the start and the end in seconds, for example: 12.5 - 20.0",
+            lambda answer, options: extract_span(answer), temporal_iou, span_text,
+            "[start, end] in seconds, 0 <= start < end",
+            # Half of the span may lie beyond: annotators round, and end a span a little late.
+            within=lambda gold, end: min(gold[1], end) - gold[0] >= (gold[1] - gold[0]) / 2),
+    }
+
+
+# ------------------------------------------------------------------------------------------------
 # Answers
 
 BLOCKS = ("tool_call", "tool_code", "tool_response", "action", "observation", "score", "clip")
@@ -646,25 +684,21 @@ def normalise(text):
     return [token for token in tokens if token not in ARTICLES] or tokens
 
 
-def token_f1(response, gold):
-    """F1 in [0, 1] of two token multisets: a repeated word counts as often as both have it."""
-    tokens = Counter(normalise(region(response)))
+def token_f1(said, gold):
+    """F1 in [0, 1] of two token multisets: a repeated word counts as often as both have it. A part
+    of the answer earns a part: a slope to climb."""
+    tokens = Counter(normalise(said))
     wanted = Counter(normalise(gold))
     common = (tokens & wanted).total()
     return 2.0 * common / (tokens.total() + wanted.total()) if common else 0.0
 
 
-def task_types():
-    """The values that a task's "type" may take."""
-    return ("mcq", "open", "list", "grounding")
-
-
-def list_share(response, gold):
+def list_share(said, gold):
     """Share in [0, 1] of the places of the longer list that hold the same item in both lists.
     Unlike token F1, this pays nothing for a wrong order. A piece without a word is no item."""
-    said, wanted = ([" ".join(normalise(item)) for item in text.split(",") if has_word(item)]
-                    for text in (region(response), gold))
-    return sum(a == b for a, b in zip(said, wanted)) / max(len(said), len(wanted), 1)
+    items, wanted = ([" ".join(normalise(item)) for item in text.split(",") if has_word(item)]
+                     for text in (said, gold))
+    return sum(a == b for a, b in zip(items, wanted)) / max(len(items), len(wanted), 1)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -907,6 +941,14 @@ def extract_span(response):
     stated = [(place, *times) for place, *times in found if not denied(text, *place)]
     start, end = (to_seconds(time) for time in max(stated, default=(0, None, None))[1:])
     return (start, end) if start is not None and end is not None and start < end else None
+
+
+def span_text(label, options=None):
+    """The label [start, end] of a grounding task as an answer; None if it has another form."""
+    # Numbers, not texts: to_seconds would read "1:30" too. It returns None for NaN.
+    numbers = isinstance(label, list) and not any(isinstance(second, str) for second in label)
+    span = [to_seconds(second) for second in label] if numbers else []
+    return f"{span[0]:.6f} - {span[1]:.6f}" if len(span) == 2 and None not in span else None
 
 
 def temporal_iou(span, gold):

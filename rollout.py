@@ -45,6 +45,7 @@ import data
 import launch
 import rewards
 import video
+from data import Source
 from endpoint import add_judge_arguments, open_judge
 from engine import Limits, Pump, Request, VllmEngine, in_flight
 
@@ -88,21 +89,12 @@ def tool_schema() -> list[dict]:
                                               "parameters": arguments}}]
 
 
-def answer_style(task_type: str) -> str:
-    # Asks for the form that rewards.py can read, since an answer in another form earns nothing.
-    return {"mcq": "Answer with the letter of one option.",
-            "open": "Answer with a few words.",
-            "list": "Answer with a list, in order, separated by commas.",
-            "grounding": "Answer with the start and the end in seconds, for example: 12.5 - 20.0",
-            }[task_type]
-
-
 def question_text(task: dict) -> str:
     """Task -> the text after the frames: question, options, how to answer."""
     # Publishers label options in several ways; here every option gets the same kind of label.
     options = zip(string.ascii_uppercase, data.bare_options(task.get("options") or []))
     lines = [task["question"], *(f"{letter}. {option}" for letter, option in options)]
-    return "\n" + "\n".join([*lines, answer_style(task["type"])])
+    return "\n" + "\n".join([*lines, rewards.task_types()[task["type"]].ask])
 
 
 def main_messages(task: dict, num_frames: int, tools: bool = True, subtitles: str = "") -> list:
@@ -156,70 +148,35 @@ def most_frames(frames: int | str) -> int:
 # Parts of an episode
 
 
+def flag(default, text):
+    """A field of Agent with a flag of its own. text: its help."""
+    return field(default=default, metadata={"help": text})
+
+
+def one_of(*values):
+    """A field of Agent that --set gives one of these values, the default first."""
+    return field(default=values[0], metadata={"values": values})
+
+
 @dataclass
 class Agent:
-    """The rules of an episode. Every field is a flag of the command lines, or one of `settings`."""
+    """The rules of an episode. A field is a flag of the command lines, if it has a help, or else a
+    setting of --set."""
 
-    temperature: float = 0.7
-    max_new_tokens: int = 2048  # per main-agent turn
-    sub_max_new_tokens: int = 512  # per summary
-    context: int = 32768  # tokens of one context, answer included
-    max_turns: int = 3  # tool turns; one more turn always follows and must answer
-    max_parallel: int = 5  # calls run per turn; a further call is answered with a refusal
-    dispatch: str = "parallel"  # or "sequential"; "turns" exists in evaluation/systems.py alone
-    tools: bool = True
-    think_prefix: bool = True
-    open_thought: str = "run"  # calls in a thought that never closes; "drop": they are not calls
-    sub_frames: int = 16  # frames of a window, at most
+    temperature: float = flag(0.7, "of sampling; 0 = greedy")
+    max_new_tokens: int = flag(2048, "tokens per main turn")
+    context: int = flag(32768, "tokens of one context with its answer")
+    max_turns: int = flag(3, "tool turns before the answer turn")
+    max_parallel: int = flag(5, "calls run per turn; a further call is answered with a refusal")
+    tools: bool = flag(True, "offer crop_video")
+    think_prefix: bool = flag(True, "force <think>\\n in every main turn")
+    seed: int = flag(0, "of sampling, of the draws of K, of the order of tasks")
+    dispatch: str = one_of("parallel", "sequential")  # "turns" is in evaluation/systems.py alone
+    open_thought: str = one_of("run", "drop")  # drop: calls in a thought that never closes are none
+    sub_question: bool = one_of(True, False)  # a sub-agent is told the question
     sub_fps: float = 1.0  # frames per second of a window
-    sub_question: bool = True  # a sub-agent is told the question
-    seed: int = 0
-
-
-@dataclass
-class Source:
-    """Where frames come from: the root folder, size bounds, the cache of this stage."""
-
-    root: str
-    cache: video.FrameCache
-    min_pixels: int = 1024  # of a frame after resizing
-    max_pixels: int = 50176
-    crop_pixels: int = 0  # of a window's frame, at most; 0 = max_pixels
-    subtitles: object = None  # (task, seconds of the frames [K]) -> text shown with the question
-    snap: bool = False  # overviews take nearby key frames, see video.py
-    own_labels: bool = False  # labels of a user's file are checked, those of a benchmark are not
-
-    def overview_spec(self, task, num_frames):
-        """The overview of a task, as `load` reads it and as a rollout records it."""
-        # Only if set: records of runs without --snap have no such field.
-        snap = {"snap": True} if self.snap else {}
-        return {"video": task["video"], "frames": num_frames, **snap}
-
-    def load(self, spec: dict) -> video.Frames:
-        """{"video", "frames"} or {"video", "start", "end", ..} -> Frames. Raises VideoError, or
-        ValueError if a window holds no part of the video."""
-        most = self.max_pixels if "frames" in spec else self.crop_pixels or self.max_pixels
-        return video.load(spec, self.root, self.cache, self.min_pixels, most)
-
-    def load_overview(self, spec, task):
-        """-> (Frames, seconds of the video, text of the subtitles)."""
-        # One call for all three, because each reads the disk and this runs in a decoder's thread.
-        frames = self.load(spec)
-        spoken = self.subtitles(task, frames.seconds) if self.subtitles else ""
-        return frames, self.duration(spec), spoken
-
-    def load_window(self, spec):
-        """A crop as the model asked for -> (the same clamped to the video, Frames). Raises as
-        `load` does."""
-        frames = self.load(spec)
-        # A model may ask for -5 s or for a second after the end. The message to the sub-agent and
-        # the record name the part that was shown.
-        start, end = max(0.0, spec["start"]), min(spec["end"], self.duration(spec))
-        return {**spec, "start": start, "end": end}, frames
-
-    def duration(self, spec):
-        """Seconds of the video."""
-        return video.probe(video.resolve(spec["video"], self.root), self.cache).duration
+    sub_frames: int = 16  # frames of a window, at most
+    sub_max_new_tokens: int = 512  # per summary
 
 
 @dataclass
@@ -324,7 +281,7 @@ class Sampler:
     source: Source
     agent: Agent
     pay: rewards.Pay = rewards.Pay()  # the terms of the reward and their weights
-    judge: object = None  # engine.Judge, whose verdicts pay open answers; None: token F1
+    judge: object = None  # endpoint.Judge, whose verdicts pay open answers; None: token F1
     threads: int = field(default_factory=video.decode_threads)  # that decode
     max_live: int = None  # episodes at once; None = twice the engine's batch
     open_context: callable = open_context  # of sub-agents; evaluation/systems.py has another
@@ -571,23 +528,27 @@ def run(sampler: Sampler, tasks: list, frames=64, group=1, step=0, play=run_epis
 
 
 def paid(episodes, pay: rewards.Pay | None = None, judge=None, most=256):
-    """Iterator of Episodes -> the same, scored, in the same order. An open answer is scored by the
-    judge (engine.Judge or None): up to `most` of them wait for it while the next are sampled."""
-    waiting = collections.deque()  # (Episode, None or what Judge.ask returns)
-    for episode in itertools.chain(episodes, [None]):
-        if episode is not None:
-            waiting.append((episode, ask_judge(episode, pay, judge)))
-        while waiting:
-            first, asked = waiting[0]
-            if asked and episode is not None and len(waiting) <= most and not asked[0].done():
-                break  # let the engine go on
-            verdict = asked[0].result() if asked else None
-            first.reward = scored(first, pay, verdict)
-            if asked:  # the record says who scored
-                first.reward["judge"] = "fallback" if verdict is None else verdict
-                first.notes["judge_cached"] = asked[1]
-            waiting.popleft()
-            yield first
+    """Iterator of Episodes -> the same, scored, in the same order. judge: None, or an
+    endpoint.Judge, which scores open answers: up to `most` episodes wait for it while the next are
+    sampled."""
+    waiting = collections.deque()  # (Episode, None or what Judge.ask returned)
+    for episode in episodes:
+        waiting.append((episode, ask_judge(episode, pay, judge)))
+        # An episode that waits for its verdict holds up those after it: the order stays.
+        while waiting and (len(waiting) > most or not waiting[0][1] or waiting[0][1][0].done()):
+            yield settled(*waiting.popleft(), pay)
+    for episode, asked in waiting:
+        yield settled(episode, asked, pay)
+
+
+def settled(episode, asked, pay):
+    """Sets the reward of an episode, after the verdict if the judge was asked. asked: see paid."""
+    verdict = asked[0].result() if asked else None
+    episode.reward = scored(episode, pay, verdict)
+    if asked:  # the record says who scored
+        episode.reward["judge"] = "fallback" if verdict is None else verdict
+        episode.notes["judge_cached"] = asked[1]
+    return episode
 
 
 def ask_judge(episode, pay, judge):
@@ -595,7 +556,8 @@ def ask_judge(episode, pay, judge):
     missing answers are graded by rule."""
     task = episode.task
     answer = rewards.paid_answer(episode.turns, episode.think_open, pay)
-    if judge is None or task["type"] != "open" or None in (task["answer"], answer):
+    judged = judge is not None and rewards.task_types()[task["type"]].judged
+    if not judged or None in (task["answer"], answer):
         return None
     return judge.ask(task["question"], task["answer"], answer)
 
@@ -678,12 +640,11 @@ def record_fault(row: dict) -> str | None:
     return None if whole else "'vision' must list the frames of the context, as rollout.py does"
 
 
-def settings() -> dict[str, tuple]:
-    """Agent fields that few runs change, given by --set. name -> the values that the setting takes,
-    the default first. One number alone means that any number is taken."""
-    return {"dispatch": ("parallel", "sequential"), "open_thought": ("run", "drop"),
-            "sub_question": (True, False), "sub_fps": (Agent.sub_fps,),
-            "sub_frames": (Agent.sub_frames,), "sub_max_new_tokens": (Agent.sub_max_new_tokens,)}
+def settings() -> dict:
+    """Agent fields that few runs change, given by --set: name -> the values that it takes, the
+    default first, or a number, which stands for any number of its kind."""
+    rare = [f for f in fields(Agent) if "help" not in f.metadata]
+    return {f.name: f.metadata.get("values", f.default) for f in rare}
 
 
 class Set(argparse.Action):
@@ -697,14 +658,13 @@ class Set(argparse.Action):
                                        + ", ".join(self.const))
             values = self.const[name]
             # Values as a user types them: true, false, parallel, ..
-            known = {str(value).lower(): value for value in values}
-            number = len(values) == 1  # of the default's type: a whole number stays whole
+            known = {str(v).lower(): v for v in values} if isinstance(values, tuple) else {}
             try:
-                value = type(values[0])(said) if number else known[said]
+                value = known[said] if known else type(values)(said)
             except (KeyError, ValueError):
-                whole = "a whole number" if isinstance(values[0], int) else "a number"
-                wanted = whole if number else ", ".join(known)
-                raise launch.UserError(f"--set {text}: {name} takes {wanted}") from None
+                kind = "a whole number" if isinstance(values, int) else "a number"
+                raise launch.UserError(f"--set {text}: {name} takes {', '.join(known) or kind}"
+                                       ) from None
             setattr(namespace, name, value)
 
 
@@ -714,22 +674,18 @@ def add_agent_arguments(parser, tools: bool = True, more=()) -> None:
     only the caller has, see `settings`."""
     table = {**settings(), **dict(more)}
     add, yes_no = parser.add_argument_group("agent").add_argument, argparse.BooleanOptionalAction
-    add("--temperature", type=float, default=Agent.temperature, help="of sampling; 0 = greedy")
-    add("--max-new-tokens", type=int, default=Agent.max_new_tokens, help="tokens per main turn")
-    add("--context", type=int, default=Agent.context, help="tokens of one context with its answer")
-    add("--max-turns", type=int, default=Agent.max_turns, help="tool turns before the answer turn")
-    add("--max-parallel", type=int, default=Agent.max_parallel, help="calls run per turn")
-    if tools:
-        add("--tools", action=yes_no, default=True, help="offer crop_video")
+    for f in fields(Agent):
+        if "help" in f.metadata and (tools or f.name != "tools"):
+            kind = {"action": yes_no} if f.type is bool else {"type": f.type}
+            add(f"--{f.name.replace('_', '-')}", default=f.default, help=f.metadata["help"], **kind)
     add("--subtitles", choices=["aligned", "full", "none"], default="aligned", help="of tasks that "
         "name a file: lines spoken while a frame of the overview is shown, all lines, or none; "
         "default of eval.py --bench: as the benchmark asks")
-    add("--think-prefix", action=yes_no, default=True, help="force <think>\\n in every main turn")
-    add("--seed", type=int, default=0, help="of sampling, of the draws of K, of the order of tasks")
     # One flag for all settings: a page of help for flags that few runs change would hide the rest.
     # Their defaults are set here, because a value of --set is only checked if it is given.
-    parser.set_defaults(**{name: values[0] for name, values in table.items()})
-    shown = [f"{name}={'|'.join(map(str, values)).lower()}" for name, values in table.items()]
+    values = {name: v if isinstance(v, tuple) else (v,) for name, v in table.items()}
+    parser.set_defaults(**{name: v[0] for name, v in values.items()})
+    shown = [f"{name}={'|'.join(map(str, v)).lower()}" for name, v in values.items()]
     add("--set", action=Set, const=table, nargs="+", default=argparse.SUPPRESS,
         metavar="NAME=VALUE", help="few runs change these; defaults first: " + ", ".join(shown))
 
@@ -814,10 +770,8 @@ def check_context(codec, tasks, agent, source, frames) -> None:
 def preflight(codec, tasks, agent, source, frames) -> list[str]:
     """Opens every video and counts the tokens of every first prompt; prints the counts. -> faults,
     a line each. Labels have been checked by read_tasks. Builds no model."""
-    from collections import Counter
     from concurrent.futures import ThreadPoolExecutor
 
-    import numpy as np
     from tqdm import tqdm
 
     fewest, most = (min(gated_choices()) if frames == "gated" else frames), most_frames(frames)
@@ -827,30 +781,25 @@ def preflight(codec, tasks, agent, source, frames) -> list[str]:
         """-> (fault or None, tokens of the prompt with `most` frames)."""
         spec = source.overview_spec(task, fewest)
         try:
-            seen = source.load(spec)  # decodes the fewest frames, from all over the film
-            wrong = data.label_fault(task, source.duration(spec))
-            if source.subtitles:
-                data.check_subtitles([task], source.root)
-        except launch.UserError as error:  # a VideoError is one
+            seen, times = data.look_at_film(task, source, spec, most)
+        except launch.UserError as error:
             return f"task {task['id']}: {error}", 0
-        # Only sizes and times enter the ids, so one picture stands for all of the largest prompt.
-        starts, info = source.cache.index(video.resolve(spec["video"], source.root))
-        times = starts[video.overview_indices(starts, info.duration, most)]  # [<= most]
-        seen = video.Frames(np.broadcast_to(seen.images[:1], (len(times), *seen.images.shape[1:])),
-                            times, seen.key, seen.frame_keys[:1] * len(times))
+        # Only sizes and times enter the ids, so the largest prompt needs no decoding.
+        item = replace(chat.vision_item(spec, seen), frames=len(times), seconds=times.tolist())
         spoken = source.subtitles(task, times) if source.subtitles else ""
         messages = main_messages(task, most, agent.tools, spoken)
-        tokens = len(open_context(codec, messages, [spec], [seen], tools).ids)
-        if not wrong and tokens + 32 > agent.context:
-            wrong = (f"{tokens} tokens with {most} frames do not fit into --context "
-                     f"{agent.context}")
-        return wrong and f"task {task['id']}: {wrong}", tokens
+        tokens = len(chat.encode_prompt(codec, messages, [item], tools)[0])
+        if tokens + 32 <= agent.context:
+            return None, tokens
+        return (f"task {task['id']}: {tokens} tokens with {most} frames do not fit into --context "
+                f"{agent.context}"), tokens
 
     # Threads, because most of the time goes into decoders.
     with ThreadPoolExecutor(video.decode_threads()) as pool:
         looked = list(tqdm(pool.map(look, tasks), total=len(tasks), desc="videos", disable=None))
-    kinds = Counter(task["type"] for task in tasks)
-    drawn = Counter(overview_frames(frames, agent.seed, 0, task["id"]) for task in tasks)
+    kinds = collections.Counter(task["type"] for task in tasks)
+    drawn = collections.Counter(
+        overview_frames(frames, agent.seed, 0, task["id"]) for task in tasks)
     print(f"{len(tasks)} tasks: " + ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items())))
     print("K of a first pass: " + ", ".join(f"{n} at {k}" for k, n in sorted(drawn.items())))
     largest = max((tokens for _, tokens in looked), default=0)

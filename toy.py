@@ -50,6 +50,7 @@ import numpy as np
 
 import checkpoint
 import launch
+import rewards
 import rollout
 import video
 
@@ -302,7 +303,7 @@ def fixed_phrases(base):
     rendered = render_template([{"role": "system", "content": rollout.main_prompt()}],
                                rollout.tool_schema(), base)
     lines = rendered.replace("<|im_start|>system\n", "").replace("<|im_end|>", "").split("\n")
-    lines += [*rollout.sub_prompt().split("\n"), rollout.answer_style("list"),
+    lines += [*rollout.sub_prompt().split("\n"), rewards.task_types()["list"].ask,
               rollout.empty_summary()]
     call = ['{"name": "crop_video", "arguments": {"start_time": ', ', "end_time": ']
     if xml:

@@ -111,13 +111,8 @@ def grade(record, protocol="paravt"):
     kind, options = task["type"], task.get("options")
     said = systems.protocols()[protocol].final(record["turns"], record["think_open"])
     # Extraction never sees the gold answer.
-    extracted = None
-    if said is not None and kind == "mcq":
-        extracted = rewards.extract_letter(said, options)
-    elif said is not None and kind == "grounding":
-        extracted = rewards.extract_span(said)
-    elif said is not None:
-        extracted = rewards.region(said) or None
+    read = rewards.task_types()[kind].read
+    extracted = None if said is None else read(said, options) or None
     if kind == "open" and said is not None:
         # Training pays token F1 for a part of an answer. A benchmark asks for the whole answer.
         score = float(answers.match_open(said, task["answer"]))

@@ -502,10 +502,10 @@ def rare_settings():
         # Whether a frame follows its time. Protocols with other stamps keep theirs.
         "stamps": (True, False),
         "overview_grid": ("centres", "ends", "start"),  # where the frames lie, see Source
-        "overview_fps": (0.0,),  # frames per second of video, at most --frames; 0 = always --frames
+        "overview_fps": 0.0,  # frames per second of video, at most --frames; 0 = always --frames
         # Pixels of a frame at least; of a window's frame at most, 0 = as --max-pixels; of the
         # overview's frames together, each within its own bounds, 0 = no bound.
-        "min_pixels": (rollout.Source.min_pixels,), "crop_pixels": (0,), "total_pixels": (0,),
+        "min_pixels": rollout.Source.min_pixels, "crop_pixels": 0, "total_pixels": 0,
         "dispatch": ("parallel", "sequential", "turns"),  # turns: a turn is cut after one call
     }
 
@@ -690,7 +690,7 @@ def filled(text, task, duration=0.0, subtitles="", label="{}.", between="\n"):
         "event": task.get("event") or task["question"],  # of Charades-STA: the bare caption
         "options": between.join(lines),
         "option_list": str(lines),  # as Python prints a list
-        "style": rollout.answer_style(task["type"]),
+        "style": rewards.task_types()[task["type"]].ask,
         "duration": clock(duration),  # HH:MM:SS
         "length": clock(duration)[3:] if duration < 3600 else clock(duration),  # MM:SS if possible
         "video": os.path.basename(task["video"]),

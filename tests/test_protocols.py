@@ -25,7 +25,6 @@ import eval as evaluation
 import launch
 import rewards
 import rollout
-import video
 from engine import Completion
 from evaluation import endpoint, systems
 
@@ -752,14 +751,6 @@ def test_longvt_refuses_windows_beyond_the_video(play):
     (schema,) = asked[0].tools
     assert schema["function"]["parameters"]["required"] == ["video_path", "start_time", "end_time"]
     assert "Returns frames" in schema["function"]["description"]
-
-
-def test_windows_of_a_turn_are_decoded_in_one_go(play, source, opened, monkeypatch):
-    monkeypatch.setattr(source, "cache", video.FrameCache())
-    episode, _, _ = play("--protocol longvt --frames 4", "<think>x</think>" + CROP % (0, 8)
-                         + CROP % (4, 12), "<think>so</think><answer>B</answer>")
-    assert [c["status"] for c in episode.calls] == ["ok", "ok"]
-    assert len(opened) == 3  # for its times, for the overview, for both windows
 
 
 @pytest.mark.parametrize("name, tokens", [("longvt", 49152), ("videozoomer", 4096),

@@ -63,7 +63,7 @@ def test_options_are_lettered_once():
                     ["(A) cat", "(B) dog", "C) ox"]):
         text = rollout.question_text({"question": "Which?", "options": options, "type": "mcq"})
         assert text.split("\n") == ["", "Which?", "A. cat", "B. dog", "C. ox",
-                                    rollout.answer_style("mcq")]
+                                    rewards.task_types()["mcq"].ask]
     text = rollout.question_text({"question": "Who?", "options": ["A. Milne", "Kafka"],
                                   "type": "mcq"})
     assert "\nA. A. Milne\nB. Kafka\n" in text  # a name, not a label
@@ -867,10 +867,10 @@ def test_bad_flags_are_one_line_and_exit_code_2(flags, why, command):
     ([GOOD, {**GOOD, "id": "b", "type": "essay"}], ":2: type is 'essay'"),
     ([GOOD, GOOD], "not unique"),
     ([{k: v for k, v in GOOD.items() if k != "video"}], "missing 'video'"),
-    ([{**GOOD, "type": "mcq"}], "needs 'options'"),
+    ([{**GOOD, "type": "mcq"}], "options"),
     ([{**GOOD, "type": "grounding"}], "[start, end]"), (["{not json"], ":1: not JSON"),
     (["5"], ":1: missing"),
-    ([{**GOOD, "answer": 42}], "the answer is a text"),
+    ([{**GOOD, "answer": 42}], "must be a text"),
     ([], "no rows"), ([{**GOOD, "type": ["open"]}], "type is"), ([{**GOOD, "id": ["a"]}], "id"),
     ([{**GOOD, "question": 5}], "question"),
     ([{**GOOD, "type": "mcq", "options": [1, 2], "answer": "A"}], "options"),

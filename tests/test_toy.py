@@ -20,6 +20,7 @@ from conftest import run_script
 import chat
 import data
 import launch
+import rewards
 import rollout
 import toy as toy_world
 import video
@@ -474,7 +475,7 @@ def test_whole_numbers_and_fixed_phrases_are_single_tokens(codec):
     phrases = toy_world.fixed_phrases(toy_world.render_template)
     assert all(chat.encode(codec, phrase) == [codec.tokenizer.convert_tokens_to_ids(phrase)]
                for phrase in phrases)
-    assert rollout.answer_style("list") in phrases and rollout.empty_summary() in phrases
+    assert rewards.task_types()["list"].ask in phrases and rollout.empty_summary() in phrases
     assert all(line in phrases for line in rollout.main_prompt().split("\n"))
     call = pieces(codec, toy_world.call_text(16, 24))
     assert (call[-7:] == ["16", ', "end_time": ', "24", "}", "}", "\n", "</tool_call>"]
