@@ -270,13 +270,12 @@ def glue_ids(codec, messages, ended, items=()):
     return ids[1:] if ended else ids
 
 
-def text_pieces(codec, ids):
-    """Sampled ids -> the text that each of them completes; joined, these are `decode` of the ids. A
-    token that ends inside a character completes no text."""
+def text_pieces(pieces):
+    """The bytes of tokens -> the text that each of them completes. A token that ends inside a
+    character completes no text."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")  # holds back half a character
-    written = [b"" if i == codec.eos else piece for i, piece in zip(ids, pieces_of(codec, ids))]
     # A character that the last token leaves unfinished becomes U+FFFD, as in `decode`.
-    return [decoder.decode(piece, n == len(ids)) for n, piece in enumerate(written, 1)]
+    return [decoder.decode(piece, n == len(pieces)) for n, piece in enumerate(pieces, 1)]
 
 
 # ---- below: SFT chats, reading a checkpoint (a reader of the step may stop here) ----------------

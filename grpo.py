@@ -84,25 +84,23 @@ def set_advantages(group):
         e.advantage = {"task": t, "fmt": f, "sigma": sigma}
 
 
-def token_advantages(episode, codec, credit):
+def token_advantages(episode, credit):
     """-> list over context.ids: A_task, plus A_fmt at tokens that carry format credit; 0 at tokens
     that the policy did not sample. credit: --format-credit."""
     task, fmt = episode.advantage["task"], episode.advantage["fmt"]
     # Prompt, tool responses and forced tokens keep 0. Their mask is 0 too, so no loss reads them.
     out = [0.0] * len(episode.context.ids)
-    for start, end in episode.spans:  # one turn of the main agent each
-        # Selective Anchoring. Tags are searched in bytes: `<answer>` spans several tokens.
-        if credit == "struct":
-            pieces = chat.pieces_of(codec, episode.context.ids[start:end])
-            credited = rewards.structural_mask(pieces)
-        else:
-            # "sequence": plain GRPO, every token. "none": the format reward trains no token.
-            credited = [credit == "sequence"] * (end - start)
-        out[start:end] = [task + fmt * c for c in credited]  # A_it of the header
+    sampled = [t for t, one in enumerate(episode.context.mask) if one]
+    for t in sampled:
+        out[t] = task
+    # "struct": Selective Anchoring. "sequence": plain GRPO, every token. "none": the format reward
+    # trains no token.
+    for t in {"struct": episode.struct, "sequence": sampled, "none": ()}[credit]:
+        out[t] += fmt  # A_it of the header
     return out
 
 
-def group_tree(group, codec, credit, first=0):
+def group_tree(group, credit, first=0):
     """One group -> [shared prompt | o^1 | .. | o^G]. Each token carries its advantage, the engine's
     log-prob, and the number of its rollout, counted from `first`."""
     cut = group[0].spans[0][0]  # first sampled token: the whole group shares the ids before it
@@ -114,7 +112,7 @@ def group_tree(group, codec, credit, first=0):
         # saw, so this is checked although one function built all of them.
         if c.ids[:cut] != prompt:
             raise ValueError(f"{e.group}: the prompts of one group differ")
-        advantage = token_advantages(e, codec, credit)
+        advantage = token_advantages(e, credit)
         # All ids after the prompt: turns, glue and tool responses. The mask marks the sampled ones.
         values = {"advantage": advantage[cut:], "sampler": c.logps[cut:],
                   "rollout": [number] * (len(c.ids) - cut)}
@@ -123,10 +121,10 @@ def group_tree(group, codec, credit, first=0):
     return model.Tree(model.Span(prompt, [0] * cut, nothing), group[0].context.items, branches)
 
 
-def training_trees(groups, codec, args):
+def training_trees(groups, credit):
     """Groups of this rank, with advantages -> (trees of the groups with a signal, sampled tokens of
     ALL groups, number of skipped groups). The tokens of a skipped group count in N: they have
-    advantage 0."""
+    advantage 0. credit: --format-credit."""
     trees = []
     tokens = 0
     skipped = 0
@@ -136,7 +134,7 @@ def training_trees(groups, codec, args):
         # A group whose advantages are all 0 adds nothing to the gradient. Test the advantages, not
         # sigma: rounding can leave sigma at 1e-16.
         if any(e.advantage["task"] or e.advantage["fmt"] for e in group):
-            trees.append(group_tree(group, codec, args.format_credit, rollouts))
+            trees.append(group_tree(group, credit, rollouts))
         else:
             skipped += 1
         rollouts += len(group)
@@ -396,7 +394,7 @@ def main():
         # engine sleeps meanwhile, so the trainer has its memory.
         clock = time.monotonic()
         engine.sleep()
-        trees, tokens, skipped = training_trees(groups, codec, args)
+        trees, tokens, skipped = training_trees(groups, args.format_credit)
         stats = update(policy, reference, optimizer, trees, tokens, args)
         # Two faults end the run, on all ranks alike: NaN, and an engine that is another policy.
         # A single step without a finite gradient is skipped; three in a row end the run.

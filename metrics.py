@@ -65,7 +65,9 @@ def episode_row(e, labels):
         "K": e.num_frames, "type": e.task["type"], "group": e.group, "status": e.status,
         "chance": by_chance(e, labels),
         "f_tau": ruler["total"], "well_formed": ruler["well_formed"],
-        **{name: e.reward[name] for name in ("total", "acc", "fmt", "tool")},
+        # All numbers of the reward, so a term that is added in rewards.score is logged by itself.
+        "reward": {name: n for name, n in e.reward.items() if name != "judge"},
+        "acc": e.reward["acc"],
         # Counts, not shares: shares of rollouts with few tags would weigh as much as those of many.
         "closure": rewards.closure_counts(e.turns, e.think_open),
         "written": len(e.calls), "parseable": e.parseable(), "executed": e.executed(),
@@ -112,10 +114,12 @@ def summarise(rows):
     """Episode rows of all ranks -> the step's metrics: means over the rollouts that are ok. A
     broken video has no accuracy and no format, so zeros for it would blame the policy."""
     failed = sum(row["status"] != "ok" for row in rows)
+    terms = dict.fromkeys(name for row in rows for name in row["reward"])
     # From here on only rollouts that are ok. None stands for a mean over nothing.
     rows = [row for row in rows if row["status"] == "ok"]
-    out = {name: average(rows, name) for name in ("total", "acc", "fmt", "tool", "length", "turns",
-                                            "f_tau", "well_formed", "sub_tokens")}
+    out = {name: mean(row["reward"][name] for row in rows) for name in terms}
+    out |= {name: average(rows, name) for name in ("length", "turns", "f_tau", "well_formed",
+                                                   "sub_tokens")}
     out["kappa"] = average(rows, "executed")
     out["written_calls"] = average(rows, "written")
     out["valid_calls"] = average(rows, "parseable")

@@ -237,6 +237,7 @@ class Episode:
     turns: list = field(default_factory=list)  # sampled text of each main turn
     pieces: list = field(default_factory=list)  # the same token by token; none from endpoints
     spans: list = field(default_factory=list)  # [start, end) of a turn's sampled ids in context.ids
+    struct: list = field(default_factory=list)  # places in context.ids that carry format credit
     finish: list = field(default_factory=list)  # per turn: "stop" | "length" | "call" (cut there)
     calls: list = field(default_factory=list)  # dicts, in the order they were written
     reward: dict = field(default_factory=dict)
@@ -384,10 +385,18 @@ def record_turn(episode, codec, said, finish):
     start = len(episode.context.ids)
     episode.context.sampled(said.ids, said.logps)
     episode.spans.append([start, start + len(said.ids)])
-    # For the page, which draws token by token. Rewards read `turns`, credit the bytes of the ids.
-    episode.pieces.append(chat.text_pieces(codec, said.ids))
+    pieces = chat.pieces_of(codec, said.ids)  # the bytes of each token
+    episode.struct += struct_places(pieces, start)
+    # For the page, which draws token by token. Rewards read `turns`.
+    episode.pieces.append(chat.text_pieces(pieces[:-1] + [b""] if said.ended else pieces))
     episode.turns.append(said.text)
     episode.finish.append(finish)
+
+
+def struct_places(pieces, start):
+    """Bytes of the sampled tokens of one turn -> the places of those that carry format credit, see
+    rewards.structural_mask. start: place of the first token."""
+    return [t for t, flag in enumerate(rewards.structural_mask(pieces), start) if flag]
 
 
 def record_calls(episode, agent, text, turn, parse=rewards.parse_tool_calls):
@@ -597,9 +606,9 @@ def show(episode: Episode, codec: chat.Codec, colour: bool = True) -> str:
     ids = episode.context.ids if episode.context else []
     kinds = ["inserted"] * len(ids)
     for start, end in episode.spans:
-        # The very tokens that selective anchoring credits.
-        mask = rewards.structural_mask(chat.pieces_of(codec, ids[start:end]))
-        kinds[start:end] = ["struct" if flag else "sampled" for flag in mask]
+        kinds[start:end] = ["sampled"] * (end - start)
+    for t in episode.struct:  # the very tokens that selective anchoring credits
+        kinds[t] = "struct"
     pads = {codec.image_pad, codec.video_pad}
     text = []
     for kind, places in itertools.groupby(range(len(ids)), kinds.__getitem__):

@@ -196,7 +196,7 @@ def our_step(args):
         clock.append(time.perf_counter())
         for i, episode in enumerate(episodes):
             episode.advantage = {"task": float(i % 3) - 1.0, "fmt": 0.0}
-        tree = grpo.group_tree(episodes, codec, "none")
+        tree = grpo.group_tree(episodes, "none")
         tokens = sum(sum(episode.context.mask) for episode in episodes)
         policy.features.cache.clear()  # a new prompt every step, as in training
         grpo.update(policy, None, optimizer, [tree], tokens, settings)

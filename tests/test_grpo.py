@@ -67,6 +67,7 @@ def make_episode(codec, source, task, sample, turns, summaries=(), step=0, frame
         last = number == len(turns) - 1
         ids = chat.encode(codec, text) + ([] if cut and last else [codec.eos])
         episode.spans.append([len(context.ids), len(context.ids) + len(ids)])
+        episode.struct += rollout.struct_places(chat.pieces_of(codec, ids), len(context.ids))
         context.sampled(ids, [-1.0] * len(ids))
         episode.turns.append(text)
         episode.finish.append("length" if cut and last else "stop")
@@ -264,7 +265,7 @@ def credited(groups):
 def run_update(policy, vision, codec, groups, args, reference=None, lr=0.0):
     """-> (gradients of each optimiser step, stats)"""
     recorder = Recorder(policy, lr)
-    trees, tokens, _ = grpo.training_trees(credited(groups), codec, args)
+    trees, tokens, _ = grpo.training_trees(credited(groups), args.format_credit)
     policy.features = vision
     if reference is not None:
         reference.features = vision
@@ -303,7 +304,7 @@ def test_credit_everywhere_is_plain_grpo_on_the_summed_reward(codec, groups):
         credited([group])
         totals = [e.reward["total"] for e in group]
         for e in group:
-            found = grpo.token_advantages(e, codec, "sequence")
+            found = grpo.token_advantages(e, "sequence")
             wanted = (e.reward["total"] - statistics.mean(totals)) / statistics.pstdev(totals)
             credit = [found[t] for t in sampled_positions(e.context.mask)]
             assert credit == pytest.approx([wanted] * sum(e.context.mask), abs=1e-12)
@@ -317,7 +318,7 @@ def test_format_credit_reaches_exactly_the_tokens_it_names(codec, groups, credit
             e.reward = reward(*(e.reward[name] for name in ("acc", "fmt", "tool")), weight)
         credited([group])
         for e, wanted in zip(group, plain_advantages(codec, group, weight, credit)):
-            found = grpo.token_advantages(e, codec, credit)
+            found = grpo.token_advantages(e, credit)
             assert {t: found[t] for t in wanted} == pytest.approx(wanted, abs=1e-9)
             assert all(found[t] == 0 for t in range(len(found)) if t not in wanted)
 
@@ -334,7 +335,7 @@ def test_struct_holds_tags_and_turn_ends_and_leaves_most_tokens_out(codec, group
 def test_the_forced_prefix_and_tool_responses_earn_no_credit(codec, groups):
     e = groups[0][0]
     credited(groups[:1])
-    advantage = grpo.token_advantages(e, codec, "sequence")
+    advantage = grpo.token_advantages(e, "sequence")
     forced = e.spans[0][0]
     assert chat.decode(codec, e.context.ids[:forced]).endswith("<think>\n")
     assert not any(advantage[:forced]) and not any(advantage[e.spans[0][1]:e.spans[1][0]])
@@ -346,7 +347,7 @@ def test_a_group_with_different_prompts_is_refused(codec, source, tasks):
     mixed = make_group(codec, source, tasks[0])[:1] + make_group(codec, source, tasks[1])[1:2]
     credited([mixed])
     with pytest.raises(ValueError, match="prompts of one group differ"):
-        grpo.group_tree(mixed, codec, "struct")
+        grpo.group_tree(mixed, "struct")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -466,7 +467,7 @@ def test_the_budget_of_a_pack_does_not_change_the_gradient(process_group, codec,
     count."""
     record_logps(plain, codec, source, [e for g in groups for e in g])
     (one,), _ = run_update(policy, vision, codec, groups, settings())
-    trees, _, _ = grpo.training_trees(credited(groups), codec, settings())
+    trees, _, _ = grpo.training_trees(credited(groups), "struct")
     assert len(model.fill_packs(trees, pack_tokens)) > len(model.fill_packs(trees, 4096))
     (many,), _ = run_update(policy, vision, codec, groups, settings(pack_tokens=pack_tokens))
     assert distance(many, one) < 1e-5
@@ -488,8 +489,7 @@ def test_a_group_of_equal_rewards_only_enlarges_the_count(process_group, codec, 
     mine, all_of_them = (sum(sum(e.context.mask) for g in part for e in g)
                          for part in (groups[:1], groups))
     assert distance({n: g * (all_of_them / mine) for n, g in both.items()}, alone) < 1e-5
-    assert grpo.training_trees(credited(groups), codec,
-                               settings())[1:] == (all_of_them, 1)
+    assert grpo.training_trees(credited(groups), "struct")[1:] == (all_of_them, 1)
     assert stats["tokens"] == mine  # the means of the log are over tokens that were trained
 
 
@@ -499,7 +499,7 @@ def test_rewards_that_differ_by_rounding_alone_are_no_signal(codec, groups):
         e.reward = reward(*((1.0, 0.9, 0.0), (1.1, 0.8, 0.0))[n % 2])
     credited(groups[:1])
     assert groups[0][0].advantage["sigma"] > 0
-    assert grpo.training_trees(groups[:1], codec, settings())[::2] == ([], 1)
+    assert grpo.training_trees(groups[:1], "struct")[::2] == ([], 1)
 
 
 def test_without_any_signal_the_weights_stay_bit_identical(process_group, codec, groups, policy,
@@ -508,8 +508,7 @@ def test_without_any_signal_the_weights_stay_bit_identical(process_group, codec,
         e.reward = reward(0.5, 0.4, 0.0)
     before = copy.deepcopy(policy.state_dict())
     optimizer = torch.optim.AdamW(model.trained_parameters(policy), lr=1.0, weight_decay=1.0)
-    trees, tokens, skipped = grpo.training_trees(credited(groups[:1]), codec,
-                                                 settings())
+    trees, tokens, skipped = grpo.training_trees(credited(groups[:1]), "struct")
     stats = grpo.update(policy, None, optimizer, trees, tokens, settings())
     assert (stats["skipped_update"], skipped, trees) == (1, 1, [])
     assert all(torch.equal(before[n], v) for n, v in policy.state_dict().items())
@@ -520,9 +519,9 @@ def test_without_any_signal_the_weights_stay_bit_identical(process_group, codec,
 
 
 def row(k, acc, executed, group="p", **changes):
-    base = {"K": k, "group": f"{group}/{k}", "status": "ok", "total": acc + 0.5,
-            "type": "mcq", "chance": None,
-            "acc": acc, "fmt": 0.5, "tool": 0.0, "f_tau": 0.6,
+    base = {"K": k, "group": f"{group}/{k}", "status": "ok",
+            "type": "mcq", "chance": None, "acc": acc, "f_tau": 0.6,
+            "reward": {"total": acc + 0.5, "acc": acc, "fmt": 0.5, "tool": 0.0, "new": 2 * acc},
             "well_formed": executed > 0,
             "closure": {t: [0, 0] for t in rewards.KINDS},
             "written": executed, "parseable": executed, "executed": executed,
@@ -545,6 +544,7 @@ def test_summary_by_hand():
     assert m["kappa"] == 0.75 and m["valid_calls"] == 0.75 and m["written_calls"] == 1.0
     assert m["called"] == 0.5
     assert m["acc"] == 0.625 and m["total"] == 1.125 and m["fmt"] == 0.5 and m["f_tau"] == 0.6
+    assert m["new"] == 1.25  # a term that only rewards.score knows
     assert m["well_formed"] == 0.5 and m["sub_tokens"] == 2
     assert m["closure"] == closure(pytest.approx(2 / 3), 1.0, 0.5, 0.5)
     assert m["cut_turns"] == pytest.approx(1 / 5) and m["not_ok"] == 0
@@ -1359,7 +1359,7 @@ def test_one_place_composes_the_reward_that_is_logged_and_the_one_that_is_traine
 
 def test_every_trained_token_knows_its_rollout(codec, groups):
     """A ratio of whole sequences (GSPO) needs the sum over the tokens of a rollout."""
-    trees, _, _ = grpo.training_trees(credited(groups), codec, settings())
+    trees, _, _ = grpo.training_trees(credited(groups), "struct")
     pack = model.pack_trees(codec, trees)
     number = pack.values["rollout"].long()
     episodes = [e for group in groups for e in group]

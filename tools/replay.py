@@ -42,11 +42,15 @@ def read_rollouts(paths: list[str], pay: rewards.Pay) -> list[rollout.Episode]:
     return episodes
 
 
-def check_frames(episodes: list[rollout.Episode], codec: chat.Codec) -> None:
-    """Raises UserError if the frames of a recorded episode are not those of its ids."""
+def complete(episodes: list[rollout.Episode], codec: chat.Codec) -> None:
+    """Sets the places of credit, which a record does not hold. Raises UserError if the frames of an
+    episode are not those of its ids."""
     for e in episodes:
         if e.context is None:
             continue
+        for start, end in e.spans:
+            pieces = chat.pieces_of(codec, e.context.ids[start:end])
+            e.struct += rollout.struct_places(pieces, start)
         # Positions need frames and ids that fit, so an error here means that they do not.
         try:
             model.rope_positions(codec, e.context.ids, e.context.items)
@@ -75,7 +79,7 @@ def main():
         return launch.end_process_group()
     launch.say(f"{args.ckpt} -> {args.out}: loading the checkpoint")
     codec = chat.load_codec(ckpt, args.channel)
-    check_frames(episodes, codec)
+    complete(episodes, codec)
     policy, reference, optimizer = grpo.load_models(args, ckpt, codec, source, device, None)
     log = grpo.open_run(args, policy, 0,
                         f"one update from the rollouts of {len(args.rollouts)} files")
@@ -92,7 +96,7 @@ def main():
     launch.beat(args.patience)
 
     clock = time.monotonic()
-    trees, tokens, skipped = grpo.training_trees(groups, codec, args)
+    trees, tokens, skipped = grpo.training_trees(groups, args.format_credit)
     stats = grpo.update(policy, reference, optimizer, trees, tokens, args)
     grpo.check_gap(0, stats["gap"], grpo.gap_tolerance())
     metrics.log_step(log, 0, 1, episodes, {}, stats, {
