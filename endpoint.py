@@ -10,6 +10,7 @@ Keys come from an environment variable and are never printed or stored; no redir
 carries them elsewhere. The judge keeps its verdicts in a file. Used by rollout.py, grpo.py and
 evaluation/endpoint.py, whose engine asks whole episodes.
 """
+import argparse
 import asyncio
 import contextlib
 import json
@@ -23,6 +24,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 import launch
+
+MAX_REPLY = 16 * 2**20  # bytes of an answer
 
 
 @dataclass
@@ -66,30 +69,40 @@ class Client:
         """bytes of JSON -> Reply, within `seconds` in all."""
         import httpx
 
-        headers = {"Content-Type": "application/json"}
-        if self.key():
-            headers["Authorization"] = f"Bearer {self.key()}"
         try:
             async with asyncio.timeout(seconds) as clock:
                 self.clocks.add(clock)
                 try:
-                    reply = await self.http.post(url, content=body, headers=headers)
+                    status, headers, content = await self.receive(url, body)
                 finally:
                     self.clocks.discard(clock)
         except TimeoutError:
             return Reply(0, error=f"no whole answer within {seconds:g} s")
         except (httpx.HTTPError, httpx.InvalidURL) as error:  # refused, cut off halfway, no address
-            return Reply(0, error=f"{type(error).__name__}: {error}")
-        if not reply.is_success:  # a redirect too, as the key goes to no other host
-            said = message_of(reply.content, self.key())
-            error = f"HTTP {reply.status_code}" + (f": {said}" if said else "")
-            wait = waiting_time(reply.headers.get("Retry-After", ""))
-            return Reply(reply.status_code, error=error,
-                         wait=wait if passing(reply.status_code) else 0.0)
+            return Reply(0, error=masked(f"{type(error).__name__}: {error}", self.key()))
+        if len(content) > MAX_REPLY:
+            return Reply(status, error=f"bad answer: more than {MAX_REPLY >> 20} MiB")
+        if not 200 <= status < 300:  # a redirect too, as the key goes to no other host
+            said = message_of(content, self.key())
+            wait = waiting_time(headers.get("Retry-After", "")) if passing(status) else 0.0
+            return Reply(status, error=f"HTTP {status}" + (f": {said}" if said else ""), wait=wait)
         try:
-            return Reply(reply.status_code, json.loads(reply.content))
-        except (ValueError, RecursionError) as error:
-            return Reply(reply.status_code, error=f"bad answer: {type(error).__name__}")
+            return Reply(status, masked(launch.parse_json(content), self.key()))
+        except ValueError as error:
+            return Reply(status, error=f"bad answer: {type(error).__name__}")
+
+    async def receive(self, url, body):
+        """-> (status, headers, content) of a POST. The content ends soon after MAX_REPLY."""
+        headers = {"Content-Type": "application/json"}
+        if self.key():
+            headers["Authorization"] = f"Bearer {self.key()}"
+        async with self.http.stream("POST", url, content=body, headers=headers) as reply:
+            content = b""
+            async for part in reply.aiter_bytes():
+                content += part
+                if len(content) > MAX_REPLY:
+                    break
+            return reply.status_code, reply.headers, content
 
     async def pause(self, seconds):
         with contextlib.suppress(TimeoutError):
@@ -126,11 +139,19 @@ def probe_messages():
     return [{"role": "user", "content": "Reply with yes."}]
 
 
+def masked(said, key):
+    """Text or JSON of a server -> the same without the key, which some servers repeat."""
+    # In JSON no escape hides the key. A word of a few letters (EMPTY, for a server that needs no
+    # key) is no secret, and answers may hold it.
+    said, key = json.dumps(said), json.dumps(key)[1:-1]
+    return json.loads(said.replace(key, "***") if len(key) > 5 else said)
+
+
 def message_of(content, key):
     """The body of an error -> its message in one line, 200 characters at most, without the key."""
     text = content.decode(errors="replace")
-    with contextlib.suppress(ValueError, RecursionError):  # not JSON: the text itself
-        found = json.loads(text)
+    with contextlib.suppress(ValueError):  # not JSON: the text itself
+        found = launch.parse_json(text)
         # {"error": {"message": ..}} or {"error": ..}, and {"detail": ..} of some frameworks
         for name in ("error", "message", "detail"):
             if isinstance(found, dict) and found.get(name):
@@ -138,8 +159,7 @@ def message_of(content, key):
         text = found if isinstance(found, str) else json.dumps(found)
     if text.lstrip().startswith("<"):  # the page of a proxy
         text = re.sub(r"<[^>]*>", " ", text)
-    text = text.replace(key, "***") if key else text
-    return launch.printable(" ".join(text.split()))[:200]
+    return launch.printable(" ".join(masked(text, key).split()))[:200]
 
 
 def waiting_time(after):
@@ -156,6 +176,15 @@ def waiting_time(after):
         return max(0.0, then.timestamp() - time.time())
     except (ValueError, TypeError, OverflowError):  # no such header, or neither of the two
         return 0.0
+
+
+def address(text):
+    """A URL as a flag's value. Raises ArgumentTypeError if it holds a user or a password: settings
+    are written to files and sent to trackers."""
+    if "@" in text:
+        raise argparse.ArgumentTypeError("the address names a user; give the address without, and "
+                                         "the key in an environment variable")
+    return text
 
 
 def no_server(url, error):
@@ -181,7 +210,7 @@ def refusal(url, model, reply, flag=""):
 def add_judge_arguments(parser, when, name="the judge's name"):
     """Flags of the judge. when: what it is asked about. name: help of --judge-model."""
     add = parser.add_argument_group("judge of open answers").add_argument
-    add("--judge-url", help=f"chat endpoint, asked {when}; default: none")
+    add("--judge-url", type=address, help=f"chat endpoint, asked {when}; default: none")
     add("--judge-model", help=name)
     add("--judge-key-env", help="environment variable that holds the judge's key")
 

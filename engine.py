@@ -10,7 +10,7 @@ engine's log-probs are those of the distribution that was sampled from: temperat
 applied, no top-p and no top-k (eval.py alone may set these).
 
 Reads a checkpoint folder; writes nothing. Used by rollout.py and endpoint.py; copy Pump for any
-engine that has submit(request) and poll().
+engine that has submit(request), abort(request id) and poll().
 """
 import asyncio
 import importlib
@@ -59,7 +59,7 @@ class Completion:
 
 
 class Pump:
-    """Lets coroutines await an engine that only knows submit(request) and poll().
+    """Lets coroutines await an engine that only knows submit(request), abort(id) and poll().
 
     One thread owns the engine. In each turn of `steps`, every episode that can goes on; then the
     engine takes one step on all requests that wait. There is no barrier: a fan-out starts the
@@ -72,14 +72,21 @@ class Pump:
         self.waiting = {}  # request id -> Future of its Completion
         self.loading = 0  # videos being decoded
         self.quiet = threading.Event()  # while no decode waits or runs; clear before the first
+        self.news = asyncio.Event()  # set if a request was made or a video is decoded
         self.idle_s = 0.0  # seconds in which the engine could only wait for frames
         self.pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
 
     async def sample(self, request: Request) -> Completion:
+        """A coroutine that is cancelled gives up its request: the engine then forgets it."""
         # The future exists before the engine knows the request, so no completion can miss it.
-        self.waiting[request.id] = asyncio.get_running_loop().create_future()
-        self.engine.submit(request)
-        return await self.waiting[request.id]
+        answer = self.waiting[request.id] = asyncio.get_running_loop().create_future()
+        self.news.set()
+        try:
+            self.engine.submit(request)
+            return await answer
+        finally:
+            if self.waiting.pop(request.id, None):  # else the engine has finished the request
+                self.engine.abort(request.id)
 
     def load(self, function, *args):
         """Starts function(*args) in a thread -> Future. Awaiting the Future raises the function's
@@ -94,6 +101,7 @@ class Pump:
         self.loading -= 1
         if self.loading == 0:
             self.quiet.set()
+        self.news.set()
 
     async def steps(self):
         """Runs the engine until this coroutine is cancelled."""
@@ -107,10 +115,14 @@ class Pump:
                 await asyncio.sleep(0)
             if self.waiting and not (patient and self.loading):
                 for done in self.engine.poll():
-                    self.waiting.pop(done.id).set_result(done)
+                    answer = self.waiting.pop(done.id, None)
+                    # Some requests were given up a moment ago, or by an earlier run.
+                    if answer and not answer.done():
+                        answer.set_result(done)
             else:
                 began = time.monotonic()
-                await asyncio.sleep(0.001)  # lets finished decodes wake their episodes
+                self.news.clear()
+                await self.news.wait()
                 self.idle_s += time.monotonic() - began
 
 
@@ -254,6 +266,11 @@ class VllmEngine:
             logit_bias={i: -100.0 for i in self.codec.banned}, **self.sampling)  # fmt: skip
         self.running[request.id] = request
         self.engine.add_request(request.id, prompt, params)
+
+    def abort(self, name: str) -> None:
+        """Forgets a request. name: its id."""
+        if self.running.pop(name, None):
+            self.engine.abort_request([name])
 
     def poll(self) -> list[Completion]:
         """One step of the engine -> the requests that it finished. Raises RuntimeError if the

@@ -524,16 +524,15 @@ def run(sampler: Sampler, tasks: list, frames=64, group=1, step=0, play=run_epis
     # A generator: an Episode and its coroutine exist only once there is room for them.
     works = (play(episode, sampler)
              for episode in new_episodes(tasks, sampler.agent.seed, frames, group, step))
-    # A loop of its own: this is a plain generator, which any script can iterate over.
-    loop = asyncio.new_event_loop()
     finished = in_flight(pump, works, live)
-    try:
-        played = iter(lambda: loop.run_until_complete(anext(finished, None)), None)
-        yield from paid(played, sampler.pay, sampler.judge)
-    finally:
-        # Also if the caller stops early: episodes under way are cancelled, threads end.
-        loop.run_until_complete(finished.aclose())
-        loop.close()
+
+    async def following():
+        return await anext(finished, None)
+
+    # A loop of its own: this is a plain generator, which any script can iterate over. If the caller
+    # stops early, and after Ctrl-C, Runner cancels the episodes under way and ends their threads.
+    with asyncio.Runner() as runner:
+        yield from paid(iter(lambda: runner.run(following()), None), sampler.pay, sampler.judge)
 
 
 def paid(episodes, pay: rewards.Pay | None = None, judge=None, most=256):

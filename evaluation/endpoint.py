@@ -23,6 +23,7 @@ import launch
 from endpoint import (
     Client,
     Reply,
+    address,
     judge_messages,
     no_server,
     passing,
@@ -41,7 +42,7 @@ def add_arguments(parser):
     yes_no = argparse.BooleanOptionalAction
 
     add = parser.add_argument_group("endpoint: --engine openai").add_argument
-    add("--base-url", nargs="+", metavar="URL",
+    add("--base-url", nargs="+", metavar="URL", type=address,
         help="for example http://127.0.0.1:8000/v1; several: the least busy is asked")
     add("--model", help="name of the model")
     add("--api-key-env", help="environment variable that holds the key")
@@ -147,12 +148,9 @@ class OpenAIEngine(Client):
         self.max_seqs = self.workers * len(self.busy)
         self.room = asyncio.Semaphore(self.max_seqs)
         self.served = set()  # names of the models that answered
+        self.calls = {}  # request id -> Future of its Completion
         self.usage = {}  # request id -> (prompt tokens, sampled tokens), as the endpoint counts
         self.done = queue.SimpleQueue()  # futures of Completions
-
-    def end_waits(self):
-        super().end_waits()
-        self.awake.set()
 
     async def probe(self, url, seconds):
         """Asks one server for a few tokens of text -> (Completion, status, seconds to wait), as
@@ -181,16 +179,26 @@ class OpenAIEngine(Client):
                     else refusal(url, self.model_name, reply, "judge-" * self.is_judge))
 
     def submit(self, request):
-        self.run(self.call(request)).add_done_callback(self.done.put)
+        self.calls[request.id] = self.run(self.call(request))
+        self.calls[request.id].add_done_callback(self.done.put)
+
+    def abort(self, name):
+        """Ends the connection of a request that nobody waits for any longer."""
+        if call := self.calls.pop(name, None):
+            call.cancel()
 
     def poll(self):
         """-> Completions that have arrived. Waits 20 ms for the first, so that no core spins.
         Raises UserError if no server answers any more, or if one refuses the key or the model."""
-        finished = []
+        arrived, finished = [], []
         with contextlib.suppress(queue.Empty):
-            finished.append(self.done.get(timeout=0.02).result())
+            arrived.append(self.done.get(timeout=0.02))
         while not self.done.empty():
-            finished.append(self.done.get().result())
+            arrived.append(self.done.get())
+        for call in arrived:
+            # A request that was given up has no entry, or a later request has that name.
+            if not call.cancelled() and self.calls.get(call.result().id) is call:
+                finished.append(self.calls.pop(call.result().id).result())
         # Looked at last: requests that end with the run would be records of failed items.
         if self.ending:
             raise launch.UserError(f"{self.ending}. Finished records are kept: start the server or "
@@ -237,9 +245,11 @@ class OpenAIEngine(Client):
                     return Completion(request.id, error=self.ending)
                 url = self.take()
                 self.busy[url] += 1
-                done, status, after = await self.said(url, request, body, self.timeout)
+                try:
+                    done, status, after = await self.said(url, request, body, self.timeout)
+                finally:  # also if the request is given up
+                    self.busy[url] -= 1
                 fails = done.error is not None and passing(status)
-                self.busy[url] -= 1
                 self.rests[url] = time.monotonic() + 30 if fails else 0.0
                 if status in (401, 402, 403, 404):
                     await self.check_refusal(url)
@@ -247,7 +257,10 @@ class OpenAIEngine(Client):
                 # After `give_up` failed tries in a row all requests wait for a server.
                 if 0 < self.give_up <= self.failed and self.awake.is_set() and not self.ending:
                     self.awake.clear()
-                    await self.wait_for_server(after)
+                    try:
+                        await self.wait_for_server(after)
+                    finally:  # given up: the next request that fails waits for a server
+                        self.awake.set()
                 if not fails or attempt == self.retries:
                     return done
                 await self.pause(max(2.0**attempt, after))
@@ -273,7 +286,6 @@ class OpenAIEngine(Client):
                 done, status, after = await self.probe(url, min(30.0, self.timeout))
                 if not passing(status):  # an answer, also if it is no text
                     self.failed, self.rests[url] = 0, 0.0
-                    self.awake.set()
                     return
             if time.monotonic() >= until:
                 return self.end(f"no server has answered for {self.server_wait:g} s, at last {url} "

@@ -122,6 +122,9 @@ class ReferenceEngine:
     def submit(self, request):
         self.waiting.append(request)
 
+    def abort(self, name):
+        self.waiting = [r for r in self.waiting if r.id != name]
+
     def poll(self):
         if not self.waiting:
             return []

@@ -61,6 +61,10 @@ class Scripted:
         self.waiting.append(request)
         self.log.append(("submit", request.id))
 
+    def abort(self, name):
+        self.waiting = [r for r in self.waiting if r.id != name]
+        self.log.append(("abort", name))
+
     def poll(self):
         ready = [r for r in self.waiting if not self.hold(r)]
         if not ready:

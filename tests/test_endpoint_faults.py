@@ -2,17 +2,23 @@
 Tests of the client of OpenAI-compatible endpoints against servers that misbehave:
 python -m pytest tests/test_endpoint_faults.py -q
 """
+import asyncio
+import gzip
 import http.server
 import json
 import shutil
 import ssl
 import subprocess
+import sys
 import threading
 import time
 
 import pytest
 
+import eval as evaluation
+import grpo
 import launch
+import rollout
 from evaluation import endpoint
 from evaluation.endpoint import ChatRequest
 
@@ -175,3 +181,140 @@ def test_an_answer_that_is_not_the_promised_json_is_counted(serve, monkeypatch, 
 def test_an_address_without_scheme_or_host_is_refused(url):
     with pytest.raises(launch.UserError, match="no server answers at"):
         endpoint.OpenAIEngine(url, "m").knock()
+
+
+# ------------------------------------------------------------------------------------------------
+# Bytes and secrets
+
+
+def endless(length):
+    """-> a reply whose body has this Content-Length (None: none) and never ends."""
+    def reply(handler):
+        handler.send_response(200)
+        if length:
+            handler.send_header("Content-Length", str(length))
+        handler.end_headers()
+        while True:
+            handler.wfile.write(b" " * 2**20)
+            handler.server.sent = getattr(handler.server, "sent", 0) + 1
+    return reply
+
+
+@pytest.mark.parametrize("length", [None, 10**12])
+def test_the_bytes_of_a_reply_are_bounded(serve, monkeypatch, length):
+    server = serve(endless(length))
+    done = ask(server.url, monkeypatch)
+    assert done.error == "bad answer: more than 16 MiB" and not done.text
+    assert server.sent < 40  # MiB, those under way in buffers included
+
+
+def test_a_packed_reply_is_bounded_unpacked(serve, monkeypatch):
+    def bomb(handler):
+        handler.send_response(200)
+        handler.send_header("Content-Encoding", "gzip")
+        handler.end_headers()
+        handler.wfile.write(gzip.compress(b" " * 2**28))
+
+    assert ask(serve(bomb).url, monkeypatch).error == "bad answer: more than 16 MiB"
+
+
+def escaped(text):
+    return "".join(f"\\u{ord(c):04x}" for c in text)
+
+
+@pytest.mark.parametrize("where", ["text", "escapes", "thought", "message", "page", "status line"])
+def test_a_key_that_a_server_repeats_is_masked(serve, monkeypatch, where):
+    def echo(handler):
+        key = handler.headers["Authorization"]
+        if where == "status line":
+            handler.wfile.write(f"{key}\r\n\r\n".encode())
+        elif where in ("message", "page"):
+            said = f"<p>{key}</p>" if where == "page" else json.dumps({"error": {"message": key}})
+            handler.send_response(400)
+            handler.end_headers()
+            handler.wfile.write(said.encode())
+        else:
+            name = "reasoning_content" if where == "thought" else "content"
+            key = escaped(key) if where == "escapes" else key
+            whole(handler, b'{"model": "m", "choices": [{"message": {"%s": "so %s"}}]}'
+                  % (name.encode(), key.encode()))
+
+    done = ask(serve(echo).url, monkeypatch)
+    assert "secret-of-the-user" not in repr(done) and "Bearer ***" in repr(done)
+
+
+def test_a_word_that_is_no_secret_stays_in_answers(serve, monkeypatch):
+    """Servers that need no key are given EMPTY, or the like."""
+    monkeypatch.setattr(endpoint.OpenAIEngine, "key", lambda self: "A")
+    assert ask(serve(whole).url, monkeypatch).text == "<answer>A</answer>"
+
+
+@pytest.mark.parametrize("url", ["https://me:pa55@host/v1", "me:pa55@host/v1",
+                                 "http://me:pa55/2@host", "https://pa55@host"])
+@pytest.mark.parametrize("script, flag", [(grpo, "--judge-url"), (rollout, "--judge-url"),
+                                          (evaluation, "--judge-url"), (evaluation, "--base-url")])
+def test_an_address_with_a_password_is_refused_without_repeating_it(
+        monkeypatch, capsys, script, flag, url):
+    monkeypatch.setattr(sys, "argv", ["script.py", "--ckpt", "c", "--data", "d", flag, url])
+    with pytest.raises(SystemExit) as ended:
+        script.parse_args()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and f"argument {flag}: the address names a user" in said
+    assert "pa55" not in said
+
+
+# ------------------------------------------------------------------------------------------------
+# Requests that nobody waits for any longer
+
+
+def test_a_request_that_is_given_up_ends_its_connection(serve):
+    """The server stops to write. A later request of that name gets an answer of its own."""
+    ended = threading.Event()
+
+    def reply(handler):
+        if len(server.seen) > 1:
+            return whole(handler)
+        try:
+            drip("body")(handler)
+        finally:
+            ended.set()
+
+    server = serve(reply)
+    engine = endpoint.OpenAIEngine(server.url, "m", workers=1, retries=0)
+    request = ChatRequest("1", [], [], [], [], 16, 0.0, 0, [{"role": "user", "content": "?"}])
+    engine.submit(request)
+    while not server.seen:
+        assert engine.poll() == []
+    engine.abort("1")
+    assert ended.wait(20)
+    engine.submit(request)
+    found = []
+    while not found:
+        found = engine.poll()
+    assert [done.text for done in found] == ["<answer>A</answer>"]
+    assert set(engine.busy.values()) == {0} and not engine.calls
+    engine.abort("1")  # too late: nothing is left to end
+    engine.close()
+
+
+def test_requests_go_on_if_the_one_that_waits_for_a_server_is_given_up(serve, monkeypatch):
+    monkeypatch.setattr(endpoint.OpenAIEngine, "pause", lambda self, s: asyncio.sleep(0.02))
+
+    def reply(handler):
+        handler.send_error(503) if not up.is_set() else whole(handler)
+
+    up, server = threading.Event(), serve(reply)
+    engine = endpoint.OpenAIEngine(server.url, "m", workers=1, retries=9, give_up=1)
+    requests = [ChatRequest(name, [], [], [], [], 16, 0.0, 0, [{"role": "user", "content": "?"}])
+                for name in ("given up", "kept")]
+    for request in requests:
+        engine.submit(request)
+    while engine.awake.is_set():
+        time.sleep(0.01)
+    engine.abort("given up")
+    up.set()
+    found = []
+    while not found:
+        found = engine.poll()
+    assert [(done.id, done.text) for done in found] == [("kept", "<answer>A</answer>")]
+    engine.close()

@@ -9,6 +9,7 @@ import ctypes
 import functools
 import json
 import os
+import signal
 import threading
 import time
 from collections import Counter
@@ -149,6 +150,106 @@ def test_no_more_than_max_live_episodes_are_open(limit, codec):
 
     asyncio.run(all_of_them())
     assert most == limit and sorted(finished) == [(n, "red") for n in range(8)]
+
+
+def asked(name):
+    return Request(name, [], [], [], [], 10, 0.0, 0)
+
+
+async def pumped(engine, work):
+    """work(pump) beside the steps of its pump -> its result; an error of the steps is raised."""
+    pump = Pump(engine, 1)
+    steps, work = asyncio.create_task(pump.steps()), asyncio.create_task(work(pump))
+    await asyncio.wait({steps, work}, timeout=20, return_when=asyncio.FIRST_COMPLETED)
+    if not work.done():
+        steps.result()  # its error, or InvalidStateError: nothing came within 20 s
+    steps.cancel()
+    return work.result()
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_sample_that_is_cancelled_gives_up_its_request(codec, finished):
+    """Also if the engine finishes the request in the very moment."""
+    held = {"0/t/0/0"}
+    engine = Scripted(codec, ["red"], hold=lambda request: request.id in held)
+
+    async def work(pump):
+        left = asyncio.create_task(pump.sample(asked("0/t/0/0")))
+        other = await pump.sample(asked("0/t/1/0"))
+        real, polls = engine.poll, []
+
+        def poll():
+            # The task is cancelled and has not run since.
+            if not polls and finished:
+                held.clear()
+                left.cancel()
+            return polls.append(1) or real()
+
+        engine.poll = poll
+        if not finished:
+            left.cancel()
+        await asyncio.wait([left])
+        return left.cancelled(), other.text, (await pump.sample(asked("0/t/2/0"))).text
+
+    assert asyncio.run(pumped(engine, work)) == (True, "red", "red")
+    assert (("abort", "0/t/0/0") in engine.log) != finished and engine.waiting == []
+
+
+def test_completions_of_requests_that_nobody_made_are_passed_over(codec):
+    engine = Scripted(codec, ["red"])
+    engine.submit(asked("0/earlier/0/0"))
+    assert asyncio.run(pumped(engine, lambda pump: pump.sample(asked("0/t/0/0")))).text == "red"
+
+
+def test_a_pump_without_work_sleeps(codec, monkeypatch):
+    """Until a request is made, or a video is decoded."""
+    engine, rounds, real = Scripted(codec, ["red"]), [], asyncio.sleep
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds: rounds.append(1) or real(seconds))
+
+    async def work(pump):
+        loading = pump.load(time.sleep, 0.1)
+        await real(0.05)
+        assert len(rounds) < 20
+        await loading
+        await real(0.05)
+        return (await pump.sample(asked("0/t/0/0"))).text, pump.idle_s
+
+    text, idle = asyncio.run(pumped(engine, work))
+    assert text == "red" and len(rounds) < 40 and idle > 0.1
+
+
+@pytest.mark.parametrize("kind", ["reference", "vllm"])
+def test_an_engine_serves_the_next_run_after_an_error(kind, request, codec, tasks, frames_of):
+    """An episode that raises leaves the requests of the others in the engine."""
+    engine = (request.getfixturevalue("vllm_engines")("image") if kind == "vllm"
+              else request.getfixturevalue("plain"))
+    want = sample(engine, tasks[:2], frames_of)
+
+    async def fails(episode, sampler):
+        if episode.sample:
+            while not (engine.waiting if kind == "reference" else engine.running):
+                await asyncio.sleep(0)
+            raise ZeroDivisionError
+        return await rollout.run_episode(episode, sampler)
+
+    sampler = rollout.Sampler(engine, codec, frames_of, HOT)
+    with pytest.raises(ZeroDivisionError):
+        list(rollout.run(sampler, tasks[:2], 8, 2, play=fails))
+    assert not (engine.waiting if kind == "reference" else engine.running)
+    assert sample(engine, tasks[:2], frames_of) == want
+
+
+def test_ctrl_c_gives_up_what_is_under_way_and_leaves_no_thread(codec, tasks, frames_of):
+    def interrupted(request):
+        os.kill(os.getpid(), signal.SIGINT)
+        return ANSWER
+
+    engine = Scripted(codec, interrupted, hold=lambda request: len(engine.requests) < 4)
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        play(engine, tasks[:2], frames_of, group=2)
+    left = [name for what, name in engine.log if what == "abort"]
+    assert len(left) == 3 and not engine.waiting and threading.active_count() == before
 
 
 # ------------------------------------------------------------------------------------------------
