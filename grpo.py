@@ -1,9 +1,10 @@
 """
 grpo.py: PARA-GRPO on top of an SFT checkpoint, with a rollout engine inside every rank.
 
-  R_i      = R_acc + w_tool R_tool - c calls + w_fmt R_fmt      of rollout i of G: rewards.score
+  R_task_i = R_acc + w_tool R_tool + w_win IoU - c calls        of rollout i of G: rewards.score
+  R_i      = R_task_i + w_fmt R_fmt_i      --tool-reward, --window-reward, --call-cost
   sigma    = std of R in the group; if it is 0 the group is skipped and counted
-  A_task_i = ((R_acc + w_tool R_tool - c calls)_i - mean) / sigma   --tool-reward, --call-cost
+  A_task_i = (R_task_i - mean) / sigma
   A_fmt_i  = w_fmt (R_fmt_i - mean) / sigma                  w_fmt: --format-weight
   A_it     = A_task_i + A_fmt_i [t in struct(o_i)]     struct: tag tokens and the end of each turn
   rho_t    = exp(logp_t - old_t)                       old: this trainer before the step
@@ -587,6 +588,8 @@ def add_update_arguments(parser):
     add("--anchor", type=float, default=0.5, help="lambda: weight of the anchor term; 0 = off")
     add("--tool-reward", dest="tool_weight", type=float, default=1.0,
         help="w_tool, factor on R_tool; 0 = off")
+    add("--window-reward", dest="window_weight", type=float, default=0.0,
+        help="paid for the IoU of the windows looked at with the task's `evidence`; 0 = the paper")
     add("--call-cost", type=float, default=0.0,
         help="c, price of each executed call; 0 = as in the paper")
     # The rates differ by stage and by --lora, so None stands for "see parse_flags".
@@ -643,7 +646,7 @@ def parse_flags(parser):
         args.lr = {"paper": (2e-6, 2e-5), "toy": (2e-4, 2e-3)}[args.preset][args.lora > 0]
     launch.at_least(1, args, "pack_tokens")
     launch.at_least(0, args, "lr", "clip", "clip_eps", "kl", "lora", "replicas", "anchor", "gamma",
-                    "format_weight", "tool_weight", "call_cost")
+                    "format_weight", "tool_weight", "call_cost", "window_weight")
     if args.minibatches < 1:
         raise launch.UserError(f"--set minibatches={args.minibatches}: must be at least 1")
     if args.temperature <= 0:

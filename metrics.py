@@ -75,6 +75,8 @@ def episode_row(e, labels):
         "length": sum(e.context.mask) if e.context else 0,
         "cut": sum(reason == "length" for reason in e.finish),
         "sub_tokens": sum(call["sub_tokens"] for call in e.calls),
+        # Of rollouts that looked: `called` counts the others.
+        "windows": e.reward.get("windows") if e.executed() else None,
         "judge": e.reward.get("judge"), "judge_cached": e.notes.get("judge_cached", False),
     }
 
@@ -110,6 +112,13 @@ def call_minus_skip(rows):
                 if called and skipped)
 
 
+def window_means(rows):
+    """{"window_recall": .., ..}: means over rollouts that looked and whose tasks have evidence. {}
+    if there are none."""
+    judged = [row["windows"] for row in rows if row["windows"]]
+    return {f"window_{name}": average(judged, name) for name in judged[0]} if judged else {}
+
+
 def summarise(rows):
     """Episode rows of all ranks -> the step's metrics: means over the rollouts that are ok. A
     broken video has no accuracy and no format, so zeros for it would blame the policy."""
@@ -128,6 +137,7 @@ def summarise(rows):
     turns = sum(row["turns"] for row in rows)
     out["cut_turns"] = sum(row["cut"] for row in rows) / turns if turns else None
     out["not_ok"] = failed
+    out |= window_means(rows)
     out["call_minus_skip"] = call_minus_skip(rows)
     # Closed / opened over all turns of the step. None: no such tag was opened.
     out["closure"] = {}
@@ -139,7 +149,7 @@ def summarise(rows):
     def cell(some):
         return {"n": len(some), "acc": average(some, "acc"), "f_tau": average(some, "f_tau"),
                 "well_formed": average(some, "well_formed"), "kappa": average(some, "executed"),
-                "call_minus_skip": call_minus_skip(some)}
+                "call_minus_skip": call_minus_skip(some), **window_means(some)}
 
     out["by_K"] = by_value(rows, "K", cell)
     out["by_type"] = by_value(rows, "type",
@@ -215,6 +225,8 @@ def step_line(m, steps, eta):
     """The numbers to watch, on one line of the terminal. log.jsonl has all. eta: seconds."""
     # Only if some failed: a column of zeros would hide the one that matters.
     more = f"not ok {m['not_ok']} | " if m["not_ok"] else ""
+    if "window_recall" in m:
+        more += f"window recall {number(m['window_recall'])} IoU {number(m['window_iou'])} | "
     if "judged" in m:
         more += f"judged {m['judged']} failed {m['judge_failed']} cached {m['judge_cached']} | "
     return (f"step {m['step']:04d}/{steps:04d} | R {number(m['total'])} acc {number(m['acc'])} "

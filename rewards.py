@@ -1,11 +1,13 @@
 """
 rewards.py: from the text that a policy wrote to the reward, and to the tokens that carry credit.
 
-  R      = R_acc + w_tool R_tool - c calls + w_fmt R_fmt    one number per rollout  score
+  R_task = R_acc + w_tool R_tool + w_win IoU - c calls
+  R      = R_task + w_fmt R_fmt                             one number per rollout  score
   R_acc  = [letter == gold] | IoU of times | F1 | share     from <answer> alone     accuracy
   R_fmt  = clip(R_base + lambda R_anchor, 0, 1)             <= 0.5, tags misused    format_reward
   R_tool = 0 | 0.1 parseable | 0.3 executed | +0.5 if executed and R_acc > 0        tool_term
-  A_task = (R_acc + w_tool R_tool - c calls - mean) / sigma   every sampled token   group_advantages
+  IoU    = of the union of executed windows with the evidence; w_win = 0            window_scores
+  A_task = (R_task - mean) / sigma                          every sampled token     group_advantages
   A_fmt  = w_fmt (R_fmt - mean) / sigma                     tokens in struct(o)     structural_mask
   sigma  = population std of R over the rollouts of one prompt
 
@@ -51,6 +53,7 @@ class Pay:
     gamma: float = 0.3  # penalty inside R_anchor of a thought that never closes
     format_weight: float = 1.0  # w_fmt
     tool_weight: float = 1.0  # w_tool, flag --tool-reward
+    window_weight: float = 0.0  # w_win, flag --window-reward
     call_cost: float = 0.0  # c: price of each executed call, taken from the task part
     answer_from: str = "tag"  # R_acc reads <answer> alone; "line": see stated_answer
 
@@ -61,13 +64,15 @@ def score(turns: list[str], task: dict, calls=(), think_open: bool = True, pay: 
     All reward terms of one rollout. R is composed HERE and only here, for the log and the gradient.
 
     turns: sampled text of each main turn, special tokens removed. task: {"type", "answer",
-    "options"?}, see accuracy. calls: the episode's records of calls, in which "parseable" and
-    "status" count. think_open: every turn began inside a thought whose <think> is not in the text.
-    tokens: sampled tokens of the main agent. No term uses them, but a length penalty would.
+    "options"?, "evidence"?}, see accuracy and window_scores. calls: the episode's records of calls,
+    in which "parseable", "status", "start" and "end" count. think_open: every turn began inside a
+    thought whose <think> is not in the text. tokens: sampled tokens of the main agent. No term uses
+    them, but a length penalty would.
     verdict: of a judge on the answer, which R_acc then is; None: R_acc is `accuracy`.
 
     -> {"acc", "fmt", "tool": R_acc, R_fmt, R_tool; "paid_task", "paid_fmt": the two weighted parts,
-    from which the advantages are made; "total": R, the sum of the two}
+    from which the advantages are made; "total": R, the sum of the two; "windows": window_scores of
+    the executed calls, if the task has evidence}
     """
     pay = pay or Pay()
     answer = paid_answer(turns, think_open, pay)
@@ -81,9 +86,15 @@ def score(turns: list[str], task: dict, calls=(), think_open: bool = True, pay: 
     # A term added here reaches the log and the gradient alike. The task part is credited at every
     # sampled token, the format part at the tokens that --format-credit names.
     paid_task = acc + pay.tool_weight * tool - pay.call_cost * executed
+    judged = {}
+    if evidence := task.get("evidence"):
+        looked = [(call["start"], call["end"]) for call in calls if call["status"] == "ok"]
+        judged["windows"] = window_scores(looked, evidence)
+        # The IoU: recall would pay for the whole film, and a sum over windows for copies of one.
+        paid_task += pay.window_weight * (judged["windows"]["iou"] or 0.0)
     paid_fmt = pay.format_weight * fmt
     return {"acc": acc, "fmt": fmt, "tool": tool, "paid_task": paid_task, "paid_fmt": paid_fmt,
-            "total": paid_task + paid_fmt}
+            "total": paid_task + paid_fmt, **judged}
 
 
 def paid_answer(turns, think_open=True, pay=None):
@@ -119,7 +130,6 @@ def window_scores(windows, evidence) -> dict[str, float | None]:
         both += (b - a) * (seen and right)
     if not gold:
         return dict.fromkeys(("recall", "precision", "iou", "hit"))
-    # Recall must not be paid: the whole film has recall 1.
     return {"recall": both / gold, "precision": both / looked if looked else None,
             "iou": both / (looked + gold - both), "hit": float(both > 0)}
 

@@ -61,6 +61,11 @@ def colours():
             "white": (245, 245, 245), "black": (10, 10, 10)}
 
 
+def borders():
+    """The colours of borders. Flashes have the others, so that a word means one thing."""
+    return ["red", "green", "blue", "white"]
+
+
 # ------------------------------------------------------------------------------------------------
 # Videos
 
@@ -80,8 +85,38 @@ def make_timeline(rng, seconds=64, slot=8, visible=2):
     return events
 
 
+def make_scenes(rng, seconds=64, count=4, flash=2):
+    """-> (events of the search world, ordered; the border colour asked about). An event is one
+    scene: "window" and "border" are the scene's, "start", "end" and "colour" those of its flash."""
+    width = seconds // count
+    # Borders are drawn freely around the multiples of `width`, so that every overview has a frame
+    # of every scene.
+    cuts = [0, *(n * width + rng.choice((-4, -2, 0, 2, 4)) for n in range(1, count)), seconds]
+    names = rng.sample([name for name in colours() if name not in borders()], count)
+    events = []
+    for a, b, name in zip(cuts, cuts[1:], names):
+        border = rng.choice([c for c in borders() if not events or c != events[-1]["border"]])
+        start = rng.randrange(a + 1, b - flash)  # never on the scene's edge
+        events.append({"start": start, "end": start + flash, "colour": name, "border": border,
+                       "window": (a, b)})
+    return events, rng.choice(events)["border"]
+
+
+def draw_scenes(scenes, noise, size):
+    """Scenes -> float [seconds, size, size, 3]: a border, grey inside, a flash that fills it."""
+    seconds = scenes[-1]["window"][1]
+    frames = np.full((seconds, size, size, 3), 128.0)
+    for e in scenes:
+        frames[slice(*e["window"])] = colours()[e["border"]]
+        frames[slice(*e["window"]), 2:-2, 2:-2] = 128
+        frames[e["start"]:e["end"], 2:-2, 2:-2] = colours()[e["colour"]]
+    return frames + noise.normal(0, 6, frames.shape)
+
+
 def draw_frames(events, noise, seconds=64, size=32):
     """Timeline -> uint8 [seconds, size, size, 3]. noise: numpy Generator."""
+    if "border" in events[0]:
+        return draw_scenes(events, noise, size).clip(0, 255).astype(np.uint8)
     frames = 128 + noise.normal(0, 6, (seconds, size, size, 3))
     for event in events:
         for t in range(event["start"], event["end"]):
@@ -120,23 +155,65 @@ def seen_text(events, seen=None):
                      for e in events)
 
 
-def stated_evidence(turn, events, frame_budget):
-    """(slots of which a first turn's thought says what the overview shows: the colour, or "nothing"
-    if no frame shows the event; slots of the question that it speaks of)."""
-    claims = dict(re.findall(r"(\d+) ([a-z]+)", turn.split("</think>")[0].partition("I saw")[2]))
-    seen = shown(events, video.overview_indices(np.arange(64.0), 64.0, frame_budget))
-    said = [(claims[str(e["window"][0])], e["colour"] if e in seen else "nothing")
-            for e in events if str(e["window"][0]) in claims]
-    return sum(claim == truth for claim, truth in said), len(said)
+def told_scenes(scenes, looks):
+    """The scenes as far as some frames tell: a scene ends midway between the two frames around its
+    end. looks: ordered indices of frames, one frame a second."""
+    ends = [e["window"][1] for e in scenes]
+    cuts = [0, *((max(t for t in looks if t < end) + min(t for t in looks if t >= end) + 1) // 2
+                 for end in ends[:-1]), ends[-1]]
+    return [{**e, "window": window} for e, window in zip(scenes, zip(cuts, cuts[1:]))]
 
 
-def make_task(name, events):
+def scene_text(scenes, marked):
+    """What a thought says of the scenes: "I saw 0 red, 18 blue look 18 to 30, .." for the starts
+    and borders of all, and the windows of those to look at."""
+    return "I saw " + ", ".join(
+        f"{e['window'][0]} {e['border']}" + " look {} to {}".format(*e["window"]) * (e in marked)
+        for e in scenes) + ". "
+
+
+def stated_evidence(turn, task, frame_budget):
+    """What a first turn's thought says of the overview -> (true claims, claims). Claims are about
+    the slots of the question (the colour, or "nothing" if no frame shows the event), in the search
+    world about all scenes (when each starts, as far as the frames tell, and its border)."""
+    looks = overview_looks(frame_budget)
+    if "scenes" in task:
+        truth = {e["window"][0]: e["border"] for e in told_scenes(task["scenes"], looks)}
+    else:
+        seen = shown(task["events"], looks)
+        truth = {e["window"][0]: e["colour"] if e in seen else "nothing" for e in task["events"]}
+    text = turn.split("</think>")[0].partition("I saw")[2].split(".")[0]
+    claims = dict(re.findall(r"(\d+) ([a-z]+)", re.sub(r" look \d+ to \d+", "", text)))
+    said = [claims[str(t)] == word for t, word in truth.items() if str(t) in claims]
+    return sum(said), len(said)
+
+
+def make_task(name, events, asked=None):
+    """asked: the border colour of the question, in the search world alone."""
     windows = ", ".join(f"{a} and {b}" for a, b in (e["window"] for e in events))
-    return {"id": name, "video": f"videos/{name}.mp4",
+    task = {"id": name, "video": f"videos/{name}.mp4",
             "question": f"Which colours appear between {windows}?", "options": None,
             "answer": seen_text(events), "type": "list", "subtitles": None,
             "category": f"{len(events)} event{'s' if len(events) > 1 else ''}",
-            "events": events}  # for bench/ablation.py alone; no prompt contains them
+            "events": events}  # for bench/frontier.py alone; no prompt contains them
+    if asked:
+        hits = [e for e in events if e["border"] == asked]
+        task = {**make_task(name, hits), "scenes": events,
+                "question": f"Which colours flash while the border is {asked}?",
+                "answer": without_times(seen_text(hits)),
+                "evidence": [list(e["window"]) for e in hits]}
+    return task
+
+
+def make_sample(name, rng, world):
+    """-> (events to draw, the task about them)."""
+    events, asked = make_scenes(rng) if world == "search" else (make_timeline(rng), None)
+    return events, make_task(name, events, asked)
+
+
+def without_times(text):
+    """"16 red, 40 blue" -> "red, blue"."""
+    return re.sub(r"\d+ ", "", text)
 
 
 def call_text(a, b):
@@ -155,12 +232,14 @@ def thought(text, rng, loose):
     return f"<think>\n{text}{end}"
 
 
-def answer_turn(answer, rng, loose=False):
-    """Thought and answer block. loose: mostly an answer without tags."""
+def answer_turn(saw, rng, loose=False, evidence="", answer=None):
+    """Thought and answer block. saw: what the thought says was seen, and the answer too unless
+    another is given. loose: mostly an answer without tags. evidence: see call_turn."""
+    answer = answer or saw
     body = f"<answer>{answer}</answer>"
     if loose:
         body = rng.choices([body, f"<answer>{answer}", answer], [0.3, 0.15, 0.55])[0]
-    return thought(f"I saw {answer}.", rng, loose) + body
+    return thought(f"{evidence}I saw {saw}.", rng, loose) + body
 
 
 def call_turn(events, rng, loose=False, evidence=""):
@@ -183,11 +262,23 @@ def shown(events, looks):
     return [e for e in events if set(looks) & set(range(e["start"], e["end"]))]
 
 
+def overview_looks(frame_budget):
+    return video.overview_indices(np.arange(64.0), 64.0, frame_budget).tolist()
+
+
+def crop_looks(window, fps=1.0):
+    return video.crop_indices(np.arange(64.0), 64.0, *window, fps=fps).tolist()
+
+
+def watched(window, events, fps=1.0):
+    """The start of a window, then the colour, of every event that its frames show: "18 purple"."""
+    seen = shown(events, crop_looks(window, fps))
+    return seen_text([{**e, "window": window} for e in seen])
+
+
 def summary(window, events, fps=1.0):
-    """The right summary of a window: slot and colour if the frames show an event, else
-    rollout.empty_summary. window: (start, end) in seconds."""
-    seen = shown(events, video.crop_indices(np.arange(64.0), 64.0, *window, fps=fps))
-    return seen_text(seen) if seen else rollout.empty_summary()
+    """The right summary of a window: (start, end) in seconds."""
+    return watched(window, events, fps) or rollout.empty_summary()
 
 
 def sub_chat(name, task, window, events, fps=1.0):
@@ -198,7 +289,7 @@ def sub_chat(name, task, window, events, fps=1.0):
                                       "content": summary(window, events, fps)}]}
 
 
-def chats(task, events, budgets, rng, loose=False):
+def chats(task, events, budgets, rng, loose=False, wrong=0.0):
     """All samples of one video: the main agent answers directly, calls and gathers, or answers
     without tools; and one sub-agent per window. budgets: {way: [K, ..]}. loose: the base's native
     style, drawn turn by turn, instead of the protocol's.
@@ -206,6 +297,10 @@ def chats(task, events, budgets, rng, loose=False):
     Some summaries are empty, sometimes all of a turn, so that the model learns to use the overview
     too. An answer holds only events that frames or summaries showed, and the word "nothing" for the
     others, so every word of an answer can be learned.
+
+    In the search world every thought first says what the overview shows of the scenes, and which
+    of them it will look at. wrong: share of samples that mark, and look at, other scenes than those
+    of the question.
     """
     rows, tools = [], rollout.tool_schema()
 
@@ -217,17 +312,33 @@ def chats(task, events, budgets, rng, loose=False):
     samples = [(way, k) for way in ways for k in budgets.get(way, ())]
     for number, (way, k) in enumerate(samples):
         messages = rollout.main_messages(task, k, tools=way != "plain")
-        seen = shown(events, video.overview_indices(np.arange(64.0), 64.0, k))
+        looks, searching, evidence = overview_looks(k), "scenes" in task, ""
+        # world: as this overview tells it. meant: the events that this sample answers about.
+        world = told_scenes(events, looks) if searching else events
+        meant = [e for e, true in zip(world, events) if true in task["events"]]
+        seen = shown(world, looks)
+        if searching:
+            if rng.random() < wrong:
+                others = [e for e in world if e not in meant]
+                meant = sorted(rng.sample(others, len(meant)), key=lambda e: e["start"])
+            evidence = scene_text(world, meant)
         # call: every window, whatever the frames show. need: those that they do not show, if any.
-        asked = {"call": events, "need": [e for e in events if e not in seen]}.get(way)
+        asked = {"call": meant, "need": [e for e in meant if e not in seen]}.get(way)
+        told = []
         if asked:  # one call per window, then the summaries as tool responses
-            evidence = f"I saw {seen_text(events, seen)}. " if way == "need" else ""
+            if way == "need" and not searching:
+                evidence = f"I saw {seen_text(meant, seen)}. "
             messages.append(said(call_turn(asked, rng, loose, evidence)))
-            missed = rng.choices([0.0, 0.5, 1.0], [0.7, 0.15, 0.15])[0]
+            missed = rng.choices([0.0, 0.5, 1.0], [0.7, 0.15, 0.15])[0] * (not searching)
             told = [e for e in asked if rng.random() >= missed]
-            messages += [{"role": "tool", "content": summary(e["window"], told)} for e in asked]
-            seen += told
-        messages.append(said(answer_turn(seen_text(events, seen), rng, loose)))
+            messages += [{"role": "tool", "content": summary(
+                e["window"], world if e in told else [])} for e in asked]
+            evidence = ""  # said already
+        # All that the crop of a window showed, else what the overview did.
+        saw = ", ".join((e in told and watched(e["window"], world)) or seen_text([e], seen)
+                        for e in meant)
+        messages.append(said(answer_turn(saw, rng, loose, evidence,
+                                         without_times(saw) if searching else saw)))
         again = "b" if (way, k) in samples[:number] else ""  # need: two samples at every K
         row = {"id": f"{task['id']}-{way}-{k}{again}", "tools": tools, "messages": messages}
         if way == "plain":
@@ -236,13 +347,19 @@ def chats(task, events, budgets, rng, loose=False):
     # Sub-agents at 1 fps see every event; with 3 frames in 8 seconds they miss one event in five.
     # One more sub-agent gets an empty slot.
     taken = [e["window"] for e in events]
+    if "scenes" in task:  # every scene as some overview tells it, and any two windows
+        looks = overview_looks(rng.choice(rollout.gated_choices()))
+        taken = [e["window"] for e in told_scenes(events, looks)]
+        taken += [(a, rng.randrange(a + 6, 65)) for a in rng.choices(range(0, 56, 2), k=2)]
+        return rows + [sub_chat(f"{task['id']}-sub-{i}", task, window, events)
+                       for i, window in enumerate(taken)]
     empty = rng.choice([(a, a + 8) for a in range(0, 64, 8) if (a, a + 8) not in taken])
     looks = [(w, fps) for w in taken for fps in (1.0, 0.375)] + [(empty, rng.choice([1.0, 0.375]))]
     return rows + [sub_chat(f"{task['id']}-sub-{i}", task, window, events, fps)
                    for i, (window, fps) in enumerate(looks)]
 
 
-def pretraining_rows(task, events, prior, rng):
+def pretraining_rows(task, events, prior, rng, wrong=0.0):
     """Samples that train the base: every skill at every K, in the style of --prior (see above)."""
     every = rollout.gated_choices()
     ways = {"weak": {"direct": every}, "need": {"need": every * 2}}.get(
@@ -250,16 +367,19 @@ def pretraining_rows(task, events, prior, rng):
     if prior == "half":  # need at every K, and the two ways of tidy at about half of them
         direct = [k for k in every if rng.random() < 0.5]
         ways = {"direct": direct, "call": [k for k in every if k not in direct], "need": every}
-    return chats(task, events, {**ways, "plain": rng.sample(every, 2)}, rng,
-                 loose=prior == "strong")
+    ways["plain"] = rng.sample(every, 2)
+    if "scenes" in task and prior in ("strong", "tidy"):
+        # Calls have more to learn there than answers from the overview.
+        ways["direct"], ways["plain"] = ways["plain"][:1], ways["plain"][1:]
+    return chats(task, events, ways, rng, loose=prior == "strong", wrong=wrong)
 
 
-def cold_start_rows(task, events, rng):
+def cold_start_rows(task, events, rng, wrong=0.0):
     """Samples of the cold start, which teaches calling as in the paper: calls at every K, direct
     answers at one K."""
     every = rollout.gated_choices()
     return chats(task, events, {"direct": [rng.choice(every)], "call": every,
-                                "plain": [rng.choice(every)]}, rng)
+                                "plain": [rng.choice(every)]}, rng, wrong=wrong)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -318,7 +438,7 @@ def render_template(messages, tools=None, base="qwen3_vl"):
     return render_jinja_template([messages], tools=tools, chat_template=chat_template(base))[0][0]
 
 
-def build_tokenizer(rng, vocab_size=640, base="qwen3_vl"):
+def build_tokenizer(rng, vocab_size=640, base="qwen3_vl", world="named"):
     """Byte-level BPE trained on this world's own texts -> PreTrainedTokenizerFast."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -335,8 +455,7 @@ def build_tokenizer(rng, vocab_size=640, base="qwen3_vl"):
     # Times and numbers are repeated until each becomes one token.
     corpus = [f"<{t}.0 seconds>" for t in range(64)] * 30 + [f" {t}" for t in range(65)] * 30
     for _ in range(300):
-        events = make_timeline(rng)
-        task = make_task("v", events)
+        events, task = make_sample("v", rng, world)
         for row in [*pretraining_rows(task, events, "strong", rng),
                     *cold_start_rows(task, events, rng)]:
             text = render_template([m if isinstance(m["content"], str)
@@ -365,7 +484,8 @@ def build_tokenizer(rng, vocab_size=640, base="qwen3_vl"):
     return tokenizer
 
 
-def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384, base="qwen3_vl"):
+def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384, base="qwen3_vl",
+               world="named"):
     """Writes a random checkpoint of this model_type -> number of parameters, one or two millions.
     """
     launch.import_shim()
@@ -378,7 +498,7 @@ def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384, base="
         Qwen3VLVideoProcessor,
     )
 
-    tokenizer = build_tokenizer(rng, base=base)
+    tokenizer = build_tokenizer(rng, base=base, world=world)
     one = tokenizer.convert_tokens_to_ids
     axis = hidden // heads // 2  # rotary pairs of a head, shared out over time, height, width
     text = dict(vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=mlp,
@@ -449,6 +569,10 @@ def main():
     add = parser.add_argument
     add("--out", default="toy", help="folder to write")
     add("--seed", type=int, default=0, help="of videos, texts and weights")
+    add("--world", choices=["search", "named"], default="search",
+        help="search: questions name the border of the scenes to look at; named: they name times")
+    add("--wrong", type=float, default=0.3,
+        help="search: share of demonstrations that look at other scenes than those asked about")
     add("--prior", choices=["strong", "weak", "tidy", "need", "half"], default="strong",
         help="style of the base's pretraining split, see above")
     add("--base-videos", type=int, default=480, help="videos of the base's pretraining split")
@@ -468,6 +592,8 @@ def main():
     for name in ("base_videos", "sft_videos", "rl_videos", "eval_videos", "layers"):
         if getattr(args, name) < 1:
             raise launch.UserError(f"--{name.replace('_', '-')} must be at least 1")
+    if not 0 <= args.wrong <= 1:
+        raise launch.UserError(f"--wrong must be a share from 0 to 1, got {args.wrong}")
     from tqdm import tqdm
 
     launch.make_out(args.out)  # proves that the folder can be written
@@ -482,20 +608,20 @@ def main():
         for split, count in counts.items():
             for i in range(count):
                 # Every split draws its own videos, so that none is seen in two of them.
-                events = make_timeline(rng)
-                task = make_task(f"{split}-{i:04d}", events)
+                events, task = make_sample(f"{split}-{i:04d}", rng, args.world)
                 write_video(os.path.join(args.out, task["video"]), draw_frames(events, noise))
                 if split == "base":
-                    rows[split] += pretraining_rows(task, events, args.prior, style)
+                    rows[split] += pretraining_rows(task, events, args.prior, style, args.wrong)
                 else:
                     chatted = split in ("sft", "val")
-                    rows[split] += cold_start_rows(task, events, rng) if chatted else [task]
+                    rows[split] += (cold_start_rows(task, events, rng, args.wrong) if chatted
+                                    else [task])
                 bar.update()
     for split, name in zip(counts, ("pretrain", "sft", "sft_val", "rl", "eval")):
         text = "".join(json.dumps(row) + "\n" for row in rows[split])
         launch.write_atomic(os.path.join(args.out, f"{name}.jsonl"), text)
     parameters = build_init(os.path.join(args.out, "init"), rng, args.seed, hidden=args.hidden,
-                            layers=args.layers, base=base)
+                            layers=args.layers, base=base, world=args.world)
     print(f"{args.out}: random checkpoint of {parameters / 1e6:.2f} M parameters, "
           f"{sum(counts.values())} videos, "
           + ", ".join(f"{len(r)} {s} rows" for s, r in rows.items()))

@@ -130,7 +130,8 @@ def commands(name, args, seed):
     kind, _, prior = name.partition("-")
     world = f"world-{prior}"
     if kind == "world":
-        return [], [["toy.py", "--out", path(name), "--prior", prior, *numbered]]
+        return [], [["toy.py", "--world", "named", "--out", path(name), "--prior", prior,
+                     *numbered]]
     if name in ("base-strong", "taught-tidy", "taught-need", "taught-half"):
         flags = args.base_flags if kind == "base" else args.taught_flags
         return [world], [sft(path(world, "init"), path(world, "pretrain.jsonl"), flags)]

@@ -14,6 +14,15 @@ share of needed windows that it called, and of windows that the frames show (cal
 the first is high and the second low), wasted calls a rollout, and truthful evidence: the share of
 slots of which the first thought says what the frames show.
 
+Of the way to an answer, in both worlds, over all K and from the same records:
+  P(call)           a call was run
+  P(found | call)   the frames of the calls show every event of the question
+  P(told | found)   the summaries tell of all of them
+  P(right | told)   the answer is right
+Their product is the accuracy that the search earns. The rest is right without the whole way: read
+from the overview, or guessed. Of two folders: what each factor adds to the difference, a Shapley
+value, so that the parts sum to the difference whatever their order.
+
 Reads: folders of eval.py, or runs of grpo.py (the rollouts of the last quarter of the steps).
 CPU: python bench/frontier.py                                   the ceilings
      python bench/frontier.py out/demo/eval/sft out/demo/eval/grpo
@@ -22,6 +31,7 @@ CPU: python bench/frontier.py                                   the ceilings
 import glob
 import itertools
 import json
+import math
 import os
 import sys
 
@@ -88,7 +98,8 @@ def need(rows: list[dict]) -> dict:
             count[kind] += 1
             count[asked] += tuple(map(float, event["window"])) in called
         count["calls"] += len(called)
-        right, slots = toy.stated_evidence(row["turns"][0], events, k) if row["turns"] else (0, 0)
+        right, slots = (toy.stated_evidence(row["turns"][0], row["task"], k) if row["turns"]
+                        else (0, 0))
         count["right"], count["slots"] = count["right"] + right, count["slots"] + slots
 
     def share(a, b):
@@ -99,6 +110,57 @@ def need(rows: list[dict]) -> dict:
             "needed": count["unseen"] / n, "wasted": (count["calls"] - count["hit"]) / n,
             "called_unseen": share("hit", "unseen"), "called_shown": share("extra", "shown"),
             "evidence": share("right", "slots")}
+
+
+def steps_of(row: dict, sub_fps: float) -> list[bool]:
+    """Rollout -> [called, found, told, right], see above; a step counts only after those before."""
+    calls = [c for c in row["calls"] if c["status"] == "ok"]
+    shown, told = [], " ".join(f"{c['summary']}," for c in calls)
+    for c in calls:
+        shown += toy.shown(row["task"]["events"], video.crop_indices(
+            np.arange(64.0), 64.0, c["start"], c["end"], c["num_frames"] or None, sub_fps))
+    steps = [bool(calls), all(e in shown for e in row["task"]["events"]),
+             all(f" {e['colour']}," in told for e in row["task"]["events"]), row["acc"] == 1.0]
+    return list(itertools.accumulate(steps, lambda before, step: before and step))
+
+
+def way(rows: list[dict], sub_fps: float) -> dict:
+    """Rollouts -> {"factors": the four conditional shares, None after a share of 0; "rest": share
+    of rollouts that are right without the whole way}."""
+    counts = [len(rows), *map(sum, zip(*(steps_of(row, sub_fps) for row in rows)))]
+    right = sum(row["acc"] == 1.0 for row in rows)
+    return {"factors": [b / a if a else None for a, b in zip(counts, counts[1:])],
+            "rest": (right - counts[-1]) / len(rows)}
+
+
+def shares(before: dict, after: dict) -> list[float]:
+    """Two `way`s -> what each of the four factors adds to the difference of the products."""
+    pairs = [[p or 0.0 for p in pair] for pair in zip(before["factors"], after["factors"])]
+    added, orders = [0.0] * 4, list(itertools.permutations(range(4)))
+    for order in orders:
+        now = [old for old, _ in pairs]
+        for i in order:
+            last, now[i] = math.prod(now), pairs[i][1]
+            added[i] += (math.prod(now) - last) / len(orders)
+    return added
+
+
+def way_lines(ways: dict[str, dict]) -> str:
+    """{folder: way} -> text, with what each factor adds from the first folder to each other one."""
+    names = ("P(call)", "P(found | call)", "P(told | found)", "P(right | told)", "rest")
+    lines, first = ["  ".join(["accuracy", *names])], None
+    for folder, found in ways.items():
+        numbers = [math.prod(p or 0.0 for p in found["factors"]) + found["rest"],
+                   *found["factors"], found["rest"]]
+        rows = [(folder, numbers, ".3f")]
+        if first:
+            parts = [*shares(first, found), found["rest"] - first["rest"]]
+            rows.append(("  adds", [sum(parts), *parts], "+.3f"))
+        first = first or found
+        lines += ["  ".join(f"{'-' if n is None else format(n, form):>{len(title)}}" for n, title in
+                            zip(row, ("accuracy", *names))) + f"  {label}"
+                  for label, row, form in rows]
+    return "\n".join(lines)
 
 
 def by_budget(rows: list[dict]) -> dict[int, dict]:
@@ -154,6 +216,7 @@ def main():
                         ("mean", {m: mean([c[m] for c in limits.values()]) for m in limits[4]})]:
             print(f"K {k:<4}  never {cell['never']:.3f}  ceiling {cell['ceiling']:.3f}  "
                   f"needed calls {cell['needed']:.2f} of {cell['always']:.0f}")
+    ways = {}
     for folder in args.folders:
         rows = [r for r in read(folder) if "events" in r["task"]]
         if not rows:
@@ -163,7 +226,11 @@ def main():
             with open(os.path.join(folder, "args.json")) as f:
                 fps = json.load(f)["sub_fps"]
         cells = by_budget(rows)
-        print(f"{folder}\n{table(cells, fps)}\n{verdict(cells)}")
+        if "scenes" not in rows[0]["task"]:  # there every need is a window that is named
+            print(f"{folder}\n{table(cells, fps)}\n{verdict(cells)}")
+        ways[folder] = way(rows, fps)
+    if ways:
+        print(way_lines(ways))
 
 
 if __name__ == "__main__":

@@ -118,6 +118,11 @@ def summarise(records, bench=None, judged=False):
     spent = costs.mean(records)
     if spent:
         out["cost"] = spent  # per answer
+    looked = [r["reward"]["windows"] for r in fine
+              if "windows" in r["reward"] and any(call["status"] == "ok" for call in r["calls"])]
+    if looked:  # means over the episodes that looked
+        out["windows"] = {name: sum(w[name] for w in looked) / len(looked) for name in looked[0]}
+        out["windows"]["n"] = len(looked)
     if judged:
         verdicts = [r["judge"] and r["judge"]["verdict"] for r in records if "judge" in r]
         failed = verdicts.count(None)  # the request failed, or the reply was neither yes nor no
@@ -346,6 +351,9 @@ def table(results, labels=12):
         more = [f"{row['metric']} is the headline"] if row["metric"] != "accuracy" else []
         for name in ("pass@n", "R@0.3", "R@0.5", "R@0.7"):
             more += [f"{name} {row[name]:.3f}"] if name in row else []
+        if windows := row.get("windows"):
+            more.append("windows: recall {recall:.3f}, hit rate {hit:.3f}, IoU {iou:.3f} of {n} "
+                        "episodes that called".format(**windows))
         for kind, cell in row.get("by_type", {}).items():
             more.append(f"{kind} {cell['acc']:.3f} of {cell['n']}")
         if more:

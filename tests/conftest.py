@@ -164,8 +164,8 @@ def toy(tmp_path_factory):
     """Folder of a small toy world: 2 pretraining videos, 12 SFT videos, 24 held-out ones, 6 RL
     tasks, 4 evaluation tasks, a random checkpoint."""
     folder = tmp_path_factory.mktemp("world") / "toy"
-    done = run_script("toy.py", "--out", folder, "--base-videos", 2, "--sft-videos", 12,
-                      "--rl-videos", 6, "--eval-videos", 4)
+    done = run_script("toy.py", "--world", "named", "--out", folder, "--base-videos", 2,
+                      "--sft-videos", 12, "--rl-videos", 6, "--eval-videos", 4)
     assert done.returncode == 0, done.stderr
     # An embedding of the length that learns fast makes a random policy repeat what it has read:
     # here it is to say anything, so that samples differ.

@@ -526,7 +526,7 @@ def row(k, acc, executed, group="p", **changes):
             "closure": {t: [0, 0] for t in rewards.KINDS},
             "written": executed, "parseable": executed, "executed": executed,
             "length": 10, "turns": 1, "cut": 0,
-            "sub_tokens": 0, "decode_s": 0.0}
+            "sub_tokens": 0, "decode_s": 0.0, "windows": None}
     return {**base, **changes}
 
 
@@ -558,6 +558,17 @@ def test_summary_by_hand():
     failed = [row(4, 0.0, 0, status=status, f_tau=0.0, turns=0)
               for status in ("video_error", "engine_error")]
     assert metrics.summarise(rows + failed) == {**m, "not_ok": 2}
+
+
+def test_windows_are_judged_per_budget_over_the_rollouts_that_looked():
+    good, poor = (dict(zip(("recall", "precision", "iou", "hit"), numbers))
+                  for numbers in ((1.0, 0.5, 0.5, 1.0), (0.0, 0.0, 0.0, 0.0)))
+    m = metrics.summarise([row(4, 1.0, 1, windows=good), row(4, 0.0, 1, windows=poor),
+                           row(4, 0.0, 0), row(64, 1.0, 2, windows=good), row(8, 0.0, 0)])
+    assert [m["by_K"][k].get("window_recall") for k in ("4", "8", "64")] == [0.5, None, 1.0]
+    assert (m["by_K"]["4"]["window_precision"], m["by_K"]["4"]["window_iou"]) == (0.25, 0.25)
+    assert m["window_hit"] == pytest.approx(2 / 3)
+    assert not any(name.startswith("window") for name in metrics.summarise([row(4, 1.0, 1)]))
 
 
 def test_a_step_line_says_how_many_failed_and_shows_no_number_that_was_not_measured():

@@ -1409,3 +1409,26 @@ def test_windows_that_look_at_everything_or_at_all_scenes_earn_little():
     assert window_scores([], scenes[:1]) == {"recall": 0.0, "precision": None, "iou": 0.0,
                                              "hit": 0.0}
     assert window_scores([(16, 32)], scenes[:1])["hit"] == 0.0  # they only touch
+
+
+@given(SPANS, SPANS.filter(bool))
+def test_windows_are_paid_by_their_iou_once_each_and_only_if_they_were_run(windows, evidence):
+    task = {"type": "open", "answer": "a dog", "evidence": evidence}
+    calls = [{"parseable": True, "status": status, "start": a, "end": b}
+             for a, b in windows for status in ("ok", "ok", "video_error")]
+    paid, free = (rewards.score(["Look."], task, calls, pay=rewards.Pay(window_weight=weight))
+                  for weight in (2.0, 0.0))
+    iou = window_scores(windows, evidence)["iou"]
+    assert paid["paid_task"] - free["paid_task"] == approx(2 * iou)
+    assert paid["paid_fmt"] == free["paid_fmt"] and paid["windows"]["iou"] == iou
+    failed = [{**call, "status": "error"} for call in calls]
+    assert rewards.score(["Look."], task, failed)["windows"]["recall"] == 0.0
+
+
+def test_a_task_without_evidence_judges_no_window():
+    calls = [{"parseable": True, "status": "ok", "start": 0.0, "end": 1.0}]
+    for evidence in ({}, {"evidence": None}, {"evidence": []}):
+        task = {"type": "open", "answer": "a dog", **evidence}
+        result = rewards.score(["Look."], task, calls, pay=rewards.Pay(window_weight=1.0))
+        assert "windows" not in result and result["total"] == rewards.score(["Look."], task,
+                                                                            calls)["total"]

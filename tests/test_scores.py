@@ -302,6 +302,23 @@ def test_the_difference_is_the_headlines(bench, more, difference, made, command,
     assert row["difference"] == difference and row["n"] == (4 if bench == "mmvu" else 8)
 
 
+def test_windows_are_judged_over_the_episodes_that_called():
+    def one(name, windows, status="ok"):
+        calls = [{"status": status, "start": 0, "end": 1}] * (windows is not None)
+        reward = {"fmt": 1.0, **({"windows": windows} if windows else {})}
+        return {"task": {"id": name, "video": name, "type": "mcq"}, "sample": 0, "status": "ok",
+                "score": 1.0, "extracted": "A", "finish": ["stop"], "calls": calls,
+                "reward": reward, "timing": {}}
+
+    good, poor = {"recall": 1.0, "iou": 0.5, "hit": 1.0}, {"recall": 0.5, "iou": 0.0, "hit": 1.0}
+    found = scores.summarise([one("a", good), one("b", poor), one("c", None),
+                              one("d", good, "error")])
+    assert found["windows"] == {"recall": 0.75, "iou": 0.25, "hit": 1.0, "n": 2}
+    text = scores.table([{**found, "K": 64, "tools": "on"}])
+    assert "windows: recall 0.750, hit rate 1.000, IoU 0.250 of 2 episodes that called" in text
+    assert "windows" not in scores.summarise([one("a", None)])
+
+
 def test_runs_of_one_system_are_pooled(made, command, tmp_path):
     """Seeds are averaged within an item, and videos are drawn. A has 1/2, 1/2, 0, 0 and B has 1, 1,
     1/2, 0. Names with a comma or an equals sign are folders like others."""

@@ -25,7 +25,8 @@ import rollout
 import toy as toy_world
 import video
 
-SMALL = ("--base-videos", 3, "--sft-videos", 3, "--rl-videos", 2, "--eval-videos", 1)
+SMALL = ("--world", "named", "--base-videos", 3, "--sft-videos", 3, "--rl-videos", 2,
+         "--eval-videos", 1)
 
 
 @pytest.fixture(scope="module")
@@ -412,7 +413,7 @@ def test_a_need_prior_says_what_it_sees_and_calls_for_the_rest(prior, ways):
             says = ", ".join(f"{e['window'][0]} {'nothing' if e in unseen else e['colour']}"
                              for e in events)
             assert f"I saw {says}." in text and ("I need a closer look." in text) == bool(unseen)
-            assert toy_world.stated_evidence(text, events, k) == (len(events), len(events))
+            assert toy_world.stated_evidence(text, task, k) == (len(events), len(events))
         assert all(windows in ([], [tuple(e["window"]) for e in events]) for *_, windows in others)
 
 
@@ -426,7 +427,169 @@ def test_stated_evidence_counts_lies_of_both_kinds_and_silence():
             (4, "I saw 8 nothing, 32 blue.</think>", (1, 2)),  # invented
             (4, "Hm. I saw 32 nothing.</think> I saw 8 red", (1, 1)),
             (4, "I need a closer look.</think><answer>8 red</answer>", (0, 0)), (4, "", (0, 0))]:
-        assert toy_world.stated_evidence(text, events, k) == wanted, (k, text)
+        assert toy_world.stated_evidence(text, {"events": events}, k) == wanted, (k, text)
+
+
+# ------------------------------------------------------------------------------------------------
+# The search world
+
+
+@pytest.fixture(scope="module")
+def search(tmp_path_factory):
+    """A small search world, the default."""
+    out = tmp_path_factory.mktemp("search") / "toy"
+    done = run_script("toy.py", "--out", out, "--prior", "tidy", "--base-videos", 12,
+                      "--sft-videos", 1, "--rl-videos", 8, "--eval-videos", 4)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def nearest(patch):
+    """Name of the colour of pixels, None for grey."""
+    names = {**toy_world.colours(), None: (128, 128, 128)}
+    mean = patch.reshape(-1, 3).astype(float).mean(0)
+    return min(names, key=lambda name: np.abs(mean - names[name]).sum())
+
+
+def seconds_of(film, root, **spec):
+    """Frames of a film -> [(second, colour of the border, colour inside or None)]."""
+    frames = video.load({"type": "video", "video": film, **(spec or {"frames": 64})}, str(root))
+    return [(int(t), nearest(image[:2]), nearest(image[13:19, 13:19]))
+            for t, image in zip(frames.seconds, frames.images)]
+
+
+def scenes_in(seconds):
+    """[(start, end, border, [(second, flash)])]: a scene ends where the border changes."""
+    found = []
+    for t, border, inside in seconds:
+        if not found or found[-1][2] != border:
+            found.append([t, t, border, []])
+        found[-1][1] = t + 1
+        found[-1][3] += [(t, inside)] * (inside is not None)
+    return found
+
+
+def test_the_answer_and_the_evidence_of_a_search_are_in_its_frames(search):
+    """Worked out from the decoded film alone: four scenes with a border, one flash of two seconds
+    in each, in colours that no border has."""
+    asked_twice = set()
+    for name in ("rl.jsonl", "eval.jsonl"):
+        for task in rows_of(search, name):
+            scenes = scenes_in(seconds_of(task["video"], search))
+            assert len(scenes) == 4 and scenes[-1][1] == 64
+            border = re.fullmatch(r"Which colours flash while the border is (\w+)\?",
+                                  task["question"])[1]
+            hits = [s for s in scenes if s[2] == border]
+            assert task["evidence"] == [[a, b] for a, b, *_ in hits] and 1 <= len(hits) <= 2
+            assert task["answer"] == ", ".join(flash[0][1] for *_, flash in hits)
+            for a, b, edge, flash in scenes:
+                (first, colour), (second, again) = flash
+                assert second == first + 1 and colour == again and a < first and second < b - 1
+                assert colour not in toy_world.borders() and edge in toy_world.borders()
+                assert 8 <= b - a <= 24
+            # Every overview shows every border.
+            assert len(scenes_in(seconds_of(task["video"], search, frames=4))) == 4
+            asked_twice.add(len(hits))
+    assert asked_twice == {1, 2}
+
+
+def test_one_crop_of_the_whole_film_misses_half_of_the_flashes_and_a_scene_shows_its_own():
+    rng, seen, total = random.Random(0), 0, 0
+    for _ in range(300):
+        events, _ = toy_world.make_scenes(rng)
+        whole = {round(2 + 4 * n) for n in range(16)}  # centres of 16 equal parts
+        seen += sum(bool(whole & {e["start"], e["start"] + 1}) for e in events)
+        total += len(events)
+        for e in events:
+            assert toy_world.shown([e], toy_world.crop_looks(e["window"])) == [e]
+    assert 0.45 < seen / total < 0.55
+
+
+def test_a_draw_that_looks_at_nothing_is_rarely_right():
+    """The best blind guess is one colour: one scene matches in 55 of 100 films, so 0.14."""
+    rng, counts = random.Random(0), Counter()
+    for _ in range(1000):
+        events, asked = toy_world.make_scenes(rng)
+        counts[toy_world.make_task("v", events, asked)["answer"]] += 1
+    assert max(counts.values()) < 180 and len(counts) == 4 + 4 * 3
+
+
+def said_scenes(text):
+    """First thought -> ([(start, border)], [marked window])."""
+    told = text.partition("I saw ")[2].split(".")[0]
+    marked = [(int(a), int(b)) for a, b in re.findall(r"look (\d+) to (\d+)", told)]
+    starts = re.findall(r"(\d+) (red|green|blue|white)", told)
+    return [(int(t), border) for t, border in starts], marked
+
+
+def test_demonstrations_of_a_search_tell_what_the_overview_shows_and_some_look_elsewhere(search):
+    """Starts are midway between the frames around a change of the border. Calls are the marked
+    windows; the marked scenes have the border of the question, but in the share of --wrong."""
+    films, right = {}, Counter()
+    for row in rows_of(search, "pretrain.jsonl"):
+        name, kind, k = kind_of(row)
+        if kind == "sub":
+            continue
+        film = row["messages"][1]["content"][0]["video"]
+        seconds = films.setdefault((film, k), seconds_of(film, search, frames=int(k)))
+        edges = [border for _, border, _ in seconds]
+        starts = [0] + [(a + b + 1) // 2 for (a, x, _), (b, y, _) in zip(seconds, seconds[1:])
+                        if x != y]
+        borders = [x for x, y in zip(edges, [*edges[1:], None]) if x != y]
+        claims, marked = said_scenes(row["messages"][2]["content"])
+        assert claims == list(zip(starts, borders))
+        asked = re.search(r"border is (\w+)", row["messages"][1]["content"][1]["text"])[1]
+        wanted = [w for w, border in zip(zip(starts, [*starts[1:], 64]), borders)
+                  if border == asked]
+        assert len(marked) == len(wanted)
+        right[marked == wanted] += 1
+        assert marked == wanted or not set(marked) & set(wanted)
+        if kind == "call":
+            (_, _, windows), = first_turns([row], "call")
+            assert windows == marked
+        task = {"scenes": [{"window": (a, b), "border": border} for a, b, border, _ in
+                           scenes_in(films.setdefault((film, "64"), seconds_of(film, search)))]}
+        assert toy_world.stated_evidence(row["messages"][2]["content"], task, int(k)) == (4, 4)
+    assert 0.2 < right[False] / right.total() < 0.4
+
+
+def test_answers_and_summaries_of_a_search_hold_what_frames_showed(search):
+    import rewards
+
+    kinds = Counter()
+    for row in rows_of(search, "pretrain.jsonl"):
+        _, kind, _ = kind_of(row)
+        spec, question = row["messages"][1]["content"]
+        spec = {name: spec[name] for name in spec if name != "type"}
+        shown = {flash for *_, flash in seconds_of(spec.pop("video"), search, **spec) if flash}
+        said = row["messages"][-1]["content"]
+        if kind == "sub":
+            start = re.search(r"Window: (\d+)", question["text"])[1]
+            told = set(re.findall(rf"{start} ([a-z]+)", said))
+            assert told == shown and (said == rollout.empty_summary()) == (not shown)
+        else:
+            answer = rewards.final_answer([said.removeprefix("<think>\n")], True).split(", ")
+            told = {word for m in row["messages"] if m["role"] == "tool"
+                    for word in re.findall(r"\d+ ([a-z]+)", m["content"])}
+            assert set(answer) - {"nothing"} <= shown | told
+            turns = [m["content"].removeprefix("<think>\n") for m in row["messages"]
+                     if m["role"] == "assistant"]
+            assert rewards.format_reward(turns)["total"] == 1.0
+        kinds[kind, "nothing" in said] += 1
+    # Samples that call see a flash in almost every window, the others in some overviews.
+    assert {(kind, empty) for kind in ("sub", "direct", "plain") for empty in (True, False)} | {
+        ("call", False)} <= set(kinds)
+
+
+def test_stated_evidence_of_a_search_counts_starts_with_the_right_border():
+    task = {"scenes": [{"window": w, "border": c} for w, c in
+                       (((0, 14), "red"), ((14, 34), "blue"), ((34, 48), "red"),
+                        ((48, 64), "green"))]}
+    text = "I saw 0 red look 0 to 14, 14 blue, 32 red look 32 to 48, 48 white. I saw 0 black."
+    assert toy_world.stated_evidence(text, task, 64) == (2, 3)  # nothing starts at 32
+    # 4 frames, at 8, 24, 40 and 56 s, place every change midway between two of them
+    assert toy_world.stated_evidence("I saw 0 red, 16 blue, 32 red.</think>", task, 4) == (3, 3)
+    assert toy_world.stated_evidence("I need a closer look.", task, 4) == (0, 0)
 
 
 # ------------------------------------------------------------------------------------------------
