@@ -86,13 +86,13 @@ def score(turns: list[str], task: dict, calls=(), think_open: bool = True, pay: 
     # A term added here reaches the log and the gradient alike. The task part is credited at every
     # sampled token, the format part at the tokens that --format-credit names.
     paid_task = acc + pay.tool_weight * tool - pay.call_cost * executed
+    paid_fmt = pay.format_weight * fmt
     judged = {}
     if evidence := task.get("evidence"):
         looked = [(call["start"], call["end"]) for call in calls if call["status"] == "ok"]
         judged["windows"] = window_scores(looked, evidence)
         # The IoU: recall would pay for the whole film, and a sum over windows for copies of one.
         paid_task += pay.window_weight * (judged["windows"]["iou"] or 0.0)
-    paid_fmt = pay.format_weight * fmt
     return {"acc": acc, "fmt": fmt, "tool": tool, "paid_task": paid_task, "paid_fmt": paid_fmt,
             "total": paid_task + paid_fmt, **judged}
 

@@ -1,10 +1,23 @@
 """
 toy.py: writes a world so small that a video agent learns in it within minutes on two CPU cores.
 
-The world. A 64-second video, one frame a second, 32 x 32 pixels (ONE vision token a frame): grey
-noise, and 1 to 3 coloured squares, each on screen for 2 seconds within a separate 8-second slot.
-The question names slots. The answer lists "time colour" pairs in order, so a colour is always
-looked up by a time, in frames and in summaries alike.
+The world of --world search, the default. A 64-second video, one frame a second, 32 x 32 pixels (ONE
+vision token a frame): four scenes of 8 to 24 seconds, each with a border in one of four colours,
+and once in each scene the inside flashes for 2 seconds in one of four others. The question names a
+border, which one or two scenes have, and no time. So an agent must find its windows:
+    Which colours flash while the border is blue?           ->  purple, black
+An overview of any K shows all borders, although K = 4 tells little of when a scene ends. A crop of
+a scene shows its flash; a crop of the whole film shows half of the flashes, and a window that
+reaches into another scene may tell of a flash too many. Each task has `evidence`: the scenes asked
+about, by which windows are judged. A thought first tells of the scenes, and marks those to look at:
+    I saw 0 green, 14 blue look 14 to 32, 32 red, 50 blue look 50 to 64. I need a closer look.
+A share of the demonstrations (--wrong) marks other scenes, so that the cold start calls in the
+right form and is often wrong about the place. Where to look is left for RL to learn.
+
+The world of --world named, which bench/ablation.py uses. A film of the same size: grey noise, and 1
+to 3 coloured squares, each on screen for 2 seconds within a separate 8-second slot. The question
+names slots. The answer lists "time colour" pairs in order, so a colour is always looked up by a
+time, in frames and in summaries alike.
     Which colours appear between 16 and 24, 40 and 48?      ->  16 red, 40 blue
 An overview has K frames at the centres of K equal segments. It shows an event of 2 seconds always
 at K = 64 and 32, three times in five at 16, twice in five at 8, never at 4. A crop of the slot
@@ -16,7 +29,7 @@ that `--prior` names:
     strong   calls half of the time; thoughts left open or opened again, `<tool_code>` calls,
              unclosed JSON, prose, answers without tags
     weak     tidy thoughts and answers, and never a call
-    tidy     calls half of the time, everything in the protocol's style: base and cold start in one,
+    tidy     calls half of the time (in the search world five times in six), everything in the protocol's style: base and cold start in one,
              which learns fastest (`make demo`). Whether a sample calls does not depend on K
     need     as tidy, but the thought first says what the frames show, and the calls are for the
              slots that they do not show; no call if they show all
@@ -298,9 +311,9 @@ def chats(task, events, budgets, rng, loose=False, wrong=0.0):
     too. An answer holds only events that frames or summaries showed, and the word "nothing" for the
     others, so every word of an answer can be learned.
 
-    In the search world every thought first says what the overview shows of the scenes, and which
-    of them it will look at. wrong: share of samples that mark, and look at, other scenes than those
-    of the question.
+    In the search world every first thought tells of the scenes, no summary is withheld, and an
+    answer repeats all that the summaries tell. wrong: share of the samples that are about other
+    scenes than those of the question.
     """
     rows, tools = [], rollout.tool_schema()
 
@@ -334,7 +347,8 @@ def chats(task, events, budgets, rng, loose=False, wrong=0.0):
             messages += [{"role": "tool", "content": summary(
                 e["window"], world if e in told else [])} for e in asked]
             evidence = ""  # said already
-        # All that the crop of a window showed, else what the overview did.
+        # All that the crop of a window showed, else what the overview did. So a window that is too
+        # wide spoils the answer.
         saw = ", ".join((e in told and watched(e["window"], world)) or seen_text([e], seen)
                         for e in meant)
         messages.append(said(answer_turn(saw, rng, loose, evidence,

@@ -372,6 +372,30 @@ def toy_rollout(k, called, turn="", acc=1.0):
     return {"task": {"events": events}, "K": k, "acc": acc, "calls": calls, "turns": [turn]}
 
 
+def test_the_way_to_an_answer_is_taken_apart_by_hand(ablation):
+    """One event, on the frames 9 and 10. Steps count after those before them alone."""
+    def one(acc, *calls):
+        calls = [{"start": a, "end": b, "status": "ok", "num_frames": 0, "summary": text}
+                 for a, b, text in calls]
+        task = {"events": [{"start": 9, "end": 11, "colour": "red", "window": (8, 16)}]}
+        return {"task": task, "acc": acc, "calls": calls}
+
+    there, elsewhere = (8.0, 16.0, "8 red"), (16.0, 24.0, "16 red")
+    frontier = ablation.frontier
+    found = frontier.way([one(1.0, there), one(0.0, there), one(1.0, elsewhere), one(0.0),
+                          one(1.0, elsewhere, (8.0, 16.0, "8 blue"))], 1.0)
+    # called 4 of 5, found 3 of 4, told 3 of 3 (by another window), right 2 of 3
+    assert found == {"factors": [0.8, 0.75, 1.0, pytest.approx(2 / 3)],
+                     "rest": pytest.approx(0.2)}
+    better = {"factors": [1.0, 0.75, 1.0, 1.0], "rest": 0.0}
+    parts = frontier.shares(found, better)
+    assert sum(parts) == pytest.approx(0.75 - 0.4) and parts[1:3] == [0.0, 0.0]
+    assert parts[0] == pytest.approx(0.75 * 0.2 * (2 / 3 + 1) / 2)
+    none = frontier.way([one(0.0)], 1.0)
+    assert none == {"factors": [0.0, None, None, None], "rest": 0.0}
+    assert "+0.750" in frontier.way_lines({"a": none, "b": better})
+
+
 def test_needed_calls_are_counted_by_window_and_by_hand(ablation):
     ok, lost = "ok", "error"
     at_4 = ablation.frontier.need([

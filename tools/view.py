@@ -302,6 +302,7 @@ def shown_episode(row, source, place):
         "reward": {term: number(reward.get(term)) for term in ("total", "acc", "fmt", "tool")},
         "advantage": {term: number(advantage.get(term)) for term in ("task", "fmt")},
         "duration": number((row.get("timing") or {}).get("video_s")) or last,  # seconds
+        "evidence": [[float(start), float(end)] for start, end in task.get("evidence") or []],
         "times": times, "thumbs": [], "calls": calls,  # times of the overview frames
         "turns": shown_turns(row, calls, source["args"].get("format_credit", "struct")),
     }
