@@ -29,8 +29,9 @@ that `--prior` names:
     strong   calls half of the time; thoughts left open or opened again, `<tool_code>` calls,
              unclosed JSON, prose, answers without tags
     weak     tidy thoughts and answers, and never a call
-    tidy     calls half of the time (in the search world five times in six), everything in the protocol's style: base and cold start in one,
-             which learns fastest (`make demo`). Whether a sample calls does not depend on K
+    tidy     calls half of the time, in the search world five times in six; everything is in the
+             protocol's style: base and cold start in one, which learns fastest (`make demo`).
+             Whether a sample calls does not depend on K
     need     as tidy, but the thought first says what the frames show, and the calls are for the
              slots that they do not show; no call if they show all
     half     one sample in two as in need, the other as in tidy
