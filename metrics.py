@@ -66,7 +66,7 @@ def episode_row(e, labels):
         "chance": by_chance(e, labels),
         "f_tau": ruler["total"], "well_formed": ruler["well_formed"],
         # All numbers of the reward, so a term that is added in rewards.score is logged by itself.
-        "reward": {name: n for name, n in e.reward.items() if name != "judge"},
+        "reward": {name: n for name, n in e.reward.items() if name not in ("judge", "windows")},
         "acc": e.reward["acc"],
         # Counts, not shares: shares of rollouts with few tags would weigh as much as those of many.
         "closure": rewards.closure_counts(e.turns, e.think_open),
