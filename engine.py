@@ -13,7 +13,7 @@ Reads a checkpoint folder; writes nothing. Used by rollout.py and endpoint.py; c
 engine that has submit(request), abort(request id) and poll().
 """
 import asyncio
-import importlib
+import importlib.util
 import os
 import threading
 import time
@@ -178,11 +178,16 @@ class VllmEngine:
 
     def __init__(self, ckpt: str, codec: chat.Codec, limits: Limits):
         """ckpt: folder of a whole checkpoint, not of adapters. Collective under torchrun on GPUs.
-        """
+        Raises UserError if vLLM is missing."""
         import atexit
         import gc
 
         import torch
+
+        # Found without an import, which would take seconds.
+        if importlib.util.find_spec("vllm") is None:
+            raise launch.UserError("vllm is not installed: pip install -r requirements.txt "
+                                   "(without a GPU: requirements-cpu.txt)")
 
         launch.import_shim()
         gpu = torch.cuda.is_available()

@@ -629,10 +629,9 @@ def from_json(row: dict) -> Episode:
     """A line of a rollout JSONL -> Episode, without decoded frames."""
     items = [chat.VisionItem(**v) for v in row["vision"]]
     # No compact ids: no engine is asked to go on from a record.
-    ids, mask, logps = row["ids"], row["mask"], row["logps"]
-    context = Context(ids=ids, mask=mask, logps=logps, items=items) if ids else None
-    kept = {name: row[name] for name in Episode.kept()}
-    return Episode(num_frames=row["K"], context=context, spoken=row.get("subtitles", ""), **kept)
+    context = Context(ids=row["ids"], mask=row["mask"], logps=row["logps"], items=items)
+    return Episode(num_frames=row["K"], context=context if row["ids"] else None,
+                   spoken=row.get("subtitles", ""), **{name: row[name] for name in Episode.kept()})
 
 
 def record_fault(row: dict) -> str | None:
@@ -753,7 +752,6 @@ def check_context(codec, tasks, agent, source, frames) -> None:
     if rope.get("rope_type", "default") == "default" and agent.context > places:
         raise launch.UserError(f"--context {agent.context}: the checkpoint has {places} positions; "
                                "lower --context (for a checkpoint of toy.py: --preset toy)")
-    tools = tool_schema() if agent.tools else None
     first = None  # error of the first video
     for task in tasks[:8]:
         spec = source.overview_spec(task, most_frames(frames))
@@ -762,8 +760,8 @@ def check_context(codec, tasks, agent, source, frames) -> None:
         except video.VideoError as error:
             first = first or error
             continue  # counted as video_error when the episode of this task comes
-        messages = main_messages(task, most_frames(frames), agent.tools, spoken)
-        tokens = len(open_context(codec, messages, [spec], [seen], tools).ids)
+        item = chat.vision_item(spec, seen)
+        tokens = prompt_tokens(codec, task, item, most_frames(frames), agent, spoken)
         if tokens + 32 > agent.context:  # 32: the shortest thought and answer worth sampling
             why = f"task {task['id']} with {len(seen.seconds)} frames takes {tokens} tokens"
             raise launch.UserError(f"--context {agent.context} is too small: {why}; raise "
@@ -775,6 +773,13 @@ def check_context(codec, tasks, agent, source, frames) -> None:
                            f"is --video-root right? {first}")
 
 
+def prompt_tokens(codec, task, item, num_frames, agent, spoken) -> int:
+    """Tokens of the first prompt of a task whose overview is the VisionItem `item`."""
+    messages = main_messages(task, num_frames, agent.tools, spoken)
+    tools = tool_schema() if agent.tools else None
+    return len(chat.encode_prompt(codec, messages, [item], tools)[0])
+
+
 def preflight(codec, tasks, agent, source, frames) -> list[str]:
     """Opens every video and counts the tokens of every first prompt; prints the counts. -> faults,
     a line each. Labels have been checked by read_tasks. Builds no model."""
@@ -783,7 +788,6 @@ def preflight(codec, tasks, agent, source, frames) -> list[str]:
     from tqdm import tqdm
 
     fewest, most = (min(gated_choices()) if frames == "gated" else frames), most_frames(frames)
-    tools = tool_schema() if agent.tools else None
 
     def look(task):
         """-> (fault or None, tokens of the prompt with `most` frames)."""
@@ -795,19 +799,16 @@ def preflight(codec, tasks, agent, source, frames) -> list[str]:
         # Only sizes and times enter the ids, so the largest prompt needs no decoding.
         item = replace(chat.vision_item(spec, seen), frames=len(times), seconds=times.tolist())
         spoken = source.subtitles(task, times) if source.subtitles else ""
-        messages = main_messages(task, most, agent.tools, spoken)
-        tokens = len(chat.encode_prompt(codec, messages, [item], tools)[0])
-        if tokens + 32 <= agent.context:
-            return None, tokens
-        return (f"task {task['id']}: {tokens} tokens with {most} frames do not fit into --context "
-                f"{agent.context}"), tokens
+        tokens = prompt_tokens(codec, task, item, most, agent, spoken)
+        fault = (f"task {task['id']}: {tokens} tokens with {most} frames do not fit into --context "
+                 f"{agent.context}")
+        return (fault if tokens + 32 > agent.context else None), tokens
 
     # Threads, because most of the time goes into decoders.
     with ThreadPoolExecutor(video.decode_threads()) as pool:
         looked = list(tqdm(pool.map(look, tasks), total=len(tasks), desc="videos", disable=None))
     kinds = collections.Counter(task["type"] for task in tasks)
-    drawn = collections.Counter(
-        overview_frames(frames, agent.seed, 0, task["id"]) for task in tasks)
+    drawn = collections.Counter(overview_frames(frames, agent.seed, 0, t["id"]) for t in tasks)
     print(f"{len(tasks)} tasks: " + ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items())))
     print("K of a first pass: " + ", ".join(f"{n} at {k}" for k, n in sorted(drawn.items())))
     largest = max((tokens for _, tokens in looked), default=0)
@@ -824,17 +825,11 @@ def frames_argument(text: str) -> int | str:
 
 
 def make_engine(ckpt, codec, args, sleeping=False, windows=(0, 0)) -> VllmEngine:
-    """The engine of the flags. Collective, and raises UserError if vLLM is missing.
+    """The engine of the flags. Collective.
 
     sleeping: give memory back between rollouts (GPU). windows: (crops that one context may hold
     beside the overview, frames of each).
     """
-    import importlib.util
-
-    # Found without an import, which would take seconds.
-    if importlib.util.find_spec("vllm") is None:
-        raise launch.UserError("vllm is not installed: pip install -r requirements.txt "
-                               "(without a GPU: requirements-cpu.txt)")
     import checkpoint  # imports torch, so not at the top
 
     # The engine reserves memory for the largest context: all frames that one may hold.
@@ -893,58 +888,6 @@ def parse_args():
     return args
 
 
-def sampled(sampler: Sampler, tasks: list[dict], args) -> list[dict]:
-    """Samples all tasks, with a progress bar -> records."""
-    from tqdm import tqdm
-
-    # Colours on a terminal alone, and none if the user has set NO_COLOR (no-color.org).
-    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    rows = []
-    episodes = run(sampler, tasks, args.frames, args.group, args.step)
-    for episode in tqdm(episodes, total=len(tasks) * args.group, desc="rollouts", disable=None):
-        launch.beat(args.patience)  # an engine that hangs ends the run, with its stacks
-        rows.append(episode.to_json())
-        if len(rows) <= args.show:
-            print(show(episode, sampler.codec, colour), flush=True)
-    # Episodes finish in any order; the file does not depend on that order.
-    return sorted(rows, key=lambda row: (row["group"], row["sample"]))
-
-
-def set_up(args, tasks, read, judge=None) -> Sampler:
-    """Flags -> Sampler. Everything that can be wrong with the input is checked before the engine is
-    loaded. read: the input that --video-root belongs to. judge: None, or path -> Judge."""
-    import checkpoint  # imports torch, which takes seconds: --help answers at once
-
-    ckpt = checkpoint.resolve_checkpoint(args.ckpt)
-    agent, source = agent_settings(args, read)
-    if args.out:
-        folder, name = os.path.split(os.path.abspath(args.out))
-        launch.make_out(folder)
-        launch.lock(folder, f".{name}.lock")
-    launch.say(f"{args.ckpt}: loading the tokenizer, then the engine")
-    codec = chat.load_codec(ckpt, args.channel)
-    check_context(codec, tasks, agent, source, args.frames)
-    judge = judge and judge(args, args.out and verdicts_beside(args.out))
-    return Sampler(make_engine(ckpt, codec, args), codec, source, agent, judge=judge)
-
-
-def write(rows, out) -> None:
-    """Writes records to --out, if it is given, and ends the run there."""
-    if out:
-        launch.write_atomic(out, "".join(json.dumps(row) + "\n" for row in rows))
-    launch.unlock()
-
-
-def main():
-    args = parse_args()
-    tasks = data.read_tasks(args.data)[: args.limit or None]
-    sampler = set_up(args, tasks, args.data, open_judge)
-    began = time.monotonic()
-    rows = sampled(sampler, tasks, args)
-    write(rows, args.out)
-    print(summary_line(rows, time.monotonic() - began) + (f" -> {args.out}" if args.out else ""))
-
-
 def verdicts_beside(out):
     """The file of a judge's verdicts for rollouts that are written to `out`."""
     return os.path.join(os.path.dirname(os.path.abspath(out)), "judge.jsonl")
@@ -962,6 +905,43 @@ def summary_line(rows, seconds):
     return (f"{n} rollouts in {seconds:.1f} s ({n / seconds:.1f}/s) | R {mean['total']:.3f} "
             f"(acc {mean['acc']:.3f} fmt {mean['fmt']:.3f} tool {mean['tool']:.3f}) | "
             f"kappa {kappa:.2f} calls/rollout | {failed} not ok{judge}")
+
+
+def main():
+    # Everything that can be wrong with the input is found before the engine is loaded.
+    args = parse_args()
+    from tqdm import tqdm
+
+    import checkpoint  # imports torch, which takes seconds: --help answers at once
+
+    tasks = data.read_tasks(args.data)[: args.limit or None]
+    ckpt = checkpoint.resolve_checkpoint(args.ckpt)
+    agent, source = agent_settings(args, args.data)
+    if args.out:
+        folder, name = os.path.split(os.path.abspath(args.out))
+        launch.make_out(folder)
+        launch.lock(folder, f".{name}.lock")
+    launch.say(f"{args.ckpt}: loading the tokenizer, then the engine")
+    codec = chat.load_codec(ckpt, args.channel)
+    check_context(codec, tasks, agent, source, args.frames)
+    judge = open_judge(args, args.out and verdicts_beside(args.out))
+    sampler = Sampler(make_engine(ckpt, codec, args), codec, source, agent, judge=judge)
+
+    # Colours on a terminal alone, and none if the user has set NO_COLOR (no-color.org).
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    began, rows = time.monotonic(), []
+    episodes = run(sampler, tasks, args.frames, args.group, args.step)
+    for episode in tqdm(episodes, total=len(tasks) * args.group, desc="rollouts", disable=None):
+        launch.beat(args.patience)  # an engine that hangs ends the run, with its stacks
+        rows.append(episode.to_json())
+        if len(rows) <= args.show:
+            print(show(episode, codec, colour), flush=True)
+    # Episodes finish in any order; the file does not depend on that order.
+    rows.sort(key=lambda row: (row["group"], row["sample"]))
+    if args.out:
+        launch.write_atomic(args.out, "".join(json.dumps(row) + "\n" for row in rows))
+    launch.unlock()
+    print(summary_line(rows, time.monotonic() - began) + (f" -> {args.out}" if args.out else ""))
 
 
 if __name__ == "__main__":
