@@ -231,7 +231,6 @@ def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
         flags.subtitles = shown
         agent, source = rollout.agent_settings(flags, args.data)
         source = systems.source_of(source, args)
-        source.cache.timeout = args.decode_timeout or None
         # Refused now, or a wrong folder would cost hours of counted video errors.
         benchmarks.check_videos(bench or args.data, tasks, source.root)
         out = folders.leaf_of(args.out, bench)

@@ -10,31 +10,11 @@ All drop repeats. 64 frames at 1 fps: overview(4) -> 8, 24, 40, 56; crop(16, 19)
 
 Departures: s_i is the container's clock, never i / fps, which is wrong as soon as the rate varies.
 Frames are resized once, here, to multiples of 32 (patch 16 x merge 2), and by no processor again.
-PyAV decodes. Frames that were not requested and that no other frame needs are skipped. Frames and
-times are ffmpeg's: edit lists hide frames, display matrices turn and mirror them. s_0 = 0 even if
-sound begins earlier. Of several frames with one time, the last in the file's order is shown.
-Some files do not state when each frame is displayed, or state wrong times: AVI, ASF and MPEG-PS
-with B-frames, copies made of them, clips joined by times that overlap, MPEG-TS if a frame has no
-time. ffmpeg guesses the times while decoding, and this file follows the same rule. Such a video is
-decoded from the first frame on, without skipping, when the file is opened and again for every look.
-A long video takes minutes. If an answer takes longer than FrameCache.timeout, the video is refused:
-encode the file anew, or allow more time.
+PyAV decodes. Frames that were not requested and that no other frame needs are skipped.
 
-Refused with a VideoError: playlists, text and raw streams (FORMATS lists the rest); a clock that
-jumps (files joined with cat), or that stands still for 9 frames (copies of such files); first
-frames without any time (Matroska written with -avoid_negative_ts disabled); MPEG-TS, MPEG-PS and
-Ogg with 10 s without a frame, which ffmpeg takes for a jump; frames turned by another angle than
-90, 180 or 270 degrees, or above MAX_PIXELS. A decoder process may use MAX_MEMORY
-(an hour of 4K HEVC took 0.5 GiB). Without a timeout this process decodes, and has no such bound.
-A folder of frames is a video too. It holds images 1.jpg, 2.jpg, .. (jpeg, png, webp; zeros or one
-text for all may stand before the number) and one clock. Either `fps` is a text file of one number:
-image n is displayed from n / fps on, D = images / fps. Or `times.txt` has one time in seconds for
-each image, ascending: s_i = time_i - time_0, D = s_N-1 + the median distance of two times. Each
-image is a key frame, upright as its EXIF says, in RGB without alpha. Images of another size are
-scaled to that of the first, as frames of a film are. Other files in the folder do not count.
-
-Not handled: non-square pixels; cover art (a video of one frame); wrong times, if none is missing
-and the first 8 frames are in order; of MP4 and FLV files joined with cat, only the first is seen.
+A broken or a dangerous file is a VideoError. docs/faults.md tells which files are read, with which
+times, and which are refused. A decoder process may use MAX_MEMORY (an hour of 4K HEVC took 0.5
+GiB). Without a timeout this process decodes, and has no such bound.
 
 Reads one video. Writes only the folder of a FrameCache, if the cache has one.
   python video.py FILE --frames 8 --start 12 --end 20      no window: the overview of the whole file
@@ -50,9 +30,10 @@ import re
 import subprocess
 import sys
 import threading
+import weakref
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import sha256
 from multiprocessing.connection import Connection, Pipe
 
@@ -63,7 +44,6 @@ import launch
 # Formats of a single file whose frames have times. Last line: stills, videos of one frame.
 FORMATS = ("mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,rm,dv,mxf,nut,ivf,gif,apng,yuv4mpegpipe,"
            "image2,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe")
-AVFMT_TS_DISCONT = 0x200  # flag of a format whose clock may jump
 READER = 2  # raise this if reading changes: older frames on disk are then not used
 MAX_PIXELS = 2**26  # of a frame; two frames of 8K
 MAX_MEMORY = 8 * 2**30  # bytes of a decoder process, decoded frames included
@@ -106,28 +86,24 @@ def smart_size(height, width, min_pixels, max_pixels, multiple=32):
     min_pixels > max_pixels.
     """
     if min(height, width, multiple) < 1 or min_pixels > max_pixels:
-        budget = f"{min_pixels}..{max_pixels} pixels by {multiple}"
-        raise ValueError(f"cannot fit {height}x{width} into {budget}")
+        raise ValueError(f"cannot fit {height}x{width} into {min_pixels} to {max_pixels} pixels")
     area = min(max(height * width, min_pixels), max_pixels)  # own area, moved into the bounds
     tall = math.sqrt(area * height / width) / multiple  # the exact answer, in cells of `multiple`
     wide = math.sqrt(area * width / height) / multiple
-    most = max_pixels // multiple**2  # cells, rounded down
-    least = -(-min_pixels // multiple**2)  # cells, rounded up
+    least, most = -(-min_pixels // multiple**2), max_pixels // multiple**2  # whole cells
     if least > most:
         least = 1  # no whole number lies between 13.2 and 13.8 cells
     best = (math.inf, 1, 1)  # (distance, cells down, cells across)
     for a in range(1, most + 1):
         if a > tall and math.log(a / tall) > best[0]:
             break  # only worse from here on
-        low = max(1, -(-least // a))  # low <= b <= high keeps a * b between least and most
-        high = most // a
-        if low > high:
-            continue
+        low, high = max(1, -(-least // a)), most // a  # these b keep a * b in the bounds
         for side in (math.floor(wide), math.ceil(wide)):
             b = min(max(side, low), high)
             distance = abs(math.log(a / tall)) + abs(math.log(b / wide))
-            # Rounded, so that ties compare equal and the smaller a wins on every machine.
-            best = min(best, (round(distance, 9), a, b))
+            if low <= high:
+                # Rounded, so that ties compare equal and the smaller a wins on every machine.
+                best = min(best, (round(distance, 9), a, b))
     return best[1] * multiple, best[2] * multiple
 
 
@@ -226,8 +202,7 @@ def at(path, times, min_pixels=1024, max_pixels=50176, cache=None):
     starts, info = cache.index(path)  # [N] seconds
     inside = [t for t in times if 0 <= t < info.duration]  # seconds; other times are left out
     if not inside:
-        whole = f"the video, which runs from 0 to {info.duration:g} s"
-        raise ValueError(f"none of the {len(times)} times lies within {whole}")
+        raise ValueError(f"no time lies in the video, which runs from 0 to {info.duration:g} s")
     return cache.frames(path, _on_display(starts, inside), min_pixels, max_pixels)
 
 
@@ -243,13 +218,8 @@ def load(spec, root=None, cache=None, min_pixels=1024, max_pixels=50176):
         return overview(path, spec["frames"], **size, snap=spec.get("snap", False))
     if "times" in spec:
         return at(path, spec["times"], **size)
-    return crop(path, spec["start"], spec["end"], **_knobs(spec), **size)
-
-
-def _knobs(spec):
-    """A window's item -> the given ones of num_frames, fps and max_frames."""
-    names = ("num_frames", "fps", "max_frames")
-    return {name: spec[name] for name in names if spec.get(name) is not None}
+    given = {k: spec[k] for k in ("num_frames", "fps", "max_frames") if spec.get(k) is not None}
+    return crop(path, spec["start"], spec["end"], **given, **size)
 
 
 # ---- below: decoders, cache (a reader of the training step may stop here) ----
@@ -275,24 +245,23 @@ def _identity(path):
     return os.path.realpath(path), status.st_size, status.st_mtime_ns, READER
 
 
-def _promised_end(file, size):
-    """Open file -> (part of the container, byte at which the header says that it ends)."""
-    head = file.read(64)  # bytes; holds the lengths of AVI and Matroska
+def _promised_end(file):
+    """Open file -> (part of the container, byte at which the header says that it ends, bytes)."""
+    head, size = file.read(64), os.fstat(file.fileno()).st_size  # lengths of AVI and Matroska
     if head[:4] == b"RIFF" and head[8:12] == b"AVI ":
-        return "RIFF", 8 + int.from_bytes(head[4:8], "little")  # + 0 if never finished
+        return "RIFF", 8 + int.from_bytes(head[4:8], "little"), size  # + 0 if never finished
     at = head.find(b"\x18\x53\x80\x67") + 4  # Matroska: a Segment's length follows this mark
     if head[:4] == b"\x1aE\xdf\xa3" and 4 <= at <= len(head) - 8 and head[at]:
         used = 9 - head[at].bit_length()  # bytes of the number: the zero bits in front, plus one
         unknown = (1 << 7 * used) - 1  # all ones mean: streamed, length unknown
         length = int.from_bytes(head[at : at + used], "big") & unknown
-        return "Segment", at + used + length % unknown
+        return "Segment", at + used + length % unknown, size
     boxes = b"ftyp moov mdat moof free skip wide uuid styp sidx mfra udta".split()  # of mp4
     # MPEG-TS and others state no length. A truncated file is just a shorter video.
     part, end, at = "", 0, 0  # at: first byte of a box
     while at < size:
         file.seek(at)
-        length = int.from_bytes(file.read(4), "big")  # bytes, this header included
-        kind = file.read(4)
+        length, kind = int.from_bytes(file.read(4), "big"), file.read(4)  # with this header
         if length == 1:  # the true size follows
             length = int.from_bytes(file.read(8), "big")
         if kind not in boxes or length < 8:  # another format; 0: "to the end of the file"
@@ -300,7 +269,7 @@ def _promised_end(file, size):
         at += length
         if kind in (b"moov", b"mdat", b"moof"):  # padding may be cut without harm
             part, end = kind.decode(), at
-    return part, end
+    return part, end, size
 
 
 def _duration(starts, end):
@@ -373,16 +342,19 @@ def _stream(path):
     """Path -> (container, first video stream), closed at exit. VideoError for PyAV's errors."""
     import av
     try:
+        with open(path, "rb") as file:
+            part, end, size = _promised_end(file)
+        if end > size:  # PyAV does not notice: an mp4 with the index in front opens at any length
+            why = f"is truncated: its {part} ends at byte {end}, the file at byte {size}"
+            raise VideoError(path, why)
         # Other formats name further files, anywhere on the disk (playlists), or draw text (tty).
         options = {"format_whitelist": FORMATS, "protocol_whitelist": "file",
                    "pattern_type": "none"}  # of stills: %d in a name means no other files
         # Tags need not be UTF-8.
         with av.open(str(path), options=options, metadata_errors="ignore") as container:
-            if not container.streams.video:
-                raise VideoError(path, "no video stream")
-            stream = container.streams.video[0]
-            if stream.codec_context is None:
-                raise VideoError(path, "no decoder for its video stream")
+            stream = next(iter(container.streams.video), None)
+            if stream is None or stream.codec_context is None:
+                raise VideoError(path, f"no {'decoder for its ' * bool(stream)}video stream")
             if stream.width * stream.height > MAX_PIXELS:
                 raise VideoError(path, f"{stream.width}x{stream.height} pixels are too many")
             stream.codec_context.thread_count = 1  # unset: every core, per open file
@@ -405,19 +377,10 @@ def _open(path):
     """
     if os.path.isdir(path):
         return _open_folder(path)
-    size = _identity(path)[1]  # bytes
-    try:
-        with open(path, "rb") as file:
-            part, end = _promised_end(file, size)
-    except OSError as error:
-        raise VideoError(path, str(error)) from error
-    if end > size:  # PyAV does not notice: an mp4 with the index in front opens at any length
-        why = f"is truncated: its {part} ends at byte {end}, the file at byte {size}"
-        raise VideoError(path, why)
     early, packets = [], []
     with _stream(path) as (container, stream):
         unit = float(stream.time_base)  # seconds per tick
-        leaps = container.format.flags & AVFMT_TS_DISCONT
+        leaps = container.format.flags & 0x200  # AVFMT_TS_DISCONT: its clock may jump
         reorders = stream.codec_context.has_b_frames
         for packet in container.demux(stream):
             if len(early) < (8 if reorders else 1):
@@ -550,12 +513,10 @@ def _decode(container, stream, wanted, drop):
 
     `drop`: frames that are not wanted and that no other frame needs are not decoded.
     """
-    codec = stream.codec_context
-    reorders = codec.has_b_frames
-    missing = set(wanted)  # not in the decoder yet
+    codec, missing = stream.codec_context, set(wanted)  # missing: not in the decoder yet
     for packet in container.demux(stream):
         # A packet without bytes is the flush at the end. A hidden frame may share a time.
-        tick = _tick(packet, reorders)
+        tick = _tick(packet, codec.has_b_frames)
         mine = not packet.size or tick in wanted and not packet.is_discard
         if not missing and not mine:  # only now, because the fields of a frame may come one by one
             yield from codec.decode(None)  # frames held back to reorder them
@@ -566,19 +527,18 @@ def _decode(container, stream, wanted, drop):
             missing.discard(tick)
 
 
-def _images(path, ticks, key_ticks):
-    """Path, ticks [T] and key_ticks of `_open` -> iterator of images [H, W, 3] uint8."""
+def _images(path, ticks, key_ticks, seeks=True):
+    """Path, ticks [T] and key_ticks of `_open` -> iterator of images [H, W, 3] uint8. seeks: may
+    begin at key frames, else the file is decoded from the first frame on."""
     if os.path.isdir(path):
         _, names = _pictures(path)
         if ticks[-1] >= len(names):
             raise VideoError(path, "lost images since it was opened")
         yield from (_picture(path, names[tick]) for tick in ticks)
         return
-    left = ticks.tolist()  # not handed out yet
-    found = {}  # tick -> image that waits for earlier ones
-    seeks = len(key_ticks) > 0
-    with contextlib.ExitStack() as opened:
-        container, stream = opened.enter_context(_stream(path))
+    left, found = ticks.tolist(), {}  # not handed out yet; tick -> image that waits for others
+    seeks = seeks and len(key_ticks) > 0
+    with _stream(path) as (container, stream):
         drop, reorders = _drops_safely(stream.codec_context), stream.codec_context.has_b_frames
         while left:
             run = left[:]  # decoded in one go: all before the next key frame
@@ -588,12 +548,10 @@ def _images(path, ticks, key_ticks):
                     run = left[: np.searchsorted(left, key_ticks[after])]
                 if after > 1 or after and len(left) < len(ticks):  # else the container stands there
                     container.seek(int(key_ticks[after - 1]), stream=stream)
-            if len(key_ticks):
-                frames = ((_tick(frame, reorders), frame)
-                          for frame in _decode(container, stream, set(run), drop and seeks))
-            else:
-                frames = enumerate(container.decode(stream))
-            for tick, frame in frames:
+            frames = (_decode(container, stream, set(run), drop and seeks) if len(key_ticks)
+                      else container.decode(stream))
+            for number, frame in enumerate(frames):
+                tick = _tick(frame, reorders) if len(key_ticks) else number
                 if tick in run:
                     found[tick] = _upright(path, frame)
                 while left and left[0] in found:
@@ -601,13 +559,13 @@ def _images(path, ticks, key_ticks):
                 if not left:
                     return
             if left[0] in run:  # this frame did not come
-                if not seeks:
-                    place = (f"at {float(left[0] * stream.time_base):g} s of its own clock"
-                             if len(key_ticks) else f"number {left[0]}")
-                    raise VideoError(path, f"PyAV: the frame {place} does not decode")
-                opened.close()  # without an index (MPEG-TS) seeks land too late
-                container, stream = opened.enter_context(_stream(path))
-                seeks = False
+                break
+        if not seeks:
+            place = (f"at {float(left[0] * stream.time_base):g} s of its own clock"
+                     if len(key_ticks) else f"number {left[0]}")
+            raise VideoError(path, f"PyAV: the frame {place} does not decode")
+    # Without an index (MPEG-TS) seeks land too late.
+    yield from _images(path, np.array(left), key_ticks, seeks=False)
 
 
 def _read(path, ticks, key_ticks, height, width):
@@ -615,11 +573,11 @@ def _read(path, ticks, key_ticks, height, width):
     from PIL import Image
 
     images = np.empty((len(ticks), height, width, 3), np.uint8)  # [T, H, W, 3]
-    full_size = _images(path, ticks, key_ticks)
-    for n, image in enumerate(full_size):  # one by one, because 4K frames fill gigabytes
+    # One by one, because 4K frames fill gigabytes.
+    for n, image in enumerate(_images(path, ticks, key_ticks)):
         if image.shape[:2] != (height, width):  # at the same size there is no work
-            full = Image.fromarray(np.ascontiguousarray(image))  # rotated images are strided views
-            image = full.resize((width, height), Image.Resampling.BICUBIC)
+            image = Image.fromarray(np.ascontiguousarray(image))  # rotated images are strided views
+            image = image.resize((width, height), Image.Resampling.BICUBIC)
         images[n] = image
     return images
 
@@ -629,13 +587,12 @@ def _answer(request):
     return (_open if len(request) == 1 else _read)(*request)
 
 
-@dataclass(eq=False)
 class ChildDecoder:
-    """A decoder in a child process. A file that hangs or crashes the child costs a VideoError."""
+    """A decoder in a child process. A file that hangs or crashes the child costs a VideoError.
+    timeout: seconds to wait for up to 64 frames; for more frames in proportion."""
 
-    timeout: float  # seconds to wait for up to 64 frames; for more frames in proportion
-    process: subprocess.Popen | None = None  # None: the next request starts one
-    pipe: Connection | None = None
+    def __init__(self, timeout, process=None, pipe=None):  # None: the next request starts one
+        self.timeout, self.process, self.pipe = timeout, process, pipe
 
     def ask(self, request):
         """Like _answer. VideoError also if two children died, or if one stayed silent."""
@@ -650,9 +607,8 @@ class ChildDecoder:
         if self.process is None:
             # multiprocessing would import the caller's script, with torch, in each child.
             self.pipe, theirs = Pipe()
-            fd = theirs.fileno()
-            command = [sys.executable, os.path.abspath(__file__), "--serve", str(fd)]
-            self.process = subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL)
+            command = [sys.executable, os.path.abspath(__file__), "--serve"]
+            self.process = subprocess.Popen(command, stdin=theirs)
             theirs.close()  # then the child's death is an end of file here
         frames = len(request[1]) if len(request) > 1 else 0  # opening a file asks for none
         patience = self.timeout * max(1.0, frames / 64)  # each frame may need a seek
@@ -676,238 +632,243 @@ class ChildDecoder:
             self.process = None  # the next request starts another
 
 
-def _serve(fd):
-    """The child's main loop: answers requests until the parent closes the pipe."""
+def _serve():
+    """The child's main loop: answers requests from its standard input, a pipe, until it closes."""
     import resource
 
     with contextlib.suppress(ValueError, OSError):  # a lower limit is set; macOS has none
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
-    pipe = Connection(fd)
+    pipe = Connection(0)
     with contextlib.suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
         while True:
-            request = pipe.recv()
             try:
-                pipe.send((None, _answer(request)))
-            except VideoError as error:  # as text, because here the class belongs to __main__
-                pipe.send((error.why, None))
+                pipe.send((None, _answer(pipe.recv())))
+            except (VideoError, ImportError) as error:  # the latter is not the file's fault
+                # A VideoError as text, because here the class belongs to __main__.
+                pipe.send((getattr(error, "why", error), None))
             except MemoryError:
                 pipe.send((f"needs more than {MAX_MEMORY >> 30} GiB of memory", None))
-            except ImportError as error:  # not the file's fault
-                pipe.send((error, None))
 
 
-def _digests(file, indices, height, width):
-    """`_identity` of a file, indices [T], size -> (key of the set, keys of the frames [T]), hex."""
-    names = [repr((file, int(i), height, width)) for i in indices]  # no file opened yet
-    frame_keys = [sha256(name.encode()).hexdigest()[:32] for name in names]  # hash() is salted
-    return sha256("".join(frame_keys).encode()).hexdigest()[:32], frame_keys
+class Decoders:
+    """Up to `workers` decoders for a set of frames, in child processes that threads share."""
 
+    def __init__(self, timeout, workers):
+        self.timeout, self.workers = timeout, workers  # None: the calling thread decodes
+        self.idle = []  # unused children
+        self.busy, self.lock = 0, threading.Lock()  # decoders at work on sets of frames
 
-def _load(path):
-    """File of a cache's folder -> [arrays and numbers], None if missing or damaged."""
-    with contextlib.suppress(OSError):  # no such file, or another user's
-        os.utime(path)  # marks the file as used now
-    with contextlib.suppress(OSError):  # another process may have made room
-        with open(path, "rb") as file:
-            check, data = file.read(4), file.read()
-        if check == zlib.crc32(data, 1).to_bytes(4, "big"):  # 1, so that no empty file passes
-            arrays = np.load(io.BytesIO(data)).values()  # refuses pickles, which could run code
-            return [array if array.ndim else array.item() for array in arrays]
-        os.unlink(path)
-
-
-def _make_room(folder, most):
-    """Deletes the least recently used files until `most` bytes are left."""
-    found = []  # (mtime in ns, bytes, path)
-    for entry in os.scandir(folder):
-        with contextlib.suppress(FileNotFoundError):  # another process makes room too
-            if entry.name.endswith(".frames") and len(entry.name) == 39:  # else: not of a cache
-                found.append((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path))
-    excess = sum(size for _, size, _ in found) - most
-    for _, size, path in sorted(found):
-        if excess > 0:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)  # a reader keeps an open file
-            excess -= size
-
-
-@dataclass(eq=False, repr=False)
-class FrameCache:
-    """Decoded frames and tables of times, shared by threads; the least recently used are dropped.
-
-    Threads that ask for the same thing at the same time wait for the first of them. If that thread
-    fails, all get the error. The error is not kept, because the file may be mended later.
-    """
-
-    max_bytes: int = 4 * 2**30  # kept in memory; a larger entry is returned and not kept
-    timeout: float | None = None  # seconds, in one child per thread; None: this process decodes
-    workers: int = 1  # decoders; a set of frames takes the idle ones, for at least 8 frames each
-    folder: str | None = None  # of frames for later runs and other processes; None: none
-    folder_bytes: int = 50 * 2**30  # of all files in it; beyond 8 processes each may add 1/64
-    bytes: int = 0  # kept in memory now
-    _busy: int = 0  # decoders at work
-    _unseen: float = math.inf  # bytes written since the last look through the folder
-    _writing: threading.Lock = field(default_factory=threading.Lock)  # one thread at a time
-    _lock: threading.Lock = field(default_factory=threading.Lock)  # for counters and these:
-    _entries: dict = field(default_factory=dict)  # key -> Future of (value, bytes), oldest first
-    _idle: list = field(default_factory=list)  # unused children, most recent last
-    _rows: dict = field(default_factory=dict)  # of a frame -> (images of a kept set, row)
-
-    def index(self, path):
-        """Path -> (starts [N] float64 seconds, VideoInfo), read once per state of the file."""
-        return self._table(path)[:2]
-
-    def key_frames(self, path):
-        """Path -> indices of the key frames, at which a decoder can begin."""
-        _, _, ticks, key_ticks = self._table(path)
-        return np.flatnonzero(np.isin(ticks, key_ticks))
-
-    def _table(self, path, file=None):
-        """Path, its `_identity` -> (starts [N], VideoInfo, ticks [N], key_ticks), see `_open`."""
-        file = file or _identity(path)
-        name = sha256(repr(file).encode()).hexdigest()[:32]
-
-        def read():
-            table = self._through(name, file, lambda: self._ask((file[0],)))
-            starts, duration, height, width, *ticks = table  # [N] each
-            starts.flags.writeable = False  # all callers share this array
-            info = VideoInfo(duration, len(starts), len(starts) / duration, width, height)
-            return (starts, info, *ticks), sum(array.nbytes for array in (starts, *ticks))
-
-        return self._once(file, read, look=False)
-
-    def frames(self, path, indices, min_pixels, max_pixels):
-        """Path, ascending indices [T] -> Frames, decoded once per (file, frames, size)."""
-        file = _identity(path)
-        table = starts, info, *_ = self._table(path, file)
-        height, width = smart_size(info.height, info.width, min_pixels, max_pixels)
-        key, frame_keys = _digests(file, indices, height, width)
-
-        def read():
-            known = self._known(frame_keys)
-            (images,) = self._through(
-                key, file, lambda: [self._decode(file[0], table, indices, height, width)
-                                    if known is None else known])
-            seconds = starts[indices]  # [T]
-            images.flags.writeable = seconds.flags.writeable = False  # all callers share them
-            with self._lock:
-                self._rows.update((name, (images, n)) for n, name in enumerate(frame_keys))
-            return Frames(images, seconds, key, frame_keys), images.nbytes
-
-        return self._once(key, read)
-
-    def _known(self, frame_keys):
-        """-> [T, H, W, 3] if each frame is in some set that is kept, else None."""
-        with self._lock:
-            found = [self._rows.get(name) for name in frame_keys]
-        return None if None in found else np.stack([images[n] for images, n in found])
-
-    def _decode(self, path, table, indices, height, width):
-        """-> [T, H, W, 3] uint8."""
-        _, _, ticks, key_ticks = table
-        with self._lock:  # not more: parts that begin after one key frame decode some frames twice
-            count = max(1, min(self.workers - self._busy, len(indices) // 8))
-            self._busy += count
-        how = (key_ticks, height, width)
-        requests = [(path, part, *how) for part in np.array_split(ticks[indices], count)]
+    def ask(self, request):
+        """_answer of an idle or a new child; without a timeout, of this thread."""
+        if self.timeout is None:
+            return _answer(request)
         try:
-            if count == 1:
-                return self._ask(requests[0])
-            with ThreadPoolExecutor(count) as pool:  # each decodes one stretch
-                return np.concatenate(list(pool.map(self._ask, requests)))  # map keeps the order
+            child = self.idle.pop()
+        except IndexError:
+            child = ChildDecoder(self.timeout)
+        try:
+            return child.ask(request)  # outside the lock: other threads decode meanwhile
         finally:
-            with self._lock:
-                self._busy -= count
+            self.idle.append(child)  # also after an error: it can be asked again
+
+    def read(self, path, ticks, *how):
+        """As _read. The idle decoders share the frames, if each gets at least 8."""
+        with self.lock:  # not more: parts that begin after one key frame decode some frames twice
+            count = max(1, min(self.workers - self.busy, len(ticks) // 8))
+            self.busy += count
+        try:
+            requests = [(path, part, *how) for part in np.array_split(ticks, count)]
+            if count == 1:
+                return self.ask(requests[0])
+            with ThreadPoolExecutor(count) as pool:  # each decodes one stretch
+                return np.concatenate(list(pool.map(self.ask, requests)))  # map keeps the order
+        finally:
+            with self.lock:
+                self.busy -= count
 
     def close(self):
-        """Ends the children. The cache stays usable."""
-        with self._lock:
-            idle, self._idle = self._idle, []
-        for child in idle:  # a child in use stays and is idle later
-            child.close()
+        """Ends the idle children. A child in use stays and is idle later."""
+        with contextlib.suppress(IndexError):  # none is left
+            while True:
+                self.idle.pop().close()
 
-    def _through(self, name, file, read):
-        """-> the values of read(). Looks in the folder first, if any."""
-        path = self.folder and os.path.join(self.folder, name + ".frames")
-        kept = _load(path) if path else None
-        if kept is not None:
-            return kept
-        values = read()  # arrays and numbers
-        if path and _identity(file[0]) == file:  # else the file changed while it was read
-            self._store(path, values)
+
+class Folder:
+    """Tables and frames on disk, for later runs and other processes; the least recently used are
+    deleted. path: None keeps nothing. most: bytes of all files; beyond 8 processes each may add
+    1/64."""
+
+    def __init__(self, path, most):
+        self.path, self.most, self.writing = path, most, threading.Lock()  # one thread at a time
+        self.unseen = math.inf  # bytes written since the last look through the folder
+
+    def through(self, name, file, read):
+        """-> the values of read(), arrays and numbers, from the folder if they are there. file:
+        `_identity` of the video."""
+        path = self.path and os.path.join(self.path, name + ".frames")
+        values = self.load(path) if path else None
+        if values is None:
+            values = read()
+            if path and _identity(file[0]) == file:  # else the file changed while it was read
+                self.store(path, values)
         return values
 
-    def _store(self, path, values):
+    def load(self, path):
+        """-> [arrays and numbers], None if missing or damaged."""
+        with contextlib.suppress(OSError):  # no such file, or another user's
+            os.utime(path)  # marks the file as used now
+        with contextlib.suppress(OSError):  # another process may have made room
+            with open(path, "rb") as file:
+                check, data = file.read(4), file.read()
+            if check == zlib.crc32(data, 1).to_bytes(4, "big"):  # 1, so that no empty file passes
+                arrays = np.load(io.BytesIO(data)).values()  # refuses pickles, which could run code
+                return [array if array.ndim else array.item() for array in arrays]
+            os.unlink(path)
+
+    def store(self, path, values):
         """Writes a whole file or none. After an error, reading goes on without the folder."""
         stream = io.BytesIO()
         np.savez(stream, *values)
         data = zlib.crc32(stream.getbuffer(), 1).to_bytes(4, "big") + stream.getbuffer()
-        part = os.path.join(self.folder, os.urandom(16).hex() + ".frames")  # not a name to look up
-        with self._writing:
-            most = self.folder_bytes * 7 // 8  # the rest is for files that others write meanwhile
+        part = os.path.join(self.path, os.urandom(16).hex() + ".frames")  # not a name to look up
+        most = self.most * 7 // 8  # the rest is for files that others write meanwhile
+        with self.writing:
             if len(data) > most:
                 return
             try:
-                os.makedirs(self.folder, exist_ok=True)
-                self._unseen += len(data)
-                if self._unseen > self.folder_bytes / 64:  # thousands of files take 0.1 s
-                    _make_room(self.folder, most - len(data))
-                    self._unseen = 0
+                os.makedirs(self.path, exist_ok=True)
+                self.unseen += len(data)
+                if self.unseen > self.most / 64:  # thousands of files take 0.1 s
+                    self.make_room(most - len(data))
+                    self.unseen = 0
                 with open(part, "xb") as file:
                     file.write(data)
                 with contextlib.suppress(FileNotFoundError):  # another process needed the room
                     os.replace(part, path)
             except OSError as error:
                 print(f"frames are no longer kept on disk: {error}", file=sys.stderr, flush=True)
-                self.folder_bytes = 0  # reading goes on
+                self.most = 0  # reading goes on
                 with contextlib.suppress(OSError):
                     os.unlink(part)
 
-    def _ask(self, request):
-        """The answer of an idle or a new child; without a timeout, of this thread."""
-        if self.timeout is None:
-            return _answer(request)
-        with self._lock:
-            child = self._idle.pop() if self._idle else ChildDecoder(self.timeout)
-        try:
-            return child.ask(request)  # outside the lock: other threads decode meanwhile
-        finally:
-            with self._lock:
-                self._idle.append(child)  # also after an error: it can be asked again
+    def make_room(self, most):
+        """Deletes the least recently used files until `most` bytes are left."""
+        found = []  # (mtime in ns, bytes, path)
+        for entry in os.scandir(self.path):
+            with contextlib.suppress(FileNotFoundError):  # another process makes room too
+                if entry.name.endswith(".frames") and len(entry.name) == 39:  # else: not of a cache
+                    found.append((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path))
+        excess = sum(size for _, size, _ in found) - most
+        for _, size, path in sorted(found):
+            if excess > 0:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)  # a reader keeps an open file
+                excess -= size
 
-    def _once(self, key, read, look=True):
-        """Value of `key`: kept, or read by another thread, or read() -> (value, bytes)."""
-        with self._lock:
-            future = self._entries.pop(key, None)
+
+class Memory:
+    """Values by key, shared by threads; the least recently used are dropped.
+
+    Threads that ask for the same key at the same time wait for the first of them. If that thread
+    fails, all get the error. The error is not kept, because the file may be mended later. most:
+    bytes; a larger value is returned and not kept.
+    """
+
+    def __init__(self, most):
+        self.most, self.bytes, self.lock = most, 0, threading.Lock()  # bytes kept now
+        self.entries = {}  # key -> Future of (value, bytes), oldest first
+
+    def once(self, key, read, last=True):
+        """Value of `key`: kept, or read by another thread, or read() -> (value, bytes). last: the
+        value itself may be dropped at once, if it is larger than all."""
+        with self.lock:
+            future = self.entries.pop(key, None)
             mine = future is None
-            if mine:
-                future = Future()
-            self._entries[key] = future  # last in order: used now
+            future = self.entries[key] = future or Future()  # last in order: used now
         if not mine:  # outside the lock, which the reading thread needs
             return future.result()[0]  # or raises the error of the other thread
         try:
             value, size = read()  # outside the lock, because this may take seconds
         except BaseException as error:  # of every kind, or the waiting threads wait for ever
-            with self._lock:
-                del self._entries[key]  # a later call tries again
+            with self.lock:
+                del self.entries[key]  # a later call tries again
             future.set_exception(error)
             raise
-        with self._lock:
+        with self.lock:
             future.set_result((value, size))  # wakes the waiting threads
             self.bytes += size
-            while self.bytes > self.max_bytes:
-                # Usually the first entry, so no list of all entries is made. A table that was just
-                # read stays, because a look that needs the table comes next.
-                oldest = next((name for name, entry in self._entries.items()
-                               if entry.done() and (look or name != key)), None)
+            while self.bytes > self.most:
+                # Usually the first entry, so no list of all entries is made.
+                oldest = next((name for name, entry in self.entries.items()
+                               if entry.done() and (last or name != key)), None)
                 if oldest is None:
                     break
-                gone, size = self._entries.pop(oldest).result()
-                self.bytes -= size
-                for name in gone.frame_keys if isinstance(gone, Frames) else ():
-                    if self._rows.get(name, (None,))[0] is gone.images:
-                        del self._rows[name]
+                self.bytes -= self.entries.pop(oldest).result()[1]
         return value
+
+
+class FrameCache:
+    """Decoded frames and tables of times: from memory, else from a folder, else from decoders."""
+
+    def __init__(self, max_bytes: int = 4 * 2**30, timeout: float | None = None, workers: int = 1,
+                 folder: str | None = None, folder_bytes: int = 50 * 2**30):
+        self.memory, self.folder = Memory(max_bytes), Folder(folder, folder_bytes)
+        self.decoders = Decoders(timeout, workers)  # timeout: seconds, see ChildDecoder
+        self.sets = weakref.WeakValueDictionary()  # key of a frame -> Frames that hold the frame
+
+    def index(self, path):
+        """Path -> (starts [N] float64 seconds, VideoInfo), read once per state of the file."""
+        return self._table(_identity(path))[:2]
+
+    def key_frames(self, path):
+        """Path -> indices of the key frames, at which a decoder can begin."""
+        _, _, ticks, key_ticks = self._table(_identity(path))
+        return np.flatnonzero(np.isin(ticks, key_ticks))
+
+    def close(self):
+        """Ends the decoders. The cache stays usable."""
+        self.decoders.close()
+
+    def _table(self, file):
+        """`_identity` of a path -> (starts [N], VideoInfo, ticks [N], key_ticks), see `_open`."""
+
+        def read():
+            starts, duration, height, width, *ticks = self.folder.through(
+                _digest(file), file, lambda: self.decoders.ask((file[0],)))
+            starts.flags.writeable = False  # all callers share this array
+            info = VideoInfo(duration, len(starts), len(starts) / duration, width, height)
+            return (starts, info, *ticks), sum(array.nbytes for array in (starts, *ticks))
+
+        return self.memory.once(file, read, last=False)  # a look that needs the table comes next
+
+    def frames(self, path, indices, min_pixels, max_pixels):
+        """Path, ascending indices [T] -> Frames, decoded once per (file, frames, size)."""
+        file = _identity(path)
+        starts, info, ticks, key_ticks = self._table(file)
+        height, width = smart_size(info.height, info.width, min_pixels, max_pixels)
+        names = [_digest((file, int(i), height, width)) for i in indices]
+        key = _digest("".join(names))
+
+        def images():
+            sets = [self.sets.get(name) for name in names]
+            if None not in sets:  # nothing to decode
+                return [np.stack([s.images[s.frame_keys.index(n)] for s, n in zip(sets, names)])]
+            return [self.decoders.read(file[0], ticks[indices], key_ticks, height, width)]
+
+        def read():
+            (found,), seconds = self.folder.through(key, file, images), starts[indices]  # [T]
+            found.flags.writeable = seconds.flags.writeable = False  # all callers share them
+            frames = Frames(found, seconds, key, names)
+            self.sets.update(dict.fromkeys(names, frames))
+            return frames, found.nbytes
+
+        return self.memory.once(key, read)
+
+
+def _digest(value):
+    """-> 32 hex digits that name a text, or a tuple of texts and numbers."""
+    text = value if isinstance(value, str) else repr(value)
+    return sha256(text.encode()).hexdigest()[:32]  # hash() is salted
 
 
 def decode_threads():
@@ -918,53 +879,47 @@ def decode_threads():
 
 def add_arguments(add):
     """Flags of the frames of a stage: they must be the same in SFT, RL and evaluation."""
-    add("--channel", choices=["image", "video"], default="image",
-        help="frames as `<t seconds>` + images, or one video item")
+    add("--channel", choices=["image", "video"], default="image", help="frames: images, or a video")
     # A path in a data file must not reach other files of the machine.
-    add("--video-root", help="folder that videos are relative to and may not leave; default: the "
-        "JSONL's folder")
+    add("--video-root", help="folder that holds all videos; default: the JSONL's folder")
     # 50176 = 224 x 224, at most 49 vision tokens: a token stands for 32 x 32 pixels.
     add("--max-pixels", type=int, default=50176, help="of a frame after resizing")
     add("--frame-cache-gb", type=float, default=4.0, help="GiB of decoded frames kept per rank")
-    add("--frame-cache-dir", help="folder of decoded frames for later runs and all ranks of a "
-        "node; default: none")
+    add("--frame-cache-dir", help="decoded frames for later runs and other ranks; default: none")
     add("--frame-cache-dir-gb", type=float, default=50.0, help="GiB kept in that folder")
 
 
 def frame_cache(args):
     """--frame-cache-gb, --frame-cache-dir, --frame-cache-dir-gb -> the decoded frames of a stage.
     Raises UserError naming the flag."""
-    if not 0 < args.frame_cache_dir_gb < float("inf"):
-        got = args.frame_cache_dir_gb
-        raise launch.UserError(f"--frame-cache-dir-gb must be a number above 0, got {got}")
-    # In a child process: a decoder that hangs or crashes costs one video.
-    return FrameCache(int(args.frame_cache_gb * 2**30), timeout=60.0, workers=decode_threads(),
-                      folder=args.frame_cache_dir,
-                      folder_bytes=int(args.frame_cache_dir_gb * 2**30))
+    launch.at_least(0, args, "frame_cache_gb", "frame_cache_dir_gb")
+    # In a child process: a decoder that hangs or crashes costs one video. Only eval.py has a flag.
+    timeout = getattr(args, "decode_timeout", 60.0) or None
+    return FrameCache(int(args.frame_cache_gb * 2**30), timeout, decode_threads(),
+                      args.frame_cache_dir, int(args.frame_cache_dir_gb * 2**30))
 
 
 def main():
     if sys.argv[1:2] == ["--serve"]:
-        return _serve(int(sys.argv[2]))  # a ChildDecoder gives the number of the pipe
+        return _serve()
     parser = launch.parser("Prints the size and length of a video file, and decodes frames.")
     parser.add_argument("file", help="video file, or a folder of frames")
     parser.add_argument("--frames", type=int, help="how many (default: 8, or 1 fps of a window)")
     parser.add_argument("--snap", action="store_true", help="of the overview: key frames nearby")
     parser.add_argument("--start", type=float, help="seconds; start of a window")
-    parser.add_argument("--end", type=float, help="seconds; end of a window")
+    parser.add_argument("--end", type=float, default=math.inf, help="seconds; end of a window")
     args = parser.parse_args()
+    spec = {"video": args.file, "frames": args.frames or 8, "snap": args.snap}
+    if args.start is not None or args.end < math.inf:
+        spec = {"video": args.file, "start": args.start or 0.0, "end": args.end,
+                "num_frames": args.frames}
     cache = FrameCache()  # opens the file once for both
     try:
-        info = probe(args.file, cache)
-        print(f"{info.duration:g} s | {info.num_frames} frames | {info.fps:.3f} fps"
-              f" | {info.width}x{info.height}")
-        if args.start is None and args.end is None:
-            frames = overview(args.file, args.frames or 8, cache=cache, snap=args.snap)
-        else:
-            end = info.duration if args.end is None else args.end
-            frames = crop(args.file, args.start or 0.0, end, args.frames, cache=cache)
+        info, frames = probe(args.file, cache), load(spec, cache=cache)
     except (VideoError, ValueError) as error:
         sys.exit(str(error))  # one line, no traceback
+    print(f"{info.duration:g} s | {info.num_frames} frames | {info.fps:.3f} fps"
+          f" | {info.width}x{info.height}")
     print(f"images {list(frames.images.shape)} | seconds", *(f"{t:g}" for t in frames.seconds))
 
 

@@ -342,7 +342,8 @@ def read(path, kind, seconds):
     """Our side -> [frames [T, H, W, 3]], one entry per look, with the settings of training."""
     threads = video.decode_threads()
     # A new cache knows no frame of the file. Decoders are processes, which live on in training.
-    cache = video.FrameCache(timeout=60.0, workers=threads, _idle=read.children)
+    cache = video.FrameCache(timeout=60.0, workers=threads)
+    cache.decoders.idle = read.children
     if kind in ("overview", "snapped"):
         return [video.overview(path, 64, cache=cache, snap=kind == "snapped").images]
     specs = [{"video": path, "start": a, "end": b} for a, b in windows(kind, seconds)]

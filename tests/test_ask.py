@@ -83,9 +83,9 @@ def test_an_episode_without_an_answer_says_why(codec, toy, capsys, said, why):
 
 def test_two_questions_decode_the_film_once(codec, toy, monkeypatch):
     decoded = []
-    whole = video.FrameCache._decode
-    monkeypatch.setattr(video.FrameCache, "_decode", lambda self, path, indices, *rest: (
-        decoded.extend(indices), whole(self, path, indices, *rest))[1])
+    whole = video.Decoders.read
+    monkeypatch.setattr(video.Decoders, "read", lambda self, path, ticks, *rest: (
+        decoded.extend(ticks), whole(self, path, ticks, *rest))[1])
     asked = sampler(codec, toy, "</think><answer>red</answer>")
     ask.ask(asked, [FILM, {**FILM, "id": "r", "question": "Who?"}], 4)
     assert len(decoded) == 4

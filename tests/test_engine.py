@@ -265,7 +265,7 @@ def test_a_rank_decodes_on_its_share_of_the_cores(monkeypatch, codec, cores, ran
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
     flags = SimpleNamespace(frame_cache_gb=1, frame_cache_dir=None, frame_cache_dir_gb=1)
-    assert video.frame_cache(flags).workers == wanted
+    assert video.frame_cache(flags).decoders.workers == wanted
     assert rollout.Sampler(None, codec, None, HOT).threads == wanted
 
 
@@ -273,7 +273,7 @@ def test_a_set_of_frames_takes_the_decoders_that_are_idle(toy, monkeypatch):
     """Many decoders for one look, one each for many looks: frames are the same."""
     path = str(toy / "videos" / "rl-0000.mp4")
     plain, cache = video.FrameCache(), video.FrameCache(workers=6)
-    real, asked, gate = cache._ask, [], threading.Event()
+    real, asked, gate = cache.decoders.ask, [], threading.Event()
 
     def ask(request):
         if len(request) > 1:  # not the table of times
@@ -281,19 +281,19 @@ def test_a_set_of_frames_takes_the_decoders_that_are_idle(toy, monkeypatch):
             assert gate.wait(20)
         return real(request)
 
-    monkeypatch.setattr(cache, "_ask", ask)
+    monkeypatch.setattr(cache.decoders, "ask", ask)
     cache.index(path)
     with ThreadPoolExecutor(3) as pool:
         looks = {}
         for k, busy in ((32, 4), (40, 6), (24, 7)):  # 4 of 6 decoders, the other 2, one too many
             looks[k] = pool.submit(video.overview, path, k, cache=cache)
-            while cache._busy < busy:
+            while cache.decoders.busy < busy:
                 time.sleep(0.001)
         gate.set()
         for k, look in looks.items():
             wanted = video.overview(path, k, cache=plain)
             assert np.array_equal(look.result(20).images, wanted.images)
-    assert len(asked) == 7 and cache._busy == 0
+    assert len(asked) == 7 and cache.decoders.busy == 0
 
 
 def test_the_next_overviews_are_decoded_while_no_decode_of_this_step_waits():

@@ -693,9 +693,9 @@ def test_flags_of_the_engine_and_the_cache_reach_them(monkeypatch):
     sized = [(limits.max_frames, limits.max_videos) for _, _, limits in made]
     assert sized == [(16, 1), (16 + 3 * 20, 1), (20, 4)]
     _, source = rollout.agent_settings(args, __file__)
-    assert source.cache.max_bytes == 2**29
-    assert (source.cache.folder, source.cache.folder_bytes) == ("kept", 2**28)
-    assert rollout.agent_settings(parser.parse_args([]), __file__)[1].cache.folder is None
+    assert source.cache.memory.most == 2**29
+    assert (source.cache.folder.path, source.cache.folder.most) == ("kept", 2**28)
+    assert rollout.agent_settings(parser.parse_args([]), __file__)[1].cache.folder.path is None
     args.engine_share = 1.0
     with pytest.raises(launch.UserError, match="--engine-share"):
         rollout.agent_settings(args, __file__)
@@ -850,7 +850,7 @@ def command(toy, tmp_path, monkeypatch, capsys):
     (("--set", "sub_question=maybe"), "sub_question takes true, false"),
     (("--max-new", "9"), "unrecognized arguments: --max-new"),
     (("--max-pixels", "9"), "--max-pixels"),
-    (("--frame-cache-dir-gb", "0"), "--frame-cache-dir-gb"),
+    (("--frame-cache-dir-gb", "-1"), "--frame-cache-dir-gb"),
     (("--frame-cache-dir-gb", "nan"), "--frame-cache-dir-gb"),
     (("--group", "0"), "--group"), (("--max-new-tokens", "0"), "--max-new-tokens"),
     (("--video-root", "/no/such/place"), "no such folder"),

@@ -230,9 +230,8 @@ def test_the_frame_cache_has_the_size_and_the_folder_that_were_asked_for(
     monkeypatch.setattr(sft.video, "FrameCache", lambda *given, **named: made.append((given, named))
                         or real(*given, **named))
     trained("--frame-cache-gb", 0.5, "--frame-cache-dir", tmp_path, "--frame-cache-dir-gb", 0.25)
-    folder = {"timeout": 60.0, "workers": sft.video.decode_threads(), "folder": str(tmp_path),
-              "folder_bytes": 2**28}
-    assert made == [((2**29,), folder)] and any(tmp_path.iterdir())
+    asked = (2**29, 60.0, sft.video.decode_threads(), str(tmp_path), 2**28)
+    assert made == [(asked, {})] and any(tmp_path.iterdir())
 
 
 # ------------------------------------------------------------------------------------------------

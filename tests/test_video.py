@@ -1016,7 +1016,7 @@ def table_bytes(path):
     """How much of a cache the times of a file take."""
     cache = FrameCache()
     cache.index(path)
-    return cache.bytes
+    return cache.memory.bytes
 
 
 def test_decoded_once(minute, opened):
@@ -1036,7 +1036,7 @@ def test_a_file_is_opened_once_for_a_look_even_where_nothing_is_kept(minute, ope
     assert len(opened) == 2
     cache = FrameCache(0)
     video.crop(minute, 3, 9, cache=cache)
-    assert len(opened) == 4 and cache.bytes == 0  # the frames pushed the table out
+    assert len(opened) == 4 and cache.memory.bytes == 0  # the frames pushed the table out
 
 
 def test_decoded_once_by_eight_threads(long_gop, opened):
@@ -1105,13 +1105,13 @@ def test_least_recently_used_goes_first(minute, opened):
     cache = FrameCache(max_bytes=2 * one + table_bytes(minute))
     for start in (0, 1, 0, 2):  # 0 was used again, so 2 pushes 1 out
         video.crop(minute, start, start + 1, cache=cache)
-    assert len(opened) == 1 + 1 + 3 and cache.bytes <= cache.max_bytes
+    assert len(opened) == 1 + 1 + 3 and cache.memory.bytes <= cache.memory.most
     video.crop(minute, 0, 1, cache=cache)
     assert len(opened) == 5
     video.crop(minute, 1, 2, cache=cache)
     assert len(opened) == 6
     big = video.overview(minute, 64, cache=cache)  # larger than the cache: served all the same
-    assert len(big.seconds) == 64 and cache.bytes <= cache.max_bytes
+    assert len(big.seconds) == 64 and cache.memory.bytes <= cache.memory.most
 
 
 def test_frames_of_sets_that_are_kept_make_another_set(minute, opened):
@@ -1164,7 +1164,7 @@ def same(one, other):
 def test_another_process_finds_on_disk_what_was_decoded(
         minute, tmp_path, timeout, opened, decoders):
     first = FrameCache(folder=str(tmp_path / "new" / "kept"), timeout=timeout)
-    second = FrameCache(0, folder=first.folder, timeout=timeout)
+    second = FrameCache(0, folder=first.folder.path, timeout=timeout)
     looks = (lambda cache: video.overview(minute, 8, cache=cache),
              lambda cache: video.crop(minute, 3, 9, cache=cache))
     for look in looks:
@@ -1179,7 +1179,7 @@ def test_another_process_finds_on_disk_what_was_decoded(
             found.images[0] = 0
     assert video.probe(minute, second) == video.probe(minute)
     assert all(type(value) in (int, float) for value in vars(video.probe(minute, second)).values())
-    assert len(sizes(first.folder)) == 3  # two looks, one table
+    assert len(sizes(first.folder.path)) == 3  # two looks, one table
     first.close()
 
 
@@ -1239,7 +1239,7 @@ def test_a_folder_is_looked_through_now_and_then(minute, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "scandir", lambda *given: looked.append(1) or scandir(*given))
     cache = FrameCache(0, folder=tmp_path, folder_bytes=0)
     video.crop(minute, 0, 1, cache=cache)
-    cache.folder_bytes = 64 * 10 * 10_000  # ten crops of 6 KiB and some are 1/64 of it
+    cache.folder.most = 64 * 10 * 10_000  # ten crops of 6 KiB and some are 1/64 of it
     for start in range(40):
         video.crop(minute, start, start + 1, cache=cache)
     assert 2 <= len(looked) <= 5
@@ -1270,7 +1270,7 @@ for _ in range(150):
     cache = video.FrameCache(0, folder=folder, folder_bytes=bound)
     got = video.crop(path, start, start + 1, cache=cache)
     assert np.array_equal(got.images, video.crop(path, start, start + 1, cache=plain).images)
-    assert cache.folder_bytes == bound  # no write failed
+    assert cache.folder.most == bound  # no write failed
 """
 
 
