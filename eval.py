@@ -83,7 +83,6 @@ def build_parser():
     endpoint.add_arguments(parser)
     add_judge_arguments(parser, "if the rule says wrong",
                         "the judge's name; without --judge-url earlier verdicts count")
-    endpoint.add_sampling_arguments(parser)
 
     add = parser.add_argument_group("finished folders, no model").add_argument
     add("--rescore", nargs="+", metavar="DIR", help="grade again; several merge into --out")
@@ -430,8 +429,6 @@ def main():
     elif args.verify:
         sys.exit(verify.verify(args, args.verify))
     elif args.prepare:
-        if os.path.exists(args.prepare):  # it may be a file of the publisher
-            raise launch.UserError(f"--prepare {args.prepare}: there is such a file already")
         folders.prepare(args.bench[0], args.root[0], args.prepare)
     elif args.table:
         folders.table(args.table, args.by, args.format)

@@ -13,6 +13,7 @@ import functools
 import hashlib
 import json
 import os
+import pathlib
 import sys
 import tempfile
 import time
@@ -468,15 +469,8 @@ def report_check(faults, of):
 def code_digests():
     """{script: digest} of the scripts beside this one. args.json and state.json hold them, so that
     a result can be traced to the code that made it."""
-    import hashlib
-
-    folder = os.path.dirname(os.path.abspath(__file__))
-    digests = {}
-    for name in sorted(os.listdir(folder)):
-        if name.endswith(".py"):
-            with open(os.path.join(folder, name), "rb") as f:
-                digests[name] = hashlib.sha256(f.read()).hexdigest()[:12]
-    return digests
+    scripts = sorted(pathlib.Path(__file__).absolute().parent.glob("*.py"))
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:12] for path in scripts}
 
 
 def write_args(out, args):

@@ -38,7 +38,7 @@ from engine import Completion, Request
 
 
 def add_arguments(parser):
-    """Flags of endpoints."""
+    """Flags of endpoints and of sampling."""
     yes_no = argparse.BooleanOptionalAction
 
     add = parser.add_argument_group("endpoint: --engine openai").add_argument
@@ -64,9 +64,7 @@ def add_arguments(parser):
     add("--server-wait", type=float, default=120.0,
         help="seconds of that wait, and of a server's Retry-After, at most; then the run ends")
 
-
-def add_sampling_arguments(parser):
-    """Flags of sampling, for the engine in this process and for endpoints."""
+    # These are for the engine in this process too.
     add = parser.add_argument_group("sampling; endpoints get the fields that are set").add_argument
     add("--top-p", type=float, help="tokens of this much probability; 1 = all")
     add("--top-k", type=int, help="the k likeliest tokens; 0 = all; endpoints: vLLM and SGLang")

@@ -405,7 +405,9 @@ def table(words, by, form):
 
 
 def prepare(bench, root, path):
-    """--prepare: the tasks of a benchmark as task JSONL."""
+    """--prepare: the tasks of a benchmark as task JSONL. Raises UserError if `path` exists."""
+    if os.path.exists(path):  # it may be a file of the publisher
+        raise launch.UserError(f"--prepare {path}: there is such a file already")
     tasks, notes = benchmarks.read_split(bench, root)
     if benchmarks.splits()[bench].shown == "none":  # --data shows the files that tasks name
         tasks = [{**task, "subtitles": None} for task in tasks]
