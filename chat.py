@@ -307,7 +307,7 @@ def encode_chat(codec: Codec, messages: list[dict], items=(), tools=None) -> Seq
         run = list(run)
         seen = list(itertools.islice(rest, len(videos_in(run))))
         if assistant:
-            (message,) = run  # sft.chat_fault refuses two turns in a row
+            (message,) = run  # data.chat_fault refuses two turns in a row
             text = "".join(piece["text"] for piece in content_of(message))
             new = turn_ids(codec, text, ids)
         elif ids:

@@ -1,22 +1,40 @@
 """
-data.py: rows of task JSONL and files of subtitles, checked before any long work.
+data.py: rows of tasks and of chats, and files of subtitles, checked before any long work.
 
   task       {"id", "video", "question", "options", "answer", "type", "subtitles", ..}, one a line
-  fault      a label that earns less than 1 when the model writes that very label; an id twice; ..
+  chat       {"id", "messages": [{"role", "content"}, ..], "tools"?}, one a line
+  fault      a label that earns less than 1 when the model writes that very label; an id twice; two
+             turns in a row; ..
   subtitles  SRT, WebVTT, or JSON as LongVideoBench ships it -> the lines of the frames shown
 
-Reads task JSONL and subtitles; writes nothing. Used by rollout.py, grpo.py and eval.py.
+Reads JSONL and subtitles; writes nothing. Used by sft.py, rollout.py, grpo.py and eval.py.
 """
+import argparse
 import collections
 import html
 import os
 import re
 import string
+import sys
 from dataclasses import dataclass
 
 import launch
 import rewards
 import video
+
+
+def look_first(script, read) -> None:
+    """Reads --data and --val before a script loads torch, so that a bad row is named at once.
+    script: its __name__. read: path -> rows, which raises UserError."""
+    # torchrun has loaded torch, and each rank would read the files twice. --check names all faults.
+    if script != "__main__" or "RANK" in os.environ or "--check" in sys.argv:
+        return
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag in ("--data", "--val"):
+        parser.add_argument(flag)
+    flags, _ = parser.parse_known_args()
+    launch.run_main(lambda: [read(path) for path in (flags.data, flags.val) if path])
+
 
 # ------------------------------------------------------------------------------------------------
 # Tasks
@@ -140,6 +158,60 @@ def look_at_film(task: dict, source: Source, spec: dict, most: int) -> tuple:
         check_subtitles([task], source.root)
     starts, info = source.cache.index(video.resolve(spec["video"], source.root))
     return seen, starts[video.overview_indices(starts, info.duration, most)]
+
+
+# ------------------------------------------------------------------------------------------------
+# Chats
+
+
+def read_chats(path: str, faults: list | None = None) -> list[dict]:
+    """SFT JSONL -> rows, checked as by read_tasks."""
+    return launch.read_jsonl(path, ("id", "messages"), lambda r: chat_fault(r["messages"]), faults)
+
+
+def chat_fault(messages) -> str | None:
+    """-> None, or the reason why a chat of these messages cannot be trained on."""
+    if not isinstance(messages, list) or not messages:
+        return "'messages' must be a list with at least one message"
+    shown = []  # numbers of the messages that hold a video
+    for n, m in enumerate(messages):
+        known = isinstance(m, dict) and m.get("role") in ("system", "user", "assistant", "tool")
+        if not known or "content" not in m:
+            return "every message needs a 'role' (system, user, assistant, tool) and a 'content'"
+        if isinstance(m["content"], str):
+            continue
+        # No list, or an empty one, has the fault of a piece that is no dict.
+        for piece in m["content"] if isinstance(m["content"], list) and m["content"] else [None]:
+            if fault := piece_fault(piece):
+                return fault
+            shown += [n] * (piece["type"] == "video")
+    # The pieces are good. Now their order: chat.encode_chat builds prompt, turn, glue, turn, ..
+    roles = [m["role"] for m in messages]
+    if "assistant" not in roles:
+        return "no assistant message: nothing to learn"
+    if roles[0] == "assistant":
+        return "the first message is the assistant's: no prompt stands before that turn"
+    if ("assistant", "assistant") in zip(roles, roles[1:]):
+        return "two assistant messages in a row: nothing stands between them to end the first"
+    if any(n >= roles.index("assistant") and roles[n] != "tool" for n in shown):
+        return "a video after the first assistant message, outside a tool message"
+    if any(roles[n] == "system" for n in shown):
+        return "a video in a system message: chat templates take text there"
+    return None
+
+
+def piece_fault(piece) -> str | None:
+    """-> None, or the reason why one piece of a message cannot be used."""
+    kind = piece.get("type") if isinstance(piece, dict) else None
+    # "trusted" marks a program's own text, which may hold special tokens. Data may not.
+    if kind == "text" and isinstance(piece.get("text"), str) and "trusted" not in piece:
+        return None
+    if kind == "video" and isinstance(piece.get("video"), str):
+        # K frames of the whole video, or a window in seconds. video.load checks the numbers.
+        whole = "frames" in piece or ("start" in piece and "end" in piece)
+        return None if whole else "a video needs 'frames', or 'start' and 'end'"
+    return ("content must be a text, or a list of {'type': 'text', 'text'} and "
+            "{'type': 'video', 'video', ...}")
 
 
 # ------------------------------------------------------------------------------------------------

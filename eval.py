@@ -243,8 +243,7 @@ def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
                 if r["status"] != "engine_error"}
         tasks = tasks[: args.limit or None]
         # A run with --limit in the folder of a longer one must not replace the longer summary.
-        kept = os.path.join(out, "tasks.jsonl")
-        part = bool(records) and len(launch.read_jsonl(kept)) > len(tasks)
+        part = bool(records) and len(launch.read_jsonl(f"{out}/tasks.jsonl")) > len(tasks)
         suites.append(Suite(bench, tasks, agent, source, out, digest, done, part))
     return suites
 
@@ -283,6 +282,8 @@ def evaluate(args):
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     part, parts = args.shard
     launch.beat(args.patience)
+    if args.data:  # a bad row is named now, because torch takes seconds to load
+        data.read_tasks(args.data)
     if args.judge_url:  # a judge that does not answer is found before hours of episodes
         endpoint.judge_engine(args).knock()
     ckpt, weights = whole_checkpoint(args)

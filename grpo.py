@@ -48,16 +48,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 
 import chat
-import checkpoint
 import data
 import launch
 import metrics
-import model
 import rewards
 import rollout
 import video
 from endpoint import add_judge_arguments, open_judge
 from engine import Pump
+
+data.look_first(__name__, data.read_tasks)  # torch, which the next two load, takes seconds
+import checkpoint  # noqa: E402
+import model  # noqa: E402
 
 # ------------------------------------------------------------------------------------------------
 # Advantages and trees

@@ -35,11 +35,14 @@ from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 
 import chat
-import checkpoint
+import data
 import launch
 import metrics
-import model
 import video
+
+data.look_first(__name__, data.read_chats)  # torch, which the next two load, takes seconds
+import checkpoint  # noqa: E402
+import model  # noqa: E402
 
 
 def build_parser():
@@ -124,8 +127,7 @@ class Chats:
         self.cache = cache
         self.max_tokens = max_tokens
         self.root = args.video_root or os.path.dirname(os.path.abspath(path))
-        self.rows = launch.read_jsonl(path, ("id", "messages"),
-                                     lambda row: chat_fault(row["messages"]), faults)
+        self.rows = data.read_chats(path, faults)
         self.encoded = OrderedDict()  # row -> chat.Sequence, least recently used first
         self.tokens = 0  # in the encoded rows
         self.broken = set()  # rows whose video cannot be read: counted, and never trained on
@@ -168,49 +170,6 @@ class Chats:
         videos = chat.videos_in(self.rows[index]["messages"])
         # A crop without max_frames shows 16; one more for the text of the chat.
         return sum(p.get("frames") or p.get("max_frames") or 16 for p in videos) + 1
-
-
-def chat_fault(messages):
-    """-> None, or the reason why a chat of these messages cannot be trained on."""
-    if not isinstance(messages, list) or not messages:
-        return "'messages' must be a list with at least one message"
-    for m in messages:
-        known = isinstance(m, dict) and m.get("role") in ("system", "user", "assistant", "tool")
-        if not known or "content" not in m:
-            return "every message needs a 'role' (system, user, assistant, tool) and a 'content'"
-        content = chat.content_of(m)
-        # No list, or an empty one, has the fault of a piece that is no dict.
-        for piece in content if isinstance(content, list) and content else [None]:
-            if fault := piece_fault(piece):
-                return fault
-    # The pieces are good. Now their order: chat.encode_chat builds prompt, turn, glue, turn, ..
-    roles = [m["role"] for m in messages]
-    if "assistant" not in roles:
-        return "no assistant message: nothing to learn"
-    if roles[0] == "assistant":
-        return "the first message is the assistant's: no prompt stands before that turn"
-    if ("assistant", "assistant") in zip(roles, roles[1:]):
-        return "two assistant messages in a row: nothing stands between them to end the first"
-    later = messages[roles.index("assistant"):]
-    if chat.videos_in(m for m in later if m["role"] != "tool"):
-        return "a video after the first assistant message, outside a tool message"
-    if chat.videos_in(m for m in messages if m["role"] == "system"):
-        return "a video in a system message: chat templates take text there"
-    return None
-
-
-def piece_fault(piece):
-    """-> None, or the reason why one piece of a message cannot be used."""
-    kind = piece.get("type") if isinstance(piece, dict) else None
-    # "trusted" marks a program's own text, which may hold special tokens. Data may not.
-    if kind == "text" and isinstance(piece.get("text"), str) and "trusted" not in piece:
-        return None
-    if kind == "video" and isinstance(piece.get("video"), str):
-        # K frames of the whole video, or a window in seconds. video.load checks the numbers.
-        whole = "frames" in piece or ("start" in piece and "end" in piece)
-        return None if whole else "a video needs 'frames', or 'start' and 'end'"
-    return ("content must be a text, or a list of {'type': 'text', 'text'} and "
-            "{'type': 'video', 'video', ...}")
 
 
 def open_data(args, codec, cache):

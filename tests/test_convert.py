@@ -273,7 +273,7 @@ def test_a_tool_response_keeps_its_frames(tmp_path, capsys, prompts, frames, see
     assert tool == {"role": "tool", "content": [seen, text] if shape in ("before", "tool")
                     else [text, seen]}
     assert last["content"].startswith("<think>This window shows it.")
-    assert user["content"][0]["frames"] == 8 and sft.chat_fault(row["messages"]) is None
+    assert user["content"][0]["frames"] == 8 and data.chat_fault(row["messages"]) is None
     assert ("video_path" in call["content"]) == (prompts == "release")
     assert "of these chats 1 hold a call, 1 show frames in a tool response" in (
         capsys.readouterr().out)
@@ -673,4 +673,4 @@ def test_texts_and_videos_of_a_row_survive_or_the_row_is_reported(data):
     stills = [len(re.findall("_[0-9]+.jpg", json.dumps(m))) for m in messages]
     made = len(chat.videos_in(talk))
     assert given_videos + sum(map(bool, stills)) <= made <= given_videos + sum(stills)
-    assert sft.chat_fault(talk) is None
+    assert data.chat_fault(talk) is None

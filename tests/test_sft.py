@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import checkpoint
+import data
 import launch
 import model
 import sft
@@ -157,7 +158,7 @@ def test_optimizers_get_the_parameters_that_their_flags_name(policy):
 def test_a_chat_that_cannot_be_trained_on_is_refused(messages, wanted):
     """Each of these would otherwise crash later, inside a worker thread, without the name of its
     line."""
-    assert wanted in sft.chat_fault(messages)
+    assert wanted in data.chat_fault(messages)
 
 
 @pytest.mark.parametrize("messages", [user_and("a"), user_and("a", frames=4),
@@ -165,12 +166,12 @@ def test_a_chat_that_cannot_be_trained_on_is_refused(messages, wanted):
                                       [*user_and("a"), {"role": "tool", "content": "b"},
                                        {"role": "assistant", "content": "c"}]])
 def test_good_chats_pass(messages):
-    assert sft.chat_fault(messages) is None
+    assert data.chat_fault(messages) is None
 
 
 def test_every_chat_of_the_toy_passes(toy):
     for name in ("sft", "sft_val"):
-        assert not any(sft.chat_fault(row["messages"])
+        assert not any(data.chat_fault(row["messages"])
                        for row in launch.read_jsonl(toy / f"{name}.jsonl"))
 
 

@@ -242,13 +242,15 @@ def parse_args():
 
 def set_up(args):
     """Flags -> (Sampler, episode loop). Raises UserError before the engine is loaded."""
-    ckpt, _ = evaluation.whole_checkpoint(args)
     protocol, _ = systems.make_protocol(args)
     flags = argparse.Namespace(**{**vars(args), "tools": args.tools == ["on"]})
     agent, source = rollout.agent_settings(flags, args.video)
     film = film_task(args, 0, args.question or "", args.options)
     suite = evaluation.Suite(None, [film], agent, systems.source_of(source, args))
     systems.check_prompts(protocol, suite.tasks, agent, 1)
+    if args.ckpt:
+        check_size(film, suite.source, args)
+    ckpt, _ = evaluation.whole_checkpoint(args)
     if args.out:
         launch.make_out(os.path.dirname(os.path.abspath(args.out)))
     launch.say(f"{args.ckpt or args.model}: loading")
@@ -256,6 +258,19 @@ def set_up(args):
     engine = evaluation.make_engine([suite], args, ckpt, codec, protocol)
     sampler = rollout.Sampler(engine, codec, suite.source, agent)
     return systems.player(sampler, protocol, args.frames[0])
+
+
+def check_size(film, source, args) -> None:
+    """Raises UserError if the film cannot be read, or if its frames alone do not fit the context:
+    before torch is loaded, which takes seconds. The whole prompt is counted later."""
+    spec = source.overview_spec(film, rollout.most_frames(args.frames[0]))
+    count, height, width, _ = source.load(spec).images.shape
+    # A token stands for 32 x 32 pixels, in a video item for those of two frames.
+    tokens = count * height * width // (2048 if args.channel == "video" else 1024)
+    if tokens >= args.context:
+        raise launch.UserError(
+            f"{count} frames of {width} x {height} pixels take {tokens} tokens, and --context "
+            f"holds {args.context}: lower --max-pixels (1024 is one token a frame) or --frames")
 
 
 def main():

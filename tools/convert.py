@@ -27,7 +27,6 @@ import data
 import launch
 import rewards
 import rollout
-import sft
 from evaluation import benchmarks
 
 
@@ -254,7 +253,7 @@ def our_messages(row, frames, most):
         raise ValueError("an empty message")
     if any(m["role"] == "system" for m in (head + rest)[1:]):
         raise ValueError("a system message after the first message")
-    problem = sft.chat_fault(head + rest) or unpaired(rest)
+    problem = data.chat_fault(head + rest) or unpaired(rest)
     if problem:
         raise ValueError(problem)
     return head, rest
