@@ -146,12 +146,12 @@ def test_flags_that_do_not_fit_together(monkeypatch, given, why):
 
 
 def test_a_film_that_does_not_fit_is_refused_before_the_checkpoint_is_opened(toy, monkeypatch):
-    """Frames of 64 x 32 pixels take two tokens each, in a video item one."""
+    """Frames of 32 x 32 pixels take a token each, in a video item half of one."""
     given = "--preset", "toy", "--video", str(toy / "videos" / "rl-0000.mp4"), "--question", "Who?"
-    with pytest.raises(launch.UserError, match="64 frames of 64 x 32 pixels take 128 tokens, and "
-                       "--context holds 128: lower --max-pixels"):
-        ask.set_up(flags(monkeypatch, *given, "--context", "128"))
-    for more in (("--context", "129"), ("--context", "128", "--channel", "video")):
+    with pytest.raises(launch.UserError, match="64 frames of 32 x 32 pixels take 64 tokens, and "
+                       "--context holds 64: lower --max-pixels"):
+        ask.set_up(flags(monkeypatch, *given, "--context", "64"))
+    for more in (("--context", "65"), ("--context", "64", "--channel", "video")):
         with pytest.raises(launch.UserError, match="checkpoint c"):  # it is looked at now
             ask.set_up(flags(monkeypatch, *given, *more))
 
