@@ -20,6 +20,7 @@ import contextlib
 import errno
 import importlib.util
 import json
+import math
 import os
 import pathlib
 import re
@@ -64,6 +65,7 @@ def resolve_checkpoint(path):
     if unused := sorted(name for name in strange if not name.startswith(known)):
         raise launch.UserError(f"checkpoint {base}: {unused[0]} is stored, but config.json "
                                "describes a model without it; copy config.json again")
+    check_values(base)
     if strange := sorted(set(read_adapters(folder)) - set(names)):
         raise launch.UserError(f"checkpoint {folder}: its adapters are for {strange[0]}, which the "
                                "base does not have")
@@ -153,6 +155,25 @@ def check_weights(ckpt: str, weights: dict, stored: dict) -> str:
                                    f"configuration says {list(weight.shape)}; the two are not of "
                                    "one checkpoint, copy it again")
     return "/".join(sorted({stored[name][1] for name in weights}))
+
+
+def check_values(ckpt):
+    """Raises UserError for a weight that is no number and for a matrix of zeros, as a download that
+    was cut off leaves it. Reads small weights whole and some rows of large ones."""
+    from safetensors import safe_open
+
+    for name in sorted(n for n in os.listdir(ckpt) if n.endswith(".safetensors")):
+        with safe_open(os.path.join(ckpt, name), "pt") as f:
+            for key in f.keys():
+                weight = f.get_slice(key)
+                shape = weight.get_shape()
+                stride = 1 if math.prod(shape) < 2**20 else 1 + shape[0] // 8
+                some = torch.cat([weight[i:i + 1].flatten() for i in range(0, shape[0], stride)])
+                wrong = "a value that is no number" if not some.isfinite().all() else (
+                    "zeros alone" if len(shape) > 1 and not some.any() else None)
+                if wrong:
+                    raise launch.UserError(f"checkpoint {ckpt}: {key} holds {wrong}; copy {name} "
+                                           "again, or take an older checkpoint")
 
 
 def content_digest(ckpt):
@@ -427,9 +448,10 @@ def read_adapters(ckpt: str) -> dict:
         if ".lora_A." in key:
             b = tensors.get(key.replace(".lora_A.", ".lora_B."))
             name = key.removeprefix("base_model.model.").replace(".lora_A.", ".")
-            if b is None or not config["r"] == len(a) == b.shape[1]:
-                raise launch.UserError(f"{path}: {name} has no A and B of rank {config['r']}; "
-                                       "copy the folder again")
+            if (b is None or not config["r"] == len(a) == b.shape[1]
+                    or not (a.isfinite().all() and b.isfinite().all())):
+                raise launch.UserError(f"{path}: {name} has no A and B of rank {config['r']} and "
+                                       "of numbers; copy the folder again")
             found[name] = a.float(), b.float()
     return found
 
@@ -743,18 +765,13 @@ def checksums(folder, names):
         return dict(launch.gather_rows(list(zip(mine, pool.map(crc32, mine)))))
 
 
-def own_sum(state):
-    """CRC-32 of the content of a state.json but for this sum."""
-    return zlib.crc32(json.dumps({**state, "own_crc32": None}, sort_keys=True).encode())
-
-
 def mark_complete(folder, state, sums):
     """Writes state.json, the last file: the loop state, and size and CRC-32 of all other files."""
     if unread := [name for name, number in sums.items() if number is None]:
         raise OSError(f"{unread[0]} cannot be read back")
     files = {name: os.path.getsize(os.path.join(folder, name)) for name in sums}
     state = {**state, "files": files, "crc32": sums}
-    marker = json.dumps({**state, "own_crc32": own_sum(state)}, indent=1)
+    marker = json.dumps({**state, "own_crc32": launch.own_sum(state)}, indent=1)
     launch.write_atomic(os.path.join(folder, "state.json"), marker)
 
 
@@ -789,7 +806,7 @@ def undamaged_checkpoint(out):
         saved = state.get("crc32", {})  # older versions wrote no sums
         found = checksums(folder, sorted(saved))
         damaged = [name for name in saved if found[name] != saved[name]]
-        if state.get("own_crc32") not in (None, own_sum(state)):
+        if state.get("own_crc32") not in (None, launch.own_sum(state)):
             damaged.append("state.json")
         if not damaged:
             return folder, state
@@ -810,11 +827,27 @@ def add_arguments(add):
         help="go on from --out; default: if it is of the same settings; no: begin anew")
 
 
-def resume_point(out, args, resume):
+def identities(ckpt, flags, films, subtitles=()):
+    """-> {what a run reads: [digest, name]}, for resume_point. Collective: rank 0 reads.
+    ckpt: --ckpt as resolved. flags: {flag: [path or None]}. films, subtitles: [(folder, name)]."""
+    found = None
+    if launch.rank_and_world()[0] == 0:
+        flags = {flag: [path for path in paths if path] for flag, paths in flags.items()}
+        found = {flag: [launch.digest_of(map(os.path.split, paths)), " ".join(paths) or "none"]
+                 for flag, paths in flags.items()}
+        # Films are terabytes, so only size and mtime.
+        found |= {"--ckpt": [content_digest(ckpt), ckpt],
+                  "subtitles": [launch.digest_of(subtitles), None],
+                  "films": [launch.digest_of(films, content=False), None]}
+    return launch.broadcast([found])[0]
+
+
+def resume_point(out, args, resume, inputs=None):
     """Where a run goes on -> (folder, its loop state), or (None, {}) to begin.
 
     resume None: go on if --out holds a run of the same settings, and raise UserError if it holds a
     run of others. True: go on with the new settings. False: begin anew and delete that run.
+    inputs: see identities. They are settings too; but for films, whose mtime changes in a copy.
     """
     folder, state = (None, {}) if resume is False else undamaged_checkpoint(out)
     check_apart(args.ckpt, out, state.get("args", {}))
@@ -830,12 +863,25 @@ def resume_point(out, args, resume):
             "max_seqs", "frame_cache_gb", "frame_cache_dir", "frame_cache_dir_gb", "engine_share",
             "patience", "replicas", "track", "project", "judge_url", "judge_key_env"}  # fmt: skip
     now, then = json.loads(json.dumps(vars(args))), state.get("args", {})
+    inputs, was = inputs or {}, state.get("inputs", {})  # older versions kept none
+    # Files are compared by content, so that they may move.
+    free |= {"ckpt", "data", "val", "rollouts"} if was else set()
     other = sorted(k for k in then if k in now and k not in free and then[k] != now[k])
-    if resume is None and other:
-        flags = [f"--{k.replace('_', '-')} {then[k]} (now {now[k]})" for k in other[:3]]
-        raise launch.UserError(f"--out {out} holds a run of other settings: {', '.join(flags)}; "
-                               "choose another --out, or --resume to go on with the new ones, or "
+    moved = {k: f"{k} changed since" + f" ({was[k][1]}, now {inputs[k][1]})" * bool(was[k][1])
+             for k in sorted(was) if k in inputs and inputs[k][0] != was[k][0]}
+    films = moved.pop("films", None)
+    flags = [*moved.values(),
+             *(f"--{k.replace('_', '-')} {then[k]} (now {now[k]})" for k in other)]
+    if resume is None and flags:
+        raise launch.UserError(f"--out {out} holds a run of other settings: {', '.join(flags[:3])};"
+                               " choose another --out, or --resume to go on with the new ones, or "
                                "--no-resume to delete it")
+    for text in filter(None, [films, *moved.values()]):
+        launch.say(f"{folder}: {text}")
+    # Values on other held-out rows cannot be compared.
+    if "--val" in moved or (not was and then.get("val") != now.get("val")):
+        launch.say(f"{folder}: other held-out rows, so `best` begins anew")
+        state.pop("best", None)
     # Not refused: people mend a script and go on. But the record must not hide it.
     code, then = launch.code_digests(), state.get("code")
     if then and (changed := sorted(k for k in code.keys() | then if code.get(k) != then.get(k))):

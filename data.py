@@ -57,7 +57,7 @@ def read_tasks(path: str, faults: list | None = None) -> list[dict]:
     needed = ("id", "video", "question", "answer", "type")
     rows = launch.read_jsonl(path, needed, task_fault, faults)
     # Ids name groups, seeds and records: two tasks of one id would be mixed up.
-    counts = collections.Counter(row["id"] for row in rows)
+    counts = collections.Counter(str(row["id"]) for row in rows)
     if twice := [name for name, times in counts.items() if times > 1]:
         fault = f"{path}: task ids are not unique: {twice[0]} is there {counts[twice[0]]} times"
         if faults is None:
@@ -78,6 +78,8 @@ def task_fault(row: dict) -> str | None:
     # The type chooses the reward, so a misspelt one must not pass.
     if row["type"] not in [*rewards.task_types()]:  # a list, since JSON may hold any value
         return f"type is {row['type']!r}; expected {', '.join(rewards.task_types())}"
+    if len(options) > 26:  # the rest would have no letter
+        return f"{len(options)} options; there are letters for 26"
     # A label that earns less than 1 when the model writes that very label misleads training.
     # Graded by the very functions that pay a rollout.
     kind = rewards.task_types()[row["type"]]
@@ -87,6 +89,14 @@ def task_fault(row: dict) -> str | None:
         return (f"the answer {str(row['answer'])[:80]!r} earns no full reward when the model gives "
                 f"it: of type {row['type']} it must be {kind.form}")
     return None
+
+
+def files_of(args, *read: tuple[str, list]) -> tuple[list, list]:
+    """Flags, (data file, its tasks), .. -> (films, files of subtitles that prompts show), each
+    [(folder, name)]."""
+    both = [(video.root_of(args, path), task) for path, tasks in read for task in tasks]
+    spoken = [(root, task["subtitles"]) for root, task in both if task.get("subtitles")]
+    return [(root, str(task["video"])) for root, task in both], spoken * (args.subtitles != "none")
 
 
 def label_fault(task: dict, duration: float) -> str | None:
@@ -127,20 +137,32 @@ class Source:
         return video.load(spec, self.root, self.cache, self.min_pixels, most)
 
     def load_overview(self, spec, task):
-        """-> (Frames, seconds of the video, text of the subtitles)."""
-        # One call for all three, because each reads the disk and this runs in a decoder's thread.
-        frames = self.load(spec)
+        """-> (Frames, seconds of the video, text of the subtitles, video.identity)."""
+        # One call for all, because each reads the disk and this runs in a decoder's thread.
+        film, duration = self.film(spec), self.duration(spec)
+        frames = self.load_same(spec, film)
         spoken = self.subtitles(task, frames.seconds) if self.subtitles else ""
-        return frames, self.duration(spec), spoken
+        return frames, duration, spoken, film
 
-    def load_window(self, spec):
-        """A crop as the model asked for -> (the same clamped to the video, Frames). Raises as
-        `load` does."""
-        frames = self.load(spec)
+    def load_window(self, spec, film):
+        """A crop as the model asked for -> (the same clamped to the video, Frames). film: the
+        identity at the overview. Raises as `load` does, and VideoError for another film."""
+        frames = self.load_same(spec, film)
         # A model may ask for -5 s or for a second after the end. The message to the sub-agent and
         # the record name the part that was shown.
         start, end = max(0.0, spec["start"]), min(spec["end"], self.duration(spec))
         return {**spec, "start": start, "end": end}, frames
+
+    def load_same(self, spec, film):
+        """As `load`; VideoError also for a file that is not `film` (an identity) after decoding."""
+        frames = self.load(spec)
+        if self.film(spec) != film:
+            raise video.VideoError(spec["video"], "the file changed during the episode")
+        return frames
+
+    def film(self, spec):
+        """-> video.identity of a spec's file."""
+        return video.identity(video.resolve(spec["video"], self.root))
 
     def duration(self, spec):
         """Seconds of the video."""

@@ -236,8 +236,14 @@ def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
         if not args.estimate:
             launch.make_out(out)
         # Of all tasks, not of the first --limit, so that a long run continues a short one.
-        digest = folders.settings_digest(args, weights, shown, tasks, prompts)
+        spoken = [(source.root, t["subtitles"]) for t in tasks if t.get("subtitles")]
+        texts = launch.digest_of(spoken) if spoken and shown != "none" else None
+        digest = folders.settings_digest(args, weights, shown, tasks, prompts, texts)
         records = folders.read_records(out, digest)
+        seen = [(r["task"]["video"], r.get("film")) for r in records.values()]
+        if moved := folders.of_other_films(seen, source.root):
+            launch.say(f"{out}: {len(moved)} of {len(records)} records are of films that have "
+                       f"changed since, for example {moved[0]}; delete their lines to ask again")
         # A broken video stays broken. A request that failed is asked again.
         done = {item: r["timing"].get("total_s") for item, r in records.items()
                 if r["status"] != "engine_error"}

@@ -282,12 +282,12 @@ def share(tasks, step, args, rank, world):
     order, frames = {}, {}
     for task in batch:
         # The step is part of the name: a task that comes again later is another group.
-        name = f"{step}/{task['id']}"
+        name = launch.name_of(step, task["id"])
         order.setdefault(name, len(order))
         frames[name] = rollout.overview_frames(args.frames, args.seed, step, task["id"])
     # Balance ranks by K, the only cost of a group that is known before sampling.
     mine = launch.deal(order, frames.get, rank, world)
-    return [t for t in batch if f"{step}/{t['id']}" in mine], order
+    return [t for t in batch if launch.name_of(step, t["id"]) in mine], order
 
 
 def look_ahead(decoders, tasks, step, args, source, quiet):
@@ -350,10 +350,11 @@ def main():
     if args.prompts % world:
         raise launch.UserError(f"--prompts {args.prompts} is not a multiple of the {world} ranks")
     # The same command again goes on from the newest whole checkpoint in --out.
-    folder, state = checkpoint.resume_point(args.out, args, args.resume)
+    files = data.files_of(args, (args.data, tasks), (args.val, held))
+    inputs = checkpoint.identities(ckpt, {"--data": [args.data], "--val": [args.val]}, *files)
+    folder, state = checkpoint.resume_point(args.out, args, args.resume, inputs)
     start, steps = state.get("step", 0), args.steps
-    # Held-out accuracy, -1: none yet. Accuracies on other tasks cannot be compared.
-    best = state.get("best", -1.0) if state.get("args", {}).get("val") == args.val else -1.0
+    best = state.get("best", -1.0)  # held-out accuracy; -1: none yet
     if start >= steps:
         launch.say(f"nothing to do: {args.out} has {start} steps of {steps}")
         launch.end_process_group()
@@ -432,7 +433,7 @@ def main():
         stopping = launch.any_rank(stop_asked.is_set())
         save_due = last or (args.save_every and (step + 1) % args.save_every == 0)
         if stopping or save_due or "best" in links:
-            state = {"best": best, "args": vars(args)}
+            state = {"best": best, "args": vars(args), "inputs": inputs}
             checkpoint.save_run(policy, codec, optimizer, args.out, step + 1, state, links)
             launch.beat(args.patience)
         if step % 10 == 9:  # decoding leaves freed memory in the arenas of its threads
@@ -530,9 +531,7 @@ def write_rollouts(out, step, rank, episodes):
 def evaluate(log, sampler, held, step, args):
     """Logs the held-out accuracy with and without tools, per K and type -> that with tools. The K,
     the seeds and so the noise of a task are the same in every evaluation. Collective."""
-    # Videos of --val lie beside that file, unless --video-root says otherwise.
-    root = args.video_root or os.path.dirname(os.path.abspath(args.val))
-    source = replace(sampler.source, root=root)
+    source = replace(sampler.source, root=video.root_of(args, args.val))
     rank, world = launch.rank_and_world()
     rows = []
     # Without tools too: the difference is the worth of calling. A policy that calls although no

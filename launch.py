@@ -18,6 +18,8 @@ import sys
 import tempfile
 import time
 import warnings
+import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 # ------------------------------------------------------------------------------------------------
 # Errors and main()
@@ -465,6 +467,29 @@ def report_check(faults, of):
     print(f"no fault in {of}")
 
 
+def digest_of(files, content=True):
+    """Digest of files [(folder, name)]: their names, and their bytes or, if content is False, size
+    and mtime. The folder does not count, so that data may move."""
+    def one(file):
+        path = os.path.join(*file)
+        with contextlib.suppress(OSError, ValueError):  # missing, or no path: the digest says so
+            if content:
+                with open(path, "rb") as f:
+                    return file[1], hashlib.file_digest(f, "sha256").hexdigest()
+            status = os.stat(path)
+            return file[1], status.st_size, status.st_mtime_ns
+        return file[1], None
+
+    with ThreadPoolExecutor(16) as pool:  # on a network's disk each look waits
+        found = list(pool.map(one, sorted(set(files))))
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
+
+
+def own_sum(row):
+    """CRC-32 of the content of a dict but for this sum, which it may hold as own_crc32."""
+    return zlib.crc32(json.dumps({**row, "own_crc32": None}, sort_keys=True).encode())
+
+
 @functools.cache  # a script that is edited while the run goes on is not the code that runs
 def code_digests():
     """{script: digest} of the scripts beside this one. args.json and state.json hold them, so that
@@ -506,7 +531,12 @@ def at_least(least, args, *names):
 # Numbers of a run
 
 
+def name_of(*parts) -> str:
+    """The parts with slashes between them. A slash in a part is escaped, so that no task id can
+    imitate the parts after it."""
+    return "/".join(str(part).replace("%", "%25").replace("/", "%2F") for part in parts)
+
+
 def stable_number(*parts) -> int:
     """A 64-bit number that depends on the parts alone, on every rank and in every process."""
-    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
-    return int.from_bytes(digest[:8], "big")
+    return int.from_bytes(hashlib.sha256(name_of(*parts).encode()).digest()[:8], "big")

@@ -244,6 +244,7 @@ class Episode:
     advantage: dict = field(default_factory=dict)
     timing: dict = field(default_factory=dict)  # seconds
     duration: float = None  # seconds of the video
+    film: list = None  # video.identity; in the record, if the video could be read
     spoken: str = ""  # text of the subtitles in the prompt; "subtitles" in the record, if any
     notes: dict = field(default_factory=dict)  # for evaluation/: first messages, memory; not saved
 
@@ -267,8 +268,9 @@ class Episode:
 
     def to_json(self) -> dict:
         c = self.context or Context()  # a broken video has none
-        spoken = {"subtitles": self.spoken} if self.spoken else {}
-        return {**{name: getattr(self, name) for name in self.kept()}, **spoken,
+        more = {"subtitles": self.spoken} if self.spoken else {}
+        more |= {"film": self.film} if self.film else {}
+        return {**{name: getattr(self, name) for name in self.kept()}, **more,
                 "K": self.num_frames, "ids": c.ids, "mask": c.mask, "logps": c.logps,
                 "vision": [vars(item) for item in c.items]}  # fmt: skip
 
@@ -358,7 +360,7 @@ async def load_overview(episode, sampler):
     spec = source.overview_spec(episode.task, episode.num_frames)
     try:
         # In a thread of the pump: decoding takes seconds, and other episodes go on meanwhile.
-        frames, episode.duration, spoken = await sampler.pump.load(
+        frames, episode.duration, spoken, episode.film = await sampler.pump.load(
             source.load_overview, spec, episode.task)
     except (video.VideoError, ValueError) as error:  # ValueError: unreadable subtitles
         episode.fail("video_error", str(error))
@@ -453,7 +455,7 @@ async def sub_agent(record, spec, episode, sampler, turn, number):
     """
     agent, codec, task, began = sampler.agent, sampler.codec, episode.task, time.monotonic()
     try:
-        spec, frames = await sampler.pump.load(sampler.source.load_window, spec)
+        spec, frames = await sampler.pump.load(sampler.source.load_window, spec, episode.film)
     except (video.VideoError, ValueError) as error:
         return refuse_window(record, error)
     record.update(start=spec["start"], end=spec["end"])  # clamped to the video
@@ -589,7 +591,7 @@ def new_episodes(tasks, seed, frames, group, step):
         first = seen.get(task["id"], 0)
         seen[task["id"]] = first + group
         for sample in range(first, first + group):
-            yield Episode(task, f"{step}/{task['id']}", sample, num_frames, step)
+            yield Episode(task, launch.name_of(step, task["id"]), sample, num_frames, step)
 
 
 # ---- below: looking at episodes, checks, the command line (may be skipped) ----------------------
@@ -631,20 +633,8 @@ def from_json(row: dict) -> Episode:
     # No compact ids: no engine is asked to go on from a record.
     context = Context(ids=row["ids"], mask=row["mask"], logps=row["logps"], items=items)
     return Episode(num_frames=row["K"], context=context if row["ids"] else None,
-                   spoken=row.get("subtitles", ""), **{name: row[name] for name in Episode.kept()})
-
-
-def record_fault(row: dict) -> str | None:
-    """-> None, or why the vision field of a line of a rollout JSONL cannot be used."""
-    try:
-        items = [chat.VisionItem(**item) for item in row["vision"]]
-        sizes = [n for item in items for n in (item.frames, item.height, item.width)]
-        whole = all(type(n) is int and n > 0 for n in sizes) and all(
-            isinstance(item.spec["video"], str) and len(item.seconds) == item.frames
-            for item in items)
-    except (TypeError, KeyError):
-        whole = False
-    return None if whole else "'vision' must list the frames of the context, as rollout.py does"
+                   spoken=row.get("subtitles", ""), film=row.get("film"),
+                   **{name: row[name] for name in Episode.kept()})
 
 
 def settings() -> dict:
@@ -727,7 +717,7 @@ def agent_settings(args, data_path: str | None) -> tuple[Agent, Source]:
     launch.at_least(least, args, "max_pixels")
     if crop and crop < least:
         raise launch.UserError(f"--set crop_pixels must be at least {least}, or 0, got {crop}")
-    root = args.video_root or os.path.dirname(os.path.abspath(data_path))
+    root = video.root_of(args, data_path)
     # A wrong root would only show as one counted video_error per task.
     if not os.path.isdir(root):
         raise launch.UserError(f"--video-root {root}: no such folder")
@@ -756,7 +746,7 @@ def check_context(codec, tasks, agent, source, frames) -> None:
     for task in tasks[:8]:
         spec = source.overview_spec(task, most_frames(frames))
         try:
-            seen, _, spoken = source.load_overview(spec, task)
+            seen, _, spoken, _ = source.load_overview(spec, task)
         except video.VideoError as error:
             first = first or error
             continue  # counted as video_error when the episode of this task comes

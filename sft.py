@@ -126,7 +126,7 @@ class Chats:
         self.args = args
         self.cache = cache
         self.max_tokens = max_tokens
-        self.root = args.video_root or os.path.dirname(os.path.abspath(path))
+        self.root = video.root_of(args, path)
         self.rows = data.read_chats(path, faults)
         self.encoded = OrderedDict()  # row -> chat.Sequence, least recently used first
         self.tokens = 0  # in the encoded rows
@@ -164,6 +164,11 @@ class Chats:
         while self.tokens > self.max_tokens and len(self.encoded) > 1:
             self.tokens -= len(self.encoded.popitem(last=False)[1].ids)
         return sequence
+
+    def films(self):
+        """-> [(folder, name)] of the films of all rows."""
+        return [(self.root, item["video"]) for row in self.rows
+                for item in chat.videos_in(row["messages"])]
 
     def cost(self, index):
         """About how many frames a row has, known without decoding; launch.deal balances by this."""
@@ -336,12 +341,14 @@ def main():
     checkpoint.claim_run(args.out, [args.data, args.val])
     rank, world, device = launch.start_process_group(args.patience)
     launch.beat(args.patience)  # from here on a phase that hangs ends the run
-    # folder: the newest whole checkpoint of --out, if this run goes on from one.
-    folder, state = checkpoint.resume_point(args.out, args, args.resume)
-    start, best = state.get("step", 0), state.get("best", math.inf)
     launch.say(f"{args.ckpt} -> {args.out}: loading the checkpoint and {args.data}")
     codec = chat.load_codec(ckpt, args.channel)
     train, held = open_data(args, codec, cache)
+    inputs = checkpoint.identities(ckpt, {"--data": [args.data], "--val": [args.val]},
+                                   train.films() + (held.films() if held else []))
+    # folder: the newest whole checkpoint of --out, if this run goes on from one.
+    folder, state = checkpoint.resume_point(args.out, args, args.resume, inputs)
+    start, best = state.get("step", 0), state.get("best", math.inf)
     # Broken chats count here, since no rank has opened all videos. Their places stay empty.
     steps = args.steps or max(1, round(args.epochs * len(train.rows) / args.batch_size))
     # Every rank reads the same state.json, so all of them end here or none.
@@ -423,7 +430,7 @@ def main():
         due = last or (args.save_every and (step + 1) % args.save_every == 0)
         if stopping or due or "best" in links:
             # resume_point reads both again and compares the settings.
-            state = {"best": best, "args": vars(args)}
+            state = {"best": best, "args": vars(args), "inputs": inputs}
             checkpoint.save_run(policy, codec, optimizers, args.out, step + 1, state, links)
             launch.beat(args.patience)
         if stopping:

@@ -168,6 +168,9 @@ class Stills(rollout.Source):
     def duration(self, spec):
         return float(len(self.root.seconds))
 
+    def film(self, spec):
+        return None
+
 
 def our_step(args):
     """-> a function of the step's number that runs generation, update and weight sync of one group

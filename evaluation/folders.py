@@ -12,6 +12,7 @@ Used by eval.py: --rescore, --compare, --table, --prepare.
 
 import argparse
 import collections
+import contextlib
 import glob
 import hashlib
 import itertools
@@ -22,15 +23,17 @@ import time
 
 import launch
 import rewards
+import video
 from evaluation import answers, benchmarks, endpoint, graders, scores, systems
 
 # ------------------------------------------------------------------------------------------------
 # Records
 
 
-def settings_digest(args, weights, subtitles, tasks, prompts):
+def settings_digest(args, weights, subtitles, tasks, prompts, texts=None):
     """-> digest of all that must be equal for records to belong together: tasks, prompts, weights
-    (a digest), and every flag except those for paths, parts, speed and judges."""
+    (a digest), texts (a digest of the subtitles; None: none are shown), and every flag except those
+    for paths, parts, speed and judges."""
     # Paths: the digest covers the contents of the files (tasks, prompts, weights).
     free = {"ckpt", "data", "bench", "root", "video_root", "out", "prompt_file",
             "user_file"}
@@ -45,7 +48,7 @@ def settings_digest(args, weights, subtitles, tasks, prompts):
     free |= {"points", "by", "format", "video", "question", "options"}
     free |= {"grader", "checkout", "grader_timeout"}
     kept = {name: value for name, value in sorted(vars(args).items()) if name not in free}
-    settings = json.dumps([kept, prompts, subtitles, weights, tasks])
+    settings = json.dumps([kept, prompts, subtitles, weights, tasks, *filter(None, [texts])])
     return hashlib.sha256(settings.encode()).hexdigest()[:16]
 
 
@@ -77,6 +80,16 @@ def read_records(out, digest=None):
             if not (item in done and record["status"] == "engine_error"):
                 done[item] = record
     return done
+
+
+def of_other_films(seen, root):
+    """[(video, its identity when a record was made, or None)] -> the videos that have another
+    identity now. A video that is missing now has none."""
+    now = {}
+    for name in {name for name, film in seen if film}:
+        with contextlib.suppress(video.VideoError):
+            now[name] = video.identity(video.resolve(name, root))
+    return [name for name, film in seen if film and now.get(name, film) != film]
 
 
 def cells(kept):

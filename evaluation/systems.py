@@ -845,16 +845,16 @@ async def windows(records, calls, episode, sampler, spec_of=None):
     wanted = rollout.admitted(records, calls, agent.max_parallel)  # indices of calls
     specs = [(spec_of or rollout.window_spec)(calls[i], episode.task, agent) for i in wanted]
     found = [(None, None)] * len(calls)
-    for i, spec, frames in zip(wanted, specs, await load_all(sampler, specs)):
+    for i, spec, frames in zip(wanted, specs, await load_all(sampler, specs, episode.film)):
         if note_frames(records[i], frames):
             found[i] = spec, frames
     return found
 
 
-async def load_all(sampler, specs):
+async def load_all(sampler, specs, film):
     """Loads all specs at once, in the decode threads -> Frames of each, or the VideoError or
-    ValueError as a value."""
-    jobs = [sampler.pump.load(sampler.source.load, spec) for spec in specs]
+    ValueError as a value. film: see Source.load_window."""
+    jobs = [sampler.pump.load(sampler.source.load_same, spec, film) for spec in specs]
     results = await asyncio.gather(*jobs, return_exceptions=True)
     for result in results:
         expected = isinstance(result, (video.VideoError, ValueError))
@@ -1220,7 +1220,7 @@ async def conan_answer(records, calls, episode, sampler, turn, texts):
     frames = None  # if all frames have been seen, or the video breaks off: text alone
     if wanted:
         spec = {**path, "times": wanted}
-        (frames,) = await load_all(sampler, [spec])
+        (frames,) = await load_all(sampler, [spec], episode.film)
     if frames is None or isinstance(frames, (video.VideoError, ValueError)):
         return Reply([{"role": "user", "content": text}])
     episode.notes["seen"].update(wanted)

@@ -17,8 +17,8 @@ ORDER = ["launch", "rewards", "video", "data", "chat", "model", "engine", "endpo
          "evaluation.answers", "evaluation.benchmarks", "evaluation.endpoint",
          "evaluation.systems", "evaluation.costs", "evaluation.scores", "evaluation.publishers",
          "evaluation.graders", "evaluation.folders", "evaluation.verify",
-         "eval", "tools.plan", "tools.ask", "tools", "bench.frontier", "bench.verdicts",
-         "bench"]  # fmt: skip
+         "eval", "tools.plan", "tools.ask", "tools.records", "tools", "bench.frontier",
+         "bench.verdicts", "bench"]  # fmt: skip
 FILES = sorted([*Path(ROOT).glob("*.py"), *Path(ROOT).glob("evaluation/*.py"),
                 *Path(ROOT).glob("tools/*.py"), *Path(ROOT).glob("bench/*.py")])
 

@@ -75,6 +75,9 @@ class Drawn(rollout.Source):
     def duration(self, spec):
         return float(len(self.root[spec["video"]]))
 
+    def film(self, spec):  # in memory nothing changes
+        return None
+
     def load(self, spec):
         images = self.root[spec["video"]]  # [T, H, W, 3]
         starts = np.arange(len(images), dtype=float)  # [T] seconds

@@ -30,19 +30,18 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import launch
 import rewards
 import rollout
+from tools import records
 
 
 def groups(paths: list[str]) -> list[list]:
     """Rollout JSONL files -> Episodes, those of one task together, in the order of their tasks.
     Raises UserError naming file and line, and for a task without an answer."""
-    keys = rollout.Episode(None, None, 0, 0, 0).to_json()
     found = {}  # task id -> Episodes
-    for path in paths:
-        for row in launch.read_jsonl(path, keys, rollout.record_fault):
-            if row["task"]["answer"] is None:
-                raise launch.UserError(f"{path}: task {row['task']['id']} has no answer, so no "
-                                       "rollout of it can be called good")
-            found.setdefault(row["task"]["id"], []).append(rollout.from_json(row))
+    for row in records.read_rollouts(paths):
+        if row["task"]["answer"] is None:
+            raise launch.UserError(f"task {row['task']['id']} has no answer, so no rollout of it "
+                                   "can be called good")
+        found.setdefault(row["task"]["id"], []).append(rollout.from_json(row))
     for group in found.values():
         for episode in group:  # by the present code, whatever version wrote them
             verdict = episode.reward.get("judge")  # but for a judge, who is not asked again
@@ -72,7 +71,7 @@ def chats(episode, tools: bool = True, sub_question: bool = True) -> list[dict]:
     tools, sub_question: as in the rollouts, because a record does not hold them."""
     task, prefix = episode.task, "<think>\n" if episode.think_open else ""
     messages = rollout.main_messages(task, episode.num_frames, tools, episode.spoken)
-    name = f"{task['id']}-{episode.version}-{episode.sample}"
+    name = launch.name_of(episode.version, task["id"], episode.sample)
     rows = [{"id": name, "messages": messages}]
     if tools:
         rows[0]["tools"] = rollout.tool_schema()
@@ -85,7 +84,7 @@ def chats(episode, tools: bool = True, sub_question: bool = True) -> list[dict]:
                 spec = call["sub"]["vision"][0]["spec"]  # of the window as it was shown
                 spec = {key: value for key, value in spec.items() if value is not None}
                 said = {"role": "assistant", "content": call["summary"]}
-                rows.append({"id": f"{name}-{turn}-{number}",
+                rows.append({"id": f"{name}/{turn}/{number}",
                              "messages": [*rollout.sub_messages(task, spec, sub_question), said]})
     return rows
 

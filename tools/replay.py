@@ -12,6 +12,7 @@ Writes: --out/step_000001/ (checkpoint), --out/last, --out/log.jsonl, --out/args
   python tools/replay.py --preset toy --ckpt sft_out --rollouts r.jsonl --video-root toy --out D
   torchrun --nproc_per_node 8 tools/replay.py --ckpt C --rollouts grpo_out/rollouts/step_000007.* ..
 """
+import json
 import os
 import sys
 import time
@@ -26,15 +27,14 @@ import model
 import rewards
 import rollout
 from endpoint import open_judge
+from evaluation import folders
+from tools import records
 
 
 def read_rollouts(paths: list[str], pay: rewards.Pay) -> list[rollout.Episode]:
     """Rollout JSONL files -> Episodes, scored anew by `pay`. Raises UserError naming file and line,
     and for a task without an answer."""
-    # An empty episode names the columns that a record must have.
-    keys = rollout.Episode(None, None, 0, 0, 0).to_json()
-    rows = [row for path in paths for row in launch.read_jsonl(path, keys, rollout.record_fault)]
-    episodes = [rollout.from_json(row) for row in rows]
+    episodes = [rollout.from_json(row) for row in records.read_rollouts(paths)]
     for e in episodes:
         e.reward = rollout.scored(e, pay)
         if not e.reward:  # a question of tools/ask.py
@@ -44,7 +44,8 @@ def read_rollouts(paths: list[str], pay: rewards.Pay) -> list[rollout.Episode]:
 
 def complete(episodes: list[rollout.Episode], codec: chat.Codec) -> None:
     """Sets the places of credit, which a record does not hold. Raises UserError if the frames of an
-    episode are not those of its ids."""
+    episode are not those of its ids, or if the checkpoint has no such ids."""
+    rows = json.loads(codec.files["config.json"])["text_config"]["vocab_size"]
     for e in episodes:
         if e.context is None:
             continue
@@ -54,9 +55,13 @@ def complete(episodes: list[rollout.Episode], codec: chat.Codec) -> None:
         # Positions need frames and ids that fit, so an error here means that they do not.
         try:
             model.rope_positions(codec, e.context.ids, e.context.items)
+            fits = max(e.context.ids) < rows
         except (ValueError, IndexError):
+            fits = False
+        if not fits:
             raise launch.UserError(f"--rollouts: {e.group}, sample {e.sample}: its vision field "
-                                   "names other frames than its ids hold") from None
+                                   "names other frames than its ids hold, or its ids are not of "
+                                   "this checkpoint")
 
 
 def main():
@@ -73,10 +78,16 @@ def main():
     judge = open_judge(args, os.path.join(args.out, "judge.jsonl"))
     rank, world, device = launch.start_process_group(args.patience)
     launch.beat(args.patience)
-    folder, _ = checkpoint.resume_point(args.out, args, args.resume)
+    films = [(source.root, e.task["video"]) for e in episodes]
+    inputs = checkpoint.identities(ckpt, {"--rollouts": args.rollouts}, films)
+    folder, _ = checkpoint.resume_point(args.out, args, args.resume, inputs)
     if folder:
         launch.say(f"nothing to do: {args.out} has the update")
         return launch.end_process_group()
+    seen = [(e.task["video"], e.film) for e in episodes]
+    if moved := folders.of_other_films(seen, source.root):
+        launch.say(f"{len(moved)} of {len(episodes)} rollouts are of films that have changed since,"
+                   f" for example {moved[0]}")
     launch.say(f"{args.ckpt} -> {args.out}: loading the checkpoint")
     codec = chat.load_codec(ckpt, args.channel)
     complete(episodes, codec)
@@ -103,7 +114,8 @@ def main():
         "skipped": skipped, "groups": len(groups), "packed": sum(map(len, trees)),
         "judge": judge is not None, "decode_s": 0.0, "rollout_s": rollout_s,
         "train_s": time.monotonic() - clock, "sync_s": 0.0})
-    checkpoint.save_run(policy, codec, optimizer, args.out, 1, {"args": vars(args)})
+    checkpoint.save_run(policy, codec, optimizer, args.out, 1, {"args": vars(args),
+                                                                      "inputs": inputs})
     if rank == 0:
         log.close(1, 1)
     if judge:
