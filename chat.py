@@ -424,6 +424,9 @@ def find_config(path):
     tools/plan.py use this check."""
     folder = with_config(path)
     if folder is None:
+        if not os.path.exists(path):
+            raise launch.UserError(f"--ckpt {path}: no such folder; names on the Hub are not "
+                                   f"fetched: hf download {path} --local-dir FOLDER")
         raise launch.UserError(f"checkpoint {path}: no config.json here nor in {path}/last; give a "
                                "folder saved by sft.py or grpo.py, or a whole download of "
                                "the base with safetensors (no GGUF, no adapters of another tool)")

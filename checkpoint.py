@@ -606,9 +606,10 @@ def save_checkpoint(policy, codec, path, state, optimizer=None):
             if first:
                 mark_complete(folder, state, sums)
     except OSError as error:
-        why = str(error)
+        why = launch.why(error)
     except dcp.CheckpointException as error:  # every rank gets it, whichever could not write
-        why = str(next(iter(error.failures.values()))[0])
+        why = next(iter(error.failures.values()))[0]
+        why = launch.why(why) if isinstance(why, OSError) else str(why)
     (why,) = launch.broadcast([why])
     if why:
         left = newest_checkpoint(os.path.dirname(os.path.abspath(path)))
@@ -733,7 +734,7 @@ def try_save(out):
         symlink(f"{probe}.link", probe)
         os.remove(f"{probe}.link")
     except OSError as error:
-        raise launch.RankError(f"output folder {out}: a checkpoint cannot be saved here "
+        raise launch.UserError(f"output folder {out}: a checkpoint cannot be saved here "
                                f"({error.strerror})") from None
     finally:
         shutil.rmtree(probe, ignore_errors=True)

@@ -323,10 +323,11 @@ def json_lines(text):
 
 def srt_lines(text):
     """SRT or WebVTT -> [(start, end, text)] in seconds of the file, in the order of the file."""
-    stamp = r"(?:\d+:)?\d+:\d+[,.]\d+"  # 00:01:02,345; hours and the comma vary
+    # 00:01:02,345; hours and the comma vary. Bounded, or a file of digits takes minutes.
+    stamp = r"(?:\d{1,6}:)?\d{1,6}:\d{1,6}[,.]\d{1,6}"
     # A block ends at an empty line, or where the next one begins, with or without a number before.
     # The text may have several lines, or none.
-    ends = rf"(?=\n[ \t]*\n|\n(?:\d+\n)?{stamp} *-->|\Z)"
+    ends = rf"(?=\n[ \t]*\n|\n(?:\d{{1,9}}\n)?{stamp} *-->|\Z)"
     block = rf"({stamp}) *--> *({stamp})[^\n]*(.*?){ends}"
     out = []
     for found in re.finditer(block, text.replace("\r\n", "\n"), re.DOTALL):

@@ -658,7 +658,8 @@ def parse_flags(parser):
 
 def parse_args():
     args = parse_flags(build_parser())
-    launch.at_least(1, args, "prompts", "group", "steps")
+    launch.at_least(1, args, "prompts", "steps")
+    launch.at_least(2, args, "group")  # one rollout alone has no advantage
     launch.at_least(0, args, "eval_every", "save_every", "show_every")
     return args
 

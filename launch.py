@@ -9,6 +9,7 @@ Reads JSONL files; writes log.jsonl and small text files, each whole or not at a
 """
 import argparse
 import contextlib
+import errno
 import functools
 import hashlib
 import json
@@ -21,6 +22,10 @@ import warnings
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 
+# Segments that grow fragment less, since packs differ in length. torch reads this at its first
+# allocation. vLLM 0.32 turns the option off around its own pool, which cannot use it.
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
 # ------------------------------------------------------------------------------------------------
 # Errors and main()
 
@@ -29,44 +34,58 @@ class UserError(Exception):
     """Bad input by the user: one line on stderr, exit code 2."""
 
 
-class RankError(UserError):
-    """Bad input that only one rank has met, for example a chat of its own share. That rank prints
-    the line."""
-
-
 class RunError(Exception):
-    """A run that cannot go on, found by all ranks alike (full disk, no finite gradient): one line
-    on stderr, exit code 1."""
+    """A run that cannot go on (full disk, no finite gradient): one line on stderr, exit code 1."""
 
 
 def run_main(main):
     """Runs a script's main(). Bad user input becomes one line on stderr and exit code 2. A run that
-    cannot go on becomes one line and exit code 1."""
+    cannot go on becomes one line and exit code 1, Ctrl-C one line and exit code 130."""
+    import signal
     import traceback
 
+    name, rank = os.path.basename(sys.argv[0]), os.environ.get("RANK", "0")
+    world = int(os.environ.get("WORLD_SIZE", 1))
     try:
-        main()
-    except (UserError, RunError) as e:
-        # Under torchrun all ranks meet most faults, so rank 0 alone prints them.
-        if os.environ.get("RANK", "0") == "0" or isinstance(e, RankError):
-            name = os.path.basename(sys.argv[0])
-            print(f"{name}: {printable(e)}", file=sys.stderr, flush=True)
+        try:
+            main()
+        except OSError as e:  # of a file that cannot be written; anything else is a fault of ours
+            if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+                raise
+            raise RunError(f"{e.filename or 'a file'}: {why(e)}") from None
+    except (UserError, RunError, KeyboardInterrupt) as e:
         unlock()
-        code = 1 if isinstance(e, RunError) else 2
+        code = 2 if isinstance(e, UserError) else 1 if isinstance(e, RunError) else 130
         for folder in sorted(make_out.made, key=len, reverse=True) if code == 2 else ():
             with contextlib.suppress(OSError):  # not empty, or another rank was faster
                 os.rmdir(folder)
-        if isinstance(e, RankError) and int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            os._exit(code)
-        sys.exit(code)
+        said = printable(e) if str(e) else "interrupted"
+        dist = sys.modules.get("torch.distributed")
+        if world == 1 or dist is None or not dist.is_initialized():
+            # All ranks of a machine read the same flags and files, so the first one speaks.
+            if os.environ.get("LOCAL_RANK", rank) == "0":
+                print(f"{name}: {said}", file=sys.stderr, flush=True)
+            sys.exit(code)
+        # From here on the others may wait for this rank in a collective. Most errors are met by all
+        # ranks: rank 0 says them at once, and torchrun then ends the others within that second.
+        if rank != "0":
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(1)
+        print(f"{name}: rank {rank}: {said}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(code)
     except Exception:
-        if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        if world == 1:
             raise
         # The other ranks wait in a collective, and the threads of this rank wait for them. Leave at
         # once: torchrun then sees the exit code and ends all ranks.
-        traceback.print_exc()
-        sys.stderr.flush()
+        print(f"{name}: rank {rank}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
         os._exit(1)
+
+
+def why(error):
+    """OSError -> its reason in words."""
+    return "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter,
@@ -77,11 +96,23 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter,
         return super()._get_help_string(action) if action.default is not None else action.help
 
 
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with a flag, without the whole usage."""
+
+    def error(self, message):
+        import difflib
+
+        known = self._option_string_actions
+        for flag in (word.split("=")[0] for word in sys.argv[1:] if word.startswith("--")):
+            near = [] if flag in known else difflib.get_close_matches(flag, known, 1)
+            message = f"{flag}: no such flag; did you mean {near[0]}?" if near else message
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
 def parser(description):
     """A stage's ArgumentParser. A flag is spelled out: an abbreviation could mean another one in
     the next version."""
-    return argparse.ArgumentParser(description=description, formatter_class=HelpFormatter,
-                                   allow_abbrev=False)
+    return Parser(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
 
 
 def peek(parser):
@@ -165,9 +196,6 @@ def start_process_group(patience=1800.0):
     patience: see beat. A collective waits a minute longer, so that beat prints its stacks first."""
     from datetime import timedelta
 
-    # Segments that grow fragment less, since packs differ in length. torch reads this at its first
-    # allocation. vLLM 0.32 turns the option off around its own pool, which cannot use it.
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     import torch
     import torch.distributed as dist
 
@@ -213,20 +241,27 @@ def beat(patience):
 
 
 def stop_on_sigterm():
-    """-> an Event that SIGTERM sets: schedulers send it as a warning. A second SIGTERM ends the
-    process at once."""
+    """-> an Event that SIGTERM and Ctrl-C set: schedulers send SIGTERM as a warning. The process
+    ends at once at a second Ctrl-C within a second, or at a SIGTERM ten seconds after the first:
+    torchrun passes on what its ranks may have got already."""
     import signal
     import threading
 
-    asked = threading.Event()
+    asked, last = threading.Event(), 0.0
 
     def handler(number, frame):
-        if asked.is_set():
+        nonlocal last
+        since, last = time.monotonic() - last, time.monotonic()
+        if asked.is_set() and (since < 1 if number == signal.SIGINT else since > 10):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         asked.set()
+        if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
+            # Not print: the signal may have interrupted one.
+            os.write(2, b"\nsaving after this step; Ctrl-C twice within a second ends at once\n")
 
     signal.signal(signal.SIGTERM, handler)
+    signal.signal(signal.SIGINT, handler)
     return asked
 
 
@@ -300,6 +335,8 @@ def read_jsonl(path, required=(), fault=None, faults=None):
         raise UserError(f"{path}: {e.strerror}") from None
     except UnicodeDecodeError as e:
         raise UserError(f"{path}: not UTF-8 text ({e.reason})") from None
+    if next(filter(str.strip, lines), "").lstrip().startswith("["):
+        raise UserError(f"{path}: a JSON array; write one object a line (jq -c '.[]' {path})")
     rows = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -324,7 +361,12 @@ def read_row(line, required=(), fault=None):
         return None, f"not JSON ({e})"
     missing = [k for k in required if not isinstance(row, dict) or k not in row]
     if missing:
-        return None, f"missing {', '.join(map(repr, missing))}"
+        said = f"missing {', '.join(map(repr, missing))}"
+        if isinstance(row, dict) and "messages" in row:
+            said += "; this is a chat, which sft.py trains on"
+        elif "messages" in missing and "question" in row:
+            said += "; this is a task, which grpo.py trains on"
+        return None, said
     if has_surrogate(row):
         return None, "a lone surrogate (\\ud800 to \\udfff) is no text"
     wrong = fault and fault(row)
@@ -422,7 +464,7 @@ def lock(out, name=".lock"):
     except BlockingIOError:
         time.sleep(0.1)  # the other run may have begun just now: let it write its name
         file.seek(0)
-        raise RankError(f"--out {out}: another run writes there ({file.read().strip()}); wait for "
+        raise UserError(f"--out {out}: another run writes there ({file.read().strip()}); wait for "
                         "its end, or choose another --out") from None
     except OSError as e:
         print(f"{path}: no locks here ({e.strerror}); do not start a second run with this --out",
@@ -513,9 +555,11 @@ def write_atomic(path, text):
             f.flush()
             os.fsync(f.fileno())
         os.replace(temp, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
+    except BaseException as e:
+        with contextlib.suppress(OSError):
             os.remove(temp)
+        if isinstance(e, OSError):  # with the name and the reason, which users are told
+            raise type(e)(e.errno, why(e), path) from None
         raise
 
 

@@ -51,7 +51,8 @@ def by_chance(e, labels):
     # A digest, so that the same rollout is compared with the same label in every run.
     at = launch.stable_number("label", e.group, e.sample) % max(1, len(known))
     # The task itself may be drawn. Its neighbour is another one, because ids are unique.
-    others = [answer for name, answer in (known[at:] + known[:at])[:2] if name != e.task["id"]]
+    two = [known[(at + n) % len(known)] for n in range(min(2, len(known)))]
+    others = [answer for name, answer in two if name != e.task["id"]]
     answer = rewards.final_answer(e.turns, e.think_open)
     options = e.task.get("options")
     return rewards.accuracy(answer, e.task["type"], others[0], options) if others else None
@@ -299,7 +300,7 @@ class Log:
         minutes = (time.monotonic() - self.began) / 60
         end = f"done: {steps - self.start} steps in {minutes:.1f} min -> {self.out}/last"
         if step < steps:
-            end = (f"stopped by SIGTERM after step {step} of {steps}; the same command goes on "
+            end = (f"stopped after step {step} of {steps}; the same command goes on "
                    f"from {self.out}")
         print(end, flush=True)
         self.file.close()
@@ -325,7 +326,7 @@ def check_tracker(args):
 
 def start_tracker(out, start, args):
     """-> the module of --track, in which a run has begun, or goes on if start > 0. None without
-    --track. Raises RankError if the tracker refuses."""
+    --track. Raises UserError if the tracker refuses."""
     if not args.track:
         return None
     import importlib
@@ -345,7 +346,7 @@ def start_tracker(out, start, args):
                      resume="allow", **place)
     except Exception as error:  # no login, no network: every tracker has errors of its own
         why = " ".join(str(error).split())
-        raise launch.RankError(f"--track {args.track}: {type(error).__name__}: {why}") from None
+        raise launch.UserError(f"--track {args.track}: {type(error).__name__}: {why}") from None
     return tracker
 
 

@@ -154,9 +154,9 @@ class Chats:
             return None
         sequence = chat.encode_chat(self.codec, row["messages"], items, row.get("tools"))
         # A chat that is cut would teach an answer without the question: better to end the run. Only
-        # this rank has met the chat, so RankError prints here, not on rank 0.
+        # this rank has met the chat, and launch.run_main prints its error.
         if len(sequence.ids) > self.args.max_len:
-            raise launch.RankError(f"{self.path}: chat {row['id']} has {len(sequence.ids)} tokens, "
+            raise launch.UserError(f"{self.path}: chat {row['id']} has {len(sequence.ids)} tokens, "
                                    f"--max-len is {self.args.max_len}")
         self.encoded[index] = sequence
         self.tokens += len(sequence.ids)
@@ -202,7 +202,7 @@ def check(args, codec, cache):
         for index, row in enumerate(tqdm(chats.rows, desc=path, disable=None)):
             try:
                 sequence = chats[index]
-            except launch.RankError as error:  # too long
+            except launch.UserError as error:  # too long
                 faults.append(str(error))
                 continue
             if sequence is None:  # its video cannot be read; Chats has printed why

@@ -27,6 +27,7 @@ import math
 import mmap
 import os
 import re
+import select
 import subprocess
 import sys
 import threading
@@ -160,6 +161,8 @@ def resolve(video, root=None):
     """
     if not isinstance(video, (str, os.PathLike)) or "\0" in os.fspath(video):
         raise VideoError(repr(video), "is not a path")
+    if re.match(r"\w+://", os.fspath(video)):
+        raise VideoError(video, "is an address: download the film first")
     if root is None:
         return os.path.realpath(video)
     path = os.path.normpath(os.path.join(os.path.abspath(root), video))  # or `video`, if absolute
@@ -658,6 +661,14 @@ def _serve():
 
     with contextlib.suppress(ValueError, OSError):  # a lower limit is set; macOS has none
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+
+    def leave_with_parent():  # a kernel's death signal would come when the thread that asks ends
+        poll = select.poll()
+        poll.register(0, 0)  # only the end of the other side
+        poll.poll()
+        os._exit(0)
+
+    threading.Thread(target=leave_with_parent, daemon=True).start()
     pipe = Connection(0)
     with contextlib.suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
         while True:

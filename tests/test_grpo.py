@@ -978,7 +978,7 @@ def test_a_step_of_broken_videos_only_is_logged_and_changes_nothing(
             yield e
 
     monkeypatch.setattr(rollout, "run", broken)
-    weights, m, _ = run_grpo("--data", hard_tasks, "--steps", 1, "--prompts", 2, "--group", 1)
+    weights, m, _ = run_grpo("--data", hard_tasks, "--steps", 1, "--prompts", 2, "--group", 2)
     assert (m["not_ok"], m["groups"], m["skipped_update"]) == (2, 0, 1)
     assert all(torch.equal(weights[n], base[n]) for n in base)
 

@@ -366,7 +366,7 @@ def test_most_verdicts_that_fail_are_warned_of():
 
 def test_the_held_out_accuracy_is_the_judges(run, tmp_path, open_tasks):
     with Server(table({"deep red": "no"})) as server:
-        run("grpo", "--out", tmp_path / "out", "--steps", 1, "--val", open_tasks, "--group", 1,
+        run("grpo", "--out", tmp_path / "out", "--steps", 1, "--val", open_tasks, "--group", 2,
             *judged_by(server))
     first = rows_of(tmp_path / "out" / "log.jsonl")[0]
     assert first["val"]["acc"] == 0.0 and first["val"]["n"] == 2

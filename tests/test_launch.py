@@ -36,19 +36,52 @@ def test_a_terminal_is_told_what_it_waits_for(tmp_path, terminal, rank, wanted):
         assert said.read(100).decode().strip("\r\n.") == wanted
 
 
-def test_the_rank_that_meets_a_bad_chat_says_so(monkeypatch, capsys):
-    """A fault seen by all ranks is said once; one that only rank 1 meets must not end the run in
-    silence."""
-    monkeypatch.setenv("RANK", "1")
-    for error, said in ((launch.UserError("all see it"), ""),
-                        (launch.RankError("chat x has 9 tokens"), "chat x has 9 tokens")):
-        def main(error=error):
-            raise error
+@pytest.mark.parametrize("local, rank, joined, said", [
+    ("0", "0", False, "a.py: chat x"), ("1", "1", False, ""), ("0", "8", False, "a.py: chat x"),
+    ("0", "0", True, "a.py: rank 0: chat x"), ("1", "1", True, "a.py: rank 1: chat x")])
+def test_every_rank_speaks_once_the_process_group_stands(
+        monkeypatch, capsys, local, rank, joined, said):
+    """Before, one rank of each machine: all read the same files."""
+    def main():
+        raise launch.UserError("chat x")
 
-        with pytest.raises(SystemExit) as end:
-            launch.run_main(main)
-        assert end.value.code == 2 and said in (printed := capsys.readouterr().err)
-        assert bool(printed) == bool(said)
+    for name, value in (("RANK", rank), ("LOCAL_RANK", local), ("WORLD_SIZE", "16")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["/some/a.py"])
+    monkeypatch.setattr(dist, "is_initialized", lambda: joined)
+    monkeypatch.setattr(launch.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as end:
+        launch.run_main(main)
+    signal.signal(signal.SIGTERM, before)
+    assert end.value.code == 2 and capsys.readouterr().err.strip() == said
+
+
+@pytest.mark.parametrize("error, code, said", [
+    (KeyboardInterrupt(), 130, "interrupted"),
+    (OSError(28, "No space left on device", "r.jsonl"), 1, "r.jsonl: the disk is full"),
+    (OSError(30, "Read-only file system", "s.json"), 1, "s.json: Read-only file system")])
+def test_one_line_instead_of_a_traceback(monkeypatch, capsys, error, code, said):
+    def main():
+        raise error
+
+    monkeypatch.setattr(sys, "argv", ["a.py"])
+    with pytest.raises(SystemExit) as end:
+        launch.run_main(main)
+    assert end.value.code == code and capsys.readouterr().err == f"a.py: {said}\n"
+
+
+def test_a_misspelt_flag_gets_the_right_one_in_one_line(monkeypatch, capsys):
+    parser = launch.parser("x")
+    parser.add_argument("--frames", required=True)
+    parser.add_argument("--group")
+    monkeypatch.setattr(sys, "argv", ["a.py", "--grop", "2"])
+    with pytest.raises(SystemExit) as end:
+        parser.parse_args()
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and said.count("\n") == 1
+    assert "--grop: no such flag; did you mean --group?" in said
 
 
 @pytest.mark.parametrize("variable, setting", [
@@ -56,7 +89,7 @@ def test_the_rank_that_meets_a_bad_chat_says_so(monkeypatch, capsys):
     ("PYTORCH_ALLOC_CONF", "max_split_size_mb:32")])
 def test_the_allocator_is_set_before_its_first_use(variable, setting):
     """By torch's own account, also if torch was imported before. A user's setting wins."""
-    script = ("import torch, launch; launch.start_process_group();"
+    script = ("import torch, launch;"
               "print(torch._C._accelerator_getAllocatorSettings())")
     names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     env = {name: value for name, value in os.environ.items() if name not in names}
@@ -66,12 +99,25 @@ def test_the_allocator_is_set_before_its_first_use(variable, setting):
     assert done.stdout.strip() == setting
 
 
-def test_a_second_signal_ends_the_process_at_once():
-    script = ("import model, checkpoint, launch, os, signal, time\nlaunch.stop_on_sigterm()\n"
-              "os.kill(os.getpid(), 15)\nprint('alive', flush=True)\n"
-              "os.kill(os.getpid(), 15)\nprint('not here')")
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == -signal.SIGTERM and done.stdout == "alive\n"
+@pytest.mark.parametrize("number, gap, ends", [
+    (signal.SIGTERM, 0.1, False), (signal.SIGTERM, 11, True), (signal.SIGINT, 0.1, True),
+    (signal.SIGINT, 2, False)])
+def test_a_second_signal_ends_the_process_at_once(monkeypatch, number, gap, ends):
+    """torchrun passes SIGTERM on to ranks that may have got it already. Ctrl-C twice is meant."""
+    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+    times, killed = iter([100.0, 100.0, 100.0 + gap, 100.0 + gap]), []
+    try:
+        asked = launch.stop_on_sigterm()
+        handler = signal.getsignal(number)
+        monkeypatch.setattr(launch.time, "monotonic", lambda: next(times))
+        monkeypatch.setattr(os, "kill", lambda pid, n: killed.append(n))
+        handler(number, None)
+        assert asked.is_set() and not killed
+        handler(number, None)
+        assert killed == [number] * ends
+    finally:
+        for n, was in before.items():
+            signal.signal(n, was)
 
 
 def test_a_collective_waits_a_minute_longer_than_a_phase_and_patience_zero_for_both(monkeypatch):
@@ -94,7 +140,8 @@ def test_a_collective_waits_a_minute_longer_than_a_phase_and_patience_zero_for_b
 
 @pytest.mark.parametrize("content, wanted", [
     (b'{"id": 1}\n\n{oops\n', ":3: not JSON"), (b'{"id": 1}\n{"x": 2}\n', ":2: missing 'id'"),
-    (b"[1]\n", ":1: missing 'id'"), (b"\xff\xfe", ": not UTF-8"), (b"\n", ": no rows"),
+    (b"[1]\n", ": a JSON array"), (b"2\n", ":1: missing 'id'"),
+    (b"\xff\xfe", ": not UTF-8"), (b"\n", ": no rows"),
     (b'\n{"id": 1}\n\n{"id": 0}\n', ":4: a zero"), (None, ": No such file")])
 def test_a_bad_jsonl_is_named_with_its_line(tmp_path, content, wanted):
     path = tmp_path / "data.jsonl"
@@ -103,6 +150,23 @@ def test_a_bad_jsonl_is_named_with_its_line(tmp_path, content, wanted):
     with pytest.raises(launch.UserError) as e:
         launch.read_jsonl(path, ("id",), lambda row: None if row["id"] else "a zero")
     assert str(e.value).startswith(f"{path}{wanted}")
+
+
+@pytest.mark.parametrize("row, required, wanted", [
+    ('{"id": 1, "messages": []}', ("id", "question"), "a chat, which sft.py trains on"),
+    ('{"id": 1, "question": ""}', ("id", "messages"), "a task, which grpo.py trains on")])
+def test_data_of_the_other_stage_names_its_script(row, required, wanted):
+    assert wanted in launch.read_row(row, required)[1]
+
+
+def test_a_full_disk_is_named_with_the_file(tmp_path, monkeypatch):
+    def full(fd):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="the disk is full: .*rollouts"):
+        launch.write_atomic(str(tmp_path / "rollouts.jsonl"), "text")
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_good_jsonl_is_read_with_odd_line_separators_inside_strings(tmp_path):

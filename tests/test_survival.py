@@ -82,7 +82,7 @@ def test_grpo_stops_when_asked_and_goes_on_as_if_it_had_not(run, monkeypatch, ca
 
     monkeypatch.setattr(rollout, "load_overview", asked_to_stop)
     parts = run("grpo", "--steps", 3, out="parts")
-    assert times and "stopped by SIGTERM after step 2 of 3" in capsys.readouterr().out
+    assert times and "stopped after step 2 of 3" in capsys.readouterr().out
     assert steps_of(parts) == [1, 2] and os.readlink(parts / "last") == "step_000002"
     run("grpo", "--steps", 3, out="parts")  # the same command
     assert steps_of(parts) == [1, 2, 3] and "done: 1 steps" in capsys.readouterr().out
@@ -106,7 +106,7 @@ def test_sft_stops_when_asked_and_goes_on_as_if_it_had_not(run, monkeypatch, cap
 
     monkeypatch.setattr(sft, "backward", asked_to_stop)
     parts = run("sft", "--steps", 4, out="parts")
-    assert "stopped by SIGTERM after step 2 of 4" in capsys.readouterr().out
+    assert "stopped after step 2 of 4" in capsys.readouterr().out
     assert steps_of(parts) == [1, 2]
     run("sft", "--steps", 4, out="parts")
     assert steps_of(parts) == [1, 2, 3, 4] and same(weights(straight), weights(parts)) == 0.0

@@ -1519,3 +1519,19 @@ def test_command_line(minute, long_gop, tmp_path):
     ran = subprocess.run([*command, str(tmp_path / "no.mp4")], check=False, capture_output=True,
                          text=True)
     assert ran.returncode == 1 and "no such file" in ran.stderr and "Traceback" not in ran.stderr
+
+
+def test_a_decoder_ends_with_its_killed_parent(tmp_path):
+    """Also while it waits in C for a file, here a pipe without a writer."""
+    os.mkfifo(tmp_path / "pipe")
+    script = ("import os, sys, threading, time, video\n"
+              "child = video.ChildDecoder(60)\n"
+              "threading.Thread(target=child.ask, args=[(sys.argv[1],)], daemon=True).start()\n"
+              "while child.process is None:\n    time.sleep(0.01)\n"
+              "time.sleep(2)\nprint(child.process.pid, flush=True)\nos.kill(os.getpid(), 9)")
+    done = subprocess.run([sys.executable, "-c", script, tmp_path / "pipe"], capture_output=True,
+                          text=True, cwd=os.path.dirname(video.__file__))
+    pid, until = int(done.stdout), time.monotonic() + 20
+    while os.path.exists(f"/proc/{pid}") and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not os.path.exists(f"/proc/{pid}")

@@ -234,7 +234,8 @@ def parse_args():
         paths.append(args.subtitle_file)
     for path in paths:
         if not os.path.exists(path):
-            raise launch.UserError(f"{path}: no such file")
+            how = "download the film first" if "://" in path else "no such file"
+            raise launch.UserError(f"{path}: {how}")
     args.video_root = args.video_root or os.path.commonpath([os.path.dirname(p) for p in paths])
     rollout.check_rollout_file(args.out, args.video)
     return args
