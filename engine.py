@@ -258,6 +258,7 @@ class VllmEngine:
         self.tied_on_cpu = not gpu and self.engine.model_config.hf_config.tie_word_embeddings
         self.sleeping = gpu and limits.sleeping
         self.sampling = {}  # more SamplingParams (top_p, ..), set by eval.py alone
+        self.lenient = False  # a prompt with wrong ids fails alone; set by tools/serve.py alone
 
     def submit(self, request: Request) -> None:
         from vllm import SamplingParams
@@ -286,8 +287,12 @@ class VllmEngine:
                 continue
             request = self.running.pop(output.request_id)
             if list(output.prompt_token_ids) != list(request.expanded):
-                raise RuntimeError(f"{request.id}: the engine's prompt ids differ from the "
-                                   "trainer's (frames resized or placeholders expanded otherwise)")
+                why = (f"{request.id}: the engine's prompt ids differ from the trainer's (frames "
+                       "resized or placeholders expanded otherwise)")
+                if not self.lenient:
+                    raise RuntimeError(why)
+                finished.append(Completion(request.id, error=why))
+                continue
             sampled = output.outputs[0]
             ids = list(sampled.token_ids)
             logps = [entry[token].logprob for token, entry in zip(ids, sampled.logprobs)]

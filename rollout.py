@@ -94,7 +94,9 @@ def question_text(task: dict) -> str:
     # Publishers label options in several ways; here every option gets the same kind of label.
     options = zip(string.ascii_uppercase, data.bare_options(task.get("options") or []))
     lines = [task["question"], *(f"{letter}. {option}" for letter, option in options)]
-    return "\n" + "\n".join([*lines, rewards.task_types()[task["type"]].ask])
+    # "style": a client of tools/serve.py has said how to answer.
+    style = task.get("style", rewards.task_types()[task["type"]].ask)
+    return "\n" + "\n".join([*lines, *filter(None, [style])])
 
 
 def main_messages(task: dict, num_frames: int, tools: bool = True, subtitles: str = "") -> list:

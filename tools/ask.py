@@ -42,6 +42,7 @@ async def events(episode, sampler, play=rollout.run_episode, final=rewards.answe
     Plays an episode -> asynchronous iterator of its steps, each a dict with "event" and "at", the
     seconds since the episode began. Leaving the iterator cancels the episode.
 
+    overview times [K], duration: the frames that the main agent sees, seconds of the film
     turn     number, text: the main agent has written a turn
     call     number, turn, start, end, parseable: the turn holds this call, numbers count on
     window   number, start, end, times [T]: the frames of this call are decoded
@@ -76,6 +77,9 @@ def happened(episode, seen):
     """-> the steps of an episode so far, in the order in which a reader wants them: a turn, its
     calls, then the windows and responses of these. seen: [(spec, times)] of sub-agents' windows."""
     left = list(seen)
+    if "seconds" in episode.notes:
+        times = [float(second) for second in episode.notes["seconds"]]
+        yield {"event": "overview", "number": 0, "times": times, "duration": episode.duration}
     for number, text in enumerate(episode.turns, 1):
         yield {"event": "turn", "number": number, "text": text}
         calls = [(n, call) for n, call in enumerate(episode.calls, 1) if call["turn"] == number - 1]
@@ -136,6 +140,8 @@ def ask(sampler, tasks, frames, play=rollout.run_episode, final=rewards.answer_o
 def line_of(event, took, options=None) -> str:
     """An event -> text for the terminal. took: seconds since the event before."""
     kind, number = event["event"], event.get("number")
+    if kind == "overview":
+        return f"[{len(event['times'])} frames of {event['duration']:.1f} s, {took:.1f} s]"
     if kind == "turn":
         return f"[turn {number}, {took:.1f} s] {launch.printable(event['text'].strip())}"
     if kind == "answer":

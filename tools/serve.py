@@ -1,0 +1,778 @@
+"""
+serve.py: the agent behind an OpenAI-compatible endpoint, with a page to ask a film.
+
+All clients share one engine and one pump, so their questions run in one batch. An episode is that
+of tools/ask.py, and at temperature 0 so is the answer.
+
+  POST /v1/chat/completions   the answer is `content`; the way to it is `trace` (events of ask.py)
+                              and, as text, `reasoning_content`. "stream": true sends both as they
+                              come, the answer last
+  GET  /v1/models, /health    GET / is the page; PUT /films takes a film that is dropped there
+
+The last user message is the question, and the film is the last one of the request:
+  {"type": "video_url", "video_url": {"url": U}}   U: a path or a file: URL below --video-root, a
+                              data: URL, or the URL that PUT /films gave
+  {"type": "image_url", ..}   frames as data: URLs, each after a text like "<12.5 seconds>", or with
+                              the field "fps". Frames without times are refused, because every
+                              window would be wrong
+No film: the same weights answer the text alone. Nothing is fetched from a network.
+
+Fields beside `messages`: model, stream, temperature, seed, max_tokens or max_completion_tokens
+(bounds the answer that is sent, never a thought: clients send 16), options ["..", ..], answer_type
+(open, list, grounding), fps, thumbs (small JPEGs of the frames in the events). Options in the text,
+"A. .." one a line, are options too. A text that says how to answer gets no line on that from us.
+
+Reads: a checkpoint folder, films below --video-root. Writes nothing that outlives the server.
+
+CPU toy:  python tools/serve.py --preset toy --ckpt out/demo/grpo --video-root out/demo/toy/videos
+1 GPU:    python tools/serve.py --ckpt grpo_out --video-root FILMS
+"""
+import asyncio
+import base64
+import collections
+import contextlib
+import hashlib
+import io
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import string
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import replace
+from functools import partial
+from urllib.parse import unquote, urlsplit
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import chat
+import launch
+import rollout
+import video
+from engine import Pump
+from tools import ask
+
+# ------------------------------------------------------------------------------------------------
+# What clients send
+
+
+class Refused(Exception):
+    """A request that gets an error as its answer. status: of HTTP."""
+
+    def __init__(self, status, line):
+        super().__init__(line)
+        self.status = status
+
+
+STAMP = re.compile(r"\s*<(\d+(?:\.\d+)?) seconds?>\s*")  # as chat.py writes times before frames
+LABEL = re.compile(r"\s*(?:\(([A-Z])\)|([A-Z])[.):])\s+(.*\S)\s*")
+# "Answer with ..", "Please respond only with ..", "Give your answer as ..": a sentence's beginning
+STYLE = re.compile(r"(?:^|[.?!:;]\s+|\n)\s*(?:please\s+|only\s+|just\s+)*"
+                   r"(?:answer|respond|reply|output|return|select|choose|give|write|format|say)\b",
+                   re.IGNORECASE)
+
+
+def parts_of(messages: list[dict]) -> tuple[str | None, list, str]:
+    """Messages -> (URL of a film or None, [(second or None, URL of an image)], the question)."""
+    film, frames, question, system = None, [], "", []
+    for message in messages:
+        role, content = message.get("role"), message.get("content")
+        items = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if role not in ("system", "developer", "user") or not isinstance(items, list):
+            continue  # answers of earlier questions: every question is asked anew
+        said, second = [], None
+        for item in items:
+            kind = item.get("type") if isinstance(item, dict) else None
+            value = item.get(kind) if kind in ("text", "video_url", "image_url") else None
+            value = value.get("url") if isinstance(value, dict) else value
+            if not isinstance(value, str):
+                raise Refused(400, "content holds items of type text, video_url and image_url")
+            if kind == "video_url":
+                film, frames = value, []
+            elif kind == "image_url":
+                film, frames, second = None, [*frames, (second, value)], None
+            elif stamp := STAMP.fullmatch(value):
+                second = float(stamp[1])
+            else:
+                said.append(value)
+        text = "\n".join(said).strip()
+        if role == "user":
+            question = text or question
+        elif text:
+            system.append(text)
+    if not question:
+        raise Refused(400, "there is no question: no text in a user message")
+    question = "\n".join([*system, question])
+    if launch.has_surrogate(question):
+        raise Refused(400, "a lone surrogate (\\ud800 to \\udfff) is no text")
+    return film, frames, question
+
+
+def question_task(text: str, options=None, kind=None) -> dict:
+    """The text of a question -> fields of a task. Options in the text are read. `style` replaces
+    our line on how to answer if the text says so itself."""
+    task = {"question": text, "options": options or None, "answer": None}
+    lines = text.split("\n")
+    labels = [LABEL.fullmatch(line) for line in lines]
+    first = next((n for n, label in enumerate(labels) if label and "A" in label.groups()), None)
+    if first and not options:
+        count = 0  # lines A, B, C, .. one after the other
+        while (first + count < len(lines) and count < 26 and (label := labels[first + count])
+               and string.ascii_uppercase[count] in label.groups()[:2]):
+            count += 1
+        if count > 1:
+            found = [labels[n][3] for n in range(first, first + count)]
+            task.update(question="\n".join(lines[:first]).strip(), options=found)
+            # Text after the options: how the client wants them answered.
+            if after := "\n".join(lines[first + count:]).strip():
+                task["style"] = after
+    if STYLE.search(task["question"]):
+        task.setdefault("style", "")
+    return {**task, "type": kind or ("mcq" if task["options"] else "open")}
+
+
+def data_of(url: str) -> bytes:
+    """A data: URL in base64 -> its bytes."""
+    head, _, text = url.partition(",")
+    if not (head.startswith("data:") and head.endswith(";base64")):
+        raise Refused(400, "films and frames in a request are data: URLs in base64; nothing is "
+                      "fetched from a network")
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError:
+        raise Refused(400, "a data: URL that is not base64") from None
+
+
+class Films:
+    """Films below --video-root, and films of clients: files in a folder of this server, under a
+    digest of their bytes, so that a film that is sent again is decoded once."""
+
+    def __init__(self, root: str, most: int):
+        """most: bytes of clients' films that are kept; the longest unused go first."""
+        self.root, self.most = root, most
+        self.sent = tempfile.mkdtemp(prefix="films-")
+        self.lock = threading.Lock()  # uploads come from several threads
+        self.used = collections.Counter()  # name -> questions that look at the film now
+
+    def find(self, film: str | None, frames: list, fps: float | None) -> tuple[str, str] | None:
+        """-> (folder, path in it) of a request's film; None without one. A film of a client counts
+        as used until `release`."""
+        if film and film.startswith("data:video/jpeg;base64,"):  # frames in the form of vLLM
+            texts = film.partition(",")[2].split(",")
+            film, frames = None, [(None, "data:image/jpeg;base64," + text) for text in texts]
+        if film and film.startswith("data:"):
+            return self.sent, self.keep({"": data_of(film)}, True)
+        if film and (sent := re.fullmatch("film:([0-9a-f]{64})", film)):
+            return self.again(sent[1])
+        if film:
+            parts = urlsplit(film)
+            if parts.scheme not in ("", "file") or parts.netloc not in ("", "localhost"):
+                raise Refused(400, "a film is a path or a file: URL below --video-root, or a data: "
+                              "URL; nothing is fetched from a network: download the film first")
+            return self.root, self.inside(unquote(parts.path) if parts.scheme else film)
+        if not frames:
+            return None
+        times = [second for second, _ in frames]
+        if None in times and fps is None:
+            raise Refused(400, 'frames need times: a text like "<12.5 seconds>" before each, or '
+                          'the field "fps"')
+        if None in times:
+            times = [n / fps for n in range(len(frames))]
+        files = {f"{n:06d}.jpg": data_of(url) for n, (_, url) in enumerate(frames, 1)}
+        files["times.txt"] = "\n".join(map(str, times)).encode()
+        return self.sent, self.keep(files, True)
+
+    def inside(self, path: str) -> str:
+        """A path as a client writes it -> the path below --video-root."""
+        with contextlib.suppress(video.VideoError, ValueError):
+            if os.path.exists(video.resolve(path, self.root)):
+                return os.path.relpath(os.path.join(self.root, path), self.root)
+        # One line for both, so that no client learns which files lie elsewhere.
+        raise Refused(404, "no such film below --video-root")
+
+    def again(self, name: str) -> tuple[str, str]:
+        """The film that PUT /films has taken earlier."""
+        with self.lock:
+            if not os.path.exists(os.path.join(self.sent, name)):
+                raise Refused(404, "this film is no longer kept here: send it again")
+            self.used[name] += 1
+        return self.sent, name
+
+    def keep(self, files: dict[str, bytes], used: bool = False) -> str:
+        """{name: bytes} of a folder of frames, or {"": bytes} of a film -> its name in `sent`."""
+        digest = hashlib.sha256()
+        for file, data in files.items():
+            digest.update(f"{file} {len(data)} ".encode() + data)
+        name = digest.hexdigest()
+        path = os.path.join(self.sent, name)
+        with self.lock:
+            if not os.path.exists(path):
+                part = tempfile.mkdtemp(dir=self.sent, prefix=".")
+                for file, data in files.items():
+                    with open(os.path.join(part, file or "film"), "wb") as f:
+                        f.write(data)
+                os.rename(part if len(files) > 1 else os.path.join(part, "film"), path)
+                shutil.rmtree(part, ignore_errors=True)
+            os.utime(path)
+            self.used[name] += used
+            self.make_room(name)
+        return name
+
+    def make_room(self, newest):
+        """Deletes clients' films that have not been used for the longest, above `most` bytes."""
+        def size(path):
+            inner = os.listdir(path) if os.path.isdir(path) else [""]
+            return sum(os.path.getsize(os.path.join(path, name).rstrip("/")) for name in inner)
+
+        kept = sorted(os.scandir(self.sent), key=lambda entry: entry.stat().st_mtime)
+        total = sum(size(entry.path) for entry in kept)
+        for entry in kept:
+            if total > self.most and entry.name != newest and not self.used[entry.name]:
+                total -= size(entry.path)
+                shutil.rmtree(entry.path) if entry.is_dir() else os.remove(entry.path)
+
+    def release(self, root: str, name: str) -> None:
+        """A question about this film has ended."""
+        if root == self.sent:
+            with self.lock:
+                self.used[name] -= 1
+                with contextlib.suppress(FileNotFoundError):
+                    os.utime(os.path.join(root, name))
+
+
+# ------------------------------------------------------------------------------------------------
+# One engine for all clients
+
+
+class Question:
+    """One question under way: a coroutine in the engine's thread, whose events are read in the loop
+    of HTTP."""
+
+    def __init__(self, agents, work, ended=lambda: None):
+        """work: function of tell(event) -> coroutine. ended: called once, however it ends. Raises
+        Refused if there is no place."""
+        self.agents, self.ended = agents, ended
+        if agents.fault:
+            raise Refused(503, agents.fault)
+        if agents.taken >= agents.args.waiting:
+            raise Refused(429, f"{agents.taken} questions are under way; ask again later")
+        agents.taken += 1
+        self.news, here = asyncio.Queue(), asyncio.get_running_loop()
+
+        def tell(event):
+            with contextlib.suppress(RuntimeError):  # the loop of HTTP has ended
+                here.call_soon_threadsafe(self.news.put_nowait, event)
+
+        self.job = asyncio.run_coroutine_threadsafe(agents.limited(work, tell), agents.loop)
+        self.job.add_done_callback(lambda _: tell(None))
+
+    async def events(self):
+        while (event := await self.news.get()) is not None:
+            yield event
+        if self.job.cancelled():
+            raise Refused(503, self.agents.fault or "the server ends")
+        self.job.result()  # raises what the coroutine raised
+
+    def close(self):
+        """Ends the coroutine if it still runs: nobody reads its events any more."""
+        self.job.cancel()
+        self.agents.taken -= 1
+        self.ended()
+
+
+class Agents:
+    """Plays episodes for all clients. The pump runs in a thread with an event loop of its own, so
+    that no step of the engine holds up a client and no client holds up a step."""
+
+    def __init__(self, sampler: rollout.Sampler, args):
+        self.sampler, self.args = sampler, args
+        self.fault = None  # why the engine answers no more
+        self.taken = 0  # questions under way or waiting
+        sampler.engine.lenient = True  # a prompt that cannot be served ends one request alone
+        self.jobs = set()
+        self.loop = asyncio.new_event_loop()
+        self.ready = threading.Event()
+        self.thread = threading.Thread(target=self.loop.run_until_complete, args=[self.run()])
+        self.thread.start()
+        self.ready.wait()
+
+    async def run(self):
+        """Lives as long as the server."""
+        self.pump = Pump(self.sampler.engine, self.sampler.threads)
+        self.live = asyncio.Semaphore(self.args.live)
+        self.steps = asyncio.create_task(self.pump.steps())
+        self.ready.set()
+        await asyncio.wait([self.steps])
+        # An engine that has raised answers nobody, so nobody may wait for it.
+        self.fault = "the server ends"
+        if not self.steps.cancelled():
+            error = self.steps.exception()
+            self.fault = f"the engine has failed ({type(error).__name__}); restart the server"
+            print(f"serve.py: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        for job in list(self.jobs):
+            job.cancel()
+        await asyncio.gather(*self.jobs, return_exceptions=True)
+        self.pump.pool.shutdown(cancel_futures=True)
+
+    def close(self):
+        """Ends all episodes, then the engine."""
+        self.loop.call_soon_threadsafe(self.steps.cancel)
+        self.thread.join()
+        self.sampler.source.cache.close()
+        self.sampler.engine.close()
+
+    async def limited(self, work, tell):
+        task = asyncio.current_task()
+        self.jobs.add(task)
+        task.add_done_callback(self.jobs.discard)
+        try:
+            async with asyncio.timeout(self.args.seconds), self.live:
+                await work(tell)
+        except TimeoutError:
+            raise Refused(504, f"no answer within {self.args.seconds:g} seconds") from None
+
+    async def film(self, tell, task, agent, root, thumbs):
+        """An episode about a film; tells the events of ask.py, then the usage of tokens."""
+        source = replace(self.sampler.source, root=root)
+        sampler = replace(self.sampler, agent=agent, source=source, pump=self.pump)
+        # A name of its own for each question: names of requests come from it. Seeds do not.
+        name = f"0/{secrets.token_hex(8)}"
+        episode = rollout.Episode(task, name, 0, self.args.frames, 0)
+        async for event in ask.events(episode, sampler):
+            if thumbs and event.get("times"):
+                event["thumbs"] = await self.pump.load(
+                    small_pictures, source, task["video"], event["times"])
+            if event["event"] == "answer":
+                masks = [episode.context.mask] if episode.context else []
+                masks += [call["sub"]["mask"] for call in episode.calls if "sub" in call]
+                event.update(sampled=sum(map(sum, masks)), tokens=sum(map(len, masks)),
+                             cut=episode.finish[-1:] == ["length"])
+                if event["error"]:  # without the path of this machine
+                    event["error"] = event["error"].replace(root, "").strip()
+            tell(event)
+
+    async def text(self, tell, question, agent):
+        """A question without a film: one turn of the same weights, without tools."""
+        codec = self.sampler.codec
+        context = rollout.open_context(codec, [{"role": "user", "content": question}], [], [])
+        room = min(agent.max_new_tokens, agent.context - len(context.ids))
+        if room < 1:
+            raise Refused(400, "the question does not fit into the context")
+        said = await self.pump.sample(context.request(
+            secrets.token_hex(8), max_tokens=room, temperature=agent.temperature, seed=agent.seed))
+        if said.error:
+            raise Refused(500, said.error)
+        answer = said.text.rpartition("</think>")[2].strip()
+        tell({"event": "answer", "text": answer, "status": "ok", "error": None,
+              "sampled": len(said.ids), "tokens": len(said.ids) + len(context.ids),
+              "cut": not said.ended})
+
+
+def small_pictures(source, name, times) -> list[str]:
+    """Frames that the agent has just seen (they are in the cache) -> small JPEGs as data: URLs."""
+    from PIL import Image
+
+    path = video.resolve(name, source.root)
+    frames = video.at(path, times, source.min_pixels, source.max_pixels, source.cache)
+    made = []
+    for image in frames.images:
+        picture, file = Image.fromarray(image), io.BytesIO()
+        picture.thumbnail((216, 96))
+        picture.save(file, "JPEG", quality=75)
+        made.append("data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode())
+    return made
+
+
+# ------------------------------------------------------------------------------------------------
+# Answers in OpenAI's form
+
+
+def said_so_far(event: dict) -> str:
+    """An event -> its line in `reasoning_content`."""
+    if event["event"] == "turn":
+        return event["text"].strip() + "\n"
+    if event["event"] == "summary":
+        window = f"{event['start']} to {event['end']} s" if event["parseable"] else "no window"
+        return f"[{window}: {event['status']}] {event['text']}\n"
+    return ""
+
+
+def bounded(codec, event: dict, most: int | None) -> tuple[str, str]:
+    """The answer event -> (content, finish_reason). most: tokens of the content. Raises Refused if
+    the episode failed."""
+    if event["status"] != "ok":
+        raise Refused(500 if event["status"] == "engine_error" else 400,
+                      f"{event['status']}: {event['error']}")
+    text = event["text"] or ""
+    ids = chat.encode(codec, text)
+    if most and len(ids) > most:
+        return chat.decode(codec, ids[:most]).rstrip("\N{REPLACEMENT CHARACTER}"), "length"
+    return text, "length" if event["cut"] else "stop"
+
+
+def usage_of(event) -> dict:
+    """Tokens of all contexts, sub-agents included."""
+    return {"prompt_tokens": event["tokens"] - event["sampled"],
+            "completion_tokens": event["sampled"], "total_tokens": event["tokens"]}
+
+
+def error_body(status, line) -> dict:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": str(line), "type": kind, "param": None, "code": status}}
+
+
+class Guard:
+    """Stands before the application: host, key, content type and size of a request."""
+
+    def __init__(self, app, args, key):
+        self.app, self.key = app, key
+        self.most = int(args.max_mb * 2**20)
+        self.local = args.host in ("127.0.0.1", "localhost", "::1")
+
+    async def __call__(self, scope, receive, send):
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        wrong = self.fault(scope, headers)
+        taken, body, more = 0, [], not wrong
+        while more:  # read here, because a framework would first keep all of it
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body.append(message.get("body", b""))
+            taken += len(body[-1])
+            if taken > self.most:
+                wrong = 413, f"a request has {self.most} bytes at most"
+            more = message.get("more_body", False) and not wrong
+        if wrong:
+            from fastapi.responses import JSONResponse
+
+            # The rest of a body may still come: the connection cannot be used again.
+            return await JSONResponse(error_body(*wrong), wrong[0], {"Connection": "close"})(
+                scope, receive, send)
+        whole = iter([{"type": "http.request", "body": b"".join(body), "more_body": False}])
+
+        async def again():
+            return next(whole, None) or await receive()
+
+        await self.app(scope, again, send)
+
+    def fault(self, scope, headers):
+        """-> None, or (status, why)."""
+        host = re.sub(r":\d+$", "", headers.get(b"host", ""))
+        # A page of another site could reach this server under a name that leads here.
+        if self.local and host not in ("127.0.0.1", "localhost", "[::1]"):
+            return 403, "this server answers to 127.0.0.1 and localhost alone"
+        given = headers.get(b"authorization", "").removeprefix("Bearer ").encode("latin-1")
+        if (self.key and scope["path"] not in ("/", "/health")
+                and not secrets.compare_digest(given, self.key)):
+            return 401, "wrong key or none: send Authorization: Bearer KEY"
+        # A page of another site may send a form or plain text unasked, but no JSON.
+        kind = headers.get(b"content-type", "").partition(";")[0].strip().lower()
+        if scope["method"] == "POST" and kind != "application/json":
+            return 415, "send JSON, with Content-Type: application/json"
+        length = headers.get(b"content-length", "0")
+        if not length.isdigit() or int(length) > self.most:
+            return 413, f"a request has {self.most} bytes at most"
+        return None
+
+
+def make_app(agents: Agents, films: Films, args, key: bytes | None = None):
+    """-> the application. key: that clients must send; None: none."""
+    from typing import Literal
+
+    from fastapi import FastAPI, Request
+    from fastapi.exceptions import RequestValidationError
+    from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
+    from pydantic import BaseModel, Field, field_validator
+    from starlette.exceptions import HTTPException
+
+    class Stream(StreamingResponse):
+        """Ends the question when the stream ends, also if the client left before its first line."""
+
+        def __init__(self, lines, close):
+            super().__init__(lines, media_type="text/event-stream",
+                             headers={"Cache-Control": "no-cache"})
+            self.close = close
+
+        async def __call__(self, *asgi):
+            try:
+                await super().__call__(*asgi)
+            finally:
+                self.close()
+
+    class Asked(BaseModel):
+        """The fields that count. Others (top_p, stop, ..) are left out, as most servers do."""
+
+        messages: list[dict] = Field(min_length=1)
+        model: str | None = None
+        stream: bool = False
+        temperature: float | None = Field(None, ge=0, le=2)
+        seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+        max_tokens: int | None = Field(None, ge=1)
+        max_completion_tokens: int | None = Field(None, ge=1)
+        n: Literal[1] | None = None
+        tools: None = None  # the agent has its own
+        options: list[str] | None = Field(None, min_length=2, max_length=26)
+        answer_type: Literal["open", "list", "grounding"] | None = None
+        fps: float | None = Field(None, gt=0, le=1000)
+        thumbs: bool = False
+
+        @field_validator("options")
+        @classmethod
+        def text(cls, options):
+            if options and launch.has_surrogate(options):
+                raise ValueError("a lone surrogate is no text")
+            return options
+
+    app = FastAPI(title="ParaVT", openapi_url=None)
+    episodes = collections.OrderedDict()  # id -> what the page shows again, the latest 100
+
+    def failed(status, line):
+        wait = {"Retry-After": "2"} if status in (429, 503) else None
+        return JSONResponse(error_body(status, line), status, wait)
+
+    @app.exception_handler(Refused)
+    async def refused(request, error):
+        return failed(error.status, error)
+
+    @app.exception_handler(HTTPException)
+    async def wrong(request, error):
+        return failed(error.status_code, error.detail)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request, error):
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"] if part != "body")
+        return failed(400, launch.printable(f"{where}: {first['msg']}".lstrip(": ")))
+
+    text, policy = page_text()
+
+    @app.get("/")
+    async def page():
+        return Response(text, media_type="text/html", headers={"Content-Security-Policy": policy})
+
+    @app.get("/health")
+    async def health():
+        body = {"status": agents.fault or "ok", "questions": agents.taken}
+        return JSONResponse(body, 503 if agents.fault else 200)
+
+    @app.get("/v1/models")
+    async def models():
+        return {"object": "list",
+                "data": [{"id": args.name, "object": "model", "created": 0, "owned_by": "local"}]}
+
+    @app.get("/films")
+    async def listed():
+        """Films below --video-root for the page."""
+        found = []
+        for folder, _, files in os.walk(films.root):
+            found += [os.path.relpath(os.path.join(folder, file), films.root) for file in files
+                      if file.lower().endswith((".mp4", ".mkv", ".webm", ".mov", ".avi"))]
+            if len(found) > 1000:
+                break
+        return sorted(found)[:1000]
+
+    @app.put("/films")
+    async def dropped(request: Request):
+        body = await request.body()
+        if not body:
+            raise Refused(400, "the body is the film, and it is empty")
+        return {"url": "film:" + await asyncio.to_thread(films.keep, {"": body})}
+
+    @app.get("/films/{path:path}")
+    async def played(path: str):
+        """A film for the page's player."""
+        path = os.path.join(films.root, films.inside(path))
+        if not os.path.isfile(path):
+            raise Refused(404, "a player needs a file, and this is a folder of frames")
+        return FileResponse(path)
+
+    @app.get("/episodes/{name}")
+    async def shown(name: str):
+        if name not in episodes:
+            raise Refused(404, "this episode is no longer kept here")
+        return episodes[name]
+
+    @app.post("/v1/chat/completions")
+    async def completions(asked: Asked, request: Request):
+        if asked.model not in (None, "", args.name):
+            raise Refused(404, f"no such model; there is {args.name}")
+        film, frames, question = parts_of(asked.messages)
+        given = {"temperature": asked.temperature, "seed": asked.seed}
+        agent = replace(agents.sampler.agent, **{k: v for k, v in given.items() if v is not None})
+        found = await asyncio.to_thread(films.find, film, frames, asked.fps)
+        head = {"id": "chatcmpl-" + secrets.token_hex(12), "created": int(time.time()),
+                "model": args.name}
+        ended = partial(films.release, *found) if found else lambda: None
+        try:
+            if found:
+                root, path = found
+                await asyncio.to_thread(check_film, agents.sampler.source, root, path)
+                task = {"id": head["id"], "video": path,
+                        **question_task(question, asked.options, asked.answer_type)}
+                work = partial(agents.film, task=task, agent=agent, root=root, thumbs=asked.thumbs)
+            else:
+                work = partial(agents.text, question=question, agent=agent)
+            under_way = Question(agents, work, ended)
+        except Refused:
+            ended()
+            raise
+
+        async def told():
+            """The events of this question, which are kept for the page."""
+            trace = []
+            async for event in under_way.events():
+                trace.append(event)
+                yield event
+            kept = film if film and not film.startswith("data:") else None
+            episodes[head["id"]] = {"question": question, "film": kept, "events": trace}
+            while len(episodes) > 100:
+                episodes.popitem(last=False)
+
+        most = asked.max_completion_tokens or asked.max_tokens
+        if asked.stream:
+            return Stream(streamed(head, told(), agents.sampler.codec, most), under_way.close)
+        answer = asyncio.create_task(whole(head, told(), agents.sampler.codec, most))
+        left = asyncio.create_task(gone(request))
+        try:
+            await asyncio.wait([answer, left], return_when=asyncio.FIRST_COMPLETED)
+            return answer.result() if answer.done() else Response(status_code=499)
+        finally:
+            under_way.close()
+            left.cancel()
+            answer.cancel()
+
+    return Guard(app, args, key)
+
+
+def page_text() -> tuple[str, str]:
+    """-> (ask.html with the parts that it shares with page.html, what the page may load)."""
+    folder = os.path.dirname(os.path.abspath(__file__))
+    texts = []
+    for name in ("ask.html", "page.html"):
+        with open(os.path.join(folder, name), encoding="utf-8") as f:
+            texts.append(f.read())
+    page, shared = texts
+    for marker, first, last in (("/*STYLE*/", "<style>\n", "</style>"),
+                                ("/*SMALL THINGS*/", "// ---- small things\n", "// ---- tabs")):
+        page = page.replace(marker, shared.partition(first)[2].partition(last)[0].strip())
+    return page, ("default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+                  "img-src data:; media-src 'self' blob:; connect-src 'self'; "
+                  "base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
+
+
+def check_film(source, root, path):
+    """Raises Refused if a film cannot be opened."""
+    try:
+        video.probe(video.resolve(path, root), source.cache)
+    except video.VideoError as error:  # not str(error): that holds a path of this machine
+        why = error.why.replace(root, "")[:200]
+        raise Refused(400, f"the film cannot be read: {why}") from None
+
+
+async def gone(request):
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def whole(head, events, codec, most) -> dict:
+    """All events -> one answer."""
+    trace = [event async for event in events]
+    content, finish = bounded(codec, trace[-1], most)
+    message = {"role": "assistant", "content": content,
+               "reasoning_content": "".join(map(said_so_far, trace))}
+    choice = {"index": 0, "message": message, "finish_reason": finish, "logprobs": None}
+    return {**head, "object": "chat.completion", "choices": [choice],
+            "usage": usage_of(trace[-1]), "trace": trace}
+
+
+async def streamed(head, events, codec, most):
+    """Events -> lines of a stream."""
+    def line(delta, finish=None, **more):
+        choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
+        chunk = {**head, "object": "chat.completion.chunk", "choices": [choice], **more}
+        return f"data: {json.dumps(chunk)}\n\n"
+
+    try:
+        yield line({"role": "assistant", "content": ""})
+        async for event in events:
+            yield line({"reasoning_content": said_so_far(event)}, trace=[event])
+        content, finish = bounded(codec, event, most)
+        yield line({"content": content}, finish, usage=usage_of(event))
+    except Refused as error:  # the status has gone out, so the error is a line of its own
+        yield f"data: {json.dumps(error_body(error.status, error))}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+# ------------------------------------------------------------------------------------------------
+# The command line
+
+
+def parse_args():
+    parser = launch.parser(__doc__)
+    add = parser.add_argument_group("server").add_argument
+    add("--ckpt", required=True, help="checkpoint folder")
+    add("--preset", choices=["paper", "toy"], default="paper", help="toy: lengths for toy.py")
+    add("--frames", type=int, default=64, help="overview frames K")
+    add("--host", default="127.0.0.1", help="another address lets other machines in: with a key")
+    add("--port", type=int, default=8000, help="of HTTP")
+    add("--name", help="of the model, as clients ask for it; default: the folder's name")
+    add("--api-key-env", help="environment variable with the key that clients send")
+    add("--max-mb", type=float, default=256.0, help="MiB of one request")
+    add("--films-gb", type=float, default=4.0, help="GiB of clients' films that are kept")
+    add("--live", type=int, default=0, help="episodes at once; 0 = twice --max-seqs")
+    add("--waiting", type=int, default=256, help="questions under way or waiting; then 429")
+    add("--seconds", type=float, default=600.0, help="for one question, waiting included")
+    rollout.add_agent_arguments(parser)
+    if launch.peek(parser).preset == "toy":
+        parser.set_defaults(**rollout.toy_lengths())
+    # The same answer each time. Films of any folder must be asked for.
+    parser.set_defaults(temperature=0.0, video_root=".", engine_share=0.9, subtitles="none")
+    args = parser.parse_args()
+    launch.at_least(1, args, "frames", "waiting")
+    launch.at_least(0, args, "live")
+    for name in ("max_mb", "films_gb", "seconds"):
+        if not 0 < getattr(args, name) < float("inf"):
+            raise launch.UserError(f"--{name.replace('_', '-')} must be above 0")
+    args.live = args.live or 2 * args.max_seqs
+    args.name = args.name or os.path.basename(os.path.realpath(args.ckpt))
+    if args.host not in ("127.0.0.1", "localhost", "::1") and not args.api_key_env:
+        raise launch.UserError(f"--host {args.host} lets other machines in: give --api-key-env")
+    if args.api_key_env and not os.environ.get(args.api_key_env, "").strip():
+        raise launch.UserError(f"--api-key-env: {args.api_key_env} is not set or empty")
+    return args
+
+
+def main():
+    import uvicorn
+
+    import checkpoint
+
+    args = parse_args()
+    ckpt = checkpoint.resolve_checkpoint(args.ckpt)
+    agent, source = rollout.agent_settings(args, None)
+    source = replace(source, root=os.path.realpath(source.root))
+    key = os.environ[args.api_key_env].strip().encode() if args.api_key_env else None
+    launch.say(f"{args.ckpt}: loading the engine")
+    codec = chat.load_codec(ckpt, args.channel)
+    engine = rollout.make_engine(ckpt, codec, args)
+    films = Films(source.root, int(args.films_gb * 2**30))
+    agents = Agents(rollout.Sampler(engine, codec, source, agent), args)
+    launch.say(f"http://{args.host}:{args.port}  model {args.name}, films of {source.root}")
+    # uvicorn raises the signal once more after its own end, which would skip the lines below.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        uvicorn.run(make_app(agents, films, args, key), host=args.host, port=args.port,
+                    log_level="warning", timeout_graceful_shutdown=2)
+    finally:
+        shutil.rmtree(films.sent, ignore_errors=True)
+        agents.close()
+
+
+if __name__ == "__main__":
+    launch.run_main(main)
