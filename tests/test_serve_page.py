@@ -10,7 +10,7 @@ from test_serve import FILM, QUESTION, held, running  # noqa: F401  (a fixture)
 
 @pytest.fixture
 def visit(browser):  # noqa: F811
-    """visit(server, fragment) opens the page; -> the browser, which waits for what the page does."""
+    """visit(server, fragment) opens the page -> the browser."""
     def visit(server, fragment=""):
         browser.get("about:blank")
         browser.get(server.url + "/" + fragment)
