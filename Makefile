@@ -81,7 +81,7 @@ lint: venv
 
 test-page: venv
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { apt-get update -q && apt-get install -y -q chromium chromium-driver; }
-	$(BIN)/python -m pytest tests/test_page.py
+	$(BIN)/python -m pytest tests/test_page.py tests/test_serve_page.py
 
 test-compat: .venv/transformers-4.57
 	$(BIN)/python -m pytest tests/test_published.py -k transformers_4 $(ARGS)

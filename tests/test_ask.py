@@ -253,8 +253,8 @@ def test_events_tell_an_episode_in_order(codec, toy):
 
     (episode,) = rollout.run(asked, [FILM], 4, play=play)
     kinds = [(event["event"], event.get("number")) for event in told]
-    assert kinds[:4] == [("turn", 1), ("call", 1), ("call", 2), ("call", 3)]
-    assert kinds[-2:] == [("turn", 2), ("answer", None)] and len(kinds) == len(set(kinds)) == 11
+    assert kinds[:5] == [("overview", 0), ("turn", 1), ("call", 1), ("call", 2), ("call", 3)]
+    assert kinds[-2:] == [("turn", 2), ("answer", None)] and len(kinds) == len(set(kinds)) == 12
     for number in (1, 3):  # the same window twice
         assert kinds.index(("window", number)) < kinds.index(("summary", number))
     windows = [event["times"] for event in told if event["event"] == "window"]
