@@ -1,9 +1,10 @@
 # make venv   the environment, in .venv (GPU=1, GPU=0: for GPUs or not, whatever this machine has)
-# make test   all tests (ARGS="--shuffle 7": in a random order)
+# make test   the tests (ARGS="--shuffle 7": in a random order)
+# make test-all   also the ablation's tests and those of view.py's page
 # make test-fast   the edit loop: a minute or two, without engines and processes
 # make lint   ruff, and the sizes of the scripts beside their aims
 # make demo   toy world -> SFT -> PARA-GRPO -> evaluation of both -> one table, one page (LORA=8: PARA-GRPO by adapters; SEED=1; BASE=qwen3.5: a quarter of an hour)
-# make test-page   the tests of view.py's page in a real browser (installs Debian's Chromium); `make test` runs them where there is one
+# make test-page   the tests of view.py's page in a real browser (installs Debian's Chromium); `make test-all` runs them where there is one
 # make test-compat   a saved checkpoint in transformers 4.57 (installed beside, in .venv/transformers-4.57; `make test` then does it too)
 # make ablation   three experiments in the toy world -> bench/ablation.{json,md}, docs/ablation*.png  (about 4 hours on two cores; finished rows are kept)
 PYTHON ?= python3
@@ -41,7 +42,7 @@ locked = { $(UV) -r $(1).txt -c $(1)-lock.txt || $(BIN)/pip install -q --no-comp
 export PYTHONDONTWRITEBYTECODE :=
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: venv demo ablation lint test test-fast test-page test-compat clean
+.PHONY: venv demo ablation lint test test-all test-fast test-page test-compat clean
 
 venv: .venv/ready
 
@@ -70,6 +71,9 @@ endif
 test: venv
 	$(BIN)/ruff check -q .
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-all: venv
+	$(MAKE) test ARGS="--all $(ARGS)"
 
 test-fast: venv
 	$(BIN)/ruff check -q .

@@ -88,12 +88,17 @@ def pytest_addoption(parser):
         help="files and their tests in a random order: no test may need another")
     add("--fast", action="store_true",
         help="leave out what builds vLLM's engine, starts processes or takes long otherwise")
+    add("--all", action="store_true", help="also the ablation's tests and those of the page")
     add("--kills", type=int, default=4, help="of a run, in the tests of test_survival that kill")
 
 
 def pytest_collection_modifyitems(config, items):
     """Long files first: with a file to each of two processes, a long one at the end would leave the
     other idle."""
+    if not config.getoption("--all"):  # unless a command names them
+        left = {name for name in ("test_ablation.py", "test_page.py")
+                if not any(name in argument for argument in config.args)}
+        items[:] = [item for item in items if item.path.name not in left]
     if config.getoption("--fast"):
         files = {"test_faults.py", "test_survival.py", "test_published.py", "test_bf16.py",
                  "test_fake_gpu.py", "test_page.py", "test_server.py", "test_toy.py"}

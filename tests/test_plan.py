@@ -210,14 +210,14 @@ def test_the_step_of_the_engine_is_vllms_default(monkeypatch, card, gpu_gb):
     assert steps[UsageContext.LLM_CLASS] == plan.engine_batch(gpu_gb)
 
 
-def test_the_readme_shows_what_the_command_prints(monkeypatch, capsys):
-    with open(os.path.join(ROOT, "README.md")) as f:
-        readme = f.read().splitlines()
-    command = next(line for line in readme if line.startswith("$ python tools/plan.py"))
+def test_the_recipe_shows_what_the_command_prints(monkeypatch, capsys):
+    with open(os.path.join(ROOT, "docs", "recipe.md")) as f:
+        page = f.read().splitlines()
+    command = next(line for line in page if line.startswith("$ python tools/plan.py"))
     monkeypatch.setattr(sys, "argv", command.split()[2:])
     with pytest.raises(SystemExit):
         launch.run_main(plan.main)
-    assert all(line in readme for line in capsys.readouterr().out.splitlines())
+    assert all(line in page for line in capsys.readouterr().out.splitlines())
 
 
 def test_counted_operations_are_those_that_torch_counts():
