@@ -96,7 +96,7 @@ def pytest_collection_modifyitems(config, items):
     """Long files first: with a file to each of two processes, a long one at the end would leave the
     other idle."""
     if not config.getoption("--all"):  # unless a command names them
-        left = {name for name in ("test_ablation.py", "test_page.py")
+        left = {name for name in ("test_ablation.py", "test_page.py", "test_serve_page.py")
                 if not any(name in argument for argument in config.args)}
         items[:] = [item for item in items if item.path.name not in left]
     if config.getoption("--fast"):
