@@ -362,10 +362,14 @@ def chats(task, events, budgets, rng, loose=False, wrong=0.0):
     # Sub-agents at 1 fps see every event; with 3 frames in 8 seconds they miss one event in five.
     # One more sub-agent gets an empty slot.
     taken = [e["window"] for e in events]
-    if "scenes" in task:  # every scene as some overview tells it, and any two windows
+    if "scenes" in task:
+        # Every scene as some overview tells it, two windows of any place, and a few seconds around
+        # two flashes: with fewer frames to look through, colours are learned much sooner.
         looks = overview_looks(rng.choice(rollout.gated_choices()))
         taken = [e["window"] for e in told_scenes(events, looks)]
         taken += [(a, rng.randrange(a + 6, 65)) for a in rng.choices(range(0, 56, 2), k=2)]
+        taken += [(e["start"] - rng.randint(0, 1), e["end"] + rng.randint(0, 2))
+                  for e in rng.sample(events, 2)]
         return rows + [sub_chat(f"{task['id']}-sub-{i}", task, window, events)
                        for i, window in enumerate(taken)]
     empty = rng.choice([(a, a + 8) for a in range(0, 64, 8) if (a, a + 8) not in taken])

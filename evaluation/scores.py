@@ -385,6 +385,7 @@ def compare(found, points=2.0):
             if r["tools"] == "on":
                 row.update(acc_tools=r["headline"], f_tau=r["f_tau"], tokens_tools=tokens)
                 row.update(kappa=r["kappa"], interval=r["interval"])
+                row |= {name: r["windows"][name] for name in ("recall", "hit") if "windows" in r}
             else:
                 row.update(acc_no_tools=r["headline"], tokens_no_tools=tokens)
             if r.get("cost"):  # runs from before costs were kept have none
@@ -425,15 +426,18 @@ def compare(found, points=2.0):
 
 def comparison(compared):
     """Result of `compare` -> aligned text."""
+    judged = any("recall" in row for row in compared["rows"])  # windows, of episodes that called
     lines = [f"{'checkpoint':<12} {'K':>6} {'n':>5} {'with tools [95%]':>22} {'tokens':>7} "
-             f"{'no tools':>9} {'tokens':>7} {'f_tau':>6} {'kappa':>6}"]
+             f"{'no tools':>9} {'tokens':>7} {'f_tau':>6} {'kappa':>6}"
+             + " window: recall  hit" * judged]
     for row in compared["rows"]:
         tools = "-"  # not run, or refused
         if row.get("acc_tools") is not None:
             tools = shown_interval({"headline": row["acc_tools"], "interval": row["interval"]})
         line = f"{row['name']:<12} {row['K']!s:>6} {row['n']:>5} {tools:>22}"
         for name, width, digits in (("tokens_tools", 7, 0), ("acc_no_tools", 9, 3),
-                                    ("tokens_no_tools", 7, 0), ("f_tau", 6, 3), ("kappa", 6, 2)):
+                                    ("tokens_no_tools", 7, 0), ("f_tau", 6, 3), ("kappa", 6, 2),
+                                    *[("recall", 14, 3), ("hit", 4, 2)] * judged):
             cell = "-" if row.get(name) is None else f"{row[name]:.{digits}f}"
             line += f" {cell:>{width}}"
         named = [row["bench"]] if row["bench"] else []
