@@ -369,27 +369,33 @@ def engine_prompt(request, codec, renderer, made, most=32):
 def vision_input(codec, request):
     """-> (prompt ids, multi_modal_data, multi_modal_uuids) of a request, as vLLM takes them."""
     # The uuids are the keys of the frames, so a group shares the outputs of the vision encoder.
-    ids = list(request.ids)
-    if codec.channel == "image":
+    ids, data, keys, images, clips = list(request.ids), {}, {}, [], []
+    for item, f in zip(request.items, request.frames):
+        # Evaluation may show a film beside images.
+        (clips if codec.channel == "video" or item.spec.get("film") else images).append(f)
+    if images:
         from PIL import Image
 
-        images = [Image.fromarray(image) for f in request.frames for image in f.images]
-        keys = [key for f in request.frames for key in f.frame_keys]
-        return ids, {"image": images}, {"image": keys}
-    clips = []
-    for f in request.frames:
-        images, seconds = f.images, f.seconds
-        if len(images) == 1:  # the processor refuses one frame; patchify makes a pair as well
-            images, seconds = images.repeat(2, 0), seconds.repeat(2)
-        # The processor computes seconds as frames_indices / fps: with fps 1 an index is a second.
-        clips.append((images, dict(
-            fps=1.0, frames_indices=[float(s) for s in seconds], do_sample_frames=False,
-            total_num_frames=len(images), duration=float(seconds[-1]) + 1.0)))
+        data["image"] = [Image.fromarray(image) for f in images for image in f.images]
+        keys["image"] = [key for f in images for key in f.frame_keys]
+    if clips:
+        data["video"], keys["video"] = [clip_of(f) for f in clips], [f.key for f in clips]
     # vLLM expands the placeholder alone, with markers around every pair of frames. The template's
     # markers around the whole video would stay, a form that Qwen3-VL was not trained on.
     for at in reversed([n for n, i in enumerate(ids) if i == codec.video_pad]):
         ids[at - 1:at + 2] = [codec.video_pad]
-    return ids, {"video": clips}, {"video": [f.key for f in request.frames]}
+    return ids, data, keys
+
+
+def clip_of(f):
+    """Frames -> (images, metadata) of a video, as vLLM takes them."""
+    images, seconds = f.images, f.seconds
+    if len(images) == 1:  # the processor refuses one frame; patchify makes a pair as well
+        images, seconds = images.repeat(2, 0), seconds.repeat(2)
+    # The processor computes seconds as frames_indices / fps: with fps 1 an index is a second.
+    return images, dict(
+        fps=1.0, frames_indices=[float(s) for s in seconds], do_sample_frames=False,
+        total_num_frames=len(images), duration=float(seconds[-1]) + 1.0)
 
 
 def zero_discarded(worker, tags):

@@ -9,10 +9,9 @@ eval.py: runs benchmarks and task JSONL through the agent loop of training and s
 
 Sampling is greedy, unless --temperature or the protocol says otherwise. The answer is the last
 <answer> block, or the text after the thought if there is no block. An evaluation asks for the
-model's answer, while training (rewards.py) pays only for the tag. Departs from the authors'
-evaluation: benchmarks are read as their publishers ship them (evaluation/benchmarks.py), sub-agents
-answer calls as in training (--set crop_reply=frames shows the frames themselves, as the authors
-do), and an error is never graded as text.
+model's answer, while training (rewards.py) pays only for the tag. Sub-agents answer calls as in
+training. Departs from the authors' evaluation, which --protocol paper repeats
+(evaluation/paper.py): an error is never graded as text.
 
 --protocol evaluates other systems (evaluation/systems.py), also behind an endpoint
 (evaluation/endpoint.py). evaluation/folders.py grades records and works on finished folders,
@@ -25,6 +24,7 @@ Writes: --out[/bench]/records.*.jsonl (one episode a line, appended as episodes 
 
 CPU toy:  torchrun --nproc_per_node 2 eval.py --preset toy --ckpt grpo_out --data toy/eval.jsonl
 1 GPU:    python eval.py --ckpt grpo_out --bench videomme --root Video-MME --out eval_out
+Table 1:  python eval.py --ckpt ParaVT-8B --protocol paper --texts-of PARAVT --bench all --root DATA
 8 GPUs:   torchrun --nproc_per_node 8 eval.py --ckpt grpo_out --bench mlvu lvbench --root DATA
 Endpoint: python eval.py --engine openai --base-url http://127.0.0.1:8000/v1 --model M
               --protocol longvt --bench mmvu --root MMVU
@@ -44,6 +44,7 @@ import launch
 import rollout
 from endpoint import add_judge_arguments
 from evaluation import benchmarks, costs, endpoint, folders, graders, scores, systems, verify
+from evaluation.episodes import check_prompts, reordered, run
 
 # ------------------------------------------------------------------------------------------------
 # Arguments
@@ -56,8 +57,8 @@ def build_parser():
     add("--engine", choices=["vllm", "openai"], default="vllm", help="openai: ask an endpoint")
     add("--ckpt", help="checkpoint folder; not needed with --engine openai")
     add("--data", help="task JSONL")
-    add("--bench", nargs="+", choices=list(benchmarks.splits()), default=[],
-        help="benchmarks as their publishers ship them; several give one table")
+    add("--bench", nargs="+", choices=[*benchmarks.splits(), "all"], default=[],
+        help="benchmarks as their publishers ship them; several give one table; all: the paper's")
     add("--root", nargs="+", default=[], metavar="DIR",
         help="one folder per benchmark, or one that holds a folder of each name")
     add("--out", default="eval_out", help="folder to write; a run of the same settings goes on")
@@ -134,11 +135,13 @@ def parse_args(protocol: str | None = None):
     # A protocol and a preset change defaults, which yield to flags. So both must be known first.
     early = launch.peek(parser)
     name = protocol or early.protocol
-    parser.set_defaults(**systems.settings(name, early.protocol_set))
+    parser.set_defaults(**systems.protocols()[name].native)
     if early.preset == "toy":
         parser.set_defaults(**rollout.toy_lengths())
     args = parser.parse_args()
     args.protocol = name
+    if "all" in args.bench:
+        args.bench = list(benchmarks.paper_table()["ParaVT-8B"])
     for wrong, why in faults(args):
         if wrong:
             raise launch.UserError(why)
@@ -221,8 +224,6 @@ def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
             folders.print_notes(bench, notes)
             flags.video_root = args.video_root or root
             shown = args.subtitles or benchmarks.splits()[bench].shown
-            if args.protocol_set == "paper" and shown == "aligned" and not args.subtitles:
-                shown = "full"  # as the paper's evaluation shows them
         else:
             tasks = data.read_tasks(args.data)
             named = any(task.get("subtitles") for task in tasks)
@@ -298,7 +299,7 @@ def evaluate(args):
     suites = load_suites(args, weights, prompts)
     shard = f"shard{part}of{parts}." if parts > 1 else ""
     for suite in suites:
-        systems.check_prompts(protocol, suite.tasks, suite.agent, 1)
+        check_prompts(protocol, suite.tasks, suite.agent, 1)
         launch.lock(suite.out, f".{shard}lock")
     if world > 1:
         # No deadline for collectives, as ranks end hours apart. launch.beat ends a rank that hangs.
@@ -367,7 +368,7 @@ def make_engine(suites, args, ckpt, codec, protocol):
     """The engine that samples, made for the largest K of the run. Raises UserError if the context
     is too small."""
     if args.engine == "openai":  # asked first: a wrong key is then found before any decoding
-        engine = endpoint.make_engine(args, bool(protocol.prefill))
+        engine = endpoint.make_engine(args, bool(protocol.prefill), protocol.jpeg)
     largest = max(1, *map(rollout.most_frames, args.frames))
     # Checked now, or every episode would end with status "context".
     for suite in suites if codec else []:
@@ -396,8 +397,8 @@ def run_jobs(jobs, engine, codec, protocol, args, name, quiet):
             source = replace(suite.source, show=show)
             sampler = rollout.Sampler(meter, codec, source, agent, max_live=args.live or None)
             if show == "options":
-                todo = [systems.reordered(task) for task in todo]
-            episodes = systems.run(sampler, todo, protocol, frames=k, group=args.samples)
+                todo = [reordered(task) for task in todo]
+            episodes = run(sampler, todo, protocol, frames=k, group=args.samples)
             with folders.append_to(os.path.join(suite.out, name)) as f:
                 for episode in episodes:
                     record = record_of(episode, suite.digest, k, mode, args, meter.taken)
@@ -431,7 +432,8 @@ def record_of(episode, digest, k, mode, args, taken=None) -> dict:
 def main():
     args = parse_args()
     if args.protocols:
-        names = [args.protocol] if args.prompt_file else systems.protocols()
+        own = args.prompt_file or args.texts_of
+        names = [args.protocol] if own else systems.protocols()
         print(systems.describe_all(map(parse_args, names)))
     elif args.verify:
         sys.exit(verify.verify(args, args.verify))

@@ -874,11 +874,12 @@ class FrameCache:
 
         return self.memory.once(file, read, last=False)  # a look that needs the table comes next
 
-    def frames(self, path, indices, min_pixels, max_pixels):
-        """Path, ascending indices [T] -> Frames, decoded once per (file, frames, size)."""
+    def frames(self, path, indices, min_pixels, max_pixels, size=None):
+        """Path, ascending indices [T] -> Frames, decoded once per (file, frames, size). size:
+        (height, width) in pixels in place of the two bounds."""
         file = _identity(path)
         starts, info, ticks, key_ticks = self._table(file)
-        height, width = smart_size(info.height, info.width, min_pixels, max_pixels)
+        height, width = size or smart_size(info.height, info.width, min_pixels, max_pixels)
         names = [_digest((file, int(i), height, width)) for i in indices]
         key = _digest("".join(names))
 

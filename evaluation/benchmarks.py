@@ -281,6 +281,38 @@ def charades_tasks(row, path):
     }
 
 
+def published_row(bench, task):
+    """Task of a benchmark -> its row as published, for the fields that the publishers' graders and
+    loaders read: the reverse of the readers below. Letters are those that the model was shown."""
+    options = task.get("options") or []
+    labels = string.ascii_uppercase
+    row = {"question": task.get("published") or task["question"], "answer": task["answer"]}
+    row |= dict.fromkeys(("duration", "domain", "sub_category", "task_type", "duration_group",
+                          "question_category"))  # a tag without a label is not in the task
+    row |= task["tags"]
+    name = os.path.basename(task["video"])
+    if bench in ("videomme", "videomme_wsub"):
+        row.update(question_id=task["id"], videoID=os.path.splitext(name)[0],
+                   options=[f"{label}. {text}" for label, text in zip(labels, options)])
+    elif bench == "longvideobench":
+        row.update({f"option{i}": [*options, *["N/A"] * 5][i] for i in range(5)})
+        right = labels.find(task["answer"] or "?")  # -1 if no option is right
+        row.update(id=task["id"], video_path=name, correct_choice=right)
+    elif bench == "lvbench":
+        row.update(uid=task["id"], video_path=name)
+    elif bench == "mlvu":
+        row.update(candidates=options, video_name=name, task_type=task["tags"].get("task"),
+                   question_id=task["id"])
+    elif bench == "mmvu":
+        place = f"videos/{task['tags'].get('subject')}/{name}"
+        row.update(id=task["id"], video=place, video_path=place,
+                   question_type=task["tags"].get("kind"),
+                   choices=dict(zip("ABCDE", [*options, *[""] * 5])))
+    elif bench == "charades":
+        row.update(video=name, caption=task["event"], timestamp=task["answer"])
+    return row
+
+
 # ------------------------------------------------------------------------------------------------
 # A folder -> tasks
 
@@ -320,6 +352,7 @@ def read_split(name, root):
                     raise launch.UserError(f"{path}: no column {column!r}, {found}")
             for task in row_tasks(split, row, f"{path}, row {number}", path, root, notes):
                 seen[task["id"]] += 1
+                task["split"] = name  # evaluation/paper.py has a prompt for each
                 if seen[task["id"]] > 1:  # MLVU's first release has no ids, Charades-STA repeats
                     task["id"] += f"#{seen[task['id']]}"
                 tasks.append(task)
@@ -373,6 +406,8 @@ def complete(task, split, root, notes):
             raise TypeError("options are no list")
         options = data.bare_options(task["options"] or inline)
         answer = answer_letter(task["answer"], options)
+        if inline:  # evaluation/paper.py shows the question as it was published
+            task["published"] = task["question"]
         task.update(question=question, options=options, answer=answer)
     notes["no usable answer"] += task["answer"] == ""
     # A missing video keeps the expected path, and the episode ends in a counted error.

@@ -24,7 +24,7 @@ import rewards
 import rollout
 import video
 from engine import Completion
-from evaluation import systems
+from evaluation import episodes, systems
 from evaluation.endpoint import evenly
 
 # ------------------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ def expected(suite, k, mode, todo, codec, protocol, args):
     def played(calls):
         meter = Meter(Mute(codec, agent, calls))
         sampler = rollout.Sampler(meter, codec, source, agent, threads=1, max_live=1)
-        ran = systems.run(sampler, tasks, protocol, frames=k)
+        ran = episodes.run(sampler, tasks, protocol, frames=k)
         ran = [(e, of(e, meter.taken)) for e in ran if "total_s" in e.timing]
         full = [e.error for e, _ in ran if e.status == "context" and not calls]
         if full:  # no prompt of this suite fits

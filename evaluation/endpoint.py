@@ -10,7 +10,9 @@ Asks endpoints; writes the verdicts of a judge. Used by eval.py and evaluation/f
 
 import argparse
 import asyncio
+import base64
 import contextlib
+import io
 import itertools
 import json
 import queue
@@ -126,6 +128,7 @@ class OpenAIEngine(Client):
     prefill: bool = False  # a turn's forced start goes as a begun turn (vLLM and SGLang take it)
     image_cap: int = 0  # images of one request at most, evenly kept; 0 = no cap
     video_item: bool = False  # the overview as one video_url, which vLLM takes
+    jpeg: int = 90  # quality of images
     # Hosted endpoints differ in the name of the limit, and some take no temperature.
     tokens_field: str = "max_tokens"
     send_temperature: bool = True
@@ -338,13 +341,14 @@ class OpenAIEngine(Client):
         """Request -> chat messages with frames as JPEGs after their times. Consecutive tool
         messages become one user turn, as in the chat template of the policy."""
         clip = self.joined(request)
-        total = sum(len(frames.images) for frames in request.frames if frames is not clip)
+        total = sum(len(frames.images) for frames in request.frames
+                    if frames is not clip and not hasattr(frames, "path"))
         kept = set(evenly(range(total), self.image_cap or total))  # numbers of images
         numbers = itertools.count()
         frames = iter(request.frames)  # in the order of the messages' videos
         turns = []  # [role, parts, holds tool responses]
         for message in request.messages:
-            parts = content_parts(message["content"], frames, numbers, kept, clip)
+            parts = content_parts(message["content"], frames, numbers, kept, clip, self.jpeg)
             if message["role"] != "tool":
                 turns.append([message["role"], parts, False])
                 continue
@@ -366,7 +370,7 @@ def text_part(text):
     return {"type": "text", "text": text}
 
 
-def content_parts(content, frames, numbers, kept, clip=None):
+def content_parts(content, frames, numbers, kept, clip=None, jpeg=90):
     """
     A message's content -> parts of an OpenAI message.
 
@@ -381,8 +385,12 @@ def content_parts(content, frames, numbers, kept, clip=None):
             parts.append(text_part(item["text"]))
             continue
         shown = next(frames)
+        if hasattr(shown, "path"):  # sources.Film: the server reads the file
+            url = f"file://{shown.path}"
+            parts.append({"type": "video_url", "video_url": {"url": url}})
+            continue
         if shown is clip:
-            pieces = [jpeg_url(image).partition(",")[2] for image in shown.images]
+            pieces = [jpeg_url(image, jpeg).partition(",")[2] for image in shown.images]
             url = "data:video/jpeg;base64," + ",".join(pieces)
             parts.append({"type": "video_url", "video_url": {"url": url}})
             continue
@@ -392,7 +400,7 @@ def content_parts(content, frames, numbers, kept, clip=None):
             stamp = chat.stamp_text(seconds, place, item.get("stamp"))
             if stamp:
                 parts.append(text_part(stamp))
-            parts.append({"type": "image_url", "image_url": {"url": jpeg_url(image)}})
+            parts.append({"type": "image_url", "image_url": {"url": jpeg_url(image, jpeg)}})
     return parts
 
 
@@ -414,25 +422,27 @@ def evenly(items, n):
     return [items[int((i + 0.5) * len(items) / n)] for i in range(n)]
 
 
-def jpeg_url(image):
+def jpeg_url(image, quality):
     """uint8 [H, W, 3] -> data URL."""
-    import base64
-    import io
+    return "data:image/jpeg;base64," + base64.b64encode(jpeg_bytes(image, quality)).decode()
 
+
+def jpeg_bytes(image, quality):
+    """uint8 [H, W, 3] -> JPEG."""
     from PIL import Image
 
     buffer = io.BytesIO()
-    Image.fromarray(image).save(buffer, "JPEG", quality=90)
-    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
+    Image.fromarray(image).save(buffer, "JPEG", quality=quality)
+    return buffer.getvalue()
 
 
-def make_engine(args, prefill):
+def make_engine(args, prefill, jpeg=90):
     """Flags -> OpenAIEngine. Raises UserError if a server does not answer, or refuses.
-    prefill: the protocol forces the start of every turn."""
+    prefill: the protocol forces the start of every turn. jpeg: quality of images."""
     engine = OpenAIEngine(
         args.base_url, args.model, key_variable=args.api_key_env, workers=args.workers,
         timeout=args.request_timeout, retries=args.retries, image_cap=args.image_cap,
-        video_item=args.video_item,
+        video_item=args.video_item, jpeg=jpeg,
         prefill=args.think_prefix or prefill,
         tokens_field=args.tokens_field, send_temperature=args.send_temperature,
         sampling=sampling_settings(args), give_up=args.give_up, server_wait=args.server_wait)

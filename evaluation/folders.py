@@ -35,8 +35,8 @@ def settings_digest(args, weights, subtitles, tasks, prompts, texts=None):
     (a digest), texts (a digest of the subtitles; None: none are shown), and every flag except those
     for paths, parts, speed and judges."""
     # Paths: the digest covers the contents of the files (tasks, prompts, weights).
-    free = {"ckpt", "data", "bench", "root", "video_root", "out", "prompt_file",
-            "user_file"}
+    free = {"ckpt", "data", "bench", "root", "video_root", "out", "prompt_file", "user_file",
+            "texts_of"}
     # Parts: a record names K, mode and sample. The argument `subtitles` is the resolved flag.
     free |= {"limit", "shard", "frames", "tools", "show", "samples", "subtitles"}
     # Speed, addresses, and the treatment of finished records.
@@ -311,11 +311,13 @@ def finish(out, found, args, policy, parts=None):
     summary = {"checkpoint": policy}
     if args.judge_model:
         summary["judge_model"] = args.judge_model
-    told = ("protocol", "protocol_set", "prompt_hash", "prompt_file", "served")
+    told = ("protocol", "prompt_hash", "prompt_file", "texts_of", "served")
     summary |= {name: kept[name] for name in told if name in kept}  # only endpoints have "served"
-    departures = systems.protocols()[kept["protocol"]].departures
-    if departures and kept.get("protocol_set") == "native":
-        summary["departures"] = list(departures)
+    departures = list(systems.protocols()[kept["protocol"]].departures)
+    if kept["protocol"] != "paravt" and not (kept.get("prompt_file") or kept.get("texts_of")):
+        departures.append("prompts in our wording, not the publisher's")
+    if departures:
+        summary["departures"] = departures
     summary["time"] = time.strftime("%Y-%m-%d %H:%M:%S")
     for bench, leaf in found:
         own = [row for row in results if row.get("bench") == bench]
@@ -387,7 +389,7 @@ def rescore(folders, args):
         for name in ("tasks.jsonl", "args.json"):
             shutil.copyfile(os.path.join(leaf, name), os.path.join(target, name))
     out = args.out if len(folders) > 1 else folders[0]
-    checkouts = graders.checkouts(args)
+    checkouts = graders.folders_of(args)
     for bench, leaf in leaves(out) if checkouts else []:
         records = graded(leaf, args)
         for grader, checkout in checkouts.items():

@@ -17,10 +17,7 @@ child process.
 import hashlib
 import json
 import os
-import string
 import subprocess
-import sys
-import tempfile
 
 import launch
 
@@ -40,7 +37,7 @@ def faults(args):
              "below 3600")]
 
 
-def checkouts(args):
+def folders_of(args):
     """-> {grader: folder of its checkout}, without ours."""
     return dict(zip([name for name in args.grader if name != "ours"], args.checkout))
 
@@ -55,38 +52,6 @@ def reply_digest(record):
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
 
-def published_row(bench, task):
-    """Task of a benchmark -> its row as published: the reverse of evaluation/benchmarks.py, for the
-    fields that graders and their loaders read. Letters are those that the model was shown."""
-    options = task.get("options") or []
-    labels = string.ascii_uppercase
-    row = {"question": task["question"], "answer": task["answer"]}
-    row |= dict.fromkeys(("duration", "domain", "sub_category", "task_type", "duration_group",
-                          "question_category"))  # a tag without a label is not in the task
-    row |= task["tags"]
-    name = os.path.basename(task["video"])
-    if bench in ("videomme", "videomme_wsub"):
-        row.update(question_id=task["id"], videoID=os.path.splitext(name)[0],
-                   options=[f"{label}. {text}" for label, text in zip(labels, options)])
-    elif bench == "longvideobench":
-        row.update({f"option{i}": [*options, *["N/A"] * 5][i] for i in range(5)})
-        right = labels.find(task["answer"] or "?")  # -1 if no option is right
-        row.update(id=task["id"], video_path=name, correct_choice=right)
-    elif bench == "lvbench":
-        row.update(uid=task["id"], video_path=name)
-    elif bench == "mlvu":
-        row.update(candidates=options, video_name=name, task_type=task["tags"].get("task"),
-                   question_id=task["id"])
-    elif bench == "mmvu":
-        place = f"videos/{task['tags'].get('subject')}/{name}"
-        row.update(id=task["id"], video=place, video_path=place,
-                   question_type=task["tags"].get("kind"),
-                   choices=dict(zip("ABCDE", [*options, *[""] * 5])))
-    elif bench == "charades":
-        row.update(video=name, caption=task["event"], timestamp=task["answer"])
-    return row
-
-
 # ------------------------------------------------------------------------------------------------
 # The child process
 
@@ -98,14 +63,17 @@ def run(grader, checkout, bench, leaf, records, seconds):
 
     seconds: for one reply. Raises UserError if the checkout is not one of this grader's code.
     """
+    from evaluation import benchmarks, checkouts  # numpy, which tools/view.py does without
+
     name = os.path.basename(leaf)
     if bench is None:
         write(leaf, grader, [])
         return f"{grader}: no grader for task JSONL, left empty: {leaf}"
     items = {item: record for item, record in records.items() if record["status"] == "ok"}
-    given = [{"row": published_row(bench, record["task"]), "text": last_turn(record),
+    given = [{"row": benchmarks.published_row(bench, record["task"]), "text": last_turn(record),
               "seed": str(item)} for item, record in items.items()]
-    said = asked(grader, checkout, bench, given, seconds)
+    said = checkouts.run(grader, bench, checkout, given, seconds,
+                         f"{CODE[grader]} whose grader of {bench} is as we know it")
     if "none" in said[-1]:
         write(leaf, grader, [])
         return f"{grader}: no grader for {bench} in {checkout}, left empty: {said[-1]['none']}"
@@ -126,39 +94,6 @@ def run(grader, checkout, bench, leaf, records, seconds):
 
 def last_turn(record):
     return record["turns"][-1] if record["turns"] else ""
-
-
-def asked(grader, checkout, bench, items, seconds):
-    """-> what the child says, a verdict per item and a last line. Raises UserError."""
-    child = os.path.join(os.path.dirname(os.path.abspath(__file__)), "publishers.py")
-    words = [sys.executable, "-I", "-B", child, grader, bench,
-             os.path.abspath(checkout), str(seconds)]
-    given = "".join(json.dumps(item) + "\n" for item in items)
-    where = f"--checkout {checkout}"
-    with tempfile.TemporaryDirectory() as empty:
-        # Neither keys nor folders of the user: a grader must not ask a paid judge or download.
-        kept = ("PATH", "LD_LIBRARY_PATH")
-        env = {name: os.environ[name] for name in kept if name in os.environ}
-        env |= {"HOME": empty, "HF_HOME": empty, "TMPDIR": empty, "HF_HUB_OFFLINE": "1",
-                "PARAVT_MMVU_VIDEO_DIR": empty}
-        try:
-            # The child ends itself if a reply takes too long. This limit is behind that one.
-            done = subprocess.run(words, input=given, capture_output=True, text=True, cwd=empty,
-                                  env=env, timeout=600 + (seconds + 10) * len(items),
-                                  errors="replace")
-        except subprocess.TimeoutExpired:
-            raise launch.UserError(f"{where}: its grader does not end") from None
-    said = [json.loads(line) for line in done.stdout.splitlines() if line.endswith("}")]
-    if said and "fault" in said[-1]:
-        raise launch.UserError(f"{where}: {said[-1]['fault']}; expected a checkout of "
-                               f"{CODE[grader]} whose grader of {bench} is as we know it")
-    if not said or not {"none", "files"} & set(said[-1]):
-        lines = done.stderr.strip().splitlines() or ["no message"]
-        # A child that its own watchdog ends prints this, and then its stack.
-        last = next((line for line in lines if line.startswith("Timeout (")), lines[-1])[:200]
-        raise launch.UserError(f"{where}: its grader of {bench} ended at reply {len(said) + 1} of "
-                               f"{len(items)} with exit code {done.returncode}: {last}")
-    return said
 
 
 def digest_of(files):

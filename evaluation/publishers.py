@@ -1,21 +1,30 @@
 """
-evaluation/publishers.py: grades replies with the code of a checkout of lmms-eval or of ParaVT.
+evaluation/publishers.py: runs functions of a publisher's own code, in the user's checkout of it.
 
-evaluation/graders.py starts this script in a process of its own and no other file imports it. Only
-the standard library is imported here, so that nothing of ours can change a verdict. The checkout
-has no network, no keys, an empty home folder, and no channel but the verdicts that this script
-writes. What the checkout prints goes to stderr.
+  grade   replies -> verdicts, by lmms-eval or by ParaVT's driver
+  ask     made-up items and replies -> the requests that the publisher's code would send
+
+evaluation/checkouts.py starts this script in a process of its own and no other file imports it.
+Only the standard library is imported at the top, so that nothing of ours can change a verdict. The
+checkout has no network, no keys, an empty home folder, bounds on memory and files, and no channel
+but the lines that this script writes. What the checkout prints goes to stderr. It is the user's
+code all the same: whoever runs it trusts it as far as that.
 
 A module that the checkout imports and that is not installed is replaced by an empty one. The empty
-one lets the import pass and raises as soon as a grader uses it.
+one lets the import pass and raises as soon as a function uses it. qwen_vl_utils alone has a
+stand-in that works: evaluation/readers.py tells it which frames of the made-up video to take.
 
   python -I -B evaluation/publishers.py lmms-eval|paper BENCHMARK CHECKOUT SECONDS
+  python -I -B evaluation/publishers.py ask PROTOCOL CHECKOUT SECONDS
 
-Reads:  stdin, an item a line: {"row": as published, "text": the reply, "seed": text}. SECONDS is
-        the most that one reply may take.
-Writes: stdout, a verdict a line: {"score": in [0, 1], "said": text or null} or {"error": text};
-        last {"files": {path: sha256}, "absent": [modules]} of all that was imported. Or one line:
-        {"fault": why} if the checkout is not as expected, {"none": why} if it has no grader for
+Reads:  stdin, an item a line. To grade: {"row": as published, "text": the reply, "seed": text}. To
+        ask: {"bench", "row", "video": path, "shape": [frames, frames per second, height, width],
+        "files": {path: text}, "said": replies, "frames"?: of the overview}. SECONDS is the most
+        that one item may take.
+Writes: stdout, a line per item: {"score": in [0, 1], "said": text or null}, {"requests": [..],
+        "pictures": [data URL]} (a request holds "picture:N" in place of the URL), or {"error":
+        text}; last {"files": {path: sha256}, "absent": [modules]} of all that was imported. Or one
+        line: {"fault": why} if the checkout is not as expected, {"none": why} if it has nothing for
         the benchmark.
 """
 
@@ -23,10 +32,13 @@ import faulthandler
 import hashlib
 import importlib
 import importlib.machinery
+import importlib.util
 import json
 import logging
 import os
 import random
+import re
+import resource
 import signal
 import socket
 import sys
@@ -194,9 +206,8 @@ def charades(task):
     return lambda row, text: (mean([process(row, [text])["charades_sta_mIOU"]], None) / 100, None)
 
 
-def paper(checkout, bench):
-    """ParaVT: the loader of paravt/eval/utils.py makes a sample of the row, and _score of
-    paravt/eval/driver.py grades the reply."""
+def paravt_modules(checkout):
+    """-> ParaVT's driver and utils, and the list of the rows that its loaders find."""
     if not os.path.isfile(os.path.join(checkout, "paravt", "eval", "driver.py")):
         raise Fault(f"no paravt/eval/driver.py in {checkout}")
     rows = []
@@ -205,8 +216,14 @@ def paper(checkout, bench):
     hub.__getattr__ = partial(stand_in, "datasets")
     sys.modules["datasets"] = hub
     sys.path.insert(0, checkout)
-    score, = needed(importlib.import_module("paravt.eval.driver"), "_score")
-    load, = needed(importlib.import_module("paravt.eval.utils"), "load_samples")
+    return *map(importlib.import_module, ("paravt.eval.driver", "paravt.eval.utils")), rows
+
+
+def paper(checkout, bench):
+    """ParaVT: the loader of paravt/eval/utils.py makes a sample of the row, and _score of
+    paravt/eval/driver.py grades the reply."""
+    driver, utils, rows = paravt_modules(checkout)
+    (score,), (load,) = needed(driver, "_score"), needed(utils, "load_samples")
 
     def grade(row, text):
         rows[:] = [row]
@@ -215,6 +232,149 @@ def paper(checkout, bench):
         return value, said
 
     return grade
+
+
+# ------------------------------------------------------------------------------------------------
+# The requests. Each function takes the checkout -> ask(item) -> {"requests": [keyword arguments of
+# the client's call], ..}. The model behind the client says what item["said"] says.
+
+
+class Script:
+    """An OpenAI client whose model speaks from a script, and that keeps what it is sent."""
+
+    def __init__(self, said):
+        self.said, self.requests, self.pictures = said, [], {}
+        self.chat = self.completions = self
+
+    def create(self, **request):
+        # A copy, because messages go on; every picture once, because all requests repeat them.
+        text = re.sub(r'"(data:[^"]*)"', self.named, json.dumps(request, default=repr))
+        self.requests.append(json.loads(text))
+        text = self.said[min(len(self.requests), len(self.said)) - 1]
+        message = types.SimpleNamespace(content=text, tool_calls=None, reasoning_content=None)
+        choice = types.SimpleNamespace(message=message, finish_reason="stop")
+        return types.SimpleNamespace(choices=[choice])
+
+    def named(self, found):
+        return f'"picture:{self.pictures.setdefault(found[1], len(self.pictures))}"'
+
+
+def load_readers():
+    """evaluation/readers.py under a name that no checkout has."""
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "readers.py")
+    spec = importlib.util.spec_from_file_location("_readers_of_ours", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def stand_in_for_qwen(finder, now):
+    """Puts a stand-in for qwen_vl_utils where it is not installed or does not import. now: the item
+    that is asked. Its frames show their numbers, as those of the made-up video do."""
+    try:
+        importlib.import_module("qwen_vl_utils.vision_process")
+        return
+    except Exception:  # torchvision of another build, for example
+        finder.absent.add("qwen_vl_utils, read by ours")
+    import numpy as np
+
+    class Frames(np.ndarray):
+        def permute(self, *axes):
+            return self.transpose(axes)
+
+        def numpy(self):
+            return np.asarray(self)
+
+    readers = load_readers()
+
+    def fetch_video(ele, image_patch_size=14, return_video_sample_fps=False,
+                    return_video_metadata=False):
+        given = {name: value for name, value in ele.items() if name not in ("type", "video")}
+        places, size = readers.qwen(given, *now[0]["shape"], image_patch_size)
+        frames = np.stack([readers.marked(place, *size).transpose(2, 0, 1) for place in places])
+        found = frames.view(Frames)
+        found = (found, {"frames_indices": places}) if return_video_metadata else found
+        return (found, 1.0) if return_video_sample_fps else found
+
+    whole = types.ModuleType("qwen_vl_utils")
+    part = types.ModuleType("qwen_vl_utils.vision_process")
+    whole.__path__, whole.vision_process, part.fetch_video = [], part, fetch_video
+    sys.modules.update({"qwen_vl_utils": whole, "qwen_vl_utils.vision_process": part})
+
+
+def script_words(path, bench):
+    """The words after run_eval.sh in the command of a script that runs a benchmark."""
+    with open(path, encoding="utf-8") as file:
+        lines = file.read().replace("\\\n", " ").splitlines()
+    found = [line.partition("run_eval.sh")[2].split() for line in lines if "run_eval.sh" in line]
+    own = [words for words in found if bench in words] or [w for w in found if "charades" not in w]
+    if len(own) != 1:
+        raise Fault(f"{path}: no command for {bench} that is known")
+    return own[0]
+
+
+def ask_paper(checkout, script, now):
+    """ParaVT's driver: load_samples makes a question of the row, eval_one asks the model, with the
+    flags of the script of this system."""
+    driver, utils, rows = paravt_modules(checkout)
+    load, launch_servers, ask_one, parse = needed(utils, "load_samples", "launch_servers") + needed(
+        driver, "eval_one", "_parse_args_with_prompt_mode")
+
+    def flags_of(bench):
+        recipe, *more = script_words(os.path.join(checkout, "paravt/eval/scripts", script), bench)
+        with open(os.path.join(checkout, recipe), encoding="utf-8") as file:
+            settings = dict(re.findall(r"^(\w+): *([^#$\s]+) *$", file.read(), re.MULTILINE))
+        words = ["driver", "--model_path", "m", "--output_dir", ".", "--datasets", bench]
+        for name in ("main_nframes", "max_turns", "max_parallel", "prompt_mode", "video_channel"):
+            words += [f"--{name}", settings[name]]
+        at = more.index("--datasets") if "--datasets" in more else len(more)
+        sys.argv = words + more[:at] + more[at + 2 :]
+        return parse()
+
+    def server_of(flags):
+        """The command of the server that they start."""
+        started = []
+
+        def start(words, **_):
+            started.append([word for word in words if word != sys.executable])
+            return types.SimpleNamespace(pid=0)
+
+        os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+        before, utils.subprocess.Popen = utils.subprocess.Popen, start
+        try:
+            launch_servers(
+                "m", 1, nframes=flags.main_nframes, max_pixels=flags.max_pixels,
+                max_num_batched_tokens=flags.max_num_batched_tokens,
+                log_prefix=os.path.relpath(os.getcwd(), "/tmp") + "/log",
+                disable_mm_kwargs=flags.no_mm_kwargs)
+        finally:
+            utils.subprocess.Popen = before
+        return started[0]
+
+    def ask(item):
+        rows[:], now[:] = [item["row"]], [item]
+        for path, text in item["files"].items():
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(text)
+        flags = flags_of(item["bench"])
+        sample, = load(item["bench"], os.getcwd(), prompt_mode=flags.prompt_mode)
+        sample["video_path"] = item["video"]
+        client = Script(item["said"])
+        frames = item.get("frames") or flags.main_nframes
+        done = ask_one(client, "m", sample, frames, flags.max_turns, flags.prompt_mode,
+                       flags.max_parallel, flags.max_tokens, flags.video_channel)
+        return {"requests": client.requests, "pictures": list(client.pictures),
+                "question": sample["question"], "failed": done.get("error"),
+                "server": server_of(flags)}
+
+    return ask
+
+
+ASK = {"paper": (ask_paper, "reproduce_paravt_8b.sh"),
+       "paper-general": (ask_paper, "reproduce_qwen3vl_8b.sh"),
+       "paper-direct": (ask_paper, "reproduce_qwen25vl_7b.sh"),
+       "paper-reasoning": (ask_paper, "reproduce_reasoning_baselines.sh")}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -256,24 +416,38 @@ def digests(checkout):
     return dict(sorted(files.items()))
 
 
-def verdict(grade, item, seconds):
+def verdict(grade, item):
+    score, said = grade(item["row"], item["text"])
+    score = float(score)
+    if not 0 <= score <= 1:  # NaN fails this comparison too
+        raise ValueError(f"the score is {score}")
+    if said is not None:  # half a character (a lone surrogate) is no text
+        said = str(said)[:200].encode("utf-8", "replace").decode()
+    return {"score": score, "said": said}
+
+
+def outcome(function, item, seconds):
     random.seed(item["seed"])  # some graders guess if they find no letter
     try:
-        score, said = limited(seconds, grade, item["row"], item["text"])
-        score = float(score)
-        if not 0 <= score <= 1:  # NaN fails this comparison too
-            raise ValueError(f"the score is {score}")
-        if said is not None:  # half a character (a lone surrogate) is no text
-            said = str(said)[:200].encode("utf-8", "replace").decode()
-        return {"score": score, "said": said}
+        return limited(seconds, function, item)
     except Overrun:
-        return {"error": f"no verdict within {seconds:g} seconds"}
-    except (Exception, SystemExit) as error:  # whatever it raises is this grader's outcome
+        return {"error": f"no answer within {seconds:g} seconds"}
+    except (Exception, SystemExit) as error:  # whatever it raises is this item's outcome
         return {"error": f"{type(error).__name__}: {error}"[:300]}
 
 
+def prepared(kind, name, checkout, finder):
+    """-> function of an item."""
+    if kind == "ask":
+        now = []  # the item that is asked
+        stand_in_for_qwen(finder, now)
+        make, *more = ASK[name]
+        return make(checkout, *more, now)
+    return partial(verdict, {"lmms-eval": lmms_eval, "paper": paper}[kind](checkout, name))
+
+
 def main():
-    grader, bench, checkout, seconds = sys.argv[1:]
+    kind, name, checkout, seconds = sys.argv[1:]
     checkout, seconds = os.path.realpath(checkout), float(seconds)
     items = [json.loads(line) for line in sys.stdin.buffer]
     # The channel gets a number of its own. Prints of the checkout, also from C, go to stderr.
@@ -282,16 +456,17 @@ def main():
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     signal.signal(signal.SIGALRM, overrun)
     socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = no_network
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**26, 2**26))  # bytes of a file
+    resource.setrlimit(resource.RLIMIT_AS, (2**36, 2**36))
 
     def tell(value):
         channel.write(json.dumps(value) + "\n")
         channel.flush()
 
-    finder = Finder(checkout, {"lmms-eval": "lmms_eval", "paper": "paravt"}[grader])
+    finder = Finder(checkout, {"lmms-eval": "lmms_eval"}.get(kind, "paravt"))
     sys.meta_path.append(finder)
     try:
-        make = {"lmms-eval": lmms_eval, "paper": paper}[grader]
-        grade = limited(STARTING, make, checkout, bench)
+        function = limited(STARTING, prepared, kind, name, checkout, finder)
     except NoGrader as why:
         return tell({"none": str(why)})
     except Fault as why:
@@ -302,7 +477,7 @@ def main():
         return tell({"fault": f"its imports fail with {type(error).__name__}: {error}"[:300]})
     Absent.grading = True
     for item in items:
-        tell(verdict(grade, item, seconds))
+        tell(outcome(function, item, seconds))
     # Only now, because a grader may import a file when it first needs it.
     tell({"files": digests(checkout), "absent": sorted(finder.absent)})
 

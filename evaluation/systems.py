@@ -1,264 +1,54 @@
 """
-evaluation/systems.py: plays episodes by the protocols of the other systems in the paper's Table 1.
+evaluation/systems.py: the protocols of the other systems in the paper's Table 1.
 
-A protocol is a system's prompt, the form of calls, the responses to calls, and when the system must
-answer: an entry of `protocols` and the functions that the entry names. `play` is the episode loop
-of all protocols, on the engine, pump, frames and records of rollout.py. ParaVT as trained goes
-through rollout.py's own loop; a test asserts that both loops give the same records.
+A system is an entry of `protocols` and the functions that the entry names. The paper's own protocol
+lies in evaluation/paper.py, and evaluation/episodes.py plays all of them.
 
-Departs from the publishers' code in wording, because the prompts here are ours. --prompt-file reads
-the publishers' own from their releases, in the order of `files`, and never runs that code.
+Departs from the publishers' code in wording, because the prompts here are ours. --texts-of takes
+the publishers' own from a checkout of their code; --prompt-file reads single files and never runs
+code.
 
 Reads prompt files. Used by eval.py:
     python eval.py --engine openai --base-url http://127.0.0.1:8000/v1 --model M --protocol sage ..
 """
 
 import ast
-import asyncio
-import bisect
 import hashlib
-import itertools
 import json
 import os
 import re
 import string
-import time
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-import numpy as np
-
 import chat
-import data
 import launch
 import rewards
 import rollout
 import video
-from evaluation.endpoint import ChatRequest
+from evaluation import checkouts, paper, sources
+from evaluation.episodes import (
+    QUESTION,
+    Protocol,
+    Reply,
+    add_video,
+    clock,
+    filled,
+    filled_places,
+    load_all,
+    opening,
+    summaries_answer,
+    tagged,
+    user_replies,
+    windows,
+)
 
-QUESTION = "{subtitles}{question}\n{options}\n{style}"
 NAMED_PATH = "The video path for this video is: {video}"
 ANSWER = "Write only the final answer between <answer> and </answer>."
 THINK = (
     "Reason between <think> and </think>, then write only the final answer between <answer> and "
     "</answer>."
 )
-
-# ------------------------------------------------------------------------------------------------
-# The episode of a protocol
-
-
-@dataclass
-class Chat(rollout.Context):
-    """A Context with the same contents as a chat. Endpoints take no ids, only the chat."""
-
-    messages: list = field(default_factory=list)
-
-    def sampled(self, ids, logps):
-        if ids is not None:
-            super().sampled(ids, logps)
-
-    def request(self, name, **settings):
-        return ChatRequest(name, list(self.compact), list(self.ids), list(self.items),
-                           list(self.frames), messages=self.messages, **settings)
-
-
-def open_chat(codec, messages, specs, frames, tools=None):
-    """rollout.open_context -> Chat. codec: None for an endpoint."""
-    context = rollout.open_context(codec, messages, specs, frames, tools) if codec else None
-    return Chat(**vars(context) if context else {"frames": list(frames)}, messages=list(messages))
-
-
-@dataclass
-class Reply:
-    """The answer to the calls of a turn: messages, and the specs and Frames of their videos, in
-    order."""
-
-    messages: list
-    specs: list = field(default_factory=list)
-    frames: list = field(default_factory=list)
-    fresh: bool = False  # the messages are a new conversation, not the next turn of this one
-
-
-def trained_opening(task, num_frames, agent, subtitles, duration):
-    """ParaVT's first messages, as Protocol.opening."""
-    return rollout.main_messages(task, num_frames, agent.tools, subtitles)
-
-
-async def summaries_answer(records, calls, episode, sampler, turn):
-    """ParaVT's Protocol.answer: a sub-agent for every call, one tool message each, in order."""
-    await rollout.serve(records, calls, episode, sampler, turn)
-    return Reply([{"role": "tool", "content": record["summary"]} for record in records])
-
-
-@dataclass
-class Protocol:
-    """The differences between systems that look at videos in turns. The defaults are ParaVT's."""
-
-    opening: callable = trained_opening  # (task, K, agent, subtitles, duration) -> first messages
-    parse: callable = rewards.parse_tool_calls  # (text, whether it began in a thought) -> calls
-    answer: callable = summaries_answer  # async (records, calls, episode, sampler, turn) -> Reply
-    force: callable = None  # (task) -> text put before the last turn
-    force_tokens: callable = None  # (task) -> tokens of that turn
-    schema: callable = rollout.tool_schema  # () -> tools for the chat template; None: no tools
-    prefill: str = ""  # forced start of every turn, instead of --think-prefix
-    stop: tuple = ()  # strings that end a turn
-
-
-def run(sampler, tasks, protocol, frames=64, group=1):
-    """rollout.run of a protocol."""
-    sampler, own = player(sampler, protocol, frames)
-    return rollout.run(sampler, tasks, frames, group, play=own)
-
-
-def player(sampler, protocol, frames):
-    """-> (sampler, episode loop) of a protocol: training's own for ParaVT as trained, if the engine
-    takes ids."""
-    trained = protocol == Protocol() and sampler.agent.dispatch != "turns" and frames != 0
-    # An endpoint answers messages with text, also if a checkpoint's tokenizer counts the tokens.
-    if sampler.codec and trained and not getattr(sampler.engine, "takes_messages", False):
-        return sampler, rollout.run_episode
-    return replace(sampler, open_context=open_chat), partial(play, protocol=protocol)
-
-
-async def play(episode, sampler, protocol):
-    """rollout.run_episode for any protocol, with ids or without -> Episode."""
-    agent, codec, task, began = sampler.agent, sampler.codec, episode.task, time.monotonic()
-    blind = episode.num_frames == 0
-    shown = await rollout.load_overview(episode, sampler)
-    if shown is None:
-        return episode
-    spec, frames, spoken = shown
-    messages = protocol.opening(task, episode.num_frames, agent, spoken, episode.duration)
-    messages = [without_video(message) for message in messages] if blind else messages
-    tools = protocol.schema() if agent.tools and protocol.schema else None
-    context = episode.context = open_chat(codec, messages, [] if blind else [spec],
-                                          [] if blind else [frames], tools)
-    episode.notes.update(opening=messages, seconds=[] if blind else frames.seconds)
-    prefill = protocol.prefill or ("<think>\n" if agent.think_prefix else "")
-    episode.think_open = rewards.never_closed(prefill, codec is not None and codec.opens_thought)
-
-    tool_turns = agent.max_turns if agent.tools else 0
-    for turn in range(tool_turns + 1):  # the last turn must answer
-        last = turn == tool_turns
-        prefix = forced_ids(codec, context.ids, prefill)
-        room = agent.context - len(context.ids) - len(prefix)
-        if room < 1:
-            episode.fail("context", f"{len(context.ids)} tokens leave no room in a context of "
-                         f"{agent.context}")
-            break
-        context.insert(prefix)
-        limit = agent.max_new_tokens
-        if last and tool_turns and protocol.force_tokens:
-            limit = protocol.force_tokens(task)
-        said = await sampler.pump.sample(context.request(
-            f"{episode.group}/{episode.sample}/{turn}", max_tokens=min(limit, room),
-            temperature=agent.temperature, seed=rollout.turn_seed(episode, agent, turn),
-            prefill=prefill, tools=tools, stop=protocol.stop))
-        if said.error:
-            episode.fail("engine_error", said.error)
-            break
-        ended, said = said.ended, cut_turn(said, agent, protocol, codec)
-        finish = "stop" if said.ended else "call" if ended else "length"
-        if said.ids is not None:
-            rollout.record_turn(episode, codec, said, finish)
-        else:  # from an endpoint
-            episode.turns.append(said.text)
-            episode.finish.append(finish)
-            episode.notes.setdefault("reasoning", []).append(said.reasoning)
-        calls, records = rollout.record_calls(episode, agent, said.text, turn, protocol.parse)
-        if last or not calls:
-            for record in records:
-                record.update(status="not_run", summary="")
-            break
-
-        reply = await protocol.answer(records, calls, episode, sampler, turn)
-        if protocol.force and turn == tool_turns - 1:
-            reply.messages.append({"role": "user", "content": protocol.force(task)})
-        if reply.fresh:
-            context = open_chat(codec, reply.messages, reply.specs, reply.frames, tools)
-            episode.context = context
-            episode.spans.clear()  # of the last context alone
-            continue
-        spoken_turn = {"role": "assistant", "content": prefill + said.text}
-        context.messages = [*context.messages, spoken_turn, *reply.messages]
-        context.frames += reply.frames
-        if codec is not None:
-            items = [chat.vision_item(s, f) for s, f in zip(reply.specs, reply.frames)]
-            compact = chat.glue_ids(codec, reply.messages, said.ended, items)
-            glue = chat.expand(codec, compact, items)
-            if not rollout.fits(episode, agent, len(glue) + len(prefix)):
-                break
-            context.insert(glue, compact)
-            context.items += items
-    episode.timing["total_s"] = time.monotonic() - began
-    return episode
-
-
-def without_video(message):
-    """A message without its frames."""
-    if isinstance(message["content"], str):
-        return message
-    return {**message, "content": [item for item in message["content"] if item["type"] != "video"]}
-
-
-def reordered(task):
-    """A task with its options in an order drawn from its id, and the letter of the answer after
-    them. "order": the places in the publisher's order. A task of another type, or with an option
-    that speaks of other options ("all of the above"), stays as it is."""
-    options = data.bare_options(task.get("options") or [])
-    if task["type"] != "mcq" or any(map(names_others, options)):
-        return task
-    order = sorted(range(len(options)), key=lambda i: launch.stable_number("order", task["id"], i))
-    answer = order.index(string.ascii_uppercase.index(task["answer"]))
-    return {**task, "options": [options[i] for i in order], "order": order,
-            "answer": string.ascii_uppercase[answer]}
-
-
-def names_others(option):
-    """Whether an option speaks of others by their places or letters, so that it must not move."""
-    return re.search(r"\b(all|none|both|neither|either|any) (of )?(the )?(above|below|these|those|"
-                     r"other|previous|preceding)|\b[A-H]\b,? (and|or|&) [A-H]\b", option, re.I)
-
-
-def forced_ids(codec, ids, prefill):
-    """Ids of the forced start of a turn that follows `ids`; [] for endpoints, and if the template
-    wrote it."""
-    if codec is None:
-        return []
-    if not chat.think_prefix_ids(codec, ids):  # the template has opened the thought
-        prefill = prefill.removeprefix("<think>\n")
-    return chat.encode(codec, prefill)
-
-
-def cut_turn(said, agent, protocol, codec):
-    """A turn as the rules end it: after a protocol's stop strings; with dispatch=turns after its
-    first call, because an agent with one window a turn would have stopped there."""
-    if agent.dispatch == "turns":
-        said = cut_after(codec, said, ("</tool_call>", "</tool_code>"), since="</think>")
-    return cut_after(codec, said, protocol.stop) if protocol.stop else said
-
-
-def cut_after(codec, said, tags, since=None):
-    """A Completion cut after the first of `tags`, searched after the first `since`; unchanged if
-    there is none."""
-    # In bytes: a turn may hold half a character, and ids are cut where the tag is whole.
-    if said.ids is None:  # an endpoint that returns text
-        pieces = [character.encode() for character in said.text]
-    else:
-        pieces = chat.pieces_of(codec, said.ids)
-    text = b"".join(pieces)
-    start = max(0, text.find(since.encode())) if since else 0
-    ends = [at + len(tag) for tag in map(str.encode, tags) if (at := text.find(tag, start)) >= 0]
-    if not ends:
-        return said
-    lengths = list(itertools.accumulate(map(len, pieces)))
-    cut = bisect.bisect_left(lengths, min(ends)) + 1  # the token that completes the tag stays
-    if said.ids is None:
-        return replace(said, text=said.text[:cut])
-    ids = said.ids[:cut]
-    return replace(said, ids=ids, logps=said.logps[:cut], text=chat.decode(codec, ids), ended=False)
-
 
 # ------------------------------------------------------------------------------------------------
 # The systems
@@ -279,7 +69,9 @@ class System:
     final: callable = rewards.answer_or_tail  # (turns, think_open) -> answer to grade, or None
     held: callable = nothing_held  # args -> (windows beside the overview, frames of each)
     departures: tuple = ()  # known differences from the publisher's own evaluation, in words
-    paper: tuple = ()  # the same for --protocol-set paper and the driver of the paper's authors
+    reader: dict = field(default_factory=dict)  # fields of sources.Source: how frames are read
+    declared: tuple = ()  # (regular expression, departure): differences that --verify passes over
+    server: str = ""  # flags of the publisher's server that change answers
 
 
 def protocols():
@@ -293,68 +85,72 @@ def protocols():
     conan = {**rounds, "max_turns": 2, "frames": [16], "max_pixels": 448 * 448}
     longvt = {**rounds, "max_turns": 5, **paced(1.0, 512), "min_pixels": 784,
               "max_pixels": 50176, "max_new_tokens": 49152, "context": 131072}
-    zoomer = {**rounds, "max_turns": 4, **paced(0.5, 64), "overview_grid": "start",
-              "max_new_tokens": 4096, "min_pixels": 25088, "max_pixels": 100352}
-    qwen3 = {**single, **paced(2.0, 512), "overview_grid": "ends", "min_pixels": 3584,
+    zoomer = {**rounds, "max_turns": 4, **paced(0.5, 64), "max_new_tokens": 4096,
+              "min_pixels": 25088, "max_pixels": 100352}
+    qwen3 = {**single, **paced(2.0, 512), "min_pixels": 3584,
              "max_pixels": 401408, "total_pixels": 19267584, "max_new_tokens": 32768,
              "temperature": 0.7, "top_p": 0.8, "top_k": 20, "presence_penalty": 1.5,
              "context": 98304}
-    centres = "frames lie at the centres of equal segments, theirs include the first and the last"
     stamps = "each frame is an image after its time, theirs are one video"
-    even = "an odd number of frames may be shown, theirs is even and 4 at least"
     replies = "the answers to calls are in our words"
     greedy = "greedy here, theirs samples at temperature 0.1 with top-p 0.001"
     raised = "frames and pixels are those of their README, their file holds those of training"
-    timed = ("a grounding task has a time before each frame, theirs has one video and windows "
-             "without times")
-    failed = "the answer to a call that fails is in our words"
-    one = "Charades-STA has the system text of the others, their script gives it another"
-    forced = "the request for an answer after the last calls is in our words"
     schema = "the description of the tool is in our words"
     zoomed = "frames of a call lie at the centres of segments, theirs include first and last"
     worded = "the words of the question lie in their data files, here they are ours"
-    driver = "paravt/eval/driver.py"
+    qwen = {"overview_grid": "qwen"}  # they read videos with a copy of qwen_vl_utils
+    asked = {"final": paper.final, "held": crops_held, "reader": paper.READER,
+             "server": paper.SERVER,
+             "departures": ("answers are read by our rules, --rescore --grader paper reads them by "
+                            "theirs",)}
+    tool, files = crop_schema(frames=True, path=True)[0], "--texts-of takes them of the driver"
+    agent = paper.our_texts(paravt_text(True, True, False), tool), paper.protocol
+    one_turn = {"native": paper.settings(True), **asked, "final": rewards.answer_or_tail}
+    single_turn = partial(paper.protocol, names=paper.ONE_TURN)
     return {
-        # ParaVT-8B; Qwen3-VL-8B and Conan-7B in the paper's runs
-        "paravt": System(f"{driver}:GENERAL_AGENTIC_SYSTEM",
-                         [rollout.main_prompt()], paravt_protocol, {}, held=paravt_held,
-                         paper=(schema, timed, one, forced, failed)),
-        # Qwen2.5-VL-7B, GPT-4o, Gemini 1.5 Pro
-        "direct": System(f"{driver}:DIRECT_SYSTEM", [ANSWER], prompt_as_system, single,
-                         paper=(timed,)),
+        # Ours, as trained
+        "paravt": System("a system text", [rollout.main_prompt()], paravt_protocol, {},
+                         held=paravt_held),
+        # The paper's Table 1: ParaVT-8B; Qwen3-VL-8B and Conan-7B; Qwen2.5-VL-7B; the others
+        "paper": System(files, *agent, paper.settings(False), **asked),
+        "paper-general": System(files, agent[0], partial(paper.protocol, general=True),
+                                paper.settings(False), **asked),
+        "paper-direct": System(files, paper.our_texts(ANSWER), single_turn, **one_turn),
+        "paper-reasoning": System(files, paper.our_texts(THINK), single_turn, **one_turn),
+        # Any model of one turn: GPT-4o, Gemini 1.5 Pro
+        "direct": System("a system text", [ANSWER], prompt_as_system, single),
         # Qwen3-VL-8B as in the publisher's evaluation: no tools, no system text
         "qwen3-vl": System("a text made from the user turn of evaluation/VideoMME/dataset_utils.py",
-                           [qwen3_text()], prompt_as_user, qwen3, departures=(
-                               stamps, even,
-                               "their judge model reads the answer, here a rule")),
+                           [qwen3_text()], prompt_as_user, qwen3, reader={**qwen, "patch": 16},
+                           departures=(
+                               stamps, "their judge model reads the answer, here a rule")),
         "video-r1": System(wrapped_files("Video-R1"), wrapped_texts(),
                            partial(wrapped_protocol, header="Options:\n"),
                            {**reasoning, **paced(2.0, 64), "min_pixels": 128 * 784},
-                           departures=(centres, stamps, even, greedy, raised)),
+                           reader=qwen, departures=(stamps, greedy, raised)),
         "videorft": System(wrapped_files("VideoRFT"), wrapped_texts(), wrapped_protocol,
                            {**reasoning, "frames": [32], "min_pixels": 256 * 784},
-                           departures=(centres, stamps, greedy, raised)),
-        # Video-Thinker-7B, whose code is not published; and all of these in the paper's runs
-        "reasoning": System(f"{driver}:REASONING_SYSTEM", [THINK], prompt_as_system, reasoning,
-                            paper=(timed,)),
+                           reader=qwen, departures=(stamps, greedy, raised)),
+        # Video-Thinker-7B, whose code is not published
+        "reasoning": System("a system text", [THINK], prompt_as_system, reasoning),
         "videochat-r1": System("src_eval/eval_prompts.py:QA_THINK and :GROUND_TEMPLATE_THINK, "
                                "filled at [QUESTION], [OPTION] and [EVENT]",
                                [f"{QUESTION}\n{THINK}", f"{QUESTION}\n{THINK}"],
-                               videochat_protocol, {**single, **many},
-                               departures=(centres, stamps, even)),
+                               videochat_protocol, {**single, **many}, reader=qwen,
+                               departures=(stamps,)),
         "time-r1": System("src/vllm_inference/data/config.py:DEFAULT_MCQ_PROMPT[r1] and "
                           ":DEFAULT_TG_PROMPT[r1], filled at {}",
                           [f"{QUESTION}\n{ANSWER}",
                            f'{{subtitles}}When in the video is the event "{{event}}"? {{style}} '
                            f"{ANSWER}"],
                           time_r1_protocol, {**single, **many, "max_new_tokens": 1024},
-                          departures=(
-                              centres, stamps, even, "a letter is read from the answer, theirs is "
+                          reader=qwen, departures=(
+                              stamps, "a letter is read from the answer, theirs is "
                               "sampled once more after a forced start")),
         "rewatch-r1": System("a text made from the model card's prompt", [rewatch_text()],
                              prompt_as_user,
                              {**single, **paced(2.0, 192), "max_pixels": 128 * 784},
-                             departures=(centres, stamps)),
+                             departures=(stamps,)),
         "conan": System("texts made from Conan-Eval/prompt_temp.py: first round, further round, "
                         "last round with options; the same three without", conan_texts(),
                         conan_protocol, {**conan, "temperature": 1.0, "max_new_tokens": 4000},
@@ -366,12 +162,13 @@ def protocols():
         # LongVT-RFT-7B
         "longvt": System("TOOL_PROMPT of lmms_eval_tasks/*/utils.py, as a text", [longvt_text()],
                          longvt_protocol, {**longvt, "sub_frames": 128, "max_parallel": 5},
-                         held=crops_held, departures=(
-                             centres, stamps, replies, schema,
+                         held=crops_held, reader=qwen, departures=(
+                             stamps, replies, schema,
                              "one limit of new tokens, theirs is 4096 on LVBench and "
                              "LongVideoBench")),
         "videozoomer": System("a text made from data.system_prompt of scripts/eval_video.sh",
                               [videozoomer_text()], videozoomer_protocol, zoomer,
+                              reader={"overview_grid": "start"},
                               held=videozoomer_held, departures=(worded, replies, zoomed)),
         "sage": System("context_vlm.txt, iterative_reasoner.txt and iterative_reasoner_msg.txt of "
                        "sage/prompts/sage",
@@ -379,7 +176,7 @@ def protocols():
                        # eleven steps: the first, and ten that follow a call
                        {**rounds, "max_turns": 10, **paced(1.0, 128), "max_pixels": 48 * 784,
                         "max_new_tokens": 32768}, sage_final, departures=(
-                            centres, stamps, replies, "the same model serves the tools that look, "
+                            stamps, replies, "the same model serves the tools that look, "
                             "theirs may be a larger one", "web and speech tools answer that they "
                             "are not available", "a reply that cannot be read is told to the "
                             "model, theirs is sampled again", "without an answer at the end none "
@@ -392,90 +189,6 @@ def paced(fps, most):
     return {"overview_fps": fps, "frames": [most]}
 
 
-def paced_frames(seconds, fps, most):
-    """Frames of a video: half a frame counts as one, and half a second still shows one."""
-    return max(1, min(int(seconds * fps + 0.5), most))
-
-
-@dataclass
-class Source(rollout.Source):
-    """A Source whose overview grows with the length of the video, to K frames at most."""
-
-    overview_fps: float = 0.0  # frames per second; 0 = always K
-    total_pixels: int = 0  # of the overview, all frames together; 0 = no bound
-    overview_grid: str = "centres"  # of equal segments; "ends": the first and the last frame, and
-    # evenly between; "start": from the first on, 1 / overview_fps apart, and as "ends" beyond K
-    show: str = "real"  # "blank", "shuffled": see changed; others change no frame
-
-    def load(self, spec):
-        if "frames" not in spec:
-            return self.changed(super().load(spec), spec)
-        shown = spec["frames"]
-        if shown == 0:  # text alone; the video must open nevertheless, because prompts tell lengths
-            return video.Frames(np.zeros((0, 1, 1, 3), np.uint8), np.zeros(0), "none", [])
-        if self.overview_fps:
-            shown = paced_frames(self.duration(spec), self.overview_fps, shown)
-        most = self.max_pixels
-        if self.total_pixels:
-            # Two frames make one grid of patches, which the publishers' reader counts once. The
-            # reader leaves 5% above the least, so that a shape still fits between both bounds.
-            most = min(most, max(2 * self.total_pixels // shown, int(1.05 * self.min_pixels)))
-        asked = {**spec, "frames": shown}
-        if self.overview_grid != "centres":
-            asked = {"video": spec["video"], "times": self.grid(spec, shown)}
-        return self.changed(video.load(asked, self.root, self.cache, self.min_pixels, most), spec)
-
-    def changed(self, frames, spec):
-        """Frames as --show wants them. Times stay, so a prompt has the same tokens."""
-        if self.show == "blank":
-            order = np.arange(len(frames.seconds))
-            images = np.broadcast_to(np.uint8(127), frames.images.shape)
-        elif self.show == "shuffled" and "frames" in spec:
-            draws = [launch.stable_number("show", spec["video"], len(frames.seconds), i)
-                     for i in range(len(frames.seconds))]
-            order = np.argsort(draws)
-            images = frames.images[order]
-        else:
-            return frames
-        # Keys name pictures: caches of the engine must not take these for the real ones.
-        keys = [f"{self.show}{frames.frame_keys[i]}" for i in order]
-        return replace(frames, images=images, key=f"{self.show}{frames.key}", frame_keys=keys)
-
-    def grid(self, spec, shown):
-        """-> seconds of `shown` frames at most, on the grid of the publishers."""
-        starts, info = self.cache.index(video.resolve(spec["video"], self.root))
-        places = [i * (len(starts) - 1) / max(1, shown - 1) for i in range(shown)]
-        # VideoZoomer cuts fractions of frame numbers, Qwen rounds them.
-        places = map(int if self.overview_grid == "start" else round, places)
-        if self.overview_grid == "start" and self.overview_fps:
-            step = max(1, round(len(starts) / info.duration / self.overview_fps))  # in frames
-            if len(starts) <= step * spec["frames"]:
-                places = range(0, len(starts), step)
-        # A video with fewer frames shows no frame twice.
-        return [float(starts[place]) for place in dict.fromkeys(places)]
-
-
-def source_of(source, args):
-    """rollout.Source -> the same with the flags of an overview."""
-    return Source(**vars(source), overview_fps=args.overview_fps, total_pixels=args.total_pixels,
-                  overview_grid=args.overview_grid)
-
-
-def settings(name, which):
-    """Defaults of the flags: a system's "native" recipe, or the "paper"'s uniform one for all."""
-    native = protocols()[name].native
-    if which == "native":
-        return native
-    # The paper's evaluation ran every open model with these flags.
-    uniform = dict(
-        frames=[64], min_pixels=4 * 784, max_pixels=768 * 784, crop_pixels=50176, stamps=False,
-        temperature=0.0, max_new_tokens=2048, context=65536, think_prefix=False,
-        max_turns=3, max_parallel=5, crop_reply="frames", force_answer=True)
-    if native.get("max_turns") == 0:  # a system that makes no calls makes none here either
-        uniform.update(max_turns=0, tools=["off"])
-    return uniform
-
-
 def add_arguments(parser):
     """Flags of protocols."""
     add = parser.add_argument_group("protocol of the system").add_argument
@@ -483,10 +196,11 @@ def add_arguments(parser):
         help="the system's own frames, lengths and rounds become the defaults")
     add("--protocols", action="store_true",
         help="print the prompts of each protocol and the texts that it takes, and end")
-    add("--protocol-set", choices=["native", "paper"], default="native",
-        help="paper: the paper's uniform frames, lengths and rounds instead")
+    add("--texts-of", metavar="CHECKOUT",
+        help="take the publisher's own prompt texts from this checkout of their code, parts of "
+        "which are run in a child process; default: our wording")
     add("--prompt-file", nargs="+", default=[], metavar="FILE[.py:NAME]",
-        help="the publisher's own prompt texts (docs/evaluation.md); default: our wording")
+        help="the same texts from single files, which are not run (places: --protocols)")
     add("--user-file", metavar="FILE[.py:NAME]",
         help="the user turn, if --prompt-file is the system text (places: --protocols)")
     add("--verify", metavar="CHECKOUT",
@@ -498,14 +212,12 @@ def rare_settings():
     return {
         # paravt: a sub-agent's summary, or the frames of the window themselves
         "crop_reply": ("summary", "frames"),  # paravt: the answer to a call
-        "force_answer": (False, True),  # paravt: an answer in few tokens after the last calls
         # Whether a frame follows its time. Protocols with other stamps keep theirs.
         "stamps": (True, False),
-        "overview_grid": ("centres", "ends", "start"),  # where the frames lie, see Source
         "overview_fps": 0.0,  # frames per second of video, at most --frames; 0 = always --frames
-        # Pixels of a frame at least; of a window's frame at most, 0 = as --max-pixels; of the
-        # overview's frames together, each within its own bounds, 0 = no bound.
-        "min_pixels": rollout.Source.min_pixels, "crop_pixels": 0, "total_pixels": 0,
+        # Pixels of a frame at least; of the overview's frames together, each within its own
+        # bounds, 0 = no bound.
+        "min_pixels": rollout.Source.min_pixels, "total_pixels": 0,
         "dispatch": ("parallel", "sequential", "turns"),  # turns: a turn is cut after one call
     }
 
@@ -521,7 +233,7 @@ def describe_all(flags):
 def describe(args):
     """Flags -> text: the prompts, frames and limits of their protocol."""
     system, (protocol, _) = protocols()[args.protocol], make_protocol(args)
-    texts = read_prompts(args.prompt_file) if args.prompt_file else system.texts
+    texts = read_texts(args)
     # A task that fills every place of a template with the name of the place.
     task = {"video": "{video}", "question": "{question}", "options": ["{option}"], "type": "mcq"}
     agent = rollout.Agent(tools=args.tools == ["on"])
@@ -541,9 +253,8 @@ def describe(args):
         for tool in protocol.schema():
             arguments = ", ".join(tool["function"]["parameters"]["properties"])
             lines.append(f"tool    {tool['function']['name']}({arguments})")
-    source = "the publisher's" if args.prompt_file else "ours"
-    departs = system.paper if args.protocol_set == "paper" else system.departures
-    lines += [f"departs {text}" for text in departs]
+    source = "the publisher's" if args.prompt_file or args.texts_of else "ours"
+    lines += [f"departs {text}" for text in system.departures]
     lines.append(f"texts   {source}; --prompt-file takes {len(system.texts)}: {system.files}")
     for message in messages:
         said = message["content"]
@@ -560,13 +271,52 @@ def faults(args):
     return [
         (not 0 <= args.overview_fps < float("inf") or args.total_pixels < 0,
          "--set: overview_fps and total_pixels must be numbers of at least 0"),
+        (args.texts_of and (args.prompt_file or args.user_file),
+         "--texts-of takes all texts: leave --prompt-file and --user-file out"),
+        (args.protocol.startswith("paper") and args.channel != "image",
+         f"--protocol {args.protocol} chooses the channel of each task: leave --channel out"),
+        (args.protocol.startswith("paper") and args.tools != native_tools(args.protocol),
+         f"--protocol {args.protocol} has its own --tools (paper: on; paper-direct and "
+         "paper-reasoning: off)"),
     ]
+
+
+def native_tools(name):
+    return protocols()[name].native.get("tools", ["on"])
+
+
+def source_of(source, args):
+    """rollout.Source -> the Source that reads frames as the system does."""
+    system = protocols()[args.protocol]
+    fields = {**vars(source), "overview_fps": args.overview_fps,
+              "total_pixels": args.total_pixels, **system.reader}
+    if args.engine == "openai":
+        fields["jpeg"] = 0  # the client writes JPEGs, and the server's processor resizes them
+    elif fields.get("jpeg"):
+        fields["processor"] = processor_bounds(args.ckpt)
+    return sources.Source(**fields)
+
+
+def processor_bounds(ckpt):
+    """Checkpoint folder -> (least, most) pixels of an image, as its processor resizes it. Those of
+    the published Qwen3-VL, if the folder does not say."""
+    path = os.path.join(chat.with_config(ckpt) or ckpt, "preprocessor_config.json")
+    size = chat.read_object(path).get("size", {}) if os.path.isfile(path) else {}
+    return size.get("shortest_edge", 65536), size.get("longest_edge", 16777216)
+
+
+def read_texts(args):
+    """Flags -> texts of the protocol, in the order of System.texts."""
+    system = protocols()[args.protocol]
+    if args.texts_of:
+        return checkouts.texts(args.protocol, args.texts_of)
+    return read_prompts(args.prompt_file) if args.prompt_file else system.texts
 
 
 def make_protocol(args):
     """Flags -> (Protocol, hash of its prompt texts)."""
     system = protocols()[args.protocol]
-    texts = read_prompts(args.prompt_file) if args.prompt_file else system.texts
+    texts = read_texts(args)
     # Too few texts would fail in the middle of a run, and spare ones would be left out silently.
     if len(texts) != len(system.texts):
         takes = f"--protocol {args.protocol} takes {len(system.texts)}: {system.files}"
@@ -587,11 +337,11 @@ def with_user(protocol, text, name):
     return replace(protocol, opening=partial(protocol.opening, user=text))
 
 
-def read_prompts(sources):
+def read_prompts(places):
     """--prompt-file values -> texts. FILE is a text. FILE.py:NAME is the string that the file sets
     NAME to, FILE.py:NAME[key] one of a dictionary. Raises UserError naming the value."""
     texts = []
-    for source in sources:
+    for source in places:
         path, _, name = source.partition(".py:")  # a plain text may have any name
         path += ".py" if name else ""
         if os.path.exists(path) and not os.path.isfile(path):  # a pipe could wait for ever
@@ -638,112 +388,13 @@ def single_braces(text):
     return text.replace("{{", "{").replace("}}", "}")
 
 
-def check_prompts(protocol, tasks, agent, num_frames):
-    """Raises UserError if the first messages of a task lack the question or an option, or hold a
-    place that is not filled. A publisher's text in another form would be sent without the question,
-    and its answers would be graded like any others."""
-    kinds = {(task["type"], bool(task.get("options"))): task for task in reversed(tasks)}
-    for task in kinds.values():  # the first task of each kind stands for all
-        # Marked, because "yes" and "no" may stand in any prompt.
-        options = [f"{option} 5f3a{n}" for n, option in enumerate(task.get("options") or [])]
-        task = {**task, "question": task["question"] + " 5f3a", "options": options or None}
-        if "event" in task:
-            task["event"] += " 5f3ae"
-        messages = protocol.opening(task, num_frames, agent, "", 60.0)
-        pieces = [piece for message in messages for piece in chat.content_of(message)]
-        said = "\n".join(piece.get("text", "") for piece in pieces)
-        event = task.get("event", task["question"])
-        asked = event if event in said else task["question"]
-        for text in [asked, *(task.get("options") or [])]:
-            text = text if text in said else repr(text)[1:-1]  # in a list that Python printed
-            if text not in said:
-                raise launch.UserError(f"the first prompt of task {task['id']} does not hold "
-                                       f"{text[:60]!r}; --protocols lists the places that are "
-                                       "filled in a text of --prompt-file or --user-file")
-            said = said.replace(text, "")  # a task's own text may hold braces
-        # \boxed{answer} is no place, {} after a key is JSON. The last two forms are publishers'.
-        braces = r"(?<!\w)(?<!\":)(?<!\": )\{ ?([A-Za-z_0-9][\w.\[\]]*)?(![rs])?(:[^{}\"']*)? ?\}"
-        if place := re.search(braces + r"|<<<\w+>>>|\[(QUESTION|OPTIONS?|EVENT)\]", said):
-            raise launch.UserError(f"the first prompt of task {task['id']} ({task['type']}) holds "
-                                   f"{place[0]}, which no part of the task fills")
-
-
 # ------------------------------------------------------------------------------------------------
 # First messages
 
 
-def filled_places():
-    return ("question", "event", "options", "option_list", "style", "duration", "length", "video",
-            "subtitles")
-
-
-def filled(text, task, duration=0.0, subtitles="", label="{}.", between="\n"):
-    """
-    Template -> text, filled at filled_places; other braces stay. label: of an option, "{}." or
-    "({})". between: separates options. duration: seconds.
-    """
-    options = task.get("options") or []
-    labels = map(label.format, string.ascii_uppercase)
-    lines = [f"{label} {option}" for label, option in zip(labels, options)]
-    values = {
-        "question": task["question"],
-        "event": task.get("event") or task["question"],  # of Charades-STA: the bare caption
-        "options": between.join(lines),
-        "option_list": str(lines),  # as Python prints a list
-        "style": rewards.task_types()[task["type"]].ask,
-        "duration": clock(duration),  # HH:MM:SS
-        "length": clock(duration)[3:] if duration < 3600 else clock(duration),  # MM:SS if possible
-        "video": os.path.basename(task["video"]),
-        "subtitles": f"Subtitles:\n{subtitles}\n\n" if subtitles else "",
-    }
-    if not lines:  # no empty line for options; blank lines of a publisher's text stay
-        text = re.sub(r"\{options\}\n?", "", text)
-    # In one pass, because a question may contain "{options}".
-    place = r"\{(" + "|".join(filled_places()) + r")\}"
-    return re.sub(place, lambda found: values[found[1]], text)
-
-
-def clock(seconds):
-    return chat.stamp_text(seconds, 0, "clock")
-
-
 def stamp_kind(args):
-    """The stamp before a frame: a kind of chat.stamp_text, or "grounding", see stamp_for."""
-    if args.stamps:
-        return None
-    return "grounding" if args.protocol_set == "paper" else "none"
-
-
-def stamp_for(task, stamp):
-    """The stamp of a task's frames. "grounding": times if the task asks for times, else none. The
-    paper's evaluation sends grounding tasks as a video, which carries times."""
-    if stamp != "grounding":
-        return stamp
-    return None if task["type"] == "grounding" else "none"
-
-
-def opening(task, num_frames, agent, subtitles, duration,
-            user=QUESTION, system=None, stamp=None, label="{}.", text_first=False, tail="",
-            between="\n"):
-    """
-    Protocol.opening of most systems: a system text, then one user turn of frames and text.
-
-    user: template, see filled. tail: follows unchanged, except {video} and {duration}.
-    """
-    if "{subtitles}" not in user:  # publishers' texts have no place for them
-        user = "{subtitles}" + user
-    tail = tail.replace("{video}", os.path.basename(task["video"]))
-    tail = tail.replace("{duration}", clock(duration))
-    text = filled(user, task, duration, subtitles, label, between) + tail
-    # The spec of the overview: the frames themselves are loaded by the loop.
-    frames = {"type": "video", "video": task["video"], "frames": num_frames,
-              "stamp": stamp_for(task, stamp)}
-    if text_first:
-        content = [{"type": "text", "text": text}, frames]
-    else:
-        content = [frames, {"type": "text", "text": text}]  # nothing between, as the publishers
-    messages = [{"role": "system", "content": system}] if system else []
-    return [*messages, {"role": "user", "content": content}]
+    """The stamp before a frame: a kind of chat.stamp_text."""
+    return None if args.stamps else "none"
 
 
 # ------------------------------------------------------------------------------------------------
@@ -836,77 +487,10 @@ def rewatch_text():
 # `*_answer` is a Protocol.answer, (records, calls, episode, sampler, turn) -> Reply.
 
 
-async def windows(records, calls, episode, sampler, spec_of=None):
-    """
-    Loads the windows of the calls that are run -> (spec, Frames) or (None, None) for every call.
-    Fills the records. spec_of: (call, task, agent) -> spec of video.load.
-    """
-    agent = sampler.agent
-    wanted = rollout.admitted(records, calls, agent.max_parallel)  # indices of calls
-    specs = [(spec_of or rollout.window_spec)(calls[i], episode.task, agent) for i in wanted]
-    found = [(None, None)] * len(calls)
-    for i, spec, frames in zip(wanted, specs, await load_all(sampler, specs, episode.film)):
-        if note_frames(records[i], frames):
-            found[i] = spec, frames
-    return found
-
-
-async def load_all(sampler, specs, film):
-    """Loads all specs at once, in the decode threads -> Frames of each, or the VideoError or
-    ValueError as a value. film: see Source.load_window."""
-    jobs = [sampler.pump.load(sampler.source.load_same, spec, film) for spec in specs]
-    results = await asyncio.gather(*jobs, return_exceptions=True)
-    for result in results:
-        expected = isinstance(result, (video.VideoError, ValueError))
-        if isinstance(result, BaseException) and not expected:
-            raise result
-    return results
-
-
-def note_frames(record, frames):
-    """Notes Frames or an error in a call's record -> whether there are Frames."""
-    if isinstance(frames, Exception):
-        rollout.refuse_window(record, frames)
-        return False
-    seconds = [round(float(second), 3) for second in frames.seconds]
-    record.update(status="ok", frames_seen=len(seconds), seconds_seen=seconds)
-    return True
-
-
-def add_video(reply, spec, frames, stamp):
-    """Adds frames to a reply -> the content item that stands for the frames."""
-    reply.specs.append(spec)
-    reply.frames.append(frames)
-    return {"type": "video", "video": spec["video"], "stamp": stamp}
-
-
-def tagged(text):
-    """Text in tool response tags. The tags are trusted and become special tokens; the text is not.
-    """
-    return [
-        {"type": "text", "text": "<tool_response>\n", "trusted": True},
-        {"type": "text", "text": text},
-        {"type": "text", "text": "\n</tool_response>", "trusted": True},
-    ]
-
-
 async def frames_answer(records, calls, episode, sampler, turn, stamp):
     """A user message for every call: the frames of the window, or why there are none."""
     found = await windows(records, calls, episode, sampler)
-    return user_replies(records, found, stamp_for(episode.task, stamp))
-
-
-def user_replies(records, found, stamp):
-    """The frames, then their description in tool response tags, as the paper's authors evaluate."""
-    reply = Reply([])
-    for record, (spec, frames) in zip(records, found):
-        content = []
-        if frames is not None:
-            window = f"from {record['start']:.1f}s to {record['end']:.1f}s"
-            record["summary"] = f"{len(frames.seconds)} frames {window}."
-            content.append(add_video(reply, spec, frames, stamp))
-        reply.messages.append({"role": "user", "content": content + tagged(record["summary"])})
-    return reply
+    return user_replies(records, found, stamp)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -914,33 +498,27 @@ def user_replies(records, found, stamp):
 
 
 def paravt_protocol(texts, args):
-    """ParaVT as trained (sub-agents return summaries), or as the authors evaluate (--set
-    crop_reply=frames stamps=false force_answer=true; with --protocol-set paper a call names the
-    video)."""
-    own, paper = not args.prompt_file, args.protocol_set == "paper"
-    summaries = args.crop_reply == "summary"
-    if own and summaries and args.stamps and not args.force_answer and not paper:
+    """ParaVT as trained: sub-agents return summaries. With --set crop_reply=frames, calls are
+    answered with the frames themselves."""
+    own, summaries = not args.prompt_file, args.crop_reply == "summary"
+    if own and summaries and args.stamps:
         return Protocol()  # the very prompts of training
     stamp = stamp_kind(args)
     # A text that contains the schema declares the tool, so the template must not declare it again.
     inside = not own and "{tool_schema}" in texts[0]
-    schema = partial(crop_schema, frames=not summaries, path=paper or inside)
+    schema = partial(crop_schema, frames=not summaries, path=inside)
     system = None if own else texts[0].replace("{tool_schema}", json.dumps(schema()[0]))
-    protocol = Protocol(
+    return Protocol(
         opening=partial(paravt_opening, system=system, stamp=stamp, frames=not summaries,
-                        path=paper or inside),
+                        path=inside),
         answer=summaries_answer if summaries else partial(frames_answer, stamp=stamp),
         schema=None if inside else schema)
-    if args.force_answer:
-        protocol = replace(protocol, force=force_text, force_tokens=force_tokens)
-    return protocol
 
 
 def paravt_opening(task, num_frames, agent, subtitles, duration, system, stamp, frames, path,
                    user=None):
     """Training's first messages with another stamp and system text (None: training's, adapted).
     frames: calls are answered with frames. path: the video's name is told. user: a template."""
-    stamp = stamp_for(task, stamp)
     messages = rollout.main_messages(task, num_frames, agent.tools, subtitles)
     if system is None:
         system = paravt_text(agent.tools, frames, timed=stamp is None)
@@ -990,21 +568,6 @@ def crops_held(args):
     return args.max_turns * args.max_parallel, args.sub_frames
 
 
-def force_text(task):
-    """The request for an answer after the last round of calls, as the authors evaluate, in our
-    words."""
-    if task["type"] == "grounding":
-        return "Answer now, in this form: The event happens in 10.0 - 20.0 seconds."
-    if task["type"] == "mcq":
-        return "Answer now, with the letter of one option alone."
-    return "Answer now, in a few words."
-
-
-def force_tokens(task):
-    """Tokens of that answer in the authors' evaluation."""
-    return 128 if task["type"] == "grounding" else 64
-
-
 # ------------------------------------------------------------------------------------------------
 # LongVT: crop_video as a declared tool; a tool message holds the frames and a sentence
 
@@ -1029,7 +592,7 @@ def longvt_protocol(texts, args):
 async def longvt_answer(records, calls, episode, sampler, turn, stamp):
     refuse_beyond(records, calls, episode.duration)
     found = await windows(records, calls, episode, sampler)
-    return tool_replies(records, found, stamp_for(episode.task, stamp))
+    return tool_replies(records, found, stamp)
 
 
 def refuse_beyond(records, calls, duration):

@@ -11,7 +11,7 @@ import chat
 import rollout
 from endpoint import probe_messages
 from engine import Completion
-from evaluation import systems
+from evaluation import episodes
 
 ANSWER = "I saw red.\n</think>\n<answer>red</answer>"
 AGENT = rollout.Agent(context=4096, max_new_tokens=512, sub_max_new_tokens=64)
@@ -163,7 +163,7 @@ def play(engine, tasks, source, agent=AGENT, frames=4, group=1, step=0, **more):
     if engine.codec:
         done = list(rollout.run(sampler, tasks, frames, group, step))
     else:
-        done = list(systems.run(sampler, tasks, systems.Protocol(), frames, group))
+        done = list(episodes.run(sampler, tasks, episodes.Protocol(), frames, group))
     return sorted(done, key=lambda e: (order[e.task["id"]], e.sample))
 
 

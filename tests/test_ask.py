@@ -186,7 +186,8 @@ def test_another_system_is_asked_behind_an_endpoint(toy, tmp_path):
     def run(*more):
         return run_script("tools/ask.py", "--engine", "openai", "--base-url", server.url,
                           "--model", "m", "--video", film, "--question", "Which is first?",
-                          "--frames", 4, "--protocol-set", "paper", "--prompt-file", prompt, *more)
+                          "--frames", 4, "--set", "crop_reply=frames", "--prompt-file", prompt,
+                          *more)
 
     with Server(call, "<answer>A</answer>") as server:
         done = run("--options", "red", "blue", "--out", tmp_path / "asked.jsonl")

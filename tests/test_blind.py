@@ -13,7 +13,7 @@ from scripted import AGENT, Scripted, Server
 import eval as evaluation
 import rollout
 import video
-from evaluation import systems
+from evaluation import episodes, sources
 
 TASK = {"id": "q", "video": "videos/eval-0000.mp4", "question": "Which is first?", "type": "mcq",
         "options": ["red", "blue", "green"], "answer": "B"}
@@ -22,7 +22,7 @@ TASK = {"id": "q", "video": "videos/eval-0000.mp4", "question": "Which is first?
 def shown(toy, show, **more):
     """-> Source of eval.py that shows frames in this way."""
     source = rollout.Source(str(toy), video.FrameCache())
-    return systems.Source(**vars(source), show=show, **more)
+    return sources.Source(**vars(source), show=show, **more)
 
 
 OVERVIEW = {"video": "videos/eval-0000.mp4", "frames": 64}
@@ -61,18 +61,18 @@ def test_shuffled_options_keep_the_right_answer():
     for n in range(60):
         for place, letter in enumerate("ABC"):
             task = {**TASK, "id": f"q{n}", "answer": letter}
-            new = systems.reordered(task)
+            new = episodes.reordered(task)
             assert sorted(new["options"]) == sorted(task["options"])
             assert new["options"][string.ascii_uppercase.index(new["answer"])] == (
                 task["options"][place])
             assert [task["options"][i] for i in new["order"]] == new["options"]
-            assert systems.reordered(task) == new
+            assert episodes.reordered(task) == new
         orders.add(tuple(new["order"]))
     assert len(orders) == 6, "every order of three options comes up"
-    labelled = systems.reordered({**TASK, "options": ["A. red", "B. blue", "C. green"]})
+    labelled = episodes.reordered({**TASK, "options": ["A. red", "B. blue", "C. green"]})
     assert sorted(labelled["options"]) == ["blue", "green", "red"]
     grounding = {**TASK, "type": "grounding", "options": None, "answer": [1.0, 2.0]}
-    assert systems.reordered(grounding) == grounding
+    assert episodes.reordered(grounding) == grounding
 
 
 def test_without_frames_nothing_is_decoded_and_no_image_is_sent(toy, codec, monkeypatch):
@@ -83,12 +83,13 @@ def test_without_frames_nothing_is_decoded_and_no_image_is_sent(toy, codec, monk
     agent = rollout.Agent(**{**vars(AGENT), "tools": False, "max_turns": 0})
     engine = Scripted(codec, ["</think><answer>B</answer>"])
     sampler = rollout.Sampler(engine, codec, shown(toy, "real"), agent)
-    (episode,) = systems.run(sampler, [TASK], systems.Protocol(), frames=0)
+    (episode,) = episodes.run(sampler, [TASK], episodes.Protocol(), frames=0)
     assert episode.status == "ok" and episode.num_frames == 0 and episode.duration == 64.0
     (request,) = engine.requests
     assert not request.items and not request.frames and codec.image_pad not in request.expanded
     assert "Which is first?" in codec.tokenizer.decode(request.expanded)
-    (broken,) = systems.run(sampler, [{**TASK, "video": "gone.mp4"}], systems.Protocol(), frames=0)
+    gone = {**TASK, "video": "gone.mp4"}
+    (broken,) = episodes.run(sampler, [gone], episodes.Protocol(), frames=0)
     assert broken.status == "video_error"
 
 
@@ -142,7 +143,7 @@ def test_what_the_video_gives_is_a_block_of_the_table(toy, data, tmp_path):
     assert modes == [(0, "real"), (0, "options")] + [
         (k, show) for k in (2, 4) for show in ("real", "blank", "shuffled", "options")]
     tasks = [json.loads(line) for line in data.read_text().splitlines()]
-    still = sum(systems.reordered(task)["answer"] == "B" for task in tasks) / 12
+    still = sum(episodes.reordered(task)["answer"] == "B" for task in tasks) / 12
     assert 0 < still < 1
     found = {(row["K"], row["shown"]): row for row in summary["needs"]}
     assert {place: row["headline"] for place, row in found.items()} == {
@@ -203,9 +204,9 @@ def test_subtitles_of_the_whole_video_stay_without_frames(toy, tmp_path):
 def test_options_that_speak_of_others_stay():
     for text in ("All of the above", "none of these", "Both A and B", "A, and C", "both the above",
                  "any of the other options"):
-        assert systems.names_others(text), text
+        assert episodes.names_others(text), text
     for text in ("a red car and a bus", "both hands", "above the door", "Vitamin B", "all blue"):
-        assert not systems.names_others(text), text
+        assert not episodes.names_others(text), text
 
 
 @pytest.mark.parametrize("flags, why", [

@@ -22,7 +22,7 @@ import eval as evaluation
 import launch
 import rollout
 import video
-from evaluation import costs, endpoint, systems
+from evaluation import costs, endpoint, episodes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -318,7 +318,7 @@ def test_a_server_that_stays_away_ends_the_run(give_up, tasks, frames_of, monkey
             return
         found, sampler = [], rollout.Sampler(engine, None, frames_of, agent)
         with pytest.raises(launch.UserError, match="no server has answered for 0.5 s") as ended:
-            for episode in systems.run(sampler, tasks[:1], systems.Protocol(), 4, 6):
+            for episode in episodes.run(sampler, tasks[:1], episodes.Protocol(), 4, 6):
                 found.append(episode)
         assert not found if give_up < 5 else len(found) <= 1  # no try is lost in the wait
         assert "HTTP 503" in str(ended.value) and "the same command" in str(ended.value)

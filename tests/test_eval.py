@@ -845,10 +845,6 @@ def test_subtitles_are_a_choice(world, videomme, tmp_path):
         return {next((word for word in ("Goodbye", "Hello") if word in text), "") for text in texts}
 
     assert spoken() == {"Hello"} and spoken("--subtitles", "full") == {"Goodbye"}
-    # the paper's evaluation shows all lines, and none in the split without
-    assert spoken("--protocol-set", "paper") == {"Goodbye"}
-    assert spoken("--protocol-set", "paper", "--subtitles", "aligned") == {"Hello"}
-    assert spoken("--protocol-set", "paper", bench="videomme") == {""}
     assert spoken("--subtitles", "none") == {""}
     assert spoken(bench="videomme") == {""}
     assert spoken("--subtitles", "aligned", bench="videomme") == {"Hello"}
@@ -1123,7 +1119,7 @@ def test_windows_that_come_back_as_frames_fit_into_a_real_engine(toy, tmp_path, 
     monkeypatch.setattr(rollout, "make_engine", make_engine)
     out = tmp_path / "out"
     given = ["--ckpt", toy / "init", "--data", toy / "eval.jsonl", "--out", out, "--limit", 1,
-             "--protocol-set", "paper", "--frames", 8, "--set", "sub_frames=8", "--max-turns", 2,
+             "--set", "crop_reply=frames", "sub_frames=8", "--frames", 8, "--max-turns", 2,
              "--max-parallel", 2, "--max-pixels", 4096, "--context", 2048, "--max-new-tokens", 8,
              "--max-seqs", 2, "--quiet"]
     monkeypatch.setattr(sys, "argv", ["eval.py", *map(str, given)])

@@ -266,7 +266,7 @@ def test_a_task_goes_back_into_its_published_row(bench, tmp_path):
             "lvbench": "video_info.meta"}.get(bench, "test-0")
     (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
     (task,), _ = benchmarks.read_split(bench, str(tmp_path))
-    back = graders.published_row(bench, task)
+    back = benchmarks.published_row(bench, task)
     if bench == "longvideobench":
         given = row.pop("candidates")
         row |= {f"option{i}": text for i, text in enumerate([*given, "N/A"])}

@@ -15,7 +15,9 @@ from conftest import ROOT
 ORDER = ["launch", "rewards", "video", "data", "chat", "model", "engine", "endpoint", "checkpoint",
          "rollout", "toy", "metrics", "sft", "grpo",
          "evaluation.answers", "evaluation.benchmarks", "evaluation.endpoint",
-         "evaluation.systems", "evaluation.costs", "evaluation.scores", "evaluation.publishers",
+         "evaluation.readers", "evaluation.sources", "evaluation.episodes", "evaluation.paper",
+         "evaluation.checkouts", "evaluation.systems", "evaluation.costs", "evaluation.scores",
+         "evaluation.publishers",
          "evaluation.graders", "evaluation.folders", "evaluation.verify",
          "eval", "tools.plan", "tools.ask", "tools.records", "tools", "bench.frontier",
          "bench.verdicts", "bench"]  # fmt: skip

@@ -25,8 +25,9 @@ import eval as evaluation
 import launch
 import rewards
 import rollout
+import video
 from engine import Completion
-from evaluation import endpoint, systems
+from evaluation import benchmarks, endpoint, episodes, systems
 
 STORED = Path(__file__).with_name("protocols.json")
 TASK = {"id": "q", "video": "videos/eval-0000.mp4", "question": "Which {colour} is first?",
@@ -80,7 +81,7 @@ def play(toy, source, codec, monkeypatch):
         protocol, digest = systems.make_protocol(args)
         engine = Chat(codec if ids else None, *script)
         sampler = rollout.Sampler(engine, engine.codec, systems.source_of(source, args), agent)
-        (episode,) = systems.run(sampler, [task], protocol, args.frames[0])
+        (episode,) = episodes.run(sampler, [task], protocol, args.frames[0])
         record = evaluation.record_of(episode, "d", args.frames[0], "on", args)
         return episode, engine.asked, record
 
@@ -106,7 +107,8 @@ def scripts():
     clip = "<think>x</think><clip>00:00:05-00:00:10</clip><answer></answer>"
     window = dict(timestamp_start="00:00:08", timestamp_end="00:00:16")
     return {
-        "paravt": [crops((0, 2)), "it is blue"], "longvt": [CROP % (0, 2) + CROP % (5, 3)],
+        "paravt": [crops((0, 2)), "it is blue"], "paper": [crops((0, 3), (70, 72))],
+        "paper-general": [crops((0, 3))], "longvt": [CROP % (0, 2) + CROP % (5, 3)],
         "conan": [clip, clip],
         "videozoomer": ['<video_zoom>{"segment": [8, 10], "fps": 1}</video_zoom>'],
         "sage": [tool("identify_timestamps_visually", event="blue", **window), "at 00:00:12",
@@ -142,7 +144,7 @@ def test_an_endpoint_is_sent_what_is_stored(name, toy, source, monkeypatch):
         protocol, _ = systems.make_protocol(args)
         engine = endpoint.make_engine(args, bool(protocol.prefill))
         sampler = rollout.Sampler(engine, None, systems.source_of(source, args), agent)
-        (episode,) = systems.run(sampler, [TASK], protocol, 2)
+        (episode,) = episodes.run(sampler, [TASK], protocol, 2)
         engine.close()
         sent = [readable(body) for body in server.asked]
     assert evaluation.record_of(episode, "d", 2, "on", args)["score"] == 1.0
@@ -221,12 +223,12 @@ def test_places_in_any_publishers_form_are_found_in_a_system_text(text, place):
     """The user turn holds the question, so only the place itself tells."""
     task = {"id": "t", "type": "mcq", "question": "What?", "options": ["a", "b"], "answer": "A",
             "video": "v.mp4"}
-    opening = systems.partial(systems.opening, system=text, stamp=None)
-    protocol = systems.Protocol(opening=opening, schema=None)
+    opening = partial(episodes.opening, system=text, stamp=None)
+    protocol = episodes.Protocol(opening=opening, schema=None)
     if place is None:
-        return systems.check_prompts(protocol, [task], rollout.Agent(tools=False), 1)
+        return episodes.check_prompts(protocol, [task], rollout.Agent(tools=False), 1)
     with pytest.raises(launch.UserError) as told:
-        systems.check_prompts(protocol, [task], rollout.Agent(tools=False), 1)
+        episodes.check_prompts(protocol, [task], rollout.Agent(tools=False), 1)
     assert f"holds {place}, which no part" in str(told.value)
 
 
@@ -240,11 +242,6 @@ def test_a_user_turn_may_be_the_publishers_own(play, tmp_path):
         assert texts(asked[0].messages[-1]).strip().startswith(text)
         hashes |= {systems.make_protocol(evaluation.parse_args())[1]}
     assert len(hashes) == 4
-    _, asked, _ = play("--protocol-set paper --frames 2 --user-file " + str(tmp_path / "user.txt"),
-                       "B")  # the driver of the paper's authors puts one blank before the path
-    assert texts(asked[0].messages[-1]).strip() == (
-        "Q Which {colour} is first? of eval-0000.mp4, 00:01:04? "
-        "The video path for this video is: eval-0000.mp4")
     with pytest.raises(launch.UserError, match="--user-file"):
         play(f"--protocol video-r1 --user-file {tmp_path}/user.txt", "B")
 
@@ -309,8 +306,8 @@ def test_both_loops_leave_the_same_records(more, toy, codec, source):
 
     sampler = rollout.Sampler(Babble(codec), codec, source, agent)
     trained = records(sampler)
-    played = records(replace(sampler, open_context=systems.open_chat),
-                     play=partial(systems.play, protocol=systems.Protocol()))
+    played = records(replace(sampler, open_context=episodes.open_chat),
+                     play=partial(episodes.play, protocol=episodes.Protocol()))
     assert len(trained) == 48 and trained == played
     found = set()  # all of it came up
     for row, _ in trained:
@@ -322,16 +319,16 @@ def test_both_loops_leave_the_same_records(more, toy, codec, source):
 
 
 def test_paravt_as_it_is_trained_is_played_by_trainings_own_loop(codec, source, monkeypatch):
-    """With ids. An endpoint, another protocol and one call a turn go through `systems.play`."""
+    """With ids. An endpoint, another protocol and one call a turn go through `episodes.play`."""
     plays = []
     monkeypatch.setattr(rollout, "run",
                         lambda *given, play: plays.append(play is rollout.run_episode))
     sampler = rollout.Sampler(None, codec, source, rollout.Agent())
     turns = replace(sampler, agent=rollout.Agent(dispatch="turns"))
-    for some, protocol in ((sampler, systems.Protocol()), (turns, systems.Protocol()),
-                           (replace(sampler, codec=None), systems.Protocol()),
-                           (sampler, systems.Protocol(stop=("x",)))):
-        systems.run(some, [], protocol)
+    for some, protocol in ((sampler, episodes.Protocol()), (turns, episodes.Protocol()),
+                           (replace(sampler, codec=None), episodes.Protocol()),
+                           (sampler, episodes.Protocol(stop=("x",)))):
+        episodes.run(some, [], protocol)
     assert plays == [True, False, False, False]
 
 
@@ -355,9 +352,9 @@ def test_one_call_a_turn_cuts_a_turn_after_its_first_call(play, codec):
     assert whole.count("<tool_response>") == 2
     assert whole.count("</tool_call><|im_end|>\n") == 2
     text = Completion("x", text="é</think>" + "\n".join(calls))  # an endpoint without ids
-    assert systems.cut_after(codec, text, ("</tool_call>",),
+    assert episodes.cut_after(codec, text, ("</tool_call>",),
                              "</think>").text == "é</think>" + calls[0]
-    assert systems.cut_after(codec, replace(text, text="no call"),
+    assert episodes.cut_after(codec, replace(text, text="no call"),
                              ("</tool_call>",)).text == "no call"
     script = ["all at once</think>" + "\n".join(calls), "ok</think><answer>red</answer>"]
     assert [c["turn"] for c in play("--frames 4", *script, ids=True)[0].calls] == [0, 0]
@@ -400,50 +397,46 @@ def test_time_r1_begins_its_answer_behind_an_empty_thought(play, codec):
     assert text.endswith("assistant\n<think>\n</think>\n")
 
 
-def test_native_and_uniform_settings_differ_and_yield_to_flags(monkeypatch):
-    def parsed(*flags):
-        monkeypatch.setattr(sys, "argv", ["eval.py", "--data", "d", "--ckpt", "c", *flags])
+def test_native_settings_differ_and_yield_to_flags(monkeypatch):
+    def parsed(*flags, data=("--data", "d")):
+        monkeypatch.setattr(sys, "argv", ["eval.py", *(data or ()), "--ckpt", "c", *flags])
         return evaluation.parse_args()
 
     native = parsed("--protocol", "conan")
-    uniform = parsed("--protocol", "conan", "--protocol-set", "paper")
+    uniform = parsed("--protocol", "paper-general")
     assert (native.frames, native.temperature, native.max_new_tokens, native.max_turns) == (
         [16], 1.0, 4000, 2)
-    assert (uniform.frames, uniform.temperature, uniform.max_new_tokens, uniform.max_turns,
-            uniform.crop_reply) == ([64], 0.0, 2048, 3, "frames")
+    assert (uniform.frames, uniform.temperature, uniform.max_new_tokens, uniform.max_turns) == (
+        [64], 0.0, 2048, 3)
     assert parsed("--protocol", "conan", "--frames", "8").frames == [8]
-    assert parsed("--protocol-set", "paper", "--set", "stamps=true").stamps
-    assert parsed("--protocol", "direct", "--protocol-set", "paper").tools == ["off"]
+    assert parsed("--protocol", "paper", "--max-turns", "1").max_turns == 1
+    assert parsed("--protocol", "paper-direct").tools == ["off"]
+    assert parsed("--bench", "all", "--root", "d", data=None).bench == list(
+        benchmarks.paper_table()["ParaVT-8B"])
     assert parsed().tools == ["on"]
     for name in systems.protocols():
         assert parsed("--protocol", name).protocol == name
 
 
 @pytest.mark.parametrize("name, seconds, frames", [
-    ("longvt", 31.0, 31), ("sage", 31.0, 31), ("videozoomer", 31.0, 16), ("rewatch-r1", 31.0, 62),
+    ("longvt", 31.0, 30), ("sage", 31.0, 31), ("videozoomer", 31.0, 16), ("rewatch-r1", 31.0, 62),
     ("longvt", 4000.0, 512), ("sage", 4000.0, 128), ("videozoomer", 4000.0, 64),
     ("rewatch-r1", 4000.0, 192), ("videozoomer", 0.4, 1), ("conan", 31.0, 16),
-    ("direct", 31.0, 64), ("videorft", 31.0, 32), ("video-r1", 31.0, 62),
+    ("direct", 31.0, 64), ("videorft", 31.0, 32), ("video-r1", 31.7, 62), ("video-r1", 1.0, 4),
     ("videochat-r1", 31.0, 62), ("videochat-r1", 4000.0, 768), ("qwen3-vl", 31.0, 62),
-    ("qwen3-vl", 4000.0, 512), ("longvt --protocol-set paper", 31.0, 64),
-    ("longvt --set overview_fps=0", 31.0, 512), ("longvt --frames 8", 31.0, 8)])
+    ("qwen3-vl", 4000.0, 512), ("longvt --set overview_fps=0", 31.0, None),
+    ("longvt --frames 8", 31.0, 8), ("paper", 31.0, 64), ("paper", 6.3, 0)])
 def test_an_overview_is_as_long_as_its_video(name, seconds, frames, source, monkeypatch):
+    """A video of 10 frames a second; of some systems, an even number of frames."""
     monkeypatch.setattr(sys, "argv", f"eval.py --data d --ckpt c --protocol {name}".split())
     args = evaluation.parse_args()
-    paced = systems.source_of(source, args)
-    paced.duration = lambda spec: seconds
-    table = np.arange(0, seconds, 0.1), SimpleNamespace(duration=seconds)  # 10 frames a second
-    monkeypatch.setattr(paced, "cache", SimpleNamespace(index=lambda path: table))
-    monkeypatch.setattr(rollout.video, "resolve", lambda *_: "v")
-    loaded = []
-    monkeypatch.setattr(rollout.video, "load", lambda spec, *_: loaded.append(spec))
-    paced.load({"video": "v", "frames": args.frames[0]})
-    paced.load({"video": "v", "start": 0, "end": 4})  # a window has its own rule
-    asked, window = loaded
-    shown = min(frames, len(table[0])) if "times" in asked else frames
-    assert asked.get("frames") or len(asked["times"]) == shown
-    assert asked.get("frames", frames) == frames
-    assert window == {"video": "v", "start": 0, "end": 4}
+    paced = timed(systems.source_of(source, args), seconds, monkeypatch)
+    if frames is None:
+        with pytest.raises(video.VideoError, match="too short for this system"):
+            paced.load({"video": "v", "frames": args.frames[0]})
+    else:
+        shown = paced.load({"video": "v", "frames": args.frames[0]})
+        assert len(shown.seconds) == frames
 
 
 @pytest.mark.parametrize("name, seconds, wanted", [
@@ -451,22 +444,31 @@ def test_an_overview_is_as_long_as_its_video(name, seconds, frames, source, monk
     ("videozoomer", 7.0, [0, 2, 4, 6]), ("videozoomer", 0.5, [0]),
     ("videozoomer", 400.0, list(np.linspace(0, 3999, 64, dtype=int) / 10)),
     # Qwen3-VL: linspace(0, n - 1, 2 a second).round()
-    ("qwen3-vl", 2.0, list(np.linspace(0, 19, 4).round() / 10)),
-    ("qwen3-vl --frames 3", 2.0, [0, 1.0, 1.9])])
+    ("qwen3-vl", 2.0, list(np.linspace(0, 19, 4).round() / 10))])
 def test_frames_lie_where_the_publishers_code_takes_them(name, seconds, wanted, source,
                                                          monkeypatch):
     """By the publishers' own expressions, on a video of 10 frames a second."""
     monkeypatch.setattr(sys, "argv", f"eval.py --data d --ckpt c --protocol {name}".split())
     args = evaluation.parse_args()
-    paced = systems.source_of(source, args)
-    paced.duration = lambda spec: seconds
-    table = np.arange(round(seconds * 10)) / 10, SimpleNamespace(duration=seconds)
-    monkeypatch.setattr(paced, "cache", SimpleNamespace(index=lambda path: table))
+    paced = timed(systems.source_of(source, args), seconds, monkeypatch)
+    assert paced.load({"video": "v", "frames": args.frames[0]}).seconds == pytest.approx(wanted)
+
+
+def timed(paced, seconds, monkeypatch):
+    """A Source -> the same on a video of so many seconds, 10 frames a second, without pictures."""
+    starts = np.arange(round(seconds * 10)) / 10
+    info = SimpleNamespace(duration=seconds, fps=len(starts) / seconds, height=360, width=640)
+
+    def frames(path, places, *_):
+        places = np.array(places, int)
+        images = np.zeros((len(places), 32, 32, 3), np.uint8)
+        return video.Frames(images, starts[places], "k", ["k"] * len(places))
+
+    monkeypatch.setattr(paced, "cache", SimpleNamespace(index=lambda path: (starts, info),
+                                                        frames=frames))
     monkeypatch.setattr(rollout.video, "resolve", lambda *_: "v")
-    loaded = []
-    monkeypatch.setattr(rollout.video, "load", lambda spec, *_: loaded.append(spec))
-    paced.load({"video": "v", "frames": args.frames[0]})
-    assert loaded[0]["times"] == pytest.approx(wanted)
+    monkeypatch.setattr(rollout.video, "probe", lambda *_: info)
+    return paced
 
 
 def test_qwens_own_sampling_is_the_default_of_its_protocol(play, monkeypatch):
@@ -496,9 +498,6 @@ def test_departures_are_told_and_kept(monkeypatch):
         told = systems.describe(evaluation.parse_args())
         assert told.count("\ndeparts ") == len(system.departures)
         assert all(f"departs {text}\n" in told for text in system.departures)
-        sys.argv += ["--protocol-set", "paper"]  # compared with the driver of the paper's authors
-        told = systems.describe(evaluation.parse_args())
-        assert told.count("\ndeparts ") == len(system.paper)
 
 
 def test_many_frames_are_small_ones(source, monkeypatch):
@@ -507,13 +506,14 @@ def test_many_frames_are_small_ones(source, monkeypatch):
     monkeypatch.setattr(sys, "argv", argv)
     args = evaluation.parse_args()
     source.min_pixels, source.max_pixels = args.min_pixels, args.max_pixels
-    few = systems.source_of(source, args)
-    bounds = []
-    monkeypatch.setattr(rollout.video, "load", lambda *given: bounds.append(given[3:]))
+    sizes = []
     for seconds in (4.0, 64.0, 4000.0):
-        few.duration = lambda spec, seconds=seconds: seconds
+        few = timed(systems.source_of(source, args), seconds, monkeypatch)
+        few.cache.frames = lambda path, places, *given: sizes.append(given[2]) or video.Frames(
+            np.zeros((1, 1, 1, 3)), np.zeros(1), "k", ["k"])
         few.load({"video": "v", "frames": 768})
-    assert bounds == [(12544, 602112), (12544, 2 * 3584 * 784 // 128), (12544, 13171)]
+    # of 640 x 360: as it is; 43,904 pixels at most; 13,171 at most
+    assert sizes == [(364, 644), (140, 252), (84, 140)]
 
 
 def test_pixels_of_frames_are_settings(toy, monkeypatch):
@@ -594,101 +594,14 @@ def crops(*windows):
     return "I look.</think>" + "\n".join(CROP % w for w in windows)
 
 
-@pytest.mark.parametrize("ids", [False, True])
-def test_paravt_as_its_authors_evaluate_it(play, codec, ids):
-    """Frames come back, a user message for every call, bad calls and calls beyond the limit too; no
-    stamps; the letter is demanded."""
-    first = crops((0, 8), (9, 5), (8, 40), (0, 1), (1, 2), (2, 3), (3, 4))
-    episode, asked, record = play("--protocol-set paper --frames 4 --max-turns 1", first, "B",
-                                  ids=ids)
-    assert record["score"] == 1.0 and len(asked) == 2 and asked[1].max_tokens == 64
-    messages = asked[1].messages
-    assert [m["role"] for m in messages] == ["system", "user", "assistant"] + ["user"] * 8
-    replies = messages[3:]
-    assert texts(replies[0]) == "<tool_response>\n8 frames from 0.0s to 8.0s.\n</tool_response>"
-    assert kinds(replies[0])[0] == "video"
-    assert "error" in texts(replies[1]) and "video" not in kinds(replies[1])
-    assert texts(replies[2]).startswith("<tool_response>\n16 frames")
-    assert "at most 5 calls" in texts(replies[6])
-    assert [c["status"] for c in episode.calls].count("ok") == 5
-    assert "letter" in texts(replies[7]) and replies[7]["role"] == "user"
-    frames = 4 + 8 + 16 + 1 + 1 + 1
-    assert sum(len(f.images) for f in asked[1].frames) == frames
-    if ids:
-        text = chat.decode(codec, asked[1].ids, keep_special=True)
-        assert text.count("<|image_pad|>") == frames and " seconds>" not in text
-        assert text.count("\n<tool_response>\n") + text.count("><tool_response>\n") == 7
-        assert chat.expand(codec, asked[1].ids, asked[1].items) == asked[1].expanded
-        tags = codec.tokenizer("<tool_response>", add_special_tokens=False)["input_ids"]
-        # real tags, not spelled ones
-        assert sum(asked[1].ids[i:i + len(tags)] == tags for i in range(len(asked[1].ids))) == 7
-        assert episode.context.ids == asked[1].expanded + chat.encode(codec, "B") + [codec.eos]
-
-
-def test_under_the_papers_settings_the_prompt_promises_what_comes_back(play):
-    """Frames and no summaries, no times where there are none, the video by name as the authors'
-    calls have it; training's own prompt is untouched."""
-    _, asked, _ = play("--protocol-set paper --frames 4", crops((0, 8)), "B")
-    system, asking = asked[0].messages[0]["content"], texts(asked[0].messages[1])
-    assert "returns frames of its window" in system and "summary" not in system
-    assert "after its time" not in system
-    assert asking.endswith("\nThe video path for this video is: eval-0000.mp4")
-    (schema,) = asked[0].tools
-    assert schema["function"]["parameters"]["required"] == ["video_path", "start_time", "end_time"]
-    assert list(schema["function"]["parameters"]["properties"]) == ["video_path", "start_time",
-                                                                    "end_time"]
-    assert "summary" not in json.dumps(schema)
-    # frames on their own: stamped, so times are promised; the file's name is no business of a call
-    _, asked, _ = play("--set crop_reply=frames --frames 4", crops((0, 8)), "x</think>B")
-    system = asked[0].messages[0]["content"]
-    assert "returns frames" in system and "each after its time" in system
-    assert "video_path" not in json.dumps(asked[0].tools)
-    assert "num_frames" in json.dumps(asked[0].tools)
-    _, asked, _ = play("--frames 4", crops((0, 8)), "x</think>B")
-    assert asked[0].tools == rollout.tool_schema()
-    assert asked[0].messages[0]["content"] == rollout.main_prompt()
-    _, asked, _ = play("--protocol-set paper --frames 4 --tools off", "B")
-    assert asked[0].tools is None and "video path" not in texts(asked[0].messages[1])
-
-
 def test_a_call_gets_as_many_frames_as_it_asks_for(play):
     first = "x</think>" + (CROP % (0, 8)).replace("}}", ', "num_frames": 3}}')
     _, asked, _ = play("--set crop_reply=frames --frames 4", first, "x</think>B")
     assert [len(f.images) for f in asked[1].frames] == [4, 3]
 
 
-def test_frames_of_windows_have_a_bound_of_their_own(toy, monkeypatch):
-    """A 720p crop was 1024 x 576 where the authors' is 50,176 pixels: nine crops of 16 frames were
-    119,808 tokens in a context of 65,536."""
-    given = "eval.py --ckpt c --protocol-set paper --data".split() + [str(toy / "eval.jsonl")]
-    monkeypatch.setattr(sys, "argv", given)
-    _, source = rollout.agent_settings(evaluation.parse_args(), str(toy / "eval.jsonl"))
-    sizes = []
-    monkeypatch.setattr(rollout.video, "load", lambda *args: sizes.append(args[3:]))
-    source.load({"video": "v", "frames": 4})
-    source.load({"video": "v", "start": 0, "end": 4})
-    assert sizes == [(3136, 602112), (3136, 50176)]
-    monkeypatch.setattr(sys, "argv", [*given, "--set", "crop_pixels=9"])
-    with pytest.raises(launch.UserError, match="--set crop_pixels"):
-        rollout.agent_settings(evaluation.parse_args(), str(toy / "eval.jsonl"))
-
-
-def test_times_reach_the_model_where_it_is_asked_for_times(play):
-    """The authors send Charades-STA as a video, which carries them; all other frames are bare."""
-    for task, stamp in ((SPAN, None), (TASK, "none")):
-        _, asked, _ = play("--protocol-set paper --frames 4", crops((0, 8)), "B", task=task)
-        shown = [p for m in asked[1].messages for p in m["content"] if isinstance(p, dict)]
-        assert [p["stamp"] for p in shown if p["type"] == "video"] == [stamp] * 2
-        assert ("after its time" in asked[0].messages[0]["content"]) == (stamp is None)
-    _, asked, _ = play("--protocol reasoning --protocol-set paper --frames 4", "B", task=SPAN)
-    assert asked[0].messages[1]["content"][0]["stamp"] is None
-    _, asked, _ = play("--set stamps=false --frames 4", "x</think>B", task=SPAN)
-    assert asked[0].messages[1]["content"][0]["stamp"] == "none"  # asked for, and meant
-
-
 @pytest.mark.parametrize("flags, images, videos", [
-    ("", 64, 1), ("--protocol-set paper", 304, 16), ("--protocol-set paper --tools off", 64, 1),
-    ("--protocol-set paper --frames gated", 304, 16),
+    ("", 64, 1), ("--protocol paper-direct", 64, 1),
     ("--set crop_reply=frames sub_frames=4 --max-turns 1 --max-parallel 2 --frames 8", 16, 3),
     ("--frames 8", 16, 1), ("--protocol longvt", 512 + 25 * 128, 26),
     ("--protocol videozoomer --frames 64", 64 + 4 * 16, 5), ("--protocol conan", 32, 3)])
@@ -702,7 +615,7 @@ def test_the_engine_allows_the_images_that_an_episode_may_hold(flags, images, vi
         return SimpleNamespace()
 
     monkeypatch.setattr(rollout, "VllmEngine", engine)
-    for channel in ("image", "video"):
+    for channel in ("image", "video") if "paper" not in flags else ("image", "image"):
         monkeypatch.setattr(sys, "argv", ["eval.py", "--data", "d", "--ckpt", "c", "--channel",
                                           channel, *flags.split()])
         args = evaluation.parse_args()
@@ -711,13 +624,6 @@ def test_the_engine_allows_the_images_that_an_episode_may_hold(flags, images, vi
         evaluation.make_engine([], args, "c", codec, systems.make_protocol(args)[0])
     assert made[0] == (images, 1) and made[1][1] == videos
     assert made[1][0] == max(args.sub_frames, 64 if args.frames == ["gated"] else args.frames[0])
-
-
-def test_a_grounding_task_is_forced_into_a_sentence(play):
-    _, asked, record = play("--protocol-set paper --frames 4 --max-turns 1", crops((0, 8)),
-                            "The event happens in 8.0 - 16.0 seconds.", task=SPAN)
-    assert record["score"] == 1.0 and asked[1].max_tokens == 128
-    assert "happens in" in texts(asked[1].messages[-1])
 
 
 def test_frames_or_summaries_stamps_or_none_are_choices(play):
@@ -729,9 +635,6 @@ def test_frames_or_summaries_stamps_or_none_are_choices(play):
                        "x</think><answer>B</answer>")
     assert kinds(asked[-1].messages[-1]) == ["video", "text", "text", "text"]
     assert asked[0].messages[1]["content"][0]["stamp"] == "none"
-    _, asked, _ = play("--frames 4 --set force_answer=true --max-turns 1", crops((0, 8)), "B")
-    assert [m["role"] for m in asked[-1].messages][-2:] == ["tool", "user"]
-    assert asked[-1].max_tokens == 64
 
 
 def test_longvt_refuses_windows_beyond_the_video(play):
@@ -791,7 +694,7 @@ def test_an_endpoint_may_get_the_overview_as_one_video(play):
     reader = io.VideoMediaIO(io.ImageMediaIO(), **told)
     frames, meta = reader.load_base64(*read_url(url)).media
     assert frames.shape == asked[1].frames[0].images.shape and meta["fps"] == 1000.0
-    for flags in ("videozoomer --frames 4", "longvt --frames 1"):
+    for flags in ("videozoomer --frames 4", "sage --frames 1"):
         _, asked, _ = play(f"--protocol {flags}", "<answer>B</answer>")
         assert "media_io_kwargs" not in engine.body(asked[0])
         assert engine.body(asked[0])["messages"] == endpoint.OpenAIEngine(
@@ -1060,8 +963,8 @@ def test_a_publishers_template_is_filled_as_its_code_would(play, tmp_path):
              '{{"name": "crop_video", "arguments": {{"end_time": 10}}}}')
     plain = 'Say {"answer": {"x": 1}} or {{}}'
     (tmp_path / "driver.py").write_text(f"AGENT = {agent!r}\nPLAIN = {plain!r}\n")
-    _, asked, _ = play(f"--frames 4 --protocol-set paper --prompt-file {tmp_path}/driver.py:AGENT",
-                       crops((0, 8)), "B")
+    given = f"--frames 4 --set crop_reply=frames --prompt-file {tmp_path}/driver.py:AGENT"
+    _, asked, _ = play(given, crops((0, 8)), "x</think>B")
     lines = asked[0].messages[0]["content"].splitlines()
     assert json.loads(lines[2])["function"]["parameters"]["required"][0] == "video_path"
     assert json.loads(lines[4]) == {"name": "crop_video", "arguments": {"end_time": 10}}

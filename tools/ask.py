@@ -31,7 +31,7 @@ import eval as evaluation
 import launch
 import rewards
 import rollout
-from evaluation import endpoint, systems
+from evaluation import endpoint, episodes, systems
 
 # ------------------------------------------------------------------------------------------------
 # An episode as events
@@ -223,7 +223,7 @@ def parse_args():
     parser.set_defaults(temperature=0.0, engine_share=0.9)
     # A protocol and a preset change defaults, which yield to flags. So both must be known first.
     early = launch.peek(parser)
-    parser.set_defaults(**systems.settings(early.protocol, early.protocol_set))
+    parser.set_defaults(**systems.protocols()[early.protocol].native)
     if early.preset == "toy":
         parser.set_defaults(**rollout.toy_lengths())
     args = parser.parse_args()
@@ -254,7 +254,7 @@ def set_up(args):
     agent, source = rollout.agent_settings(flags, args.video)
     film = film_task(args, 0, args.question or "", args.options)
     suite = evaluation.Suite(None, [film], agent, systems.source_of(source, args))
-    systems.check_prompts(protocol, suite.tasks, agent, 1)
+    episodes.check_prompts(protocol, suite.tasks, agent, 1)
     if args.ckpt:
         check_size(film, suite.source, args)
     ckpt, _ = evaluation.whole_checkpoint(args)
@@ -264,7 +264,7 @@ def set_up(args):
     codec = chat.load_codec(ckpt, args.channel) if ckpt else None
     engine = evaluation.make_engine([suite], args, ckpt, codec, protocol)
     sampler = rollout.Sampler(engine, codec, suite.source, agent)
-    return systems.player(sampler, protocol, args.frames[0])
+    return episodes.player(sampler, protocol, args.frames[0])
 
 
 def check_size(film, source, args) -> None:

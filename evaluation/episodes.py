@@ -1,0 +1,428 @@
+"""
+evaluation/episodes.py: plays an episode by the protocol of a system, and builds its messages.
+
+A Protocol is a system's prompt, the form of calls, the responses to calls, and when the system must
+answer; evaluation/systems.py and evaluation/paper.py have one for each system. `play` is the
+episode loop of all protocols, on the engine, pump, frames and records of rollout.py. ParaVT as
+trained goes through rollout.py's own loop; a test asserts that both loops give the same records.
+
+Reads and writes no file. Used by eval.py, evaluation/costs.py and tools/ask.py.
+"""
+
+import asyncio
+import bisect
+import itertools
+import os
+import re
+import string
+import time
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import chat
+import data
+import launch
+import rewards
+import rollout
+import video
+from evaluation.endpoint import ChatRequest
+
+QUESTION = "{subtitles}{question}\n{options}\n{style}"
+
+
+# ------------------------------------------------------------------------------------------------
+# The episode of a protocol
+
+
+@dataclass
+class Chat(rollout.Context):
+    """A Context with the same contents as a chat. Endpoints take no ids, only the chat."""
+
+    messages: list = field(default_factory=list)
+
+    def sampled(self, ids, logps):
+        if ids is not None:
+            super().sampled(ids, logps)
+
+    def request(self, name, **settings):
+        return ChatRequest(name, list(self.compact), list(self.ids), list(self.items),
+                           list(self.frames), messages=self.messages, **settings)
+
+
+def open_chat(codec, messages, specs, frames, tools=None):
+    """rollout.open_context -> Chat. codec: None for an endpoint."""
+    if codec and any(spec.get("film") for spec in specs):
+        codec = replace(codec, channel="video")
+    context = rollout.open_context(codec, messages, specs, frames, tools) if codec else None
+    return Chat(**vars(context) if context else {"frames": list(frames)}, messages=list(messages))
+
+
+@dataclass
+class Reply:
+    """The answer to the calls of a turn: messages, and the specs and Frames of their videos, in
+    order."""
+
+    messages: list
+    specs: list = field(default_factory=list)
+    frames: list = field(default_factory=list)
+    fresh: bool = False  # the messages are a new conversation, not the next turn of this one
+
+
+def trained_opening(task, num_frames, agent, subtitles, duration):
+    """ParaVT's first messages, as Protocol.opening."""
+    return rollout.main_messages(task, num_frames, agent.tools, subtitles)
+
+
+async def summaries_answer(records, calls, episode, sampler, turn):
+    """ParaVT's Protocol.answer: a sub-agent for every call, one tool message each, in order."""
+    await rollout.serve(records, calls, episode, sampler, turn)
+    return Reply([{"role": "tool", "content": record["summary"]} for record in records])
+
+
+@dataclass
+class Protocol:
+    """The differences between systems that look at videos in turns. The defaults are ParaVT's."""
+
+    opening: callable = trained_opening  # (task, K, agent, subtitles, duration) -> first messages
+    parse: callable = rewards.parse_tool_calls  # (text, whether it began in a thought) -> calls
+    answer: callable = summaries_answer  # async (records, calls, episode, sampler, turn) -> Reply
+    force: callable = None  # (task) -> text put before the last turn
+    force_tokens: callable = None  # (task) -> tokens of that turn
+    schema: callable = rollout.tool_schema  # () -> tools for the chat template; None: no tools
+    prefill: str = ""  # forced start of every turn, instead of --think-prefix
+    stop: tuple = ()  # strings that end a turn
+    jpeg: int = 90  # quality of the images that an endpoint gets
+
+
+def run(sampler, tasks, protocol, frames=64, group=1):
+    """rollout.run of a protocol."""
+    sampler, own = player(sampler, protocol, frames)
+    return rollout.run(sampler, tasks, frames, group, play=own)
+
+
+def player(sampler, protocol, frames):
+    """-> (sampler, episode loop) of a protocol: training's own for ParaVT as trained, if the engine
+    takes ids."""
+    trained = protocol == Protocol() and sampler.agent.dispatch != "turns" and frames != 0
+    # An endpoint answers messages with text, also if a checkpoint's tokenizer counts the tokens.
+    if sampler.codec and trained and not getattr(sampler.engine, "takes_messages", False):
+        return sampler, rollout.run_episode
+    return replace(sampler, open_context=open_chat), partial(play, protocol=protocol)
+
+
+async def play(episode, sampler, protocol):
+    """rollout.run_episode for any protocol, with ids or without -> Episode."""
+    agent, codec, task, began = sampler.agent, sampler.codec, episode.task, time.monotonic()
+    shown = await rollout.load_overview(episode, sampler)
+    if shown is None:
+        return episode
+    spec, frames, spoken = shown
+    blind = not len(frames.seconds)
+    messages = protocol.opening(task, episode.num_frames, agent, spoken, episode.duration)
+    messages = [without_video(message) for message in messages] if blind else messages
+    tools = protocol.schema() if agent.tools and protocol.schema else None
+    context = episode.context = open_chat(codec, messages, [] if blind else [spec],
+                                          [] if blind else [frames], tools)
+    episode.notes.update(opening=messages, seconds=frames.seconds)
+    prefill = protocol.prefill or ("<think>\n" if agent.think_prefix else "")
+    episode.think_open = rewards.never_closed(prefill, codec is not None and codec.opens_thought)
+
+    tool_turns = agent.max_turns if agent.tools else 0
+    for turn in range(tool_turns + 1):  # the last turn must answer
+        last = turn == tool_turns
+        prefix = forced_ids(codec, context.ids, prefill)
+        room = agent.context - len(context.ids) - len(prefix)
+        if room < 1:
+            episode.fail("context", f"{len(context.ids)} tokens leave no room in a context of "
+                         f"{agent.context}")
+            break
+        context.insert(prefix)
+        limit = agent.max_new_tokens
+        if last and tool_turns and protocol.force_tokens:
+            limit = protocol.force_tokens(task)
+        said = await sampler.pump.sample(context.request(
+            f"{episode.group}/{episode.sample}/{turn}", max_tokens=min(limit, room),
+            temperature=agent.temperature, seed=rollout.turn_seed(episode, agent, turn),
+            prefill=prefill, tools=tools, stop=protocol.stop))
+        if said.error:
+            episode.fail("engine_error", said.error)
+            break
+        ended, said = said.ended, cut_turn(said, agent, protocol, codec)
+        finish = "stop" if said.ended else "call" if ended else "length"
+        if said.ids is not None:
+            rollout.record_turn(episode, codec, said, finish)
+        else:  # from an endpoint
+            episode.turns.append(said.text)
+            episode.finish.append(finish)
+            episode.notes.setdefault("reasoning", []).append(said.reasoning)
+        calls, records = rollout.record_calls(episode, agent, said.text, turn, protocol.parse)
+        if last or not calls:
+            for record in records:
+                record.update(status="not_run", summary="")
+            break
+
+        reply = await protocol.answer(records, calls, episode, sampler, turn)
+        if protocol.force and turn == tool_turns - 1:
+            reply.messages.append({"role": "user", "content": protocol.force(task)})
+        if reply.fresh:
+            context = open_chat(codec, reply.messages, reply.specs, reply.frames, tools)
+            episode.context = context
+            episode.spans.clear()  # of the last context alone
+            continue
+        spoken_turn = {"role": "assistant", "content": prefill + said.text}
+        context.messages = [*context.messages, spoken_turn, *reply.messages]
+        context.frames += reply.frames
+        if codec is not None:
+            items = [chat.vision_item(s, f) for s, f in zip(reply.specs, reply.frames)]
+            compact = chat.glue_ids(codec, reply.messages, said.ended, items)
+            glue = chat.expand(codec, compact, items)
+            if not rollout.fits(episode, agent, len(glue) + len(prefix)):
+                break
+            context.insert(glue, compact)
+            context.items += items
+    episode.timing["total_s"] = time.monotonic() - began
+    return episode
+
+
+def without_video(message):
+    """A message without its frames."""
+    if isinstance(message["content"], str):
+        return message
+    return {**message, "content": [item for item in message["content"] if item["type"] != "video"]}
+
+
+def reordered(task):
+    """A task with its options in an order drawn from its id, and the letter of the answer after
+    them. "order": the places in the publisher's order. A task of another type, or with an option
+    that speaks of other options ("all of the above"), stays as it is."""
+    options = data.bare_options(task.get("options") or [])
+    if task["type"] != "mcq" or any(map(names_others, options)):
+        return task
+    order = sorted(range(len(options)), key=lambda i: launch.stable_number("order", task["id"], i))
+    answer = order.index(string.ascii_uppercase.index(task["answer"]))
+    task = {**task, "options": [options[i] for i in order], "order": order,
+            "answer": string.ascii_uppercase[answer]}
+    if "published" in task:
+        lines = [f"({letter}) {option}"
+                 for letter, option in zip(string.ascii_uppercase, task["options"])]
+        task["published"] = "\n".join([task["question"], *lines])
+    return task
+
+
+def names_others(option):
+    """Whether an option speaks of others by their places or letters, so that it must not move."""
+    return re.search(r"\b(all|none|both|neither|either|any) (of )?(the )?(above|below|these|those|"
+                     r"other|previous|preceding)|\b[A-H]\b,? (and|or|&) [A-H]\b", option, re.I)
+
+
+def forced_ids(codec, ids, prefill):
+    """Ids of the forced start of a turn that follows `ids`; [] for endpoints, and if the template
+    wrote it."""
+    if codec is None:
+        return []
+    if not chat.think_prefix_ids(codec, ids):  # the template has opened the thought
+        prefill = prefill.removeprefix("<think>\n")
+    return chat.encode(codec, prefill)
+
+
+def cut_turn(said, agent, protocol, codec):
+    """A turn as the rules end it: after a protocol's stop strings; with dispatch=turns after its
+    first call, because an agent with one window a turn would have stopped there."""
+    if agent.dispatch == "turns":
+        said = cut_after(codec, said, ("</tool_call>", "</tool_code>"), since="</think>")
+    return cut_after(codec, said, protocol.stop) if protocol.stop else said
+
+
+def cut_after(codec, said, tags, since=None):
+    """A Completion cut after the first of `tags`, searched after the first `since`; unchanged if
+    there is none."""
+    # In bytes: a turn may hold half a character, and ids are cut where the tag is whole.
+    if said.ids is None:  # an endpoint that returns text
+        pieces = [character.encode() for character in said.text]
+    else:
+        pieces = chat.pieces_of(codec, said.ids)
+    text = b"".join(pieces)
+    start = max(0, text.find(since.encode())) if since else 0
+    ends = [at + len(tag) for tag in map(str.encode, tags) if (at := text.find(tag, start)) >= 0]
+    if not ends:
+        return said
+    lengths = list(itertools.accumulate(map(len, pieces)))
+    cut = bisect.bisect_left(lengths, min(ends)) + 1  # the token that completes the tag stays
+    if said.ids is None:
+        return replace(said, text=said.text[:cut])
+    ids = said.ids[:cut]
+    return replace(said, ids=ids, logps=said.logps[:cut], text=chat.decode(codec, ids), ended=False)
+
+
+def check_prompts(protocol, tasks, agent, num_frames):
+    """Raises UserError if the first messages of a task lack the question or an option, or hold a
+    place that is not filled. A publisher's text in another form would be sent without the question,
+    and its answers would be graded like any others."""
+    kinds = {(task["type"], bool(task.get("options"))): task for task in reversed(tasks)}
+    for task in kinds.values():  # the first task of each kind stands for all
+        # Marked, because "yes" and "no" may stand in any prompt.
+        options = [f"{option} 5f3a{n}" for n, option in enumerate(task.get("options") or [])]
+        task = {**task, "question": task["question"] + " 5f3a", "options": options or None}
+        for name in ("event", "published"):
+            if name in task:
+                task[name] += f" 5f3a{name}"
+        messages = protocol.opening(task, num_frames, agent, "", 60.0)
+        pieces = [piece for message in messages for piece in chat.content_of(message)]
+        said = "\n".join(piece.get("text", "") for piece in pieces)
+        # The question as published holds the options.
+        forms = [[task.get("event")], [task.get("published")], [task["question"], *options]]
+        wanted = next(form for form in forms if form[0] and form[0] in said or form is forms[-1])
+        for text in wanted:
+            text = text if text in said else repr(text)[1:-1]  # in a list that Python printed
+            if text not in said:
+                raise launch.UserError(f"the first prompt of task {task['id']} does not hold "
+                                       f"{text[:60]!r}; --protocols lists the places that are "
+                                       "filled in a text of --prompt-file or --user-file")
+        for text in [*wanted, *options]:  # a task's own text may hold braces
+            said = said.replace(text, "")
+        # \boxed{answer} is no place, {} after a key is JSON. The last two forms are publishers'.
+        braces = r"(?<!\w)(?<!\":)(?<!\": )\{ ?([A-Za-z_0-9][\w.\[\]]*)?(![rs])?(:[^{}\"']*)? ?\}"
+        if place := re.search(braces + r"|<<<\w+>>>|\[(QUESTION|OPTIONS?|EVENT)\]", said):
+            raise launch.UserError(f"the first prompt of task {task['id']} ({task['type']}) holds "
+                                   f"{place[0]}, which no part of the task fills")
+
+
+# ------------------------------------------------------------------------------------------------
+# First messages
+
+
+def filled_places():
+    return ("question", "event", "options", "option_list", "style", "duration", "length", "video",
+            "subtitles", "published", "labelled", "lines", "spoken")
+
+
+def filled(text, task, duration=0.0, subtitles="", label="{}.", between="\n"):
+    """
+    Template -> text, filled at filled_places; other braces stay. label: of an option, "{}." or
+    "({})". between: separates options. duration: seconds.
+    """
+    options = task.get("options") or []
+    labels = map(label.format, string.ascii_uppercase)
+    lines = [f"{label} {option}" for label, option in zip(labels, options)]
+    values = {
+        "question": task["question"],
+        "event": task.get("event") or task["question"],  # of Charades-STA: the bare caption
+        "options": between.join(lines),
+        "option_list": str(lines),  # as Python prints a list
+        "style": rewards.task_types()[task["type"]].ask,
+        "duration": clock(duration),  # HH:MM:SS
+        "length": clock(duration)[3:] if duration < 3600 else clock(duration),  # MM:SS if possible
+        "video": os.path.basename(task["video"]),
+        "subtitles": f"Subtitles:\n{subtitles}\n\n" if subtitles else "",
+        # Forms of the paper's driver: the question with the options that stand in it as published,
+        # options with two labels each, options that leave an empty line if there are none,
+        # subtitles without a head.
+        "published": task.get("published") or task["question"],
+        "labelled": between.join(f"{line[:2]} {line}" for line in lines),
+        "lines": between.join(lines),
+        "spoken": subtitles,
+    }
+    if not lines:  # no empty line for options; blank lines of a publisher's text stay
+        text = re.sub(r"\{options\}\n?", "", text)
+    # In one pass, because a question may contain "{options}".
+    place = r"\{(" + "|".join(filled_places()) + r")\}"
+    return re.sub(place, lambda found: values[found[1]], text)
+
+
+def clock(seconds):
+    return chat.stamp_text(seconds, 0, "clock")
+
+
+def opening(task, num_frames, agent, subtitles, duration,
+            user=QUESTION, system=None, stamp=None, label="{}.", text_first=False, tail="",
+            between="\n"):
+    """
+    Protocol.opening of most systems: a system text, then one user turn of frames and text.
+
+    user: template, see filled. tail: follows unchanged, except {video} and {duration}.
+    """
+    if "{subtitles}" not in user:  # publishers' texts have no place for them
+        user = "{subtitles}" + user
+    tail = tail.replace("{video}", os.path.basename(task["video"]))
+    tail = tail.replace("{duration}", clock(duration))
+    text = filled(user, task, duration, subtitles, label, between) + tail
+    # The spec of the overview: the frames themselves are loaded by the loop.
+    frames = {"type": "video", "video": task["video"], "frames": num_frames,
+              "stamp": stamp}
+    if text_first:
+        content = [{"type": "text", "text": text}, frames]
+    else:
+        content = [frames, {"type": "text", "text": text}]  # nothing between, as the publishers
+    messages = [{"role": "system", "content": system}] if system else []
+    return [*messages, {"role": "user", "content": content}]
+
+# ------------------------------------------------------------------------------------------------
+# Answers to calls. Only `windows` and `load_all` wait for frames. A Protocol.answer is (records,
+# calls, episode, sampler, turn) -> Reply.
+
+
+async def windows(records, calls, episode, sampler, spec_of=None):
+    """
+    Loads the windows of the calls that are run -> (spec, Frames) or (None, None) for every call.
+    Fills the records. spec_of: (call, task, agent) -> spec of video.load.
+    """
+    agent = sampler.agent
+    wanted = rollout.admitted(records, calls, agent.max_parallel)  # indices of calls
+    specs = [(spec_of or rollout.window_spec)(calls[i], episode.task, agent) for i in wanted]
+    found = [(None, None)] * len(calls)
+    for i, spec, frames in zip(wanted, specs, await load_all(sampler, specs, episode.film)):
+        if note_frames(records[i], frames):
+            found[i] = spec, frames
+    return found
+
+
+async def load_all(sampler, specs, film):
+    """Loads all specs at once, in the decode threads -> Frames of each, or the VideoError or
+    ValueError as a value. film: see Source.load_window."""
+    jobs = [sampler.pump.load(sampler.source.load_same, spec, film) for spec in specs]
+    results = await asyncio.gather(*jobs, return_exceptions=True)
+    for result in results:
+        expected = isinstance(result, (video.VideoError, ValueError))
+        if isinstance(result, BaseException) and not expected:
+            raise result
+    return results
+
+
+def note_frames(record, frames):
+    """Notes Frames or an error in a call's record -> whether there are Frames."""
+    if isinstance(frames, Exception):
+        rollout.refuse_window(record, frames)
+        return False
+    seconds = [round(float(second), 3) for second in frames.seconds]
+    record.update(status="ok", frames_seen=len(seconds), seconds_seen=seconds)
+    return True
+
+
+def add_video(reply, spec, frames, stamp):
+    """Adds frames to a reply -> the content item that stands for the frames."""
+    reply.specs.append(spec)
+    reply.frames.append(frames)
+    return {"type": "video", "video": spec["video"], "stamp": stamp}
+
+
+def tagged(text):
+    """Text in tool response tags. The tags are trusted and become special tokens; the text is not.
+    """
+    return [
+        {"type": "text", "text": "<tool_response>\n", "trusted": True},
+        {"type": "text", "text": text},
+        {"type": "text", "text": "\n</tool_response>", "trusted": True},
+    ]
+
+
+def user_replies(records, found, stamp):
+    """The frames, then their description in tool response tags, as the paper's authors evaluate."""
+    reply = Reply([])
+    for record, (spec, frames) in zip(records, found):
+        content = []
+        if frames is not None:
+            window = f"from {record['start']:.1f}s to {record['end']:.1f}s"
+            record["summary"] = f"{len(frames.seconds)} frames {window}."
+            content.append(add_video(reply, spec, frames, stamp))
+        reply.messages.append({"role": "user", "content": content + tagged(record["summary"])})
+    return reply

@@ -1,0 +1,124 @@
+"""
+evaluation/readers.py: which frames of a video the publishers' readers take, and how large.
+
+  qwen     qwen_vl_utils 0.0.14: an even number of frames, from the first to the last one of the
+           video or of a window, by linspace; sides are whole multiples of a factor
+  film     vLLM 0.17.1 for a video_url: 32 frames by linspace without rounding; Qwen3-VL's processor
+           then chooses the sides
+
+Numbers alone: no video is opened here. Imports nothing of ours, because evaluation/publishers.py
+runs this file beside a publisher's code. Reads and writes no file.
+
+    >>> qwen({"fps": 1, "min_frames": 1, "max_frames": 16, "video_start": 8, "video_end": 12,
+    ...       "min_pixels": 784, "max_pixels": 50176}, 6000, 25.0, 720, 1280)
+    ([200, 233, 267, 300], (168, 280))
+"""
+
+import math
+
+import numpy as np
+
+
+def even_count(asked: dict, total: int, rate: float) -> int:
+    """The number of frames out of `total`. asked: see `qwen`. rate: frames per second of the video.
+    Raises ValueError if there are too few."""
+    if "nframes" in asked:
+        count = 2 * round(asked["nframes"] / 2)
+    else:
+        least = 2 * math.ceil(asked.get("min_frames", 4) / 2)
+        most = 2 * math.floor(asked.get("max_frames", min(768, total)) / 2)
+        wanted = total / rate * asked.get("fps", 2.0)
+        count = 2 * math.floor(min(max(wanted, least), most, total) / 2)
+    if not 2 <= count <= total:
+        raise ValueError(f"{count} frames of a video or window of {total}")
+    return count
+
+
+def spread(first: int, last: int, count: int) -> list[int]:
+    """torch.linspace(first, last, count).round(): indices of frames, both ends among them."""
+    # torch's step is a float32, and its sums are rounded to float32 once (fused). In a long video
+    # another rounding takes other frames.
+    step = float(np.float32(last - first) / np.float32(count - 1))
+    i = np.arange(count)
+    places = np.where(i < count // 2, first + step * i, last - step * (count - 1 - i))
+    return np.rint(places.astype(np.float32)).astype(int).tolist()
+
+
+def window(total: int, rate: float, start: float, end: float) -> tuple[int, int]:
+    """First and last frame of a window in seconds. Raises ValueError if these are not two."""
+    length = total / rate
+    # max and min in this order turn NaN into 0, as theirs do.
+    first = math.ceil(max(0.0, min(start, length)) * rate)
+    last = min(math.floor(max(0.0, min(end, length)) * rate), total - 1)
+    if first >= last:
+        raise ValueError(f"the window {start:g}-{end:g} s holds less than two frames")
+    return first, last
+
+
+def sides(height: int, width: int, factor: int, least: float, most: float) -> tuple[int, int]:
+    """(height, width) in multiples of `factor`, with `least` to `most` pixels."""
+    tall, wide = (max(factor, round(side / factor) * factor) for side in (height, width))
+    if tall * wide > most:
+        scale = math.sqrt(height * width / most)
+        tall, wide = (math.floor(side / scale / factor) * factor for side in (height, width))
+    elif tall * wide < least:
+        scale = math.sqrt(least / (height * width))
+        tall, wide = (math.ceil(side * scale / factor) * factor for side in (height, width))
+    return tall, wide
+
+
+def paced_frames(seconds: float, fps: float, most: int) -> int:
+    """Frames of an overview with `fps` frames a second and `most` at most; one at least. Half a
+    frame counts as one."""
+    return max(1, min(int(seconds * fps + 0.5), most))
+
+
+def qwen(asked: dict, total: int, rate: float, height: int, width: int, patch: int = 14) -> tuple:
+    """
+    What qwen_vl_utils.fetch_video reads -> (indices of frames, (height, width)).
+
+    asked: its argument: "nframes", or "fps" with "min_frames" and "max_frames"; "video_start" and
+    "video_end" in seconds; "min_pixels" and "max_pixels" of a frame, "total_pixels" of all. total,
+    rate, height, width: of the video. Raises ValueError if it has too few frames there.
+    """
+    first, last = 0, total - 1
+    if "video_start" in asked or "video_end" in asked:
+        first, last = window(total, rate, asked.get("video_start", 0.0),
+                             asked.get("video_end", total / rate))
+    count = even_count(asked, last - first + 1, rate)
+    factor = 2 * patch
+    least = asked.get("min_pixels", 128 * factor**2)
+    # Two frames make one grid of patches, which this reader counts once.
+    together = asked.get("total_pixels", 128_000 * factor**2 * 0.9) / count * 2
+    most = max(min(768 * factor**2, together), int(least * 1.05))
+    most = min(most, asked.get("max_pixels", most))
+    return spread(first, last, count), sides(height, width, factor, least, most)
+
+
+def film(total: int, height: int, width: int, most: float, frames: int = 32) -> tuple:
+    """What vLLM reads of a video_url and Qwen3-VL's processor makes of it -> (indices, (height,
+    width)). most: pixels of all frames together."""
+    places = sorted({int(i) for i in np.linspace(0, total - 1, min(frames, total))})
+    tall, wide = (round(side / 32) * 32 for side in (height, width))
+    if 2 * round(len(places) / 2) * tall * wide > most:
+        scale = math.sqrt(len(places) * height * width / most)
+        tall, wide = (math.floor(side / scale / 32) * 32 for side in (height, width))
+    return places, (max(32, tall), max(32, wide))
+
+
+def marked(number: int, height: int, width: int) -> np.ndarray:
+    """A picture that shows the number of its frame: 4 x 4 squares, a bit each -> uint8 [H, W, 3].
+    `number_of` reads it back, after any resizing and JPEG. For made-up videos."""
+    bits = [number >> bit & 1 for bit in range(16)]
+    squares = np.array(bits).reshape(4, 4) * 175 + 40
+    rows, columns = np.arange(height) * 4 // height, np.arange(width) * 4 // width
+    # More red than green, more green than blue: channels in another order are seen too.
+    return (squares[rows][:, columns, None] * (1.0, 0.75, 0.5)).astype(np.uint8)
+
+
+def number_of(image: np.ndarray) -> int:
+    """The number that `marked` has drawn."""
+    height, width = image.shape[:2]
+    rows, columns = (((2 * np.arange(4) + 1) * side // 8) for side in (height, width))
+    return sum(int(image[y, x].mean() > 95) << bit
+               for bit, (y, x) in enumerate((y, x) for y in rows for x in columns))

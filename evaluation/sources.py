@@ -1,0 +1,183 @@
+"""
+evaluation/sources.py: where the frames of an evaluation come from.
+
+  overview_grid   "centres": ours, the centres of equal segments, see video.py
+                  "qwen": the reader of most publishers, windows too, see evaluation/readers.py
+                  "start": VideoZoomer's, from the first frame on, evenly; above its limit from the
+                  first to the last
+
+A server resizes the frames that it gets once more, by the bounds of the checkpoint's own processor.
+The engine in this process does not, so `Source` does: both engines then see the same pixels.
+
+Reads videos and subtitles. Writes no file.
+"""
+
+import io
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+import launch
+import rollout
+import video
+from evaluation import readers
+from evaluation.endpoint import jpeg_bytes
+
+
+@dataclass
+class Film(video.Frames):
+    """Frames that go to the model as one video. An endpoint gets the path and reads the file."""
+
+    path: str = ""
+
+
+@dataclass
+class Source(rollout.Source):
+    """A rollout.Source whose frames are those of a publisher's reader."""
+
+    overview_fps: float = 0.0  # frames per second, K at most; 0 = always K
+    total_pixels: int = 0  # of the overview, all frames together; 0 = no bound
+    overview_grid: str = "centres"  # see above
+    patch: int = 14  # of "qwen": pixels; sides of frames are multiples of two patches
+    crop_least: int = 0  # pixels of a window's frame at least; 0 = min_pixels
+    grounding_film: bool = False  # grounding tasks are shown as a Film
+    short_is_blind: bool = False  # too few frames: none are shown, as in the paper's driver
+    written_lines: bool = False  # subtitles are all lines of the file as written, repeats too
+    jpeg: int = 0  # quality at which frames reach the processor; 0 = as decoded
+    processor: tuple = ()  # (least, most) pixels of the checkpoint's processor; () = no resize
+    show: str = "real"  # "blank", "shuffled": see changed; others change no frame
+
+    def overview_spec(self, task, num_frames):
+        film = {"film": True} if self.grounding_film and task["type"] == "grounding" else {}
+        return {**super().overview_spec(task, num_frames), **film}
+
+    def load_overview(self, spec, task):
+        frames, seconds, spoken, film = super().load_overview(spec, task)
+        if self.subtitles and self.written_lines and task.get("subtitles"):
+            spoken = written_lines(video.resolve(task["subtitles"], self.root))
+        return frames, seconds, spoken, film
+
+    def load(self, spec):
+        if spec.get("frames") == 0:  # text alone; the video must open, as prompts tell lengths
+            return no_frames()
+        if self.overview_grid == "qwen":
+            return self.changed(self.read(spec), spec)
+        if "frames" not in spec:
+            return self.changed(super().load(spec), spec)
+        shown = spec["frames"]
+        if self.overview_fps:
+            shown = readers.paced_frames(self.duration(spec), self.overview_fps, shown)
+        most = self.max_pixels
+        if self.total_pixels:
+            # Two frames make one grid of patches, which the publishers' reader counts once. The
+            # reader leaves 5% above the least, so that a shape still fits between both bounds.
+            most = min(most, max(2 * self.total_pixels // shown, int(1.05 * self.min_pixels)))
+        asked = {**spec, "frames": shown}
+        if self.overview_grid == "start":
+            asked = {"video": spec["video"], "times": self.from_the_start(spec, shown)}
+        return self.changed(video.load(asked, self.root, self.cache, self.min_pixels, most), spec)
+
+    def read(self, spec):
+        """Frames of "qwen", or a Film. Raises ValueError for a window without two frames, and
+        VideoError for a video without the frames of an overview."""
+        path = video.resolve(spec["video"], self.root)
+        starts, info = self.cache.index(path)
+        shape = len(starts), info.height, info.width
+        if spec.get("film"):
+            places, size = readers.film(*shape, self.max_pixels)
+            return Film(**vars(self.cache.frames(path, places, 0, 0, size)), path=path)
+        asked = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
+        if "start" in spec:
+            asked = {"fps": spec["fps"], "min_frames": 1, "max_frames": spec["max_frames"],
+                     "video_start": spec["start"], "video_end": spec["end"],
+                     "min_pixels": self.crop_least or self.min_pixels,
+                     "max_pixels": self.crop_pixels or self.max_pixels}
+        elif self.overview_fps:
+            asked.update(fps=self.overview_fps, max_frames=spec["frames"])
+        else:
+            asked.update(nframes=spec["frames"])
+        if self.total_pixels and "frames" in spec:
+            asked.update(total_pixels=self.total_pixels)
+        try:
+            places, size = readers.qwen(asked, shape[0], info.fps, *shape[1:], self.patch)
+        except ValueError as error:
+            if "start" in spec:
+                raise
+            if self.short_is_blind:
+                return no_frames()
+            raise video.VideoError(path, f"too short for this system: {error}") from None
+        return self.processed(self.cache.frames(path, places, 0, 0, size))
+
+    def processed(self, frames):
+        """Frames as a server's processor would hand them to the model."""
+        if not (self.jpeg or self.processor):
+            return frames
+        images = [reencoded(image, self.jpeg) for image in frames.images]
+        height, width = frames.images.shape[1:3]
+        if self.processor:
+            height, width = readers.sides(height, width, 32, *self.processor)
+            images = [resized(image, height, width) for image in images]
+        name = f"jpeg{self.jpeg}-{height}x{width}-"
+        return video.Frames(np.stack(images), frames.seconds, name + frames.key,
+                            [name + key for key in frames.frame_keys])
+
+    def changed(self, frames, spec):
+        """Frames as --show wants them. Times stay, so a prompt has the same tokens."""
+        if self.show == "blank":
+            order = np.arange(len(frames.seconds))
+            images = np.broadcast_to(np.uint8(127), frames.images.shape)
+        elif self.show == "shuffled" and "frames" in spec:
+            draws = [launch.stable_number("show", spec["video"], len(frames.seconds), i)
+                     for i in range(len(frames.seconds))]
+            order = np.argsort(draws)
+            images = frames.images[order]
+        else:
+            return frames
+        # Keys name pictures: caches of the engine must not take these for the real ones. No Film,
+        # because an endpoint would read the file.
+        keys = [f"{self.show}{frames.frame_keys[i]}" for i in order]
+        return video.Frames(images, frames.seconds, self.show + frames.key, keys)
+
+    def from_the_start(self, spec, shown):
+        """-> seconds of `shown` frames at most, as VideoZoomer takes them."""
+        starts, info = self.cache.index(video.resolve(spec["video"], self.root))
+        places = [int(i * (len(starts) - 1) / max(1, shown - 1)) for i in range(shown)]
+        step = max(1, round(len(starts) / info.duration / self.overview_fps))  # in frames
+        if len(starts) <= step * spec["frames"]:
+            places = range(0, len(starts), step)
+        # A video with fewer frames shows no frame twice.
+        return [float(starts[place]) for place in dict.fromkeys(places)]
+
+
+def written_lines(path):
+    """Text of an SRT file as the paper's driver shows it: every line, repeats too; "" for none."""
+    try:
+        with open(path, encoding="utf-8", errors="ignore") as file:
+            blocks = re.split(r"\n\s*\n", file.read().strip())
+    except OSError:
+        return ""
+    # Number and times are the first two lines of a block.
+    lines = [line for block in blocks for line in block.strip().split("\n")[2:]]
+    return "\n".join(filter(None, (re.sub("<[^>]+>", "", line).strip() for line in lines)))
+
+
+def no_frames():
+    return video.Frames(np.zeros((0, 1, 1, 3), np.uint8), np.zeros(0), "none", [])
+
+
+def reencoded(image, quality):
+    """An image through JPEG and back; quality 0: as it is."""
+    from PIL import Image
+
+    if not quality:
+        return image
+    return np.asarray(Image.open(io.BytesIO(jpeg_bytes(image, quality))))
+
+
+def resized(image, height, width):
+    from PIL import Image
+
+    if image.shape[:2] == (height, width):
+        return image
+    return np.asarray(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC))
