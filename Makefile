@@ -5,6 +5,7 @@
 # make lint   ruff, and the sizes of the scripts beside their aims
 # make demo   toy world -> SFT -> PARA-GRPO -> evaluation of both -> one table, one page (LORA=8: PARA-GRPO by adapters; SEED=1; BASE=qwen3.5: a quarter of an hour)
 # make test-page   the tests of view.py's page in a real browser (installs Debian's Chromium); `make test-all` runs them where there is one
+# make test-faults   a fault at every file operation of a save and of a start (`make test` tries a sample)
 # make test-compat   a saved checkpoint in transformers 4.57 (installed beside, in .venv/transformers-4.57; `make test` then does it too)
 # make ablation   three experiments in the toy world -> bench/ablation.{json,md}, docs/ablation*.png  (about 4 hours on two cores; finished rows are kept)
 PYTHON ?= python3
@@ -44,7 +45,7 @@ locked = { $(UV) -r $(1).txt -c $(1)-lock.txt || $(BIN)/pip install -q --no-comp
 export PYTHONDONTWRITEBYTECODE :=
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: venv demo ablation lint test test-all test-fast test-page test-compat clean
+.PHONY: venv demo ablation lint test test-all test-fast test-faults test-page test-compat clean
 
 venv: .venv/ready
 
@@ -84,6 +85,9 @@ test-fast: venv
 lint: venv
 	$(BIN)/ruff check -q .
 	$(BIN)/python tools/lint.py
+
+test-faults: venv
+	$(BIN)/python -m pytest tests/test_file_faults.py --all-faults $(ARGS)
 
 test-page: venv
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { apt-get update -q && apt-get install -y -q chromium chromium-driver; }

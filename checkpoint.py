@@ -18,6 +18,7 @@ Reads and writes checkpoint folders; sft.py, grpo.py, rollout.py, eval.py and to
 import argparse
 import contextlib
 import errno
+import functools
 import importlib.util
 import json
 import math
@@ -541,19 +542,37 @@ def trained_state(policy):
 # Saving and going on
 
 
-def save_run(policy, codec, optimizer, out, step, state, links=("last",), keep=2):
-    """Saves a run as out/step_NNNNNN with `links` to it, and deletes all but the newest `keep` and
-    those with a link. Collective; training waits, because a save takes seconds every some dozen
-    steps. state: loop state for state.json. Raises RunError if the run cannot be written."""
-    import torch.distributed as dist
-
+def save_run(policy, codec, optimizer, out, step, state):
+    """Saves a run as out/step_NNNNNN, then see `settle`. Collective; training waits, because a save
+    takes seconds every some dozen steps. state: loop state for state.json; "best_step": the step
+    that `best` links to. Raises RunError if the run cannot be written."""
     path = os.path.join(out, f"step_{step:06d}")
     state = {"step": step, "code": launch.code_digests(), **state}
     save_checkpoint(policy, codec, path, state, optimizer)
-    if dist.get_rank() == 0:
-        for link in links:
-            symlink(os.path.join(out, link), path)
-        prune_checkpoints(out, keep)
+    if launch.rank_and_world()[0] == 0:
+        settle(path, state)
+
+
+def settle(folder, state):
+    """On rank 0, after a save and at a start: `last` links to the newest checkpoint `folder` and
+    `best` to the one that its state names; older ones are deleted. The run has all that it needs,
+    so an error is one line, and the run goes on."""
+    out = os.path.dirname(folder)
+    try:
+        symlink(os.path.join(out, "last"), folder)
+        if os.path.isdir(best := best_beside(folder, state) or ""):
+            symlink(os.path.join(out, "best"), best)
+        sync(out)  # before older checkpoints go
+        prune_checkpoints(folder)
+    except OSError as error:
+        launch.say(f"{error}: `last`, `best` or an old checkpoint stays as it was, and the run "
+                   f"goes on; the newest whole checkpoint is {folder}")
+
+
+def best_beside(folder, state):
+    """The folder that `best` stands for, by the state of the checkpoint `folder`; None: none."""
+    step = state.get("best_step")
+    return step and os.path.join(os.path.dirname(folder), f"step_{step:06d}")
 
 
 def save_checkpoint(policy, codec, path, state, optimizer=None):
@@ -564,58 +583,66 @@ def save_checkpoint(policy, codec, path, state, optimizer=None):
     Collective. Raises RunError on every rank if one of them cannot write; then the final name does
     not appear.
     """
-    import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
-    from safetensors import SafetensorError
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    first, why = dist.get_rank() == 0, None
+    rank, world = launch.rank_and_world()
     state_dict = trained_state(policy)
-    adapted = any(name.endswith(".lora_A") for name in state_dict)
-    if adapted:
+    if any(name.endswith(".lora_A") for name in state_dict):
+        write = functools.partial(save_adapters, policy)
         gathered = ((name.removeprefix("hf."), whole_tensor(p)) for name, p in state_dict.items())
     else:
+        write = save_whole
         gathered = full_weights(policy, model.compute_dtype(next(policy.parameters()).device))
     # Gathering is a collective, so every rank runs it to its end. Rank 0 keeps the tensors.
-    weights = {name: tensor.cpu() for name, tensor in gathered if first}
+    weights = {name: tensor.cpu() for name, tensor in gathered if rank == 0}
+    opened = contextlib.ExitStack()  # on rank 0: the folder under its temporary name
+
+    def begin():
+        out = os.path.dirname(os.path.abspath(path))
+        # The log reaches the disk before a checkpoint that is newer than its last line.
+        for name in ("log.jsonl", "rollouts"):
+            with contextlib.suppress(FileNotFoundError):
+                sync(os.path.join(out, name))
+        folder = opened.enter_context(atomic_folder(path))
+        write(codec.files, folder, weights)
+        return folder
+
     try:
-        with contextlib.ExitStack() as opened:
-            folder = None
-            if first:
-                try:
-                    folder = opened.enter_context(atomic_folder(path))
-                    if adapted:
-                        save_adapters(policy, codec.files, folder, weights)
-                    else:
-                        save_whole(codec.files, folder, weights)
-                except (OSError, SafetensorError) as error:
-                    why = f"{type(error).__name__}: {error}"
-            # All ranks must learn of a full disk before their next collective.
-            folder, why = launch.broadcast([folder, why])
-            if why:
-                raise OSError(why)
+        with opened:
+            folder = on_rank_0(begin)
             if optimizer is not None:
                 moments = get_optimizer_state_dict(policy, optimizer)
                 # With one rank, save without collectives: gloo would start its own thread pool,
                 # the cores would be oversubscribed, and every later step would take half longer.
                 dcp.save({"model": state_dict, "optimizer": moments},
-                         checkpoint_id=os.path.join(folder, "train_state"),
-                         no_dist=dist.get_world_size() == 1)
-            (names,) = launch.broadcast([files_in(folder) if first else None])
-            sums = checksums(folder, names)
-            if first:
-                mark_complete(folder, state, sums)
-    except OSError as error:
-        why = launch.why(error)
-    except dcp.CheckpointException as error:  # every rank gets it, whichever could not write
-        why = next(iter(error.failures.values()))[0]
-        why = launch.why(why) if isinstance(why, OSError) else str(why)
-    (why,) = launch.broadcast([why])
-    if why:
+                         checkpoint_id=os.path.join(folder, "train_state"), no_dist=world == 1)
+            sums = checksums(folder, on_rank_0(lambda: files_in(folder)))
+            on_rank_0(lambda: mark_complete(folder, state, sums))
+            on_rank_0(opened.close)  # gives the folder its name
+    except (OSError, dcp.CheckpointException) as error:  # on every rank, whichever could not write
+        why = launch.why(next(iter(getattr(error, "failures", {0: [error]}).values()))[0])
         left = newest_checkpoint(os.path.dirname(os.path.abspath(path)))
         rest = f"the newest whole one is {left}: make room, and the same command goes on from it"
         raise launch.RunError(f"checkpoint {path} could not be written ({why}); "
-                       + (rest if left else "there is no older one"))
+                              + (rest if left else "there is no older one")) from None
+
+
+def on_rank_0(work):
+    """work() on rank 0 alone -> its result, on every rank. Collective: if work cannot write, every
+    rank raises OSError, so no rank waits in the next collective."""
+    from safetensors import SafetensorError
+
+    result, why = None, None
+    if launch.rank_and_world()[0] == 0:
+        try:
+            result = work()
+        except (OSError, SafetensorError) as error:
+            why = launch.why(error)
+    result, why = launch.broadcast([result, why])
+    if why:
+        raise OSError(why)
+    return result
 
 
 def save_whole(files, folder, weights):
@@ -675,20 +702,29 @@ def atomic_folder(path):
     try:
         yield temp
         mode = os.stat(temp).st_mode & 0o666
-        for name in files_in(temp):
-            with open(os.path.join(temp, name), "rb") as f:
+        for folder, _, names in os.walk(temp):
+            for name in (os.path.join(folder, name) for name in names):
                 with unless_missing():
-                    os.fchmod(f.fileno(), mode)  # safetensors makes files that others cannot read
-                os.fsync(f.fileno())
+                    os.chmod(name, mode)  # safetensors makes files that others cannot read
+                sync(name)
+            sync(folder)
         shutil.rmtree(path, ignore_errors=True)
         os.rename(temp, path)
-        handle = os.open(parent, os.O_RDONLY)  # the new name itself has to reach the disk
-        with unless_missing():
-            os.fsync(handle)
-        os.close(handle)
+        with contextlib.suppress(OSError):  # the folder is whole
+            sync(parent)
     except BaseException:
         shutil.rmtree(temp, ignore_errors=True)
         raise
+
+
+def sync(path):
+    """Returns once a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        with unless_missing():
+            os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 @contextlib.contextmanager
@@ -717,7 +753,13 @@ def symlink(link, target):
 def claim_run(out, inputs):
     """Makes the folder of a training run this run's own, or raises UserError before any long work:
     no log replaces an input, no other run writes there, and a checkpoint can be saved."""
-    launch.keep_inputs([os.path.join(out, name) for name in ("log.jsonl", "args.json")], inputs)
+    rollouts = [f"rollouts/{name}" for name in files_in(os.path.join(out, "rollouts"))]
+    launch.keep_inputs([os.path.join(out, name) for name in ("log.jsonl", "args.json", *rollouts)],
+                       inputs)
+    for link in (os.path.join(out, name) for name in ("last", "best")):
+        if os.path.isdir(link) and not os.path.islink(link):  # no link could replace it
+            raise launch.UserError(f"{link} is a folder, as cp -rL makes it; move it elsewhere, "
+                                   "and the same command links to the step_* folders")
     launch.lock(out)  # until this process ends: two runs would delete each other's files
     try_save(out)
 
@@ -731,8 +773,8 @@ def try_save(out):
     try:
         with atomic_folder(probe) as folder:
             launch.write_atomic(os.path.join(folder, "state.json"), "{}")
-        symlink(f"{probe}.link", probe)
-        os.remove(f"{probe}.link")
+        symlink(f"{probe}.tmp0", probe)  # a name that clean_run deletes after a kill
+        os.remove(f"{probe}.tmp0")
     except OSError as error:
         raise launch.UserError(f"output folder {out}: a checkpoint cannot be saved here "
                                f"({error.strerror})") from None
@@ -882,11 +924,14 @@ def resume_point(out, args, resume, inputs=None):
     # Values on other held-out rows cannot be compared.
     if "--val" in moved or (not was and then.get("val") != now.get("val")):
         launch.say(f"{folder}: other held-out rows, so `best` begins anew")
-        state.pop("best", None)
+        state = {k: v for k, v in state.items() if k not in ("best", "best_step")}
     # Not refused: people mend a script and go on. But the record must not hide it.
     code, then = launch.code_digests(), state.get("code")
     if then and (changed := sorted(k for k in code.keys() | then if code.get(k) != then.get(k))):
         launch.say(f"{folder} was saved by other code: {', '.join(changed)} changed since")
+    if launch.rank_and_world()[0] == 0:  # a kill may have come before the links
+        clean_run(out, state["step"])
+        settle(folder, state)
     return folder, state
 
 
@@ -905,27 +950,38 @@ def check_apart(ckpt, out, then):
 
 
 def clean_run(out, start):
-    """On rank 0, before the first step: deletes files that killed runs left half-written and, if a
-    run begins anew, its older checkpoints."""
+    """On rank 0, at a start: deletes files that killed runs left half-written, rollouts of steps
+    that this run will take again and, if a run begins anew, its older checkpoints. Raises UserError
+    if one of them stays."""
     for folder in (out, os.path.join(out, "rollouts")):
         for name in os.listdir(folder) if os.path.isdir(folder) else []:
-            if re.search(r"\.tmp\d+$", name):  # of write_atomic and symlink
+            rollouts = re.match(r"step_(\d+)\.rank", name)
+            # .tmp: of write_atomic and symlink
+            if re.search(r"\.tmp\d+$", name) or (rollouts and int(rollouts[1]) >= start):
                 os.remove(os.path.join(folder, name))
     for name in os.listdir(out):
         path = os.path.join(out, name)
-        if name.startswith(".step_") or (start == 0 and name.startswith("step_")):
+        if re.match(r"\.+step_", name) or (start == 0 and name.startswith("step_")):
             shutil.rmtree(path, ignore_errors=True)
         if start == 0 and name in ("last", "best"):
-            with contextlib.suppress(IsADirectoryError, PermissionError):  # a folder: not ours
-                os.remove(path)
+            os.remove(path)
+    if start == 0 and (left := newest_checkpoint(out)):
+        raise launch.UserError(f"{left} of an older run cannot be deleted; choose another --out")
 
 
-def prune_checkpoints(out, keep):
-    """Deletes the complete step_* folders of a run, but for the newest `keep` (0: all are kept) and
-    those that `last` and `best` stand for."""
-    linked = [os.path.realpath(chat.followed(os.path.join(out, n))) for n in ("last", "best")]
-    for folder in complete_checkpoints(out)[keep:] if keep else ():
-        if os.path.realpath(folder) not in linked:
+def prune_checkpoints(newest, keep=2):
+    """Deletes the whole step_* folders beside the checkpoint `newest`, but for the `keep` up to it,
+    the best one of each of these, and those that `last` and `best` stand for."""
+    out = os.path.dirname(newest)
+    # A newer one is damaged, else the run would have gone on from it.
+    whole = [folder for folder in complete_checkpoints(out) if folder <= newest]
+    kept = [chat.followed(os.path.join(out, name)) for name in ("last", "best")]
+    for folder in whole[:keep]:
+        state = chat.read_object(os.path.join(folder, "state.json"))
+        kept += [folder, best_beside(folder, state) or folder]
+    kept = set(map(os.path.realpath, kept))
+    for folder in whole:
+        if os.path.realpath(folder) not in kept:
             # Rename first: clean_run then finds a folder that a kill left half deleted.
             doomed = os.path.join(out, f".{os.path.basename(folder)}.pruned")
             os.rename(folder, doomed)

@@ -124,6 +124,14 @@ def group_tree(group, credit, first=0):
     return model.Tree(model.Span(prompt, [0] * cut, nothing), group[0].context.items, branches)
 
 
+def frames_of(groups):
+    """-> function of a VisionItem's spec: the frames that these rollouts saw. They are in memory,
+    so an update needs no file, which may have gone meanwhile."""
+    frames = {str(item.spec): seen for group in groups
+              for item, seen in zip(group[0].context.items, group[0].context.frames)}
+    return lambda spec: frames[str(spec)]
+
+
 def training_trees(groups, credit):
     """Groups of this rank, with advantages -> (trees of the groups with a signal, sampled tokens of
     ALL groups, number of skipped groups). The tokens of a skipped group count in N: they have
@@ -355,6 +363,7 @@ def main():
     folder, state = checkpoint.resume_point(args.out, args, args.resume, inputs)
     start, steps = state.get("step", 0), args.steps
     best = state.get("best", -1.0)  # held-out accuracy; -1: none yet
+    best_step = state.get("best_step")
     if start >= steps:
         launch.say(f"nothing to do: {args.out} has {start} steps of {steps}")
         launch.end_process_group()
@@ -398,6 +407,7 @@ def main():
         # engine sleeps meanwhile, so the trainer has its memory.
         clock = time.monotonic()
         engine.sleep()
+        policy.features.load = frames_of(groups)
         trees, tokens, skipped = training_trees(groups, args.format_credit)
         stats = update(policy, reference, optimizer, trees, tokens, args)
         # Two faults end the run, on all ranks alike: NaN, and an engine that is another policy.
@@ -424,17 +434,16 @@ def main():
             "decode_s": waited, "rollout_s": rollout_s, "train_s": train_s, "sync_s": sync_s})
         # `best` links to the checkpoint with the highest held-out accuracy so far. Every rank has
         # the same number, so all of them save or none.
-        links = ["last"]
         if eval_due:
             acc = evaluate(log, sampler, held, step + 1, args)
             if acc > best:
-                best, links = acc, ["last", "best"]
+                best, best_step = acc, step + 1
         # Ranks may get SIGTERM at different times, and must not leave the loop at different steps.
         stopping = launch.any_rank(stop_asked.is_set())
         save_due = last or (args.save_every and (step + 1) % args.save_every == 0)
-        if stopping or save_due or "best" in links:
-            state = {"best": best, "args": vars(args), "inputs": inputs}
-            checkpoint.save_run(policy, codec, optimizer, args.out, step + 1, state, links)
+        if stopping or save_due or best_step == step + 1:
+            state = {"best": best, "best_step": best_step, "args": vars(args), "inputs": inputs}
+            checkpoint.save_run(policy, codec, optimizer, args.out, step + 1, state)
             launch.beat(args.patience)
         if step % 10 == 9:  # decoding leaves freed memory in the arenas of its threads
             launch.give_back_memory()

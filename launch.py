@@ -50,7 +50,7 @@ def run_main(main):
         try:
             main()
         except OSError as e:  # of a file that cannot be written; anything else is a fault of ours
-            if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+            if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO):
                 raise
             raise RunError(f"{e.filename or 'a file'}: {why(e)}") from None
     except (UserError, RunError, KeyboardInterrupt) as e:
@@ -84,8 +84,9 @@ def run_main(main):
 
 
 def why(error):
-    """OSError -> its reason in words."""
-    return "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
+    """Error -> its reason in words."""
+    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+    return "the disk is full" if full else getattr(error, "strerror", None) or str(error)
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter,

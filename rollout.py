@@ -20,8 +20,9 @@ responses. Calls inside a thought that never closes are run. --set open_thought=
 a server does if it removes the thought before it looks for calls.
 
 Reads:  a checkpoint folder, task JSONL.
-Writes: rollout JSONL, one episode a line, enough to train on without the engine; with --judge-url
-        the judge's verdicts, judge.jsonl beside it.
+Writes: rollout JSONL, one episode a line, enough to train on without the engine, and beside it the
+        settings, r.args.json; with --judge-url the judge's verdicts, judge.jsonl. Episodes that
+        have ended are in r.jsonl.part meanwhile, and the same command goes on from there.
 
 CPU toy:  python rollout.py --preset toy --ckpt sft_out --data toy/rl.jsonl --group 4 --limit 8 \\
             --show 2 --out r.jsonl
@@ -31,6 +32,8 @@ CPU toy:  python rollout.py --preset toy --ckpt sft_out --data toy/rl.jsonl --gr
 import argparse
 import asyncio
 import collections
+import contextlib
+import glob
 import itertools
 import json
 import os
@@ -512,14 +515,15 @@ def admitted(records, calls, most):
 # All episodes of a batch
 
 
-def run(sampler: Sampler, tasks: list, frames=64, group=1, step=0, play=run_episode, pump=None):
+def run(sampler: Sampler, tasks: list, frames=64, group=1, step=0, play=run_episode, pump=None,
+        done=()):
     """THE agent loop: RL, evaluation and the command line all call this function. -> iterator of
     scored Episodes, in the order in which they finish.
 
     frames: K, or "gated" (K drawn per prompt, the same for the whole group). group: rollouts per
     task. step: enters every seed and every draw of K, and is the version of the weights in a
     record. play: coroutine function (Episode, Sampler) -> Episode. pump: a new Pump, for a caller
-    that watches it.
+    that watches it. done: (group, sample) of episodes to leave out.
     """
     pump = pump or Pump(sampler.engine, sampler.threads)
     sampler = replace(sampler, pump=pump)
@@ -527,7 +531,8 @@ def run(sampler: Sampler, tasks: list, frames=64, group=1, step=0, play=run_epis
     live = sampler.max_live or 2 * sampler.engine.max_seqs
     # A generator: an Episode and its coroutine exist only once there is room for them.
     works = (play(episode, sampler)
-             for episode in new_episodes(tasks, sampler.agent.seed, frames, group, step))
+             for episode in new_episodes(tasks, sampler.agent.seed, frames, group, step)
+             if (episode.group, episode.sample) not in done)
     finished = in_flight(pump, works, live)
 
     async def following():
@@ -880,13 +885,52 @@ def parse_args():
     return args
 
 
+def beside(out):
+    """The file of the settings of rollouts that are written to `out`."""
+    return f"{out.removesuffix('.jsonl')}.args.json"
+
+
+def claim_file(out: str, settings: dict) -> list[dict]:
+    """Locks --out -> the records that it and its .part hold already. Raises UserError if these are
+    of other settings, which lie beside them."""
+    folder, name = os.path.split(os.path.abspath(out))
+    launch.make_out(folder)
+    launch.lock(folder, f".{name}.lock")
+    for left in glob.glob(f"{glob.escape(out)}.tmp*"):  # a kill in write_atomic
+        os.remove(left)
+    paths = [path for path in (out, f"{out}.part") if os.path.exists(path)]
+    then = chat.read_object(beside(out)) if paths and os.path.isfile(beside(out)) else {}
+    now = json.loads(json.dumps(settings))
+    # No episode depends on these. Inputs are compared by content, but for films (terabytes).
+    free = {"out", "ckpt", "data", "films", "show", "patience", "max_seqs", "engine_share",
+            "frame_cache_gb", "frame_cache_dir", "frame_cache_dir_gb", "judge_url", "judge_key_env"}
+    other = sorted(k for k in now if k not in free and then.get(k) != now[k])
+    if paths and other:
+        raise launch.UserError(f"{paths[0]} holds rollouts of other settings: "
+                               f"{', '.join(other[:3])}; choose another --out, or delete the file")
+    rows = [row for path in paths
+            for row in launch.read_jsonl(path, ("group", "sample"), faults=["torn lines"])]
+    return list({(row["group"], row["sample"]): row for row in rows}.values())
+
+
+def write(rows: list[dict], out: str | None) -> None:
+    """Writes records to --out, if it is given, in place of its .part, and ends the run there."""
+    # Episodes finish in any order; the file does not depend on that order.
+    rows.sort(key=lambda row: (row["group"], row["sample"]))
+    if out:
+        launch.write_atomic(out, "".join(json.dumps(row) + "\n" for row in rows))
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(f"{out}.part")
+    launch.unlock()
+
+
 def verdicts_beside(out):
     """The file of a judge's verdicts for rollouts that are written to `out`."""
     return os.path.join(os.path.dirname(os.path.abspath(out)), "judge.jsonl")
 
 
-def summary_line(rows, seconds):
-    """Records, seconds that they took -> one line for the terminal."""
+def summary_line(rows, new, seconds):
+    """Records, how many are new, seconds that these took -> one line for the terminal."""
     n = len(rows)
     # Failed episodes stay in every denominator: leaving them out would flatter a run.
     mean = {k: sum(row["reward"][k] for row in rows) / n for k in ("total", "acc", "fmt", "tool")}
@@ -894,7 +938,9 @@ def summary_line(rows, seconds):
     failed = sum(row["status"] != "ok" for row in rows)
     judged = [row["reward"]["judge"] for row in rows if "judge" in row["reward"]]
     judge = f" | judged {len(judged)}, {judged.count('fallback')} failed" if judged else ""
-    return (f"{n} rollouts in {seconds:.1f} s ({n / seconds:.1f}/s) | R {mean['total']:.3f} "
+    kept = f"{n - new} were there, " if n > new else ""
+    return (f"{kept}{new} rollouts in {seconds:.1f} s ({new / seconds:.1f}/s) | "
+            f"R {mean['total']:.3f} "
             f"(acc {mean['acc']:.3f} fmt {mean['fmt']:.3f} tool {mean['tool']:.3f}) | "
             f"kappa {kappa:.2f} calls/rollout | {failed} not ok{judge}")
 
@@ -909,10 +955,14 @@ def main():
     tasks = data.read_tasks(args.data)[: args.limit or None]
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
     agent, source = agent_settings(args, args.data)
-    if args.out:
-        folder, name = os.path.split(os.path.abspath(args.out))
-        launch.make_out(folder)
-        launch.lock(folder, f".{name}.lock")
+    inputs = checkpoint.identities(ckpt, {"--data": [args.data]},
+                                   *data.files_of(args, (args.data, tasks)))
+    settings = {**vars(args), **{name: digest for name, (digest, _) in inputs.items()}}
+    rows, wanted = claim_file(args.out, settings) if args.out else [], len(tasks) * args.group
+    done = {(row["group"], row["sample"]) for row in rows}
+    if len(done) == wanted:
+        write(rows, args.out)  # perhaps a kill came first
+        return launch.say(f"nothing to do: {args.out} has all {wanted} rollouts")
     launch.say(f"{args.ckpt}: loading the tokenizer, then the engine")
     codec = chat.load_codec(ckpt, args.channel)
     check_context(codec, tasks, agent, source, args.frames)
@@ -921,19 +971,30 @@ def main():
 
     # Colours on a terminal alone, and none if the user has set NO_COLOR (no-color.org).
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    began, rows = time.monotonic(), []
-    episodes = run(sampler, tasks, args.frames, args.group, args.step)
-    for episode in tqdm(episodes, total=len(tasks) * args.group, desc="rollouts", disable=None):
-        launch.beat(args.patience)  # an engine that hangs ends the run, with its stacks
-        rows.append(episode.to_json())
-        if len(rows) <= args.show:
-            print(show(episode, codec, colour), flush=True)
-    # Episodes finish in any order; the file does not depend on that order.
-    rows.sort(key=lambda row: (row["group"], row["sample"]))
     if args.out:
-        launch.write_atomic(args.out, "".join(json.dumps(row) + "\n" for row in rows))
-    launch.unlock()
-    print(summary_line(rows, time.monotonic() - began) + (f" -> {args.out}" if args.out else ""))
+        launch.write_atomic(beside(args.out), json.dumps(settings, indent=1))
+    stop_asked, began = launch.stop_on_sigterm(), time.monotonic()
+    episodes = run(sampler, tasks, args.frames, args.group, args.step, done=done)
+    bar = tqdm(episodes, total=wanted, initial=len(done), desc="rollouts", disable=None)
+    with (contextlib.closing(episodes),
+          open(f"{args.out}.part" if args.out else os.devnull, "a", encoding="utf-8") as part):
+        if part.tell():
+            part.write("\n")  # ends a line that a kill has torn
+        for episode in bar:
+            launch.beat(args.patience)  # an engine that hangs ends the run, with its stacks
+            rows.append(episode.to_json())
+            part.write(json.dumps(rows[-1]) + "\n")
+            part.flush()  # a kill loses the episodes under way alone
+            if len(rows) - len(done) <= args.show:
+                print(show(episode, codec, colour), flush=True)
+            if stop_asked.is_set():
+                break
+    write(rows, args.out)
+    print(summary_line(rows, len(rows) - len(done), time.monotonic() - began)
+          + (f" -> {args.out}" if args.out else ""))
+    if len(rows) < wanted:
+        raise launch.RunError(f"stopped after {len(rows)} of {wanted} rollouts"
+                              + ("; the same command goes on" if args.out else ""))
 
 
 if __name__ == "__main__":

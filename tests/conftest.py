@@ -3,6 +3,7 @@ import functools
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -89,6 +90,8 @@ def pytest_addoption(parser):
     add("--fast", action="store_true",
         help="leave out what builds vLLM's engine, starts processes or takes long otherwise")
     add("--all", action="store_true", help="also the ablation's tests and those of the page")
+    add("--all-faults", action="store_true",
+        help="test_file_faults strikes at every file operation, not at a sample of them")
     add("--kills", type=int, default=4, help="of a run, in the tests of test_survival that kill")
 
 
@@ -154,6 +157,15 @@ def no_processes(request, monkeypatch):
         monkeypatch.setattr(subprocess, "Popen", leave)
         monkeypatch.setattr(VllmEngine, "__init__", leave)
         monkeypatch.setattr(sys.modules[__name__], "preloaded", leave)
+
+
+@pytest.fixture(autouse=True)
+def signals():
+    """Scripts take SIGTERM, and rollout.py takes Ctrl-C, which is to end the tests."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)

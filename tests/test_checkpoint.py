@@ -277,14 +277,51 @@ def test_pruning_spares_what_last_and_best_point_to(tmp_path):
         (tmp_path / f"step_{n:06d}" / "state.json").write_text('{"files": {}}')
     checkpoint.symlink(str(tmp_path / "best"), str(tmp_path / "step_000002"))
     checkpoint.symlink(str(tmp_path / "last"), str(tmp_path / "step_000005"))
-    checkpoint.prune_checkpoints(str(tmp_path), 0)
-    assert len(os.listdir(tmp_path)) == 7  # 0 keeps all
-    checkpoint.prune_checkpoints(str(tmp_path), 2)
+    checkpoint.prune_checkpoints(str(tmp_path / "step_000005"), 2)
     kept = ["step_000002", "step_000004", "step_000005"]
     assert sorted(n for n in os.listdir(tmp_path) if n.startswith("step")) == kept
     checkpoint.symlink(str(tmp_path / "last"), str(tmp_path / "step_000004"))
-    checkpoint.prune_checkpoints(str(tmp_path), 1)
+    checkpoint.prune_checkpoints(str(tmp_path / "step_000005"), 1)
     assert sorted(n for n in os.listdir(tmp_path) if n.startswith("step")) == kept
+
+
+def test_the_state_names_the_best_checkpoint_and_every_start_restores_the_links(
+        tmp_path, monkeypatch, capsys):
+    """As a kill between two links, a failing disk, or a damaged newest checkpoint leave them."""
+    for n, best in ((1, 1), (2, 1), (3, 1), (4, 4)):
+        saved_at(tmp_path, f"step_00000{n}", best_step=best, args=vars(arguments()))
+    for name in ("last", "best"):
+        checkpoint.symlink(str(tmp_path / name), str(tmp_path / "step_000003"))
+
+    def links():
+        return [os.readlink(tmp_path / name) for name in ("last", "best")]
+
+    checkpoint.resume_point(str(tmp_path), arguments(), None)
+    assert links() == ["step_000004"] * 2
+    # The best one of the newest but one stays too: the run goes on there if the newest is damaged.
+    kept = [n for n in sorted(os.listdir(tmp_path)) if n.startswith("step_")]
+    assert kept == ["step_000001", "step_000003", "step_000004"]
+    (tmp_path / "step_000004" / "model.safetensors").unlink()
+    folder, state = checkpoint.resume_point(str(tmp_path), arguments(), None)
+    assert folder.endswith("step_000003") and links() == ["step_000003", "step_000001"]
+
+    for name in ("symlink", "replace", "rename", "fsync"):
+        saved_at(tmp_path, "step_000000")  # not kept
+        with monkeypatch.context() as patched:
+            patched.setattr(os, name, lambda *_, **__: os.listdir(tmp_path / "gone"))
+            checkpoint.settle(folder, state)
+        (line,) = capsys.readouterr().out.splitlines()
+        assert line.endswith(f"the newest whole checkpoint is {folder}")
+        checkpoint.settle(folder, state)
+        assert links() == ["step_000003", "step_000001"] and not capsys.readouterr().out
+
+
+def test_an_older_run_that_cannot_be_deleted_is_not_begun_anew(tmp_path, monkeypatch):
+    """Its checkpoint would be the newest one at the next start."""
+    saved_at(tmp_path, "step_000002")
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda *_, **__: None)
+    with pytest.raises(launch.UserError, match="step_000002 of an older run cannot be deleted"):
+        checkpoint.clean_run(str(tmp_path), start=0)
 
 
 def saved_at(out, name, weights="w" * 10, **state):
@@ -316,11 +353,12 @@ def test_what_killed_runs_left_half_written_is_dropped(tmp_path):
     (tmp_path / ".step_000004.abc").mkdir()
     (tmp_path / "rollouts").mkdir()
     for name in ("args.json.tmp123", "rollouts/step_000004.rank0.jsonl.tmp77",
-                 "rollouts/step_000003.rank0.jsonl"):
+                 "rollouts/step_000003.rank1.jsonl", "rollouts/step_000002.rank0.jsonl"):
         (tmp_path / name).write_text("{")
     checkpoint.clean_run(str(tmp_path), start=3)
     assert sorted(os.listdir(tmp_path)) == ["rollouts", "step_000003"]
-    assert os.listdir(tmp_path / "rollouts") == ["step_000003.rank0.jsonl"]
+    # Those of the fourth step, which this run takes again, perhaps on fewer ranks, are gone.
+    assert os.listdir(tmp_path / "rollouts") == ["step_000002.rank0.jsonl"]
 
 
 def test_a_process_killed_while_it_prunes_leaves_no_torn_checkpoint(tmp_path, monkeypatch):
@@ -333,11 +371,11 @@ def test_a_process_killed_while_it_prunes_leaves_no_torn_checkpoint(tmp_path, mo
 
     with monkeypatch.context() as patched, pytest.raises(SystemError):
         patched.setattr(checkpoint.shutil, "rmtree", killed)
-        checkpoint.prune_checkpoints(str(tmp_path), 1)
+        checkpoint.prune_checkpoints(str(tmp_path / "step_000003"), 1)
     left = [name for name in os.listdir(tmp_path) if name.startswith("step_")]
     assert len(left) == 2 and "step_000003" in left  # whichever of the two old ones came first
     checkpoint.clean_run(str(tmp_path), start=3)
-    checkpoint.prune_checkpoints(str(tmp_path), 1)
+    checkpoint.prune_checkpoints(str(tmp_path / "step_000003"), 1)
     assert os.listdir(tmp_path) == ["step_000003"]
 
 

@@ -108,6 +108,26 @@ def test_a_run_that_began_from_its_own_folder_goes_on(toy, tmp_path):
     assert again.returncode == 2 and again.stderr.count("\n") == 1 and os.path.isdir(inside)
 
 
+@pytest.mark.parametrize("link", ["last", "best"])
+def test_a_link_that_became_a_folder_is_refused_at_the_start(refused, toy, tmp_path, link):
+    """As cp -rL copies a run: the first save could not replace it."""
+    begun(toy, tmp_path / "run", ckpt="elsewhere")
+    shutil.copytree(tmp_path / "run" / "last", tmp_path / "copy")
+    (tmp_path / "run" / "last").unlink()
+    shutil.move(tmp_path / "copy", tmp_path / "run" / link)
+    why = refused("sft", toy / "init", tmp_path / "run", "--no-resume")
+    assert f"run/{link} is a folder" in why and "move it elsewhere" in why
+    assert checkpoint.is_complete(str(tmp_path / "run" / link))
+
+
+def test_rollouts_of_a_run_are_not_deleted_by_an_update_from_them(toy, tmp_path):
+    record = tmp_path / "run" / "rollouts" / "step_000000.rank0.jsonl"
+    record.parent.mkdir(parents=True)
+    record.write_text("{}")
+    with pytest.raises(launch.UserError, match="rank0.jsonl would be replaced, but it is an input"):
+        checkpoint.claim_run(str(tmp_path / "run"), [str(record)])
+
+
 # ------------------------------------------------------------------------------------------------
 # A folder that another run writes to
 
@@ -348,13 +368,11 @@ def poor(monkeypatch):
     real = os.fsync
     monkeypatch.setattr(os, "symlink", refuse)
     monkeypatch.setattr(os, "chmod", refuse)
-    monkeypatch.setattr(os, "fchmod", refuse)
     monkeypatch.setattr(os, "fsync", lambda fd: refuse() if stat.S_ISDIR(os.fstat(fd).st_mode)
                         else real(fd))
 
 
 def test_a_run_saves_and_goes_on_without_links_and_modes(poor, monkeypatch, toy, tmp_path, capsys):
-    before = signal.getsignal(signal.SIGTERM)
     out, val = tmp_path / "run", tmp_path / "val.jsonl"
     chats = (toy / "sft_val.jsonl").read_text().splitlines(keepends=True)
     val.write_text("".join(chats[:4]))  # every step evaluates
@@ -363,7 +381,6 @@ def test_a_run_saves_and_goes_on_without_links_and_modes(poor, monkeypatch, toy,
                         "--eval-every", 1, "--lr", 0, "--muon-lr", 0, "--steps", steps)
         monkeypatch.setattr(sys, "argv", list(map(str, words)))
         sft.main()
-    signal.signal(signal.SIGTERM, before)
     assert "done: 1 steps" in capsys.readouterr().out
     # At a rate of 0 the first loss stays the best one.
     assert (out / "best").read_text() == "step_000001\n"
@@ -379,7 +396,7 @@ def test_a_run_saves_and_goes_on_without_links_and_modes(poor, monkeypatch, toy,
     assert not {"best", "last"} & set(os.listdir(out))
 
 
-@pytest.mark.parametrize("call", ["symlink", "fchmod", "rename"])
+@pytest.mark.parametrize("call", ["symlink", "chmod", "rename"])
 def test_a_folder_that_cannot_hold_a_checkpoint_is_refused_at_the_start(
         refused, toy, tmp_path, monkeypatch, call):
     """Another error is none of a missing operation: EROFS, EIO, EDQUOT."""

@@ -849,6 +849,25 @@ def test_groups_without_signal_leave_the_checkpoint_as_it_was(run_grpo, recorded
     assert (m["skipped_update"], m["zero_variance"], m["groups"]) == (1, 3, 3)
 
 
+def test_a_film_that_is_gone_costs_a_replay_its_group_and_is_counted(
+        run_grpo, recorded, tmp_path, capsys):
+    """The others are trained as if that group had never been there: N counts them alone."""
+    rows = [json.loads(line) for line in recorded.read_text().splitlines()]
+    first = [r for r in rows if r["group"] == rows[0]["group"]]
+    others = [r for r in rows if r["group"] != rows[0]["group"]]
+    for name, some in (("others", others), ("all", rows)):
+        if some is rows:
+            for r in first:
+                r["vision"][0]["spec"]["video"] = "gone.mp4"
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in some))
+    found = [run_grpo("--rollouts", tmp_path / f"{name}.jsonl", "--temperature", 1, out=name)
+             for name in ("others", "all")]
+    assert all(torch.equal(w, found[1][0][n]) for n, w in found[0][0].items())
+    assert [m["not_ok"] for _, m, _ in found] == [0, len(first)]
+    assert [m["groups"] for _, m, _ in found] == [2, 2]
+    assert capsys.readouterr().out.count(f"skipped task {first[0]['task']['id']}: ") == 1
+
+
 class SilentEngine:
     """Stands in for an engine where the rollouts are given."""
 
@@ -965,6 +984,22 @@ def test_log_row_and_log_line_carry_what_is_promised(run_grpo, given_rollouts, h
         assert word in printed
     assert all(len(line) <= 120 for line in printed.splitlines() if line.startswith("step "))
     assert json.loads((folder / "args.json").read_text())["group"] == 4
+
+
+def test_a_film_that_vanishes_between_rollout_and_update_changes_nothing(
+        run_grpo, given_rollouts, monkeypatch, hard_tasks):
+    common = ("--data", hard_tasks, "--steps", 1, "--prompts", 2, "--group", 4)
+    wanted = run_grpo(*common, out="straight")[0]
+    real = grpo.training_trees
+
+    def vanish(*given):
+        monkeypatch.setattr(video, "load", lambda spec, *_, **__: video.probe("gone.mp4"))
+        return real(*given)
+
+    monkeypatch.setattr(grpo, "training_trees", vanish)
+    found, m, _ = run_grpo(*common, out="vanished")
+    assert all(torch.equal(found[n], wanted[n]) for n in wanted)
+    assert m["not_ok"] == 0 and m["loss"] is not None
 
 
 def test_a_step_of_broken_videos_only_is_logged_and_changes_nothing(

@@ -36,9 +36,7 @@ LIVE = ("--prompts", 2, "--group", 3, "--max-new-tokens", 6, "--set", "sub_max_n
 
 @pytest.fixture
 def run(monkeypatch, toy, tmp_path):
-    """run("grpo" | "sft", *flags) -> run folder. The signal handler of this process must outlive
-    the scripts."""
-    before = signal.getsignal(signal.SIGTERM)
+    """run("grpo" | "sft", *flags) -> run folder."""
     monkeypatch.setattr(rollout, "make_engine", make_engine)
 
     def run(script, *flags, out="run"):
@@ -50,8 +48,7 @@ def run(monkeypatch, toy, tmp_path):
         {"grpo": grpo, "sft": sft}[script].main()
         return tmp_path / out
 
-    yield run
-    signal.signal(signal.SIGTERM, before)
+    return run
 
 
 def weights(folder):

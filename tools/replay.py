@@ -26,6 +26,7 @@ import metrics
 import model
 import rewards
 import rollout
+import video
 from endpoint import open_judge
 from evaluation import folders
 from tools import records
@@ -64,6 +65,20 @@ def complete(episodes: list[rollout.Episode], codec: chat.Codec) -> None:
                                    "this checkpoint")
 
 
+def still_there(group: list[rollout.Episode], features: model.VisionFeatures) -> bool:
+    """Whether the film of a group can be read as it was recorded. If not, its rollouts fail, which
+    the log counts. The features are computed, and kept for the update."""
+    try:
+        for item in group[0].context.items:
+            features(item)
+    except (video.VideoError, ValueError) as error:
+        print(launch.printable(f"skipped task {group[0].task['id']}: {error}"), flush=True)
+        for e in group:
+            e.fail("video_error", str(error))
+        return False
+    return True
+
+
 def main():
     parser = launch.parser(__doc__)
     parser.add_argument("--rollouts", nargs="+", required=True, help="rollout JSONL files")
@@ -99,6 +114,8 @@ def main():
     clock = time.monotonic()
     groups = grpo.group_by_prompt(episodes)[rank::world]
     episodes = [e for group in groups for e in group]
+    # Before the first forward, which all ranks take together.
+    groups = [group for group in groups if still_there(group, policy.features)]
     if judge:
         list(rollout.paid(episodes, pay, judge))
     for group in groups:
