@@ -53,7 +53,7 @@ def run(kind, name, checkout, items, seconds, expected):
         lines = done.stderr.strip().splitlines() or ["no message"]
         # A child that its own watchdog ends prints this, and then its stack.
         last = next((line for line in lines if line.startswith("Timeout (")), lines[-1])[:200]
-        raise launch.UserError(f"{where}: its code of {name} ended at item {len(said) + 1} of "
+        raise launch.UserError(f"{where}: its code of {name} ended at reply {len(said) + 1} of "
                                f"{len(items)} with exit code {done.returncode}: {last}")
     return said
 

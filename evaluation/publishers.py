@@ -431,7 +431,7 @@ def outcome(function, item, seconds):
     try:
         return limited(seconds, function, item)
     except Overrun:
-        return {"error": f"no answer within {seconds:g} seconds"}
+        return {"error": f"no verdict within {seconds:g} seconds"}
     except (Exception, SystemExit) as error:  # whatever it raises is this item's outcome
         return {"error": f"{type(error).__name__}: {error}"[:300]}
 
