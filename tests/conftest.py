@@ -345,3 +345,99 @@ def vision(policy, codec, source):
     import model
 
     return model.VisionFeatures(policy.hf.model.visual, codec, source.load)
+
+
+# ------------------------------------------------------------------------------------------------
+# grpo.main and replay.main in this process
+
+
+@pytest.fixture
+def run_grpo(monkeypatch, toy, tmp_path):
+    """-> function that runs grpo.main(), or replay.main() if it is given --rollouts -> (weights,
+    last row of log.jsonl, run folder)."""
+    from reference import ReferenceEngine
+    from safetensors.torch import load_file
+
+    import grpo
+    import rollout
+    from tools import replay
+
+    monkeypatch.setattr(rollout, "make_engine", lambda ckpt, codec, args, *_,
+                        **__: ReferenceEngine(ckpt, codec, args.max_seqs))
+
+    def run(*flags, out="run"):
+        folder = tmp_path / out
+        script = replay if "--rollouts" in flags else grpo
+        words = [f"{script.__name__}.py", "--preset", "toy", "--ckpt", toy / "init", "--out",
+                 folder, "--video-root", toy, *flags]
+        words += () if script is replay else ("--show-every", 0) * ("--show-every" not in flags)
+        monkeypatch.setattr(sys, "argv", [str(w) for w in words])
+        script.main()
+        weights = load_file(folder / "last" / "model.safetensors")
+        return weights, json.loads((folder / "log.jsonl").read_text().splitlines()[-1]), folder
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def base(toy):
+    """The weights of the random checkpoint."""
+    from safetensors.torch import load_file
+
+    return load_file(toy / "init" / "model.safetensors")
+
+
+@pytest.fixture
+def any_gap(monkeypatch):
+    """Recorded log-probs that are not this run's own: the probe would stop it."""
+    import grpo
+
+    monkeypatch.setattr(grpo, "gap_tolerance", lambda *_: 99)
+
+
+@pytest.fixture
+def given_rollouts(monkeypatch, codec, source, tasks, any_gap):
+    """Rollouts of grpo.main() are the hand-made group, scored by the real rewards -> list of the
+    calls of rollout.run."""
+    from handmade import SilentEngine, make_group
+
+    import rollout
+
+    seen = []
+
+    def fake_run(sampler, batch, frames, group, step, pump):
+        agent, pay = sampler.agent, sampler.pay
+        seen.append({"agent": agent, "frames": frames, "group": group, "step": step,
+                     "pay": pay, "tasks": [t["id"] for t in batch]})
+        for task in batch:
+            for e in make_group(codec, source, task, step):
+                e.think_open = agent.think_prefix
+                e.reward = rollout.scored(e, pay)
+                yield e
+
+    monkeypatch.setattr(rollout, "run", fake_run)
+    monkeypatch.setattr(rollout, "make_engine", lambda *_, **__: SilentEngine())
+    return seen
+
+
+@pytest.fixture
+def hard_tasks(tasks, tmp_path):
+    """Task JSONL of the two tasks with the most colours."""
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("".join(json.dumps(t) + "\n" for t in tasks[:2]))
+    return path
+
+
+@pytest.fixture
+def varied_rewards(monkeypatch):
+    """A random base earns zero everywhere; this reward depends on what was sampled, so that there
+    is something to learn."""
+    from handmade import reward
+
+    import rewards
+
+    def score(turns, *_, **__):
+        value = sum(map(ord, "".join(turns))) % 7 / 7
+        return reward(value, 0.5 * value * value, 0.0)
+
+    monkeypatch.setattr(rewards, "score", score)

@@ -21,7 +21,6 @@ import data
 import endpoint as client
 import grpo
 import launch
-import metrics
 import rewards
 import rollout
 from evaluation import endpoint
@@ -353,15 +352,6 @@ def test_a_judge_that_refuses_ends_the_run_before_it_begins(run, tmp_path, monke
             assert ended.value.code == 2 and said.count("\n") == 1 and "--judge-key-env" in said
             assert "401" in said and "s3cret" not in said and not (tmp_path / "new").exists()
         assert server.probes == 2 and not server.asked
-
-
-def test_most_verdicts_that_fail_are_warned_of():
-    row = {"cut_turns": 0.0, "not_ok": 0, "acc": 0.5, "f_tau": 0.5, "entropy": 0.5, "groups": 0,
-           "zero_variance": 0, "closure": dict.fromkeys(rewards.KINDS), "by_type": {}}
-    for failed, warned in ((4, False), (5, True)):
-        found = metrics.signs([{**row, "judged": 8, "judge_failed": failed}])
-        assert ("judge" in found) == warned
-    assert not metrics.signs([row])
 
 
 def test_the_held_out_accuracy_is_the_judges(run, tmp_path, open_tasks):

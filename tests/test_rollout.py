@@ -37,7 +37,6 @@ from scripted import (
 )
 
 import chat
-import data as data_py
 import launch
 import rewards
 import rollout
@@ -885,53 +884,6 @@ def test_bad_task_files_are_one_line_and_exit_code_2(rows, why, command):
 
 # ------------------------------------------------------------------------------------------------
 # Labels
-
-
-def labelled(kind, answer, options=None):
-    return {"id": "t", "video": "v.mp4", "question": "Which?", "type": kind, "answer": answer,
-            "options": options}
-
-
-FOUR = ["Apple", "Pear", "A. Milne", "Egg"]
-
-
-@pytest.mark.parametrize("task, wanted", [
-    (labelled("mcq", "Apple", FOUR), "letter"), (labelled("mcq", "E", FOUR), "letter"),
-    (labelled("mcq", "A.", FOUR), "letter"), (labelled("mcq", "A. Milne", FOUR), "letter"),
-    (labelled("mcq", "(B)", FOUR), "letter"), (labelled("mcq", "A, B", FOUR), "letter"),
-    (labelled("grounding", [30, 25]), "0 <= start < end"),
-    (labelled("grounding", [25, 25]), "0 <= start < end"),
-    (labelled("grounding", [-1, 5]), "0 <= start < end"),
-    (labelled("grounding", [0, float("nan")]), "in seconds"),
-    (labelled("grounding", [0, 10**400]), "in seconds"),
-    (labelled("grounding", ["0", "5"]), "in seconds"), (labelled("grounding", [1, 2, 3]), "in sec"),
-    (labelled("grounding", [True, 5]), "in seconds"), (labelled("grounding", "1 - 5"), "in sec"),
-    (labelled("open", "<b></b>"), "a letter or"), (labelled("open", "?!"), "a letter or"),
-    (labelled("open", "a </answer> b"), "no tags"), (labelled("open", 4), "a text"),
-    (labelled("list", ", ,"), "letter or a digit")])
-def test_a_label_that_can_never_be_paid_is_refused_by_its_line(tmp_path, task, wanted):
-    path = tmp_path / "tasks.jsonl"
-    path.write_text(json.dumps(labelled("open", "fine")) + "\n"
-                    + json.dumps({**task, "id": "u"}) + "\n")
-    with pytest.raises(launch.UserError) as e:
-        data_py.read_tasks(str(path))
-    assert str(e.value).startswith(f"{path}:2: ") and wanted in str(e.value)
-
-
-@pytest.mark.parametrize("task", [
-    labelled("mcq", "A", FOUR), labelled("mcq", "d", FOUR), labelled("mcq", " C ", FOUR),
-    labelled("mcq", "B", ["B", "A", "C"]), labelled("mcq", "A", ["是", "不是"]),
-    labelled("mcq", "B", ["3", "three", "3"]), labelled("mcq", "J", list("0123456789")),
-    labelled("grounding", [0, 2]), labelled("grounding", [24.296875, 30.40000057220459]),
-    labelled("grounding", [3599.99, 36000]), labelled("open", "No."), labelled("open", "4"),
-    labelled("open", "-0.5"), labelled("open", "5 %"), labelled("open", "10²"),
-    labelled("open", "A"), labelled("open", "the"), labelled("open", "一只红色的狗"),
-    labelled("open", "C++"), labelled("open", "She says: \"no, thanks\".\nThen she leaves."),
-    labelled("list", "16 red, 40 blue"), labelled("list", "红, 蓝"), labelled("list", "one")])
-def test_labels_of_every_kind_are_read(tmp_path, task):
-    path = tmp_path / "tasks.jsonl"
-    path.write_text(json.dumps(task), encoding="utf-8-sig")
-    assert data_py.read_tasks(str(path)) == [task]
 
 
 @pytest.mark.parametrize("span, beyond", [

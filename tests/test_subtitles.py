@@ -3,7 +3,6 @@ Tests of subtitles in training and in evaluation: python -m pytest tests/test_su
 """
 import json
 import re
-import subprocess
 import sys
 
 import pytest
@@ -137,38 +136,3 @@ def test_a_run_ends_with_one_line(toy, data, tmp_path):
     write(tmp_path, subtitles=["words.srt"])
     with pytest.raises(launch.UserError, match="subtitles must be the path of a file, or null"):
         data_py.read_tasks(str(data))
-
-
-def test_webvtt_says_what_ffmpeg_reads(tmp_path):
-    ffmpeg = pytest.importorskip("imageio_ffmpeg").get_ffmpeg_exe()
-    (tmp_path / "a.vtt").write_text(
-        "WEBVTT - a title\n\nNOTE a note\nof two lines\n\nSTYLE\n::cue { color: red }\n\n"
-        "intro\n00:01.500 --> 00:03.250 align:start position:0%\nTom &amp; <b>Jerry</b>\n\n"
-        "01:00:02.000 --> 01:00:04.125\n<v Ann>two\nlines &lt;here&gt;\n")
-    subprocess.run([ffmpeg, "-v", "error", "-i", tmp_path / "a.vtt", tmp_path / "a.srt"],
-                   check=True)
-    mine, theirs = (data_py.read_subtitles(str(tmp_path / name)) for name in ("a.vtt", "a.srt"))
-    assert [line[:2] for line in mine] == [line[:2] for line in theirs] == [
-        (1.5, 3.25), (3602.0, 3604.125)]
-    assert [line[2] for line in mine] == ["Tom & Jerry", "two lines <here>"]
-    assert theirs[0][2] == mine[0][2]
-
-
-def test_a_cue_without_text_takes_no_text_of_the_next(tmp_path):
-    """And WebVTT lets a cue begin without an empty line before it."""
-    path = tmp_path / "c.vtt"
-    path.write_text("WEBVTT\n\n00:01.000 --> 00:02.000\na -> b\n\n00:03.000 --> 00:04.000\n\n"
-                    "00:05.000 --> 00:06.000\nc\n00:06.000 --> 00:07.000\nd\n")
-    assert data_py.read_subtitles(str(path)) == [(1.0, 2.0, "a -> b"), (5.0, 6.0, "c"),
-                                               (6.0, 7.0, "d")]
-    path = tmp_path / "c.srt"
-    path.write_text("1\n00:00:01,000 --> 00:00:02,000\nin 1999\n2\n00:00:03,000 --> 00:00:04,000\n"
-                    "7\nb\n")
-    assert data_py.read_subtitles(str(path)) == [(1.0, 2.0, "in 1999"), (3.0, 4.0, "7 b")]
-
-
-def test_a_file_of_digits_is_read_as_fast_as_any(tmp_path):
-    """Without a bound on the digits of a time these take hours."""
-    path = tmp_path / "digits.srt"
-    path.write_text("1" * 2_000_000)
-    assert data_py.read_subtitles(str(path)) == []

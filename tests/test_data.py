@@ -1,0 +1,144 @@
+"""
+Tests of data.py: python -m pytest tests/test_data.py -q
+
+Subtitles in prompts: test_subtitles.py. --check: test_check.py.
+"""
+import json
+import subprocess
+
+import pytest
+
+import data
+import launch
+
+# ------------------------------------------------------------------------------------------------
+# Labels
+
+
+def labelled(kind, answer, options=None):
+    return {"id": "t", "video": "v.mp4", "question": "Which?", "type": kind, "answer": answer,
+            "options": options}
+
+
+FOUR = ["Apple", "Pear", "A. Milne", "Egg"]
+
+
+@pytest.mark.parametrize("task, wanted", [
+    (labelled("mcq", "Apple", FOUR), "letter"), (labelled("mcq", "E", FOUR), "letter"),
+    (labelled("mcq", "A.", FOUR), "letter"), (labelled("mcq", "A. Milne", FOUR), "letter"),
+    (labelled("mcq", "(B)", FOUR), "letter"), (labelled("mcq", "A, B", FOUR), "letter"),
+    (labelled("grounding", [30, 25]), "0 <= start < end"),
+    (labelled("grounding", [25, 25]), "0 <= start < end"),
+    (labelled("grounding", [-1, 5]), "0 <= start < end"),
+    (labelled("grounding", [0, float("nan")]), "in seconds"),
+    (labelled("grounding", [0, 10**400]), "in seconds"),
+    (labelled("grounding", ["0", "5"]), "in seconds"), (labelled("grounding", [1, 2, 3]), "in sec"),
+    (labelled("grounding", [True, 5]), "in seconds"), (labelled("grounding", "1 - 5"), "in sec"),
+    (labelled("open", "<b></b>"), "a letter or"), (labelled("open", "?!"), "a letter or"),
+    (labelled("open", "a </answer> b"), "no tags"), (labelled("open", 4), "a text"),
+    (labelled("list", ", ,"), "letter or a digit")])
+def test_a_label_that_can_never_be_paid_is_refused_by_its_line(tmp_path, task, wanted):
+    path = tmp_path / "tasks.jsonl"
+    path.write_text(json.dumps(labelled("open", "fine")) + "\n"
+                    + json.dumps({**task, "id": "u"}) + "\n")
+    with pytest.raises(launch.UserError) as e:
+        data.read_tasks(str(path))
+    assert str(e.value).startswith(f"{path}:2: ") and wanted in str(e.value)
+
+
+@pytest.mark.parametrize("task", [
+    labelled("mcq", "A", FOUR), labelled("mcq", "d", FOUR), labelled("mcq", " C ", FOUR),
+    labelled("mcq", "B", ["B", "A", "C"]), labelled("mcq", "A", ["是", "不是"]),
+    labelled("mcq", "B", ["3", "three", "3"]), labelled("mcq", "J", list("0123456789")),
+    labelled("grounding", [0, 2]), labelled("grounding", [24.296875, 30.40000057220459]),
+    labelled("grounding", [3599.99, 36000]), labelled("open", "No."), labelled("open", "4"),
+    labelled("open", "-0.5"), labelled("open", "5 %"), labelled("open", "10²"),
+    labelled("open", "A"), labelled("open", "the"), labelled("open", "一只红色的狗"),
+    labelled("open", "C++"), labelled("open", "She says: \"no, thanks\".\nThen she leaves."),
+    labelled("list", "16 red, 40 blue"), labelled("list", "红, 蓝"), labelled("list", "one")])
+def test_labels_of_every_kind_are_read(tmp_path, task):
+    path = tmp_path / "tasks.jsonl"
+    path.write_text(json.dumps(task), encoding="utf-8-sig")
+    assert data.read_tasks(str(path)) == [task]
+
+
+# ------------------------------------------------------------------------------------------------
+# Subtitles
+
+
+SRT = ("\ufeff1\r\n00:00:05,000 --> 00:00:07,500\r\n"
+       "<font color=\"white\">Two\r\n lines</font>\r\n\r\n"
+       "2\r\n00:00:01,000 --> 00:00:02,000\r\nFirst <i>one</i>\r\n\r\n"
+       "3\r\n00:00:07,500 --> 01:00:00,250\r\nLast\r\n")
+
+
+def test_srt_is_read_in_time_order_without_formatting(tmp_path):
+    (tmp_path / "a.srt").write_bytes(SRT.encode())
+    lines = [(1.0, 2.0, "First one"), (5.0, 7.5, "Two lines"), (7.5, 3600.25, "Last")]
+    assert data.read_subtitles(str(tmp_path / "a.srt")) == lines
+
+
+def test_longvideobench_subtitles_come_in_two_forms_and_count_from_elsewhere(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps([{"timestamp": [12.5, 14.0], "text": "Hello"},
+                             {"timestamp": [15.0, None], "text": "open"},
+                             {"timestamp": [16.0, 17.0], "text": "end"}]))
+    (tmp_path / "b.json").write_text(json.dumps([
+        {"start": "00:00:12.500", "end": "00:00:14.000", "line": "Hello"}]))
+    assert data.read_subtitles(str(tmp_path / "a.json"), 12.5) == [
+        (0.0, 1.5, "Hello"), (2.5, 3.5, "open"), (3.5, 4.5, "end")]
+    assert data.read_subtitles(str(tmp_path / "b.json"), 12.5) == [(0.0, 1.5, "Hello")]
+
+
+@pytest.mark.parametrize("name, text", [("a.json", "{broken"), ("a.json", '[{"x": 1}]'),
+                                        ("a.json", '{"a": 1}'), ("none.srt", None)])
+def test_unreadable_subtitles_are_named(tmp_path, name, text):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=f"{name}: unreadable subtitles"):
+        data.read_subtitles(str(tmp_path / name))
+
+
+def test_aligned_lines_are_those_spoken_at_a_frame():
+    lines = [(0.0, 1.0, "a"), (2.0, 3.0, "b"), (3.0, 4.0, "b"), (5.0, 6.0, "c"), (7.0, 7.5, ""),
+             (8.0, 9.0, "b")]
+    assert data.subtitle_text(lines) == "a\nb\nc\nb"  # a line repeated at once is shown once
+    # ends count
+    assert data.subtitle_text(lines, [1.0, 2.5, 5.5, 8.1]) == "a\nb\nc\nb"
+    assert data.subtitle_text(lines, [2.0, 3.0]) == "b"
+    assert data.subtitle_text(lines, [1.5, 4.5]) == ""
+    assert data.subtitle_text([], None) == ""
+
+
+def test_webvtt_says_what_ffmpeg_reads(tmp_path):
+    ffmpeg = pytest.importorskip("imageio_ffmpeg").get_ffmpeg_exe()
+    (tmp_path / "a.vtt").write_text(
+        "WEBVTT - a title\n\nNOTE a note\nof two lines\n\nSTYLE\n::cue { color: red }\n\n"
+        "intro\n00:01.500 --> 00:03.250 align:start position:0%\nTom &amp; <b>Jerry</b>\n\n"
+        "01:00:02.000 --> 01:00:04.125\n<v Ann>two\nlines &lt;here&gt;\n")
+    subprocess.run([ffmpeg, "-v", "error", "-i", tmp_path / "a.vtt", tmp_path / "a.srt"],
+                   check=True)
+    mine, theirs = (data.read_subtitles(str(tmp_path / name)) for name in ("a.vtt", "a.srt"))
+    assert [line[:2] for line in mine] == [line[:2] for line in theirs] == [
+        (1.5, 3.25), (3602.0, 3604.125)]
+    assert [line[2] for line in mine] == ["Tom & Jerry", "two lines <here>"]
+    assert theirs[0][2] == mine[0][2]
+
+
+def test_a_cue_without_text_takes_no_text_of_the_next(tmp_path):
+    """And WebVTT lets a cue begin without an empty line before it."""
+    path = tmp_path / "c.vtt"
+    path.write_text("WEBVTT\n\n00:01.000 --> 00:02.000\na -> b\n\n00:03.000 --> 00:04.000\n\n"
+                    "00:05.000 --> 00:06.000\nc\n00:06.000 --> 00:07.000\nd\n")
+    assert data.read_subtitles(str(path)) == [(1.0, 2.0, "a -> b"), (5.0, 6.0, "c"),
+                                               (6.0, 7.0, "d")]
+    path = tmp_path / "c.srt"
+    path.write_text("1\n00:00:01,000 --> 00:00:02,000\nin 1999\n2\n00:00:03,000 --> 00:00:04,000\n"
+                    "7\nb\n")
+    assert data.read_subtitles(str(path)) == [(1.0, 2.0, "in 1999"), (3.0, 4.0, "7 b")]
+
+
+def test_a_file_of_digits_is_read_as_fast_as_any(tmp_path):
+    """Without a bound on the digits of a time these take hours."""
+    path = tmp_path / "digits.srt"
+    path.write_text("1" * 2_000_000)
+    assert data.read_subtitles(str(path)) == []

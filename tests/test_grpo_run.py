@@ -1,0 +1,360 @@
+"""
+Tests of grpo.py as a script: flags, loop, resuming, ranks: python -m pytest tests/test_grpo_run.py
+-q. The step itself: test_grpo.py.
+"""
+import concurrent.futures
+import importlib.util
+import json
+import statistics
+import sys
+
+import pytest
+import torch
+from conftest import run_script
+from handmade import colourful
+
+import checkpoint
+import grpo
+import launch
+import rollout
+import video
+
+
+@pytest.fixture(scope="module")
+def tasks(toy):
+    return colourful(toy)
+
+
+# ------------------------------------------------------------------------------------------------
+# Given rollouts
+
+
+@pytest.mark.parametrize("flags,term,sample,change", [
+    (("--no-answer-suffix",), "fmt", 2, -0.2), (("--anchor", 0), "fmt", 1, -0.2),
+    (("--set", "gamma=0"), "fmt", 2, 0.15),
+    (("--tool-reward", 0), "total", 0, -0.8), (("--format-weight", 0.5), "total", 1, -0.5),
+    (("--call-cost", 0.25), "total", 0, -0.25)],
+    ids=lambda x: " ".join(map(str, x)) if isinstance(x, tuple) else "")
+def test_every_flag_of_the_reward_changes_its_term(run_grpo, given_rollouts, hard_tasks, flags,
+                                                   term, sample, change):
+    """Values by hand: sample 1 has a whole thought and answer, sample 2 never closes its thought,
+    sample 0 called and answered."""
+    common = ("--data", hard_tasks, "--steps", 1, "--prompts", 1, "--group", 4, "--lr", 0)
+    found = []
+    for name, extra in (("a", ()), ("b", flags)):
+        _, _, folder = run_grpo(*common, *extra, out=name)
+        record = (folder / "rollouts" / "step_000000.rank0.jsonl").read_text()
+        rows = [json.loads(line) for line in record.splitlines()]
+        found.append(rows[sample]["reward"][term])
+    assert found[1] - found[0] == pytest.approx(change)
+
+
+def test_answer_from_line_pays_an_answer_without_its_tag(run_grpo, given_rollouts, hard_tasks):
+    """The hand-made sample 2 says the answer and never closes its thought or opens an answer."""
+    common = ("--data", hard_tasks, "--steps", 1, "--prompts", 1, "--group", 4, "--lr", 0)
+    for name, flags in (("tag", ()), ("line", ("--set", "answer_from=line"))):
+        run_grpo(*common, *flags, out=name)
+    assert [call["pay"].answer_from for call in given_rollouts] == ["tag", "line"]
+
+
+def test_agent_flags_reach_the_rollouts(run_grpo, given_rollouts, hard_tasks):
+    common = ("--data", hard_tasks, "--steps", 2, "--prompts", 1)
+    run_grpo(*common, "--group", 4, "--frames", 16, "--temperature", 0.5, "--no-think-prefix",
+             "--seed", 9, "--max-parallel", 2, "--set", "sub_fps=0.25", "dispatch=sequential")
+    first, second = given_rollouts
+    agent = first["agent"]
+    assert (agent.temperature, agent.sub_fps) == (0.5, 0.25)
+    assert (agent.think_prefix, agent.seed) == (False, 9)
+    assert (agent.max_parallel, agent.dispatch) == (2, "sequential")
+    assert (first["frames"], first["group"]) == (16, 4)
+    assert (first["step"], second["step"]) == (0, 1) and first["tasks"] != second["tasks"]
+
+
+def test_a_film_that_vanishes_between_rollout_and_update_changes_nothing(
+        run_grpo, given_rollouts, monkeypatch, hard_tasks):
+    common = ("--data", hard_tasks, "--steps", 1, "--prompts", 2, "--group", 4)
+    wanted = run_grpo(*common, out="straight")[0]
+    real = grpo.training_trees
+
+    def vanish(*given):
+        monkeypatch.setattr(video, "load", lambda spec, *_, **__: video.probe("gone.mp4"))
+        return real(*given)
+
+    monkeypatch.setattr(grpo, "training_trees", vanish)
+    found, m, _ = run_grpo(*common, out="vanished")
+    assert all(torch.equal(found[n], wanted[n]) for n in wanted)
+    assert m["not_ok"] == 0 and m["loss"] is not None
+
+
+def test_a_step_of_broken_videos_only_is_logged_and_changes_nothing(
+        run_grpo, given_rollouts, monkeypatch, hard_tasks, base):
+    """Nothing was sampled: no group, no update, no crash."""
+    def broken(sampler, batch, frames, group, step, pump):
+        for task in batch:
+            e = rollout.Episode(task, f"{step}/{task['id']}", 0, 4, step, status="video_error",
+                                error="gone")
+            e.reward = rollout.scored(e, sampler.pay)
+            yield e
+
+    monkeypatch.setattr(rollout, "run", broken)
+    weights, m, _ = run_grpo("--data", hard_tasks, "--steps", 1, "--prompts", 2, "--group", 2)
+    assert (m["not_ok"], m["groups"], m["skipped_update"]) == (2, 0, 1)
+    assert all(torch.equal(weights[n], base[n]) for n in base)
+
+
+# ------------------------------------------------------------------------------------------------
+# Real rollouts, by the reference engine
+
+
+LIVE = ("--prompts", 2, "--group", 3, "--max-new-tokens", 10)
+
+
+def read_rollouts(folder):
+    names = sorted((folder / "rollouts").iterdir())
+    return [json.loads(line) for name in names for line in name.read_text().splitlines()]
+
+
+def test_held_out_accuracy_is_logged_per_k_and_type_and_changes_no_weight(
+        run_grpo, toy, monkeypatch, varied_rewards, capsys, tmp_path):
+    """Two steps with --val and without: the same samples and weights to the bit. The rows are the
+    episodes of rollout.run with tools and without, and `best` links to the best of them."""
+    rows = [json.loads(line) for line in (toy / "rl.jsonl").read_text().splitlines()]
+    (tmp_path / "held").mkdir()
+    for row, kind in zip(rows, ("open", "mcq")):
+        row.update(type=kind, answer="A", options=["a", "b"] if kind == "mcq" else None,
+                   video=str((toy / row["video"]).relative_to(toy)))
+    held = tmp_path / "held" / "val.jsonl"
+    rows[2]["video"] = "gone.mp4"
+    held.write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))
+    flags = ("--data", toy / "rl.jsonl", "--steps", 2, *LIVE)
+    plain, _, folder = run_grpo(*flags, out="plain")
+
+    tools, real_run = [], rollout.run
+    monkeypatch.setattr(rollout, "run", lambda sampler, mine, *given, **named: tools.append(
+        (sampler.agent.tools, len(mine), *given[1:])) or real_run(sampler, mine, *given, **named))
+    weights, _, other = run_grpo(*flags, "--val", held, "--eval-every", 1, out="held")
+    assert all(torch.equal(weights[name], plain[name]) for name in plain)
+    ids = [[row["ids"] for row in read_rollouts(run)] for run in (folder, other)]
+    assert ids[0] == ids[1]
+    # Before the first step and after each: with tools and without, one rollout, seeds of step 0.
+    both = [(True, 3, 1, 0), (False, 3, 1, 0)]
+    assert tools == both + [(True, 2, 3, 0)] + both + [(True, 2, 3, 1)] + both
+
+    log = [json.loads(line) for line in (other / "log.jsonl").read_text().splitlines()]
+    values = {row["step"]: row["val"] for row in log if "val" in row}
+    assert sorted(values) == [0, 1, 2] and [row["step"] for row in log] == [0, 1, 1, 2, 2]
+    for val in values.values():
+        assert (val["n"], val["not_ok"]) == (2, 2)
+        assert {kind: cell["n"] for kind, cell in val["by_type"].items()} == {"open": 1, "mcq": 1}
+        assert sum(cell["n"] for cell in val["by_K"].values()) == 2
+        mean = statistics.mean(cell["acc"] for cell in val["by_type"].values())
+        assert val["acc"] == pytest.approx(mean) and val["acc_without_tools"] is not None
+    best = max((1, 2), key=lambda step: (values[step]["acc"], -step))
+    assert (other / "best").resolve().name == f"step_{best:06d}"
+    printed = capsys.readouterr().out
+    assert f"step 0002 | held-out acc {values[2]['acc']:.2f} no tools" in printed
+    assert "| not ok 2" in printed
+
+
+def test_gated_frames_reach_the_decoder_and_the_prompt(run_grpo, toy, codec, monkeypatch,
+                                                       varied_rewards):
+    """K is drawn per prompt and step, is the same in its group, and is the number of frames that
+    were decoded and encoded."""
+    asked, load = [], rollout.Source.load
+    monkeypatch.setattr(rollout.Source, "load", lambda self, spec: asked.append(spec)
+                        or load(self, spec))
+    _, m, folder = run_grpo("--data", toy / "rl.jsonl", "--steps", 3, *LIVE, "--max-new-tokens", 2)
+    rows = read_rollouts(folder)
+    budgets = {}
+    for r in rows:
+        assert r["K"] == rollout.gated_frames(0, r["version"], r["task"]["id"])
+        assert [v["frames"] for v in r["vision"][:1]] == [r["K"]]
+        assert r["ids"].count(codec.image_pad) == r["K"]
+        budgets.setdefault(r["group"], set()).add(r["K"])
+    assert len(budgets) == 6 and all(len(ks) == 1 for ks in budgets.values())
+    assert len(set.union(*budgets.values())) > 1
+    loaded = {(s["video"], s["frames"]) for s in asked if "frames" in s}
+    assert {(r["task"]["video"], r["K"]) for r in rows} <= loaded
+    assert set(m["by_K"]) <= {"4", "8", "16", "32", "64"}
+
+
+@pytest.mark.parametrize("frames", [4, "gated"])
+def test_the_next_steps_overviews_are_decoded_while_this_one_trains(
+        run_grpo, toy, monkeypatch, varied_rewards, frames):
+    """When the rollouts of a step begin, its overviews are in the cache."""
+    real_run, real_update, sources, misses = rollout.run, grpo.update, [], []
+    asked, real_ask = [], video.ChildDecoder.ask
+    monkeypatch.setattr(video.ChildDecoder, "ask", lambda decoder, request: asked.append(request)
+                        or real_ask(decoder, request))
+
+    def run(sampler, mine, budget, group, step, pump):
+        source = sampler.source
+        sources.append(source)
+        if len(sources) > 1:
+            specs = [{"video": t["video"], "frames": budget if isinstance(budget, int)
+                      else rollout.gated_frames(0, step, t["id"])} for t in mine]
+            before = len(asked)
+            for spec in specs:
+                source.load(spec)
+            misses.append(len(asked) - before)
+        return real_run(sampler, mine, budget, group, step, pump=pump)
+
+    class Pool(grpo.ThreadPoolExecutor):
+        def submit(self, *given):
+            futures.append(super().submit(*given))
+            return futures[-1]
+
+    def update(*given):
+        # As if the update took long: all decodes that were asked for before it are over.
+        concurrent.futures.wait(futures, timeout=60)
+        return real_update(*given)
+
+    futures = []
+    monkeypatch.setattr(grpo, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(rollout, "run", run)
+    monkeypatch.setattr(grpo, "update", update)
+    # six tasks: three steps see each once
+    run_grpo("--data", toy / "rl.jsonl", "--steps", 3, "--frames", frames, *LIVE,
+             "--max-new-tokens", 2)
+    assert misses == [0, 0] and asked
+
+
+def test_a_resumed_run_samples_and_learns_what_the_straight_one_does(run_grpo, toy, varied_rewards):
+    """2 steps, resume to 4, against 4 steps: the same tasks, K, seeds (the same ids), and
+    weights."""
+    flags = ("--data", toy / "rl.jsonl", *LIVE, "--frames", "gated")
+    straight, m, folder = run_grpo(*flags, "--steps", 4, out="straight")
+    run_grpo(*flags, "--steps", 2, out="parts")
+    parts, n, other = run_grpo(*flags, "--steps", 4, "--resume", out="parts")
+    a, b = read_rollouts(folder), read_rollouts(other)
+    for key in ("task", "K", "group", "sample", "version", "ids"):
+        assert [r[key] for r in a] == [r[key] for r in b]
+    assert len(a) == 24 and len({r["group"] for r in a}) == 8
+    # two straight runs differ by 4e-6
+    assert max((straight[w] - parts[w]).abs().max().item() for w in straight) < 2e-5
+    log = (other / "log.jsonl").read_text()
+    assert [json.loads(x)["step"] for x in log.splitlines()] == [1, 2, 3, 4]
+    assert n["grad_norm"] == pytest.approx(m["grad_norm"], rel=1e-3)
+
+
+def test_a_task_is_one_group_even_where_two_epochs_meet_in_a_batch(
+        run_grpo, tasks, toy, tmp_path, varied_rewards):
+    """Three tasks, two prompts a step: the second batch ends one epoch and begins the next, perhaps
+    with the same task. The same seeds would give the same samples twice, under the same request
+    ids: the group grows instead."""
+    path = tmp_path / "three.jsonl"
+    path.write_text("".join(json.dumps(t) + "\n" for t in tasks[:3]))
+    seed = next(s for s in range(99) if len(set(launch.batch_indices(1, 2, 3, s))) == 1)
+    _, m, folder = run_grpo("--data", path, "--steps", 2, "--frames", 4, *LIVE, "--max-new-tokens",
+                            2, "--seed", seed)
+    rows = [r for r in read_rollouts(folder) if r["version"] == 1]
+    assert m["groups"] == 1 and [r["sample"] for r in rows] == [0, 1, 2, 3, 4, 5]
+    assert len({tuple(r["ids"]) for r in rows}) == 6
+
+
+# ------------------------------------------------------------------------------------------------
+# Flags
+
+
+def parse(monkeypatch, *flags):
+    monkeypatch.setattr(sys, "argv", ["grpo.py", "--ckpt", "c", "--data", "d", *map(str, flags)])
+    return vars(grpo.parse_args())
+
+
+def test_vanilla_sets_exactly_its_flags_and_explicit_flags_win(monkeypatch):
+    default, vanilla = parse(monkeypatch), parse(monkeypatch, "--vanilla")
+    changed = {k: v for k, v in vanilla.items() if v != default[k]}
+    assert changed == {"vanilla": True, "think_prefix": False, "answer_suffix": False,
+                       "format_credit": "sequence", "anchor": 0.0,
+                       "gamma": 0.0, "frames": 64}
+    mixed = parse(monkeypatch, "--vanilla", "--think-prefix", "--frames", "gated", "--anchor", 0.5,
+                  "--format-credit", "none")
+    assert (mixed["think_prefix"], mixed["frames"]) == (True, "gated")
+    assert (mixed["anchor"], mixed["format_credit"]) == (0.5, "none")
+    assert mixed["tool_weight"] == 1.0  # every released recipe pays for calls
+
+
+def test_help_shows_the_defaults_of_the_preset(monkeypatch, capsys):
+    for flags, wanted in (((), "(default: 32)"), (("--preset", "toy"), "(default: 16)")):
+        with pytest.raises(SystemExit):
+            parse(monkeypatch, *flags, "--help")
+        shown = " ".join(capsys.readouterr().out.split())
+        assert f"prompts per step, over all ranks {wanted}" in shown
+
+
+def test_defaults_are_the_recipe_and_the_toy_preset_yields_to_flags(monkeypatch):
+    p = parse(monkeypatch)
+    wanted = dict(group=8, clip_eps=0.2, kl=0.01, lr=2e-6, clip=1.0, temperature=0.7,
+                  max_new_tokens=2048,
+                  context=32768, max_turns=3, max_parallel=5, format_weight=1.0, anchor=0.5,
+                  gamma=0.3, frames="gated", minibatches=1,
+                  sub_max_new_tokens=512, sub_frames=16, sub_fps=1.0, format_credit="struct",
+                  think_prefix=True, answer_suffix=True)
+    assert {k: p[k] for k in wanted} == wanted
+    assert parse(monkeypatch, "--preset", "toy", "--lr", 1)["lr"] == 1
+    assert parse(monkeypatch, "--preset", "toy")["context"] == 1024
+
+
+@pytest.mark.parametrize("flags,word", [
+    (("--prompts", 0), "--prompts"), (("--group", 0), "--group"), (("--steps", 0), "--steps"),
+    (("--set", "minibatches=0"), "minibatches"),
+    (("--pack-tokens", 0), "--pack-tokens"), (("--temperature", 0), "--temperature"),
+    (("--frames", 0), "--frames"), (("--frames", "many"), "--frames"),
+    (("--lr", -1), "--lr"), (("--kl", -1), "--kl"), (("--clip", -1), "--clip"),
+    (("--clip-eps", -1), "--clip-eps"),
+    (("--anchor", "nan"), "--anchor"), (("--tool-reward", "nan"), "--tool"),
+    (("--format-weight", "inf"), "--format-weight"), (("--set", "gamma=nan"), "gamma"),
+    (("--set", "sub_fps=inf"), "sub_fps"), (("--save-every", -1), "--save-every"),
+    (("--eval-every", -1), "--eval-every"), (("--val", "gone.jsonl"), "gone.jsonl"),
+    (("--format-credit", "some"), "--format-credit"), (("--ckpt", "nowhere"), "nowhere"),
+    (("--data", "nothing.jsonl"), "nothing.jsonl"), (("--rollouts", "none.jsonl"), "--rollouts"),
+    (("--video-root", "nofolder"), "nofolder"),
+    (("--max-new-tokens", 0), "--max-new-tokens"), (("--preset", "huge"), "--preset")],
+    ids=lambda x: " ".join(map(str, x)) if isinstance(x, tuple) else "")
+def test_bad_values_and_missing_files_are_one_line(monkeypatch, capsys, toy, tmp_path, flags, word):
+    """Told before any model is loaded, with exit code 2, naming the flag or the file."""
+    monkeypatch.chdir(tmp_path)
+    words = ["grpo.py", "--ckpt", toy / "init", "--data", toy / "rl.jsonl", "--out", tmp_path / "o",
+             *flags]
+    monkeypatch.setattr(sys, "argv", [str(w) for w in words])
+    monkeypatch.setattr(checkpoint, "load_sharded",
+                        lambda *_: pytest.fail("a model was loaded before the flags were checked"))
+    with pytest.raises(SystemExit) as stop:
+        launch.run_main(grpo.main)
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert stop.value.code == 2 and word in lines[-1]
+    assert len(lines) == 1 or lines[0].startswith("usage:")
+
+
+# ------------------------------------------------------------------------------------------------
+# Processes
+
+
+def test_missing_files_leave_no_traceback(tmp_path):
+    done = run_script("grpo.py", "--ckpt", tmp_path / "nothing", "--data", "x.jsonl")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "nothing" in done.stderr
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vllm is not installed")
+def test_two_ranks_with_vllm_end_to_end(toy, tmp_path):
+    """What the README shows first: torchrun, two engines, two steps, weights synced between them, a
+    checkpoint that opens."""
+    done = run_script("grpo.py", "--preset", "toy", "--ckpt", toy / "init", "--data",
+                      toy / "rl.jsonl", "--out", tmp_path / "out", "--steps", 2,
+                      "--prompts", 2, "--group", 2, "--max-new-tokens", 12, "--max-seqs", 8,
+                      ranks=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    log = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    assert [m["step"] for m in log] == [1, 2] and all(m["groups"] == 2 for m in log)
+    rows = read_rollouts(tmp_path / "out")
+    assert len(rows) == 8 and len(list((tmp_path / "out" / "rollouts").iterdir())) == 4
+    assert all(len(r["ids"]) == len(r["mask"]) == len(r["logps"]) and sum(r["mask"]) > 0
+               for r in rows)
+    launch.import_shim()
+    from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
+
+    hf, loading = Qwen3VLForConditionalGeneration.from_pretrained(
+        tmp_path / "out" / "last", output_loading_info=True)
+    assert not loading["missing_keys"] and not loading["unexpected_keys"]
+    assert AutoProcessor.from_pretrained(tmp_path / "out" / "last").chat_template
+    assert hf.config.model_type == "qwen3_vl"

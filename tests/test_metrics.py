@@ -1,0 +1,244 @@
+"""
+Tests of metrics.py: python -m pytest tests/test_metrics.py -q
+
+--track has tests of its own, test_track.py.
+"""
+import json
+
+import pytest
+from handmade import colourful, make_group
+
+import metrics
+import rewards
+
+
+@pytest.fixture(scope="module")
+def tasks(toy):
+    return colourful(toy)
+
+
+# ------------------------------------------------------------------------------------------------
+# The numbers of a step
+
+
+def row(k, acc, executed, group="p", **changes):
+    base = {"K": k, "group": f"{group}/{k}", "status": "ok",
+            "type": "mcq", "chance": None, "acc": acc, "f_tau": 0.6,
+            "reward": {"total": acc + 0.5, "acc": acc, "fmt": 0.5, "tool": 0.0, "new": 2 * acc},
+            "well_formed": executed > 0,
+            "closure": {t: [0, 0] for t in rewards.KINDS},
+            "written": executed, "parseable": executed, "executed": executed,
+            "length": 10, "turns": 1, "cut": 0,
+            "sub_tokens": 0, "decode_s": 0.0, "windows": None}
+    return {**base, **changes}
+
+
+def test_summary_by_hand():
+    """Two budgets; calling paid at K = 4 and cost at K = 64."""
+    def closure(*pairs):
+        return dict(zip(rewards.KINDS, pairs, strict=True))
+
+    rows = [row(4, 1.0, 2, closure=closure([2, 1], [2, 2], [2, 1], [1, 1]), written=3, turns=2,
+                cut=1),
+            row(4, 0.0, 0, closure=closure([1, 1], [0, 0], [0, 0], [1, 0])),
+            row(64, 0.5, 1, type="open", chance=0.25, sub_tokens=8),
+            row(64, 1.0, 0, type="open", chance=0.5)]
+    m = metrics.summarise(rows)
+    assert m["kappa"] == 0.75 and m["valid_calls"] == 0.75 and m["written_calls"] == 1.0
+    assert m["called"] == 0.5
+    assert m["acc"] == 0.625 and m["total"] == 1.125 and m["fmt"] == 0.5 and m["f_tau"] == 0.6
+    assert m["new"] == 1.25  # a term that only rewards.score knows
+    assert m["well_formed"] == 0.5 and m["sub_tokens"] == 2
+    assert m["closure"] == closure(pytest.approx(2 / 3), 1.0, 0.5, 0.5)
+    assert m["cut_turns"] == pytest.approx(1 / 5) and m["not_ok"] == 0
+    assert m["call_minus_skip"] == pytest.approx((1.0 - 0.5) / 2)
+    assert m["by_K"]["4"] == {"n": 2, "acc": 0.5, "f_tau": 0.6, "well_formed": 0.5, "kappa": 1.0,
+                              "call_minus_skip": 1.0}
+    assert m["by_K"]["64"]["call_minus_skip"] == -0.5 and list(m["by_K"]) == ["4", "64"]
+    assert m["by_type"]["open"] == {**m["by_K"]["64"], "chance": 0.375}
+    assert m["by_type"]["mcq"] == {**m["by_K"]["4"], "chance": None}
+    # Rollouts that failed have no accuracy, no format and no calls. They are counted, not averaged.
+    failed = [row(4, 0.0, 0, status=status, f_tau=0.0, turns=0)
+              for status in ("video_error", "engine_error")]
+    assert metrics.summarise(rows + failed) == {**m, "not_ok": 2}
+
+
+def test_windows_are_judged_per_budget_over_the_rollouts_that_looked():
+    good, poor = (dict(zip(("recall", "precision", "iou", "hit"), numbers))
+                  for numbers in ((1.0, 0.5, 0.5, 1.0), (0.0, 0.0, 0.0, 0.0)))
+    m = metrics.summarise([row(4, 1.0, 1, windows=good), row(4, 0.0, 1, windows=poor),
+                           row(4, 0.0, 0), row(64, 1.0, 2, windows=good), row(8, 0.0, 0)])
+    assert [m["by_K"][k].get("window_recall") for k in ("4", "8", "64")] == [0.5, None, 1.0]
+    assert (m["by_K"]["4"]["window_precision"], m["by_K"]["4"]["window_iou"]) == (0.25, 0.25)
+    assert m["window_hit"] == pytest.approx(2 / 3)
+    assert not any(name.startswith("window") for name in metrics.summarise([row(4, 1.0, 1)]))
+
+
+def test_a_step_line_says_how_many_failed_and_shows_no_number_that_was_not_measured():
+    m = {**metrics.summarise([row(4, 0.0, 0, status="video_error")] * 10), "step": 3, "gap": None,
+         "grad_norm": None, "zero_variance": 0, "groups": 0, "rollout_s": 1.0, "train_s": 0.0}
+    line = metrics.step_line(m, 9, 60.0)
+    assert "| not ok 10 |" in line and "R - acc - f_tau - kappa -" in line
+    assert "gap - gn - zero 0/0" in line
+    fine = {**m, **metrics.summarise([row(4, 1.0, 1)]), "gap": 2e-4, "grad_norm": 0.5, "groups": 1}
+    line = metrics.step_line(fine, 9, 60.0)
+    assert "not ok" not in line and "gap 2e-04 gn 0.50" in line
+
+
+def test_what_a_call_is_worth_is_measured_within_prompts():
+    """An easy prompt where all skipped and a hard one where all called say nothing of calling."""
+    rows = [row(8, 1.0, 0, "easy"), row(8, 1.0, 0, "easy"), row(8, 0.0, 1, "hard"),
+            row(8, 0.0, 2, "hard")]
+    assert metrics.call_minus_skip(rows) is None
+    both = [row(8, 1.0, 1, "both"), row(8, 0.5, 1, "both"), row(8, 0.25, 0, "both")]
+    assert metrics.call_minus_skip(rows + both) == pytest.approx(0.5)
+    # A call that was written and then lost is a part of what calling costs.
+    lost = row(8, 0.0, 0, "both", closure={**row(8, 0, 0)["closure"], "tool_code": [1, 0]})
+    refused = row(8, 0.0, 0, "both", written=1)
+    assert metrics.call_minus_skip(rows + both + [lost]) == pytest.approx(0.25)
+    assert metrics.call_minus_skip(rows + both + [refused]) == pytest.approx(0.25)
+
+
+def test_what_cannot_be_compared_is_none_and_not_zero():
+    """All called or none: there is no other side, and a zero would read as "calling is worth
+    nothing"."""
+    m = metrics.summarise([row(8, 1.0, 1), row(8, 0.0, 2)])
+    assert m["call_minus_skip"] is None and m["by_K"]["8"]["call_minus_skip"] is None
+    assert m["closure"]["answer"] is None
+
+
+def test_an_answer_is_compared_with_the_label_of_another_task(codec, source, tasks):
+    """The yardstick of mixed-up labels: never the task's own label, always one of its type."""
+    own, other = {**tasks[0], "id": "a"}, {**tasks[0], "id": "b"}
+    e = make_group(codec, source, own)[0]
+    for turn in ("<answer>red</answer>", "<answer>blue</answer>", "no answer"):
+        e.turns = [turn]
+        for kind in ("open", "list"):
+            e.task = {**own, "type": kind, "answer": "red"}
+            labels = metrics.labels_by_type([e.task, {**other, "type": kind, "answer": "blue"},
+                                          {**other, "id": "c", "type": "mcq", "answer": "A"}])
+            e.think_open = False
+            assert metrics.by_chance(e, labels) == float("blue" in turn)
+    e.task = {**own, "type": "mcq", "answer": "A", "options": ["red", "blue"]}
+    assert metrics.by_chance(e, metrics.labels_by_type([e.task])) is None
+
+
+def test_f_tau_is_one_ruler_for_runs_that_are_paid_differently(
+        run_grpo, given_rollouts, hard_tasks):
+    """Without suffix and anchor the reward is smaller; the compliance that it is reported with is
+    not."""
+    common = ("--data", hard_tasks, "--steps", 1, "--prompts", 1, "--group", 4, "--lr", 0)
+    less = ("--no-answer-suffix", "--anchor", 0, "--set", "gamma=0")
+    full, plain = (run_grpo(*common, *flags, out=name)[1]
+                   for name, flags in (("a", ()), ("b", less)))
+    assert full["f_tau"] == full["fmt"] == plain["f_tau"] and plain["fmt"] < full["fmt"]
+    assert 0 < full["well_formed"] == plain["well_formed"] < 1
+
+
+def test_log_row_and_log_line_carry_what_is_promised(run_grpo, given_rollouts, hard_tasks, capsys):
+    _, m, folder = run_grpo("--data", hard_tasks, "--steps", 2, "--prompts", 2, "--group", 4,
+                            "--show-every", 1)
+    numbers = ("step total acc fmt tool f_tau kappa valid_calls written_calls entropy gap gap_max "
+               "clipped truncated grad_norm length kl loss rollout_tokens_per_s "
+               "train_tokens_per_s rollout_s decode_s train_s sync_s zero_variance groups "
+               "packed_tokens skipped_update").split()
+    assert [n for n in numbers if not isinstance(m.get(n), (int, float))] == []
+    assert set(m["closure"]) == set(rewards.KINDS) and set(m["by_K"]) == {"4"}
+    assert {"n", "acc", "call_minus_skip"} <= set(m["by_K"]["4"]) and m["by_K"]["4"]["n"] == 8
+    assert m["kappa"] == 0.25 and m["closure"]["think"] == pytest.approx(6 / 10)
+    assert m["entropy"] > 1 and m["step"] == 2
+    record = (folder / "rollouts" / "step_000001.rank0.jsonl").read_text()
+    lengths = [sum(json.loads(x)["mask"]) for x in record.splitlines()]
+    assert m["length"] == pytest.approx(sum(lengths) / 8)
+    printed = capsys.readouterr().out
+    for word in ("step 0002/0002", "| R ", "acc", "kappa 0.25", "gap", "gn", "zero 0/2", "roll",
+                 "train", "eta", "== rl-"):
+        assert word in printed
+    assert all(len(line) <= 120 for line in printed.splitlines() if line.startswith("step "))
+    assert json.loads((folder / "args.json").read_text())["group"] == 4
+
+
+# ------------------------------------------------------------------------------------------------
+# Signs of a dead run
+
+
+def logged(steps, **changes):
+    """Rows of the log of a healthy run, changed: a list gives one value a step."""
+    rows = []
+    for i in range(steps):
+        now = {name: value[i] if isinstance(value, list) else value
+               for name, value in changes.items()}
+        kinds = now.pop("kinds", {"list": (0.5 + 0.02 * (i % 3), 0.1)})
+        by_type = {kind: {"n": 8, "acc": acc, "chance": chance}
+                   for kind, (acc, chance) in kinds.items()}
+        rows.append({"step": i + 1, "f_tau": 0.8 + 0.01 * i, "entropy": 1.0, "cut_turns": 0.02,
+                     "acc": 0.5, "not_ok": 0, "groups": 8, "zero_variance": 3,
+                     "closure": dict.fromkeys(rewards.KINDS, 0.9), "by_type": by_type, **now})
+        rows.append({"step": i + 1, "val": {"acc": 0.5}})  # held-out accuracy, a row of its own
+    return rows[:-1]
+
+
+def test_a_healthy_run_shows_no_sign_of_death():
+    for steps in range(1, 12):
+        assert metrics.signs(logged(steps)) == {}
+    # A type that comes in few steps, a step that failed whole, a tag that nothing opened.
+    rare = [{"list": (0.5, 0.1), "mcq": (0.0, 0.2)} if i == 4 else {"list": (0.5, 0.1)}
+            for i in range(9)]
+    closure = {**dict.fromkeys(rewards.KINDS, 0.9), "tool_code": None}
+    assert metrics.signs(logged(9, kinds=rare, closure=closure)) == {}
+    gone = [0.9] * 8 + [None]
+    assert metrics.signs(logged(9, f_tau=gone, entropy=gone, cut_turns=gone, groups=[8] * 8 + [0],
+                             zero_variance=[0] * 9)) == {}
+
+
+@pytest.mark.parametrize("name, word, changes, since", [
+    # A learning rate x 100: all zeros after one update.
+    ("f_tau", "--lr", {"f_tau": [0.9] + [0.0] * 8}, 2),
+    ("entropy", "--lr", {"entropy": [1.0] * 5 + [0.4] * 4}, 6),
+    ("signal", "all rollouts of a prompt earn the same", {"zero_variance": [3] + [8] * 8}, 4),
+    # Answers that are always wrong, of one type among two.
+    ("type mcq", "type mcq", {"kinds": {"list": (0.5, 0.1), "mcq": (0.0, 0.0)}}, 3),
+    # Labels shuffled between rows: an answer fits any label as well as its own.
+    ("chance list", "mixed up between rows",
+     {"kinds": [{"list": (0.2 + 0.02 * (i % 2), 0.21)} for i in range(9)]}, 5),
+    # Tags that never close.
+    ("open think", "<think>", {"closure": {**dict.fromkeys(rewards.KINDS, 0.9), "think": 0.1}}, 3),
+    # Every video is gone: there is nothing to average.
+    ("failed", "--video-root", {"not_ok": 64, "groups": 0, "zero_variance": 0, "kinds": {},
+                                "f_tau": None, "entropy": None, "cut_turns": None, "acc": None,
+                                "closure": dict.fromkeys(rewards.KINDS)}, 3),
+    ("cut", "--max-new-tokens", {"cut_turns": [0.1, 0.6] + [0.7] * 7}, 2),
+], ids=lambda value: value if isinstance(value, str) else "")
+def test_each_way_to_die_is_named_from_the_step_on_at_which_it_shows(name, word, changes, since):
+    rows = logged(9, **changes)
+    found = [metrics.signs(rows[:2 * step - 1]) for step in range(1, 10)]
+    assert set().union(*found) == {name}  # and nothing else is blamed
+    assert next(step for step, signs in enumerate(found, 1) if signs) == since
+    assert word in found[since - 1][name]
+
+
+def test_noise_of_few_prompts_is_no_sign():
+    """Two options and few prompts: right answers beat other labels by little, and unsteadily."""
+    apart = [0.3, -0.05, 0.25, 0.1, -0.1, 0.2, 0.3, 0.0, 0.15]
+    rows = logged(9, kinds=[{"mcq": (0.5 + gap, 0.5)} for gap in apart], groups=2,
+                  zero_variance=[2, 2, 2, 2, 1, 2, 2, 2, 2])
+    assert [metrics.signs(rows[:2 * step - 1]) for step in range(1, 10)] == [{}] * 9
+
+
+def test_a_collapsed_run_is_warned_of_once(run_grpo, given_rollouts, hard_tasks, monkeypatch,
+                                           capsys):
+    """Further signs follow from the first one, and would name other causes."""
+    signs = iter([{}, {"f_tau": "fell", "cut": "cut"}, {"cut": "cut", "type list": "wrong"}])
+    monkeypatch.setattr(metrics, "signs", lambda _: next(signs))
+    run_grpo("--data", hard_tasks, "--steps", 3, "--prompts", 2, "--group", 4)
+    printed = [line for line in capsys.readouterr().out.splitlines() if "WARNING" in line]
+    assert printed == ["WARNING step 2: fell"]
+
+
+def test_most_verdicts_that_fail_are_warned_of():
+    row = {"cut_turns": 0.0, "not_ok": 0, "acc": 0.5, "f_tau": 0.5, "entropy": 0.5, "groups": 0,
+           "zero_variance": 0, "closure": dict.fromkeys(rewards.KINDS), "by_type": {}}
+    for failed, warned in ((4, False), (5, True)):
+        found = metrics.signs([{**row, "judged": 8, "judge_failed": failed}])
+        assert ("judge" in found) == warned
+    assert not metrics.signs([row])

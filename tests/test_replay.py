@@ -1,0 +1,203 @@
+"""
+Tests of tools/replay.py, and with it of the update of grpo.py as flags set it: python -m pytest
+tests/test_replay.py -q
+"""
+import json
+import sys
+
+import pytest
+import torch
+from conftest import run_script
+from handmade import colourful, make_group, record_logps
+from safetensors.torch import load_file
+
+import grpo
+import launch
+import rewards
+import rollout
+import video
+from tools import replay
+
+
+@pytest.fixture(scope="module")
+def tasks(toy):
+    return colourful(toy)
+
+
+@pytest.fixture(scope="module")
+def recorded(toy, codec, tasks, tmp_path_factory):
+    """A rollout JSONL of three hand-made groups with the base checkpoint's own log-probs at
+    temperature 1."""
+    from transformers import Qwen3VLForConditionalGeneration
+
+    source = rollout.Source(str(toy), video.FrameCache())
+    hf = Qwen3VLForConditionalGeneration.from_pretrained(str(toy / "init"), dtype=torch.float32)
+    episodes = [e for task, k in zip(tasks[:3], (4, 8, 4))
+                for e in make_group(codec, source, task, frames=k)]
+    record_logps(hf, codec, source, episodes)
+    path = tmp_path_factory.mktemp("recorded") / "r.jsonl"
+    path.write_text("".join(json.dumps(e.to_json()) + "\n" for e in episodes))
+    return path
+
+
+def moved(weights, base):
+    """The update as one vector."""
+    return torch.cat([(weights[n] - base[n]).flatten() for n in sorted(base)])
+
+
+def same_update(a, b, base, tolerance=2e-3):
+    """Adam's first step is lr * sign(g) for all but tiny g, so rounding shows up magnified where
+    the gradient vanishes."""
+    return (moved(a, base) - moved(b, base)).norm() < tolerance * moved(a, base).norm()
+
+
+@pytest.mark.parametrize("flag", [
+    ("--lr", 1e-4), ("--clip", 1e-3), ("--temperature", 0.5), ("--format-credit", "sequence"),
+    ("--format-credit", "none"),
+    ("--set", "minibatches=2"), ("--kl", 5.0, "--set", "minibatches=2", "--lr", 1e-2),
+    ("--clip-eps", 1e-4, "--set", "minibatches=2")],
+                         ids=lambda f: " ".join(map(str, f)))
+def test_every_flag_of_the_update_changes_the_update(run_grpo, any_gap, recorded, base, flag):
+    """A knob that does nothing, quietly, is the worst kind; one run with it against one without."""
+    loose = ("--rollouts", recorded, "--clip", 0)
+    # the flag alone makes the difference, not what it needs to act
+    without = () if len(flag) < 4 else flag[2:]
+    a, _, _ = run_grpo(*loose, *without, out="a")
+    b, m, _ = run_grpo(*loose, *flag, out="b")
+    assert not torch.equal(moved(a, base), torch.zeros_like(moved(a, base)))
+    # under --clip 1e-3 Adam's eps is no longer small beside the gradient
+    assert not same_update(a, b, base)
+    if flag[0] == "--clip":  # the norm is logged before clipping
+        norm = json.loads((run_grpo(*loose, out="c")[2] / "log.jsonl").read_text())["grad_norm"]
+        assert m["grad_norm"] == pytest.approx(norm, rel=1e-6) and norm > 1e-3
+
+
+def test_learning_rate_sets_the_size_of_the_step(run_grpo, recorded, base):
+    """Adam's first step is as long as the learning rate, per weight."""
+    weights, m, _ = run_grpo("--rollouts", recorded, "--lr", 1e-4)
+    assert moved(weights, base).abs().max().item() == pytest.approx(1e-4, rel=2e-2)
+    assert m["gap"] < 1e-4 and m["tokens"] > 50
+
+
+def test_a_recorded_gap_beyond_the_tolerance_stops_the_run(run_grpo, recorded, tmp_path,
+                                                           monkeypatch):
+    """Rollouts of other weights: every log-prob is off by 0.15 nats."""
+    rows = [json.loads(line) for line in recorded.read_text().splitlines()]
+    for r in rows:
+        r["logps"] = [lp + 0.15 * m for lp, m in zip(r["logps"], r["mask"])]
+    shifted = tmp_path / "shifted.jsonl"
+    shifted.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    with pytest.raises(launch.RunError,
+                       match="between engine and trainer is 0.150 nats, tolerance 0.1"):
+        run_grpo("--rollouts", shifted)
+    assert not (tmp_path / "run" / "last").exists()
+    assert grpo.gap_tolerance(torch.float32) == 1e-3  # with an engine in the same precision
+    monkeypatch.setattr(grpo, "gap_tolerance", lambda *_: 0.16)
+    run_grpo("--rollouts", shifted)
+
+
+def test_log_probs_that_are_no_numbers_stop_the_run(run_grpo, recorded, tmp_path):
+    """nan > tolerance is false: a naive comparison would let exactly the worst case pass."""
+    rows = [json.loads(line) for line in recorded.read_text().splitlines()]
+    rows[0]["logps"][rows[0]["spans"][0][0]] = float("nan")
+    broken = tmp_path / "nan.jsonl"
+    broken.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    with pytest.raises(launch.RunError, match="between engine and trainer is nan"):
+        run_grpo("--rollouts", broken)
+
+
+def test_groups_without_signal_leave_the_checkpoint_as_it_was(run_grpo, recorded, tmp_path, base):
+    rows = [json.loads(line) for line in recorded.read_text().splitlines()]
+    for r in rows:
+        r.update(turns=rows[0]["turns"], calls=rows[0]["calls"])  # a replay is scored anew
+    flat = tmp_path / "flat.jsonl"
+    flat.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    weights, m, _ = run_grpo("--rollouts", flat)
+    assert all(torch.equal(weights[n], base[n]) for n in base)
+    assert (m["skipped_update"], m["zero_variance"], m["groups"]) == (1, 3, 3)
+
+
+def test_a_film_that_is_gone_costs_a_replay_its_group_and_is_counted(
+        run_grpo, recorded, tmp_path, capsys):
+    """The others are trained as if that group had never been there: N counts them alone."""
+    rows = [json.loads(line) for line in recorded.read_text().splitlines()]
+    first = [r for r in rows if r["group"] == rows[0]["group"]]
+    others = [r for r in rows if r["group"] != rows[0]["group"]]
+    for name, some in (("others", others), ("all", rows)):
+        if some is rows:
+            for r in first:
+                r["vision"][0]["spec"]["video"] = "gone.mp4"
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in some))
+    found = [run_grpo("--rollouts", tmp_path / f"{name}.jsonl", "--temperature", 1, out=name)
+             for name in ("others", "all")]
+    assert all(torch.equal(w, found[1][0][n]) for n, w in found[0][0].items())
+    assert [m["not_ok"] for _, m, _ in found] == [0, len(first)]
+    assert [m["groups"] for _, m, _ in found] == [2, 2]
+    assert capsys.readouterr().out.count(f"skipped task {first[0]['task']['id']}: ") == 1
+
+
+def test_a_replay_is_scored_anew_by_what_its_own_run_pays_for(codec, source, tasks, tmp_path):
+    """The recorded reward was composed under the weights of the run that recorded it."""
+    group = make_group(codec, source, tasks[0])
+    for e in group:
+        e.reward = {"total": 99.0, "paid_task": 99.0, "paid_fmt": 0.0}
+    path = tmp_path / "r.jsonl"
+    path.write_text("".join(json.dumps(e.to_json()) + "\n" for e in group))
+    for pay in (rewards.Pay(), rewards.Pay(tool_weight=0.0, format_weight=2.0)):
+        for e, again in zip(group, replay.read_rollouts([path], pay)):
+            assert again.reward == rewards.score(e.turns, e.task, e.calls, True, pay)
+
+
+def test_recorded_rollouts_of_a_step_give_the_step_again(run_grpo, toy, varied_rewards, base,
+                                                         capsys):
+    """The JSONL is enough to train on: engine, frames and rewards are not needed again."""
+    live, m, folder = run_grpo("--data", toy / "rl.jsonl", "--steps", 1, "--frames", 4,
+                               "--prompts", 2, "--group", 3, "--max-new-tokens", 10, out="live")
+    assert m["skipped_update"] == 0 and m["gap"] < 1e-4 and m["grad_norm"] > 0
+    files = sorted((folder / "rollouts").iterdir())
+    capsys.readouterr()
+    again, n, _ = run_grpo("--rollouts", *files, out="again")
+    printed = capsys.readouterr().out
+    assert "one update from the rollouts of 1 files |" in printed and "engine" not in printed
+    assert moved(live, base).abs().max() > 1e-4
+    assert (moved(live, base) - moved(again, base)).abs().max() < 1e-6
+    assert (n["grad_norm"], n["tokens"]) == (pytest.approx(m["grad_norm"], rel=1e-5), m["tokens"])
+    assert n["total"] == pytest.approx(m["total"]) and n["by_K"] == m["by_K"]
+
+
+@pytest.mark.parametrize("damage,word", [
+    (lambda r: r.pop("spans"), "spans"), (lambda r: r.pop("reward"), "reward"),
+    (lambda r: r.pop("logps"), "logps"),
+    (lambda r: r.pop("vision"), "vision")])
+def test_a_damaged_rollout_file_is_one_line(monkeypatch, capsys, toy, recorded, tmp_path, damage,
+                                            word):
+    rows = [json.loads(line) for line in recorded.read_text().splitlines()]
+    damage(rows[2])
+    path = tmp_path / "damaged.jsonl"
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    monkeypatch.setattr(sys, "argv", ["replay.py", "--ckpt", str(toy / "init"), "--rollouts",
+                                      str(path), "--out", str(tmp_path / "o")])
+    with pytest.raises(SystemExit) as stop:
+        launch.run_main(replay.main)
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.strip() == f"replay.py: {path}:3: missing '{word}'"
+
+
+def test_one_rank_and_two_make_the_same_update(toy, recorded, base, tmp_path):
+    """Three groups on two ranks: unequal packs, unequal token counts, one spare pack, one global
+    normaliser."""
+    logs, found = [], []
+    for ranks in (1, 2):
+        out = tmp_path / f"ranks{ranks}"
+        done = run_script("tools/replay.py", "--preset", "toy", "--ckpt", toy / "init",
+                          "--rollouts", recorded, "--video-root", toy, "--out", out,
+                          "--pack-tokens", 600, "--clip", 0, "--kl", 0.01, ranks=ranks)
+        assert done.returncode == 0, done.stderr
+        logs.append(json.loads((out / "log.jsonl").read_text()))
+        found.append(load_file(out / "last" / "model.safetensors"))
+    a, b = logs
+    assert same_update(*found, base)
+    for key in ("grad_norm", "tokens", "total", "entropy", "gap_max", "groups", "packed_tokens",
+                "kappa"):
+        assert a[key] == pytest.approx(b[key], rel=1e-5, abs=1e-7), key
+    assert a["tokens"] > 50 and a["grad_norm"] > 0
