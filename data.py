@@ -107,6 +107,15 @@ def label_fault(task: dict, duration: float) -> str | None:
             f"{duration:g} s")
 
 
+def report_check(faults, of):
+    """Ends --check: prints each fault; raises UserError if there is one. of: what was checked."""
+    for fault in faults:
+        print(launch.printable(fault))
+    if faults:
+        raise launch.UserError(f"--check: {len(faults)} faults in {of}")
+    print(f"no fault in {of}")
+
+
 # ------------------------------------------------------------------------------------------------
 # Films of tasks
 

@@ -15,6 +15,7 @@ engine that has submit(request), abort(request id) and poll().
 import asyncio
 import importlib.util
 import os
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -251,11 +252,14 @@ class VllmEngine:
             **options)  # fmt: skip
         torch.set_num_threads(threads)  # on CPU vLLM lowers the number for the whole process
         self.engine = self.llm.llm_engine
+        if gpu:  # vLLM would run its shutdown at the interpreter's exit: see end_process
+            self.engine.engine_core._finalizer.detach()
         self.codec = codec
         self.max_seqs = limits.max_seqs
         self.running = {}  # request id -> Request
         self.prompts = {}  # the latest prompts, see engine_prompt
         self.tied_on_cpu = not gpu and self.engine.model_config.hf_config.tie_word_embeddings
+        self.gpu = gpu
         self.sleeping = gpu and limits.sleeping
         self.sampling = {}  # more SamplingParams (top_p, ..), set by eval.py alone
         self.lenient = False  # a prompt with wrong ids fails alone; set by tools/serve.py alone
@@ -328,12 +332,11 @@ class VllmEngine:
         self.engine.reset_encoder_cache()
         self.engine.reset_prefix_cache()
 
-    def close(self) -> None:
-        """Stops the engine. Call this while the process group lives: vLLM's own hook at exit comes
-        too late."""
-        # Freeing memory that is not mapped prints "CUDA Error: invalid argument" per segment.
-        if self.sleeping and self.engine.is_sleeping():
-            self.llm.wake_up()
+    def close(self, code: int = 0, patience: float = 60.0) -> None:
+        """Stops the engine. On a GPU the last act of a process: ends it with `code`, after
+        `patience` seconds at the latest. See launch.end_process_group."""
+        if self.gpu:
+            end_process(self, code, patience)
         self.engine.engine_core.shutdown()
 
 
@@ -421,6 +424,21 @@ def zero_discarded(worker, tags):
         worker.synchronize_device()  # torch may use another stream than cudaMemset
         for buffer, values in restored:
             buffer.copy_(values)
+
+
+def end_process(engine, code, patience):
+    """Ends this process, which holds an engine on a GPU. vLLM's own shutdown would destroy all
+    process groups, the trainer's too, and the interpreter's exit would run what NCCL has
+    registered. Both may hang for ever."""
+    leave = threading.Timer(patience, os._exit, [code])
+    leave.daemon = True
+    leave.start()
+    # Freeing memory that is not mapped prints "CUDA Error: invalid argument" per segment.
+    if engine.sleeping and engine.engine.is_sleeping():
+        engine.llm.wake_up()
+    engine.engine.engine_core.engine_core.model_executor.shutdown()
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def repack_head(engine_model):

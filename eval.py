@@ -303,7 +303,7 @@ def evaluate(args):
         launch.lock(suite.out, f".{shard}lock")
     if world > 1:
         # No deadline for collectives, as ranks end hours apart. launch.beat ends a rank that hangs.
-        launch.start_process_group(patience=0)
+        launch.start_process_group(0, args.cpu or args.engine == "openai")
         launch.any_rank(False)  # a barrier: all ranks have read the records before any rank appends
     launch.beat(args.patience)  # reading benchmarks and hashing weights may have taken minutes
     jobs = unfinished(suites, args)
@@ -341,16 +341,16 @@ def evaluate(args):
         for suite in suites:
             if not suite.part:
                 folders.write_json(kept | {"served": sorted(engine.served)}, suite.out, "args.json")
-    if engine:
-        engine.close()
-    if world > 1:  # closing vLLM may have ended the group
-        launch.end_process_group()
     if rank == 0 and parts > 1:  # no summary, because a reader would take the part for the whole
         then = f"python eval.py --rescore {args.out} (or the folder of every shard, with --out)"
         print(f"shard {part} of {parts} is done; when all are: {then}")
     elif rank == 0:
         folders.finish(args.out, [(s.bench, s.out) for s in suites], args, args.ckpt or args.model,
                {s.out: s.tasks for s in suites if s.part})
+    if world > 1 or args.engine == "vllm":  # the other ranks wait here for the summary of rank 0
+        launch.end_process_group(engine)
+    elif engine:
+        engine.close()
     launch.unlock()
 
 

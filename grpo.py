@@ -353,7 +353,7 @@ def main():
     checkpoint.claim_run(args.out, [args.data, args.val])
     # Each rank asks about its own rollouts. All append to one file, and read it when they begin.
     judge = open_judge(args, os.path.join(args.out, "judge.jsonl"))
-    rank, world, device = launch.start_process_group(args.patience)
+    rank, world, device = launch.start_process_group(args.patience, args.cpu)
     launch.beat(args.patience)
     if args.prompts % world:
         raise launch.UserError(f"--prompts {args.prompts} is not a multiple of the {world} ranks")
@@ -453,10 +453,9 @@ def main():
     if rank == 0:
         log.close(step + 1, steps)
     decoders.shutdown(cancel_futures=True)
-    engine.close()
     if judge:
         judge.close()
-    launch.end_process_group()
+    launch.end_process_group(engine)
 
 
 # ---- below: set-up, held-out tasks, records, flags (a reader of the step may stop here) ------
@@ -474,7 +473,7 @@ def check(args, codec, tasks, agent, source, faults):
     if os.environ.get("RANK", "0") != "0":  # under torchrun rank 0 alone looks
         return
     faults = faults + rollout.preflight(codec, tasks, agent, source, args.frames)
-    launch.report_check(faults, " and ".join(filter(None, [args.data, args.val])))
+    data.report_check(faults, " and ".join(filter(None, [args.data, args.val])))
 
 
 def load_models(args, ckpt, codec, source, device, folder):

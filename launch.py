@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import pathlib
+import shutil
 import sys
 import tempfile
 import time
@@ -192,15 +193,35 @@ def cores():
     return max(1, len(allowed(0)) // int(ranks))
 
 
-def start_process_group(patience=1800.0):
+def use_gpu(cpu=False):
+    """Whether this process computes on a GPU. cpu: --cpu, no. Raises UserError that says why not,
+    if the machine or the build of torch shows that there should be one: an 8B would train in fp32
+    on the CPU."""
+    import torch
+
+    if cpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before CUDA starts, so that vLLM sees none either
+    elif not torch.cuda.is_available() and (torch.version.cuda or shutil.which("nvidia-smi")
+                                            or os.path.exists("/dev/nvidia0")):
+        try:
+            torch.cuda.init()
+        except (RuntimeError, AssertionError) as e:  # no driver, an old one, a build for CPUs, ..
+            raise UserError(f"no GPU can be used ({' '.join(str(e).split())}); see nvidia-smi; "
+                            "`make venv GPU=1` installs torch for GPUs; --cpu needs no GPU"
+                            ) from None
+    return torch.cuda.is_available()
+
+
+def start_process_group(patience=1800.0, cpu=False):
     """Joins torchrun's process group, or makes one of a single process -> (rank, world, device).
-    patience: see beat. A collective waits a minute longer, so that beat prints its stacks first."""
+    patience: see beat. A collective waits a minute longer, so that beat prints its stacks first.
+    cpu: see use_gpu."""
     from datetime import timedelta
 
     import torch
     import torch.distributed as dist
 
-    gpu = torch.cuda.is_available()
+    gpu = use_gpu(cpu)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = torch.device("cpu")
     if gpu:
@@ -223,12 +244,17 @@ def start_process_group(patience=1800.0):
     return rank, world, device
 
 
-def end_process_group():
-    """Ends a run: leaves --out and the process group, unless closing vLLM has ended the group."""
+def end_process_group(engine=None):
+    """Ends a run, after everything is written and printed: leaves --out, the engine and the process
+    group. Collective. With vLLM on a GPU it does not return, see VllmEngine.close."""
     import torch.distributed as dist
 
     unlock()
-    if dist.is_initialized():
+    if engine and rank_and_world()[1] > 1:
+        any_rank(False)  # a barrier: closing vLLM may end the group, and rank 0 may still write
+    if engine:
+        engine.close()
+    if dist.is_initialized():  # closing vLLM may have ended the group
         dist.destroy_process_group()
 
 
@@ -499,15 +525,6 @@ def keep_inputs(outputs, inputs):
     for path in outputs:
         if os.path.realpath(path) in read:
             raise UserError(f"{path} would be replaced, but it is an input; choose another --out")
-
-
-def report_check(faults, of):
-    """Ends --check: prints each fault; raises UserError if there is one. of: what was checked."""
-    for fault in faults:
-        print(printable(fault))
-    if faults:
-        raise UserError(f"--check: {len(faults)} faults in {of}")
-    print(f"no fault in {of}")
 
 
 def digest_of(files, content=True):

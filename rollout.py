@@ -699,6 +699,7 @@ def add_agent_arguments(parser, tools: bool = True, more=()) -> None:
         help="keyframe: overviews take the key frame nearest to each time; fast in files of hours")
     add("--patience", type=float, default=1800.0,
         help="seconds a phase may take before the run ends and prints its stacks; 0 = for ever")
+    add("--cpu", action="store_true", help="compute without a GPU, although there should be one")
     add("--engine-share", type=float, default=0.5, help="vLLM's part of the GPU while awake")
     add("--max-seqs", type=int, default=64, help="sequences in the engine's batch")
 
@@ -829,6 +830,7 @@ def make_engine(ckpt, codec, args, sleeping=False, windows=(0, 0)) -> VllmEngine
     """
     import checkpoint  # imports torch, so not at the top
 
+    launch.use_gpu(args.cpu)
     # The engine reserves memory for the largest context: all frames that one may hold.
     num_frames, (crops, each) = most_frames(args.frames), windows
     largest, videos = max(num_frames, args.sub_frames, each), 1 + crops  # frames of a video item

@@ -79,6 +79,7 @@ def build_parser():
     add("--eval-every", type=int, default=200, help="steps between held-out losses; 0 = at the end")
     add("--save-every", type=int, default=500, help="steps between checkpoints; 0 = at the end")
     metrics.add_track_arguments(add)
+    add("--cpu", action="store_true", help="compute without a GPU, although there should be one")
     add("--patience", type=float, default=1800.0,
         help="seconds a phase may take; beyond, the run ends with its stacks; 0 = for ever")
     return parser
@@ -212,7 +213,7 @@ def check(args, codec, cache):
             trained += sum(sequence.mask)
         print(f"{path}: {len(chats.rows)} chats, the longest has {longest} tokens, of --max-len "
               f"{args.max_len}; {trained} trained tokens")
-    launch.report_check(faults, " and ".join(filter(None, [args.data, args.val])))
+    data.report_check(faults, " and ".join(filter(None, [args.data, args.val])))
 
 
 def batch_packs(chats, step, codec, args, rank, world):
@@ -339,7 +340,7 @@ def main():
         return check(args, chat.load_codec(ckpt, args.channel), cache)
     launch.make_out(args.out)
     checkpoint.claim_run(args.out, [args.data, args.val])
-    rank, world, device = launch.start_process_group(args.patience)
+    rank, world, device = launch.start_process_group(args.patience, args.cpu)
     launch.beat(args.patience)  # from here on a phase that hangs ends the run
     launch.say(f"{args.ckpt} -> {args.out}: loading the checkpoint and {args.data}")
     codec = chat.load_codec(ckpt, args.channel)

@@ -33,7 +33,7 @@ import grpo
 import model
 import rollout
 import video
-from engine import Limits, Pump, Request, VllmEngine, engine_prompt, in_flight
+from engine import Limits, Pump, Request, VllmEngine, end_process, engine_prompt, in_flight
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 HOT = rollout.Agent(temperature=1.0, context=1024, max_new_tokens=16, sub_max_new_tokens=8,
@@ -426,14 +426,17 @@ def test_waking_clears_all_that_sleep_has_lost(sleepy, monkeypatch):
 
 
 @pytest.mark.parametrize("asleep", [True, False])
-def test_memory_is_mapped_when_the_engine_closes(sleepy, asleep):
-    """Freeing pages that are not mapped is an error of CUDA, one line per segment and rank."""
+def test_memory_is_mapped_when_the_engine_closes(sleepy, monkeypatch, asleep):
+    """Freeing pages that are not mapped is an error of CUDA, one line per segment and rank. Only
+    the executor ends: the engine's own shutdown would take the trainer's process group along."""
     engine, llm = sleepy
-    llm.engine_core = SimpleNamespace(shutdown=lambda: llm.calls.append(set(llm.unmapped)))
+    executor = SimpleNamespace(shutdown=lambda: llm.calls.append(set(llm.unmapped)))
+    llm.engine_core = SimpleNamespace(engine_core=SimpleNamespace(model_executor=executor))
+    monkeypatch.setattr(os, "_exit", lambda code: llm.calls.append(code))
     if asleep:
         engine.sleep()
-    engine.close()
-    assert llm.calls[-1] == set() and (None in llm.calls) == asleep
+    end_process(engine, 3, 600)
+    assert llm.calls[-2:] == [set(), 3] and (None in llm.calls) == asleep
 
 
 def test_one_sequence_may_fill_a_context_of_odd_length(vllm_engines, codec):

@@ -311,3 +311,44 @@ def test_two_nodes_share_nothing_but_folders(toy, tmp_path):
     assert all(m["gap_max"] < 1e-3 for m in rows)
     assert len(list((tmp_path / "out" / "rollouts").iterdir())) == 6
     assert checkpoint.is_complete(str(tmp_path / "out" / "last")) and not alive(tmp_path)
+
+
+STUCK = """
+    import eval
+    from threading import Event
+    from types import SimpleNamespace
+    from engine import VllmEngine
+
+    class Stuck(reference.ReferenceEngine):
+        gpu, sleeping, hang = True, False, Event().wait
+        engine = SimpleNamespace(engine_core=SimpleNamespace(
+            shutdown=hang, engine_core=SimpleNamespace(
+                model_executor=SimpleNamespace(shutdown=hang))))
+
+        def close(self):
+            VllmEngine.close(self, patience=0.5)
+
+    rollout.make_engine = lambda ckpt, codec, *_, **__: Stuck(ckpt, codec)
+"""
+
+
+@pytest.mark.parametrize("script", ["grpo", "eval"])
+def test_a_run_on_gpus_ends_although_vllm_never_does(command, toy, tmp_path, script):
+    """No shutdown of this engine returns: the run is whole, and its exit code is 0."""
+    if script == "grpo":
+        given = command("grpo", STUCK, "--steps", 1)
+    else:
+        path, *_ = command("sft", STUCK)
+        path.write_text(path.read_text().replace("sft.main", "eval.main"))
+        given = [path, "--preset", "toy", "--ckpt", toy / "init", "--data", toy / "eval.jsonl",
+                 "--out", tmp_path / "out", "--frames", 4, "--max-new-tokens", 6, "--quiet"]
+    done = run_script(*given, ranks=2, timeout=120)
+    assert done.returncode == 0 and not done.killed, done.stderr[-3000:]
+    out = tmp_path / "out"
+    if script == "grpo":
+        assert "step 0001/0001" in done.stdout and checkpoint.undamaged_checkpoint(out)[0]
+        assert len((out / "log.jsonl").read_text().splitlines()) == 1
+    else:
+        assert "headline" in done.stdout
+        assert json.loads((out / "summary.json").read_text())["results"][0]["n"] == 4
+    assert not list(out.glob("*lock"))

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import torch.distributed as dist
 from conftest import ROOT
 from hypothesis import given, settings
@@ -97,6 +98,27 @@ def test_the_allocator_is_set_before_its_first_use(variable, setting):
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT,
                           env=env, check=True)
     assert done.stdout.strip() == setting
+
+
+@pytest.mark.parametrize("sign", ["nvidia-smi", "cuda build"])
+def test_a_gpu_that_cannot_be_used_is_refused_in_one_line(tmp_path, monkeypatch, capsys, sign):
+    """Nothing is trained on the CPU of a GPU machine by mistake; --cpu asks for that."""
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    assert launch.use_gpu() is False  # no sign of a GPU: the CPU is meant
+    if sign == "nvidia-smi":
+        (tmp_path / sign).write_text("#!/bin/sh")
+        (tmp_path / sign).chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    else:
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(SystemExit) as end:
+        launch.run_main(launch.start_process_group)
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and said.count("\n") == 1 and "make venv GPU=1" in said
+    assert "not compiled with CUDA" in said  # torch's own reason
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert launch.use_gpu(cpu=True) is False and os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
 @pytest.mark.parametrize("number, gap, ends", [

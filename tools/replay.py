@@ -91,7 +91,7 @@ def main():
     launch.make_out(args.out)
     checkpoint.claim_run(args.out, args.rollouts)
     judge = open_judge(args, os.path.join(args.out, "judge.jsonl"))
-    rank, world, device = launch.start_process_group(args.patience)
+    rank, world, device = launch.start_process_group(args.patience, args.cpu)
     launch.beat(args.patience)
     films = [(source.root, e.task["video"]) for e in episodes]
     inputs = checkpoint.identities(ckpt, {"--rollouts": args.rollouts}, films)
