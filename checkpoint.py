@@ -19,7 +19,6 @@ import argparse
 import contextlib
 import errno
 import functools
-import importlib.util
 import json
 import math
 import os
@@ -222,8 +221,12 @@ def load_sharded(ckpt, codec, device, recompute="none", replicas=1, frozen=False
 
     assert lora or adapter_config(ckpt) is None, f"{ckpt} holds adapters: pass their rank"
     hf = meta_model(ckpt)
-    if device.type == "cuda" and codec.base.recurrent and not importlib.util.find_spec("fla"):
-        launch.say("flash-linear-attention is not installed: gated-delta layers will be slow")
+    if codec.base.recurrent:
+        try:
+            model.delta_kernel(device)
+        except ImportError as e:
+            raise launch.UserError(f"no kernels for gated-delta layers ({e}): pip install "
+                                   "flash-linear-attention==0.6.0") from None
     # Published configurations say bf16. A step of 2e-6 would round to nothing in bf16.
     hf.float()
     if frozen or lora:

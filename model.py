@@ -20,6 +20,7 @@ hidden size; [T, H, W, 3] are T frames of H x W pixels.
 Reads and writes no file: checkpoint.py loads and saves the policy.
 """
 import functools
+import inspect
 import os
 import sys
 from collections import OrderedDict
@@ -334,8 +335,8 @@ def packed_attention(module, query, key, value, attention_mask=None, scaling=Non
     [1, key heads, L, d] -> ([1, L, heads, d], None)."""
     shared = query.shape[1] // key.shape[1]  # query heads that share a key head
     if plan.kind == "flex":
-        attend = compiled_flex()
-        out = attend(query, key, value, block_mask=plan.mask, scale=scaling, enable_gqa=shared > 1)
+        out = compiled_flex()(query, key, value, block_mask=plan.mask, scale=scaling,
+                              enable_gqa=shared > 1)
         return out.transpose(1, 2), None
     if plan.kind == "flash":
         from flash_attn import flash_attn_varlen_func
@@ -537,17 +538,31 @@ def packed_delta(layer, hidden_states, plan=None, **_):
 def delta_rule(layer, x, decay, beta, state):
     """x [B, C - 1 + n, q and k and v]; decay, beta [B, n, value heads]; state: None = zeros ->
     (out [B, n, value heads, d], the state at the end [B, value heads, d, d])."""
-    from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule as rule
-
     # The weight may be kept in fp32, see checkpoint.shard.
     weight = layer.conv1d.weight.to(x.dtype)
     x = F.silu(F.conv1d(x.transpose(1, 2), weight, groups=x.shape[2])).transpose(1, 2)
     q, k, v = x.split([layer.key_dim, layer.key_dim, layer.value_dim], -1)
-    q, k = (x.unflatten(-1, (-1, layer.head_k_dim)) for x in (q, k))
     shared = layer.num_v_heads // layer.num_k_heads  # value heads that share a key head
-    return rule(q.repeat_interleave(shared, 2), k.repeat_interleave(shared, 2),
-                v.unflatten(-1, (-1, layer.head_v_dim)), g=decay, beta=beta, initial_state=state,
-                output_final_state=True, use_qk_l2norm_in_kernel=True)
+    q, k = (x.unflatten(-1, (-1, layer.head_k_dim)).repeat_interleave(shared, 2) for x in (q, k))
+    return delta_kernel(x.device)(
+        q, k, v.unflatten(-1, (-1, layer.head_v_dim)), g=decay, beta=beta, initial_state=state,
+        output_final_state=True, use_qk_l2norm_in_kernel=True)
+
+
+def delta_kernel(device):
+    """The gated-delta rule of this device: flash-linear-attention's kernels, on a CPU transformers'
+    own rule. Raises ImportError; transformers would take its slow rule without a word."""
+    if device.type == "cpu":
+        import transformers.models.qwen3_5.modeling_qwen3_5 as modeling
+
+        # If the kernels are installed, transformers has put them in the place of its rule.
+        return inspect.unwrap(modeling.torch_chunk_gated_delta_rule)
+    # vLLM brings TileLang, which fla 0.6 prefers on Hopper, because Triton 3.4 to 3.7.0 computed
+    # wrong gradients. TileLang compiles anew for each number of branches, 21 s each time.
+    os.environ.setdefault("FLA_TILELANG", "0")
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    return chunk_gated_delta_rule
 
 
 # ------------------------------------------------------------------------------------------------
@@ -613,14 +628,14 @@ class PartsAttention(torch.autograd.Function):
         return grad_q, grad_k, grad_v, None, None
 
 
+@functools.cache
 def compiled_flex():
-    """FlexAttention, compiled once per process. Without compilation FlexAttention is slow and
-    builds [L, L] scores."""
-    if not hasattr(compiled_flex, "function"):
-        from torch.nn.attention.flex_attention import flex_attention
+    """FlexAttention, compiled once per process. Without compilation it builds [L, L] scores."""
+    from torch.nn.attention.flex_attention import flex_attention
 
-        compiled_flex.function = torch.compile(flex_attention, dynamic=True)
-    return compiled_flex.function
+    # With and without gradients, other heads: each is one more compilation of the same code. After
+    # eight torch would run it uncompiled, with a warning; fullgraph makes that an error.
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True, recompile_limit=64)
 
 
 class PatchEmbedding(torch.nn.Conv3d):

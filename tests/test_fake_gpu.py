@@ -607,12 +607,12 @@ def main():
     modules = [importlib.import_module(f"transformers.models.{name}.modeling_{name}")
                for name in ("qwen3_vl", "qwen3_5")]
     pretend_cuda(modules)
-    modules[1].torch_chunk_gated_delta_rule = delta_rule
+    model.delta_kernel = lambda device: delta_rule
     kernels = types.ModuleType("flash_attn_2_cuda")  # what attention_plan looks for
     kernels.__spec__ = importlib.machinery.ModuleSpec("flash_attn_2_cuda", None)
     sys.modules["flash_attn_2_cuda"] = kernels
     sys.modules["flash_attn"] = SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)
-    model.compiled_flex.function = flex_attention
+    model.compiled_flex = lambda: flex_attention
     found, memory = {"runs": {}, "faults": {}, "rows": rows_of_adapters()}, Memory()
     memory.watch()
     for name, run in RUNS.items():

@@ -7,6 +7,7 @@ tokens each, so that rows, columns and neighbours cannot be mixed up unseen. Run
 this file is the worker of the two-rank tests.
 """
 import dataclasses
+import functools
 import os
 import sys
 from copy import deepcopy
@@ -211,6 +212,46 @@ def test_attention_in_parts_is_attention_under_the_dense_mask(layout, groups):
     for a, b in zip(*(torch.autograd.grad((out * weights).sum(), (query, key, value))
                       for out in (found, wanted))):
         assert relative(a, b) < 1e-5
+
+
+def test_flex_attention_never_runs_uncompiled(monkeypatch):
+    """Past torch's limit of compilations the mask would be a matrix [L, L], without an error. The
+    limit is ours, and here two, to save time."""
+    from torch.nn.attention import flex_attention as flex
+
+    made, options, real = [], [], torch.compile
+
+    def backend(graph, _):  # no compiler: counts, and returns tensors of the right shape
+        made.append(graph)
+        outputs = len(next(n for n in graph.graph.nodes if n.op == "output").args[0])
+
+        def run(*given):
+            query = next(x for x in given if torch.is_tensor(x) and x.is_floating_point())
+            return tuple(query * 1 for _ in range(outputs))
+        return run
+
+    def compiled(function, **more):
+        options.append(more)
+        return real(function, **{**more, "recompile_limit": 2, "backend": backend})
+
+    monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(torch, "compile", compiled)
+    monkeypatch.setattr(model, "compiled_flex",
+                        functools.cache(model.compiled_flex.__wrapped__))
+    torch.compiler.set_stance("default")
+    codec = SimpleNamespace(channel="video", temporal=2, patch=16, merge=2, pad=-5)
+    pack = model.pack_trees(codec, [Tree(Span([1] * 200, [0] * 199 + [1]))])
+    mask = model.block_mask(pack, CPU)
+
+    def attend(width):
+        q = torch.randn(1, 2, 200, width)
+        model.compiled_flex()(q, q, q, block_mask=mask)
+
+    attend(16)
+    attend(32)
+    with pytest.raises(Exception, match="fullgraph"):
+        attend(64)
+    assert len(made) == 2 and options[0]["recompile_limit"] == 64
 
 
 def test_frames_of_several_sizes_are_no_batch_for_the_tower(policy, codec, album):
