@@ -23,8 +23,9 @@ Departures from the ParaVT paper and the authors' code, and why:
     letters do not count (answer_from="line" also reads the last line, as the release does).
   - Letters and spans are extracted without seeing the gold answer. An ambiguous answer is none.
 
-A training step passes through the part above the ruled line. The part below reads calls, answers,
-letters and times. Standard library only; no file is read or written; no text raises an error.
+A training step passes through the part above the ruled line. The part below has numbers for the
+log, and reads calls, answers, letters and times. Standard library only; no file is read or written;
+no text raises an error.
 
     >>> turns = ["Look.</think><tool_call>{}</tool_call>", "A dog.</think><answer>B</answer>"]
     >>> task = {"type": "mcq", "answer": "B", "options": ["cat", "dog"]}
@@ -97,12 +98,6 @@ def score(turns: list[str], task: dict, calls=(), think_open: bool = True, pay: 
             "total": paid_task + paid_fmt, **judged}
 
 
-def paid_answer(turns, think_open=True, pay=None):
-    """The text that R_acc reads, None without an answer."""
-    read = {"tag": final_answer, "line": stated_answer}[(pay or Pay()).answer_from]
-    return read(turns, think_open)
-
-
 def accuracy(response, task_type, gold, options=None):
     """R_acc in [0, 1] of an answer body (None: no answer, 0.0). gold: the label, in the form that
     `task_types` names. Raises ValueError for another task_type."""
@@ -110,28 +105,6 @@ def accuracy(response, task_type, gold, options=None):
         raise ValueError(f"task_type {task_type!r}: expected {', '.join(task_types())}")
     kind = task_types()[task_type]
     return 0.0 if response is None else kind.pay(kind.read(response, options), gold)
-
-
-def window_scores(windows, evidence) -> dict[str, float | None]:
-    """
-    How well windows meet the evidence, both lists of (start, end) in seconds. Only the unions
-    count, so copies of a window change nothing.
-
-    -> {"recall": share of the evidence that is looked at, "precision": share of the seconds looked
-    at that are evidence (None without windows), "iou": of the two unions, "hit": 1.0 if any window
-    meets the evidence}. All None if the evidence is empty.
-    """
-    cuts = sorted({t for span in (*windows, *evidence) for t in span})
-    looked = gold = both = 0.0  # seconds
-    for a, b in zip(cuts, cuts[1:]):  # no span starts or ends between two cuts
-        seen, right = (any(s <= a and b <= e for s, e in spans) for spans in (windows, evidence))
-        looked += (b - a) * seen
-        gold += (b - a) * right
-        both += (b - a) * (seen and right)
-    if not gold:
-        return dict.fromkeys(("recall", "precision", "iou", "hit"))
-    return {"recall": both / gold, "precision": both / looked if looked else None,
-            "iou": both / (looked + gold - both), "hit": float(both > 0)}
 
 
 def tool_term(parseable: int, executed: int, acc: float) -> float:
@@ -194,17 +167,6 @@ def format_reward(turns: list[str], think_open: bool = True, pay: Pay | None = N
     pull = 0.4 * on["think_closed"] + 0.3 * on["flow"] - pay.gamma * on["never_closed"]
     total = min(max(base + pay.anchor * pull, 0.0), 0.5 if on["capped"] else 1.0)
     return {"base": base, "anchor": pull, "total": total, **on}
-
-
-def closure_counts(turns, think_open=True):
-    """{kind: [opened, closed]} over all turns. A stray closing tag is not counted."""
-    texts = [whole(turn, think_open) for turn in turns]
-    counts = {}
-    for kind in KINDS:
-        # Each kind alone, nesting ignored. The newline keeps a pair from spanning two turns.
-        tags = "\n".join("".join(re.findall(f"</?{kind}>", text)) for text in texts)
-        counts[kind] = [tags.count(f"<{kind}>"), tags.count(f"<{kind}></{kind}>")]
-    return counts
 
 
 # ------------------------------------------------------------------------------------------------
@@ -399,7 +361,43 @@ def parse_tool_calls(text, think_open=False):
     return calls
 
 
-# ---- below: how text is read (a reader of the training step may stop here) ----------------------
+# ---- below: numbers for the log, how text is read (a reader of the step may stop here) ----------
+
+
+def closure_counts(turns, think_open=True):
+    """{kind: [opened, closed]} over all turns. A stray closing tag is not counted."""
+    texts = [whole(turn, think_open) for turn in turns]
+    counts = {}
+    for kind in KINDS:
+        # Each kind alone, nesting ignored. The newline keeps a pair from spanning two turns.
+        tags = "\n".join("".join(re.findall(f"</?{kind}>", text)) for text in texts)
+        counts[kind] = [tags.count(f"<{kind}>"), tags.count(f"<{kind}></{kind}>")]
+    return counts
+
+
+def window_scores(windows, evidence) -> dict[str, float | None]:
+    """
+    How well windows meet the evidence, both lists of (start, end) in seconds. Only the unions
+    count, so copies of a window change nothing.
+
+    -> {"recall": share of the evidence that is looked at, "precision": share of the seconds looked
+    at that are evidence (None without windows), "iou": of the two unions, "hit": 1.0 if any window
+    meets the evidence}. All None if the evidence is empty.
+    """
+    cuts = sorted({t for span in (*windows, *evidence) for t in span})
+    looked = gold = both = 0.0  # seconds
+    for a, b in zip(cuts, cuts[1:]):  # no span starts or ends between two cuts
+        seen, right = (any(s <= a and b <= e for s, e in spans) for spans in (windows, evidence))
+        looked += (b - a) * seen
+        gold += (b - a) * right
+        both += (b - a) * (seen and right)
+    if not gold:
+        return dict.fromkeys(("recall", "precision", "iou", "hit"))
+    return {"recall": both / gold, "precision": both / looked if looked else None,
+            "iou": both / (looked + gold - both), "hit": float(both > 0)}
+
+
+# ------------------------------------------------------------------------------------------------
 # Calls
 
 MAX_CALL_CHARS = 4000  # a usual call has 100; JSON nested deeper than this allows would raise
@@ -616,6 +614,12 @@ def answer_or_tail(turns, think_open=False):
         ended = [piece.partition(f"</{kind}>") for piece in rest]
         text = "\n".join([head, *(tail for _, closing, tail in ended if closing)])
     return text.strip() if has_word(text) else None
+
+
+def paid_answer(turns, think_open=True, pay=None):
+    """The text that R_acc reads, None without an answer."""
+    read = {"tag": final_answer, "line": stated_answer}[(pay or Pay()).answer_from]
+    return read(turns, think_open)
 
 
 def stated_answer(turns, think_open=False):

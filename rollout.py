@@ -144,11 +144,6 @@ def overview_frames(frames: int | str, seed: int, step: int, task_id: str | int)
     return gated_frames(seed, step, task_id) if frames == "gated" else int(frames)
 
 
-def most_frames(frames: int | str) -> int:
-    """--frames -> the largest K that a run can ask for."""
-    return max(gated_choices()) if frames == "gated" else int(frames)
-
-
 # ------------------------------------------------------------------------------------------------
 # Parts of an episode
 
@@ -525,15 +520,14 @@ def run(sampler: Sampler, tasks: list, frames=64, group=1, step=0, play=run_epis
     record. play: coroutine function (Episode, Sampler) -> Episode. pump: a new Pump, for a caller
     that watches it. done: (group, sample) of episodes to leave out.
     """
-    pump = pump or Pump(sampler.engine, sampler.threads)
-    sampler = replace(sampler, pump=pump)
+    sampler = replace(sampler, pump=pump or Pump(sampler.engine, sampler.threads))
     # More episodes than the engine's batch keep the batch full while some of them decode.
     live = sampler.max_live or 2 * sampler.engine.max_seqs
     # A generator: an Episode and its coroutine exist only once there is room for them.
     works = (play(episode, sampler)
              for episode in new_episodes(tasks, sampler.agent.seed, frames, group, step)
              if (episode.group, episode.sample) not in done)
-    finished = in_flight(pump, works, live)
+    finished = in_flight(sampler.pump, works, live)
 
     async def following():
         return await anext(finished, None)
@@ -813,6 +807,11 @@ def preflight(codec, tasks, agent, source, frames) -> list[str]:
     print(f"{len({task['video'] for task in tasks})} videos; the largest prompt has {largest} "
           f"tokens with {most} frames, of --context {agent.context}")
     return [fault for fault, _ in looked if fault]
+
+
+def most_frames(frames: int | str) -> int:
+    """--frames -> the largest K that a run can ask for."""
+    return max(gated_choices()) if frames == "gated" else int(frames)
 
 
 def frames_argument(text: str) -> int | str:
