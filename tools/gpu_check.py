@@ -792,10 +792,12 @@ def main():
         launch.write_atomic(f"{args.out}.json", json.dumps(result, indent=1) + "\n")
         launch.write_atomic(f"{args.out}.md", page(result, tables))
         print(f"{len(verdicts['FAIL'])} failed -> {args.out}.json, {args.out}.md")
+    code = 1 if verdicts["FAIL"] else 0
     if table.engine:
-        table.engine.close()
+        launch.any_rank(False)  # a barrier: closing vLLM ends the group, on a GPU the process
+        table.engine.close(*[code] if gpu else [])
     launch.end_process_group()
-    sys.exit(1 if verdicts["FAIL"] else 0)
+    sys.exit(code)
 
 
 def version(package):
@@ -808,4 +810,4 @@ def version(package):
 
 
 if __name__ == "__main__":
-    main()
+    launch.run_main(main)
