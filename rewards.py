@@ -886,7 +886,8 @@ def extract_letter(response, options):
     listing = len({label[1].upper() for label in map(LABEL.match, lines) if label}) > 1
     texts = [] if listing else texts
     own = [own_line(line, letters, texts) for line in lines]
-    leading = set() if listing or own[0] else stated_letter(LEADING, english, texts)
+    # A letter alone on the last line answers, whatever option the first line begins with.
+    leading = set() if listing or own[0] or own[-1] else stated_letter(LEADING, english, texts)
     if declared and len(lines) == len(leading) == 1:
         declared |= leading  # "A. The answer is B" contradicts itself
     said = " ".join(normalise(" ".join(lines)))

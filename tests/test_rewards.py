@@ -350,6 +350,7 @@ def test_never_closed_by_hand(text, think_open, want):
     ("I choose the dog, not the cat", None),
     ("<action>A</action><observation>it is A</observation>B", "B"), ("<think>so B</think>", None),
     ("dog.", "B"), ("It is option (c), a hot dog.", "C"),
+    ("A shows two, C four.\nB", "B"),
 ])  # fmt: skip
 def test_letter_is_read_by_policy(response, want):
     assert extract_letter(response, PETS) == want
