@@ -102,13 +102,11 @@ def make_timeline(rng, seconds=64, slot=8, visible=2):
 def make_scenes(rng, seconds=64, count=4, flash=2):
     """-> (events of the search world, ordered; the border colour asked about). An event is one
     scene: "window" and "border" are the scene's, "start", "end" and "colour" those of its flash."""
-    width = seconds // count
-    # Borders are drawn freely around the multiples of `width`, so that every overview has a frame
-    # of every scene.
-    cuts = [0, *(n * width + rng.choice((-4, -2, 0, 2, 4)) for n in range(1, count)), seconds]
+    # Drawn freely around equal parts, but so that every overview has a frame of every scene.
+    cuts = [n * seconds // count + rng.choice((-4, -2, 0, 2, 4)) for n in range(1, count)]
     names = rng.sample([name for name in colours() if name not in borders()], count)
     events = []
-    for a, b, name in zip(cuts, cuts[1:], names):
+    for a, b, name in zip([0, *cuts], [*cuts, seconds], names):
         border = rng.choice([c for c in borders() if not events or c != events[-1]["border"]])
         start = rng.randrange(a + 1, b - flash)  # never on the scene's edge
         events.append({"start": start, "end": start + flash, "colour": name, "border": border,
@@ -116,23 +114,16 @@ def make_scenes(rng, seconds=64, count=4, flash=2):
     return events, rng.choice(events)["border"]
 
 
-def draw_scenes(scenes, noise, size):
-    """Scenes -> float [seconds, size, size, 3]: a border, grey inside, a flash that fills it."""
-    seconds = scenes[-1]["window"][1]
-    frames = np.full((seconds, size, size, 3), 128.0)
-    for e in scenes:
-        frames[slice(*e["window"])] = colours()[e["border"]]
-        frames[slice(*e["window"]), 2:-2, 2:-2] = 128
-        frames[e["start"]:e["end"], 2:-2, 2:-2] = colours()[e["colour"]]
-    return frames + noise.normal(0, 6, frames.shape)
-
-
 def draw_frames(events, noise, seconds=64, size=32):
     """Timeline -> uint8 [seconds, size, size, 3]. noise: numpy Generator."""
-    if "border" in events[0]:
-        return draw_scenes(events, noise, size).clip(0, 255).astype(np.uint8)
     frames = 128 + noise.normal(0, 6, (seconds, size, size, 3))
     for event in events:
+        if "border" in event:  # of a scene, grey inside but for the flash
+            edge, flash = (np.subtract(colours()[event[n]], 128) for n in ("border", "colour"))
+            frames[slice(*event["window"])] += edge
+            frames[slice(*event["window"]), 2:-2, 2:-2] -= edge
+            frames[event["start"]:event["end"], 2:-2, 2:-2] += flash
+            continue
         for t in range(event["start"], event["end"]):
             # Place, size and grain vary, so that a model learns the colour and not a picture.
             y, x = size // 2 + noise.integers(-3, 4, 2)  # centre, pixels
@@ -204,30 +195,23 @@ def stated_evidence(turn, task, frame_budget):
 
 def make_task(name, events, asked=None):
     """asked: the border colour of the question, in the search world alone."""
-    windows = ", ".join(f"{a} and {b}" for a, b in (e["window"] for e in events))
-    task = {"id": name, "video": f"videos/{name}.mp4",
-            "question": f"Which colours appear between {windows}?", "options": None,
-            "answer": seen_text(events), "type": "list", "subtitles": None,
-            "category": f"{len(events)} event{'s' if len(events) > 1 else ''}",
-            "events": events}  # for bench/frontier.py alone; no prompt contains them
+    hits, more = [e for e in events if asked in (None, e.get("border"))], {}
+    windows = ", ".join(f"{a} and {b}" for a, b in (e["window"] for e in hits))
+    question, answer = f"Which colours appear between {windows}?", seen_text(hits)
     if asked:
-        hits = [e for e in events if e["border"] == asked]
-        task = {**make_task(name, hits), "scenes": events,
-                "question": f"Which colours flash while the border is {asked}?",
-                "answer": without_times(seen_text(hits)),
-                "evidence": [list(e["window"]) for e in hits]}
-    return task
+        question = f"Which colours flash while the border is {asked}?"
+        answer = ", ".join(e["colour"] for e in hits)
+        more = {"scenes": events, "evidence": [list(e["window"]) for e in hits]}
+    return {"id": name, "video": f"videos/{name}.mp4", "question": question, "options": None,
+            "answer": answer, "type": "list", "subtitles": None,
+            "category": f"{len(hits)} event{'s' if len(hits) > 1 else ''}",
+            "events": hits, **more}  # for bench/frontier.py; no prompt contains them
 
 
 def make_sample(name, rng, world):
     """-> (events to draw, the task about them)."""
     events, asked = make_scenes(rng) if world == "search" else (make_timeline(rng), None)
     return events, make_task(name, events, asked)
-
-
-def without_times(text):
-    """"16 red, 40 blue" -> "red, blue"."""
-    return re.sub(r"\d+ ", "", text)
 
 
 def call_text(a, b):
@@ -246,10 +230,9 @@ def thought(text, rng, loose):
     return f"<think>\n{text}{end}"
 
 
-def answer_turn(saw, rng, loose=False, evidence="", answer=None):
-    """Thought and answer block. saw: what the thought says was seen, and the answer too unless
-    another is given. loose: mostly an answer without tags. evidence: see call_turn."""
-    answer = answer or saw
+def answer_turn(saw, rng, loose, evidence, answer):
+    """Thought and answer block. saw: what the thought says was seen. loose: mostly an answer
+    without tags. evidence: a sentence at the start of the thought."""
     body = f"<answer>{answer}</answer>"
     if loose:
         body = rng.choices([body, f"<answer>{answer}", answer], [0.3, 0.15, 0.55])[0]
@@ -326,11 +309,12 @@ def chats(task, events, budgets, rng, loose=False, wrong=0.0):
     samples = [(way, k) for way in ways for k in budgets.get(way, ())]
     for number, (way, k) in enumerate(samples):
         messages = rollout.main_messages(task, k, tools=way != "plain")
-        looks, searching, evidence = overview_looks(k), "scenes" in task, ""
+        looks, searching = overview_looks(k), "scenes" in task
         # world: as this overview tells it. meant: the events that this sample answers about.
         world = told_scenes(events, looks) if searching else events
         meant = [e for e, true in zip(world, events) if true in task["events"]]
-        seen = shown(world, looks)
+        seen, told = shown(world, looks), []
+        evidence = f"I saw {seen_text(meant, seen)}. " if way == "need" else ""
         if searching:
             if rng.random() < wrong:
                 others = [e for e in world if e not in meant]
@@ -338,42 +322,40 @@ def chats(task, events, budgets, rng, loose=False, wrong=0.0):
             evidence = scene_text(world, meant)
         # call: every window, whatever the frames show. need: those that they do not show, if any.
         asked = {"call": meant, "need": [e for e in meant if e not in seen]}.get(way)
-        told = []
         if asked:  # one call per window, then the summaries as tool responses
-            if way == "need" and not searching:
-                evidence = f"I saw {seen_text(meant, seen)}. "
             messages.append(said(call_turn(asked, rng, loose, evidence)))
             missed = rng.choices([0.0, 0.5, 1.0], [0.7, 0.15, 0.15])[0] * (not searching)
             told = [e for e in asked if rng.random() >= missed]
             messages += [{"role": "tool", "content": summary(
                 e["window"], world if e in told else [])} for e in asked]
-            evidence = ""  # said already
         # All that the crop of a window showed, else what the overview did. So a window that is too
         # wide spoils the answer.
         saw = ", ".join((e in told and watched(e["window"], world)) or seen_text([e], seen)
                         for e in meant)
-        messages.append(said(answer_turn(saw, rng, loose, evidence,
-                                         without_times(saw) if searching else saw)))
+        answer = re.sub(r"\d+ ", "", saw) if searching else saw  # its question names no time
+        messages.append(said(answer_turn(
+            saw, rng, loose, evidence if searching and not asked else "", answer)))
         again = "b" if (way, k) in samples[:number] else ""  # need: two samples at every K
         row = {"id": f"{task['id']}-{way}-{k}{again}", "tools": tools, "messages": messages}
         if way == "plain":
             del row["tools"]
         rows.append(row)
-    # Sub-agents at 1 fps see every event; with 3 frames in 8 seconds they miss one event in five.
-    # One more sub-agent gets an empty slot.
-    taken = [e["window"] for e in events]
     if "scenes" in task:
         # Every scene as some overview tells it, two windows of any place, and a few seconds around
-        # two flashes: with fewer frames to look through, colours are learned much sooner.
+        # two flashes: a colour is learned first if there are few frames to find it in.
         looks = overview_looks(rng.choice(rollout.gated_choices()))
-        taken = [e["window"] for e in told_scenes(events, looks)]
-        taken += [(a, rng.randrange(a + 6, 65)) for a in rng.choices(range(0, 56, 2), k=2)]
-        taken += [(e["start"] - rng.randint(0, 1), e["end"] + rng.randint(0, 2))
-                  for e in rng.sample(events, 2)]
-        return rows + [sub_chat(f"{task['id']}-sub-{i}", task, window, events)
-                       for i, window in enumerate(taken)]
-    empty = rng.choice([(a, a + 8) for a in range(0, 64, 8) if (a, a + 8) not in taken])
-    looks = [(w, fps) for w in taken for fps in (1.0, 0.375)] + [(empty, rng.choice([1.0, 0.375]))]
+        windows = [e["window"] for e in told_scenes(events, looks)]
+        windows += [(a, rng.randrange(a + 6, 65)) for a in rng.choices(range(0, 56, 2), k=2)]
+        windows += [(e["start"] - rng.randint(0, 1), min(64, e["end"] + rng.randint(0, 2)))
+                    for e in rng.sample(events, 2)]
+        looks = [(window, 1.0) for window in windows]
+    else:
+        # Sub-agents at 1 fps see every event; with 3 frames in 8 seconds they miss one in five. One
+        # more sub-agent gets an empty slot.
+        taken = [e["window"] for e in events]
+        empty = rng.choice([(a, a + 8) for a in range(0, 64, 8) if (a, a + 8) not in taken])
+        looks = [(w, fps) for w in taken for fps in (1.0, 0.375)]
+        looks += [(empty, rng.choice([1.0, 0.375]))]
     return rows + [sub_chat(f"{task['id']}-sub-{i}", task, window, events, fps)
                    for i, (window, fps) in enumerate(looks)]
 
@@ -611,8 +593,7 @@ def main():
     for name in ("base_videos", "sft_videos", "rl_videos", "eval_videos", "layers"):
         if getattr(args, name) < 1:
             raise launch.UserError(f"--{name.replace('_', '-')} must be at least 1")
-    if not 0 <= args.wrong <= 1:
-        raise launch.UserError(f"--wrong must be a share from 0 to 1, got {args.wrong}")
+    launch.at_least(0, args, "wrong")
     from tqdm import tqdm
 
     launch.make_out(args.out)  # proves that the folder can be written
