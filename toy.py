@@ -342,7 +342,7 @@ def chats(task, events, budgets, rng, loose=False, wrong=0.0):
         rows.append(row)
     if "scenes" in task:
         # Every scene as some overview tells it, two windows of any place, and a few seconds around
-        # two flashes: a colour is learned first if there are few frames to find it in.
+        # two flashes, because sub-agents that cannot read flashes hold a whole run back.
         looks = overview_looks(rng.choice(rollout.gated_choices()))
         windows = [e["window"] for e in told_scenes(events, looks)]
         windows += [(a, rng.randrange(a + 6, 65)) for a in rng.choices(range(0, 56, 2), k=2)]
