@@ -8,6 +8,7 @@ rollouts. A sample of the operations without --all-faults, all of them with it.
 import builtins
 import contextlib
 import errno
+import faulthandler
 import io
 import json
 import os
@@ -110,8 +111,11 @@ def forked(work, folder, how=None, at=0):
     """work(disk) as the main() of a script, in a forked child -> (exit code, stdout, stderr, the
     operations that were counted)."""
     names = [os.path.join(folder, kind) for kind in ("stdout", "stderr", "done")]
+    # A timer of launch.beat has a thread that no fork copies, and the child would wait for it.
+    faulthandler.cancel_dump_traceback_later()
     child = os.fork()
     if child == 0:  # whatever is changed here is changed in the child alone
+        signal.alarm(300)  # a child that hangs fails its test, and holds up no other
         code = 99
         try:
             for number, name in enumerate(names[:2], 1):
