@@ -897,8 +897,9 @@ def claim_file(out: str, settings: dict) -> list[dict]:
     folder, name = os.path.split(os.path.abspath(out))
     launch.make_out(folder)
     launch.lock(folder, f".{name}.lock")
-    for left in glob.glob(f"{glob.escape(out)}.tmp*"):  # a kill in write_atomic
-        os.remove(left)
+    for path in (out, beside(out)):
+        for left in glob.glob(f"{glob.escape(path)}.tmp*"):  # a kill in write_atomic
+            os.remove(left)
     paths = [path for path in (out, f"{out}.part") if os.path.exists(path)]
     then = chat.read_object(beside(out)) if paths and os.path.isfile(beside(out)) else {}
     now = json.loads(json.dumps(settings))

@@ -152,7 +152,7 @@ def test_a_film_that_does_not_fit_is_refused_before_the_checkpoint_is_opened(toy
                        "--context holds 64: lower --max-pixels"):
         ask.set_up(flags(monkeypatch, *given, "--context", "64"))
     for more in (("--context", "65"), ("--context", "64", "--channel", "video")):
-        with pytest.raises(launch.UserError, match="checkpoint c"):  # it is looked at now
+        with pytest.raises(launch.UserError, match="no such folder"):  # it is looked at now
             ask.set_up(flags(monkeypatch, *given, *more))
 
 

@@ -35,6 +35,9 @@ def put(root, path, content=""):
 
 def read(name, root):
     tasks, notes = benchmarks.read_split(name, str(root))
+    assert {t.pop("split") for t in tasks} <= {name}
+    # The question as its publisher writes it, for the protocol that asks so: see test_paper.py.
+    assert all(t.pop("published", "?") for t in tasks)
     return {t["id"]: t for t in tasks}, notes
 
 

@@ -693,7 +693,7 @@ FILES = {
     "adapters cut": (text("adapter_config.json", b"{"), "adapter_config.json is not JSON"),
     "a file": (lambda f: replaced(f, b"x"), "no config.json"),
     "a gguf file": (lambda f: replaced(f, b"GGUF"), "no config.json"),
-    "nothing": (shutil.rmtree, "no config.json"),
+    "nothing": (shutil.rmtree, "no such folder"),
 }
 
 

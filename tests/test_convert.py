@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import chat
-import data
 import launch
 import rewards
 import rollout
 import sft
 import video
+from data import chat_fault, read_tasks
 from tools import convert as conversion
 
 
@@ -150,7 +150,7 @@ def test_rl_rows_become_tasks(tmp_path):
     assert [(t["type"], t["answer"]) for t in tasks] == (
         [("mcq", "B")] * 3 + [("grounding", [1.5, 7.0])] * 4 + [("open", "a dog")] * 2)
     assert all(t["question"] == "When?" and t["options"] is None for t in tasks[3:7])
-    assert data.read_tasks(str(tmp_path / "out.jsonl")) == tasks
+    assert read_tasks(str(tmp_path / "out.jsonl")) == tasks
 
 
 def test_a_longvt_rl_row(tmp_path):
@@ -273,7 +273,7 @@ def test_a_tool_response_keeps_its_frames(tmp_path, capsys, prompts, frames, see
     assert tool == {"role": "tool", "content": [seen, text] if shape in ("before", "tool")
                     else [text, seen]}
     assert last["content"].startswith("<think>This window shows it.")
-    assert user["content"][0]["frames"] == 8 and data.chat_fault(row["messages"]) is None
+    assert user["content"][0]["frames"] == 8 and chat_fault(row["messages"]) is None
     assert ("video_path" in call["content"]) == (prompts == "release")
     assert "of these chats 1 hold a call, 1 show frames in a tool response" in (
         capsys.readouterr().out)
@@ -611,7 +611,7 @@ def test_labels_without_a_reward_and_lost_parts_of_tasks_are_left_out(tmp_path, 
     printed = capsys.readouterr().out
     for _, why in bad:
         assert why in printed, why
-    assert data.read_tasks(str(tmp_path / "out.jsonl")) == tasks
+    assert read_tasks(str(tmp_path / "out.jsonl")) == tasks
 
 
 # ------------------------------------------------------------------------------------------------
@@ -673,4 +673,4 @@ def test_texts_and_videos_of_a_row_survive_or_the_row_is_reported(data):
     stills = [len(re.findall("_[0-9]+.jpg", json.dumps(m))) for m in messages]
     made = len(chat.videos_in(talk))
     assert given_videos + sum(map(bool, stills)) <= made <= given_videos + sum(stills)
-    assert data.chat_fault(talk) is None
+    assert chat_fault(talk) is None

@@ -174,9 +174,11 @@ def test_an_image_that_is_replaced_makes_another_video(tmp_path):
     before = os.stat(tmp_path / "film" / "2.png")
     Image.fromarray(paint(9, 64, 32)).save(tmp_path / "film" / "2.png")
     os.utime(tmp_path / "film" / "2.png", ns=(0, before.st_mtime_ns + 1))
+    video._folders.clear()  # what some seconds would do
     other = video.overview(path, 4, cache=cache, **NATIVE)
     assert seen(other.images) == [0, 9, 2, 3] and not {*first.frame_keys} & {*other.frame_keys}
     (tmp_path / "film" / "fps").write_text("2")
+    video._folders.clear()
     assert video.overview(path, 4, cache=cache, **NATIVE).seconds.tolist() == [0, 0.5, 1, 1.5]
     cache.close()
     # Another process finds the frames on disk: no image is opened.
@@ -185,6 +187,7 @@ def test_an_image_that_is_replaced_makes_another_video(tmp_path):
         again = video.overview(path, 4, cache=FrameCache(folder=kept), **NATIVE)
     assert seen(again.images) == [0, 9, 2, 3]
     os.unlink(tmp_path / "film" / "4.png")
+    video._folders.clear()
     assert video.probe(path, cache).num_frames == 3
 
 

@@ -24,6 +24,7 @@ from reference import load_policy
 
 import chat
 import grpo
+import launch
 import model
 import rewards
 import rollout
@@ -463,3 +464,12 @@ def test_every_trained_token_knows_its_rollout(codec, groups):
     for n, e in enumerate(episodes):
         sampled = [e.context.ids[t] for t in sampled_positions(e.context.mask)]
         assert pack.target[number == n].tolist() == sampled
+
+
+def test_a_gap_that_is_no_number_ends_the_run():
+    """nan > tolerance is false: a naive comparison would let exactly the worst case pass."""
+    for gap in (float("nan"), 0.2):
+        with pytest.raises(launch.RunError, match="between engine and trainer"):
+            grpo.check_gap(3, gap, 0.1)
+    grpo.check_gap(3, 0.05, 0.1)
+    grpo.check_gap(3, None, 0.1)

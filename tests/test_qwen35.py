@@ -323,7 +323,7 @@ def test_a_checkpoint_with_heads_for_further_tokens_is_taken(world35, tmp_path):
     folder = tmp_path / "ckpt"
     shutil.copytree(world35 / "init", folder)
     weights = load_file(folder / "model.safetensors")
-    save_file({**weights, "mtp.fc.weight": torch.zeros(2, 2)}, folder / "model.safetensors",
+    save_file({**weights, "mtp.fc.weight": torch.ones(2, 2)}, folder / "model.safetensors",
               {"format": "pt"})
     assert checkpoint.resolve_checkpoint(str(folder)) == str(folder)
 

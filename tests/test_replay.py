@@ -96,20 +96,20 @@ def test_a_recorded_gap_beyond_the_tolerance_stops_the_run(run_grpo, recorded, t
     run_grpo("--rollouts", shifted)
 
 
-def test_log_probs_that_are_no_numbers_stop_the_run(run_grpo, recorded, tmp_path):
-    """nan > tolerance is false: a naive comparison would let exactly the worst case pass."""
+def test_log_probs_that_are_no_numbers_are_refused(run_grpo, recorded, tmp_path):
     rows = [json.loads(line) for line in recorded.read_text().splitlines()]
     rows[0]["logps"][rows[0]["spans"][0][0]] = float("nan")
     broken = tmp_path / "nan.jsonl"
     broken.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    with pytest.raises(launch.RunError, match="between engine and trainer is nan"):
+    with pytest.raises(launch.UserError, match="nan.jsonl:1: .*'logps'"):
         run_grpo("--rollouts", broken)
 
 
 def test_groups_without_signal_leave_the_checkpoint_as_it_was(run_grpo, recorded, tmp_path, base):
     rows = [json.loads(line) for line in recorded.read_text().splitlines()]
-    for r in rows:
-        r.update(turns=rows[0]["turns"], calls=rows[0]["calls"])  # a replay is scored anew
+    same = max(rows, key=lambda r: len(r["turns"]))
+    for r in rows:  # a replay is scored anew
+        r.update({name: same[name] for name in ("turns", "finish", "calls")})
     flat = tmp_path / "flat.jsonl"
     flat.write_text("".join(json.dumps(r) + "\n" for r in rows))
     weights, m, _ = run_grpo("--rollouts", flat)

@@ -833,7 +833,7 @@ def command(toy, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("flags, why", [
-    (("--ckpt", "/no/such/place"), "no config.json"), (("--data", "/no/such/file"), "No such file"),
+    (("--ckpt", "/no/such/place"), "no such folder"), (("--data", "/no/such/file"), "No such file"),
     (("--data", "/"), "directory"),
     (("--frames", "0"), "positive number"), (("--frames", "many"), "positive number"),
     (("--max-parallel", "0"), "--max-parallel"),
@@ -847,7 +847,7 @@ def command(toy, tmp_path, monkeypatch, capsys):
     (("--set", "dispatch"), "dispatch takes parallel, sequential"),
     (("--set", "dispatch=turns"), "dispatch takes parallel, sequential"),
     (("--set", "sub_question=maybe"), "sub_question takes true, false"),
-    (("--max-new", "9"), "unrecognized arguments: --max-new"),
+    (("--max-new", "9"), "--max-new: no such flag"),
     (("--max-pixels", "9"), "--max-pixels"),
     (("--frame-cache-dir-gb", "-1"), "--frame-cache-dir-gb"),
     (("--frame-cache-dir-gb", "nan"), "--frame-cache-dir-gb"),

@@ -1255,7 +1255,8 @@ def test_a_rewritten_video_is_not_served_from_its_old_file(tmp_path, monkeypatch
     real = av.open
     monkeypatch.setattr(av, "open", lambda *given, **named: os.utime(path) or real(*given, **named))
     before = sizes(folder)
-    video.overview(path, 64, cache=FrameCache(folder=folder))
+    with pytest.raises(VideoError, match="changed while it was read"):
+        video.overview(path, 64, cache=FrameCache(folder=folder))
     assert sizes(folder) == before
 
 
