@@ -323,7 +323,7 @@ def ask_paper(checkout, script, now):
     def flags_of(bench):
         recipe, *more = script_words(os.path.join(checkout, "paravt/eval/scripts", script), bench)
         with open(os.path.join(checkout, recipe), encoding="utf-8") as file:
-            settings = dict(re.findall(r"^(\w+): *([^#$\s]+) *$", file.read(), re.MULTILINE))
+            settings = dict(re.findall(r"^(\w+): *([^#$\s]+) *(?:#.*)?$", file.read(), re.M))
         words = ["driver", "--model_path", "m", "--output_dir", ".", "--datasets", bench]
         for name in ("main_nframes", "max_turns", "max_parallel", "prompt_mode", "video_channel"):
             words += [f"--{name}", settings[name]]

@@ -301,7 +301,7 @@ def verify(args, root):
         some, items = cases(name), []
         shapes = {}
         for film in {case.film for case in some}:
-            os.makedirs(os.path.join(folder, film))
+            os.makedirs(os.path.join(folder, film), exist_ok=True)
             shapes[film] = checkouts.write_video(
                 os.path.join(folder, film, "made-up.mp4"), *FILMS[film])
         for case in some:
