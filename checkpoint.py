@@ -893,7 +893,7 @@ def resume_point(out, args, resume, inputs=None):
 
     resume None: go on if --out holds a run of the same settings, and raise UserError if it holds a
     run of others. True: go on with the new settings. False: begin anew and delete that run.
-    inputs: see identities. They are settings too; but for films, whose mtime changes in a copy.
+    inputs: see identities. They are settings too, but for films.
     """
     folder, state = (None, {}) if resume is False else undamaged_checkpoint(out)
     check_apart(args.ckpt, out, state.get("args", {}))
@@ -904,20 +904,9 @@ def resume_point(out, args, resume, inputs=None):
                                    "file is missing, or its size or bytes are not those in "
                                    "state.json); --no-resume begins anew and deletes it")
         return None, {}
-    # Two parts of one run may differ in these: how far, how fast, and who is told.
-    free = {"steps", "epochs", "resume", "check", "out", "save_every", "eval_every", "show_every",
-            "max_seqs", "frame_cache_gb", "frame_cache_dir", "frame_cache_dir_gb", "engine_share",
-            "patience", "replicas", "track", "project", "judge_url", "judge_key_env"}  # fmt: skip
-    now, then = json.loads(json.dumps(vars(args))), state.get("args", {})
-    inputs, was = inputs or {}, state.get("inputs", {})  # older versions kept none
-    # Files are compared by content, so that they may move.
-    free |= {"ckpt", "data", "val", "rollouts"} if was else set()
-    other = sorted(k for k in then if k in now and k not in free and then[k] != now[k])
-    moved = {k: f"{k} changed since" + f" ({was[k][1]}, now {inputs[k][1]})" * bool(was[k][1])
-             for k in sorted(was) if k in inputs and inputs[k][0] != was[k][0]}
-    films = moved.pop("films", None)
-    flags = [*moved.values(),
-             *(f"--{k.replace('_', '-')} {then[k]} (now {now[k]})" for k in other)]
+    flags, moved = launch.changes(args, inputs or {}, state)
+    films = moved.pop("films", None)  # a copy of them has another mtime, so they are only told of
+    flags = [*moved.values(), *flags]
     if resume is None and flags:
         raise launch.UserError(f"--out {out} holds a run of other settings: {', '.join(flags[:3])};"
                                " choose another --out, or --resume to go on with the new ones, or "
@@ -925,7 +914,7 @@ def resume_point(out, args, resume, inputs=None):
     for text in filter(None, [films, *moved.values()]):
         launch.say(f"{folder}: {text}")
     # Values on other held-out rows cannot be compared.
-    if "--val" in moved or (not was and then.get("val") != now.get("val")):
+    if any(fault.startswith("--val ") for fault in flags):
         launch.say(f"{folder}: other held-out rows, so `best` begins anew")
         state = {k: v for k, v in state.items() if k not in ("best", "best_step")}
     # Not refused: people mend a script and go on. But the record must not hide it.

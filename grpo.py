@@ -514,7 +514,7 @@ def open_run(args, policy, start, work):
     rank, world = launch.rank_and_world()
     if rank:
         return None
-    launch.write_args(args.out, args)
+    launch.write_args(os.path.join(args.out, "args.json"), args)
     # Deletes files that a killed run left half-written and, in a new run, older checkpoints.
     checkpoint.clean_run(args.out, start)
     device = next(policy.parameters()).device.type
@@ -612,7 +612,6 @@ def add_update_arguments(parser):
     metrics.add_track_arguments(parser.add_argument_group("tracker").add_argument)
     rollout.add_agent_arguments(parser, more={
         "gamma": 0.3,  # penalty of a thought that never closes, see rewards.format_reward
-        "answer_from": ("tag", "line"),  # line: R_acc also reads the last line, as the release does
         "minibatches": 1})  # optimizer steps per batch; above 1 costs one more forward
     add_judge_arguments(parser, "whether an open answer says what the label says; R_acc is then 1 "
                         "or 0, and token F1 if it fails")

@@ -558,10 +558,28 @@ def code_digests():
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:12] for path in scripts}
 
 
-def write_args(out, args):
-    """Writes the settings of a run, and digests of its scripts, to args.json."""
-    text = json.dumps({**vars(args), "code": code_digests()}, indent=1)
-    write_atomic(os.path.join(out, "args.json"), text)
+def write_args(path, args, **more):
+    """Writes the settings of a run, and digests of its scripts, as JSON. more: further fields."""
+    text = json.dumps({**vars(args), "code": code_digests(), **more}, indent=1)
+    write_atomic(path, text)
+
+
+def changes(args, inputs, then):
+    """What is not as it was at the start before -> ([text of a flag], {input: text}). inputs: see
+    checkpoint.identities. then: {"args": .., "inputs": ..} of that start."""
+    # How far, how fast, where, and who is told: two parts of one run may differ in these.
+    free = {"steps", "epochs", "resume", "check", "out", "save_every", "eval_every", "show_every",
+            "show", "max_seqs", "frame_cache_gb", "frame_cache_dir", "frame_cache_dir_gb",
+            "engine_share", "patience", "replicas", "track", "project", "judge_url",
+            "judge_key_env"}  # fmt: skip
+    now, old, was = json.loads(json.dumps(vars(args))), then.get("args", {}), then.get("inputs", {})
+    # Inputs are compared by content, so that files may move. Older versions kept none.
+    free |= {"ckpt", "data", "val", "rollouts"} if was else set()
+    flags = [f"--{k.replace('_', '-')} {old[k]} (now {now[k]})" for k in sorted(old)
+             if k in now and k not in free and old[k] != now[k]]
+    moved = {k: f"{k} changed since" + f" ({was[k][1]}, now {inputs[k][1]})" * bool(was[k][1])
+             for k in sorted(was) if k in inputs and inputs[k][0] != was[k][0]}
+    return flags, moved
 
 
 def write_atomic(path, text):

@@ -20,7 +20,7 @@ Departures from the ParaVT paper and the authors' code, and why:
     <tool_response> by itself.
   - The bonus for a right answer needs an executed call. A call that only parses is not enough.
   - Only the last non-empty <answer> of the last turn, outside thought, is graded. Drafts and stray
-    letters do not count (answer_from="line" also reads the last line, as the release does).
+    letters do not count.
   - Letters and spans are extracted without seeing the gold answer. An ambiguous answer is none.
 
 A training step passes through the part above the ruled line. The part below has numbers for the
@@ -34,6 +34,7 @@ no text raises an error.
     [1.0, 0.95, 0.0, 1.95]
 """
 
+import functools
 import json
 import math
 import re
@@ -56,7 +57,6 @@ class Pay:
     tool_weight: float = 1.0  # w_tool, flag --tool-reward
     window_weight: float = 0.0  # w_win, flag --window-reward
     call_cost: float = 0.0  # c: price of each executed call, taken from the task part
-    answer_from: str = "tag"  # R_acc reads <answer> alone; "line": see stated_answer
 
 
 def score(turns: list[str], task: dict, calls=(), think_open: bool = True, pay: Pay | None = None,
@@ -76,7 +76,7 @@ def score(turns: list[str], task: dict, calls=(), think_open: bool = True, pay: 
     the executed calls, if the task has evidence}
     """
     pay = pay or Pay()
-    answer = paid_answer(turns, think_open, pay)
+    answer = paid_answer(turns, think_open)
     acc = accuracy(answer, task["type"], task["answer"], task.get("options"))
     acc = acc if verdict is None else float(verdict)
     fmt = format_reward(turns, think_open, pay)["total"]
@@ -560,6 +560,7 @@ class TaskType:
     within: callable = lambda label, seconds: True  # whether a video of this length can show it
 
 
+@functools.cache
 def task_types():
     """{"type" of a task: TaskType}. Another type is one more entry here."""
     def text(label, options):
@@ -616,21 +617,9 @@ def answer_or_tail(turns, think_open=False):
     return text.strip() if has_word(text) else None
 
 
-def paid_answer(turns, think_open=True, pay=None):
+def paid_answer(turns, think_open=False):
     """The text that R_acc reads, None without an answer."""
-    read = {"tag": final_answer, "line": stated_answer}[(pay or Pay()).answer_from]
-    return read(turns, think_open)
-
-
-def stated_answer(turns, think_open=False):
-    """The text that the authors' release pays R_acc for: the final answer, else the last line with
-    a word, after the thought or in an open one. With this, only R_fmt asks for the tags."""
-    answer = final_answer(turns, think_open)
-    if answer is not None or not turns:
-        return answer
-    tail = turns[-1].rpartition("</think>")[2]
-    lines = [ANY_TAG.sub("", line).strip() for line in tail.split("\n")]
-    return next((line for line in reversed(lines) if has_word(line)), None)
+    return final_answer(turns, think_open)
 
 
 def plain(text):

@@ -544,7 +544,7 @@ def paid(episodes, pay: rewards.Pay | None = None, judge=None, most=256):
     sampled."""
     waiting = collections.deque()  # (Episode, None or what Judge.ask returned)
     for episode in episodes:
-        waiting.append((episode, ask_judge(episode, pay, judge)))
+        waiting.append((episode, ask_judge(episode, judge)))
         # An episode that waits for its verdict holds up those after it: the order stays.
         while waiting and (len(waiting) > most or not waiting[0][1] or waiting[0][1][0].done()):
             yield settled(*waiting.popleft(), pay)
@@ -562,11 +562,11 @@ def settled(episode, asked, pay):
     return episode
 
 
-def ask_judge(episode, pay, judge):
+def ask_judge(episode, judge):
     """-> what Judge.ask returns; None if no judge reads this episode. Letters, lists, spans and
     missing answers are graded by rule."""
     task = episode.task
-    answer = rewards.paid_answer(episode.turns, episode.think_open, pay)
+    answer = rewards.paid_answer(episode.turns, episode.think_open)
     judged = judge is not None and rewards.task_types()[task["type"]].judged
     if not judged or None in (task["answer"], answer):
         return None
@@ -891,9 +891,10 @@ def beside(out):
     return f"{out.removesuffix('.jsonl')}.args.json"
 
 
-def claim_file(out: str, settings: dict) -> list[dict]:
+def claim_file(args, inputs: dict) -> list[dict]:
     """Locks --out -> the records that it and its .part hold already. Raises UserError if these are
-    of other settings, which lie beside them."""
+    of other settings, which lie beside them. inputs: see checkpoint.identities."""
+    out = args.out
     folder, name = os.path.split(os.path.abspath(out))
     launch.make_out(folder)
     launch.lock(folder, f".{name}.lock")
@@ -901,15 +902,15 @@ def claim_file(out: str, settings: dict) -> list[dict]:
         for left in glob.glob(f"{glob.escape(path)}.tmp*"):  # a kill in write_atomic
             os.remove(left)
     paths = [path for path in (out, f"{out}.part") if os.path.exists(path)]
-    then = chat.read_object(beside(out)) if paths and os.path.isfile(beside(out)) else {}
-    now = json.loads(json.dumps(settings))
-    # No episode depends on these. Inputs are compared by content, but for films (terabytes).
-    free = {"out", "ckpt", "data", "films", "show", "patience", "max_seqs", "engine_share",
-            "frame_cache_gb", "frame_cache_dir", "frame_cache_dir_gb", "judge_url", "judge_key_env"}
-    other = sorted(k for k in now if k not in free and then.get(k) != now[k])
+    kept = chat.read_object(beside(out)) if paths and os.path.isfile(beside(out)) else {}
+    flags, moved = launch.changes(args, inputs, {"args": kept, "inputs": kept.get("inputs", {})})
+    films = moved.pop("films", None)  # a copy of them has another mtime, so they are only told of
+    other = [*moved.values(), *flags] if kept else [f"{beside(out)} is missing"]
     if paths and other:
         raise launch.UserError(f"{paths[0]} holds rollouts of other settings: "
                                f"{', '.join(other[:3])}; choose another --out, or delete the file")
+    if films:
+        launch.say(f"{paths[0]}: {films}")
     rows = [row for path in paths
             for row in launch.read_jsonl(path, ("group", "sample"), faults=["torn lines"])]
     return list({(row["group"], row["sample"]): row for row in rows}.values())
@@ -959,8 +960,7 @@ def main():
     agent, source = agent_settings(args, args.data)
     inputs = checkpoint.identities(ckpt, {"--data": [args.data]},
                                    *data.files_of(args, (args.data, tasks)))
-    settings = {**vars(args), **{name: digest for name, (digest, _) in inputs.items()}}
-    rows, wanted = claim_file(args.out, settings) if args.out else [], len(tasks) * args.group
+    rows, wanted = claim_file(args, inputs) if args.out else [], len(tasks) * args.group
     done = {(row["group"], row["sample"]) for row in rows}
     if len(done) == wanted:
         write(rows, args.out)  # perhaps a kill came first
@@ -974,7 +974,7 @@ def main():
     # Colours on a terminal alone, and none if the user has set NO_COLOR (no-color.org).
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     if args.out:
-        launch.write_atomic(beside(args.out), json.dumps(settings, indent=1))
+        launch.write_args(beside(args.out), args, inputs=inputs)
     stop_asked, began = launch.stop_on_sigterm(), time.monotonic()
     episodes = run(sampler, tasks, args.frames, args.group, args.step, done=done)
     bar = tqdm(episodes, total=wanted, initial=len(done), desc="rollouts", disable=None)

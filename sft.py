@@ -139,20 +139,30 @@ class Chats:
 
     def __getitem__(self, index):
         """Row -> chat.Sequence, or None if a video of the chat is broken."""
+        return self.read(index, {})
+
+    def read(self, index, shown):
+        """As [index]. shown: a dict that gets {str(spec): Frames}, the frames of the chat."""
         if index in self.broken:
             return None
-        if index in self.encoded:
-            self.encoded.move_to_end(index)  # used last
-            return self.encoded[index]
         row = self.rows[index]
         try:
-            items = [chat.vision_item(spec, self.frames(spec))
+            # Read again in each epoch, because a film may have gone or changed meanwhile.
+            frames = {str(spec): self.frames(spec) for spec in chat.videos_in(row["messages"])}
+            items = [chat.vision_item(spec, frames[str(spec)])
                      for spec in chat.videos_in(row["messages"])]
         # A broken video costs one chat, not the run. ValueError: a window beyond the video.
         except (video.VideoError, ValueError) as error:
             print(launch.printable(f"skipped {row['id']}: {error}"), flush=True)
             self.broken.add(index)
             return None
+        shown.update(frames)
+        if index in self.encoded:
+            sequence = self.encoded.pop(index)
+            if sequence.items == items:
+                self.encoded[index] = sequence  # used last
+                return sequence
+            self.tokens -= len(sequence.ids)
         sequence = chat.encode_chat(self.codec, row["messages"], items, row.get("tools"))
         # A chat that is cut would teach an answer without the question: better to end the run. Only
         # this rank has met the chat, and launch.run_main prints its error.
@@ -217,19 +227,24 @@ def check(args, codec, cache):
 
 
 def batch_packs(chats, step, codec, args, rank, world):
-    """This rank's Packs of the batch of a step. (seed, step) draws the chats, so a resumed run sees
-    the same ones. They are dealt out by cost, so no rank waits for the long videos of another."""
+    """This rank's part of the batch of a step, see make_packs. (seed, step) draws the chats, so a
+    resumed run sees the same ones. They are dealt out by cost, so no rank waits for the long videos
+    of another."""
     picked = launch.batch_indices(step, args.batch_size, len(chats.rows), args.seed)
     mine = launch.deal(picked, chats.cost, rank, world)
     return make_packs(chats, mine, codec, args.pack_tokens)
 
 
 def make_packs(chats, indices, codec, pack_tokens):
-    """Chats -> Packs. A chat is a tree without branches. Chats with a broken video are left out."""
+    """Chats -> (Packs, function of a spec: the frames that they show). A chat is a tree without
+    branches. Chats with a broken video are left out."""
+    # The frames are kept until the forward, so that a film which has gone by then ends no run.
+    shown = {}
     # None: a chat with a broken video. A rank may be left with no pack at all; see backward.
-    sequences = [s for s in (chats[i] for i in indices) if s is not None]
+    sequences = [s for s in (chats.read(i, shown) for i in indices) if s is not None]
     trees = [model.Tree(model.Span(s.ids, s.mask), s.items) for s in sequences]
-    return [model.pack_trees(codec, members) for members in model.fill_packs(trees, pack_tokens)]
+    packs = [model.pack_trees(codec, members) for members in model.fill_packs(trees, pack_tokens)]
+    return packs, lambda spec: shown[str(spec)]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -309,22 +324,23 @@ def backward(policy, packs):
         loss += part.detach().double()
     # Parts of one mean over N tokens: their sum is that mean, so no rank weighs more per token.
     dist.all_reduce(loss)
-    return loss.item(), int(n)
+    return loss.item(), int(count)
 
 
 def held_out_loss(policy, chats, args, rank, world):
     """Nats per token of the held-out chats. Collective."""
     import torch
 
-    # The held-out videos may lie in another folder than those of the training chats.
-    train_frames, policy.features.load = policy.features.load, chats.frames
-    # No policy.eval(): our attention has no dropout, so both modes compute the same.
-    with torch.no_grad():
-        mine = range(rank, len(chats.rows), world)
-        packs = make_packs(chats, mine, policy.codec, args.pack_tokens)
-        loss, _ = backward(policy, packs)
-    policy.features.load = train_frames
-    return loss
+    nats, tokens, rows = 0.0, 0, range(len(chats.rows))
+    # In batches: the frames of all chats would not fit into memory.
+    for batch in (rows[i:i + args.batch_size] for i in rows[::args.batch_size]):
+        packs, policy.features.load = make_packs(chats, batch[rank::world], policy.codec,
+                                                 args.pack_tokens)
+        # No policy.eval(): our attention has no dropout, so both modes compute the same.
+        with torch.no_grad():
+            loss, n = backward(policy, packs)
+        nats, tokens = nats + loss * n, tokens + n
+    return nats / max(1, tokens)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -379,7 +395,7 @@ def main():
     bad = 0  # steps in a row without a finite gradient; check_run ends the run after a few
     for step in range(start, steps):
         clock = time.monotonic()
-        packs = future.result()  # raises the error of the thread, if there was one
+        packs, policy.features.load = future.result()  # raises the error of the thread
         waited = time.monotonic() - clock  # near 0 if decoding keeps up with training
         if step + 1 < steps:
             future = prefetch.submit(batch_packs, train, step + 1, codec, args, rank, world)
@@ -449,7 +465,7 @@ def open_run(args, policy, train, start, steps, rank, world):
     if rank:
         return None
     # args.json before the first step: a run that dies early still says how it was started.
-    launch.write_args(args.out, args)
+    launch.write_args(os.path.join(args.out, "args.json"), args)
     checkpoint.clean_run(args.out, start)
     # --steps and --batch-size decide, so the passes over the data may be no whole number.
     epochs = steps * args.batch_size / len(train.rows)

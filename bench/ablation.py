@@ -152,8 +152,9 @@ def commands(name, args, seed):
         return [start], [[*test, "--ckpt", path(start), "--out", path(name, "sampled")],
                          [*greedy, "--ckpt", path(start)]]
     script = ["grpo.py"]
-    if name in phase_rows():
-        script = [os.path.join("bench", "lossy.py"), name.split("-")[1]]
+    if name not in need_rows():
+        served = name.split("-")[1] if name in phase_rows() else "1"
+        script = [os.path.join("bench", "lossy.py"), served]
     run = [*script, *common, "--ckpt", path(start), "--data", os.path.join(world, "rl.jsonl"),
            "--out", path(name, "run"),
            *(args.need_flags if name in need_rows() else args.rl_flags).split(), *flags.split(),
@@ -200,7 +201,7 @@ def version(digests):
 
 def made_by(name, args, seed):
     """What a cached result must equal: its commands and the code that ran them."""
-    code = version(code_digests(lossy=name in phase_rows()))
+    code = version(code_digests(lossy=name not in need_rows()))
     return {"commands": history(name, args, seed), "code": code}
 
 
@@ -451,7 +452,7 @@ def main():
     parser.add_argument("--taught-flags", default="--batch-size 12 --steps 1000 --eval-every 0",
                         help="flags of sft.py, base and cold start in one, for rows on need")
     parser.add_argument("--rl-flags", default="--prompts 8 --steps 30 --lr 3e-4 "
-                        "--set answer_from=line --show-every 0", help="flags of every grpo.py run")
+                        "--show-every 0", help="flags of every run of bench/lossy.py")
     parser.add_argument("--need-flags", default="--steps 24 --show-every 0",
                         help="flags of grpo.py in rows on need: those of the demo")
     args = parser.parse_args()

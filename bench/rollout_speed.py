@@ -74,6 +74,9 @@ class ScriptedEngine:
         request.max_tokens = self.length(request.id)
         self.engine.submit(request)
 
+    def abort(self, name):
+        self.engine.abort(name)
+
     def length(self, name):
         """Tokens of a request, drawn from the name, so that both sides have the same."""
         summary = name.count("/") > 3

@@ -197,6 +197,9 @@ class Mute:
         logps = ids and [0.0] * len(ids)
         self.asked.append(Completion(request.id, ids, logps, text, ended=True))
 
+    def abort(self, name):
+        self.asked = [done for done in self.asked if done.id != name]
+
     def poll(self):
         done, self.asked = self.asked, []
         return done

@@ -21,6 +21,8 @@ from conftest import ROOT
 import eval as evaluation
 import grpo
 import launch
+import rewards
+import rollout
 import sft
 import toy
 import video
@@ -42,8 +44,7 @@ def args(tmp_path):
                               base_flags="--steps 400", taught_flags="--steps 1000",
                               sft_flags="--steps 14 --muon-lr 4e-4 --lr 1.5e-4",
                               calls_flags="--steps 24", need_flags="--steps 24",
-                              rl_flags="--prompts 8 --steps 30 --set answer_from=line "
-                                       "--show-every 0")
+                              rl_flags="--prompts 8 --steps 30 --show-every 0")
 
 
 def test_every_command_is_one_that_its_script_takes(ablation, args, monkeypatch):
@@ -54,7 +55,6 @@ def test_every_command_is_one_that_its_script_takes(ablation, args, monkeypatch)
         for script, *words in ablation.commands(name, args, 3)[1]:
             lossy = script == os.path.join("bench", "lossy.py")
             share = float(words.pop(0)) if lossy else None
-            assert lossy == (name in kinds["phase"][0])
             monkeypatch.setattr("sys.argv", [script, *words])
             if script == "toy.py":
                 continue
@@ -68,10 +68,10 @@ def test_every_command_is_one_that_its_script_takes(ablation, args, monkeypatch)
                 assert parsed["open_thought"] == ("drop" if name == "acc-drop" else "run")
                 if name in kinds["need"][0]:  # the demo's settings
                     assert parsed["temperature"] == 1.0 and parsed["sub_fps"] == 1.0
-                    assert parsed["prompts"] == 16 and parsed["answer_from"] == "tag"
+                    assert parsed["prompts"] == 16 and not lossy
                 else:
                     assert parsed["temperature"] == 0.7 and parsed["sub_fps"] == 0.375
-                    assert parsed["answer_from"] == "line"
+                    assert lossy and (share == 1 or name in kinds["phase"][0])
                 trained = parsed
             if script == "eval.py" and "--temperature 0 " in " ".join(words):
                 assert parsed["temperature"] == 0
@@ -460,6 +460,26 @@ def test_a_share_of_the_written_calls_is_lost_and_the_same_ones_again(ablation):
     assert 0.53 < np.mean(some) < 0.67 and some == served(0.6)
     assert all(served(1.0)) and not any(served(0.0))
     assert all(b for a, b in zip(some, served(0.8)) if a)  # less loss loses fewer, of the same
+
+
+@pytest.mark.parametrize("turn, want", [
+    ("hm</think><answer>B</answer> bye", "B"), ("hm</think>\nred, blue", "red, blue"),
+    ("I saw red.\nred", "red"), ("I saw red", "I saw red"),
+    ("hm</think>\nred\n</tool_call>\n", "red"), ("hm\n</think>\n", None), ("", None),
+    ("<answer>red", "red")])
+def test_the_release_reads_the_tag_else_the_last_line(turn, want, monkeypatch):
+    from bench import lossy
+
+    assert lossy.stated_answer([turn], think_open=True) == want
+    assert lossy.stated_answer([]) is None
+    monkeypatch.setattr("sys.argv", ["lossy.py", "1"])
+    monkeypatch.setattr(rewards, "paid_answer", rewards.paid_answer)
+    monkeypatch.setattr(rollout, "sub_agent", rollout.sub_agent)
+    monkeypatch.setattr(grpo, "main", lambda: None)
+    lossy.main()
+    task = {"type": "open", "answer": "red"}
+    paid = rewards.score([turn], task, think_open=True)["acc"]
+    assert paid == rewards.accuracy(want, "open", "red")
 
 
 def test_lossy_needs_its_probability(monkeypatch, capsys):

@@ -418,7 +418,7 @@ def test_a_run_that_goes_on_with_other_code_says_which_scripts_changed(tmp_path,
     assert checkpoint.resume_point(str(tmp_path), arguments(), None)[0] != str(folder)
     line = capsys.readouterr().out.strip().splitlines()[-1]
     assert line.endswith("saved by other code: gone.py, rewards.py changed since")
-    launch.write_args(str(tmp_path), arguments())
+    launch.write_args(str(tmp_path / "args.json"), arguments())
     assert json.loads((tmp_path / "args.json").read_text())["code"] == now
 
 

@@ -5,6 +5,7 @@ Subtitles in prompts: test_subtitles.py. --check: test_check.py.
 """
 import json
 import subprocess
+import sys
 
 import pytest
 
@@ -27,6 +28,7 @@ FOUR = ["Apple", "Pear", "A. Milne", "Egg"]
     (labelled("mcq", "Apple", FOUR), "letter"), (labelled("mcq", "E", FOUR), "letter"),
     (labelled("mcq", "A.", FOUR), "letter"), (labelled("mcq", "A. Milne", FOUR), "letter"),
     (labelled("mcq", "(B)", FOUR), "letter"), (labelled("mcq", "A, B", FOUR), "letter"),
+    (labelled("mcq", 1, FOUR), "the letter of"), (labelled("mcq", "1", FOUR), "the letter of"),
     (labelled("grounding", [30, 25]), "0 <= start < end"),
     (labelled("grounding", [25, 25]), "0 <= start < end"),
     (labelled("grounding", [-1, 5]), "0 <= start < end"),
@@ -44,6 +46,22 @@ def test_a_label_that_can_never_be_paid_is_refused_by_its_line(tmp_path, task, w
     with pytest.raises(launch.UserError) as e:
         data.read_tasks(str(path))
     assert str(e.value).startswith(f"{path}:2: ") and wanted in str(e.value)
+
+
+def test_rows_that_were_looked_at_before_torch_loads_are_not_read_again(tmp_path, monkeypatch):
+    path = tmp_path / "tasks.jsonl"
+    path.write_text(json.dumps(labelled("open", "fine")))
+    monkeypatch.setattr(sys, "argv", ["grpo.py", "--data", str(path), "--steps", "3"])
+    data.look_first("__main__", data.read_tasks)
+    content = path.read_text()
+    path.unlink()
+    assert data.read_tasks(str(path)) == [json.loads(content)]
+    with pytest.raises(launch.UserError):  # once
+        data.read_tasks(str(path))
+    path.write_text(json.dumps(labelled("mcq", 1, FOUR)))
+    with pytest.raises(SystemExit) as stop:
+        data.look_first("__main__", data.read_tasks)
+    assert stop.value.code == 2
 
 
 @pytest.mark.parametrize("task", [

@@ -206,7 +206,7 @@ def stand_in_for_sft(policy, disk, window):
 
     rows = types.SimpleNamespace(rows=[0] * 5, films=list, frames=None, broken=set())
     sft.open_data = lambda *_: (rows, rows)
-    sft.batch_packs = lambda *_: []
+    sft.batch_packs = lambda *_: ([], None)
     sft.build_optimizers = lambda *_: [model.adamw()]
     sft.backward = backward
     sft.held_out_loss = lambda *_: VALUES[policy.steps() - 1]
@@ -426,15 +426,16 @@ def test_rollouts_of_other_settings_are_not_replaced(tmp_path):
         assert out.read_bytes() == before
         return err
 
-    assert "other settings: frames, seed;" in refused("--seed", "1", "--frames", "4")
+    said = refused("--seed", "1", "--frames", "4")
+    assert "other settings: --frames gated (now 4), --seed 0 (now 1);" in said
     tasks = (tmp_path / "data").read_text()
     (tmp_path / "data").write_text(tasks.replace("a day", "a week", 1))
-    assert "other settings: --data;" in refused()
+    assert "other settings: --data changed since (" in refused()
     (tmp_path / "data").write_text(tasks)
     (tmp_path / "base" / "config.json").write_text('{"a": 1}')
-    assert "other settings: --ckpt;" in refused()
+    assert "other settings: --ckpt changed since (" in refused()
     (tmp_path / "base" / "config.json").write_text("{}")
     (tmp_path / "r.args.json").unlink()  # as an older version leaves it
-    assert "other settings" in refused()
+    assert "other settings: " in refused() and "r.args.json is missing" in refused()
     out.unlink()
     assert forked(rollouts(tmp_path, out, "--seed", "1"), tmp_path)[0] == 0

@@ -49,14 +49,6 @@ def test_every_flag_of_the_reward_changes_its_term(run_grpo, given_rollouts, har
     assert found[1] - found[0] == pytest.approx(change)
 
 
-def test_answer_from_line_pays_an_answer_without_its_tag(run_grpo, given_rollouts, hard_tasks):
-    """The hand-made sample 2 says the answer and never closes its thought or opens an answer."""
-    common = ("--data", hard_tasks, "--steps", 1, "--prompts", 1, "--group", 4, "--lr", 0)
-    for name, flags in (("tag", ()), ("line", ("--set", "answer_from=line"))):
-        run_grpo(*common, *flags, out=name)
-    assert [call["pay"].answer_from for call in given_rollouts] == ["tag", "line"]
-
-
 def test_agent_flags_reach_the_rollouts(run_grpo, given_rollouts, hard_tasks):
     common = ("--data", hard_tasks, "--steps", 2, "--prompts", 1)
     run_grpo(*common, "--group", 4, "--frames", 16, "--temperature", 0.5, "--no-think-prefix",
@@ -296,8 +288,8 @@ def test_defaults_are_the_recipe_and_the_toy_preset_yields_to_flags(monkeypatch)
 
 
 @pytest.mark.parametrize("flags,word", [
-    (("--prompts", 0), "--prompts"), (("--group", 0), "--group"), (("--steps", 0), "--steps"),
-    (("--set", "minibatches=0"), "minibatches"),
+    (("--prompts", 0), "--prompts"), (("--group", 1), "--group must be at least 2"),
+    (("--steps", 0), "--steps"), (("--set", "minibatches=0"), "minibatches"),
     (("--pack-tokens", 0), "--pack-tokens"), (("--temperature", 0), "--temperature"),
     (("--frames", 0), "--frames"), (("--frames", "many"), "--frames"),
     (("--lr", -1), "--lr"), (("--kl", -1), "--kl"), (("--clip", -1), "--clip"),

@@ -33,7 +33,7 @@ import video
 from endpoint import open_judge
 from tools import pick, records, replay
 
-SCRIPTS = {"sft": sft, "grpo": grpo, "eval": evaluation, "pick": pick,
+SCRIPTS = {"sft": sft, "grpo": grpo, "rollout": rollout, "eval": evaluation, "pick": pick,
            "replay": replay, "records": records}
 SAID = {"id": "said", "video": "videos/rl-0000.mp4", "question": "Which?", "answer": "crimson",
         "options": None, "type": "open", "subtitles": "said.srt"}
@@ -91,6 +91,8 @@ def flags_of(script, world):
         "grpo": (*common, "--data", world / "rl.jsonl", "--val", world / "held.jsonl", "--steps", 1,
                  "--prompts", 2, "--group", 2, "--frames", 4, "--max-new-tokens", 4,
                  "--show-every", 0),
+        "rollout": (*common[:4], "--data", world / "rl.jsonl", "--frames", 4, "--max-new-tokens", 4,
+                    "--out", world / "rollout.jsonl"),
         "eval": (*common, "--data", world / "rl.jsonl", "--frames", 4, "--allow-errors",
                  "--protocol", "direct", "--prompt-file", world / "prompt.txt"),
     }[script]
@@ -198,6 +200,11 @@ CHANGES = {  # (stage, change) -> (function of the world, exit code, words of th
     ("grpo", "held-out rows"): (lines("held.jsonl", label), 2, "--val"),
     ("grpo", "subtitles"): (text("said.srt", SRT.replace("Red", "Blue")), 2, "subtitles"),
     ("grpo", "verdicts"): (verdicts("grpo/judge.jsonl"), 0, "judge.jsonl"),
+    **{("rollout", name): (change, 2, words) for name, change, words in (
+        ("data", lines("rl.jsonl", label), "rl.jsonl"), ("template", template, "step_000001"),
+        ("checkpoint behind --ckpt", newer, "step_000002"),
+        ("subtitles", text("said.srt", SRT.replace("Red", "Blue")), "subtitles"))},
+    ("rollout", "films"): (film, 0, "films changed since"),
     **{("eval", name): (change, 2, "other settings") for name, change in {
         "data": lines("rl.jsonl", label), "checkpoint behind --ckpt": newer, "template": template,
         "subtitles": text("said.srt", SRT.replace("Red", "Blue")),
@@ -235,7 +242,7 @@ def ended(world, start, server, finished, tmp_path):
     return ended
 
 
-@pytest.mark.parametrize("stage", ["sft", "grpo", "eval"])
+@pytest.mark.parametrize("stage", ["sft", "grpo", "rollout", "eval"])
 def test_a_second_start_of_an_unchanged_world_says_nothing_of_changes(ended, start, stage):
     _, flags = ended(stage)
     code, said = start(stage, *flags)
@@ -250,7 +257,7 @@ def test_what_is_read_and_is_no_flag_may_not_change_in_silence(ended, start, sta
     change(world)
     code, said = start(stage, *flags)
     assert code == wanted and words in said, said
-    if wanted == 2 and stage != "eval" and "adapters" not in words:
+    if wanted == 2 and stage in ("sft", "grpo") and "adapters" not in words:
         code, said = start(stage, *flags, "--resume")
         assert code == 0 and words in said, said
 

@@ -369,7 +369,7 @@ def one_update(toy, pack_tokens, replicas=1):
     before = {n: checkpoint.whole_tensor(p.detach()).clone() for n, p in policy.named_parameters()
               if p.requires_grad}
     mine = launch.deal([0, 1, 2, 3, 4, 5, 15], chats.cost, rank, world)
-    packs = sft.make_packs(chats, mine, codec, pack_tokens)
+    packs, _ = sft.make_packs(chats, mine, codec, pack_tokens)
     policy.features = vision
     loss, count = sft.backward(policy, packs)
     grads = {n: checkpoint.whole_tensor(p.grad) for n, p in policy.named_parameters()

@@ -489,7 +489,7 @@ def chat_pack(codec, world, kind="image"):
     """-> (a pack of every chat of the cold start, what loads its frames)."""
     args = SimpleNamespace(video_root=None, min_pixels=1024, max_pixels=50176, max_len=4096)
     chats = sft.Chats(str(world / "sft.jsonl"), codec, args, video.FrameCache())
-    (pack,) = sft.make_packs(chats, range(len(chats.rows)), codec, 10**6)
+    ((pack,), _) = sft.make_packs(chats, range(len(chats.rows)), codec, 10**6)
     return pack, chats.frames
 
 

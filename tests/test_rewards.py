@@ -33,7 +33,6 @@ from rewards import (
     never_closed,
     normalise,
     parse_tool_calls,
-    stated_answer,
     structural_mask,
     temporal_iou,
     token_f1,
@@ -300,16 +299,6 @@ def test_evaluation_falls_back_on_the_text_after_the_thought(turns, want):
 def test_evaluation_does_not_guess_from_a_forced_thought_that_never_closes():
     assert (answer_or_tail(["maybe B"], think_open=True),
             answer_or_tail(["maybe B"])) == (None, "maybe B")
-
-
-@pytest.mark.parametrize("turn, want", [
-    ("hm</think><answer>B</answer> bye", "B"), ("hm</think>\nred, blue", "red, blue"),
-    ("I saw red.\nred", "red"), ("I saw red", "I saw red"),
-    ("hm</think>\nred\n</tool_call>\n", "red"), ("hm\n</think>\n", None), ("", None),
-    ("<answer>red", "red")])
-def test_stated_answer_is_the_tag_else_the_last_line(turn, want):
-    assert stated_answer([turn], think_open=True) == want and stated_answer([]) is None
-    assert score([turn], "open", "red", answer_from="line")["acc"] == accuracy(want, "open", "red")
 
 
 @pytest.mark.parametrize("text, think_open, want", [
@@ -618,7 +607,6 @@ def test_the_forms_in_which_models_write_spans_are_read(response):
     # Training reads the answer body, whose stamps are text and no tags: an answer was given.
     turn = f"{THOUGHT}</think><answer>{response}</answer>"
     assert score([turn], "grounding", (12.5, 20))["acc"] == 1.0
-    assert score([turn], "grounding", (12.5, 20), answer_from="line")["acc"] == 1.0
     assert format_reward([turn])["answer_opened"] and format_reward([turn])["well_formed"]
 
 

@@ -97,11 +97,11 @@ def test_loss_is_the_mean_over_all_trained_tokens(toy, codec, policy, process_gr
     vision = model.VisionFeatures(policy.hf.model.visual, codec, chats.frames)
     indices = [0, 1, 15]
     alone = [forward(policy, p, vision)[0] for i in indices
-             for p in sft.make_packs(chats, [i], codec, 1)]
+             for p in sft.make_packs(chats, [i], codec, 1)[0]]
     assert len({len(x) for x in alone}) == 3
     wanted = -torch.cat(alone).mean().item()
     for budget in (1, 10**6):
-        packs = sft.make_packs(chats, indices, codec, budget)
+        packs, _ = sft.make_packs(chats, indices, codec, budget)
         assert len(packs) == (3 if budget == 1 else 1)
         with torch.no_grad():
             loss, count = sft.backward(policy, packs)
@@ -203,7 +203,7 @@ def test_an_unusable_video_is_skipped_by_name(toy, codec, tmp_path, capsys, spec
     end a training."""
     rows = [{"id": "odd-one", "messages": user_and("a", **spec)}, *small_rows(toy, count=1)]
     chats = chats_of(write_rows(tmp_path / "d.jsonl", rows), codec, video_root=str(toy))
-    packs = sft.make_packs(chats, [0, 1, 0], codec, 2048)
+    packs, _ = sft.make_packs(chats, [0, 1, 0], codec, 2048)
     assert chats.broken == {0} and len(packs) == 1 and len(packs[0].layout) == 1
     assert capsys.readouterr().out.count("skipped odd-one") == 1
 
@@ -211,6 +211,26 @@ def test_an_unusable_video_is_skipped_by_name(toy, codec, tmp_path, capsys, spec
 def test_frames_are_decoded_once_per_chat_and_encoded_once(toy, codec):
     chats = chats_of(toy / "sft.jsonl", codec)
     assert chats[0] is chats[0]
+
+
+def test_a_film_that_goes_or_changes_after_its_first_epoch_costs_one_chat(
+        toy, codec, policy, tmp_path, capsys, process_group):
+    """Also if it goes between the making of a batch and the forward."""
+    film, other = tmp_path / "a.mp4", toy / "videos" / "sft-0001.mp4"
+    shutil.copy(toy / "videos" / "sft-0000.mp4", film)
+    rows = [{"id": "one", "messages": user_and("a", video="a.mp4", frames=4)}]
+    chats = chats_of(write_rows(tmp_path / "d.jsonl", rows), codec)
+    policy.features = model.VisionFeatures(policy.hf.model.visual, codec, None)
+    features = []
+    for change in (lambda: shutil.copy(other, film), film.unlink):
+        packs, policy.features.load = sft.make_packs(chats, [0], codec, 2048)
+        change()
+        with torch.no_grad():
+            assert sft.backward(policy, packs)[1] == 2
+        features.append(policy.features(packs[0].items[0]))
+    assert not torch.equal(*features)  # the second batch showed the new film
+    assert sft.make_packs(chats, [0], codec, 2048)[0] == [] and chats.broken == {0}
+    assert "skipped one" in capsys.readouterr().out
 
 
 def test_encoded_chats_are_kept_within_a_bound(toy, codec):

@@ -1482,6 +1482,8 @@ def test_resolve_stays_inside_root(tmp_path):
     for path in ("a\0b", None, 7):
         with pytest.raises(VideoError, match="not a path"):
             video.resolve(path, root)
+    with pytest.raises(VideoError, match="download the film first"):
+        video.resolve("https://example.org/a.mp4", root)
 
 
 def test_load_message_items(minute):
