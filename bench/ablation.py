@@ -177,11 +177,11 @@ def history(name, args, seed):
 
 
 @functools.cache  # parsing all scripts takes half a second
-def code_digests(lossy=False):
-    """{script: digest of its code} of every script that a row may depend on, bench/lossy.py if
-    `lossy`. Comments, docstrings and blank lines do not count."""
+def code_digests():
+    """{script: digest of its code} of every script that a row may depend on. Comments, docstrings
+    and blank lines do not count."""
     found = {}
-    for pattern in ("*.py", "evaluation/*.py", *["bench/lossy.py"] * lossy):
+    for pattern in ("*.py", "evaluation/*.py", "bench/lossy.py"):
         for path in sorted(glob.glob(os.path.join(ROOT, pattern))):
             with open(path) as f:
                 tree = ast.parse(f.read())
@@ -201,7 +201,7 @@ def version(digests):
 
 def made_by(name, args, seed):
     """What a cached result must equal: its commands and the code that ran them."""
-    code = version(code_digests(lossy=name not in need_rows()))
+    code = version(code_digests())
     return {"commands": history(name, args, seed), "code": code}
 
 
@@ -473,8 +473,9 @@ def main():
                    for seed, found in stored["results"].items()}
         results = {seed: found for seed, found in results.items() if found}
         codes = stored.get("code", {})
-    today = [code_digests(), code_digests(lossy=True)]
-    codes |= {version(digests): digests for digests in today}
+    now = code_digests()
+    codes.pop(version(now), None)
+    codes[version(now)] = now  # the last one, see verdicts.versions
 
     def save():
         judged = verdicts.judge(results)
