@@ -1,12 +1,12 @@
 # make venv   the environment, in .venv (GPU=1, GPU=0: for GPUs or not, whatever this machine has)
 # make test   the tests (ARGS="--shuffle 7": in a random order)
-# make test-all   also the ablation's tests and those of view.py's page
+# make test-all   also the tests in tests/all: rare cases, long sweeps, faults, pages in a browser
 # make test-fast   the edit loop: a minute or two, without engines and processes
 # make lint   ruff, and the sizes of the scripts beside their aims
 # make demo   toy world -> SFT -> PARA-GRPO -> evaluation of both -> one table, one page (LORA=8: PARA-GRPO by adapters; SEED=1; BASE=qwen3.5: a quarter of an hour)
 # make test-page   the tests of view.py's page in a real browser (installs Debian's Chromium); `make test-all` runs them where there is one
-# make test-faults   a fault at every file operation of a save and of a start (`make test` tries a sample)
-# make test-compat   a saved checkpoint in transformers 4.57 (installed beside, in .venv/transformers-4.57; `make test` then does it too)
+# make test-faults   a fault at every file operation of a save and of a start (`make test-all` tries a sample)
+# make test-compat   a saved checkpoint in transformers 4.57 (installed beside, in .venv/transformers-4.57; `make test-all` then does it too)
 # make ablation   three experiments in the toy world -> bench/ablation.{json,md}, docs/ablation*.png  (about 4 hours on two cores; finished rows are kept)
 PYTHON ?= python3
 # one rank a GPU (a power of two: the demo's 16 prompts are dealt out evenly), two where there is none
@@ -87,14 +87,14 @@ lint: venv
 	$(BIN)/python tools/lint.py
 
 test-faults: venv
-	$(BIN)/python -m pytest tests/test_file_faults.py --all-faults $(ARGS)
+	$(BIN)/python -m pytest tests/all/test_file_faults.py --all-faults $(ARGS)
 
 test-page: venv
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { apt-get update -q && apt-get install -y -q chromium chromium-driver; }
-	$(BIN)/python -m pytest tests/test_page.py tests/test_serve_page.py
+	$(BIN)/python -m pytest tests/all/test_page.py tests/all/test_serve_page.py
 
 test-compat: .venv/transformers-4.57
-	$(BIN)/python -m pytest tests/test_published.py -k transformers_4 $(ARGS)
+	$(BIN)/python -m pytest tests/all/test_published.py -k transformers_4 $(ARGS)
 
 .venv/transformers-4.57: .venv/ready
 	rm -rf $@.part

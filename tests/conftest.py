@@ -89,22 +89,23 @@ def pytest_addoption(parser):
         help="files and their tests in a random order: no test may need another")
     add("--fast", action="store_true",
         help="leave out what builds vLLM's engine, starts processes or takes long otherwise")
-    add("--all", action="store_true", help="also the ablation's tests and those of the page")
+    add("--all", action="store_true", help="also the tests in tests/all")
     add("--all-faults", action="store_true",
         help="test_file_faults strikes at every file operation, not at a sample of them")
     add("--kills", type=int, default=4, help="of a run, in the tests of test_survival that kill")
 
 
+def pytest_ignore_collect(collection_path, config):
+    """tests/all belongs to --all, and to a command that names the folder or a file of it."""
+    if collection_path == Path(ROOT, "tests", "all") and not config.getoption("--all"):
+        return not any("all" in Path(words).parts for words in config.args) or None
+
+
 def pytest_collection_modifyitems(config, items):
     """Long files first: with a file to each of two processes, a long one at the end would leave the
     other idle."""
-    if not config.getoption("--all"):  # unless a command names them
-        left = {name for name in ("test_ablation.py", "test_page.py", "test_serve_page.py")
-                if not any(name in argument for argument in config.args)}
-        items[:] = [item for item in items if item.path.name not in left]
     if config.getoption("--fast"):
-        files = {"test_faults.py", "test_survival.py", "test_published.py", "test_bf16.py",
-                 "test_fake_gpu.py", "test_page.py", "test_server.py", "test_toy.py"}
+        files = {"test_faults.py", "test_survival.py", "test_toy.py"}
         made = {"engine", "vllm_engines", "training", "recorded"}
         items[:] = [item for item in items
                     if item.path.name not in files and not made & set(item.fixturenames)]
@@ -193,26 +194,6 @@ def toy(tmp_path_factory):
     weights["model.language_model.embed_tokens.weight"] *= 0.02 * 128**0.5
     save_file(weights, path, metadata={"format": "pt"})
     return folder
-
-
-@pytest.fixture(scope="session")
-def published(tmp_path_factory):
-    """-> function (tied, thinking) -> folder of a tiny random checkpoint as Qwen3-VL's are
-    published: their vocabulary, templates, layout."""
-    import published
-
-    if not published.vocabulary_file():
-        pytest.skip("the published vocabulary is not installed (dashscope)")
-    folder = tmp_path_factory.mktemp("published")
-    published.write_tokenizer(folder)
-
-    @functools.cache
-    def write(tied, thinking):
-        name = folder / f"{'tied' if tied else 'untied'}-{'thinking' if thinking else 'instruct'}"
-        published.write_checkpoint(name, folder, tied, thinking)
-        return str(name)
-
-    return write
 
 
 @pytest.fixture(scope="session")

@@ -69,7 +69,8 @@ def wait(pids, seconds):
 
 
 def load():
-    """The imports."""
+    """The imports; scripts that belong to tests find the helpers of this folder."""
+    sys.path.append(os.path.dirname(os.path.abspath(__file__)))
     import launch
 
     launch.import_shim()

@@ -7,13 +7,10 @@ files, code of their own. Each is one line on stderr with exit code 2, by every 
 and a run that is refused leaves no folder.
 """
 import argparse
-import builtins
-import contextlib
 import hashlib
 import json
 import os
 import shutil
-import sys
 import textwrap
 from pathlib import Path
 
@@ -22,23 +19,16 @@ import torch
 from album import logprobs, response, separate_and_packed
 from conftest import ROOT, run_script
 from reference import forward
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import chat
 import checkpoint
-import eval as evaluation
-import grpo
 import launch
 import metrics
 import model
-import rollout
-import sft
-from engine import Limits, VllmEngine
 from model import Span, Tree
-from tools import plan
 
 CPU = torch.device("cpu")
-SCRIPTS = {"sft": sft, "grpo": grpo, "rollout": rollout, "eval": evaluation}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -196,30 +186,6 @@ def test_every_rank_reads_its_own_part_of_the_checkpoint(toy, tmp_path):
     assert done.returncode == 0 and "same" in done.stdout, done.stderr[-2000:]
 
 
-def test_a_checkpoint_in_several_files_or_with_other_shapes(toy, codec, process_group, tmp_path):
-    folder = tmp_path / "many"
-    shutil.copytree(toy / "init", folder)
-    weights = load_file(folder / "model.safetensors")
-    names = sorted(weights)
-    (folder / "model.safetensors").unlink()
-    where = {name: f"model-0000{1 + n % 2}-of-00002.safetensors" for n, name in enumerate(names)}
-    for file in set(where.values()):
-        save_file({n: weights[n] for n in names if where[n] == file}, folder / file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
-    policy = checkpoint.load_sharded(str(folder), codec, CPU)
-    assert all(torch.equal(w, weights[n]) for n, w in checkpoint.full_weights(policy))
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    lost = index["weight_map"].pop(names[0])
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(launch.UserError, match="1 weights are missing"):
-        checkpoint.load_sharded(str(folder), codec, CPU)
-    save_file({**{n: weights[n] for n in names if where[n] == lost}, names[0]: torch.zeros(3)},
-              folder / lost)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
-    with pytest.raises(launch.UserError, match="has shape"):
-        checkpoint.load_sharded(str(folder), codec, CPU)
-
-
 def test_a_frozen_copy_has_the_same_log_probs_and_no_gradients(toy, codec, process_group, album):
     policy, frozen = (checkpoint.load_sharded(str(toy / "init"), codec, CPU, frozen=frozen)
                       for frozen in (False, True))
@@ -316,14 +282,6 @@ def test_the_state_names_the_best_checkpoint_and_every_start_restores_the_links(
         assert links() == ["step_000003", "step_000001"] and not capsys.readouterr().out
 
 
-def test_an_older_run_that_cannot_be_deleted_is_not_begun_anew(tmp_path, monkeypatch):
-    """Its checkpoint would be the newest one at the next start."""
-    saved_at(tmp_path, "step_000002")
-    monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda *_, **__: None)
-    with pytest.raises(launch.UserError, match="step_000002 of an older run cannot be deleted"):
-        checkpoint.clean_run(str(tmp_path), start=0)
-
-
 def saved_at(out, name, weights="w" * 10, **state):
     folder = out / name
     folder.mkdir(parents=True)
@@ -359,24 +317,6 @@ def test_what_killed_runs_left_half_written_is_dropped(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["rollouts", "step_000003"]
     # Those of the fourth step, which this run takes again, perhaps on fewer ranks, are gone.
     assert os.listdir(tmp_path / "rollouts") == ["step_000002.rank0.jsonl"]
-
-
-def test_a_process_killed_while_it_prunes_leaves_no_torn_checkpoint(tmp_path, monkeypatch):
-    for n in (1, 2, 3):
-        saved_at(tmp_path, f"step_00000{n}")
-
-    def killed(path, **_):
-        os.remove(os.path.join(path, "model.safetensors"))
-        raise SystemError("killed here")
-
-    with monkeypatch.context() as patched, pytest.raises(SystemError):
-        patched.setattr(checkpoint.shutil, "rmtree", killed)
-        checkpoint.prune_checkpoints(str(tmp_path / "step_000003"), 1)
-    left = [name for name in os.listdir(tmp_path) if name.startswith("step_")]
-    assert len(left) == 2 and "step_000003" in left  # whichever of the two old ones came first
-    checkpoint.clean_run(str(tmp_path), start=3)
-    checkpoint.prune_checkpoints(str(tmp_path / "step_000003"), 1)
-    assert os.listdir(tmp_path) == ["step_000003"]
 
 
 def arguments(**flags):
@@ -486,307 +426,11 @@ def ckpt(toy, tmp_path):
     return shutil.copytree(toy / "init", tmp_path / "ckpt")
 
 
-@pytest.fixture
-def refuse(monkeypatch, capsys, toy, tmp_path):
-    """refuse(script, folder) -> the one line that the script says; no --out is left."""
-
-    def refuse(script, ckpt):
-        data = {"sft": "sft", "eval": "eval"}.get(script, "rl")
-        out = tmp_path / "runs" / "out"
-        target = out / "r.jsonl" if script == "rollout" else out
-        flags = ("--preset", "toy", "--ckpt", ckpt, "--data", toy / f"{data}.jsonl", "--video-root",
-                 toy, "--out", target)
-        words = (ckpt,) if script == "plan" else flags
-        monkeypatch.setattr(sys, "argv", [f"{script}.py", *map(str, words)])
-        with pytest.raises(SystemExit) as stop:
-            launch.run_main((plan if script == "plan" else SCRIPTS[script]).main)
-        assert stop.value.code == 2 and not out.parent.exists()
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"{script}.py: ")
-        return line
-
-    return refuse
-
-
-def change(folder, name, part=None, **values):
-    """Set values in a JSON file of a checkpoint, in a part of it."""
-    content = json.loads((folder / name).read_text())
-    (content[part] if part else content).update(values)
-    (folder / name).write_text(json.dumps(content))
-
-
-def emptied(folder):
-    for path in folder.iterdir():
-        path.unlink()
-
-
-def replaced(folder, content):
-    shutil.rmtree(folder)
-    folder.write_bytes(content)
-
-
-def other_adapters(folder, whole=True):
-    if not whole:
-        emptied(folder)
-    config = {"peft_type": "LORA", "r": 8, "base_model_name_or_path": "Qwen/Qwen3-VL-8B-Instruct"}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-
-
-def quantized(**config):
-    return lambda folder: change(folder, "config.json", **config)
-
-
 def text(name, content):
     def write(folder):
         (folder / name).write_bytes(content)
     return write
 
 
-# What a folder's configuration says: every script refuses it, and tools/plan.py as well.
-CONFIGS = {
-    "moe": (quantized(model_type="qwen3_vl_moe"), "model_type is 'qwen3_vl_moe'"),
-    "qwen2.5": (quantized(model_type="qwen2_5_vl"), "model_type is 'qwen2_5_vl'"),
-    "unknown": (quantized(model_type="nonsense"), "model_type is 'nonsense'"),
-    "odd type": (quantized(model_type=["qwen3_vl"]), "model_type is ['qwen3_vl']"),
-    "no type": (text("config.json", b"{}"), "model_type is None"),
-    "a list": (text("config.json", b"[1]"), "config.json holds list"),
-    "a number": (text("config.json", b"7"), "config.json holds int"),
-    "cut": (text("config.json", b'{"model_type": "qwen3_vl",'), "config.json is not JSON"),
-    "empty file": (text("config.json", b""), "config.json is not JSON"),
-    "latin-1": (text("config.json", b'{"model_type": "qwen3_vl\xe9"}'), "config.json is not JSON"),
-    "nested": (text("config.json", b"[" * 100_000), "config.json is not JSON"),
-    "odd value": (lambda f: change(f, "config.json", "text_config", hidden_size="big"),
-                  "config.json cannot be used"),
-    "negative": (lambda f: change(f, "config.json", "text_config", hidden_size=-5),
-                 "config.json cannot be used"),
-    "fp8": (quantized(quantization_config={"quant_method": "fp8"}), "quantization_config"),
-    "text fp8": (lambda f: change(f, "config.json", "text_config", quantization_config={}),
-                 "quantization_config"),
-    "code": (quantized(auto_map={"AutoConfig": "evil.Evil"}), "config.json asks for code"),
-    "inner code": (lambda f: change(f, "processor_config.json", "image_processor",
-                                    auto_map={"AutoImageProcessor": "evil.Evil"}),
-                   "processor_config.json asks for code"),
-    "empty": (emptied, "no config.json"),
-    "adapters alone": (lambda f: other_adapters(f, whole=False), "no config.json"),
-}
-
-
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_every_script_refuses_what_no_script_trains(ckpt, refuse, kind):
-    damage, why = CONFIGS[kind]
-    damage(ckpt)
-    for script in (*SCRIPTS, "plan"):
-        line = refuse(script, ckpt)
-        assert why in line and str(ckpt) in line
-
-
-def sharded(folder):
-    """As large checkpoints are stored -> names of its files."""
-    weights = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    files = {name: f"model-0000{1 + n % 2}-of-00002.safetensors"
-             for n, name in enumerate(sorted(weights))}
-    for file in set(files.values()):
-        save_file({n: weights[n] for n in weights if files[n] == file}, folder / file)
-    index = {"metadata": {}, "weight_map": files}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return sorted(set(files.values()))
-
-
-def torn(content, index=True):
-    """A shard that is cut to so many bytes, or not there at all; with or without its index."""
-    def damage(folder):
-        last = folder / sharded(folder)[-1]
-        if content is None:
-            last.unlink()
-        else:
-            last.write_bytes(last.read_bytes()[:content])
-        if not index:
-            (folder / "model.safetensors.index.json").unlink()
-    return damage
-
-
-def stale(folder):
-    """An older download beside the shards: which of the two is loaded would be anyone's guess."""
-    old = shutil.copy(folder / "model.safetensors", folder / "old")
-    sharded(folder)
-    shutil.move(old, folder / "model.safetensors")
-
-
-def broken_index(content):
-    def damage(folder):
-        sharded(folder)
-        (folder / "model.safetensors.index.json").write_bytes(content)
-    return damage
-
-
-def pickled(folder):
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-
-
-def gguf(folder):
-    (folder / "model.safetensors").rename(folder / "model-Q4_K_M.gguf")
-
-
-def stored_as(dtype, only="q_proj"):
-    def damage(folder):
-        weights = load_file(folder / "model.safetensors")
-        weights = {n: w.to(dtype) if only in n else w for n, w in weights.items()}
-        save_file(weights, folder / "model.safetensors")
-    return damage
-
-
 def gone(name):
     return lambda folder: (folder / name).unlink()
-
-
-# What lies beside it.
-def another_weight(folder):
-    path = folder / "model.safetensors"
-    save_file({**load_file(path), "model.language_model.extra.weight": torch.zeros(2)}, path,
-              metadata={"format": "pt"})
-
-
-FILES = {
-    "shard missing": (torn(None), "model-00002-of-00002.safetensors is missing"),
-    "shard missing, no index": (torn(None, index=False), "weights are missing"),
-    "shard empty": (torn(0), "model-00002-of-00002.safetensors cannot be read"),
-    "shard cut": (torn(100_000), "model-00002-of-00002.safetensors cannot be read"),
-    "index cut": (broken_index(b"{"), "index.json is not JSON"),
-    "index of nothing": (broken_index(b"{}"), "no weight_map"),
-    "index, odd": (broken_index(b'{"weight_map": {"a": 3}}'), "3 is missing"),
-    "two downloads": (stale, "is in model-0000"),
-    "pickles": (pickled, "no .safetensors file"),
-    "gguf": (gguf, "no .safetensors file"),
-    "fp8 unsaid": (stored_as(torch.float8_e4m3fn), "is stored as F8_E4M3"),
-    "int8": (stored_as(torch.int8), "is stored as I8"),
-    "fp64": (stored_as(torch.float64, ""), "is stored as F64"),
-    "another size": (lambda f: change(f, "config.json", "text_config", intermediate_size=128),
-                     "has shape"),
-    "deeper": (lambda f: change(f, "config.json", "text_config", num_hidden_layers=9),
-               "4 decoder layers are stored, config.json names 9"),
-    "shallower": (lambda f: change(f, "config.json", "text_config", num_hidden_layers=1),
-                  "4 decoder layers are stored, config.json names 1"),
-    "absurdly deep": (lambda f: change(f, "config.json", "text_config", num_hidden_layers=10**6),
-                      "config.json names 1000000"),
-    "more than its model": (another_weight, "is stored, but config.json describes a model without"),
-    "a kernel of a hub": (quantized(attn_implementation="kernels-community/flash-attn3"),
-                          "config.json asks for code"),
-    "no tokenizer": (gone("tokenizer.json"), "tokenizer.json is missing"),
-    "no class of it": (gone("tokenizer_config.json"), "tokenizer_config.json is missing"),
-    "tokenizer cut": (text("tokenizer.json", b'{"version": "1.0",'), "tokenizer.json is not JSON"),
-    "tokenizer of nothing": (text("tokenizer.json", b"{}"), "tokenizer or processor cannot be"),
-    "tokenizer list": (text("tokenizer_config.json", b"[]"), "tokenizer_config.json holds list"),
-    "no template": (gone("chat_template.jinja"), "no chat template"),
-    "odd template": (text("chat_template.jinja", b"{% if %}"), "chat template cannot be used"),
-    "no processor": (gone("processor_config.json"), "preprocessor_config.json is missing"),
-    "other processor": (lambda f: change(f, "processor_config.json", "image_processor",
-                                         patch_size=14), "image processor cuts patches"),
-    "no mean": (lambda f: change(f, "processor_config.json", "image_processor", image_mean=None),
-                "tokenizer or processor cannot be used"),
-    "other ids": (lambda f: change(f, "config.json", image_token_id=7), "<|image_pad|> is id"),
-    "processor cut": (text("processor_config.json", b"{"), "processor_config.json is not JSON"),
-    "generation cut": (text("generation_config.json", b"{"), "generation_config.json is not JSON"),
-    "odd ends": (lambda f: change(f, "generation_config.json", eos_token_id=["x"]), "eos_token_id"),
-    "other adapters": (other_adapters, "were not saved by sft.py or grpo.py"),
-    "adapters cut": (text("adapter_config.json", b"{"), "adapter_config.json is not JSON"),
-    "a file": (lambda f: replaced(f, b"x"), "no config.json"),
-    "a gguf file": (lambda f: replaced(f, b"GGUF"), "no config.json"),
-    "nothing": (shutil.rmtree, "no such folder"),
-}
-
-
-@pytest.mark.parametrize("kind", FILES)
-def test_every_script_refuses_what_it_cannot_load(ckpt, refuse, kind):
-    damage, why = FILES[kind]
-    damage(ckpt)
-    for script in SCRIPTS:
-        line = refuse(script, ckpt)
-        assert why in line and str(ckpt) in line
-
-
-def test_links_to_nothing_and_folders_named_like_files_do_no_harm(ckpt):
-    """Hub caches leave dangling links behind."""
-    (ckpt / "notes.txt").symlink_to(ckpt / "gone")
-    (ckpt / "old.json").mkdir()
-    assert checkpoint.resolve_checkpoint(str(ckpt)) == str(ckpt)
-    assert checkpoint.content_digest(str(ckpt)) and "notes.txt" not in chat.small_files(str(ckpt))
-
-
-def test_a_refused_run_leaves_an_older_folder_as_it_is(ckpt, refuse, tmp_path, monkeypatch):
-    """Empty ones too, since the run did not make them."""
-    other = tmp_path / "mine"
-    other.mkdir()
-    launch.make_out(str(other))
-    launch.make_out(str(other / "a" / "b"))
-    (other / "a" / "kept").write_text("x")
-    emptied(ckpt)
-    refuse("sft", ckpt)
-    assert [path.name for path in other.rglob("*")] == ["a", "kept"]
-
-
-@pytest.mark.parametrize("damage", [
-    sharded, stored_as(torch.float16, ""), stored_as(torch.bfloat16), quantized(dtype="bfloat16"),
-    quantized(torch_dtype="float16"), quantized(quantization_config=None),
-    torn(10**9, index=False)])
-def test_what_is_whole_is_taken_however_it_is_stored(ckpt, damage):
-    damage(ckpt)
-    assert checkpoint.resolve_checkpoint(str(ckpt)) == str(ckpt)
-    assert plan.read_config(str(ckpt)).text_config.hidden_size == 128
-
-
-# ------------------------------------------------------------------------------------------------
-# Code that a checkpoint brings
-
-
-@pytest.fixture
-def evil(ckpt, tmp_path, monkeypatch):
-    """A checkpoint that asks in every file for its own code -> (folder, the file that this code, or
-    a question on the terminal, would make)."""
-    trace = tmp_path / "trace"
-    code = f"open({str(trace)!r}, 'w').close()\nclass Evil:\n    pass\n"
-    (ckpt / "evil.py").write_text(code)
-    change(ckpt, "config.json", auto_map={"AutoConfig": "evil.Evil", "AutoModel": "evil.Evil"})
-    change(ckpt, "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.Evil", None]})
-    change(ckpt, "processor_config.json", auto_map={"AutoProcessor": "evil.Evil"})
-
-    monkeypatch.setattr(builtins, "input", lambda *_: trace.write_text("asked") and "n")
-    return ckpt, trace
-
-
-def test_code_of_a_checkpoint_is_refused_and_not_run(evil, refuse):
-    folder, trace = evil
-    for script in (*SCRIPTS, "plan"):
-        assert "asks for code of its own (auto_map" in refuse(script, folder)
-    assert not trace.exists()
-
-
-def test_nor_is_it_run_by_a_loader_alone(evil, process_group, monkeypatch):
-    """Without the check: every call of transformers and vLLM says so itself."""
-    vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
-    folder, trace = evil
-    monkeypatch.setattr(chat, "asks_for_code", lambda _: False)
-    codec = chat.load_codec(str(folder))
-    checkpoint.load_sharded(str(folder), codec, torch.device("cpu"))
-    said = {}
-
-    class Stop(Exception):
-        pass
-
-    def engine(ckpt, **options):
-        said.update(options)
-        raise Stop
-
-    monkeypatch.setattr(vllm, "LLM", engine)
-    with pytest.raises(Stop):
-        VllmEngine(str(folder), codec, Limits(context=1024))
-    assert said["trust_remote_code"] is False
-    # A tokenizer and a model that transformers does not know: it would ask.
-    change(folder, "tokenizer_config.json", tokenizer_class="Evil")
-    with contextlib.suppress(launch.UserError):
-        chat.load_codec(str(folder))
-    change(folder, "config.json", model_type="evil")
-    with pytest.raises(launch.UserError, match="config.json cannot be used"):
-        chat.load_config(str(folder))
-    assert not trace.exists()

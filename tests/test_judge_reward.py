@@ -7,25 +7,19 @@ is tested in test_eval.py.
 """
 import argparse
 import asyncio
-import functools
 import json
 import re
 import sys
-import threading
-import time
 
 import pytest
-from scripted import Scripted, Server, play
+from scripted import Scripted, Server
 
-import data
 import endpoint as client
 import grpo
-import launch
 import rewards
 import rollout
 from evaluation import endpoint
-from tools import pick, replay
-from video import FrameCache
+from tools import replay
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -168,73 +162,8 @@ def test_a_failed_verdict_is_paid_by_token_f1_and_tried_again(
     assert capsys.readouterr().err.count("no verdict of the judge (") == 1
 
 
-def test_a_judge_that_goes_away_stops_no_run_and_is_asked_when_it_is_back(
-        judge, no_pause, capsys):
-    """No server within the wait: the answers that are left fall back at once. The next step looks
-    again."""
-    up = {"up": True}
-
-    def reply(body):
-        return "yes" if up["up"] else 503
-
-    with Server(reply, probe=reply) as server:
-        one = judge(server)
-        up["up"] = False
-        down = pay(one, *[said(f"{n} red", n) for n in range(9)])
-        assert [r["judge"] for r in down] == ["fallback"] * 9 and len(server.asked) < 27
-        up["up"] = True
-        assert [r["judge"] for r in pay(one, said("0 red"))] == [True]
-    assert capsys.readouterr().err.count("no verdict of the judge (") == 1
-
-
-def test_episodes_go_on_while_the_judge_thinks_and_keep_their_order(judge):
-    """The judge answers only after the last episode has been played."""
-    over = threading.Event()
-
-    def episodes():
-        for n in range(5):
-            yield said(f"colour {n}", n)
-        yield said("A", 5, kind="mcq", answer="A", options=["red", "blue"])
-        over.set()
-
-    with Server(lambda body: "yes" if over.wait(20) else 500) as server:
-        found = list(rollout.paid(episodes(), None, judge(server)))
-    assert [e.sample for e in found] == list(range(6))
-    assert [e.reward.get("judge") for e in found] == [True] * 5 + [None]
-
-
-def test_no_more_episodes_wait_than_there_may(judge):
-    """Each holds its frames."""
-    played, held = [], threading.Event()
-
-    def episodes():
-        for n in range(5):
-            played.append(n)
-            if n == 3:  # a third one waits: the first must be paid now
-                assert held.is_set()
-            yield said(f"colour {n}", n)
-
-    def reply(body):
-        if given(body) == "colour 0":
-            threading.Timer(0.05, held.set).start()
-            held.wait(20)
-        return "yes"
-
-    with Server(reply) as server:
-        found = rollout.paid(episodes(), None, judge(server), most=2)
-        assert next(found).sample == 0 and played == [0, 1, 2]
-        assert [e.sample for e in found] == [1, 2, 3, 4]
-
-
 # ------------------------------------------------------------------------------------------------
 # The scripts
-
-
-def test_flags_of_the_judge_belong_together(tmp_path):
-    for more in ({"judge_model": None}, {"judge_url": None}):
-        with pytest.raises(launch.UserError, match="--judge-url and --judge-model belong together"):
-            client.open_judge(flags("http://127.0.0.1:9/v1", **more))
-    assert client.open_judge(flags("x", judge_url=None, judge_model=None)) is None
 
 
 @pytest.fixture
@@ -315,66 +244,3 @@ def test_a_run_is_trained_by_its_verdicts_and_counts_them(run, tmp_path, capsys)
     for rows, best in ((with_judge, 1), (without, 0)):
         task_part = [row["advantage"]["task"] for row in rows[:4]]
         assert max(task_part) == task_part[best] > 0 and task_part.count(max(task_part)) == 1
-
-
-def test_recorded_rollouts_are_scored_by_the_judge_of_their_own_run(run, tmp_path):
-    """rollout.py --out, then replay.py: the same rewards with the same judge."""
-    replies = table({"crimson": "yes"})
-    with Server(replies) as server:
-        run("rollout", "--out", tmp_path / "r.jsonl", *judged_by(server))
-        rows = rows_of(tmp_path / "r.jsonl")
-        assert [r["reward"].get("judge") for r in rows] == [False, True, False, None] * 2
-        assert len(server.asked) == 3 == len(rows_of(tmp_path / "judge.jsonl"))
-        plain = argparse.Namespace(judge_url=None, judge_model=None)
-        assert [e.reward["acc"] for e in replay.read_rollouts([tmp_path / "r.jsonl"], rewards.Pay())
-                ] == [1.0, 0.0, 0.0, 0.0] * 2 and client.open_judge(plain) is None
-        run("replay", "--out", tmp_path / "out", "--rollouts", tmp_path / "r.jsonl",
-            *judged_by(server))
-        (row,) = rows_of(tmp_path / "out" / "log.jsonl")
-        assert row["acc"] == 0.25 and row["judged"] == 6 and row["judge_cached"] == 3
-        assert len(server.asked) == 6
-    ((first, *_), _) = pick.groups([str(tmp_path / "r.jsonl")])
-    assert first.reward["acc"] == 0.0  # by the verdict in the record, which F1 contradicts
-    run("replay", "--out", tmp_path / "plain", "--rollouts", tmp_path / "r.jsonl")
-    one, two = ((tmp_path / name / "last" / "model.safetensors").read_bytes()
-                for name in ("out", "plain"))
-    assert one != two  # other verdicts, other gradients
-
-
-def test_a_judge_that_refuses_ends_the_run_before_it_begins(run, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("SOME_KEY", "s3cret-value")
-    monkeypatch.setattr(rollout, "make_engine", None)  # never reached
-    with Server("yes", probe=401) as server:
-        for script, out in (("grpo", tmp_path / "new"), ("rollout", tmp_path / "new" / "r.jsonl")):
-            with pytest.raises(SystemExit) as ended:
-                launch.run_main(functools.partial(run, script, "--out", out, *judged_by(server),
-                                                  "--judge-key-env", "SOME_KEY"))
-            said = capsys.readouterr().err
-            assert ended.value.code == 2 and said.count("\n") == 1 and "--judge-key-env" in said
-            assert "401" in said and "s3cret" not in said and not (tmp_path / "new").exists()
-        assert server.probes == 2 and not server.asked
-
-
-def test_the_held_out_accuracy_is_the_judges(run, tmp_path, open_tasks):
-    with Server(table({"deep red": "no"})) as server:
-        run("grpo", "--out", tmp_path / "out", "--steps", 1, "--val", open_tasks, "--group", 2,
-            *judged_by(server))
-    first = rows_of(tmp_path / "out" / "log.jsonl")[0]
-    assert first["val"]["acc"] == 0.0 and first["val"]["n"] == 2
-
-
-def test_the_engine_samples_on_while_the_judge_reads(codec, toy, open_tasks, judge):
-    """rollout.run: no verdict comes before the whole batch is sampled."""
-    tasks, source = data.read_tasks(str(open_tasks)), rollout.Source(str(toy), FrameCache())
-    scripted = Scripted(codec, say)
-
-    def reply(body):
-        for _ in range(4000):
-            if len(scripted.answered) == 8:
-                return "yes"
-            time.sleep(0.005)
-        return 400
-
-    with Server(reply) as server:
-        found = play(scripted, tasks, source, group=4, judge=judge(server))
-    assert [e.reward.get("judge") for e in found] == [True, True, True, None] * 2

@@ -7,7 +7,6 @@ tokens each, so that rows, columns and neighbours cannot be mixed up unseen. Run
 this file is the worker of the two-rank tests.
 """
 import dataclasses
-import functools
 import os
 import sys
 from copy import deepcopy
@@ -26,14 +25,12 @@ from reference import forward, generate
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import chat
 import checkpoint
-import grpo
 import launch
 import model
 import sft
 import video
 from model import Span, Tree
 
-CPU = torch.device("cpu")
 LEARNING = SimpleNamespace(optimizer="muon", lr=1e-3, muon_lr=1e-2, beta2=0.99)
 
 
@@ -165,27 +162,6 @@ def test_packed_sequences_and_shared_prefix_trees_equal_separate_sequences(
         assert relative(gradients(lively, (together * weights).sum()), wanted) < 1e-5
 
 
-def test_grouped_queries_and_checkpointed_layers_do_not_change_a_tree(codec, toy, album):
-    """Real checkpoints share key heads between query heads and recompute layers in backward; the
-    toy does neither."""
-    from transformers import AutoConfig, Qwen3VLForConditionalGeneration
-
-    config = AutoConfig.from_pretrained(str(toy / "init"))
-    config.text_config.num_key_value_heads = 2
-    torch.manual_seed(0)
-    policy = model.as_policy(Qwen3VLForConditionalGeneration(config), codec, CPU, "none")
-    vision = album.features(policy, codec)
-    separate, trees = separate_and_packed(codec, album)
-    alone = torch.cat([forward(policy, model.pack_trees(codec, [t]), vision)[0]
-                       for t in separate])
-    wanted = gradients(policy, alone.square().sum())
-    policy.hf.gradient_checkpointing_enable({"use_reentrant": False})
-    policy.train()
-    together, _ = forward(policy, model.pack_trees(codec, trees), vision)
-    assert (together - alone).abs().max() < 1e-5
-    assert relative(gradients(policy, together.square().sum()), wanted) < 1e-5
-
-
 @pytest.mark.parametrize("layout", [[(0, 7, [])], [(0, 5, [3, 1, 9])],
                                     [(0, 1, [2]), (3, 4, []), (7, 6, [5, 5])]])
 @pytest.mark.parametrize("groups", [1, 2])
@@ -212,55 +188,6 @@ def test_attention_in_parts_is_attention_under_the_dense_mask(layout, groups):
     for a, b in zip(*(torch.autograd.grad((out * weights).sum(), (query, key, value))
                       for out in (found, wanted))):
         assert relative(a, b) < 1e-5
-
-
-def test_flex_attention_never_runs_uncompiled(monkeypatch):
-    """Past torch's limit of compilations the mask would be a matrix [L, L], without an error. The
-    limit is ours, and here two, to save time."""
-    from torch.nn.attention import flex_attention as flex
-
-    made, options, real = [], [], torch.compile
-
-    def backend(graph, _):  # no compiler: counts, and returns tensors of the right shape
-        made.append(graph)
-        outputs = len(next(n for n in graph.graph.nodes if n.op == "output").args[0])
-
-        def run(*given):
-            query = next(x for x in given if torch.is_tensor(x) and x.is_floating_point())
-            return tuple(query * 1 for _ in range(outputs))
-        return run
-
-    def compiled(function, **more):
-        options.append(more)
-        return real(function, **{**more, "recompile_limit": 2, "backend": backend})
-
-    monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
-    monkeypatch.setattr(torch, "compile", compiled)
-    monkeypatch.setattr(model, "compiled_flex",
-                        functools.cache(model.compiled_flex.__wrapped__))
-    torch.compiler.set_stance("default")
-    codec = SimpleNamespace(channel="video", temporal=2, patch=16, merge=2, pad=-5)
-    pack = model.pack_trees(codec, [Tree(Span([1] * 200, [0] * 199 + [1]))])
-    mask = model.block_mask(pack, CPU)
-
-    def attend(width):
-        q = torch.randn(1, 2, 200, width)
-        model.compiled_flex()(q, q, q, block_mask=mask)
-
-    attend(16)
-    attend(32)
-    with pytest.raises(Exception, match="fullgraph"):
-        attend(64)
-    assert len(made) == 2 and options[0]["recompile_limit"] == 64
-
-
-def test_frames_of_several_sizes_are_no_batch_for_the_tower(policy, codec, album):
-    """They would be cut at the wrong places, silently."""
-    pieces = [model.patchify(codec, album.load(album.item(1, frames=1, width=w).spec).images)
-              for w in (32, 96)]
-    with pytest.raises(ValueError, match="one size"):
-        policy.hf.model.visual(torch.cat([p for p, _ in pieces]),
-                               grid_thw=torch.cat([g for _, g in pieces]))
 
 
 def test_the_patch_embedding_is_a_linear_layer(policy, codec, album):
@@ -448,15 +375,6 @@ def test_positions_equal_transformers(policy, each_codec, album):
     assert following == len(ids) + delta.item()
 
 
-def test_positions_refuse_frames_that_do_not_fit(codec, album):
-    ids, _, items = prompt(codec, album.item(1), "x")
-    with pytest.raises(ValueError, match="vision"):
-        model.rope_positions(codec, ids + [codec.image_pad], items)
-    with pytest.raises(ValueError, match="vision"):
-        model.rope_positions(codec, [i for n, i in enumerate(ids)
-                                     if n != ids.index(codec.image_pad)], items)
-
-
 @pytest.mark.parametrize("frames", [1, 4, 5])
 def test_patches_equal_the_processors_pixel_values(codec, video_codec, album, frames):
     """Normalisation, patch order, repetition of an image and of the last odd frame of a video."""
@@ -537,11 +455,6 @@ def test_a_tree_over_the_budget_is_split_by_branches_without_changing_its_loss(
     assert split.item() == pytest.approx(once.item(), rel=1e-5)
 
 
-def test_the_first_token_of_a_context_cannot_be_trained_on(codec):
-    with pytest.raises(ValueError, match="first token"):
-        model.pack_trees(codec, [Tree(Span([5, 6], [1, 1]))])
-
-
 def test_packs_without_trained_tokens_still_run_backward(policy, codec):
     """A rank can draw such a pack; it must take part in every collective like any other."""
     logp, entropy = policy(model.pack_trees(codec, [Tree(Span([5, 6], [0, 0]))]))
@@ -575,51 +488,6 @@ def test_greedy_decoding_takes_the_most_likely_token_at_every_step(lively, each_
             assert logp == pytest.approx(table[token].item(), abs=1e-4)
 
 
-def test_a_sample_does_not_depend_on_what_it_was_batched_with(lively, codec, album):
-    """Own seed, own generator, own padding: batch mates and their lengths change nothing; another
-    seed does."""
-    vision, prompts = album.features(lively, codec), sampling_prompts(codec, album)
-    batch = generate(lively, codec, vision, prompts, [9, 5, 7], [0.9] * 3, [3, 4, 5])
-    for pair, limit, seed, (ids, logps) in zip(prompts, [9, 5, 7], [3, 4, 5], batch):
-        (alone, alone_logps), = generate(lively, codec, vision, [pair], [limit], [0.9], [seed])
-        assert alone == ids and np.allclose(alone_logps, logps, atol=1e-4)
-        table = logprobs(lively, codec, vision, [plain_tree(*pair, ids)], temperature=0.9)
-        assert np.allclose(table, logps, atol=1e-4)  # of the distribution that was sampled from
-        assert len(ids) == limit or ids[-1] == codec.eos
-    other = generate(lively, codec, vision, prompts, [9, 5, 7], [0.9] * 3, [6, 7, 8])
-    assert [ids for ids, _ in other] != [ids for ids, _ in batch]
-
-
-def test_sampling_never_writes_vision_or_turn_starts_and_stops_at_the_turn_end(policy, codec):
-    """Banned ids have no chance even where the model likes them best."""
-    ids, _, _ = prompt(codec, "Which?")
-    assert all_logprobs(policy, codec, None, ids, [])[list(codec.banned)].max() < -90
-    weight = policy.hf.lm_head.weight
-    policy.hf.model.language_model.norm.register_forward_hook(
-        lambda _module, _inputs, output: torch.ones_like(output))
-    with torch.no_grad():
-        weight.zero_()
-        weight[codec.banned[0]], weight[codec.eos] = 0.2, 0.1
-    ((sampled, logps),) = generate(policy, codec, None, [(ids, [])], [5], [0.0], [0])
-    assert sampled == [codec.eos] and logps[0] > -0.1
-
-
-@pytest.mark.parametrize("prompt, response, at_one_context", [
-    (31420, 600, 3.6), (31420, 1348, 6.2), (24576, 3000, 2.5)])
-def test_a_group_with_a_long_prompt_is_one_pack(prompt, response, at_one_context):
-    """By the default of --pack-tokens. At one context, parts of the group compute the prompt
-    again."""
-    tree = Tree(Span(range(prompt), []), [], [Span(range(response), [])] * 8)
-    flags = grpo.build_parser().parse_args(["--ckpt", "c", "--data", "d"])
-    assert prompt + response <= flags.context < len(tree)
-
-    def packed(budget):
-        return sum(len(t) for pack in model.fill_packs([tree], budget) for t in pack) / len(tree)
-
-    assert packed(flags.pack_tokens) == 1.0
-    assert packed(flags.context) == pytest.approx(at_one_context, abs=0.05)
-
-
 # ------------------------------------------------------------------------------------------------
 # Vision features
 
@@ -631,25 +499,6 @@ def test_features_are_computed_once_per_frame_set(policy, codec, album):
     vision(items[1])
     assert vision(dataclasses.replace(items[0])) is kept and vision.computed == 2
     assert kept.shape == (3 * 6, 2, 128) and not kept.requires_grad
-
-
-def test_features_are_bounded_by_bytes_and_the_least_recent_goes(policy, codec, album):
-    items = [album.item(i) for i in range(3)]
-    size = album.features(policy, codec)(items[0]).nbytes
-    vision = model.VisionFeatures(policy.hf.model.visual, codec, album.load, max_bytes=2 * size)
-    for item in (items[0], items[1], items[0], items[2]):
-        vision(item)
-        assert vision.bytes == sum(f.nbytes for f in vision.cache.values()) <= 2 * size
-    assert list(vision.cache) == [items[0].key, items[2].key] and vision.computed == 3
-
-
-@pytest.mark.parametrize("change", [{"frames": 2}, {"height": 32}, {"seconds": [0.0, 1.0, 2.0]}])
-def test_features_of_a_changed_file_are_refused(policy, codec, album, change):
-    """A rollout file can outlive its video: training on other frames than were sampled from would
-    go unnoticed."""
-    item = dataclasses.replace(album.item(1), **change)
-    with pytest.raises(ValueError, match="v1-3-64-96: the file changed"):
-        album.features(policy, codec)(item)
 
 
 if __name__ == "__main__":  # the worker of the two-rank tests

@@ -3,8 +3,6 @@ Tests of the second base, Qwen3.5: python -m pytest tests/test_qwen35.py -q
 
 The oracle is transformers' own model on each sequence alone, which knows nothing of packs.
 """
-import contextlib
-import json
 import random
 
 import pytest
@@ -12,9 +10,7 @@ import torch
 from conftest import run_script
 
 import chat
-import checkpoint
 import data
-import launch
 import model
 import rewards
 import toy as toy_script
@@ -108,22 +104,6 @@ def test_packs_equal_separate_sequences(world35, codec35, name):
     assert seen > 35
 
 
-def test_random_layouts(world35, codec35):
-    hf = loaded(world35)
-    draws = []
-    for seed in range(12):
-        rng = random.Random(seed)
-        sizes = [(rng.randint(1, 150), [rng.randint(1, 90) for _ in range(rng.randint(1, 4))])
-                 for _ in range(rng.randint(1, 4))]
-        draws.append(random_trees(codec35, seed, sizes))
-    with torch.no_grad():
-        expected = [alone(hf, codec35, trees) for trees in draws]
-        policy = model.as_policy(hf, codec35, torch.device("cpu"), "none")
-        for trees, wanted in zip(draws, expected):
-            logp, _ = policy(model.pack_trees(codec35, trees))
-            assert (logp - wanted).abs().max() < 1e-4
-
-
 def test_a_naive_pack_would_be_wrong(world35, codec35):
     """The test above can fail: a state that runs on from one branch into the next changes much."""
     hf = loaded(world35)
@@ -169,21 +149,6 @@ def test_frames_and_text_as_transformers_computes_them(world35, codec35):
         logp, _ = policy(model.pack_trees(codec35, [tree]))
     assert np.isfinite(logp.numpy()).all()
     assert (logp - wanted).abs().max() < 1e-4
-
-
-def test_bf16_compute_keeps_the_rates_of_forgetting(world35, codec35):
-    """A_log: a bf16 copy of it would differ; the weights for the engine and the disk hold fp32."""
-    hf = checkpoint.meta_model(str(world35 / "init"))
-    names = [n for n, _ in hf.named_parameters() if n.endswith(".A_log")]
-    assert len(names) == 2
-    hf = loaded(world35)
-    policy = model.as_policy(hf, codec35, torch.device("cpu"), "none")
-    weights = dict(checkpoint.full_weights(policy, torch.bfloat16))
-    for name in names:
-        assert weights[name].dtype == torch.float32
-        rounded = weights[name].bfloat16().float()
-        assert not torch.equal(rounded, weights[name]), "else this test says nothing"
-    assert weights["model.language_model.layers.0.mlp.up_proj.weight"].dtype == torch.bfloat16
 
 
 def test_a_frame_takes_as_many_tokens_as_with_the_first_base(codec, codec35):
@@ -243,66 +208,6 @@ def test_calls_in_xml(body, wanted):
     assert call.error is None and (call.start, call.end) == wanted
 
 
-@pytest.mark.parametrize("body", [
-    CALL.format(16, 8), CALL.format("soon", 8), CALL.format("", 8),
-    CALL.format(8, 16).replace("crop_video", "look"),
-    CALL.format(8, 16).replace("</function>", ""),
-    CALL.format(8, 16).replace("</parameter>\n<parameter=end_time>", "<parameter=end_time>"),
-    CALL.format(8, 16).replace("</parameter>\n</function>", "</function>"),
-    CALL.format(8, 16).replace("</function>", "</function> and more"),
-    CALL.format(8, 16).replace("<parameter=start_time>", "start_time="),
-    CALL.format(8, "16</parameter><parameter=end_time"),
-    "<tool_call><function=", "<tool_call><function=></function></tool_call>",
-    "<tool_call><function=crop_video></function></tool_call>",
-    "<tool_call>" + "<function=crop_video>" * 100_000,
-    "<tool_call><function=crop_video>" + "<parameter=a>" * 200 + "</function></tool_call>",
-])
-def test_faulty_calls_in_xml_are_one_error_each(body):
-    (call,) = rewards.parse_tool_calls("ok</think>\n" + body, True)
-    assert call.error and len(call.error) < 200
-
-
-def test_calls_are_read_as_vllm_reads_them(codec35):
-    """vLLM's server has a parser of this dialect: names and arguments of whole calls are the same.
-    """
-    pytest.importorskip("vllm", reason="vLLM is not installed")
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.tool_parsers.qwen3_engine_tool_parser import Qwen3EngineToolParser
-
-    import rollout
-
-    schema, rng = rollout.tool_schema(), random.Random(1)
-    theirs = Qwen3EngineToolParser(codec35.tokenizer, schema)
-    request = ChatCompletionRequest(model="m", tools=schema,
-                                    messages=[{"role": "user", "content": "x"}])
-    for _ in range(60):
-        calls = []
-        for _ in range(rng.randint(1, 3)):
-            arguments = {"start_time": rng.choice([rng.randint(0, 60), 7.25, "1:05"]),
-                         "end_time": rng.choice([rng.randint(66, 99), 90.5, "0:02:05"])}
-            arguments |= {"num_frames": rng.randint(1, 9)} if rng.random() < 0.3 else {}
-            call = chat.xml_call("crop_video", arguments)
-            calls.append(f"<tool_call>\n{call}\n</tool_call>")
-        text = rng.choice(["\n", "", " and "]).join(calls)
-        wanted = [json.loads(call.function.arguments)
-                  for call in theirs.extract_tool_calls(text, request).tool_calls]
-        assert [(c.start, c.end, c.num_frames) for c in rewards.parse_tool_calls(text)] == [
-            (rewards.to_seconds(a["start_time"]), rewards.to_seconds(a["end_time"]),
-             a.get("num_frames")) for a in wanted]
-        assert len(wanted) == len(calls)
-
-
-def test_no_text_raises():
-    rng = random.Random(0)
-    parts = ["<tool_call>", "</tool_call>", "<function=crop_video>", "<function=", "</function>",
-             "<parameter=start_time>", "<parameter=end_time>", "</parameter>", "8", "\n", ">", "=",
-             "</think>", "<answer>", "{", "é"]
-    for _ in range(3000):
-        text = "".join(rng.choice(parts) for _ in range(rng.randint(1, 14)))
-        for call in rewards.parse_tool_calls(text, True):
-            assert call.error or call.end > call.start
-
-
 def test_tags_of_a_call_carry_credit(codec35):
     text = "ok\n</think>\n" + CALL.format(8, 16)
     ids = chat.encode(codec35, text) + [codec35.eos]
@@ -314,153 +219,6 @@ def test_tags_of_a_call_carry_credit(codec35):
 # ---- checkpoints ----
 
 
-def test_a_checkpoint_with_heads_for_further_tokens_is_taken(world35, tmp_path):
-    """Published folders hold `mtp.` weights, which are no part of the model."""
-    import shutil
-
-    from safetensors.torch import load_file, save_file
-
-    folder = tmp_path / "ckpt"
-    shutil.copytree(world35 / "init", folder)
-    weights = load_file(folder / "model.safetensors")
-    save_file({**weights, "mtp.fc.weight": torch.ones(2, 2)}, folder / "model.safetensors",
-              {"format": "pt"})
-    assert checkpoint.resolve_checkpoint(str(folder)) == str(folder)
-
-
-def test_models_with_experts_are_refused(world35, tmp_path):
-    import shutil
-
-    folder = tmp_path / "ckpt"
-    shutil.copytree(world35 / "init", folder)
-    config = json.loads((folder / "config.json").read_text()) | {"model_type": "qwen3_5_moe"}
-    (folder / "config.json").write_text(json.dumps(config))
-    done = run_script("sft.py", "--preset", "toy", "--ckpt", folder, "--data",
-                      world35 / "sft.jsonl", "--out", tmp_path / "out")
-    assert done.returncode == 2 and "qwen3_5_moe" in done.stderr and "README" in done.stderr
-
-
 def test_the_videos_and_rows_do_not_depend_on_the_base(toy):
     assert "<tool_call>\n{" in (toy / "sft.jsonl").read_text().replace("\\n", "\n")
     assert toy_script.chat_template() != toy_script.chat_template("qwen3_5")
-
-
-# ---- stages ----
-
-
-def trained_weights(folder):
-    from safetensors.torch import load_file
-
-    name = "adapter_model.safetensors"
-    return load_file(folder / name if (folder / name).exists() else folder / "model.safetensors")
-
-
-@pytest.mark.parametrize("flags", [(), ("--lora", 3)], ids=["whole", "adapters"])
-def test_two_ranks_train_what_one_trains(world35, tmp_path, flags):
-    """Shards: a gated-delta layer is three groups of FSDP2, each with its own hooks."""
-    for ranks in (1, 2):
-        done = run_script("sft.py", "--preset", "toy", "--ckpt", world35 / "init", "--data",
-                          world35 / "sft.jsonl", *flags, "--steps", 2, "--batch-size", 4,
-                          "--optimizer", "adamw", "--lr", 1e-2, "--warmup", 0, "--out",
-                          tmp_path / f"ranks{ranks}", ranks=ranks)
-        assert done.returncode == 0, done.stderr[-2000:]
-    one, two = (trained_weights(tmp_path / f"ranks{n}" / "last") for n in (1, 2))
-    start = trained_weights(world35 / "init")
-    # Adam's step is the sign of a gradient where that is near 0: a few weights may part.
-    apart = torch.cat([(one[n] - two[n]).abs().flatten() for n in one])
-    assert (apart > 1e-4).float().mean() < 0.01
-    names = [n for n in one if ".linear_attn." in n and ".lora_A" not in n]
-    assert len(names) >= 10
-    for name in names:
-        assert not torch.equal(one[name], start.get(name, torch.zeros_like(one[name]))), name
-
-
-def test_adapters_stand_on_every_matrix_of_a_gated_delta_layer(world35, codec35):
-    hf = checkpoint.meta_model(str(world35 / "init"))
-    checkpoint.add_adapters(hf, 3)
-    names = {n.rsplit(".", 2)[-2] for n, _ in hf.named_parameters() if n.endswith(".lora_A")}
-    assert names == {"in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "q_proj",
-                     "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-
-
-@pytest.mark.parametrize("lora", [0, 3])
-def test_in_bf16_only_the_rates_of_forgetting_are_fp32(world35, codec35, process_group, lora):
-    """FSDP2 in a GPU's precisions, on one rank: what the layers are given when they compute."""
-    from test_bf16 import gpu_precisions
-
-    with gpu_precisions():
-        policy = checkpoint.load_sharded(str(world35 / "init"), codec35, torch.device("cpu"),
-                                         lora=lora)
-    seen = {}
-
-    def look(layer, *_):
-        seen.setdefault("A_log", set()).add(layer.A_log.dtype)
-        seen.setdefault("matrix", set()).add(layer.in_proj_qkv.weight.dtype)
-        seen.setdefault("value", set()).add(float(layer.A_log.detach().flatten()[0]))
-
-    mixers = [m.linear_attn for m in policy.hf.model.language_model.layers
-              if hasattr(m, "linear_attn")]
-    for mixer in mixers:
-        inner = mixer.forward
-        mixer.forward = lambda *a, mixer=mixer, inner=inner, **k: (look(mixer), inner(*a, **k))[1]
-        mixer.in_proj_qkv.register_forward_hook(
-            lambda m, args, out: seen.setdefault("computed", set()).add(out.dtype))
-    trees = random_trees(codec35, 3, [(20, [5, 9])])
-    logp, _ = policy(model.pack_trees(codec35, trees))
-    logp.sum().backward()
-    assert seen["A_log"] == {torch.float32} and seen["computed"] == {torch.bfloat16}
-    stored = trained_weights(world35 / "init")
-    exact = {float(stored[f"model.language_model.layers.{n}.linear_attn.A_log"][0])
-             for n in (0, 2)}
-    assert seen["value"] == exact, "no digit was lost on the way"
-    grads = [p.grad for n, p in policy.named_parameters() if p.requires_grad]
-    assert all(g is not None and g.dtype == torch.float32 for g in grads)
-
-
-@pytest.mark.parametrize("stale", [False, True])
-def test_grpo_with_vllm_end_to_end(world35, tmp_path, stale):
-    """Two updates with the engine in this process, so large that an engine with old weights is told
-    of (stale). With new ones the gap is rounding. The checkpoint opens in transformers."""
-    pytest.importorskip("vllm", reason="vLLM is not installed")
-    from unittest import mock
-
-    from conftest import Overheard
-    from test_bf16 import run, said
-
-    import grpo
-    import rollout
-    from engine import VllmEngine
-
-    out, engines, real = tmp_path / "out", [], rollout.make_engine
-    synced = VllmEngine.sync
-
-    def make_engine(*args, **more):
-        engines.append(Overheard(real(*args, **more), said))
-        return engines[0]
-
-    def sync(engine, weights):
-        if stale:
-            return [*weights] and None
-        return synced(engine, weights)
-
-    with (mock.patch.object(rollout, "make_engine", make_engine),
-          mock.patch.object(VllmEngine, "sync", sync)):
-        try:
-            run(grpo, out, "--preset", "toy", "--prompts", 2, "--group", 2, "--frames", 8, "--kl",
-                0.01, "--show-every", 0, "--max-new-tokens", 24, "--lr", 1e-2, "--steps", 2,
-                "--ckpt", world35 / "init", "--data", world35 / "rl.jsonl")
-        except launch.RunError as error:
-            assert stale and "gap" in str(error)
-            return
-        finally:
-            for engine in engines:
-                with contextlib.suppress(Exception):  # closed by the script, unless it failed
-                    engine.close()
-    assert not stale
-    log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in log] == [1, 2]
-    assert all(0 < row["gap"] < 0.02 and row["kappa"] == 0.5 for row in log), log
-    from transformers import AutoModelForImageTextToText
-
-    _, loading = AutoModelForImageTextToText.from_pretrained(out / "last", output_loading_info=True)
-    assert not loading["missing_keys"] and not loading["unexpected_keys"]

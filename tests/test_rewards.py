@@ -9,10 +9,8 @@ tag.
 import doctest
 import json
 import math
-import re
 import statistics
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -30,8 +28,6 @@ from rewards import (
     extract_span,
     final_answer,
     group_advantages,
-    never_closed,
-    normalise,
     parse_tool_calls,
     structural_mask,
     temporal_iou,
@@ -224,32 +220,6 @@ PIECES = ["<tool_call>", "<tool_code>", "<think>", "</think>", "<answer>", "</an
           '<tool_call>{"name":"crop_video",']  # fmt: skip
 
 
-@pytest.mark.parametrize("piece", PIECES)
-def test_any_long_text_is_read_in_linear_time(piece):
-    # 250 kB take some 0.1 s; what is quadratic takes minutes. Process time, since the machine may
-    # be busy.
-    text = piece * (250_000 // len(piece))
-    for read in (parse_tool_calls, extract_span, lambda text: extract_letter(text, PETS),
-                 lambda text: accuracy(text, "open", "a"),
-                 lambda text: format_reward([text])):
-        begun = time.process_time()
-        read(text)
-        assert time.process_time() - begun < 1.0
-
-
-@pytest.mark.parametrize("piece", [*PIECES, "answer: ", "answer is B\n", "B\n", "A. cat ", "不选B",
-                                   "<1", "<12.5 seconds> ", "start time: 1 ", "because ", "x. ",
-                                   "confidence 0.8-0.9 ", "x^2", "²"])  # fmt: skip
-def test_answers_of_the_greatest_length_that_is_read_take_linear_time(piece):
-    text = piece * (rewards.MAX_ANSWER_CHARS // len(piece) - 1) + "z"
-    for read in (extract_span, lambda text: extract_letter(text, PETS),
-                 lambda text: extract_letter(text, None),
-                 lambda text: match_open(text, "dolly zoom")):  # fmt: skip
-        begun = time.process_time()
-        read(text)
-        assert time.process_time() - begun < 2.0
-
-
 # ------------------------------------------------------------------------------------------------
 # Answers
 
@@ -301,14 +271,6 @@ def test_evaluation_does_not_guess_from_a_forced_thought_that_never_closes():
             answer_or_tail(["maybe B"])) == (None, "maybe B")
 
 
-@pytest.mark.parametrize("text, think_open, want", [
-    ("hm", True, True), ("hm", False, False), ("hm</think>x", True, False),
-    ("<think>hm", False, True), ("a</think><think>b", True, True),
-    ("<think>a</think>", False, False)])
-def test_never_closed_by_hand(text, think_open, want):
-    assert never_closed(text, think_open) is want
-
-
 @pytest.mark.parametrize("response, want", [
     ("B", "B"), ("b", "B"), ("(b)", "B"), ("B.", "B"), ("**B**", "B"), ("Ｂ", "B"),
     ("\\boxed{D}", "D"),
@@ -345,217 +307,6 @@ def test_letter_is_read_by_policy(response, want):
     assert extract_letter(response, PETS) == want
 
 
-LETTERS = [  # on PETS, as models write them
-    ("B\n\nOption C would need a bun, and option A a meow.", "B"),
-    ("**B**\n\nOption C would need a bun.", "B"), ("(B)\nNot C: there is no bun.", "B"),
-    ("B.\n\nExplanation: A and C are not shown.", "B"), ("B\nC is wrong, and so is D.", "B"),
-    ("**(B)**\n- A: no cat is seen.\n- C: no bun is seen.", "B"),
-    ("B. dog\n\nOption C would need a bun.", "B"), ("**B. dog**\n\nA cat (A) is not shown.", "B"),
-    ("Option B\n\nOption C would need a bun.", "B"), ("A\n\nA man strokes it; B is not seen.", "A"),
-    ("**Answer: B**\n\nOption C would need a bun.", "B"), ("d\nC has too few.", "D"),
-    ("B\n\nThe answer is B, since C would need a bun.", "B"),
-    ("B\nbecause C would need a bun\nB", "B"),
-    ("答案是B", "B"), ("选B", "B"), ("答案：B", "B"), ("答案为B。", "B"),
-    ("正确答案是（B）。", "B"), ("我选择B，因为它在叫。", "B"), ("故选B。选项C需要面包。", "B"),
-    ("应选：B", "B"), ("选项B", "B"), ("答案应该是B，而不是C。", "B"),
-    ("答案是A\n视频中有一只猫。", "A"), ("B选项正确", "B"),
-    ("选项B不正确，选项C正确", "C"), ("不选B，选C", "C"),
-    ("选A或B", None), ("选B和C", None), ("答案不是B", None), ("不选B", None),
-    ("答案是B或C", None), ("选项B是错的", None),
-    ("A. cat B. dog C. hot dog D. two birds E. none", None),
-    ("A. cat, B. dog, C. hot dog, D. two birds, E. none", None),
-    ("(A) cat (B) dog (C) hot dog (D) two birds (E) none", None),
-    ("Answer: A. cat B. dog C. hot dog D. two birds E. none", None),
-    ("Select the best option: A. cat B. dog C. hot dog", None), ("B. dog C. hot dog", None),
-    ("A. cat\nB. the brown dog\nC. a bun", None),
-    ("**A.** cat\n**B.** dog\n**C.** hot dog", None),
-    ("A\ncat\nB\ndog\nC\nhot dog", None),
-    ("A\nB\nC\nD\nE", None), ("B\nC", None),
-    ("Options: A. cat B. dog C. hot dog. I choose B.", "B"),
-    ("The correct answer is: A. cat\n\nB. dog is wrong.", "A"),
-    ("Answer: B. dog. C. hot dog would need a bun.", "B"),
-    ("A. cat B. dog C. hot dog. The answer is C.", "C"),
-    ("A\nNo, wait. The answer is B.", "B"), ("A. cat\nB. dog\nThe answer is B, not A.", "B"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("response, want", LETTERS)
-def test_the_forms_in_which_models_write_letters_are_read(response, want):
-    assert extract_letter(response, PETS) == want
-
-
-def test_a_list_of_options_is_no_answer_where_only_the_question_holds_them():
-    assert extract_letter("A. a cat B. a dog C. a bird", None) is None
-    assert extract_letter("A. The cat, since B. is barking", None) == "A"
-    # Chinese options are compared as they are written, whatever words stand in them.
-    assert extract_letter("选择题", ["是", "选择题"]) == "B"
-    assert extract_letter("B. 选择题", ["是", "选择题"]) == "B"
-    assert extract_letter("A. 选择题", ["是", "选择题"]) is None
-
-
-@pytest.mark.parametrize("text", ["{M} can be ruled out, leaving {L}.", "{L}. I ruled out {M}.",
-                                  "I ruled out {M}, so it is {L}.", "{M} can be excluded. {L}.",
-                                  "{L} rather than {M}"])
-def test_a_letter_that_is_ruled_out_is_no_answer(text):
-    for letter, other in zip("ABCDEFGHIJ", "DEFGHIJABC"):
-        assert extract_letter(text.format(L=letter, M=other), None) == letter
-    assert extract_letter("I ruled out A.", ["cat", "dog"]) is None
-
-
-WAYS = [  # to state letter {L}, {l} in lower case, {F} in full width, whose option reads {t}
-    "{L}", "{l}", "({L})", "{L}.", "**{L}**", "`{L}`", "[{L}]", "- {L}", "{L}:", "{L}。", "{F}",
-    "（{L}）", "【{L}】", '"{L}"', "{L}. {t}", "{L}) {t}", "({L}) {t}", "{L}: {t}",
-    "**{L}. {t}**", "Option {L}", "Option {L}: {t}", "Answer: {L}", "answer: {l}",
-    "**Answer:** {L}", "Answer - {L}", "Answer = {L}", "Answer → {L}", "Answer: {L}. {t}",
-    "Answer: ({L}) {t}", "### Answer\n{L}", "Final Answer: **{L}**", "The answer is {L}",
-    "The answer is ({L}).", "The correct answer is **{L}. {t}**", "It's {L}.",
-    "the correct option is {L}: {t}", "Correct choice: {L}", "My final answer is {L}",
-    "I pick {L}.", "I choose {L}", "I would go with option {L}.", "{L} is correct.",
-    "Option {L} is the best answer.", "Based on the video, {L}.", "<answer>{L}</answer>",
-    "{L} rather than any other.", "It looks like {L}.", "I lean towards {L}.",
-    "The others are out, leaving {L}.",
-    "\\boxed{{{L}}}", "\\boxed{{\\text{{{L}}}}}", '{{"answer": "{L}"}}',
-    '{{\n  "answer": "{L}. {t}"\n}}', "答案是{L}", "答案：{F}", "选{L}。",
-    "正确答案是（{L}）。"]  # fmt: skip
-EXPLANATIONS = [
-    "Explanation: A blue bus is seen later.", "The oven is on from the start.",
-    "It is plain to see.", "A man walks in and sits down.", "An old lorry drives past.",
-    "I think this is near the end.", "In the video, the B-roll comes first.",
-    "Then Plan B follows, with vitamin C.", "因为视频中有它。", "4 people are seen at 0:14.",
-    "Reason: it comes first.", "Because the sign shows it at 14 s.",
-    "**Reasoning**: I can see it.", "Two people shake hands.", "Person A greets the crowd.",
-    "Option {M} is not shown, since nothing like that is seen."]  # fmt: skip
-GAPS = ["\n", "\n\n", "\r\n\r\n", "  \n", ". ", " - ", "; "]
-OPTION_SETS = {
-    "words": "cat dog horse bird cow sheep mouse fish crow goat".split(),
-    "numbers": "1 3 7 12 25 40 56 77 81 99".split(), "letters": [*"DCBAFEHGJI"],
-    "sentences": ["A man opens the door.", "The woman sits down.", "A child runs off.", "They eat.",
-                  "It starts to rain.", "An old car stops.", "He reads a book.", "She paints.",
-                  "I see nothing at all.", "Nobody moves."],
-    "names": ["Vitamin A", "Plan B", "Type C", "Team D", "Class E", "Group F", "Point G", "Level H",
-              "World War I", "Room J"],
-    "articles": ["A cat", "The dog", "An owl", "A B-roll clip", "a horse", "The letter A",
-                 "A plan B", "an I-beam", "The end", "A"],
-    "chinese": "一只猫 一只狗 两只鸟 没有 三个人 一辆车 吃饭 跑步 红色 蓝色".split(),
-}  # fmt: skip
-
-
-@given(st.sampled_from(WAYS), st.sampled_from([None, *EXPLANATIONS]), st.sampled_from(GAPS),
-       st.booleans(), st.sampled_from([None, *OPTION_SETS]), st.booleans(), st.integers(2, 10))
-@settings(deadline=None, max_examples=400)
-def test_every_letter_can_be_stated_in_every_way(way, why, gap, first, kind, labelled, count):
-    """Option A is no harder to choose than B, whatever explains it: no article is made of a letter.
-    Nor is I, the ninth, a pronoun."""
-    letters = "ABCDEFGHIJ"[:count]
-    options = OPTION_SETS[kind][:count] if kind else None
-    if labelled and options:
-        options = [f"{letter}. {text}" for letter, text in zip(letters, options, strict=True)]
-    for at, letter in enumerate(letters):
-        said = way.format(L=letter, l=letter.lower(), F=chr(ord(letter) + 0xFEE0),
-                          t=OPTION_SETS[kind][at] if kind else "the red one")  # fmt: skip
-        other = (why or "").format(M=letters[at - 1])
-        if why and not first:
-            said = said.rstrip(".") + gap + other if gap in (". ", "; ") else said + gap + other
-        elif why:  # the explanation stands before the answer, on lines of its own
-            said = other + "\n\n" + said
-        assert extract_letter(said, options) == letter, said
-
-
-TWO_LETTERS = [
-    "{L} or {M}", "{L} and {M}", "{L}, {M}", "{L}/{M}", "{L} {M}", "({L}) or ({M})", "{L}\n{M}",
-    "Answer: {L} or {M}", "Answer: {L}, {M}", "Answer: {L}/{M}.", "Answer: {l} or {m}",
-    "选{L}或{M}",
-    "The answer is {L} and {M}.", "The answer is either {L} or {M}.", "Both {L} and {M} are right.",
-    "I choose {L} or {M}", "Option {L} or option {M}", "The clip shows labels {L} and {M}.",
-    "neither {L} nor {M}", "It is not {L} or {M}.", "Answer: not {L}", "I do not think it is {L}.",
-    "The answer isn't {L}.", "not {L}, not {M}", "{L} is wrong.", "Options {L} and {M} are wrong.",
-    "{L}. The answer is {M}", "Team {L} meets team {M}", "Vitamin {L}", "plan {l}", "{L}-roll",
-    "{L}'s turn", "{L} man walks in.", "{L} think so.", "{L}lso", "{L}.{M}. news", "30°{L}",
-    "The answer is {L} man"]  # fmt: skip
-
-
-@pytest.mark.parametrize("form", TWO_LETTERS)
-def test_two_letters_and_none_are_no_answer_whichever_they_are(form):
-    animals = OPTION_SETS["words"]
-    pairs = [(a, b) for a in "ABCDI" for b in "ABCDI" if a != b]
-    said = [form.format(L=a, M=b, l=a.lower(), m=b.lower()) for a, b in pairs]
-    assert [text for text in said for options in (animals, None) if extract_letter(text, options)
-            ] == []  # fmt: skip
-    listed = " ".join(f"{letter}. {text}" for letter, text in zip("ABCDEFGHIJ", animals))
-    for text in (listed, "Options: " + listed, listed.replace(". ", ") "), "Answer: " + listed):
-        assert extract_letter(text, animals) is None and extract_letter(text, None) is None
-
-
-BITS = ["{L}", "{L}", "{M}", "Answer: ", "option ", "choose ", " is ", " man", " the", "not ",
-        " or ", " and", "because ", "\n", ". ", ", ", " ", "(", ")", ": ", " wrong", "vitamin ",
-        "It's ", "-"]  # fmt: skip
-
-
-@given(st.lists(st.sampled_from(BITS), max_size=8).map("".join), st.permutations("ABCDEFGHIJ"))
-@settings(deadline=None, max_examples=300)
-def test_other_letters_in_their_places_give_the_other_letter(form, letters):
-    def outcome(one, two):
-        got = extract_letter(form.format(L=one, M=two), OPTION_SETS["words"])
-        return {one: "L", two: "M"}.get(got, got)
-
-    # A list of the options has an order, hence both pairs have the same.
-    (one, two), (three, four) = sorted(letters[:2]), sorted(letters[2:4])
-    assert outcome(one, two) == outcome(three, four)
-
-
-STATED = [  # on the first four animals: cat, dog, horse, bird
-    ("Answer: A\nExplanation: A blue bus is seen later.", "A"),
-    ("The correct answer is A\n\nThe oven ..", "A"), ("Answer: A The oven is on.", "A"),
-    ("Answer: A A blue bus is seen.", "A"), ("A The oven is on.", "A"), ("A\tIt barks.", "A"),
-    ("Answer: A I think it purrs.", "A"), ("Answer: A 狗", "A"), ("A一只", "A"),
-    ("A.The oven", "A"),
-    ("A)cat", "A"), ("a, since it purrs", "A"), ("a because it purrs", "A"), ("a is correct", "A"),
-    ("the answer is b since it barks", "B"), ("I choose c because it runs.", "C"),
-    ("A seems correct.", "A"), ("D, since vitamin C is shown", "D"), ("A (not B)", "A"),
-    ("He takes vitamin C, so B", "B"), ("The dog barks at the door.\n\nA", "A"),
-    ("Option B has no dog.\nOption C has no horse.\n\n**D**", "D"), ("Answer: B and not C.", "B"),
-    ("A. First guess.\nOn a second look, the answer is C.", "C"), ("So A, not B", "A"),
-    ("I choose A. No: the answer is B.", "B"), ("A or B? No, I choose C.", "C"),
-    ("A and B are wrong, so C.", "C"), ("It is not A or B, so C.", "C"), ("A is right", "A"),
-    ("Answer: dog\nA is no dog", "B"),
-    ("A. cat\nB. dog\nC. horse\nD. bird\n\nB", "B"), ("C is wrong. The answer is A.", "A"),
-    ("A best describes it.", "A"), ("I would say this matches A", "A"), ("B it is", "B"),
-    ("A is better than B", "A"), ("Going with D.", "D"), ("Ans. C", "C"), ("Hence B", "B"),
-    ("not A(A", "A"), ("not C(C", "C"),  # nonsense, but the same for both
-    ("A Chinese man is running", None), ("A rather large bus", None), ("A given frame", None),
-    ("I based this on it", None), ("The answer is E", None), ("I pick B. Final answer: E", None),
-    ("B came first. The answer is Z.", None), ("Answer: A, B, C", None),
-    ("A. dog\nIt barks.", None),
-    ("A. a kitten\nB. a puppy\nC. a foal", None), ("The choices are A. cat B. dog C. horse", None),
-    ("Model B was not found", None), ("图A中有人", None), ("write to b@home.org", None),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("response, want", STATED)
-def test_an_article_a_name_or_a_second_thought_is_told_from_a_letter(response, want):
-    assert extract_letter(response, OPTION_SETS["words"][:4]) == want
-
-
-def test_labels_in_the_options_and_their_number_matter():
-    labelled = [f"{letter}. {text}" for letter, text in zip("ABCDE", PETS, strict=True)]
-    bracketed = [f"({letter}) {text}" for letter, text in zip("ABCDE", PETS, strict=True)]
-    for options in (PETS, labelled, bracketed):
-        assert extract_letter("hot dog", options) == "C"
-        assert extract_letter("B. dog", options) == "B"
-    assert extract_letter("E", PETS) == "E" and extract_letter("E", PETS[:4]) is None
-    assert extract_letter("J", None) == "J" and extract_letter("K", None) is None
-    assert extract_letter("J", list("0123456789")) == "J"
-    # no label: the option begins like one
-    assert extract_letter("B. B. King", ["B. B. King", "Prince"]) == "A"
-    assert extract_letter("B. B. King", ["Prince", "B. B. King"]) == "B"
-
-
-def test_numeric_options_match_as_text_and_duplicates_never():
-    assert extract_letter("3", ["1", "3", "2"]) == "B"
-    assert extract_letter("three", ["1", "3", "2"]) == "B"
-    assert extract_letter("dog", ["dog", "dog", "cat"]) is None
-
-
 @pytest.mark.parametrize("response, want", [
     ("10 - 20", (10, 20)), ("from 10 to 20", (10, 20)), ("10s, 20s", (10, 20)),
     ("[10, 20]", (10, 20)),
@@ -579,76 +330,6 @@ def test_numeric_options_match_as_text_and_duplicates_never():
 ])  # fmt: skip
 def test_span_is_read_in_seconds(response, want):
     assert extract_span(response) == want
-
-
-SPANS = [  # as models write them, all of 12.5 to 20 seconds unless said
-    "Start time: 12.5 seconds\nEnd time: 20.0 seconds",
-    "Start time: 12.5 seconds (he enters)\nEnd time: 20.0 seconds (he has left)",
-    "**Start Time:** 12.5s\n**End Time:** 20.0s", "- Start time: 12.5\n- End time: 20",
-    "Start time (seconds): 12.5, end time (seconds): 20.0",
-    "Start timestamp: 00:12.5, end timestamp: 00:20", '{"start time": "12.5", "end time": "20.0"}',
-    "Start: 12.5s | End: 20.0s", "The event begins at about 12.5 s and ends at around 20 s.",
-    "<12.5 seconds> - <20.0 seconds>", "<12.5 seconds> to <20.0 seconds>",
-    "<12.5 seconds>-<20.0 seconds>", "from <12.5 seconds> until <20.0 seconds>",
-    "[<12.5 seconds>, <20.0 seconds>]", "between <12.5 seconds> and <20.0 seconds>",
-    "Start time: <12.5 seconds>\nEnd time: <20.0 seconds>",
-    "in the frames <12.5 seconds> to <20.0 seconds>", "<00:12.5> - <00:20>",
-    "from 12.5s until 20s", "From 12.5 seconds until 20 seconds.", "from 12.5s until about 20s",
-    "12.5 - 20.0 (confidence 0.8-0.9)", "12.5-20.0, confidence: 0.8 to 0.9",
-    "[12.5, 20.0], confidence [0.8, 0.9]", "12.5s - 20s with confidence between 0.8 and 0.9",
-    "12.5 - 20 (0.8-0.9 confidence)", "12.5 to 20, I am 80-90 percent sure",
-    "Confidence 0.8-0.9\n12.5 - 20.0",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("response", SPANS)
-def test_the_forms_in_which_models_write_spans_are_read(response):
-    assert extract_span(response) == (12.5, 20)
-    # Training reads the answer body, whose stamps are text and no tags: an answer was given.
-    turn = f"{THOUGHT}</think><answer>{response}</answer>"
-    assert score([turn], "grounding", (12.5, 20))["acc"] == 1.0
-    assert format_reward([turn])["answer_opened"] and format_reward([turn])["well_formed"]
-
-
-@pytest.mark.parametrize("response, want", [
-    ("with confidence: 10 - 20", (10, 20)), ("confidence 0.8-0.9", None),
-    ("0.2 - 0.9 seconds", (0.2, 0.9)), ("80-90 percent", None),
-    ("Start frame: 10, end frame: 20", None), ("frames <10> - <20>", None),
-    ("Start time: 20 s\nEnd time: 12.5 s", None), ("<12.5 seconds>", None),
-    ("Start time: 12.5 seconds", None), ("<20.0 seconds> - <12.5 seconds>", None),
-    ("The score is 2-1, from 10 to 20", (10, 20)), ("The team scores from 10 to 20", (10, 20)),
-])  # fmt: skip
-def test_what_looks_like_such_a_span_and_is_none(response, want):
-    assert extract_span(response) == want
-
-
-@pytest.mark.parametrize("response", [
-    "12.5 - 20.0, not 3 - 5", "12.5 - 20.0 rather than 3 - 5", "12.5 - 20.0 instead of 3 - 5",
-    "12.5s - 20s, not 3s - 5s or 7s - 9s", "12.5 to 20 seconds, not from 3 to 5",
-    "It is not 3 - 5 but 12.5 - 20", "12.5 - 20.0. I ruled out 3 - 5.",
-    "12.5 - 20.0, since 3 - 5 can be excluded",
-    "12.5 - 20; 3 - 5 is wrong", "[12.5, 20], never [3, 5]", "Instead of 3 - 5, it is 12.5 - 20.0",
-    "I'm not sure, 12.5 - 20.0", "12.5 - 20.0 (not 0:03 - 0:05)",
-    "12.5 - 20, neither 3 - 5 nor 6 - 7",
-    "It does not start at 3 and end at 5. It starts at 12.5 and ends at 20.",
-    "Error 404 is shown from 12.5 to 20 s", "The error: 12.5 - 20.0", "Terror: 12.5 - 20",
-    "The error message appears from 12.5 to 20 seconds.", "HTTP error page, 12.5 - 20",
-])  # fmt: skip
-def test_a_denied_range_never_wins_over_the_stated_one(response):
-    assert extract_span(response) == (12.5, 20)
-
-
-@pytest.mark.parametrize("response", [
-    "not 3 - 5", "It isn't between 3 and 5.", "Error 429 - 500", "HTTP 429 - 500 Internal",
-    "[API error: 429 - 500]", "[API error: timed out after 10 - 20 s]", "Error: retry in 10 - 20 s",
-    "Error code: 429 - {'error': {'message': 'wait 10 - 20 seconds'}}", "ConnectionError: 10 - 20",
-    "openai.RateLimitError: Error code: 429 - 10 - 20 s", "429 Client Error: wait 10 - 20 s",
-    "500 Internal Server Error: retry in 10 - 20 s", "429 - 500 Internal Server Error",
-    "Request failed with status code 503 - 10 - 20 s", "HTTP Error 503: 10 - 20",
-])  # fmt: skip
-def test_a_denied_range_alone_and_an_error_line_are_no_span(response):
-    assert extract_span(response) is None
-    assert extract_span("429 - 500") == extract_span("from 429 to 500, error shown") == (429, 500)
 
 
 @pytest.mark.parametrize("body", ["<>", "<b>", "</b>", "<b></b>", "< b 12 >", "<-5>", "<<<>>>"])
@@ -677,38 +358,6 @@ def test_open_answers_match_after_normalising(response, gold):
 
 
 @pytest.mark.parametrize("response, gold", [
-    ("DFS", "Depth-First Search (DFS)"), ("depth first search", "Depth-First Search (DFS)"),
-    ("Depth-First Search (DFS)", "DFS"), ("D.F.S.", "Depth-First Search"),
-    ("Depth First Search", "DFS"), ("DFS (Depth-First Search)", "depth-first search"),
-    ("FDA", "Food and Drug Administration"),
-    ("The algorithm is depth-first search.", "Depth-First Search"),
-    ("It is a dolly zoom", "Dolly Zoom"), ("It's a dolly zoom.", "dolly zoom"),
-    ("The answer is 21.", "twenty-one"), ("They are red and blue", "red and blue"),
-    ("That's Newton's second law", "Newton's second law"),
-    ("<think>is it A?</think>The technique shown is cross-cutting", "cross cutting"),
-    ("\\boxed{42}", "42"), ("this is the DFS", "Depth-First Search"),
-])  # fmt: skip
-def test_open_answers_match_as_acronym_and_as_predicate(response, gold):
-    assert match_open(response, gold)
-
-
-@pytest.mark.parametrize("response, gold", [
-    ("It is not a dolly zoom", "dolly zoom"), ("It is probably a dolly zoom", "dolly zoom"),
-    ("It might be a dolly zoom", "dolly zoom"),
-    ("It is a dolly zoom or a pan", "dolly zoom"), ("It is never red", "red"),
-    ("It is a dolly zoom. Or it is a pan.", "dolly zoom"),
-    ("The pan is before the dolly zoom", "dolly zoom"),
-    ("The dolly zoom is a technique", "dolly zoom"), ("BFS", "Depth-First Search (DFS)"),
-    ("dfs", "Depth-First Search"), ("DS", "Depth-First Search"), ("A", "Apple"), ("is", "is it"),
-    ("It is", "it"), ("14", "4"), ("0.4", "4"),
-    ("any item", "AI"), ("Depth-First Search (a graph algorithm)", "a graph algorithm"),
-    ("4 cm", "4 m"), ("It is " + "very " * 20 + "red", "red"),
-])  # fmt: skip
-def test_hedged_denied_and_partial_open_answers_do_not_match(response, gold):
-    assert not match_open(response, gold)
-
-
-@pytest.mark.parametrize("response, gold", [
     ("", ""), (".", "."), ("the", "A"), (".", "A"), ("!!", "A"), ("", "A"), ("4", "14"),
     ("zoom", "dolly zoom"),
     ("not red", "red"), ("-5", "5"), ("1.5", "15"), ("C++", "C"), ("50", "50%"),
@@ -716,113 +365,6 @@ def test_hedged_denied_and_partial_open_answers_do_not_match(response, gold):
 ])  # fmt: skip
 def test_open_answers_that_differ_do_not_match(response, gold):
     assert not match_open(response, gold)
-
-
-OPEN = [  # (reply, gold) as models write them
-    ("Answer: Dolly Zoom", "Dolly Zoom"), ("**Answer:** Dolly zoom.", "Dolly Zoom"),
-    ("Final answer: dolly zoom", "Dolly Zoom"), ("**Final Answer**: *dolly zoom*", "Dolly Zoom"),
-    ("Therefore, the final answer is: Dolly Zoom", "Dolly Zoom"),
-    ("Therefore, the final answer is: **Dolly Zoom**.", "Dolly Zoom"),
-    ("The camera moves back. It is not a pan.\n\nTherefore, the final answer is: Dolly Zoom.",
-     "Dolly Zoom"),
-    ("Step 1: he may sort.\nStep 2: he swaps.\nThe final answer is bubble sort.", "Bubble sort"),
-    ("It is not a pan. However, the final answer is: Dolly zoom", "dolly zoom"),
-    ("Final answer:\nBubble sort", "bubble sort"), ("The correct answer is: 21", "twenty-one"),
-    ("Answer: It is a dolly zoom.", "dolly zoom"), ("Answer: DFS", "Depth-First Search (DFS)"),
-    ("O(n²)", "O(n^2)"), ("O(n^2)", "O(n²)"), ("O(n^{2})", "O(n²)"), ("$O(n^2)$", "O(n²)"),
-    ("Answer: O(n²).", "O(n^2)"), ("9.8 m/s²", "9.8 m/s^2"), ("9.8 m/s^2", "9.8 m/s²"),
-    ("10² N", "10^2 N"), ("\\boxed{9.8 m/s^2}", "9.8 m/s²"), ("The rate is 2 m/s².", "2 m/s^2"),
-    ("Dolly zoom. The camera moves back while the lens zooms in.", "dolly zoom"),
-    ("Dolly zoom\nThe background grows while the face keeps its size.", "dolly zoom"),
-    ("Bubble sort, because neighbours are swapped until all are in order.", "bubble sort"),
-    ("Bubble sort because neighbours are swapped.", "bubble sort"),
-    ("It is a dolly zoom. The video shows the background growing.", "dolly zoom"),
-    ("Answer: dolly zoom. The background grows while the face keeps its size.", "dolly zoom"),
-    ("U.S. Congress. The video shows members who vote.", "U.S. Congress"),
-    ("Five\nThere are five people visible in the room.", "5"),
-    ("Bubble Sort\n\nThe array is passed many times, and neighbours swap places.", "bubble sort"),
-    ("**Bubble Sort**\r\n\r\nThe array is passed again and again. It is not cut in two.\n\nIt ends "
-     "sorted.", "bubble sort"),
-    ("Answer: Bubble Sort\n\nThe array is passed many times, and neighbours swap places.",
-     "bubble sort"),
-    ("Bubble Sort\n\nThe array is sorted by swaps.", "bubble sort"),
-    ("5\n\nThere are five people in the room before the door opens.", "five"),
-]  # fmt: skip
-OPEN_NOT = [
-    ("Answer: not a dolly zoom", "dolly zoom"), ("Answer: maybe a dolly zoom", "dolly zoom"),
-    ("Answer: dolly zoom or pan", "dolly zoom"), ("Wrong answer: dolly zoom", "dolly zoom"),
-    ("I do not think that the answer is dolly zoom", "dolly zoom"),
-    ("A possible answer is: dolly zoom", "dolly zoom"),
-    ("The answer is: dolly zoom. No, wait, the answer is: pan", "dolly zoom"),
-    ("Answer: dolly zoom. Actually it shows a pan of the camera.", "dolly zoom"),
-    ("Answer: dolly zoom\nAnswer: pan", "dolly zoom"), ("Dolly zoom. Pan.", "dolly zoom"),
-    ("Dolly zoom. It is a pan of the camera.", "dolly zoom"),
-    ("Dolly zoom. This could be a pan, which moves the camera.", "dolly zoom"),
-    ("1. The camera moves back while the lens zooms in.", "1"),
-    ("Dolly zoom. The lens zooms in while it moves. The video shows a face.", "dolly zoom"),
-    ("The camera moves because dolly zoom", "dolly zoom"), ("O(n^2)", "O(n^3)"),
-    ("O(n^2)", "O(2n)"), ("10^2", "102"), ("10²", "102"), ("10^3", "103"), ("m/s", "m/s^2"),
-    ("x^-2", "x^2"), ("10^-3", "10^3"), ("10⁻³", "10^3"), ("2ⁿ", "2n"),
-    ("Dolly zoom\n\nPan", "dolly zoom"), ("Dolly zoom\n\nA pan along the street.", "dolly zoom"),
-    ("Pan\nDolly zoom\n\nThe face keeps its size while the street grows behind.", "dolly zoom"),
-    ("Dolly zoom\n\nIt is a pan along the street, from one end to the other.", "dolly zoom"),
-    ("Dolly zoom\n\nThe move is a pan along the street, from one end to the other.", "dolly zoom"),
-    ("Dolly zoom\n\nIt might also pan along the street, from end to end.", "dolly zoom"),
-    ("Dolly zoom\n\nThe camera moves along the street. Wait, this is a pan.", "dolly zoom"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("response, gold", OPEN)
-def test_the_forms_in_which_models_write_open_answers_match(response, gold):
-    assert match_open(response, gold)
-
-
-@pytest.mark.parametrize("response, gold", OPEN_NOT)
-def test_what_looks_like_such_an_open_answer_and_says_something_else(response, gold):
-    assert not match_open(response, gold)
-
-
-# Gold texts of the kinds that benchmarks have, many of them near each other.
-GOLDS = ["Dolly zoom", "Zoom", "Cross-cutting", "Red", "Red and blue", "Blue", "Not red", "4", "14",
-         "4 m", "4 cm", "0.4", "-4", "40%", "21", "10^2", "102", "1,000", "9.8 m/s^2", "9.8 m/s",
-         "O(n)", "O(n^2)", "O(2^n)", "O(n log n)", "Depth-First Search (DFS)",
-         "Breadth-First Search (BFS)", "Newton's first law", "Newton's second law",
-         "Conversion of heat to work", "Light moves in straight lines", "It has no effect",
-         "The use of leading lines", "The lens", "Unknown", "Food and Drug Administration (FDA)",
-         "H2O", "Vitamin A", "Type A", "Supply and demand", "Demand", "The Birth of Venus",
-         "Gross Domestic Product", "C", "C++", "Yes", "No"]  # fmt: skip
-ONE_ANSWER = ["{a}", "<answer>{a}</answer>", "Answer: {a}", "**Answer:** {a}.", "It is {a}.",
-              "Therefore, the final answer is: {a}", "\\boxed{{{a}}}",
-              "{a}\nThe video shows it while he speaks.", "{a} because the video shows it.",
-              "We look at it. It could be both.\n\nFinal answer: {a}"]  # fmt: skip
-TWO_ANSWERS = ["{a}. {b}.", "{a}\n{b}", "{a}\n\n{b}", "{a}\n\nIt is {b}.", "{a}, {b}",
-               "{a} or {b}", "It is {a}. It is {b}.", "{a}\nIt is {b}.",
-               "{a}. It is {b}.", "It is {a}, not {b}", "Not {b}. {a}",
-               "{a}. The technique is {b}.", "Answer: {a}. It is {b}",
-               "Answer: {a}\nNo: {b}", "{a} ({b})"]  # fmt: skip
-
-
-def test_no_answer_matches_the_gold_of_another_item():
-    pairs = [(a, b) for a in GOLDS for b in GOLDS if a != b]
-    for form in ONE_ANSWER:
-        assert [b for a, b in pairs if match_open(form.format(a=a), b)] == [], form
-
-
-def test_two_answers_match_neither():
-    pairs = [(a, b) for a in GOLDS[::2] for b in GOLDS[1::2]]
-    for form in TWO_ANSWERS:
-        said = [(form.format(a=a, b=b), a, b) for a, b in pairs]
-        assert [x for x in said if match_open(x[0], x[1]) or match_open(x[0], x[2])] == [], form
-
-
-@pytest.mark.parametrize("refusal", [
-    "I cannot determine this.", "I don't know.", "None of the above", "", "N/A", "...",
-    "There is no answer.", "The video does not show this.", "I'm sorry, but I can't help.",
-    "It is not possible to say because nothing is shown.", "[API error: A request failed]",
-])  # fmt: skip
-def test_no_refusal_matches_a_gold(refusal):
-    for form in ONE_ANSWER:
-        assert [gold for gold in GOLDS if match_open(form.format(a=refusal), gold)] == [], form
 
 
 @pytest.mark.parametrize("response, gold, want", [
@@ -884,31 +426,6 @@ def test_format_reward_equals_hand_computed_values(turns, base, anchor, total):
                                                           approx(total))
 
 
-@pytest.mark.parametrize("turn", [
-    f"<think>{THOUGHT}</think><answer>B</answer>",  # a second <think> behind the forced one
-    f"{THOUGHT}</think></think><answer>B</answer>",
-    f"{THOUGHT}</think><think>again</think><answer>B</answer>",
-    f"{THOUGHT}</think><answer>B</answer></answer>",
-    f"{THOUGHT}</think><answer>A</answer><answer>B</answer>",
-    f"{THOUGHT}</think><answer><answer>B</answer></answer>",
-    f"{THOUGHT}</think><answer>{CALL} B</answer>",
-    f"{THOUGHT}<answer>A</answer></think><answer>B</answer>",
-    f"{THOUGHT}{CALL}</think><answer>B</answer>",
-    f"{THOUGHT}</think><tool_call><answer>B</answer>",
-    f"{THOUGHT}</think></tool_call>{CALL}<answer>B</answer>",
-    f"{THOUGHT}</think><tool_response>a dog</tool_response><answer>B</answer>",
-    f"{THOUGHT}</tool_response></think><answer>B</answer>",
-])  # fmt: skip
-def test_misused_tags_cap_the_format_reward(turn):
-    got = format_reward([turn])
-    assert got["capped"] and 0.0 < got["total"] <= 0.5  # the clean turn gets 1.0, see TABLE
-
-
-def test_the_cap_binds_when_the_parts_alone_would_pay_more():
-    got = format_reward([f"{THOUGHT}</think>{CALL}</tool_call><answer>B</answer>"])
-    assert got["base"] + 0.5 * got["anchor"] == approx(1.2) and got["total"] == 0.5
-
-
 def test_nothing_earns_nothing():
     empty = "</think><tool_call></tool_call><answer></answer>"
     for turns in ([], [""], ["<think>hi"], [empty], [empty, empty], ["<answer></answer>" * 20],
@@ -927,17 +444,6 @@ def test_closing_the_forced_thought_beats_leaving_it_open():
     second = f"<think>{THOUGHT}</think><answer>B</answer>"
     assert format_reward([shut])["total"] > max(format_reward([text])["total"]
                                                 for text in (left, second))
-
-
-def test_more_tags_never_pay_more():
-    clean = [f"{THOUGHT}</think>{CALL}", f"{THOUGHT}</think><answer>B</answer>"]
-    best = format_reward(clean)["total"]
-    for extra in ("<answer>B</answer>", "<think>", "</think>", "</answer>", "<tool_response>",
-                  "<tool_call>"):
-        for turns in ([clean[0], clean[1] + extra], [clean[0] + extra, clean[1]],
-                      [clean[0], extra + clean[1]]):
-            assert format_reward(turns)["total"] <= best
-    assert format_reward([clean[0], clean[1] + "<answer>B</answer>" * 9])["total"] <= 0.5
 
 
 def test_thinking_must_come_before_the_first_call():
@@ -959,25 +465,6 @@ def test_answer_suffix_switches_the_answer_terms():
     alone = [f"</think>{CALL}", "x</think><answer>B</answer>"]
     assert format_reward(alone, anchor=0)["total"] == approx(0.6)
     assert format_reward(alone, answer_suffix=False, anchor=0)["total"] == approx(0.4)
-
-
-def test_an_unclosed_call_costs_the_same_in_both_dialects():
-    """One definition of a structural tag: what is balanced, closed, parsed and credited."""
-    for name, body in (("tool_call", CALL[len("<tool_call>"):-len("</tool_call>")]),
-                       ("tool_code", "crop_video(1, 2)")):
-        whole = [f"{THOUGHT}</think><{name}>{body}</{name}>",
-                 f"{THOUGHT}</think><answer>B</answer>"]
-        cut = [whole[0].removesuffix(f"</{name}>"), whole[1]]
-        assert all(rewards.parse_tool_calls(turns[0], True)[0].error is None
-                   for turns in (whole, cut))
-        assert format_reward(whole)["total"] == 1.0 and format_reward(whole)["well_formed"]
-        assert format_reward(cut)["total"] == 0.5 and not format_reward(cut)["well_formed"]
-        assert rewards.closure_counts(cut)[name] == [1, 0]
-        text = whole[0].encode()
-        mask = rewards.structural_mask([bytes([byte]) for byte in text] + [b""])
-        for tag in (f"<{name}>", f"</{name}>"):
-            at = text.index(tag.encode())
-            assert all(mask[at:at + len(tag)])
 
 
 @pytest.mark.parametrize("said, share", [
@@ -1063,45 +550,6 @@ def test_closure_counts_opened_and_closed_tags():
 # ------------------------------------------------------------------------------------------------
 # Strings that other graders pay for
 
-HEDGES = [  # the last turn, and the gold letters it must not score for
-    ("<answer>the</answer>", "A"), ("<answer>.</answer>", "A"), ("<answer>!!</answer>", "A"),
-    ("<answer>A. The answer is B, or option C</answer>", "ABC"),
-    ("<answer>A man is running so B</answer>", "ACDE"),
-    ("<answer>I think ...</answer>", "ABCDEFGHIJ"),
-    ("<answer>[API error: A request failed]</answer>", "ABCDE"),
-    ("<answer>A</answer></think><answer>B</answer>", "ACDE"),
-    ("B", "B"), ("x</think>B", "B"),  # no tags: no credit
-]
-
-
-@pytest.mark.parametrize("turn, golds", HEDGES)
-def test_answers_that_hedge_or_say_nothing_score_nothing(turn, golds):
-    options = [*PETS, "six", "seven", "eight", "nine", "ten"]
-    assert [score([turn], "mcq", gold, options)["acc"] for gold in golds] == [0.0] * len(golds)
-
-
-def test_an_honest_answer_with_letter_e_scores():
-    assert score(["x</think><answer>(E) none</answer>"], "mcq", "E", PETS)["acc"] == 1.0
-
-
-@given(st.lists(st.sampled_from(["A", "B", "C", "answer is ", "option ", " or ", "not ", ". ", "(",
-                                 " cat", " dog"])))
-@settings(deadline=None, max_examples=200)
-def test_no_response_is_right_for_two_gold_letters(parts):
-    turn = "x</think><answer>" + "".join(parts) + "</answer>"
-    assert sum(score([turn], "mcq", gold, PETS)["acc"] for gold in "ABCDE") <= 1.0
-
-
-def test_a_better_answer_always_pays_more():
-    # Nothing saturates the sum: token F1 0.5 and 1.0 stay 0.5 apart with every other term at its
-    # maximum.
-    half, full = (
-        score([f"{THOUGHT}</think>{CALL}", f"{THOUGHT}</think><answer>{text}</answer>"], "open",
-              "blue car", None, 1, 1)
-        for text in ("red car", "blue car")
-    )
-    assert (half["total"], full["total"]) == (approx(2.3), approx(2.8))
-
 
 def test_writing_a_tool_response_does_not_pay_like_running_a_tool():
     fake = [f"{THOUGHT}</think>{CALL}<tool_response>a dog</tool_response><answer>B</answer>"]
@@ -1131,11 +579,6 @@ def test_a_scrap_of_overlap_unlocks_no_bonus_without_an_executed_call():
     assert got["acc"] == approx(1 / 3) and got["tool"] == 0.1
 
 
-@pytest.mark.parametrize("answer", ["10 - 20", "from 10 to 20", "10s, 20s"])
-def test_usual_ways_to_write_a_span_score(answer):
-    assert score([f"x</think><answer>{answer}</answer>"], "grounding", (10, 20))["acc"] == 1.0
-
-
 # ------------------------------------------------------------------------------------------------
 # Properties: no text raises, everything stays in bounds
 
@@ -1163,23 +606,6 @@ def test_parsing_never_raises_and_returns_usable_calls(text, think_open):
         json.dumps(vars(call), allow_nan=False).encode()
 
 
-scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8))
-
-
-@given(st.recursive(scalars, lambda v: st.lists(v, max_size=3)
-                    | st.dictionaries(st.text(max_size=5), v, max_size=3)),
-       st.sampled_from(["start_time", "end_time", "num_frames", "start", "arguments", "name"]))
-@settings(deadline=None, max_examples=200)
-def test_any_json_value_anywhere_in_a_call_gives_one_entry(value, key):
-    arguments = {"start_time": 1, "end_time": 2}
-    call = {"name": "crop_video", "arguments": arguments}
-    (call if key in call else arguments)[key] = value
-    # JSON escapes no angle bracket, so a tag in a string would be seen as a tag
-    body = json.dumps(call)
-    if not rewards.TAG.search(body):
-        assert len(parse_tool_calls(f"<tool_call>{body}</tool_call>")) == 1
-
-
 @given(st.lists(anything, max_size=3), st.booleans(), st.booleans(),
        st.sampled_from(sorted(rewards.task_types())))
 @settings(deadline=None, max_examples=300)
@@ -1194,28 +620,6 @@ def test_scores_never_raise_and_stay_in_bounds(turns, think_open, answer_suffix,
         turns, think_open).values())
     detail = format_reward(turns, think_open, answer_suffix=answer_suffix)
     assert not detail["capped"] or detail["total"] <= 0.5
-
-
-@given(anything, anything)
-@settings(deadline=None, max_examples=300)
-def test_extraction_never_raises_and_stays_in_bounds(response, other):
-    assert extract_letter(response, PETS) in (None, *"ABCDE")
-    assert extract_letter(response, None) in (None, *"ABCDEFGHIJ")
-    assert extract_letter("A", [response, other]) == "A"
-    span = extract_span(response)
-    assert span is None or 0.0 <= span[0] < span[1] < math.inf
-    assert 0.0 <= accuracy(response, "open", other) <= 1.0
-    # Not F1 1.0 as well: "answer is A" matches "A" and has two tokens more.
-    assert normalise(other) or not match_open(response, other)
-    tail = answer_or_tail([response, other])
-    assert tail is None or tail.strip()
-
-
-@given(st.tuples(st.floats(), st.floats()), st.tuples(st.floats(), st.floats()))
-@settings(deadline=None, max_examples=200)
-def test_iou_is_symmetric_and_in_bounds(span, gold):
-    assert 0.0 <= temporal_iou(span, gold) <= 1.0
-    assert temporal_iou(span, gold) == temporal_iou(gold, span)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1274,16 +678,6 @@ def test_mask_equals_the_oracle_for_any_split(parts, data):
     assert structural_mask(tokens) == overlap_oracle(tokens)
 
 
-@given(st.lists(st.sampled_from([*TAGS, "word", " ", "<"]), min_size=1, max_size=10))
-@settings(deadline=None, max_examples=100)
-def test_mask_over_single_bytes_counts_exactly_the_bytes_of_tags(parts):
-    text = "".join(parts)
-    mask = structural_mask([bytes([byte]) for byte in text.encode()])
-    in_tags = sum(len(tag) for tag in re.findall("|".join(TAGS), text))
-    ends_in_tag = any(text.endswith(tag) for tag in TAGS)
-    assert sum(mask) == in_tags + (not ends_in_tag)
-
-
 # ------------------------------------------------------------------------------------------------
 # Group advantages
 
@@ -1325,31 +719,6 @@ def test_lists_of_unequal_length_are_refused():
         group_advantages([1.0, 2.0], [1.0])
 
 
-@pytest.mark.parametrize("text", [
-    "I doubt it is B.", "The answer is anything but B.", "The answer is unlikely to be B.",
-    "B has been eliminated.", "B is probably wrong.", "B is unlikely.",
-    "I do not believe it's B.", "A as well as B", "B (or D)", "B and possibly D"])
-def test_letters_that_are_doubted_or_doubled_are_no_answer(text):
-    turned = str.maketrans("ABCD", "BCDA")  # the same whichever letters are meant
-    options = ["cat", "dog", "hot dog", "bird"]
-    for _ in range(4):
-        assert extract_letter(text, options) is None, text
-        text = re.sub(r"\b[A-D]\b(?! )|\b[A-D]\b(?= (?:as|and|has|is|\())",
-                      lambda letter: letter[0].translate(turned), text)
-
-
-
-@pytest.mark.parametrize("text, span", [
-    ("**10.0** - **20.0**", (10, 20)), ("00:00:10.500 --> 00:00:20", (10.5, 20)),
-    ("10 s → 20 s", (10, 20)), ("10 through 20", (10, 20)), ("from 10 up to 20", (10, 20)),
-    ("1m5s to 1m20s", (65, 80)), ("1m 5s - 1m 20s", (65, 80)),
-    ("1:05 min to 1:20 min", (65, 80)), ("second 10 to second 20", (10, 20)),
-    ("t=10s to t=20s", (10, 20)), ("10 sec. to 20 sec.", (10, 20)),
-    ("It does not happen from 10 to 20", None)])
-def test_other_ways_to_write_a_range(text, span):
-    assert extract_span(text) == span
-
-
 # ------------------------------------------------------------------------------------------------
 # Scores of windows
 
@@ -1371,33 +740,6 @@ def test_window_scores_are_those_of_sets_of_seconds(windows, evidence):
                      "precision": approx(len(looked & gold) / len(looked)) if looked else None,
                      "iou": approx(len(looked & gold) / len(looked | gold)),
                      "hit": float(bool(looked & gold))}
-
-
-@given(SPANS, SPANS, st.randoms())
-def test_copies_and_the_order_of_windows_change_no_score(windows, evidence, rng):
-    again = [*windows, *rng.choices(windows, k=3)] if windows else []
-    rng.shuffle(again)
-    assert window_scores(again, evidence) == window_scores(windows, evidence)
-
-
-@given(SPANS.filter(bool), SPANS)
-def test_nothing_scores_a_higher_iou_than_the_evidence_itself(evidence, more):
-    assert window_scores(evidence, evidence) == dict.fromkeys(
-        ("recall", "precision", "iou", "hit"), 1.0)
-    assert window_scores([*evidence, *more], evidence)["iou"] <= 1.0
-    whole = window_scores([(0, 60)], evidence)  # all of the film finds all, at the lowest price
-    assert whole["recall"] == 1.0 and whole["iou"] == approx(whole["precision"])
-
-
-def test_windows_that_look_at_everything_or_at_all_scenes_earn_little():
-    scenes = [(0, 16), (16, 32), (32, 48), (48, 64)]
-    for evidence, whole in ((scenes[:1], 0.25), ([scenes[0], scenes[2]], 0.5)):
-        for windows in ([(0, 64)], scenes, [(0, 64)] * 5):
-            assert window_scores(windows, evidence)["iou"] == whole
-    assert window_scores([(0, 16)], [(5, 9)])["iou"] == 0.25  # a scene around a short flash
-    assert window_scores([], scenes[:1]) == {"recall": 0.0, "precision": None, "iou": 0.0,
-                                             "hit": 0.0}
-    assert window_scores([(16, 32)], scenes[:1])["hit"] == 0.0  # they only touch
 
 
 @given(SPANS, SPANS.filter(bool))

@@ -5,14 +5,9 @@ tests/test_scores.py -q
 The folders are made up, so that every number can be worked out by hand. scipy, if it is installed,
 is the oracle of the p-values.
 """
-import csv
 import json
-import re
-import shutil
 import sys
-from dataclasses import replace
 
-import numpy as np
 import pytest
 
 import eval as evaluation
@@ -123,151 +118,12 @@ def test_one_video_or_none_gives_no_interval(made, command, tmp_path):
     assert cell == "66.7 [-] n 3 of 2174"
 
 
-def worlds(rng, videos, bench=None, effect=0.0, spread=0.3):
-    """Paired records of a made-up pair of systems: videos with 1 to 6 items, a common error of the
-    items of a video, half of the items in a second part of MLVU, a quarter open."""
-    records = []
-    for v in range(videos):
-        common = rng.normal(0, spread)
-        for i in range(rng.integers(1, 7)):
-            task = {"tags": {"task": "ab"[i % 2]}, "type": "open" if i % 4 == 3 else "mcq"}
-            records.append(record(f"{v}/{i}", effect + common + rng.normal(0, 0.3), v + 1, **task))
-    return records
-
-
-def plain_headline(records, bench):
-    """The headline, written out once more."""
-    if bench == "mmvu":
-        records = [r for r in records if r["task"]["type"] == "mcq"]
-    parts = {}
-    for r in records:
-        parts.setdefault(r["task"]["tags"]["task"] if bench == "mlvu" else "", []).append(r)
-    return np.mean([np.mean([r["score"] for r in some]) for some in parts.values()])
-
-
-@pytest.mark.parametrize("bench", [None, "mlvu", "mmvu"])
-@pytest.mark.parametrize("videos, exact", [(7, True), (40, False)])
-def test_p_values_are_those_of_scipy(bench, videos, exact):
-    """scipy exchanges whole videos of two systems and computes the headlines of both anew."""
-    stats = pytest.importorskip("scipy.stats", reason="scipy is not installed")
-    rng = np.random.default_rng(3)
-    a = worlds(rng, videos, bench)
-    effect = 0.25 if exact else 0.08
-    b = [{**r, "score": r["score"] + effect + rng.normal(0, 0.4)} for r in a]
-    both = {0: {}, 1: {}}
-    for system, records in enumerate((a, b)):
-        for r in records:
-            both[system].setdefault(r["task"]["video"], []).append(r)
-    lists = [both[system][v + 1] for system in (0, 1) for v in range(videos)]
-
-    def difference(first, second):  # of places in `lists`
-        one, two = ([r for place in places for r in lists[int(place)]]
-                    for places in (first, second))
-        return plain_headline(two, bench) - plain_headline(one, bench)
-
-    places = np.arange(videos), np.arange(videos, 2 * videos)
-    found = stats.permutation_test(
-        places, difference, permutation_type="samples", vectorized=False,
-        n_resamples=np.inf if exact else 999, random_state=np.random.default_rng(0))
-    own, other = ({r["task"]["id"]: r for r in records} for records in (a, b))
-    records = scores.paired(own, other)
-    assert scores.resampled(records, bench)[0] == pytest.approx(found.statistic)
-    p = scores.sign_flip_p(records, bench)
-    assert 0.01 < p < 0.9
-    if exact:
-        assert p == pytest.approx(found.pvalue, abs=1e-12)
-    else:
-        error = 4 * np.sqrt(p * (1 - p) / 999)
-        assert p == pytest.approx(found.pvalue, abs=error)
-        assert p == scores.sign_flip_p(records, bench)  # the seed is fixed
-
-
-def test_exact_p_values_by_hand():
-    """Three videos with shares 1, 1, 1: two of eight patterns are as large. A video in which both
-    systems are the same changes no p-value."""
-    three = [record(i, 1.0) for i in "abc"]
-    assert scores.sign_flip_p(three, None) == 0.25
-    assert scores.sign_flip_p([*three, record("d", 0.0)], None) == 0.25
-    assert scores.sign_flip_p([record("a", 0.0), record("b", 0.0)], None) == 1.0
-    # Ten shares of 0.1 are 1, added in one order, and 0.9999999999999999 in another.
-    assert scores.sign_flip_p([record(i, 1.0) for i in range(10)], None) == 2 / 2**10
-    assert scores.sign_flip_p([record(i, 1.0) for i in range(20)], None) == 2 / 2**20
-    many = scores.sign_flip_p([record(i, 1.0) for i in range(21)], None)
-    assert many == 1 / 20001  # at random: of 20,000 none, and the observed one
-
-
 @pytest.mark.parametrize("values, wanted", [
     ([0.01, 0.04, 0.03, 0.005], [0.03, 0.06, 0.06, 0.02]),  # Holm-Bonferroni's usual example
     ([0.01, 0.02, 0.03, 0.04, 0.05], [0.05, 0.08, 0.09, 0.09, 0.09]),  # R's p.adjust
     ([0.6, None, 0.7], [1.0, None, 1.0]), ([], [])])
 def test_holm(values, wanted):
     assert scores.holm(values) == [p if p is None else pytest.approx(p) for p in wanted]
-
-
-@pytest.mark.parametrize("bench", [None, "mlvu"])
-def test_the_test_has_its_size_although_answers_about_a_video_err_together(bench):
-    """200 worlds without a difference. If every item stood alone, p would be too small."""
-    rng = np.random.default_rng(1)
-    small, naive = 0, 0
-    for _ in range(200):
-        records = worlds(rng, 30, bench)
-        small += scores.sign_flip_p(records, bench, draws=1000) < 0.05
-        alone = [{**r, "task": {**r["task"], "video": r["task"]["id"]}} for r in records]
-        naive += scores.sign_flip_p(alone, bench, draws=1000) < 0.05
-    assert 0.015 <= small / 200 <= 0.095  # 3 standard errors around 0.05
-    assert naive / 200 > 0.15
-
-
-# ------------------------------------------------------------------------------------------------
-# Sample sizes
-
-
-@pytest.mark.parametrize("bench, spread", [(None, 0.3), ("mlvu", 0.3), ("mmvu", 0.1)])
-def test_as_many_videos_as_said_show_the_difference_in_four_of_five_worlds(bench, spread):
-    rng = np.random.default_rng(2)
-    needed = scores.videos_needed(worlds(rng, 3000, bench, spread=spread), bench, 12)
-    assert 20 < needed < 150
-    seen = [scores.sign_flip_p(worlds(rng, needed, bench, 0.12, spread), bench, draws=1000) < 0.05
-            for _ in range(300)]
-    assert 0.73 <= np.mean(seen) <= 0.87  # 3 standard errors around 0.8
-
-
-def test_sample_sizes_by_hand():
-    """Half of the videos +1, half -1: a variance of 1, and (1.960 + 0.842)^2 / 0.02^2 videos."""
-    records = [record(i, 1.0 - 2 * (i % 2)) for i in range(1000)]
-    assert scores.videos_needed(records, None, 2) == pytest.approx(7.849 / 0.0004 * 1.001, rel=1e-3)
-    assert scores.videos_needed(records, None, 4) == pytest.approx(7.849 / 0.0016 * 1.001, rel=2e-3)
-    # The spread is around the mean: 1 and 0 have a quarter of the variance.
-    records = [record(i, float(i % 2)) for i in range(1000)]
-    assert scores.videos_needed(records, None, 2) == pytest.approx(7.849 / 0.0016 * 1.001, rel=2e-3)
-    # A video with three items is no error if every item differs alike.
-    uneven = [record(f"{v}/{i}", 0.5, video=v) for v in range(9) for i in range(1 + v % 3)]
-    assert scores.videos_needed(uneven, None, 2) is None
-    # Five videos can never reach 0.05: 2 / 2^5 = 0.0625.
-    assert scores.videos_needed(records, None, 100) >= 6
-    tiny = [record(i, 0.001 * (i % 2)) for i in range(10)]
-    assert scores.videos_needed(tiny, None, 50) == 6
-    assert scores.videos_needed([record(i, 0.0) for i in range(9)], None, 2) is None
-
-
-def test_points_change_what_is_needed(made, command, tmp_path):
-    """Two items a video: twice as many items as videos."""
-    videos = [i // 2 for i in range(24)]
-    a = made("a", [i % 2 for i in range(24)], videos=videos)
-    b = made("b", [i % 3 == 0 for i in range(24)], videos=videos)
-    needed = {}
-    for points in (2, 4):
-        lines, kept = compared(command, tmp_path, a, b, "--points", points)
-        (row,) = kept["differences"]
-        needed[points] = row["videos_needed"]
-        assert row["items_needed"] == 2 * row["videos_needed"] and (row["videos"], row["n"]) == (
-            12, 24)
-        assert f"{points} points need" in lines[-3] and lines[-1].split()[-2:] == [
-            str(row["videos_needed"]), str(row["items_needed"])]
-    assert needed[2] == pytest.approx(4 * needed[4], rel=0.02)
-    for wrong in (0, -1, "nan", 101):
-        code, _, err = command("--compare", a, b, "--points", wrong)
-        assert code == 2 and "--points" in err
 
 
 # ------------------------------------------------------------------------------------------------
@@ -302,66 +158,6 @@ def test_the_difference_is_the_headlines(bench, more, difference, made, command,
     assert row["difference"] == difference and row["n"] == (4 if bench == "mmvu" else 8)
 
 
-def test_windows_are_judged_over_the_episodes_that_called():
-    def one(name, windows, status="ok"):
-        calls = [{"status": status, "start": 0, "end": 1}] * (windows is not None)
-        reward = {"fmt": 1.0, **({"windows": windows} if windows else {})}
-        return {"task": {"id": name, "video": name, "type": "mcq"}, "sample": 0, "status": "ok",
-                "score": 1.0, "extracted": "A", "finish": ["stop"], "calls": calls,
-                "reward": reward, "timing": {}}
-
-    good, poor = {"recall": 1.0, "iou": 0.5, "hit": 1.0}, {"recall": 0.5, "iou": 0.0, "hit": 1.0}
-    found = scores.summarise([one("a", good), one("b", poor), one("c", None),
-                              one("d", good, "error")])
-    assert found["windows"] == {"recall": 0.75, "iou": 0.25, "hit": 1.0, "n": 2}
-    text = scores.table([{**found, "K": 64, "tools": "on"}])
-    assert "windows: recall 0.750, hit rate 1.000, IoU 0.250 of 2 episodes that called" in text
-    assert "windows" not in scores.summarise([one("a", None)])
-
-
-def test_runs_of_one_system_are_pooled(made, command, tmp_path):
-    """Seeds are averaged within an item, and videos are drawn. A has 1/2, 1/2, 0, 0 and B has 1, 1,
-    1/2, 0. Names with a comma or an equals sign are folders like others."""
-    runs = [made(name, right) for name, right in (
-        ("a,1", [1, 0, 0, 0]), ("a=2=", [0, 1, 0, 0]), ("b1", [1, 1, 1, 0]), ("b2", [1, 1, 0, 0]))]
-    words = ["old=", runs[0], f"{runs[1]}/", "new=", *runs[2:]]
-    lines, kept = compared(command, tmp_path, *words)
-    assert [(row["name"], row["acc_tools"], row["n"]) for row in kept["rows"]] == [
-        ("old", 0.25, 4), ("new", 0.625, 4)]
-    assert [row["headlines"] for row in kept["seeds"]] == [[0.25, 0.25], [0.75, 0.5]]
-    at = next(i for i, line in enumerate(lines) if line.startswith("spread between"))
-    assert lines[at + 1].split() == ["old", "64", "on", "0.000:", "0.250", "0.250"]
-    assert lines[at + 2].split() == ["new", "64", "on", "0.177:", "0.750", "0.500"]
-    (row,) = kept["differences"]
-    assert row["difference"] == 0.375 and row["videos"] == 4
-    means = [record(f"v{i}", score) for i, score in enumerate([0.5, 0.5, 0.5, 0.0])]
-    assert row["interval"] == scores.interval(scores.resampled(means, None)[1])
-    assert row["p"] == 2 / 2**3  # three videos that differ, all for B
-    rows, _ = table(command, *words)
-    assert {"old, K 64, tools on (measured)", "new, K 64, tools on (measured)"} <= set(rows)
-    # A folder before the first group stands alone.
-    _, kept = compared(command, tmp_path, runs[0], "new=", *runs[2:])
-    assert [row["name"] for row in kept["rows"]] == ["a,1", "new"] and len(kept["seeds"]) == 1
-
-
-def test_a_pooled_run_says_its_spread_in_the_table(made, command):
-    one = made("one", [1, 0, 0, 0], bench="lvbench")
-    two = made("two", [1, 1, 0, 0], bench="lvbench")
-    rows, _ = table(command, "ours=", one, two)
-    cell = rows["ours, K 64, tools on (measured)"][3]
-    assert cell.startswith("37.5 [") and cell.endswith("n 4 of 1549, sd 17.7 of 2 runs")
-
-
-def test_wrong_groups_are_one_line(made, command, tmp_path):
-    a, b = made("a", [1, 0]), made("b", [1, 0], bench="lvbench")
-    for words, why in (((a, "x="), "name the folders"), (("x=", a, a), "stands twice"),
-                       (("=", a), "name of its own"), (("x=", a, "x=", a), "name of its own"),
-                       (("x=", a, b), "at K 64, tools on is not in all"),
-                       (("x=", a, tmp_path / "none"), "summary.json")):
-        code, _, err = command("--compare", *words, "--out", tmp_path / "o")
-        assert code == 2 and why in err and err.count("\n") == 1, err
-
-
 def test_numbers_come_from_the_records_and_not_from_the_summary(made, command, tmp_path):
     """A summary that an older grader wrote is computed again; of other records it is refused."""
     out = made("a", [1, 0, 1, 1], bench="lvbench")
@@ -383,28 +179,6 @@ def test_numbers_come_from_the_records_and_not_from_the_summary(made, command, t
 # Tables for papers
 
 
-def test_a_part_of_a_benchmark_is_marked_and_never_the_best(made, command, monkeypatch):
-    part = made("part", [1, 1, 1], bench="lvbench")
-    known = benchmarks.splits()
-    rows, _ = table(command, part)
-    assert rows["part, K 64, tools on (measured)"][3] == (
-        "100.0 [100.0, 100.0] n 3 of 1549")
-    assert rows["ParaVT-8B (the paper's)"][3] == "**39.8**"
-    assert rows["Gemini 1.5 Pro (the paper's)"][0] == "**75.0**"
-    small = {**known, "lvbench": replace(known["lvbench"], items=3)}
-    monkeypatch.setattr(benchmarks, "splits", lambda: small)
-    rows, _ = table(command, part)
-    assert rows["part, K 64, tools on (measured)"][3] == "**100.0 [100.0, 100.0] n 3**"
-    assert rows["ParaVT-8B (the paper's)"][3] == "39.8"
-
-
-def test_n_is_that_of_the_headline(made, command):
-    """MMVU's headline leaves the open questions out."""
-    more = [{}] * 3 + [{"type": "open", "answer": "B", "options": None}] * 2
-    rows, _ = table(command, made("m", [1, 0, 1, 1, 1], bench="mmvu", more=more))
-    assert rows["m, K 64, tools on (measured)"][5].endswith("n 3 (5 of 1000 items)")
-
-
 def test_rows_are_grouped_as_in_the_paper(command, made):
     rows, _ = table(command, made("ours", [1, 0], bench="mlvu"))
     heads = [head for head in rows if not head.startswith("---")]
@@ -416,20 +190,6 @@ def test_rows_are_grouped_as_in_the_paper(command, made):
         at = heads.index(f"*{group}*")
         assert heads[at + 1:at + 1 + len(names)] == [f"{name} (the paper's)" for name in names]
         assert rows[f"*{group}*"] == [""] * 7
-
-
-def test_departures_are_numbered_footnotes(made, command):
-    one = made("one", [1, 0], bench="mlvu", summary={"departures": ["own prompts", "50% | JPEG"]})
-    two = made("two", [1, 0], bench="mlvu", summary={"departures": ["50% | JPEG"]})
-    rows, below = table(command, one, two)
-    assert "one, K 64, tools on (measured) [1, 2]" in rows
-    assert "two, K 64, tools on (measured) [2]" in rows
-    assert below == ["1. own prompts", "2. 50% \\| JPEG"]
-    _, latex, _ = command("--table", one, two, "--format", "latex")
-    assert latex.rstrip().endswith(r"{\par\footnotesize 2. 50\% \textbar{} JPEG\par}")
-    _, text, _ = command("--table", one, two, "--format", "csv")
-    assert [row[-1] for row in csv.reader(text.splitlines())][-2:] == [
-        "own prompts; 50% | JPEG", "50% | JPEG"]
 
 
 def test_refused_headlines_stay_refused(made, command, tmp_path):
@@ -445,90 +205,3 @@ def test_refused_headlines_stay_refused(made, command, tmp_path):
         assert kept["differences"][0]["difference"] is kept["differences"][0]["p_holm"] is None
     assert table(command, made("tagged", [1], tags=[{"duration": "s"}], fail=[0]), "--by",
                  "duration")[0]["data"] == ["s", "refused"]
-
-
-def unescaped(latex):
-    """Text of a LaTeX cell that has commands for characters alone."""
-    names = {"textbackslash": "\\", "textasciitilde": "~", "textasciicircum": "^",
-             "textless": "<", "textgreater": ">", "textbar": "|"}
-    return re.sub(r"\\(?:([a-z]+)\{\}|(.))", lambda found: names.get(found[1]) or found[2], latex)
-
-
-def test_latex_is_escaped_and_every_row_has_all_columns(made, command):
-    name = r"[50%_a&b#1$~^{x}<\|>"
-    code, out, err = command("--table", made(name, [1, 0], bench="mlvu"), "--format", "latex")
-    assert code == 0, err
-    lines = out.strip().split("\n")
-    assert lines[0] == r"\begin{tabular}{lccccccc}" and lines[-1] == r"\end{tabular}"
-    body = [line for line in lines[1:-1] if line != r"\hline"]
-    assert len(body) == 1 + 5 + 15 + 1
-    for line in body:
-        assert line.endswith(r" \\")
-        assert not line.startswith(("[", "*"))  # LaTeX would read an argument of \\ before
-        cells = re.split(r"(?<!\\)&", line[:-3])
-        assert len(cells) == (1 if line.startswith(r"\multicolumn{8}{l}{\textit{") else 8)
-    last = body[-1].removeprefix("{}")
-    assert unescaped(re.split(r" (?<!\\)& ", last)[0]) == f"{name}, K 64, tools on (measured)"
-    assert body[0].startswith(r"system & videomme & videomme\_wsub &")
-    assert any(r"& \textbf{39.8} &" in line for line in body)
-
-
-def test_csv_has_a_column_for_every_number(made, command):
-    out = made('a "b", c', [1, 0, 1], bench="mlvu", videos=[0, 1, 2])
-    code, text, err = command("--table", out, "--format", "csv")
-    assert code == 0, err
-    rows = list(csv.DictReader(text.splitlines(), strict=True))
-    assert len(rows) == 16 and not any(None in row or None in row.values() for row in rows)
-    ours, theirs = rows[-1], rows[0]
-    assert (ours["group"], ours["system"]) == ("measured here",
-                                               'a "b", c, K 64, tools on (measured)')
-    _, draws = scores.resampled([record(f"v{i}", s, tags={}) for i, s in enumerate((1, 0, 1))],
-                                "mlvu")
-    low, high = scores.interval(draws)
-    parts = ("", " low", " high", " n", " items", " published")
-    assert [ours[f"mlvu{part}"] for part in parts] == [
-        "66.7", f"{100 * low:.1f}", f"{100 * high:.1f}", "3", "3", "2174"]
-    assert ours["lvbench"] == "" and theirs["system"] == "GPT-4o (the paper's)"
-    assert float(theirs["videomme"]) == 71.9 and theirs["videomme n"] == ""
-
-
-@pytest.mark.parametrize("form", ["markdown", "csv"])
-def test_categories_stand_side_by_side(form, made, command):
-    """An item with several labels counts under each; a label that a folder lacks is a dash."""
-    tags = [{"duration": "long", "skill": ["count", "order"]}, {"duration": "short",
-            "skill": ["count"]}, {"duration": "short"}]
-    one = made("one", [1, 0, 1], bench="lvbench", tags=tags)
-    two = made("two", [1, 1], bench="lvbench", tags=tags[1:])
-
-    def cells(by):
-        code, out, err = command("--table", one, two, "--by", by, "--format", form)
-        assert code == 0, err
-        lines = out.strip().split("\n")
-        if form == "csv":
-            return list(csv.reader(lines))
-        return [[c.strip() for c in line.strip("|").split("|")] for line in lines
-                if "---" not in line]
-
-    assert cells("duration") == [
-        ["benchmark", "duration", "one, K 64, tools on", "two, K 64, tools on"],
-        ["lvbench", "long", "100.0 n 1", "-"],
-        ["lvbench", "short", "50.0 n 2", "100.0 n 2"]]
-    assert cells("skill")[1:] == [["lvbench", "count", "50.0 n 2", "100.0 n 1"],
-                                  ["lvbench", "order", "100.0 n 1", "-"]]
-    # Two benchmarks of a folder share its column.
-    both = made("both", [1, 0], bench="lvbench", tags=tags[:2])
-    shutil.copytree(both / "lvbench", both / "mlvu")
-    assert command("--rescore", both)[0] == 0
-    _, out, _ = command("--table", both, "--by", "duration", "--format", "csv")
-    assert list(csv.reader(out.splitlines()))[1:] == [
-        [bench, label, cell] for bench in ("lvbench", "mlvu")
-        for label, cell in (("long", "100.0 n 1"), ("short", "0.0 n 1"))]
-    code, _, err = command("--table", one, "--by", "nope")
-    assert code == 2 and "there are: duration, skill" in err
-
-
-def test_flags_of_tables_need_a_table(made, command):
-    a = made("a", [1, 0])
-    for flags in (("--by", "duration"), ("--format", "csv")):
-        code, _, err = command("--compare", a, *flags)
-        assert code == 2 and "need --table" in err

@@ -6,16 +6,13 @@ they are installed, openai and lmms-eval. `make test-page` runs the tests of its
 """
 import base64
 import json
-import os
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 from scripted import AGENT, Scripted, calls, turn_of
 
-import chat
 import rollout
 import video
 from tools import ask, serve
@@ -140,28 +137,6 @@ def test_answers_equal_those_of_the_terminal_for_every_way_to_name_a_film(runnin
     assert len(digests) == 1, "a film that is sent twice is kept once"
 
 
-def test_eight_clients_of_openai_at_once(running, codec, toy):
-    openai = pytest.importorskip("openai", reason="openai is not installed; vLLM brings it")
-    server = running()
-    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0,
-                           http_client=httpx.Client(trust_env=False))
-    assert [m.id for m in client.models.list()] == ["toy"]
-
-    def one(n):
-        name = f"videos/rl-000{n % 6}.mp4"
-        said = client.chat.completions.create(
-            model="toy", messages=body_of(film(name), text())["messages"], max_tokens=16)
-        return name, said.choices[0].message.content, said.usage.total_tokens
-
-    with ThreadPoolExecutor(8) as pool:
-        got = list(pool.map(one, range(16)))
-    for name, said, tokens in got:
-        row = asked_in_terminal(codec, toy, name)
-        assert said == rollout.rewards.answer_or_tail(row["turns"], True)
-        used = [row["ids"], *(c["sub"]["ids"] for c in row["calls"] if "sub" in c)]
-        assert tokens == sum(map(len, used))
-
-
 def test_a_stream_tells_the_events_and_ends_on_the_answer(running):
     server = running()
     whole = server.post(thumbs=True).json()
@@ -185,53 +160,6 @@ def test_a_stream_tells_the_events_and_ends_on_the_answer(running):
     assert shown and all(len(event["thumbs"]) == len(event["times"]) for event in shown)
 
 
-def test_max_tokens_bounds_the_answer_and_never_a_thought(running, codec):
-    def main(request):
-        return "I think for a long time. " * 20 + "</think><answer>red green blue</answer>"
-
-    server = running(Scripted(codec, main))
-    words = chat.encode(codec, "red green blue")
-    assert content_of(server.post(max_tokens=len(words))) == "red green blue"
-    for name in ("max_tokens", "max_completion_tokens"):
-        cut = server.post(**{name: 2})
-        assert content_of(cut) == chat.decode(codec, words[:2])
-        assert cut.json()["choices"][0]["finish_reason"] == "length"
-
-
-@pytest.mark.parametrize("asked, question, options, style", [
-    ("Who?\nA. the cook\nB. a guest", "Who?", ["the cook", "a guest"], None),
-    ("Who?\n(A) the cook\n(B) a guest\n(C) both", "Who?", ["the cook", "a guest", "both"], None),
-    ("Who?\nA) x\nB) y\nAnswer with the option's letter.", "Who?", ["x", "y"],
-     "Answer with the option's letter."),
-    ("Who sings?\nA. Franklin", "Who sings?\nA. Franklin", None, None),
-    ("Who?\nB. x\nC. y", "Who?\nB. x\nC. y", None, None),
-    ("What is it? Answer with one word.", "What is it? Answer with one word.", None, ""),
-    ("When?\nPlease respond only with two numbers.", "When?\nPlease respond only with two numbers.",
-     None, ""),
-    ("Does he answer the phone?", "Does he answer the phone?", None, None),
-    ("Say what happens.", "Say what happens.", None, ""),
-])
-def test_options_and_the_way_to_answer_are_read_from_the_text(asked, question, options, style):
-    task = serve.question_task(asked)
-    assert (task["question"], task["options"], task.get("style")) == (question, options, style)
-    assert task["type"] == ("mcq" if options else "open")
-    prompt = rollout.question_text(task)
-    # What the client wrote stands there once, and our own line only if the client wrote none.
-    assert prompt.count(question) == 1
-    if style is None:
-        assert rollout.question_text({**task, "style": ""}) != prompt
-    elif style:
-        assert prompt.endswith(style)
-
-
-def test_options_in_the_text_ask_as_options_do(running):
-    server = running()
-    server.post(film(), text("Who?\nA. the cook\nB. a guest"))
-    server.post(film(), text("Who?"), options=["the cook", "a guest"])
-    first, second = [r for r in server.engine.mains() if turn_of(r) == 0]
-    assert first.ids == second.ids
-
-
 def test_a_text_without_a_film_is_answered_by_the_same_weights(running, codec):
     server = running(Scripted(codec, lambda request: "hm</think> hello"))
     server.engine.main = lambda request: "hm</think> hello"
@@ -240,164 +168,7 @@ def test_a_text_without_a_film_is_answered_by_the_same_weights(running, codec):
     assert not server.engine.requests[0].frames
 
 
-def test_the_last_film_and_the_last_question_count(running):
-    server = running()
-    other = "videos/rl-0001.mp4"
-    messages = [{"role": "system", "content": "Be brief."},
-                {"role": "user", "content": [film(), text("Old?")]},
-                {"role": "assistant", "content": "old"},
-                {"role": "user", "content": [film(other), text("New?")]},
-                {"role": "user", "content": "Newer?"}]
-    response = server.http.post("/v1/chat/completions", json={"messages": messages})
-    assert response.status_code == 200
-    request = server.engine.mains()[0]
-    assert request.items[0].spec["video"] == other
-    prompt = chat.decode(server.engine.codec, request.ids, True)
-    assert "Newer?" in prompt and "Be brief." in prompt and "Old?" not in prompt
-
-
-# ---- frames as images
-
-
-def jpeg(value):
-    import io
-
-    import numpy as np
-    from PIL import Image
-
-    buffer = io.BytesIO()
-    Image.fromarray(np.full((64, 96, 3), value, np.uint8)).save(buffer, "JPEG")
-    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
-
-
-def image(url):
-    return {"type": "image_url", "image_url": {"url": url}}
-
-
-def test_frames_with_times_are_a_film(running):
-    server = running()
-    stamped = []
-    for n in range(6):
-        stamped += [text(f"<{4 * n:.1f} seconds>"), image(jpeg(40 * n))]
-    assert content_of(server.post(*stamped, text()))
-    request = server.engine.mains()[0]
-    # The overview's four looks lie on four of the six times.
-    assert set(request.items[0].seconds) <= {0.0, 4.0, 8.0, 12.0, 16.0, 20.0}
-    bare = [image(jpeg(40 * n)) for n in range(6)]
-    refused = server.post(*bare, text())
-    assert refused.status_code == 400 and "times" in refused.json()["error"]["message"]
-    assert content_of(server.post(*bare, text(), fps=0.25))
-    again = server.engine.mains()[-1]
-    assert set(again.items[0].seconds) <= {0.0, 4.0, 8.0, 12.0, 16.0, 20.0}
-    # Frames in one URL, as vLLM takes them.
-    joined = "data:video/jpeg;base64," + ",".join(jpeg(40 * n).partition(",")[2] for n in range(6))
-    assert server.post(film(joined), text()).status_code == 400
-    assert content_of(server.post(film(joined), text(), fps=0.25))
-
-
 # ---- bad requests
-
-
-def bad_bodies():
-    user = {"role": "user"}
-    return {
-        "no messages": {},
-        "messages empty": {"messages": []},
-        "messages a text": {"messages": "hello"},
-        "message no object": {"messages": ["hello"]},
-        "no user": {"messages": [{"role": "assistant", "content": "x"}]},
-        "content null": {"messages": [{**user, "content": None}]},
-        "content a number": {"messages": [{**user, "content": 7}]},
-        "content empty": {"messages": [{**user, "content": []}]},
-        "question empty": body_of(film(), text("  ")),
-        "item no object": body_of(film(), "x"),
-        "item of another type": body_of(film(), text(), {"type": "input_audio", "input_audio": {}}),
-        "url no text": body_of(film(7), text()),
-        "url missing": body_of({"type": "video_url"}, text()),
-        "text no text": body_of(film(), {"type": "text", "text": ["x"]}),
-        "surrogate": body_of(film(), text("\ud800")),
-        "surrogate in options": body_of(options=["\ud800", "b"]),
-        "another model": body_of(model="gpt"),
-        "temperature": body_of(temperature=3),
-        "temperature a text": body_of(temperature="hot"),
-        "temperature NaN": '{"temperature": NaN, "messages": [{"role":"user","content":"x"}]}',
-        "max_tokens 0": body_of(max_tokens=0),
-        "n 2": body_of(n=2),
-        "seed too large": body_of(seed=2**70),
-        "tools": body_of(tools=[{"type": "function"}]),
-        "one option": body_of(options=["a"]),
-        "27 options": body_of(options=["x"] * 27),
-        "answer_type": body_of(answer_type="poem"),
-        "fps 0": body_of(image(jpeg(0)), text(), fps=0),
-        "film outside": body_of(film("../../etc/passwd"), text()),
-        "film outside, absolute": body_of(film("/etc/passwd"), text()),
-        "film outside, file:": body_of(film("file:///etc/passwd"), text()),
-        "film outside, escaped": body_of(film("file:%2e%2e/%2e%2e/etc/passwd"), text()),
-        "film on another host": body_of(film("file://host/x.mp4"), text()),
-        "film of a network": body_of(film("http://127.0.0.1:9/x.mp4"), text()),
-        "film missing": body_of(film("videos/none.mp4"), text()),
-        "film a folder": body_of(film("videos"), text()),
-        "film with a zero byte": body_of(film("a\0b"), text()),
-        "film of a long name": body_of(film("x" * 5000), text()),
-        "film of a made-up digest": body_of(film("film:" + "0" * 64), text()),
-        "film no video": body_of(film("tasks.jsonl"), text()),
-        "film not base64": body_of(film("data:video/mp4;base64,@@@"), text()),
-        "film no base64": body_of(film("data:video/mp4,xyz"), text()),
-        "film of zeros": body_of(film("data:video/mp4;base64," + "A" * 400), text()),
-        "image not base64": body_of(text("<1.0 seconds>"), image("data:image/png;base64,@"),
-                                    text()),
-        "image no image": body_of(text("<1.0 seconds>"), image("data:image/png;base64,AAAA"),
-                                  text()),
-        "image of a network": body_of(text("<1.0 seconds>"), image("http://x/y.png"), text()),
-        "times that fall": body_of(text("<5.0 seconds>"), image(jpeg(1)), text("<2.0 seconds>"),
-                                   image(jpeg(2)), text()),
-        "no JSON": "{",
-        "JSON nested too deep": "[" * 100_000,
-        "an array": "[]",
-        "not UTF-8": b'{"messages": "\xff\xfe"}',
-    }
-
-
-def test_every_bad_request_is_refused_in_one_line_and_the_next_one_answered(running, toy):
-    server = running()
-    wrong = {}
-    for name, body in bad_bodies().items():
-        given = json.dumps(body) if isinstance(body, dict) else body
-        response = server.http.post("/v1/chat/completions", content=given,
-                                    headers={"Content-Type": "application/json"})
-        try:
-            line = response.json()["error"]["message"]
-        except (ValueError, KeyError, TypeError):
-            line = None
-        good = (response.status_code in (400, 404, 413) and line and "\n" not in line
-                and len(line) < 400 and str(toy) not in line and "films-" not in line)
-        if not good:
-            wrong[name] = response.status_code, response.text[:200]
-    assert not wrong
-    assert server.agents.taken == 0 and not +server.films.used
-    assert content_of(server.post())
-
-
-@pytest.mark.parametrize("method, path, headers, status", [
-    ("POST", "/v1/chat/completions", {"Host": "example.org"}, 403),
-    ("GET", "/", {"Host": "example.org:80"}, 403),
-    ("POST", "/v1/chat/completions", {"Content-Type": "text/plain"}, 415),
-    ("POST", "/v1/chat/completions", {"Content-Type": "application/x-www-form-urlencoded"}, 415),
-    ("POST", "/v1/embeddings", {"Content-Type": "application/json"}, 404),
-    ("GET", "/v1/chat/completions", {}, 405),
-    ("GET", "/films/../../etc/passwd", {}, 404),
-    ("GET", "/films/%2e%2e/%2e%2e/etc/passwd", {}, 404),
-    ("GET", "/films/videos", {}, 404),
-    ("GET", "/episodes/none", {}, 404),
-    ("PUT", "/films", {}, 400),
-])
-def test_the_door_is_guarded(running, method, path, headers, status):
-    server = running()
-    request = httpx.Request(method, server.url, headers=headers)
-    # The path as it is: a client would tidy it up.
-    request.url = httpx.URL(server.url).copy_with(raw_path=path.encode())
-    response = server.http.send(request)
-    assert response.status_code == status and "error" in response.json()
 
 
 def test_a_key_is_asked_for(running):
@@ -409,22 +180,6 @@ def test_a_key_is_asked_for(running):
     assert server.http.get("/v1/models",
                            headers={"Authorization": "Bearer secret"}).status_code == 200
     assert server.http.get("/health").status_code == server.http.get("/").status_code == 200
-
-
-def test_large_bodies_are_refused_before_they_are_kept(running):
-    server = running(max_mb=0.1)
-    large = b'{"messages": "' + b"x" * 300_000 + b'"}'
-    kind = {"Content-Type": "application/json"}
-    stated = server.http.post("/v1/chat/completions", content=large, headers=kind)
-
-    def parts():
-        for at in range(0, len(large), 50_000):
-            yield large[at:at + 50_000]
-
-    unstated = server.http.post("/v1/chat/completions", content=parts(), headers=kind)
-    assert stated.status_code == unstated.status_code == 413
-    assert server.http.put("/films", content=large).status_code == 413
-    assert content_of(server.post())
 
 
 # ---- places, clients that leave, time
@@ -453,123 +208,7 @@ def test_a_client_that_leaves_ends_its_episode(running, codec, stream):
     assert content_of(server.post())
 
 
-def test_full_places_answer_429_and_a_retry_succeeds(running, codec):
-    openai = pytest.importorskip("openai", reason="openai is not installed; vLLM brings it")
-    server = running(held(codec), waiting=2, live=1)
-    with ThreadPoolExecutor(8) as pool:
-        first = [pool.submit(server.post) for _ in range(2)]
-        server.until(lambda: server.agents.taken == 2)
-        refused = server.post()
-        assert refused.status_code == 429 and int(refused.headers["Retry-After"]) > 0
-        client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=8,
-                               http_client=httpx.Client(trust_env=False))
-        later = [pool.submit(client.chat.completions.create, model="toy",
-                             messages=body_of()["messages"]) for _ in range(3)]
-        time.sleep(0.2)
-        server.engine.go.set()
-        assert all(content_of(done.result()) for done in first)
-        assert all(done.result().choices[0].message.content for done in later)
-
-
-def test_time_that_is_up_answers_504(running, codec):
-    server = running(held(codec), seconds=0.3, live=1)
-    with ThreadPoolExecutor(2) as pool:  # the second one waits for a place, which counts
-        got = [done.result() for done in [pool.submit(server.post), pool.submit(server.post)]]
-    assert [response.status_code for response in got] == [504, 504]
-    with server.http.stream("POST", "/v1/chat/completions", json=body_of(stream=True)) as response:
-        lines = [line for line in response.iter_lines() if line]
-    assert json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == 504
-    assert not server.agents.pump.waiting
-
-
-def test_an_engine_that_dies_answers_503_to_all(running, codec, capsys):
-    engine = held(codec)
-    server = running(engine)
-    with ThreadPoolExecutor(3) as pool:
-        waiting = [pool.submit(server.post) for _ in range(3)]
-        server.until(lambda: len(engine.waiting) == 3)
-
-        def poll():
-            raise RuntimeError("out of memory at /home/somebody")
-
-        engine.poll = poll
-        got = [done.result() for done in waiting]
-    assert [response.status_code for response in got] == [503] * 3
-    assert server.post().status_code == server.http.get("/health").status_code == 503
-    assert "/home" not in server.post().text
-
-
-def test_a_failed_request_of_the_engine_fails_alone(running, codec):
-    from engine import Completion
-
-    def main(request):
-        if request.items[0].spec["video"] == FILM:
-            return Completion(request.id, error="the prompt is too odd")
-        return answered(request)
-
-    server = running(Scripted(codec, main))
-    assert server.post().status_code == 500
-    assert content_of(server.post(film("videos/rl-0001.mp4"), text()))
-
-
-# ---- films of clients
-
-
-def test_films_in_use_are_spared_when_room_is_made(tmp_path):
-    films = serve.Films(str(tmp_path), most=250)
-    try:
-        first = films.keep({"": b"a" * 100}, used=True)
-        second = films.keep({"": b"b" * 100})
-        third = films.keep({"": b"c" * 100})
-        assert set(os.listdir(films.sent)) == {first, third}, "the oldest one that is not in use"
-        assert first == films.keep({"": b"a" * 100}) and len(first) == 64 and second != third
-        films.release(films.sent, first)
-        fourth = films.keep({"1.jpg": b"d" * 60, "times.txt": b"0" * 60})
-        assert set(os.listdir(films.sent)) <= {first, third, fourth}
-        assert fourth in os.listdir(films.sent)
-        with pytest.raises(serve.Refused, match="send it again"):
-            films.again(second)
-    finally:
-        import shutil
-
-        shutil.rmtree(films.sent)
-
-
-def test_sixty_four_uploads_at_once(running, toy):
-    server = running(max_mb=8.0, waiting=100)
-    server.films.most = 10_000  # every upload makes room
-    body = (toy / FILM).read_bytes()
-
-    def one(n):
-        data = "data:video/mp4;base64," + base64.b64encode(body + b"\0" * n).decode()
-        return server.post(film(data), text()).status_code
-
-    with ThreadPoolExecutor(16) as pool:
-        assert set(pool.map(one, range(64))) == {200}
-    assert not +server.films.used
-    server.http.put("/films", content=b"x")
-    assert len(os.listdir(server.films.sent)) == 1
-
-
 # ---- the command
-
-
-def test_flags_that_let_others_in_need_a_key(monkeypatch):
-    import launch
-
-    def flags(*given):
-        monkeypatch.setattr("sys.argv", ["serve.py", "--ckpt", "c", *given])
-        return serve.parse_args()
-
-    assert flags().host == "127.0.0.1" and flags().temperature == 0
-    with pytest.raises(launch.UserError, match="--api-key-env"):
-        flags("--host", "0.0.0.0")
-    with pytest.raises(launch.UserError, match="not set"):
-        flags("--api-key-env", "NO_SUCH_KEY")
-    monkeypatch.setenv("A_KEY", "x")
-    assert flags("--host", "0.0.0.0", "--api-key-env", "A_KEY").api_key_env == "A_KEY"
-
-
 
 
 def test_the_page_holds_the_parts_of_the_other_page():

@@ -12,11 +12,9 @@ import signal
 import struct
 import subprocess
 import sys
-import threading
 import time
 from fractions import Fraction
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -88,52 +86,6 @@ def images(path, indices):
     return FrameCache(0).frames(path, np.array(indices), **NATIVE).images
 
 
-class Overheard:
-    """An object of PyAV whose decode() is overheard, and those of all that it hands out. heard:
-    the frames that came; lost: times (pts) of frames that do not come."""
-
-    def __init__(self, real, heard, lost):
-        self.__dict__.update(real=real, heard=heard, lost=lost)
-
-    def __getattr__(self, name):
-        value = getattr(self.real, name)
-        if name == "streams":
-            return SimpleNamespace(video=[self.also(stream) for stream in value.video])
-        return self.also(value) if name == "codec_context" and value else value
-
-    def __setattr__(self, name, value):
-        setattr(self.real, name, value)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.real.close()
-
-    def also(self, real):
-        return Overheard(real, self.heard, self.lost)
-
-    def demux(self, stream):
-        return map(self.also, self.real.demux(stream.real))
-
-    def seek(self, offset, stream):
-        self.real.seek(offset, stream=stream.real)
-
-    def decode(self, *given):
-        given = [getattr(value, "real", value) for value in given]
-        frames = [f for f in self.real.decode(*given) if f.pts not in self.lost]
-        self.heard.extend(frames)
-        return frames
-
-
-def overhear(monkeypatch, lost=()):
-    """-> the frames that PyAV decodes from now on."""
-    heard, real = [], av.open
-    monkeypatch.setattr(av, "open", lambda *given, **named: Overheard(
-        real(*given, **named), heard, lost))
-    return heard
-
-
 @pytest.fixture(scope="session")
 def ffmpeg():
     """-> function (arguments) that runs ffmpeg and returns its CompletedProcess, in bytes."""
@@ -161,23 +113,6 @@ def shown_by(ffmpeg, path, size=None):
     times, pictures = times[order], pictures[order]
     last = np.append(np.diff(times) > 0, True)
     return times[last] - times[last][0], pictures[last]
-
-
-def assert_as_shown_by(ffmpeg, path, exact=True):
-    """Every frame and every time, in one go and each of some alone. exact: else the conversion to
-    RGB differs, of fields and of more than 8 bits: it is the frame that ffmpeg's is nearest to."""
-    times, pictures = shown_by(ffmpeg, path)
-    starts, info = FrameCache(0).index(path)
-    assert len(starts) == info.num_frames == len(times)
-    np.testing.assert_allclose(starts, times, atol=1.1e-3)  # Matroska's and FLV's unit is 1 ms
-    assert (info.height, info.width) == pictures.shape[1:3]
-    got = images(path, range(len(times))).astype(int)
-    for i, image in enumerate(got):
-        gaps = {j: np.abs(image - pictures[j]).mean()
-                for j in ([i] if exact else range(max(0, i - 3), min(len(times), i + 4)))}
-        assert gaps[i] < 0.5 if exact else min(gaps, key=gaps.get) == i, (i, gaps)
-    for i in np.random.default_rng(0).choice(len(times), min(6, len(times)), replace=False):
-        assert np.array_equal(images(path, [i])[0], got[i])
 
 
 def write_sound(path):
@@ -211,12 +146,6 @@ def long_gop(tmp_path_factory):
     """300 frames at 25 fps with B-frames and a key frame every 120: nearly every look needs a seek
     and a run-up."""
     return write(tmp_path_factory.mktemp("gop") / "gop.mp4", 300, bf=3, g=120, sc_threshold=0)
-
-
-@pytest.fixture
-def keyed(tmp_path):
-    """300 frames at 25 fps, key frames at 0, 4.8 and 9.6 s."""
-    return write(tmp_path / "keyed.mp4", 300, bf=3, g=120, x264_params="scenecut=0")
 
 
 # ---- which frames
@@ -273,31 +202,6 @@ def test_each_knob_changes_what_it_names():
         video.overview_indices(starts, 64.0, 0)
 
 
-@settings(deadline=None, max_examples=200)
-@given(
-    gaps=st.lists(st.floats(0.01, 3.0), min_size=1, max_size=40),
-    k=st.integers(1, 70),
-    window=st.tuples(st.floats(-5, 130), st.floats(-5, 130)),
-    fps=st.floats(0.1, 30),
-)
-def test_sampling_agrees_with_looking_at_a_screen(gaps, k, window, fps):
-    """The rule again, look by look, for any spacing of frames."""
-    ends = np.cumsum(gaps)
-    starts, duration = np.concatenate([[0.0], ends[:-1]]), float(ends[-1])
-
-    def screen(look):
-        return max(i for i, s in enumerate(starts) if s <= look + 1e-3)
-
-    got = video.overview_indices(starts, duration, k).tolist()
-    assert got == sorted({screen((i + 0.5) * duration / k) for i in range(k)})
-    assert 1 <= len(got) <= min(k, len(gaps))
-    low, high = (min(max(t, 0.0), duration) for t in window)
-    if low < high:
-        got = video.crop_indices(starts, duration, *window, fps=fps, max_frames=16).tolist()
-        n = min(max(math.floor((high - low) * fps + 0.5), 1), 16)
-        assert got == sorted({screen(low + (i + 0.5) * (high - low) / n) for i in range(n)})
-
-
 @settings(deadline=None, max_examples=100)
 @given(gaps=st.lists(st.floats(0.01, 3.0), min_size=1, max_size=40), k=st.integers(1, 70),
        data=st.data())
@@ -333,51 +237,6 @@ def test_smart_size_worked_examples(height, width, expected):
     assert video.smart_size(height, width, 1024, 50176) == expected
 
 
-@settings(deadline=None, max_examples=300)
-@given(
-    height=st.integers(1, 5000),
-    width=st.integers(1, 5000),
-    low=st.integers(1, 60000),
-    spread=st.integers(0, 200000),
-    multiple=st.sampled_from([1, 2, 28, 32]),
-)
-def test_smart_size_fits_whenever_anything_fits(height, width, low, spread, multiple):
-    if multiple < 28:
-        low, spread = low // 100 + 1, spread // 100  # keeps the exhaustive check below small
-    high = low + spread
-    h, w = video.smart_size(height, width, low, high, multiple)
-    assert h % multiple == 0 and w % multiple == 0 and min(h, w) >= multiple
-    cells = [n for n in range(1, high // multiple**2 + 1) if n * multiple**2 >= low]
-    if cells:  # any number of cells is at least 1 x n
-        assert low <= h * w <= high
-    else:
-        assert h * w <= max(high, multiple**2)
-    if low <= height * width <= high and height % multiple == width % multiple == 0:
-        assert (h, w) == (height, width)  # already right: untouched
-    # On its side, it is as near to the exact rescaling: ties may fall differently (174 x 348 into
-    # 154 pixels: 7 x 22 or 11 x 14).
-    turned_w, turned_h = video.smart_size(width, height, low, high, multiple)
-    area = min(max(height * width, low), high)
-
-    def cost(a, b):
-        return (abs(math.log(a / math.sqrt(area * height / width)))
-                + abs(math.log(b / math.sqrt(area * width / height))))
-
-    assert cost(turned_h, turned_w) == pytest.approx(cost(h, w), abs=1e-8)
-
-
-@settings(deadline=None, max_examples=200)
-@given(height=st.integers(64, 4000), aspect=st.floats(0.4, 2.5))
-def test_smart_size_keeps_ordinary_shapes(height, aspect):
-    width = max(1, round(height * aspect))
-    h, w = video.smart_size(height, width, 1024, 50176)
-    # Half a cell of rounding on the shorter side, 4 cells or more at this budget unless the video
-    # itself is tiny.
-    assert abs(math.log((w / h) / (width / height))) < (0.3 if height * width > 50176 else 0.75)
-    if height * width > 50176:
-        assert h * w > 0.7 * 50176
-
-
 def test_smart_size_refuses_nonsense():
     for wrong in ((0, 5, 1, 2), (5, 5, 3, 2), (5, 5, 1, 9, 0)):
         with pytest.raises(ValueError):
@@ -385,20 +244,6 @@ def test_smart_size_refuses_nonsense():
 
 
 # ---- the right frames come out of real files
-
-
-@pytest.mark.parametrize("rate", [1, 2, 25, Fraction(30000, 1001)])
-def test_constant_frame_rates(tmp_path, rate):
-    path = write(tmp_path / "v.mp4", 60, rate=rate)
-    info = video.probe(path)
-    assert (info.num_frames, info.width, info.height) == (60, 64, 32)
-    assert info.duration == pytest.approx(60 / rate, abs=1e-3)
-    assert info.fps == pytest.approx(float(rate), rel=1e-4)
-    frames = video.overview(path, 60, **NATIVE)
-    assert seen(frames.images) == list(range(60))
-    assert frames.images.dtype == np.uint8 and frames.seconds.dtype == np.float64
-    np.testing.assert_allclose(frames.seconds, np.arange(60) / float(rate), atol=1e-4)
-    assert seen(video.overview(path, 4, **NATIVE).images) == [7, 22, 37, 52]
 
 
 def test_one_fps_minute(minute):
@@ -421,15 +266,6 @@ def test_seeking_is_exact_with_b_frames_and_long_gops(long_gop):
     for wanted in ([299], [0], [119, 120, 121], [118], [5, 130, 250], list(range(0, 300, 37)),
                    [298, 299], [1, 2, 3]):
         assert seen(images(long_gop, wanted)) == wanted
-
-
-def test_many_crops_through_one_cache(long_gop):
-    cache, rng = FrameCache(), np.random.default_rng(0)
-    starts, _ = cache.index(long_gop)
-    for start in rng.uniform(0, 11.5, 25):
-        frames = video.crop(long_gop, start, start + 0.5, fps=8, cache=cache, **NATIVE)
-        np.testing.assert_allclose(np.array(seen(frames.images)) / 25, frames.seconds, atol=1e-3)
-    assert cache.index(long_gop)[0] is starts  # read once
 
 
 @pytest.mark.parametrize("ending", ["mp4", "mkv", "ts"])
@@ -462,99 +298,10 @@ def test_odd_sizes(tmp_path):
     assert frames.images.shape == (5, 32, 64, 3) and seen(frames.images) == [3, 9, 15, 21, 27]
 
 
-CONTAINERS = [
-    ("transport.ts", {"bf": 3, "g": 30}),
-    ("old.avi", {"codec": "mpeg4", "bf": 2, "g": 50}),
-    ("program.mpg", {"codec": "mpeg2video", "bf": 2, "g": 15}),
-    ("flash.flv", {"bf": 3}),
-    ("pieces.mp4", {"bf": 3, "g": 25, "mux": {"movflags": "frag_keyframe+empty_moov"}}),
-    ("open.mp4", {"bf": 3, "x264_params": "keyint=20:open-gop=1:scenecut=0"}),
-    ("web.webm", {"codec": "libvpx", "auto_alt_ref": 1, "lag_in_frames": 16, "b": "200k"}),
-]
-
-
-@pytest.mark.parametrize("name, options", CONTAINERS)
-def test_other_containers(tmp_path, name, options):
-    path = write(tmp_path / name, 100, **options)
-    assert video.probe(path).duration == pytest.approx(4.0, abs=0.01)
-    assert video.probe(path).num_frames == 100
-    for frames in (video.overview(path, 100, **NATIVE), video.crop(path, 2, 3.4, fps=5, **NATIVE)):
-        np.testing.assert_allclose(np.array(seen(frames.images)) / 25, frames.seconds, atol=2e-3)
-    assert seen(video.overview(path, 4, **NATIVE).images) == [12, 37, 62, 87]
-
-
-@pytest.mark.parametrize("name, codec", [("a.mp4", "mpeg4"), ("a.mkv", "mpeg4"),
-                                         ("a.mp4", "libx264"), ("a.ts", "libx264")])
-def test_what_a_cut_left_before_the_first_key_frame_harms_no_look(tmp_path, name, codec):
-    """The frames before it are made from one that is gone: looks at them and behind them work."""
-    whole, cut = write(tmp_path / "whole.mp4", 60, g=20, codec=codec), tmp_path / name
-    with av.open(whole) as source, av.open(str(cut), "w") as target:
-        copy = target.add_stream_from_template(source.streams.video[0])
-        packets = [packet for packet in source.demux(video=0) if packet.size]
-        for packet in packets[5:]:
-            packet.stream = copy
-            target.mux(packet)
-    starts, info = FrameCache().index(cut)
-    for indices in ([0], [0, len(starts) - 1], range(0, len(starts), 3), range(len(starts))):
-        cache = FrameCache()
-        got = cache.frames(cut, np.array(indices), **NATIVE)
-        # H.264 begins at its key frame, 20; mpeg4's decoder makes something of those before it.
-        wanted = [i + (20 if codec == "libx264" else 5) for i in indices]
-        pairs = [(a, b) for a, b in zip(seen(got.images), wanted) if b >= 20]
-        assert all(a == b for a, b in pairs) and len(got.images) == len(wanted)
-
-
-def test_frames_hidden_by_an_edit_list_stay_hidden(tmp_path):
-    """At the front, where the rest keeps its order, and at the end."""
-    whole = write(tmp_path / "whole.mp4", 100, bf=3, g=250)
-    front = str(tmp_path / "front.mp4")
-    with av.open(whole) as source, av.open(front, "w",
-                                           options={"avoid_negative_ts": "disabled"}) as target:
-        stream = target.add_stream_from_template(source.streams.video[0])
-        for packet in source.demux(source.streams.video[0]):
-            if packet.size:
-                shift = int(Fraction(10, 25) / packet.time_base)
-                packet.pts, packet.dts = packet.pts - shift, packet.dts - shift
-                packet.stream = stream
-                target.mux(packet)
-    frames = video.overview(front, 90, **NATIVE)
-    assert seen(frames.images) == list(range(10, 100))
-    assert video.probe(front).duration == pytest.approx(3.6)
-    assert frames.seconds[0] == 0
-    # elst: version, count, then duration (ms), media time, rate; half of the duration.
-    back = patched(whole, tmp_path / "back.mp4", b"elst", 12, ">I", 2000)
-    assert seen(video.overview(back, 99, **NATIVE).images) == list(range(50))
-    assert video.probe(back).duration == pytest.approx(2.0)
-
-
 def with_matrix(source, path, a, b, c, d):
     """Copy of an mp4 whose pixels x, y are displayed at a x + c y, b x + d y."""
     matrix = [round(value * 0x10000) for value in (a, b, 0, c, d, 0, 0, 0)]
     return patched(source, path, b"tkhd", 44, ">9i", *matrix, 0x40000000)
-
-
-@pytest.mark.parametrize("matrix", [(1, 0, 0, 1), (0, 1, -1, 0), (-1, 0, 0, -1), (0, -1, 1, 0),
-                                    (-1, 0, 0, 1), (1, 0, 0, -1), (0, 1, 1, 0), (0, -1, -1, 0)])
-def test_files_turned_and_mirrored_are_displayed_as_ffmpeg_does(tmp_path, ffmpeg, matrix):
-    upright = write(tmp_path / "v.mp4", 4, draw=grainy)
-    assert_as_shown_by(ffmpeg, with_matrix(upright, tmp_path / "turned.mp4", *matrix))
-
-
-def test_a_file_turned_by_half_a_right_angle_is_refused(tmp_path):
-    upright = write(tmp_path / "v.mp4", 4)
-    turned = with_matrix(upright, tmp_path / "turned.mp4", 0.7071, 0.7071, -0.7071, 0.7071)
-    with pytest.raises(VideoError, match="turned by an angle that is no multiple of 90 degrees"):
-        video.probe(turned)
-
-
-def test_a_photo_with_side_data_that_pyav_does_not_know(tmp_path, ffmpeg):
-    """A photo of a phone, which says by EXIF how it was held."""
-    from PIL import Image
-
-    exif = Image.Exif()
-    exif[0x0112] = 6  # orientation: to be turned by 90 degrees
-    Image.fromarray(paint(5, 64, 32)).save(tmp_path / "a.jpg", exif=exif)
-    assert_as_shown_by(ffmpeg, tmp_path / "a.jpg")
 
 
 def test_rotation_is_applied(tmp_path):
@@ -564,408 +311,6 @@ def test_rotation_is_applied(tmp_path):
     info = video.probe(turned)
     assert (info.height, info.width) == (64, 32)
     assert seen(np.rot90(image) for image in images(turned, [0, 3, 4])) == [0, 3, 4]
-
-
-def test_av1(tmp_path):
-    if "libsvtav1" not in av.codecs_available:
-        pytest.skip("this PyAV cannot write AV1")
-    path = write(tmp_path / "v.mp4", 20, codec="libsvtav1", size=(128, 64))
-    assert seen(video.overview(path, 4, **NATIVE).images) == [2, 7, 12, 17]
-    assert os.sched_getscheduler(0) == os.SCHED_OTHER  # see write
-
-
-def grainy(index, width, height):
-    """What it shows, under noise that no frame shares: every reference counts in every picture."""
-    noise = np.random.default_rng(index).integers(0, 100, (height, width, 3), dtype=np.uint8)
-    return paint(index, width, height) // 2 + noise
-
-
-def h264(params):
-    """With B-frames, which noise alone would not be worth; a key frame every 20."""
-    return {"x264_params": "keyint=20:scenecut=0:b-adapt=0:bframes=3:" + params}
-
-
-def hevc(params):
-    return {"codec": "libx265",
-            "x265_params": "keyint=20:scenecut=0:b-adapt=0:log-level=none:" + params}
-
-
-GAPS = np.random.default_rng(5).integers(1, 300, 48)  # milliseconds
-CODINGS = {
-    "plain.mp4": h264(""),
-    "pyramid.mp4": h264("b-pyramid=normal:bframes=8:ref=6"),
-    "strict.mkv": h264("b-pyramid=strict:bframes=5"),
-    "open.mp4": h264("open-gop=1"),
-    "refresh.mp4": h264("intra-refresh=1"),  # no whole key frames: late seeks
-    "fields.mp4": h264("tff=1:interlaced=1"),
-    "ten.mp4": {"pixels": "yuv420p10le", **h264("")},
-    "varying.mp4": {"milliseconds": (3000 + np.cumsum(GAPS)).tolist(), **h264("")},
-    "transport.ts": h264(""),
-    "hevc.mp4": hevc("bframes=8"),  # open GOPs, with leading pictures
-    "radl.mkv": hevc("no-open-gop=1:radl=2:bframes=3"),
-    "layers.mp4": hevc("temporal-layers=3:bframes=7"),
-    "vp8.webm": {"codec": "libvpx", "auto_alt_ref": 1, "lag_in_frames": 16, "g": 20},
-    "vp9.webm": {"codec": "libvpx-vp9", "auto_alt_ref": 1, "lag_in_frames": 16, "g": 20,
-                 "deadline": "realtime", "cpu_used": 8},
-    "av1.mp4": {"codec": "libsvtav1", "preset": "10", "g": 20},
-    "mpeg4.avi": {"codec": "mpeg4", "bf": 2, "g": 20},
-}
-# decord refuses three, and turns 10 bits and fields into RGB in a way of its own
-NOT_AS_DECORD = "transport.ts av1.mp4 mpeg4.avi ten.mp4 fields.mp4".split()
-
-
-@pytest.fixture(scope="module")
-def coded(tmp_path_factory):
-    """Name of a coding -> 48 pictures written in it, once."""
-    folder, paths = tmp_path_factory.mktemp("coded"), {}
-
-    def path(name):
-        if CODINGS[name].get("codec", "libx264") not in av.codecs_available:
-            pytest.skip("this PyAV cannot write it")
-        if name not in paths:
-            paths[name] = write(folder / name, 48, size=(128, 64), draw=grainy, **CODINGS[name])
-        return paths[name]
-
-    return path
-
-
-@pytest.mark.parametrize("name", CODINGS)
-def test_every_frame_is_that_of_a_full_decode_to_the_bit(coded, name):
-    """Each alone, so that all around it may be left out; then sets of them."""
-    path = coded(name)
-    with av.open(path) as container:
-        whole = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
-    rng = np.random.default_rng(0)
-    assert video.probe(path).num_frames == len(whole) == 48
-    some = [sorted(rng.choice(48, n, replace=False)) for n in (2, 3, 5, 8, 15, 30)]
-    for wanted in [[i] for i in range(48)] + some + [range(48)]:
-        got = images(path, wanted)
-        assert len(got) == len(wanted)
-        assert all(np.array_equal(image, whole[i]) for i, image in zip(wanted, got)), wanted
-
-
-@pytest.mark.parametrize("name", CODINGS)
-def test_only_files_without_times_of_display_are_decoded_from_their_first_frame(coded, name):
-    """Others know their key frames, for seeks."""
-    keys = FrameCache().key_frames(coded(name))
-    assert len(keys) == 0 if name.endswith("avi") else len(keys) > 0
-
-
-@pytest.mark.parametrize("name", [name for name in CODINGS if name not in NOT_AS_DECORD])
-def test_every_frame_is_that_of_decord_to_the_bit(coded, name):
-    """Read in order: where it seeks, decord gives other frames of open GOPs, without a word."""
-    decord = pytest.importorskip("decord", reason="decord is not built for this machine")
-    theirs = decord.VideoReader(coded(name), num_threads=1)
-    starts = theirs.get_frame_timestamp(range(48))[:, 0]  # [48] seconds
-    np.testing.assert_allclose(FrameCache().index(coded(name))[0], starts, atol=2e-4)
-    for i, image in enumerate(images(coded(name), range(48))):
-        assert np.array_equal(image, theirs[i].asnumpy())
-
-
-@pytest.mark.parametrize("name, drops", [
-    ("plain.mp4", True), ("fields.mp4", True), ("transport.ts", True), ("pyramid.mp4", True),
-    ("hevc.mp4", True), ("radl.mkv", True), ("layers.mp4", False), ("vp8.webm", False),
-    ("av1.mp4", False)])
-def test_frames_that_nobody_needs_are_not_decoded(coded, monkeypatch, name, drops):
-    """On the way from a key frame to the 20th; in temporal layers a frame that looks unneeded may
-    not be."""
-    cache, path = FrameCache(), coded(name)
-    key = max(key for key in cache.key_frames(path) if key < 20)
-    decoded = overhear(monkeypatch)
-    assert seen(cache.frames(path, np.array([0, 19]), **NATIVE).images) == [0, 19]
-    assert 2 <= len(decoded) <= 12 if drops else len(decoded) >= 20 - key + (key > 0)
-
-
-@pytest.mark.parametrize("name", CODINGS)
-def test_every_frame_is_that_of_ffmpeg(coded, ffmpeg, name):
-    assert_as_shown_by(ffmpeg, coded(name), exact=name not in ("ten.mp4", "fields.mp4"))
-
-
-@pytest.mark.parametrize("name, options", CONTAINERS)
-def test_other_containers_are_read_as_by_ffmpeg(tmp_path, ffmpeg, name, options):
-    assert_as_shown_by(ffmpeg, write(tmp_path / name, 100, draw=grainy, **options))
-
-
-@pytest.mark.parametrize("ending", ["mp4", "mkv", "ts", "flv"])
-def test_times_of_a_varying_rate_are_those_of_ffmpeg(tmp_path, ffmpeg, ending):
-    times = (700 + np.cumsum(np.random.default_rng(0).integers(4, 900, 30))).tolist()
-    assert_as_shown_by(ffmpeg, write(tmp_path / f"v.{ending}", 30, milliseconds=times, bf=2,
-                                     draw=grainy))
-
-
-# ---- files that were cut, joined and edited
-
-
-FILMS = {  # none has a key frame every second
-    "long": {"bf": 3},
-    "open": {"x264_params": "keyint=48:open-gop=1:scenecut=0:b-adapt=0:bframes=3"},
-    "plain": {"x264_params": "keyint=60:scenecut=0:bframes=0"},
-    "hevc": {"codec": "libx265", "x265_params": "keyint=60:scenecut=0:log-level=none"},
-    "mpeg4": {"codec": "mpeg4", "bf": 2, "g": 60},
-    "av1": {"codec": "libsvtav1", "preset": "10", "g": 60},
-    "vp9": {"codec": "libvpx-vp9", "g": 60, "deadline": "realtime", "cpu_used": 8},
-}
-
-
-@pytest.fixture(scope="module")
-def film(tmp_path_factory):
-    """Name of FILMS -> 300 frames at 25 fps, written once."""
-    folder, paths = tmp_path_factory.mktemp("films"), {}
-
-    def path(name):
-        if FILMS[name].get("codec", "libx264") not in av.codecs_available:
-            pytest.skip("this PyAV cannot write it")
-        if name not in paths:
-            paths[name] = write(folder / f"{name}.mp4", 300, draw=grainy, **FILMS[name])
-        return paths[name]
-
-    return path
-
-
-CUTS = [(0.5, 6, "mp4"), (0, 3.3, "mp4"), (7.3, 2, "mov"), (11.5, 9, "mp4"), (4.77, 0.1, "mp4")]
-
-
-@pytest.mark.parametrize("name", FILMS)
-@pytest.mark.parametrize("start, length, ending", CUTS)
-def test_a_clip_cut_without_decoding_is_that_of_ffmpeg(tmp_path, film, ffmpeg, name, start, length,
-                                                       ending):
-    """Its edit list hides what lies between the key frame before the cut and the cut."""
-    clip = tmp_path / f"clip.{'mp4' if name in ('av1', 'vp9') else ending}"  # not in QuickTime's
-    ffmpeg("-ss", start, "-i", film(name), "-t", length, "-c", "copy", clip)
-    assert_as_shown_by(ffmpeg, clip)
-
-
-@pytest.mark.parametrize("options", [
-    "-copyts", "-avoid_negative_ts make_zero", "-avoid_negative_ts disabled",
-    "-output_ts_offset 5", "-output_ts_offset -1.5 -avoid_negative_ts disabled",
-    "-movflags negative_cts_offsets", "-movflags frag_keyframe+empty_moov"])
-@pytest.mark.parametrize("name", ["open", "hevc"])
-def test_clips_cut_with_other_options_are_those_of_ffmpeg(tmp_path, film, ffmpeg, name, options):
-    clip = tmp_path / "clip.mp4"
-    ffmpeg("-ss", 3.3, "-i", film(name), "-t", 4, "-c", "copy", *options.split(), clip)
-    assert_as_shown_by(ffmpeg, clip)
-
-
-@pytest.mark.parametrize("name", ["open", "hevc", "mpeg4", "vp9"])
-def test_matroska_clips_keep_what_decodes(tmp_path, film, ffmpeg, name):
-    """Frames before the first key frame of an open GOP come out with no time: there is none below
-    zero."""
-    clip = tmp_path / "clip.mkv"
-    ffmpeg("-ss", 3.3, "-i", film(name), "-t", 4, "-c", "copy", clip)
-    assert_as_shown_by(ffmpeg, clip)
-
-
-def test_a_matroska_clip_that_begins_without_times_is_refused(tmp_path, film, ffmpeg):
-    """Its frames are displayed before zero; ffmpeg gives them times of others."""
-    clip = tmp_path / "clip.mkv"
-    ffmpeg("-ss", 0.5, "-i", film("long"), "-t", 6, "-c", "copy", "-avoid_negative_ts", "disabled",
-           clip)
-    with pytest.raises(VideoError, match="its first frames carry no times: encode it anew"):
-        video.probe(clip)
-
-
-def test_a_hidden_key_frame_is_a_place_to_begin_and_no_frame(tmp_path, film, ffmpeg):
-    clip, cache = tmp_path / "clip.mp4", FrameCache()
-    ffmpeg("-ss", 3.3, "-i", film("plain"), "-t", 6, "-c", "copy", clip)
-    starts, info = cache.index(clip)
-    assert info.num_frames == len(starts) == 150 and info.duration == pytest.approx(6, abs=0.05)
-    keys = cache.key_frames(clip)  # 2.4 s of the film is hidden
-    np.testing.assert_allclose(starts[keys], [1.52, 3.92], atol=0.05)
-    snapped = video.overview(clip, 3, snap=True, cache=cache)
-    np.testing.assert_allclose(snapped.seconds[:2], starts[keys], atol=1e-9)
-
-
-def with_edits(source, path, *edits):
-    """Copy of an mp4 with another edit list: (milliseconds, first second of the film or None)."""
-    data = bytearray(Path(source).read_bytes())
-    at = data.index(b"elst") - 4
-    (old, begin), scale = struct.unpack_from(">I16xi", data, at), data.index(b"mdhd") + 16
-    (scale,) = struct.unpack_from(">I", data, scale)  # ticks per second
-    rows = [struct.pack(">IiI", length, -1 if first is None else begin + round(first * scale),
-                        0x10000) for length, first in edits]
-    box = struct.pack(">I4sII", 16 + 12 * len(rows), b"elst", 0, len(rows)) + b"".join(rows)
-    data[at : at + old] = box
-    for name in (b"edts", b"trak", b"moov"):  # the boxes around it
-        size = data.rindex(name, 0, at) - 4
-        struct.pack_into(">I", data, size, struct.unpack_from(">I", data, size)[0] + len(box) - old)
-    Path(path).write_bytes(data)
-    return str(path)
-
-
-@pytest.mark.parametrize("edits", [
-    [(3000, 5.3)], [(700, None), (3000, 5.3)], [(3000, 5.333)], [(2010, 0)],
-    [(2000, 1.3), (4000, 6.3)], [(2000, 1.3), (500, None), (2000, 6.3)],
-    [(3000, 6.3), (3000, 1.3)], [(2000, 4.3), (2000, 4.3)]])
-def test_edit_lists_of_several_parts_are_read_as_by_ffmpeg(tmp_path, film, ffmpeg, edits):
-    assert_as_shown_by(ffmpeg, with_edits(film("long"), tmp_path / "v.mp4", *edits))
-
-
-def test_an_edit_list_whose_parts_share_times_is_refused(tmp_path, film):
-    """Frames of an open GOP: ffmpeg shows two at one time."""
-    path = with_edits(film("open"), tmp_path / "v.mp4", (1000, 0.3), (1000, 5.3), (1000, 8.1))
-    with pytest.raises(VideoError, match=r"the clock jumps at \S+ s: remux it, or encode it anew"):
-        video.probe(path)
-
-
-def joined(path, *parts):
-    Path(path).write_bytes(b"".join(Path(part).read_bytes() for part in parts))
-    return str(path)
-
-
-@pytest.mark.parametrize("ending, options", [("ts", ""), ("mpg", ""), ("webm", ""), ("mkv", ""),
-                                             ("webm", "-live 1"), ("mkv", "-live 1")])
-@pytest.mark.parametrize("offset", [0, 3600, -3600])
-def test_files_joined_with_cat_are_refused(tmp_path, film, ffmpeg, ending, options, offset):
-    """150 frames of 300 would vanish, or 12 s would become an hour, or a day."""
-    name = {"webm": "vp9", "mpg": "program"}.get(ending, "long")
-    whole = (write(tmp_path / "program.mpg", 150, codec="mpeg2video", bf=2) if ending == "mpg"
-             else film(name))
-    parts = [tmp_path / f"{n}.{ending}" for n in range(2)]
-    for part, begin in zip(parts, (max(0, -offset), max(0, offset))):
-        ffmpeg("-i", whole, "-t", 6, "-c", "copy", "-output_ts_offset", begin, *options.split(),
-               part)
-    assert video.probe(parts[0]).duration == pytest.approx(6, abs=0.1)
-    with pytest.raises(VideoError, match=r"the clock jumps at (5\.9|6)\S* s: remux it"):
-        video.probe(joined(tmp_path / f"both.{ending}", *parts))
-
-
-def test_a_clock_that_begins_anew_at_its_end_of_33_bits_is_no_jump(tmp_path, film, ffmpeg):
-    path = tmp_path / "wrap.ts"
-    ffmpeg("-i", film("long"), "-c", "copy", "-output_ts_offset", 2**33 / 90000 - 6, path)
-    assert_as_shown_by(ffmpeg, path)
-
-
-@pytest.mark.parametrize("ending, codec", [("mp4", "libx264"), ("mkv", "libx264"),
-                                           ("webm", "libvpx"), ("flv", "libx264")])
-def test_a_slide_show_is_no_jump(tmp_path, ffmpeg, ending, codec):
-    """With B-frames and sound, for which PyAV makes up times of decoding in Matroska."""
-    silent, path = tmp_path / f"silent.{ending}", tmp_path / f"slides.{ending}"
-    write(silent, 10, milliseconds=[20000 * i for i in range(10)], codec=codec, draw=grainy)
-    assert_as_shown_by(ffmpeg, silent)
-    sound = {"webm": "libopus"}.get(ending, "aac")
-    ffmpeg("-i", silent, "-f", "lavfi", "-i", "sine=d=200", "-c:v", "copy", "-c:a", sound, path)
-    assert_as_shown_by(ffmpeg, path)
-
-
-def test_of_frames_of_one_time_the_last_is_on_display(tmp_path, ffmpeg):
-    path = tmp_path / "v.mkv"
-    source = write(tmp_path / "v.mp4", 40, bf=0)
-    ffmpeg("-i", source, "-c", "copy", "-bsf:v", "setts=ts=TS-mod(N\\,2)*DURATION", path)
-    assert seen(video.overview(path, 40, **NATIVE).images) == list(range(1, 40, 2))
-    assert_as_shown_by(ffmpeg, path)
-
-
-@pytest.mark.parametrize("lost", [1, 10])
-def test_frames_without_a_time_get_that_of_ffmpeg(tmp_path, ffmpeg, lost):
-    """In MPEG-TS a time belongs to a packet, which may hold two frames. ffmpeg guesses that of the
-    second from its neighbours."""
-    whole, path = write(tmp_path / "whole.ts", 100, draw=grainy, **h264("")), tmp_path / "v.ts"
-    with av.open(whole) as source, av.open(str(path), "w") as target:
-        copy = target.add_stream_from_template(source.streams.video[0])
-        packets = [packet for packet in source.demux(video=0) if packet.size]
-        second = [n for n, packet in enumerate(packets[:-1])  # P: that of a B-frame can be told
-                  if packet.pts > packets[n + 1].pts and not packet.is_keyframe][3:][:lost]
-        for n, packet in enumerate(packets):
-            data = bytes(packet) + (bytes(packets[n + 1]) if n + 1 in second else b"")
-            if n not in second:
-                joint = av.Packet(data)
-                joint.pts, joint.dts, joint.time_base = packet.pts, packet.dts, packet.time_base
-                joint.stream, joint.is_keyframe = copy, packet.is_keyframe
-                target.mux(joint)
-    assert_as_shown_by(ffmpeg, path)
-    assert 100 - lost < video.probe(path).num_frames <= 100
-
-
-XVID = "-c:v libxvid -bf 2 -g 50 xvid.avi"
-DVD = "-c:v mpeg2video -bf 2 -f vob dvd.vob"
-AVI = "-c:v mpeg4 -bf 2 -g 50 old.avi"
-H264 = "-c:v libx264 -bf 3 -pix_fmt yuv420p h264.mp4"
-COPIES = [  # ffmpeg's options for a test picture of 6 s | those for a copy of the file
-    XVID, f"{XVID} | -i xvid.avi -c copy -bsf:v mpeg4_unpack_bframes v.avi",
-    f"{XVID} | -fflags +genpts -i xvid.avi -c copy v.mp4",
-    DVD, f"{DVD} | -i dvd.vob -c copy v.mp4", f"{DVD} | -ss 2.5 -i dvd.vob -c copy v.mp4",
-    f"{DVD} | -i dvd.vob -f lavfi -i sine=d=6 -c:v copy -c:a mp2 sound.vob"
-    " | -ss 2.5 -i sound.vob -c copy v.mp4",
-    AVI, f"{AVI} | -i old.avi -c copy v.mp4",
-    f"{H264} | -i h264.mp4 -c copy v.avi", f"{H264} | -i h264.mp4 -c copy v.asf",
-    f"{H264} | -i h264.mp4 -c copy v.avi | -i v.avi -c copy v.mp4",
-    "-c:v libx264 -bf 0 -pix_fmt yuv420p new.mp4 | -i new.mp4 -c copy v.avi",
-]
-
-
-@pytest.mark.parametrize("steps", COPIES)
-def test_copies_that_lost_their_times_of_display_are_read_as_by_ffmpeg(tmp_path, ffmpeg, steps,
-                                                                       monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    make, *copies = steps.split(" | ")
-    for step in [f"-f lavfi -i testsrc2=s=160x96:r=25:d=6 {make}", *copies]:
-        ffmpeg(*step.split())
-    path = tmp_path / steps.split()[-1]
-    assert_as_shown_by(ffmpeg, path)
-    whole = images(path, range(60))  # two groups of pictures and a part of the next
-    for i in range(48, 58):
-        assert np.array_equal(images(path, [i])[0], whole[i])
-
-
-@pytest.mark.parametrize("ending", ["mp4", "ts"])
-def test_clips_joined_by_times_that_overlap_are_read_as_by_ffmpeg(tmp_path, film, ffmpeg, ending):
-    """By ffmpeg's concat: the second clip begins before the last frame of the first is shown."""
-    for n, cut in enumerate(("-ss 1.3 -t 2", "-ss 0.7 -t 2.1", "-t 3")):
-        ffmpeg(*cut.split(), "-i", film("long"), "-c", "copy", tmp_path / f"{n}.mp4")
-    (tmp_path / "list").write_text("".join(f"file {n}.mp4\n" for n in range(3)))
-    path = tmp_path / f"v.{ending}"
-    ffmpeg("-f", "concat", "-i", tmp_path / "list", "-c", "copy", path)
-    assert_as_shown_by(ffmpeg, path)
-
-
-@pytest.mark.parametrize("ending", ["webm", "mkv"])
-def test_copies_of_joined_files_are_refused(tmp_path, film, ffmpeg, ending):
-    """Half of their frames share one time."""
-    part, path = tmp_path / f"part.{ending}", tmp_path / f"v.{ending}"
-    ffmpeg("-i", film("vp9" if ending == "webm" else "long"), "-t", 6, "-c", "copy", part)
-    ffmpeg("-i", joined(tmp_path / f"both.{ending}", part, part), "-c", "copy", path)
-    with pytest.raises(VideoError, match=r"the clock jumps at (5\.\d|6)\S* s: remux it"):
-        video.probe(path)
-
-
-def test_where_the_size_changes_frames_are_scaled_to_the_first(tmp_path, ffmpeg):
-    parts = [write(tmp_path / f"{n}.ts", 50, size=size) for n, size in enumerate([(64, 32),
-                                                                                (128, 96)])]
-    ffmpeg("-i", parts[1], "-c", "copy", "-output_ts_offset", 0.68, tmp_path / "later.ts")
-    both = joined(tmp_path / "both.ts", parts[0], tmp_path / "later.ts")
-    frames = video.overview(both, 100, **NATIVE)
-    _, pictures = shown_by(ffmpeg, both, size="64:32")
-    assert frames.images.shape == pictures.shape == (100, 32, 64, 3)
-    assert seen(frames.images) == seen(pictures) == [*range(50), *range(50)]
-
-
-def test_a_snapped_overview_says_the_times_of_its_key_frames(keyed):
-    """None lies in the segment of the look at 7.5 s."""
-    frames = video.overview(keyed, 4, snap=True, **NATIVE)
-    assert frames.seconds.tolist() == [0.0, 4.8, 7.48, 9.6]
-    assert seen(frames.images) == [0, 120, 187, 240]
-    exact = video.overview(keyed, 4, **NATIVE)
-    assert seen(exact.images) == [37, 112, 187, 262] and exact.key != frames.key
-
-
-def test_a_look_ends_with_its_last_frame(long_gop, monkeypatch):
-    """Not a GOP later: what the decoder holds back is asked for."""
-    cache = FrameCache()
-    cache.index(long_gop)
-    decoded = overhear(monkeypatch)
-    assert seen(cache.frames(long_gop, np.array([10]), **NATIVE).images) == [10]
-    assert len(decoded) <= 16
-
-
-@pytest.mark.parametrize("timeout", [None, 20])
-def test_where_pyav_is_not_installed_the_file_is_not_blamed(tmp_path, minute, monkeypatch, timeout):
-    (tmp_path / "av.py").write_text("raise ModuleNotFoundError('not installed', name='av')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # what a child imports
-    monkeypatch.setitem(sys.modules, "av", None)
-    cache = FrameCache(timeout=timeout)
-    with pytest.raises(ImportError):
-        video.overview(minute, 4, cache=cache)
-    cache.close()
 
 
 # ---- sizes and keys
@@ -1030,29 +375,6 @@ def test_decoded_once(minute, opened):
     assert len(opened) == 4
 
 
-def test_a_file_is_opened_once_for_a_look_even_where_nothing_is_kept(minute, opened):
-    """Once for its times, that is, and once for its frames."""
-    video.overview(minute, 8)
-    assert len(opened) == 2
-    cache = FrameCache(0)
-    video.crop(minute, 3, 9, cache=cache)
-    assert len(opened) == 4 and cache.memory.bytes == 0  # the frames pushed the table out
-
-
-def test_decoded_once_by_eight_threads(long_gop, opened):
-    cache, gate, got = FrameCache(), threading.Barrier(8), []
-
-    def look():
-        gate.wait()
-        got.append(video.overview(long_gop, 32, cache=cache))
-
-    threads = [threading.Thread(target=look) for _ in range(8)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    assert len(got) == 8 and all(frames is got[0] for frames in got)
-    assert len(opened) == 2
-
-
 @pytest.mark.parametrize("timeout", [None, 20])
 def test_several_workers_give_the_frames_of_one(long_gop, tmp_path, timeout, decoders):
     """The same pictures in the same order, from as many decoders as there are parts; a broken file
@@ -1071,35 +393,6 @@ def test_several_workers_give_the_frames_of_one(long_gop, tmp_path, timeout, dec
         video.overview(tmp_path / "x.mp4", 40, cache=shared)
 
 
-def test_an_error_reaches_every_waiter_and_is_then_forgotten(tmp_path, minute, opened, monkeypatch):
-    path, cache, gate, errors = tmp_path / "v.mp4", FrameCache(), threading.Barrier(8), []
-    path.write_bytes(b"not a video " * 50)
-    real = av.open
-
-    def slow(*given, **named):
-        threading.Event().wait(0.3)  # all eight are waiting by then
-        return real(*given, **named)
-
-    monkeypatch.setattr(av, "open", slow)
-
-    def look():
-        gate.wait()
-        try:
-            video.overview(path, 8, cache=cache)
-        except VideoError as error:
-            errors.append(str(error))
-
-    threads = [threading.Thread(target=look) for _ in range(8)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    assert len(errors) == 8 and len(set(errors)) == 1 and len(opened) == 1
-    with pytest.raises(VideoError):
-        video.overview(path, 8, cache=cache)
-    assert len(opened) == 2  # asked again
-    path.write_bytes(Path(minute).read_bytes())
-    assert len(video.overview(path, 8, cache=cache).seconds) == 8
-
-
 def test_least_recently_used_goes_first(minute, opened):
     one = 64 * 32 * 3
     cache = FrameCache(max_bytes=2 * one + table_bytes(minute))
@@ -1112,38 +405,6 @@ def test_least_recently_used_goes_first(minute, opened):
     assert len(opened) == 6
     big = video.overview(minute, 64, cache=cache)  # larger than the cache: served all the same
     assert len(big.seconds) == 64 and cache.memory.bytes <= cache.memory.most
-
-
-def test_frames_of_sets_that_are_kept_make_another_set(minute, opened):
-    """Not decoded again, while a set that holds them is kept; half of them are not enough."""
-    whole, part = {"start": 0, "end": 8}, {"start": 2, "end": 6}
-    alone = video.load({"video": minute, **part}, **NATIVE)
-    cache = FrameCache(max_bytes=12 * 64 * 32 * 3 + 2**12)
-    opened.clear()
-
-    def look(window):
-        return video.load({"video": minute, **window}, cache=cache, **NATIVE)
-
-    look(whole)
-    made = look(part)
-    assert same(made, alone) and not made.images.flags.writeable
-    assert len(opened) == 2  # for its times, for the frames of the first
-    look({"start": 4, "end": 12})  # half of them new; it pushes both out
-    assert len(opened) == 3
-    look({"start": 0, "end": 2})
-    assert len(opened) == 4
-
-
-@pytest.mark.parametrize("most, asked", [(2**30, 0), (20 * 64 * 32 * 3, 2)])
-def test_a_read_costs_the_same_however_much_is_kept(minute, monkeypatch, most, asked):
-    """Nothing goes through all entries at every read: a run keeps tens of thousands."""
-    cache = FrameCache(max_bytes=most)
-    for start in range(40):
-        video.crop(minute, start, start + 1, cache=cache)
-    calls = []
-    monkeypatch.setattr(video.Future, "done", lambda future: calls.append(future) or True)
-    video.crop(minute, 50, 51, cache=cache)
-    assert len(calls) <= asked
 
 
 # ---- frames on disk
@@ -1183,68 +444,6 @@ def test_another_process_finds_on_disk_what_was_decoded(
     first.close()
 
 
-def damage(path, kind, rng):
-    data = bytearray(path.read_bytes())
-    if kind == "flipped":
-        data[rng.integers(len(data))] ^= 1 << rng.integers(8)
-    kept = {"empty": 0, "cut": int(rng.integers(1, len(data))), "four": 4}.get(kind, len(data))
-    path.write_bytes(b"\0" * 4 if kind == "zeros" else data[:kept])
-
-
-@pytest.mark.parametrize("kind", ["flipped", "cut", "empty", "four", "zeros"])
-def test_damaged_files_are_decoded_again_and_replaced(minute, tmp_path, opened, kind):
-    whole = video.overview(minute, 8, cache=FrameCache(folder=tmp_path))
-    good = {path: path.read_bytes() for path in sizes(tmp_path)}
-    rng = np.random.default_rng(0)
-    for _ in range(20):
-        [damage(path, kind, rng) for path in good]
-        opened.clear()
-        assert same(video.overview(minute, 8, cache=FrameCache(folder=tmp_path)), whole)
-        assert len(opened) == 2  # for its times, for its frames
-        assert {path: path.read_bytes() for path in sizes(tmp_path)} == good
-    [damage(path, kind, rng) for path in good]
-    full = FrameCache(folder=tmp_path, folder_bytes=0)  # it cannot be replaced, but it goes
-    assert same(video.overview(minute, 8, cache=full), whole) and sizes(tmp_path) == {}
-
-
-def test_the_folder_keeps_its_bound_and_what_was_used_last(minute, tmp_path, opened):
-    (tmp_path / "notes.txt").write_text("not a cache's")
-    (tmp_path / "mine.frames").write_text("nor this")
-    one = FrameCache(folder=tmp_path)
-    video.crop(minute, 0, 1, cache=one)
-    crop_bytes = max(sizes(tmp_path).values())
-    bound = 6 * crop_bytes  # of which 7/8 are used: four crops and their table
-    for start in (1, 2, 0, 3, 0, 4, 5, 0, 6):
-        cache = FrameCache(folder=tmp_path, folder_bytes=bound)
-        opened.clear()
-        video.crop(minute, start, start + 1, cache=cache)
-        assert len(opened) == (start != 0)  # used again and again, so it stays
-        assert sum(sizes(tmp_path).values()) <= bound
-        time.sleep(0.02)  # file systems count time in some milliseconds
-    for start, there in ((6, True), (0, True), (5, True), (4, True), (3, False)):
-        cache = FrameCache(folder=tmp_path, folder_bytes=bound)
-        opened.clear()
-        video.crop(minute, start, start + 1, cache=cache)
-        assert len(opened) == (not there)
-    cache = FrameCache(folder=tmp_path, folder_bytes=bound)
-    before = sizes(tmp_path)
-    video.overview(minute, 64, cache=cache)  # larger than all of it: pushes nothing out
-    assert sizes(tmp_path) == before
-    assert {"notes.txt", "mine.frames"} <= {path.name for path in before}
-
-
-def test_a_folder_is_looked_through_now_and_then(minute, tmp_path, monkeypatch):
-    """Not for every file written: it may hold tens of thousands."""
-    looked, scandir = [], os.scandir
-    monkeypatch.setattr(os, "scandir", lambda *given: looked.append(1) or scandir(*given))
-    cache = FrameCache(0, folder=tmp_path, folder_bytes=0)
-    video.crop(minute, 0, 1, cache=cache)
-    cache.folder.most = 64 * 10 * 10_000  # ten crops of 6 KiB and some are 1/64 of it
-    for start in range(40):
-        video.crop(minute, start, start + 1, cache=cache)
-    assert 2 <= len(looked) <= 5
-
-
 def test_a_rewritten_video_is_not_served_from_its_old_file(tmp_path, monkeypatch):
     path, folder = write(tmp_path / "v.mp4", 10, rate=1), tmp_path / "kept"
     video.overview(path, 64, cache=FrameCache(folder=folder))
@@ -1258,93 +457,6 @@ def test_a_rewritten_video_is_not_served_from_its_old_file(tmp_path, monkeypatch
     with pytest.raises(VideoError, match="changed while it was read"):
         video.overview(path, 64, cache=FrameCache(folder=folder))
     assert sizes(folder) == before
-
-
-HAMMER = """
-import sys
-import numpy as np
-import video
-path, folder, bound, seed = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-plain, rng = video.FrameCache(), np.random.default_rng(seed)
-for _ in range(150):
-    start = int(rng.integers(8))
-    cache = video.FrameCache(0, folder=folder, folder_bytes=bound)
-    got = video.crop(path, start, start + 1, cache=cache)
-    assert np.array_equal(got.images, video.crop(path, start, start + 1, cache=plain).images)
-    assert cache.folder.most == bound  # no write failed
-"""
-
-
-@pytest.mark.parametrize("crops", [0.5, 4, 100])
-def test_processes_that_write_and_delete_at_once(minute, tmp_path, crops):
-    """In a folder for less than one crop, for some of the eight, for all."""
-    video.crop(minute, 0, 1, cache=FrameCache(folder=tmp_path / "one"))
-    bound = int(crops * sum(sizes(tmp_path / "one").values()))
-    folder = tmp_path / "kept"
-    command = [sys.executable, "-c", HAMMER, minute, str(folder), str(bound)]
-    started = [subprocess.Popen([*command, str(seed)], cwd=Path(video.__file__).parent,
-                                stderr=subprocess.PIPE, text=True) for seed in range(3)]
-    assert [(p.communicate()[1], p.returncode) for p in started] == [("", 0)] * 3
-    found = sizes(folder) if folder.exists() else {}
-    assert sum(found.values()) <= bound
-    if crops == 100:
-        assert len(found) == 9  # eight crops and their table; nothing half-written is left
-
-
-def test_threads_of_one_cache_and_a_folder(long_gop, tmp_path, opened):
-    cache, got = FrameCache(0, folder=tmp_path), {}
-    plain = [video.crop(long_gop, s, s + 1) for s in range(8)]
-
-    def look(start):
-        got[start] = video.crop(long_gop, start, start + 1, cache=cache)
-
-    for _ in range(2):
-        opened.clear()
-        threads = [threading.Thread(target=look, args=[start]) for start in range(8)]
-        [thread.start() for thread in threads]
-        [thread.join() for thread in threads]
-        assert all(same(got[start], plain[start]) for start in range(8))
-    assert not opened and len(sizes(tmp_path)) == 9  # all of the second round is read
-
-
-@pytest.mark.parametrize("kind", ["a file", "read-only", "full"])
-def test_where_nothing_can_be_written_it_goes_on_and_says_so_once(
-        minute, tmp_path, monkeypatch, capfd, opened, kind):
-    folder, plain = tmp_path / "kept", video.overview(minute, 8)
-    if kind == "a file":
-        folder.write_text("")
-    else:
-        video.crop(minute, 1, 2, cache=FrameCache(folder=folder))
-    if kind == "read-only":  # for root as well, which no mode of a folder stops
-        monkeypatch.setattr(os, "utime", raises(PermissionError(13, "Permission denied")))
-        monkeypatch.setattr(os, "makedirs", raises(PermissionError(13, "Permission denied")))
-    real = open
-
-    def full(name, mode="r", **options):
-        if "x" in mode:
-            real(name, mode).close()  # its name fits, its bytes do not
-            raise OSError(28, "No space left on device")
-        return real(name, mode, **options)
-
-    if kind == "full":
-        monkeypatch.setattr("builtins.open", full)
-    before = {} if kind == "a file" else sizes(folder)
-    cache = FrameCache(0, folder=str(folder))
-    for _ in range(3):
-        assert same(video.overview(minute, 8, cache=cache), plain)
-        opened.clear()
-        video.crop(minute, 1, 2, cache=cache)
-        assert bool(opened) == (kind == "a file")  # what is there is still read
-    error = capfd.readouterr().err
-    assert error.startswith("frames are no longer kept on disk: [Errno ")
-    assert error.count("\n") == 1
-    assert kind == "a file" or sizes(folder) == before
-
-
-def raises(error):
-    def call(*given, **named):
-        raise error
-    return call
 
 
 @pytest.mark.skipif(os.name != "posix", reason="stops and kills a child with signals")
@@ -1375,19 +487,6 @@ def test_a_decoder_that_hangs_or_crashes_costs_one_error(minute, monkeypatch, de
     process = decoder.process
     cache.close()
     assert process.poll() is not None
-
-
-@pytest.mark.parametrize("look, seconds", [((), 10), ((64,), 10), ((16,), 10), ((512,), 80)])
-def test_more_frames_may_take_longer(look, seconds):
-    """512 frames of a film are as many seeks; opening it is one."""
-    waited = []
-    child = SimpleNamespace(kill=lambda: None, wait=lambda: None)
-    pipe = SimpleNamespace(send=lambda request: None, poll=waited.append,
-                           close=lambda: None)
-    decoder = video.ChildDecoder(10.0, process=child, pipe=pipe)
-    with pytest.raises(VideoError, match=f"no answer within {seconds} s"):
-        decoder.ask(("film.mp4", *[np.arange(n) for n in look], *[32 for _ in look] * 2))
-    assert waited == [seconds]
 
 
 # ---- broken files

@@ -1,6 +1,6 @@
 """
 Tests of bench/ablation.py, verdicts.py, frontier.py, lossy.py: python -m pytest
-tests/test_ablation.py -q
+tests/all/test_ablation.py -q
 
 The runs themselves take hours; here: its commands are ones the scripts take, nothing finished is
 run again, and its verdicts follow.

@@ -1,5 +1,5 @@
 """
-Tests of evaluation/verify.py with a made-up publisher: python -m pytest tests/test_verify.py -q
+Tests of evaluation/verify.py with a made-up publisher: python -m pytest tests/all/test_verify.py -q
 
 The publisher has the modules and functions of the published driver, in words and code of our own.
 As it is, it passes. Each MUTANT changes one thing, and the comparison must find it.

@@ -1,5 +1,5 @@
 """
-Tests of faults between two writes: python -m pytest tests/test_file_faults.py -q  [--all-faults]
+Tests of faults between two writes: python -m pytest tests/all/test_file_faults.py [--all-faults]
 
 A save is a hundred file operations. At each of them the process is killed, or the operation fails;
 then the same command is given again, and is judged by what users read: `last`, `best`, the log,

@@ -1,11 +1,11 @@
 """
-Tests of tools/view.py and its page.html: python -m pytest tests/test_page.py -q
+Tests of tools/view.py and its page.html: python -m pytest tests/all/test_page.py -q
 `make test-page` installs the browser that half of them need.
 
 The page is made from a small run of the real scripts, from 2,000 episodes, and from damaged and
 hostile records; a headless Chromium opens it.
 
-  PYTHONPATH=. python tests/test_page.py PAGE.html docs      the pictures, from a page of the demo
+  PYTHONPATH=. python tests/all/test_page.py PAGE.html docs   pictures of a demo
 """
 import base64
 import io

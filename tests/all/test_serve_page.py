@@ -1,5 +1,5 @@
 """
-Tests of the page of tools/serve.py in a real browser: python -m pytest tests/test_serve_page.py -q
+Tests of the page of tools/serve.py in a browser: python -m pytest tests/all/test_serve_page.py
 `make test-page` installs the browser.
 """
 import pytest

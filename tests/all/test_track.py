@@ -1,6 +1,6 @@
 """
 Tests of --track, which sends the numbers of a run to a tracker: python -m pytest
-tests/test_track.py -q
+tests/all/test_track.py -q
 
 Against a stand-in for each package, and against the real packages where they are installed.
 """

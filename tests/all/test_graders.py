@@ -1,5 +1,5 @@
 """
-Tests of evaluation/graders.py and publishers.py: python -m pytest tests/test_graders.py -q
+Tests of evaluation/graders.py and publishers.py: python -m pytest tests/all/test_graders.py -q
 
 The checkouts are made up: files, functions and signatures as in the publishers' code, rules of our
 own that differ from ours on purpose.

@@ -1,5 +1,5 @@
 """
-Tests of the Makefile and of the lock files: python -m pytest tests/test_environment.py -q
+Tests of the Makefile and of the lock files: python -m pytest tests/all/test_environment.py -q
 """
 import os
 import re

@@ -3,7 +3,7 @@ vocabulary, templates and configuration.
 
 Two checkpoints stand for all: a tied one with the Instruct template (as 2B and 4B are tied) and an
 untied one with the Thinking template (as 8B and 32B are untied). Both like <|endoftext|> best,
-everywhere, which nobody may sample. Run: pytest tests/test_published.py
+everywhere, which nobody may sample. Run: pytest tests/all/test_published.py
 """
 import contextlib
 import functools
@@ -69,6 +69,24 @@ texts = st.lists(st.one_of(st.sampled_from(ODD), st.text(max_size=6)), max_size=
 
 # ------------------------------------------------------------------------------------------------
 # What there is
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """-> function (tied, thinking) -> folder of a tiny random checkpoint as Qwen3-VL's are
+    published: their vocabulary, templates, layout."""
+    if not published.vocabulary_file():
+        pytest.skip("the published vocabulary is not installed (dashscope)")
+    folder = tmp_path_factory.mktemp("published")
+    published.write_tokenizer(folder)
+
+    @functools.cache
+    def write(tied, thinking):
+        name = folder / f"{'tied' if tied else 'untied'}-{'thinking' if thinking else 'instruct'}"
+        published.write_checkpoint(name, folder, tied, thinking)
+        return str(name)
+
+    return write
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,5 +1,5 @@
 """
-Tests of what models and data sets may write: python -m pytest tests/test_hostile.py -q
+Tests of what models and data sets may write: python -m pytest tests/all/test_hostile.py -q
 
 Ten thousand completions, mutated from real ones, through whole episodes; files that try to be more
 than text.

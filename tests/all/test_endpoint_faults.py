@@ -1,6 +1,6 @@
 """
 Tests of the client of OpenAI-compatible endpoints against servers that misbehave:
-python -m pytest tests/test_endpoint_faults.py -q
+python -m pytest tests/all/test_endpoint_faults.py -q
 """
 import asyncio
 import gzip

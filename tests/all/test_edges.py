@@ -1,5 +1,5 @@
 """
-Tests of inputs that no reader expects: python -m pytest tests/test_edges.py -q
+Tests of inputs that no reader expects: python -m pytest tests/all/test_edges.py -q
 
 Each ends in one line and exit code 2, or is a counted outcome: no traceback, and nothing waits.
 """

@@ -1,6 +1,6 @@
 """
 Tests of the endpoint client against a real server, vLLM's own, with the toy checkpoint: python -m
-pytest tests/test_server.py -q
+pytest tests/all/test_server.py -q
 """
 import json
 import os

@@ -1,5 +1,5 @@
 """
-Tests of the GPU's path without a GPU: python -m pytest tests/test_fake_gpu.py -q
+Tests of the GPU's path without a GPU: python -m pytest tests/all/test_fake_gpu.py -q
 
 Fake tensors on `cuda` have device, dtype and shape but no numbers, and torch's `fake` process group
 answers every collective at once. So one process plays one rank of eight: load_sharded, FSDP2, bf16
@@ -28,6 +28,7 @@ import types
 import weakref
 from collections import Counter
 from copy import deepcopy
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -57,7 +58,7 @@ import model
 import sft
 from tools import plan
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+ROOT = str(Path(__file__).resolve().parents[2])
 
 STUB = r"""
 #include <ATen/detail/CUDAHooksInterface.h>

@@ -3,7 +3,7 @@ reference, engine and its weights are bf16.
 
 The scripts choose precision by device, so it is chosen here from outside. What the sums of bf16
 cost is known then before a GPU is rented: the loss, the gradient, the gap between engine and
-trainer, and that masters are touched by none of it. Run: pytest tests/test_bf16.py
+trainer, and that masters are touched by none of it. Run: pytest tests/all/test_bf16.py
 """
 import contextlib
 import functools
@@ -167,7 +167,7 @@ def test_a_step_in_bf16_is_nearly_the_step_in_fp32(one_rank, toy, script):
 def test_two_ranks_step_as_one_in_bf16(one_rank, sampled, toy, tmp_path):
     """bf16 shards are gathered, gradients are summed over ranks in fp32: other packs, other order,
     the same step."""
-    done = run_script("tests/test_bf16.py", toy, sampled[1], tmp_path, ranks=2)
+    done = run_script("tests/all/test_bf16.py", toy, sampled[1], tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     for script in ("sft", "grpo"):
         ((two,), moved), ((one,), wanted) = read(tmp_path / script), read(one_rank["bf16"] / script)

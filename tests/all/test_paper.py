@@ -1,6 +1,6 @@
 """
 Tests of evaluation/paper.py, readers.py, sources.py, checkouts.py and verify.py:
-    python -m pytest tests/test_paper.py -q
+    python -m pytest tests/all/test_paper.py -q
 
 The publishers' own code is the oracle where a copy of it is at hand: CHECKOUTS names a folder with
 clones in it (ParaVT). Elsewhere these tests are skipped. torch and transformers are always there.

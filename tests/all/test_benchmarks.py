@@ -1,5 +1,5 @@
 """
-Tests of evaluation/benchmarks.py: python -m pytest tests/test_benchmarks.py -q
+Tests of evaluation/benchmarks.py: python -m pytest tests/all/test_benchmarks.py -q
 
 Each split is built in its publisher's layout, with words of our own and the quirks that the real
 files have, and read item by item.

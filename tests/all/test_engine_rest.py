@@ -1,0 +1,302 @@
+"""
+More of engine.py: what sleeps, what closes, what a rank decodes:
+python -m pytest tests/all/test_engine_rest.py -q
+"""
+import asyncio
+import ctypes
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from scripted import ANSWER, Scripted, play
+from test_engine import (  # noqa: F401
+    HOT,
+    TALK,
+    Saying,
+    base,
+    engine,
+    engine_gap,
+    plain,
+    sample,
+    trainer_logps,
+    vllm_engines,
+)
+
+import checkpoint
+import grpo
+import rollout
+import video
+from engine import Pump, Request, VllmEngine, end_process
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+# ------------------------------------------------------------------------------------------------
+# Many episodes, one engine
+
+
+@pytest.mark.parametrize("kind", ["reference", "vllm"])
+def test_an_engine_serves_the_next_run_after_an_error(kind, request, codec, tasks, frames_of):
+    """An episode that raises leaves the requests of the others in the engine."""
+    engine = (request.getfixturevalue("vllm_engines")("image") if kind == "vllm"
+              else request.getfixturevalue("plain"))
+    want = sample(engine, tasks[:2], frames_of)
+
+    async def fails(episode, sampler):
+        if episode.sample:
+            while not (engine.waiting if kind == "reference" else engine.running):
+                await asyncio.sleep(0)
+            raise ZeroDivisionError
+        return await rollout.run_episode(episode, sampler)
+
+    sampler = rollout.Sampler(engine, codec, frames_of, HOT)
+    with pytest.raises(ZeroDivisionError):
+        list(rollout.run(sampler, tasks[:2], 8, 2, play=fails))
+    assert not (engine.waiting if kind == "reference" else engine.running)
+    assert sample(engine, tasks[:2], frames_of) == want
+
+
+def test_ctrl_c_gives_up_what_is_under_way_and_leaves_no_thread(codec, tasks, frames_of):
+    def interrupted(request):
+        os.kill(os.getpid(), signal.SIGINT)
+        return ANSWER
+
+    engine = Scripted(codec, interrupted, hold=lambda request: len(engine.requests) < 4)
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        play(engine, tasks[:2], frames_of, group=2)
+    left = [name for what, name in engine.log if what == "abort"]
+    assert len(left) == 3 and not engine.waiting and threading.active_count() == before
+
+
+# ------------------------------------------------------------------------------------------------
+# Decoders
+
+
+@pytest.mark.parametrize("cores, ranks, wanted", [
+    (2, 1, 2), (2, 8, 2), (16, 1, 15), (16, 8, 2), (64, 1, 32), (64, 8, 7), (192, 1, 32),
+    (192, 8, 23)])
+def test_a_rank_decodes_on_its_share_of_the_cores(monkeypatch, codec, cores, ranks, wanted):
+    """A constant would starve large machines, and flood small ones that many ranks share."""
+    monkeypatch.setenv("WORLD_SIZE", str(2 * ranks))  # on two such machines
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    flags = SimpleNamespace(frame_cache_gb=1, frame_cache_dir=None, frame_cache_dir_gb=1)
+    assert video.frame_cache(flags).decoders.workers == wanted
+    assert rollout.Sampler(None, codec, None, HOT).threads == wanted
+
+
+def test_a_set_of_frames_takes_the_decoders_that_are_idle(toy, monkeypatch):
+    """Many decoders for one look, one each for many looks: frames are the same."""
+    path = str(toy / "videos" / "rl-0000.mp4")
+    plain, cache = video.FrameCache(), video.FrameCache(workers=6)
+    real, asked, gate = cache.decoders.ask, [], threading.Event()
+
+    def ask(request):
+        if len(request) > 1:  # not the table of times
+            asked.append(request)
+            assert gate.wait(20)
+        return real(request)
+
+    monkeypatch.setattr(cache.decoders, "ask", ask)
+    cache.index(path)
+    with ThreadPoolExecutor(3) as pool:
+        looks = {}
+        for k, busy in ((32, 4), (40, 6), (24, 7)):  # 4 of 6 decoders, the other 2, one too many
+            looks[k] = pool.submit(video.overview, path, k, cache=cache)
+            while cache.decoders.busy < busy:
+                time.sleep(0.001)
+        gate.set()
+        for k, look in looks.items():
+            wanted = video.overview(path, k, cache=plain)
+            assert np.array_equal(look.result(20).images, wanted.images)
+    assert len(asked) == 7 and cache.decoders.busy == 0
+
+
+def test_the_next_overviews_are_decoded_while_no_decode_of_this_step_waits():
+    args, loaded = SimpleNamespace(frames=4, seed=0), []
+    source = SimpleNamespace(overview_spec=lambda task, k: (task["id"], k), load=loaded.append)
+    pump, gates = Pump(None, 2), [threading.Event(), threading.Event()]
+
+    async def step():
+        decodes = [pump.load(gate.wait, 20) for gate in gates]
+        for gate, decode in zip(gates, decodes):
+            await asyncio.sleep(0.05)
+            assert not loaded
+            gate.set()
+            await decode
+
+    with ThreadPoolExecutor(2) as decoders:
+        grpo.look_ahead(decoders, [{"id": n} for n in range(3)], 5, args, source, pump.quiet)
+        time.sleep(0.05)
+        assert not loaded  # the run has not begun
+        asyncio.run(step())
+    assert sorted(loaded) == [(0, 4), (1, 4), (2, 4)]
+
+
+# ------------------------------------------------------------------------------------------------
+# Requests, sleep
+
+
+class SleepyLlm:
+    """vLLM's own Worker and allocator around "device" memory that is a dict of CPU tensors. Pages
+    that are taken away, and pages that come back, are full of NaN."""
+
+    def __init__(self, monkeypatch):
+        from vllm import device_allocator
+        from vllm.device_allocator import AllocationData, cumem
+        from vllm.v1.worker.gpu_worker import Worker
+
+        self.calls, self.memory, self.executor_asleep = [], {}, set()
+        allocator = object.__new__(cumem.CuMemAllocator)
+        allocator.pointer_to_data = {}
+
+        def device(tag, values):
+            page = torch.tensor(values)
+            at, size = page.data_ptr(), page.nbytes
+            self.memory[at] = page
+            allocator.pointer_to_data[at] = AllocationData((0, size, at, 0), tag)
+            return page
+
+        self.weight = torch.nn.Parameter(device("weights", [1.0, 2.0]))
+        self.rotary = device("weights", [3.0, 4.0])
+        self.positions, self.scratch = device("weights", [0.0] * 3), device("workspace", [0.0])
+        self.block_table, self.cache = device("runtime", [5.0]), device("kv_cache", [6.0] * 4)
+
+        def lost(*handle):
+            self.calls.append("map" if handle[2] in self.unmapped else "unmap")
+            self.unmapped ^= {handle[2]}
+            self.memory[handle[2]].fill_(float("nan"))
+
+        self.unmapped = set()
+        runtime = SimpleNamespace(
+            cudaMemset=lambda at, value, size: ctypes.memset(at, value, size) and None,
+            cudaMemcpy=lambda to, at, size: ctypes.memmove(to, at, size) and None)
+        for name, value in (("python_create_and_map", lost), ("python_unmap_and_release", lost),
+                            ("libcudart", runtime), ("cumem_available", True),
+                            ("PIN_MEMORY", False)):
+            monkeypatch.setattr(cumem, name, value)
+        monkeypatch.setattr(cumem.CuMemAllocator, "instance", allocator)
+        monkeypatch.setattr(device_allocator, "get_mem_allocator_instance", lambda: allocator)
+        for name in ("synchronize", "empty_cache"):
+            monkeypatch.setattr(torch.accelerator, name, lambda: None)
+        monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (1, 2))
+
+        tower = torch.nn.Module()
+        tower.weight = self.weight
+        tower.register_buffer("rotary", self.rotary, persistent=False)
+        self.worker = object.__new__(Worker)
+        model_config = SimpleNamespace(
+            sleep_preserve_parameter_names=(), sleep_mode_backend="cumem",
+            enable_nccl_comm_suspend=False)
+        vars(self.worker).update(
+            model_runner=SimpleNamespace(model=tower, get_draft_model=lambda: None),
+            vllm_config=SimpleNamespace(model_config=model_config), model_config=model_config,
+            _sleep_mode_backend=None, _sleep_saved_buffers={}, _sleep_saved_parameters={},
+            _sleep_saved_draft_buffers={})
+
+    def sleep(self, level):
+        self.worker.sleep(level)
+
+    def wake_up(self, tags=None):
+        self.calls.append(tags)
+        self.worker.wake_up(tags)
+
+    def collective_rpc(self, function, args):
+        function(self.worker, *args)
+
+    def is_sleeping(self):
+        return bool(self.unmapped)
+
+
+@pytest.fixture
+def sleepy(monkeypatch):
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    engine = object.__new__(VllmEngine)
+    engine.llm = engine.engine = llm = SleepyLlm(monkeypatch)
+    engine.sleeping = True
+    return engine, llm
+
+
+def test_waking_clears_all_that_sleep_has_lost(sleepy, monkeypatch):
+    """vLLM's runner keeps state in the memory of the weights, which a level-2 sleep discards. Only
+    buffers come back. In order: memory, zeros, weights, cache."""
+    engine, llm = sleepy
+
+    def sync(self, weights):
+        llm.calls.append("sync")
+        assert llm.cache.isnan().all()  # the cache comes last
+        assert not llm.positions.any() and not llm.weight.any()  # none of the NaN of the sleep
+        with torch.no_grad():
+            llm.weight.copy_(torch.tensor(weights))
+
+    monkeypatch.setattr(VllmEngine, "sync", sync)
+    for weights in ([7.0, 8.0], [9.0, 10.0]):
+        del llm.calls[:]
+        engine.sleep()
+        assert llm.calls == ["unmap"] * 6 and all(x.isnan().all() for x in llm.memory.values())
+        engine.wake(weights)
+        assert llm.calls[6:] == [["weights"], *["map"] * 5, "sync", ["kv_cache"], "map"]
+        assert llm.weight.tolist() == weights and llm.rotary.tolist() == [3.0, 4.0]
+        assert llm.block_table.tolist() == [5.0]
+        assert not llm.positions.any() and not llm.scratch.any() and not llm.cache.any()
+
+
+@pytest.mark.parametrize("asleep", [True, False])
+def test_memory_is_mapped_when_the_engine_closes(sleepy, monkeypatch, asleep):
+    """Freeing pages that are not mapped is an error of CUDA, one line per segment and rank. Only
+    the executor ends: the engine's own shutdown would take the trainer's process group along."""
+    engine, llm = sleepy
+    executor = SimpleNamespace(shutdown=lambda: llm.calls.append(set(llm.unmapped)))
+    llm.engine_core = SimpleNamespace(engine_core=SimpleNamespace(model_executor=executor))
+    monkeypatch.setattr(os, "_exit", lambda code: llm.calls.append(code))
+    if asleep:
+        engine.sleep()
+    end_process(engine, 3, 600)
+    assert llm.calls[-2:] == [set(), 3] and (None in llm.calls) == asleep
+
+
+def test_one_sequence_may_fill_a_context_of_odd_length(vllm_engines, codec):
+    """Room for keys and values comes in blocks, one of which vLLM keeps to itself."""
+    engine = vllm_engines("image", 1000, max_seqs=1)
+    ids = [*range(300, 400)] * 9 + [*range(300, 390)]
+    engine.submit(Request("0/0/0/0", ids, ids, [], [], 10, 1.0, 0))
+    done = []
+    while not done:
+        done = engine.poll()
+    assert len(done[0].ids) == 10 or done[0].ids[-1] == codec.eos
+
+
+# ------------------------------------------------------------------------------------------------
+# vLLM beside the trainer
+
+
+def test_frames_above_a_token_a_side_agree_too(vllm_engines, base, codecs, policy, tasks, toy):
+    """Larger frames become several tokens each: placeholder counts and two-dimensional positions
+    must match. Together these exceed the bound of one image, which the processor of native video
+    would apply to all of them."""
+    big = rollout.Source(str(toy), video.FrameCache(), min_pixels=64 * 64, max_pixels=96 * 96)
+    for channel in ("image", "video"):
+        codec = codecs[channel]
+        engine = Saying(vllm_engines(channel), TALK)
+        engine.codec = codec
+        (episode,) = play(engine, tasks[:1], big, HOT, 20)
+        context = episode.context
+        assert context.items[0].height == context.items[0].width == 64
+        assert context.ids.count(codec.pad) == 4 * (20 if channel == "image" else 10)
+        got = trainer_logps(policy, codec, big, context.ids, context.mask, context.items)
+        want = [lp for lp, flag in zip(context.logps, context.mask) if flag]
+        assert np.abs(got - want).max() < 1e-4
+
+
+def test_vllm_agrees_on_native_video_items(saved, engine, video_codec, source, monkeypatch):
+    """Frame pairs, their times, their positions and how their pixels are normalised."""
+    monkeypatch.setattr(engine, "codec", video_codec)
+    engine.sync(checkpoint.full_weights(saved[0]))
+    assert engine_gap(engine, saved[0], video_codec, source, 9) < 1e-3

@@ -1,0 +1,583 @@
+"""
+More tests of eval.py: estimates, the deal of videos to ranks, corners of its table:
+python -m pytest tests/all/test_eval_rest.py -q
+"""
+import json
+import shutil
+import sys
+from types import SimpleNamespace
+
+import pytest
+from conftest import ROOT, Overheard, run_script
+from test_eval import (  # noqa: F401
+    CALL,
+    ROWS,
+    SAID,
+    Scripted,
+    answer,
+    dealt,
+    record,
+    records,
+    row,
+    task_of,
+    videomme,
+    world,
+)
+
+import chat
+import data
+import eval as evaluation
+import rollout
+from engine import Completion
+from evaluation import costs, endpoint, scores
+
+# ------------------------------------------------------------------------------------------------
+# Numbers
+
+
+def test_an_item_with_several_labels_counts_under_each(world):
+    rows = [row("red", tags={"skill": ["count", "read"], "length": "short"}),
+            row("blue", answer="blue", tags={"skill": ["read"], "length": "long"})]
+    (result,) = world(rows=rows).results
+    assert result["by"] == {"skill": {"count": {"n": 1, "acc": 1.0}, "read": {"n": 2, "acc": 0.5}},
+                            "length": {"short": {"n": 1, "acc": 1.0}, "long": {"n": 1, "acc": 0.0}}}
+
+
+def test_intervals_are_of_videos_drawn_with_replacement():
+    """40 of 80 right: 0.5 with a standard error of sqrt(.25 / 80) = .056. When the 80 are 8 videos
+    that are right or wrong as a whole, the error is that of 8 coins: sqrt(.25 / 8) = .177."""
+    alone = [record(i, i % 2) for i in range(80)]
+    value, draws = scores.resampled(alone, None)
+    low, high = scores.interval(draws)
+    assert value == 0.5 and len(draws) == 2000
+    assert high - low == pytest.approx(2 * 1.96 * 0.0559, rel=0.12)
+    value, draws = scores.resampled([record(i, i % 8 % 2, video=i % 8) for i in range(80)],
+                                        None)
+    low, high = scores.interval(draws)
+    assert value == 0.5 and high - low == pytest.approx(2 * 1.96 * 0.177, rel=0.15)
+
+
+def test_paired_differences_share_their_draws():
+    """B is right wherever A is, and on one video more: the difference is never negative, whatever
+    is drawn."""
+    a = [record(i, i % 2) for i in range(20)]
+    b = [record(i, i % 2 or i == 0) for i in range(20)]
+    (_, drawn_a), (_, drawn_b) = scores.resampled(a, None), scores.resampled(b, None)
+    assert min(drawn_b - drawn_a) == 0 and max(drawn_b - drawn_a) > 0.1
+
+
+def test_headlines_of_the_benchmarks():
+    """MLVU: the mean of its tasks' means. MMVU: multiple choice alone, open answers beside it.
+    Charades-STA: IoU and its thresholds."""
+    def full(name, score, **task):
+        return {**record(name, score, **task), "status": "ok", "reward": {"fmt": 1.0}, "calls": [],
+                "extracted": "x", "finish": ["stop"], "timing": {}}
+
+    mlvu = [full(i, float(i == 0), tags={"task": "ego" if i < 2 else "count"}) for i in range(6)]
+    got = scores.summarise(mlvu, "mlvu")
+    assert (got["metric"], got["headline"], got["acc"]) == ("M-Avg", 0.25, pytest.approx(1 / 6))
+    assert got["by"]["task"] == {"count": {"n": 4, "acc": 0.0}, "ego": {"n": 2, "acc": 0.5}}
+    mmvu = [full(i, float(i < 3), type="mcq" if i < 4 else "open") for i in range(8)]
+    got = scores.summarise(mmvu, "mmvu")
+    assert (got["headline"], got["acc"]) == (0.75, 0.375)
+    assert got["by_type"]["open"] == {"n": 4, "acc": 0.0} and "multiple choice" in got["metric"]
+    spans = [full(i, score, type="grounding") for i, score in enumerate((0.3, 0.5, 0.71, 0.0))]
+    got = scores.summarise(spans, "charades")
+    assert got["metric"] == "mIoU" and got["headline"] == pytest.approx(0.3775)
+    assert [got[f"R@{t}"] for t in (0.3, 0.5, 0.7)] == [0.75, 0.5, 0.25]
+
+
+def test_frames_that_come_back_count_for_the_agent_that_sees_them(world):
+    def say(request):
+        return "L\n</think>\n" + CALL if request.id.endswith("/0") else answer("red")
+
+    done = world("--set", "crop_reply=frames", "--context", 4096, rows=ROWS[:1], say=say)
+    (kept,) = records(done.folder)
+    assert (kept["cost"]["frames"], kept["cost"]["sub_frames"]) == (12, 0)
+
+
+def test_compare_shows_accuracy_against_cost(world, tmp_path):
+    """A row per folder, K and mode; folders from before costs were kept are compared as ever."""
+    one = world("--frames", 4, 8, "--tools", "on", "off", rows=ROWS[:2], out=tmp_path / "one")
+    two = world(rows=ROWS[:2], out=tmp_path / "two")
+    done = world("--compare", one.folder, two.folder, out=tmp_path / "both",
+                 drop=("--data", "--ckpt"))
+    lines = done.out.splitlines()
+    at = next(n for n, line in enumerate(lines) if line.startswith("accuracy against cost"))
+    shown = [line.split()[:4] for line in lines[at + 2:at + 7]]
+    assert shown == [["one", k, mode, "0.500"] for k in ("4", "8")
+                     for mode in ("on", "off")] + [["two", "4", "on", "0.500"]]
+    cost = one.results[0]["cost"]
+    assert lines[at + 2].split()[4] == f"{cost['tokens']:.0f}"
+    kept = json.loads((tmp_path / "both" / "summary.json").read_text())["costs"]
+    assert [row["K"] for row in kept] == [4, 4, 8, 8, 4]
+    assert {name: kept[0][name] for name in cost} == cost
+    summary = json.loads((one.folder / "summary.json").read_text())
+    for row_ in summary["results"]:
+        del row_["cost"]
+    (one.folder / "summary.json").write_text(json.dumps(summary))
+    old = world("--compare", one.folder, two.folder, out=tmp_path / "old",
+                drop=("--data", "--ckpt"))
+    kept = json.loads((tmp_path / "old" / "summary.json").read_text())["costs"]
+    assert old.code == 0 and len(kept) == 1
+    assert old.out.splitlines()[1].split()[5:8] == ["-", "0.500", "-"]
+
+
+# ------------------------------------------------------------------------------------------------
+# What a run will take
+
+
+def estimated(done):
+    """Lines of the table -> {first word: its other cells}, and the text below."""
+    assert done.code == 0 and done.engine is None, done.err
+    lines = done.out.splitlines()
+    last = next(n for n, line in enumerate(lines) if line.startswith("the most a rank"))
+    rows = [line.removeprefix("the most a rank").split() for line in lines[2:last + 1]]
+    return rows, "\n".join(lines[last + 1:])
+
+
+FOUR = [row(f"q{i}", video=f"videos/eval-000{i % 4}.mp4", question="Which? " * (i + 1))
+        for i in range(4)]
+
+
+def test_an_estimate_counts_the_prompts_of_the_run(world, tmp_path):
+    """Without a call, and with all calls that an episode may make, to the token."""
+    lengths = ("--tools", "on", "off", "--max-new-tokens", 400, "--set", "sub_max_new_tokens=300",
+               "--context", 4096)
+    rows, said = estimated(world(*lengths, "--estimate", 4, rows=FOUR))
+    assert [r[:5] for r in rows[:2]] == [["-", "4", "on", "4", "4"], ["-", "4", "off", "4", "4"]]
+    assert all(float(r[5].removesuffix("s")) > 0 for r in rows[:2]) and "a bound" in said
+    assert (rows[0][7], rows[0][10]) == ("400", str(2 * 400 + 5 * 300))
+    assert rows[1][6:8] == rows[1][9:] and rows[1][7:9] == ["400", "0.000s"]
+    assert float(rows[0][8].removesuffix("s")) > 0 and "at the speed" not in said
+
+    def prompts(name, say):
+        """-> tokens of an answer's prompts in a run, with tools and without."""
+        ran = records(world(*lengths, rows=FOUR, say=say, out=tmp_path / name).folder)
+        taken = {mode: [r["cost"]["prompt_tokens"] + r["cost"]["sub_prompt_tokens"] for r in ran
+                        if r["tools"] == mode] for mode in ("on", "off")}
+        return [f"{sum(taken[mode]) / 4:.0f}" for mode in ("on", "off")]
+
+    assert [r[6] for r in rows[:2]] == prompts("silent", lambda r: "")
+    busy = costs.Mute(None, rollout.Agent(max_turns=1), calls=True)
+    assert rows[0][9] == prompts("busy", busy.crops)[0]
+
+
+def test_an_estimate_builds_and_writes_nothing(world, tmp_path):
+    estimated(world("--estimate", rows=FOUR))
+    assert not (tmp_path / "out").exists()
+    assert world(rows=FOUR[:1], say=lambda r: answer("red")).code == 0
+    before = {p: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+    estimated(world("--estimate", rows=FOUR[:1]))  # the same settings: nothing is refused
+    assert before == {p: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+
+
+@pytest.mark.parametrize("flag, asked", [(["--estimate"], ["q2", "q4", "q6"]),
+                                         (["--estimate", 1], ["q4"]),
+                                         (["--estimate", 9], [f"q{i}" for i in range(1, 7)])])
+def test_videos_of_an_estimate_are_spread_by_size(flag, asked, world, toy, tmp_path, monkeypatch):
+    """A video that is not there cannot be measured; of a video's questions one is enough."""
+    whole = (toy / "videos" / "eval-0000.mp4").read_bytes()
+    for i in (5, 2, 6, 1, 4, 3):  # an MP4 may end in anything
+        (tmp_path / f"{i}.mp4").write_bytes(whole + bytes(1000 * i))
+    real, seen = rollout.run, []
+
+    def run(sampler, tasks, *args, **more):
+        seen.append([task["id"] for task in tasks])
+        return real(sampler, tasks, *args, **more)
+
+    monkeypatch.setattr(rollout, "run", run)
+    rows = [row(f"q{i}", video=f"{i % 10}.mp4") for i in (6, 3, 1, 2, 5, 4, 7, 11, 16)]
+    found, _ = estimated(world(*flag, "--tools", "off", "--video-root", tmp_path, rows=rows))
+    assert seen == [asked] and found[0][3:5] == ["9", "7"]
+
+
+def test_an_estimate_is_of_what_a_rank_gets(world, monkeypatch):
+    """And of what is left: 8 items in 4 videos, dealt to two ranks by video."""
+    rows = [row(f"q{i}", video=f"videos/eval-000{i % 4}.mp4") for i in range(8)]
+    one, _ = estimated(world("--estimate", rows=rows))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    two, said = estimated(world("--estimate", rows=rows))
+    assert one[1][:2] == ["8", "4"] and two[1][:2] == ["4", "2"]
+    assert one[0][3:5] == two[0][3:5] == ["8", "4"]
+    assert float(two[1][3][:-1]) == pytest.approx(4 * float(two[0][6]) / 1e6, abs=1e-3)
+    monkeypatch.setenv("RANK", "1")
+    silent = world("--estimate", rows=rows)
+    assert (silent.code, silent.out) == (0, "")
+    monkeypatch.delenv("RANK")
+    monkeypatch.delenv("WORLD_SIZE")
+    first = world("--limit", 2, rows=rows)
+    path = first.folder / "records.rank0.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        line["timing"]["total_s"] = 3600.0
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    left, said = estimated(world("--estimate", rows=rows))
+    assert left[0][3:5] == ["6", "4"] and "3.000h for that rank" in said  # 6 answers, 2 at once
+    slow = estimated(world("--estimate", "--live", 1, rows=rows))
+    assert "6.000h for that rank" in slow[1]
+
+
+def test_an_estimate_says_what_it_does_not_know(world):
+    """An endpoint's prompts have no ids here, calls of another form are not played."""
+    server = ("--engine", "openai", "--base-url", "http://127.0.0.1:9/v1", "--model", "m")
+    rows, _ = estimated(world(*server, "--estimate", 1, rows=FOUR, drop=("--ckpt",)))
+    assert (rows[0][6], rows[0][9]) == ("-", "-") and rows[0][8] != "-"
+    rows, _ = estimated(world("--protocol", "videozoomer", "--estimate", 1, "--context", 8192,
+                              rows=FOUR))
+    assert rows[0][8:10] == ["-", "-"] and int(rows[0][10]) > int(rows[0][7])
+    none = world("--estimate", rows=[row("x", video="videos/broken.mp4")])
+    assert none.code == 2 and none.engine is None
+    full = world("--estimate", "--context", 40, rows=FOUR)
+    assert full.code == 2 and "no room in a context of 40" in full.err
+
+
+# ------------------------------------------------------------------------------------------------
+# Going on
+
+
+def test_a_short_run_is_part_of_a_long_one_but_never_mistaken_for_it(world):
+    """Records are kept by item: a --limit run leaves no file that passes for the whole result."""
+    short = world("--limit", 1)
+    assert short.results[0]["n"] == 1 and len(short.engine.asked) == 1
+    full = world()
+    assert full.results[0]["n"] == 6 and "red" not in {task_of(r) for r in full.engine.asked}
+
+
+def test_records_belong_to_what_a_checkpoint_holds_not_to_where_it_lies(world, toy, tmp_path):
+    """The same weights at another path and of another time go on; one changed tensor does not."""
+    shutil.copytree(toy / "init", tmp_path / "copy", copy_function=shutil.copy)
+    (tmp_path / "link").symlink_to(tmp_path / "copy")
+    (tmp_path / "copy" / "README.md").write_text("a card")
+    assert world(rows=ROWS[:1]).code == 0
+    for path in ("copy", "link"):
+        same = world("--ckpt", tmp_path / path, rows=ROWS[:1])
+        assert same.code == 0 and same.engine is None
+    (weights,) = (tmp_path / "copy").glob("*.safetensors")
+    spoilt = bytearray(weights.read_bytes())
+    spoilt[-1] ^= 1  # of the last tensor
+    weights.write_bytes(spoilt)
+    assert world("--ckpt", tmp_path / "copy", rows=ROWS[:1]).code == 2
+    weights.write_bytes(b"no weights")
+    broken = world("--ckpt", tmp_path / "copy", rows=ROWS[:1])
+    assert broken.code == 2 and "copy it again" in broken.err
+
+
+def test_a_part_of_a_finished_folder_leaves_its_summary(world):
+    """A look at two items of a finished evaluation is no evaluation of two items."""
+    full = world()
+    kept = {name: (full.folder / name).read_text()
+            for name in ("summary.json", "tasks.jsonl", "args.json")}
+    part = world("--limit", 2)
+    assert part.code == 0 and part.engine is None
+    assert part.out.splitlines()[1].split()[:3] == ["4", "on", "2"]  # two items are shown
+    assert json.loads(part.out.splitlines()[-1]) == {"summary": None, "acc": {"4/on": 0.5}}
+    assert "its summary stays as it is" in part.out
+    assert all((full.folder / name).read_text() == text for name, text in kept.items())
+    half = world("--limit", 2, "--tools", "off")  # what is new is run
+    assert len(half.engine.asked) == 2
+    assert all((full.folder / name).read_text() == text for name, text in kept.items())
+
+
+@pytest.mark.parametrize("flags", [("--max-seqs", 2), ("--engine-share", 0.5),
+                                   ("--frame-cache-dir", "/dev/null"),  # no folder: it goes on
+                                   ("--frame-cache-dir-gb", 9), ("--points", 5),
+                                   ("--base-url", "http://127.0.0.1:9/v1")])
+def test_how_fast_and_where_it_runs_does_not_make_it_another_run(flags, world):
+    assert world(rows=ROWS[:1]).code == 0
+    assert world(*flags, rows=ROWS[:1]).code == 0
+
+
+def test_a_video_may_take_as_long_as_the_decode_timeout(world):
+    done = world("--decode-timeout", 0.001, rows=ROWS[:1])  # no child process starts so fast
+    assert done.code == 2 and "no answer within 0.001 s" in done.err, done.err
+
+
+@pytest.mark.parametrize("live, most", [(0, 6), (1, 1), (2, 2)])
+def test_live_is_how_many_episodes_are_open_at_once(live, most, world, tmp_path):
+    out = world("--live", live, out=tmp_path / f"live{live}", rows=[row(f"q{i}") for i in range(6)])
+    assert out.code == 0 and out.engine.most == most
+
+
+# ------------------------------------------------------------------------------------------------
+# Several ranks
+
+
+def test_one_video_with_many_questions_still_busies_all_ranks():
+    assert [len(s) for s in dealt([row(str(i)) for i in range(10)], 4)] == [3, 3, 3, 1]
+
+
+def test_long_videos_come_first(tmp_path):
+    """One film at the end would keep one rank busy while all others wait."""
+    for name, size in (("short", 10), ("film", 10_000), ("long", 5_000)):
+        (tmp_path / f"{name}.mp4").write_bytes(bytes(size))
+    rows = [row(n, video=f"{n}.mp4") for n in ("short", "long", "film", "missing")]
+    assert dealt(rows, 1, tmp_path, sizes=True) == [["film", "long", "short", "missing"]]
+    assert dealt(rows, 2, tmp_path, sizes=True)[0] == ["film"]
+    assert dealt([row("x", video="\0"), row("y", video=7)], 1, sizes=True)  # bad paths wait
+
+
+def test_what_is_left_is_split_not_what_was_asked(world, tmp_path):
+    """Ranks that had finished their part would have had nothing to do when a run goes on."""
+    rows = [row(f"q{i}", video=f"videos/eval-000{i % 4}.mp4") for i in range(8)]
+    done = {(f"q{i}", "4", "on", 0): 1.0 for i in range(0, 8, 2)}
+    suite = SimpleNamespace(tasks=rows, done=done, source=SimpleNamespace(root="r"))
+    args = SimpleNamespace(shard=(0, 1), frames=[4], tools=["on"], samples=1)
+    jobs = evaluation.unfinished([suite], args)
+    assert [[t["id"] for t in todo] for *_, todo in jobs] == [["q1", "q3", "q5", "q7"]]
+    shares = costs.split(jobs, 2)
+    assert [[jobs[0][3][i]["id"] for i in some] for (some,) in shares] == [["q1", "q5"],
+                                                                          ["q3", "q7"]]
+
+
+SLOW_RANK = """
+import os, sys, time
+sys.path[:0] = [{root!r}, {root!r} + "/tests"]
+import torch.distributed as dist
+import chat, eval as evaluation, launch, rollout, test_eval
+chat.load_codec({ckpt!r})  # slow imports are no part of the run
+deadlines, join = [], dist.init_process_group
+def init(*args, timeout=None, **more):
+    deadlines.append(timeout)
+    return join(*args, timeout=timeout, **more)
+dist.init_process_group = init
+def say(request):
+    time.sleep(1.5 if os.environ["RANK"] == "1" else 0)
+    return test_eval.answer("red")
+rollout.make_engine = lambda ckpt, codec, args, *more, **kw: test_eval.Scripted(codec, say)
+launch.run_main(evaluation.main)
+assert deadlines[0].days >= 1, deadlines
+"""
+
+
+def test_a_rank_that_is_done_waits_without_a_deadline(toy, tmp_path):
+    """Rank 1 needs 9 seconds, in steps of 1.5; rank 0 is done at once and --patience is 6."""
+    data = toy / "slow-rank.jsonl"
+    data.write_text("".join(json.dumps(row(f"q{i}", video=f"videos/eval-000{i % 2}.mp4")) + "\n"
+                            for i in range(12)))
+    script = tmp_path / "slow.py"
+    script.write_text(SLOW_RANK.format(root=ROOT, ckpt=str(toy / "init")))
+    done = run_script(script, "--preset", "toy", "--ckpt", toy / "init", "--data", data, "--frames",
+                      4, "--out", tmp_path / "out", "--patience", 6, "--live", 1, "--quiet",
+                      ranks=2, timeout=120)
+    data.unlink()
+    assert done.returncode == 0, done.stderr[-3000:]
+    files = sorted((tmp_path / "out").glob("records.rank*.jsonl"))
+    assert [len(f.read_text().splitlines()) for f in files] == [6, 6]
+    videos = [{json.loads(line)["task"]["video"] for line in f.read_text().splitlines()}
+              for f in files]
+    assert [len(v) for v in videos] == [1, 1]  # each video was decoded on one rank
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["results"][0]["n"] == 12
+
+
+# ------------------------------------------------------------------------------------------------
+# Benchmarks, samples, shards, grading again
+
+
+def test_data_may_be_links(world, videomme, tmp_path):
+    """A hub snapshot is a folder of links into blobs/, and a data folder often a link itself."""
+    blob = tmp_path / "blobs" / "0a1b"
+    blob.parent.mkdir()
+    shutil.move(videomme / "data" / "ab.mp4", blob)
+    (videomme / "data" / "ab.mp4").symlink_to(blob)
+    (tmp_path / "snapshot").symlink_to(videomme)
+    done = world("--bench", "videomme", "--root", tmp_path / "snapshot", drop=("--data",),
+                 say=lambda r: answer("B"))
+    assert done.code == 0, done.err
+    assert done.results[0]["errors"] == {"video_error": 1}  # the one that is really missing
+
+
+def test_a_root_one_level_too_high_is_refused(world, videomme, tmp_path):
+    """Its rows are found, its videos are not: every item would be a counted error."""
+    done = world("--bench", "videomme", "--root", tmp_path / "root", drop=("--data",))
+    assert done.code == 2 and "none of its 2 videos lies below" in done.err
+    assert "one level too high" in done.err and done.engine is None
+    assert done.err.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+def test_subtitles_are_a_choice(world, videomme, tmp_path):
+    def spoken(*flags, bench="videomme_wsub"):
+        done = world("--bench", bench, "--root", videomme, *flags, drop=("--data",),
+                     say=lambda r: answer("B"), out=tmp_path / "-".join(("o", bench, *flags)))
+        texts = [chat.decode(done.engine.codec, r.ids) for r in done.engine.asked]
+        return {next((word for word in ("Goodbye", "Hello") if word in text), "") for text in texts}
+
+    assert spoken() == {"Hello"} and spoken("--subtitles", "full") == {"Goodbye"}
+    assert spoken("--subtitles", "none") == {""}
+    assert spoken(bench="videomme") == {""}
+    assert spoken("--subtitles", "aligned", bench="videomme") == {"Hello"}
+
+
+def test_prepare_only_converts(world, videomme, tmp_path):
+    done = world("--bench", "videomme", "--root", videomme, "--prepare", tmp_path / "v.jsonl",
+                 drop=("--data", "--ckpt"))
+    assert done.code == 0 and done.engine is None and not (tmp_path / "out").exists()
+    tasks = data.read_tasks(str(tmp_path / "v.jsonl"))
+    assert [t["answer"] for t in tasks] == ["B", "A", "B", "A"]
+    assert tasks[0]["video"] == "data/ab.mp4" and tasks[0]["options"] == ["red", "blue"]
+
+
+def test_samples_give_a_mean_and_the_best_of_n(world):
+    """red is right in samples 0 and 2 of 3, blue never."""
+    done = world("--samples", 3, "--temperature", 1, rows=ROWS[:2],
+                 say=lambda r: answer("red" if r.id.split("/")[2] != "1" and task_of(r) == "red"
+                                      else "no"))
+    (result,) = done.results
+    assert result["n"] == 6 and result["acc"] == pytest.approx(2 / 6) and result["pass@n"] == 0.5
+    assert result["samples"] == 3
+    assert len({r.seed for r in done.engine.asked}) == 6 and "pass@n 0.500" in done.out
+    more = world("--samples", 4, "--temperature", 1, rows=ROWS[:2], say=lambda r: answer("no"))
+    assert len(more.engine.asked) == 8 and more.results[0]["n"] == 8  # a group is asked as a whole
+
+
+class Judge:
+    """A judge endpoint that answers from a table; counts its questions."""
+
+    def __init__(self, replies):
+        self.replies, self.asked, self.done = replies, [], []
+
+    def submit(self, request):
+        text = request.messages[0]["content"]
+        self.asked.append(text)
+        reply = next((reply for key, reply in self.replies.items()
+                      if f"Given answer: {key}\n" in text), None)
+        self.done.append(Completion(request.id, text=reply or "",
+                                            error=None if reply else "HTTP 500"))
+
+    def knock(self):
+        pass
+
+    def poll(self):
+        done, self.done = self.done, []
+        return done
+
+    def close(self):
+        pass
+
+
+def test_the_judge_decides_open_answers_and_never_in_silence(world, monkeypatch):
+    rows = [row("right"), row("same", answer="scarlet"), row("other", answer="blue"),
+            row("dead", answer="x"), row("vague", answer="y"),
+            row("letter", type="mcq", options=["cat", "dog"], answer="A"), row("silent")]
+    said = {"right": "red", "same": "bright red", "other": "green", "dead": "gone", "vague": "hmm",
+            "letter": "B", "silent": ""}
+    judge, made = Judge({"bright red": "Yes.", "green": "no", "hmm": "perhaps"}), []
+
+    def engine(base_url, model_name, **more):
+        made.append((base_url, model_name, *more.values()))
+        return judge
+
+    monkeypatch.setattr(endpoint, "OpenAIEngine", engine)
+    flags = ("--judge-url", "http://127.0.0.1:9/v1", "--judge-model", "j", "--judge-key-env",
+             "JUDGE_KEY", "--workers", 3, "--retries", 2, "--request-timeout", 9, "--give-up", 5,
+             "--server-wait", 7)
+
+    def say(request):
+        return f"x\n</think>\n<answer>{said[task_of(request)]}</answer>"
+
+    plain = world(rows=rows, say=say)
+    assert plain.results[0]["acc"] == pytest.approx(1 / 7) and not judge.asked
+    assert "judge" not in plain.results[0]
+    done = world(*flags, rows=rows, say=say)
+    assert done.engine is None  # nothing is sampled again: the judge is no setting of the episodes
+    assert made[1] == ("http://127.0.0.1:9/v1", "j", "JUDGE_KEY", 3, 9.0, 2, 5, 7.0, True)
+    (result,) = done.results
+    assert result["acc"] == pytest.approx(2 / 7)
+    assert result["judge"] == {"asked": 4, "yes": 1, "failed": 2}
+    assert result["errors"] == {"judge_error": 2}
+    # not what the rule knows, not letters, not silence
+    assert len(judge.asked) == 4 and all("Question: Which?" in text for text in judge.asked)
+    verdicts = {v["id"]: v for v in map(json.loads,
+                                        (done.folder / "judge.jsonl").read_text().splitlines())}
+    assert verdicts["same"]["verdict"] is True and verdicts["vague"]["verdict"] is None
+    assert verdicts["dead"]["error"] == "HTTP 500"
+    world(*flags, rows=rows, say=say)
+    assert len(judge.asked) == 6  # only the two that failed are asked again
+    again = world("--rescore", done.folder, "--judge-model", "j", drop=("--data", "--ckpt"))
+    assert again.results[0]["acc"] == pytest.approx(2 / 7)
+    assert again.results[0]["judge"]["failed"] == 2 and len(judge.asked) == 6
+    both = world("--compare", done.folder, done.folder, out=done.folder.parent / "both",
+                 drop=("--data", "--ckpt"))
+    assert both.code == 0 and " 0.286 [" in both.out  # the judge's verdicts count there, too
+    refused = world("--rescore", done.folder, "--judge-model", "j", drop=("--data", "--ckpt"),
+                    allow=False)
+    assert refused.code == 2 and "judge_error" in refused.err
+    asked = world(*flags, rows=rows, say=say, allow=False)
+    assert "the most frequent error, 1 times: HTTP 500" in asked.err
+
+
+def test_a_headline_of_silence_is_refused(world):
+    """A server may move all text out of the content; zeros would look like a bad model. Our own
+    engine hides nothing, so its empty answers are wrong ones."""
+    def say(request):
+        return "\n" if task_of(request) != "blue" or silent else answer("blue")
+
+    def served(done):  # as if an endpoint had answered
+        kept = json.loads((done.folder / "args.json").read_text())
+        (done.folder / "args.json").write_text(json.dumps({**kept, "engine": "openai"}))
+        return world("--rescore", done.folder, drop=("--data", "--ckpt"), allow=False,
+                     out=done.folder)
+
+    silent = True
+    ours = world(rows=ROWS[:2], say=say, allow=False)
+    assert ours.code == 0 and ours.results[0]["headline"] == 0.0
+    none = served(ours)
+    assert none.code == 2 and none.results[0]["headline"] is None
+    assert "none of 2 answers holds any text" in none.err and "--reasoning-parser" in none.err
+    again = world("--rescore", none.folder, drop=("--data", "--ckpt"))  # --allow-errors
+    assert again.results[0]["headline"] == 0.0
+    silent = False
+    one = served(world("--seed", 1, rows=ROWS[:2], say=say, out=none.folder.parent / "one"))
+    assert one.code == 0 and one.results[0]["headline"] == 0.5 and one.results[0]["silent"] == 1
+
+
+def test_the_last_line_says_the_most_frequent_error(world):
+    def say(request):
+        why = "HTTP 404: no model m" if task_of(request) != "red" else "HTTP 500"
+        return Completion(request.id, error=why)
+
+    done = world(rows=ROWS[:2] + ROWS[3:], say=say, allow=False)
+    assert done.code == 2
+    assert done.err.rstrip().endswith("the most frequent error, 4 times: HTTP 404: no model m")
+
+
+# ------------------------------------------------------------------------------------------------
+# Bad input
+
+
+def test_a_rank_without_work_builds_its_engine_with_the_others(toy, tmp_path):
+    """Building vLLM is collective: one task on two ranks ends."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    out = tmp_path / "out"
+    done = run_script("eval.py", "--preset", "toy", "--ckpt", toy / "init", "--data",
+                      toy / "eval.jsonl", "--frames", 4, "--tools", "off", "--max-new-tokens", 4,
+                      "--max-seqs", 4, "--quiet", "--out", out, "--limit", 1, ranks=2, timeout=180)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (result,) = json.loads((out / "summary.json").read_text())["results"]
+    assert result["n"] == 1
+
+
+def test_windows_that_come_back_as_frames_fit_into_a_real_engine(toy, tmp_path, monkeypatch):
+    """The paper's set: an overview and the windows of two turns in ONE context, 8 + 4 x 8 images.
+    An engine made for the larger of both would refuse them."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    real, made = rollout.make_engine, []
+    both = CALL + CALL.replace("8}", "16}").replace("0,", "8,")
+
+    def make_engine(*args, **more):
+        made.append(Overheard(real(*args, **more), lambda sample, turn: f"hm</think>{both}"
+                              if turn < 2 else "red"))
+        return made[0]
+
+    monkeypatch.setattr(rollout, "make_engine", make_engine)
+    out = tmp_path / "out"
+    given = ["--ckpt", toy / "init", "--data", toy / "eval.jsonl", "--out", out, "--limit", 1,
+             "--set", "crop_reply=frames", "sub_frames=8", "--frames", 8, "--max-turns", 2,
+             "--max-parallel", 2, "--max-pixels", 4096, "--context", 2048, "--max-new-tokens", 8,
+             "--max-seqs", 2, "--quiet"]
+    monkeypatch.setattr(sys, "argv", ["eval.py", *map(str, given)])
+    evaluation.main()
+    (kept,) = records(out)
+    assert (kept["status"], kept["error"], len(kept["turns"])) == ("ok", None, 3)
+    assert [c["status"] for c in kept["calls"]] == ["ok"] * 4
+    assert kept["cost"]["frames"] == 8 + 4 * 8 and kept["cost"]["sub_prompt_tokens"] == 0

@@ -1,0 +1,190 @@
+"""
+More faults while running: torchrun itself, two nodes, an engine that never ends:
+python -m pytest tests/all/test_faults_rest.py -q
+"""
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT, run_script
+from test_faults import AT_STEP, HEAD, LIVE, command, goes_on, run, steps_of  # noqa: F401
+
+import checkpoint
+
+
+@pytest.fixture
+def torchrun(command, tmp_path):
+    """launch(..) as command(..) -> torchrun with its two ranks, running."""
+    running = []
+
+    def torchrun(*given):
+        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
+                 2, *command(*given)]
+        running.append(subprocess.Popen(list(map(str, words)), stdout=subprocess.PIPE,
+                                        stderr=subprocess.PIPE, text=True, cwd=ROOT))
+        return running[-1]
+
+    yield torchrun
+    # nothing of a test that failed stays behind; torchrun's ranks have sessions of their own
+    for process in running:
+        process.kill()
+        subprocess.run(["pkill", "-9", "-f", str(tmp_path / "out")])
+
+
+def finish(process, timeout=120):
+    """-> (exit code, stdout, stderr without the launcher's own report)."""
+    out, err = process.communicate(timeout=timeout)
+    return process.returncode, out, err
+
+
+def alive(tmp_path):
+    """Command lines of this run's processes that still live, half a second for the last to go."""
+    time.sleep(0.5)
+    found = subprocess.run(["ps", "-e", "-o", "stat=,args="], capture_output=True, text=True).stdout
+    return [line for line in found.splitlines() if str(tmp_path / "out") in line
+            and not line.startswith("Z")]
+
+
+def test_a_rank_that_is_killed_ends_the_run_and_loses_one_step(torchrun, toy, tmp_path):
+    fault = AT_STEP.format(step=3, rank=1, what="saved(2); os.kill(os.getpid(), signal.SIGKILL)")
+    code, out, err = finish(torchrun("sft", fault, "--steps", 4))
+    assert code != 0 and "step 0002/0004" in out and "step 0003" not in out and not alive(tmp_path)
+    assert checkpoint.newest_checkpoint(str(tmp_path / "out")).endswith("step_000002")
+    goes_on(toy, tmp_path, 4)
+
+
+def test_patience_zero_waits(run):
+    assert run("sft", AT_STEP.format(step=2, rank=1, what="time.sleep(2)"), "--steps", 2,
+               "--patience", 0).returncode == 0
+
+
+def test_a_scheduler_that_warns_the_launcher_loses_no_step(torchrun, toy, tmp_path):
+    """SIGTERM to torchrun, which hands it to its ranks and gives them half a minute."""
+    fault = AT_STEP.format(step=3, rank=0, what="open(sys.argv[sys.argv.index('--out') + 1] "
+                           "+ '/third', 'w').close(); time.sleep(1)")
+    process = torchrun("sft", fault, "--steps", 4, "--optimizer", "muon")
+    until = time.monotonic() + 60
+    while not (tmp_path / "out" / "third").exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    _, out, err = finish(process)
+    assert "stopped after step 3 of 4; the same command goes on" in out, err[-2000:]
+    assert not alive(tmp_path), err[-2000:]
+    assert steps_of(tmp_path / "out") == [1, 2, 3]
+    goes_on(toy, tmp_path, 4, "muon")
+
+
+def test_reinforcement_learning_goes_on_with_other_ranks(run, toy, tmp_path):
+    """Two steps on two ranks, two more on one: the tasks, K and samples of a run that had one rank
+    all along, and its weights but for rounding."""
+    from safetensors.torch import load_file
+
+    done = run("grpo", "", "--steps", 2)
+    assert done.returncode == 0, done.stderr[-2000:]
+    words = ["grpo.py", "--preset", "toy", "--ckpt", toy / "init", "--video-root", toy, "--data",
+             toy / "rl.jsonl", "--save-every", 1, *LIVE, "--steps", 4]
+    for name in ("out", "straight"):
+        done = run_script(*words, "--out", tmp_path / name, reference=True)
+        assert done.returncode == 0, done.stderr
+
+    def drawn(name):
+        rows = [json.loads(line) for path in (tmp_path / name / "rollouts").iterdir()
+                for line in path.read_text().splitlines()]
+        return sorted((row["version"], row["group"], row["sample"], row["K"], row["ids"])
+                      for row in rows)
+
+    assert steps_of(tmp_path / "out") == [1, 2, 3, 4]
+    assert [row[:4] for row in drawn("out")] == [row[:4] for row in drawn("straight")]
+    # of 24: rounding may tip a sample
+    assert sum(a == b for a, b in zip(drawn("out"), drawn("straight"))) > 20
+    a, b = (load_file(tmp_path / name / "last" / "model.safetensors")
+            for name in ("out", "straight"))
+    assert max((a[n] - b[n]).abs().max().item() for n in a) < 5e-3
+
+
+# ------------------------------------------------------------------------------------------------
+# Two nodes
+
+
+VARIED = """
+# Rewards that differ between rollouts, so that there is something to learn: a random base earns 0.
+import runpy, sys
+sys.path[:0] = [{root!r}, {root!r} + "/tests"]
+import rewards
+real = rewards.score
+def score(turns, *given, **named):
+    return {{**real(turns, *given, **named), "paid_fmt": sum(map(ord, "".join(turns))) % 7 / 7}}
+rewards.score = score
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_two_nodes_share_nothing_but_folders(toy, tmp_path):
+    """Two launchers that find each other, as docs/recipe.md has it: a rank and a whole copy of the
+    model in shards on each node. The engine, whole in each process, is the reference."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        place = f"localhost:{free.getsockname()[1]}"
+    (tmp_path / "varied.py").write_text(VARIED.format(root=ROOT))
+    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc_per_node", 1,
+             "--rdzv_backend", "c10d", "--rdzv_endpoint", place, tmp_path / "varied.py",
+             os.path.join(ROOT, "tests", "reference.py"), os.path.join(ROOT, "grpo.py"),
+             "--preset", "toy", "--ckpt", toy / "init", "--data", toy / "rl.jsonl", "--out",
+             tmp_path / "out", *LIVE, "--steps", 3, "--lr", 5e-3, "--replicas", 2]
+    nodes = [subprocess.Popen(list(map(str, words)), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                              text=True, cwd=ROOT) for _ in range(2)]
+    ended = [finish(node) for node in nodes]
+    assert [code for code, *_ in ended] == [0, 0], ended[0][2][-2000:] + ended[1][2][-2000:]
+    rows = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    assert [m["step"] for m in rows] == [1, 2, 3]
+    assert all(m["groups"] == 2 and m["skipped_update"] == 0 for m in rows)
+    assert all(m["gap_max"] < 1e-3 for m in rows)
+    assert len(list((tmp_path / "out" / "rollouts").iterdir())) == 6
+    assert checkpoint.is_complete(str(tmp_path / "out" / "last")) and not alive(tmp_path)
+
+
+STUCK = """
+    import eval
+    from threading import Event
+    from types import SimpleNamespace
+    from engine import VllmEngine
+
+    class Stuck(reference.ReferenceEngine):
+        gpu, sleeping, hang = True, False, Event().wait
+        engine = SimpleNamespace(engine_core=SimpleNamespace(
+            shutdown=hang, engine_core=SimpleNamespace(
+                model_executor=SimpleNamespace(shutdown=hang))))
+
+        def close(self):
+            VllmEngine.close(self, patience=0.5)
+
+    rollout.make_engine = lambda ckpt, codec, *_, **__: Stuck(ckpt, codec)
+"""
+
+
+@pytest.mark.parametrize("script", ["grpo", "eval"])
+def test_a_run_on_gpus_ends_although_vllm_never_does(command, toy, tmp_path, script):
+    """No shutdown of this engine returns: the run is whole, and its exit code is 0."""
+    if script == "grpo":
+        given = command("grpo", STUCK, "--steps", 1)
+    else:
+        path, *_ = command("sft", STUCK)
+        path.write_text(path.read_text().replace("sft.main", "eval.main"))
+        given = [path, "--preset", "toy", "--ckpt", toy / "init", "--data", toy / "eval.jsonl",
+                 "--out", tmp_path / "out", "--frames", 4, "--max-new-tokens", 6, "--quiet"]
+    done = run_script(*given, ranks=2, timeout=120)
+    assert done.returncode == 0 and not done.killed, done.stderr[-3000:]
+    out = tmp_path / "out"
+    if script == "grpo":
+        assert "step 0001/0001" in done.stdout and checkpoint.undamaged_checkpoint(out)[0]
+        assert len((out / "log.jsonl").read_text().splitlines()) == 1
+    else:
+        assert "headline" in done.stdout
+        assert json.loads((out / "summary.json").read_text())["results"][0]["n"] == 4
+    assert not list(out.glob("*lock"))

@@ -1,0 +1,322 @@
+"""
+Everything that is read and is no flag changes between two starts of a stage:
+python -m pytest tests/all/test_identity_rest.py -q
+"""
+import copy
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from scripted import ANSWER, Scripted, calls, play, play_one
+from test_identity import (  # noqa: F401
+    IDS,
+    SAID,
+    SCRIPTS,
+    SRT,
+    changed,
+    ended,
+    films,
+    finished,
+    flags_of,
+    judge_flags,
+    newer,
+    replace_film,
+    rows_of,
+    server,
+    start,
+    task,
+    world,
+    write_rows,
+)
+
+import chat
+import checkpoint
+import data
+import launch
+import rollout
+import video
+from tools import records, replay
+
+# ------------------------------------------------------------------------------------------------
+# Changed between two starts
+
+
+def adapters(world):
+    """The run behind --ckpt has saved adapters, whose base then becomes another model."""
+    step = shutil.copytree(world / "run" / "step_000001", world / "run" / "step_000003")
+    base = str(shutil.move(step, world / "base"))
+    codec = chat.load_codec(base)
+    launch.start_process_group()
+    policy = checkpoint.load_sharded(base, codec, torch.device("cpu"), lora=2)
+    checkpoint.save_checkpoint(policy, codec, str(step), {"step": 3})
+    checkpoint.symlink(str(world / "run" / "last"), str(step))
+    weights = {k: w + 0.01 for k, w in load_file(base + "/model.safetensors").items()}
+    save_file(weights, base + "/model.safetensors", {"format": "pt"})
+
+
+def template(world):
+    path = world / "run" / "step_000001" / "chat_template.jinja"
+    path.write_text(path.read_text() + "\n{# edited #}")
+
+
+def lines(name, change):
+    def write(world):
+        (world / name).write_text("".join(change((world / name).read_text().splitlines(True))))
+    return write
+
+
+def film(world):
+    """Each film is replaced by another one."""
+    whole = (world / "videos" / "base-0000.mp4").read_bytes()
+    for path in (world / "videos").glob("*.mp4"):
+        path.write_bytes(whole)
+
+
+def verdicts(name):
+    return lambda world: lines(name, lambda rows: [
+        row.replace('"verdict": false', '"verdict": true') for row in rows])(world)
+
+
+def text(name, content):
+    return lambda world: (world / name).write_text(content)
+
+
+def label(rows):
+    row = json.loads(rows[0])
+    if "answer" in row:
+        row["answer"] = "blue"
+    else:
+        row["messages"][-1]["content"] = "<answer>1</answer>"
+    return [json.dumps(row) + "\n", *rows[1:]]
+
+
+DATA = {"appended": lambda rows: [*rows, rows[0].replace('"id": "', '"id": "new-')],
+        "reordered": lambda rows: rows[::-1], "halved": lambda rows: rows[: len(rows) // 2],
+        "label": label}
+CHANGES = {  # (stage, change) -> (function of the world, exit code, words of the line)
+    **{(stage, f"data {name}"): (lines(f"{file}.jsonl", change), 2, f"{file}.jsonl")
+       for stage, file in (("sft", "sft"), ("grpo", "rl")) for name, change in DATA.items()},
+    **{(stage, "checkpoint behind --ckpt"): (newer, 2, "step_000002")
+       for stage in ("sft", "grpo")},
+    **{(stage, "its template"): (template, 2, "step_000001") for stage in ("sft", "grpo")},
+    **{(stage, "base of adapters"): (adapters, 2, "is not the checkpoint that these adapters")
+       for stage in ("sft", "grpo", "eval")},
+    **{(stage, "films"): (film, 0, "films") for stage in ("sft", "grpo")},
+    ("sft", "held-out rows"): (lines("val.jsonl", label), 2, "--val"),
+    ("grpo", "held-out rows"): (lines("held.jsonl", label), 2, "--val"),
+    ("grpo", "subtitles"): (text("said.srt", SRT.replace("Red", "Blue")), 2, "subtitles"),
+    ("grpo", "verdicts"): (verdicts("grpo/judge.jsonl"), 0, "judge.jsonl"),
+    **{("rollout", name): (change, 2, words) for name, change, words in (
+        ("data", lines("rl.jsonl", label), "rl.jsonl"), ("template", template, "step_000001"),
+        ("checkpoint behind --ckpt", newer, "step_000002"),
+        ("subtitles", text("said.srt", SRT.replace("Red", "Blue")), "subtitles"))},
+    ("rollout", "films"): (film, 0, "films changed since"),
+    **{("eval", name): (change, 2, "other settings") for name, change in {
+        "data": lines("rl.jsonl", label), "checkpoint behind --ckpt": newer, "template": template,
+        "subtitles": text("said.srt", SRT.replace("Red", "Blue")),
+        "prompt file": text("prompt.txt", "Answer between <answer> and </answer>.")}.items()},
+    ("eval", "films"): (film, 0, "4 of 4 records are of films that have changed"),
+    ("eval", "verdicts"): (verdicts("eval/judge.jsonl"), 2, "judge.jsonl:1"),
+}
+
+
+@pytest.mark.parametrize("stage, name", CHANGES, ids=lambda value: value.replace(" ", "-"))
+def test_what_is_read_and_is_no_flag_may_not_change_in_silence(ended, start, stage, name):
+    world, flags = ended(stage)
+    change, wanted, words = CHANGES[stage, name]
+    change(world)
+    code, said = start(stage, *flags)
+    assert code == wanted and words in said, said
+    if wanted == 2 and stage in ("sft", "grpo") and "adapters" not in words:
+        code, said = start(stage, *flags, "--resume")
+        assert code == 0 and words in said, said
+
+
+@pytest.mark.parametrize("stage, other", [("sft", True), ("grpo", False)],
+                         ids=["another --val", "same file"])
+def test_best_begins_anew_with_other_held_out_rows(ended, start, stage, other):
+    """The best so far could not be beaten, but it was measured on other rows."""
+    world, flags = ended(stage)
+    held = world / {"sft": "val.jsonl", "grpo": "held.jsonl"}[stage]
+    state = world / stage / "step_000001" / "state.json"
+    kept = {**json.loads(state.read_text()), "best": 0.0 if stage == "sft" else 2.0}
+    state.write_text(json.dumps({**kept, "own_crc32": launch.own_sum(kept)}))
+    target = world / "other.jsonl" if other else held
+    target.write_text("".join(label(held.read_text().splitlines(True))))
+    flags = [target if flag == held else flag for flag in flags]
+    flags[flags.index("--steps") + 1] = 2
+    code, said = start(stage, *flags, "--resume")
+    assert code == 0 and "`best` begins anew" in said, said
+    assert os.readlink(world / stage / "best") == "step_000002"
+
+
+# ------------------------------------------------------------------------------------------------
+# Ids
+
+
+def test_each_id_has_its_own_costs(start, world, tmp_path):
+    folder = shutil.copytree(world, tmp_path / "world", symlinks=True)
+    write_rows(folder / "rl.jsonl", [{**SAID, "id": name} for name in IDS])
+    flags = [flag for flag in flags_of("eval", folder) if flag not in ("--protocol", "direct")]
+    code, said = start("eval", *flags[:-2])
+    assert code == 0, said
+    costs = [record["cost"] for path in (folder / "eval").glob("records.*")
+             for record in rows_of(path)]
+    assert len(costs) == len(IDS) and len({cost["prompt_tokens"] for cost in costs}) == 1
+    assert all(cost["sampled_tokens"] for cost in costs)
+
+
+@pytest.fixture(scope="module")
+def recorded(codec, toy):
+    """Rows of a rollout JSONL: two samples of one task, each with one call."""
+    engine = Scripted(codec, [calls((0, 8)), "I saw it.\n</think>\n<answer>0 red</answer>"])
+    source = rollout.Source(str(toy), video.FrameCache())
+    return [e.to_json() for e in play(engine, [task("a")], source, group=2)]
+
+
+@pytest.mark.parametrize("second, words", [
+    (lambda rows: rows, "a"), (lambda rows: rows[:1], "a"),
+    (lambda rows: [{**row, "task": {**row["task"], "answer": "8 blue"}, "group": "1/a"}
+                   for row in rows], "another task"),
+    (lambda rows: [{**rows[0], "sample": 5, "ids": [rows[0]["ids"][0] + 1, *rows[0]["ids"][1:]]}],
+     "prompt")], ids=["twice", "one twice", "another task", "another prompt"])
+def test_rollouts_that_do_not_belong_together_are_refused_by_id(
+        start, recorded, toy, tmp_path, second, words):
+    paths = [write_rows(tmp_path / "1.jsonl", recorded),
+             write_rows(tmp_path / "2.jsonl", second(recorded))]
+    for script, flags in (("pick", ["--best", tmp_path / "best.jsonl", *paths]),
+                          ("replay", ["--ckpt", toy / "init", "--rollouts", *paths]),
+                          ("records", paths)):
+        code, said = start(script, *flags)
+        assert code == 2
+        assert "task a" in said and words in said and "2.jsonl" in said
+
+
+# ------------------------------------------------------------------------------------------------
+# Records that no rollout.py wrote
+
+
+FAULTS = {
+    "mask shorter": changed(["mask"], lambda mask: mask[:-1]),
+    "logps longer": changed(["logps"], lambda logps: [*logps, 0.0]),
+    "mask of twos": changed(["mask"], lambda mask: [2 * m for m in mask]),
+    "mask moved": changed(["mask"], lambda mask: [*mask[1:], mask[0]]),
+    "logp is text": changed(["logps", -1], "x"),
+    "logp is NaN": changed(["logps", -1], float("nan")),
+    "ids are texts": changed(["ids"], lambda ids: list(map(str, ids))),
+    "id below 0": changed(["ids", 0], -1),
+    "no spans": changed(["spans"], []),
+    "span beyond the end": changed(["spans", -1, 1], lambda end: end + 1),
+    "span reversed": changed(["spans", 0], lambda span: span[::-1]),
+    "span is a number": changed(["spans", 0], 5),
+    "turns are numbers": changed(["turns"], [1, 2]),
+    "turn missing": changed(["turns"], lambda turns: turns[:1]),
+    "finish is null": changed(["finish"], None),
+    "call is a text": changed(["calls", 0], "crop"),
+    "call without status": changed(["calls", 0], {"turn": 0}),
+    "sub_tokens is text": changed(["calls", 0, "sub_tokens"], "9"),
+    "sub without frames": changed(["calls", 0, "sub", "vision"], []),
+    "sample is text": changed(["sample"], "0"),
+    "K is null": changed(["K"], None),
+    "group is a number": changed(["group"], 3),
+    "task is a text": changed(["task"], "a"),
+    "task of no type": changed(["task", "type"], "mc"),
+    "task without video": changed(["task"], lambda task: {"id": "a", "answer": "x"}),
+    "reward is a number": changed(["reward"], 1.0),
+    "unknown status": changed(["status"], "fine"),
+    "think_open is text": changed(["think_open"], "yes"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_record_that_no_rollout_wrote_is_refused_with_the_field(recorded, fault):
+    row = FAULTS[fault](recorded[0])
+    line = json.dumps(row)
+    _, why = launch.read_row(line, records.record_shape(), records.record_fault)
+    assert why and "\n" not in why
+    assert launch.read_row(json.dumps(recorded[0]), (), records.record_fault)[1] is None
+
+
+def test_records_of_failed_episodes_and_of_questions_are_good(codec, toy):
+    source = rollout.Source(str(toy), video.FrameCache())
+    broken = play_one(Scripted(codec, [ANSWER]), [task("a", video="none.mp4")], source)
+    asked = play_one(Scripted(codec, [ANSWER]), [task("a", answer=None)], source)
+    small = play_one(Scripted(codec, [ANSWER]), [task("a")], source,
+                     rollout.Agent(context=20))
+    for episode in (broken, asked, small):
+        row = json.loads(json.dumps(episode.to_json()))
+        assert records.record_fault(row) is None
+        assert rollout.from_json(row).to_json() == row
+    assert (broken.status, asked.status, small.status) == ("video_error", "ok", "context")
+
+
+# ------------------------------------------------------------------------------------------------
+# Films
+
+
+def test_a_film_replaced_between_overview_and_crop_is_a_counted_error(films, codec):
+    source = rollout.Source(str(films), video.FrameCache())
+
+    def main(request):
+        replace_film(films)
+        return calls((0, 8)) if len(engine.requests) == 1 else ANSWER
+
+    engine = Scripted(codec, main)
+    before = list(video.identity(str(films / "rl-0000.mp4")))
+    episode = play_one(engine, [task("a", video="rl-0000.mp4")], source)
+    (record,) = episode.calls
+    assert record["status"] == "video_error" and "changed" in record["summary"]
+    assert str(films) not in record["summary"] and not engine.subs()
+    assert episode.to_json()["film"] == episode.film == before
+    assert before != list(video.identity(str(films / "rl-0000.mp4")))
+
+
+def test_a_film_replaced_while_the_overview_is_read_is_a_counted_error(films, codec, monkeypatch):
+    source = rollout.Source(str(films), video.FrameCache())
+    real = rollout.Source.duration
+    monkeypatch.setattr(rollout.Source, "duration", lambda self, spec: (
+        replace_film(films), real(self, spec))[1])
+    episode = play_one(Scripted(codec, [ANSWER]), [task("a", video="rl-0000.mp4")], source)
+    assert episode.status == "video_error" and "changed" in episode.error
+
+
+def test_the_identity_of_a_folder_of_frames_is_remembered_for_some_seconds(tmp_path, monkeypatch):
+    from PIL import Image
+
+    for number in range(3):
+        Image.fromarray(np.full((32, 32, 3), number, np.uint8)).save(tmp_path / f"{number}.png")
+    (tmp_path / "fps").write_text("1")
+    looked, real, clock = [], os.scandir, [100.0]
+    monkeypatch.setattr(os, "scandir", lambda path: looked.append(path) or real(path))
+    monkeypatch.setattr(video.time, "monotonic", lambda: clock[0])
+    first = video.identity(str(tmp_path))
+    assert [video.identity(str(tmp_path)) for _ in range(9)] == [first] * 9 and len(looked) == 1
+    (tmp_path / "fps").write_text("2.0")
+    clock[0] += 60
+    assert video.identity(str(tmp_path)) != first and len(looked) == 2
+
+
+# ------------------------------------------------------------------------------------------------
+# Refused, not cut and not trained on
+
+
+@pytest.mark.parametrize("count", [26, 27])
+def test_more_options_than_letters_are_refused(tmp_path, count):
+    row = task("a", type="mcq", answer="B", options=[f"option {n}" for n in range(count)])
+    path = write_rows(tmp_path / "t.jsonl", [row])
+    if count == 26:
+        assert "Z. option 25" in rollout.question_text(data.read_tasks(str(path))[0])
+    else:
+        with pytest.raises(launch.UserError, match="t.jsonl:1: 27 options"):
+            data.read_tasks(str(path))
+
+
+def test_ids_beyond_the_vocabulary_are_refused(recorded, codec):
+    row = copy.deepcopy(recorded[0])
+    row["ids"][0] = 10**6
+    with pytest.raises(launch.UserError, match="0/a, sample 0: .* not of this checkpoint"):
+        replay.complete([rollout.from_json(row)], codec)

@@ -1,0 +1,172 @@
+"""
+More of adapters: damaged ones, bases that move, ranks, vLLM:
+python -m pytest tests/all/test_lora_rest.py -q
+"""
+import json
+import os
+import shutil
+import sys
+from unittest import mock
+
+import pytest
+import torch
+from conftest import run_script
+from safetensors.torch import load_file, save_file
+from test_lora import CPU, RANK, adapted, adapters, moved, pack_of, run, saved  # noqa: F401
+
+import chat
+import checkpoint
+import grpo
+import launch
+import model
+import sft
+from engine import Limits, VllmEngine
+
+# ------------------------------------------------------------------------------------------------
+# Files
+
+
+def test_the_base_trained_on_is_the_base_used(saved, toy, tmp_path):
+    assert checkpoint.base_of(str(saved)) == str(toy / "init")
+    settings = saved / "adapter_config.json"
+    config = json.loads(settings.read_text())
+    other = tmp_path / "other"
+    shutil.copytree(toy / "init", other)
+    (other / "more.json").write_text("{}")
+    for base, why in (("nowhere", "base nowhere is missing"), (str(other), "content differs"),
+                      (str(saved), "holds adapters itself")):
+        settings.write_text(json.dumps({**config, "base_model_name_or_path": base}))
+        with pytest.raises(launch.UserError, match=why):
+            checkpoint.resolve_checkpoint(str(saved))
+
+
+def test_a_base_may_move(saved, toy, tmp_path):
+    """Where a base lies is no content: only the folder that names it has to be told."""
+    before = checkpoint.content_digest(str(saved))
+    shutil.copytree(toy / "init", tmp_path / "elsewhere")
+    settings = saved / "adapter_config.json"
+    config = json.loads(settings.read_text())
+    moved = {**config, "base_model_name_or_path": str(tmp_path / "elsewhere")}
+    settings.write_text(json.dumps(moved))
+    assert checkpoint.content_digest(str(saved)) == before
+    assert checkpoint.resolve_checkpoint(str(saved)) == os.path.realpath(saved)
+    settings.write_text(json.dumps({**moved, "r": 1}))
+    assert checkpoint.content_digest(str(saved)) != before
+
+
+@pytest.mark.parametrize("damage", ["cut", "no B", "another rank", "another model"])
+def test_damaged_adapters_are_refused_in_one_line(saved, damage):
+    path = saved / "adapter_model.safetensors"
+    tensors = load_file(path)
+    first = next(name for name in tensors if ".lora_B." in name)
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[:-9])
+    else:
+        tensor = tensors.pop(first)
+        if damage == "another rank":
+            tensors[first] = tensor[:, 1:].contiguous()
+        if damage == "another model":
+            tensors[first.replace("layers.0", "layers.9")] = tensor
+            stem = first.replace(".lora_B.", ".lora_A.")
+            tensors[stem.replace("layers.0", "layers.9")] = tensors.pop(stem)
+        save_file(tensors, path)
+    with pytest.raises(launch.UserError, match=str(saved)):
+        checkpoint.resolve_checkpoint(str(saved))
+
+
+def test_a_folder_of_adapters_ends_where_its_base_does(saved, toy):
+    """And other tools' adapters, which may hold more than two matrices, are not half read."""
+    assert chat.end_ids(str(saved)) == chat.end_ids(str(toy / "init")) != set()
+    settings = saved / "adapter_config.json"
+    config = json.loads(settings.read_text())
+    del config["base_digest"]
+    settings.write_text(json.dumps(config))
+    with pytest.raises(launch.UserError, match="not saved by sft.py or grpo.py"):
+        checkpoint.resolve_checkpoint(str(saved))
+
+
+def test_a_stage_goes_on_with_the_adapters_it_is_given(saved, adapted, codec, toy, process_group,
+                                                       tmp_path):
+    """The same weights are trained on, and saved again on the same base: no chain."""
+    pack = pack_of(codec)
+    assert checkpoint.adapter_rank(str(saved), 0) == RANK == checkpoint.adapter_rank(
+        str(saved), RANK)
+    with pytest.raises(launch.UserError, match="holds adapters of rank 3"):
+        checkpoint.adapter_rank(str(saved), 2)
+    policy = checkpoint.load_sharded(str(saved), codec, CPU, lora=RANK)
+    with torch.no_grad():
+        assert torch.equal(policy(pack)[0], adapted(pack)[0])
+    for a, b in zip(model.trained_parameters(policy), model.trained_parameters(adapted)):
+        assert torch.equal(a, b)
+    second = tmp_path / "second"
+    checkpoint.save_checkpoint(policy, codec, str(second), {"step": 1})
+    assert checkpoint.base_of(str(second)) == str(toy / "init")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (second / name).read_bytes() == (saved / name).read_bytes()
+
+
+# ------------------------------------------------------------------------------------------------
+# The scripts
+
+
+def test_going_on_with_something_else_is_refused(run, toy):
+    flags = ("--steps", 1, "--lr", 1e-2)
+    folder = run("sft", "--lora", RANK, *flags)
+    for other, why in (((), "trained with --lora 3, not 0"),
+                       (("--lora", 2), "trained with --lora 3, not 2")):
+        with pytest.raises(launch.UserError, match=why):
+            run("sft", *other, "--steps", 2, "--lr", 1e-2, "--resume")
+    other = toy.parent / "other base"
+    shutil.copytree(toy / "init", other, dirs_exist_ok=True)
+    (other / "more.json").write_text("{}")
+    with pytest.raises(launch.UserError, match="adapters on another base"):
+        run("sft", "--lora", RANK, "--steps", 2, "--lr", 1e-2, "--resume", ckpt=other)
+    with pytest.raises(launch.UserError, match="holds adapters of rank 3"):
+        run("grpo", "--lora", 2, *flags, out="second", ckpt=folder)
+
+
+def test_two_ranks_train_the_adapters_that_one_trains(toy, tmp_path):
+    for ranks in (1, 2):
+        done = run_script("sft.py", "--preset", "toy", "--ckpt", toy / "init", "--data",
+                          toy / "sft.jsonl", "--lora", RANK, "--steps", 2, "--batch-size", 4,
+                          "--lr", 1e-2, "--out", tmp_path / f"ranks{ranks}", ranks=ranks)
+        assert done.returncode == 0, done.stderr[-2000:]
+    one, two = (adapters(tmp_path / f"ranks{n}") for n in (1, 2))
+    assert max((one[n] - two[n]).abs().max() for n in one) < 1e-5
+    assert any(one[n].abs().max() > 1e-3 for n in one if ".lora_B." in n)
+
+
+@pytest.mark.parametrize("script, dense, adapted", [(sft, 1e-5, 1e-4), (grpo, 2e-6, 2e-5)])
+def test_the_learning_rate_follows(monkeypatch, script, dense, adapted):
+    for flags, lr in (((), dense), (("--lora", "8"), adapted), (("--lora", "8", "--lr", "3"), 3.0)):
+        words = ["x.py", "--ckpt", "c", "--data", "d", *flags]
+        monkeypatch.setattr(sys, "argv", words)
+        assert script.parse_args().lr == lr
+
+
+def test_vllm_reads_it_as_the_same_model(toy, codec, adapted, tmp_path, process_group):
+    """vLLM's own reader of adapters, on our base, against our forward."""
+    vllm = pytest.importorskip("vllm", reason="vllm is not installed")
+    from vllm.lora.request import LoRARequest
+
+    folder = tmp_path / "adapters"
+    checkpoint.save_checkpoint(moved(adapted), codec, str(folder), {"step": 1})
+    ids = list(range(20, 60))
+    tree = model.Tree(model.Span(ids, [0] + [1] * (len(ids) - 1)))
+    with torch.no_grad():
+        ours = adapted(model.pack_trees(codec, [tree]))[0]
+    real = vllm.LLM
+    with mock.patch.object(vllm, "LLM", lambda *given, **named: real(
+            *given, **named, enable_lora=True, max_lora_rank=8)):
+        engine = VllmEngine(str(toy / "init"), codec, Limits(context=256, max_frames=4, max_seqs=2))
+    asked = vllm.SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    found = []
+    for adapter in (None, LoRARequest("ours", 1, str(folder))):
+        (out,) = engine.llm.generate([{"prompt_token_ids": ids}], asked, use_tqdm=False,
+                                     lora_request=adapter)
+        found.append(torch.tensor([entry[i].logprob for i, entry in
+                                   zip(ids[1:], out.prompt_logprobs[1:])]))
+    engine.close()
+    base, theirs = found
+    # vLLM computes the adapters' part in bf16; the adapters move log-probs by some nats.
+    assert (theirs - ours).abs().max() < 0.1 < (base - ours).abs().max() / 5
