@@ -1,8 +1,10 @@
 """Shared by all tests: one small toy world a session, its codec and its policy, on CPU in fp32."""
+import fcntl
 import functools
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -177,14 +179,32 @@ def denormals():
     sys.modules["torch"].set_flush_denormal(False)
 
 
+# flags of the toy world that the tests share
+TOY = ("--world", "named", "--base-videos", 2, "--sft-videos", 12, "--rl-videos", 6,
+       "--eval-videos", 4)
+
+
 @pytest.fixture(scope="session")
-def toy(tmp_path_factory):
+def toy_as_made(tmp_path_factory):
     """Folder of a small toy world: 2 pretraining videos, 12 SFT videos, 24 held-out ones, 6 RL
-    tasks, 4 evaluation tasks, a random checkpoint."""
+    tasks, 4 evaluation tasks, a random checkpoint. All processes of pytest share it: the first one
+    that asks makes it."""
+    root = tmp_path_factory.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+    with open(root / "toy.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (root / "toy").exists():
+            done = run_script("toy.py", *TOY, "--out", root / "toy.part")
+            assert done.returncode == 0, done.stderr
+            os.rename(root / "toy.part", root / "toy")
+    return root / "toy"
+
+
+@pytest.fixture(scope="session")
+def toy(toy_as_made, tmp_path_factory):
+    """A copy of that world for this process, whose random policy says anything."""
     folder = tmp_path_factory.mktemp("world") / "toy"
-    done = run_script("toy.py", "--world", "named", "--out", folder, "--base-videos", 2,
-                      "--sft-videos", 12, "--rl-videos", 6, "--eval-videos", 4)
-    assert done.returncode == 0, done.stderr
+    shutil.copytree(toy_as_made, folder)
     # An embedding of the length that learns fast makes a random policy repeat what it has read:
     # here it is to say anything, so that samples differ.
     from safetensors.torch import load_file, save_file
@@ -329,7 +349,25 @@ def vision(policy, codec, source):
 
 
 # ------------------------------------------------------------------------------------------------
-# grpo.main and replay.main in this process
+# Scripts in this process
+
+
+@pytest.fixture
+def start(monkeypatch, capsys):
+    """start(script, *words) -> (exit code, stdout, stderr) of the main() of a script in this
+    process, given as its module."""
+    def start(script, *words):
+        monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *map(str, words)])
+        capsys.readouterr()
+        try:
+            launch.run_main(script.main)
+            code = 0
+        except SystemExit as stop:
+            code = stop.code
+        launch.unlock()
+        return code, *capsys.readouterr()
+
+    return start
 
 
 @pytest.fixture

@@ -4,11 +4,13 @@ Tests of --check of grpo.py and sft.py: python -m pytest tests/test_check.py -q
 import json
 import re
 
-from conftest import run_script
+import pytest
 from scripted import AGENT
 
 import data
+import grpo
 import rollout
+import sft
 import video
 
 
@@ -22,17 +24,23 @@ def tasks_of(toy):
     return [{**row, "video": str(toy / row["video"])} for row in rows]
 
 
-def test_sound_data_has_no_fault(toy, tmp_path):
+@pytest.fixture
+def check(start, toy):
+    """check(script, file, *flags) -> (exit code, stdout, stderr) of the script with --check."""
+    def check(script, file, *flags):
+        return start(script, "--preset", "toy", "--check", "--ckpt", toy / "init", "--data", file,
+                     "--video-root", toy, *flags)
+
+    return check
+
+
+def test_sound_data_has_no_fault(check, toy, tmp_path):
     out = tmp_path / "run"
-    done = run_script("grpo.py", "--preset", "toy", "--check", "--ckpt", toy / "init", "--data",
-                      toy / "rl.jsonl", "--val", toy / "eval.jsonl", "--out", out)
-    assert done.returncode == 0, done.stderr
-    assert "10 tasks: 10 list" in done.stdout and "no fault in" in done.stdout
-    done = run_script("sft.py", "--preset", "toy", "--check", "--ckpt", toy / "init", "--data",
-                      toy / "sft.jsonl", "--out", out)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"\d+ chats, the longest has \d+ tokens, of --max-len 2048; \d+ trained",
-                     done.stdout)
+    code, said, _ = check(grpo, toy / "rl.jsonl", "--val", toy / "eval.jsonl", "--out", out)
+    assert code == 0 and "10 tasks: 10 list" in said and "no fault in" in said
+    code, said, _ = check(sft, toy / "sft.jsonl", "--out", out)
+    assert code == 0
+    assert re.search(r"\d+ chats, the longest has \d+ tokens, of --max-len 2048; \d+ trained", said)
     assert not out.exists(), "--check writes nothing"
 
 
@@ -54,72 +62,47 @@ def test_the_largest_prompt_is_counted_to_the_token(codec, toy, capsys):
     assert len(faults) == real.count(max(real)) and "--context" in faults[0]
 
 
-def test_each_fault_is_a_line(toy, tmp_path):
-    good, *rest = tasks_of(toy)
+def test_each_fault_is_a_line(check, toy, tmp_path):
+    """Faults of videos and of rows that are wrong in form: who repairs a file wants to do it once.
+    A run stops at the first of them."""
     (tmp_path / "broken.mp4").write_bytes(b"no video")
-    rows = [{**good, "video": "a.mp4"}, {**rest[0], "video": "broken.mp4"},
-            {**rest[1], "video": "missing.mp4"},
-            {**rest[2], "video": "a.mp4", "type": "grounding", "answer": [900, 990]}]
     (tmp_path / "a.mp4").write_bytes((toy / "videos" / "rl-0000.mp4").read_bytes())
-    data = write(tmp_path / "tasks.jsonl", rows)
-    done = run_script("grpo.py", "--preset", "toy", "--check", "--ckpt", toy / "init", "--data",
-                      data)
-    assert done.returncode == 2 and "--check: 3 faults in" in done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("task ")]
-    assert [line.split(":")[0] for line in lines] == [f"task {row['id']}" for row in rows[1:]]
-    assert "beyond the end" in lines[2]
+    rows = [{**row, "video": str(tmp_path / "a.mp4")} for row in tasks_of(toy)]
+    good, other, third, fourth, fifth = rows[:5]
+    file = write(tmp_path / "tasks.jsonl", [
+        {**other, "answer": ""}, good, {**third, "type": "quiz"},
+        {**third, "video": str(tmp_path / "gone.mp4")}, {"id": "x"}, good,
+        {**fourth, "video": str(tmp_path / "broken.mp4")},
+        {**fifth, "type": "grounding", "answer": [900, 990]}])
+    with open(file, "a") as f:
+        f.write("{not json\n")
+    code, out, err = check(grpo, file, "--video-root", tmp_path)
+    assert code == 2 and "--check: 8 faults in" in err, err
+    where = [line for line in out.splitlines() if line.startswith((str(file), "task "))]
+    marks = [f"{file}:1: ", f"{file}:3: ", f"{file}:5: ", f"{file}:9: ", f"{file}: task ids",
+             *(f"task {row['id']}: " for row in (third, fourth, fifth))]
+    assert [line[:len(mark)] for line, mark in zip(where, marks, strict=True)] == marks
+    assert "beyond the end" in where[-1]
 
 
-def test_faults_of_chats(toy, tmp_path):
-    rows = [json.loads(line) for line in (toy / "sft.jsonl").read_text().splitlines()][:3]
+def test_a_run_stops_at_the_first_fault(start, toy, tmp_path):
+    file = write(tmp_path / "tasks.jsonl", [{"id": "x"}, {"id": "y"}])
+    words = ("--preset", "toy", "--ckpt", toy / "init", "--data", file)
+    code, _, err = start(grpo, *words, "--out", tmp_path / "run")
+    assert code == 2 and f"{file}:1: " in err
+    code, _, err = start(grpo, *words, "--check")  # of nothing but faults
+    assert code == 2 and "--check: 2 faults in" in err
+
+
+def test_faults_of_chats(check, toy, tmp_path):
+    rows = [json.loads(line) for line in (toy / "sft.jsonl").read_text().splitlines()][:6]
+    rows[0]["messages"] = rows[0]["messages"][:1]
     rows[1]["messages"][1]["content"][0]["video"] = "missing.mp4"
     rows[2]["messages"][-1]["content"] = "word " * 3000
-    data = write(tmp_path / "chats.jsonl", rows)
-    done = run_script("sft.py", "--preset", "toy", "--check", "--ckpt", toy / "init", "--data",
-                      data, "--video-root", toy)
-    assert done.returncode == 2 and "--check: 2 faults in" in done.stderr, done.stderr
-    assert f"chat {rows[1]['id']} would be skipped" in done.stdout
-    assert f"chat {rows[2]['id']} has" in done.stdout and "--max-len is 2048" in done.stdout
-
-
-def test_rows_that_are_wrong_in_form_are_lines_too(toy, tmp_path):
-    """All of them, beside the faults of videos: who repairs a file wants to do it once."""
-    (tmp_path / "a.mp4").write_bytes((toy / "videos" / "rl-0000.mp4").read_bytes())
-    good, other, third = ({**row, "video": "a.mp4"} for row in tasks_of(toy)[:3])
-    data = write(tmp_path / "tasks.jsonl", [
-        {**other, "answer": ""}, good, {**third, "type": "quiz"}, {**third, "video": "gone.mp4"},
-        {"id": "x"}, good])
-    with open(data, "a") as f:
-        f.write("{not json\n")
-    done = run_script("grpo.py", "--preset", "toy", "--check", "--ckpt", toy / "init", "--data",
-                      data)
-    assert done.returncode == 2 and "--check: 6 faults in" in done.stderr, done.stderr
-    where = [line for line in done.stdout.splitlines() if line.startswith((str(data), "task "))]
-    marks = [f"{data}:1: ", f"{data}:3: ", f"{data}:5: ", f"{data}:7: ", f"{data}: task ids",
-             f"task {third['id']}: "]
-    assert [line[:len(mark)] for line, mark in zip(where, marks, strict=True)] == marks
-    # A run stops at the first of them.
-    done = run_script("grpo.py", "--preset", "toy", "--ckpt", toy / "init", "--data", data, "--out",
-                      tmp_path / "run")
-    assert done.returncode == 2 and f"{data}:1: " in done.stderr
-
-
-def test_a_file_of_nothing_but_faults(toy, tmp_path):
-    data = write(tmp_path / "tasks.jsonl", [{"id": "x"}, {"id": "y"}])
-    done = run_script("grpo.py", "--preset", "toy", "--check", "--ckpt", toy / "init", "--data",
-                      data)
-    assert done.returncode == 2 and "--check: 2 faults in" in done.stderr, done.stderr
-
-
-def test_chats_that_are_wrong_in_form_are_lines_too(toy, tmp_path):
-    rows = [json.loads(line) for line in (toy / "sft.jsonl").read_text().splitlines()][:4]
-    rows[0]["messages"] = rows[0]["messages"][:1]
-    rows[2]["messages"][-1]["content"] = "word " * 3000
     del rows[3]["id"]
-    data = write(tmp_path / "chats.jsonl", rows)
-    done = run_script("sft.py", "--preset", "toy", "--check", "--ckpt", toy / "init", "--data",
-                      data, "--video-root", toy)
-    assert done.returncode == 2 and "--check: 3 faults in" in done.stderr, done.stderr
-    for found in (f"{data}:1: no assistant message", f"{data}:4: missing 'id'",
-                  f"{data}: chat {rows[2]['id']} has"):
-        assert found in done.stdout
+    file = write(tmp_path / "chats.jsonl", rows)
+    code, out, err = check(sft, file)
+    assert code == 2 and "--check: 4 faults in" in err, err
+    assert f"{file}:1: no assistant message" in out and f"{file}:4: missing 'id'" in out
+    assert f"chat {rows[1]['id']} would be skipped" in out
+    assert re.search(rf"chat {rows[2]['id']} has .*--max-len is 2048", out)

@@ -18,11 +18,15 @@ import sys
 
 import pytest
 from conftest import ROOT, run_script
+from reference import make_engine
 
 import checkpoint
+import eval as evaluation
 import grpo
 import launch
+import rollout
 import sft
+from tools import view
 
 LIVE = ("--prompts", 2, "--group", 2, "--max-new-tokens", 6, "--set", "sub_max_new_tokens=4",
         "--frames", 4, "--show-every", 0)
@@ -115,20 +119,21 @@ def holder(tmp_path):
     process.wait()
 
 
-@pytest.mark.parametrize("script", ["grpo", "sft"])
-def test_a_second_run_in_one_folder_is_refused_and_told_who_is_there(
-        holder, toy, tmp_path, script, ranks=2):
-    words = command(script, toy, toy / "init", tmp_path / "run")
-    done = run_script(*words, ranks=ranks, timeout=60)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
-    assert f"pid {holder.pid} on {socket.gethostname()} since 20" in done.stderr
-    assert "step_000001" not in os.listdir(tmp_path / "run")
+def test_a_second_run_in_one_folder_is_refused_and_told_who_is_there(holder, start, toy, tmp_path):
+    out, told = tmp_path / "run", f"pid {holder.pid} on {socket.gethostname()} since 20"
+    for script in (grpo, sft):
+        code, _, err = start(script, *command(script.__name__, toy, toy / "init", out)[1:])
+        assert code == 2 and told in err and err.count("\n") == 1, err
+    words = command("sft", toy, toy / "init", out)
+    done = run_script(*words, ranks=2, timeout=60)
+    assert done.returncode == 2 and told in done.stderr and done.stderr.count("\n") == 1
+    assert "step_000001" not in os.listdir(out)
     holder.kill()
     holder.wait()
-    if script == "sft":  # it works with two ranks, and the lock ends with the run
-        for resume in ("--resume", "--no-resume"):
-            done = run_script(*words, resume, ranks=ranks)
-            assert done.returncode == 0, done.stderr
+    done = run_script(*words, ranks=2)  # it works with two ranks, and the lock ends with the run
+    assert done.returncode == 0, done.stderr
+    launch.lock(str(out))
+    launch.unlock()
 
 
 def test_the_lock_ends_with_its_run_and_not_with_the_children(holder, tmp_path):
@@ -144,52 +149,44 @@ def test_the_lock_ends_with_its_run_and_not_with_the_children(holder, tmp_path):
     assert subprocess.run(again, cwd=ROOT, capture_output=True).returncode == 0
 
 
-def test_a_refused_run_leaves_no_folder_and_no_lock(toy, tmp_path):
+def test_a_refused_run_leaves_no_folder_and_no_lock(start, toy, tmp_path):
     words = command("grpo", toy, toy / "init", tmp_path / "a" / "run", "--context", 40)
-    done = run_script(*words)
-    assert done.returncode == 2 and "--context 40 is too small" in done.stderr
+    code, _, err = start(grpo, *words[1:])
+    assert code == 2 and "--context 40 is too small" in err
     assert os.listdir(tmp_path) == []
 
 
-def test_rollouts_do_not_replace_the_tasks_that_they_answer(toy, tmp_path):
-    tasks = tmp_path / "tasks.jsonl"
-    tasks.write_bytes((toy / "eval.jsonl").read_bytes())
-    (tmp_path / "alias.jsonl").symlink_to(tasks)
-    done = run_script("rollout.py", "--preset", "toy", "--ckpt", toy / "init", "--data", tasks,
-                      "--out", tmp_path / "alias.jsonl", "--video-root", toy, reference=True)
-    assert done.returncode == 2 and "it is an input" in done.stderr
-    assert tasks.read_bytes() == (toy / "eval.jsonl").read_bytes()
-
-
 @pytest.mark.parametrize("script, out, words", [
-    ("grpo.py", "log.jsonl", ("--data", "log.jsonl", "--out", ".")),
-    ("grpo.py", "log.jsonl", ("--data", "other.jsonl", "--val", "log.jsonl", "--out", ".")),
-    ("sft.py", "log.jsonl", ("--data", "log.jsonl", "--out", ".")),
-    ("eval.py", "tasks.jsonl", ("--data", "tasks.jsonl", "--out", ".")),
-    ("eval.py", "log.jsonl", ("--data", "other.jsonl", "--out", ".")),
-    ("rollout.py", "config.json", ("--data", "other.jsonl", "--out", "config.json")),
-    ("tools/view.py", "r.jsonl", ("r.jsonl", "--out", "r.jsonl"))])
-def test_no_script_replaces_a_file_that_it_reads(toy, tmp_path, script, out, words):
+    (grpo, "log.jsonl", "--data log.jsonl --out ."),
+    (grpo, "log.jsonl", "--data other.jsonl --val log.jsonl --out ."),
+    (sft, "log.jsonl", "--data log.jsonl --out ."),
+    (evaluation, "tasks.jsonl", "--data tasks.jsonl --out . --frames 2"),
+    (evaluation, "log.jsonl", "--data other.jsonl --out . --frames 2"),
+    (rollout, "config.json", "--data other.jsonl --out config.json"),
+    (rollout, "tasks.jsonl", "--data tasks.jsonl --out alias.jsonl"),
+    (view, "r.jsonl", "r.jsonl --out r.jsonl")])
+def test_no_script_replaces_a_file_that_it_reads(
+        start, toy, tmp_path, monkeypatch, script, out, words):
+    monkeypatch.setattr(rollout, "make_engine", make_engine)
     for name in {out, "other.jsonl"}:
-        (tmp_path / name).write_bytes((toy / ("sft" if script == "sft.py" else "eval")).with_suffix(
-            ".jsonl").read_bytes())
+        shutil.copy(toy / ("sft.jsonl" if script is sft else "eval.jsonl"), tmp_path / name)
+    (tmp_path / "alias.jsonl").symlink_to(tmp_path / "tasks.jsonl")
     before = (tmp_path / out).read_bytes()
-    words = [tmp_path / word if word[0] not in "-" else word for word in words]
-    common = () if "view" in script else ("--preset", "toy", "--ckpt", toy / "init",
-                                          "--video-root", toy)
-    if script == "eval.py":
-        common = (*common, "--frames", 2)
-    done = run_script(script, *words, *common, reference=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    words = [word if word.startswith("-") or word == "2" else tmp_path / word
+             for word in words.split()]
+    common = ("--preset", "toy", "--ckpt", toy / "init", "--video-root", toy)
+    code, _, err = start(script, *words, *common * (script is not view))
+    assert code == 2 and err.count("\n") == 1, err
+    assert script is not rollout or out == "config.json" or "it is an input" in err
     assert (tmp_path / out).read_bytes() == before
 
 
-@pytest.mark.parametrize("script", ["grpo.py", "sft.py", "rollout.py", "eval.py"])
-def test_a_pipe_as_data_is_refused_and_not_waited_for(toy, tmp_path, script):
+@pytest.mark.parametrize("script", [grpo, sft, rollout, evaluation], ids=lambda m: m.__name__)
+def test_a_pipe_as_data_is_refused_and_not_waited_for(start, toy, tmp_path, script):
     os.mkfifo(tmp_path / "pipe.jsonl")
-    done = run_script(script, "--preset", "toy", "--ckpt", toy / "init", "--data",
-                      tmp_path / "pipe.jsonl", "--out", tmp_path / "out.jsonl")
-    assert done.returncode == 2 and "is not a regular file" in done.stderr
+    code, _, err = start(script, "--preset", "toy", "--ckpt", toy / "init", "--data",
+                         tmp_path / "pipe.jsonl", "--out", tmp_path / "out.jsonl")
+    assert code == 2 and "is not a regular file" in err
 
 
 # ------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from conftest import run_script
 from test_toy import (  # noqa: F401
-    SMALL,
     colour_at,
     digests,
     kind_of,
@@ -18,7 +17,6 @@ from test_toy import (  # noqa: F401
     scenes_in,
     search,
     seconds_of,
-    twin,
 )
 
 import chat
@@ -27,6 +25,19 @@ import rewards
 import rollout
 import toy as toy_world
 import video
+
+SMALL = ("--world", "named", "--base-videos", 3, "--sft-videos", 3, "--rl-videos", 2,
+         "--eval-videos", 1)
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory):
+    """Folders of small worlds: a, and c of another seed and shape."""
+    root = tmp_path_factory.mktemp("twins")
+    for name, seed, flags in (("a", 5, ()), ("c", 6, ("--layers", 2, "--hidden", 256))):
+        done = run_script("toy.py", "--out", root / name, "--seed", seed, *SMALL, *flags)
+        assert done.returncode == 0, done.stderr
+    return root
 
 # ------------------------------------------------------------------------------------------------
 # The same bytes from the same seed
