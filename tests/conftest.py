@@ -94,7 +94,7 @@ def pytest_addoption(parser):
     add("--all", action="store_true", help="also the tests in tests/all")
     add("--all-faults", action="store_true",
         help="test_file_faults strikes at every file operation, not at a sample of them")
-    add("--kills", type=int, default=4, help="of a run, in the tests of test_survival that kill")
+    add("--kills", type=int, default=2, help="of a run, in the tests of test_survival that kill")
 
 
 def pytest_ignore_collect(collection_path, config):

@@ -66,10 +66,11 @@ def begun(toy, out, **args):
 # The checkpoint that a run starts from
 
 
-@pytest.mark.parametrize("script", ["grpo", "sft"])
-@pytest.mark.parametrize("given, resume", [
-    ("", ()), ("", ("--resume",)), ("", ("--no-resume",)), ("last", ("--no-resume",)),
-    ("step_000001", ("--resume",)), ("../alias", ("--no-resume",)), ("../alias/last", ())], ids=str)
+@pytest.mark.parametrize("script, given, resume", [
+    ("grpo", "", ()), ("grpo", "last", ("--no-resume",)), ("sft", "", ()),
+    ("sft", "", ("--resume",)), ("sft", "", ("--no-resume",)), ("sft", "last", ("--no-resume",)),
+    ("sft", "step_000001", ("--resume",)), ("sft", "../alias", ("--no-resume",)),
+    ("sft", "../alias/last", ())], ids=str)
 def test_a_run_does_not_delete_the_checkpoint_it_starts_from(
         refused, toy, tmp_path, script, given, resume):
     folder = begun(toy, tmp_path / "run", ckpt="elsewhere")
