@@ -1,0 +1,105 @@
+"""
+More of launch.py: ranks, GPUs, the allocator: python -m pytest tests/all/test_launch_rest.py -q
+"""
+import faulthandler
+import os
+import pty
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ROOT
+
+import launch
+
+# ------------------------------------------------------------------------------------------------
+# How a script begins and ends
+
+
+@pytest.mark.parametrize("terminal, rank, wanted", [
+    (True, "0", "sft.py: loading torch"), (True, "1", ""), (False, "0", "")])
+def test_a_terminal_is_told_what_it_waits_for(tmp_path, terminal, rank, wanted):
+    """Before the seconds that torch takes: here it never arrives."""
+    (tmp_path / "torch.py").write_text("import os\nos._exit(0)\n")
+    ours, theirs = pty.openpty() if terminal else os.pipe()
+    subprocess.run([sys.executable, "sft.py"], cwd=ROOT, check=True, stderr=theirs,
+                   env={**os.environ, "PYTHONPATH": str(tmp_path), "LOCAL_RANK": rank})
+    os.write(theirs, b".")
+    os.close(theirs)
+    with os.fdopen(ours, "rb", buffering=0) as said:
+        assert said.read(100).decode().strip("\r\n.") == wanted
+
+
+@pytest.mark.parametrize("local, rank, joined, said", [
+    ("0", "0", False, "a.py: chat x"), ("1", "1", False, ""), ("0", "8", False, "a.py: chat x"),
+    ("0", "0", True, "a.py: rank 0: chat x"), ("1", "1", True, "a.py: rank 1: chat x")])
+def test_every_rank_speaks_once_the_process_group_stands(
+        monkeypatch, capsys, local, rank, joined, said):
+    """Before, one rank of each machine: all read the same files."""
+    def main():
+        raise launch.UserError("chat x")
+
+    for name, value in (("RANK", rank), ("LOCAL_RANK", local), ("WORLD_SIZE", "16")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["/some/a.py"])
+    monkeypatch.setattr(dist, "is_initialized", lambda: joined)
+    monkeypatch.setattr(launch.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as end:
+        launch.run_main(main)
+    signal.signal(signal.SIGTERM, before)
+    assert end.value.code == 2 and capsys.readouterr().err.strip() == said
+
+
+@pytest.mark.parametrize("variable, setting", [
+    (None, "expandable_segments:True"), ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64"),
+    ("PYTORCH_ALLOC_CONF", "max_split_size_mb:32")])
+def test_the_allocator_is_set_before_its_first_use(variable, setting):
+    """By torch's own account, also if torch was imported before. A user's setting wins."""
+    script = ("import torch, launch;"
+              "print(torch._C._accelerator_getAllocatorSettings())")
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    env = {name: value for name, value in os.environ.items() if name not in names}
+    env.update({variable: setting} if variable else {})
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT,
+                          env=env, check=True)
+    assert done.stdout.strip() == setting
+
+
+@pytest.mark.parametrize("sign", ["nvidia-smi", "cuda build"])
+def test_a_gpu_that_cannot_be_used_is_refused_in_one_line(tmp_path, monkeypatch, capsys, sign):
+    """Nothing is trained on the CPU of a GPU machine by mistake; --cpu asks for that."""
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    assert launch.use_gpu() is False  # no sign of a GPU: the CPU is meant
+    if sign == "nvidia-smi":
+        (tmp_path / sign).write_text("#!/bin/sh")
+        (tmp_path / sign).chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    else:
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(SystemExit) as end:
+        launch.run_main(launch.start_process_group)
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and said.count("\n") == 1 and "make venv GPU=1" in said
+    assert "not compiled with CUDA" in said  # torch's own reason
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert launch.use_gpu(cpu=True) is False and os.environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_a_collective_waits_a_minute_longer_than_a_phase_and_patience_zero_for_both(monkeypatch):
+    phases, collectives = [], []
+    monkeypatch.setattr(faulthandler, "dump_traceback_later",
+                        lambda seconds, **_: phases.append(seconds))
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "init_process_group",
+                        lambda backend, timeout: collectives.append(timeout.total_seconds()))
+    monkeypatch.setenv("RANK", "0")
+    for patience in (7, 0):
+        launch.start_process_group(patience)
+        launch.beat(patience)
+    assert phases == [7] and collectives == [67, 30 * 86400]
