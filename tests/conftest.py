@@ -19,6 +19,7 @@ import launch
 from engine import VllmEngine
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+ALL = Path(ROOT, "tests", "all")
 
 
 def run_script(name, *arguments, ranks=0, timeout=600, reference=False):
@@ -99,8 +100,10 @@ def pytest_addoption(parser):
 
 def pytest_ignore_collect(collection_path, config):
     """tests/all belongs to --all, and to a command that names the folder or a file of it."""
-    if collection_path == Path(ROOT, "tests", "all") and not config.getoption("--all"):
-        return not any("all" in Path(words).parts for words in config.args) or None
+    if collection_path == ALL and not config.getoption("--all"):
+        named = (Path(config.invocation_params.dir, words.split("::")[0]).resolve()
+                 for words in config.args)
+        return not any(path.is_relative_to(ALL) for path in named) or None
 
 
 def pytest_collection_modifyitems(config, items):
@@ -118,10 +121,10 @@ def pytest_collection_modifyitems(config, items):
         order = {item: (files[item.path.name], draw.random()) for item in items}
         items.sort(key=order.get)
         return
-    long = [f"test_{name}.py" for name in (
-        "faults", "survival", "grpo", "engine", "eval", "published", "rollout", "sft", "fake_gpu",
-        "server", "video", "toy", "model", "rewards", "page", "checkpoint", "lora", "plan", "bf16",
-        "hostile")]
+    long = [f"test_{name}.py" for name in (  # the second begins while the toy world is made
+        "faults", "video", "published", "fake_gpu", "server", "file_faults", "hostile", "survival",
+        "eval", "sft", "grpo", "engine", "replay", "toy", "grpo_run", "folders", "rewards", "model",
+        "checkpoint", "rollout", "lora", "qwen35", "page", "bf16")]
     items.sort(key=lambda item: long.index(item.path.name) if item.path.name in long else len(long))
 
 
