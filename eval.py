@@ -32,7 +32,6 @@ Endpoint: python eval.py --engine openai --base-url http://127.0.0.1:8000/v1 --m
 
 import argparse
 import faulthandler
-import hashlib
 import json
 import os
 import sys
@@ -368,7 +367,8 @@ def make_engine(suites, args, ckpt, codec, protocol):
     """The engine that samples, made for the largest K of the run. Raises UserError if the context
     is too small."""
     if args.engine == "openai":  # asked first: a wrong key is then found before any decoding
-        engine = endpoint.make_engine(args, bool(protocol.prefill), protocol.jpeg)
+        tools = protocol.schema() if protocol.schema and "on" in args.tools else None
+        engine = endpoint.make_engine(args, bool(protocol.prefill), protocol.jpeg, tools)
     largest = max(1, *map(rollout.most_frames, args.frames))
     # Checked now, or every episode would end with status "context".
     for suite in suites if codec else []:
@@ -401,32 +401,11 @@ def run_jobs(jobs, engine, codec, protocol, args, name, quiet):
             episodes = run(sampler, todo, protocol, frames=k, group=args.samples)
             with folders.append_to(os.path.join(suite.out, name)) as f:
                 for episode in episodes:
-                    record = record_of(episode, suite.digest, k, mode, args, meter.taken)
+                    record = folders.record_of(episode, suite.digest, k, mode, args, meter.taken)
                     f.write(json.dumps(record) + "\n")
                     f.flush()  # a crash then loses only the episodes under way
                     bar.update()
                     launch.beat(args.patience)
-
-
-def record_of(episode, digest, k, mode, args, taken=None) -> dict:
-    """Episode -> record: the text of every turn, calls, rewards, costs and grade, without token
-    ids. k: as in --frames. mode: see scores.mode_of. taken: tokens of the requests, see
-    costs.Meter."""
-    # Only training needs these fields, and they are most of an episode's bytes.
-    left = {"ids", "mask", "logps", "vision", "spans", "advantage", "version", "subtitles"}
-    record = {name: value for name, value in episode.to_json().items() if name not in left}
-    # "sub" holds the ids of a sub-agent, left out too.
-    calls = [{name: value for name, value in c.items() if name != "sub"} for c in episode.calls]
-    times = [round(float(second), 3) for second in episode.notes.get("seconds", [])]
-    # A hash of the opening messages shows which wording a record was asked with.
-    prompt = json.dumps(episode.notes.get("opening")).encode()  # None for a broken video
-    if any(episode.notes.get("reasoning", [])):  # texts that an endpoint kept apart, one per turn
-        record["reasoning"] = episode.notes["reasoning"]
-    tools, show = scores.parts_of(mode)
-    record.update(calls=calls, digest=digest, budget=str(k), tools=tools, show=show,
-                  frame_times=times, prompt_hash=hashlib.sha256(prompt).hexdigest()[:16],
-                  cost=costs.of(episode, taken or {}))
-    return {**record, **folders.grade(record, args.protocol)}
 
 
 def main():

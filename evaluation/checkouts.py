@@ -19,7 +19,17 @@ import launch
 from evaluation import benchmarks, paper, readers
 from evaluation.paper import SPLITS
 
-KNOWN = ("paper", "paper-general", "paper-direct", "paper-reasoning")  # protocols that can be asked
+# Protocols whose publisher's code can be asked, and the places of its texts for
+# systems.read_prompts; () = the texts are cut out of requests.
+R1 = tuple(f"src/eval_bench.py:{name}" for name in
+           ("QUESTION_TEMPLATE", "TYPE_TEMPLATE[multiple choice]", "TYPE_TEMPLATE[free-form]"))
+KNOWN = {"paper": (), "paper-general": (), "paper-direct": (), "paper-reasoning": (),
+         "qwen3-vl": (), "videozoomer": (), "video-r1": R1, "videorft": R1,
+         "videochat-r1": ("src_eval/eval_prompts.py:QA_THINK",
+                          "src_eval/eval_prompts.py:GROUND_TEMPLATE_THINK"),
+         "conan": tuple(f"Conan-Eval/prompt_temp.py:Prompt_temp_{part}_{kind}"
+                        for kind in ("mc", "gen") for part in ("init", "round", "final")),
+         "longvt": ("examples/eval/single_inference.py:TOOL_PROMPT",)}
 
 
 def run(kind, name, checkout, items, seconds, expected):
@@ -76,15 +86,16 @@ def write_video(path, frames=128, rate=1, height=96, width=128):
     return [frames, rate, height, width]
 
 
-def item_of(task, said, path, shape, spoken=None):
-    """Task of a benchmark, with a made-up video -> an item to ask. spoken: lines of subtitles."""
+def item_of(task, said, path, shape, spoken=None, asked=""):
+    """Task of a benchmark, with a made-up video -> an item to ask. spoken: lines of subtitles.
+    asked: the text of the user turn, for publishers whose code takes it as data."""
     row = benchmarks.published_row(task["split"], task)
     name = os.path.splitext(os.path.basename(task["video"]))[0]
     blocks = [f"{n}\n00:00:0{n},000 --> 00:00:0{n + 1},000\n{line}\n"
               for n, line in enumerate(spoken or [], 1)]
     files = {f"videomme/subtitle/{name}.srt": "\n".join(blocks)} if spoken else {}
     return {"bench": task["split"], "row": row, "said": said, "video": path, "shape": shape,
-            "files": files}
+            "files": files, "task": task, "asked": asked}
 
 
 def asked(protocol, checkout, items, seconds=120.0):
@@ -104,7 +115,10 @@ def asked(protocol, checkout, items, seconds=120.0):
 
 
 def texts(protocol, checkout):
-    """-> the publisher's texts of a protocol, in the order of System.texts. Raises UserError."""
+    """-> the publisher's texts of a protocol, in the order of System.texts, or their places in its
+    files, as --prompt-file takes them. Raises UserError."""
+    if KNOWN.get(protocol):
+        return [os.path.join(checkout, place) for place in KNOWN[protocol]]
     if protocol not in KNOWN:
         raise launch.UserError(f"--texts-of: no code of the publisher of --protocol {protocol} is "
                                "known; give its texts by --prompt-file")
@@ -116,9 +130,14 @@ def texts(protocol, checkout):
         shape = write_video(path)
         items = [item_of(place_task(split), said, path, shape,
                          ["{spoken}"] if split == "videomme_wsub" else None)
-                 for split in SPLITS]
+                 for split in (SPLITS if protocol.startswith("paper") else ["videomme"])]
         sent, _ = asked(protocol, checkout, items)
     try:
+        if protocol == "videozoomer":
+            return [sent[0]["requests"][0]["messages"][0]["content"][0]["text"]]
+        if protocol == "qwen3-vl":
+            text = sent[0]["requests"][0]["messages"][-1]["content"][-1]["text"]
+            return [text.replace("A. {a}\nB. {b}", "{options}")]
         return paper_texts(protocol, dict(zip(SPLITS, sent)))
     except (LookupError, TypeError, AttributeError) as error:
         raise launch.UserError(f"{checkout}: its requests are not of the form that we know "

@@ -153,18 +153,20 @@ class OpenAIEngine(Client):
         self.usage = {}  # request id -> (prompt tokens, sampled tokens), as the endpoint counts
         self.done = queue.SimpleQueue()  # futures of Completions
 
-    async def probe(self, url, seconds):
-        """Asks one server for a few tokens of text -> (Completion, status, seconds to wait), as
-        `post` does."""
-        request = ChatRequest("probe", [], [], [], [], 16, 0.0, 0, probe_messages())
+    async def probe(self, url, seconds, tools=None):
+        """Asks one server for a few tokens of text, or for a call of `tools` -> (Completion,
+        status, seconds to wait), as `post` does."""
+        request = ChatRequest("probe", [], [], [], [], 64 if tools else 16, 0.0, 0,
+                              call_messages() if tools else probe_messages(), tools=tools)
         return await self.said(url, request, json.dumps(self.body(request)).encode(), seconds)
 
-    def knock(self):
-        """Asks every server for a few tokens. Raises UserError if one does not answer or refuses,
-        before any video is decoded and every episode fails after its retries."""
-        self.run(self.knock_all()).result()
+    def knock(self, tools=None):
+        """Asks every server for a few tokens, and for a call if `tools` are offered. Raises
+        UserError if one does not answer, refuses, or keeps the call, before any video is decoded
+        and every episode fails after its retries."""
+        self.run(self.knock_all(tools)).result()
 
-    async def knock_all(self):
+    async def knock_all(self, tools=None):
         for url in self.busy:
             for attempt in range(self.retries + 1):
                 done, status, after = await self.probe(url, self.timeout)
@@ -178,6 +180,12 @@ class OpenAIEngine(Client):
                 raise launch.UserError(
                     no_server(url, done.error) if status == 0
                     else refusal(url, self.model_name, reply, "judge-" * self.is_judge))
+            if tools:
+                done, status, _ = await self.probe(url, self.timeout, tools)
+                # Some parsers keep the call and return nothing at all.
+                if status == 200 and (done.error or not (done.text or done.reasoning)):
+                    why = done.error or "it answered a request to write a call with no text"
+                    raise launch.UserError(f"{url}: {why}")
 
     def submit(self, request):
         self.calls[request.id] = self.run(self.call(request))
@@ -313,9 +321,16 @@ class OpenAIEngine(Client):
             text = (said.get("content") or "").removeprefix(request.prefill)
             # A server with a reasoning parser takes the thought out of the content.
             thought = said.get("reasoning_content") or said.get("reasoning") or ""
-            ended = choice.get("finish_reason") == "stop"
+            finish = choice.get("finish_reason")
+            ended = finish == "stop"
             self.note_usage(request.id, answer.get("usage"))
             done = Completion(request.id, text=text, ended=ended, reasoning=str(thought))
+            # An empty text would be graded as an answer that says nothing.
+            if said.get("tool_calls") or (finish == "tool_calls" and not text):
+                done = Completion(request.id, error="the server's parser took a call out of the "
+                                  "answer: start it without --tool-call-parser")
+            elif finish == "content_filter" and not text:
+                done = Completion(request.id, error="the server's filter kept the answer back")
         except (LookupError, TypeError, AttributeError) as error:  # not the promised JSON
             done = Completion(request.id, error=f"bad answer: {type(error).__name__}")
         return done, reply.status, wait
@@ -436,9 +451,16 @@ def jpeg_bytes(image, quality):
     return buffer.getvalue()
 
 
-def make_engine(args, prefill, jpeg=90):
+def call_messages():
+    """The probe of a server that is offered tools."""
+    call = '{"name": "crop_video", "arguments": {"start_time": 1, "end_time": 2}}'
+    return [{"role": "user", "content": f"Copy this: <tool_call>\n{call}\n</tool_call>"}]
+
+
+def make_engine(args, prefill, jpeg=90, tools=None):
     """Flags -> OpenAIEngine. Raises UserError if a server does not answer, or refuses.
-    prefill: the protocol forces the start of every turn. jpeg: quality of images."""
+    prefill: the protocol forces the start of every turn. jpeg: quality of images. tools: declared
+    to the chat template."""
     engine = OpenAIEngine(
         args.base_url, args.model, key_variable=args.api_key_env, workers=args.workers,
         timeout=args.request_timeout, retries=args.retries, image_cap=args.image_cap,
@@ -446,7 +468,7 @@ def make_engine(args, prefill, jpeg=90):
         prefill=args.think_prefix or prefill,
         tokens_field=args.tokens_field, send_temperature=args.send_temperature,
         sampling=sampling_settings(args), give_up=args.give_up, server_wait=args.server_wait)
-    engine.knock()
+    engine.knock(tools)
     return engine
 
 

@@ -24,7 +24,7 @@ import time
 import launch
 import rewards
 import video
-from evaluation import answers, benchmarks, endpoint, graders, scores, systems
+from evaluation import answers, benchmarks, costs, endpoint, graders, scores, systems
 
 # ------------------------------------------------------------------------------------------------
 # Records
@@ -114,6 +114,27 @@ def append_to(path):
 
 # ------------------------------------------------------------------------------------------------
 # Grading
+
+
+def record_of(episode, digest, k, mode, args, taken=None) -> dict:
+    """Episode -> record: the text of every turn, calls, rewards, costs and grade, without token
+    ids. k: as in --frames. mode: see scores.mode_of. taken: tokens of the requests, see
+    costs.Meter."""
+    # Only training needs these fields, and they are most of an episode's bytes.
+    left = {"ids", "mask", "logps", "vision", "spans", "advantage", "version", "subtitles"}
+    record = {name: value for name, value in episode.to_json().items() if name not in left}
+    # "sub" holds the ids of a sub-agent, left out too.
+    calls = [{name: value for name, value in c.items() if name != "sub"} for c in episode.calls]
+    times = [round(float(second), 3) for second in episode.notes.get("seconds", [])]
+    # A hash of the opening messages shows which wording a record was asked with.
+    prompt = json.dumps(episode.notes.get("opening")).encode()  # None for a broken video
+    if any(episode.notes.get("reasoning", [])):  # texts that an endpoint kept apart, one per turn
+        record["reasoning"] = episode.notes["reasoning"]
+    tools, show = scores.parts_of(mode)
+    record.update(calls=calls, digest=digest, budget=str(k), tools=tools, show=show,
+                  frame_times=times, prompt_hash=hashlib.sha256(prompt).hexdigest()[:16],
+                  cost=costs.of(episode, taken or {}))
+    return {**record, **grade(record, args.protocol)}
 
 
 def grade(record, protocol="paravt"):

@@ -37,7 +37,6 @@ import json
 import logging
 import os
 import random
-import re
 import resource
 import signal
 import socket
@@ -235,149 +234,6 @@ def paper(checkout, bench):
 
 
 # ------------------------------------------------------------------------------------------------
-# The requests. Each function takes the checkout -> ask(item) -> {"requests": [keyword arguments of
-# the client's call], ..}. The model behind the client says what item["said"] says.
-
-
-class Script:
-    """An OpenAI client whose model speaks from a script, and that keeps what it is sent."""
-
-    def __init__(self, said):
-        self.said, self.requests, self.pictures = said, [], {}
-        self.chat = self.completions = self
-
-    def create(self, **request):
-        # A copy, because messages go on; every picture once, because all requests repeat them.
-        text = re.sub(r'"(data:[^"]*)"', self.named, json.dumps(request, default=repr))
-        self.requests.append(json.loads(text))
-        text = self.said[min(len(self.requests), len(self.said)) - 1]
-        message = types.SimpleNamespace(content=text, tool_calls=None, reasoning_content=None)
-        choice = types.SimpleNamespace(message=message, finish_reason="stop")
-        return types.SimpleNamespace(choices=[choice])
-
-    def named(self, found):
-        return f'"picture:{self.pictures.setdefault(found[1], len(self.pictures))}"'
-
-
-def load_readers():
-    """evaluation/readers.py under a name that no checkout has."""
-    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "readers.py")
-    spec = importlib.util.spec_from_file_location("_readers_of_ours", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def stand_in_for_qwen(finder, now):
-    """Puts a stand-in for qwen_vl_utils where it is not installed or does not import. now: the item
-    that is asked. Its frames show their numbers, as those of the made-up video do."""
-    try:
-        importlib.import_module("qwen_vl_utils.vision_process")
-        return
-    except Exception:  # torchvision of another build, for example
-        finder.absent.add("qwen_vl_utils, read by ours")
-    import numpy as np
-
-    class Frames(np.ndarray):
-        def permute(self, *axes):
-            return self.transpose(axes)
-
-        def numpy(self):
-            return np.asarray(self)
-
-    readers = load_readers()
-
-    def fetch_video(ele, image_patch_size=14, return_video_sample_fps=False,
-                    return_video_metadata=False):
-        given = {name: value for name, value in ele.items() if name not in ("type", "video")}
-        places, size = readers.qwen(given, *now[0]["shape"], image_patch_size)
-        frames = np.stack([readers.marked(place, *size).transpose(2, 0, 1) for place in places])
-        found = frames.view(Frames)
-        found = (found, {"frames_indices": places}) if return_video_metadata else found
-        return (found, 1.0) if return_video_sample_fps else found
-
-    whole = types.ModuleType("qwen_vl_utils")
-    part = types.ModuleType("qwen_vl_utils.vision_process")
-    whole.__path__, whole.vision_process, part.fetch_video = [], part, fetch_video
-    sys.modules.update({"qwen_vl_utils": whole, "qwen_vl_utils.vision_process": part})
-
-
-def script_words(path, bench):
-    """The words after run_eval.sh in the command of a script that runs a benchmark."""
-    with open(path, encoding="utf-8") as file:
-        lines = file.read().replace("\\\n", " ").splitlines()
-    found = [line.partition("run_eval.sh")[2].split() for line in lines if "run_eval.sh" in line]
-    own = [words for words in found if bench in words] or [w for w in found if "charades" not in w]
-    if len(own) != 1:
-        raise Fault(f"{path}: no command for {bench} that is known")
-    return own[0]
-
-
-def ask_paper(checkout, script, now):
-    """ParaVT's driver: load_samples makes a question of the row, eval_one asks the model, with the
-    flags of the script of this system."""
-    driver, utils, rows = paravt_modules(checkout)
-    load, launch_servers, ask_one, parse = needed(utils, "load_samples", "launch_servers") + needed(
-        driver, "eval_one", "_parse_args_with_prompt_mode")
-
-    def flags_of(bench):
-        recipe, *more = script_words(os.path.join(checkout, "paravt/eval/scripts", script), bench)
-        with open(os.path.join(checkout, recipe), encoding="utf-8") as file:
-            settings = dict(re.findall(r"^(\w+): *([^#$\s]+) *(?:#.*)?$", file.read(), re.M))
-        words = ["driver", "--model_path", "m", "--output_dir", ".", "--datasets", bench]
-        for name in ("main_nframes", "max_turns", "max_parallel", "prompt_mode", "video_channel"):
-            words += [f"--{name}", settings[name]]
-        at = more.index("--datasets") if "--datasets" in more else len(more)
-        sys.argv = words + more[:at] + more[at + 2 :]
-        return parse()
-
-    def server_of(flags):
-        """The command of the server that they start."""
-        started = []
-
-        def start(words, **_):
-            started.append([word for word in words if word != sys.executable])
-            return types.SimpleNamespace(pid=0)
-
-        os.environ["CUDA_VISIBLE_DEVICES"] = "0"
-        before, utils.subprocess.Popen = utils.subprocess.Popen, start
-        try:
-            launch_servers(
-                "m", 1, nframes=flags.main_nframes, max_pixels=flags.max_pixels,
-                max_num_batched_tokens=flags.max_num_batched_tokens,
-                log_prefix=os.path.relpath(os.getcwd(), "/tmp") + "/log",
-                disable_mm_kwargs=flags.no_mm_kwargs)
-        finally:
-            utils.subprocess.Popen = before
-        return started[0]
-
-    def ask(item):
-        rows[:], now[:] = [item["row"]], [item]
-        for path, text in item["files"].items():
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            with open(path, "w", encoding="utf-8") as file:
-                file.write(text)
-        flags = flags_of(item["bench"])
-        sample, = load(item["bench"], os.getcwd(), prompt_mode=flags.prompt_mode)
-        sample["video_path"] = item["video"]
-        client = Script(item["said"])
-        frames = item.get("frames") or flags.main_nframes
-        done = ask_one(client, "m", sample, frames, flags.max_turns, flags.prompt_mode,
-                       flags.max_parallel, flags.max_tokens, flags.video_channel)
-        return {"requests": client.requests, "pictures": list(client.pictures),
-                "question": sample["question"], "failed": done.get("error"),
-                "server": server_of(flags)}
-
-    return ask
-
-
-ASK = {"paper": (ask_paper, "reproduce_paravt_8b.sh"),
-       "paper-general": (ask_paper, "reproduce_qwen3vl_8b.sh"),
-       "paper-direct": (ask_paper, "reproduce_qwen25vl_7b.sh"),
-       "paper-reasoning": (ask_paper, "reproduce_reasoning_baselines.sh")}
-
-
-# ------------------------------------------------------------------------------------------------
 # The channel
 
 
@@ -439,11 +295,17 @@ def outcome(function, item, seconds):
 def prepared(kind, name, checkout, finder):
     """-> function of an item."""
     if kind == "ask":
-        now = []  # the item that is asked
-        stand_in_for_qwen(finder, now)
-        make, *more = ASK[name]
-        return make(checkout, *more, now)
+        return load("senders.py").prepared(name, checkout, finder, sys.modules[__name__])
     return partial(verdict, {"lmms-eval": lmms_eval, "paper": paper}[kind](checkout, name))
+
+
+def load(file):
+    """A file beside this one, as a module under a name that no checkout has."""
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), file)
+    spec = importlib.util.spec_from_file_location(f"_ours_{file[:-3]}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def main():

@@ -22,6 +22,8 @@ import numpy as np
 import launch
 from evaluation import benchmarks, costs
 
+FEW = 10  # videos: intervals over fewer are marked
+
 # ------------------------------------------------------------------------------------------------
 # Scores
 
@@ -67,7 +69,26 @@ def resampled(records, bench, draws=2000):
     means = np.divide(times @ sums, items, out=np.zeros(items.shape), where=there)
     some = there.any(1)  # [draws]
     # A draw counts only the parts that it holds.
-    return headline, means.sum(1)[some] / there.sum(1)[some]
+    return headline, (means.sum(1) / np.maximum(1, there.sum(1)) + of_runs(records, bench, draws))[
+        some]
+
+
+def of_runs(records, bench, draws):
+    """
+    Draws of how far the mean over runs lies from the mean over all runs that could be made, [draws]
+    or 0. For each system with R > 1 runs and a standard deviation s of their headlines, s / sqrt(R)
+    times Student's t with R - 1 degrees of freedom, because R values tell little of the spread. A
+    single run tells nothing of it. records: `sides` holds the scores of the runs of each system.
+    """
+    total, rng = 0.0, np.random.default_rng(1)
+    for side, runs in enumerate(next(iter(records), {}).get("sides", ())):
+        values = [resampled([{**{name: value for name, value in record.items() if name != "sides"},
+                              "score": record["sides"][side][run]} for record in records],
+                            bench, draws=1)[0] for run in range(len(runs))]
+        if len(values) > 1:
+            t = rng.standard_t(len(values) - 1, draws)
+            total = total + statistics.stdev(values) / math.sqrt(len(values)) * t
+    return total
 
 
 def interval(draws):
@@ -107,6 +128,8 @@ def summarise(records, bench=None, judged=False):
         "metric": benchmarks.headline(bench)[0],
         "headline": value,
         "interval": interval(draws),
+        "videos": len({r["task"]["video"] for r in records
+                       if benchmarks.headline(bench)[1](r) is not None}),
         "acc": sum(r["score"] for r in records) / n,  # the mean over all items
         "f_tau": sum(r["reward"]["fmt"] for r in records) / n,
         "kappa": sum(call["status"] == "ok" for r in records for call in r["calls"]) / n,
@@ -168,7 +191,9 @@ def paired(own, other):
     headlines, and `resampled` draws it paired.
     """
     same = sorted(set(own) & set(other), key=str)
-    return [{**own[item], "score": other[item]["score"] - own[item]["score"]} for item in same]
+    return [{**own[item], "score": other[item]["score"] - own[item]["score"],
+             "sides": [side for one in (other, own) for side in
+                       one[item].get("sides") or [[one[item]["score"]]]]} for item in same]
 
 
 def sign_flip_p(records, bench, draws=20000):
@@ -177,7 +202,8 @@ def sign_flip_p(records, bench, draws=20000):
 
     If the systems do not differ, their names could as well be exchanged in any video, which turns
     the sign of that video's share of the difference. Up to 20 videos with a share are exact: all
-    sign patterns. More are drawn at random, always from the same seed.
+    sign patterns. More are drawn at random, always from the same seed. If a system has several
+    runs, a draw of `of_runs` is added, because other seeds of equal systems differ, too.
     """
     sums, counts = by_video(records, bench)
     if counts.any(1).sum() < 2:
@@ -186,15 +212,16 @@ def sign_flip_p(records, bench, draws=20000):
     shares = (sums / counts.sum(0)).mean(1)  # [videos]
     bound = abs(shares.sum()) - 1e-9 * np.abs(shares).sum()  # equal sums may differ by rounding
     shares = shares[shares != 0]  # a turned 0 stays 0
-    if len(shares) <= 20:
+    noise = of_runs(records, bench, draws) + np.zeros(draws)
+    if len(shares) <= 20 and not noise.any():
         flipped = np.zeros(1)
         for share in shares:
             flipped = np.concatenate([flipped + share, flipped - share])
         return float((np.abs(flipped) >= bound).mean())
     rng, as_large = np.random.default_rng(0), 0
-    for _ in range(0, draws, 1000):  # in pieces, or thousands of videos would take gigabytes
+    for at in range(0, draws, 1000):  # in pieces, or thousands of videos would take gigabytes
         signs = 2 * rng.integers(0, 2, (1000, len(shares)), dtype=np.int8) - 1
-        as_large += int((np.abs(signs @ shares) >= bound).sum())
+        as_large += int((np.abs(signs @ shares + noise[at : at + 1000]) >= bound).sum())
     return (1 + as_large) / (1 + draws)  # the observed signs are one of the patterns
 
 
@@ -285,7 +312,8 @@ def pool(name, runs):
         records = {}
         for item in sorted(same, key=str):
             scores = [run[item]["score"] for run in each]
-            records[item] = {**each[0][item], "score": sum(scores) / len(scores)}
+            records[item] = {**each[0][item], "score": sum(scores) / len(scores),
+                             "sides": [scores]}
         row = {"bench": place[0], "K": rows[0]["K"]}
         row["tools"], row["show"] = parts_of(place[2])
         row.update(counted(records.values(), place[0]))
@@ -314,10 +342,11 @@ def counted(records, bench):
     interval, n, items (tasks of the benchmark), items_headline (those that the headline counts)."""
     _, part_of = benchmarks.headline(bench)
     value, draws = resampled(list(records), bench)
+    videos = len({r["task"]["video"] for r in records if part_of(r) is not None})
     within = {r["task"]["id"] for r in records if part_of(r) is not None}
     items = {r["task"]["id"] for r in records}
     return {"n": len(records), "headline": value, "interval": interval(draws),
-            "items": len(items), "items_headline": len(within)}
+            "items": len(items), "items_headline": len(within), "videos": videos}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -329,7 +358,13 @@ def shown_interval(row):
         return "refused: errors"
     if row["interval"] is None:  # of one video
         return f"{row['headline']:.3f} [-]"
-    return "{:.3f} [{:.3f}, {:.3f}]".format(row["headline"], *row["interval"])
+    return "{:.3f} [{:.3f}, {:.3f}]".format(row["headline"], *row["interval"]) + few(row)
+
+
+def few(row):
+    """The mark of an interval over few videos: of 2 videos it holds the truth in half of all
+    cases, not in 95%."""
+    return "!" * (row.get("videos", FEW) < FEW)
 
 
 def table(results, labels=12):
@@ -384,7 +419,8 @@ def compare(found, points=2.0):
             tokens = (r.get("cost") or {}).get("tokens")
             if r["tools"] == "on":
                 row.update(acc_tools=r["headline"], f_tau=r["f_tau"], tokens_tools=tokens)
-                row.update(kappa=r["kappa"], interval=r["interval"])
+                row.update(kappa=r["kappa"], interval=r["interval"],
+                           videos=r.get("videos", FEW))
                 row |= {name: r["windows"][name] for name in ("recall", "hit") if "windows" in r}
             else:
                 row.update(acc_no_tools=r["headline"], tokens_no_tools=tokens)
@@ -433,7 +469,7 @@ def comparison(compared):
     for row in compared["rows"]:
         tools = "-"  # not run, or refused
         if row.get("acc_tools") is not None:
-            tools = shown_interval({"headline": row["acc_tools"], "interval": row["interval"]})
+            tools = shown_interval({**row, "headline": row["acc_tools"]})
         line = f"{row['name']:<12} {row['K']!s:>6} {row['n']:>5} {tools:>22}"
         for name, width, digits in (("tokens_tools", 7, 0), ("acc_no_tools", 9, 3),
                                     ("tokens_no_tools", 7, 0), ("f_tau", 6, 3), ("kappa", 6, 2),
@@ -471,7 +507,9 @@ def difference_lines(compared):
              f"{'pair':<18} {'K':>6} {'tools':>5} {'difference [95%]':>23} {'p':>6} {'Holm':>6} "
              f"{'videos':>6} {'items':>6} {'videos':>6} {'items':>6}"]
     for row in rows:
-        low_high = "[{:+.3f}, {:+.3f}]".format(*row["interval"]) if row["interval"] else "[-]"
+        low_high = "[-]"
+        if row["interval"]:
+            low_high = "[{:+.3f}, {:+.3f}]".format(*row["interval"]) + few(row)
         shown = "refused: errors"
         if row["difference"] is not None:
             shown = f"{row['difference']:+.3f} {low_high:>16}"
@@ -568,6 +606,7 @@ def measured(row):
 
     low, high = row["interval"] or (None, None)
     return {"percent": percent(row["headline"]), "low": percent(low), "high": percent(high),
+            "few": few(row),
             "n": row["items_headline"], "items": row["items"],
             "published": benchmarks.splits()[row["bench"]].items,
             "seeds": [percent(value) for value in row.get("seeds", [])]}
@@ -589,6 +628,7 @@ def shown_cell(cell):
     text = f"{cell['percent']:.1f}"
     if "n" in cell:
         text += " [-]" if cell["low"] is None else f" [{cell['low']:.1f}, {cell['high']:.1f}]"
+        text += cell["few"] * (cell["low"] is not None)
         text += f" n {cell['n']}"
         if not is_whole(cell):  # MMVU's headline leaves items out, which a whole run has, too
             part = f"{cell['items']} of {cell['published']}"

@@ -63,6 +63,8 @@ class Source(rollout.Source):
             return no_frames()
         if self.overview_grid == "qwen":
             return self.changed(self.read(spec), spec)
+        if self.overview_grid == "start" and spec.get("num_frames"):
+            return self.changed(self.zoomed(spec), spec)
         if "frames" not in spec:
             return self.changed(super().load(spec), spec)
         shown = spec["frames"]
@@ -108,6 +110,18 @@ class Source(rollout.Source):
                 return no_frames()
             raise video.VideoError(path, f"too short for this system: {error}") from None
         return self.processed(self.cache.frames(path, places, 0, 0, size))
+
+    def zoomed(self, spec):
+        """Frames of a window as VideoZoomer takes them: evenly, the first and the last included.
+        Raises ValueError for a window behind the end."""
+        path = video.resolve(spec["video"], self.root)
+        starts, info = self.cache.index(path)
+        if spec["start"] >= info.duration:
+            raise ValueError(f"the window begins behind the end of the video, {info.duration:.1f}s")
+        first, last = (min(int(spec[end] * info.fps), len(starts) - 1) for end in ("start", "end"))
+        places = np.linspace(max(0, first), last, spec["num_frames"]).astype(int)
+        return self.cache.frames(path, sorted(set(places.tolist())), self.min_pixels,
+                                 self.crop_pixels or self.max_pixels)
 
     def processed(self, frames):
         """Frames as a server's processor would hand them to the model."""

@@ -84,9 +84,9 @@ def protocols():
     reasoning = {**single, "max_pixels": 256 * 784, "max_new_tokens": 1024}
     conan = {**rounds, "max_turns": 2, "frames": [16], "max_pixels": 448 * 448}
     longvt = {**rounds, "max_turns": 5, **paced(1.0, 512), "min_pixels": 784,
-              "max_pixels": 50176, "max_new_tokens": 49152, "context": 131072}
+              "max_pixels": 50176, "max_new_tokens": 49152, "context": 131072, "stamps": False}
     zoomer = {**rounds, "max_turns": 4, **paced(0.5, 64), "max_new_tokens": 4096,
-              "min_pixels": 25088, "max_pixels": 100352}
+              "temperature": 1.0, "min_pixels": 25088, "max_pixels": 100352}
     qwen3 = {**single, **paced(2.0, 512), "min_pixels": 3584,
              "max_pixels": 401408, "total_pixels": 19267584, "max_new_tokens": 32768,
              "temperature": 0.7, "top_p": 0.8, "top_k": 20, "presence_penalty": 1.5,
@@ -96,8 +96,21 @@ def protocols():
     greedy = "greedy here, theirs samples at temperature 0.1 with top-p 0.001"
     raised = "frames and pixels are those of their README, their file holds those of training"
     schema = "the description of the tool is in our words"
-    zoomed = "frames of a call lie at the centres of segments, theirs include first and last"
+    # What --verify passes over, see System.declared: a regular expression on lines, a departure.
+    raw = (r"(?<=<)data:\S+ |quality \w+ ", "frames are JPEGs of quality 90, theirs are not")
+    timed = (r"^<\d+\.\d seconds>$", stamps)
+    told = (r"^(The frames of |Cropped |continue your |Go on |Think about |Please analyze |Error: |"
+            r"error: |ERROR |Do not | Do not ).*$|^$", replies)
+    pictures = r"^<.* frame \d+ .*>$"
+    sides = "sides of frames are multiples of 32, theirs keep the shape of the video"
+    parsed = "calls are read from the text by our parser, theirs is that of vLLM (hermes)"
+    demo = ("49,152 new tokens, as their harness has for Video-MME and Charades-STA; their demo "
+            "script, which is repeated here, has 4,096",
+            "their harness refuses a window that ends after the video, their demo script cuts it; "
+            "here it is cut")
     worded = "the words of the question lie in their data files, here they are ours"
+    r1 = {"departures": (stamps, greedy, raised), "declared": (
+        timed, (r"temperature (0\.1, top_p 0\.001|0)$", greedy), (pictures, raised))}
     qwen = {"overview_grid": "qwen"}  # they read videos with a copy of qwen_vl_utils
     asked = {"final": paper.final, "held": crops_held, "reader": paper.READER,
              "server": paper.SERVER,
@@ -122,22 +135,22 @@ def protocols():
         # Qwen3-VL-8B as in the publisher's evaluation: no tools, no system text
         "qwen3-vl": System("a text made from the user turn of evaluation/VideoMME/dataset_utils.py",
                            [qwen3_text()], prompt_as_user, qwen3, reader={**qwen, "patch": 16},
-                           departures=(
-                               stamps, "their judge model reads the answer, here a rule")),
+                           declared=(timed, raw), departures=(
+                               stamps, raw[1], "their judge model reads the answer, here a rule")),
         "video-r1": System(wrapped_files("Video-R1"), wrapped_texts(),
                            partial(wrapped_protocol, header="Options:\n"),
                            {**reasoning, **paced(2.0, 64), "min_pixels": 128 * 784},
-                           reader=qwen, departures=(stamps, greedy, raised)),
+                           reader=qwen, **r1),
         "videorft": System(wrapped_files("VideoRFT"), wrapped_texts(), wrapped_protocol,
                            {**reasoning, "frames": [32], "min_pixels": 256 * 784},
-                           reader=qwen, departures=(stamps, greedy, raised)),
+                           reader=qwen, **r1),
         # Video-Thinker-7B, whose code is not published
         "reasoning": System("a system text", [THINK], prompt_as_system, reasoning),
         "videochat-r1": System("src_eval/eval_prompts.py:QA_THINK and :GROUND_TEMPLATE_THINK, "
                                "filled at [QUESTION], [OPTION] and [EVENT]",
                                [f"{QUESTION}\n{THINK}", f"{QUESTION}\n{THINK}"],
                                videochat_protocol, {**single, **many}, reader=qwen,
-                               departures=(stamps,)),
+                               declared=(timed, raw), departures=(stamps, raw[1])),
         "time-r1": System("src/vllm_inference/data/config.py:DEFAULT_MCQ_PROMPT[r1] and "
                           ":DEFAULT_TG_PROMPT[r1], filled at {}",
                           [f"{QUESTION}\n{ANSWER}",
@@ -154,7 +167,9 @@ def protocols():
         "conan": System("texts made from Conan-Eval/prompt_temp.py: first round, further round, "
                         "last round with options; the same three without", conan_texts(),
                         conan_protocol, {**conan, "temperature": 1.0, "max_new_tokens": 4000},
-                        held=conan_held, departures=(
+                        held=conan_held, declared=(
+                            (pictures + r"|^\d\d:\d\d:\d\d$", "frames lie at the centres of equal "
+                             "segments, theirs at their starts"),), departures=(
                             "frames lie at the centres of equal segments, theirs at their starts",
                             "frames have at most 448 x 448 pixels, theirs 448 on the longer side",
                             "frames that were shown are known exactly, theirs by rounded "
@@ -163,13 +178,17 @@ def protocols():
         "longvt": System("TOOL_PROMPT of lmms_eval_tasks/*/utils.py, as a text", [longvt_text()],
                          longvt_protocol, {**longvt, "sub_frames": 128, "max_parallel": 5},
                          held=crops_held, reader=qwen, departures=(
-                             stamps, replies, schema,
-                             "one limit of new tokens, theirs is 4096 on LVBench and "
-                             "LongVideoBench")),
+                             replies, schema, raw[1], parsed, *demo), declared=(
+                             raw, told, (r'"description": "[^"]*",? ?', schema),
+                             (r'tool_choice "\w+"', parsed),
+                             (r"max_tokens (4096|49152)", demo[0]))),
         "videozoomer": System("a text made from data.system_prompt of scripts/eval_video.sh",
                               [videozoomer_text()], videozoomer_protocol, zoomer,
-                              reader={"overview_grid": "start"},
-                              held=videozoomer_held, departures=(worded, replies, zoomed)),
+                              reader={"overview_grid": "start"}, held=videozoomer_held,
+                              departures=(worded, replies, raw[1], sides, "no frame of a call is "
+                                          "shown twice, theirs repeats some"), declared=(
+                                  raw, (r"\d+x\d+ ", sides), told,
+                                  (r"^</tool_response>$", replies))),
         "sage": System("context_vlm.txt, iterative_reasoner.txt and iterative_reasoner_msg.txt of "
                        "sage/prompts/sage",
                        sage_texts(), sage_protocol,
@@ -309,7 +328,8 @@ def read_texts(args):
     """Flags -> texts of the protocol, in the order of System.texts."""
     system = protocols()[args.protocol]
     if args.texts_of:
-        return checkouts.texts(args.protocol, args.texts_of)
+        found = checkouts.texts(args.protocol, args.texts_of)
+        return read_prompts(found) if checkouts.KNOWN[args.protocol] else found
     return read_prompts(args.prompt_file) if args.prompt_file else system.texts
 
 
@@ -590,26 +610,17 @@ def longvt_protocol(texts, args):
 
 
 async def longvt_answer(records, calls, episode, sampler, turn, stamp):
-    refuse_beyond(records, calls, episode.duration)
+    refuse_before(records, calls)
     found = await windows(records, calls, episode, sampler)
     return tool_replies(records, found, stamp)
 
 
-def refuse_beyond(records, calls, duration):
-    """Makes a window that leaves the video (seconds) an error. Other protocols clamp it."""
+def refuse_before(records, calls):
+    """Makes a window that begins before the video an error. One that ends after it is cut."""
     for call, record in zip(calls, records):
-        if call.error is not None:
-            continue
-        if call.start < 0:
-            why = "start_time is below 0"
-        elif call.start >= duration:
-            why = f"start_time lies behind the end of the video, {duration:.1f}s"
-        elif call.end > duration:
-            why = f"end_time lies behind the end of the video, {duration:.1f}s"
-        else:
-            continue
-        call.error = why  # so the call is not run
-        record.update(status="error", summary=f"error: {why}")  # told to the model
+        if call.error is None and call.start < 0:
+            call.error = "start_time is below 0"  # so the call is not run
+            record.update(status="error", summary=f"error: {call.error}")  # told to the model
 
 
 def tool_replies(records, found, stamp):
@@ -744,13 +755,26 @@ def conan_protocol(texts, args):
 
 
 def conan_rounds(texts, task):
-    """-> the texts of the three rounds of a task."""
-    return texts[:3] if task.get("options") else texts[3:]
+    """-> the texts of the three rounds of a task, filled but for its subtitles and length. Their
+    loaders write the options of Video-MME in one line, each of other splits on a line of its own,
+    and none for LVBench, whose question holds them."""
+    texts = texts[:3] if task.get("options") else texts[3:]
+    split = task.get("split")
+    if split == "lvbench":
+        texts = [re.sub(r"\n[^\n]*\{options\}", "", text) for text in texts]
+        return [text.replace("{question}", "{published}") for text in texts]
+    if split in ("longvideobench", "mlvu"):
+        return [text.replace("{options}", "{lines}\n") for text in texts]
+    return texts
 
 
 def conan_opening(task, num_frames, agent, subtitles, duration, texts):
     return opening(task, num_frames, agent, subtitles, duration, user=conan_rounds(texts, task)[0],
-                   stamp="clock", between=", ")
+                   stamp="clock", between=conan_between(task))
+
+
+def conan_between(task):
+    return "\n" if task.get("split") in ("longvideobench", "mlvu") else ", "
 
 
 def conan_held(args):
@@ -776,7 +800,8 @@ def parse_clips(text, think_open=False):
 async def conan_answer(records, calls, episode, sampler, turn, texts):
     last = turn == sampler.agent.max_turns - 1
     rounds = conan_rounds(texts, episode.task)
-    text = filled(rounds[2] if last else rounds[1], episode.task, between=", ")
+    text = filled(rounds[2] if last else rounds[1], episode.task,
+                  between=conan_between(episode.task))
     path = {"video": episode.task["video"]}
     starts = await sampler.pump.load(frame_starts, sampler.source, path)
     wanted = conan_times(records, calls, episode, starts)

@@ -17,6 +17,7 @@ import argparse
 import base64
 import difflib
 import functools
+import hashlib
 import io
 import json
 import os
@@ -30,11 +31,21 @@ import launch
 import rollout
 from engine import Completion
 from evaluation import checkouts, endpoint, episodes, readers, systems
+from evaluation.episodes import QUESTION, filled
 
-# The texts that were read when a protocol was written: protocol -> (snapshot, digest).
-READ = {"paper": ("cf55249", "b28bba5a86b9686a"), "paper-general": ("cf55249", "7e44984a222458b1"),
-        "paper-direct": ("cf55249", "761e478eedf60529"),
-        "paper-reasoning": ("cf55249", "4d20a97d6539fc55")}
+# What was read when a protocol was written: protocol -> (snapshot, digest of the texts, digest of
+# all requests). The second digest sees what a declared difference passes over.
+READ = {"paper": ("cf55249", "b28bba5a86b9686a", None),
+        "paper-general": ("cf55249", "7e44984a222458b1", None),
+        "paper-direct": ("cf55249", "761e478eedf60529", None),
+        "paper-reasoning": ("cf55249", "4d20a97d6539fc55", None),
+        "qwen3-vl": ("9658872", "b2a52017bad7b085", "69dc7b8eef9a725a"),
+        "conan": ("b4805ae", "363df4f59221b2d7", "9bffca70ed7a35a3"),
+        "longvt": ("08d755b9", "1a01c706cdb83f2e", "fbd7bd579cf82361"),
+        "videozoomer": ("5638153", "19e73f1febce4a22", "c8f05d34a5deb9af"),
+        "video-r1": ("of 2026-11-25", "299ce12cb8d47e89", "81988068e871ab87"),
+        "videorft": ("of 2026-11-25", "299ce12cb8d47e89", "5da02dd3ba9ce107"),
+        "videochat-r1": ("of 2026-11-25", "133e85539f669383", "65b353b521778e59")}
 # Fields of a request that depend on the server or on our client alone.
 APART = ("model", "messages", "seed", "stream")
 
@@ -101,7 +112,7 @@ def question(split, options=4, **more):
     """A made-up task of a benchmark."""
     texts = ["a red kite", "a blue {kite}", "no kite: \"none\"", "two kites", "a kite\\line"]
     task = {"id": split, "split": split, "video": "made-up.mp4", "type": "mcq", "answer": "B",
-            "question": "Which kite flies over the harbour?", "options": texts[:options],
+            "question": "Which kite flies over the harbour?", "options": texts[:options] or None,
             "tags": {}}
     if split in ("mlvu", "lvbench"):
         lines = [f"({letter}) {text}" for letter, text in zip("ABCDE", task["options"])]
@@ -114,7 +125,7 @@ def question(split, options=4, **more):
 def paper_cases(calls):
     """The cases of the paper's driver. calls: whether the model may make some."""
     once = [crop(10, 20)] if calls else ["B"]
-    open_one = question("mmvu", type="open", options=None, answer="a kite",
+    open_one = question("mmvu", 0, type="open", answer="a kite",
                         tags={"kind": "open-ended", "subject": "Art"})
     found = [Case(split, question(split), once) for split in checkouts.SPLITS]
     found += [
@@ -138,8 +149,39 @@ def paper_cases(calls):
     return found
 
 
+def turns_of(protocol):
+    """name -> turns of an agent of another publisher, in its own form of calls."""
+    cut = functools.partial(crop, video_path="made-up.mp4")
+    zoom = '<think>x</think><video_zoom>{"segment": [%s, %s], "fps": %s}</video_zoom>'
+    clip = "<score>3</score><think>x</think><clip>%s</clip><answer></answer>"
+    return {
+        "longvt": {"one window": [cut(10, 14)], "two windows": [cut(3, 5) + "\n" + cut(90, 94)],
+                   "a window that ends behind the end": [cut(90, 130)],
+                   "a window behind the end": [cut(150, 160)], "six rounds": [cut(1, 9)] * 7},
+        "videozoomer": {"one window": [zoom % (10, 14, 2)], "too many frames": [zoom % (0, 50, 1)],
+                        "five rounds": [zoom % (2, 8, 1)] * 6, "no JSON": [zoom % ("a", "b", "c")],
+                        "past the end": [zoom % (94, 106, 1)]},
+        "conan": {"a clip": [clip % "00:00:05-00:00:10"],
+                  "two clips": [clip % "00:00:05-00:00:10, 00:01:05-00:01:20"],
+                  "four rounds": [clip % "00:00:20-00:00:40"] * 4,
+                  "a reversed clip": [clip % "00:00:10-00:00:05"]}}.get(protocol, {})
+
+
 def cases(protocol):
     """Cases of a protocol."""
+    if not protocol.startswith("paper"):
+        splits = ["videomme"]
+        if protocol == "conan":
+            splits += ["longvideobench", "lvbench", "mlvu"]
+        if protocol == "videochat-r1":
+            splits += ["charades"]
+        found = [Case(split, question(split), ["B"]) for split in splits]
+        if protocol in ("video-r1", "videorft"):
+            found.append(Case("an open question", question(
+                "mmvu", 0, type="open", tags={"kind": "open-ended"}), ["B"]))
+        found += [Case(film, question("videomme"), ["B"], film) for film in ("wide", "tall")]
+        return found + [Case(f"a turn: {name}", question("videomme"), [*said, "B"])
+                        for name, said in turns_of(protocol).items()]
     return paper_cases(calls=protocol in ("paper", "paper-general"))
 
 
@@ -199,7 +241,7 @@ def lines_of(requests, pictures=()):
         # 0 and 0.0 are one temperature.
         lines.append(f"request {number}: " + ", ".join(
             f"{name} {float(value):g}" if isinstance(value, (int, float)) else
-            f"{name} {json.dumps(value)}" for name, value in sorted(more.items())))
+            f"{name} {json.dumps(value, sort_keys=True)}" for name, value in sorted(more.items())))
         if number > 1:  # the first messages stand above
             before = len(requests[number - 2]["messages"])
             same = request["messages"][:before] == requests[number - 2]["messages"]
@@ -275,6 +317,12 @@ def not_compared(args, absent):
         "what the server does with an image, a video or a chat: decoding, resizing, template",
         "pixels of frames beyond their number, size, JPEG tables and order of channels",
         "files whose times are uneven, turned or damaged: the videos here are plain"]
+    if not args.protocol.startswith("paper"):
+        found += ["the model, the chat template and the reader of video files: stand-ins of ours",
+                  "splits other than those above"]
+    shown = systems.protocols()[args.protocol]
+    found += [f"declared, but in no case above: {text}" for text in shown.departures
+              if text not in [text for _, text in shown.declared]]
     found += [f"{name}: not installed here" for name in absent]
     return found
 
@@ -291,7 +339,7 @@ def verify(args, root):
     args = argparse.Namespace(**{**vars(args), "texts_of": root, "engine": "openai"})
     protocol, digest = systems.make_protocol(args)
     system, wrong, notes = systems.protocols()[name], 0, []
-    snapshot, known = READ[name]
+    snapshot, known, all_known = READ[name]
     print(f"{name}, texts of the checkout {digest}")
     if digest != known:
         wrong += 1
@@ -306,16 +354,20 @@ def verify(args, root):
                 os.path.join(folder, film, "made-up.mp4"), *FILMS[film])
         for case in some:
             path = os.path.join(folder, case.film, "made-up.mp4")
-            item = checkouts.item_of(case.task, case.said, path, shapes[case.film], case.spoken)
+            user = filled(QUESTION, case.task)
+            item = checkouts.item_of(case.task, case.said, path, shapes[case.film], case.spoken,
+                                     user)
             items.append({**item, "frames": case.frames})
         sent, absent = checkouts.asked(name, root, items)
         frames = requests = 0
+        seen = hashlib.sha256()
         for case, item, theirs in zip(some, items, sent):
             for text in item["files"].values():  # of subtitles
                 with open(os.path.join(folder, case.film, "lines.srt"), "w") as file:
                     file.write(text)
             bodies, episode = ours(args, protocol, case, os.path.join(folder, case.film))
             both = [lines_of(theirs["requests"], theirs["pictures"]), lines_of(bodies)]
+            seen.update("\n".join(both[0]).replace(folder, "").encode())
             both[0].append("no answer" if theirs["failed"] else "an answer")
             both[1].append("an answer" if system.final(episode.turns, False) is not None
                            or not theirs["failed"] else "no answer")
@@ -326,7 +378,7 @@ def verify(args, root):
                 both[1] += server_lines(system.server.format(context=args.context).split())
             requests += len(bodies)
             frames += sum(line.startswith("<data:image") for line in both[1])
-            used = covered(*both, system.declared)
+            used, rest = covered(*both, system.declared)
             if used is None:
                 wrong += 1
             notes += [text for text in used or () if text not in notes]
@@ -334,7 +386,11 @@ def verify(args, root):
             mark = "UNDECLARED" if used is None else f"declared{told}" if used else "same"
             print(f"{mark:<11} {case.name}: {len(bodies)} requests")
             if used is None:
-                show_difference(*both)
+                show_difference(*rest)
+    if all_known and seen.hexdigest()[:16] != all_known:
+        wrong += 1
+        print(f"UNDECLARED  all requests: not those of snapshot {snapshot}, but "
+              f"{seen.hexdigest()[:16]}")
     for number, text in enumerate(notes, 1):
         print(f"[{number}] {text}")
     print(f"{len(some)} cases, {requests} requests, {frames} images compared, {wrong} undeclared")
@@ -344,27 +400,24 @@ def verify(args, root):
 
 
 def covered(theirs, mine, declared):
-    """Lines of both sides -> the declared differences that account for all differences, [] for
-    equal lines; None if something is left. declared: (regular expression, text): what it matches
-    does not count."""
-    used = []
-    for pattern, text in [(None, None), *declared]:
-        if pattern:
-            before = theirs, mine
-            theirs, mine = ([line for line in (re.sub(pattern, "", line) for line in side)]
-                            for side in before)
-            if (theirs == mine) or changed(before, (theirs, mine)):
-                used.append(text)
-        if theirs == mine:
-            return used
-    return None
+    """Lines of both sides -> (the declared differences without which they would differ, or None if
+    they differ all the same; what is left of both sides). declared: (regular expression, text):
+    what it matches does not count."""
+    def left(some):
+        sides = theirs, mine
+        for pattern, _ in some:  # a line that it takes whole is gone
+            sides = [[cut for line in side if (cut := re.sub(pattern, "", line))
+                      or not re.search(pattern, line)] for side in sides]
+        return sides
 
-
-def changed(before, after):
-    """Whether two lists of lines have come nearer to each other."""
-    def apart(pair):
-        return sum(line[0] in "+-" for line in difflib.ndiff(*pair))
-    return apart(after) < apart(before)
+    if theirs == mine:
+        return [], (theirs, mine)
+    one, other = left(declared)
+    if one != other:
+        return None, (one, other)
+    needed = [left([*declared[:n], *declared[n + 1 :]]) for n in range(len(declared))]
+    used = [text for (_, text), (a, b) in zip(declared, needed) if a != b]
+    return used or [text for _, text in declared], (one, other)
 
 
 def show_difference(theirs, mine, most=24):

@@ -5,6 +5,7 @@ tests/test_endpoint.py -q
 Against an endpoint that speaks from a script; test_server.py asks a real server.
 """
 import base64
+import contextlib
 import io
 import json
 import sys
@@ -210,3 +211,25 @@ def test_a_server_that_refuses_is_found_before_the_run(
     with Server(ANSWER, probe=None) as server:  # content null, as of a model that still thinks
         endpoint.OpenAIEngine(server.url, "m").knock()
         assert server.probes == 1
+
+
+@pytest.mark.parametrize("finish, more", [("tool_calls", {}), ("content_filter", {}),
+                                          ("stop", {"tool_calls": [{"id": "1"}]})])
+def test_an_answer_that_the_server_kept_is_an_error(finish, more, tasks, frames_of):
+    """Graded as text it would be an answer that says nothing."""
+    reply = {"choices": [{"message": {"content": None, **more}, "finish_reason": finish}]}
+    with Server((200, reply, {})) as server:
+        found = ask(server, tasks, frames_of, retries=0)
+    assert found.status == "engine_error" and not found.turns
+
+
+@pytest.mark.parametrize("message, refused", [
+    ({"content": "<tool_call>{}</tool_call>"}, False), ({"content": "I will not."}, False),
+    ({"content": None}, True), ({"content": None, "tool_calls": [{"id": "1"}]}, True)])
+def test_a_server_whose_parser_keeps_calls_is_refused(message, refused):
+    reply = {"choices": [{"message": message, "finish_reason": "stop"}]}
+    with Server("B", probe=(200, reply, {})) as server:
+        engine = endpoint.OpenAIEngine(server.url, "m", retries=0)
+        with pytest.raises(launch.UserError) if refused else contextlib.nullcontext():
+            engine.knock(tools=[{"type": "function"}])
+        engine.close()

@@ -17,7 +17,7 @@ ORDER = ["launch", "rewards", "video", "data", "chat", "model", "engine", "endpo
          "evaluation.answers", "evaluation.benchmarks", "evaluation.endpoint",
          "evaluation.readers", "evaluation.sources", "evaluation.episodes", "evaluation.paper",
          "evaluation.checkouts", "evaluation.systems", "evaluation.costs", "evaluation.scores",
-         "evaluation.publishers",
+         "evaluation.publishers", "evaluation.senders",
          "evaluation.graders", "evaluation.folders", "evaluation.verify",
          "eval", "tools.plan", "tools.ask", "tools.records", "tools", "bench.frontier",
          "bench.verdicts", "bench"]  # fmt: skip

@@ -17,7 +17,7 @@ import chat
 import eval as evaluation
 import rollout
 from engine import Completion
-from evaluation import endpoint, episodes, systems
+from evaluation import endpoint, episodes, folders, systems
 
 STORED = Path(__file__).with_name("protocols.json")
 TASK = {"id": "q", "video": "videos/eval-0000.mp4", "question": "Which {colour} is first?",
@@ -70,7 +70,7 @@ def play(toy, source, codec, monkeypatch):
         engine = Chat(codec if ids else None, *script)
         sampler = rollout.Sampler(engine, engine.codec, systems.source_of(source, args), agent)
         (episode,) = episodes.run(sampler, [task], protocol, args.frames[0])
-        record = evaluation.record_of(episode, "d", args.frames[0], "on", args)
+        record = folders.record_of(episode, "d", args.frames[0], "on", args)
         return episode, engine.asked, record
 
     return play
@@ -125,7 +125,7 @@ def test_an_endpoint_is_sent_what_is_stored(name, toy, source, monkeypatch):
         (episode,) = episodes.run(sampler, [TASK], protocol, 2)
         engine.close()
         sent = [readable(body) for body in server.asked]
-    assert evaluation.record_of(episode, "d", 2, "on", args)["score"] == 1.0
+    assert folders.record_of(episode, "d", 2, "on", args)["score"] == 1.0
     stored = json.loads(STORED.read_text())
     if name not in stored:
         STORED.write_text(json.dumps({**stored, name: sent}, indent=1) + "\n")

@@ -138,7 +138,7 @@ def test_differences_are_paired_and_corrected_over_the_whole_command(made, comma
     lines, kept = compared(command, tmp_path, a, b, c)
     one, two = kept["differences"]
     assert (one["p"], one["p_holm"]) == (2 / 2**6, 4 / 2**6) and (two["p"], two["p_holm"]) == (1, 1)
-    assert lines[-2].split()[:8] == ["b", "-", "a", "64", "on", "+0.667", "[+0.333,", "+1.000]"]
+    assert lines[-2].split()[:8] == ["b", "-", "a", "64", "on", "+0.667", "[+0.333,", "+1.000]!"]
     assert lines[-2].split()[8:12] == ["0.0312", "0.0625", "9", "9"]
     lines, kept = compared(command, tmp_path, a, b)
     assert kept["differences"][0]["p_holm"] == 2 / 2**6

@@ -17,10 +17,9 @@ from test_endpoint import (
     no_pause,  # noqa: F401
 )
 
-import eval as evaluation
 import launch
 import rollout
-from evaluation import costs, endpoint, episodes
+from evaluation import costs, endpoint, episodes, folders
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -175,7 +174,7 @@ def test_a_thought_apart_is_kept_but_is_no_part_of_the_turn(name, tasks, frames_
         episode = ask(server, tasks, frames_of)
     assert episode.turns == ["<answer>red</answer>"] and not episode.calls
     args = argparse.Namespace(protocol="paravt")
-    assert evaluation.record_of(episode, "d", 4, "on", args)["reasoning"] == [thought]
+    assert folders.record_of(episode, "d", 4, "on", args)["reasoning"] == [thought]
     with Server(ANSWER) as server:
         plain = ask(server, tasks, frames_of)
-    assert "reasoning" not in evaluation.record_of(plain, "d", 4, "on", args)
+    assert "reasoning" not in folders.record_of(plain, "d", 4, "on", args)

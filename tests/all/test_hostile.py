@@ -160,7 +160,7 @@ def test_no_text_breaks_another_systems_protocol(protocol, toy, source, monkeypa
     sampler = rollout.Sampler(Talker(say), None, source, agent)
     for episode in episodes.run(sampler, [task], systems.make_protocol(args)[0], 4, group=300):
         assert episode.status == "ok" and len(episode.turns) <= 3
-        evaluation.record_of(episode, "d", 4, "on", args)
+        folders.record_of(episode, "d", 4, "on", args)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -227,7 +227,7 @@ def checked(publisher, our_side, monkeypatch):
     monkeypatch.setattr(verify, "ours", our_side[0])
     monkeypatch.setattr(checkouts, "write_video", our_side[1])
     monkeypatch.setattr(verify.tempfile, "TemporaryDirectory", our_side[2])
-    monkeypatch.setitem(verify.READ, "paper", ("made-up", made[1]))
+    monkeypatch.setitem(verify.READ, "paper", ("made-up", made[1], None))
     names = ("one window", "no end time", "seven windows", "a call that is not closed")
     some = [verify.Case("mlvu", verify.question("mlvu"), [verify.crop(10, 30)], frames=4),
             verify.Case("wide", verify.question("mlvu"), [verify.crop(10, 12), "B"], "wide", None,
