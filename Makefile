@@ -87,7 +87,7 @@ lint: venv
 	$(BIN)/python tools/lint.py
 
 test-faults: venv
-	$(BIN)/python -m pytest tests/all/test_file_faults.py --all-faults $(ARGS)
+	$(BIN)/python -m pytest tests/test_file_faults.py --all-faults $(ARGS)
 
 test-page: venv
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { apt-get update -q && apt-get install -y -q chromium chromium-driver; }

@@ -832,10 +832,16 @@ def is_complete(folder):
 
 
 def complete_checkpoints(out):
-    """The complete step_* folders of a run, the newest first. Torn folders are left out."""
+    """The complete checkpoints of a run, the newest first. Torn folders are left out."""
+    return [folder for folder in step_folders(out) if is_complete(folder)]
+
+
+def step_folders(out):
+    """The folders of a run's checkpoints, whole or not, the newest first."""
     names = os.listdir(out) if os.path.isdir(out) else []
-    folders = [os.path.join(out, n) for n in sorted(names, reverse=True) if n.startswith("step_")]
-    return [folder for folder in folders if is_complete(folder)]
+    # Not step_000010_keep: a copy that a user made would count as newer, or be deleted.
+    steps = sorted((int(n[5:]) for n in names if re.fullmatch(r"step_\d{6,}", n)), reverse=True)
+    return [os.path.join(out, f"step_{step:06d}") for step in steps]
 
 
 def newest_checkpoint(out):
@@ -879,8 +885,9 @@ def identities(ckpt, flags, films, subtitles=()):
     found = None
     if launch.rank_and_world()[0] == 0:
         flags = {flag: [path for path in paths if path] for flag, paths in flags.items()}
-        found = {flag: [launch.digest_of(map(os.path.split, paths)), " ".join(paths) or "none"]
-                 for flag, paths in flags.items()}
+        # A renamed file is the same data.
+        found = {flag: [launch.digest_of(map(os.path.split, paths), names=False),
+                        " ".join(paths) or "none"] for flag, paths in flags.items()}
         # Films are terabytes, so only size and mtime.
         found |= {"--ckpt": [content_digest(ckpt), ckpt],
                   "subtitles": [launch.digest_of(subtitles), None],
@@ -898,11 +905,11 @@ def resume_point(out, args, resume, inputs=None):
     folder, state = (None, {}) if resume is False else undamaged_checkpoint(out)
     check_apart(args.ckpt, out, state.get("args", {}))
     if folder is None:
-        torn = sorted(name for name in os.listdir(out) if name.startswith("step_"))
+        torn = step_folders(out)
         if torn and resume is not False:  # damaged after it was saved: the user decides
-            raise launch.UserError(f"{out}: {torn[-1]} is not whole, and nothing else here is (a "
-                                   "file is missing, or its size or bytes are not those in "
-                                   "state.json); --no-resume begins anew and deletes it")
+            raise launch.UserError(f"{out}: {os.path.basename(torn[0])} is not whole, and nothing "
+                                   "else here is (a file is missing, or its size or bytes are not "
+                                   "those in state.json); --no-resume begins anew and deletes it")
         return None, {}
     flags, moved = launch.changes(args, inputs or {}, state)
     films = moved.pop("films", None)  # a copy of them has another mtime, so they are only told of
@@ -916,7 +923,7 @@ def resume_point(out, args, resume, inputs=None):
     # Values on other held-out rows cannot be compared.
     if any(fault.startswith("--val ") for fault in flags):
         launch.say(f"{folder}: other held-out rows, so `best` begins anew")
-        state = {k: v for k, v in state.items() if k not in ("best", "best_step")}
+        state = {k: v for k, v in state.items() if not k.startswith("best")}
     # Not refused: people mend a script and go on. But the record must not hide it.
     code, then = launch.code_digests(), state.get("code")
     if then and (changed := sorted(k for k in code.keys() | then if code.get(k) != then.get(k))):
@@ -951,9 +958,10 @@ def clean_run(out, start):
             # .tmp: of write_atomic and symlink
             if re.search(r"\.tmp\d+$", name) or (rollouts and int(rollouts[1]) >= start):
                 os.remove(os.path.join(folder, name))
+    old = step_folders(out)
     for name in os.listdir(out):
         path = os.path.join(out, name)
-        if re.match(r"\.+step_", name) or (start == 0 and name.startswith("step_")):
+        if re.match(r"\.+step_", name) or (start == 0 and path in old):
             shutil.rmtree(path, ignore_errors=True)
         if start == 0 and name in ("last", "best"):
             os.remove(path)
@@ -966,7 +974,8 @@ def prune_checkpoints(newest, keep=2):
     the best one of each of these, and those that `last` and `best` stand for."""
     out = os.path.dirname(newest)
     # A newer one is damaged, else the run would have gone on from it.
-    whole = [folder for folder in complete_checkpoints(out) if folder <= newest]
+    whole = complete_checkpoints(out)
+    whole = whole[whole.index(newest):] if newest in whole else []
     kept = [chat.followed(os.path.join(out, name)) for name in ("last", "best")]
     for folder in whole[:keep]:
         state = chat.read_object(os.path.join(folder, "state.json"))

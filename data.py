@@ -11,6 +11,7 @@ Reads JSONL and subtitles; writes nothing. Used by sft.py, rollout.py, grpo.py a
 """
 import argparse
 import collections
+import contextlib
 import html
 import os
 import re
@@ -22,7 +23,14 @@ import launch
 import rewards
 import video
 
-LOOKED = {}  # path -> rows that look_first has read: 200,000 tasks take 20 s
+LOOKED = {}  # state of a file -> rows that look_first has read: 200,000 tasks take 20 s
+
+
+def state_of(path):
+    """-> a key of LOOKED: a file that changed while torch was loading is read again."""
+    with contextlib.suppress(OSError):
+        status = os.stat(path)
+        return path, status.st_size, status.st_mtime_ns
 
 
 def look_first(script, read) -> None:
@@ -36,7 +44,7 @@ def look_first(script, read) -> None:
         parser.add_argument(flag)
     flags, _ = parser.parse_known_args()
     paths = [path for path in (flags.data, flags.val) if path]
-    launch.run_main(lambda: LOOKED.update({path: read(path) for path in paths}))
+    launch.run_main(lambda: LOOKED.update({state_of(path): read(path) for path in paths}))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -57,8 +65,8 @@ def bare_options(options: list[str]) -> list[str]:
 def read_tasks(path: str, faults: list | None = None) -> list[dict]:
     """Task JSONL -> rows, checked before any long work. Raises UserError naming file and line; with
     a list `faults` the line goes there, and the row is left out."""
-    if path in LOOKED:
-        return LOOKED.pop(path)
+    if (state := state_of(path)) in LOOKED:
+        return LOOKED.pop(state)
     needed = ("id", "video", "question", "answer", "type")
     rows = launch.read_jsonl(path, needed, task_fault, faults)
     # Ids name groups, seeds and records: two tasks of one id would be mixed up.
@@ -202,8 +210,8 @@ def look_at_film(task: dict, source: Source, spec: dict, most: int) -> tuple:
 
 def read_chats(path: str, faults: list | None = None) -> list[dict]:
     """SFT JSONL -> rows, checked as by read_tasks."""
-    if path in LOOKED:
-        return LOOKED.pop(path)
+    if (state := state_of(path)) in LOOKED:
+        return LOOKED.pop(state)
     return launch.read_jsonl(path, ("id", "messages"), lambda r: chat_fault(r["messages"]), faults)
 
 

@@ -47,6 +47,10 @@ class Client:
         import httpx  # half a second, which --help need not wait for
 
         self.key_variable = key_variable
+        # A header cannot hold it, and the error would: two lines of a file, or a pasted ellipsis.
+        if not (self.key().isascii() and self.key().isprintable()):
+            raise launch.UserError(f"the key in {key_variable} holds a line break, or a character "
+                                   "that is not ASCII; set it again")
         self.ending = None  # why no request is sent any more
         self.over = asyncio.Event()  # set with it: ends every pause
         self.clocks = set()  # time-outs of the requests under way

@@ -363,7 +363,7 @@ def main():
     folder, state = checkpoint.resume_point(args.out, args, args.resume, inputs)
     start, steps = state.get("step", 0), args.steps
     best = state.get("best", -1.0)  # held-out accuracy; -1: none yet
-    best_step = state.get("best_step")
+    best_step, best_of = state.get("best_step"), state.get("best_of")  # of so many held-out tasks
     if start >= steps:
         launch.say(f"nothing to do: {args.out} has {start} steps of {steps}")
         launch.end_process_group()
@@ -435,14 +435,18 @@ def main():
         # `best` links to the checkpoint with the highest held-out accuracy so far. Every rank has
         # the same number, so all of them save or none.
         if eval_due:
-            acc = evaluate(log, sampler, held, step + 1, args)
+            acc, n = evaluate(log, sampler, held, step + 1, args)
+            if best_of not in (None, n):  # a film has gone: such means cannot be compared
+                launch.say(f"held-out tasks: {best_of} before, {n} now, so `best` begins anew")
+                best = -1.0
             if acc > best:
-                best, best_step = acc, step + 1
+                best, best_step, best_of = acc, step + 1, n
         # Ranks may get SIGTERM at different times, and must not leave the loop at different steps.
         stopping = launch.any_rank(stop_asked.is_set())
         save_due = last or (args.save_every and (step + 1) % args.save_every == 0)
         if stopping or save_due or best_step == step + 1:
-            state = {"best": best, "best_step": best_step, "args": vars(args), "inputs": inputs}
+            state = {"best": best, "best_step": best_step, "best_of": best_of, "args": vars(args),
+                     "inputs": inputs}
             checkpoint.save_run(policy, codec, optimizer, args.out, step + 1, state)
             launch.beat(args.patience)
         if step % 10 == 9:  # decoding leaves freed memory in the arenas of its threads
@@ -537,8 +541,9 @@ def write_rollouts(out, step, rank, episodes):
 
 
 def evaluate(log, sampler, held, step, args):
-    """Logs the held-out accuracy with and without tools, per K and type -> that with tools. The K,
-    the seeds and so the noise of a task are the same in every evaluation. Collective."""
+    """Logs the held-out accuracy with and without tools, per K and type -> (that with tools, tasks
+    in it). The K, the seeds and so the noise of a task are the same in every evaluation.
+    Collective."""
     source = replace(sampler.source, root=video.root_of(args, args.val))
     rank, world = launch.rank_and_world()
     rows = []
@@ -571,7 +576,7 @@ def evaluate(log, sampler, held, step, args):
         accs = [metrics.number(val[key]) for key in ("acc", "acc_without_tools")]
         log.write({"step": step, "val": val},
                   f"step {step:04d} | held-out acc {accs[0]} no tools {accs[1]}{failed}")
-    return -1.0 if val["acc"] is None else val["acc"]
+    return -1.0 if val["acc"] is None else val["acc"], val["n"]
 
 
 # ------------------------------------------------------------------------------------------------

@@ -51,7 +51,8 @@ def run_main(main):
         try:
             main()
         except OSError as e:  # of a file that cannot be written; anything else is a fault of ours
-            if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO):
+            if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO,
+                               errno.EPERM, errno.EFBIG, errno.ENAMETOOLONG, errno.ESTALE):
                 raise
             raise RunError(f"{e.filename or 'a file'}: {why(e)}") from None
     except (UserError, RunError, KeyboardInterrupt) as e:
@@ -285,7 +286,7 @@ def stop_on_sigterm():
         asked.set()
         if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
             # Not print: the signal may have interrupted one.
-            os.write(2, b"\nsaving after this step; Ctrl-C twice within a second ends at once\n")
+            os.write(2, b"\nsaving, then ending; Ctrl-C twice within a second ends at once\n")
 
     signal.signal(signal.SIGTERM, handler)
     signal.signal(signal.SIGINT, handler)
@@ -527,9 +528,9 @@ def keep_inputs(outputs, inputs):
             raise UserError(f"{path} would be replaced, but it is an input; choose another --out")
 
 
-def digest_of(files, content=True):
-    """Digest of files [(folder, name)]: their names, and their bytes or, if content is False, size
-    and mtime. The folder does not count, so that data may move."""
+def digest_of(files, content=True, names=True):
+    """Digest of files [(folder, name)]: their names unless names is False, and their bytes or, if
+    content is False, size and mtime. The folder does not count, so that data may move."""
     def one(file):
         path = os.path.join(*file)
         with contextlib.suppress(OSError, ValueError):  # missing, or no path: the digest says so
@@ -542,6 +543,8 @@ def digest_of(files, content=True):
 
     with ThreadPoolExecutor(16) as pool:  # on a network's disk each look waits
         found = list(pool.map(one, sorted(set(files))))
+    if not names:
+        found = sorted(str(rest) for _, *rest in found)
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
 
 

@@ -883,6 +883,9 @@ def parse_args():
     launch.at_least(1, args, "group")
     launch.at_least(0, args, "limit")
     check_rollout_file(args.out, args.data)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise launch.UserError("rollout.py is one process: start it with python, and give each GPU "
+                               "a part of --data")
     return args
 
 
@@ -891,9 +894,10 @@ def beside(out):
     return f"{out.removesuffix('.jsonl')}.args.json"
 
 
-def claim_file(args, inputs: dict) -> list[dict]:
+def claim_file(args, inputs: dict, tasks: list[dict]) -> list[dict]:
     """Locks --out -> the records that it and its .part hold already. Raises UserError if these are
-    of other settings, which lie beside them. inputs: see checkpoint.identities."""
+    of other settings, which lie beside them. inputs: see checkpoint.identities. Records that are
+    not of these tasks, or not whole, are left out."""
     out = args.out
     folder, name = os.path.split(os.path.abspath(out))
     launch.make_out(folder)
@@ -905,7 +909,7 @@ def claim_file(args, inputs: dict) -> list[dict]:
     kept = chat.read_object(beside(out)) if paths and os.path.isfile(beside(out)) else {}
     flags, moved = launch.changes(args, inputs, {"args": kept, "inputs": kept.get("inputs", {})})
     films = moved.pop("films", None)  # a copy of them has another mtime, so they are only told of
-    other = [*moved.values(), *flags] if kept else [f"{beside(out)} is missing"]
+    other = [*moved.values(), *flags] if kept.get("inputs") else [f"{beside(out)} is missing"]
     if paths and other:
         raise launch.UserError(f"{paths[0]} holds rollouts of other settings: "
                                f"{', '.join(other[:3])}; choose another --out, or delete the file")
@@ -913,6 +917,9 @@ def claim_file(args, inputs: dict) -> list[dict]:
         launch.say(f"{paths[0]}: {films}")
     rows = [row for path in paths
             for row in launch.read_jsonl(path, ("group", "sample"), faults=["torn lines"])]
+    names = {(launch.name_of(args.step, t["id"]), n) for t in tasks for n in range(args.group)}
+    rows = [row for row in rows if isinstance(row["group"], str) and isinstance(row["sample"], int)
+            and (row["group"], row["sample"]) in names and row.keys() >= {*Episode.kept(), "ids"}]
     return list({(row["group"], row["sample"]): row for row in rows}.values())
 
 
@@ -960,7 +967,7 @@ def main():
     agent, source = agent_settings(args, args.data)
     inputs = checkpoint.identities(ckpt, {"--data": [args.data]},
                                    *data.files_of(args, (args.data, tasks)))
-    rows, wanted = claim_file(args, inputs) if args.out else [], len(tasks) * args.group
+    rows, wanted = claim_file(args, inputs, tasks) if args.out else [], len(tasks) * args.group
     done = {(row["group"], row["sample"]) for row in rows}
     if len(done) == wanted:
         write(rows, args.out)  # perhaps a kill came first

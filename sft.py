@@ -366,7 +366,7 @@ def main():
     # folder: the newest whole checkpoint of --out, if this run goes on from one.
     folder, state = checkpoint.resume_point(args.out, args, args.resume, inputs)
     start, best = state.get("step", 0), state.get("best", math.inf)
-    best_step = state.get("best_step")
+    best_step, best_of = state.get("best_step"), state.get("best_of")  # of so many held-out chats
     # Broken chats count here, since no rank has opened all videos. Their places stay empty.
     steps = args.steps or max(1, round(args.epochs * len(train.rows) / args.batch_size))
     # Every rank reads the same state.json, so all of them end here or none.
@@ -436,18 +436,24 @@ def main():
         # held is None without --val: then no `best`, and checkpoints by --save-every alone.
         if held and (last or (args.eval_every and (step + 1) % args.eval_every == 0)):
             value = held_out_loss(policy, held, args, rank, world)
+            # Of other chats, since a film has gone: such losses cannot be compared.
+            chats = len(held.rows) - sum(launch.gather_rows([len(held.broken)]))
+            if best_of not in (None, chats):
+                launch.say(f"held-out chats: {best_of} before, {chats} now, so `best` begins anew")
+                best = math.inf
             if rank == 0:
                 line = f"step {step + 1:04d} | held-out loss {value:.4f} nats/token"
                 log.write({"step": step + 1, "val_loss": value}, line)
             if value < best:  # every rank has the same number, so all of them save or none
-                best, best_step = value, step + 1
+                best, best_step, best_of = value, step + 1, chats
             launch.beat(args.patience)
         # SIGTERM on any rank stops all of them, after a checkpoint.
         stopping = launch.any_rank(asked.is_set())
         due = last or (args.save_every and (step + 1) % args.save_every == 0)
         if stopping or due or best_step == step + 1:
             # resume_point reads all of it again and compares the settings.
-            state = {"best": best, "best_step": best_step, "args": vars(args), "inputs": inputs}
+            state = {"best": best, "best_step": best_step, "best_of": best_of, "args": vars(args),
+                     "inputs": inputs}
             checkpoint.save_run(policy, codec, optimizers, args.out, step + 1, state)
             launch.beat(args.patience)
         if stopping:

@@ -237,6 +237,19 @@ def test_small_files_and_links_are_replaced_in_one_step(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["args.json", "last", "step_000001", "step_000002"]
 
 
+def test_a_users_copy_of_a_checkpoint_is_neither_gone_on_from_nor_deleted(tmp_path):
+    for name in ("step_000002", "step_000004", "step_1000000", "step_keep", "step_000004.bak"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "state.json").write_text('{"files": {}}')
+    found = checkpoint.complete_checkpoints(tmp_path)
+    assert [os.path.basename(f) for f in found] == ["step_1000000", "step_000004", "step_000002"]
+    checkpoint.prune_checkpoints(str(tmp_path / "step_1000000"), keep=1)
+    left = ["step_000004.bak", "step_1000000", "step_keep"]
+    assert sorted(os.listdir(tmp_path)) == left
+    checkpoint.clean_run(str(tmp_path), 0)
+    assert sorted(os.listdir(tmp_path)) == ["step_000004.bak", "step_keep"]
+
+
 def test_pruning_spares_what_last_and_best_point_to(tmp_path):
     for n in range(1, 6):
         (tmp_path / f"step_{n:06d}").mkdir()

@@ -4,6 +4,7 @@ Tests of data.py: python -m pytest tests/test_data.py -q
 Subtitles in prompts: test_subtitles.py. --check: test_check.py.
 """
 import json
+import os
 import subprocess
 import sys
 
@@ -53,11 +54,14 @@ def test_rows_that_were_looked_at_before_torch_loads_are_not_read_again(tmp_path
     path.write_text(json.dumps(labelled("open", "fine")))
     monkeypatch.setattr(sys, "argv", ["grpo.py", "--data", str(path), "--steps", "3"])
     data.look_first("__main__", data.read_tasks)
-    content = path.read_text()
-    path.unlink()
+    content, state = path.read_text(), os.stat(path)
+    path.write_text("x" * state.st_size)
+    os.utime(path, ns=(state.st_mtime_ns, state.st_mtime_ns))
     assert data.read_tasks(str(path)) == [json.loads(content)]
-    with pytest.raises(launch.UserError):  # once
-        data.read_tasks(str(path))
+    path.write_text(content)  # another file now: it is read, and its digest is kept
+    data.look_first("__main__", data.read_tasks)
+    path.write_text(json.dumps(labelled("open", "other")))
+    assert data.read_tasks(str(path))[0]["answer"] == "other"
     path.write_text(json.dumps(labelled("mcq", 1, FOUR)))
     with pytest.raises(SystemExit) as stop:
         data.look_first("__main__", data.read_tasks)

@@ -19,6 +19,7 @@ import eval as evaluation
 import launch
 import rollout
 import video
+from endpoint import Client
 from evaluation import endpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -160,6 +161,14 @@ def test_an_endpoint_that_is_not_there_is_an_engine_error(tasks, frames_of, no_p
     with Server(ANSWER) as server:
         pass
     assert ask(server, tasks, frames_of, retries=1).status == "engine_error" and no_pause == [1.0]
+
+
+@pytest.mark.parametrize("key", ["sk-first\nsk-second", "sk-abc\u2026"])
+def test_a_key_that_no_header_can_hold_is_refused_without_it(monkeypatch, key):
+    monkeypatch.setenv("SOME_KEY", key)
+    with pytest.raises(launch.UserError, match="the key in SOME_KEY holds") as refused:
+        Client("SOME_KEY")
+    assert "sk-" not in str(refused.value)
 
 
 def test_the_key_comes_from_the_named_variable_and_goes_nowhere_else(

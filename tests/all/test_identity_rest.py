@@ -154,6 +154,31 @@ def test_best_begins_anew_with_other_held_out_rows(ended, start, stage, other):
     assert os.readlink(world / stage / "best") == "step_000002"
 
 
+@pytest.mark.parametrize("stage", ["sft", "grpo"])
+def test_best_begins_anew_if_a_held_out_film_has_gone(ended, start, stage):
+    """The mean is then of other rows."""
+    world, flags = ended(stage)
+    held = world / {"sft": "val.jsonl", "grpo": "held.jsonl"}[stage]
+    state = world / stage / "step_000001" / "state.json"
+    kept = {**json.loads(state.read_text()), "best": 0.0 if stage == "sft" else 2.0}
+    assert kept["best_of"] == len(held.read_text().splitlines())
+    kept["best_of"] += 1  # as if one film more had been there
+    state.write_text(json.dumps({**kept, "own_crc32": launch.own_sum(kept)}))
+    flags = list(flags)
+    flags[flags.index("--steps") + 1] = 2
+    code, said = start(stage, *flags)
+    assert code == 0 and "so `best` begins anew" in said, said
+    assert os.readlink(world / stage / "best") == "step_000002"
+
+
+def test_a_renamed_data_file_is_the_same_data(ended, start):
+    world, flags = ended("sft")
+    other = world / "renamed.jsonl"
+    shutil.move(world / "sft.jsonl", other)
+    code, said = start("sft", *[other if flag == world / "sft.jsonl" else flag for flag in flags])
+    assert code == 0 and "nothing to do" in said, said
+
+
 # ------------------------------------------------------------------------------------------------
 # Ids
 

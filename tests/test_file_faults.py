@@ -141,14 +141,14 @@ def forked(work, folder, how=None, at=0):
 
 
 def sample(request, done, how):
-    """Numbers of the operations to strike at: all of them, or a sample in which each kind occurs at
-    the end, where links are made and old checkpoints deleted."""
+    """Numbers of the operations to strike at: all of them, or a sample (larger with --all) in which
+    each kind occurs at the end, where links are made and old checkpoints deleted."""
     numbers = range(1, len(done) + 1)
     if request.config.getoption("--all-faults"):
         return numbers
-    first = {"kill": 1, "once": 2, "full": 3}[how]
+    first, every = {"kill": 1, "once": 2, "full": 3}[how], 1 + 2 * request.config.getoption("--all")
     last = list({name: n for n, (name, _) in enumerate(done, 1)}.values())
-    return sorted({*numbers[8 * first::40], *last[first - 1::4]})
+    return sorted({*numbers[8 * first::120 // every], *last[first - 1::12 // every]})
 
 
 # ------------------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ def stand_in_for_grpo(policy, disk, window):
     def evaluate(log, sampler, held, step, args):
         value = VALUES[step - 1] if step else 9.0
         log.write({"step": step, "val": value}, "")
-        return 1 / value
+        return 1 / value, 1
 
     model.engine_dtype = lambda *_: torch.float32
     rollout.make_engine = lambda *_, **__: types.SimpleNamespace(
@@ -412,6 +412,22 @@ def test_a_signal_saves_the_episodes_that_have_ended_and_the_same_command_goes_o
     before = out.read_bytes()
     code, said, err, _ = forked(rollouts(tmp_path, out), tmp_path)
     assert code == 0 and "has all 15 rollouts" in said and out.read_bytes() == before
+
+
+def test_records_that_somebody_edited_are_sampled_again(tmp_path):
+    write_inputs(tmp_path)
+    out = tmp_path / "r.jsonl"
+    assert forked(rollouts(tmp_path, out), tmp_path)[0] == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    wanted, edits = episodes_in(out), [{"group": 3, "sample": "x"}, {"group": ["a"], "sample": 0}]
+    edits += [{"group": rows[2]["group"], "sample": rows[2]["sample"]}, {**rows[3], "group": "0/z"}]
+    for edit in edits:
+        part = [edit, *rows[4:]]
+        out.with_suffix(".jsonl.part").write_text("".join(json.dumps(row) + "\n" for row in part))
+        out.unlink(missing_ok=True)
+        code, said, err, _ = forked(rollouts(tmp_path, out), tmp_path)
+        assert code == 0 and not err and "11 were there, 4 rollouts in" in said, (edit, said, err)
+        assert episodes_in(out) == wanted
 
 
 def test_rollouts_of_other_settings_are_not_replaced(tmp_path):
