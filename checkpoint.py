@@ -208,12 +208,14 @@ def content_digest(ckpt):
 # Into a policy, in shards
 
 
-def load_sharded(ckpt, codec, device, recompute="none", replicas=1, frozen=False, lora=0):
+def load_sharded(ckpt, codec, device, recompute="none", replicas=1, frozen=False, lora=0,
+                 tower=False):
     """Checkpoint folder -> sharded Policy. Collective; no rank ever holds a whole copy.
 
     The model is built on the meta device, then every rank reads its own rows from the safetensors
     files. Trained weights are fp32 whatever the files hold. replicas: see shard. frozen: a
-    reference without gradients, in its compute dtype and without a tower: it receives features.
+    reference without gradients, in its compute dtype; tower: with its tower, else it receives
+    features.
     lora: rank of the adapters, all else is frozen; 0: all weights are trained. For a checkpoint of
     adapters pass their own rank, see adapter_rank.
     """
@@ -239,7 +241,7 @@ def load_sharded(ckpt, codec, device, recompute="none", replicas=1, frozen=False
         add_adapters(hf, lora)
     policy = shard(model.as_policy(hf, codec, device, recompute), device, replicas)
     if frozen:
-        hf.model.visual = None
+        hf.model.visual = hf.model.visual if tower else None
         if hasattr(policy, "set_reshard_after_forward"):
             # FSDP keeps the root whole after a forward, for a backward that never comes here.
             policy.set_reshard_after_forward(True, recurse=False)
@@ -247,7 +249,7 @@ def load_sharded(ckpt, codec, device, recompute="none", replicas=1, frozen=False
     hf.tie_weights()  # to_empty unties weights that are not in shards
     # Rotary tables are computed, not stored, so they are made anew on the device.
     rotary = [(hf.model.language_model, "rotary_emb")]
-    rotary += [] if frozen else [(hf.model.visual, "rotary_pos_emb")]
+    rotary += [(hf.model.visual, "rotary_pos_emb")] if hf.model.visual else []
     for owner, name in rotary:
         old = getattr(owner, name)
         setattr(owner, name, type(old)(old.config).to(device))
@@ -258,6 +260,8 @@ def load_sharded(ckpt, codec, device, recompute="none", replicas=1, frozen=False
     dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(policy.base))
     if lora:
         start_adapters(hf, read_adapters(ckpt))
+    if frozen:
+        hf.requires_grad_(False)  # adapters too
     wrong = [n for n, p in hf.named_parameters() if p.requires_grad and p.dtype != torch.float32]
     assert not wrong, f"trained weights that are not fp32: {wrong[:3]}"
     return policy
@@ -879,18 +883,19 @@ def add_arguments(add):
         help="go on from --out; default: if it is of the same settings; no: begin anew")
 
 
-def identities(ckpt, flags, films, subtitles=()):
-    """-> {what a run reads: [digest, name]}, for resume_point. Collective: rank 0 reads.
-    ckpt: --ckpt as resolved. flags: {flag: [path or None]}. films, subtitles: [(folder, name)]."""
+def identities(ckpts, flags, films, subtitles=()):
+    """-> {what a run reads: [digest, name]}, for resume_point. Collective: rank 0 reads. ckpts:
+    {flag: folder, as resolved}. flags: {flag: [path or None]}. films, subtitles: [(folder, name)].
+    """
     found = None
     if launch.rank_and_world()[0] == 0:
         flags = {flag: [path for path in paths if path] for flag, paths in flags.items()}
         # A renamed file is the same data.
         found = {flag: [launch.digest_of(map(os.path.split, paths), names=False),
                         " ".join(paths) or "none"] for flag, paths in flags.items()}
+        found |= {flag: [content_digest(ckpt), ckpt] for flag, ckpt in ckpts.items()}
         # Films are terabytes, so only size and mtime.
-        found |= {"--ckpt": [content_digest(ckpt), ckpt],
-                  "subtitles": [launch.digest_of(subtitles), None],
+        found |= {"subtitles": [launch.digest_of(subtitles), None],
                   "films": [launch.digest_of(films, content=False), None]}
     return launch.broadcast([found])[0]
 

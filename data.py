@@ -12,6 +12,7 @@ Reads JSONL and subtitles; writes nothing. Used by sft.py, rollout.py, grpo.py a
 import argparse
 import collections
 import contextlib
+import functools
 import html
 import os
 import re
@@ -62,13 +63,15 @@ def bare_options(options: list[str]) -> list[str]:
     return [text[label.end():].strip() for text, label in zip(options, labels)]
 
 
-def read_tasks(path: str, faults: list | None = None) -> list[dict]:
+def read_tasks(path: str, faults: list | None = None, unlabelled: bool = False) -> list[dict]:
     """Task JSONL -> rows, checked before any long work. Raises UserError naming file and line; with
-    a list `faults` the line goes there, and the row is left out."""
+    a list `faults` the line goes there, and the row is left out. unlabelled: an answer may be null.
+    """
     if (state := state_of(path)) in LOOKED:
         return LOOKED.pop(state)
     needed = ("id", "video", "question", "answer", "type")
-    rows = launch.read_jsonl(path, needed, task_fault, faults)
+    fault = functools.partial(task_fault, unlabelled=unlabelled)
+    rows = launch.read_jsonl(path, needed, fault, faults)
     # Ids name groups, seeds and records: two tasks of one id would be mixed up.
     counts = collections.Counter(str(row["id"]) for row in rows)
     if twice := [name for name, times in counts.items() if times > 1]:
@@ -79,8 +82,8 @@ def read_tasks(path: str, faults: list | None = None) -> list[dict]:
     return rows
 
 
-def task_fault(row: dict) -> str | None:
-    """-> None, or why a task cannot be used."""
+def task_fault(row: dict, unlabelled: bool = False) -> str | None:
+    """-> None, or why a task cannot be used. unlabelled: its answer may be null."""
     options = row.get("options") or []
     if not (isinstance(row["id"], (str, int)) and isinstance(row["question"], str)):
         return "id and question must be text"
@@ -93,6 +96,8 @@ def task_fault(row: dict) -> str | None:
         return f"type is {row['type']!r}; expected {', '.join(rewards.task_types())}"
     if len(options) > 26:  # the rest would have no letter
         return f"{len(options)} options; there are letters for 26"
+    if unlabelled and row["answer"] is None:
+        return None
     # A label that earns less than 1 when the model writes that very label misleads training.
     # Graded by the very functions that pay a rollout.
     kind = rewards.task_types()[row["type"]]
@@ -114,7 +119,8 @@ def files_of(args, *read: tuple[str, list]) -> tuple[list, list]:
 
 def label_fault(task: dict, duration: float) -> str | None:
     """-> None, or why the video cannot show the answer. duration: seconds of the video."""
-    if rewards.task_types()[task["type"]].within(task["answer"], duration):
+    within = rewards.task_types()[task["type"]].within
+    if task["answer"] is None or within(task["answer"], duration):
         return None
     return (f"the answer, {task['answer']} s, lies beyond the end of the video, which has "
             f"{duration:g} s")

@@ -12,6 +12,10 @@ grpo.py: PARA-GRPO on top of an SFT checkpoint, with a rollout engine inside eve
   L        = -(1/N) sum_t [ w_t min(rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t) - beta k3_t ]
   k3_t     = exp(ref_t - logp_t) - (ref_t - logp_t) - 1      ref: the checkpoint of --ckpt
              N = sampled tokens of the whole batch, over ALL ranks
+  --teacher CKPT --distill W    A_it gains W (teacher_t - old_t): the reverse KL of the policy to
+             another checkpoint, on the policy's own rollouts; tasks then need no answer
+  --train-sub                   sub-agents are trained too. Their tokens have the advantages of
+             their episode; the n sub-agents of an episode weigh 1/n each, in L and in N
 
 Three parts of PARA-GRPO, each with its flag: Exploration Anchoring (--think-prefix forces
 `<think>\\n`, --answer-suffix pays for a final answer block, --anchor pays for closed thoughts),
@@ -46,6 +50,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
+from functools import partial
 
 import chat
 import data
@@ -57,7 +62,8 @@ import video
 from endpoint import add_judge_arguments, open_judge
 from engine import Pump
 
-data.look_first(__name__, data.read_tasks)  # torch, which the next two load, takes seconds
+# Torch, which the next two load, takes seconds.
+data.look_first(__name__, partial(data.read_tasks, unlabelled="--teacher" in sys.argv))
 import checkpoint  # noqa: E402
 import model  # noqa: E402
 
@@ -71,7 +77,7 @@ def group_by_prompt(episodes):
     groups = {}
     # Sort by sample, not by time of completion: sums of floats are then the same in every run.
     for episode in sorted(episodes, key=lambda e: e.sample):
-        if episode.context is not None and episode.spans:
+        if episode.context is not None and 1 in episode.context.mask:
             groups.setdefault(episode.group, []).append(episode)
     return list(groups.values())
 
@@ -80,8 +86,9 @@ def set_advantages(group):
     """Sets Episode.advantage = {"task", "fmt", "sigma"} from the two parts that rewards.score
     paid."""
     # R is composed in rewards.score alone. A term that is added there arrives here by itself.
-    task = [e.reward["paid_task"] for e in group]  # [G] credited at every sampled token
-    fmt = [e.reward["paid_fmt"] for e in group]  # [G] credited at the tags
+    # A task without an answer, for --teacher, has no reward.
+    task = [e.reward.get("paid_task", 0.0) for e in group]  # [G] credited at every sampled token
+    fmt = [e.reward.get("paid_fmt", 0.0) for e in group]  # [G] credited at the tags
     a_task, a_fmt, sigma = rewards.group_advantages(task, fmt)
     for e, t, f in zip(group, a_task, a_fmt):
         e.advantage = {"task": t, "fmt": f, "sigma": sigma}
@@ -103,25 +110,51 @@ def token_advantages(episode, credit):
     return out
 
 
-def group_tree(group, credit, first=0):
-    """One group -> [shared prompt | o^1 | .. | o^G]. Each token carries its advantage, the engine's
-    log-prob, and the number of its rollout, counted from `first`."""
-    cut = group[0].spans[0][0]  # first sampled token: the whole group shares the ids before it
-    prompt = group[0].context.ids[:cut]
-    branches = []
-    for number, e in enumerate(group, first):
+def trees_of(episodes, credit, weights, sign, first):
+    """Episodes -> [[shared prompt | o^1 | o^2 | ..]], a tree for each prompt. A token carries its
+    advantage, the engine's log-prob, the number of its rollout, counted from `first`, the weight of
+    that in the loss, and sign * K."""
+    trees = {}
+    for number, (e, weight) in enumerate(zip(episodes, weights), first):
         c = e.context
-        # One wrong id in a shared prompt would train all G rollouts on a prompt that none of them
-        # saw, so this is checked although one function built all of them.
-        if c.ids[:cut] != prompt:
-            raise ValueError(f"{e.group}: the prompts of one group differ")
-        advantage = token_advantages(e, credit)
+        cut = c.mask.index(1)  # all ids before the first sampled token
+        key = (tuple(c.ids[:cut]), *(item.key for item in c.items))
+        nothing = dict.fromkeys(("advantage", "sampler", "rollout", "weight", "kind"), [0.0] * cut)
+        prompt = model.Span(c.ids[:cut], [0] * cut, nothing)  # mask 0: not read
+        tree = trees.setdefault(key, model.Tree(prompt, c.items, []))
         # All ids after the prompt: turns, glue and tool responses. The mask marks the sampled ones.
-        values = {"advantage": advantage[cut:], "sampler": c.logps[cut:],
-                  "rollout": [number] * (len(c.ids) - cut)}
-        branches.append(model.Span(c.ids[cut:], c.mask[cut:], values))
-    nothing = dict.fromkeys(("advantage", "sampler", "rollout"), [0.0] * cut)  # mask 0: not read
-    return model.Tree(model.Span(prompt, [0] * cut, nothing), group[0].context.items, branches)
+        more = len(c.ids) - cut
+        values = {"advantage": token_advantages(e, credit)[cut:], "sampler": c.logps[cut:],
+                  "rollout": [number] * more, "weight": [weight] * more,
+                  "kind": [sign * e.num_frames] * more}
+        tree.branches.append(model.Span(c.ids[cut:], c.mask[cut:], values))
+    return list(trees.values())
+
+
+def group_tree(group, credit, first=0):
+    """The main agents of one group -> [shared prompt | o^1 | .. | o^G], see trees_of."""
+    trees = trees_of(group, credit, [1.0] * len(group), 1, first)
+    # One wrong id in a shared prompt would train all G rollouts on a prompt that none of them saw,
+    # so this is checked although one function built all of them.
+    if len(trees) > 1:
+        raise ValueError(f"{group[0].group}: the prompts of one group differ")
+    return trees[0]
+
+
+def sub_agents(group, codec):
+    """The sub-agents of one group -> (their contexts, each as an Episode, weights). Those of one
+    episode share its weight, else an episode of many windows would count more than one of few."""
+    found, weights = [], []
+    for e in group:
+        subs = [call["sub"] for call in e.calls if 1 in call.get("sub", {}).get("mask", ())]
+        for sub in subs:
+            items = [chat.VisionItem(**item) for item in sub["vision"]]
+            ids, cut = sub["ids"], sub["mask"].index(1)
+            struct = rollout.struct_places(chat.pieces_of(codec, ids[cut:]), cut)
+            context = rollout.Context(ids, mask=sub["mask"], logps=sub["logps"], items=items)
+            found.append(replace(e, context=context, struct=struct))
+            weights.append(1 / len(subs))
+    return found, weights
 
 
 def frames_of(groups):
@@ -129,26 +162,32 @@ def frames_of(groups):
     so an update needs no file, which may have gone meanwhile."""
     frames = {str(item.spec): seen for group in groups
               for item, seen in zip(group[0].context.items, group[0].context.frames)}
+    for e in (e for group in groups for e in group):
+        frames |= e.notes.get("windows", {})
     return lambda spec: frames[str(spec)]
 
 
-def training_trees(groups, credit):
+def training_trees(groups, codec, args):
     """Groups of this rank, with advantages -> (trees of the groups with a signal, sampled tokens of
-    ALL groups, number of skipped groups). The tokens of a skipped group count in N: they have
-    advantage 0. credit: --format-credit."""
+    ALL groups by weight, number of skipped groups). The tokens of a skipped group count in N: they
+    have advantage 0."""
     trees = []
     tokens = 0
     skipped = 0
-    rollouts = 0  # numbered through all groups of the rank, see group_tree
+    rollouts = 0  # numbered through all groups of the rank, see trees_of
     for group in groups:
+        subs, weights = sub_agents(group, codec) if args.train_sub else ([], [])
         tokens += sum(sum(e.context.mask) for e in group)
+        tokens += sum(weight * sum(e.context.mask) for e, weight in zip(subs, weights))
         # A group whose advantages are all 0 adds nothing to the gradient. Test the advantages, not
-        # sigma: rounding can leave sigma at 1e-16.
-        if any(e.advantage["task"] or e.advantage["fmt"] for e in group):
-            trees.append(group_tree(group, credit, rollouts))
+        # sigma: rounding can leave sigma at 1e-16. A teacher has something to say of every group.
+        taught = args.teacher and args.distill
+        if taught or any(e.advantage["task"] or e.advantage["fmt"] for e in group):
+            trees.append(group_tree(group, args.format_credit, rollouts))
+            trees += trees_of(subs, args.format_credit, weights, -1, rollouts + len(group))
         else:
             skipped += 1
-        rollouts += len(group)
+        rollouts += len(group) + len(subs)
     return trees, tokens, skipped
 
 
@@ -188,13 +227,14 @@ def policy_loss(logp, old, sampler, ref, advantage, clip_eps, kl, tis_cap=5.0):
     return loss, stats
 
 
-def update(policy, reference, optimizer, trees, tokens, args):
+def update(policy, reference, optimizer, trees, tokens, args, teacher=None):
     """
     Trains on one batch in args.minibatches optimizer steps -> means over the sampled tokens of all
     groups with a signal, on all ranks: {"loss", "gap", ..}; "tokens": the number of these tokens.
 
     trees: this rank's groups as [prompt | o^1 | .. | o^G]. tokens: sampled tokens of this rank,
-    with those of groups without a signal. Collective: all ranks run equally many forwards.
+    with those of groups without a signal. teacher: of --teacher. Collective: all ranks run equally
+    many forwards.
     """
     import torch
     import torch.distributed as dist
@@ -233,7 +273,7 @@ def update(policy, reference, optimizer, trees, tokens, args):
     # Sums stay on the device until the end, so that no pack waits for a copy to the host.
     sums = torch.zeros(len(names), device=device, dtype=torch.float64)
     worst_gap = torch.zeros((), device=device, dtype=torch.float64)
-    norms = []
+    norms, apart = [], []  # apart: (kinds [n], reverse KL to the teacher [n]) of each pack
     for packs in minibatches:  # one optimizer step each
         for pack, real in packs:
             ref = None
@@ -246,9 +286,18 @@ def update(policy, reference, optimizer, trees, tokens, args):
             if real:
                 advantage = model.to_device(pack.values["advantage"], device)  # [n]
                 sampler = model.to_device(pack.values["sampler"], device)  # [n]
+                # 1, or the share of a sub-agent [n].
+                weight = model.to_device(pack.values.get("weight", torch.ones(len(old))), device)
             else:  # a spare pack: advantage 0, and an engine that agrees with the trainer
-                advantage, sampler = torch.zeros_like(old), old
+                advantage, sampler, weight = torch.zeros_like(old), old, torch.ones_like(old)
+            if teacher is not None:
+                with torch.no_grad():
+                    taught, _ = teacher(pack, args.temperature)  # [n]
+                # A token that the teacher finds likelier than the policy does is worth saying.
+                advantage = advantage + args.distill * (taught - old)
+                apart += [(pack.values["kind"], old - taught)] * real
             loss, stats = policy_loss(logp, old, sampler, ref, advantage, args.clip_eps, args.kl)
+            loss = weight * loss  # [n]
 
             # FSDP averages gradients over ranks. Each rank holds a part of the sum over N, so it
             # multiplies by the number of ranks.
@@ -273,7 +322,7 @@ def update(policy, reference, optimizer, trees, tokens, args):
     dist.all_reduce(worst_gap, op=dist.ReduceOp.MAX)
     means = dict(zip(names, (sums / sums[1].clamp(min=1)).tolist()))
     return {**means, "tokens": sums[1].item(), "grad_norm": max(norms),
-            "gap_max": worst_gap.item(), "skipped_update": 0,
+            "gap_max": worst_gap.item(), "skipped_update": 0, **teacher_kl(apart, teacher),
             "bad_updates": sum(not math.isfinite(norm) for norm in norms)}
 
 
@@ -342,8 +391,9 @@ def main():
     args = parse_args()
     # A hub snapshot, a run folder or a checkpoint folder: from here on a folder with weights.
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
+    wise = args.teacher and checkpoint.resolve_checkpoint(args.teacher)
     faults = [] if args.check else None  # --check collects them all; a run stops at the first
-    tasks = data.read_tasks(args.data, faults)
+    tasks = data.read_tasks(args.data, faults, unlabelled=bool(args.teacher))
     held = data.read_tasks(args.val, faults) if args.val else []
     agent, source = rollout.agent_settings(args, args.data)
     if args.check:
@@ -359,7 +409,8 @@ def main():
         raise launch.UserError(f"--prompts {args.prompts} is not a multiple of the {world} ranks")
     # The same command again goes on from the newest whole checkpoint in --out.
     files = data.files_of(args, (args.data, tasks), (args.val, held))
-    inputs = checkpoint.identities(ckpt, {"--data": [args.data], "--val": [args.val]}, *files)
+    ckpts = {"--ckpt": ckpt, **({"--teacher": wise} if wise else {})}
+    inputs = checkpoint.identities(ckpts, {"--data": [args.data], "--val": [args.val]}, *files)
     folder, state = checkpoint.resume_point(args.out, args, args.resume, inputs)
     start, steps = state.get("step", 0), args.steps
     best = state.get("best", -1.0)  # held-out accuracy; -1: none yet
@@ -373,6 +424,7 @@ def main():
     # The largest prompt must fit, and some video must open. Both show before weights are loaded.
     rollout.check_context(codec, tasks + held, agent, source, args.frames)
     policy, reference, optimizer = load_models(args, ckpt, codec, source, device, folder)
+    teacher = load_teacher(wise, args, codec, device)
     # On a GPU the engine shares the device with the trainer, so it starts asleep.
     engine = rollout.make_engine(ckpt, codec, args, sleeping=True)
     engine_dtype = model.engine_dtype(codec, device)  # dtype in which weights travel to the engine
@@ -408,8 +460,10 @@ def main():
         clock = time.monotonic()
         engine.sleep()
         policy.features.load = frames_of(groups)
-        trees, tokens, skipped = training_trees(groups, args.format_credit)
-        stats = update(policy, reference, optimizer, trees, tokens, args)
+        if teacher is not None:
+            teacher.features.load = policy.features.load
+        trees, tokens, skipped = training_trees(groups, codec, args)
+        stats = update(policy, reference, optimizer, trees, tokens, args, teacher)
         # Two faults end the run, on all ranks alike: NaN, and an engine that is another policy.
         # A single step without a finite gradient is skipped; three in a row end the run.
         bad_steps = bad_steps + 1 if stats["bad_updates"] else 0
@@ -503,6 +557,47 @@ def load_models(args, ckpt, codec, source, device, folder):
     return policy, reference, optimizer
 
 
+def load_teacher(ckpt, args, codec, device):
+    """The frozen policy of --teacher, of any size, which computes its own features; None without.
+    ckpt: its folder. Raises UserError unless it reads the student's ids and frames as they are.
+    Collective."""
+    if not ckpt or not args.distill:
+        return None
+    own = chat.load_codec(ckpt, args.channel)
+    read = ("pieces", "image_pad", "video_pad", "vision_start", "vision_end", "eos", "patch",
+            "merge", "temporal")  # fmt: skip
+    if other := [name for name in read if getattr(own, name) != getattr(codec, name)]:
+        raise launch.UserError(f"--teacher {args.teacher}: its ids or frames are not those of "
+                               f"--ckpt ({', '.join(other)} differ)")
+    teacher = checkpoint.load_sharded(ckpt, own, device, replicas=args.replicas, frozen=True,
+                                      tower=True, lora=checkpoint.adapter_rank(ckpt, 0))
+    teacher.features = model.VisionFeatures(teacher.hf.model.visual, own, None)
+    return teacher
+
+
+def teacher_kl(apart, teacher):
+    """-> {"teacher_kl": {"main": nats per token, "sub": .., "by_K": {K: ..}}}, over all ranks, K of
+    the main agent; {} without a teacher. apart: see update. Collective."""
+    if teacher is None:
+        return {}
+    sums = {}  # kind -> [nats, tokens]
+    for kinds, nats in apart:
+        for kind in kinds.unique().tolist():
+            some = nats.cpu()[kinds == kind].double()
+            before = sums.get(kind, (0.0, 0))
+            sums[kind] = before[0] + some.sum().item(), before[1] + len(some)
+    rows = launch.gather_rows([(kind, *found) for kind, found in sums.items()])
+
+    def mean(some):
+        return sum(r[1] for r in some) / sum(r[2] for r in some) if some else None
+
+    main = [row for row in rows if row[0] > 0]
+    return {"teacher_kl": {
+        "main": mean(main), "sub": mean([row for row in rows if row[0] < 0]),
+        "by_K": {str(int(k)): mean([row for row in main if row[0] == k])
+                 for k in sorted({row[0] for row in main})}}}
+
+
 def check_gap(step, gap, tolerance):
     """Raises RunError, on all ranks alike, if engine and trainer are not the same policy."""
     if gap is not None and not gap <= tolerance:  # NaN fails this comparison too
@@ -557,7 +652,7 @@ def evaluate(log, sampler, held, step, args):
             launch.beat(args.patience)
             if e.error and tools and step == 0:
                 print(launch.printable(f"held-out task {e.task['id']}: {e.error}"), flush=True)
-            rows.append({"tools": tools, "status": e.status, "acc": e.reward["acc"],
+            rows.append({"tools": tools, "status": e.status, "acc": e.reward.get("acc"),
                          "K": e.num_frames, "type": e.task["type"]})
     # A broken video says nothing of the policy. A context that overflowed counts as a wrong answer.
     rows = launch.gather_rows(rows)
@@ -606,6 +701,10 @@ def add_update_arguments(parser):
         help="paid for the IoU of the windows looked at with the task's `evidence`; 0 = the paper")
     add("--call-cost", type=float, default=0.0,
         help="c, price of each executed call; 0 = as in the paper")
+    add("--teacher", help="checkpoint that the policy is drawn to on its own rollouts: of any "
+        "size, with the same ids; tasks then need no answer")
+    add("--distill", type=float, default=1.0, help="W, weight of --teacher; 0 = off")
+    add("--train-sub", action=yes_no, default=False, help="train the sub-agents too")
     # The rates differ by stage and by --lora, so None stands for "see parse_flags".
     add = parser.add_argument_group("loss and optimiser").add_argument
     add("--clip-eps", type=float, default=0.2, help="eps of the clipped surrogate")
@@ -616,6 +715,7 @@ def add_update_arguments(parser):
     checkpoint.add_arguments(add)
     metrics.add_track_arguments(parser.add_argument_group("tracker").add_argument)
     rollout.add_agent_arguments(parser, more={
+        "rewards": ("on", "off"),  # off: logged, but only --teacher trains
         "gamma": 0.3,  # penalty of a thought that never closes, see rewards.format_reward
         "minibatches": 1})  # optimizer steps per batch; above 1 costs one more forward
     add_judge_arguments(parser, "whether an open answer says what the label says; R_acc is then 1 "
@@ -659,7 +759,7 @@ def parse_flags(parser):
         args.lr = {"paper": (2e-6, 2e-5), "toy": (2e-4, 2e-3)}[args.preset][args.lora > 0]
     launch.at_least(1, args, "pack_tokens")
     launch.at_least(0, args, "lr", "clip", "clip_eps", "kl", "lora", "replicas", "anchor", "gamma",
-                    "format_weight", "tool_weight", "call_cost", "window_weight")
+                    "format_weight", "tool_weight", "call_cost", "window_weight", "distill")
     if args.minibatches < 1:
         raise launch.UserError(f"--set minibatches={args.minibatches}: must be at least 1")
     if args.temperature <= 0:
@@ -671,7 +771,7 @@ def parse_flags(parser):
 def parse_args():
     args = parse_flags(build_parser())
     launch.at_least(1, args, "prompts", "steps")
-    launch.at_least(2, args, "group")  # one rollout alone has no advantage
+    launch.at_least(1 if args.teacher else 2, args, "group")  # one alone has no advantage
     launch.at_least(0, args, "eval_every", "save_every", "show_every")
     return args
 

@@ -52,7 +52,7 @@ def by_chance(e, labels):
     at = launch.stable_number("label", e.group, e.sample) % max(1, len(known))
     # The task itself may be drawn. Its neighbour is another one, because ids are unique.
     two = [known[(at + n) % len(known)] for n in range(min(2, len(known)))]
-    others = [answer for name, answer in two if name != e.task["id"]]
+    others = [a for name, a in two if name != e.task["id"] and a is not None]
     answer = rewards.final_answer(e.turns, e.think_open)
     options = e.task.get("options")
     return rewards.accuracy(answer, e.task["type"], others[0], options) if others else None
@@ -68,7 +68,7 @@ def episode_row(e, labels):
         "f_tau": ruler["total"], "well_formed": ruler["well_formed"],
         # All numbers of the reward, so a term that is added in rewards.score is logged by itself.
         "reward": {name: n for name, n in e.reward.items() if name not in ("judge", "windows")},
-        "acc": e.reward["acc"],
+        "acc": e.reward.get("acc"),  # none without a label
         # Counts, not shares: shares of rollouts with few tags would weigh as much as those of many.
         "closure": rewards.closure_counts(e.turns, e.think_open),
         "written": len(e.calls), "parseable": e.parseable(), "executed": e.executed(),
@@ -108,7 +108,8 @@ def call_minus_skip(rows):
     groups = {}
     for row in rows:
         wrote = row["written"] > 0 or any(row["closure"][kind][0] for kind in rewards.CALLS)
-        groups.setdefault(row["group"], ([], []))[wrote].append(row["acc"])
+        if row["acc"] is not None:
+            groups.setdefault(row["group"], ([], []))[wrote].append(row["acc"])
     return mean(mean(called) - mean(skipped) for skipped, called in groups.values()
                 if called and skipped)
 
@@ -127,7 +128,8 @@ def summarise(rows):
     terms = dict.fromkeys(name for row in rows for name in row["reward"])
     # From here on only rollouts that are ok. None stands for a mean over nothing.
     rows = [row for row in rows if row["status"] == "ok"]
-    out = {name: mean(row["reward"][name] for row in rows) for name in terms}
+    out = {"total": None, "acc": None}  # if no task has a label
+    out |= {name: mean(row["reward"][name] for row in rows if row["reward"]) for name in terms}
     out |= {name: average(rows, name) for name in ("length", "turns", "f_tau", "well_formed",
                                                    "sub_tokens")}
     out["kappa"] = average(rows, "executed")

@@ -459,6 +459,7 @@ async def sub_agent(record, spec, episode, sampler, turn, number):
     except (video.VideoError, ValueError) as error:
         return refuse_window(record, error)
     record.update(start=spec["start"], end=spec["end"])  # clamped to the video
+    episode.notes.setdefault("windows", {})[str(spec)] = frames  # grpo.py may train sub-agents
 
     messages = sub_messages(task, spec, agent.sub_question)
     context = sampler.open_context(codec, messages, [spec], [frames])  # a sub-agent has no tools
@@ -965,7 +966,7 @@ def main():
     tasks = data.read_tasks(args.data)[: args.limit or None]
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
     agent, source = agent_settings(args, args.data)
-    inputs = checkpoint.identities(ckpt, {"--data": [args.data]},
+    inputs = checkpoint.identities({"--ckpt": ckpt}, {"--data": [args.data]},
                                    *data.files_of(args, (args.data, tasks)))
     rows, wanted = claim_file(args, inputs, tasks) if args.out else [], len(tasks) * args.group
     done = {(row["group"], row["sample"]) for row in rows}

@@ -361,7 +361,7 @@ def main():
     launch.say(f"{args.ckpt} -> {args.out}: loading the checkpoint and {args.data}")
     codec = chat.load_codec(ckpt, args.channel)
     train, held = open_data(args, codec, cache)
-    inputs = checkpoint.identities(ckpt, {"--data": [args.data], "--val": [args.val]},
+    inputs = checkpoint.identities({"--ckpt": ckpt}, {"--data": [args.data], "--val": [args.val]},
                                    train.films() + (held.films() if held else []))
     # folder: the newest whole checkpoint of --out, if this run goes on from one.
     folder, state = checkpoint.resume_point(args.out, args, args.resume, inputs)

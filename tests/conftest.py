@@ -345,6 +345,18 @@ def source(toy):
 
 
 @pytest.fixture
+def plain(toy):
+    """The same checkpoint as plain transformers, nothing of model.py in its forward."""
+    import torch
+    from transformers import Qwen3VLForConditionalGeneration
+
+    hf = Qwen3VLForConditionalGeneration.from_pretrained(str(toy / "init"), dtype=torch.float32,
+                                                         attn_implementation="eager")
+    hf.model.visual.requires_grad_(False)
+    return hf
+
+
+@pytest.fixture
 def vision(policy, codec, source):
     import model
 

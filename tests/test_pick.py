@@ -9,6 +9,7 @@ from conftest import run_script
 from scripted import Scripted, calls, play
 
 import data
+import eval as evaluation
 import rollout
 import sft
 import video
@@ -115,6 +116,40 @@ def test_the_command_and_its_flags(recorded, tmp_path):
     assert len(rows) == 5 and "tools" not in rows[0]
     assert "Question:" not in rows[1]["messages"][1]["content"][1]["text"]
     assert "crop_video" not in rows[0]["messages"][0]["content"]
+
+
+def test_chats_from_text_are_those_from_ids(recorded, tmp_path):
+    """Records of eval.py hold no ids. Failed replies, other frames and rows of --show are left."""
+    episodes = [rollout.from_json(json.loads(row)) for row in recorded.read_text().splitlines()]
+    flags = SimpleNamespace(protocol="paravt")
+    rows = [evaluation.record_of(e, "d", e.num_frames, mode, flags) for e in episodes
+            for mode in map(evaluation.scores.mode_of, ({"tools": "on", "show": "real"},
+                                                       {"tools": "on", "show": "blank"}))]
+    path = tmp_path / "records.rank0.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    agent = rollout.Agent()
+    (tmp_path / "args.json").write_text(json.dumps(vars(agent)))
+    ids, text = pick.groups([recorded]), pick.groups([str(path)])
+    assert [len(group) for group in text] == [len(group) for group in ids] == [4, 4, 4]
+    for one, other in zip(ids, text):
+        assert [pick.chats(e) for e in one] == [pick.chats(e) for e in other]
+    assert pick.chats(pick.best(text[0])) == pick.chats(pick.best(ids[0]))
+
+
+def test_windows_and_films_decide_too(recorded, tmp_path):
+    rows = [json.loads(row) for row in recorded.read_text().splitlines()]
+    for row in rows:
+        row["task"]["evidence"], row["task"]["video"] = [[0, 8], [40, 48]], "videos/rl-0000.mp4"
+    path = tmp_path / "r.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (a, *_) = pick.groups([path])
+    assert a[1].reward["windows"]["recall"] == 0.5
+    assert pick.best(a, recall=0.5).sample == 1 and pick.best(a, recall=0.6).sample == 2
+    out = tmp_path / "chats.jsonl"
+    for flags, main, why in (((), 2, "6 good, 6 wrong"), (("--per-video", 1), 1, "6 good"),
+                             (("--recall", 0.6), 2, "1 looked elsewhere")):
+        done = run_script("tools/pick.py", path, "--best", out, *flags)
+        assert f"{main} of main agents" in done.stdout and why in done.stdout, done.stdout
 
 
 @pytest.mark.parametrize("flags, why", [

@@ -12,16 +12,21 @@ the ids that were sampled. R_tool, and R_fmt a little, pay for calls, needed or 
 ranks by R_acc, then by whether all tags are whole, then by fewer calls: the chats then call if
 calling helped.
 
+The records of eval.py are read too, which hold text and no ids: a published model or a stronger one
+behind an endpoint then teaches the cold start. --recall leaves out rollouts that looked elsewhere
+(of tasks with `evidence`), --per-video bounds the prompts that one film gives.
+
 --band LOW HIGH FILE writes the tasks whose mean R_acc over their rollouts lies in this range. From
 a group without variance GRPO learns nothing.
 
-Reads:  rollout JSONL (rollout.py, or the rollouts/ of grpo.py).
+Reads:  rollout JSONL (rollout.py, or the rollouts/ of grpo.py), or records.*.jsonl of eval.py.
 Writes: chats and tasks as JSONL. Videos stay relative to the folder that they were relative to:
         give that folder to sft.py and grpo.py as --video-root.
 
 (This file is not called select.py, because Python would then import it for its own `select`.)
 """
 import argparse
+import collections
 import json
 import os
 import sys
@@ -30,18 +35,36 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import launch
 import rewards
 import rollout
+from evaluation import folders
 from tools import records
 
 
+def read_evaluation(path: str) -> list[dict]:
+    """Records of eval.py of real frames -> rows as rollout.py writes them, but without ids. Raises
+    UserError naming file and line."""
+    blank = {"ids": [], "mask": [], "logps": [], "vision": [], "spans": [], "advantage": {},
+             "version": 0}  # fmt: skip
+    shape = {name: kind for name, kind in records.record_shape().items() if name not in blank}
+    rows = launch.read_jsonl(path, shape, lambda row: records.misfit(row, shape))
+    kept = folders.read_json(os.path.dirname(os.path.abspath(path)), "args.json")
+    windows = {name: kept[name] for name in ("sub_fps", "sub_frames")}  # see rollout.Agent
+    return [{**blank, **row, "windows": windows} for row in rows if row.get("show") == "real"]
+
+
 def groups(paths: list[str]) -> list[list]:
-    """Rollout JSONL files -> Episodes, those of one task together, in the order of their tasks.
-    Raises UserError naming file and line, and for a task without an answer."""
+    """Rollout JSONL files, or records of eval.py -> Episodes, those of one task together, in the
+    order of their tasks. Raises UserError naming file and line, and for a task without an answer.
+    """
+    text = [path for path in paths if os.path.basename(path).startswith("records.")]
+    rows = records.read_rollouts([path for path in paths if path not in text])
     found = {}  # task id -> Episodes
-    for row in records.read_rollouts(paths):
+    for row in [*rows, *(row for path in text for row in read_evaluation(path))]:
         if row["task"]["answer"] is None:
             raise launch.UserError(f"task {row['task']['id']} has no answer, so no rollout of it "
                                    "can be called good")
         found.setdefault(row["task"]["id"], []).append(rollout.from_json(row))
+        found[row["task"]["id"]][-1].notes.update(tools=row.get("tools", "on") == "on",
+                                                  windows=row.get("windows"))
     for group in found.values():
         for episode in group:  # by the present code, whatever version wrote them
             verdict = episode.reward.get("judge")  # but for a judge, who is not asked again
@@ -50,18 +73,26 @@ def groups(paths: list[str]) -> list[list]:
     return list(found.values())
 
 
-def best(group: list, least: float = 0.5, fewest_calls: bool = False):
+def fault(e, least: float = 0.5, recall: float = 0.0) -> str | None:
+    """-> None, or why a rollout is nothing to learn from. recall: see --recall."""
+    seen = (e.reward.get("windows") or {}).get("recall")  # None: no evidence to compare with
+    return ("not ok" if e.status != "ok" else "cut off" if "length" in e.finish
+            else "wrong" if e.reward["acc"] < least
+            else "looked elsewhere" if seen is not None and e.calls and seen < recall else None)
+
+
+def best(group: list, least: float = 0.5, fewest_calls: bool = False, recall: float = 0.0):
     """Rollouts of one task -> the one to learn from, or None. fewest_calls: no reward for
     calling counts."""
-    good = [e for e in group if e.status == "ok" and e.reward["acc"] >= least
-            and "length" not in e.finish]
+    good = [e for e in group if not fault(e, least, recall)]
 
     def worth(e):
         paid = (e.reward["total"],)
         if fewest_calls:
             whole = rewards.format_reward(e.turns, e.think_open)["well_formed"]
             paid = (e.reward["acc"], whole)
-        return *paid, -len(e.calls), -sum(e.context.mask)
+        length = sum(e.context.mask) if e.context else len("".join(e.turns))
+        return *paid, -len(e.calls), -length
 
     return max(good, default=None, key=worth)
 
@@ -70,6 +101,7 @@ def chats(episode, tools: bool = True, sub_question: bool = True) -> list[dict]:
     """An Episode -> SFT chats: one of the main agent, one of each sub-agent that was run.
     tools, sub_question: as in the rollouts, because a record does not hold them."""
     task, prefix = episode.task, "<think>\n" if episode.think_open else ""
+    tools = tools and episode.notes.get("tools", True)
     messages = rollout.main_messages(task, episode.num_frames, tools, episode.spoken)
     name = launch.name_of(episode.version, task["id"], episode.sample)
     rows = [{"id": name, "messages": messages}]
@@ -80,8 +112,10 @@ def chats(episode, tools: bool = True, sub_question: bool = True) -> list[dict]:
         for number, call in enumerate(c for c in episode.calls if c["turn"] == turn):
             if turn + 1 < len(episode.turns):  # calls of the last turn were never answered
                 messages.append({"role": "tool", "content": call["summary"]})
-            if "sub" in call:
-                spec = call["sub"]["vision"][0]["spec"]  # of the window as it was shown
+            if call["status"] == "ok":
+                # The window as it was shown. Records of eval.py do not hold the frames.
+                spec = (call["sub"]["vision"][0]["spec"] if "sub" in call else rollout.window_spec(
+                    argparse.Namespace(**call), task, rollout.Agent(**episode.notes["windows"])))
                 spec = {key: value for key, value in spec.items() if value is not None}
                 said = {"role": "assistant", "content": call["summary"]}
                 rows.append({"id": f"{name}/{turn}/{number}",
@@ -104,6 +138,9 @@ def main():
     add("rollouts", nargs="+", metavar="JSONL", help="rollouts")
     add("--best", metavar="CHATS", help="SFT chats to write; default: none are written")
     add("--least", type=float, default=0.5, help="R_acc that the best rollout needs, 0 to 1")
+    add("--recall", type=float, default=0.0, help="share of a task's `evidence` that the windows "
+        "of a rollout with calls must show, 0 to 1; 0 = any windows")
+    add("--per-video", type=int, default=0, help="prompts of one film, at most; 0 = all")
     add("--fewest-calls", action="store_true",
         help="rank by R_acc, whole tags, fewer calls; default: by the reward, which pays calls")
     yes_no = argparse.BooleanOptionalAction
@@ -128,13 +165,21 @@ def main():
     launch.keep_inputs(outputs, args.rollouts)
     found = groups(args.rollouts)
     if args.best:
-        picked = [best(group, args.least, args.fewest_calls) for group in found]
+        picked = [best(group, args.least, args.fewest_calls, args.recall) for group in found]
         picked = [episode for episode in picked if episode]
+        taken = collections.Counter()  # prompts of each film
+        for episode in list(picked) if args.per_video else []:
+            taken[episode.task["video"]] += 1
+            if taken[episode.task["video"]] > args.per_video:
+                picked.remove(episode)
         rows = [row for episode in picked
                 for row in chats(episode, args.tools, args.sub_question)]
         write(args.best, rows)
         print(f"{len(picked)} of {len(found)} tasks have a good rollout: {len(rows)} chats, "
               f"{len(picked)} of main agents -> {args.best}")
+        left = collections.Counter(fault(e, args.least, args.recall) or "good"
+                                   for group in found for e in group)
+        print("rollouts: " + ", ".join(f"{n} {why}" for why, n in sorted(left.items())))
     if args.band:
         tasks = [group[0].task for group in found if low <= mean_accuracy(group) <= high]
         write(args.band[2], tasks)

@@ -86,6 +86,7 @@ def main():
     args = grpo.parse_flags(parser)
     pay = grpo.pay_of(args)
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
+    wise = args.teacher and checkpoint.resolve_checkpoint(args.teacher)
     episodes = read_rollouts(args.rollouts, pay)
     _, source = rollout.agent_settings(args, args.rollouts[0])
     launch.make_out(args.out)
@@ -94,7 +95,7 @@ def main():
     rank, world, device = launch.start_process_group(args.patience, args.cpu)
     launch.beat(args.patience)
     films = [(source.root, e.task["video"]) for e in episodes]
-    inputs = checkpoint.identities(ckpt, {"--rollouts": args.rollouts}, films)
+    inputs = checkpoint.identities({"--ckpt": ckpt}, {"--rollouts": args.rollouts}, films)
     folder, _ = checkpoint.resume_point(args.out, args, args.resume, inputs)
     if folder:
         launch.say(f"nothing to do: {args.out} has the update")
@@ -107,6 +108,9 @@ def main():
     codec = chat.load_codec(ckpt, args.channel)
     complete(episodes, codec)
     policy, reference, optimizer = grpo.load_models(args, ckpt, codec, source, device, None)
+    teacher = grpo.load_teacher(wise, args, codec, device)
+    if teacher is not None:
+        teacher.features.load = source.load
     log = grpo.open_run(args, policy, 0,
                         f"one update from the rollouts of {len(args.rollouts)} files")
 
@@ -124,8 +128,8 @@ def main():
     launch.beat(args.patience)
 
     clock = time.monotonic()
-    trees, tokens, skipped = grpo.training_trees(groups, args.format_credit)
-    stats = grpo.update(policy, reference, optimizer, trees, tokens, args)
+    trees, tokens, skipped = grpo.training_trees(groups, codec, args)
+    stats = grpo.update(policy, reference, optimizer, trees, tokens, args, teacher)
     grpo.check_gap(0, stats["gap"], grpo.gap_tolerance())
     metrics.log_step(log, 0, 1, episodes, {}, stats, {
         "skipped": skipped, "groups": len(groups), "packed": sum(map(len, trees)),

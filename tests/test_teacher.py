@@ -1,0 +1,208 @@
+"""
+Tests of --teacher and --train-sub of grpo.py: python -m pytest tests/test_teacher.py -q
+
+The oracle is that of test_grpo.py: one plain transformers forward per sequence, with the formulas
+of the docstring written out.
+"""
+import copy
+import json
+import shutil
+
+import pytest
+import torch
+from handmade import colourful, make_group, plain_logps, record_logps, sampled_positions
+from reference import load_policy
+from test_grpo import (
+    credited,
+    distance,
+    perturb,
+    plain_grads,
+    plain_loss,
+    plain_parts,
+    run_update,
+    settings,
+)
+
+import grpo
+import launch
+import model
+import rewards
+
+
+@pytest.fixture(scope="module")
+def tasks(toy):
+    return colourful(toy)
+
+
+@pytest.fixture
+def groups(codec, source, tasks):
+    return [make_group(codec, source, tasks[0]), make_group(codec, source, tasks[1])[:3]]
+
+
+@pytest.fixture
+def teacher(toy, codec, source):
+    """Another policy of the same size, with a tower of its own."""
+    other = load_policy(str(toy / "init"), codec)
+    perturb(other.hf)
+    other.features = model.VisionFeatures(other.hf.model.visual, codec, source.load)
+    return other
+
+
+def sub_parts(codec, group, advantages):
+    """-> parts of the sub-agents for plain_loss, with their share of the weight as a factor on the
+    advantage (which is all that the weight changes without a KL), and their count in N."""
+    parts, tokens = [], 0.0
+    for e, advantage in zip(group, advantages):
+        subs = [call["sub"] for call in e.calls]
+        for sub in subs:
+            at = sampled_positions(sub["mask"])
+            marked = {at[-1]}  # a summary without tags: the end of its turn alone
+            given = [(advantage["task"] + advantage["fmt"] * (t in marked)) / len(subs) for t in at]
+            parts.append((sub["ids"], at, [sub["logps"][t] for t in at], given,
+                          [v["spec"] for v in sub["vision"]]))
+            tokens += len(at) / len(subs)
+    return parts, tokens
+
+
+def test_a_teacher_adds_its_log_ratio_to_the_advantage_of_every_sampled_token(
+        process_group, codec, source, groups, policy, vision, plain, teacher):
+    episodes = [e for g in groups for e in g]
+    record_logps(plain, codec, source, episodes, 1.0, lambda n: 0.02 * (n % 5 - 2))
+    (found,), stats = run_update(policy, vision, codec, groups, settings(teacher="T", distill=0.7),
+                                 teacher=teacher)
+    other = copy.deepcopy(plain)
+    other.load_state_dict(teacher.hf.state_dict())
+    parts, kl = [], []
+    for ids, at, sampler, advantage, specs in (p for g in groups for p in plain_parts(codec, g)):
+        with torch.no_grad():
+            old, taught = (plain_logps(hf, codec, source, ids, specs, 1.0)[torch.tensor(at) - 1]
+                           for hf in (plain, other))
+        kl += (old - taught).tolist()
+        more = (0.7 * (taught - old)).tolist()
+        parts.append((ids, at, sampler, [a + b for a, b in zip(advantage, more)], specs))
+    loss, _, _ = plain_loss(plain, codec, source, parts, len(kl), 1.0, 0.2, 5.0, 0.0)
+    loss.backward()
+    assert distance(found, plain_grads(plain)) < 1e-5
+    mean = sum(kl) / len(kl)
+    assert stats["teacher_kl"]["main"] == pytest.approx(mean, abs=1e-5) and abs(mean) > 1e-3
+    assert stats["teacher_kl"]["by_K"] == {"4": pytest.approx(mean, abs=1e-5)}
+    assert stats["teacher_kl"]["sub"] is None
+
+
+def test_a_teacher_that_is_the_policy_teaches_nothing(process_group, codec, source, groups, policy,
+                                                      vision, plain, toy):
+    """And groups whose rewards are equal, or that have none, are trained on all the same."""
+    record_logps(plain, codec, source, [e for g in groups for e in g])
+    same = load_policy(str(toy / "init"), codec)
+    same.features = model.VisionFeatures(same.hf.model.visual, codec, source.load)
+    for e in groups[0]:
+        e.reward = {}  # a task without an answer
+    for e in groups[1]:
+        e.reward = {**e.reward, "paid_task": 0.0, "paid_fmt": 0.0}
+    (found,), stats = run_update(policy, vision, codec, groups, settings(teacher="T"), teacher=same)
+    assert max(g.abs().max().item() for g in found.values()) < 1e-6
+    assert abs(stats["teacher_kl"]["main"]) < 1e-6
+    assert stats["tokens"] == sum(sum(e.context.mask) for g in groups for e in g)
+
+
+def test_sub_agents_are_credited_as_their_episode_and_share_its_weight(
+        process_group, codec, source, groups, policy, vision, plain):
+    groups[0][0].calls.append(copy.deepcopy(groups[0][0].calls[0]))  # a second window
+    second = groups[0][0].calls[1]["sub"]
+    second["ids"][-2] = second["ids"][-3]  # which says something else
+    episodes = [e for g in groups for e in g]
+    record_logps(plain, codec, source, episodes)
+    args = settings(train_sub=True)
+    (found,), stats = run_update(policy, vision, codec, groups, args)
+    parts = [p for g in groups for p in plain_parts(codec, g)]
+    n = sum(len(at) for _, at, *_ in parts)
+    for group in groups:
+        more, tokens = sub_parts(codec, group, [e.advantage for e in group])
+        parts, n = parts + more, n + tokens
+    loss, _, _ = plain_loss(plain, codec, source, parts, n, 1.0, 0.2, 5.0, 0.0)
+    loss.backward()
+    assert distance(found, plain_grads(plain)) < 1e-5
+    assert stats["loss"] * stats["tokens"] == pytest.approx(loss.item() * n, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.3])
+def test_copies_of_a_sub_agent_change_nothing(process_group, codec, source, groups, policy, vision,
+                                              plain, teacher, kl):
+    record_logps(plain, codec, source, [e for g in groups for e in g])
+    args, found = settings(train_sub=True, kl=kl, teacher="T"), []
+    for copies in (0, 2):
+        for e in (e for g in groups for e in g):
+            e.calls += [copy.deepcopy(call) for call in e.calls for _ in range(copies)]
+        (grads,), _ = run_update(policy, vision, codec, groups, args, teacher if kl else None,
+                                 teacher=teacher)
+        found.append(grads)
+    assert distance(*found) < 1e-5
+    # windows of one prompt share a tree
+    trees, _, _ = grpo.training_trees(credited(groups), codec, args)
+    assert [len(tree.branches) for tree in trees] == [4, 3, 3, 3]
+
+
+@pytest.fixture
+def wise(toy, tmp_path):
+    """A checkpoint of other weights."""
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(toy / "init", tmp_path / "wise")
+    weights = {n: w + 0.02 * torch.randn(w.shape, generator=torch.Generator().manual_seed(len(n)))
+               for n, w in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+LIVE = ("--steps", 1, "--prompts", 2, "--group", 2, "--frames", 4, "--max-new-tokens", 6)
+
+
+def test_a_run_learns_from_a_teacher_without_rewards_and_without_answers(
+        run_grpo, base, wise, toy, tmp_path):
+    rows = [{**row, "answer": None} for row in map(json.loads, open(toy / "rl.jsonl"))][:4]
+    blank = tmp_path / "blank.jsonl"
+    blank.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(launch.UserError, match="earns no full reward"):
+        run_grpo(*LIVE, "--data", blank, out="without")
+    weights, row, _ = run_grpo(*LIVE, "--data", blank, "--teacher", wise, "--group", 1, out="one")
+    assert row["teacher_kl"]["main"] and row["acc"] is None and row["kl"] == 0
+    assert not all(torch.equal(base[n], w) for n, w in weights.items())
+    # W = 0 is a run without a teacher, to the bit
+    common = (*LIVE, "--data", toy / "rl.jsonl", "--lr", 1e-2)
+    off, _, _ = run_grpo(*common, "--teacher", wise, "--distill", 0, out="off")
+    none, row, _ = run_grpo(*common, out="none")
+    assert "teacher_kl" not in row and all(torch.equal(off[n], w) for n, w in none.items())
+    far, _, _ = run_grpo(*common, "--teacher", wise, "--distill", 3, out="far")
+    assert not all(torch.equal(off[n], w) for n, w in far.items())
+
+
+def test_another_teacher_is_another_setting(run_grpo, wise, toy):
+    from safetensors.torch import load_file, save_file
+
+    common = (*LIVE, "--data", toy / "rl.jsonl", "--teacher", wise)
+    run_grpo(*common)
+    run_grpo(*common)  # nothing to do
+    weights = load_file(wise / "model.safetensors")
+    save_file({n: w + 0.1 for n, w in weights.items()}, wise / "model.safetensors",
+              {"format": "pt"})
+    with pytest.raises(launch.UserError, match="--teacher changed since"):
+        run_grpo(*common)
+
+
+def test_a_teacher_of_other_ids_is_refused(run_grpo, wise, toy):
+    path = wise / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocab = tokenizer["model"]["vocab"]
+    first, second = list(vocab)[20:22]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    path.write_text(json.dumps(tokenizer))
+    with pytest.raises(launch.UserError, match="not those of --ckpt"):
+        run_grpo(*LIVE, "--data", toy / "rl.jsonl", "--teacher", wise)
+
+
+def test_rewards_that_are_off_are_logged_and_not_paid():
+    task = {"type": "open", "answer": "red"}
+    turn = ["I saw it well.\n</think>\n<answer>red</answer>"]
+    found = rewards.score(turn, task, pay=rewards.Pay(rewards="off"))
+    assert found["acc"] == 1.0 and found["fmt"] > 0.5
+    assert found["paid_task"] == found["paid_fmt"] == found["total"] == 0.0
