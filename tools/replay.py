@@ -65,12 +65,14 @@ def complete(episodes: list[rollout.Episode], codec: chat.Codec) -> None:
                                    "this checkpoint")
 
 
-def still_there(group: list[rollout.Episode], features: model.VisionFeatures) -> bool:
+def still_there(group: list[rollout.Episode], subs: list, features: model.VisionFeatures) -> bool:
     """Whether the film of a group can be read as it was recorded. If not, its rollouts fail, which
-    the log counts. The features are computed, and kept for the update."""
+    the log counts. The features are computed, and kept for the update. subs: its sub-agents that
+    are trained, see grpo.sub_agents."""
     try:
-        for item in group[0].context.items:
-            features(item)
+        for e in [group[0], *subs]:
+            for item in e.context.items:
+                features(item)
     except (video.VideoError, ValueError) as error:
         print(launch.printable(f"skipped task {group[0].task['id']}: {error}"), flush=True)
         for e in group:
@@ -119,7 +121,8 @@ def main():
     groups = grpo.group_by_prompt(episodes)[rank::world]
     episodes = [e for group in groups for e in group]
     # Before the first forward, which all ranks take together.
-    groups = [group for group in groups if still_there(group, policy.features)]
+    groups = [group for group in groups if still_there(
+        group, grpo.sub_agents(group, codec)[0] if args.train_sub else [], policy.features)]
     if judge:
         list(rollout.paid(episodes, pay, judge))
     for group in groups:
