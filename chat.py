@@ -270,15 +270,15 @@ def glue_ids(codec, messages, ended, items=()):
     return ids[1:] if ended else ids
 
 
+# ---- below: SFT chats, reading a checkpoint (a reader of the step may stop here) ----------------
+
+
 def text_pieces(pieces):
     """The bytes of tokens -> the text that each of them completes. A token that ends inside a
     character completes no text."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")  # holds back half a character
     # A character that the last token leaves unfinished becomes U+FFFD, as in `decode`.
     return [decoder.decode(piece, n == len(pieces)) for n, piece in enumerate(pieces, 1)]
-
-
-# ---- below: SFT chats, reading a checkpoint (a reader of the step may stop here) ----------------
 
 
 # ------------------------------------------------------------------------------------------------

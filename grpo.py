@@ -141,22 +141,6 @@ def group_tree(group, credit, first=0):
     return trees[0]
 
 
-def sub_agents(group, codec):
-    """The sub-agents of one group -> (their contexts, each as an Episode, weights). Those of one
-    episode share its weight, else an episode of many windows would count more than one of few."""
-    found, weights = [], []
-    for e in group:
-        subs = [call["sub"] for call in e.calls if 1 in call.get("sub", {}).get("mask", ())]
-        for sub in subs:
-            items = [chat.VisionItem(**item) for item in sub["vision"]]
-            ids, cut = sub["ids"], sub["mask"].index(1)
-            struct = rollout.struct_places(chat.pieces_of(codec, ids[cut:]), cut)
-            context = rollout.Context(ids, mask=sub["mask"], logps=sub["logps"], items=items)
-            found.append(replace(e, context=context, struct=struct))
-            weights.append(1 / len(subs))
-    return found, weights
-
-
 def frames_of(groups):
     """-> function of a VisionItem's spec: the frames that these rollouts saw. They are in memory,
     so an update needs no file, which may have gone meanwhile."""
@@ -555,6 +539,22 @@ def load_models(args, ckpt, codec, source, device, folder):
     if folder:
         checkpoint.load_train_state(policy, optimizer, folder)
     return policy, reference, optimizer
+
+
+def sub_agents(group, codec):
+    """The sub-agents of one group -> (their contexts, each as an Episode, weights). Those of one
+    episode share its weight, else an episode of many windows would count more than one of few."""
+    found, weights = [], []
+    for e in group:
+        subs = [call["sub"] for call in e.calls if 1 in call.get("sub", {}).get("mask", ())]
+        for sub in subs:
+            items = [chat.VisionItem(**item) for item in sub["vision"]]
+            ids, cut = sub["ids"], sub["mask"].index(1)
+            struct = rollout.struct_places(chat.pieces_of(codec, ids[cut:]), cut)
+            context = rollout.Context(ids, mask=sub["mask"], logps=sub["logps"], items=items)
+            found.append(replace(e, context=context, struct=struct))
+            weights.append(1 / len(subs))
+    return found, weights
 
 
 def load_teacher(ckpt, args, codec, device):

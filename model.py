@@ -350,54 +350,6 @@ def packed_attention(module, query, key, value, attention_mask=None, scaling=Non
     return PartsAttention.apply(query, key, value, plan.layout, scaling).transpose(1, 2), None
 
 
-def block_mask(pack, device, size=128):
-    """Pack -> FlexAttention's BlockMask. size: tokens of a block, fixed by the kernel.
-
-    Counted from the layout, because torch's create_block_mask builds [L, L] masks, which are
-    gigabytes at 32k tokens.
-    """
-    from torch.nn.attention.flex_attention import BlockMask
-
-    tree, branch = to_device(pack.tree, device), to_device(pack.branch, device)  # [L]
-
-    def visible(_batch, _head, q, k):  # the kernel asks this inside partly visible blocks
-        same = (branch[k] == 0) | (branch[k] == branch[q])
-        return (q >= k) & (tree[q] == tree[k]) & same
-
-    pairs = visible_pairs(pack.layout, len(pack.ids), size)  # [blocks, blocks]
-    full = pairs == size * size  # never true of a ragged last block
-    lists = []
-    # The kernel calls `visible` in blocks seen in part. It skips that in blocks seen whole.
-    for kind in ((pairs > 0) & ~full, full):
-        number = kind.sum(1)  # [blocks] blocks of this kind in each row
-        which = np.argsort(~kind, 1, kind="stable")  # [blocks, blocks] columns of this kind first
-        for x in (number, which):
-            lists.append(to_device(torch.from_numpy(x.astype(np.int32))[None, None], device))
-    return BlockMask.from_kv_blocks(*lists, size, visible, (len(tree), len(tree)))
-
-
-def visible_pairs(layout, tokens, size):
-    """Pack.layout -> [blocks, blocks] int: the number of (query, key) pairs between two blocks in
-    which the query sees the key."""
-    blocks = -(-tokens // size)
-    edges = np.arange(blocks + 1) * size  # [blocks + 1] first token of each block, and the end
-
-    def inside(start, end):  # [blocks] tokens of start..end in each block
-        return np.clip(np.minimum(end, edges[1:]) - np.maximum(start, edges[:-1]), 0, None)
-
-    pairs = np.zeros((blocks, blocks), np.int64)
-    for start, p, branches in layout:
-        prefix = inside(start, start + p)
-        bounds = np.cumsum([start, p, *branches])  # begin of the prefix and of each branch, end
-        for number, (begin, end) in enumerate(zip(bounds, bounds[1:])):
-            own = inside(begin, end)
-            # Causal with itself: all pairs of earlier blocks, a triangle within the same block.
-            pairs += np.tril(np.outer(own, own), -1) + np.diag(own * (own + 1) // 2)
-            if number:  # a branch sees the whole prefix
-                pairs += np.outer(own, prefix)
-    return pairs
-
-
 # ------------------------------------------------------------------------------------------------
 # 4. Log-probs
 
@@ -494,6 +446,58 @@ def chunk_logprobs(hidden, weight, target, bias, temperature):
 
 
 # ---- below: kernels, optimizer (a reader of the step may stop here) -----------------------------
+
+
+# ------------------------------------------------------------------------------------------------
+# The mask of FlexAttention
+
+
+def block_mask(pack, device, size=128):
+    """Pack -> FlexAttention's BlockMask. size: tokens of a block, fixed by the kernel.
+
+    Counted from the layout, because torch's create_block_mask builds [L, L] masks, which are
+    gigabytes at 32k tokens.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    tree, branch = to_device(pack.tree, device), to_device(pack.branch, device)  # [L]
+
+    def visible(_batch, _head, q, k):  # the kernel asks this inside partly visible blocks
+        same = (branch[k] == 0) | (branch[k] == branch[q])
+        return (q >= k) & (tree[q] == tree[k]) & same
+
+    pairs = visible_pairs(pack.layout, len(pack.ids), size)  # [blocks, blocks]
+    full = pairs == size * size  # never true of a ragged last block
+    lists = []
+    # The kernel calls `visible` in blocks seen in part. It skips that in blocks seen whole.
+    for kind in ((pairs > 0) & ~full, full):
+        number = kind.sum(1)  # [blocks] blocks of this kind in each row
+        which = np.argsort(~kind, 1, kind="stable")  # [blocks, blocks] columns of this kind first
+        for x in (number, which):
+            lists.append(to_device(torch.from_numpy(x.astype(np.int32))[None, None], device))
+    return BlockMask.from_kv_blocks(*lists, size, visible, (len(tree), len(tree)))
+
+
+def visible_pairs(layout, tokens, size):
+    """Pack.layout -> [blocks, blocks] int: the number of (query, key) pairs between two blocks in
+    which the query sees the key."""
+    blocks = -(-tokens // size)
+    edges = np.arange(blocks + 1) * size  # [blocks + 1] first token of each block, and the end
+
+    def inside(start, end):  # [blocks] tokens of start..end in each block
+        return np.clip(np.minimum(end, edges[1:]) - np.maximum(start, edges[:-1]), 0, None)
+
+    pairs = np.zeros((blocks, blocks), np.int64)
+    for start, p, branches in layout:
+        prefix = inside(start, start + p)
+        bounds = np.cumsum([start, p, *branches])  # begin of the prefix and of each branch, end
+        for number, (begin, end) in enumerate(zip(bounds, bounds[1:])):
+            own = inside(begin, end)
+            # Causal with itself: all pairs of earlier blocks, a triangle within the same block.
+            pairs += np.tril(np.outer(own, own), -1) + np.diag(own * (own + 1) // 2)
+            if number:  # a branch sees the whole prefix
+                pairs += np.outer(own, prefix)
+    return pairs
 
 
 # ------------------------------------------------------------------------------------------------

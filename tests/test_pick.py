@@ -9,10 +9,10 @@ from conftest import run_script
 from scripted import Scripted, calls, play
 
 import data
-import eval as evaluation
 import rollout
 import sft
 import video
+from evaluation import folders, scores
 from tools import pick
 
 TASKS = [{"id": name, "video": f"videos/rl-000{n}.mp4", "question": "Which?", "options": None,
@@ -122,8 +122,8 @@ def test_chats_from_text_are_those_from_ids(recorded, tmp_path):
     """Records of eval.py hold no ids. Failed replies, other frames and rows of --show are left."""
     episodes = [rollout.from_json(json.loads(row)) for row in recorded.read_text().splitlines()]
     flags = SimpleNamespace(protocol="paravt")
-    rows = [evaluation.record_of(e, "d", e.num_frames, mode, flags) for e in episodes
-            for mode in map(evaluation.scores.mode_of, ({"tools": "on", "show": "real"},
+    rows = [folders.record_of(e, "d", e.num_frames, mode, flags) for e in episodes
+            for mode in map(scores.mode_of, ({"tools": "on", "show": "real"},
                                                        {"tools": "on", "show": "blank"}))]
     path = tmp_path / "records.rank0.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
