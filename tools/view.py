@@ -328,15 +328,17 @@ def episodes_of(sources, most, troubles):
 
 # ---- thumbnails --------------------------------------------------------------------------------
 
-def wanted_frames(episode):
-    """-> [(second, list it goes into)]: 8 of the overview, 4 of every window that was read."""
+def wanted_frames(episode, most=8):
+    """-> [(second, list it goes into)]: `most` of the overview, half as many of every window that
+    was read."""
     times = episode["times"]
-    shares = centres(min(8, len(times)))
+    shares = centres(min(most, len(times)))
     wants = [(times[int(share * len(times))], episode["thumbs"]) for share in shares]
     for call in episode["calls"]:
         start, end = call["start"], call["end"]
         if call["status"] == "ok" and start is not None and end is not None:
-            for share in centres(min(4, int(call["frames"] or 4))):  # no more than it saw
+            # No more than it saw.
+            for share in centres(min(max(1, most // 2), int(call["frames"] or 4))):
                 wants.append((start + share * (end - start), call["thumbs"]))
     return wants
 
@@ -350,12 +352,12 @@ def jpeg(image):
     return base64.b64encode(buffer.getvalue()).decode()
 
 
-def add_thumbnails(episodes, sources, root, pixels, budget, troubles, kept):
+def add_thumbnails(episodes, sources, root, pixels, most, budget, troubles, kept):
     """
     Fill the thumbs of episodes and calls with [second, place] -> list of JPEGs in base64.
 
     place: in that list; None if the video could not be read, "full" if `budget`, the characters
-    of all JPEGs, was spent. pixels: of a frame at most. kept: see build.
+    of all JPEGs, was spent. pixels: of a frame at most. most: see wanted_frames. kept: see build.
     """
     from tqdm import tqdm
 
@@ -364,7 +366,7 @@ def add_thumbnails(episodes, sources, root, pixels, budget, troubles, kept):
     by_video = defaultdict(list)  # a video is opened once, for all its episodes
     for episode in episodes:
         folder = root or sources[episode["source"]]["root"]
-        by_video[folder, episode["video"]] += wanted_frames(episode)
+        by_video[folder, episode["video"]] += wanted_frames(episode, most)
     cache = video.FrameCache(2**28, timeout=60.0)  # bytes; seconds that a decoder may hang
     pictures = []  # in base64
     stored = {}  # key of a frame -> its place in pictures: a frame is stored once
@@ -532,7 +534,7 @@ def embedded(value):
     return json.dumps(value, allow_nan=False).replace("<", "\\u003c").replace("&", "\\u0026")
 
 
-def build(paths, names, out, episodes, max_mb, root, pixels, every=None, kept=None):
+def build(paths, names, out, episodes, max_mb, root, pixels, thumbs=8, every=None, kept=None):
     """
     Write the page `out` -> its data, of which page.html says more.
 
@@ -556,7 +558,8 @@ def build(paths, names, out, episodes, max_mb, root, pixels, every=None, kept=No
     # Thumbnails get the bytes that are left. The places of an episode's thumbnails take some 200.
     budget = int(max_mb * 2**20) - len(before + embedded(data) + after) - 200 * len(chosen)
     # This also fills the thumbs of the episodes that are in `data` already.
-    data["pictures"] = add_thumbnails(chosen, sources, root, pixels, budget, troubles, kept)
+    data["pictures"] = add_thumbnails(chosen, sources, root, pixels, thumbs, budget, troubles,
+                                      kept)
     data["troubles"] = troubles.most_common(50)  # [[why, how often]]
     write_page(out, data)
     return data
@@ -620,6 +623,7 @@ def main():
     add("--episodes", type=int, default=2000, help="at most; whole groups, spread over the steps")
     add("--max-mb", type=float, default=20.0, help="MiB; thumbnails beyond are left out and marked")
     add("--thumb-pixels", dest="pixels", type=int, default=6144, help="of a thumbnail, at most")
+    add("--thumbs", type=int, default=8, help="thumbnails of an overview; of a window half as many")
     add("--video-root", dest="root", help="folder of the videos; default: what the run was given")
     add("--watch", action="store_true", help="write the page again while a run goes on")
     add("--every", type=float, default=10.0, metavar="SECONDS", help="how often --watch looks")
@@ -628,9 +632,10 @@ def main():
     if options["names"] and len(options["names"]) != len(options["paths"]):
         raise launch.UserError(
             f"--names: {len(options['names'])} for {len(options['paths'])} paths")
-    if options["episodes"] < 0 or not options["max_mb"] > 0 or options["pixels"] < 1024:
+    if options["episodes"] < 0 or not options["max_mb"] > 0 or options["pixels"] < 1024 \
+            or options["thumbs"] < 1:
         raise launch.UserError("--episodes may not be negative, --max-mb must be above 0, "
-                              "--thumb-pixels at least 1024")
+                              "--thumb-pixels at least 1024, --thumbs at least 1")
     if not 0.1 <= every < 1e6:
         raise launch.UserError(f"--every must be at least 0.1 seconds, got {every}")
     if os.path.exists(options["out"]):

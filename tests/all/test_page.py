@@ -264,6 +264,15 @@ def test_a_thumbnail_has_the_pixels_that_are_allowed_and_is_never_enlarged(
     assert len(pictures) == 8 and sizes == {size}
 
 
+def test_as_many_thumbnails_as_are_asked_for(page, small_run, tmp_path):
+    few, many = tmp_path / "few.html", tmp_path / "many.html"
+    for path, thumbs in ((few, 2), (many, 12)):
+        view.build([str(small_run)], None, str(path), episodes=2000, max_mb=20.0, root=None,
+                   pixels=6144, thumbs=thumbs)
+    most = [max(len(e["thumbs"]) for e in data_of(p)["episodes"]) for p in (few, page, many)]
+    assert most[0] == 2 and most == sorted(most) and most[2] <= 12
+
+
 def test_a_missing_video_leaves_a_gap_and_is_counted(made):
     data = data_of(made([episode(), episode(sample=1)]))
     thumbs = [t for e in data["episodes"] for t in e["thumbs"] + e["calls"][0]["thumbs"]]
@@ -771,6 +780,46 @@ def test_an_axis_does_not_blow_up_noise_and_says_its_numbers(
     high = low + height
     assert low >= -1e-6 * unit or min(values) < 0
     assert high <= 1 + 1e-6 or least != 0.1
+
+
+def test_an_episode_without_a_grade_is_not_called_wrong(visit, made):
+    asked = {**episode("asked"), "reward": {}, "advantage": {}}
+    asked["task"] = {**asked["task"], "answer": None}
+    page = made([asked, episode("right"), {**episode("bad"), "reward": {"acc": 0.0}}])
+    browser = visit(page, "episodes")
+    shown = texts(browser, "#one .card")[0]
+    assert "not graded" in shown and "wrong" not in shown and "gold" not in shown
+    assert "R_acc" not in shown and texts(browser, "#matching") == ["3 episodes, 1 correct"]
+    for value, names in (("0", ["bad"]), ("1", ["right"])):
+        choose(browser, "right", value)
+        assert texts(browser, "#rows .name") == names
+
+
+def test_two_runs_stand_side_by_side_at_one_task(visit, tmp_path):
+    for name, said in (("sft", "blue"), ("grpo", "red")):
+        turns = [TURNS[0], f"So.\n</think>\n<answer>{said}</answer>"]
+        rows = [episode(task, n, turns=turns) for task in ("t0", "t1") for n in (0, 1)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = tmp_path / "page.html"
+    view.build([str(tmp_path / "sft.jsonl"), str(tmp_path / "grpo.jsonl")], None, str(page),
+               episodes=2000, max_mb=20.0, root=None, pixels=6144)
+    browser = visit(page, "episodes")
+    assert texts(browser, "#one > .beside") == []
+    choose(browser, "source", "0")
+    choose(browser, "beside", "1")
+    first, second = texts(browser, "#one > .beside > .card")
+    assert "blue" in first and "red" in second
+    press(browser, "j")
+    first, second = texts(browser, "#one > .beside > .card")
+    assert "sample 1" in first and "sample 1" in second
+
+
+def test_a_window_is_a_link_into_the_film(visit, made):
+    row = episode()
+    row["task"] = {**row["task"], "video": "videos/a film #1.mp4"}
+    link = visit(made([row]), "episodes").find_element("css selector", ".call a")
+    assert link.get_attribute("href").endswith("/videos/a%20film%20%231.mp4#t=8,16")
+    assert link.text == "8 to 16 s"
 
 
 def test_the_curve_of_costs_is_drawn(visit, tmp_path):
