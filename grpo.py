@@ -279,7 +279,8 @@ def update(policy, reference, optimizer, trees, tokens, args, teacher=None):
                     taught, _ = teacher(pack, args.temperature)  # [n]
                 # A token that the teacher finds likelier than the policy does is worth saying.
                 advantage = advantage + args.distill * (taught - old)
-                apart += [(pack.values["kind"], old - taught)] * real
+                if real:
+                    apart.append((pack.values["kind"], old - taught))
             loss, stats = policy_loss(logp, old, sampler, ref, advantage, args.clip_eps, args.kl)
             loss = weight * loss  # [n]
 
