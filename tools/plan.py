@@ -20,6 +20,9 @@ import checkpoint
 import launch
 
 PHASE = 11  # columns of a number in the table
+# Bytes that vLLM keeps while it sleeps: CUDA graphs and libraries. Others report 0.8 to 1.5 GB;
+# tools/gpu_check.py measures them.
+ENGINE_ASLEEP = 1.5e9
 SEQUENCES = 64  # that the engine samples at once, the default of --max-seqs
 
 
@@ -159,6 +162,7 @@ def ledger(config, gpus, pack_tokens, recompute="full", replicas=1, reference=Tr
     if engine_gb is not None:
         awake = {**resting, "vLLM": engine_gb * 1e9}
         phases = {"rollout": awake, "sync": {**awake, "one weight whole, and cast": 2 * head}}
+        resting["vLLM, asleep"] = ENGINE_ASLEEP
     # The part of one layer that is computed again, with the largest gradients. Before the backward
     # of the first layer, the logits stand in the same place.
     own = hidden * width if recompute == "full" else inside
@@ -256,7 +260,7 @@ def plan_text(config, gpus, gpu_gb, context, pack_tokens, engine_share=0.5, fram
     over = [name for name, total in totals.items() if total > limit]
     verdict = f"does not fit while: {', '.join(over)}" if over else "each phase fits"
     lines.append(f"{verdict} (limit {limit:.1f} GB)")
-    most = largest_pack(config, limit, gpus=gpus, **options)
+    most = largest_pack(config, limit, gpus=gpus, engine_gb=engine_gb, **options)
     lines.append(f"largest pack: {most} tokens (--pack-tokens {pack_tokens})")
     ranks = min(gpus, 8)
     host = host_memory(n, ranks, frame_cache_gb, lora=options.get("lora", 0))

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -212,7 +213,11 @@ def test_the_gpu_script_runs_its_cpu_part(tmp_path):
     rows = {row["what"]: row for row in found["rows"]}
     if found["gpu"] is None:
         assert done.returncode == 0 and not found["failed"], done.stdout[-2000:] + done.stderr
-        assert len(found["skipped"]) == 3 and found["ranks"] == 2  # kernels, steps, engine
+        # kernels of attention and of gated-delta layers, steps, the engine beside a trainer
+        assert len(found["skipped"]) == 4 and found["ranks"] == 2
+        assert rows["CPU engine alone: answers that sleep, wake and reload changed"]["value"] == 0
+        assert "vllm" in (tmp_path / "check.vllm.rank1.log").read_text()
+        assert found["rows"][-1]["what"] == "CPU engine: seconds of its end"
         assert rows["CPU toy packed SFT: MFU"]["value"] > 0
         assert rows["CPU toy GRPO update: tokens/s"]["value"] > 0
         assert "CPU fp32, 2 replicas packed: gradient" in rows
@@ -271,6 +276,59 @@ def test_the_tower_that_is_timed_is_the_trainers(gpu_world):
         gpu_check.check_tower(table, plan.read_config(ckpt), codec, CPU, 2, 32)
     assert table.rows[0]["value"] > 0
     assert not any(e.key == "aten::conv3d" for e in seen.key_averages())
+
+
+def test_a_check_that_fails_says_what_to_do_and_the_page_is_written_at_once(gpu_world, monkeypatch):
+    """All ranks met the error here, so the other checks run; if some did, all ranks stop."""
+    gpu_check, table, *_ = gpu_world
+    written = []
+    table.save = lambda: written.append(len(table.rows))
+
+    def check_exchange(table):
+        raise RuntimeError("NCCL")
+
+    table.run(check_exchange)
+    assert written == [1] and table.rows[0]["verdict"] == "FAIL"
+    assert "RuntimeError: NCCL; TO DO: NCCL_DEBUG=INFO" in table.rows[0]["note"]
+    monkeypatch.setattr(launch, "any_rank", lambda flag: True)  # another rank did not fail
+    with pytest.raises(launch.RunError, match="check_exchange failed on some ranks"):
+        table.run(check_exchange)
+    assert written == [1, 2]  # also before the end
+    for name in (name for name in dir(gpu_check) if name.startswith("check_")):
+        assert name in gpu_check.remedies() or name == "check_forms"  # a part of check_forwards
+
+
+def test_a_machine_that_lacks_what_a_run_needs_is_told(gpu_world, monkeypatch):
+    """Here four GPUs with an old driver, of which others hold half, for one rank."""
+    gpu_check, table, *_ = gpu_world
+    monkeypatch.setattr(gpu_check.metadata, "requires", lambda name: ["triton==0.1; x", "sympy"])
+    monkeypatch.setattr(gpu_check.shutil, "which", lambda name: None)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(gpu_check.subprocess, "run",
+                        lambda *_, **__: SimpleNamespace(stdout="535.104.05\n535.104.05\n"))
+    for name, value in (("device_count", 4), ("mem_get_info", (40e9, 80e9)),
+                        ("memory_reserved", 0)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    table.run(gpu_check.check_machine, torch.device("cuda", 0))
+    rows = {row["what"].removeprefix("machine: "): row for row in table.rows}
+    for name, said in (("driver below 580", "driver 535.104.05"),
+                       ("GPUs without a rank", "--nproc_per_node 4"),
+                       ("GB of the GPU that others hold", "nvidia-smi"),
+                       ("triton is not torch's", "make venv GPU=1"),
+                       ("missing for Triton's compiler", "gcc")):
+        assert rows[name]["verdict"] == "FAIL" and said in rows[name]["note"], name
+    assert "libraries of vLLM that do not load" in rows  # the last one: no error came before
+
+
+def test_more_ranks_than_gpus_are_one_line(monkeypatch, capsys):
+    from tools import gpu_check
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py"])
+    with pytest.raises(SystemExit) as stop:
+        launch.run_main(gpu_check.main)
+    assert stop.value.code == 2 and "8 ranks, 4 GPUs" in capsys.readouterr().err
 
 
 def test_a_check_that_fails_on_one_rank_fails_the_page(monkeypatch):
