@@ -188,6 +188,8 @@ def run_faults(args):
     return systems.faults(args) + endpoint.faults(args) + [
         (not args.ckpt and args.engine != "openai",
          "give --ckpt, or --engine openai with --base-url and --model"),
+        (args.template_args and args.engine == "openai",
+         "--template-args: an endpoint has a template of its own, set them there"),
         (0 in args.frames and "off" not in args.tools,
          "--frames 0 shows no video, but --tools on lets the agent look: give --tools off"),
     ]
@@ -318,7 +320,7 @@ def evaluate(args):
         if sys.stdout.isatty():  # a script that reads stdout gets the table alone
             launch.say(f"{args.ckpt or args.engine} -> {args.out}: loading")
         # Without a checkpoint there are no ids: prompts stay messages, and answers stay text.
-        codec = chat.load_codec(ckpt, args.channel) if ckpt else None
+        codec = chat.load_codec(ckpt, args.channel, args.template_args) if ckpt else None
         engine = make_engine(suites, args, ckpt, codec, protocol)
     # Rank 0 writes the files that --rescore and --compare read. Only now that the engine has taken
     # the checkpoint, so that a refused run leaves no files.
@@ -357,7 +359,8 @@ def estimate(args):
     """Prints the costs of evaluate(args). Builds no engine and writes no file."""
     ckpt, weights = whole_checkpoint(args)
     protocol, prompts = systems.make_protocol(args)
-    codec = chat.load_codec(ckpt, args.channel) if ckpt else None  # to count prompt tokens
+    # To count prompt tokens.
+    codec = chat.load_codec(ckpt, args.channel, args.template_args) if ckpt else None
     jobs = unfinished(load_suites(args, weights, prompts), args)
     shares = costs.split(jobs, int(os.environ.get("WORLD_SIZE", 1)))
     print(costs.estimate(jobs, shares, codec, protocol, args))

@@ -382,7 +382,7 @@ def main():
     held = data.read_tasks(args.val, faults) if args.val else []
     agent, source = rollout.agent_settings(args, args.data)
     if args.check:
-        codec = chat.load_codec(ckpt, args.channel)
+        codec = chat.load_codec(ckpt, args.channel, args.template_args)
         return check(args, codec, tasks + held, agent, source, faults)
     launch.make_out(os.path.join(args.out, "rollouts"))
     checkpoint.claim_run(args.out, [args.data, args.val])
@@ -405,7 +405,7 @@ def main():
         launch.end_process_group()
         return
     launch.say(f"{args.ckpt} -> {args.out}: loading the checkpoint, then the engine")
-    codec = chat.load_codec(ckpt, args.channel)
+    codec = chat.load_codec(ckpt, args.channel, args.template_args)
     # The largest prompt must fit, and some video must open. Both show before weights are loaded.
     rollout.check_context(codec, tasks + held, agent, source, args.frames)
     policy, reference, optimizer = load_models(args, ckpt, codec, source, device, folder)

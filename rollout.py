@@ -694,6 +694,8 @@ def add_agent_arguments(parser, tools: bool = True, more=()) -> None:
         help="keyframe: overviews take the key frame nearest to each time; fast in files of hours")
     add("--patience", type=float, default=1800.0,
         help="seconds a phase may take before the run ends and prints its stacks; 0 = for ever")
+    add("--template-args", type=chat.template_argument, nargs="+", default=[],
+        metavar="NAME=VALUE", help="for the chat template of all agents: enable_thinking=false, ..")
     add("--cpu", action="store_true", help="compute without a GPU, although there should be one")
     add("--engine-share", type=float, default=0.5, help="vLLM's part of the GPU while awake")
     add("--max-seqs", type=int, default=64, help="sequences in the engine's batch")
@@ -974,7 +976,7 @@ def main():
         write(rows, args.out)  # perhaps a kill came first
         return launch.say(f"nothing to do: {args.out} has all {wanted} rollouts")
     launch.say(f"{args.ckpt}: loading the tokenizer, then the engine")
-    codec = chat.load_codec(ckpt, args.channel)
+    codec = chat.load_codec(ckpt, args.channel, args.template_args)
     check_context(codec, tasks, agent, source, args.frames)
     judge = open_judge(args, args.out and verdicts_beside(args.out))
     sampler = Sampler(make_engine(ckpt, codec, args), codec, source, agent, judge=judge)

@@ -79,6 +79,8 @@ def build_parser():
     add("--eval-every", type=int, default=200, help="steps between held-out losses; 0 = at the end")
     add("--save-every", type=int, default=500, help="steps between checkpoints; 0 = at the end")
     metrics.add_track_arguments(add)
+    add("--template-args", type=chat.template_argument, nargs="+", default=[],
+        metavar="NAME=VALUE", help="for the chat template of all agents: enable_thinking=false, ..")
     add("--cpu", action="store_true", help="compute without a GPU, although there should be one")
     add("--patience", type=float, default=1800.0,
         help="seconds a phase may take; beyond, the run ends with its stacks; 0 = for ever")
@@ -353,13 +355,13 @@ def main():
     cache = video.frame_cache(args)
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
     if args.check:
-        return check(args, chat.load_codec(ckpt, args.channel), cache)
+        return check(args, chat.load_codec(ckpt, args.channel, args.template_args), cache)
     launch.make_out(args.out)
     checkpoint.claim_run(args.out, [args.data, args.val])
     rank, world, device = launch.start_process_group(args.patience, args.cpu)
     launch.beat(args.patience)  # from here on a phase that hangs ends the run
     launch.say(f"{args.ckpt} -> {args.out}: loading the checkpoint and {args.data}")
-    codec = chat.load_codec(ckpt, args.channel)
+    codec = chat.load_codec(ckpt, args.channel, args.template_args)
     train, held = open_data(args, codec, cache)
     inputs = checkpoint.identities({"--ckpt": ckpt}, {"--data": [args.data], "--val": [args.val]},
                                    train.films() + (held.films() if held else []))

@@ -261,7 +261,7 @@ def set_up(args):
     if args.out:
         launch.make_out(os.path.dirname(os.path.abspath(args.out)))
     launch.say(f"{args.ckpt or args.model}: loading")
-    codec = chat.load_codec(ckpt, args.channel) if ckpt else None
+    codec = chat.load_codec(ckpt, args.channel, args.template_args) if ckpt else None
     engine = evaluation.make_engine([suite], args, ckpt, codec, protocol)
     sampler = rollout.Sampler(engine, codec, suite.source, agent)
     return episodes.player(sampler, protocol, args.frames[0])

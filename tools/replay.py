@@ -107,7 +107,7 @@ def main():
         launch.say(f"{len(moved)} of {len(episodes)} rollouts are of films that have changed since,"
                    f" for example {moved[0]}")
     launch.say(f"{args.ckpt} -> {args.out}: loading the checkpoint")
-    codec = chat.load_codec(ckpt, args.channel)
+    codec = chat.load_codec(ckpt, args.channel, args.template_args)
     complete(episodes, codec)
     policy, reference, optimizer = grpo.load_models(args, ckpt, codec, source, device, None)
     teacher = grpo.load_teacher(wise, args, codec, device)

@@ -759,7 +759,7 @@ def main():
     source = replace(source, root=os.path.realpath(source.root))
     key = os.environ[args.api_key_env].strip().encode() if args.api_key_env else None
     launch.say(f"{args.ckpt}: loading the engine")
-    codec = chat.load_codec(ckpt, args.channel)
+    codec = chat.load_codec(ckpt, args.channel, args.template_args)
     engine = rollout.make_engine(ckpt, codec, args)
     films = Films(source.root, int(args.films_gb * 2**30))
     agents = Agents(rollout.Sampler(engine, codec, source, agent), args)

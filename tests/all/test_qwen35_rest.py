@@ -2,12 +2,16 @@
 More of the second base, Qwen3.5: python -m pytest tests/all/test_qwen35_rest.py -q
 """
 import contextlib
+import importlib.util
 import json
+import os
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
-from conftest import run_script
+from conftest import ROOT, run_script
 from test_qwen35 import CALL, alone, codec35, loaded, random_trees, world35  # noqa: F401
 
 import chat
@@ -259,3 +263,30 @@ def test_grpo_with_vllm_end_to_end(world35, tmp_path, stale):
 
     _, loading = AutoModelForImageTextToText.from_pretrained(out / "last", output_loading_info=True)
     assert not loading["missing_keys"] and not loading["unexpected_keys"]
+
+
+# ---- kernels ----
+
+
+def test_the_kernels_of_the_gpu_are_the_rule_of_the_cpu(tmp_path):
+    """In Triton's interpreter, in fp32: outputs, states and all gradients."""
+    for name in ("triton", "fla"):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed (pip install flash-linear-attention==0.6.0)")
+    script = os.path.join(ROOT, "tests", "all", "kernels.py")
+    done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True,
+                          cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    distances = json.loads(done.stdout.splitlines()[-1])
+    assert len(distances) == 8 and max(distances.values()) < 1e-5, distances
+
+
+def test_the_slow_rule_is_never_taken_on_a_gpu(monkeypatch, world35, codec35):
+    """A package that cannot be imported ends the start; transformers would fall back in silence.
+    A CPU has transformers' rule, also where the package is installed."""
+    monkeypatch.setenv("FLA_TILELANG", "0")  # so that it is as before afterwards
+    monkeypatch.setitem(sys.modules, "fla", None)
+    with pytest.raises(launch.UserError, match="flash-linear-attention==0.6.0"):
+        checkpoint.load_sharded(str(world35 / "init"), codec35, torch.device("cuda"))
+    kernel = model.delta_kernel(torch.device("cpu"))
+    assert kernel.__module__.startswith("transformers.") and not hasattr(kernel, "__wrapped__")
