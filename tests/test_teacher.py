@@ -5,6 +5,7 @@ The oracle is that of test_grpo.py: one plain transformers forward per sequence,
 of the docstring written out.
 """
 import copy
+import dataclasses
 import json
 import shutil
 
@@ -103,6 +104,24 @@ def test_a_teacher_that_is_the_policy_teaches_nothing(process_group, codec, sour
     assert max(g.abs().max().item() for g in found.values()) < 1e-6
     assert abs(stats["teacher_kl"]["main"]) < 1e-6
     assert stats["tokens"] == sum(sum(e.context.mask) for g in groups for e in g)
+
+
+def test_a_spare_pack_teaches_nothing(process_group, codec, source, groups, policy, vision, plain,
+                                     teacher, monkeypatch):
+    """A rank with fewer packs than another one runs along, for the collectives alone."""
+    record_logps(plain, codec, source, [e for g in groups for e in g])
+    found = []
+    for spare in (False, True):
+        def even(codec, packs, spare=spare):
+            bare = [(dataclasses.replace(packs[0], values={}), False)] * spare
+            return [(pack, True) for pack in packs] + bare
+
+        monkeypatch.setattr(model, "even_packs", even)
+        args = settings(teacher="T", train_sub=True, kl=0.1)
+        found.append(run_update(policy, vision, codec, groups, args, teacher, teacher=teacher))
+    ((one,), first), ((two,), second) = found
+    assert distance(two, one) < 1e-6 and first["teacher_kl"] == second["teacher_kl"]
+    assert first["teacher_kl"]["sub"] is not None
 
 
 def test_sub_agents_are_credited_as_their_episode_and_share_its_weight(
