@@ -515,7 +515,8 @@ def trace(memory, stage, size, ranks, layers, lora):
         assert len(policy.features.cache) == policy.features.computed == 3
     planned = plan.ledger(config, ranks, tokens, reference=bool(reference), engine_gb=0,
                           feature_cache_gb=kept / 2**30, lora=lora)
-    found |= {"ledger": plan.peak(planned), "resting": memory.now,
+    # No engine is traced, not even one that sleeps.
+    found |= {"ledger": plan.peak(planned) - plan.ENGINE_ASLEEP, "resting": memory.now,
               "resting by the ledger": sum(planned["rollout"].values())}
     sent = {name: (list(t.shape), t.dtype, t.device)
             for name, t in checkpoint.full_weights(policy, torch.bfloat16)}
