@@ -113,11 +113,11 @@ class Source(rollout.Source):
 
     def zoomed(self, spec):
         """Frames of a window as VideoZoomer takes them: evenly, the first and the last included.
-        Raises ValueError for a window behind the end."""
+        Raises ValueError for a window after the end."""
         path = video.resolve(spec["video"], self.root)
         starts, info = self.cache.index(path)
         if spec["start"] >= info.duration:
-            raise ValueError(f"the window begins behind the end of the video, {info.duration:.1f}s")
+            raise ValueError(f"the window begins after the end of the video, {info.duration:.1f}s")
         first, last = (min(int(spec[end] * info.fps), len(starts) - 1) for end in ("start", "end"))
         places = np.linspace(max(0, first), last, spec["num_frames"]).astype(int)
         return self.cache.frames(path, sorted(set(places.tolist())), self.min_pixels,

@@ -628,7 +628,8 @@ def test_conan_clips_are_read_at_the_videos_rate(clips, rate, shown, frames):
     ('<video_zoom>{"segment": [16, 8], "fps": 1}</video_zoom>', "error",
      "start < end"), ("<video_zoom>what</video_zoom>", "error", "expected"),
     ('<video_zoom>{"segment": [1, 1e999], "fps": 1}</video_zoom>', "error",
-     ""), ('<video_zoom>{"segment": [100, 105], "fps": 1}</video_zoom>', "error", "holds nothing"),
+     ""), ('<video_zoom>{"segment": [100, 105], "fps": 1}</video_zoom>', "error",
+     "begins after the end"),
     ('<video_zoom>{"segment": ["00:08", "00:12"], "fps": 0.1}</video_zoom>', "error",
      "no frame"), ('<video_zoom>[]</video_zoom>', "error", "expected")])
 @pytest.mark.parametrize("ids", [False, True])

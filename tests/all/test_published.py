@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
+import published as layout
 import pytest
 import torch
 from conftest import ROOT, Overheard
@@ -75,15 +76,15 @@ texts = st.lists(st.one_of(st.sampled_from(ODD), st.text(max_size=6)), max_size=
 def published(tmp_path_factory):
     """-> function (tied, thinking) -> folder of a tiny random checkpoint as Qwen3-VL's are
     published: their vocabulary, templates, layout."""
-    if not published.vocabulary_file():
+    if not layout.vocabulary_file():
         pytest.skip("the published vocabulary is not installed (dashscope)")
     folder = tmp_path_factory.mktemp("published")
-    published.write_tokenizer(folder)
+    layout.write_tokenizer(folder)
 
     @functools.cache
     def write(tied, thinking):
         name = folder / f"{'tied' if tied else 'untied'}-{'thinking' if thinking else 'instruct'}"
-        published.write_checkpoint(name, folder, tied, thinking)
+        layout.write_checkpoint(name, folder, tied, thinking)
         return str(name)
 
     return write
@@ -128,7 +129,7 @@ def known(monkeypatch, codecs, published):
     """Scripts in this process take the codec that is there: reading the vocabulary takes 3 s."""
     real, own = chat.load_codec, {os.path.realpath(published(*KINDS[kind])): codecs[kind]
                                    for kind in KINDS}
-    monkeypatch.setattr(chat, "load_codec", lambda folder, channel="image": (
+    monkeypatch.setattr(chat, "load_codec", lambda folder, channel="image", *more: (
         own.get(os.path.realpath(folder)) or real(folder, channel)))
     return own
 
