@@ -155,10 +155,8 @@ def training_trees(groups, codec, args):
     """Groups of this rank, with advantages -> (trees of the groups with a signal, sampled tokens of
     ALL groups by weight, number of skipped groups). The tokens of a skipped group count in N: they
     have advantage 0."""
-    trees = []
-    tokens = 0
-    skipped = 0
-    rollouts = 0  # numbered through all groups of the rank, see trees_of
+    # rollouts are numbered through all groups of the rank, see trees_of.
+    trees, tokens, skipped, rollouts = [], 0, 0, 0
     for group in groups:
         subs, weights = sub_agents(group, codec) if args.train_sub else ([], [])
         tokens += sum(sum(e.context.mask) for e in group)

@@ -1,5 +1,6 @@
 """
-bench/lossy.py: grpo.py for the ablation: R_acc as in the authors' release, and calls that get lost.
+bench/lossy.py: grpo.py for the ablation: R_acc as in the authors' release, and calls that get lost;
+or R_tool for windows that meet the evidence alone.
 
   R_acc reads the answer block, or else the last line with a word, so only R_fmt asks for the tags.
   P(a written, parseable call is served) = q, drawn per call; a lost one gets an error as its
@@ -8,6 +9,9 @@ bench/lossy.py: grpo.py for the ablation: R_acc as in the authors' release, and 
 The draw depends on the call's sampling seed alone, so a run can be repeated. bench/ablation.py runs
 this script for its main rows (q = 1) and for its phase diagram: when does RL drop calls, and when
 does it keep them?
+
+With the word `hit` in the place of q nothing else changes than R_tool: a call counts as executed if
+its window meets the task's evidence, and as parseable otherwise.
 
 Reads and writes: as grpo.py, whose flags follow q.
 
@@ -47,14 +51,40 @@ def losing(serve, success):
     return sub_agent
 
 
+def paying_hits(score):
+    """rewards.score -> the same, but that R_tool counts windows that meet the evidence alone."""
+    def paid(turns, task, calls=(), think_open=True, pay=None, *more, **named):
+        def hit(call):
+            span = [(call["start"], call["end"])] if call["status"] == "ok" else []
+            return not span or rewards.window_scores(span, task["evidence"])["hit"]
+
+        def scored(calls):
+            return score(turns, task, calls, think_open, pay, *more, **named)
+
+        found = scored(calls)
+        if task.get("evidence"):
+            hits = [call if hit(call) else {**call, "status": "missed"} for call in calls]
+            tool = scored(hits)["tool"]
+            change = (pay or rewards.Pay()).tool_weight * (tool - found["tool"])
+            found.update(tool=tool, paid_task=found["paid_task"] + change,
+                         total=found["total"] + change)
+        return found
+
+    return paid
+
+
 def main():
+    if sys.argv[1:2] == ["hit"]:
+        del sys.argv[1]
+        rewards.score = paying_hits(rewards.score)
+        return grpo.main()
     try:
         success = float(sys.argv.pop(1))
     except (IndexError, ValueError):
         success = -1.0
     if not 0 <= success <= 1:
         raise launch.UserError("bench/lossy.py Q FLAGS: Q is the probability that a written call "
-                               "is served, FLAGS are those of grpo.py")
+                               "is served, or the word hit; FLAGS are those of grpo.py")
     rewards.paid_answer = stated_answer
     rollout.sub_agent = losing(rollout.sub_agent, success)
     grpo.main()

@@ -481,6 +481,28 @@ def test_the_release_reads_the_tag_else_the_last_line(turn, want, monkeypatch):
     assert paid == rewards.accuracy(want, "open", "red")
 
 
+def test_only_windows_that_meet_the_evidence_are_paid_as_calls():
+    from bench import lossy
+
+    turns = ["I look.</think>\n", "I saw red.</think>\n<answer>red</answer>"]
+    task = {"type": "open", "answer": "red", "evidence": [[0, 8]]}
+
+    def call(start, end, status="ok"):
+        return {"parseable": True, "status": status, "start": start, "end": end}
+
+    paid, pay = lossy.paying_hits(rewards.score), rewards.Pay(tool_weight=2.0)
+    for calls in ([], [call(4, 9)], [call(40, 48), call(7, 9)], [call(1, 2, "error")]):
+        assert paid(turns, task, calls, pay=pay) == rewards.score(turns, task, calls, pay=pay)
+    missed = [call(40, 48), call(8, 9)]  # a window that only touches the evidence shows none of it
+    found, usual = (score(turns, task, missed, True, pay) for score in (paid, rewards.score))
+    assert found["tool"] == 0.1 and usual["tool"] == 0.8
+    assert usual["total"] - found["total"] == pytest.approx(2.0 * 0.7)
+    assert usual["paid_task"] - found["paid_task"] == pytest.approx(2.0 * 0.7)
+    assert found["windows"] == usual["windows"] and found["fmt"] == usual["fmt"]
+    bare = {"type": "open", "answer": "red"}
+    assert paid(turns, bare, missed, True, pay) == rewards.score(turns, bare, missed, True, pay)
+
+
 def test_lossy_needs_its_probability(monkeypatch, capsys):
     from bench import lossy
 
