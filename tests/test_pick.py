@@ -13,7 +13,7 @@ import rollout
 import sft
 import video
 from evaluation import folders, scores
-from tools import pick
+from tools import pick, view
 
 TASKS = [{"id": name, "video": f"videos/rl-000{n}.mp4", "question": "Which?", "options": None,
           "answer": "0 red", "type": "list"} for n, name in enumerate(("a", "b", "c"))]
@@ -148,12 +148,22 @@ def test_windows_and_films_decide_too(recorded, tmp_path):
     out = tmp_path / "chats.jsonl"
     for flags, main, why in (((), 2, "6 good, 6 wrong"), (("--per-video", 1), 1, "6 good"),
                              (("--recall", 0.6), 2, "1 looked elsewhere")):
-        done = run_script("tools/pick.py", path, "--best", out, *flags)
+        kept = tmp_path / "kept.jsonl"
+        done = run_script("tools/pick.py", path, "--best", out, "--kept", kept, *flags)
         assert f"{main} of main agents" in done.stdout and why in done.stdout, done.stdout
+        told = [json.loads(line) for line in kept.read_text().splitlines()]
+        assert [{k: v for k, v in row.items() if k != "picked"} for row in told] == rows
+        found = [row["picked"] for row in told]
+        assert found.count("kept") == main and found.count("wrong") == 6
+        assert found.count("enough of this film") == 4 * ("--per-video" in flags)
+        assert found.count("looked elsewhere") == ("--recall" in flags)
+        page = view.build([str(kept)], None, str(tmp_path / "page.html"), 100, 20.0, None, 1024)
+        assert sorted(e["picked"] for e in page["episodes"]) == sorted(found)
 
 
 @pytest.mark.parametrize("flags, why", [
-    ((), "give --best"), (("--band", "x", "1", "t"), "two numbers"),
+    ((), "give --best"), (("--band", "0", "1", "t", "--kept", "k"), "give both"),
+    (("--band", "x", "1", "t"), "two numbers"),
     (("--band", "0.9", "0.1", "t"), "LOW <= HIGH"), (("--best", "SAME"), "it is an input")])
 def test_bad_flags_are_told(recorded, flags, why):
     flags = [recorded if flag == "SAME" else flag for flag in flags]

@@ -16,11 +16,14 @@ The records of eval.py are read too, which hold text and no ids: a published mod
 behind an endpoint then teaches the cold start. --recall leaves out rollouts that looked elsewhere
 (of tasks with `evidence`), --per-video bounds the prompts that one film gives.
 
+--kept FILE writes all rollouts that were read, each with "picked": "kept" or why not, and
+tools/view.py FILE shows them.
+
 --band LOW HIGH FILE writes the tasks whose mean R_acc over their rollouts lies in this range. From
 a group without variance GRPO learns nothing.
 
 Reads:  rollout JSONL (rollout.py, or the rollouts/ of grpo.py), or records.*.jsonl of eval.py.
-Writes: chats and tasks as JSONL. Videos stay relative to the folder that they were relative to:
+Writes: chats, tasks and rollouts as JSONL. Videos stay relative to the folder that they were relative to:
         give that folder to sft.py and grpo.py as --video-root.
 
 (This file is not called select.py, because Python would then import it for its own `select`.)
@@ -48,7 +51,8 @@ def read_evaluation(path: str) -> list[dict]:
     rows = launch.read_jsonl(path, shape, lambda row: records.misfit(row, shape))
     kept = folders.read_json(os.path.dirname(os.path.abspath(path)), "args.json")
     windows = {name: kept[name] for name in ("sub_fps", "sub_frames")}  # see rollout.Agent
-    return [{**blank, **row, "windows": windows} for row in rows if row.get("show") == "real"]
+    return [{**blank, **row, "windows": windows, "record": row} for row in rows
+            if row.get("show") == "real"]
 
 
 def groups(paths: list[str]) -> list[list]:
@@ -64,7 +68,8 @@ def groups(paths: list[str]) -> list[list]:
                                    "can be called good")
         found.setdefault(row["task"]["id"], []).append(rollout.from_json(row))
         found[row["task"]["id"]][-1].notes.update(tools=row.get("tools", "on") == "on",
-                                                  windows=row.get("windows"))
+                                                  windows=row.get("windows"),
+                                                  record=row.get("record", row))
     for group in found.values():
         for episode in group:  # by the present code, whatever version wrote them
             verdict = episode.reward.get("judge")  # but for a judge, who is not asked again
@@ -141,6 +146,8 @@ def main():
     add("--recall", type=float, default=0.0, help="share of a task's `evidence` that the windows "
         "of a rollout with calls must show, 0 to 1; 0 = any windows")
     add("--per-video", type=int, default=0, help="prompts of one film, at most; 0 = all")
+    add("--kept", metavar="ROLLOUTS", help="the rollouts again, with what became of them, for "
+        "tools/view.py; default: none are written")
     add("--fewest-calls", action="store_true",
         help="rank by R_acc, whole tags, fewer calls; default: by the reward, which pays calls")
     yes_no = argparse.BooleanOptionalAction
@@ -152,7 +159,9 @@ def main():
     args = parser.parse_args()
     if not (args.best or args.band):
         raise launch.UserError("give --best, --band or both: nothing would be written")
-    outputs = [args.best] if args.best else []
+    if args.kept and not args.best:
+        raise launch.UserError("--kept says what --best made of each rollout: give both")
+    outputs = [path for path in (args.best, args.kept) if path]
     if args.band:
         try:
             low, high = float(args.band[0]), float(args.band[1])
@@ -177,9 +186,16 @@ def main():
         write(args.best, rows)
         print(f"{len(picked)} of {len(found)} tasks have a good rollout: {len(rows)} chats, "
               f"{len(picked)} of main agents -> {args.best}")
-        left = collections.Counter(fault(e, args.least, args.recall) or "good"
-                                   for group in found for e in group)
+        chosen = set(map(id, picked))
+        whys = {id(e): fault(e, args.least, args.recall) for group in found for e in group}
+        left = collections.Counter(why or "good" for why in whys.values())
         print("rollouts: " + ", ".join(f"{n} {why}" for why, n in sorted(left.items())))
+        if args.kept:
+            full = "enough of this film"  # --per-video
+            write(args.kept, [
+                {**e.notes["record"], "picked": "kept" if id(e) in chosen else whys[id(e)] or (
+                    "another was better" if chosen & set(map(id, group)) else full)}
+                for group in found for e in group])
     if args.band:
         tasks = [group[0].task for group in found if low <= mean_accuracy(group) <= high]
         write(args.band[2], tasks)

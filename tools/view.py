@@ -296,6 +296,7 @@ def shown_episode(row, source, place):
         "question": str(task["question"])[:4000],
         "options": [str(option) for option in task.get("options") or []],
         "status": str(row["status"]), "error": str(row.get("error") or "")[:500],
+        "picked": str(row["picked"])[:40] if "picked" in row else None,  # of tools/pick.py --kept
         "extracted": None if row.get("extracted") is None else str(row["extracted"]),
         "acc": number(row["score"] if "score" in row else reward.get("acc")),
         "graders": other_scores(row, source["verdicts"]),
