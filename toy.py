@@ -12,7 +12,9 @@ reaches into another scene may tell of a flash too many. Each task has `evidence
 about, by which windows are judged. A thought first tells of the scenes, and marks those to look at:
     I saw 0 green, 14 blue look 14 to 32, 32 red, 50 blue look 50 to 64. I need a closer look.
 A share of the demonstrations (--wrong) marks other scenes, so that the cold start calls in the
-right form and is often wrong about the place. Where to look is left for RL to learn.
+right form and is often wrong about the place. Where to look is left for RL to learn. With --scenes
+16 a film has 128 seconds, scenes of 4 to 12, colours that return, and one to five scenes of the
+border. 16 frames or more show all scenes; the demonstrations have these K alone.
 
 The world of --world named, which bench/ablation.py uses. A film of the same size: grey noise, and 1
 to 3 coloured squares, each on screen for 2 seconds within a separate 8-second slot. The question
@@ -32,6 +34,7 @@ that `--prior` names:
     tidy     calls half of the time, in the search world five times in six; everything is in the
              protocol's style: base and cold start in one, which learns fastest (`make demo`).
              Whether a sample calls does not depend on K
+    turns    as tidy, but one call a turn
     need     as tidy, but the thought first says what the frames show, and the calls are for the
              slots that they do not show; no call if they show all
     half     one sample in two as in need, the other as in tidy
@@ -99,23 +102,34 @@ def make_timeline(rng, seconds=64, slot=8, visible=2):
     return events
 
 
-def make_scenes(rng, seconds=64, count=4, flash=2):
+def film_seconds(scenes=4):
+    """Seconds of a film; with more scenes than four, 8 for each."""
+    return 64 if scenes <= 4 else 8 * scenes
+
+
+def make_scenes(rng, count=4, flash=2):
     """-> (events of the search world, ordered; the border colour asked about). An event is one
     scene: "window" and "border" are the scene's, "start", "end" and "colour" those of its flash."""
-    # Drawn freely around equal parts, but so that every overview has a frame of every scene.
-    cuts = [n * seconds // count + rng.choice((-4, -2, 0, 2, 4)) for n in range(1, count)]
-    names = rng.sample([name for name in colours() if name not in borders()], count)
+    # Drawn freely around equal parts. Every overview of four scenes has a frame of each.
+    seconds = film_seconds(count)
+    part = seconds // count
+    cuts = [n * part + rng.choice(range(-(part // 4), part // 4 + 1, 2)) for n in range(1, count)]
+    names = [name for name in colours() if name not in borders()]
+    names = rng.sample(names, count) if count <= len(names) else rng.choices(names, k=count)
     events = []
     for a, b, name in zip([0, *cuts], [*cuts, seconds], names):
         border = rng.choice([c for c in borders() if not events or c != events[-1]["border"]])
         start = rng.randrange(a + 1, b - flash)  # never on the scene's edge
         events.append({"start": start, "end": start + flash, "colour": name, "border": border,
                        "window": (a, b)})
-    return events, rng.choice(events)["border"]
+    held = [e["border"] for e in events]
+    few = max(4, min(map(held.count, held)))
+    return events, rng.choice([border for border in held if held.count(border) <= few])
 
 
-def draw_frames(events, noise, seconds=64, size=32):
+def draw_frames(events, noise, size=32):
     """Timeline -> uint8 [seconds, size, size, 3]. noise: numpy Generator."""
+    seconds = max(64, events[-1]["window"][1])
     frames = 128 + noise.normal(0, 6, (seconds, size, size, 3))
     for event in events:
         if "border" in event:  # of a scene, grey inside but for the flash
@@ -161,12 +175,15 @@ def seen_text(events, seen=None):
 
 
 def told_scenes(scenes, looks):
-    """The scenes as far as some frames tell: a scene ends midway between the two frames around its
-    end. looks: ordered indices of frames, one frame a second."""
-    ends = [e["window"][1] for e in scenes]
-    cuts = [0, *((max(t for t in looks if t < end) + min(t for t in looks if t >= end) + 1) // 2
-                 for end in ends[:-1]), ends[-1]]
-    return [{**e, "window": window} for e, window in zip(scenes, zip(cuts, cuts[1:]))]
+    """The scenes as far as some frames tell: a scene begins midway between two frames of different
+    borders, and one without a frame is not told. looks: ordered indices of frames, one a second."""
+    def at(t):
+        return next(e for e in scenes if t < e["window"][1])
+
+    pairs = [(a, b) for a, b in zip(looks, looks[1:]) if at(a)["border"] != at(b)["border"]]
+    told = [at(t) for t in (looks[0], *(b for _, b in pairs))]
+    cuts = [0, *((a + b + 1) // 2 for a, b in pairs), scenes[-1]["window"][1]]
+    return [{**e, "window": window} for e, window in zip(told, zip(cuts, cuts[1:]))]
 
 
 def scene_text(scenes, marked):
@@ -181,7 +198,7 @@ def stated_evidence(turn, task, frame_budget):
     """What a first turn's thought says of the overview -> (true claims, claims). Claims are about
     the slots of the question (the colour, or "nothing" if no frame shows the event), in the search
     world about all scenes (when each starts, as far as the frames tell, and its border)."""
-    looks = overview_looks(frame_budget)
+    looks = overview_looks(frame_budget, film_seconds(len(task.get("scenes", ()))))
     if "scenes" in task:
         truth = {e["window"][0]: e["border"] for e in told_scenes(task["scenes"], looks)}
     else:
@@ -208,9 +225,9 @@ def make_task(name, events, asked=None):
             "events": hits, **more}  # for bench/frontier.py; no prompt contains them
 
 
-def make_sample(name, rng, world):
+def make_sample(name, rng, world, scenes=4):
     """-> (events to draw, the task about them)."""
-    events, asked = make_scenes(rng) if world == "search" else (make_timeline(rng), None)
+    events, asked = make_scenes(rng, scenes) if world == "search" else (make_timeline(rng), None)
     return events, make_task(name, events, asked)
 
 
@@ -259,12 +276,12 @@ def shown(events, looks):
     return [e for e in events if set(looks) & set(range(e["start"], e["end"]))]
 
 
-def overview_looks(frame_budget):
-    return video.overview_indices(np.arange(64.0), 64.0, frame_budget).tolist()
+def overview_looks(frame_budget, seconds=64):
+    return video.overview_indices(np.arange(float(seconds)), float(seconds), frame_budget).tolist()
 
 
-def crop_looks(window, fps=1.0):
-    return video.crop_indices(np.arange(64.0), 64.0, *window, fps=fps).tolist()
+def crop_looks(window, fps=1.0):  # of a film that is long enough
+    return video.crop_indices(np.arange(1024.0), 1024.0, *window, fps=fps).tolist()
 
 
 def watched(window, events, fps=1.0):
@@ -286,7 +303,7 @@ def sub_chat(name, task, window, events, fps=1.0):
                                       "content": summary(window, events, fps)}]}
 
 
-def chats(task, events, budgets, rng, loose=False, wrong=0.0):
+def chats(task, events, budgets, rng, loose=False, wrong=0.0, one_call=False):
     """All samples of one video: the main agent answers directly, calls and gathers, or answers
     without tools; and one sub-agent per window. budgets: {way: [K, ..]}. loose: the base's native
     style, drawn turn by turn, instead of the protocol's.
@@ -297,9 +314,10 @@ def chats(task, events, budgets, rng, loose=False, wrong=0.0):
 
     In the search world every first thought tells of the scenes, no summary is withheld, and an
     answer repeats all that the summaries tell. wrong: share of the samples that are about other
-    scenes than those of the question.
+    scenes than those of the question. one_call: one call a turn.
     """
-    rows, tools = [], rollout.tool_schema()
+    rows, tools, searching = [], rollout.tool_schema(), "scenes" in task
+    seconds = film_seconds(len(events)) if searching else 64
 
     def said(text):
         return {"role": "assistant", "content": text}
@@ -309,28 +327,33 @@ def chats(task, events, budgets, rng, loose=False, wrong=0.0):
     samples = [(way, k) for way in ways for k in budgets.get(way, ())]
     for number, (way, k) in enumerate(samples):
         messages = rollout.main_messages(task, k, tools=way != "plain")
-        looks, searching = overview_looks(k), "scenes" in task
+        looks = overview_looks(k, seconds)
         # world: as this overview tells it. meant: the events that this sample answers about.
         world = told_scenes(events, looks) if searching else events
-        meant = [e for e, true in zip(world, events) if true in task["events"]]
+        meant = [e for e in world if e["border"] == task["events"][0]["border"]
+                 ] if searching else task["events"]
+        if not meant:  # the overview missed all scenes of the question
+            continue
         seen, told = shown(world, looks), []
         evidence = f"I saw {seen_text(meant, seen)}. " if way == "need" else ""
         if searching:
             if rng.random() < wrong:
                 others = [e for e in world if e not in meant]
-                meant = sorted(rng.sample(others, len(meant)), key=lambda e: e["start"])
+                meant = sorted(rng.sample(others, min(len(meant), len(others))),
+                               key=lambda e: e["start"])
             evidence = scene_text(world, meant)
         # call: every window, whatever the frames show. need: those that they do not show, if any.
         asked = {"call": meant, "need": [e for e in meant if e not in seen]}.get(way)
-        if asked:  # one call per window, then the summaries as tool responses
-            messages.append(said(call_turn(asked, rng, loose, evidence)))
+        parts = [[e] for e in asked or ()] if one_call else [asked] if asked else []
+        for part in parts:  # one call per window, then the summaries as tool responses
+            messages.append(said(call_turn(part, rng, loose, evidence * (part is parts[0]))))
             missed = rng.choices([0.0, 0.5, 1.0], [0.7, 0.15, 0.15])[0] * (not searching)
-            told = [e for e in asked if rng.random() >= missed]
+            told += [e for e in part if rng.random() >= missed]
             messages += [{"role": "tool", "content": summary(
-                e["window"], world if e in told else [])} for e in asked]
+                e["window"], events if e in told else [])} for e in part]
         # All that the crop of a window showed, else what the overview did. So a window that is too
         # wide spoils the answer.
-        saw = ", ".join((e in told and watched(e["window"], world)) or seen_text([e], seen)
+        saw = ", ".join((e in told and watched(e["window"], events)) or seen_text([e], seen)
                         for e in meant)
         answer = re.sub(r"\d+ ", "", saw) if searching else saw  # its question names no time
         messages.append(said(answer_turn(
@@ -340,13 +363,15 @@ def chats(task, events, budgets, rng, loose=False, wrong=0.0):
         if way == "plain":
             del row["tools"]
         rows.append(row)
-    if "scenes" in task:
-        # Every scene as some overview tells it, two windows of any place, and a few seconds around
-        # two flashes, because sub-agents that cannot read flashes hold a whole run back.
-        looks = overview_looks(rng.choice(rollout.gated_choices()))
+    if searching:
+        # Four scenes as some overview tells them, two windows of any place, and a few seconds
+        # around two flashes, because sub-agents that cannot read flashes hold a whole run back.
+        looks = overview_looks(rng.choice(budgets_of(len(events))), seconds)
         windows = [e["window"] for e in told_scenes(events, looks)]
-        windows += [(a, rng.randrange(a + 6, 65)) for a in rng.choices(range(0, 56, 2), k=2)]
-        windows += [(e["start"] - rng.randint(0, 1), min(64, e["end"] + rng.randint(0, 2)))
+        windows = windows if len(windows) <= 4 else rng.sample(windows, 4)
+        windows += [(a, rng.randrange(a + 6, min(a, seconds - 64) + 65))
+                    for a in rng.choices(range(0, seconds - 8, 2), k=2)]
+        windows += [(e["start"] - rng.randint(0, 1), min(seconds, e["end"] + rng.randint(0, 2)))
                     for e in rng.sample(events, 2)]
         looks = [(window, 1.0) for window in windows]
     else:
@@ -360,25 +385,30 @@ def chats(task, events, budgets, rng, loose=False, wrong=0.0):
                    for i, (window, fps) in enumerate(looks)]
 
 
+def budgets_of(scenes=4):
+    """The K that have a frame for each scene."""
+    return [k for k in rollout.gated_choices() if k >= scenes]
+
+
 def pretraining_rows(task, events, prior, rng, wrong=0.0):
     """Samples that train the base: every skill at every K, in the style of --prior (see above)."""
-    every = rollout.gated_choices()
+    every = budgets_of(len(task.get("scenes", ())))
     ways = {"weak": {"direct": every}, "need": {"need": every * 2}}.get(
         prior, {"direct": every, "call": every})
     if prior == "half":  # need at every K, and the two ways of tidy at about half of them
         direct = [k for k in every if rng.random() < 0.5]
         ways = {"direct": direct, "call": [k for k in every if k not in direct], "need": every}
     ways["plain"] = rng.sample(every, 2)
-    if "scenes" in task and prior in ("strong", "tidy"):
+    if "scenes" in task and prior in ("strong", "tidy", "turns"):
         # Calls have more to learn there than answers from the overview.
         ways["direct"], ways["plain"] = ways["plain"][:1], ways["plain"][1:]
-    return chats(task, events, ways, rng, loose=prior == "strong", wrong=wrong)
+    return chats(task, events, ways, rng, prior == "strong", wrong, one_call=prior == "turns")
 
 
 def cold_start_rows(task, events, rng, wrong=0.0):
     """Samples of the cold start, which teaches calling as in the paper: calls at every K, direct
     answers at one K."""
-    every = rollout.gated_choices()
+    every = budgets_of(len(task.get("scenes", ())))
     return chats(task, events, {"direct": [rng.choice(every)], "call": every,
                                 "plain": [rng.choice(every)]}, rng, wrong=wrong)
 
@@ -439,7 +469,7 @@ def render_template(messages, tools=None, base="qwen3_vl"):
     return render_jinja_template([messages], tools=tools, chat_template=chat_template(base))[0][0]
 
 
-def build_tokenizer(rng, vocab_size=640, base="qwen3_vl", world="named"):
+def build_tokenizer(rng, base="qwen3_vl", world="named", scenes=4):
     """Byte-level BPE trained on this world's own texts -> PreTrainedTokenizerFast."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -452,11 +482,13 @@ def build_tokenizer(rng, vocab_size=640, base="qwen3_vl", world="named"):
     if base == "qwen3_5":
         # transformers loads every tokenizer of this model_type with Qwen3.5's own pre-tokenizer,
         # which takes digits one by one. So the time stamps are added tokens, the numbers digits.
-        phrases += [f"<{t}.0 seconds>" for t in range(64)]
+        phrases += [f"<{t}.0 seconds>" for t in range(film_seconds(scenes))]
     # Times and numbers are repeated until each becomes one token.
-    corpus = [f"<{t}.0 seconds>" for t in range(64)] * 30 + [f" {t}" for t in range(65)] * 30
+    seconds = film_seconds(scenes)
+    corpus = [f"<{t}.0 seconds>" for t in range(seconds)] * 30
+    corpus += [f" {t}" for t in range(seconds + 1)] * 30
     for _ in range(300):
-        events, task = make_sample("v", rng, world)
+        events, task = make_sample("v", rng, world, scenes)
         for row in [*pretraining_rows(task, events, "strong", rng),
                     *cold_start_rows(task, events, rng)]:
             text = render_template([m if isinstance(m["content"], str)
@@ -473,7 +505,7 @@ def build_tokenizer(rng, vocab_size=640, base="qwen3_vl", world="named"):
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     core.decoder = decoders.ByteLevel()
     core.train_from_iterator(corpus, trainers.BpeTrainer(
-        vocab_size=vocab_size, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        vocab_size=512 + 2 * seconds, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         special_tokens=["<|endoftext|>"], show_progress=False))
     # PreTrainedTokenizerFast, because transformers rebuilds the stock pre-tokenizer of a
     # Qwen2Tokenizer and drops ours.
@@ -486,7 +518,7 @@ def build_tokenizer(rng, vocab_size=640, base="qwen3_vl", world="named"):
 
 
 def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384, base="qwen3_vl",
-               world="named"):
+               world="named", scenes=4):
     """Writes a random checkpoint of this model_type -> number of parameters, one or two millions.
     """
     launch.import_shim()
@@ -499,7 +531,7 @@ def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384, base="
         Qwen3VLVideoProcessor,
     )
 
-    tokenizer = build_tokenizer(rng, base=base, world=world)
+    tokenizer = build_tokenizer(rng, base, world, scenes)
     one = tokenizer.convert_tokens_to_ids
     axis = hidden // heads // 2  # rotary pairs of a head, shared out over time, height, width
     text = dict(vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=mlp,
@@ -572,9 +604,11 @@ def main():
     add("--seed", type=int, default=0, help="of videos, texts and weights")
     add("--world", choices=["search", "named"], default="search",
         help="search: questions name the border of the scenes to look at; named: they name times")
+    add("--scenes", type=int, default=4, help="search: scenes of a film, 4 to 32")
     add("--wrong", type=float, default=0.3,
         help="search: share of demonstrations that look at other scenes than those asked about")
-    add("--prior", choices=["strong", "weak", "tidy", "need", "half"], default="strong",
+    add("--prior", choices=["strong", "weak", "tidy", "turns", "need", "half"],
+        default="strong",
         help="style of the base's pretraining split, see above")
     add("--base-videos", type=int, default=480, help="videos of the base's pretraining split")
     add("--sft-videos", type=int, default=96, help="videos of the cold-start split")
@@ -594,6 +628,7 @@ def main():
         if getattr(args, name) < 1:
             raise launch.UserError(f"--{name.replace('_', '-')} must be at least 1")
     launch.at_least(0, args, "wrong")
+    launch.at_least(4, args, "scenes")
     from tqdm import tqdm
 
     launch.make_out(args.out)  # proves that the folder can be written
@@ -608,7 +643,7 @@ def main():
         for split, count in counts.items():
             for i in range(count):
                 # Every split draws its own videos, so that none is seen in two of them.
-                events, task = make_sample(f"{split}-{i:04d}", rng, args.world)
+                events, task = make_sample(f"{split}-{i:04d}", rng, args.world, args.scenes)
                 write_video(os.path.join(args.out, task["video"]), draw_frames(events, noise))
                 if split == "base":
                     rows[split] += pretraining_rows(task, events, args.prior, style, args.wrong)
@@ -621,7 +656,7 @@ def main():
         text = "".join(json.dumps(row) + "\n" for row in rows[split])
         launch.write_atomic(os.path.join(args.out, f"{name}.jsonl"), text)
     parameters = build_init(os.path.join(args.out, "init"), rng, args.seed, hidden=args.hidden,
-                            layers=args.layers, base=base, world=args.world)
+                            layers=args.layers, base=base, world=args.world, scenes=args.scenes)
     print(f"{args.out}: random checkpoint of {parameters / 1e6:.2f} M parameters, "
           f"{sum(counts.values())} videos, "
           + ", ".join(f"{len(r)} {s} rows" for s, r in rows.items()))

@@ -28,6 +28,7 @@ CPU: python bench/frontier.py                                   the ceilings
      python bench/frontier.py out/demo/eval/sft out/demo/eval/grpo
      python bench/frontier.py --sub-fps 0.375                   ceilings of bench/ablation.py
 """
+import collections
 import glob
 import itertools
 import json
@@ -85,13 +86,19 @@ def read(folder: str) -> list[dict]:
     return [{**r, "acc": float(r["reward"]["acc"] == 1.0)} for r in rows if r["status"] == "ok"]
 
 
+def film(task):
+    """-> (starts of the frames of a task's film, its seconds)."""
+    seconds = float(toy.film_seconds(len(task.get("scenes", ()))))
+    return np.arange(seconds), seconds
+
+
 def need(rows: list[dict]) -> dict:
     """Rollouts of one K -> {"n", "acc", "kappa", "needed", "wasted": per rollout; "called_unseen",
     "called_shown": shares of windows that were called; "evidence": share of slots}."""
     count = dict.fromkeys(("unseen", "shown", "hit", "extra", "calls", "right", "slots"), 0)
     for row in rows:
         events, k = row["task"]["events"], row["K"]
-        seen = toy.shown(events, video.overview_indices(np.arange(64.0), 64.0, k))
+        seen = toy.shown(events, video.overview_indices(*film(row["task"]), k))
         called = [(c["start"], c["end"]) for c in row["calls"] if c["status"] == "ok"]
         for event in events:
             kind, asked = ("shown", "extra") if event in seen else ("unseen", "hit")
@@ -118,9 +125,10 @@ def steps_of(row: dict, sub_fps: float) -> list[bool]:
     shown, told = [], " ".join(f"{c['summary']}," for c in calls)
     for c in calls:
         shown += toy.shown(row["task"]["events"], video.crop_indices(
-            np.arange(64.0), 64.0, c["start"], c["end"], c["num_frames"] or None, sub_fps))
+            *film(row["task"]), c["start"], c["end"], c["num_frames"] or None, sub_fps))
+    colours = collections.Counter(e["colour"] for e in row["task"]["events"])
     steps = [bool(calls), all(e in shown for e in row["task"]["events"]),
-             all(f" {e['colour']}," in told for e in row["task"]["events"]), row["acc"] == 1.0]
+             all(told.count(f" {name},") >= n for name, n in colours.items()), row["acc"] == 1.0]
     return list(itertools.accumulate(steps, lambda before, step: before and step))
 
 

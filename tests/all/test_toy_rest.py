@@ -278,6 +278,37 @@ def test_a_draw_that_looks_at_nothing_is_rarely_right():
     assert max(counts.values()) < 180 and len(counts) == 4 + 4 * 3
 
 
+def test_films_of_sixteen_scenes():
+    """Twice as long; one to five scenes of the border asked about, each crop of one shows its
+    flash; 16 frames show every scene and 8 do not; the demonstrations may call once a turn."""
+    rng, asked_about, told = random.Random(0), Counter(), Counter()
+    for _ in range(200):
+        events, asked = toy_world.make_scenes(rng, 16)
+        task = toy_world.make_task("v-0000", events, asked)
+        assert len(events) == 16 and events[-1]["window"][1] == 128 == toy_world.film_seconds(16)
+        assert all(a["window"][1] == b["window"][0] and a["border"] != b["border"]
+                   for a, b in zip(events, events[1:]))
+        assert all(4 <= b - a <= 12 for a, b in (e["window"] for e in events))
+        assert [len(toy_world.watched(e["window"], events).split()) for e in events] == [2] * 16
+        asked_about[len(task["evidence"])] += 1
+        for k in (8, 16, 32):
+            told[k] += len(toy_world.told_scenes(events, toy_world.overview_looks(k, 128)))
+        frames = toy_world.draw_frames(events, np.random.default_rng(0))
+        assert frames.shape == (128, 32, 32, 3)
+    assert set(asked_about) == {1, 2, 3, 4, 5}
+    assert told[32] == told[16] == 200 * 16 and told[8] <= 200 * 8
+    rows = toy_world.pretraining_rows(task, events, "turns", rng)
+    assert {kind_of(row)[2] for row in rows if kind_of(row)[1] == "call"} == {"16", "32", "64"}
+    for row in rows:
+        calls = [m["content"].count("<tool_call>") for m in row["messages"]
+                 if m["role"] == "assistant"]
+        if kind_of(row)[1] == "call":
+            assert calls[-1] == 0 and set(calls[:-1]) == {1}
+            assert sum("I saw 0" in m["content"] for m in row["messages"][2:]) == 1
+        else:
+            assert not any(calls)
+
+
 def said_scenes(text):
     """First thought -> ([(start, border)], [marked window])."""
     told = text.partition("I saw ")[2].split(".")[0]
