@@ -23,8 +23,8 @@ tools/view.py FILE shows them.
 a group without variance GRPO learns nothing.
 
 Reads:  rollout JSONL (rollout.py, or the rollouts/ of grpo.py), or records.*.jsonl of eval.py.
-Writes: chats, tasks and rollouts as JSONL. Videos stay relative to the folder that they were relative to:
-        give that folder to sft.py and grpo.py as --video-root.
+Writes: chats, tasks and rollouts as JSONL. Videos stay relative to the folder that they were
+        relative to: give that folder to sft.py and grpo.py as --video-root.
 
 (This file is not called select.py, because Python would then import it for its own `select`.)
 """
