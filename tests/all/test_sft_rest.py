@@ -58,8 +58,13 @@ def test_data_flags_change_the_batch(trained):
 
 
 def test_flags_about_memory_change_no_weight(trained):
+    """But for a few: Adam's first step is the sign of a gradient, and rounding may turn the sign of
+    one that is almost zero."""
+    plain = trained().weights
     for flags in (("--pack-tokens", 1), ("--recompute", "full")):
-        assert distance(trained(), trained(*flags)) < 2e-5
+        found = trained(*flags).weights
+        apart = sum(((plain[n] - found[n]).abs() > 2e-5).sum().item() for n in plain)
+        assert apart < 1e-4 * sum(weight.numel() for weight in plain.values())
 
 
 def test_saving_and_looking_flags(trained, toy, tmp_path):
