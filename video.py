@@ -318,7 +318,8 @@ def _pictures(folder):
 def _open_folder(path):
     """Folder of frames -> its table, as of `_open`. Ticks count the images from 0."""
     numbers, names = _pictures(path)
-    clock = [name for name in ("fps", "times.txt") if os.path.isfile(os.path.join(path, name))]
+    clock = [name for name in ("fps", "times.txt", "seconds.txt")
+             if os.path.isfile(os.path.join(path, name))]
     if not names or len(clock) != 1:
         has = " and ".join(clock) or "neither fps nor times.txt" if names else "no images"
         raise VideoError(path, f"this folder has {has}: add images 000001.jpg, .. and either fps, "
@@ -337,10 +338,13 @@ def _open_folder(path):
                              "their numbers must be evenly spaced")
         times, end = np.arange(count) / times[0], count / times[0]
     if len(times) != count:
-        raise VideoError(path, f"times.txt has {len(times)} times for {count} images")
-    starts = np.round(times - times[0], 4)
-    if not (later := np.diff(starts) > 0).all():  # NaN is never later
-        raise VideoError(path, f"times.txt: time {later.argmin() + 2} is not later than the last")
+        raise VideoError(path, f"{clock[0]} has {len(times)} times for {count} images")
+    # A film begins at 0. seconds.txt (of frames that a client of tools/serve.py sends) counts as it
+    # is written, because the client's question may name its times.
+    starts = np.round(times if clock == ["seconds.txt"] else times - times[0], 4)
+    if not (later := np.diff(starts, prepend=-1e-9) > 0).all():  # NaN is never later
+        raise VideoError(path, f"{clock[0]}: time {later.argmin() + 1} is not later than the last, "
+                         "or below 0")
     ticks, (height, width) = np.arange(count), _picture(path, names[0]).shape[:2]
     return starts, _duration(starts, end), height, width, ticks, ticks  # all are key frames
 

@@ -75,6 +75,11 @@ def test_numbers_order_the_images_and_either_clock_times_them(tmp_path):
     (tmp_path / "b" / "0003.WebP").rename(tmp_path / "b" / "0033.WebP")
     assert seen(video.overview(path, 99, **NATIVE).images) == [0, 1, 3, 4, 2]
     assert video.probe(folder_of(tmp_path / "c", 1, ("times.txt", "7"))).duration == 1  # a still
+    # seconds.txt counts as it is written.
+    path = folder_of(tmp_path / "d", 5, ("seconds.txt", "10\n11\n13\n15\n20\n"), "{}.png")
+    assert video.probe(path).duration == 22
+    assert video.crop(path, 11, 16, num_frames=9).seconds.tolist() == [11, 13, 15]
+    assert video.overview(path, 2).seconds.tolist() == [10, 15]  # looks at 5.5 and 16.5 s
 
 
 @pytest.mark.parametrize("change, why", [
@@ -97,6 +102,8 @@ def test_numbers_order_the_images_and_either_clock_times_them(tmp_path):
         ("1\n2\n", "times.txt has 2 times for 8 images"),
         ("1 2 3 4 5 6 6 7", "times.txt: time 7 is not later"),
         ("1 2 3 nan 5 6 7 8", "times.txt: time 4 is not later"), ("", "has 0 times"))],
+    (lambda p: (p / "fps").unlink() or (p / "seconds.txt").write_text("-1 2 3 4 5 6 7 8"),
+     "seconds.txt: time 1 is not later than the last, or below 0"),
 ])
 def test_a_folder_that_is_no_video_says_so_in_one_line(tmp_path, change, why):
     path = folder_of(tmp_path / "film")

@@ -183,7 +183,7 @@ class Films:
         if None in times:
             times = [n / fps for n in range(len(frames))]
         files = {f"{n:06d}.jpg": data_of(url) for n, (_, url) in enumerate(frames, 1)}
-        files["times.txt"] = "\n".join(map(str, times)).encode()
+        files["seconds.txt"] = "\n".join(map(str, times)).encode()
         return self.sent, self.keep(files, True)
 
     def inside(self, path: str) -> str:
