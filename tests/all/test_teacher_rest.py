@@ -1,0 +1,66 @@
+"""
+More tests of --teacher and --train-sub: two ranks, a resumed run, a teacher of another size.
+python -m pytest --all tests/all/test_teacher_rest.py
+"""
+import json
+import re
+
+import pytest
+import torch
+from conftest import run_script
+from safetensors.torch import load_file, save_file
+from test_replay import recorded, same_update, tasks  # noqa: F401  (fixtures)
+from test_teacher import LIVE, wise  # noqa: F401  (a fixture)
+
+TAUGHT = ("--train-sub", "--distill", 0.7)
+
+
+def test_one_rank_and_two_learn_the_same_from_a_teacher(toy, recorded, base, wise,  # noqa: F811
+                                                        tmp_path):
+    """Teacher, reference and policy in shards, sub-agents as trees of their own, a spare pack."""
+    logs, found = [], []
+    for ranks in (1, 2):
+        out = tmp_path / f"ranks{ranks}"
+        done = run_script("tools/replay.py", "--preset", "toy", "--ckpt", toy / "init",
+                          "--rollouts", recorded, "--video-root", toy, "--out", out, "--clip", 0,
+                          "--pack-tokens", 600, "--kl", 0.01, "--teacher", wise, *TAUGHT,
+                          ranks=ranks)
+        assert done.returncode == 0, done.stderr
+        logs.append(json.loads((out / "log.jsonl").read_text()))
+        found.append(load_file(out / "last" / "model.safetensors"))
+    a, b = logs
+    assert same_update(*found, base)
+    for key in ("grad_norm", "tokens", "gap_max", "groups"):
+        assert a[key] == pytest.approx(b[key], rel=1e-5, abs=1e-7), key
+    for key in ("main", "sub"):
+        assert a["teacher_kl"][key] == pytest.approx(b["teacher_kl"][key], rel=1e-4)
+        assert abs(a["teacher_kl"][key]) > 1e-3
+    assert a["teacher_kl"]["by_K"] == {k: pytest.approx(v, rel=1e-4)
+                                       for k, v in b["teacher_kl"]["by_K"].items()}
+
+
+def test_a_resumed_run_learns_the_same_from_its_teacher(run_grpo, wise, toy):  # noqa: F811
+    common = (*LIVE[2:], "--data", toy / "rl.jsonl", "--teacher", wise, *TAUGHT, "--lr", 1e-2)
+    whole, row, _ = run_grpo("--steps", 2, *common, out="whole")
+    run_grpo("--steps", 1, *common, out="parts")
+    parts, again, _ = run_grpo("--steps", 2, *common, out="parts")
+    assert row["teacher_kl"] == again["teacher_kl"] and row["step"] == again["step"] == 2
+    assert all(torch.equal(whole[n], w) for n, w in parts.items())
+
+
+def test_a_teacher_may_have_another_size(run_grpo, base, wise, toy):  # noqa: F811
+    """Half of the layers; other weights of it then teach something else."""
+    config = json.loads((wise / "config.json").read_text())
+    config["text_config"]["num_hidden_layers"] = 2
+    (wise / "config.json").write_text(json.dumps(config))
+    weights = {n: w for n, w in load_file(wise / "model.safetensors").items()
+               if not re.search(r"language_model\.layers\.[23]\.", n)}
+    assert len(weights) < len(base)
+    save_file(weights, wise / "model.safetensors", {"format": "pt"})
+    common = (*LIVE, "--data", toy / "rl.jsonl", "--set", "rewards=off", "--teacher", wise)
+    one, row, _ = run_grpo(*common, out="one")
+    assert row["teacher_kl"]["main"] and not all(torch.equal(base[n], w) for n, w in one.items())
+    save_file({n: w * 1.1 for n, w in weights.items()}, wise / "model.safetensors",
+              {"format": "pt"})
+    two, _, _ = run_grpo(*common, out="two")
+    assert not all(torch.equal(one[n], w) for n, w in two.items())
