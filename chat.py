@@ -529,6 +529,7 @@ def load_codec(ckpt, channel="image", template_args=()):
     find_config(ckpt)
     config = load_config(ckpt)
     from transformers import AutoProcessor
+    from transformers.utils.chat_template_utils import _get_template_variables
 
     with reading(ckpt, "tokenizer or processor"):
         processor = AutoProcessor.from_pretrained(ckpt, trust_remote_code=False)
@@ -552,12 +553,15 @@ def load_codec(ckpt, channel="image", template_args=()):
         raise launch.UserError(f"checkpoint {ckpt}: no chat template; copy chat_template.json or "
                                "chat_template.jinja from the checkpoint that this one was made "
                                "from")
+    with reading(ckpt, "chat template"):
+        read = _get_template_variables(owner.chat_template)
     for name, _, value in (given.partition("=") for given in template_args):
-        if not value or name not in owner.chat_template:  # a misspelt name would change nothing
+        if not value or name not in read:  # a misspelt name would change nothing
             raise launch.UserError(f"--template-args {name}: give NAME=VALUE, with a name that the "
                                    f"chat template of {ckpt} reads")
-        plain = re.fullmatch("true|false|none|[0-9.]+", value)
-        value = value if plain else json.dumps(value)
+        # Python's False too: any other text counts as true.
+        plain = re.fullmatch(r"(?i)true|false|none|-?(0|[1-9]\d*)([.]\d+)?", value)
+        value = value.lower() if plain else json.dumps(value)
         owner.chat_template = f"{{% set {name} = {value} %}}{owner.chat_template}"
     # Patches of another size would have other features, or crash deep inside the tower.
     tower = config.vision_config

@@ -335,10 +335,28 @@ def test_published_templates_take_their_arguments(toy, tmp_path, name, given, sa
 
 
 def test_a_template_argument_that_the_template_does_not_read_is_refused(toy):
-    """A misspelt name would change nothing, without a word."""
-    for argument in ("enable_thinkng=false", "messages", "messages="):
+    """A misspelt name would change nothing, without a word. Neither would a part of a name, or a
+    name that the template itself sets."""
+    for argument in ("enable_thinkng=false", "messages", "messages=", "add=1", "message=1", "=1"):
         with pytest.raises(launch.UserError, match=f"{argument.split('=')[0]}: give NAME=VALUE"):
             chat.load_codec(str(toy / "init"), "image", [argument])
+
+
+@pytest.mark.parametrize("value, wanted", [
+    ("false", "False"), ("False", "False"), ("None", "None"), ("TRUE", "True"), ("-1.5", "-1.5"),
+    ("1.2.3", "1.2.3"), ("01", "01"), ('a"b %}', 'a"b %}'), ("", None)])
+def test_a_template_argument_has_the_value_that_it_spells(toy, tmp_path, value, wanted):
+    """As a template writes it, or Python; all else is a text."""
+    folder = shutil.copytree(toy / "init", tmp_path / "init")
+    path = folder / "chat_template.jinja"
+    path.write_text("[{{ depth }}]" + path.read_text(encoding="utf-8"), encoding="utf-8")
+    if wanted is None:
+        with pytest.raises(launch.UserError, match="give NAME=VALUE"):
+            chat.load_codec(str(folder), "image", [f"depth={value}"])
+        return
+    codec = chat.load_codec(str(folder), "image", [f"depth={value}"])
+    said = chat.template(codec, [{"role": "user", "content": "x"}])
+    assert said.startswith(f"[{wanted}]")
 
 
 @pytest.mark.parametrize("name, flags", [
