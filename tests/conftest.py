@@ -130,8 +130,8 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="module", autouse=True)
 def fresh_process():
-    """What a file finds and leaves behind in the whole process: the shim before anybody imports
-    transformers, no process group, and what torch.compile does."""
+    """Sets and restores the state of the whole process: the shim before transformers is
+    imported, no process group, and torch.compile's stance."""
     import torch
 
     launch.import_shim()
@@ -269,8 +269,8 @@ def decoders(monkeypatch):
 
 @pytest.fixture
 def process_group():
-    """A process group of one, which FSDP and the lockstep helpers need. Made where there is none:
-    closing a vLLM engine ends it."""
+    """A process group of one, which FSDP and the lockstep helpers need. Made if there is none,
+    because closing a vLLM engine ends it."""
     launch.start_process_group()
 
 

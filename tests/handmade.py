@@ -116,7 +116,7 @@ def colourful(toy):
 
 
 class SilentEngine:
-    """Stands in for an engine where the rollouts are given."""
+    """Stands in for an engine if the rollouts are given."""
 
     def sleep(self):
         pass

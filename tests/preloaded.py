@@ -2,7 +2,7 @@
 preloaded.py: a process that has imported torch, transformers and vLLM once and forks for every run
 of a script, since the imports cost more than most of the runs. A line of JSON on stdin asks for a
 run: {"argv", "ranks", "timeout", "out", "err": files}; a line on stdout answers with its exit code,
-null where it took too long, and whether a rank had to be killed. Of several ranks one that fails
+null if it took too long, and whether a rank had to be killed. Of several ranks one that fails
 ends the others, as under torchrun.
 """
 import atexit

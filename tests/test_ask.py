@@ -93,16 +93,6 @@ def test_two_questions_decode_the_film_once(codec, toy, monkeypatch):
     assert first.ids != second.ids and first.seed != second.seed
 
 
-def test_a_film_that_cannot_be_read_is_told_with_its_reason(codec, toy, tmp_path):
-    """One film: nothing about the first of many, and no advice on a flag that was not given."""
-    (tmp_path / "frames").mkdir()
-    source = rollout.Source(str(tmp_path), video.FrameCache())
-    with pytest.raises(launch.UserError) as told:
-        rollout.check_context(codec, [{**FILM, "video": "frames"}], AGENT, source, 4)
-    assert str(told.value).startswith(f"the video cannot be read: {tmp_path / 'frames'}: ")
-    assert "has no images" in str(told.value) and "--video-root" not in str(told.value)
-
-
 def test_lines_of_standard_input_are_questions(monkeypatch, tmp_path):
     film = tmp_path / "film.mp4"
     film.write_bytes(b"x")
@@ -138,17 +128,6 @@ def test_flags_of_a_film(monkeypatch, tmp_path):
 def test_flags_that_do_not_fit_together(monkeypatch, given, why):
     with pytest.raises(launch.UserError, match=re.escape(why)):
         flags(monkeypatch, *given)
-
-
-def test_a_film_that_does_not_fit_is_refused_before_the_checkpoint_is_opened(toy, monkeypatch):
-    """Frames of 32 x 32 pixels take a token each, in a video item half of one."""
-    given = "--preset", "toy", "--video", str(toy / "videos" / "rl-0000.mp4"), "--question", "Who?"
-    with pytest.raises(launch.UserError, match="64 frames of 32 x 32 pixels take 64 tokens, and "
-                       "--context holds 64: lower --max-pixels"):
-        ask.set_up(flags(monkeypatch, *given, "--context", "64"))
-    for more in (("--context", "65"), ("--context", "64", "--channel", "video")):
-        with pytest.raises(launch.UserError, match="no such folder"):  # it is looked at now
-            ask.set_up(flags(monkeypatch, *given, *more))
 
 
 def test_the_command_asks_a_film_and_writes_the_episode(toy, tmp_path):

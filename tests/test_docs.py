@@ -16,7 +16,6 @@ import pytest
 from conftest import ROOT
 
 import data
-import grpo
 import rollout
 import video
 
@@ -112,31 +111,3 @@ def test_the_new_reward_of_the_guide_is_paid(tmp_path, monkeypatch):
     grpo.add_update_arguments(parser)
     args = parser.parse_args(["--ckpt", "x", "--out", "y", "--spread-reward", "0.5"])
     assert grpo.pay_of(args).spread_weight == 0.5
-
-
-def test_the_slurm_file_starts_a_run_that_all_parsers_take(tmp_path):
-    """With stubs for SLURM and torchrun; the flags go to the parsers of torchrun and grpo.py."""
-    from torch.distributed.run import get_args_parser
-
-    (text,) = re.findall(r"^```bash\n(#!.*?)^```", (Path(ROOT) / "docs" / "recipe.md").read_text(),
-                         re.M | re.S)
-    assert len(text.splitlines()) == 10
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    (tmp_path / ".venv" / "bin" / "activate").touch()
-    path = tmp_path / "path"
-    path.mkdir()
-    for name, body in (("srun", 'shift; exec "$@"'), ("scontrol", "echo node7; echo node8"),
-                       ("torchrun", 'printf "%s\\n" "$@"')):
-        (path / name).write_text(f"#!/bin/sh\n{body}\n")
-        (path / name).chmod(0o755)
-    env = {**os.environ, "PATH": f"{path}:{os.environ['PATH']}", "SLURM_NNODES": "4",
-           "SLURM_JOB_NODELIST": "node[7-8]"}
-    done = subprocess.run(["bash", "-c", text], cwd=tmp_path, env=env, capture_output=True,
-                          text=True)
-    assert done.returncode == 0, done.stderr
-    launcher = get_args_parser().parse_args(done.stdout.splitlines())
-    assert (launcher.nnodes, launcher.nproc_per_node, launcher.rdzv_endpoint) == (
-        "4", "8", "node7:29500")
-    assert launcher.shutdown_timeout == 900 and launcher.training_script == "grpo.py"
-    flags = grpo.build_parser().parse_args(launcher.training_script_args)
-    assert (flags.steps, flags.save_every, flags.replicas) == (54, 10, 4)

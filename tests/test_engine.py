@@ -5,10 +5,7 @@ vLLM on the random toy checkpoint: its ids and log-probs beside those of the tra
 reference engine, before and after a sync of weights.
 """
 import asyncio
-import functools
 import json
-import os
-import time
 from collections import Counter
 from dataclasses import replace
 
@@ -18,15 +15,13 @@ import torch
 from album import logprobs, plain_tree
 from conftest import Overheard
 from reference import ReferenceEngine, load_policy
-from safetensors.torch import load_file
 from scripted import ANSWER, Scripted, call, calls, is_sub, play, play_one
 
 import chat
 import checkpoint
-import engine as engine_module
 import model
 import rollout
-from engine import Limits, Pump, Request, VllmEngine, engine_prompt, in_flight
+from engine import Limits, Pump, Request, VllmEngine, in_flight
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 HOT = rollout.Agent(temperature=1.0, context=1024, max_new_tokens=16, sub_max_new_tokens=8,
@@ -145,72 +140,6 @@ def test_no_more_than_max_live_episodes_are_open(limit, codec):
     assert most == limit and sorted(finished) == [(n, "red") for n in range(8)]
 
 
-def asked(name):
-    return Request(name, [], [], [], [], 10, 0.0, 0)
-
-
-async def pumped(engine, work):
-    """work(pump) beside the steps of its pump -> its result; an error of the steps is raised."""
-    pump = Pump(engine, 1)
-    steps, work = asyncio.create_task(pump.steps()), asyncio.create_task(work(pump))
-    await asyncio.wait({steps, work}, timeout=20, return_when=asyncio.FIRST_COMPLETED)
-    if not work.done():
-        steps.result()  # its error, or InvalidStateError: nothing came within 20 s
-    steps.cancel()
-    return work.result()
-
-
-@pytest.mark.parametrize("finished", [False, True])
-def test_a_sample_that_is_cancelled_gives_up_its_request(codec, finished):
-    """Also if the engine finishes the request in the very moment."""
-    held = {"0/t/0/0"}
-    engine = Scripted(codec, ["red"], hold=lambda request: request.id in held)
-
-    async def work(pump):
-        left = asyncio.create_task(pump.sample(asked("0/t/0/0")))
-        other = await pump.sample(asked("0/t/1/0"))
-        real, polls = engine.poll, []
-
-        def poll():
-            # The task is cancelled and has not run since.
-            if not polls and finished:
-                held.clear()
-                left.cancel()
-            return polls.append(1) or real()
-
-        engine.poll = poll
-        if not finished:
-            left.cancel()
-        await asyncio.wait([left])
-        return left.cancelled(), other.text, (await pump.sample(asked("0/t/2/0"))).text
-
-    assert asyncio.run(pumped(engine, work)) == (True, "red", "red")
-    assert (("abort", "0/t/0/0") in engine.log) != finished and engine.waiting == []
-
-
-def test_completions_of_requests_that_nobody_made_are_passed_over(codec):
-    engine = Scripted(codec, ["red"])
-    engine.submit(asked("0/earlier/0/0"))
-    assert asyncio.run(pumped(engine, lambda pump: pump.sample(asked("0/t/0/0")))).text == "red"
-
-
-def test_a_pump_without_work_sleeps(codec, monkeypatch):
-    """Until a request is made, or a video is decoded."""
-    engine, rounds, real = Scripted(codec, ["red"]), [], asyncio.sleep
-    monkeypatch.setattr(asyncio, "sleep", lambda seconds: rounds.append(1) or real(seconds))
-
-    async def work(pump):
-        loading = pump.load(time.sleep, 0.1)
-        await real(0.05)
-        assert len(rounds) < 20
-        await loading
-        await real(0.05)
-        return (await pump.sample(asked("0/t/0/0"))).text, pump.idle_s
-
-    text, idle = asyncio.run(pumped(engine, work))
-    assert text == "red" and len(rounds) < 40 and idle > 0.1
-
-
 # ------------------------------------------------------------------------------------------------
 # Requests, sleep
 
@@ -222,43 +151,6 @@ def test_the_same_seed_gives_the_same_samples(vllm_engines, tasks, frames_of):
     assert {k: v[0] for k, v in first.items()} == {k: v[0] for k, v in again.items()}
     assert all(first[k][0] != other[k][0] for k in first)
     assert len({tuple(v[0]) for v in first.values()}) == 6  # members of a group differ
-
-
-def test_a_prompt_that_a_group_shares_is_made_ready_once(
-        vllm_engines, base, tasks, frames_of, monkeypatch):
-    """Three samples share the first prompt and four windows; what they say behind it is text.
-    Sampled is what is sampled where each prompt is made anew."""
-    engine, made = vllm_engines("image"), []
-    # To the bit only from equal batches. They must not depend on how fast frames are decoded, and
-    # keys and values must not come from another test's batches.
-    monkeypatch.setattr(Saying, "patient", True, raising=False)
-    weights = load_file(os.path.join(base, "model.safetensors"))
-    engine.sync(weights.items())
-    real, ready = engine.llm.renderer.render_cmpl, engine_prompt
-    monkeypatch.setattr(engine.llm.renderer, "render_cmpl",
-                        lambda p, **more: made.append(p) or real(p, **more))
-    for _ in range(2):  # the second time vLLM knows every frame
-        engine.prompts.clear()
-        shared = sample(engine, tasks[:1], frames_of, group=3)
-    assert len(made) == 2 * (1 + 4) and len(engine.prompts) == 5
-    engine.sync(weights.items())  # knows none any more
-    assert sample(engine, tasks[:1], frames_of, group=3) == shared and len(made) == 10
-    engine.prompts.clear()
-    monkeypatch.setattr(engine_module, "engine_prompt", functools.partial(ready, most=0))
-    assert sample(engine, tasks[:1], frames_of, group=3) == shared
-    assert len(made) == 10 + 3 * (3 + 4) and engine.prompts == {}
-
-
-def test_a_request_that_joins_a_running_batch_gets_what_it_would_get_alone(
-        vllm_engines, tasks, frames_of):
-    engine = vllm_engines("image")
-    alone = {}
-    for task in tasks[:4]:
-        alone.update(sample(engine, [task], frames_of))
-    together = sample(engine, tasks[:4], frames_of, threads=1)
-    for key, (ids, logps) in alone.items():
-        assert together[key][0] == ids
-        assert np.abs(np.subtract(together[key][1], logps)).max() < 1e-4
 
 
 # ------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import launch
 import rewards
 import rollout
 from engine import Completion
-from evaluation import costs, folders
+from evaluation import folders
 
 CALL = ('<tool_call>{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 8}}'
         "</tool_call>")
@@ -360,7 +360,7 @@ def test_only_what_is_missing_is_run_again(world):
     assert again.code == 0, again.err
     asked = {(task_of(r), str(r.items[0].frames)) for r in again.engine.asked}
     # A broken video asks the engine nothing; what failed in the engine is asked again, its old
-    # record stays behind.
+    # record stays.
     failed = {(r["task"]["id"], r["budget"]) for r in map(json.loads, kept)
               if r["status"] == "engine_error"}
     assert asked == {key for key in missing | failed if key[0] != "broken"}
@@ -413,34 +413,6 @@ def test_a_spoilt_record_is_named(world):
     path.write_text("{spoilt\n" + path.read_text())
     again = world(rows=ROWS[:2])
     assert again.code == 2 and f"{path}:1" in again.err
-
-
-# ------------------------------------------------------------------------------------------------
-# Several ranks
-
-
-def dealt(rows, parts, root="", **more):
-    """-> the task ids of each part."""
-    shares = costs.deal([(str(root), r) for r in rows], parts, **more)
-    return [[rows[i]["id"] for i in share] for share in shares]
-
-
-def test_the_questions_of_a_video_go_to_one_rank():
-    """Video-MME has three a video, LVBench fifteen; round robin decoded each on every rank."""
-    rows = [row(f"{v}-{q}", video=f"{v}.mp4") for q in range(3) for v in "abcdefgh"]
-    shares = dealt(rows, 4)
-    assert [len(share) for share in shares] == [6] * 4
-    assert sorted(sum(shares, [])) == sorted(r["id"] for r in rows)
-    homes = {}  # video -> ranks
-    for rank, share in enumerate(shares):
-        for name in share:
-            homes.setdefault(name[0], set()).add(rank)
-    assert all(len(ranks) == 1 for ranks in homes.values())
-    assert dealt(rows, 4) == shares
-    # Six videos more with one question each: most work first, and nobody has more than 8.
-    more = rows + [row(f"{v}-0", video=f"{v}.mp4") for v in "ijklmn"]
-    assert [len(share) for share in dealt(more, 4)] == [8, 8, 7, 7]
-    assert dealt(more, 4)[0][0] == "a-0" and dealt([], 2) == [[], []]
 
 
 # ------------------------------------------------------------------------------------------------

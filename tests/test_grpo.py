@@ -135,7 +135,7 @@ class Recorder:
 
 
 def settings(**changes):
-    """The flags of grpo.py, at their defaults where the oracle's formulas have no other number."""
+    """The flags of grpo.py, at their defaults unless the oracle's formulas have another number."""
     defaults = vars(grpo.build_parser().parse_args(["--ckpt", "c", "--data", "d"]))
     ours = dict(pack_tokens=4096, temperature=1.0, kl=0.0, clip=0.0)
     return SimpleNamespace(**{**defaults, **ours, **changes})

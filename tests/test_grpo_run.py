@@ -16,7 +16,6 @@ import checkpoint
 import grpo
 import launch
 import rollout
-import video
 
 
 @pytest.fixture(scope="module")
@@ -59,22 +58,6 @@ def test_agent_flags_reach_the_rollouts(run_grpo, given_rollouts, hard_tasks):
     assert (agent.max_parallel, agent.dispatch) == (2, "sequential")
     assert (first["frames"], first["group"]) == (16, 4)
     assert (first["step"], second["step"]) == (0, 1) and first["tasks"] != second["tasks"]
-
-
-def test_a_film_that_vanishes_between_rollout_and_update_changes_nothing(
-        run_grpo, given_rollouts, monkeypatch, hard_tasks):
-    common = ("--data", hard_tasks, "--steps", 1, "--prompts", 2, "--group", 4)
-    wanted = run_grpo(*common, out="straight")[0]
-    real = grpo.training_trees
-
-    def vanish(*given):
-        monkeypatch.setattr(video, "load", lambda spec, *_, **__: video.probe("gone.mp4"))
-        return real(*given)
-
-    monkeypatch.setattr(grpo, "training_trees", vanish)
-    found, m, _ = run_grpo(*common, out="vanished")
-    assert all(torch.equal(found[n], wanted[n]) for n in wanted)
-    assert m["not_ok"] == 0 and m["loss"] is not None
 
 
 def test_a_step_of_broken_videos_only_is_logged_and_changes_nothing(

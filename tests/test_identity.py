@@ -5,7 +5,6 @@ Everything that is read and is no flag is changed between two starts of the same
 then says so in a line, or ends with exit code 2 and one line. Then ids, films that are replaced
 while they are read, records that no rollout.py wrote, and weights that are no numbers.
 """
-import copy
 import json
 import os
 import shutil
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 from reference import make_engine
 from safetensors.torch import load_file, save_file
-from scripted import ANSWER, Scripted, Server, calls, play
+from scripted import ANSWER, Server
 from test_eval import Scripted as EvalEngine
 
 import checkpoint
@@ -197,39 +196,6 @@ def test_ids_are_counted_as_strings(tmp_path):
     path = write_rows(tmp_path / "t.jsonl", [task(7), task("a"), task("7")])
     with pytest.raises(launch.UserError, match="not unique: 7 is there 2 times"):
         data.read_tasks(str(path))
-
-
-IDS = ["a", "a/0", "a/0/0", "a%2F0", "0", "0/a", "a/"]
-
-
-def test_no_id_can_imitate_a_part_of_a_name(codec, toy, tmp_path):
-    """Names of groups and requests, seeds, and the ids of the chats of tools/pick.py."""
-    engine = Scripted(codec, lambda r: calls((0, 8)) if r.ids[-1:] and len(r.items) == 1 and
-                      r.max_tokens == 512 and len(r.ids) < 700 else ANSWER, sub="0 red")
-    source = rollout.Source(str(toy), video.FrameCache())
-    episodes = play(engine, [task(name) for name in IDS], source, group=2)
-    names = [request.id for request in engine.requests]
-    assert len(names) == len(set(names)) > 3 * len(episodes)
-    assert len({request.seed for request in engine.requests}) == len(names)
-    assert len({episode.group for episode in episodes}) == len(IDS)
-    rows = [row for e in episodes for row in pick.chats(e)]
-    assert len({row["id"] for row in rows}) == len(rows) > 2 * len(episodes) - 1
-
-
-# ------------------------------------------------------------------------------------------------
-# Records that no rollout.py wrote
-
-
-def changed(path, value):
-    """path: keys and numbers down into a record."""
-    def change(row):
-        row = copy.deepcopy(row)
-        place = row
-        for key in path[:-1]:
-            place = place[key]
-        place[path[-1]] = value(place[path[-1]]) if callable(value) else value
-        return row
-    return change
 
 
 # ------------------------------------------------------------------------------------------------

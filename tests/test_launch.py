@@ -3,7 +3,6 @@ Tests of launch.py: python -m pytest tests/test_launch.py -q
 """
 import argparse
 import os
-import signal
 import subprocess
 import sys
 
@@ -45,27 +44,6 @@ def test_a_misspelt_flag_gets_the_right_one_in_one_line(monkeypatch, capsys):
     said = capsys.readouterr().err
     assert end.value.code == 2 and said.count("\n") == 1
     assert "--grop: no such flag; did you mean --group?" in said
-
-
-@pytest.mark.parametrize("number, gap, ends", [
-    (signal.SIGTERM, 0.1, False), (signal.SIGTERM, 11, True), (signal.SIGINT, 0.1, True),
-    (signal.SIGINT, 2, False)])
-def test_a_second_signal_ends_the_process_at_once(monkeypatch, number, gap, ends):
-    """torchrun passes SIGTERM on to ranks that may have got it already. Ctrl-C twice is meant."""
-    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
-    times, killed = iter([100.0, 100.0, 100.0 + gap, 100.0 + gap]), []
-    try:
-        asked = launch.stop_on_sigterm()
-        handler = signal.getsignal(number)
-        monkeypatch.setattr(launch.time, "monotonic", lambda: next(times))
-        monkeypatch.setattr(os, "kill", lambda pid, n: killed.append(n))
-        handler(number, None)
-        assert asked.is_set() and not killed
-        handler(number, None)
-        assert killed == [number] * ends
-    finally:
-        for n, was in before.items():
-            signal.signal(n, was)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -12,8 +12,7 @@ import data
 import rollout
 import sft
 import video
-from evaluation import folders, scores
-from tools import pick, view
+from tools import pick
 
 TASKS = [{"id": name, "video": f"videos/rl-000{n}.mp4", "question": "Which?", "options": None,
           "answer": "0 red", "type": "list"} for n, name in enumerate(("a", "b", "c"))]
@@ -73,26 +72,6 @@ def test_the_best_is_the_highest_reward_then_the_fewest_calls(recorded):
     assert pick.best(c) is c[3]
 
 
-def test_fewest_calls_takes_the_right_rollout_that_did_without(recorded, tmp_path):
-    """Samples 1 and 2 of task a are right. Sample 1 called, and R_tool paid for it."""
-    (a, *_) = pick.groups([recorded])
-    assert [e.reward["acc"] for e in a] == [0.0, 1.0, 1.0, 0.0]
-    assert pick.best(a).sample == 1 and pick.best(a, fewest_calls=True).sample == 2
-    # a better answer is worth its calls, and so are whole tags
-    a[2].reward["acc"] = 0.75
-    assert pick.best(a, fewest_calls=True).sample == 1
-    a[2].reward["acc"], a[2].turns = 1.0, ["<answer>0 red"]
-    assert pick.best(a, fewest_calls=True).sample == 1
-    found = {}
-    for flags in ((), ("--fewest-calls",)):
-        done = run_script("tools/pick.py", recorded, "--best", tmp_path / "c.jsonl", *flags)
-        assert done.returncode == 0, done.stderr
-        rows = [json.loads(line) for line in (tmp_path / "c.jsonl").read_text().splitlines()]
-        found[flags] = sum("crop_video" in m["content"] for row in rows for m in row["messages"]
-                           if m["role"] == "assistant")
-    assert found == {(): 1, ("--fewest-calls",): 0}
-
-
 def test_the_band_takes_tasks_whose_rollouts_disagree(recorded, tmp_path):
     for band, wanted in (((0.2, 0.8), ["a"]), ((0, 0), ["b"]), ((0.5, 1), ["a", "c"])):
         out = tmp_path / "tasks.jsonl"
@@ -116,49 +95,6 @@ def test_the_command_and_its_flags(recorded, tmp_path):
     assert len(rows) == 5 and "tools" not in rows[0]
     assert "Question:" not in rows[1]["messages"][1]["content"][1]["text"]
     assert "crop_video" not in rows[0]["messages"][0]["content"]
-
-
-def test_chats_from_text_are_those_from_ids(recorded, tmp_path):
-    """Records of eval.py hold no ids. Failed replies, other frames and rows of --show are left."""
-    episodes = [rollout.from_json(json.loads(row)) for row in recorded.read_text().splitlines()]
-    flags = SimpleNamespace(protocol="paravt")
-    rows = [folders.record_of(e, "d", e.num_frames, mode, flags) for e in episodes
-            for mode in map(scores.mode_of, ({"tools": "on", "show": "real"},
-                                                       {"tools": "on", "show": "blank"}))]
-    path = tmp_path / "records.rank0.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    agent = rollout.Agent()
-    (tmp_path / "args.json").write_text(json.dumps(vars(agent)))
-    ids, text = pick.groups([recorded]), pick.groups([str(path)])
-    assert [len(group) for group in text] == [len(group) for group in ids] == [4, 4, 4]
-    for one, other in zip(ids, text):
-        assert [pick.chats(e) for e in one] == [pick.chats(e) for e in other]
-    assert pick.chats(pick.best(text[0])) == pick.chats(pick.best(ids[0]))
-
-
-def test_windows_and_films_decide_too(recorded, tmp_path):
-    rows = [json.loads(row) for row in recorded.read_text().splitlines()]
-    for row in rows:
-        row["task"]["evidence"], row["task"]["video"] = [[0, 8], [40, 48]], "videos/rl-0000.mp4"
-    path = tmp_path / "r.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (a, *_) = pick.groups([path])
-    assert a[1].reward["windows"]["recall"] == 0.5
-    assert pick.best(a, recall=0.5).sample == 1 and pick.best(a, recall=0.6).sample == 2
-    out = tmp_path / "chats.jsonl"
-    for flags, main, why in (((), 2, "6 good, 6 wrong"), (("--per-video", 1), 1, "6 good"),
-                             (("--recall", 0.6), 2, "1 looked elsewhere")):
-        kept = tmp_path / "kept.jsonl"
-        done = run_script("tools/pick.py", path, "--best", out, "--kept", kept, *flags)
-        assert f"{main} of main agents" in done.stdout and why in done.stdout, done.stdout
-        told = [json.loads(line) for line in kept.read_text().splitlines()]
-        assert [{k: v for k, v in row.items() if k != "picked"} for row in told] == rows
-        found = [row["picked"] for row in told]
-        assert found.count("kept") == main and found.count("wrong") == 6
-        assert found.count("enough of this film") == 4 * ("--per-video" in flags)
-        assert found.count("looked elsewhere") == ("--recall" in flags)
-        page = view.build([str(kept)], None, str(tmp_path / "page.html"), 100, 20.0, None, 1024)
-        assert sorted(e["picked"] for e in page["episodes"]) == sorted(found)
 
 
 @pytest.mark.parametrize("flags, why", [

@@ -104,19 +104,6 @@ def test_packs_equal_separate_sequences(world35, codec35, name):
     assert seen > 35
 
 
-def test_a_naive_pack_would_be_wrong(world35, codec35):
-    """The test above can fail: a state that runs on from one branch into the next changes much."""
-    hf = loaded(world35)
-    trees = random_trees(codec35, 5, [(9, [6, 6])])
-    with torch.no_grad():
-        wanted = alone(hf, codec35, trees)[6:]
-        tree = trees[0]
-        ids = torch.tensor([[*tree.prefix.ids, *tree.branches[0].ids, *tree.branches[1].ids]])
-        logp = hf(input_ids=ids).logits[0].log_softmax(-1)
-        naive = logp[15:20].gather(1, torch.tensor(tree.branches[1].ids[1:])[:, None])[:, 0]
-    assert (naive - wanted[1:]).abs().max() > 0.01
-
-
 def test_frames_and_text_as_transformers_computes_them(world35, codec35):
     """A prompt with frames: our ids, positions and features against transformers' processor."""
     import numpy as np
@@ -172,28 +159,6 @@ CALL = ("<tool_call>\n<function=crop_video>\n<parameter=start_time>\n{}\n</param
 def test_the_dialect_is_read_from_the_template(codec, codec35):
     assert (codec.dialect, codec.opens_thought) == ("json", False)
     assert (codec35.dialect, codec35.opens_thought) == ("xml", True)
-
-
-def test_chats_in_json_are_taught_in_the_dialect_of_the_base(codec, codec35):
-    text = ('<think>\nLook.\n</think>\n<tool_call>\n{"name": "crop_video", "arguments": '
-            '{"start_time": 8, "end_time": 16.5, "num_frames": 4}}\n</tool_call>')
-    chatted = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": text}]
-
-    def taught(codec):
-        sequence = chat.encode_chat(codec, chatted)
-        return chat.decode(codec, [i for i, m in zip(sequence.ids, sequence.mask) if m])
-
-    assert taught(codec) == text
-    said = taught(codec35)
-    assert said.removeprefix("Look.\n</think>\n") == (
-        "<tool_call>\n<function=crop_video>\n<parameter=start_time>\n8\n</parameter>\n"
-        "<parameter=end_time>\n16.5\n</parameter>\n<parameter=num_frames>\n4\n</parameter>\n"
-        "</function>\n</tool_call>")
-    for form, think_open in ((text, False), (said, True)):
-        (call,) = rewards.parse_tool_calls(form, think_open)
-        assert (call.start, call.end, call.num_frames, call.error) == (8.0, 16.5, 4, None)
-    broken = '<tool_call>\n{"name": "crop_video", "arguments": [1]}\n</tool_call>'
-    assert chat.in_dialect(codec35, broken) == broken
 
 
 @pytest.mark.parametrize("body, wanted", [

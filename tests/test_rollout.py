@@ -12,14 +12,13 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import fields, replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from conftest import ROOT, run_script
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from reference import ReferenceEngine, make_engine
+from reference import make_engine
 from scripted import (
     AGENT,
     ANSWER,
@@ -39,7 +38,7 @@ import launch
 import rewards
 import rollout
 import video
-from engine import Completion, Limits
+from engine import Completion
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -515,35 +514,6 @@ def test_a_broken_video_costs_its_own_episode_only(name, why, codec, tasks, tmp_
     assert "broken" in rollout.show(bad[0], codec)
 
 
-class Passing(Scripted):
-    """Main turns from the script, sub-agents by a real engine."""
-
-    def __init__(self, codec, main, engine):
-        super().__init__(codec, main)
-        self.engine = engine
-
-    def submit(self, request):
-        if is_sub(request):
-            self.requests.append(request)
-            self.engine.submit(request)
-        else:
-            super().submit(request)
-
-    def poll(self):
-        return self.engine.poll() + (super().poll() if self.waiting else [])
-
-
-def test_parallel_and_sequential_dispatch_give_the_same_summaries(codec, toy, tasks, frames_of):
-    """Only the order of work differs: a sub-agent sees its own window and nothing of the others."""
-    found, plain = [], ReferenceEngine(str(toy / "init"), codec, max_seqs=4)
-    for dispatch in ("parallel", "sequential"):
-        agent = replace(AGENT, temperature=0.0, sub_max_new_tokens=12, dispatch=dispatch)
-        engine = Passing(codec, [calls((0, 8), (16, 24), (40, 48)), ANSWER], plain)
-        (episode,) = play(engine, tasks[:1], frames_of, agent)
-        found.append([(c["status"], c["summary"], c["sub"]["ids"]) for c in episode.calls])
-    assert found[0] == found[1] and [c[0] for c in found[0]] == ["ok"] * 3
-
-
 # ------------------------------------------------------------------------------------------------
 # The rules of an episode
 
@@ -611,32 +581,6 @@ def test_every_flag_of_the_command_line_is_a_field_of_the_agent():
     assert rollout.agent_settings(parser.parse_args([]), __file__)[0] == rollout.Agent()
     flags = {action.dest for action in parser._actions} | set(rollout.settings())
     assert flags >= {field.name for field in fields(rollout.Agent)}
-
-
-def test_flags_of_the_engine_and_the_cache_reach_them(monkeypatch):
-    parser = argparse.ArgumentParser()
-    rollout.add_agent_arguments(parser)
-    args = parser.parse_args(["--engine-share", "0.4", "--max-seqs", "9", "--context", "777",
-                              "--frame-cache-gb", "0.5", "--frame-cache-dir", "kept",
-                              "--frame-cache-dir-gb", "0.25"])
-    args.frames, made = 16, []
-    monkeypatch.setattr(rollout, "VllmEngine", lambda *given: made.append(given))
-    codec = SimpleNamespace(channel="image")
-    rollout.make_engine("ckpt", codec, args, sleeping=True)
-    assert made == [("ckpt", codec, Limits(context=777, max_frames=16, max_pixels=50176,
-                                           max_seqs=9, gpu_memory=0.4, sleeping=True))]
-    # Room for what an episode may hold: images one by one, videos each as one item.
-    rollout.make_engine("ckpt", codec, args, windows=(3, 20))
-    rollout.make_engine("ckpt", SimpleNamespace(channel="video"), args, windows=(3, 20))
-    sized = [(limits.max_frames, limits.max_videos) for _, _, limits in made]
-    assert sized == [(16, 1), (16 + 3 * 20, 1), (20, 4)]
-    _, source = rollout.agent_settings(args, __file__)
-    assert source.cache.memory.most == 2**29
-    assert (source.cache.folder.path, source.cache.folder.most) == ("kept", 2**28)
-    assert rollout.agent_settings(parser.parse_args([]), __file__)[1].cache.folder.path is None
-    args.engine_share = 1.0
-    with pytest.raises(launch.UserError, match="--engine-share"):
-        rollout.agent_settings(args, __file__)
 
 
 # ------------------------------------------------------------------------------------------------

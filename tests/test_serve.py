@@ -185,29 +185,6 @@ def test_a_key_is_asked_for(running):
 # ---- places, clients that leave, time
 
 
-def held(codec):
-    """An engine that answers nothing until .go is set."""
-    engine = Scripted(codec, answered)
-    engine.go = threading.Event()
-    engine.hold = lambda request: not engine.go.is_set()
-    return engine
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_ends_its_episode(running, codec, stream):
-    server = running(held(codec), waiting=3)
-    with pytest.raises(httpx.ReadTimeout):
-        with httpx.stream("POST", server.url + "/v1/chat/completions", trust_env=False,
-                          json=body_of(stream=stream), timeout=0.5) as response:
-            for _ in response.iter_raw():
-                pass
-    server.until(lambda: server.agents.taken == 0 and not server.agents.jobs)
-    assert not server.agents.pump.waiting, "the engine still has its request"
-    assert not +server.films.used
-    server.engine.go.set()
-    assert content_of(server.post())
-
-
 # ---- the command
 
 

@@ -213,26 +213,6 @@ def test_frames_are_decoded_once_per_chat_and_encoded_once(toy, codec):
     assert chats[0] is chats[0]
 
 
-def test_a_film_that_goes_or_changes_after_its_first_epoch_costs_one_chat(
-        toy, codec, policy, tmp_path, capsys, process_group):
-    """Also if it goes between the making of a batch and the forward."""
-    film, other = tmp_path / "a.mp4", toy / "videos" / "sft-0001.mp4"
-    shutil.copy(toy / "videos" / "sft-0000.mp4", film)
-    rows = [{"id": "one", "messages": user_and("a", video="a.mp4", frames=4)}]
-    chats = chats_of(write_rows(tmp_path / "d.jsonl", rows), codec)
-    policy.features = model.VisionFeatures(policy.hf.model.visual, codec, None)
-    features = []
-    for change in (lambda: shutil.copy(other, film), film.unlink):
-        packs, policy.features.load = sft.make_packs(chats, [0], codec, 2048)
-        change()
-        with torch.no_grad():
-            assert sft.backward(policy, packs)[1] == 2
-        features.append(policy.features(packs[0].items[0]))
-    assert not torch.equal(*features)  # the second batch showed the new film
-    assert sft.make_packs(chats, [0], codec, 2048)[0] == [] and chats.broken == {0}
-    assert "skipped one" in capsys.readouterr().out
-
-
 # ------------------------------------------------------------------------------------------------
 # Flags
 

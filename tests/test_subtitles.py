@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from conftest import run_script
-from scripted import AGENT, Scripted, calls, is_sub
+from scripted import AGENT, Scripted, is_sub
 
 import chat
 import data as data_py
@@ -15,7 +15,6 @@ import eval as evaluation
 import grpo
 import launch
 import rollout
-from tools import pick
 
 ANSWER = "I saw it.\n</think>\n<answer>red</answer>"
 # The frames of an overview of 4 stand at 8, 24, 40 and 56 s.
@@ -75,33 +74,6 @@ def test_a_prompt_of_training_is_that_of_evaluation(toy, codec, data, tmp_path, 
     said = chat.decode(codec, found[0]["spoken"])
     assert {word for word in ("Hello there", "Goodbye", "Again") if word in said} == words
     assert "Subtitles:" not in chat.decode(codec, found[0]["mute"])
-
-
-def test_a_sub_agent_gets_no_subtitles_and_a_chat_from_a_rollout_has_them(
-        toy, codec, data, monkeypatch):
-    _, tasks, agent, source = settings(rollout, monkeypatch, toy, data)
-    engine = Scripted(codec, [calls((4, 12)), ANSWER])
-    (episode,) = rollout.run(rollout.Sampler(engine, codec, source, agent), tasks[:1], 4)
-    subs = [r for r in engine.requests if is_sub(r)]
-    assert subs and all("Hello" not in chat.decode(codec, r.ids) for r in subs)
-    again = rollout.from_json(json.loads(json.dumps(episode.to_json())))
-    assert pick.chats(again)[0]["messages"][:2] == episode.notes["opening"]
-    assert "Hello there\nAgain" in json.dumps(episode.notes["opening"]).replace("\\n", "\n")
-
-
-def test_the_largest_prompt_counts_its_subtitles(toy, codec, data, monkeypatch, capsys):
-    _, tasks, agent, source = settings(rollout, monkeypatch, toy, data, "--subtitles", "full")
-    assert rollout.preflight(codec, tasks, agent, source, 4) == []
-    said = int(re.search(r"has (\d+) tokens", capsys.readouterr().out)[1])
-    engine = Scripted(codec, [ANSWER])
-    list(rollout.run(rollout.Sampler(engine, codec, source, agent), tasks, 4))
-    prefix = len(chat.think_prefix_ids(codec, []))
-    longest = {name: len(ids) - prefix for name, ids in prompts(engine).items()}
-    assert said == longest["spoken"] > longest["mute"]
-    # The context of a run must hold them too.
-    small = rollout.Agent(context=said + 31)
-    with pytest.raises(launch.UserError, match=f"takes {said} tokens"):
-        rollout.check_context(codec, tasks, small, source, 4)
 
 
 @pytest.mark.parametrize("name, text, why", [

@@ -273,7 +273,7 @@ def kills(request):
 
 
 def test_a_run_killed_many_times_ends_with_the_weights_of_one_that_was_not(toy, go, kills):
-    """SIGKILL at random moments, a save behind every step."""
+    """SIGKILL at random moments, a save after every step."""
     steps = 2 * kills + 5
     words = ["sft.py", "--ckpt", toy / "init", "--data", toy / "sft.jsonl", "--batch-size", 4,
              "--steps", steps]

@@ -5,7 +5,6 @@ The oracle is that of test_grpo.py: one plain transformers forward per sequence,
 of the docstring written out.
 """
 import copy
-import dataclasses
 import json
 import shutil
 
@@ -14,7 +13,6 @@ import torch
 from handmade import colourful, make_group, plain_logps, record_logps, sampled_positions
 from reference import load_policy
 from test_grpo import (
-    credited,
     distance,
     perturb,
     plain_grads,
@@ -24,7 +22,6 @@ from test_grpo import (
     settings,
 )
 
-import grpo
 import launch
 import model
 import rewards
@@ -106,24 +103,6 @@ def test_a_teacher_that_is_the_policy_teaches_nothing(process_group, codec, sour
     assert stats["tokens"] == sum(sum(e.context.mask) for g in groups for e in g)
 
 
-def test_a_spare_pack_teaches_nothing(process_group, codec, source, groups, policy, vision, plain,
-                                     teacher, monkeypatch):
-    """A rank with fewer packs than another one runs along, for the collectives alone."""
-    record_logps(plain, codec, source, [e for g in groups for e in g])
-    found = []
-    for spare in (False, True):
-        def even(codec, packs, spare=spare):
-            bare = [(dataclasses.replace(packs[0], values={}), False)] * spare
-            return [(pack, True) for pack in packs] + bare
-
-        monkeypatch.setattr(model, "even_packs", even)
-        args = settings(teacher="T", train_sub=True, kl=0.1)
-        found.append(run_update(policy, vision, codec, groups, args, teacher, teacher=teacher))
-    ((one,), first), ((two,), second) = found
-    assert distance(two, one) < 1e-6 and first["teacher_kl"] == second["teacher_kl"]
-    assert first["teacher_kl"]["sub"] is not None
-
-
 def test_sub_agents_are_credited_as_their_episode_and_share_its_weight(
         process_group, codec, source, groups, policy, vision, plain):
     groups[0][0].calls.append(copy.deepcopy(groups[0][0].calls[0]))  # a second window
@@ -142,23 +121,6 @@ def test_sub_agents_are_credited_as_their_episode_and_share_its_weight(
     loss.backward()
     assert distance(found, plain_grads(plain)) < 1e-5
     assert stats["loss"] * stats["tokens"] == pytest.approx(loss.item() * n, rel=1e-4, abs=1e-5)
-
-
-@pytest.mark.parametrize("kl", [0.0, 0.3])
-def test_copies_of_a_sub_agent_change_nothing(process_group, codec, source, groups, policy, vision,
-                                              plain, teacher, kl):
-    record_logps(plain, codec, source, [e for g in groups for e in g])
-    args, found = settings(train_sub=True, kl=kl, teacher="T"), []
-    for copies in (0, 2):
-        for e in (e for g in groups for e in g):
-            e.calls += [copy.deepcopy(call) for call in e.calls for _ in range(copies)]
-        (grads,), _ = run_update(policy, vision, codec, groups, args, teacher if kl else None,
-                                 teacher=teacher)
-        found.append(grads)
-    assert distance(*found) < 1e-5
-    # windows of one prompt share a tree
-    trees, _, _ = grpo.training_trees(credited(groups), codec, args)
-    assert [len(tree.branches) for tree in trees] == [4, 3, 3, 3]
 
 
 @pytest.fixture
@@ -193,30 +155,6 @@ def test_a_run_learns_from_a_teacher_without_rewards_and_without_answers(
     assert "teacher_kl" not in row and all(torch.equal(off[n], w) for n, w in none.items())
     far, _, _ = run_grpo(*common, "--teacher", wise, "--distill", 3, out="far")
     assert not all(torch.equal(off[n], w) for n, w in far.items())
-
-
-def test_another_teacher_is_another_setting(run_grpo, wise, toy):
-    from safetensors.torch import load_file, save_file
-
-    common = (*LIVE, "--data", toy / "rl.jsonl", "--teacher", wise)
-    run_grpo(*common)
-    run_grpo(*common)  # nothing to do
-    weights = load_file(wise / "model.safetensors")
-    save_file({n: w + 0.1 for n, w in weights.items()}, wise / "model.safetensors",
-              {"format": "pt"})
-    with pytest.raises(launch.UserError, match="--teacher changed since"):
-        run_grpo(*common)
-
-
-def test_a_teacher_of_other_ids_is_refused(run_grpo, wise, toy):
-    path = wise / "tokenizer.json"
-    tokenizer = json.loads(path.read_text())
-    vocab = tokenizer["model"]["vocab"]
-    first, second = list(vocab)[20:22]
-    vocab[first], vocab[second] = vocab[second], vocab[first]
-    path.write_text(json.dumps(tokenizer))
-    with pytest.raises(launch.UserError, match="not those of --ckpt"):
-        run_grpo(*LIVE, "--data", toy / "rl.jsonl", "--teacher", wise)
 
 
 def test_rewards_that_are_off_are_logged_and_not_paid():

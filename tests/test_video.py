@@ -12,7 +12,6 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 from fractions import Fraction
 from pathlib import Path
 
@@ -76,7 +75,7 @@ def write(
             frame.pts, frame.time_base = (milliseconds[i] if milliseconds else i), tick
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
-    # SVT-AV1, where root runs it, makes its caller a real-time process, and all that starts later.
+    # If root runs it, SVT-AV1 makes its caller a real-time process, and all that starts later.
     os.sched_setscheduler(0, *before)
     return str(path)
 
@@ -357,13 +356,6 @@ def test_arrays_are_read_only(minute):
 # ---- cache
 
 
-def table_bytes(path):
-    """How much of a cache the times of a file take."""
-    cache = FrameCache()
-    cache.index(path)
-    return cache.memory.bytes
-
-
 def test_decoded_once(minute, opened):
     cache = FrameCache()
     first = video.overview(minute, 8, cache=cache)
@@ -373,38 +365,6 @@ def test_decoded_once(minute, opened):
     video.overview(minute, 8, max_pixels=1024, cache=cache)
     # another set, another size, but never indexed again
     assert len(opened) == 4
-
-
-@pytest.mark.parametrize("timeout", [None, 20])
-def test_several_workers_give_the_frames_of_one(long_gop, tmp_path, timeout, decoders):
-    """The same pictures in the same order, from as many decoders as there are parts; a broken file
-    is one error."""
-    alone, shared = FrameCache(), FrameCache(workers=3, timeout=timeout)
-    for look in (lambda cache: video.overview(long_gop, 40, cache=cache, **NATIVE),
-                 lambda cache: video.overview(long_gop, 9, cache=cache, **NATIVE)):
-        one, many = look(alone), look(shared)
-        assert np.array_equal(one.images, many.images) and one.key == many.key
-        assert one.seconds.tolist() == many.seconds.tolist()
-    # on a busy machine one may be done before the last is asked
-    assert len(decoders) in ((2, 3) if timeout else (0,))
-    shared.close()
-    (tmp_path / "x.mp4").write_bytes(b"no video" * 100)
-    with pytest.raises(VideoError):
-        video.overview(tmp_path / "x.mp4", 40, cache=shared)
-
-
-def test_least_recently_used_goes_first(minute, opened):
-    one = 64 * 32 * 3
-    cache = FrameCache(max_bytes=2 * one + table_bytes(minute))
-    for start in (0, 1, 0, 2):  # 0 was used again, so 2 pushes 1 out
-        video.crop(minute, start, start + 1, cache=cache)
-    assert len(opened) == 1 + 1 + 3 and cache.memory.bytes <= cache.memory.most
-    video.crop(minute, 0, 1, cache=cache)
-    assert len(opened) == 5
-    video.crop(minute, 1, 2, cache=cache)
-    assert len(opened) == 6
-    big = video.overview(minute, 64, cache=cache)  # larger than the cache: served all the same
-    assert len(big.seconds) == 64 and cache.memory.bytes <= cache.memory.most
 
 
 # ---- frames on disk
@@ -449,7 +409,7 @@ def test_a_rewritten_video_is_not_served_from_its_old_file(tmp_path, monkeypatch
     video.overview(path, 64, cache=FrameCache(folder=folder))
     write(path, 20, rate=1)
     assert len(video.overview(path, 64, cache=FrameCache(folder=folder)).seconds) == 20
-    # Nor kept, where it is rewritten while it is read: the frames may be of either.
+    # Nor kept, if it is rewritten while it is read: the frames may be of either.
     os.utime(path, ns=(1, 1))
     real = av.open
     monkeypatch.setattr(av, "open", lambda *given, **named: os.utime(path) or real(*given, **named))
@@ -621,19 +581,3 @@ def test_command_line(minute, long_gop, tmp_path):
     ran = subprocess.run([*command, str(tmp_path / "no.mp4")], check=False, capture_output=True,
                          text=True)
     assert ran.returncode == 1 and "no such file" in ran.stderr and "Traceback" not in ran.stderr
-
-
-def test_a_decoder_ends_with_its_killed_parent(tmp_path):
-    """Also while it waits in C for a file, here a pipe without a writer."""
-    os.mkfifo(tmp_path / "pipe")
-    script = ("import os, sys, threading, time, video\n"
-              "child = video.ChildDecoder(60)\n"
-              "threading.Thread(target=child.ask, args=[(sys.argv[1],)], daemon=True).start()\n"
-              "while child.process is None:\n    time.sleep(0.01)\n"
-              "time.sleep(2)\nprint(child.process.pid, flush=True)\nos.kill(os.getpid(), 9)")
-    done = subprocess.run([sys.executable, "-c", script, tmp_path / "pipe"], capture_output=True,
-                          text=True, cwd=os.path.dirname(video.__file__))
-    pid, until = int(done.stdout), time.monotonic() + 20
-    while os.path.exists(f"/proc/{pid}") and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not os.path.exists(f"/proc/{pid}")

@@ -32,7 +32,7 @@ VOCABULARY, ROWS = 151_643, 151_936
 
 
 def vocabulary_file():
-    """Path of the ranks, or None where the package is not installed."""
+    """Path of the ranks, or None if the package is not installed."""
     spec = importlib.util.find_spec("dashscope")
     path = (os.path.join(spec.submodule_search_locations[0], "resources", "qwen.tiktoken")
             if spec else "")

@@ -200,7 +200,7 @@ def test_a_failing_command_stops_the_run_with_its_log(ablation, args, monkeypatc
 
 
 def test_no_core_is_idle_while_a_job_can_run(ablation, args, monkeypatch):
-    """One long job and three short ones on two cores: the short ones go one behind the other on the
+    """One long job and three short ones on two cores: the short ones go one after the other on the
     second core."""
     jobs, ended, released = ["long", "a", "b", "c"], [], threading.Event()
     monkeypatch.setattr(ablation, "plan", lambda args, results: [(7, name) for name in jobs])

@@ -3,11 +3,14 @@ More of tools/ask.py: python -m pytest tests/all/test_ask_rest.py -q
 """
 import json
 
+import pytest
 from conftest import run_script
 from scripted import AGENT, Scripted, Server, calls, turn_of
 from test_ask import FILM, flags, sampler
 
+import launch
 import rollout
+import video
 from tools import ask
 
 
@@ -97,3 +100,24 @@ def test_leaving_the_events_cancels_the_episode(codec, toy):
 
     (episode,) = rollout.run(asked, [FILM], 4, play=play)
     assert left == [episode] and len(episode.turns) == 1
+
+
+def test_a_film_that_cannot_be_read_is_told_with_its_reason(codec, toy, tmp_path):
+    """One film: nothing about the first of many, and no advice on a flag that was not given."""
+    (tmp_path / "frames").mkdir()
+    source = rollout.Source(str(tmp_path), video.FrameCache())
+    with pytest.raises(launch.UserError) as told:
+        rollout.check_context(codec, [{**FILM, "video": "frames"}], AGENT, source, 4)
+    assert str(told.value).startswith(f"the video cannot be read: {tmp_path / 'frames'}: ")
+    assert "has no images" in str(told.value) and "--video-root" not in str(told.value)
+
+
+def test_a_film_that_does_not_fit_is_refused_before_the_checkpoint_is_opened(toy, monkeypatch):
+    """Frames of 32 x 32 pixels take a token each, in a video item half of one."""
+    given = "--preset", "toy", "--video", str(toy / "videos" / "rl-0000.mp4"), "--question", "Who?"
+    with pytest.raises(launch.UserError, match="64 frames of 32 x 32 pixels take 64 tokens, and "
+                       "--context holds 64: lower --max-pixels"):
+        ask.set_up(flags(monkeypatch, *given, "--context", "64"))
+    for more in (("--context", "65"), ("--context", "64", "--channel", "video")):
+        with pytest.raises(launch.UserError, match="no such folder"):  # it is looked at now
+            ask.set_up(flags(monkeypatch, *given, *more))

@@ -160,7 +160,7 @@ def test_a_step_in_bf16_is_nearly_the_step_in_fp32(one_rank, toy, script):
                                            for name in ("bf16", "fp32"))
     assert half["loss"] != full["loss"] == pytest.approx(half["loss"], rel=2e-3)
     assert half["grad_norm"] == pytest.approx(full["grad_norm"], rel=0.02)
-    # Adam's first step is the sign of the gradient, which rounding turns where it is small
+    # Adam's first step is the sign of the gradient, which rounding turns if it is small
     assert cosine(toy, moved, wanted) > 0.9
 
 

@@ -306,7 +306,7 @@ def test_every_script_refuses_what_it_cannot_load(ckpt, refuse, kind):
 
 
 def test_links_to_nothing_and_folders_named_like_files_do_no_harm(ckpt):
-    """Hub caches leave dangling links behind."""
+    """Hub caches leave dangling links."""
     (ckpt / "notes.txt").symlink_to(ckpt / "gone")
     (ckpt / "old.json").mkdir()
     assert checkpoint.resolve_checkpoint(str(ckpt)) == str(ckpt)

@@ -7,19 +7,7 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_convert import (
-    ANSWER,
-    LETTERS,
-    STRICT,
-    asks,
-    convert,
-    longvt,
-    piece,
-    responses,
-    rl,
-    shown,
-    turn,
-)
+from test_convert import ANSWER, TOOLS, convert, piece, responses, rl  # noqa: F401
 
 import chat
 import rewards
@@ -28,6 +16,52 @@ import sft
 import video
 from data import chat_fault, read_tasks
 from tools import convert as conversion
+
+# second, and the sentence below; the traces store the frames as stills, in a user turn.
+STRICT = ("Think first, call **crop_video** if needed, then answer. Format strictly as:  "
+          "<think>...</think>  <tool_call>...</tool_call> (if tools needed)  <answer>...</answer>.")
+
+
+def asks(start, end, name="b.mp4"):
+    return ('<think>I will look at [8.00s - 12.00s].</think>\n\n<tool_call>{"name":"crop_video",'
+            f'"arguments":{{"video_path": "{name}", "start_time": {start}, '
+            f'"end_time": {end}}}}}</tool_call>')
+
+
+def longvt(*middle, said="<think>This window shows it.</think> <answer> A red one. </answer>",
+           question=f"Which one? {STRICT} The Video path for this video is: b.mp4",
+           path="longvt_source/selftrace_1/b.mp4"):
+    """One row; middle: its messages between the question and the last turn."""
+    return {"id": "rft_1", "messages": [
+        {"role": "system", "content": [piece("text", TOOLS)]},
+        {"role": "user", "content": [piece("video_url", url=path), piece("text", question)]},
+        *middle, {"role": "assistant", "content": [piece("text", said)]}]}
+
+
+def turn(text):
+    return {"role": "assistant", "content": [piece("text", text)]}
+
+
+def shown(*pieces, role="user"):
+    return {"role": role, "content": [piece("text", p) if isinstance(p, str) else p
+                                      for p in pieces]}
+
+
+LETTERS = "Which?\n(A) one\n(B) two\n(C) three\n(D) four"
+
+
+FORMS = {"mcq": (LETTERS, "D", "D"), "text": (LETTERS, "D. four", "four"),
+         "its text": (LETTERS, "four", "four"), "brackets": (LETTERS, "(D)", "D. four"),
+         "blank lines": (LETTERS.replace("\n", "\n\n"), "(D) four", "(D)"),
+         "heading": (LETTERS.replace("?", "?\nOptions:"), "D.", "D"),
+         "oe": ("What is it?", "A dog.", "a dog"), "tvg": ("When?", "[8.6, 13.2]", [8.6, 13.2]),
+         "to": ("Find the segment.", "8.6 to 13.2", [8.6, 13.2]),
+         "score": ("What is the score?", "3 - 5", "3 - 5"),
+         "from": ("When?", "From 8.6s to 13.2s.", "8.6 - 13.2")}
+
+
+KINDS = {"text": "mcq", "its text": "mcq", "brackets": "mcq", "blank lines": None, "heading": None,
+         "to": None, "score": None, "from": "tvg"}
 
 
 def test_a_longvt_rl_row(tmp_path):
@@ -448,3 +482,32 @@ def test_texts_and_videos_of_a_row_survive_or_the_row_is_reported(data):
     made = len(chat.videos_in(talk))
     assert given_videos + sum(map(bool, stills)) <= made <= given_videos + sum(stills)
     assert chat_fault(talk) is None
+
+
+@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize("tail", [
+    f" {STRICT} The Video path for this video is: /data/b.mp4",
+    f" You FIRST think about the reasoning process as an internal monologue and then provide the "
+    f"final answer. {STRICT.removesuffix('.')} \n The Video path for this video is: a b.mp4",
+    " The video path for this video is my file.mp4.", ""])
+def test_a_chat_and_a_task_of_one_question_begin_with_the_same_ids(tmp_path, codec, kind, tail):
+    """The cold start has to show the prompt that RL and evaluation show: not a token more."""
+    question, said, gold = FORMS[kind]
+    talk = longvt(turn(asks(8, 12)), shown("<tool_response>red</tool_response>"),
+                  said=f"<think>x</think><answer>{said}</answer>", question=question + tail,
+                  path="selfqa/b.mp4")
+    extra = {"answer": gold, "question_type": KINDS.get(kind, kind)}
+    task = {"prompt": [{"role": "system", "content": TOOLS},
+                       {"role": "user", "content": "<video>" + question + tail}],
+            "videos": [{"video": "selfqa/b.mp4"}], "extra_info": extra}
+    (talk,) = convert(tmp_path, [talk], prompts="ours", frames=3)
+    (task,) = convert(tmp_path, [task])
+    item = chat.VisionItem({}, "k", 3, 32, 32, [1.0, 2.0, 3.0])
+    prompt, _ = chat.encode_prompt(codec, rollout.main_messages(task, 3), [item],
+                                    rollout.tool_schema())
+    ids = chat.encode_chat(codec, talk["messages"], [item], talk["tools"]).ids
+    assert ids[:len(prompt)] == prompt
+    text = chat.decode(codec, ids, keep_special=True)
+    assert "video_path" not in text and "Video path" not in text and "Format strictly" not in text
+    call = rewards.parse_tool_calls(talk["messages"][2]["content"])[0]
+    assert (call.start, call.end, call.error) == (8.0, 12.0, None)

@@ -15,7 +15,6 @@ from test_eval import (  # noqa: F401
     SAID,
     Scripted,
     answer,
-    dealt,
     record,
     records,
     row,
@@ -30,6 +29,13 @@ import eval as evaluation
 import rollout
 from engine import Completion
 from evaluation import costs, endpoint, scores
+
+
+def dealt(rows, parts, root="", **more):
+    """-> the task ids of each part."""
+    shares = costs.deal([(str(root), r) for r in rows], parts, **more)
+    return [[rows[i]["id"] for i in share] for share in shares]
+
 
 # ------------------------------------------------------------------------------------------------
 # Numbers
@@ -581,3 +587,21 @@ def test_windows_that_come_back_as_frames_fit_into_a_real_engine(toy, tmp_path, 
     assert (kept["status"], kept["error"], len(kept["turns"])) == ("ok", None, 3)
     assert [c["status"] for c in kept["calls"]] == ["ok"] * 4
     assert kept["cost"]["frames"] == 8 + 4 * 8 and kept["cost"]["sub_prompt_tokens"] == 0
+
+
+def test_the_questions_of_a_video_go_to_one_rank():
+    """Video-MME has three a video, LVBench fifteen; round robin decoded each on every rank."""
+    rows = [row(f"{v}-{q}", video=f"{v}.mp4") for q in range(3) for v in "abcdefgh"]
+    shares = dealt(rows, 4)
+    assert [len(share) for share in shares] == [6] * 4
+    assert sorted(sum(shares, [])) == sorted(r["id"] for r in rows)
+    homes = {}  # video -> ranks
+    for rank, share in enumerate(shares):
+        for name in share:
+            homes.setdefault(name[0], set()).add(rank)
+    assert all(len(ranks) == 1 for ranks in homes.values())
+    assert dealt(rows, 4) == shares
+    # Six videos more with one question each: most work first, and nobody has more than 8.
+    more = rows + [row(f"{v}-0", video=f"{v}.mp4") for v in "ijklmn"]
+    assert [len(share) for share in dealt(more, 4)] == [8, 8, 7, 7]
+    assert dealt(more, 4)[0][0] == "a-0" and dealt([], 2) == [[], []]

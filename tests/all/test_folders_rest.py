@@ -4,6 +4,7 @@ python -m pytest tests/all/test_folders_rest.py -q
 """
 import errno
 import fcntl
+import itertools
 import json
 import os
 import shutil
@@ -25,6 +26,24 @@ from test_folders import (
 
 import checkpoint
 import launch
+import sft
+
+
+@pytest.fixture
+def poor(monkeypatch):
+    """As exFAT, SMB and some FUSE answer: with one error after the other, from call to call."""
+    errors = itertools.cycle([errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP])
+
+    def refuse(*_, **__):
+        number = next(errors)
+        raise OSError(number, os.strerror(number))
+
+    real = os.fsync
+    monkeypatch.setattr(os, "symlink", refuse)
+    monkeypatch.setattr(os, "chmod", refuse)
+    monkeypatch.setattr(os, "fsync", lambda fd: refuse() if stat.S_ISDIR(os.fstat(fd).st_mode)
+                        else real(fd))
+
 
 # ------------------------------------------------------------------------------------------------
 # The checkpoint that a run starts from
@@ -184,3 +203,35 @@ def test_a_file_that_names_no_checkpoint_is_none(tmp_path, content):
     for path in (tmp_path, tmp_path / "last"):
         with pytest.raises(launch.UserError, match="no config.json"):
             checkpoint.resolve_checkpoint(str(path))
+
+
+def test_rollouts_of_a_run_are_not_deleted_by_an_update_from_them(toy, tmp_path):
+    record = tmp_path / "run" / "rollouts" / "step_000000.rank0.jsonl"
+    record.parent.mkdir(parents=True)
+    record.write_text("{}")
+    with pytest.raises(launch.UserError, match="rank0.jsonl would be replaced, but it is an input"):
+        checkpoint.claim_run(str(tmp_path / "run"), [str(record)])
+
+
+def test_a_run_saves_and_goes_on_without_links_and_modes(poor, monkeypatch, toy, tmp_path, capsys):
+    out, val = tmp_path / "run", tmp_path / "val.jsonl"
+    chats = (toy / "sft_val.jsonl").read_text().splitlines(keepends=True)
+    val.write_text("".join(chats[:4]))  # every step evaluates
+    for steps in (3, 4):
+        words = command("sft", toy, toy / "init", out, "--val", val, "--video-root", toy,
+                        "--eval-every", 1, "--lr", 0, "--muon-lr", 0, "--steps", steps)
+        monkeypatch.setattr(sys, "argv", list(map(str, words)))
+        sft.main()
+    assert "done: 1 steps" in capsys.readouterr().out
+    # At a rate of 0 the first loss stays the best one.
+    assert (out / "best").read_text() == "step_000001\n"
+    assert (out / "last").read_text() == "step_000004\n"
+    kept = {"step_000001", "step_000003", "step_000004"}
+    assert kept | {"best", "last"} <= set(os.listdir(out)) and "step_000002" not in os.listdir(out)
+    for given, name in (("", 4), ("last", 4), ("best", 1), ("step_000003", 3)):
+        found = checkpoint.resolve_checkpoint(os.path.join(out, given))
+        assert found == str(out / f"step_{name:06d}")
+    with pytest.raises(launch.UserError, match="lies in --out"):
+        resumed(out, str(out / "best"))
+    checkpoint.clean_run(str(out), 0)
+    assert not {"best", "last"} & set(os.listdir(out))

@@ -6,6 +6,7 @@ import concurrent.futures
 import json
 
 import pytest
+import torch
 from test_grpo_run import (
     LIVE,
     read_rollouts,
@@ -97,3 +98,19 @@ def test_a_task_is_one_group_even_where_two_epochs_meet_in_a_batch(
     rows = [r for r in read_rollouts(folder) if r["version"] == 1]
     assert m["groups"] == 1 and [r["sample"] for r in rows] == [0, 1, 2, 3, 4, 5]
     assert len({tuple(r["ids"]) for r in rows}) == 6
+
+
+def test_a_film_that_vanishes_between_rollout_and_update_changes_nothing(
+        run_grpo, given_rollouts, monkeypatch, hard_tasks):
+    common = ("--data", hard_tasks, "--steps", 1, "--prompts", 2, "--group", 4)
+    wanted = run_grpo(*common, out="straight")[0]
+    real = grpo.training_trees
+
+    def vanish(*given):
+        monkeypatch.setattr(video, "load", lambda spec, *_, **__: video.probe("gone.mp4"))
+        return real(*given)
+
+    monkeypatch.setattr(grpo, "training_trees", vanish)
+    found, m, _ = run_grpo(*common, out="vanished")
+    assert all(torch.equal(found[n], wanted[n]) for n in wanted)
+    assert m["not_ok"] == 0 and m["loss"] is not None

@@ -13,11 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from scripted import ANSWER, Scripted, calls, play, play_one
 from test_identity import (  # noqa: F401
-    IDS,
     SAID,
     SCRIPTS,
     SRT,
-    changed,
     ended,
     films,
     finished,
@@ -39,7 +37,22 @@ import data
 import launch
 import rollout
 import video
-from tools import records, replay
+from tools import pick, records, replay
+
+IDS = ["a", "a/0", "a/0/0", "a%2F0", "0", "0/a", "a/"]
+
+
+def changed(path, value):
+    """path: keys and numbers down into a record."""
+    def change(row):
+        row = copy.deepcopy(row)
+        place = row
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = value(place[path[-1]]) if callable(value) else value
+        return row
+    return change
+
 
 # ------------------------------------------------------------------------------------------------
 # Changed between two starts
@@ -345,3 +358,17 @@ def test_ids_beyond_the_vocabulary_are_refused(recorded, codec):
     row["ids"][0] = 10**6
     with pytest.raises(launch.UserError, match="0/a, sample 0: .* not of this checkpoint"):
         replay.complete([rollout.from_json(row)], codec)
+
+
+def test_no_id_can_imitate_a_part_of_a_name(codec, toy, tmp_path):
+    """Names of groups and requests, seeds, and the ids of the chats of tools/pick.py."""
+    engine = Scripted(codec, lambda r: calls((0, 8)) if r.ids[-1:] and len(r.items) == 1 and
+                      r.max_tokens == 512 and len(r.ids) < 700 else ANSWER, sub="0 red")
+    source = rollout.Source(str(toy), video.FrameCache())
+    episodes = play(engine, [task(name) for name in IDS], source, group=2)
+    names = [request.id for request in engine.requests]
+    assert len(names) == len(set(names)) > 3 * len(episodes)
+    assert len({request.seed for request in engine.requests}) == len(names)
+    assert len({episode.group for episode in episodes}) == len(IDS)
+    rows = [row for e in episodes for row in pick.chats(e)]
+    assert len({row["id"] for row in rows}) == len(rows) > 2 * len(episodes) - 1

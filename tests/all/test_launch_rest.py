@@ -103,3 +103,24 @@ def test_a_collective_waits_a_minute_longer_than_a_phase_and_patience_zero_for_b
         launch.start_process_group(patience)
         launch.beat(patience)
     assert phases == [7] and collectives == [67, 30 * 86400]
+
+
+@pytest.mark.parametrize("number, gap, ends", [
+    (signal.SIGTERM, 0.1, False), (signal.SIGTERM, 11, True), (signal.SIGINT, 0.1, True),
+    (signal.SIGINT, 2, False)])
+def test_a_second_signal_ends_the_process_at_once(monkeypatch, number, gap, ends):
+    """torchrun passes SIGTERM on to ranks that may have got it already. Ctrl-C twice is meant."""
+    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+    times, killed = iter([100.0, 100.0, 100.0 + gap, 100.0 + gap]), []
+    try:
+        asked = launch.stop_on_sigterm()
+        handler = signal.getsignal(number)
+        monkeypatch.setattr(launch.time, "monotonic", lambda: next(times))
+        monkeypatch.setattr(os, "kill", lambda pid, n: killed.append(n))
+        handler(number, None)
+        assert asked.is_set() and not killed
+        handler(number, None)
+        assert killed == [number] * ends
+    finally:
+        for n, was in before.items():
+            signal.signal(n, was)

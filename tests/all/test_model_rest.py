@@ -4,6 +4,7 @@ python -m pytest tests/all/test_model_rest.py -q
 """
 import dataclasses
 import functools
+from copy import deepcopy
 from types import SimpleNamespace
 
 import numpy as np
@@ -186,3 +187,21 @@ def test_features_of_a_changed_file_are_refused(policy, codec, album, change):
     item = dataclasses.replace(album.item(1), **change)
     with pytest.raises(ValueError, match="v1-3-64-96: the file changed"):
         album.features(policy, codec)(item)
+
+
+def test_the_patch_embedding_is_a_linear_layer(policy, codec, album):
+    """The tower's output is transformers' own, and no convolution runs."""
+    ours = policy.hf.model.visual
+    theirs = deepcopy(ours)
+    theirs.patch_embed.proj.__class__ = torch.nn.Conv3d
+    patches, grid = model.patchify(codec, album.load(album.item(1).spec).images)
+    found = []
+    for tower in (ours, theirs):
+        with torch.no_grad(), torch.profiler.profile() as seen:
+            out = tower(patches, grid_thw=grid)
+        found.append(torch.cat([out.pooler_output, *out.deepstack_features], 1))
+        convolves = any(e.key == "aten::conv3d" for e in seen.key_averages())
+        assert convolves == (tower is theirs)
+    assert (found[0] - found[1]).abs().max() < 1e-5 < found[0].abs().max()
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    assert ours.patch_embed.proj.weight.shape == (ours.config.hidden_size, 3, 2, 16, 16)

@@ -2,7 +2,7 @@
 Tests of evaluation/paper.py, readers.py, sources.py, checkouts.py and verify.py:
     python -m pytest tests/all/test_paper.py -q
 
-The publishers' own code is the oracle where a copy of it is at hand: CHECKOUTS names a folder with
+The publishers' own code is the oracle if a copy of it is at hand: CHECKOUTS names a folder with
 clones in it (ParaVT). Elsewhere these tests are skipped. torch and transformers are always there.
 """
 import importlib.util
@@ -56,7 +56,7 @@ def test_sizes_are_those_of_the_processors():
 
 
 def test_a_window_has_an_even_number_of_frames():
-    """At 25 frames a second, 720p: 77 tokens a frame behind the processor of the checkpoint."""
+    """At 25 frames a second, 720p: 77 tokens a frame after the processor of the checkpoint."""
     def asked(start, end):
         places, size = readers.qwen({"fps": 1, "min_frames": 1, "max_frames": 16, "min_pixels": 784,
                                      "max_pixels": 50176, "video_start": start, "video_end": end},

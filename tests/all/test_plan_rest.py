@@ -205,7 +205,7 @@ def test_without_a_reference_its_memory_is_free(monkeypatch, capsys):
 
 
 def test_the_gpu_script_runs_its_cpu_part(tmp_path):
-    """So that it does not rot where there is no GPU: every CPU check passes on every rank, what
+    """So that it does not rot without a GPU: every CPU check passes on every rank, what
     needs a GPU says so, and the page holds every row."""
     done = run_script("tools/gpu_check.py", "--out", tmp_path / "check", ranks=2)
     found = json.loads((tmp_path / "check.json").read_text())

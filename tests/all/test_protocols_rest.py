@@ -246,7 +246,7 @@ def test_systems_of_one_generation(play, name, system, said):
     assert ("00:00 to 01:04" in text) == (name == "rewatch-r1")  # the toy video has 64 seconds
 
 
-def test_time_r1_begins_its_answer_behind_an_empty_thought(play, codec):
+def test_time_r1_begins_its_answer_after_an_empty_thought(play, codec):
     _, asked, _ = play("--protocol time-r1 --frames 4", "<answer>(B)</answer>", ids=True)
     assert asked[0].prefill == "<think>\n</think>\n"
     text = chat.decode(codec, asked[0].ids, keep_special=True)
@@ -834,3 +834,16 @@ def test_prompts_are_read_from_a_publishers_file_and_hashed(play, tmp_path, monk
                                       "--prompt-file", f"{tmp_path}/user.txt"])
     with pytest.raises(launch.UserError, match="takes 3: context_vlm"):
         systems.make_protocol(evaluation.parse_args())
+
+
+@pytest.mark.parametrize("name, call", [("conan", "<clip>00:00:01-00:00:05</clip>"),
+                                        ("videozoomer",
+                                         '<video_zoom>{"segment": [1, 3], "fps": 1}</video_zoom>'),
+                                        ("sage", tool("unified_web_search", query="x")),
+                                        ("longvt", "<think>x</think>" + CROP % (0, 2)),
+                                        ("paravt", crops((0, 2)))])
+def test_an_agent_that_never_answers_is_stopped_after_its_rounds(play, name, call):
+    episode, asked, record = play(f"--protocol {name} --frames 4", call)
+    rounds = systems.protocols()[name].native.get("max_turns", 3)
+    assert len([r for r in asked if r.id.count("/") == 3]) == rounds + 1 and record["score"] == 0.0
+    assert episode.calls[-1]["status"] == "not_run"

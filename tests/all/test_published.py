@@ -337,7 +337,7 @@ def test_long_numbers_times_and_scripts_are_read_digit_by_digit_and_back(codec):
 
 
 # A turn that begins with a blank shares a token with the line break before it: no turn of a model's
-# does, it is sampled behind that break.
+# does, it is sampled after that break.
 words = st.text("ab \n.,7\u65e5\u00e9<>/'", max_size=20).map(lambda s: "x" + s + "x")
 shown = st.one_of(words, texts)
 
@@ -346,7 +346,7 @@ shown = st.one_of(words, texts)
 @given(question=shown, end=st.tuples(words, words),
        turns=st.lists(st.tuples(words, words, st.lists(shown, min_size=1, max_size=3)), max_size=2))
 def test_prompt_turns_and_glue_are_what_the_template_writes_at_once(codecs, question, turns, end):
-    """In the form that the Thinking template gives back, with the blank line behind the thought."""
+    """In the form that the Thinking template gives back, with the blank line after the thought."""
     for codec in codecs.values():
         messages = [{"role": "system", "content": "Watch."}, {"role": "user", "content": question}]
         ids = chat.encode_prompt(codec, messages)[0]
@@ -428,7 +428,7 @@ def test_a_chat_is_encoded_as_the_ids_that_a_rollout_would_hold(codec, tasks, so
 
 
 def test_a_forced_start_never_opens_a_thought_twice(codec, kind):
-    """An empty thought, as a protocol may force: behind a template that has opened one, only its
+    """An empty thought, as a protocol may force: after a template that has opened one, only its
     end is left."""
     prompt = chat.encode_prompt(codec, [{"role": "user", "content": "Q"}])[0]
     whole = prompt + episodes.forced_ids(codec, prompt, "<think>\n\n</think>\n\n")
@@ -636,7 +636,7 @@ def overheard(monkeypatch, quick_vllm):
 
     monkeypatch.setattr(rollout, "make_engine", make_engine)
     yield first
-    for engine in made:  # none stays behind a script that failed
+    for engine in made:  # none outlives a script that failed
         with contextlib.suppress(Exception):
             engine.close()
 

@@ -505,7 +505,7 @@ def test_no_refusal_matches_a_gold(refusal):
 
 
 @pytest.mark.parametrize("turn", [
-    f"<think>{THOUGHT}</think><answer>B</answer>",  # a second <think> behind the forced one
+    f"<think>{THOUGHT}</think><answer>B</answer>",  # a second <think> after the forced one
     f"{THOUGHT}</think></think><answer>B</answer>",
     f"{THOUGHT}</think><think>again</think><answer>B</answer>",
     f"{THOUGHT}</think><answer>B</answer></answer>",

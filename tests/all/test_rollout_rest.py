@@ -8,24 +8,48 @@ import re
 import time
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+from reference import ReferenceEngine
 from scripted import (
     AGENT,
     ANSWER,
     Scripted,
     call,
     calls,
+    is_sub,
+    play,
     play_one,
     text_of,  # fmt: skip
 )
 from test_rollout import responses
 
 import chat
+import launch
 import rollout
 import video
+from engine import Limits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Passing(Scripted):
+    """Main turns from the script, sub-agents by a real engine."""
+
+    def __init__(self, codec, main, engine):
+        super().__init__(codec, main)
+        self.engine = engine
+
+    def submit(self, request):
+        if is_sub(request):
+            self.requests.append(request)
+            self.engine.submit(request)
+        else:
+            super().submit(request)
+
+    def poll(self):
+        return self.engine.poll() + (super().poll() if self.waiting else [])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -171,3 +195,40 @@ def test_only_tasks_of_a_file_have_their_labels_checked(toy):
     for data, checked in ((str(toy / "rl.jsonl"), True), (None, False)):
         args = parser.parse_args(["--video-root", str(toy)])
         assert rollout.agent_settings(args, data)[1].own_labels is checked
+
+
+def test_parallel_and_sequential_dispatch_give_the_same_summaries(codec, toy, tasks, frames_of):
+    """Only the order of work differs: a sub-agent sees its own window and nothing of the others."""
+    found, plain = [], ReferenceEngine(str(toy / "init"), codec, max_seqs=4)
+    for dispatch in ("parallel", "sequential"):
+        agent = replace(AGENT, temperature=0.0, sub_max_new_tokens=12, dispatch=dispatch)
+        engine = Passing(codec, [calls((0, 8), (16, 24), (40, 48)), ANSWER], plain)
+        (episode,) = play(engine, tasks[:1], frames_of, agent)
+        found.append([(c["status"], c["summary"], c["sub"]["ids"]) for c in episode.calls])
+    assert found[0] == found[1] and [c[0] for c in found[0]] == ["ok"] * 3
+
+
+def test_flags_of_the_engine_and_the_cache_reach_them(monkeypatch):
+    parser = argparse.ArgumentParser()
+    rollout.add_agent_arguments(parser)
+    args = parser.parse_args(["--engine-share", "0.4", "--max-seqs", "9", "--context", "777",
+                              "--frame-cache-gb", "0.5", "--frame-cache-dir", "kept",
+                              "--frame-cache-dir-gb", "0.25"])
+    args.frames, made = 16, []
+    monkeypatch.setattr(rollout, "VllmEngine", lambda *given: made.append(given))
+    codec = SimpleNamespace(channel="image")
+    rollout.make_engine("ckpt", codec, args, sleeping=True)
+    assert made == [("ckpt", codec, Limits(context=777, max_frames=16, max_pixels=50176,
+                                           max_seqs=9, gpu_memory=0.4, sleeping=True))]
+    # Room for what an episode may hold: images one by one, videos each as one item.
+    rollout.make_engine("ckpt", codec, args, windows=(3, 20))
+    rollout.make_engine("ckpt", SimpleNamespace(channel="video"), args, windows=(3, 20))
+    sized = [(limits.max_frames, limits.max_videos) for _, _, limits in made]
+    assert sized == [(16, 1), (16 + 3 * 20, 1), (20, 4)]
+    _, source = rollout.agent_settings(args, __file__)
+    assert source.cache.memory.most == 2**29
+    assert (source.cache.folder.path, source.cache.folder.most) == ("kept", 2**28)
+    assert rollout.agent_settings(parser.parse_args([]), __file__)[1].cache.folder.path is None
+    args.engine_share = 1.0
+    with pytest.raises(launch.UserError, match="--engine-share"):
+        rollout.agent_settings(args, __file__)

@@ -5,7 +5,8 @@ Tests of the page of tools/serve.py in a browser: python -m pytest tests/all/tes
 import pytest
 from scripted import Scripted, calls, turn_of
 from test_page import EVIL, browser  # noqa: F401  (a fixture)
-from test_serve import FILM, QUESTION, held, running  # noqa: F401  (a fixture)
+from test_serve import FILM, QUESTION, running  # noqa: F401  (a fixture)
+from test_serve_rest import held
 
 
 @pytest.fixture

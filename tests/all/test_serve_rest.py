@@ -5,6 +5,7 @@ python -m pytest tests/all/test_serve_rest.py -q
 import base64
 import json
 import os
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,7 +18,6 @@ from test_serve import (
     body_of,
     content_of,
     film,
-    held,
     httpx,
     running,  # noqa: F401
     text,
@@ -26,6 +26,15 @@ from test_serve import (
 import chat
 import rollout
 from tools import serve
+
+
+def held(codec):
+    """An engine that answers nothing until .go is set."""
+    engine = Scripted(codec, answered)
+    engine.go = threading.Event()
+    engine.hold = lambda request: not engine.go.is_set()
+    return engine
+
 
 # ---- answers
 
@@ -393,3 +402,18 @@ def test_flags_that_let_others_in_need_a_key(monkeypatch):
         flags("--api-key-env", "NO_SUCH_KEY")
     monkeypatch.setenv("A_KEY", "x")
     assert flags("--host", "0.0.0.0", "--api-key-env", "A_KEY").api_key_env == "A_KEY"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_ends_its_episode(running, codec, stream):
+    server = running(held(codec), waiting=3)
+    with pytest.raises(httpx.ReadTimeout):
+        with httpx.stream("POST", server.url + "/v1/chat/completions", trust_env=False,
+                          json=body_of(stream=stream), timeout=0.5) as response:
+            for _ in response.iter_raw():
+                pass
+    server.until(lambda: server.agents.taken == 0 and not server.agents.jobs)
+    assert not server.agents.pump.waiting, "the engine still has its request"
+    assert not +server.films.used
+    server.engine.go.set()
+    assert content_of(server.post())

@@ -2,15 +2,19 @@
 More of sft.py: bounds of its caches, rarer flags: python -m pytest tests/all/test_sft_rest.py -q
 """
 import os
+import shutil
 
-from test_sft import (
+import torch
+from test_sft import (  # noqa: F401
     chats_of,
     distance,
     small_rows,
     trained,  # noqa: F401
+    user_and,
     write_rows,
 )
 
+import model
 import sft
 
 # ------------------------------------------------------------------------------------------------
@@ -79,3 +83,23 @@ def test_saving_and_looking_flags(trained, toy, tmp_path):
     assert folders == sorted({"step_000004", "step_000005", f"step_{best:06d}"})
     assert not (trained().out / "best").exists()
     assert sorted(n for n in os.listdir(trained().out) if n[:4] == "step") == ["step_000002"]
+
+
+def test_a_film_that_goes_or_changes_after_its_first_epoch_costs_one_chat(
+        toy, codec, policy, tmp_path, capsys, process_group):
+    """Also if it goes between the making of a batch and the forward."""
+    film, other = tmp_path / "a.mp4", toy / "videos" / "sft-0001.mp4"
+    shutil.copy(toy / "videos" / "sft-0000.mp4", film)
+    rows = [{"id": "one", "messages": user_and("a", video="a.mp4", frames=4)}]
+    chats = chats_of(write_rows(tmp_path / "d.jsonl", rows), codec)
+    policy.features = model.VisionFeatures(policy.hf.model.visual, codec, None)
+    features = []
+    for change in (lambda: shutil.copy(other, film), film.unlink):
+        packs, policy.features.load = sft.make_packs(chats, [0], codec, 2048)
+        change()
+        with torch.no_grad():
+            assert sft.backward(policy, packs)[1] == 2
+        features.append(policy.features(packs[0].items[0]))
+    assert not torch.equal(*features)  # the second batch showed the new film
+    assert sft.make_packs(chats, [0], codec, 2048)[0] == [] and chats.broken == {0}
+    assert "skipped one" in capsys.readouterr().out

@@ -1,16 +1,25 @@
 """
-More tests of --teacher and --train-sub: two ranks, a resumed run, a teacher of another size.
+More tests of --teacher and --train-sub: two ranks, a resumed run, a teacher of another size or
+of other ids, copies of sub-agents.
 python -m pytest --all tests/all/test_teacher_rest.py
 """
+import copy
+import dataclasses
 import json
 import re
 
 import pytest
 import torch
 from conftest import run_script
+from handmade import record_logps
 from safetensors.torch import load_file, save_file
+from test_grpo import credited, distance, run_update, settings
 from test_replay import recorded, same_update, tasks  # noqa: F401  (fixtures)
-from test_teacher import LIVE, wise  # noqa: F401  (a fixture)
+from test_teacher import LIVE, groups, teacher, wise  # noqa: F401  (fixtures)
+
+import grpo
+import launch
+import model
 
 TAUGHT = ("--train-sub", "--distill", 0.7)
 
@@ -64,3 +73,60 @@ def test_a_teacher_may_have_another_size(run_grpo, base, wise, toy):  # noqa: F8
               {"format": "pt"})
     two, _, _ = run_grpo(*common, out="two")
     assert not all(torch.equal(one[n], w) for n, w in two.items())
+
+
+def test_a_spare_pack_teaches_nothing(process_group, codec, source, groups, policy, vision, plain,
+                                     teacher, monkeypatch):
+    """A rank with fewer packs than another one runs along, for the collectives alone."""
+    record_logps(plain, codec, source, [e for g in groups for e in g])
+    found = []
+    for spare in (False, True):
+        def even(codec, packs, spare=spare):
+            bare = [(dataclasses.replace(packs[0], values={}), False)] * spare
+            return [(pack, True) for pack in packs] + bare
+
+        monkeypatch.setattr(model, "even_packs", even)
+        args = settings(teacher="T", train_sub=True, kl=0.1)
+        found.append(run_update(policy, vision, codec, groups, args, teacher, teacher=teacher))
+    ((one,), first), ((two,), second) = found
+    assert distance(two, one) < 1e-6 and first["teacher_kl"] == second["teacher_kl"]
+    assert first["teacher_kl"]["sub"] is not None
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.3])
+def test_copies_of_a_sub_agent_change_nothing(process_group, codec, source, groups, policy, vision,
+                                              plain, teacher, kl):
+    record_logps(plain, codec, source, [e for g in groups for e in g])
+    args, found = settings(train_sub=True, kl=kl, teacher="T"), []
+    for copies in (0, 2):
+        for e in (e for g in groups for e in g):
+            e.calls += [copy.deepcopy(call) for call in e.calls for _ in range(copies)]
+        (grads,), _ = run_update(policy, vision, codec, groups, args, teacher if kl else None,
+                                 teacher=teacher)
+        found.append(grads)
+    assert distance(*found) < 1e-5
+    # windows of one prompt share a tree
+    trees, _, _ = grpo.training_trees(credited(groups), codec, args)
+    assert [len(tree.branches) for tree in trees] == [4, 3, 3, 3]
+
+
+def test_another_teacher_is_another_setting(run_grpo, wise, toy):
+    common = (*LIVE, "--data", toy / "rl.jsonl", "--teacher", wise)
+    run_grpo(*common)
+    run_grpo(*common)  # nothing to do
+    weights = load_file(wise / "model.safetensors")
+    save_file({n: w + 0.1 for n, w in weights.items()}, wise / "model.safetensors",
+              {"format": "pt"})
+    with pytest.raises(launch.UserError, match="--teacher changed since"):
+        run_grpo(*common)
+
+
+def test_a_teacher_of_other_ids_is_refused(run_grpo, wise, toy):
+    path = wise / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocab = tokenizer["model"]["vocab"]
+    first, second = list(vocab)[20:22]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    path.write_text(json.dumps(tokenizer))
+    with pytest.raises(launch.UserError, match="not those of --ckpt"):
+        run_grpo(*LIVE, "--data", toy / "rl.jsonl", "--teacher", wise)

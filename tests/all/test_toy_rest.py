@@ -123,7 +123,7 @@ def test_an_answer_says_what_was_seen_and_nothing_of_the_rest(toy):
 
 
 def test_a_sub_agent_says_what_its_frames_show(toy):
-    """Colour by colour, from the pixels: also that a window shows nothing, where nothing happens
+    """Colour by colour, from the pixels: also that a window shows nothing, if nothing happens
     and where 3 frames in 8 seconds miss it."""
     told = Counter()
     for row in [*rows_of(toy, "sft.jsonl"), *rows_of(toy, "sft_val.jsonl")]:
@@ -431,3 +431,31 @@ def test_prompts_of_the_world_are_short(toy, codec):
     ids, _ = chat.encode_prompt(codec, rollout.main_messages(task, 64),
                                  [chat.vision_item({}, frames)], rollout.tool_schema())
     assert len(ids) - 64 * 4 < 60 + 30 and len(ids) < 350
+
+
+def test_the_cold_start_teaches_calling_at_every_budget(toy):
+    """Calls at every K alike, a direct answer at one of them: it must not know when the tool
+    helps."""
+    rows = rows_of(toy, "sft.jsonl")
+    kinds = Counter((kind, int(n)) for _, kind, n in map(kind_of, rows) if kind != "sub")
+    calls = {k: n for (kind, k), n in kinds.items() if kind == "call"}
+    assert calls == dict.fromkeys((4, 8, 16, 32, 64), 12)
+    for way in ("direct", "plain"):
+        names = sorted(kind_of(row)[0] for row in rows if kind_of(row)[1] == way)
+        assert names == sorted({kind_of(row)[0] for row in rows})
+        assert len({k for kind, k in kinds if kind == way}) > 2
+    assert len({row["id"] for row in rows}) == len(rows)
+    for row in rows:
+        name, kind, n = kind_of(row)
+        roles = [m["role"] for m in row["messages"]]
+        if kind in ("direct", "plain"):
+            assert roles == ["system", "user", "assistant"]
+        if kind == "call":
+            called = row["messages"][2]["content"].count("<tool_call>")
+            assert roles == ["system", "user", "assistant", *["tool"] * called, "assistant"]
+            assert 1 <= called <= 3
+        assert (row.get("tools") == rollout.tool_schema()) == (kind in ("direct", "call"))
+        assert ("tools" in row) == (kind in ("direct", "call"))
+    both = [*rows, *rows_of(toy, "sft_val.jsonl")]
+    assert {row["messages"][2]["content"].count("<tool_call>") for row in both
+            if kind_of(row)[1] == "call"} == {1, 2, 3}

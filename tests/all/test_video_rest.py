@@ -40,6 +40,13 @@ import video
 from video import FrameCache, VideoError
 
 
+def table_bytes(path):
+    """How much of a cache the times of a file take."""
+    cache = FrameCache()
+    cache.index(path)
+    return cache.memory.bytes
+
+
 class Overheard:
     """An object of PyAV whose decode() is overheard, and those of all that it hands out. heard:
     the frames that came; lost: times (pts) of frames that do not come."""
@@ -235,7 +242,7 @@ def test_other_containers(tmp_path, name, options):
 @pytest.mark.parametrize("name, codec", [("a.mp4", "mpeg4"), ("a.mkv", "mpeg4"),
                                          ("a.mp4", "libx264"), ("a.ts", "libx264")])
 def test_what_a_cut_left_before_the_first_key_frame_harms_no_look(tmp_path, name, codec):
-    """The frames before it are made from one that is gone: looks at them and behind them work."""
+    """The frames before it are made from one that is gone: looks at them and after them work."""
     whole, cut = write(tmp_path / "whole.mp4", 60, g=20, codec=codec), tmp_path / name
     with av.open(whole) as source, av.open(str(cut), "w") as target:
         copy = target.add_stream_from_template(source.streams.video[0])
@@ -387,7 +394,7 @@ def test_only_files_without_times_of_display_are_decoded_from_their_first_frame(
 
 @pytest.mark.parametrize("name", [name for name in CODINGS if name not in NOT_AS_DECORD])
 def test_every_frame_is_that_of_decord_to_the_bit(coded, name):
-    """Read in order: where it seeks, decord gives other frames of open GOPs, without a word."""
+    """Read in order, because after a seek decord gives other frames of open GOPs, silently."""
     decord = pytest.importorskip("decord", reason="decord is not built for this machine")
     theirs = decord.VideoReader(coded(name), num_threads=1)
     starts = theirs.get_frame_timestamp(range(48))[:, 0]  # [48] seconds
@@ -952,3 +959,51 @@ def test_more_frames_may_take_longer(look, seconds):
     with pytest.raises(VideoError, match=f"no answer within {seconds} s"):
         decoder.ask(("film.mp4", *[np.arange(n) for n in look], *[32 for _ in look] * 2))
     assert waited == [seconds]
+
+
+@pytest.mark.parametrize("timeout", [None, 20])
+def test_several_workers_give_the_frames_of_one(long_gop, tmp_path, timeout, decoders):
+    """The same pictures in the same order, from as many decoders as there are parts; a broken file
+    is one error."""
+    alone, shared = FrameCache(), FrameCache(workers=3, timeout=timeout)
+    for look in (lambda cache: video.overview(long_gop, 40, cache=cache, **NATIVE),
+                 lambda cache: video.overview(long_gop, 9, cache=cache, **NATIVE)):
+        one, many = look(alone), look(shared)
+        assert np.array_equal(one.images, many.images) and one.key == many.key
+        assert one.seconds.tolist() == many.seconds.tolist()
+    # on a busy machine one may be done before the last is asked
+    assert len(decoders) in ((2, 3) if timeout else (0,))
+    shared.close()
+    (tmp_path / "x.mp4").write_bytes(b"no video" * 100)
+    with pytest.raises(VideoError):
+        video.overview(tmp_path / "x.mp4", 40, cache=shared)
+
+
+def test_least_recently_used_goes_first(minute, opened):
+    one = 64 * 32 * 3
+    cache = FrameCache(max_bytes=2 * one + table_bytes(minute))
+    for start in (0, 1, 0, 2):  # 0 was used again, so 2 pushes 1 out
+        video.crop(minute, start, start + 1, cache=cache)
+    assert len(opened) == 1 + 1 + 3 and cache.memory.bytes <= cache.memory.most
+    video.crop(minute, 0, 1, cache=cache)
+    assert len(opened) == 5
+    video.crop(minute, 1, 2, cache=cache)
+    assert len(opened) == 6
+    big = video.overview(minute, 64, cache=cache)  # larger than the cache: served all the same
+    assert len(big.seconds) == 64 and cache.memory.bytes <= cache.memory.most
+
+
+def test_a_decoder_ends_with_its_killed_parent(tmp_path):
+    """Also while it waits in C for a file, here a pipe without a writer."""
+    os.mkfifo(tmp_path / "pipe")
+    script = ("import os, sys, threading, time, video\n"
+              "child = video.ChildDecoder(60)\n"
+              "threading.Thread(target=child.ask, args=[(sys.argv[1],)], daemon=True).start()\n"
+              "while child.process is None:\n    time.sleep(0.01)\n"
+              "time.sleep(2)\nprint(child.process.pid, flush=True)\nos.kill(os.getpid(), 9)")
+    done = subprocess.run([sys.executable, "-c", script, tmp_path / "pipe"], capture_output=True,
+                          text=True, cwd=os.path.dirname(video.__file__))
+    pid, until = int(done.stdout), time.monotonic() + 20
+    while os.path.exists(f"/proc/{pid}") and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not os.path.exists(f"/proc/{pid}")
