@@ -321,7 +321,9 @@ def read_subtitles(path: str, offset: float = 0.0) -> list[tuple]:
         # Many begin with a byte order mark, some are not quite UTF-8.
         with open(path, encoding="utf-8-sig", errors="replace") as f:
             text = f.read()
-        lines = json_lines(text) if path.endswith(".json") else srt_lines(text)
+        if path.endswith(".jsonl"):  # a word a line, as Video-MME-v2 ships it
+            text = f"[{','.join(filter(str.strip, text.splitlines()))}]"
+        lines = json_lines(text) if path.endswith((".json", ".jsonl")) else srt_lines(text)
         # A line without a time or a text cannot be shown.
         lines = [line for line in lines if line[0] is not None and line[2]]
         lines.sort(key=lambda line: line[0])
@@ -344,8 +346,9 @@ def json_lines(text):
     """LongVideoBench's two forms -> [(start, end or None, text)] in seconds of the file."""
     out = []
     for row in launch.parse_json(text):
-        # {"timestamp": [start, end or null], "text"}, or {"start", "end", "line"}.
-        start, end = row["timestamp"] if "timestamp" in row else (row["start"], row["end"])
+        # {"timestamp": [start, end or null], "text"}, or {"start", "end", "line"}, or of words.
+        start, end = row["timestamp"] if "timestamp" in row else [
+            row.get(f"{name}_time", row.get(name)) for name in ("start", "end")]
         said = row.get("text", row.get("line"))
         out.append((rewards.to_seconds(start), rewards.to_seconds(end), said))
     return out

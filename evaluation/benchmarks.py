@@ -14,14 +14,17 @@ Writes no file; `python eval.py --bench mlvu --root MLVU_dev --prepare mlvu.json
 """
 
 import glob
+import json
 import os
 import re
 import string
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 
 import data
 import launch
+import rewards
 
 # ------------------------------------------------------------------------------------------------
 # The splits
@@ -40,7 +43,7 @@ class Split:
     """
 
     hub: str  # name of the published data set
-    items: int  # as published
+    items: int  # as published; 0 = not known to us
     rows: tuple  # patterns of row files, without ending; the first that matches is taken
     needs: tuple  # columns that every row must have
     read: callable  # (row, path of the file) -> iterator of tasks
@@ -50,6 +53,7 @@ class Split:
     metric: str = "accuracy"  # name of the headline
     part: callable = whole  # record -> part of the headline; None = the item is in no part
     marked: str = ""  # a file without this column in any row is another task: left out, counted
+    merged: bool = False  # tasks of one id are one item, as in the publisher's own mean
 
 
 def splits():
@@ -59,6 +63,15 @@ def splits():
         rows=("videomme/test-*", "test-*", "test"),
         needs=("question_id", "videoID", "question", "options", "answer"),
         videos=("data", "videos", ""), subtitles=("subtitle", "subtitles"))
+    cgbench = Split(
+        hub="CG-Bench/CG-Bench", items=3000, read=cgbench_tasks,
+        rows=("cgbench_mini", "cg-bench-mini/train-*", "train-*"),
+        needs=("qid", "video_uid", "question", "choices", "right_answer", "clue_intervals"),
+        videos=("cg_videos_720p", "videos", ""), subtitles=("cg_subtitles", "subtitles"))
+    timelens = {f"timelens_{name}": Split(
+        hub="kcz358/timelens", items=0, read=timelens_tasks, rows=(f"{name}-*", name),
+        needs=("video_path", "query", "span"), videos=("", "videos"), metric="mIoU", merged=True)
+        for name in ("charades", "activitynet", "qvhighlights")}
     return {
         "videomme": videomme,
         # The same items with the lines that are spoken at the frames' times.
@@ -88,6 +101,23 @@ def splits():
             hub="lmms-lab/charades_sta", items=3720, read=charades_tasks,
             rows=("charades_sta_test", "test-*"), needs=("video", "caption", "timestamp"),
             videos=("Charades_v1_480", "Charades_v1", "videos", ""), metric="mIoU"),
+        # From here on the paper has no column.
+        "cgbench": cgbench,
+        # The same questions about what their publisher cut out of the film: clue_acc.
+        "cgbench_clue": replace(cgbench, read=partial(cgbench_tasks, clue=True), subtitles=(),
+                                videos=("cg_clue_videos",)),
+        **timelens,
+        "videomme_v2": Split(
+            hub="MME-Benchmarks/Video-MME-v2", items=3200, read=videomme_v2_tasks,
+            rows=("test", "test-*"),
+            needs=("video_id", "question_id", "question", "options", "answer", "group_type",
+                   "group_structure"),
+            videos=("video", "videos", ""), subtitles=("subtitle",), metric="group score"),
+        "video_holmes": Split(
+            hub="TencentARC/Video-Holmes", items=1837, read=video_holmes_tasks,
+            rows=("test_Video-Holmes",),
+            needs=("video ID", "Question", "Options", "Question Type", "Answer"),
+            videos=("videos_cropped", "videos", "video", "")),
     }
 
 
@@ -203,6 +233,7 @@ def lvbench_tasks(row, path):
             "question": asked["question"],
             "options": asked.get("options"),  # else in the question, on lines of their own
             "answer": asked["answer"],  # a letter
+            "evidence": clock_spans(asked.get("time_reference")),
             # A question has several types, and counts under each.
             "tags": {"type": row["type"], "question_type": list(asked["question_type"])},
         }
@@ -277,8 +308,122 @@ def charades_tasks(row, path):
         "question": f"When does this happen in the video: {row['caption'].strip()}",
         "event": row["caption"].strip(),  # for prompts that ask about an event in their own words
         "answer": [start, end],
+        "evidence": [[start, end]],
         "tags": {},
     }
+
+
+def cgbench_tasks(row, path, clue=False):
+    # As VLMEvalKit groups lengths; a float, or text in some exports.
+    minutes = float(row["duration"]) / 60
+    length = next((f"{n - 10} ~ {n}" for n in range(10, 70, 10) if minutes <= n), "60+")
+    yield {
+        "id": str(row["qid"]),
+        "video": f"{row['qid'] if clue else row['video_uid']}.mp4",
+        "question": row["question"],
+        "options": row["choices"],
+        "answer": row["right_answer"],  # a letter
+        "subtitles": None if clue else f"{row['video_uid']}.srt",  # not every video has them
+        # Seconds of the whole film, which the clue film does not have.
+        **({} if clue else {"evidence": row["clue_intervals"]}),
+        "tags": {"duration": length, "domain": row.get("domain"),
+                 "sub_category": row.get("sub_category")},
+    }
+
+
+def timelens_tasks(row, path):
+    start, end = map(float, row["span"][0])  # the publisher's mean knows the first one alone
+    yield {
+        "id": f"{row['video_path']}/{row['query']}/{json.dumps(row['span'])}",  # none is published
+        "video": row["video_path"],
+        "options": None,
+        "type": "grounding",
+        "question": f"When does this happen in the video: {row['query'].strip()}",
+        "event": row["query"].strip(),
+        "answer": [start, end],
+        "evidence": [[start, end]],
+        "tags": {},
+    }
+
+
+def videomme_v2_tasks(row, path):
+    names = ("group_type", "group_structure", "level", "second_head", "third_head")
+    tags = {name: row.get(name) for name in names}
+    group_score(tags, [])  # raises now for a group that cannot be scored
+    place = int(row["question_id"].rpartition("-")[2])  # of the question in its group
+    name = str(row["video_id"]).zfill(3)
+    yield {
+        "id": row["question_id"],
+        "video": f"{name}.mp4",
+        "question": row["question"],
+        "options": split_inline(row["options"])[1],  # one text of labelled lines
+        "answer": row["answer"],  # a letter
+        "subtitles": f"{name}.jsonl",
+        "place": place,
+        "tags": tags,
+    }
+
+
+def video_holmes_tasks(row, path):
+    # Parquet fills the options that a question lacks with nulls.
+    options = {label: text for label, text in sorted(row["Options"].items()) if text}
+    place = [*options].index(row["Answer"]) if row["Answer"] in options else None
+    name = row["video ID"]
+    yield {
+        "id": "-".join(map(str, filter(None, (name, row.get("Question ID"))))),
+        "video": f"{name}.mp4",
+        "question": row["Question"],
+        "options": [*options.values()],
+        "answer": "" if place is None else string.ascii_uppercase[place],
+        "tags": {"question_type": row["Question Type"]},
+    }
+
+
+def clock_spans(text):
+    """"00:04-00:08" -> [[4.0, 8.0]]; [] if the text names no span."""
+    clock = r"(\d+(?::\d+){1,2})"
+    found = re.findall(rf"{clock}\s*-\s*{clock}", text or "")
+    return [[*map(rewards.to_seconds, pair)] for pair in found]
+
+
+def group_score(tags, right):
+    """Video-MME-v2: tags of a group, and which of its four questions are answered right (in order,
+    0 or 1) -> [0, 1]. In a group of logic only the right answers before the first wrong one count.
+    Raises ValueError for another group."""
+    right = [*right, 0, 0, 0, 0][:4]
+    chain = [*right, 0].index(0)
+    structure = json.loads(tags["group_structure"]) if tags["group_type"] == "logic" else None
+    if tags["group_type"] == "relevance":
+        return (sum(right) / 4) ** 2
+    if structure == [1, 2, 3, 4]:
+        return (chain / 4) ** 2
+    # Of two questions in brackets, the second is worth as much as the first.
+    if structure == [1, [2, 3], 4]:
+        return (0, 1 / 12, 4 / 12, 7 / 12, 1)[chain + (chain == 1 and right[2])]
+    if structure == [[1, 2], 3, 4]:
+        return (0, 0.1, 0.2, 0.5, 1)[chain + (chain == 0 and right[1])]
+    raise ValueError(f"group {tags['group_type']!r} {structure} is not known")
+
+
+def credited(records):
+    """
+    {item: graded record} -> the same, changed in place. A record of Video-MME-v2 gets the score of
+    its group, and its own as "right", so that the mean over items is the mean over groups. It also
+    gets the tags of the group's last question, which name the level of the group.
+    """
+    groups = {}
+    for (_, *run), record in records.items():
+        if record["task"].get("split") == "videomme_v2":
+            groups.setdefault((record["task"]["video"], *run), []).append(record)
+    for group in groups.values():
+        right = [0] * 4  # a question that was not asked, because of --limit, is wrong
+        for record in group:
+            right[record["task"]["place"] - 1] = int(record["score"])
+        tags = max(group, key=lambda record: record["task"]["place"])["task"]["tags"]
+        for record in group:
+            record.update(right=record["score"], score=group_score(tags, right),
+                          task={**record["task"], "tags": tags})
+    return records
 
 
 def published_row(bench, task):
@@ -288,7 +433,7 @@ def published_row(bench, task):
     labels = string.ascii_uppercase
     row = {"question": task.get("published") or task["question"], "answer": task["answer"]}
     row |= dict.fromkeys(("duration", "domain", "sub_category", "task_type", "duration_group",
-                          "question_category"))  # a tag without a label is not in the task
+                          "question_category", "level"))  # a tag without a label is not there
     row |= task["tags"]
     name = os.path.basename(task["video"])
     if bench in ("videomme", "videomme_wsub"):
@@ -310,6 +455,19 @@ def published_row(bench, task):
                    choices=dict(zip("ABCDE", [*options, *[""] * 5])))
     elif bench == "charades":
         row.update(video=name, caption=task["event"], timestamp=task["answer"])
+    elif bench in ("cgbench", "cgbench_clue"):
+        row.update(qid=task["id"], video_uid=os.path.splitext(name)[0], choices=options,
+                   right_answer=task["answer"], clue_intervals=task.get("evidence"))
+    elif bench.startswith("timelens"):
+        row.update(video_path=task["video"], query=task["event"], span=[task["answer"]])
+    elif bench == "videomme_v2":
+        lines = [f"{label}. {text}" for label, text in zip(labels, options)]
+        row.update(video_id=os.path.splitext(name)[0], question_id=task["id"],
+                   options="\n".join(lines))
+    elif bench == "video_holmes":
+        row.update({"video ID": os.path.splitext(name)[0], "Question": row["question"],
+                    "Options": dict(zip(labels, options)), "Answer": task["answer"],
+                    "Question Type": task["tags"]["question_type"]})
     return row
 
 
@@ -352,6 +510,9 @@ def read_split(name, root):
                     raise launch.UserError(f"{path}: no column {column!r}, {found}")
             for task in row_tasks(split, row, f"{path}, row {number}", path, root, notes):
                 seen[task["id"]] += 1
+                if split.merged and seen[task["id"]] > 1:
+                    notes["equal rows merged"] = notes.get("equal rows merged", 0) + 1
+                    continue
                 task["split"] = name  # evaluation/paper.py has a prompt for each
                 if seen[task["id"]] > 1:  # MLVU's first release has no ids, Charades-STA repeats
                     task["id"] += f"#{seen[task['id']]}"
@@ -364,6 +525,8 @@ def read_split(name, root):
         unusable = f"{notes['no usable answer']} of {len(tasks)} answers"
         raise launch.UserError(f"{', '.join(files)}: {unusable} are none of their options")
     notes.update(items=len(tasks), published=split.items)
+    if not split.items:
+        del notes["published"]
     return tasks, notes
 
 
@@ -418,6 +581,12 @@ def complete(task, split, root, notes):
         task["subtitles"] = locate(root, split.subtitles, task["subtitles"])
     notes["no subtitles"] += task["subtitles"] is None and bool(split.subtitles)
     task["tags"] = {name: label for name, label in task["tags"].items() if label is not None}
+    if "evidence" in task:
+        task["evidence"] = [[*map(float, span)] for span in task["evidence"] or []
+                            if None not in span and span[0] < span[1]]
+        if not task["evidence"]:  # the question counts, and no window of it is judged
+            del task["evidence"]
+            notes["no evidence"] = notes.get("no evidence", 0) + 1
     return task
 
 
@@ -456,7 +625,8 @@ def locate(root, folders, name):
     """Path below the root of a video or a subtitle file, None if there is none."""
     stem, ending = os.path.splitext(name)
     endings, exists = [ending], os.path.isfile
-    if ending not in (".srt", ".json"):  # videos are shipped re-encoded, or in another spelling
+    # Videos are shipped re-encoded, or in another spelling.
+    if ending not in (".srt", ".json", ".jsonl"):
         endings += [other for other in (".mp4", ".MP4", ".mkv", ".webm", "") if other != ending]
         exists = os.path.exists  # a folder of frames is a video too
     for folder in folders:

@@ -167,7 +167,7 @@ def graded(folder, judge):
     if judge.judge_model:
         with append_to(os.path.join(folder, "judge.jsonl")) as verdicts:
             endpoint.judge(records.values(), verdicts, judge)
-    return records
+    return benchmarks.credited(records)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -231,6 +231,7 @@ def finished(folder, grader=None):
         records = graded(leaf, judge)
         if grader:
             records, version, note = graders.regraded(leaf, records, grader)
+            benchmarks.credited(records)
             versions += [version] if records else []
             notes += [f"{bench}: {note} ({version})"] if records else []
         for (task, k, mode, sample), record in records.items():
@@ -327,6 +328,7 @@ def finish(out, found, args, policy, parts=None):
         why = "run the same command (or the other shards) first, then --rescore"
         raise launch.UserError(f"{out}: {missing} items have no record yet; {why} {out}")
     refused = scores.refuse(results, args.allow_errors)
+    scores.add_crr(results)
     if kept.get("engine") == "openai":  # ours hides no text: there an empty answer is wrong
         refused += silent(results, args.allow_errors)
     summary = {"checkpoint": policy}

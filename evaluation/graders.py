@@ -156,7 +156,8 @@ def regraded(leaf, records, grader):
                                f"records have changed; {again}")
     out = {item: {**record, "score": verdicts[item]["score"] if item in verdicts else 0.0}
            for item, record in records.items()}
-    others = sum(differ(records[item]["score"], line["score"]) for item, line in verdicts.items())
+    ours = {item: record.get("right", record["score"]) for item, record in records.items()}
+    others = sum(differ(ours[item], line["score"]) for item, line in verdicts.items())
     errors = sum(line["error"] is not None for line in verdicts.values())
     note = f"{grader} and ours differ on {others} of {len(verdicts)} replies"
     note += f", {grader} fails on {errors}, which score 0" if errors else ""

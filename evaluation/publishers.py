@@ -142,8 +142,8 @@ def bare_package(name, folder):
 def lmms_eval(checkout, bench):
     """lmms-eval: process_results of the benchmark's task, after the harness's own removal of
     thoughts. The comparison is that of the task's aggregation."""
-    folders = {"videomme_wsub": "videomme", "charades": "charades_sta"}
-    folder = folders.get(bench, bench)
+    folders = {"videomme_wsub": "videomme", "charades": "charades_sta", "cgbench_clue": "cgbench"}
+    folder = folders.get(bench, "timelens" if bench.startswith("timelens") else bench)
     root = os.path.join(checkout, "lmms_eval")
     if not os.path.isdir(os.path.join(root, "tasks")):
         raise Fault(f"no folder lmms_eval/tasks in {checkout}")
@@ -156,7 +156,8 @@ def lmms_eval(checkout, bench):
     if os.path.isfile(os.path.join(root, "api", "reasoning.py")):  # younger versions
         strip, = needed(importlib.import_module("lmms_eval.api.reasoning"), "strip_reasoning_tags")
     grade = {"longvideobench": longvideobench, "lvbench": lvbench, "mmvu": mmvu,
-             "charades": charades}.get(bench)
+             "charades": charades, "timelens": timelens}.get(
+        "timelens" if folder == "timelens" else bench)
     grade = grade(task) if grade else letters(task, folder)
     tags = [["<think>", "</think>"], ["<analysis>", "</analysis>"]]  # the harness's default
     return lambda row, text: grade(row, strip(text, tags) if strip else text)
@@ -166,7 +167,9 @@ def letters(task, folder):
     process, = needed(task, f"{folder}_process_results")
 
     def grade(row, text):
-        found, = process(row, [text]).values()
+        found, *_ = process(row, [text]).values()  # one verdict under the name of every metric
+        if "pred_answer" not in found:
+            return found["score"], None
         return found["pred_answer"] == found["answer"], found["pred_answer"]
 
     return grade
@@ -203,6 +206,11 @@ def charades(task):
     if mean is None:  # older versions only write the replies down
         raise NoGrader(f"{task.__file__} has no function temporal_grounding_aggregate_miou")
     return lambda row, text: (mean([process(row, [text])["charades_sta_mIOU"]], None) / 100, None)
+
+
+def timelens(task):
+    process, mean = needed(task, "timelens_process_results", "timelens_aggregate_miou")
+    return lambda row, text: (mean([process(row, [text])["timelens_mIOU"]], None) / 100, None)
 
 
 def paravt_modules(checkout):

@@ -20,7 +20,7 @@ import time
 import numpy as np
 
 import launch
-from evaluation import benchmarks, costs
+from evaluation import benchmarks, costs, windows
 
 FEW = 10  # videos: intervals over fewer are marked
 
@@ -96,6 +96,12 @@ def interval(draws):
     return [float(np.percentile(draws, q)) for q in (2.5, 97.5)] if len(draws) else None
 
 
+def mean_of(pairs):
+    """[(record, value)] -> (mean or None, its interval)."""
+    value, draws = resampled([{"task": r["task"], "score": value} for r, value in pairs], None)
+    return value, interval(draws)
+
+
 def mean_scores(pairs):
     """[(label, record)] -> {label: n and accuracy}, in the order of the labels."""
     groups = {}
@@ -130,7 +136,7 @@ def summarise(records, bench=None, judged=False):
         "interval": interval(draws),
         "videos": len({r["task"]["video"] for r in records
                        if benchmarks.headline(bench)[1](r) is not None}),
-        "acc": sum(r["score"] for r in records) / n,  # the mean over all items
+        "acc": sum(map(windows.right, records)) / n,  # the mean over all items
         "f_tau": sum(r["reward"]["fmt"] for r in records) / n,
         "kappa": sum(call["status"] == "ok" for r in records for call in r["calls"]) / n,
         "errors": {cause: sum(r["status"] == cause for r in records) for cause in causes},
@@ -141,11 +147,8 @@ def summarise(records, bench=None, judged=False):
     spent = costs.mean(records)
     if spent:
         out["cost"] = spent  # per answer
-    looked = [r["reward"]["windows"] for r in fine
-              if "windows" in r["reward"] and any(call["status"] == "ok" for call in r["calls"])]
-    if looked:  # means over the episodes that looked
-        out["windows"] = {name: sum(w[name] for w in looked) / len(looked) for name in looked[0]}
-        out["windows"]["n"] = len(looked)
+    if looked := windows.judged(records, mean_of):
+        out["windows"] = looked
     if judged:
         verdicts = [r["judge"] and r["judge"]["verdict"] for r in records if "judge" in r]
         failed = verdicts.count(None)  # the request failed, or the reply was neither yes nor no
@@ -386,9 +389,8 @@ def table(results, labels=12):
         more = [f"{row['metric']} is the headline"] if row["metric"] != "accuracy" else []
         for name in ("pass@n", "R@0.3", "R@0.5", "R@0.7"):
             more += [f"{name} {row[name]:.3f}"] if name in row else []
-        if windows := row.get("windows"):
-            more.append("windows: recall {recall:.3f}, hit rate {hit:.3f}, IoU {iou:.3f} of {n} "
-                        "episodes that called".format(**windows))
+        more += [f"CRR {row['CRR']:.4f}"] if "CRR" in row else []
+        more += window_words(row["windows"]) if "windows" in row else []
         for kind, cell in row.get("by_type", {}).items():
             more.append(f"{kind} {cell['acc']:.3f} of {cell['n']}")
         if more:
@@ -398,6 +400,33 @@ def table(results, labels=12):
                 numbers = f"{cell['n']:>5} {cell['acc']:>6.3f}"
                 lines.append(f"{indent}{'':>12} {numbers}  {name} {label}")
     return "\n".join(lines)
+
+
+def window_words(row):
+    """"windows" of a row -> texts for the terminal."""
+    def told(name):
+        if row[name] is None:
+            return "-"
+        low_high = row["intervals"][name]
+        shown = f"{row[name]:.3f}" + (" [{:.3f}, {:.3f}]".format(*low_high) if low_high else " [-]")
+        chance = row["random"].get(name)
+        return shown + ("" if chance is None else f" (at random {chance:.3f})")
+
+    parts = {"recall": "recall", "precision": "precision", "hit": "hit rate", "iou": "IoU",
+             "acc_hit": "accuracy after a hit", "acc_miss": "after a miss",
+             "miou": "over all episodes mIoU", "rec@iou": "rec@IoU", "acc@iou": "acc@IoU"}
+    texts = [f"{words} {told(name)}" for name, words in parts.items()]
+    return [f"windows of {row['n']} episodes that called: {texts[0]}", *texts[1:]]
+
+
+def add_crr(results):
+    """CG-Bench's CRR, as VLMEvalKit computes it: min(long, clue) / clue, of the accuracies on the
+    films and on the parts that hold the clues, at the same K and mode. Writes it into the rows."""
+    rows = {place_of(row): row for row in results if row["headline"] is not None}
+    for (bench, *place), row in rows.items():
+        clue = rows.get(("cgbench_clue", *place), {}).get("headline")
+        if bench == "cgbench" and clue:
+            row["CRR"] = min(row["headline"], clue) / clue
 
 
 def compare(found, points=2.0):
@@ -559,8 +588,10 @@ def paper_layout(found, form):
 
     The best of every column is bold. A run of a part of a benchmark is never the best.
     """
-    names = list(benchmarks.splits())
+    here = {row.get("bench") for _, summary, _ in found for row in summary["results"]}
     paper, labels = benchmarks.paper_table(), list(benchmarks.paper_rows())
+    # A benchmark that neither the paper nor we have measured gets no column.
+    names = [name for name in benchmarks.splits() if name in here or name in paper["ParaVT-8B"]]
     group_of = {system: group for group, systems in benchmarks.paper_groups().items()
                 for system in systems}
     systems = [{"group": group_of[system], "label": label, "departures": [],

@@ -498,11 +498,11 @@ def paper_tables(sources):
     """-> [the table of benchmark results and of the paper's Table 1], [] without results."""
     from evaluation import benchmarks  # imports numpy
 
-    benches = list(benchmarks.splits())  # in the order of the paper's columns
+    known = list(benchmarks.splits())  # in the order of the paper's columns
     systems = {}  # name -> {benchmark: percent, as text}
     for source in sources:
         for result in source["tables"].get("results", []):
-            if result.get("bench") in benches:
+            if result.get("bench") in known:
                 setting = f"K {result.get('K')}, tools {mode_of(result)}"
                 headline = number(result.get("headline"), 9)  # None: refused, for its errors
                 percents = systems.setdefault(f"{source['name']}, {setting} (measured)", {})
@@ -510,6 +510,7 @@ def paper_tables(sources):
     if not systems:
         return []
     systems |= benchmarks.paper_rows()
+    benches = [name for name in known if any(name in row for row in systems.values())]
     rows = [[name, *(percents.get(bench, "-") for bench in benches)]
             for name, percents in systems.items()]
     title = "Benchmarks beside the paper's Table 1, percent"

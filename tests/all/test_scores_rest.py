@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from test_scores import command, compared, made, table  # noqa: F401
 
-from evaluation import benchmarks, scores
+from evaluation import benchmarks, scores, windows
 
 
 def record(name, score, video=None, **task):
@@ -165,21 +165,45 @@ def test_points_change_what_is_needed(made, command, tmp_path):
 # Comparisons
 
 
-def test_windows_are_judged_over_the_episodes_that_called():
-    def one(name, windows, status="ok"):
-        calls = [{"status": status, "start": 0, "end": 1}] * (windows is not None)
-        reward = {"fmt": 1.0, **({"windows": windows} if windows else {})}
-        return {"task": {"id": name, "video": name, "type": "mcq"}, "sample": 0, "status": "ok",
-                "score": 1.0, "extracted": "A", "finish": ["stop"], "calls": calls,
-                "reward": reward, "timing": {}}
+def looked(name, spans, evidence=((10, 20),), score=1.0, **more):
+    """A record whose calls looked at `spans` of a film of 100 seconds."""
+    calls = [{"status": "ok", "start": a, "end": b} for a, b in spans]
+    task = {"id": name, "video": name, "type": "mcq", "evidence": [*map(list, evidence)]}
+    return {"task": task, "sample": 0, "status": "ok", "score": score, "extracted": "A",
+            "finish": ["stop"], "calls": calls, "reward": {"fmt": 1.0},
+            "timing": {"video_s": 100.0}, **more}
 
-    good, poor = {"recall": 1.0, "iou": 0.5, "hit": 1.0}, {"recall": 0.5, "iou": 0.0, "hit": 1.0}
-    found = scores.summarise([one("a", good), one("b", poor), one("c", None),
-                              one("d", good, "error")])
-    assert found["windows"] == {"recall": 0.75, "iou": 0.25, "hit": 1.0, "n": 2}
-    text = scores.table([{**found, "K": 64, "tools": "on"}])
-    assert "windows: recall 0.750, hit rate 1.000, IoU 0.250 of 2 episodes that called" in text
-    assert "windows" not in scores.summarise([one("a", None)])
+
+def test_windows_are_judged_over_the_episodes_that_called():
+    failed = looked("d", [(10, 20)], status="engine_error")
+    records = [looked("a", [(10, 20)]), looked("b", [(15, 25), (90, 120)], score=0.0),
+               looked("c", []), failed, looked("e", [(30, 30)], score=0.0)]
+    found = scores.summarise(records)["windows"]
+    assert found["n"] == 3 and found["recall"] == 0.5 and found["hit"] == pytest.approx(2 / 3)
+    assert found["precision"] == pytest.approx((1 + 0.25) / 2)  # an instant has none
+    assert found["iou"] == pytest.approx((1 + 0.2) / 3)  # a window is cut at the end of the film
+    assert (found["acc_hit"], found["acc_miss"]) == (0.5, 0.0)
+    assert found["miou"] == pytest.approx((1 + 0.2) / 4)  # over all that have evidence
+    low, high = found["intervals"]["recall"]
+    assert 0 <= low < found["recall"] < high <= 1
+    text = scores.table([{**scores.summarise(records), "K": 64, "tools": "on"}])
+    assert "windows of 3 episodes that called: recall 0.500 [" in text and "at random 0." in text
+    assert "windows" not in scores.summarise([looked("a", [])])
+
+
+@pytest.mark.parametrize("spans, evidence", [([(0, 10)], [(40, 60)]), ([(5, 25), (30, 40)],
+                                                                       [(0, 10), (70, 100)])])
+def test_windows_at_random_find_what_integration_says(spans, evidence):
+    """P(a second is seen) by the share of starts with which a window of that length holds it."""
+    chance, film = windows.at_random(spans, evidence, 100.0, draws=4000), 100.0
+    seconds = np.arange(0.005, film, 0.01)
+    missed = np.ones(len(seconds))
+    for start, end in spans:
+        long, free = end - start, film - (end - start)
+        missed *= 1 - np.clip(np.minimum(seconds, free) - np.maximum(seconds - long, 0), 0,
+                              None) / free
+    gold = np.any([(a <= seconds) & (seconds < b) for a, b in evidence], axis=0)
+    assert chance["recall"] == pytest.approx((1 - missed)[gold].mean(), abs=0.02)
 
 
 def test_runs_of_one_system_are_pooled(made, command, tmp_path):

@@ -1,0 +1,83 @@
+"""
+evaluation/windows.py: did an agent look at the right place?
+
+  recall     share of the evidence (seconds in which the answer can be seen) inside windows
+  precision  share of the seconds looked at that is evidence
+  hit, iou   whether any window meets the evidence; IoU of the two unions
+  random     the same four, if the same windows had been placed at random in the film
+
+Each executed window keeps its length, cut at the ends of the film, and its start is drawn evenly
+among those with which the window lies in the film. Windows are drawn apart from each other.
+
+Numbers alone. Reads and writes no file. Used by evaluation/scores.py.
+"""
+
+import random
+
+import rewards
+
+NAMES = ("recall", "precision", "hit", "iou")
+
+
+def looked_at(record):
+    """Record -> spans of its executed calls [(start, end)], cut at the ends of the film."""
+    end = record["timing"].get("video_s") or float("inf")
+    spans = [(max(0.0, call["start"]), min(call["end"], end)) for call in record["calls"]
+             if call["status"] == "ok"]
+    return [span for span in spans if span[0] <= span[1]]
+
+
+def at_random(spans, evidence, seconds, draws=100, seed=""):
+    """-> {name: mean of window_scores over `draws` placements}, for a film of `seconds`."""
+    draw, total = random.Random(seed), dict.fromkeys(NAMES, 0.0)
+    lengths = [end - start for start, end in spans]
+    for _ in range(draws):
+        starts = [draw.uniform(0.0, seconds - length) for length in lengths]
+        found = rewards.window_scores([(a, a + b) for a, b in zip(starts, lengths)], evidence)
+        for name in NAMES:  # no precision: all windows are instants
+            total[name] += (found[name] or 0.0) / draws
+    return total
+
+
+def judged(records, mean):
+    """
+    Records of one (benchmark, K, mode) -> {"n", name: mean, "random": {name: mean}, "acc_hit",
+    "acc_miss", "miou", "rec@iou", "acc@iou", "intervals": {name: [low, high] or None}}, {} if no
+    task has evidence or no episode looked.
+
+    The first are means over the episodes that looked. miou, rec@iou and acc@iou follow CG-Bench, as
+    VLMEvalKit computes them, with the executed windows in place of intervals that a model is asked
+    for, over all episodes: without a window the IoU is 0. mean: [(record, value)] -> (mean or None,
+    interval).
+    """
+    pairs = [(record, looked_at(record)) for record in records
+             if record["status"] == "ok" and record["task"].get("evidence")]
+    seen = [(record, spans, rewards.window_scores(spans, record["task"]["evidence"]))
+            for record, spans in pairs if spans]
+    if not seen:
+        return {}
+    columns = {name: [(record, found[name]) for record, _, found in seen
+                      if found[name] is not None] for name in NAMES}
+    columns["acc_hit"] = [(record, right(record)) for record, _, found in seen if found["hit"]]
+    columns["acc_miss"] = [(record, right(record)) for record, _, found in seen if not found["hit"]]
+    ious = {id(record): found["iou"] for record, _, found in seen}
+    ious = [(record, ious.get(id(record), 0.0)) for record, _ in pairs]
+    columns["miou"] = ious
+    levels = [n / 10 for n in range(1, 6)]
+    above = [(record, sum(iou > level for level in levels) / len(levels)) for record, iou in ious]
+    columns["rec@iou"] = above
+    columns["acc@iou"] = [(record, share * (right(record) == 1)) for record, share in above]
+    by_chance = [
+        (record, at_random(spans, record["task"]["evidence"], record["timing"]["video_s"],
+                           seed=str(record["task"]["id"])))
+        for record, spans, _ in seen if record["timing"].get("video_s")]
+    found = {name: mean(column) for name, column in columns.items()}
+    chance = {name: mean([(record, some[name]) for record, some in by_chance]) for name in NAMES}
+    return {"n": len(seen), **{name: value for name, (value, _) in found.items()},
+            "random": {name: value for name, (value, _) in chance.items()},
+            "intervals": {name: low_high for name, (_, low_high) in found.items()}}
+
+
+def right(record):
+    """Score of the answer itself: in Video-MME-v2, "score" is that of a group."""
+    return record.get("right", record["score"])
