@@ -34,6 +34,7 @@ import argparse
 import faulthandler
 import json
 import os
+import re
 import sys
 from dataclasses import dataclass, replace
 
@@ -145,8 +146,8 @@ def parse_args(protocol: str | None = None):
         if wrong:
             raise launch.UserError(why)
     if len(args.bench) > len(args.root):
-        # One folder of folders. Video-MME with and without subtitles are one folder.
-        names = [name.removesuffix("_wsub") for name in args.bench]
+        # One folder of folders. Benchmarks of one data set share a folder.
+        names = [re.sub("_wsub$|_clue$|(?<=timelens)_.*", "", name) for name in args.bench]
         args.root = [os.path.join(args.root[0], name) for name in names]
     return args
 
