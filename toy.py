@@ -30,7 +30,6 @@ from the overview, watching a window) at every K, with enough samples to be lear
 that `--prior` names:
     strong   calls half of the time; thoughts left open or opened again, `<tool_code>` calls,
              unclosed JSON, prose, answers without tags
-    weak     tidy thoughts and answers, and never a call
     tidy     calls half of the time, in the search world five times in six; everything is in the
              protocol's style: base and cold start in one, which learns fastest (`make demo`).
              Whether a sample calls does not depend on K
@@ -393,8 +392,7 @@ def budgets_of(scenes=4):
 def pretraining_rows(task, events, prior, rng, wrong=0.0):
     """Samples that train the base: every skill at every K, in the style of --prior (see above)."""
     every = budgets_of(len(task.get("scenes", ())))
-    ways = {"weak": {"direct": every}, "need": {"need": every * 2}}.get(
-        prior, {"direct": every, "call": every})
+    ways = {"need": every * 2} if prior == "need" else {"direct": every, "call": every}
     if prior == "half":  # need at every K, and the two ways of tidy at about half of them
         direct = [k for k in every if rng.random() < 0.5]
         ways = {"direct": direct, "call": [k for k in every if k not in direct], "need": every}
@@ -607,8 +605,7 @@ def main():
     add("--scenes", type=int, default=4, help="search: scenes of a film, 4 to 32")
     add("--wrong", type=float, default=0.3,
         help="search: share of demonstrations that look at other scenes than those asked about")
-    add("--prior", choices=["strong", "weak", "tidy", "turns", "need", "half"],
-        default="strong",
+    add("--prior", choices=["strong", "tidy", "turns", "need", "half"], default="strong",
         help="style of the base's pretraining split, see above")
     add("--base-videos", type=int, default=480, help="videos of the base's pretraining split")
     add("--sft-videos", type=int, default=96, help="videos of the cold-start split")

@@ -8,6 +8,7 @@ import dataclasses
 import importlib
 import importlib.util
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest

@@ -188,20 +188,12 @@ def test_the_tidy_prior_calls_in_the_protocols_own_style():
         assert kind_of(row)[1] == "sub" or rewards.format_reward(turns)["total"] == 1.0
 
 
-def test_the_weak_prior_is_tidy_never_calls_and_changes_nothing_else(twin, tmp_path):
-    import rewards
-
-    done = run_script("toy.py", "--out", tmp_path / "w", "--seed", 5, *SMALL, "--prior", "weak")
+def test_the_prior_changes_the_pretraining_split_alone(twin, tmp_path):
+    done = run_script("toy.py", "--out", tmp_path / "w", "--seed", 5, *SMALL, "--prior", "tidy")
     assert done.returncode == 0, done.stderr
-    strong, weak = digests(twin / "a"), digests(tmp_path / "w")
-    assert {name for name in strong if strong[name] != weak.get(name)} == {"pretrain.jsonl"}
-    assert strong.keys() == weak.keys()
-    rows = rows_of(tmp_path / "w", "pretrain.jsonl")
-    assert {kind_of(row)[1] for row in rows} == {"direct", "plain", "sub"}
-    said = [row["messages"][2]["content"].removeprefix("<think>\n") for row in rows
-            if kind_of(row)[1] != "sub"]
-    assert all(rewards.format_reward([text])["total"] == 1.0 for text in said)
-    assert not any("crop_video" in text for text in said)
+    strong, tidy = digests(twin / "a"), digests(tmp_path / "w")
+    assert {name for name in strong if strong[name] != tidy.get(name)} == {"pretrain.jsonl"}
+    assert strong.keys() == tidy.keys()
 
 
 def first_turns(rows, way):
