@@ -6,7 +6,6 @@ responses the forward of plain transformers.
 """
 import dataclasses
 import importlib
-import importlib.util
 import json
 import shutil
 from types import SimpleNamespace
@@ -285,9 +284,6 @@ def test_another_architecture_is_refused(toy, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(launch.UserError, match="qwen2"):
         chat.load_codec(str(tmp_path))
-
-
-OPEN, CLOSED = "<think>\n", "<think>\n\n</think>\n\n"
 
 
 def test_a_template_argument_that_the_template_does_not_read_is_refused(toy):

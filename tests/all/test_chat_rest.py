@@ -8,11 +8,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from test_chat import CLOSED, OPEN  # noqa: F401
 
 import chat
 import launch
 import rollout
+
+OPEN, CLOSED = "<think>\n", "<think>\n\n</think>\n\n"
 
 
 def published_template(name):
