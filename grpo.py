@@ -73,12 +73,13 @@ import model  # noqa: E402
 
 def group_by_prompt(episodes):
     """Episodes -> groups that share one prompt, samples in order, without episodes in which no
-    token was sampled."""
+    token was sampled. A film that was replaced meanwhile is another prompt."""
     groups = {}
     # Sort by sample, not by time of completion: sums of floats are then the same in every run.
     for episode in sorted(episodes, key=lambda e: e.sample):
         if episode.context is not None and 1 in episode.context.mask:
-            groups.setdefault(episode.group, []).append(episode)
+            prompt = episode.group, *(item.key for item in episode.context.items)
+            groups.setdefault(prompt, []).append(episode)
     return list(groups.values())
 
 
@@ -142,13 +143,10 @@ def group_tree(group, credit, first=0):
 
 
 def frames_of(groups):
-    """-> function of a VisionItem's spec: the frames that these rollouts saw. They are in memory,
-    so an update needs no file, which may have gone meanwhile."""
-    frames = {str(item.spec): seen for group in groups
-              for item, seen in zip(group[0].context.items, group[0].context.frames)}
-    for e in (e for group in groups for e in group):
-        frames |= e.notes.get("windows", {})
-    return lambda spec: frames[str(spec)]
+    """-> {VisionItem.key: Frames that these rollouts saw}. They are in memory, so an update needs
+    no file, which may have gone meanwhile."""
+    return {seen.key: seen for group in groups for e in group
+            for seen in (*e.context.frames, *e.notes.get("windows", ()))}
 
 
 def training_trees(groups, codec, args):
@@ -442,9 +440,9 @@ def main():
         # engine sleeps meanwhile, so the trainer has its memory.
         clock = time.monotonic()
         engine.sleep()
-        policy.features.load = frames_of(groups)
+        policy.features.frames = frames_of(groups)
         if teacher is not None:
-            teacher.features.load = policy.features.load
+            teacher.features.frames = policy.features.frames
         trees, tokens, skipped = training_trees(groups, codec, args)
         stats = update(policy, reference, optimizer, trees, tokens, args, teacher)
         # Two faults end the run, on all ranks alike: NaN, and an engine that is another policy.

@@ -76,12 +76,15 @@ def run_main(main):
         print(f"{name}: rank {rank}: {said}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(code)
-    except Exception:
+    except Exception as e:
         if world == 1:
             raise
+        said = f"\n{traceback.format_exc()}"
+        if isinstance(e, RuntimeError) and "by peer" in str(e):  # gloo's; that rank has said why
+            said = " another rank has ended, or the network has failed"
         # The other ranks wait in a collective, and the threads of this rank wait for them. Leave at
         # once: torchrun then sees the exit code and ends all ranks.
-        print(f"{name}: rank {rank}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        print(f"{name}: rank {rank}:{said}", file=sys.stderr, flush=True)
         os._exit(1)
 
 

@@ -77,6 +77,7 @@ class VisionFeatures:
         self.visual = visual
         self.codec = codec
         self.load = load
+        self.frames = {}  # VisionItem.key -> video.Frames that are in memory, which need no load
         self.max_bytes = max_bytes
         self.cache = OrderedDict()  # VisionItem.key -> features
         self.bytes = 0
@@ -89,7 +90,7 @@ class VisionFeatures:
         if item.key in self.cache:
             self.cache.move_to_end(item.key)  # used last
             return self.cache[item.key]
-        frames = self.load(item.spec)
+        frames = self.frames.get(item.key) or self.load(item.spec)
         # The ids hold times and one placeholder per token, so other frames do not fit them.
         same_size = frames.images.shape[:3] == (item.frames, item.height, item.width)
         if not same_size or list(frames.seconds) != list(item.seconds):

@@ -459,7 +459,7 @@ async def sub_agent(record, spec, episode, sampler, turn, number):
     except (video.VideoError, ValueError) as error:
         return refuse_window(record, error)
     record.update(start=spec["start"], end=spec["end"])  # clamped to the video
-    episode.notes.setdefault("windows", {})[str(spec)] = frames  # grpo.py may train sub-agents
+    episode.notes.setdefault("windows", []).append(frames)  # grpo.py may train sub-agents
 
     messages = sub_messages(task, spec, agent.sub_question)
     context = sampler.open_context(codec, messages, [spec], [frames])  # a sub-agent has no tools
@@ -910,9 +910,11 @@ def claim_file(args, inputs: dict, tasks: list[dict]) -> list[dict]:
             os.remove(left)
     paths = [path for path in (out, f"{out}.part") if os.path.exists(path)]
     kept = chat.read_object(beside(out)) if paths and os.path.isfile(beside(out)) else {}
-    flags, moved = launch.changes(args, inputs, {"args": kept, "inputs": kept.get("inputs", {})})
+    was = kept.get("inputs")
+    whole = isinstance(was, dict) and all(isinstance(v, list) and len(v) == 2 for v in was.values())
+    flags, moved = launch.changes(args, inputs, {"args": kept, "inputs": was if whole else {}})
     films = moved.pop("films", None)  # a copy of them has another mtime, so they are only told of
-    other = [*moved.values(), *flags] if kept.get("inputs") else [f"{beside(out)} is missing"]
+    other = [*moved.values(), *flags] if whole else [f"{beside(out)} is missing or damaged"]
     if paths and other:
         raise launch.UserError(f"{paths[0]} holds rollouts of other settings: "
                                f"{', '.join(other[:3])}; choose another --out, or delete the file")

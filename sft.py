@@ -144,21 +144,21 @@ class Chats:
         return self.read(index, {})
 
     def read(self, index, shown):
-        """As [index]. shown: a dict that gets {str(spec): Frames}, the frames of the chat."""
+        """As [index]. shown: a dict that gets {VisionItem.key: Frames}, the frames of the chat."""
         if index in self.broken:
             return None
         row = self.rows[index]
         try:
             # Read again in each epoch, because a film may have gone or changed meanwhile.
-            frames = {str(spec): self.frames(spec) for spec in chat.videos_in(row["messages"])}
-            items = [chat.vision_item(spec, frames[str(spec)])
-                     for spec in chat.videos_in(row["messages"])]
+            specs = chat.videos_in(row["messages"])
+            frames = [self.frames(spec) for spec in specs]
+            items = list(map(chat.vision_item, specs, frames))
         # A broken video costs one chat, not the run. ValueError: a window beyond the video.
         except (video.VideoError, ValueError) as error:
             print(launch.printable(f"skipped {row['id']}: {error}"), flush=True)
             self.broken.add(index)
             return None
-        shown.update(frames)
+        shown.update((seen.key, seen) for seen in frames)
         if index in self.encoded:
             sequence = self.encoded.pop(index)
             if sequence.items == items:
@@ -238,15 +238,15 @@ def batch_packs(chats, step, codec, args, rank, world):
 
 
 def make_packs(chats, indices, codec, pack_tokens):
-    """Chats -> (Packs, function of a spec: the frames that they show). A chat is a tree without
-    branches. Chats with a broken video are left out."""
+    """Chats -> (Packs, {VisionItem.key: Frames that they show}). A chat is a tree without branches.
+    Chats with a broken video are left out."""
     # The frames are kept until the forward, so that a film which has gone by then ends no run.
     shown = {}
     # None: a chat with a broken video. A rank may be left with no pack at all; see backward.
     sequences = [s for s in (chats.read(i, shown) for i in indices) if s is not None]
     trees = [model.Tree(model.Span(s.ids, s.mask), s.items) for s in sequences]
     packs = [model.pack_trees(codec, members) for members in model.fill_packs(trees, pack_tokens)]
-    return packs, lambda spec: shown[str(spec)]
+    return packs, shown
 
 
 # ------------------------------------------------------------------------------------------------
@@ -336,8 +336,8 @@ def held_out_loss(policy, chats, args, rank, world):
     nats, tokens, rows = 0.0, 0, range(len(chats.rows))
     # In batches: the frames of all chats would not fit into memory.
     for batch in (rows[i:i + args.batch_size] for i in rows[::args.batch_size]):
-        packs, policy.features.load = make_packs(chats, batch[rank::world], policy.codec,
-                                                 args.pack_tokens)
+        packs, policy.features.frames = make_packs(chats, batch[rank::world], policy.codec,
+                                                   args.pack_tokens)
         # No policy.eval(): our attention has no dropout, so both modes compute the same.
         with torch.no_grad():
             loss, n = backward(policy, packs)
@@ -397,7 +397,7 @@ def main():
     bad = 0  # steps in a row without a finite gradient; check_run ends the run after a few
     for step in range(start, steps):
         clock = time.monotonic()
-        packs, policy.features.load = future.result()  # raises the error of the thread
+        packs, policy.features.frames = future.result()  # raises the error of the thread
         waited = time.monotonic() - clock  # near 0 if decoding keeps up with training
         if step + 1 < steps:
             future = prefetch.submit(batch_packs, train, step + 1, codec, args, rank, world)

@@ -98,6 +98,16 @@ def test_a_rank_that_raises_ends_the_run_with_its_traceback(run):
     assert "RuntimeError: the engine is on fire" in done.stderr and "in poll" in done.stderr
 
 
+def test_an_error_of_one_rank_alone_is_one_line_and_the_other_rank_adds_one(run):
+    """No traceback of the collective in which rank 0 waited hides the reason."""
+    fault = AT_STEP.format(step=2, rank=1, what='raise video.VideoError("a.mp4", "is gone")')
+    done = run("sft", fault, "--steps", 3)
+    said = [line for line in done.stderr.splitlines() if line.startswith("sft_faulty.py:")]
+    assert said[0] == "sft_faulty.py: rank 1: a.mp4: is gone"
+    assert len(said) == 2 and "rank 0: another rank has ended" in said[1], done.stderr
+    assert "Traceback" not in done.stderr
+
+
 # Neither ends at a signal, which torchrun sends when rank 0 leaves: here always first.
 @pytest.mark.parametrize("hang", ["time.sleep(999)", "max(iter(int, 1))"],
                          ids=["waiting", "holding the interpreter"])

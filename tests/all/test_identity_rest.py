@@ -34,6 +34,7 @@ from test_identity import (  # noqa: F401
 import chat
 import checkpoint
 import data
+import grpo
 import launch
 import rollout
 import video
@@ -372,3 +373,41 @@ def test_no_id_can_imitate_a_part_of_a_name(codec, toy, tmp_path):
     assert len({episode.group for episode in episodes}) == len(IDS)
     rows = [row for e in episodes for row in pick.chats(e)]
     assert len({row["id"] for row in rows}) == len(rows) > 2 * len(episodes) - 1
+
+
+# ------------------------------------------------------------------------------------------------
+# Damaged settings, and a film replaced within a group
+
+
+@pytest.mark.parametrize("change", [
+    lambda kept: kept.update(inputs=None), lambda kept: kept["inputs"].update({"--ckpt": None}),
+    lambda kept: kept["inputs"].update(films=[1]), lambda kept: kept.update(inputs=["--ckpt"])])
+def test_damaged_settings_beside_rollouts_are_refused_in_one_line(ended, start, change):
+    world, flags = ended("rollout")
+    kept = json.loads((world / "rollout.args.json").read_text())
+    change(kept)
+    (world / "rollout.args.json").write_text(json.dumps(kept))
+    code, said = start("rollout", *flags)
+    assert code == 2 and "rollout.args.json is missing or damaged" in said
+
+
+def test_a_film_replaced_within_a_group_makes_two_groups_with_frames_of_their_own(films, codec):
+    source, real = rollout.Source(str(films), video.FrameCache()), rollout.Source.load_overview
+
+    def load(spec, task):
+        shown = real(source, spec, task)
+        if not os.path.exists(films / "new"):
+            (films / "new").mkdir()
+            replace_film(films)
+        return shown
+
+    source.load_overview = load
+    one = task("a", video="rl-0000.mp4")
+    groups = grpo.group_by_prompt(play(Scripted(codec, ANSWER), [one], source, group=3, threads=1))
+    assert sorted(map(len, groups)) == [1, 2]
+    frames = grpo.frames_of(groups)
+    for group in groups:
+        grpo.group_tree([e for e in group if e.advantage.update(task=0.0, fmt=0.0) is None], "none")
+        (item,), (seen,) = group[0].context.items, group[0].context.frames
+        assert np.array_equal(frames[item.key].images, seen.images)
+    assert len({seen.images.tobytes() for seen in frames.values()}) == 2

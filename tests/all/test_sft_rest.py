@@ -95,7 +95,7 @@ def test_a_film_that_goes_or_changes_after_its_first_epoch_costs_one_chat(
     policy.features = model.VisionFeatures(policy.hf.model.visual, codec, None)
     features = []
     for change in (lambda: shutil.copy(other, film), film.unlink):
-        packs, policy.features.load = sft.make_packs(chats, [0], codec, 2048)
+        packs, policy.features.frames = sft.make_packs(chats, [0], codec, 2048)
         change()
         with torch.no_grad():
             assert sft.backward(policy, packs)[1] == 2
@@ -103,3 +103,16 @@ def test_a_film_that_goes_or_changes_after_its_first_epoch_costs_one_chat(
     assert not torch.equal(*features)  # the second batch showed the new film
     assert sft.make_packs(chats, [0], codec, 2048)[0] == [] and chats.broken == {0}
     assert "skipped one" in capsys.readouterr().out
+
+
+def test_a_film_that_changes_between_two_chats_of_a_batch_is_shown_to_each_as_it_was(
+        toy, codec, tmp_path):
+    film, other = tmp_path / "a.mp4", toy / "videos" / "sft-0001.mp4"
+    shutil.copy(toy / "videos" / "sft-0000.mp4", film)
+    rows = [{"id": n, "messages": user_and("a", video="a.mp4", frames=4)} for n in ("one", "two")]
+    chats = chats_of(write_rows(tmp_path / "d.jsonl", rows), codec)
+    real = chats.read
+    chats.read = lambda i, shown: i and shutil.copy(other, film) and None or real(i, shown)
+    (pack,), frames = sft.make_packs(chats, [0, 1], codec, 2048)
+    images = [frames[item.key].images for item in pack.items]
+    assert len(images) == 2 and not (images[0] == images[1]).all()
