@@ -183,11 +183,11 @@ def waiting_time(after):
 
 
 def address(text):
-    """A URL as a flag's value. Raises ArgumentTypeError if it holds a user or a password: settings
-    are written to files and sent to trackers."""
-    if "@" in text:
-        raise argparse.ArgumentTypeError("the address names a user; give the address without, and "
-                                         "the key in an environment variable")
+    """A URL as a flag's value. Raises ArgumentTypeError if it holds a user, a password or a query
+    (?key=..): settings are written to files and sent to trackers."""
+    if "@" in text or "?" in text:
+        raise argparse.ArgumentTypeError("the address names a user or has a query; give it without,"
+                                         " and the key in an environment variable")
     return text
 
 

@@ -250,7 +250,8 @@ def test_a_word_that_is_no_secret_stays_in_answers(serve, monkeypatch):
 
 
 @pytest.mark.parametrize("url", ["https://me:pa55@host/v1", "me:pa55@host/v1",
-                                 "http://me:pa55/2@host", "https://pa55@host"])
+                                 "http://me:pa55/2@host", "https://pa55@host",
+                                 "https://host/v1?key=pa55"])
 @pytest.mark.parametrize("script, flag", [(grpo, "--judge-url"), (rollout, "--judge-url"),
                                           (evaluation, "--judge-url"), (evaluation, "--base-url")])
 def test_an_address_with_a_password_is_refused_without_repeating_it(
