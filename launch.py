@@ -51,8 +51,8 @@ def run_main(main):
         try:
             main()
         except OSError as e:  # of a file that cannot be written; anything else is a fault of ours
-            if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO,
-                               errno.EPERM, errno.EFBIG, errno.ENAMETOOLONG, errno.ESTALE):
+            named = "ENOSPC EDQUOT EROFS EACCES EIO ENOENT EPERM EFBIG ENAMETOOLONG ESTALE".split()
+            if errno.errorcode.get(e.errno) not in named:
                 raise
             raise RunError(f"{e.filename or 'a file'}: {why(e)}") from None
     except (UserError, RunError, KeyboardInterrupt) as e:

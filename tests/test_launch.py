@@ -22,6 +22,7 @@ import metrics
     (KeyboardInterrupt(), 130, "interrupted"),
     (OSError(28, "No space left on device", "r.jsonl"), 1, "r.jsonl: the disk is full"),
     (OSError(30, "Read-only file system", "s.json"), 1, "s.json: Read-only file system"),
+    (FileNotFoundError(2, "No such file", "out/r.jsonl"), 1, "out/r.jsonl: No such file"),
     (OSError(27, "File too large", "r.jsonl"), 1, "r.jsonl: File too large"),
     (PermissionError(1, "Operation not permitted", "log"), 1, "log: Operation not permitted")])
 def test_one_line_instead_of_a_traceback(monkeypatch, capsys, error, code, said):
