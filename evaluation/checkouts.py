@@ -27,6 +27,8 @@ KNOWN = {"paper": (), "paper-general": (), "paper-direct": (), "paper-reasoning"
          "qwen3-vl": (), "videozoomer": (), "video-r1": R1, "videorft": R1,
          "videochat-r1": ("src_eval/eval_prompts.py:QA_THINK",
                           "src_eval/eval_prompts.py:GROUND_TEMPLATE_THINK"),
+         "time-r1": ("src/vllm_inference/data/config.py:DEFAULT_MCQ_PROMPT[r1]",
+                     "src/vllm_inference/data/config.py:DEFAULT_TG_PROMPT[r1]"),
          "conan": tuple(f"Conan-Eval/prompt_temp.py:Prompt_temp_{part}_{kind}"
                         for kind in ("mc", "gen") for part in ("init", "round", "final")),
          "longvt": ("examples/eval/single_inference.py:TOOL_PROMPT",)}

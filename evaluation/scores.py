@@ -69,26 +69,39 @@ def resampled(records, bench, draws=2000):
     means = np.divide(times @ sums, items, out=np.zeros(items.shape), where=there)
     some = there.any(1)  # [draws]
     # A draw counts only the parts that it holds.
-    return headline, (means.sum(1) / np.maximum(1, there.sum(1)) + of_runs(records, bench, draws))[
-        some]
+    drawn = (means.sum(1) / np.maximum(1, there.sum(1)))[some]
+    return headline, with_runs(drawn, headline, records, bench)
 
 
-def of_runs(records, bench, draws):
+def with_runs(drawn, middle, records, bench):
     """
-    Draws of how far the mean over runs lies from the mean over all runs that could be made, [draws]
-    or 0. For each system with R > 1 runs and a standard deviation s of their headlines, s / sqrt(R)
-    times Student's t with R - 1 degrees of freedom, because R values tell little of the spread. A
-    single run tells nothing of it. records: `sides` holds the scores of the runs of each system.
+    Draws over videos -> the same, with the spread of runs, around `middle`. Unchanged if no system
+    has several runs that differ: a single run tells nothing of other seeds.
+
+    The variance of the draws, and s^2 / R of each system with R runs whose headlines have the
+    standard deviation s, are added as in Welch's test. All deviations are stretched as Student's t
+    with Satterthwaite's degrees of freedom is, because a few runs tell little of s. records:
+    `sides` holds the scores of the runs of each system.
     """
-    total, rng = 0.0, np.random.default_rng(1)
+    parts = [(drawn.var(), len({r["task"]["video"] for r in records}) - 1)]
     for side, runs in enumerate(next(iter(records), {}).get("sides", ())):
         values = [resampled([{**{name: value for name, value in record.items() if name != "sides"},
                               "score": record["sides"][side][run]} for record in records],
                             bench, draws=1)[0] for run in range(len(runs))]
         if len(values) > 1:
-            t = rng.standard_t(len(values) - 1, draws)
-            total = total + statistics.stdev(values) / math.sqrt(len(values)) * t
-    return total
+            parts.append((statistics.variance(values) / len(values), len(values) - 1))
+    runs = sum(variance for variance, _ in parts[1:])
+    if not runs:
+        return drawn
+    freedom = sum(v for v, _ in parts) ** 2 / sum(v * v / number for v, number in parts)
+    rng = np.random.default_rng(1)
+    apart = drawn - middle + math.sqrt(runs) * rng.standard_normal(len(drawn))
+    return middle + apart * np.sqrt(freedom / rng.chisquare(freedom, len(drawn)))
+
+
+def several_runs(records):
+    """Whether any system of `paired` or pooled records has several runs."""
+    return any(len(runs) > 1 for runs in next(iter(records), {}).get("sides", ()))
 
 
 def interval(draws):
@@ -215,16 +228,18 @@ def sign_flip_p(records, bench, draws=20000):
     shares = (sums / counts.sum(0)).mean(1)  # [videos]
     bound = abs(shares.sum()) - 1e-9 * np.abs(shares).sum()  # equal sums may differ by rounding
     shares = shares[shares != 0]  # a turned 0 stays 0
-    noise = of_runs(records, bench, draws) + np.zeros(draws)
-    if len(shares) <= 20 and not noise.any():
+    if len(shares) <= 20 and not several_runs(records):
         flipped = np.zeros(1)
         for share in shares:
             flipped = np.concatenate([flipped + share, flipped - share])
         return float((np.abs(flipped) >= bound).mean())
-    rng, as_large = np.random.default_rng(0), 0
+    rng, flipped = np.random.default_rng(0), np.zeros(draws)
     for at in range(0, draws, 1000):  # in pieces, or thousands of videos would take gigabytes
         signs = 2 * rng.integers(0, 2, (1000, len(shares)), dtype=np.int8) - 1
-        as_large += int((np.abs(signs @ shares + noise[at : at + 1000]) >= bound).sum())
+        flipped[at : at + 1000] = signs @ shares
+    # Not below the p of the videos alone, which the noise would make smaller at a tie.
+    as_large = max(int((np.abs(some) >= bound).sum())
+                   for some in (flipped, with_runs(flipped, 0.0, records, bench)))
     return (1 + as_large) / (1 + draws)  # the observed signs are one of the patterns
 
 
@@ -349,7 +364,8 @@ def counted(records, bench):
     within = {r["task"]["id"] for r in records if part_of(r) is not None}
     items = {r["task"]["id"] for r in records}
     return {"n": len(records), "headline": value, "interval": interval(draws),
-            "items": len(items), "items_headline": len(within), "videos": videos}
+            "items": len(items), "items_headline": len(within), "videos": videos,
+            "acc": float(np.mean([windows.right(r) for r in records]))}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -638,6 +654,9 @@ def measured(row):
     low, high = row["interval"] or (None, None)
     return {"percent": percent(row["headline"]), "low": percent(low), "high": percent(high),
             "few": few(row),
+            # The mean over items of a benchmark that has another headline.
+            "over_items": None if benchmarks.headline(row["bench"])[0] in ("accuracy", "mIoU")
+            else percent(row["acc"]),
             "n": row["items_headline"], "items": row["items"],
             "published": benchmarks.splits()[row["bench"]].items,
             "seeds": [percent(value) for value in row.get("seeds", [])]}
@@ -664,6 +683,8 @@ def shown_cell(cell):
         if not is_whole(cell):  # MMVU's headline leaves items out, which a whole run has, too
             part = f"{cell['items']} of {cell['published']}"
             text += f" of {cell['published']}" if cell["n"] == cell["items"] else f" ({part} items)"
+        if cell["over_items"] is not None:
+            text += f", over items {cell['over_items']:.1f}"
         if cell["seeds"]:
             runs = len(cell["seeds"])
             text += f", sd {spread(cell['seeds'], 1)} of {runs} runs"
@@ -672,10 +693,11 @@ def shown_cell(cell):
 
 def long_table(systems, names):
     """CSV of `paper_layout`: every number in a column of its own, empty where there is none."""
-    parts = ("percent", "low", "high", "n", "items", "published")
+    parts = ("percent", "low", "high", "n", "items", "published", "over_items")
     head = ["group", "system"]
     for name in names:
-        head += [name, *(f"{name} {part}" for part in parts[1:]), f"{name} sd"]
+        words = [part.replace("_", " ") for part in parts[1:]]
+        head += [name, *(f"{name} {part}" for part in words), f"{name} sd"]
     rows = []
     for system in systems:
         row = [system["group"], system["label"]]

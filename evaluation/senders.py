@@ -5,6 +5,7 @@ evaluation/senders.py: makes a publisher's own code send its requests, and recor
   qwen3-vl                main of evaluation/VideoMME/run_videomme.py, as infer_instruct.sh calls it
   video-r1, videorft      src/eval_bench.py, the whole script
   videochat-r1            process_work_items of src_eval/evaluate_qa.py
+  time-r1                 main of evaluate.py, with test.sh's flags
   conan                   evaluate_example of Conan-Eval/*.py, with run.sh's flags
   longvt                  run_inference of examples/eval/single_inference.py
   videozoomer             MultiModalDataset and vLLMRollout_MultiTurn_Video, with eval_video.sh's
@@ -200,10 +201,17 @@ class Settings(types.SimpleNamespace):
     def request(self):
         plain = vars(Settings())
         found = {name: value for name, value in vars(self).items() if name not in (
-            "seed", "logprobs", "detokenize", "stop_token_ids", "stop") and value != plain.get(name)
+            "seed", "logprobs", "detokenize", "stop_token_ids", "stop", "skip_special_tokens",
+            "spaces_between_special_tokens") and value != plain.get(name)
             and (name, value) != ("top_k", -1)}
         found |= {"temperature": self.temperature, "max_tokens": self.max_tokens}
-        return found | ({"stop": [self.stop]} if isinstance(self.stop, str) else {})
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        if stop:
+            return {**found, "stop": stop}
+        found.pop("include_stop_str_in_output", None)
+        # Every server stops at the model's own ends of a turn and of a text.
+        ends = sorted({*(self.stop_token_ids or ())} - {151645, 151643})
+        return {**found, "stop_token_ids": ends} if ends else found
 
 
 class Engine:
@@ -212,12 +220,19 @@ class Engine:
     def __init__(self, **settings):
         self.settings = settings
 
+    def get_tokenizer(self):
+        return Tokenizer()
+
     def generate(self, prompts, sampling_params, **_):
         done = []
-        for prompt in prompts:
+        same = not isinstance(sampling_params, list)
+        each = [sampling_params] * len(prompts) if same else sampling_params
+        for prompt, settings in zip(prompts, each):
             text = prompt.get("prompt") or Tokenizer().decode(prompt["prompt_token_ids"])
-            said = now["script"].take({"messages": messages_of(text, prompt["multi_modal_data"]),
-                                       **sampling_params.request()})
+            messages = messages_of(text, prompt["multi_modal_data"])
+            begun = {"add_generation_prompt": False, "continue_final_message": True}
+            said = now["script"].take({"messages": messages, **settings.request(), **(
+                begun if messages[-1]["role"] == "assistant" else {})})
             answer = types.SimpleNamespace(text=said, token_ids=Tokenizer().encode(said))
             done.append(types.SimpleNamespace(outputs=[answer]))
         return done
@@ -450,6 +465,40 @@ def ask_videochat(checkout):
                 [{"video_path": "v.mp4", "solution": {"answer": "B"}, "problem": {
                     "question": task["question"], "options": lettered(task["options"], label)}}],
                 "m", "cuda:0", "out")
+        return script.sent()
+
+    return ask
+
+
+def ask_time_r1(checkout):
+    sys.path.insert(0, checkout)
+    run = imported(checkout, "evaluate")
+    loaders = sys.modules["src.vllm_inference.data"]
+    imported(checkout, "src.vllm_inference.utils").monkey_patch()
+    imported(checkout, "src.vllm_inference.vllm_infer").get_device_count = lambda: 1
+    script_of = re.sub("#.*", "", read(checkout, "scripts", "test.sh"))
+    rows, flags = [], flags_in(script_of)
+    loaders.load_videomme = loaders.load_charades = lambda split: rows
+
+    class Loader(list):  # torch's would start processes
+        def __init__(self, dataset, collate_fn, **_):
+            super().__init__(collate_fn([dataset[n]]) for n in range(len(dataset)))
+            self.dataset = dataset
+
+    loaders.DataLoader = Loader
+
+    def ask(item):
+        script, task = begin(item), item["task"]
+        timing = task["type"] == "grounding"
+        rows[:] = [{"video": item["video"], "qid": "x", "duration": None, "timestamp": [1.0, 2.0],
+                    "sentence": task.get("event"), "question": task["question"], "answer": 1,
+                    "options": task["options"]}]
+        sys.argv = ["evaluate.py", "--datasets", "charades" if timing else "videomme",
+                    "--datatype", "tg" if timing else "mcq", "--split", flags["split"].strip("$"),
+                    "--max_new_tokens", flags["max_new_tokens"], "--output_dir", "out",
+                    *re.findall(r"--use_\w+", script_of)]
+        shutil.rmtree("out", ignore_errors=True)  # finished questions are not asked again
+        run.main(run.get_args())
         return script.sent()
 
     return ask
@@ -720,8 +769,8 @@ ASK = {"paper": (ask_paper, "reproduce_paravt_8b.sh"),
        "paper-direct": (ask_paper, "reproduce_qwen25vl_7b.sh"),
        "paper-reasoning": (ask_paper, "reproduce_reasoning_baselines.sh"),
        "qwen3-vl": (ask_qwen3,), "video-r1": (ask_r1,), "videorft": (ask_r1,),
-       "videochat-r1": (ask_videochat,), "conan": (ask_conan,), "longvt": (ask_longvt,),
-       "videozoomer": (ask_videozoomer,)}
+       "videochat-r1": (ask_videochat,), "time-r1": (ask_time_r1,), "conan": (ask_conan,),
+       "longvt": (ask_longvt,), "videozoomer": (ask_videozoomer,)}
 
 
 def prepared(name, checkout, finder, runs):

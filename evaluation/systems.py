@@ -157,8 +157,8 @@ def protocols():
                            f'{{subtitles}}When in the video is the event "{{event}}"? {{style}} '
                            f"{ANSWER}"],
                           time_r1_protocol, {**single, **many, "max_new_tokens": 1024},
-                          reader=qwen, departures=(
-                              stamps, "a letter is read from the answer, theirs is "
+                          reader=qwen, declared=(timed, raw), departures=(
+                              stamps, raw[1], "a letter is read from the answer, theirs is "
                               "sampled once more after a forced start")),
         "rewatch-r1": System("a text made from the model card's prompt", [rewatch_text()],
                              prompt_as_user,

@@ -45,6 +45,7 @@ READ = {"paper": ("cf55249", "b28bba5a86b9686a", None),
         "videozoomer": ("5638153", "19e73f1febce4a22", "c8f05d34a5deb9af"),
         "video-r1": ("of 2026-11-25", "299ce12cb8d47e89", "81988068e871ab87"),
         "videorft": ("of 2026-11-25", "299ce12cb8d47e89", "5da02dd3ba9ce107"),
+        "time-r1": ("7f2b594", "9405798c9eb72302", "ca071536a1f08da3"),
         "videochat-r1": ("of 2026-11-25", "133e85539f669383", "65b353b521778e59")}
 # Fields of a request that depend on the server or on our client alone.
 APART = ("model", "messages", "seed", "stream")
@@ -173,15 +174,16 @@ def cases(protocol):
         splits = ["videomme"]
         if protocol == "conan":
             splits += ["longvideobench", "lvbench", "mlvu"]
-        if protocol == "videochat-r1":
+        if protocol in ("videochat-r1", "time-r1"):
             splits += ["charades"]
         found = [Case(split, question(split), ["B"]) for split in splits]
         if protocol in ("video-r1", "videorft"):
             found.append(Case("an open question", question(
                 "mmvu", 0, type="open", tags={"kind": "open-ended"}), ["B"]))
         found += [Case(film, question("videomme"), ["B"], film) for film in ("wide", "tall")]
-        return found + [Case(f"a turn: {name}", question("videomme"), [*said, "B"])
-                        for name, said in turns_of(protocol).items()]
+        found += [Case(f"a turn: {name}", question("videomme"), [*said, "B"])
+                  for name, said in turns_of(protocol).items()]
+        return found
     return paper_cases(calls=protocol in ("paper", "paper-general"))
 
 
