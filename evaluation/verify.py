@@ -275,15 +275,16 @@ def shown_part(part, pictures):
 @functools.lru_cache(maxsize=1000)
 def described(data):
     """Bytes of an image -> size, quality, number of the frame, order of the channels."""
-    from PIL import Image
+    from PIL import Image, JpegImagePlugin
 
     image = Image.open(io.BytesIO(data))
+    chroma = JpegImagePlugin.get_sampling(image) if image.format == "JPEG" else 2
     pixels = np.asarray(image.convert("RGB"))
     tables = json.dumps(getattr(image, "quantization", None), sort_keys=True)
     means = pixels.reshape(-1, 3).mean(0)
     order = "rgb" if means[0] > means[1] > means[2] else "channels in another order"
     return (f"{image.width}x{image.height} quality {qualities().get(tables, 'unknown')} frame "
-            f"{readers.number_of(pixels)} {order}")
+            f"{readers.number_of(pixels)} {order}" + f", chroma {chroma}" * (chroma in (0, 1)))
 
 
 @functools.cache
