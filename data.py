@@ -348,8 +348,8 @@ def json_lines(text):
     for row in launch.parse_json(text):
         # {"timestamp": [start, end or null], "text"}, or {"start", "end", "line"}, or of words.
         start, end = row["timestamp"] if "timestamp" in row else [
-            row.get(f"{name}_time", row.get(name)) for name in ("start", "end")]
-        said = row.get("text", row.get("line"))
+            row[name] if name in row else row[f"{name}_time"] for name in ("start", "end")]
+        said = row["text"] if "text" in row else row["line"]
         out.append((rewards.to_seconds(start), rewards.to_seconds(end), said))
     return out
 
