@@ -40,9 +40,9 @@ READ = {"paper": ("cf55249", "b28bba5a86b9686a", None),
         "paper-direct": ("cf55249", "761e478eedf60529", None),
         "paper-reasoning": ("cf55249", "4d20a97d6539fc55", None),
         "qwen3-vl": ("9658872", "b2a52017bad7b085", "69dc7b8eef9a725a"),
-        "conan": ("b4805ae", "363df4f59221b2d7", "9bffca70ed7a35a3"),
-        "longvt": ("08d755b9", "1a01c706cdb83f2e", "fbd7bd579cf82361"),
-        "videozoomer": ("5638153", "19e73f1febce4a22", "c8f05d34a5deb9af"),
+        "conan": ("b4805ae", "363df4f59221b2d7", "4e335535fbb0243f"),
+        "longvt": ("08d755b9", "1a01c706cdb83f2e", "c15330954faf53b9"),
+        "videozoomer": ("5638153", "19e73f1febce4a22", "481498e328a93f8b"),
         "video-r1": ("of 2026-11-25", "299ce12cb8d47e89", "81988068e871ab87"),
         "videorft": ("of 2026-11-25", "299ce12cb8d47e89", "5da02dd3ba9ce107"),
         "time-r1": ("7f2b594", "9405798c9eb72302", "ca071536a1f08da3"),
@@ -65,7 +65,7 @@ class Case:
 
 # name -> frames, frames a second, height, width
 FILMS = {"small": (200, 2, 96, 128), "wide": (80, 1, 720, 1280), "tall": (300, 30, 640, 360),
-         "short": (40, 25, 96, 128)}
+         "short": (40, 25, 96, 128), "long": (200, 1, 96, 128)}
 
 # ------------------------------------------------------------------------------------------------
 # The cases
@@ -159,7 +159,7 @@ def turns_of(protocol):
         "longvt": {"one window": [cut(10, 14)], "two windows": [cut(3, 5) + "\n" + cut(90, 94)],
                    "a window that ends behind the end": [cut(90, 130)],
                    "a window behind the end": [cut(150, 160)], "six rounds": [cut(1, 9)] * 7},
-        "videozoomer": {"one window": [zoom % (10, 14, 2)], "too many frames": [zoom % (0, 50, 1)],
+        "videozoomer": {"too many frames": [zoom % (0, 50, 1)], "one window": [zoom % (10, 14, 2)],
                         "five rounds": [zoom % (2, 8, 1)] * 6, "no JSON": [zoom % ("a", "b", "c")],
                         "past the end": [zoom % (94, 106, 1)]},
         "conan": {"a clip": [clip % "00:00:05-00:00:10"],
@@ -183,6 +183,10 @@ def cases(protocol):
         found += [Case(film, question("videomme"), ["B"], film) for film in ("wide", "tall")]
         found += [Case(f"a turn: {name}", question("videomme"), [*said, "B"])
                   for name, said in turns_of(protocol).items()]
+        # Bounds of pixels, and of frames. The first turn asks for 1 fps, which all films have.
+        for said in [*turns_of(protocol).values()][:1]:
+            found += [Case(f"a window, {film}", question("videomme"), [*said, "B"], film)
+                      for film in ("wide", "long")]
         return found
     return paper_cases(calls=protocol in ("paper", "paper-general"))
 
@@ -420,7 +424,7 @@ def covered(theirs, mine, declared):
         return None, (one, other)
     needed = [left([*declared[:n], *declared[n + 1 :]]) for n in range(len(declared))]
     used = [text for (_, text), (a, b) in zip(declared, needed) if a != b]
-    return used or [text for _, text in declared], (one, other)
+    return list(dict.fromkeys(used or [text for _, text in declared])), (one, other)
 
 
 def show_difference(theirs, mine, most=24):
