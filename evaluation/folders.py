@@ -121,7 +121,7 @@ def record_of(episode, digest, k, mode, args, taken=None) -> dict:
     ids. k: as in --frames. mode: see scores.mode_of. taken: tokens of the requests, see
     costs.Meter."""
     # Only training needs these fields, and they are most of an episode's bytes.
-    left = {"ids", "mask", "logps", "vision", "spans", "advantage", "version", "subtitles"}
+    left = {"ids", "mask", "logps", "vision", "spans", "advantage", "version"}
     record = {name: value for name, value in episode.to_json().items() if name not in left}
     # "sub" holds the ids of a sub-agent, left out too.
     calls = [{name: value for name, value in c.items() if name != "sub"} for c in episode.calls]

@@ -100,7 +100,9 @@ def test_the_command_and_its_flags(recorded, tmp_path):
 @pytest.mark.parametrize("flags, why", [
     ((), "give --best"), (("--band", "0", "1", "t", "--kept", "k"), "give both"),
     (("--band", "x", "1", "t"), "two numbers"),
-    (("--band", "0.9", "0.1", "t"), "LOW <= HIGH"), (("--best", "SAME"), "it is an input")])
+    (("--band", "0.9", "0.1", "t"), "LOW <= HIGH"), (("--best", "SAME"), "it is an input"),
+    (("--best", "c", "--least", "nan"), "within"), (("--best", "c", "--recall", "50"), "within"),
+    (("--best", "c", "--per-video", "-1"), "or more")])
 def test_bad_flags_are_told(recorded, flags, why):
     flags = [recorded if flag == "SAME" else flag for flag in flags]
     done = run_script("tools/pick.py", recorded, *flags)

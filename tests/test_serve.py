@@ -6,6 +6,7 @@ they are installed, openai and lmms-eval. `make test-page` runs the tests of its
 """
 import base64
 import json
+import shutil
 import threading
 import time
 from types import SimpleNamespace
@@ -28,8 +29,6 @@ class Running:
     """serve.py's application on a free port of this machine, with a scripted engine."""
 
     def __init__(self, codec, root, engine=None, key=None, **flags):
-        import uvicorn
-
         defaults = dict(host="127.0.0.1", name="toy", frames=4, live=8, waiting=16, seconds=60.0,
                         max_mb=4.0)
         self.args = SimpleNamespace(**{**defaults, **flags})
@@ -39,7 +38,7 @@ class Running:
         self.films = serve.Films(str(root), 2**24)
         self.agents = serve.Agents(rollout.Sampler(self.engine, codec, source, AGENT), self.args)
         app = serve.make_app(self.agents, self.films, self.args, key)
-        self.server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+        self.server = serve.http_server(app, self.agents, port=0, log_level="error")
         self.thread = threading.Thread(target=self.server.run)
         self.thread.start()
         while not self.server.started:
@@ -53,6 +52,7 @@ class Running:
         self.server.should_exit = True
         self.thread.join()
         self.agents.close()
+        shutil.rmtree(self.films.sent)
 
     def post(self, *content, **fields):
         return self.http.post("/v1/chat/completions", json=body_of(*content, **fields))
@@ -147,7 +147,8 @@ def test_a_stream_tells_the_events_and_ends_on_the_answer(running):
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
     events = [event for chunk in chunks for event in chunk.get("trace", [])]
     kinds = [event["event"] for event in events]
-    assert kinds == [event["event"] for event in whole["trace"]]
+    # Two episodes: which of two windows is decoded first is a matter of chance.
+    assert sorted(kinds) == sorted(event["event"] for event in whole["trace"])
     assert sorted(set(kinds)) == ["answer", "call", "overview", "summary", "turn", "window"]
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     message = whole["choices"][0]["message"]

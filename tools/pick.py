@@ -35,6 +35,7 @@ import os
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import data
 import launch
 import rewards
 import rollout
@@ -48,11 +49,17 @@ def read_evaluation(path: str) -> list[dict]:
     blank = {"ids": [], "mask": [], "logps": [], "vision": [], "spans": [], "advantage": {},
              "version": 0}  # fmt: skip
     shape = {name: kind for name, kind in records.record_shape().items() if name not in blank}
-    rows = launch.read_jsonl(path, shape, lambda row: records.misfit(row, shape))
+    rows = launch.read_jsonl(path, shape, lambda row: records.misfit(row, shape) or data.task_fault(
+        {"answer": None, **row["task"]}, unlabelled=True))
     kept = folders.read_json(os.path.dirname(os.path.abspath(path)), "args.json")
-    windows = {name: kept[name] for name in ("sub_fps", "sub_frames")}  # see rollout.Agent
+    if kept.get("protocol", "paravt") != "paravt" or kept.get("crop_reply") == "frames":
+        raise launch.UserError(f"{path}: not of --protocol paravt with summaries, whose turns "
+                               "alone sft.py can train on")
+    # Fields of rollout.Agent.
+    windows = {name: kept[name] for name in ("sub_fps", "sub_frames", "sub_question")
+               if name in kept}
     return [{**blank, **row, "windows": windows, "record": row} for row in rows
-            if row.get("show") == "real"]
+            if row.get("show") == "real" and row["K"]]  # without frames nothing can be learned
 
 
 def groups(paths: list[str]) -> list[list]:
@@ -61,15 +68,18 @@ def groups(paths: list[str]) -> list[list]:
     """
     text = [path for path in paths if os.path.basename(path).startswith("records.")]
     rows = records.read_rollouts([path for path in paths if path not in text])
-    found = {}  # task id -> Episodes
+    found, tasks = {}, {}  # task id -> Episodes, task
     for row in [*rows, *(row for path in text for row in read_evaluation(path))]:
-        if row["task"]["answer"] is None:
+        if row["task"].get("answer") is None:
             raise launch.UserError(f"task {row['task']['id']} has no answer, so no rollout of it "
                                    "can be called good")
-        found.setdefault(row["task"]["id"], []).append(rollout.from_json(row))
-        found[row["task"]["id"]][-1].notes.update(tools=row.get("tools", "on") == "on",
-                                                  windows=row.get("windows"),
-                                                  record=row.get("record", row))
+        name = str(row["task"]["id"])
+        if tasks.setdefault(name, row["task"]) != row["task"]:  # of two evaluations, say
+            raise launch.UserError(f"task {name} is another task elsewhere; leave out a file, or "
+                                   "give the tasks ids of their own")
+        found.setdefault(name, []).append(rollout.from_json(row))
+        found[name][-1].notes.update(tools=row.get("tools", "on") == "on",
+                                     windows=row.get("windows"), record=row.get("record", row))
     for group in found.values():
         for episode in group:  # by the present code, whatever version wrote them
             verdict = episode.reward.get("judge")  # but for a judge, who is not asked again
@@ -104,9 +114,10 @@ def best(group: list, least: float = 0.5, fewest_calls: bool = False, recall: fl
 
 def chats(episode, tools: bool = True, sub_question: bool = True) -> list[dict]:
     """An Episode -> SFT chats: one of the main agent, one of each sub-agent that was run.
-    tools, sub_question: as in the rollouts, because a record does not hold them."""
+    tools, sub_question: as in the rollouts, because a record of rollout.py does not hold them."""
     task, prefix = episode.task, "<think>\n" if episode.think_open else ""
     tools = tools and episode.notes.get("tools", True)
+    sub_question &= (episode.notes.get("windows") or {}).get("sub_question", True)
     messages = rollout.main_messages(task, episode.num_frames, tools, episode.spoken)
     name = launch.name_of(episode.version, task["id"], episode.sample)
     rows = [{"id": name, "messages": messages}]
@@ -161,6 +172,9 @@ def main():
         raise launch.UserError("give --best, --band or both: nothing would be written")
     if args.kept and not args.best:
         raise launch.UserError("--kept says what --best made of each rollout: give both")
+    if not (0 <= args.least <= 1 and 0 <= args.recall <= 1 and args.per_video >= 0):
+        raise launch.UserError("--least and --recall lie within 0 and 1, and --per-video is 0 or "
+                               "more")
     outputs = [path for path in (args.best, args.kept) if path]
     if args.band:
         try:

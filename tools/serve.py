@@ -39,6 +39,7 @@ import re
 import secrets
 import shutil
 import signal
+import socket
 import string
 import sys
 import tempfile
@@ -89,8 +90,9 @@ def parts_of(messages: list[dict]) -> tuple[str | None, list, str]:
             kind = item.get("type") if isinstance(item, dict) else None
             value = item.get(kind) if kind in ("text", "video_url", "image_url") else None
             value = value.get("url") if isinstance(value, dict) else value
-            if not isinstance(value, str):
-                raise Refused(400, "content holds items of type text, video_url and image_url")
+            if not isinstance(value, str) or not value and kind != "text":
+                raise Refused(400, "content holds items of type text, video_url and image_url, "
+                              "each with its text or URL")
             if kind == "video_url":
                 film, frames = value, []
             elif kind == "image_url":
@@ -169,11 +171,12 @@ class Films:
         if film and (sent := re.fullmatch("film:([0-9a-f]{64})", film)):
             return self.again(sent[1])
         if film:
-            parts = urlsplit(film)
-            if parts.scheme not in ("", "file") or parts.netloc not in ("", "localhost"):
-                raise Refused(400, "a film is a path or a file: URL below --video-root, or a data: "
-                              "URL; nothing is fetched from a network: download the film first")
-            return self.root, self.inside(unquote(parts.path) if parts.scheme else film)
+            with contextlib.suppress(ValueError):  # "http://[" is no address at all
+                parts = urlsplit(film)
+                if parts.scheme in ("", "file") and parts.netloc in ("", "localhost"):
+                    return self.root, self.inside(unquote(parts.path) if parts.scheme else film)
+            raise Refused(400, "a film is a path or a file: URL below --video-root, or a data: "
+                          "URL; nothing is fetched from a network: download the film first")
         if not frames:
             return None
         times = [second for second, _ in frames]
@@ -182,6 +185,8 @@ class Films:
                           'the field "fps"')
         if None in times:
             times = [n / fps for n in range(len(frames))]
+        if max(times) > 1e6:  # 400 digits are infinite
+            raise Refused(400, "a frame's time is above 1,000,000 seconds")
         files = {f"{n:06d}.jpg": data_of(url) for n, (_, url) in enumerate(frames, 1)}
         files["seconds.txt"] = "\n".join(map(str, times)).encode()
         return self.sent, self.keep(files, True)
@@ -210,14 +215,17 @@ class Films:
         name = digest.hexdigest()
         path = os.path.join(self.sent, name)
         with self.lock:
-            if not os.path.exists(path):
-                part = tempfile.mkdtemp(dir=self.sent, prefix=".")
-                for file, data in files.items():
-                    with open(os.path.join(part, file or "film"), "wb") as f:
-                        f.write(data)
-                os.rename(part if len(files) > 1 else os.path.join(part, "film"), path)
-                shutil.rmtree(part, ignore_errors=True)
-            os.utime(path)
+            try:
+                if not os.path.exists(path):
+                    with tempfile.TemporaryDirectory(dir=self.sent, prefix=".",
+                                                     ignore_cleanup_errors=True) as part:
+                        for file, data in files.items():
+                            with open(os.path.join(part, file or "film"), "wb") as f:
+                                f.write(data)
+                        os.rename(part if len(files) > 1 else os.path.join(part, "film"), path)
+                os.utime(path)
+            except OSError as error:  # the disk is full, say
+                raise Refused(507, f"the film cannot be kept: {error.strerror}") from None
             self.used[name] += used
             self.make_room(name)
         return name
@@ -318,9 +326,13 @@ class Agents:
         await asyncio.gather(*self.jobs, return_exceptions=True)
         self.pump.pool.shutdown(cancel_futures=True)
 
+    def end(self):
+        """Ends all episodes; their clients, and all who ask later, are answered 503."""
+        self.loop.call_soon_threadsafe(self.steps.cancel)
+
     def close(self):
         """Ends all episodes, then the engine."""
-        self.loop.call_soon_threadsafe(self.steps.cancel)
+        self.end()
         self.thread.join()
         self.sampler.source.cache.close()
         self.sampler.engine.close()
@@ -567,7 +579,7 @@ def make_app(agents: Agents, films: Films, args, key: bytes | None = None):
                 "data": [{"id": args.name, "object": "model", "created": 0, "owned_by": "local"}]}
 
     @app.get("/films")
-    async def listed():
+    def listed():  # in a thread, because a large folder takes seconds
         """Films below --video-root for the page."""
         found = []
         for folder, _, files in os.walk(films.root):
@@ -575,7 +587,8 @@ def make_app(agents: Agents, films: Films, args, key: bytes | None = None):
                       if file.lower().endswith((".mp4", ".mkv", ".webm", ".mov", ".avi"))]
             if len(found) > 1000:
                 break
-        return sorted(found)[:1000]
+        # A name that is no UTF-8 cannot be sent.
+        return [name for name in sorted(found) if not launch.has_surrogate(name)][:1000]
 
     @app.put("/films")
     async def dropped(request: Request):
@@ -587,10 +600,13 @@ def make_app(agents: Agents, films: Films, args, key: bytes | None = None):
     @app.get("/films/{path:path}")
     async def played(path: str):
         """A film for the page's player."""
-        path = os.path.join(films.root, films.inside(path))
-        if not os.path.isfile(path):
+        path = films.inside(path)
+        file = os.path.join(films.root, path)
+        if not os.path.isfile(file):
             raise Refused(404, "a player needs a file, and this is a folder of frames")
-        return FileResponse(path)
+        # Other files below --video-root, and those that a link leads to, are not shown.
+        await asyncio.to_thread(check_film, agents.sampler.source, films.root, path)
+        return FileResponse(file)
 
     @app.get("/episodes/{name}")
     async def shown(name: str):
@@ -675,6 +691,18 @@ def check_film(source, root, path):
         raise Refused(400, f"the film cannot be read: {why}") from None
 
 
+def http_server(app, agents, **config):
+    """-> a uvicorn server that ends all questions before it waits for its connections to end."""
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, *signal):
+            agents.end()
+            super().handle_exit(*signal)
+
+    return Server(uvicorn.Config(app, **config))
+
+
 async def gone(request):
     while (await request.receive())["type"] != "http.disconnect":
         pass
@@ -745,12 +773,16 @@ def parse_args():
         raise launch.UserError(f"--host {args.host} lets other machines in: give --api-key-env")
     if args.api_key_env and not os.environ.get(args.api_key_env, "").strip():
         raise launch.UserError(f"--api-key-env: {args.api_key_env} is not set or empty")
+    try:  # now, because the engine loads for minutes before HTTP begins
+        kind = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+        socket.create_server((args.host, args.port), family=kind).close()
+    except (OSError, OverflowError) as error:
+        raise launch.UserError(f"--host {args.host} --port {args.port}: "
+                               f"{getattr(error, 'strerror', None) or error}") from None
     return args
 
 
 def main():
-    import uvicorn
-
     import checkpoint
 
     args = parse_args()
@@ -765,12 +797,14 @@ def main():
     agents = Agents(rollout.Sampler(engine, codec, source, agent), args)
     launch.say(f"http://{args.host}:{args.port}  model {args.name}, films of {source.root}")
     # uvicorn raises the signal once more after its own end, which would skip the lines below.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    for number in (signal.SIGTERM, signal.SIGHUP):  # SIGHUP: the terminal was closed
+        signal.signal(number, lambda *_: sys.exit(0))
     try:
-        uvicorn.run(make_app(agents, films, args, key), host=args.host, port=args.port,
-                    log_level="warning", timeout_graceful_shutdown=2)
+        http_server(make_app(agents, films, args, key), agents, host=args.host, port=args.port,
+                    log_level="warning", timeout_graceful_shutdown=2).run()
     finally:
-        shutil.rmtree(films.sent, ignore_errors=True)
+        with films.lock:  # not in the middle of an upload
+            shutil.rmtree(films.sent, ignore_errors=True)
         agents.close()
 
 

@@ -5,10 +5,12 @@ python -m pytest --all tests/all/test_pick_rest.py
 import json
 from types import SimpleNamespace
 
+import pytest
 from conftest import run_script
 from scripted import Server, calls
 from test_pick import recorded  # noqa: F401
 
+import launch
 import rewards
 import rollout
 from evaluation import folders, scores
@@ -101,6 +103,49 @@ def test_chats_from_text_are_those_from_ids(recorded, tmp_path):
     for one, other in zip(ids, text):
         assert [pick.chats(e) for e in one] == [pick.chats(e) for e in other]
     assert pick.chats(pick.best(text[0])) == pick.chats(pick.best(ids[0]))
+
+
+def records_of(recorded, folder, change=lambda row: row, **settings):  # noqa: F811
+    """The rollouts as records of an evaluation -> their path. change: of each rollout."""
+    flags, rows = SimpleNamespace(protocol="paravt"), []
+    for line in recorded.read_text().splitlines():
+        episode = rollout.from_json(change(json.loads(line)))
+        mode = scores.mode_of({"tools": "on", "show": "real"})
+        rows.append(folders.record_of(episode, "d", episode.num_frames, mode, flags))
+    folder.mkdir(exist_ok=True)
+    path = folder / "records.rank0.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "args.json").write_text(json.dumps({**vars(rollout.Agent()), **settings}))
+    return path
+
+
+def test_records_hold_all_that_the_agents_were_told(recorded, tmp_path):  # noqa: F811
+    """The lines that were spoken, and whether sub-agents knew the question."""
+    def change(row):
+        return {**row, "subtitles": "<3.0> Look, it is red."}
+
+    path = records_of(recorded, tmp_path / "e", change, sub_question=False)
+    ids = tmp_path / "r.jsonl"
+    ids.write_text("".join(json.dumps(change(json.loads(line))) + "\n"
+                           for line in recorded.read_text().splitlines()))
+    for one, other in zip(pick.groups([ids]), pick.groups([str(path)])):
+        assert [pick.chats(e, sub_question=False) for e in one] == [pick.chats(e) for e in other]
+        assert "Look, it is red." in json.dumps(pick.chats(other[0]))
+
+
+@pytest.mark.parametrize("settings, why", [
+    ({"protocol": "sage"}, "--protocol paravt"), ({"crop_reply": "frames"}, "--protocol paravt"),
+    ({}, "another task")])
+def test_records_that_cannot_be_chats_of_this_agent_are_refused(
+        recorded, tmp_path, settings, why):  # noqa: F811
+    one = records_of(recorded, tmp_path / "a")
+    other = records_of(recorded, tmp_path / "b", lambda row: {
+        **row, "task": {**row["task"], "question": row["task"]["question"] + "?" * (not settings)}},
+        **settings)
+    with pytest.raises(launch.UserError, match=why):
+        pick.groups([str(one), str(other)])
+    path = records_of(recorded, tmp_path / "blind", lambda row: {**row, "K": 0})
+    assert pick.groups([str(path)]) == []
 
 
 def test_windows_and_films_decide_too(recorded, tmp_path):

@@ -5,6 +5,7 @@ python -m pytest tests/all/test_serve_rest.py -q
 import base64
 import json
 import os
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from scripted import Scripted, turn_of
 from test_serve import (
     FILM,
     answered,
+    as_data,
     asked_in_terminal,
     body_of,
     content_of,
@@ -209,6 +211,9 @@ def bad_bodies():
         "film of a long name": body_of(film("x" * 5000), text()),
         "film of a made-up digest": body_of(film("film:" + "0" * 64), text()),
         "film no video": body_of(film("tasks.jsonl"), text()),
+        "film of no name": body_of(film(""), text()),
+        "film at no address": body_of(film("http://[::1"), text()),
+        "film on a host that is none": body_of(film("file://a\u2100b/x.mp4"), text()),
         "film not base64": body_of(film("data:video/mp4;base64,@@@"), text()),
         "film no base64": body_of(film("data:video/mp4,xyz"), text()),
         "film of zeros": body_of(film("data:video/mp4;base64," + "A" * 400), text()),
@@ -219,6 +224,9 @@ def bad_bodies():
         "image of a network": body_of(text("<1.0 seconds>"), image("http://x/y.png"), text()),
         "times that fall": body_of(text("<5.0 seconds>"), image(jpeg(1)), text("<2.0 seconds>"),
                                    image(jpeg(2)), text()),
+        "a time that is infinite": body_of(text("<1 seconds>"), image(jpeg(1)),
+                                           text(f"<{'9' * 400} seconds>"), image(jpeg(2)), text()),
+        "fps almost 0": body_of(image(jpeg(1)), image(jpeg(2)), text(), fps=1e-308),
         "no JSON": "{",
         "JSON nested too deep": "[" * 100_000,
         "an array": "[]",
@@ -316,6 +324,21 @@ def test_time_that_is_up_answers_504(running, codec):
     assert not server.agents.pump.waiting
 
 
+def test_a_server_that_ends_tells_its_clients(running, codec, capfd):
+    import signal
+
+    server = running(held(codec))
+    with ThreadPoolExecutor(4) as pool:
+        got = [pool.submit(server.post, stream=n % 2 == 0) for n in range(4)]
+        server.until(lambda: len(server.engine.waiting) == 4)
+        server.server.handle_exit(signal.SIGTERM, None)
+        told = [done.result() for done in got]
+    assert [response.status_code for response in told] == [200, 503, 200, 503]
+    assert all("the server ends" in response.text for response in told)
+    server.thread.join()
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_an_engine_that_dies_answers_503_to_all(running, codec, capsys):
     engine = held(codec)
     server = running(engine)
@@ -347,6 +370,38 @@ def test_a_failed_request_of_the_engine_fails_alone(running, codec):
 
 
 # ---- films of clients
+
+
+def test_a_full_disk_fails_one_upload_and_leaves_nothing(running, toy, monkeypatch):
+    server = running()
+
+    def full(*_):
+        raise OSError(28, "No space left on device", server.films.sent)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", full)
+        for response in (server.http.put("/films", content=b"x"),
+                         server.post(film(as_data(toy / FILM)), text())):
+            assert response.status_code == 507 and "films-" not in response.text
+            assert response.json()["error"]["message"].endswith("No space left on device")
+    assert not os.listdir(server.films.sent) and not +server.films.used
+    assert content_of(server.post(film(as_data(toy / FILM)), text()))
+
+
+def test_the_player_is_given_films_alone(running, codec, toy, tmp_path):
+    import shutil
+
+    server = running()
+    server.films.root = str(tmp_path)
+    shutil.copy(toy / FILM, tmp_path / "a.mp4")
+    shutil.copy(toy / FILM, os.fsencode(tmp_path) + b"/\xff.mp4")  # no UTF-8
+    (tmp_path / "notes.html").write_text("<script>1</script>")
+    (tmp_path / "secret").write_text("xyzzy")
+    (tmp_path / "link.mp4").symlink_to(tmp_path / "secret")
+    assert server.http.get("/films").json() == ["a.mp4", "link.mp4"]
+    for name, status in (("a.mp4", 200), ("link.mp4", 400), ("notes.html", 400), ("secret", 400)):
+        response = server.http.get(f"/films/{name}")
+        assert response.status_code == status and b"xyzzy" not in response.content
 
 
 def test_films_in_use_are_spared_when_room_is_made(tmp_path):
@@ -392,7 +447,7 @@ def test_flags_that_let_others_in_need_a_key(monkeypatch):
     import launch
 
     def flags(*given):
-        monkeypatch.setattr("sys.argv", ["serve.py", "--ckpt", "c", *given])
+        monkeypatch.setattr("sys.argv", ["serve.py", "--ckpt", "c", "--port", "0", *given])
         return serve.parse_args()
 
     assert flags().host == "127.0.0.1" and flags().temperature == 0
@@ -402,6 +457,12 @@ def test_flags_that_let_others_in_need_a_key(monkeypatch):
         flags("--api-key-env", "NO_SUCH_KEY")
     monkeypatch.setenv("A_KEY", "x")
     assert flags("--host", "0.0.0.0", "--api-key-env", "A_KEY").api_key_env == "A_KEY"
+    # A port that cannot be had is told of before the engine is loaded.
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        with pytest.raises(launch.UserError, match="in use"):
+            flags("--port", str(taken.getsockname()[1]))
+    with pytest.raises(launch.UserError, match="0-65535"):
+        flags("--port", "99999")
 
 
 @pytest.mark.parametrize("stream", [True, False])
