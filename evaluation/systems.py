@@ -173,7 +173,7 @@ def protocols():
                             "frames lie at the centres of equal segments, theirs at their starts",
                             "frames have at most 448 x 448 pixels, theirs 448 on the longer side",
                             "frames that were shown are known exactly, theirs by rounded "
-                            "times", "no frame is shown twice if a video has too few")),
+                            "times", "no frame is shown twice if a video has too few", raw[1])),
         # LongVT-RFT-7B
         "longvt": System("TOOL_PROMPT of lmms_eval_tasks/*/utils.py, as a text", [longvt_text()],
                          longvt_protocol, {**longvt, "sub_frames": 128, "max_parallel": 5},
