@@ -63,7 +63,7 @@ from endpoint import add_judge_arguments, open_judge
 from engine import Pump
 
 # Torch, which the next two load, takes seconds.
-data.look_first(__name__, partial(data.read_tasks, unlabelled="--teacher" in sys.argv))
+data.look_first(__name__, partial(data.read_tasks, unlabelled="--teacher" in " ".join(sys.argv)))
 import checkpoint  # noqa: E402
 import model  # noqa: E402
 
@@ -761,6 +761,8 @@ def parse_flags(parser):
         raise launch.UserError(f"--set minibatches={args.minibatches}: must be at least 1")
     if args.temperature <= 0:
         raise launch.UserError("--temperature must be above 0: greedy samples have no gradient")
+    if args.rewards == "off" and not (args.teacher and args.distill):
+        raise launch.UserError("--set rewards=off: then only --teacher trains; give one")
     metrics.check_tracker(args)
     return args
 
@@ -768,7 +770,8 @@ def parse_flags(parser):
 def parse_args():
     args = parse_flags(build_parser())
     launch.at_least(1, args, "prompts", "steps")
-    launch.at_least(1 if args.teacher else 2, args, "group")  # one alone has no advantage
+    # One alone has no advantage.
+    launch.at_least(1 if args.teacher and args.distill else 2, args, "group")
     launch.at_least(0, args, "eval_every", "save_every", "show_every")
     return args
 

@@ -86,7 +86,7 @@ def test_the_command_and_its_flags(recorded, tmp_path):
     out = tmp_path / "chats.jsonl"
     done = run_script("tools/pick.py", recorded, "--best", out)
     assert done.returncode == 0, done.stderr
-    assert "2 of 3 tasks have a good rollout: 4 chats, 2 of main agents" in done.stdout
+    assert "2 of 3 prompts have a good rollout: 4 chats, 2 of main agents" in done.stdout
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert "Question:" in rows[1]["messages"][1]["content"][1]["text"] and "tools" in rows[0]
     run_script("tools/pick.py", recorded, "--best", out, "--no-sub-question", "--no-tools",

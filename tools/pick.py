@@ -4,13 +4,13 @@ whose rollouts disagree.
 
   python tools/pick.py r.jsonl --best chats.jsonl --band 0.2 0.8 tasks.jsonl
 
---best writes for each prompt the rollout of the highest total reward that ended well, has an R_acc
-of at least --least and no turn that was cut off. A tie goes to fewer calls, then to fewer tokens.
-The main agent's context is one chat, and every sub-agent whose summary the main agent read is
-another, as sft.py reads them. If the policy writes text in the canonical tokens, sft.py trains on
-the ids that were sampled. R_tool, and R_fmt a little, pay for calls, needed or not. --fewest-calls
-ranks by R_acc, then by whether all tags are whole, then by fewer calls: the chats then call if
-calling helped.
+--best writes for each prompt (a task at one K) the rollout of the highest total reward that ended
+well, has an R_acc of at least --least and no turn that was cut off. A tie goes to fewer calls, then
+to fewer tokens. The main agent's context is one chat, and every sub-agent whose summary the main
+agent read is another, as sft.py reads them. If the policy writes text in the canonical tokens,
+sft.py trains on the ids that were sampled. R_tool, and R_fmt a little, pay for calls, needed or
+not. --fewest-calls ranks by R_acc, then by whether all tags are whole, then by fewer calls: the
+chats then call if calling helped.
 
 The records of eval.py are read too, which hold text and no ids: a published model or a stronger one
 behind an endpoint then teaches the cold start. --recall leaves out rollouts that looked elsewhere
@@ -188,7 +188,11 @@ def main():
     launch.keep_inputs(outputs, args.rollouts)
     found = groups(args.rollouts)
     if args.best:
-        picked = [best(group, args.least, args.fewest_calls, args.recall) for group in found]
+        prompts = collections.defaultdict(list)  # (task, K) -> Episodes
+        for episode in (e for group in found for e in group):
+            prompts[episode.task["id"], episode.num_frames].append(episode)
+        picked = [best(group, args.least, args.fewest_calls, args.recall)
+                  for group in prompts.values()]
         picked = [episode for episode in picked if episode]
         taken = collections.Counter()  # prompts of each film
         for episode in list(picked) if args.per_video else []:
@@ -198,7 +202,7 @@ def main():
         rows = [row for episode in picked
                 for row in chats(episode, args.tools, args.sub_question)]
         write(args.best, rows)
-        print(f"{len(picked)} of {len(found)} tasks have a good rollout: {len(rows)} chats, "
+        print(f"{len(picked)} of {len(prompts)} prompts have a good rollout: {len(rows)} chats, "
               f"{len(picked)} of main agents -> {args.best}")
         chosen = set(map(id, picked))
         whys = {id(e): fault(e, args.least, args.recall) for group in found for e in group}
@@ -209,7 +213,7 @@ def main():
             write(args.kept, [
                 {**e.notes["record"], "picked": "kept" if id(e) in chosen else whys[id(e)] or (
                     "another was better" if chosen & set(map(id, group)) else full)}
-                for group in found for e in group])
+                for group in prompts.values() for e in group])
     if args.band:
         tasks = [group[0].task for group in found if low <= mean_accuracy(group) <= high]
         write(args.band[2], tasks)

@@ -48,18 +48,19 @@ def test_a_cold_start_from_a_teacher_behind_an_endpoint(toy, tmp_path):
     data.write_text("".join(json.dumps(task) + "\n" for task in tasks))
     with Server(teacher(tasks)) as server:
         done = run_script("eval.py", "--engine", "openai", "--base-url", server.url, "--model", "t",
-                          "--data", data, "--video-root", toy, "--frames", 4, "--tools", "on",
+                          "--data", data, "--video-root", toy, "--frames", 4, 8, "--tools", "on",
                           "--samples", 2, "--temperature", 0.7, "--max-pixels", 1024, "--out", out)
     assert done.returncode == 0, done.stderr
     done = run_script("tools/pick.py", *out.glob("records.*"), "--best", chats, "--recall", 0.5,
                       "--kept", tmp_path / "kept.jsonl")
     assert done.returncode == 0, done.stderr
     # Tasks 0 and 2 are right and looked at the evidence, 1 and 3 elsewhere, and 4 is wrong.
-    assert "2 of 5 tasks have a good rollout: 4 chats" in done.stdout
-    assert "4 good, 4 looked elsewhere, 2 wrong" in done.stdout
+    # A prompt is a task at one K, and a cold start needs every K.
+    assert "4 of 10 prompts have a good rollout: 8 chats" in done.stdout
+    assert "8 good, 8 looked elsewhere, 4 wrong" in done.stdout
     page = view.build([str(tmp_path / "kept.jsonl")], None, str(tmp_path / "page.html"), 100, 20.0,
                       str(toy), 1024)
-    assert [e["picked"] for e in page["episodes"]].count("kept") == 2
+    assert [e["picked"] for e in page["episodes"]].count("kept") == 4
     done = run_script("sft.py", "--preset", "toy", "--ckpt", toy / "init", "--data", chats,
                       "--video-root", toy, "--steps", 1, "--batch-size", 2, "--out",
                       tmp_path / "sft")

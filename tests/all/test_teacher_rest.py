@@ -130,3 +130,12 @@ def test_a_teacher_of_other_ids_is_refused(run_grpo, wise, toy):
     path.write_text(json.dumps(tokenizer))
     with pytest.raises(launch.UserError, match="not those of --ckpt"):
         run_grpo(*LIVE, "--data", toy / "rl.jsonl", "--teacher", wise)
+
+
+@pytest.mark.parametrize("flags, why", [
+    (("--set", "rewards=off"), "only --teacher trains"),
+    (("--set", "rewards=off", "--teacher", "T", "--distill", 0), "only --teacher trains"),
+    (("--teacher", "T", "--distill", 0, "--group", 1), "--group must be at least 2")])
+def test_a_run_that_would_train_nothing_is_refused(run_grpo, toy, flags, why):
+    with pytest.raises(launch.UserError, match=why):
+        run_grpo("--data", toy / "rl.jsonl", *flags)
