@@ -1009,6 +1009,7 @@ def main():
     if len(rows) < wanted:
         raise launch.RunError(f"stopped after {len(rows)} of {wanted} rollouts"
                               + ("; the same command goes on" if args.out else ""))
+    sampler.engine.close()  # on a GPU this ends the process
 
 
 if __name__ == "__main__":

@@ -350,7 +350,7 @@ def rollouts(folder, out, *flags, after=None, signal_number=None):
         checkpoint.resolve_checkpoint = lambda path: path
         chat.load_codec = lambda *_: None
         rollout.check_context = lambda *_: None
-        rollout.make_engine = lambda *_, **__: types.SimpleNamespace(max_seqs=4)
+        rollout.make_engine = lambda *_, **__: types.SimpleNamespace(max_seqs=4, close=bool)
         sys.argv = ["rollout.py", "--ckpt", str(folder / "base"), "--data", str(folder / "data"),
                     "--group", "3", "--out", str(out), *flags]
         disk.on = True

@@ -79,7 +79,7 @@ def groups(paths: list[str]) -> list[list]:
                                    "give the tasks ids of their own")
         found.setdefault(name, []).append(rollout.from_json(row))
         found[name][-1].notes.update(tools=row.get("tools", "on") == "on",
-                                     windows=row.get("windows"), record=row.get("record", row))
+                                     settings=row.get("windows"), record=row.get("record", row))
     for group in found.values():
         for episode in group:  # by the present code, whatever version wrote them
             verdict = episode.reward.get("judge")  # but for a judge, who is not asked again
@@ -117,7 +117,7 @@ def chats(episode, tools: bool = True, sub_question: bool = True) -> list[dict]:
     tools, sub_question: as in the rollouts, because a record of rollout.py does not hold them."""
     task, prefix = episode.task, "<think>\n" if episode.think_open else ""
     tools = tools and episode.notes.get("tools", True)
-    sub_question &= (episode.notes.get("windows") or {}).get("sub_question", True)
+    sub_question &= (episode.notes.get("settings") or {}).get("sub_question", True)
     messages = rollout.main_messages(task, episode.num_frames, tools, episode.spoken)
     name = launch.name_of(episode.version, task["id"], episode.sample)
     rows = [{"id": name, "messages": messages}]
@@ -131,7 +131,7 @@ def chats(episode, tools: bool = True, sub_question: bool = True) -> list[dict]:
             if call["status"] == "ok":
                 # The window as it was shown. Records of eval.py do not hold the frames.
                 spec = (call["sub"]["vision"][0]["spec"] if "sub" in call else rollout.window_spec(
-                    argparse.Namespace(**call), task, rollout.Agent(**episode.notes["windows"])))
+                    argparse.Namespace(**call), task, rollout.Agent(**episode.notes["settings"])))
                 spec = {key: value for key, value in spec.items() if value is not None}
                 said = {"role": "assistant", "content": call["summary"]}
                 rows.append({"id": f"{name}/{turn}/{number}",
