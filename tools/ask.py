@@ -288,6 +288,7 @@ def main():
     if args.out:
         launch.write_atomic(args.out, "".join(json.dumps(row) + "\n" for row in rows))
         print(f"{len(rows)} answers -> {args.out}")
+    sampler.engine.close()  # on a GPU this ends the process
 
 
 if __name__ == "__main__":
