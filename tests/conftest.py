@@ -11,12 +11,17 @@ import sys
 import tempfile
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 import chat
 import data
 import launch
 from engine import VllmEngine
+
+# No test is timed: a busy machine may take a second for what takes a millisecond.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 ALL = Path(ROOT, "tests", "all")
