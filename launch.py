@@ -251,6 +251,8 @@ def start_process_group(patience=1800.0, cpu=False):
 def end_process_group(engine=None):
     """Ends a run, after everything is written and printed: leaves --out, the engine and the process
     group. Collective. With vLLM on a GPU it does not return, see VllmEngine.close."""
+    import faulthandler
+
     import torch.distributed as dist
 
     unlock()
@@ -260,6 +262,7 @@ def end_process_group(engine=None):
         engine.close()
     if dist.is_initialized():  # closing vLLM may have ended the group
         dist.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()  # see beat: the process may have more to do
 
 
 def beat(patience):

@@ -1,4 +1,5 @@
 """Shared by all tests: one small toy world a session, its codec and its policy, on CPU in fp32."""
+import faulthandler
 import fcntl
 import functools
 import json
@@ -177,6 +178,14 @@ def signals():
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def no_beat():
+    """launch.beat ends the process --patience seconds after the last phase of a script's main():
+    half an hour later, in the midst of other tests."""
+    yield
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(autouse=True)

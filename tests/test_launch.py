@@ -155,3 +155,16 @@ def test_ranks_share_a_batch_without_loss_and_about_evenly(costs, world):
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
     loads = [sum(costs[i - 100] for i in part) for part in parts]
     assert max(loads) - min(loads) <= max(costs, default=0)
+
+
+def test_a_run_that_has_ended_leaves_its_process_alone(monkeypatch):
+    """A caller of main(), as a notebook is, may go on for longer than --patience."""
+    import faulthandler
+
+    stopped = []
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: stopped.append(True))
+    launch.start_process_group()
+    launch.beat(600.0)
+    assert not stopped
+    launch.end_process_group()
+    assert stopped
