@@ -132,6 +132,15 @@ def peek(parser):
     return flags
 
 
+def add_arguments(add):
+    """Flags of every stage that computes with a checkpoint."""
+    add("--template-args", nargs="+", default=[], metavar="NAME=VALUE",
+        help="for the chat template, of all agents: enable_thinking=false, ..")
+    add("--cpu", action="store_true", help="compute without a GPU, although there should be one")
+    add("--patience", type=float, default=1800.0,
+        help="seconds a phase may take before the run ends and prints its stacks; 0 = for ever")
+
+
 def printable(text):
     """Text of a model or a data file -> the same without characters that steer a terminal."""
     bad = "\N{REPLACEMENT CHARACTER}"

@@ -692,11 +692,7 @@ def add_agent_arguments(parser, tools: bool = True, more=()) -> None:
     video.add_arguments(add)
     add("--snap", choices=["off", "keyframe"], default="off",
         help="keyframe: overviews take the key frame nearest to each time; fast in files of hours")
-    add("--patience", type=float, default=1800.0,
-        help="seconds a phase may take before the run ends and prints its stacks; 0 = for ever")
-    add("--template-args", nargs="+", default=[], metavar="NAME=VALUE",
-        help="for the chat template, of all agents: enable_thinking=false, ..")
-    add("--cpu", action="store_true", help="compute without a GPU, although there should be one")
+    launch.add_arguments(add)
     add("--engine-share", type=float, default=0.5, help="vLLM's part of the GPU while awake")
     add("--max-seqs", type=int, default=64, help="sequences in the engine's batch")
 

@@ -79,11 +79,7 @@ def build_parser():
     add("--eval-every", type=int, default=200, help="steps between held-out losses; 0 = at the end")
     add("--save-every", type=int, default=500, help="steps between checkpoints; 0 = at the end")
     metrics.add_track_arguments(add)
-    add("--template-args", nargs="+", default=[], metavar="NAME=VALUE",
-        help="for the chat template, of all agents: enable_thinking=false, ..")
-    add("--cpu", action="store_true", help="compute without a GPU, although there should be one")
-    add("--patience", type=float, default=1800.0,
-        help="seconds a phase may take; beyond, the run ends with its stacks; 0 = for ever")
+    launch.add_arguments(add)
     return parser
 
 

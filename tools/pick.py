@@ -191,29 +191,28 @@ def main():
         prompts = collections.defaultdict(list)  # (task, K) -> Episodes
         for episode in (e for group in found for e in group):
             prompts[episode.task["id"], episode.num_frames].append(episode)
-        picked = [best(group, args.least, args.fewest_calls, args.recall)
-                  for group in prompts.values()]
-        picked = [episode for episode in picked if episode]
-        taken = collections.Counter()  # prompts of each film
-        for episode in list(picked) if args.per_video else []:
-            taken[episode.task["video"]] += 1
-            if taken[episode.task["video"]] > args.per_video:
-                picked.remove(episode)
+        picked, told = [], []  # told: the rows of --kept
+        left, taken = collections.Counter(), collections.Counter()  # taken: prompts of each film
+        for group in prompts.values():
+            one, why = best(group, args.least, args.fewest_calls, args.recall), "another was better"
+            if one and args.per_video and taken[one.task["video"]] == args.per_video:
+                one, why = None, "enough of this film"
+            if one:
+                picked.append(one)
+                taken[one.task["video"]] += 1
+            for e in group:
+                wrong = fault(e, args.least, args.recall)
+                left[wrong or "good"] += 1
+                told.append({**e.notes["record"],
+                             "picked": "kept" if e is one else wrong or why})
         rows = [row for episode in picked
                 for row in chats(episode, args.tools, args.sub_question)]
         write(args.best, rows)
         print(f"{len(picked)} of {len(prompts)} prompts have a good rollout: {len(rows)} chats, "
               f"{len(picked)} of main agents -> {args.best}")
-        chosen = set(map(id, picked))
-        whys = {id(e): fault(e, args.least, args.recall) for group in found for e in group}
-        left = collections.Counter(why or "good" for why in whys.values())
         print("rollouts: " + ", ".join(f"{n} {why}" for why, n in sorted(left.items())))
         if args.kept:
-            full = "enough of this film"  # --per-video
-            write(args.kept, [
-                {**e.notes["record"], "picked": "kept" if id(e) in chosen else whys[id(e)] or (
-                    "another was better" if chosen & set(map(id, group)) else full)}
-                for group in prompts.values() for e in group])
+            write(args.kept, told)
     if args.band:
         tasks = [group[0].task for group in found if low <= mean_accuracy(group) <= high]
         write(args.band[2], tasks)
