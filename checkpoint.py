@@ -1,14 +1,13 @@
 """
 checkpoint.py: checkpoint folders: open and check them, load them in shards, train adapters on them,
-save runs and go on with them.
+save them.
 
   a checkpoint   the small files of its base, byte for byte but for the dtype; and whole weights in
-                 safetensors, or adapters in the layout of peft on whole weights (--lora)
-  a run          out/step_NNNNNN/ = a checkpoint, train_state/ and state.json, which is written last
-                 and lists size and CRC-32 of every other file; out/last and out/best link to them
+                 safetensors, or adapters in the layout of peft on whole weights (--lora); in a run
+                 also train_state/, see runs.py
 
 A checkpoint that cannot be used is refused in one line before any long work. Nothing in a
-checkpoint is ever run. A folder appears under its final name only when it is whole on the disk.
+checkpoint is ever run.
 
 Departs from transformers' save_pretrained: it rewrites configuration and tokenizer in its own
 dialect, which older versions cannot read.
@@ -17,16 +16,11 @@ Reads and writes checkpoint folders; sft.py, grpo.py, rollout.py, eval.py and to
 """
 import argparse
 import contextlib
-import errno
 import functools
 import json
 import math
 import os
-import pathlib
 import re
-import shutil
-import zlib
-from concurrent.futures import ThreadPoolExecutor
 
 import model  # isort: skip  (before torch: model.py tells a terminal that torch is loading)
 import torch
@@ -34,6 +28,7 @@ import torch.nn.functional as F
 
 import chat
 import launch
+import runs
 
 # ------------------------------------------------------------------------------------------------
 # Opening a checkpoint
@@ -176,34 +171,6 @@ def check_values(ckpt):
                                            "again, or take an older checkpoint")
 
 
-def content_digest(ckpt):
-    """Digest of the content of a checkpoint folder, wherever the folder lies. Small files count
-    whole, weights with 4 KiB of every MiB, because 16 GB would take minutes to read."""
-    import hashlib
-
-    digest = hashlib.sha256()
-    for name in sorted(os.listdir(ckpt)):
-        weights = name.endswith(".safetensors")
-        if not weights and not name.endswith((".json", ".jinja", ".txt")) or name == "state.json":
-            continue  # a README, an optimizer, the state of its training
-        path = os.path.join(ckpt, name)
-        if not os.path.isfile(path):  # a folder of that name, or a link to a file that is gone
-            continue
-        if name == "adapter_config.json":  # counts with its base's digest, not with the base's path
-            config = chat.read_object(path)
-            config.pop("base_model_name_or_path", None)
-            digest.update(json.dumps(config, sort_keys=True).encode())
-            continue
-        size = os.path.getsize(path)
-        stride = 2**20 if weights and size > 2**26 else 2**12  # bytes; 2**12 reads all of a file
-        digest.update(f"{name} {size}".encode())
-        with open(path, "rb") as f:
-            for at in range(0, size, stride):
-                f.seek(at)
-                digest.update(f.read(2**12))
-    return digest.hexdigest()
-
-
 # ------------------------------------------------------------------------------------------------
 # Into a policy, in shards
 
@@ -256,7 +223,7 @@ def load_sharded(ckpt, codec, device, recompute="none", replicas=1, frozen=False
     weights = {name: p.detach() for name, p in hf.named_parameters() if ".lora_" not in name}
     policy.base = base_of(ckpt)
     policy.stored_as = check_weights(policy.base, weights, stored_weights(policy.base))
-    policy.digest = content_digest(policy.base) if lora else None  # adapters are saved with it
+    policy.digest = runs.content_digest(policy.base) if lora else None  # adapters are saved with it
     dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(policy.base))
     if lora:
         start_adapters(hf, read_adapters(ckpt))
@@ -431,7 +398,7 @@ def base_of(ckpt: str, check: bool = False) -> str:
     if adapter_config(base) is not None:
         raise launch.UserError(f"checkpoint {ckpt}: its base {base} holds adapters itself; merge "
                                "the base first (tools/merge.py)")
-    if check and config["base_digest"] != content_digest(base):
+    if check and config["base_digest"] != runs.content_digest(base):
         raise launch.UserError(f"checkpoint {ckpt}: {base} is not the checkpoint that these "
                                "adapters were trained on (its content differs)")
     return base
@@ -554,32 +521,10 @@ def save_run(policy, codec, optimizer, out, step, state):
     takes seconds every some dozen steps. state: loop state for state.json; "best_step": the step
     that `best` links to. Raises RunError if the run cannot be written."""
     path = os.path.join(out, f"step_{step:06d}")
-    state = {"step": step, "code": launch.code_digests(), **state}
+    state = {"step": step, "code": runs.code_digests(), **state}
     save_checkpoint(policy, codec, path, state, optimizer)
     if launch.rank_and_world()[0] == 0:
-        settle(path, state)
-
-
-def settle(folder, state):
-    """On rank 0, after a save and at a start: `last` links to the newest checkpoint `folder` and
-    `best` to the one that its state names; older ones are deleted. The run has all that it needs,
-    so an error is one line, and the run goes on."""
-    out = os.path.dirname(folder)
-    try:
-        symlink(os.path.join(out, "last"), folder)
-        if os.path.isdir(best := best_beside(folder, state) or ""):
-            symlink(os.path.join(out, "best"), best)
-        sync(out)  # before older checkpoints go
-        prune_checkpoints(folder)
-    except OSError as error:
-        launch.say(f"{error}: `last`, `best` or an old checkpoint stays as it was, and the run "
-                   f"goes on; the newest whole checkpoint is {folder}")
-
-
-def best_beside(folder, state):
-    """The folder that `best` stands for, by the state of the checkpoint `folder`; None: none."""
-    step = state.get("best_step")
-    return step and os.path.join(os.path.dirname(folder), f"step_{step:06d}")
+        runs.settle(path, state)
 
 
 def save_checkpoint(policy, codec, path, state, optimizer=None):
@@ -610,8 +555,8 @@ def save_checkpoint(policy, codec, path, state, optimizer=None):
         # The log reaches the disk before a checkpoint that is newer than its last line.
         for name in ("log.jsonl", "rollouts"):
             with contextlib.suppress(FileNotFoundError):
-                sync(os.path.join(out, name))
-        folder = opened.enter_context(atomic_folder(path))
+                runs.sync(os.path.join(out, name))
+        folder = opened.enter_context(runs.atomic_folder(path))
         write(codec.files, folder, weights)
         return folder
 
@@ -624,12 +569,12 @@ def save_checkpoint(policy, codec, path, state, optimizer=None):
                 # the cores would be oversubscribed, and every later step would take half longer.
                 dcp.save({"model": state_dict, "optimizer": moments},
                          checkpoint_id=os.path.join(folder, "train_state"), no_dist=world == 1)
-            sums = checksums(folder, on_rank_0(lambda: files_in(folder)))
-            on_rank_0(lambda: mark_complete(folder, state, sums))
+            sums = runs.checksums(folder, on_rank_0(lambda: runs.files_in(folder)))
+            on_rank_0(lambda: runs.mark_complete(folder, state, sums))
             on_rank_0(opened.close)  # gives the folder its name
     except (OSError, dcp.CheckpointException) as error:  # on every rank, whichever could not write
         why = launch.why(next(iter(getattr(error, "failures", {0: [error]}).values()))[0])
-        left = newest_checkpoint(os.path.dirname(os.path.abspath(path)))
+        left = runs.newest_checkpoint(os.path.dirname(os.path.abspath(path)))
         rest = f"the newest whole one is {left}: make room, and the same command goes on from it"
         raise launch.RunError(f"checkpoint {path} could not be written ({why}); "
                               + (rest if left else "there is no older one")) from None
@@ -698,179 +643,6 @@ def load_train_state(policy, optimizer, path):
     states.set_optimizer_state_dict(policy, optimizer, shards["optimizer"])
 
 
-@contextlib.contextmanager
-def atomic_folder(path):
-    """Yields a temporary folder, which becomes `path` if the block ends without an error and is
-    deleted otherwise. It replaces an older folder of that name."""
-    parent = os.path.dirname(os.path.abspath(path))
-    os.makedirs(parent, exist_ok=True)
-    temp = os.path.join(parent, f".{os.path.basename(path)}.{os.urandom(4).hex()}")
-    os.mkdir(temp)  # with the mode of the umask; mkdtemp's is for the owner alone
-    try:
-        yield temp
-        mode = os.stat(temp).st_mode & 0o666
-        for folder, _, names in os.walk(temp):
-            for name in (os.path.join(folder, name) for name in names):
-                with unless_missing():
-                    os.chmod(name, mode)  # safetensors makes files that others cannot read
-                sync(name)
-            sync(folder)
-        shutil.rmtree(path, ignore_errors=True)
-        os.rename(temp, path)
-        with contextlib.suppress(OSError):  # the folder is whole
-            sync(parent)
-    except BaseException:
-        shutil.rmtree(temp, ignore_errors=True)
-        raise
-
-
-def sync(path):
-    """Returns once a file, or the names in a folder, are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        with unless_missing():
-            os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-@contextlib.contextmanager
-def unless_missing():
-    """Passes over an operation that the filesystem lacks, as exFAT, SMB and some FUSE do."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
-            raise
-
-
-def symlink(link, target):
-    """Makes `link` a relative link to the folder `target` beside it, atomically. Without links: a
-    file with the name of the folder, see chat.followed."""
-    temp, name = f"{link}.tmp{os.getpid()}", os.path.basename(target)
-    with contextlib.suppress(FileNotFoundError):
-        os.remove(temp)
-    with unless_missing():
-        os.symlink(name, temp)
-    if not os.path.islink(temp):
-        launch.write_atomic(temp, name + "\n")
-    os.replace(temp, link)
-
-
-def claim_run(out, inputs):
-    """Makes the folder of a training run this run's own, or raises UserError before any long work:
-    no log replaces an input, no other run writes there, and a checkpoint can be saved."""
-    rollouts = [f"rollouts/{name}" for name in files_in(os.path.join(out, "rollouts"))]
-    launch.keep_inputs([os.path.join(out, name) for name in ("log.jsonl", "args.json", *rollouts)],
-                       inputs)
-    for link in (os.path.join(out, name) for name in ("last", "best")):
-        if os.path.isdir(link) and not os.path.islink(link):  # no link could replace it
-            raise launch.UserError(f"{link} is a folder, as cp -rL makes it; move it elsewhere, "
-                                   "and the same command links to the step_* folders")
-    launch.lock(out)  # until this process ends: two runs would delete each other's files
-    try_save(out)
-
-
-def try_save(out):
-    """On rank 0: one empty save with a link, so that a folder which cannot hold a run is refused
-    before any long work. Raises UserError."""
-    probe = os.path.join(out, ".step_probe")
-    if os.environ.get("RANK", "0") != "0":
-        return
-    try:
-        with atomic_folder(probe) as folder:
-            launch.write_atomic(os.path.join(folder, "state.json"), "{}")
-        symlink(f"{probe}.tmp0", probe)  # a name that clean_run deletes after a kill
-        os.remove(f"{probe}.tmp0")
-    except OSError as error:
-        raise launch.UserError(f"output folder {out}: a checkpoint cannot be saved here "
-                               f"({error.strerror})") from None
-    finally:
-        shutil.rmtree(probe, ignore_errors=True)
-
-
-def files_in(folder):
-    """Sorted names of all files in a folder, relative to the folder."""
-    paths = [os.path.join(where, name) for where, _, names in os.walk(folder) for name in names]
-    return sorted(os.path.relpath(path, folder) for path in paths)
-
-
-def checksums(folder, names):
-    """-> {name: CRC-32} of files; None for a file that cannot be read. Collective: every rank reads
-    its share."""
-    rank, world = launch.rank_and_world()
-
-    def crc32(name):
-        number, buffer = 0, memoryview(bytearray(2**20))
-        try:
-            with open(os.path.join(folder, name), "rb", buffering=0) as f:
-                while size := f.readinto(buffer):
-                    number = zlib.crc32(buffer[:size], number)
-        except OSError:
-            return None
-        return number
-
-    mine = names[rank::world]
-    with ThreadPoolExecutor(4) as pool:  # zlib lets other threads run meanwhile
-        return dict(launch.gather_rows(list(zip(mine, pool.map(crc32, mine)))))
-
-
-def mark_complete(folder, state, sums):
-    """Writes state.json, the last file: the loop state, and size and CRC-32 of all other files."""
-    if unread := [name for name, number in sums.items() if number is None]:
-        raise OSError(f"{unread[0]} cannot be read back")
-    files = {name: os.path.getsize(os.path.join(folder, name)) for name in sums}
-    state = {**state, "files": files, "crc32": sums}
-    marker = json.dumps({**state, "own_crc32": launch.own_sum(state)}, indent=1)
-    launch.write_atomic(os.path.join(folder, "state.json"), marker)
-
-
-def is_complete(folder):
-    """Whether a checkpoint is whole: all files are as long as its state.json says."""
-    try:
-        with open(os.path.join(folder, "state.json")) as f:
-            files = launch.parse_json(f.read())["files"].items()
-        return all(os.path.getsize(os.path.join(folder, name)) == size for name, size in files)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
-
-
-def complete_checkpoints(out):
-    """The complete checkpoints of a run, the newest first. Torn folders are left out."""
-    return [folder for folder in step_folders(out) if is_complete(folder)]
-
-
-def step_folders(out):
-    """The folders of a run's checkpoints, whole or not, the newest first."""
-    names = os.listdir(out) if os.path.isdir(out) else []
-    # Not step_000010_keep: a copy that a user made would count as newer, or be deleted.
-    steps = sorted((int(n[5:]) for n in names if re.fullmatch(r"step_\d{6,}", n)), reverse=True)
-    return [os.path.join(out, f"step_{step:06d}") for step in steps]
-
-
-def newest_checkpoint(out):
-    """The newest complete step_* folder of a run, or None."""
-    return next(iter(complete_checkpoints(out)), None)
-
-
-def undamaged_checkpoint(out):
-    """-> (the newest checkpoint whose bytes are those that were saved, its state.json), or
-    (None, {}). Collective: reads every file once, a share on each rank."""
-    for folder in launch.broadcast([complete_checkpoints(out)])[0]:
-        with open(os.path.join(folder, "state.json")) as f:
-            state = json.load(f)
-        saved = state.get("crc32", {})  # older versions wrote no sums
-        found = checksums(folder, sorted(saved))
-        damaged = [name for name in saved if found[name] != saved[name]]
-        if state.get("own_crc32") not in (None, launch.own_sum(state)):
-            damaged.append("state.json")
-        if not damaged:
-            return folder, state
-        launch.say(f"{folder}: {damaged[0]} has other bytes than were saved; going on from an "
-                   "older checkpoint")
-    return None, {}
-
-
 def add_arguments(add):
     """Flags of a stage that trains a checkpoint."""
     add("--lora", type=int, default=0, help="rank of adapters, the rest is frozen; 0 = off")
@@ -881,125 +653,6 @@ def add_arguments(add):
              "0 = every rank holds the whole (toy)")
     add("--resume", action=argparse.BooleanOptionalAction, default=None,
         help="go on from --out; default: if it is of the same settings; no: begin anew")
-
-
-def identities(ckpts, flags, films, subtitles=()):
-    """-> {what a run reads: [digest, name]}, for resume_point. Collective: rank 0 reads. ckpts:
-    {flag: folder, as resolved}. flags: {flag: [path or None]}. films, subtitles: [(folder, name)].
-    """
-    found = None
-    if launch.rank_and_world()[0] == 0:
-        flags = {flag: [path for path in paths if path] for flag, paths in flags.items()}
-        # A renamed file is the same data.
-        found = {flag: [launch.digest_of(map(os.path.split, paths), names=False),
-                        " ".join(paths) or "none"] for flag, paths in flags.items()}
-        found |= {flag: [content_digest(ckpt), ckpt] for flag, ckpt in ckpts.items()}
-        # Films are terabytes, so only size and mtime.
-        found |= {"subtitles": [launch.digest_of(subtitles), None],
-                  "films": [launch.digest_of(films, content=False), None]}
-    return launch.broadcast([found])[0]
-
-
-def resume_point(out, args, resume, inputs=None):
-    """Where a run goes on -> (folder, its loop state), or (None, {}) to begin.
-
-    resume None: go on if --out holds a run of the same settings, and raise UserError if it holds a
-    run of others. True: go on with the new settings. False: begin anew and delete that run.
-    inputs: see identities. They are settings too, but for films.
-    """
-    folder, state = (None, {}) if resume is False else undamaged_checkpoint(out)
-    check_apart(args.ckpt, out, state.get("args", {}))
-    if folder is None:
-        torn = step_folders(out)
-        if torn and resume is not False:  # damaged after it was saved: the user decides
-            raise launch.UserError(f"{out}: {os.path.basename(torn[0])} is not whole, and nothing "
-                                   "else here is (a file is missing, or its size or bytes are not "
-                                   "those in state.json); --no-resume begins anew and deletes it")
-        return None, {}
-    flags, moved = launch.changes(args, inputs or {}, state)
-    films = moved.pop("films", None)  # a copy of them has another mtime, so they are only told of
-    flags = [*moved.values(), *flags]
-    if resume is None and flags:
-        raise launch.UserError(f"--out {out} holds a run of other settings: {', '.join(flags[:3])};"
-                               " choose another --out, or --resume to go on with the new ones, or "
-                               "--no-resume to delete it")
-    for text in filter(None, [films, *moved.values()]):
-        launch.say(f"{folder}: {text}")
-    # Values on other held-out rows cannot be compared.
-    if any(fault.startswith("--val ") for fault in flags):
-        launch.say(f"{folder}: other held-out rows, so `best` begins anew")
-        state = {k: v for k, v in state.items() if not k.startswith("best")}
-    # Not refused: people mend a script and go on. But the record must not hide it.
-    code, then = launch.code_digests(), state.get("code")
-    if then and (changed := sorted(k for k in code.keys() | then if code.get(k) != then.get(k))):
-        launch.say(f"{folder} was saved by other code: {', '.join(changed)} changed since")
-    if launch.rank_and_world()[0] == 0:  # a kill may have come before the links
-        clean_run(out, state["step"])
-        settle(folder, state)
-    return folder, state
-
-
-def check_apart(ckpt, out, then):
-    """Raises UserError if --ckpt, or the base of its adapters, lies in --out, where a run deletes
-    old checkpoints. then: the arguments of the run that goes on; --ckpt may be as it was there."""
-    start = chat.with_config(ckpt)
-    if start is None or then.get("ckpt") == ckpt:
-        return
-    for folder in (start, base_of(start)):
-        above = pathlib.Path(folder).resolve()
-        if any(os.path.samefile(out, place) for place in (above, *above.parents)):
-            raise launch.UserError(f"--ckpt {ckpt}: {folder} lies in --out {out}, where a run "
-                                   "deletes old checkpoints; choose another --out (the run there "
-                                   "goes on with the --ckpt that it began from)")
-
-
-def clean_run(out, start):
-    """On rank 0, at a start: deletes files that killed runs left half-written, rollouts of steps
-    that this run will take again and, if a run begins anew, its older checkpoints. Raises UserError
-    if one of them stays."""
-    for folder in (out, os.path.join(out, "rollouts")):
-        for name in os.listdir(folder) if os.path.isdir(folder) else []:
-            rollouts = re.match(r"step_(\d+)\.rank", name)
-            # .tmp: of write_atomic and symlink
-            if re.search(r"\.tmp\d+$", name) or (rollouts and int(rollouts[1]) >= start):
-                os.remove(os.path.join(folder, name))
-    old = step_folders(out)
-    for name in os.listdir(out):
-        path = os.path.join(out, name)
-        if re.match(r"\.+step_", name) or (start == 0 and path in old):
-            shutil.rmtree(path, ignore_errors=True)
-        if start == 0 and name in ("last", "best"):
-            os.remove(path)
-    if start == 0 and (left := newest_checkpoint(out)):
-        raise launch.UserError(f"{left} of an older run cannot be deleted; choose another --out")
-
-
-def prune_checkpoints(newest, keep=2):
-    """Deletes the whole step_* folders beside the checkpoint `newest`, but for the `keep` up to it,
-    the best one of each of these, and those that `last` and `best` stand for."""
-    out = os.path.dirname(newest)
-    # A newer one is damaged, else the run would have gone on from it.
-    whole = complete_checkpoints(out)
-    whole = whole[whole.index(newest):] if newest in whole else []
-    kept = [chat.followed(os.path.join(out, name)) for name in ("last", "best")]
-    for folder in whole[:keep]:
-        state = chat.read_object(os.path.join(folder, "state.json"))
-        kept += [folder, best_beside(folder, state) or folder]
-    kept = set(map(os.path.realpath, kept))
-    for folder in whole:
-        if os.path.realpath(folder) not in kept:
-            # Rename first: clean_run then finds a folder that a kill left half deleted.
-            doomed = os.path.join(out, f".{os.path.basename(folder)}.pruned")
-            os.rename(folder, doomed)
-            shutil.rmtree(doomed)
-
-
-def check_run(step, bad, out, limit=3):
-    """Raises RunError, on all ranks alike, after `limit` steps in a row without a finite
-    gradient."""
-    if bad >= limit:
-        raise launch.RunError(f"step {step + 1}: no finite gradient for {bad} steps in a row; the "
-                              f"newest checkpoint is {newest_checkpoint(out)}")
 
 
 def weights_line(policy):

@@ -42,6 +42,7 @@ import chat
 import data
 import launch
 import rollout
+import runs
 from endpoint import add_judge_arguments
 from evaluation import benchmarks, costs, endpoint, folders, graders, scores, systems, verify
 from evaluation.episodes import check_prompts, reordered, run
@@ -240,7 +241,7 @@ def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
             launch.make_out(out)
         # Of all tasks, not of the first --limit, so that a long run continues a short one.
         spoken = [(source.root, t["subtitles"]) for t in tasks if t.get("subtitles")]
-        texts = launch.digest_of(spoken) if spoken and shown != "none" else None
+        texts = runs.digest_of(spoken) if spoken and shown != "none" else None
         digest = folders.settings_digest(args, weights, shown, tasks, prompts, texts)
         records = folders.read_records(out, digest)
         seen = [(r["task"]["video"], r.get("film")) for r in records.values()]
@@ -264,7 +265,7 @@ def whole_checkpoint(args):
     import checkpoint  # imports torch, which an endpoint does not need
 
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
-    return ckpt, checkpoint.content_digest(ckpt)
+    return ckpt, runs.content_digest(ckpt)
 
 
 def unfinished(suites: list[Suite], args) -> list[tuple]:
@@ -296,7 +297,7 @@ def evaluate(args):
     if args.judge_url:  # a judge that does not answer is found before hours of episodes
         endpoint.judge_engine(args).knock()
     ckpt, weights = whole_checkpoint(args)
-    launch.keep_inputs([os.path.join(args.out, "tasks.jsonl")], [args.data])
+    runs.keep_inputs([os.path.join(args.out, "tasks.jsonl")], [args.data])
     protocol, prompts = systems.make_protocol(args)
     suites = load_suites(args, weights, prompts)
     shard = f"shard{part}of{parts}." if parts > 1 else ""
@@ -427,7 +428,7 @@ def main():
     elif args.rescore:
         folders.rescore(args.rescore, args)
     elif args.compare:
-        launch.keep_inputs([args.out], args.compare)
+        runs.keep_inputs([args.out], args.compare)
         folders.compare(args.compare, args.out, args.points)
     elif not args.estimate:
         evaluate(args)

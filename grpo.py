@@ -58,6 +58,7 @@ import launch
 import metrics
 import rewards
 import rollout
+import runs
 import video
 from endpoint import add_judge_arguments, open_judge
 from engine import Pump
@@ -381,7 +382,7 @@ def main():
         codec = chat.load_codec(ckpt, args.channel, args.template_args)
         return check(args, codec, tasks + held, agent, source, faults)
     launch.make_out(os.path.join(args.out, "rollouts"))
-    checkpoint.claim_run(args.out, [args.data, args.val])
+    runs.claim_run(args.out, [args.data, args.val])
     # Each rank asks about its own rollouts. All append to one file, and read it when they begin.
     judge = open_judge(args, os.path.join(args.out, "judge.jsonl"))
     rank, world, device = launch.start_process_group(args.patience, args.cpu)
@@ -391,8 +392,9 @@ def main():
     # The same command again goes on from the newest whole checkpoint in --out.
     files = data.files_of(args, (args.data, tasks), (args.val, held))
     ckpts = {"--ckpt": ckpt, **({"--teacher": wise} if wise else {})}
-    inputs = checkpoint.identities(ckpts, {"--data": [args.data], "--val": [args.val]}, *files)
-    folder, state = checkpoint.resume_point(args.out, args, args.resume, inputs)
+    inputs = runs.identities(ckpts, {"--data": [args.data], "--val": [args.val]}, *files)
+    folder, state = runs.resume_point(args.out, args, args.resume, inputs,
+                                   checkpoint.base_of(ckpt))
     start, steps = state.get("step", 0), args.steps
     best = state.get("best", -1.0)  # held-out accuracy; -1: none yet
     best_step, best_of = state.get("best_step"), state.get("best_of")  # of so many held-out tasks
@@ -448,7 +450,7 @@ def main():
         # Two faults end the run, on all ranks alike: NaN, and an engine that is another policy.
         # A single step without a finite gradient is skipped; three in a row end the run.
         bad_steps = bad_steps + 1 if stats["bad_updates"] else 0
-        checkpoint.check_run(step, bad_steps, args.out)
+        runs.check_run(step, bad_steps, args.out)
         check_gap(step, stats["gap"], gap_tolerance(engine_dtype))
         train_s = time.monotonic() - clock
         launch.beat(args.patience)
@@ -610,9 +612,9 @@ def open_run(args, policy, start, work):
     rank, world = launch.rank_and_world()
     if rank:
         return None
-    launch.write_args(os.path.join(args.out, "args.json"), args)
+    runs.write_args(os.path.join(args.out, "args.json"), args)
     # Deletes files that a killed run left half-written and, in a new run, older checkpoints.
-    checkpoint.clean_run(args.out, start)
+    runs.clean_run(args.out, start)
     device = next(policy.parameters()).device.type
     print(f"{work} | {world} rank{'s' if world > 1 else ''} ({device}) | format credit "
           f"{args.format_credit} | {checkpoint.weights_line(policy)}", flush=True)

@@ -14,14 +14,12 @@ import functools
 import hashlib
 import json
 import os
-import pathlib
 import shutil
 import sys
 import tempfile
 import time
 import warnings
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 
 # Segments that grow fragment less, since packs differ in length. torch reads this at its first
 # allocation. vLLM 0.32 turns the option off around its own pool, which cannot use it.
@@ -535,69 +533,9 @@ def unlock():
             lock.held.pop((pid, path)).close()
 
 
-def keep_inputs(outputs, inputs):
-    """Raises UserError if a file that will be written is one that is read, also through a link."""
-    read = {os.path.realpath(path) for path in inputs if path}
-    for path in outputs:
-        if os.path.realpath(path) in read:
-            raise UserError(f"{path} would be replaced, but it is an input; choose another --out")
-
-
-def digest_of(files, content=True, names=True):
-    """Digest of files [(folder, name)]: their names unless names is False, and their bytes or, if
-    content is False, size and mtime. The folder does not count, so that data may move."""
-    def one(file):
-        path = os.path.join(*file)
-        with contextlib.suppress(OSError, ValueError):  # missing, or no path: the digest says so
-            if content:
-                with open(path, "rb") as f:
-                    return file[1], hashlib.file_digest(f, "sha256").hexdigest()
-            status = os.stat(path)
-            return file[1], status.st_size, status.st_mtime_ns
-        return file[1], None
-
-    with ThreadPoolExecutor(16) as pool:  # on a network's disk each look waits
-        found = list(pool.map(one, sorted(set(files))))
-    if not names:
-        found = sorted(str(rest) for _, *rest in found)
-    return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
-
-
 def own_sum(row):
     """CRC-32 of the content of a dict but for this sum, which it may hold as own_crc32."""
     return zlib.crc32(json.dumps({**row, "own_crc32": None}, sort_keys=True).encode())
-
-
-@functools.cache  # a script that is edited while the run goes on is not the code that runs
-def code_digests():
-    """{script: digest} of the scripts beside this one. args.json and state.json hold them, so that
-    a result can be traced to the code that made it."""
-    scripts = sorted(pathlib.Path(__file__).absolute().parent.glob("*.py"))
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:12] for path in scripts}
-
-
-def write_args(path, args, **more):
-    """Writes the settings of a run, and digests of its scripts, as JSON. more: further fields."""
-    text = json.dumps({**vars(args), "code": code_digests(), **more}, indent=1)
-    write_atomic(path, text)
-
-
-def changes(args, inputs, then):
-    """What is not as it was at the start before -> ([text of a flag], {input: text}). inputs: see
-    checkpoint.identities. then: {"args": .., "inputs": ..} of that start."""
-    # How far, how fast, where, and who is told: two parts of one run may differ in these.
-    free = {"steps", "epochs", "resume", "check", "out", "save_every", "eval_every", "show_every",
-            "show", "max_seqs", "frame_cache_gb", "frame_cache_dir", "frame_cache_dir_gb",
-            "engine_share", "patience", "replicas", "track", "project", "judge_url",
-            "judge_key_env"}  # fmt: skip
-    now, old, was = json.loads(json.dumps(vars(args))), then.get("args", {}), then.get("inputs", {})
-    # Inputs are compared by content, so that files may move. Older versions kept none.
-    free |= {"ckpt", "data", "val", "rollouts"} if was else set()
-    flags = [f"--{k.replace('_', '-')} {old[k]} (now {now[k]})" for k in sorted(old)
-             if k in now and k not in free and old[k] != now[k]]
-    moved = {k: f"{k} changed since" + f" ({was[k][1]}, now {inputs[k][1]})" * bool(was[k][1])
-             for k in sorted(was) if k in inputs and inputs[k][0] != was[k][0]}
-    return flags, moved
 
 
 def write_atomic(path, text):

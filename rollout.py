@@ -33,7 +33,6 @@ import argparse
 import asyncio
 import collections
 import contextlib
-import glob
 import itertools
 import json
 import os
@@ -47,6 +46,7 @@ import chat
 import data
 import launch
 import rewards
+import runs
 import video
 from data import Source
 from endpoint import add_judge_arguments, open_judge
@@ -852,7 +852,7 @@ def check_rollout_file(out: str | None, read: str) -> None:
     if out and os.path.isdir(out):
         raise launch.UserError(f"--out {out} is a folder; give the name of a file")
     if out:
-        launch.keep_inputs([out], [read, verdicts_beside(out)])
+        runs.keep_inputs([out], [read, verdicts_beside(out)])
         if not out.endswith(".jsonl"):  # a file of a checkpoint, say
             raise launch.UserError(f"--out {out}: the name of a rollout file ends in .jsonl")
 
@@ -886,42 +886,6 @@ def parse_args():
         raise launch.UserError("rollout.py is one process: start it with python, and give each GPU "
                                "a part of --data")
     return args
-
-
-def beside(out):
-    """The file of the settings of rollouts that are written to `out`."""
-    return f"{out.removesuffix('.jsonl')}.args.json"
-
-
-def claim_file(args, inputs: dict, tasks: list[dict]) -> list[dict]:
-    """Locks --out -> the records that it and its .part hold already. Raises UserError if these are
-    of other settings, which lie beside them. inputs: see checkpoint.identities. Records that are
-    not of these tasks, or not whole, are left out."""
-    out = args.out
-    folder, name = os.path.split(os.path.abspath(out))
-    launch.make_out(folder)
-    launch.lock(folder, f".{name}.lock")
-    for path in (out, beside(out)):
-        for left in glob.glob(f"{glob.escape(path)}.tmp*"):  # a kill in write_atomic
-            os.remove(left)
-    paths = [path for path in (out, f"{out}.part") if os.path.exists(path)]
-    kept = chat.read_object(beside(out)) if paths and os.path.isfile(beside(out)) else {}
-    was = kept.get("inputs")
-    whole = isinstance(was, dict) and all(isinstance(v, list) and len(v) == 2 for v in was.values())
-    flags, moved = launch.changes(args, inputs, {"args": kept, "inputs": was if whole else {}})
-    films = moved.pop("films", None)  # a copy of them has another mtime, so they are only told of
-    other = [*moved.values(), *flags] if whole else [f"{beside(out)} is missing or damaged"]
-    if paths and other:
-        raise launch.UserError(f"{paths[0]} holds rollouts of other settings: "
-                               f"{', '.join(other[:3])}; choose another --out, or delete the file")
-    if films:
-        launch.say(f"{paths[0]}: {films}")
-    rows = [row for path in paths
-            for row in launch.read_jsonl(path, ("group", "sample"), faults=["torn lines"])]
-    names = {(launch.name_of(args.step, t["id"]), n) for t in tasks for n in range(args.group)}
-    rows = [row for row in rows if isinstance(row["group"], str) and isinstance(row["sample"], int)
-            and (row["group"], row["sample"]) in names and row.keys() >= {*Episode.kept(), "ids"}]
-    return list({(row["group"], row["sample"]): row for row in rows}.values())
 
 
 def write(rows: list[dict], out: str | None) -> None:
@@ -966,9 +930,11 @@ def main():
     tasks = data.read_tasks(args.data)[: args.limit or None]
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
     agent, source = agent_settings(args, args.data)
-    inputs = checkpoint.identities({"--ckpt": ckpt}, {"--data": [args.data]},
+    inputs = runs.identities({"--ckpt": ckpt}, {"--data": [args.data]},
                                    *data.files_of(args, (args.data, tasks)))
-    rows, wanted = claim_file(args, inputs, tasks) if args.out else [], len(tasks) * args.group
+    names = {(launch.name_of(args.step, t["id"]), n) for t in tasks for n in range(args.group)}
+    kept, wanted = {*Episode.kept(), "ids"}, len(tasks) * args.group
+    rows = runs.claim_file(args.out, args, inputs, names, kept) if args.out else []
     done = {(row["group"], row["sample"]) for row in rows}
     if len(done) == wanted:
         write(rows, args.out)  # perhaps a kill came first
@@ -982,7 +948,7 @@ def main():
     # Colours on a terminal alone, and none if the user has set NO_COLOR (no-color.org).
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     if args.out:
-        launch.write_args(beside(args.out), args, inputs=inputs)
+        runs.write_args(runs.beside(args.out), args, inputs=inputs)
     stop_asked, began = launch.stop_on_sigterm(), time.monotonic()
     episodes = run(sampler, tasks, args.frames, args.group, args.step, done=done)
     bar = tqdm(episodes, total=wanted, initial=len(done), desc="rollouts", disable=None)

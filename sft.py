@@ -38,6 +38,7 @@ import chat
 import data
 import launch
 import metrics
+import runs
 import video
 
 data.look_first(__name__, data.read_chats)  # torch, which the next two load, takes seconds
@@ -353,16 +354,17 @@ def main():
     if args.check:
         return check(args, chat.load_codec(ckpt, args.channel, args.template_args), cache)
     launch.make_out(args.out)
-    checkpoint.claim_run(args.out, [args.data, args.val])
+    runs.claim_run(args.out, [args.data, args.val])
     rank, world, device = launch.start_process_group(args.patience, args.cpu)
     launch.beat(args.patience)  # from here on a phase that hangs ends the run
     launch.say(f"{args.ckpt} -> {args.out}: loading the checkpoint and {args.data}")
     codec = chat.load_codec(ckpt, args.channel, args.template_args)
     train, held = open_data(args, codec, cache)
-    inputs = checkpoint.identities({"--ckpt": ckpt}, {"--data": [args.data], "--val": [args.val]},
+    inputs = runs.identities({"--ckpt": ckpt}, {"--data": [args.data], "--val": [args.val]},
                                    train.films() + (held.films() if held else []))
     # folder: the newest whole checkpoint of --out, if this run goes on from one.
-    folder, state = checkpoint.resume_point(args.out, args, args.resume, inputs)
+    folder, state = runs.resume_point(args.out, args, args.resume, inputs,
+                                   checkpoint.base_of(ckpt))
     start, best = state.get("step", 0), state.get("best", math.inf)
     best_step, best_of = state.get("best_step"), state.get("best_of")  # of so many held-out chats
     # Broken chats count here, since no rank has opened all videos. Their places stay empty.
@@ -412,7 +414,7 @@ def main():
             if not bad:
                 o.step()
             o.zero_grad(set_to_none=True)  # frees the memory until the next backward
-        checkpoint.check_run(step, bad, args.out)
+        runs.check_run(step, bad, args.out)
 
         # 2. Numbers, to the terminal and to log.jsonl.
         # gather_rows is collective, so all ranks call it. Rank 0 alone writes.
@@ -469,8 +471,8 @@ def open_run(args, policy, train, start, steps, rank, world):
     if rank:
         return None
     # args.json before the first step: a run that dies early still says how it was started.
-    launch.write_args(os.path.join(args.out, "args.json"), args)
-    checkpoint.clean_run(args.out, start)
+    runs.write_args(os.path.join(args.out, "args.json"), args)
+    runs.clean_run(args.out, start)
     # --steps and --batch-size decide, so the passes over the data may be no whole number.
     epochs = steps * args.batch_size / len(train.rows)
     print(f"{len(train.rows)} chats x {epochs:.2f} epochs = {steps} steps of {args.batch_size} "

@@ -68,6 +68,7 @@ import checkpoint
 import launch
 import rewards
 import rollout
+import runs
 import video
 
 
@@ -577,7 +578,7 @@ def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384, base="
     videos = Qwen3VLVideoProcessor(patch_size=16, merge_size=2)
     processor = Qwen3VLProcessor(image_processor=images, tokenizer=tokenizer,
                                  video_processor=videos, chat_template=chat_template(base))
-    with checkpoint.atomic_folder(folder) as temp:
+    with runs.atomic_folder(folder) as temp:
         save_base(policy, processor, temp)
     return sum(p.numel() for p in policy.parameters())
 

@@ -25,6 +25,7 @@ import checkpoint
 import launch
 import metrics
 import model
+import runs
 from model import Span, Tree
 
 CPU = torch.device("cpu")
@@ -56,7 +57,7 @@ def test_a_saved_checkpoint_is_the_same_model_in_plain_transformers(saved, codec
     assert again.tokenizer(text)["input_ids"] == codec.tokenizer(text)["input_ids"]
     assert again.chat_template == codec.processor.chat_template
     assert json.loads((folder / "state.json").read_text())["step"] == 1
-    assert checkpoint.is_complete(str(folder))
+    assert runs.is_complete(str(folder))
     assert sorted(os.listdir(folder.parent)) == ["step_000001"]  # no temporary folder is left
 
 
@@ -118,10 +119,10 @@ def test_every_tensor_enters_the_digest_of_a_checkpoint(tmp_path):
     for name in [None, *tensors]:
         changed = {k: v + 1 if k == name else v for k, v in tensors.items()}
         save_file(changed, tmp_path / "model.safetensors")
-        found.add(checkpoint.content_digest(str(tmp_path)))
+        found.add(runs.content_digest(str(tmp_path)))
     assert len(found) == 6
     (tmp_path / "config.json").write_text("{ }")
-    assert checkpoint.content_digest(str(tmp_path)) not in found
+    assert runs.content_digest(str(tmp_path)) not in found
 
 
 # ------------------------------------------------------------------------------------------------
@@ -186,12 +187,12 @@ def test_replicas_have_to_divide_the_ranks(toy, codec, process_group):
 
 def test_an_atomic_folder_appears_whole_or_not_at_all(tmp_path):
     target = tmp_path / "ckpt"
-    with pytest.raises(RuntimeError), checkpoint.atomic_folder(str(target)) as temp:
+    with pytest.raises(RuntimeError), runs.atomic_folder(str(target)) as temp:
         Path(temp, "half").write_text("x")
         raise RuntimeError
     assert os.listdir(tmp_path) == []
     for text in ("old", "new"):
-        with checkpoint.atomic_folder(str(target)) as temp:
+        with runs.atomic_folder(str(target)) as temp:
             # the old one stands until the new one is whole
             assert not target.exists() or (target / "w").read_text() == "old"
             Path(temp, "w").write_text(text)
@@ -199,7 +200,7 @@ def test_an_atomic_folder_appears_whole_or_not_at_all(tmp_path):
                 Path(temp, "more").write_text("x")
     assert os.listdir(tmp_path) == ["ckpt"] and sorted(os.listdir(target)) == ["more", "w"]
     assert (target / "w").read_text() == "new"
-    with pytest.raises(KeyboardInterrupt), checkpoint.atomic_folder(str(target)) as temp:
+    with pytest.raises(KeyboardInterrupt), runs.atomic_folder(str(target)) as temp:
         raise KeyboardInterrupt
     assert os.listdir(tmp_path) == ["ckpt"] and (target / "w").read_text() == "new"
 
@@ -210,7 +211,7 @@ def test_small_files_and_links_are_replaced_in_one_step(tmp_path):
     launch.write_atomic(str(path), "2")
     for name in ("step_000001", "step_000002"):
         (tmp_path / name).mkdir()
-        checkpoint.symlink(str(tmp_path / "last"), str(tmp_path / name))
+        runs.symlink(str(tmp_path / "last"), str(tmp_path / name))
         assert os.readlink(tmp_path / "last") == name  # relative: the run folder can be moved
     assert path.read_text() == "2"
     assert sorted(os.listdir(tmp_path)) == ["args.json", "last", "step_000001", "step_000002"]
@@ -220,13 +221,13 @@ def test_pruning_spares_what_last_and_best_point_to(tmp_path):
     for n in range(1, 6):
         (tmp_path / f"step_{n:06d}").mkdir()
         (tmp_path / f"step_{n:06d}" / "state.json").write_text('{"files": {}}')
-    checkpoint.symlink(str(tmp_path / "best"), str(tmp_path / "step_000002"))
-    checkpoint.symlink(str(tmp_path / "last"), str(tmp_path / "step_000005"))
-    checkpoint.prune_checkpoints(str(tmp_path / "step_000005"), 2)
+    runs.symlink(str(tmp_path / "best"), str(tmp_path / "step_000002"))
+    runs.symlink(str(tmp_path / "last"), str(tmp_path / "step_000005"))
+    runs.prune_checkpoints(str(tmp_path / "step_000005"), 2)
     kept = ["step_000002", "step_000004", "step_000005"]
     assert sorted(n for n in os.listdir(tmp_path) if n.startswith("step")) == kept
-    checkpoint.symlink(str(tmp_path / "last"), str(tmp_path / "step_000004"))
-    checkpoint.prune_checkpoints(str(tmp_path / "step_000005"), 1)
+    runs.symlink(str(tmp_path / "last"), str(tmp_path / "step_000004"))
+    runs.prune_checkpoints(str(tmp_path / "step_000005"), 1)
     assert sorted(n for n in os.listdir(tmp_path) if n.startswith("step")) == kept
 
 
@@ -246,12 +247,12 @@ def saved_at(out, name, weights="w" * 10, **state):
     lambda f: (f / "state.json").write_text("[]"), lambda f: (f / "state.json").write_text("")])
 def test_a_torn_checkpoint_is_passed_over(tmp_path, damage):
     first, second = saved_at(tmp_path, "step_000001"), saved_at(tmp_path, "step_000002")
-    assert checkpoint.newest_checkpoint(str(tmp_path)) == str(second)
+    assert runs.newest_checkpoint(str(tmp_path)) == str(second)
     damage(second)
-    assert not checkpoint.is_complete(str(second))
-    assert checkpoint.newest_checkpoint(str(tmp_path)) == str(first)
+    assert not runs.is_complete(str(second))
+    assert runs.newest_checkpoint(str(tmp_path)) == str(first)
     damage(first)
-    assert checkpoint.newest_checkpoint(str(tmp_path)) is None
+    assert runs.newest_checkpoint(str(tmp_path)) is None
 
 
 def test_what_killed_runs_left_half_written_is_dropped(tmp_path):
@@ -261,7 +262,7 @@ def test_what_killed_runs_left_half_written_is_dropped(tmp_path):
     for name in ("args.json.tmp123", "rollouts/step_000004.rank0.jsonl.tmp77",
                  "rollouts/step_000003.rank1.jsonl", "rollouts/step_000002.rank0.jsonl"):
         (tmp_path / name).write_text("{")
-    checkpoint.clean_run(str(tmp_path), start=3)
+    runs.clean_run(str(tmp_path), start=3)
     assert sorted(os.listdir(tmp_path)) == ["rollouts", "step_000003"]
     # Those of the fourth step, which this run takes again, perhaps on fewer ranks, are gone.
     assert os.listdir(tmp_path / "rollouts") == ["step_000002.rank0.jsonl"]
@@ -274,28 +275,28 @@ def arguments(**flags):
 
 
 def test_a_run_goes_on_by_itself_only_where_its_settings_are_the_same(tmp_path):
-    assert checkpoint.resume_point(str(tmp_path), arguments(), None) == (None, {})
-    assert checkpoint.resume_point(str(tmp_path), arguments(), True) == (None, {})
+    assert runs.resume_point(str(tmp_path), arguments(), None) == (None, {})
+    assert runs.resume_point(str(tmp_path), arguments(), True) == (None, {})
     folder = saved_at(tmp_path, "step_000002", args=vars(arguments()))
     for changed in ({}, {"steps": 9}, {"out": "elsewhere"}, {"frame_cache_dir": "kept"},
                     {"frame_cache_dir_gb": 1.0}, {"replicas": 0}):
-        assert checkpoint.resume_point(str(tmp_path), arguments(**changed), None)[0] == str(folder)
+        assert runs.resume_point(str(tmp_path), arguments(**changed), None)[0] == str(folder)
     with pytest.raises(launch.UserError, match=r"other settings: --lr 1.0 \(now 2.0\)"):
-        checkpoint.resume_point(str(tmp_path), arguments(lr=2.0), None)
-    assert checkpoint.resume_point(str(tmp_path), arguments(lr=2.0), True)[1]["step"] == 2
-    assert checkpoint.resume_point(str(tmp_path), arguments(lr=2.0), False) == (None, {})
+        runs.resume_point(str(tmp_path), arguments(lr=2.0), None)
+    assert runs.resume_point(str(tmp_path), arguments(lr=2.0), True)[1]["step"] == 2
+    assert runs.resume_point(str(tmp_path), arguments(lr=2.0), False) == (None, {})
     (folder / "state.json").unlink()
     for resume in (True, None):  # damaged later, perhaps, and not ours to delete unasked
         with pytest.raises(launch.UserError, match="step_000002 is not whole.*--no-resume"):
-            checkpoint.resume_point(str(tmp_path), arguments(), resume)
-    assert checkpoint.resume_point(str(tmp_path), arguments(), False) == (None, {})
+            runs.resume_point(str(tmp_path), arguments(), resume)
+    assert runs.resume_point(str(tmp_path), arguments(), False) == (None, {})
 
 
 def test_beginning_anew_deletes_what_was_there(tmp_path):
     folder = saved_at(tmp_path, "step_000002")
-    checkpoint.symlink(str(tmp_path / "last"), str(folder))
+    runs.symlink(str(tmp_path / "last"), str(folder))
     (tmp_path / "log.jsonl").write_text('{"step": 1}\n')
-    checkpoint.clean_run(str(tmp_path), start=0)
+    runs.clean_run(str(tmp_path), start=0)
     assert os.listdir(tmp_path) == ["log.jsonl"]
     metrics.Log(str(tmp_path), 0, argparse.Namespace(track=None)).close(0, 0)
     assert (tmp_path / "log.jsonl").read_text() == ""
@@ -307,12 +308,12 @@ def test_sizes_of_all_files_are_in_the_marker(policy, codec, process_group, tmp_
     folder = str(tmp_path / "step_000001")
     checkpoint.save_checkpoint(policy, codec, folder, {"step": 1}, optimizer)
     files = json.loads((tmp_path / "step_000001" / "state.json").read_text())["files"]
-    assert checkpoint.is_complete(str(tmp_path / "step_000001"))
+    assert runs.is_complete(str(tmp_path / "step_000001"))
     assert {"model.safetensors", "config.json", "train_state/.metadata"} <= set(files)
     for name in files:
         whole = (tmp_path / "step_000001" / name).read_bytes()
         (tmp_path / "step_000001" / name).write_bytes(whole[:-1])
-        assert not checkpoint.is_complete(str(tmp_path / "step_000001")), name
+        assert not runs.is_complete(str(tmp_path / "step_000001")), name
         (tmp_path / "step_000001" / name).write_bytes(whole)
 
 
@@ -325,7 +326,7 @@ def copied_checkpoint(toy, folder):
 
 def test_a_run_folder_stands_for_its_last_checkpoint(toy, tmp_path):
     whole = copied_checkpoint(toy, tmp_path / "run" / "step_000003")
-    checkpoint.symlink(str(tmp_path / "run" / "last"), str(whole))
+    runs.symlink(str(tmp_path / "run" / "last"), str(whole))
     assert checkpoint.resolve_checkpoint(str(whole)) == str(whole)
     assert checkpoint.resolve_checkpoint(str(tmp_path / "run")) == str(whole)
     (whole / "preprocessor_config.json").rename(whole / "processor_config.json")  # transformers 5

@@ -13,13 +13,13 @@ import textwrap
 import pytest
 from conftest import ROOT, run_script
 
-import checkpoint
+import runs
 
 HEAD = """
     import os, signal, sys, time
     sys.path[:0] = [{root!r}, {root!r} + "/tests"]
     import torch
-    import model, checkpoint, launch, reference, rewards, rollout, sft, grpo, video
+    import model, checkpoint, launch, reference, rewards, rollout, runs, sft, grpo, video
     rollout.make_engine = reference.make_engine
     rank = int(os.environ.get("RANK", 0))
 """
@@ -72,7 +72,7 @@ def goes_on(toy, tmp_path, steps, optimizer="adamw"):
 AT_STEP = """
     def saved(step):
         out = sys.argv[sys.argv.index("--out") + 1]
-        while not (checkpoint.newest_checkpoint(out) or "").endswith(f"step_{{step:06d}}"):
+        while not (runs.newest_checkpoint(out) or "").endswith(f"step_{{step:06d}}"):
             time.sleep(0.1)
 
     real, calls = sft.backward, []
@@ -123,7 +123,7 @@ def test_a_rank_that_hangs_ends_the_run_with_its_stack(run, tmp_path, hang):
     assert done.returncode != 0 and "step 0001/0004" in done.stdout
     assert "Timeout" in done.stderr  # faulthandler's
     assert re.search(r'sft_faulty.py", line \d+ in backward', done.stderr)  # where rank 1 hung
-    assert checkpoint.newest_checkpoint(str(tmp_path / "out")).endswith("step_000001")
+    assert runs.newest_checkpoint(str(tmp_path / "out")).endswith("step_000001")
 
 
 @pytest.mark.parametrize("rank", [0, 1])

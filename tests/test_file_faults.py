@@ -29,6 +29,7 @@ import grpo
 import launch
 import model
 import rollout
+import runs
 import sft
 
 # ------------------------------------------------------------------------------------------------
@@ -317,7 +318,7 @@ def test_nothing_finished_is_lost_whichever_operation_fails(request, play, windo
         if "Traceback" in err or code not in (0, 1, 2, 137) or (window and err.count("\n") > 1):
             why.append(f"code {code}: {err[-300:]}")
         for name in ("last", "best"):
-            if os.path.lexists(out / name) and not checkpoint.is_complete(str(out / name)):
+            if os.path.lexists(out / name) and not runs.is_complete(str(out / name)):
                 why.append(f"{name} is no whole checkpoint")
         _, code, _, err, _ = play(f"struck{at}")
         found = {} if code or err else read(out)

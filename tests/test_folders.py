@@ -17,11 +17,11 @@ import pytest
 from conftest import ROOT, run_script
 from reference import make_engine
 
-import checkpoint
 import eval as evaluation
 import grpo
 import launch
 import rollout
+import runs
 import sft
 from tools import view
 
@@ -53,9 +53,9 @@ def begun(toy, out, **args):
     """A run folder with a whole checkpoint in it, as a stage leaves it."""
     folder = out / "step_000001"
     shutil.copytree(toy / "init", folder)
-    sums = checkpoint.checksums(str(folder), checkpoint.files_in(folder))
-    checkpoint.mark_complete(str(folder), {"step": 1, "args": args}, sums)
-    checkpoint.symlink(str(out / "last"), str(folder))
+    sums = runs.checksums(str(folder), runs.files_in(folder))
+    runs.mark_complete(str(folder), {"step": 1, "args": args}, sums)
+    runs.symlink(str(out / "last"), str(folder))
     return folder
 
 
@@ -75,7 +75,7 @@ def test_a_run_does_not_delete_the_checkpoint_it_starts_from(
     why = refused(script, os.path.join(tmp_path, "run", given), tmp_path / "run", *resume)
     assert "--ckpt" in why and "lies in --out" in why and "another --out" in why
     assert "--no-resume" not in why and "\n" not in why
-    assert checkpoint.is_complete(str(folder))
+    assert runs.is_complete(str(folder))
     left = set(os.listdir(folder.parent)) - {"rollouts", ".lock"}
     assert left == {"last", "step_000001"}
 
@@ -87,6 +87,7 @@ def test_a_run_does_not_delete_the_checkpoint_it_starts_from(
 HOLDER = """
 import os, sys, time
 import launch
+import runs
 launch.lock({out!r})
 if os.fork() == 0:  # as a decode worker or an engine is: it outlives the run
     os.close(1)
@@ -194,7 +195,7 @@ def flip(path):
 
 def resumed(out, ckpt="c"):
     args = argparse.Namespace(ckpt=ckpt, steps=9)
-    return checkpoint.resume_point(str(out), args, None)
+    return runs.resume_point(str(out), args, None)
 
 
 def test_a_checkpoint_with_a_flipped_bit_is_passed_over(toy, tmp_path, capsys):

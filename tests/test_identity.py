@@ -25,6 +25,7 @@ import eval as evaluation
 import grpo
 import launch
 import rollout
+import runs
 import sft
 import video
 from endpoint import open_judge
@@ -112,7 +113,7 @@ def world(toy, tmp_path_factory):
     shutil.copytree(toy / "videos", folder / "videos")
     step = folder / "run" / "step_000001"
     shutil.copytree(toy / "init", step)
-    checkpoint.symlink(str(folder / "run" / "last"), str(step))
+    runs.symlink(str(folder / "run" / "last"), str(step))
     short = [r for r in rows_of(toy / "sft.jsonl") if r["id"].endswith("-4") or "-sub-" in r["id"]]
     write_rows(folder / "sft.jsonl", short[:5])
     write_rows(folder / "val.jsonl", short[5:7])
@@ -129,7 +130,7 @@ def newer(world):
     step = shutil.copytree(world / "run" / "step_000001", world / "run" / "step_000002")
     weights = {k: w + 0.01 for k, w in load_file(step / "model.safetensors").items()}
     save_file(weights, step / "model.safetensors", {"format": "pt"})
-    checkpoint.symlink(str(world / "run" / "last"), str(step))
+    runs.symlink(str(world / "run" / "last"), str(step))
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +174,7 @@ def test_the_reference_of_the_kl_is_kept_with_its_folder_and_named_if_it_changes
     state = json.loads((world / "grpo" / "step_000001" / "state.json").read_text())
     digest, folder = state["inputs"]["--ckpt"]
     step = world / "run" / "step_000001"
-    assert folder.endswith("run/step_000001") and digest == checkpoint.content_digest(str(step))
+    assert folder.endswith("run/step_000001") and digest == runs.content_digest(str(step))
     newer(world)
     code, said = start("grpo", *flags)
     assert code == 2 and "run/step_000002" in said and "run/step_000001" in said

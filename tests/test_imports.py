@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-ORDER = ["launch", "rewards", "video", "data", "chat", "model", "engine", "endpoint", "checkpoint",
-         "rollout", "toy", "metrics", "sft", "grpo",
+ORDER = ["launch", "rewards", "video", "data", "chat", "model", "engine", "endpoint", "runs",
+         "checkpoint", "rollout", "toy", "metrics", "sft", "grpo",
          "evaluation.answers", "evaluation.benchmarks", "evaluation.endpoint",
          "evaluation.readers", "evaluation.sources", "evaluation.episodes", "evaluation.paper",
          "evaluation.checkouts", "evaluation.systems", "evaluation.costs",

@@ -23,6 +23,7 @@ import checkpoint
 import data
 import launch
 import model
+import runs
 import sft
 import video
 
@@ -353,7 +354,7 @@ def test_a_resumed_training_ends_with_the_same_weights(training, tmp_path, ranks
     shutil.copytree(out, half, symlinks=True, ignore=shutil.ignore_patterns(f"step_{STEPS:06d}"))
     for name in ("last", "best"):
         (half / name).unlink()
-    checkpoint.symlink(str(half / "last"), str(half / f"step_{STEPS // 2:06d}"))
+    runs.symlink(str(half / "last"), str(half / f"step_{STEPS // 2:06d}"))
     log = (half / "log.jsonl").read_text().splitlines()
     (half / "log.jsonl").write_text("\n".join(log[: STEPS // 2]) + "\n")
     done = run_script("sft.py", *arguments, "--out", half, "--resume", ranks=ranks, timeout=240)

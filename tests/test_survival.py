@@ -19,11 +19,11 @@ import torch
 from conftest import ROOT, run_script
 from reference import ReferenceEngine, make_engine
 
-import checkpoint
 import grpo
 import launch
 import metrics
 import rollout
+import runs
 import sft
 
 # ------------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def test_an_update_without_a_finite_gradient_is_skipped_and_counted(run, monkeyp
     with pytest.raises(launch.RunError,
                        match="no finite gradient for 3 steps in a row.*step_000003"):
         run(script, "--steps", 9, "--resume")
-    assert checkpoint.newest_checkpoint(str(folder)).endswith("step_000003")
+    assert runs.newest_checkpoint(str(folder)).endswith("step_000003")
 
 
 # ------------------------------------------------------------------------------------------------

@@ -16,9 +16,9 @@ import os
 import tokenize
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-AIMS = {"launch": 260, "rewards": 500, "video": 550, "chat": 270,
-        "model": 420, "engine": 230, "checkpoint": 410, "rollout": 560, "sft": 300, "grpo": 400,
-        "eval": 270, "toy": 320}
+AIMS = {"launch": 365, "rewards": 570, "video": 665, "data": 230, "chat": 385, "model": 435,
+        "engine": 285, "endpoint": 230, "checkpoint": 440, "runs": 320, "rollout": 630,
+        "metrics": 250, "sft": 330, "grpo": 500, "eval": 320, "toy": 425}
 STEP = ("grpo", "rollout", "engine", "video", "rewards", "chat", "model")  # one GRPO step
 STEP_AIM = 1600  # code lines of these scripts, each above its ruled line
 

@@ -18,6 +18,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import chat
 import checkpoint
 import launch
+import runs
 
 
 def main():
@@ -30,7 +31,7 @@ def main():
         raise launch.UserError(f"{args.ckpt} holds whole weights already")
     if os.path.exists(args.out):
         raise launch.UserError(f"--out {args.out} exists")
-    with checkpoint.atomic_folder(args.out) as folder:
+    with runs.atomic_folder(args.out) as folder:
         weights = dict(checkpoint.merged_weights(ckpt))
         checkpoint.save_whole(chat.small_files(ckpt), folder, weights)
     print(f"{args.out}: {checkpoint.base_of(ckpt)} with the adapters of {args.ckpt}")

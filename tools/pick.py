@@ -39,6 +39,7 @@ import data
 import launch
 import rewards
 import rollout
+import runs
 from evaluation import folders
 from tools import records
 
@@ -185,7 +186,7 @@ def main():
         if not 0 <= low <= high <= 1:
             raise launch.UserError(f"--band {low:g} {high:g}: expected 0 <= LOW <= HIGH <= 1")
         outputs.append(args.band[2])
-    launch.keep_inputs(outputs, args.rollouts)
+    runs.keep_inputs(outputs, args.rollouts)
     found = groups(args.rollouts)
     if args.best:
         prompts = collections.defaultdict(list)  # (task, K) -> Episodes

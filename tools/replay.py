@@ -26,6 +26,7 @@ import metrics
 import model
 import rewards
 import rollout
+import runs
 import video
 from endpoint import open_judge
 from evaluation import folders
@@ -92,13 +93,14 @@ def main():
     episodes = read_rollouts(args.rollouts, pay)
     _, source = rollout.agent_settings(args, args.rollouts[0])
     launch.make_out(args.out)
-    checkpoint.claim_run(args.out, args.rollouts)
+    runs.claim_run(args.out, args.rollouts)
     judge = open_judge(args, os.path.join(args.out, "judge.jsonl"))
     rank, world, device = launch.start_process_group(args.patience, args.cpu)
     launch.beat(args.patience)
     films = [(source.root, e.task["video"]) for e in episodes]
-    inputs = checkpoint.identities({"--ckpt": ckpt}, {"--rollouts": args.rollouts}, films)
-    folder, _ = checkpoint.resume_point(args.out, args, args.resume, inputs)
+    inputs = runs.identities({"--ckpt": ckpt}, {"--rollouts": args.rollouts}, films)
+    folder, _ = runs.resume_point(args.out, args, args.resume, inputs,
+                                   checkpoint.base_of(ckpt))
     if folder:
         launch.say(f"nothing to do: {args.out} has the update")
         return launch.end_process_group()

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import chat
-import launch
 import rollout
+import runs
 
 OPEN, CLOSED = "<think>\n", "<think>\n\n</think>\n\n"
 
@@ -76,6 +76,6 @@ def test_another_template_argument_is_another_setting(stage):
         assert low == again != none
         return
     then = {"args": json.loads(json.dumps(vars(low)))}
-    assert launch.changes(again, {}, then) == ([], {})
-    ((flag,), _) = launch.changes(none, {}, then)
+    assert runs.changes(again, {}, then) == ([], {})
+    ((flag,), _) = runs.changes(none, {}, then)
     assert "--template-args" in flag and "low" in flag

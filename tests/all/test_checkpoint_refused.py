@@ -26,6 +26,7 @@ import eval as evaluation
 import grpo
 import launch
 import rollout
+import runs
 import sft
 from engine import Limits, VllmEngine
 from tools import plan
@@ -70,7 +71,7 @@ def test_an_older_run_that_cannot_be_deleted_is_not_begun_anew(tmp_path, monkeyp
     saved_at(tmp_path, "step_000002")
     monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda *_, **__: None)
     with pytest.raises(launch.UserError, match="step_000002 of an older run cannot be deleted"):
-        checkpoint.clean_run(str(tmp_path), start=0)
+        runs.clean_run(str(tmp_path), start=0)
 
 
 def test_a_process_killed_while_it_prunes_leaves_no_torn_checkpoint(tmp_path, monkeypatch):
@@ -83,11 +84,11 @@ def test_a_process_killed_while_it_prunes_leaves_no_torn_checkpoint(tmp_path, mo
 
     with monkeypatch.context() as patched, pytest.raises(SystemError):
         patched.setattr(checkpoint.shutil, "rmtree", killed)
-        checkpoint.prune_checkpoints(str(tmp_path / "step_000003"), 1)
+        runs.prune_checkpoints(str(tmp_path / "step_000003"), 1)
     left = [name for name in os.listdir(tmp_path) if name.startswith("step_")]
     assert len(left) == 2 and "step_000003" in left  # whichever of the two old ones came first
-    checkpoint.clean_run(str(tmp_path), start=3)
-    checkpoint.prune_checkpoints(str(tmp_path / "step_000003"), 1)
+    runs.clean_run(str(tmp_path), start=3)
+    runs.prune_checkpoints(str(tmp_path / "step_000003"), 1)
     assert os.listdir(tmp_path) == ["step_000003"]
 
 
@@ -310,7 +311,7 @@ def test_links_to_nothing_and_folders_named_like_files_do_no_harm(ckpt):
     (ckpt / "notes.txt").symlink_to(ckpt / "gone")
     (ckpt / "old.json").mkdir()
     assert checkpoint.resolve_checkpoint(str(ckpt)) == str(ckpt)
-    assert checkpoint.content_digest(str(ckpt)) and "notes.txt" not in chat.small_files(str(ckpt))
+    assert runs.content_digest(str(ckpt)) and "notes.txt" not in chat.small_files(str(ckpt))
 
 
 def test_a_refused_run_leaves_an_older_folder_as_it_is(ckpt, refuse, tmp_path, monkeypatch):

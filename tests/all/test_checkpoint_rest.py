@@ -12,7 +12,7 @@ from conftest import ROOT
 from test_checkpoint import CPU, arguments, saved_at  # noqa: F401
 
 import checkpoint
-import launch
+import runs
 
 
 def test_large_checkpoints_are_several_files_and_an_index(toy, monkeypatch, process_group, codec,
@@ -39,12 +39,12 @@ def test_a_users_copy_of_a_checkpoint_is_neither_gone_on_from_nor_deleted(tmp_pa
     for name in ("step_000002", "step_000004", "step_1000000", "step_keep", "step_000004.bak"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "state.json").write_text('{"files": {}}')
-    found = checkpoint.complete_checkpoints(tmp_path)
+    found = runs.complete_checkpoints(tmp_path)
     assert [os.path.basename(f) for f in found] == ["step_1000000", "step_000004", "step_000002"]
-    checkpoint.prune_checkpoints(str(tmp_path / "step_1000000"), keep=1)
+    runs.prune_checkpoints(str(tmp_path / "step_1000000"), keep=1)
     left = ["step_000004.bak", "step_1000000", "step_keep"]
     assert sorted(os.listdir(tmp_path)) == left
-    checkpoint.clean_run(str(tmp_path), 0)
+    runs.clean_run(str(tmp_path), 0)
     assert sorted(os.listdir(tmp_path)) == ["step_000004.bak", "step_keep"]
 
 
@@ -54,45 +54,45 @@ def test_the_state_names_the_best_checkpoint_and_every_start_restores_the_links(
     for n, best in ((1, 1), (2, 1), (3, 1), (4, 4)):
         saved_at(tmp_path, f"step_00000{n}", best_step=best, args=vars(arguments()))
     for name in ("last", "best"):
-        checkpoint.symlink(str(tmp_path / name), str(tmp_path / "step_000003"))
+        runs.symlink(str(tmp_path / name), str(tmp_path / "step_000003"))
 
     def links():
         return [os.readlink(tmp_path / name) for name in ("last", "best")]
 
-    checkpoint.resume_point(str(tmp_path), arguments(), None)
+    runs.resume_point(str(tmp_path), arguments(), None)
     assert links() == ["step_000004"] * 2
     # The best one of the newest but one stays too: the run goes on there if the newest is damaged.
     kept = [n for n in sorted(os.listdir(tmp_path)) if n.startswith("step_")]
     assert kept == ["step_000001", "step_000003", "step_000004"]
     (tmp_path / "step_000004" / "model.safetensors").unlink()
-    folder, state = checkpoint.resume_point(str(tmp_path), arguments(), None)
+    folder, state = runs.resume_point(str(tmp_path), arguments(), None)
     assert folder.endswith("step_000003") and links() == ["step_000003", "step_000001"]
 
     for name in ("symlink", "replace", "rename", "fsync"):
         saved_at(tmp_path, "step_000000")  # not kept
         with monkeypatch.context() as patched:
             patched.setattr(os, name, lambda *_, **__: os.listdir(tmp_path / "gone"))
-            checkpoint.settle(folder, state)
+            runs.settle(folder, state)
         (line,) = capsys.readouterr().out.splitlines()
         assert line.endswith(f"the newest whole checkpoint is {folder}")
-        checkpoint.settle(folder, state)
+        runs.settle(folder, state)
         assert links() == ["step_000003", "step_000001"] and not capsys.readouterr().out
 
 
 def test_a_run_that_goes_on_with_other_code_says_which_scripts_changed(tmp_path, capsys,
                                                                         monkeypatch):
     """Kept by file, and printed: "it got better after the restart" must not be a puzzle."""
-    now = launch.code_digests()
+    now = runs.code_digests()
     assert {"grpo.py", "rewards.py", "launch.py"} <= set(now) and "tests" not in now
     digest = hashlib.sha256((Path(ROOT) / "rewards.py").read_bytes()).hexdigest()
     assert digest.startswith(now["rewards.py"]) and len(now["rewards.py"]) == 12
     folder = saved_at(tmp_path, "step_000002", args=vars(arguments()), code=now)
-    checkpoint.resume_point(str(tmp_path), arguments(), None)
+    runs.resume_point(str(tmp_path), arguments(), None)
     assert "other code" not in capsys.readouterr().out
     saved_at(tmp_path, "step_000003", args=vars(arguments()),
              code={**now, "rewards.py": "0" * 12, "gone.py": "1"})
-    assert checkpoint.resume_point(str(tmp_path), arguments(), None)[0] != str(folder)
+    assert runs.resume_point(str(tmp_path), arguments(), None)[0] != str(folder)
     line = capsys.readouterr().out.strip().splitlines()[-1]
     assert line.endswith("saved by other code: gone.py, rewards.py changed since")
-    launch.write_args(str(tmp_path / "args.json"), arguments())
+    runs.write_args(str(tmp_path / "args.json"), arguments())
     assert json.loads((tmp_path / "args.json").read_text())["code"] == now

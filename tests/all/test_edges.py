@@ -15,6 +15,7 @@ import data
 import launch
 import metrics
 import rewards
+import runs
 from evaluation import benchmarks, endpoint, folders
 from tools import replay
 
@@ -66,7 +67,7 @@ def test_json_that_is_nested_too_deep_is_refused_by_every_reader(tmp_path, text)
     step = tmp_path / "run" / "step_000001"
     step.mkdir(parents=True)
     (step / "state.json").write_text(text)
-    assert checkpoint.newest_checkpoint(str(tmp_path / "run")) is None
+    assert runs.newest_checkpoint(str(tmp_path / "run")) is None
 
 
 @pytest.mark.parametrize("body", [DEEP, '{"name": "crop_video", "arguments": ' + DEEP + "}",

@@ -55,6 +55,7 @@ import checkpoint
 import grpo
 import launch
 import model
+import runs
 import sft
 from tools import plan
 
@@ -423,7 +424,7 @@ def stored(size, layers=None):
         shapes = {name: list(p.shape) for name, p in
                   checkpoint.model_class(config)(config).named_parameters()}
 
-    checkpoint.content_digest = lambda _: ""
+    runs.content_digest = lambda _: ""
     checkpoint.stored_weights = lambda _: {name: (shape, "BF16") for name, shape in shapes.items()}
     torch.distributed.checkpoint.load = lambda *_, **__: None
     transformers.AutoConfig.from_pretrained = lambda *_, **__: deepcopy(config)

@@ -14,7 +14,7 @@ import pytest
 from conftest import ROOT, run_script
 from test_faults import AT_STEP, HEAD, LIVE, command, goes_on, run, steps_of  # noqa: F401
 
-import checkpoint
+import runs
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_a_rank_that_is_killed_ends_the_run_and_loses_one_step(torchrun, toy, tm
     fault = AT_STEP.format(step=3, rank=1, what="saved(2); os.kill(os.getpid(), signal.SIGKILL)")
     code, out, err = finish(torchrun("sft", fault, "--steps", 4))
     assert code != 0 and "step 0002/0004" in out and "step 0003" not in out and not alive(tmp_path)
-    assert checkpoint.newest_checkpoint(str(tmp_path / "out")).endswith("step_000002")
+    assert runs.newest_checkpoint(str(tmp_path / "out")).endswith("step_000002")
     goes_on(toy, tmp_path, 4)
 
 
@@ -116,6 +116,7 @@ VARIED = """
 import runpy, sys
 sys.path[:0] = [{root!r}, {root!r} + "/tests"]
 import rewards
+import runs
 real = rewards.score
 def score(turns, *given, **named):
     return {{**real(turns, *given, **named), "paid_fmt": sum(map(ord, "".join(turns))) % 7 / 7}}
@@ -146,7 +147,7 @@ def test_two_nodes_share_nothing_but_folders(toy, tmp_path):
     assert all(m["groups"] == 2 and m["skipped_update"] == 0 for m in rows)
     assert all(m["gap_max"] < 1e-3 for m in rows)
     assert len(list((tmp_path / "out" / "rollouts").iterdir())) == 6
-    assert checkpoint.is_complete(str(tmp_path / "out" / "last")) and not alive(tmp_path)
+    assert runs.is_complete(str(tmp_path / "out" / "last")) and not alive(tmp_path)
 
 
 STUCK = """
@@ -182,7 +183,7 @@ def test_a_run_on_gpus_ends_although_vllm_never_does(command, toy, tmp_path, scr
     assert done.returncode == 0 and not done.killed, done.stderr[-3000:]
     out = tmp_path / "out"
     if script == "grpo":
-        assert "step 0001/0001" in done.stdout and checkpoint.undamaged_checkpoint(out)[0]
+        assert "step 0001/0001" in done.stdout and runs.undamaged_checkpoint(out)[0]
         assert len((out / "log.jsonl").read_text().splitlines()) == 1
     else:
         assert "headline" in done.stdout

@@ -26,6 +26,7 @@ from test_folders import (
 
 import checkpoint
 import launch
+import runs
 import sft
 
 
@@ -86,7 +87,7 @@ def test_a_link_that_became_a_folder_is_refused_at_the_start(refused, toy, tmp_p
     shutil.move(tmp_path / "copy", tmp_path / "run" / link)
     why = refused("sft", toy / "init", tmp_path / "run", "--no-resume")
     assert f"run/{link} is a folder" in why and "move it elsewhere" in why
-    assert checkpoint.is_complete(str(tmp_path / "run" / link))
+    assert runs.is_complete(str(tmp_path / "run" / link))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -185,7 +186,7 @@ def test_a_folder_that_cannot_hold_a_checkpoint_is_refused_at_the_start(
 def test_files_of_a_checkpoint_have_the_modes_of_the_umask(tmp_path, mask):
     before = os.umask(mask)
     try:
-        with checkpoint.atomic_folder(str(tmp_path / "c")) as folder:
+        with runs.atomic_folder(str(tmp_path / "c")) as folder:
             handle, _ = tempfile.mkstemp(dir=folder)  # 0600, as safetensors writes
             os.close(handle)
             os.mkdir(os.path.join(folder, "train_state"))
@@ -210,7 +211,7 @@ def test_rollouts_of_a_run_are_not_deleted_by_an_update_from_them(toy, tmp_path)
     record.parent.mkdir(parents=True)
     record.write_text("{}")
     with pytest.raises(launch.UserError, match="rank0.jsonl would be replaced, but it is an input"):
-        checkpoint.claim_run(str(tmp_path / "run"), [str(record)])
+        runs.claim_run(str(tmp_path / "run"), [str(record)])
 
 
 def test_a_run_saves_and_goes_on_without_links_and_modes(poor, monkeypatch, toy, tmp_path, capsys):
@@ -233,5 +234,5 @@ def test_a_run_saves_and_goes_on_without_links_and_modes(poor, monkeypatch, toy,
         assert found == str(out / f"step_{name:06d}")
     with pytest.raises(launch.UserError, match="lies in --out"):
         resumed(out, str(out / "best"))
-    checkpoint.clean_run(str(out), 0)
+    runs.clean_run(str(out), 0)
     assert not {"best", "last"} & set(os.listdir(out))

@@ -37,6 +37,7 @@ import data
 import grpo
 import launch
 import rollout
+import runs
 import video
 from tools import pick, records, replay
 
@@ -67,7 +68,7 @@ def adapters(world):
     launch.start_process_group()
     policy = checkpoint.load_sharded(base, codec, torch.device("cpu"), lora=2)
     checkpoint.save_checkpoint(policy, codec, str(step), {"step": 3})
-    checkpoint.symlink(str(world / "run" / "last"), str(step))
+    runs.symlink(str(world / "run" / "last"), str(step))
     weights = {k: w + 0.01 for k, w in load_file(base + "/model.safetensors").items()}
     save_file(weights, base + "/model.safetensors", {"format": "pt"})
 

@@ -19,6 +19,7 @@ import checkpoint
 import grpo
 import launch
 import model
+import runs
 import sft
 from engine import Limits, VllmEngine
 
@@ -42,16 +43,16 @@ def test_the_base_trained_on_is_the_base_used(saved, toy, tmp_path):
 
 def test_a_base_may_move(saved, toy, tmp_path):
     """Where a base lies is no content: only the folder that names it has to be told."""
-    before = checkpoint.content_digest(str(saved))
+    before = runs.content_digest(str(saved))
     shutil.copytree(toy / "init", tmp_path / "elsewhere")
     settings = saved / "adapter_config.json"
     config = json.loads(settings.read_text())
     moved = {**config, "base_model_name_or_path": str(tmp_path / "elsewhere")}
     settings.write_text(json.dumps(moved))
-    assert checkpoint.content_digest(str(saved)) == before
+    assert runs.content_digest(str(saved)) == before
     assert checkpoint.resolve_checkpoint(str(saved)) == os.path.realpath(saved)
     settings.write_text(json.dumps({**moved, "r": 1}))
-    assert checkpoint.content_digest(str(saved)) != before
+    assert runs.content_digest(str(saved)) != before
 
 
 @pytest.mark.parametrize("damage", ["cut", "no B", "another rank", "another model"])

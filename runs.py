@@ -1,0 +1,478 @@
+"""
+runs.py: the folder of a run: who writes there, from what the run is made, where it goes on.
+
+  a run      out/step_NNNNNN/ = a checkpoint, train_state/ and state.json, which is written last and
+             lists size and CRC-32 of every other file; out/last and out/best link to them
+  identity   digests of all that a run reads: checkpoints, rows, subtitles; size and mtime of films.
+             A start that finds another one says so, or ends with exit code 2
+  a kill     between any two file operations loses no checkpoint that was whole, and leaves nothing
+             half-written under a final name
+
+No torch, so that a run is refused before torch is loaded.
+
+Reads and writes the folders of sft.py, grpo.py and tools/replay.py, and the file of rollout.py.
+"""
+import contextlib
+import errno
+import functools
+import glob
+import hashlib
+import json
+import os
+import pathlib
+import re
+import shutil
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+
+import chat
+import launch
+
+# ------------------------------------------------------------------------------------------------
+# The folder of a run
+
+
+def claim_run(out, inputs):
+    """Makes the folder of a training run this run's own, or raises UserError before any long work:
+    no log replaces an input, no other run writes there, and a checkpoint can be saved."""
+    rollouts = [f"rollouts/{name}" for name in files_in(os.path.join(out, "rollouts"))]
+    keep_inputs([os.path.join(out, name) for name in ("log.jsonl", "args.json", *rollouts)], inputs)
+    for link in (os.path.join(out, name) for name in ("last", "best")):
+        if os.path.isdir(link) and not os.path.islink(link):  # no link could replace it
+            raise launch.UserError(f"{link} is a folder, as cp -rL makes it; move it elsewhere, "
+                                   "and the same command links to the step_* folders")
+    launch.lock(out)  # until this process ends: two runs would delete each other's files
+    try_save(out)
+
+
+def try_save(out):
+    """On rank 0: one empty save with a link, so that a folder which cannot hold a run is refused
+    before any long work. Raises UserError."""
+    probe = os.path.join(out, ".step_probe")
+    if os.environ.get("RANK", "0") != "0":
+        return
+    try:
+        with atomic_folder(probe) as folder:
+            launch.write_atomic(os.path.join(folder, "state.json"), "{}")
+        symlink(f"{probe}.tmp0", probe)  # a name that clean_run deletes after a kill
+        os.remove(f"{probe}.tmp0")
+    except OSError as error:
+        raise launch.UserError(f"output folder {out}: a checkpoint cannot be saved here "
+                               f"({error.strerror})") from None
+    finally:
+        shutil.rmtree(probe, ignore_errors=True)
+
+
+def keep_inputs(outputs, inputs):
+    """Raises UserError if a file that will be written is one that is read, also through a link."""
+    read = {os.path.realpath(path) for path in inputs if path}
+    for path in outputs:
+        if os.path.realpath(path) in read:
+            raise launch.UserError(f"{path} would be replaced, but it is an input; choose another "
+                                   "--out")
+
+
+def clean_run(out, start):
+    """On rank 0, at a start: deletes files that killed runs left half-written, rollouts of steps
+    that this run will take again and, if a run begins anew, its older checkpoints. Raises UserError
+    if one of them stays."""
+    for folder in (out, os.path.join(out, "rollouts")):
+        for name in os.listdir(folder) if os.path.isdir(folder) else []:
+            rollouts = re.match(r"step_(\d+)\.rank", name)
+            # .tmp: of write_atomic and symlink
+            if re.search(r"\.tmp\d+$", name) or (rollouts and int(rollouts[1]) >= start):
+                os.remove(os.path.join(folder, name))
+    old = step_folders(out)
+    for name in os.listdir(out):
+        path = os.path.join(out, name)
+        if re.match(r"\.+step_", name) or (start == 0 and path in old):
+            shutil.rmtree(path, ignore_errors=True)
+        if start == 0 and name in ("last", "best"):
+            os.remove(path)
+    if start == 0 and (left := newest_checkpoint(out)):
+        raise launch.UserError(f"{left} of an older run cannot be deleted; choose another --out")
+
+
+# ------------------------------------------------------------------------------------------------
+# From what a run is made, and where it goes on
+
+
+def identities(ckpts, flags, films, subtitles=()):
+    """-> {what a run reads: [digest, name]}, for resume_point. Collective: rank 0 reads. ckpts:
+    {flag: folder, as resolved}. flags: {flag: [path or None]}. films, subtitles: [(folder, name)].
+    """
+    found = None
+    if launch.rank_and_world()[0] == 0:
+        flags = {flag: [path for path in paths if path] for flag, paths in flags.items()}
+        # A renamed file is the same data.
+        found = {flag: [digest_of(map(os.path.split, paths), names=False),
+                        " ".join(paths) or "none"] for flag, paths in flags.items()}
+        found |= {flag: [content_digest(ckpt), ckpt] for flag, ckpt in ckpts.items()}
+        # Films are terabytes, so only size and mtime.
+        found |= {"subtitles": [digest_of(subtitles), None],
+                  "films": [digest_of(films, content=False), None]}
+    return launch.broadcast([found])[0]
+
+
+def content_digest(ckpt):
+    """Digest of the content of a checkpoint folder, wherever the folder lies. Small files count
+    whole, weights with 4 KiB of every MiB, because 16 GB would take minutes to read."""
+    digest = hashlib.sha256()
+    for name in sorted(os.listdir(ckpt)):
+        weights = name.endswith(".safetensors")
+        if not weights and not name.endswith((".json", ".jinja", ".txt")) or name == "state.json":
+            continue  # a README, an optimizer, the state of its training
+        path = os.path.join(ckpt, name)
+        if not os.path.isfile(path):  # a folder of that name, or a link to a file that is gone
+            continue
+        if name == "adapter_config.json":  # counts with its base's digest, not with the base's path
+            config = chat.read_object(path)
+            config.pop("base_model_name_or_path", None)
+            digest.update(json.dumps(config, sort_keys=True).encode())
+            continue
+        size = os.path.getsize(path)
+        stride = 2**20 if weights and size > 2**26 else 2**12  # bytes; 2**12 reads all of a file
+        digest.update(f"{name} {size}".encode())
+        with open(path, "rb") as f:
+            for at in range(0, size, stride):
+                f.seek(at)
+                digest.update(f.read(2**12))
+    return digest.hexdigest()
+
+
+def digest_of(files, content=True, names=True):
+    """Digest of files [(folder, name)]: their names unless names is False, and their bytes or, if
+    content is False, size and mtime. The folder does not count, so that data may move."""
+    def one(file):
+        path = os.path.join(*file)
+        with contextlib.suppress(OSError, ValueError):  # missing, or no path: the digest says so
+            if content:
+                with open(path, "rb") as f:
+                    return file[1], hashlib.file_digest(f, "sha256").hexdigest()
+            status = os.stat(path)
+            return file[1], status.st_size, status.st_mtime_ns
+        return file[1], None
+
+    with ThreadPoolExecutor(16) as pool:  # on a network's disk each look waits
+        found = list(pool.map(one, sorted(set(files))))
+    if not names:
+        found = sorted(str(rest) for _, *rest in found)
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
+
+
+@functools.cache  # a script that is edited while the run goes on is not the code that runs
+def code_digests():
+    """{script: digest} of the scripts beside this one. args.json and state.json hold them, so that
+    a result can be traced to the code that made it."""
+    scripts = sorted(pathlib.Path(__file__).absolute().parent.glob("*.py"))
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:12] for path in scripts}
+
+
+def write_args(path, args, **more):
+    """Writes the settings of a run, and digests of its scripts, as JSON. more: further fields."""
+    text = json.dumps({**vars(args), "code": code_digests(), **more}, indent=1)
+    launch.write_atomic(path, text)
+
+
+def changes(args, inputs, then):
+    """What is not as it was at the start before -> ([text of a flag or an input], text of the films
+    or None). inputs: see identities. then: {"args": .., "inputs": ..} of that start."""
+    # How far, how fast, where, and who is told: two parts of one run may differ in these.
+    free = {"steps", "epochs", "resume", "check", "out", "save_every", "eval_every", "show_every",
+            "show", "max_seqs", "frame_cache_gb", "frame_cache_dir", "frame_cache_dir_gb",
+            "engine_share", "patience", "replicas", "track", "project", "judge_url",
+            "judge_key_env"}  # fmt: skip
+    now, old, was = json.loads(json.dumps(vars(args))), then.get("args", {}), then.get("inputs", {})
+    # Inputs are compared by content, so that files may move. Older versions kept none.
+    free |= {"ckpt", "data", "val", "rollouts"} if was else set()
+    flags = [f"--{k.replace('_', '-')} {old[k]} (now {now[k]})" for k in sorted(old)
+             if k in now and k not in free and old[k] != now[k]]
+    moved = {k: f"{k} changed since" + f" ({was[k][1]}, now {inputs[k][1]})" * bool(was[k][1])
+             for k in sorted(was) if k in inputs and inputs[k][0] != was[k][0]}
+    films = moved.pop("films", None)  # a copy of them has another mtime, so they are only told of
+    return [*moved.values(), *flags], films
+
+
+def resume_point(out, args, resume, inputs=None, base=None):
+    """Where a run goes on -> (folder, its loop state), or (None, {}) to begin.
+
+    resume None: go on if --out holds a run of the same settings, and raise UserError if it holds a
+    run of others. True: go on with the new settings. False: begin anew and delete that run.
+    inputs: see identities. They are settings too, but for films. base: the folder of whole weights
+    that the adapters of --ckpt stand on, or --ckpt itself.
+    """
+    folder, state = (None, {}) if resume is False else undamaged_checkpoint(out)
+    check_apart(args.ckpt, base, out, state.get("args", {}))
+    if folder is None:
+        torn = step_folders(out)
+        if torn and resume is not False:  # damaged after it was saved: the user decides
+            raise launch.UserError(f"{out}: {os.path.basename(torn[0])} is not whole, and nothing "
+                                   "else here is (a file is missing, or its size or bytes are not "
+                                   "those in state.json); --no-resume begins anew and deletes it")
+        return None, {}
+    other, films = changes(args, inputs or {}, state)
+    if resume is None and other:
+        raise launch.UserError(f"--out {out} holds a run of other settings: {', '.join(other[:3])};"
+                               " choose another --out, or --resume to go on with the new ones, or "
+                               "--no-resume to delete it")
+    for text in filter(None, [films, *other]):
+        launch.say(f"{folder}: {text}")
+    # Values on other held-out rows cannot be compared.
+    if any(text.startswith("--val ") for text in other):
+        launch.say(f"{folder}: other held-out rows, so `best` begins anew")
+        state = {k: v for k, v in state.items() if not k.startswith("best")}
+    # Not refused: people mend a script and go on. But the record must not hide it.
+    code, then = code_digests(), state.get("code")
+    if then and (changed := sorted(k for k in code.keys() | then if code.get(k) != then.get(k))):
+        launch.say(f"{folder} was saved by other code: {', '.join(changed)} changed since")
+    if launch.rank_and_world()[0] == 0:  # a kill may have come before the links
+        clean_run(out, state["step"])
+        settle(folder, state)
+    return folder, state
+
+
+def claim_file(out, args, inputs, names, kept):
+    """Makes --out of rollout.py this run's own -> the records that the file and its .part hold
+    already. Raises UserError if these are of other settings, which lie beside them. inputs: see
+    identities. names: {(group, sample)} of all rollouts; kept: keys of a whole record. Other
+    records are left out."""
+    folder, name = os.path.split(os.path.abspath(out))
+    launch.make_out(folder)
+    launch.lock(folder, f".{name}.lock")
+    for path in (out, beside(out)):
+        for left in glob.glob(f"{glob.escape(path)}.tmp*"):  # a kill in write_atomic
+            os.remove(left)
+    paths = [path for path in (out, f"{out}.part") if os.path.exists(path)]
+    then = chat.read_object(beside(out)) if paths and os.path.isfile(beside(out)) else {}
+    was = then.get("inputs")
+    whole = isinstance(was, dict) and all(isinstance(v, list) and len(v) == 2 for v in was.values())
+    other, films = changes(args, inputs, {"args": then, "inputs": was if whole else {}})
+    other = other if whole else [f"{beside(out)} is missing or damaged"]
+    if paths and other:
+        raise launch.UserError(f"{paths[0]} holds rollouts of other settings: "
+                               f"{', '.join(other[:3])}; choose another --out, or delete the file")
+    if films:
+        launch.say(f"{paths[0]}: {films}")
+    rows = [row for path in paths
+            for row in launch.read_jsonl(path, ("group", "sample"), faults=["torn lines"])]
+    rows = [row for row in rows if isinstance(row["group"], str) and isinstance(row["sample"], int)
+            and (row["group"], row["sample"]) in names and row.keys() >= kept]
+    return list({(row["group"], row["sample"]): row for row in rows}.values())
+
+
+def beside(out):
+    """The file of the settings of rollouts that are written to `out`."""
+    return f"{out.removesuffix('.jsonl')}.args.json"
+
+
+def check_apart(ckpt, base, out, then):
+    """Raises UserError if --ckpt, or the base of its adapters, lies in --out, where a run deletes
+    old checkpoints. then: the arguments of the run that goes on; --ckpt may be as it was there."""
+    start = chat.with_config(ckpt)
+    if start is None or then.get("ckpt") == ckpt:
+        return
+    for folder in filter(None, (start, base)):
+        above = pathlib.Path(folder).resolve()
+        if any(os.path.samefile(out, place) for place in (above, *above.parents)):
+            raise launch.UserError(f"--ckpt {ckpt}: {folder} lies in --out {out}, where a run "
+                                   "deletes old checkpoints; choose another --out (the run there "
+                                   "goes on with the --ckpt that it began from)")
+
+
+def check_run(step, bad, out, limit=3):
+    """Raises RunError, on all ranks alike, after `limit` steps in a row without a finite
+    gradient."""
+    if bad >= limit:
+        raise launch.RunError(f"step {step + 1}: no finite gradient for {bad} steps in a row; the "
+                              f"newest checkpoint is {newest_checkpoint(out)}")
+
+
+# ------------------------------------------------------------------------------------------------
+# Its checkpoints
+
+
+def settle(folder, state):
+    """On rank 0, after a save and at a start: `last` links to the newest checkpoint `folder` and
+    `best` to the one that its state names; older ones are deleted. The run has all that it needs,
+    so an error is one line, and the run goes on."""
+    out = os.path.dirname(folder)
+    try:
+        symlink(os.path.join(out, "last"), folder)
+        if os.path.isdir(best := best_beside(folder, state) or ""):
+            symlink(os.path.join(out, "best"), best)
+        sync(out)  # before older checkpoints go
+        prune_checkpoints(folder)
+    except OSError as error:
+        launch.say(f"{error}: `last`, `best` or an old checkpoint stays as it was, and the run "
+                   f"goes on; the newest whole checkpoint is {folder}")
+
+
+def best_beside(folder, state):
+    """The folder that `best` stands for, by the state of the checkpoint `folder`; None: none."""
+    step = state.get("best_step")
+    return step and os.path.join(os.path.dirname(folder), f"step_{step:06d}")
+
+
+def prune_checkpoints(newest, keep=2):
+    """Deletes the whole step_* folders beside the checkpoint `newest`, but for the `keep` up to it,
+    the best one of each of these, and those that `last` and `best` stand for."""
+    out = os.path.dirname(newest)
+    # A newer one is damaged, else the run would have gone on from it.
+    whole = complete_checkpoints(out)
+    whole = whole[whole.index(newest):] if newest in whole else []
+    kept = [chat.followed(os.path.join(out, name)) for name in ("last", "best")]
+    for folder in whole[:keep]:
+        state = chat.read_object(os.path.join(folder, "state.json"))
+        kept += [folder, best_beside(folder, state) or folder]
+    kept = set(map(os.path.realpath, kept))
+    for folder in whole:
+        if os.path.realpath(folder) not in kept:
+            # Rename first: clean_run then finds a folder that a kill left half deleted.
+            doomed = os.path.join(out, f".{os.path.basename(folder)}.pruned")
+            os.rename(folder, doomed)
+            shutil.rmtree(doomed)
+
+
+def step_folders(out):
+    """The folders of a run's checkpoints, whole or not, the newest first."""
+    names = os.listdir(out) if os.path.isdir(out) else []
+    # Not step_000010_keep: a copy that a user made would count as newer, or be deleted.
+    steps = sorted((int(n[5:]) for n in names if re.fullmatch(r"step_\d{6,}", n)), reverse=True)
+    return [os.path.join(out, f"step_{step:06d}") for step in steps]
+
+
+def complete_checkpoints(out):
+    """The complete checkpoints of a run, the newest first. Torn folders are left out."""
+    return [folder for folder in step_folders(out) if is_complete(folder)]
+
+
+def newest_checkpoint(out):
+    """The newest complete step_* folder of a run, or None."""
+    return next(iter(complete_checkpoints(out)), None)
+
+
+def undamaged_checkpoint(out):
+    """-> (the newest checkpoint whose bytes are those that were saved, its state.json), or
+    (None, {}). Collective: reads every file once, a share on each rank."""
+    for folder in launch.broadcast([complete_checkpoints(out)])[0]:
+        with open(os.path.join(folder, "state.json")) as f:
+            state = json.load(f)
+        saved = state.get("crc32", {})  # older versions wrote no sums
+        found = checksums(folder, sorted(saved))
+        damaged = [name for name in saved if found[name] != saved[name]]
+        if state.get("own_crc32") not in (None, launch.own_sum(state)):
+            damaged.append("state.json")
+        if not damaged:
+            return folder, state
+        launch.say(f"{folder}: {damaged[0]} has other bytes than were saved; going on from an "
+                   "older checkpoint")
+    return None, {}
+
+
+def is_complete(folder):
+    """Whether a checkpoint is whole: all files are as long as its state.json says."""
+    try:
+        with open(os.path.join(folder, "state.json")) as f:
+            files = launch.parse_json(f.read())["files"].items()
+        return all(os.path.getsize(os.path.join(folder, name)) == size for name, size in files)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def mark_complete(folder, state, sums):
+    """Writes state.json, the last file: the loop state, and size and CRC-32 of all other files."""
+    if unread := [name for name, number in sums.items() if number is None]:
+        raise OSError(f"{unread[0]} cannot be read back")
+    files = {name: os.path.getsize(os.path.join(folder, name)) for name in sums}
+    state = {**state, "files": files, "crc32": sums}
+    marker = json.dumps({**state, "own_crc32": launch.own_sum(state)}, indent=1)
+    launch.write_atomic(os.path.join(folder, "state.json"), marker)
+
+
+def checksums(folder, names):
+    """-> {name: CRC-32} of files; None for a file that cannot be read. Collective: every rank reads
+    its share."""
+    rank, world = launch.rank_and_world()
+
+    def crc32(name):
+        number, buffer = 0, memoryview(bytearray(2**20))
+        try:
+            with open(os.path.join(folder, name), "rb", buffering=0) as f:
+                while size := f.readinto(buffer):
+                    number = zlib.crc32(buffer[:size], number)
+        except OSError:
+            return None
+        return number
+
+    mine = names[rank::world]
+    with ThreadPoolExecutor(4) as pool:  # zlib lets other threads run meanwhile
+        return dict(launch.gather_rows(list(zip(mine, pool.map(crc32, mine)))))
+
+
+def files_in(folder):
+    """Sorted names of all files in a folder, relative to the folder."""
+    paths = [os.path.join(where, name) for where, _, names in os.walk(folder) for name in names]
+    return sorted(os.path.relpath(path, folder) for path in paths)
+
+
+# ------------------------------------------------------------------------------------------------
+# Files and folders that appear whole
+
+
+@contextlib.contextmanager
+def atomic_folder(path):
+    """Yields a temporary folder, which becomes `path` if the block ends without an error and is
+    deleted otherwise. It replaces an older folder of that name."""
+    parent = os.path.dirname(os.path.abspath(path))
+    os.makedirs(parent, exist_ok=True)
+    temp = os.path.join(parent, f".{os.path.basename(path)}.{os.urandom(4).hex()}")
+    os.mkdir(temp)  # with the mode of the umask; mkdtemp's is for the owner alone
+    try:
+        yield temp
+        mode = os.stat(temp).st_mode & 0o666
+        for folder, _, names in os.walk(temp):
+            for name in (os.path.join(folder, name) for name in names):
+                with unless_missing():
+                    os.chmod(name, mode)  # safetensors makes files that others cannot read
+                sync(name)
+            sync(folder)
+        shutil.rmtree(path, ignore_errors=True)
+        os.rename(temp, path)
+        with contextlib.suppress(OSError):  # the folder is whole
+            sync(parent)
+    except BaseException:
+        shutil.rmtree(temp, ignore_errors=True)
+        raise
+
+
+def sync(path):
+    """Returns once a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        with unless_missing():
+            os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def unless_missing():
+    """Passes over an operation that the filesystem lacks, as exFAT, SMB and some FUSE do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+
+
+def symlink(link, target):
+    """Makes `link` a relative link to the folder `target` beside it, atomically. Without links: a
+    file with the name of the folder, see chat.followed."""
+    temp, name = f"{link}.tmp{os.getpid()}", os.path.basename(target)
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(temp)
+    with unless_missing():
+        os.symlink(name, temp)
+    if not os.path.islink(temp):
+        launch.write_atomic(temp, name + "\n")
+    os.replace(temp, link)
