@@ -69,7 +69,7 @@ def test_a_checkpoint_in_several_files_or_with_other_shapes(toy, codec, process_
 def test_an_older_run_that_cannot_be_deleted_is_not_begun_anew(tmp_path, monkeypatch):
     """Its checkpoint would be the newest one at the next start."""
     saved_at(tmp_path, "step_000002")
-    monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda *_, **__: None)
+    monkeypatch.setattr(runs.shutil, "rmtree", lambda *_, **__: None)
     with pytest.raises(launch.UserError, match="step_000002 of an older run cannot be deleted"):
         runs.clean_run(str(tmp_path), start=0)
 
@@ -83,7 +83,7 @@ def test_a_process_killed_while_it_prunes_leaves_no_torn_checkpoint(tmp_path, mo
         raise SystemError("killed here")
 
     with monkeypatch.context() as patched, pytest.raises(SystemError):
-        patched.setattr(checkpoint.shutil, "rmtree", killed)
+        patched.setattr(runs.shutil, "rmtree", killed)
         runs.prune_checkpoints(str(tmp_path / "step_000003"), 1)
     left = [name for name in os.listdir(tmp_path) if name.startswith("step_")]
     assert len(left) == 2 and "step_000003" in left  # whichever of the two old ones came first
