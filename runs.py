@@ -8,7 +8,7 @@ runs.py: the folder of a run: who writes there, from what the run is made, where
   a kill     between any two file operations loses no checkpoint that was whole, and leaves nothing
              half-written under a final name
 
-No torch, so that a run is refused before torch is loaded.
+No torch at the top, so that `rollout.py --help` and tools/pick.py answer at once.
 
 Reads and writes the folders of sft.py, grpo.py and tools/replay.py, and the file of rollout.py.
 """
