@@ -393,8 +393,7 @@ def main():
     files = data.files_of(args, (args.data, tasks), (args.val, held))
     ckpts = {"--ckpt": ckpt, **({"--teacher": wise} if wise else {})}
     inputs = runs.identities(ckpts, {"--data": [args.data], "--val": [args.val]}, *files)
-    folder, state = runs.resume_point(args.out, args, args.resume, inputs,
-                                   checkpoint.base_of(ckpt))
+    folder, state = runs.resume_point(args.out, args, args.resume, inputs, checkpoint.base_of(ckpt))
     start, steps = state.get("step", 0), args.steps
     best = state.get("best", -1.0)  # held-out accuracy; -1: none yet
     best_step, best_of = state.get("best_step"), state.get("best_of")  # of so many held-out tasks

@@ -931,10 +931,12 @@ def main():
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
     agent, source = agent_settings(args, args.data)
     inputs = runs.identities({"--ckpt": ckpt}, {"--data": [args.data]},
-                                   *data.files_of(args, (args.data, tasks)))
+                             *data.files_of(args, (args.data, tasks)))
     names = {(launch.name_of(args.step, t["id"]), n) for t in tasks for n in range(args.group)}
-    kept, wanted = {*Episode.kept(), "ids"}, len(tasks) * args.group
-    rows = runs.claim_file(args.out, args, inputs, names, kept) if args.out else []
+    kept = {*Episode.kept(), "ids"}  # keys of a whole record
+    rows, wanted = [], len(tasks) * args.group
+    if args.out:
+        rows = runs.claim_file(args.out, args, inputs, names, kept)
     done = {(row["group"], row["sample"]) for row in rows}
     if len(done) == wanted:
         write(rows, args.out)  # perhaps a kill came first

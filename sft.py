@@ -361,10 +361,9 @@ def main():
     codec = chat.load_codec(ckpt, args.channel, args.template_args)
     train, held = open_data(args, codec, cache)
     inputs = runs.identities({"--ckpt": ckpt}, {"--data": [args.data], "--val": [args.val]},
-                                   train.films() + (held.films() if held else []))
+                             train.films() + (held.films() if held else []))
     # folder: the newest whole checkpoint of --out, if this run goes on from one.
-    folder, state = runs.resume_point(args.out, args, args.resume, inputs,
-                                   checkpoint.base_of(ckpt))
+    folder, state = runs.resume_point(args.out, args, args.resume, inputs, checkpoint.base_of(ckpt))
     start, best = state.get("step", 0), state.get("best", math.inf)
     best_step, best_of = state.get("best_step"), state.get("best_of")  # of so many held-out chats
     # Broken chats count here, since no rank has opened all videos. Their places stay empty.

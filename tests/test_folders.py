@@ -87,7 +87,6 @@ def test_a_run_does_not_delete_the_checkpoint_it_starts_from(
 HOLDER = """
 import os, sys, time
 import launch
-import runs
 launch.lock({out!r})
 if os.fork() == 0:  # as a decode worker or an engine is: it outlives the run
     os.close(1)

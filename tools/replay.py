@@ -99,8 +99,7 @@ def main():
     launch.beat(args.patience)
     films = [(source.root, e.task["video"]) for e in episodes]
     inputs = runs.identities({"--ckpt": ckpt}, {"--rollouts": args.rollouts}, films)
-    folder, _ = runs.resume_point(args.out, args, args.resume, inputs,
-                                   checkpoint.base_of(ckpt))
+    folder, _ = runs.resume_point(args.out, args, args.resume, inputs, checkpoint.base_of(ckpt))
     if folder:
         launch.say(f"nothing to do: {args.out} has the update")
         return launch.end_process_group()

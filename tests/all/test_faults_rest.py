@@ -116,7 +116,6 @@ VARIED = """
 import runpy, sys
 sys.path[:0] = [{root!r}, {root!r} + "/tests"]
 import rewards
-import runs
 real = rewards.score
 def score(turns, *given, **named):
     return {{**real(turns, *given, **named), "paid_fmt": sum(map(ord, "".join(turns))) % 7 / 7}}
