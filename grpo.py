@@ -14,8 +14,6 @@ grpo.py: PARA-GRPO on top of an SFT checkpoint, with a rollout engine inside eve
              N = sampled tokens of the whole batch, over ALL ranks
   --teacher CKPT --distill W    A_it gains W (teacher_t - old_t): the reverse KL of the policy to
              another checkpoint, on the policy's own rollouts; tasks then need no answer
-  --train-sub                   sub-agents are trained too. Their tokens have the advantages of
-             their episode; the n sub-agents of an episode weigh 1/n each, in L and in N
 
 Three parts of PARA-GRPO, each with its flag: Exploration Anchoring (--think-prefix forces
 `<think>\\n`, --answer-suffix pays for a final answer block, --anchor pays for closed thoughts),
@@ -112,63 +110,51 @@ def token_advantages(episode, credit):
     return out
 
 
-def trees_of(episodes, credit, weights, sign, first):
-    """Episodes -> [[shared prompt | o^1 | o^2 | ..]], a tree for each prompt. A token carries its
-    advantage, the engine's log-prob, the number of its rollout, counted from `first`, the weight of
-    that in the loss, and sign * K."""
-    trees = {}
-    for number, (e, weight) in enumerate(zip(episodes, weights), first):
+def group_tree(group, credit, first=0):
+    """Rollouts of one group, with advantages -> Tree [shared prompt | o^1 | .. | o^G]. A token
+    carries its advantage, the engine's log-prob, and the number of its rollout, counted from
+    `first`. credit: --format-credit."""
+    shared, cut, branches = group[0].context, group[0].context.mask.index(1), []
+    for number, e in enumerate(group, first):
         c = e.context
-        cut = c.mask.index(1)  # all ids before the first sampled token
-        key = (tuple(c.ids[:cut]), *(item.key for item in c.items))
-        nothing = dict.fromkeys(("advantage", "sampler", "rollout", "weight", "kind"), [0.0] * cut)
-        prompt = model.Span(c.ids[:cut], [0] * cut, nothing)  # mask 0: not read
-        tree = trees.setdefault(key, model.Tree(prompt, c.items, []))
+        # One wrong id in a shared prompt would train all G rollouts on a prompt that none of them
+        # saw, so this is checked although one function built all of them.
+        if (c.ids[:cut], c.mask.index(1)) != (shared.ids[:cut], cut) or any(
+                a.key != b.key for a, b in zip(c.items, shared.items)):
+            raise ValueError(f"{e.group}: the prompts of one group differ")
         # All ids after the prompt: turns, glue and tool responses. The mask marks the sampled ones.
         more = len(c.ids) - cut
         values = {"advantage": token_advantages(e, credit)[cut:], "sampler": c.logps[cut:],
-                  "rollout": [number] * more, "weight": [weight] * more,
-                  "kind": [sign * e.num_frames] * more}
-        tree.branches.append(model.Span(c.ids[cut:], c.mask[cut:], values))
-    return list(trees.values())
-
-
-def group_tree(group, credit, first=0):
-    """The main agents of one group -> [shared prompt | o^1 | .. | o^G], see trees_of."""
-    trees = trees_of(group, credit, [1.0] * len(group), 1, first)
-    # One wrong id in a shared prompt would train all G rollouts on a prompt that none of them saw,
-    # so this is checked although one function built all of them.
-    if len(trees) > 1:
-        raise ValueError(f"{group[0].group}: the prompts of one group differ")
-    return trees[0]
+                  "rollout": [number] * more, "frames": [e.num_frames] * more}
+        branches.append(model.Span(c.ids[cut:], c.mask[cut:], values))
+    nothing = {name: [0.0] * cut for name in branches[0].values}
+    prompt = model.Span(shared.ids[:cut], [0] * cut, nothing)  # mask 0: not read
+    return model.Tree(prompt, shared.items, branches)
 
 
 def frames_of(groups):
     """-> {VisionItem.key: Frames that these rollouts saw}. They are in memory, so an update needs
     no file, which may have gone meanwhile."""
     return {seen.key: seen for group in groups for e in group
-            for seen in (*e.context.frames, *e.notes.get("windows", ()))}
+            for seen in e.context.frames}
 
 
-def training_trees(groups, codec, args):
+def training_trees(groups, args):
     """Groups of this rank, with advantages -> (trees of the groups with a signal, sampled tokens of
-    ALL groups by weight, number of skipped groups). The tokens of a skipped group count in N: they
-    have advantage 0."""
-    # rollouts are numbered through all groups of the rank, see trees_of.
+    ALL groups, number of skipped groups). The tokens of a skipped group count in N: they have
+    advantage 0."""
+    # rollouts are numbered through all groups of the rank, see group_tree.
     trees, tokens, skipped, rollouts = [], 0, 0, 0
     for group in groups:
-        subs, weights = sub_agents(group, codec) if args.train_sub else ([], [])
         tokens += sum(sum(e.context.mask) for e in group)
-        tokens += sum(weight * sum(e.context.mask) for e, weight in zip(subs, weights))
         # A group whose advantages are all 0 adds nothing to the gradient. Test the advantages, not
         # sigma: rounding can leave sigma at 1e-16. A teacher has something to say of every group.
         taught = args.teacher and args.distill
         if taught or any(e.advantage["task"] or e.advantage["fmt"] for e in group):
             trees.append(group_tree(group, args.format_credit, rollouts))
-            trees += trees_of(subs, args.format_credit, weights, -1, rollouts + len(group))
         else:
             skipped += 1
-        rollouts += len(group) + len(subs)
+        rollouts += len(group)
     return trees, tokens, skipped
 
 
@@ -254,7 +240,7 @@ def update(policy, reference, optimizer, trees, tokens, args, teacher=None):
     # Sums stay on the device until the end, so that no pack waits for a copy to the host.
     sums = torch.zeros(len(names), device=device, dtype=torch.float64)
     worst_gap = torch.zeros((), device=device, dtype=torch.float64)
-    norms, apart = [], []  # apart: (kinds [n], reverse KL to the teacher [n]) of each pack
+    norms, apart = [], []  # apart: (K [n], reverse KL to the teacher [n]) of each pack
     for packs in minibatches:  # one optimizer step each
         for pack, real in packs:
             ref = None
@@ -267,19 +253,16 @@ def update(policy, reference, optimizer, trees, tokens, args, teacher=None):
             if real:
                 advantage = model.to_device(pack.values["advantage"], device)  # [n]
                 sampler = model.to_device(pack.values["sampler"], device)  # [n]
-                # 1, or the share of a sub-agent [n].
-                weight = model.to_device(pack.values.get("weight", torch.ones(len(old))), device)
             else:  # a spare pack: advantage 0, and an engine that agrees with the trainer
-                advantage, sampler, weight = torch.zeros_like(old), old, torch.ones_like(old)
+                advantage, sampler = torch.zeros_like(old), old
             if teacher is not None:
                 with torch.no_grad():
                     taught, _ = teacher(pack, args.temperature)  # [n]
                 # A token that the teacher finds likelier than the policy does is worth saying.
                 advantage = advantage + args.distill * (taught - old)
                 if real:
-                    apart.append((pack.values["kind"], old - taught))
+                    apart.append((pack.values["frames"], old - taught))
             loss, stats = policy_loss(logp, old, sampler, ref, advantage, args.clip_eps, args.kl)
-            loss = weight * loss  # [n]
 
             # FSDP averages gradients over ranks. Each rank holds a part of the sum over N, so it
             # multiplies by the number of ranks.
@@ -444,7 +427,7 @@ def main():
         policy.features.frames = frames_of(groups)
         if teacher is not None:
             teacher.features.frames = policy.features.frames
-        trees, tokens, skipped = training_trees(groups, codec, args)
+        trees, tokens, skipped = training_trees(groups, args)
         stats = update(policy, reference, optimizer, trees, tokens, args, teacher)
         # Two faults end the run, on all ranks alike: NaN, and an engine that is another policy.
         # A single step without a finite gradient is skipped; three in a row end the run.
@@ -539,22 +522,6 @@ def load_models(args, ckpt, codec, source, device, folder):
     return policy, reference, optimizer
 
 
-def sub_agents(group, codec):
-    """The sub-agents of one group -> (their contexts, each as an Episode, weights). Those of one
-    episode share its weight, else an episode of many windows would count more than one of few."""
-    found, weights = [], []
-    for e in group:
-        subs = [call["sub"] for call in e.calls if 1 in call.get("sub", {}).get("mask", ())]
-        for sub in subs:
-            items = [chat.VisionItem(**item) for item in sub["vision"]]
-            ids, cut = sub["ids"], sub["mask"].index(1)
-            struct = rollout.struct_places(chat.pieces_of(codec, ids[cut:]), cut)
-            context = rollout.Context(ids, mask=sub["mask"], logps=sub["logps"], items=items)
-            found.append(replace(e, context=context, struct=struct))
-            weights.append(1 / len(subs))
-    return found, weights
-
-
 def load_teacher(ckpt, args, codec, device):
     """The frozen policy of --teacher, of any size, which computes its own features; None without.
     ckpt: its folder. Raises UserError unless it reads the student's ids and frames as they are.
@@ -574,26 +541,23 @@ def load_teacher(ckpt, args, codec, device):
 
 
 def teacher_kl(apart, teacher):
-    """-> {"teacher_kl": {"main": nats per token, "sub": .., "by_K": {K: ..}}}, over all ranks, K of
-    the main agent; {} without a teacher. apart: see update. Collective."""
+    """-> {"teacher_kl": {"mean": nats per token, "by_K": {K: ..}}}, over all ranks; {} without a
+    teacher. apart: see update. Collective."""
     if teacher is None:
         return {}
-    sums = {}  # kind -> [nats, tokens]
-    for kinds, nats in apart:
-        for kind in kinds.unique().tolist():
-            some = nats.cpu()[kinds == kind].double()
-            before = sums.get(kind, (0.0, 0))
-            sums[kind] = before[0] + some.sum().item(), before[1] + len(some)
-    rows = launch.gather_rows([(kind, *found) for kind, found in sums.items()])
+    sums = {}  # K -> [nats, tokens]
+    for frames, nats in apart:
+        for k in frames.unique().tolist():
+            some = nats.cpu()[frames == k].double()
+            before = sums.get(k, (0.0, 0))
+            sums[k] = before[0] + some.sum().item(), before[1] + len(some)
+    rows = launch.gather_rows([(k, *found) for k, found in sums.items()])
 
     def mean(some):
         return sum(r[1] for r in some) / sum(r[2] for r in some) if some else None
 
-    main = [row for row in rows if row[0] > 0]
-    return {"teacher_kl": {
-        "main": mean(main), "sub": mean([row for row in rows if row[0] < 0]),
-        "by_K": {str(int(k)): mean([row for row in main if row[0] == k])
-                 for k in sorted({row[0] for row in main})}}}
+    by_k = {str(int(k)): mean([r for r in rows if r[0] == k]) for k in sorted({r[0] for r in rows})}
+    return {"teacher_kl": {"mean": mean(rows), "by_K": by_k}}
 
 
 def check_gap(step, gap, tolerance):
@@ -702,7 +666,6 @@ def add_update_arguments(parser):
     add("--teacher", help="checkpoint that the policy is drawn to on its own rollouts: of any "
         "size, with the same ids; tasks then need no answer")
     add("--distill", type=float, default=1.0, help="W, weight of --teacher; 0 = off")
-    add("--train-sub", action=yes_no, default=False, help="train the sub-agents too")
     # The rates differ by stage and by --lora, so None stands for "see parse_flags".
     add = parser.add_argument_group("loss and optimiser").add_argument
     add("--clip-eps", type=float, default=0.2, help="eps of the clipped surrogate")

@@ -459,7 +459,6 @@ async def sub_agent(record, spec, episode, sampler, turn, number):
     except (video.VideoError, ValueError) as error:
         return refuse_window(record, error)
     record.update(start=spec["start"], end=spec["end"])  # clamped to the video
-    episode.notes.setdefault("windows", []).append(frames)  # grpo.py may train sub-agents
 
     messages = sub_messages(task, spec, agent.sub_question)
     context = sampler.open_context(codec, messages, [spec], [frames])  # a sub-agent has no tools

@@ -151,7 +151,7 @@ def credited(groups):
 def run_update(policy, vision, codec, groups, args, reference=None, lr=0.0, teacher=None):
     """-> (gradients of each optimiser step, stats)"""
     recorder = Recorder(policy, lr)
-    trees, tokens, _ = grpo.training_trees(credited(groups), codec, args)
+    trees, tokens, _ = grpo.training_trees(credited(groups), args)
     policy.features = vision
     if reference is not None:
         reference.features = vision
@@ -353,7 +353,7 @@ def test_the_budget_of_a_pack_does_not_change_the_gradient(process_group, codec,
     count."""
     record_logps(plain, codec, source, [e for g in groups for e in g])
     (one,), _ = run_update(policy, vision, codec, groups, settings())
-    trees, _, _ = grpo.training_trees(credited(groups), codec, settings())
+    trees, _, _ = grpo.training_trees(credited(groups), settings())
     assert len(model.fill_packs(trees, pack_tokens)) > len(model.fill_packs(trees, 4096))
     (many,), _ = run_update(policy, vision, codec, groups, settings(pack_tokens=pack_tokens))
     assert distance(many, one) < 1e-5
@@ -375,7 +375,7 @@ def test_a_group_of_equal_rewards_only_enlarges_the_count(process_group, codec, 
     mine, all_of_them = (sum(sum(e.context.mask) for g in part for e in g)
                          for part in (groups[:1], groups))
     assert distance({n: g * (all_of_them / mine) for n, g in both.items()}, alone) < 1e-5
-    assert grpo.training_trees(credited(groups), codec, settings())[1:] == (all_of_them, 1)
+    assert grpo.training_trees(credited(groups), settings())[1:] == (all_of_them, 1)
     assert stats["tokens"] == mine  # the means of the log are over tokens that were trained
 
 
@@ -385,7 +385,7 @@ def test_rewards_that_differ_by_rounding_alone_are_no_signal(codec, groups):
         e.reward = reward(*((1.0, 0.9, 0.0), (1.1, 0.8, 0.0))[n % 2])
     credited(groups[:1])
     assert groups[0][0].advantage["sigma"] > 0
-    assert grpo.training_trees(groups[:1], codec, settings())[::2] == ([], 1)
+    assert grpo.training_trees(groups[:1], settings())[::2] == ([], 1)
 
 
 def test_without_any_signal_the_weights_stay_bit_identical(process_group, codec, groups, policy,
@@ -394,7 +394,7 @@ def test_without_any_signal_the_weights_stay_bit_identical(process_group, codec,
         e.reward = reward(0.5, 0.4, 0.0)
     before = copy.deepcopy(policy.state_dict())
     optimizer = torch.optim.AdamW(model.trained_parameters(policy), lr=1.0, weight_decay=1.0)
-    trees, tokens, skipped = grpo.training_trees(credited(groups[:1]), codec, settings())
+    trees, tokens, skipped = grpo.training_trees(credited(groups[:1]), settings())
     stats = grpo.update(policy, None, optimizer, trees, tokens, settings())
     assert (stats["skipped_update"], skipped, trees) == (1, 1, [])
     assert all(torch.equal(before[n], v) for n, v in policy.state_dict().items())
@@ -445,7 +445,7 @@ def test_one_place_composes_the_reward_that_is_logged_and_the_one_that_is_traine
 
 def test_every_trained_token_knows_its_rollout(codec, groups):
     """A ratio of whole sequences (GSPO) needs the sum over the tokens of a rollout."""
-    trees, _, _ = grpo.training_trees(credited(groups), codec, settings())
+    trees, _, _ = grpo.training_trees(credited(groups), settings())
     pack = model.pack_trees(codec, trees)
     number = pack.values["rollout"].long()
     episodes = [e for group in groups for e in group]

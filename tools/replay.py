@@ -66,14 +66,12 @@ def complete(episodes: list[rollout.Episode], codec: chat.Codec) -> None:
                                    "this checkpoint")
 
 
-def still_there(group: list[rollout.Episode], subs: list, features: model.VisionFeatures) -> bool:
+def still_there(group: list[rollout.Episode], features: model.VisionFeatures) -> bool:
     """Whether the film of a group can be read as it was recorded. If not, its rollouts fail, which
-    the log counts. The features are computed, and kept for the update. subs: its sub-agents that
-    are trained, see grpo.sub_agents."""
+    the log counts. The features are computed, and kept for the update."""
     try:
-        for e in [group[0], *subs]:
-            for item in e.context.items:
-                features(item)
+        for item in group[0].context.items:
+            features(item)
     except (video.VideoError, ValueError) as error:
         print(launch.printable(f"skipped task {group[0].task['id']}: {error}"), flush=True)
         for e in group:
@@ -122,8 +120,7 @@ def main():
     groups = grpo.group_by_prompt(episodes)[rank::world]
     episodes = [e for group in groups for e in group]
     # Before the first forward, which all ranks take together.
-    groups = [group for group in groups if still_there(
-        group, grpo.sub_agents(group, codec)[0] if args.train_sub else [], policy.features)]
+    groups = [group for group in groups if still_there(group, policy.features)]
     if judge:
         list(rollout.paid(episodes, pay, judge))
     for group in groups:
@@ -132,7 +129,7 @@ def main():
     launch.beat(args.patience)
 
     clock = time.monotonic()
-    trees, tokens, skipped = grpo.training_trees(groups, codec, args)
+    trees, tokens, skipped = grpo.training_trees(groups, args)
     stats = grpo.update(policy, reference, optimizer, trees, tokens, args, teacher)
     grpo.check_gap(0, stats["gap"], grpo.gap_tolerance())
     metrics.log_step(log, 0, 1, episodes, {}, stats, {
