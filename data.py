@@ -9,44 +9,17 @@ data.py: rows of tasks and of chats, and files of subtitles, checked before any 
 
 Reads JSONL and subtitles; writes nothing. Used by sft.py, rollout.py, grpo.py and eval.py.
 """
-import argparse
 import collections
-import contextlib
 import functools
 import html
 import os
 import re
 import string
-import sys
 from dataclasses import dataclass
 
 import launch
 import rewards
 import video
-
-LOOKED = {}  # state of a file -> rows that look_first has read: 200,000 tasks take 20 s
-
-
-def state_of(path):
-    """-> a key of LOOKED: a file that changed while torch was loading is read again."""
-    with contextlib.suppress(OSError):
-        status = os.stat(path)
-        return path, status.st_size, status.st_mtime_ns
-
-
-def look_first(script, read) -> None:
-    """Reads --data and --val before a script loads torch, so that a bad row is named at once.
-    script: its __name__. read: read_tasks or read_chats, which then has the rows."""
-    # torchrun has loaded torch, and each rank would read the files twice. --check names all faults.
-    if script != "__main__" or "RANK" in os.environ or "--check" in sys.argv:
-        return
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag in ("--data", "--val"):
-        parser.add_argument(flag)
-    flags, _ = parser.parse_known_args()
-    paths = [path for path in (flags.data, flags.val) if path]
-    launch.run_main(lambda: LOOKED.update({state_of(path): read(path) for path in paths}))
-
 
 # ------------------------------------------------------------------------------------------------
 # Tasks
@@ -67,8 +40,6 @@ def read_tasks(path: str, faults: list | None = None, unlabelled: bool = False) 
     """Task JSONL -> rows, checked before any long work. Raises UserError naming file and line; with
     a list `faults` the line goes there, and the row is left out. unlabelled: an answer may be null.
     """
-    if (state := state_of(path)) in LOOKED:
-        return LOOKED.pop(state)
     needed = ("id", "video", "question", "answer", "type")
     fault = functools.partial(task_fault, unlabelled=unlabelled)
     rows = launch.read_jsonl(path, needed, fault, faults)
@@ -216,8 +187,6 @@ def look_at_film(task: dict, source: Source, spec: dict, most: int) -> tuple:
 
 def read_chats(path: str, faults: list | None = None) -> list[dict]:
     """SFT JSONL -> rows, checked as by read_tasks."""
-    if (state := state_of(path)) in LOOKED:
-        return LOOKED.pop(state)
     return launch.read_jsonl(path, ("id", "messages"), lambda r: chat_fault(r["messages"]), faults)
 
 

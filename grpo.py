@@ -48,23 +48,19 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
-from functools import partial
 
 import chat
+import checkpoint
 import data
 import launch
 import metrics
+import model
 import rewards
 import rollout
 import runs
 import video
 from endpoint import add_judge_arguments, open_judge
 from engine import Pump
-
-# Torch, which the next two load, takes seconds.
-data.look_first(__name__, partial(data.read_tasks, unlabelled="--teacher" in " ".join(sys.argv)))
-import checkpoint  # noqa: E402
-import model  # noqa: E402
 
 # ------------------------------------------------------------------------------------------------
 # Advantages and trees

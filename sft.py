@@ -35,15 +35,13 @@ from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 
 import chat
+import checkpoint
 import data
 import launch
 import metrics
+import model
 import runs
 import video
-
-data.look_first(__name__, data.read_chats)  # torch, which the next two load, takes seconds
-import checkpoint  # noqa: E402
-import model  # noqa: E402
 
 
 def build_parser():

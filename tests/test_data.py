@@ -4,9 +4,7 @@ Tests of data.py: python -m pytest tests/test_data.py -q
 Subtitles in prompts: test_subtitles.py. --check: test_check.py.
 """
 import json
-import os
 import subprocess
-import sys
 
 import pytest
 
@@ -47,25 +45,6 @@ def test_a_label_that_can_never_be_paid_is_refused_by_its_line(tmp_path, task, w
     with pytest.raises(launch.UserError) as e:
         data.read_tasks(str(path))
     assert str(e.value).startswith(f"{path}:2: ") and wanted in str(e.value)
-
-
-def test_rows_that_were_looked_at_before_torch_loads_are_not_read_again(tmp_path, monkeypatch):
-    path = tmp_path / "tasks.jsonl"
-    path.write_text(json.dumps(labelled("open", "fine")))
-    monkeypatch.setattr(sys, "argv", ["grpo.py", "--data", str(path), "--steps", "3"])
-    data.look_first("__main__", data.read_tasks)
-    content, state = path.read_text(), os.stat(path)
-    path.write_text("x" * state.st_size)
-    os.utime(path, ns=(state.st_mtime_ns, state.st_mtime_ns))
-    assert data.read_tasks(str(path)) == [json.loads(content)]
-    path.write_text(content)  # another file now: it is read, and its digest is kept
-    data.look_first("__main__", data.read_tasks)
-    path.write_text(json.dumps(labelled("open", "other")))
-    assert data.read_tasks(str(path))[0]["answer"] == "other"
-    path.write_text(json.dumps(labelled("mcq", 1, FOUR)))
-    with pytest.raises(SystemExit) as stop:
-        data.look_first("__main__", data.read_tasks)
-    assert stop.value.code == 2
 
 
 @pytest.mark.parametrize("task", [
