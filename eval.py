@@ -34,7 +34,6 @@ import argparse
 import faulthandler
 import json
 import os
-import re
 import sys
 from dataclasses import dataclass, replace
 
@@ -148,7 +147,7 @@ def parse_args(protocol: str | None = None):
             raise launch.UserError(why)
     if len(args.bench) > len(args.root):
         # One folder of folders. Benchmarks of one data set share a folder.
-        names = [re.sub("_wsub$|_clue$|(?<=timelens)_.*", "", name) for name in args.bench]
+        names = [benchmarks.splits()[name].folder or name for name in args.bench]
         args.root = [os.path.join(args.root[0], name) for name in names]
     return args
 

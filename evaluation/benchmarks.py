@@ -49,6 +49,7 @@ class Split:
     read: callable  # (row, path of the file) -> iterator of tasks
     videos: tuple  # folders that may hold videos; "" is the root
     subtitles: tuple = ()  # folders that may hold subtitles; () = the benchmark has none
+    folder: str = ""  # in a folder of all benchmarks; "" = its name
     shown: str = "none"  # --subtitles, unless the flag is given
     metric: str = "accuracy"  # name of the headline
     part: callable = whole  # record -> part of the headline; None = the item is in no part
@@ -70,12 +71,13 @@ def splits():
         videos=("cg_videos_720p", "videos", ""), subtitles=("cg_subtitles", "subtitles"))
     timelens = {f"timelens_{name}": Split(
         hub="kcz358/timelens", items=0, read=timelens_tasks, rows=(f"{name}-*", name),
-        needs=("video_path", "query", "span"), videos=("", "videos"), metric="mIoU", merged=True)
+        needs=("video_path", "query", "span"), videos=("", "videos"), folder="timelens",
+        metric="mIoU", merged=True)
         for name in ("charades", "activitynet", "qvhighlights")}
     return {
         "videomme": videomme,
         # The same items with the lines that are spoken at the frames' times.
-        "videomme_wsub": replace(videomme, shown="aligned"),
+        "videomme_wsub": replace(videomme, folder="videomme", shown="aligned"),
         "longvideobench": Split(
             hub="longvideobench/LongVideoBench", items=1337, read=longvideobench_tasks,
             rows=("lvb_val", "validation-*"),  # test rows are published without answers
@@ -105,7 +107,7 @@ def splits():
         "cgbench": cgbench,
         # The same questions about what their publisher cut out of the film: clue_acc.
         "cgbench_clue": replace(cgbench, read=partial(cgbench_tasks, clue=True), subtitles=(),
-                                videos=("cg_clue_videos",)),
+                                folder="cgbench", videos=("cg_clue_videos",)),
         **timelens,
         "videomme_v2": Split(
             hub="MME-Benchmarks/Video-MME-v2", items=3200, read=videomme_v2_tasks,
