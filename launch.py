@@ -257,19 +257,23 @@ def start_process_group(patience=1800.0, cpu=False):
 
 def end_process_group(engine=None):
     """Ends a run, after everything is written and printed: leaves --out, the engine and the process
-    group. Collective. With vLLM on a GPU it does not return, see VllmEngine.close."""
+    group. Collective. With an engine on a GPU or on several ranks it does not return."""
     import faulthandler
 
     import torch.distributed as dist
 
     unlock()
-    if engine and rank_and_world()[1] > 1:
+    several = engine and rank_and_world()[1] > 1
+    if several:
         any_rank(False)  # a barrier: closing vLLM may end the group, and rank 0 may still write
     if engine:
         engine.close()
     if dist.is_initialized():  # closing vLLM may have ended the group
         dist.destroy_process_group()
     faulthandler.cancel_dump_traceback_later()  # see beat: the process may have more to do
+    if several:  # threads of gloo and vLLM have aborted the interpreter's exit, once in 20 runs
+        sys.stdout.flush()
+        os._exit(0)
 
 
 def beat(patience):
