@@ -105,7 +105,7 @@ demo: venv
 	rm -rf $(DEMO)
 	@$(WARM) &
 	$(call stage,toy world,$(BIN)/python toy.py --out $(DEMO)/toy --world $(WORLD) --base $(BASE) --prior tidy --seed $(SEED))
-	$(call stage,cold start,$(COLD) sft.py --preset toy --ckpt $(DEMO)/toy/init --data $(DEMO)/toy/pretrain.jsonl --val $(DEMO)/toy/sft_val.jsonl --batch-size 12 --steps 700 --eval-every 0 --seed $(SEED) --out $(DEMO)/sft)
+	$(call stage,cold start,$(COLD) sft.py --preset toy --ckpt $(DEMO)/toy/init --data $(DEMO)/toy/pretrain.jsonl --val $(DEMO)/toy/sft_val.jsonl --batch-size 12 --steps 700 --muon-lr 3e-3 --eval-every 0 --seed $(SEED) --out $(DEMO)/sft)
 	$(call stage,PARA-GRPO,$(TORCHRUN) grpo.py --preset toy --ckpt $(DEMO)/sft --data $(DEMO)/toy/rl.jsonl --steps 30 --lora $(LORA) --seed $(SEED) --out $(DEMO)/grpo)
 	$(call stage,evaluation of both,$(BOTH))
 	$(BIN)/python eval.py --compare $(DEMO)/eval/sft $(DEMO)/eval/grpo --out $(DEMO)
