@@ -355,6 +355,8 @@ def parse_tool_calls(text, think_open=False):
     for kind, body, closed in bodies(visible(text, think_open), "|".join(CALLS)):
         if len(calls) >= MAX_CALLS:
             calls.append(bad_call("too many calls in one turn"))
+        elif len(body) > MAX_CALL_CHARS:
+            calls.append(bad_call("the call is too long, expected one short call"))
         elif kind == "tool_call" and body.lstrip().startswith("<function="):
             calls.append(parse_xml_call(body, closed))
         elif kind == "tool_call":
@@ -407,8 +409,11 @@ MAX_CALL_CHARS = 4000  # a usual call has 100; JSON nested deeper than this allo
 # [[H:]MM:]SS[.f]. [0-9] instead of \d, which matches digits of other scripts too.
 CLOCK = re.compile(r"(?:(?:([0-9]{1,9}):)?([0-9]{1,9}):)?([0-9]{1,9}(?:\.[0-9]{0,9})?)")
 NUMBER = re.compile(r"[+-]?(?:[0-9]{1,9}(?:\.[0-9]{0,20})?|\.[0-9]{1,20})")
-# Quoted text, punctuation, a bare word, or a quote that is never closed.
-CODE_TOKEN = re.compile(r""""[^"\n]*"|'[^'\n]*'|[(),=]|[^\s"'(),=]+|["']""")
+XML_PARAMETER = re.compile("<parameter=([^<>]*)>([^<]*)</parameter>")
+XML_CALL = re.compile(rf"<function=([^<>]+)>((?:\s*{XML_PARAMETER.pattern})*)\s*</function>")
+# A name and its brackets with no call inside: of print(crop_video(..)) the inner call.
+CODE_CALL = re.compile(r"""(?<![\w.])([\w.]+)\s*\(((?:"[^"\n]*"|'[^'\n]*'|[^()"'])*)\)""")
+CODE_ARGUMENT = re.compile(r"""(?:(\w+)\s*=\s*)?("[^"\n]*"|'[^'\n]*'|[^\s,="'][^,="']*)""")
 
 
 def to_seconds(value):
@@ -473,8 +478,6 @@ def check_call(name, arguments):
 
 def parse_json_call(body, closed):
     """The ToolCall of one <tool_call> body. closed: the closing tag was written."""
-    if len(body) > MAX_CALL_CHARS:
-        return bad_call("the call is too long, expected one short JSON object")
     try:
         # A closed body must be one object alone. In an unclosed one, the rest is ignored.
         call = json.loads(body) if closed else json.JSONDecoder().raw_decode(body.lstrip())[0]
@@ -490,58 +493,32 @@ def parse_json_call(body, closed):
 def parse_xml_call(body, closed):
     """The ToolCall of a <tool_call> body that holds <function=name>, one <parameter=name> value
     </parameter> after another, </function>. closed: as in parse_json_call."""
-    if len(body) > MAX_CALL_CHARS:
-        return bad_call("the call is too long, expected one short function")
-    head, ended, rest = body.strip().partition("</function>")
-    name, opened, inside = head.removeprefix("<function=").partition(">")
-    arguments = {}
-    good = bool(opened and ended) and not (closed and rest.strip())
-    for part in inside.split("</parameter>") if good else ():
-        key, opened, value = part.strip().removeprefix("<parameter=").partition(">")
-        if part.strip():
-            # A value ends at the first closing tag, so an opening tag in it is an unclosed one.
-            good = good and bool(opened) and part.strip().startswith("<parameter=")
-            good = good and "<parameter=" not in value
-            arguments[key.strip()] = value.strip()
-    # What follows the last </parameter> is a parameter without an end.
-    if not good or inside.rpartition("</parameter>")[2].strip():
+    call = (XML_CALL.fullmatch if closed else XML_CALL.match)(body.strip())
+    if not call:
         return bad_call("not a whole call, expected <function=crop_video> with "
                         "<parameter=start_time> and <parameter=end_time>, each closed")
-    return check_call(name, arguments)
+    pairs = XML_PARAMETER.findall(call[2])
+    return check_call(call[1], {key.strip(): value.strip() for key, value in pairs})
 
 
 def parse_code_calls(body):
     """The ToolCalls of a <tool_code> body: crop_video(1, end_time=2), or print(crop_video(..)).
     By place: start_time, end_time, num_frames, after an optional quoted path."""
-    if len(body) > MAX_CALL_CHARS:
-        return [bad_call("the call is too long, expected crop_video(start_time=1, end_time=2)")]
     calls = []
-    name = key = None  # of the call being read; of the argument after whose "=" we are
-    word = None  # the value or name just seen
-    for token in CODE_TOKEN.findall(body):
-        if token not in "(=,)":
-            word = token if word is None else f"{word} {token}"  # two words are no number: "1 2"
-            continue
-        if token == "(":
-            # An inner call replaces its wrapper, as in print(crop_video(..)).
-            name = (word or "?").split()[-1]
-            named, positional = {}, []
-        elif token in ",)" and name is not None:
-            value = (word or "").strip("\"'")
-            if word is not None and key is not None:
+    for name, inside in CODE_CALL.findall(body):
+        named, positional = {}, []
+        for key, written in CODE_ARGUMENT.findall(inside):
+            value = written.strip(" \n\t\"'")
+            if key:
                 named[key] = value
-            elif word and (positional or word[0] not in "\"'" or to_seconds(value) is not None):
+            elif positional or written[0] not in "\"'" or to_seconds(value) is not None:
                 positional.append(value)  # else: the path, which stands first
-            if token == ")":
-                by_place = dict(zip(("start_time", "end_time", "num_frames"), positional))
-                call = check_call(name, by_place | named)
-                if call.error is None and len(positional) > 3:
-                    call.error = "too many arguments, expected start_time, end_time, num_frames"
-                calls.append(call)
-                name = None
-        key = word if token == "=" else None
-        word = None
-    if name is not None or not calls:
+        by_place = dict(zip(("start_time", "end_time", "num_frames"), positional))
+        calls.append(check_call(name, by_place | named))
+        if calls[-1].error is None and len(positional) > 3:
+            calls[-1].error = "too many arguments, expected start_time, end_time, num_frames"
+    # A last call that was cut off has no closing bracket.
+    if not calls or re.search(r"\([^()]*$", body):
         calls.append(bad_call("not a whole call, expected crop_video(start_time=1, end_time=2)"))
     return calls
 
