@@ -546,9 +546,6 @@ def task_types():
     def text(label, options):
         return label if isinstance(label, str) and label.strip() else None
 
-    def whole_answer(answer, options):
-        return region(answer)
-
     return {
         "mcq": TaskType(
             "Answer with the letter of one option.", extract_letter,
@@ -556,10 +553,10 @@ def task_types():
             lambda label, options: text(label, None) if options else None,
             "the letter of one of the task's options"),
         "open": TaskType(
-            "Answer with a few words.", whole_answer, token_f1, text,
+            "Answer with a few words.", region, token_f1, text,
             "a text with a letter or a digit, and no tags", judged=True),
         "list": TaskType(
-            "Answer with a list, in order, separated by commas.", whole_answer, list_share, text,
+            "Answer with a list, in order, separated by commas.", region, list_share, text,
             "a text of items in order, commas between, with a letter or a digit, and no tags"),
         "grounding": TaskType(
             "Answer with the start and the end in seconds, for example: 12.5 - 20.0",
@@ -621,8 +618,8 @@ def answer_lines(response, blank=False):
     return [line for line in lines if line or blank]
 
 
-def region(response):
-    """The part of a response that is graded, on one line."""
+def region(response, options=None):
+    """The part of a response that is graded, on one line. options: of a TaskType, not read."""
     return " ".join(answer_lines(response))
 
 
@@ -711,23 +708,20 @@ ALTERNATIVE = re.compile(
 JOINT = re.compile(r"[)\]']*,? ?(?:and|n?or|[/&+])? ?[(\[]?")  # from "A" to "B" in "A and B"
 NOT_BEFORE = re.compile(
     r"(?i)(?:\b(?:not|never|neither|nor|none of|rather than|instead of|except|no|ruled out|doubt|"
-    r"anything but|unlikely)|n't)(?: the|(?-i: an?)| option| choice| answer| letter| it| is| be|"
-    r" choose| pick| select| think| believe| that| it['’]s| to| happen| occur| from| at| in|"
-    r" between| (?:[A-Z]|[0-9][0-9.: s–-]{0,16}),? n?or)*[ (\['’]*$")
+    r"anything but|unlikely)|n't|不[是选])(?: the|(?-i: an?)| option| choice| answer| letter| it|"
+    r" is| be| choose| pick| select| think| believe| that| it['’]s| to| happen| occur| from| at|"
+    r" in| between| (?:[A-Z]|[0-9][0-9.: s–-]{0,16}),? n?or)*[ (\['’]*$")
 NOT_AFTER = re.compile(  # "is wrong", "and B are wrong", "has been eliminated"
     r"(?i)[)\]']*(?:(?:,? (?:and )?[(\[]?[A-Z][)\]]?)+(?= are| were))? (?:(?:is|was|are|were|can|"
     r"could|does|do|seems|has been)(?: be)? ?(?:not\b|n't|(?:\w{1,9}ly )?(?:wrong|incorrect|false|"
     r"ruled out|excluded|eliminated|unlikely))|(?:is|was|does|ca)n't|cannot)")
-# The words around a letter in a Chinese reply. Longer ones first: "is wrong" before "not".
-CHINESE = {"不正确": "is wrong", "正确": "is right", "不对": "is wrong", "不": "not", "错": "wrong",
-           "答案": "answer", "选项": "option", "选择": "answer is", "选": "answer is",
-           "因为": "because", "所以": "so", "为": "is", "是": "is", "应该": "", "应": "",
-           "或者": "or", "或": "or", "和": "and"}  # fmt: skip
-# An option is named after punctuation or one of these words: "so C", but not "vitamin C".
+# An option is named after punctuation or one of these words: "so C", but not "vitamin C". The
+# Chinese ones end "answer is", "choose", "or" and "and".
 BEFORE = re.compile(
-    r"(?i)(?:[^\w ]|\b(?:(options?|choices?|letter)|answer|choo?se|select(?:ed)?|pick|with|is|be|"
-    r"was|are|by|for|s|seems|so|but|as|then|thus|hence|therefore|from|to|say|guess|believe|think|"
-    r"matches|supports|just|not|and|towards?|like|leaving|\w{1,9}ly|n?or|neither)) ?[(\[{']*$")
+    r"(?i)(?:[^\w ]|[是为选择案或和]|\b(?:(options?|choices?|letter)|answer|choo?se|select(?:ed)?|"
+    r"pick|with|is|be|was|are|by|for|s|seems|so|but|as|then|thus|hence|therefore|from|to|say|"
+    r"guess|believe|think|matches|supports|just|not|and|towards?|like|leaving|\w{1,9}ly|n?or|"
+    r"neither)) ?[(\[{']*$")
 # A letter before a word is an article or a stray letter ("A man", "I think"). Exceptions are words
 # that no article precedes: "A because", "A The", "A Reason:", "A B", a Chinese word.
 STRAY = re.compile(
@@ -758,30 +752,14 @@ def tidied(text):
     return re.sub("(?<=[!-~])(?=[\u2e80-\u9fff])|(?<=[\u2e80-\u9fff])(?=[!-~])", " ", text)
 
 
-def in_english(text):
-    """A text with the Chinese words that may stand around a letter translated, others left."""
-    return " ".join(re.sub("|".join(CHINESE), lambda word: f" {CHINESE[word[0]]} ", text).split())
+def lists_options(text, letter, letters):
+    """`text` follows the label of an option. -> whether the labels of the next two options follow
+    on the same line, as in the question. letters: of all options."""
+    labels = re.findall(r" [(\[]?([A-Z])[)\].:]+ ", text[:2000].partition("\n")[0])
+    return letter == "A" and labels != [] and labels[:2] == [*letters[1:3]]
 
 
-def lists_on(text, letter, texts):
-    """`text` follows the label of an option. -> whether the list of options goes on in it: the
-    option's text, the next label and text, and another label or the end. texts: normalised, [] if
-    not known."""
-    at, following = ord(letter) - ord("A"), [chr(ord(letter) + step) for step in (1, 2)]
-    if not texts:  # one label may be part of a sentence; A, B and C on one line are a list
-        labels = re.findall(r" [(\[]?([A-Z])[)\].:]+ ", text[:2000].partition("\n")[0])
-        return letter == "A" and labels[:2] == following
-    if at + 1 >= len(texts):
-        return False
-    # Normalised as one text, because the reply is one text too.
-    listed = normalise(f"{texts[at]} {following[0]} {texts[at + 1]}")
-    said = normalise(text[: 2 * len(" ".join(listed)) + 100])  # room for articles, punctuation
-    # "A. cat. B. dog is wrong" is no list.
-    after = said[len(listed) : len(listed) + 1]
-    return said[: len(listed)] == listed and after in ([], [following[1].lower()])
-
-
-def named_letters(pattern, text, texts):
+def named_letters(pattern, text, letters):
     """{letter: index after the letter} of all letters that a pattern names in text, by last
     mention. Denied letters are left out, and so is a letter that begins a list of the options."""
     named, good, end = {}, True, 0
@@ -794,14 +772,15 @@ def named_letters(pattern, text, texts):
             named.pop(text[at].upper(), None)
             named[text[at].upper()] = end
     # "Answer: A. cat B. dog C. hot dog" repeats the question.
-    single = {at: end for at, end in named.items() if not lists_on(text[end:], at, texts)}
+    single = {letter: end for letter, end in named.items()
+              if not lists_options(text[end:], letter, letters)}
     return single if pattern is not CAPITAL or single == named else {}
 
 
-def stated_letter(pattern, text, texts):
+def stated_letter(pattern, text, letters):
     """{the last letter that a pattern states}, {} if there is none, both letters of "B or C"."""
     # The last one counts: "The answer is A. No, wait: the answer is C."
-    for letter, end in reversed(named_letters(pattern, text, texts).items()):
+    for letter, end in reversed(named_letters(pattern, text, letters).items()):
         other = ALTERNATIVE.match(text, end)
         two = other and (other[1] or is_letter(text, other.start(2)))
         return {letter, other[2].upper()} if two and not denied(text, *other.span(2)) else {letter}
@@ -845,22 +824,22 @@ def extract_letter(response, options):
     letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[: len(options) if options else 10]
     lines = [tidied(line) for line in answer_lines(response)] or [""]
     # Keep the line breaks: joined by spaces, the A before "The oven .." would read as an article.
-    english = "\n".join(map(in_english, lines))  # for the words around a letter
+    text = "\n".join(lines)
     # Compared as normalised text, so that "3" and "three" name one option. Only a label that fits
     # the option's place is taken off: "B. B. King" may be the text of option A.
     texts = [" ".join(normalise(re.sub(rf"^\s*\(?{letter}[).:]+\s+", "", tidied(str(option)))))
              for letter, option in zip(letters, options or [])]  # fmt: skip
-    declared = stated_letter(DECLARED, english, texts)
+    declared = stated_letter(DECLARED, text, letters)
     # Two labelled lines repeat the options. Then only a bare letter is an answer.
     listing = len({label[1].upper() for label in map(LABEL.match, lines) if label}) > 1
     texts = [] if listing else texts
     own = [own_line(line, letters, texts) for line in lines]
     # A letter alone on the last line answers, whatever option the first line begins with.
-    leading = set() if listing or own[0] or own[-1] else stated_letter(LEADING, english, texts)
+    leading = set() if listing or own[0] or own[-1] else stated_letter(LEADING, text, letters)
     if declared and len(lines) == len(leading) == 1:
         declared |= leading  # "A. The answer is B" contradicts itself
     said = " ".join(normalise(" ".join(lines)))
-    steps = (declared, {*filter(None, own)} | leading, named_letters(CAPITAL, english, texts),
+    steps = (declared, {*filter(None, own)} | leading, named_letters(CAPITAL, text, letters),
              letters_by_text(said, texts, letters))  # fmt: skip
     # The first step that names a letter decides. A later step never breaks a tie.
     named = [*next(filter(None, steps), "?")]
@@ -882,15 +861,8 @@ AT = rf"[a-z_]{{0,8}}(?: time| timestamp)?(?: \(s\)| \(seconds\))?[\"'* :=]{{0,6
 NAMED = re.compile(rf"(?i)\b(?:start|begin){AT}[^0-9]{{0,60}}?\b(?:end|finish|stop){AT}")
 STAMP = re.compile(r"<([0-9][^<>]*)>")
 # Words just before or after a pair of numbers that is no time. A newline stands for the pair.
-COUNTED = re.compile(r"(?i)\bframes? ?(?:from )?\n|\n (?:frames?|percent)\b")
-TRUSTED = re.compile(r"(?i)\b(?:confidence|certainty|probability)\b[^0-9\n]{0,20}\n"
-                     r"|\n (?:confidence|certainty|probability)")  # fmt: skip
-# A reply that opens like an error line states no time: "[API error: ..", "Error code: 429 - ..",
-# "500 Internal Server Error". But "Error 404 is shown from 10 to 20" does.
-ERROR = re.compile(
-    r"(?i)\A\W{0,5}(?:(?:[\w.:]{1,30} ){0,3}(?:error|exception|http|status)(?: code)?\W{0,3}"
-    r"[45][0-9]{2} ?(?:[^\w ]|$)|(?:(?:api|http|server|internal|request|connection) ){0,2}(?:error|"
-    r"\w{1,30}(?-i:Error)) ?[:\]]|[45][0-9]{2} (?:- [45][0-9]{2} )?(?:\w{6,8} ){1,2}error).*")
+COUNTED = re.compile(
+    r"(?i)\b(frames?|confidence:?) ?(from |between )?\n|\n (frames?|percent|confidence)\b")
 SHARED_MINUTES = re.compile(r"(?<![\w.:])([0-9]{1,4}) ?(?:-|–|to) ?(?=[0-9]{1,4} ?min)")
 MINUTES = re.compile(
     r"(?<![\w.:])([0-9]{1,4}(?:\.[0-9]{1,3})?) ?(?:min(?:ute)?s?\b|m(?= ?[0-9.]{1,6} ?s))"
@@ -901,9 +873,9 @@ def extract_span(response):
     """(start, end) in seconds of the last time range in a response, or None. A range is two times
     (12.5, MM:SS, H:MM:SS, "1 minute 5 seconds") joined by a dash, "to", "until" or "and", or given
     as start and end; by a comma only in brackets, with a unit, or alone. A reversed last range is
-    wrong and gives None. Frame numbers, confidences, an error line and a denied range ("not 3 - 5")
-    are no answer."""
-    text = STAMP.sub(r"\1", ERROR.sub("", region(response)))  # "<12.5 seconds> - <20.0 seconds>"
+    wrong and gives None. Frame numbers, a confidence and a denied range ("not 3 - 5") are no
+    answer."""
+    text = STAMP.sub(r"\1", region(response))  # "<12.5 seconds> - <20.0 seconds>"
     text = re.sub(r"[*`]|(?<=:[0-9][0-9]) ?min\b", "", text)  # "**10** - **20**", "1:05 min"
     # Minutes ("2 to 3 minutes") become seconds first. Then one pattern reads every range.
     text = SHARED_MINUTES.sub(r"\1 min to ", text)
@@ -916,10 +888,8 @@ def extract_span(response):
             continue  # "at 10, 20 people"
         first, last = match.span()
         around = text[max(0, first - 32) : first] + "\n" + text[last : last + 12]
-        # "confidence 0.8-0.9" but not "with confidence: 10-20".
-        share = TRUSTED.search(around) and (to_seconds(end) or 0.0) <= 1.0
-        # "frames 10-20", but "frames <12.5 seconds> - <20.0 seconds>" are times.
-        if not share and (unit or not COUNTED.search(around)):
+        # "frames 10-20", "confidence 0.8-0.9"; "frames <12.5 seconds> - <20.0 seconds>" are times.
+        if unit or not COUNTED.search(around):
             found.append((match.span(), start, end))
     # The last range counts, because an echoed example or a first guess stands before the answer.
     stated = [(place, *times) for place, *times in found if not denied(text, *place)]

@@ -92,16 +92,15 @@ LETTERS = [  # on PETS, as models write them
     ("B\nbecause C would need a bun\nB", "B"),
     ("答案是B", "B"), ("选B", "B"), ("答案：B", "B"), ("答案为B。", "B"),
     ("正确答案是（B）。", "B"), ("我选择B，因为它在叫。", "B"), ("故选B。选项C需要面包。", "B"),
-    ("应选：B", "B"), ("选项B", "B"), ("答案应该是B，而不是C。", "B"),
-    ("答案是A\n视频中有一只猫。", "A"), ("B选项正确", "B"),
-    ("选项B不正确，选项C正确", "C"), ("不选B，选C", "C"),
+    ("应选：B", "B"), ("答案应该是B，而不是C。", "B"),
+    ("答案是A\n视频中有一只猫。", "A"), ("B选项正确", "B"), ("不选B，选C", "C"),
     ("选A或B", None), ("选B和C", None), ("答案不是B", None), ("不选B", None),
     ("答案是B或C", None), ("选项B是错的", None),
     ("A. cat B. dog C. hot dog D. two birds E. none", None),
     ("A. cat, B. dog, C. hot dog, D. two birds, E. none", None),
     ("(A) cat (B) dog (C) hot dog (D) two birds (E) none", None),
     ("Answer: A. cat B. dog C. hot dog D. two birds E. none", None),
-    ("Select the best option: A. cat B. dog C. hot dog", None), ("B. dog C. hot dog", None),
+    ("Select the best option: A. cat B. dog C. hot dog", None),
     ("A. cat\nB. the brown dog\nC. a bun", None),
     ("**A.** cat\n**B.** dog\n**C.** hot dog", None),
     ("A\ncat\nB\ndog\nC\nhot dog", None),
@@ -321,8 +320,7 @@ def test_the_forms_in_which_models_write_spans_are_read(response):
 
 
 @pytest.mark.parametrize("response, want", [
-    ("with confidence: 10 - 20", (10, 20)), ("confidence 0.8-0.9", None),
-    ("0.2 - 0.9 seconds", (0.2, 0.9)), ("80-90 percent", None),
+    ("confidence 0.8-0.9", None), ("0.2 - 0.9 seconds", (0.2, 0.9)), ("80-90 percent", None),
     ("Start frame: 10, end frame: 20", None), ("frames <10> - <20>", None),
     ("Start time: 20 s\nEnd time: 12.5 s", None), ("<12.5 seconds>", None),
     ("Start time: 12.5 seconds", None), ("<20.0 seconds> - <12.5 seconds>", None),
@@ -341,24 +339,16 @@ def test_what_looks_like_such_a_span_and_is_none(response, want):
     "I'm not sure, 12.5 - 20.0", "12.5 - 20.0 (not 0:03 - 0:05)",
     "12.5 - 20, neither 3 - 5 nor 6 - 7",
     "It does not start at 3 and end at 5. It starts at 12.5 and ends at 20.",
-    "Error 404 is shown from 12.5 to 20 s", "The error: 12.5 - 20.0", "Terror: 12.5 - 20",
-    "The error message appears from 12.5 to 20 seconds.", "HTTP error page, 12.5 - 20",
 ])  # fmt: skip
 def test_a_denied_range_never_wins_over_the_stated_one(response):
     assert extract_span(response) == (12.5, 20)
 
 
 @pytest.mark.parametrize("response", [
-    "not 3 - 5", "It isn't between 3 and 5.", "Error 429 - 500", "HTTP 429 - 500 Internal",
-    "[API error: 429 - 500]", "[API error: timed out after 10 - 20 s]", "Error: retry in 10 - 20 s",
-    "Error code: 429 - {'error': {'message': 'wait 10 - 20 seconds'}}", "ConnectionError: 10 - 20",
-    "openai.RateLimitError: Error code: 429 - 10 - 20 s", "429 Client Error: wait 10 - 20 s",
-    "500 Internal Server Error: retry in 10 - 20 s", "429 - 500 Internal Server Error",
-    "Request failed with status code 503 - 10 - 20 s", "HTTP Error 503: 10 - 20",
+    "not 3 - 5", "It isn't between 3 and 5.", "3 - 5 is wrong",
 ])  # fmt: skip
-def test_a_denied_range_alone_and_an_error_line_are_no_span(response):
+def test_a_denied_range_alone_is_no_span(response):
     assert extract_span(response) is None
-    assert extract_span("429 - 500") == extract_span("from 429 to 500, error shown") == (429, 500)
 
 
 @pytest.mark.parametrize("response, gold", [
