@@ -131,8 +131,7 @@ def group_tree(group, credit, first=0):
 def frames_of(groups):
     """-> {VisionItem.key: Frames that these rollouts saw}. They are in memory, so an update needs
     no file, which may have gone meanwhile."""
-    return {seen.key: seen for group in groups for e in group
-            for seen in e.context.frames}
+    return {seen.key: seen for group in groups for e in group for seen in e.context.frames}
 
 
 def training_trees(groups, args):
@@ -541,19 +540,17 @@ def teacher_kl(apart, teacher):
     teacher. apart: see update. Collective."""
     if teacher is None:
         return {}
-    sums = {}  # K -> [nats, tokens]
+    rows = []
     for frames, nats in apart:
         for k in frames.unique().tolist():
             some = nats.cpu()[frames == k].double()
-            before = sums.get(k, (0.0, 0))
-            sums[k] = before[0] + some.sum().item(), before[1] + len(some)
-    rows = launch.gather_rows([(k, *found) for k, found in sums.items()])
+            rows.append({"K": int(k), "nats": some.sum().item(), "n": len(some)})
+    rows = launch.gather_rows(rows)
 
     def mean(some):
-        return sum(r[1] for r in some) / sum(r[2] for r in some) if some else None
+        return sum(row["nats"] for row in some) / sum(row["n"] for row in some) if some else None
 
-    by_k = {str(int(k)): mean([r for r in rows if r[0] == k]) for k in sorted({r[0] for r in rows})}
-    return {"teacher_kl": {"mean": mean(rows), "by_K": by_k}}
+    return {"teacher_kl": {"mean": mean(rows), "by_K": metrics.by_value(rows, "K", mean)}}
 
 
 def check_gap(step, gap, tolerance):
