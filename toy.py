@@ -194,22 +194,6 @@ def scene_text(scenes, marked):
         for e in scenes) + ". "
 
 
-def stated_evidence(turn, task, frame_budget):
-    """What a first turn's thought says of the overview -> (true claims, claims). Claims are about
-    the slots of the question (the colour, or "nothing" if no frame shows the event), in the search
-    world about all scenes (when each starts, as far as the frames tell, and its border)."""
-    looks = overview_looks(frame_budget, film_seconds(len(task.get("scenes", ()))))
-    if "scenes" in task:
-        truth = {e["window"][0]: e["border"] for e in told_scenes(task["scenes"], looks)}
-    else:
-        seen = shown(task["events"], looks)
-        truth = {e["window"][0]: e["colour"] if e in seen else "nothing" for e in task["events"]}
-    text = turn.split("</think>")[0].partition("I saw")[2].split(".")[0]
-    claims = dict(re.findall(r"(\d+) ([a-z]+)", re.sub(r" look \d+ to \d+", "", text)))
-    said = [claims[str(t)] == word for t, word in truth.items() if str(t) in claims]
-    return sum(said), len(said)
-
-
 def make_task(name, events, asked=None):
     """asked: the border colour of the question, in the search world alone."""
     hits, more = [e for e in events if asked in (None, e.get("border"))], {}
@@ -614,17 +598,9 @@ def main():
     add("--eval-videos", type=int, default=64, help="videos of the held-out split, one task each")
     add("--base", choices=["qwen3-vl", "qwen3.5"], default="qwen3-vl",
         help="family of the base checkpoint; videos and rows are the same for both")
-    add("--layers", type=int, default=4, help="decoder layers of the base checkpoint")
-    add("--hidden", type=int, default=128, help="hidden size, a multiple of 128")
     args = parser.parse_args()
     base = {"qwen3-vl": "qwen3_vl", "qwen3.5": "qwen3_5"}[args.base]
-    if base == "qwen3_5" and args.layers % 2:
-        raise launch.UserError(f"--layers must be even with --base qwen3.5, got {args.layers}")
-    if args.hidden < 128 or args.hidden % 128:
-        raise launch.UserError(f"--hidden must be a multiple of 128, got {args.hidden}")
-    for name in ("base_videos", "sft_videos", "rl_videos", "eval_videos", "layers"):
-        if getattr(args, name) < 1:
-            raise launch.UserError(f"--{name.replace('_', '-')} must be at least 1")
+    launch.at_least(1, args, "base_videos", "sft_videos", "rl_videos", "eval_videos")
     launch.at_least(0, args, "wrong")
     launch.at_least(4, args, "scenes")
     from tqdm import tqdm
@@ -653,8 +629,8 @@ def main():
     for split, name in zip(counts, ("pretrain", "sft", "sft_val", "rl", "eval")):
         text = "".join(json.dumps(row) + "\n" for row in rows[split])
         launch.write_atomic(os.path.join(args.out, f"{name}.jsonl"), text)
-    parameters = build_init(os.path.join(args.out, "init"), rng, args.seed, hidden=args.hidden,
-                            layers=args.layers, base=base, world=args.world, scenes=args.scenes)
+    parameters = build_init(os.path.join(args.out, "init"), rng, args.seed, base=base,
+                            world=args.world, scenes=args.scenes)
     print(f"{args.out}: random checkpoint of {parameters / 1e6:.2f} M parameters, "
           f"{sum(counts.values())} videos, "
           + ", ".join(f"{len(r)} {s} rows" for s, r in rows.items()))

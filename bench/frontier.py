@@ -34,6 +34,7 @@ import itertools
 import json
 import math
 import os
+import re
 import sys
 
 import numpy as np
@@ -86,6 +87,22 @@ def read(folder: str) -> list[dict]:
     return [{**r, "acc": float(r["reward"]["acc"] == 1.0)} for r in rows if r["status"] == "ok"]
 
 
+def stated_evidence(turn, task, frame_budget):
+    """What a first turn's thought says of the overview -> (true claims, claims). Claims are about
+    the slots of the question (the colour, or "nothing" if no frame shows the event), in the search
+    world about all scenes (when each starts, as far as the frames tell, and its border)."""
+    looks = toy.overview_looks(frame_budget, toy.film_seconds(len(task.get("scenes", ()))))
+    if "scenes" in task:
+        truth = {e["window"][0]: e["border"] for e in toy.told_scenes(task["scenes"], looks)}
+    else:
+        seen = toy.shown(task["events"], looks)
+        truth = {e["window"][0]: e["colour"] if e in seen else "nothing" for e in task["events"]}
+    text = turn.split("</think>")[0].partition("I saw")[2].split(".")[0]
+    claims = dict(re.findall(r"(\d+) ([a-z]+)", re.sub(r" look \d+ to \d+", "", text)))
+    said = [claims[str(t)] == word for t, word in truth.items() if str(t) in claims]
+    return sum(said), len(said)
+
+
 def film(task):
     """-> (starts of the frames of a task's film, its seconds)."""
     seconds = float(toy.film_seconds(len(task.get("scenes", ()))))
@@ -105,7 +122,7 @@ def need(rows: list[dict]) -> dict:
             count[kind] += 1
             count[asked] += tuple(map(float, event["window"])) in called
         count["calls"] += len(called)
-        right, slots = (toy.stated_evidence(row["turns"][0], row["task"], k) if row["turns"]
+        right, slots = (stated_evidence(row["turns"][0], row["task"], k) if row["turns"]
                         else (0, 0))
         count["right"], count["slots"] = count["right"] + right, count["slots"] + slots
 

@@ -62,8 +62,6 @@ def test_number_of_videos_is_what_was_asked(toy):
 
 @pytest.mark.parametrize("flags, why", [(("--sft-videos", 0), "--sft-videos"),
                                         (("--eval-videos", -1), "--eval-videos"),
-                                        (("--hidden", 100), "--hidden"),
-                                        (("--layers", 0), "--layers"),
                                         (("--out", "/proc/nothing"), "output folder")])
 def test_bad_flags_are_one_line_and_exit_code_2(flags, why, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sys, "argv", ["toy.py", "--out", str(tmp_path / "w"), *map(str, flags)])

@@ -1,7 +1,6 @@
 """
 More of toy.py: priors, the search world in detail: python -m pytest tests/all/test_toy_rest.py -q
 """
-import json
 import random
 import re
 from collections import Counter
@@ -25,6 +24,7 @@ import rewards
 import rollout
 import toy as toy_world
 import video
+from bench import frontier
 
 SMALL = ("--world", "named", "--base-videos", 3, "--sft-videos", 3, "--rl-videos", 2,
          "--eval-videos", 1)
@@ -32,10 +32,10 @@ SMALL = ("--world", "named", "--base-videos", 3, "--sft-videos", 3, "--rl-videos
 
 @pytest.fixture(scope="module")
 def twin(tmp_path_factory):
-    """Folders of small worlds: a, and c of another seed and shape."""
+    """Folders of small worlds: a, and c of another seed."""
     root = tmp_path_factory.mktemp("twins")
-    for name, seed, flags in (("a", 5, ()), ("c", 6, ("--layers", 2, "--hidden", 256))):
-        done = run_script("toy.py", "--out", root / name, "--seed", seed, *SMALL, *flags)
+    for name, seed in (("a", 5), ("c", 6)):
+        done = run_script("toy.py", "--out", root / name, "--seed", seed, *SMALL)
         assert done.returncode == 0, done.stderr
     return root
 
@@ -60,15 +60,6 @@ def test_another_seed_gives_another_world(twin):
     differ = {name for name in a if a[name] != c[name]}
     assert {"pretrain.jsonl", "sft.jsonl", "sft_val.jsonl", "rl.jsonl", "eval.jsonl"} < differ
     assert all(name in differ for name in a if name.startswith("videos/"))
-
-
-def test_layers_and_hidden_shape_the_checkpoint(twin):
-    config = json.loads((twin / "c" / "init" / "config.json").read_text())
-    text, vision = config["text_config"], config["vision_config"]
-    first = json.loads((twin / "a" / "init" / "config.json").read_text())["text_config"]
-    assert (first["num_hidden_layers"], first["hidden_size"]) == (4, 128)
-    assert (text["num_hidden_layers"], text["hidden_size"],
-            vision["out_hidden_size"]) == (2, 256, 256)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -228,7 +219,7 @@ def test_a_need_prior_says_what_it_sees_and_calls_for_the_rest(prior, ways):
             says = ", ".join(f"{e['window'][0]} {'nothing' if e in unseen else e['colour']}"
                              for e in events)
             assert f"I saw {says}." in text and ("I need a closer look." in text) == bool(unseen)
-            assert toy_world.stated_evidence(text, task, k) == (len(events), len(events))
+            assert frontier.stated_evidence(text, task, k) == (len(events), len(events))
         assert all(windows in ([], [tuple(e["window"]) for e in events]) for *_, windows in others)
 
 
@@ -242,7 +233,7 @@ def test_stated_evidence_counts_lies_of_both_kinds_and_silence():
             (4, "I saw 8 nothing, 32 blue.</think>", (1, 2)),  # invented
             (4, "Hm. I saw 32 nothing.</think> I saw 8 red", (1, 1)),
             (4, "I need a closer look.</think><answer>8 red</answer>", (0, 0)), (4, "", (0, 0))]:
-        assert toy_world.stated_evidence(text, {"events": events}, k) == wanted, (k, text)
+        assert frontier.stated_evidence(text, {"events": events}, k) == wanted, (k, text)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -336,7 +327,7 @@ def test_demonstrations_of_a_search_tell_what_the_overview_shows_and_some_look_e
             assert windows == marked
         task = {"scenes": [{"window": (a, b), "border": border} for a, b, border, _ in
                            scenes_in(films.setdefault((film, "64"), seconds_of(film, search)))]}
-        assert toy_world.stated_evidence(row["messages"][2]["content"], task, int(k)) == (4, 4)
+        assert frontier.stated_evidence(row["messages"][2]["content"], task, int(k)) == (4, 4)
     assert 0.2 < right[False] / right.total() < 0.4
 
 
@@ -373,10 +364,10 @@ def test_stated_evidence_of_a_search_counts_starts_with_the_right_border():
                        (((0, 14), "red"), ((14, 34), "blue"), ((34, 48), "red"),
                         ((48, 64), "green"))]}
     text = "I saw 0 red look 0 to 14, 14 blue, 32 red look 32 to 48, 48 white. I saw 0 black."
-    assert toy_world.stated_evidence(text, task, 64) == (2, 3)  # nothing starts at 32
+    assert frontier.stated_evidence(text, task, 64) == (2, 3)  # nothing starts at 32
     # 4 frames, at 8, 24, 40 and 56 s, place every change midway between two of them
-    assert toy_world.stated_evidence("I saw 0 red, 16 blue, 32 red.</think>", task, 4) == (3, 3)
-    assert toy_world.stated_evidence("I need a closer look.", task, 4) == (0, 0)
+    assert frontier.stated_evidence("I saw 0 red, 16 blue, 32 red.</think>", task, 4) == (3, 3)
+    assert frontier.stated_evidence("I need a closer look.", task, 4) == (0, 0)
 
 
 # ------------------------------------------------------------------------------------------------
