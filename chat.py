@@ -18,6 +18,7 @@ Reads the tokenizer, the processor and the other small files of a checkpoint fol
 """
 import codecs
 import contextlib
+import glob
 import itertools
 import json
 import os
@@ -93,9 +94,8 @@ def tokens_per_item(codec, item):
 def frame_times(codec, item):
     """Seconds that stand before each run of placeholders: of one frame, or the mean of a pair."""
     step = 1 if codec.channel == "image" else codec.temporal  # frames in a run of placeholders
-    seconds = list(item.seconds)
     # Qwen3-VL's processor repeats the last frame of an odd count, so that time counts twice.
-    seconds += [seconds[-1]] * (-len(seconds) % step)
+    seconds = item.seconds + item.seconds[-1:] * (-len(item.seconds) % step)
     return [(seconds[i] + seconds[i + step - 1]) / 2 for i in range(0, len(seconds), step)]
 
 
@@ -349,8 +349,7 @@ def in_dialect(codec, text):
     def rewritten(match):
         try:
             call = launch.parse_json(match[1])
-            name, arguments = call["name"], call["arguments"]
-            return f"<tool_call>\n{xml_call(name, arguments)}\n</tool_call>"
+            return f"<tool_call>\n{xml_call(call['name'], call['arguments'])}\n</tool_call>"
         except (ValueError, TypeError, KeyError, AttributeError):
             return match[0]  # a faulty call stays as it was written
 
@@ -443,11 +442,8 @@ def find_config(path):
                                "quantized weights cannot be trained; give the BF16 checkpoint "
                                "that these were made from")
     # Files that may ask for Python code of the checkpoint's own, which is never run.
-    for prefix in ("", "tokenizer_", "processor_", "preprocessor_", "video_preprocessor_",
-                   "generation_"):
-        name = f"{prefix}config.json"
-        file = os.path.join(folder, name)
-        if os.path.isfile(file) and asks_for_code(read_object(file)):
+    for name in sorted(glob.glob("*config.json", root_dir=folder)):
+        if asks_for_code(read_object(os.path.join(folder, name))):
             raise launch.UserError(f"checkpoint {folder}: {name} asks for code of its own "
                                    "(auto_map, or attn_implementation), which is never run; "
                                    "a published base needs none: remove that entry, or use the "
@@ -529,7 +525,6 @@ def load_codec(ckpt, channel="image", template_args=()):
     find_config(ckpt)
     config = load_config(ckpt)
     from transformers import AutoProcessor
-    from transformers.utils.chat_template_utils import _get_template_variables
 
     with reading(ckpt, "tokenizer or processor"):
         processor = AutoProcessor.from_pretrained(ckpt, trust_remote_code=False)
@@ -553,10 +548,10 @@ def load_codec(ckpt, channel="image", template_args=()):
         raise launch.UserError(f"checkpoint {ckpt}: no chat template; copy chat_template.json or "
                                "chat_template.jinja from the checkpoint that this one was made "
                                "from")
-    with reading(ckpt, "chat template"):
-        read = _get_template_variables(owner.chat_template)
     for name, _, value in (given.partition("=") for given in template_args):
-        if not value or name not in read:  # a misspelt name would change nothing
+        # {% statements %} and {{ expressions }}: a misspelt name would change nothing.
+        code = re.findall(r"(?s)\{[{%].*?[%}]\}", owner.chat_template)
+        if not value or name not in re.findall(r"\w+", " ".join(code)):
             raise launch.UserError(f"--template-args {name}: give NAME=VALUE, with a name that the "
                                    f"chat template of {ckpt} reads")
         # Python's False too: any other text counts as true.
@@ -581,22 +576,21 @@ def load_codec(ckpt, channel="image", template_args=()):
     banned = ({*never} | end_ids(ckpt)) - {eos, None}  # None: not in this vocabulary
     # Control tokens and tags. The toy adds whole phrases as well, which are harmless in a question.
     added = [t for t in tokenizer.get_added_vocab() if t.startswith("<")]
-    codec = Codec(
+    # Instruct templates end the generation prompt in "assistant\n", Thinking ones in "<think>\n". A
+    # template that declares tools shows how to call one.
+    tool = {"type": "function", "function": {"name": "f", "description": "x", "parameters": {
+        "type": "object", "properties": {}}}}
+    with reading(ckpt, "chat template"):
+        prompt = owner.apply_chat_template([{"role": "user", "content": "x"}], tools=[tool],
+                                           tokenize=False, add_generation_prompt=True)
+    return Codec(
         tokenizer=tokenizer, processor=processor, channel=channel, eos=eos, **marks,
         patch=cut[0], merge=cut[1], temporal=cut[2],
         mean=norms[0][0], std=norms[0][1],
         markup=tuple(sorted(added, key=len, reverse=True)),  # longest first: one may hold another
-        banned=tuple(sorted(banned)), opens_thought=False, dialect="json",
+        banned=tuple(sorted(banned)), opens_thought=prompt.endswith("<think>\n"),
+        dialect="xml" if "<function=" in prompt else "json",
         pieces=token_bytes(tokenizer), files=small_files(ckpt), base=bases()[config.model_type])
-    # Instruct templates end the generation prompt in "assistant\n", Thinking ones in "<think>\n".
-    tool = {"type": "function", "function": {"name": "f", "description": "x", "parameters": {
-        "type": "object", "properties": {}}}}
-    with reading(ckpt, "chat template"):
-        prompt = template(codec, [{"role": "user", "content": "x"}], [tool])
-    codec.opens_thought = prompt.endswith("<think>\n")
-    # A template that declares tools shows how to call one.
-    codec.dialect = "xml" if "<function=" in prompt else "json"
-    return codec
 
 
 def end_ids(ckpt):
