@@ -703,14 +703,12 @@ def as_policy(hf, codec: chat.Codec, device: torch.device, recompute: str) -> Po
     for layer in hf.model.language_model.layers:
         if hasattr(layer, "linear_attn"):
             layer.linear_attn.forward = functools.partial(packed_delta, layer.linear_attn)
-    with_our_kernels(hf.model.visual)
-    hf.model.visual.requires_grad_(False)
-    hf.model.visual.to(compute_dtype(device))
+    tower = with_our_kernels(hf.model.visual)
+    tower.requires_grad_(False).to(compute_dtype(device))
     if recompute == "full":
         hf.gradient_checkpointing_enable({"use_reentrant": False})
-    policy = Policy(hf, codec)
-    policy.train()
-    hf.model.visual.eval()
+    policy = Policy(hf, codec).train()
+    tower.eval()
     return policy
 
 
@@ -724,10 +722,8 @@ def trained_parameters(policy: Policy) -> list:
 
 def adamw(parameters, lr, beta2, device, weight_decay=0.01):
     """AdamW with beta1 0.9. Weight decay applies to matrices, not to norms and biases."""
-    matrices = [p for p in parameters if p.ndim > 1]
-    vectors = [p for p in parameters if p.ndim <= 1]
-    groups = [{"params": matrices, "weight_decay": weight_decay},
-              {"params": vectors, "weight_decay": 0.0}]
+    groups = [{"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
+              {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, beta2), fused=device.type == "cuda")
 
 
