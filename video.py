@@ -21,6 +21,7 @@ Reads one video. Writes only the folder of a FrameCache, if the cache has one.
 """
 
 import contextlib
+import functools
 import glob
 import io
 import math
@@ -79,6 +80,7 @@ class Frames:
     frame_keys: list[str]  # [T] equal in every set that holds this frame at this size
 
 
+@functools.cache  # all pairs are compared: some 0.3 s if a frame may have 12 million pixels
 def smart_size(height, width, min_pixels, max_pixels, multiple=32):
     """(height, width) in pixels -> (h, w) to resize to, whole multiples of `multiple`.
 
@@ -95,17 +97,10 @@ def smart_size(height, width, min_pixels, max_pixels, multiple=32):
     least, most = -(-min_pixels // multiple**2), max_pixels // multiple**2  # whole cells
     if least > most:
         least = 1  # no whole number lies between 13.2 and 13.8 cells
-    best = (math.inf, 1, 1)  # (distance, cells down, cells across)
-    for a in range(1, most + 1):
-        if a > tall and math.log(a / tall) > best[0]:
-            break  # only worse from here on
-        low, high = max(1, -(-least // a)), most // a  # these b keep a * b in the bounds
-        for side in (math.floor(wide), math.ceil(wide)):
-            b = min(max(side, low), high)
-            distance = abs(math.log(a / tall)) + abs(math.log(b / wide))
-            if low <= high:
-                # Rounded, so that ties compare equal and the smaller a wins on every machine.
-                best = min(best, (round(distance, 9), a, b))
+    cells = [(a, b) for a in range(1, most + 1) for b in range(-(-least // a), most // a + 1)]
+    # Rounded, so that ties compare equal and the smaller a wins on every machine.
+    best = min(((round(abs(math.log(a / tall)) + abs(math.log(b / wide)), 9), a, b)
+                for a, b in cells), default=(0.0, 1, 1))  # (distance, cells down, cells across)
     return best[1] * multiple, best[2] * multiple
 
 

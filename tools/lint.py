@@ -16,7 +16,7 @@ import os
 import tokenize
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-AIMS = {"launch": 365, "rewards": 525, "video": 665, "data": 230, "chat": 385, "model": 435,
+AIMS = {"launch": 365, "rewards": 525, "video": 660, "data": 230, "chat": 377, "model": 430,
         "engine": 285, "endpoint": 230, "checkpoint": 440, "runs": 320, "rollout": 630,
         "metrics": 250, "sft": 330, "grpo": 500, "eval": 320, "toy": 425}
 STEP = ("grpo", "rollout", "engine", "video", "rewards", "chat", "model")  # one GRPO step
