@@ -9,8 +9,6 @@ data.py: rows of tasks and of chats, and files of subtitles, checked before any 
 
 Reads JSONL and subtitles; writes nothing. Used by sft.py, rollout.py, grpo.py and eval.py.
 """
-import collections
-import functools
 import html
 import os
 import re
@@ -40,17 +38,15 @@ def read_tasks(path: str, faults: list | None = None, unlabelled: bool = False) 
     """Task JSONL -> rows, checked before any long work. Raises UserError naming file and line; with
     a list `faults` the line goes there, and the row is left out. unlabelled: an answer may be null.
     """
-    needed = ("id", "video", "question", "answer", "type")
-    fault = functools.partial(task_fault, unlabelled=unlabelled)
-    rows = launch.read_jsonl(path, needed, fault, faults)
-    # Ids name groups, seeds and records: two tasks of one id would be mixed up.
-    counts = collections.Counter(str(row["id"]) for row in rows)
-    if twice := [name for name, times in counts.items() if times > 1]:
-        fault = f"{path}: task ids are not unique: {twice[0]} is there {counts[twice[0]]} times"
-        if faults is None:
-            raise launch.UserError(fault)
-        faults.append(fault)
-    return rows
+    seen = set()  # ids name groups, seeds and records: two tasks of one id would be mixed up
+
+    def fault(row):
+        if (name := str(row["id"])) in seen:
+            return f"task ids are not unique: {name} is there twice"
+        seen.add(name)
+        return task_fault(row, unlabelled)
+
+    return launch.read_jsonl(path, ("id", "video", "question", "answer", "type"), fault, faults)
 
 
 def task_fault(row: dict, unlabelled: bool = False) -> str | None:
@@ -297,10 +293,9 @@ def read_subtitles(path: str, offset: float = 0.0) -> list[tuple]:
         lines = [line for line in lines if line[0] is not None and line[2]]
         lines.sort(key=lambda line: line[0])
         out = []
-        for line, following in zip(lines, [*lines[1:], None]):
-            start, end, said = line
+        for number, (start, end, said) in enumerate(lines, 1):
             if end is None:  # open: until the next one begins
-                end = following[0] if following else start
+                end = lines[number][0] if number < len(lines) else start
             # No tokenizer takes a lone surrogate. Formatting (<i>, <font ..>) and line breaks go.
             said = said.encode("utf-8", "replace").decode()
             said = re.sub(r"<[^<>]*>", "", said)

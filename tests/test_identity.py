@@ -195,7 +195,7 @@ def task(name, **more):
 
 def test_ids_are_counted_as_strings(tmp_path):
     path = write_rows(tmp_path / "t.jsonl", [task(7), task("a"), task("7")])
-    with pytest.raises(launch.UserError, match="not unique: 7 is there 2 times"):
+    with pytest.raises(launch.UserError, match="t.jsonl:3: .* not unique: 7 is there twice"):
         data.read_tasks(str(path))
 
 
