@@ -9,11 +9,13 @@ Reads JSONL files; writes log.jsonl and small text files, each whole or not at a
 """
 import argparse
 import contextlib
+import copy
 import errno
 import functools
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -46,44 +48,37 @@ def run_main(main):
     name, rank = os.path.basename(sys.argv[0]), os.environ.get("RANK", "0")
     world = int(os.environ.get("WORLD_SIZE", 1))
     try:
-        try:
-            main()
-        except OSError as e:  # of a file that cannot be written; anything else is a fault of ours
-            named = "ENOSPC EDQUOT EROFS EACCES EIO ENOENT EPERM EFBIG ENAMETOOLONG ESTALE".split()
-            if errno.errorcode.get(e.errno) not in named:
-                raise
-            raise RunError(f"{e.filename or 'a file'}: {why(e)}") from None
-    except (UserError, RunError, KeyboardInterrupt) as e:
+        main()
+    except (Exception, KeyboardInterrupt) as e:
         unlock()
-        code = 2 if isinstance(e, UserError) else 1 if isinstance(e, RunError) else 130
-        for folder in sorted(make_out.made, key=len, reverse=True) if code == 2 else ():
-            with contextlib.suppress(OSError):  # not empty, or another rank was faster
-                os.rmdir(folder)
-        said = printable(e) if str(e) else "interrupted"
+        # Of a file that cannot be written. Any other OSError is a fault of ours.
+        named = "ENOSPC EDQUOT EROFS EACCES EIO ENOENT EPERM EFBIG ENAMETOOLONG ESTALE".split()
+        if isinstance(e, OSError) and errno.errorcode.get(e.errno) in named:
+            e = RunError(f"{e.filename or 'a file'}: {why(e)}")
+        expected = isinstance(e, (UserError, RunError, KeyboardInterrupt))
+        code = 2 if isinstance(e, UserError) else 130 if isinstance(e, KeyboardInterrupt) else 1
+        said = f" {printable(e) if str(e) else 'interrupted'}"
+        if not expected:
+            if world == 1:
+                raise
+            said = f"\n{traceback.format_exc()}"
+            if isinstance(e, RuntimeError) and "by peer" in str(e):  # gloo's; that rank says why
+                said = " another rank has ended, or the network has failed"
         dist = sys.modules.get("torch.distributed")
-        if world == 1 or dist is None or not dist.is_initialized():
+        if expected and (world == 1 or dist is None or not dist.is_initialized()):
             # All ranks of a machine read the same flags and files, so the first one speaks.
             if os.environ.get("LOCAL_RANK", rank) == "0":
-                print(f"{name}: {said}", file=sys.stderr, flush=True)
+                print(f"{name}:{said}", file=sys.stderr, flush=True)
             sys.exit(code)
-        # From here on the others may wait for this rank in a collective. Most errors are met by all
-        # ranks: rank 0 says them at once, and torchrun then ends the others within that second.
+        # From here on the others may wait for this rank in a collective, and the threads of this
+        # rank for them. So it leaves at once, and torchrun ends all. Most errors are met by all
+        # ranks: rank 0 says them first, and torchrun then ends the others within that second.
         if rank != "0":
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(1)
-        print(f"{name}: rank {rank}: {said}", file=sys.stderr, flush=True)
+        print(f"{name}: rank {rank}:{said}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(code)
-    except Exception as e:
-        if world == 1:
-            raise
-        said = f"\n{traceback.format_exc()}"
-        if isinstance(e, RuntimeError) and "by peer" in str(e):  # gloo's; that rank has said why
-            said = " another rank has ended, or the network has failed"
-        # The other ranks wait in a collective, and the threads of this rank wait for them. Leave at
-        # once: torchrun then sees the exit code and ends all ranks.
-        print(f"{name}: rank {rank}:{said}", file=sys.stderr, flush=True)
-        os._exit(1)
 
 
 def why(error):
@@ -104,12 +99,6 @@ class Parser(argparse.ArgumentParser):
     """Says in one line what is wrong with a flag, without the whole usage."""
 
     def error(self, message):
-        import difflib
-
-        known = self._option_string_actions
-        for flag in (word.split("=")[0] for word in sys.argv[1:] if word.startswith("--")):
-            near = [] if flag in known else difflib.get_close_matches(flag, known, 1)
-            message = f"{flag}: no such flag; did you mean {near[0]}?" if near else message
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
@@ -121,13 +110,10 @@ def parser(description):
 
 def peek(parser):
     """The flags so far, for presets: they change defaults, which --help then shows."""
-    needed = [action for action in parser._actions if action.required]
-    for action in needed:  # a missing flag is told of later, and --help needs none
-        action.required = False
-    flags, _ = parser.parse_known_args([a for a in sys.argv[1:] if a not in ("-h", "--help")])
-    for action in needed:
-        action.required = True
-    return flags
+    early = copy.deepcopy(parser)
+    for action in early._actions:
+        action.required = False  # a missing flag is told of later, and --help needs none
+    return early.parse_known_args([a for a in sys.argv[1:] if a not in ("-h", "--help")])[0]
 
 
 def add_arguments(add):
@@ -156,32 +142,24 @@ def import_shim():
     do not load beside a CPU torch, and the import of torchvision then fails because two operators
     are missing. We never call these. Does nothing beside a GPU build.
     """
-    import glob
     import importlib.util
     import logging
 
     import torch
 
-    if torch.version.cuda or torch.version.hip or hasattr(import_shim, "library"):
+    if torch.version.cuda or torch.version.hip or hasattr(torch.ops.torchvision, "nms"):
         return
     # vLLM warns about a missing Triton before its own logging is set up, so Python would print it.
     logging.getLogger("vllm").addHandler(logging.NullHandler())
     for name in ("torchcodec", "torchaudio"):
         sys.modules.setdefault(name, None)  # importing it now raises ImportError
-    spec = importlib.util.find_spec("torchvision")
-    if spec is None:
-        return
-    libraries = glob.glob(os.path.join(os.path.dirname(spec.origin), "_C*.so"))
-    try:
-        for path in libraries:
-            torch.ops.load_library(path)
-    except OSError:  # the CUDA build: libcudart is missing
-        libraries = []
-    if not libraries:
+    if spec := importlib.util.find_spec("torchvision"):
+        with contextlib.suppress(OSError):  # the CUDA build: libcudart is missing
+            torch.ops.load_library(os.path.join(os.path.dirname(spec.origin), "_C.so"))
+    if not hasattr(torch.ops.torchvision, "nms"):
         import_shim.library = torch.library.Library("torchvision", "DEF")  # lives as long as this
         for op in ("nms", "qnms"):
-            signature = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-            import_shim.library.define(op + signature)
+            import_shim.library.define(f"{op}(Tensor dets, Tensor scores, float limit) -> Tensor")
 
 
 def quiet_libraries():
@@ -212,14 +190,12 @@ def use_gpu(cpu=False):
 
     if cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before CUDA starts, so that vLLM sees none either
-    elif not torch.cuda.is_available() and (torch.version.cuda or shutil.which("nvidia-smi")
-                                            or os.path.exists("/dev/nvidia0")):
+    elif not torch.cuda.is_available() and (torch.version.cuda or shutil.which("nvidia-smi")):
         try:
             torch.cuda.init()
         except (RuntimeError, AssertionError) as e:  # no driver, an old one, a build for CPUs, ..
-            raise UserError(f"no GPU can be used ({' '.join(str(e).split())}); see nvidia-smi; "
-                            "`make venv GPU=1` installs torch for GPUs; --cpu needs no GPU"
-                            ) from None
+            raise UserError(f"no GPU can be used ({' '.join(str(e).split())}): see nvidia-smi, "
+                            "or `make venv GPU=1`, or give --cpu") from None
     return torch.cuda.is_available()
 
 
@@ -247,11 +223,9 @@ def start_process_group(patience=1800.0, cpu=False):
         warnings.filterwarnings("ignore", message="The value of the smallest subnormal")
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
-        if "RANK" in os.environ:
-            wait = timedelta(seconds=patience + 60 if patience else 30 * 86400)
-            dist.init_process_group(backend, timeout=wait)
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        wait = timedelta(seconds=patience + 60 if patience else 30 * 86400)
+        alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, timeout=wait, **alone)
     return rank, world, device
 
 
@@ -264,9 +238,8 @@ def end_process_group(engine=None):
 
     unlock()
     several = engine and rank_and_world()[1] > 1
-    if several:
-        any_rank(False)  # a barrier: closing vLLM may end the group, and rank 0 may still write
     if engine:
+        any_rank(False)  # a barrier: closing vLLM may end the group, and rank 0 may still write
         engine.close()
     if dist.is_initialized():  # closing vLLM may have ended the group
         dist.destroy_process_group()
@@ -286,38 +259,25 @@ def beat(patience):
 
 
 def stop_on_sigterm():
-    """-> an Event that SIGTERM and Ctrl-C set: schedulers send SIGTERM as a warning. The process
-    ends at once at a second Ctrl-C within a second, or at a SIGTERM ten seconds after the first:
-    torchrun passes on what its ranks may have got already."""
+    """-> an Event that SIGTERM and Ctrl-C set: schedulers send SIGTERM as a warning. A second
+    Ctrl-C ends the process at once, a second SIGTERM does nothing: torchrun passes on what its
+    ranks may have got already."""
     import signal
     import threading
 
-    asked, last = threading.Event(), 0.0
+    asked = threading.Event()
 
     def handler(number, frame):
-        nonlocal last
-        since, last = time.monotonic() - last, time.monotonic()
-        if asked.is_set() and (since < 1 if number == signal.SIGINT else since > 10):
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
         asked.set()
-        if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
-            # Not print: the signal may have interrupted one.
-            os.write(2, b"\nsaving, then ending; Ctrl-C twice within a second ends at once\n")
+        if number == signal.SIGINT:
+            signal.signal(number, signal.SIG_DFL)  # the next one ends the process
+            if os.environ.get("RANK", "0") == "0":
+                # Not print: the signal may have interrupted one.
+                os.write(2, b"\nsaving, then ending; another Ctrl-C ends at once\n")
 
     signal.signal(signal.SIGTERM, handler)
     signal.signal(signal.SIGINT, handler)
     return asked
-
-
-def any_rank(flag):
-    """Whether `flag` holds on any rank. Collective, in host memory: no GPU has to finish first."""
-    import torch
-    import torch.distributed as dist
-
-    value = torch.tensor(float(bool(flag)))
-    dist.all_reduce(value, op=dist.ReduceOp.MAX)
-    return bool(value.item())
 
 
 def rank_and_world():
@@ -328,13 +288,19 @@ def rank_and_world():
 
 
 def gather_rows(rows):
-    """Lists of every rank -> one list, on every rank. Collective."""
+    """Lists of every rank -> one list, on every rank. Collective, in host memory: no GPU has to
+    finish first."""
     import torch.distributed as dist
 
     gathered = [rows] * rank_and_world()[1]
     if len(gathered) > 1:
         dist.all_gather_object(gathered, rows)
     return [row for part in gathered for row in part]
+
+
+def any_rank(flag):
+    """Whether `flag` holds on any rank. Collective."""
+    return any(gather_rows([bool(flag)]))
 
 
 def broadcast(values):
@@ -351,9 +317,8 @@ def give_back_memory():
     after some hundred steps."""
     import ctypes
 
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
-    if trim:
-        trim(0)
+    with contextlib.suppress(AttributeError):  # other C libraries have no such function
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def say(text):
@@ -406,12 +371,7 @@ def read_row(line, required=(), fault=None):
         return None, f"not JSON ({e})"
     missing = [k for k in required if not isinstance(row, dict) or k not in row]
     if missing:
-        said = f"missing {', '.join(map(repr, missing))}"
-        if isinstance(row, dict) and "messages" in row:
-            said += "; this is a chat, which sft.py trains on"
-        elif "messages" in missing and "question" in row:
-            said += "; this is a task, which grpo.py trains on"
-        return None, said
+        return None, f"missing {', '.join(map(repr, missing))}"
     if has_surrogate(row):
         return None, "a lone surrogate (\\ud800 to \\udfff) is no text"
     wrong = fault and fault(row)
@@ -425,10 +385,7 @@ def parse_json(text):
         value = json.loads(text)
         # Writers go deeper than this reader, from deeper in the program: 500 levels are to spare.
         if text.count("[") + text.count("{") > 400:
-            spare = value
-            for _ in range(500):
-                spare = [spare]
-            json.dumps(spare)
+            json.loads("[" * 500 + text + "]" * 500)
         return value
     except RecursionError:
         raise ValueError("nested too deep") from None
@@ -437,11 +394,7 @@ def parse_json(text):
 def has_surrogate(value):
     """Whether a JSON value holds text that cannot be encoded: "\\ud800" alone is valid JSON, but no
     tokenizer takes it."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return True
-    return False
+    return bool(re.search("[\ud800-\udfff]", json.dumps(value, ensure_ascii=False)))
 
 
 @functools.lru_cache(maxsize=2)  # a batch lies in two epochs at most; 8,000 rows take 8 ms
@@ -475,21 +428,13 @@ def deal(items, cost, rank, world):
 
 
 def make_out(path):
-    """Creates an output folder and proves that it can be written, before any long work. run_main
-    removes an empty one again if the run is refused."""
-    head = os.path.abspath(path)
-    while not os.path.exists(head):
-        make_out.made.append(head)
-        head = os.path.dirname(head)
+    """Creates an output folder and proves that it can be written, before any long work."""
     try:
         os.makedirs(path, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             pass
     except OSError as e:
         raise UserError(f"output folder {path}: {e.strerror}") from None
-
-
-make_out.made = []  # folders that were not there before
 
 
 def lock(out, name=".lock"):

@@ -544,7 +544,7 @@ def test_a_record_holds_all_that_was_said_and_decided(world):
     (("--prompt-file", "/no/such.txt"), (), "--prompt-file"),
     (("--set", "overview_fps=-1"), (), "overview_fps"),
     (("--set", "min_pixels=x"), (), "min_pixels takes a whole number"),
-    (("--set", "no_such=1"), (), "no such setting"), (("--samp", 2), (), "no such flag"),
+    (("--set", "no_such=1"), (), "no such setting"), (("--samp", 2), (), "arguments: --samp"),
     (("--image-cap", -1), (), "--image-cap"), (("--tokens-field", "x"), (), "invalid choice"),
     (("--prepare", "x.jsonl"), (), "--bench"), (("--workers", 0), (), "--workers"),
     (("--retries", -1), (), "--retries"), (("--top-p", 0), (), "--top-p"),

@@ -691,7 +691,7 @@ def command(toy, tmp_path, monkeypatch, capsys):
     (("--set", "dispatch"), "dispatch takes parallel, sequential"),
     (("--set", "dispatch=turns"), "dispatch takes parallel, sequential"),
     (("--set", "sub_question=maybe"), "sub_question takes true, false"),
-    (("--max-new", "9"), "--max-new: no such flag"),
+    (("--max-new", "9"), "arguments: --max-new 9"),
     (("--max-pixels", "9"), "--max-pixels"),
     (("--frame-cache-dir-gb", "-1"), "--frame-cache-dir-gb"),
     (("--frame-cache-dir-gb", "nan"), "--frame-cache-dir-gb"),

@@ -314,18 +314,6 @@ def test_links_to_nothing_and_folders_named_like_files_do_no_harm(ckpt):
     assert runs.content_digest(str(ckpt)) and "notes.txt" not in chat.small_files(str(ckpt))
 
 
-def test_a_refused_run_leaves_an_older_folder_as_it_is(ckpt, refuse, tmp_path, monkeypatch):
-    """Empty ones too, since the run did not make them."""
-    other = tmp_path / "mine"
-    other.mkdir()
-    launch.make_out(str(other))
-    launch.make_out(str(other / "a" / "b"))
-    (other / "a" / "kept").write_text("x")
-    emptied(ckpt)
-    refuse("sft", ckpt)
-    assert [path.name for path in other.rglob("*")] == ["a", "kept"]
-
-
 @pytest.mark.parametrize("damage", [
     sharded, stored_as(torch.float16, ""), stored_as(torch.bfloat16), quantized(dtype="bfloat16"),
     quantized(torch_dtype="float16"), quantized(quantization_config=None),
