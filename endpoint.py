@@ -19,7 +19,6 @@ import re
 import ssl
 import sys
 import threading
-import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -88,7 +87,8 @@ class Client:
             return Reply(status, error=f"bad answer: more than {MAX_REPLY >> 20} MiB")
         if not 200 <= status < 300:  # a redirect too, as the key goes to no other host
             said = message_of(content, self.key())
-            wait = waiting_time(headers.get("Retry-After", "")) if passing(status) else 0.0
+            after = headers.get("Retry-After", "")  # seconds; a date, which is rare, is passed over
+            wait = float(after) if passing(status) and after.isdecimal() else 0.0
             return Reply(status, error=f"HTTP {status}" + (f": {said}" if said else ""), wait=wait)
         try:
             return Reply(status, masked(launch.parse_json(content), self.key()))
@@ -166,22 +166,6 @@ def message_of(content, key):
     return launch.printable(" ".join(masked(text, key).split()))[:200]
 
 
-def waiting_time(after):
-    """The header Retry-After, seconds or an HTTP date -> seconds from now; 0 without a number."""
-    import datetime
-    import email.utils
-
-    try:
-        if after.strip().isdigit():
-            return float(after)
-        then = email.utils.parsedate_to_datetime(after)
-        # A date without a zone is in UTC.
-        then = then if then.tzinfo else then.replace(tzinfo=datetime.UTC)
-        return max(0.0, then.timestamp() - time.time())
-    except (ValueError, TypeError, OverflowError):  # no such header, or neither of the two
-        return 0.0
-
-
 def address(text):
     """A URL as a flag's value. Raises ArgumentTypeError if it holds a user, a password or a query
     (?key=..): settings are written to files and sent to trackers."""
@@ -191,20 +175,13 @@ def address(text):
     return text
 
 
-def no_server(url, error):
-    return f"no server answers at {url} ({error}); expected an OpenAI-compatible endpoint"
-
-
 def refusal(url, model, reply, flag=""):
-    """The line for a server that answers, but not with a completion. flag: "judge-", or "api-".
-    """
-    key = f"--{flag or 'api-'}key-env"
-    # Servers answer 404 for an unknown model, too.
-    advice = {401: f"is the key in {key} right?", 403: f"may the key in {key} ask this model?",
-              402: "is the account of this key empty?",
-              404: f"is --{flag}model {model} right, and does the address end in /v1?"
-              }.get(reply.status, "see the server's log, or other flags of the endpoint")
-    return f"{url} refuses a request ({reply.error}); {advice}"
+    """The line for a server that sent no completion. flag: "judge-", or "" for the one to
+    evaluate."""
+    if not reply.status:
+        return f"no server answers at {url} ({reply.error}); expected an OpenAI-compatible endpoint"
+    return (f"{url} refuses a request ({reply.error}); see the server's log, the key in "
+            f"--{flag or 'api-'}key-env, --{flag}model {model}, and if the address ends in /v1")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -250,9 +227,7 @@ class Judge:
         if os.environ.get("RANK", "0") == "0":  # for all ranks: one probe, one line if it fails
             reply = self.client.run(self.tries(probe_messages())).result()
             if reply.error:
-                raise launch.UserError(
-                    refusal(self.url, self.model, reply, "judge-") if reply.status
-                    else no_server(self.url, reply.error))
+                raise launch.UserError(refusal(self.url, self.model, reply, "judge-"))
             self.failed = 0
         self.known = {}  # (question, reference answer, given answer) -> Future of its verdict
         content = b""

@@ -13,7 +13,7 @@ Reads a checkpoint folder; writes nothing. Used by rollout.py and endpoint.py; c
 engine that has submit(request), abort(request id) and poll().
 """
 import asyncio
-import importlib.util
+import importlib
 import os
 import sys
 import threading
@@ -178,35 +178,28 @@ class VllmEngine:
     """
 
     def __init__(self, ckpt: str, codec: chat.Codec, limits: Limits):
-        """ckpt: folder of a whole checkpoint, not of adapters. Collective under torchrun on GPUs.
-        Raises UserError if vLLM is missing."""
+        """ckpt: folder of a whole checkpoint, not of adapters. With torchrun on GPUs collective."""
         import atexit
         import gc
 
         import torch
 
-        # Found without an import, which would take seconds.
-        if importlib.util.find_spec("vllm") is None:
-            raise launch.UserError("vllm is not installed: pip install -r requirements.txt "
-                                   "(without a GPU: requirements-cpu.txt)")
-
         launch.import_shim()
         gpu = torch.cuda.is_available()
-        # vLLM takes these switches from the environment alone.
-        os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1")
+        # vLLM takes these switches from the environment alone. On CPU it would bind threads to
+        # cores, and the threads of all ranks to the same core.
+        os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1",
+                          VLLM_CPU_OMP_THREADS_BIND="nobind")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        if not gpu:
-            # vLLM would bind threads to cores, and the threads of all ranks to the same core.
-            os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind")
         threads = torch.get_num_threads()
         from transformers import AutoConfig
         from vllm import LLM, ModelRegistry
 
         if gpu:
+            # Under torchrun: one engine per rank, TP 1. Building it is collective.
+            executor = "external_launcher" if "RANK" in os.environ else None
             options = dict(dtype="bfloat16", gpu_memory_utilization=limits.gpu_memory,
-                           enable_sleep_mode=limits.sleeping)
-            if "RANK" in os.environ:  # one engine per rank, TP 1; building it is collective
-                options["distributed_executor_backend"] = "external_launcher"
+                           enable_sleep_mode=limits.sleeping, distributed_executor_backend=executor)
         else:
             # vLLM compiles a small function that counts ranks, in every process, for seconds.
             torch.compiler.set_stance("force_eager")
@@ -262,7 +255,6 @@ class VllmEngine:
         self.gpu = gpu
         self.sleeping = gpu and limits.sleeping
         self.sampling = {}  # more SamplingParams (top_p, ..), set by eval.py alone
-        self.lenient = False  # a prompt with wrong ids fails alone; set by tools/serve.py alone
 
     def submit(self, request: Request) -> None:
         from vllm import SamplingParams
@@ -291,18 +283,13 @@ class VllmEngine:
                 continue
             request = self.running.pop(output.request_id)
             if list(output.prompt_token_ids) != list(request.expanded):
-                why = (f"{request.id}: the engine's prompt ids differ from the trainer's (frames "
-                       "resized or placeholders expanded otherwise)")
-                if not self.lenient:
-                    raise RuntimeError(why)
-                finished.append(Completion(request.id, error=why))
-                continue
+                raise RuntimeError(f"{request.id}: the engine's prompt ids differ from the "
+                                   "trainer's (frames resized or placeholders expanded otherwise)")
             sampled = output.outputs[0]
             ids = list(sampled.token_ids)
             logps = [entry[token].logprob for token, entry in zip(ids, sampled.logprobs)]
-            text = chat.decode(self.codec, ids)
-            ended = ids[-1:] == [self.codec.eos]
-            finished.append(Completion(request.id, ids, logps, text, ended))
+            finished.append(Completion(request.id, ids, logps, chat.decode(self.codec, ids),
+                                       ended=ids[-1:] == [self.codec.eos]))
         return finished
 
     def sleep(self) -> None:
@@ -354,14 +341,9 @@ def engine_prompt(request, codec, renderer, made, most=32):
     ids, prompt = made.pop(key, ([], None))
     if prompt is None or request.ids[:len(ids)] != ids:
         ids = list(request.ids)
-        text = {"prompt_token_ids": ids}
-        if request.frames:
-            expanded, data, keys = vision_input(codec, request)
-            text = {"prompt_token_ids": expanded, "multi_modal_data": data,
-                    "multi_modal_uuids": keys}
         # Keep the pixels in the prompt. By default vLLM omits images that its cache has seen, but
         # the cache may have evicted them by the time this prompt is used again.
-        (prompt,) = renderer.render_cmpl([text], skip_mm_cache=True)
+        (prompt,) = renderer.render_cmpl([vision_input(codec, request)], skip_mm_cache=True)
     made[key] = ids, prompt  # at the end of the dict: used last
     if len(made) > most:
         del made[next(iter(made))]  # used longest ago
@@ -370,7 +352,7 @@ def engine_prompt(request, codec, renderer, made, most=32):
 
 
 def vision_input(codec, request):
-    """-> (prompt ids, multi_modal_data, multi_modal_uuids) of a request, as vLLM takes them."""
+    """-> ids and frames of a request, as vLLM's renderer takes them."""
     # The uuids are the keys of the frames, so a group shares the outputs of the vision encoder.
     ids, data, keys, images, clips = list(request.ids), {}, {}, [], []
     for item, f in zip(request.items, request.frames):
@@ -387,7 +369,7 @@ def vision_input(codec, request):
     # markers around the whole video would stay, a form that Qwen3-VL was not trained on.
     for at in reversed([n for n, i in enumerate(ids) if i == codec.video_pad]):
         ids[at - 1:at + 2] = [codec.video_pad]
-    return ids, data, keys
+    return {"prompt_token_ids": ids, "multi_modal_data": data, "multi_modal_uuids": keys}
 
 
 def clip_of(f):

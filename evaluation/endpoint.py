@@ -27,7 +27,6 @@ from endpoint import (
     Reply,
     address,
     judge_messages,
-    no_server,
     passing,
     probe_messages,
     read_verdict,
@@ -178,8 +177,7 @@ class OpenAIEngine(Client):
             if done.error:
                 reply = Reply(status, error=done.error)
                 raise launch.UserError(
-                    no_server(url, done.error) if status == 0
-                    else refusal(url, self.model_name, reply, "judge-" * self.is_judge))
+                    refusal(url, self.model_name, reply, "judge-" * self.is_judge))
             if tools:
                 done, status, _ = await self.probe(url, self.timeout, tools)
                 # Some parsers keep the call and return nothing at all.

@@ -300,7 +300,6 @@ class Agents:
         self.sampler, self.args = sampler, args
         self.fault = None  # why the engine answers no more
         self.taken = 0  # questions under way or waiting
-        sampler.engine.lenient = True  # a prompt that cannot be served ends one request alone
         self.jobs = set()
         self.loop = asyncio.new_event_loop()
         self.ready = threading.Event()

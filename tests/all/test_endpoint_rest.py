@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import json
 import threading
-import time
 from dataclasses import replace
 
 import pytest
@@ -77,18 +76,13 @@ def test_a_slow_endpoint_is_given_up_after_its_timeout(tasks, frames_of, no_paus
 
 
 @pytest.mark.parametrize("after, pause", [
-    ("7", 7.0), ("0", 1.0), ("9999", 50.0), ("soon", 1.0), ("-3", 1.0), ("nan", 1.0),
-    ("DATE", 20.0)])
+    ("7", 7.0), ("0", 1.0), ("9999", 50.0), ("soon", 1.0), ("-3", 1.0), ("nan", 1.0)])
 @pytest.mark.parametrize("status", [429, 503])
 def test_a_server_says_when_to_ask_again(after, pause, status, tasks, frames_of, no_pause):
-    """In seconds or as an HTTP date; --server-wait bounds it."""
-    from email.utils import formatdate
-
-    after = formatdate(time.time() + 20, usegmt=True) if after == "DATE" else after
+    """In seconds; --server-wait bounds it."""
     with Server(error(status, "busy", **{"Retry-After": after}), ANSWER) as server:
         assert ask(server, tasks, frames_of, server_wait=50.0).status == "ok"
-    (slept,) = no_pause
-    assert slept == pytest.approx(pause, abs=2.0 if pause == 20 else 0)
+    assert no_pause == [pause]
 
 
 def failing_server(answers):
