@@ -41,21 +41,14 @@ def claim_run(out, inputs):
         if os.path.isdir(link) and not os.path.islink(link):  # no link could replace it
             raise launch.UserError(f"{link} is a folder, as cp -rL makes it; move it elsewhere, "
                                    "and the same command links to the step_* folders")
-    launch.lock(out)  # until this process ends: two runs would delete each other's files
-    try_save(out)
-
-
-def try_save(out):
-    """On rank 0: one empty save with a link, so that a folder which cannot hold a run is refused
-    before any long work. Raises UserError."""
-    probe = os.path.join(out, ".step_probe")
     if os.environ.get("RANK", "0") != "0":
         return
+    launch.lock(out)  # until this process ends: two runs would delete each other's files
+    # A small save: some FUSE cannot rename a folder, which is better known before hours of work.
+    probe = os.path.join(out, ".step_probe")
     try:
         with atomic_folder(probe) as folder:
-            launch.write_atomic(os.path.join(folder, "state.json"), "{}")
-        symlink(f"{probe}.tmp0", probe)  # a name that clean_run deletes after a kill
-        os.remove(f"{probe}.tmp0")
+            symlink(os.path.join(folder, "last"), folder)
     except OSError as error:
         raise launch.UserError(f"output folder {out}: a checkpoint cannot be saved here "
                                f"({error.strerror})") from None
@@ -355,8 +348,7 @@ def undamaged_checkpoint(out):
     """-> (the newest checkpoint whose bytes are those that were saved, its state.json), or
     (None, {}). Collective: reads every file once, a share on each rank."""
     for folder in launch.broadcast([complete_checkpoints(out)])[0]:
-        with open(os.path.join(folder, "state.json")) as f:
-            state = json.load(f)
+        state = chat.read_object(os.path.join(folder, "state.json"))
         saved = state.get("crc32", {})  # older versions wrote no sums
         found = checksums(folder, sorted(saved))
         damaged = [name for name in saved if found[name] != saved[name]]
@@ -432,7 +424,7 @@ def atomic_folder(path):
         mode = os.stat(temp).st_mode & 0o666
         for folder, _, names in os.walk(temp):
             for name in (os.path.join(folder, name) for name in names):
-                with unless_missing():
+                with contextlib.suppress(OSError):  # exFAT, SMB and some FUSE have no modes
                     os.chmod(name, mode)  # safetensors makes files that others cannot read
                 sync(name)
             sync(folder)
@@ -449,20 +441,12 @@ def sync(path):
     """Returns once a file, or the names in a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        with unless_missing():
-            os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-@contextlib.contextmanager
-def unless_missing():
-    """Passes over an operation that the filesystem lacks, as exFAT, SMB and some FUSE do."""
-    try:
-        yield
-    except OSError as error:
+        os.fsync(handle)
+    except OSError as error:  # some filesystems cannot sync a folder
         if error.errno not in (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
             raise
+    finally:
+        os.close(handle)
 
 
 def symlink(link, target):
@@ -471,7 +455,7 @@ def symlink(link, target):
     temp, name = f"{link}.tmp{os.getpid()}", os.path.basename(target)
     with contextlib.suppress(FileNotFoundError):
         os.remove(temp)
-    with unless_missing():
+    with contextlib.suppress(OSError):
         os.symlink(name, temp)
     if not os.path.islink(temp):
         launch.write_atomic(temp, name + "\n")
