@@ -48,7 +48,7 @@ def claim_run(out, inputs):
     probe = os.path.join(out, ".step_probe")
     try:
         with atomic_folder(probe) as folder:
-            symlink(os.path.join(folder, "last"), folder)
+            launch.write_atomic(os.path.join(folder, "state.json"), "{}")
     except OSError as error:
         raise launch.UserError(f"output folder {out}: a checkpoint cannot be saved here "
                                f"({error.strerror})") from None

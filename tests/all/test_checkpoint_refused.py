@@ -98,7 +98,7 @@ def test_a_process_killed_while_it_prunes_leaves_no_torn_checkpoint(tmp_path, mo
 
 @pytest.fixture
 def refuse(monkeypatch, capsys, toy, tmp_path):
-    """refuse(script, folder) -> the one line that the script says; no --out is left."""
+    """refuse(script, folder) -> the one line that the script says; no file is left."""
 
     def refuse(script, ckpt):
         data = {"sft": "sft", "eval": "eval"}.get(script, "rl")
@@ -110,7 +110,7 @@ def refuse(monkeypatch, capsys, toy, tmp_path):
         monkeypatch.setattr(sys, "argv", [f"{script}.py", *map(str, words)])
         with pytest.raises(SystemExit) as stop:
             launch.run_main((plan if script == "plan" else SCRIPTS[script]).main)
-        assert stop.value.code == 2 and not out.parent.exists()
+        assert stop.value.code == 2 and not [p for p in out.rglob("*") if p.is_file()]
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"{script}.py: ")
         return line
