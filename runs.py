@@ -424,7 +424,7 @@ def atomic_folder(path):
         mode = os.stat(temp).st_mode & 0o666
         for folder, _, names in os.walk(temp):
             for name in (os.path.join(folder, name) for name in names):
-                with contextlib.suppress(OSError):  # exFAT, SMB and some FUSE have no modes
+                with unless_missing():
                     os.chmod(name, mode)  # safetensors makes files that others cannot read
                 sync(name)
             sync(folder)
@@ -441,12 +441,20 @@ def sync(path):
     """Returns once a file, or the names in a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
-    except OSError as error:  # some filesystems cannot sync a folder
-        if error.errno not in (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
-            raise
+        with unless_missing():
+            os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@contextlib.contextmanager
+def unless_missing():
+    """Passes over an operation that the filesystem lacks, as exFAT, SMB and some FUSE do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
+            raise
 
 
 def symlink(link, target):
@@ -455,7 +463,7 @@ def symlink(link, target):
     temp, name = f"{link}.tmp{os.getpid()}", os.path.basename(target)
     with contextlib.suppress(FileNotFoundError):
         os.remove(temp)
-    with contextlib.suppress(OSError):
+    with unless_missing():
         os.symlink(name, temp)
     if not os.path.islink(temp):
         launch.write_atomic(temp, name + "\n")

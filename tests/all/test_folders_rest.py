@@ -170,7 +170,7 @@ def test_a_checkpoint_without_checksums_goes_on(toy, tmp_path):
 # Filesystems that lack links, modes, or the fsync of a folder
 
 
-@pytest.mark.parametrize("call", ["rename", "replace"])
+@pytest.mark.parametrize("call", ["chmod", "rename", "replace"])
 def test_a_folder_that_cannot_hold_a_checkpoint_is_refused_at_the_start(
         refused, toy, tmp_path, monkeypatch, call):
     def refuse(*_, **__):
