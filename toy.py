@@ -43,7 +43,7 @@ then decides which habits stay.
 
 The files. `init/`: a random Qwen3-VL with its tokenizer and processor; `videos/*.mp4`;
 `pretrain.jsonl`, `sft.jsonl`, `sft_val.jsonl`, `rl.jsonl`, `eval.jsonl` (no two splits share a
-video). The prior changes `pretrain.jsonl` alone.
+video; questions, answers and cuts recur). The prior changes `pretrain.jsonl` alone.
 
 The tokenizer. Byte-level BPE with Qwen's control and tag tokens, whole numbers as single tokens,
 and each sentence of the fixed prompts as one token, so that the short context is spent on frames.
