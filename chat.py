@@ -397,7 +397,6 @@ def bases() -> dict:
     }
 
 
-
 def with_config(path: str) -> str | None:
     """A checkpoint folder, or the run folder that holds one under `last` -> the folder that has a
     config.json, None if neither has."""
@@ -446,8 +445,7 @@ def find_config(path):
         if asks_for_code(read_object(os.path.join(folder, name))):
             raise launch.UserError(f"checkpoint {folder}: {name} asks for code of its own "
                                    "(auto_map, or attn_implementation), which is never run; "
-                                   "a published base needs none: remove that entry, or use the "
-                                   "published file")
+                                   "remove that entry, or use the published file")
     return folder
 
 
@@ -472,8 +470,7 @@ def read_object(path):
     except (OSError, ValueError, RecursionError) as e:
         raise launch.UserError(f"{path} is not JSON ({e}); copy it again") from None
     if not isinstance(content, dict):
-        raise launch.UserError(f"{path} holds {type(content).__name__}, no JSON object; copy it "
-                               "again")
+        raise launch.UserError(f"{path} holds no JSON object; copy it again")
     return content
 
 
