@@ -43,8 +43,9 @@ def read_tasks(path: str, faults: list | None = None, unlabelled: bool = False) 
     def fault(row):
         if (name := str(row["id"])) in seen:
             return f"task ids are not unique: {name} is there twice"
-        seen.add(name)
-        return task_fault(row, unlabelled)
+        if not (wrong := task_fault(row, unlabelled)):
+            seen.add(name)
+        return wrong
 
     return launch.read_jsonl(path, ("id", "video", "question", "answer", "type"), fault, faults)
 

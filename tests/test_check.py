@@ -79,7 +79,7 @@ def test_each_fault_is_a_line(check, toy, tmp_path):
     code, out, err = check(grpo, file, "--video-root", tmp_path)
     assert code == 2 and "--check: 8 faults in" in err, err
     where = [line for line in out.splitlines() if line.startswith((str(file), "task "))]
-    marks = [f"{file}:1: ", f"{file}:3: ", f"{file}:5: ", f"{file}:9: ", f"{file}: task ids",
+    marks = [f"{file}:1: ", f"{file}:3: ", f"{file}:5: ", f"{file}:6: ", f"{file}:9: ",
              *(f"task {row['id']}: " for row in (third, fourth, fifth))]
     assert [line[:len(mark)] for line, mark in zip(where, marks, strict=True)] == marks
     assert "beyond the end" in where[-1]

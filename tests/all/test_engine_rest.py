@@ -86,6 +86,8 @@ def test_ctrl_c_gives_up_what_is_under_way_and_leaves_no_thread(codec, tasks, fr
         os.kill(os.getpid(), signal.SIGINT)
         return ANSWER
 
+    # A shell that starts the tests in the background makes Python ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     engine = Scripted(codec, interrupted, hold=lambda request: len(engine.requests) < 4)
     before = threading.active_count()
     with pytest.raises(KeyboardInterrupt):

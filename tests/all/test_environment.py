@@ -66,7 +66,7 @@ def test_a_lock_file_fits_its_requirements(tmp_path, name):
     if not os.path.exists(uv):
         pytest.skip("uv is not installed")
     # the indexes of pip's configuration, as the Makefile hands them over
-    show = ["make", "-s", "--eval=show:;@echo $(INDEXES)", "show"]
+    show = ["make", "-s", "--no-print-directory", "--eval=show:;@echo $(INDEXES)", "show"]
     indexes = subprocess.run(show, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     done = subprocess.run(
         [uv, "pip", "compile", f"{name}.txt", "-c", f"{name}-lock.txt", "-q", "--no-header",
