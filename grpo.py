@@ -110,13 +110,17 @@ def group_tree(group, credit, first=0):
     """Rollouts of one group, with advantages -> Tree [shared prompt | o^1 | .. | o^G]. A token
     carries its advantage, the engine's log-prob, and the number of its rollout, counted from
     `first`. credit: --format-credit."""
-    shared, cut, branches = group[0].context, group[0].context.mask.index(1), []
+    def prompt_of(context):
+        cut = context.mask.index(1)  # all ids before the first sampled token
+        return context.ids[:cut], [item.key for item in context.items]
+
+    shared, branches = prompt_of(group[0].context), []
+    cut = len(shared[0])
     for number, e in enumerate(group, first):
         c = e.context
         # One wrong id in a shared prompt would train all G rollouts on a prompt that none of them
         # saw, so this is checked although one function built all of them.
-        if (c.ids[:cut], c.mask.index(1)) != (shared.ids[:cut], cut) or any(
-                a.key != b.key for a, b in zip(c.items, shared.items)):
+        if prompt_of(c) != shared:
             raise ValueError(f"{e.group}: the prompts of one group differ")
         # All ids after the prompt: turns, glue and tool responses. The mask marks the sampled ones.
         more = len(c.ids) - cut
@@ -124,8 +128,8 @@ def group_tree(group, credit, first=0):
                   "rollout": [number] * more, "frames": [e.num_frames] * more}
         branches.append(model.Span(c.ids[cut:], c.mask[cut:], values))
     nothing = {name: [0.0] * cut for name in branches[0].values}
-    prompt = model.Span(shared.ids[:cut], [0] * cut, nothing)  # mask 0: not read
-    return model.Tree(prompt, shared.items, branches)
+    prompt = model.Span(shared[0], [0] * cut, nothing)  # mask 0: not read
+    return model.Tree(prompt, group[0].context.items, branches)
 
 
 def frames_of(groups):

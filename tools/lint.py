@@ -18,7 +18,7 @@ import tokenize
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 AIMS = {"launch": 314, "rewards": 525, "video": 660, "data": 200, "chat": 375, "model": 430,
         "engine": 267, "endpoint": 210, "checkpoint": 440, "runs": 312, "rollout": 630,
-        "metrics": 250, "sft": 330, "grpo": 500, "eval": 320, "toy": 425}
+        "metrics": 250, "sft": 330, "grpo": 470, "eval": 320, "toy": 405}
 STEP = ("grpo", "rollout", "engine", "video", "rewards", "chat", "model")  # one GRPO step
 STEP_AIM = 1600  # code lines of these scripts, each above its ruled line
 
