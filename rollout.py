@@ -521,10 +521,14 @@ def run(sampler: Sampler, tasks: list, frames=64, group=1, step=0, play=run_epis
     that watches it. done: (group, sample) of episodes to leave out.
     """
     sampler = replace(sampler, pump=pump or Pump(sampler.engine, sampler.threads))
+
+    async def play_and_score(episode):
+        return await score_episode(await play(episode, sampler), sampler.pay, sampler.judge)
+
     # More episodes than the engine's batch keep the batch full while some of them decode.
     live = sampler.max_live or 2 * sampler.engine.max_seqs
     # A generator: an Episode and its coroutine exist only once there is room for them.
-    works = (play(episode, sampler)
+    works = (play_and_score(episode)
              for episode in new_episodes(tasks, sampler.agent.seed, frames, group, step)
              if (episode.group, episode.sample) not in done)
     finished = in_flight(sampler.pump, works, live)
@@ -535,46 +539,30 @@ def run(sampler: Sampler, tasks: list, frames=64, group=1, step=0, play=run_epis
     # A loop of its own: this is a plain generator, which any script can iterate over. If the caller
     # stops early, and after Ctrl-C, Runner cancels the episodes under way and ends their threads.
     with asyncio.Runner() as runner:
-        yield from paid(iter(lambda: runner.run(following()), None), sampler.pay, sampler.judge)
+        yield from iter(lambda: runner.run(following()), None)
 
 
-def paid(episodes, pay: rewards.Pay | None = None, judge=None, most=256):
-    """Iterator of Episodes -> the same, scored, in the same order. judge: None, or an
-    endpoint.Judge, which scores open answers: up to `most` episodes wait for it while the next are
-    sampled."""
-    waiting = collections.deque()  # (Episode, None or what Judge.ask returned)
-    for episode in episodes:
-        waiting.append((episode, ask_judge(episode, judge)))
-        # An episode that waits for its verdict holds up those after it: the order stays.
-        while waiting and (len(waiting) > most or not waiting[0][1] or waiting[0][1][0].done()):
-            yield settled(*waiting.popleft(), pay)
-    for episode, asked in waiting:
-        yield settled(episode, asked, pay)
-
-
-def settled(episode, asked, pay):
-    """Sets the reward of an episode, after the verdict if the judge was asked. asked: see paid."""
-    verdict = asked[0].result() if asked else None
-    episode.reward = scored(episode, pay, verdict)
-    if asked:  # the record says who scored
+async def score_episode(episode: Episode, pay: rewards.Pay | None = None, judge=None) -> Episode:
+    """Sets the reward of an episode that has ended. judge: endpoint.Judge or None. It reads open
+    answers only, because letters, lists, spans and missing answers are graded by rule."""
+    task, verdict = episode.task, None
+    answer = rewards.paid_answer(episode.turns, episode.think_open)
+    judged = (judge is not None and rewards.task_types()[task["type"]].judged
+              and None not in (task["answer"], answer))
+    if judged:
+        asked, episode.notes["judge_cached"] = judge.ask(task["question"], task["answer"], answer)
+        # The other episodes go on meanwhile. Shielded: equal answers share one request.
+        verdict = await asyncio.shield(asyncio.wrap_future(asked))
+    episode.reward = compute_reward(episode, pay, verdict)
+    if judged:  # the record says who scored
         episode.reward["judge"] = "fallback" if verdict is None else verdict
-        episode.notes["judge_cached"] = asked[1]
     return episode
 
 
-def ask_judge(episode, judge):
-    """-> what Judge.ask returns; None if no judge reads this episode. Letters, lists, spans and
-    missing answers are graded by rule."""
-    task = episode.task
-    answer = rewards.paid_answer(episode.turns, episode.think_open)
-    judged = judge is not None and rewards.task_types()[task["type"]].judged
-    if not judged or None in (task["answer"], answer):
-        return None
-    return judge.ask(task["question"], task["answer"], answer)
-
-
-def scored(episode: Episode, pay: rewards.Pay | None = None, verdict: bool | None = None) -> dict:
-    """Episode -> reward terms, see rewards.score; {} for a question without a known answer."""
+def compute_reward(episode: Episode, pay: rewards.Pay | None = None,
+                   verdict: bool | None = None) -> dict:
+    """Episode -> reward terms, see rewards.score; {} for a question without a known answer.
+    verdict: a judge's, None for the rule."""
     if episode.task["answer"] is None:
         return {}
     tokens = sum(episode.context.mask) if episode.context else 0  # sampled by the main agent

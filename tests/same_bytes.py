@@ -26,7 +26,8 @@ def run(script, *arguments):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
-        sys.exit(f"{script} ended with {done.returncode}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+        ending = done.stdout[-3000:] + done.stderr[-3000:]
+        sys.exit(f"{script} ended with exit code {done.returncode}\n{ending}")
 
 
 def weights_digest(ckpt):

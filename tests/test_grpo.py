@@ -431,7 +431,7 @@ def test_one_place_composes_the_reward_that_is_logged_and_the_one_that_is_traine
 
         monkeypatch.setattr(rewards, "score", score)
         for e in group:
-            e.reward = rollout.scored(e, rewards.Pay())
+            e.reward = rollout.compute_reward(e, rewards.Pay())
         (gradient,), _ = run_update(policy, vision, codec, [group], settings())
         found.append(([e.reward["total"] for e in group], gradient))
         for e in group:  # the advantages are those of the logged numbers, to the digit

@@ -67,7 +67,7 @@ def test_a_step_of_broken_videos_only_is_logged_and_changes_nothing(
         for task in batch:
             e = rollout.Episode(task, f"{step}/{task['id']}", 0, 4, step, status="video_error",
                                 error="gone")
-            e.reward = rollout.scored(e, sampler.pay)
+            e.reward = rollout.compute_reward(e, sampler.pay)
             yield e
 
     monkeypatch.setattr(rollout, "run", broken)

@@ -51,7 +51,11 @@ def flags(server, **more):
 
 
 def pay(judge, *episodes):
-    return [e.reward for e in rollout.paid(episodes, rewards.Pay(), judge)]
+    async def score_all():
+        await asyncio.gather(*(rollout.score_episode(e, rewards.Pay(), judge) for e in episodes))
+
+    asyncio.run(score_all())
+    return [e.reward for e in episodes]
 
 
 @pytest.fixture
@@ -79,7 +83,7 @@ def test_the_verdict_is_the_reward_of_an_open_answer(judge):
     called.calls = [call]
     with Server(table({"scarlet": "Yes.", "crimson": "**yes**"})) as server:
         yes, no, tool = pay(judge(server), right, wrong, called)
-    by_rule = [rollout.scored(e) for e in (right, wrong, called)]
+    by_rule = [rollout.compute_reward(e) for e in (right, wrong, called)]
     assert [r["acc"] for r in by_rule] == [0.0, 1.0, 0.0] and "judge" not in by_rule[0]
     assert (yes["acc"], no["acc"]) == (1.0, 0.0) and (yes["judge"], no["judge"]) == (True, False)
     assert yes["total"] == by_rule[0]["total"] + 1 and yes["paid_task"] == 1.0

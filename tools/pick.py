@@ -84,7 +84,7 @@ def groups(paths: list[str]) -> list[list]:
     for group in found.values():
         for episode in group:  # by the present code, whatever version wrote them
             verdict = episode.reward.get("judge")  # but for a judge, who is not asked again
-            episode.reward = rollout.scored(
+            episode.reward = rollout.compute_reward(
                 episode, verdict=verdict if isinstance(verdict, bool) else None)
     return list(found.values())
 

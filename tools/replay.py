@@ -12,6 +12,7 @@ Writes: --out/step_000001/ (checkpoint), --out/last, --out/log.jsonl, --out/args
   python tools/replay.py --preset toy --ckpt sft_out --rollouts r.jsonl --video-root toy --out D
   torchrun --nproc_per_node 8 tools/replay.py --ckpt C --rollouts grpo_out/rollouts/step_000007.* ..
 """
+import asyncio
 import json
 import os
 import sys
@@ -38,7 +39,7 @@ def read_rollouts(paths: list[str], pay: rewards.Pay) -> list[rollout.Episode]:
     and for a task without an answer."""
     episodes = [rollout.from_json(row) for row in records.read_rollouts(paths)]
     for e in episodes:
-        e.reward = rollout.scored(e, pay)
+        e.reward = rollout.compute_reward(e, pay)
         if not e.reward:  # a question of tools/ask.py
             raise launch.UserError(f"--rollouts: task {e.task['id']} has no answer to learn from")
     return episodes
@@ -122,7 +123,10 @@ def main():
     # Before the first forward, which all ranks take together.
     groups = [group for group in groups if still_there(group, policy.features)]
     if judge:
-        list(rollout.paid(episodes, pay, judge))
+        async def score_all():
+            await asyncio.gather(*(rollout.score_episode(e, pay, judge) for e in episodes))
+
+        asyncio.run(score_all())
     for group in groups:
         grpo.set_advantages(group)
     rollout_s = time.monotonic() - clock

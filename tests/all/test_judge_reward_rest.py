@@ -5,6 +5,7 @@ import argparse
 import functools
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from scripted import Scripted, Server, play
@@ -54,43 +55,24 @@ def test_a_judge_that_goes_away_stops_no_run_and_is_asked_when_it_is_back(
     assert capsys.readouterr().err.count("no verdict of the judge (") == 1
 
 
-def test_episodes_go_on_while_the_judge_thinks_and_keep_their_order(judge):
+def test_episodes_go_on_while_the_judge_thinks(judge):
     """The judge answers only after the last episode has been played."""
     over = threading.Event()
 
-    def episodes():
-        for n in range(5):
-            yield said(f"colour {n}", n)
-        yield said("A", 5, kind="mcq", answer="A", options=["red", "blue"])
-        over.set()
+    async def play(episode, sampler):
+        done = said("A" if episode.sample == 5 else f"colour {episode.sample}", episode.sample)
+        if episode.sample == 5:
+            done.task = task(kind="mcq", answer="A", options=["red", "blue"])
+            over.set()
+        return done
 
     with Server(lambda body: "yes" if over.wait(20) else 500) as server:
-        found = list(rollout.paid(episodes(), None, judge(server)))
-    assert [e.sample for e in found] == list(range(6))
-    assert [e.reward.get("judge") for e in found] == [True] * 5 + [None]
-
-
-def test_no_more_episodes_wait_than_there_may(judge):
-    """Each holds its frames."""
-    played, held = [], threading.Event()
-
-    def episodes():
-        for n in range(5):
-            played.append(n)
-            if n == 3:  # a third one waits: the first must be paid now
-                assert held.is_set()
-            yield said(f"colour {n}", n)
-
-    def reply(body):
-        if given(body) == "colour 0":
-            threading.Timer(0.05, held.set).start()
-            held.wait(20)
-        return "yes"
-
-    with Server(reply) as server:
-        found = rollout.paid(episodes(), None, judge(server), most=2)
-        assert next(found).sample == 0 and played == [0, 1, 2]
-        assert [e.sample for e in found] == [1, 2, 3, 4]
+        sampler = rollout.Sampler(SimpleNamespace(max_seqs=8), None, None, rollout.Agent(),
+                                  judge=judge(server))
+        scored = list(rollout.run(sampler, [task()], 4, 6, play=play))
+    assert scored[0].sample == 5  # the others wait for their verdicts, and it does not
+    assert sorted((e.sample, e.reward.get("judge")) for e in scored) == [
+        *((n, True) for n in range(5)), (5, None)]
 
 
 # ------------------------------------------------------------------------------------------------
