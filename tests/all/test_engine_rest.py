@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import reference  # noqa: F401  waits for engines with `patient`
 import torch
 from safetensors.torch import load_file
 from scripted import ANSWER, Scripted, play
