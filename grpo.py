@@ -193,6 +193,46 @@ def policy_loss(logp, old, sampler, ref, advantage, clip_eps, kl, tis_cap=5.0):
     return loss, stats
 
 
+def make_minibatches(codec, trees, args):
+    """Trees of this rank -> [[(Pack, real)]]: the packs of each optimizer step. real False: a spare
+    pack, which carries no gradient. Collective."""
+    minibatches = []
+    for i in range(args.minibatches):
+        # A pack holds as many trees as fit into --pack-tokens, and takes one forward.
+        filled = model.fill_packs(trees[i::args.minibatches], args.pack_tokens)
+        # Ranks may have different numbers of packs, but FSDP gathers weights in every forward, with
+        # all ranks. So ranks with fewer packs add spare ones.
+        minibatches.append(model.even_packs(codec, [model.pack_trees(codec, t) for t in filled]))
+    return minibatches
+
+
+def pack_loss(policy, reference, teacher, pack, real, old, args):
+    """One forward of each model over a Pack -> (loss [n], {name of a number for the log: [n]}), for
+    its n sampled tokens. old: log-probs before this batch [n], None for those of this forward."""
+    import torch
+
+    # All log-probs are at the sampling temperature: the engine's are, too.
+    logp, entropy = policy(pack, args.temperature)  # [n] each
+    old = logp.detach() if old is None else old  # a constant
+    with torch.no_grad():
+        ref = None if reference is None else reference(pack, args.temperature)[0]  # [n]
+        taught = None if teacher is None else teacher(pack, args.temperature)[0]  # [n]
+    if real:
+        advantage = model.to_device(pack.values["advantage"], logp.device)  # [n]
+        sampler = model.to_device(pack.values["sampler"], logp.device)  # [n]
+    else:  # a spare pack: advantage 0, and an engine that agrees with the trainer
+        advantage, sampler = torch.zeros_like(old), old
+    numbers = {}
+    if teacher is not None:
+        # A token that the teacher finds likelier than the policy does is worth saying.
+        advantage = advantage + args.distill * (taught - old)
+        numbers["teacher_kl"] = old - taught  # reverse KL
+    loss, stats = policy_loss(logp, old, sampler, ref, advantage, args.clip_eps, args.kl)
+    gap = (old - sampler).abs()  # engine against trainer: only rounding is allowed
+    return loss, {"loss": loss.detach(), "tokens": torch.ones_like(gap), "gap": gap,
+                  "entropy": entropy, **stats, **numbers}
+
+
 def update(policy, reference, optimizer, trees, tokens, args, teacher=None):
     """
     Trains on one batch in args.minibatches optimizer steps -> means over the sampled tokens of all
@@ -218,15 +258,7 @@ def update(policy, reference, optimizer, trees, tokens, args, teacher=None):
                 "skipped_update": 1, "bad_updates": 0}
     # With several minibatches each of them divides by its even part of N.
     n = max(1.0, sampled_everywhere / args.minibatches)
-
-    # A pack holds as many trees as fit into --pack-tokens, and takes one forward. Ranks may have
-    # different numbers of packs, but FSDP gathers weights in every forward, with all ranks. So
-    # ranks with fewer packs add spare ones (real = False) that carry no gradient.
-    minibatches = []  # [[(pack, real)]]
-    for i in range(args.minibatches):
-        filled = model.fill_packs(trees[i::args.minibatches], args.pack_tokens)
-        packs = [model.pack_trees(policy.codec, members) for members in filled]
-        minibatches.append(model.even_packs(policy.codec, packs))
+    minibatches = make_minibatches(policy.codec, trees, args)
 
     # old_t: the policy before the FIRST step of this batch. With one step old = logp. With more,
     # later minibatches meet a policy that has moved, so all of them are scored beforehand.
@@ -237,43 +269,22 @@ def update(policy, reference, optimizer, trees, tokens, args, teacher=None):
                 old_logps[id(pack)] = policy(pack, args.temperature)[0]
 
     # Sums stay on the device until the end, so that no pack waits for a copy to the host.
-    sums = torch.zeros(len(names), device=device, dtype=torch.float64)
-    worst_gap = torch.zeros((), device=device, dtype=torch.float64)
+    zero = torch.zeros((), device=device, dtype=torch.float64)
+    sums, worst_gap = dict.fromkeys(names, zero), zero
     norms, apart = [], []  # apart: (K [n], reverse KL to the teacher [n]) of each pack
     for packs in minibatches:  # one optimizer step each
         for pack, real in packs:
-            ref = None
-            if reference is not None:
-                with torch.no_grad():
-                    ref, _ = reference(pack, args.temperature)  # [n]
-            # All log-probs are at the sampling temperature: the engine's are, too.
-            logp, entropy = policy(pack, args.temperature)  # [n] each
-            old = old_logps.get(id(pack), logp.detach())  # [n] a constant
-            if real:
-                advantage = model.to_device(pack.values["advantage"], device)  # [n]
-                sampler = model.to_device(pack.values["sampler"], device)  # [n]
-            else:  # a spare pack: advantage 0, and an engine that agrees with the trainer
-                advantage, sampler = torch.zeros_like(old), old
-            if teacher is not None:
-                with torch.no_grad():
-                    taught, _ = teacher(pack, args.temperature)  # [n]
-                # A token that the teacher finds likelier than the policy does is worth saying.
-                advantage = advantage + args.distill * (taught - old)
-                if real:
-                    apart.append((pack.values["frames"], old - taught))
-            loss, stats = policy_loss(logp, old, sampler, ref, advantage, args.clip_eps, args.kl)
-
+            loss, numbers = pack_loss(policy, reference, teacher, pack, real,
+                                      old_logps.get(id(pack)), args)
             # FSDP averages gradients over ranks. Each rank holds a part of the sum over N, so it
             # multiplies by the number of ranks.
             (real * world * loss.sum() / n).backward()
-
-            # Numbers for the log. Spare packs do not count.
-            if real:
-                gap = (old - sampler).abs()  # [n] engine against trainer: only rounding is allowed
-                seen = (loss.detach(), torch.ones_like(gap), gap, entropy,
-                        stats["kl"], stats["clipped"], stats["truncated"])  # fmt: skip
-                sums += torch.stack([values.double().sum() for values in seen])
-                worst_gap = torch.maximum(worst_gap, gap.max().double())
+            if not real:  # spare packs do not count in the log
+                continue
+            sums = {name: sums[name] + numbers[name].double().sum() for name in names}
+            worst_gap = torch.maximum(worst_gap, numbers["gap"].max().double())
+            if teacher is not None:
+                apart.append((pack.values["frames"], numbers["teacher_kl"]))
 
         norms.append(model.clip_gradients(policy, args.clip))
         # The norm covers the gradients of all ranks, so all of them step or none does.
@@ -282,10 +293,12 @@ def update(policy, reference, optimizer, trees, tokens, args, teacher=None):
         optimizer.zero_grad(set_to_none=True)
 
     # Every rank gets the same means, so every rank comes to the same decision on check_gap.
+    sums = torch.stack([sums[name] for name in names])
     dist.all_reduce(sums)
     dist.all_reduce(worst_gap, op=dist.ReduceOp.MAX)
-    means = dict(zip(names, (sums / sums[1].clamp(min=1)).tolist()))
-    return {**means, "tokens": sums[1].item(), "grad_norm": max(norms),
+    sums = dict(zip(names, sums.tolist()))
+    means = {name: value / max(1.0, sums["tokens"]) for name, value in sums.items()}
+    return {**means, "tokens": sums["tokens"], "grad_norm": max(norms),
             "gap_max": worst_gap.item(), "skipped_update": 0, **teacher_kl(apart, teacher),
             "bad_updates": sum(not math.isfinite(norm) for norm in norms)}
 
