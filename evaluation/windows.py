@@ -59,8 +59,8 @@ def steps(records):
             continue
         for call in calls:
             # A window's frames are at the middles of equal parts. Toy films have 1 frame a second.
-            start, seconds, n = call["start"], call["end"] - call["start"], call.get("frames_seen", 0)
-            frames |= {int(start + (i + 0.5) * seconds / n) for i in range(n)}
+            start, end, n = call["start"], call["end"], call.get("frames_seen", 0)
+            frames |= {int(start + (i + 0.5) * (end - start) / n) for i in range(n)}
             told += f" {call['summary']},"
         colours = collections.Counter(event["colour"] for event in events)
         way = (True, bool(calls), all(frames & {*range(e["start"], e["end"])} for e in events),
