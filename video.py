@@ -47,7 +47,7 @@ import launch
 # Formats of a single file whose frames have times. Last line: stills, videos of one frame.
 FORMATS = ("mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,rm,dv,mxf,nut,ivf,gif,apng,yuv4mpegpipe,"
            "image2,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe")
-READER = 2  # raise this if reading changes: older frames on disk are then not used
+READER = 3  # raise this if reading changes: older frames on disk are then not used
 MAX_PIXELS = 2**26  # of a frame; two frames of 8K
 MAX_MEMORY = 8 * 2**30  # bytes of a decoder process, decoded frames included
 
@@ -80,7 +80,7 @@ class Frames:
     frame_keys: list[str]  # [T] equal in every set that holds this frame at this size
 
 
-@functools.cache  # all pairs are compared: some 0.3 s if a frame may have 12 million pixels
+@functools.cache
 def smart_size(height, width, min_pixels, max_pixels, multiple=32):
     """(height, width) in pixels -> (h, w) to resize to, whole multiples of `multiple`.
 
@@ -94,14 +94,17 @@ def smart_size(height, width, min_pixels, max_pixels, multiple=32):
     area = min(max(height * width, min_pixels), max_pixels)  # own area, moved into the bounds
     tall = math.sqrt(area * height / width) / multiple  # the exact answer, in cells of `multiple`
     wide = math.sqrt(area * width / height) / multiple
-    least, most = -(-min_pixels // multiple**2), max_pixels // multiple**2  # whole cells
+    least, most = max(1, -(-min_pixels // multiple**2)), max(1, max_pixels // multiple**2)  # cells
     if least > most:
         least = 1  # no whole number lies between 13.2 and 13.8 cells
-    cells = [(a, b) for a in range(1, most + 1) for b in range(-(-least // a), most // a + 1)]
-    # Rounded, so that ties compare equal and the smaller a wins on every machine.
-    best = min(((round(abs(math.log(a / tall)) + abs(math.log(b / wide)), 9), a, b)
-                for a, b in cells), default=(0.0, 1, 1))  # (distance, cells down, cells across)
-    return best[1] * multiple, best[2] * multiple
+    # A column that is taller than the exact one and holds `least` cells alone only gets worse.
+    down = np.arange(1, min(most, max(math.ceil(tall), least)) + 1)[:, None]  # [N, 1] cells
+    low, high = -(-least // down), most // down  # [N, 1] bounds of the cells across
+    across = (math.floor(wide) + np.arange(2)).clip(low, high)  # [N, 2] the two nearest widths
+    distance = np.abs(np.log(down / tall)) + np.abs(np.log(across / wide))
+    # Rounded, so that ties compare equal and the smaller one wins on every machine.
+    best = np.where(low <= high, distance.round(9), np.inf).argmin()
+    return (int(best) // 2 + 1) * multiple, int(across.flat[best]) * multiple
 
 
 def _on_display(starts, looks):
