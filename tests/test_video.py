@@ -469,8 +469,8 @@ def test_a_second_header_inside_a_flv_file(tmp_path):
 
 def test_a_video_whose_index_names_no_key_frame(tmp_path):
     """Fragments whose samples are all flagged as dependent: seeks are refused."""
-    whole = write(tmp_path / "v.mp4", 40, g=10, sc_threshold=0, size=(128, 64), draw=grainy, bf=0,
-                  mux={"movflags": "frag_keyframe+empty_moov+default_base_moof"})
+    whole = write(tmp_path / "v.mp4", 40, size=(128, 64), draw=grainy,
+                  mux={"movflags": "frag_keyframe+empty_moov+default_base_moof"}, **TWO_CODERS[0])
     data = bytearray(Path(whole).read_bytes())
     runs = [match.start() for match in re.finditer(b"trun", data)]
     for at in runs:  # after the name: flags, number of samples, offset, flags of the first sample
