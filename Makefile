@@ -7,7 +7,6 @@
 # make test-page   the tests of view.py's page in a real browser (installs Debian's Chromium); `make test-all` runs them where there is one
 # make test-faults   a fault at every file operation of a save and of a start (`make test-all` tries a sample)
 # make test-compat   a saved checkpoint in transformers 4.57 (installed beside, in .venv/transformers-4.57; `make test-all` then does it too)
-# make ablation   three experiments in the toy world -> bench/ablation.{json,md}, docs/ablation*.png  (about 4 hours on two cores; finished rows are kept)
 PYTHON ?= python3
 # one rank a GPU (a power of two: the demo's 16 prompts are dealt out evenly), two where there is none
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c ^GPU)
@@ -45,7 +44,7 @@ locked = { $(UV) -r $(1).txt -c $(1)-lock.txt || $(BIN)/pip install -q --no-comp
 export PYTHONDONTWRITEBYTECODE :=
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: venv demo ablation lint test test-all test-fast test-faults test-page test-compat clean
+.PHONY: venv demo lint test test-all test-fast test-faults test-page test-compat clean
 
 venv: .venv/ready
 
@@ -109,12 +108,7 @@ demo: venv
 	$(call stage,PARA-GRPO,$(TORCHRUN) grpo.py --preset toy --ckpt $(DEMO)/sft --data $(DEMO)/toy/rl.jsonl --steps 30 --lora $(LORA) --seed $(SEED) --out $(DEMO)/grpo)
 	$(call stage,evaluation of both,$(BOTH))
 	$(BIN)/python eval.py --compare $(DEMO)/eval/sft $(DEMO)/eval/grpo --out $(DEMO)
-	$(BIN)/python bench/frontier.py $(DEMO)/eval/sft $(DEMO)/eval/grpo
 	$(BIN)/python tools/view.py $(DEMO) --out $(DEMO)/index.html
-
-ablation: venv
-	$(BIN)/pip install -q matplotlib==3.11.2
-	$(BIN)/python bench/ablation.py
 
 clean:
 	rm -rf .venv out

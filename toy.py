@@ -16,10 +16,10 @@ right form and is often wrong about the place. Where to look is left for RL to l
 16 a film has 128 seconds, scenes of 4 to 12, colours that return, and one to five scenes of the
 border. 16 frames or more show all scenes; the demonstrations have these K alone.
 
-The world of --world named, which bench/ablation.py uses. A film of the same size: grey noise, and 1
-to 3 coloured squares, each on screen for 2 seconds within a separate 8-second slot. The question
-names slots. The answer lists "time colour" pairs in order, so a colour is always looked up by a
-time, in frames and in summaries alike.
+The world of --world named, in which docs/ablation.md was measured. A film of the same size: grey
+noise, and 1 to 3 coloured squares, each on screen for 2 seconds within a separate 8-second slot.
+The question names slots. The answer lists "time colour" pairs in order, so a colour is always
+looked up by a time, in frames and in summaries alike.
     Which colours appear between 16 and 24, 40 and 48?      ->  16 red, 40 blue
 An overview has K frames at the centres of K equal segments. It shows an event of 2 seconds always
 at K = 64 and 32, three times in five at 16, twice in five at 8, never at 4. A crop of the slot
@@ -206,7 +206,7 @@ def make_task(name, events, asked=None):
     return {"id": name, "video": f"videos/{name}.mp4", "question": question, "options": None,
             "answer": answer, "type": "list", "subtitles": None,
             "category": f"{len(hits)} event{'s' if len(hits) > 1 else ''}",
-            "events": hits, **more}  # for bench/frontier.py; no prompt contains them
+            "events": hits, **more}  # for evaluation/windows.py; no prompt contains them
 
 
 def make_sample(name, rng, world, scenes=4):

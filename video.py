@@ -47,7 +47,7 @@ import launch
 # Formats of a single file whose frames have times. Last line: stills, videos of one frame.
 FORMATS = ("mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,rm,dv,mxf,nut,ivf,gif,apng,yuv4mpegpipe,"
            "image2,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe")
-READER = 2  # raise this if reading changes: older frames on disk are then not used
+READER = 3  # raise this if reading changes: older frames on disk are then not used
 MAX_PIXELS = 2**26  # of a frame; two frames of 8K
 MAX_MEMORY = 8 * 2**30  # bytes of a decoder process, decoded frames included
 
@@ -80,7 +80,7 @@ class Frames:
     frame_keys: list[str]  # [T] equal in every set that holds this frame at this size
 
 
-@functools.cache  # all pairs are compared: some 0.3 s if a frame may have 12 million pixels
+@functools.cache
 def smart_size(height, width, min_pixels, max_pixels, multiple=32):
     """(height, width) in pixels -> (h, w) to resize to, whole multiples of `multiple`.
 
@@ -94,14 +94,16 @@ def smart_size(height, width, min_pixels, max_pixels, multiple=32):
     area = min(max(height * width, min_pixels), max_pixels)  # own area, moved into the bounds
     tall = math.sqrt(area * height / width) / multiple  # the exact answer, in cells of `multiple`
     wide = math.sqrt(area * width / height) / multiple
-    least, most = -(-min_pixels // multiple**2), max_pixels // multiple**2  # whole cells
-    if least > most:
-        least = 1  # no whole number lies between 13.2 and 13.8 cells
-    cells = [(a, b) for a in range(1, most + 1) for b in range(-(-least // a), most // a + 1)]
-    # Rounded, so that ties compare equal and the smaller a wins on every machine.
-    best = min(((round(abs(math.log(a / tall)) + abs(math.log(b / wide)), 9), a, b)
-                for a, b in cells), default=(0.0, 1, 1))  # (distance, cells down, cells across)
-    return best[1] * multiple, best[2] * multiple
+    least, most = -(-min_pixels // multiple**2), max(1, max_pixels // multiple**2)  # whole cells
+    least = least if 1 <= least <= most else 1  # no whole number lies between 13.2 and 13.8 cells
+    # A column that is taller than the exact one and holds `least` cells alone only gets worse.
+    down = np.arange(1, min(most, max(math.ceil(tall), least)) + 1)[:, None]  # [N, 1] cells
+    low, high = -(-least // down), most // down  # [N, 1] bounds of the cells across
+    across = (math.floor(wide) + np.arange(2)).clip(low, high)  # [N, 2] the two nearest widths
+    distance = np.abs(np.log(down / tall)) + np.abs(np.log(across / wide))
+    # Rounded, so that ties compare equal and the smaller one wins on every machine.
+    best = np.where(low <= high, distance.round(9), np.inf).argmin()
+    return (int(best) // 2 + 1) * multiple, int(across.flat[best]) * multiple
 
 
 def _on_display(starts, looks):
@@ -144,8 +146,7 @@ def crop_indices(starts, duration, start, end, num_frames=None, fps=1.0, max_fra
     wanted = (high - low) * fps if num_frames is None else num_frames  # looks
     # round() would send 2.5 to 2. The minimum comes first, because a huge fps has no whole number.
     n = max(math.floor(min(wanted, max_frames) + 0.5), 1)
-    looks = low + (np.arange(n) + 0.5) * (high - low) / n  # [n] seconds, as in an overview
-    return _on_display(starts, looks)
+    return _on_display(starts, low + (np.arange(n) + 0.5) * (high - low) / n)  # as in an overview
 
 
 def resolve(video, root=None):
@@ -292,10 +293,9 @@ def _promised_end(file):
 
 def _duration(starts, end):
     """Starts [N], end of the last frame in seconds -> duration; without an end, one frame more."""
-    if end > starts[-1]:  # FLV and fragmented mp4 do not state an end
-        return round(float(end), 4)
     usual = float(np.median(np.diff(starts))) if len(starts) > 1 else 1.0  # a still: one second
-    return round(float(starts[-1]) + usual, 4)
+    end = round(float(end), 4)  # FLV and fragmented mp4 do not state it
+    return end if end > starts[-1] else round(float(starts[-1]) + usual, 4)
 
 
 def _pictures(folder):
@@ -367,8 +367,7 @@ def _stream(path):
         with open(path, "rb") as file:
             part, end, size = _promised_end(file)
         if end > size:  # PyAV does not notice: an mp4 with the index in front opens at any length
-            why = f"is truncated: its {part} ends at byte {end}, the file at byte {size}"
-            raise VideoError(path, why)
+            raise VideoError(path, f"truncated: {part} ends at byte {end}, the file at byte {size}")
         # Other formats name further files, anywhere on the disk (playlists), or draw text (tty).
         options = {"format_whitelist": FORMATS, "protocol_whitelist": "file",
                    "pattern_type": "none"}  # of stills: %d in a name means no other files
@@ -380,6 +379,8 @@ def _stream(path):
             if stream.width * stream.height > MAX_PIXELS:
                 raise VideoError(path, f"{stream.width}x{stream.height} pixels are too many")
             stream.codec_context.thread_count = 1  # unset: every core, per open file
+            # Else a crop on the left is rounded to an address that suits the processor.
+            stream.codec_context.flags |= av.codec.context.Flags.unaligned.value
             # PyAV asks libavformat to invent missing times of display. ffmpeg does not.
             container.flags &= ~av.container.Flags.gen_pts.value
             yield container, stream
@@ -394,29 +395,36 @@ def _open(path):
     """Path -> its table: starts [N] seconds, duration, height, width, ticks [N], key_ticks.
 
     Starts are strictly increasing, the first is 0.0. Ticks are the same times in the stream's own
-    unit and clock. key_ticks are those of the key frames, at which a seek can land. They include
+    unit and clock. key_ticks are those of the key frames at which decoding can begin. They include
     key frames that an edit list hides; starts do not. Raises VideoError.
     """
-    if os.path.isdir(path):
-        return _open_folder(path)
-    early, packets = [], []
+    early, packets, changed, sound = [], [], set(), 0.0  # changed: kinds; sound: its end in seconds
     with _stream(path) as (container, stream):
         unit = float(stream.time_base)  # seconds per tick
         leaps = container.format.flags & 0x200  # AVFMT_TS_DISCONT: its clock may jump
         reorders = stream.codec_context.has_b_frames
-        for packet in container.demux(stream):
+        for packet in container.demux(stream, *container.streams.audio):
+            if packet.stream.index != stream.index:
+                end = (packet.pts or 0) + (packet.duration or 0)
+                sound = max(sound, 0 if packet.is_discard else float(end * packet.time_base))
+                continue
             if len(early) < (8 if reorders else 1):
                 early += packet.decode()
             if packet.size:  # else: the flush at the end
                 pts = _tick(packet, reorders)
+                sets = _parameter_sets(stream.codec_context, packet)
+                changed |= {kind for kind, new in sets.items() if new}
+                # Decoding begins at a key frame that brings all that has changed since the header.
+                # A seek does not reliably bring a second header again.
+                begin = packet.is_keyframe and changed <= sets.keys() - {"header"}
                 packets.append((pts, pts if packet.dts is None else packet.dts,
-                                packet.duration or 0, packet.is_keyframe, packet.is_discard))
+                                packet.duration or 0, packet.is_keyframe, packet.is_discard, begin))
     if not early:
         raise VideoError(path, "PyAV: holds no video frames")
     untimed = [n for n, (pts, *_) in enumerate(packets) if pts is None]
-    # In decoding order: time of display, time of decoding, length [P] in ticks; two flags.
-    pts, dts, lengths, keys, hidden = np.array(
-        [row for row in packets if row[0] is not None], np.int64).reshape(-1, 5).T
+    # In decoding order: time of display, time of decoding, length [P] in ticks; three flags.
+    pts, dts, lengths, keys, hidden, begins = np.array(
+        [row for row in packets if row[0] is not None], np.int64).reshape(-1, 6).T
     came = [_tick(frame, reorders) for frame in early]
     # Frames before the first frame that decodes are left over from a cut and do not count.
     shown = (hidden == 0) & (came[0] is not None and pts >= came[0])
@@ -431,7 +439,7 @@ def _open(path):
     # Matroska has no times below zero. In files that were cut, frames of such times follow the
     # first key frame. They depend on frames that are gone, so they neither decode nor count.
     front = untimed and untimed[0] > 0 and untimed[-1] <= len(untimed)
-    key_ticks = np.unique(pts[keys > 0])
+    key_ticks = np.unique(pts[begins > 0])
     # Clips joined by times that overlap: a frame in front of a key frame is displayed later.
     overlap = np.minimum.accumulate(pts[::-1])[::-1][1:] < np.maximum.accumulate(pts)[:-1]
     if (None in came or came != sorted(came) or untimed and not front or not len(key_ticks)
@@ -442,9 +450,38 @@ def _open(path):
         ticks = np.array([last[tick] for tick in starts])  # [N] numbers of frames in decoding order
     else:
         starts, end = ticks, ticks[-1] + lengths[shown][pts[shown].argmax()]
-    end, starts = (end - starts[0]) * unit, np.round((starts - starts[0]) * unit, 4)
+    end, sound = (end - starts[0]) * unit, round(float(sound - starts[0] * unit), 1)
+    starts = np.round((starts - starts[0]) * unit, 4)
+    duration = _duration(starts, end)
     height, width = _upright(path, early[0]).shape[:2]  # the header may lie
-    return starts, _duration(starts, end), height, width, ticks, key_ticks
+    # The last picture stays while the sound goes on, whose end containers round differently.
+    return starts, max(duration, sound * (sound > duration + 0.1)), height, width, ticks, key_ticks
+
+
+def _parameter_sets(codec, packet):
+    """Packet -> {kind of parameter set that it brings: whether the file's header lacks its bytes}.
+
+    A decoder applies the ones that came last: NAL units of H.264 and HEVC, a second header (FLV,
+    mp4). A kind is the type and the first number: as many bits after a 1 as before. PPS have one.
+    """
+    sets = {"header": True} if packet.has_sidedata("new_extradata") else {}
+    types = {"h264": (7, 8), "hevc": (32, 33, 34)}.get(codec.name)
+    if types is None:
+        return sets
+    head, data, units, hevc = codec.extradata or b"", bytes(packet), [], codec.name == "hevc"
+    if head[:1] == b"\1":  # avcC, hvcC: in front of each unit stands its length
+        size, view = head.ljust(22, b"\3")[21 if hevc else 4] % 4 + 1, memoryview(data)
+        while view:
+            end = size + int.from_bytes(view[:size], "big")
+            units.append(bytes(view[size:end]))
+            view = view[end:]
+    for unit in units or data.split(b"\0\0\1"):
+        kind = unit and (unit[0] >> 1 & 63 if hevc else unit[0] & 31)
+        if kind in types:
+            bits = f"{int.from_bytes(unit[1 + hevc : 5 + hevc], 'big'):032b}"
+            kind = kind, bits[: 2 * bits.find("1") + 1]
+            sets[kind] = sets.get(kind, False) or unit.rstrip(b"\0") not in head
+    return sets
 
 
 def _tick(item, reorders):
@@ -488,8 +525,7 @@ def _jump(path, pts, dts, keys, leaps):
     back = [np.maximum.accumulate(times)[:-1] - times[1:] for times in (pts, dts)]  # [P - 1]
     jumps = (keys[1:] > 0) & (np.minimum(*back) > 0.1)
     far = np.diff(dts) > 10
-    if far.any() and (leaps or _joined(path)):
-        jumps |= far
+    jumps |= far & bool(leaps or far.any() and _joined(path))
     return dts[jumps.argmax()] - dts[0] if jumps.any() else None
 
 
@@ -518,24 +554,18 @@ def _upright(path, frame):
     return image[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1]
 
 
-def _drops_safely(codec):
-    """Codec context -> whether NONREF drops only frames that no other frame depends on.
-
-    An H.264 frame states this for the whole stream. An HEVC frame states this for one temporal
-    layer, and a frame of a higher layer may depend on it, so only files of one layer qualify. Other
-    codecs were not examined.
+def _decode(container, stream, wanted, key_ticks):
+    """Set of ticks -> iterator of the frames from here on, up to the last wanted frame. Frames that
+    are not wanted and that no other frame needs are not decoded. No frame, if decoding would begin
+    at a key frame that is none of key_ticks: seeks may land elsewhere.
     """
+    codec, missing, begun = stream.codec_context, set(wanted), False  # missing: not in the decoder
+    # An H.264 frame states for the whole stream whether another one needs it. An HEVC frame states
+    # this for one temporal layer, and a frame of a higher layer may need it, so only files of one
+    # layer qualify. Other codecs were not examined.
     head = codec.extradata or b""  # of HEVC in mp4 and Matroska: an hvcC record
     one_layer = len(head) > 21 and head[0] == 1 and head[21] >> 3 & 7 == 1  # numTemporalLayers
-    return codec.name == "h264" or codec.name == "hevc" and one_layer
-
-
-def _decode(container, stream, wanted, drop):
-    """Set of ticks -> iterator of the frames from here on, up to the last wanted frame.
-
-    `drop`: frames that are not wanted and that no other frame needs are not decoded.
-    """
-    codec, missing = stream.codec_context, set(wanted)  # missing: not in the decoder yet
+    drop = codec.name == "h264" or codec.name == "hevc" and one_layer
     for packet in container.demux(stream):
         # A packet without bytes is the flush at the end. A hidden frame may share a time.
         tick = _tick(packet, codec.has_b_frames)
@@ -543,51 +573,49 @@ def _decode(container, stream, wanted, drop):
         if not missing and not mine:  # only now, because the fields of a frame may come one by one
             yield from codec.decode(None)  # frames held back to reorder them
             return
+        if packet.is_keyframe and not begun and tick not in key_ticks:
+            return
+        begun = begun or packet.is_keyframe
+        drop = drop and not any(_parameter_sets(codec, packet).values())  # it may have more layers
         codec.skip_frame = "NONREF" if drop and not mine else "DEFAULT"
         yield from packet.decode()  # never a hidden frame
         if mine:
             missing.discard(tick)
 
 
-def _images(path, ticks, key_ticks, seeks=True):
-    """Path, ticks [T] and key_ticks of `_open` -> iterator of images [H, W, 3] uint8. seeks: may
-    begin at key frames, else the file is decoded from the first frame on."""
+def _images(path, ticks, key_ticks):
+    """Path, ticks [T] and key_ticks of `_open` -> iterator of (tick, image [H, W, 3] uint8)."""
     if os.path.isdir(path):
         _, names = _pictures(path)
-        if ticks[-1] >= len(names):
-            raise VideoError(path, "lost images since it was opened")
-        yield from (_picture(path, names[tick]) for tick in ticks)
+        yield from ((tick, _picture(path, names[tick])) for tick in ticks)
         return
-    left, found = ticks.tolist(), {}  # not handed out yet; tick -> image that waits for others
-    seeks = seeks and len(key_ticks) > 0
-    with _stream(path) as (container, stream):
-        drop, reorders = _drops_safely(stream.codec_context), stream.codec_context.has_b_frames
-        while left:
-            run = left[:]  # decoded in one go: all before the next key frame
-            if seeks:
-                after = np.searchsorted(key_ticks, left[0], side="right")  # index of the next
-                if after < len(key_ticks):
-                    run = left[: np.searchsorted(left, key_ticks[after])]
-                if after > 1 or after and len(left) < len(ticks):  # else the container stands there
-                    container.seek(int(key_ticks[after - 1]), stream=stream)
-            frames = (_decode(container, stream, set(run), drop and seeks) if len(key_ticks)
-                      else container.decode(stream))
-            for number, frame in enumerate(frames):
-                tick = _tick(frame, reorders) if len(key_ticks) else number
-                if tick in run:
-                    found[tick] = _upright(path, frame)
-                while left and left[0] in found:
-                    yield found.pop(left.pop(0))
-                if not left:
-                    return
-            if left[0] in run:  # this frame did not come
-                break
-        if not seeks:
-            place = (f"at {float(left[0] * stream.time_base):g} s of its own clock"
-                     if len(key_ticks) else f"number {left[0]}")
-            raise VideoError(path, f"PyAV: the frame {place} does not decode")
-    # Without an index (MPEG-TS) seeks land too late.
-    yield from _images(path, np.array(left), key_ticks, seeks=False)
+    left = ticks.tolist()
+    # Seeks may land too late (MPEG-TS has no index), or fail (an index without key frames). Then,
+    # and without key frames, the file is decoded from its first frame on.
+    for seeks in (True, False)[not len(key_ticks) :]:
+        with contextlib.suppress(*[VideoError] * seeks), _stream(path) as (container, stream):
+            reorders, run = stream.codec_context.has_b_frames, []
+            while left and not run:
+                run = left[:]  # decoded in one go: all before the next key frame
+                if seeks:
+                    after = np.searchsorted(key_ticks, left[0], side="right")  # index of the next
+                    if after < len(key_ticks):
+                        run = left[: np.searchsorted(left, key_ticks[after])]
+                    if after > 1 or after and len(left) < len(ticks):  # else it stands there
+                        container.seek(int(key_ticks[after - 1]), stream=stream)
+                frames = (_decode(container, stream, set(run), key_ticks) if seeks
+                          else container.decode(stream))
+                for number, frame in enumerate(frames):
+                    tick = _tick(frame, reorders) if len(key_ticks) else number
+                    if tick in run:
+                        run.remove(tick)
+                        left.remove(tick)
+                        yield tick, _upright(path, frame)
+                    if not run:
+                        break
+            if not left:
+                return
+    raise VideoError(path, f"PyAV: the frame of tick {left[0]} does not decode")
 
 
 def _read(path, ticks, key_ticks, height, width):
@@ -596,17 +624,28 @@ def _read(path, ticks, key_ticks, height, width):
 
     images = np.empty((len(ticks), height, width, 3), np.uint8)  # [T, H, W, 3]
     # One by one, because 4K frames fill gigabytes.
-    for n, image in enumerate(_images(path, ticks, key_ticks)):
+    for tick, image in _images(path, ticks, key_ticks):
         if image.shape[:2] != (height, width):  # at the same size there is no work
             image = Image.fromarray(np.ascontiguousarray(image))  # rotated images are strided views
             image = image.resize((width, height), Image.Resampling.BICUBIC)
-        images[n] = image
+        images[ticks == tick] = image
     return images
 
 
 def _answer(request):
-    """Arguments of _open (one) or of _read (several) -> their result."""
-    return (_open if len(request) == 1 else _read)(*request)
+    """Arguments of _read -> its result; a path alone -> starts, fields of VideoInfo, ticks and
+    key_ticks. Whatever is computed about a video is computed here: its errors are VideoErrors."""
+    try:
+        if len(request) > 1:
+            return _read(*request)
+        read = _open_folder if os.path.isdir(request[0]) else _open
+        starts, duration, height, width, *ticks = read(*request)
+        return starts, duration, len(starts), len(starts) / duration, width, height, *ticks
+    except (VideoError, ImportError):  # the latter is not the file's fault
+        raise
+    except Exception as error:  # of a file that nobody thought of
+        why = "needs too much memory: " * isinstance(error, MemoryError)
+        raise VideoError(request[0], f"{why}{type(error).__name__}: {error}") from error
 
 
 class ChildDecoder:
@@ -629,8 +668,7 @@ class ChildDecoder:
         if self.process is None:
             # multiprocessing would import the caller's script, with torch, in each child.
             self.pipe, theirs = Pipe()
-            command = [sys.executable, os.path.abspath(__file__), "--serve"]
-            self.process = subprocess.Popen(command, stdin=theirs)
+            self.process = subprocess.Popen([sys.executable, __file__, "--serve"], stdin=theirs)
             theirs.close()  # then the child's death is an end of file here
         frames = len(request[1]) if len(request) > 1 else 0  # opening a file asks for none
         patience = self.timeout * max(1.0, frames / 64)  # each frame may need a seek
@@ -673,11 +711,9 @@ def _serve():
         while True:
             try:
                 pipe.send((None, _answer(pipe.recv())))
-            except (VideoError, ImportError) as error:  # the latter is not the file's fault
+            except (VideoError, ImportError) as error:
                 # A VideoError as text, because here the class belongs to __main__.
                 pipe.send((getattr(error, "why", error), None))
-            except MemoryError:
-                pipe.send((f"needs more than {MAX_MEMORY >> 30} GiB of memory", None))
 
 
 class Decoders:
@@ -685,17 +721,15 @@ class Decoders:
 
     def __init__(self, timeout, workers):
         self.timeout, self.workers = timeout, workers  # None: the calling thread decodes
-        self.idle = []  # unused children
-        self.busy, self.lock = 0, threading.Lock()  # decoders at work on sets of frames
+        # Unused children; number of decoders at work on sets of frames.
+        self.idle, self.busy, self.lock = [], 0, threading.Lock()
 
     def ask(self, request):
         """_answer of an idle or a new child; without a timeout, of this thread."""
         if self.timeout is None:
             return _answer(request)
-        try:
-            child = self.idle.pop()
-        except IndexError:
-            child = ChildDecoder(self.timeout)
+        with self.lock:
+            child = self.idle.pop() if self.idle else ChildDecoder(self.timeout)
         try:
             return child.ask(request)  # outside the lock: other threads decode meanwhile
         finally:
@@ -718,9 +752,8 @@ class Decoders:
 
     def close(self):
         """Ends the idle children. A child in use stays and is idle later."""
-        with contextlib.suppress(IndexError):  # none is left
-            while True:
-                self.idle.pop().close()
+        idle, self.idle = self.idle, []
+        [child.close() for child in idle]
 
 
 class Folder:
@@ -854,8 +887,7 @@ class FrameCache:
 
     def key_frames(self, path):
         """Path -> indices of the key frames, at which a decoder can begin."""
-        _, _, ticks, key_ticks = self._table(_identity(path))
-        return np.flatnonzero(np.isin(ticks, key_ticks))
+        return np.flatnonzero(np.isin(*self._table(_identity(path))[2:]))
 
     def close(self):
         """Ends the decoders. The cache stays usable."""
@@ -865,11 +897,10 @@ class FrameCache:
         """`_identity` of a path -> (starts [N], VideoInfo, ticks [N], key_ticks), see `_open`."""
 
         def read():
-            starts, duration, height, width, *ticks = self.folder.through(
+            starts, *info, ticks, key_ticks = self.folder.through(
                 _digest(file), file, lambda: self.decoders.ask((file[0],)))
             starts.flags.writeable = False  # all callers share this array
-            info = VideoInfo(duration, len(starts), len(starts) / duration, width, height)
-            return (starts, info, *ticks), sum(array.nbytes for array in (starts, *ticks))
+            return (starts, VideoInfo(*info), ticks, key_ticks), 3 * starts.nbytes  # at most
 
         return self.memory.once(file, read, last=False)  # a look that needs the table comes next
 
@@ -880,7 +911,7 @@ class FrameCache:
         starts, info, ticks, key_ticks = self._table(file)
         height, width = size or smart_size(info.height, info.width, min_pixels, max_pixels)
         names = [_digest((file, int(i), height, width)) for i in indices]
-        key = _digest("".join(names))
+        key = _digest(names)
 
         def images():
             sets = [self.sets.get(name) for name in names]
@@ -899,9 +930,8 @@ class FrameCache:
 
 
 def _digest(value):
-    """-> 32 hex digits that name a text, or a tuple of texts and numbers."""
-    text = value if isinstance(value, str) else repr(value)
-    return sha256(text.encode()).hexdigest()[:32]  # hash() is salted
+    """-> 32 hex digits that name texts and numbers."""
+    return sha256(repr(value).encode()).hexdigest()[:32]  # hash() is salted
 
 
 def decode_threads():

@@ -432,6 +432,8 @@ def window_words(row):
              "acc_hit": "accuracy after a hit", "acc_miss": "after a miss",
              "miou": "over all episodes mIoU", "rec@iou": "rec@IoU", "acc@iou": "acc@IoU"}
     texts = [f"{words} {told(name)}" for name, words in parts.items()]
+    texts += [f"{name} {'-' if row[name] is None else format(row[name], '.3f')}"
+              for name in windows.STEPS if name in row]
     return [f"windows of {row['n']} episodes that called: {texts[0]}", *texts[1:]]
 
 
@@ -466,7 +468,8 @@ def compare(found, points=2.0):
                 row.update(acc_tools=r["headline"], f_tau=r["f_tau"], tokens_tools=tokens)
                 row.update(kappa=r["kappa"], interval=r["interval"],
                            videos=r.get("videos", FEW))
-                row |= {name: r["windows"][name] for name in ("recall", "hit") if "windows" in r}
+                row |= {key: share for key, share in r.get("windows", {}).items()
+                        if key in ("recall", "hit", *windows.STEPS)}
             else:
                 row.update(acc_no_tools=r["headline"], tokens_no_tools=tokens)
             if r.get("cost"):  # runs from before costs were kept have none
@@ -507,10 +510,11 @@ def compare(found, points=2.0):
 
 def comparison(compared):
     """Result of `compare` -> aligned text."""
-    judged = any("recall" in row for row in compared["rows"])  # windows, of episodes that called
+    # Windows of episodes that called, and the way to an answer in the toy world.
+    judged, toy = (any(name in row for row in compared["rows"]) for name in ("recall", "called"))
     lines = [f"{'checkpoint':<12} {'K':>6} {'n':>5} {'with tools [95%]':>22} {'tokens':>7} "
              f"{'no tools':>9} {'tokens':>7} {'f_tau':>6} {'kappa':>6}"
-             + " window: recall  hit" * judged]
+             + " window: recall  hit" * judged + " called  found   told  right" * toy]
     for row in compared["rows"]:
         tools = "-"  # not run, or refused
         if row.get("acc_tools") is not None:
@@ -518,7 +522,8 @@ def comparison(compared):
         line = f"{row['name']:<12} {row['K']!s:>6} {row['n']:>5} {tools:>22}"
         for name, width, digits in (("tokens_tools", 7, 0), ("acc_no_tools", 9, 3),
                                     ("tokens_no_tools", 7, 0), ("f_tau", 6, 3), ("kappa", 6, 2),
-                                    *[("recall", 14, 3), ("hit", 4, 2)] * judged):
+                                    *[("recall", 14, 3), ("hit", 4, 2)] * judged,
+                                    *[(name, 6, 2) for name in windows.STEPS] * toy):
             cell = "-" if row.get(name) is None else f"{row[name]:.{digits}f}"
             line += f" {cell:>{width}}"
         named = [row["bench"]] if row["bench"] else []

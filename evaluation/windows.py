@@ -6,24 +6,34 @@ evaluation/windows.py: did an agent look at the right place?
   hit, iou   whether any window meets the evidence; IoU of the two unions
   random     the same four, if the same windows had been placed at random in the film
 
+In the toy world also the way to an answer: share of episodes that called, of those the share whose
+frames found every flash, of those the share whose summaries told all colours, of those the share
+that was right. Their product is the accuracy that the search earns.
+
 Each executed window keeps its length, cut at the ends of the film, and its start is drawn evenly
 among those with which the window lies in the film. Windows are drawn apart from each other.
 
 Numbers alone. Reads and writes no file. Used by evaluation/scores.py.
 """
 
+import collections
+import itertools
 import random
 
 import rewards
 
 NAMES = ("recall", "precision", "hit", "iou")
+STEPS = ("called", "found", "told", "right")  # of the header; only tasks of toy.py have `events`
+
+
+def executed(record):
+    return [call for call in record["calls"] if call["status"] == "ok"]
 
 
 def looked_at(record):
     """Record -> spans of its executed calls [(start, end)], cut at the ends of the film."""
     end = record["timing"].get("video_s") or float("inf")
-    spans = [(max(0.0, call["start"]), min(call["end"], end)) for call in record["calls"]
-             if call["status"] == "ok"]
+    spans = [(max(0.0, call["start"]), min(call["end"], end)) for call in executed(record)]
     return [span for span in spans if span[0] <= span[1]]
 
 
@@ -39,11 +49,32 @@ def at_random(spans, evidence, seconds, draws=100, seed=""):
     return total
 
 
+def steps(records):
+    """Records of toy.py's tasks -> {step: share of the episodes that took all steps before it, None
+    of no episode}; {} of other tasks."""
+    counts = collections.Counter()
+    for record in records:
+        events, calls, frames, told = record["task"].get("events"), executed(record), set(), ""
+        if record["status"] != "ok" or not events:
+            continue
+        for call in calls:
+            # A window's frames are at the middles of equal parts. Toy films have 1 frame a second.
+            start, end, n = call["start"], call["end"], call.get("frames_seen", 0)
+            frames |= {int(start + (i + 0.5) * (end - start) / n) for i in range(n)}
+            told += f" {call['summary']},"
+        colours = collections.Counter(event["colour"] for event in events)
+        way = (True, bool(calls), all(frames & {*range(e["start"], e["end"])} for e in events),
+               all(told.count(f" {name},") >= n for name, n in colours.items()), right(record) == 1)
+        counts.update(range(len([*itertools.takewhile(bool, way)])))
+    return {name: counts[n + 1] / counts[n] if counts[n] else None
+            for n, name in enumerate(STEPS)} if counts else {}
+
+
 def judged(records, mean):
     """
     Records of one (benchmark, K, mode) -> {"n", name: mean, "random": {name: mean}, "acc_hit",
-    "acc_miss", "miou", "rec@iou", "acc@iou", "intervals": {name: [low, high] or None}}, {} if no
-    task has evidence or no episode looked.
+    "acc_miss", "miou", "rec@iou", "acc@iou", "intervals": {name: [low, high] or None}, `steps`},
+    {} if no task has evidence or no episode looked.
 
     The first are means over the episodes that looked. miou, rec@iou and acc@iou follow CG-Bench, as
     VLMEvalKit computes them, with the executed windows in place of intervals that a model is asked
@@ -75,7 +106,8 @@ def judged(records, mean):
     chance = {name: mean([(record, some[name]) for record, some in by_chance]) for name in NAMES}
     return {"n": len(seen), **{name: value for name, (value, _) in found.items()},
             "random": {name: value for name, (value, _) in chance.items()},
-            "intervals": {name: low_high for name, (_, low_high) in found.items()}}
+            "intervals": {name: low_high for name, (_, low_high) in found.items()},
+            **steps(records)}
 
 
 def right(record):

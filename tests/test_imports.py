@@ -20,15 +20,14 @@ ORDER = ["launch", "rewards", "video", "data", "chat", "model", "engine", "endpo
          "evaluation.windows", "evaluation.scores",
          "evaluation.publishers", "evaluation.senders",
          "evaluation.graders", "evaluation.folders", "evaluation.verify",
-         "eval", "tools.plan", "tools.ask", "tools.records", "tools", "bench.frontier",
-         "bench.verdicts", "bench"]  # fmt: skip
+         "eval", "tools.plan", "tools.ask", "tools.records", "tools", "bench"]  # fmt: skip
 FILES = sorted([*Path(ROOT).glob("*.py"), *Path(ROOT).glob("evaluation/*.py"),
                 *Path(ROOT).glob("tools/*.py"), *Path(ROOT).glob("bench/*.py")])
 
 
 def place(name):
-    """Dotted name -> its place in ORDER, None of what is not ours. Tools, and benches, are one
-    place each: none imports another but those that ORDER names."""
+    """Dotted name -> its place in ORDER, None of what is not ours. Tools are one place:
+    none imports another but those that ORDER names."""
     folder = name.partition(".")[0]
     found = [n for n in (name, folder) if n in ORDER]
     return ORDER.index(found[0]) if found else None

@@ -236,6 +236,21 @@ def test_smart_size_worked_examples(height, width, expected):
     assert video.smart_size(height, width, 1024, 50176) == expected
 
 
+@pytest.mark.parametrize("least, most", [(1, 60 * 1024), (1024, 50176), (37 * 1024, 37 * 1024),
+                                         (13500, 14000), (20000, 90000)])
+def test_smart_size_takes_the_nearest_of_all_pairs(least, most):
+    """Listed here; a bound of 10**9 pixels has 13 million pairs, and its answer comes at once."""
+    cells = [(a, b) for a in range(1, 100) for b in range(1, most // 1024 // a + 1)
+             if least <= a * b * 1024 or not most // 1024 >= -(-least // 1024)]
+    for height, width in [(32, 64), (100, 90), (1080, 1920), (7, 3000), (3000, 7), (160, 32)]:
+        area = min(max(height * width, least), most)
+        tall, wide = ((area * ratio) ** 0.5 / 32 for ratio in (height / width, width / height))
+        best = min(cells, key=lambda ab: (
+            round(abs(math.log(ab[0] / tall)) + abs(math.log(ab[1] / wide)), 9), ab))
+        assert video.smart_size(height, width, least, most) == (best[0] * 32, best[1] * 32)
+    assert video.smart_size(1080, 1920, **NATIVE) == (1088, 1920)
+
+
 def test_smart_size_refuses_nonsense():
     for wrong in ((0, 5, 1, 2), (5, 5, 3, 2), (5, 5, 1, 9, 0)):
         with pytest.raises(ValueError):
@@ -288,6 +303,192 @@ def test_files_of_one_and_two_frames(tmp_path, count):
     assert video.probe(path).duration == pytest.approx(count / 25)
     assert seen(video.overview(path, 64, **NATIVE).images) == list(range(count))
     assert seen(video.crop(path, 0, 1, **NATIVE).images) == [count // 2]  # centre of what there is
+
+
+@pytest.mark.parametrize("timeout", [None, 20])
+def test_a_frame_that_lasts_no_time_is_a_still(tmp_path, timeout):
+    """1 / 90000 s, which rounds to 0."""
+    path = write(tmp_path / "v.mp4", 1, rate=90000, mux={"video_track_timescale": "90000"})
+    info = video.probe(path, FrameCache(timeout=timeout))
+    assert (info.duration, info.num_frames, info.fps) == (1, 1, 1)
+    assert seen(video.overview(path, 4, **NATIVE).images) == [0]
+
+
+@pytest.mark.parametrize("timeout", [None, 20])
+def test_every_error_about_a_video_is_a_video_error(minute, tmp_path, monkeypatch, timeout):
+    """Also those that nobody thought of, here of a library; the child stays."""
+    (tmp_path / "av.py").write_text("def __getattr__(name):\n    return 1 // 0\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # what a child imports
+    if timeout is None:
+        monkeypatch.setattr(video, "_open", lambda path: 1 // 0)
+    cache = FrameCache(timeout=timeout)
+    for _ in range(2):
+        with pytest.raises(VideoError, match="ZeroDivisionError"):
+            video.overview(minute, 4, cache=cache)
+    assert timeout is None or cache.decoders.idle[0].process.poll() is None
+    cache.close()
+
+
+def write_with_sound(path, codec, seconds, bf):
+    """4 frames at 1 fps, and sound that goes on."""
+    silent = write(path.parent / "silent.mp4", 4, rate=1, bf=bf)
+    with av.open(silent) as source, av.open(str(path), "w") as container:
+        copy = container.add_stream_from_template(source.streams.video[0])
+        sound = container.add_stream(codec, rate=48000, layout="mono")
+        for packet in source.demux(video=0):
+            if packet.size:
+                packet.stream = copy
+                container.mux(packet)
+        samples = np.zeros((1, round(48000 * seconds)), np.float32)
+        for at in range(0, samples.shape[1], 960):
+            frame = av.AudioFrame.from_ndarray(samples[:, at : at + 960], "fltp", "mono")
+            frame.rate, frame.pts = 48000, at
+            container.mux(sound.encode(frame))
+        container.mux(sound.encode())
+    return str(path)
+
+
+@pytest.mark.parametrize("ending, codec", [("mp4", "aac"), ("mkv", "libopus")])
+@pytest.mark.parametrize("bf", [0, 2])
+def test_the_last_picture_stays_while_the_sound_goes_on(tmp_path, ending, codec, bf):
+    path = write_with_sound(tmp_path / f"v.{ending}", codec, 30, bf=bf)
+    assert video.probe(path).duration == 30
+    assert seen(video.crop(path, 20, 25, **NATIVE).images) == [3]
+    # Sound that ends with the picture, or soon after, changes nothing.
+    path = write_with_sound(tmp_path / f"w.{ending}", codec, 4.05, bf=bf)
+    assert video.probe(path).duration == 4
+
+
+# ---- parameter sets that change inside a film
+
+
+def grainy(index, width, height):
+    """What it shows, under noise that no frame shares: every reference counts in every picture."""
+    noise = np.random.default_rng(index).integers(0, 100, (height, width, 3), dtype=np.uint8)
+    return paint(index, width, height) // 2 + noise
+
+
+def units_of(path):
+    """mp4 of H.264 -> its packets as lists of NAL units, parameter sets in front of the first."""
+    with av.open(path) as container:
+        stream = container.streams.video[0]
+        head, packets = stream.codec_context.extradata, []
+        size = int.from_bytes(head[6:8], "big")
+        sets = [head[8 : 8 + size], head[11 + size :]]
+        sets[1] = sets[1][: int.from_bytes(head[9 + size : 11 + size], "big")]
+        for packet in container.demux(stream):
+            data, units = bytes(packet), []
+            while data:
+                end = 4 + int.from_bytes(data[:4], "big")
+                units.append(data[4:end])
+                data = data[end:]
+            packets += [units] * bool(units)
+    return [sets + packets[0], *packets[1:]]
+
+
+TWO_CODERS = ({"x264_params": "keyint=10:scenecut=0:bframes=0:cabac=0:ref=1"},
+              {"x264_params": "keyint=10:scenecut=0:bframes=0:8x8dct=1:ref=3:qp=20"})
+
+
+def two_coders(path, repeat, ending):
+    """Two recordings of 25 frames, whose coders write their parameter sets once, or with each key
+    frame (repeat), joined as bytes and put into a container with the first one's header."""
+    path, packets = Path(path), []
+    for n, options in enumerate(TWO_CODERS):
+        clip = write(path.parent / f"part{n}.mp4", 25, draw=lambda i, w, h, n=n: grainy(
+            i + 25 * n, w, h), size=(128, 64), **options)
+        units = units_of(clip)
+        packets += [(units[0][:2] if repeat and i % 10 == 0 and i else []) + packet
+                    for i, packet in enumerate(units)]
+    with av.open(str(path.parent / "part0.mp4")) as source, av.open(str(path), "w") as container:
+        copy = container.add_stream_from_template(source.streams.video[0])
+        for i, units in enumerate(packets):
+            prefix = ((lambda unit: b"\0\0\0\1") if ending == "ts"
+                      else (lambda unit: len(unit).to_bytes(4, "big")))
+            packet = av.Packet(b"".join(prefix(unit) + unit for unit in units))
+            packet.pts = packet.dts = i
+            packet.duration, packet.time_base = 1, Fraction(1, 25)
+            packet.stream, packet.is_keyframe = copy, i % 25 % 10 == 0
+            container.mux(packet)
+    return str(path)
+
+
+def assert_looks_as_in_a_row(path, count):
+    """Every frame in one go, and eleven alone, against PyAV from the first frame on."""
+    with av.open(path) as container:
+        row = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+    assert len(row) == video.probe(path).num_frames == count
+    got = images(path, range(count))
+    assert all(np.array_equal(a, b) for a, b in zip(got, row))
+    for i in np.linspace(0, count - 1, 11).astype(int):
+        assert np.array_equal(images(path, [i])[0], row[i]), i
+
+
+@pytest.mark.parametrize("repeat", [False, True])
+@pytest.mark.parametrize("ending", ["mp4", "mkv", "ts"])
+def test_parameter_sets_that_change_inside_a_film(tmp_path, ending, repeat):
+    path = two_coders(tmp_path / f"v.{ending}", repeat, ending)
+    assert_looks_as_in_a_row(path, 50)
+    # Decoding begins where the key frame brings its own sets, or the header's still hold.
+    begins = FrameCache().key_frames(path).tolist()
+    assert begins == [0, 10, 20, 25] + [35, 45] * repeat
+
+
+def test_the_key_of_a_frame_stands_for_one_picture(tmp_path):
+    """Whatever was looked at before."""
+    path = two_coders(tmp_path / "v.mp4", False, "mp4")
+    for looks in ((1, 0), (0, 1)):
+        cache = FrameCache(folder=tmp_path / str(looks[0]))
+        specs = {"frames": 50}, {"start": 1.6, "end": 1.64}
+        frames = {n: video.load({"video": path, **specs[n]}, cache=cache, **NATIVE) for n in looks}
+        whole, window = frames[0], frames[1]
+        at = whole.frame_keys.index(window.frame_keys[0])
+        assert np.array_equal(whole.images[at], window.images[0])
+
+
+def test_a_second_header_inside_a_flv_file(tmp_path):
+    """Of a live recording that was interrupted: its key frames do not bring it again."""
+    parts, tags = [], []
+    for n, options in enumerate(TWO_CODERS):
+        parts.append(Path(write(tmp_path / f"{n}.flv", 25, size=(128, 64), draw=lambda i, w, h, n=n:
+                                grainy(i + 25 * n, w, h), **options)).read_bytes())
+        at = 13
+        while at < len(parts[n]):
+            end = at + 15 + int.from_bytes(parts[n][at + 1 : at + 4], "big")
+            tag = bytearray(parts[n][at:end])
+            if tag[0] == 9 and not (tag[11] & 15 == 7 and tag[12] == 2):  # pictures, headers
+                time = int.from_bytes(tag[4:7], "big") + 1000 * n
+                tag[4:7] = time.to_bytes(3, "big")
+                tags.append(bytes(tag))
+            at = end
+    path = tmp_path / "v.flv"
+    path.write_bytes(parts[0][:13] + b"".join(tags))
+    assert_looks_as_in_a_row(str(path), 50)
+    assert FrameCache().key_frames(path).tolist() == [0, 10, 20]
+
+
+def test_a_video_whose_index_names_no_key_frame(tmp_path):
+    """Fragments whose samples are all flagged as dependent: seeks are refused."""
+    whole = write(tmp_path / "v.mp4", 40, size=(128, 64), draw=grainy,
+                  mux={"movflags": "frag_keyframe+empty_moov+default_base_moof"}, **TWO_CODERS[0])
+    data = bytearray(Path(whole).read_bytes())
+    runs = [match.start() for match in re.finditer(b"trun", data)]
+    for at in runs:  # after the name: flags, number of samples, offset, flags of the first sample
+        struct.pack_into(">I", data, at + 16, 0x1010000)
+    Path(whole).write_bytes(data)
+    assert len(runs) == 4
+    assert_looks_as_in_a_row(whole, 40)
+
+
+def test_a_crop_on_the_left_is_applied(tmp_path, ffmpeg):
+    """By 32 pixels, a multiple that a decoder in a hurry leaves there."""
+    path = tmp_path / "v.mp4"
+    ffmpeg("-i", write(tmp_path / "whole.mp4", 10, size=(128, 96), bf=0), "-c", "copy",
+           "-bsf:v", "h264_metadata=crop_left=32", path)
+    info = video.probe(path)
+    assert (info.width, info.height) == (96, 96)
+    _, pictures = shown_by(ffmpeg, path)
+    assert np.abs(images(path, range(10)) - pictures.astype(int)).mean() < 0.5
 
 
 def test_odd_sizes(tmp_path):

@@ -2,7 +2,6 @@
 The counts of tools/plan.py against torch's, and what tools/gpu_check.py finds:
 python -m pytest tests/all/test_plan_rest.py -q
 """
-import argparse
 import json
 import os
 import sys
@@ -18,7 +17,6 @@ import launch
 import model
 import rollout
 import sft
-from bench import step_model
 from tools import plan
 
 CPU = torch.device("cpu")
@@ -349,73 +347,3 @@ def test_a_check_that_fails_on_one_rank_fails_the_page(monkeypatch):
                            "failed": ["drift"], "rows": [drift, speed, error]}, {"2B": "8 GB"})
     assert "| drift | 0.25 | 0.25 to 0.25 | <= 1 | FAIL | rank 1: nats |" in text
     assert "## Plan: 2B" in text and "8 GB" in text
-
-
-# ------------------------------------------------------------------------------------------------
-# bench/step_model.py
-
-
-def seconds(**more):
-    """Parts of a step of the 8B, with these flags changed."""
-    flags = dict(gpus=8, cores=64, prompts=32, group=8, pixels=50176, text=600, prompt_tokens=0,
-                 kappa=1.4, window_frames=16, turn=300, answer=150, summary=100, tail=3.0,
-                 recompute="full", kl=0.01, engine_bits=16, overview_core_s=4.4, window_core_s=0.9,
-                 tflops=989.0, prefill_mfu=0.45, train_mfu=0.35, bandwidth=2.3, launch_ms=3.0,
-                 link=100.0)
-    return step_model.step(plan.read_config("8B"), argparse.Namespace(**{**flags, **more}))
-
-
-def test_the_update_takes_the_operations_that_torch_counts():
-    """Of one rank's trees: torch's own counter on the decoder of a small size, which a reference,
-    the recomputation and the rates then multiply."""
-    config = plan.read_config("2B")
-    config.text_config.num_hidden_layers = 2
-    counts = plan.parameter_counts(config)
-    from torch.utils.flop_counter import FlopCounterMode
-    from transformers import Qwen3VLForConditionalGeneration
-
-    config._attn_implementation = "eager"  # the counter knows products of matrices
-    with torch.device("meta"):
-        hf = Qwen3VLForConditionalGeneration(config).bfloat16()
-        ids = torch.zeros(1, 512, dtype=torch.long)
-        places = torch.zeros(4, 1, 512, dtype=torch.long)
-        with FlopCounterMode(display=False) as counter:
-            hf(input_ids=ids, position_ids=places, attention_mask=torch.ones(1, 512),
-               use_cache=False)
-    # eager attention computes the pairs that the mask hides too
-    ours = step_model.forward_operations(config, counts, 512, 512, 512 * 512)
-    assert ours == pytest.approx(counter.get_total_flops(), rel=0.01)
-
-
-def test_every_flag_of_the_step_model_changes_the_part_that_it_names():
-    base = seconds()
-    changed = {
-        "windows": [dict(cores=16), dict(kappa=3.0), dict(window_core_s=2.0)],
-        "overviews": [dict(cores=16), dict(overview_core_s=9.0), dict(prompts=64)],
-        "prefill": [dict(pixels=1e5), dict(text=900), dict(window_frames=8), dict(prefill_mfu=0.3),
-                    dict(prompt_tokens=9000), dict(tflops=300.0)],
-        "decode": [dict(turn=600), dict(answer=300), dict(summary=300), dict(tail=1.0),
-                   dict(engine_bits=8), dict(bandwidth=1.0), dict(launch_ms=9.0), dict(gpus=16)],
-        "update": [dict(group=4), dict(recompute="none"), dict(kl=0.0), dict(train_mfu=0.2)],
-        "sync": [dict(link=10.0)],
-    }
-    for part, flags in changed.items():
-        for flag in flags:
-            assert seconds(**flag)[part] != pytest.approx(base[part], rel=1e-3), (part, flag)
-    assert seconds(kl=0.0, recompute="none")["update"] == pytest.approx(base["update"] * 3 / 5)
-    slow = seconds(cores=16, overview_core_s=60.0)
-    assert slow["waiting"] > 0 == base["waiting"]
-    assert slow["step"] == pytest.approx(slow["rollouts"] + slow["update"] + slow["optimizer"]
-                                         + slow["sync"] + slow["waiting"])
-
-
-def test_samplers_apart_from_trainers_wait_for_videos_too():
-    """Where decoding takes longest it sets the pace."""
-    flags = dict(gpus=8, cores=16, prompts=32, group=8, pixels=50176, text=600, prompt_tokens=0,
-                 kappa=1.4, window_frames=16, turn=300, answer=150, summary=100, tail=3.0,
-                 recompute="full", kl=0.01, engine_bits=16, overview_core_s=60.0,
-                 window_core_s=0.9, tflops=989.0, prefill_mfu=0.45, train_mfu=0.35, bandwidth=2.3,
-                 launch_ms=3.0, link=100.0)
-    apart = step_model.split(plan.read_config("8B"), argparse.Namespace(**flags), 4)
-    # 32 overviews on 4 ranks with 3 decoders each: 16 cores, one of four is the rank's own
-    assert apart > 32 / 4 * 60.0 / 3

@@ -191,6 +191,34 @@ def test_windows_are_judged_over_the_episodes_that_called():
     assert "windows" not in scores.summarise([looked("a", [])])
 
 
+def test_the_way_to_an_answer_is_taken_apart_by_hand():
+    """One flash, in the seconds 9 and 10. A step counts only after the steps before it."""
+    def one(name, score, *calls):
+        found = looked(name, [(a, b) for a, b, _ in calls], [(8, 16)], score)
+        found["task"]["events"] = [{"start": 9, "end": 11, "colour": "red", "window": (8, 16)}]
+        for call, (a, b, text) in zip(found["calls"], calls):
+            call.update(summary=text, frames_seen=b - a)
+        return found
+
+    there, elsewhere = (8, 16, "8 red"), (16, 24, "16 red")
+    records = [one("a", 1.0, there), one("b", 0.0, there), one("c", 1.0, elsewhere), one("d", 0.0),
+               one("e", 1.0, elsewhere, (8, 16, "8 blue"))]
+    row = {**scores.summarise(records), "K": 4, "tools": "on"}
+    # Called 4 of 5, found 3 of 4, told 3 of 3 (one by another window), right 2 of 3.
+    wanted = {"called": 0.8, "found": 0.75, "told": 1.0, "right": pytest.approx(2 / 3)}
+    assert {name: row["windows"][name] for name in wanted} == wanted
+    assert "called 0.800, found 0.750, told 1.000, right 0.667" in scores.table([row])
+    compared = scores.compare([("sft", {"results": [row]}, {})])
+    head, line = scores.comparison(compared).splitlines()[:2]
+    assert head.split()[-4:] == [*wanted] and line.split()[-4:] == "0.80 0.75 1.00 0.67".split()
+    # One frame of the window, at 12 s, misses the flash. No episode is left for the later steps.
+    short = one("f", 1.0, there)
+    short["calls"][0]["frames_seen"] = 1
+    row = {**scores.summarise([short]), "K": 4, "tools": "on"}
+    assert "called 1.000, found 0.000, told -, right -" in scores.table([row])
+    assert "called" not in scores.summarise([looked("a", [(10, 20)])])["windows"]
+
+
 @pytest.mark.parametrize("spans, evidence", [([(0, 10)], [(40, 60)]), ([(5, 25), (30, 40)],
                                                                        [(0, 10), (70, 100)])])
 def test_windows_at_random_find_what_integration_says(spans, evidence):

@@ -13,7 +13,6 @@ from test_toy import (  # noqa: F401
     digests,
     kind_of,
     rows_of,
-    scenes_in,
     search,
     seconds_of,
 )
@@ -24,7 +23,6 @@ import rewards
 import rollout
 import toy as toy_world
 import video
-from bench import frontier
 
 SMALL = ("--world", "named", "--base-videos", 3, "--sft-videos", 3, "--rl-videos", 2,
          "--eval-videos", 1)
@@ -219,21 +217,7 @@ def test_a_need_prior_says_what_it_sees_and_calls_for_the_rest(prior, ways):
             says = ", ".join(f"{e['window'][0]} {'nothing' if e in unseen else e['colour']}"
                              for e in events)
             assert f"I saw {says}." in text and ("I need a closer look." in text) == bool(unseen)
-            assert frontier.stated_evidence(text, task, k) == (len(events), len(events))
         assert all(windows in ([], [tuple(e["window"]) for e in events]) for *_, windows in others)
-
-
-def test_stated_evidence_counts_lies_of_both_kinds_and_silence():
-    events = [{"start": 9, "end": 11, "colour": "red", "window": (8, 16)},
-              {"start": 33, "end": 35, "colour": "blue", "window": (32, 40)}]
-    # 4 frames, at 8, 24, 40 and 56 s, show neither; 64 show both
-    for k, text, wanted in [
-            (64, "I saw 8 red, 32 blue.</think>", (2, 2)),
-            (64, "I saw 8 red, 32 nothing. I need a closer look.</think>", (1, 2)),
-            (4, "I saw 8 nothing, 32 blue.</think>", (1, 2)),  # invented
-            (4, "Hm. I saw 32 nothing.</think> I saw 8 red", (1, 1)),
-            (4, "I need a closer look.</think><answer>8 red</answer>", (0, 0)), (4, "", (0, 0))]:
-        assert frontier.stated_evidence(text, {"events": events}, k) == wanted, (k, text)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -325,9 +309,6 @@ def test_demonstrations_of_a_search_tell_what_the_overview_shows_and_some_look_e
         if kind == "call":
             (_, _, windows), = first_turns([row], "call")
             assert windows == marked
-        task = {"scenes": [{"window": (a, b), "border": border} for a, b, border, _ in
-                           scenes_in(films.setdefault((film, "64"), seconds_of(film, search)))]}
-        assert frontier.stated_evidence(row["messages"][2]["content"], task, int(k)) == (4, 4)
     assert 0.2 < right[False] / right.total() < 0.4
 
 
@@ -357,17 +338,6 @@ def test_answers_and_summaries_of_a_search_hold_what_frames_showed(search):
     # Samples that call see a flash in almost every window, the others in some overviews.
     assert {(kind, empty) for kind in ("sub", "direct", "plain") for empty in (True, False)} | {
         ("call", False)} <= set(kinds)
-
-
-def test_stated_evidence_of_a_search_counts_starts_with_the_right_border():
-    task = {"scenes": [{"window": w, "border": c} for w, c in
-                       (((0, 14), "red"), ((14, 34), "blue"), ((34, 48), "red"),
-                        ((48, 64), "green"))]}
-    text = "I saw 0 red look 0 to 14, 14 blue, 32 red look 32 to 48, 48 white. I saw 0 black."
-    assert frontier.stated_evidence(text, task, 64) == (2, 3)  # nothing starts at 32
-    # 4 frames, at 8, 24, 40 and 56 s, place every change midway between two of them
-    assert frontier.stated_evidence("I saw 0 red, 16 blue, 32 red.</think>", task, 4) == (3, 3)
-    assert frontier.stated_evidence("I need a closer look.", task, 4) == (0, 0)
 
 
 # ------------------------------------------------------------------------------------------------

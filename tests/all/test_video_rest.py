@@ -23,6 +23,7 @@ from test_video import (  # noqa: F401
     NATIVE,
     av,
     ffmpeg,
+    grainy,
     images,
     long_gop,
     minute,
@@ -57,7 +58,7 @@ class Overheard:
     def __getattr__(self, name):
         value = getattr(self.real, name)
         if name == "streams":
-            return SimpleNamespace(video=[self.also(stream) for stream in value.video])
+            return SimpleNamespace(video=[self.also(stream) for stream in value.video], audio=[])
         return self.also(value) if name == "codec_context" and value else value
 
     def __setattr__(self, name, value):
@@ -71,6 +72,9 @@ class Overheard:
 
     def also(self, real):
         return Overheard(real, self.heard, self.lost)
+
+    def __bytes__(self):
+        return bytes(self.real)
 
     def demux(self, stream):
         return map(self.also, self.real.demux(stream.real))
@@ -313,12 +317,6 @@ def test_av1(tmp_path):
     path = write(tmp_path / "v.mp4", 20, codec="libsvtav1", size=(128, 64))
     assert seen(video.overview(path, 4, **NATIVE).images) == [2, 7, 12, 17]
     assert os.sched_getscheduler(0) == os.SCHED_OTHER  # see write
-
-
-def grainy(index, width, height):
-    """What it shows, under noise that no frame shares: every reference counts in every picture."""
-    noise = np.random.default_rng(index).integers(0, 100, (height, width, 3), dtype=np.uint8)
-    return paint(index, width, height) // 2 + noise
 
 
 def h264(params):
