@@ -18,6 +18,7 @@ import functools
 import glob
 import hashlib
 import json
+import math
 import os
 import pathlib
 import re
@@ -249,7 +250,8 @@ def claim_file(out, args, inputs, names, kept):
     rows = [row for path in paths
             for row in launch.read_jsonl(path, ("group", "sample"), faults=["torn lines"])]
     rows = [row for row in rows if isinstance(row["group"], str) and isinstance(row["sample"], int)
-            and (row["group"], row["sample"]) in names and row.keys() >= kept]
+            and (row["group"], row["sample"]) in names and row.keys() >= kept
+            and not is_retried(row)]
     return list({(row["group"], row["sample"]): row for row in rows}.values())
 
 
@@ -272,12 +274,32 @@ def check_apart(ckpt, base, out, then):
                                    "goes on with the --ckpt that it began from)")
 
 
-def check_run(step, bad, out, limit=3):
-    """Raises RunError, on all ranks alike, after `limit` steps in a row without a finite
-    gradient."""
+def check_run(step, bad, out, read, limit=3):
+    """Raises RunError, on all ranks alike, after `limit` bad steps in a row. read: whether a video
+    of this step could be read; if not, the disk is probably away and not every file broken."""
     if bad >= limit:
-        raise launch.RunError(f"step {step + 1}: no finite gradient for {bad} steps in a row; the "
-                              f"newest checkpoint is {newest_checkpoint(out)}")
+        why = "no finite gradient for {} steps in a row;" if read else (
+            "no video could be read for {} steps; is the disk there?")
+        raise launch.RunError(f"step {step + 1}: {why.format(bad)} the newest checkpoint is "
+                              f"{newest_checkpoint(out)}")
+
+
+def is_best(value, best, rows, best_rows):
+    """Whether a held-out value, higher is better, is the new best one. It is a mean over `rows`
+    rows; a video that cannot be read takes its rows away, and means of other rows cannot be
+    compared. best_rows: of the best value, None: there is none yet."""
+    if best_rows not in (None, rows):
+        more = rows > best_rows
+        launch.say(f"held-out rows: {best_rows} at `best`, {rows} can be read now, so "
+                   + ("`best` begins anew" if more else "this is no `best`"))
+        best = -math.inf if more else math.inf
+    return value > best  # no number, NaN, is no best
+
+
+def is_retried(record):
+    """Whether the next start tries the episode of a record again. The fault may have been one of
+    the machine, which has passed."""
+    return record["status"] in ("video_error", "engine_error")
 
 
 # ------------------------------------------------------------------------------------------------
