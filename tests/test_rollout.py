@@ -6,9 +6,11 @@ that the protocol is tested without a model. Real engines are in test_engine.py,
 test_endpoint.py.
 """
 import argparse
+import gc
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -754,3 +756,32 @@ def test_videos_that_were_away_are_tried_again_by_the_next_start(command, toy, t
     before = (tmp_path / "out.jsonl").read_bytes()
     code, _ = command(*flags, rows=rows)
     assert code == 0 and (tmp_path / "out.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("at", range(1, 7))
+def test_ctrl_c_in_a_step_of_the_engine_is_nothing_but_that(at, caplog):
+    """Also in the moment in which an episode has just ended: asyncio then stops its loop twice."""
+    class Engine:
+        max_seqs, polls, waiting = 4, 0, ()
+        abort = print
+
+        def submit(self, request):
+            self.waiting = *self.waiting, request
+
+        def poll(self):
+            self.polls += 1
+            if self.polls == at:
+                os.kill(os.getpid(), signal.SIGINT)
+            done, self.waiting = self.waiting[:2], self.waiting[2:]
+            return done
+
+    async def play(episode, sampler):
+        await sampler.pump.sample(argparse.Namespace(id=episode.task["id"]))
+        return episode
+
+    rows = [{**GOOD, "id": n, "answer": None} for n in range(20)]
+    sampler = rollout.Sampler(Engine(), None, None, rollout.Agent(), threads=1)
+    with pytest.raises(KeyboardInterrupt):
+        list(rollout.run(sampler, rows, 4, play=play))
+    gc.collect()  # a task whose error nobody has read tells of it here
+    assert not caplog.records
