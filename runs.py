@@ -35,26 +35,14 @@ import launch
 
 def claim_run(out, inputs):
     """Makes the folder of a training run this run's own, or raises UserError before any long work:
-    no log replaces an input, no other run writes there, and a checkpoint can be saved."""
+    no log replaces an input, and no other run writes there."""
     rollouts = [f"rollouts/{name}" for name in files_in(os.path.join(out, "rollouts"))]
     keep_inputs([os.path.join(out, name) for name in ("log.jsonl", "args.json", *rollouts)], inputs)
     for link in (os.path.join(out, name) for name in ("last", "best")):
         if os.path.isdir(link) and not os.path.islink(link):  # no link could replace it
             raise launch.UserError(f"{link} is a folder, as cp -rL makes it; move it elsewhere, "
                                    "and the same command links to the step_* folders")
-    if os.environ.get("RANK", "0") != "0":
-        return
     launch.lock(out)  # until this process ends: two runs would delete each other's files
-    # A small save: some FUSE cannot rename a folder, which is better known before hours of work.
-    probe = os.path.join(out, ".step_probe")
-    try:
-        with atomic_folder(probe) as folder:
-            launch.write_atomic(os.path.join(folder, "state.json"), "{}")
-    except OSError as error:
-        raise launch.UserError(f"output folder {out}: a checkpoint cannot be saved here "
-                               f"({error.strerror})") from None
-    finally:
-        shutil.rmtree(probe, ignore_errors=True)
 
 
 def keep_inputs(outputs, inputs):
