@@ -37,6 +37,7 @@ import os
 import sys
 from dataclasses import dataclass, replace
 
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH=1 leaves it out
 import chat
 import data
 import launch

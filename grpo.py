@@ -3,7 +3,7 @@ grpo.py: PARA-GRPO on top of an SFT checkpoint, with a rollout engine inside eve
 
   R_task_i = R_acc + w_tool R_tool + w_win IoU - c calls        of rollout i of G: rewards.score
   R_i      = R_task_i + w_fmt R_fmt_i      --tool-reward, --window-reward, --call-cost
-  sigma    = std of R in the group; if it is 0 the group is skipped and counted
+  sigma    = std of R in the group, at least 1e-3; if it is 0 the group is skipped and counted
   A_task_i = (R_task_i - mean) / sigma
   A_fmt_i  = w_fmt (R_fmt_i - mean) / sigma                  w_fmt: --format-weight
   A_it     = A_task_i + A_fmt_i [t in struct(o_i)]     struct: tag tokens and the end of each turn
@@ -49,6 +49,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH=1 leaves it out
 import chat
 import checkpoint
 import data
@@ -400,7 +401,7 @@ def main():
     labels = metrics.labels_by_type(tasks)
     # Decodes frames of the next step, during the rollouts on half of the decoders.
     decoders = ThreadPoolExecutor(max(2, video.decode_threads() // 2), thread_name_prefix="ahead")
-    stop_asked = launch.stop_on_sigterm()
+    stop_asked = launch.stop_on_signal()
     bad_steps = 0  # steps in a row without a finite gradient or a video
     if held and start == 0:  # the accuracy that training starts from
         evaluate(log, sampler, held, 0, args)

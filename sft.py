@@ -30,10 +30,12 @@ Adapters: with --lora 64 the 8B trains on one GPU of 80 GB
 """
 import math
 import os
+import sys
 import time
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH=1 leaves it out
 import chat
 import checkpoint
 import data
@@ -391,7 +393,7 @@ def main():
     # batches come in order, and no two threads change the same Chats.
     prefetch = ThreadPoolExecutor(1)
     future = prefetch.submit(batch_packs, train, start, codec, args, rank, world)
-    asked = launch.stop_on_sigterm()
+    asked = launch.stop_on_signal()
     bad = 0  # steps in a row without a finite gradient or a video; check_run ends such a run
     for step in range(start, steps):
         clock = time.monotonic()
