@@ -50,11 +50,11 @@ def resolve_checkpoint(path):
     chat.read_object(os.path.join(folder, "tokenizer.json"))  # some readers take a cut-off file
     base = base_of(folder, check=True)
     stored = stored_weights(base)  # once: a large checkpoint has a dozen files of headers
-    check_layers(base, stored)
     hf = meta_model(base)
     names = dict(hf.named_parameters())
     check_weights(base, names, stored)
-    # A tied head may be stored beside the embeddings; any other weight would be left out silently.
+    check_copies(base, hf, stored)
+    # Any other weight would be left out silently.
     known = chat.bases()[hf.config.model_type].unused  # but these, which no loader takes
     strange = set(stored) - set(hf.state_dict())
     if unused := sorted(name for name in strange if not name.startswith(known)):
@@ -67,16 +67,19 @@ def resolve_checkpoint(path):
     return os.path.realpath(folder)
 
 
-def check_layers(ckpt: str, stored: dict) -> None:
-    """Raises UserError unless config.json names as many decoder layers as are stored. This comes
-    before the model is built, because a wrong number may build for minutes."""
-    layers = {int(name.split(".layers.")[1].split(".")[0]) for name in stored
-              if re.search(r"\.language_model\.layers\.[0-9]+\.", name)}
-    text = chat.read_object(os.path.join(ckpt, "config.json")).get("text_config")
-    named = text.get("num_hidden_layers") if isinstance(text, dict) else None
-    if layers and named is not None and named != len(layers):
-        raise launch.UserError(f"checkpoint {ckpt}: {len(layers)} decoder layers are stored, "
-                               f"config.json names {named}; copy config.json again")
+def check_copies(ckpt: str, hf, stored: dict) -> None:
+    """Raises UserError if a weight of the model, as a tied head, is stored under two names with
+    other values: programs differ in which of the two they read."""
+    names = {}  # of each weight
+    for name, weight in hf.named_parameters(remove_duplicate=False):
+        names.setdefault(id(weight), []).append(name)
+    for name, *copies in names.values():
+        for copy in filter(stored.get, copies):
+            one, two = (w.float() for key, w in merged_weights(ckpt) if key in (name, copy))
+            if not torch.equal(one, two):
+                raise launch.UserError(f"checkpoint {ckpt}: config.json ties {copy} to {name}, but "
+                                       "other values are stored; set tie_word_embeddings to false "
+                                       f"if the model was trained so, or delete {copy}")
 
 
 def meta_model(ckpt):

@@ -37,6 +37,7 @@ import os
 import sys
 from dataclasses import dataclass, replace
 
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH=1 leaves it out
 import chat
 import data
 import launch
@@ -247,9 +248,8 @@ def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
         if moved := folders.of_other_films(seen, source.root):
             launch.say(f"{out}: {len(moved)} of {len(records)} records are of films that have "
                        f"changed since, for example {moved[0]}; delete their lines to ask again")
-        # A broken video stays broken. A request that failed is asked again.
         done = {item: r["timing"].get("total_s") for item, r in records.items()
-                if r["status"] != "engine_error"}
+                if not runs.is_retried(r)}
         tasks = tasks[: args.limit or None]
         # A run with --limit in the folder of a longer one must not replace the longer summary.
         part = bool(records) and len(launch.read_jsonl(f"{out}/tasks.jsonl")) > len(tasks)

@@ -3,7 +3,7 @@ grpo.py: PARA-GRPO on top of an SFT checkpoint, with a rollout engine inside eve
 
   R_task_i = R_acc + w_tool R_tool + w_win IoU - c calls        of rollout i of G: rewards.score
   R_i      = R_task_i + w_fmt R_fmt_i      --tool-reward, --window-reward, --call-cost
-  sigma    = std of R in the group; if it is 0 the group is skipped and counted
+  sigma    = std of R in the group, at least 1e-3; if it is 0 the group is skipped and counted
   A_task_i = (R_task_i - mean) / sigma
   A_fmt_i  = w_fmt (R_fmt_i - mean) / sigma                  w_fmt: --format-weight
   A_it     = A_task_i + A_fmt_i [t in struct(o_i)]     struct: tag tokens and the end of each turn
@@ -49,6 +49,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH=1 leaves it out
 import chat
 import checkpoint
 import data
@@ -413,8 +414,8 @@ def main():
     labels = metrics.labels_by_type(tasks)
     # Decodes frames of the next step, during the rollouts on half of the decoders.
     decoders = ThreadPoolExecutor(max(2, video.decode_threads() // 2), thread_name_prefix="ahead")
-    stop_asked = launch.stop_on_sigterm()
-    bad_steps = 0  # steps in a row without a finite gradient
+    stop_asked = launch.stop_on_signal()
+    bad_steps = 0  # steps in a row without a finite gradient or a video
     if held and start == 0:  # the accuracy that training starts from
         evaluate(log, sampler, held, 0, args)
 
@@ -442,9 +443,11 @@ def main():
         trees, tokens, skipped = training_trees(groups, args)
         stats = update(policy, reference, optimizer, trees, tokens, args, teacher)
         # Two faults end the run, on all ranks alike: NaN, and an engine that is another policy.
-        # A single step without a finite gradient is skipped; three in a row end the run.
-        bad_steps = bad_steps + 1 if stats["bad_updates"] else 0
-        runs.check_run(step, bad_steps, args.out)
+        # A single step without a finite gradient, or without a video that can be read, is skipped;
+        # three in a row end the run.
+        read = launch.any_rank(any(e.status != "video_error" for e in episodes))
+        bad_steps = bad_steps + 1 if stats["bad_updates"] or not read else 0
+        runs.check_run(step, bad_steps, args.out, read)
         check_gap(step, stats["gap"], gap_tolerance(engine_dtype))
         train_s = time.monotonic() - clock
         launch.beat(args.patience)
@@ -467,10 +470,7 @@ def main():
         # the same number, so all of them save or none.
         if eval_due:
             acc, n = evaluate(log, sampler, held, step + 1, args)
-            if best_of not in (None, n):  # a film has gone: such means cannot be compared
-                launch.say(f"held-out tasks: {best_of} before, {n} now, so `best` begins anew")
-                best = -1.0
-            if acc > best:
+            if runs.is_best(acc, best, n, best_of):
                 best, best_step, best_of = acc, step + 1, n
         # Ranks may get SIGTERM at different times, and must not leave the loop at different steps.
         stopping = launch.any_rank(stop_asked.is_set())

@@ -13,6 +13,7 @@ import copy
 import errno
 import functools
 import hashlib
+import io
 import json
 import os
 import re
@@ -26,6 +27,7 @@ import zlib
 # Segments that grow fragment less, since packs differ in length. torch reads this at its first
 # allocation. vLLM 0.32 turns the option off around its own pool, which cannot use it.
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+os.environ.pop("PYTHONSAFEPATH", None)  # else decode workers do not find the files beside theirs
 
 # ------------------------------------------------------------------------------------------------
 # Errors and main()
@@ -47,6 +49,11 @@ def run_main(main):
 
     name, rank = os.path.basename(sys.argv[0]), os.environ.get("RANK", "0")
     world = int(os.environ.get("WORLD_SIZE", 1))
+    for kind in ("stdout", "stderr"):
+        stream = getattr(sys, kind)
+        if stream and stream is getattr(sys, f"__{kind}__"):  # not one of a test
+            buffer = io.BufferedWriter(Terminal(stream.fileno(), "w", closefd=False))
+            setattr(sys, kind, io.TextIOWrapper(buffer, stream.encoding, stream.errors, None, True))
     try:
         main()
     except (Exception, KeyboardInterrupt) as e:
@@ -79,6 +86,19 @@ def run_main(main):
         print(f"{name}: rank {rank}:{said}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(code)
+
+
+class Terminal(io.FileIO):
+    """stdout or stderr. If nobody reads them any more (`| head`, a closed terminal), the run goes
+    on without them."""
+
+    def write(self, data):
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            return len(data)
 
 
 def why(error):
@@ -258,10 +278,10 @@ def beat(patience):
         faulthandler.dump_traceback_later(patience, exit=True, file=sys.__stderr__)
 
 
-def stop_on_sigterm():
-    """-> an Event that SIGTERM and Ctrl-C set: schedulers send SIGTERM as a warning. A second
-    Ctrl-C ends the process at once, a second SIGTERM does nothing: torchrun passes on what its
-    ranks may have got already."""
+def stop_on_signal():
+    """-> an Event that SIGTERM, SIGUSR1 (schedulers send them as a warning), SIGHUP (the terminal
+    has been closed) and Ctrl-C set. A second Ctrl-C ends the process at once, another second signal
+    does nothing: torchrun passes on what its ranks may have got already."""
     import signal
     import threading
 
@@ -273,10 +293,14 @@ def stop_on_sigterm():
             signal.signal(number, signal.SIG_DFL)  # the next one ends the process
             if os.environ.get("RANK", "0") == "0":
                 # Not print: the signal may have interrupted one.
-                os.write(2, b"\nsaving, then ending; another Ctrl-C ends at once\n")
+                with contextlib.suppress(OSError):
+                    os.write(2, b"\nsaving, then ending; another Ctrl-C ends at once\n")
 
-    signal.signal(signal.SIGTERM, handler)
-    signal.signal(signal.SIGINT, handler)
+    # nohup: a process alone goes on. But torchrun ends with its terminal even then, and passes
+    # SIGHUP on to the ranks.
+    nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and "RANK" not in os.environ
+    for number in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")[:3 if nohup else 4]:
+        signal.signal(signal.Signals[number], handler)
     return asked
 
 
@@ -381,12 +405,7 @@ def read_row(line, required=(), fault=None):
 def parse_json(text):
     """json.loads of text or UTF-8 bytes. Every error is a ValueError: nested too deep, too."""
     try:
-        text = text.decode() if isinstance(text, bytes) else text
-        value = json.loads(text)
-        # Writers go deeper than this reader, from deeper in the program: 500 levels are to spare.
-        if text.count("[") + text.count("{") > 400:
-            json.loads("[" * 500 + text + "]" * 500)
-        return value
+        return json.loads(text.decode() if isinstance(text, bytes) else text)
     except RecursionError:
         raise ValueError("nested too deep") from None
 
@@ -496,6 +515,10 @@ def write_atomic(path, text):
             f.flush()
             os.fsync(f.fileno())
         os.replace(temp, path)
+        folder = os.open(os.path.dirname(os.path.abspath(path)), os.O_RDONLY)
+        with contextlib.suppress(OSError):  # some filesystems cannot; the file is whole
+            os.fsync(folder)  # else a power loss may take the new name
+        os.close(folder)
     except BaseException as e:
         with contextlib.suppress(OSError):
             os.remove(temp)

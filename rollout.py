@@ -42,6 +42,7 @@ import time
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH=1 leaves it out
 import chat
 import data
 import launch
@@ -539,7 +540,14 @@ def run(sampler: Sampler, tasks: list, frames=64, group=1, step=0, play=run_epis
     # A loop of its own: this is a plain generator, which any script can iterate over. If the caller
     # stops early, and after Ctrl-C, Runner cancels the episodes under way and ends their threads.
     with asyncio.Runner() as runner:
-        yield from iter(lambda: runner.run(following()), None)
+        try:
+            yield from iter(lambda: runner.run(following()), None)
+        except KeyboardInterrupt:
+            # It may have come as the loop was about to stop. The loop then stops once more, at its
+            # next start, which must not be that of the episodes' end.
+            with contextlib.suppress(RuntimeError):
+                runner.run(asyncio.sleep(0))
+            raise
 
 
 async def score_episode(episode: Episode, pay: rewards.Pay | None = None, judge=None) -> Episode:
@@ -938,7 +946,7 @@ def main():
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     if args.out:
         runs.write_args(runs.beside(args.out), args, inputs=inputs)
-    stop_asked, began = launch.stop_on_sigterm(), time.monotonic()
+    stop_asked, began = launch.stop_on_signal(), time.monotonic()
     episodes = run(sampler, tasks, args.frames, args.group, args.step, done=done)
     bar = tqdm(episodes, total=wanted, initial=len(done), desc="rollouts", disable=None)
     with (contextlib.closing(episodes),

@@ -18,6 +18,7 @@ import functools
 import glob
 import hashlib
 import json
+import math
 import os
 import pathlib
 import re
@@ -34,26 +35,14 @@ import launch
 
 def claim_run(out, inputs):
     """Makes the folder of a training run this run's own, or raises UserError before any long work:
-    no log replaces an input, no other run writes there, and a checkpoint can be saved."""
+    no log replaces an input, and no other run writes there."""
     rollouts = [f"rollouts/{name}" for name in files_in(os.path.join(out, "rollouts"))]
     keep_inputs([os.path.join(out, name) for name in ("log.jsonl", "args.json", *rollouts)], inputs)
     for link in (os.path.join(out, name) for name in ("last", "best")):
         if os.path.isdir(link) and not os.path.islink(link):  # no link could replace it
             raise launch.UserError(f"{link} is a folder, as cp -rL makes it; move it elsewhere, "
                                    "and the same command links to the step_* folders")
-    if os.environ.get("RANK", "0") != "0":
-        return
     launch.lock(out)  # until this process ends: two runs would delete each other's files
-    # A small save: some FUSE cannot rename a folder, which is better known before hours of work.
-    probe = os.path.join(out, ".step_probe")
-    try:
-        with atomic_folder(probe) as folder:
-            launch.write_atomic(os.path.join(folder, "state.json"), "{}")
-    except OSError as error:
-        raise launch.UserError(f"output folder {out}: a checkpoint cannot be saved here "
-                               f"({error.strerror})") from None
-    finally:
-        shutil.rmtree(probe, ignore_errors=True)
 
 
 def keep_inputs(outputs, inputs):
@@ -249,7 +238,8 @@ def claim_file(out, args, inputs, names, kept):
     rows = [row for path in paths
             for row in launch.read_jsonl(path, ("group", "sample"), faults=["torn lines"])]
     rows = [row for row in rows if isinstance(row["group"], str) and isinstance(row["sample"], int)
-            and (row["group"], row["sample"]) in names and row.keys() >= kept]
+            and (row["group"], row["sample"]) in names and row.keys() >= kept
+            and not is_retried(row)]
     return list({(row["group"], row["sample"]): row for row in rows}.values())
 
 
@@ -272,12 +262,32 @@ def check_apart(ckpt, base, out, then):
                                    "goes on with the --ckpt that it began from)")
 
 
-def check_run(step, bad, out, limit=3):
-    """Raises RunError, on all ranks alike, after `limit` steps in a row without a finite
-    gradient."""
+def check_run(step, bad, out, read, limit=3):
+    """Raises RunError, on all ranks alike, after `limit` bad steps in a row. read: whether a video
+    of this step could be read; if not, the disk is probably away and not every file broken."""
     if bad >= limit:
-        raise launch.RunError(f"step {step + 1}: no finite gradient for {bad} steps in a row; the "
-                              f"newest checkpoint is {newest_checkpoint(out)}")
+        why = "no finite gradient for {} steps in a row;" if read else (
+            "no video could be read for {} steps; is the disk there?")
+        raise launch.RunError(f"step {step + 1}: {why.format(bad)} the newest checkpoint is "
+                              f"{newest_checkpoint(out)}")
+
+
+def is_best(value, best, rows, best_rows):
+    """Whether a held-out value, higher is better, is the new best one. It is a mean over `rows`
+    rows; a video that cannot be read takes its rows away, and means of other rows cannot be
+    compared. best_rows: of the best value, None: there is none yet."""
+    if best_rows not in (None, rows):
+        more = rows > best_rows
+        launch.say(f"held-out rows: {best_rows} at `best`, {rows} can be read now, so "
+                   + ("`best` begins anew" if more else "this is no `best`"))
+        best = -math.inf if more else math.inf
+    return value > best  # no number, NaN, is no best
+
+
+def is_retried(record):
+    """Whether the next start tries the episode of a record again. The fault may have been one of
+    the machine, which has passed."""
+    return record["status"] in ("video_error", "engine_error")
 
 
 # ------------------------------------------------------------------------------------------------

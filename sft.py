@@ -30,10 +30,12 @@ Adapters: with --lora 64 the 8B trains on one GPU of 80 GB
 """
 import math
 import os
+import sys
 import time
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH=1 leaves it out
 import chat
 import checkpoint
 import data
@@ -128,7 +130,7 @@ class Chats:
         self.rows = data.read_chats(path, faults)
         self.encoded = OrderedDict()  # row -> chat.Sequence, least recently used first
         self.tokens = 0  # in the encoded rows
-        self.broken = set()  # rows whose video cannot be read: counted, and never trained on
+        self.broken = set()  # rows whose video could not be read in this pass over the rows
 
     def frames(self, spec):
         """A video item of a chat -> video.Frames. Also called by VisionFeatures."""
@@ -224,12 +226,14 @@ def check(args, codec, cache):
 
 
 def batch_packs(chats, step, codec, args, rank, world):
-    """This rank's part of the batch of a step, see make_packs. (seed, step) draws the chats, so a
-    resumed run sees the same ones. They are dealt out by cost, so no rank waits for the long videos
-    of another."""
+    """This rank's part of the batch of a step, see make_packs, and the rows that it has skipped in
+    this epoch. (seed, step) draws the chats, so a resumed run sees the same ones. They are dealt
+    out by cost, so no rank waits for the long videos of another."""
+    if step * args.batch_size % len(chats.rows) < args.batch_size:  # the first of an epoch
+        chats.broken.clear()  # a disk that was away may be back
     picked = launch.batch_indices(step, args.batch_size, len(chats.rows), args.seed)
     mine = launch.deal(picked, chats.cost, rank, world)
-    return make_packs(chats, mine, codec, args.pack_tokens)
+    return *make_packs(chats, mine, codec, args.pack_tokens), sorted(chats.broken)
 
 
 def make_packs(chats, indices, codec, pack_tokens):
@@ -325,10 +329,11 @@ def backward(policy, packs):
 
 
 def held_out_loss(policy, chats, args, rank, world):
-    """Nats per token of the held-out chats. Collective."""
+    """Nats per token of the held-out chats; NaN if none can be read. Collective."""
     import torch
 
     nats, tokens, rows = 0.0, 0, range(len(chats.rows))
+    chats.broken.clear()  # as in batch_packs
     # In batches: the frames of all chats would not fit into memory.
     for batch in (rows[i:i + args.batch_size] for i in rows[::args.batch_size]):
         packs, policy.features.frames = make_packs(chats, batch[rank::world], policy.codec,
@@ -337,7 +342,7 @@ def held_out_loss(policy, chats, args, rank, world):
         with torch.no_grad():
             loss, n = backward(policy, packs)
         nats, tokens = nats + loss * n, tokens + n
-    return nats / max(1, tokens)
+    return nats / tokens if tokens else math.nan
 
 
 # ------------------------------------------------------------------------------------------------
@@ -388,11 +393,11 @@ def main():
     # batches come in order, and no two threads change the same Chats.
     prefetch = ThreadPoolExecutor(1)
     future = prefetch.submit(batch_packs, train, start, codec, args, rank, world)
-    asked = launch.stop_on_sigterm()
-    bad = 0  # steps in a row without a finite gradient; check_run ends the run after a few
+    asked = launch.stop_on_signal()
+    bad = 0  # steps in a row without a finite gradient or a video; check_run ends such a run
     for step in range(start, steps):
         clock = time.monotonic()
-        packs, policy.features.frames = future.result()  # raises the error of the thread
+        packs, policy.features.frames, broken = future.result()  # raises the thread's error
         waited = time.monotonic() - clock  # near 0 if decoding keeps up with training
         if step + 1 < steps:
             future = prefetch.submit(batch_packs, train, step + 1, codec, args, rank, world)
@@ -406,18 +411,18 @@ def main():
         norm = model.clip_gradients(policy, args.clip)
         # The norm covers the gradients of all ranks, so all of them step or none does. A skipped
         # step costs a batch. A step with NaN in it would cost the run.
-        bad = 0 if math.isfinite(norm) else bad + 1
+        bad = 0 if math.isfinite(norm) and tokens else bad + 1
         for o in optimizers:
             if not bad:
                 o.step()
             o.zero_grad(set_to_none=True)  # frees the memory until the next backward
-        runs.check_run(step, bad, args.out)
+        runs.check_run(step, bad, args.out, tokens)
 
         # 2. Numbers, to the terminal and to log.jsonl.
         # gather_rows is collective, so all ranks call it. Rank 0 alone writes.
         seconds = time.monotonic() - clock
         lengths = launch.gather_rows([sum(len(pack.ids) for pack in packs)])  # tokens of each rank
-        broken = set(launch.gather_rows(sorted(train.broken)))  # two ranks may meet the same chat
+        broken = set(launch.gather_rows(broken))  # two ranks may meet the same chat
         if rank == 0:
             # lr is AdamW's rate; Muon's has the same fraction of another peak.
             record = {"step": step + 1, "loss": loss, "lr": args.lr * fraction, "grad_norm": norm,
@@ -433,15 +438,12 @@ def main():
         # held is None without --val: then no `best`, and checkpoints by --save-every alone.
         if held and (last or (args.eval_every and (step + 1) % args.eval_every == 0)):
             value = held_out_loss(policy, held, args, rank, world)
-            # Of other chats, since a film has gone: such losses cannot be compared.
             chats = len(held.rows) - sum(launch.gather_rows([len(held.broken)]))
-            if best_of not in (None, chats):
-                launch.say(f"held-out chats: {best_of} before, {chats} now, so `best` begins anew")
-                best = math.inf
             if rank == 0:
                 line = f"step {step + 1:04d} | held-out loss {value:.4f} nats/token"
-                log.write({"step": step + 1, "val_loss": value}, line)
-            if value < best:  # every rank has the same number, so all of them save or none
+                log.write({"step": step + 1, "val_loss": value if chats else None}, line)
+            # Every rank has the same numbers, so all of them save or none.
+            if runs.is_best(-value, -best, chats, best_of):
                 best, best_step, best_of = value, step + 1, chats
             launch.beat(args.patience)
         # SIGTERM on any rank stops all of them, after a checkpoint.

@@ -61,9 +61,11 @@ import json
 import os
 import random
 import re
+import sys
 
 import numpy as np
 
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH=1 leaves it out
 import checkpoint
 import launch
 import rewards

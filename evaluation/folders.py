@@ -23,6 +23,7 @@ import time
 
 import launch
 import rewards
+import runs
 import video
 from evaluation import answers, benchmarks, costs, endpoint, graders, scores, systems
 
@@ -55,7 +56,7 @@ def settings_digest(args, weights, subtitles, tasks, prompts, texts=None):
 def read_records(out, digest=None):
     """
     Finished records of a folder -> {item: record}. A torn last line is dropped. If an item was
-    asked again after an engine error, the error is dropped.
+    asked again after an error that may pass, the error is dropped.
 
     Raises UserError if records are of other settings than `digest`, or of two settings.
     """
@@ -77,7 +78,7 @@ def read_records(out, digest=None):
                 why = "holds records of another checkpoint or other settings; choose another --out"
                 raise launch.UserError(f"{out} {why}")
             # Files of several ranks come in any order, so the error may be read last.
-            if not (item in done and record["status"] == "engine_error"):
+            if not (item in done and runs.is_retried(record)):
                 done[item] = record
     return done
 

@@ -173,8 +173,9 @@ def no_processes(request, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def signals():
-    """Scripts take SIGTERM, and rollout.py takes Ctrl-C, which is to end the tests."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    """Scripts take SIGTERM, SIGHUP and Ctrl-C, which are to end the tests."""
+    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
+    before = {number: signal.getsignal(number) for number in numbers}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -4,6 +4,7 @@ Tests of eval.py: python -m pytest tests/test_eval.py -q
 The engine is scripted, by task, so that every number of a table can be worked out by hand.
 """
 import json
+import os
 import shutil
 import sys
 from collections import Counter
@@ -360,10 +361,9 @@ def test_only_what_is_missing_is_run_again(world):
     again = world("--frames", 4, 8)
     assert again.code == 0, again.err
     asked = {(task_of(r), str(r.items[0].frames)) for r in again.engine.asked}
-    # A broken video asks the engine nothing; what failed in the engine is asked again, its old
-    # record stays.
+    # What failed is asked again, its old record stays. A broken video asks the engine nothing.
     failed = {(r["task"]["id"], r["budget"]) for r in map(json.loads, kept)
-              if r["status"] == "engine_error"}
+              if r["status"] in ("engine_error", "video_error")}
     assert asked == {key for key in missing | failed if key[0] != "broken"}
     assert path.read_text().startswith("".join(kept))
     assert len(records(first.folder)) == 12 + len(failed)
@@ -372,13 +372,32 @@ def test_only_what_is_missing_is_run_again(world):
         [{k: v for k, v in r.items() if k != "seconds_per_episode"} for r in first.results]
 
 
-def test_a_finished_run_asks_only_for_what_failed_in_the_engine(world):
-    """A broken video stays broken, an endpoint may be back: only the latter is tried again, and the
-    numbers stay the same if it is not."""
+def test_a_finished_run_asks_only_for_what_failed(world):
+    """An endpoint or a disk may be back. The numbers stay the same if it is not."""
     first = world()
     again = world()
     assert again.code == 0 and again.out == first.out
     assert {task_of(r) for r in again.engine.asked} == {"failing"}
+
+
+def test_videos_that_were_away_are_asked_about_by_the_next_start(world, toy):
+    """The disk goes away after the first of five answers, and is back when the run has ended."""
+    rows = [row(f"task {n}", video=f"videos/eval-000{n % 4}.mp4") for n in range(5)]
+
+    def say(request):
+        if task_of(request) == "task 0" and not away.exists():
+            os.rename(toy / "videos", away)
+        return answer("red")
+
+    away = toy / "elsewhere"
+    first = world("--live", 1, rows=rows, say=say, allow=False)
+    os.rename(away, toy / "videos")
+    assert first.code == 2 and "4 of 5" in first.err, first.err
+    again = world("--live", 1, rows=rows, allow=False)
+    assert again.code == 0 and [r["n"] for r in again.results] == [5], again.err
+    assert {task_of(r) for r in again.engine.asked} == {f"task {n}" for n in range(1, 5)}
+    assert again.results[0]["acc"] == 1.0
+    assert world("--live", 1, rows=rows, allow=False).engine is None
 
 
 def test_a_run_without_failures_starts_no_engine_again(world):

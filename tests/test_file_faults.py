@@ -207,14 +207,14 @@ def stand_in_for_sft(policy, disk, window):
 
     rows = types.SimpleNamespace(rows=[0] * 5, films=list, frames=None, broken=set())
     sft.open_data = lambda *_: (rows, rows)
-    sft.batch_packs = lambda *_: ([], None)
+    sft.batch_packs = lambda *_: ([], None, [])
     sft.build_optimizers = lambda *_: [model.adamw()]
     sft.backward = backward
     sft.held_out_loss = lambda *_: VALUES[policy.steps() - 1]
 
 
 def stand_in_for_grpo(policy, disk, window):
-    """Every film is missing, so episodes end before a token is sampled."""
+    """Every context is full at once, so episodes end before a token is sampled."""
     real_batch, real_update = grpo.sample_batch, grpo.update
 
     def sample_batch(*given):
@@ -235,7 +235,12 @@ def stand_in_for_grpo(policy, disk, window):
     rollout.make_engine = lambda *_, **__: types.SimpleNamespace(
         max_seqs=4, sleep=lambda: 0, wake=list, sync=list, close=lambda: 0)
     rollout.check_context = lambda *_: None
+    rollout.load_overview = no_room
     grpo.sample_batch, grpo.update, grpo.evaluate = sample_batch, update, evaluate
+
+
+async def no_room(episode, sampler):
+    episode.fail("context", "no room")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -336,8 +341,8 @@ def test_nothing_finished_is_lost_whichever_operation_fails(request, play, windo
 
 
 def rollouts(folder, out, *flags, after=None, signal_number=None):
-    """-> main() of rollout.py for 5 tasks of 3 episodes, which end without a token since their film
-    is missing. signal_number comes as soon as `after` episodes have ended."""
+    """-> main() of rollout.py for 5 tasks of 3 episodes, which end without a token since their
+    context is full. signal_number comes as soon as `after` episodes have ended."""
     def work(disk):
         ended, real = [], rollout.Episode.to_json
 
@@ -351,6 +356,7 @@ def rollouts(folder, out, *flags, after=None, signal_number=None):
         checkpoint.resolve_checkpoint = lambda path: path
         chat.load_codec = lambda *_: None
         rollout.check_context = lambda *_: None
+        rollout.load_overview = no_room
         rollout.make_engine = lambda *_, **__: types.SimpleNamespace(max_seqs=4, close=bool)
         sys.argv = ["rollout.py", "--ckpt", str(folder / "base"), "--data", str(folder / "data"),
                     "--group", "3", "--out", str(out), *flags]

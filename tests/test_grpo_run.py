@@ -4,6 +4,8 @@ Tests of grpo.py as a script: flags, loop, resuming, ranks: python -m pytest tes
 """
 import importlib.util
 import json
+import os
+import shutil
 import statistics
 import sys
 
@@ -146,6 +148,40 @@ def test_a_resumed_run_samples_and_learns_what_the_straight_one_does(run_grpo, t
     log = (other / "log.jsonl").read_text()
     assert [json.loads(x)["step"] for x in log.splitlines()] == [1, 2, 3, 4]
     assert n["grad_norm"] == pytest.approx(m["grad_norm"], rel=1e-3)
+
+
+@pytest.fixture
+def outage(monkeypatch, run_grpo, toy, tmp_path):
+    """train(away, *flags): grpo.py, whose videos are away during the steps in `away`."""
+    shutil.copytree(toy / "videos", tmp_path / "videos")
+    real = grpo.sample_batch
+
+    def train(away, *flags):
+        def sample_batch(sampler, tasks, step, *more):
+            if step in away:
+                os.rename(tmp_path / "videos", tmp_path / "elsewhere")
+            try:
+                return real(sampler, tasks, step, *more)
+            finally:
+                if step in away:
+                    os.rename(tmp_path / "elsewhere", tmp_path / "videos")
+
+        monkeypatch.setattr(grpo, "sample_batch", sample_batch)
+        return run_grpo("--data", toy / "rl.jsonl", "--video-root", tmp_path, *LIVE, "--frames", 4,
+                        *flags)
+
+    return train
+
+
+def test_a_run_that_sees_no_video_for_three_steps_ends_and_goes_on_later(outage, tmp_path):
+    """One such step is skipped as before."""
+    flags = ("--steps", 6, "--save-every", 1)
+    with pytest.raises(launch.RunError, match="^step 5: no video could be read for 3 steps; is the "
+                       "disk there.*step_000004$"):
+        outage((0, 2, 3, 4, 5), *flags)
+    _, last, folder = outage((), *flags)
+    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    assert [row["not_ok"] for row in rows] == [6, 0, 6, 6, 0, 0] and last["step"] == 6
 
 
 # ------------------------------------------------------------------------------------------------

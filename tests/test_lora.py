@@ -175,7 +175,7 @@ def test_merged_it_is_a_checkpoint_of_whole_weights(saved, adapted, codec, toy, 
 def run(monkeypatch, toy, tmp_path):
     """run("grpo" | "sft", *flags) -> run folder, with the reference engine."""
     monkeypatch.setattr(rollout, "make_engine", make_engine)
-    monkeypatch.setattr(launch, "stop_on_sigterm", threading.Event)
+    monkeypatch.setattr(launch, "stop_on_signal", threading.Event)
     real = rewards.score  # a random checkpoint earns nothing: let the reward vary
     monkeypatch.setattr(rewards, "score", lambda turns, *a, **k: {
         **real(turns, *a, **k), "paid_fmt": random.Random(turns[0]).random()})

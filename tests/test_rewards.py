@@ -704,7 +704,15 @@ def test_the_two_advantages_sum_to_vanilla_grpo(group, format_weight):
     else:
         mean = statistics.mean(reward)
         for r, task, form in zip(reward, a_task, a_fmt, strict=True):
-            assert (task + form) * sigma == approx(r - mean, abs=1e-9)
+            assert (task + form) * max(sigma, 1e-3) == approx(r - mean, abs=1e-9)
+
+
+def test_a_difference_that_means_nothing_is_no_large_advantage():
+    """Seven spans are the label, one ends 0.1 ms late: TRL's advantage is -0.08 there."""
+    a_task, a_fmt, _ = group_advantages([1.0] * 7 + [1.0 - 1e-5], [0.0] * 8)
+    assert a_task == approx([1.25e-3] * 7 + [-8.75e-3]) and a_fmt == [0.0] * 8
+    small, _, sigma = group_advantages([1.0] * 7 + [0.9], [0.0] * 8)
+    assert sigma > 1e-3 and small == approx([7**-0.5] * 7 + [-7**0.5])  # as without the floor
 
 
 def test_groups_without_variance_give_no_signal():

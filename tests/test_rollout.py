@@ -6,8 +6,11 @@ that the protocol is tested without a model. Real engines are in test_engine.py,
 test_endpoint.py.
 """
 import argparse
+import gc
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -724,3 +727,61 @@ def test_bad_flags_are_one_line_and_exit_code_2(flags, why, command):
 def test_bad_task_files_are_one_line_and_exit_code_2(rows, why, command):
     code, err = command(rows=rows)
     assert code == 2 and why in err and "Traceback" not in err and err.count("\n") == 1
+
+
+def test_videos_that_were_away_are_tried_again_by_the_next_start(command, toy, tmp_path,
+                                                                 monkeypatch, capsys):
+    """The folder goes away after the first of three tasks, and is back when the run has ended."""
+    rows = [{**GOOD, "id": name, "video": f"videos/rl-000{n}.mp4"} for n, name in enumerate("abc")]
+    flags = ("--video-root", tmp_path, "--frames", 4, "--group", 2, "--max-new-tokens", 4)
+    shutil.copytree(toy / "videos", tmp_path / "videos")
+    real = rollout.Source.load_overview
+
+    def load_overview(source, spec, task):
+        if task["id"] == "b" and (tmp_path / "videos").exists():
+            os.rename(tmp_path / "videos", tmp_path / "elsewhere")
+        return real(source, spec, task)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rollout.Source, "load_overview", load_overview)
+        patch.setattr(video, "decode_threads", lambda: 1)
+        assert command(*flags, rows=rows)[0] == 0
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert {r["task"]["id"] for r in lines if r["status"] != "video_error"} <= {"a"}
+    os.rename(tmp_path / "elsewhere", tmp_path / "videos")
+    assert command(*flags, rows=rows)[0] == 0
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [(r["task"]["id"], r["status"]) for r in lines] == [
+        (name, "ok") for name in "aabbcc"]
+    before = (tmp_path / "out.jsonl").read_bytes()
+    code, _ = command(*flags, rows=rows)
+    assert code == 0 and (tmp_path / "out.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("at", range(1, 7))
+def test_ctrl_c_in_a_step_of_the_engine_is_nothing_but_that(at, caplog):
+    """Also in the moment in which an episode has just ended: asyncio then stops its loop twice."""
+    class Engine:
+        max_seqs, polls, waiting = 4, 0, ()
+        abort = print
+
+        def submit(self, request):
+            self.waiting = *self.waiting, request
+
+        def poll(self):
+            self.polls += 1
+            if self.polls == at:
+                os.kill(os.getpid(), signal.SIGINT)
+            done, self.waiting = self.waiting[:2], self.waiting[2:]
+            return done
+
+    async def play(episode, sampler):
+        await sampler.pump.sample(argparse.Namespace(id=episode.task["id"]))
+        return episode
+
+    rows = [{**GOOD, "id": n, "answer": None} for n in range(20)]
+    sampler = rollout.Sampler(Engine(), None, None, rollout.Agent(), threads=1)
+    with pytest.raises(KeyboardInterrupt):
+        list(rollout.run(sampler, rows, 4, play=play))
+    gc.collect()  # a task whose error nobody has read tells of it here
+    assert not caplog.records

@@ -39,8 +39,8 @@ def test_a_context_beyond_the_positions_of_the_checkpoint_is_refused(toy, tmp_pa
     assert "--context 32768" in said and "4096 positions" in said and "--preset toy" in said
 
 
-@pytest.mark.parametrize("text", [DEEP, "[" * 100_000, '{"a":' * 100_000, "[" * 600 + "]" * 600],
-                         ids=["deep", "open", "objects", "600"])
+@pytest.mark.parametrize("text", [DEEP, "[" * 100_000, '{"a":' * 100_000],
+                         ids=["deep", "open", "objects"])
 def test_json_that_is_nested_too_deep_is_refused_by_every_reader(tmp_path, text):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"id": 1}\n{"id": ' + text + "}\n")

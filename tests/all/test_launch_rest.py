@@ -7,6 +7,7 @@ import pty
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -105,10 +106,66 @@ def test_a_collective_waits_a_minute_longer_than_a_phase_and_patience_zero_for_b
     assert phases == [7] and collectives == [67, 30 * 86400]
 
 
-@pytest.mark.parametrize("number, ends", [(signal.SIGTERM, False), (signal.SIGINT, True)])
+@pytest.mark.parametrize("number, ends", [
+    (signal.SIGTERM, False), (signal.SIGUSR1, False), (signal.SIGHUP, False),
+    (signal.SIGINT, True)])
 def test_a_second_ctrl_c_ends_the_process_at_once(number, ends):
-    """torchrun passes SIGTERM on to ranks that may have got it already. Ctrl-C twice is meant."""
-    script = (f"import launch, os\nasked = launch.stop_on_sigterm()\nos.kill(os.getpid(), {number})"
+    """torchrun passes a signal on to ranks that may have got it already. Ctrl-C twice is meant."""
+    script = (f"import launch, os\nasked = launch.stop_on_signal()\nos.kill(os.getpid(), {number})"
               f"\nassert asked.is_set()\nos.kill(os.getpid(), {number})\nprint('lives')")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == -number * ends and ("lives" in done.stdout) == (not ends)
+
+
+@pytest.mark.parametrize("rank, saves", [({}, False), ({"RANK": "0"}, True)],
+                         ids=["alone", "torchrun"])
+def test_nohup_shields_a_process_alone_and_not_the_ranks_of_a_torchrun_that_ends(rank, saves):
+    """torchrun ends at SIGHUP also under nohup, and passes it on."""
+    script = ("import launch, os, signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+              "asked = launch.stop_on_signal()\nos.kill(os.getpid(), signal.SIGHUP)\n"
+              "print(asked.is_set())")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT,
+                          env={**os.environ, **rank})
+    assert done.stdout == f"{saves}\n", done.stderr
+
+
+TALKS = """
+import sys, time
+import launch
+def main():
+    for number in range({lines}):
+        print(number, flush=number % 100 == 0)
+        if number == {lines} // 2:
+            print("a warning", file=sys.stderr)
+            open({out!r} + "half", "w").close()
+            time.sleep({pause})
+    open({out!r}, "w").close()
+launch.run_main(main)
+"""
+
+
+def test_output_that_nobody_reads_any_more_ends_no_run(tmp_path):
+    """As `| head` does it: EPIPE, also of what is still in a buffer at the end."""
+    out = tmp_path / "ended"
+    script = TALKS.format(out=str(out), lines=20_000, pause=0)
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, cwd=ROOT)
+    assert process.stdout.readline() == b"0\n"
+    process.stdout.close()
+    err = process.stderr.read()
+    assert process.wait(60) == 0 and err == b"a warning\n" and out.exists()
+
+
+def test_a_terminal_that_is_gone_ends_no_run(tmp_path):
+    """EIO, from then on; SIGHUP is ignored."""
+    out = tmp_path / "ended"
+    terminal, theirs = os.openpty()
+    script = TALKS.format(out=str(out), lines=40, pause=1)
+    process = subprocess.Popen(
+        ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", sys.executable, "-c", script], cwd=ROOT,
+        stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    while not (tmp_path / "endedhalf").exists() and process.poll() is None:
+        time.sleep(0.05)
+    os.close(terminal)
+    assert process.wait(60) == 0 and out.exists()
