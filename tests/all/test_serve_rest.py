@@ -87,9 +87,8 @@ def test_max_tokens_bounds_the_answer_and_never_a_thought(running, codec):
      None, ""),
     ("Does he answer the phone?", "Does he answer the phone?", None, None),
     ("Say what happens.", "Say what happens.", None, ""),
-    ("Who?\n\n  Only\nplease answer: yes or no", "Who?\n\n  Only\nplease answer: yes or no", None, ""),
+    ("Who?\n\n  Only\nplease answer", "Who?\n\n  Only\nplease answer", None, ""),
     ("He said:answer", "He said:answer", None, None),
-    (" \t A)  x \t\n B) y", "A)  x \t\n B) y", None, None),
     ("Who?\n \tA)  x \t\n(B) y ", "Who?", ["x", "y"], None),
 ])
 def test_options_and_the_way_to_answer_are_read_from_the_text(asked, question, options, style):
@@ -105,7 +104,7 @@ def test_options_and_the_way_to_answer_are_read_from_the_text(asked, question, o
         assert prompt.endswith(style)
 
 
-def test_no_text_takes_time_that_grows_with_its_square(monkeypatch):
+def test_no_text_takes_time_that_grows_with_its_square():
     """A regular expression that goes back over spaces would take an hour for these."""
     for gap in (" " * 60_000, "\n" * 60_000, "\nplease" * 9_000, ". " * 30_000, "please " * 9_000):
         for question in (f"Who?{gap}x", f"Who?\nA.{gap}\nB. x", f"Who?\nA. {gap}\x00\nB. x"):
