@@ -29,10 +29,10 @@ import runs
 import sft
 import video
 from endpoint import open_judge
-from tools import pick, records, replay
+from tools import pick, replay
 
 SCRIPTS = {"sft": sft, "grpo": grpo, "rollout": rollout, "eval": evaluation, "pick": pick,
-           "replay": replay, "records": records}
+           "replay": replay}
 SAID = {"id": "said", "video": "videos/rl-0000.mp4", "question": "Which?", "answer": "crimson",
         "options": None, "type": "open", "subtitles": "said.srt"}
 SRT = "1\n00:00:00,000 --> 00:01:00,000\nRed it is\n"

@@ -20,7 +20,7 @@ ORDER = ["launch", "rewards", "video", "data", "chat", "model", "engine", "endpo
          "evaluation.windows", "evaluation.scores",
          "evaluation.publishers", "evaluation.senders",
          "evaluation.graders", "evaluation.folders", "evaluation.verify",
-         "eval", "tools.plan", "tools.ask", "tools.records", "tools", "bench"]  # fmt: skip
+         "eval", "tools.plan", "tools.ask", "tools.pick", "tools", "bench"]  # fmt: skip
 FILES = sorted([*Path(ROOT).glob("*.py"), *Path(ROOT).glob("evaluation/*.py"),
                 *Path(ROOT).glob("tools/*.py"), *Path(ROOT).glob("bench/*.py")])
 

@@ -98,8 +98,7 @@ def test_the_command_and_its_flags(recorded, tmp_path):
 
 
 @pytest.mark.parametrize("flags, why", [
-    ((), "give --best"), (("--band", "0", "1", "t", "--kept", "k"), "give both"),
-    (("--band", "x", "1", "t"), "two numbers"),
+    ((), "give --best"), (("--band", "x", "1", "t"), "two numbers"),
     (("--band", "0.9", "0.1", "t"), "LOW <= HIGH"), (("--best", "SAME"), "it is an input"),
     (("--best", "c", "--least", "nan"), "within"), (("--best", "c", "--recall", "50"), "within"),
     (("--best", "c", "--per-video", "-1"), "or more")])

@@ -3,6 +3,7 @@ Tests of subtitles in training and in evaluation: python -m pytest tests/test_su
 """
 import json
 import re
+import subprocess
 import sys
 
 import pytest
@@ -98,6 +99,72 @@ def test_a_bad_file_is_told_before_the_first_step(toy, codec, data, tmp_path, mo
     assert "--subtitles none" in str(caught.value) and "\n" not in str(caught.value)
     _, _, _, source = settings(grpo, monkeypatch, toy, data, "--subtitles", "none")
     rollout.check_context(codec, tasks, AGENT, source, 4)  # no file is read
+
+
+# Captions as YouTube makes them: each cue repeats the line above, then comes a pause.
+ROLLING = """WEBVTT
+Kind: captions
+
+00:00:00.000 --> 00:00:02.390 align:start position:0%
+ \ntoday<00:00:00.200><c> we look</c>
+
+00:00:02.390 --> 00:00:02.400
+today we look\n \n
+00:00:02.400 --> 00:00:04.790
+today we look\nat a<00:00:02.600><c> car</c>
+
+00:00:04.790 --> 00:00:04.800
+at a car\n \n
+00:00:06.000 --> 00:00:08.990
+ \n[Music]
+
+00:00:08.990 --> 00:00:09.000
+[Music]\n \n
+00:00:09.500 --> 00:00:09.900
+[Music]
+"""
+
+
+def test_rolling_captions_show_each_line_as_long_as_it_stands(tmp_path):
+    (tmp_path / "a.vtt").write_text(ROLLING)
+    lines = data_py.read_subtitles(str(tmp_path / "a.vtt"))
+    assert lines == [(0.0, 4.79, "today we look"), (2.4, 4.8, "at a car"), (6.0, 9.0, "[Music]"),
+                     (9.5, 9.9, "[Music]")]
+    assert data_py.subtitle_text(lines, [3.0]) == "today we look\nat a car"
+    ffmpeg = pytest.importorskip("imageio_ffmpeg").get_ffmpeg_exe()
+    subprocess.run([ffmpeg, "-v", "error", "-i", tmp_path / "a.vtt", tmp_path / "a.srt"],
+                   check=True)
+    assert data_py.read_subtitles(str(tmp_path / "a.srt")) == lines
+
+
+@pytest.mark.parametrize("text, wanted", [
+    ("if a < b and c > d then stop", "if a < b and c > d then stop"), ("I <3 you", "I <3 you"),
+    ("so a <b and c> d", "so a <b and c> d"), ("<me@x.org> wrote", "<me@x.org> wrote"),
+    ("<i>one</i> <font color=\"#fff\" size='2'>two</font><br/>", "one two"),
+    ("<c.yellow.bg_blue>one</c> <v Roger Bingham>two</v> <lang en>x</lang>", "one two x"),
+    ("<00:00:01.500><c>one</c>", "one"), ("{\\an8}One\\NTwo", "One Two"),
+    ("{\\pos(1,2)\\i1}One{\\i0}", "One"), ("{sic} C:\\new", "{sic} C:\\new")])
+def test_markup_goes_and_text_stays(tmp_path, text, wanted):
+    (tmp_path / "a.srt").write_text(f"1\n00:00:01,000 --> 00:00:02,000\n{text}\n")
+    assert data_py.subtitle_text(data_py.read_subtitles(str(tmp_path / "a.srt"))) == wanted
+
+
+@pytest.mark.parametrize("encoding, wanted", [
+    ("utf-8", "Grüße 你好"), ("utf-8-sig", "Grüße 你好"), ("utf-16", "Grüße 你好"),
+    ("gb18030", None), ("cp1252", None)])
+def test_another_encoding_than_utf_8_or_utf_16_is_an_error_that_names_the_cure(
+        tmp_path, encoding, wanted):
+    path = tmp_path / "a.srt"
+    path.write_bytes(f"1\n00:00:01,000 --> 00:00:02,000\nGrüße{' 你好' * (encoding != 'cp1252')}\n"
+                     .replace("\n", "\r\n").encode(encoding))
+    if wanted:
+        assert data_py.read_subtitles(str(path)) == [(1.0, 2.0, wanted)]
+        return
+    why = r"a\.srt: .*not UTF-8.*iconv"
+    with pytest.raises(ValueError, match=why):
+        data_py.read_subtitles(str(path))
+    with pytest.raises(launch.UserError, match=why):
+        data_py.check_subtitles([{"subtitles": "a.srt"}], str(tmp_path))
 
 
 def test_a_run_ends_with_one_line(toy, data, tmp_path):

@@ -16,14 +16,11 @@ The records of eval.py are read too, which hold text and no ids: a published mod
 behind an endpoint then teaches the cold start. --recall leaves out rollouts that looked elsewhere
 (of tasks with `evidence`), --per-video bounds the prompts that one film gives.
 
---kept FILE writes all rollouts that were read, each with "picked": "kept" or why not, and
-tools/view.py FILE shows them.
-
 --band LOW HIGH FILE writes the tasks whose mean R_acc over their rollouts lies in this range. From
 a group without variance GRPO learns nothing.
 
 Reads:  rollout JSONL (rollout.py, or the rollouts/ of grpo.py), or records.*.jsonl of eval.py.
-Writes: chats, tasks and rollouts as JSONL. Videos stay relative to the folder that they were
+Writes: chats and tasks as JSONL. Videos stay relative to the folder that they were
         relative to: give that folder to sft.py and grpo.py as --video-root.
 
 (This file is not called select.py, because Python would then import it for its own `select`.)
@@ -31,6 +28,7 @@ Writes: chats, tasks and rollouts as JSONL. Videos stay relative to the folder t
 import argparse
 import collections
 import json
+import math
 import os
 import sys
 
@@ -41,7 +39,94 @@ import rewards
 import rollout
 import runs
 from evaluation import folders
-from tools import records
+
+# ------------------------------------------------------------------------------------------------
+# Rollout JSONL that somebody may have edited, merged or written by another program
+
+
+def read_rollouts(paths: list[str]) -> list[dict]:
+    """Rollout JSONL files -> rows that belong together. Raises UserError naming the file, and the
+    line or the task."""
+    rows, tasks, prompts = {}, {}, {}
+    for path in paths:
+        for row in launch.read_jsonl(path, record_shape(), record_fault):
+            name, place = str(row["task"]["id"]), (row["group"], row["sample"])
+            prompt = row["ids"][: row["spans"][0][0]] if row["spans"] else None
+            wrong = (
+                "is another task elsewhere" if tasks.setdefault(name, row["task"]) != row["task"]
+                else f"has sample {row['sample']} of {row['group']} twice" if place in rows
+                else "has two prompts in one group"
+                if prompt and prompts.setdefault(row["group"], prompt) != prompt else None)
+            if wrong:
+                raise launch.UserError(f"{path}: task {name} {wrong}; leave out a file, or give "
+                                       "the tasks ids of their own")
+            rows[place] = row
+    return list(rows.values())
+
+
+def record_shape() -> dict:
+    """Fields of a rollout record and their shapes, see misfit."""
+    item = {"spec": {"video": str}, "key": str, "frames": int, "height": int, "width": int,
+            "seconds": [float]}
+    context = {"ids": [int], "mask": [int], "logps": [float], "vision": [item]}
+    call = {"turn": int, "parseable": bool, "status": str, "summary": str, "sub_tokens": int,
+            "sub": (None, context)}
+    return {"task": {"id": (str, int), "video": str, "question": str, "type": str}, "group": str,
+            "sample": int, "version": int, "K": int, "status": str, "error": (None, str),
+            "think_open": bool, "turns": [str], "pieces": [[str]], "finish": [str],
+            "spans": [[int]], "calls": [call], "reward": dict, "advantage": dict, "timing": dict,
+            **context}
+
+
+def record_fault(row: dict) -> str | None:
+    """-> None, or what is wrong with a line of a rollout JSONL that has all fields."""
+    if wrong := misfit(row, record_shape()):
+        return f"{wrong} is missing, or not of the kind that rollout.py writes"
+    task, known = row["task"], ("ok", "video_error", "label_error", "context", "engine_error")
+    if task.get("answer", "") is not None and (  # null: a question that somebody asked
+            wrong := data.task_fault({"answer": None, **task})):
+        return f"'task': {wrong}"
+    if row["status"] not in known:
+        return f"'status': {row['status']!r} is unknown"
+    parts = [row, *(call["sub"] for call in row["calls"] if call.get("sub"))]
+    for item in (item for part in parts for item in part["vision"]):
+        sizes = item["frames"], item["height"], item["width"]
+        if len(item) != 6 or min(sizes) < 1 or len(item["seconds"]) != sizes[0]:
+            return "'vision' must list the frames of the context"
+    # The mask marks the sampled ids: of the main agent those of its spans, which follow a prompt.
+    marks, ends = [0] * len(row["ids"]), [0, *sum(row["spans"], [])]
+    for start, end in zip(ends[1::2], ends[2::2]):
+        marks[start:end] = [1] * (end - start)
+    fits = (all(len(p["ids"]) == len(p["mask"]) == len(p["logps"]) and {0, 1}.issuperset(p["mask"])
+                and min(p["ids"], default=0) >= 0 and math.isfinite(sum(p["logps"]))
+                for p in parts)
+            and all(part["vision"] for part in parts[1:])  # a sub-agent always saw a window
+            and row["mask"] == marks and ends == sorted(ends) and 0 not in ends[1:2]
+            and all(len(span) == 2 for span in row["spans"])
+            and len(row["spans"]) <= len(row["turns"]) == len(row["finish"]))
+    return None if fits else ("'ids', 'mask', 'logps', 'spans', 'turns' and 'finish' do not fit "
+                              "each other")
+
+
+def misfit(value, shape, name: str = "record") -> str | None:
+    """-> None, or where a JSON value has another shape: "record.task.id", say. shape: a type, None,
+    [shape of all items], {key: shape}, or a tuple of shapes of which one fits."""
+    if isinstance(shape, tuple):
+        return name if all(misfit(value, one, name) for one in shape) else None
+    if isinstance(shape, list) and isinstance(value, list):
+        if all(kind is shape[0] for kind in set(map(type, value))):  # 30,000 ids, at once
+            return None
+        return next(filter(None, (misfit(part, shape[0], name) for part in value)), None)
+    if isinstance(shape, dict) and isinstance(value, dict):
+        parts = (misfit(value.get(key), one, f"{name}.{key}") for key, one in shape.items())
+        return next(filter(None, parts), None)
+    # Not isinstance: True is an int. A whole number is a float in JSON.
+    good = value is shape or type(value) is shape or (shape is float and type(value) is int)
+    return None if good else name
+
+
+# ------------------------------------------------------------------------------------------------
+# Rollouts -> data
 
 
 def read_evaluation(path: str) -> list[dict]:
@@ -49,8 +134,8 @@ def read_evaluation(path: str) -> list[dict]:
     UserError naming file and line."""
     blank = {"ids": [], "mask": [], "logps": [], "vision": [], "spans": [], "advantage": {},
              "version": 0}  # fmt: skip
-    shape = {name: kind for name, kind in records.record_shape().items() if name not in blank}
-    rows = launch.read_jsonl(path, shape, lambda row: records.misfit(row, shape) or data.task_fault(
+    shape = {name: kind for name, kind in record_shape().items() if name not in blank}
+    rows = launch.read_jsonl(path, shape, lambda row: misfit(row, shape) or data.task_fault(
         {"answer": None, **row["task"]}, unlabelled=True))
     kept = folders.read_json(os.path.dirname(os.path.abspath(path)), "args.json")
     if kept.get("protocol", "paravt") != "paravt" or kept.get("crop_reply") == "frames":
@@ -59,7 +144,7 @@ def read_evaluation(path: str) -> list[dict]:
     # Fields of rollout.Agent.
     windows = {name: kept[name] for name in ("sub_fps", "sub_frames", "sub_question")
                if name in kept}
-    return [{**blank, **row, "windows": windows, "record": row} for row in rows
+    return [{**blank, **row, "windows": windows} for row in rows
             if row.get("show") == "real" and row["K"]]  # without frames nothing can be learned
 
 
@@ -68,7 +153,7 @@ def groups(paths: list[str]) -> list[list]:
     order of their tasks. Raises UserError naming file and line, and for a task without an answer.
     """
     text = [path for path in paths if os.path.basename(path).startswith("records.")]
-    rows = records.read_rollouts([path for path in paths if path not in text])
+    rows = read_rollouts([path for path in paths if path not in text])
     found, tasks = {}, {}  # task id -> Episodes, task
     for row in [*rows, *(row for path in text for row in read_evaluation(path))]:
         if row["task"].get("answer") is None:
@@ -80,7 +165,7 @@ def groups(paths: list[str]) -> list[list]:
                                    "give the tasks ids of their own")
         found.setdefault(name, []).append(rollout.from_json(row))
         found[name][-1].notes.update(tools=row.get("tools", "on") == "on",
-                                     settings=row.get("windows"), record=row.get("record", row))
+                                     settings=row.get("windows"))
     for group in found.values():
         for episode in group:  # by the present code, whatever version wrote them
             verdict = episode.reward.get("judge")  # but for a judge, who is not asked again
@@ -158,8 +243,6 @@ def main():
     add("--recall", type=float, default=0.0, help="share of a task's `evidence` that the windows "
         "of a rollout with calls must show, 0 to 1; 0 = any windows")
     add("--per-video", type=int, default=0, help="prompts of one film, at most; 0 = all")
-    add("--kept", metavar="ROLLOUTS", help="the rollouts again, with what became of them, for "
-        "tools/view.py; default: none are written")
     add("--fewest-calls", action="store_true",
         help="rank by R_acc, whole tags, fewer calls; default: by the reward, which pays calls")
     yes_no = argparse.BooleanOptionalAction
@@ -171,12 +254,10 @@ def main():
     args = parser.parse_args()
     if not (args.best or args.band):
         raise launch.UserError("give --best, --band or both: nothing would be written")
-    if args.kept and not args.best:
-        raise launch.UserError("--kept says what --best made of each rollout: give both")
     if not (0 <= args.least <= 1 and 0 <= args.recall <= 1 and args.per_video >= 0):
         raise launch.UserError("--least and --recall lie within 0 and 1, and --per-video is 0 or "
                                "more")
-    outputs = [path for path in (args.best, args.kept) if path]
+    outputs = [args.best] * bool(args.best)
     if args.band:
         try:
             low, high = float(args.band[0]), float(args.band[1])
@@ -192,28 +273,20 @@ def main():
         prompts = collections.defaultdict(list)  # (task, K) -> Episodes
         for episode in (e for group in found for e in group):
             prompts[episode.task["id"], episode.num_frames].append(episode)
-        picked, told = [], []  # told: the rows of --kept
-        left, taken = collections.Counter(), collections.Counter()  # taken: prompts of each film
+        picked, taken = [], collections.Counter()  # taken: prompts of each film
         for group in prompts.values():
-            one, why = best(group, args.least, args.fewest_calls, args.recall), "another was better"
-            if one and args.per_video and taken[one.task["video"]] == args.per_video:
-                one, why = None, "enough of this film"
-            if one:
+            one = best(group, args.least, args.fewest_calls, args.recall)
+            if one and not (args.per_video and taken[one.task["video"]] == args.per_video):
                 picked.append(one)
                 taken[one.task["video"]] += 1
-            for e in group:
-                wrong = fault(e, args.least, args.recall)
-                left[wrong or "good"] += 1
-                told.append({**e.notes["record"],
-                             "picked": "kept" if e is one else wrong or why})
+        left = collections.Counter(fault(e, args.least, args.recall) or "good"
+                                   for group in prompts.values() for e in group)
         rows = [row for episode in picked
                 for row in chats(episode, args.tools, args.sub_question)]
         write(args.best, rows)
         print(f"{len(picked)} of {len(prompts)} prompts have a good rollout: {len(rows)} chats, "
               f"{len(picked)} of main agents -> {args.best}")
         print("rollouts: " + ", ".join(f"{n} {why}" for why, n in sorted(left.items())))
-        if args.kept:
-            write(args.kept, told)
     if args.band:
         tasks = [group[0].task for group in found if low <= mean_accuracy(group) <= high]
         write(args.band[2], tasks)

@@ -31,13 +31,13 @@ import runs
 import video
 from endpoint import open_judge
 from evaluation import folders
-from tools import records
+from tools import pick
 
 
 def read_rollouts(paths: list[str], pay: rewards.Pay) -> list[rollout.Episode]:
     """Rollout JSONL files -> Episodes, scored anew by `pay`. Raises UserError naming file and line,
     and for a task without an answer."""
-    episodes = [rollout.from_json(row) for row in records.read_rollouts(paths)]
+    episodes = [rollout.from_json(row) for row in pick.read_rollouts(paths)]
     for e in episodes:
         e.reward = rollout.compute_reward(e, pay)
         if not e.reward:  # a question of tools/ask.py

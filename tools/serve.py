@@ -19,8 +19,8 @@ No film: the same weights answer the text alone. Nothing is fetched from a netwo
 
 Fields beside `messages`: model, stream, temperature, seed, max_tokens or max_completion_tokens
 (bounds the answer that is sent, never a thought: clients send 16), options ["..", ..], answer_type
-(open, list, grounding), fps, thumbs (small JPEGs of the frames in the events). Options in the text,
-"A. .." one a line, are options too. A text that says how to answer gets no line on that from us.
+(open, list, grounding), fps. Options in the text, "A. .." one a line, are options too. A text that
+says how to answer gets no line on that from us. Other fields are not read.
 
 Reads: a checkpoint folder, films below --video-root. Writes nothing that outlives the server.
 
@@ -32,8 +32,8 @@ import base64
 import collections
 import contextlib
 import hashlib
-import io
 import json
+import mimetypes
 import os
 import re
 import secrets
@@ -70,22 +70,27 @@ class Refused(Exception):
 
 
 STAMP = re.compile(r"\s*<(\d+(?:\.\d+)?) seconds?>\s*")  # as chat.py writes times before frames
-LABEL = re.compile(r"\s*(?:\(([A-Z])\)|([A-Z])[.):])\s+(.*\S)\s*")
+LABEL = re.compile(r"(?:\(([A-Z])\)|([A-Z])[.):])\s+(\S.*)")  # of a line without spaces around it
 # "Answer with ..", "Please respond only with ..", "Give your answer as ..": a sentence's beginning
-STYLE = re.compile(r"(?:^|[.?!:;]\s+|\n)\s*(?:please\s+|only\s+|just\s+)*"
+STYLE = re.compile(r"\s*(?:(?:please|only|just)\s+)*"
                    r"(?:answer|respond|reply|output|return|select|choose|give|write|format|say)\b",
                    re.IGNORECASE)
+MAX_TEXT, MAX_ITEMS = 65_536, 2_000  # characters of a question; messages, and items in them
+MAX_MARKS = 100_000  # of [ { and , in a JSON body: parsing takes time and memory for each
 
 
 def parts_of(messages: list[dict]) -> tuple[str | None, list, str]:
     """Messages -> (URL of a film or None, [(second or None, URL of an image)], the question)."""
-    film, frames, question, system = None, [], "", []
+    film, frames, question, system, count = None, [], "", [], 0
     for message in messages:
         role, content = message.get("role"), message.get("content")
         items = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if role not in ("system", "developer", "user") or not isinstance(items, list):
             continue  # answers of earlier questions: every question is asked anew
         said, second = [], None
+        count += len(items)
+        if count > MAX_ITEMS:
+            raise Refused(400, f"a request has {MAX_ITEMS:,} texts, films and frames at most")
         for item in items:
             kind = item.get("type") if isinstance(item, dict) else None
             value = item.get(kind) if kind in ("text", "video_url", "image_url") else None
@@ -96,7 +101,8 @@ def parts_of(messages: list[dict]) -> tuple[str | None, list, str]:
             if kind == "video_url":
                 film, frames = value, []
             elif kind == "image_url":
-                film, frames, second = None, [*frames, (second, value)], None
+                frames.append((second, value))
+                film = second = None
             elif stamp := STAMP.fullmatch(value):
                 second = float(stamp[1])
             else:
@@ -109,6 +115,8 @@ def parts_of(messages: list[dict]) -> tuple[str | None, list, str]:
     if not question:
         raise Refused(400, "there is no question: no text in a user message")
     question = "\n".join([*system, question])
+    if len(question) > MAX_TEXT:
+        raise Refused(400, f"a question has {MAX_TEXT:,} characters at most")
     if launch.has_surrogate(question):
         raise Refused(400, "a lone surrogate (\\ud800 to \\udfff) is no text")
     return film, frames, question
@@ -119,7 +127,7 @@ def question_task(text: str, options=None, kind=None) -> dict:
     our line on how to answer if the text says so itself."""
     task = {"question": text, "options": options or None, "answer": None}
     lines = text.split("\n")
-    labels = [LABEL.fullmatch(line) for line in lines]
+    labels = [LABEL.fullmatch(line.strip()) for line in lines]
     first = next((n for n, label in enumerate(labels) if label and "A" in label.groups()), None)
     if first and not options:
         count = 0  # lines A, B, C, .. one after the other
@@ -132,7 +140,7 @@ def question_task(text: str, options=None, kind=None) -> dict:
             # Text after the options: how the client wants them answered.
             if after := "\n".join(lines[first + count:]).strip():
                 task["style"] = after
-    if STYLE.search(task["question"]):
+    if any(map(STYLE.match, re.split(r"[.?!:;]\s|\n", task["question"]))):
         task.setdefault("style", "")
     return {**task, "type": kind or ("mcq" if task["options"] else "open")}
 
@@ -211,7 +219,8 @@ class Films:
         """{name: bytes} of a folder of frames, or {"": bytes} of a film -> its name in `sent`."""
         digest = hashlib.sha256()
         for file, data in files.items():
-            digest.update(f"{file} {len(data)} ".encode() + data)
+            digest.update(f"{file} {len(data)} ".encode())
+            digest.update(data)
         name = digest.hexdigest()
         path = os.path.join(self.sent, name)
         with self.lock:
@@ -346,7 +355,7 @@ class Agents:
         except TimeoutError:
             raise Refused(504, f"no answer within {self.args.seconds:g} seconds") from None
 
-    async def film(self, tell, task, agent, root, thumbs):
+    async def film(self, tell, task, agent, root):
         """An episode about a film; tells the events of ask.py, then the usage of tokens."""
         source = replace(self.sampler.source, root=root)
         sampler = replace(self.sampler, agent=agent, source=source, pump=self.pump)
@@ -354,9 +363,6 @@ class Agents:
         name = f"0/{secrets.token_hex(8)}"
         episode = rollout.Episode(task, name, 0, self.args.frames, 0)
         async for event in ask.events(episode, sampler):
-            if thumbs and event.get("times"):
-                event["thumbs"] = await self.pump.load(
-                    small_pictures, source, task["video"], event["times"])
             if event["event"] == "answer":
                 masks = [episode.context.mask] if episode.context else []
                 masks += [call["sub"]["mask"] for call in episode.calls if "sub" in call]
@@ -381,21 +387,6 @@ class Agents:
         tell({"event": "answer", "text": answer, "status": "ok", "error": None,
               "sampled": len(said.ids), "tokens": len(said.ids) + len(context.ids),
               "cut": not said.ended})
-
-
-def small_pictures(source, name, times) -> list[str]:
-    """Frames that the agent has just seen (they are in the cache) -> small JPEGs as data: URLs."""
-    from PIL import Image
-
-    path = video.resolve(name, source.root)
-    frames = video.at(path, times, source.min_pixels, source.max_pixels, source.cache)
-    made = []
-    for image in frames.images:
-        picture, file = Image.fromarray(image), io.BytesIO()
-        picture.thumbnail((216, 96))
-        picture.save(file, "JPEG", quality=75)
-        made.append("data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode())
-    return made
 
 
 # ------------------------------------------------------------------------------------------------
@@ -437,40 +428,57 @@ def error_body(status, line) -> dict:
 
 
 class Guard:
-    """Stands before the application: host, key, content type and size of a request."""
+    """Stands before the application: host, key, content type and size of a request. The body of a
+    request goes to the application as scope["body"]."""
 
     def __init__(self, app, args, key):
-        self.app, self.key = app, key
+        self.app, self.key, self.seconds = app, key, args.seconds
         self.most = int(args.max_mb * 2**20)
+        self.in_flight = 0  # bytes of the bodies that are in memory
         self.local = args.host in ("127.0.0.1", "localhost", "::1")
 
     async def __call__(self, scope, receive, send):
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        wrong = self.fault(scope, headers)
-        taken, body, more = 0, [], not wrong
-        while more:  # read here, because a framework would first keep all of it
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            body.append(message.get("body", b""))
-            taken += len(body[-1])
-            if taken > self.most:
-                wrong = 413, f"a request has {self.most} bytes at most"
-            more = message.get("more_body", False) and not wrong
-        if wrong:
-            from fastapi.responses import JSONResponse
+        scope.update(body=bytearray(), size=0)
+        try:
+            if wrong := self.fault(scope, headers) or await self.read(scope, receive):
+                from fastapi.responses import JSONResponse
 
-            # The rest of a body may still come: the connection cannot be used again.
-            return await JSONResponse(error_body(*wrong), wrong[0], {"Connection": "close"})(
-                scope, receive, send)
-        whole = iter([{"type": "http.request", "body": b"".join(body), "more_body": False}])
+                # The rest of a body may still come: the connection cannot be used again.
+                more = {"Connection": "close"} | ({"Retry-After": "2"} if wrong[0] == 429 else {})
+                return await JSONResponse(error_body(*wrong), wrong[0], more)(scope, receive, send)
+            await self.app(scope, receive, send)
+        finally:
+            self.free(scope)
 
-        async def again():
-            return next(whole, None) or await receive()
+    def free(self, scope):
+        """The body of this request has left the memory."""
+        self.in_flight -= scope.pop("size", 0)
 
-        await self.app(scope, again, send)
+    async def read(self, scope, receive):
+        """Reads the body -> None, or (status, why). A framework would first keep all of it."""
+        body, more = scope["body"], True
+        try:
+            async with asyncio.timeout(self.seconds):
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return 400, "the client has left"
+                    body += message.get("body", b"")
+                    self.in_flight += len(body) - scope["size"]
+                    scope["size"] = len(body)
+                    if len(body) > self.most:
+                        return 413, f"a request has {self.most} bytes at most"
+                    if self.in_flight > 2 * self.most:
+                        return 429, "other requests fill the memory; ask again later"
+                    more = message.get("more_body", False)
+        except TimeoutError:
+            return 408, f"the request has not come within {self.seconds:g} seconds"
+        if scope["method"] == "POST" and sum(map(body.count, (b"[", b"{", b","))) > MAX_MARKS:
+            return 413, f"the JSON has more than {MAX_MARKS:,} commas and brackets"
+        return None
 
     def fault(self, scope, headers):
         """-> None, or (status, why)."""
@@ -497,9 +505,8 @@ def make_app(agents: Agents, films: Films, args, key: bytes | None = None):
     from typing import Literal
 
     from fastapi import FastAPI, Request
-    from fastapi.exceptions import RequestValidationError
     from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
-    from pydantic import BaseModel, Field, field_validator
+    from pydantic import BaseModel, Field, ValidationError, field_validator
     from starlette.exceptions import HTTPException
 
     class Stream(StreamingResponse):
@@ -519,9 +526,9 @@ def make_app(agents: Agents, films: Films, args, key: bytes | None = None):
     class Asked(BaseModel):
         """The fields that count. Others (top_p, stop, ..) are left out, as most servers do."""
 
-        messages: list[dict] = Field(min_length=1)
+        messages: list[dict] = Field(min_length=1, max_length=MAX_ITEMS)
         model: str | None = None
-        stream: bool = False
+        stream: bool | None = None
         temperature: float | None = Field(None, ge=0, le=2)
         seed: int | None = Field(None, ge=-(2**63), lt=2**63)
         max_tokens: int | None = Field(None, ge=1)
@@ -531,13 +538,12 @@ def make_app(agents: Agents, films: Films, args, key: bytes | None = None):
         options: list[str] | None = Field(None, min_length=2, max_length=26)
         answer_type: Literal["open", "list", "grounding"] | None = None
         fps: float | None = Field(None, gt=0, le=1000)
-        thumbs: bool = False
 
         @field_validator("options")
         @classmethod
         def text(cls, options):
-            if options and launch.has_surrogate(options):
-                raise ValueError("a lone surrogate is no text")
+            if options and sum(map(len, options)) > MAX_TEXT:
+                raise ValueError(f"options have {MAX_TEXT:,} characters at most")
             return options
 
     app = FastAPI(title="ParaVT", openapi_url=None)
@@ -555,10 +561,10 @@ def make_app(agents: Agents, films: Films, args, key: bytes | None = None):
     async def wrong(request, error):
         return failed(error.status_code, error.detail)
 
-    @app.exception_handler(RequestValidationError)
+    @app.exception_handler(ValidationError)
     async def invalid(request, error):
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"] if part != "body")
+        where = ".".join(map(str, first["loc"]))
         return failed(400, launch.printable(f"{where}: {first['msg']}".lstrip(": ")))
 
     text, policy = page_text()
@@ -591,7 +597,7 @@ def make_app(agents: Agents, films: Films, args, key: bytes | None = None):
 
     @app.put("/films")
     async def dropped(request: Request):
-        body = await request.body()
+        body = request.scope.pop("body")
         if not body:
             raise Refused(400, "the body is the film, and it is empty")
         return {"url": "film:" + await asyncio.to_thread(films.keep, {"": body})}
@@ -605,7 +611,11 @@ def make_app(agents: Agents, films: Films, args, key: bytes | None = None):
             raise Refused(404, "a player needs a file, and this is a folder of frames")
         # Other files below --video-root, and those that a link leads to, are not shown.
         await asyncio.to_thread(check_film, agents.sampler.source, films.root, path)
-        return FileResponse(file)
+        # Whatever the name says, a browser must not take a film for a page of this server.
+        kind = mimetypes.guess_type(file)[0] or ""
+        return FileResponse(file, media_type=kind if kind.startswith("video/") else "video/mp4",
+                            headers={"X-Content-Type-Options": "nosniff",
+                                     "Content-Security-Policy": "sandbox"})
 
     @app.get("/episodes/{name}")
     async def shown(name: str):
@@ -614,13 +624,19 @@ def make_app(agents: Agents, films: Films, args, key: bytes | None = None):
         return episodes[name]
 
     @app.post("/v1/chat/completions")
-    async def completions(asked: Asked, request: Request):
+    async def completions(request: Request):
+        asked = Asked.model_validate_json(request.scope.pop("body"))
         if asked.model not in (None, "", args.name):
             raise Refused(404, f"no such model; there is {args.name}")
         film, frames, question = parts_of(asked.messages)
         given = {"temperature": asked.temperature, "seed": asked.seed}
         agent = replace(agents.sampler.agent, **{k: v for k, v in given.items() if v is not None})
         found = await asyncio.to_thread(films.find, film, frames, asked.fps)
+        # Films and frames are files now, and a question may wait for long.
+        film = None if film and film.startswith("data:") else film
+        asked.messages.clear()
+        frames.clear()
+        guard.free(request.scope)
         head = {"id": "chatcmpl-" + secrets.token_hex(12), "created": int(time.time()),
                 "model": args.name}
         ended = partial(films.release, *found) if found else lambda: None
@@ -630,7 +646,7 @@ def make_app(agents: Agents, films: Films, args, key: bytes | None = None):
                 await asyncio.to_thread(check_film, agents.sampler.source, root, path)
                 task = {"id": head["id"], "video": path,
                         **question_task(question, asked.options, asked.answer_type)}
-                work = partial(agents.film, task=task, agent=agent, root=root, thumbs=asked.thumbs)
+                work = partial(agents.film, task=task, agent=agent, root=root)
             else:
                 work = partial(agents.text, question=question, agent=agent)
             under_way = Question(agents, work, ended)
@@ -644,8 +660,7 @@ def make_app(agents: Agents, films: Films, args, key: bytes | None = None):
             async for event in under_way.events():
                 trace.append(event)
                 yield event
-            kept = film if film and not film.startswith("data:") else None
-            episodes[head["id"]] = {"question": question, "film": kept, "events": trace}
+            episodes[head["id"]] = {"question": question, "film": film, "events": trace}
             while len(episodes) > 100:
                 episodes.popitem(last=False)
 
@@ -662,7 +677,8 @@ def make_app(agents: Agents, films: Films, args, key: bytes | None = None):
             left.cancel()
             answer.cancel()
 
-    return Guard(app, args, key)
+    guard = Guard(app, args, key)
+    return guard
 
 
 def page_text() -> tuple[str, str]:
@@ -772,12 +788,13 @@ def parse_args():
         raise launch.UserError(f"--host {args.host} lets other machines in: give --api-key-env")
     if args.api_key_env and not os.environ.get(args.api_key_env, "").strip():
         raise launch.UserError(f"--api-key-env: {args.api_key_env} is not set or empty")
-    try:  # now, because the engine loads for minutes before HTTP begins
+    try:  # now, and kept, because the engine loads for minutes before HTTP begins
         kind = socket.AF_INET6 if ":" in args.host else socket.AF_INET
-        socket.create_server((args.host, args.port), family=kind).close()
+        args.socket = socket.create_server((args.host, args.port), family=kind)
     except (OSError, OverflowError) as error:
         raise launch.UserError(f"--host {args.host} --port {args.port}: "
                                f"{getattr(error, 'strerror', None) or error}") from None
+    args.port = args.socket.getsockname()[1]  # with --port 0 the system has chosen one
     return args
 
 
@@ -799,8 +816,8 @@ def main():
     for number in (signal.SIGTERM, signal.SIGHUP):  # SIGHUP: the terminal was closed
         signal.signal(number, lambda *_: sys.exit(0))
     try:
-        http_server(make_app(agents, films, args, key), agents, host=args.host, port=args.port,
-                    log_level="warning", timeout_graceful_shutdown=2).run()
+        http_server(make_app(agents, films, args, key), agents, log_level="warning",
+                    timeout_graceful_shutdown=2).run([args.socket])
     finally:
         with films.lock:  # not in the middle of an upload
             shutil.rmtree(films.sent, ignore_errors=True)

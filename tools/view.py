@@ -11,23 +11,19 @@ computed again from the text of the sampled tokens, without a tokenizer. Inserte
 
 Reads:  folders of sft.py, grpo.py and eval.py (also of --compare), folders that hold such folders,
         and rollout JSONL. The page counts lines and records that cannot be read.
-Writes: --out, whole or not at all. --watch writes again after each change of these files, until the
-        run is finished or you press Ctrl-C. The open page loads itself again meanwhile.
+Writes: --out, whole or not at all.
 
   python tools/view.py grpo_out --out page.html
-  python tools/view.py grpo_out --out page.html --watch --every 30
   python tools/view.py grpo_a grpo_b eval_out --names struct sequence eval --out page.html
 """
 import base64
 import bisect
-import contextlib
 import glob
 import io
 import json
 import os
 import re
 import sys
-import time
 from collections import Counter, defaultdict
 from urllib.parse import quote
 
@@ -68,24 +64,6 @@ def read_objects(path, troubles):
     return rows
 
 
-def stamp_of(path):
-    """-> (time of the last change in ns, bytes) of a file; None if there is no such file."""
-    with contextlib.suppress(OSError):
-        status = os.stat(path)
-        return status.st_mtime_ns, status.st_size
-
-
-def read_kept(path, troubles, kept):
-    """Like read_objects, but a file that has not changed since the last page is not read again."""
-    stamp = stamp_of(path)
-    if kept.get(path, [None])[0] != stamp:
-        found = Counter()
-        kept[path] = stamp, read_objects(path, found), found
-    _, rows, found = kept[path]
-    troubles.update(found)
-    return rows
-
-
 def find(path):
     """Path -> list of the folders, at it and below it, that hold something to show; top down."""
     found = []
@@ -115,7 +93,7 @@ def places_of(path):
     return [path] if os.path.isfile(path) else find(path)
 
 
-def load_source(path, name, troubles, kept):
+def load_source(path, name, troubles):
     """A folder, or JSONL -> {"kind", "stage", "name", "args", "root", "log", "rows", "tables",
     "verdicts"}."""
     # A lone JSONL has no arguments and no log. {} stands for a missing file.
@@ -129,7 +107,7 @@ def load_source(path, name, troubles, kept):
     if isinstance(args.get("data"), str):
         root = os.path.dirname(os.path.abspath(args["data"]))  # as the scripts themselves do
     # Not yet checked.
-    rows = [row for file in record_files(path) for row in read_kept(file, troubles, kept)]
+    rows = [row for file in record_files(path) for row in read_objects(file, troubles)]
     stage = "sft" if any("trained_tokens" in row for row in log) else "grpo"
     verdicts = defaultdict(dict)  # item -> {grader: line}
     for line in read_objects(f"{path}/graders.jsonl", troubles):
@@ -140,22 +118,8 @@ def load_source(path, name, troubles, kept):
             "root": args.get("video_root") or root}
 
 
-def is_finished(source):
-    """Whether a run or an evaluation is at its end, if its files say so."""
-    log, steps = source["log"], source["args"].get("steps")
-    if not log:
-        return bool(source["tables"])  # an evaluation ends with its summary
-    if source["args"].get("rollouts"):
-        steps = 1
-    # With --val, the last held-out numbers stand in a row after that of the last step. --steps 0 of
-    # sft.py stands for a number that only the run knows.
-    wanted = {"val", "val_loss"} if source["args"].get("val") else {"step"}
-    return bool(number(steps)) and any(
-        (number(row.get("step")) or 0) >= steps and wanted & set(row) for row in log)
-
-
-def load_sources(paths, names, troubles, kept):
-    """The command line's paths, and their names or None -> list of sources. kept: see build."""
+def load_sources(paths, names, troubles):
+    """The command line's paths, and their names or None -> list of sources."""
     sources = []
     for n, path in enumerate(paths):
         found = places_of(path)
@@ -167,7 +131,7 @@ def load_sources(paths, names, troubles, kept):
         for place in found:
             below = os.path.relpath(place, path)
             name = given if below == "." else prefix + below
-            sources.append(load_source(place, name, troubles, kept))
+            sources.append(load_source(place, name, troubles))
     # Runs come first, and those with episodes come before SFT.
     return sorted(sources, key=lambda source: (not source["log"], not source["rows"]))
 
@@ -296,7 +260,6 @@ def shown_episode(row, source, place):
         "question": str(task["question"])[:4000],
         "options": [str(option) for option in task.get("options") or []],
         "status": str(row["status"]), "error": str(row.get("error") or "")[:500],
-        "picked": str(row["picked"])[:40] if "picked" in row else None,  # of tools/pick.py --kept
         "extracted": None if row.get("extracted") is None else str(row["extracted"]),
         "acc": number(row["score"] if "score" in row else reward.get("acc")),
         "graders": other_scores(row, source["verdicts"]),
@@ -353,12 +316,12 @@ def jpeg(image):
     return base64.b64encode(buffer.getvalue()).decode()
 
 
-def add_thumbnails(episodes, sources, root, pixels, most, budget, troubles, kept):
+def add_thumbnails(episodes, sources, root, pixels, most, budget, troubles):
     """
     Fill the thumbs of episodes and calls with [second, place] -> list of JPEGs in base64.
 
     place: in that list; None if the video could not be read, "full" if `budget`, the characters
-    of all JPEGs, was spent. pixels: of a frame at most. most: see wanted_frames. kept: see build.
+    of all JPEGs, was spent. pixels: of a frame at most. most: see wanted_frames.
     """
     from tqdm import tqdm
 
@@ -372,8 +335,8 @@ def add_thumbnails(episodes, sources, root, pixels, most, budget, troubles, kept
     pictures = []  # in base64
     stored = {}  # key of a frame -> its place in pictures: a frame is stored once
     for (folder, name), wants in tqdm(by_video.items(), desc="thumbnails", disable=None):
-        known = kept.setdefault((folder, name), {})  # second -> (key of its frame, JPEG)
-        missing = sorted({round(second, 2) for second, _ in wants} - known.keys())
+        known = {}  # second -> (key of its frame, JPEG)
+        missing = sorted({round(second, 2) for second, _ in wants})
         try:
             if missing and budget > 0:  # a page that is full opens no more videos
                 path = video.resolve(name, folder)  # raises if the name leads out of the folder
@@ -536,21 +499,13 @@ def embedded(value):
     return json.dumps(value, allow_nan=False).replace("<", "\\u003c").replace("&", "\\u0026")
 
 
-def build(paths, names, out, episodes, max_mb, root, pixels, thumbs=8, every=None, kept=None):
-    """
-    Write the page `out` -> its data, of which page.html says more.
-
-    every: seconds after which the open page loads itself again, until the runs are finished; None:
-    never. kept: {} that is given to each call of a watch. It holds rows by file and thumbnails by
-    video, so that a new page costs only the new files and frames.
-    """
-    kept = {} if kept is None else kept
+def build(paths, names, out, episodes, max_mb, root, pixels, thumbs=8):
+    """Writes the page `out` -> its data, of which page.html says more."""
     before, after, contents = page_template()  # first: decoding frames may take minutes
     troubles = Counter()  # reason why something could not be read -> how often
-    sources = load_sources(paths, names, troubles, kept)
+    sources = load_sources(paths, names, troubles)
     chosen = episodes_of(sources, episodes, troubles)
     data = {
-        "every": None if all(map(is_finished, sources)) else every,
         "sources": [{"name": source["name"], "kind": source["kind"]} for source in sources],
         "curves": curves_of(sources, contents["plots"]),
         "tables": tables_of(sources, contents["tables"]) + paper_tables(sources),
@@ -560,16 +515,10 @@ def build(paths, names, out, episodes, max_mb, root, pixels, thumbs=8, every=Non
     # Thumbnails get the bytes that are left. The places of an episode's thumbnails take some 200.
     budget = int(max_mb * 2**20) - len(before + embedded(data) + after) - 200 * len(chosen)
     # This also fills the thumbs of the episodes that are in `data` already.
-    data["pictures"] = add_thumbnails(chosen, sources, root, pixels, thumbs, budget, troubles,
-                                      kept)
+    data["pictures"] = add_thumbnails(chosen, sources, root, pixels, thumbs, budget, troubles)
     data["troubles"] = troubles.most_common(50)  # [[why, how often]]
-    write_page(out, data)
-    return data
-
-
-def write_page(out, data):
-    before, after, _ = page_template()
     launch.write_atomic(out, before + embedded(data) + after)
+    return data
 
 
 def line_of(out, data):
@@ -579,41 +528,6 @@ def line_of(out, data):
             f"{data['found']} episodes, {len(data['pictures'])} thumbnails; "
             + (f"could not be read: {unread}, listed on the page; " if unread else "")
             + "open it in a browser")
-
-
-def stamps(paths):
-    """{file: its stamp} of all that a page of these paths is made from; {} while one of the paths
-    has nothing to show yet."""
-    places = [places_of(path) for path in paths]
-    if not all(places):
-        return {}
-    names = ("args.json", "log.jsonl", "summary.json", "graders.jsonl")
-    files = [file for place in sum(places, [])
-             for file in (*(f"{place}/{name}" for name in names), *record_files(place))]
-    return {file: stamp_of(file) for file in files}
-
-
-def watch(options, every):
-    """Write the page after each change of its files, until Ctrl-C or the end of the runs. every:
-    seconds between two looks at the files. The last page no longer loads itself again. options: of
-    build."""
-    data, seen, kept = None, None, {}
-    try:
-        while data is None or data["every"]:
-            now = stamps(options["paths"])  # before build, so that no later change is missed
-            if now and now != seen:
-                data = build(**options, every=every, kept=kept)
-                print(line_of(options["out"], data), flush=True)
-            elif seen is None:
-                print("waiting: there is nothing to show yet", flush=True)
-            seen = now
-            if data is None or data["every"]:
-                time.sleep(every)
-        print("finished: the page is complete")
-    except KeyboardInterrupt:
-        if data:
-            write_page(options["out"], {**data, "every": None})
-        print("stopped; the page stays as it is" if data else "stopped before there was a page")
 
 
 def main():
@@ -627,10 +541,7 @@ def main():
     add("--thumb-pixels", dest="pixels", type=int, default=6144, help="of a thumbnail, at most")
     add("--thumbs", type=int, default=8, help="thumbnails of an overview; of a window half as many")
     add("--video-root", dest="root", help="folder of the videos; default: what the run was given")
-    add("--watch", action="store_true", help="write the page again while a run goes on")
-    add("--every", type=float, default=10.0, metavar="SECONDS", help="how often --watch looks")
     options = vars(parser.parse_args())
-    watching, every = options.pop("watch"), options.pop("every")
     if options["names"] and len(options["names"]) != len(options["paths"]):
         raise launch.UserError(
             f"--names: {len(options['names'])} for {len(options['paths'])} paths")
@@ -638,8 +549,6 @@ def main():
             or options["thumbs"] < 1:
         raise launch.UserError("--episodes may not be negative, --max-mb must be above 0, "
                               "--thumb-pixels at least 1024, --thumbs at least 1")
-    if not 0.1 <= every < 1e6:
-        raise launch.UserError(f"--every must be at least 0.1 seconds, got {every}")
     if os.path.exists(options["out"]):
         with open(options["out"], "rb") as file:
             if not file.read(15).lower().startswith(b"<!doctype html"):
@@ -647,10 +556,7 @@ def main():
                                        "another name")
     # Before the frames are decoded.
     launch.make_out(os.path.dirname(os.path.abspath(options["out"])))
-    if watching:
-        watch(options, every)
-    else:
-        print(line_of(options["out"], build(**options)))
+    print(line_of(options["out"], build(**options)))
 
 
 if __name__ == "__main__":

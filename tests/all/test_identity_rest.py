@@ -39,7 +39,7 @@ import launch
 import rollout
 import runs
 import video
-from tools import pick, records, replay
+from tools import pick, replay
 
 IDS = ["a", "a/0", "a/0/0", "a%2F0", "0", "0/a", "a/"]
 
@@ -232,8 +232,7 @@ def test_rollouts_that_do_not_belong_together_are_refused_by_id(
     paths = [write_rows(tmp_path / "1.jsonl", recorded),
              write_rows(tmp_path / "2.jsonl", second(recorded))]
     for script, flags in (("pick", ["--best", tmp_path / "best.jsonl", *paths]),
-                          ("replay", ["--ckpt", toy / "init", "--rollouts", *paths]),
-                          ("records", paths)):
+                          ("replay", ["--ckpt", toy / "init", "--rollouts", *paths])):
         code, said = start(script, *flags)
         assert code == 2
         assert "task a" in said and words in said and "2.jsonl" in said
@@ -279,9 +278,9 @@ FAULTS = {
 def test_a_record_that_no_rollout_wrote_is_refused_with_the_field(recorded, fault):
     row = FAULTS[fault](recorded[0])
     line = json.dumps(row)
-    _, why = launch.read_row(line, records.record_shape(), records.record_fault)
+    _, why = launch.read_row(line, pick.record_shape(), pick.record_fault)
     assert why and "\n" not in why
-    assert launch.read_row(json.dumps(recorded[0]), (), records.record_fault)[1] is None
+    assert launch.read_row(json.dumps(recorded[0]), (), pick.record_fault)[1] is None
 
 
 def test_records_of_failed_episodes_and_of_questions_are_good(codec, toy):
@@ -292,7 +291,7 @@ def test_records_of_failed_episodes_and_of_questions_are_good(codec, toy):
                      rollout.Agent(context=20))
     for episode in (broken, asked, small):
         row = json.loads(json.dumps(episode.to_json()))
-        assert records.record_fault(row) is None
+        assert pick.record_fault(row) is None
         assert rollout.from_json(row).to_json() == row
     assert (broken.status, asked.status, small.status) == ("video_error", "ok", "context")
 

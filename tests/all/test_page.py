@@ -14,8 +14,6 @@ import math
 import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
 from collections import Counter
 
@@ -496,8 +494,7 @@ def test_an_evaluation_has_its_line_too(page, small_run):
 
 @pytest.mark.parametrize("flags, why", [
     (["/no/such"], "no such file"), (["{tmp}"], "neither log.jsonl"),
-    (["{tmp}", "--names", "a", "b"], "--names"), (["{tmp}", "--max-mb", "0"], "--max-mb"),
-    (["{tmp}", "--watch", "--every", "0"], "--every"), (["/no/such", "--watch"], "no such file")])
+    (["{tmp}", "--names", "a", "b"], "--names"), (["{tmp}", "--max-mb", "0"], "--max-mb")])
 def test_bad_input_is_one_line(tmp_path, flags, why):
     flags = [flag.format(tmp=tmp_path) for flag in flags]
     done = run_script("tools/view.py", *flags, "--out", tmp_path / "page.html")
@@ -527,121 +524,6 @@ def test_command_line(small_run, tmp_path):
 # While a run goes on
 
 
-def log_steps(folder, first, last, steps=40):
-    """Add steps to a run's folder as grpo.py does: the rollouts, then the row."""
-    (folder / "rollouts").mkdir(parents=True, exist_ok=True)
-    (folder / "args.json").write_text(json.dumps({"steps": steps}))
-    for n in range(first, last + 1):
-        records = [episode(f"task-{n}", sample, n - 1) for sample in range(4)]
-        launch.write_atomic(folder / "rollouts" / f"step_{n - 1:06d}.rank0.jsonl",
-                            "".join(json.dumps(record) + "\n" for record in records))
-        with open(folder / "log.jsonl", "a") as file:
-            more = dict.fromkeys(("acc", "fmt", "tool", "kappa", "called", "entropy", "loss",
-                                  "grad_norm", "length", "f_tau", "cut_turns", "gap"), 0.5)
-            file.write(json.dumps({"step": n, "total": n / 10, **more}) + "\n")
-
-
-def watched(folder, *steps):
-    """A watch of a folder, whose pauses are these steps: a function each, and Ctrl-C in the end."""
-    left = iter(steps)
-
-    def sleep(seconds):
-        assert seconds == 5.0
-        step = next(left, None)
-        if step is None:
-            raise KeyboardInterrupt
-        step()
-
-    options = {"paths": [str(folder)], "names": None, "out": str(folder / "page.html"),
-               "episodes": 2000, "max_mb": 20.0, "root": None, "pixels": 6144}
-    return options, sleep
-
-
-def test_a_watch_follows_the_run_and_ends_on_ctrl_c(tmp_path, monkeypatch, capsys):
-    """Its last page loads itself no more. A page that nothing changed is not written again."""
-    seen = []
-
-    def look():
-        data = data_of(tmp_path / "page.html")
-        seen.append((data["every"], len(data["episodes"]), len(data["curves"][0]["series"][0][
-            "points"]), (tmp_path / "page.html").stat().st_ino))
-
-    def go_on():
-        look()
-        log_steps(tmp_path, 3, 4)
-
-    log_steps(tmp_path, 1, 2)
-    options, sleep = watched(tmp_path, go_on, look, look)
-    monkeypatch.setattr(view.time, "sleep", sleep)
-    view.watch(options, 5.0)
-    look()
-    assert [facts[:3] for facts in seen] == [(5.0, 8, 2), (5.0, 16, 4), (5.0, 16, 4), (None, 16, 4)]
-    inodes = [facts[3] for facts in seen]
-    assert inodes[0] != inodes[1] == inodes[2] != inodes[3]  # written whole, under another name
-    assert "stopped" in capsys.readouterr().out
-    assert not [name for name in os.listdir(tmp_path) if ".tmp" in name]
-
-
-def test_a_watch_ends_when_the_run_is_finished(tmp_path, monkeypatch, capsys):
-    log_steps(tmp_path, 1, 2, steps=3)
-    options, sleep = watched(tmp_path, lambda: log_steps(tmp_path, 3, 3, steps=3))
-    monkeypatch.setattr(view.time, "sleep", sleep)
-    view.watch(options, 5.0)
-    assert data_of(tmp_path / "page.html")["every"] is None
-    assert capsys.readouterr().out.splitlines()[-1] == "finished: the page is complete"
-
-
-def test_a_watch_waits_for_a_run_that_has_not_begun(tmp_path, monkeypatch, capsys):
-    run = tmp_path / "run"
-    run.mkdir()
-    options, sleep = watched(run, lambda: None, lambda: log_steps(run, 1, 1, steps=1))
-    monkeypatch.setattr(view.time, "sleep", sleep)
-    view.watch(options, 5.0)
-    said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith("waiting") and said[1].startswith(str(run / "page.html"))
-    assert len(said) == 3 and len(data_of(run / "page.html")["episodes"]) == 4
-    with pytest.raises(launch.UserError, match="no such file"):
-        view.watch({**options, "paths": [str(tmp_path / "typo")]}, 5.0)
-
-
-@pytest.mark.parametrize("finished, args, last", [
-    (True, {"steps": 3}, {"step": 3}), (False, {"steps": 4}, {"step": 3}),
-    (False, {}, {"step": 3}), (False, {"steps": "x"}, {"step": None}),
-    (True, {"steps": 300, "rollouts": ["r.jsonl"]}, {"step": 1}),
-    (False, {"steps": 0}, {"step": 3}), (True, {"steps": 3, "val": None}, {"step": 3}),
-    (False, {"steps": 3, "val": "v.jsonl"}, {"step": 3}),
-    (True, {"steps": 3, "val": "v.jsonl"}, {"step": 3, "val": {"acc": 0.5}}),
-    (True, {"steps": 3, "val": "v.jsonl"}, {"step": 3, "val_loss": 0.5})])
-def test_a_run_is_finished_if_its_files_say_so(finished, args, last):
-    source = {"log": [{"step": 1}, last], "args": args, "tables": {}}
-    assert view.is_finished(source) == finished
-
-
-def test_what_a_watch_has_read_and_decoded_it_keeps(small_run, tmp_path, monkeypatch):
-    """The page is the one that would be made without it."""
-    kept, opened = {}, []
-    options = ([str(small_run)], None, str(tmp_path / "page.html"), 2000, 20.0, None, 6144)
-    first = view.build(*options, kept=kept)
-    import video
-
-    def spy(module, name):
-        true = getattr(module, name)
-
-        def called(path, *rest):
-            opened.append((name, path))
-            return true(path, *rest)
-
-        monkeypatch.setattr(module, name, called)
-
-    spy(video, "at")
-    spy(view, "read_objects")
-    assert view.build(*options, kept=kept) == first and first["pictures"]
-    again = {os.path.basename(path) for _, path in opened}
-    assert again == {"args.json", "summary.json", "log.jsonl", "graders.jsonl"}
-    assert {name for name, _ in opened} == {"read_objects"}
-    assert view.build(*options) == first
-
-
 def test_a_growing_run_drops_few_of_the_groups_that_were_shown():
     """And they stay spread over the steps."""
     rows = [{"group": f"{n}/t", "K": 4} for n in range(400) for _ in range(4)]
@@ -650,19 +532,6 @@ def test_a_growing_run_drops_few_of_the_groups_that_were_shown():
     assert len(before) == len(after) == 100 and len(before & after) >= 85
     steps = sorted(int(row["group"].split("/")[0]) for row in view.thinned(rows, 400))
     assert max(b - a for a, b in zip(steps, steps[4:])) <= 8
-
-
-def test_ctrl_c_ends_the_command_with_0(tmp_path):
-    log_steps(tmp_path, 1, 2)
-    command = [sys.executable, os.path.join(ROOT, "tools", "view.py"), str(tmp_path), "--out",
-               str(tmp_path / "page.html"), "--watch", "--every", "60"]
-    # A shell starts its background jobs without SIGINT, and these tests may be one.
-    done = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
-    assert "8 of 8 episodes" in done.stdout.readline()
-    done.send_signal(signal.SIGINT)
-    out, err = done.communicate(timeout=60)
-    assert done.returncode == 0 and "Traceback" not in err and out.startswith("stopped")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -936,93 +805,6 @@ def test_a_link_to_no_episode_says_so(visit, made):
         browser = visit(made([episode()]), hash)
         assert texts(browser, "#one h3")[0].startswith("t0")
         assert ("not on this page" in texts(browser, "#counts")[0]) == ("/" in hash)
-
-
-def renewed(browser, script="renew()"):
-    """Let the page load itself again, and wait for the new one."""
-    from selenium.webdriver.support.ui import WebDriverWait
-
-    browser.execute_script("window.mark = 'old';" + script)
-    WebDriverWait(browser, 20).until(lambda _: browser.execute_script(
-        "return document.readyState === 'complete' && !window.mark"))
-
-
-def test_an_open_page_loads_itself_again_and_the_reader_loses_nothing(visit, tmp_path):
-    def write(first, last, every):
-        log_steps(tmp_path, first, last)
-        view.build([str(tmp_path)], ["run"], str(tmp_path / "page.html"), 2000, 20.0, None, 6144,
-                   every=every)
-
-    state = """
-        const group = document.querySelector(".group");
-        return [location.hash, scrollY, byId("list").scrollTop, group.scrollLeft,
-                document.querySelector("#one h3").textContent, byId("f-right").value,
-                byId("f-text").value, document.activeElement.id, byId("smooth").value,
-                document.documentElement.dataset.theme, byId("tab-episodes").hidden,
-                document.querySelectorAll(".definition:not([hidden])").length];
-    """
-    write(1, 20, 1000.0)
-    browser = visit(tmp_path / "page.html", "run/step9/task-9/K4/1")
-    browser.execute_script("""
-        toggleTheme();
-        document.querySelector("#plots h3 button").click();
-        byId("smooth").value = 0.9;
-        byId("smooth").oninput();
-    """)
-    choose(browser, "right", "1")
-    choose(browser, "text", "task-")
-    browser.execute_script("""
-        byId("f-text").focus();
-        byId("list").scrollTop = 200;
-        document.querySelector(".group").scrollLeft = 130;
-        scrollTo(0, 90);
-    """)
-    before = browser.execute_script(state)
-    assert before[:4] == ["#run/step9/task-9/K4/1", 90, 200, 130]
-    assert before[5:] == ["1", "task-", "f-text", "0.9", before[9], False, 1]
-    assert texts(browser, "#matching")[0].startswith("80 episodes")
-    write(21, 22, 1000.0)
-    renewed(browser)
-    assert texts(browser, "#matching")[0].startswith("88 episodes")
-    assert browser.execute_script(state) == before
-    # The other tab keeps its place too, and the episode that is selected.
-    press(browser, "\ue00c")  # Escape leaves the field
-    press(browser, "1")
-    browser.execute_script("scrollTo(0, 20)")
-    write(23, 23, None)  # the last page
-    renewed(browser)
-    found = browser.execute_script("return [location.hash, scrollY, data.every]")
-    assert found == ["#curves", 20, None]
-    press(browser, "2")
-    assert browser.execute_script("return location.hash") == "#run/step9/task-9/K4/1"
-
-
-def test_an_open_page_loads_itself_by_its_clock_but_not_under_a_marked_text(visit, tmp_path):
-    log_steps(tmp_path, 1, 2)
-    options = ([str(tmp_path)], ["run"], str(tmp_path / "page.html"), 9, 20.0, None, 6144)
-    view.build(*options, every=0.2)
-    browser = visit(tmp_path / "page.html")
-    view.build(*options)
-    renewed(browser, "")
-    assert browser.execute_script("return data.every") is None
-    view.build(*options, every=1000.0)
-    browser.execute_script("location.reload()")
-    still = browser.execute_script("""
-        getSelection().selectAllChildren(document.querySelector("h3"));
-        renew();
-        return [history.state, getSelection().isCollapsed];
-    """)
-    assert still == [None, False]
-
-
-def test_an_episode_that_a_new_page_has_not_is_named(visit, tmp_path):
-    log_steps(tmp_path, 1, 2)
-    options = ([str(tmp_path)], ["run"], str(tmp_path / "page.html"))
-    view.build(*options, 2000, 20.0, None, 6144, every=1000.0)
-    browser = visit(tmp_path / "page.html", "run/step2/task-2/K4/1")
-    view.build(*options, 4, 20.0, None, 6144)
-    renewed(browser)
-    assert "not on this page: run/step2/task-2/K4/1" in texts(browser, "#counts")[0]
 
 
 def test_troubles_and_calls_are_filtered(visit, made):

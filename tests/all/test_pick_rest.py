@@ -14,7 +14,7 @@ import launch
 import rewards
 import rollout
 from evaluation import folders, scores
-from tools import pick, view
+from tools import pick
 
 
 def teacher(tasks):
@@ -51,16 +51,12 @@ def test_a_cold_start_from_a_teacher_behind_an_endpoint(toy, tmp_path):
                           "--data", data, "--video-root", toy, "--frames", 4, 8, "--tools", "on",
                           "--samples", 2, "--temperature", 0.7, "--max-pixels", 1024, "--out", out)
     assert done.returncode == 0, done.stderr
-    done = run_script("tools/pick.py", *out.glob("records.*"), "--best", chats, "--recall", 0.5,
-                      "--kept", tmp_path / "kept.jsonl")
+    done = run_script("tools/pick.py", *out.glob("records.*"), "--best", chats, "--recall", 0.5)
     assert done.returncode == 0, done.stderr
     # Tasks 0 and 2 are right and looked at the evidence, 1 and 3 elsewhere, and 4 is wrong.
     # A prompt is a task at one K, and a cold start needs every K.
     assert "4 of 10 prompts have a good rollout: 8 chats" in done.stdout
     assert "8 good, 8 looked elsewhere, 4 wrong" in done.stdout
-    page = view.build([str(tmp_path / "kept.jsonl")], None, str(tmp_path / "page.html"), 100, 20.0,
-                      str(toy), 1024)
-    assert [e["picked"] for e in page["episodes"]].count("kept") == 4
     done = run_script("sft.py", "--preset", "toy", "--ckpt", toy / "init", "--data", chats,
                       "--video-root", toy, "--steps", 1, "--batch-size", 2, "--out",
                       tmp_path / "sft")
@@ -161,14 +157,5 @@ def test_windows_and_films_decide_too(recorded, tmp_path):
     out = tmp_path / "chats.jsonl"
     for flags, main, why in (((), 2, "6 good, 6 wrong"), (("--per-video", 1), 1, "6 good"),
                              (("--recall", 0.6), 2, "1 looked elsewhere")):
-        kept = tmp_path / "kept.jsonl"
-        done = run_script("tools/pick.py", path, "--best", out, "--kept", kept, *flags)
+        done = run_script("tools/pick.py", path, "--best", out, *flags)
         assert f"{main} of main agents" in done.stdout and why in done.stdout, done.stdout
-        told = [json.loads(line) for line in kept.read_text().splitlines()]
-        assert [{k: v for k, v in row.items() if k != "picked"} for row in told] == rows
-        found = [row["picked"] for row in told]
-        assert found.count("kept") == main and found.count("wrong") == 6
-        assert found.count("enough of this film") == 4 * ("--per-video" in flags)
-        assert found.count("looked elsewhere") == ("--recall" in flags)
-        page = view.build([str(kept)], None, str(tmp_path / "page.html"), 100, 20.0, None, 1024)
-        assert sorted(e["picked"] for e in page["episodes"]) == sorted(found)

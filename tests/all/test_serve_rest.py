@@ -5,7 +5,6 @@ python -m pytest tests/all/test_serve_rest.py -q
 import base64
 import json
 import os
-import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -88,6 +87,9 @@ def test_max_tokens_bounds_the_answer_and_never_a_thought(running, codec):
      None, ""),
     ("Does he answer the phone?", "Does he answer the phone?", None, None),
     ("Say what happens.", "Say what happens.", None, ""),
+    ("Who?\n\n  Only\nplease answer", "Who?\n\n  Only\nplease answer", None, ""),
+    ("He said:answer", "He said:answer", None, None),
+    ("Who?\n \tA)  x \t\n(B) y ", "Who?", ["x", "y"], None),
 ])
 def test_options_and_the_way_to_answer_are_read_from_the_text(asked, question, options, style):
     task = serve.question_task(asked)
@@ -100,6 +102,13 @@ def test_options_and_the_way_to_answer_are_read_from_the_text(asked, question, o
         assert rollout.question_text({**task, "style": ""}) != prompt
     elif style:
         assert prompt.endswith(style)
+
+
+def test_no_text_takes_time_that_grows_with_its_square():
+    """A regular expression that goes back over spaces would take an hour for these."""
+    for gap in (" " * 60_000, "\n" * 60_000, "\nplease" * 9_000, ". " * 30_000, "please " * 9_000):
+        for question in (f"Who?{gap}x", f"Who?\nA.{gap}\nB. x", f"Who?\nA. {gap}\x00\nB. x"):
+            assert serve.question_task(question)["answer"] is None
 
 
 def test_options_in_the_text_ask_as_options_do(running):
@@ -457,8 +466,9 @@ def test_flags_that_let_others_in_need_a_key(monkeypatch):
         flags("--api-key-env", "NO_SUCH_KEY")
     monkeypatch.setenv("A_KEY", "x")
     assert flags("--host", "0.0.0.0", "--api-key-env", "A_KEY").api_key_env == "A_KEY"
-    # A port that cannot be had is told of before the engine is loaded.
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    # A port that cannot be had is told of before the engine is loaded, also if the other server is
+    # loading its engine.
+    with flags().socket as taken:
         with pytest.raises(launch.UserError, match="in use"):
             flags("--port", str(taken.getsockname()[1]))
     with pytest.raises(launch.UserError, match="0-65535"):
