@@ -372,7 +372,11 @@ def make_engine(suites, args, ckpt, codec, protocol):
     is too small."""
     if args.engine == "openai":  # asked first: a wrong key is then found before any decoding
         tools = protocol.schema() if protocol.schema and "on" in args.tools else None
-        engine = endpoint.make_engine(args, bool(protocol.prefill), protocol.jpeg, tools)
+        films = [os.path.join(suite.source.root, task["video"]) for suite in suites
+                 if suite.source.grounding_film for task in suite.tasks
+                 if task["type"] == "grounding"]  # the server reads these files itself
+        engine = endpoint.make_engine(args, bool(protocol.prefill), protocol.jpeg, tools,
+                                      next(filter(os.path.exists, films), None))
     largest = max(1, *map(rollout.most_frames, args.frames))
     # Checked now, or every episode would end with status "context".
     for suite in suites if codec else []:

@@ -570,9 +570,14 @@ def complete(task, split, root, notes):
         if task["options"] is not None and not isinstance(task["options"], list):
             raise TypeError("options are no list")
         options = data.bare_options(task["options"] or inline)
-        answer = answer_letter(task["answer"], options)
-        if inline:  # evaluation/paper.py shows the question as it was published
+        if inline != options:  # statements that the question is about, or no labels at all
+            question = task["question"].strip()
+        # evaluation/paper.py shows the question and the options as they were published.
+        if question != task["question"]:
             task["published"] = task["question"]
+        if any(text != text.strip() for text in task["options"] or []):
+            task["published_options"] = task["options"]
+        answer = answer_letter(task["answer"], options)
         task.update(question=question, options=options, answer=answer)
     notes["no usable answer"] += task["answer"] == ""
     # A missing video keeps the expected path, and the episode ends in a counted error.

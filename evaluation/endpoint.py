@@ -15,10 +15,11 @@ import contextlib
 import io
 import itertools
 import json
+import os
 import queue
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import chat
 import launch
@@ -33,6 +34,8 @@ from endpoint import (
     refusal,
 )
 from engine import Completion, Request
+
+NO_TEXT = "the answer was cut off before its first word: give more --max-new-tokens"
 
 # ------------------------------------------------------------------------------------------------
 # Flags
@@ -157,15 +160,19 @@ class OpenAIEngine(Client):
         status, seconds to wait), as `post` does."""
         request = ChatRequest("probe", [], [], [], [], 64 if tools else 16, 0.0, 0,
                               call_messages() if tools else probe_messages(), tools=tools)
-        return await self.said(url, request, json.dumps(self.body(request)).encode(), seconds)
+        done, *rest = await self.said(url, request, json.dumps(self.body(request)).encode(),
+                                      seconds)
+        if done.error == NO_TEXT:  # a thought is longer than a probe
+            done = replace(done, error=None)
+        return done, *rest
 
-    def knock(self, tools=None):
-        """Asks every server for a few tokens, and for a call if `tools` are offered. Raises
-        UserError if one does not answer, refuses, or keeps the call, before any video is decoded
-        and every episode fails after its retries."""
-        self.run(self.knock_all(tools)).result()
+    def knock(self, tools=None, film=None):
+        """Asks every server for a few tokens, for a call if `tools` are offered, and about `film`,
+        a path. Raises UserError if one does not answer, refuses, keeps the call, or reads films
+        otherwise, before any video is decoded and every episode fails after its retries."""
+        self.run(self.knock_all(tools, film)).result()
 
-    async def knock_all(self, tools=None):
+    async def knock_all(self, tools=None, film=None):
         for url in self.busy:
             for attempt in range(self.retries + 1):
                 done, status, after = await self.probe(url, self.timeout)
@@ -184,6 +191,28 @@ class OpenAIEngine(Client):
                 if status == 200 and (done.error or not (done.text or done.reasoning)):
                     why = done.error or "it answered a request to write a call with no text"
                     raise launch.UserError(f"{url}: {why}")
+            if film:
+                await self.check_film(url, os.path.realpath(film))
+
+    async def check_film(self, url, film):
+        """Raises UserError if the server may not read this file, or reads more frames of a longer
+        film: the authors' server took 32 of any, vLLM has since changed its default."""
+        counts = []
+        for source in (f"file://{film}", film_url(40), film_url(80)):
+            content = [{"type": "video_url", "video_url": {"url": source}}, text_part("Which?")]
+            reply = await self.post(url, json.dumps({
+                "model": self.model_name, "messages": [{"role": "user", "content": content}],
+                self.tokens_field: 1}).encode(), self.timeout)
+            if reply.error:
+                raise launch.UserError(
+                    f"{url} does not read {film} ({reply.error}); --allowed-local-media-path must "
+                    "be a folder above the file itself, to which links lead")
+            usage = reply.answer.get("usage") if isinstance(reply.answer, dict) else None
+            counts.append((usage or {}).get("prompt_tokens") or 0)
+        if counts[2] > 1.3 * counts[1]:
+            raise launch.UserError(
+                f"{url} reads more frames of a longer film, this protocol 32 of any: start it with "
+                """--media-io-kwargs '{"video": {"video_backend": "opencv", "num_frames": 32}}'""")
 
     def submit(self, request):
         self.calls[request.id] = self.run(self.call(request))
@@ -319,8 +348,9 @@ class OpenAIEngine(Client):
             text = (said.get("content") or "").removeprefix(request.prefill)
             # A server with a reasoning parser takes the thought out of the content.
             thought = said.get("reasoning_content") or said.get("reasoning") or ""
-            finish = choice.get("finish_reason")
-            ended = finish == "stop"
+            # Gateways name the end of an answer in many ways, and a limit in three.
+            finish = str(choice.get("finish_reason")).lower()
+            ended = finish not in ("length", "max_tokens", "model_length")
             self.note_usage(request.id, answer.get("usage"))
             done = Completion(request.id, text=text, ended=ended, reasoning=str(thought))
             # An empty text would be graded as an answer that says nothing.
@@ -329,6 +359,8 @@ class OpenAIEngine(Client):
                                   "answer: start it without --tool-call-parser")
             elif finish == "content_filter" and not text:
                 done = Completion(request.id, error="the server's filter kept the answer back")
+            elif not text and not ended:
+                done = Completion(request.id, error=NO_TEXT, reasoning=str(thought))
         except (LookupError, TypeError, AttributeError) as error:  # not the promised JSON
             done = Completion(request.id, error=f"bad answer: {type(error).__name__}")
         return done, reply.status, wait
@@ -449,16 +481,31 @@ def jpeg_bytes(image, quality):
     return buffer.getvalue()
 
 
+def film_url(seconds):
+    """A made-up grey film with a frame a second -> data URL."""
+    import av
+    from PIL import Image
+
+    buffer, frame = io.BytesIO(), av.VideoFrame.from_image(Image.new("RGB", (64, 64), "grey"))
+    with av.open(buffer, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=1, width=64, height=64)
+        for place in range(seconds):
+            frame.pts = place
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return "data:video/mp4;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
 def call_messages():
     """The probe of a server that is offered tools."""
     call = '{"name": "crop_video", "arguments": {"start_time": 1, "end_time": 2}}'
     return [{"role": "user", "content": f"Copy this: <tool_call>\n{call}\n</tool_call>"}]
 
 
-def make_engine(args, prefill, jpeg=90, tools=None):
+def make_engine(args, prefill, jpeg=90, tools=None, film=None):
     """Flags -> OpenAIEngine. Raises UserError if a server does not answer, or refuses.
     prefill: the protocol forces the start of every turn. jpeg: quality of images. tools: declared
-    to the chat template."""
+    to the chat template. film: path of a video that the server will have to read."""
     engine = OpenAIEngine(
         args.base_url, args.model, key_variable=args.api_key_env, workers=args.workers,
         timeout=args.request_timeout, retries=args.retries, image_cap=args.image_cap,
@@ -466,7 +513,7 @@ def make_engine(args, prefill, jpeg=90, tools=None):
         prefill=args.think_prefix or prefill,
         tokens_field=args.tokens_field, send_temperature=args.send_temperature,
         sampling=sampling_settings(args), give_up=args.give_up, server_wait=args.server_wait)
-    engine.knock(tools)
+    engine.knock(tools, film)
     return engine
 
 

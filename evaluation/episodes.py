@@ -202,7 +202,8 @@ def reordered(task):
     answer = order.index(string.ascii_uppercase.index(task["answer"]))
     task = {**task, "options": [options[i] for i in order], "order": order,
             "answer": string.ascii_uppercase[answer]}
-    if "published" in task:
+    task.pop("published_options", None)  # in the publisher's order
+    if all(option in task.get("published", "") for option in options):
         lines = [f"({letter}) {option}"
                  for letter, option in zip(string.ascii_uppercase, task["options"])]
         task["published"] = "\n".join([task["question"], *lines])
@@ -211,8 +212,11 @@ def reordered(task):
 
 def names_others(option):
     """Whether an option speaks of others by their places or letters, so that it must not move."""
-    return re.search(r"\b(all|none|both|neither|either|any) (of )?(the )?(above|below|these|those|"
-                     r"other|previous|preceding)|\b[A-H]\b,? (and|or|&) [A-H]\b", option, re.I)
+    letter = r"(\b[A-H]\b|\([A-H]\))"
+    return re.search(
+        r"\b(all|none|both|neither|either|any) (of )?(the )?(above|below|these|those|other|"
+        rf"previous|preceding)|{letter} ?(,|/|&|,? (and|or|nor|to|&)) ?{letter}|"
+        rf"\b(only|options?|answers?|choices?) (?-i:{letter})(?! (?!is|are)[a-z])", option, re.I)
 
 
 def forced_ids(codec, ids, prefill):
@@ -302,8 +306,10 @@ def filled(text, task, duration=0.0, subtitles="", label="{}.", between="\n"):
     "({})". between: separates options. duration: seconds.
     """
     options = task.get("options") or []
-    labels = map(label.format, string.ascii_uppercase)
+    labels = [*map(label.format, string.ascii_uppercase)]
     lines = [f"{label} {option}" for label, option in zip(labels, options)]
+    published = task.get("published_options") or []  # with their white space
+    written = [f"{label} {option}" for label, option in zip(labels, published)]
     values = {
         "question": task["question"],
         "event": task.get("event") or task["question"],  # of Charades-STA: the bare caption
@@ -314,12 +320,12 @@ def filled(text, task, duration=0.0, subtitles="", label="{}.", between="\n"):
         "length": clock(duration)[3:] if duration < 3600 else clock(duration),  # MM:SS if possible
         "video": os.path.basename(task["video"]),
         "subtitles": f"Subtitles:\n{subtitles}\n\n" if subtitles else "",
-        # Forms of the paper's driver: the question with the options that stand in it as published,
-        # options with two labels each, options that leave an empty line if there are none,
+        # Forms of the paper's driver: the question as published, with the options that may stand
+        # in it, options with two labels each, options that leave an empty line if there are none,
         # subtitles without a head.
         "published": task.get("published") or task["question"],
-        "labelled": between.join(f"{line[:2]} {line}" for line in lines),
-        "lines": between.join(lines),
+        "labelled": between.join(written or [f"{line[:2]} {line}" for line in lines]),
+        "lines": between.join(written or lines),
         "spoken": subtitles,
     }
     if not lines:  # no empty line for options; blank lines of a publisher's text stay

@@ -51,10 +51,9 @@ def settings(one_turn: bool) -> dict:
 def our_texts(system: str, tool: dict | None = None) -> list[str]:
     """Our wording of ONE_TURN's texts; with the schema of crop_video: of AGENT's."""
     ask = "Reply with the letter of one option." if tool else ""
-    asked = "Question: {question}\nOptions:\n%s\n" + ask
-    named = asked.replace("{question}", "{published}")
+    asked = "Question: {published}\nOptions:\n%s\n" + ask
     turns = [asked % "{labelled}", "Subtitles:\n{spoken}\n\n" + asked % "{labelled}",
-             asked % "{lines}", "{published}\n" + ask, named % "{lines}", asked % "{lines}",
+             asked % "{lines}", "{published}\n" + ask, asked % "{lines}", asked % "{lines}",
              'When does this happen in the video: "{event}"? Reply in this form: The event happens '
              "in 10.0 - 20.0 seconds."]
     if not tool:

@@ -950,10 +950,12 @@ def sage_object(text):
 
 
 def sage_final(turns, think_open=False):
-    """System.final: the final answer of the last turn, as text."""
+    """System.final: the final answer of the last turn, as text; None of a turn whose own verdict
+    is that the query cannot be answered."""
     found = sage_object(turns[-1]) if turns else None
     said = found.get("final_answer") if found else None
-    if said in (None, "", "null"):
+    verdict = found.get("answerable") if found else None
+    if said in (None, "", "null") or (isinstance(verdict, dict) and not verdict.get("verdict")):
         return None
     return said if isinstance(said, str) else as_text(said)
 

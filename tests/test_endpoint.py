@@ -232,6 +232,27 @@ def test_an_answer_that_the_server_kept_is_an_error(finish, more, tasks, frames_
     assert found.status == "engine_error" and not found.turns
 
 
+@pytest.mark.parametrize("finish, cut", [
+    ("length", True), ("MAX_TOKENS", True), ("model_length", True), ("stop", False),
+    ("STOP", False), ("eos", False), ("eos_token", False), ("end_turn", False), (None, False)])
+def test_only_a_limit_cuts_an_answer_off(finish, cut, tasks, frames_of):
+    """Gateways name an end in many ways. Without a word of text a cut answer is an error."""
+    def replied(content):
+        return 200, {"choices": [{"message": {"content": content}, "finish_reason": finish}]}, {}
+
+    agent = replace(AGENT, tools=False, think_prefix=False)
+    with Server(replied(ANSWER)) as server:
+        found = ask(server, tasks, frames_of, agent, retries=0)
+    assert (found.status, found.finish) == ("ok", ["length" if cut else "stop"])
+    for content in ("", None):
+        with Server(replied(content)) as server:
+            found = ask(server, tasks, frames_of, agent, retries=0)
+        assert found.status == ("engine_error" if cut else "ok")
+        assert not cut or "--max-new-tokens" in found.error
+    with Server(ANSWER, probe=replied(None)) as server:  # a thought that is longer than a probe
+        endpoint.OpenAIEngine(server.url, "m", retries=0).knock()
+
+
 @pytest.mark.parametrize("message, refused", [
     ({"content": "<tool_call>{}</tool_call>"}, False), ({"content": "I will not."}, False),
     ({"content": None}, True), ({"content": None, "tool_calls": [{"id": "1"}]}, True)])

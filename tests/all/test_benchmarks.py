@@ -175,6 +175,52 @@ def test_lvbench_with_a_column_of_options(tmp_path, inline):
     assert notes["no usable answer"] == 0
 
 
+STATEMENTS = "Which order is right?\nA. he runs\nB. he falls\nC. he sings\nChoose one."
+ORDERS = ["A-B-C", "B-A-C", "C-B-A", "A-C-B"]
+
+
+@pytest.mark.parametrize("bench, file, row", [
+    ("videomme", "test", {"question_id": "1", "videoID": "v", "question": STATEMENTS, "answer": "B",
+                          "options": [f"{a}. {o}" for a, o in zip("ABCD", ORDERS)]}),
+    ("longvideobench", "lvb_val", {"id": "1", "video_path": "v.mp4", "question": STATEMENTS,
+                                   "candidates": ORDERS, "correct_choice": 1}),
+    ("lvbench", "train-0", {"key": "v", "type": "x", "uid": "1", "question": STATEMENTS,
+                            "question_type": [], "options": ORDERS, "answer": "B"}),
+    ("mlvu", "test-0", {"video": "v.mp4", "question": STATEMENTS, "candidates": ORDERS,
+                        "answer": "B"}),
+    ("mmvu", "validation", {"id": "1", "video": "x/main/videos/Art/1.mp4", "answer": "B",
+                            "question_type": "multiple-choice", "question": STATEMENTS,
+                            "choices": dict(zip("ABCDE", [*ORDERS, "none"]))}),
+    ("cgbench", "cgbench_mini", {"qid": 1, "video_uid": "v", "question": STATEMENTS,
+                                 "choices": ORDERS, "right_answer": "B",
+                                 "clue_intervals": [[1, 2]], "duration": 60}),
+    ("videomme_v2", "test", {"video_id": "001", "question_id": "001-1", "question": STATEMENTS,
+                             "options": "\n".join(f"{a}. {o}" for a, o in zip("ABCD", ORDERS)),
+                             "answer": "B", "group_type": "relevance", "group_structure": None}),
+    ("video_holmes", "test_Video-Holmes", {
+        "video ID": "v", "Question": STATEMENTS, "Options": dict(zip("ABCD", ORDERS)),
+        "Question Type": "TCI", "Answer": "B"})], ids=lambda value: value if "_" in value else "")
+def test_labelled_statements_of_a_question_are_no_options(bench, file, row, tmp_path):
+    """They stay, with all lines after them, if the options stand in a column of their own."""
+    put(tmp_path, f"{file}.jsonl", [row])
+    ((task,), _) = (list(part.values()) for part in read(bench, tmp_path))
+    assert task["question"] == STATEMENTS
+    assert task["options"][:4] == ORDERS and task["answer"] == "B"
+
+
+def test_white_space_of_a_published_question_and_its_options_is_kept_beside_the_task(tmp_path):
+    """Our prompts show them trimmed. The authors' driver shows them as they are published."""
+    row = {"id": "1", "video": "x/main/videos/Art/1.mp4", "question_type": "multiple-choice",
+           "question": " Which? \n", "choices": {"A": "a cat ", "B": "a dog"}, "answer": "B"}
+    put(tmp_path, "validation.jsonl", [row, {**row, "id": "2", "question": "Which?",
+                                             "choices": {"A": "a cat", "B": "a dog"}}])
+    (spaced, plain), _ = benchmarks.read_split("mmvu", str(tmp_path))
+    assert spaced["question"] == "Which?" and spaced["options"] == ["a cat", "a dog"]
+    assert spaced["published"] == " Which? \n"
+    assert spaced["published_options"] == ["a cat ", "a dog"]
+    assert not {"published", "published_options"} & set(plain)
+
+
 def test_mlvu_from_the_hub(tmp_path):
     """A letter as answer, options in the question and in `candidates`."""
     put(tmp_path, "mlvu/test-00000-of-00001.parquet", [

@@ -105,9 +105,11 @@ def test_subtitles_of_the_whole_video_stay_without_frames(toy, tmp_path):
 
 def test_options_that_speak_of_others_stay():
     for text in ("All of the above", "none of these", "Both A and B", "A, and C", "both the above",
-                 "any of the other options"):
+                 "any of the other options", "(A) and (C)", "Neither A nor B", "A/B", "A, B, C",
+                 "A & B", "Only A", "only (B) is right", "Options A to C", "A or (B)"):
         assert episodes.names_others(text), text
-    for text in ("a red car and a bus", "both hands", "above the door", "Vitamin B", "all blue"):
+    for text in ("a red car and a bus", "both hands", "above the door", "Vitamin B", "all blue",
+                 "only a dog", "a/the dog", "an option a man has", "Plan B", "A dog and a cat"):
         assert not episodes.names_others(text), text
 
 

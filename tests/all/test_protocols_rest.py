@@ -708,6 +708,13 @@ def test_sage_goes_on_while_it_needs_tools(play, guess, ends):
     assert sub.frames[0].seconds[-1] > 50
 
 
+@pytest.mark.parametrize("verdict, graded", [(True, "A"), (False, None)])
+def test_sage_grades_no_guess_that_its_own_verdict_takes_back(verdict, graded):
+    """Also in the last step, after which no call is run."""
+    turn = sage(final_answer="A", answerable={"verdict": verdict})
+    assert systems.sage_final([turn]) == graded
+
+
 def test_sage_arguments_may_lie_as_deep_as_json_is_read(play, monkeypatch):
     def deep(value):
         raise RecursionError

@@ -219,6 +219,18 @@ def test_the_way_to_an_answer_is_taken_apart_by_hand():
     assert "called" not in scores.summarise([looked("a", [(10, 20)])])["windows"]
 
 
+def test_rec_and_acc_at_iou_by_hand():
+    """The evidence is 0 to 10 s. IoUs 0.3, 0.5, 1 and 0 lie above 2, 4, 5 and 0 of the five levels
+    0.1 to 0.5: a level that is met exactly does not count. acc@IoU counts right answers alone."""
+    evidence = [(0, 10)]
+    records = [looked("a", [(7, 10)], evidence), looked("b", [(0, 5)], evidence, score=0.0),
+               looked("c", [(0, 10)], evidence), looked("d", [], evidence)]
+    row = scores.summarise(records)["windows"]
+    assert row["miou"] == pytest.approx((0.3 + 0.5 + 1 + 0) / 4)
+    assert row["rec@iou"] == pytest.approx((2 + 4 + 5 + 0) / 5 / 4)
+    assert row["acc@iou"] == pytest.approx((2 + 5) / 5 / 4)
+
+
 @pytest.mark.parametrize("spans, evidence", [([(0, 10)], [(40, 60)]), ([(5, 25), (30, 40)],
                                                                        [(0, 10), (70, 100)])])
 def test_windows_at_random_find_what_integration_says(spans, evidence):
