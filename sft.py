@@ -288,12 +288,19 @@ def build_optimizers(policy, args, device):
 def semi_orthogonal(matrix, coefficients, steps, eps):
     """The semi-orthogonal matrix near to `matrix`, by Newton-Schulz iterations as in torch.optim
     (torch 2.13), but in the dtype of the matrix."""
+    import torch
+
     a, b, c = coefficients
     wide = matrix.T if matrix.size(0) > matrix.size(1) else matrix
     x = wide / wide.norm().clamp(min=eps)  # the largest singular value is then at most 1
+    # x becomes r x with r = a + b x x' + c (x x')^2. All r are polynomials of the first x x', so
+    # they commute, and only their product meets the long side of x.
+    gram, product = x @ x.T, torch.eye(len(x), dtype=x.dtype, device=x.device)
     for _ in range(steps):
-        gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
+        r = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        r.diagonal().add_(a)
+        product, gram = r @ product, r @ gram @ r
+    x = product @ x
     return x.T if wide is not matrix else x
 
 
