@@ -294,13 +294,16 @@ def semi_orthogonal(matrix, coefficients, steps, eps):
     wide = matrix.T if matrix.size(0) > matrix.size(1) else matrix
     x = wide / wide.norm().clamp(min=eps)  # the largest singular value is then at most 1
     # x becomes r x with r = a + b x x' + c (x x')^2. All r are polynomials of the first x x', so
-    # they commute, and only their product meets the long side of x.
-    gram, product = x @ x.T, torch.eye(len(x), dtype=x.dtype, device=x.device)
-    for _ in range(steps):
+    # they commute, and the long side of x is multiplied once, by the product of all r.
+    gram, square = x @ x.T, len(x) == x.size(1)
+    left = x if square else torch.eye(len(x), dtype=x.dtype, device=x.device)
+    for step in range(steps):
         r = torch.addmm(gram, gram, gram, beta=b, alpha=c)
         r.diagonal().add_(a)
-        product, gram = r @ product, r @ gram @ r
-    x = product @ x
+        left = r @ left
+        if step + 1 < steps:
+            gram = left @ left.T if square else r @ gram @ r
+    x = left if square else left @ x
     return x.T if wide is not matrix else x
 
 

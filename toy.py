@@ -142,12 +142,12 @@ def scene_text(scenes, marked):
 def make_task(name, scenes, asked):
     """asked: the border colour of the question."""
     hits = [scene for scene in scenes if scene["border"] == asked]
-    return {"id": name, "video": f"videos/{name}.mp4", "options": None,
-            "question": f"Which colours flash while the border is {asked}?",
+    return {"id": name, "video": f"videos/{name}.mp4",
+            "question": f"Which colours flash while the border is {asked}?", "options": None,
             "answer": ", ".join(scene["colour"] for scene in hits), "type": "list",
             "subtitles": None, "category": f"{len(hits)} event{'s' if len(hits) > 1 else ''}",
-            "evidence": [list(scene["window"]) for scene in hits],  # windows are judged by it
-            "events": hits, "scenes": scenes}  # for tables; no prompt contains them
+            "events": hits, "scenes": scenes,  # for tables; no prompt contains them
+            "evidence": [list(scene["window"]) for scene in hits]}  # windows are judged by it
 
 
 def call_text(a, b):
