@@ -3,7 +3,7 @@
 # make test-all   also the tests in tests/all: rare cases, long sweeps, faults, pages in a browser
 # make test-fast   the edit loop: a minute or two, without engines and processes
 # make lint   ruff, and the sizes of the scripts beside their aims
-# make demo   toy world -> SFT -> PARA-GRPO -> evaluation of both -> one table, one page (LORA=8: PARA-GRPO by adapters; SEED=1; BASE=qwen3.5: a quarter of an hour)
+# make demo   toy world -> SFT -> PARA-GRPO -> evaluation of both -> one table, one page (LORA=8: PARA-GRPO by adapters; SEED=1)
 # make test-page   the tests of view.py's page in a real browser (installs Debian's Chromium); `make test-all` runs them where there is one
 # make test-faults   a fault at every file operation of a save and of a start (`make test-all` tries a sample)
 # make test-compat   a saved checkpoint in transformers 4.57 (installed beside, in .venv/transformers-4.57; `make test-all` then does it too)
@@ -16,7 +16,6 @@ BIN := .venv/bin
 DEMO := out/demo
 LORA ?= 0
 SEED ?= 0
-BASE ?= qwen3-vl
 TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(RANKS)
 # as it samples in training: greedy answers hide how often an agent calls, and what RL changed
 EVAL = eval.py --preset toy --data $(DEMO)/toy/eval.jsonl --frames 4 8 16 32 64 --tools on off --temperature 1
@@ -100,7 +99,7 @@ test-compat: .venv/transformers-4.57
 demo: venv
 	rm -rf $(DEMO)
 	@$(WARM) &
-	$(call stage,toy world,$(BIN)/python toy.py --out $(DEMO)/toy --base $(BASE) --seed $(SEED))
+	$(call stage,toy world,$(BIN)/python toy.py --out $(DEMO)/toy --seed $(SEED))
 	$(call stage,cold start,$(TORCHRUN) sft.py --preset toy --ckpt $(DEMO)/toy/init --data $(DEMO)/toy/pretrain.jsonl --val $(DEMO)/toy/sft_val.jsonl --batch-size 12 --steps 700 --muon-lr 3e-3 --eval-every 0 --seed $(SEED) --out $(DEMO)/sft)
 	$(call stage,PARA-GRPO,$(TORCHRUN) grpo.py --preset toy --ckpt $(DEMO)/sft --data $(DEMO)/toy/rl.jsonl --steps 30 --lora $(LORA) --seed $(SEED) --out $(DEMO)/grpo)
 	$(call stage,evaluation of both,$(BOTH))
