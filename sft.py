@@ -289,7 +289,11 @@ def semi_orthogonal(matrix, coefficients, steps, eps):
     """The semi-orthogonal matrix near to `matrix`, by Newton-Schulz iterations as in torch.optim
     (torch 2.13), but in the dtype of the matrix."""
     import torch
+    from torch.distributed.tensor import distribute_tensor
 
+    if hasattr(matrix, "full_tensor"):  # in shards: gathered once, not in every product
+        whole = semi_orthogonal(matrix.full_tensor(), coefficients, steps, eps)
+        return distribute_tensor(whole, matrix.device_mesh, matrix.placements, src_data_rank=None)
     a, b, c = coefficients
     wide = matrix.T if matrix.size(0) > matrix.size(1) else matrix
     x = wide / wide.norm().clamp(min=eps)  # the largest singular value is then at most 1
