@@ -3,7 +3,7 @@
 # make test-all   also the tests in tests/all: rare cases, long sweeps, faults, pages in a browser
 # make test-fast   the edit loop: a minute or two, without engines and processes
 # make lint   ruff, and the sizes of the scripts beside their aims
-# make demo   toy world -> SFT -> PARA-GRPO -> evaluation of both -> one table, one page (LORA=8: PARA-GRPO by adapters; SEED=1; BASE=qwen3.5: a quarter of an hour)
+# make demo   toy world -> SFT -> PARA-GRPO -> evaluation of both -> one table, one page (LORA=8: PARA-GRPO by adapters; SEED=1)
 # make test-page   the tests of view.py's page in a real browser (installs Debian's Chromium); `make test-all` runs them where there is one
 # make test-faults   a fault at every file operation of a save and of a start (`make test-all` tries a sample)
 # make test-compat   a saved checkpoint in transformers 4.57 (installed beside, in .venv/transformers-4.57; `make test-all` then does it too)
@@ -15,12 +15,7 @@ BIN := .venv/bin
 DEMO := out/demo
 LORA ?= 0
 SEED ?= 0
-BASE ?= qwen3-vl
-# the search world has not been tried with Qwen3.5, which reads numbers digit by digit
-WORLD ?= $(if $(filter qwen3-vl,$(BASE)),search,named)
 TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(RANKS)
-# without a GPU one process learns the toy fastest: no shards, no exchange
-COLD := $(if $(filter-out 0,$(GPUS)),$(TORCHRUN),OMP_NUM_THREADS=1 $(BIN)/python)
 # as it samples in training: greedy answers hide how often an agent calls, and what RL changed
 EVAL = eval.py --preset toy --data $(DEMO)/toy/eval.jsonl --frames 4 8 16 32 64 --tools on off --temperature 1
 EVAL_SFT = $(EVAL) --ckpt $(DEMO)/sft --out $(DEMO)/eval/sft
@@ -28,8 +23,8 @@ EVAL_GRPO = $(EVAL) --ckpt $(DEMO)/grpo --out $(DEMO)/eval/grpo
 # without a GPU side by side, a core each: two processes that start vLLM, not two times two
 BOTH = $(if $(filter-out 0,$(GPUS)),$(TORCHRUN) $(EVAL_SFT) && $(TORCHRUN) $(EVAL_GRPO),export OMP_NUM_THREADS=1; \
 	$(BIN)/python $(EVAL_SFT) --quiet >$(DEMO)/eval_sft.txt & $(BIN)/python $(EVAL_GRPO) && wait $$!)
-# compiles vLLM's modules, once for both ranks, while toy.py leaves a core idle
-WARM = $(BIN)/python -c "import launch; launch.import_shim(); import vllm.entrypoints.llm, vllm.v1.worker.gpu_worker" >/dev/null 2>&1
+# the first time: compiles vLLM's modules, once for both ranks, beside toy.py
+WARM = ls $(BIN)/../lib/python3*/site-packages/vllm/v1/worker/__pycache__/gpu_worker.*.pyc >/dev/null 2>&1 || $(BIN)/python -c "import launch; launch.import_shim(); import vllm.entrypoints.llm, vllm.v1.worker.gpu_worker" >/dev/null 2>&1
 # $(call stage,name,command): the command, then what it took
 stage = @echo "== $(1)"; began=$$(date +%s); $(2) && echo "== $(1): $$(($$(date +%s) - began)) s"
 # uv installs in a quarter of pip's time, but reads nothing of pip's configuration: the indexes of that are handed over. Where uv
@@ -103,8 +98,8 @@ test-compat: .venv/transformers-4.57
 demo: venv
 	rm -rf $(DEMO)
 	@$(WARM) &
-	$(call stage,toy world,$(BIN)/python toy.py --out $(DEMO)/toy --world $(WORLD) --base $(BASE) --prior tidy --seed $(SEED))
-	$(call stage,cold start,$(COLD) sft.py --preset toy --ckpt $(DEMO)/toy/init --data $(DEMO)/toy/pretrain.jsonl --val $(DEMO)/toy/sft_val.jsonl --batch-size 12 --steps 700 --muon-lr 3e-3 --eval-every 0 --seed $(SEED) --out $(DEMO)/sft)
+	$(call stage,toy world,$(BIN)/python toy.py --out $(DEMO)/toy --seed $(SEED))
+	$(call stage,cold start,$(TORCHRUN) sft.py --preset toy --ckpt $(DEMO)/toy/init --data $(DEMO)/toy/pretrain.jsonl --val $(DEMO)/toy/sft_val.jsonl --batch-size 12 --steps 700 --muon-lr 3e-3 --eval-every 0 --seed $(SEED) --out $(DEMO)/sft)
 	$(call stage,PARA-GRPO,$(TORCHRUN) grpo.py --preset toy --ckpt $(DEMO)/sft --data $(DEMO)/toy/rl.jsonl --steps 30 --lora $(LORA) --seed $(SEED) --out $(DEMO)/grpo)
 	$(call stage,evaluation of both,$(BOTH))
 	$(BIN)/python eval.py --compare $(DEMO)/eval/sft $(DEMO)/eval/grpo --out $(DEMO)

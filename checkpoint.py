@@ -254,8 +254,10 @@ def shard(policy, device, replicas=1):
     if world % replicas:
         raise launch.UserError(f"--replicas {replicas}: {world} ranks cannot be divided into so "
                                "many")
-    if world == 1 and model.compute_dtype(device) == torch.float32:
-        return policy  # one fp32 rank needs no shards; FSDP's hooks cost a third of a toy step
+    if replicas == world and model.compute_dtype(device) == torch.float32:
+        # Every rank holds the whole model in fp32, and clip_gradients averages the gradients.
+        # FSDP's hooks would cost a third of a toy step, and Muon on its tensors more than that.
+        return policy
     if replicas == 1:
         mesh = init_device_mesh(device.type, (world,))
     else:

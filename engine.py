@@ -211,7 +211,8 @@ class VllmEngine:
                 room += text.num_hidden_layers * state * text.linear_value_head_dim * 4
             # Chunked prefill rewinds a request's seeded generator, which CPU generators cannot do.
             # And states of gated-delta layers are cached at the ends of chunks only.
-            options = dict(dtype=codec.base.cpu_dtype, enforce_eager=True,
+            # Prompts share whole blocks, and those of a group differ from turn to turn.
+            options = dict(dtype=codec.base.cpu_dtype, enforce_eager=True, block_size=32,
                            enable_chunked_prefill=False,
                            enable_prefix_caching=not codec.base.recurrent,
                            kv_cache_memory_bytes=max(2 * room,

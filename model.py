@@ -729,6 +729,11 @@ def adamw(parameters, lr, beta2, device, weight_decay=0.01):
 
 def clip_gradients(policy, limit):
     """Clips the gradients to the norm `limit` (0: no clipping). -> the norm before clipping, taken
-    over the gradients of all ranks, so every rank gets the same number. Collective."""
+    over the gradients of all ranks, so every rank gets the same number. Collective. Without FSDP
+    the gradients are this rank's own until here, and are averaged first."""
+    grads = [p.grad for p in trained_parameters(policy) if p.grad is not None]
+    if (world := torch.distributed.get_world_size()) > 1 and not hasattr(grads[0], "full_tensor"):
+        torch.distributed.all_reduce(flat := torch.nn.utils.parameters_to_vector(grads))
+        torch.nn.utils.vector_to_parameters(flat / world, grads)
     norm = torch.nn.utils.clip_grad_norm_(trained_parameters(policy), limit or float("inf"))
     return (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()

@@ -1,10 +1,10 @@
 """
 toy.py: writes a world so small that a video agent learns in it within minutes on two CPU cores.
 
-The world of --world search, the default. A 64-second video, one frame a second, 32 x 32 pixels (ONE
-vision token a frame): four scenes of 8 to 24 seconds, each with a border in one of four colours,
-and once in each scene the inside flashes for 2 seconds in one of four others. The question names a
-border, which one or two scenes have, and no time. So an agent must find its windows:
+A video has 64 seconds, one frame a second, 32 x 32 pixels (ONE vision token a frame): four scenes
+of 8 to 24 seconds, each with a border in one of four colours, and once in each scene the inside
+flashes for 2 seconds in one of four others. The question names a border, which one or two scenes
+have, and no time. So an agent must find its windows:
     Which colours flash while the border is blue?           ->  purple, black
 An overview of any K shows all borders, although K = 4 tells little of when a scene ends. A crop of
 a scene shows its flash; a crop of the whole film shows half of the flashes, and a window that
@@ -16,52 +16,31 @@ right form and is often wrong about the place. Where to look is left for RL to l
 16 a film has 128 seconds, scenes of 4 to 12, colours that return, and one to five scenes of the
 border. 16 frames or more show all scenes; the demonstrations have these K alone.
 
-The world of --world named, in which docs/ablation.md was measured. A film of the same size: grey
-noise, and 1 to 3 coloured squares, each on screen for 2 seconds within a separate 8-second slot.
-The question names slots. The answer lists "time colour" pairs in order, so a colour is always
-looked up by a time, in frames and in summaries alike.
-    Which colours appear between 16 and 24, 40 and 48?      ->  16 red, 40 blue
-An overview has K frames at the centres of K equal segments. It shows an event of 2 seconds always
-at K = 64 and 32, three times in five at 16, twice in five at 8, never at 4. A crop of the slot
-always shows the event. PARA-GRPO works on this contrast.
-
-Three stages of data. `pretrain.jsonl` makes the base: every skill (calling, gathering, answering
-from the overview, watching a window) at every K, with enough samples to be learned, in the style
-that `--prior` names:
-    strong   calls half of the time; thoughts left open or opened again, `<tool_code>` calls,
-             unclosed JSON, prose, answers without tags
-    tidy     calls half of the time, in the search world five times in six; everything is in the
-             protocol's style: base and cold start in one, which learns fastest (`make demo`).
-             Whether a sample calls does not depend on K
-    turns    as tidy, but one call a turn
-    need     as tidy, but the thought first says what the frames show, and the calls are for the
-             slots that they do not show; no call if they show all
-    half     one sample in two as in need, the other as in tidy
-`sft.jsonl` is the cold start: strict style, mostly calls. A short training on that split gives the
-model that the paper starts from: well-formed when greedy, and back in old habits when sampled. RL
-then decides which habits stay.
+The chats call at every K alike. Two in seven of the main agent's answer without a call, one of them
+without tools. All are in the protocol's style, so base and cold start are one training. With
+--prior turns the agent calls one window a turn, and the next one after its summary. `sft.jsonl` is
+a smaller split than `pretrain.jsonl`, for a second training.
 
 The files. `init/`: a random Qwen3-VL with its tokenizer and processor; `videos/*.mp4`;
 `pretrain.jsonl`, `sft.jsonl`, `sft_val.jsonl`, `rl.jsonl`, `eval.jsonl` (no two splits share a
-video; questions, answers and cuts recur). The prior changes `pretrain.jsonl` alone.
+video; questions, answers and cuts recur). The prior changes the chats alone.
 
 The tokenizer. Byte-level BPE with Qwen's control and tag tokens, whole numbers as single tokens,
 and each sentence of the fixed prompts as one token, so that the short context is spent on frames.
 `<answer>` is several tokens, as in Qwen3.
 
 Run:  python toy.py --out toy
-        (about half a minute on one core; the same --seed gives the same bytes)
+        (some 15 seconds on two cores; the same --seed gives the same bytes)
 Then: torchrun --nproc_per_node 2 sft.py --preset toy --ckpt toy/init \\
-        --data toy/pretrain.jsonl --out base
-      torchrun --nproc_per_node 2 sft.py --preset toy --ckpt base --data toy/sft.jsonl \\
-        --val toy/sft_val.jsonl --out sft_out
-Fast: python toy.py --out toy --prior tidy, then the first of the two is all of SFT.
+        --data toy/pretrain.jsonl --val toy/sft_val.jsonl --batch-size 12 --steps 700 \\
+        --muon-lr 3e-3 --out sft_out
 """
 import json
 import os
 import random
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -75,78 +54,51 @@ import video
 
 
 def colours():
+    """Name -> RGB. The first four are borders, the others flashes, so that a word means one thing.
+    """
     return {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (40, 60, 230),
-            "yellow": (235, 225, 40), "purple": (150, 40, 180), "orange": (250, 140, 20),
-            "white": (245, 245, 245), "black": (10, 10, 10)}
-
-
-def borders():
-    """The colours of borders. Flashes have the others, so that a word means one thing."""
-    return ["red", "green", "blue", "white"]
+            "white": (245, 245, 245), "yellow": (235, 225, 40), "purple": (150, 40, 180),
+            "orange": (250, 140, 20), "black": (10, 10, 10)}
 
 
 # ------------------------------------------------------------------------------------------------
 # Videos
 
 
-def make_timeline(rng, seconds=64, slot=8, visible=2):
-    """-> list of events {"start", "end", "colour", "window": (a, b)}, ordered, one per slot, 1 to 3
-    of them."""
-    count = rng.randint(1, 3)
-    # At most one event per slot, so that a window has one answer. Every event has another colour,
-    # so that a wrong order is a wrong answer.
-    slots, names = rng.sample(range(seconds // slot), count), rng.sample(list(colours()), count)
-    events = []
-    for s, name in zip(sorted(slots), names):
-        start = rng.randrange(s * slot + 1, s * slot + slot - visible)  # never on the slot's edge
-        events.append({"start": start, "end": start + visible, "colour": name,
-                       "window": (s * slot, s * slot + slot)})
-    return events
-
-
 def film_seconds(scenes=4):
     """Seconds of a film; with more scenes than four, 8 for each."""
-    return 64 if scenes <= 4 else 8 * scenes
+    return max(64, 8 * scenes)
 
 
 def make_scenes(rng, count=4, flash=2):
-    """-> (events of the search world, ordered; the border colour asked about). An event is one
-    scene: "window" and "border" are the scene's, "start", "end" and "colour" those of its flash."""
+    """-> (the scenes of a film, ordered; the border colour asked about). "window" and "border" are
+    the scene's, "start", "end" and "colour" those of its flash."""
     # Drawn freely around equal parts. Every overview of four scenes has a frame of each.
     seconds = film_seconds(count)
     part = seconds // count
     cuts = [n * part + rng.choice(range(-(part // 4), part // 4 + 1, 2)) for n in range(1, count)]
-    names = [name for name in colours() if name not in borders()]
-    names = rng.sample(names, count) if count <= len(names) else rng.choices(names, k=count)
-    events = []
+    borders, names = list(colours())[:4], list(colours())[4:]
+    names = rng.sample(names, count) if count == 4 else rng.choices(names, k=count)
+    scenes = []
     for a, b, name in zip([0, *cuts], [*cuts, seconds], names):
-        border = rng.choice([c for c in borders() if not events or c != events[-1]["border"]])
+        border = rng.choice([c for c in borders if not scenes or c != scenes[-1]["border"]])
         start = rng.randrange(a + 1, b - flash)  # never on the scene's edge
-        events.append({"start": start, "end": start + flash, "colour": name, "border": border,
+        scenes.append({"start": start, "end": start + flash, "colour": name, "border": border,
                        "window": (a, b)})
-    held = [e["border"] for e in events]
-    few = max(4, min(map(held.count, held)))
-    return events, rng.choice([border for border in held if held.count(border) <= few])
+    edges = [scene["border"] for scene in scenes]
+    few = max(4, min(map(edges.count, edges)))
+    return scenes, rng.choice([border for border in edges if edges.count(border) <= few])
 
 
-def draw_frames(events, noise, size=32):
-    """Timeline -> uint8 [seconds, size, size, 3]. noise: numpy Generator."""
-    seconds = max(64, events[-1]["window"][1])
-    frames = 128 + noise.normal(0, 6, (seconds, size, size, 3))
-    for event in events:
-        if "border" in event:  # of a scene, grey inside but for the flash
-            edge, flash = (np.subtract(colours()[event[n]], 128) for n in ("border", "colour"))
-            frames[slice(*event["window"])] += edge
-            frames[slice(*event["window"]), 2:-2, 2:-2] -= edge
-            frames[event["start"]:event["end"], 2:-2, 2:-2] += flash
-            continue
-        for t in range(event["start"], event["end"]):
-            # Place, size and grain vary, so that a model learns the colour and not a picture.
-            y, x = size // 2 + noise.integers(-3, 4, 2)  # centre, pixels
-            r = noise.integers(8, 11)  # half a side
-            square = (slice(y - r, y + r + 1), slice(x - r, x + r + 1))
-            grain = noise.normal(0, 6, frames[t][square].shape)
-            frames[t][square] = colours()[event["colour"]] + grain
+def draw_frames(scenes, noise, size=32):
+    """Scenes -> uint8 [seconds, size, size, 3], grey inside but for the flash. noise: numpy
+    Generator."""
+    frames = 128 + noise.normal(0, 6, (scenes[-1]["window"][1], size, size, 3))
+    for scene in scenes:
+        edge, flash = (np.subtract(colours()[scene[n]], 128) for n in ("border", "colour"))
+        frames[slice(*scene["window"])] += edge
+        frames[slice(*scene["window"]), 2:-2, 2:-2] -= edge
+        frames[scene["start"]:scene["end"], 2:-2, 2:-2] += flash
     return frames.clip(0, 255).astype(np.uint8)
 
 
@@ -169,13 +121,6 @@ def write_video(path, frames, fps=1):
 # Samples
 
 
-def seen_text(events, seen=None):
-    """The start of every slot, then the colour: "16 red, 40 blue". seen: the events that were seen,
-    None = all. The colour of an unseen event is the word "nothing"."""
-    return ", ".join(f"{e['window'][0]} {e['colour'] if seen is None or e in seen else 'nothing'}"
-                     for e in events)
-
-
 def told_scenes(scenes, looks):
     """The scenes as far as some frames tell: a scene begins midway between two frames of different
     borders, and one without a frame is not told. looks: ordered indices of frames, one a second."""
@@ -196,25 +141,15 @@ def scene_text(scenes, marked):
         for e in scenes) + ". "
 
 
-def make_task(name, events, asked=None):
-    """asked: the border colour of the question, in the search world alone."""
-    hits, more = [e for e in events if asked in (None, e.get("border"))], {}
-    windows = ", ".join(f"{a} and {b}" for a, b in (e["window"] for e in hits))
-    question, answer = f"Which colours appear between {windows}?", seen_text(hits)
-    if asked:
-        question = f"Which colours flash while the border is {asked}?"
-        answer = ", ".join(e["colour"] for e in hits)
-        more = {"scenes": events, "evidence": [list(e["window"]) for e in hits]}
-    return {"id": name, "video": f"videos/{name}.mp4", "question": question, "options": None,
-            "answer": answer, "type": "list", "subtitles": None,
-            "category": f"{len(hits)} event{'s' if len(hits) > 1 else ''}",
-            "events": hits, **more}  # for evaluation/windows.py; no prompt contains them
-
-
-def make_sample(name, rng, world, scenes=4):
-    """-> (events to draw, the task about them)."""
-    events, asked = make_scenes(rng, scenes) if world == "search" else (make_timeline(rng), None)
-    return events, make_task(name, events, asked)
+def make_task(name, scenes, asked):
+    """asked: the border colour of the question."""
+    hits = [scene for scene in scenes if scene["border"] == asked]
+    return {"id": name, "video": f"videos/{name}.mp4",
+            "question": f"Which colours flash while the border is {asked}?", "options": None,
+            "answer": ", ".join(scene["colour"] for scene in hits), "type": "list",
+            "subtitles": None, "category": f"{len(hits)} event{'s' if len(hits) > 1 else ''}",
+            "events": hits, "scenes": scenes,  # for tables; no prompt contains them
+            "evidence": [list(scene["window"]) for scene in hits]}  # windows are judged by it
 
 
 def call_text(a, b):
@@ -222,180 +157,92 @@ def call_text(a, b):
             f'{{"start_time": {a}, "end_time": {b}}}}}\n</tool_call>')
 
 
-def thought(text, rng, loose):
+def thought(text, rng):
     """A thought with at most one random remark, so that the tokens between the tags have some
-    entropy. loose: mostly left open at the end, or opened again."""
+    entropy."""
     remarks = ["Let me see.", "Hm, not sure.", "It is quick.", "Wait, look again.",
                "One more time.", "Go step by step."]
     text = " ".join([*(rng.choice(remarks) for _ in range(rng.randint(0, 1))), text])
-    end = rng.choices(["\n</think>\n", "\n", "\n<think>\n"],
-                      [0.3, 0.55, 0.15])[0] if loose else "\n</think>\n"
-    return f"<think>\n{text}{end}"
+    return f"<think>\n{text}\n</think>\n"
 
 
-def answer_turn(saw, rng, loose, evidence, answer):
-    """Thought and answer block. saw: what the thought says was seen. loose: mostly an answer
-    without tags. evidence: a sentence at the start of the thought."""
-    body = f"<answer>{answer}</answer>"
-    if loose:
-        body = rng.choices([body, f"<answer>{answer}", answer], [0.3, 0.15, 0.55])[0]
-    return thought(f"{evidence}I saw {saw}.", rng, loose) + body
-
-
-def call_turn(events, rng, loose=False, evidence=""):
-    """Thought and one call per window. loose: three dialects, mostly the Python-like one, sometimes
-    with a sentence before the calls. evidence: a sentence at the start of the thought."""
-    windows = [e["window"] for e in events]
-    head = thought(f"{evidence}I need a closer look.", rng, loose)
-    dialect = rng.choices(["json", "code", "open"], [0.25, 0.6, 0.15])[0] if loose else "json"
-    if dialect == "code":
-        calls = [f"<tool_code>\ncrop_video({a}, {b})\n</tool_code>" for a, b in windows]
-    else:
-        calls = [call_text(*w) if dialect == "json"
-                 else call_text(*w).removesuffix("\n</tool_call>") for w in windows]
-    prose = "I will look closer.\n" if loose and rng.random() < 0.3 else ""
-    return head + prose + "\n".join(calls)
-
-
-def shown(events, looks):
-    """The events that some of these frames show. looks: indices of frames, one frame a second."""
-    return [e for e in events if set(looks) & set(range(e["start"], e["end"]))]
+def shown(scenes, looks):
+    """The scenes whose flash is on some of these frames. looks: indices of frames, one a second."""
+    return [e for e in scenes if set(looks) & set(range(e["start"], e["end"]))]
 
 
 def overview_looks(frame_budget, seconds=64):
     return video.overview_indices(np.arange(float(seconds)), float(seconds), frame_budget).tolist()
 
 
-def crop_looks(window, fps=1.0):  # of a film that is long enough
-    return video.crop_indices(np.arange(1024.0), 1024.0, *window, fps=fps).tolist()
+def watched(window, scenes):
+    """The start of a window (start, end), then the colour, of every flash that its frames show: "18
+    purple"."""
+    looks = video.crop_indices(np.arange(1024.0), 1024.0, *window, fps=1.0)  # of a longer film
+    return ", ".join(f"{window[0]} {e['colour']}" for e in shown(scenes, looks.tolist()))
 
 
-def watched(window, events, fps=1.0):
-    """The start of a window, then the colour, of every event that its frames show: "18 purple"."""
-    seen = shown(events, crop_looks(window, fps))
-    return seen_text([{**e, "window": window} for e in seen])
+def chats(task, rng, wrong=0.0, one_call=False):
+    """All samples of one video: the main agent calls and gathers at every K, as in the paper's cold
+    start, and at one K each it answers directly and without tools; and some sub-agents. wrong:
+    share of the samples that are about other scenes than those of the question. one_call: one call
+    a turn.
 
-
-def summary(window, events, fps=1.0):
-    """The right summary of a window: (start, end) in seconds."""
-    return watched(window, events, fps) or rollout.empty_summary()
-
-
-def sub_chat(name, task, window, events, fps=1.0):
-    """One sub-agent's chat: prompt and summary. fps: frames per second of the window."""
-    spec = {"start": float(window[0]), "end": float(window[1]), "fps": fps, "max_frames": 16}
-    return {"id": name, "messages": [*rollout.sub_messages(task, spec),
-                                     {"role": "assistant",
-                                      "content": summary(window, events, fps)}]}
-
-
-def chats(task, events, budgets, rng, loose=False, wrong=0.0, one_call=False):
-    """All samples of one video: the main agent answers directly, calls and gathers, or answers
-    without tools; and one sub-agent per window. budgets: {way: [K, ..]}. loose: the base's native
-    style, drawn turn by turn, instead of the protocol's.
-
-    Some summaries are empty, sometimes all of a turn, so that the model learns to use the overview
-    too. An answer holds only events that frames or summaries showed, and the word "nothing" for the
-    others, so every word of an answer can be learned.
-
-    In the search world every first thought tells of the scenes, no summary is withheld, and an
-    answer repeats all that the summaries tell. wrong: share of the samples that are about other
-    scenes than those of the question. one_call: one call a turn.
+    Every first thought tells of the scenes. An answer repeats what the summaries tell, or what the
+    frames show, with the word "nothing" for a flash that they do not show. So every word of an
+    answer can be learned.
     """
-    rows, tools, searching = [], rollout.tool_schema(), "scenes" in task
-    seconds = film_seconds(len(events)) if searching else 64
-
-    def said(text):
-        return {"role": "assistant", "content": text}
-
-    # Prompts come from rollout.py as in RL, because another wording would be another task.
-    ways = ("direct", "call", "need", "plain")
-    samples = [(way, k) for way in ways for k in budgets.get(way, ())]
-    for number, (way, k) in enumerate(samples):
+    rows, scenes, seconds = [], task["scenes"], task["scenes"][-1]["window"][1]
+    every = [k for k in rollout.gated_choices() if k >= len(scenes)]  # a frame for each scene
+    samples = [("direct", rng.choice(every)), *(("call", k) for k in every),
+               ("plain", rng.choice(every))]
+    for way, k in samples:
+        # Prompts come from rollout.py as in RL, because another wording would be another task.
         messages = rollout.main_messages(task, k, tools=way != "plain")
         looks = overview_looks(k, seconds)
-        # world: as this overview tells it. meant: the events that this sample answers about.
-        world = told_scenes(events, looks) if searching else events
-        meant = [e for e in world if e["border"] == task["events"][0]["border"]
-                 ] if searching else task["events"]
+        visible = told_scenes(scenes, looks)
+        # The scenes that this sample is about.
+        meant = [e for e in visible if e["border"] == task["events"][0]["border"]]
         if not meant:  # the overview missed all scenes of the question
             continue
-        seen, told = shown(world, looks), []
-        evidence = f"I saw {seen_text(meant, seen)}. " if way == "need" else ""
-        if searching:
-            if rng.random() < wrong:
-                others = [e for e in world if e not in meant]
-                meant = sorted(rng.sample(others, min(len(meant), len(others))),
-                               key=lambda e: e["start"])
-            evidence = scene_text(world, meant)
-        # call: every window, whatever the frames show. need: those that they do not show, if any.
-        asked = {"call": meant, "need": [e for e in meant if e not in seen]}.get(way)
-        parts = [[e] for e in asked or ()] if one_call else [asked] if asked else []
-        for part in parts:  # one call per window, then the summaries as tool responses
-            messages.append(said(call_turn(part, rng, loose, evidence * (part is parts[0]))))
-            missed = rng.choices([0.0, 0.5, 1.0], [0.7, 0.15, 0.15])[0] * (not searching)
-            told += [e for e in part if rng.random() >= missed]
-            messages += [{"role": "tool", "content": summary(
-                e["window"], events if e in told else [])} for e in part]
+        if rng.random() < wrong:
+            others = [e for e in visible if e not in meant]
+            meant = rng.sample(others, min(len(meant), len(others)))
+            meant.sort(key=visible.index)
+        evidence = scene_text(visible, meant)
+        # One call per window, then the summaries as tool responses.
+        turns = [[e] for e in meant] if one_call else [meant]
+        for turn in turns if way == "call" else ():
+            text = thought(evidence * (turn is turns[0]) + "I need a closer look.", rng)
+            messages.append({"role": "assistant", "content": text + "\n".join(
+                call_text(*e["window"]) for e in turn)})
+            messages += [{"role": "tool", "content": watched(e["window"], scenes)
+                          or rollout.empty_summary()} for e in turn]
         # All that the crop of a window showed, else what the overview did. So a window that is too
         # wide spoils the answer.
-        saw = ", ".join((e in told and watched(e["window"], events)) or seen_text([e], seen)
-                        for e in meant)
-        answer = re.sub(r"\d+ ", "", saw) if searching else saw  # its question names no time
-        messages.append(said(answer_turn(
-            saw, rng, loose, evidence if searching and not asked else "", answer)))
-        again = "b" if (way, k) in samples[:number] else ""  # need: two samples at every K
-        row = {"id": f"{task['id']}-{way}-{k}{again}", "tools": tools, "messages": messages}
-        if way == "plain":
-            del row["tools"]
-        rows.append(row)
-    if searching:
-        # Four scenes as some overview tells them, two windows of any place, and a few seconds
-        # around two flashes, because sub-agents that cannot read flashes hold a whole run back.
-        looks = overview_looks(rng.choice(budgets_of(len(events))), seconds)
-        windows = [e["window"] for e in told_scenes(events, looks)]
-        windows = windows if len(windows) <= 4 else rng.sample(windows, 4)
-        windows += [(a, rng.randrange(a + 6, min(a, seconds - 64) + 65))
-                    for a in rng.choices(range(0, seconds - 8, 2), k=2)]
-        windows += [(e["start"] - rng.randint(0, 1), min(seconds, e["end"] + rng.randint(0, 2)))
-                    for e in rng.sample(events, 2)]
-        looks = [(window, 1.0) for window in windows]
-    else:
-        # Sub-agents at 1 fps see every event; with 3 frames in 8 seconds they miss one in five. One
-        # more sub-agent gets an empty slot.
-        taken = [e["window"] for e in events]
-        empty = rng.choice([(a, a + 8) for a in range(0, 64, 8) if (a, a + 8) not in taken])
-        looks = [(w, fps) for w in taken for fps in (1.0, 0.375)]
-        looks += [(empty, rng.choice([1.0, 0.375]))]
-    return rows + [sub_chat(f"{task['id']}-sub-{i}", task, window, events, fps)
-                   for i, (window, fps) in enumerate(looks)]
-
-
-def budgets_of(scenes=4):
-    """The K that have a frame for each scene."""
-    return [k for k in rollout.gated_choices() if k >= scenes]
-
-
-def pretraining_rows(task, events, prior, rng, wrong=0.0):
-    """Samples that train the base: every skill at every K, in the style of --prior (see above)."""
-    every = budgets_of(len(task.get("scenes", ())))
-    ways = {"need": every * 2} if prior == "need" else {"direct": every, "call": every}
-    if prior == "half":  # need at every K, and the two ways of tidy at about half of them
-        direct = [k for k in every if rng.random() < 0.5]
-        ways = {"direct": direct, "call": [k for k in every if k not in direct], "need": every}
-    ways["plain"] = rng.sample(every, 2)
-    if "scenes" in task and prior in ("strong", "tidy", "turns"):
-        # Calls have more to learn there than answers from the overview.
-        ways["direct"], ways["plain"] = ways["plain"][:1], ways["plain"][1:]
-    return chats(task, events, ways, rng, prior == "strong", wrong, one_call=prior == "turns")
-
-
-def cold_start_rows(task, events, rng, wrong=0.0):
-    """Samples of the cold start, which teaches calling as in the paper: calls at every K, direct
-    answers at one K."""
-    every = budgets_of(len(task.get("scenes", ())))
-    return chats(task, events, {"direct": [rng.choice(every)], "call": every,
-                                "plain": [rng.choice(every)]}, rng, wrong=wrong)
+        flashes = ", ".join(
+            (way == "call" and watched(e["window"], scenes))
+            or f"{e['window'][0]} {e['colour'] if shown([e], looks) else 'nothing'}" for e in meant)
+        text = thought(f"{evidence * (way != 'call')}I saw {flashes}.", rng)
+        answer = re.sub(r"\d+ ", "", flashes)  # the question names no time
+        messages.append({"role": "assistant", "content": f"{text}<answer>{answer}</answer>"})
+        tools = {} if way == "plain" else {"tools": rollout.tool_schema()}
+        rows.append({"id": f"{task['id']}-{way}-{k}", **tools, "messages": messages})
+    # Four scenes as some overview tells them, two windows of any place, and a few seconds around
+    # two flashes, because sub-agents that cannot read flashes hold a whole run back.
+    looks = overview_looks(rng.choice(every), seconds)
+    windows = [e["window"] for e in told_scenes(scenes, looks)]
+    windows = windows if len(windows) <= 4 else rng.sample(windows, 4)
+    windows += [(a, rng.randrange(a + 6, min(a, seconds - 64) + 65))
+                for a in rng.choices(range(0, seconds - 8, 2), k=2)]
+    windows += [(e["start"] - rng.randint(0, 1), min(seconds, e["end"] + rng.randint(0, 2)))
+                for e in rng.sample(scenes, 2)]
+    for number, (a, b) in enumerate(windows):
+        spec = {"start": float(a), "end": float(b), "fps": 1.0, "max_frames": 16}
+        rows.append({"id": f"{task['id']}-sub-{number}", "messages": [
+            *rollout.sub_messages(task, spec),
+            {"role": "assistant", "content": watched((a, b), scenes) or rollout.empty_summary()}]})
+    return rows
 
 
 # ------------------------------------------------------------------------------------------------
@@ -405,15 +252,13 @@ def cold_start_rows(task, events, rng, wrong=0.0):
 def chat_template(base="qwen3_vl"):
     """ChatML. Consecutive tool messages fold into one user turn, as in Qwen's own templates. Those
     of Qwen3.5 open a thought and ask for calls in XML."""
-    xml = base == "qwen3_5"
-    form = "JSON between <tool_call> and </tool_call>"
-    if xml:
+    form, start = "JSON between <tool_call> and </tool_call>", "<|im_start|>assistant\n"
+    if base == "qwen3_5":
+        start += "<think>\n"
         form = ("XML: <tool_call>\n<function=NAME>\n<parameter=NAME>\nVALUE\n</parameter>\n"
                 "</function>\n</tool_call>")
-    start = "<|im_start|>assistant\n" + ("<think>\n" if xml else "")
     return (
-        "{%- for m in messages %}"
-        "{%- set tool = m.role == 'tool' %}"
+        "{%- for m in messages %}{%- set tool = m.role == 'tool' %}"
         "{%- if not tool or loop.first or messages[loop.index0 - 1].role != 'tool' %}"
         "{{- '<|im_start|>' + ('user' if tool else m.role) + '\n' }}{%- endif %}"
         "{%- if tool %}{{- '<tool_response>\n' }}{%- endif %}"
@@ -421,40 +266,33 @@ def chat_template(base="qwen3_vl"):
         "{%- if c.type == 'image' %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}"
         "{%- elif c.type == 'video' %}{{- '<|vision_start|><|video_pad|><|vision_end|>' }}"
         "{%- else %}{{- c.text }}{%- endif %}{%- endfor %}{%- endif %}"
-        "{%- if loop.first and tools %}"
-        "{{- '\n\nTools, called as " + form + ":' }}"
+        "{%- if loop.first and tools %}{{- '\n\nTools, called as " + form + ":' }}"
         "{%- for t in tools %}{{- '\n' + (t | tojson) }}{%- endfor %}{%- endif %}"
-        "{%- if tool %}{{- '\n</tool_response>' }}"
-        "{%- if not loop.last and messages[loop.index0 + 1].role == 'tool' %}{{- '\n' }}"
-        "{%- else %}{{- '<|im_end|>\n' }}{%- endif %}"
-        "{%- else %}{{- '<|im_end|>\n' }}{%- endif %}"
-        "{%- endfor %}"
+        "{%- if tool %}{{- '\n</tool_response>' }}{%- endif %}"
+        "{%- if tool and not loop.last and messages[loop.index0 + 1].role == 'tool' %}{{- '\n' }}"
+        "{%- else %}{{- '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
         "{%- if add_generation_prompt %}{{- '" + start + "' }}{%- endif %}")
 
 
 def fixed_phrases(base):
     """The texts that are the same in every sample: the lines of both prompts, the tool list, JSON
     or XML around the arguments of a call."""
-    xml = base == "qwen3_5"
-    rendered = render_template([{"role": "system", "content": rollout.main_prompt()}],
-                               rollout.tool_schema(), base)
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    system = [{"role": "system", "content": rollout.main_prompt()}]
+    rendered = render_jinja_template([system], tools=rollout.tool_schema(),
+                                     chat_template=chat_template(base))[0][0]
     lines = rendered.replace("<|im_start|>system\n", "").replace("<|im_end|>", "").split("\n")
     lines += [*rollout.sub_prompt().split("\n"), rewards.task_types()["list"].ask,
               rollout.empty_summary()]
     call = ['{"name": "crop_video", "arguments": {"start_time": ', ', "end_time": ']
-    if xml:
+    if base == "qwen3_5":
         call = ["<function=crop_video>\n<parameter=start_time>\n",
                 "\n</parameter>\n<parameter=end_time>\n", "\n</parameter>\n</function>"]
     return [line for line in lines if line] + call
 
 
-def render_template(messages, tools=None, base="qwen3_vl"):
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    return render_jinja_template([messages], tools=tools, chat_template=chat_template(base))[0][0]
-
-
-def build_tokenizer(rng, base="qwen3_vl", world="named", scenes=4):
+def build_tokenizer(rng, base="qwen3_vl", scenes=4):
     """Byte-level BPE trained on this world's own texts -> PreTrainedTokenizerFast."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -463,22 +301,18 @@ def build_tokenizer(rng, base="qwen3_vl", world="named", scenes=4):
                "<|video_pad|>"]
     tags = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>",
             "</think>"]
-    phrases = fixed_phrases(base)
+    phrases, seconds = fixed_phrases(base), film_seconds(scenes)
+    times = [f"<{t}.0 seconds>" for t in range(seconds)]
     if base == "qwen3_5":
         # transformers loads every tokenizer of this model_type with Qwen3.5's own pre-tokenizer,
         # which takes digits one by one. So the time stamps are added tokens, the numbers digits.
-        phrases += [f"<{t}.0 seconds>" for t in range(film_seconds(scenes))]
-    # Times and numbers are repeated until each becomes one token.
-    seconds = film_seconds(scenes)
-    corpus = [f"<{t}.0 seconds>" for t in range(seconds)] * 30
-    corpus += [f" {t}" for t in range(seconds + 1)] * 30
-    for _ in range(300):
-        events, task = make_sample("v", rng, world, scenes)
-        for row in [*pretraining_rows(task, events, "strong", rng),
-                    *cold_start_rows(task, events, rng)]:
-            text = render_template([m if isinstance(m["content"], str)
-                                    else {**m, "content": m["content"][1]["text"]}
-                                    for m in row["messages"]], base=base)
+        phrases += times
+    # Times, numbers and roles are repeated until each becomes one token.
+    corpus = [*times, *(f" {t}" for t in range(seconds + 1)), "system\nuser\nassistant"] * 30
+    for _ in range(100):
+        rows = chats(make_task("v", *make_scenes(rng, scenes)), rng)
+        for content in (message["content"] for row in rows for message in row["messages"]):
+            text = content if isinstance(content, str) else content[1]["text"]
             for literal in phrases + control + tags:  # whole tokens already
                 text = text.replace(literal, "\n")
             corpus.append(text)
@@ -495,28 +329,21 @@ def build_tokenizer(rng, base="qwen3_vl", world="named", scenes=4):
     # PreTrainedTokenizerFast, because transformers rebuilds the stock pre-tokenizer of a
     # Qwen2Tokenizer and drops ours.
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>",
-                                        pad_token="<|endoftext|>")
+                                        pad_token="<|endoftext|>", model_max_length=4096)
     tokenizer.add_special_tokens({"additional_special_tokens": control})
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in tags + phrases])
-    tokenizer.model_max_length = 4096
     return tokenizer
 
 
 def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384, base="qwen3_vl",
-               world="named", scenes=4):
+               scenes=4):
     """Writes a random checkpoint of this model_type -> number of parameters, one or two millions.
     """
     launch.import_shim()
     import torch
-    from transformers import (
-        Qwen2VLImageProcessor,
-        Qwen3_5Config,
-        Qwen3VLConfig,
-        Qwen3VLProcessor,
-        Qwen3VLVideoProcessor,
-    )
+    import transformers
 
-    tokenizer = build_tokenizer(rng, base, world, scenes)
+    tokenizer = build_tokenizer(rng, base, scenes)
     one = tokenizer.convert_tokens_to_ids
     axis = hidden // heads // 2  # rotary pairs of a head, shared out over time, height, width
     text = dict(vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=mlp,
@@ -529,9 +356,9 @@ def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384, base="
     vision = dict(depth=1, hidden_size=64, num_heads=2, intermediate_size=128, patch_size=16,
                   spatial_merge_size=2, temporal_patch_size=2, out_hidden_size=hidden,
                   num_position_embeddings=16, deepstack_visual_indexes=[0])
-    config_class = Qwen3VLConfig
+    config_class = transformers.Qwen3VLConfig
     if base == "qwen3_5":
-        config_class = Qwen3_5Config
+        config_class = transformers.Qwen3_5Config
         del vision["deepstack_visual_indexes"], text["rope_scaling"], text["rope_theta"]
         # A quarter of a head is rotated: 16 of 64 dimensions, 8 pairs. Every second layer is
         # gated-delta, in published checkpoints three of four: with one layer of attention the toy
@@ -554,16 +381,16 @@ def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384, base="
     # Rows of length 1. With transformers' 0.02 the first layers drown the embeddings, and the toy
     # needs twice the steps.
     torch.nn.init.normal_(policy.get_input_embeddings().weight, std=hidden ** -0.5)
-    policy.generation_config.eos_token_id = one("<|im_end|>")
-    policy.generation_config.pad_token_id = one("<|endoftext|>")
     # The same mean and std for images as for videos, because vLLM normalises both with those of the
     # image processor.
     half = [0.5, 0.5, 0.5]
-    images = Qwen2VLImageProcessor(patch_size=16, merge_size=2, min_pixels=1024, max_pixels=50176,
-                                   image_mean=half, image_std=half)
-    videos = Qwen3VLVideoProcessor(patch_size=16, merge_size=2)
-    processor = Qwen3VLProcessor(image_processor=images, tokenizer=tokenizer,
-                                 video_processor=videos, chat_template=chat_template(base))
+    images = transformers.Qwen2VLImageProcessor(
+        patch_size=16, merge_size=2, min_pixels=1024, max_pixels=50176, image_mean=half,
+        image_std=half)
+    videos = transformers.Qwen3VLVideoProcessor(patch_size=16, merge_size=2)
+    processor = transformers.Qwen3VLProcessor(
+        image_processor=images, tokenizer=tokenizer, video_processor=videos,
+        chat_template=chat_template(base))
     with runs.atomic_folder(folder) as temp:
         save_base(policy, processor, temp)
     return sum(p.numel() for p in policy.parameters())
@@ -587,13 +414,11 @@ def main():
     add = parser.add_argument
     add("--out", default="toy", help="folder to write")
     add("--seed", type=int, default=0, help="of videos, texts and weights")
-    add("--world", choices=["search", "named"], default="search",
-        help="search: questions name the border of the scenes to look at; named: they name times")
-    add("--scenes", type=int, default=4, help="search: scenes of a film, 4 to 32")
+    add("--scenes", type=int, default=4, help="scenes of a film, 4 to 32")
     add("--wrong", type=float, default=0.3,
-        help="search: share of demonstrations that look at other scenes than those asked about")
-    add("--prior", choices=["strong", "tidy", "turns", "need", "half"], default="strong",
-        help="style of the base's pretraining split, see above")
+        help="share of demonstrations that look at other scenes than those asked about")
+    add("--prior", choices=["tidy", "turns"], default="tidy",
+        help="the chats call all windows in one turn, or one window a turn")
     add("--base-videos", type=int, default=480, help="videos of the base's pretraining split")
     add("--sft-videos", type=int, default=96, help="videos of the cold-start split")
     add("--rl-videos", type=int, default=160, help="videos of the RL split, one task each")
@@ -601,7 +426,6 @@ def main():
     add("--base", choices=["qwen3-vl", "qwen3.5"], default="qwen3-vl",
         help="family of the base checkpoint; videos and rows are the same for both")
     args = parser.parse_args()
-    base = {"qwen3-vl": "qwen3_vl", "qwen3.5": "qwen3_5"}[args.base]
     launch.at_least(1, args, "base_videos", "sft_videos", "rl_videos", "eval_videos")
     launch.at_least(0, args, "wrong")
     launch.at_least(4, args, "scenes")
@@ -610,29 +434,30 @@ def main():
     launch.make_out(args.out)  # proves that the folder can be written
     os.makedirs(os.path.join(args.out, "videos"), exist_ok=True)
     rng, noise = random.Random(args.seed), np.random.default_rng(args.seed)
-    # The style has a generator of its own, so that the prior changes pretrain.jsonl alone.
+    # The style has a generator of its own, so that the prior changes the chats alone.
     style = random.Random(f"style/{args.seed}")
     counts = {"base": args.base_videos, "sft": args.sft_videos, "val": 24, "rl": args.rl_videos,
               "eval": args.eval_videos}
     rows = {split: [] for split in counts}  # SFT chats, or tasks
-    with tqdm(total=sum(counts.values()), desc="videos", disable=None) as bar:
+    # Drawn here in one order, and encoded in a thread, which leaves Python's lock to the drawing.
+    bar = tqdm(total=sum(counts.values()), desc="videos", disable=None)
+    with bar, ThreadPoolExecutor(1) as pool:
+        encoded = []
         for split, count in counts.items():
             for i in range(count):
                 # Every split draws its own videos, so that none is seen in two of them.
-                events, task = make_sample(f"{split}-{i:04d}", rng, args.world, args.scenes)
-                write_video(os.path.join(args.out, task["video"]), draw_frames(events, noise))
-                if split == "base":
-                    rows[split] += pretraining_rows(task, events, args.prior, style, args.wrong)
-                else:
-                    chatted = split in ("sft", "val")
-                    rows[split] += (cold_start_rows(task, events, rng, args.wrong) if chatted
-                                    else [task])
+                task = make_task(f"{split}-{i:04d}", *make_scenes(rng, args.scenes))
+                encoded.append(pool.submit(write_video, os.path.join(args.out, task["video"]),
+                                           draw_frames(task["scenes"], noise)))
+                rows[split] += [task] if split in ("rl", "eval") else chats(
+                    task, style, args.wrong, args.prior == "turns")
                 bar.update()
+        [video_file.result() for video_file in encoded]  # raises the error of the thread
     for split, name in zip(counts, ("pretrain", "sft", "sft_val", "rl", "eval")):
         text = "".join(json.dumps(row) + "\n" for row in rows[split])
         launch.write_atomic(os.path.join(args.out, f"{name}.jsonl"), text)
-    parameters = build_init(os.path.join(args.out, "init"), rng, args.seed, base=base,
-                            world=args.world, scenes=args.scenes)
+    parameters = build_init(os.path.join(args.out, "init"), rng, args.seed, scenes=args.scenes,
+                            base=re.sub("[-.]", "_", args.base))
     print(f"{args.out}: random checkpoint of {parameters / 1e6:.2f} M parameters, "
           f"{sum(counts.values())} videos, "
           + ", ".join(f"{len(r)} {s} rows" for s, r in rows.items()))

@@ -198,8 +198,7 @@ def denormals():
 
 
 # flags of the toy world that the tests share
-TOY = ("--world", "named", "--base-videos", 2, "--sft-videos", 12, "--rl-videos", 6,
-       "--eval-videos", 4)
+TOY = ("--base-videos", 2, "--sft-videos", 12, "--rl-videos", 6, "--eval-videos", 4)
 
 
 @pytest.fixture(scope="session")

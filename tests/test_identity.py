@@ -139,21 +139,22 @@ def finished():
 
 
 @pytest.fixture
-def ended(world, start, server, finished, tmp_path):
+def ended(world, start, server, finished, tmp_path, tmp_path_factory):
     """ended(stage) -> a copy of the world in which the stage has ended, and its flags there. The
     copy lies elsewhere: the place of a file is not its identity."""
     def ended(stage):
         if stage not in finished:
-            finished[stage] = shutil.copytree(world, world.parent / stage, symlinks=True)
+            made = shutil.copytree(world, tmp_path_factory.mktemp(stage) / "world", symlinks=True)
             judge = judge_flags(server) if stage != "sft" else ()
-            code, said = start(stage, *flags_of(stage, finished[stage]), *judge)
+            code, said = start(stage, *flags_of(stage, made), *judge)
             assert code == 0, said
             if stage == "grpo":  # the random model gave no answer to judge
                 names = ("judge_url", "judge_model", "judge_key_env")
                 asked = SimpleNamespace(**dict(zip(names, (server.url, "m", None))))
-                judge = open_judge(asked, str(finished[stage] / "grpo" / "judge.jsonl"))
+                judge = open_judge(asked, str(made / "grpo" / "judge.jsonl"))
                 assert judge.ask("Which?", "crimson", "red")[0].result() is False
                 judge.close()
+            finished[stage] = made  # only now: a stage that failed or was skipped has not ended
         copied = shutil.copytree(finished[stage], tmp_path / "world", symlinks=True)
         judge = judge_flags(server) if stage != "sft" else ()
         return copied, (*flags_of(stage, copied), *judge)

@@ -265,9 +265,9 @@ def same_step(a, b):
     assert relative({n: a[n] for n in muon}, {n: b[n] for n in muon}) < 0.25
 
 
-def one_update(toy, pack_tokens, replicas=1):
-    """One SFT update of the toy's base on this process group -> loss, N, packs of this rank, full
-    gradients, update of weights."""
+def one_update(toy, pack_tokens, replicas=1, steps=1):
+    """SFT updates of the toy's base on this process group, all by the same chats -> loss, N, packs
+    of this rank, full gradients, all of the last one, and the way of the weights."""
     rank, world, device = launch.start_process_group()
     codec = chat.load_codec(str(toy / "init"))
     args = SimpleNamespace(video_root=None, min_pixels=1024, max_pixels=50176, max_len=2048)
@@ -276,14 +276,19 @@ def one_update(toy, pack_tokens, replicas=1):
     vision = model.VisionFeatures(policy.hf.model.visual, codec, chats.frames)
     before = {n: checkpoint.whole_tensor(p.detach()).clone() for n, p in policy.named_parameters()
               if p.requires_grad}
-    mine = launch.deal([0, 1, 2, 3, 4, 5, 15], chats.cost, rank, world)
+    mine = launch.deal([0, 1, 2, 3, 4, 5, 7], chats.cost, rank, world)
     packs, _ = sft.make_packs(chats, mine, codec, pack_tokens)
     policy.features = vision
-    loss, count = sft.backward(policy, packs)
-    grads = {n: checkpoint.whole_tensor(p.grad) for n, p in policy.named_parameters()
-             if p.requires_grad}
-    for optimizer in sft.build_optimizers(policy, LEARNING, device):
-        optimizer.step()
+    optimizers = sft.build_optimizers(policy, LEARNING, device)
+    for _ in range(steps):
+        policy.zero_grad()
+        loss, count = sft.backward(policy, packs)
+        norm = model.clip_gradients(policy, 0)
+        grads = {n: checkpoint.whole_tensor(p.grad).clone() for n, p in policy.named_parameters()
+                 if p.requires_grad}
+        for optimizer in optimizers:
+            optimizer.step()
+    assert norm == pytest.approx(sum(g.square().sum().item() for g in grads.values()) ** 0.5)
     moved = {n: checkpoint.whole_tensor(p.detach()) - before[n]
              for n, p in policy.named_parameters() if p.requires_grad}
     return {"loss": loss, "count": count, "packs": len(packs), "grads": grads, "moved": moved}
@@ -308,8 +313,8 @@ def test_many_micro_batches_give_the_gradient_of_one(toy, one_pack):
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_two_ranks_give_the_gradient_and_the_step_of_one(toy, one_pack, tmp_path, replicas):
-    """Ranks with unequal numbers of packs, FSDP shards or replicas, gradient averaging, AdamW and
-    Muon on shards: the same update."""
+    """Ranks with unequal numbers of packs, in FSDP's shards or each with the whole model, gradient
+    averaging, AdamW and Muon: the same update."""
     done = run_script("tests/test_model.py", toy, tmp_path, replicas, ranks=2, timeout=120)
     assert done.returncode == 0, done.stderr
     two = [torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1)]
@@ -320,6 +325,41 @@ def test_two_ranks_give_the_gradient_and_the_step_of_one(toy, one_pack, tmp_path
         assert part["loss"] == pytest.approx(one_pack["loss"], rel=1e-6)
         assert relative(part["grads"], one_pack["grads"]) < 1e-5
         same_step(part["moved"], one_pack["moved"])
+
+
+def test_ranks_that_hold_the_whole_model_go_the_way_of_shards(toy, tmp_path):
+    """Six steps on two ranks, with and without FSDP, to rounding; both ranks to the bit."""
+    ends = {}
+    for replicas in (1, 2):
+        done = run_script("tests/test_model.py", toy, tmp_path, replicas, 6, ranks=2, timeout=240)
+        assert done.returncode == 0, done.stderr
+        ends[replicas] = [torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1)]
+        for name, way in ends[replicas][0]["moved"].items():
+            assert torch.equal(way, ends[replicas][1]["moved"][name]), name
+    sharded, whole = (ends[replicas][0] for replicas in (1, 2))
+    assert whole["loss"] == pytest.approx(sharded["loss"], rel=1e-5)
+    assert relative(whole["moved"], sharded["moved"]) < 1e-3
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (8, 24), (24, 8)])
+def test_our_newton_schulz_is_that_of_torch_in_fp64(shape):
+    """torch's iterations x (a + b x'x + c (x'x)^2) are the oracle, also of a matrix whose singular
+    values fall by six powers of ten."""
+    a, b, c = coefficients = (3.4445, -4.775, 2.0315)
+    torch.manual_seed(0)
+    u, _, v = torch.linalg.svd(torch.randn(shape, dtype=torch.float64), full_matrices=False)
+    for spectrum in (torch.ones(8), torch.logspace(0, -6, 8)):
+        matrix = u @ torch.diag(spectrum.double()) @ v
+        wide = matrix.T if shape[0] > shape[1] else matrix
+        x = wide / wide.norm()
+        for _ in range(5):
+            gram = x @ x.T
+            x = a * x + (b * gram + c * gram @ gram) @ x
+        wanted = x.T if shape[0] > shape[1] else x
+        ours = sft.semi_orthogonal(matrix, coefficients, 5, 1e-7)
+        assert torch.allclose(ours, wanted, atol=1e-11)
+        ours = sft.semi_orthogonal(matrix.float(), coefficients, 5, 1e-7)
+        assert torch.allclose(ours.double(), wanted, atol=2e-3)
 
 
 def test_muon_moves_along_orthogonal_matrices(one_pack):
@@ -483,6 +523,6 @@ def test_features_are_computed_once_per_frame_set(policy, codec, album):
 
 
 if __name__ == "__main__":  # the worker of the two-rank tests
-    found = one_update(Path(sys.argv[1]), 1, int(sys.argv[3]))
+    found = one_update(Path(sys.argv[1]), 1, *map(int, sys.argv[3:]))
     torch.save(found, Path(sys.argv[2]) / f"rank{os.environ['RANK']}.pt")
     torch.distributed.destroy_process_group()

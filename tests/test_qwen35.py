@@ -20,7 +20,7 @@ import toy as toy_script
 def world35(tmp_path_factory):
     """A small toy world on a random Qwen3.5."""
     out = tmp_path_factory.mktemp("qwen35") / "toy"
-    done = run_script("toy.py", "--world", "named", "--base", "qwen3.5", "--prior", "tidy",
+    done = run_script("toy.py", "--base", "qwen3.5",
                       "--out", out, "--base-videos", "4", "--sft-videos", "2", "--rl-videos", "3",
                       "--eval-videos", "2")
     assert done.returncode == 0, done.stderr

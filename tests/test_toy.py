@@ -14,7 +14,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from conftest import TOY, run_script
+from conftest import TOY
 
 import chat
 import data
@@ -86,111 +86,7 @@ def test_no_video_is_in_two_splits(toy):
     assert len(contents) == 48  # no two are the same but for the name
 
 
-def colour_at(image):
-    """Name of the colour of a frame's middle, or None for grey noise."""
-    names = {**toy_world.colours(), None: (128, 128, 128)}
-    middle = image[13:19, 13:19].reshape(-1, 3).astype(float).mean(0)
-    return min(names, key=lambda name: np.abs(middle - names[name]).sum())
-
-
-def test_every_video_shows_what_its_task_says(toy):
-    """64 frames of one second; the named slots show the colours of the answer, in order, for two
-    seconds each; nothing else shows any. A rollout is graded by this."""
-    for name in ("rl.jsonl", "eval.jsonl"):
-        for task in rows_of(toy, name):
-            frames = video.overview(str(toy / task["video"]), 64)
-            assert frames.images.shape == (64, 32, 32, 3)
-            assert list(frames.seconds) == [float(t) for t in range(64)]
-            seen = {t: colour_at(image) for t, image in enumerate(frames.images)}
-            shown = {t: colour for t, colour in seen.items() if colour}
-            windows = [(int(a), int(b))
-                       for a, b in re.findall(r"(\d+) and (\d+)", task["question"])]
-            found = [sorted({c for t, c in shown.items() if a <= t < b}) for a, b in windows]
-            assert [f"{a} {c}" for (a, _), (c,) in zip(windows, found)] == task[
-                "answer"].split(", ")
-            assert len({c for (c,) in found}) == len(found)  # a wrong order is a wrong answer
-            assert [(tuple(e["window"]), e["colour"]) for e in task["events"]] == [
-                (w, c) for w, (c,) in zip(windows, found)]
-            assert all(e["start"] <= t < e["end"] for e in task["events"]
-                       for t in shown if e["window"][0] <= t < e["window"][1])
-            assert all(sum(a <= t < b for t in shown) == 2 for a, b in windows)
-            assert len(shown) == 2 * len(windows)
-            assert all(not seen[a] and b - a == 8 for a, b in windows)  # never on the slot's edge
-            assert task["category"].startswith(str(len(windows))) and task["type"] == "list"
-
-
-def test_one_frame_of_the_world_is_one_vision_token(toy, codec):
-    frames = video.overview(str(toy / "videos" / "rl-0000.mp4"), 4)
-    assert chat.tokens_per_item(codec, chat.vision_item({}, frames)) == 1
-
-
-def test_tasks_are_what_the_agent_reads(toy):
-    for name in ("rl.jsonl", "eval.jsonl"):
-        assert all(os.path.isfile(toy / task["video"])
-                   for task in data.read_tasks(str(toy / name)))
-
-
-# ------------------------------------------------------------------------------------------------
-# The SFT mixture
-
-
-def kind_of(row):
-    return re.fullmatch(r"(\w+-\d{4})-(direct|call|need|plain|sub)-(\d+)b?", row["id"]).groups()
-
-
-def test_prompts_of_the_data_are_those_of_the_agent(toy):
-    """Word for word: a cold start on other prompts than RL samples from would be for nothing."""
-    for row in rows_of(toy, "sft.jsonl"):
-        name, kind, n = kind_of(row)
-        question = row["messages"][1]["content"][1]["text"]
-        if kind == "sub":
-            window = re.search(r"Window: (\d+) to (\d+) seconds", question)
-            asked = re.search(r"Question: (.*)", question)[1]
-            spec = {"start": float(window[1]), "end": float(window[2]), "max_frames": 16,
-                    "fps": row["messages"][1]["content"][0]["fps"]}
-            assert spec["fps"] in (1.0, 0.375)
-            want = rollout.sub_messages({"video": f"videos/{name}.mp4", "question": asked}, spec)
-        else:
-            task = {"video": f"videos/{name}.mp4", "question": question.split("\n")[1],
-                    "type": "list", "options": None}
-            want = rollout.main_messages(task, int(n), tools=kind != "plain")
-        assert row["messages"][: len(want)] == want
-
-
-def test_the_data_speaks_the_protocol(toy):
-    """Its calls parse, name the windows of the question, and its turns earn the whole format
-    reward."""
-
-    for row in rows_of(toy, "sft.jsonl"):
-        name, kind, n = kind_of(row)
-        said = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
-        if kind == "sub":
-            start = re.search(r"Window: (\d+)", row["messages"][1]["content"][1]["text"])[1]
-            assert said[0] in {rollout.empty_summary(),
-                               *(f"{start} {colour}" for colour in toy_world.colours())}
-            continue
-        assert all(text.startswith("<think>\n") for text in said)
-        turns = [text.removeprefix("<think>\n") for text in said]
-        assert rewards.format_reward(turns)["total"] == 1.0
-        if kind == "call":
-            found = [(c.start, c.end) for c in rewards.parse_tool_calls(turns[0], think_open=True)
-                     if c.error is None]
-            asked = re.findall(r"(\d+) and (\d+)", row["messages"][1]["content"][1]["text"])
-            assert found == [(float(a), float(b)) for a, b in asked]
-
-
-# ------------------------------------------------------------------------------------------------
-# The search world
-
-
-@pytest.fixture(scope="module")
-def search(tmp_path_factory):
-    """A small search world, the default."""
-    out = tmp_path_factory.mktemp("search") / "toy"
-    done = run_script("toy.py", "--out", out, "--prior", "tidy", "--base-videos", 12,
-                      "--sft-videos", 1, "--rl-videos", 8, "--eval-videos", 4)
-    assert done.returncode == 0, done.stderr
-    return out
+BORDERS = {"red", "green", "blue", "white"}
 
 
 def nearest(patch):
@@ -218,13 +114,13 @@ def scenes_in(seconds):
     return found
 
 
-def test_the_answer_and_the_evidence_of_a_search_are_in_its_frames(search):
+def test_the_answer_and_the_evidence_of_a_task_are_in_its_frames(toy):
     """Worked out from the decoded film alone: four scenes with a border, one flash of two seconds
     in each, in colours that no border has."""
     asked_twice = set()
     for name in ("rl.jsonl", "eval.jsonl"):
-        for task in rows_of(search, name):
-            scenes = scenes_in(seconds_of(task["video"], search))
+        for task in rows_of(toy, name):
+            scenes = scenes_in(seconds_of(task["video"], toy))
             assert len(scenes) == 4 and scenes[-1][1] == 64
             border = re.fullmatch(r"Which colours flash while the border is (\w+)\?",
                                   task["question"])[1]
@@ -234,20 +130,86 @@ def test_the_answer_and_the_evidence_of_a_search_are_in_its_frames(search):
             for a, b, edge, flash in scenes:
                 (first, colour), (second, again) = flash
                 assert second == first + 1 and colour == again and a < first and second < b - 1
-                assert colour not in toy_world.borders() and edge in toy_world.borders()
+                assert colour not in BORDERS and edge in BORDERS
                 assert 8 <= b - a <= 24
             # Every overview shows every border.
-            assert len(scenes_in(seconds_of(task["video"], search, frames=4))) == 4
+            assert len(scenes_in(seconds_of(task["video"], toy, frames=4))) == 4
             asked_twice.add(len(hits))
     assert asked_twice == {1, 2}
+
+
+def test_one_frame_of_the_world_is_one_vision_token(toy, codec):
+    frames = video.overview(str(toy / "videos" / "rl-0000.mp4"), 4)
+    assert chat.tokens_per_item(codec, chat.vision_item({}, frames)) == 1
+
+
+def test_tasks_are_what_the_agent_reads(toy):
+    for name in ("rl.jsonl", "eval.jsonl"):
+        assert all(os.path.isfile(toy / task["video"])
+                   for task in data.read_tasks(str(toy / name)))
+
+
+# ------------------------------------------------------------------------------------------------
+# The SFT mixture
+
+
+def kind_of(row):
+    return re.fullmatch(r"(\w+-\d{4})-(direct|call|plain|sub)-(\d+)", row["id"]).groups()
+
+
+def test_prompts_of_the_data_are_those_of_the_agent(toy):
+    """Word for word: a cold start on other prompts than RL samples from would be for nothing."""
+    for row in rows_of(toy, "sft.jsonl"):
+        name, kind, n = kind_of(row)
+        question = row["messages"][1]["content"][1]["text"]
+        if kind == "sub":
+            window = re.search(r"Window: (\d+) to (\d+) seconds", question)
+            asked = re.search(r"Question: (.*)", question)[1]
+            spec = {"start": float(window[1]), "end": float(window[2]), "max_frames": 16,
+                    "fps": row["messages"][1]["content"][0]["fps"]}
+            assert spec["fps"] == 1.0
+            want = rollout.sub_messages({"video": f"videos/{name}.mp4", "question": asked}, spec)
+        else:
+            task = {"video": f"videos/{name}.mp4", "question": question.split("\n")[1],
+                    "type": "list", "options": None}
+            want = rollout.main_messages(task, int(n), tools=kind != "plain")
+        assert row["messages"][: len(want)] == want
+
+
+def told_scenes(text):
+    """First thought -> ([(start, border)], [marked window])."""
+    told = text.partition("I saw ")[2].split(".")[0]
+    marked = [(int(a), int(b)) for a, b in re.findall(r"look (\d+) to (\d+)", told)]
+    starts = re.findall(r"(\d+) (red|green|blue|white)", told)
+    return [(int(t), border) for t, border in starts], marked
+
+
+def test_the_data_speaks_the_protocol(toy):
+    """Its calls parse and name the windows that the thought marks; its turns earn the whole format
+    reward."""
+    flashes = "|".join(set(toy_world.colours()) - BORDERS)
+    for row in rows_of(toy, "sft.jsonl"):
+        name, kind, n = kind_of(row)
+        texts = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
+        if kind == "sub":
+            start = re.search(r"Window: (\d+)", row["messages"][1]["content"][1]["text"])[1]
+            assert texts[0] == rollout.empty_summary() or all(
+                re.fullmatch(f"{start} ({flashes})", part) for part in texts[0].split(", "))
+            continue
+        assert all(text.startswith("<think>\n") for text in texts)
+        turns = [text.removeprefix("<think>\n") for text in texts]
+        assert rewards.format_reward(turns)["total"] == 1.0
+        calls = [(c.start, c.end) for c in rewards.parse_tool_calls(turns[0], think_open=True)
+                 if c.error is None]
+        assert calls == (told_scenes(turns[0])[1] if kind == "call" else [])
 
 
 # ------------------------------------------------------------------------------------------------
 # The checkpoint
 
 
-TEXTS = ["Which colours appear between 16 and 24, 40 and 48?",
-         "<think>\nI saw 16 red, 40 blue.\n</think>\n<answer>16 red, 40 blue</answer>",
+TEXTS = ["Which colours flash while the border is red?",
+         "<think>\nI saw 16 red look 16 to 40.\n</think>\n<answer>yellow, black</answer>",
          "<12.0 seconds>é 日本 🙂 \x00",
          toy_world.call_text(16, 24), "0 1 9 10 63 64 100", "  two  spaces\n\ttab"]
 

@@ -105,9 +105,8 @@ def make_world(folder, wide=False, seed=0):
     rng, noise = random.Random(seed), np.random.default_rng(seed)
     tasks, videos = [], {}  # videos: name -> uint8 [64, 32, 32, 3]
     for i in range(4):
-        events = toy.make_timeline(rng)
-        tasks.append(toy.make_task(f"v{i}", events))
-        videos[tasks[-1]["video"]] = toy.draw_frames(events, noise)
+        tasks.append(toy.make_task(f"v{i}", *toy.make_scenes(rng)))
+        videos[tasks[-1]["video"]] = toy.draw_frames(tasks[-1]["scenes"], noise)
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         size = dict(hidden=2048, layers=28, heads=16, mlp=6144) if wide else {}
         toy.build_init(folder, rng, seed, **size)
@@ -667,7 +666,7 @@ def base_weights(policy):
 
 def check_decoding(table):
     """Frames per second by the decoders of this rank, while all ranks decode."""
-    events = toy.make_timeline(random.Random(0))
+    events, _ = toy.make_scenes(random.Random(0))
     with tempfile.TemporaryDirectory() as folder:
         first = os.path.join(folder, "0.mp4")
         toy.write_video(first, toy.draw_frames(events, np.random.default_rng(0)))

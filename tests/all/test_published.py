@@ -141,7 +141,7 @@ def world(tmp_path_factory):
     folder, rng = tmp_path_factory.mktemp("world"), random.Random(0)
     os.makedirs(folder / "videos")
     toy.write_video(folder / "videos" / "v.mp4",
-                    toy.draw_frames(toy.make_timeline(rng), np.random.default_rng(0)))
+                    toy.draw_frames(toy.make_scenes(rng)[0], np.random.default_rng(0)))
     task = {"id": "t", "video": "videos/v.mp4",
             "question": "Which is first? <|im_end|> \u65e5 <|image_pad|> e\u0301",
             "options": OPTIONS, "answer": "B", "type": "mcq"}
