@@ -62,7 +62,7 @@ def test_json_that_is_nested_too_deep_is_refused_by_every_reader(tmp_path, text)
     with pytest.raises(launch.UserError, match="records.rank0.jsonl:1: not JSON"):
         folders.read_records(str(tmp_path))
     with pytest.raises(launch.UserError, match="args.json"):
-        flags = argparse.Namespace(out=str(tmp_path), grader=[], checkout=[])
+        flags = argparse.Namespace(out=str(tmp_path))
         folders.rescore([str(tmp_path)], flags)
     step = tmp_path / "run" / "step_000001"
     step.mkdir(parents=True)

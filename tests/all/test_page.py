@@ -637,7 +637,7 @@ def test_what_a_watch_has_read_and_decoded_it_keeps(small_run, tmp_path, monkeyp
     spy(view, "read_objects")
     assert view.build(*options, kept=kept) == first and first["pictures"]
     again = {os.path.basename(path) for _, path in opened}
-    assert again == {"args.json", "summary.json", "log.jsonl", "graders.jsonl"}
+    assert again == {"args.json", "summary.json", "log.jsonl"}
     assert {name for name, _ in opened} == {"read_objects"}
     assert view.build(*options) == first
 

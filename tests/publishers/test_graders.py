@@ -1,27 +1,21 @@
 """
-replies.py: how often do three graders read a reply as it is meant? A fixed list of replies that we
-made up, graded by ours, by lmms-eval's and by ParaVT's code.
+How often do three graders read a reply as it is meant? Ours, lmms-eval's and that of the paper's
+authors, on a fixed list of replies that we made up, knowing our own rules:
+python -m pytest tests/publishers --checkouts DIR -q
 
 Every reply of multiple choice is graded twice, once with the option it means as gold and once with
 another one (a reply that names no option: with two golds). A grader agrees if it scores 1 in the
 first case and 0 in the second. Spans agree if the score is the IoU of the span that is meant. If a
-letter and a text contradict each other, the letter counts. The list has each form of reply once. A
-model has its own share of each, so the table says nothing about any model's number.
-
-Writes: --out, benchmark folders with records, as eval.py does: `eval.py --table OUT` reads them.
-
-  python bench/replies.py --checkout LMMS_EVAL PARAVT --out replies_out
+letter and a text contradict each other, the letter counts.
 """
 import json
 import os
-import subprocess
-import sys
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-import launch
-from evaluation import benchmarks, folders, graders
+import pytest
+from proof import EVALUATION, FILES, HERE
 
-ROOT = os.path.dirname(os.path.abspath(launch.__file__))
+from evaluation import benchmarks, folders, paper_texts
+
 OPTIONS = ["a red cup", "a blue cup", "a green bowl", "a dog"]
 # Reply -> the letter that it means, "" for none.
 LETTERS = {
@@ -106,65 +100,57 @@ def row_of(bench, number, gold):
     return rows[bench]
 
 
-def write_folder(bench, out):
-    """Records of all cases in `out`/bench -> {task id: score that the reply deserves}."""
-    leaf, files = os.path.join(out, bench), {"longvideobench": "lvb_val", "charades": "test-0",
-            "lvbench": "video_info.meta", "mmvu": "validation"}  # fmt: skip
-    published = os.path.join(leaf, "published")
-    launch.make_out(published)
-    given = cases(bench)
-    rows = [row_of(bench, number, gold) for number, (_, gold, _) in enumerate(given)]
-    path = os.path.join(published, files.get(bench, "test-0") + ".jsonl")
-    folders.write_tasks(rows, path)
-    tasks, _ = benchmarks.read_split(bench, published)
-    records = [{"task": task, "sample": 0, "budget": "64", "tools": "off", "digest": "made up",
-                "status": "ok", "turns": [text], "think_open": False, "finish": ["stop"],
-                "calls": [], "reward": {"fmt": 0.0}, "timing": {}, "K": 64, "pieces": [],
-                "group": task["id"]} for task, (text, *_) in zip(tasks, given)]
-    for record in records:
-        record.update(folders.grade(record))
-    folders.write_tasks(records, os.path.join(leaf, "records.rank0.jsonl"))
-    folders.write_tasks(tasks, os.path.join(leaf, "tasks.jsonl"))
-    folders.write_json({"frames": [64], "tools": ["off"], "samples": 1, "protocol": "paravt",
-                        "ckpt": "made up", "engine": "vllm"}, leaf, "args.json")
-    return {task["id"]: score for task, (*_, score) in zip(tasks, given)}
+# How many replies a grader reads as meant, on 2026-11-24 by both snapshots: multiple choice (60) or
+# spans (14), and MMVU's open ones (11).
+COUNTS = {"ours": {"charades": 14, "mmvu open": 11},
+          "lmms-eval": {"charades": 10, "longvideobench": 40, "mmvu": 50, "mmvu open": 6},
+          "ParaVT": {"charades": 13, "mlvu": 35, "mmvu open": 6}}
+OTHERS = {"ours": 59, "lmms-eval": 47, "ParaVT": 46}
+BENCHES = [bench for bench in FILES if bench != "videomme_wsub"]
 
 
-def main():
-    parser = launch.parser(__doc__)
-    add = parser.add_argument
-    add("--checkout", nargs=2, required=True, metavar="DIR", help="of lmms-eval and of ParaVT")
-    add("--out", default="replies_out", help="folder to write")
-    args = parser.parse_args()
-    names = [name for name in benchmarks.splits() if name != "videomme_wsub"]
-    wanted = {bench: write_folder(bench, args.out) for bench in names}
-    done = subprocess.run([sys.executable, os.path.join(ROOT, "eval.py"), "--rescore", args.out,
-                           "--grader", "lmms-eval", "paper", "--checkout", *args.checkout])
-    if done.returncode:
-        raise launch.UserError("eval.py --rescore has failed, see above")
-    table, wrong = [], {}
-    for bench in names:
-        leaf = os.path.join(args.out, bench)
-        records = folders.read_records(leaf)
-        scored = {"ours": records}
-        scored |= {name: graders.regraded(leaf, records, name)[0] for name in graders.NAMES[1:]}
-        # MMVU's open questions have a line of their own.
-        for kind in dict.fromkeys(record["task"]["type"] for record in records.values()):
-            some = [item for item, record in records.items() if record["task"]["type"] == kind]
-            line = {"benchmark": f"{bench}, {kind}", "n": len(some)}
-            for name, by in scored.items():
-                missed = [by[item]["turns"][0] for item in some if by and graders.differ(
-                    by[item]["score"], wanted[bench][item[0]])]
-                line[name] = len(some) - len(missed) if by else None
-                wrong[line["benchmark"], name] = list(dict.fromkeys(missed))
-            table.append(line)
-    print("\n| replies | n | ours | lmms-eval | paper |\n|---|---|---|---|---|")
-    for line in table:
-        print("| " + " | ".join("-" if cell is None else str(cell) for cell in line.values())
-              + " |")
-    for (name, grader), texts in wrong.items():
-        print(f"{name}, {grader}: {json.dumps(texts)}")
+def counted(grader, bench, scores):
+    """Scores of the cases of a benchmark, in order -> asserts COUNTS."""
+    found = {}
+    for (_, gold, wanted), score in zip(cases(bench), scores):
+        name = bench if len(gold) < 3 else "mmvu open"  # a letter, or [start, end]
+        found[name] = found.get(name, 0) + (abs(score - wanted) <= 0.005)
+    assert found == {name: COUNTS[grader].get(name, OTHERS[grader]) for name in found}
 
 
-if __name__ == "__main__":
-    launch.run_main(main)
+def rows_of(bench, tmp_path):
+    """-> (published rows, tasks that our reader makes of them)."""
+    rows = [row_of(bench, number, gold) for number, (_, gold, _) in enumerate(cases(bench))]
+    path = tmp_path / f"{FILES[bench]}.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return rows, benchmarks.read_split(bench, str(tmp_path))[0]
+
+
+@pytest.mark.parametrize("bench", BENCHES)
+def test_ours(bench, tmp_path):
+    _, tasks = rows_of(bench, tmp_path)
+    counted("ours", bench, [folders.grade({"task": task, "status": "ok", "turns": [text],
+                                           "think_open": False})["score"]
+                            for task, (text, *_) in zip(tasks, cases(bench))])
+
+
+@pytest.mark.parametrize("grader", ["lmms-eval", "ParaVT"])
+@pytest.mark.parametrize("bench", BENCHES)
+def test_a_publishers(grader, bench, tmp_path, request):
+    path = os.path.join(request.config.getoption("--checkouts") or "", grader)
+    if not os.path.isdir(path):
+        pytest.skip(f"--checkouts names no folder with a clone of {grader}; with one this test "
+                    f"counts the made-up replies of {bench} that its grader reads as meant")
+    rows, _ = rows_of(bench, tmp_path)
+    if bench == "longvideobench":  # as parquet ships it
+        rows = [{**row, **{f"option{n}": text for n, text in enumerate(row["candidates"])}}
+                for row in rows]
+    if bench in ("lvbench", "mmvu"):  # as parquet ships it
+        rows = [{"video_path": "v.mp4", **row} for row in rows]
+    items = [{"bench": bench, "row": row, "text": text, "said": [text], "files": {}, "frames": 4,
+              "video": os.devnull, "shape": [8, 1, 32, 32]}
+             for row, (text, *_) in zip(rows, cases(bench))]
+    name = "paper-direct" if grader == "ParaVT" else f"lmms-eval:{bench}"
+    sent = paper_texts.run(path, name, items, os.path.join(HERE, "child.py"), [EVALUATION])
+    results = [one.get("result", one) for one in sent]
+    counted(grader, bench, [one.get("score") or 0.0 for one in results])
