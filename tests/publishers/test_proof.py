@@ -89,8 +89,6 @@ EDITS = [
     (UTILS, "client, model_name, s, nframes, max_turns)", "client, model_name, s, nframes, 1)"),
     (UTILS, "client, model_name, s, nframes, max_turns)", "client, model_name, s, 32, max_turns)"),
     (UTILS, "args.main_nframes,\n                args.max_", "32,\n                args.max_"),
-    (UTILS, "{mcq_instr}\",\n                    \"answer\": str(item", "{mcq_instr}\".strip(),\n"
-     "                    \"answer\": str(item"),
     (UTILS, "f\"{k}. {v}\" for k, v", "f\"{k}. {v.strip()}\" for k, v"),
     (UTILS, '"65536"', '"32768"'), (UTILS, '"nframes": nframes}', '"nframes": min(nframes, 48)}'),
     (DRIVER, "max_parallel=args.max_parallel", "max_parallel=1"),
@@ -123,7 +121,8 @@ def test_one_edit_of_the_authors_driver_is_found(file, old, new, clone, flags, f
     text = (root / file).read_text()
     assert old in text, "the edit has no place"
     (root / file).write_text(text.replace(old, new))
-    calls = proof.crop(10, 30) + proof.crop(40)
+    named = '<tool_call>{"arguments": {"start": 2, "end": 8.4}}</tool_call>'
+    calls = proof.crop(10, 30) + proof.crop(40) + named
     some = [proof.case("videomme", [calls, calls, calls, "B"]), proof.case("charades", ["B"]),
             proof.case("mmvu", ["B"], name="white space", question="Which? ",
                        choices=dict(zip("ABCDE", ["a kite ", "two", "", "", ""]))),
