@@ -296,7 +296,7 @@ def finish(out, found, args, policy, parts=None):
                                     if r["status"] == "ok")
                 results.append(row)
                 here[scores.place_of(row)] = {(r["task"]["id"], r["sample"]): r for r in records}
-            errors.update(r["error"] for r in records if r["status"] != "ok")
+            errors.update(r["error"] for r in records if r.get("error"))
     if missing:
         why = "run the same command (or the other shards) first, then --rescore"
         raise launch.UserError(f"{out}: {missing} items have no record yet; {why} {out}")
