@@ -211,6 +211,26 @@ def read_verdict(text):
     return said[1] == "yes" if said and said[2] in (None, said[1]) else None
 
 
+def read_verdicts(path, model):
+    """JSONL of a Judge -> {(question, reference answer, given answer): verdict of this model}."""
+    content, verdicts = b"", {}
+    if path and os.path.exists(path):
+        with open(path, "rb") as f:
+            content = f.read()
+    for line in content.split(b"\n"):
+        # A kill may cut a line off. Its texts are then asked about again.
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            row = launch.parse_json(line)
+            if row["model"] == model and row["verdict"] in (True, False):
+                texts = row["question"], row["gold"], row["answer"]
+                if row.get("own_crc32") not in (None, launch.own_sum(row)):
+                    launch.say(f"{path}: the verdict on {row['answer']!r:.50} was changed since "
+                               "the judge gave it, so the judge is asked again")
+                    continue
+                verdicts[texts] = row["verdict"]
+    return verdicts
+
+
 class Judge:
     """A chat endpoint that decides open answers while rollouts go on. Equal texts are asked about
     once, and verdicts are kept in a file for a run that goes on."""
@@ -230,24 +250,14 @@ class Judge:
                 raise launch.UserError(refusal(self.url, self.model, reply, "judge-"))
             self.failed = 0
         self.known = {}  # (question, reference answer, given answer) -> Future of its verdict
-        content = b""
-        if path and os.path.exists(path):
+        for texts, verdict in read_verdicts(path, self.model).items():
+            self.known[texts] = Future()
+            self.known[texts].set_result(verdict)
+        if path and os.path.exists(path) and os.path.getsize(path):
             with open(path, "rb") as f:
-                content = f.read()
-        for line in content.split(b"\n"):
-            # A kill may cut a line off. Its texts are then asked about again.
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                row = launch.parse_json(line)
-                if row["model"] == self.model and row["verdict"] in (True, False):
-                    texts = row["question"], row["gold"], row["answer"]
-                    if row.get("own_crc32") not in (None, launch.own_sum(row)):
-                        launch.say(f"{path}: the verdict on {row['answer']!r:.50} was changed "
-                                   "since the judge gave it, so the judge is asked again")
-                        continue
-                    self.known[texts] = Future()
-                    self.known[texts].set_result(row["verdict"])
-        if content and not content.endswith(b"\n"):
-            self.append(b"\n")  # else the next line would become a part of the torn one
+                f.seek(-1, os.SEEK_END)
+                torn = f.read() != b"\n"
+            self.append(b"\n" * torn)  # else the next line would become a part of the torn one
 
     def ask(self, question, gold, answer):
         """-> (Future of True, False, or None after a failure; whether these texts were asked about
@@ -288,8 +298,8 @@ class Judge:
         if verdict is None and not self.told:
             self.told = True  # once a run: judge_failed counts all of them
             why = reply.error or f"neither yes nor no: {str(text)[:100]!r}"
-            print(launch.printable(f"no verdict of the judge ({why}); such answers are paid by "
-                                   "token F1"), file=sys.stderr, flush=True)
+            print(launch.printable(f"no verdict of the judge ({why}); such answers keep the "
+                                   "score of the rule"), file=sys.stderr, flush=True)
         if verdict is not None and self.path:
             row = dict(zip(("question", "gold", "answer"), texts), model=self.model,
                        verdict=verdict)

@@ -43,8 +43,8 @@ import data
 import launch
 import rollout
 import runs
-from endpoint import add_judge_arguments
-from evaluation import benchmarks, costs, endpoint, folders, graders, scores, systems, verify
+from endpoint import add_judge_arguments, open_judge
+from evaluation import benchmarks, costs, endpoint, folders, scores, systems
 from evaluation.episodes import check_prompts, reordered, run
 
 # ------------------------------------------------------------------------------------------------
@@ -78,8 +78,6 @@ def build_parser():
     add("--shard", type=shard_argument, default=(0, 1), metavar="I/N",
         help="run part I of N; the tasks of a video stay together; --rescore merges the parts")
     add("--allow-errors", action="store_true", help="print a headline with over 1%% failed items")
-    add("--estimate", type=int, nargs="?", const=3, default=0, metavar="VIDEOS",
-        help="only print the costs of the run, measured on so many videos of each benchmark")
 
     systems.add_arguments(parser)
     endpoint.add_arguments(parser)
@@ -88,19 +86,10 @@ def build_parser():
 
     add = parser.add_argument_group("finished folders, no model").add_argument
     add("--rescore", nargs="+", metavar="DIR", help="grade again; several merge into --out")
-    add("--grader", nargs="+", choices=graders.NAMES, default=["ours"], metavar="NAME",
-        help="--rescore: also grade as a publisher does: ours, lmms-eval, paper")
-    add("--checkout", nargs="+", default=[], metavar="DIR",
-        help="the source of every --grader but ours, in their order; runs in a child process")
-    add("--grader-timeout", type=float, default=10.0, metavar="SECONDS", help="for one reply")
     add("--compare", nargs="+", metavar="DIR",
         help="one table from these --out folders; NAME= DIR DIR ..: pooled runs of one system")
-    add("--points", type=float, default=2.0, metavar="X",
-        help="--compare: also say how many videos a difference of X percent needs")
     add("--table", nargs="+", metavar="DIR",
-        help="--bench folders beside the paper's rows; NAME= as in --compare")
-    add("--by", metavar="NAME", help="--table: accuracy per label of this tag (duration, ..)")
-    add("--format", choices=["markdown", "latex", "csv"], default="markdown", help="of --table")
+        help="--bench folders beside the paper's rows, in Markdown; NAME= as in --compare")
     add("--prepare", metavar="JSONL", help="write the tasks of --bench (videos relative to --root)")
 
     # No flag of this group changes an answer, so settings_digest leaves them out.
@@ -156,12 +145,8 @@ def parse_args(protocol: str | None = None):
 def faults(args):
     """-> [(whether the flags contradict each other, why)], before any file is read."""
     benches, roots = len(args.bench), len(args.root)
-    found = [(args.judge_url and not args.judge_model, "--judge-url needs --judge-model"),
-             ((args.by or args.format != "markdown") and not args.table,
-              "--by and --format need --table"),
-             *graders.faults(args),
-             (not 0 < args.points <= 100, "--points must be above 0, and 100 at most")]
-    if args.compare or args.table or args.rescore or args.protocols or args.verify:
+    found = [(args.judge_url and not args.judge_model, "--judge-url needs --judge-model")]
+    if args.compare or args.table or args.rescore or args.protocols:
         return found  # all other settings come from the folders
     found += [
         (not (args.data or benches), "give --data (task JSONL), --bench with --root, or --compare "
@@ -176,10 +161,8 @@ def faults(args):
     if args.prepare:
         return found  # nothing is sampled
     return found + run_faults(args) + [
-        (0 in args.frames and args.estimate, "--estimate needs --frames above 0"),
         (not folders.cells(vars(args)), "--frames 0 has no frames for --show to change"),
-        (min(args.limit, args.live, args.estimate) < 0,
-         "--limit, --live and --estimate may not be negative"),
+        (min(args.limit, args.live) < 0, "--limit and --live may not be negative"),
         (args.samples < 1 or (args.samples > 1 and args.temperature == 0), "--samples must be at "
          "least 1, and above 1 needs --temperature above 0: greedy samples are all the same"),
     ]
@@ -237,8 +220,7 @@ def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
         # Refused now, or a wrong folder would cost hours of counted video errors.
         benchmarks.check_videos(bench or args.data, tasks, source.root)
         out = folders.leaf_of(args.out, bench)
-        if not args.estimate:
-            launch.make_out(out)
+        launch.make_out(out)
         # Of all tasks, not of the first --limit, so that a long run continues a short one.
         spoken = [(source.root, t["subtitles"]) for t in tasks if t.get("subtitles")]
         texts = runs.digest_of(spoken) if spoken and shown != "none" else None
@@ -294,7 +276,7 @@ def evaluate(args):
     if args.data:  # a bad row is named now, because torch takes seconds to load
         data.read_tasks(args.data)
     if args.judge_url:  # a judge that does not answer is found before hours of episodes
-        endpoint.judge_engine(args).knock()
+        open_judge(args).close()
     ckpt, weights = whole_checkpoint(args)
     runs.keep_inputs([os.path.join(args.out, "tasks.jsonl")], [args.data])
     protocol, prompts = systems.make_protocol(args)
@@ -356,17 +338,6 @@ def evaluate(args):
     launch.unlock()
 
 
-def estimate(args):
-    """Prints the costs of evaluate(args). Builds no engine and writes no file."""
-    ckpt, weights = whole_checkpoint(args)
-    protocol, prompts = systems.make_protocol(args)
-    # To count prompt tokens.
-    codec = chat.load_codec(ckpt, args.channel, args.template_args) if ckpt else None
-    jobs = unfinished(load_suites(args, weights, prompts), args)
-    shares = costs.split(jobs, int(os.environ.get("WORLD_SIZE", 1)))
-    print(costs.estimate(jobs, shares, codec, protocol, args))
-
-
 def make_engine(suites, args, ckpt, codec, protocol):
     """The engine that samples, made for the largest K of the run. Raises UserError if the context
     is too small."""
@@ -422,21 +393,17 @@ def main():
         own = args.prompt_file or args.texts_of
         names = [args.protocol] if own else systems.protocols()
         print(systems.describe_all(map(parse_args, names)))
-    elif args.verify:
-        sys.exit(verify.verify(args, args.verify))
     elif args.prepare:
         folders.prepare(args.bench[0], args.root[0], args.prepare)
     elif args.table:
-        folders.table(args.table, args.by, args.format)
+        folders.table(args.table)
     elif args.rescore:
         folders.rescore(args.rescore, args)
     elif args.compare:
         runs.keep_inputs([args.out], args.compare)
-        folders.compare(args.compare, args.out, args.points)
-    elif not args.estimate:
+        folders.compare(args.compare, args.out)
+    else:
         evaluate(args)
-    elif os.environ.get("RANK", "0") == "0":  # under torchrun rank 0 alone prints
-        estimate(args)
 
 
 if __name__ == "__main__":

@@ -428,51 +428,6 @@ def credited(records):
     return records
 
 
-def published_row(bench, task):
-    """Task of a benchmark -> its row as published, for the fields that the publishers' graders and
-    loaders read: the reverse of the readers below. Letters are those that the model was shown."""
-    options = task.get("options") or []
-    labels = string.ascii_uppercase
-    row = {"question": task.get("published") or task["question"], "answer": task["answer"]}
-    row |= dict.fromkeys(("duration", "domain", "sub_category", "task_type", "duration_group",
-                          "question_category", "level"))  # a tag without a label is not there
-    row |= task["tags"]
-    name = os.path.basename(task["video"])
-    if bench in ("videomme", "videomme_wsub"):
-        row.update(question_id=task["id"], videoID=os.path.splitext(name)[0],
-                   options=[f"{label}. {text}" for label, text in zip(labels, options)])
-    elif bench == "longvideobench":
-        row.update({f"option{i}": [*options, *["N/A"] * 5][i] for i in range(5)})
-        right = labels.find(task["answer"] or "?")  # -1 if no option is right
-        row.update(id=task["id"], video_path=name, correct_choice=right)
-    elif bench == "lvbench":
-        row.update(uid=task["id"], video_path=name)
-    elif bench == "mlvu":
-        row.update(candidates=options, video_name=name, task_type=task["tags"].get("task"),
-                   question_id=task["id"])
-    elif bench == "mmvu":
-        place = f"videos/{task['tags'].get('subject')}/{name}"
-        row.update(id=task["id"], video=place, video_path=place,
-                   question_type=task["tags"].get("kind"),
-                   choices=dict(zip("ABCDE", [*options, *[""] * 5])))
-    elif bench == "charades":
-        row.update(video=name, caption=task["event"], timestamp=task["answer"])
-    elif bench in ("cgbench", "cgbench_clue"):
-        row.update(qid=task["id"], video_uid=os.path.splitext(name)[0], choices=options,
-                   right_answer=task["answer"], clue_intervals=task.get("evidence"))
-    elif bench.startswith("timelens"):
-        row.update(video_path=task["video"], query=task["event"], span=[task["answer"]])
-    elif bench == "videomme_v2":
-        lines = [f"{label}. {text}" for label, text in zip(labels, options)]
-        row.update(video_id=os.path.splitext(name)[0], question_id=task["id"],
-                   options="\n".join(lines))
-    elif bench == "video_holmes":
-        row.update({"video ID": os.path.splitext(name)[0], "Question": row["question"],
-                    "Options": dict(zip(labels, options)), "Answer": task["answer"],
-                    "Question Type": task["tags"]["question_type"]})
-    return row
-
-
 # ------------------------------------------------------------------------------------------------
 # A folder -> tasks
 

@@ -1,6 +1,5 @@
 """
-evaluation/costs.py: counts the costs of an answer, deals out the work of a run, and estimates the
-costs of a run beforehand.
+evaluation/costs.py: counts the costs of an answer, and deals out the work of a run.
 
   tokens  = tokens that had to be computed: the prompt of a context once, even if many turns follow
             (servers keep the prefix), and all sampled tokens
@@ -9,23 +8,11 @@ costs of a run beforehand.
   seconds = of the episode, while other episodes ran too
 
 Tokens are counted from ids if the engine has ids, else taken from the endpoint's own counts, else
-None. An estimate reads videos. Writes no file.
+None. Reads and writes no file.
 """
 
 import itertools
-import json
-import math
 import os
-from dataclasses import replace
-
-import chat
-import launch
-import rewards
-import rollout
-import video
-from engine import Completion
-from evaluation import episodes, systems
-from evaluation.endpoint import evenly
 
 # ------------------------------------------------------------------------------------------------
 # Counting
@@ -176,136 +163,3 @@ def file_size(path):
         return os.path.getsize(path)
     except (OSError, ValueError):
         return 0
-
-
-# ------------------------------------------------------------------------------------------------
-# Estimates. Some of the tasks go through the loop of the run with an engine that has no model, so
-# frames are decoded and prompts encoded as in the run.
-
-
-class Mute:
-    """An engine without a model: every turn is empty, or makes as many calls as are allowed."""
-
-    max_seqs = 1
-
-    def __init__(self, codec, agent, calls):
-        self.codec, self.agent, self.calls, self.asked = codec, agent, calls, []
-
-    def submit(self, request):
-        text = self.crops(request) if self.calls else ""
-        ids = self.codec and [*chat.encode(self.codec, text), self.codec.eos]
-        logps = ids and [0.0] * len(ids)
-        self.asked.append(Completion(request.id, ids, logps, text, ended=True))
-
-    def abort(self, name):
-        self.asked = [done for done in self.asked if done.id != name]
-
-    def poll(self):
-        done, self.asked = self.asked, []
-        return done
-
-    def crops(self, request):
-        """A turn with the longest windows that are allowed, others in every turn, because frames in
-        the cache would cost no time."""
-        agent, last = self.agent, float(request.frames[0].seconds[-1])  # s, near the video's end
-        length = min(last, agent.sub_frames / agent.sub_fps)
-        turn = int(request.id.rpartition("/")[2])
-        said = "</think>"
-        for n in range(agent.max_parallel):
-            start = (n + turn / (agent.max_turns + 1)) / agent.max_parallel * (last - length)
-            window = {"start_time": start, "end_time": start + length}
-            call = json.dumps({"name": "crop_video", "arguments": window})
-            said += f"\n<tool_call>\n{call}\n</tool_call>"
-        return said
-
-
-def expected(suite, k, mode, todo, codec, protocol, args):
-    """
-    Tasks of one (suite, K, mode) -> six numbers. Without a call: seconds to decode a video's
-    overview, prompt tokens of an answer, sampled tokens at most. With every call: seconds to decode
-    an answer's windows, prompt tokens, sampled tokens at most. NaN: not known.
-    """
-    agent = replace(suite.agent, tools=mode.startswith("on"))
-    first = {str(task["video"]): task for task in reversed(todo)}
-    sizes = {path: file_size(os.path.join(suite.source.root, path)) for path in first}
-    there = sorted(filter(sizes.get, sizes), key=sizes.get)
-    tasks = [first[path] for path in evenly(there, args.estimate)]
-    # A new cache, because frames that another K or mode left there would cost no time.
-    source = replace(suite.source, cache=video.FrameCache(timeout=args.decode_timeout or None))
-
-    def played(calls):
-        meter = Meter(Mute(codec, agent, calls))
-        sampler = rollout.Sampler(meter, codec, source, agent, threads=1, max_live=1)
-        ran = episodes.run(sampler, tasks, protocol, frames=k)
-        ran = [(e, of(e, meter.taken)) for e in ran if "total_s" in e.timing]
-        full = [e.error for e, _ in ran if e.status == "context" and not calls]
-        if full:  # no prompt of this suite fits
-            raise launch.UserError(f"--estimate: {full[0]}")
-        if not ran:
-            raise launch.UserError(f"--estimate: no video below {source.root} could be read")
-        decoding = [e.timing["decode_s"] for e, _ in ran]
-        beside = [e.timing["total_s"] - e.timing["decode_s"] for e, _ in ran]
-        prompts = [cost["prompt_tokens"] + cost["sub_prompt_tokens"] if codec else math.nan
-                   for _, cost in ran]
-        return [sum(values) / len(ran) for values in (decoding, beside, prompts)]
-
-    decoding, _, prompt = played(calls=False)
-    turn = min(agent.max_new_tokens, agent.context)
-    turns = agent.max_turns if agent.tools else 0
-    framed, _ = systems.protocols()[args.protocol].held(args)  # windows come back as frames
-    summaries = 0 if framed else turns * agent.max_parallel
-    beside, prompts = 0.0, prompt
-    if turns:  # calls of another form are not played
-        plain = protocol.parse is rewards.parse_tool_calls
-        _, beside, prompts = played(calls=True) if plain else [math.nan] * 3
-    source.cache.close()
-    most = (turns + 1) * turn + summaries * agent.sub_max_new_tokens
-    return [decoding, prompt, turn, beside, prompts, most]
-
-
-def estimate(jobs, shares, codec, protocol, args):
-    """
-    The unfinished part of a run -> text with its costs. Hours are given only if finished records
-    show the speed of the engine.
-
-    jobs: [(suite, K, mode, tasks)]. shares: see `split`.
-    """
-    row = ("{:<15} {:>6} {:>5} {:>6} {:>6}" + " {:>8}" * 6).format
-    lines = [f"{'':43}{'without a call':^26} {'with every call':^26}",
-             row("benchmark", "K", "tools", "items", "videos", "decode", "prompt", "sample",
-                 "+decode", "prompt", "sample")]
-    ranks = [[0.0] * 9 for _ in shares]  # items, videos, six costs, hours at the measured speed
-    live = args.live or 2 * (len(args.base_url) * args.workers if args.base_url else args.max_seqs)
-    for n, (suite, k, mode, todo) in enumerate(jobs):
-        if not todo:
-            continue
-        six = expected(suite, k, mode, todo, codec, protocol, args)
-        ran = [s for (_, *place, _), s in suite.done.items() if place == [str(k), mode] and s]
-        at_once = min(live, max(1, len(ran) // len(shares)))
-        hours = sum(ran) / len(ran) / at_once / 3600 if ran else math.nan
-        for rank, share in zip(ranks, shares):
-            items, videos = counts([todo[i] for i in share[n]], args)
-            weights = [videos / 3600, items / 1e6, items / 1e6, items / 3600] + [items / 1e6] * 2
-            own = [items, videos, *map(math.prod, zip(six, weights)), hours * items]
-            rank[:] = map(sum, zip(rank, own))
-        lines.append(row(suite.bench or "-", k, mode, *counts(todo, args), *cells(six, "s", "")))
-    items, videos, *six, hours = map(max, zip(*ranks))
-    lines.append(row("the most a rank", "", "", int(items), int(videos), *cells(six, "h", "M")))
-    lines += [f"decode: a video's overview, +decode: an answer's windows; {args.estimate} videos, "
-              "by one decoder (a rank has 4).", "prompt: tokens of an answer, counted on the same "
-              "videos. sample: tokens, a bound."]
-    if not math.isnan(hours):
-        lines.append(f"{hours:.3f}h for that rank at the speed of the answers that are there")
-    return "\n".join(lines)
-
-
-def counts(tasks, args):
-    """-> (answers, videos)."""
-    return len(tasks) * args.samples, len({task["video"] for task in tasks})
-
-
-def cells(six, time, tokens):
-    """Result of `expected` -> texts, in these units."""
-    units = [time, tokens, tokens] * 2
-    texts = [f"{value:.3f}{unit}" if unit else f"{value:.0f}" for value, unit in zip(six, units)]
-    return ["-" if "nan" in text else text for text in texts]

@@ -1,6 +1,6 @@
 """
-evaluation/endpoint.py: flags of OpenAI-compatible endpoints, which engine.py asks, and a judge's
-verdicts on the open answers of an evaluation.
+evaluation/endpoint.py: OpenAI-compatible endpoints as an engine, and a judge's verdicts on the open
+answers of an evaluation.
 
 Endpoints take messages and return text, without ids and log-probs, so they serve evaluation alone.
 A failure becomes the outcome of its episode, never a text that would be graded.
@@ -27,10 +27,10 @@ from endpoint import (
     Client,
     Reply,
     address,
-    judge_messages,
+    open_judge,
     passing,
     probe_messages,
-    read_verdict,
+    read_verdicts,
     refusal,
 )
 from engine import Completion, Request
@@ -57,14 +57,14 @@ def add_arguments(parser):
         help="name of the limit at this endpoint")
     add("--send-temperature", action=yes_no, default=True, help="off: sends no temperature or seed")
     add("--request-timeout", type=float, default=300.0,
-        help="seconds of a whole request; for the judge too")
+        help="seconds of a whole request")
     add("--retries", type=int, default=3,
-        help="after 429, 5xx or a timeout, 1, 2, 4, .. seconds later; for the judge too")
+        help="after 429, 5xx or a timeout, 1, 2, 4, .. seconds later")
     add("--workers", type=int, default=8,
-        help="parallel requests to each endpoint; for the judge too")
+        help="parallel requests to each endpoint")
     add("--give-up", type=int, default=3, metavar="N",
         help="failed tries in a row, over all endpoints, after which the run waits for a server; "
-        "0 = never; for the judge too")
+        "0 = never")
     add("--server-wait", type=float, default=120.0,
         help="seconds of that wait, and of a server's Retry-After, at most; then the run ends")
 
@@ -117,8 +117,8 @@ class ChatRequest(Request):
 
 @dataclass
 class OpenAIEngine(Client):
-    """Any OpenAI-compatible chat endpoint, as an engine of rollout.py. For evaluation and judges
-    only, because endpoints return text without ids and log-probs."""
+    """Any OpenAI-compatible chat endpoint, as an engine of rollout.py. For evaluation alone,
+    because endpoints return text without ids and log-probs."""
 
     takes_messages = True  # a request needs messages, ids are not sent
     base_url: object  # http://127.0.0.1:8000/v1, or a list: the least busy is asked
@@ -137,7 +137,6 @@ class OpenAIEngine(Client):
     sampling: dict = None  # more fields of every request: top_p, .. (see sampling_settings)
     give_up: int = 3  # failed tries in a row, after which all requests wait; 0 = never
     server_wait: float = 120.0  # seconds of that wait, and of Retry-After, at most
-    is_judge: bool = False  # error lines then name the flags of the judge
 
     def __post_init__(self):
         super().__init__(self.key_variable)
@@ -183,8 +182,7 @@ class OpenAIEngine(Client):
                 await self.pause(max(2.0**attempt, after))
             if done.error:
                 reply = Reply(status, error=done.error)
-                raise launch.UserError(
-                    refusal(url, self.model_name, reply, "judge-" * self.is_judge))
+                raise launch.UserError(refusal(url, self.model_name, reply))
             if tools:
                 done, status, _ = await self.probe(url, self.timeout, tools)
                 # Some parsers keep the call and return nothing at all.
@@ -306,8 +304,7 @@ class OpenAIEngine(Client):
         item. Some endpoints answer 403 for one text alone."""
         done, status, _ = await self.probe(url, self.timeout)
         if status in (401, 402, 403, 404):
-            self.end(refusal(url, self.model_name, Reply(status, error=done.error),
-                                     "judge-" * self.is_judge))
+            self.end(refusal(url, self.model_name, Reply(status, error=done.error)))
 
     async def wait_for_server(self, pause):
         """Probes all servers, with growing pauses, until one answers. Ends the run if none has
@@ -521,74 +518,28 @@ def make_engine(args, prefill, jpeg=90, tools=None, film=None):
 # The judge of open answers
 
 
-def judge(records, verdicts, args):
+def judge(records, path, args):
     """
     Lets a chat endpoint decide open answers that the rule calls wrong. A yes makes the score 1.
 
-    verdicts: file, read and appended to; failed requests are asked again. records get "judge": a
-    verdict, or None, and then the rule's score stays. args: the judge's flags; without judge_url
-    only known verdicts count. Raises UserError if no server answers, or if it refuses.
+    path: file of verdicts, see endpoint.Judge; failed requests are asked again. records get
+    "judge": True, False, or None after a failure, and then the rule's score stays. args: the
+    judge's flags; without judge_url only known verdicts count. Raises UserError if no server
+    answers, or if it refuses.
     """
-    doubtful = []  # answers that the rule calls wrong; a record without an answer stays wrong
-    for record in records:
-        if record["task"]["type"] == "open" and record["score"] == 0:
-            if record["extracted"] is not None:
-                doubtful.append(record)
-    known = {}  # (task id, answer, judge) -> verdict
-    verdicts.seek(0)  # the file is open for appending
-    for number, line in enumerate(verdicts, 1):
-        try:
-            verdict = launch.parse_json(line)
-            name = verdict["id"], verdict["said"], verdict["model"]
-            if verdict["verdict"] is not None:
-                known[name] = verdict
-            if verdict.get("own_crc32") not in (None, launch.own_sum(verdict)):
-                raise ValueError
-        except (ValueError, KeyError, TypeError):
-            raise launch.UserError(f"{verdicts.name}:{number}: not JSON, or no verdict as the "
-                                   "judge gave it; delete the line") from None
-    todo = {}  # equal answers of several samples are judged once
-    for record in doubtful if args.judge_url else []:
-        name = record["task"]["id"], record["said"], args.judge_model
-        if name not in known:
-            todo[name] = record
-    for verdict in ask_judge(list(todo.values()), args) if todo else []:
-        known[verdict["id"], verdict["said"], verdict["model"]] = verdict
-        verdict["own_crc32"] = launch.own_sum(verdict)
-        verdicts.write(json.dumps(verdict) + "\n")
-        verdicts.flush()  # a crash loses no verdict that was paid for
-    for record in doubtful:
-        record["judge"] = known.get((record["task"]["id"], record["said"], args.judge_model))
-        if record["judge"] and record["judge"]["verdict"]:
-            record["score"] = 1.0
-
-
-def judge_engine(args):
-    """Flags -> OpenAIEngine of the judge."""
-    return OpenAIEngine(args.judge_url, args.judge_model, key_variable=args.judge_key_env,
-                        workers=args.workers, timeout=args.request_timeout, retries=args.retries,
-                        give_up=args.give_up, server_wait=args.server_wait, is_judge=True)
-
-
-def ask_judge(records, args):
-    """Records -> iterator of {"id", "said", "model", "text", "error", "verdict"} as they come.
-    verdict: True, False, or None if the request failed or the reply was neither yes nor no."""
     from tqdm import tqdm
 
-    engine = judge_engine(args)
-    engine.knock()
-    for number, record in enumerate(records):
-        task = record["task"]
-        asked = judge_messages(task["question"], task["answer"], record["extracted"])
-        engine.submit(ChatRequest(str(number), [], [], [], [], 16, 0.0, 0, asked))
-    left = len(records)
-    with tqdm(total=left, desc="judge", disable=args.quiet or None) as bar:
-        while left:
-            for done in engine.poll():
-                left -= 1
-                bar.update()
-                record = records[int(done.id)]
-                yield {"id": record["task"]["id"], "said": record["said"],
-                       "model": args.judge_model, "text": done.text, "error": done.error,
-                       "verdict": read_verdict(done.text)}
-    engine.close()
+    # A record without an answer stays wrong.
+    doubtful = [r for r in records if r["task"]["type"] == "open" and r["score"] == 0
+                and r["extracted"] is not None]
+    asked = [(r["task"]["question"], r["task"]["answer"], r["extracted"]) for r in doubtful]
+    verdicts = read_verdicts(path, args.judge_model)
+    if args.judge_url and not verdicts.keys() >= set(asked):
+        client = open_judge(args, path)
+        futures = [client.ask(*texts)[0] for texts in asked]
+        bar = tqdm(futures, desc="judge", disable=args.quiet or None)
+        verdicts = dict(zip(asked, [future.result() for future in bar]))
+        client.close()
+    for record, texts in zip(doubtful, asked):
+        record["judge"] = verdicts.get(texts)
+        record["score"] = float(record["judge"] is True)

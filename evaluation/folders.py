@@ -6,7 +6,7 @@ A record is one line per item, appended when the episode ends. An item is (task 
 sample), see scores.mode_of. A leaf is a folder of records: the --out of --data, or a folder in the
 --out of --bench.
 
-Reads and writes: records.*.jsonl, tasks.jsonl, args.json, judge.jsonl, graders.jsonl, summary.json.
+Reads and writes: records.*.jsonl, tasks.jsonl, args.json, judge.jsonl, summary.json.
 Used by eval.py: --rescore, --compare, --table, --prepare.
 """
 
@@ -25,7 +25,7 @@ import launch
 import rewards
 import runs
 import video
-from evaluation import answers, benchmarks, costs, endpoint, graders, scores, systems
+from evaluation import answers, benchmarks, costs, endpoint, scores, systems
 
 # ------------------------------------------------------------------------------------------------
 # Records
@@ -45,10 +45,10 @@ def settings_digest(args, weights, subtitles, tasks, prompts, texts=None):
     free |= {"give_up", "server_wait"}
     free |= {"max_seqs", "frame_cache_gb", "frame_cache_dir", "frame_cache_dir_gb"}
     free |= {"engine_share", "patience", "decode_timeout", "quiet", "cpu"}
-    free |= {"judge_url", "judge_model", "judge_key_env", "allow_errors", "estimate"}
-    free |= {"points", "by", "format", "video", "question", "options"}
-    free |= {"grader", "checkout", "grader_timeout"}
-    kept = {name: value for name, value in sorted(vars(args).items()) if name not in free}
+    free |= {"judge_url", "judge_model", "judge_key_env", "allow_errors"}
+    free |= {"video", "question", "options"}
+    flags = {**vars(args), "verify": None}  # a flag that has gone; records were made with it
+    kept = {name: value for name, value in sorted(flags.items()) if name not in free}
     settings = json.dumps([kept, prompts, subtitles, weights, tasks, *filter(None, [texts])])
     return hashlib.sha256(settings.encode()).hexdigest()[:16]
 
@@ -166,8 +166,7 @@ def graded(folder, judge):
     for record in records.values():
         record.update(grade(record, kept["protocol"]))
     if judge.judge_model:
-        with append_to(os.path.join(folder, "judge.jsonl")) as verdicts:
-            endpoint.judge(records.values(), verdicts, judge)
+        endpoint.judge(records.values(), os.path.join(folder, "judge.jsonl"), judge)
     return benchmarks.credited(records)
 
 
@@ -213,34 +212,19 @@ def read_summary(folder):
     return os.path.basename(os.path.normpath(folder)), read_json(folder, "summary.json")
 
 
-def finished(folder, grader=None):
+def finished(folder):
     """
     Folder -> the triple that scores.compare takes. Headlines and intervals of the summary are
     computed again from the records, as graded by the present code; a refused one stays refused.
-
-    grader: one of graders.jsonl, whose scores then stand in place of ours. Benchmarks that it does
-    not grade are left out.
-    Raises UserError if a summary, or a grader's verdicts, are of other records than the folder
-    holds.
+    Raises UserError if a summary is of other records than the folder holds.
     """
     name, summary = read_summary(folder)
     # Without an address the judge is not asked again: the verdicts in the folder count.
     judge = argparse.Namespace(judge_url=None, judge_model=summary.get("judge_model"))
     here = {}  # (benchmark, K, mode) -> {(task id, sample): record}
-    versions, notes = [], []
     for bench, leaf in leaves(folder):
-        records = graded(leaf, judge)
-        if grader:
-            records, version, note = graders.regraded(leaf, records, grader)
-            benchmarks.credited(records)
-            versions += [version] if records else []
-            notes += [f"{bench}: {note} ({version})"] if records else []
-        for (task, k, mode, sample), record in records.items():
+        for (task, k, mode, sample), record in graded(leaf, judge).items():
             here.setdefault((bench, k, mode), {})[task, sample] = record
-    if grader:
-        name += f", graded by {grader} {graders.joined(versions)}"
-        summary["results"] = [row for row in summary["results"] if scores.place_of(row) in here]
-        summary["departures"] = [*summary.get("departures", []), *notes]
     for row in summary["results"]:
         records = here.get(scores.place_of(row), {}).values()
         if len(records) != row["n"]:
@@ -253,16 +237,15 @@ def finished(folder, grader=None):
     return name, summary, here
 
 
-def gathered(words, others=False):
+def gathered(words):
     """
     Words of --compare and --table -> finished evaluations, in order. A word NAME= begins a group:
     the folders after it are runs of one system, pooled under that name. A folder whose own name
-    ends in "=" is written with a slash after it. others: each also as every other grader that all
-    of its folders have grades it.
+    ends in "=" is written with a slash after it.
 
     Raises UserError for a group without folders, a group's name given twice, a folder twice in it.
     """
-    alone, groups = [], {}
+    found, groups = [], {}
     name = None
     for word in words:
         if word.endswith("="):
@@ -271,7 +254,7 @@ def gathered(words, others=False):
                 raise launch.UserError(f"{word}: a group needs a name of its own")
             groups[name] = []
         elif name is None:
-            alone += [finished(word, grader) for grader in graders_of([word], others)]
+            found.append(finished(word))
         else:
             groups[name].append(word)
     for name, folders in groups.items():
@@ -279,18 +262,8 @@ def gathered(words, others=False):
             raise launch.UserError(f"{name}=: name the folders of its runs after it")
         if len({os.path.realpath(folder) for folder in folders}) < len(folders):
             raise launch.UserError(f"{name}=: a folder stands twice among its runs")
-    for name, folders in groups.items():
-        for grader in graders_of(folders, others):
-            label = f"{name}, graded by {grader}" if grader else name
-            alone.append(scores.pool(label, [finished(folder, grader) for folder in folders]))
-    return alone
-
-
-def graders_of(folders, others):
-    """-> [None (ours), every other grader that all folders have verdicts of]."""
-    found = [{name for _, leaf in leaves(folder) for name in graders.present(leaf)}
-             for folder in folders if others]
-    return [None, *(name for name in graders.NAMES if found and name in set.intersection(*found))]
+        found.append(scores.pool(name, [*map(finished, folders)]))
+    return found
 
 
 def finish(out, found, args, policy, parts=None):
@@ -303,7 +276,7 @@ def finish(out, found, args, policy, parts=None):
     more tasks than this run asked: these are printed, not written.
     """
     results, missing, here, parts = [], 0, {}, parts or {}
-    errors = collections.Counter()  # messages of failed items and of a failed judge
+    errors = collections.Counter()  # messages of failed items
     for bench, leaf in found:
         tasks = parts.get(leaf) or launch.read_jsonl(os.path.join(leaf, "tasks.jsonl"))
         kept = read_json(leaf, "args.json")  # flags of the run, which --rescore does not have
@@ -324,7 +297,7 @@ def finish(out, found, args, policy, parts=None):
                                     if r["status"] == "ok")
                 results.append(row)
                 here[scores.place_of(row)] = {(r["task"]["id"], r["sample"]): r for r in records}
-            errors.update(message for r in records if (message := error_of(r)))
+            errors.update(r["error"] for r in records if r.get("error"))
     if missing:
         why = "run the same command (or the other shards) first, then --rescore"
         raise launch.UserError(f"{out}: {missing} items have no record yet; {why} {out}")
@@ -370,13 +343,6 @@ def finish(out, found, args, policy, parts=None):
         raise launch.UserError(why + "; ".join(refused))
 
 
-def error_of(record):
-    """Why an item failed, or why the judge did; None if both are fine."""
-    if record["status"] != "ok":
-        return record.get("error")
-    return (record.get("judge") or {}).get("error")
-
-
 def silent(results, allow_errors):
     """Removes the headline of every result whose episodes hold no text at all, although none failed
     -> lines that say why."""
@@ -413,33 +379,25 @@ def rescore(folders, args):
         for name in ("tasks.jsonl", "args.json"):
             shutil.copyfile(os.path.join(leaf, name), os.path.join(target, name))
     out = args.out if len(folders) > 1 else folders[0]
-    checkouts = graders.folders_of(args)
-    for bench, leaf in leaves(out) if checkouts else []:
-        records = graded(leaf, args)
-        for grader, checkout in checkouts.items():
-            note = graders.run(grader, checkout, bench, leaf, records, args.grader_timeout)
-            print(launch.printable(note), flush=True)
     kept = read_json(leaves(out)[0][1], "args.json")
     finish(out, leaves(out), args, kept["ckpt"] or kept["model"])
 
 
-def compare(words, out, points):
+def compare(words, out):
     """--compare: one table from finished folders, and summary.json in `out`."""
-    compared = scores.compare(gathered(words), points)
+    compared = scores.compare(gathered(words))
     launch.make_out(out)
     write_json(compared, out, "summary.json")
     print(launch.printable(scores.comparison(compared)))
 
 
-def table(words, by, form):
-    """--table: benchmark folders beside the paper's numbers, or with --by, accuracies by the labels
-    of a tag. form: markdown, latex or csv."""
-    found = gathered(words, others=True)
-    shown = scores.category_table(found, by, form) if by else scores.paper_layout(found, form)
+def table(words):
+    """--table: benchmark folders beside the paper's numbers."""
+    found = gathered(words)
+    shown = scores.paper_layout(found)
     needs = [(name, scores.needs(summary["results"], here)) for name, summary, here in found]
-    # CSV is one table, which has these runs as rows of their own.
-    if not by and form != "csv" and any(rows for _, rows in needs):
-        shown += f"\n\n{scores.needs_table(needs, form)}"
+    if any(rows for _, rows in needs):
+        shown += f"\n\n{scores.needs_table(needs, markdown=True)}"
     print(launch.printable(shown))
 
 

@@ -12,9 +12,8 @@ than 64 frames is asked about without any, options have two labels in Video-MME 
 MLVU, a call inside a thought runs, broken JSON is an answer, a window without an end takes 10 s.
 The words are ours, unless --texts-of names a checkout of theirs.
 
-Departs: a request that fails is an error and is never graded. Answers are read by our rules;
-eval.py --rescore --grader paper reads them by theirs. A window that lies between two frames is an
-error, where theirs tries another reader.
+Departs: a request that fails is an error and is never graded. Answers are read by our rules. A
+window that lies between two frames is an error, where theirs tries another reader.
 
 Reads and writes no file. Used by evaluation/systems.py.
 """
@@ -31,9 +30,6 @@ QUALITY = 85  # of JPEGs
 # Fields of sources.Source: qwen_vl_utils' defaults for the overview, the driver's own for a window.
 READER = {"overview_grid": "qwen", "min_pixels": 100352, "crop_pixels": 50176, "crop_least": 784,
           "grounding_film": True, "short_is_blind": True, "written_lines": True, "jpeg": QUALITY}
-# Flags of the server that change answers.
-SERVER = ('--dtype bfloat16 --max-model-len {context} '
-          '--limit-mm-per-prompt {{"video":1,"image":1024}}')
 # The texts of a checkout, in order. Those of the splits are user turns.
 SPLITS = ("videomme", "videomme_wsub", "longvideobench", "lvbench", "mlvu", "mmvu", "charades")
 ONE_TURN = ("system", *SPLITS)

@@ -6,8 +6,8 @@ evaluation/readers.py: which frames of a video the publishers' readers take, and
   film     vLLM 0.17.1 for a video_url: 32 frames by linspace without rounding; Qwen3-VL's processor
            then chooses the sides
 
-Numbers alone: no video is opened here. Imports nothing of ours, because evaluation/publishers.py
-runs this file beside a publisher's code. Reads and writes no file.
+Numbers alone: no video is opened here. Imports nothing of ours, because tests/publishers runs this
+file beside a publisher's code. Reads and writes no file.
 
     >>> qwen({"fps": 1, "min_frames": 1, "max_frames": 16, "video_start": 8, "video_end": 12,
     ...       "min_pixels": 784, "max_pixels": 50176}, 6000, 25.0, 720, 1280)
@@ -104,21 +104,3 @@ def film(total: int, height: int, width: int, most: float, frames: int = 32) -> 
         scale = math.sqrt(len(places) * height * width / most)
         tall, wide = (math.floor(side / scale / 32) * 32 for side in (height, width))
     return places, (max(32, tall), max(32, wide))
-
-
-def marked(number: int, height: int, width: int) -> np.ndarray:
-    """A picture that shows the number of its frame: 4 x 4 squares, a bit each -> uint8 [H, W, 3].
-    `number_of` reads it back, after any resizing and JPEG. For made-up videos."""
-    bits = [number >> bit & 1 for bit in range(16)]
-    squares = np.array(bits).reshape(4, 4) * 175 + 40
-    rows, columns = np.arange(height) * 4 // height, np.arange(width) * 4 // width
-    # More red than green, more green than blue: channels in another order are seen too.
-    return (squares[rows][:, columns, None] * (1.0, 0.75, 0.5)).astype(np.uint8)
-
-
-def number_of(image: np.ndarray) -> int:
-    """The number that `marked` has drawn."""
-    height, width = image.shape[:2]
-    rows, columns = (((2 * np.arange(4) + 1) * side // 8) for side in (height, width))
-    return sum(int(image[y, x].mean() > 95) << bit
-               for bit, (y, x) in enumerate((y, x) for y in rows for x in columns))

@@ -11,8 +11,6 @@ A record is a line of records.*.jsonl, read and graded by evaluation/folders.py.
 file.
 """
 
-import csv
-import io
 import math
 import statistics
 import time
@@ -23,6 +21,7 @@ import launch
 from evaluation import benchmarks, costs, windows
 
 FEW = 10  # videos: intervals over fewer are marked
+POINTS = 2.0  # percent: the difference for which `compare` says how many videos it needs
 
 # ------------------------------------------------------------------------------------------------
 # Scores
@@ -163,7 +162,7 @@ def summarise(records, bench=None, judged=False):
     if looked := windows.judged(records, mean_of):
         out["windows"] = looked
     if judged:
-        verdicts = [r["judge"] and r["judge"]["verdict"] for r in records if "judge" in r]
+        verdicts = [r["judge"] for r in records if "judge" in r]
         failed = verdicts.count(None)  # the request failed, or the reply was neither yes nor no
         out["judge"] = {"asked": len(verdicts), "yes": verdicts.count(True), "failed": failed}
         if failed:  # counts towards the 1% above which the headline is refused
@@ -447,13 +446,13 @@ def add_crr(results):
             row["CRR"] = min(row["headline"], clue) / clue
 
 
-def compare(found, points=2.0):
+def compare(found):
     """
     Finished evaluations -> {"time", "points", "rows", "seeds", "costs", "differences"}. rows: one
     per checkpoint, benchmark and K, with tools and without. seeds: headlines of the runs of a
     pooled system. costs: accuracy and cost of each of those runs. differences: of every folder to
     the first, paired by item, with the p-value, Holm's over all of them, and the videos and items
-    that `points` percent would need.
+    that POINTS would need.
 
     found: [(name, summary.json, {(benchmark, K, tools): {(task id, sample): graded record}})].
     """
@@ -496,7 +495,7 @@ def compare(found, points=2.0):
                 names = ("difference", "interval", "p", "videos_needed", "items_needed")
                 row |= dict.fromkeys(names)  # too many items failed in one of the two
             else:
-                needed = videos_needed(records, bench, points)
+                needed = videos_needed(records, bench, POINTS)
                 row.update(difference=difference, interval=interval(draws),
                            p=sign_flip_p(records, bench), videos_needed=needed,
                            items_needed=needed and math.ceil(needed * items / videos))
@@ -504,7 +503,7 @@ def compare(found, points=2.0):
     for row, p in zip(differences, holm([row["p"] for row in differences])):
         row["p_holm"] = p
     when = time.strftime("%Y-%m-%d %H:%M:%S")
-    return {"time": when, "points": points, "rows": rows, "seeds": seeds, "costs": spent,
+    return {"time": when, "points": POINTS, "rows": rows, "seeds": seeds, "costs": spent,
             "differences": differences}
 
 
@@ -602,10 +601,10 @@ def cost_lines(rows):
 # Tables for papers
 
 
-def paper_layout(found, form):
+def paper_layout(found):
     """
     Finished evaluations, as `compare` takes them -> the paper's Table 1 with a group of our rows at
-    the end. form: markdown, latex or csv, which has a column for every number.
+    the end, in Markdown.
 
     The best of every column is bold. A run of a part of a benchmark is never the best.
     """
@@ -621,15 +620,13 @@ def paper_layout(found, form):
     for name, summary, _ in found:
         results = summary["results"]
         for k, mode in dict.fromkeys((row["K"], mode_of(row)) for row in results):
-            if form != "csv" and is_control(k, mode):  # see needs_table
+            if is_control(k, mode):  # see needs_table
                 continue
             cells = {row["bench"]: measured(row) for row in results
                      if (row["K"], mode_of(row)) == (k, mode) and row.get("bench") in names}
             systems.append({"group": "measured here", "cells": cells,
                             "label": f"{name}, K {k}, tools {mode} (measured)",
                             "departures": summary.get("departures", [])})
-    if form == "csv":
-        return long_table(systems, names)
     notes = list(dict.fromkeys(text for system in systems for text in system["departures"]))
     best = {}  # benchmark -> percent as printed, so that a tie is a tie
     for name in names:
@@ -648,7 +645,7 @@ def paper_layout(found, form):
             if is_whole(cell) and f"{cell['percent']:.1f}" == best[name]:
                 bold.add((len(rows), column))
         rows.append(row)
-    return rendered(["system", *names], rows, form, bold, notes)
+    return rendered(["system", *names], rows, bold, notes)
 
 
 def measured(row):
@@ -696,25 +693,6 @@ def shown_cell(cell):
     return text
 
 
-def long_table(systems, names):
-    """CSV of `paper_layout`: every number in a column of its own, empty where there is none."""
-    parts = ("percent", "low", "high", "n", "items", "published", "over_items")
-    head = ["group", "system"]
-    for name in names:
-        words = [part.replace("_", " ") for part in parts[1:]]
-        head += [name, *(f"{name} {part}" for part in words), f"{name} sd"]
-    rows = []
-    for system in systems:
-        row = [system["group"], system["label"]]
-        for name in names:
-            cell = system["cells"].get(name, {})
-            values = [cell.get(part) for part in parts]
-            row += [f"{value:.1f}" if isinstance(value, float) else value for value in values]
-            row.append(spread(cell["seeds"], 1) if len(cell.get("seeds", [])) > 1 else None)
-        rows.append([*row, "; ".join(system["departures"])])
-    return rendered([*head, "departures"], rows, "csv")
-
-
 def is_control(k, mode):
     """Whether a run was shown something else than the question and real frames."""
     return str(k) == "0" or parts_of(mode)[1] != "real"
@@ -758,8 +736,9 @@ def needs(results, here):
     return rows
 
 
-def needs_table(named, form="text"):
-    """[(system, rows of `needs`)] -> "Does the answer need the video?" as a table."""
+def needs_table(named, markdown=False):
+    """[(system, rows of `needs`)] -> "Does the answer need the video?" as aligned text, or in
+    Markdown."""
     rows = []
     for name, found in named:
         for row in found:
@@ -776,88 +755,31 @@ def needs_table(named, form="text"):
                          shown["chance"], difference, shown_p(row["p"]), shown_p(row["p_holm"])])
     head = ["benchmark", "K", "tools", "shown", "n", "headline", "chance", "minus real frames", "p",
             "Holm"]
-    title = [["does the answer need the video? (percent)"]]
-    return rendered([*(["system"] if named[0][0] else []), *head], title + rows, form)
+    head = [*(["system"] if named[0][0] else []), *head]
+    title = "does the answer need the video? (percent)"
+    if markdown:
+        return rendered(head, [[title], *rows])
+    wide = [max(map(len, column)) for column in zip(head, *rows)]
+    return "\n".join([title, *("  ".join(map(str.ljust, row, wide)).rstrip()
+                               for row in [head, *rows])])
 
 
-def category_table(found, by, form):
-    """
-    Finished evaluations, as `compare` takes them -> accuracy (mean over items, percent) and items
-    per label of the tag `by`, a column for every folder, K and mode.
-
-    Raises UserError naming the tags that there are, if no record has this one.
-    """
-    columns, cells, known = {}, {}, set()  # cells: benchmark -> label -> column -> text
-    for number, (name, summary, here) in enumerate(found):
-        for row in summary["results"]:
-            # Two folders may have one name, so a column's key is the folder's place.
-            column = number, row["K"], mode_of(row)
-            columns[column] = f"{name}, K {row['K']}, tools {mode_of(row)}"
-            tags = breakdowns(here[place_of(row)].values())
-            known |= set(tags)
-            for label, cell in tags.get(by, {}).items():
-                text = f"{100 * cell['acc']:.1f} n {cell['n']}"
-                text = "refused" if row["headline"] is None else text
-                labels = cells.setdefault(row.get("bench"), {})
-                labels.setdefault(label, {})[column] = text
-    if not cells:
-        have = ", ".join(sorted(known)) or "none"
-        raise launch.UserError(f"--by {by}: no record has this tag; there are: {have}")
-    rows = [[bench or "data", label, *(texts.get(column, "-") for column in columns)]
-            for bench, labels in cells.items() for label, texts in sorted(labels.items())]
-    return rendered(["benchmark", by, *columns.values()], rows, form)
-
-
-def rendered(head, rows, form, bold=(), notes=()):
-    """
-    Texts of a table -> aligned text, Markdown, LaTeX (no package needed) or CSV.
-
-    rows: a row of one text is the title of a group. bold: {(row, column)}. notes: footnotes,
-    numbered from 1. CSV has neither titles, bold nor notes.
-    """
-    if form == "csv":
-        file = io.StringIO()
-        csv.writer(file, lineterminator="\n").writerows([head, *rows])
-        return file.getvalue().rstrip("\n")
-    if form == "text":  # the titles of groups first
-        whole = [head, *(row for row in rows if len(row) > 1)]
-        wide = [max(map(len, column)) for column in zip(*whole)]
-        lines = ["  ".join(map(str.ljust, row, wide)).rstrip() for row in whole]
-        return "\n".join([row[0] for row in rows if len(row) == 1] + lines)
-    strong, slanted = {"markdown": ("**{}**", "*{}*"),
-                       "latex": ("\\textbf{{{}}}", "\\textit{{{}}}")}[form]
-    shown = []
+def rendered(head, rows, bold=(), notes=()):
+    """Texts of a table -> Markdown. rows: a row of one text is the title of a group. bold: {(row,
+    column)}. notes: footnotes, numbered from 1."""
+    lines = [head, ["---"] * len(head)]
     for number, row in enumerate(rows):
-        cells = [escaped(text, form) for text in row]
-        cells = [strong.format(text) if (number, column) in bold else text
-                 for column, text in enumerate(cells)]
-        shown.append(cells if len(cells) > 1 else [slanted.format(cells[0])])
-    head = [escaped(text, form) for text in head]
-    notes = [f"{number}. {escaped(text, form)}" for number, text in enumerate(notes, 1)]
-    if form == "markdown":
-        filled = [cells + [""] * (len(head) - len(cells)) for cells in shown]
-        lines = [f"| {' | '.join(cells)} |" for cells in [head, *filled]]
-        lines.insert(1, "|---" * len(head) + "|")
-        return "\n".join(lines + ([""] if notes else []) + notes)
-    lines = [f"\\begin{{tabular}}{{l{'c' * (len(head) - 1)}}}", "\\hline",
-             " & ".join(head) + r" \\", "\\hline"]
-    for cells in shown:
-        line = " & ".join(cells)
+        cells = [f"**{cell}**" if (number, column) in bold else cell
+                 for column, cell in enumerate(map(escaped, row))]
         if len(cells) == 1:
-            line = f"\\multicolumn{{{len(head)}}}{{l}}{{{line}}}"
-        # LaTeX reads "[" and "*" after the line break before as an argument of the break.
-        lines.append(("{}" if line[:1] in "[*" else "") + line + r" \\")
-    lines += ["\\hline", "\\end{tabular}"]
-    return "\n".join(lines + [rf"{{\par\footnotesize {note}\par}}" for note in notes])
+            cells[0] = f"*{cells[0]}*"
+        lines.append(cells + [""] * (len(head) - len(cells)))
+    notes = [f"{number}. {escaped(text)}" for number, text in enumerate(notes, 1)]
+    lines = [f"| {' | '.join(cells)} |" for cells in lines]
+    lines[1] = "|---" * len(head) + "|"
+    return "\n".join(lines + ([""] if notes else []) + notes)
 
 
-def escaped(text, form):
-    """Text on one line, with the characters escaped that Markdown's cells or LaTeX would read."""
-    text = " ".join(str(text).split())
-    special = {"\\": "\\\\", "|": "\\|"}
-    if form == "latex":
-        special = {c: f"\\{c}" for c in "&%$#_{}"}
-        special |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}",
-                    "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
-                    "|": r"\textbar{}"}
-    return text.translate(str.maketrans(special))
+def escaped(text):
+    """Text on one line, with the characters escaped that Markdown's cells would read."""
+    return " ".join(str(text).split()).replace("\\", "\\\\").replace("|", "\\|")

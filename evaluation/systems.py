@@ -26,7 +26,7 @@ import launch
 import rewards
 import rollout
 import video
-from evaluation import checkouts, paper, sources
+from evaluation import paper, paper_texts, sources
 from evaluation.episodes import (
     QUESTION,
     Protocol,
@@ -70,8 +70,6 @@ class System:
     held: callable = nothing_held  # args -> (windows beside the overview, frames of each)
     departures: tuple = ()  # known differences from the publisher's own evaluation, in words
     reader: dict = field(default_factory=dict)  # fields of sources.Source: how frames are read
-    declared: tuple = ()  # (regular expression, departure): differences that --verify passes over
-    server: str = ""  # flags of the publisher's server that change answers
 
 
 def protocols():
@@ -96,12 +94,7 @@ def protocols():
     greedy = "greedy here, theirs samples at temperature 0.1 with top-p 0.001"
     raised = "frames and pixels are those of their README, their file holds those of training"
     schema = "the description of the tool is in our words"
-    # What --verify passes over, see System.declared: a regular expression on lines, a departure.
-    raw = (r"(?<=<)data:\S+ |quality \w+ ", "frames are JPEGs of quality 90, theirs are not")
-    timed = (r"^<\d+\.\d seconds>$", stamps)
-    told = (r"^(The frames of |Cropped |continue your |Go on |Think about |Please analyze |Error: |"
-            r"error: |ERROR |Do not | Do not ).*$|^$", replies)
-    pictures = r"^<.* frame \d+ .*>$"
+    raw = "frames are JPEGs of quality 90, theirs are not"
     sides = "sides of frames are multiples of 32, theirs keep the shape of the video"
     parsed = "calls are read from the text by our parser, theirs is that of vLLM (hermes)"
     demo = ("49,152 new tokens, as their harness has for Video-MME and Charades-STA; their demo "
@@ -109,13 +102,10 @@ def protocols():
             "their harness refuses a window that ends after the video, their demo script cuts it; "
             "here it is cut")
     worded = "the words of the question lie in their data files, here they are ours"
-    r1 = {"departures": (stamps, greedy, raised), "declared": (
-        timed, (r"temperature (0\.1, top_p 0\.001|0)$", greedy), (pictures, raised))}
+    r1 = {"departures": (stamps, greedy, raised)}
     qwen = {"overview_grid": "qwen"}  # they read videos with a copy of qwen_vl_utils
     asked = {"final": paper.final, "held": crops_held, "reader": paper.READER,
-             "server": paper.SERVER,
-             "departures": ("answers are read by our rules, --rescore --grader paper reads them by "
-                            "theirs",)}
+             "departures": ("answers are read by our rules",)}
     tool, files = crop_schema(frames=True, path=True)[0], "--texts-of takes them of the driver"
     agent = paper.our_texts(paravt_text(True, True, False), tool), paper.protocol
     one_turn = {"native": paper.settings(True), **asked, "final": rewards.answer_or_tail}
@@ -135,8 +125,8 @@ def protocols():
         # Qwen3-VL-8B as in the publisher's evaluation: no tools, no system text
         "qwen3-vl": System("a text made from the user turn of evaluation/VideoMME/dataset_utils.py",
                            [qwen3_text()], prompt_as_user, qwen3, reader={**qwen, "patch": 16},
-                           declared=(timed, raw), departures=(
-                               stamps, raw[1], "their judge model reads the answer, here a rule")),
+                           departures=(stamps, raw, "their judge model reads the answer, here a "
+                                       "rule")),
         "video-r1": System(wrapped_files("Video-R1"), wrapped_texts(),
                            partial(wrapped_protocol, header="Options:\n"),
                            {**reasoning, **paced(2.0, 64), "min_pixels": 128 * 784},
@@ -150,15 +140,15 @@ def protocols():
                                "filled at [QUESTION], [OPTION] and [EVENT]",
                                [f"{QUESTION}\n{THINK}", f"{QUESTION}\n{THINK}"],
                                videochat_protocol, {**single, **many}, reader=qwen,
-                               declared=(timed, raw), departures=(stamps, raw[1])),
+                               departures=(stamps, raw)),
         "time-r1": System("src/vllm_inference/data/config.py:DEFAULT_MCQ_PROMPT[r1] and "
                           ":DEFAULT_TG_PROMPT[r1], filled at {}",
                           [f"{QUESTION}\n{ANSWER}",
                            f'{{subtitles}}When in the video is the event "{{event}}"? {{style}} '
                            f"{ANSWER}"],
                           time_r1_protocol, {**single, **many, "max_new_tokens": 1024},
-                          reader=qwen, declared=(timed, raw), departures=(
-                              stamps, raw[1], "a letter is read from the answer, theirs is "
+                          reader=qwen, departures=(
+                              stamps, raw, "a letter is read from the answer, theirs is "
                               "sampled once more after a forced start")),
         "rewatch-r1": System("a text made from the model card's prompt", [rewatch_text()],
                              prompt_as_user,
@@ -167,28 +157,21 @@ def protocols():
         "conan": System("texts made from Conan-Eval/prompt_temp.py: first round, further round, "
                         "last round with options; the same three without", conan_texts(),
                         conan_protocol, {**conan, "temperature": 1.0, "max_new_tokens": 4000},
-                        held=conan_held, declared=(
-                            (pictures + r"|^\d\d:\d\d:\d\d$", "frames lie at the centres of equal "
-                             "segments, theirs at their starts"),), departures=(
+                        held=conan_held, departures=(
                             "frames lie at the centres of equal segments, theirs at their starts",
                             "frames have at most 448 x 448 pixels, theirs 448 on the longer side",
                             "frames that were shown are known exactly, theirs by rounded "
-                            "times", "no frame is shown twice if a video has too few", raw[1])),
+                            "times", "no frame is shown twice if a video has too few", raw)),
         # LongVT-RFT-7B
         "longvt": System("TOOL_PROMPT of lmms_eval_tasks/*/utils.py, as a text", [longvt_text()],
                          longvt_protocol, {**longvt, "sub_frames": 128, "max_parallel": 5},
                          held=crops_held, reader=qwen, departures=(
-                             replies, schema, raw[1], parsed, *demo), declared=(
-                             raw, told, (r'"description": "[^"]*",? ?', schema),
-                             (r'tool_choice "\w+"', parsed),
-                             (r"max_tokens (4096|49152)", demo[0]))),
+                             replies, schema, raw, parsed, *demo)),
         "videozoomer": System("a text made from data.system_prompt of scripts/eval_video.sh",
                               [videozoomer_text()], videozoomer_protocol, zoomer,
                               reader={"overview_grid": "start"}, held=videozoomer_held,
-                              departures=(worded, replies, raw[1], sides, "no frame of a call is "
-                                          "shown twice, theirs repeats some"), declared=(
-                                  raw, (r"\d+x\d+ ", sides), told,
-                                  (r"^</tool_response>$", replies))),
+                              departures=(worded, replies, raw, sides, "no frame of a call is "
+                                          "shown twice, theirs repeats some")),
         "sage": System("context_vlm.txt, iterative_reasoner.txt and iterative_reasoner_msg.txt of "
                        "sage/prompts/sage",
                        sage_texts(), sage_protocol,
@@ -216,14 +199,12 @@ def add_arguments(parser):
     add("--protocols", action="store_true",
         help="print the prompts of each protocol and the texts that it takes, and end")
     add("--texts-of", metavar="CHECKOUT",
-        help="take the publisher's own prompt texts from this checkout of their code, parts of "
-        "which are run in a child process; default: our wording")
+        help="paper*: take the authors' own prompt texts from this checkout of their code, which "
+        "is run in a child process; default: our wording")
     add("--prompt-file", nargs="+", default=[], metavar="FILE[.py:NAME]",
-        help="the same texts from single files, which are not run (places: --protocols)")
+        help="the publisher's own texts from files, which are not run (places: --protocols)")
     add("--user-file", metavar="FILE[.py:NAME]",
         help="the user turn, if --prompt-file is the system text (places: --protocols)")
-    add("--verify", metavar="CHECKOUT",
-        help="compare --protocol with the publisher's own source in this folder, and end")
 
 
 def rare_settings():
@@ -328,8 +309,7 @@ def read_texts(args):
     """Flags -> texts of the protocol, in the order of System.texts."""
     system = protocols()[args.protocol]
     if args.texts_of:
-        found = checkouts.texts(args.protocol, args.texts_of)
-        return read_prompts(found) if checkouts.KNOWN[args.protocol] else found
+        return paper_texts.texts(args.protocol, args.texts_of)
     return read_prompts(args.prompt_file) if args.prompt_file else system.texts
 
 

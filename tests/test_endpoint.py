@@ -200,22 +200,19 @@ def error(status, body, **headers):
     ((400, {"message": "top_k is not known " + "x" * 900}), 0, ("HTTP 400: top_k is not known",)),
     ((503, "loading\x1b[2J"), 2, ("HTTP 503: loading", "server's log")),
 ])  # fmt: skip
-@pytest.mark.parametrize("judge", [False, True])
 def test_a_server_that_refuses_is_found_before_the_run(
-        reply, wait, why, judge, monkeypatch, no_pause):
+        reply, wait, why, monkeypatch, no_pause):
     """One line with the address, the server's words and the flag to look at, never the key."""
     monkeypatch.setenv("SOME_KEY", "s3cret-value\n")
     with Server(ANSWER, probe=error(*reply)) as server:
-        engine = endpoint.OpenAIEngine(server.url, "m", key_variable="SOME_KEY", retries=2,
-                                       is_judge=judge)
+        engine = endpoint.OpenAIEngine(server.url, "m", key_variable="SOME_KEY", retries=2)
         with pytest.raises(launch.UserError) as refused:
             engine.knock()
         said = str(refused.value)
         assert server.url in said and "\n" not in said and len(said) < 450
         assert not any("s3cret" in part or "\x1b" in part for part in said.split())
         for part in why:
-            part = part.replace("--api-key-env", "--judge-key-env") if judge else part
-            assert (part.replace("--model", "--judge-model") if judge else part) in said
+            assert part in said
         assert server.probes == 1 + wait and not server.asked and len(no_pause) == wait
     with Server(ANSWER, probe=None) as server:  # content null, as of a model that still thinks
         endpoint.OpenAIEngine(server.url, "m").knock()

@@ -545,7 +545,6 @@ def test_a_record_holds_all_that_was_said_and_decided(world):
     (("--context", 60), (), "too small"), (("--compare", "/no/such"), (), "summary.json"),
     (("--out", "/proc/no"), (), "output folder"),
     (("--limit", -1), (), "--limit"), (("--live", -1), (), "--live"),
-    (("--estimate", -1), (), "--estimate"),
     (("--samples", 2), (), "--temperature"), (("--samples", 0), (), "--samples"),
     (("--shard", "2/2"), (), "expected I/N"), (("--shard", "x"), (), "I/N"),
     (("--bench", "videomme"), ("--data",), "--root"),

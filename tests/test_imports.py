@@ -16,10 +16,8 @@ ORDER = ["launch", "rewards", "video", "data", "chat", "model", "engine", "endpo
          "checkpoint", "rollout", "toy", "metrics", "sft", "grpo",
          "evaluation.answers", "evaluation.benchmarks", "evaluation.endpoint",
          "evaluation.readers", "evaluation.sources", "evaluation.episodes", "evaluation.paper",
-         "evaluation.checkouts", "evaluation.systems", "evaluation.costs",
-         "evaluation.windows", "evaluation.scores",
-         "evaluation.publishers", "evaluation.senders",
-         "evaluation.graders", "evaluation.folders", "evaluation.verify",
+         "evaluation.paper_driver", "evaluation.paper_texts", "evaluation.systems",
+         "evaluation.costs", "evaluation.windows", "evaluation.scores", "evaluation.folders",
          "eval", "tools.plan", "tools.ask", "tools.pick", "tools", "bench"]  # fmt: skip
 FILES = sorted([*Path(ROOT).glob("*.py"), *Path(ROOT).glob("evaluation/*.py"),
                 *Path(ROOT).glob("tools/*.py"), *Path(ROOT).glob("bench/*.py")])

@@ -109,13 +109,12 @@ def test_only_open_answers_are_sent(judge):
 
 def test_training_and_evaluation_ask_the_same(judge):
     """One prompt and one reading of the reply."""
-    record = {"task": task(), "said": "", "extracted": "scarlet"}
+    record = {"task": task(), "score": 0.0, "extracted": "scarlet"}
     with Server("Yes, it does.") as server:
         pay(judge(server), said("scarlet"))
-        args = flags(server, workers=1, request_timeout=9, retries=0, give_up=0, server_wait=0,
-                     quiet=True)
-        (verdict,) = endpoint.ask_judge([record], args)
-        assert verdict["verdict"] is True and server.asked[0] == server.asked[1]
+        endpoint.judge([record], None, flags(server, quiet=True))
+        assert record["judge"] is True and record["score"] == 1.0
+        assert server.asked[0] == server.asked[1]
     readings = {"yes": True, " **No**, it": False, "yesterday": None, "": None, None: None,
                 "It is yes": None, "Yes and no.": None, "Yes/No": None, "no, but yes": None,
                 "Yes, no doubt.": True, "No. Not yes": False, "Yes, yes.": True}

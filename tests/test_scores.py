@@ -174,5 +174,3 @@ def test_refused_headlines_stay_refused(made, command, tmp_path):
         lines, kept = compared(command, tmp_path, *words)
         assert lines[-1].split()[5:11] == ["refused:", "errors", "-", "-", "3", "3"]
         assert kept["differences"][0]["difference"] is kept["differences"][0]["p_holm"] is None
-    assert table(command, made("tagged", [1], tags=[{"duration": "s"}], fail=[0]), "--by",
-                 "duration")[0]["data"] == ["s", "refused"]

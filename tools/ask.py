@@ -228,7 +228,7 @@ def parse_args():
         parser.set_defaults(**rollout.toy_lengths())
     args = parser.parse_args()
     for wrong, why in [(args.options and not args.question, "--options belong to --question"),
-                       (args.verify or args.protocols, "--verify and --protocols are of eval.py"),
+                       (args.protocols, "--protocols is of eval.py"),
                        *evaluation.run_faults(args)]:
         if wrong:
             raise launch.UserError(why)

@@ -30,7 +30,6 @@ from urllib.parse import quote
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import launch
 import rewards
-from evaluation import graders
 
 # ---- files of the other scripts ----------------------------------------------------------------
 
@@ -94,8 +93,7 @@ def places_of(path):
 
 
 def load_source(path, name, troubles):
-    """A folder, or JSONL -> {"kind", "stage", "name", "args", "root", "log", "rows", "tables",
-    "verdicts"}."""
+    """A folder, or JSONL -> {"kind", "stage", "name", "args", "root", "log", "rows", "tables"}."""
     # A lone JSONL has no arguments and no log. {} stands for a missing file.
     args = [*read_objects(f"{path}/args.json", troubles), {}][0]
     summary = [*read_objects(f"{path}/summary.json", troubles), {}][0]
@@ -109,12 +107,8 @@ def load_source(path, name, troubles):
     # Not yet checked.
     rows = [row for file in record_files(path) for row in read_objects(file, troubles)]
     stage = "sft" if any("trained_tokens" in row for row in log) else "grpo"
-    verdicts = defaultdict(dict)  # item -> {grader: line}
-    for line in read_objects(f"{path}/graders.jsonl", troubles):
-        item = tuple(str(line.get(key)) for key in ("id", "K", "tools", "sample"))
-        verdicts[item][str(line.get("grader"))[:40]] = line
     return {"kind": "run" if log else "eval", "stage": stage, "name": name, "args": args,
-            "log": log, "rows": rows, "tables": tables, "verdicts": verdicts,
+            "log": log, "rows": rows, "tables": tables,
             "root": args.get("video_root") or root}
 
 
@@ -222,18 +216,6 @@ def shown_call(call):
     }
 
 
-def other_scores(row, verdicts):
-    """A record -> {grader: score} of the other graders that have graded it. None: of an older
-    reply."""
-    if not verdicts:
-        return {}
-    item = tuple(str(value) for value in (row["task"]["id"], row.get("budget"), row.get("tools"),
-                                          row["sample"]))
-    digest = graders.reply_digest(row)
-    return {name: number(line.get("score")) if line.get("of") == digest else None
-            for name, line in verdicts.get(item, {}).items()}
-
-
 def shown_episode(row, source, place):
     """A record of a source -> the page's episode. Other objects raise: see episodes_of."""
     task = row["task"]
@@ -262,7 +244,6 @@ def shown_episode(row, source, place):
         "status": str(row["status"]), "error": str(row.get("error") or "")[:500],
         "extracted": None if row.get("extracted") is None else str(row["extracted"]),
         "acc": number(row["score"] if "score" in row else reward.get("acc")),
-        "graders": other_scores(row, source["verdicts"]),
         "reward": {term: number(reward.get(term)) for term in ("total", "acc", "fmt", "tool")},
         "advantage": {term: number(advantage.get(term)) for term in ("task", "fmt")},
         "duration": number((row.get("timing") or {}).get("video_s")) or last,  # seconds

@@ -115,7 +115,6 @@ def test_options_that_speak_of_others_stay():
 
 @pytest.mark.parametrize("flags, why", [
     (("--frames", "0"), "give --tools off"),
-    (("--frames", "0", "--tools", "off", "--estimate"), "--estimate needs"),
     (("--frames", "0", "--tools", "off", "--show", "blank"), "no frames for --show")])
 def test_flags_that_do_not_fit_together(monkeypatch, flags, why):
     monkeypatch.setattr(sys, "argv", ["eval.py", "--data", "d", "--ckpt", "c", *flags])

@@ -62,7 +62,7 @@ def test_json_that_is_nested_too_deep_is_refused_by_every_reader(tmp_path, text)
     with pytest.raises(launch.UserError, match="records.rank0.jsonl:1: not JSON"):
         folders.read_records(str(tmp_path))
     with pytest.raises(launch.UserError, match="args.json"):
-        flags = argparse.Namespace(out=str(tmp_path), grader=[], checkout=[])
+        flags = argparse.Namespace(out=str(tmp_path))
         folders.rescore([str(tmp_path)], flags)
     step = tmp_path / "run" / "step_000001"
     step.mkdir(parents=True)
@@ -146,6 +146,4 @@ def test_a_line_that_is_no_record_and_no_verdict_is_named(tmp_path, line):
         folders.read_records(str(tmp_path))
     (tmp_path / "judge.jsonl").write_bytes(line + b"\n")
     judge = argparse.Namespace(judge_url=None, judge_model="m")
-    with folders.append_to(str(tmp_path / "judge.jsonl")) as verdicts:
-        with pytest.raises(launch.UserError, match="judge.jsonl:1: not JSON, or no verdict"):
-            endpoint.judge([], verdicts, judge)
+    endpoint.judge([], str(tmp_path / "judge.jsonl"), judge)  # asked again, as after a kill

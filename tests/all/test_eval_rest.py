@@ -1,5 +1,5 @@
 """
-More tests of eval.py: estimates, the deal of videos to ranks, corners of its table:
+More tests of eval.py: the deal of videos to ranks, corners of its table:
 python -m pytest tests/all/test_eval_rest.py -q
 """
 import json
@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, Overheard, run_script
+from scripted import Server
 from test_eval import (  # noqa: F401
     CALL,
     ROWS,
@@ -28,7 +29,7 @@ import data
 import eval as evaluation
 import rollout
 from engine import Completion
-from evaluation import costs, endpoint, scores
+from evaluation import costs, scores
 
 
 def dealt(rows, parts, root="", **more):
@@ -130,115 +131,6 @@ def test_compare_shows_accuracy_against_cost(world, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------
-# What a run will take
-
-
-def estimated(done):
-    """Lines of the table -> {first word: its other cells}, and the text below."""
-    assert done.code == 0 and done.engine is None, done.err
-    lines = done.out.splitlines()
-    last = next(n for n, line in enumerate(lines) if line.startswith("the most a rank"))
-    rows = [line.removeprefix("the most a rank").split() for line in lines[2:last + 1]]
-    return rows, "\n".join(lines[last + 1:])
-
-
-FOUR = [row(f"q{i}", video=f"videos/eval-000{i % 4}.mp4", question="Which? " * (i + 1))
-        for i in range(4)]
-
-
-def test_an_estimate_counts_the_prompts_of_the_run(world, tmp_path):
-    """Without a call, and with all calls that an episode may make, to the token."""
-    lengths = ("--tools", "on", "off", "--max-new-tokens", 400, "--set", "sub_max_new_tokens=300",
-               "--context", 4096)
-    rows, said = estimated(world(*lengths, "--estimate", 4, rows=FOUR))
-    assert [r[:5] for r in rows[:2]] == [["-", "4", "on", "4", "4"], ["-", "4", "off", "4", "4"]]
-    assert all(float(r[5].removesuffix("s")) > 0 for r in rows[:2]) and "a bound" in said
-    assert (rows[0][7], rows[0][10]) == ("400", str(2 * 400 + 5 * 300))
-    assert rows[1][6:8] == rows[1][9:] and rows[1][7:9] == ["400", "0.000s"]
-    assert float(rows[0][8].removesuffix("s")) > 0 and "at the speed" not in said
-
-    def prompts(name, say):
-        """-> tokens of an answer's prompts in a run, with tools and without."""
-        ran = records(world(*lengths, rows=FOUR, say=say, out=tmp_path / name).folder)
-        taken = {mode: [r["cost"]["prompt_tokens"] + r["cost"]["sub_prompt_tokens"] for r in ran
-                        if r["tools"] == mode] for mode in ("on", "off")}
-        return [f"{sum(taken[mode]) / 4:.0f}" for mode in ("on", "off")]
-
-    assert [r[6] for r in rows[:2]] == prompts("silent", lambda r: "")
-    busy = costs.Mute(None, rollout.Agent(max_turns=1), calls=True)
-    assert rows[0][9] == prompts("busy", busy.crops)[0]
-
-
-def test_an_estimate_builds_and_writes_nothing(world, tmp_path):
-    estimated(world("--estimate", rows=FOUR))
-    assert not (tmp_path / "out").exists()
-    assert world(rows=FOUR[:1], say=lambda r: answer("red")).code == 0
-    before = {p: p.read_bytes() for p in (tmp_path / "out").iterdir()}
-    estimated(world("--estimate", rows=FOUR[:1]))  # the same settings: nothing is refused
-    assert before == {p: p.read_bytes() for p in (tmp_path / "out").iterdir()}
-
-
-@pytest.mark.parametrize("flag, asked", [(["--estimate"], ["q2", "q4", "q6"]),
-                                         (["--estimate", 1], ["q4"]),
-                                         (["--estimate", 9], [f"q{i}" for i in range(1, 7)])])
-def test_videos_of_an_estimate_are_spread_by_size(flag, asked, world, toy, tmp_path, monkeypatch):
-    """A video that is not there cannot be measured; of a video's questions one is enough."""
-    whole = (toy / "videos" / "eval-0000.mp4").read_bytes()
-    for i in (5, 2, 6, 1, 4, 3):  # an MP4 may end in anything
-        (tmp_path / f"{i}.mp4").write_bytes(whole + bytes(1000 * i))
-    real, seen = rollout.run, []
-
-    def run(sampler, tasks, *args, **more):
-        seen.append([task["id"] for task in tasks])
-        return real(sampler, tasks, *args, **more)
-
-    monkeypatch.setattr(rollout, "run", run)
-    rows = [row(f"q{i}", video=f"{i % 10}.mp4") for i in (6, 3, 1, 2, 5, 4, 7, 11, 16)]
-    found, _ = estimated(world(*flag, "--tools", "off", "--video-root", tmp_path, rows=rows))
-    assert seen == [asked] and found[0][3:5] == ["9", "7"]
-
-
-def test_an_estimate_is_of_what_a_rank_gets(world, monkeypatch):
-    """And of what is left: 8 items in 4 videos, dealt to two ranks by video."""
-    rows = [row(f"q{i}", video=f"videos/eval-000{i % 4}.mp4") for i in range(8)]
-    one, _ = estimated(world("--estimate", rows=rows))
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    two, said = estimated(world("--estimate", rows=rows))
-    assert one[1][:2] == ["8", "4"] and two[1][:2] == ["4", "2"]
-    assert one[0][3:5] == two[0][3:5] == ["8", "4"]
-    assert float(two[1][3][:-1]) == pytest.approx(4 * float(two[0][6]) / 1e6, abs=1e-3)
-    monkeypatch.setenv("RANK", "1")
-    silent = world("--estimate", rows=rows)
-    assert (silent.code, silent.out) == (0, "")
-    monkeypatch.delenv("RANK")
-    monkeypatch.delenv("WORLD_SIZE")
-    first = world("--limit", 2, rows=rows)
-    path = first.folder / "records.rank0.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    for line in lines:
-        line["timing"]["total_s"] = 3600.0
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    left, said = estimated(world("--estimate", rows=rows))
-    assert left[0][3:5] == ["6", "4"] and "3.000h for that rank" in said  # 6 answers, 2 at once
-    slow = estimated(world("--estimate", "--live", 1, rows=rows))
-    assert "6.000h for that rank" in slow[1]
-
-
-def test_an_estimate_says_what_it_does_not_know(world):
-    """An endpoint's prompts have no ids here, calls of another form are not played."""
-    server = ("--engine", "openai", "--base-url", "http://127.0.0.1:9/v1", "--model", "m")
-    rows, _ = estimated(world(*server, "--estimate", 1, rows=FOUR, drop=("--ckpt",)))
-    assert (rows[0][6], rows[0][9]) == ("-", "-") and rows[0][8] != "-"
-    rows, _ = estimated(world("--protocol", "videozoomer", "--estimate", 1, "--context", 8192,
-                              rows=FOUR))
-    assert rows[0][8:10] == ["-", "-"] and int(rows[0][10]) > int(rows[0][7])
-    none = world("--estimate", rows=[row("x", video="videos/broken.mp4")])
-    assert none.code == 2 and none.engine is None
-    full = world("--estimate", "--context", 40, rows=FOUR)
-    assert full.code == 2 and "no room in a context of 40" in full.err
-
-
-# ------------------------------------------------------------------------------------------------
 # Going on
 
 
@@ -287,7 +179,7 @@ def test_a_part_of_a_finished_folder_leaves_its_summary(world):
 
 @pytest.mark.parametrize("flags", [("--max-seqs", 2), ("--engine-share", 0.5),
                                    ("--frame-cache-dir", "/dev/null"),  # no folder: it goes on
-                                   ("--frame-cache-dir-gb", 9), ("--points", 5),
+                                   ("--frame-cache-dir-gb", 9), ("--patience", 99),
                                    ("--base-url", "http://127.0.0.1:9/v1")])
 def test_how_fast_and_where_it_runs_does_not_make_it_another_run(flags, world):
     assert world(rows=ROWS[:1]).code == 0
@@ -436,80 +328,50 @@ def test_samples_give_a_mean_and_the_best_of_n(world):
     assert len(more.engine.asked) == 8 and more.results[0]["n"] == 8  # a group is asked as a whole
 
 
-class Judge:
-    """A judge endpoint that answers from a table; counts its questions."""
-
-    def __init__(self, replies):
-        self.replies, self.asked, self.done = replies, [], []
-
-    def submit(self, request):
-        text = request.messages[0]["content"]
-        self.asked.append(text)
-        reply = next((reply for key, reply in self.replies.items()
-                      if f"Given answer: {key}\n" in text), None)
-        self.done.append(Completion(request.id, text=reply or "",
-                                            error=None if reply else "HTTP 500"))
-
-    def knock(self):
-        pass
-
-    def poll(self):
-        done, self.done = self.done, []
-        return done
-
-    def close(self):
-        pass
-
-
-def test_the_judge_decides_open_answers_and_never_in_silence(world, monkeypatch):
+def test_the_judge_decides_open_answers_and_never_in_silence(world):
     rows = [row("right"), row("same", answer="scarlet"), row("other", answer="blue"),
             row("dead", answer="x"), row("vague", answer="y"),
             row("letter", type="mcq", options=["cat", "dog"], answer="A"), row("silent")]
     said = {"right": "red", "same": "bright red", "other": "green", "dead": "gone", "vague": "hmm",
             "letter": "B", "silent": ""}
-    judge, made = Judge({"bright red": "Yes.", "green": "no", "hmm": "perhaps"}), []
+    replies = {"bright red": "Yes.", "green": "no", "hmm": "perhaps", "gone": (400, "no", {})}
 
-    def engine(base_url, model_name, **more):
-        made.append((base_url, model_name, *more.values()))
-        return judge
-
-    monkeypatch.setattr(endpoint, "OpenAIEngine", engine)
-    flags = ("--judge-url", "http://127.0.0.1:9/v1", "--judge-model", "j", "--judge-key-env",
-             "JUDGE_KEY", "--workers", 3, "--retries", 2, "--request-timeout", 9, "--give-up", 5,
-             "--server-wait", 7)
+    def judge(body):
+        asked = body["messages"][0]["content"]
+        return next(reply for key, reply in replies.items() if f"Given answer: {key}\n" in asked)
 
     def say(request):
         return f"x\n</think>\n<answer>{said[task_of(request)]}</answer>"
 
-    plain = world(rows=rows, say=say)
-    assert plain.results[0]["acc"] == pytest.approx(1 / 7) and not judge.asked
-    assert "judge" not in plain.results[0]
-    done = world(*flags, rows=rows, say=say)
-    assert done.engine is None  # nothing is sampled again: the judge is no setting of the episodes
-    assert made[1] == ("http://127.0.0.1:9/v1", "j", "JUDGE_KEY", 3, 9.0, 2, 5, 7.0, True)
-    (result,) = done.results
-    assert result["acc"] == pytest.approx(2 / 7)
-    assert result["judge"] == {"asked": 4, "yes": 1, "failed": 2}
-    assert result["errors"] == {"judge_error": 2}
-    # not what the rule knows, not letters, not silence
-    assert len(judge.asked) == 4 and all("Question: Which?" in text for text in judge.asked)
-    verdicts = {v["id"]: v for v in map(json.loads,
-                                        (done.folder / "judge.jsonl").read_text().splitlines())}
-    assert verdicts["same"]["verdict"] is True and verdicts["vague"]["verdict"] is None
-    assert verdicts["dead"]["error"] == "HTTP 500"
-    world(*flags, rows=rows, say=say)
-    assert len(judge.asked) == 6  # only the two that failed are asked again
-    again = world("--rescore", done.folder, "--judge-model", "j", drop=("--data", "--ckpt"))
-    assert again.results[0]["acc"] == pytest.approx(2 / 7)
-    assert again.results[0]["judge"]["failed"] == 2 and len(judge.asked) == 6
-    both = world("--compare", done.folder, done.folder, out=done.folder.parent / "both",
-                 drop=("--data", "--ckpt"))
-    assert both.code == 0 and " 0.286 [" in both.out  # the judge's verdicts count there, too
-    refused = world("--rescore", done.folder, "--judge-model", "j", drop=("--data", "--ckpt"),
-                    allow=False)
-    assert refused.code == 2 and "judge_error" in refused.err
-    asked = world(*flags, rows=rows, say=say, allow=False)
-    assert "the most frequent error, 1 times: HTTP 500" in asked.err
+    with Server(judge) as server:
+        flags = ("--judge-url", server.url, "--judge-model", "j")
+        plain = world(rows=rows, say=say)
+        assert plain.results[0]["acc"] == pytest.approx(1 / 7) and not server.asked
+        assert "judge" not in plain.results[0]
+        done = world(*flags, rows=rows, say=say)
+        assert done.engine is None  # nothing is sampled again: the judge is no setting of episodes
+        (result,) = done.results
+        assert result["acc"] == pytest.approx(2 / 7)
+        assert result["judge"] == {"asked": 4, "yes": 1, "failed": 2}
+        assert result["errors"] == {"judge_error": 2}
+        # not what the rule knows, not letters, not silence
+        asked = [body["messages"][0]["content"] for body in server.asked]
+        assert len(asked) == 4 and all("Question: Which?" in text for text in asked)
+        lines = (done.folder / "judge.jsonl").read_text().splitlines()
+        verdicts = {v["answer"]: v for v in map(json.loads, lines)}
+        assert {name: v["verdict"] for name, v in verdicts.items()} == {
+            "bright red": True, "green": False}
+        world(*flags, rows=rows, say=say)
+        assert len(server.asked) == 6  # only the two that failed are asked again
+        again = world("--rescore", done.folder, "--judge-model", "j", drop=("--data", "--ckpt"))
+        assert again.results[0]["acc"] == pytest.approx(2 / 7)
+        assert again.results[0]["judge"]["failed"] == 2 and len(server.asked) == 6
+        both = world("--compare", done.folder, done.folder, out=done.folder.parent / "both",
+                     drop=("--data", "--ckpt"))
+        assert both.code == 0 and " 0.286 [" in both.out  # the verdicts count there, too
+        refused = world("--rescore", done.folder, "--judge-model", "j", drop=("--data", "--ckpt"),
+                        allow=False)
+        assert refused.code == 2 and "judge_error" in refused.err
 
 
 def test_a_headline_of_silence_is_refused(world):

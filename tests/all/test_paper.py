@@ -1,13 +1,11 @@
 """
-Tests of evaluation/paper.py, readers.py, sources.py, checkouts.py and verify.py:
+Tests of evaluation/paper.py, paper_texts.py, paper_driver.py, readers.py and sources.py:
     python -m pytest tests/all/test_paper.py -q
 
-The publishers' own code is the oracle if a copy of it is at hand: CHECKOUTS names a folder with
-clones in it (ParaVT). Elsewhere these tests are skipped. torch and transformers are always there.
+The authors' own code is the oracle in tests/publishers, with a clone of it. torch and transformers
+are always there.
 """
-import importlib.util
 import json
-import os
 import random
 import sys
 from types import SimpleNamespace
@@ -16,16 +14,164 @@ import numpy as np
 import pytest
 
 import eval as evaluation
-from evaluation import checkouts, endpoint, paper, readers, sources, systems, verify
+import launch
+from evaluation import endpoint, paper, paper_texts, readers, sources, systems
 
-CHECKOUT = os.path.join(os.environ.get("CHECKOUTS", ""), "ParaVT")
+
+def crop(start, end=None, name="crop_video"):
+    window = {"start_time": start, "end_time": end}
+    given = {key: value for key, value in window.items() if value is not None}
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': given})}\n</tool_call>"
+
+
+def question(split, **more):
+    """A made-up task of a benchmark."""
+    texts = ["a red kite", "a blue {kite}", "no kite", "two kites"]
+    task = {"id": split, "split": split, "video": "made-up.mp4", "type": "mcq", "answer": "B",
+            "question": "Which kite flies over the harbour?", "options": texts, "tags": {}}
+    if split in ("mlvu", "lvbench"):
+        lines = [f"({letter}) {text}" for letter, text in zip("ABCD", texts)]
+        task["published"] = "\n".join([task["question"], *lines])
+    if split == "charades":
+        task.update(type="grounding", options=None, answer=[8.0, 16.0], event="a kite flies up.")
+    return {**task, **more}
+
+
+# A made-up clone of the authors' code: files and functions as theirs, in words of our own.
+UTILS = '''
+import json, os, subprocess, sys
+from multiprocessing import Process
+from openai import OpenAI
+from qwen_vl_utils.vision_process import fetch_video
+
+def shown(path, **asked):
+    try:
+        return fetch_video({"video": path, **asked})
+    except ValueError:
+        return []
+
+def load_samples(name, home, prompt_mode):
+    from datasets import load_dataset
+    (row,) = load_dataset("made/up")
+    options = row.get("options") or row.get("candidates") or [
+        row[f"option{n}"] for n in range(5) if row.get(f"option{n}")]
+    options = [*row["choices"].values()] if name == "mmvu" else options
+    lines = "\\n".join(f"{chr(65 + n)}. {text}" for n, text in enumerate(options))
+    asked = row["question"] if name == "lvbench" else f"Q {row.get('question')}\\n{lines}"
+    if name == "videomme_wsub":
+        with open(os.path.join(home, f"videomme/subtitle/{row['videoID']}.srt")) as file:
+            asked = f"Heard: {file.read().split(chr(10))[2]}. {asked}"
+    if name == "charades":
+        asked = f"When: {row['caption']}"
+    return [{"question": asked, "video_path": os.path.join(home, "films", "made-up.mp4"),
+             "span": name == "charades"}]
+
+def run_shard(ask, samples, turns, path):
+    with open(path, "w") as file:
+        json.dump([ask(OpenAI(api_key="x"), sample, turns) for sample in samples], file)
+
+def run_eval(args, ask):
+    import requests
+    subprocess.Popen([sys.executable, "-m", "vllm"])
+    assert requests.get("http://x").status_code == 200
+    samples = load_samples(args.datasets, os.environ["HF_HOME"], prompt_mode=args.prompt_mode)
+    process = Process(target=run_shard, args=(ask, samples, args.max_turns, "shard.json"))
+    process.start()
+    process.join()
+    os.makedirs(args.output_dir)
+    with open("shard.json") as shard, open(f"{args.output_dir}/{args.datasets}.json", "w") as file:
+        json.dump({"results": json.load(shard)}, file)
+'''
+DRIVER = '''
+import argparse, json, re
+from paravt.eval import utils
+
+def ask(mode, client, sample, turns):
+    text = sample["question"] + " File: made-up.mp4" * mode.startswith("agent")
+    messages = [{"role": "system", "content": f"Mode {mode}."}, {"role": "user", "content": [
+        {"type": "text", "text": text}]}]
+    for turn in range(turns + 1 if mode.startswith("agent") else 1):
+        done = client.chat.completions.create(model="m", messages=messages)
+        said = done.choices[0].message.content
+        messages.append({"role": "assistant", "content": said})
+        for call in re.findall("<tool_call>(.*?)</tool_call>", said):
+            given = json.loads(call)["arguments"]
+            cut = utils.shown(sample["video_path"], video_start=given["start_time"])
+            window = f"{given['start_time']:.1f} to {given['end_time']:.1f}"
+            content = [*({"type": "image"} for _ in cut), {"type": "text", "text":
+                       f"{len(cut)} of {window}"}] if cut else f"none of {window}"
+            messages.append({"role": "user", "content": content})
+        if turn == turns - 1:
+            last = "Times now." if sample["span"] else "A letter now."
+            messages.append({"role": "user", "content": last})
+    return {"score": 0.0}
+
+def main():
+    parser = argparse.ArgumentParser()
+    for name in ("model_path", "output_dir", "datasets", "prompt_mode", "video_channel",
+                 "num_gpus", "main_nframes", "max_parallel"):
+        parser.add_argument("--" + name)
+    parser.add_argument("--max_turns", type=int)
+    args = parser.parse_args()
+    import functools
+    utils.run_eval(args, functools.partial(ask, args.prompt_mode))
+'''
+RECIPE = "".join(f"{name}: {value}\n" for name, value in {
+    "prompt_mode": "agentic  # a comment", "video_channel": "image_url", "main_nframes": 64,
+    "max_turns": 3, "max_parallel": 5}.items())
+SCRIPT = """
+bash scripts/run_eval.sh with.yaml --video_channel image_url
+bash scripts/run_eval.sh with.yaml \\
+    --datasets charades --prompt_mode agent_lean --video_channel video_url
+"""
 
 
 @pytest.fixture
-def driver():
-    if not os.path.isdir(CHECKOUT):
-        pytest.skip("no clone of ParaVT: set CHECKOUTS to the folder that holds it")
-    return CHECKOUT
+def clone(tmp_path):
+    for path, text in {"paravt/__init__.py": "", "paravt/eval/__init__.py": "",
+                       "paravt/eval/utils.py": UTILS, "paravt/eval/driver.py": DRIVER,
+                       "with.yaml": RECIPE,
+                       "paravt/eval/scripts/reproduce_paravt_8b.sh": SCRIPT}.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    return tmp_path
+
+
+def test_all_texts_are_taken_from_a_checkout(clone):
+    """Cut out of the requests that its own main() sends, with the flags of its script."""
+    texts = dict(zip(paper.AGENT, paper_texts.texts("paper", str(clone))))
+    assert texts == {
+        "system": "Mode agentic.", "grounding": "Mode agent_lean.",
+        "videomme": "Q {published}\n{labelled}",
+        "videomme_wsub": "Heard: {spoken}. Q {published}\n{labelled}",
+        **dict.fromkeys(("longvideobench", "mlvu", "mmvu"), "Q {published}\n{lines}"),
+        "lvbench": "{published}", "charades": "When: {event}", "path": " File: {video}",
+        "reply": "{frames} of {start} to {end}", "failed": "none of {start} to {end}",
+        "letter": "A letter now.", "span": "Times now."}
+
+
+@pytest.mark.parametrize("change, why", [
+    (lambda clone: (clone / "paravt/eval/driver.py").unlink(), "no paravt/eval/driver.py in"),
+    (lambda clone: (clone / "paravt/eval/driver.py").write_text("x = 1"), "has no function main"),
+    (lambda clone: (clone / "paravt/eval/utils.py").write_text("import gone"),
+     "fails with ModuleNotFoundError"),
+    (lambda clone: (clone / "paravt/eval/utils.py").write_text("import os; os._exit(5)"),
+     "exit code 5"),
+    (lambda clone: (clone / "with.yaml").write_text(""), "fails with KeyError"),
+    (lambda clone: (clone / "paravt/eval/driver.py").write_text(
+        DRIVER.replace("import argparse", "import socket, argparse").replace(
+            "def main():", "def main():\n    socket.create_connection(('127.0.0.1', 9))")),
+     "there is no network")])
+def test_a_checkout_of_other_code_is_one_line(clone, change, why):
+    change(clone)
+    with pytest.raises(launch.UserError, match=why) as refused:
+        paper_texts.texts("paper", str(clone))
+    assert "\n" not in str(refused.value)
+
+
+def test_texts_of_other_systems_are_not_run():
+    with pytest.raises(launch.UserError, match="--prompt-file"):
+        paper_texts.texts("conan", "nowhere")
 
 
 def test_frames_lie_where_torch_puts_them():
@@ -71,20 +217,12 @@ def test_a_window_has_an_even_number_of_frames():
             asked(*window)
 
 
-def test_a_marked_picture_shows_its_number():
-    for number in (0, 1, 77, 4097, 65535):
-        for height, width in ((28, 28), (168, 280), (641, 97)):
-            image = readers.marked(number, height, width)
-            for quality in (5, 85):
-                assert readers.number_of(sources.reencoded(image, quality)) == number
-
-
 @pytest.mark.parametrize("text, wanted", [
-    (verify.crop(3, 5), [(3, 5)]), (f"<think>{verify.crop(3, 5)}", [(3, 5)]),
-    (verify.crop(3, 5).removesuffix("</tool_call>"), []),
-    ("<tool_call>{broken}</tool_call>", []), (verify.crop(3, name="search"), [(3, 13)]),
-    (verify.crop(9, 2), [(9, 2)]), (verify.crop("1:02", "00:01:10"), [(62, 70)]),
-    (verify.crop("soon", None), [(0, 10)]), ("<tool_call>[1]</tool_call>", None),
+    (crop(3, 5), [(3, 5)]), (f"<think>{crop(3, 5)}", [(3, 5)]),
+    (crop(3, 5).removesuffix("</tool_call>"), []),
+    ("<tool_call>{broken}</tool_call>", []), (crop(3, name="search"), [(3, 13)]),
+    (crop(9, 2), [(9, 2)]), (crop("1:02", "00:01:10"), [(62, 70)]),
+    (crop("soon", None), [(0, 10)]), ("<tool_call>[1]</tool_call>", None),
     ('<tool_call>{"arguments": "x"}</tool_call>', None), ("<tool_call>" * 50_000, []),
     ("<tool_call>" + " " * 100_000, []),
     ("<tool_code>crop_video(start_time=5.0, end_time='9')</tool_code>", [(5, 9)]),
@@ -95,58 +233,13 @@ def test_calls_are_read_as_the_driver_reads_them(text, wanted):
     assert (paper.final([text]) is None) or wanted is not None
 
 
-def test_the_driver_reads_the_same_calls(driver, tmp_path):
-    """Of every kind of turn: windows that were run, and answers to them, in whole requests."""
-    some = [case for case in verify.cases("paper") if case.frames]
-    shape = checkouts.write_video(str(tmp_path / "made-up.mp4"), *verify.FILMS["small"])
-    items = [{**checkouts.item_of(case.task, case.said, str(tmp_path / "made-up.mp4"), shape),
-              "frames": 4} for case in some]
-    sent, _ = checkouts.asked("paper", driver, items)
-    for case, theirs in zip(some, sent):
-        said = [m["content"] if isinstance(m["content"], str) else m["content"][-1]["text"]
-                for m in theirs["requests"][-1]["messages"]][3:]
-        read = paper.read_calls(case.said[0])
-        assert (theirs["failed"] is not None) == (read is None), case.name
-        for text, call in zip(said, (read or [])[:5]):
-            assert f"{call.start:.1f}s" in text and f"{call.end:.1f}s" in text, case.name
-        assert len(said) == len((read or [])[:5]), case.name
-
-
-def test_all_texts_are_taken_from_a_checkout(driver):
-    texts = dict(zip(paper.AGENT, checkouts.texts("paper", driver)))
-    assert texts["lvbench"].startswith("{published}\n") and "{labelled}" in texts["videomme"]
-    assert "{spoken}" in texts["videomme_wsub"] and "{event}" in texts["charades"]
-    assert texts["system"] != texts["grounding"] and '"crop_video"' in texts["grounding"]
-    assert texts["path"].endswith("{video}") and "{frames}" in texts["reply"]
-
-
-def test_one_edit_of_a_request_is_a_difference():
-    """Every part of a request reaches the lines that are compared."""
-    picture = endpoint.jpeg_url(readers.marked(7, 96, 128), 85)
-    request = {"model": "m", "temperature": 0, "max_tokens": 64, "messages": [
-        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": picture}},
-                                     {"type": "text", "text": "Which?"}]}]}
-    lines = verify.lines_of([request])
-    assert "<data:image/jpeg;base64 128x96 quality 85 frame 7 rgb>" in lines
-    grey = np.repeat(readers.marked(7, 96, 128).mean(2, keepdims=True).astype(np.uint8), 3, 2)
-    for old, new in (('"temperature": 0', '"temperature": 0.7'), ("Which?", "Which"),
-                     ('"user"', '"tool"'), ('"max_tokens": 64', '"max_tokens": 64, "top_p": 0.9'),
-                     (picture, endpoint.jpeg_url(readers.marked(7, 96, 128), 5)),
-                     (picture, endpoint.jpeg_url(readers.marked(8, 96, 128), 85)),
-                     (picture, endpoint.jpeg_url(readers.marked(7, 112, 112), 85)),
-                     (picture, endpoint.jpeg_url(grey, 85)),
-                     ("image_url", "video_url")):
-        assert verify.lines_of([json.loads(json.dumps(request).replace(old, new))]) != lines, new
-    assert verify.lines_of([{**request, "model": "other", "seed": 3}]) == lines
-
-
 def test_the_papers_prompts_name_the_split(monkeypatch):
     """Two labels in Video-MME, options twice in MLVU, one text of the publisher in LVBench."""
     monkeypatch.setattr(sys, "argv", "eval.py --protocol paper --data d --ckpt c".split())
     protocol, _ = systems.make_protocol(evaluation.parse_args())
 
     def asked(split, **more):
-        task = verify.question(split, **more)
+        task = question(split, **more)
         return protocol.opening(task, 64, None, "a line", 60.0)[1]["content"][1]["text"]
 
     assert "A. A. a red kite\nB. B. a blue {kite}" in asked("videomme")
@@ -176,19 +269,3 @@ def test_a_film_goes_to_an_endpoint_by_its_path():
     (message,) = wire.wire(request)
     wire.close()
     assert message["content"][0] == {"type": "video_url", "video_url": {"url": "file:///v.mp4"}}
-
-
-@pytest.mark.skipif(importlib.util.find_spec("qwen_vl_utils") is None,
-                    reason="qwen_vl_utils is not installed")
-def test_windows_are_those_of_qwen_vl_utils(tmp_path):
-    from qwen_vl_utils.vision_process import fetch_video
-
-    path = str(tmp_path / "v.mp4")
-    shape = checkouts.write_video(path, 300, 25, 120, 200)
-    for start, end in ((0, 1), (0.3, 3.1), (2, 9.7), (11, 40), (0, 12), (5.01, 5.2)):
-        asked = {"fps": 1, "min_frames": 1, "max_frames": 16, "min_pixels": 784,
-                 "max_pixels": 50176, "video_start": start, "video_end": end}
-        theirs = fetch_video({"type": "video", "video": path, **asked})
-        places, size = readers.qwen(asked, *shape)
-        assert [readers.number_of(f.permute(1, 2, 0).numpy()) for f in theirs] == places
-        assert tuple(theirs.shape[2:]) == size

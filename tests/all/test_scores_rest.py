@@ -2,9 +2,6 @@
 Oracles of the statistics of evaluation/scores.py, and rarer tables:
 python -m pytest tests/all/test_scores_rest.py -q
 """
-import csv
-import re
-import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -141,24 +138,16 @@ def test_sample_sizes_by_hand():
     assert scores.videos_needed([record(i, 0.0) for i in range(9)], None, 2) is None
 
 
-def test_points_change_what_is_needed(made, command, tmp_path):
+def test_items_are_needed_as_videos_are(made, command, tmp_path):
     """Two items a video: twice as many items as videos."""
     videos = [i // 2 for i in range(24)]
     a = made("a", [i % 2 for i in range(24)], videos=videos)
     b = made("b", [i % 3 == 0 for i in range(24)], videos=videos)
-    needed = {}
-    for points in (2, 4):
-        lines, kept = compared(command, tmp_path, a, b, "--points", points)
-        (row,) = kept["differences"]
-        needed[points] = row["videos_needed"]
-        assert row["items_needed"] == 2 * row["videos_needed"] and (row["videos"], row["n"]) == (
-            12, 24)
-        assert f"{points} points need" in lines[-3] and lines[-1].split()[-2:] == [
-            str(row["videos_needed"]), str(row["items_needed"])]
-    assert needed[2] == pytest.approx(4 * needed[4], rel=0.02)
-    for wrong in (0, -1, "nan", 101):
-        code, _, err = command("--compare", a, b, "--points", wrong)
-        assert code == 2 and "--points" in err
+    lines, kept = compared(command, tmp_path, a, b)
+    (row,) = kept["differences"]
+    assert row["items_needed"] == 2 * row["videos_needed"] and (row["videos"], row["n"]) == (12, 24)
+    assert "2 points need" in lines[-3] and lines[-1].split()[-2:] == [
+        str(row["videos_needed"]), str(row["items_needed"])]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -345,98 +334,6 @@ def test_departures_are_numbered_footnotes(made, command):
     assert "one, K 64, tools on (measured) [1, 2]" in rows
     assert "two, K 64, tools on (measured) [2]" in rows
     assert below == ["1. own prompts", "2. 50% \\| JPEG"]
-    _, latex, _ = command("--table", one, two, "--format", "latex")
-    assert latex.rstrip().endswith(r"{\par\footnotesize 2. 50\% \textbar{} JPEG\par}")
-    _, text, _ = command("--table", one, two, "--format", "csv")
-    assert [row[-1] for row in csv.reader(text.splitlines())][-2:] == [
-        "own prompts; 50% | JPEG", "50% | JPEG"]
-
-
-def unescaped(latex):
-    """Text of a LaTeX cell that has commands for characters alone."""
-    names = {"textbackslash": "\\", "textasciitilde": "~", "textasciicircum": "^",
-             "textless": "<", "textgreater": ">", "textbar": "|"}
-    return re.sub(r"\\(?:([a-z]+)\{\}|(.))", lambda found: names.get(found[1]) or found[2], latex)
-
-
-def test_latex_is_escaped_and_every_row_has_all_columns(made, command):
-    name = r"[50%_a&b#1$~^{x}<\|>"
-    code, out, err = command("--table", made(name, [1, 0], bench="mlvu"), "--format", "latex")
-    assert code == 0, err
-    lines = out.strip().split("\n")
-    assert lines[0] == r"\begin{tabular}{lccccccc}" and lines[-1] == r"\end{tabular}"
-    body = [line for line in lines[1:-1] if line != r"\hline"]
-    assert len(body) == 1 + 5 + 15 + 1
-    for line in body:
-        assert line.endswith(r" \\")
-        assert not line.startswith(("[", "*"))  # LaTeX would read an argument of \\ before
-        cells = re.split(r"(?<!\\)&", line[:-3])
-        assert len(cells) == (1 if line.startswith(r"\multicolumn{8}{l}{\textit{") else 8)
-    last = body[-1].removeprefix("{}")
-    assert unescaped(re.split(r" (?<!\\)& ", last)[0]) == f"{name}, K 64, tools on (measured)"
-    assert body[0].startswith(r"system & videomme & videomme\_wsub &")
-    assert any(r"& \textbf{39.8} &" in line for line in body)
-
-
-def test_csv_has_a_column_for_every_number(made, command):
-    out = made('a "b", c', [1, 0, 1], bench="mlvu", videos=[0, 1, 2])
-    code, text, err = command("--table", out, "--format", "csv")
-    assert code == 0, err
-    rows = list(csv.DictReader(text.splitlines(), strict=True))
-    assert len(rows) == 16 and not any(None in row or None in row.values() for row in rows)
-    ours, theirs = rows[-1], rows[0]
-    assert (ours["group"], ours["system"]) == ("measured here",
-                                               'a "b", c, K 64, tools on (measured)')
-    _, draws = scores.resampled([record(f"v{i}", s, tags={}) for i, s in enumerate((1, 0, 1))],
-                                "mlvu")
-    low, high = scores.interval(draws)
-    parts = ("", " low", " high", " n", " items", " published")
-    assert [ours[f"mlvu{part}"] for part in parts] == [
-        "66.7", f"{100 * low:.1f}", f"{100 * high:.1f}", "3", "3", "2174"]
-    assert ours["lvbench"] == "" and theirs["system"] == "GPT-4o (the paper's)"
-    assert float(theirs["videomme"]) == 71.9 and theirs["videomme n"] == ""
-
-
-@pytest.mark.parametrize("form", ["markdown", "csv"])
-def test_categories_stand_side_by_side(form, made, command):
-    """An item with several labels counts under each; a label that a folder lacks is a dash."""
-    tags = [{"duration": "long", "skill": ["count", "order"]}, {"duration": "short",
-            "skill": ["count"]}, {"duration": "short"}]
-    one = made("one", [1, 0, 1], bench="lvbench", tags=tags)
-    two = made("two", [1, 1], bench="lvbench", tags=tags[1:])
-
-    def cells(by):
-        code, out, err = command("--table", one, two, "--by", by, "--format", form)
-        assert code == 0, err
-        lines = out.strip().split("\n")
-        if form == "csv":
-            return list(csv.reader(lines))
-        return [[c.strip() for c in line.strip("|").split("|")] for line in lines
-                if "---" not in line]
-
-    assert cells("duration") == [
-        ["benchmark", "duration", "one, K 64, tools on", "two, K 64, tools on"],
-        ["lvbench", "long", "100.0 n 1", "-"],
-        ["lvbench", "short", "50.0 n 2", "100.0 n 2"]]
-    assert cells("skill")[1:] == [["lvbench", "count", "50.0 n 2", "100.0 n 1"],
-                                  ["lvbench", "order", "100.0 n 1", "-"]]
-    # Two benchmarks of a folder share its column.
-    both = made("both", [1, 0], bench="lvbench", tags=tags[:2])
-    shutil.copytree(both / "lvbench", both / "mlvu")
-    assert command("--rescore", both)[0] == 0
-    _, out, _ = command("--table", both, "--by", "duration", "--format", "csv")
-    assert list(csv.reader(out.splitlines()))[1:] == [
-        [bench, label, cell] for bench in ("lvbench", "mlvu")
-        for label, cell in (("long", "100.0 n 1"), ("short", "0.0 n 1"))]
-    code, _, err = command("--table", one, "--by", "nope")
-    assert code == 2 and "there are: duration, skill" in err
-
-
-def test_flags_of_tables_need_a_table(made, command):
-    a = made("a", [1, 0])
-    for flags in (("--by", "duration"), ("--format", "csv")):
-        code, _, err = command("--compare", a, *flags)
-        assert code == 2 and "need --table" in err
 
 
 def test_one_video_or_none_gives_no_interval(made, command, tmp_path):

@@ -1,9 +1,8 @@
 """
-Readers and numbers of the newer benchmarks against the code of lmms-eval and VLMEvalKit:
-CHECKOUTS=DIR python -m pytest tests/all/test_oracles.py -q
+Numbers of the newer benchmarks against the code of lmms-eval and VLMEvalKit:
+python -m pytest tests/publishers --checkouts DIR -q
 
-CHECKOUTS is the folder that holds clones named lmms-eval and VLMEvalKit. The rows are made up, in
-the publishers' format. Elsewhere these tests are skipped.
+DIR holds clones named lmms-eval and VLMEvalKit. The records are made up.
 """
 import ast
 import itertools
@@ -13,60 +12,48 @@ import re
 from functools import partial
 
 import pytest
-from test_benchmarks import CGBENCH, V2, put
-from test_scores_rest import looked
 
-from evaluation import benchmarks, checkouts, scores
+from evaluation import benchmarks, scores
 from evaluation.windows import judged
 
 
-def clone(name):
-    path = os.path.join(os.environ.get("CHECKOUTS", ""), name)
-    if not os.path.isdir(path):
-        pytest.skip(f"no clone of {name}: set CHECKOUTS to the folder that holds it")
-    return path
+@pytest.fixture
+def functions(request):
+    """functions(clone, file ..) -> the functions of a file of a clone."""
+    def functions(name, *file, **known):
+        path = os.path.join(request.config.getoption("--checkouts") or "", name)
+        if not os.path.isdir(path):
+            pytest.skip(f"--checkouts names no folder with a clone of {name}; with one this test "
+                        f"compares our numbers with those of its {'/'.join(file)}")
+        return run(os.path.join(path, *file), known)
+
+    return functions
 
 
-def functions(name, *file, **known):
-    """The functions of a file of a clone, without its imports, which need the whole harness."""
-    with open(os.path.join(clone(name), *file), encoding="utf-8") as f:
+def run(path, known):
+    """A Python file without its imports, which need the whole harness -> its names."""
+    with open(path, encoding="utf-8") as f:
         tree = ast.parse(f.read())
     kept = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.Assign))]
     space = {"ast": ast, "re": re, **known}
     for node in kept:
         try:
-            exec(compile(ast.Module([node], []), file[-1], "exec"), space)
+            exec(compile(ast.Module([node], []), path, "exec"), space)
         except NameError:  # a decorator or a constant of a package
             pass
     return space
 
 
-HOLMES = {"video ID": "x1", "Question": "Why?", "Question Type": "TCI", "Question ID": 4,
-          "Options": dict(zip("ABCDEF", ("rain", "snow", "sun", "fog", "hail", "wind"))),
-          "Answer": "D"}
-TIMELENS = {"video_path": "c/x.mp4", "query": "it falls", "span": [[2.0, 8.0]]}
-# bench -> (file of rows, a row, replies with the score that both graders give)
-ROWS = {
-    "cgbench": ("cgbench_mini", CGBENCH, {"B": 1, "The answer is (B).": 1, "A": 0}),
-    "cgbench_clue": ("cgbench_mini", CGBENCH, {"B": 1, "C": 0}),
-    "videomme_v2": ("test", V2[1], {"H": 1, "Final Answer: H": 1, "A": 0}),
-    "video_holmes": ("test_Video-Holmes", HOLMES, {"(D)": 1, "D. fog": 1, "(A)": 0}),
-    "timelens_charades": ("charades-0", TIMELENS, {
-        "The event happens in 2.0 - 8.0 seconds.": 1, "The event happens in 4 - 10 seconds.": 0.5,
-        "The event happens in 20 - 30 seconds.": 0})}
+def looked(name, spans, evidence=((10, 20),), score=1.0):
+    """A record whose calls looked at `spans` of a film of 100 seconds."""
+    calls = [{"status": "ok", "start": a, "end": b} for a, b in spans]
+    task = {"id": name, "video": name, "type": "mcq", "evidence": [*map(list, evidence)]}
+    return {"task": task, "sample": 0, "status": "ok", "score": score, "extracted": "A",
+            "finish": ["stop"], "calls": calls, "reward": {"fmt": 1.0},
+            "timing": {"video_s": 100.0}}
 
 
-@pytest.mark.parametrize("bench", ROWS)
-def test_lmms_eval_grades_what_our_readers_make_of_its_rows(bench, tmp_path):
-    file, row, replies = ROWS[bench]
-    put(tmp_path, f"{file}.jsonl", [row])
-    (task,), _ = benchmarks.read_split(bench, str(tmp_path))
-    items = [{"row": benchmarks.published_row(bench, task), "text": text} for text in replies]
-    *found, _ = checkouts.run("lmms-eval", bench, clone("lmms-eval"), items, 60, "lmms-eval")
-    assert [one.get("score") for one in found] == [*replies.values()], found
-
-
-def test_groups_of_video_mme_v2_score_as_in_both_harnesses():
+def test_groups_of_video_mme_v2_score_as_in_both_harnesses(functions):
     both = [functions("lmms-eval", "lmms_eval", "tasks", "videomme_v2", "utils.py"),
             functions("VLMEvalKit", "vlmeval", "dataset", "videommev2.py")]
     kinds = [("relevance", None), *(("logic", text) for text in
@@ -80,7 +67,7 @@ def test_groups_of_video_mme_v2_score_as_in_both_harnesses():
             assert 100 * ours == pytest.approx(wanted), (kind, structure, right)
 
 
-def test_the_headline_of_video_mme_v2_and_its_levels_are_lmms_evals():
+def test_the_headline_of_video_mme_v2_and_its_levels_are_lmms_evals(functions):
     """Levels: of the last question of a group. Questions of a group have levels of their own."""
     from collections import defaultdict
     from unittest import mock
@@ -108,7 +95,7 @@ def test_the_headline_of_video_mme_v2_and_its_levels_are_lmms_evals():
         assert mine == pytest.approx(wanted[f"level_{level}_score"])
 
 
-def test_the_numbers_of_cgbench_are_vlmevalkits():
+def test_the_numbers_of_cgbench_are_vlmevalkits(functions):
     """mIoU, rec@IoU, acc@IoU and CRR: theirs of intervals that a model wrote, ours of windows."""
     pandas = pytest.importorskip("pandas", reason="pandas is not installed")
     import numpy as np

@@ -1,7 +1,7 @@
 """
-evaluation/senders.py: makes a publisher's own code send its requests, and records them.
+tests/publishers/child.py: makes a publisher's own code send its requests, or grade replies.
 
-  paper..                 load_samples and eval_one of paravt/eval, with the flags of the scripts
+  paper..                 main() of paravt/eval/driver.py, by evaluation/paper_driver.py
   qwen3-vl                main of evaluation/VideoMME/run_videomme.py, as infer_instruct.sh calls it
   video-r1, videorft      src/eval_bench.py, the whole script
   videochat-r1            process_work_items of src_eval/evaluate_qa.py
@@ -9,31 +9,227 @@ evaluation/senders.py: makes a publisher's own code send its requests, and recor
   conan                   evaluate_example of Conan-Eval/*.py, with run.sh's flags
   longvt                  run_inference of examples/eval/single_inference.py
   videozoomer             MultiModalDataset and vLLMRollout_MultiTurn_Video, with eval_video.sh's
+  lmms-eval:BENCHMARK     process_results of the task, after the harness's own removal of thoughts
 
-evaluation/publishers.py loads this file in its child process and no other file imports it. Models,
-processors and readers of video files are stand-ins: the model says what the item says, chats are
-written in ChatML and read back, and frames show their numbers. All else is the publisher's code,
-down to its copy of qwen_vl_utils if the checkout has one.
+proof.py starts this script in a process of its own, as evaluation/paper_driver.py is: without a
+network, without keys, in an empty folder. Models, processors and readers of video files are
+stand-ins: the model says what the item says, chats are written in ChatML and read back, and frames
+show their numbers. All else is the publisher's code, down to its copy of qwen_vl_utils. A module
+that is not installed is replaced by an empty one, which raises as soon as a function uses it.
 
-Reads and writes: see evaluation/publishers.py.
+  python -I -B tests/publishers/child.py CHECKOUT PROTOCOL EVALUATION
+
+Reads:  stdin, JSON: [item], see proof.py. EVALUATION: our folder of that name.
+Writes: stdout, JSON: {"sent": [{"requests", "pictures": [data URL], ..} or {"score"} or {"error"}]}
+        or {"fault": why}. A request holds "picture:N" in place of a URL.
 """
 
 import base64
 import importlib
 import importlib.machinery
+import importlib.util
 import io
 import json
+import logging
 import os
+import random
 import re
+import resource
 import shlex
 import shutil
+import socket
 import sys
 import types
+from functools import partial
 
 import numpy as np
 
+# ------------------------------------------------------------------------------------------------
+# Modules that are not installed
+
+
+class Absent(type):
+    """Type of the stand-ins for what a module that is not installed would hold."""
+
+    grading = False
+
+    def __getattr__(cls, name):
+        return stand_in(cls.__name__, name)
+
+    def __call__(cls, *args, **kwargs):
+        if Absent.grading:
+            raise ImportError(f"{cls.__name__} is not installed")
+        # A decorator returns what it is given. The call before it may have had arguments.
+        plain = len(args) == 1 and not kwargs and isinstance(args[0], (type, types.FunctionType))
+        return args[0] if plain else cls
+
+    def __getitem__(cls, key):
+        return cls
+
+    def __iter__(cls):  # without it, __getitem__ would be asked without end
+        return iter(())
+
+    def __or__(cls, other):  # in an annotation: numpy.ndarray | None
+        return cls
+
+    __ror__ = __or__
+
+
+def stand_in(of, name):
+    if name.startswith("__"):  # Python itself asks for these
+        raise AttributeError(name)
+    if Absent.grading:
+        raise ImportError(f"{of} is not installed")
+    return Absent(f"{of}.{name}", (), {})
+
+
+class Finder:
+    """Finds, after all others, what a file of the checkout imports and what is not installed."""
+
+    def __init__(self, checkout, own):
+        self.checkout, self.own, self.absent = checkout, own, set()
+
+    def find_spec(self, name, path=None, target=None):
+        if Absent.grading or name.partition(".")[0] == self.own:
+            return None
+        # Installed packages try imports, too, and do well without the module that they miss.
+        frame = sys._getframe(1)
+        while "importlib" in frame.f_code.co_filename:
+            frame = frame.f_back
+        if not frame.f_code.co_filename.startswith(self.checkout + os.sep):
+            return None
+        self.absent.add(name.partition(".")[0])
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec):
+        module = types.ModuleType(spec.name)
+        module.__getattr__ = partial(stand_in, spec.name)
+        if spec.name == "loguru":  # a log does not change a verdict
+            module.logger = logging.getLogger("loguru")
+        return module
+
+    def exec_module(self, module):
+        pass
+
+
+# ------------------------------------------------------------------------------------------------
+# lmms-eval: (row, text) -> (score, what the grader read in the reply or None)
+
+
+class Fault(Exception):
+    """The checkout is not as expected."""
+
+
+def needed(module, *names):
+    for name in names:
+        if not callable(getattr(module, name, None)):
+            raise Fault(f"{module.__file__} has no function {name}")
+    return [getattr(module, name) for name in names]
+
+
+def bare_package(name, folder):
+    """Enters a package without running its __init__.py, which imports the whole harness."""
+    module = sys.modules[name] = types.ModuleType(name)
+    module.__path__ = [folder]
+
+
+def lmms_eval(checkout, bench):
+    """lmms-eval: process_results of the benchmark's task, after the harness's own removal of
+    thoughts. The comparison is that of the task's aggregation."""
+    folders = {"videomme_wsub": "videomme", "charades": "charades_sta", "cgbench_clue": "cgbench"}
+    folder = folders.get(bench, "timelens" if bench.startswith("timelens") else bench)
+    root = os.path.join(checkout, "lmms_eval")
+    if not os.path.isdir(os.path.join(root, "tasks")):
+        raise Fault(f"no folder lmms_eval/tasks in {checkout}")
+    if not os.path.isfile(os.path.join(root, "tasks", folder, "utils.py")):
+        raise Fault(f"no lmms_eval/tasks/{folder}/utils.py")
+    bare_package("lmms_eval", root)
+    bare_package("lmms_eval.tasks", os.path.join(root, "tasks"))
+    task = importlib.import_module(f"lmms_eval.tasks.{folder}.utils")
+    strip = None
+    if os.path.isfile(os.path.join(root, "api", "reasoning.py")):  # younger versions
+        strip, = needed(importlib.import_module("lmms_eval.api.reasoning"), "strip_reasoning_tags")
+    grade = {"longvideobench": longvideobench, "lvbench": lvbench, "mmvu": mmvu,
+             "charades": charades, "timelens": timelens}.get(
+        "timelens" if folder == "timelens" else bench)
+    grade = grade(task) if grade else letters(task, folder)
+    tags = [["<think>", "</think>"], ["<analysis>", "</analysis>"]]  # the harness's default
+    return lambda row, text: grade(row, strip(text, tags) if strip else text)
+
+
+def letters(task, folder):
+    process, = needed(task, f"{folder}_process_results")
+
+    def grade(row, text):
+        found, *_ = process(row, [text]).values()  # one verdict under the name of every metric
+        if "pred_answer" not in found:
+            return found["score"], None
+        return found["pred_answer"] == found["answer"], found["pred_answer"]
+
+    return grade
+
+
+def longvideobench(task):
+    process, equal = needed(task, "longvideobench_process_results", "eval_multi_choice")
+
+    def grade(row, text):
+        found = process(row, [text])["lvb_acc"]
+        return equal(found["answer"], found["parsed_pred"]), found["parsed_pred"]
+
+    return grade
+
+
+def lvbench(task):
+    process, = needed(task, "lvbench_process_results")
+    return lambda row, text: (process(row, [text])["lvbench_score"], None)
+
+
+def mmvu(task):
+    process, = needed(task, "mmvu_process_results")
+
+    def grade(row, text):
+        found = process(row, [text])["accuracy"]
+        return found["correct"], found["pred_answer"]
+
+    return grade
+
+
+def charades(task):
+    process, = needed(task, "temporal_grounding_process_results_generation")
+    mean = getattr(task, "temporal_grounding_aggregate_miou", None)
+    if mean is None:  # older versions only write the replies down
+        raise Fault(f"{task.__file__} has no function temporal_grounding_aggregate_miou")
+    return lambda row, text: (mean([process(row, [text])["charades_sta_mIOU"]], None) / 100, None)
+
+
+def timelens(task):
+    process, mean = needed(task, "timelens_process_results", "timelens_aggregate_miou")
+    return lambda row, text: (mean([process(row, [text])["timelens_mIOU"]], None) / 100, None)
+
+
+# ------------------------------------------------------------------------------------------------
+# Pictures that show their numbers
+
+
+def marked(number: int, height: int, width: int) -> np.ndarray:
+    """A picture that shows the number of its frame: 4 x 4 squares, a bit each -> uint8 [H, W, 3].
+    `number_of` reads it back, after any resizing and JPEG. For made-up videos."""
+    bits = [number >> bit & 1 for bit in range(16)]
+    squares = np.array(bits).reshape(4, 4) * 175 + 40
+    rows, columns = np.arange(height) * 4 // height, np.arange(width) * 4 // width
+    # More red than green, more green than blue: channels in another order are seen too.
+    return (squares[rows][:, columns, None] * (1.0, 0.75, 0.5)).astype(np.uint8)
+
+
+def number_of(image: np.ndarray) -> int:
+    """The number that `marked` has drawn."""
+    height, width = image.shape[:2]
+    rows, columns = (((2 * np.arange(4) + 1) * side // 8) for side in (height, width))
+    return sum(int(image[y, x].mean() > 95) << bit
+               for bit, (y, x) in enumerate((y, x) for y in rows for x in columns))
+
+
 now = {}  # the item that is asked, and its Script
-child = None  # evaluation/publishers.py, as it runs
 
 # ------------------------------------------------------------------------------------------------
 # The model
@@ -176,7 +372,7 @@ class Reader:
         return float(self.rate)
 
     def __getitem__(self, place):
-        return readers().marked(int(place), *self.size).view(Array)
+        return marked(int(place), *self.size).view(Array)
 
     def get_batch(self, places):
         return np.stack([self[place] for place in places]).view(Array)
@@ -184,7 +380,7 @@ class Reader:
 
 def readers():
     if "readers" not in now:
-        now["readers"] = child.load("readers.py")
+        now["readers"] = ours("readers")
     return now["readers"]
 
 
@@ -297,7 +493,7 @@ class Weights:
 def enter(name, **contents):
     """Enters a module that has these contents, and a stand-in for every other name."""
     module = types.ModuleType(name)
-    module.__getattr__ = child.partial(child.stand_in, name)
+    module.__getattr__ = partial(stand_in, name)
     module.__path__, module.__spec__ = [], importlib.machinery.ModuleSpec(name, None)
     vars(module).update(contents)
     sys.modules[name] = module
@@ -344,7 +540,7 @@ def stand_in_for_qwen(finder):
                     return_video_metadata=False):
         given = {name: value for name, value in ele.items() if name not in ("type", "video")}
         places, size = readers().qwen(given, *now["item"]["shape"], image_patch_size)
-        frames = np.stack([readers().marked(place, *size).transpose(2, 0, 1) for place in places])
+        frames = np.stack([marked(place, *size).transpose(2, 0, 1) for place in places])
         found = frames.view(Array)
         found = (found, {"frames_indices": places}) if return_video_metadata else found
         return (found, 1.0) if return_video_sample_fps else found
@@ -359,7 +555,7 @@ def read(checkout, *path):
         with open(os.path.join(checkout, *path), encoding="utf-8") as file:
             return file.read()
     except OSError as error:
-        raise child.Fault(f"no {'/'.join(path)} ({error.strerror})") from None
+        raise Fault(f"no {'/'.join(path)} ({error.strerror})") from None
 
 
 def flags_in(text):
@@ -380,7 +576,7 @@ def lettered(options, label="{}. {}"):
 
 def imported(folder, name):
     if not os.path.isfile(os.path.join(folder, *name.split(".")) + ".py"):
-        raise child.Fault(f"no {name.replace('.', '/')}.py in {folder}")
+        raise Fault(f"no {name.replace('.', '/')}.py in {folder}")
     return importlib.import_module(name)
 
 
@@ -419,7 +615,7 @@ def ask_r1(checkout):
     places = re.findall(r'PROMPT_PATH = f"([^"]*)"', text)
     names = re.findall(r"for dataset_name in \[(.*?)\]", text)
     if not places or not names:
-        raise child.Fault("src/eval_bench.py has no PROMPT_PATH or no loop over dataset_name")
+        raise Fault("src/eval_bench.py has no PROMPT_PATH or no loop over dataset_name")
 
     def run(rows):
         for number, name in enumerate(re.findall(r"'(\w+)'", names[0])):
@@ -427,7 +623,7 @@ def ask_r1(checkout):
             os.makedirs(os.path.dirname(place), exist_ok=True)
             with open(place, "w", encoding="utf-8") as file:
                 json.dump([] if number else rows, file)
-        child.Absent.grading = False  # its imports are run again
+        Absent.grading = False  # its imports are run again
         sys.argv = ["eval_bench.py", "--model_path", "m", "--file_name", "f"]
         for folder in ("src/r1-v/eval_results", "eval_results"):
             for name in os.listdir(folder) if os.path.isdir(folder) else ():
@@ -614,11 +810,11 @@ def ask_videozoomer(checkout):
 
     sys.path.insert(0, checkout)
     # Without its __init__.py, which imports the trainer.
-    child.bare_package("verl", os.path.join(checkout, "verl"))
-    sys.modules["verl"].DataProto = child.stand_in("verl", "DataProto")
-    child.bare_package("verl.workers.rollout.vllm_rollout", os.path.join(
+    bare_package("verl", os.path.join(checkout, "verl"))
+    sys.modules["verl"].DataProto = stand_in("verl", "DataProto")
+    bare_package("verl.workers.rollout.vllm_rollout", os.path.join(
         checkout, "verl", "workers", "rollout", "vllm_rollout"))
-    child.bare_package("verl.third_party", os.path.join(checkout, "verl", "third_party"))
+    bare_package("verl.third_party", os.path.join(checkout, "verl", "third_party"))
     enter("verl.third_party.vllm", vllm_version="0.8.0")
     place = "verl.workers.rollout.vllm_rollout.vllm_rollout_spmd_video"
     data = imported(checkout, "verl.utils.dataset.multimodal_dataset")
@@ -696,91 +892,84 @@ class Grid:
         return {"image_grid_thw": np.full((len(images), 3), 2)}
 
 
-def script_words(path, bench):
-    """The words after run_eval.sh in the command of a script that runs a benchmark."""
-    with open(path, encoding="utf-8") as file:
-        lines = file.read().replace("\\\n", " ").splitlines()
-    found = [line.partition("run_eval.sh")[2].split() for line in lines if "run_eval.sh" in line]
-    own = [words for words in found if bench in words] or [w for w in found if "charades" not in w]
-    if len(own) != 1:
-        raise child.Fault(f"{path}: no command for {bench} that is known")
-    return own[0]
+# ------------------------------------------------------------------------------------------------
+# The channel
+
+EVALUATION = sys.argv[-1]  # our folder; their code gets an argv of its own
+ASK = {"qwen3-vl": ask_qwen3, "video-r1": ask_r1, "videorft": ask_r1,
+       "videochat-r1": ask_videochat, "time-r1": ask_time_r1, "conan": ask_conan,
+       "longvt": ask_longvt, "videozoomer": ask_videozoomer}
+SCRIPTS = {"paper": "reproduce_paravt_8b.sh", "paper-general": "reproduce_qwen3vl_8b.sh",
+           "paper-direct": "reproduce_qwen25vl_7b.sh",
+           "paper-reasoning": "reproduce_reasoning_baselines.sh"}
 
 
-def ask_paper(checkout, script_of):
-    """ParaVT's driver: load_samples makes a question of the row, eval_one asks the model, with the
-    flags of the script of this system."""
-    driver, utils, rows = child.paravt_modules(checkout)
-    load, launch_servers = child.needed(utils, "load_samples", "launch_servers")
-    ask_one, parse = child.needed(driver, "eval_one", "_parse_args_with_prompt_mode")
-
-    def flags_of(bench):
-        path = os.path.join(checkout, "paravt/eval/scripts", script_of)
-        recipe, *more = script_words(path, bench)
-        with open(os.path.join(checkout, recipe), encoding="utf-8") as file:
-            settings = dict(re.findall(r"^(\w+): *([^#$\s]+) *(?:#.*)?$", file.read(), re.M))
-        words = ["driver", "--model_path", "m", "--output_dir", ".", "--datasets", bench]
-        for name in ("main_nframes", "max_turns", "max_parallel", "prompt_mode", "video_channel"):
-            words += [f"--{name}", settings[name]]
-        at = more.index("--datasets") if "--datasets" in more else len(more)
-        sys.argv = words + more[:at] + more[at + 2 :]
-        return parse()
-
-    def server_of(flags):
-        """The command of the server that they start."""
-        started = []
-
-        def start(words, **_):
-            started.append([word for word in words if word != sys.executable])
-            return types.SimpleNamespace(pid=0)
-
-        os.environ["CUDA_VISIBLE_DEVICES"] = "0"
-        before, utils.subprocess.Popen = utils.subprocess.Popen, start
-        try:
-            launch_servers(
-                "m", 1, nframes=flags.main_nframes, max_pixels=flags.max_pixels,
-                max_num_batched_tokens=flags.max_num_batched_tokens,
-                log_prefix=os.path.relpath(os.getcwd(), "/tmp") + "/log",
-                disable_mm_kwargs=flags.no_mm_kwargs)
-        finally:
-            utils.subprocess.Popen = before
-        return started[0]
-
-    def ask(item):
-        script, rows[:] = begin(item), [item["row"]]
-        for path, text in item["files"].items():
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            with open(path, "w", encoding="utf-8") as file:
-                file.write(text)
-        flags = flags_of(item["bench"])
-        sample, = load(item["bench"], os.getcwd(), prompt_mode=flags.prompt_mode)
-        sample["video_path"] = item["video"]
-        frames = item.get("frames") or flags.main_nframes
-        done = ask_one(script, "m", sample, frames, flags.max_turns, flags.prompt_mode,
-                       flags.max_parallel, flags.max_tokens, flags.video_channel)
-        return {**script.sent(), "question": sample["question"], "failed": done.get("error"),
-                "server": server_of(flags)}
-
-    return ask
+def ours(name):
+    """A file of our evaluation/, as a module under a name that no checkout has."""
+    spec = importlib.util.spec_from_file_location(f"_our_{name}", f"{EVALUATION}/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-ASK = {"paper": (ask_paper, "reproduce_paravt_8b.sh"),
-       "paper-general": (ask_paper, "reproduce_qwen3vl_8b.sh"),
-       "paper-direct": (ask_paper, "reproduce_qwen25vl_7b.sh"),
-       "paper-reasoning": (ask_paper, "reproduce_reasoning_baselines.sh"),
-       "qwen3-vl": (ask_qwen3,), "video-r1": (ask_r1,), "videorft": (ask_r1,),
-       "videochat-r1": (ask_videochat,), "time-r1": (ask_time_r1,), "conan": (ask_conan,),
-       "longvt": (ask_longvt,), "videozoomer": (ask_videozoomer,)}
+def ask_paper(checkout, script):
+    driver = ours("paper_driver")
+    driver.Fault = Fault
+    ask = driver.prepared(checkout, script)
+
+    def asked(item):
+        now.update(item=item)  # whose video the reader shows
+        sent = ask({**item, "replies": item["said"]})
+        script = Script([""])
+        for request in sent["requests"]:
+            script.take(request)
+        return {**script.sent(), **{name: sent[name] for name in ("server", "result")}}
+
+    return asked
 
 
-def prepared(name, checkout, finder, runs):
-    """-> ask(item) of a protocol. runs: the module evaluation/publishers.py."""
-    global child
-    child = runs
-    make, *more = ASK[name]
-    if make is not ask_paper:
+def prepared(protocol, checkout, finder):
+    kind, _, bench = protocol.partition(":")
+    if kind == "lmms-eval":
+        finder.own, grade = "lmms_eval", lmms_eval(checkout, bench)
+        return lambda item: {"score": float(grade(item["row"], item["text"])[0])}
+    if kind in ASK:
         enter_packages()
         finder.own = "-"  # modules of a checkout that are missing get stand-ins too
-    if name in ("longvt", "conan") or make is ask_paper:
+    if kind in ("longvt", "conan", *SCRIPTS):
         stand_in_for_qwen(finder)
-    return make(checkout, *more)
+    return ask_paper(checkout, SCRIPTS[kind]) if kind in SCRIPTS else ASK[kind](checkout)
+
+
+def no_network(*_, **__):
+    raise OSError("there is no network")
+
+
+def main():
+    checkout, protocol = os.path.realpath(sys.argv[1]), sys.argv[2]
+    items = json.load(sys.stdin)
+    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = no_network
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**26, 2**26))  # bytes of a file
+    finder = Finder(checkout, "paravt")
+    sys.meta_path.append(finder)
+    told = {"sent": []}
+    try:
+        function = prepared(protocol, checkout, finder)
+        Absent.grading = True
+        for item in items:
+            random.seed(0)  # some graders guess if they find no letter
+            try:
+                told["sent"].append(function(item))
+            except (Exception, SystemExit) as error:  # whatever it raises is this item's outcome
+                told["sent"].append({"error": f"{type(error).__name__}: {error}"[:300]})
+    except (Exception, SystemExit) as error:  # of imports, or a checkout that is not as expected
+        told = {"fault": f"{type(error).__name__}: {error}"[:300]}
+    channel.write(json.dumps(told) + "\n")
+    channel.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""
+How often do three graders read a reply as it is meant? Ours, lmms-eval's and that of the paper's
+authors, on a fixed list of replies that we made up, knowing our own rules:
+python -m pytest tests/publishers --checkouts DIR -q
+
+Every reply of multiple choice is graded twice, once with the option it means as gold and once with
+another one (a reply that names no option: with two golds). A grader agrees if it scores 1 in the
+first case and 0 in the second. Spans agree if the score is the IoU of the span that is meant. If a
+letter and a text contradict each other, the letter counts.
+"""
+import json
+import os
+
+import pytest
+from proof import EVALUATION, FILES, HERE
+
+from evaluation import benchmarks, folders, paper_texts
+
+OPTIONS = ["a red cup", "a blue cup", "a green bowl", "a dog"]
+# Reply -> the letter that it means, "" for none.
+LETTERS = {
+    "B": "B", "B.": "B", "(B)": "B", "b": "B", "b)": "B", "**B**": "B", "\\boxed{B}": "B",
+    "B. a blue cup": "B", "B: a blue cup": "B", "The answer is B.": "B",
+    "The correct answer is b.": "B", "Answer: B\nThe cup is blue.": "B", "a blue cup": "B",
+    "A blue cup is shown.": "B", "It is the green bowl.": "C", "B. a green bowl": "B",
+    "A man lifts the cup, so the answer is C.": "C", "It is not A; it is D.": "D",
+    "Both A and B look right, but the best answer is D.": "D",
+    "First I thought C. On a closer look, the answer is A.": "A",
+    "<answer>B</answer>": "B", "<answer>b</answer>": "B", "<answer>A blue cup</answer>": "B",
+    "<think>Option A is wrong.</think>C": "C",
+    "<think>A red cup comes first, then B.</think>\n<answer>C</answer>": "C",
+    "A or B, I cannot tell.": "", "I cannot answer this question.": "",
+    "Because the light is dim, nothing can be seen.": "", "G": "", "": "",
+}  # fmt: skip
+# Reply -> whether it means the gold "depth-first search".
+TEXTS = {
+    "depth-first search": True, "Depth-First Search (DFS).": True, "DFS": True,
+    "The algorithm is depth-first search, because it goes down first.": True,
+    "<answer>depth-first search</answer>": True, "breadth-first search": False,
+    "It is not depth-first search.": False, "search": False,
+    "It is depth-first search or breadth-first search.": False, "I cannot tell.": False,
+    "": False,
+}  # fmt: skip
+# Reply -> the span in seconds that it means. Gold: 2 to 8.
+SPANS = {
+    "2.0 - 8.0 seconds": (2, 8), "The event happens in the 2.0 - 8.0 seconds.": (2, 8),
+    "<answer>2.0 to 8.0</answer>": (2, 8), "From 2 to 8 seconds.": (2, 8), "[2, 8]": (2, 8),
+    "It starts at 2 seconds and ends at 8 seconds.": (2, 8), "00:02 - 00:08": (2, 8),
+    "<time>00:02.0 - 00:08.0</time>": (2, 8), "Between second 4 and second 8.": (4, 8),
+    "<think>At first 10 - 20 looks right.</think>\n<answer>2.0 - 8.0</answer>": (2, 8),
+    "The video has 30.0 seconds. The event happens in the 2.0 - 8.0 seconds.": (2, 8),
+    "12.0 - 18.0 seconds": (12, 18), "I cannot find the event.": None, "": None,
+}  # fmt: skip
+
+
+def cases(bench):
+    """-> [(reply, gold, score that it deserves)]."""
+    if bench == "charades":
+        return [(text, [2.0, 8.0], iou(span)) for text, span in SPANS.items()]
+    found = []
+    for text, letter in LETTERS.items():
+        golds = [letter, "ABCD"["ABCD".index(letter) - 1]] if letter else ["A", "B"]
+        found += [(text, gold, float(gold == letter)) for gold in golds]
+    if bench == "mmvu":
+        found += [(text, "depth-first search", float(right)) for text, right in TEXTS.items()]
+    return found
+
+
+def iou(span, start=2, end=8):
+    if span is None:
+        return 0.0
+    return max(0, min(span[1], end) - max(span[0], start)) / (max(span[1], end)
+                                                              - min(span[0], start))
+
+
+def row_of(bench, number, gold):
+    """A row as the benchmark's publisher ships it."""
+    question = "What is shown?"
+    tags = {"duration": "short", "domain": "Knowledge", "sub_category": "Art", "task_type": "OCR"}
+    choices = dict(zip("ABCDE", [*OPTIONS, "a spoon"]))
+    rows = {
+        "videomme": {"question_id": f"{number}", "videoID": f"v{number}", "question": question,
+                     "options": [f"{label}. {text}" for label, text in zip("ABCD", OPTIONS)],
+                     "answer": gold, **tags},
+        "longvideobench": {"id": f"v{number}_0", "video_path": f"v{number}.mp4",
+                           "question": question, "candidates": OPTIONS, "duration_group": 15,
+                           "correct_choice": "ABCD".find(str(gold)), "question_category": "S2E"},
+        "lvbench": {"key": f"v{number}", "type": "cartoon", "uid": f"{number}", "answer": gold,
+                    "question": "\n".join([question, *(f"({label}) {text}" for label, text in
+                                                       zip("ABCD", OPTIONS))]),
+                    "question_type": ["entity recognition"]},
+        "mlvu": {"video_name": f"v{number}.mp4", "question": question, "candidates": OPTIONS,
+                 "answer": gold, "task_type": "count", "question_id": f"Q{number}"},
+        "mmvu": {"id": f"validation_{number}", "video": f"videos/Art/{number}.mp4",
+                 "question_type": "multiple-choice" if len(gold) == 1 else "open-ended",
+                 "question": question, "answer": gold,
+                 "choices": choices if len(gold) == 1 else dict.fromkeys("ABCDE", "")},
+        "charades": {"video": f"v{number}.mp4", "caption": "a cup falls", "timestamp": gold},
+    }
+    return rows[bench]
+
+
+# How many replies a grader reads as meant, on 2026-11-24 by both snapshots: multiple choice (60) or
+# spans (14), and MMVU's open ones (11).
+COUNTS = {"ours": {"charades": 14, "mmvu open": 11},
+          "lmms-eval": {"charades": 10, "longvideobench": 40, "mmvu": 50, "mmvu open": 6},
+          "ParaVT": {"charades": 13, "mlvu": 35, "mmvu open": 6}}
+OTHERS = {"ours": 59, "lmms-eval": 47, "ParaVT": 46}
+BENCHES = [bench for bench in FILES if bench != "videomme_wsub"]
+
+
+def counted(grader, bench, scores):
+    """Scores of the cases of a benchmark, in order -> asserts COUNTS."""
+    found = {}
+    for (_, gold, wanted), score in zip(cases(bench), scores):
+        name = bench if len(gold) < 3 else "mmvu open"  # a letter, or [start, end]
+        found[name] = found.get(name, 0) + (abs(score - wanted) <= 0.005)
+    assert found == {name: COUNTS[grader].get(name, OTHERS[grader]) for name in found}
+
+
+def rows_of(bench, tmp_path):
+    """-> (published rows, tasks that our reader makes of them)."""
+    rows = [row_of(bench, number, gold) for number, (_, gold, _) in enumerate(cases(bench))]
+    path = tmp_path / f"{FILES[bench]}.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return rows, benchmarks.read_split(bench, str(tmp_path))[0]
+
+
+@pytest.mark.parametrize("bench", BENCHES)
+def test_ours(bench, tmp_path):
+    _, tasks = rows_of(bench, tmp_path)
+    counted("ours", bench, [folders.grade({"task": task, "status": "ok", "turns": [text],
+                                           "think_open": False})["score"]
+                            for task, (text, *_) in zip(tasks, cases(bench))])
+
+
+@pytest.mark.parametrize("grader", ["lmms-eval", "ParaVT"])
+@pytest.mark.parametrize("bench", BENCHES)
+def test_a_publishers(grader, bench, tmp_path, request):
+    path = os.path.join(request.config.getoption("--checkouts") or "", grader)
+    if not os.path.isdir(path):
+        pytest.skip(f"--checkouts names no folder with a clone of {grader}; with one this test "
+                    f"counts the made-up replies of {bench} that its grader reads as meant")
+    rows, _ = rows_of(bench, tmp_path)
+    if bench == "longvideobench":  # as parquet ships it
+        rows = [{**row, **{f"option{n}": text for n, text in enumerate(row["candidates"])}}
+                for row in rows]
+    if bench in ("lvbench", "mmvu"):  # as parquet ships it
+        rows = [{"video_path": "v.mp4", **row} for row in rows]
+    items = [{"bench": bench, "row": row, "text": text, "said": [text], "files": {}, "frames": 4,
+              "video": os.devnull, "shape": [8, 1, 32, 32]}
+             for row, (text, *_) in zip(rows, cases(bench))]
+    name = "paper-direct" if grader == "ParaVT" else f"lmms-eval:{bench}"
+    sent = paper_texts.run(path, name, items, os.path.join(HERE, "child.py"), [EVALUATION])
+    results = [one.get("result", one) for one in sent]
+    counted(grader, bench, [one.get("score") or 0.0 for one in results])
