@@ -732,7 +732,8 @@ def clip_gradients(policy, limit):
     over the gradients of all ranks, so every rank gets the same number. Collective. Without FSDP
     the gradients are this rank's own until here, and are averaged first."""
     grads = [p.grad for p in trained_parameters(policy) if p.grad is not None]
-    if (world := torch.distributed.get_world_size()) > 1 and not hasattr(grads[0], "full_tensor"):
+    world = torch.distributed.get_world_size()
+    if world > 1 and grads and not hasattr(grads[0], "full_tensor"):
         torch.distributed.all_reduce(flat := torch.nn.utils.parameters_to_vector(grads))
         torch.nn.utils.vector_to_parameters(flat / world, grads)
     norm = torch.nn.utils.clip_grad_norm_(trained_parameters(policy), limit or float("inf"))

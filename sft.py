@@ -292,26 +292,12 @@ def build_optimizers(policy, args, device):
 def semi_orthogonal(matrix, coefficients, steps, eps):
     """The semi-orthogonal matrix near to `matrix`, by Newton-Schulz iterations as in torch.optim
     (torch 2.13), but in the dtype of the matrix."""
-    import torch
-    from torch.distributed.tensor import distribute_tensor
-
-    if hasattr(matrix, "full_tensor"):  # in shards: gathered once, not in every product
-        whole = semi_orthogonal(matrix.full_tensor(), coefficients, steps, eps)
-        return distribute_tensor(whole, matrix.device_mesh, matrix.placements, src_data_rank=None)
     a, b, c = coefficients
     wide = matrix.T if matrix.size(0) > matrix.size(1) else matrix
     x = wide / wide.norm().clamp(min=eps)  # the largest singular value is then at most 1
-    # x becomes r x with r = a + b x x' + c (x x')^2. All r are polynomials of the first x x', so
-    # they commute, and the long side of x is multiplied once, by the product of all r.
-    gram, square = x @ x.T, len(x) == x.size(1)
-    left = x if square else torch.eye(len(x), dtype=x.dtype, device=x.device)
-    for step in range(steps):
-        r = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        r.diagonal().add_(a)
-        left = r @ left
-        if step + 1 < steps:
-            gram = left @ left.T if square else r @ gram @ r
-    x = left if square else left @ x
+    for _ in range(steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
     return x.T if wide is not matrix else x
 
 
