@@ -34,7 +34,6 @@ no text raises an error.
     [1.0, 0.95, 0.0, 1.95]
 """
 
-import functools
 import json
 import math
 import re
@@ -77,7 +76,7 @@ def score(turns: list[str], task: dict, calls=(), think_open: bool = True, pay: 
     the executed calls, if the task has evidence}
     """
     pay = pay or Pay()
-    answer = paid_answer(turns, think_open)
+    answer = final_answer(turns, think_open)
     acc = accuracy(answer, task["type"], task["answer"], task.get("options"))
     acc = acc if verdict is None else float(verdict)
     fmt = format_reward(turns, think_open, pay)["total"]
@@ -229,10 +228,9 @@ def is_balanced(text):
 
 def closed_thought(text):
     """The text of a turn's only thought; "" unless one opens, closes and holds a word."""
-    if text.count("<think>") != 1 or text.count("</think>") != 1:
-        return ""
-    body, closed, _ = text.partition("<think>")[2].partition("</think>")
-    return ANY_TAG.sub("", body).strip() if closed and has_word(body) else ""
+    parts = re.split("(</?think>)", text)  # text, tag, text, ..
+    one = parts[1::2] == ["<think>", "</think>"] and has_word(parts[2])
+    return ANY_TAG.sub("", parts[2]).strip() if one else ""
 
 
 def thinks_before_call(turn, think_open):
@@ -247,13 +245,10 @@ def thinks_before_call(turn, think_open):
 def bodies(text, kinds):
     """[(kind, body, closed)] of every opening tag of these kinds; the next tag ends a body."""
     # One scan for all tags. A search for each closing tag is quadratic on "<answer>" * 1e5.
-    tags = list(re.finditer(rf"<(/?)({kinds})>", text))
-    found = []
-    for tag, after in zip(tags, [*tags[1:], None]):
-        if not tag[1]:
-            body = text[tag.end() : after.start() if after else len(text)]  # cut off: to the end
-            found.append((tag[2], body, bool(after and after[1] and after[2] == tag[2])))
-    return found
+    parts = re.split(rf"<(/?(?:{kinds}))>", text)  # text, tag, text, ..
+    return [(tag, body, after == "/" + tag)
+            for tag, body, after in zip(parts[1::2], parts[2::2], [*parts[3::2], None])
+            if tag[0] != "/"]
 
 
 def last_answer(text, think_open=False):
@@ -293,16 +288,13 @@ def structural_mask(pieces):
         [b"<", b"answer", b">B", b"</", b"answer", b">", b"<|im_end|>"] -> [T, T, F, T, T, T, T]
     """
     # Bytes, not ids or decoded text: <think> is one token in Qwen3, <answer> is several.
-    joined = b"".join(pieces)
-    in_tag = bytearray(len(joined))  # 1: the byte belongs to a tag
-    for tag in TAG_BYTES.finditer(joined):
-        in_tag[tag.start() : tag.end()] = b"\x01" * (tag.end() - tag.start())
+    # The bytes of tags become zeros, so a token that overlaps a tag differs from its blanked bytes.
+    blanked = TAG_BYTES.sub(lambda tag: bytes(len(tag[0])), b"".join(pieces))
     mask = []
     at = 0  # offset in bytes of the next token
     for piece in pieces:
-        inside = in_tag[at : at + len(piece)]
-        outside = bytes(byte for byte, tag in zip(piece, inside) if not tag)
-        mask.append(1 in inside and not LETTER_BYTES.search(outside))
+        outside = blanked[at : at + len(piece)]
+        mask.append(outside != piece and not LETTER_BYTES.search(outside))
         at += len(piece)
     if mask:
         mask[-1] = True
@@ -338,11 +330,11 @@ MAX_CALLS = 64  # calls of one turn that are parsed; the rest get an error witho
 @dataclass
 class ToolCall:
     """One call as written. start, end: seconds, None if unreadable. error None: it may run."""
-    name: str
-    start: float | None
-    end: float | None
-    num_frames: int | None
-    error: str | None
+    name: str = ""
+    start: float | None = None
+    end: float | None = None
+    num_frames: int | None = None
+    error: str | None = None
 
 
 def parse_tool_calls(text, think_open=False):
@@ -354,15 +346,14 @@ def parse_tool_calls(text, think_open=False):
     calls = []
     for kind, body, closed in bodies(visible(text, think_open), "|".join(CALLS)):
         if len(calls) >= MAX_CALLS:
-            calls.append(bad_call("too many calls in one turn"))
+            calls.append(ToolCall(error="too many calls in one turn"))
         elif len(body) > MAX_CALL_CHARS:
-            calls.append(bad_call("the call is too long, expected one short call"))
-        elif kind == "tool_call" and body.lstrip().startswith("<function="):
-            calls.append(parse_xml_call(body, closed))
-        elif kind == "tool_call":
-            calls.append(parse_json_call(body, closed))
+            calls.append(ToolCall(error="the call is too long, expected one short call"))
+        elif kind == "tool_code":
+            calls += parse_code_calls(body)
         else:
-            calls.extend(parse_code_calls(body))
+            is_xml = body.lstrip().startswith("<function=")
+            calls.append((parse_xml_call if is_xml else parse_json_call)(body, closed))
     return calls
 
 
@@ -445,33 +436,29 @@ def shown(name):
     return re.sub(r"[^ -;=?-~]", "", name[:400])[:40]
 
 
-def bad_call(error, name=""):
-    """The ToolCall of a call that cannot be run."""
-    return ToolCall(name, start=None, end=None, num_frames=None, error=error)
-
-
 def check_call(name, arguments):
     """A ToolCall from a name and an argument dict, whichever dialect they came from."""
     if not isinstance(name, str) or not name.strip():
-        return bad_call('the call has no tool name, expected "name": "crop_video"')
+        return ToolCall(error='the call has no tool name, expected "name": "crop_video"')
     if name.strip() != "crop_video":
-        return bad_call(f"unknown tool '{shown(name)}', the only tool is crop_video", shown(name))
+        name = shown(name)
+        return ToolCall(name, error=f"unknown tool '{name}', the only tool is crop_video")
     if not isinstance(arguments, dict):
-        return bad_call("arguments must be an object with start_time and end_time", "crop_video")
+        return ToolCall("crop_video",
+                        error="arguments must be an object with start_time and end_time")
     start = to_seconds(arguments.get("start_time", arguments.get("start")))
     end = to_seconds(arguments.get("end_time", arguments.get("end")))
     frames = arguments.get("num_frames")
     count = to_count(frames)
     error = None
-    for key, value in (("start_time", start), ("end_time", end)):
-        if error is None and value is None:
-            present = key in arguments or key.removesuffix("_time") in arguments
-            fault = "is not a time" if present else "is missing"
-            error = f'{key} {fault}, expected seconds or "MM:SS"'
+    if start is None or end is None:
+        key = "start" if start is None else "end"
+        fault = "is not a time" if {key, f"{key}_time"} & {*arguments} else "is missing"
+        error = f'{key}_time {fault}, expected seconds or "MM:SS"'
     # A negative start is no error here, because the episode clamps windows to the video.
-    if error is None and end <= start:
+    elif end <= start:
         error = "the window is empty or reversed, end_time must be greater than start_time"
-    if error is None and frames is not None and count is None:
+    elif frames is not None and count is None:
         error = "num_frames must be a whole number of at least 1"
     return ToolCall("crop_video", start, end, count, error)
 
@@ -484,9 +471,9 @@ def parse_json_call(body, closed):
         if isinstance(call, dict) and isinstance(call.get("arguments"), str):
             call["arguments"] = json.loads(call["arguments"])  # quoted twice by some templates
     except (ValueError, RecursionError):  # ValueError also for an integer of thousands of digits
-        return bad_call('not valid JSON, expected {"name": "crop_video", "arguments": {...}}')
+        return ToolCall(error='not valid JSON, expected {"name": "crop_video", "arguments": {...}}')
     if not isinstance(call, dict):
-        return bad_call("a call must be one JSON object with name and arguments")
+        return ToolCall(error="a call must be one JSON object with name and arguments")
     return check_call(call.get("name"), call.get("arguments"))
 
 
@@ -495,7 +482,7 @@ def parse_xml_call(body, closed):
     </parameter> after another, </function>. closed: as in parse_json_call."""
     call = (XML_CALL.fullmatch if closed else XML_CALL.match)(body.strip())
     if not call:
-        return bad_call("not a whole call, expected <function=crop_video> with "
+        return ToolCall(error="not a whole call, expected <function=crop_video> with "
                         "<parameter=start_time> and <parameter=end_time>, each closed")
     pairs = XML_PARAMETER.findall(call[2])
     return check_call(call[1], {key.strip(): value.strip() for key, value in pairs})
@@ -519,7 +506,7 @@ def parse_code_calls(body):
             calls[-1].error = "too many arguments, expected start_time, end_time, num_frames"
     # A last call that was cut off has no closing bracket.
     if not calls or re.search(r"\([^()]*$", body):
-        calls.append(bad_call("not a whole call, expected crop_video(start_time=1, end_time=2)"))
+        calls.append(ToolCall(error="not a whole call, expected crop_video(start_time=1, end_time=2)"))
     return calls
 
 
@@ -540,24 +527,21 @@ class TaskType:
     within: callable = lambda label, seconds: True  # whether a video of this length can show it
 
 
-@functools.cache
 def task_types():
     """{"type" of a task: TaskType}. Another type is one more entry here."""
     def text(label, options):
         return label if isinstance(label, str) and label.strip() else None
 
     return {
-        "mcq": TaskType(
-            "Answer with the letter of one option.", extract_letter,
-            lambda letter, gold: float(letter == gold.strip().upper()),
-            lambda label, options: text(label, None) if options else None,
-            "the letter of one of the task's options"),
-        "open": TaskType(
-            "Answer with a few words.", region, token_f1, text,
-            "a text with a letter or a digit, and no tags", judged=True),
-        "list": TaskType(
-            "Answer with a list, in order, separated by commas.", region, list_share, text,
-            "a text of items in order, commas between, with a letter or a digit, and no tags"),
+        "mcq": TaskType("Answer with the letter of one option.", extract_letter,
+                        lambda letter, gold: float(letter == gold.strip().upper()),
+                        lambda label, options: text(label, None) if options else None,
+                        "the letter of one of the task's options"),
+        "open": TaskType("Answer with a few words.", region, token_f1, text,
+                         "a text with a letter or a digit, and no tags", judged=True),
+        "list": TaskType("Answer with a list, in order, separated by commas.", region, list_share,
+                         text, "a text of items in order, commas between, with a letter or a "
+                         "digit, and no tags"),
         "grounding": TaskType(
             "Answer with the start and the end in seconds, for example: 12.5 - 20.0",
             lambda answer, options: extract_span(answer), temporal_iou, span_text,
@@ -594,14 +578,9 @@ def answer_or_tail(turns, think_open=False):
     return text.strip() if has_word(text) else None
 
 
-def paid_answer(turns, think_open=False):
-    """The text that R_acc reads, None without an answer."""
-    return final_answer(turns, think_open)
-
-
 def plain(text):
     """NFKC: full-width characters to ASCII. But 10² becomes 10^2, which NFKC would make 102."""
-    return unicodedata.normalize("NFKC", EXPONENT.sub(r"^\g<0>", text)).replace("。", ". ")
+    return unicodedata.normalize("NFKC", EXPONENT.sub(r"^\g<0>", text)).replace("。", ". ").replace("’", "'")
 
 
 def answer_lines(response, blank=False):
@@ -645,7 +624,7 @@ def normalise(text):
     digits. A minus sign, a decimal point, % and C++ stay, because they change the meaning."""
     text = plain(text).casefold()
     text = re.sub(r"(?<=[^\W\d_])\^\{?(?=[0-9])", "", text)  # n^2, n^{2} -> n2, as NFKC has n²
-    text = re.sub(r"['’`]", "", text).replace("−", "-")  # don't -> dont
+    text = re.sub("['`]", "", text).replace("−", "-")  # don't -> dont
     text = re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", text)  # 1,000 -> 1000
     tokens = []
     tens = False  # the last token was a spelled multiple of ten, which a unit completes
@@ -685,50 +664,42 @@ def list_share(said, gold):
 # Option letters
 
 # Each pattern sees single spaces and newlines. None has two open-ended repeats in a row, so all
-# take linear time.
-OPTION = r"(?:option |choice |letter )?[(\[{']*"
-END = r"(?![-'’]?\w|\+\+|[#@]|\.\w\.)"  # alone: not Apples, A's, B-roll, C++, A.M.
-IS = r"(?: (?:is|was|seems|appears|(?:would|should|must|will) be)(?: (?:most )?\w{1,9}ly)?)"
+# take linear time. Of brackets they see round ones alone, see tidied. A table of the tests has a
+# reply for each alternative.
+OPTION = r"(?:option )?\(?"
+END = r"(?![-']?\w|\+\+|#|\.\w\.)"  # alone: not Apples, A's, B-roll, C++, C#, A.M.
+IS = r" (?:is|seems|(?:would|should|must) be)(?: most)?(?: \w{1,9}ly)?"
 DECLARED = re.compile(  # "answer: B", "correct option is B", "it's B", "I choose B", "B is correct"
-    rf"(?i)\b(?:answer(?: choice| option| letter)?|(?:option|choice|letter)(?={IS}| ?[:=])|it['’]s|"
-    rf"it(?= is)|I(?:['’]d|['’]ll| would| will)? (?:choose|chose|select|pick|go with)){IS}?"
-    rf"[ \n:=>→–—'(\[{{-]{{0,8}}{OPTION}([a-z]){END}|(?<![\w'’-])([a-z])[)\]']*(?: option| choice)?"
-    rf"{IS}(?: the)?(?: best)? (?:correct|right(?! \w)|answer|option|choice)\b")
-LEADING = re.compile(
-    rf"(?i)\A(?:[-•>#] )?{OPTION}([a-z]){END}(?![)\]']* (?:is|seems|appears|looks|has|does)\b)")
-CAPITAL = re.compile(rf"(?<![\w'’.°@])(?<!\w-)([A-Z]|(?<=ption )[a-z]){END}")
-LABEL = re.compile(r"[(\[{' ]*([A-Za-z])(?:[)\]}':.]+(?: |$)|[ )\]}'.:,;!]*$)")  # "B. ", "(B)"
-STARTER = re.compile(  # of a line: "- ", "Option ", "The correct answer is: "
-    r"(?i)(?:[-•>#]+ )?(?:(?:the |my )?(?:\w{4,7} )?(?:answer|option|choice)(?: is)?:? )?")
+    rf"(?i)\b(?:answer|(?:option|choice)(?={IS}|:)|it(?:'s|(?= is))|I(?:'d|'ll| would| will)? "
+    rf"(?:choose|select|pick|go with))(?:{IS})?[ \n:=→(-]{{0,8}}{OPTION}([a-z]){END}|"
+    rf"\b([a-z])\)?{IS}(?: the)?(?: best)? (?:correct|answer|option|choice)\b")
+LEADING = re.compile(rf"(?i)\A{OPTION}([a-z]){END}(?!\)? (?:is|has)\b)")
+CAPITAL = re.compile(rf"(?<![\w.°])([A-Z]|(?<=ption )[a-z]){END}")
+LABEL = re.compile(r"\(?([A-Za-z])(?:[):.]+(?: |$)|$)")  # "B. ", "(B)", "B"
+STARTER = re.compile(  # of a line: "Option ", "The correct answer is: "
+    r"(?i)(?:(?:the )?(?:\w{4,7} )?(?:answer|option|choice)(?: is)?:? )?")
 # "or C" after a stated letter; after a comma or a space only if the text says no more of C.
 ALTERNATIVE = re.compile(
-    r"(?i)(?:[)\]'.]*,? \(?(?:or|and|&|as well as|along with)(?: possibly| also)? |[)\]']*,? ?[/&+]"
-    r" ?|((?:[)\]']*,)? (?=(?:option )?"
-    rf"[(\[]?[A-Z][)\]]?(?:[,.;\n]|$| or | and )))){OPTION}([A-Z]){END}")
-JOINT = re.compile(r"[)\]']*,? ?(?:and|n?or|[/&+])? ?[(\[]?")  # from "A" to "B" in "A and B"
+    r"(?i)(?:\)?\.?,? \(?(?:or|and|as well as)(?: possibly)? |\)? ?[/&] ?|"
+    rf"((?:\)?,)? (?=(?:option )?\(?[A-Z]\)?(?:[,.;\n]|$)))){OPTION}([A-Z]){END}")
+JOINT = re.compile(r"\)?,? ?(?:and|n?or|[/&])? ?\(?")  # from "A" to "B" in "A and B"
 NOT_BEFORE = re.compile(
-    r"(?i)(?:\b(?:not|never|neither|nor|none of|rather than|instead of|except|no|ruled out|doubt|"
-    r"anything but|unlikely)|n't|不[是选])(?: the|(?-i: an?)| option| choice| answer| letter| it|"
-    r" is| be| choose| pick| select| think| believe| that| it['’]s| to| happen| occur| from| at|"
-    r" in| between| (?:[A-Z]|[0-9][0-9.: s–-]{0,16}),? n?or)*[ (\['’]*$")
+    r"(?i)(?:\b(?:not|never|neither|rather than|instead of|ruled out|doubt|anything but|unlikely)|"
+    r"n't|不[是选])(?: the| option| answer| it| is| be| choose| pick| think| believe| that|"
+    r" it's| to| happen| from| between| (?:[A-Z]|[0-9][0-9.: s–-]{0,16}),? n?or)*[ (]*$")
 NOT_AFTER = re.compile(  # "is wrong", "and B are wrong", "has been eliminated"
-    r"(?i)[)\]']*(?:(?:,? (?:and )?[(\[]?[A-Z][)\]]?)+(?= are| were))? (?:(?:is|was|are|were|can|"
-    r"could|does|do|seems|has been)(?: be)? ?(?:not\b|n't|(?:\w{1,9}ly )?(?:wrong|incorrect|false|"
-    r"ruled out|excluded|eliminated|unlikely))|(?:is|was|does|ca)n't|cannot)")
+    r"(?i)\)?(?:(?:,? (?:and )?\(?[A-Z]\)?)+(?= are))? (?:is|are|can|does|seems|has been)(?: be)? ?"
+    r"(?:not\b|n?'t|(?:\w{1,9}ly )?(?:wrong|incorrect|ruled out|excluded|eliminated|unlikely))")
 # An option is named after punctuation or one of these words: "so C", but not "vitamin C". The
 # Chinese ones end "answer is", "choose", "or" and "and".
 BEFORE = re.compile(
-    r"(?i)(?:[^\w ]|[是为选择案或和]|\b(?:(options?|choices?|letter)|answer|choo?se|select(?:ed)?|"
-    r"pick|with|is|be|was|are|by|for|s|seems|so|but|as|then|thus|hence|therefore|from|to|say|"
-    r"guess|believe|think|matches|supports|just|not|and|towards?|like|leaving|\w{1,9}ly|n?or|"
-    r"neither)) ?[(\[{']*$")
+    r"(?i)(?:[^\w ]|[是为选择或和]|\b(?:(options?|choice)|answer|choose|select|pick|with|is|be|s|so|"
+    r"but|as|thus|hence|say|matches|not|and|towards|like|leaving|\w{1,9}ly|n?or|neither)) ?\(?$")
 # A letter before a word is an article or a stray letter ("A man", "I think"). Exceptions are words
-# that no article precedes: "A because", "A The", "A Reason:", "A B", a Chinese word.
+# that no article precedes: "A because", "A The", "A B", a Chinese word.
 STRAY = re.compile(
-    r" (?!(?i:because|since|as|n?or|and|is|which|due|but|not|instead|rather than|that|where|when|"
-    r"if|from|in|for|this|these|those|the|its?|s?he|they|we|you|there|on|an?|at|by|to|of|with|"
-    r"option|seems|appears|looks|matches|fits|shows|describes|has|does|are|best|[A-Z])\b(?!['’-])|"
-    "\\w{1,20}:|[\u2e80-\u9fff])\\w")
+    r" (?!(?i:because|since|as|n?or|and|is|but|rather than|that|the|this|there|its?|in|option|"
+    "seems|best|has|[A-Z])\\b(?!-)|[\u2e80-\u9fff])\\w")
 
 
 def is_letter(text, at):
@@ -747,15 +718,17 @@ def denied(text, start, end):
 
 
 def tidied(text):
-    """A text without Markdown and double quotes, with a space wherever a Chinese word begins."""
-    text = re.sub(r"[*_`$\"“”【】「」]", "", text)
+    """A line without Markdown, bullets, braces and quotes, square brackets as round ones, with a
+    space wherever a Chinese word begins or ends."""
+    text = re.sub(r"^[-•>#]+ |[*_`$\"“”【】「」{}]|(?<!\w)'|'(?!\w)", "", text)
+    text = text.replace("[", "(").replace("]", ")")
     return re.sub("(?<=[!-~])(?=[\u2e80-\u9fff])|(?<=[\u2e80-\u9fff])(?=[!-~])", " ", text)
 
 
 def lists_options(text, letter, letters):
     """`text` follows the label of an option. -> whether the labels of the next two options follow
     on the same line, as in the question. letters: of all options."""
-    labels = re.findall(r" [(\[]?([A-Z])[)\].:]+ ", text[:2000].partition("\n")[0])
+    labels = re.findall(r" \(?([A-Z])[).:]+ ", text[:2000].partition("\n")[0])
     return letter == "A" and labels != [] and labels[:2] == [*letters[1:3]]
 
 
@@ -849,24 +822,21 @@ def extract_letter(response, options):
 # ------------------------------------------------------------------------------------------------
 # Time spans
 
-TIME = r"((?:[0-9]{1,9}:){0,2}[0-9]{1,9}(?:\.[0-9]{1,9})?)(?![0-9:%]|\.[0-9])"  # not 1.2.3, not 5%
+TIME = r"((?:[0-9]{1,9}:){0,2}[0-9]{1,9}(?:\.[0-9]{1,9})?)(?![0-9.]{0,9}%)"  # not 80-90%
 SECONDS = r"( ?s(?:ec(?:ond)?s?)?\b\.?)?"
-ABOUT = r"(?:about |around |approximately |second |t ?= ?)?"
+ABOUT = r"(?:about |around |second |t ?= ?)?"
 PAIR = re.compile(
-    rf"(?i)([\[(] ?)?(?<![\w.:-]){TIME}{SECONDS} ?([-–—−~,→]|-->|(?:up )?to|through|until|till|"
-    rf"and) ?{ABOUT}{TIME}{SECONDS}")
+    rf"(?i)([\[(] ?)?(?<![\w.:-]){TIME}{SECONDS} ?([-–~,→]|-->|(?:up )?to|through|until|and) ?"
+    rf"{ABOUT}{TIME}{SECONDS}")
 # "start_time": 1, "Start time: 1", "**Start time (s):** 1", "starts at about 1"
-AT = rf"[a-z_]{{0,8}}(?: time| timestamp)?(?: \(s\)| \(seconds\))?[\"'* :=]{{0,6}}" \
-     rf"(?:at |from |is )?{ABOUT}{TIME}"
-NAMED = re.compile(rf"(?i)\b(?:start|begin){AT}[^0-9]{{0,60}}?\b(?:end|finish|stop){AT}")
-STAMP = re.compile(r"<([0-9][^<>]*)>")
+AT = rf"[a-z_]{{0,8}}(?: time(?:stamp)?)?(?: \(s(?:econds)?\))?[\"' :=]{{0,6}}(?:at )?{ABOUT}{TIME}"
+NAMED = re.compile(rf"(?i)(?:start|begin){AT}[^0-9]{{0,60}}?(?:end|finish|stop){AT}")
 # Words just before or after a pair of numbers that is no time. A newline stands for the pair.
 COUNTED = re.compile(
-    r"(?i)\b(frames?|confidence:?) ?(from |between )?\n|\n (frames?|percent|confidence)\b")
-SHARED_MINUTES = re.compile(r"(?<![\w.:])([0-9]{1,4}) ?(?:-|–|to) ?(?=[0-9]{1,4} ?min)")
-MINUTES = re.compile(
-    r"(?<![\w.:])([0-9]{1,4}(?:\.[0-9]{1,3})?) ?(?:min(?:ute)?s?\b|m(?= ?[0-9.]{1,6} ?s))"
-    r"(?:,? ?(?:and )?([0-9]{1,2}(?:\.[0-9]{1,3})?) ?s(?:ec(?:ond)?s?)?\b)?")
+    r"(?i)(?:frames?|confidence:?) ?(?:from |between )?\n|\n (?:frames?|percent|confidence)")
+SHARED_MINUTES = re.compile(r"\b([0-9]{1,4}) ?(?:[-–]|to) ?(?=[0-9]{1,4} ?min)")
+MINUTES = re.compile(r"([0-9]{1,4}(?:\.[0-9]{1,3})?) ?m(?:in(?:ute)?s?\b|(?= ?[0-9]{1,2} ?s))"
+                     rf"(?:,? ?(?:and )?([0-9]{{1,2}}(?:\.[0-9]{{1,3}})?){SECONDS})?")
 
 
 def extract_span(response):
@@ -875,7 +845,7 @@ def extract_span(response):
     as start and end; by a comma only in brackets, with a unit, or alone. A reversed last range is
     wrong and gives None. Frame numbers, a confidence and a denied range ("not 3 - 5") are no
     answer."""
-    text = STAMP.sub(r"\1", region(response))  # "<12.5 seconds> - <20.0 seconds>"
+    text = re.sub(r"<([0-9][^<>]*)>", r"\1", region(response))  # "<12.5 seconds> - <20.0 seconds>"
     text = re.sub(r"[*`]|(?<=:[0-9][0-9]) ?min\b", "", text)  # "**10** - **20**", "1:05 min"
     # Minutes ("2 to 3 minutes") become seconds first. Then one pattern reads every range.
     text = SHARED_MINUTES.sub(r"\1 min to ", text)
