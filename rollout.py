@@ -566,7 +566,7 @@ def ask_judge(episode, judge):
     """-> what Judge.ask returns; None if no judge reads this episode. Letters, lists, spans and
     missing answers are graded by rule."""
     task = episode.task
-    answer = rewards.paid_answer(episode.turns, episode.think_open)
+    answer = rewards.final_answer(episode.turns, episode.think_open)
     judged = judge is not None and rewards.task_types()[task["type"]].judged
     if not judged or None in (task["answer"], answer):
         return None

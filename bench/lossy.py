@@ -31,7 +31,7 @@ import rollout  # noqa: E402
 def stated_answer(turns, think_open=False):
     """The text that the authors' release pays R_acc for: the final answer, else the last line with
     a word, after the thought or in an open one."""
-    answer = rewards.final_answer(turns, think_open)
+    answer = rewards.last_answer(turns[-1], think_open)[0] if turns else None
     if answer is not None or not turns:
         return answer
     tail = turns[-1].rpartition("</think>")[2]
@@ -85,7 +85,7 @@ def main():
     if not 0 <= success <= 1:
         raise launch.UserError("bench/lossy.py Q FLAGS: Q is the probability that a written call "
                                "is served, or the word hit; FLAGS are those of grpo.py")
-    rewards.paid_answer = stated_answer
+    rewards.final_answer = stated_answer
     rollout.sub_agent = losing(rollout.sub_agent, success)
     grpo.main()
 

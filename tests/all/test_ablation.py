@@ -472,7 +472,7 @@ def test_the_release_reads_the_tag_else_the_last_line(turn, want, monkeypatch):
     assert lossy.stated_answer([turn], think_open=True) == want
     assert lossy.stated_answer([]) is None
     monkeypatch.setattr("sys.argv", ["lossy.py", "1"])
-    monkeypatch.setattr(rewards, "paid_answer", rewards.paid_answer)
+    monkeypatch.setattr(rewards, "final_answer", rewards.final_answer)
     monkeypatch.setattr(rollout, "sub_agent", rollout.sub_agent)
     monkeypatch.setattr(grpo, "main", lambda: None)
     lossy.main()
