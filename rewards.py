@@ -59,7 +59,7 @@ class Pay:
     rewards: str = "on"  # "off": nothing is paid; a teacher trains instead
 
 
-def score(turns: list[str], task: dict, calls=(), think_open: bool = True, pay: Pay | None = None,
+def score(turns: list[str], task: dict, calls=(), think_open=True, pay: Pay | None = None,
           tokens: int = 0, verdict: bool | None = None) -> dict:
     """
     All reward terms of one rollout. R is composed HERE and only here, for the log and the gradient.
@@ -113,7 +113,7 @@ def tool_term(parseable: int, executed: int, acc: float) -> float:
     return 0.8 if acc > 0 else 0.3
 
 
-def format_reward(turns: list[str], think_open: bool = True, pay: Pay | None = None) -> dict:
+def format_reward(turns: list[str], think_open=True, pay: Pay | None = None) -> dict:
     """
     R_fmt of one episode, with its parts and the conditions for them.
 
@@ -151,15 +151,17 @@ def format_reward(turns: list[str], think_open: bool = True, pay: Pay | None = N
     ordered = bool(turns) and tag_order(texts[-1]) == "<think></think><answer></answer>"
     on["flow"] = on["think_closed"] and on["answer_closed"] and ordered
     # If a tool response were paid, the model would learn to answer its own calls.
-    on["capped"] = not on["balanced"] or any(re.search("</?tool_response>", turn) for turn in turns)
+    faked = any(re.search("</?tool_response>", turn) for turn in turns)
+    on["capped"] = faked or not on["balanced"]
     on["well_formed"] = on["flow"] and not on["capped"]
 
     # Without the Answer Suffix (the authors' plain GRPO) a thought earns more than an answer.
-    think, opened, ended = (0.2, 0.3, 0.2) if pay.answer_suffix else (0.3, 0.2, 0.1)
-    base = think * on["think"] + opened * on["answer_opened"] + ended * on["answer_closed"]
+    think, start, end = (0.2, 0.3, 0.2) if pay.answer_suffix else (0.3, 0.2, 0.1)
+    base = think * on["think"] + start * on["answer_opened"] + end * on["answer_closed"]
     base += 0.3 * on["think_before_call"]
     base += 0.1 * (on["balanced"] and base > 0)  # no credit for having no tags at all
-    pull = 0.4 * on["think_closed"] + 0.3 * on["flow"] - pay.gamma * on["never_closed"]
+    pull = 0.4 * on["think_closed"] + 0.3 * on["flow"]
+    pull -= pay.gamma * on["never_closed"]
     total = min(max(base + pay.anchor * pull, 0.0), 0.5 if on["capped"] else 1.0)
     return {"base": base, "anchor": pull, "total": total, **on}
 
@@ -514,8 +516,8 @@ def task_types():
                         "the letter of one of the task's options"),
         "open": TaskType("Answer with a few words.", region, token_f1, text,
                          "a text with a letter or a digit, and no tags", judged=True),
-        "list": TaskType("Answer with a list, in order, separated by commas.", region, list_share,
-                         text, "items in order, commas between, with a letter or a digit"),
+        "list": TaskType("Answer with a list, in order, separated by commas.", region,
+                         list_share, text, "items in order, commas between, with a letter or a digit"),
         "grounding": TaskType(
             "Answer with the start and the end in seconds, for example: 12.5 - 20.0",
             lambda answer, options: extract_span(answer), temporal_iou, span_text,
@@ -761,8 +763,8 @@ def extract_letter(response, options):
     listing = len({label[1].upper() for label in map(LABEL.match, lines) if label}) > 1
     # Compared as normalised text, so that "3" and "three" name one option. Only a label that fits
     # the option's place is taken off: "B. B. King" may be the text of option A.
-    texts = [" ".join(normalise(re.sub(rf"^\s*\(?{letter}[).:]+\s+", "", tidied(str(option)))))
-             for letter, option in zip(letters, options or []) if not listing]  # fmt: skip
+    texts = [" ".join(normalise(re.sub(rf"^\s*\(?{letter}[).:]+\s+", "", tidied(option))))
+             for letter, option in zip(letters, map(str, options or [])) if not listing]  # fmt: skip
     own = [own_line(line, letters, texts) for line in lines]
     # A letter alone on the last line answers, whatever option the first line begins with.
     leading = set() if listing or own[0] or own[-1] else stated_letter(LEADING, text, letters)
@@ -800,7 +802,8 @@ def extract_span(response):
     as start and end; by a comma only in brackets, with a unit, or alone. A reversed last range is
     wrong and gives None. Frame numbers, a confidence and a denied range ("not 3 - 5") are no
     answer."""
-    text = re.sub(r"<([0-9][^<>]*)>", r"\1", region(response))  # "<12.5 seconds> - <20.0 seconds>"
+    # "<12.5 seconds> - <20.0 seconds>"
+    text = re.sub(r"<([0-9][^<>]*)>", r"\1", region(response))
     text = re.sub(r"[*`]|(?<=:[0-9][0-9]) ?min\b", "", text)  # "**10** - **20**", "1:05 min"
     # Minutes ("2 to 3 minutes") become seconds first. Then one pattern reads every range.
     text = re.sub(r"\b([0-9]{1,4}) ?(?:[-–]|to) ?(?=[0-9]{1,4} ?min)", r"\1 min to ", text)
