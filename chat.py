@@ -18,7 +18,6 @@ Reads the tokenizer, the processor and the other small files of a checkpoint fol
 """
 import codecs
 import contextlib
-import glob
 import itertools
 import json
 import os
@@ -127,11 +126,9 @@ def guard(codec, text, literals=None):
 
 def encode(codec: Codec, text: str) -> list[int]:
     """Template text -> ids, split at guard marks. No BOS, no truncation."""
-    ids = []
     # The tokenizer never sees the two halves of a guarded literal side by side.
-    for piece in text.split(GUARD):
-        ids += codec.tokenizer(piece, add_special_tokens=False)["input_ids"]
-    return ids
+    return [i for piece in text.split(GUARD)
+            for i in codec.tokenizer(piece, add_special_tokens=False)["input_ids"]]
 
 
 def template(codec, messages, tools=None, generation=True):
@@ -145,12 +142,10 @@ def template(codec, messages, tools=None, generation=True):
 def stamp_text(seconds, number, kind=None):
     """The text before a frame. kind None: `<12.5 seconds>`, as Qwen3-VL was trained. Other systems'
     agents use "clock": HH:MM:SS, "frame": `<frame3_time12.50s>`, or "none": no text."""
-    if kind == "clock":
-        whole = int(seconds)
-        return f"{whole // 3600:02d}:{whole // 60 % 60:02d}:{whole % 60:02d}"
-    if kind == "frame":
-        return f"<frame{number}_time{seconds:.2f}s>"
-    return "" if kind == "none" else f"<{seconds:.1f} seconds>"
+    whole = int(seconds)
+    return {None: f"<{seconds:.1f} seconds>", "frame": f"<frame{number}_time{seconds:.2f}s>",
+            "clock": f"{whole // 3600:02d}:{whole // 60 % 60:02d}:{whole % 60:02d}",
+            "none": ""}[kind]
 
 
 def content_of(message: dict) -> list[dict]:
@@ -168,19 +163,13 @@ def render(codec, messages, items=()):
     """Messages -> messages for the template: text is guarded, frames become times and placeholders.
     items: the VisionItems of their videos, in order."""
     items = iter(items)
-    rendered = []
-    for message in messages:
-        content = content_parts(codec, message, items)
-        # Text alone is given as one string: some templates take no lists.
-        if all(part["type"] == "text" for part in content):
-            content = "".join(part["text"] for part in content)
-        rendered.append({"role": message["role"], "content": content})
-    return rendered
+    return [{"role": message["role"], "content": content_parts(codec, message, items)}
+            for message in messages]
 
 
 def content_parts(codec, message, items):
-    """Content of one message -> parts for the template. Takes one VisionItem per video from the
-    iterator `items`."""
+    """Content of one message -> parts for the template, or one string if all of it is text, because
+    some templates take no lists. Takes one VisionItem per video from the iterator `items`."""
 
     def kind(piece):
         # Two texts may name the tags: our own system prompt, and tags that our code puts around
@@ -203,7 +192,8 @@ def content_parts(codec, message, items):
             for number, seconds in enumerate(frame_times(codec, item)):
                 stamp = stamp_text(seconds, number, piece.get("stamp"))
                 parts += [{"type": "text", "text": stamp}, {"type": "image"}]
-    return parts
+    is_text = all(part["type"] == "text" for part in parts)
+    return "".join(part["text"] for part in parts) if is_text else parts
 
 
 def encode_prompt(codec: Codec, messages: list[dict], items=(), tools=None) -> tuple:
@@ -218,7 +208,15 @@ def encode_prompt(codec: Codec, messages: list[dict], items=(), tools=None) -> t
 
 def expand(codec, compact, items):
     """Ids with one placeholder per frame (or video) -> ids with one per vision token. Raises
-    ValueError if the placeholders do not match the items."""
+    ValueError if the placeholders do not match the items.
+
+    A frame of two tokens, a video of two pairs of frames with two tokens each, as text:
+        <0.5 seconds><|vision_start|><|image_pad|><|vision_end|>
+     -> <0.5 seconds><|vision_start|><|image_pad|><|image_pad|><|vision_end|>
+        <|vision_start|><|video_pad|><|vision_end|>
+     -> <0.5 seconds><|vision_start|><|video_pad|><|video_pad|><|vision_end|>
+        <2.5 seconds><|vision_start|><|video_pad|><|video_pad|><|vision_end|>   (on one line)
+    """
     runs = []  # ids that take the place of each placeholder
     for item in items:
         tokens = [codec.pad] * tokens_per_item(codec, item)
@@ -233,8 +231,7 @@ def expand(codec, compact, items):
         runs.append(run)
     places = [n for n, i in enumerate(compact) if i == codec.pad]
     if len(places) != len(runs):
-        kind = "frames" if codec.channel == "image" else "videos"
-        raise ValueError(f"{len(places)} vision placeholders in the prompt for {len(runs)} {kind}")
+        raise ValueError(f"{len(places)} placeholders in the prompt, {len(runs)} {codec.channel}s")
     # The template writes one pair of markers around a whole video: they go with the placeholder.
     beside = 0 if codec.channel == "image" else 1  # ids on each side
     out = []
@@ -258,6 +255,10 @@ def glue_ids(codec, messages, ended, items=()):
     messages: the tool (or user) messages after this turn; items: the VisionItems of their frames.
     ended: the turn's last sampled id was the end of turn. If the turn was cut off instead, the end
     is inserted here. The model did not sample that id, so that id is not trained.
+
+    As text, for one tool message, in Qwen3-VL's template; without the first mark if `ended`:
+        <|im_end|>\\n<|im_start|>user\\n<tool_response>\\nA dog.\\n</tool_response><|im_end|>\\n
+        <|im_start|>assistant\\n   (on one line)
     """
     # TURN stands for the sampled turn, whose own ids are kept. The text after TURN is the glue.
     dummy = [{"role": "user", "content": "x"}, {"role": "assistant", "content": TURN}]
@@ -308,8 +309,7 @@ def encode_chat(codec: Codec, messages: list[dict], items=(), tools=None) -> Seq
         seen = list(itertools.islice(rest, len(videos_in(run))))
         if assistant:
             (message,) = run  # data.chat_fault refuses two turns in a row
-            text = "".join(piece["text"] for piece in content_of(message))
-            new = turn_ids(codec, text, ids)
+            new = turn_ids(codec, "".join(piece["text"] for piece in content_of(message)), ids)
         elif ids:
             # All messages before the next turn make ONE glue, as in a rollout.
             new = expand(codec, glue_ids(codec, run, True, seen), seen)
@@ -435,13 +435,11 @@ def find_config(path):
         raise launch.UserError(f"checkpoint {folder}: model_type is {kind!r}, this code trains "
                                f"{known}; README.md says why")
     # Quantizers write their settings at the top of the file or into a section.
-    parts = [part for part in (config, *config.values()) if isinstance(part, dict)]
-    if any(part.get("quantization_config") is not None for part in parts):
+    if re.search('"quantization_config": (?!null)', json.dumps(config)):
         raise launch.UserError(f"checkpoint {folder}: quantization_config in config.json: "
-                               "quantized weights cannot be trained; give the BF16 checkpoint "
-                               "that these were made from")
+                               "quantized weights cannot be trained; give the BF16 checkpoint")
     # Files that may ask for Python code of the checkpoint's own, which is never run.
-    for name in sorted(glob.glob("*config.json", root_dir=folder)):
+    for name in sorted(name for name in os.listdir(folder) if name.endswith("config.json")):
         if asks_for_code(read_object(os.path.join(folder, name))):
             raise launch.UserError(f"checkpoint {folder}: {name} asks for code of its own "
                                    "(auto_map, or attn_implementation), which is never run; "
@@ -449,17 +447,10 @@ def find_config(path):
     return folder
 
 
-def asks_for_code(part):
+def asks_for_code(config):
     """Whether a configuration asks for code, at any depth: an auto_map, or an attention kernel from
-    a hub, which transformers would fetch."""
-    if isinstance(part, list):
-        return any(map(asks_for_code, part))
-    if not isinstance(part, dict):
-        return False
-    # "sdpa" is a name that transformers knows; "owner/name" is a repository of a hub.
-    kernel = any(name.endswith("attn_implementation") and "/" in str(value)
-                 for name, value in part.items())
-    return kernel or "auto_map" in part or any(map(asks_for_code, part.values()))
+    a hub ("owner/name"), which transformers would fetch."""
+    return re.search(r'"auto_map": |attn_implementation": (?:"[^"]*|\{[^}]*)/', json.dumps(config))
 
 
 def read_object(path):
@@ -507,10 +498,9 @@ def small_files(folder):
     found = {}
     for name in sorted(os.listdir(folder)):
         path = os.path.join(folder, name)
-        if not name.endswith(kinds) or name.endswith(".index.json") or name in own:
-            continue
+        ours = name.endswith(kinds) and not name.endswith(".index.json") and name not in own
         # 64 MiB; Qwen3's tokenizer.json has 11. A download cache holds links: isfile follows them.
-        if os.path.isfile(path) and os.path.getsize(path) <= 2**26:
+        if ours and os.path.isfile(path) and os.path.getsize(path) <= 2**26:
             with open(path, "rb") as f:
                 found[name] = f.read()
     return found
@@ -533,18 +523,15 @@ def load_codec(ckpt, channel="image", template_args=()):
                  for p in (images, processor.video_processor)]
     # A tokenizer of another checkpoint has other ids: prompts would hold no frames.
     marks = {"image_pad": config.image_token_id, "video_pad": config.video_token_id,
-             "vision_start": config.vision_start_token_id,
-             "vision_end": config.vision_end_token_id}
+             "vision_start": config.vision_start_token_id, "vision_end": config.vision_end_token_id}
     for name, i in marks.items():
-        found = vocabulary.get(f"<|{name}|>")
-        if found != i:
+        if (found := vocabulary.get(f"<|{name}|>")) != i:
             raise launch.UserError(f"checkpoint {ckpt}: <|{name}|> is id {found} in the tokenizer "
                                    f"and {i} in config.json; copy the tokenizer's files again")
     owner = processor if processor.chat_template else tokenizer
     if not owner.chat_template:
         raise launch.UserError(f"checkpoint {ckpt}: no chat template; copy chat_template.json or "
-                               "chat_template.jinja from the checkpoint that this one was made "
-                               "from")
+                               "chat_template.jinja from the checkpoint that it was made from")
     for name, _, value in (given.partition("=") for given in template_args):
         # {% statements %} and {{ expressions }}: a misspelt name would change nothing.
         code = re.findall(r"(?s)\{[{%].*?[%}]\}", owner.chat_template)
@@ -557,8 +544,7 @@ def load_codec(ckpt, channel="image", template_args=()):
         owner.chat_template = f"{{% set {name} = {value} %}}{owner.chat_template}"
     # Patches of another size would have other features, or crash deep inside the tower.
     tower = config.vision_config
-    wanted = tower.patch_size, tower.spatial_merge_size, tower.temporal_patch_size
-    if cut != wanted:
+    if cut != (wanted := (tower.patch_size, tower.spatial_merge_size, tower.temporal_patch_size)):
         raise launch.UserError(f"checkpoint {ckpt}: the image processor cuts patches (pixels, "
                                f"merged, frames) {cut}, the vision tower takes {wanted}; copy "
                                "preprocessor_config.json again")
@@ -575,15 +561,13 @@ def load_codec(ckpt, channel="image", template_args=()):
     added = [t for t in tokenizer.get_added_vocab() if t.startswith("<")]
     # Instruct templates end the generation prompt in "assistant\n", Thinking ones in "<think>\n". A
     # template that declares tools shows how to call one.
-    tool = {"type": "function", "function": {"name": "f", "description": "x", "parameters": {
-        "type": "object", "properties": {}}}}
+    tool = {"type": "function", "function": {"name": "f", "description": "x", "parameters": {}}}
     with reading(ckpt, "chat template"):
         prompt = owner.apply_chat_template([{"role": "user", "content": "x"}], tools=[tool],
                                            tokenize=False, add_generation_prompt=True)
     return Codec(
         tokenizer=tokenizer, processor=processor, channel=channel, eos=eos, **marks,
-        patch=cut[0], merge=cut[1], temporal=cut[2],
-        mean=norms[0][0], std=norms[0][1],
+        patch=cut[0], merge=cut[1], temporal=cut[2], mean=norms[0][0], std=norms[0][1],
         markup=tuple(sorted(added, key=len, reverse=True)),  # longest first: one may hold another
         banned=tuple(sorted(banned)), opens_thought=prompt.endswith("<think>\n"),
         dialect="xml" if "<function=" in prompt else "json",

@@ -35,7 +35,6 @@ no text raises an error.
     [1.0, 0.95, 0.0, 1.95]
 """
 
-import functools
 import json
 import math
 import re
@@ -61,7 +60,7 @@ class Pay:
     rewards: str = "on"  # "off": nothing is paid; a teacher trains instead
 
 
-def score(turns: list[str], task: dict, calls=(), think_open: bool = True, pay: Pay | None = None,
+def score(turns: list[str], task: dict, calls=(), think_open=True, pay: Pay | None = None,
           tokens: int = 0, verdict: bool | None = None) -> dict:
     """
     All reward terms of one rollout. R is composed HERE and only here, for the log and the gradient.
@@ -78,22 +77,20 @@ def score(turns: list[str], task: dict, calls=(), think_open: bool = True, pay: 
     the executed calls, if the task has evidence}
     """
     pay = pay or Pay()
-    answer = paid_answer(turns, think_open)
+    answer = final_answer(turns, think_open)
     acc = accuracy(answer, task["type"], task["answer"], task.get("options"))
     acc = acc if verdict is None else float(verdict)
     fmt = format_reward(turns, think_open, pay)["total"]
     # Count the calls that the episode ran. A model can write <tool_response> by itself.
-    parseable = sum(call["parseable"] for call in calls)
-    executed = sum(call["status"] == "ok" for call in calls)
-    tool = tool_term(parseable, executed, acc)
+    executed = [call for call in calls if call["status"] == "ok"]
+    tool = tool_term(sum(call["parseable"] for call in calls), len(executed), acc)
     # A term added here reaches the log and the gradient alike. The task part is credited at every
     # sampled token, the format part at the tokens that --format-credit names.
-    paid_task = acc + pay.tool_weight * tool - pay.call_cost * executed
+    paid_task = acc + pay.tool_weight * tool - pay.call_cost * len(executed)
     paid_fmt = pay.format_weight * fmt
     judged = {}
     if evidence := task.get("evidence"):
-        looked = [(call["start"], call["end"]) for call in calls if call["status"] == "ok"]
-        judged["windows"] = window_scores(looked, evidence)
+        judged["windows"] = window_scores([(c["start"], c["end"]) for c in executed], evidence)
         # The IoU: recall would pay for the whole film, and a sum over windows for copies of one.
         paid_task += pay.window_weight * (judged["windows"]["iou"] or 0.0)
     if pay.rewards == "off":
@@ -104,24 +101,20 @@ def score(turns: list[str], task: dict, calls=(), think_open: bool = True, pay: 
 
 def accuracy(response, task_type, gold, options=None):
     """R_acc in [0, 1] of an answer body (None: no answer, 0.0). gold: the label, in the form that
-    `task_types` names. Raises ValueError for another task_type."""
-    if task_type not in task_types():
-        raise ValueError(f"task_type {task_type!r}: expected {', '.join(task_types())}")
+    `task_types` names. Raises KeyError for another task_type."""
     kind = task_types()[task_type]
     return 0.0 if response is None else kind.pay(kind.read(response, options), gold)
 
 
 def tool_term(parseable: int, executed: int, acc: float) -> float:
     """R_tool: 0 without a parseable call, 0.1 with one, 0.3 if one was run, 0.8 if also acc > 0."""
-    if parseable <= 0:
-        return 0.0
     # A call that parses but did not run is worth 0.1, even if the answer is right.
-    if executed <= 0:
-        return 0.1
+    if parseable <= 0 or executed <= 0:
+        return 0.1 if parseable > 0 else 0.0
     return 0.8 if acc > 0 else 0.3
 
 
-def format_reward(turns: list[str], think_open: bool = True, pay: Pay | None = None) -> dict:
+def format_reward(turns: list[str], think_open=True, pay: Pay | None = None) -> dict:
     """
     R_fmt of one episode, with its parts and the conditions for them.
 
@@ -158,17 +151,18 @@ def format_reward(turns: list[str], think_open: bool = True, pay: Pay | None = N
     # The flow is strict about the order of the tags, and any text may stand between them.
     ordered = bool(turns) and tag_order(texts[-1]) == "<think></think><answer></answer>"
     on["flow"] = on["think_closed"] and on["answer_closed"] and ordered
-    # If this were paid, the model would learn to answer its own calls.
-    on["tool_response"] = any(re.search("</?tool_response>", turn) for turn in turns)
-    on["capped"] = on["tool_response"] or not on["balanced"]
+    # If a tool response were paid, the model would learn to answer its own calls.
+    faked = any(re.search("</?tool_response>", turn) for turn in turns)
+    on["capped"] = faked or not on["balanced"]
     on["well_formed"] = on["flow"] and not on["capped"]
 
     # Without the Answer Suffix (the authors' plain GRPO) a thought earns more than an answer.
-    think, opened, ended = (0.2, 0.3, 0.2) if pay.answer_suffix else (0.3, 0.2, 0.1)
-    base = think * on["think"] + opened * on["answer_opened"] + ended * on["answer_closed"]
+    think, start, end = (0.2, 0.3, 0.2) if pay.answer_suffix else (0.3, 0.2, 0.1)
+    base = think * on["think"] + start * on["answer_opened"] + end * on["answer_closed"]
     base += 0.3 * on["think_before_call"]
     base += 0.1 * (on["balanced"] and base > 0)  # no credit for having no tags at all
-    pull = 0.4 * on["think_closed"] + 0.3 * on["flow"] - pay.gamma * on["never_closed"]
+    pull = 0.4 * on["think_closed"] + 0.3 * on["flow"]
+    pull -= pay.gamma * on["never_closed"]
     total = min(max(base + pay.anchor * pull, 0.0), 0.5 if on["capped"] else 1.0)
     return {"base": base, "anchor": pull, "total": total, **on}
 
@@ -182,7 +176,6 @@ CALLS = ("tool_call", "tool_code")
 KINDS = ("think", *CALLS, "answer")
 TAG = re.compile(rf"<(/?)({'|'.join(KINDS)})>")  # lower case, no attributes: as SFT teaches
 ANY_TAG = re.compile(r"<(?![0-9])[^<>]*>")  # but "<12.5 seconds>", a frame's stamp, is text
-THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)  # a thought ends at the first </think>
 
 
 def visible(text, think_open=False):
@@ -191,13 +184,11 @@ def visible(text, think_open=False):
     instead. think_open: the turn began inside a thought. A turn whose first think tag is a closing
     one is treated the same."""
     head, closing, tail = text.rpartition("</think>")
-    if not closing:
-        return text
-    if think_open or "</think>" in text.partition("<think>")[0]:
+    if closing and (think_open or "</think>" in text.partition("<think>")[0]):
         head = "<think>" + head
     # The tail is not searched, because an unclosed opening tag would make the search quadratic.
     # A newline, because with "" the text "<ans<think>x</think>wer>" would become a tag.
-    return THOUGHT.sub("\n", head + closing) + tail
+    return re.sub("(?s)<think>.*?</think>", "\n", head + closing) + tail
 
 
 def never_closed(text, think_open=False):
@@ -223,17 +214,15 @@ def tag_order(text):
 
 def is_balanced(text):
     """Whether the tags of a turn pair up without nesting. Only calls may come twice."""
-    tags = tag_order(text)
-    once = tags.count("<think>") <= 1 and tags.count("<answer>") <= 1
-    return once and re.fullmatch(r"(?:<(\w+)></\1>)*", tags) is not None
+    twice = r"(?!.*<(think|answer)>.*<\1>)"
+    return re.fullmatch(twice + r"(?:<(\w+)></\2>)*", tag_order(text)) is not None
 
 
 def closed_thought(text):
     """The text of a turn's only thought; "" unless one opens, closes and holds a word."""
-    if text.count("<think>") != 1 or text.count("</think>") != 1:
-        return ""
-    body, closed, _ = text.partition("<think>")[2].partition("</think>")
-    return ANY_TAG.sub("", body).strip() if closed and has_word(body) else ""
+    parts = re.split("(</?think>)", text)  # text, tag, text, ..
+    one = parts[1::2] == ["<think>", "</think>"] and has_word(parts[2])
+    return ANY_TAG.sub("", parts[2]).strip() if one else ""
 
 
 def thinks_before_call(turn, think_open):
@@ -248,13 +237,10 @@ def thinks_before_call(turn, think_open):
 def bodies(text, kinds):
     """[(kind, body, closed)] of every opening tag of these kinds; the next tag ends a body."""
     # One scan for all tags. A search for each closing tag is quadratic on "<answer>" * 1e5.
-    tags = list(re.finditer(rf"<(/?)({kinds})>", text))
-    found = []
-    for tag, after in zip(tags, [*tags[1:], None]):
-        if not tag[1]:
-            body = text[tag.end() : after.start() if after else len(text)]  # cut off: to the end
-            found.append((tag[2], body, bool(after and after[1] and after[2] == tag[2])))
-    return found
+    parts = re.split(rf"<(/?(?:{kinds}))>", text)  # text, tag, text, ..
+    return [(tag, body, after == "/" + tag)
+            for tag, body, after in zip(parts[1::2], parts[2::2], [*parts[3::2], None])
+            if tag[0] != "/"]
 
 
 def last_answer(text, think_open=False):
@@ -294,20 +280,15 @@ def structural_mask(pieces):
         [b"<", b"answer", b">B", b"</", b"answer", b">", b"<|im_end|>"] -> [T, T, F, T, T, T, T]
     """
     # Bytes, not ids or decoded text: <think> is one token in Qwen3, <answer> is several.
-    joined = b"".join(pieces)
-    in_tag = bytearray(len(joined))  # 1: the byte belongs to a tag
-    for tag in TAG_BYTES.finditer(joined):
-        in_tag[tag.start() : tag.end()] = b"\x01" * (tag.end() - tag.start())
+    # The bytes of tags become zeros, so a token that overlaps a tag differs from its blanked bytes.
+    blanked = TAG_BYTES.sub(lambda tag: bytes(len(tag[0])), b"".join(pieces))
     mask = []
     at = 0  # offset in bytes of the next token
     for piece in pieces:
-        inside = in_tag[at : at + len(piece)]
-        outside = bytes(byte for byte, tag in zip(piece, inside) if not tag)
-        mask.append(1 in inside and not LETTER_BYTES.search(outside))
+        outside = blanked[at : at + len(piece)]
+        mask.append(outside != piece and not LETTER_BYTES.search(outside))
         at += len(piece)
-    if mask:
-        mask[-1] = True
-    return mask
+    return [*mask[:-1], True] if mask else []
 
 
 def group_advantages(task: list[float], fmt: list[float]) -> tuple:
@@ -335,17 +316,14 @@ def group_advantages(task: list[float], fmt: list[float]) -> tuple:
 # ------------------------------------------------------------------------------------------------
 # Tool calls
 
-MAX_CALLS = 64  # calls of one turn that are parsed; the rest get an error without a look inside
-
-
 @dataclass
 class ToolCall:
     """One call as written. start, end: seconds, None if unreadable. error None: it may run."""
-    name: str
-    start: float | None
-    end: float | None
-    num_frames: int | None
-    error: str | None
+    name: str = ""
+    start: float | None = None
+    end: float | None = None
+    num_frames: int | None = None
+    error: str | None = None
 
 
 def parse_tool_calls(text, think_open=False):
@@ -356,16 +334,13 @@ def parse_tool_calls(text, think_open=False):
     ignored."""
     calls = []
     for kind, body, closed in bodies(visible(text, think_open), "|".join(CALLS)):
-        if len(calls) >= MAX_CALLS:
-            calls.append(bad_call("too many calls in one turn"))
-        elif len(body) > MAX_CALL_CHARS:
-            calls.append(bad_call("the call is too long, expected one short call"))
-        elif kind == "tool_call" and body.lstrip().startswith("<function="):
-            calls.append(parse_xml_call(body, closed))
-        elif kind == "tool_call":
-            calls.append(parse_json_call(body, closed))
+        if len(body) > MAX_CALL_CHARS:
+            calls.append(ToolCall(error="the call is too long, expected one short call"))
+        elif kind == "tool_code":
+            calls += parse_code_calls(body)
         else:
-            calls.extend(parse_code_calls(body))
+            is_xml = body.lstrip().startswith("<function=")
+            calls.append((parse_xml_call if is_xml else parse_json_call)(body, closed))
     return calls
 
 
@@ -375,12 +350,11 @@ def parse_tool_calls(text, think_open=False):
 def closure_counts(turns, think_open=True):
     """{kind: [opened, closed]} over all turns. A stray closing tag is not counted."""
     texts = [whole(turn, think_open) for turn in turns]
-    counts = {}
-    for kind in KINDS:
-        # Each kind alone, nesting ignored. The newline keeps a pair from spanning two turns.
-        tags = "\n".join("".join(re.findall(f"</?{kind}>", text)) for text in texts)
-        counts[kind] = [tags.count(f"<{kind}>"), tags.count(f"<{kind}></{kind}>")]
-    return counts
+    # Each kind alone, nesting ignored. The newline keeps a pair from spanning two turns.
+    tags = {kind: "\n".join("".join(re.findall(f"</?{kind}>", text)) for text in texts)
+            for kind in KINDS}
+    return {kind: [order.count(f"<{kind}>"), order.count(f"<{kind}></{kind}>")]
+            for kind, order in tags.items()}
 
 
 def window_scores(windows, evidence) -> dict[str, float | None]:
@@ -409,9 +383,10 @@ def window_scores(windows, evidence) -> dict[str, float | None]:
 # Calls
 
 MAX_CALL_CHARS = 4000  # a usual call has 100; JSON nested deeper than this allows would raise
-# [[H:]MM:]SS[.f]. [0-9] instead of \d, which matches digits of other scripts too.
-CLOCK = re.compile(r"(?:(?:([0-9]{1,9}):)?([0-9]{1,9}):)?([0-9]{1,9}(?:\.[0-9]{0,9})?)")
-NUMBER = re.compile(r"[+-]?(?:[0-9]{1,9}(?:\.[0-9]{0,20})?|\.[0-9]{1,20})")
+# SS.f with a sign, or [H:]MM:SS[.f]: 90:00 is fine, 1:75 is not. [0-9] instead of \d, which matches
+# digits of other scripts too.
+SECONDS_OR_CLOCK = re.compile(
+    r"(?:[0-9]{1,9}(?::[0-5]?[0-9])?:[0-5]?[0-9]|[+-]?(?=\.?[0-9])[0-9]{0,9})(?:\.[0-9]{0,20})?")
 XML_PARAMETER = re.compile("<parameter=([^<>]*)>([^<]*)</parameter>")
 XML_CALL = re.compile(rf"<function=([^<>]+)>((?:\s*{XML_PARAMETER.pattern})*)\s*</function>")
 # A name and its brackets with no call inside: of print(crop_video(..)) the inner call.
@@ -421,25 +396,20 @@ CODE_ARGUMENT = re.compile(r"""(?:(\w+)\s*=\s*)?("[^"\n]*"|'[^'\n]*'|[^\s,="'][^
 
 def to_seconds(value):
     """Seconds as float from a number, "12.5", "MM:SS" or "H:MM:SS(.f)"; else None."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        return None  # bool is an int in Python, so true would be second 1
     if not isinstance(value, str):
-        return float(value) if abs(value) < 1e9 else None  # no NaN; float(10**400) raises
-    value = value.strip()
-    if NUMBER.fullmatch(value):
-        return float(value)
-    clock = CLOCK.fullmatch(value)
-    # 90:00 is fine, 1:75 is not.
-    if not clock or float(clock[3]) >= 60 or (clock[1] and int(clock[2]) >= 60):
+        # bool is an int in Python, so true would be second 1. No NaN; float(10**400) raises.
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return float(value) if number and abs(value) < 1e9 else None
+    if not SECONDS_OR_CLOCK.fullmatch(value.strip()):
         return None
-    return 3600.0 * int(clock[1] or 0) + 60.0 * int(clock[2] or 0) + float(clock[3])
+    hours, minutes, seconds = map(float, ["0", "0", *value.split(":")][-3:])
+    return 3600.0 * hours + 60.0 * minutes + seconds
 
 
 def to_count(value):
     """An int >= 1 from 8, 8.0 or "8"; else None."""
-    if isinstance(value, str) and ":" in value:  # "1:00" is a time, not a count
-        return None
-    number = to_seconds(value)
+    # "1:00" is a time, not a count.
+    number = None if isinstance(value, str) and ":" in value else to_seconds(value)
     return int(number) if number is not None and number >= 1 and number.is_integer() else None
 
 
@@ -448,35 +418,31 @@ def shown(name):
     return re.sub(r"[^ -;=?-~]", "", name[:400])[:40]
 
 
-def bad_call(error, name=""):
-    """The ToolCall of a call that cannot be run."""
-    return ToolCall(name, start=None, end=None, num_frames=None, error=error)
-
-
 def check_call(name, arguments):
     """A ToolCall from a name and an argument dict, whichever dialect they came from."""
-    if not isinstance(name, str) or not name.strip():
-        return bad_call('the call has no tool name, expected "name": "crop_video"')
-    if name.strip() != "crop_video":
-        return bad_call(f"unknown tool '{shown(name)}', the only tool is crop_video", shown(name))
+    name = name.strip() if isinstance(name, str) else ""
+    if not name:
+        return ToolCall(error='the call has no tool name, expected "name": "crop_video"')
+    if name != "crop_video":
+        name = shown(name)
+        return ToolCall(name, error=f"unknown tool '{name}', the only tool is crop_video")
     if not isinstance(arguments, dict):
-        return bad_call("arguments must be an object with start_time and end_time", "crop_video")
+        return ToolCall(name, error="arguments must be an object with start_time and end_time")
     start = to_seconds(arguments.get("start_time", arguments.get("start")))
     end = to_seconds(arguments.get("end_time", arguments.get("end")))
     frames = arguments.get("num_frames")
     count = to_count(frames)
     error = None
-    for key, value in (("start_time", start), ("end_time", end)):
-        if error is None and value is None:
-            present = key in arguments or key.removesuffix("_time") in arguments
-            fault = "is not a time" if present else "is missing"
-            error = f'{key} {fault}, expected seconds or "MM:SS"'
+    if start is None or end is None:
+        key = "start" if start is None else "end"
+        fault = "not a time" if {key, f"{key}_time"} & {*arguments} else "missing"
+        error = f'{key}_time is {fault}, expected seconds or "MM:SS"'
     # A negative start is no error here, because the episode clamps windows to the video.
-    if error is None and end <= start:
+    elif end <= start:
         error = "the window is empty or reversed, end_time must be greater than start_time"
-    if error is None and frames is not None and count is None:
+    elif frames is not None and count is None:
         error = "num_frames must be a whole number of at least 1"
-    return ToolCall("crop_video", start, end, count, error)
+    return ToolCall(name, start, end, count, error)
 
 
 def parse_json_call(body, closed):
@@ -487,9 +453,9 @@ def parse_json_call(body, closed):
         if isinstance(call, dict) and isinstance(call.get("arguments"), str):
             call["arguments"] = json.loads(call["arguments"])  # quoted twice by some templates
     except (ValueError, RecursionError):  # ValueError also for an integer of thousands of digits
-        return bad_call('not valid JSON, expected {"name": "crop_video", "arguments": {...}}')
+        return ToolCall(error='not valid JSON, expected {"name": "crop_video", "arguments": {...}}')
     if not isinstance(call, dict):
-        return bad_call("a call must be one JSON object with name and arguments")
+        return ToolCall(error="a call must be one JSON object with name and arguments")
     return check_call(call.get("name"), call.get("arguments"))
 
 
@@ -498,7 +464,7 @@ def parse_xml_call(body, closed):
     </parameter> after another, </function>. closed: as in parse_json_call."""
     call = (XML_CALL.fullmatch if closed else XML_CALL.match)(body.strip())
     if not call:
-        return bad_call("not a whole call, expected <function=crop_video> with "
+        return ToolCall(error="not a whole call, expected <function=crop_video> with "
                         "<parameter=start_time> and <parameter=end_time>, each closed")
     pairs = XML_PARAMETER.findall(call[2])
     return check_call(call[1], {key.strip(): value.strip() for key, value in pairs})
@@ -518,11 +484,9 @@ def parse_code_calls(body):
                 positional.append(value)  # else: the path, which stands first
         by_place = dict(zip(("start_time", "end_time", "num_frames"), positional))
         calls.append(check_call(name, by_place | named))
-        if calls[-1].error is None and len(positional) > 3:
-            calls[-1].error = "too many arguments, expected start_time, end_time, num_frames"
     # A last call that was cut off has no closing bracket.
     if not calls or re.search(r"\([^()]*$", body):
-        calls.append(bad_call("not a whole call, expected crop_video(start_time=1, end_time=2)"))
+        calls += [ToolCall(error="not a whole call, expected crop_video(start_time=1, end_time=2)")]
     return calls
 
 
@@ -543,24 +507,20 @@ class TaskType:
     within: callable = lambda label, seconds: True  # whether a video of this length can show it
 
 
-@functools.cache
 def task_types():
     """{"type" of a task: TaskType}. Another type is one more entry here."""
     def text(label, options):
         return label if isinstance(label, str) and label.strip() else None
 
     return {
-        "mcq": TaskType(
-            "Answer with the letter of one option.", extract_letter,
-            lambda letter, gold: float(letter == gold.strip().upper()),
-            lambda label, options: text(label, None) if options else None,
-            "the letter of one of the task's options"),
-        "open": TaskType(
-            "Answer with a few words.", region, token_f1, text,
-            "a text with a letter or a digit, and no tags", judged=True),
-        "list": TaskType(
-            "Answer with a list, in order, separated by commas.", region, list_share, text,
-            "a text of items in order, commas between, with a letter or a digit, and no tags"),
+        "mcq": TaskType("Answer with the letter of one option.", extract_letter,
+                        lambda letter, gold: float(letter == gold.strip().upper()),
+                        lambda label, options: text(label, None) if options else None,
+                        "the letter of one of the task's options"),
+        "open": TaskType("Answer with a few words.", region, token_f1, text,
+                         "a text with a letter or a digit, and no tags", judged=True),
+        "list": TaskType("Answer with a list, in order, separated by commas.", region,
+                         list_share, text, "items in order, commas between, with a letter or a digit"),
         "grounding": TaskType(
             "Answer with the start and the end in seconds, for example: 12.5 - 20.0",
             lambda answer, options: extract_span(answer), temporal_iou, span_text,
@@ -573,38 +533,26 @@ def task_types():
 # ------------------------------------------------------------------------------------------------
 # Answers
 
-BLOCKS = ("tool_call", "tool_code", "tool_response", "action", "observation", "score", "clip")
 MAX_ANSWER_CHARS = 50_000  # longer is no answer. Bounds the work below: NFKC may grow a text 18x
-EXPONENT = re.compile("(?<=[0-9])[⁻⁰¹²³⁴-⁹ⁿ]+")  # of a number
-BOXED = re.compile(r"\\boxed ?\{([^{}]*)\}")
-STYLED = re.compile(r"\\(?:text|textbf|mathrm|mathbf) ?\{([^{}]*)\}")
+# A block is no answer, and its numbers are no span. One that never closes takes all text after it,
+# so no second search runs to the end.
+BLOCK = re.compile(r"(?s)<(tool_[a-z]+|action|observation|score|clip)>(?:.*?</\1>|.*)")
 
 
 def answer_or_tail(turns, think_open=False):
     """The text that evaluation grades: the final answer, else the last turn after the thought."""
     answer = final_answer(turns, think_open)
-    if answer is not None or not turns:
-        return answer
     # An unclosed thought has no tail. Reading an answer out of reasoning would grade drafts.
-    if never_closed(turns[-1], think_open):
-        return None
-    text = turns[-1].rpartition("</think>")[2]
-    for kind in BLOCKS:  # no answer, and the numbers in a block are no span
-        # A lazy regex would scan to the end once for each block that never closes.
-        head, *rest = text.split(f"<{kind}>")
-        ended = [piece.partition(f"</{kind}>") for piece in rest]
-        text = "\n".join([head, *(tail for _, closing, tail in ended if closing)])
+    if answer is not None or not turns or never_closed(turns[-1], think_open):
+        return answer
+    text = BLOCK.sub("\n", turns[-1].rpartition("</think>")[2])
     return text.strip() if has_word(text) else None
-
-
-def paid_answer(turns, think_open=False):
-    """The text that R_acc reads, None without an answer."""
-    return final_answer(turns, think_open)
 
 
 def plain(text):
     """NFKC: full-width characters to ASCII. But 10² becomes 10^2, which NFKC would make 102."""
-    return unicodedata.normalize("NFKC", EXPONENT.sub(r"^\g<0>", text)).replace("。", ". ")
+    text = unicodedata.normalize("NFKC", re.sub("(?<=[0-9])[⁻⁰¹²³⁴-⁹ⁿ]+", r"^\g<0>", text))
+    return text.replace("。", ". ").replace("’", "'")
 
 
 def answer_lines(response, blank=False):
@@ -614,8 +562,8 @@ def answer_lines(response, blank=False):
     if len(text) > MAX_ANSWER_CHARS:
         return []
     # A LaTeX box declares the answer. The last box counts.
-    boxed = BOXED.findall(STYLED.sub(r"\1", text))
-    text = plain(boxed[-1] if boxed else text)
+    text = re.sub(r"\\(?:text|math)[a-z]{0,6} ?\{([^{}]*)\}", r"\1", text)
+    text = plain([text, *re.findall(r"\\boxed ?\{([^{}]*)\}", text)][-1])
     # Single spaces also keep the patterns below from backtracking over long blanks.
     lines = [" ".join(line.split()) for line in text.splitlines()]
     return [line for line in lines if line or blank]
@@ -629,15 +577,14 @@ def region(response, options=None):
 # ------------------------------------------------------------------------------------------------
 # Open answers
 
-ARTICLES = ("a", "an", "the")
 UNITS = ("zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
          "fifteen sixteen seventeen eighteen nineteen").split()  # fmt: skip
 TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
 SPELLED = dict(zip(UNITS, range(20))) | dict(zip(TENS, range(20, 100, 10))) | {"%": "percent"}
+COMPOUND = re.compile(rf"\b({'|'.join(TENS)})[ -]({'|'.join(UNITS[1:10])})\b")  # twenty-one
 # A number that stands alone, with sign and point; percent; a run of letters and digits.
 WORD = re.compile(
     r"(?<![^\W_])-?(?:[0-9]+\.[0-9]+|\.[0-9]+)(?![^\W_])|(?<![^\W_])-[0-9]+|%|[^\W_]+[+#]*")
-NUMERAL = re.compile(r"-?[0-9]*(?:\.[0-9]+)?")  # no two repeats share digits: that is quadratic
 NEGATIONS = ("not no never neither nor cannot cant isnt wasnt arent dont doesnt didnt except wrong "
              "incorrect").split()  # fmt: skip
 
@@ -648,32 +595,25 @@ def normalise(text):
     digits. A minus sign, a decimal point, % and C++ stay, because they change the meaning."""
     text = plain(text).casefold()
     text = re.sub(r"(?<=[^\W\d_])\^\{?(?=[0-9])", "", text)  # n^2, n^{2} -> n2, as NFKC has n²
-    text = re.sub(r"['’`]", "", text).replace("−", "-")  # don't -> dont
+    text = re.sub("['`]", "", text).replace("−", "-")  # don't -> dont
     text = re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", text)  # 1,000 -> 1000
+    text = COMPOUND.sub(lambda both: f" {SPELLED[both[1]] + SPELLED[both[2]]}", text)
     tokens = []
-    tens = False  # the last token was a spelled multiple of ten, which a unit completes
     for word in WORD.findall(text):
-        completes = tens and word in UNITS[1:10]
-        tens = word in TENS
-        if word in SPELLED:
-            word = str(int(tokens.pop()) + SPELLED[word] if completes else SPELLED[word])
-        elif NUMERAL.fullmatch(word):
-            # 05 -> 5, 5.0 -> 5, .5 -> 0.5. As text: int() refuses thousands of digits.
-            sign = word[: word[0] == "-"]
-            whole, _, part = word.lstrip("-").partition(".")
-            word = f"{sign}{whole.lstrip('0') or '0'}.{part.rstrip('0')}".rstrip(".")
-        tokens.append(word)
+        # 05 -> 5, 5.0 -> 5, .5 -> 0.5. As text: int() refuses thousands of digits. Without the
+        # possessive repeats a long row of zeros would take quadratic time.
+        if number := re.fullmatch(r"(-?)0*+([0-9]*+)(\.[0-9]+)?", word):
+            word = number[1] + (number[2] or "0") + (number[3] or "").rstrip("0").rstrip(".")
+        tokens.append(str(SPELLED.get(word, word)))
     # If only articles are left, keep them. Otherwise gold "A" would equal "the", and both ".".
-    return [token for token in tokens if token not in ARTICLES] or tokens
+    return [token for token in tokens if token not in ("a", "an", "the")] or tokens
 
 
 def token_f1(said, gold):
     """F1 in [0, 1] of two token multisets: a repeated word counts as often as both have it. A part
     of the answer earns a part: a slope to climb."""
-    tokens = Counter(normalise(said))
-    wanted = Counter(normalise(gold))
-    common = (tokens & wanted).total()
-    return 2.0 * common / (tokens.total() + wanted.total()) if common else 0.0
+    tokens, wanted = (Counter(normalise(text)) for text in (said, gold))
+    return 2.0 * (tokens & wanted).total() / max(1, (tokens + wanted).total())
 
 
 def list_share(said, gold):
@@ -688,50 +628,42 @@ def list_share(said, gold):
 # Option letters
 
 # Each pattern sees single spaces and newlines. None has two open-ended repeats in a row, so all
-# take linear time.
-OPTION = r"(?:option |choice |letter )?[(\[{']*"
-END = r"(?![-'’]?\w|\+\+|[#@]|\.\w\.)"  # alone: not Apples, A's, B-roll, C++, A.M.
-IS = r"(?: (?:is|was|seems|appears|(?:would|should|must|will) be)(?: (?:most )?\w{1,9}ly)?)"
+# take linear time. Of brackets they see round ones alone, see tidied. A table of the tests has a
+# reply for each alternative.
+OPTION = r"(?:option )?\(?"
+END = r"(?![-']?\w|\+\+|#|\.\w\.)"  # alone: not Apples, A's, B-roll, C++, C#, A.M.
+IS = r" (?:is|(?:would|should|must) be)(?: most)?(?: \w{1,9}ly)?"
 DECLARED = re.compile(  # "answer: B", "correct option is B", "it's B", "I choose B", "B is correct"
-    rf"(?i)\b(?:answer(?: choice| option| letter)?|(?:option|choice|letter)(?={IS}| ?[:=])|it['’]s|"
-    rf"it(?= is)|I(?:['’]d|['’]ll| would| will)? (?:choose|chose|select|pick|go with)){IS}?"
-    rf"[ \n:=>→–—'(\[{{-]{{0,8}}{OPTION}([a-z]){END}|(?<![\w'’-])([a-z])[)\]']*(?: option| choice)?"
-    rf"{IS}(?: the)?(?: best)? (?:correct|right(?! \w)|answer|option|choice)\b")
-LEADING = re.compile(
-    rf"(?i)\A(?:[-•>#] )?{OPTION}([a-z]){END}(?![)\]']* (?:is|seems|appears|looks|has|does)\b)")
-CAPITAL = re.compile(rf"(?<![\w'’.°@])(?<!\w-)([A-Z]|(?<=ption )[a-z]){END}")
-LABEL = re.compile(r"[(\[{' ]*([A-Za-z])(?:[)\]}':.]+(?: |$)|[ )\]}'.:,;!]*$)")  # "B. ", "(B)"
-STARTER = re.compile(  # of a line: "- ", "Option ", "The correct answer is: "
-    r"(?i)(?:[-•>#]+ )?(?:(?:the |my )?(?:\w{4,7} )?(?:answer|option|choice)(?: is)?:? )?")
+    rf"(?i)\b(?:answer(?:{IS})?|(?:option|choice|it)(?:{IS}|:|'s)|I(?:'d|'ll| would| will)? "
+    rf"(?:choose|select|pick|go with))[ \n:=→-]{{0,8}}{OPTION}([a-z]){END}|"
+    r"([a-z])\)? is(?: \w{1,9}ly)?(?: the)?(?: best)? (?:correct|answer|option|choice)")
+LEADING = re.compile(rf"(?i)\A{OPTION}([a-z]){END}(?!\)? (?:is|has))")
+CAPITAL = re.compile(rf"(?<![\w.°])([A-Z]|(?<=ption )[a-z]){END}")
+LABEL = re.compile(r"\(?([A-Za-z])(?:[):.]+(?: |$)|$)")  # "B. ", "(B)", "B"
+# The start of a line: "Option ", "The correct answer is: "
+STARTER = re.compile(r"(?i)\A(?:the )?(?:\w{4,7} )?(?:answer|option)(?: is)?:? ")
 # "or C" after a stated letter; after a comma or a space only if the text says no more of C.
 ALTERNATIVE = re.compile(
-    r"(?i)(?:[)\]'.]*,? \(?(?:or|and|&|as well as|along with)(?: possibly| also)? |[)\]']*,? ?[/&+]"
-    r" ?|((?:[)\]']*,)? (?=(?:option )?"
-    rf"[(\[]?[A-Z][)\]]?(?:[,.;\n]|$| or | and )))){OPTION}([A-Z]){END}")
-JOINT = re.compile(r"[)\]']*,? ?(?:and|n?or|[/&+])? ?[(\[]?")  # from "A" to "B" in "A and B"
+    r"(?i)(?:\)?\.?,? \(?(?:or|and|as well as)(?: possibly)? |\)? ?[/&] ?|"
+    rf"((?:\)?,)? (?=(?:option )?\(?[A-Z]\)?(?:[,.;\n]|$)))){OPTION}([A-Z]){END}")
+JOINT = re.compile(r",? ?(?:and|n?or|[/&])? ?")  # from "A" to "B" in "A and B"
 NOT_BEFORE = re.compile(
-    r"(?i)(?:\b(?:not|never|neither|nor|none of|rather than|instead of|except|no|ruled out|doubt|"
-    r"anything but|unlikely)|n't|不[是选])(?: the|(?-i: an?)| option| choice| answer| letter| it|"
-    r" is| be| choose| pick| select| think| believe| that| it['’]s| to| happen| occur| from| at|"
-    r" in| between| (?:[A-Z]|[0-9][0-9.: s–-]{0,16}),? n?or)*[ (\['’]*$")
+    r"(?i)(?:not|never|neither|rather than|instead of|ruled out|doubt|anything but|unlikely|n't|"
+    r"不[是选])(?: option| answer| it| is| be| choose| pick| think| believe| that| it's| to|"
+    r" happen| from| between| (?:[A-Z]|[0-9][0-9.: s–-]{0,16}) n?or)*[ (]*$")
 NOT_AFTER = re.compile(  # "is wrong", "and B are wrong", "has been eliminated"
-    r"(?i)[)\]']*(?:(?:,? (?:and )?[(\[]?[A-Z][)\]]?)+(?= are| were))? (?:(?:is|was|are|were|can|"
-    r"could|does|do|seems|has been)(?: be)? ?(?:not\b|n't|(?:\w{1,9}ly )?(?:wrong|incorrect|false|"
-    r"ruled out|excluded|eliminated|unlikely))|(?:is|was|does|ca)n't|cannot)")
+    r"(?i)\)?(?:(?:,? (?:and )?\(?[A-Z]\)?)+(?= are))? (?:is|are|can|does|seems|has been)(?: be)? ?"
+    r"(?:not|n?'t|(?:\w{1,9}ly )?(?:wrong|incorrect|ruled out|excluded|eliminated|unlikely))")
 # An option is named after punctuation or one of these words: "so C", but not "vitamin C". The
 # Chinese ones end "answer is", "choose", "or" and "and".
 BEFORE = re.compile(
-    r"(?i)(?:[^\w ]|[是为选择案或和]|\b(?:(options?|choices?|letter)|answer|choo?se|select(?:ed)?|"
-    r"pick|with|is|be|was|are|by|for|s|seems|so|but|as|then|thus|hence|therefore|from|to|say|"
-    r"guess|believe|think|matches|supports|just|not|and|towards?|like|leaving|\w{1,9}ly|n?or|"
-    r"neither)) ?[(\[{']*$")
+    r"(?i)(?:[^\w ]|[是为选择或和]|\b(?:(option|choice)|answer|choose|select|pick|with|is|be|s|so|"
+    r"but|as|thus|hence|say|matches|and|towards|like|leaving|\w{1,9}ly|n?or|neither)) ?$")
 # A letter before a word is an article or a stray letter ("A man", "I think"). Exceptions are words
-# that no article precedes: "A because", "A The", "A Reason:", "A B", a Chinese word.
+# that no article precedes: "A because", "A The", "A B", a Chinese word.
 STRAY = re.compile(
-    r" (?!(?i:because|since|as|n?or|and|is|which|due|but|not|instead|rather than|that|where|when|"
-    r"if|from|in|for|this|these|those|the|its?|s?he|they|we|you|there|on|an?|at|by|to|of|with|"
-    r"option|seems|appears|looks|matches|fits|shows|describes|has|does|are|best|[A-Z])\b(?!['’-])|"
-    "\\w{1,20}:|[\u2e80-\u9fff])\\w")
+    r" (?!(?i:because|since|as|n?or|and|is|but|rather than|that|the|this|there|its?|in|"
+    "seems|best|has|[A-Z])\\b(?!-)|[\u2e80-\u9fff])\\w")
 
 
 def is_letter(text, at):
@@ -750,15 +682,17 @@ def denied(text, start, end):
 
 
 def tidied(text):
-    """A text without Markdown and double quotes, with a space wherever a Chinese word begins."""
-    text = re.sub(r"[*_`$\"“”【】「」]", "", text)
+    """A line without Markdown, bullets and quotes, all brackets as round ones, with a space
+    wherever a Chinese word begins or ends."""
+    text = re.sub(r"^[-•>#]+ |[*_`$\"“”【】「」]|(?<!\w)'|'(?!\w)", "", text)
+    text = text.translate(str.maketrans("[]{}", "()()"))
     return re.sub("(?<=[!-~])(?=[\u2e80-\u9fff])|(?<=[\u2e80-\u9fff])(?=[!-~])", " ", text)
 
 
 def lists_options(text, letter, letters):
     """`text` follows the label of an option. -> whether the labels of the next two options follow
     on the same line, as in the question. letters: of all options."""
-    labels = re.findall(r" [(\[]?([A-Z])[)\].:]+ ", text[:2000].partition("\n")[0])
+    labels = re.findall(r" \(?([A-Z])[).:]+ ", text[:2000].partition("\n")[0])
     return letter == "A" and labels != [] and labels[:2] == [*letters[1:3]]
 
 
@@ -796,9 +730,9 @@ def letters_by_text(said, texts, letters):
     names = {text for text in texts if text.upper() not in {"", *letters}}
     any_name = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
     found = names & {*re.findall(f"(?<= )(?:{any_name})(?= )", f" {said} ")}
-    if len(found) == 1:  # an option's text may hold a "not", so look beside it
-        beside = f" {said} ".replace(f" {[*found][0]} ", " ").split()
-        found = found if set(NEGATIONS).isdisjoint(beside) else set()
+    # An option's text may hold a "not", so look beside it.
+    beside = f" {said} ".replace(f" {[*found][0]} ", " ").split() if len(found) == 1 else []
+    found = found if set(NEGATIONS).isdisjoint(beside) else set()
     return {letter for letter, text in zip(letters, texts) if text in found}
 
 
@@ -809,9 +743,8 @@ def own_line(line, letters, texts):
     label = LABEL.match(line)
     letter = label[1].upper() if label else ""
     said = " ".join(normalise(line[label.end() if label else 0 :]))
-    whole = f"{letter.lower()} {said}".strip()
     named, wholly = ([at for at, text in zip(letters, texts) if text == form]
-                     for form in (said, whole))  # fmt: skip
+                     for form in (said, f"{letter.lower()} {said}".strip()))  # fmt: skip
     if letter and (named or not said):
         return letter if letter in (named if said else letters) else "?"
     return wholly[0] if len(wholly) == 1 else None  # no label: an option begins so: "B. B. King"
@@ -828,22 +761,20 @@ def extract_letter(response, options):
     lines = [tidied(line) for line in answer_lines(response)] or [""]
     # Keep the line breaks: joined by spaces, the A before "The oven .." would read as an article.
     text = "\n".join(lines)
-    # Compared as normalised text, so that "3" and "three" name one option. Only a label that fits
-    # the option's place is taken off: "B. B. King" may be the text of option A.
-    texts = [" ".join(normalise(re.sub(rf"^\s*\(?{letter}[).:]+\s+", "", tidied(str(option)))))
-             for letter, option in zip(letters, options or [])]  # fmt: skip
     declared = stated_letter(DECLARED, text, letters)
     # Two labelled lines repeat the options. Then only a bare letter is an answer.
     listing = len({label[1].upper() for label in map(LABEL.match, lines) if label}) > 1
-    texts = [] if listing else texts
+    # Compared as normalised text, so that "3" and "three" name one option. Only a label that fits
+    # the option's place is taken off: "B. B. King" may be the text of option A.
+    texts = [" ".join(normalise(re.sub(rf"^\s*\(?{letter}[).:]+\s+", "", tidied(option))))
+             for letter, option in zip(letters, map(str, options or [])) if not listing]  # fmt: skip
     own = [own_line(line, letters, texts) for line in lines]
     # A letter alone on the last line answers, whatever option the first line begins with.
     leading = set() if listing or own[0] or own[-1] else stated_letter(LEADING, text, letters)
     if declared and len(lines) == len(leading) == 1:
         declared |= leading  # "A. The answer is B" contradicts itself
-    said = " ".join(normalise(" ".join(lines)))
     steps = (declared, {*filter(None, own)} | leading, named_letters(CAPITAL, text, letters),
-             letters_by_text(said, texts, letters))  # fmt: skip
+             letters_by_text(" ".join(normalise(text)), texts, letters))  # fmt: skip
     # The first step that names a letter decides. A later step never breaks a tie.
     named = [*next(filter(None, steps), "?")]
     return named[0] if len(named) == 1 and named[0] in letters else None
@@ -852,24 +783,20 @@ def extract_letter(response, options):
 # ------------------------------------------------------------------------------------------------
 # Time spans
 
-TIME = r"((?:[0-9]{1,9}:){0,2}[0-9]{1,9}(?:\.[0-9]{1,9})?)(?![0-9:%]|\.[0-9])"  # not 1.2.3, not 5%
-SECONDS = r"( ?s(?:ec(?:ond)?s?)?\b\.?)?"
-ABOUT = r"(?:about |around |approximately |second |t ?= ?)?"
+TIME = r"((?:[0-9]{1,9}:){0,2}[0-9]{1,9}(?:\.[0-9]{1,9})?)(?![0-9:%]|\.[0-9])"  # not 80-90%
+SECONDS = r"( ?s(?:ec(?:ond)?s?)?\.?)?"
+ABOUT = r"(?:about |around |second |t ?= ?)?"
 PAIR = re.compile(
-    rf"(?i)([\[(] ?)?(?<![\w.:-]){TIME}{SECONDS} ?([-–—−~,→]|-->|(?:up )?to|through|until|till|"
-    rf"and) ?{ABOUT}{TIME}{SECONDS}")
+    rf"(?i)([\[(] ?)?(?<![\w.:-]){TIME}{SECONDS} ?([-–~,→]|-->|(?:up )?to|through|until|and) ?"
+    rf"{ABOUT}{TIME}{SECONDS}")
 # "start_time": 1, "Start time: 1", "**Start time (s):** 1", "starts at about 1"
-AT = rf"[a-z_]{{0,8}}(?: time| timestamp)?(?: \(s\)| \(seconds\))?[\"'* :=]{{0,6}}" \
-     rf"(?:at |from |is )?{ABOUT}{TIME}"
-NAMED = re.compile(rf"(?i)\b(?:start|begin){AT}[^0-9]{{0,60}}?\b(?:end|finish|stop){AT}")
-STAMP = re.compile(r"<([0-9][^<>]*)>")
+AT = rf"[a-z_]{{0,8}}(?: time(?:stamp)?)?(?: \(s(?:econds)?\))?[\"' :=]{{0,6}}(?:at )?{ABOUT}{TIME}"
+NAMED = re.compile(rf"(?i)(?:start|begin){AT}[^0-9]{{0,60}}?(?:end|finish|stop){AT}")
 # Words just before or after a pair of numbers that is no time. A newline stands for the pair.
-COUNTED = re.compile(
-    r"(?i)\b(frames?|confidence:?) ?(from |between )?\n|\n (frames?|percent|confidence)\b")
-SHARED_MINUTES = re.compile(r"(?<![\w.:])([0-9]{1,4}) ?(?:-|–|to) ?(?=[0-9]{1,4} ?min)")
-MINUTES = re.compile(
-    r"(?<![\w.:])([0-9]{1,4}(?:\.[0-9]{1,3})?) ?(?:min(?:ute)?s?\b|m(?= ?[0-9.]{1,6} ?s))"
-    r"(?:,? ?(?:and )?([0-9]{1,2}(?:\.[0-9]{1,3})?) ?s(?:ec(?:ond)?s?)?\b)?")
+COUNTED = re.compile(r"(?i)(?:frames?|confidence:?)(?: \w{4,7})? ?\n|\n (?:frame|percent|confid)")
+MINUTES = re.compile(r"\b([0-9]{1,4}) ?(?:[-–]|to) ?(?=[0-9]{1,4} ?min)")
+MINUTES = re.compile(r"([0-9]{1,4}(?:\.[0-9]{1,3})?) ?m(?:in(?:ute)?s?|(?= ?[0-9]{1,2} ?s))"
+                     rf"(?:,? ?(?:and )?([0-9]{{1,2}}(?:\.[0-9]{{1,3}})?){SECONDS})?")
 
 
 def extract_span(response):
@@ -878,21 +805,21 @@ def extract_span(response):
     as start and end; by a comma only in brackets, with a unit, or alone. A reversed last range is
     wrong and gives None. Frame numbers, a confidence and a denied range ("not 3 - 5") are no
     answer."""
-    text = STAMP.sub(r"\1", region(response))  # "<12.5 seconds> - <20.0 seconds>"
+    # "<12.5 seconds> - <20.0 seconds>"
+    text = re.sub(r"<([0-9][^<>]*)>", r"\1", region(response))
     text = re.sub(r"[*`]|(?<=:[0-9][0-9]) ?min\b", "", text)  # "**10** - **20**", "1:05 min"
     # Minutes ("2 to 3 minutes") become seconds first. Then one pattern reads every range.
-    text = SHARED_MINUTES.sub(r"\1 min to ", text)
+    text = re.sub(r"\b([0-9]{1,4}) ?(?:[-–]|to) ?(?=[0-9]{1,4} ?min)", r"\1 min to ", text)
     text = MINUTES.sub(lambda part: f"{60 * float(part[1]) + float(part[2] or 0):.3f}s", text)
     found = [(match.span(), match[1], match[2]) for match in NAMED.finditer(text)]
     alone = text.strip(" .\"'")
     for match in PAIR.finditer(text):
         bracket, start, unit, joint, end, _ = match.groups()
-        if joint == "," and not bracket and not unit and match[0] != alone:
-            continue  # "at 10, 20 people"
+        listed = joint == "," and not (bracket or unit or match[0] == alone)  # "at 10, 20 people"
         first, last = match.span()
         around = text[max(0, first - 32) : first] + "\n" + text[last : last + 12]
         # "frames 10-20", "confidence 0.8-0.9"; "frames <12.5 seconds> - <20.0 seconds>" are times.
-        if unit or not COUNTED.search(around):
+        if not listed and (unit or not COUNTED.search(around)):
             found.append((match.span(), start, end))
     # The last range counts, because an echoed example or a first guess stands before the answer.
     stated = [(place, *times) for place, *times in found if not denied(text, *place)]

@@ -554,7 +554,7 @@ async def score_episode(episode: Episode, pay: rewards.Pay | None = None, judge=
     """Sets the reward of an episode that has ended. judge: endpoint.Judge or None. It reads open
     answers only, because letters, lists, spans and missing answers are graded by rule."""
     task, verdict = episode.task, None
-    answer = rewards.paid_answer(episode.turns, episode.think_open)
+    answer = rewards.final_answer(episode.turns, episode.think_open)
     judged = (judge is not None and rewards.task_types()[task["type"]].judged
               and None not in (task["answer"], answer))
     if judged:

@@ -15,8 +15,10 @@ from test_rewards import (
     PETS,
     PIECES,
     SPANS,
+    STATED,
     TAGS,
     THOUGHT,
+    TIMES,
     anything,
     approx,
     format_reward,
@@ -237,7 +239,7 @@ def test_other_letters_in_their_places_give_the_other_letter(form, letters):
     assert outcome(one, two) == outcome(three, four)
 
 
-STATED = [  # on the first four animals: cat, dog, horse, bird
+ANIMALS_STATED = [  # on the first four animals: cat, dog, horse, bird
     ("Answer: A\nExplanation: A blue bus is seen later.", "A"),
     ("The correct answer is A\n\nThe oven ..", "A"), ("Answer: A The oven is on.", "A"),
     ("Answer: A A blue bus is seen.", "A"), ("A The oven is on.", "A"), ("A\tIt barks.", "A"),
@@ -265,7 +267,7 @@ STATED = [  # on the first four animals: cat, dog, horse, bird
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("response, want", STATED)
+@pytest.mark.parametrize("response, want", ANIMALS_STATED)
 def test_an_article_a_name_or_a_second_thought_is_told_from_a_letter(response, want):
     assert extract_letter(response, OPTION_SETS["words"][:4]) == want
 
@@ -488,6 +490,61 @@ def test_two_answers_match_neither():
 def test_no_refusal_matches_a_gold(refusal):
     for form in ONE_ANSWER:
         assert [gold for gold in GOLDS if match_open(form.format(a=refusal), gold)] == [], form
+
+
+# ------------------------------------------------------------------------------------------------
+# Every part of a pattern has a reply that needs it
+
+
+def without_a_part(tree):
+    """A parsed pattern, changed in place: yields each alternative, optional part and lookaround
+    while the pattern lacks it."""
+    for at, (kind, value) in enumerate(list(tree)):
+        if kind is re._constants.BRANCH:
+            for n, part in enumerate(list(value[1])):
+                value[1].pop(n)
+                yield part
+                value[1].insert(n, part)
+                yield from without_a_part(part)
+        elif kind is re._constants.MAX_REPEAT:
+            if value[0] == 0:
+                tree[at] = (kind, (0, 0, value[2]))
+                yield value[2]
+                tree[at] = (kind, value)
+            yield from without_a_part(value[2])
+        elif kind in (re._constants.ASSERT, re._constants.ASSERT_NOT):
+            del tree[at]
+            yield value[1]
+            tree.insert(at, (kind, value))
+            yield from without_a_part(value[1])
+        elif kind is re._constants.SUBPATTERN:
+            yield from without_a_part(value[3])
+
+
+def forget_widths(value):
+    """The compiler skips texts shorter than the width that the parser has noted."""
+    if isinstance(value, re._parser.SubPattern):
+        value.width, value = None, value.data
+    for part in value if isinstance(value, (list, tuple)) else ():
+        forget_widths(part)
+
+
+def test_each_part_of_a_pattern_has_a_reply_that_needs_it(monkeypatch):
+    needed, idle = set(), {}
+    for name in ("DECLARED LEADING CAPITAL LABEL STARTER ALTERNATIVE JOINT NOT_BEFORE NOT_AFTER "
+                 "BEFORE STRAY PAIR NAMED COUNTED MINUTES").split():
+        tree = re._parser.parse(getattr(rewards, name).pattern)
+        for part in without_a_part(tree):
+            forget_widths(tree)
+            monkeypatch.setattr(rewards, name, re._compiler.compile(tree))
+            if any(extract_letter(reply, PETS) != want for reply, want in STATED) or any(
+                    extract_span(reply) != want for reply, want in TIMES):
+                needed.add(repr(part))
+            else:
+                idle[repr(part)] = name
+        monkeypatch.undo()
+    # A part that several patterns share, as TIME and END, needs one reply.
+    assert {part: name for part, name in idle.items() if part not in needed} == {}
 
 
 # ------------------------------------------------------------------------------------------------
