@@ -53,8 +53,9 @@ import launch
 import model
 import rollout
 import video
+from bench import step_model
 from engine import Limits, VllmEngine
-from tools import gpu_check, plan
+from tools import plan
 
 
 def pictures(count):
@@ -247,10 +248,21 @@ def compare_trainers(args):
 def floor_seconds(ckpt, prompt, response, group):
     """`floor` of the header, in seconds; lengths in tokens."""
     config = plan.read_config(ckpt)
-    flops = gpu_check.training_flops(
+    flops = step_model.training_flops(
         config.text_config, plan.parameter_counts(config)["layers"], prompt + group * response,
-        group * response, gpu_check.tree_pairs(prompt, [response] * group))
-    return flops / gpu_check.ceiling(torch.device("cpu"))
+        group * response, step_model.tree_pairs(prompt, [response] * group))
+    return flops / ceiling()
+
+
+def ceiling(size=1024):
+    """FLOP/s of a large matrix product in fp32."""
+    a = torch.randn(size, size)
+    took = []
+    for _ in range(22):
+        began = time.perf_counter()
+        a @ a
+        took.append(time.perf_counter() - began)
+    return 2 * size**3 / statistics.median(took[2:])  # the first two warm up
 
 
 def make_checkpoint(ckpt, folder):

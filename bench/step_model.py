@@ -1,7 +1,7 @@
 """
 step_model.py: seconds of one PARA-GRPO step on GPUs that you do not have, by arithmetic.
 
-  operations  = of the matrices, as tools/gpu_check.py counts them for the MFU
+  operations  = of the matrices, 6 per token and weight, forward and backward
   prefill     = operations of the prompts, once per group, of all sub-agents' windows and of the
                 tower, over --prefill-mfu of the peak
   decode      = engine steps x (bytes of the weights and of the keys and values in use over
@@ -23,16 +23,42 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import launch
-from tools import gpu_check, plan
+from tools import plan
 
 BUDGETS = (4, 8, 16, 32, 64)  # K of training
+
+
+def training_flops(text, layers, tokens, trained, pairs):
+    """FLOPs of forward and backward: 6 per token and weight of the layers (`layers` weights), 6 per
+    trained token and weight of the head, 12 per visible (query, key) pair, head dimension and
+    layer. Recomputed work does not count, and a shared prompt counts once."""
+    weights = layers * tokens + text.vocab_size * text.hidden_size * trained
+    # 12: two products forward (scores, values), four backward, 2 FLOPs per multiply-add.
+    width = text.num_attention_heads * text.head_dim * text.num_hidden_layers
+    return 6 * weights + 12 * pairs * width
+
+
+def tower_flops(vision, patches, of_frame):
+    """FLOPs of a forward of the vision tower. of_frame: patches of a frame, which see each other.
+    The mergers run once per square of merge x merge patches. The table of places is no product."""
+    width, square = vision.hidden_size, vision.spatial_merge_size**2
+    embedding = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2 * width
+    block = 4 * width**2 + 2 * width * vision.intermediate_size + 2 * of_frame * width
+    merger = (square * width + vision.out_hidden_size) * width  # of a patch
+    mergers = 1 + len(getattr(vision, "deepstack_visual_indexes", ()))
+    return 2 * patches * (embedding + vision.depth * block + mergers * merger)
+
+
+def tree_pairs(prompt, responses=()):
+    """Number of visible (query, key) pairs of one tree; lengths in tokens."""
+    return prompt * (prompt + 1) // 2 + sum(r * prompt + r * (r + 1) // 2 for r in responses)
 
 
 def forward_operations(config, counts, tokens, sampled, pairs):
     """Multiplications and additions of one forward: a third of forward and backward together.
     sampled: tokens that pass the head. pairs: visible (query, key) pairs of attention."""
     text, layers = config.text_config, counts["layers"]
-    return gpu_check.training_flops(text, layers, tokens, sampled, pairs) / 3
+    return training_flops(text, layers, tokens, sampled, pairs) / 3
 
 
 def step(config, args):
@@ -55,8 +81,8 @@ def step(config, args):
     patches = of_frame * (prompts * (prompt - args.text) / frame + calls * args.window_frames)
     prefill = forward_operations(
         config, n, prompts * prompt + calls * window, 0,
-        prompts * gpu_check.tree_pairs(prompt) + calls * gpu_check.tree_pairs(window))
-    prefill += gpu_check.tower_flops(config.vision_config, patches, of_frame)
+        prompts * tree_pairs(prompt) + calls * tree_pairs(window))
+    prefill += tower_flops(config.vision_config, patches, of_frame)
     prefill /= peak * args.prefill_mfu
     # One chain after the other: the longest first turn, the longest summary, the longest answer.
     steps = args.tail * sampled + (args.tail * args.summary if args.kappa else 0)
@@ -71,7 +97,7 @@ def step(config, args):
     overviews = prompts * args.overview_core_s / decoders
 
     tokens = prompts * (prompt + args.group * response)
-    pairs = prompts * gpu_check.tree_pairs(prompt, [response] * args.group)
+    pairs = prompts * tree_pairs(prompt, [response] * args.group)
     passes = 3 + (args.recompute == "full") + (args.kl > 0)
     update = passes * forward_operations(config, n, tokens, rollouts * sampled, pairs)
     update /= peak * args.train_mfu

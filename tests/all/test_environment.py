@@ -80,8 +80,8 @@ def locked(name):
 
 
 def test_packages_of_cuda_are_of_one_release():
-    """Wheels of cuda-python below 12.6.3 hold the files of cuda-bindings. With a later cuda-bindings
-    the file that is unpacked last wins, and flashinfer, which every engine imports, fails."""
+    """Wheels of cuda-python below 12.6.3 hold the files of cuda-bindings. Beside another release of
+    that the file that is unpacked last wins, and flashinfer, which each engine imports, fails."""
     found = locked("requirements.txt")
     one, two = (found[name].split(".")[:2] for name in ("cuda-python", "cuda-bindings"))
     assert one == two
