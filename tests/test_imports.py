@@ -21,7 +21,7 @@ ORDER = ["launch", "rewards", "video", "data", "chat", "model", "engine", "endpo
          "evaluation.publishers", "evaluation.senders",
          "evaluation.graders", "evaluation.folders", "evaluation.verify",
          "eval", "tools.plan", "tools.ask", "tools.records", "tools", "bench.frontier",
-         "bench.verdicts", "bench"]  # fmt: skip
+         "bench.verdicts", "bench.step_model", "bench"]  # fmt: skip
 FILES = sorted([*Path(ROOT).glob("*.py"), *Path(ROOT).glob("evaluation/*.py"),
                 *Path(ROOT).glob("tools/*.py"), *Path(ROOT).glob("bench/*.py")])
 
