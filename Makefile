@@ -1,4 +1,4 @@
-# make venv   the environment, in .venv (GPU=1, GPU=0: for GPUs or not, whatever this machine has)
+# make venv   the environment, in .venv (GPU=1, GPU=0: for GPUs or not, whatever this machine has); `make test` adds requirements-dev.txt
 # make test   the tests (ARGS="--shuffle 7": in a random order)
 # make test-all   also the tests in tests/all: rare cases, long sweeps, faults, pages in a browser
 # make test-fast   the edit loop: a minute or two, without engines and processes
@@ -34,7 +34,7 @@ INDEXES = $$($(BIN)/pip config list 2>/dev/null | sed -nE "s/\\\\n/ /g; s/^[^=]*
 UV = [ -x $(BIN)/uv ] && $(BIN)/uv pip install -q --python $(BIN)/python --index-strategy unsafe-best-match $(INDEXES)
 install = { $(UV) $(1) || $(BIN)/pip install -q --no-compile $(1); }
 # every file must have the SHA-256 of the lock file; pip wants the whole list for that
-locked = { $(UV) -r $(1).txt -c $(1)-lock.txt || $(BIN)/pip install -q --no-compile --no-deps -r $(1)-lock.txt; }
+locked = { $(UV) -r $(1).txt -c locks/$(1).txt || $(BIN)/pip install -q --no-compile --no-deps -r locks/$(1).txt; }
 # pip compiles nothing: of thousands of modules few are ever imported, and those are compiled then, once, whatever the shell says
 export PYTHONDONTWRITEBYTECODE :=
 CPU_INDEX := https://download.pytorch.org/whl/cpu
@@ -54,7 +54,7 @@ CLEAR := --clear
 endif
 endif
 
-.venv/ready: requirements.txt requirements-lock.txt requirements-cpu.txt requirements-cpu-lock.txt
+.venv/ready: $(WANTED).txt locks/$(WANTED).txt
 	$(PYTHON) -m venv $(CLEAR) .venv
 	@$(BIN)/pip install -q uv==0.13.9 || $(BIN)/pip install -q -U pip || true  # else by today's pip, twice as fast as that of Python 3.11
 	@[ $(WANTED) = requirements ] || $(call install,torch==2.13.0+cpu) 2>.venv/errors || { \
@@ -65,29 +65,35 @@ endif
 	@$(BIN)/pip check
 	@echo $(WANTED) >$@
 
-test: venv
+# what the tests import beside that: no node that trains needs it
+.venv/dev: .venv/ready requirements-dev.txt locks/requirements-dev.txt
+	@$(call locked,requirements-dev)
+	@$(BIN)/pip check
+	@touch $@
+
+test: .venv/dev
 	$(BIN)/ruff check -q .
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-all: venv
+test-all:
 	$(MAKE) test ARGS="--all $(ARGS)"
 
-test-fast: venv
+test-fast: .venv/dev
 	$(BIN)/ruff check -q .
 	$(BIN)/python -m pytest -n 2 --dist loadfile --fast $(ARGS)
 
-lint: venv
+lint: .venv/dev
 	$(BIN)/ruff check -q .
 	$(BIN)/python tools/lint.py
 
-test-faults: venv
+test-faults: .venv/dev
 	$(BIN)/python -m pytest tests/test_file_faults.py --all-faults $(ARGS)
 
-test-page: venv
+test-page: .venv/dev
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { apt-get update -q && apt-get install -y -q chromium chromium-driver; }
 	$(BIN)/python -m pytest tests/all/test_page.py tests/all/test_serve_page.py
 
-test-compat: .venv/transformers-4.57
+test-compat: .venv/dev .venv/transformers-4.57
 	$(BIN)/python -m pytest tests/all/test_published.py -k transformers_4 $(ARGS)
 
 .venv/transformers-4.57: .venv/ready

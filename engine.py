@@ -13,6 +13,8 @@ Reads a checkpoint folder; writes nothing. Used by rollout.py and endpoint.py; c
 engine that has submit(request), abort(request id) and poll().
 """
 import asyncio
+import atexit
+import gc
 import importlib
 import os
 import sys
@@ -163,6 +165,7 @@ class Limits:
     gpu_memory: float = 0.5  # fraction of the card
     sleeping: bool = False  # give memory back while the trainer works (GPU)
     max_videos: int = 1  # in one context
+    max_num_batched_tokens: int = None  # of one step, chunks of longer prompts; None: vLLM's number
 
 
 class VllmEngine:
@@ -173,19 +176,17 @@ class VllmEngine:
 
     def __init__(self, ckpt: str, codec: chat.Codec, limits: Limits):
         """ckpt: folder of a whole checkpoint, not of adapters. With torchrun on GPUs collective."""
-        import atexit
-        import gc
-
         import torch
 
         launch.import_shim()
         gpu = torch.cuda.is_available()
         # vLLM takes these switches from the environment alone. On CPU it would bind threads to
-        # cores, and the threads of all ranks to the same core.
+        # cores, and the threads of all ranks to the same core. Training samples from the full
+        # softmax, so flashinfer's sampler has no work. It would compile with any CUDA it meets.
         os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1",
-                          VLLM_CPU_OMP_THREADS_BIND="nobind")
+                          VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_USE_FLASHINFER_SAMPLER="0")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        threads = torch.get_num_threads()
+        threads, base, chunk = torch.get_num_threads(), codec.base, limits.max_num_batched_tokens
         from transformers import AutoConfig
         from vllm import LLM, ModelRegistry
 
@@ -193,31 +194,30 @@ class VllmEngine:
             # Under torchrun: one engine per rank, TP 1. Building it is collective.
             executor = "external_launcher" if "RANK" in os.environ else None
             options = dict(dtype="bfloat16", gpu_memory_utilization=limits.gpu_memory,
-                           enable_sleep_mode=limits.sleeping, distributed_executor_backend=executor)
+                           enable_sleep_mode=limits.sleeping, distributed_executor_backend=executor,
+                           enable_flashinfer_autotune=False, max_num_batched_tokens=chunk)
         else:
             # vLLM compiles a small function that counts ranks, in every process, for seconds.
             torch.compiler.set_stance("force_eager")
             # vLLM would inspect the class in a subprocess, which has no shim.
-            inside = importlib.import_module(
-                f"vllm.model_executor.models.{codec.base.engine_module}")
-            ModelRegistry.register_model(codec.base.model_class,
-                                         getattr(inside, codec.base.model_class))
+            module = importlib.import_module(f"vllm.model_executor.models.{base.engine_module}")
+            ModelRegistry.register_model(base.model_class, getattr(module, base.model_class))
             # vLLM fills the KV cache with zeros at start, 1 to 3 s per GiB, so ask for little.
             text = AutoConfig.from_pretrained(ckpt, trust_remote_code=False).text_config
             heads = text.num_hidden_layers * text.num_key_value_heads
             room = limits.context * heads * text.head_dim * 2 * 4  # bytes of one context
-            if codec.base.recurrent:  # a page of keys and values is as large as a layer's state
+            if base.recurrent:  # a page of keys and values is as large as a layer's state
                 state = text.linear_num_value_heads * text.linear_key_head_dim
                 room += text.num_hidden_layers * state * text.linear_value_head_dim * 4
-            # Chunked prefill rewinds a request's seeded generator, which CPU generators cannot do.
+            # Chunked prefill rewinds a request's seeded generator, which CPU generators cannot do:
+            # with a chunk given, every request must be greedy.
             # And states of gated-delta layers are cached at the ends of chunks only.
             # Prompts share whole blocks, and those of a group differ from turn to turn.
-            options = dict(dtype=codec.base.cpu_dtype, enforce_eager=True, block_size=32,
-                           enable_chunked_prefill=False,
-                           enable_prefix_caching=not codec.base.recurrent,
-                           kv_cache_memory_bytes=max(2 * room,
-                                                     min(limits.max_seqs * room, 2**27)),
-                           max_num_batched_tokens=max(limits.context, 8192))
+            options = dict(dtype=base.cpu_dtype, enforce_eager=True, block_size=32,
+                           enable_chunked_prefill=bool(chunk),
+                           enable_prefix_caching=not base.recurrent,
+                           kv_cache_memory_bytes=max(2 * room, min(limits.max_seqs * room, 2**27)),
+                           max_num_batched_tokens=chunk or max(limits.context, 8192))
         gc.collect()
         # vLLM runs gc.collect() eight times at start; objects that are frozen now are not searched.
         gc.freeze()
@@ -230,25 +230,21 @@ class VllmEngine:
         # below two minimal frames: vLLM also computes a video's size, and would divide by zero.
         least = (codec.patch * codec.merge) ** 2
         size = {"shortest_edge": least, "longest_edge": max(longest, 2 * least)}
+        # "vllm" ignores the checkpoint's top-p and top-k. Log-probs are those after temperature and
+        # bias.
         self.llm = LLM(
-            ckpt, max_model_len=limits.context, max_num_seqs=limits.max_seqs,
-            trust_remote_code=False,
-            generation_config="vllm",  # ignore top-p and top-k of the checkpoint
+            ckpt, max_model_len=limits.context, max_num_seqs=limits.max_seqs, **options,
+            trust_remote_code=False, generation_config="vllm", logprobs_mode="processed_logprobs",
             limit_mm_per_prompt={"image": images, "video": limits.max_videos},
-            logprobs_mode="processed_logprobs",  # after temperature and bias
-            mm_processor_kwargs={"size": size}, disable_log_stats=True, use_tqdm_on_load=False,
-            **options)  # fmt: skip
+            mm_processor_kwargs={"size": size}, disable_log_stats=True, use_tqdm_on_load=False)
         torch.set_num_threads(threads)  # on CPU vLLM lowers the number for the whole process
         self.engine = self.llm.llm_engine
         if gpu:  # vLLM would run its shutdown at the interpreter's exit: see end_process
             self.engine.engine_core._finalizer.detach()
-        self.codec = codec
-        self.max_seqs = limits.max_seqs
-        self.running = {}  # request id -> Request
-        self.prompts = {}  # the latest prompts, see engine_prompt
+        self.codec, self.max_seqs = codec, limits.max_seqs
+        self.running, self.prompts = {}, {}  # request id -> Request; see engine_prompt
         self.tied_on_cpu = not gpu and self.engine.model_config.hf_config.tie_word_embeddings
-        self.gpu = gpu
-        self.sleeping = gpu and limits.sleeping
+        self.gpu, self.sleeping = gpu, gpu and limits.sleeping
         self.sampling = {}  # more SamplingParams (top_p, ..), set by eval.py alone
 
     def submit(self, request: Request) -> None:
@@ -273,13 +269,12 @@ class VllmEngine:
         """One step of the engine -> the requests that it finished. Raises RuntimeError if the
         engine saw other ids than the trainer will."""
         finished = []
-        for output in self.engine.step() if self.running else ():
-            if not output.finished:
-                continue
+        outputs = self.engine.step() if self.running else ()
+        for output in (output for output in outputs if output.finished):
             request = self.running.pop(output.request_id)
+            # Frames were resized again, or placeholders were expanded in another way.
             if list(output.prompt_token_ids) != list(request.expanded):
-                raise RuntimeError(f"{request.id}: the engine's prompt ids differ from the "
-                                   "trainer's (frames resized or placeholders expanded otherwise)")
+                raise RuntimeError(f"{request.id}: the engine's prompt ids differ from ours")
             sampled = output.outputs[0]
             ids = list(sampled.token_ids)
             logps = [entry[token].logprob for token, entry in zip(ids, sampled.logprobs)]
@@ -287,10 +282,15 @@ class VllmEngine:
                                        ended=ids[-1:] == [self.codec.eos]))
         return finished
 
-    def sleep(self) -> None:
-        """Frees weights and KV cache while the trainer works, if Limits.sleeping is set."""
+    def sleep(self) -> float | None:
+        """Frees weights and KV cache while the trainer works, if Limits.sleeping is set -> GB
+        of the GPU in use after that, by all processes. None without sleep."""
+        import torch
+
         if self.sleeping:
             self.llm.sleep(level=2)
+            free, total = torch.accelerator.get_memory_info()
+            return (total - free) / 1e9
 
     def wake(self, weights) -> None:
         """Takes memory again and loads new weights, see `sync`."""
@@ -325,22 +325,25 @@ class VllmEngine:
 # ---- below: how vLLM wants its inputs and memory (a reader of the step may stop here) -----------
 
 
-def engine_prompt(request, codec, renderer, made, most=32):
+def engine_prompt(request, codec, renderer, made, most=32, max_bytes=2**30):
     """A request -> the prompt that vLLM takes: pixels normalised and cut into patches, hashes, the
-    places of the placeholders. made: {keys of the frames: (ids, prompt)}, the latest `most`.
+    places of the placeholders. made: {keys of the frames: (ids, prompt, bytes)}, the latest `most`
+    with at most `max_bytes` of patches.
 
     The samples of a group share one prompt, and a later turn is the prompt of the first turn with
     more text, so the work on pixels is done once.
     """
     key = tuple(f.key for f in request.frames)
-    ids, prompt = made.pop(key, ([], None))
+    ids, prompt, _ = made.pop(key, ([], None, 0))
     if prompt is None or request.ids[:len(ids)] != ids:
         ids = list(request.ids)
         # Keep the pixels in the prompt. By default vLLM omits images that its cache has seen, but
         # the cache may have evicted them by the time this prompt is used again.
         (prompt,) = renderer.render_cmpl([vision_input(codec, request)], skip_mm_cache=True)
-    made[key] = ids, prompt  # at the end of the dict: used last
-    if len(made) > most:
+    # Patches have four bytes per number, and an image is repeated to make a pair of frames. The
+    # end of the dict was used last.
+    made[key] = ids, prompt, 8 * sum(f.images.nbytes for f in request.frames)
+    while len(made) > most or sum(size for *_, size in made.values()) > max_bytes:
         del made[next(iter(made))]  # used longest ago
     more = request.ids[len(ids):]  # later turns and responses: text alone, as the frames are equal
     return {**prompt, "prompt_token_ids": prompt["prompt_token_ids"] + more} if more else prompt
@@ -373,9 +376,8 @@ def clip_of(f):
     if len(images) == 1:  # the processor refuses one frame; patchify makes a pair as well
         images, seconds = images.repeat(2, 0), seconds.repeat(2)
     # The processor computes seconds as frames_indices / fps: with fps 1 an index is a second.
-    return images, dict(
-        fps=1.0, frames_indices=[float(s) for s in seconds], do_sample_frames=False,
-        total_num_frames=len(images), duration=float(seconds[-1]) + 1.0)
+    return images, dict(fps=1.0, do_sample_frames=False, duration=float(seconds[-1]) + 1.0,
+                        total_num_frames=len(images), frames_indices=[float(s) for s in seconds])
 
 
 def zero_discarded(worker, tags):
@@ -395,10 +397,11 @@ def zero_discarded(worker, tags):
 
     with torch.inference_mode():  # some buffers are inference tensors
         restored = [(buffer, buffer.clone()) for buffer in worker.model_runner.model.buffers()]
+        worker.synchronize_device()  # torch may use another stream than cudaMemset
         for address, data in cumem.CuMemAllocator.get_instance().pointer_to_data.items():
             if data.tag in tags:
                 cumem.libcudart.cudaMemset(address, 0, data.handle[1])  # bytes
-        worker.synchronize_device()  # torch may use another stream than cudaMemset
+        worker.synchronize_device()
         for buffer, values in restored:
             buffer.copy_(values)
 

@@ -436,12 +436,14 @@ def main():
         # 2. Update. The trees hold every sampled token once and every prompt once per group. The
         # engine sleeps meanwhile, so the trainer has its memory.
         clock = time.monotonic()
-        engine.sleep()
+        asleep_gb = engine.sleep()
         policy.features.frames = frames_of(groups)
         if teacher is not None:
             teacher.features.frames = policy.features.frames
         trees, tokens, skipped = training_trees(groups, args)
         stats = update(policy, reference, optimizer, trees, tokens, args, teacher)
+        if asleep_gb:  # on a GPU: memory that an engine does not give back grows from step to step
+            stats["asleep_gb"] = asleep_gb
         # Two faults end the run, on all ranks alike: NaN, and an engine that is another policy.
         # A single step without a finite gradient, or without a video that can be read, is skipped;
         # three in a row end the run.

@@ -336,9 +336,9 @@ def build_tokenizer(rng, base="qwen3_vl", scenes=4):
 
 
 def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384, base="qwen3_vl",
-               scenes=4):
+               scenes=4, vocab=0):
     """Writes a random checkpoint of this model_type -> number of parameters, one or two millions.
-    """
+    vocab: ids of the model, if more than the tokenizer's: published ones are padded, too."""
     launch.import_shim()
     import torch
     import transformers
@@ -346,7 +346,7 @@ def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384, base="
     tokenizer = build_tokenizer(rng, base, scenes)
     one = tokenizer.convert_tokens_to_ids
     axis = hidden // heads // 2  # rotary pairs of a head, shared out over time, height, width
-    text = dict(vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=mlp,
+    text = dict(vocab_size=vocab or len(tokenizer), hidden_size=hidden, intermediate_size=mlp,
                 num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads,
                 head_dim=hidden // heads, max_position_embeddings=4096,
                 rope_scaling={"mrope_interleaved": True,

@@ -149,7 +149,7 @@ def test_rl_rows_become_tasks(tmp_path):
 
 def test_parquet_is_converted_from_the_command_line(tmp_path):
     pyarrow = pytest.importorskip(
-        "pyarrow", reason="pyarrow is not installed (requirements-cpu.txt brings it)")
+        "pyarrow", reason="pyarrow is not installed (requirements-dev.txt brings it)")
     from pyarrow import parquet
 
     rows = [{"id": "1", "messages": paravt()}, {"id": "2", "messages": paravt(responses("a"))}]

@@ -57,10 +57,11 @@ def vllm_engines(base, codecs):
     quick. All are closed at the end of the file: closing one ends the groups that others need."""
     made = {}
 
-    def get(channel, context=1024, max_seqs=16):
-        kind = channel, context, max_seqs
+    def get(channel, context=1024, max_seqs=16, chunk=None):
+        kind = channel, context, max_seqs, chunk
         if kind not in made:
-            made[kind] = VllmEngine(base, codecs[channel], Limits(context, max_seqs=max_seqs))
+            made[kind] = VllmEngine(base, codecs[channel], Limits(
+                context, max_seqs=max_seqs, max_num_batched_tokens=chunk))
         return made[kind]
 
     yield get

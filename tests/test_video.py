@@ -89,7 +89,7 @@ def images(path, indices):
 def ffmpeg():
     """-> function (arguments) that runs ffmpeg and returns its CompletedProcess, in bytes."""
     package = pytest.importorskip("imageio_ffmpeg", reason="imageio-ffmpeg, which brings ffmpeg, "
-                                  "is not installed (requirements-cpu.txt brings it)")
+                                  "is not installed (requirements-dev.txt brings it)")
 
     def run(*arguments):
         command = [package.get_ffmpeg_exe(), "-nostdin", "-hide_banner", "-nostats", "-y"]

@@ -14,7 +14,7 @@ import eval as evaluation
 import launch
 from evaluation import benchmarks, scores
 
-NO_PYARROW = "pyarrow is not installed (requirements-cpu.txt brings it)"
+NO_PYARROW = "pyarrow is not installed (requirements-dev.txt brings it)"
 
 
 def put(root, path, content=""):

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -198,7 +199,7 @@ class SleepyLlm:
 
         self.unmapped = set()
         runtime = SimpleNamespace(
-            cudaMemset=lambda at, value, size: ctypes.memset(at, value, size) and None,
+            cudaMemset=lambda at, value, size: self.clear(at, value, size),
             cudaMemcpy=lambda to, at, size: ctypes.memmove(to, at, size) and None)
         for name, value in (("python_create_and_map", lost), ("python_unmap_and_release", lost),
                             ("libcudart", runtime), ("cumem_available", True),
@@ -214,6 +215,8 @@ class SleepyLlm:
         tower.weight = self.weight
         tower.register_buffer("rotary", self.rotary, persistent=False)
         self.worker = object.__new__(Worker)
+        self.waited = False  # for torch's stream, on which buffers are cloned
+        self.worker.synchronize_device = lambda: setattr(self, "waited", True)
         model_config = SimpleNamespace(
             sleep_preserve_parameter_names=(), sleep_mode_backend="cumem",
             enable_nccl_comm_suspend=False)
@@ -223,6 +226,10 @@ class SleepyLlm:
             _sleep_mode_backend=None, _sleep_saved_buffers={}, _sleep_saved_parameters={},
             _sleep_saved_draft_buffers={})
 
+    def clear(self, at, value, size):
+        assert self.waited  # the null stream does not wait for the clones
+        ctypes.memset(at, value, size)
+
     def sleep(self, level):
         self.worker.sleep(level)
 
@@ -231,6 +238,7 @@ class SleepyLlm:
         self.worker.wake_up(tags)
 
     def collective_rpc(self, function, args):
+        self.waited = False
         function(self.worker, *args)
 
     def is_sleeping(self):
@@ -261,7 +269,7 @@ def test_waking_clears_all_that_sleep_has_lost(sleepy, monkeypatch):
     monkeypatch.setattr(VllmEngine, "sync", sync)
     for weights in ([7.0, 8.0], [9.0, 10.0]):
         del llm.calls[:]
-        engine.sleep()
+        assert engine.sleep() == 1e-9  # GB in use: 1 byte of 2 is free
         assert llm.calls == ["unmap"] * 6 and all(x.isnan().all() for x in llm.memory.values())
         engine.wake(weights)
         assert llm.calls[6:] == [["weights"], *["map"] * 5, "sync", ["kv_cache"], "map"]
@@ -282,6 +290,36 @@ def test_memory_is_mapped_when_the_engine_closes(sleepy, monkeypatch, asleep):
         engine.sleep()
     end_process(engine, 3, 600)
     assert llm.calls[-2:] == [set(), 3] and (None in llm.calls) == asleep
+
+
+def test_an_engine_that_does_not_sleep_measures_nothing(sleepy):
+    engine, llm = sleepy
+    engine.sleeping = False
+    assert engine.sleep() is None and not llm.calls
+
+
+@pytest.mark.parametrize("channel", ["image", "video"])
+def test_frames_that_cross_a_chunk_of_the_prefill_are_the_trainers(channel, vllm_engines, codecs,
+                                                                   policy, tasks, frames_of):
+    """Greedy, since a CPU's generators cannot be rewound; GPUs cut every long prompt."""
+    codec, engine = codecs[channel], vllm_engines(channel, max_seqs=4, chunk=32)
+    agent, steps, real = replace(HOT, temperature=0.0), [], engine.engine.step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.engine, "step", lambda: steps.append(1) or real())
+        (episode,) = play(Saying(engine, [ANSWER]), tasks[:1], frames_of, agent, 64)
+    context = episode.context
+    frames = [n for n, i in enumerate(context.ids) if i == codec.pad]
+    assert frames[0] < 32 and frames[-1] > 96  # in four chunks
+    assert len(steps) > sum(context.mask)  # more than one step per token: the prompt took several
+    got = trainer_logps(policy, codec, frames_of, context.ids, context.mask, context.items)
+    want = [logp for logp, flag in zip(context.logps, context.mask) if flag]
+    assert np.abs(got - want).max() < 1e-4
+
+
+def test_flashinfer_has_no_part_in_an_engine(vllm_engines):
+    """Its kernels are compiled and tuned at the start, for nothing that we ask for."""
+    vllm_engines("image")
+    assert os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
 
 
 def test_one_sequence_may_fill_a_context_of_odd_length(vllm_engines, codec):
@@ -398,6 +436,20 @@ def test_a_prompt_that_a_group_shares_is_made_ready_once(
     monkeypatch.setattr(engine_module, "engine_prompt", functools.partial(ready, most=0))
     assert sample(engine, tasks[:1], frames_of, group=3) == shared
     assert len(made) == 10 + 3 * (3 + 4) and engine.prompts == {}
+
+
+def test_prompts_are_kept_up_to_a_number_of_bytes():
+    """64 frames of 224 x 224 pixels are 77 MB of patches, so 32 such prompts would be 2.5 GB."""
+    renderer = SimpleNamespace(render_cmpl=lambda prompts, **_: [{"prompt_token_ids": [1]}])
+    codec, made = SimpleNamespace(channel="video", video_pad=9), {}
+    for n in range(4):
+        frames = SimpleNamespace(key=f"v{n}", images=np.zeros((2, 4, 4, 3), np.uint8),
+                                 seconds=np.arange(2.0))
+        request = replace(asked("r"), ids=[1], items=[SimpleNamespace(spec={})], frames=[frames])
+        engine_prompt(request, codec, renderer, made, max_bytes=2 * 8 * 96)
+        assert len(made) == min(n + 1, 2) and (f"v{n}",) in made
+    engine_prompt(request, codec, renderer, made, max_bytes=95)  # larger than all room: not kept
+    assert not made
 
 
 def test_a_request_that_joins_a_running_batch_gets_what_it_would_get_alone(

@@ -4,12 +4,14 @@ python -m pytest tests/all/test_plan_rest.py -q
 """
 import json
 import os
+import random
 import sys
-from types import SimpleNamespace
+from importlib import metadata
 
 import pytest
 import torch
 from conftest import ROOT, run_script
+from reference import ReferenceEngine
 
 import chat
 import checkpoint
@@ -17,7 +19,8 @@ import launch
 import model
 import rollout
 import sft
-from tools import plan
+import toy as toy_module
+from tools import gpu_check, plan
 
 CPU = torch.device("cpu")
 
@@ -155,23 +158,21 @@ def test_counted_operations_are_those_that_torch_counts():
     from torch.utils.flop_counter import FlopCounterMode
     from transformers import Qwen3VLForConditionalGeneration
 
-    from tools import gpu_check
-
     tokens, config = 256, tiny()
     policy, text = model.as_policy(Qwen3VLForConditionalGeneration(config), Codec, CPU,
                                    "none"), config.text_config
     policy.hf.model.language_model.config._attn_implementation = "eager"
     with FlopCounterMode(display=False) as counter:
         policy(flat_pack(tokens))[0].sum().backward()
-    wanted = gpu_check.training_flops(text, plan.parameter_counts(config)["layers"], tokens, 8,
-                                      tokens**2)
+    wanted = step_model.training_flops(text, plan.parameter_counts(config)["layers"], tokens, 8,
+                                       tokens**2)
     # norms are weights, but no products
     wanted -= 6 * tokens * sum(p.numel() for p in policy.hf.model.language_model.layers.parameters()
                                if p.ndim == 1)
     # the head is done again in backward, which is no model FLOP
     wanted += 2 * text.vocab_size * text.hidden_size * 8
     assert counter.get_total_flops() == pytest.approx(wanted, rel=0.002)
-    assert gpu_check.tree_pairs(3, [2, 1]) == (1 + 2 + 3) + (3 + 1 + 3 + 2) + (3 + 1)
+    assert step_model.tree_pairs(3, [2, 1]) == (1 + 2 + 3) + (3 + 1 + 3 + 2) + (3 + 1)
 
 
 def test_the_towers_operations_are_those_that_torch_counts():
@@ -180,15 +181,13 @@ def test_the_towers_operations_are_those_that_torch_counts():
     from torch.utils.flop_counter import FlopCounterMode
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
-    from tools import gpu_check
-
     vision = plan.read_config("8B").vision_config
     vision.depth, vision.deepstack_visual_indexes = 3, [0, 1]
     vision._attn_implementation = "eager"  # the counter knows products of matrices
     tower, patches = Qwen3VLVisionModel(vision), torch.zeros(2 * 196, 3 * 2 * 16 * 16)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         tower(patches, grid_thw=torch.tensor([[2, 14, 14]]))
-    assert gpu_check.tower_flops(vision, 2 * 196, 196) == counter.get_total_flops()
+    assert step_model.tower_flops(vision, 2 * 196, 196) == counter.get_total_flops()
 
 
 def test_without_a_reference_its_memory_is_free(monkeypatch, capsys):
@@ -202,43 +201,59 @@ def test_without_a_reference_its_memory_is_free(monkeypatch, capsys):
     assert sums[1] == pytest.approx(sums[0] - 2 * 4.02 / 8, abs=0.1)  # its shard in bf16
 
 
-def test_the_gpu_script_runs_its_cpu_part(tmp_path):
-    """So that it does not rot without a GPU: every CPU check passes on every rank, what
-    needs a GPU says so, and the page holds every row."""
-    done = run_script("tools/gpu_check.py", "--out", tmp_path / "check", ranks=2)
+# ------------------------------------------------------------------------------------------------
+# tools/gpu_check.py
+
+
+def test_the_gpu_script_runs_its_cpu_part(toy, tmp_path):
+    """So that it does not rot without a GPU: every stage passes on every rank, in order, and the
+    page holds every row."""
+    done = run_script("tools/gpu_check.py", "--cpu", "--ckpt", toy / "init", "--out",
+                      tmp_path / "check", timeout=900)
     found = json.loads((tmp_path / "check.json").read_text())
     text = (tmp_path / "check.md").read_text()
     rows = {row["what"]: row for row in found["rows"]}
-    if found["gpu"] is None:
-        assert done.returncode == 0 and not found["failed"], done.stdout[-2000:] + done.stderr
-        # kernels of attention and of gated-delta layers, steps, the engine beside a trainer
-        assert len(found["skipped"]) == 4 and found["ranks"] == 2
-        assert rows["CPU engine alone: answers that sleep, wake and reload changed"]["value"] == 0
-        assert "vllm" in (tmp_path / "check.vllm.rank1.log").read_text()
-        assert found["rows"][-1]["what"] == "CPU engine: seconds of its end"
-        assert rows["CPU toy packed SFT: MFU"]["value"] > 0
-        assert rows["CPU toy GRPO update: tokens/s"]["value"] > 0
-        assert "CPU fp32, 2 replicas packed: gradient" in rows
-        least, most = rows["decoding, all threads: frames/s"]["range"]
-        assert 0 < least < most
+    assert done.returncode == 0 and not found["failed"], done.stdout[-3000:] + done.stderr
+    took = [name.split()[1].rstrip(":") for name in rows if name.startswith("stage ")]
+    assert took == [*gpu_check.stages()] and found["ranks"] == 2
+    assert found["skipped"] == ["GPU gated-delta kernels"]
+    assert rows["CPU engine alone: chunk / tokens of the prompt"]["value"] < 0.9
+    assert rows["CPU engine alone: log-prob gap of a video in chunks"]["value"] < 1e-3
+    assert "CPU rollouts: largest gap, 3 sleeps and wakes" in rows
+    least, most = rows["CPU fp32, 2 replicas packed: gradient"]["range"]
+    assert 0 < least <= most < 1e-5
+    assert rows["grpo.py: train_s of the second step"]["value"] > 0
+    assert "vllm" in (tmp_path / "check.log").read_text()
     assert all(f"| {name.replace('|', '/')} |" in text for name in rows)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["check.json", "check.log",
+                                                                "check.md"]
+
+
+def rows_of(table):
+    return [json.loads(line) for line in open(table.path)]
 
 
 @pytest.fixture
-def gpu_world(process_group, tmp_path):
-    from tools import gpu_check
+def gpu_world(process_group, toy, tmp_path):
+    """-> (a Table, arguments of a check)."""
+    (tmp_path / "toy").symlink_to(toy)
+    return (gpu_check.Table(str(tmp_path / "machine.0.jsonl"), remedy="send the page"),
+            argparse.Namespace(folder=str(tmp_path), ranks=2, ckpt=None, cpu=True,
+                               out=str(tmp_path / "check")))
 
-    ckpt = str(tmp_path / "init")
-    tasks, source = gpu_check.make_world(ckpt)
-    codec = chat.load_codec(ckpt)
-    return gpu_check, gpu_check.Table(), ckpt, codec, tasks, source
+
+def failed(table):
+    return [row["what"] for row in rows_of(table) if row["verdict"] == "FAIL"]
 
 
 def test_a_gap_that_is_no_number_is_not_ok(gpu_world, monkeypatch):
     """In the last cycle alone: Python's max of 0 and NaN is 0. Nor are episodes that fail there."""
-    gpu_check, table, ckpt, codec, tasks, source = gpu_world
+    table, args = gpu_world
     gaps = iter([0.0, 9.0, 0.0, 9.0, float("nan")])  # at first, then before and after each wake
-    monkeypatch.setattr(gpu_check, "gap", lambda policy, episodes: next(gaps))
+    monkeypatch.setattr(gpu_check, "gap", lambda policy, contexts: next(gaps))
+    monkeypatch.setattr(gpu_check, "has_vllm", lambda: True)
+    monkeypatch.setattr(gpu_check, "VllmEngine",
+                        lambda ckpt, codec, limits: ReferenceEngine(ckpt, codec))
     run = rollout.run
 
     def broken_later(*args, step=0, **more):
@@ -248,14 +263,13 @@ def test_a_gap_that_is_no_number_is_not_ok(gpu_world, monkeypatch):
             yield episode
 
     monkeypatch.setattr(rollout, "run", broken_later)
-    table.run(gpu_check.check_rollouts, ckpt, codec, tasks, source, CPU, 1e9)
-    failed = [row["what"].split(": ")[1] for row in table.rows if row["verdict"] == "FAIL"]
-    assert failed == ["failed episodes after wakes", "largest gap of 2 sleeps and wakes"]
+    gpu_check.check_rollouts(table, CPU, args, cycles=2)
+    assert failed(table) == ["CPU rollouts: failed episodes",
+                             "CPU rollouts: largest gap, 2 sleeps and wakes"]
 
 
 def test_a_base_that_moves_under_its_adapters_is_not_ok(gpu_world, monkeypatch):
-    gpu_check, table, ckpt, codec, tasks, source = gpu_world
-    trees = gpu_check.make_trees(codec, tasks, source)
+    table, args = gpu_world
 
     def backward(policy, packs, real=sft.backward):
         with torch.no_grad():
@@ -263,87 +277,112 @@ def test_a_base_that_moves_under_its_adapters_is_not_ok(gpu_world, monkeypatch):
         return real(policy, packs)
 
     monkeypatch.setattr(sft, "backward", backward)
-    table.run(gpu_check.check_adapters, ckpt, codec, trees, source, CPU)
-    failed = [row["what"] for row in table.rows if row["verdict"] == "FAIL"]
-    assert failed == ["CPU adapters: weights of the base that moved"]
+    gpu_check.check_adapters(table, CPU, *gpu_check.group_world(args))
+    assert failed(table) == ["CPU adapters: weights of the base that moved"]
 
 
-def test_the_tower_that_is_timed_is_the_trainers(gpu_world):
-    gpu_check, table, ckpt, codec, _, _ = gpu_world
-    with torch.profiler.profile() as seen:
-        gpu_check.check_tower(table, plan.read_config(ckpt), codec, CPU, 2, 32)
-    assert table.rows[0]["value"] > 0
-    assert not any(e.key == "aten::conv3d" for e in seen.key_averages())
-
-
-def test_a_check_that_fails_says_what_to_do_and_the_page_is_written_at_once(gpu_world, monkeypatch):
-    """All ranks met the error here, so the other checks run; if some did, all ranks stop."""
-    gpu_check, table, *_ = gpu_world
-    written = []
-    table.save = lambda: written.append(len(table.rows))
-
-    def check_exchange(table):
-        raise RuntimeError("NCCL")
-
-    table.run(check_exchange)
-    assert written == [1] and table.rows[0]["verdict"] == "FAIL"
-    assert "RuntimeError: NCCL; TO DO: NCCL_DEBUG=INFO" in table.rows[0]["note"]
-    monkeypatch.setattr(launch, "any_rank", lambda flag: True)  # another rank did not fail
-    with pytest.raises(launch.RunError, match="check_exchange failed on some ranks"):
-        table.run(check_exchange)
-    assert written == [1, 2]  # also before the end
-    for name in (name for name in dir(gpu_check) if name.startswith("check_")):
-        assert name in gpu_check.remedies() or name == "check_forms"  # a part of check_forwards
+def test_without_vllm_the_trainers_stages_run_and_a_row_names_it(gpu_world, monkeypatch):
+    table, args = gpu_world
+    monkeypatch.setattr(gpu_check.importlib.util, "find_spec", lambda name: None)
+    for check in (gpu_check.check_machine, gpu_check.check_engine, gpu_check.check_rollouts):
+        assert check(table, CPU, args) is None
+    skipped = {row["what"]: row["note"] for row in rows_of(table) if row["verdict"] == "skipped"}
+    assert len(skipped) == 3 and "sft.py works" in skipped["machine: vLLM"]
+    assert not failed(table)
 
 
 def test_a_machine_that_lacks_what_a_run_needs_is_told(gpu_world, monkeypatch):
-    """Here four GPUs with an old driver, of which others hold half, for one rank."""
-    gpu_check, table, *_ = gpu_world
-    monkeypatch.setattr(gpu_check.metadata, "requires", lambda name: ["triton==0.1; x", "sympy"])
+    """Here a GPU with an old driver, of which others hold half, and a library of vLLM that raises
+    an error of its own."""
+    table, args = gpu_world
     monkeypatch.setattr(gpu_check.shutil, "which", lambda name: None)
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(gpu_check.subprocess, "run",
-                        lambda *_, **__: SimpleNamespace(stdout="535.104.05\n535.104.05\n"))
-    for name, value in (("device_count", 4), ("mem_get_info", (40e9, 80e9)),
-                        ("memory_reserved", 0)):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    table.run(gpu_check.check_machine, torch.device("cuda", 0))
-    rows = {row["what"].removeprefix("machine: "): row for row in table.rows}
-    for name, said in (("driver below 580", "driver 535.104.05"),
-                       ("GPUs without a rank", "--nproc_per_node 4"),
-                       ("GB of the GPU that others hold", "nvidia-smi"),
-                       ("triton is not torch's", "make venv GPU=1"),
-                       ("missing for Triton's compiler", "gcc")):
-        assert rows[name]["verdict"] == "FAIL" and said in rows[name]["note"], name
-    assert "libraries of vLLM that do not load" in rows  # the last one: no error came before
+    monkeypatch.setattr(gpu_check.subprocess, "check_output", lambda command, **_: (
+        "535.104.05\n" if "driver" in command[1] else "40000\n9\n"))
+    monkeypatch.setattr(gpu_check, "shared_files", lambda: {"cuda/bindings/driver.so": ["a", "b"]})
+    monkeypatch.setattr(gpu_check, "has_vllm", lambda: True)
+
+    def broken(name):
+        raise AttributeError("module has no attribute")
+
+    monkeypatch.setattr(gpu_check.importlib, "import_module", broken)
+    gpu_check.check_machine(table, torch.device("cuda", 0), args)
+    rows = {row["what"].removeprefix("machine: "): row for row in rows_of(table)}
+    for name, note in (("driver below 580", "driver 535.104.05"),
+                       ("GB of a GPU that others hold", "nvidia-smi"),
+                       ("files that two packages brought", "a+b; TO DO: rm -rf .venv"),
+                       ("missing for Triton's compiler", "gcc"),
+                       ("libraries of vLLM that do not load", "AttributeError: module has no")):
+        assert rows[name]["verdict"] == "FAIL" and note in rows[name]["note"], name
+    assert rows["GB of a GPU that others hold"]["value"] == pytest.approx(41.9, abs=0.1)
 
 
-def test_more_ranks_than_gpus_are_one_line(monkeypatch, capsys):
-    from tools import gpu_check
+def test_a_file_of_two_packages_is_found(tmp_path, monkeypatch):
+    """As an old cuda-python brings the modules of cuda-bindings. Stray files at the top are not
+    counted: nobody imports them."""
+    for name, files in (("cuda_python", ["cuda/bindings/driver.py", "setup.py"]),
+                        ("cuda_bindings", ["cuda/bindings/driver.py", "setup.py", "cuda/b.py"])):
+        info = tmp_path / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "RECORD").write_text("".join(f"{file},,\n" for file in files))
+    found = [*metadata.distributions(path=[str(tmp_path)])]
+    monkeypatch.setattr(gpu_check.metadata, "distributions", lambda: found)
+    shared = gpu_check.shared_files()
+    assert {name: sorted(owners) for name, owners in shared.items()} == {
+        "cuda/bindings/driver.py": ["cuda_bindings", "cuda_python"]}
 
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+
+@pytest.mark.parametrize("body, row", [
+    ("raise RuntimeError('NCCL')", ("stage machine", "RuntimeError: NCCL; TO DO: mend the")),
+    ("os._exit(7)", ("stage machine: exit code", "check.log; TO DO: mend the machine")),
+    ("time.sleep(60)", ("stage machine: exit code", "check.log"))])
+def test_a_stage_that_fails_dies_or_hangs_costs_its_own_rows_alone(gpu_world, monkeypatch, body,
+                                                                  row):
+    """Rows that it wrote before stay, and the failure becomes a row."""
+    table, args = gpu_world
+    script = os.path.join(args.folder, "script.py")
+    with open(script, "w") as file:
+        file.write(f"import os, sys, time\nsys.path.insert(0, {ROOT!r})\n"
+                   "import launch\nfrom tools import gpu_check\ngpu_check.LIMIT = 3\n"
+                   "def check_machine(table, device, args):\n"
+                   f"    table.add('first', 1.0)\n    {body}\n"
+                   "gpu_check.check_machine = check_machine\nlaunch.run_main(gpu_check.main)\n")
+    monkeypatch.setattr(gpu_check, "__file__", script)
+    rows = {row["what"]: row for row in gpu_check.start_stage("machine", args)}
+    what, note = row
+    assert rows["first"]["value"] == 1.0 and "stage machine: seconds" in rows
+    assert rows[what]["verdict"] == "FAIL" and note in rows[what]["note"]
+
+
+def test_the_ranks_are_started_by_the_script_itself(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(sys, "argv", ["gpu_check.py"])
     with pytest.raises(SystemExit) as stop:
         launch.run_main(gpu_check.main)
-    assert stop.value.code == 2 and "8 ranks, 4 GPUs" in capsys.readouterr().err
+    assert stop.value.code == 2 and "python tools/gpu_check.py" in capsys.readouterr().err
 
 
-def test_a_check_that_fails_on_one_rank_fails_the_page(monkeypatch):
-    """Rank 0 alone knows its own rows."""
-    from tools import gpu_check
-
-    tables = [gpu_check.Table(rank) for rank in (0, 1)]
+def test_a_check_that_fails_on_one_rank_fails_the_page(tmp_path):
+    tables = [gpu_check.Table(str(tmp_path / f"steps.{rank}.jsonl"), rank) for rank in (0, 1)]
     for table, value in zip(tables, (0.25, float("nan"))):
         table.add("drift", value, 1.0, "nats")
         table.add("speed", 4.0 - table.rank)
     tables[1].add("an error", 1.0, 0.0, "here alone")
-    monkeypatch.setattr(launch, "gather_rows", lambda rows: tables[0].rows + tables[1].rows)
-    drift, speed, error = tables[0].merged()
+    drift, speed, error = gpu_check.merged(gpu_check.read_rows(str(tmp_path), "steps"))
     assert drift["verdict"] == "FAIL" and drift["note"] == "rank 1: nats"
     assert drift["range"] == [0.25, 0.25] and speed["range"] == [3.0, 4.0]
     assert speed["value"] == 4.0 and error["verdict"] == "FAIL"
     text = gpu_check.page({"gpu": None, "ranks": 2, "seconds": 1.0, "versions": "torch 2",
-                           "failed": ["drift"], "rows": [drift, speed, error]}, {"2B": "8 GB"})
+                           "failed": ["drift"], "rows": [drift, speed, error]})
     assert "| drift | 0.25 | 0.25 to 0.25 | <= 1 | FAIL | rank 1: nats |" in text
-    assert "## Plan: 2B" in text and "8 GB" in text
+
+
+def test_the_wide_model_has_as_many_ids_as_a_published_one(process_group, tmp_path):
+    """More than its tokenizer: such ids are sampled, and read as nothing."""
+    toy_module.build_init(str(tmp_path / "init"), random.Random(0), 0, hidden=64, layers=1, heads=2,
+                          mlp=64, vocab=2000)
+    codec = chat.load_codec(str(tmp_path / "init"))
+    assert len(codec.pieces) < 2000 and chat.decode(codec, [1999]) == ""
+    policy = checkpoint.load_sharded(str(tmp_path / "init"), codec, CPU)
+    assert policy.hf.get_input_embeddings().weight.shape[0] == 2000
