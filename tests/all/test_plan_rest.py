@@ -36,7 +36,7 @@ def tiny(hidden=96, inner=256, heads=4, shared=2, d=32, layers=3, vocab=640):
     return Qwen3VLConfig(text_config=text, vision_config=vision)
 
 
-class Codec:
+class ChatProcessor:
     image_pad, video_pad, banned = 1, 2, (1, 2)
 
 
@@ -53,7 +53,7 @@ def kept_for_backward(config, tokens, dtype, recompute):
     from transformers import Qwen3VLForConditionalGeneration
 
     hf = Qwen3VLForConditionalGeneration(config).to(dtype)
-    policy = model.as_policy(hf, Codec, CPU, recompute)
+    policy = model.as_policy(hf, ChatProcessor, CPU, recompute)
     pack = flat_pack(tokens)
     own = {p.untyped_storage().data_ptr() for p in hf.parameters()}
     kept = {}
@@ -86,7 +86,7 @@ def held_after_forward(config, tokens, recompute):
     """Bytes allocated in a forward and not freed by its end, as torch's profiler counts them."""
     from transformers import Qwen3VLForConditionalGeneration
 
-    policy = model.as_policy(Qwen3VLForConditionalGeneration(config), Codec, CPU, recompute)
+    policy = model.as_policy(Qwen3VLForConditionalGeneration(config), ChatProcessor, CPU, recompute)
     pack = flat_pack(tokens)
     policy(pack)  # what is allocated once
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU],
@@ -158,7 +158,7 @@ def test_counted_operations_are_those_that_torch_counts():
     from tools import gpu_check
 
     tokens, config = 256, tiny()
-    policy, text = model.as_policy(Qwen3VLForConditionalGeneration(config), Codec, CPU,
+    policy, text = model.as_policy(Qwen3VLForConditionalGeneration(config), ChatProcessor, CPU,
                                    "none"), config.text_config
     policy.hf.model.language_model.config._attn_implementation = "eager"
     with FlopCounterMode(display=False) as counter:
