@@ -12,7 +12,7 @@ One construction of ids serves SFT, RL and evaluation:
 Ids only grow: a sampled id is never decoded and encoded again. Text is for parsing and logs.
 
 Departs from the release: a frame's time stands before <|vision_start|> in every stage, and the text
-of a question or of a tool response never becomes a special token (see `guard`).
+of a question or of a tool response never becomes a special token (see `escape_special_tokens`).
 
 Reads the tokenizer, the processor and the other small files of a checkpoint folder; writes nothing.
 """
@@ -26,7 +26,8 @@ from dataclasses import dataclass, field
 
 import launch
 
-# Two private-use characters of Unicode. `guard` removes both from text that is not ours.
+# Two private-use characters of Unicode. `escape_special_tokens` removes both from text that is not
+# ours.
 GUARD = "\ue000"  # splits a literal that must not become a special token
 TURN = "\ue001"  # stands for an assistant turn while the template is rendered on a dummy chat
 
@@ -35,7 +36,7 @@ TURN = "\ue001"  # stands for an assistant turn while the template is rendered o
 
 
 @dataclass
-class Codec:
+class ChatProcessor:
     """Everything that turns chats and frames into ids and patches. See load_codec."""
 
     tokenizer: object
@@ -51,13 +52,13 @@ class Codec:
     temporal: int  # frames a patch spans (2); an image is repeated to fill a patch
     mean: tuple  # [3] red, green, blue in 0..1; model.patchify subtracts them
     std: tuple  # [3] of the same; model.patchify divides by them
-    markup: tuple  # literals of added tokens that begin with "<": "<|im_end|>", "<tool_call>", ..
-    banned: tuple  # ids that are never sampled: placeholders, turn starts, every end but <|im_end|>
+    special_strings: tuple  # of added tokens that begin with "<": "<|im_end|>", "<tool_call>", ..
+    suppress_tokens: tuple  # never sampled: placeholders, turn starts, every end but <|im_end|>
     opens_thought: bool  # the generation prompt ends in `<think>\n`, as in Thinking checkpoints
-    dialect: str  # how the template asks for calls: "json", or "xml" as in Qwen3.5
-    pieces: list  # [vocab] bytes of every token
+    tool_call_format: str  # how the template asks for calls: "json", or "xml" as in Qwen3.5
+    token_bytes: list  # [vocab] bytes of every token
     files: dict  # name -> bytes, see small_files: every checkpoint we save holds them unchanged
-    base: object  # Base of its model_type, see `bases`
+    base: object  # ModelFamily of its model_type, see `bases`
 
     @property
     def pad(self):
@@ -100,17 +101,17 @@ def frame_times(codec, item):
 
 def pieces_of(codec, ids):
     """Ids -> the bytes of each; b"" for ids beyond the tokenizer, since vocabularies are padded."""
-    return [codec.pieces[i] if i < len(codec.pieces) else b"" for i in ids]
+    return [codec.token_bytes[i] if i < len(codec.token_bytes) else b"" for i in ids]
 
 
-def decode(codec: Codec, ids: list[int], keep_special: bool = False) -> str:
+def decode(codec: ChatProcessor, ids: list[int], keep_special: bool = False) -> str:
     """Sampled ids -> text for parsing and logs. Drops the end of turn unless keep_special."""
     ids = [i for i in ids if keep_special or i != codec.eos]
     # Join before decoding: one character may be spread over several tokens.
     return b"".join(pieces_of(codec, ids)).decode("utf-8", errors="replace")
 
 
-def guard(codec, text, literals=None):
+def escape_special_tokens(codec, text, literals=None):
     """Splits every literal of a special token in untrusted text, so `encode` makes plain tokens.
 
     A question that contains "<|im_end|>" must not end the turn. `encode` splits the text at the
@@ -119,12 +120,12 @@ def guard(codec, text, literals=None):
     """
     # First of all: a literal that a mark cuts in two is whole again without that mark.
     text = text.replace(GUARD, "").replace(TURN, "")
-    for literal in codec.markup if literals is None else literals:
+    for literal in codec.special_strings if literals is None else literals:
         text = text.replace(literal, literal[0] + GUARD + literal[1:])
     return text
 
 
-def encode(codec: Codec, text: str) -> list[int]:
+def encode(codec: ChatProcessor, text: str) -> list[int]:
     """Template text -> ids, split at guard marks. No BOS, no truncation."""
     # The tokenizer never sees the two halves of a guarded literal side by side.
     return [i for piece in text.split(GUARD)
@@ -142,10 +143,9 @@ def template(codec, messages, tools=None, generation=True):
 def stamp_text(seconds, number, kind=None):
     """The text before a frame. kind None: `<12.5 seconds>`, as Qwen3-VL was trained. Other systems'
     agents use "clock": HH:MM:SS, "frame": `<frame3_time12.50s>`, or "none": no text."""
-    whole = int(seconds)
+    full = int(seconds)
     return {None: f"<{seconds:.1f} seconds>", "frame": f"<frame{number}_time{seconds:.2f}s>",
-            "clock": f"{whole // 3600:02d}:{whole // 60 % 60:02d}:{whole % 60:02d}",
-            "none": ""}[kind]
+            "none": "", "clock": f"{full // 3600:02d}:{full // 60 % 60:02d}:{full % 60:02d}"}[kind]
 
 
 def content_of(message: dict) -> list[dict]:
@@ -181,7 +181,8 @@ def content_parts(codec, message, items):
         if name == "text":
             # Neighbours are guarded as one text, because a literal may span two pieces.
             text = "".join(piece["text"] for piece in run)
-            parts.append({"type": "text", "text": text if trusted else guard(codec, text)})
+            text = text if trusted else escape_special_tokens(codec, text)
+            parts.append({"type": "text", "text": text})
             continue
         for piece in run:
             item = next(items)
@@ -196,7 +197,7 @@ def content_parts(codec, message, items):
     return "".join(part["text"] for part in parts) if is_text else parts
 
 
-def encode_prompt(codec: Codec, messages: list[dict], items=(), tools=None) -> tuple:
+def encode_prompt(codec: ChatProcessor, messages: list[dict], items=(), tools=None) -> tuple:
     """Messages before the first assistant turn -> (expanded ids, compact ids).
 
     Expanded ids hold one placeholder per vision token: the trainer sees these. Compact ids hold one
@@ -248,7 +249,7 @@ def think_prefix_ids(codec, prompt_ids):
     return [] if prompt_ids[-len(prefix):] == prefix else prefix
 
 
-def glue_ids(codec, messages, ended, items=()):
+def tool_response_ids(codec, messages, ended, items=()):
     """Compact ids between two sampled turns: end of turn, all responses as the template writes
     them, the next generation prompt.
 
@@ -295,7 +296,7 @@ class Sequence:
     items: list = field(default_factory=list)  # [VisionItem], in the order of the placeholders
 
 
-def encode_chat(codec: Codec, messages: list[dict], items=(), tools=None) -> Sequence:
+def encode_chat(codec: ChatProcessor, messages: list[dict], items=(), tools=None) -> Sequence:
     """A whole conversation -> Sequence. Assistant tokens and their ends of turn have mask 1.
 
     The ids are built from the pieces of a rollout (prompt, turns, glue), so SFT teaches the very
@@ -312,7 +313,7 @@ def encode_chat(codec: Codec, messages: list[dict], items=(), tools=None) -> Seq
             new = turn_ids(codec, "".join(piece["text"] for piece in content_of(message)), ids)
         elif ids:
             # All messages before the next turn make ONE glue, as in a rollout.
-            new = expand(codec, glue_ids(codec, run, True, seen), seen)
+            new = expand(codec, tool_response_ids(codec, run, True, seen), seen)
         else:
             new, _ = encode_prompt(codec, run, seen, tools)
         ids += new
@@ -339,8 +340,8 @@ def turn_ids(codec, text, prompt_ids):
         text = "</think>\n\n" + text
     text = in_dialect(codec, text)
     # In data, <|im_end|> inside a turn is a mistake: as a token, the turn would end there.
-    control = [codec.tokenizer.convert_ids_to_tokens(i) for i in (*codec.banned, codec.eos)]
-    return ids + encode(codec, guard(codec, text, control)) + [codec.eos]
+    control = codec.tokenizer.convert_ids_to_tokens([*codec.suppress_tokens, codec.eos])
+    return ids + encode(codec, escape_special_tokens(codec, text, control)) + [codec.eos]
 
 
 def in_dialect(codec, text):
@@ -353,7 +354,7 @@ def in_dialect(codec, text):
         except (ValueError, TypeError, KeyError, AttributeError):
             return match[0]  # a faulty call stays as it was written
 
-    if codec.dialect == "json" or "<tool_call>" not in text:
+    if codec.tool_call_format == "json" or "<tool_call>" not in text:
         return text
     return re.sub(r"<tool_call>\s*(\{[^<]*\})\s*</tool_call>", rewritten, text)
 
@@ -371,7 +372,7 @@ def xml_call(name, arguments):
 
 
 @dataclass(frozen=True)
-class Base:
+class ModelFamily:
     """What this code has to know of a family of models. All else is read from a checkpoint's own
     files: sizes, kinds of layers, template, dialect of calls, ids."""
 
@@ -380,19 +381,19 @@ class Base:
     title: str  # for messages
     recurrent: bool = False  # has gated-delta layers, whose states no cache of prefixes holds
     cpu_dtype: str = "float32"  # in which vLLM runs on a CPU
-    exact: tuple = ()  # ends of the names of weights that stay fp32 in compute
+    keep_fp32: tuple = ()  # ends of the names of weights that stay fp32 in compute
     unused: tuple = ()  # starts of the names of stored weights that are not part of the model
 
 
 def bases() -> dict:
-    """{model_type of config.json: Base}. Models with experts are not among them, README.md says
-    why."""
+    """{model_type of config.json: ModelFamily}. Models with experts are not among them, README.md
+    says why."""
     return {
-        "qwen3_vl": Base("Qwen3VLForConditionalGeneration", "qwen3_vl", "dense Qwen3-VL"),
+        "qwen3_vl": ModelFamily("Qwen3VLForConditionalGeneration", "qwen3_vl", "dense Qwen3-VL"),
         # vLLM's gated-delta kernels for CPUs know bf16 alone. exp(A_log) is the rate of forgetting:
         # an error of bf16 in it grows with the length of the sequence. mtp: heads that guess
         # further tokens, which neither transformers nor a plain engine loads.
-        "qwen3_5": Base("Qwen3_5ForConditionalGeneration", "qwen3_5", "dense Qwen3.5", True,
+        "qwen3_5": ModelFamily("Qwen3_5ForConditionalGeneration", "qwen3_5", "dense Qwen3.5", True,
                         "bfloat16", (".A_log",), ("mtp.",)),
     }
 
@@ -401,11 +402,11 @@ def with_config(path: str) -> str | None:
     """A checkpoint folder, or the run folder that holds one under `last` -> the folder that has a
     config.json, None if neither has."""
     # sft.py and grpo.py link `last` to the newest checkpoint of their run.
-    folders = [followed(path), followed(os.path.join(path, "last"))]
+    folders = [resolve_link(path), resolve_link(os.path.join(path, "last"))]
     return next((f for f in folders if os.path.isfile(os.path.join(f, "config.json"))), None)
 
 
-def followed(path: str) -> str:
+def resolve_link(path: str) -> str:
     """`last` or `best` of a run, if the filesystem has no links and they are files that name a
     folder -> that folder. Any other path stays as it is."""
     if os.path.isfile(path):
@@ -466,7 +467,7 @@ def read_object(path):
 
 
 @contextlib.contextmanager
-def reading(ckpt, part):
+def as_user_error(ckpt, part):
     """An error that a library raises inside, for a file of a checkpoint, becomes a UserError."""
     try:
         yield
@@ -484,7 +485,7 @@ def load_config(ckpt):
     launch.quiet_libraries()
     from transformers import AutoConfig
 
-    with reading(ckpt, "config.json"):
+    with as_user_error(ckpt, "config.json"):
         # No code of a checkpoint is ever run; find_config refuses a folder that asks for that.
         return AutoConfig.from_pretrained(ckpt, trust_remote_code=False)
 
@@ -507,13 +508,13 @@ def small_files(folder):
 
 
 def load_codec(ckpt, channel="image", template_args=()):
-    """Checkpoint directory -> Codec. channel: "image" | "video" (how frames enter the prompt).
+    """Checkpoint directory -> ChatProcessor. channel: "image" | "video", how frames enter a prompt.
     template_args: ["NAME=VALUE"], which every rendering of the template shall know."""
     find_config(ckpt)
     config = load_config(ckpt)
     from transformers import AutoProcessor
 
-    with reading(ckpt, "tokenizer or processor"):
+    with as_user_error(ckpt, "tokenizer or processor"):
         processor = AutoProcessor.from_pretrained(ckpt, trust_remote_code=False)
         tokenizer, images = processor.tokenizer, processor.image_processor
         vocabulary = tokenizer.get_vocab()  # token -> id, with the added tokens
@@ -556,22 +557,24 @@ def load_codec(ckpt, channel="image", template_args=()):
     # Published checkpoints end on two ids, and vLLM stops at either. A turn here ends in <|im_end|>
     # alone: the other id, if sampled, would stand in the turn as text.
     never = [vocabulary.get(f"<|{name}|>") for name in (*marks, "im_start", "endoftext")]
-    banned = ({*never} | end_ids(ckpt)) - {eos, None}  # None: not in this vocabulary
+    suppress_tokens = ({*never} | end_ids(ckpt)) - {eos, None}  # None: not in this vocabulary
     # Control tokens and tags. The toy adds whole phrases as well, which are harmless in a question.
     added = [t for t in tokenizer.get_added_vocab() if t.startswith("<")]
     # Instruct templates end the generation prompt in "assistant\n", Thinking ones in "<think>\n". A
     # template that declares tools shows how to call one.
     tool = {"type": "function", "function": {"name": "f", "description": "x", "parameters": {}}}
-    with reading(ckpt, "chat template"):
+    with as_user_error(ckpt, "chat template"):
         prompt = owner.apply_chat_template([{"role": "user", "content": "x"}], tools=[tool],
                                            tokenize=False, add_generation_prompt=True)
-    return Codec(
+    return ChatProcessor(
         tokenizer=tokenizer, processor=processor, channel=channel, eos=eos, **marks,
         patch=cut[0], merge=cut[1], temporal=cut[2], mean=norms[0][0], std=norms[0][1],
-        markup=tuple(sorted(added, key=len, reverse=True)),  # longest first: one may hold another
-        banned=tuple(sorted(banned)), opens_thought=prompt.endswith("<think>\n"),
-        dialect="xml" if "<function=" in prompt else "json",
-        pieces=token_bytes(tokenizer), files=small_files(ckpt), base=bases()[config.model_type])
+        # The longest first: one may hold another.
+        special_strings=tuple(sorted(added, key=len, reverse=True)),
+        suppress_tokens=tuple(sorted(suppress_tokens)), opens_thought=prompt.endswith("<think>\n"),
+        tool_call_format="xml" if "<function=" in prompt else "json",
+        token_bytes=token_bytes(tokenizer), files=small_files(ckpt),
+        base=bases()[config.model_type])
 
 
 def end_ids(ckpt):

@@ -85,7 +85,7 @@ def check_copies(ckpt: str, hf, stored: dict) -> None:
 def meta_model(ckpt):
     """Checkpoint folder -> transformers' model on the meta device: names and shapes, no memory."""
     config = chat.load_config(ckpt)
-    with chat.reading(ckpt, "config.json"), torch.device("meta"):
+    with chat.as_user_error(ckpt, "config.json"), torch.device("meta"):
         hf = model_class(config)(config)
     hf.tie_weights()
     return hf
@@ -205,7 +205,7 @@ def load_sharded(ckpt, codec, device, recompute="none", replicas=1, frozen=False
         hf.requires_grad_(False)
         hf.to(model.compute_dtype(device))
         for name, p in hf.named_parameters():
-            if name.endswith(codec.base.exact):
+            if name.endswith(codec.base.keep_fp32):
                 p.data = p.data.float()
     if lora:
         add_adapters(hf, lora)
@@ -495,7 +495,7 @@ def full_weights(policy, dtype=None):
         if (tied and name == "lm_head.weight") or ".lora_" in name:
             continue
         # Cast before the gather: bf16 is half the traffic.
-        kept = dtype is None or name.endswith(policy.codec.base.exact)
+        kept = dtype is None or name.endswith(policy.codec.base.keep_fp32)
         whole = whole_tensor(tensor.detach().to(tensor.dtype if kept else dtype))
         if (stem := name.removesuffix("weight")) + "lora_A" in state:  # adapters: added in fp32
             a, b = (whole_tensor(state[f"{stem}lora_{letter}"].detach()) for letter in "AB")
@@ -616,7 +616,7 @@ def save_whole(files, folder, weights):
         index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
         launch.write_atomic(os.path.join(folder, "model.safetensors.index.json"),
                            json.dumps(index, indent=2))
-    # Of the matrices: a few vectors may be exact (chat.Base).
+    # Of the matrices: a few vectors may be exact (chat.ModelFamily).
     dtypes = {tensor.dtype for tensor in weights.values() if tensor.ndim > 1}
     save_files(files, folder, dtypes.pop() if len(dtypes) == 1 else None)
 

@@ -70,11 +70,11 @@ def task_fault(row: dict, unlabelled: bool = False) -> str | None:
     # A label that earns less than 1 when the model writes that very label misleads training.
     # Graded by the very functions that pay a rollout.
     kind = rewards.task_types()[row["type"]]
-    said = kind.write(row["answer"], options)
+    said = kind.render_label(row["answer"], options)
     given = rewards.final_answer([f"<answer>{said}</answer>"])
     if said is None or rewards.accuracy(given, row["type"], row["answer"], options or None) < 0.999:
         return (f"the answer {str(row['answer'])[:80]!r} earns no full reward when the model gives "
-                f"it: of type {row['type']} it must be {kind.form}")
+                f"it: of type {row['type']} it must be {kind.label_format}")
     return None
 
 

@@ -174,7 +174,7 @@ class VllmEngine:
     In this process because the worker then shares the shim, the ranks and the trainer's tensors.
     """
 
-    def __init__(self, ckpt: str, codec: chat.Codec, limits: Limits):
+    def __init__(self, ckpt: str, codec: chat.ChatProcessor, limits: Limits):
         """ckpt: folder of a whole checkpoint, not of adapters. With torchrun on GPUs collective."""
         import torch
 
@@ -256,7 +256,7 @@ class VllmEngine:
         params = SamplingParams(
             temperature=request.temperature, max_tokens=request.max_tokens, seed=request.seed,
             logprobs=0, detokenize=False, stop_token_ids=[self.codec.eos],
-            logit_bias={i: -100.0 for i in self.codec.banned}, **self.sampling)  # fmt: skip
+            logit_bias=dict.fromkeys(self.codec.suppress_tokens, -100.0), **self.sampling)
         self.running[request.id] = request
         self.engine.add_request(request.id, prompt, params)
 

@@ -543,7 +543,7 @@ def load_teacher(ckpt, args, codec, device):
     if not ckpt or not args.distill:
         return None
     own = chat.load_codec(ckpt, args.channel)
-    read = ("pieces", "image_pad", "video_pad", "vision_start", "vision_end", "eos", "patch",
+    read = ("token_bytes", "image_pad", "video_pad", "vision_start", "vision_end", "eos", "patch",
             "merge", "temporal")  # fmt: skip
     if other := [name for name in read if getattr(own, name) != getattr(codec, name)]:
         raise launch.UserError(f"--teacher {args.teacher}: its ids or frames are not those of "
@@ -597,8 +597,9 @@ def open_run(args, policy, start, work):
 
 
 def pay_of(args):
-    """Flags -> rewards.Pay, whose fields they are."""
-    return rewards.Pay(**{f.name: getattr(args, f.name) for f in fields(rewards.Pay)})
+    """Flags -> rewards.RewardConfig, whose fields they are."""
+    config = rewards.RewardConfig
+    return config(**{f.name: getattr(args, f.name) for f in fields(config)})
 
 
 def write_rollouts(out, step, rank, episodes):

@@ -40,7 +40,7 @@ import chat
 # 1. Frames -> vision features
 
 
-def patchify(codec: chat.Codec, images: np.ndarray,
+def patchify(codec: chat.ChatProcessor, images: np.ndarray,
              device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
     """uint8 frames [T, H, W, 3] -> (patches [T' gh gw, 3 temporal patch^2] fp32 on the device, grid
     [1, 3] in host memory).
@@ -188,7 +188,7 @@ def rope_positions(codec, ids, items):
     return positions, current + len(ids) - cursor
 
 
-def pack_trees(codec: chat.Codec, trees: list[Tree]) -> Pack:
+def pack_trees(codec: chat.ChatProcessor, trees: list[Tree]) -> Pack:
     """
     Trees -> one Pack.
 
@@ -387,7 +387,7 @@ class Policy(torch.nn.Module):
             plan=attention_plan(pack, device)).last_hidden_state[0]  # [L, H]
         # Only states that predict a trained token meet the vocabulary: [N, H] of [L, H].
         return token_logprobs(hidden[predictor], self.hf.lm_head.weight, target,
-                              self.codec.banned, temperature, chunk)
+                              self.codec.suppress_tokens, temperature, chunk)
 
     def placeholders(self, ids, features):
         """ids in host memory, features [V, 1 + D, H] or None -> mask of the ids that stand for
@@ -676,7 +676,7 @@ def compute_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def engine_dtype(codec: chat.Codec, device: torch.device) -> torch.dtype:
+def engine_dtype(codec: chat.ChatProcessor, device: torch.device) -> torch.dtype:
     """The dtype in which vLLM computes, and takes weights."""
     on_cpu = compute_dtype(device) == torch.float32
     return getattr(torch, codec.base.cpu_dtype) if on_cpu else torch.bfloat16
@@ -693,7 +693,7 @@ def with_our_kernels(tower):
     return tower
 
 
-def as_policy(hf, codec: chat.Codec, device: torch.device, recompute: str) -> Policy:
+def as_policy(hf, codec: chat.ChatProcessor, device: torch.device, recompute: str) -> Policy:
     """transformers' model -> Policy with our attention and a frozen tower. recompute: "full" =
     backward computes the decoder layers again instead of keeping their activations, or "none"."""
     from transformers import AttentionInterface

@@ -47,7 +47,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Pay:
+class RewardConfig:
     """The terms that a rollout is paid by, set by flags of grpo.py. Defaults: the paper's."""
 
     answer_suffix: bool = True  # R_base pays 0.3 + 0.2 for an <answer> block; else 0.2 + 0.1
@@ -60,7 +60,7 @@ class Pay:
     rewards: str = "on"  # "off": nothing is paid; a teacher trains instead
 
 
-def score(turns: list[str], task: dict, calls=(), think_open=True, pay: Pay | None = None,
+def score(turns: list[str], task: dict, calls=(), think_open=True, pay: RewardConfig | None = None,
           tokens: int = 0, verdict: bool | None = None) -> dict:
     """
     All reward terms of one rollout. R is composed HERE and only here, for the log and the gradient.
@@ -76,7 +76,7 @@ def score(turns: list[str], task: dict, calls=(), think_open=True, pay: Pay | No
     from which the advantages are made; "total": R, the sum of the two; "windows": window_scores of
     the executed calls, if the task has evidence}
     """
-    pay = pay or Pay()
+    pay = pay or RewardConfig()
     answer = final_answer(turns, think_open)
     acc = accuracy(answer, task["type"], task["answer"], task.get("options"))
     acc = acc if verdict is None else float(verdict)
@@ -103,7 +103,7 @@ def accuracy(response, task_type, gold, options=None):
     """R_acc in [0, 1] of an answer body (None: no answer, 0.0). gold: the label, in the form that
     `task_types` names. Raises KeyError for another task_type."""
     kind = task_types()[task_type]
-    return 0.0 if response is None else kind.pay(kind.read(response, options), gold)
+    return 0.0 if response is None else kind.score(kind.read(response, options), gold)
 
 
 def tool_term(parseable: int, executed: int, acc: float) -> float:
@@ -114,7 +114,7 @@ def tool_term(parseable: int, executed: int, acc: float) -> float:
     return 0.8 if acc > 0 else 0.3
 
 
-def format_reward(turns: list[str], think_open=True, pay: Pay | None = None) -> dict:
+def format_reward(turns: list[str], think_open=True, pay: RewardConfig | None = None) -> dict:
     """
     R_fmt of one episode, with its parts and the conditions for them.
 
@@ -135,11 +135,11 @@ def format_reward(turns: list[str], think_open=True, pay: Pay | None = None) -> 
     unbalanced, nested or opened again, or the model wrote a tool response. "anchor" in the result:
     R_anchor before the weight. `well_formed`: the flow holds and the reward is not capped.
     """
-    pay = pay or Pay()
-    texts = [whole(turn, think_open) for turn in turns]
+    pay = pay or RewardConfig()
+    texts = [with_think_prefix(turn, think_open) for turn in turns]
     thoughts = [closed_thought(text) for text in texts]
     body, is_closed = last_answer(turns[-1], think_open) if turns else (None, False)
-    on = {
+    checks = {
         "think": bool(turns) and len(thoughts[-1]) >= 10,
         "answer_opened": body is not None,
         "answer_closed": is_closed,
@@ -150,21 +150,21 @@ def format_reward(turns: list[str], think_open=True, pay: Pay | None = None) -> 
     }
     # The flow is strict about the order of the tags, and any text may stand between them.
     ordered = bool(turns) and tag_order(texts[-1]) == "<think></think><answer></answer>"
-    on["flow"] = on["think_closed"] and on["answer_closed"] and ordered
+    checks["flow"] = checks["think_closed"] and checks["answer_closed"] and ordered
     # If a tool response were paid, the model would learn to answer its own calls.
     faked = any(re.search("</?tool_response>", turn) for turn in turns)
-    on["capped"] = faked or not on["balanced"]
-    on["well_formed"] = on["flow"] and not on["capped"]
+    checks["capped"] = faked or not checks["balanced"]
+    checks["well_formed"] = checks["flow"] and not checks["capped"]
 
     # Without the Answer Suffix (the authors' plain GRPO) a thought earns more than an answer.
     think, start, end = (0.2, 0.3, 0.2) if pay.answer_suffix else (0.3, 0.2, 0.1)
-    base = think * on["think"] + start * on["answer_opened"] + end * on["answer_closed"]
-    base += 0.3 * on["think_before_call"]
-    base += 0.1 * (on["balanced"] and base > 0)  # no credit for having no tags at all
-    pull = 0.4 * on["think_closed"] + 0.3 * on["flow"]
-    pull -= pay.gamma * on["never_closed"]
-    total = min(max(base + pay.anchor * pull, 0.0), 0.5 if on["capped"] else 1.0)
-    return {"base": base, "anchor": pull, "total": total, **on}
+    base = think * checks["think"] + start * checks["answer_opened"] + end * checks["answer_closed"]
+    base += 0.3 * checks["think_before_call"]
+    base += 0.1 * (checks["balanced"] and base > 0)  # no credit for having no tags at all
+    anchor = 0.4 * checks["think_closed"] + 0.3 * checks["flow"]
+    anchor -= pay.gamma * checks["never_closed"]
+    total = min(max(base + pay.anchor * anchor, 0.0), 0.5 if checks["capped"] else 1.0)
+    return {"base": base, "anchor": anchor, "total": total, **checks}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ TAG = re.compile(rf"<(/?)({'|'.join(KINDS)})>")  # lower case, no attributes: as
 ANY_TAG = re.compile(r"<(?![0-9])[^<>]*>")  # but "<12.5 seconds>", a frame's stamp, is text
 
 
-def visible(text, think_open=False):
+def without_thoughts(text, think_open=False):
     """The text of one turn with every closed thought replaced by a newline. An unclosed thought is
     not removed: its calls are answered and its <answer> is graded. The format reward punishes it
     instead. think_open: the turn began inside a thought. A turn whose first think tag is a closing
@@ -202,7 +202,7 @@ def has_word(text):
     return any(char.isalnum() for char in ANY_TAG.sub("", text))
 
 
-def whole(turn, think_open):
+def with_think_prefix(turn, think_open):
     """A turn with the forced <think> put back, so that the thought counts as opened."""
     return "<think>\n" + turn if think_open else turn
 
@@ -231,10 +231,10 @@ def thinks_before_call(turn, think_open):
     before = turn.partition("</think>")[0]
     draft = any(f"<{kind}>" in before for kind in CALLS)
     valid = any(call.error is None for call in parse_tool_calls(turn, think_open))
-    return valid and not draft and closed_thought(whole(turn, think_open)) != ""
+    return valid and not draft and closed_thought(with_think_prefix(turn, think_open)) != ""
 
 
-def bodies(text, kinds):
+def tag_blocks(text, kinds):
     """[(kind, body, closed)] of every opening tag of these kinds; the next tag ends a body."""
     # One scan for all tags. A search for each closing tag is quadratic on "<answer>" * 1e5.
     parts = re.split(rf"<(/?(?:{kinds}))>", text)  # text, tag, text, ..
@@ -245,7 +245,7 @@ def bodies(text, kinds):
 
 def last_answer(text, think_open=False):
     """(body, closed) of the last non-empty <answer> of a turn outside thought, or (None, False)."""
-    for _, body, closed in reversed(bodies(visible(text, think_open), "answer")):
+    for _, body, closed in reversed(tag_blocks(without_thoughts(text, think_open), "answer")):
         if has_word(body):
             return body.strip(), closed
     return None, False
@@ -333,7 +333,7 @@ def parse_tool_calls(text, think_open=False):
     <tool_code> (never evaluated). Aliases: start, end. video_path and unknown arguments are
     ignored."""
     calls = []
-    for kind, body, closed in bodies(visible(text, think_open), "|".join(CALLS)):
+    for kind, body, closed in tag_blocks(without_thoughts(text, think_open), "|".join(CALLS)):
         if len(body) > MAX_CALL_CHARS:
             calls.append(ToolCall(error="the call is too long, expected one short call"))
         elif kind == "tool_code":
@@ -349,7 +349,7 @@ def parse_tool_calls(text, think_open=False):
 
 def closure_counts(turns, think_open=True):
     """{kind: [opened, closed]} over all turns. A stray closing tag is not counted."""
-    texts = [whole(turn, think_open) for turn in turns]
+    texts = [with_think_prefix(turn, think_open) for turn in turns]
     # Each kind alone, nesting ignored. The newline keeps a pair from spanning two turns.
     tags = {kind: "\n".join("".join(re.findall(f"</?{kind}>", text)) for text in texts)
             for kind in KINDS}
@@ -413,7 +413,7 @@ def to_count(value):
     return int(number) if number is not None and number >= 1 and number.is_integer() else None
 
 
-def shown(name):
+def sanitize_name(name):
     """A name that the model wrote: printable ASCII, <= 40 characters, no < or >, thus no tag."""
     return re.sub(r"[^ -;=?-~]", "", name[:400])[:40]
 
@@ -424,7 +424,7 @@ def check_call(name, arguments):
     if not name:
         return ToolCall(error='the call has no tool name, expected "name": "crop_video"')
     if name != "crop_video":
-        name = shown(name)
+        name = sanitize_name(name)
         return ToolCall(name, error=f"unknown tool '{name}', the only tool is crop_video")
     if not isinstance(arguments, dict):
         return ToolCall(name, error="arguments must be an object with start_time and end_time")
@@ -498,11 +498,11 @@ def parse_code_calls(body):
 class TaskType:
     """How tasks of one type are asked, read and paid, and which labels they may have."""
 
-    ask: str  # the end of the question, which asks for a form that `read` can read
+    prompt_suffix: str  # the end of the question, which asks for a form that `read` can read
     read: callable  # (answer body, options) -> what the answer says
-    pay: callable  # (what the answer says, label) -> R_acc in [0, 1]
-    write: callable  # (label, options) -> the answer that says it; None: no label of this type
-    form: str  # of a label, for messages
+    score: callable  # (what the answer says, label) -> R_acc in [0, 1]
+    render_label: callable  # (label, options) -> the answer that says it; None: no such label
+    label_format: str  # of a label, for messages
     judged: bool = False  # a judge, if a run has one, pays instead
     within: callable = lambda label, seconds: True  # whether a video of this length can show it
 
@@ -517,10 +517,10 @@ def task_types():
                         lambda letter, gold: float(letter == gold.strip().upper()),
                         lambda label, options: text(label, None) if options else None,
                         "the letter of one of the task's options"),
-        "open": TaskType("Answer with a few words.", region, token_f1, text,
+        "open": TaskType("Answer with a few words.", answer_text, token_f1, text,
                          "a text with a letter or a digit, and no tags", judged=True),
-        "list": TaskType("Answer with a list, in order, separated by commas.", region,
-                         list_share, text, "items in order, commas between, with a letter or a digit"),
+        "list": TaskType("Answer with a list, in order, separated by commas.", answer_text,
+                         list_share, text, "items in order, commas between, a letter or a digit"),
         "grounding": TaskType(
             "Answer with the start and the end in seconds, for example: 12.5 - 20.0",
             lambda answer, options: extract_span(answer), temporal_iou, span_text,
@@ -549,7 +549,7 @@ def answer_or_tail(turns, think_open=False):
     return text.strip() if has_word(text) else None
 
 
-def plain(text):
+def nfkc(text):
     """NFKC: full-width characters to ASCII. But 10² becomes 10^2, which NFKC would make 102."""
     text = unicodedata.normalize("NFKC", re.sub("(?<=[0-9])[⁻⁰¹²³⁴-⁹ⁿ]+", r"^\g<0>", text))
     return text.replace("。", ". ").replace("’", "'")
@@ -563,13 +563,13 @@ def answer_lines(response, blank=False):
         return []
     # A LaTeX box declares the answer. The last box counts.
     text = re.sub(r"\\(?:text|math)[a-z]{0,6} ?\{([^{}]*)\}", r"\1", text)
-    text = plain([text, *re.findall(r"\\boxed ?\{([^{}]*)\}", text)][-1])
+    text = nfkc([text, *re.findall(r"\\boxed ?\{([^{}]*)\}", text)][-1])
     # Single spaces also keep the patterns below from backtracking over long blanks.
     lines = [" ".join(line.split()) for line in text.splitlines()]
     return [line for line in lines if line or blank]
 
 
-def region(response, options=None):
+def answer_text(response, options=None):
     """The part of a response that is graded, on one line. options: of a TaskType, not read."""
     return " ".join(answer_lines(response))
 
@@ -593,7 +593,7 @@ def normalise(text):
     """The tokens by which open answers are compared. Case, articles, punctuation, hyphens and
     thousands commas are removed. The exponent of a letter joins the letter, number words become
     digits. A minus sign, a decimal point, % and C++ stay, because they change the meaning."""
-    text = plain(text).casefold()
+    text = nfkc(text).casefold()
     text = re.sub(r"(?<=[^\W\d_])\^\{?(?=[0-9])", "", text)  # n^2, n^{2} -> n2, as NFKC has n²
     text = re.sub("['`]", "", text).replace("−", "-")  # don't -> dont
     text = re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", text)  # 1,000 -> 1000
@@ -681,7 +681,7 @@ def denied(text, start, end):
     return bool(NOT_BEFORE.search(before) or NOT_AFTER.match(after))
 
 
-def tidied(text):
+def strip_markdown(text):
     """A line without Markdown, bullets and quotes, all brackets as round ones, with a space
     wherever a Chinese word begins or ends."""
     text = re.sub(r"^[-•>#]+ |[*_`$\"“”【】「」]|(?<!\w)'|'(?!\w)", "", text)
@@ -758,7 +758,7 @@ def extract_letter(response, options):
     option. No answer: two letters in one step, a letter that no option has, a label that
     contradicts its text, a list of the options."""
     letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[: len(options) if options else 10]
-    lines = [tidied(line) for line in answer_lines(response)] or [""]
+    lines = [strip_markdown(line) for line in answer_lines(response)] or [""]
     # Keep the line breaks: joined by spaces, the A before "The oven .." would read as an article.
     text = "\n".join(lines)
     declared = stated_letter(DECLARED, text, letters)
@@ -766,8 +766,8 @@ def extract_letter(response, options):
     listing = len({label[1].upper() for label in map(LABEL.match, lines) if label}) > 1
     # Compared as normalised text, so that "3" and "three" name one option. Only a label that fits
     # the option's place is taken off: "B. B. King" may be the text of option A.
-    texts = [" ".join(normalise(re.sub(rf"^\s*\(?{letter}[).:]+\s+", "", tidied(option))))
-             for letter, option in zip(letters, map(str, options or [])) if not listing]  # fmt: skip
+    texts = [" ".join(normalise(re.sub(rf"^\s*\(?{letter}[).:]+\s+", "", strip_markdown(option))))
+             for letter, option in zip(letters, map(str, options or [])) if not listing]
     own = [own_line(line, letters, texts) for line in lines]
     # A letter alone on the last line answers, whatever option the first line begins with.
     leading = set() if listing or own[0] or own[-1] else stated_letter(LEADING, text, letters)
@@ -806,7 +806,7 @@ def extract_span(response):
     wrong and gives None. Frame numbers, a confidence and a denied range ("not 3 - 5") are no
     answer."""
     # "<12.5 seconds> - <20.0 seconds>"
-    text = re.sub(r"<([0-9][^<>]*)>", r"\1", region(response))
+    text = re.sub(r"<([0-9][^<>]*)>", r"\1", answer_text(response))
     text = re.sub(r"[*`]|(?<=:[0-9][0-9]) ?min\b", "", text)  # "**10** - **20**", "1:05 min"
     # Minutes ("2 to 3 minutes") become seconds first. Then one pattern reads every range.
     text = re.sub(r"\b([0-9]{1,4}) ?(?:[-–]|to) ?(?=[0-9]{1,4} ?min)", r"\1 min to ", text)

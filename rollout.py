@@ -99,7 +99,7 @@ def question_text(task: dict) -> str:
     options = zip(string.ascii_uppercase, data.bare_options(task.get("options") or []))
     lines = [task["question"], *(f"{letter}. {option}" for letter, option in options)]
     # "style": a client of tools/serve.py has said how to answer.
-    style = task.get("style", rewards.task_types()[task["type"]].ask)
+    style = task.get("style", rewards.task_types()[task["type"]].prompt_suffix)
     return "\n" + "\n".join([*lines, *filter(None, [style])])
 
 
@@ -281,10 +281,10 @@ class Sampler:
     """Everything that turns tasks into episodes."""
 
     engine: object  # submit(Request), poll() -> [Completion], max_seqs: the size of the batch
-    codec: chat.Codec
+    codec: chat.ChatProcessor
     source: Source
     agent: Agent
-    pay: rewards.Pay = rewards.Pay()  # the terms of the reward and their weights
+    pay: rewards.RewardConfig = rewards.RewardConfig()  # the terms of the reward and their weights
     judge: object = None  # endpoint.Judge, whose verdicts pay open answers; None: token F1
     threads: int = field(default_factory=video.decode_threads)  # that decode
     max_live: int = None  # episodes at once; None = twice the engine's batch
@@ -346,7 +346,7 @@ async def run_episode(episode: Episode, sampler: Sampler) -> Episode:
         # Gather: ONE user turn, in call order, then ONE generation prompt.
         replies = [{"role": "tool", "content": record["summary"]} for record in records]
         # A turn that was cut off at max_new_tokens has no end of turn yet; the glue adds one.
-        glue = chat.glue_ids(codec, replies, said.ended)
+        glue = chat.tool_response_ids(codec, replies, said.ended)
         if not fits(episode, agent, len(glue) + len(prefix)):  # the next turn starts with prefix
             break
         context.insert(glue)
@@ -550,7 +550,8 @@ def run(sampler: Sampler, tasks: list, frames=64, group=1, step=0, play=run_epis
             raise
 
 
-async def score_episode(episode: Episode, pay: rewards.Pay | None = None, judge=None) -> Episode:
+async def score_episode(episode: Episode, pay: rewards.RewardConfig | None = None,
+                        judge=None) -> Episode:
     """Sets the reward of an episode that has ended. judge: endpoint.Judge or None. It reads open
     answers only, because letters, lists, spans and missing answers are graded by rule."""
     task, verdict = episode.task, None
@@ -567,7 +568,7 @@ async def score_episode(episode: Episode, pay: rewards.Pay | None = None, judge=
     return episode
 
 
-def compute_reward(episode: Episode, pay: rewards.Pay | None = None,
+def compute_reward(episode: Episode, pay: rewards.RewardConfig | None = None,
                    verdict: bool | None = None) -> dict:
     """Episode -> reward terms, see rewards.score; {} for a question without a known answer.
     verdict: a judge's, None for the rule."""
@@ -594,7 +595,7 @@ def new_episodes(tasks, seed, frames, group, step):
 # ---- below: looking at episodes, checks, the command line (may be skipped) ----------------------
 
 
-def show(episode: Episode, codec: chat.Codec, colour: bool = True) -> str:
+def show(episode: Episode, codec: chat.ChatProcessor, colour: bool = True) -> str:
     """One episode as text. Sampled, inserted and structural tokens have a colour each, or marks if
     there are no colours."""
     marks = {"inserted": ("\033[2m", "\033[0m"), "sampled": ("\033[32m", "\033[0m"),

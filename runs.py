@@ -323,7 +323,7 @@ def prune_checkpoints(newest, keep=2):
     # A newer one is damaged, else the run would have gone on from it.
     whole = complete_checkpoints(out)
     whole = whole[whole.index(newest):] if newest in whole else []
-    kept = [chat.followed(os.path.join(out, name)) for name in ("last", "best")]
+    kept = [chat.resolve_link(os.path.join(out, name)) for name in ("last", "best")]
     for folder in whole[:keep]:
         state = chat.read_object(os.path.join(folder, "state.json"))
         kept += [folder, best_beside(folder, state) or folder]
@@ -469,7 +469,7 @@ def unless_missing():
 
 def symlink(link, target):
     """Makes `link` a relative link to the folder `target` beside it, atomically. Without links: a
-    file with the name of the folder, see chat.followed."""
+    file with the name of the folder, see chat.resolve_link."""
     temp, name = f"{link}.tmp{os.getpid()}", os.path.basename(target)
     with contextlib.suppress(FileNotFoundError):
         os.remove(temp)

@@ -283,7 +283,7 @@ def fixed_phrases(base):
     rendered = render_jinja_template([system], tools=rollout.tool_schema(),
                                      chat_template=chat_template(base))[0][0]
     lines = rendered.replace("<|im_start|>system\n", "").replace("<|im_end|>", "").split("\n")
-    lines += [*rollout.sub_prompt().split("\n"), rewards.task_types()["list"].ask,
+    lines += [*rollout.sub_prompt().split("\n"), rewards.task_types()["list"].prompt_suffix,
               rollout.empty_summary()]
     call = ['{"name": "crop_video", "arguments": {"start_time": ', ', "end_time": ']
     if base == "qwen3_5":

@@ -109,7 +109,8 @@ class Stills(rollout.Source):
 def our_step(args, policy, codec, filler):
     """-> a function of the step's number that samples one group, trains on it and moves the weights
     into the engine -> seconds of (update, step)."""
-    codec = replace(codec, banned=(*codec.banned, codec.eos))  # every response has the full length
+    # Without an end of turn every response has the full length.
+    codec = replace(codec, suppress_tokens=(*codec.suppress_tokens, codec.eos))
     keys, times = [f"still{i}" for i in range(args.images)], np.arange(float(args.images))
     source = Stills(video.Frames(pictures(args.images), times, "stills", keys), None)
     policy.features = model.VisionFeatures(policy.hf.model.visual, codec, source.load)

@@ -174,7 +174,7 @@ async def play(episode, sampler, protocol):
         context.frames += reply.frames
         if codec is not None:
             items = [chat.vision_item(s, f) for s, f in zip(reply.specs, reply.frames)]
-            compact = chat.glue_ids(codec, reply.messages, said.ended, items)
+            compact = chat.tool_response_ids(codec, reply.messages, said.ended, items)
             glue = chat.expand(codec, compact, items)
             if not rollout.fits(episode, agent, len(glue) + len(prefix)):
                 break
@@ -315,7 +315,7 @@ def filled(text, task, duration=0.0, subtitles="", label="{}.", between="\n"):
         "event": task.get("event") or task["question"],  # of Charades-STA: the bare caption
         "options": between.join(lines),
         "option_list": str(lines),  # as Python prints a list
-        "style": rewards.task_types()[task["type"]].ask,
+        "style": rewards.task_types()[task["type"]].prompt_suffix,
         "duration": clock(duration),  # HH:MM:SS
         "length": clock(duration)[3:] if duration < 3600 else clock(duration),  # MM:SS if possible
         "video": os.path.basename(task["video"]),

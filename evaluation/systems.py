@@ -651,7 +651,7 @@ def last_block(text, tag):
 
 def parse_zoom(text, think_open=False):
     """Last <video_zoom> of a turn -> [one call] or []. num_frames is fps times seconds."""
-    body = last_block(rewards.visible(text, think_open), "video_zoom")
+    body = last_block(rewards.without_thoughts(text, think_open), "video_zoom")
     if body is None:
         return []
     start = end = frames = None
@@ -977,7 +977,7 @@ def parse_sage(text, think_open=False):
     start = rewards.to_seconds(arguments.get("timestamp_start"))
     end = rewards.to_seconds(arguments.get("timestamp_end"))
     # The name goes into a record and into the next prompt, so cut and printable.
-    call = rewards.ToolCall(rewards.shown(name), start, end, None, None)
+    call = rewards.ToolCall(rewards.sanitize_name(name), start, end, None, None)
     call.arguments = arguments  # some tools have more than a window
     return [call]
 

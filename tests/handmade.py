@@ -46,7 +46,7 @@ def make_episode(codec, source, task, sample, turns, summaries=(), step=0, frame
         if not last:
             episode.calls = [sub_record(codec, source, task, text) for text in summaries]
             replies = [{"role": "tool", "content": text} for text in summaries]
-            context.insert(chat.glue_ids(codec, replies, True))
+            context.insert(chat.tool_response_ids(codec, replies, True))
     return episode
 
 
@@ -87,7 +87,7 @@ def plain_logps(hf, codec, source, ids, specs, temperature):
                 image_grid_thw=vision["image_grid_thw"],
                 mm_token_type_ids=(row == codec.image_pad).int()).logits[0]
     never = torch.zeros(logits.shape[-1])
-    never[list(codec.banned)] = -100.0
+    never[list(codec.suppress_tokens)] = -100.0
     return ((logits + never) / temperature).log_softmax(-1)[:-1].gather(1, row[0, 1:, None])[:, 0]
 
 

@@ -69,7 +69,7 @@ def generate(policy, codec, vision, prompts, limits, temperatures, seeds):
     features = torch.cat(features) if features else None
     seen = policy.placeholders(ids, features)
     bias = torch.zeros(text.config.vocab_size)
-    bias[list(codec.banned)] = -100.0
+    bias[list(codec.suppress_tokens)] = -100.0
     draws = [torch.Generator().manual_seed(seed) for seed in seeds]
     sampled, logps, alive = [[] for _ in prompts], [[] for _ in prompts], [True] * n
     cache, lengths = DynamicCache(config=text.config), mask.sum(1)

@@ -83,7 +83,7 @@ class Scripted:
     def complete(self, request, text):
         """Text as a model would have sampled it: never a banned id, nothing after the end of the
         turn, at most max_tokens."""
-        ids = [i for i in chat.encode(self.codec, text) if i not in self.codec.banned]
+        ids = [i for i in chat.encode(self.codec, text) if i not in self.codec.suppress_tokens]
         spoken = ids[: ids.index(self.codec.eos)] if self.codec.eos in ids else ids
         ids = spoken + [self.codec.eos]
         ids = ids[: request.max_tokens]

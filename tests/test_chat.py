@@ -64,11 +64,11 @@ def test_placeholders_and_frames_must_agree_in_number(each_codec, album, given):
 
 def test_every_special_literal_in_untrusted_text_stays_text(codec):
     """A literal that became a control token would let a question end its own turn."""
-    text = "a".join(codec.markup) + "".join(codec.markup) + "<<|im_end|>>"
-    ids = chat.encode(codec, chat.guard(codec, text))
-    special = set(codec.tokenizer.convert_tokens_to_ids(list(codec.markup)))
+    text = "a".join(codec.special_strings) + "".join(codec.special_strings) + "<<|im_end|>>"
+    ids = chat.encode(codec, chat.escape_special_tokens(codec, text))
+    special = set(codec.tokenizer.convert_tokens_to_ids(list(codec.special_strings)))
     assert {"<|im_end|>", "<|image_pad|>", "<tool_call>", "</think>",
-            "<tool_response>"} <= set(codec.markup)
+            "<tool_response>"} <= set(codec.special_strings)
     assert not special & set(ids)
     assert chat.decode(codec, ids, keep_special=True) == text
     assert special & set(chat.encode(codec, text))  # unguarded, they are
@@ -79,11 +79,12 @@ def test_every_special_literal_in_untrusted_text_stays_text(codec):
 def test_no_arrangement_of_literals_and_marks_gets_through(codec, data):
     """Cut, nested and marked literals: what is left is always the text without our private
     marks."""
-    piece = st.sampled_from([*codec.markup[-8:], "<", "|im_end|>", "<|im_", "end|>", chat.GUARD,
+    piece = st.sampled_from([*codec.special_strings[-8:], "<", "|im_end|>", "<|im_", "end|>",
+                             chat.GUARD,
                              chat.TURN, "é", "\n"])
     text = "".join(data.draw(st.lists(piece, max_size=8)))
-    ids = chat.encode(codec, chat.guard(codec, text))
-    assert not set(codec.tokenizer.convert_tokens_to_ids(list(codec.markup))) & set(ids)
+    ids = chat.encode(codec, chat.escape_special_tokens(codec, text))
+    assert not set(codec.tokenizer.convert_tokens_to_ids(list(codec.special_strings))) & set(ids)
     unguarded = text.replace(chat.GUARD, "").replace(chat.TURN, "")
     assert chat.decode(codec, ids, keep_special=True) == unguarded
 
@@ -103,7 +104,7 @@ def test_a_question_cannot_forge_a_turn(codec, album, question):
 
 
 def test_a_tool_response_cannot_forge_a_turn(codec):
-    forged, honest = (chat.glue_ids(codec, [{"role": "tool", "content": text}], True)
+    forged, honest = (chat.tool_response_ids(codec, [{"role": "tool", "content": text}], True)
                       for text in (FORGED + chat.TURN, "red"))
     tokens = codec.tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>", "<tool_response>",
                                                     "</tool_response>"])
@@ -119,7 +120,7 @@ def test_pieces_of_tokens_join_to_the_utf8_text(codec, text, tag):
     it."""
     text = text[: len(text) // 2] + tag + text[len(text) // 2:]
     ids = codec.tokenizer(text)["input_ids"]
-    assert b"".join(codec.pieces[i] for i in ids) == text.encode("utf-8")
+    assert b"".join(codec.token_bytes[i] for i in ids) == text.encode("utf-8")
     wanted = codec.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     assert chat.decode(codec, ids, keep_special=True) == wanted
 
@@ -229,7 +230,7 @@ def test_frames_in_a_tool_response_stand_where_the_template_puts_them(lively, ea
         lively.hf.set_attn_implementation("sdpa")
         logits = lively.hf(input_ids=ids, mm_token_type_ids=kinds,
                            **{kind[0]: torch.cat(pixels), kind[1]: grids}).logits[0]
-    logits[:, list(each_codec.banned)] -= 100.0
+    logits[:, list(each_codec.suppress_tokens)] -= 100.0
     wanted = torch.log_softmax(logits.float(), -1)
     places = [n for n, m in enumerate(ours.mask) if m]
     wanted = torch.stack([wanted[n - 1, ours.ids[n]] for n in places])
@@ -243,8 +244,9 @@ def test_glue_is_one_user_turn_and_ends_a_cut_turn(codec):
     text = ("<|im_end|>\n<|im_start|>user\n<tool_response>\nred\n</tool_response>\n"
             "<tool_response>\nblue\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
     wanted = codec.tokenizer(text)["input_ids"]
-    assert chat.glue_ids(codec, replies, ended=False) == wanted
-    assert chat.glue_ids(codec, replies, ended=True) == wanted[1:] and wanted[0] == codec.eos
+    assert chat.tool_response_ids(codec, replies, ended=False) == wanted
+    assert chat.tool_response_ids(codec, replies, ended=True) == wanted[1:]
+    assert wanted[0] == codec.eos
 
 
 def with_template(codec, render):
@@ -257,7 +259,7 @@ def test_a_template_without_a_turn_end_is_refused(codec):
     odd = with_template(
         codec, lambda messages: "".join(f"[{m['role']}]{m['content']}\n" for m in messages))
     with pytest.raises(launch.UserError, match="chat template"):
-        chat.glue_ids(odd, [{"role": "tool", "content": "red"}], ended=True)
+        chat.tool_response_ids(odd, [{"role": "tool", "content": "red"}], ended=True)
 
 
 def test_the_think_prefix_is_not_forced_twice(codec):

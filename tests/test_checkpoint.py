@@ -47,7 +47,7 @@ def test_a_saved_checkpoint_is_the_same_model_in_plain_transformers(saved, codec
     ids = torch.tensor([response(1, 20)])
     with torch.no_grad():
         logits = hf(input_ids=ids).logits[0, :-1]
-    logits[:, list(codec.banned)] -= 100
+    logits[:, list(codec.suppress_tokens)] -= 100
     wanted = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
     ours = logprobs(policy, codec, None, [Tree(Span(ids[0].tolist(), [0] + [1] * 19))])
     assert (ours - wanted).abs().max() < 1e-5

@@ -100,7 +100,7 @@ def test_the_new_reward_of_the_guide_is_paid(tmp_path, monkeypatch):
     calls = [{"parseable": True, "status": "ok", "start": start, "end": start + 3.0}
              for start in (8.0, 9.0)]
     task = {"type": "open", "answer": "red"}
-    plain, paid = (rewards.score(["<answer>red</answer>"], task, calls, pay=rewards.Pay(
+    plain, paid = (rewards.score(["<answer>red</answer>"], task, calls, pay=rewards.RewardConfig(
         spread_weight=weight)) for weight in (0.0, 0.5))
     assert paid["spread"] == 4 / 6
     assert paid["total"] - plain["total"] == pytest.approx(0.5 * 4 / 6)

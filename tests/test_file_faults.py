@@ -165,7 +165,7 @@ class Tiny(torch.nn.Module):
         self.hf.config = types.SimpleNamespace(tie_word_embeddings=False)
         self.hf.weight = torch.nn.Parameter(torch.zeros(2, 2))
         self.hf.model = types.SimpleNamespace(visual=None)
-        self.codec = types.SimpleNamespace(base=types.SimpleNamespace(exact=("none",)), files={
+        self.codec = types.SimpleNamespace(base=types.SimpleNamespace(keep_fp32=("none",)), files={
             "config.json": b"{}", "tokenizer.json": b"{}", "chat_template.jinja": b"template"})
         self.stored_as, self.features = "F32", None
 

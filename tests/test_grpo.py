@@ -57,7 +57,7 @@ def plain_struct(codec, episode):
     for start, end in episode.spans:
         text, owner = "", []
         for t in range(start, end):
-            piece = codec.pieces[episode.context.ids[t]].decode()
+            piece = codec.token_bytes[episode.context.ids[t]].decode()
             text += piece
             owner += [t] * len(piece)
         for tag in TAGS:
@@ -213,7 +213,7 @@ def test_struct_holds_tags_and_turn_ends_and_leaves_most_tokens_out(codec, group
     """Guards the oracle itself: a mask of everything or of nothing would agree with itself."""
     e = groups[0][0]
     marked = plain_struct(codec, e)
-    text = b"".join(codec.pieces[e.context.ids[t]] for t in sorted(marked)).decode()
+    text = b"".join(codec.token_bytes[e.context.ids[t]] for t in sorted(marked)).decode()
     assert text == "</think><tool_call></tool_call><|im_end|></think><answer></answer><|im_end|>"
     assert 2 * len(marked) < 1.4 * sum(e.context.mask)
 
@@ -431,7 +431,7 @@ def test_one_place_composes_the_reward_that_is_logged_and_the_one_that_is_traine
 
         monkeypatch.setattr(rewards, "score", score)
         for e in group:
-            e.reward = rollout.compute_reward(e, rewards.Pay())
+            e.reward = rollout.compute_reward(e, rewards.RewardConfig())
         (gradient,), _ = run_update(policy, vision, codec, [group], settings())
         found.append(([e.reward["total"] for e in group], gradient))
         for e in group:  # the advantages are those of the logged numbers, to the digit

@@ -52,7 +52,8 @@ def flags(server, **more):
 
 def pay(judge, *episodes):
     async def score_all():
-        await asyncio.gather(*(rollout.score_episode(e, rewards.Pay(), judge) for e in episodes))
+        pay = rewards.RewardConfig()
+        await asyncio.gather(*(rollout.score_episode(e, pay, judge) for e in episodes))
 
     asyncio.run(score_all())
     return [e.reward for e in episodes]

@@ -209,7 +209,7 @@ def test_plain_transformers_gives_the_same_log_probs(lively, each_codec, album):
     hf.config.vision_config._attn_implementation = "eager"
     with torch.no_grad():
         logits = hf(**batch).logits[0, len(ids) - 1: -1]
-    logits[:, list(each_codec.banned)] -= 100
+    logits[:, list(each_codec.suppress_tokens)] -= 100
     wanted = (logits / 0.7).log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
     assert wanted.std() > 0.5
     assert (ours - wanted).abs().max() < 2e-5

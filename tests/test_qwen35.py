@@ -60,7 +60,7 @@ def random_trees(codec, seed, sizes):
 def alone(hf, codec, trees, temperature=1.0):
     """Log-probs of the trained tokens by transformers, each [prefix | branch] a sequence."""
     bias = torch.zeros(hf.lm_head.weight.shape[0], dtype=hf.dtype)
-    bias[list(codec.banned)] = -100.0
+    bias[list(codec.suppress_tokens)] = -100.0
     found = []
     for tree in trees:
         for branch in tree.branches:
@@ -126,7 +126,7 @@ def test_frames_and_text_as_transformers_computes_them(world35, codec35):
     with torch.no_grad():
         logits = hf(input_ids=ids, mm_token_type_ids=kinds, pixel_values=inputs["pixel_values"],
                     image_grid_thw=inputs["image_grid_thw"]).logits[0]
-        logits[:, list(codec35.banned)] -= 100.0
+        logits[:, list(codec35.suppress_tokens)] -= 100.0
         wanted = logits.log_softmax(-1)[len(context.ids) - 1:-1]
         wanted = wanted.gather(1, torch.tensor(answer)[:, None])[:, 0]
         policy = model.as_policy(hf, codec35, torch.device("cpu"), "none")
@@ -157,8 +157,8 @@ CALL = ("<tool_call>\n<function=crop_video>\n<parameter=start_time>\n{}\n</param
 
 
 def test_the_dialect_is_read_from_the_template(codec, codec35):
-    assert (codec.dialect, codec.opens_thought) == ("json", False)
-    assert (codec35.dialect, codec35.opens_thought) == ("xml", True)
+    assert (codec.tool_call_format, codec.opens_thought) == ("json", False)
+    assert (codec35.tool_call_format, codec35.opens_thought) == ("xml", True)
 
 
 @pytest.mark.parametrize("body, wanted", [

@@ -115,7 +115,7 @@ def test_a_replay_is_scored_anew_by_what_its_own_run_pays_for(codec, source, tas
         e.reward = {"total": 99.0, "paid_task": 99.0, "paid_fmt": 0.0}
     path = tmp_path / "r.jsonl"
     path.write_text("".join(json.dumps(e.to_json()) + "\n" for e in group))
-    for pay in (rewards.Pay(), rewards.Pay(tool_weight=0.0, format_weight=2.0)):
+    for pay in (rewards.RewardConfig(), rewards.RewardConfig(tool_weight=0.0, format_weight=2.0)):
         for e, again in zip(group, replay.read_rollouts([path], pay)):
             assert again.reward == rewards.score(e.turns, e.task, e.calls, True, pay)
 

@@ -38,15 +38,15 @@ from rewards import (
 
 
 def score(turns, kind, gold, options=None, num_parseable=0, num_executed=0, think_open=True, **pay):
-    """rewards.score of a task and of so many calls, the fields of Pay by name."""
+    """rewards.score of a task and of so many calls, the fields of RewardConfig by name."""
     task = {"type": kind, "answer": gold, "options": options}
     calls = [{"parseable": i < num_parseable, "status": "ok" if i < num_executed else "error"}
              for i in range(max(num_parseable, num_executed))]
-    return rewards.score(turns, task, calls, think_open, rewards.Pay(**pay))
+    return rewards.score(turns, task, calls, think_open, rewards.RewardConfig(**pay))
 
 
 def format_reward(turns, think_open=True, **pay):
-    return rewards.format_reward(turns, think_open, rewards.Pay(**pay))
+    return rewards.format_reward(turns, think_open, rewards.RewardConfig(**pay))
 
 
 CALL = ('<tool_call>{"name": "crop_video", "arguments": {"start_time": 1, "end_time": 2}}'
@@ -872,7 +872,8 @@ def test_windows_are_paid_by_their_iou_once_each_and_only_if_they_were_run(windo
     task = {"type": "open", "answer": "a dog", "evidence": evidence}
     calls = [{"parseable": True, "status": status, "start": a, "end": b}
              for a, b in windows for status in ("ok", "ok", "video_error")]
-    paid, free = (rewards.score(["Look."], task, calls, pay=rewards.Pay(window_weight=weight))
+    paid, free = (rewards.score(["Look."], task, calls,
+                                pay=rewards.RewardConfig(window_weight=weight))
                   for weight in (2.0, 0.0))
     iou = window_scores(windows, evidence)["iou"]
     assert paid["paid_task"] - free["paid_task"] == approx(2 * iou)
@@ -885,6 +886,6 @@ def test_a_task_without_evidence_judges_no_window():
     calls = [{"parseable": True, "status": "ok", "start": 0.0, "end": 1.0}]
     for evidence in ({}, {"evidence": None}, {"evidence": []}):
         task = {"type": "open", "answer": "a dog", **evidence}
-        result = rewards.score(["Look."], task, calls, pay=rewards.Pay(window_weight=1.0))
+        result = rewards.score(["Look."], task, calls, pay=rewards.RewardConfig(window_weight=1.0))
         assert "windows" not in result and result["total"] == rewards.score(["Look."], task,
                                                                             calls)["total"]

@@ -34,7 +34,7 @@ from evaluation import folders
 from tools import pick
 
 
-def read_rollouts(paths: list[str], pay: rewards.Pay) -> list[rollout.Episode]:
+def read_rollouts(paths: list[str], pay: rewards.RewardConfig) -> list[rollout.Episode]:
     """Rollout JSONL files -> Episodes, scored anew by `pay`. Raises UserError naming file and line,
     and for a task without an answer."""
     episodes = [rollout.from_json(row) for row in pick.read_rollouts(paths)]
@@ -45,7 +45,7 @@ def read_rollouts(paths: list[str], pay: rewards.Pay) -> list[rollout.Episode]:
     return episodes
 
 
-def complete(episodes: list[rollout.Episode], codec: chat.Codec) -> None:
+def complete(episodes: list[rollout.Episode], codec: chat.ChatProcessor) -> None:
     """Sets the places of credit, which a record does not hold. Raises UserError if the frames of an
     episode are not those of its ids, or if the checkpoint has no such ids."""
     rows = json.loads(codec.files["config.json"])["text_config"]["vocab_size"]

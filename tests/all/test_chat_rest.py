@@ -42,7 +42,7 @@ def test_published_templates_take_their_arguments(toy, tmp_path, name, given, sa
     shutil.copytree(toy / "init", folder)
     (folder / "chat_template.jinja").write_text(published_template(name), encoding="utf-8")
     codec = chat.load_codec(str(folder), "image", given)
-    assert codec.dialect == dialect and codec.opens_thought == (ends == OPEN)
+    assert codec.tool_call_format == dialect and codec.opens_thought == (ends == OPEN)
     task = {"video": "v.mp4", "question": "Which?", "type": "open", "answer": "red"}
     window = {"start": 0.0, "end": 4.0, "fps": 1.0, "max_frames": 4}
     for messages, tools in ((rollout.main_messages(task, 4), rollout.tool_schema()),
@@ -53,7 +53,8 @@ def test_published_templates_take_their_arguments(toy, tmp_path, name, given, sa
         text = chat.template(codec, messages, tools)
         assert text.endswith(ends) and ("effort is set" in text) == bool(says)
         assert (says or "") in text
-    glue = chat.decode(codec, chat.glue_ids(codec, [{"role": "tool", "content": "red"}], True),
+    replies = [{"role": "tool", "content": "red"}]
+    glue = chat.decode(codec, chat.tool_response_ids(codec, replies, True),
                        keep_special=True)
     assert "<tool_response>\nred\n</tool_response>" in glue and glue.endswith(ends)
 

@@ -361,7 +361,7 @@ def test_words_of_a_question_are_kept_apart_and_in_order(data):
     except ValueError as error:
         assert "instructions" in str(error) or "no question" in str(error)
         return
-    style = rewards.task_types()["open"].ask.split()
+    style = rewards.task_types()["open"].prompt_suffix.split()
     assert made.split() == " ".join(parts).split() + style
 
 

@@ -95,7 +95,8 @@ def test_recorded_rollouts_are_scored_by_the_judge_of_their_own_run(run, tmp_pat
         assert [r["reward"].get("judge") for r in rows] == [False, True, False, None] * 2
         assert len(server.asked) == 3 == len(rows_of(tmp_path / "judge.jsonl"))
         plain = argparse.Namespace(judge_url=None, judge_model=None)
-        assert [e.reward["acc"] for e in replay.read_rollouts([tmp_path / "r.jsonl"], rewards.Pay())
+        assert [e.reward["acc"] for e in replay.read_rollouts(
+            [tmp_path / "r.jsonl"], rewards.RewardConfig())
                 ] == [1.0, 0.0, 0.0, 0.0] * 2 and client.open_judge(plain) is None
         run("replay", "--out", tmp_path / "out", "--rollouts", tmp_path / "r.jsonl",
             *judged_by(server))

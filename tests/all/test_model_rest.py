@@ -139,13 +139,13 @@ def test_a_sample_does_not_depend_on_what_it_was_batched_with(lively, codec, alb
 def test_sampling_never_writes_vision_or_turn_starts_and_stops_at_the_turn_end(policy, codec):
     """Banned ids have no chance even where the model likes them best."""
     ids, _, _ = prompt(codec, "Which?")
-    assert all_logprobs(policy, codec, None, ids, [])[list(codec.banned)].max() < -90
+    assert all_logprobs(policy, codec, None, ids, [])[list(codec.suppress_tokens)].max() < -90
     weight = policy.hf.lm_head.weight
     policy.hf.model.language_model.norm.register_forward_hook(
         lambda _module, _inputs, output: torch.ones_like(output))
     with torch.no_grad():
         weight.zero_()
-        weight[codec.banned[0]], weight[codec.eos] = 0.2, 0.1
+        weight[codec.suppress_tokens[0]], weight[codec.eos] = 0.2, 0.1
     ((sampled, logps),) = generate(policy, codec, None, [(ids, [])], [5], [0.0], [0])
     assert sampled == [codec.eos] and logps[0] > -0.1
 

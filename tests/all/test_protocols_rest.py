@@ -467,7 +467,7 @@ def test_the_engine_allows_the_images_that_an_episode_may_hold(flags, images, vi
         monkeypatch.setattr(sys, "argv", ["eval.py", "--data", "d", "--ckpt", "c", "--channel",
                                           channel, *flags.split()])
         args = evaluation.parse_args()
-        codec = chat.Codec.__new__(chat.Codec)
+        codec = chat.ChatProcessor.__new__(chat.ChatProcessor)
         codec.channel = channel
         evaluation.make_engine([], args, "c", codec, systems.make_protocol(args)[0])
     assert made[0] == (images, 1) and made[1][1] == videos

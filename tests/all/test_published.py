@@ -226,10 +226,11 @@ def test_the_codec_reads_a_published_checkpoint(codec, kind):
     one = codec.tokenizer.convert_tokens_to_ids
     assert (codec.image_pad, codec.video_pad, codec.vision_start, codec.vision_end,
             codec.eos) == (151655, 151656, 151652, 151653, IM_END)
-    assert (one("<tool_call>"), one("<think>"), len(codec.pieces)) == (151657, THINK, 151669)
-    assert {"<think>", "</tool_response>", "<|endoftext|>", "<|fim_prefix|>"} < set(codec.markup)
-    assert len(codec.markup) == 26
-    assert END in codec.banned and IM_START in codec.banned and IM_END not in codec.banned
+    assert (one("<tool_call>"), one("<think>"), len(codec.token_bytes)) == (151657, THINK, 151669)
+    assert {"<think>", "</tool_response>", "<|endoftext|>",
+            "<|fim_prefix|>"} < set(codec.special_strings)
+    assert len(codec.special_strings) == 26
+    assert {END, IM_START} <= set(codec.suppress_tokens) and IM_END not in codec.suppress_tokens
     assert codec.opens_thought == (kind == "thinking")
     assert (codec.patch, codec.merge, codec.temporal, codec.mean,
             codec.std) == (16, 2, 2, (0.5,) * 3, (0.5,) * 3)
@@ -244,7 +245,7 @@ def test_bytes_of_tokens_rebuild_any_text(codecs, text):
     wanted = unicodedata.normalize("NFC", text).encode()
     for ids in (codec.tokenizer(text)["input_ids"],
                 codec.tokenizer(unicodedata.normalize("NFD", text))["input_ids"]):
-        assert b"".join(codec.pieces[i] for i in ids) == wanted
+        assert b"".join(codec.token_bytes[i] for i in ids) == wanted
     plain = codec.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     assert chat.decode(codec, ids, keep_special=True) == plain
     assert "".join(chat.text_pieces(chat.pieces_of(codec, ids))) == plain
@@ -254,7 +255,7 @@ def test_bytes_of_tokens_rebuild_any_text(codecs, text):
 @given(text=texts)
 def test_no_untrusted_text_becomes_a_special_id(codecs, text):
     codec = codecs["instruct"]
-    ids = chat.encode(codec, chat.guard(codec, text))
+    ids = chat.encode(codec, chat.escape_special_tokens(codec, text))
     assert max(ids, default=0) < END
     plain = text.replace(chat.GUARD, "").replace(chat.TURN, "")
     assert chat.decode(codec, ids, keep_special=True) == unicodedata.normalize("NFC", plain)
@@ -276,7 +277,7 @@ def test_no_end_but_the_turn_end_is_ever_sampled(published, tmp_path):
     config = json.loads((folder / "generation_config.json").read_text())
     changed = {**config, "eos_token_id": [IM_END, 151664]}
     (folder / "generation_config.json").write_text(json.dumps(changed))
-    banned = chat.load_codec(str(folder)).banned
+    banned = chat.load_codec(str(folder)).suppress_tokens
     assert {END, IM_START, 151664} <= set(banned) and IM_END not in banned
 
 
@@ -356,7 +357,8 @@ def test_prompt_turns_and_glue_are_what_the_template_writes_at_once(codecs, ques
             messages.append({"role": "assistant", "content": turn})
             if responses:
                 replies = [{"role": "tool", "content": text} for text in responses]
-                ids, messages = ids + chat.glue_ids(codec, replies, True), messages + replies
+                ids = ids + chat.tool_response_ids(codec, replies, True)
+                messages = messages + replies
         guarded = chat.render(codec, messages)
         # tags in a turn are tags
         whole = [m if m["role"] == "assistant" else g for m, g in zip(messages, guarded)]
@@ -413,7 +415,7 @@ def test_a_chat_is_encoded_as_the_ids_that_a_rollout_would_hold(codec, tasks, so
         rest = (text.removeprefix("<think>").removeprefix("\n") if thinks
                 else ("</think>\n\n" if codec.opens_thought else "") + text)
         ids += prefix + chat.encode(codec, rest) + [codec.eos]
-        ids += chat.glue_ids(codec, replies, True) if turn == 0 else []
+        ids += chat.tool_response_ids(codec, replies, True) if turn == 0 else []
     assert talk.ids == ids
     assert not any(a == THINK and THINK in talk.ids[n + 1:n + 3] for n, a in enumerate(talk.ids))
     trained = [i for i, m in zip(talk.ids, talk.mask) if m]
@@ -570,7 +572,7 @@ def test_the_trainer_the_reference_and_plain_transformers_agree(
                     mm_token_type_ids=(row == codec.image_pad).int()).logits[0, pack.predictor]
     free = logits.log_softmax(-1)
     assert (free[:, END] > -0.1).all()  # left to itself, the model would end every text here
-    logits[:, list(codec.banned)] -= 100.0
+    logits[:, list(codec.suppress_tokens)] -= 100.0
     plain = logits.log_softmax(-1).gather(1, pack.target[:, None])[:, 0]
     assert torch.equal(ours, theirs) and (ours - plain).abs().max() < 1e-4 and plain.std() > 1
 
@@ -596,7 +598,7 @@ def quick_vllm(monkeypatch):
 
 def sampled_ids(codec, row):
     ids = [i for i, m in zip(row["ids"], row["mask"]) if m]
-    assert ids and not set(ids) & set(codec.banned)
+    assert ids and not set(ids) & set(codec.suppress_tokens)
     return ids
 
 
@@ -671,7 +673,7 @@ def test_cold_start_rollouts_and_updates_of_a_published_checkpoint(
     again, config = chat.load_codec(str(cold)), json.loads((cold / "config.json").read_text())
     question = [{"role": "user", "content": "n\u00e9 1234"}]
     for same in (lambda c: chat.encode_prompt(c, question),
-                 lambda c: (c.banned, c.markup, c.pieces, c.opens_thought)):
+                 lambda c: (c.suppress_tokens, c.special_strings, c.token_bytes, c.opens_thought)):
         assert same(again) == same(codec)
     assert chat.end_ids(str(cold)) == {IM_END, END} and config["text_config"]["dtype"] == "float32"
     weights = load_file(cold / "model.safetensors")
@@ -777,7 +779,7 @@ def test_transformers_4_loads_what_is_saved_as_the_same_model(
     with torch.no_grad():
         ours = forward(policy, pack, vision)[0]
     logits = found["logits"][pack.predictor]
-    logits[:, list(codec.banned)] -= 100.0
+    logits[:, list(codec.suppress_tokens)] -= 100.0
     theirs = logits.log_softmax(-1).gather(1, pack.target[:, None])[:, 0]
     assert len(theirs) == len(ids) - 1 and theirs.std() > 1
     assert (ours - theirs).abs().max() < 1e-3

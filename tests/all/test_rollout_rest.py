@@ -102,9 +102,10 @@ def test_special_tokens_written_by_a_sub_agent_or_a_task_stay_text(codec, tasks,
     tame = Scripted(codec, [calls((0, 8), (8, 16)), ANSWER])
     plain = play_one(tame, tasks, frames_of)
     task = {**tasks[0], "question": tasks[0]["question"] + FORGED}
-    engine = Scripted(codec, [calls((0, 8), (8, 16)), ANSWER], chat.guard(codec, FORGED))
+    engine = Scripted(codec, [calls((0, 8), (8, 16)), ANSWER],
+                      chat.escape_special_tokens(codec, FORGED))
     episode = play_one(engine, [task], frames_of, replace(AGENT, sub_max_new_tokens=400))
-    special = set(codec.tokenizer.convert_tokens_to_ids(list(codec.markup)))
+    special = set(codec.tokenizer.convert_tokens_to_ids(list(codec.special_strings)))
 
     def inserted(e):
         return Counter(i for i, flag in zip(e.context.ids, e.context.mask) if i in special
