@@ -42,6 +42,7 @@ from multiprocessing.connection import Connection, Pipe
 
 import numpy as np  # av and PIL are imported in the functions that decode; sampling needs neither
 
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH=1 leaves it out
 import launch
 
 # Formats of a single file whose frames have times. Last line: stills, videos of one frame.
@@ -403,6 +404,10 @@ def _open(path):
         unit = float(stream.time_base)  # seconds per tick
         leaps = container.format.flags & 0x200  # AVFMT_TS_DISCONT: its clock may jump
         reorders = stream.codec_context.has_b_frames
+        codec = stream.codec_context
+        # Flags of key frames of other codecs are often false: such a file is decoded in a row.
+        sure = codec.codec.intra_only or codec.name in ("h264", "hevc", "vp8", "vp9", "libdav1d")
+        likely = codec.name in ("mpeg1video", "mpeg2video", "mpeg4", "wmv3", "theora", "flv")
         for packet in container.demux(stream, *container.streams.audio):
             if packet.stream.index != stream.index:
                 end = (packet.pts or 0) + (packet.duration or 0)
@@ -443,7 +448,8 @@ def _open(path):
     # Clips joined by times that overlap: a frame in front of a key frame is displayed later.
     overlap = np.minimum.accumulate(pts[::-1])[::-1][1:] < np.maximum.accumulate(pts)[:-1]
     if (None in came or came != sorted(came) or untimed and not front or not len(key_ticks)
-            or len(ticks) < shown.sum() or (overlap & (keys[1:] > 0)).any()):
+            or not (sure or likely and not keys.all()) or len(ticks) < shown.sum()
+            or (overlap & (keys[1:] > 0)).any()):
         times, end = _show(path)
         last = {tick: n for n, tick in enumerate(times)}  # the last of frames with one time
         starts, key_ticks = np.array(sorted(last)), key_ticks[:0]  # [N], none

@@ -480,6 +480,23 @@ def test_a_video_whose_index_names_no_key_frame(tmp_path):
     assert_looks_as_in_a_row(whole, 40)
 
 
+@pytest.mark.parametrize("name, more, old, new", [
+    ("a.apng", ("-f", "apng"), b"", b""), ("rpza.mov", ("-c:v", "rpza", "-g", "10"), b"", b""),
+    ("mpeg4.mp4", ("-c:v", "mpeg4", "-g", "10"), b"stss", b"free"),  # without a list all are
+    ("divx3.avi", ("-c:v", "msmpeg4", "-g", "10"), b"idx1", b"JUNK")])  # a lost index
+def test_a_frame_that_is_flagged_as_a_key_frame_need_not_be_one(
+        tmp_path, ffmpeg, name, more, old, new):
+    path = tmp_path / name
+    ffmpeg("-f", "lavfi", "-i", "testsrc2=size=96x64:rate=10:duration=4", *more, path)
+    path.write_bytes(path.read_bytes().replace(old, new))
+    _, pictures = shown_by(ffmpeg, path)
+    cache = video.FrameCache(0)
+    for n in (7, 13, 26, 39):
+        (image,) = cache.frames(path, np.array([n]), 0, 0, size=(64, 96)).images
+        assert np.abs(image.astype(int) - pictures[n]).mean() < 1, n
+    cache.close()
+
+
 def test_a_crop_on_the_left_is_applied(tmp_path, ffmpeg):
     """By 32 pixels, a multiple that a decoder in a hurry leaves there."""
     path = tmp_path / "v.mp4"
