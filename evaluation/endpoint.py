@@ -495,11 +495,9 @@ def judge(records, verdicts, args):
             name = verdict["id"], verdict["said"], verdict["model"]
             if verdict["verdict"] is not None:
                 known[name] = verdict
-            if verdict.get("own_crc32") not in (None, launch.own_sum(verdict)):
-                raise ValueError
         except (ValueError, KeyError, TypeError):
-            raise launch.UserError(f"{verdicts.name}:{number}: not JSON, or no verdict as the "
-                                   "judge gave it; delete the line") from None
+            raise launch.UserError(f"{verdicts.name}:{number}: not JSON, or no verdict; delete the "
+                                   "line") from None
     todo = {}  # equal answers of several samples are judged once
     for record in doubtful if args.judge_url else []:
         name = record["task"]["id"], record["said"], args.judge_model
@@ -507,7 +505,6 @@ def judge(records, verdicts, args):
             todo[name] = record
     for verdict in ask_judge(list(todo.values()), args) if todo else []:
         known[verdict["id"], verdict["said"], verdict["model"]] = verdict
-        verdict["own_crc32"] = launch.own_sum(verdict)
         verdicts.write(json.dumps(verdict) + "\n")
         verdicts.flush()  # a crash loses no verdict that was paid for
     for record in doubtful:
