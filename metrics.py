@@ -300,8 +300,7 @@ class Log:
         minutes = (time.monotonic() - self.began) / 60
         end = f"done: {steps - self.start} steps in {minutes:.1f} min -> {self.out}/last"
         if step < steps:
-            end = (f"stopped after step {step} of {steps}; the same command goes on "
-                   f"from {self.out}")
+            end = f"stopped after step {step} of {steps}; the same command goes on from {self.out}"
         print(end, flush=True)
         self.file.close()
         self.track("finish")

@@ -216,9 +216,8 @@ def claim_file(out, args, inputs, names, kept):
             os.remove(left)
     paths = [path for path in (out, f"{out}.part") if os.path.exists(path)]
     then = chat.read_object(beside(out)) if paths and os.path.isfile(beside(out)) else {}
-    other = [f"{beside(out)} is missing or damaged"]
-    if "inputs" in then:
-        other = changes(args, inputs, {"args": then, "inputs": then["inputs"]})
+    was = {"args": then, "inputs": then.get("inputs")}
+    other = changes(args, inputs, was) if was["inputs"] else [f"{beside(out)} is missing or old"]
     if paths and other:
         raise launch.UserError(f"{paths[0]} holds rollouts of other settings: "
                                f"{', '.join(other[:3])}; choose another --out, or delete the file")
