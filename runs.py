@@ -17,7 +17,6 @@ import functools
 import glob
 import hashlib
 import json
-import math
 import os
 import pathlib
 import re
@@ -260,7 +259,7 @@ def is_best(value, best, rows, best_rows):
         more = rows > best_rows
         launch.say(f"held-out rows: {best_rows} at `best`, {rows} can be read now, so "
                    + ("`best` begins anew" if more else "this is no `best`"))
-        best = -math.inf if more else math.inf
+        best = float("-inf" if more else "inf")
     return value > best  # no number, NaN, is no best
 
 
@@ -353,10 +352,9 @@ def undamaged_checkpoint(out):
 def is_complete(folder):
     """Whether a checkpoint is whole: all files are as long as its state.json says."""
     try:
-        with open(os.path.join(folder, "state.json")) as f:
-            files = launch.parse_json(f.read())["files"].items()
+        files = chat.read_object(os.path.join(folder, "state.json"))["files"].items()
         return all(os.path.getsize(os.path.join(folder, name)) == size for name, size in files)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (launch.UserError, OSError, KeyError, TypeError, AttributeError):
         return False
 
 
@@ -431,8 +429,6 @@ def atomic_folder(path):
 
 def symlink(link, target):
     """Makes `link` a relative link to the folder `target` beside it, atomically."""
-    temp = f"{link}.tmp{os.getpid()}"
-    with contextlib.suppress(FileNotFoundError):
-        os.remove(temp)
+    temp = f"{link}.{os.urandom(4).hex()}.tmp0"  # a kill here leaves it to clean_run
     os.symlink(os.path.basename(target), temp)
     os.replace(temp, link)
