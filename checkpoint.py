@@ -536,8 +536,8 @@ def save_checkpoint(policy, codec, path, state, optimizer=None):
     except (OSError, dcp.CheckpointException) as error:  # on every rank, whichever could not write
         why = launch.why(next(iter(getattr(error, "failures", {0: [error]}).values()))[0])
         left = runs.newest_checkpoint(out)
-        raise launch.RunError(f"checkpoint {path} could not be written ({why}); "
-                              f"the newest whole one is {left}; give the same command again") from None
+        raise launch.RunError(f"checkpoint {path} could not be written ({why}); the "
+                              f"newest whole one is {left}: make room, and go on from it") from None
 
 
 def on_rank_0(work):
